@@ -73,7 +73,7 @@ def run(
     match given.kind:
         case "router":
             from baton.config.router import RouterConfig
-            from baton.router.process import serve_router
+            from baton.router.router import serve_router
 
             router = msgspec.json.decode(given.config, type=RouterConfig)
             starts = given.incarnation

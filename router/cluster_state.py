@@ -1,15 +1,22 @@
-"""What a router knows beside who is there: what workers hold, how fast they are, and why it chose as it did.
+"""The router's knowledge of workers and dispatches: pages, speeds, decisions, other routers' dispatches.
 
-Workers are asked for what they hold only by a router whose policy looks at it.
+Workers report their pages only to a router whose policy uses the prefix index.
+
+Several routers tell each other what they dispatch, through a `SharingLink` (router/redis/link.py):
+
+1. A router shares each dispatch. The others enter the attempt as another's (`OTHERS`) in their in-flight
+   load, and expect the prompt's pages at its workers.
+2. The first token and the end of the attempt are shared too.
+3. A router may die before the end of its attempts. Then a worker whose heartbeats do not name an attempt
+   frees it (router/in_flight.py).
+
+Nothing waits for the link. Load that is not shared counts by the workers' own reports.
 """
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from random import Random
-from typing import Final
+from typing import Final, Protocol
 
-from baton.clock import Clock
-from baton.config.router import RouterSettings
 from baton.messages.control import Decision, KvEventBatch, KvEventsWanted, Measured, Submit, Weighed
 from baton.messages.workers import Worker
 from baton.router.decisions import (
@@ -20,87 +27,85 @@ from baton.router.decisions import (
     keys_as_text,
     weighed,
 )
-from baton.router.in_flight import InFlight, InFlightAttempt, Key
-from baton.router.index.prefix_index import PrefixIndex
-from baton.router.index.prompt_keys import PromptKeys, family_of
-from baton.router.policies.base import KnownWorkers, PolicyContext, RoutingChoice, RoutingPolicy
-from baton.router.policies.cost_model import CostModel
+from baton.router.in_flight import OTHERS, InFlightAttempt, Key
+from baton.router.index.prompt_keys import family_of, first_halves, with_zeros
+from baton.router.policies.base import Pair, PolicyContext, RoutingChoice, RoutingPolicy
 from baton.router.policies.costs import PairCandidate
-from baton.router.policies.load import LeastLoaded, LoadPolicy
-from baton.router.policies.pairing import Pair
-from baton.router.policies.registry import policy_class
-from baton.router.redis.messages import AnyShared
-from baton.router.sharing import Sharing, SharingLink
+from baton.router.redis.messages import AnyShared, SharedDispatch, SharedEnded, SharedStarted
 from baton.rpc.peers import Peer
 
-MIN_INDEX_PAGES: Final = 1024  # of an index that nobody asks
+EXPECTED_FOR_S: Final = 2.0  # pages of another router's dispatch, after the prompt should be computed
+MAX_OTHERS: Final = 2**16  # attempts of other routers that are entered
+
+
+class SharingLink(Protocol):
+    """A link to the other routers and to Redis. No method waits."""
+
+    def joined(self, worker: Worker) -> None:
+        """A worker has joined this router and its index."""
+
+    def left(self, worker_id: str) -> None:
+        """A worker has left this router."""
+
+    def pages(self, worker_id: str, events: KvEventBatch) -> None:
+        """Events of a worker have been applied to the index."""
+
+    def share(self, message: AnyShared) -> None:
+        """Send a message to the other routers."""
 
 
 class ClusterState:
-    def __init__(
-        self,
-        config: RouterSettings,
-        clock: Clock,
-        in_flight: InFlight,
-        counters: Counter[str],
-        max_index_pages: int,
-    ) -> None:
-        policy = policy_class(config.policy)
-        max_pages = max_index_pages if policy.uses_prefix_index else MIN_INDEX_PAGES
-        self.index = PrefixIndex(clock, max_pages, seed=config.seed)
-        self.model = CostModel()
-        self.decisions = DecisionHistory(clock)
-        self.sharing: Sharing | None = None
-        self._log: Callable[[bytes], object] | None = None
-        self._clock = clock
+    """Updates the index, the cost model and the decisions, and shares dispatches with other routers."""
+
+    def __init__(self, context: PolicyContext, policy: RoutingPolicy, counters: Counter[str]) -> None:
+        """context: the one that `policy` was made with. counters: of the router, shown to operators."""
+        self.index = context.index
+        self.model = context.model
+        self.decisions = DecisionHistory(context.clock)
+        self.policy = policy
         self.counters = counters
-        self._in_flight = in_flight
-        self._keys = PromptKeys()
-        known = KnownWorkers(in_flight, self.index, self.model, self._keys)
-        context = PolicyContext(clock, known, Random(config.seed))
-        self.policy: RoutingPolicy = policy(context)
-        self.by_load = self.policy if isinstance(self.policy, LoadPolicy) else LeastLoaded(context)
+        self._clock = context.clock
+        self._in_flight = context.in_flight
+        self._keys = context.keys
+        self._sharing: SharingLink | None = None
+        self._log: Callable[[bytes], object] | None = None
 
     def link(self, link: SharingLink) -> None:
-        """From now on other routers are told, once a worker has joined and what is sent out."""
-        self.sharing = Sharing(link, self._in_flight, self.index, self.model, self.counters)
+        """Share dispatches, and workers' pages, from now on."""
+        self._sharing = link
 
     def log_to(self, write: Callable[[bytes], object]) -> None:
-        """A line for what is sent out and for what ends, from now on."""
+        """Write a line for each dispatch and each end, from now on."""
         self._log = write
 
-    def heard(self, message: AnyShared) -> None:
-        if self.sharing is not None:
-            self.sharing.heard(message)
-
     def joined(self, worker: Worker, peer: Peer) -> None:
-        self.model.join(worker.id, _alike(worker))
+        """A worker has joined."""
+        self.model.join(worker.id, _kind_of(worker))
         if self.policy.uses_prefix_index:
             self.index.join(worker)
-            if self.sharing is not None:
-                self.sharing.link.joined(worker)
+            if self._sharing is not None:
+                self._sharing.joined(worker)
             peer.send(KvEventsWanted())
 
     def gone(self, worker_id: str) -> None:
-        if self.sharing is not None:
-            self.sharing.link.left(worker_id)
+        """A worker has left."""
+        if self._sharing is not None:
+            self._sharing.left(worker_id)
         self.index.forget(worker_id)
         self.model.forget(worker_id)
         self.policy.forget(worker_id)
 
-    def tick(self) -> None:
-        self.index.tick()
-
     def pages(self, peer: Peer, events: KvEventBatch) -> None:
-        """Changes of what this worker holds, of which some may have been lost."""
+        """Apply a worker's events, and ask the worker for all its pages after a gap."""
         if not self.policy.uses_prefix_index:
             return
         if not self.index.apply(peer.hello.id, events):
             peer.send(KvEventsWanted())
-        if self.sharing is not None:
-            self.sharing.link.pages(peer.hello.id, events)
+        if self._sharing is not None:
+            self._sharing.pages(peer.hello.id, events)
 
     def measured(self, worker_id: str, measured: Measured) -> None:
+        """Learn from a worker's measurements."""
         self.model.learn(worker_id, measured)
         for times in measured.prefills:
             decision = self.decisions.get((times.request_id, times.attempt))
@@ -114,39 +119,8 @@ class ClusterState:
                 self.model.learn_handoff(worker_id, chosen.decode, times)
                 self.model.learn_size(times.moved_bytes, times.num_tokens)
 
-    def dispatched(self, submit: Submit, pair: Pair, entry: InFlightAttempt) -> None:
-        if self.sharing is None and self._log is None:
-            return
-        request, worker = submit.request, pair.computer.worker
-        known = pair.choice.keys.get(worker.id) if pair.choice is not None else None
-        keys = self._keys.keys(family_of(worker), request) if known is None else known
-        key = (request.request_id, request.attempt)
-        if self.sharing is not None:
-            self.sharing.dispatched(key, entry, keys)
-        if self._log is not None:
-            line = DispatchedLine(
-                at_s=self._clock.now_s(),
-                decision=self.decisions.full(key),
-                page_size=worker.page_size,
-                num_output_tokens=entry.num_tokens - request.num_tokens,
-                keys=keys_as_text(keys),
-            )
-            self._log(encode_line(line))
-
-    def started(self, attempts: Sequence[Key]) -> None:
-        for key in attempts:
-            self.decisions.started(key)
-        if self.sharing is not None:
-            self.sharing.started(attempts)
-
-    def ended(self, attempts: Sequence[Key]) -> None:
-        if self.sharing is not None:
-            self.sharing.ended(attempts)
-        if self._log is not None:
-            for request_id, attempt in attempts:
-                self._log(encode_line(self._end_of(request_id, attempt)))
-
     def decided(self, submit: Submit, pair: Pair) -> None:
+        """Keep the decision for `baton explain`, and tell the policy that its choice was dispatched."""
         request, choice = submit.request, pair.choice
         chosen = Weighed(decode=pair.decode.id, prefill=pair.prefill.id if pair.prefill else "")
         candidates: Sequence[PairCandidate] = ()
@@ -165,7 +139,75 @@ class ClusterState:
         )
         self.decisions.add(decision, candidates)
 
-    def _end_of(self, request_id: str, attempt: int) -> EndedLine:
+    def dispatched(self, submit: Submit, pair: Pair, entry: InFlightAttempt) -> None:
+        """Share and log a dispatch, after `decided`."""
+        if self._sharing is None and self._log is None:
+            return
+        request, worker = submit.request, pair.computer.worker
+        known = pair.choice.keys.get(worker.id) if pair.choice is not None else None
+        keys = self._keys.keys(family_of(worker), request) if known is None else known
+        key = (request.request_id, request.attempt)
+        if self._sharing is not None:
+            self._sharing.share(_shared_dispatch(key, entry, keys))
+        if self._log is not None:
+            line = DispatchedLine(
+                at_s=self._clock.now_s(),
+                decision=self.decisions.full(key),
+                page_size=worker.page_size,
+                num_output_tokens=entry.num_tokens - request.num_tokens,
+                keys=keys_as_text(keys),
+            )
+            self._log(encode_line(line))
+
+    def started(self, attempts: Sequence[Key]) -> None:
+        """Attempts have their first token."""
+        for key in attempts:
+            self.decisions.started(key)
+        if self._sharing is not None:
+            self._sharing.share(SharedStarted(attempts=tuple(attempts)))
+
+    def ended(self, attempts: Sequence[Key]) -> None:
+        """Attempts have ended."""
+        if self._sharing is not None:
+            self._sharing.share(SharedEnded(attempts=tuple(attempts)))
+        if self._log is not None:
+            for request_id, attempt in attempts:
+                self._log(encode_line(self._ended_line(request_id, attempt)))
+
+    def heard(self, message: AnyShared) -> None:
+        """Apply a message of another router. Attempts that this router dispatched itself stay as they are."""
+        match message:
+            case SharedDispatch():
+                self._enter_anothers(message)
+            case SharedStarted():
+                for key in filter(self._in_flight.is_anothers, message.attempts):
+                    self._in_flight.started(key)
+            case SharedEnded():
+                for key in filter(self._in_flight.is_anothers, message.attempts):
+                    self._in_flight.ended(key)
+
+    def _enter_anothers(self, shared: SharedDispatch) -> None:
+        key = (shared.request_id, shared.attempt)
+        if key in self._in_flight:
+            return
+        if self._in_flight.num_others >= MAX_OTHERS:
+            self.counters["others_left_out"] += 1
+            return
+        num_new = shared.num_prompt_tokens
+        entry = InFlightAttempt(
+            OTHERS,
+            shared.decode,
+            shared.prefill,
+            num_new,
+            shared.num_tokens,
+            self.model.of(shared.prefill or shared.decode).compute_s(num_new, num_new),
+            num_output_tokens=shared.num_output_tokens,
+        )
+        self._in_flight.enter(key, entry)
+        ttl_s = self._in_flight.wait_s(entry.computer) + EXPECTED_FOR_S
+        self.index.expect(entry.computer, with_zeros(shared.keys), ttl_s)
+
+    def _ended_line(self, request_id: str, attempt: int) -> EndedLine:
         decision = self.decisions.get((request_id, attempt))
         return EndedLine(
             at_s=self._clock.now_s(),
@@ -182,6 +224,19 @@ class ClusterState:
         self.counters["computed_locally"] += not choice.prefill
 
 
-def _alike(worker: Worker) -> str:
-    """Workers of which this is the same have steps that are alike."""
+def _shared_dispatch(key: Key, entry: InFlightAttempt, keys: bytes) -> SharedDispatch:
+    return SharedDispatch(
+        request_id=key[0],
+        attempt=key[1],
+        decode=entry.decode,
+        prefill=entry.prefill,
+        num_prompt_tokens=entry.num_prompt_tokens,
+        num_tokens=entry.num_tokens,
+        num_output_tokens=entry.num_output_tokens,
+        keys=first_halves(keys),
+    )
+
+
+def _kind_of(worker: Worker) -> str:
+    """Workers of one kind have similar steps."""
     return f"{worker.role} {worker.fingerprint} {worker.kv_dtype} {worker.tensor_parallel_size}"

@@ -1,4 +1,12 @@
-"""Why attempts went where they went, kept for a while: predictions, and what was measured afterwards."""
+"""Routing decisions: the recent ones for `baton explain`, and a log for later replay.
+
+A decision has the compared pairs with their predicted costs, and afterwards the measured times.
+
+The log has a line, a JSON object, for each dispatch and each end; bench/router/suite.py replays it under
+another policy. Of a prompt a line has only the length and the first 64 bits of its page keys, which cannot be
+made without the prompt and the salt. Several routers of one machine may share a file: each line is one write,
+and their clock is one.
+"""
 
 import base64
 import io
@@ -23,11 +31,15 @@ from baton.router.index.prompt_keys import SHORT_KEY_BYTES, first_halves
 from baton.router.policies.costs import PairCandidate
 
 MAX_DECISIONS: Final = 4096
-MAX_ATTEMPTS: Final = 64  # told of one request
+MAX_ATTEMPTS: Final = 64  # of one request, in an answer
 _DAY_S: Final = 86_400.0
+Moment: TypeAlias = Annotated[float, Meta(ge=0)]  # seconds, by the router's clock
+
+logger = logging.getLogger(__name__)
 
 
 def weighed(candidate: PairCandidate) -> Weighed:
+    """A compared pair as a message."""
     return Weighed(
         decode=candidate.decode,
         prefill=candidate.prefill,
@@ -38,11 +50,12 @@ def weighed(candidate: PairCandidate) -> Weighed:
 
 
 def total_s(weighed: Weighed) -> float:
+    """The predicted cost of a pair."""
     return sum(weighed.terms.values())
 
 
 def regret_s(decision: Decision) -> float | None:
-    """What the first token took longer than the best other pair was expected to take; None: not known."""
+    """The measured time to the first token less that predicted for the best other pair; None: unknown."""
     others = [ttft_s(each) for each in decision.weighed if each != decision.chosen]
     if decision.first_token_s is None or not others:
         return None
@@ -50,47 +63,49 @@ def regret_s(decision: Decision) -> float | None:
 
 
 def ttft_s(weighed: Weighed) -> float:
+    """The predicted time to the first token."""
     return sum(weighed.terms.get(name, 0.0) for name in ("queue_s", "pull_s", "compute_s"))
 
 
-class KeptDecision(NamedTuple):
+class _Kept(NamedTuple):
     decided_s: float
-    decision: Decision  # less what was weighed: that is written out for who asks
+    decision: Decision  # without the compared pairs
     candidates: Sequence[PairCandidate]
 
 
 class DecisionHistory:
-    """The last MAX_DECISIONS."""
+    """The last MAX_DECISIONS decisions."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._kept: OrderedDict[Key, KeptDecision] = OrderedDict()
+        self._kept: OrderedDict[Key, _Kept] = OrderedDict()
         self._attempts: dict[str, list[Key]] = {}
 
     def __len__(self) -> int:
         return len(self._kept)
 
     def add(self, decision: Decision, candidates: Sequence[PairCandidate] = ()) -> None:
-        """A key that is there already is decided anew. candidates: all, to be told to whoever asks."""
+        """Add a decision; it replaces one of the same attempt. candidates: all compared pairs."""
         key = (decision.request_id, decision.attempt)
         self._forget(key)
-        self._kept[key] = KeptDecision(self._clock.now_s(), decision, candidates)
+        self._kept[key] = _Kept(self._clock.now_s(), decision, candidates)
         self._attempts.setdefault(decision.request_id, []).append(key)
         if len(self._kept) > MAX_DECISIONS:
             self._forget(next(iter(self._kept)))
 
     def get(self, key: Key) -> Decision | None:
-        """Without what else was weighed."""
+        """The decision without the other compared pairs; None when it is not kept."""
         kept = self._kept.get(key)
         return None if kept is None else kept.decision
 
     def full(self, key: Key) -> Decision:
-        """Of one that is kept."""
+        """A kept decision with all compared pairs."""
         now_s, kept = self._clock.now_s(), self._kept[key]
         age_s, others = min(now_s - kept.decided_s, _DAY_S), tuple(map(weighed, kept.candidates))
         return msgspec.structs.replace(kept.decision, age_s=age_s, weighed=others)
 
     def started(self, key: Key) -> None:
+        """Note the time of the first token."""
         kept = self._kept.get(key)
         if kept is not None and kept.decision.first_token_s is None:
             taken_s = min(self._clock.now_s() - kept.decided_s, _DAY_S)
@@ -98,12 +113,14 @@ class DecisionHistory:
             self._kept[key] = kept._replace(decision=decision)
 
     def measured(self, times: PrefillTimes) -> None:
+        """Note the measured times of the prefill."""
         key = (times.request_id, times.attempt)
         kept = self._kept.get(key)
         if kept is not None:
             self._kept[key] = kept._replace(decision=msgspec.structs.replace(kept.decision, measured=times))
 
     def of(self, request_id: str) -> Iterator[Decision]:
+        """The decisions of a request's last MAX_ATTEMPTS attempts, with all compared pairs."""
         for key in self._attempts.get(request_id, ())[-MAX_ATTEMPTS:]:
             yield self.full(key)
 
@@ -116,16 +133,6 @@ class DecisionHistory:
             del self._attempts[key[0]]
 
 
-# What a router has decided, line by line, for later: bench/router/suite.py replays it under another policy.
-#
-# A line is a JSON object: one when an attempt is sent out, one when it has ended. Of a prompt there is
-# nothing but its length and the first 64 bits of its pages' names, which nobody can make without prompt and
-# salt. Several routers of one machine may share a file: a line is one write, and their clock is one.
-
-logger = logging.getLogger(__name__)
-Moment: TypeAlias = Annotated[float, Meta(ge=0)]  # seconds, by the router's clock
-
-
 class _Line(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True, tag_field="kind"
 ):
@@ -133,6 +140,8 @@ class _Line(
 
 
 class DispatchedLine(_Line, frozen=True):
+    """An attempt was dispatched."""
+
     decision: Decision
     page_size: Annotated[int, Meta(ge=1, le=2**20)]
     num_output_tokens: Count  # expected, as the request's limit allows
@@ -140,28 +149,31 @@ class DispatchedLine(_Line, frozen=True):
 
 
 class EndedLine(_Line, frozen=True):
+    """An attempt has ended."""
+
     request_id: Id
     attempt: Attempt
-    first_token_s: Seconds | None = None  # after it was sent out
-    measured: PrefillTimes | None = None  # by who computed the prompt, if that has come by now
+    first_token_s: Seconds | None = None  # after the dispatch
+    measured: PrefillTimes | None = None  # by the worker that computed the prompt, if it has reported
 
 
 AnyLine: TypeAlias = DispatchedLine | EndedLine
 
 
 class DecisionLog:
-    """Lines are appended until that fails once: a full disk is no reason to route nothing.
+    """Appends lines to a file until a write fails; then it logs a warning and stops, and routing goes on.
 
-    A new file is this user's alone. Where an earlier log ends in the middle of a line, it begins a new one.
+    A new file is readable by this user alone. When the file ends in the middle of a line, a new line is
+    begun.
     """
 
     def __init__(self, path: Path) -> None:
-        """ConfigError when it cannot be written to."""
+        """Raises ConfigError when the file cannot be written to."""
         self._path = path
         self._is_well = True
         try:
             is_cut = _ends_within_a_line(path)
-            # Without a buffer: what has been said is there, whatever ends the process.
+            # Without a buffer: a written line survives the end of the process.
             self._file = io.FileIO(path, "a", opener=_open_for_this_user)
         except OSError as error:
             raise ConfigError(f"router.decision_log: {path} cannot be written to: {error}") from error
@@ -169,15 +181,17 @@ class DecisionLog:
             self.write(b"\n")
 
     def write(self, line: bytes) -> None:
+        """Append a line."""
         if self._is_well:
             self._try(lambda: self._write_all(line))
 
     def _write_all(self, line: bytes) -> None:
         rest = memoryview(line)
-        while rest:  # a disk that is almost full takes the beginning
+        while rest:  # an almost full disk takes only the beginning
             rest = rest[self._file.write(rest) :]
 
     def close(self) -> None:
+        """Close the file."""
         self._try(self._file.close)
 
     def _try(self, act: Callable[[], object]) -> None:
@@ -205,11 +219,14 @@ _DECODER: Final[msgspec.json.Decoder[AnyLine]] = msgspec.json.Decoder(AnyLine)
 
 
 def encode_line(line: AnyLine) -> bytes:
+    """A line of the log, with its end."""
     return _ENCODER.encode(line) + b"\n"
 
 
 def decode_lines(lines: Iterable[bytes], name: str) -> Iterator[AnyLine]:
-    """Without lines that were cut off. name: of the file. ConfigError names the line that cannot be read."""
+    """The lines of a log without those that were cut off. Raises ConfigError with `name` and the unreadable
+    line.
+    """
     unread: tuple[int, Exception] | None = None
     for number, line in enumerate(lines, start=1):
         if unread is not None:
@@ -226,17 +243,17 @@ def decode_lines(lines: Iterable[bytes], name: str) -> Iterator[AnyLine]:
 
 
 def _is_cut(line: bytes, error: Exception) -> bool:
-    """Whether the line is only the beginning of one, because the disk was full or its writer was killed."""
+    """True for the beginning of a line, as a full disk or a killed writer leaves it."""
     return line.startswith(b"{") and ("truncated" in str(error) or not line.rstrip().endswith(b"}"))
 
 
 def keys_as_text(keys: bytes) -> str:
-    """Of a prompt's keys, as a line has them."""
+    """A prompt's page keys as a line has them."""
     return base64.b64encode(first_halves(keys)).decode()
 
 
 def keys_in(line: DispatchedLine) -> list[bytes]:
-    """ConfigError when they are no keys."""
+    """The first halves of the prompt's page keys. Raises ConfigError when they cannot be decoded."""
     try:
         joined = base64.b64decode(line.keys, validate=True)
     except ValueError as error:

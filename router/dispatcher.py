@@ -34,13 +34,13 @@ from baton.request import Request
 from baton.router.cluster_state import ClusterState
 from baton.router.in_flight import InFlightAttempt, Key, num_kv_tokens, scheduling_class_of
 from baton.router.membership import Member
-from baton.router.policies.base import TenantClaim
+from baton.router.policies.base import Pair, TenantClaim
 from baton.router.policies.cost_model import CostModel
-from baton.router.policies.pairing import NoPlace, Pair, Pairing, Unpaired
+from baton.router.policies.pairing import NoSlot, Pairing, Unpaired
 from baton.router.queue.admission import AdmissionQueue
 from baton.router.queue.overload import PRESSED_LOCAL_TOKENS
 from baton.router.queue.quotas import QuotaRefusal
-from baton.router.queue.tenant_queues import Waiting
+from baton.router.queue.tenant_queues import QueuedAttempt
 from baton.rpc.peers import Peer
 from baton.tenants import Refusal, has_slots
 
@@ -149,7 +149,7 @@ class Dispatcher:
         self._max_attempts = max_attempts
         self._counters: Counter[str] = cluster_state.counters
         self._kept: _Kept | None = None
-        self._stuck: dict[Key, NoPlace] = {}  # who waited for a place, when last looked at: two at most
+        self._stuck: dict[Key, NoSlot] = {}  # who waited for a place, when last looked at: two at most
         self._is_crowded = False  # a decode worker without room was met: they are looked at before the choice
 
     def submit(self, gateway: GatewayPeer, submit: Submit) -> bool:
@@ -168,7 +168,7 @@ class Dispatcher:
             reason = f"of {self._max_attempts} attempts {num_free} are free, {num_own} are the tenant's"
             self._reject(gateway.id, key, _no_room(reason))
             return False
-        refused = self._admission_queue.ask(gateway.id, submit)
+        refused = self._admission_queue.submit(gateway.id, submit)
         if refused is None:
             self.find_room()
             refused = self._admission_queue.overflow(key)
@@ -225,23 +225,23 @@ class Dispatcher:
         ):
             self._kept = None
         stuck, self._stuck = {} if has_places else self._stuck, {}
-        passed: Waiting | None = None
+        passed: QueuedAttempt | None = None
         try:
             while (waiting := self._admission_queue.first()) is not None:
                 obstacle = stuck.get(waiting.key) or self._let_out(waiting)
                 if obstacle is None:
                     continue
-                if isinstance(obstacle, NoPlace):
+                if isinstance(obstacle, NoSlot):
                     self._stuck[waiting.key] = obstacle
                 elif passed is None and not self._keep_a_worker(waiting):
                     continue
                 if passed is not None:
                     break
                 passed = waiting
-                self._admission_queue.pass_over(waiting.tenant)
+                self._admission_queue.skip(waiting.tenant)
         finally:
             if passed is not None:
-                self._admission_queue.take_up(passed.tenant)
+                self._admission_queue.resume(passed.tenant)
         self._admission_queue.settle()
 
     def lost(self, member: Member, reason: str) -> None:
@@ -259,15 +259,15 @@ class Dispatcher:
             )
             gateway.peer.send(failed)
 
-    def _let_out(self, waiting: Waiting) -> Unpaired | NoPlace | None:
+    def _let_out(self, waiting: QueuedAttempt) -> Unpaired | NoSlot | None:
         """Why it has to wait; None: it has left the queue, wherever to."""
-        refused = self._admission_queue.hopeless(waiting)
+        refused = self._admission_queue.refuse_hopeless(waiting)
         if refused is not None:
             self._reject(waiting.gateway, waiting.key, refused)
             return None
         gateway = self._gateways[waiting.gateway]
         wanted = [each.worker for each in self._stuck.values()]
-        pair = self._pair(gateway, waiting, self._admission_queue.turn(waiting, wanted))
+        pair = self._pair(gateway, waiting, self._admission_queue.claim(waiting, wanted))
         if pair is Unpaired.UNREACHED or pair is Unpaired.NO_PREFILL:
             refused = _no_room(pair.value)
             self._admission_queue.refuse(waiting.key, refused)
@@ -275,7 +275,7 @@ class Dispatcher:
             return None
         if not isinstance(pair, Pair):
             return pair
-        request = self._admission_queue.let_out(waiting)
+        request = self._admission_queue.dispatch(waiting)
         submit = waiting.submit
         if request is not submit.request:
             submit = msgspec.structs.replace(submit, request=request)
@@ -283,7 +283,7 @@ class Dispatcher:
         self._send_out(gateway, submit, pair, waiting.key, entry, self._admission_queue.waited_s(waiting))
         return None
 
-    def _keep_a_worker(self, waiting: Waiting) -> bool:
+    def _keep_a_worker(self, waiting: QueuedAttempt) -> bool:
         """False: one was kept for somebody whose turn comes later, and is not any more. Two would wait for
         each other.
         """
@@ -295,7 +295,9 @@ class Dispatcher:
             return False
         return True
 
-    def _pair(self, gateway: GatewayPeer, waiting: Waiting, turn: TenantClaim) -> Pair | Unpaired | NoPlace:
+    def _pair(
+        self, gateway: GatewayPeer, waiting: QueuedAttempt, turn: TenantClaim
+    ) -> Pair | Unpaired | NoSlot:
         """With room, but for one that holds the prompt already. Who is full is found out once one was met."""
         submit = waiting.submit
         capacity, num_tokens = self._admission_queue.capacity, num_kv_tokens(submit.request)

@@ -1,36 +1,136 @@
-"""What the router has given to whom, by its own count; workers' counts are a second old.
+"""In-flight load: what the router has dispatched to each worker, by its own count.
 
-An attempt is entered when it is dispatched. Its prompt weighs on the prefill worker until its first token,
-its tokens weigh on the decode worker until its end. What a worker works on and no book knows of, such as what
-an earlier router dispatched, weighs by the worker's own count.
+1. An attempt is entered when it is dispatched. Its prompt is load of the worker that computes it until the
+   first token; its tokens are load of the decode worker until the attempt ends.
+2. Attempts that other routers dispatched are entered too (router/cluster_state.py tells of them), with
+   `OTHERS` as their gateway.
+3. Attempts that a worker reports and no entry names, such as those of an earlier router, count by the
+   worker's own figures, which are a second old.
+
+Workers order prompts of several tenants by fair shares, so `WaitingPrompts` also says how much of a worker's
+prompts would be computed before a new one.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from math import ceil
 from typing import Final, NamedTuple, TypeAlias
 
 from baton.clock import Clock, ManualClock
 from baton.messages.control import Heartbeat
 from baton.messages.workers import Worker
 from baton.request import Request
-from baton.router.policies.prompts_ahead import PromptsAhead, SchedulingClass
 
 Key: TypeAlias = tuple[str, int]  # request id, attempt
 
-OTHERS: Final = ""  # the gateway of an attempt that another router has sent out
-SILENCE_S: Final = 5.0  # after which a worker that does not name another's attempt does not work on it
-EXPECTED_OUTPUT_TOKENS: Final = 256  # of an answer that may be longer: most end before their limit
+OTHERS: Final = ""  # the gateway of an attempt that another router dispatched
+SILENCE_S: Final = 5.0  # an attempt that its decode worker has not reported for so long has ended there
+EXPECTED_OUTPUT_TOKENS: Final = 256  # most answers end before their limit
+
+
+class SchedulingClass(NamedTuple):
+    """A tenant with its weight and priority rank; rank 0 comes first."""
+
+    tenant: str = ""
+    weight: float = 1.0
+    rank: int = 0
+
+
+# A tenant's virtual-time lead: tokens, divided by its weight, that the tenant has had more than others of its
+# rank. Negative: the tenant has a deficit. None: nothing was charged to the tenant.
+LeadOf: TypeAlias = Callable[[SchedulingClass], float | None]
+
+
+class NewPrompt(NamedTuple):
+    """A prompt that could be sent to a worker.
+
+    lead: of its tenant; None: as if the tenant had been charged only for its prompts at the same worker.
+    lead_of: the leads of other tenants, which already include their prompts at the worker; None: as if
+    unknown.
+    """
+
+    scheduling_class: SchedulingClass
+    num_tokens: int
+    lead: float | None = None
+    lead_of: LeadOf | None = None
+
+
+class WaitingPrompts:
+    """The prompts of one worker that have no first token yet, summed by scheduling class."""
+
+    __slots__ = ("_charged", "_num", "_tokens", "total")
+
+    def __init__(self) -> None:
+        self._tokens: dict[SchedulingClass, int] = {}
+        self._charged: dict[
+            SchedulingClass, float
+        ] = {}  # work that the tenants were charged for these prompts
+        self._num: dict[SchedulingClass, int] = {}
+        self.total = 0  # tokens
+
+    def add(self, scheduling_class: SchedulingClass, num_tokens: int, charged: float = 0.0) -> None:
+        """charged: work that the tenant was charged for the prompt and its answer."""
+        self._tokens[scheduling_class] = self._tokens.get(scheduling_class, 0) + num_tokens
+        self._charged[scheduling_class] = self._charged.get(scheduling_class, 0.0) + charged
+        self._num[scheduling_class] = self._num.get(scheduling_class, 0) + 1
+        self.total += num_tokens
+
+    def remove(self, scheduling_class: SchedulingClass, num_tokens: int, charged: float = 0.0) -> None:
+        """Remove a prompt that was added with the same arguments."""
+        self._num[scheduling_class] -= 1
+        self._tokens[scheduling_class] -= num_tokens
+        self._charged[scheduling_class] -= charged
+        self.total -= num_tokens
+        if not self._num[scheduling_class]:
+            del self._num[scheduling_class], self._tokens[scheduling_class], self._charged[scheduling_class]
+
+    def ahead_of(self, prompt: NewPrompt) -> tuple[int, float]:
+        """The number of prompts, counting parts of a prompt as one, and of tokens computed before `prompt`.
+
+        All prompts of higher ranks and of the same class come first, none of lower ranks. Another tenant of
+        the same rank gets at most its share of the time until `prompt` is computed, less what that tenant has
+        had.
+        """
+        scheduling_class, num_tokens, lead, lead_of = prompt
+        own, num = self._tokens.get(scheduling_class, 0), self._num.get(scheduling_class, 0)
+        ahead = float(own)
+        turn = (own if lead is None else lead * scheduling_class.weight) + num_tokens
+        turn /= scheduling_class.weight
+        for other, waiting in self._tokens.items():
+            if other.rank < scheduling_class.rank:
+                ahead += waiting
+                num += self._num[other]
+            elif other.rank == scheduling_class.rank and other != scheduling_class:
+                due = turn * other.weight
+                others_lead = lead_of(other) if lead_of is not None else None
+                if others_lead is not None:
+                    due += self._charged[other] - others_lead * other.weight
+                if due >= waiting:
+                    ahead += waiting
+                    num += self._num[other]
+                elif due > 0.0:
+                    ahead += due
+                    num += ceil(self._num[other] * due / waiting)
+        return num, ahead
+
+    def share_ahead_of(self, prompt: NewPrompt) -> float:
+        """The share, 0 to 1, of all tokens here that is computed before `prompt`."""
+        if self.total <= 0 or (len(self._tokens) == 1 and prompt.scheduling_class in self._tokens):
+            return 1.0
+        return self.ahead_of(prompt)[1] / self.total
 
 
 class InFlightAttempt(NamedTuple):
+    """One dispatched attempt and the load that it puts on its workers."""
+
     gateway: str
     decode: str
     prefill: str  # "": the decode worker computes the prompt
-    num_prompt_tokens: int  # that have to be computed, as far as is known
-    num_tokens: int  # that its KV will hold
-    compute_s: float = 0.0  # that the prompt is expected to take
+    num_prompt_tokens: int  # expected to be computed, not found in a prefix cache
+    num_tokens: int  # expected in its KV at the end
+    compute_s: float = 0.0  # expected time to compute the prompt
     scheduling_class: SchedulingClass = SchedulingClass()
-    num_output_tokens: int = EXPECTED_OUTPUT_TOKENS  # of its answer, as expected
+    num_output_tokens: int = EXPECTED_OUTPUT_TOKENS
     charged: float = 0.0  # work that its tenant was charged; see router/queue/quotas.py
 
     @property
@@ -40,17 +140,17 @@ class InFlightAttempt(NamedTuple):
 
 
 class Decoding(NamedTuple):
-    """What one party has of it."""
+    """Attempts of one scheduling class that a worker decodes."""
 
     num: int
-    num_output_tokens: int  # of their answers, as expected
+    num_output_tokens: int  # expected in their answers
 
 
-NOBODY: Final = Decoding(0, 0)
+_NONE_DECODING: Final = Decoding(0, 0)
 
 
 class WorkerInFlight:
-    """One worker's."""
+    """The in-flight load of one worker."""
 
     __slots__ = (
         *("num_attempts", "num_prompt_tokens", "num_tokens", "num_unknown", "num_unknown_tokens"),
@@ -58,26 +158,26 @@ class WorkerInFlight:
     )
 
     def __init__(self) -> None:
-        self.prompts = PromptsAhead()
-        self.num_computing = 0  # prompts that wait for their first token here
-        self.work_s = 0.0  # that these are expected to take, together
-        self.since_s = 0.0  # when the first of them came to be it
+        self.prompts = WaitingPrompts()
+        self.num_computing = 0  # prompts here without a first token
+        self.work_s = 0.0  # expected time to compute all of them
+        self.since_s = 0.0  # the present first of them has been the first since then
         self.num_attempts = 0
-        self.num_decoding = 0  # of these: they have their first token, and are decoded here
-        self.decoding: dict[SchedulingClass, Decoding] = {}  # whose they are
+        self.num_decoding = 0  # attempts that are decoded here and have their first token
+        self.decoding: dict[SchedulingClass, Decoding] = {}  # the same attempts, by class
         self.num_prompt_tokens = 0
         self.num_tokens = 0
-        self.num_unknown = 0  # attempts that it works on and no entry names
+        self.num_unknown = 0  # attempts that the worker reports and no entry names
         self.num_unknown_tokens = 0
 
     def wait_s(self, now_s: float) -> float:
-        """Until a new prompt's turn, if they are computed in order: of what is begun a part is done."""
+        """Seconds until a new prompt would begin, first come first served, less what the first has had."""
         if not self.num_computing:
             return 0.0
         return self.work_s - min(now_s - self.since_s, self.work_s / self.num_computing)
 
     def share_of(self, worker: Worker) -> float:
-        """Of its KV pages or of its places in the batch, whichever is scarcer."""
+        """The used share of its KV pages or of its batch, whichever is larger."""
         num_slots = max(1, worker.num_pages * worker.page_size)
         num_attempts = self.num_attempts + self.num_unknown
         return max(
@@ -87,14 +187,16 @@ class WorkerInFlight:
 
 
 class InFlight:
+    """All dispatched attempts, and the load of each worker as their sum."""
+
     def __init__(self, clock: Clock | None = None) -> None:
-        """clock: none: no time passes."""
+        """clock: without one, no time passes."""
         self._clock = clock or ManualClock()
         self._entries: dict[Key, InFlightAttempt] = {}
         self._by_gateway: defaultdict[str, set[Key]] = defaultdict(set)
         self._accounts: defaultdict[str, WorkerInFlight] = defaultdict(WorkerInFlight)
-        self._waiting: set[Key] = set()  # for their first token
-        self._named_s: defaultdict[str, dict[Key, float]] = defaultdict(dict)  # by decode worker
+        self._waiting: set[Key] = set()  # without a first token
+        self._reported_s: defaultdict[str, dict[Key, float]] = defaultdict(dict)  # by decode worker
         self.num_others = 0
 
     def __len__(self) -> int:
@@ -102,20 +204,21 @@ class InFlight:
 
     @property
     def num_own(self) -> int:
-        """Without those that other routers have sent out."""
+        """Attempts that this router dispatched."""
         return len(self._entries) - self.num_others
 
     def __contains__(self, key: Key) -> bool:
         return key in self._entries
 
     def account(self, worker_id: str) -> WorkerInFlight:
+        """The load of a worker; empty for an unknown one."""
         return self._accounts[worker_id]
 
     def enter(self, key: Key, entry: InFlightAttempt) -> None:
-        """The key must be new."""
+        """Add the load of a dispatched attempt. The key must be new."""
         assert key not in self._entries, key
         self._entries[key] = entry
-        self._named_s[entry.decode][key] = self._clock.now_s()
+        self._reported_s[entry.decode][key] = self._clock.now_s()
         self.num_others += entry.gateway == OTHERS
         self._by_gateway[entry.gateway].add(key)
         decode = self._accounts[entry.decode]
@@ -134,33 +237,35 @@ class InFlight:
         computer.prompts.add(entry.scheduling_class, entry.num_prompt_tokens, entry.charged)
 
     def started(self, key: Key) -> None:
-        """Unknown keys are no offence, here and below: they may be another router's."""
+        """Move an attempt with its first token from the prefill to the decode load.
+
+        Unknown keys are ignored, here and below: the attempt may be another router's.
+        """
         if key not in self._waiting:
             return
         self._waiting.remove(key)
         entry = self._entries[key]
         decode = self._accounts[entry.decode]
         decode.num_decoding += 1
-        num, num_tokens = decode.decoding.get(entry.scheduling_class, NOBODY)
+        num, num_tokens = decode.decoding.get(entry.scheduling_class, _NONE_DECODING)
         decode.decoding[entry.scheduling_class] = Decoding(num + 1, num_tokens + entry.num_output_tokens)
         computer = self._accounts[entry.computer]
         computer.num_computing -= 1
         computer.since_s = self._clock.now_s()
         computer.work_s = computer.work_s - entry.compute_s if computer.num_computing else 0.0
         computer.prompts.remove(entry.scheduling_class, entry.num_prompt_tokens, entry.charged)
-        if not entry.prefill:
-            return
-        prefill = self._accounts[entry.prefill]
-        prefill.num_attempts -= 1
-        prefill.num_prompt_tokens -= entry.num_prompt_tokens
+        if entry.prefill:
+            prefill = self._accounts[entry.prefill]
+            prefill.num_attempts -= 1
+            prefill.num_prompt_tokens -= entry.num_prompt_tokens
 
     def ended(self, key: Key) -> InFlightAttempt | None:
-        """What it was; None: it is unknown."""
+        """Remove an attempt and return its entry; None for an unknown key."""
         self.started(key)
         entry = self._entries.pop(key, None)
         if entry is None:
             return None
-        del self._named_s[entry.decode][key]
+        del self._reported_s[entry.decode][key]
         self.num_others -= entry.gateway == OTHERS
         self._by_gateway[entry.gateway].discard(key)
         decode = self._accounts[entry.decode]
@@ -173,86 +278,87 @@ class InFlight:
         return entry
 
     def is_anothers(self, key: Key) -> bool:
+        """True for an attempt that another router dispatched."""
         entry = self._entries.get(key)
         return entry is not None and entry.gateway == OTHERS
 
     def wait_s(self, worker_id: str) -> float:
+        """`WorkerInFlight.wait_s` at the present time."""
         return self._accounts[worker_id].wait_s(self._clock.now_s())
 
     def waiting_at(self, decode: str) -> list[tuple[Key, InFlightAttempt]]:
-        """What this decode worker was given and has not begun to answer, as far as is known."""
+        """The attempts of a decode worker without a first token, sorted by key."""
         waiting = [(key, self._entries[key]) for key in self._waiting]
         return sorted((key, entry) for key, entry in waiting if entry.decode == decode)
 
     def gateway_left(self, gateway_id: str) -> None:
-        """What it has under way is ended by the workers, or counted by them until then."""
+        """Remove the attempts of a gateway. Until they end, the workers' reports count them as unknown."""
         for key in list(self._by_gateway.pop(gateway_id, ())):
             self.ended(key)
         self._by_gateway.pop(gateway_id, None)
 
     def beat(self, worker: Worker, beat: Heartbeat) -> list[Key]:
-        """Count what the worker works on that is in no entry. Returns what is here and it does not work on.
+        """Count the attempts of a heartbeat that no entry names; return those that the worker has dropped.
 
-        Such an attempt has ended, and who should say so may have been cut off meanwhile. Until the worker has
-        not named it for SILENCE_S its gateway may still tell of its end, and of its tokens.
+        A dropped attempt has an entry, and its decode worker has not reported the attempt for SILENCE_S.
+        Earlier, the gateway may still report the end with the number of tokens.
         """
         account = self._accounts[worker.id]
         account.num_unknown = sum(key not in self._entries for key in beat.attempts)
         num_active_tokens = beat.load.pages.get("active", 0) * worker.page_size
         account.num_unknown_tokens = num_active_tokens * account.num_unknown // max(1, len(beat.attempts))
-        now_s, named_s = self._clock.now_s(), self._named_s.get(worker.id, {})
-        named_s.update(dict.fromkeys(named_s.keys() & set(beat.attempts), now_s))
-        return [key for key, at_s in named_s.items() if at_s < now_s - SILENCE_S]
+        now_s, reported_s = self._clock.now_s(), self._reported_s.get(worker.id, {})
+        reported_s.update(dict.fromkeys(reported_s.keys() & set(beat.attempts), now_s))
+        return [key for key, at_s in reported_s.items() if at_s < now_s - SILENCE_S]
 
     def forget(self, worker_ids: Iterable[str]) -> None:
-        """They are gone: so are other routers' attempts there, and accounts that no entry names."""
-        gone = set(worker_ids)
-        for worker_id in gone:
-            for key in [key for key in self._named_s.get(worker_id, ()) if self.is_anothers(key)]:
+        """Drop the load of workers that have left, and the attempts of other routers there.
+
+        Own attempts stay until they end.
+        """
+        left = set(worker_ids)
+        for worker_id in left:
+            for key in [key for key in self._reported_s.get(worker_id, ()) if self.is_anothers(key)]:
                 self.ended(key)
-            if not self._named_s.get(worker_id):
-                self._named_s.pop(worker_id, None)
+            if not self._reported_s.get(worker_id):
+                self._reported_s.pop(worker_id, None)
         named = {name for entry in self._entries.values() for name in (entry.decode, entry.prefill)}
-        for worker_id in gone:
-            if worker_id not in named:
-                self._accounts.pop(worker_id, None)
+        for worker_id in left - named:
+            self._accounts.pop(worker_id, None)
 
     def workers(self) -> Iterable[str]:
+        """Ids of the workers with an account."""
         return self._accounts.keys()
 
     def check_integrity(self) -> None:
-        """AssertionError when the accounts are not the sums of the entries."""
+        """Raise AssertionError when an account is not the sum of its entries."""
         for worker_id, account in self._accounts.items():
-            decoded = [entry for entry in self._entries.values() if entry.decode == worker_id]
-            filled = [self._entries[key] for key in self._waiting if self._entries[key].prefill == worker_id]
-            assert account.num_attempts == len(decoded) + len(filled), worker_id
-            assert account.num_tokens == sum(entry.num_tokens for entry in decoded), worker_id
-            assert account.num_prompt_tokens == sum(entry.num_prompt_tokens for entry in filled), worker_id
-            computed = [key for key in self._waiting if self._entries[key].computer == worker_id]
+            decoded = {key: each for key, each in self._entries.items() if each.decode == worker_id}
+            computed = [each for key in self._waiting if (each := self._entries[key]).computer == worker_id]
+            prefilled = [each for each in computed if each.prefill]
+            assert account.num_attempts == len(decoded) + len(prefilled), worker_id
+            assert account.num_tokens == sum(entry.num_tokens for entry in decoded.values()), worker_id
+            assert account.num_prompt_tokens == sum(entry.num_prompt_tokens for entry in prefilled), worker_id
             assert account.num_computing == len(computed), worker_id
-            waiting = [key for key in self._waiting if self._entries[key].decode == worker_id]
-            assert account.num_decoding == len(decoded) - len(waiting), worker_id
-            begun = [each for key, each in self._entries.items() if key not in self._waiting]
-            decoding = defaultdict[SchedulingClass, list[int]](list)
+            begun = [entry for key, entry in decoded.items() if key not in self._waiting]
+            assert account.num_decoding == len(begun), worker_id
+            num_output_tokens = defaultdict[SchedulingClass, list[int]](list)
             for entry in begun:
-                if entry.decode == worker_id:
-                    decoding[entry.scheduling_class].append(entry.num_output_tokens)
-            found = {
-                scheduling_class: Decoding(len(each), sum(each))
-                for scheduling_class, each in decoding.items()
-            }
-            assert account.decoding == found, worker_id
+                num_output_tokens[entry.scheduling_class].append(entry.num_output_tokens)
+            decoding = {each: Decoding(len(nums), sum(nums)) for each, nums in num_output_tokens.items()}
+            assert account.decoding == decoding, worker_id
         assert sum(map(len, self._by_gateway.values())) == len(self._entries)
-        assert sum(map(len, self._named_s.values())) == len(self._entries)
+        assert sum(map(len, self._reported_s.values())) == len(self._entries)
         assert sum(entry.gateway == OTHERS for entry in self._entries.values()) == self.num_others
 
 
 def scheduling_class_of(request: Request) -> SchedulingClass:
+    """The scheduling class of the request's tenant."""
     return SchedulingClass(request.tenant, request.scheduling_key.weight, request.scheduling_key.rank)
 
 
 def num_kv_tokens(request: Request) -> int:
-    """How many tokens' KV the request is expected to need in the end."""
+    """The number of tokens that the request's KV is expected to hold at its end."""
     num_generated = len(request.generated_token_ids)
     limit = request.sampling.max_tokens
     num_left = EXPECTED_OUTPUT_TOKENS

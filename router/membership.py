@@ -2,15 +2,15 @@
 
 The life of a member:
 
-1. It joins with its Hello. A name has one owner, the process that started last: a worker of the same name
-   that joined before, connected or not, is fenced, dropped and its id never let in again; one that started
-   before the one that is connected, such as one that stood still for long, is not let in.
-2. It gives a sign of life every second, whatever its engine does, with the age of the step that runs; and
-   between steps it says what it has, and whom it reaches.
-3. It is dead when its connection ends, and when nothing has come from it for BEAT_TIMEOUT_S. It is hung when
-   its step is older than that step's bound (baton/rpc/liveness.py); a slow step within its bound changes
-   nothing. Then the router ends the connection. A process that was only held up may join again: whoever else
-   was connected to it has been told to drop it, so what it did before is lost by then.
+1. It joins with its Hello. A name has one owner, the process that started last. An earlier process of the
+   same name is fenced, whether connected or not: it is dropped, and its id is never admitted again. A process
+   that started before the connected one, for example one that was suspended for long, is not admitted.
+2. It gives a sign of life every second, whatever its engine does, with the age of the running step. Between
+   steps it reports its load and the workers that it reaches.
+3. It is dead when its connection ends, or when nothing has come from it for BEAT_TIMEOUT_S. It is hung when
+   its step is older than the step's bound (`RunningStep`); a slow step within its bound changes nothing. The
+   router ends the connection of a hung or silent worker. A process that was only suspended may join again:
+   its peers were told to drop it, so its earlier work is lost by then.
 """
 
 from collections.abc import Iterable, Sequence
@@ -27,33 +27,27 @@ BEAT_TIMEOUT_S: Final = 3.0
 LATE_TICK_S: Final = 1.0
 MAX_FENCED: Final = 4096
 MAX_LATEST: Final = 4096  # names; more than there can be workers
+Reached: TypeAlias = tuple[frozenset[str], ...]  # the workers that each gateway reaches
 
 
 class Member:
-    """One worker's connection to the router, and what came over it."""
+    """A worker's connection to the router, and the worker's reports."""
 
     def __init__(self, worker: Worker, peer: Peer, now_s: float) -> None:
         self.worker = worker
         self.id = worker.id
         self.peer = peer
-        self.beat_s = now_s
-        self.step: RunningStep | None = None  # as it said last
+        self.beat_s = now_s  # the last sign of life
+        self.step: RunningStep | None = None  # as last reported
         self.load = Load()
         self.reached: frozenset[str] = frozenset()
         self.is_asked_to_drain = False
-        self._says_it_drains = False
+        self.reports_draining = False
 
     @property
     def is_draining(self) -> bool:
-        return self.is_asked_to_drain or self._says_it_drains
-
-    def beat(self, beat: Heartbeat, now_s: float) -> bool:
-        """Whether this changes who may be given work."""
-        was_draining = self.is_draining
-        self.beat_s = now_s
-        self.load = beat.load
-        self._says_it_drains = beat.is_draining
-        return self.is_draining != was_draining
+        """True when the worker takes no new work."""
+        return self.is_asked_to_drain or self.reports_draining
 
 
 class Removed(NamedTuple):
@@ -65,36 +59,42 @@ class Removed(NamedTuple):
 
 
 class Membership:
-    """`version` changes whenever the answer to "who may take work" may have changed."""
+    """The members by id. `version` changes whenever the workers that may take work may have changed."""
 
     def __init__(self, clock: Clock) -> None:
         self.version = 0
         self._clock = clock
         self._members: dict[str, Member] = {}  # by id, in order of joining
-        self._latest: dict[str, Worker] = {}  # that joined, by name; it may have left or died since
+        self._latest: dict[str, Worker] = {}  # name -> the last worker that joined; it may have left
         self._fenced: dict[str, None] = {}  # ids, oldest first
         self._last_look_s = clock.now_s()
+        self._counted: tuple[int, Reached] | None = None
+        self._num_ready = 0
 
     def __len__(self) -> int:
         return len(self._members)
 
     def get(self, worker_id: str) -> Member | None:
+        """The member with this id."""
         return self._members.get(worker_id)
 
     def find(self, name_or_id: str) -> Member | None:
+        """The member with this name or id."""
         latest = self._latest.get(name_or_id)
         return self._members.get(name_or_id if latest is None else latest.id)
 
     def of_role(self, role: WorkerRole) -> Sequence[Member]:
+        """The members of a role, in order of joining."""
         return [member for member in self._members.values() if member.worker.role is role]
 
     def all(self) -> Iterable[Member]:
+        """All members, in order of joining."""
         return self._members.values()
 
     def join(self, worker: Worker, peer: Peer) -> Member | None:
-        """The member whose place it takes, if any: the caller ends that one's connection.
+        """Add a worker. Returns the member that it replaces; the caller closes that connection.
 
-        WireError: it may not join.
+        Raises WireError when the worker may not join.
         """
         if worker.id in self._fenced:
             message = f"{worker.name} {worker.id} has been replaced by a process that started later"
@@ -105,7 +105,7 @@ class Membership:
         latest = self._latest.get(worker.name)
         former = None if latest is None else self._members.get(latest.id)
         if former is not None and former.worker.incarnation > worker.incarnation:
-            message = f"{worker.name} {former.id}, which is here, has started after {worker.id}"
+            message = f"{worker.name} {former.id}, which is connected, has started after {worker.id}"
             raise WireError(message, reason="fenced")
         if former is None and len(self._members) >= MAX_WORKERS:
             raise WireError(f"there are {MAX_WORKERS} workers already", reason="full")
@@ -119,29 +119,38 @@ class Membership:
         return former
 
     def remove(self, member: Member) -> None:
+        """Remove a member."""
         del self._members[member.id]
         self.version += 1
 
     def beat(self, member: Member, beat: Heartbeat) -> None:
-        self.version += member.beat(beat, self._clock.now_s())
+        """Take a member's report of its load."""
+        was_draining = member.is_draining
+        member.beat_s = self._clock.now_s()
+        member.load = beat.load
+        member.reports_draining = beat.is_draining
+        self.version += member.is_draining != was_draining
 
     def hear(self, member: Member, alive: Alive) -> None:
-        """A sign of life, with the step that runs."""
+        """Take a member's sign of life, with the running step."""
         member.beat_s = self._clock.now_s()
         member.step = alive.step
 
     def reach(self, member: Member, workers: Iterable[str]) -> None:
+        """Take a member's report of the workers that it reaches."""
         member.reached = frozenset(workers)
         self.version += 1
 
     def drain(self, member: Member) -> None:
+        """Give a member no new work."""
         member.is_asked_to_drain = True
         self.version += 1
 
     def remove_dead(self) -> list[Removed]:
-        """Take out those that are silent or hung, with the reason; to be called in every tick.
+        """Remove the members that are silent or hung, and return them with the reasons. Call in every tick.
 
-        Time that this process itself was held up is nobody's silence: what was sent meanwhile is unread.
+        Time in which this process itself was held up does not count as silence: the messages of that time are
+        unread.
         """
         now_s = self._clock.now_s()
         held_up_s = now_s - self._last_look_s
@@ -159,6 +168,23 @@ class Membership:
             self.remove(removed.member)
         return dead
 
+    def num_ready(self, reached: Reached) -> int:
+        """The number of members that every gateway reaches and that reach all members they work with.
+
+        A prefill worker and a decode worker of the same weights work together. The count compares all members
+        with each other, so it is cached until the members or `reached` change.
+        """
+        present = (self.version, reached)
+        if present != self._counted:
+            self._counted = present
+            members = list(self._members.values())
+            self._num_ready = sum(
+                all(member.id in each for each in reached)
+                and all(_are_connected(member, other) for other in members)
+                for member in members
+            )
+        return self._num_ready
+
     def _remember(self, worker: Worker) -> None:
         self._latest.pop(worker.name, None)
         self._latest[worker.name] = worker
@@ -172,39 +198,8 @@ class Membership:
             del self._fenced[next(iter(self._fenced))]
 
 
-# Which workers have met those that they need: only they are given work with others.
-
-Reached: TypeAlias = tuple[frozenset[str], ...]  # by each gateway
-
-
-class Readiness:
-    """Counts anew only when the members, or what is reached, have changed: it compares all with all."""
-
-    def __init__(self, members: Membership) -> None:
-        self._members = members
-        self._counted: tuple[int, Reached] | None = None
-        self._num_met = 0
-
-    def num_met(self, reached: Reached) -> int:
-        """Workers that each gateway could have answer now.
-
-        A prefill worker needs every decode worker of its weights, as far as pages and words go, and they it.
-        """
-        present = (self._members.version, reached)
-        if present != self._counted:
-            self._counted = present
-            self._num_met = _count(list(self._members.all()), reached)
-        return self._num_met
-
-
-def _count(members: Sequence[Member], reached: Reached) -> int:
-    return sum(
-        all(member.id in each for each in reached) and all(_meets(member, other) for other in members)
-        for member in members
-    )
-
-
-def _meets(member: Member, other: Member) -> bool:
+def _are_connected(member: Member, other: Member) -> bool:
+    """True for members that reach each other, or that do not work together."""
     if member.worker.role is other.worker.role or member.worker.fingerprint != other.worker.fingerprint:
         return True
     return member.id in other.reached and other.id in member.reached

@@ -1,17 +1,29 @@
-"""The router as a node: it knows who is alive and loaded how much, and gives every attempt its workers.
+"""The router as a node: it tracks which workers are alive and loaded, and gives every attempt its workers.
 
-It keeps nothing that can't be rebuilt. One that has just started learns the workers from their Hello and
-Beat and the gateways' view of them from Reachable, within SETTLE_S; attempts that were under way go on
-meanwhile, and those that no earlier router answered are submitted anew by their gateways.
+It keeps nothing that cannot be rebuilt. A new router learns the workers from their Hello and Heartbeat, and
+the gateways' connections from Reachable, within SETTLE_S. Running attempts go on meanwhile. Gateways submit
+attempts that no earlier router has answered again.
+
+`serve_router` runs a router in a process: an RPC server, the router and perhaps a link to Redis, on one event
+loop.
 """
 
+import asyncio
 import logging
+import os
+import secrets
+import time
 from collections import Counter
-from typing import Final
+from collections.abc import Callable
+from contextlib import AsyncExitStack, closing, suppress
+from pathlib import Path
+from random import Random
+from typing import Final, Protocol
 
-from baton.clock import Clock
-from baton.config.router import RouterSettings
-from baton.errors import ProtocolError
+from baton.clock import Clock, SystemClock
+from baton.config.environment import node_name
+from baton.config.router import RouterConfig, RouterSettings
+from baton.errors import ConfigError, ProtocolError
 from baton.messages.bounds import Kind
 from baton.messages.codec import AnyMessage
 from baton.messages.control import (
@@ -40,57 +52,80 @@ from baton.messages.operations import (
     WatchWorkers,
     WorkerRemoved,
 )
-from baton.messages.status import OverloadLevel
+from baton.messages.status import OverloadLevel, RouterStatus, RoutingTimes
+from baton.messages.workers import Address
 from baton.router.capacity import Capacity
 from baton.router.cluster_state import ClusterState
+from baton.router.decisions import DecisionLog
 from baton.router.dispatcher import Dispatcher, GatewayPeer
 from baton.router.in_flight import InFlight
-from baton.router.index.prefix_index import MAX_PAGES
-from baton.router.membership import BEAT_TIMEOUT_S, Member, Membership, Readiness, Removed
+from baton.router.index.prefix_index import MAX_PAGES, PrefixIndex
+from baton.router.index.prompt_keys import PromptKeys
+from baton.router.membership import BEAT_TIMEOUT_S, Member, Membership, Removed
+from baton.router.policies.base import PolicyContext
+from baton.router.policies.cost_model import CostModel
 from baton.router.policies.pairing import Pairing
+from baton.router.policies.registry import load_policy, policy_class
 from baton.router.queue.admission import AdmissionQueue
 from baton.router.redis.messages import AnyShared
-from baton.router.status import StatusReporter, fitted, worker_statuses
-from baton.rpc.peers import TICK_S, Peer
+from baton.router.status import fitted, worker_statuses
+from baton.rpc import process
+from baton.rpc.auth import REDIS_NAMES, REDIS_VALUES, ClusterKeys, KeyRing
+from baton.rpc.peers import TICK_S, Peer, new_router_id
+from baton.rpc.server import RpcServer
 
-SETTLE_S: Final = BEAT_TIMEOUT_S  # by then every worker that lives has found a new router
+SETTLE_S: Final = BEAT_TIMEOUT_S  # by then every live worker has connected to a new router
+MIN_INDEX_PAGES: Final = 1024  # of the index when the policy does not use it
+LEARN_S: Final = 0.5  # the longest that a router's start waits for Redis
 
 logger = logging.getLogger(__name__)
 
 
+class RedisStatus(Protocol):
+    """The state of the link to Redis that the status shows."""
+
+    is_up: bool
+    counters: Counter[str]
+
+
 class Router:
-    """See node.Node."""
+    """The router of a cluster; see `Node` for the methods that its host calls."""
 
     def __init__(
         self, config: RouterSettings, clock: Clock, id: str, *, max_index_pages: int = MAX_PAGES
     ) -> None:
-        """id: of this life of the process, 32 hex digits. max_index_pages: the prefix index knows at most."""
+        """id: of this life of the process, 32 hex digits. max_index_pages: the bound of the prefix index."""
         self.hello = Hello(process=Kind.ROUTER, id=id)
         self.counters: Counter[str] = Counter()
+        self.redis: RedisStatus | None = None
         self.in_flight = InFlight(clock)
-        self.status_reporter = StatusReporter(id, self.counters, self.in_flight)
         self.members = Membership(clock)
-        self._readiness = Readiness(self.members)
-        self.cluster_state = ClusterState(config, clock, self.in_flight, self.counters, max_index_pages)
+        policy_type = policy_class(config.policy)
+        num_pages = max_index_pages if policy_type.uses_prefix_index else MIN_INDEX_PAGES
+        index = PrefixIndex(clock, num_pages, seed=config.seed)
+        random = Random(config.seed)
+        context = PolicyContext(clock, self.in_flight, index, CostModel(), PromptKeys(), random)
+        policy = policy_type(context)
+        self.cluster_state = ClusterState(context, policy, self.counters)
         self._clock = clock
-        self._pairing = Pairing(config, self.members, self.cluster_state.policy, self.cluster_state.by_load)
+        self._routing_times = RoutingTimes()
+        self._pairing = Pairing(config, self.members, policy, load_policy(policy, context))
         self._gateways: dict[str, GatewayPeer] = {}
-        self._watchers: dict[Peer, float] = {}  # operators that start workers -> Ray's head is away to them
-        capacity = Capacity(
-            self.members, self.in_flight, decoders_compute=self.cluster_state.policy.weighs_local_prefill
-        )
+        self._watchers: dict[
+            Peer, float
+        ] = {}  # operators that start workers -> seconds that Ray's head is away
+        capacity = Capacity(self.members, self.in_flight, decoders_compute=policy.weighs_local_prefill)
         self.admission_queue = AdmissionQueue(clock, self.members, capacity, self.cluster_state.model)
         self._dispatcher = Dispatcher(
             self._pairing, self.cluster_state, self.admission_queue, self._gateways, config.max_attempts
         )
-        self._told = OverloadLevel.CALM
+        self._sent_level = OverloadLevel.CALM  # to the workers
         self._start_s = clock.now_s()
         self._announced_s = self._start_s - TICK_S
         self._announced: Members | None = None
 
-    # What its host calls.
-
     def joined(self, peer: Peer) -> None:
+        """A process has connected. Raises ProtocolError or WireError when it may not."""
         hello = peer.hello
         if hello.process is Kind.WORKER:
             self._worker_joined(peer)
@@ -102,9 +137,10 @@ class Router:
                 former.peer.close()
             peer.send(self._list_members())
         elif hello.process is Kind.ROUTER:
-            raise ProtocolError("a router has no business with another")
+            raise ProtocolError("a router must not connect to another router")
 
     def left(self, peer: Peer) -> None:
+        """A connection has ended."""
         self._watchers.pop(peer, None)
         gateway = self._gateways.get(peer.hello.id)
         if gateway is not None and gateway.peer is peer:
@@ -117,6 +153,7 @@ class Router:
             self._announce()
 
     def received(self, peer: Peer, message: AnyMessage) -> None:
+        """Handle a message. Raises ProtocolError for one that this process may not send."""
         process = peer.hello.process
         if process is Kind.GATEWAY:
             self._from_gateway(peer, message)
@@ -142,46 +179,62 @@ class Router:
             raise ProtocolError(f"a {type(message).__name__} from a {process}")
 
     def heard(self, message: AnyShared) -> None:
-        """What another router tells: it may have left room."""
+        """Apply a message of another router; it may have freed room."""
         self.cluster_state.heard(message)
         if len(self.admission_queue):
             self._dispatcher.find_room()
 
     def tick(self) -> None:
+        """Do the periodic work; call every TICK_S."""
         for removed in self.members.remove_dead():
             self._remove(removed)
         gone = [worker_id for worker_id in self.in_flight.workers() if self.members.get(worker_id) is None]
         if gone:
             self.in_flight.forget(gone)
-        self.cluster_state.tick()
+        self.cluster_state.index.tick()
         self._dispatcher.tick()
         self._press()
         self._announce(is_tick=True)
 
     def status(self) -> Status:
+        """The status of the cluster as this router sees it."""
         status = Status(
             workers=worker_statuses(self.members, self.in_flight, self._clock.now_s()),
             num_gateways=len(self._gateways),
             gateways=tuple(each.status for each in self._gateways.values() if each.status is not None),
-            num_met=self._readiness.num_met(tuple(each.reached for each in self._gateways.values())),
+            num_met=self.members.num_ready(tuple(each.reached for each in self._gateways.values())),
             num_attempts=self.in_flight.num_own,
             num_watchers=len(self._watchers),
             head_away_s=max(self._watchers.values(), default=0.0),
-            routers=(self.status_reporter.status(self.admission_queue.status()),),
+            routers=(self._own_status(),),
         )
         return fitted(status)
+
+    def _own_status(self) -> RouterStatus:
+        redis = self.redis
+        return RouterStatus(
+            id=self.hello.id,
+            node=node_name(),
+            pid=os.getpid(),
+            num_attempts=self.in_flight.num_own,
+            redis="none" if redis is None else "up" if redis.is_up else "down",
+            routing_counts=tuple(self._routing_times.counts),
+            routing_s=self._routing_times.total_s,
+            counters={**self.counters, **({} if redis is None else redis.counters)},
+            queue=self.admission_queue.status(),
+        )
 
     # Gateways.
 
     def _from_gateway(self, peer: Peer, message: AnyMessage) -> None:
         gateway = self._gateways.get(peer.hello.id)
         if gateway is None or gateway.peer is not peer:
-            return  # it has connected again: this connection is being closed
+            return  # the gateway has connected again, and this connection is being closed
         match message:
             case Submit():
                 begun_s = self._clock.now_s()
                 if self._dispatcher.submit(gateway, message):
-                    self.status_reporter.times.add(self._clock.now_s() - begun_s)
+                    self._routing_times.add(self._clock.now_s() - begun_s)
             case Started():
                 self._dispatcher.started(message.attempts)
             case Ended():
@@ -211,19 +264,19 @@ class Router:
         former = self.members.join(worker, peer)
         logger.info("%s joined", worker.name, extra={"worker": worker.id, "role": worker.role})
         if former is not None:
-            self._gone(former, f"{worker.id} has taken its place")
+            self._gone(former, f"{worker.id} has replaced it")
             former.peer.close()
         self.cluster_state.joined(worker, peer)
-        if self._told > OverloadLevel.CALM:
-            peer.send(Pressure(level=self._told))
-        # The newcomer gets the list even where it is not news to the others.
+        if self._sent_level > OverloadLevel.CALM:
+            peer.send(Pressure(level=self._sent_level))
+        # The new worker needs the list even if the list has not changed.
         self._announced = None
         self._announce()
 
     def _from_worker(self, peer: Peer, message: AnyMessage) -> None:
         member = self.members.get(peer.hello.id)
         if member is None or member.peer is not peer:
-            return  # it has been given up: this connection is being closed
+            return  # the worker was given up, and this connection is being closed
         match message:
             case Heartbeat():
                 self.members.beat(member, message)
@@ -242,7 +295,7 @@ class Router:
                 raise ProtocolError(f"a {type(message).__name__} from a worker")
 
     def _remove(self, removed: Removed) -> None:
-        """Give up a worker that has left `members` for its silence or its step; report it to operators."""
+        """Give up a silent or hung worker that has left `members`, and report it to operators."""
         member, reason, is_hung = removed
         self._gone(member, reason)
         member.peer.close()
@@ -258,16 +311,16 @@ class Router:
         self._dispatcher.lost(member, reason)
 
     def _press(self) -> None:
-        """Tell workers the rung, of those on which they have something to do."""
+        """Send workers the overload level, where it changes what they do."""
         level = self.admission_queue.overload.level
         told = level if level >= OverloadLevel.SMALL_CHUNKS else OverloadLevel.CALM
-        if told != self._told:
-            self._told = told
+        if told != self._sent_level:
+            self._sent_level = told
             for member in self.members.all():
                 member.peer.send(Pressure(level=told))
 
     def _drain(self, drain: Drain) -> None:
-        """Who asked reads in the status whether it was found."""
+        """Drain a worker. The status tells the operator whether the worker was found."""
         member = self.members.find(drain.worker)
         if member is not None:
             self.members.drain(member)
@@ -282,7 +335,7 @@ class Router:
         return Members(workers=workers, is_complete=is_complete, draining=draining)
 
     def _announce(self, is_tick: bool = False) -> None:
-        """Tell all when the list has changed: at once, or in the next tick if it has just been told."""
+        """Send everyone a changed list of members: at once, or in the next tick if a list was just sent."""
         now_s = self._clock.now_s()
         if now_s - self._announced_s < TICK_S and not is_tick:
             return
@@ -296,3 +349,68 @@ class Router:
             member.peer.send(members)
         for watcher in self._watchers:
             watcher.send(members)
+
+
+async def serve_router(
+    config: RouterConfig,
+    keys: ClusterKeys,
+    ready: Callable[[Address], None],
+    stopping: asyncio.Event,
+    incarnation: int = 0,
+) -> None:
+    """Route until `stopping` is set. keys: a router's, or the cluster key. ready: called with the address.
+
+    incarnation: of the start, 0 where there is no supervisor; see `new_router_id`.
+    Raises OSError when the port is taken, ConfigError when the URL of Redis is not valid.
+    """
+    ring = KeyRing.of(keys, Kind.ROUTER)
+    rpc_server = RpcServer(keys, link_timeout_s=config.link_timeout_s)
+    router = Router(config, SystemClock(), new_router_id(incarnation, time.time(), secrets.token_bytes(16)))
+    router.cluster_state.index.warm_up()
+    async with AsyncExitStack() as ends:
+        ends.push_async_callback(rpc_server.close)
+        if config.redis == "auto":
+            logger.info(
+                "only `baton serve` starts a Redis: this router shares its prefix index with no other"
+            )
+        elif config.redis != "none" and router.cluster_state.policy.uses_prefix_index:
+            await _link(router, config.redis, ring, ends)
+        if config.decision_log is not None:
+            log = ends.enter_context(closing(DecisionLog(Path(config.decision_log))))
+            router.cluster_state.log_to(log.write)
+        address = await rpc_server.listen(config.host, config.port)
+        rpc_server.serve(router)
+        logger.info("the router listens on %s:%d", address.host, address.port)
+        with process.freeze_gc():
+            ready(address)
+            await stopping.wait()
+
+
+async def _link(router: Router, url: str, keys: KeyRing, ends: AsyncExitStack) -> None:
+    """Link to Redis. Returns when the index of Redis is loaded, or after LEARN_S.
+
+    The cluster's key names the namespace; pages of different models have different keys in it.
+    """
+    try:
+        from baton.router.redis.link import RedisLink
+        from baton.router.redis.messages import Codec
+    except ModuleNotFoundError:
+        message = "redis: its Python library is not installed: add it (redis, hiredis), or set redis to none"
+        raise ConfigError(message) from None
+
+    namespace = keys.derived(REDIS_NAMES)[:8].hex()
+    cluster_state = router.cluster_state
+    codec = Codec(keys.derived(REDIS_VALUES))
+    link = RedisLink(url, namespace, codec, router.hello.id, cluster_state.index, router.heard)
+    cluster_state.link(link)
+    router.redis = link
+    task = asyncio.create_task(link.run())
+
+    async def stop() -> None:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    ends.push_async_callback(stop)
+    with suppress(TimeoutError):
+        async with asyncio.timeout(LEARN_S):
+            await link.has_learned.wait()

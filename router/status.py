@@ -1,56 +1,23 @@
-"""How a router and its workers stand, for whoever asks: see StatusQuery."""
+"""The status of a router and its workers, for operators: the answer to a StatusQuery."""
 
-import os
-from collections import Counter
 from collections.abc import Iterable
-from typing import Final, Protocol
+from typing import Final
 
 import msgspec
 from msgspec.structs import replace
 
-from baton.config.environment import node_name
 from baton.messages.bounds import MAX_BODY_BYTES
 from baton.messages.operations import Status
-from baton.messages.status import QueueStatus, RouterStatus, RoutingTimes
 from baton.messages.workers import WorkerStatus
 from baton.router.in_flight import InFlight
 from baton.router.membership import Membership
 
-
-class SharingStatus(Protocol):
-    """A link to what routers share, as far as it is shown."""
-
-    is_up: bool
-    counters: Counter[str]
-
-
-class StatusReporter:
-    """A router's own."""
-
-    def __init__(self, id: str, counters: Counter[str], in_flight: InFlight) -> None:
-        self.redis: SharingStatus | None = None
-        self.times = RoutingTimes()
-        self._id = id
-        self._counters = counters
-        self._in_flight = in_flight
-
-    def status(self, queue: QueueStatus) -> RouterStatus:
-        redis = self.redis
-        shared = {} if redis is None else redis.counters
-        return RouterStatus(
-            id=self._id,
-            node=node_name(),
-            pid=os.getpid(),
-            num_attempts=self._in_flight.num_own,
-            redis="none" if redis is None else "up" if redis.is_up else "down",
-            routing_counts=tuple(self.times.counts),
-            routing_s=self.times.total_s,
-            counters={**self._counters, **shared},
-            queue=queue,
-        )
+SLACK_BYTES: Final = 128  # more than the counts of what was left out take
+_ENCODER: Final = msgspec.msgpack.Encoder()
 
 
 def worker_statuses(members: Membership, in_flight: InFlight, now_s: float) -> tuple[WorkerStatus, ...]:
+    """The status of each member."""
     return tuple(
         WorkerStatus(
             worker=member.worker,
@@ -63,19 +30,14 @@ def worker_statuses(members: Membership, in_flight: InFlight, now_s: float) -> t
     )
 
 
-# A router's own status, cut down to what one message carries.
-#
-# A worker that counts a lot takes 1.1 KB, 0.6 KB of them its counters; a tenant of whom something was refused
-# 0.3 KB. Of 1024 each that is 1.4 MiB: all the tenants go, and the counters of an eighth of the workers. What
-# gateways refused of each tenant goes before all of that; their sums stay.
-
-SLACK_BYTES: Final = 128  # more than it takes to say what was left out
-_ENCODER: Final = msgspec.msgpack.Encoder()
-
-
 def fitted(status: Status, most_bytes: int = MAX_BODY_BYTES) -> Status:
-    """What is left out, and counted, until it fits: the last tenants, who are the least busy; then what the
-    least busy workers count; then those workers.
+    """The status of one router, cut down to the size of a message; what is left out is counted.
+
+    First the gateways' refusals by tenant are left out, whose sums stay. Then, as far as needed: the last
+    tenants, which are the least busy; the counters of the least busy workers; those workers.
+
+    A worker takes up to 1.1 KB, 0.6 KB of them its counters; a tenant with refusals 0.3 KB. Of 1024 each that
+    is 1.4 MiB: all the tenants go, and the counters of an eighth of the workers.
     """
     if _size(status) <= most_bytes:
         return status
@@ -105,7 +67,7 @@ def fitted(status: Status, most_bytes: int = MAX_BODY_BYTES) -> Status:
 
 
 def _cut(sizes: Iterable[int], over_bytes: int) -> tuple[int, int]:
-    """How many of the first to leave out, and how many bytes are too many still."""
+    """The number of first entries to leave out, and the bytes that are still too many."""
     num_cut = 0
     for size in sizes:
         if over_bytes <= 0:

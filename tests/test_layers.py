@@ -50,7 +50,7 @@ FACADES: Final = {
     ),
     "prefill_worker": frozenset({"worker", "prefill_job"}),
     "decode_worker": frozenset({"worker"}),
-    "router": frozenset({"decisions", "process", "policies.registry", "redis.client", "redis.server"}),
+    "router": frozenset({"decisions", "router", "policies.registry", "redis.client", "redis.server"}),
     "gateway": frozenset(
         {"process", "api.prompt_reader", "tenants.file", "tenants.tenants"}
         | {"text.chat_template", "text.detokenizer", "text.model_files", "text.tokenizer"}

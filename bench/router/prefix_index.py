@@ -45,10 +45,9 @@ from baton.router.in_flight import InFlight
 from baton.router.index.prefix_index import PrefixIndex
 from baton.router.index.prompt_keys import Family, PromptKeys
 from baton.router.membership import Member
-from baton.router.policies.base import ClusterView, KnownWorkers, PolicyContext
+from baton.router.policies.base import ClusterView, PolicyContext, WorkerPool
 from baton.router.policies.cost import CostPolicy
 from baton.router.policies.cost_model import CostModel
-from baton.router.policies.costs import WorkerPool
 from baton.router.redis.link import RedisLink, RedisMatcher
 from baton.router.redis.messages import Codec
 from baton.router.redis.server import PrivateRedis, find_program
@@ -151,9 +150,9 @@ def match_times_us(loaded: Loaded, num_matches: int, rng: np.random.Generator) -
     times_us = []
     for number in rng.integers(0, len(loaded.prompts), num_matches).tolist():
         started_ns = thread_time_ns()
-        match = loaded.index.match(loaded.prompts[number])
+        holdings = loaded.index.holdings(loaded.prompts[number])
         times_us.append((thread_time_ns() - started_ns) / 1e3)
-        assert match.num_pages.max() == PROMPT_PAGES
+        assert holdings.levels[0][0] == PROMPT_PAGES
     return times_us
 
 
@@ -251,8 +250,8 @@ class _KnownKeys(PromptKeys):
 def decision_times_us(loaded: Loaded, num_decisions: int, rng: np.random.Generator) -> list[float]:
     """Return the CPU time of each decision, 100 a second by the virtual clock."""
     clock, keys = ManualClock(1.0), _KnownKeys()
-    known = KnownWorkers(InFlight(clock), loaded.index, CostModel(), keys)
-    policy = CostPolicy(PolicyContext(clock, known, Random(0)))
+    context = PolicyContext(clock, InFlight(clock), loaded.index, CostModel(), keys, Random(0))
+    policy = CostPolicy(context)
     members: dict[WorkerRole, list[Member]] = {role: [] for role in WorkerRole}
     for number, worker in enumerate(loaded.workers):
         role = WorkerRole.PREFILL if number % 2 else WorkerRole.DECODE

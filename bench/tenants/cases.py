@@ -13,7 +13,8 @@ from baton.bench.tenants.world import Call
 from baton.bench.traces import TraceRequest
 from baton.messages.control import Submit
 from baton.request import Request
-from baton.router.queue.tenant_queues import TenantQueues, Waiting
+from baton.router.queue.quotas import RequestWork
+from baton.router.queue.tenant_queues import QueuedAttempt, TenantQueues
 from baton.tenants import SchedulingKey, Sla
 
 NUM_PREFILL: Final = 4
@@ -140,9 +141,9 @@ def operation_times_us(num_tenants: int, num_each: int, seed: int = 0) -> dict[s
     return times
 
 
-def _waiting(submit: Submit, number: int, random: Random) -> Waiting:
-    waiting = Waiting(
-        "g", submit, since_s=0.0, due_s=random.uniform(0, 60), work=float(random.randint(10, 4000))
+def _waiting(submit: Submit, number: int, random: Random) -> QueuedAttempt:
+    waiting = QueuedAttempt(
+        "g", submit, since_s=0.0, due_s=random.uniform(0, 60), work=RequestWork(0.0, random.randint(10, 4000))
     )
     waiting.key = (f"{number:x}", 0)
     return waiting

@@ -1,17 +1,17 @@
-"""An open-addressing table of 64-bit keys in numpy, made for asking about a whole prompt at once.
+"""`KeyTable`, an open-addressing table of 64-bit keys in numpy, and `SlotSets`, numbered sets of workers.
 
-A key has two groups of eight cells, a cache line each, and lies in one of them. So one look-up of n keys is
-a handful of numpy calls over [n, 8], with no loop over probes and no pointer to follow: one line of memory a
-key, two where the first group was crowded. Nothing marks what was removed, so removing never slows the table
-down and never needs a rebuild. At the load that `LOAD` keeps, both groups of a key are full about once in a
-million keys; that key is then refused, which costs a hint.
+A key has two groups of eight cells, a cache line each, and lies in one of them. Looking up n keys is a
+handful of numpy calls over [n, 8], without a loop over probes: one line of memory a key, two where the first
+group was crowded. There are no tombstones, so removals never slow the table down and never need a rebuild. At
+the load that `LOAD` keeps, both groups of a key are full about once in a million keys; that key is refused,
+which costs a hint.
 
-Keys are first halves of page keys, uniform by themselves; they are multiplied by an odd number all the
-same, so that who makes up keys does not choose their cells. 0 marks an empty cell; key 0 is stored as 1.
+Keys are first halves of page keys, which are uniform. They are multiplied by an odd number, so that a client
+cannot choose the cells of its keys. 0 marks an empty cell; key 0 is stored as 1.
 """
 
 from struct import Struct
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 from baton.pages import KEY_BYTES
 
 Keys: TypeAlias = NDArray[np.uint64]
-Cells: TypeAlias = NDArray[np.int64]  # -1: nowhere
+Cells: TypeAlias = NDArray[np.int64]  # -1: no cell
 WIDTH: Final = 8  # cells in a group: 64 bytes of keys
 LOAD: Final = 0.6
-_CROWDED: Final = 6  # a first group with as many cells taken is left to its own, if the second has more room
+_CROWDED: Final = 6  # taken cells of a first group from which on keys go to a second group with more room
 _FEW: Final = 128
 _HALF: Final = np.uint64(32)
 _LOW_HALF: Final = np.uint64(0xFFFFFFFF)
@@ -38,15 +38,15 @@ def keys_of(page_keys: bytes) -> Keys:
 
 
 def without_zero(keys: Keys) -> Keys:
-    """A contiguous copy in which the key that marks an empty cell is another one."""
+    """A contiguous copy with 1 in place of 0, which marks an empty cell."""
     return np.maximum(keys, np.uint64(1))
 
 
 class KeyTable:
-    """Room for `num_keys`; `values` and `stamps` have an entry a cell, for the owner to write."""
+    """A table for `num_keys` keys. `values` and `stamps` have an entry a cell, which the owner writes."""
 
     def __init__(self, num_keys: int, value_type: Any, *, seed: int = 0, has_stamps: bool = False) -> None:
-        self.num_keys = num_keys  # that it is made for
+        self.num_keys = num_keys
         self._num_groups = max(2, int(num_keys / (WIDTH * LOAD)) + 1)
         self._mixer = np.uint64((_MIXER + 2 * seed) % 2**64 | 1)
         self._lines = np.zeros((self._num_groups, WIDTH), np.uint64)
@@ -61,11 +61,12 @@ class KeyTable:
         return self.count
 
     def touch(self) -> None:
-        """Have the system provide the memory of all cells. It does so when each page is first written."""
+        """Write all cells once, so that the system provides their memory now."""
         for cells in (self.keys, self.values, self.stamps):
             cells += 0
 
     def find(self, keys: Keys) -> Cells:
+        """The cells of keys; -1 for a key that is not in the table."""
         first, second = self._groups(keys)
         if keys.size > _FEW:
             return self._look_up(keys, first, second)[0]
@@ -78,7 +79,7 @@ class KeyTable:
         return cells
 
     def value_at(self, page_keys: bytes, page: int) -> int | None:
-        """Of one of a prompt's pages: of a few, sooner than `find` would have made its arrays."""
+        """The value of one of a prompt's pages, None when absent. Faster than `find` for a few pages."""
         key = _first_half(page_keys, page * KEY_BYTES)[0] or 1
         mixed = key * self._multiplier
         lines, values = self._views
@@ -93,7 +94,7 @@ class KeyTable:
         return value
 
     def place(self, keys: Keys) -> tuple[Cells, Cells]:
-        """Distinct keys' cells, and the rows of those that were not there; -1 for one that found no room."""
+        """Add distinct keys. Returns their cells, -1 for a key without room, and the rows of new keys."""
         first, second = self._groups(keys)
         cells, missing = self._look_up(keys, first, second)
         if missing.size:
@@ -101,11 +102,12 @@ class KeyTable:
         return cells, missing
 
     def remove(self, cells: Cells) -> None:
-        """Of keys that are in the table, each once."""
+        """Remove the keys of these cells; each cell is taken and named once."""
         self.keys[cells] = 0
         self.count -= cells.size
 
     def taken(self) -> Cells:
+        """The cells that hold a key."""
         return np.flatnonzero(self.keys)
 
     def _groups(self, keys: Keys) -> tuple[Cells, Cells]:
@@ -116,7 +118,7 @@ class KeyTable:
         return first.view(np.int64), second.view(np.int64)
 
     def _look_up(self, keys: Keys, first: Cells, second: Cells) -> tuple[Cells, Cells]:
-        """The cells, and the rows that have none."""
+        """The cells, and the rows of keys without one."""
         hits = (self._lines.take(first, axis=0) == keys[:, None]).ravel().nonzero()[0]
         cells = np.full(keys.size, -1, np.int64)
         rows = hits >> 3
@@ -133,7 +135,9 @@ class KeyTable:
         return cells, (cells < 0).nonzero()[0]
 
     def _settle(self, keys: Keys, first: Cells, second: Cells, cells: Cells, rows: Cells) -> None:
-        """Give cells to keys that have none; of several that want the same one, the last gets it at once."""
+        """Give cells to keys without one. Of several keys that want a cell, one gets it; the others try
+        again.
+        """
         while rows.size:
             wanted = self._vacancies(first, second)
             has_room = wanted >= 0
@@ -151,7 +155,7 @@ class KeyTable:
             self.count -= rows.size
 
     def _vacancies(self, first: Cells, second: Cells) -> Cells:
-        """A free cell for each, in its first group unless that is crowded and the second is less so."""
+        """A free cell for each key: in its first group, unless that is crowded and the second is less so."""
         free = self._lines.take(first, axis=0) == 0
         num_free = np.bitwise_count(free.view(np.uint64)).ravel()
         vacancies: Cells = (first << 3) + free.argmax(axis=1)
@@ -167,78 +171,70 @@ class KeyTable:
         return vacancies
 
 
-# Sets of places that hold a page, each kept once and known by a small number.
+# Sets of workers that hold a page. Each set is kept once and has a small number.
 #
 # There are millions of pages and few different sets: a prompt's pages are held by the same workers from one
-# point of divergence to the next. A page therefore costs four bytes, whoever holds it. What number a set gets
-# when a place joins or leaves it is remembered, so the pages of a message, which mostly have one set in
-# common, change over in one step.
+# point of divergence to the next. So a page costs four bytes, however many workers hold it. The number of the
+# set that results when a worker joins or leaves a set is cached, so all pages of a message change in one
+# step.
 #
-# A place is a worker's slot in a tier. A set is an int with a bit a place: and, or and not of a thousand
-# places take a tenth of a microsecond.
+# A worker is a slot, and a set is an int with a bit a slot: and, or and not of a thousand slots take a tenth
+# of a microsecond.
 
 SetIds: TypeAlias = NDArray[np.int32]
 EMPTY: Final = 0
 MAX_SLOTS: Final = 2048
-DEVICES: Final = (1 << MAX_SLOTS) - 1
-NUM_TIERS: Final = 2
-_PLACE_BITS: Final = 12  # of NUM_TIERS * MAX_SLOTS places
-
-
-class SlotSet(NamedTuple):
-    """One set: the slots that hold a page on the device, and those that hold it in any tier."""
-
-    devices: int
-    anywhere: int
+_SLOT_BITS: Final = 11
 
 
 class SlotSets:
-    """At most `max_sets` that are in use; where there would be more, a place is not added."""
+    """Up to `max_sets` sets in use. Where there would be more, slots are not added."""
 
     def __init__(self, max_sets: int) -> None:
-        self.num_refused = 0  # additions, for want of a number
+        self.num_refused = 0  # pages that a slot was not added to
         self._max_sets = max_sets
         self._masks = [0]
-        self._places = [SlotSet(0, 0)]
         self._id_of = {0: EMPTY}
-        self._unused: list[int] = []  # numbers that may be given out again
-        self._steps: dict[int, int] = {}  # (set, place, whether it joins) -> set
+        self._unused: list[int] = []  # numbers that are free
+        self._steps: dict[int, int] = {}  # (set, slot, joins) -> set
         self._uses = np.zeros(1024, np.int64)  # pages by set
-        self._num_refusals_left = 0  # before it looks again whether some sets are out of use
+        self._num_refusals_left = 0  # before sets out of use are looked for again
 
     def __len__(self) -> int:
         return len(self._id_of)
 
-    def places(self, set_id: int) -> SlotSet:
-        return self._places[set_id]
+    def slots(self, set_id: int) -> int:
+        """The slots of a set, a bit each."""
+        return self._masks[set_id]
 
-    def joined(self, sets: SetIds, place: int) -> SetIds:
-        """The sets that pages of these sets have when the place holds them too."""
-        return self._change(sets, place, 1)
+    def joined(self, sets: SetIds, slot: int) -> SetIds:
+        """The sets of pages when `slot` holds them too. sets: one for each page."""
+        return self._change(sets, slot, 1)
 
-    def left(self, sets: SetIds, place: int) -> SetIds:
-        return self._change(sets, place, 0)
+    def left(self, sets: SetIds, slot: int) -> SetIds:
+        """The sets of pages when `slot` does not hold them any more. sets: one for each page."""
+        return self._change(sets, slot, 0)
 
     def dropped(self, sets: SetIds) -> None:
-        """Pages of these sets are not in the index any more."""
+        """Pages of these sets have left the index."""
         np.subtract.at(self._uses, sets, 1)
 
-    def _change(self, sets: SetIds, place: int, joins: int) -> SetIds:
+    def _change(self, sets: SetIds, slot: int, joins: int) -> SetIds:
         if not sets.size:
             return sets
         if (sets == sets[0]).all():
-            new_id = self._step(int(sets[0]), place, joins, sets.size)
+            new_id = self._step(int(sets[0]), slot, joins, sets.size)
             return np.full(sets.size, new_id, np.int32)
         old_ids, inverse, counts = np.unique(sets, return_inverse=True, return_counts=True)
         steps = zip(old_ids.tolist(), counts.tolist(), strict=True)
-        new_ids = [self._step(old_id, place, joins, count) for old_id, count in steps]
+        new_ids = [self._step(old_id, slot, joins, count) for old_id, count in steps]
         return np.array(new_ids, np.int32)[inverse]
 
-    def _step(self, old_id: int, place: int, joins: int, num_pages: int) -> int:
-        step = (old_id << _PLACE_BITS | place) << 1 | joins
+    def _step(self, old_id: int, slot: int, joins: int, num_pages: int) -> int:
+        step = (old_id << _SLOT_BITS | slot) << 1 | joins
         new_id = self._steps.get(step)
         if new_id is None:
-            bit = 1 << place
+            bit = 1 << slot
             mask = self._masks[old_id] | bit if joins else self._masks[old_id] & ~bit
             new_id = self._number(mask)
             if new_id is None:
@@ -257,21 +253,19 @@ class SlotSets:
             return known
         if len(self._id_of) >= self._max_sets and not self._make_room():
             return None
-        places = SlotSet(mask & DEVICES, (mask | mask >> MAX_SLOTS) & DEVICES)
         if self._unused:
             set_id = self._unused.pop()
-            self._masks[set_id], self._places[set_id] = mask, places
+            self._masks[set_id] = mask
         else:
             set_id = len(self._masks)
             self._masks.append(mask)
-            self._places.append(places)
             if set_id == self._uses.size:
                 self._uses = np.concatenate((self._uses, np.zeros_like(self._uses)))
         self._id_of[mask] = set_id
         return set_id
 
     def _make_room(self) -> bool:
-        """Forget the sets that no page has, unless that was tried just now and was worth little."""
+        """Free the numbers of unused sets, unless that freed few a moment ago. True: some are free."""
         if self._num_refusals_left:
             self._num_refusals_left -= 1
             return False

@@ -1,12 +1,13 @@
-"""The policy that knows costs: which pair of workers is cheapest for a prompt, in seconds (see
-router/policies/costs.py).
+"""The policies that predict costs: the pair of workers that is cheapest for a prompt, in seconds.
 
-Each worker is asked what the prompt would cost there: all of them, or, where there are very many, those that
-hold most of it and some others by chance. Then the best of either role are combined.
+1. `PromptScorer` makes a candidate of each worker of a role (router/policies/costs.py). Where there are very
+   many workers, only those that hold most of the prompt and a few drawn at random are scored.
+2. `CostPolicy.choose` combines the best of either role, and selects among the pairs.
+3. `CostPolicy.expect` remembers the dispatch: how busy workers are lately, and which pages they will hold.
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from math import inf
+from math import exp, inf
 from operator import attrgetter
 from typing import ClassVar, Final, TypeAlias
 
@@ -15,21 +16,24 @@ from baton.request import Request
 from baton.router.in_flight import (
     EXPECTED_OUTPUT_TOKENS,
     Decoding,
+    NewPrompt,
+    SchedulingClass,
     WorkerInFlight,
     num_kv_tokens,
     scheduling_class_of,
 )
-from baton.router.index.match import Holdings
+from baton.router.index.prefix_index import Holdings
 from baton.router.index.prompt_keys import Family
 from baton.router.policies.base import (
-    NO_TURN,
+    NO_CLAIM,
     ClusterView,
-    KnownWorkers,
     PolicyContext,
     RoutingChoice,
     TenantClaim,
+    WorkerPool,
+    WorkerView,
 )
-from baton.router.policies.cost_model import DecayedSum, Speeds
+from baton.router.policies.cost_model import Speeds
 from baton.router.policies.costs import (
     CandidateLoad,
     DecodeCandidate,
@@ -38,203 +42,164 @@ from baton.router.policies.costs import (
     PrefillCandidate,
     PullCandidate,
     Select,
-    WorkerPool,
-    WorkerView,
     cheapest,
     fill,
     local,
     longest,
     remote,
 )
-from baton.router.policies.prompts_ahead import Claim, SchedulingClass
-
-# One prompt as it would be at each worker: what is held there, what it would wait for and take.
 
 MAX_SOURCES: Final = 2
+MAX_COMPARED: Final = 16  # workers of a role; where there are more:
+MAX_HOLDERS: Final = 3  # of each family, those that hold most of the prompt
+NUM_DRAWN: Final = 4  # and some drawn at random,
+NUM_KEPT: Final = 2  # of which the least busy are kept, more where fewer hold any; see decision 11
+MAX_DRAWS: Final = 32  # instead of NUM_DRAWN, where some workers are left out
+MAX_COMBINED: Final = 3  # workers of a role in pairs
+MEMORY_S: Final = 30.0  # over which the cluster's arrivals are averaged
+BALANCE_S: Final = 300.0  # over which workers that cost the same are given the same
+MOST_BUSY: Final = 0.9
+EXPECTED_FOR_S: Final = 2.0  # after the prompt should be computed, its pages are still expected
+
+Rank: TypeAlias = float | tuple[float, float]  # each policy uses one of the two
+_TOTAL_S: Final = attrgetter("total_s")
 
 
-class PromptView:
-    def __init__(self, known: KnownWorkers, request: Request, load: CandidateLoad, now_s: float) -> None:
-        self._known = known
+class PromptScorer:
+    """Makes the candidates of one prompt: what each worker holds of it, its wait there, the time it takes."""
+
+    def __init__(self, context: PolicyContext, request: Request, load: CandidateLoad, now_s: float) -> None:
+        self._context = context
         self._request = request
         self.load = load
         self._now_s = now_s
         self._scheduling_class = scheduling_class_of(request)
         self._found: dict[Family, tuple[bytes, Holdings]] = {}
         self._located: dict[str, PullSource | None] = {}
-        self._yields: dict[SchedulingClass, bool] = {}  # to the prompt, if that is owed work
+        self._yields: dict[SchedulingClass, bool] = {}  # to the prompt, if its tenant has a deficit
 
-    def holders(self, side: WorkerPool, limit: int, first: WorkerView) -> list[WorkerView]:
-        """At most so many of each family, and none that is left out holds more of the prompt."""
+    def holders(self, pool: WorkerPool, limit: int, first: WorkerView) -> list[WorkerView]:
+        """Up to `limit` workers of each family that hold most of the prompt."""
         found: list[WorkerView] = []
-        for family in side.families:
-            found += side.holders(family, self._holdings(family), limit, first)
+        for family in pool.families:
+            found += pool.holders(family, self._holdings(family), limit, first)
         return found
 
-    def keys(self, worker_view: WorkerView) -> bytes:
-        """Of the prompt's pages, as this worker names them."""
-        self._holdings(worker_view.family)
-        return self._found[worker_view.family][0]
+    def keys(self, view: WorkerView) -> bytes:
+        """The keys of the prompt's pages, as this worker names them."""
+        self._holdings(view.family)
+        return self._found[view.family][0]
 
-    def computers(self, stations: Sequence[WorkerView]) -> list[PrefillCandidate]:
-        return [computer for computer, _, _ in self._at(stations)]
+    def prefill_candidates(self, views: Sequence[WorkerView]) -> list[PrefillCandidate]:
+        """A candidate for each worker, in order."""
+        return [computer for computer, _, _ in self._score(views)]
 
-    def decoders(self, stations: Sequence[WorkerView]) -> list[DecodeCandidate]:
+    def decode_candidates(self, views: Sequence[WorkerView]) -> list[DecodeCandidate]:
+        """A candidate for each worker, in order."""
         load, decoders = self.load, []
         num_tokens_more = load.num_tokens + load.num_output_tokens
-        for worker_view, (computer, account, speeds) in zip(stations, self._at(stations), strict=True):
+        for view, (computer, account, speeds) in zip(views, self._score(views), strict=True):
             num_running = account.num_attempts + account.num_unknown
             num_tokens = account.num_tokens + account.num_unknown_tokens
             fixed_s, sequence_s, context_s, token_s = speeds.step.coefficients
             step_s = fixed_s + sequence_s * num_running + context_s * num_tokens
-            share = (num_tokens + num_tokens_more) / worker_view.num_slots
-            seats = (num_running + 1) / worker_view.max_num_seqs
+            share = (num_tokens + num_tokens_more) / view.num_slots
+            seats = (num_running + 1) / view.max_num_seqs
             excess = (seats if seats > share else share) - 1.0
             room_s = excess * EXPECTED_OUTPUT_TOKENS * step_s if excess > 0.0 else 0.0
             token_harm_s = sequence_s + context_s * load.num_tokens
             harm_s = num_running * load.num_output_tokens * token_harm_s
-            held_up, patience_s = self._held_up(account), inf
-            if held_up.num and worker_view.max_num_batched_tokens:
-                num_left = 0.5 * held_up.num_output_tokens / held_up.num  # of each, on average
-                longest_s = step_s + token_s * worker_view.max_num_batched_tokens
+            delayed, patience_s = self._delayed(account), inf
+            if delayed.num and view.max_num_batched_tokens:
+                num_left = 0.5 * delayed.num_output_tokens / delayed.num  # of each, on average
+                longest_s = step_s + token_s * view.max_num_batched_tokens
                 patience_s = max(0.0, num_left * longest_s - account.wait_s(self._now_s))
             join_s = room_s + 0.5 * step_s
-            decoders.append(DecodeCandidate(computer, held_up.num, room_s, join_s, harm_s, patience_s))
+            decoders.append(DecodeCandidate(computer, delayed.num, room_s, join_s, harm_s, patience_s))
         return decoders
 
-    def _at(self, stations: Sequence[WorkerView]) -> list[tuple[PrefillCandidate, WorkerInFlight, Speeds]]:
-        """Flat, as `decoders` is: it is asked for each worker that is compared."""
-        account_of, speeds_of = self._known.in_flight.account, self._known.model.of
+    def sources(self, computers: Sequence[PrefillCandidate]) -> list[PullCandidate]:
+        """The workers that hold most of the prompt; expected pages count until `locate` was called."""
+        held = [each.num_held_tokens for each in computers]
+        least = min(held)  # a worker that holds no more has nothing to pull
+        able = [each for each, num in zip(computers, held, strict=True) if num > least]
+        most = [(self._num_located(each), each.worker, each.page_format) for each in able]
+        most.sort(reverse=True)
+        pulls_from = self._context.model.pulls_from
+        return [
+            PullCandidate(worker, num, pulls_from(worker), page_format)
+            for num, worker, page_format in most[:MAX_SOURCES]
+            if num
+        ]
+
+    def locate(self, view: WorkerView) -> PullSource | None:
+        """The worker's pages of the prompt; None when the worker has not yet reported the expected pages."""
+        if view.id not in self._located:
+            located = self._context.index.locate(view.id, self.keys(view))
+            num_tokens = len(located.pages) * view.page_size
+            source = PullSource(view.id, num_tokens, *located) if located.pages else None
+            self._located[view.id] = source
+        return self._located[view.id]
+
+    def _score(self, views: Sequence[WorkerView]) -> list[tuple[PrefillCandidate, WorkerInFlight, Speeds]]:
+        # Calls are inlined here and in `decode_candidates`: both loop over all workers that are compared.
+        account_of, speeds_of = self._context.in_flight.account, self._context.model.of
         family, found = None, []
-        for worker_view in stations:
-            account, speeds = account_of(worker_view.id), speeds_of(worker_view.id)
-            if worker_view.family is not family:
-                family = worker_view.family
+        for view in views:
+            account, speeds = account_of(view.id), speeds_of(view.id)
+            if view.family is not family:
+                family = view.family
                 num_pages_at = self._holdings(family).num_pages
-            num_held_tokens = num_pages_at(worker_view.slot_bit) * worker_view.page_size
+            num_held_tokens = num_pages_at(view.slot_bit) * view.page_size
             wait_s = self._wait_s(account, num_held_tokens) if account.num_computing else 0.0
-            if account.num_unknown and worker_view.is_prefill:
+            if account.num_unknown and view.is_prefill:
                 wait_s += account.num_unknown * speeds.mean_compute_s
             coefficients = speeds.prefill.coefficients
-            computer = PrefillCandidate(
-                worker_view.id, wait_s, num_held_tokens, coefficients, worker_view.kin
-            )
+            computer = PrefillCandidate(view.id, wait_s, num_held_tokens, coefficients, view.page_format)
             found.append((computer, account, speeds))
         return found
 
     def _wait_s(self, account: WorkerInFlight, num_held_tokens: int) -> float:
         load = self.load
         num_new_tokens = max(1, load.num_tokens - num_held_tokens)
-        claim = Claim(self._scheduling_class, num_new_tokens, load.lead, load.lead_of)
-        return account.wait_s(self._now_s) * account.prompts.part_before(claim)
+        prompt = NewPrompt(self._scheduling_class, num_new_tokens, load.lead, load.lead_of)
+        return account.wait_s(self._now_s) * account.prompts.share_ahead_of(prompt)
 
-    def _held_up(self, account: WorkerInFlight) -> Decoding:
-        """Of those that decode there, who would wait for the prompt and has no less right to go on: all, but
-        where its tenant is owed work, none of its class that is not, and none of a lower one.
+    def _delayed(self, account: WorkerInFlight) -> Decoding:
+        """The running decodes that a prompt computed there delays, without those that yield to the prompt.
+
+        Decodes yield to the prompt of a tenant with a deficit when their tenant has none, or a lower rank.
         """
         yields, lead = self._yields, self.load.lead
-        is_owed = lead is not None and lead < 0
+        has_deficit = lead is not None and lead < 0
         num, num_tokens = account.num_unknown, EXPECTED_OUTPUT_TOKENS * account.num_unknown
         for scheduling_class, decoding in account.decoding.items():
-            if is_owed and scheduling_class not in yields:
-                yields[scheduling_class] = self._yields_to_owed(scheduling_class)
-            if not is_owed or not yields[scheduling_class]:
+            if has_deficit and scheduling_class not in yields:
+                yields[scheduling_class] = self._yields_to_deficit(scheduling_class)
+            if not has_deficit or not yields[scheduling_class]:
                 num += decoding.num
                 num_tokens += decoding.num_output_tokens
         return Decoding(num, num_tokens)
 
-    def _yields_to_owed(self, scheduling_class: SchedulingClass) -> bool:
+    def _yields_to_deficit(self, scheduling_class: SchedulingClass) -> bool:
         own, lead_of = self._scheduling_class, self.load.lead_of
         if scheduling_class == own or scheduling_class.rank != own.rank or lead_of is None:
             return scheduling_class.rank > own.rank
         lead = lead_of(scheduling_class)
         return lead is not None and lead >= 0
 
-    def sources(self, computers: Sequence[PrefillCandidate]) -> list[PullCandidate]:
-        """Those that hold most of the prompt; expected pages count until `locate` was asked."""
-        held = [each.num_held_tokens for each in computers]
-        least = min(held)  # who holds no more than that has nothing that anybody wants
-        able = [each for each, num in zip(computers, held, strict=True) if num > least]
-        most = [(self._num_at(each), each.worker, each.kin) for each in able]
-        most.sort(reverse=True)
-        pulls_from = self._known.model.pulls_from
-        return [
-            PullCandidate(worker, num, pulls_from(worker), kin)
-            for num, worker, kin in most[:MAX_SOURCES]
-            if num
-        ]
-
-    def _num_at(self, computer: PrefillCandidate) -> int:
+    def _num_located(self, computer: PrefillCandidate) -> int:
         if computer.worker not in self._located:
             return computer.num_held_tokens
         source = self._located[computer.worker]
         return 0 if source is None else source.num_tokens
 
-    def locate(self, worker_view: WorkerView) -> PullSource | None:
-        """None: it is expected to hold them, and has not said yet where."""
-        if worker_view.id not in self._located:
-            located = self._known.index.locate(worker_view.id, self.keys(worker_view))
-            num_tokens = len(located.pages) * worker_view.page_size
-            source = PullSource(worker_view.id, num_tokens, *located) if located.pages else None
-            self._located[worker_view.id] = source
-        return self._located[worker_view.id]
-
     def _holdings(self, family: Family) -> Holdings:
         found = self._found.get(family)
         if found is None:
-            keys = self._known.keys.keys(family, self._request)
-            found = self._found[family] = (keys, self._known.index.holdings(keys))
+            keys = self._context.keys.keys(family, self._request)
+            found = self._found[family] = (keys, self._context.index.holdings(keys))
         return found[1]
-
-
-class Spread:
-    """How work is spread over workers, of late: most of it may go to few of them."""
-
-    def __init__(self, memory_s: float, now_s: float) -> None:
-        """memory_s: see Fading."""
-        self._memory_s = memory_s
-        self._given: dict[str, DecayedSum] = {}
-        self._sum = DecayedSum(memory_s, now_s)
-        self._squares = DecayedSum(memory_s / 2, now_s)  # of what each was given: they fade twice as fast
-
-    def add(self, worker_id: str, amount: float, now_s: float) -> None:
-        given = self._given.get(worker_id)
-        if given is None:
-            given = self._given[worker_id] = DecayedSum(self._memory_s, now_s)
-        self._squares.add((2 * given.at(now_s) + amount) * amount, now_s)
-        given.add(amount, now_s)
-        self._sum.add(amount, now_s)
-
-    def mean(self, now_s: float) -> float:
-        """What a worker was given: the mean over all that was given, not over workers. A worker that was
-        given little counts little, and one that was given nothing does not count.
-        """
-        total = self._sum.at(now_s)
-        return self._squares.at(now_s) / total if total > 0.0 else 0.0
-
-    def forget(self, worker_id: str, now_s: float) -> None:
-        """It is gone."""
-        if self._given.pop(worker_id, None) is None:
-            return
-        left = [each.at(now_s) for each in self._given.values()]  # taken off, it would leave rounding errors
-        self._sum, self._squares = DecayedSum(self._memory_s, now_s), DecayedSum(self._memory_s / 2, now_s)
-        self._sum.add(sum(left), now_s)
-        self._squares.add(sum(each * each for each in left), now_s)
-
-
-MAX_COMPARED: Final = 16  # of a role; where there are more:
-MAX_HOLDERS: Final = 3  # those of each way to name pages that hold most
-NUM_DRAWN: Final = 4  # and of some by chance
-NUM_KEPT: Final = 2  # those with the least to do, and more where fewer hold any; see decision 11
-MAX_DRAWS: Final = 32  # for these, where some workers are left out
-MAX_COMBINED: Final = 3  # of a role
-MEMORY_S: Final = 30.0  # of how busy the cluster has been
-BALANCE_S: Final = 300.0  # over which workers that cost the same are to be given the same
-MOST_BUSY: Final = 0.9
-EXPECTED_FOR_S: Final = 2.0  # after the prompt should be there
-
-Rank: TypeAlias = float | tuple[float, float]  # one policy uses one of the two
-_TOTAL_S: Final = attrgetter("total_s")
 
 
 class CostPolicy:
@@ -245,100 +210,100 @@ class CostPolicy:
     pulls_prefixes: ClassVar[bool] = True  # a worker may fetch a prefix from a peer
 
     def __init__(self, context: PolicyContext) -> None:
-        self._clock, self._known, self._random = context
+        self._context = context
+        self._clock, self._random = context.clock, context.random
         self.select: Select = cheapest
         now_s = self._clock.now_s()
-        self._crowd = _Crowd(now_s)
-        self._owed_crowd = _Crowd(now_s)  # of tenants that were owed work: those alone wait behind each other
-        self._tokens: dict[str, DecayedSum] = {}  # by worker
+        self._arrivals = _Arrivals(now_s)
+        self._deficit_arrivals = _Arrivals(now_s)  # of tenants with a deficit: only those delay each other
+        self._tokens: dict[str, DecayedSum] = {}  # given to each worker
 
-    def choose(self, request: Request, field: ClusterView, turn: TenantClaim = NO_TURN) -> RoutingChoice:
-        """It is no more than an answer until `expect` says that it is followed."""
+    def choose(self, request: Request, view: ClusterView, claim: TenantClaim = NO_CLAIM) -> RoutingChoice:
+        """See `RoutingPolicy.choose`."""
         now_s = self._clock.now_s()
-        look = PromptView(self._known, request, self._load(request, turn, now_s), now_s)
-        decoders = self._compared(look, field.decoders, field.left_out)
-        fillers = self._compared(look, field.fillers, field.avoided)
-        decoding, filling = look.decoders(decoders), look.computers(fillers)
+        scorer = PromptScorer(self._context, request, self._load(request, claim, now_s), now_s)
+        decoders = scorer.decode_candidates(self._compared(scorer, view.decoders, view.left_out))
+        prefills = scorer.prefill_candidates(self._compared(scorer, view.prefills, view.avoided))
         random, source = self._random.getrandbits(32), None
         for _ in range(MAX_SOURCES + 1):
-            candidates = self._candidates(look, decoding, filling, field.partners)
-            candidates = self._placed(candidates, turn)
+            candidates = self._candidates(scorer, decoders, prefills, view.partners)
+            candidates = self._with_slots(candidates, claim)
             chosen = self.select(candidates, random, lambda worker_id: self._given(worker_id).at(now_s))
-            source = look.locate(field.worker_view(chosen.source)) if chosen.source else None
+            source = scorer.locate(view.worker_view(chosen.source)) if chosen.source else None
             if not chosen.source or (source and source.num_tokens >= chosen.num_held_tokens):
-                break  # else it is only expected to hold so much: look knows that now
-        keys = {each: look.keys(field.worker_view(each)) for each in (chosen.prefill, chosen.decode) if each}
-        is_known = self._known.index.is_known(chosen.computer)
+                break  # else the source is only expected to hold so much, and the scorer knows that now
+        keys = {each: scorer.keys(view.worker_view(each)) for each in (chosen.prefill, chosen.decode) if each}
+        is_known = self._context.index.is_known(chosen.computer)
         return RoutingChoice(
-            chosen.decode, chosen.prefill, chosen, candidates, source, keys, not is_known, turn.is_owed
+            chosen.decode, chosen.prefill, chosen, candidates, source, keys, not is_known, claim.has_deficit
         )
 
     def expect(self, choice: RoutingChoice, num_tokens: int) -> None:
-        """A prompt of so many tokens was sent there: its siblings find its pages, and what is there already
-        stays young.
-        """
+        """See `RoutingPolicy.expect`. Later prompts find the pages; the index keeps the held ones longer."""
         chosen, now_s = choice.candidate, self._clock.now_s()
         assert chosen is not None, "this policy predicts the cost of what it chooses"
-        self._crowd.add(chosen.computer, chosen.filled.compute_s, now_s)
-        if choice.is_owed:
-            self._owed_crowd.add(chosen.computer, chosen.filled.compute_s, now_s)
+        self._arrivals.add(chosen.computer, chosen.filled.compute_s, now_s)
+        if choice.has_deficit:
+            self._deficit_arrivals.add(chosen.computer, chosen.filled.compute_s, now_s)
         self._given(chosen.computer).add(num_tokens, now_s)
         ttl_s = chosen.terms.ttft_s + EXPECTED_FOR_S
         for worker_id, keys in choice.keys.items():
-            self._known.index.expect(worker_id, keys, ttl_s)
+            self._context.index.expect(worker_id, keys, ttl_s)
 
     def forget(self, worker_id: str) -> None:
-        """It is gone."""
+        """See `RoutingPolicy.forget`."""
         self._tokens.pop(worker_id, None)
-        for crowd in (self._crowd, self._owed_crowd):
-            crowd.forget(worker_id, self._clock.now_s())
+        for arrivals in (self._arrivals, self._deficit_arrivals):
+            arrivals.forget(worker_id, self._clock.now_s())
 
     def rank(self, filled: FilledCandidate) -> Rank:
         """The sort key of a worker that could compute the prompt; the lowest is best."""
         return filled.total_s
 
-    def _given(self, worker_id: str) -> DecayedSum:
+    def _given(self, worker_id: str) -> "DecayedSum":
         if worker_id not in self._tokens:
             self._tokens[worker_id] = DecayedSum(BALANCE_S, self._clock.now_s())
         return self._tokens[worker_id]
 
-    def _load(self, request: Request, turn: TenantClaim, now_s: float) -> CandidateLoad:
-        crowd = self._owed_crowd if turn.is_owed else self._crowd
+    def _load(self, request: Request, claim: TenantClaim, now_s: float) -> CandidateLoad:
+        arrivals = self._deficit_arrivals if claim.has_deficit else self._arrivals
         num_tokens = request.num_tokens
         num_output_tokens = num_kv_tokens(request) - num_tokens
-        return CandidateLoad(num_tokens, num_output_tokens, crowd.rate(now_s), turn.lead, turn.lead_of)
+        return CandidateLoad(num_tokens, num_output_tokens, arrivals.rate(now_s), claim.lead, claim.lead_of)
 
-    def _compared(self, look: PromptView, side: WorkerPool, left_out: Collection[str]) -> list[WorkerView]:
-        """In an order that begins with another one each time: what comes first wins where all is alike."""
-        stations, random = side.stations(self._known.index), self._random.random
-        num = len(stations)
+    def _compared(
+        self, scorer: PromptScorer, pool: WorkerPool, left_out: Collection[str]
+    ) -> list[WorkerView]:
+        """The workers to score. The first of equals wins, so the order begins at random."""
+        views, random = pool.views(self._context.index), self._random.random
+        num = len(views)
         if num <= MAX_COMPARED:
             first = int(random() * num)
-            return _without(left_out, [*stations[first:], *stations[:first]])
-        found = look.holders(side, MAX_HOLDERS + len(left_out), stations[int(random() * num)])
-        drawn = [stations[int(random() * num)] for _ in range(MAX_DRAWS if left_out else NUM_DRAWN)]
+            return _without(left_out, [*views[first:], *views[:first]])
+        found = scorer.holders(pool, MAX_HOLDERS + len(left_out), views[int(random() * num)])
+        drawn = [views[int(random() * num)] for _ in range(MAX_DRAWS if left_out else NUM_DRAWN)]
         if left_out:
             found, drawn = _without(left_out, found), _without(left_out, drawn)[:NUM_DRAWN]
         drawn.sort(key=self._work)
         found = found[:MAX_HOLDERS]
         found += drawn[: MAX_HOLDERS + NUM_KEPT - len(found)]
-        found = found or _without(left_out, stations)[:MAX_COMPARED]
-        return list({worker_view.id: worker_view for worker_view in found}.values())
+        found = found or _without(left_out, views)[:MAX_COMPARED]
+        return list({view.id: view for view in found}.values())
 
-    def _work(self, worker_view: WorkerView) -> tuple[float, int]:
-        account = self._known.in_flight.account(worker_view.id)
+    def _work(self, view: WorkerView) -> tuple[float, int]:
+        account = self._context.in_flight.account(view.id)
         return account.work_s, account.num_attempts
 
     def _candidates(
         self,
-        look: PromptView,
+        scorer: PromptScorer,
         decoders: Sequence[DecodeCandidate],
         computers: Sequence[PrefillCandidate],
         partners: Mapping[str, Collection[str]],
     ) -> list[PairCandidate]:
-        load, handoff_s_of = look.load, self._known.model.handoff_s
+        load, handoff_s_of = scorer.load, self._context.model.handoff_s
         there = [decoder.computer for decoder in decoders]
-        sources = look.sources([*there, *computers]) if self.pulls_prefixes else []
+        sources = scorer.sources([*there, *computers]) if self.pulls_prefixes else []
         by_itself = map(local, fill(there, load, sources), decoders)
         candidates = sorted(by_itself, key=_TOTAL_S)[:MAX_COMBINED]
         best = sorted(fill(computers, load, sources), key=self.rank)[:MAX_COMBINED]
@@ -351,21 +316,20 @@ class CostPolicy:
                     candidates.append(remote(each, decoder, handoff_s_of(prefill, decode, num_moved)))
         return candidates
 
-    def _placed(self, candidates: list[PairCandidate], turn: TenantClaim) -> list[PairCandidate]:
-        """Without those that a decode worker has no place for and would compute itself, and without workers
-        that others wait for, if any are left.
+    def _with_slots(self, candidates: list[PairCandidate], claim: TenantClaim) -> list[PairCandidate]:
+        """The candidates without decode workers that lack a slot for the prompt, and without wanted workers.
 
-        Another rule of choice goes by nothing else.
+        All candidates where none would be left, and where another rule than `cheapest` selects.
         """
-        if turn.has_place is None or self.select is not cheapest:
+        if claim.has_slot is None or self.select is not cheapest:
             return candidates
-        wanted, has_place_at = turn.wanted, turn.has_place_at
-        placed = [each for each in candidates if each.prefill or has_place_at(each.decode)]
+        wanted, has_slot_at = claim.wanted, claim.has_slot_at
+        placed = [each for each in candidates if each.prefill or has_slot_at(each.decode)]
         return [each for each in placed if each.computer not in wanted] or placed or candidates
 
 
 class PrefixPolicy(CostPolicy):
-    """Chooses the workers that hold most of the prompt, whatever else they have to do. Nothing is pulled."""
+    """Chooses the workers that hold most of the prompt, whatever their load. Nothing is pulled."""
 
     weighs_local_prefill: ClassVar[bool] = False
     pulls_prefixes: ClassVar[bool] = False
@@ -375,15 +339,77 @@ class PrefixPolicy(CostPolicy):
         self.select = longest
 
     def rank(self, filled: FilledCandidate) -> Rank:
+        """See `CostPolicy.rank`."""
         return -filled.num_held_tokens, filled.total_s
 
 
-class _Crowd:
-    """Prompts that were given out lately."""
+def _without(left_out: Collection[str], views: Sequence[WorkerView]) -> list[WorkerView]:
+    return [each for each in views if each.id not in left_out] if left_out else list(views)
+
+
+class DecayedSum:
+    """A sum whose terms fade: a term counts e times less after `memory_s`.
+
+    A steady flow of 1 a second sums up to `memory_s`.
+    """
+
+    def __init__(self, memory_s: float, now_s: float) -> None:
+        self._memory_s = memory_s
+        self._sum = 0.0
+        self._at_s = now_s
+
+    def add(self, amount: float, now_s: float) -> None:
+        """Add a term at the present time."""
+        self._sum = self.at(now_s) + amount
+        self._at_s = now_s
+
+    def at(self, now_s: float) -> float:
+        """The sum as of `now_s`."""
+        return self._sum * exp((self._at_s - now_s) / self._memory_s)
+
+
+class RecentWork:
+    """The work that workers were given lately, as a mean over workers that counts busy workers more."""
+
+    def __init__(self, memory_s: float, now_s: float) -> None:
+        """memory_s: see `DecayedSum`."""
+        self._memory_s = memory_s
+        self._given: dict[str, DecayedSum] = {}
+        self._sum = DecayedSum(memory_s, now_s)
+        self._squares = DecayedSum(memory_s / 2, now_s)  # of each worker's sum; squares fade twice as fast
+
+    def add(self, worker_id: str, amount: float, now_s: float) -> None:
+        """A worker was given `amount`, in any unit."""
+        given = self._given.get(worker_id)
+        if given is None:
+            given = self._given[worker_id] = DecayedSum(self._memory_s, now_s)
+        self._squares.add((2 * given.at(now_s) + amount) * amount, now_s)
+        given.add(amount, now_s)
+        self._sum.add(amount, now_s)
+
+    def mean(self, now_s: float) -> float:
+        """The mean of the workers' sums, each weighted by itself: the sum of the worker that gets the next
+        unit.
+        """
+        total = self._sum.at(now_s)
+        return self._squares.at(now_s) / total if total > 0.0 else 0.0
+
+    def forget(self, worker_id: str, now_s: float) -> None:
+        """Drop a worker that has left."""
+        if self._given.pop(worker_id, None) is None:
+            return
+        left = [each.at(now_s) for each in self._given.values()]  # subtracting would leave rounding errors
+        self._sum, self._squares = DecayedSum(self._memory_s, now_s), DecayedSum(self._memory_s / 2, now_s)
+        self._sum.add(sum(left), now_s)
+        self._squares.add(sum(each * each for each in left), now_s)
+
+
+class _Arrivals:
+    """The rate of prompts that were dispatched lately."""
 
     def __init__(self, now_s: float) -> None:
-        self._num = Spread(MEMORY_S, now_s)
-        self._work_s = Spread(MEMORY_S, now_s)
+        self._num = RecentWork(MEMORY_S, now_s)
+        self._work_s = RecentWork(MEMORY_S, now_s)
 
     def add(self, worker_id: str, compute_s: float, now_s: float) -> None:
         self._num.add(worker_id, 1.0, now_s)
@@ -394,10 +420,6 @@ class _Crowd:
         self._work_s.forget(worker_id, now_s)
 
     def rate(self, now_s: float) -> float:
-        """How many a second come to a worker, and more where these hold up others in turn."""
+        """Prompts a second that a worker receives, and more where these delay others in turn."""
         busy = min(MOST_BUSY, self._work_s.mean(now_s) / MEMORY_S)
         return self._num.mean(now_s) / MEMORY_S / (1 - busy)
-
-
-def _without(left_out: Collection[str], stations: Sequence[WorkerView]) -> list[WorkerView]:
-    return [each for each in stations if each.id not in left_out] if left_out else list(stations)

@@ -1,17 +1,16 @@
-"""How long work takes at each worker, learnt from what work has taken.
+"""The time that work takes at each worker, learnt from measurements.
 
-Times are linear in a few known quantities, with coefficients of at least nothing: a `Fit`. Each worker has
-its own, which begins as what is known of all workers, and that as a plain guess (the PRIORs). Coefficients
-are in seconds: a byte's, a token's.
+A `Fit` is linear in a few known quantities, with coefficients of at least 0, in seconds per byte, token and
+so on. Each worker has fits of its own. They begin with what all workers have measured, and that begins with a
+guess (the PRIORs).
 
-Steps are fitted over all workers that are alike, and each worker has a pace (`StepFit`). The steps of one
-worker alone are too uniform to tell what a sequence takes: fits of equal workers differed tenfold by chance,
-and the worker whose sequences seemed to be free was given every request until it had measured better.
+Steps are fitted over all workers of one kind, and each worker has a pace (`StepFit`). The steps of one worker
+are too uniform to tell what a sequence takes: fits of equal workers differed tenfold by chance, and the
+worker whose sequences seemed to be free received every request until it had measured better.
 """
 
 from collections import OrderedDict
 from collections.abc import Callable
-from math import exp
 from typing import Final
 
 import msgspec
@@ -21,37 +20,37 @@ from baton.messages.control import Measured
 from baton.messages.workers import PrefillTimes, StepTimes
 
 MAX_PAIRS: Final = 4096
-_FADE: Final = 0.999  # of the size of a token that was seen once and not again
-_NOISE: Final = 0.1  # of a measurement, as a share of it
+_FADE: Final = 0.999  # at each measurement, of a token's size that is not measured again
+_NOISE: Final = 0.1  # share of a measurement
 _LEAST_NOISE_S: Final = 2e-4
-_SURPRISE: Final = 3.0  # times the noise
+_SURPRISE: Final = 3.0  # multiple of the noise
 _BELIEVED: Final = 4  # surprises in a row
-_FORGET: Final = 0.99  # of what was learnt, at each measurement
+_FORGET: Final = 0.99  # share of earlier measurements that is kept, at each measurement
 _FORGET_SURPRISED: Final = 0.5
 _MOST_PENDING: Final = 16
-_LEAST_PULL: Final = 1e-9  # of the prior, as a share of all that was learnt: no matrix of these is singular
-_DOUBT: Final = 1e4  # of a prior: its standard deviation as a multiple of it; it is to be found, not kept
+_LEAST_PULL: Final = 1e-9  # weight of the prior as a share of all measurements: keeps matrices regular
+_DOUBT: Final = 1e4  # standard deviation of a prior, as a multiple of the prior
 
-# seconds; a new token; a pair of a new token and one that it attends to
+# seconds: fixed; a new token; a pair of a new token and a token it attends to
 PREFILL_PRIOR: Final = (5e-3, 1e-4, 2e-9)
-# seconds; a sequence; a token that is attended to; a new token of a prompt
+# seconds: fixed; a sequence; a token that is attended to; a new token of a prompt
 STEP_PRIOR: Final = (8e-3, 5e-5, 5e-8, 1e-4)
-LEAST_SEQUENCE: Final = 0.002  # what a sequence adds to a step, as a share of its fixed part
-_PACE_GAIN: Final = 1 / 64  # of a step, in its worker's pace
-_MOST_PACE: Final = 64.0  # times as slow as other workers, or as fast
-# seconds; a byte
+LEAST_SEQUENCE: Final = 0.002  # time that a sequence adds to a step, as a share of the fixed part
+_PACE_GAIN: Final = 1 / 64  # weight of one step in its worker's pace
+_MOST_PACE: Final = 64.0  # a worker is at most so many times as slow as others of its kind, or as fast
+# seconds: fixed; a byte
 PULL_PRIOR: Final = (5e-3, 1e-9)
 HANDOFF_PRIOR: Final = (2e-3, 2e-11)
 BYTES_A_TOKEN_PRIOR: Final = 2**17
 
 
 class Fit:
-    """`coefficients`: seconds for one of each quantity; the least squares of relative errors, none below 0.
+    """Least squares of relative errors. `coefficients`: seconds for one of each quantity, at least 0.
 
-    What took much longer than it should weighs little, as errors are relative; where it goes on, what was
-    learnt before is forgotten. A measurement is added up in a few microseconds; the coefficients, which take
-    ten times as long, follow after the 1st, 3rd, 7th, 15th and then each 16th, after what changes much, and
-    when `settle` is called.
+    A measurement that takes much longer than predicted has little weight, because errors are relative.
+    Several in a row make the fit forget earlier measurements. A measurement is added in a few microseconds;
+    the coefficients take ten times as long. They follow after the 1st, 3rd, 7th, 15th and then each 16th
+    measurement, after surprises, and when `settle` is called.
     """
 
     __slots__ = (
@@ -60,23 +59,25 @@ class Fit:
     )
 
     def __init__(self, prior: tuple[float, ...], scales: tuple[float, ...] | None = None) -> None:
-        """scales: what is a usual value of each coefficient, where the prior may be much less."""
+        """scales: a usual value of each coefficient, where the prior may be much less."""
         self.coefficients = prior
         self.num_measured = 0
-        self._num_pending = 0  # measurements that the coefficients do not know of
-        self._num_surprises = 0  # in a row; below 0: it took less than was expected
-        self._scales = [max(pair) for pair in zip(prior, scales or prior, strict=True)]  # of what follows
+        self._num_pending = 0  # measurements that are not in the coefficients yet
+        self._num_surprises = 0  # in a row; negative: shorter than predicted
+        self._scales = [max(pair) for pair in zip(prior, scales or prior, strict=True)]
         self._expected = [each / scale for each, scale in zip(prior, self._scales, strict=True)]
-        self._squares = [[0.0 for _ in prior] for _ in prior]  # of quantities, weighted and fading
+        self._squares = [[0.0 for _ in prior] for _ in prior]  # of quantities, weighted and decayed
         self._sums = [0.0 for _ in prior]  # of quantities times seconds
 
     def predict(self, *quantities: float) -> float:
+        """Seconds for these quantities."""
         predicted_s = 0.0
         for each, of in zip(self.coefficients, quantities, strict=True):
             predicted_s += each * of
         return predicted_s
 
     def learn(self, taken_s: float, *quantities: float) -> None:
+        """Add a measurement."""
         self.num_measured += 1
         predicted_s = self.predict(*quantities)
         noise_s = _NOISE * max(predicted_s, taken_s) + _LEAST_NOISE_S
@@ -93,13 +94,13 @@ class Fit:
             self.settle()
 
     def settle(self) -> None:
-        """Take everything into account that was learnt."""
+        """Update the coefficients with all measurements."""
         if self._num_pending:
             self._num_pending = 0
             self._solve()
 
     def heir(self) -> "Fit":
-        """A new one, which expects what this one has found."""
+        """A new fit that starts from these coefficients."""
         return Fit(self.coefficients, tuple(self._scales))
 
     def _forget(self, surprise_s: float, noise_s: float) -> float:
@@ -111,9 +112,10 @@ class Fit:
         return _FORGET if abs(self._num_surprises) < _BELIEVED else _FORGET_SURPRISED
 
     def _solve(self) -> None:
-        """What would be below 0 is left out, the worst first.
+        """Solve with coefficients of at least 0: leave out negative ones, the most negative first.
 
-        Of what fits alike, as where all prompts are of one length, it is what is nearest to the prior.
+        Among solutions that fit alike, as when all prompts have one length, the nearest to the prior is
+        taken.
         """
         squares, sums = np.array(self._squares), np.array(self._sums)
         pull = 1 / _DOUBT**2 + _LEAST_PULL * squares.diagonal()
@@ -130,14 +132,14 @@ class Fit:
 
 
 class Transfer(msgspec.Struct, frozen=True):
-    """Between two workers."""
+    """Times of page transfers between two workers."""
 
     pull: Fit
     handoff: Fit
 
 
 class StepFit:
-    """How long one worker's steps take: those of workers like it, times its pace."""
+    """The time of one worker's steps: that of all workers of its kind, times its pace."""
 
     __slots__ = ("_alike", "num_measured", "pace")
 
@@ -150,7 +152,7 @@ class StepFit:
     def coefficients(self) -> tuple[float, float, float, float]:
         """Seconds: fixed, of a sequence, of a token attended to, of a prompt's new token.
 
-        A sequence is never free: the more a worker has, the less it is the one to be given another.
+        A sequence is never free, so a worker with more sequences is never as cheap as one with fewer.
         """
         fixed_s, sequence_s, context_s, token_s = self._alike.coefficients
         pace, least_s = self.pace, fixed_s * LEAST_SEQUENCE
@@ -159,9 +161,11 @@ class StepFit:
         return pace * fixed_s, pace * sequence_s, pace * context_s, pace * token_s
 
     def predict(self, *quantities: float) -> float:
+        """Seconds of a step with these quantities."""
         return sum(each * of for each, of in zip(self.coefficients, quantities, strict=True))
 
     def learn(self, taken_s: float, *quantities: float) -> None:
+        """Add a measured step."""
         self.num_measured += 1
         self._alike.learn(taken_s / self.pace, *quantities)
         predicted_s = max(_LEAST_NOISE_S, self._alike.predict(*quantities))
@@ -170,79 +174,83 @@ class StepFit:
         self.pace = min(_MOST_PACE, max(1 / _MOST_PACE, self.pace))
 
     def settle(self) -> None:
+        """See `Fit.settle`."""
         self._alike.settle()
 
     def heir(self) -> Fit:
-        """For workers of another kind: it expects what these have found."""
+        """A new fit for workers of another kind, which starts from these coefficients."""
         return self._alike.heir()
 
 
 class Speeds:
-    """One worker's."""
+    """The speed of one worker: of prefills and of steps."""
 
     __slots__ = ("mean_compute_s", "prefill", "step")
 
     def __init__(self, prefill: Fit, step: StepFit) -> None:
         self.prefill = prefill
         self.step = step
-        self.mean_compute_s = 0.0  # of a prompt
+        self.mean_compute_s = 0.0  # of prompts
 
     def compute_s(self, num_new_tokens: int, num_tokens: int) -> float:
+        """Seconds to compute the last `num_new_tokens` of a prompt of `num_tokens`."""
         fixed_s, token_s, pair_s = self.prefill.coefficients
         num_pairs = num_new_tokens * (num_tokens - 0.5 * num_new_tokens)
         return fixed_s + token_s * num_new_tokens + pair_s * num_pairs
 
     def learn_prefill(self, times: PrefillTimes) -> None:
+        """Add a measured prefill."""
         taken_s = max(0.0, times.own_s or times.computed_s)
         num_pairs = times.num_new_tokens * max(0.0, times.num_tokens - 0.5 * times.num_new_tokens)
         self.prefill.learn(taken_s, 1.0, times.num_new_tokens, num_pairs)
         self.mean_compute_s += (taken_s - self.mean_compute_s) * max(0.05, 1 / self.prefill.num_measured)
 
     def learn_step(self, times: StepTimes) -> None:
+        """Add a measured step."""
         quantities = (times.num_sequences, times.num_context_tokens, times.num_new_tokens)
         self.step.learn(times.step_s, 1.0, *quantities)
 
 
 class CostModel:
-    """Of all workers. What one says changes its own numbers, and a little what newcomers begin with."""
+    """The speeds of all workers. A worker's measurements change its own speeds, and what new workers start
+    with.
+    """
 
     def __init__(self) -> None:
         self.bytes_a_token = float(BYTES_A_TOKEN_PRIOR)
-        self._has_size = False  # been told one
+        self._has_size = False  # `bytes_a_token` was measured
         self._all = Speeds(Fit(PREFILL_PRIOR), StepFit(Fit(STEP_PRIOR)))
-        self._steps: dict[str, Fit] = {}  # by what workers that are alike have in common
-        self._alike: dict[str, str] = {}  # worker -> the same; "" for who has not joined
+        self._steps: dict[str, Fit] = {}  # kind of worker -> fit of its steps
+        self._kinds: dict[str, str] = {}  # worker -> its kind; "" before it joins
         self._between_all = Transfer(Fit(PULL_PRIOR), Fit(HANDOFF_PRIOR))
-        self._workers: dict[str, Speeds] = {}  # that have measured something, until they are forgotten
-        self._newcomers: dict[str, Speeds] = {}  # by what is alike; made when somebody asks
-        self._pairs: OrderedDict[tuple[str, str], Transfer] = OrderedDict()  # least lately measured first
+        self._workers: dict[str, Speeds] = {}  # workers with measurements
+        self._newcomers: dict[str, Speeds] = {}  # kind -> the start of its workers; made on demand
+        self._pairs: OrderedDict[tuple[str, str], Transfer] = OrderedDict()  # least recently measured first
 
     def of(self, worker_id: str) -> Speeds:
-        """To read, not to teach. Who has said nothing yet is as newcomers begin; nothing is kept of it."""
+        """The speeds of a worker, read-only; those that new workers start with until it has measured."""
         speeds = self._workers.get(worker_id)
         if speeds is None:
-            alike = self._alike.get(worker_id, "")
-            speeds = self._newcomers.get(alike)
+            kind = self._kinds.get(worker_id, "")
+            speeds = self._newcomers.get(kind)
             if speeds is None:
-                speeds = self._newcomers[alike] = self._heir(alike)
+                speeds = self._newcomers[kind] = self._heir(kind)
         return speeds
 
-    def join(self, worker_id: str, alike: str) -> None:
-        """Workers with the same `alike` have steps that differ by their pace alone."""
-        self._alike[worker_id] = alike
+    def join(self, worker_id: str, kind: str) -> None:
+        """A worker has joined. The steps of workers of one kind differ only by the workers' pace."""
+        self._kinds[worker_id] = kind
 
     def forget(self, worker_id: str) -> None:
+        """Drop a worker that has left."""
         self._workers.pop(worker_id, None)
-        alike = self._alike.pop(worker_id, "")
-        if alike and alike not in self._alike.values():
-            self._steps.pop(alike, None)
-            self._newcomers.pop(alike, None)
-
-    def pull_s(self, source: str, worker: str, num_tokens: int) -> float:
-        return self.pulls_from(source)(worker, num_tokens)
+        kind = self._kinds.pop(worker_id, "")
+        if kind and kind not in self._kinds.values():
+            self._steps.pop(kind, None)
+            self._newcomers.pop(kind, None)
 
     def pulls_from(self, source: str) -> Callable[[str, int], float]:
-        """From a worker and how many tokens it would pull from there to seconds: for one who asks of many."""
+        """A function (pulling worker, number of tokens) -> seconds of a pull from `source`."""
         pairs, between_all, bytes_a_token = self._pairs, self._between_all, self.bytes_a_token
 
         def pull_s(worker: str, num_tokens: int) -> float:
@@ -252,12 +260,13 @@ class CostModel:
         return pull_s
 
     def handoff_s(self, prefill: str, decode: str, num_tokens: int) -> float:
-        """After the first token, until decoding can go on."""
+        """Seconds from the first token until decoding can continue on the decode worker."""
         pair = self._pairs.get((prefill, decode), self._between_all)
         fixed_s, byte_s = pair.handoff.coefficients
         return fixed_s + byte_s * num_tokens * self.bytes_a_token
 
     def learn(self, worker_id: str, measured: Measured) -> None:
+        """Add what a worker has measured of its prefills and steps."""
         speeds = self._own(worker_id)
         self._newcomers.clear()
         for prefill in measured.prefills:
@@ -271,19 +280,21 @@ class CostModel:
         speeds.step.settle()
 
     def learn_pull(self, source: str, worker: str, times: PrefillTimes) -> None:
+        """Add a measured pull."""
         own = self._pair(source, worker)
         for pair in (own, self._between_all):
             pair.pull.learn(times.pulled_s, 1.0, times.pulled_bytes)
         own.pull.settle()
 
     def learn_handoff(self, prefill: str, decode: str, times: PrefillTimes) -> None:
+        """Add a measured hand-off."""
         own = self._pair(prefill, decode)
         for pair in (own, self._between_all):
             pair.handoff.learn(times.exposed_s, 1.0, times.moved_bytes)
         own.handoff.settle()
 
     def learn_size(self, num_bytes: int, num_tokens: int) -> None:
-        """That so many tokens' pages had so many bytes, or more: some may have been there already."""
+        """The pages of `num_tokens` have at least `num_bytes`; the destination may have held some already."""
         if num_bytes > 0 and num_tokens > 0:
             least = num_bytes / num_tokens
             self.bytes_a_token = least if not self._has_size else max(least, self.bytes_a_token * _FADE)
@@ -291,13 +302,13 @@ class CostModel:
 
     def _own(self, worker_id: str) -> Speeds:
         if worker_id not in self._workers:
-            self._workers[worker_id] = self._heir(self._alike.get(worker_id, ""))
+            self._workers[worker_id] = self._heir(self._kinds.get(worker_id, ""))
         return self._workers[worker_id]
 
-    def _heir(self, alike: str) -> Speeds:
-        if alike not in self._steps:
-            self._steps[alike] = self._all.step.heir()
-        speeds = Speeds(self._all.prefill.heir(), StepFit(self._steps[alike]))
+    def _heir(self, kind: str) -> Speeds:
+        if kind not in self._steps:
+            self._steps[kind] = self._all.step.heir()
+        speeds = Speeds(self._all.prefill.heir(), StepFit(self._steps[kind]))
         speeds.mean_compute_s = self._all.mean_compute_s
         return speeds
 
@@ -309,20 +320,3 @@ class CostModel:
         if len(self._pairs) > MAX_PAIRS:
             self._pairs.popitem(last=False)
         return self._pairs[key]
-
-
-class DecayedSum:
-    """A sum in which what was added long ago counts little."""
-
-    def __init__(self, memory_s: float, now_s: float) -> None:
-        """What was added memory_s ago counts e times less; a steady flow of 1 a second comes to memory_s."""
-        self._memory_s = memory_s
-        self._sum = 0.0
-        self._at_s = now_s
-
-    def add(self, amount: float, now_s: float) -> None:
-        self._sum = self.at(now_s) + amount
-        self._at_s = now_s
-
-    def at(self, now_s: float) -> float:
-        return self._sum * exp((self._at_s - now_s) / self._memory_s)

@@ -1,17 +1,19 @@
-"""Where an attempt runs: a decode worker, and the prefill worker for its prompt, if any.
+"""The pair of workers for an attempt: a decode worker, and a prefill worker for its prompt, if any.
 
-1. Decode workers that take work and that the gateway reaches; without those that failed the request, as
-   long as others are left. Those that are full are left out, though none is left then.
-2. The one that holds the prompt already, if the gateway names one: the rest of the prompt is computed there.
-3. A short prompt, or one that no prefill worker can be found for, is computed by the decode worker.
+1. Decode workers that take work and that the gateway reaches; without those that failed the request, as long
+   as others are left. Full ones are left out, even if none is left then.
+2. The worker that holds the prompt already, if the gateway names one, computes the rest of the prompt.
+3. A short prompt, or one without a reachable prefill worker, is computed by the decode worker.
 4. Else the policy chooses among the decode workers that have a partner, then among its partners: prefill
-   workers that the gateway and the decode worker reach, that reach it, and that have the same weights.
+   workers that the gateway and the decode worker reach, that reach the decode worker, and that have the same
+   weights.
 
-A policy that weighs local prefill decides itself which prompts its decode workers compute. A prompt whose
-best worker has others to compute first may have to wait.
+A policy that weighs local prefill decides itself which prompts decode workers compute. A prompt may have to
+wait when its best worker has no slot.
 """
 
-from collections.abc import Collection, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
 from enum import Enum
 from typing import NamedTuple
 
@@ -19,46 +21,40 @@ from baton.config.router import RouterSettings
 from baton.messages.control import Submit
 from baton.messages.workers import WorkerRole
 from baton.router.membership import Member, Membership
-from baton.router.policies.base import NO_TURN, ClusterView, RoutingChoice, RoutingPolicy, TenantClaim
-from baton.router.policies.costs import WorkerPool
-from baton.router.policies.load import LoadPolicy, without
-
-
-class Pair(NamedTuple):
-    decode: Member
-    prefill: Member | None
-    reason: str
-    choice: RoutingChoice | None = None
-
-    @property
-    def computer(self) -> Member:
-        """Of the prompt."""
-        return self.prefill or self.decode
+from baton.router.policies.base import (
+    NO_CLAIM,
+    ClusterView,
+    Pair,
+    RoutingPolicy,
+    TenantClaim,
+    WorkerPool,
+    without,
+)
 
 
 class Unpaired(Enum):
-    """Why an attempt goes nowhere now."""
+    """The reason why an attempt cannot be dispatched now."""
 
     UNREACHED = "no decode worker can be reached"
     NO_PREFILL = "no prefill worker can be reached"
     FULL = "no decode worker has room"
 
 
-class NoPlace(NamedTuple):
-    """The worker that is best for an attempt has others' prompts to compute before."""
+class NoSlot(NamedTuple):
+    """The best worker for an attempt has other prompts to compute first."""
 
     worker: str
 
 
 class Pairing:
-    """Remembers who reaches whom until the membership changes."""
+    """Pairs attempts. Caches the workers that reach each other until the membership changes."""
 
     def __init__(
         self,
         config: RouterSettings,
         members: Membership,
         policy: RoutingPolicy,
-        by_load: LoadPolicy,
+        by_load: RoutingPolicy,
     ) -> None:
         """by_load: chooses for probes, and for prompts that any decode worker may compute."""
         self._pressed_tokens = 0
@@ -70,16 +66,19 @@ class Pairing:
         self._local_tokens = 0 if policy.weighs_local_prefill else config.local_prefill_tokens
         self._decoders: dict[frozenset[str], list[Member]] = {}
         self._views: dict[frozenset[str], ClusterView] = {}
+        self._no_partners: Mapping[str, Collection[str]] = defaultdict(tuple)
 
     def pair(
         self,
         submit: Submit,
         reached: frozenset[str],
         full: Collection[str] = (),
-        turn: TenantClaim = NO_TURN,
-    ) -> Pair | Unpaired | NoPlace:
-        """reached: the workers that the gateway reaches. full: decode workers that are not to be chosen, but
-        for one that holds the prompt already. turn: for the policies that look at the prompt.
+        claim: TenantClaim = NO_CLAIM,
+    ) -> Pair | Unpaired | NoSlot:
+        """Choose the workers of an attempt, or return why there are none now.
+
+        reached: the workers that the gateway reaches. full: decode workers without room; they are chosen only
+        when they hold the prompt already.
         """
         if self._version != self._members.version:
             self._version = self._members.version
@@ -99,27 +98,25 @@ class Pairing:
             paired = self._paired(decoders, reached)
             if not paired:
                 return Unpaired.NO_PREFILL
-            return self._choose(self._by_load, "a probe", submit, paired, reached, NO_TURN)
+            return self._choose(self._by_load, "a probe", submit, paired, reached)
         if submit.request.num_tokens <= max(self._pressed_tokens, self._local_tokens):
-            return self._compute_locally(submit, decoders, "a short prompt")
+            return self._choose(self._by_load, "a short prompt", submit, decoders, reached, is_local=True)
         if self._policy.weighs_local_prefill:
-            return self._choose(self._policy, self._config.policy, submit, decoders, reached, turn)
+            return self._choose(self._policy, self._config.policy, submit, decoders, reached, claim)
         paired = self._paired(decoders, reached)
         if not paired:
-            return self._compute_locally(submit, decoders, "no prefill worker")
-        return self._choose(self._policy, self._config.policy, submit, paired, reached, turn)
+            return self._choose(self._by_load, "no prefill worker", submit, decoders, reached, is_local=True)
+        return self._choose(self._policy, self._config.policy, submit, paired, reached, claim)
 
     def press(self, local_prefill_tokens: int) -> None:
-        """Prompts up to so many tokens are computed where they are decoded, whatever the policy says."""
+        """Prompts of up to so many tokens are computed on their decode worker, whatever the policy says."""
         self._pressed_tokens = local_prefill_tokens
 
     def forget(self) -> None:
-        """Drop what was remembered of the workers that a gateway reaches."""
+        """Drop the cache; to be called when a gateway reaches other workers."""
         self._decoders.clear()
         self._views.clear()
-
-    def _compute_locally(self, submit: Submit, decoders: Sequence[Member], reason: str) -> Pair:
-        return Pair(self._by_load.choose_worker(decoders, WorkerRole.DECODE, submit.request), None, reason)
+        self._no_partners = defaultdict(tuple)
 
     def _choose(
         self,
@@ -128,32 +125,35 @@ class Pairing:
         submit: Submit,
         decoders: Sequence[Member],
         reached: frozenset[str],
-        turn: TenantClaim,
-    ) -> Pair | NoPlace:
+        claim: TenantClaim = NO_CLAIM,
+        *,
+        is_local: bool = False,
+    ) -> Pair | NoSlot:
         """decoders: those that may take the attempt, of all that the gateway reaches."""
         view = self._view_of(reached)
         if len(decoders) < len(view.decoders):
             taking = {member.id for member in decoders}
-            view = view._replace(
-                left_out={each.id for each in view.decoders.members if each.id not in taking}
-            )
-        if submit.avoid and any(member.id not in submit.avoid for member in view.fillers.members):
+            left_out = {each.id for each in view.decoders.members if each.id not in taking}
+            view = view._replace(left_out=left_out)
+        if is_local:
+            view = view._replace(partners=self._no_partners)
+        elif submit.avoid and any(member.id not in submit.avoid for member in view.prefills.members):
             view = view._replace(avoided=submit.avoid)
-        choice = policy.choose(submit.request, view, turn)
-        if choice.candidate is not None and turn.needs_place and not turn.has_place_at(choice.computer):
-            return NoPlace(choice.computer)
+        choice = policy.choose(submit.request, view, claim)
+        if choice.candidate is not None and claim.needs_slot and not claim.has_slot_at(choice.computer):
+            return NoSlot(choice.computer)
         decode = self._members.get(choice.decode)
         assert decode is not None, "the view has members alone"
-        is_own = policy is self._policy  # else the policy has nothing to take note of
+        is_own = policy is self._policy and not is_local  # else the policy has nothing to take note of
         return Pair(decode, self._members.get(choice.prefill), reason, choice if is_own else None)
 
     def _view_of(self, reached: frozenset[str]) -> ClusterView:
         if reached not in self._views:
             decoders = self._decoders_for(reached)
             partners = {each.id: self._partners_of(each, reached) for each in decoders}
-            fillers = {member.id: member for each in partners.values() for member in each}
+            prefills = {member.id: member for each in partners.values() for member in each}
             ids = {decode: frozenset(member.id for member in each) for decode, each in partners.items()}
-            self._views[reached] = ClusterView(WorkerPool(decoders), WorkerPool(list(fillers.values())), ids)
+            self._views[reached] = ClusterView(WorkerPool(decoders), WorkerPool(list(prefills.values())), ids)
         return self._views[reached]
 
     def _decoders_for(self, reached: frozenset[str]) -> list[Member]:

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from baton.errors import ConfigError
-from baton.router.policies.base import RoutingPolicy
+from baton.router.policies.base import PolicyContext, RoutingPolicy
 from baton.router.policies.cost import CostPolicy, PrefixPolicy
-from baton.router.policies.load import LeastLoaded, RoundRobin
+from baton.router.policies.load import LeastLoaded, LoadPolicy, RoundRobin
 
 POLICIES: Final[dict[str, Callable[..., RoutingPolicy]]] = {
     "round-robin": RoundRobin,
@@ -39,3 +39,10 @@ def policy_class(name: str) -> Any:
     if missing:
         raise ConfigError(f"router.policy: {name!r} is no RoutingPolicy: it lacks {', '.join(missing)}")
     return found
+
+
+def load_policy(policy: RoutingPolicy, context: PolicyContext) -> RoutingPolicy:
+    """The policy for probes and for prompts that any decode worker may compute: `policy` itself when it goes
+    by load.
+    """
+    return policy if isinstance(policy, LoadPolicy) else LeastLoaded(context)

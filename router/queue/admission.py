@@ -1,19 +1,20 @@
-"""Who is let in to the workers, and when: from the moment that a request is submitted until it has ended.
+"""The admission queue: which requests are dispatched to workers, and when.
 
-1. `ask`: it is refused, by a quota of its tenant or because it has no hope; or it waits, for no time at all
-   where there is room.
-2. `first`: whose turn it is, if a worker could compute its prompt; the caller looks for workers.
-3. `let_out`: it has some. Its tenant is charged what it is expected to take. Or `refuse`: it is not to wait.
-4. `started`, `computed`, `ended`: what it took is made good. It ends once, and leaves the queue if it waits.
+1. `submit`: a request is refused, by a quota of its tenant or because it would miss its objective; or it
+   waits, for no time at all where there is room.
+2. `first`: the request whose turn it is, if a worker has a slot for its prompt. The caller looks for workers.
+3. `dispatch`: the request has workers, and its tenant is charged its expected work. Or `refuse`: it waits no
+   more.
+4. `started`, `computed`, `ended`: the charge is corrected to the used work. A request ends once.
 
-`tick` finds what has waited too long, and looks how overloaded the cluster is.
+`tick` refuses requests that have waited too long, and updates the overload level.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator
 from functools import partial
 from math import inf
-from typing import Final, NamedTuple
+from typing import Final
 
 import msgspec
 
@@ -23,27 +24,24 @@ from baton.messages.status import OverloadLevel, QueueStatus
 from baton.messages.workers import PrefillTimes
 from baton.request import Request, SamplingParams
 from baton.router.capacity import Capacity
-from baton.router.in_flight import Key, scheduling_class_of
+from baton.router.in_flight import Key, NewPrompt, scheduling_class_of
 from baton.router.membership import Membership
 from baton.router.policies.base import TenantClaim
 from baton.router.policies.cost_model import CostModel
-from baton.router.policies.forecast import Forecast
-from baton.router.policies.prompts_ahead import Claim
-from baton.router.queue.objectives import Ahead, ObjectiveChecker, objective_of
+from baton.router.queue.objectives import Forecast, ObjectiveChecker, Prediction, objective_of
 from baton.router.queue.overload import OverloadManager
-from baton.router.queue.quotas import QuotaRefusal, RequestWork, TenantQuotas, WorkCharge, WorkLedger
+from baton.router.queue.quotas import QuotaRefusal, RequestWork, TenantQuotas, WorkEstimator
 from baton.router.queue.tallies import TenantTallies
-from baton.router.queue.tenant_queues import Deadlines, TenantQueues, Waiting
+from baton.router.queue.tenant_queues import Deadlines, QueuedAttempt, TenantQueues
 
-# What is taken off requests when the cluster is overloaded, of tenants that allow it.
-
-MAX_ALTERNATIVES = 1  # for each token, where log probabilities may be reduced
+MAX_ALTERNATIVES: Final = 1  # for each token, where log probabilities may be reduced
+MAX_SHED: Final = 1024  # at a tick
 
 
 def degraded(request: Request) -> Request:
-    """With a shorter answer and fewer alternatives, as far as its tenant allows; else the same object.
+    """The request with a shorter answer and fewer log probabilities, as far as its tenant allows.
 
-    What has begun to be answered goes on as it began.
+    The same object when nothing changes. An answer that has begun is not changed.
     """
     if request.generated_token_ids:
         return request
@@ -64,238 +62,256 @@ def degraded(request: Request) -> Request:
     return msgspec.structs.replace(request, sampling=narrower)
 
 
-MAX_SHED: Final = 1024  # at a tick
-
-
-class Record(NamedTuple):
-    """One attempt, from `ask` to its end."""
-
-    gateway: str
-    request: Request
-    work: RequestWork
-    came_s: float  # to its gateway
-    is_begun: bool  # workers have had an earlier attempt
-    is_active: bool = False  # workers have it
-
-
 class AdmissionQueue:
+    """All attempts from submission to end, ordered by quotas, shares and objectives."""
+
     def __init__(self, clock: Clock, members: Membership, capacity: Capacity, model: CostModel) -> None:
         self.queues = TenantQueues()
         self.quotas = TenantQuotas(clock)
         self.capacity = capacity
         self.in_flight = capacity.in_flight
         self.forecast = Forecast(clock, members, self.in_flight, model)
-        self.admission = ObjectiveChecker(clock, self.forecast)
+        self.objectives = ObjectiveChecker(clock, self.forecast)
         self.overload = OverloadManager(members, self.forecast, clock.now_s())
         self.tallies = TenantTallies()
         self._clock = clock
-        self._ledger = WorkLedger(self._correct)
-        self._records: dict[Key, Record] = {}
+        self._estimator = WorkEstimator()
+        self._attempts: dict[Key, QueuedAttempt] = {}
         self._deadlines = Deadlines(self.queues)
-        self._work_out = 0.0  # let out and not told to the forecast
+        self._work_out = 0.0  # dispatched since the forecast was last told
 
     def __len__(self) -> int:
-        """How many wait."""
+        """The number of waiting attempts."""
         return len(self.queues)
 
     def __contains__(self, key: Key) -> bool:
-        """Whether it waits."""
+        """True when the attempt waits."""
         return key in self.queues
 
-    def ask(self, gateway: str, submit: Submit) -> QuotaRefusal | None:
-        """None: it waits, and may be the first now. The key must be new."""
+    def submit(self, gateway: str, submit: Submit) -> QuotaRefusal | None:
+        """Queue an attempt and return None, or return why it is refused. The key must be new."""
         request, is_begun = submit.request, submit.is_begun
-        work = self._ledger.expect(request, is_begun=is_begun)
+        work = self._estimator.expect(request, is_begun=is_begun)
         if submit.sticky_worker:
-            work = RequestWork(0.0, work.answer)  # its prompt is there
+            work = RequestWork(0.0, work.answer)  # that worker holds the prompt
         objective, since_s = objective_of(request), self._clock.now_s() - submit.age_s
         due_s = since_s + (0.0 if is_begun else objective.due_s)
-        waiting = Waiting(gateway, submit, since_s=since_s, due_s=due_s, work=work.total)
-        refused = None if is_begun else self._refusal(waiting, work)
+        attempt = QueuedAttempt(gateway, submit, since_s=since_s, due_s=due_s, work=work)
+        refused = None if is_begun else self._refusal(attempt)
         if refused is not None:
             self.tallies.of(request.tenant).refused[refused.refusal] += 1
             return refused
         self.quotas.enter(request.tenant, request.scheduling_key.quotas, work.total)
         self.tallies.of(request.tenant).weight = request.scheduling_key.weight
-        self._records[waiting.key] = Record(gateway, request, work, since_s, is_begun)
-        self.overload.promises.add(request)
+        self._attempts[attempt.key] = attempt
+        self.overload.opened(request)
         self._hold_or_release(request.tenant)
-        self.queues.add(waiting)
+        self.queues.add(attempt)
         ttft_s = objective.ttft_s if request.scheduling_key.degradation.may_shed else inf
         if not is_begun and (end_s := min(objective.deadline_s, ttft_s)) < inf:
-            self._deadlines.add(since_s + end_s, waiting.key)
+            self._deadlines.add(since_s + end_s, attempt.key)
         return None
 
     def overflow(self, key: Key) -> QuotaRefusal | None:
-        """Why what was asked for last is not to wait, if it does; it is refused then."""
-        record = self._records.get(key)
-        if record is None or record.is_active or record.is_begun:
+        """Refuse the attempt that was submitted last when too many of its tenant wait, and return why."""
+        attempt = self._attempts.get(key)
+        if attempt is None or attempt.is_dispatched or attempt.submit.is_begun:
             return None
-        tenant, quotas = record.request.tenant, record.request.scheduling_key.quotas
+        tenant, quotas = attempt.tenant, attempt.scheduling_key.quotas
         refused = self.quotas.queue_refusal(tenant, quotas, self.queues.num_of(tenant))
         if refused is not None:
             self.refuse(key, refused)
         return refused
 
-    def first(self) -> Waiting | None:
-        """Whose turn it is. None: nobody waits, or no worker has a place for the prompt."""
+    def first(self) -> QueuedAttempt | None:
+        """The attempt whose turn it is; None when none waits, or no worker has a slot for its prompt."""
         waiting = self.queues.first()
-        if waiting is None or self.overload.is_local(waiting.submit.request):
+        if waiting is None or self.overload.is_local(waiting.request):
             return waiting
-        return waiting if self.capacity.can_compute(self._claim(waiting)) else None
+        return waiting if self.capacity.can_compute(self._prompt(waiting)) else None
 
-    def turn(self, waiting: Waiting, wanted: Collection[str] = ()) -> TenantClaim:
-        """Where its prompt may go, and before whose. wanted: by others, who wait for a place there."""
-        claim, has_place = self._claim(waiting), self.capacity.has_place
-        needs_place = bool(wanted) or self.capacity.prefills_are_full(claim)
-        return TenantClaim(claim.lead, claim.lead_of, partial(has_place, claim), needs_place, wanted)
+    def claim(self, waiting: QueuedAttempt, wanted: Collection[str] = ()) -> TenantClaim:
+        """The claim of a waiting attempt. wanted: workers where earlier attempts wait for a slot."""
+        prompt = self._prompt(waiting)
+        needs_slot = bool(wanted) or self.capacity.prefills_are_full(prompt)
+        has_slot = partial(self.capacity.has_slot, prompt)
+        return TenantClaim(prompt.lead, prompt.lead_of, has_slot, needs_slot, wanted)
 
-    def waited_s(self, waiting: Waiting) -> float:
-        """Since it came to its gateway: it may have waited at another router before."""
+    def waited_s(self, waiting: QueuedAttempt) -> float:
+        """Seconds since it came to its gateway; it may have waited at another router before."""
         return max(0.0, self._clock.now_s() - waiting.since_s)
 
-    def pass_over(self, tenant: str) -> None:
-        """Until `take_up` others are first, whose turn would be later."""
+    def skip(self, tenant: str) -> None:
+        """Let later turns come first until `resume`."""
         self.queues.hold(tenant)
 
-    def take_up(self, tenant: str) -> None:
+    def resume(self, tenant: str) -> None:
+        """End `skip`."""
         if not self.quotas.is_full(tenant):
             self.queues.release(tenant, was_away=False)
 
-    def hopeless(self, waiting: Waiting) -> QuotaRefusal | None:
-        """Why its turn comes too late; it is refused then."""
-        waited_s, record = self.waited_s(waiting), self._records[waiting.key]
-        has_waited = waited_s > waiting.submit.age_s + 1e-6  # else it has just been asked for
-        if record.is_begun or not has_waited or not objective_of(record.request).is_promised:
+    def refuse_hopeless(self, waiting: QueuedAttempt) -> QuotaRefusal | None:
+        """Refuse an attempt whose turn comes too late for its objective, and return why."""
+        waited_s = self.waited_s(waiting)
+        has_waited = waited_s > waiting.submit.age_s + 1e-6  # else it was submitted just now
+        if waiting.submit.is_begun or not has_waited or not objective_of(waiting.request).is_promised:
             return None
-        ahead = Ahead(lead=self.queues.lead_of(waiting), lead_of=self.queues.known_lead)
-        prediction = self.admission.predict(record.request, record.work, ahead)
-        refused = self.admission.refusal(record.request, record.work, waited_s, prediction)
+        prediction = self._predict(waiting)
+        refused = self.objectives.refusal(waiting.request, waiting.charged, waited_s, prediction)
         if refused is not None:
-            self._count_hopeless(record.request, refused)
+            self._count_hopeless(waiting, refused)
             self.refuse(waiting.key, refused)
         return refused
 
-    def let_out(self, waiting: Waiting) -> Request:
-        """As it is to be sent to its workers. It must be the first."""
-        record, request = self._records[waiting.key], waiting.submit.request
+    def dispatch(self, waiting: QueuedAttempt) -> Request:
+        """Take the first attempt out of the queue, and return the request as it is to be sent."""
         self.queues.take(waiting)
         self._work_out += waiting.work
         self.quotas.activate(waiting.tenant)
         self._hold_or_release(waiting.tenant)
-        charge = WorkCharge(waiting.rank, waiting.tenant, record.work, request.num_tokens, record.is_begun)
-        self._ledger.charge(waiting.key, charge)
-        self._records[waiting.key] = record._replace(is_active=True)
+        waiting.is_dispatched = True
         tally = self.tallies.of(waiting.tenant)
         tally.num_dispatched += 1
         tally.waited_s += waiting.queued_s(self._clock.now_s())
-        is_clipped = self.overload.level >= OverloadLevel.CLIP and not record.is_begun
-        narrower = degraded(request) if is_clipped else request
-        tally.num_degraded += narrower is not request
-        return narrower
+        is_clipped = self.overload.level >= OverloadLevel.CLIP and not waiting.submit.is_begun
+        request = degraded(waiting.request) if is_clipped else waiting.request
+        tally.num_degraded += request is not waiting.request
+        return request
 
     def refuse(self, key: Key, refused: QuotaRefusal) -> None:
-        """It is not to wait any more."""
-        record = self._records[key]
-        assert not record.is_active, key
-        self.tallies.of(record.request.tenant).refused[refused.refusal] += 1
-        self._end(key, None)
+        """Take a waiting attempt out of the queue, and count the refusal."""
+        attempt = self._attempts[key]
+        assert not attempt.is_dispatched, key
+        self.tallies.of(attempt.tenant).refused[refused.refusal] += 1
+        self._end(attempt, None)
 
     def settle(self) -> None:
-        """All are let out that can be now."""
+        """All attempts that workers have room for have been dispatched."""
         self.forecast.rate.observe(self._clock.now_s(), self._work_out, is_busy=len(self.queues) > 0)
         self._work_out = 0.0
 
-    # What becomes of them; unknown keys may be another router's.
+    # Reports on attempts. Unknown keys are ignored: the attempt may be another router's.
 
     def started(self, key: Key) -> None:
-        record = self._records.get(key)
-        if record is not None and record.is_active and not record.is_begun:
-            promised_s = objective_of(record.request).ttft_s
-            taken_s = self._clock.now_s() - record.came_s
-            self.tallies.of(record.request.tenant).count_first_token(taken_s, promised_s)
+        """The attempt has its first token."""
+        attempt = self._attempts.get(key)
+        if attempt is not None and attempt.is_dispatched and not attempt.submit.is_begun:
+            promised_s = objective_of(attempt.request).ttft_s
+            taken_s = self._clock.now_s() - attempt.since_s
+            self.tallies.of(attempt.tenant).count_first_token(taken_s, promised_s)
 
     def computed(self, prompts: Iterable[PrefillTimes]) -> None:
+        """These prompts were computed: their tenants are charged the computed tokens."""
         for times in prompts:
-            self._ledger.computed((times.request_id, times.attempt), times.num_new_tokens)
+            attempt = self._attempts.get((times.request_id, times.attempt))
+            if attempt is None or not attempt.is_dispatched or attempt.is_computed:
+                continue
+            attempt.is_computed = True
+            expected, used = attempt.charged, float(times.num_new_tokens)
+            if attempt.submit.is_begun:  # its tenant has paid for the prompt before
+                used = min(expected.prompt, used)
+            attempt.charged = RequestWork(used, expected.answer)
+            self._estimator.learn_prompt(
+                attempt.tenant, times.num_new_tokens, attempt.submit.request.num_tokens
+            )
+            self._correct(attempt, used - expected.prompt)
 
     def ended(self, key: Key, num_answered: int | None) -> None:
-        """num_answered: tokens of this attempt; None: nobody knows."""
-        if key in self._records:
-            self._end(key, num_answered)
+        """The attempt has ended. num_answered: tokens of its answer; None: unknown, the charge stands."""
+        if key in self._attempts:
+            self._end(self._attempts[key], num_answered)
 
     def gateway_left(self, gateway: str) -> None:
-        for key in [key for key, record in self._records.items() if record.gateway == gateway]:
+        """End all attempts of a gateway."""
+        for key in [key for key, attempt in self._attempts.items() if attempt.gateway == gateway]:
             self.ended(key, None)
 
-    def tick(self) -> Iterator[tuple[Record, QuotaRefusal]]:
-        """Those that are not to wait any more; refused already."""
-        yield from self._find_expired()
+    def tick(self) -> Iterator[tuple[QueuedAttempt, QuotaRefusal]]:
+        """Refuse attempts that have waited too long or are shed, and yield them."""
+        yield from self._expire()
         self.queues.age()
         self.quotas.forget_idle()
-        self.overload.look(self.queues, self._clock.now_s())
+        self.overload.update(self.queues, self._clock.now_s())
         yield from self._shed()
 
     def status(self) -> QueueStatus:
-        waits_s = ((each.tenant, each.queued_s(self._clock.now_s())) for each in self.queues)
-        return self.tallies.status(self.overload.overload_controller, waits_s, self.quotas.num_active)
+        """The state of the queue, for operators."""
+        now_s = self._clock.now_s()
+        waits_s: defaultdict[str, list[float]] = defaultdict(list)
+        for waiting in self.queues:
+            waits_s[waiting.tenant].append(waiting.queued_s(now_s))
+        escalations = self.overload.controller.escalations
+        return QueueStatus(
+            level=self.overload.level,
+            escalations={level.name.lower(): count for level, count in escalations.items()},
+            num_queued=len(self.queues),
+            oldest_wait_s=min(86_400.0, max(map(max, waits_s.values()), default=0.0)),
+            tenants=self.tallies.statuses(waits_s, self.quotas.num_active),
+        )
 
     def check_integrity(self) -> None:
-        """AssertionError when the parts do not agree on who is here."""
+        """Raise AssertionError when the parts do not agree on the open attempts."""
         self.queues.check_integrity()
-        active = {key for key, record in self._records.items() if record.is_active}
-        assert all(key in self._ledger for key in active) and len(self._ledger) == len(active)
-        assert {each.key for each in self.queues} == self._records.keys() - active
-        nums = Counter((each.request.tenant, each.is_active) for each in self._records.values())
+        waiting = {key for key, attempt in self._attempts.items() if not attempt.is_dispatched}
+        assert {each.key for each in self.queues} == waiting
+        nums = Counter((each.tenant, each.is_dispatched) for each in self._attempts.values())
         for tenant, _ in nums:
             assert self.quotas.num_active(tenant) == nums[tenant, True], tenant
             assert self.quotas.num_requests(tenant) == nums[tenant, True] + nums[tenant, False], tenant
 
-    def _refusal(self, waiting: Waiting, work: RequestWork) -> QuotaRefusal | None:
-        """Of a request that nobody has worked on."""
-        request = waiting.submit.request
-        refused = self.quotas.refusal(request.tenant, request.scheduling_key.quotas, work.total)
+    def _refusal(self, attempt: QueuedAttempt) -> QuotaRefusal | None:
+        """The reason to refuse a new request at its submission."""
+        request = attempt.request
+        refused = self.quotas.refusal(request.tenant, request.scheduling_key.quotas, attempt.work)
         if refused is not None:
             return refused
-        is_shed = self.overload.is_to_be_shed(waiting)
+        is_shed = self.overload.is_to_be_shed(attempt)
         if not is_shed and not objective_of(request).is_promised:
             return None
-        before = self.queues.work_before(waiting)
-        mean_work = self.queues.work / max(1, len(self.queues))
-        ahead = Ahead(before, mean_work, self.queues.lead_of(waiting), self.queues.known_lead)
-        prediction = self.admission.predict(request, work, ahead)
+        before = self.queues.work_before(attempt)
+        prediction = self._predict(attempt, before)
         if is_shed:
-            return self.admission.shed(work, prediction)
-        refused = self.admission.refusal(request, work, waiting.submit.age_s, prediction)
-        if before > 0:
-            self._count_hopeless(request, refused)
+            return self.objectives.shed(attempt.charged, prediction.queue_s)
+        refused = self.objectives.refusal(request, attempt.charged, attempt.submit.age_s, prediction)
+        if before > 0 and refused is not None:
+            self._count_hopeless(attempt, refused)
         return refused
 
-    def _count_hopeless(self, request: Request, refused: QuotaRefusal | None) -> None:
-        if refused is not None and refused.is_overload and not request.scheduling_key.has_unpromised_sla:
+    def _predict(self, attempt: QueuedAttempt, work_before: float = 0.0) -> Prediction:
+        mean_work = self.queues.work / max(1, len(self.queues))
+        lead = self.queues.lead_of(attempt) + work_before / attempt.scheduling_key.weight
+        scheduling_class, num_tokens = scheduling_class_of(attempt.request), round(attempt.charged.prompt)
+        prompt = NewPrompt(scheduling_class, num_tokens, lead, self.queues.known_lead)
+        num_before = work_before / max(1.0, mean_work)
+        return self.forecast.predict(prompt, attempt.charged.answer, work_before, num_before)
+
+    def _count_hopeless(self, attempt: QueuedAttempt, refused: QuotaRefusal) -> None:
+        if refused.is_overload and not attempt.scheduling_key.has_unpromised_sla:
             self.overload.count_hopeless()
 
-    def _end(self, key: Key, num_answered: int | None) -> None:
-        record = self._records.pop(key)
-        request, tenant = record.request, record.request.tenant
-        self.overload.promises.remove(request)
-        if record.is_active:
-            used = self._ledger.ended(key, num_answered)
-            self.tallies.of(tenant).work += used.work.total if used is not None else 0.0
+    def _end(self, attempt: QueuedAttempt, num_answered: int | None) -> None:
+        del self._attempts[attempt.key]
+        tenant, charged = attempt.tenant, attempt.charged
+        self.overload.closed(attempt.request)
+        if not attempt.is_dispatched:
+            self.queues.remove(attempt.key)
+            self.quotas.correct(tenant, -charged.total)
         else:
-            self.queues.remove(key)
-            self.quotas.correct(tenant, -record.work.total)
-        self.quotas.leave(tenant, was_active=record.is_active)
+            if num_answered is not None:
+                self._correct(attempt, num_answered - charged.answer)
+                charged = RequestWork(charged.prompt, num_answered)
+            if num_answered:
+                self._estimator.learn_answer(tenant, num_answered)
+            self.tallies.of(tenant).work += charged.total
+        self.quotas.leave(tenant, was_active=attempt.is_dispatched)
         self._hold_or_release(tenant)
 
-    def _claim(self, waiting: Waiting) -> Claim:
-        submit, request = waiting.submit, waiting.submit.request
-        num_tokens = round(self._records[waiting.key].work.prompt)
+    def _prompt(self, waiting: QueuedAttempt) -> NewPrompt:
+        submit, num_tokens = waiting.submit, round(waiting.charged.prompt)
         if submit.is_begun and not submit.sticky_worker:
-            num_tokens = request.num_tokens  # which is paid for, and has to be computed anew
-        return Claim(
-            scheduling_class_of(request), num_tokens, self.queues.lead_of(waiting), self.queues.known_lead
-        )
+            num_tokens = waiting.request.num_tokens  # paid for, and has to be computed again
+        lead = self.queues.lead_of(waiting)
+        return NewPrompt(scheduling_class_of(waiting.request), num_tokens, lead, self.queues.known_lead)
 
     def _hold_or_release(self, tenant: str) -> None:
         if self.quotas.is_full(tenant):
@@ -303,28 +319,26 @@ class AdmissionQueue:
         else:
             self.queues.release(tenant)
 
-    def _correct(self, charge: WorkCharge, work: float) -> None:
-        self.queues.correct(charge.rank, charge.tenant, work)
-        self.quotas.correct(charge.tenant, work)
+    def _correct(self, attempt: QueuedAttempt, work: float) -> None:
+        self.queues.correct(attempt.rank, attempt.tenant, work)
+        self.quotas.correct(attempt.tenant, work)
 
-    def _find_expired(self) -> Iterator[tuple[Record, QuotaRefusal]]:
+    def _expire(self) -> Iterator[tuple[QueuedAttempt, QuotaRefusal]]:
         now_s = self._clock.now_s()
         for key in self._deadlines.passed(now_s):
-            record = self._records[key]
-            is_over = record.came_s + objective_of(record.request).deadline_s <= now_s  # as it was added
-            refused = self.admission.expired(record.work, is_over=is_over)
-            self._count_hopeless(record.request, refused)
+            attempt = self._attempts[key]
+            is_over = attempt.since_s + objective_of(attempt.request).deadline_s <= now_s  # as it was added
+            refused = self.objectives.expired(attempt.charged, is_over=is_over)
+            self._count_hopeless(attempt, refused)
             self.refuse(key, refused)
-            yield record, refused
+            yield attempt, refused
 
-    def _shed(self) -> Iterator[tuple[Record, QuotaRefusal]]:
+    def _shed(self) -> Iterator[tuple[QueuedAttempt, QuotaRefusal]]:
         rank = self.queues.last_rank()
         if rank is None:
             return
         lowest = [waiting for waiting in self.queues.of_rank(rank) if self.overload.is_to_be_shed(waiting)]
         for waiting in lowest[-MAX_SHED:]:
-            record = self._records[waiting.key]
-            prediction = self.admission.predict(record.request, record.work, Ahead())
-            refused = self.admission.shed(record.work, prediction)
+            refused = self.objectives.shed(waiting.charged, 0.0)
             self.refuse(waiting.key, refused)
-            yield record, refused
+            yield waiting, refused

@@ -1,4 +1,10 @@
-"""What the router does against overload: which rung it is on, and what that means for those who wait."""
+"""The overload level of the cluster (baton/messages/status.py), and its effect on waiting requests.
+
+A pressure of 1 is the most that the cluster can bear: answers about to be late, all KV pages in use, or
+tokens as slow as the strictest promise. Above HIGH for CLIMB_S the level rises by one; below LOW for
+DESCEND_S it falls by one. Only promises can be broken: where no request has an objective, requests just wait.
+Only lateness is a reason to refuse requests: the other pressures can be relieved.
+"""
 
 import logging
 from collections import Counter
@@ -10,55 +16,56 @@ from baton.messages.status import OverloadLevel
 from baton.messages.workers import WorkerRole
 from baton.request import Request
 from baton.router.membership import Membership
-from baton.router.policies.forecast import Forecast
-from baton.router.queue.objectives import objective_of
-from baton.router.queue.tenant_queues import TenantQueues, Waiting
-
-# The overload ladder: which rung (baton/messages/status.py) the cluster is on, by what is measured.
-#
-# A pressure of 1 is all that can be borne: answers about to be late, all KV pages in use, or tokens as slow
-# as was promised at most. Above HIGH for CLIMB_S the ladder is climbed by one rung, below LOW for DESCEND_S
-# it is climbed down by one; in between it stays. Only promises can be broken: where no request has an
-# objective, waiting is all that is done. And only lateness is a reason to refuse anybody: the other two can
-# be relieved.
+from baton.router.queue.objectives import Forecast, objective_of
+from baton.router.queue.tenant_queues import QueuedAttempt, TenantQueues
 
 HIGH: Final = 0.9
 LOW: Final = 0.6
 CLIMB_S: Final = 1.0
 DESCEND_S: Final = 1.0
-MAX_TOLD: Final = 64  # moves that are remembered
+MAX_KEPT_CHANGES: Final = 64
+MAX_LOOKED_AT: Final = 4096  # tenants, of each the request that is due first
+USED: Final = ("active", "leased", "quarantined")  # states of KV pages
+PRESSED_LOCAL_TOKENS: Final = 256  # prompts up to here are computed on their decode worker at LOCAL_PREFILL
+
+logger = logging.getLogger(__name__)
 
 
 class PressureReading(NamedTuple):
-    """Shares of what can be borne; see above."""
+    """The pressures at one time; 1 is the most that can be borne."""
 
     has_waiting: bool
-    has_objectives: bool  # any request that waits, or that workers have
-    lateness: float  # of what waits: its wait by the wait that it can bear
-    pages: float  # of the decode workers' KV pages, those in use
-    itl: float  # the time of a step by the shortest tpot_ms that was promised
+    has_objectives: bool  # any request that waits or runs
+    lateness: float  # of waiting requests: the wait by the wait that the objective allows
+    pages: float  # share of the decode workers' KV pages in use
+    itl: float  # the time of a step by the shortest promised tpot_ms
 
     @property
     def pressure(self) -> float:
+        """The largest pressure."""
         return max(self.lateness, self.pages, self.itl)
 
 
 class LevelChange(NamedTuple):
+    """A change of the level, with the reading that caused it."""
+
     at_s: float
     level: OverloadLevel
     reading: PressureReading
 
 
 class OverloadController:
+    """Derives the level from readings."""
+
     def __init__(self, now_s: float) -> None:
         self.level = OverloadLevel.CALM
-        self.escalations: Counter[OverloadLevel] = Counter()  # how often each rung was climbed to
-        self.moves: list[LevelChange] = []  # the latest
-        self._since_s = now_s  # the pressure has been where it is
+        self.escalations: Counter[OverloadLevel] = Counter()  # how often each level was reached from below
+        self.changes: list[LevelChange] = []  # the latest
+        self._since_s = now_s  # the pressure has been in this zone since then
         self._zone = 0  # 1: above HIGH, -1: below LOW
 
     def update(self, reading: PressureReading, now_s: float) -> bool:
-        """Whether the rung has changed. To be called twice a second at least, or it is climbed slower."""
+        """Take a reading; True when the level changes. Call at least twice a second."""
         zone = 1 if reading.pressure > HIGH else -1 if reading.pressure < LOW else 0
         if zone != self._zone or now_s < self._since_s:
             self._zone, self._since_s = zone, now_s
@@ -69,8 +76,8 @@ class OverloadController:
             self.escalations[level] += 1
         self.level = level
         self._since_s = now_s
-        self.moves.append(LevelChange(now_s, level, reading))
-        del self.moves[:-MAX_TOLD]
+        self.changes.append(LevelChange(now_s, level, reading))
+        del self.changes[:-MAX_KEPT_CHANGES]
         return True
 
     def _next(self, reading: PressureReading, now_s: float) -> OverloadLevel:
@@ -92,41 +99,71 @@ def _highest(reading: PressureReading) -> OverloadLevel:
     return OverloadLevel.SHED if reading.lateness > LOW else OverloadLevel.CLIP
 
 
-# How near the cluster is to breaking what was promised to those who are here.
+class OverloadManager:
+    """Reads the pressure, and says which requests the level affects.
 
-MAX_LOOKED_AT: Final = 4096  # tenants, of each the request that is due first
-USED: Final = ("active", "leased", "quarantined")  # states of KV pages
+    Knows the objectives and classes of all open requests: those that wait and those that run.
+    """
 
-
-class Promises:
-    """To all who wait or are being answered."""
-
-    def __init__(self) -> None:
-        self._tpots_s: Counter[float] = Counter()
-        self._ranks: Counter[int] = Counter()
-        self._num_promised = 0
-
-    @property
-    def has_any(self) -> bool:
-        return self._num_promised > 0
+    def __init__(self, members: Membership, forecast: Forecast, now_s: float) -> None:
+        self.controller = OverloadController(now_s)
+        self._members = members
+        self._forecast = forecast
+        self._num_hopeless = 0  # since the last update
+        self._tpots_s: Counter[float] = Counter()  # promised to open requests
+        self._ranks: Counter[int] = Counter()  # of open requests
+        self._num_promised = 0  # open requests with an objective
 
     @property
-    def tightest_tpot_s(self) -> float:
-        """inf: nobody has one."""
-        return min(self._tpots_s, default=inf)
+    def level(self) -> OverloadLevel:
+        """The present level."""
+        return self.controller.level
 
-    def add(self, request: Request) -> None:
-        self._change(request, 1)
+    def opened(self, request: Request) -> None:
+        """A request waits."""
+        self._count(request, 1)
 
-    def remove(self, request: Request) -> None:
-        """One that was added."""
-        self._change(request, -1)
+    def closed(self, request: Request) -> None:
+        """An opened request has ended."""
+        self._count(request, -1)
 
-    def is_lowest(self, rank: int) -> bool:
-        """Whether others are here, and none of a lower class: such as are of a higher one come first."""
-        return bool(self._ranks) and min(self._ranks) < rank >= max(self._ranks)
+    def count_hopeless(self) -> None:
+        """A request was refused for the work before it."""
+        self._num_hopeless += 1
 
-    def _change(self, request: Request, by: int) -> None:
+    def read(self, queues: TenantQueues, now_s: float) -> PressureReading:
+        """The present pressure."""
+        reading = PressureReading(
+            has_waiting=len(queues) > 0,
+            has_objectives=self._num_promised > 0,
+            lateness=_lateness(queues, now_s),
+            pages=_pages_in_use(self._members),
+            itl=self._forecast.step_s() / min(self._tpots_s, default=inf),
+        )
+        if self._num_hopeless:  # hopeless requests were as late as can be
+            reading = reading._replace(has_objectives=True, lateness=max(1.0, reading.lateness))
+        return reading
+
+    def update(self, queues: TenantQueues, now_s: float) -> None:
+        """Update the level. Call twice a second."""
+        reading = self.read(queues, now_s)
+        self._num_hopeless = 0
+        if self.controller.update(reading, now_s):
+            told = {"num_queued": len(queues), **reading._asdict()}
+            logger.info("the overload level is %s", self.level.name, extra=told)
+
+    def is_local(self, request: Request) -> bool:
+        """True when the prompt is computed on its decode worker because of the level."""
+        return self.level >= OverloadLevel.LOCAL_PREFILL and request.num_tokens <= PRESSED_LOCAL_TOKENS
+
+    def is_to_be_shed(self, waiting: QueuedAttempt) -> bool:
+        """True for a request of the lowest class, when others are open, at the level SHED."""
+        if self.level is not OverloadLevel.SHED or waiting.submit.is_begun or not self._ranks:
+            return False
+        is_lowest = min(self._ranks) < waiting.rank >= max(self._ranks)
+        return is_lowest and waiting.scheduling_key.degradation.may_shed
+
+    def _count(self, request: Request, by: int) -> None:
         objective, rank = objective_of(request), request.scheduling_key.rank
         self._ranks[rank] += by
         if not self._ranks[rank]:
@@ -140,75 +177,22 @@ class Promises:
                 del self._tpots_s[objective.tpot_s]
 
 
-def read_pressure(
-    queues: TenantQueues, promises: Promises, members: Membership, forecast: Forecast, now_s: float
-) -> PressureReading:
-    return PressureReading(
-        has_waiting=len(queues) > 0,
-        has_objectives=promises.has_any,
-        lateness=_lateness(queues, now_s),
-        pages=_pages_in_use(members),
-        itl=forecast.step_s() / promises.tightest_tpot_s,
-    )
-
-
 def _lateness(queues: TenantQueues, now_s: float) -> float:
-    """Of what waits for the cluster, not for its own tenant's quota."""
+    """The lateness of requests that wait for the cluster, not for their tenant's quota."""
     latest = 0.0
     for waiting in islice(queues.heads(), MAX_LOOKED_AT):
-        request = waiting.submit.request
-        objective = objective_of(request)
-        if objective.is_promised and not request.scheduling_key.has_unpromised_sla:
-            may_wait_s = max(1e-3, objective.due_s)  # what workers have begun with may as long again
+        objective = objective_of(waiting.request)
+        if objective.is_promised and not waiting.scheduling_key.has_unpromised_sla:
+            may_wait_s = max(
+                1e-3, objective.due_s
+            )  # an attempt that continues a stream may wait as long again
             latest = max(latest, waiting.queued_s(now_s) / may_wait_s)
     return latest
 
 
 def _pages_in_use(members: Membership) -> float:
-    """Share of the decode workers', as they have told."""
     num_used = num_all = 0
     for member in members.of_role(WorkerRole.DECODE):
         num_used += sum(member.load.pages.get(state, 0) for state in USED)
         num_all += member.worker.num_pages
     return num_used / max(1, num_all)
-
-
-PRESSED_LOCAL_TOKENS: Final = 256  # prompts up to here are computed where they are decoded, on that rung
-logger = logging.getLogger(__name__)
-
-
-class OverloadManager:
-    def __init__(self, members: Membership, forecast: Forecast, now_s: float) -> None:
-        self.overload_controller = OverloadController(now_s)
-        self.promises = Promises()  # to all that are here
-        self._members = members
-        self._forecast = forecast
-        self._num_hopeless = 0  # since the last look
-
-    @property
-    def level(self) -> OverloadLevel:
-        return self.overload_controller.level
-
-    def count_hopeless(self) -> None:
-        """One could not be let in, or had to go, for the work that is before it."""
-        self._num_hopeless += 1
-
-    def look(self, queues: TenantQueues, now_s: float) -> None:
-        """To be called twice a second. What was hopeless is as late as can be."""
-        reading = read_pressure(queues, self.promises, self._members, self._forecast, now_s)
-        if self._num_hopeless:
-            self._num_hopeless = 0
-            reading = reading._replace(has_objectives=True, lateness=max(1.0, reading.lateness))
-        if self.overload_controller.update(reading, now_s):
-            told = {"num_queued": len(queues), **reading._asdict()}
-            logger.info("overload: the rung is %s now", self.level.name, extra=told)
-
-    def is_local(self, request: Request) -> bool:
-        """Whether its prompt is to be computed where it is decoded, for want of other places."""
-        return self.level >= OverloadLevel.LOCAL_PREFILL and request.num_tokens <= PRESSED_LOCAL_TOKENS
-
-    def is_to_be_shed(self, waiting: Waiting) -> bool:
-        """For those of higher classes."""
-        if self.level is not OverloadLevel.SHED or waiting.submit.is_begun:
-            return False
-        return waiting.scheduling_key.degradation.may_shed and self.promises.is_lowest(waiting.rank)

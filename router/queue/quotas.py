@@ -1,66 +1,75 @@
-"""What each tenant may have at one time and over time, in the whole cluster as far as this router knows.
+"""The quotas of each tenant in the whole cluster, as far as this router knows, and the work of its requests.
 
-1. A request is asked for: it is refused where its tenant has all that it may have, by that quota's name.
-2. It is entered: it counts as one of the tenant's, and its work is taken out of the tenant's bucket.
-3. It waits, unless it can be let out at once; where too many of its tenant wait, it is refused after all.
-4. Let out to workers, it is active; a tenant with all its active ones is full, and its others wait.
-5. It ends, or is let go: it counts no more. Its work is corrected to what was used.
+1. A request is refused when its tenant has all that it may have; the refusal names the quota.
+2. Entered, it counts as one of the tenant's, and its expected work is taken from the tenant's token bucket.
+3. It waits unless it is dispatched at once. When too many requests of its tenant wait, it is refused after
+   all.
+4. Dispatched, it is active. A tenant with all its active ones is full, and its other requests wait.
+5. When it ends it counts no more, and its work is corrected to the work that it used.
 
-A bucket of tokens fills at the quota's rate up to the burst. A request larger than the burst is let in when
-the bucket is full, and leaves it in debt. So over any time t no more work is let in than rate * t and the
-burst, or that one request, if it is larger.
+A token bucket fills at the quota's rate up to the burst. A request larger than the burst is admitted when the
+bucket is full, and leaves the bucket in debt. So over any time t at most rate * t + burst is admitted, or one
+larger request.
+
+Work is in tokens: those of the prompt that have to be computed, and those of the answer. The expected work
+follows the tenant's earlier requests. An attempt that continues a stream has its prompt for free: its tenant
+has paid once.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable
 from typing import Final, NamedTuple
 
 from baton.clock import Clock
 from baton.request import Request
-from baton.router.in_flight import EXPECTED_OUTPUT_TOKENS, Key
+from baton.router.in_flight import EXPECTED_OUTPUT_TOKENS
 from baton.tenants import Quotas, Refusal
 
-MAX_IDLE: Final = 4096  # tenants without a request, before those with a full bucket are forgotten
-FULL_RETRY_S: Final = 1.0  # where nobody can tell when one of the tenant's requests ends
+MAX_IDLE: Final = 4096  # tenants without a request; above this, those with a full bucket are forgotten
+FULL_RETRY_S: Final = 1.0  # the end of a tenant's request cannot be predicted
+MAX_TENANTS: Final = 4096  # whose work is estimated; the least recently seen is forgotten
+LEAST_GAIN: Final = 0.05  # weight of a new figure in a mean
 
 
 class QuotaRefusal(NamedTuple):
+    """The reason why a request is refused, and when it may come again."""
+
     refusal: Refusal
     reason: str
     retry_after_s: float
-    may_return: bool = True  # by itself, then; else only if somebody wants it
-    is_overload: bool = True  # without others' work there would be room
+    may_return: bool = True  # the client should retry by itself
+    is_overload: bool = True  # other tenants' work is the cause
 
 
 class Bucket:
-    """Of tokens."""
+    """A token bucket; it may be in debt."""
 
     __slots__ = ("_level", "_since_s", "burst", "rate")
 
     def __init__(self, rate: float, burst: float, now_s: float) -> None:
+        """rate: tokens a second. burst: the level of a full bucket, and the first level."""
         self.rate = rate
         self.burst = burst
         self._level = burst
         self._since_s = now_s
 
     def level(self, now_s: float) -> float:
-        """A clock that goes back adds nothing."""
+        """The present number of tokens. A clock that jumps back adds nothing."""
         if now_s > self._since_s:
             self._level = min(self.burst, self._level + (now_s - self._since_s) * self.rate)
             self._since_s = now_s
         return self._level
 
     def wait_s(self, work: float, now_s: float) -> float:
-        """Until so much can be taken; 0: now."""
+        """Seconds until `work` can be taken; 0: now."""
         missing = min(work, self.burst) - self.level(now_s)
         return missing / self.rate if missing > 0 else 0.0
 
     def take(self, work: float) -> None:
-        """Of less than nothing: give back."""
+        """Take tokens; give back if negative."""
         self._level = min(self.burst, self._level - work)
 
     def change(self, rate: float, burst: float, now_s: float) -> None:
-        """What is there stays, as far as it fits."""
+        """Set another rate and burst. The level stays, as far as it fits."""
         if (rate, burst) != (self.rate, self.burst):
             level = self.level(now_s)
             self.rate, self.burst, self._level = rate, burst, min(level, burst)
@@ -77,12 +86,14 @@ class _Usage:
 
 
 class TenantQuotas:
+    """The usage of all tenants. The quotas of a tenant's latest request hold."""
+
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._tenants: dict[str, _Usage] = {}
 
     def refusal(self, tenant: str, quotas: Quotas, work: float) -> QuotaRefusal | None:
-        """Why one more request, of so much work, is not to be entered."""
+        """The reason to refuse one more request of `work`; None when there is none."""
         self._update(tenant, quotas)
         usage = self._tenants.get(tenant)
         if usage is None:
@@ -96,7 +107,7 @@ class TenantQuotas:
         return None
 
     def queue_refusal(self, tenant: str, quotas: Quotas, num_queued: int) -> QuotaRefusal | None:
-        """Why the last of so many that wait may not; by what makes them wait, where that is a quota."""
+        """The reason why the last of `num_queued` waiting requests may not wait; None when it may."""
         if quotas.max_queued is None or num_queued <= quotas.max_queued:
             return None
         if self.is_full(tenant) and not quotas.max_queued:
@@ -104,7 +115,7 @@ class TenantQuotas:
         return _full(Refusal.MAX_QUEUED, quotas.max_queued)
 
     def enter(self, tenant: str, quotas: Quotas, work: float) -> None:
-        """Whatever its quotas: who asks before decides."""
+        """Count one more request, whatever the quotas say."""
         self._update(tenant, quotas)
         usage = self._tenants.setdefault(tenant, _Usage())
         usage.quotas = quotas
@@ -112,10 +123,11 @@ class TenantQuotas:
         self.correct(tenant, work)
 
     def activate(self, tenant: str) -> None:
+        """An entered request was dispatched."""
         self._tenants[tenant].num_active += 1
 
     def leave(self, tenant: str, *, was_active: bool) -> None:
-        """One that was entered."""
+        """An entered request has ended."""
         usage = self._tenants[tenant]
         usage.num_requests -= 1
         usage.num_active -= was_active
@@ -124,28 +136,30 @@ class TenantQuotas:
             del self._tenants[tenant]
 
     def correct(self, tenant: str, work: float) -> None:
-        """So much more was used than was taken, or less."""
+        """Take `work` more from the tenant's bucket; give back if negative."""
         usage = self._tenants.get(tenant)
         if usage is not None and usage.bucket is not None:
             usage.bucket.level(self._clock.now_s())
             usage.bucket.take(work)
 
     def is_full(self, tenant: str) -> bool:
-        """Whether it has as many active ones as it may have."""
+        """True when the tenant has all the active requests that it may have."""
         usage = self._tenants.get(tenant)
         most = usage.quotas.max_active_sequences if usage is not None else None
         return usage is not None and most is not None and usage.num_active >= most
 
     def num_requests(self, tenant: str) -> int:
+        """The number of entered requests."""
         usage = self._tenants.get(tenant)
         return usage.num_requests if usage is not None else 0
 
     def num_active(self, tenant: str) -> int:
+        """The number of dispatched requests."""
         usage = self._tenants.get(tenant)
         return usage.num_active if usage is not None else 0
 
     def forget_idle(self) -> None:
-        """Those that a new one would be like."""
+        """Above MAX_IDLE tenants, drop those that differ in nothing from a new tenant."""
         if len(self._tenants) > MAX_IDLE:
             now_s = self._clock.now_s()
             self._tenants = {
@@ -155,7 +169,6 @@ class TenantQuotas:
             }
 
     def _update(self, tenant: str, quotas: Quotas) -> None:
-        """The latest quotas hold."""
         usage = self._tenants.get(tenant)
         if usage is None:
             if quotas.tokens_per_s is None:
@@ -174,36 +187,16 @@ def _full(refusal: Refusal, most: int) -> QuotaRefusal:
     return QuotaRefusal(refusal, f"{most} at most", FULL_RETRY_S)
 
 
-# How much work requests are, in tokens: what is expected of one, and what it has used in the end.
-#
-# Work is the prompt's tokens that have to be computed and the tokens of the answer. What is expected follows
-# what the same tenant's requests have been: how long its answers, how much of its prompts was there already.
-# An attempt at what workers have begun with has its prompt for nothing: its tenant has paid for it once.
-
-MAX_TENANTS: Final = 4096  # whose habits are remembered; the least lately seen is forgotten
-LEAST_GAIN: Final = 0.05  # of a new figure, in a mean
-
-
 class RequestWork(NamedTuple):
-    """Tokens."""
+    """The work of one request, in tokens."""
 
     prompt: float
     answer: float
 
     @property
     def total(self) -> float:
+        """The sum of both."""
         return self.prompt + self.answer
-
-
-class WorkCharge(NamedTuple):
-    """What an attempt was charged, until it has ended."""
-
-    rank: int
-    tenant: str
-    work: RequestWork
-    num_tokens: int  # of the whole prompt
-    is_begun: bool = False  # workers have had an earlier attempt
-    is_computed: bool = False  # the prompt's work is known by now
 
 
 class _Habit:
@@ -216,20 +209,14 @@ class _Habit:
         self.num_prompts = 0
 
 
-class WorkLedger:
-    def __init__(self, correct: Callable[[WorkCharge, float], None]) -> None:
-        """`correct(charge, work)`: an attempt has used so much more than it was charged, or less."""
-        self._correct = correct
-        self._charges: dict[Key, WorkCharge] = {}
+class WorkEstimator:
+    """Estimates the work of requests from the means of their tenants' earlier requests."""
+
+    def __init__(self) -> None:
         self._habits: OrderedDict[str, _Habit] = OrderedDict()
 
-    def __len__(self) -> int:
-        return len(self._charges)
-
-    def __contains__(self, key: Key) -> bool:
-        return key in self._charges
-
     def expect(self, request: Request, *, is_begun: bool = False) -> RequestWork:
+        """The expected work. is_begun: the attempt continues a stream."""
         habit = self._habit(request.tenant)
         prompt = 0.0 if is_begun else request.num_tokens * habit.share
         limit = request.sampling.max_tokens
@@ -238,42 +225,18 @@ class WorkLedger:
             answer = min(answer, max(0, limit - len(request.generated_token_ids)))
         return RequestWork(prompt, answer)
 
-    def charge(self, key: Key, charge: WorkCharge) -> None:
-        """It is let out; the key must be new."""
-        assert key not in self._charges, key
-        self._charges[key] = charge
-
-    def get(self, key: Key) -> WorkCharge | None:
-        return self._charges.get(key)
-
-    def computed(self, key: Key, num_new_tokens: int) -> None:
-        """So much of its prompt had to be computed. What is unknown, or known already, changes nothing."""
-        charge = self._charges.get(key)
-        if charge is None or charge.is_computed:
-            return
-        habit = self._habit(charge.tenant)
+    def learn_prompt(self, tenant: str, num_new_tokens: int, num_tokens: int) -> None:
+        """A prompt of `num_tokens` had `num_new_tokens` to compute."""
+        habit = self._habit(tenant)
         habit.num_prompts += 1
-        share = num_new_tokens / max(1, charge.num_tokens)
+        share = num_new_tokens / max(1, num_tokens)
         habit.share += (min(1.0, share) - habit.share) * max(LEAST_GAIN, 1 / habit.num_prompts)
-        used = min(charge.work.prompt, float(num_new_tokens)) if charge.is_begun else float(num_new_tokens)
-        self._charges[key] = charge._replace(work=RequestWork(used, charge.work.answer), is_computed=True)
-        self._correct(charge, used - charge.work.prompt)
 
-    def ended(self, key: Key, num_answered: int | None) -> WorkCharge | None:
-        """num_answered: tokens of this attempt; None: nobody knows, what was expected stands."""
-        charge = self._charges.pop(key, None)
-        if charge is None or num_answered is None:
-            return charge
-        self._correct(charge, num_answered - charge.work.answer)
-        if num_answered:
-            habit = self._habit(charge.tenant)
-            habit.num_answers += 1
-            habit.answer += (num_answered - habit.answer) * max(LEAST_GAIN, 1 / habit.num_answers)
-        return charge._replace(work=RequestWork(charge.work.prompt, num_answered))
-
-    def answer_of(self, tenant: str) -> float:
-        """Tokens that its answers have, by the way."""
-        return self._habit(tenant).answer
+    def learn_answer(self, tenant: str, num_tokens: int) -> None:
+        """An answer had `num_tokens`."""
+        habit = self._habit(tenant)
+        habit.num_answers += 1
+        habit.answer += (num_tokens - habit.answer) * max(LEAST_GAIN, 1 / habit.num_answers)
 
     def _habit(self, tenant: str) -> _Habit:
         habit = self._habits.get(tenant)

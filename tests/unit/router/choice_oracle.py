@@ -8,13 +8,12 @@ from msgspec.structs import replace
 
 from baton.messages.workers import WorkerRole
 from baton.request import Request
-from baton.router.in_flight import EXPECTED_OUTPUT_TOKENS, num_kv_tokens, scheduling_class_of
-from baton.router.index.prompt_keys import family_of, kin_of
+from baton.router.in_flight import EXPECTED_OUTPUT_TOKENS, NewPrompt, num_kv_tokens, scheduling_class_of
+from baton.router.index.prompt_keys import family_of
 from baton.router.membership import Member
-from baton.router.policies.base import KnownWorkers
+from baton.router.policies.base import PolicyContext
 from baton.router.policies.cost import MAX_COMBINED, MAX_SOURCES
 from baton.router.policies.costs import TIE, CandidateLoad, CostTerms
-from baton.router.policies.prompts_ahead import Claim
 
 
 class Weighed(NamedTuple):
@@ -40,8 +39,8 @@ def cheapest_of(candidates: Sequence[Weighed], random: int) -> Weighed:
 class ChoiceOracle:
     """Of one prompt at one time. Pages that are expected somewhere count as there."""
 
-    def __init__(self, known: KnownWorkers, request: Request, load: CandidateLoad, now_s: float) -> None:
-        self._known = known
+    def __init__(self, context: PolicyContext, request: Request, load: CandidateLoad, now_s: float) -> None:
+        self._context = context
         self._request = request
         self._load = load
         self._now_s = now_s
@@ -65,19 +64,19 @@ class ChoiceOracle:
         return [*sorted(locals_, key=_total_s)[:MAX_COMBINED], *remotes]
 
     def _held(self, member: Member) -> int:
-        slot = self._known.index.slot(member.id)
+        slot = self._context.index.slot(member.id)
         if slot is None:
             return 0
-        keys = self._known.keys.keys(family_of(member.worker), self._request)
-        return int(self._known.index.match(keys).num_pages[slot]) * member.worker.page_size
+        keys = self._context.keys.keys(family_of(member.worker), self._request)
+        return self._context.index.holdings(keys).num_pages(1 << slot) * member.worker.page_size
 
     def _wait_s(self, member: Member) -> float:
-        account = self._known.in_flight.account(member.id)
+        account = self._context.in_flight.account(member.id)
         num_new_tokens = max(1, self._load.num_tokens - self._held(member))
-        before = account.prompts.part_before(Claim(scheduling_class_of(self._request), num_new_tokens))
+        before = account.prompts.share_ahead_of(NewPrompt(scheduling_class_of(self._request), num_new_tokens))
         wait_s = account.wait_s(self._now_s) * before
         if member.worker.role is WorkerRole.PREFILL:
-            wait_s += account.num_unknown * self._known.model.of(member.id).mean_compute_s
+            wait_s += account.num_unknown * self._context.model.of(member.id).mean_compute_s
         return wait_s
 
     def _filled(self, member: Member, sources: Sequence[Member]) -> Weighed:
@@ -88,42 +87,42 @@ class ChoiceOracle:
             num_tokens = min(self._held(source), last)
             if num_tokens <= held or source.id == member.id:
                 continue
-            if kin_of(source.worker) != kin_of(member.worker):
+            if family_of(source.worker)[:2] != family_of(member.worker)[:2]:
                 continue
-            pulled_s = self._known.model.pull_s(source.id, member.id, num_tokens - held)
+            pulled_s = self._context.model.pulls_from(source.id)(member.id, num_tokens - held)
             shown_s = max(0.0, pulled_s - self._wait_s(member))
             choices.append(self._computed(member, source.id, num_tokens, shown_s))
         return min(choices, key=_total_s)
 
     def _computed(self, member: Member, source: str, held: int, pull_s: float) -> Weighed:
         wait_s, num_new = self._wait_s(member), self._load.num_tokens - held
-        compute_s = self._known.model.of(member.id).compute_s(num_new, self._load.num_tokens)
+        compute_s = self._context.model.of(member.id).compute_s(num_new, self._load.num_tokens)
         crowd_s = compute_s * (wait_s + compute_s) * self._load.crowd_rate
         terms = CostTerms(queue_s=wait_s, pull_s=pull_s, compute_s=compute_s, crowd_s=crowd_s)
         return Weighed(member.id, "", source, held, num_new, terms)
 
     def _decoding(self, member: Member) -> CostTerms:
         room_s, step_s = self._room_and_step_s(member)
-        _, sequence_s, context_s, _ = self._known.model.of(member.id).step.coefficients
+        _, sequence_s, context_s, _ = self._context.model.of(member.id).step.coefficients
         token_harm_s = sequence_s + context_s * self._load.num_tokens
         harm_s = self._num_running(member) * self._load.num_output_tokens * token_harm_s
         return CostTerms(join_s=room_s + 0.5 * step_s, harm_s=harm_s)
 
     def _room_and_step_s(self, member: Member) -> tuple[float, float]:
-        worker, account = member.worker, self._known.in_flight.account(member.id)
+        worker, account = member.worker, self._context.in_flight.account(member.id)
         num_tokens, num_running = account.num_tokens + account.num_unknown_tokens, self._num_running(member)
-        step_s = self._known.model.of(member.id).step.predict(1.0, num_running, num_tokens, 0.0)
+        step_s = self._context.model.of(member.id).step.predict(1.0, num_running, num_tokens, 0.0)
         num_slots = max(1, worker.num_pages * worker.page_size)
         needed = (num_tokens + num_kv_tokens(self._request)) / num_slots
         share = max(needed, (num_running + 1) / max(1, worker.max_num_seqs))
         return max(0.0, share - 1.0) * EXPECTED_OUTPUT_TOKENS * step_s, step_s
 
     def _num_running(self, member: Member) -> int:
-        account = self._known.in_flight.account(member.id)
+        account = self._context.in_flight.account(member.id)
         return account.num_attempts + account.num_unknown
 
     def _local(self, decoder: Member, filled: Weighed) -> Weighed:
-        account = self._known.in_flight.account(decoder.id)
+        account = self._context.in_flight.account(decoder.id)
         num_decoding = account.num_decoding + account.num_unknown
         harm_s = self._decoding(decoder).harm_s
         if num_decoding:
@@ -131,7 +130,7 @@ class ChoiceOracle:
             num_output_tokens += EXPECTED_OUTPUT_TOKENS * account.num_unknown
             left = 0.5 * num_output_tokens / num_decoding
             _, step_s = self._room_and_step_s(decoder)
-            token_s = self._known.model.of(decoder.id).step.coefficients[3]
+            token_s = self._context.model.of(decoder.id).step.coefficients[3]
             num_tokens = decoder.worker.max_num_batched_tokens
             # What their tokens take where every step is full of prompts.
             last_s = left * (step_s + token_s * num_tokens) if num_tokens else inf
@@ -144,7 +143,7 @@ class ChoiceOracle:
     def _remote(self, decoder: Member, filled: Weighed) -> Weighed:
         """Filled: its `decode` is where the prompt is computed."""
         num_moved = max(0, self._load.num_tokens - self._held(decoder))
-        handoff_s = self._known.model.handoff_s(filled.decode, decoder.id, num_moved)
+        handoff_s = self._context.model.handoff_s(filled.decode, decoder.id, num_moved)
         decoding = self._decoding(decoder)
         terms = replace(filled.terms, handoff_s=handoff_s, join_s=decoding.join_s, harm_s=decoding.harm_s)
         return filled._replace(decode=decoder.id, prefill=filled.decode, terms=terms)

@@ -64,19 +64,16 @@ class Twin:
             for key in late:
                 del worker.expected[key]
 
-    def match(self, worker_id: str, keys: bytes) -> tuple[int, int]:
-        """On the device, and in all."""
+    def num_pages(self, worker_id: str, keys: bytes) -> int:
+        """The number of first pages that a worker holds or is expected to hold."""
         worker = self.workers[worker_id]
-        on_device = [
-            key in worker.expected or worker.held.get(key, (None,))[0] is Tier.DEVICE for key in split(keys)
-        ]
-        anywhere = [key in worker.expected or key in worker.held for key in split(keys)]
-        return _run(on_device), _run(anywhere)
+        held = [key in worker.expected or key in worker.held for key in split(keys)]
+        return held.index(False) if False in held else len(held)
 
     def is_prefix_closed(self, keys: bytes) -> bool:
         """Whether every worker holds a first part of these pages and none after it, as real workers do."""
         return all(
-            self.match(worker_id, keys)[1]
+            self.num_pages(worker_id, keys)
             == sum(key in each.expected or key in each.held for key in split(keys))
             for worker_id, each in self.workers.items()
         )
@@ -94,7 +91,3 @@ class Twin:
 
 def split(keys: bytes) -> list[bytes]:
     return [keys[first : first + KEY_BYTES] for first in range(0, len(keys), KEY_BYTES)]
-
-
-def _run(held: list[bool]) -> int:
-    return held.index(False) if False in held else len(held)

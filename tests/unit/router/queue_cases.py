@@ -5,7 +5,8 @@ from collections import defaultdict
 from baton.fair_queue import CREDIT_AGES
 from baton.messages.control import Submit
 from baton.request import Request, SamplingParams
-from baton.router.queue.tenant_queues import Waiting
+from baton.router.queue.quotas import RequestWork
+from baton.router.queue.tenant_queues import QueuedAttempt
 from baton.tenants import Degradation, Quotas, SchedulingKey, Sla
 from tests.node_peers import id_of
 
@@ -50,16 +51,16 @@ def waits(
     priority: int = 0,
     weight: float = 1.0,
     rank: int = 0,
-) -> Waiting:
+) -> QueuedAttempt:
     submit = asked(name, tenant, num_tokens=1, priority=priority, weight=weight, rank=rank)
-    return Waiting(id_of("g"), submit, since_s=0.0, due_s=due_s, work=work)
+    return QueuedAttempt(id_of("g"), submit, since_s=0.0, due_s=due_s, work=RequestWork(0.0, work))
 
 
 class PlainQueues:
     """Everything is looked at, every time."""
 
     def __init__(self) -> None:
-        self.waiting: list[tuple[int, Waiting]] = []  # number of coming
+        self.waiting: list[tuple[int, QueuedAttempt]] = []  # number of coming
         self.clocks: defaultdict[tuple[int, str], float] = defaultdict(float)
         self.joined: dict[tuple[int, str], int] = {}  # when its clock last changed, or it came
         self.present: defaultdict[int, float] = defaultdict(float)
@@ -83,14 +84,14 @@ class PlainQueues:
     def _is_here(self, place: tuple[int, str]) -> bool:
         return any((each.rank, each.tenant) == place for _, each in self.waiting)
 
-    def add(self, waiting: Waiting) -> None:
+    def add(self, waiting: QueuedAttempt) -> None:
         place = (waiting.rank, waiting.tenant)
         self.weights[place] = waiting.scheduling_key.weight
         if not self._is_here(place) and waiting.tenant not in self.held:
             self._begin(place)
         self.waiting.append((self._turn(), waiting))
 
-    def first(self) -> Waiting | None:
+    def first(self) -> QueuedAttempt | None:
         free = [(number, each) for number, each in self.waiting if each.tenant not in self.held]
         if not free:
             return None
@@ -100,14 +101,14 @@ class PlainQueues:
         mine = [(number, each) for number, each in free if (each.rank, each.tenant) == place]
         return min(mine, key=lambda entry: (entry[1].order[:2], entry[0]))[1]
 
-    def take(self, waiting: Waiting) -> None:
+    def take(self, waiting: QueuedAttempt) -> None:
         place = (waiting.rank, waiting.tenant)
         self.present[waiting.rank] = max(self.present[waiting.rank], self.clocks[place])
         self.served.add(place)
         self.remove(waiting)
         self.correct(waiting.rank, waiting.tenant, waiting.work)
 
-    def remove(self, waiting: Waiting) -> None:
+    def remove(self, waiting: QueuedAttempt) -> None:
         self.waiting = [entry for entry in self.waiting if entry[1] is not waiting]
 
     def correct(self, rank: int, tenant: str, work: float) -> None:

@@ -66,7 +66,7 @@ class RouterStandIn:
 
     def held(self, worker: Worker, keys: bytes = CHAIN) -> int:
         slot = self.index.slot(worker.id)
-        return 0 if slot is None else int(self.index.match(keys).num_pages[slot])
+        return 0 if slot is None else self.index.holdings(keys).num_pages(1 << slot)
 
 
 @asynccontextmanager

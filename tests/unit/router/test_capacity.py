@@ -6,14 +6,13 @@ from baton.clock import ManualClock
 from baton.messages.control import Heartbeat
 from baton.messages.workers import Load
 from baton.router.capacity import AHEAD_S, MAX_ASKED, MIN_COMPUTING, OVERCOMMIT, STEP_TOKENS, Capacity
-from baton.router.in_flight import InFlight, InFlightAttempt
+from baton.router.in_flight import InFlight, InFlightAttempt, NewPrompt, SchedulingClass
 from baton.router.membership import Membership
-from baton.router.policies.prompts_ahead import Claim, SchedulingClass
 from tests.node_peers import TestPeer, a_worker, id_of
 from tests.unit.router.router_cluster import cluster
 
 A, NOISY = SchedulingClass("a"), SchedulingClass("noisy")
-ANY = Claim(A, 10_000)
+ANY = NewPrompt(A, 10_000)
 
 
 class Fleet:
@@ -59,7 +58,7 @@ class Fleet:
     def start(self, name: str) -> None:
         self.in_flight.started((id_of(name), 0))
 
-    def can_compute(self, claim: Claim | None = None) -> bool:
+    def can_compute(self, claim: NewPrompt | None = None) -> bool:
         return self.capacity.can_compute(claim or ANY)
 
     def prefills_are_full(self) -> bool:
@@ -124,8 +123,8 @@ def test_what_a_prompt_overtakes_takes_no_place_from_it() -> None:
     fleet = Fleet("p0", "d0")
     fleet.dispatch("0", NOISY)
     fleet.dispatch("1", NOISY)
-    owed = Claim(A, 10_000, -20_000.0, {NOISY: 20_000.0}.get)
-    assert not fleet.can_compute(Claim(NOISY, 10_000, 20_000.0))
+    owed = NewPrompt(A, 10_000, -20_000.0, {NOISY: 20_000.0}.get)
+    assert not fleet.can_compute(NewPrompt(NOISY, 10_000, 20_000.0))
     assert fleet.can_compute(owed)
     fleet.dispatch("2")
     assert fleet.can_compute(owed), "one of its own comes before it"
@@ -139,8 +138,8 @@ def test_of_two_that_have_had_as_much_as_much_comes_before() -> None:
     fleet = Fleet("p0", "d0")
     fleet.dispatch("0", NOISY)
     fleet.dispatch("1", NOISY)
-    assert not fleet.can_compute(Claim(A, 11_000)), "one, and a part of the other"
-    assert fleet.can_compute(Claim(A, 10_000))
+    assert not fleet.can_compute(NewPrompt(A, 11_000)), "one, and a part of the other"
+    assert fleet.can_compute(NewPrompt(A, 10_000))
 
 
 @pytest.mark.parametrize(("rank", "has_place"), [(0, True), (1, False), (2, False)])
@@ -148,7 +147,7 @@ def test_prompts_of_a_lower_class_take_no_place(rank: int, has_place: bool) -> N
     fleet = Fleet("p0", "d0")
     for number in range(9):
         fleet.dispatch(str(number), SchedulingClass("a", 1.0, 1))
-    assert fleet.can_compute(Claim(SchedulingClass("b", 1.0, rank), 100_000)) is has_place
+    assert fleet.can_compute(NewPrompt(SchedulingClass("b", 1.0, rank), 100_000)) is has_place
 
 
 @given(
@@ -163,7 +162,7 @@ def test_a_worker_is_given_little_ahead_though_many_tenants_are_owed_as_much(
     num_let_out = 0
     for number, work in enumerate(works):
         scheduling_class = min(had, key=had.__getitem__)
-        if fleet.can_compute(Claim(scheduling_class, work * 100, had[scheduling_class], had.get)):
+        if fleet.can_compute(NewPrompt(scheduling_class, work * 100, had[scheduling_class], had.get)):
             fleet.dispatch(str(number), scheduling_class, work=work, answer=answers[number])
             had[scheduling_class] += work * 100 + answers[number]
             num_let_out += 1
@@ -173,10 +172,10 @@ def test_a_worker_is_given_little_ahead_though_many_tenants_are_owed_as_much(
 def test_a_worker_has_a_place_until_it_has_enough_to_do() -> None:
     fleet = Fleet("p0", "d0")
     for number in range(MIN_COMPUTING):
-        assert fleet.capacity.has_place(ANY, id_of("p0"))
+        assert fleet.capacity.has_slot(ANY, id_of("p0"))
         fleet.dispatch(str(number))
-    assert not fleet.capacity.has_place(ANY, id_of("p0"))
-    assert fleet.capacity.has_place(ANY, id_of("d0"))  # to compute a prompt itself
+    assert not fleet.capacity.has_slot(ANY, id_of("p0"))
+    assert fleet.capacity.has_slot(ANY, id_of("d0"))  # to compute a prompt itself
 
 
 @pytest.mark.parametrize("decoders_compute", [False, True])
@@ -223,9 +222,7 @@ def test_a_worker_that_drains_is_not_kept_for_anybody() -> None:
     reached = frozenset((id_of("d0"), id_of("d1")))
     fleet.dispatch("first")  # at d0
     assert fleet.capacity.roomiest(reached) == id_of("d1")
-    draining = fleet.members.get(id_of("d1"))
-    assert draining is not None
-    draining.beat(Heartbeat(load=Load(), is_draining=True), fleet.clock.now_s())
+    fleet.drain("d1")
     assert fleet.capacity.roomiest(reached) == id_of("d0")
     assert fleet.capacity.roomiest(frozenset()) == ""
 
@@ -248,7 +245,7 @@ def test_of_many_full_workers_each_is_asked_in_its_turn() -> None:
         scheduling_class = NOISY if name in ("p40", "d20") else A
         for number in range(MIN_COMPUTING):
             fleet.dispatch(f"{name}-{number}", scheduling_class, at=name)
-    owed = Claim(A, 10_000, -20_000.0, {NOISY: 20_000.0}.get)
+    owed = NewPrompt(A, 10_000, -20_000.0, {NOISY: 20_000.0}.get)
     for only in ("p40", "d20"):
         looks = [fleet.can_compute(owed) for _ in range(4)]
         assert any(looks[:2]) and any(looks[2:]), only

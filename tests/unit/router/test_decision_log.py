@@ -18,7 +18,7 @@ from baton.messages.control import Ended, Measured, Started
 from baton.messages.workers import PrefillTimes
 from baton.request import Request
 from baton.router.decisions import DecisionLog, DispatchedLine, EndedLine, decode_lines, keys_in
-from baton.router.process import serve_router
+from baton.router.router import serve_router
 from tests.node_peers import a_request, id_of
 from tests.unit.router.router_cluster import Cluster, cluster
 

@@ -9,8 +9,8 @@ from baton.request import SamplingParams
 from baton.router.dispatcher import entry_of
 from baton.router.in_flight import EXPECTED_OUTPUT_TOKENS
 from baton.router.membership import Member
+from baton.router.policies.base import Pair
 from baton.router.policies.cost_model import CostModel
-from baton.router.policies.pairing import Pair
 from tests.node_peers import TestPeer, a_request, a_worker, id_of
 from tests.unit.router.router_cluster import cluster
 

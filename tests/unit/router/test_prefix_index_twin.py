@@ -70,17 +70,12 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule(keys=CHAINS)
     def match(self, keys: bytes) -> None:
-        match, holdings = self.index.match(keys), self.index.holdings(keys)
+        holdings = self.index.holdings(keys)
         for worker_id in self.twin.workers:
             slot = self.index.slot(worker_id)
             assert slot is not None
-            found = (match.num_device_pages[slot], match.num_pages[slot])
-            assert found == self.twin.match(worker_id, keys)
             if self.twin.is_prefix_closed(keys):  # `holdings` bisects, so it relies on this
-                assert holdings.num_pages(1 << slot) == match.num_pages[slot]
-        assert (match.num_pages > 0).sum() == sum(
-            self.twin.match(worker_id, keys)[1] > 0 for worker_id in self.twin.workers
-        )
+                assert holdings.num_pages(1 << slot) == self.twin.num_pages(worker_id, keys)
 
     @rule(worker=LIVES, keys=CHAINS)
     def locate(self, worker: Any, keys: bytes) -> None:
@@ -93,7 +88,9 @@ class IndexMachine(RuleBasedStateMachine):
     def is_sound(self) -> None:
         self.index.check_integrity()
         for worker_id, worker in self.twin.workers.items():
-            assert self.index.num_held(worker_id) == len(worker.held) + len(worker.expected)
+            for key in KEYS:
+                is_held = key in worker.held or key in worker.expected
+                assert self.index.holdings(key).num_pages(1 << (self.index.slot(worker_id) or 0)) == is_held
             assert self.index.is_known(worker_id) == (worker.next_number is not None)
 
 

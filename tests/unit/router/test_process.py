@@ -14,7 +14,7 @@ from baton.errors import ConfigError
 from baton.gateway.streams.frontend import Frontend
 from baton.messages.workers import Address, WorkerRole
 from baton.request import SamplingParams
-from baton.router.process import serve_router
+from baton.router.router import serve_router
 from baton.rpc.server import RpcServer
 from tests.node_peers import a_request, a_worker, id_of
 from tests.unit.baton.rpc.rpc_peers import KEY, until

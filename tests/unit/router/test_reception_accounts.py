@@ -57,7 +57,7 @@ class Accounts(RuleBasedStateMachine):
         self.c.all_reach_all()
 
     def is_active(self, key: Key) -> bool:
-        return self.c.router.admission_queue._records[key].is_active
+        return self.c.router.admission_queue._attempts[key].is_dispatched
 
     def draw(self, data: Any, *, active: bool | None = None) -> Key:
         keys = [key for key in self.open if active is None or self.is_active(key) is active]
@@ -69,7 +69,7 @@ class Accounts(RuleBasedStateMachine):
         self.c[gateway].say(asked_for)
         if any(isinstance(each, Rejected) and each.request_id == key[0] for each in answers(self.c, gateway)):
             return
-        work = self.c.router.admission_queue._records[key].work
+        work = self.c.router.admission_queue._attempts[key].charged
         self.open[key] = Known(asked_for, gateway, work.prompt, work.answer)
 
     def forget(self, key: Key, num_answered: int | None) -> None:
@@ -156,7 +156,7 @@ class Accounts(RuleBasedStateMachine):
     def sums_are_exact(self) -> None:
         admission_queue = self.c.router.admission_queue
         admission_queue.check_integrity()
-        assert set(admission_queue._records) == set(self.open)
+        assert set(admission_queue._attempts) == set(self.open)
         for tenant, weight in WEIGHTS.items():
             mine = {key: known for key, known in self.open.items() if known.submit.request.tenant == tenant}
             work = {key: known.prompt + known.answer for key, known in mine.items()}
@@ -173,11 +173,10 @@ class Accounts(RuleBasedStateMachine):
         for key in list(self.open):
             self.c[self.open[key].gateway].say(Ended(attempts=(key,)))
         admission_queue = self.c.router.admission_queue
-        assert (
-            not len(admission_queue)
-            and not admission_queue._records
-            and not admission_queue.overload.promises.has_any
-        )
+        assert not len(admission_queue) and not admission_queue._attempts
+        overload, queues = admission_queue.overload, admission_queue.queues
+        overload.update(queues, 0.0)  # forgets hopeless requests
+        assert not overload.read(queues, 0.0).has_objectives
         assert not len(self.c.router.in_flight)
         admission_queue.check_integrity()
 

@@ -35,7 +35,7 @@ def c() -> Iterator[Cluster]:
 
 def press(c: Cluster, level: OverloadLevel) -> None:
     """As if it had been climbed to."""
-    c.router.admission_queue.overload.overload_controller.level = level
+    c.router.admission_queue.overload.controller.level = level
 
 
 def test_answers_are_clipped_where_the_tenant_allows_it(c: Cluster) -> None:

@@ -10,8 +10,8 @@ from baton.messages.control import Heartbeat, KvEventBatch, Rejected, Routed, St
 from baton.messages.workers import Load
 from baton.request import Request
 from baton.router.capacity import MIN_COMPUTING
+from baton.router.in_flight import SchedulingClass
 from baton.router.index.prompt_keys import PromptKeys, family_of
-from baton.router.policies.prompts_ahead import SchedulingClass
 from tests.node_peers import a_worker, id_of
 from tests.unit.router.queue_cases import asked
 from tests.unit.router.reception_cases import LONG, answers, end, names, submit
@@ -176,7 +176,7 @@ def test_a_turn_tells_what_others_of_any_class_have_had(c: Cluster) -> None:
     assert submit(c, best_at_p0(c, "r")) == []
     admission_queue = c.router.admission_queue
     (waiting,) = admission_queue.queues
-    lead_of = admission_queue.turn(waiting).lead_of
+    lead_of = admission_queue.claim(waiting).lead_of
     assert lead_of is not None
     assert lead_of(SchedulingClass("a")) == lead(c, "a") > 0
     assert lead_of(SchedulingClass("b", 1.0, 1)) == lead(c, "b", 1) > 0

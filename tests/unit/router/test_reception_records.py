@@ -5,7 +5,7 @@ from random import Random
 from typing import Final
 
 from baton.messages.control import AttemptFailed, Ended, Rejected, Routed, Started
-from baton.router.policies.pairing import NoPlace, Unpaired
+from baton.router.policies.pairing import NoSlot, Unpaired
 from baton.rpc.peers import TICK_S
 from baton.tenants import Degradation, Quotas, Refusal, Sla
 from tests.node_peers import TestPeer, id_of
@@ -111,8 +111,8 @@ class Storm:
         first, dispatcher = self.c.router.admission_queue.first(), self.c.router._dispatcher
         if first is not None:
             gateway = self.c.router._gateways[first.gateway]
-            pair = dispatcher._pair(gateway, first, self.c.router.admission_queue.turn(first))
-            assert pair is Unpaired.FULL or isinstance(pair, NoPlace)
+            pair = dispatcher._pair(gateway, first, self.c.router.admission_queue.claim(first))
+            assert pair is Unpaired.FULL or isinstance(pair, NoSlot)
 
     def finish(self) -> None:
         """Everybody leaves: nothing is left."""
@@ -124,7 +124,7 @@ class Storm:
             self.c[gateway].leave()
         assert len(self.c.router.admission_queue) == len(self.c.router.in_flight) == 0
         self.c.router.admission_queue.check_integrity()
-        assert not self.c.router.admission_queue._records
+        assert not self.c.router.admission_queue._attempts
 
 
 def test_every_request_has_one_end_and_none_waits_in_vain() -> None:

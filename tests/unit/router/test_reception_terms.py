@@ -7,7 +7,8 @@ import pytest
 
 from baton.messages.control import Dispatch, Ended, Measured, Rejected, Routed, Started
 from baton.messages.workers import PrefillTimes
-from baton.router.queue.tenant_queues import Waiting
+from baton.router.queue.quotas import RequestWork
+from baton.router.queue.tenant_queues import QueuedAttempt
 from baton.tenants import Degradation, Quotas, Refusal, Sla
 from tests.node_peers import id_of
 from tests.unit.router.queue_cases import asked
@@ -181,7 +182,7 @@ def test_what_was_being_answered_has_not_waited_for_its_turn(c: Cluster) -> None
 def test_nobody_has_waited_for_less_than_no_time() -> None:
     """What workers have begun with waits for its turn from its age after it came, but for rounding."""
     submit = msgspec.structs.replace(asked("r", "a"), age_s=7.7, is_begun=True)
-    waiting = Waiting("g", submit, since_s=0.7 - 7.7, due_s=0.0, work=1.0)
+    waiting = QueuedAttempt("g", submit, since_s=0.7 - 7.7, due_s=0.0, work=RequestWork(0.0, 1.0))
     assert 0.7 - (waiting.since_s + 7.7) < 0.0, "what no message may say"
     assert waiting.queued_s(0.7) == 0.0
     assert waiting.queued_s(1.7) == pytest.approx(1.0)

@@ -8,7 +8,7 @@ from baton.clock import ManualClock
 from baton.config.router import RouterConfig
 from baton.messages.control import Ended, Heartbeat, KvEventBatch, Reachable, Routed, Started, Submit
 from baton.messages.workers import Load, Worker
-from baton.router import sharing
+from baton.router import cluster_state
 from baton.router.in_flight import SILENCE_S
 from baton.router.redis.messages import AnyShared, SharedDispatch
 from baton.router.router import Router
@@ -145,7 +145,7 @@ def test_nothing_of_a_prompt_but_its_pages_names_is_told() -> None:
 
 
 def test_there_is_an_end_to_what_others_can_make_a_router_keep(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sharing, "MAX_OTHERS", 2)
+    monkeypatch.setattr(cluster_state, "MAX_OTHERS", 2)
     _, one, other = two_routers()
     for name in "rst":
         one.submit(name)

@@ -124,7 +124,10 @@ def test_sibling_that_comes_to_the_other_router_finds_the_prompts_pages() -> Non
             request = Request(request_id=id_of("sibling"), token_ids=tuple(range(7, 7 + 8200)))
             keys = PromptKeys().keys(family_of(WORKERS["p0"]), request)
             index = other.router.cluster_state.index
-            held = {name: int(index.match(keys).num_pages[index.slot(id_of(name))]) for name in ("p0", "p1")}
+            held = {
+                name: index.holdings(keys).num_pages(1 << (index.slot(id_of(name)) or 0))
+                for name in ("p0", "p1")
+            }
             assert held[bytes.fromhex(prefill).rstrip(b"\0").decode()] == 500 and sum(held.values()) == 500
 
     play(scene)

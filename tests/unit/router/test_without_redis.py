@@ -3,7 +3,7 @@ import sys
 
 
 def test_a_router_needs_no_redis_library_where_it_shares_nothing() -> None:
-    program = "import sys; sys.modules['redis'] = None; import baton.router.process, baton.cluster.serve"
+    program = "import sys; sys.modules['redis'] = None; import baton.router.router, baton.cluster.serve"
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 
@@ -12,7 +12,7 @@ def test_that_the_library_is_missing_is_said() -> None:
 import sys; sys.modules['redis'] = None
 import asyncio
 from baton.errors import ConfigError
-from baton.router.process import serve_router
+from baton.router.router import serve_router
 from baton.config.router import RouterConfig
 
 config = RouterConfig(policy="cost", redis="redis://127.0.0.1:1")

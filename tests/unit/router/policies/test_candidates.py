@@ -3,10 +3,9 @@ from hypothesis import strategies as st
 
 from baton.clock import ManualClock
 from baton.messages.workers import Worker
-from baton.router.index.match import Holdings
-from baton.router.index.prefix_index import PrefixIndex
+from baton.router.index.prefix_index import Holdings, PrefixIndex
 from baton.router.membership import Member
-from baton.router.policies.costs import WorkerPool, WorkerView
+from baton.router.policies.base import WorkerPool, WorkerView
 from tests.node_peers import TestPeer, a_worker
 from tests.unit.router.router_cluster import cluster
 
@@ -21,7 +20,7 @@ def members(num: int) -> list[Member]:
 
 def holdings(side: WorkerPool, index: PrefixIndex, held: list[int]) -> Holdings:
     """Of the side's members in their order, who must be known."""
-    bits = [worker_view.slot_bit for worker_view in side.stations(index)]
+    bits = [worker_view.slot_bit for worker_view in side.views(index)]
     assert all(bits)
     levels = sorted(set(filter(None, held)), reverse=True)
     return Holdings(
@@ -40,7 +39,7 @@ def test_nobody_who_is_left_out_holds_more(held: list[int], limit: int, first: i
     for each in workers:
         index.join(each.worker)
     side = WorkerPool(workers)
-    stations, lengths = side.stations(index), holdings(side, index, held)
+    stations, lengths = side.views(index), holdings(side, index, held)
     found = side.holders(side.families[0], lengths, limit, stations[first % len(held)])
     lengths_found = [lengths.num_pages(worker_view.slot_bit) for worker_view in found]
     assert lengths_found == sorted(filter(None, held), reverse=True)[:limit]
@@ -52,7 +51,7 @@ def test_among_equals_the_search_begins_with_the_one_that_is_named() -> None:
     for each in workers:
         index.join(each.worker)
     side = WorkerPool(workers)
-    stations, lengths = side.stations(index), holdings(side, index, [2, 2, 2, 7])
+    stations, lengths = side.views(index), holdings(side, index, [2, 2, 2, 7])
     found = side.holders(side.families[0], lengths, 3, stations[1])
     assert names(found, workers) == ["p3", "p1", "p2"]
 
@@ -62,7 +61,7 @@ def test_worker_that_the_index_does_not_know_holds_nothing() -> None:
     side, everybody = WorkerPool(workers), Holdings([(9, 0b1111)])
 
     def found() -> list[str]:
-        first = side.stations(index)[0]
+        first = side.views(index)[0]
         return names(side.holders(side.families[0], everybody, 2, first), workers)
 
     assert found() == []
@@ -78,6 +77,6 @@ def test_workers_that_name_pages_otherwise_are_another_family() -> None:
     side, everybody = WorkerPool(workers), Holdings([(1, 0b1111)])
     for each in workers:
         index.join(each.worker)
-    first = side.stations(index)[0]
+    first = side.views(index)[0]
     found = [side.holders(family, everybody, 4, first) for family in side.families]
     assert [names(some, workers) for some in found] == [["p0"], ["p1"]]

@@ -11,15 +11,14 @@ from baton.messages.control import Heartbeat, KvEventBatch, Measured
 from baton.messages.workers import Load as WorkerLoad
 from baton.messages.workers import PrefillTimes, StepTimes, WorkerRole
 from baton.request import Request
-from baton.router.in_flight import InFlight, InFlightAttempt, num_kv_tokens
+from baton.router.in_flight import InFlight, InFlightAttempt, LeadOf, SchedulingClass, num_kv_tokens
 from baton.router.index.prefix_index import PrefixIndex
 from baton.router.index.prompt_keys import PromptKeys, family_of
 from baton.router.membership import Member
-from baton.router.policies.base import ClusterView, KnownWorkers, PolicyContext, TenantClaim
-from baton.router.policies.cost import MAX_COMPARED, CostPolicy, PromptView
+from baton.router.policies.base import ClusterView, PolicyContext, TenantClaim, WorkerPool
+from baton.router.policies.cost import MAX_COMPARED, CostPolicy, PromptScorer
 from baton.router.policies.cost_model import CostModel
-from baton.router.policies.costs import CandidateLoad, PairCandidate, Select, WorkerPool, cheapest
-from baton.router.policies.prompts_ahead import SchedulingClass
+from baton.router.policies.costs import CandidateLoad, PairCandidate, Select, cheapest
 from tests.node_peers import TestPeer, a_request, a_worker, id_of
 from tests.unit.router.choice_oracle import ChoiceOracle, Weighed, cheapest_of
 from tests.unit.router.router_cluster import cluster
@@ -48,7 +47,6 @@ class World:
         self.clock = ManualClock(1.0)
         self.in_flight, self.model, self.keys = InFlight(self.clock), CostModel(), PromptKeys()
         self.index = PrefixIndex(self.clock, 4096)
-        self.known = KnownWorkers(self.in_flight, self.index, self.model, self.keys)
         router = cluster().router
         self.request = a_request(num_tokens=PROMPT_TOKENS)
         self.members = []
@@ -63,6 +61,13 @@ class World:
             self._measure(member)
             self._employ(member)
         self.clock.advance(random.random())
+
+    def context(self, random: Random) -> PolicyContext:
+        return PolicyContext(self.clock, self.in_flight, self.index, self.model, self.keys, random)
+
+    def scorer(self, lead: float | None, lead_of: LeadOf | None = None) -> PromptScorer:
+        load = replace(load_of(self.request), lead=lead, lead_of=lead_of)
+        return PromptScorer(self.context(Random(0)), self.request, load, self.clock.now_s())
 
     def join(self, name: str) -> None:
         """It has nothing, and room for much."""
@@ -151,11 +156,11 @@ def test_candidates_are_those_of_the_slow_way(seed: int, num_workers: int) -> No
     def are_pair(decode: str, prefill: str) -> bool:
         return (decode, prefill) not in strangers
 
-    oracle = ChoiceOracle(world.known, world.request, load_of(world.request), world.clock.now_s())
     order = Random(seed)
+    oracle = ChoiceOracle(world.context(order), world.request, load_of(world.request), world.clock.now_s())
     decoding, filling = (from_one_on(side.members, order) for side in (decoders, fillers))
     expected = oracle.candidates(decoding, filling, are_pair)
-    cost_policy = CostPolicy(PolicyContext(world.clock, world.known, Random(seed)))
+    cost_policy = CostPolicy(world.context(Random(seed)))
     choice = cost_policy.choose(world.request, view_of(decoders, fillers, are_pair))
     assert list(map(pair_of, choice.candidates)) == list(map(pair_of, expected))
     for found, weighed in zip(choice.candidates, expected, strict=True):
@@ -191,7 +196,7 @@ def test_of_those_drawn_by_chance_the_ones_with_the_least_to_do_are_weighed() ->
         entry = InFlightAttempt("g", id_of("d0"), id_of(f"p{number}"), 10, 10, work_s)
         world.in_flight.enter((f"{number}", 0), entry)
     drawn = [0.0, 0.0, *((number + 0.5) / num for number in (5, 7, 6, 8))]
-    cost_policy = CostPolicy(PolicyContext(world.clock, world.known, Drawing(drawn)))
+    cost_policy = CostPolicy(world.context(Drawing(drawn)))
     sides = world.side(WorkerRole.DECODE), world.side(WorkerRole.PREFILL)
     choice = cost_policy.choose(world.request, view_of(*sides))
     weighed = {each.prefill for each in choice.candidates if each.prefill}
@@ -204,11 +209,11 @@ def test_a_decode_worker_without_a_place_leaves_a_prompt_to_a_prefill_worker(see
     world = World(Random(seed), 8)
     decoders, fillers = world.side(WorkerRole.DECODE), world.side(WorkerRole.PREFILL)
 
-    def choose(has_place: bool, fill: bool = True, rule: Select = cheapest) -> PairCandidate:
-        cost_policy = CostPolicy(PolicyContext(world.clock, world.known, Random(seed)))
+    def choose(has_slot: bool, fill: bool = True, rule: Select = cheapest) -> PairCandidate:
+        cost_policy = CostPolicy(world.context(Random(seed)))
         cost_policy.select = rule
         field = view_of(decoders, fillers, lambda decode, prefill: fill)
-        choice = cost_policy.choose(world.request, field, TenantClaim(has_place=lambda worker: has_place))
+        choice = cost_policy.choose(world.request, field, TenantClaim(has_slot=lambda worker: has_slot))
         assert choice.candidate is not None
         return choice.candidate
 
@@ -223,12 +228,11 @@ def test_a_decode_worker_without_a_place_leaves_a_prompt_to_a_prefill_worker(see
 @settings(max_examples=50, deadline=None)
 def test_who_is_owed_work_waits_no_longer_anywhere(seed: int, lead: float) -> None:
     world = World(Random(seed), 8)
-    stations = world.side(WorkerRole.PREFILL).stations(world.index)
+    stations = world.side(WorkerRole.PREFILL).views(world.index)
     waits_s = []
     for each in (lead, lead + 100.0):
-        load = replace(load_of(world.request), lead=each)
-        look = PromptView(world.known, world.request, load, world.clock.now_s())
-        waits_s.append([computer.wait_s for computer in look.computers(stations)])
+        candidates = world.scorer(each).prefill_candidates(stations)
+        waits_s.append([candidate.wait_s for candidate in candidates])
     assert all(sooner <= later for sooner, later in zip(*waits_s, strict=True))
 
 
@@ -247,15 +251,15 @@ def test_who_is_owed_work_counts_no_harm_to_those_beyond_their_share() -> None:
     world.in_flight.check_integrity()
     leads = {own: -5.0, equal: -1.0, beyond: 0.0, lower: -9.0, higher: 9.0}
 
-    def num_held_up(lead: float | None) -> int:
-        load = replace(load_of(world.request), lead=lead, lead_of=leads.get)
-        look = PromptView(world.known, world.request, load, world.clock.now_s())
-        stations = world.side(WorkerRole.DECODE).stations(world.index)
-        (decoder,) = look.decoders([worker_view for worker_view in stations if worker_view.id == id_of("d9")])
-        return decoder.num_held_up
+    def num_delayed(lead: float | None) -> int:
+        views = world.side(WorkerRole.DECODE).views(world.index)
+        (decoder,) = world.scorer(lead, leads.get).decode_candidates(
+            [view for view in views if view.id == id_of("d9")]
+        )
+        return decoder.num_delayed
 
-    assert num_held_up(-5.0) == 1 + 2 + 16
-    assert num_held_up(0.0) == num_held_up(None) == 1 + 2 + 4 + 8 + 16
+    assert num_delayed(-5.0) == 1 + 2 + 16
+    assert num_delayed(0.0) == num_delayed(None) == 1 + 2 + 4 + 8 + 16
 
 
 @pytest.mark.parametrize(("num_output_tokens", "patience"), [(20, 10.0), (200, 100.0), (2, 1.0)])
@@ -273,13 +277,13 @@ def test_who_is_held_up_has_patience_for_what_is_left_of_the_answers(
         entry = InFlightAttempt("g", worker.id, "", 10, 20, 0.0, scheduling_class, num_tokens)
         world.in_flight.enter((scheduling_class.tenant, 0), entry)
         world.in_flight.started((scheduling_class.tenant, 0))
-    load = replace(load_of(world.request), lead=-1.0, lead_of={beyond: 5.0}.get)
-    look = PromptView(world.known, world.request, load, world.clock.now_s())
-    stations = world.side(WorkerRole.DECODE).stations(world.index)
-    (decoder,) = look.decoders([worker_view for worker_view in stations if worker_view.id == worker.id])
+    views = world.side(WorkerRole.DECODE).views(world.index)
+    (decoder,) = world.scorer(-1.0, {beyond: 5.0}.get).decode_candidates(
+        [view for view in views if view.id == worker.id]
+    )
     fixed_s, sequence_s, context_s, token_s = world.model.of(worker.id).step.coefficients
     step_s = fixed_s + 2 * sequence_s + 40 * context_s + 256 * token_s
-    assert decoder.num_held_up == 1 and decoder.patience_s == pytest.approx(patience * step_s)
+    assert decoder.num_delayed == 1 and decoder.patience_s == pytest.approx(patience * step_s)
 
 
 def test_a_crowd_comes_where_prompts_are_computed() -> None:
@@ -289,13 +293,13 @@ def test_a_crowd_comes_where_prompts_are_computed() -> None:
         world = World(Random(0), 0)
         for number in range(num_workers):
             world.join(f"d{number}")
-        cost_policy = CostPolicy(PolicyContext(world.clock, world.known, Random(0)))
+        cost_policy = CostPolicy(world.context(Random(0)))
         for _ in range(40):
             cost_policy.expect(cost_policy.choose(world.request, world.field()), PROMPT_TOKENS)
-        rates[num_workers] = cost_policy._crowd.rate(world.clock.now_s())
+        rates[num_workers] = cost_policy._arrivals.rate(world.clock.now_s())
         for number in range(num_workers):
             cost_policy.forget(id_of(f"d{number}"))
-        assert cost_policy._crowd.rate(world.clock.now_s()) == 0.0
+        assert cost_policy._arrivals.rate(world.clock.now_s()) == 0.0
     assert rates[1] > 1.9 * rates[2] > 0
 
 
@@ -305,14 +309,14 @@ OWED, SERVED = TenantClaim(lead=-1.0), TenantClaim(lead=0.0)
 @pytest.mark.parametrize(("turn", "is_owed"), [(OWED, True), (SERVED, False), (TenantClaim(), False)])
 def test_a_choice_says_whether_its_tenant_is_owed_work(turn: TenantClaim, is_owed: bool) -> None:
     world = World(Random(0), 8)
-    cost_policy = CostPolicy(PolicyContext(world.clock, world.known, Random(0)))
-    assert cost_policy.choose(world.request, world.field(), turn).is_owed is is_owed
+    cost_policy = CostPolicy(world.context(Random(0)))
+    assert cost_policy.choose(world.request, world.field(), turn).has_deficit is is_owed
 
 
 @pytest.mark.parametrize("turn", [SERVED, TenantClaim(lead=1e6), TenantClaim()])
 def test_who_is_owed_work_is_not_held_up_by_a_flood_of_who_is_not(turn: TenantClaim) -> None:
     world = World(Random(0), 8)
-    field, cost_policy = world.field(), CostPolicy(PolicyContext(world.clock, world.known, Random(0)))
+    field, cost_policy = world.field(), CostPolicy(world.context(Random(0)))
 
     def crowds_s(turn: TenantClaim) -> set[float]:
         return {each.terms.crowd_s for each in cost_policy.choose(world.request, field, turn).candidates}
@@ -327,7 +331,7 @@ def test_who_is_owed_work_is_not_held_up_by_a_flood_of_who_is_not(turn: TenantCl
 
 def test_who_is_owed_work_is_in_the_way_of_all() -> None:
     world = World(Random(0), 8)
-    field, cost_policy = world.field(), CostPolicy(PolicyContext(world.clock, world.known, Random(0)))
+    field, cost_policy = world.field(), CostPolicy(world.context(Random(0)))
     cost_policy.expect(cost_policy.choose(world.request, field, OWED), PROMPT_TOKENS)
     for turn in (OWED, SERVED, TenantClaim()):
         choice = cost_policy.choose(world.request, field, turn)
@@ -343,7 +347,7 @@ def test_computing_where_it_is_decoded_harms_those_that_decode_there(prefill: st
     keys = [(id_of(f"u{number}"), 0) for number in range(num)]
     for key in keys:
         world.in_flight.enter(key, InFlightAttempt("g", id_of("d0"), prefill and id_of(prefill), 10, 10))
-    field, cost_policy = world.field(), CostPolicy(PolicyContext(world.clock, world.known, Random(0)))
+    field, cost_policy = world.field(), CostPolicy(world.context(Random(0)))
 
     def local() -> PairCandidate:
         choice = cost_policy.choose(world.request, field)
@@ -366,7 +370,7 @@ def test_who_had_more_than_its_share_is_not_waited_for() -> None:
     entry = InFlightAttempt("g", id_of("d0"), id_of("p0"), 1000, 1000, 10.0, other, charged=1050.0)
     for name in ("u", "v"):
         world.in_flight.enter((id_of(name), 0), entry)
-    cost_policy = CostPolicy(PolicyContext(world.clock, world.known, Random(0)))
+    cost_policy = CostPolicy(world.context(Random(0)))
 
     def queue_s(lead_of_other: float) -> float:
         turn = TenantClaim(lead=0.0, lead_of={other: lead_of_other}.__getitem__)

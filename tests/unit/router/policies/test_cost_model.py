@@ -88,7 +88,7 @@ def test_near_pair_is_cheaper_by_what_was_measured() -> None:
     for _ in range(64):
         model.learn_pull("a", "near", times(1, 1.0, pulled_bytes=10**9, pulled_s=0.1))
         model.learn_pull("a", "far", times(1, 1.0, pulled_bytes=10**9, pulled_s=4.0))
-    assert model.pull_s("a", "near", 8000) < 0.25 * model.pull_s("a", "far", 8000)
+    assert model.pulls_from("a")("near", 8000) < 0.25 * model.pulls_from("a")("far", 8000)
 
 
 def test_bytes_of_a_token_are_those_of_a_prompt_of_which_nothing_was_there_before() -> None:
@@ -215,4 +215,4 @@ def test_nothing_is_kept_of_kinds_of_workers_that_are_gone() -> None:
         model.join(f"d{number}", f"kind {number}")
         model.learn(f"d{number}", steps_of(random, 5))
         model.forget(f"d{number}")
-    assert not model._steps and not model._alike and not model._workers
+    assert not model._steps and not model._kinds and not model._workers

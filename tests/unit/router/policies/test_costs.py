@@ -40,10 +40,10 @@ def a_source(worker: str, num_tokens: int, token_s: float = 1e-4) -> PullCandida
 
 
 def a_decoder(
-    worker: str = "d", num_held_up: int = 0, num_held: int = 0, wait_s: float = 0.0
+    worker: str = "d", num_delayed: int = 0, num_held: int = 0, wait_s: float = 0.0
 ) -> DecodeCandidate:
     computer = a_computer(worker, wait_s, num_held)
-    return DecodeCandidate(computer, num_held_up, room_s=0.0, join_s=0.01, harm_s=1e-3 * num_held_up)
+    return DecodeCandidate(computer, num_delayed, room_s=0.0, join_s=0.01, harm_s=1e-3 * num_delayed)
 
 
 def local_at(decoder: DecodeCandidate) -> PairCandidate:
@@ -61,7 +61,7 @@ def a_candidate(total_s: float, prefill: str = "p", num_held: int = 0, queue_s: 
     """It costs nothing to decode."""
     computer, compute_s = a_computer(prefill or "d", queue_s), total_s - queue_s
     filled = FilledCandidate(total_s, computer, "", num_held, 100, 0.0, compute_s, 0.0)
-    decoder = DecodeCandidate(a_computer("d"), num_held_up=0, room_s=0.0, join_s=0.0, harm_s=0.0)
+    decoder = DecodeCandidate(a_computer("d"), num_delayed=0, room_s=0.0, join_s=0.0, harm_s=0.0)
     return remote(filled, decoder, 0.0) if prefill else local(filled, decoder)
 
 
@@ -84,9 +84,9 @@ def test_prefix_is_pulled_where_that_is_quicker_than_computing_it() -> None:
 
 
 def test_nothing_is_pulled_from_who_has_other_weights() -> None:
-    source, computer = replace(a_source("q", 800), kin=("old", "float32")), a_computer()
-    assert filled_at(replace(computer, kin=("new", "float32")), [source]).source == ""
-    assert filled_at(replace(computer, kin=("old", "float32")), [source]).source == "q"
+    source, computer = replace(a_source("q", 800), page_format=("old", "float32")), a_computer()
+    assert filled_at(replace(computer, page_format=("new", "float32")), [source]).source == ""
+    assert filled_at(replace(computer, page_format=("old", "float32")), [source]).source == "q"
 
 
 def test_nothing_is_pulled_from_oneself_or_that_is_there() -> None:
@@ -111,7 +111,7 @@ def test_crowd_makes_computing_dearer_where_there_is_a_queue() -> None:
 
 
 def test_local_prefill_makes_the_batch_wait() -> None:
-    alone, full = local_at(a_decoder()), local_at(a_decoder(num_held_up=8))
+    alone, full = local_at(a_decoder()), local_at(a_decoder(num_delayed=8))
     assert alone.terms.harm_s == 0.0
     assert full.terms.harm_s >= 8 * full.terms.compute_s
     assert alone.terms.handoff_s == full.terms.handoff_s == 0.0
@@ -120,7 +120,7 @@ def test_local_prefill_makes_the_batch_wait() -> None:
 def test_who_decodes_waits_until_its_end_and_no_longer() -> None:
     compute_s = local_at(a_decoder()).terms.compute_s
     for patience_s, waits_s in ((0.0, 0.0), (0.5 * compute_s, 0.5 * compute_s), (9.0, compute_s)):
-        decoder = replace(a_decoder(), num_held_up=8, patience_s=patience_s)
+        decoder = replace(a_decoder(), num_delayed=8, patience_s=patience_s)
         terms = local_at(decoder).terms
         assert terms.harm_s == pytest.approx(decoder.harm_s + 8 * waits_s)
         assert terms.total_s == pytest.approx(local_at(decoder).total_s)
@@ -128,7 +128,7 @@ def test_who_decodes_waits_until_its_end_and_no_longer() -> None:
 
 @pytest.mark.parametrize("is_local", (True, False))
 def test_a_candidate_costs_what_its_terms_do(is_local: bool) -> None:
-    decoder = DecodeCandidate(a_computer("d", 0.5), num_held_up=3, room_s=0.25, join_s=0.3, harm_s=0.2)
+    decoder = DecodeCandidate(a_computer("d", 0.5), num_delayed=3, room_s=0.25, join_s=0.3, harm_s=0.2)
     computer, load = decoder.computer if is_local else a_computer("p", 0.125), replace(IDLE, crowd_rate=2.0)
     filled = filled_at(computer, [a_source("q", 800)], load)
     candidate = local(filled, decoder) if is_local else remote(filled, decoder, 0.05)
@@ -139,8 +139,8 @@ def test_a_candidate_costs_what_its_terms_do(is_local: bool) -> None:
 
 
 def test_busy_batch_sends_the_prompt_away_and_an_idle_one_keeps_it() -> None:
-    for num_held_up, expected in ((0, ""), (16, "p")):
-        decoder = a_decoder(num_held_up=num_held_up)
+    for num_delayed, expected in ((0, ""), (16, "p")):
+        decoder = a_decoder(num_delayed=num_delayed)
         away = remote(filled_at(a_computer()), decoder, 0.05)
         assert cheapest([local_at(decoder), away], 0, nothing).prefill == expected
 

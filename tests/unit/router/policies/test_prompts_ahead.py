@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.router.policies.prompts_ahead import Claim, PromptsAhead, SchedulingClass
+from baton.router.in_flight import NewPrompt, SchedulingClass, WaitingPrompts
 
 A, B = SchedulingClass("a"), SchedulingClass("b")
 PARTIES = st.builds(
@@ -9,36 +9,38 @@ PARTIES = st.builds(
 )
 
 
-def ahead(*prompts: tuple[SchedulingClass, int]) -> PromptsAhead:
-    found = PromptsAhead()
+def ahead(*prompts: tuple[SchedulingClass, int]) -> WaitingPrompts:
+    found = WaitingPrompts()
     for scheduling_class, num_tokens in prompts:
         found.add(scheduling_class, num_tokens, num_tokens)
     return found
 
 
 def test_of_one_tenant_all_comes_before() -> None:
-    assert ahead((A, 100), (A, 50)).part_before(Claim(A, 10)) == 1.0
-    assert ahead().part_before(Claim(A, 10)) == 1.0
+    assert ahead((A, 100), (A, 50)).share_ahead_of(NewPrompt(A, 10)) == 1.0
+    assert ahead().share_ahead_of(NewPrompt(A, 10)) == 1.0
 
 
 def test_of_another_no_more_than_its_share_meanwhile() -> None:
-    assert ahead((B, 1000)).part_before(Claim(A, 100)) == 0.1
-    assert ahead((B, 1000), (A, 100)).part_before(Claim(A, 100)) == 300 / 1100
-    assert ahead((SchedulingClass("b", 3.0), 1000)).part_before(Claim(A, 100)) == 0.3
-    assert ahead((B, 50)).part_before(Claim(A, 100)) == 1.0
+    assert ahead((B, 1000)).share_ahead_of(NewPrompt(A, 100)) == 0.1
+    assert ahead((B, 1000), (A, 100)).share_ahead_of(NewPrompt(A, 100)) == 300 / 1100
+    assert ahead((SchedulingClass("b", 3.0), 1000)).share_ahead_of(NewPrompt(A, 100)) == 0.3
+    assert ahead((B, 50)).share_ahead_of(NewPrompt(A, 100)) == 1.0
 
 
 def test_of_another_less_by_what_is_owed_and_more_by_what_was_had() -> None:
-    assert ahead((B, 1000)).part_before(Claim(A, 100, lead=-40.0)) == 0.06
-    assert ahead((B, 1000)).part_before(Claim(A, 100, lead=-400.0)) == 0.0
-    assert ahead((B, 1000)).part_before(Claim(A, 100, lead=40.0)) == 0.14
-    assert ahead((B, 1000)).part_before(Claim(SchedulingClass("a", 4.0), 100, lead=10.0)) == 0.035
-    assert ahead((B, 1000), (A, 100)).part_before(Claim(A, 100, lead=100.0)) == 300 / 1100
+    assert ahead((B, 1000)).share_ahead_of(NewPrompt(A, 100, lead=-40.0)) == 0.06
+    assert ahead((B, 1000)).share_ahead_of(NewPrompt(A, 100, lead=-400.0)) == 0.0
+    assert ahead((B, 1000)).share_ahead_of(NewPrompt(A, 100, lead=40.0)) == 0.14
+    assert ahead((B, 1000)).share_ahead_of(NewPrompt(SchedulingClass("a", 4.0), 100, lead=10.0)) == 0.035
+    assert ahead((B, 1000), (A, 100)).share_ahead_of(NewPrompt(A, 100, lead=100.0)) == 300 / 1100
 
 
 def test_higher_class_comes_before_and_a_lower_one_after() -> None:
     high, low = SchedulingClass("h", 1.0, 0), SchedulingClass("l", 1.0, 2)
-    assert ahead((high, 100), (low, 300)).part_before(Claim(SchedulingClass("m", 1.0, 1), 1000)) == 0.25
+    assert (
+        ahead((high, 100), (low, 300)).share_ahead_of(NewPrompt(SchedulingClass("m", 1.0, 1), 1000)) == 0.25
+    )
 
 
 def test_what_others_had_has_them_wait_and_what_they_are_owed_does_not() -> None:
@@ -46,9 +48,9 @@ def test_what_others_had_has_them_wait_and_what_they_are_owed_does_not() -> None
 
     def part(lead_of_b: float, lead: float = 0.0, weight: float = 1.0) -> float:
         other = SchedulingClass("b", weight)
-        return ahead((other, 1000)).part_before(Claim(A, 100, lead, {other: lead_of_b}.__getitem__))
+        return ahead((other, 1000)).share_ahead_of(NewPrompt(A, 100, lead, {other: lead_of_b}.__getitem__))
 
-    assert part(1000.0) == ahead((B, 1000)).part_before(Claim(A, 100, 0.0)) == 0.1
+    assert part(1000.0) == ahead((B, 1000)).share_ahead_of(NewPrompt(A, 100, 0.0)) == 0.1
     assert part(1040.0) == 0.06
     assert part(500.0) == 0.6
     assert part(2000.0) == 0.0
@@ -73,7 +75,7 @@ def test_nobody_asks_what_was_had_by_oneself_or_by_other_classes() -> None:
         asked.append(other)
         return 9000.0
 
-    assert found.part_before(Claim(scheduling_class, 100, 0.0, lead_of)) == 150 / 500
+    assert found.share_ahead_of(NewPrompt(scheduling_class, 100, 0.0, lead_of)) == 150 / 500
     assert asked == [SchedulingClass("b", 1.0, 1)]
 
 
@@ -85,7 +87,7 @@ def test_the_more_others_had_the_less_comes_before(
     had = {scheduling_class: leads.draw(amounts) for scheduling_class, _ in prompts}
     more = {scheduling_class: lead + leads.draw(st.floats(0, 1e3)) for scheduling_class, lead in had.items()}
     lead = leads.draw(amounts)
-    parts = [found.part_before(Claim(A, 10, lead, each.__getitem__)) for each in (more, had)]
+    parts = [found.share_ahead_of(NewPrompt(A, 10, lead, each.__getitem__)) for each in (more, had)]
     assert 0.0 <= parts[0] <= parts[1] <= 1.0
 
 
@@ -98,7 +100,7 @@ def test_part_is_a_part_and_what_is_removed_leaves_nothing(
     prompts: list[tuple[SchedulingClass, int]], scheduling_class: SchedulingClass, lead: float | None
 ) -> None:
     found = ahead(*prompts)
-    assert 0.0 <= found.part_before(Claim(scheduling_class, 10, lead)) <= 1.0
+    assert 0.0 <= found.share_ahead_of(NewPrompt(scheduling_class, 10, lead)) <= 1.0
     for each, num_tokens in prompts:
         found.remove(each, num_tokens, num_tokens)
-    assert found.part_before(Claim(scheduling_class, 10)) == 1.0 and not found._num
+    assert found.share_ahead_of(NewPrompt(scheduling_class, 10)) == 1.0 and not found._num

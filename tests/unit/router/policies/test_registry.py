@@ -7,7 +7,7 @@ import pytest
 from baton.errors import ConfigError
 from baton.messages.control import Routed
 from baton.request import Request
-from baton.router.policies.base import NO_TURN, ClusterView, PolicyContext, RoutingChoice, TenantClaim
+from baton.router.policies.base import NO_CLAIM, ClusterView, PolicyContext, RoutingChoice, TenantClaim
 from baton.router.policies.registry import POLICIES, policy_class
 from tests.node_peers import a_request, id_of
 from tests.unit.router.router_cluster import cluster
@@ -25,7 +25,7 @@ class LastByName:
         self.expected: list[int] = []
         self.forgotten: list[str] = []
 
-    def choose(self, request: Request, view: ClusterView, claim: TenantClaim = NO_TURN) -> RoutingChoice:
+    def choose(self, request: Request, view: ClusterView, claim: TenantClaim = NO_CLAIM) -> RoutingChoice:
         decode = max(member.id for member in view.open_decoders())
         return RoutingChoice(decode, max(view.partners[decode]))
 

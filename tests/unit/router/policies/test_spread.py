@@ -6,13 +6,13 @@ from random import Random
 
 import pytest
 
-from baton.router.policies.cost import Spread
+from baton.router.policies.cost import RecentWork
 
 MEMORY_S = 30.0
 
 
 def test_of_equals_it_is_what_each_was_given() -> None:
-    spread = Spread(MEMORY_S, 0.0)
+    spread = RecentWork(MEMORY_S, 0.0)
     assert spread.mean(0.0) == 0.0
     for worker in ("a", "b", "c", "d"):
         spread.add(worker, 100.0, 0.0)
@@ -25,7 +25,7 @@ def test_of_equals_it_is_what_each_was_given() -> None:
 
 
 def test_who_is_given_nearly_all_is_nearly_all_that_counts() -> None:
-    spread = Spread(MEMORY_S, 0.0)
+    spread = RecentWork(MEMORY_S, 0.0)
     for worker, amount in (("much", 970.0), ("little", 10.0), ("less", 20.0)):
         spread.add(worker, amount, 0.0)
     assert 0.96 * 970 < spread.mean(0.0) < 970
@@ -33,7 +33,7 @@ def test_who_is_given_nearly_all_is_nearly_all_that_counts() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_it_is_what_every_piece_says(seed: int) -> None:
-    random, spread, now_s = Random(seed), Spread(MEMORY_S, 0.0), 0.0
+    random, spread, now_s = Random(seed), RecentWork(MEMORY_S, 0.0), 0.0
     given: list[tuple[str, float, float]] = []
     for _ in range(300):
         now_s += random.expovariate(1 / random.choice([0.1, 6.0]))

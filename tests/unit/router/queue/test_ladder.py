@@ -31,7 +31,7 @@ def test_every_rung_is_climbed_one_after_the_other() -> None:
     overload_controller = OverloadController(0.0)
     assert levels(overload_controller, reading(lateness=1.0), 10) == list(OverloadLevel)[1:]
     assert overload_controller.escalations == dict.fromkeys(list(OverloadLevel)[1:], 1)
-    assert [move.level for move in overload_controller.moves] == list(OverloadLevel)[1:]
+    assert [move.level for move in overload_controller.changes] == list(OverloadLevel)[1:]
 
 
 def test_it_is_climbed_down_by_itself() -> None:

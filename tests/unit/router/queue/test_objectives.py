@@ -6,17 +6,19 @@ from baton.clock import ManualClock
 from baton.messages.control import Measured
 from baton.messages.workers import PrefillTimes, StepTimes
 from baton.request import Request
-from baton.router.in_flight import InFlight, InFlightAttempt, scheduling_class_of
+from baton.router.in_flight import InFlight, InFlightAttempt, NewPrompt, SchedulingClass, scheduling_class_of
 from baton.router.membership import Membership
 from baton.router.policies.cost_model import CostModel
-from baton.router.policies.forecast import KNOWN, Asked, Forecast, Prediction, ServiceRate
-from baton.router.policies.prompts_ahead import Claim, SchedulingClass
 from baton.router.queue.objectives import (
     HEADROOM,
+    KNOWN,
     MOST_RETRY_S,
     PROBE_S,
     PROMISED_S,
+    Forecast,
     ObjectiveChecker,
+    Prediction,
+    ServiceRate,
     objective_of,
 )
 from baton.router.queue.quotas import RequestWork
@@ -70,9 +72,8 @@ class Fleet:
 
     def predict(self, num_tokens: int = 100, before: float = 0.0, tenant: str = "") -> Prediction:
         self.clock.advance(1.0)  # what was known of the workers is out of date
-        return self.forecast.predict(
-            Asked(Claim(SchedulingClass(tenant), num_tokens), 10.0), before, before / 100
-        )
+        prompt = NewPrompt(SchedulingClass(tenant), num_tokens)
+        return self.forecast.predict(prompt, 10.0, before, before / 100)
 
 
 def request(sla: Sla | None = None, **fields: object) -> Request:
@@ -187,7 +188,7 @@ def test_those_refused_are_asked_back_one_after_the_other() -> None:
     fleet = Fleet()
     fleet.forecast.rate.observe(100.0, 0.0, is_busy=True)
     fleet.forecast.rate.observe(102.0, 2000.0, is_busy=True)  # 1000 a second, of which a quarter is kept
-    times = [fleet.admission.returns.invite(Refusal.SLO, "", 250.0, 2.0) for _ in range(100)]
+    times = [fleet.admission.invite(Refusal.SLO, "", 250.0, 2.0) for _ in range(100)]
     returning = [each.retry_after_s for each in times if each.may_return]
     assert returning == pytest.approx([2.0 + number for number in range(len(returning))])
     assert PROMISED_S - 2 <= len(returning) <= PROMISED_S

@@ -10,10 +10,11 @@ from baton.request import Request, SamplingParams
 from baton.router.in_flight import InFlight
 from baton.router.membership import Membership
 from baton.router.policies.cost_model import CostModel
-from baton.router.policies.forecast import Forecast
 from baton.router.queue.admission import degraded
-from baton.router.queue.overload import OverloadManager, Promises, read_pressure
-from baton.router.queue.tenant_queues import TenantQueues, Waiting
+from baton.router.queue.objectives import Forecast
+from baton.router.queue.overload import OverloadManager, PressureReading
+from baton.router.queue.quotas import RequestWork
+from baton.router.queue.tenant_queues import QueuedAttempt, TenantQueues
 from baton.tenants import Degradation, SchedulingKey, Sla
 from tests.node_peers import TestPeer, a_worker, id_of
 from tests.unit.router.queue_cases import asked
@@ -26,19 +27,21 @@ class Site:
         self.members = Membership(self.clock)
         self.queues = TenantQueues()
         self.forecast = Forecast(self.clock, self.members, InFlight(self.clock), CostModel())
-        self.promises = Promises()
         worker = a_worker("d0", num_pages=100)
         peer = TestPeer.worker(cluster().router, worker)
         self.members.join(worker, peer)
+        self.overload = OverloadManager(self.members, self.forecast, 100.0)
 
     def wait(
         self, name: str, tenant: str = "a", *, due_in_s: float = 10.0, sla: Sla | None = None
-    ) -> Waiting:
+    ) -> QueuedAttempt:
         submit = asked(name, tenant, sla=sla)
         now_s = self.clock.now_s()
-        waiting = Waiting(id_of("g"), submit, since_s=now_s, due_s=now_s + due_in_s, work=1.0)
+        waiting = QueuedAttempt(
+            id_of("g"), submit, since_s=now_s, due_s=now_s + due_in_s, work=RequestWork(0.0, 1.0)
+        )
         self.queues.add(waiting)
-        self.promises.add(submit.request)
+        self.overload.opened(submit.request)
         return waiting
 
     def beat(self, **pages: int) -> None:
@@ -47,8 +50,10 @@ class Site:
         self.members.beat(member, Heartbeat(load=Load(pages=pages)))
 
     def lateness(self) -> float:
-        now_s = self.clock.now_s()
-        return read_pressure(self.queues, self.promises, self.members, self.forecast, now_s).lateness
+        return self.reading().lateness
+
+    def reading(self) -> PressureReading:
+        return self.overload.read(self.queues, self.clock.now_s())
 
 
 def test_lateness_is_the_wait_by_what_may_be_waited() -> None:
@@ -64,7 +69,7 @@ def test_what_was_promised_nothing_is_never_late() -> None:
     site.wait("r")
     site.clock.advance(1000.0)
     assert site.lateness() == 0.0
-    assert not site.promises.has_any
+    assert not site.reading().has_objectives
 
 
 def test_who_waits_for_its_own_quota_strains_nobody() -> None:
@@ -78,33 +83,28 @@ def test_who_waits_for_its_own_quota_strains_nobody() -> None:
 def test_pages_in_use_are_those_that_nobody_else_may_have() -> None:
     site = Site()
     site.beat(active=40, cached=50, leased=5, quarantined=5, free=0)
-    reading = read_pressure(site.queues, site.promises, site.members, site.forecast, 100.0)
+    reading = site.reading()
     assert reading.pages == 0.5 and not reading.has_waiting and reading.itl == 0.0
 
 
-def test_promises_end_with_their_requests() -> None:
-    promises = Promises()
-    request = asked("r", sla=Sla(tpot_ms=50), rank=2).request
-    other = asked("s", sla=Sla(tpot_ms=20), rank=1).request
-    promises.add(request)
-    promises.add(other)
-    assert promises.tightest_tpot_s == 0.02 and promises.has_any
-    assert promises.is_lowest(2) and not promises.is_lowest(1)
-    promises.remove(other)
-    assert promises.tightest_tpot_s == 0.05 and not promises.is_lowest(2)
-    promises.remove(request)
-    assert promises.tightest_tpot_s == float("inf") and not promises.has_any
+def test_objectives_of_requests_that_ended_count_no_more() -> None:
+    site = Site()
+    waiting = site.wait("r", sla=Sla(tpot_ms=50))
+    assert site.reading().has_objectives
+    site.queues.remove(waiting.key)
+    site.overload.closed(waiting.request)
+    assert not site.reading().has_objectives and site.reading().itl == 0.0
 
 
 def test_hopeless_requests_climb_the_ladder_and_it_is_climbed_down_without() -> None:
     site = Site()
-    overload = OverloadManager(site.members, site.forecast, 100.0)
+    overload = site.overload
     levels = []
     for tick in range(60):
         if tick < 30:
             overload.count_hopeless()
         site.clock.advance(0.5)
-        overload.look(site.queues, site.clock.now_s())
+        overload.update(site.queues, site.clock.now_s())
         levels.append(overload.level)
     assert max(levels) is OverloadLevel.SHED and levels[-1] is OverloadLevel.CALM
     assert levels.index(OverloadLevel.SHED) < 16 and levels[30 + 20] is OverloadLevel.CALM

@@ -59,7 +59,7 @@ class Said:
         return commands
 
     def agree(self) -> bool:
-        lengths = [int(index.match(KEYS).num_pages.max()) for index in (self.index, self.other)]
+        lengths = [index.holdings(KEYS).levels[:1] for index in (self.index, self.other)]
         located = [index.locate(W0.id, KEYS) for index in (self.index, self.other)]
         return lengths[0] == lengths[1] and located[0] == located[1]
 
