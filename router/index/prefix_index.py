@@ -41,9 +41,8 @@ STRIDE: Final = 16  # between two pages of a prompt that are looked up first
 MAX_BISECTED: Final = 32  # pages; then all are looked up at once
 MAX_RUN_ENDS: Final = 2**14
 
-Run: TypeAlias = tuple[
-    int, int
-]  # first page; slots that hold it and all pages up to the next run, a bit each
+# The first page of a run, and the slots, a bit each, that hold all pages up to the next run.
+Run: TypeAlias = tuple[int, int]
 
 
 class Holdings:

@@ -183,9 +183,8 @@ def _lateness(queues: TenantQueues, now_s: float) -> float:
     for waiting in islice(queues.heads(), MAX_LOOKED_AT):
         objective = objective_of(waiting.request)
         if objective.is_promised and not waiting.scheduling_key.has_unpromised_sla:
-            may_wait_s = max(
-                1e-3, objective.due_s
-            )  # an attempt that continues a stream may wait as long again
+            # An attempt that continues a stream may wait as long again.
+            may_wait_s = max(1e-3, objective.due_s)
             latest = max(latest, waiting.queued_s(now_s) / may_wait_s)
     return latest
 
