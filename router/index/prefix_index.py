@@ -288,9 +288,8 @@ class PrefixIndex:
         num_pages, set_at, slots = len(page_keys) // KEY_BYTES, self._table.value_at, self._sets.slots
         page, set_id = 0, set_at(page_keys, 0) or EMPTY
         runs = [(0, slots(set_id))]
-        ahead = [
-            (num_pages - 1, set_at(page_keys, num_pages - 1) or EMPTY)
-        ]  # looked-up pages, the nearest last
+        # Looked-up pages, the nearest last.
+        ahead = [(num_pages - 1, set_at(page_keys, num_pages - 1) or EMPTY)]
         guess = self._run_ends.get(page_keys[:KEY_BYTES], 0)
         for _ in range(MAX_BISECTED):
             while ahead and ahead[-1][1] == set_id:

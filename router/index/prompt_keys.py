@@ -9,10 +9,9 @@ from baton.messages.workers import Worker
 from baton.pages import KEY_BYTES, PageKeys
 from baton.request import Request
 
+# The index and Redis know pages by the first halves of their keys.
+SHORT_KEY_BYTES: Final = KEY_BYTES // 2
 Family: TypeAlias = tuple[str, str, int]  # fingerprint, kv_dtype, page_size: equal ones name pages alike
-SHORT_KEY_BYTES: Final = (
-    KEY_BYTES // 2
-)  # of the first half of a page key, by which the index and Redis know pages
 
 
 def family_of(worker: Worker) -> Family:

@@ -21,9 +21,8 @@ import msgspec
 
 from baton.router.in_flight import LeadOf
 
-PageFormat: TypeAlias = tuple[
-    str, str
-]  # fingerprint, kv_dtype: workers can use each other's pages of one format
+# Fingerprint, kv_dtype: workers can use each other's pages of one format.
+PageFormat: TypeAlias = tuple[str, str]
 
 # Seconds: fixed; a new token; a pair of a new token and a token it attends to. See
 # router/policies/cost_model.py.

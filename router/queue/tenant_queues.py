@@ -26,9 +26,7 @@ from baton.router.queue.quotas import RequestWork
 from baton.tenants import MAX_CLASSES, SchedulingKey
 
 Item = TypeVar("Item")
-Order: TypeAlias = tuple[
-    int, float, int
-]  # priority, due time, number; the least is first; numbers are unique
+Order: TypeAlias = tuple[int, float, int]  # priority, due time, unique number; the least is first
 BLOCK_SIZE: Final = 128
 MIN_KEPT: Final = 1024  # deadlines of requests that wait or did
 
