@@ -31,9 +31,9 @@ from baton.errors import BatonError
 from baton.kvtransfer.endpoint import KvEndpoint
 from baton.kvtransfer.links import KvLinks, Link
 from baton.kvtransfer.protocol.messages import Reserve
-from baton.kvtransfer.ranks.pages import SharedPool
 from baton.kvtransfer.ranks.remote import RankAgents
 from baton.kvtransfer.settings import EndpointSettings
+from baton.kvtransfer.transports.pages import SharedPool
 from baton.messages.bounds import Kind
 from baton.messages.control import Hello
 from baton.messages.workers import Address, Worker, WorkerRole

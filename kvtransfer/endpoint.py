@@ -36,13 +36,15 @@ from baton.kvtransfer.links import Link, Peers
 from baton.kvtransfer.page_endpoint import PageEndpoint
 from baton.kvtransfer.protocol.handoff import PageLedger, TransferEnded
 from baton.kvtransfer.protocol.pull import ID_BYTES
-from baton.kvtransfer.ranks.executor import CompletedSteps, RankExecutor
-from baton.kvtransfer.ranks.pages import SharedPool
+from baton.kvtransfer.ranks.executor import RankExecutor
+from baton.kvtransfer.ranks.peer_transports import TransportCounters
 from baton.kvtransfer.ranks.ranks import Ranks
 from baton.kvtransfer.ranks.remote import RankAgents, RemoteRank
+from baton.kvtransfer.ranks.step_gate import CompletedSteps
 from baton.kvtransfer.settings import Admit, EndpointSettings, refuse_all
 from baton.kvtransfer.transports.message_stream import Call
-from baton.kvtransfer.transports.registry import TransportCounters
+from baton.kvtransfer.transports.pages import SharedPool
+from baton.kvtransfer.transports.registry import transport_set
 from baton.rpc.auth import KeyRing
 from baton.rpc.connection import DroppedPeers
 
@@ -67,7 +69,7 @@ class KvEndpoint(PageEndpoint):
         """pool: of rank 0. shared: what it was made by, if sources on this host may write into it directly.
 
         agents: of the other ranks. steps: of rank 0, which write its pool; None: only transfers do.
-        WorkerLost when one of the ranks does not come.
+        WorkerLost when one of the ranks does not come. ConfigError for a transport that there is none of.
         """
         own, incarnation = settings.for_rank(0), secrets.token_bytes(ID_BYTES)
         self.dropped = dropped = DroppedPeers()
@@ -75,10 +77,19 @@ class KvEndpoint(PageEndpoint):
         self._inbox: SimpleQueue[Call] = SimpleQueue()
         self._next_tick_s = 0.0
         inbox = self._inbox.put
+        transports = transport_set(settings.transport)
         self._here = here = RankExecutor(
-            own, pool, shared, incarnation, inbox, self._hear, clock=clock, dropped=dropped, steps=steps
+            own,
+            pool,
+            shared,
+            incarnation,
+            transports,
+            inbox,
+            self._hear,
+            clock=clock,
+            dropped=dropped,
+            steps=steps,
         )
-        self._doors = here.pool_doors
         self._replica = ranks = Ranks(settings, here, agents, clock)
         super().__init__(settings, incarnation, ledger, admit, clock, ranks)
         try:
@@ -86,8 +97,8 @@ class KvEndpoint(PageEndpoint):
                 (settings.host, settings.port),
                 settings.secret,
                 settings.hello(incarnation),
-                ranks.doors,
-                settings.transport,
+                ranks.listeners,
+                transports,
                 inbox,
                 self._received,
                 self._lost,

@@ -23,8 +23,7 @@ from baton.kvtransfer.links import Link
 from baton.kvtransfer.protocol.handoff import Owner, PageLedger, TransferEnded, answer_to_unknown
 from baton.kvtransfer.protocol.messages import AnyMessage, PullRequest, Refuse, Reserve
 from baton.kvtransfer.protocol.pull import ID_BYTES, Lend, WantedPage, check_pull, lend_nothing, reservation
-from baton.kvtransfer.ranks.executor import Performer
-from baton.kvtransfer.ranks.messages import PartEvent
+from baton.kvtransfer.ranks.messages import PartEvent, Performer
 from baton.kvtransfer.settings import Admit, EndpointSettings
 from baton.kvtransfer.transfers import Routing, TransferManager
 

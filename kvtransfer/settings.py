@@ -9,7 +9,7 @@ from baton.kvtransfer.protocol.handoff import HandoffTimeouts, Owner, PageLedger
 from baton.kvtransfer.protocol.messages import PROTOCOL, EndpointHello, Reserve
 from baton.kvtransfer.protocol.transfer_plan import plan_transfer
 from baton.kvtransfer.ranks.messages import PartRanks, RankSettings, parts_of
-from baton.kvtransfer.transports.registry import AUTO
+from baton.kvtransfer.transports.base import AUTO
 from baton.messages.bounds import LINK_TIMEOUT_S
 from baton.pages import PageLayout
 from baton.rpc.auth import PAGES, KeyRing, LinkKeys, LinkSecret

@@ -28,7 +28,6 @@ from baton.kvtransfer.protocol.handoff import (
 from baton.kvtransfer.protocol.messages import AnyMessage, Grant, PullRequest, Reserve, Wrote
 from baton.kvtransfer.protocol.pull import Lend
 from baton.kvtransfer.protocol.source import SourceHandoff, SourceState
-from baton.kvtransfer.ranks.executor import Performer
 from baton.kvtransfer.ranks.messages import (
     ClosePart,
     ForgetPart,
@@ -42,18 +41,18 @@ from baton.kvtransfer.ranks.messages import (
     PartStopped,
     PartVerified,
     PartWritten,
+    Performer,
     PushPart,
     ReachPeer,
+    Route,
     StopPart,
     VerifyPart,
     WriterDied,
     WriterStopped,
 )
-from baton.kvtransfer.ranks.ranks import Route
-from baton.kvtransfer.ranks.receive_registration import ReceiveRegistrations
 from baton.kvtransfer.settings import EndpointSettings
-from baton.kvtransfer.transports.base import TransferProgress, TransferStatus
 from baton.kvtransfer.transports.message_stream import Call
+from baton.kvtransfer.transports.receive_registration import ReceiveRegistrations
 
 # A transfer that arrives at this replica: has its parts done what its DestinationHandoff asks for.
 #
@@ -341,13 +340,9 @@ class Outgoing:
 
     def _written(self, event: PartWritten) -> None:
         if self.handoff.outcome is None:
-            status = TransferStatus.DONE if event.is_done else TransferStatus.FAILED
-            progress = TransferProgress(
-                status, event.num_bytes, event.num_messages, event.reason, event.spans
-            )
-            self.timeline.wrote(event.stop - event.first, progress)
-        if not event.is_done:
-            self.perform(self.handoff.push_failed(event.part, event.first, event.stop, event.reason))
+            self.timeline.wrote(event.stop - event.first, event.outcome)
+        if not event.outcome.is_done:
+            self.perform(self.handoff.push_failed(event.part, event.first, event.stop, event.outcome.reason))
 
     def _hashed(self, event: PartHashed) -> None:
         push = event.part, event.first, event.stop

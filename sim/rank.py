@@ -18,14 +18,17 @@ from random import Random
 from typing import Final, TypeAlias
 
 from baton.kvtransfer.links import Link
-from baton.kvtransfer.protocol.messages import DIGEST_BYTES, RankListenerAddresses
+from baton.kvtransfer.protocol.messages import DIGEST_BYTES, PeerRank, RankListenerAddresses
 from baton.kvtransfer.protocol.pull import ID_BYTES
 from baton.kvtransfer.protocol.transfer_plan import TransferPlan, plan_transfer
 from baton.kvtransfer.ranks import messages
 from baton.kvtransfer.ranks.digests import differing_units
-from baton.kvtransfer.ranks.ranks import Route
-from baton.kvtransfer.ranks.receive_registration import ReceiveRegistration, ReceiveRegistrations, Writing
-from baton.kvtransfer.transports.base import Spans
+from baton.kvtransfer.transports.receive_registration import (
+    ReceiveRegistration,
+    ReceiveRegistrations,
+    Writing,
+)
+from baton.kvtransfer.transports.transfer_queue import PieceOutcome
 from baton.messages.bounds import LINK_TIMEOUT_S
 from baton.pages import PageLayout
 from baton.sim.engine import ENTRY_BYTES, SimEngine
@@ -214,7 +217,7 @@ class _Incoming:
 
 @dataclass(slots=True)
 class _Outgoing:
-    peer: messages.PeerRank
+    peer: PeerRank
     plan: TransferPlan
     grant: messages.GrantPart | None = None
     pages: tuple[int, ...] = ()
@@ -251,15 +254,12 @@ class SimRank:
         """See Routing."""
         return None
 
-    def routes(self, link: Link, num_layer_groups: int, *, is_source: bool) -> list[Route]:
+    def routes(self, link: Link, num_layer_groups: int, *, is_source: bool) -> list[messages.Route]:
         """See Routing."""
         assert num_layer_groups == 1, "the model has one layer"
-        doors = RankListenerAddresses(incarnation=link.hello.incarnation, host="simulated", device="cpu")
-        return [
-            Route(
-                PART, self, messages.PeerRank(host="", layout=link.hello.layout, rank=0, doors=doors), LAYERS
-            )
-        ]
+        listeners = RankListenerAddresses(incarnation=link.hello.incarnation, host="simulated", device="cpu")
+        peer = PeerRank(host="", layout=link.hello.layout, rank=0, listeners=listeners)
+        return [messages.Route(PART, self, peer, LAYERS)]
 
     def drop(self, link: Link) -> None:
         """See Routing. The work for a link ends with its transfers."""
@@ -310,8 +310,8 @@ class SimRank:
             plan=part.plan,
             num_units=order.num_units,
             pages=order.pages,
-            writer=order.source.doors.incarnation,
-            may_write_directly=self.pieces.is_direct(order.source.doors.incarnation),
+            writer=order.source.listeners.incarnation,
+            may_write_directly=self.pieces.is_direct(order.source.listeners.incarnation),
         )
         if part.is_registered:
             self.registrations.reopen(registration)
@@ -362,7 +362,7 @@ class SimRank:
             part.grant.generations,
             lambda digests, reason: self._pushed(piece, digests, reason),
         )
-        self.pieces.push(self, part.peer.doors.incarnation, piece)
+        self.pieces.push(self, part.peer.listeners.incarnation, piece)
 
     def _pushed(self, piece: SimPiece, digests: bytes | None, reason: str) -> None:
         """digests: of the piece's units; None when they were not written."""
@@ -373,11 +373,12 @@ class SimRank:
                 part=PART,
                 first=piece.first,
                 stop=piece.stop,
-                is_done=is_done,
-                reason=reason,
-                num_bytes=piece.num_bytes if is_done else 0,
-                num_messages=1,
-                spans=Spans(),
+                outcome=PieceOutcome(
+                    is_done=is_done,
+                    num_bytes=piece.num_bytes if is_done else 0,
+                    num_messages=1,
+                    reason=reason,
+                ),
             )
         )
         if digests is not None:

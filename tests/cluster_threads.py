@@ -15,7 +15,7 @@ from typing import Final, Self
 
 from baton.clock import SystemClock
 from baton.cluster.worker_process import HostedWorker
-from baton.config.cluster import TransportChoice, WorkerConfig
+from baton.config.cluster import WorkerConfig
 from baton.config.engine import EngineConfig
 from baton.config.router import RouterConfig
 from baton.errors import BatonError
@@ -141,7 +141,7 @@ class Cluster:
         prefill: Sequence[EngineConfig],
         decode: Sequence[EngineConfig],
         *,
-        transport: TransportChoice = "auto",
+        transport: str = "auto",
         local_prefill_tokens: int = 0,
         policy: str = "round-robin",
         step_timeout_s: float = STEP_TIMEOUT_S,

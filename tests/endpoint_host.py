@@ -15,9 +15,9 @@ from baton.engine.cache.page_pool import PagePool, PageState
 from baton.kvtransfer.links import Link
 from baton.kvtransfer.protocol.handoff import Owner, Timing, TransferEnded
 from baton.kvtransfer.protocol.messages import Reserve
-from baton.kvtransfer.ranks.pages import SharedPool
 from baton.kvtransfer.ranks.remote import RankAgents
 from baton.kvtransfer.settings import EndpointSettings
+from baton.kvtransfer.transports.pages import SharedPool
 from tests.faulty_endpoint import FaultyEndpoint, layout
 from tests.numbered_pages import NumberedPages, wanted_pages
 from tests.rank_process import LateSteps, RankProcess, fill, shape_of

@@ -6,6 +6,7 @@ from baton.kvtransfer.endpoint import KvEndpoint
 from baton.kvtransfer.links import Link
 from baton.kvtransfer.protocol.messages import AnyMessage, Wrote
 from baton.kvtransfer.ranks.messages import PartEvent, PartReached
+from baton.kvtransfer.transports.pages import PageMemory
 from baton.pages import PageLayout
 
 
@@ -43,7 +44,7 @@ class FaultyEndpoint(KvEndpoint):
 
     def _flip(self, wrote: Wrote) -> None:
         self.num_flips -= 1
-        handoff, memory = self._incoming[wrote.transfer].handoff, self._doors.memory
+        handoff, memory = self._incoming[wrote.transfer].handoff, PageMemory.of(self._here.rank.pool)
         page = handoff.pages[(wrote.stop - 1) // handoff._timeouts.destination_units_per_page]
         memory.view()[page * memory.page_bytes + 5] ^= 0x10
 

@@ -21,7 +21,6 @@ CONTEXT.set_forkserver_preload(
         "tests.endpoint_host",
         "tests.transfer_ends",
         "tests.tensor_parallel_peer",
-        "tests.unit.kvtransfer.group_peer",
     ]
 )
 END_S: Final = 20.0

@@ -2,6 +2,8 @@
 
 import secrets
 import socket
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Final, Self, TypeVar
 
 from baton.kvtransfer.links import KV_SCHEMA
@@ -35,10 +37,9 @@ class RoguePeer:
         *,
         incarnation: bytes = b"",
         host: str = "elsewhere",
-        tcp_port: int = 0,
-        shm_address: str = "",
+        addresses: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """host, tcp_port, shm_address: what it says about the ways to its pages."""
+        """host, addresses: what the peer says about its listeners."""
         sock = socket.create_connection(address)
         self.connection = Connection(sock, KEY, Role.CONNECTING, schema=KV_SCHEMA).handshake()
         self.incarnation = incarnation or secrets.token_bytes(16)
@@ -48,11 +49,11 @@ class RoguePeer:
             )
         )
         self.hello = self.hear(EndpointHello)
-        door = RankListenerAddresses(
-            incarnation=self.incarnation, host=host, device="cpu", tcp_port=tcp_port, shm_address=shm_address
+        rank = RankListenerAddresses(
+            incarnation=self.incarnation, host=host, device="cpu", addresses=dict(addresses)
         )
-        self.say(ListenerAddresses(ranks=(door,)))
-        self.doors = self.hear(ListenerAddresses)
+        self.say(ListenerAddresses(ranks=(rank,)))
+        self.listeners = self.hear(ListenerAddresses)
 
     def __enter__(self) -> Self:
         return self

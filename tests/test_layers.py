@@ -45,7 +45,8 @@ FACADES: Final = {
         | {"scheduler.plan", "scheduler.sequence"}
     ),
     "kvtransfer": frozenset(
-        {"endpoint", "links", "page_endpoint", "prefixes", "settings", "ranks.pages", "ranks.remote"}
+        {"endpoint", "links", "page_endpoint", "prefixes", "settings", "ranks.remote", "transports.pages"}
+        | {"transports.registry"}
         | {"protocol.handoff", "protocol.messages"}
     ),
     "prefill_worker": frozenset({"worker", "prefill_job"}),

@@ -1,37 +1,41 @@
-"""The two ends of transfers, whole and small: each can live in a test's process, or as a `Remote`."""
+"""The two ends of transfers without an endpoint: each lives in a test's process, or as a `Remote`."""
 
 import hashlib
+import math
 import os
 import random
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any, Final
 
 import msgspec
 import torch
 from torch import Tensor
 
+from baton.clock import Clock
 from baton.errors import TransferFailed
+from baton.kvtransfer.protocol.messages import PeerRank, RankListenerAddresses
 from baton.kvtransfer.protocol.transfer_plan import TransferPlan, plan_transfer
-from baton.kvtransfer.ranks.pages import PageMemory, SharedPool
-from baton.kvtransfer.ranks.receive_registration import ReceiveRegistration, ReceiveRegistrations
-from baton.kvtransfer.transports.base import (
-    OutgoingTransfer,
-    Piece,
-    TransferProgress,
-    TransferStatus,
-    Transport,
-)
-from baton.kvtransfer.transports.shm import ShmListener, ShmTransport
-from baton.kvtransfer.transports.tcp import TcpSettings, TcpTransport
-from baton.kvtransfer.transports.tcp_receiver import TcpReceiver
+from baton.kvtransfer.transports.base import LocalRank, Sender, TransportListener
+from baton.kvtransfer.transports.pages import SharedPool
+from baton.kvtransfer.transports.receive_registration import ReceiveRegistration
+from baton.kvtransfer.transports.registry import TRANSPORTS
+from baton.kvtransfer.transports.tcp import TcpReceiver, TcpSender, TcpSettings
+from baton.kvtransfer.transports.torch_distributed import GroupSender, GroupSettings, GroupTransport
+from baton.kvtransfer.transports.transfer_queue import OutgoingTransfer, Piece, PieceOutcome
 from baton.pages import PageLayout
+from baton.rpc.auth import LinkSecret
 
 KEY: Final = b"the key of the tests' cluster"
-SETTINGS: Final = TcpSettings(connect_s=5.0, stall_s=2.0, part_s=20.0)
+TCP: Final = TcpSettings(connect_s=5.0, stall_s=2.0, part_s=20.0)
+GROUP: Final = GroupSettings(connect_s=10.0, stall_s=2.0)
 DEADLINE_S: Final = 20.0
 WRITER: Final = b"source incarnati"
+LAYOUT: Final = PageLayout(
+    tp_size=1, page_size=16, num_layers=2, num_kv_heads=4, head_dim=32, dtype="bfloat16"
+)
 
 
 class Grant(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,7 +51,6 @@ class Grant(msgspec.Struct, frozen=True, kw_only=True):
     generation: int = 1
     source_rank: int = 0
     rank: int = 0
-    direct: bool = False
 
     @property
     def plan(self) -> TransferPlan:
@@ -64,32 +67,91 @@ class Grant(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
+def local_rank(
+    pages: Tensor,
+    *,
+    layout: PageLayout = LAYOUT,
+    rank: int = 0,
+    key: LinkSecret = KEY,
+    shared: SharedPool | None = None,
+    on_writer_death: Callable[[list[bytes]], None] = lambda registrations: None,
+    clock: Clock | None = None,
+) -> LocalRank:
+    """A rank of this process with these pages; its layout matters to gloo and NCCL alone."""
+    return LocalRank(
+        pages,
+        layout=layout,
+        rank=rank,
+        host="127.0.0.1",
+        key=key,
+        incarnation=WRITER,
+        shared=shared,
+        on_writer_death=on_writer_death,
+        clock=clock,
+    )
+
+
+class Push:
+    """A piece that was pushed, and its outcome once it has ended."""
+
+    def __init__(self, sender: Sender, piece: Piece) -> None:
+        self._outcome: Future[PieceOutcome] = Future()
+        sender.push(piece, self._outcome.set_result)
+
+    @property
+    def has_ended(self) -> bool:
+        return self._outcome.done()
+
+    def outcome(self, timeout_s: float = DEADLINE_S) -> PieceOutcome:
+        return self._outcome.result(None if timeout_s == math.inf else timeout_s)
+
+
 class Destination:
-    def __init__(self, page_bytes: int, num_pages: int, key: str = KEY.hex()) -> None:
+    """A rank that listens with every transport that its pool allows."""
+
+    def __init__(
+        self, layout: PageLayout, num_pages: int, rank: int = 0, key: str = KEY.hex(), device: str = "cpu"
+    ) -> None:
+        torch.set_num_threads(1)
         self.pool = SharedPool()
-        self.pages = self.pool.zeros((num_pages, page_bytes), torch.uint8)
-        self.registrations = ReceiveRegistrations(num_pages)
-        self.receiver = TcpReceiver(
-            self.registrations, self.pool.memory, bytes.fromhex(key), settings=SETTINGS
-        )
+        shape = (num_pages, layout.page_bytes)
+        if device == "cpu":
+            self.pages = self.pool.zeros(shape, torch.uint8)
+        else:
+            self.pages = torch.zeros(shape, dtype=torch.uint8, device=device)
         self.orphans: list[str] = []
         self.safe: list[str] = []
-        self._door = ShmListener(self.pool, self.registrations, bytes.fromhex(key), self._mourn)
+        self.rank = local_rank(
+            self.pages,
+            layout=layout,
+            rank=rank,
+            key=bytes.fromhex(key),
+            shared=self.pool if device == "cpu" else None,
+            on_writer_death=self._note_orphans,
+        )
+        self.registrations = self.rank.registrations
+        self.receiver = TcpReceiver(self.rank, settings=TCP)
+        self._listeners: dict[str, TransportListener] = {"tcp": self.receiver}
+        for name, transport in TRANSPORTS.items():
+            listener = transport.listen(self.rank) if name != "tcp" else None
+            if listener is not None:
+                self._listeners[name] = listener
 
-    def renew(self, page_bytes: int, num_pages: int) -> None:
+    def renew(self, layout: PageLayout, num_pages: int, rank: int, device: str) -> None:
         """Another pool, and nothing of the one before."""
         self.close()
-        self.__init__(page_bytes, num_pages)  # type: ignore[misc]
+        self.__init__(layout, num_pages, rank, device=device)  # type: ignore[misc]
 
-    def _mourn(self, transfers: list[bytes]) -> None:
+    def _note_orphans(self, transfers: list[bytes]) -> None:
         self.orphans += [transfer.hex() for transfer in transfers]
 
-    def addresses(self) -> dict[str, Any]:
-        return {"tcp": list(self.receiver.address), "shm": self._door.address}
+    def addresses(self) -> dict[str, str]:
+        return {name: listener.address for name, listener in self._listeners.items()}
 
     def grant(self, grant: dict[str, Any]) -> None:
         granted = msgspec.convert(grant, Grant)
-        self.pool.generations.grant(granted.pages, [granted.generation] * len(granted.pages))
+        assert self.rank.generations is not None
+        self.rank.generations.grant(granted.pages, [granted.generation] * len(granted.pages))
         self.registrations.add(
             ReceiveRegistration(
                 id=bytes.fromhex(granted.id),
@@ -98,14 +160,15 @@ class Destination:
                 num_units=granted.num_units,
                 pages=granted.pages,
                 writer=WRITER,
-                may_write_directly=granted.direct,
+                may_write_directly=True,
             )
         )
 
     def end(self, grant: dict[str, Any]) -> None:
-        """As after an abort: its pages are taken back, and listed in `safe` when nobody writes."""
+        """As after an abort: the pages are taken back, and listed in `safe` when nothing writes them."""
         ended = msgspec.convert(grant, Grant)
-        self.pool.generations.revoke(ended.pages)
+        assert self.rank.generations is not None
+        self.rank.generations.revoke(ended.pages)
         self.registrations.close(bytes.fromhex(ended.id), lambda: self.safe.append(ended.id))
 
     def release(self, transfer: str) -> None:
@@ -115,69 +178,84 @@ class Destination:
         return transfer in self.safe
 
     def digest(self) -> str:
-        return digest(self.pages)
+        return digest(self.pages.cpu())
 
-    def state(self) -> dict[str, Any]:
-        counters = self.registrations.counters
-        return {
-            "stale": counters.num_stale,
-            "broken": counters.num_broken,
-            "open": self.registrations.num_open(),
-            "streams": self.receiver.num_streams(),
-            "dropped": dict(self.receiver.dropped.counts()),
-            "orphans": self.orphans,
-        }
+    def num_streams(self) -> int:
+        return self.receiver.num_streams()
 
     def close(self) -> None:
-        self.receiver.close()
-        self._door.close()
+        for listener in self._listeners.values():
+            listener.close()
+        self.rank.close()
         self.pool.close()
 
 
 class Source:
-    def __init__(self, page_bytes: int, num_pages: int, key: str = KEY.hex()) -> None:
-        self.pages = source_pages(page_bytes, num_pages)
-        self._key = bytes.fromhex(key)
-        self.transport: Transport
+    """A rank with random pages, and its sender to one destination."""
 
-    def open(self, name: str, addresses: dict[str, Any]) -> None:
-        memory = PageMemory.of(self.pages)
+    def __init__(
+        self, layout: PageLayout, num_pages: int, rank: int = 0, key: str = KEY.hex(), device: str = "cpu"
+    ) -> None:
+        torch.set_num_threads(1)
+        self.pages = source_pages(layout.page_bytes, num_pages).to(device)
+        self.rank = local_rank(self.pages, layout=layout, rank=rank, key=bytes.fromhex(key))
+        self.sender: Sender
+        self._pushes: list[Push] = []
+
+    def open(self, name: str, addresses: dict[str, str], layout: PageLayout, rank: int = 0) -> None:
+        """layout, rank: the destination's."""
+        peer = peer_rank(name, addresses[name], layout, rank)
+        transport = TRANSPORTS[name]
         if name == "tcp":
-            host, port = addresses["tcp"]
-            self.transport = TcpTransport((host, port), self._key, memory, settings=SETTINGS)
+            self.sender = TcpSender(self.rank, ("127.0.0.1", int(addresses[name])), TCP)
+        elif isinstance(transport, GroupTransport):
+            self.sender = GroupSender(transport, self.rank, peer, GROUP)
         else:
-            self.transport = ShmTransport(addresses["shm"], self._key, memory, WRITER)
+            self.sender = transport.connect(self.rank, peer)
         try:
-            self.transport.open()
+            self.sender.open()
         except TransferFailed:
-            self.transport.close()
+            self.sender.close()
             raise
 
     def push(self, grant: dict[str, Any], first: int, stop: int) -> int:
-        return self.transport.push(Piece(msgspec.convert(grant, Grant).outgoing(), first, stop))
+        """The number of the push, for `has_ended` and `outcome`."""
+        piece = Piece(msgspec.convert(grant, Grant).outgoing(), first, stop)
+        self._pushes.append(Push(self.sender, piece))
+        return len(self._pushes) - 1
+
+    def has_ended(self, number: int) -> bool:
+        return self._pushes[number].has_ended
+
+    def is_done(self, number: int) -> bool:
+        return self._pushes[number].outcome().is_done
+
+    def outcome(self, number: int) -> PieceOutcome:
+        return self._pushes[number].outcome()
 
     def keep_pushing(self, grant: dict[str, Any], num_units: int) -> None:
         """Push the whole transfer again and again: whenever this process is stopped, it is writing."""
         outgoing = msgspec.convert(grant, Grant).outgoing()
 
         def push() -> None:
-            status = TransferStatus.DONE
-            while status == TransferStatus.DONE:
-                handle = self.transport.push(Piece(outgoing, 0, num_units))
-                while not (status := self.transport.poll(handle).status).is_final:
-                    time.sleep(0.0001)
-                self.transport.forget(handle)
+            while Push(self.sender, Piece(outgoing, 0, num_units)).outcome(math.inf).is_done:
+                continue
 
         threading.Thread(target=push, daemon=True).start()
 
-    def status(self, handle: int) -> int:
-        return int(self.transport.poll(handle).status)
-
     def abort(self, transfer: str) -> None:
-        self.transport.abort(bytes.fromhex(transfer))
+        self.sender.abort(bytes.fromhex(transfer))
 
     def close(self) -> None:
-        self.transport.close()
+        self.sender.close()
+
+
+def peer_rank(name: str, address: str, layout: PageLayout, rank: int = 0) -> PeerRank:
+    """A destination on this host that listens with one transport."""
+    listeners = RankListenerAddresses(
+        incarnation=b"d" * 16, host="here", device="cpu", addresses={name: address}
+    )
+    return PeerRank(host="127.0.0.1", layout=layout, rank=rank, listeners=listeners)
 
 
 def source_pages(page_bytes: int, num_pages: int) -> Tensor:
@@ -223,11 +301,6 @@ def wait_for(condition: Callable[[], bool], timeout_s: float = DEADLINE_S) -> fl
             raise TimeoutError(f"not within {timeout_s} s")
         time.sleep(0.002)
     return time.monotonic() - started_s
-
-
-def outcome(transport: Transport, handle: int) -> TransferProgress:
-    wait_for(lambda: transport.poll(handle).status.is_final)
-    return transport.poll(handle)
 
 
 def open_files() -> list[str]:

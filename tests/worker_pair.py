@@ -18,8 +18,8 @@ from baton.kvtransfer.links import KvLinks, Link
 from baton.kvtransfer.protocol.handoff import Timing
 from baton.kvtransfer.protocol.messages import AnyMessage as TransferMessage
 from baton.kvtransfer.protocol.messages import Reserve
-from baton.kvtransfer.ranks.pages import SharedPool
 from baton.kvtransfer.settings import EndpointSettings
+from baton.kvtransfer.transports.pages import SharedPool
 from baton.messages.bounds import Kind
 from baton.messages.codec import AnyMessage
 from baton.messages.control import AttemptFailed, Cancel, Dispatch, Hello, Members, Reachable, Tokens

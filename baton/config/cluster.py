@@ -26,7 +26,6 @@ Ready: TypeAlias = Callable[[Address], None]  # called once, from any thread
 # A draining worker lives for at least this long: it refuses attempts that are under way to it, all processes
 # hear that it drains, and its last messages arrive before its connections end.
 DRAIN_NOTICE_S: Final = 0.75
-TransportChoice: TypeAlias = Literal["auto", "shm", "cuda_ipc", "nccl", "gloo", "tcp"]
 
 
 class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -48,7 +47,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     routers: Routers  # addresses of all routers of the cluster
     host: str = "127.0.0.1"  # address to listen on, for control connections and KV pages
     port: Annotated[int, Meta(ge=0, le=65_535)] = 0  # for control connections; 0: any that is free
-    transport: TransportChoice = "auto"  # how KV pages move between workers
+    # How KV pages move between workers: auto, shm, cuda_ipc, nccl, gloo, tcp, or package.module:Class of your own.
+    transport: str = "auto"
     # A decode worker prefills prompts with at most this many uncached tokens itself.
     local_prefill_tokens: Annotated[int, Meta(ge=0, le=2**31)] = 64
     drain_timeout_s: Annotated[float, Meta(ge=0, le=3600)] = 30.0  # for running requests when draining
@@ -96,7 +96,8 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     routers: Annotated[int, Meta(ge=1, le=MAX_ROUTERS)] = 1
     prefill: WorkersConfig = WorkersConfig()
     decode: WorkersConfig = WorkersConfig()
-    transport: TransportChoice = "auto"  # how KV pages move between workers
+    # How KV pages move between workers: auto, shm, cuda_ipc, nccl, gloo, tcp, or package.module:Class of your own.
+    transport: str = "auto"
     tenants: str | None = None  # YAML file of tenants and their keys; None: requests need no key
     cluster_key_file: str | None = None  # the cluster's key; None: BATON_CLUSTER_KEY_FILE, or a new key
     start_timeout_s: Annotated[float, Meta(gt=0, le=86_400)] = 600.0  # for workers to load the model

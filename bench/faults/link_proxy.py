@@ -282,18 +282,19 @@ def _switch(exchange: Exchange, kind: str) -> None:
         return
     from baton.kvtransfer.endpoint import KvEndpoint
     from baton.kvtransfer.links import Link
-    from baton.kvtransfer.transports.tcp import TcpTransport
+    from baton.kvtransfer.transports.base import LocalRank
+    from baton.kvtransfer.transports.tcp import TcpSender
 
-    link, make = KvEndpoint.link, TcpTransport.__init__
+    link, make = KvEndpoint.link, TcpSender.__init__
 
     def link_through(self: KvEndpoint, address: tuple[str, int]) -> Link:
         return link(self, exchange.through(address, "page control"))
 
-    def make_through(self: TcpTransport, address: tuple[str, int], *rest: Any, **named: Any) -> None:
-        make(self, exchange.through(address, "page data"), *rest, **named)
+    def make_through(self: TcpSender, rank: LocalRank, address: tuple[str, int]) -> None:
+        make(self, rank, exchange.through(address, "page data"))
 
     KvEndpoint.link = link_through  # type: ignore[method-assign]
-    TcpTransport.__init__ = make_through  # type: ignore[method-assign]
+    TcpSender.__init__ = make_through  # type: ignore[method-assign,assignment]
 
 
 def main() -> int:

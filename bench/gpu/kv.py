@@ -15,8 +15,8 @@ import hashlib
 import random
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from functools import partial
 from statistics import median
 from time import perf_counter
@@ -32,20 +32,13 @@ from baton.bench.processes import Child
 from baton.bench.report import Row, format_number
 from baton.errors import TransferFailed
 from baton.kernels.pages import gather_pages, scatter_pages
+from baton.kvtransfer.protocol.messages import PeerRank, RankListenerAddresses
 from baton.kvtransfer.protocol.transfer_plan import Offsets, TransferPlan, plan_transfer
-from baton.kvtransfer.ranks.pages import DevicePages, PageMemory, PagePacking, SharedPool, packing_of
-from baton.kvtransfer.ranks.receive_registration import ReceiveRegistration, ReceiveRegistrations
-from baton.kvtransfer.transports.base import OutgoingTransfer, Piece, TransferStatus, Transport
-from baton.kvtransfer.transports.cuda_ipc import CudaIpcListener, CudaIpcTransport, SharedDevicePool
-from baton.kvtransfer.transports.group_receiver import (
-    GroupListener,
-    GroupReceiver,
-    RendezvousRequest,
-    request_rendezvous,
-)
-from baton.kvtransfer.transports.rank_pair import GroupSettings, payload_bytes
-from baton.kvtransfer.transports.shm import ShmListener, ShmTransport
-from baton.kvtransfer.transports.torch_distributed import GroupTransport
+from baton.kvtransfer.transports.base import LocalRank, Transport
+from baton.kvtransfer.transports.pages import DevicePages, PagePacking, SharedPool, packing_of
+from baton.kvtransfer.transports.receive_registration import ReceiveRegistration
+from baton.kvtransfer.transports.registry import TRANSPORTS
+from baton.kvtransfer.transports.transfer_queue import OutgoingTransfer, Piece, PieceOutcome
 from baton.pages import PageLayout
 
 Way = Literal["cuda_ipc", "nccl", "shm", "gloo"]
@@ -58,7 +51,7 @@ LEAST_NCCL: Final = (2, 30)  # the first with NCCL_MULTI_RANK_GPU_ENABLE
 BAR_PERCENT: Final = 85.0
 NUM_ROUNDS: Final = 9
 TIMEOUT_S: Final = 120.0
-SETTINGS: Final = GroupSettings(connect_s=60.0, stall_s=20.0)
+HOST: Final = "127.0.0.1"
 NCCL_SHARES_A_GPU: Final = "NCCL_MULTI_RANK_GPU_ENABLE=1"
 
 
@@ -74,6 +67,24 @@ class Move(msgspec.Struct, frozen=True, kw_only=True):
     def device(self) -> torch.device:
         return torch.device("cuda" if self.way in ("cuda_ipc", "nccl") else "cpu")
 
+    @property
+    def transport(self) -> Transport:
+        """Return the registry's entry."""
+        return TRANSPORTS[self.way]
+
+    def rank(self, pool: Tensor, shared: SharedPool | None = None) -> LocalRank:
+        """Return either end, with this pool."""
+        return LocalRank(
+            pool, layout=self.layout, rank=0, host=HOST, key=KEY, incarnation=WRITER, shared=shared
+        )
+
+    def peer(self, address: str) -> PeerRank:
+        """Return the destination, as its source reaches it."""
+        listeners = RankListenerAddresses(
+            incarnation=WRITER, host=HOST, device="cpu", addresses={self.way: address}
+        )
+        return PeerRank(host=HOST, layout=self.layout, rank=0, listeners=listeners)
+
     def pages(self, seed: int) -> tuple[int, ...]:
         return tuple(random.Random(seed).sample(range(self.num_pages), max(self.num_units)))
 
@@ -85,13 +96,6 @@ class Moved(msgspec.Struct, frozen=True, kw_only=True):
     num_bytes: int
     seconds: float
     copy_s: float
-
-
-class ListenerAt(msgspec.Struct, frozen=True, kw_only=True):
-    """The address or the port of a listener, depending on the transport."""
-
-    address: str = ""
-    port: int = 0
 
 
 def measure(move: Move) -> list[Moved]:
@@ -108,7 +112,7 @@ def measure(move: Move) -> list[Moved]:
 def run_source(move: Move) -> list[Moved]:
     """Measure every size, in the process of the source."""
     with DestinationProcess(move) as destination:
-        source = Source(move, destination.listener)
+        source = Source(move, destination.address)
         try:
             return [source.measure(num_units, destination) for num_units in move.num_units]
         finally:
@@ -118,14 +122,13 @@ def run_source(move: Move) -> list[Moved]:
 class Source:
     """The source's pool and transport."""
 
-    def __init__(self, move: Move, at: ListenerAt) -> None:
+    def __init__(self, move: Move, address: str) -> None:
         self._plan = plan_transfer(move.layout, move.layout, 0, 0)
         self._pages = move.pages(seed=1)
-        self._ended = threading.Event()
         shape = (move.num_pages, move.layout.page_bytes)
         self._pool = torch.empty(shape, dtype=torch.uint8, device=move.device).random_()
         self._target = torch.empty_like(self._pool.view(-1))
-        self._transport = self._transport_to(move, at)
+        self._sender = move.transport.connect(move.rank(self._pool), move.peer(address))
         self._transfer = OutgoingTransfer(
             id=TRANSFER,
             epoch=EPOCH,
@@ -134,7 +137,7 @@ class Source:
             destination_pages=move.pages(seed=2),
             destination_generations=(1,) * len(self._pages),
         )
-        self._transport.open()
+        self._sender.open()
 
     def measure(self, num_units: int, destination: "DestinationProcess") -> Moved:
         """Check and time one size."""
@@ -155,37 +158,20 @@ class Source:
 
     def close(self) -> None:
         """Close the transport."""
-        self._transport.close()
-
-    def _transport_to(self, move: Move, at: ListenerAt) -> Transport:
-        pool = self._pool
-        if move.way == "cuda_ipc":
-            return CudaIpcTransport(at.address, KEY, pool, WRITER, on_end=self._note_end)
-        if move.way == "shm":
-            return ShmTransport(at.address, KEY, PageMemory.of(pool), WRITER, on_end=self._note_end)
-        rendezvous_request = RendezvousRequest(
-            name=move.way, layout=move.layout, rank=0, payload_bytes=payload_bytes(self._plan)
-        )
-        meet = partial(
-            request_rendezvous, (SETTINGS.host, at.port), KEY, rendezvous_request, SETTINGS.connect_s
-        )
-        return GroupTransport(move.way, meet, pool, self._plan, settings=SETTINGS, on_end=self._note_end)
-
-    def _note_end(self, ticket: int) -> None:
-        self._ended.set()
+        self._sender.close()
 
     def _push(self, piece: Piece) -> float:
         """Return the seconds until the destination has the piece."""
-        self._ended.clear()
+        ended: Future[PieceOutcome] = Future()
         started_s = perf_counter()
-        ticket = self._transport.push(piece)
-        if not self._ended.wait(TIMEOUT_S):
-            raise TransferFailed(f"{piece.num_bytes} bytes did not arrive within {TIMEOUT_S:g} s")
+        self._sender.push(piece, ended.set_result)
+        try:
+            outcome = ended.result(TIMEOUT_S)
+        except TimeoutError:
+            raise TransferFailed(f"{piece.num_bytes} bytes did not arrive within {TIMEOUT_S:g} s") from None
         seconds = perf_counter() - started_s
-        progress = self._transport.poll(ticket)
-        self._transport.forget(ticket)
-        if progress.status is not TransferStatus.DONE:
-            raise TransferFailed(progress.reason)
+        if not outcome.is_done:
+            raise TransferFailed(outcome.reason)
         return seconds
 
 
@@ -194,7 +180,7 @@ class DestinationProcess:
 
     def __init__(self, move: Move) -> None:
         self._child = Child(*_arguments("destination", move))
-        self.listener = msgspec.json.decode(self._read(self._child.read()), type=ListenerAt)
+        self.address = msgspec.json.decode(self._read(self._child.read()), type=str)
 
     def __enter__(self) -> Self:
         return self
@@ -217,8 +203,14 @@ class Destination:
 
     def __init__(self, move: Move) -> None:
         self.pages = move.pages(seed=2)
-        self._registrations = ReceiveRegistrations(move.num_pages)
-        self._registrations.add(
+        shape = (move.num_pages, move.layout.page_bytes)
+        shared = SharedPool() if move.way == "shm" else None
+        if shared is None:
+            self.pool = torch.zeros(shape, dtype=torch.uint8, device=move.device)
+        else:
+            self.pool = shared.zeros(shape, torch.uint8)
+        rank = move.rank(self.pool, shared)
+        rank.registrations.add(
             ReceiveRegistration(
                 id=TRANSFER,
                 epoch=EPOCH,
@@ -226,32 +218,21 @@ class Destination:
                 num_units=len(self.pages),
                 pages=self.pages,
                 writer=WRITER,
-                may_write_directly=move.way in ("cuda_ipc", "shm"),
+                may_write_directly=rank.generations is not None,
             )
         )
-        shape = (move.num_pages, move.layout.page_bytes)
-        if move.way == "shm":
-            shared = SharedPool()
-            self.pool = shared.zeros(shape, torch.uint8)
-            shared.generations.grant(self.pages, (1,) * len(self.pages))
-            self.listener = ListenerAt(address=ShmListener(shared, self._registrations, KEY, _ignore).address)
-            return
-        self.pool = torch.zeros(shape, dtype=torch.uint8, device=move.device)
-        if move.way == "cuda_ipc":
-            device_pool = SharedDevicePool(self.pool)
-            device_pool.generations.grant(self.pages, (1,) * len(self.pages))
-            self.listener = ListenerAt(
-                address=CudaIpcListener(device_pool, self._registrations, KEY, _ignore).address
-            )
-            return
-        receiver = GroupReceiver(move.way, self._registrations, self.pool, settings=SETTINGS)
-        self.listener = ListenerAt(port=GroupListener(receiver, move.layout, 0, KEY).address[1])
+        if rank.generations is not None:
+            rank.generations.grant(self.pages, (1,) * len(self.pages))
+        listener = move.transport.listen(rank)
+        if listener is None:
+            raise TransferFailed(f"{move.way} cannot reach a pool on {move.device}")
+        self.address = listener.address
 
 
 def serve_destination(move: Move) -> None:
     """Answer each number of units on stdin with their digest."""
     destination = Destination(move)
-    _print(msgspec.json.encode(destination.listener).decode())
+    _print(msgspec.json.encode(destination.address).decode())
     for line in sys.stdin:
         _print(digest_of(destination.pool, destination.pages[: int(line)]))
 
@@ -264,10 +245,6 @@ def digest_of(pool: Tensor, pages: Sequence[int]) -> str:
 
 def _arguments(role: str, move: Move) -> list[str]:
     return ["-m", "baton.bench.gpu.kv", role, msgspec.json.encode(move).decode()]
-
-
-def _ignore(transfers: list[bytes]) -> None:
-    """Ignore transfers of a source that has died."""
 
 
 def _print(line: str) -> None:

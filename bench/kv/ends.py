@@ -23,8 +23,8 @@ from baton.kvtransfer.links import Link
 from baton.kvtransfer.protocol.handoff import HandoffOutcome, Owner, Timing, TransferEnded, TransferTimes
 from baton.kvtransfer.protocol.messages import AnyMessage, Reserve, Wrote
 from baton.kvtransfer.protocol.transfer_plan import plan_transfer
-from baton.kvtransfer.ranks.pages import SharedPool
 from baton.kvtransfer.settings import EndpointSettings
+from baton.kvtransfer.transports.pages import SharedPool
 from baton.pages import PageLayout
 
 KEY: Final = b"a key for this bench alone"
@@ -142,7 +142,8 @@ class _DamagingEndpoint(KvEndpoint):
         unit = self.damaged_unit
         if unit is not None and isinstance(message, Wrote) and message.first <= unit < message.stop:
             pages = self._incoming[message.transfer].handoff.pages
-            memory = self._doors.memory
+            memory = self._here.rank.memory
+            assert memory is not None
             memory.view()[pages[unit] * memory.page_bytes] ^= 1
             self.damaged_unit = None
         super()._received(link, message)

@@ -25,7 +25,7 @@ from baton.kvtransfer.protocol.messages import (
     PullRequest,
     Wrote,
 )
-from baton.kvtransfer.transports.base import TransferProgress
+from baton.kvtransfer.transports.transfer_queue import PieceOutcome
 
 # What a hand-off asks of the ledger of pages: the engine's PagePool has it all, and documents it.
 
@@ -295,15 +295,15 @@ class Timeline:
         self._num_in_flight += 1
         self._enter(Phase.MOVING)
 
-    def wrote(self, num_units: int, progress: TransferProgress) -> None:
+    def wrote(self, num_units: int, outcome: PieceOutcome) -> None:
         """A piece of a part has ended, well or not."""
         self._num_in_flight -= 1
         self._num_unwritten -= num_units
-        spans = progress.spans
+        spans = outcome.spans
         self._gather_s += spans.gather_s
         self._moving_s += spans.queued_s + spans.gather_s + spans.wire_s
-        self._num_bytes += progress.num_bytes
-        self._num_messages += progress.num_messages
+        self._num_bytes += outcome.num_bytes
+        self._num_messages += outcome.num_messages
         if not self._num_in_flight:
             self._enter(Phase.VERIFY if self._num_unwritten <= 0 else Phase.WAITING)
 

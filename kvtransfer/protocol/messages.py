@@ -52,6 +52,7 @@ DurationMs: TypeAlias = Annotated[int, Meta(ge=1, le=MAX_DURATION_MS)]
 Digests: TypeAlias = Annotated[bytes, Meta(min_length=DIGEST_BYTES, max_length=MAX_PAGES * DIGEST_BYTES)]
 Reason: TypeAlias = Annotated[str, Meta(max_length=256)]
 TransportName: TypeAlias = Annotated[str, Meta(min_length=1, max_length=16)]
+ListenerAddress: TypeAlias = Annotated[str, Meta(min_length=1, max_length=107)]
 TransportNames: TypeAlias = Annotated[tuple[TransportName, ...], Meta(max_length=8)]
 
 
@@ -71,28 +72,26 @@ class EndpointHello(TransferMessage, frozen=True):
 
 
 class RankListenerAddresses(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How the pages of one rank are reached. Its address is the link's own."""
+    """Where one rank listens for sources. Addresses are relative to the address of the rank's host."""
 
     incarnation: Incarnation  # of the rank's process, which may die alone
-    host: Annotated[str, Meta(min_length=1, max_length=64)]  # as in choose.Place
+    host: Annotated[str, Meta(min_length=1, max_length=64)]  # equal for ranks that share a kernel
     device: Literal["cpu", "cuda"]
-    tcp_port: Annotated[int, Meta(ge=0, le=65_535)] = 0  # 0: no such door
-    shm_address: Annotated[str, Meta(max_length=107)] = ""
-    gloo_port: Annotated[int, Meta(ge=0, le=65_535)] = 0
-    cuda_ipc_address: Annotated[str, Meta(max_length=107)] = ""
-    nccl_port: Annotated[int, Meta(ge=0, le=65_535)] = 0
+    addresses: Annotated[dict[TransportName, ListenerAddress], Meta(max_length=8)] = {}
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the transports that there is a door for."""
-        doors = {
-            "shm": self.shm_address,
-            "cuda_ipc": self.cuda_ipc_address,
-            "nccl": self.nccl_port,
-            "gloo": self.gloo_port,
-            "tcp": self.tcp_port,
-        }
-        return tuple(name for name, door in doors.items() if door)
+        """The transports that the rank listens with."""
+        return tuple(self.addresses)
+
+
+class PeerRank(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A rank of another replica: the other end of a part of a transfer."""
+
+    host: str  # its address, as this replica reaches it
+    layout: PageLayout
+    rank: Annotated[int, Meta(ge=0, le=2**16 - 1)]
+    listeners: RankListenerAddresses
 
 
 class ListenerAddresses(TransferMessage, frozen=True):

@@ -63,11 +63,13 @@ class TransferSide:
         pages: those of the transfer's units from 0 on. ValueError when they do not reach to `stop`, or when
         one is negative; that every page is within the pool is for whoever owns the pool to see to.
         """
-        page_ids = np.asarray(pages, dtype=np.int64)
-        if not 0 <= first <= stop or self.num_pages(stop) > len(page_ids):
+        if not 0 <= first <= stop or self.num_pages(stop) > len(pages):
             raise ValueError(
-                f"units [{first}, {stop}) at {self.units_per_page} a page do not lie in {len(page_ids)} pages"
+                f"units [{first}, {stop}) at {self.units_per_page} a page do not lie in {len(pages)} pages"
             )
+        first_page = first // self.units_per_page  # pages before it cost nothing
+        page_ids = np.asarray(pages[first_page : self.num_pages(stop)], dtype=np.int64)
+        first, stop = first - first_page * self.units_per_page, stop - first_page * self.units_per_page
         if self.units_per_page == 1:
             unit_pages = page_ids[first:stop]
             starts = unit_pages * self.page_bytes

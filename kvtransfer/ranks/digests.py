@@ -1,21 +1,21 @@
-"""One digest a unit, by which the destination knows that it holds what was sent.
+"""Digests by which a destination knows that it holds what the source has sent: one digest a unit.
 
-XXH3-64 over the unit's bytes in plan order, so both ends get the same however their pools are cut. With 64
-bits the digests of the longest prompt fit one frame; a damaged unit is missed once in 2^64.
+XXH3-64 over the unit's bytes in plan order, so both ends get the same digest however their pools are cut. The
+64-bit digests of the longest prompt fit one frame; a damaged unit is missed once in 2^64.
 
-Page bytes come over sockets where a stranger may put other bytes in their place: gloo and NCCL do not know
-what connects, and anything on the way can change what TCP carries. So the digests are keyed (PartDigests).
-Each part of a transfer has a secret that its two ends derive from the session of their link. From the secret
-come the seed of the hash, and a mask as long as all digests that is XORed onto them before they are sent over
-the link, which is sealed. A forger knows neither the seed nor, because of the mask, any hash under it, so he
-cannot tell which other bytes have the same: he is left with a guess of 64 bits a unit, and the second wrong
-guess ends the transfer. This is the construction of Wegman and Carter with XXH3 in the place of a universal
-hash, which nobody has proved XXH3 to be. Keyed BLAKE2b would be proof and takes thirty times as long: more
-than a link of 1 GB/s. Bytes of a peer that holds the cluster key are that peer's word, whatever they are.
+Page bytes come over sockets where a stranger may put other bytes in their place: gloo and NCCL do not
+authenticate their peers, and a host on the way can change what TCP carries. So the digests are keyed
+(PartDigests). Each part of a transfer has a secret that its two ends derive from the session of their link.
+From the secret come the seed of the hash, and a mask as long as all digests that is XORed onto them before
+they are sent over the link, which is sealed. A forger knows neither the seed nor, because of the mask, any
+hash under it, so he cannot tell which other bytes have the same hash. A guess is right once in 2^64, and the
+second wrong guess ends the transfer. This is the construction of Wegman and Carter with XXH3 in the place of
+a universal hash; that XXH3 is one is unproved. Keyed BLAKE2b would be proof and takes thirty times as long:
+more than a link of 1 GB/s. A peer that holds the cluster key is trusted.
 
 A GPU's pages are hashed by the CPU too, from host memory to which they are copied piece by piece, so a GPU
-and a CPU agree by construction. It costs a pass over the bus, 20 ms a GiB at 50 GB/s, and the hash, as long
-again and more on one core; pages that stream have it hidden but for their last piece.
+and a CPU agree by construction. That costs a pass over the bus, 20 ms a GiB at 50 GB/s, and the hash, as long
+again and more on one core; for pages that stream, only the last piece's cost is not hidden.
 """
 
 import threading
@@ -29,9 +29,10 @@ from numpy.typing import NDArray
 
 from baton.kvtransfer.protocol.messages import DIGEST_BYTES
 from baton.kvtransfer.protocol.transfer_plan import Offsets, TransferPlan
-from baton.kvtransfer.ranks.pages import PageMemory, PagePacking, StagedParts
+from baton.kvtransfer.transports.base import LocalRank
+from baton.kvtransfer.transports.pages import PageMemory, PagePacking, StagedParts
 
-PIECE_BYTES: Final = 16 * 2**20  # hashed in a millisecond: whoever waits for the staging memory waits so long
+PIECE_BYTES: Final = 16 * 2**20  # hashed in a millisecond, the longest wait for the staging memory
 
 _PART: Final = b"baton kv part 1"
 _SEED: Final = b"baton kv seed 1"
@@ -40,23 +41,31 @@ _UNITS_PER_BLOCK: Final = 64 // DIGEST_BYTES  # a block is a whole BLAKE2b
 
 
 class UnitDigests(Protocol):
-    """Of one rank's pool, from any thread."""
+    """Takes the digests of units of one rank's pool. From any thread."""
 
     def take(self, plan: TransferPlan, offset_N: Offsets, num_units: int, seed: int = 0) -> bytes:
-        """As `digest_units`; nobody writes these units meanwhile."""
+        """As `digest_units`. The units must not be written meanwhile."""
+
+
+def digests_of(rank: LocalRank) -> UnitDigests:
+    """The digests of a rank's pool: in place on a CPU, by way of host memory on a GPU."""
+    return HostDigests(rank.memory) if rank.memory is not None else StagedDigests(rank.packing())
 
 
 class PartDigests:
-    """Of one part of a transfer, under the part's own key; the same at both ends. From any thread."""
+    """The digests of one part of a transfer, under the part's own key. From any thread.
+
+    Both ends of the part get the same digests.
+    """
 
     def __init__(self, units: UnitDigests, key: bytes, part: int) -> None:
-        """key: of the transfer, which only its two ends know."""
+        """key: the transfer's, known to its two ends alone."""
         self._units = units
         self._key = blake2b(part.to_bytes(8, "big"), key=key, digest_size=32, person=_PART).digest()
         self._seed = int.from_bytes(blake2b(key=self._key, digest_size=8, person=_SEED).digest(), "big")
 
     def take(self, plan: TransferPlan, offset_N: Offsets, first: int, stop: int) -> bytes:
-        """Of units [first, stop), whose runs begin at offset_N."""
+        """The masked digests of units [first, stop), whose runs begin at offset_N."""
         digests = self._units.take(plan, offset_N, stop - first, self._seed)
         return (_words(digests) ^ _words(self._mask(first, stop))).tobytes()
 
@@ -71,6 +80,8 @@ class PartDigests:
 
 
 class HostDigests:
+    """`UnitDigests` of pages in this process's memory."""
+
     def __init__(self, memory: PageMemory) -> None:
         self._memory = memory
 
@@ -79,10 +90,12 @@ class HostDigests:
 
 
 class StagedDigests:
+    """`UnitDigests` of pages that are copied to host memory, piece by piece."""
+
     def __init__(self, packing: PagePacking) -> None:
         self._lock = threading.Lock()
         self._parts = StagedParts(packing)
-        self._parts.room(PIECE_BYTES)  # now: later there may be no memory left beside the pool
+        self._parts.room(PIECE_BYTES)  # allocated now: later the pool may leave no memory
 
     def take(self, plan: TransferPlan, offset_N: Offsets, num_units: int, seed: int = 0) -> bytes:
         if not len(offset_N):
@@ -104,8 +117,8 @@ class StagedDigests:
 def digest_units(pool: memoryview, offset_N: Offsets, run_bytes: int, num_units: int, seed: int = 0) -> bytes:
     """`num_units` digests of DIGEST_BYTES each, read in place.
 
-    pool: all of a rank's pages as bytes. offset_N: where this side's runs begin, unit by unit, every unit of
-    as many runs. ValueError when the runs do not divide into the units or leave the pool.
+    pool: all of a rank's pages as bytes. offset_N: the offsets of this side's runs, unit by unit; all units
+    have the same number of runs. ValueError when the runs do not divide into units, or leave the pool.
     """
     if num_units < 0 or (len(offset_N) % num_units if num_units else len(offset_N)):
         raise ValueError(f"{len(offset_N)} runs do not divide into {num_units} units")
@@ -121,7 +134,7 @@ def digest_units(pool: memoryview, offset_N: Offsets, run_bytes: int, num_units:
 
 
 def differing_units(expected: bytes, found: bytes) -> tuple[int, ...]:
-    """Which units have another digest. ValueError when the two are not of as many units."""
+    """The units whose digests differ. ValueError when the two have different numbers of units."""
     if len(expected) != len(found) or len(expected) % DIGEST_BYTES:
         raise ValueError(f"digests of {len(expected)} and {len(found)} bytes")
     differs_U = _words(expected) != _words(found)

@@ -1,25 +1,27 @@
-"""What rank 0 of a replica has the ranks of it do, and what they answer.
+"""The commands that rank 0 of a replica gives to the replica's ranks, and the events that the ranks report.
 
-A transfer's state machines run in rank 0. Each of its parts is carried out by the rank of ours that it is of:
-what the machines ask for goes there as a command, and comes back as an event. In rank 0 itself the two are
-calls; a follower's travel over a private connection (kvtransfer/ranks/remote.py, kvtransfer/ranks/remote.py).
+The state machines of a transfer run in rank 0. Each part of the transfer is carried out by one of the ranks:
+a command goes to that rank, and events come back. In rank 0 itself both are calls; to and from a follower
+they travel over a private connection (kvtransfer/ranks/remote.py).
 
-The life of a part, where it arrives:
+The life of a part at the destination:
 
-1. OpenPart lets its bytes land; PartOpened. HashUnits says which units are there: their digests are taken.
+1. OpenPart admits the part's bytes to the pages; PartOpened. HashUnits says which units are written: the rank
+   takes their digests.
 2. ClosePart ends that; WriterStopped when nothing can be written any more. WriterDied comes unasked: the
-   source rank's process is gone, and whoever has the part open is to end it.
-3. VerifyPart; PartVerified. OpenPart once more opens it for the units that were wrong.
+   source rank's process is dead, and the part must be closed.
+3. VerifyPart; PartVerified. Another OpenPart opens the part again for the units that were wrong.
 
-Where it leaves: ReachPeer opens a transport; PartReached, with one or without any. GrantPart says where to
-write. Each PushPart is answered by PartWritten, and if all went well by PartHashed. StopPart ends its pushes:
-PartStopped when nothing reads or writes for it any more. ForgetPart is the end of either.
+The life of a part at the source: ReachPeer opens a transport; PartReached, with or without one. GrantPart
+names the destination's pages. Each PushPart is answered by PartWritten and, if all went well, by PartHashed.
+StopPart ends the part's pushes; PartStopped when the rank reads and writes nothing for it any more.
+ForgetPart ends the life of a part at both ends.
 """
 
 import hashlib
 from functools import lru_cache
 from itertools import pairwise
-from typing import Annotated, Final, NamedTuple, TypeAlias
+from typing import Annotated, Final, NamedTuple, Protocol, TypeAlias
 
 import msgspec
 from msgspec import Meta
@@ -32,6 +34,7 @@ from baton.kvtransfer.protocol.messages import (
     Page,
     Pages,
     Part,
+    PeerRank,
     RankListenerAddresses,
     Reason,
     TransferId,
@@ -39,15 +42,14 @@ from baton.kvtransfer.protocol.messages import (
     decode_by,
 )
 from baton.kvtransfer.protocol.transfer_plan import peers_of
-from baton.kvtransfer.transports.base import Spans
+from baton.kvtransfer.transports.transfer_queue import Count, PieceOutcome
 from baton.messages.bounds import schema_hash
 from baton.pages import PageLayout
 from baton.rpc.auth import Generations as KeyGenerations
 
 MAX_COUNTS: Final = 256  # of a rank, each with a name
 Rank: TypeAlias = Annotated[int, Meta(ge=0, le=2**16 - 1)]
-Count: TypeAlias = Annotated[int, Meta(ge=0, le=2**63 - 1)]
-DigestKey: TypeAlias = Annotated[bytes, Meta(min_length=32, max_length=32)]  # of a transfer, see Link
+DigestKey: TypeAlias = Annotated[bytes, Meta(min_length=32, max_length=32)]  # see Link.digest_key
 Layers: TypeAlias = tuple[Rank, Rank]  # [first, stop)
 Mark: TypeAlias = Count  # a place in a step, see engine/cache/page_pool.py; 0: before all steps
 
@@ -55,40 +57,37 @@ Mark: TypeAlias = Count  # a place in a step, see engine/cache/page_pool.py; 0: 
 class RankMessage(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True, tag_field="kind"
 ):
-    """One of the classes below."""
+    """A command or an event."""
 
 
 class RankSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    key: bytes | KeyGenerations  # of page links; bytes: one that never changes
+    """The settings of one rank of a replica."""
+
+    key: bytes | KeyGenerations  # of page links; bytes: a key that never changes
     layout: PageLayout
     rank: Rank
-    host: str  # where its doors listen
-    transport: str  # a name of kvtransfer/transports/registry.py that is tried first, or "auto"
+    host: str  # the address that the rank listens on
+    transport: str  # see kvtransfer/transports/registry.py
     num_hashing_threads: int
 
 
-class PeerRank(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A rank of another replica: whom a part leaves for, or comes from."""
-
-    host: str  # its address
-    layout: PageLayout
-    rank: Rank
-    doors: RankListenerAddresses
-
-
 class OfPart(RankMessage, frozen=True):
+    """A command for, or an event of, one part of a transfer."""
+
     transfer: TransferId
     part: Part
 
 
 # Commands.
 class SetUp(RankMessage, frozen=True):
-    """To a follower, first and once: open the doors of your pool."""
+    """The first command to a follower: listen for sources."""
 
     settings: RankSettings
 
 
 class OpenPart(OfPart, frozen=True):
+    """Admit the source's bytes to these pages."""
+
     epoch: Epoch
     num_units: NumUnits
     pages: Pages
@@ -96,74 +95,86 @@ class OpenPart(OfPart, frozen=True):
     source: PeerRank
     layers: Layers
     digest_key: DigestKey
-    after: Mark = 0  # nobody is let in before the rank's steps have passed it: they may write these pages
+    after: Mark = 0  # the rank's steps up to this mark may write the pages: the part opens after them
 
 
 class ClosePart(OfPart, frozen=True):
-    is_confirmed: bool  # as of handoff.CloseLanding
+    """Admit no byte of the part any more."""
+
+    is_confirmed: bool  # the source has said that it writes no more
 
 
 class HashUnits(OfPart, frozen=True):
+    """Units [first, stop) are written: take their digests."""
+
     first: Unit
     stop: NumUnits
 
 
 class VerifyPart(OfPart, frozen=True):
+    """Compare the digests that the source has sent."""
+
     digests: Digests  # of every unit
 
 
 class ReachPeer(OfPart, frozen=True):
-    link: Count  # transports are of one link to the peer, and end with it
+    """Open a transport to the destination's rank."""
+
+    link: Count  # a transport ends with its link to the peer
     destination: PeerRank
     layers: Layers
     digest_key: DigestKey
 
 
 class GrantPart(OfPart, frozen=True):
+    """The pages of the destination that the part may write."""
+
     epoch: Epoch
-    pages: Pages  # the destination's
+    pages: Pages
     generations: Generations
     is_bulk: bool = False  # as of OutgoingTransfer
 
 
 class PushPart(OfPart, frozen=True):
+    """Write units [first, stop) into the granted pages."""
+
     first: Unit
     stop: NumUnits
-    more_pages: tuple[Page, ...]  # of the source, which follow those of the pushes before
-    after: Mark = 0  # nothing is read before the rank's steps have passed it: they write these pages
+    more_pages: tuple[Page, ...]  # of the source, after the pages of the pushes before
+    after: Mark = 0  # the rank's steps up to this mark write the pages: they are read after them
 
 
 class StopPart(OfPart, frozen=True):
-    pass
+    """End the part's pushes."""
 
 
 class ForgetPart(OfPart, frozen=True):
-    pass
+    """Keep nothing of the part: its transfer is over."""
 
 
 class DropLink(RankMessage, frozen=True):
-    """The link has ended: the transports that were opened for it end too."""
+    """A link to a peer has ended: close the transports that were opened for it."""
 
     link: Count
 
 
 class UseKeys(RankMessage, frozen=True):
-    """Prove new connections with these keys; those that are open stay."""
+    """Prove new connections with these keys. Open connections stay."""
 
     generations: Annotated[KeyGenerations, Meta(min_length=1, max_length=2)]
 
 
 class TellCounts(RankMessage, frozen=True):
-    """Counted."""
+    """Asks for Counted."""
 
 
 class StopAll(RankMessage, frozen=True):
-    """No page leaves any more, now and later; AllStopped."""
+    """Send no page any more, now and later; AllStopped."""
 
 
 # Events.
 class Came(RankMessage, frozen=True):
-    """A follower's first word."""
+    """The first message of a follower."""
 
     rank: Rank
 
@@ -171,60 +182,62 @@ class Came(RankMessage, frozen=True):
 class Ready(RankMessage, frozen=True):
     """The answer to SetUp."""
 
-    doors: RankListenerAddresses
+    listeners: RankListenerAddresses
 
 
 class AllStopped(RankMessage, frozen=True):
-    pass
+    """No page leaves the rank any more."""
 
 
 class Counted(RankMessage, frozen=True):
-    """What went wrong or well in this rank since its start, by name."""
+    """The rank's counters since its start, by name."""
 
     counts: Annotated[dict[Annotated[str, Meta(max_length=64)], Count], Meta(max_length=MAX_COUNTS)]
 
 
 class PartOpened(OfPart, frozen=True):
-    pass
+    """The part's bytes are admitted."""
 
 
 class WriterStopped(OfPart, frozen=True):
-    pass
+    """No byte of the part can be written any more."""
 
 
 class WriterDied(OfPart, frozen=True):
-    pass
+    """The process that writes the part is dead."""
 
 
 class PartVerified(OfPart, frozen=True):
+    """The units with another digest than the source's."""
+
     corrupt_units: tuple[Unit, ...]
 
 
 class PartReached(OfPart, frozen=True):
-    transport: str  # "": none is left
+    """A transport is open, or none could be opened."""
+
+    transport: str  # "" for none
 
 
 class PartWritten(OfPart, frozen=True):
-    """Units [first, stop) are in the destination's memory, or will never be."""
+    """The push of units [first, stop) has ended."""
 
     first: Unit
     stop: NumUnits
-    is_done: bool
-    reason: Reason
-    num_bytes: Count
-    num_messages: Count
-    spans: Spans
+    outcome: PieceOutcome
 
 
 class PartHashed(OfPart, frozen=True):
+    """The digests of units that were written."""
+
     first: Unit
     stop: NumUnits
     digests: Digests
-    reason: Reason = ""  # why there are none
+    reason: Reason = ""  # for which there are no digests
 
 
 class PartStopped(OfPart, frozen=True):
-    pass
+    """The rank reads and writes nothing for the part any more."""
 
 
 PartCommand: TypeAlias = (
@@ -255,25 +268,37 @@ def encode(message: ToFollower | ToRankZero) -> bytes:
 
 
 def decode_for_follower(body: bytes) -> ToFollower:
-    """WireError for what no rank 0 says."""
+    """WireError for anything but a command of rank 0."""
     return decode_by(_TO_FOLLOWER, body)
 
 
 def decode_for_rank_zero(body: bytes) -> ToRankZero:
-    """WireError for what no follower says."""
+    """WireError for anything but a message of a follower."""
     return decode_by(_TO_RANK_ZERO, body)
 
 
-_PERSON: Final = b"baton kv part"
+class Performer(Protocol):
+    """Any rank of a replica, as the transfers see it."""
+
+    def perform(self, command: Command) -> None:
+        """Returns at once; the events that follow are reported later."""
+
+
+class Route(NamedTuple):
+    """A part of a transfer: the rank of this replica that carries it out, and the peer's rank."""
+
+    part: int
+    executor: Performer
+    peer: PeerRank
+    layers: tuple[int, int]
 
 
 class PartRanks(NamedTuple):
-    """The parts of a transfer: each pair of a source rank and a destination rank that share heads, and each
-    group of layers that leaves by itself.
+    """The ranks and layers of one part of a transfer.
 
-    Both replicas number them from 0 in the same order, destination rank by destination rank, and within a
-    pair of ranks group by group. Part 0 is of the two ranks 0, and of the first layers. To the landings of a
-    rank, and so on the wire of bytes, a part is a transfer of its own.
+    There is a part for each pair of a source rank and a destination rank that share heads, and for each group
+    of layers that leaves by itself. Both replicas number the parts from 0 in the same order: destination rank
+    by destination rank, and within a pair of ranks group by group. Part 0 is between the two ranks 0.
     """
 
     source: int
@@ -283,8 +308,9 @@ class PartRanks(NamedTuple):
 
 @lru_cache(maxsize=64)
 def parts_of(source: PageLayout, destination: PageLayout, num_layer_groups: int = 1) -> tuple[PartRanks, ...]:
-    """Every part of a transfer from one replica to another. ConfigError when they serve two models,
-    ValueError when these have fewer layers than groups.
+    """Every part of a transfer from one replica to another.
+
+    ConfigError when the two serve different models, ValueError when they have fewer layers than groups.
     """
     groups = layer_groups(source.num_layers, num_layer_groups)
     return tuple(
@@ -296,7 +322,7 @@ def parts_of(source: PageLayout, destination: PageLayout, num_layer_groups: int 
 
 
 def layer_groups(num_layers: int, num_groups: int) -> list[tuple[int, int]]:
-    """[first, stop) of each group, as equal as can be: those in which an engine tells of a step's layers."""
+    """[first, stop) of each group, as equal as possible. Engines finish a step's layers group by group."""
     if not 1 <= num_groups <= num_layers:
         raise ValueError(f"{num_layers} layers make no {num_groups} groups")
     bounds = [group * num_layers // num_groups for group in range(num_groups + 1)]
@@ -304,7 +330,12 @@ def layer_groups(num_layers: int, num_groups: int) -> list[tuple[int, int]]:
 
 
 def registration_id(transfer: bytes, part: int) -> bytes:
-    """16 bytes by which the part's bytes are let in: of part 0 the transfer's own id."""
+    """The 16 bytes under which a part's bytes are admitted: for part 0 the transfer's own id.
+
+    To the registrations of a rank, and so in data streams, each part is a transfer of its own.
+    """
     if part == 0:
         return transfer
-    return hashlib.blake2b(part.to_bytes(2, "big"), key=transfer, digest_size=16, person=_PERSON).digest()
+    return hashlib.blake2b(
+        part.to_bytes(2, "big"), key=transfer, digest_size=16, person=b"baton kv part"
+    ).digest()

@@ -1,385 +1,221 @@
-"""What every transport offers: it moves pieces of transfers to one destination rank.
+"""The extension point `Transport`: moves page bytes from one rank's pool into another rank's pool.
 
-The life of a piece, at the source:
+1. A destination rank listens with every automatic transport, and with the one that its operator asked for.
+   Its `RankListenerAddresses` tell peers the address of each listener.
+2. A source rank puts the transports that both ranks have in order (`TransportSet.order`) and connects with
+   the first. The `Sender` moves pieces; `LocalRank.registrations` at the destination admit them.
+3. A transport that does not open, or breaks, is replaced by the next (kvtransfer/ranks/peer_transports.py).
+   When none is left, the destination computes the pages itself.
 
-1. `push` takes it and returns a ticket at once; it is PENDING until a thread of the transport takes it up.
-2. SENDING: its bytes are read from the source's pages. Those pages must stay as they are until step 3.
-3. DONE: every byte is in the destination's memory, and the destination has said so or could see it.
-   FAILED: with a reason; any part of its bytes may have arrived. Its pages may still be touched until
-   `abort` or `close` has returned, which must come before they are reused.
-4. `forget` ends the ticket, once its outcome has been read.
-
-`abort` ends all pieces of one transfer. Nothing that happens to one destination reaches another.
+The transports and their order are the dictionary in kvtransfer/transports/registry.py.
 """
 
-import itertools
-import threading
-from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from enum import IntEnum
-from typing import Final, Protocol
+from pathlib import Path
+from typing import Final, Literal, Protocol
 
-import msgspec
+from torch import Tensor
 
-from baton.clock import Clock
-from baton.kvtransfer.protocol.transfer_plan import Offsets, TransferPlan, TransferSide
+from baton.clock import Clock, SystemClock
+from baton.errors import ConfigError
+from baton.kvtransfer.protocol.messages import PeerRank, RankListenerAddresses
+from baton.kvtransfer.transports.pages import PageGenerations, PageMemory, PagePacking, SharedPool, packing_of
+from baton.kvtransfer.transports.receive_registration import ReceiveRegistrations
+from baton.kvtransfer.transports.transfer_queue import OnEnd, Piece, TransferQueue
+from baton.pages import PageLayout
+from baton.rpc.auth import LinkSecret
+from baton.rpc.connection import DroppedPeers
 
-# Called from the transport's thread when a ticket is DONE or FAILED; it must return at once.
-OnEnd = Callable[[int], None]
-
-
-class TransferStatus(IntEnum):
-    PENDING = 0
-    SENDING = 1
-    DONE = 2
-    FAILED = 3
-
-    @property
-    def is_final(self) -> bool:
-        return self >= TransferStatus.DONE
+AUTO: Final = "auto"  # the setting by which a transport is chosen by where the two ranks are
+_BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 
 
-class OutgoingTransfer(msgspec.Struct, frozen=True, kw_only=True):
-    """One attempt to move one request's pages to one destination rank, as the source knows it.
+def this_host() -> str:
+    """An id of this boot of this machine: two ranks have the same id only if they share a kernel."""
+    return _BOOT_ID.read_text().strip()
 
-    `destination_generations` are those of `destination_pages` when they were granted: a transport that
-    writes into them directly may not write a page whose generation has changed.
+
+class LocalRank:
+    """A rank of this process, with everything that its transports need. `close` frees what it has made."""
+
+    def __init__(
+        self,
+        pool: Tensor,
+        *,
+        layout: PageLayout,
+        rank: int,
+        host: str,
+        key: LinkSecret,
+        incarnation: bytes,
+        shared: SharedPool | None = None,
+        on_writer_death: Callable[[list[bytes]], None] = lambda registrations: None,
+        clock: Clock | None = None,
+        dropped: DroppedPeers | None = None,
+    ) -> None:
+        """pool: contiguous [num_pages, ...], on a CPU or a GPU; ValueError for any other.
+
+        host: the address to listen on. key: of page links. incarnation: 16 bytes that name this process.
+        shared: has made `pool`, if other processes on this host may map the pool. on_writer_death: called
+        from any thread with the ids of open registrations whose writing process has died.
+        """
+        self.pool = pool
+        self.num_pages = len(pool)
+        self.device: Literal["cpu", "cuda"] = "cuda" if pool.is_cuda else "cpu"
+        self.memory = None if pool.is_cuda else PageMemory.of(pool)
+        self.layout = layout
+        self.rank = rank
+        self.host = host
+        self.key = key
+        self.incarnation = incarnation
+        self.shared = shared
+        self.on_writer_death = on_writer_death
+        self.clock = clock or SystemClock()
+        self.dropped = dropped or DroppedPeers()
+        self.registrations = ReceiveRegistrations(self.num_pages)
+        # None: other processes cannot write into the pool directly
+        self.generations = PageGenerations(self.num_pages) if pool.is_cuda else None
+        if shared is not None:
+            self.generations = shared.generations
+
+    def packing(self) -> PagePacking:
+        """Packs and unpacks runs of the pool, for one user: on a GPU each user has a stream of its own."""
+        return packing_of(self.pool)
+
+    def close(self) -> None:
+        """Free what this rank has made; the listeners have been closed before."""
+        if self.generations is not None and self.shared is None:
+            self.generations.file.close()
+
+
+class Sender(Protocol):
+    """Moves pieces from one source rank to one destination rank. Calls are safe from any thread.
+
+    A failure of one sender never affects another. All calls but `open`, `abort` and `close` return at once.
     """
-
-    id: bytes  # 16 random bytes
-    epoch: int
-    plan: TransferPlan
-    source_pages: tuple[int, ...]
-    destination_pages: tuple[int, ...]
-    destination_generations: tuple[int, ...]
-    is_bulk: bool = False  # nobody waits for it: pieces of other transfers overtake its own
-
-
-class Piece(msgspec.Struct, frozen=True):
-    """Units [first, stop) of a transfer: what one `push` moves."""
-
-    transfer: OutgoingTransfer
-    first: int
-    stop: int
-
-    @property
-    def num_bytes(self) -> int:
-        return (self.stop - self.first) * self.transfer.plan.unit_bytes
-
-
-class Spans(msgspec.Struct, frozen=True):
-    """Where the seconds of a piece went; they add up to the time from `push` to its end."""
-
-    queued_s: float = 0.0  # behind other pieces
-    gather_s: float = 0.0  # finding the runs, and packing them where the transport packs
-    wire_s: float = 0.0  # moving the bytes, and the destination's word that they are there
-
-
-class TransferProgress(msgspec.Struct, frozen=True):
-    status: TransferStatus
-    num_bytes: int = 0  # that have been moved so far
-    num_messages: int = 0  # system calls, sends or copies that it took
-    reason: str = ""  # why it FAILED
-    spans: Spans = Spans()
-
-
-class Transport(Protocol):
-    """Calls are safe from any thread. All but `open`, `abort` and `close` return at once."""
-
-    name: str
-
-    def open(self) -> None:
-        """Connect. TransferFailed when the destination can't be reached this way; `close` is still due."""
-
-    def push(self, piece: Piece) -> int:
-        """Queue a piece and return its ticket. A transport that is broken or closed fails the ticket."""
 
     @property
     def is_broken(self) -> bool:
-        """Whether every piece fails from now on, whichever transfer it is of."""
+        """Whether every piece of every transfer fails from now on."""
 
-    def poll(self, handle: int) -> TransferProgress:
-        """KeyError for a ticket that was forgotten."""
+    def open(self) -> None:
+        """Connect. TransferFailed when the destination cannot be reached; `close` is still due."""
 
-    def forget(self, handle: int) -> None:
-        """Drop a ticket whose outcome has been read; one that is still open is dropped when it ends."""
+    def push(self, piece: Piece, on_end: OnEnd) -> None:
+        """Queue a piece. A sender that is broken or closed fails it.
+
+        The source's pages must stay as they are until the piece has ended; those of a failed piece until
+        `abort` or `close` has returned.
+        """
 
     def abort(self, transfer: bytes) -> None:
-        """Fail all unfinished pieces of a transfer.
+        """Fail all pieces of a transfer that have not ended.
 
-        On return this process neither reads its source pages nor writes its destination pages any more; what
-        the network still holds is the destination's to refuse (see kvtransfer/ranks/receive_registration.py).
+        On return this process neither reads the transfer's source pages nor writes its destination pages.
+        The destination refuses bytes that are still in the network (see receive_registration.py).
         """
 
     def close(self) -> None:
-        """Fail everything unfinished, stop the threads, give back memory and sockets. Twice is harmless.
+        """Fail all pieces, stop the threads, free memory and sockets. May be called twice.
 
-        An `open` that waits in another thread fails soon; close once more when it has.
+        An `open` that waits in another thread fails soon; `close` is due once more when it has.
         """
 
 
-def offsets_of(side: TransferSide, first: int, stop: int, pages: Sequence[int]) -> Offsets:
-    """`side.offsets`, at a cost that does not grow with the pages that [first, stop) has no part in."""
-    first_page = first // side.units_per_page
-    before = first_page * side.units_per_page
-    return side.offsets(first - before, stop - before, pages[first_page : side.num_pages(stop)])
-
-
-# The queue and the books of a transport: which pieces are under way, and what became of them.
-#
-# The life of a ticket:
-#
-# 1. `push` cuts its piece into parts, at unit boundaries, and queues them; PENDING.
-# 2. Threads of the transport `take` parts; SENDING from the first one on. A thread that took a part may read
-# its pages until it calls `leave`, on every path.
-# 3. `finish` for the last part makes it DONE. `fail` of any part makes it FAILED: its queued parts are never
-# taken, parts being worked on see `is_failed` and stop.
-# 4. `abort` fails a transfer's tickets and waits until no thread is inside its pages.
-# 5. `break_off` fails everything, now and later: the destination can't be reached any more.
-#
-# Parts of bulk transfers are overtaken by others, however early they came; but after MAX_OVERTAKES of these
-# one of them is taken, so that bulk never stands still.
-#
-# A closed or broken queue hands out no part; `take` then returns None.
-
-PATIENCE_S: Final = 0.005  # for a thread that is about to leave its pages by itself
-SPLIT_BYTES: Final = 8 * 2**20  # below, a second thread costs more than it brings
-NO_REASON: Final = ""
-MAX_OVERTAKES: Final = 8
-
-
-class TransferHandle:
-    def __init__(self, number: int, piece: Piece, num_parts: int, now_s: float) -> None:
-        self.number = number
-        self.piece = piece
-        self.num_open_parts = num_parts
-        self.status = TransferStatus.PENDING
-        self.reason = NO_REASON
-        self.is_forgotten = False
-        self.num_bytes = 0
-        self.num_messages = 0
-        self.gather_s = 0.0
-        self.pushed_s = self.begun_s = self.ended_s = now_s
+class TransportListener(Protocol):
+    """Admits sources to the pool of one rank. A listener lets only registered bytes into the pages."""
 
     @property
-    def is_failed(self) -> bool:
-        return self.status == TransferStatus.FAILED
+    def address(self) -> str:
+        """The address for `Transport.connect`: at most 107 characters; the peer knows the host already."""
 
-    def progress(self) -> TransferProgress:
-        elapsed_s = self.ended_s - self.begun_s
-        gather_s = min(self.gather_s, elapsed_s)  # parts are gathered side by side
-        spans = Spans(self.begun_s - self.pushed_s, gather_s, elapsed_s - gather_s)
-        return TransferProgress(self.status, self.num_bytes, self.num_messages, self.reason, spans)
+    def close(self) -> None:
+        """Accept no source any more. On return no page is written, but by processes that have mapped it."""
 
 
-class Part:
-    """Units [first, stop) of a ticket's piece."""
+class Transport(Protocol):
+    """One way to move pages, and one entry of the registry."""
 
-    __slots__ = ("first", "handle", "num_bytes", "stop")
+    name: str  # at most 16 characters, for settings and counters
+    is_automatic: bool  # False: only where the operator asks for the transport by name
 
-    def __init__(self, handle: TransferHandle, first: int, stop: int) -> None:
-        self.handle = handle
-        self.first = first
-        self.stop = stop
-        self.num_bytes = (stop - first) * handle.piece.transfer.plan.unit_bytes
+    def can_serve(self, source: RankListenerAddresses, destination: RankListenerAddresses) -> bool:
+        """Whether pages can move between these two ranks; their `host` and `device` say where they are."""
+
+    def listen(self, rank: LocalRank) -> TransportListener | None:
+        """Begin to admit sources; None when the rank's pool cannot be reached by this transport."""
+
+    def connect(self, rank: LocalRank, peer: PeerRank) -> Sender:
+        """A sender to the peer's listener, not open yet. TransferFailed for an address that is none."""
 
 
-class TransferQueue:
-    """Safe from any thread. `on_end` is called outside the lock."""
+class TransportSet:
+    """The transports that a rank uses, best first. The last one serves every pair of ranks."""
 
-    def __init__(self, part_bytes: int, num_lanes: int, clock: Clock, on_end: OnEnd | None) -> None:
-        """Parts are of part_bytes at most, if a unit is; a piece of SPLIT_BYTES has a part for each lane."""
-        self._part_bytes = part_bytes
-        self._num_lanes = num_lanes
-        self._clock = clock
-        self._on_end = on_end
-        self._lock = threading.RLock()
-        self._queued = threading.Condition(self._lock)  # there is a part to take, or there will be none
-        self._left = threading.Condition(self._lock)  # nobody is inside some transfer's pages any more
-        self._transfer_queue: dict[int, TransferHandle] = {}
-        self._due: deque[Part] = deque()
-        self._bulk: deque[Part] = deque()
-        self._num_overtakes = 0  # since a part of a bulk transfer was taken last, or none waited
-        self._inside: Counter[bytes] = Counter()  # transfer id -> parts whose pages a thread may touch
-        self._num_pushed = 0
-        self._end_reason: str | None = None  # set once: nothing is taken up any more
+    def __init__(self, transports: Sequence[Transport], asked: Transport | None = None) -> None:
+        """asked: the transport to try first; None to go by where the two ranks are."""
+        self._transports = transports
+        self._asked = asked
 
-    # For the caller of the transport.
+    def listen(self, rank: LocalRank) -> dict[str, TransportListener]:
+        """The rank's listeners by the name of their transport. The caller closes them."""
+        listeners: dict[str, TransportListener] = {}
+        try:
+            for transport in self._transports:
+                if transport.is_automatic or transport is self._asked:
+                    listener = transport.listen(rank)
+                    if listener is not None:
+                        listeners[transport.name] = listener
+        except BaseException:
+            for listener in listeners.values():
+                listener.close()
+            raise
+        return listeners
 
-    def push(self, piece: Piece, *, wakes: bool = True) -> int:
-        """wakes: a thread that waits in `take`; without, the caller takes the parts itself."""
-        now_s = self._clock.now_s()
-        with self._lock:
-            number = self._num_pushed
-            self._num_pushed += 1
-            bounds = self._cut(piece)
-            handle = self._transfer_queue[number] = TransferHandle(number, piece, len(bounds) - 1, now_s)
-            if self._end_reason is not None:
-                self._end(handle, TransferStatus.FAILED, self._end_reason)
-            elif len(bounds) == 1:
-                self._end(handle, TransferStatus.DONE)
-            else:
-                parts = [Part(handle, first, stop) for first, stop in itertools.pairwise(bounds)]
-                self._queue_of(handle).extend(parts)
-                if wakes:
-                    self._queued.notify(len(bounds) - 1)
-        if handle.status.is_final:
-            self._tell([handle])
-        return number
+    def order(
+        self, source: RankListenerAddresses, destination: RankListenerAddresses
+    ) -> tuple[Transport, ...]:
+        """The transports to try, best first, of those that the destination listens with.
 
-    def poll(self, number: int) -> TransferProgress:
-        with self._lock:
-            return self._transfer_queue[number].progress()
-
-    def forget(self, number: int) -> None:
-        with self._lock:
-            handle = self._transfer_queue[number]
-            handle.is_forgotten = True
-            if handle.status.is_final:
-                del self._transfer_queue[number]
-
-    def abort(self, transfer: bytes, reason: str = "aborted", cut: Callable[[], None] | None = None) -> None:
-        """Fail a transfer's tickets; returns when no thread is inside its pages.
-
-        cut: makes threads leave that a peer holds up in there; called under the lock, so that none does yet.
+        ConfigError when the transport that was asked for cannot serve the two ranks.
         """
-        with self._lock:
-            ended = [
-                handle
-                for handle in self._transfer_queue.values()
-                if handle.piece.transfer.id == transfer and not handle.status.is_final
-            ]
-            for handle in ended:
-                self._end(handle, TransferStatus.FAILED, reason)
-            if cut is not None and not self._left.wait_for(lambda: transfer not in self._inside, PATIENCE_S):
-                cut()
-            self._left.wait_for(lambda: transfer not in self._inside)
-        self._tell(ended)
+        usable = [each for each in self._transports if each.can_serve(source, destination)]
+        names = [each for each in usable if each.is_automatic]
+        if self._asked is not None:
+            if self._asked not in usable:
+                raise ConfigError(
+                    f"transport: {self._asked.name} cannot serve {_place(source)} to {_place(destination)}"
+                )
+            names = [self._asked, *(each for each in names[-1:] if each is not self._asked)]
+        return tuple(each for each in names if each.name in destination.addresses)
 
-    # For the transport's threads.
 
-    def take(self, *, wait: bool) -> Part | None:
-        """The next part, which the caller must `leave` and `finish` or `fail`. None: there is none now, or
-        with `wait` there will be none any more.
-        """
-        with self._lock:
-            while True:
-                if self._end_reason is not None:
-                    return None
-                part = self._next()
-                if part is not None:
-                    return self._begin(part)
-                if not wait:
-                    return None
-                self._queued.wait()
+def _place(rank: RankListenerAddresses) -> str:
+    return f"{rank.device} on host {rank.host}"
 
-    def leave(self, part: Part) -> None:
-        """This thread does not touch the part's pages any more."""
-        transfer = part.handle.piece.transfer.id
-        with self._lock:
-            self._inside[transfer] -= 1
-            if not self._inside[transfer]:
-                del self._inside[transfer]
-                self._left.notify_all()
 
-    def finish(self, part: Part, num_messages: int, gather_s: float) -> None:
-        """The part's bytes are at the destination."""
-        handle = part.handle
-        with self._lock:
-            handle.num_open_parts -= 1
-            handle.num_messages += num_messages
-            handle.num_bytes += part.num_bytes
-            handle.gather_s += gather_s
-            if handle.num_open_parts or handle.status.is_final:
-                return
-            self._end(handle, TransferStatus.DONE)
-        self._tell([handle])
+class QueueSender:
+    """The part of a `Sender` that all of Baton's transports share: pieces wait in a TransferQueue."""
 
-    def fail(self, part: Part, reason: str) -> None:
-        with self._lock:
-            if part.handle.status.is_final:
-                return
-            self._end(part.handle, TransferStatus.FAILED, reason)
-        self._tell([part.handle])
-
-    def requeue(self, part: Part) -> None:
-        """Take up a part again that may not have arrived; the caller has left its pages."""
-        with self._lock:
-            if not part.handle.status.is_final:
-                self._queue_of(part.handle).appendleft(part)
-                self._queued.notify()
-
-    def break_off(self, reason: str) -> None:
-        """Fail everything unfinished and everything that will be pushed; threads in `take` return."""
-        with self._lock:
-            if self._end_reason is None:
-                self._end_reason = reason
-            ended = [handle for handle in self._transfer_queue.values() if not handle.status.is_final]
-            for handle in ended:
-                self._end(handle, TransferStatus.FAILED, self._end_reason)
-            self._due.clear()
-            self._bulk.clear()
-            self._queued.notify_all()
-        self._tell(ended)
+    def __init__(self, rank: LocalRank, part_bytes: int, num_threads: int) -> None:
+        """part_bytes, num_threads: as of TransferQueue. rank: the source."""
+        self._rank = rank
+        self._packing = rank.packing()
+        self._queue = TransferQueue(part_bytes, num_threads, rank.clock)
 
     @property
-    def is_idle(self) -> bool:
-        """Whether nothing waits to be taken."""
-        return not self._due and not self._bulk
+    def is_broken(self) -> bool:
+        return self._queue.end_reason is not None
 
-    @property
-    def end_reason(self) -> str | None:
-        """Why nothing is taken up any more."""
-        return self._end_reason
+    def push(self, piece: Piece, on_end: OnEnd) -> None:
+        """Queue a piece. ValueError for pages that the pool does not have."""
+        pages, num_pages = piece.transfer.source_pages, self._rank.num_pages
+        if pages and not 0 <= min(pages) <= max(pages) < num_pages:
+            raise ValueError(f"the pool has {num_pages} pages: {pages}")
+        self._packing.note_written()
+        self._enqueue(piece, on_end)
 
-    # Under the lock.
+    def abort(self, transfer: bytes) -> None:
+        self._queue.abort(transfer)
 
-    def _cut(self, piece: Piece) -> list[int]:
-        """[first, ..., stop): the bounds of the parts; of an empty piece one bound alone."""
-        if not piece.num_bytes:
-            return [piece.first]
-        num_parts = -(-piece.num_bytes // self._part_bytes)
-        if piece.num_bytes >= SPLIT_BYTES:
-            num_parts = -(-num_parts // self._num_lanes) * self._num_lanes
-        num_units = piece.stop - piece.first
-        num_parts = min(num_parts, num_units)
-        return [piece.first + num_units * index // num_parts for index in range(num_parts + 1)]
-
-    def _queue_of(self, handle: TransferHandle) -> deque[Part]:
-        return self._bulk if handle.piece.transfer.is_bulk else self._due
-
-    def _next(self) -> Part | None:
-        """The next part to be taken, which no failed ticket is of."""
-        for queue in (self._due, self._bulk):
-            while queue and queue[0].handle.is_failed:
-                queue.popleft()
-        if not self._bulk:
-            self._num_overtakes = 0
-            return self._due.popleft() if self._due else None
-        if self._due and self._num_overtakes < MAX_OVERTAKES:
-            self._num_overtakes += 1
-            return self._due.popleft()
-        self._num_overtakes = 0
-        return self._bulk.popleft()
-
-    def _begin(self, part: Part) -> Part:
-        handle = part.handle
-        if handle.status == TransferStatus.PENDING:
-            handle.status = TransferStatus.SENDING
-            handle.begun_s = self._clock.now_s()
-        self._inside[handle.piece.transfer.id] += 1
-        return part
-
-    def _end(self, handle: TransferHandle, status: TransferStatus, reason: str = NO_REASON) -> None:
-        handle.ended_s = self._clock.now_s()
-        if handle.status == TransferStatus.PENDING:
-            handle.begun_s = handle.ended_s
-        handle.status = status
-        handle.reason = reason
-        if handle.is_forgotten:
-            del self._transfer_queue[handle.number]
-
-    def _tell(self, ended: list[TransferHandle]) -> None:
-        if self._on_end is not None:
-            for handle in ended:
-                self._on_end(handle.number)
+    def _enqueue(self, piece: Piece, on_end: OnEnd) -> None:
+        self._queue.push(piece, on_end)

@@ -1,14 +1,17 @@
-"""Who knocks at a listening socket: each is greeted in a thread of its own, and nobody keeps another out.
+"""Listening sockets that greet each newcomer in a thread of its own, and processes at the other end of a
+socket.
 
-1. A connection is accepted and greeted, which takes as long as its peer likes, up to the greeting's deadline.
-2. More than MAX_NEWCOMERS at once: the one that has waited longest makes way. Who holds the cluster's key has
-   proved it in milliseconds; who says nothing gets no thread for long.
-3. No file or no thread is left: nobody is accepted for a moment, those who knock wait.
+1. A connection is accepted and greeted. The greeting takes as long as its peer likes, up to the deadline of
+   the greeting.
+2. With more than MAX_NEWCOMERS at once, the one that has waited longest is cut off. A peer that holds the
+   cluster's key proves it in milliseconds, so only peers without the key are cut off.
+3. When the process has no file or no thread left, nothing is accepted for a moment and newcomers wait.
 """
 
 import contextlib
 import logging
 import os
+import secrets
 import select
 import socket
 import struct
@@ -24,9 +27,29 @@ from baton.rpc.connection import DroppedPeers
 logger = logging.getLogger(__name__)
 MAX_NEWCOMERS: Final = 64
 PAUSE_S: Final = 0.1
+BACKLOG: Final = 128
+
+MessageT = TypeVar("MessageT", bound=msgspec.Struct)
+
+
+def listen(host: str, port: int = 0) -> socket.socket:
+    """A TCP socket that listens at an address of this machine, IPv4 or IPv6. port: 0 for any free one."""
+    family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+    return socket.create_server((host, port), family=family, backlog=BACKLOG)
+
+
+def listen_on_host(name: str) -> tuple[socket.socket, str]:
+    """A unix socket that listens at a random abstract address, and that address: it is in no folder."""
+    address = f"\0{name}-{secrets.token_hex(16)}"
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(address)
+    listener.listen(BACKLOG)
+    return listener, address
 
 
 class Listener:
+    """Accepts connections in a thread of its own until `close`."""
+
     def __init__(
         self,
         listener: socket.socket,
@@ -34,7 +57,7 @@ class Listener:
         name: str,
         dropped: DroppedPeers,
     ) -> None:
-        """listener: listens, and is taken over. greet: takes a newcomer's socket over, raises nothing."""
+        """listener: listens; the Listener owns it. greet: owns the newcomer's socket, and raises nothing."""
         self._greet = greet
         self._name = name
         self._dropped = dropped
@@ -46,12 +69,12 @@ class Listener:
         self._thread.start()
 
     def let_in(self, sock: socket.socket) -> None:
-        """For `greet`, before it tells anybody else of the newcomer: from now on nothing here cuts it off."""
+        """Never cut this newcomer off. `greet` calls this before it hands the connection to anybody else."""
         with self._lock:
             self._newcomers.pop(sock, None)
 
     def close(self) -> None:
-        """Cut off whoever is being greeted and was not let in; returns when these greetings have ended."""
+        """Cut off the newcomers that were not let in; returns when their greetings have ended."""
         self._closing.set()
         _shut(self._listener)
         self._thread.join()
@@ -68,14 +91,15 @@ class Listener:
                 sock, _ = self._listener.accept()
             except OSError as error:
                 if not self._closing.is_set():
-                    logger.warning("nobody can be accepted: %s", error)
+                    logger.warning("no connection can be accepted: %s", error)
                     self._closing.wait(PAUSE_S)
                 continue
             try:
                 self._admit(sock)
-            except RuntimeError as error:  # no thread is to be had
-                logger.warning("nobody can be greeted: %s", error)
-                self._drop(sock)
+            except RuntimeError as error:  # the process may have no more threads
+                logger.warning("a connection cannot be greeted: %s", error)
+                self._dropped.add("crowd")
+                sock.close()
                 self._closing.wait(PAUSE_S)
 
     def _admit(self, sock: socket.socket) -> None:
@@ -93,34 +117,24 @@ class Listener:
         try:
             self._greet(sock)
         finally:
-            with self._lock:
-                self._newcomers.pop(sock, None)
-
-    def _drop(self, sock: socket.socket) -> None:
-        self._dropped.add("crowd")
-        sock.close()
+            self.let_in(sock)
 
 
 def _shut(sock: socket.socket) -> None:
-    """Whoever waits for it finds its peer gone."""
-    with contextlib.suppress(OSError):  # it is gone already
+    """Calls that wait for the socket find its peer gone."""
+    with contextlib.suppress(OSError):  # closed already
         sock.shutdown(socket.SHUT_RDWR)
 
 
-# What is said at the doors of a pool: one small message of a known type each way.
-
-Said = TypeVar("Said", bound=msgspec.Struct)
-
-
-def decode_said(body: bytes, kind: type[Said], reason: str) -> Said:
-    """WireError, for that reason, for anything that is no such message in bounds."""
+def decode_greeting(body: bytes, kind: type[MessageT], reason: str) -> MessageT:
+    """The one message of a greeting. WireError, with this reason, for anything else."""
     try:
         return msgspec.msgpack.decode(body, type=kind)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:  # ValueError: a key that is no text
-        raise WireError(f"no {kind.__name__}: {error}", reason=reason) from None
+        raise WireError(f"not a {kind.__name__}: {error}", reason=reason) from None
 
 
-# Who is on the other end of a unix socket, and the moment that process is gone for certain.
+# The process at the other end of a unix socket, and the moment when that process is certainly gone.
 #
 # A process is held by a descriptor, not by its number, which another process may get. The descriptor becomes
 # readable when the last thread has ended: from then on the process writes nowhere.
@@ -129,22 +143,21 @@ _SO_PEERPIDFD: Final = 77  # of asm-generic/socket.h, since Linux 6.5
 _CREDENTIALS: Final = struct.Struct("iII")  # struct ucred: pid, uid, gid
 
 
-def peer_process(sock: socket.socket) -> int:
-    """A descriptor of the process that connected; the caller closes it. OSError when it is gone already."""
+def peer_process(sock: socket.socket, dropped: DroppedPeers) -> int:
+    """A descriptor of the process that connected; the caller closes it.
+
+    WireError, counted, for a process of another user; OSError when the process is gone already.
+    """
+    pid, user, _ = _CREDENTIALS.unpack(
+        sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    )
+    if user != os.getuid():
+        dropped.add("user")
+        raise WireError(f"user {user} may not connect to a process of user {os.getuid()}", reason="user")
     try:
         return int(sock.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD))
     except OSError:
-        pid, _, _ = _CREDENTIALS.unpack(
-            sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        )
         return os.pidfd_open(pid)
-
-
-def peer_user(sock: socket.socket) -> int:
-    _, user, _ = _CREDENTIALS.unpack(
-        sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    )
-    return int(user)
 
 
 class ProcessWatch:
@@ -152,14 +165,14 @@ class ProcessWatch:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._watched: dict[int, Callable[[], None]] = {}  # process descriptor -> what to do at its death
+        self._watched: dict[int, Callable[[], None]] = {}  # process descriptor -> the call at its death
         self._is_closed = False
         self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._run, name="process-watch", daemon=True)
         self._thread.start()
 
     def add(self, process: int, on_death: Callable[[], None]) -> None:
-        """Takes the descriptor over. `on_death` is called in the watch's thread, and must return at once.
+        """Own the descriptor. `on_death` is called in the watch's thread, and must return at once.
 
         Nothing is called once the watch is closed.
         """
@@ -203,4 +216,4 @@ class ProcessWatch:
         try:
             on_death()
         except Exception:
-            logger.exception("a process has died, and what was to follow failed")
+            logger.exception("the call at the death of a process has failed")

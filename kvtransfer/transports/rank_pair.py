@@ -1,64 +1,139 @@
-"""Two ranks that meet to form a process group of torch's, of the two of them alone.
+"""A process group of torch's that one source rank and one destination rank form, and messages between the
+two.
 
-1. For each source rank, and again after each failure, there is a new `Meeting`, with a secret that the two
-   alone know (see kvtransfer/transports/group_receiver.py). They meet on a connection that only who holds the
-   secret can make, and tell each other there how to connect (kvtransfer/transports/rendezvous.py).
-2. Both `join` within a deadline, the destination as rank 0, the source as rank 1, each with a thread of its
-   own. The default group is never touched, and whoever else is alive, dead or new makes no difference.
-3. A group ends by `abort`, here or there. It is not mended: the next meeting has another secret.
+1. The two ranks have an authenticated connection (kvtransfer/transports/torch_distributed.py). `PairStore`
+   carries over it what torch asks of a store: no third process can read or change the entries.
+2. Both join, the destination as rank 0, the source as rank 1. torch's default group is never touched, and the
+   pairs of other ranks make no difference.
+3. A group ends by `abort`, at either rank. It is never mended: the next connection makes another group.
 
-Neither gloo nor NCCL knows who connects. Their sockets listen on the address given, which is for a network of
-trusted hosts only; records are sealed under the secret (see kvtransfer/transports/tcp_streams.py), and pages
-are checked by keyed digests (kvtransfer/ranks/digests.py), so that a stranger can break a pair but not have a
-page taken for right.
+Neither gloo nor NCCL authenticates its peers, and their sockets listen on the address given: it must belong
+to a network of trusted hosts. Records are sealed (kvtransfer/transports/records.py) and pages are checked by
+keyed digests (kvtransfer/ranks/digests.py), so a stranger can break a pair but not forge a page.
 """
 
 import contextlib
+import logging
+import threading
 from collections.abc import Iterator
 from datetime import timedelta
-from typing import Final, Literal, Protocol, cast
+from typing import Annotated, Final, Protocol, cast
 
 import msgspec
 import torch
+from msgspec import Meta
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 
-from baton.errors import TransferFailed
+from baton.errors import BatonError, TransferFailed
 from baton.kernels.huge_pages import huge_zeros
 from baton.kvtransfer.protocol.transfer_plan import TransferPlan
-from baton.kvtransfer.ranks.pages import DevicePages, HostPages, PagePacking
-from baton.kvtransfer.transports.tcp_streams import ANSWER_BYTES, HEADER_BYTES, MAX_PART_BYTES
+from baton.kvtransfer.transports.listener import decode_greeting
+from baton.kvtransfer.transports.pages import DevicePages
+from baton.kvtransfer.transports.records import ANSWER_BYTES, HEADER_BYTES, MAX_PART_BYTES
+from baton.rpc.connection import Connection
+
+logger = logging.getLogger(__name__)
 
 DESTINATION: Final = 0
 SOURCE: Final = 1
+MAX_ENTRIES: Final = 256  # of a peer; gloo sets one, NCCL one more
 FOREVER: Final = timedelta(days=365)
-_ABORT_TAG: Final = 2**20  # nothing is ever sent under it
-
-GroupName = Literal["gloo", "nccl"]
+_ABORT_TAG: Final = 2**20  # no message has this tag
 
 
-class GroupSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    host: str = "127.0.0.1"  # of this machine, where the peer reaches it
-    connect_s: float = 10.0  # for both ranks to meet
-    stall_s: float = 5.0  # without an answer
+class StoreEntry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A key that one of the two ranks has set, as sent to the other."""
+
+    key: Annotated[str, Meta(max_length=256)]
+    value: Annotated[bytes, Meta(max_length=4096)]
 
 
-class PendingJoin(Protocol):
+class PairStore(Store):
+    """The store by which torch forms a group of the two ends of a connection.
+
+    torch gets RuntimeError for a key that is not set within the timeout or before the connection ends.
+    """
+
+    def __init__(self, connection: Connection, timeout_s: float) -> None:
+        """connection: past its handshake; the store owns it."""
+        super().__init__()
+        self._connection = connection
+        self._timeout_s = timeout_s
+        self._values: dict[str, bytes] = {}
+        self._changed = threading.Condition()
+        self._is_over = False
+        self._reader = threading.Thread(target=self._read, name="pair-store", daemon=True)
+        self._reader.start()
+
+    def set(self, key: str, value: str | bytes) -> None:
+        content = value.encode() if isinstance(value, str) else bytes(value)
+        with self._changed:
+            self._values[key] = content
+        try:
+            self._connection.send(msgspec.msgpack.encode(StoreEntry(key, content)))
+        except BatonError as error:
+            raise RuntimeError(f"the peer is gone: {error}") from error
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        return self._values[key]
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        timeout_s = self._timeout_s if timeout is None else min(self._timeout_s, timeout.total_seconds())
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._is_over or self.check(keys), timeout_s):
+                raise RuntimeError(f"the peer did not set {keys} within {timeout_s:g} s")
+            if not self.check(keys):
+                raise RuntimeError("the peer is gone")
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self._values for key in keys)
+
+    def add(self, key: str, amount: int) -> int:
+        raise RuntimeError("the store of a pair counts nothing")
+
+    def close(self) -> None:
+        """Close the connection. Entries that have come can still be read."""
+        self._connection.close()
+        self._reader.join()
+
+    def _read(self) -> None:
+        try:
+            for _ in range(MAX_ENTRIES):
+                entry = decode_greeting(self._connection.recv(), StoreEntry, "entry")
+                with self._changed:
+                    self._values[entry.key] = entry.value
+                    self._changed.notify_all()
+        except (BatonError, TimeoutError) as error:
+            logger.debug("the connection of a pair ended: %s", error)
+        finally:
+            with self._changed:
+                self._is_over = True
+                self._changed.notify_all()
+
+
+class Work(Protocol):
+    """The handle of a message that torch sends or receives."""
+
     def wait(self, timeout: timedelta = ...) -> bool: ...
 
 
 class PairGroup(Protocol):
-    """The part of torch's process groups that is used here, gloo's and NCCL's alike."""
+    """The methods of torch's process groups that are used here."""
 
-    def send(self, tensors: list[Tensor], dstRank: int, tag: int) -> PendingJoin: ...
+    def send(self, tensors: list[Tensor], dstRank: int, tag: int) -> Work: ...
 
-    def recv(self, tensors: list[Tensor], srcRank: int, tag: int) -> PendingJoin: ...
+    def recv(self, tensors: list[Tensor], srcRank: int, tag: int) -> Work: ...
 
     def abort(self) -> None: ...
 
 
 def join_gloo(store: Store, rank: int, host: str, timeout_s: float) -> PairGroup:
-    """host: an address of this machine, the one to listen on. TransferFailed when the peer does not come."""
+    """Form a gloo group of two. host: the address of this machine to listen on.
+
+    TransferFailed when the peer does not join in time.
+    """
     with translated("gloo"):
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # missing from torch's stubs
         options._devices = [ProcessGroupGloo.create_device(hostname=host)]
@@ -66,21 +141,12 @@ def join_gloo(store: Store, rank: int, host: str, timeout_s: float) -> PairGroup
         return cast(PairGroup, ProcessGroupGloo(PrefixStore("gloo", store), rank, 2, options))
 
 
-def abort_gloo(group: PairGroup, peer: int, scratch: Tensor) -> None:
-    """End every wait on the group, in whatever thread, and its connection: the peer sees that at once.
-
-    gloo has no call for it, but a receive that times out does just that.
-    """
-    with contextlib.suppress(RuntimeError):
-        group.recv([scratch], peer, _ABORT_TAG).wait(timedelta(milliseconds=1))
-
-
 def join_nccl(store: Store, rank: int, timeout_s: float) -> PairGroup:
-    """Connects with the first message. TransferFailed when this torch has no NCCL.
+    """Form an NCCL group of two, which connects with its first message. TransferFailed without NCCL.
 
-    torch ends the process when one of its own deadlines passes; that it never does is for our deadlines and
-    `abort`, which come long before. TORCH_NCCL_ASYNC_ERROR_HANDLING=0 keeps it from doing so for a peer that
-    died on another host: `config.prepare_nccl` sets that when an engine is loaded.
+    torch ends the process when one of its own deadlines passes. Baton's deadlines and `abort` come long
+    before that. TORCH_NCCL_ASYNC_ERROR_HANDLING=0 prevents torch from ending the process for a peer that died
+    on another host: `config.prepare_nccl` sets it when an engine is loaded.
     """
     try:
         from torch._C._distributed_c10d import ProcessGroupNCCL  # absent from CPU builds
@@ -95,150 +161,153 @@ def join_nccl(store: Store, rank: int, timeout_s: float) -> PairGroup:
 
 
 @contextlib.contextmanager
-def translated(what: str) -> Iterator[None]:
-    """torch's errors as ours, at this border."""
+def translated(library: str) -> Iterator[None]:
+    """Raise torch's errors as TransferFailed, which names the library."""
     try:
         yield
-    except RuntimeError as error:  # all of torch.distributed's derive from it
-        raise TransferFailed(f"{what}: {_first_line(error)}") from error
+    except RuntimeError as error:  # all errors of torch.distributed derive from it
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise TransferFailed(f"{library}: {lines[0]}") from error
 
 
-def _first_line(error: RuntimeError) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
-
-
-# Messages between the two ranks of a pair: a record and a payload one way, an answer the other way.
+# Messages: a record and a payload from the source, an answer from the destination.
 #
-# Both ends have NUM_SLOTS slots of staging memory. The source has at most that many messages unanswered, the
+# Both ends have NUM_SLOTS slots of staging memory. The source has at most so many messages unanswered, the
 # destination as many receives posted, so a message never waits for its receiver to become ready. An answer
 # says that the message's slot at the destination is free again.
 #
-# gloo carries a message whole. With NCCL the record and the answer go over gloo, which a silent or dead peer
-# cannot block for good, and the payload from GPU to GPU, its length known to both by then.
+# A record is a message of its own: gloo never ends a wait for a message whose sender dies in the middle of
+# it, so only records, which are sent in one go, are waited for without a limit.
 
-PART_BYTES: Final = 8 * 2**20  # smaller ones wait longer for each other than they travel
+PART_BYTES: Final = 8 * 2**20  # smaller parts wait longer for each other than they travel
 NUM_SLOTS: Final = 3  # one is packed, one on its way, one unpacked
-_PAYLOAD_AT: Final = -(-HEADER_BYTES // 64) * 64  # on a cache line
-_MESSAGE_TAG: Final = 0
-_ANSWER_TAG: Final = 1
+RECORD_TAG: Final = 0
+ANSWER_TAG: Final = 1
+PAYLOAD_TAG: Final = 2
 
 
-class PairChannel(Protocol):
-    """TransferFailed, from every call, when the pair is broken or a wait takes too long."""
+def payload_bytes(plan: TransferPlan) -> int:
+    """The room that any part needs: parts are cut to within half of PART_BYTES and a unit.
+
+    TransferFailed when a unit is too large for a message. Equal at both ends.
+    """
+    num_bytes = PART_BYTES + PART_BYTES // 2 + plan.unit_bytes
+    if num_bytes > MAX_PART_BYTES:
+        raise TransferFailed(f"a unit of {plan.unit_bytes} bytes is too large for one message")
+    return num_bytes
+
+
+class GlooChannel:
+    """A pair over gloo.
+
+    TransferFailed, from every call but `abort`, when the pair is broken or a wait takes too long.
+    """
+
+    def __init__(self, group: PairGroup, peer: int, payloads: list[Tensor]) -> None:
+        """peer: the other rank, SOURCE or DESTINATION. payloads: the staging memory of each slot, uint8."""
+        self._group = group
+        self._peer = peer
+        self._payloads = payloads
+        self._records = [torch.empty(HEADER_BYTES, dtype=torch.uint8) for _ in payloads]
+        self._answers = [torch.empty(ANSWER_BYTES, dtype=torch.uint8) for _ in payloads]
+        self._scratch = torch.empty(1, dtype=torch.uint8)
+        self._record_work: list[Work | None] = [None] * NUM_SLOTS
+        self._payload_work: list[Work | None] = [None] * NUM_SLOTS
+        self._answer_work: list[Work | None] = [None] * NUM_SLOTS
 
     def payload(self, slot: int, num_bytes: int) -> Tensor:
-        """The slot's staging memory: uint8 [num_bytes], where the pool is."""
+        """The slot's staging memory: uint8 [num_bytes], on the device of the pool."""
+        return self._payloads[slot][:num_bytes]
 
     def send(self, slot: int, record: bytes, num_bytes: int) -> None:
-        """Start a message with what `payload` has."""
+        """Start a message of the record and the payload that is in the slot."""
+        _write(self._records[slot], record)
+        with translated("gloo"):
+            self._record_work[slot] = self._group.send([self._records[slot]], self._peer, RECORD_TAG)
+            self._answer_work[slot] = self._group.recv([self._answers[slot]], self._peer, ANSWER_TAG)
+        self._send_payload(slot, num_bytes)
 
     def receive_answer(self, slot: int, timeout_s: float) -> bytes:
         """The answer to the message that was sent from this slot."""
-
-    def post(self, slot: int) -> None:
-        """Be ready for the next message."""
-
-    def receive(self, slot: int) -> bytes:
-        """The record of the message that was posted here, as long as it takes."""
-
-    def fetch(self, slot: int, num_bytes: int, timeout_s: float) -> Tensor:
-        """Its payload, all of it."""
-
-    def answer(self, slot: int, record: bytes, timeout_s: float) -> None: ...
-
-    def abort(self) -> None:
-        """End the pair and all waits on it, from any thread; any number of times."""
-
-
-class Records:
-    """The gloo half of a pair: messages of at most `message_bytes`, and answers."""
-
-    def __init__(self, group: PairGroup, peer: int, message_bytes: int) -> None:
-        self._group = group
-        self._peer = peer
-        self.messages = [huge_zeros((_PAYLOAD_AT + message_bytes,), torch.uint8) for _ in range(NUM_SLOTS)]
-        self._answers = [torch.empty(ANSWER_BYTES, dtype=torch.uint8) for _ in range(NUM_SLOTS)]
-        self._scratch = torch.empty(1, dtype=torch.uint8)
-        self._message_work: list[PendingJoin | None] = [None] * NUM_SLOTS
-        self._answer_work: list[PendingJoin | None] = [None] * NUM_SLOTS
-
-    def payload(self, slot: int, num_bytes: int) -> Tensor:
-        return self.messages[slot][_PAYLOAD_AT : _PAYLOAD_AT + num_bytes]
-
-    def send(self, slot: int, record: bytes, num_bytes: int) -> None:
-        message = self.messages[slot][: _PAYLOAD_AT + num_bytes]
-        _write(message, record)
-        with translated("gloo"):
-            self._message_work[slot] = self._group.send([message], self._peer, _MESSAGE_TAG)
-            self._answer_work[slot] = self._group.recv([self._answers[slot]], self._peer, _ANSWER_TAG)
-
-    def receive_answer(self, slot: int, timeout_s: float) -> bytes:
-        self._wait(self._answer_work[slot], timedelta(seconds=timeout_s))
-        self._wait(self._message_work[slot], timedelta(seconds=timeout_s))
+        timeout = timedelta(seconds=timeout_s)
+        for work in (self._answer_work[slot], self._record_work[slot], self._payload_work[slot]):
+            _wait(work, timeout)
         return self._answers[slot].numpy().tobytes()
 
     def post(self, slot: int) -> None:
+        """Be ready for the next message."""
         with translated("gloo"):
-            self._message_work[slot] = self._group.recv([self.messages[slot]], self._peer, _MESSAGE_TAG)
+            self._record_work[slot] = self._group.recv([self._records[slot]], self._peer, RECORD_TAG)
+        self._post_payload(slot)
 
     def receive(self, slot: int) -> bytes:
-        self._wait(self._message_work[slot], FOREVER)
-        return self.messages[slot][:HEADER_BYTES].numpy().tobytes()
+        """The record of the message that was posted here, without a limit in time."""
+        _wait(self._record_work[slot], FOREVER)
+        return self._records[slot].numpy().tobytes()
 
-    def answer(self, slot: int, record: bytes, timeout_s: float) -> None:
-        self._wait(self._answer_work[slot], timedelta(seconds=timeout_s))  # the one before from this slot
-        _write(self._answers[slot], record)
-        with translated("gloo"):
-            self._answer_work[slot] = self._group.send([self._answers[slot]], self._peer, _ANSWER_TAG)
-
-    def abort(self) -> None:
-        abort_gloo(self._group, self._peer, self._scratch)
-
-    def _wait(self, work: PendingJoin | None, timeout: timedelta) -> None:
-        if work is not None:
-            with translated("gloo"):
-                work.wait(timeout)
-
-
-class GlooChannel(Records):
     def fetch(self, slot: int, num_bytes: int, timeout_s: float) -> Tensor:
+        """The whole payload of the message whose record was received."""
+        _wait(self._payload_work[slot], timedelta(seconds=timeout_s))
         return self.payload(slot, num_bytes)
 
+    def answer(self, slot: int, record: bytes, timeout_s: float) -> None:
+        """Start the answer to the message that was received here."""
+        _wait(self._answer_work[slot], timedelta(seconds=timeout_s))  # the slot's previous answer
+        _write(self._answers[slot], record)
+        with translated("gloo"):
+            self._answer_work[slot] = self._group.send([self._answers[slot]], self._peer, ANSWER_TAG)
 
-class NcclChannel(Records):
-    """`bulk` and the staging memory are the GPU's; its work is ordered by the packing's stream."""
+    def abort(self) -> None:
+        """End the connection, which the peer sees at once, and waits in any thread. Any number of times.
+
+        gloo has no call for that, but a receive that times out has this effect.
+        """
+        with contextlib.suppress(RuntimeError):
+            self._group.recv([self._scratch], self._peer, _ABORT_TAG).wait(timedelta(milliseconds=1))
+
+    def _send_payload(self, slot: int, num_bytes: int) -> None:
+        with translated("gloo"):
+            payload = self.payload(slot, num_bytes)
+            self._payload_work[slot] = self._group.send([payload], self._peer, PAYLOAD_TAG)
+
+    def _post_payload(self, slot: int) -> None:
+        with translated("gloo"):
+            self._payload_work[slot] = self._group.recv([self._payloads[slot]], self._peer, PAYLOAD_TAG)
+
+
+def staging(num_bytes: int) -> list[Tensor]:
+    """Host memory for the payloads of a channel's slots."""
+    return [huge_zeros((num_bytes,), torch.uint8) for _ in range(NUM_SLOTS)]
+
+
+class NcclChannel(GlooChannel):
+    """A pair whose payloads go from GPU to GPU over NCCL, and everything else over gloo.
+
+    Both ends know the payload's length before NCCL moves it. The work of NCCL is ordered by the packing's
+    stream.
+    """
 
     def __init__(
-        self, group: PairGroup, bulk: PairGroup, peer: int, payload_bytes: int, packing: DevicePages
+        self, group: PairGroup, bulk: PairGroup, peer: int, num_bytes: int, packing: DevicePages
     ) -> None:
-        super().__init__(group, peer, 0)
+        """group: of gloo. bulk: of NCCL. num_bytes: the most that a payload has."""
+        super().__init__(group, peer, [packing.staging(num_bytes) for _ in range(NUM_SLOTS)])
         self._bulk = bulk
-        self._bulk_work: list[PendingJoin | None] = [None] * NUM_SLOTS
+        self._bulk_work: list[Work | None] = [None] * NUM_SLOTS
         self._packing = packing
-        self._stream = packing.stream
-        self._staging = [packing.staging(payload_bytes) for _ in range(NUM_SLOTS)]
-
-    def payload(self, slot: int, num_bytes: int) -> Tensor:
-        return self._staging[slot][:num_bytes]
-
-    def send(self, slot: int, record: bytes, num_bytes: int) -> None:
-        super().send(slot, record, 0)
-        with translated("nccl"), torch.cuda.stream(self._stream):
-            self._bulk_work[slot] = self._bulk.send([self.payload(slot, num_bytes)], self._peer, 0)
 
     def fetch(self, slot: int, num_bytes: int, timeout_s: float) -> Tensor:
         payload = self.payload(slot, num_bytes)
-        with translated("nccl"), torch.cuda.stream(self._stream):
+        with translated("nccl"), torch.cuda.stream(self._packing.stream):
             work = self._bulk_work[slot] = self._bulk.recv([payload], self._peer, 0)
-            work.wait()  # of the stream, not of this thread
+            work.wait()  # blocks the stream, not this thread
         self._packing.finish(timeout_s)  # nothing is enqueued behind a receive that may never end
         return payload
 
     def connect(self, rank: int, timeout_s: float) -> None:
-        """NCCL connects with the first message: have it fail here, not in the middle of a transfer."""
+        """Exchange a first message: NCCL fails to connect here, not in the middle of a transfer."""
         if rank == SOURCE:
-            with translated("nccl"), torch.cuda.stream(self._stream):
+            with translated("nccl"), torch.cuda.stream(self._packing.stream):
                 self._bulk.send([self.payload(0, 1)], self._peer, 0).wait()
             self._packing.finish(timeout_s)
         else:
@@ -246,41 +315,21 @@ class NcclChannel(Records):
 
     def abort(self) -> None:
         super().abort()
-        with contextlib.suppress(RuntimeError):  # it may have ended by itself
+        with contextlib.suppress(RuntimeError):  # the group may have ended already
             self._bulk.abort()
 
+    def _send_payload(self, slot: int, num_bytes: int) -> None:
+        with translated("nccl"), torch.cuda.stream(self._packing.stream):
+            self._bulk_work[slot] = self._bulk.send([self.payload(slot, num_bytes)], self._peer, 0)
 
-def join_pair(
-    name: GroupName,
-    store: Store,
-    rank: int,
-    packing: PagePacking,
-    plan: TransferPlan,
-    settings: GroupSettings,
-) -> PairChannel:
-    """Join the other rank, whom `store` reaches and nobody else. TransferFailed when it does not come in
-    time, or cannot be talked to this way.
-    """
-    peer = 1 - rank
-    num_bytes = payload_bytes(plan)
-    if name == "gloo":
-        if not isinstance(packing, HostPages):
-            raise TransferFailed("gloo moves a CPU's pages, these are a GPU's")
-        return GlooChannel(join_gloo(store, rank, settings.host, settings.connect_s), peer, num_bytes)
-    if not isinstance(packing, DevicePages):
-        raise TransferFailed("nccl moves a GPU's pages, these are a CPU's")
-    records = join_gloo(store, rank, settings.host, settings.connect_s)
-    channel = NcclChannel(records, join_nccl(store, rank, settings.connect_s), peer, num_bytes, packing)
-    channel.connect(rank, settings.connect_s)
-    return channel
+    def _post_payload(self, slot: int) -> None:
+        """NCCL receives when `fetch` knows the payload's length."""
 
 
-def payload_bytes(plan: TransferPlan) -> int:
-    """Room for any part: they come within half of PART_BYTES and a unit. The same on both sides."""
-    num_bytes = PART_BYTES + PART_BYTES // 2 + plan.unit_bytes
-    if num_bytes > MAX_PART_BYTES:
-        raise TransferFailed(f"a unit of {plan.unit_bytes} bytes is too large for one message")
-    return num_bytes
+def _wait(work: Work | None, timeout: timedelta) -> None:
+    if work is not None:
+        with translated("gloo"):
+            work.wait(timeout)
 
 
 def _write(message: Tensor, record: bytes) -> None:

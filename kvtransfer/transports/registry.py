@@ -1,101 +1,47 @@
-"""Which transport a pair of ranks uses, and which it falls back on.
+"""The transports by name, best first. `--transport package.module:Class` names one from outside this tree."""
 
-The order is a pure function of where the two ranks are and what the destination offers. Whatever comes first
-is opened; one that cannot be opened, or breaks, makes way for the next (kvtransfer/ranks/transports.py). When
-none is left the destination computes the pages itself.
-"""
-
-import threading
-from collections.abc import Collection
-from pathlib import Path
-from typing import Final, Literal, get_args
-
-import msgspec
+import difflib
+import importlib
+from typing import Final
 
 from baton.errors import ConfigError
+from baton.kvtransfer.transports.base import AUTO, Transport, TransportSet
+from baton.kvtransfer.transports.cuda_ipc import CudaIpcTransport
+from baton.kvtransfer.transports.shm import ShmTransport
+from baton.kvtransfer.transports.tcp import TcpTransport
+from baton.kvtransfer.transports.torch_distributed import GlooTransport, NcclTransport
 
-TransportName = Literal["shm", "cuda_ipc", "nccl", "gloo", "tcp"]
-AUTO: Final = "auto"
-_BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
-
-
-class RankLocation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where a rank's pages are. `host` is the same for two ranks only if they share a kernel."""
-
-    host: str
-    device: Literal["cpu", "cuda"]
-
-
-def this_host() -> str:
-    """This boot of this machine."""
-    return _BOOT_ID.read_text().strip()
+TRANSPORTS: Final[dict[str, Transport]] = {
+    each.name: each
+    for each in (ShmTransport(), CudaIpcTransport(), NcclTransport(), GlooTransport(), TcpTransport())
+}
 
 
-def order(
-    source: RankLocation, destination: RankLocation, offered: Collection[str], asked: str = AUTO
-) -> tuple[TransportName, ...]:
-    """The transports to try, best first; when all have failed, recompute.
+def transport_set(asked: str) -> TransportSet:
+    """The transports of a rank whose operator asked for this one: a name, `package.module:Class`, or auto.
 
-    offered: what the destination has opened doors for. asked: one transport to try first, or `auto`.
-    ConfigError for a name that is none, or that cannot serve this pair.
+    ConfigError when there is no such transport.
     """
-    usable = _usable(source, destination)
+    known = tuple(TRANSPORTS.values())
     if asked == AUTO:
-        names: tuple[TransportName, ...] = usable
-    else:
-        known = [name for name in get_args(TransportName) if name == asked]
-        if not known:
-            expected = ", ".join((AUTO, *get_args(TransportName)))
-            raise ConfigError(f"transport: expected one of {expected}, got {asked!r}")
-        if not _can_serve(asked, source, destination):
-            raise ConfigError(f"transport: {asked} cannot serve {source} to {destination}")
-        names = (known[0], *(name for name in usable if name == "tcp" and name != asked))
-    return tuple(name for name in names if name in offered)
-
-
-def _usable(source: RankLocation, destination: RankLocation) -> tuple[TransportName, ...]:
-    is_same_host = source.host == destination.host
-    if source.device == destination.device == "cpu":
-        return ("shm", "tcp") if is_same_host else ("tcp",)
-    if source.device == destination.device == "cuda":
-        return ("cuda_ipc", "nccl", "tcp") if is_same_host else ("nccl", "tcp")
-    return ("tcp",)
-
-
-def _can_serve(name: str, source: RankLocation, destination: RankLocation) -> bool:
-    """gloo is never chosen unasked: on a CPU tcp and shm are both faster."""
-    return name in _usable(source, destination) or (
-        name == "gloo" and source.device == destination.device == "cpu"
-    )
-
-
-class TransportCounters:
-    """Which transports opened and which did not, since the start."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self.num_opened: dict[str, int] = {name: 0 for name in get_args(TransportName)}
-        self.num_failed: dict[str, int] = {name: 0 for name in get_args(TransportName)}
-        self.num_fallbacks = 0  # pairs that did not get their first choice
-        self.num_recomputes = 0  # pairs that got none
-
-    def by_name(self) -> dict[str, int]:
-        """Those that are not zero, as "opened_shm"."""
-        counts = {f"opened_{name}": number for name, number in self.num_opened.items()}
-        counts |= {f"failed_{name}": number for name, number in self.num_failed.items()}
-        counts |= {"fallbacks": self.num_fallbacks, "recomputes": self.num_recomputes}
-        return {name: number for name, number in counts.items() if number}
-
-    def opened(self, name: TransportName, num_before: int) -> None:
-        with self._lock:
-            self.num_opened[name] += 1
-            self.num_fallbacks += num_before > 0
-
-    def failed(self, name: TransportName) -> None:
-        """It could not be opened, or broke later."""
-        with self._lock:
-            self.num_failed[name] += 1
-
-    def recomputed(self) -> None:
-        with self._lock:
-            self.num_recomputes += 1
+        return TransportSet(known)
+    if asked in TRANSPORTS:
+        return TransportSet(known, TRANSPORTS[asked])
+    module, colon, attribute = asked.partition(":")
+    if not colon:
+        near = difflib.get_close_matches(asked, TRANSPORTS, 1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        names = ", ".join((AUTO, *TRANSPORTS))
+        raise ConfigError(f"transport: expected one of {names} or package.module:Class, got {asked!r}{hint}")
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"transport: {asked!r} cannot be imported: {error}") from error
+    missing = [
+        each for each in ("can_serve", "listen", "connect") if not callable(getattr(found, each, None))
+    ]
+    missing += [each for each in ("name", "is_automatic") if not hasattr(found, each)]
+    if missing:
+        raise ConfigError(f"transport: {asked!r} is no Transport: it lacks {', '.join(missing)}")
+    outside: Transport = found()
+    return TransportSet((outside, *known), outside)

@@ -1,49 +1,70 @@
-"""Page bytes over TCP, at the source: straight from the pages into several streams.
+"""Page bytes over TCP: straight from the source's pages into several streams, and from there into the pages.
 
-1. `open` connects the streams; each is authenticated with the cluster key, both ways.
-2. A piece is cut into parts; each stream's thread takes the next part that nobody has taken, sends its
-   header and its bytes in one go, and is up to `NUM_UNANSWERED` parts ahead of the receiver's answers.
-3. An answer makes its part finished, or failed where the destination refused it.
-4. `abort` in the middle of a part that the peer is slow to take gives up that stream's connection, for
-   there is no other way to end a part early: the thread connects again and sends anew what the lost
-   connection had not answered, as often as others' aborts make it.
-5. A peer that is gone, silent or too slow ends the transport. All its pieces fail, and nobody else's.
+1. The source connects its streams. On each, both ends prove that they hold the key of page links.
+2. A piece is cut into parts. Each stream's thread takes the next part, sends its header and its bytes in one
+   call, and is up to NUM_UNANSWERED parts ahead of the answers.
+3. The destination has a thread for each stream. A header says which units come; the registration of their
+   transfer says where the units go. The bytes are received into the pages, or drained where the registration
+   admits no writer, and the part is answered. A registration that closes in the middle of a part is left
+   within a slice of time, and the rest of the part is drained.
+4. An answer finishes its part, or fails the part where the destination refused it.
+5. `abort` in the middle of a part that the peer is slow to take gives up the stream's connection: a part
+   cannot end early in another way. The thread connects again and sends again what was not answered.
+6. A record that is not the one due ends its stream. A peer that is gone, silent or too slow breaks the
+   sender: all its pieces fail, and no other sender's.
+
+A CPU's pages are sent from and received into in place. A GPU's pages go through pinned host memory, of which
+each stream has as much as its largest part.
 """
 
 import contextlib
 import ctypes
+import logging
 import socket
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import Final
+from typing import Final, NamedTuple, Protocol
 
 import msgspec
+import numpy as np
 
-from baton.clock import Clock, SystemClock
-from baton.errors import BatonError, ConfigError, PeerGone, TransferFailed
-from baton.kvtransfer.ranks.pages import PageMemory, PagePacking
-from baton.kvtransfer.transports.base import OnEnd, Part, Piece, TransferProgress, TransferQueue, offsets_of
-from baton.kvtransfer.transports.page_socket import PageSocket, Stopped, tune, unpace
-from baton.kvtransfer.transports.tcp_streams import (
+from baton.clock import Clock
+from baton.errors import BatonError, ConfigError, PeerGone, TransferFailed, WireError
+from baton.kvtransfer.protocol.messages import PeerRank, RankListenerAddresses
+from baton.kvtransfer.protocol.transfer_plan import Offsets, TransferPlan
+from baton.kvtransfer.transports.base import LocalRank, QueueSender
+from baton.kvtransfer.transports.listener import Listener, listen
+from baton.kvtransfer.transports.page_socket import Buffer, MemoryRuns, PageSocket, Stopped, tune, unpace
+from baton.kvtransfer.transports.pages import PageMemory, PagePacking, StagedParts
+from baton.kvtransfer.transports.receive_registration import Writing
+from baton.kvtransfer.transports.records import (
     ANSWER_BYTES,
     HEADER_BYTES,
     MAX_PART_BYTES,
     PartHeader,
     WriteOutcome,
     decode_answer,
+    decode_header,
+    encode_answer,
     encode_header,
     stream_key,
-    tcp_pool_of,
 )
-from baton.rpc.auth import LinkSecret
-from baton.rpc.connection import Connection, DroppedPeers, Role
+from baton.kvtransfer.transports.transfer_queue import OnEnd, Part, Piece, TransferQueue
+from baton.rpc.connection import Connection, Role
+
+logger = logging.getLogger(__name__)
 
 PART_BYTES: Final = 32 * 2**20  # a part costs each end a quarter of a millisecond of its core
 NUM_UNANSWERED: Final = 2
+MAX_STREAMS: Final = 4096  # of one destination rank
+SCRATCH_BYTES: Final = 2**18
+_START: Final = np.zeros(1, dtype=np.int64)  # a staged part is one run
 
 
 class TcpSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The number of streams of one sender, and the limits of both ends."""
+
     num_streams: int = 2
     connect_s: float = 5.0  # for a connection and its handshake
     stall_s: float = 5.0  # without a byte
@@ -51,119 +72,174 @@ class TcpSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class TcpTransport:
+    """Serves every pair of ranks. For pages on a GPU it is slow: the fallback of the other transports."""
+
     name = "tcp"
+    is_automatic = True
+
+    def can_serve(self, source: RankListenerAddresses, destination: RankListenerAddresses) -> bool:
+        return True
+
+    def listen(self, rank: LocalRank) -> "TcpReceiver":
+        return TcpReceiver(rank)
+
+    def connect(self, rank: LocalRank, peer: PeerRank) -> "TcpSender":
+        return TcpSender(rank, (peer.host, port_of(peer.listeners.addresses[self.name])))
+
+
+def port_of(address: str) -> int:
+    """The TCP port that a peer's listener said; TransferFailed for another address."""
+    if not (address.isascii() and address.isdecimal() and 0 < int(address) < 2**16):
+        raise TransferFailed(f"a TCP port is a number from 1 to 65535, the peer said {address!r}")
+    return int(address)
+
+
+class StreamPages(Protocol):
+    """A rank's pool, for the thread of one stream."""
+
+    def outgoing(self, plan: TransferPlan, offset_N: Offsets, head: Buffer) -> MemoryRuns:
+        """The head, then the runs' bytes; valid until the next call."""
+
+    def incoming(self, plan: TransferPlan, offset_N: Offsets) -> MemoryRuns:
+        """The memory into which the runs' bytes are to be received."""
+
+    def received(self, plan: TransferPlan, offset_N: Offsets) -> None:
+        """All of them were received: they are in the pages on return."""
+
+
+class _InPlace:
+    def __init__(self, memory: PageMemory) -> None:
+        self._address = memory.address
+
+    def outgoing(self, plan: TransferPlan, offset_N: Offsets, head: Buffer) -> MemoryRuns:
+        return MemoryRuns.of_runs(self._address, offset_N, plan.run_bytes, head)
+
+    def incoming(self, plan: TransferPlan, offset_N: Offsets) -> MemoryRuns:
+        return MemoryRuns.of_runs(self._address, offset_N, plan.run_bytes)
+
+    def received(self, plan: TransferPlan, offset_N: Offsets) -> None:
+        """The bytes were received where they belong."""
+
+
+class _Staged:
+    def __init__(self, packing: PagePacking) -> None:
+        self._parts = StagedParts(packing)
+
+    def outgoing(self, plan: TransferPlan, offset_N: Offsets, head: Buffer) -> MemoryRuns:
+        host = self._parts.fetch(plan, offset_N)
+        return MemoryRuns.of_runs(host.data_ptr(), _START, len(host), head)
+
+    def incoming(self, plan: TransferPlan, offset_N: Offsets) -> MemoryRuns:
+        host = self._parts.room(len(offset_N) * plan.run_bytes)
+        return MemoryRuns.of_runs(host.data_ptr(), _START, len(host))
+
+    def received(self, plan: TransferPlan, offset_N: Offsets) -> None:
+        self._parts.store(plan, offset_N)
+
+
+def stream_pages(rank: LocalRank, packing: PagePacking) -> StreamPages:
+    """A new stream's access to the pool; all streams of a sender or receiver share the packing."""
+    return _InPlace(rank.memory) if rank.memory is not None else _Staged(packing)
+
+
+def _page_socket(connection: Connection, settings: TcpSettings, clock: Clock) -> tuple[PageSocket, bytes]:
+    """A stream over a connection that is past its handshake, and the key of the stream's records."""
+    connection.handshake(settings.connect_s)
+    key = stream_key(connection.session_key)
+    sock = connection.detach()
+    unpace(sock)
+    return PageSocket(sock, clock, stall_s=settings.stall_s, limit_s=settings.part_s), key
+
+
+# The source.
+
+
+class TcpSender(QueueSender):
+    """A `Sender` over `num_streams` connections."""
 
     def __init__(
-        self,
-        address: tuple[str, int],
-        key: LinkSecret,
-        pool: PageMemory | PagePacking,
-        *,
-        settings: TcpSettings | None = None,
-        clock: Clock | None = None,
-        on_end: OnEnd | None = None,
-        dropped: DroppedPeers | None = None,
+        self, rank: LocalRank, address: tuple[str, int], settings: TcpSettings | None = None
     ) -> None:
-        """pool: the source's. key: the cluster's."""
-        self.pool = tcp_pool_of(pool)
-        self.settings = settings or TcpSettings()
-        self.clock = clock or SystemClock()
-        self.transfer_queue = TransferQueue(PART_BYTES, self.settings.num_streams, self.clock, on_end)
+        """rank: the source. address: host and port of the destination's TcpReceiver."""
+        self._settings = settings or TcpSettings()
+        super().__init__(rank, PART_BYTES, self._settings.num_streams)
         self._address = address
-        self._key = key
-        self._dropped = dropped
-        self._streams: list[_Stream] = []
+        self._streams: list[_SendStream] = []
         self._closing = threading.Lock()
 
     def open(self) -> None:
-        for number in range(self.settings.num_streams):
-            self._streams.append(_Stream(self, number))
+        for number in range(self._settings.num_streams):
+            pages = stream_pages(self._rank, self._packing)
+            self._streams.append(_SendStream(self, self._queue, pages, self._rank.clock, number))
         for stream in self._streams:
             stream.connect()
         for stream in self._streams:
             stream.thread.start()
 
-    def push(self, piece: Piece) -> int:
-        pages = piece.transfer.source_pages
-        if pages and not 0 <= min(pages) <= max(pages) < self.pool.num_pages:
-            raise ValueError(f"the pool has {self.pool.num_pages} pages: {pages}")
+    def push(self, piece: Piece, on_end: OnEnd) -> None:
+        """As Sender.push. ConfigError for units that are larger than a part may be."""
         unit_bytes = piece.transfer.plan.unit_bytes
         if unit_bytes > MAX_PART_BYTES:
             raise ConfigError(f"page_size: a page has {unit_bytes} bytes, tcp moves {MAX_PART_BYTES} at most")
-        self.pool.note_written()
-        return self.transfer_queue.push(piece)
-
-    @property
-    def is_broken(self) -> bool:
-        return self.transfer_queue.end_reason is not None
-
-    def poll(self, handle: int) -> TransferProgress:
-        return self.transfer_queue.poll(handle)
-
-    def forget(self, handle: int) -> None:
-        self.transfer_queue.forget(handle)
+        super().push(piece, on_end)
 
     def abort(self, transfer: bytes) -> None:
         def cut() -> None:
             for stream in self._streams:
                 stream.cut(transfer)
 
-        self.transfer_queue.abort(transfer, cut=cut)
+        self._queue.abort(transfer, cut)
 
     def close(self) -> None:
-        self.transfer_queue.break_off("the transport was closed")
+        self._queue.break_off("the transport was closed")
         with self._closing:
             streams, self._streams = self._streams, []
             for stream in streams:
                 stream.close()
 
     def dial(self, on_socket: Callable[[socket.socket], None]) -> tuple[PageSocket, bytes]:
-        """A new stream and its key. TransferFailed when there can be none.
+        """A new stream and its key. TransferFailed when the destination cannot be reached.
 
-        on_socket: told before anything is waited for, so that another thread can end the wait.
+        on_socket: told of the socket before anything is waited for, so that another thread can end the wait.
         """
-        host, port = self._address
-        settings = self.settings
+        (host, port), rank = self._address, self._rank
+        sock: socket.socket | None = None
         try:
             family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
             sock = socket.socket(family, socket.SOCK_STREAM)
-        except OSError as error:
-            raise TransferFailed(f"tcp {host}:{port}: {error}") from error
-        try:
             tune(sock)
-            sock.settimeout(settings.connect_s)
+            sock.settimeout(self._settings.connect_s)
             on_socket(sock)
             sock.connect((host, port))
-            connection = Connection(sock, self._key, Role.CONNECTING, dropped=self._dropped, clock=self.clock)
-            connection.handshake(settings.connect_s)
-            bare = connection.detach()
-            unpace(bare)
+            connection = Connection(sock, rank.key, Role.CONNECTING, dropped=rank.dropped, clock=rank.clock)
+            return _page_socket(connection, self._settings, rank.clock)
         except (OSError, BatonError) as error:
-            sock.close()
+            if sock is not None:
+                sock.close()
             raise TransferFailed(f"tcp {host}:{port}: {error}") from error
-        page_socket = PageSocket(bare, self.clock, stall_s=settings.stall_s, limit_s=settings.part_s)
-        return page_socket, stream_key(connection.session_key)
 
 
-class _Unanswered:
-    def __init__(self, part: Part, num_calls: int, gather_s: float) -> None:
-        self.part = part
-        self.num_calls = num_calls
-        self.gather_s = gather_s
+class _Unanswered(NamedTuple):
+    part: Part
+    num_calls: int
+    gather_s: float
 
 
-class _Stream:
+class _SendStream:
     """One connection and the thread that sends over it."""
 
-    def __init__(self, transport: TcpTransport, number: int) -> None:
+    def __init__(
+        self, sender: TcpSender, queue: TransferQueue, pages: StreamPages, clock: Clock, number: int
+    ) -> None:
         self.thread = threading.Thread(target=self._run, name=f"tcp-source-{number}", daemon=True)
-        self._transport = transport
-        self._transfer_queue = transport.transfer_queue
-        self._pages = transport.pool.stream()
+        self._sender = sender
+        self._queue = queue
+        self._pages = pages
+        self._clock = clock
         self._socket: PageSocket | None = None
         self._dialling: socket.socket | None = None
-        self._sending: bytes | None = None  # the transfer in whose pages the thread is
-        self._is_cut = False  # the connection there is
+        self._sending: bytes | None = None  # the transfer whose pages the thread reads
+        self._is_cut = False  # the present connection
         self._key = b""
         self._is_closed = False
         self._num_sent = self._num_answered = 0
@@ -171,7 +247,7 @@ class _Stream:
         self._header = ctypes.create_string_buffer(HEADER_BYTES)
 
     def connect(self) -> None:
-        self._socket, self._key = self._transport.dial(self._note)
+        self._socket, self._key = self._sender.dial(self._note)
         self._num_sent = self._num_answered = 0
         self._is_cut = False
         if self._is_closed:
@@ -179,16 +255,16 @@ class _Stream:
             self._check_open()
 
     def cut(self, transfer: bytes) -> None:
-        """From another thread, while none may leave pages: break the connection that is held up in these."""
+        """Break the connection that is held up in this transfer's pages. The queue is locked meanwhile."""
         if self._sending == transfer and self._socket is not None:
             self._is_cut = True
             self._socket.wake()
 
     def close(self) -> None:
-        """From another thread, when the tickets hand out nothing any more."""
+        """From another thread, when the queue has ended."""
         self._is_closed = True
         if self._dialling is not None:
-            with contextlib.suppress(OSError):  # it may have got no further, or be a stream already
+            with contextlib.suppress(OSError):  # not connected yet, or a stream already
                 self._dialling.shutdown(socket.SHUT_RDWR)
         if self._socket is not None:
             self._socket.wake()
@@ -214,15 +290,15 @@ class _Stream:
                 except Stopped:
                     self._start_anew()
         except BatonError as error:
-            self._transfer_queue.break_off(f"tcp: {error}")
+            self._queue.break_off(f"tcp: {error}")
         except BaseException as error:
-            self._transfer_queue.break_off(f"tcp: {error!r}")
+            self._queue.break_off(f"tcp: {error!r}")
             raise
 
     def _serve(self) -> None:
-        """Until the queue has ended and every answer is there."""
+        """Send parts until the queue has ended and every part is answered."""
         while True:
-            part = self._transfer_queue.take(wait=not self._unanswered)
+            part = self._queue.take(wait=not self._unanswered)
             if part is not None:
                 self._send(part)
             elif not self._unanswered:
@@ -231,24 +307,23 @@ class _Stream:
                 self._read_answer()
 
     def _send(self, part: Part) -> None:
-        transfer, clock = part.handle.piece.transfer, self._transport.clock
-        stream = self._open_socket()
-        begun_s, calls_before = clock.now_s(), stream.num_calls
+        transfer, stream = part.transfer, self._open_socket()
+        begun_s, calls_before = self._clock.now_s(), stream.num_calls
         try:
-            offset_N = offsets_of(transfer.plan.source, part.first, part.stop, transfer.source_pages)
+            offset_N = transfer.plan.source.offsets(part.first, part.stop, transfer.source_pages)
             header = PartHeader(transfer.id, transfer.epoch, part.first, part.stop, part.num_bytes)
             self._header.raw = encode_header(self._key, self._num_sent, header)
             places = self._pages.outgoing(transfer.plan, offset_N, self._header)
-            gather_s = clock.now_s() - begun_s
+            gather_s = self._clock.now_s() - begun_s
             self._sending = transfer.id
-            stream.send(places, lambda: part.handle.is_failed)
+            stream.send(places, lambda: part.piece.is_over)
         except PeerGone:
-            if not part.handle.is_failed:
+            if not part.piece.is_over:
                 raise
-            raise Stopped(part.num_bytes) from None  # `cut`, or as good as that
+            raise Stopped(part.num_bytes) from None  # `cut` has closed the connection
         finally:
             self._sending = None
-            self._transfer_queue.leave(part)
+            self._queue.leave(part)
         if self._is_cut:  # when the last byte had just gone
             raise Stopped(0)
         self._num_sent += 1
@@ -260,21 +335,178 @@ class _Stream:
         self._num_answered += 1
         answered = self._unanswered.popleft()
         if outcome == WriteOutcome.WRITTEN:
-            self._transfer_queue.finish(answered.part, answered.num_calls, answered.gather_s)
+            self._queue.finish(answered.part, answered.num_calls, answered.gather_s)
         else:
-            self._transfer_queue.fail(answered.part, "the destination has ended the transfer")
+            self._queue.fail(answered.part, "the destination has ended the transfer")
 
     def _start_anew(self) -> None:
-        """Connect again and send again what may not have arrived: writing a part twice does no harm."""
+        """Connect again and send the unanswered parts again: a part may be written twice."""
         self._open_socket().close()
         unanswered, self._unanswered = self._unanswered, deque()
         self._socket = None
-        if self._is_closed or self._transfer_queue.end_reason is not None:
+        if self._is_closed or self._queue.end_reason is not None:
             return
         for waiting in reversed(unanswered):
-            self._transfer_queue.requeue(waiting.part)
+            self._queue.requeue(waiting.part)
         self.connect()
 
     def _open_socket(self) -> PageSocket:
         assert self._socket is not None
         return self._socket
+
+
+# The destination.
+
+
+class TcpReceiver:
+    """A `TransportListener`: accepts streams of any number of sources for one rank's pages."""
+
+    def __init__(self, rank: LocalRank, port: int = 0, settings: TcpSettings | None = None) -> None:
+        """rank: the destination. port: 0 for any free one."""
+        self._rank = rank
+        self._packing = rank.packing()
+        self._settings = settings or TcpSettings()
+        self._is_closed = False
+        self._lock = threading.Lock()
+        self._threads: dict[threading.Thread, PageSocket] = {}
+        listener = listen(rank.host, port)
+        tune(listener)
+        self.port: int = listener.getsockname()[1]
+        self._acceptor = Listener(listener, self._greet, "tcp", rank.dropped)
+
+    @property
+    def address(self) -> str:
+        return str(self.port)
+
+    def num_streams(self) -> int:
+        """Streams that have proved that they hold the cluster key."""
+        with self._lock:
+            return len(self._threads)
+
+    def close(self) -> None:
+        with self._lock:
+            self._is_closed = True
+        self._acceptor.close()
+        with self._lock:
+            streams = list(self._threads.items())
+        for thread, page_socket in streams:
+            page_socket.wake()
+            thread.join()
+
+    def _greet(self, sock: socket.socket) -> None:
+        """In a thread of the listener: let a newcomer prove itself, then serve it in another thread."""
+        rank = self._rank
+        connection = Connection(sock, rank.key, Role.ACCEPTING, dropped=rank.dropped, clock=rank.clock)
+        try:
+            page_socket, key = _page_socket(connection, self._settings, rank.clock)
+        except (BatonError, OSError) as error:
+            _log_end(error)
+            sock.close()
+        else:
+            self._start(page_socket, key)
+
+    def _start(self, page_socket: PageSocket, key: bytes) -> None:
+        thread = threading.Thread(
+            target=self._serve, args=(page_socket, key), name="tcp-receive", daemon=True
+        )
+        with self._lock:
+            if len(self._threads) >= MAX_STREAMS or self._is_closed:
+                self._rank.dropped.add("crowd")
+                page_socket.close()
+                return
+            try:
+                thread.start()
+            except RuntimeError as error:  # the process may have no more threads
+                logger.warning("no stream accepted: %s", error)
+                page_socket.close()
+                return
+            self._threads[thread] = page_socket
+
+    def _serve(self, page_socket: PageSocket, key: bytes) -> None:
+        try:
+            pages = stream_pages(self._rank, self._packing)
+            ReceiveStream(self._rank, page_socket, key, pages, lambda: self._is_closed).run()
+        except (BatonError, OSError) as error:
+            _log_end(error)
+        finally:
+            with self._lock:
+                del self._threads[threading.current_thread()]
+                page_socket.close()
+
+
+def _log_end(error: Exception) -> None:
+    if isinstance(error, WireError):
+        logger.warning("a data stream was dropped: %s", error)
+    else:
+        logger.info("a data stream ended: %s", error)
+
+
+class ReceiveStream:
+    """One authenticated stream at the destination, in its thread."""
+
+    def __init__(
+        self,
+        rank: LocalRank,
+        page_socket: PageSocket,
+        key: bytes,
+        pages: StreamPages,
+        is_closed: Callable[[], bool],
+    ) -> None:
+        self._rank = rank
+        self._socket = page_socket
+        self._key = key
+        self._pages = pages
+        self._is_closed = is_closed
+        self._num_parts = 0
+        self._scratch = ctypes.create_string_buffer(0)
+
+    def run(self) -> None:
+        """Receive parts until the source closes the stream, which is no error between parts."""
+        while (record := self._socket.next_record(HEADER_BYTES)) is not None:
+            try:
+                self._receive_part(decode_header(self._key, self._num_parts, record))
+            except WireError as error:
+                self._rank.dropped.add(error.reason)
+                raise
+
+    def _receive_part(self, header: PartHeader) -> None:
+        registrations = self._rank.registrations
+        writing = registrations.begin(
+            header.transfer, header.epoch, header.first, header.stop, header.num_bytes
+        )
+        num_left = header.num_bytes
+        if writing is not None:
+            is_whole = False
+            try:
+                num_left = self._fill(writing)
+                is_whole = num_left == 0
+                if is_whole:
+                    self._answer(WriteOutcome.WRITTEN)
+            finally:
+                registrations.end(writing, is_whole=is_whole)
+            if is_whole:
+                return
+        self._drain(num_left)
+        self._answer(WriteOutcome.REFUSED)
+
+    def _fill(self, writing: Writing) -> int:
+        """Receive a part into its pages; the bytes that are still to come when the registration closed."""
+        plan, offset_N = writing.registration.plan, writing.offsets()
+        try:
+            self._socket.receive(self._pages.incoming(plan, offset_N), lambda: writing.must_stop)
+        except Stopped as stopped:
+            return stopped.num_left
+        self._pages.received(plan, offset_N)
+        return 0
+
+    def _drain(self, num_bytes: int) -> None:
+        if not len(self._scratch):
+            self._scratch = ctypes.create_string_buffer(SCRATCH_BYTES)
+        while num_bytes:
+            step = min(num_bytes, SCRATCH_BYTES)
+            self._socket.receive(MemoryRuns.of_buffer(self._scratch, step), self._is_closed)
+            num_bytes -= step
+
+    def _answer(self, outcome: WriteOutcome) -> None:
+        self._socket.send_record(encode_answer(self._key, self._num_parts, outcome))
+        self._num_parts += 1

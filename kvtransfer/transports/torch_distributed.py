@@ -1,43 +1,165 @@
-"""Page bytes through torch.distributed, at the source: gloo between CPUs, NCCL between GPUs.
+"""Page bytes through torch.distributed: gloo between CPUs, NCCL between GPUs.
 
-1. `open` meets the destination rank: a process group of the two, which nobody else is part of. A thread does
-   it, for torch lets nobody out who waits for a peer; whoever opens goes when the transport is closed.
-2. A piece is cut into parts of some MiB. The sending thread packs a part into a slot and starts its message.
-3. The answering thread waits for each answer in turn; it makes the part finished, or failed where the
-   destination refused it, and the slot free.
-4. A peer that is gone breaks the pair at once, one that is silent after `stall_s`: all its pieces fail and
-   the group is aborted. A new transport with a new meeting takes its place; other pairs never notice.
+1. The source connects to the destination's listener. Both prove that they hold the key of page links. The
+   source says which rank it is and how its pages are cut; the destination agrees or refuses.
+2. Over that connection the two form a process group of their own (kvtransfer/transports/rank_pair.py). Each
+   end does that in a thread, for torch does not let a thread go that waits for a peer.
+3. A piece is cut into parts. The sending thread packs a part into a slot and starts its message. The
+   destination's thread receives the message into staging memory, so a source that stops in the middle has
+   written no page. It unpacks the bytes into the pages that the registration of the transfer names, or drops
+   the bytes where the registration admits no writer, and answers.
+4. The answering thread of the source waits for each answer in turn. An answer finishes its part, or fails the
+   part where the destination refused it, and frees the slot.
+5. A peer that is gone breaks the pair at once, one that is silent after `stall_s`: all pieces fail and the
+   group is aborted. A record that is not the one due ends the destination's pair. Other pairs never notice.
 """
 
 import contextlib
+import logging
+import socket
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from queue import SimpleQueue
-from typing import Final
+from typing import Annotated, Final, NamedTuple
 
 import msgspec
+import torch
+from msgspec import Meta
 from torch import Tensor
 
-from baton.clock import Clock, SystemClock
-from baton.errors import BatonError, TransferFailed
-from baton.kvtransfer.protocol.transfer_plan import TransferPlan
-from baton.kvtransfer.ranks.pages import PageMemory, packing_of
-from baton.kvtransfer.transports.base import OnEnd, Part, Piece, TransferProgress, TransferQueue, offsets_of
+from baton.errors import BatonError, TransferFailed, WireError
+from baton.kvtransfer.protocol.messages import PeerRank, RankListenerAddresses, is_beyond
+from baton.kvtransfer.protocol.transfer_plan import TransferPlan, plan_transfer
+from baton.kvtransfer.transports.base import LocalRank, QueueSender
+from baton.kvtransfer.transports.listener import Listener, decode_greeting, listen
+from baton.kvtransfer.transports.pages import DevicePages, PagePacking
 from baton.kvtransfer.transports.rank_pair import (
+    DESTINATION,
     NUM_SLOTS,
     PART_BYTES,
     SOURCE,
-    GroupName,
-    GroupSettings,
-    PairChannel,
-    join_pair,
+    GlooChannel,
+    NcclChannel,
+    PairStore,
+    StoreEntry,
+    join_gloo,
+    join_nccl,
+    payload_bytes,
+    staging,
 )
-from baton.kvtransfer.transports.rendezvous import Rendezvous, reach
-from baton.kvtransfer.transports.tcp_streams import PartHeader, WriteOutcome, decode_answer, encode_header
+from baton.kvtransfer.transports.records import (
+    PartHeader,
+    WriteOutcome,
+    decode_answer,
+    decode_header,
+    encode_answer,
+    encode_header,
+    stream_key,
+)
+from baton.kvtransfer.transports.tcp import port_of
+from baton.kvtransfer.transports.transfer_queue import Part
+from baton.messages.bounds import schema_hash
+from baton.pages import PageLayout
+from baton.rpc.connection import Connection, Role
+
+logger = logging.getLogger(__name__)
+MAX_PAIRS: Final = 256  # of one destination rank; each has some 40 MiB of staging memory
 
 
-class _Sent(msgspec.Struct, frozen=True):
+class GroupSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The time limits of both ends of a pair."""
+
+    connect_s: float = 10.0  # for both ranks to join
+    stall_s: float = 5.0  # without an answer
+
+
+class PairRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Source to destination: form a pair with this rank.
+
+    gloo ends a process that is sent more than it has made room for, so the two agree on `payload_bytes`, the
+    most that a message has.
+    """
+
+    transport: Annotated[str, Meta(max_length=16)]
+    layout: PageLayout
+    rank: Annotated[int, Meta(ge=0, le=2**16 - 1)]
+    payload_bytes: Annotated[int, Meta(ge=1, le=2**40)]
+
+
+class PairReply(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Destination to source: an empty refusal lets the source join."""
+
+    refusal: Annotated[str, Meta(max_length=512)] = ""
+
+
+PAIR_SCHEMA: Final = schema_hash(PairRequest, PairReply, StoreEntry)
+
+
+class GroupTransport(ABC):
+    """The common part of gloo and NCCL."""
+
+    name: str
+    is_automatic: bool
+    device: str  # of both ranks
+
+    def can_serve(self, source: RankListenerAddresses, destination: RankListenerAddresses) -> bool:
+        return source.device == destination.device == self.device
+
+    def listen(self, rank: LocalRank) -> "GroupListener | None":
+        return GroupListener(self, rank) if rank.device == self.device else None
+
+    def connect(self, rank: LocalRank, peer: PeerRank) -> "GroupSender":
+        return GroupSender(self, rank, peer)
+
+    @abstractmethod
+    def join(
+        self, store: PairStore, rank: int, host: str, packing: PagePacking, num_bytes: int, timeout_s: float
+    ) -> GlooChannel:
+        """Join the rank at the other end of the store. TransferFailed when that rank does not join in time.
+
+        rank: SOURCE or DESTINATION. host: the address to listen on. num_bytes: the most that a payload has.
+        """
+
+
+class GlooTransport(GroupTransport):
+    """Serves CPU ranks that ask for it: shm and tcp are faster, and gloo's sockets know no key."""
+
+    name = "gloo"
+    is_automatic = False
+    device = "cpu"
+
+    def join(
+        self, store: PairStore, rank: int, host: str, packing: PagePacking, num_bytes: int, timeout_s: float
+    ) -> GlooChannel:
+        return GlooChannel(join_gloo(store, rank, host, timeout_s), 1 - rank, staging(num_bytes))
+
+
+class NcclTransport(GroupTransport):
+    """Serves GPU ranks where torch has NCCL."""
+
+    name = "nccl"
+    is_automatic = True
+    device = "cuda"
+
+    def listen(self, rank: LocalRank) -> "GroupListener | None":
+        return super().listen(rank) if torch.distributed.is_nccl_available() else None
+
+    def join(
+        self, store: PairStore, rank: int, host: str, packing: PagePacking, num_bytes: int, timeout_s: float
+    ) -> GlooChannel:
+        assert isinstance(packing, DevicePages)
+        records, bulk = join_gloo(store, rank, host, timeout_s), join_nccl(store, rank, timeout_s)
+        channel = NcclChannel(records, bulk, 1 - rank, num_bytes, packing)
+        channel.connect(rank, timeout_s)
+        return channel
+
+
+# The source.
+
+
+class _Sent(NamedTuple):
     """A message that has not been answered yet."""
 
     slot: int
@@ -45,68 +167,37 @@ class _Sent(msgspec.Struct, frozen=True):
     gather_s: float
 
 
-class GroupTransport:
-    """From one source rank to one destination rank."""
+class GroupSender(QueueSender):
+    """A `Sender` from one source rank to one destination rank."""
 
     def __init__(
         self,
-        name: GroupName,
-        meet: Callable[[], Rendezvous],
-        pool: Tensor | PageMemory,
-        plan: TransferPlan,
-        *,
+        transport: GroupTransport,
+        rank: LocalRank,
+        peer: PeerRank,
         settings: GroupSettings | None = None,
-        clock: Clock | None = None,
-        on_end: OnEnd | None = None,
     ) -> None:
-        """meet: called by `open`; the destination expects this rank then (see
-        kvtransfer/transports/group_receiver.py).
-
-        pool: the source's, contiguous [num_pages, ...]. plan: of all transfers between the two ranks.
-        """
-        self.name: str = name
-        self._group_name: Final = name
-        self._meet = meet
-        self._key = b""  # of the records
-        self._packing = packing_of(pool)
-        self._plan = plan
+        super().__init__(rank, PART_BYTES, 1)
+        self._transport = transport
+        self._name = transport.name
+        self._address = peer.host, port_of(peer.listeners.addresses[transport.name])
+        self._plan = plan_transfer(rank.layout, peer.layout, rank.rank, peer.rank)
         self._settings = settings or GroupSettings()
-        self._clock = clock or SystemClock()
-        self._transfer_queue = TransferQueue(PART_BYTES, 1, self._clock, on_end)
-        self._channel: PairChannel | None = None
-        self._meeting_up: Future[PairChannel] = Future()
+        self._key = b""  # of the records
+        self._channel: GlooChannel | None = None
+        self._joined: Future[GlooChannel] = Future()
         self._free: SimpleQueue[int | None] = SimpleQueue()  # slots; None: there will be no more
         self._sent: SimpleQueue[_Sent | None] = SimpleQueue()
         loops = (self._send_parts, self._read_answers)
         self._threads = [threading.Thread(target=self._run, args=(loop,), daemon=True) for loop in loops]
 
     def open(self) -> None:
-        threading.Thread(target=self._meet_up, name=f"{self.name}-meet", daemon=True).start()
-        self._channel = self._meeting_up.result()
+        threading.Thread(target=self._join, name=f"{self._name}-join", daemon=True).start()
+        self._channel = self._joined.result()
         for slot in range(NUM_SLOTS):
             self._free.put(slot)
         for thread in self._threads:
             thread.start()
-
-    def push(self, piece: Piece) -> int:
-        pages = piece.transfer.source_pages
-        if pages and not 0 <= min(pages) <= max(pages) < self._packing.num_pages:
-            raise ValueError(f"the pool has {self._packing.num_pages} pages: {pages}")
-        self._packing.note_written()
-        return self._transfer_queue.push(piece)
-
-    @property
-    def is_broken(self) -> bool:
-        return self._transfer_queue.end_reason is not None
-
-    def poll(self, handle: int) -> TransferProgress:
-        return self._transfer_queue.poll(handle)
-
-    def forget(self, handle: int) -> None:
-        self._transfer_queue.forget(handle)
-
-    def abort(self, transfer: bytes) -> None:
-        self._transfer_queue.abort(transfer)
 
     def close(self) -> None:
         self._break("the transport was closed")
@@ -115,75 +206,103 @@ class GroupTransport:
                 thread.join()
         self._channel = None
 
-    def _meet_up(self) -> None:
+    def _join(self) -> None:
+        """In a thread of its own, which `close` does not wait for."""
+        settings = self._settings
         try:
-            meeting = self._meet()
-            self._key = meeting.record_key
-            with contextlib.closing(reach(meeting, self._settings.connect_s, self.name)) as store:
-                channel = join_pair(
-                    self._group_name, store, SOURCE, self._packing, self._plan, self._settings
+            connection = self._connect()
+            self._key = stream_key(connection.session_key)
+            with contextlib.closing(PairStore(connection, settings.connect_s)) as store:
+                channel = self._transport.join(
+                    store,
+                    SOURCE,
+                    self._rank.host,
+                    self._packing,
+                    payload_bytes(self._plan),
+                    settings.connect_s,
                 )
         except Exception as error:
-            self._settle_meeting(error)
-        else:
-            if not self._settle_meeting(channel):
-                channel.abort()
+            with contextlib.suppress(InvalidStateError):
+                self._joined.set_exception(error)
+            return
+        try:
+            self._joined.set_result(channel)
+        except InvalidStateError:  # closed meanwhile
+            channel.abort()
 
-    def _settle_meeting(self, outcome: PairChannel | Exception) -> bool:
-        """Whether this is the outcome: the first one is."""
-        with contextlib.suppress(InvalidStateError):
-            if isinstance(outcome, Exception):
-                self._meeting_up.set_exception(outcome)
-            else:
-                self._meeting_up.set_result(outcome)
-            return True
-        return False
+    def _connect(self) -> Connection:
+        """A connection over which the destination has agreed to form a pair, else TransferFailed."""
+        rank, timeout_s = self._rank, self._settings.connect_s
+        request = PairRequest(
+            transport=self._name,
+            layout=rank.layout,
+            rank=rank.rank,
+            payload_bytes=payload_bytes(self._plan),
+        )
+        host, port = self._address
+        connection: Connection | None = None
+        try:
+            sock = socket.create_connection(self._address, timeout_s)
+            connection = Connection(
+                sock, rank.key, Role.CONNECTING, dropped=rank.dropped, clock=rank.clock, schema=PAIR_SCHEMA
+            )
+            connection.handshake(timeout_s)
+            connection.send(msgspec.msgpack.encode(request))
+            reply = decode_greeting(connection.recv(timeout_s), PairReply, "pair")
+            if reply.refusal:
+                raise TransferFailed(reply.refusal)
+        except (OSError, BatonError) as error:
+            if connection is not None:
+                connection.close()
+            raise TransferFailed(f"{self._name} {host}:{port}: {error}") from error
+        return connection
 
-    def _run(self, loop: Callable[[PairChannel], None]) -> None:
+    def _run(self, loop: Callable[[GlooChannel], None]) -> None:
         assert self._channel is not None
         try:
             loop(self._channel)
         except BatonError as error:
-            self._break(f"{self.name}: {error}")
+            self._break(f"{self._name}: {error}")
         except BaseException as error:
-            self._break(f"{self.name}: {error!r}")
+            self._break(f"{self._name}: {error!r}")
             raise
 
     def _break(self, reason: str) -> None:
-        """Fail everything, now and later, and have both threads end."""
-        self._transfer_queue.break_off(reason)
-        self._settle_meeting(TransferFailed(f"{self.name}: {reason}"))
+        """Fail everything, now and later, and end both threads."""
+        self._queue.break_off(reason)
+        with contextlib.suppress(InvalidStateError):
+            self._joined.set_exception(TransferFailed(f"{self._name}: {reason}"))
         if self._channel is not None:
             self._channel.abort()
         self._free.put(None)
         self._sent.put(None)
 
-    def _send_parts(self, channel: PairChannel) -> None:
+    def _send_parts(self, channel: GlooChannel) -> None:
         num_sent = 0
         while (slot := self._free.get()) is not None:
-            part = self._transfer_queue.take(wait=True)
+            part = self._queue.take(wait=True)
             if part is None:
                 return
             gather_s = self._pack(channel.payload(slot, part.num_bytes), part)
-            transfer = part.handle.piece.transfer
+            transfer = part.transfer
             header = PartHeader(transfer.id, transfer.epoch, part.first, part.stop, part.num_bytes)
-            record = encode_header(self._key, num_sent, header)
-            channel.send(slot, record, part.num_bytes)
+            channel.send(slot, encode_header(self._key, num_sent, header), part.num_bytes)
             self._sent.put(_Sent(slot, part, gather_s))
             num_sent += 1
 
     def _pack(self, payload: Tensor, part: Part) -> float:
-        """Copy a part out of its pages, and leave them; the seconds that it took."""
-        transfer, begun_s = part.handle.piece.transfer, self._clock.now_s()
+        """Copy a part out of its pages, and leave the pages; the seconds that this took."""
+        transfer, clock = part.transfer, self._rank.clock
+        begun_s = clock.now_s()
         try:
-            offset_N = offsets_of(transfer.plan.source, part.first, part.stop, transfer.source_pages)
+            offset_N = transfer.plan.source.offsets(part.first, part.stop, transfer.source_pages)
             self._packing.pack(transfer.plan, offset_N, payload)
             self._packing.finish()
         finally:
-            self._transfer_queue.leave(part)
-        return self._clock.now_s() - begun_s
+            self._queue.leave(part)
+        return clock.now_s() - begun_s
 
-    def _read_answers(self, channel: PairChannel) -> None:
+    def _read_answers(self, channel: GlooChannel) -> None:
         num_answered = 0
         while (sent := self._sent.get()) is not None:
             record = channel.receive_answer(sent.slot, self._settings.stall_s)
@@ -191,6 +310,180 @@ class GroupTransport:
             num_answered += 1
             self._free.put(sent.slot)
             if outcome == WriteOutcome.WRITTEN:
-                self._transfer_queue.finish(sent.part, 1, sent.gather_s)
+                self._queue.finish(sent.part, 1, sent.gather_s)
             else:
-                self._transfer_queue.fail(sent.part, "the destination has ended the transfer")
+                self._queue.fail(sent.part, "the destination has ended the transfer")
+
+
+# The destination.
+
+
+class GroupListener:
+    """A `TransportListener` whose sources each form a pair with the rank."""
+
+    def __init__(
+        self, transport: GroupTransport, rank: LocalRank, settings: GroupSettings | None = None
+    ) -> None:
+        self._transport = transport
+        self._rank = rank
+        self._settings = settings or GroupSettings()
+        self._lock = threading.Lock()
+        self._pairs: set[ReceivePair] = set()
+        self._is_closed = False
+        listener = listen(rank.host)
+        self.address = str(listener.getsockname()[1])
+        self._acceptor = Listener(listener, self._greet, transport.name, rank.dropped)
+
+    def close(self) -> None:
+        with self._lock:
+            self._is_closed = True
+        self._acceptor.close()
+        with self._lock:
+            pairs = list(self._pairs)
+        for pair in pairs:
+            pair.stop()
+        for pair in pairs:
+            pair.thread.join()
+
+    def _greet(self, sock: socket.socket) -> None:
+        rank, timeout_s = self._rank, self._settings.connect_s
+        connection = Connection(
+            sock, rank.key, Role.ACCEPTING, dropped=rank.dropped, clock=rank.clock, schema=PAIR_SCHEMA
+        )
+        try:
+            connection.handshake(timeout_s)
+            self._form_pair(sock, connection, self._receive_request(connection))
+        except (BatonError, TimeoutError, OSError, RuntimeError) as error:
+            logger.warning("a source has formed no pair: %s", error)
+            if isinstance(error, TransferFailed):
+                with contextlib.suppress(BatonError, TimeoutError):
+                    connection.send(msgspec.msgpack.encode(PairReply(refusal=str(error)[:512])))
+            connection.close()
+
+    def _receive_request(self, connection: Connection) -> PairRequest:
+        try:
+            request = decode_greeting(connection.recv(self._settings.connect_s), PairRequest, "pair")
+            if is_beyond(request.layout):
+                raise WireError(f"a layout beyond all models: {request.layout}", reason="pair")
+        except WireError as error:
+            raise connection.drop(error) from None
+        return request
+
+    def _form_pair(self, sock: socket.socket, connection: Connection, request: PairRequest) -> None:
+        """TransferFailed, for the source to read, when the two ranks cannot form a pair."""
+        rank, name = self._rank, self._transport.name
+        try:
+            plan = plan_transfer(request.layout, rank.layout, request.rank, rank.rank)
+        except (ValueError, BatonError) as error:
+            raise TransferFailed(str(error)) from error
+        if request.transport != name:
+            raise TransferFailed(f"this is a listener of {name}")
+        if payload_bytes(plan) != request.payload_bytes:
+            raise TransferFailed(
+                f"messages of {payload_bytes(plan)} bytes here, of {request.payload_bytes} there"
+            )
+        pair = ReceivePair(self._transport, rank, self._settings, plan, connection, self._forget)
+        with self._lock:
+            if self._is_closed or len(self._pairs) >= MAX_PAIRS:
+                raise TransferFailed(f"{name}: no more than {MAX_PAIRS} pairs at once")
+            self._acceptor.let_in(sock)
+            pair.thread.start()  # RuntimeError: the process may have no more threads
+            self._pairs.add(pair)
+
+    def _forget(self, pair: "ReceivePair") -> None:
+        with self._lock:
+            self._pairs.discard(pair)
+
+
+class ReceivePair:
+    """One source rank at the destination, in a thread of its own."""
+
+    def __init__(
+        self,
+        transport: GroupTransport,
+        rank: LocalRank,
+        settings: GroupSettings,
+        plan: TransferPlan,
+        connection: Connection,
+        on_end: "Callable[[ReceivePair], None]",
+    ) -> None:
+        self.thread = threading.Thread(target=self.run, name=f"{transport.name}-receive", daemon=True)
+        self._transport = transport
+        self._rank = rank
+        self._settings = settings
+        self._plan = plan
+        self._connection = connection
+        self._key = stream_key(connection.session_key)
+        self._on_end = on_end
+        self._packing = rank.packing()  # of its own: a stalled source holds up no other source
+        self._lock = threading.Lock()
+        self._channel: GlooChannel | None = None
+        self._is_stopped = False
+
+    def stop(self) -> None:
+        """From any thread: the pair's thread ends soon."""
+        with self._lock:
+            self._is_stopped = True
+            channel = self._channel
+        self._connection.close()
+        if channel is not None:
+            channel.abort()
+
+    def run(self) -> None:
+        """Serve the source until it is gone or breaks a rule."""
+        name = self._transport.name
+        try:
+            self._serve(self.join())
+        except WireError as error:
+            self._rank.dropped.add(error.reason)
+            logger.warning("a %s pair was dropped: %s", name, error)
+        except BatonError as error:
+            logger.info("a %s pair ended: %s", name, error)
+        finally:
+            self.stop()
+            self._on_end(self)
+
+    def join(self) -> GlooChannel:
+        """Tell the source that the pair can be formed, and form it."""
+        timeout_s = self._settings.connect_s
+        self._connection.send(msgspec.msgpack.encode(PairReply()))
+        with contextlib.closing(PairStore(self._connection, timeout_s)) as store:
+            channel = self._transport.join(
+                store, DESTINATION, self._rank.host, self._packing, payload_bytes(self._plan), timeout_s
+            )
+        with self._lock:
+            self._channel = channel
+            if self._is_stopped:
+                raise TransferFailed("the listener was closed while the source joined")
+        return channel
+
+    def _serve(self, channel: GlooChannel) -> None:
+        for slot in range(NUM_SLOTS):
+            channel.post(slot)
+        num_received = 0
+        while True:
+            slot = num_received % NUM_SLOTS
+            header = decode_header(self._key, num_received, channel.receive(slot))
+            if header.num_bytes > payload_bytes(self._plan):
+                raise WireError(f"a part of {header.num_bytes} bytes exceeds the message", reason="length")
+            self._receive_part(channel, slot, num_received, header)
+            num_received += 1
+
+    def _receive_part(self, channel: GlooChannel, slot: int, number: int, header: PartHeader) -> None:
+        registrations, stall_s = self._rank.registrations, self._settings.stall_s
+        payload = channel.fetch(slot, header.num_bytes, stall_s)
+        writing = registrations.begin(
+            header.transfer, header.epoch, header.first, header.stop, header.num_bytes
+        )
+        is_whole = False
+        try:
+            if writing is not None:
+                self._packing.unpack(writing.registration.plan, writing.offsets(), payload)
+                self._packing.finish()
+            channel.post(slot)
+            outcome = WriteOutcome.REFUSED if writing is None else WriteOutcome.WRITTEN
+            channel.answer(slot, encode_answer(self._key, number, outcome), stall_s)
+            is_whole = True
+        finally:
+            if writing is not None:
+                registrations.end(writing, is_whole=is_whole)

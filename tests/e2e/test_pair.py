@@ -12,7 +12,6 @@ from baton.bench.tiny.tasks import Case, recall_cases
 from baton.cluster.model_directory import resolve_model
 from baton.cluster.offline.generation import Completion
 from baton.cluster.offline.llm import LLM
-from baton.config.cluster import TransportChoice
 from baton.config.engine import EngineConfig, engine_config
 from baton.messages.workers import Load, WorkerRole
 from baton.request import Request, SamplingParams
@@ -59,7 +58,7 @@ def test_recall_through_a_pair_is_right(
     llm: LLM,
     cases: list[Case],
     expected: list[Completion],
-    transport: TransportChoice,
+    transport: str,
     page_sizes: tuple[int, int],
 ) -> None:
     requests = [

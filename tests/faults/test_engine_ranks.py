@@ -14,9 +14,9 @@ from baton.engine.engine import Engine, load_engine
 from baton.kvtransfer.endpoint import KvEndpoint
 from baton.kvtransfer.protocol.handoff import HandoffOutcome, Owner, Timing, TransferEnded
 from baton.kvtransfer.protocol.messages import Reserve
-from baton.kvtransfer.ranks.pages import SharedPool
 from baton.kvtransfer.ranks.remote import RankAgents
 from baton.kvtransfer.settings import EndpointSettings
+from baton.kvtransfer.transports.pages import SharedPool
 from baton.request import FilledPages, Request, SamplingParams
 from tests.endpoint_host import KEY
 from tests.tiny_models import tiny_config, tiny_engine, write_config

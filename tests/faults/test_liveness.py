@@ -29,6 +29,7 @@ from baton.gateway.streams.request_stream import ReplayLimits
 from baton.gateway.streams.routers import SILENT_S
 from baton.kvtransfer.links import Link
 from baton.kvtransfer.transports import tcp
+from baton.kvtransfer.transports.base import LocalRank
 from baton.messages.bounds import LINK_TIMEOUT_S
 from baton.messages.operations import WatchWorkers, WorkerRemoved
 from baton.messages.workers import Address, WorkerRole
@@ -137,14 +138,12 @@ def links(monkeypatch: pytest.MonkeyPatch) -> Iterator[Links]:
     """A fresh LINKS, which page bytes over TCP go through too."""
     made = Links()
     monkeypatch.setattr(f"{__name__}.LINKS", made)
-    make = tcp.TcpTransport.__init__
+    make = tcp.TcpSender.__init__
 
-    def through(
-        self: tcp.TcpTransport, address: tuple[str, int], *arguments: object, **named: object
-    ) -> None:
-        make(self, made.through(address, "pages"), *arguments, **named)  # type: ignore[arg-type]
+    def through(self: tcp.TcpSender, rank: LocalRank, address: tuple[str, int]) -> None:
+        make(self, rank, made.through(address, "pages"))
 
-    monkeypatch.setattr(tcp.TcpTransport, "__init__", through)
+    monkeypatch.setattr(tcp.TcpSender, "__init__", through)
     yield made
     made.close()
 

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from baton.errors import TransferFailed
-from baton.kvtransfer.transports.tcp import TcpTransport
+from baton.kvtransfer.transports.tcp import TcpSender
 from tests.endpoint_host import NUM_PAGES, HostProcess
 from tests.replicas import BACK_S, NUM_KV_HEADS, NUM_UNITS, Replicas, all_back_s, new_replica
 from tests.transfer_ends import wait_for
@@ -108,14 +108,14 @@ def test_a_broken_way_between_two_ranks_fails_its_transfers_alone(
     destination, other = replicas("destination", 2), replicas("destination", 1)
     assert source.send(destination.address(), NUM_UNITS) == "handed_over"
     link = source._links[destination.address()]
-    way = source.endpoint._here._transports._ways[link.number, 1]
+    way = source.endpoint._here._transports._peers[link.number, 1]
     transfer = source.begin(destination.address(), NUM_UNITS, NUM_UNITS // 2)
     apart = source.begin(other.address(), NUM_UNITS, NUM_UNITS // 2)
     if is_for_good:
         way.close()
     else:
-        assert isinstance(way._transport, TcpTransport)
-        for stream in way._transport._streams:
+        assert isinstance(way._sender, TcpSender)
+        for stream in way._sender._streams:
             stream._socket.wake()  # type: ignore[union-attr]
     for each in (transfer, apart):
         source.go_on(each)

@@ -82,7 +82,7 @@ def test_a_transfer_that_has_ended_cannot_be_reserved_again(host: Host) -> None:
 
 
 def test_a_way_to_a_peer_that_opens_never_holds_nobody_up(host: Host, silent_port: int) -> None:
-    with RoguePeer(host.address(), tcp_port=silent_port) as peer:
+    with RoguePeer(host.address(), addresses={"tcp": str(silent_port)}) as peer:
         ask_for_pages_of(host, peer)
         wait_for(lambda: host.counts()["open"] == 1)
         time.sleep(0.05)
@@ -97,7 +97,7 @@ def test_a_way_to_a_peer_that_opens_never_holds_nobody_up(host: Host, silent_por
 def test_an_endpoint_closes_at_once_while_a_way_opens(silent_port: int) -> None:
     threads, files = set(threading.enumerate()), len(os.listdir("/proc/self/fd"))
     host = Host(is_shared=False)
-    with RoguePeer(host.address(), tcp_port=silent_port) as peer:
+    with RoguePeer(host.address(), addresses={"tcp": str(silent_port)}) as peer:
         ask_for_pages_of(host, peer)
         wait_for(lambda: host.counts()["open"] == 1)
         time.sleep(0.05)
@@ -137,7 +137,7 @@ def test_strangers_that_say_nothing_keep_nobody_out(host: Host) -> None:
 def test_a_peer_that_the_chosen_transport_cannot_reach_is_refused(transport: str) -> None:
     host = Host(transport=transport)
     try:
-        with RoguePeer(host.address(), host="another", shm_address="x") as peer:
+        with RoguePeer(host.address(), host="another", addresses={"shm": "x"}) as peer:
             if transport == "shm":
                 with pytest.raises(PeerGone):
                     peer.connection.recv(5.0)
@@ -200,13 +200,13 @@ def test_writing_the_same_units_without_end_is_no_transfer(host: Host) -> None:
     assert host.counts()["protocol"] == 1
 
 
-def test_without_files_or_threads_the_doors_wait_and_live_on(
+def test_without_files_or_threads_the_listeners_wait_and_live_on(
     host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    port = host.endpoint._doors.message().tcp_port
+    port = int(host.endpoint._here.listeners.addresses["tcp"])
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     client = socket.socket()
     try:

@@ -4,26 +4,21 @@ A CPU's packing stands in for the GPU's; pools in place and staged ones hand ove
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
-from torch import Tensor
 
-from baton.kvtransfer.ranks import listeners
-from baton.kvtransfer.ranks.digests import StagedDigests
-from baton.kvtransfer.ranks.listeners import RankPages
-from baton.kvtransfer.ranks.pages import PagePacking
+from baton.kvtransfer.ranks import executor
+from baton.kvtransfer.transports.base import LocalRank
 from tests.endpoint_host import NUM_PAGES, Host
 
 NUM_UNITS = 24
 
 
-class StagedPages(RankPages):
-    def __init__(self, pool: Tensor) -> None:
-        super().__init__(pool)
-        self.digests = StagedDigests(self.packing())
-
-    def for_sockets(self) -> PagePacking:
-        return self.packing()
+class StagedRank(LocalRank):
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.memory = None
 
 
 @pytest.fixture(params=["staged to staged", "staged to in place", "in place to staged"])
@@ -44,7 +39,7 @@ def destination(
 
 
 def host(kind: str, page_size: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
-    monkeypatch.setattr(listeners, "RankPages", StagedPages if kind == "staged" else RankPages)
+    monkeypatch.setattr(executor, "LocalRank", StagedRank if kind == "staged" else LocalRank)
     made = Host(page_size, is_shared=False)
     made.fill(page_size)
     yield made

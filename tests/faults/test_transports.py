@@ -13,27 +13,26 @@ import pytest
 import torch
 
 from baton.errors import TransferFailed
-from baton.kvtransfer.transports.base import TransferStatus
 from baton.pages import PageLayout
 from tests.remote import Remote
 from tests.transfer_ends import (
-    SETTINGS,
+    TCP,
     Destination,
     Grant,
     Source,
     digest,
     grant_of,
     open_files,
-    outcome,
     source_pages,
     wait_for,
     write,
 )
 
-BOTH = pytest.mark.parametrize("name", ["tcp", "shm"])
+ALL = pytest.mark.parametrize("name", ["tcp", "shm", "gloo"])
+STREAMS = pytest.mark.parametrize("name", ["tcp", "gloo"])
+GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 POOL = 96
 PAGES_BACK_S = 2.0  # one second, and as much for a machine with other work
-DONE, FAILED = TransferStatus.DONE, TransferStatus.FAILED
 
 
 def layout(tp_size: int = 1, page_size: int = 16, num_layers: int = 2) -> PageLayout:
@@ -52,24 +51,24 @@ LARGE = layout(num_layers=64)  # 512 KiB a page: a transfer of all takes a while
 
 @pytest.fixture
 def source() -> Iterator[Source]:
-    yield from closed(Source(layout().page_bytes, POOL))
+    yield from closed(Source(layout(), POOL))
 
 
 @pytest.fixture
 def large_source() -> Iterator[Source]:
-    yield from closed(Source(LARGE.page_bytes, POOL))
+    yield from closed(Source(LARGE, POOL))
 
 
 @pytest.fixture
 def destination() -> Iterator[Destination]:
-    end = Destination(LARGE.page_bytes, POOL)
+    end = Destination(LARGE, POOL)
     yield end
     end.close()
 
 
 def closed(end: Source) -> Iterator[Source]:
     yield end
-    if hasattr(end, "transport"):
+    if hasattr(end, "sender"):
         end.close()
 
 
@@ -78,8 +77,8 @@ def plain(grant: Grant) -> dict[str, object]:
     return converted
 
 
-def large_grant(name: str, seed: int = 0, **rest: int) -> Grant:
-    return grant_of(LARGE, LARGE, POOL // 2, POOL, seed, direct=name == "shm", **rest)
+def large_grant(seed: int = 0, **rest: int) -> Grant:
+    return grant_of(LARGE, LARGE, POOL // 2, POOL, seed, **rest)
 
 
 LAYOUTS = [
@@ -93,54 +92,70 @@ LAYOUTS = [
 
 @pytest.fixture(scope="module")
 def lasting_peer() -> Iterator[Remote]:
-    with Remote(Destination, page_bytes=1, num_pages=1) as peer:
+    with Remote(Destination, layout=layout(), num_pages=1) as peer:
         yield peer
 
 
-@BOTH
+@pytest.mark.parametrize(
+    ("name", "device"),
+    [
+        ("tcp", "cpu"),
+        ("shm", "cpu"),
+        ("gloo", "cpu"),
+        pytest.param("tcp", "cuda", marks=GPU),
+        pytest.param("cuda_ipc", "cuda", marks=GPU),
+        pytest.param("nccl", "cuda", marks=GPU),
+    ],
+)
 @pytest.mark.parametrize(
     "pair", LAYOUTS, ids=lambda pair: "-".join(f"{a.tp_size}x{a.page_size}" for a in pair)
 )
 def test_the_bytes_are_exactly_those_of_the_plan(
-    name: str, pair: tuple[PageLayout, PageLayout], lasting_peer: Remote
+    name: str, device: str, pair: tuple[PageLayout, PageLayout], lasting_peer: Remote
 ) -> None:
     theirs, ours = pair
-    lasting_peer.call("renew", ours.page_bytes, POOL)
-    source = Source(theirs.page_bytes, POOL)
-    source.open(name, lasting_peer.call("addresses"))
+    ranks = theirs.tp_size - 1, ours.tp_size - 1
+    lasting_peer.call("renew", ours, POOL, ranks[1], device)
+    source = Source(theirs, POOL, ranks[0], device=device)
+    try:
+        source.open(name, lasting_peer.call("addresses"), ours, ranks[1])
+    except TransferFailed as error:
+        if name == "nccl" and torch.cuda.device_count() == 1:
+            pytest.skip(f"two ranks on one GPU: {error}")  # NCCL 2.30 with NCCL_MULTI_RANK_GPU_ENABLE=1 can
+        raise
     expected = torch.zeros((POOL, ours.page_bytes), dtype=torch.uint8)
-    grant = grant_of(theirs, ours, 24, POOL, direct=name == "shm")
+    grant = grant_of(theirs, ours, 24, POOL, source_rank=ranks[0], rank=ranks[1])
     lasting_peer.call("grant", grant)
     for first, stop in ((0, 1), (10, 24), (1, 9), (5, 5)):
-        write(grant, source.pages, expected, first, stop)
-        progress = outcome(source.transport, source.push(plain(grant), first, stop))
-        assert (progress.status, progress.num_bytes) == (DONE, (stop - first) * grant.plan.unit_bytes)
+        write(grant, source.pages.cpu(), expected, first, stop)
+        moved = source.outcome(source.push(plain(grant), first, stop))
+        assert (moved.is_done, moved.num_bytes) == (True, (stop - first) * grant.plan.unit_bytes), moved
     assert lasting_peer.call("digest") == digest(expected)
     source.close()
 
 
-@BOTH
+@ALL
 def test_many_pieces_in_flight_arrive_whole(name: str, large_source: Source, lasting_peer: Remote) -> None:
-    lasting_peer.call("renew", LARGE.page_bytes, POOL)
-    large_source.open(name, lasting_peer.call("addresses"))
+    lasting_peer.call("renew", LARGE, POOL, 0, "cpu")
+    large_source.open(name, lasting_peer.call("addresses"), LARGE)
     expected = torch.zeros((POOL, LARGE.page_bytes), dtype=torch.uint8)
-    grant = large_grant(name)
+    grant = large_grant()
     lasting_peer.call("grant", grant)
-    transfer_queue = [large_source.push(plain(grant), unit, unit + 1) for unit in range(grant.num_units)]
-    assert {outcome(large_source.transport, handle).status for handle in transfer_queue} == {DONE}
+    pushes = [large_source.push(plain(grant), unit, unit + 1) for unit in range(grant.num_units)]
+    assert all(large_source.outcome(push).is_done for push in pushes)
     write(grant, large_source.pages, expected, 0, grant.num_units)
     assert lasting_peer.call("digest") == digest(expected)
 
 
-@BOTH
+@ALL
 @pytest.mark.parametrize("delay_ms", [0, 1, 3, 10, 100])
 def test_abort_at_any_moment_leaves_pages_that_can_be_reused(
     name: str, delay_ms: int, large_source: Source, destination: Destination
 ) -> None:
-    large_source.open(name, destination.addresses())
-    aborted, next_one = large_grant(name), large_grant(name, seed=1, epoch=2, generation=2)
+    large_source.open(name, destination.addresses(), LARGE)
+    aborted, next_one = large_grant(), large_grant(seed=1, epoch=2, generation=2)
     destination.grant(plain(aborted))
-    handle = large_source.push(plain(aborted), 0, aborted.num_units)
+    push = large_source.push(plain(aborted), 0, aborted.num_units)
     time.sleep(delay_ms / 1000)
     large_source.abort(aborted.id)
     large_source.pages.add_(1)  # they are the source's own again
@@ -149,82 +164,85 @@ def test_abort_at_any_moment_leaves_pages_that_can_be_reused(
         assert not destination.is_safe(aborted.id)
         destination.release(aborted.id)
     assert wait_for(lambda: destination.is_safe(aborted.id)) < PAGES_BACK_S
-    assert large_source.transport.poll(handle).status.is_final
+    assert large_source.has_ended(push)
 
     destination.pages.zero_()
     expected = torch.zeros_like(destination.pages)
     destination.grant(plain(next_one))
-    handle = large_source.push(plain(next_one), 0, next_one.num_units)
-    assert outcome(large_source.transport, handle).status == DONE
+    push = large_source.push(plain(next_one), 0, next_one.num_units)
+    assert large_source.outcome(push).is_done
     write(next_one, large_source.pages, expected, 0, next_one.num_units)
     assert torch.equal(destination.pages, expected)
 
 
-@BOTH
+@ALL
 def test_a_transfer_that_has_ended_is_written_no_more(
-    name: str, source: Source, destination: Destination
+    name: str, large_source: Source, destination: Destination
 ) -> None:
-    grant = grant_of(layout(), layout(), 8, POOL, direct=name == "shm")
-    source.open(name, destination.addresses())
+    grant = large_grant()
+    large_source.open(name, destination.addresses(), LARGE)
     destination.grant(plain(grant))
     destination.end(plain(grant))
-    progress = outcome(source.transport, source.push(plain(grant), 0, 8))
-    assert progress.status == FAILED and progress.reason
+    refused = large_source.outcome(large_source.push(plain(grant), 0, 8))
+    assert not refused.is_done and refused.reason
     assert not destination.pages.any()
     other = msgspec.structs.replace(grant, id="ab" * 16, epoch=7, generation=7)
     destination.grant(plain(other))
     zombie = msgspec.structs.replace(other, epoch=6, generation=6)
-    assert outcome(source.transport, source.push(plain(zombie), 0, 8)).status == FAILED
+    assert not large_source.outcome(large_source.push(plain(zombie), 0, 8)).is_done
     assert not destination.pages.any()
-    assert outcome(source.transport, source.push(plain(other), 0, 8)).status == DONE
+    assert large_source.outcome(large_source.push(plain(other), 0, 8)).is_done
 
 
-@BOTH
+@ALL
 def test_killing_a_destination_fails_its_own_transfers_alone(name: str, large_source: Source) -> None:
-    arguments = {"page_bytes": LARGE.page_bytes, "num_pages": POOL}
-    other = Source(LARGE.page_bytes, POOL)
+    arguments = {"layout": LARGE, "num_pages": POOL}
+    other = Source(LARGE, POOL)
     with Remote(Destination, **arguments) as doomed, Remote(Destination, **arguments) as spared:
-        large_source.open(name, doomed.call("addresses"))
-        grant = large_grant(name)
+        large_source.open(name, doomed.call("addresses"), LARGE)
+        grant = large_grant()
         doomed.call("grant", grant)
         large_source.keep_pushing(plain(grant), grant.num_units)
         time.sleep(0.05)
         doomed.kill()
-        if name == "tcp":  # with shm its memory is mapped: writes go where nobody reads
+        if name != "shm":  # with shm its memory is mapped: writes go where nobody reads
             started_s = time.monotonic()
-            handle = large_source.push(plain(grant), 0, grant.num_units)
-            assert outcome(large_source.transport, handle).status == FAILED
-            assert time.monotonic() - started_s < SETTINGS.stall_s
-        other.open(name, spared.call("addresses"))  # nobody needs a restart to meet a new peer
+            push = large_source.push(plain(grant), 0, grant.num_units)
+            assert not large_source.outcome(push).is_done
+            assert time.monotonic() - started_s < TCP.stall_s
+        other.open(name, spared.call("addresses"), LARGE)  # a new peer needs no restart of the source
         spared.call("grant", grant)
-        assert outcome(other.transport, other.push(plain(grant), 0, grant.num_units)).status == DONE
+        assert other.outcome(other.push(plain(grant), 0, grant.num_units)).is_done
         other.close()
 
 
-def test_a_stopped_destination_hits_the_deadline_and_abort_does_not_wait_for_it(large_source: Source) -> None:
-    with Remote(Destination, page_bytes=LARGE.page_bytes, num_pages=POOL) as peer:
-        large_source.open("tcp", peer.call("addresses"))
-        grants = [large_grant("tcp"), large_grant("tcp", seed=1)]
+@STREAMS
+def test_a_stopped_destination_hits_the_deadline_and_abort_does_not_wait_for_it(
+    name: str, large_source: Source
+) -> None:
+    with Remote(Destination, layout=LARGE, num_pages=POOL) as peer:
+        large_source.open(name, peer.call("addresses"), LARGE)
+        grants = [large_grant(), large_grant(seed=1)]
         for grant in grants:
             peer.call("grant", grant)
         peer.signal(signal.SIGSTOP)
-        transfer_queue = [large_source.push(plain(grant), 0, grant.num_units) for grant in grants]
-        wait_for(lambda: large_source.transport.poll(transfer_queue[0]).status == TransferStatus.SENDING)
+        pushes = [large_source.push(plain(grant), 0, grant.num_units) for grant in grants]
+        time.sleep(0.05)  # the threads of the sender take the pieces
         started_s = time.monotonic()
         large_source.abort(grants[0].id)
-        assert time.monotonic() - started_s < SETTINGS.stall_s
-        assert outcome(large_source.transport, transfer_queue[1]).status == FAILED
-        assert time.monotonic() - started_s < SETTINGS.connect_s + 4 * SETTINGS.stall_s
+        assert time.monotonic() - started_s < TCP.stall_s
+        assert not large_source.outcome(pushes[1]).is_done
+        assert time.monotonic() - started_s < TCP.connect_s + 4 * TCP.stall_s
         started_s = time.monotonic()
-        large_source.transport.close()
-        assert time.monotonic() - started_s < SETTINGS.connect_s + 4
+        large_source.sender.close()
+        assert time.monotonic() - started_s < TCP.connect_s + 4
 
 
-@BOTH
+@ALL
 def test_a_killed_source_leaves_pages_within_a_second(name: str, destination: Destination) -> None:
-    with Remote(Source, page_bytes=LARGE.page_bytes, num_pages=POOL) as peer:
-        peer.call("open", name, destination.addresses())
-        grant = large_grant(name)
+    with Remote(Source, layout=LARGE, num_pages=POOL) as peer:
+        peer.call("open", name, destination.addresses(), LARGE)
+        grant = large_grant()
         destination.grant(plain(grant))
         peer.call("keep_pushing", grant, grant.num_units)
         wait_for(lambda: bool(destination.pages[grant.pages[0]].any()))
@@ -233,14 +251,14 @@ def test_a_killed_source_leaves_pages_within_a_second(name: str, destination: De
             wait_for(lambda: destination.orphans == [grant.id], PAGES_BACK_S)
         destination.end(plain(grant))
         wait_for(lambda: destination.is_safe(grant.id), PAGES_BACK_S)
-        wait_for(lambda: destination.state()["streams"] == 0, PAGES_BACK_S)
+        wait_for(lambda: destination.num_streams() == 0, PAGES_BACK_S)
 
 
-@BOTH
+@ALL
 def test_a_zombie_source_writes_nothing_into_reused_pages(name: str, destination: Destination) -> None:
-    with Remote(Source, page_bytes=LARGE.page_bytes, num_pages=POOL) as peer:
-        peer.call("open", name, destination.addresses())
-        grant = large_grant(name)
+    with Remote(Source, layout=LARGE, num_pages=POOL) as peer:
+        peer.call("open", name, destination.addresses(), LARGE)
+        grant = large_grant()
         destination.grant(plain(grant))
         peer.call("keep_pushing", grant, grant.num_units)
         wait_for(lambda: bool(destination.pages[grant.pages[0]].any()))
@@ -254,17 +272,17 @@ def test_a_zombie_source_writes_nothing_into_reused_pages(name: str, destination
             destination.release(grant.id)
         wait_for(lambda: destination.is_safe(grant.id), PAGES_BACK_S)
         destination.pages.fill_(7)
-        if name == "tcp":
+        if name != "shm":
             peer.signal(signal.SIGCONT)
-        handle = peer.call("push", grant, 0, grant.num_units)
-        wait_for(lambda: peer.call("status", handle) == FAILED)
+        push = peer.call("push", grant, 0, grant.num_units)
+        assert not peer.call("is_done", push)
         assert bool((destination.pages == 7).all())
 
 
 def test_a_stopped_shm_source_holds_its_pages_until_it_is_dead(destination: Destination) -> None:
-    with Remote(Source, page_bytes=LARGE.page_bytes, num_pages=POOL) as peer:
-        peer.call("open", "shm", destination.addresses())
-        grant = large_grant("shm")
+    with Remote(Source, layout=LARGE, num_pages=POOL) as peer:
+        peer.call("open", "shm", destination.addresses(), LARGE)
+        grant = large_grant()
         destination.grant(plain(grant))
         peer.signal(signal.SIGSTOP)
         destination.end(plain(grant))
@@ -275,33 +293,33 @@ def test_a_stopped_shm_source_holds_its_pages_until_it_is_dead(destination: Dest
         again = msgspec.structs.replace(grant, id="cd" * 16)
         destination.grant(plain(again))
         destination.end(plain(again))
-        assert destination.is_safe(again.id)  # the dead write nothing
+        assert destination.is_safe(again.id)  # a dead process writes nothing
 
 
-@BOTH
+@ALL
 def test_another_clusters_key_opens_nothing(name: str, destination: Destination) -> None:
-    source = Source(LARGE.page_bytes, POOL, key=(b"another key of 16 bytes").hex())
+    source = Source(LARGE, POOL, key=(b"another key of 16 bytes").hex())
     with pytest.raises(TransferFailed, match="key"):
-        source.open(name, destination.addresses())
+        source.open(name, destination.addresses(), LARGE)
     wait_for(lambda: destination.receiver.num_streams() == 0, 2.0)
 
 
-@BOTH
+@ALL
 def test_nobody_listens(name: str) -> None:
-    source = Source(LARGE.page_bytes, 1)
+    source = Source(LARGE, 1)
     with pytest.raises(TransferFailed, match=name):
-        source.open(name, {"tcp": ["127.0.0.1", 1], "shm": "\0baton-kv-nobody"})
+        source.open(name, {"tcp": "1", "gloo": "1", "shm": "\0baton-kv-nobody"}, LARGE)
 
 
 def test_nothing_is_left_of_ends_that_were_closed() -> None:
     def live_and_die() -> None:
-        destination = Destination(layout().page_bytes, POOL)
+        destination = Destination(layout(), POOL)
         for name in ("tcp", "shm"):
-            source = Source(layout().page_bytes, POOL)
-            source.open(name, destination.addresses())
+            source = Source(layout(), POOL)
+            source.open(name, destination.addresses(), LARGE)
             grant = grant_of(layout(), layout(), 8, POOL, seed=ord(name[0]))
             destination.grant(plain(grant))
-            assert outcome(source.transport, source.push(plain(grant), 0, 8)).status == DONE
+            assert source.outcome(source.push(plain(grant), 0, 8)).is_done
             source.close()
         destination.close()
         del destination, source
@@ -316,9 +334,9 @@ def test_nothing_is_left_of_ends_that_were_closed() -> None:
 
 def test_killed_processes_leave_no_shared_memory_behind() -> None:
     before = sorted(path.name for path in Path("/dev/shm").iterdir())
-    with Remote(Destination, page_bytes=LARGE.page_bytes, num_pages=POOL) as peer:
-        source = Source(LARGE.page_bytes, POOL)
-        source.open("shm", peer.call("addresses"))
+    with Remote(Destination, layout=LARGE, num_pages=POOL) as peer:
+        source = Source(LARGE, POOL)
+        source.open("shm", peer.call("addresses"), LARGE)
         peer.kill()
         source.close()
     assert sorted(path.name for path in Path("/dev/shm").iterdir()) == before

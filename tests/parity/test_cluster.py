@@ -13,7 +13,6 @@ from typing import Any, Final
 import pytest
 import torch
 
-from baton.config.cluster import TransportChoice
 from baton.config.engine import EngineConfig, engine_config
 from baton.engine.engine import Engine, load_engine
 from baton.messages.workers import WorkerRole
@@ -34,7 +33,7 @@ class Topology:
     decode_tp: int = 1
     prefill_page_size: int = 16
     decode_page_size: int = 16
-    transport: TransportChoice = "auto"
+    transport: str = "auto"
     decode_settings: dict[str, Any] = field(default_factory=dict)
 
     def engines(self, directory: Path) -> tuple[list[EngineConfig], list[EngineConfig]]:

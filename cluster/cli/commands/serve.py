@@ -109,10 +109,12 @@ def _run(arguments: argparse.Namespace) -> None:
 def _check(config: ServeConfig) -> None:
     """Find errors before any process starts. On a Ray cluster this machine may lack the model."""
     from baton.cluster.serve_plan import check_model, check_tenants, speech_of  # torch: --help does not wait
+    from baton.kvtransfer.transports.registry import transport_set
     from baton.router.policies.registry import policy_class
 
     check_tenants(config)
     policy_class(config.router.policy)
+    transport_set(config.transport)
     if config.ray_address is None or Path(config.model).is_dir():
         directory = check_model(config)
         if speech_of(directory, config.gateway.chat_template) == "token ids":

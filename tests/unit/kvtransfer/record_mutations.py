@@ -10,7 +10,7 @@ import struct
 from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
-from baton.kvtransfer.transports.tcp_streams import MAX_PART_BYTES
+from baton.kvtransfer.transports.records import MAX_PART_BYTES
 
 # Written down once more, so that the format does not change unseen.
 HEADER: Final = struct.Struct(">4sQ16sIIIQ")

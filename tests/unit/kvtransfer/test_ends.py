@@ -14,6 +14,7 @@ from baton.kvtransfer.protocol.messages import (
     Abort,
     AnyMessage,
     Grant,
+    PeerRank,
     PullRequest,
     RankListenerAddresses,
     Released,
@@ -34,23 +35,22 @@ from baton.kvtransfer.ranks.messages import (
     PartReached,
     PartStopped,
     PartWritten,
-    PeerRank,
     PushPart,
     ReachPeer,
+    Route,
     StopPart,
     WriterDied,
     WriterStopped,
 )
-from baton.kvtransfer.ranks.ranks import Route
 from baton.kvtransfer.transfers import Incoming, Outgoing
-from baton.kvtransfer.transports.base import Spans
+from baton.kvtransfer.transports.transfer_queue import PieceOutcome
 from baton.pages import PageLayout
 
 ID, EPOCH = b"t" * 16, 5
 NUM_PAGES = 6
 NUM_UNITS = 2
 LAYOUT = PageLayout(tp_size=2, page_size=16, num_layers=2, num_kv_heads=2, head_dim=8, dtype="bfloat16")
-DOORS = RankListenerAddresses(incarnation=b"i" * 16, host="h", device="cpu")
+LISTENERS = RankListenerAddresses(incarnation=b"i" * 16, host="h", device="cpu")
 
 
 class SilentPlane:
@@ -100,7 +100,7 @@ class Bench:
         self.granted: list[bytes] = []
 
     def routes(self) -> list[Route]:
-        peer = PeerRank(host="127.0.0.1", layout=LAYOUT, rank=0, doors=DOORS)
+        peer = PeerRank(host="127.0.0.1", layout=LAYOUT, rank=0, listeners=LISTENERS)
         return [
             Route(part, cast(Executor, executor), peer, (0, 2)) for part, executor in enumerate(self.planes)
         ]
@@ -307,11 +307,7 @@ def test_what_comes_after_the_end_changes_nothing(bench: Bench) -> None:
         part=0,
         first=0,
         stop=NUM_UNITS,
-        is_done=True,
-        reason="",
-        num_bytes=10,
-        num_messages=1,
-        spans=Spans(),
+        outcome=PieceOutcome(is_done=True, num_bytes=10, num_messages=1),
     )
     bench.clock.advance(1.0)
     outgoing.hear(written)
@@ -323,18 +319,11 @@ def test_what_comes_after_the_end_changes_nothing(bench: Bench) -> None:
     outgoing.forget()
     kinds = [type(each) for each in bench.planes[0].told]
     assert kinds == [ReachPeer, GrantPart, PushPart, StopPart, ForgetPart]
-    assert [type(each) for each in bench.planes[0].told] == [
-        ReachPeer,
-        GrantPart,
-        PushPart,
-        StopPart,
-        ForgetPart,
-    ]
 
 
 def test_a_part_is_opened_with_the_rank_that_it_comes_from(bench: Bench) -> None:
     bench.incoming()
     (opened,) = bench.planes[1].told
     assert isinstance(opened, OpenPart)
-    assert (opened.part, opened.epoch, opened.source.doors) == (1, EPOCH, DOORS)
+    assert (opened.part, opened.epoch, opened.source.listeners) == (1, EPOCH, LISTENERS)
     assert not any(isinstance(each, StopPart) for each in bench.planes[0].told)

@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 
 from baton.errors import WireError
-from baton.kvtransfer.transports.tcp_streams import WriteOutcome, decode_answer
+from baton.kvtransfer.transports.records import WriteOutcome, decode_answer
 from tests.unit.kvtransfer.record_mutations import ANSWER, sealed
 
 KEY = b"k" * 32

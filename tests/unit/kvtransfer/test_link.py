@@ -4,12 +4,14 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
+import msgspec
 import pytest
 
 from baton.clock import SystemClock
-from baton.errors import WireError
-from baton.kvtransfer.links import KV_SCHEMA, Link, answer
+from baton.errors import TransferFailed, WireError
+from baton.kvtransfer.links import KV_SCHEMA, Link, Peers, incompatibility, listener_mismatch
 from baton.kvtransfer.protocol.messages import (
     PROTOCOL,
     AnyMessage,
@@ -22,6 +24,7 @@ from baton.kvtransfer.protocol.messages import (
     encode,
 )
 from baton.kvtransfer.transports.message_stream import Call
+from baton.kvtransfer.transports.registry import transport_set
 from baton.messages.bounds import LINK_TIMEOUT_S
 from baton.pages import PageLayout
 from baton.rpc.connection import Connection, DroppedPeers, Role
@@ -32,7 +35,7 @@ from tests.transfer_ends import wait_for
 KEY = b"the key of the tests' cluster"
 LAYOUT = PageLayout(tp_size=1, page_size=16, num_layers=2, num_kv_heads=2, head_dim=32, dtype="bfloat16")
 HELLO = EndpointHello(protocol=PROTOCOL, incarnation=b"i" * 16, fingerprint="model", layout=LAYOUT)
-DOORS = ListenerAddresses(
+LISTENERS = ListenerAddresses(
     ranks=(RankListenerAddresses(incarnation=HELLO.incarnation, host="h", device="cpu"),)
 )
 LARGE = Commit(transfer=b"t" * 16, epoch=1, digests=bytes(2**19))
@@ -55,7 +58,7 @@ class Ends:
         proving.start()
         connection.handshake()
         proving.join()
-        self.link = Link(connection, "127.0.0.1", HELLO, DOORS, link_timeout_s)
+        self.link = Link(connection, "127.0.0.1", HELLO, LISTENERS, link_timeout_s)
         self.link.start(self.calls.append, lambda _, message: self.received.append(message), self._lose)
 
     def _lose(self) -> None:
@@ -176,26 +179,83 @@ def test_pings_leave_and_nobody_is_dropped_while_the_owner_is_busy() -> None:
         ends.link.close()
 
 
-def test_end_of_another_build_is_refused_and_both_ends_name_both_builds() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        theirs = socket.create_connection(listener.getsockname())
-        ours, _ = listener.accept()
-    peer = Connection(theirs, KEY, Role.CONNECTING, schema=b"schema-2")
-    complaints: list[str] = []
+@pytest.fixture
+def peers() -> Iterator[Peers]:
+    made = Peers(
+        ("127.0.0.1", 0),
+        KEY,
+        HELLO,
+        LISTENERS,
+        transport_set("auto"),
+        lambda call: call(),
+        lambda link, message: None,
+        lambda link: None,
+        clock=SystemClock(),
+        dropped=DroppedPeers(),
+    )
+    yield made
+    made.close()
 
-    def prove() -> None:
-        with pytest.raises(WireError) as caught:
-            peer.handshake()
-        complaints.append(str(caught.value))
 
-    proving = threading.Thread(target=prove)
-    proving.start()
-    dropped = DroppedPeers()
+def test_end_of_another_build_is_refused_and_both_ends_name_both_builds(
+    peers: Peers, caplog: pytest.LogCaptureFixture
+) -> None:
+    connection = Connection(socket.create_connection(peers.address), KEY, Role.CONNECTING, schema=b"schema-2")
     with pytest.raises(WireError) as caught:
-        answer(ours, KEY, HELLO, DOORS, SystemClock(), dropped)
-    proving.join()
-    assert dropped.counts() == {"version": 1}
-    for complaint in (str(caught.value), *complaints):
+        connection.handshake()
+    wait_for(lambda: bool(caplog.messages))
+    assert peers._dropped.counts() == {"version": 1}
+    for complaint in (str(caught.value), *caplog.messages):
         assert "mixed builds" in complaint
         assert KV_SCHEMA.hex() in complaint and b"schema-2".hex() in complaint
-    assert len(complaints) == 1
+
+
+def test_endpoint_does_not_link_to_itself(peers: Peers) -> None:
+    with pytest.raises(TransferFailed, match="this process itself"):
+        peers.dial(peers.address)
+
+
+def hello(**changes: Any) -> EndpointHello:
+    return msgspec.structs.replace(HELLO, incarnation=b"b" * 16, **changes)
+
+
+def relaid(**changes: Any) -> EndpointHello:
+    return hello(layout=msgspec.structs.replace(LAYOUT, **changes))
+
+
+@pytest.mark.parametrize("changes", [{}, {"tp_size": 2}, {"page_size": 64}, {"tp_size": 2, "page_size": 1}])
+def test_other_cuts_of_the_same_pages_are_compatible(changes: dict[str, int]) -> None:
+    assert incompatibility(HELLO, relaid(**changes)) is None
+    assert incompatibility(relaid(**changes), HELLO) is None
+
+
+@pytest.mark.parametrize(
+    ("theirs", "reason"),
+    [
+        (hello(protocol=2), f"version {PROTOCOL} of the transfer protocol, the peer 2"),
+        (hello(fingerprint="xyz"), "the model model, the peer xyz"),
+        (relaid(num_layers=5), "num_layers 2 and num_layers 5"),
+        (relaid(num_kv_heads=16), "num_kv_heads 2 and num_kv_heads 16"),
+        (relaid(head_dim=128), "head_dim 32 and head_dim 128"),
+        (relaid(dtype="float16"), "dtype bfloat16 and dtype float16"),
+    ],
+)
+def test_incompatible_field_is_named(theirs: EndpointHello, reason: str) -> None:
+    found = incompatibility(HELLO, theirs)
+    assert found is not None and reason in found
+
+
+@pytest.mark.parametrize(
+    ("incarnations", "reason"),
+    [
+        ("ab", None),
+        ("a", "1 ranks listen in a layout of tp_size 2"),
+        ("abc", "3 ranks listen in a layout of tp_size 2"),
+        ("aa", "two ranks are one process"),
+    ],
+)
+def test_every_rank_has_listeners_of_its_own(incarnations: str, reason: str | None) -> None:
+    ranks = [
+        RankListenerAddresses(incarnation=each.encode() * 16, host="h", device="cpu") for each in incarnations
+    ]
+    assert listener_mismatch(relaid(tp_size=2), ListenerAddresses(ranks=tuple(ranks))) == reason

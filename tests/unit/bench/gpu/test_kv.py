@@ -11,7 +11,7 @@ from baton.bench.gpu.kv import Move, Moved, measure
 from baton.bench.gpu.session import FULL, Session
 from baton.bench.gpu.suite import STAGES
 from baton.kvtransfer.protocol.transfer_plan import Offsets, TransferPlan
-from baton.kvtransfer.ranks.pages import HostPages
+from baton.kvtransfer.transports.pages import HostPages
 from baton.pages import PageLayout
 from tests.unit.bench.gpu.toy import run_toy
 

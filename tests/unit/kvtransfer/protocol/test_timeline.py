@@ -6,9 +6,7 @@ from hypothesis import strategies as st
 
 from baton.clock import ManualClock
 from baton.kvtransfer.protocol.handoff import Timeline, TransferTimes
-from baton.kvtransfer.transports.base import Spans, TransferProgress, TransferStatus
-
-DONE = TransferStatus.DONE
+from baton.kvtransfer.transports.transfer_queue import PieceOutcome, Spans
 
 
 def sum_of_spans(times: TransferTimes) -> float:
@@ -28,12 +26,12 @@ def test_a_transfer_that_streams_while_it_is_computed() -> None:
     timeline.offered()
     timeline.pushed()
     clock.advance(8)
-    timeline.wrote(2, TransferProgress(DONE, num_bytes=10, num_messages=1, spans=Spans(0, 2, 6)))
+    timeline.wrote(2, PieceOutcome(is_done=True, num_bytes=10, num_messages=1, spans=Spans(0, 2, 6)))
     clock.advance(16)  # the second one
     timeline.offered()
     timeline.pushed()
     clock.advance(32)
-    timeline.wrote(2, TransferProgress(DONE, num_bytes=10, num_messages=1, spans=Spans(0, 8, 24)))
+    timeline.wrote(2, PieceOutcome(is_done=True, num_bytes=10, num_messages=1, spans=Spans(0, 8, 24)))
     clock.advance(64)
     timeline.finished()
     times = timeline.times()
@@ -53,7 +51,7 @@ def test_pieces_side_by_side_count_once() -> None:
     timeline.pushed()
     clock.advance(10)
     for _ in range(2):
-        timeline.wrote(1, TransferProgress(DONE, spans=Spans(0, 5, 5)))
+        timeline.wrote(1, PieceOutcome(is_done=True, spans=Spans(0, 5, 5)))
     timeline.finished()
     times = timeline.times()
     assert times.total_s == 10
@@ -71,7 +69,7 @@ def test_spans_always_add_up(happenings: list[tuple[str, float]]) -> None:
             timeline.pushed()
             num_in_flight += 1
         elif kind == "w" and num_in_flight:
-            timeline.wrote(1, TransferProgress(DONE, spans=Spans(seconds, seconds / 2, seconds)))
+            timeline.wrote(1, PieceOutcome(is_done=True, spans=Spans(seconds, seconds / 2, seconds)))
             num_in_flight -= 1
         elif kind in "sgo":
             {"s": timeline.settled, "g": timeline.granted, "o": timeline.offered}[kind]()

@@ -16,7 +16,7 @@ from baton.kvtransfer.ranks.digests import (
     differing_units,
     digest_units,
 )
-from baton.kvtransfer.ranks.pages import PageMemory, packing_of
+from baton.kvtransfer.transports.pages import PageMemory, packing_of
 from baton.pages import PageLayout
 
 NUM_PAGES = 8

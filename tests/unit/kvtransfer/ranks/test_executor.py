@@ -1,4 +1,4 @@
-"""One rank's share of transfers: parts that lie side by side in the same pages."""
+"""One rank's share of transfers, with parts that have the same pages."""
 
 import threading
 from collections.abc import Iterator
@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from baton.clock import SystemClock
-from baton.kvtransfer.ranks.executor import RankExecutor
+from baton.kvtransfer.protocol.messages import PeerRank
+from baton.kvtransfer.ranks.executor import INLINE_BYTES, Hashing, RankExecutor
 from baton.kvtransfer.ranks.messages import (
     ClosePart,
     DropLink,
@@ -22,7 +23,6 @@ from baton.kvtransfer.ranks.messages import (
     PartStopped,
     PartVerified,
     PartWritten,
-    PeerRank,
     PushPart,
     ReachPeer,
     StopPart,
@@ -30,9 +30,10 @@ from baton.kvtransfer.ranks.messages import (
     WriterDied,
     WriterStopped,
 )
-from baton.kvtransfer.ranks.pages import SharedPool
 from baton.kvtransfer.settings import EndpointSettings
 from baton.kvtransfer.transports.message_stream import Call
+from baton.kvtransfer.transports.pages import SharedPool
+from baton.kvtransfer.transports.registry import transport_set
 from baton.pages import PageLayout
 from baton.rpc.connection import DroppedPeers
 
@@ -46,7 +47,7 @@ PAGES = (4, 1, 3)
 GENERATIONS = (7, 8, 9)
 
 
-class Plane:
+class Rank:
     """A rank with a pool, whose thread is the test's."""
 
     def __init__(self, layout: PageLayout, rank: int = 0) -> None:
@@ -62,6 +63,7 @@ class Plane:
             self.pool,
             self.shared,
             bytes([rank + 1]) * 16,
+            transport_set("auto"),
             self._inbox.put,
             self.events.append,
             clock=SystemClock(),
@@ -69,7 +71,9 @@ class Plane:
         )
 
     def peer(self) -> PeerRank:
-        return PeerRank(host="127.0.0.1", layout=self.layout, rank=self.rank, doors=self.executor.doors)
+        return PeerRank(
+            host="127.0.0.1", layout=self.layout, rank=self.rank, listeners=self.executor.listeners
+        )
 
     def hear(self, wanted: type[PartEvent]) -> PartEvent:
         """The next event of this kind, after those before it."""
@@ -79,7 +83,7 @@ class Plane:
         return self.events.pop(index)
 
     def granted(self) -> list[int]:
-        """Which pages writers of other processes may write now."""
+        """The pages that other processes may write now."""
         words = self.shared.generations._words
         return [page for page in range(NUM_PAGES) if words[page]]
 
@@ -89,21 +93,21 @@ class Plane:
 
 
 @pytest.fixture
-def destination() -> Iterator[Plane]:
-    made = Plane(WHOLE)
+def destination() -> Iterator[Rank]:
+    made = Rank(WHOLE)
     yield made
     made.close()
 
 
 @pytest.fixture
-def sources() -> Iterator[list[Plane]]:
-    made = [Plane(HALVES, rank) for rank in range(2)]
+def sources() -> Iterator[list[Rank]]:
+    made = [Rank(HALVES, rank) for rank in range(2)]
     yield made
     for executor in made:
         executor.close()
 
 
-def open_part(destination: Plane, source: Plane, part: int) -> None:
+def open_part(destination: Rank, source: Rank, part: int) -> None:
     order = OpenPart(
         transfer=TRANSFER,
         part=part,
@@ -119,7 +123,7 @@ def open_part(destination: Plane, source: Plane, part: int) -> None:
     assert destination.hear(PartOpened) == PartOpened(transfer=TRANSFER, part=part)
 
 
-def reach(source: Plane, destination: Plane, part: int, *, is_bulk: bool = False) -> None:
+def reach(source: Rank, destination: Rank, part: int, *, is_bulk: bool = False) -> None:
     order = ReachPeer(
         transfer=TRANSFER,
         part=part,
@@ -136,7 +140,7 @@ def reach(source: Plane, destination: Plane, part: int, *, is_bulk: bool = False
     source.executor.perform(grant)
 
 
-def push(source: Plane, part: int) -> PartWritten:
+def push(source: Rank, part: int) -> PartWritten:
     source.executor.perform(
         PushPart(transfer=TRANSFER, part=part, first=0, stop=NUM_UNITS, more_pages=(0, 2, 5))
     )
@@ -146,7 +150,7 @@ def push(source: Plane, part: int) -> PartWritten:
 
 
 def test_pages_of_two_parts_are_granted_until_the_last_of_them_closes(
-    destination: Plane, sources: list[Plane]
+    destination: Rank, sources: list[Rank]
 ) -> None:
     for part, source in enumerate(sources):
         open_part(destination, source, part)
@@ -157,21 +161,21 @@ def test_pages_of_two_parts_are_granted_until_the_last_of_them_closes(
         assert destination.granted() == left
 
 
-def test_a_part_goes_on_when_the_other_has_ended(destination: Plane, sources: list[Plane]) -> None:
+def test_part_goes_on_when_the_other_has_ended(destination: Rank, sources: list[Rank]) -> None:
     for part, source in enumerate(sources):
         source.pool.fill_(part + 1)
         open_part(destination, source, part)
         reach(source, destination, part)
-    assert push(sources[0], 0).is_done
+    assert push(sources[0], 0).outcome.is_done
     destination.executor.perform(ClosePart(transfer=TRANSFER, part=0, is_confirmed=True))
     destination.hear(WriterStopped)
-    assert push(sources[1], 1).is_done
+    assert push(sources[1], 1).outcome.is_done
     for head in range(2):
         assert (destination.pool[list(PAGES), :, :, head] == head + 1).all()
     assert not destination.pool[[0, 2, 5]].any()
 
 
-def test_what_was_not_written_is_found(destination: Plane, sources: list[Plane]) -> None:
+def test_unwritten_units_are_found(destination: Rank, sources: list[Rank]) -> None:
     open_part(destination, sources[0], 0)
     destination.executor.perform(ClosePart(transfer=TRANSFER, part=0, is_confirmed=True))
     destination.hear(WriterStopped)
@@ -180,7 +184,7 @@ def test_what_was_not_written_is_found(destination: Plane, sources: list[Plane])
     assert verified == PartVerified(transfer=TRANSFER, part=0, corrupt_units=tuple(range(NUM_UNITS)))
 
 
-def test_a_part_that_is_stopped_writes_no_more(destination: Plane, sources: list[Plane]) -> None:
+def test_stopped_part_writes_no_more(destination: Rank, sources: list[Rank]) -> None:
     source = sources[1]
     open_part(destination, source, 1)
     reach(source, destination, 1)
@@ -188,11 +192,11 @@ def test_a_part_that_is_stopped_writes_no_more(destination: Plane, sources: list
     assert source.hear(PartStopped) == PartStopped(transfer=TRANSFER, part=1)
     source.executor.stop()
     assert source.executor.wait_until_stopped(0.0)
-    assert not push(source, 1).is_done
+    assert not push(source, 1).outcome.is_done
     assert not destination.pool.any()
 
 
-def test_a_link_that_ended_takes_its_transports_along(destination: Plane, sources: list[Plane]) -> None:
+def test_end_of_a_link_closes_its_transports(destination: Rank, sources: list[Rank]) -> None:
     source, threads = sources[0], set(threading.enumerate())
     open_part(destination, source, 0)
     reach(source, destination, 0)
@@ -201,52 +205,50 @@ def test_a_link_that_ended_takes_its_transports_along(destination: Plane, source
     assert not any(thread.name == "shm-source" for thread in set(threading.enumerate()) - threads)
 
 
-def test_whoever_has_a_part_open_hears_of_its_writers_death(destination: Plane, sources: list[Plane]) -> None:
+def test_death_of_a_writer_is_reported_for_its_open_parts(destination: Rank, sources: list[Rank]) -> None:
     for part, source in enumerate(sources):
         open_part(destination, source, part)
-    destination.executor.pool_doors.registrations.writer_came(sources[1].executor.doors.incarnation)
-    destination.executor._on_peer_death(
-        destination.executor.pool_doors.registrations.writer_died(sources[1].executor.doors.incarnation)
-    )
+    incarnation = sources[1].executor.listeners.incarnation
+    destination.executor.rank.registrations.writer_came(incarnation)
+    rank = destination.executor.rank
+    rank.on_writer_death(rank.registrations.writer_died(incarnation))
     assert destination.hear(WriterDied) == WriterDied(transfer=TRANSFER, part=1)
     assert not any(isinstance(event, WriterDied) for event in destination.events)
 
 
-def test_what_is_forgotten_leaves_nothing(destination: Plane, sources: list[Plane]) -> None:
+def test_forgotten_parts_leave_nothing(destination: Rank, sources: list[Rank]) -> None:
     for part, source in enumerate(sources):
         open_part(destination, source, part)
         reach(source, destination, part)
         source.executor.perform(ForgetPart(transfer=TRANSFER, part=part))
         destination.executor.perform(ForgetPart(transfer=TRANSFER, part=part))
-        assert not source.executor._departing
+        assert not source.executor._leaving
     assert not destination.executor._arriving
 
 
-def test_what_cannot_be_hashed_is_said(
-    destination: Plane, sources: list[Plane], monkeypatch: pytest.MonkeyPatch
+def test_failed_digest_is_reported(
+    destination: Rank, sources: list[Rank], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def take(*_: object) -> bytes:
         raise MemoryError("no room for the digests")
 
     source = sources[0]
-    monkeypatch.setattr(source.executor.pool_doors.pages.digests, "take", take)
+    monkeypatch.setattr(source.executor._tools.digests, "take", take)
     open_part(destination, source, 0)
     reach(source, destination, 0)
-    assert push(source, 0).is_done
+    assert push(source, 0).outcome.is_done
     hashed = source.hear(PartHashed)
     assert isinstance(hashed, PartHashed)
     assert hashed.digests == b"" and "no room for the digests" in hashed.reason
 
 
-def digests_of(source: Plane) -> bytes:
+def digests_of(source: Rank) -> bytes:
     hashed = source.hear(PartHashed)
     assert isinstance(hashed, PartHashed) and not hashed.reason
     return hashed.digests
 
 
-def test_a_few_digests_are_there_with_the_word_that_all_is_written(
-    destination: Plane, sources: list[Plane]
-) -> None:
+def test_few_digests_are_reported_with_the_written_piece(destination: Rank, sources: list[Rank]) -> None:
     open_part(destination, sources[0], 0)
     reach(sources[0], destination, 0)
     push(sources[0], 0)
@@ -254,18 +256,29 @@ def test_a_few_digests_are_there_with_the_word_that_all_is_written(
 
 
 @pytest.mark.parametrize("is_inline", [True, False])
-def test_what_is_pulled_has_the_digests_of_what_is_handed_over(
-    destination: Plane, sources: list[Plane], is_inline: bool
+def test_bulk_pieces_have_the_digests_of_other_pieces(
+    destination: Rank, sources: list[Rank], is_inline: bool
 ) -> None:
     source = sources[0]
     source.pool.copy_(torch.rand(source.pool.shape))
     open_part(destination, source, 0)
     reach(source, destination, 0)
-    assert push(source, 0).is_done
+    assert push(source, 0).outcome.is_done
     expected = digests_of(source)
     source.executor.perform(ForgetPart(transfer=TRANSFER, part=0))
     if not is_inline:
         source.executor._hashing._inline_bytes = 0
     reach(source, destination, 0, is_bulk=True)
-    assert push(source, 0).is_done
+    assert push(source, 0).outcome.is_done
     assert digests_of(source) == expected and any(expected)
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "may_inline", "is_inline"),
+    [(INLINE_BYTES, True, True), (INLINE_BYTES + 1, True, False), (0, False, False)],
+)
+def test_caller_hashes_few_bytes_of_its_own_memory(num_bytes: int, may_inline: bool, is_inline: bool) -> None:
+    hashing = Hashing(1, may_inline=may_inline)
+    taken = hashing.submit(num_bytes, threading.current_thread)
+    assert (taken.result(10) is threading.current_thread()) == is_inline
+    hashing.close()

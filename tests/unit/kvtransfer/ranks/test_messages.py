@@ -1,4 +1,4 @@
-"""What rank 0 and the agents of its ranks say: it comes as it was said, and nothing else comes."""
+"""Messages between rank 0 and the agents of the other ranks."""
 
 from typing import Any
 
@@ -9,19 +9,21 @@ from baton.errors import WireError
 from baton.kvtransfer.protocol.messages import MAX_PAGES, RankListenerAddresses
 from baton.kvtransfer.ranks import messages as m
 from baton.kvtransfer.settings import EndpointSettings
-from baton.kvtransfer.transports.base import Spans
+from baton.kvtransfer.transports.transfer_queue import PieceOutcome, Spans
 from baton.messages.bounds import MAX_BODY_BYTES
 from baton.pages import PageLayout
 
 LAYOUT = PageLayout(tp_size=2, page_size=16, num_layers=2, num_kv_heads=4, head_dim=8, dtype="bfloat16")
 SETTINGS = EndpointSettings(key=b"k" * 32, fingerprint="model", layout=LAYOUT)
-DOORS = RankListenerAddresses(incarnation=b"i" * 16, host="h", device="cpu", tcp_port=7, shm_address="\0door")
+LISTENERS = RankListenerAddresses(
+    incarnation=b"i" * 16, host="h", device="cpu", addresses={"tcp": "7", "shm": "\0pool"}
+)
 OF_PART: dict[str, Any] = {"transfer": b"t" * 16, "part": 3}
 ALL_PAGES = tuple(range(2**31 - MAX_PAGES, 2**31))
 ALL_GENERATIONS = tuple(range(2**32 - MAX_PAGES, 2**32))
 EVENTS: list[m.ToRankZero] = [
     m.Came(rank=1),
-    m.Ready(doors=DOORS),
+    m.Ready(listeners=LISTENERS),
     m.AllStopped(),
     m.PartOpened(**OF_PART),
     m.WriterStopped(**OF_PART),
@@ -32,11 +34,7 @@ EVENTS: list[m.ToRankZero] = [
         **OF_PART,
         first=0,
         stop=MAX_PAGES,
-        is_done=False,
-        reason="r" * 256,
-        num_bytes=2**40,
-        num_messages=2**20,
-        spans=Spans(0.5, 0.25, 2.0),
+        outcome=PieceOutcome(False, 2**40, 2**20, "r" * 256, Spans(0.5, 0.25, 2.0)),
     ),
     m.PartHashed(**OF_PART, first=0, stop=MAX_PAGES, digests=bytes(8 * MAX_PAGES)),
     m.PartStopped(**OF_PART),
@@ -58,7 +56,7 @@ COMMANDS: list[m.ToFollower] = [
 
 
 @pytest.mark.parametrize("message", COMMANDS, ids=lambda each: type(each).__name__)
-def test_a_command_comes_as_it_was_given_however_long(message: m.ToFollower) -> None:
+def test_command_of_any_length_survives_the_wire(message: m.ToFollower) -> None:
     body = m.encode(message)
     assert len(body) <= MAX_BODY_BYTES
     assert m.decode_for_follower(body) == message
@@ -67,7 +65,7 @@ def test_a_command_comes_as_it_was_given_however_long(message: m.ToFollower) -> 
 
 
 @pytest.mark.parametrize("message", EVENTS, ids=lambda each: type(each).__name__)
-def test_an_event_comes_as_it_was_told_however_long(message: m.ToRankZero) -> None:
+def test_event_of_any_length_survives_the_wire(message: m.ToRankZero) -> None:
     body = m.encode(message)
     assert len(body) <= MAX_BODY_BYTES
     assert m.decode_for_rank_zero(body) == message
@@ -89,7 +87,7 @@ def test_an_event_comes_as_it_was_told_however_long(message: m.ToRankZero) -> No
         ("unheard", 1),
     ],
 )
-def test_what_is_out_of_bounds_is_refused(field: str, value: object) -> None:
+def test_field_out_of_bounds_is_refused(field: str, value: object) -> None:
     plain = msgspec.to_builtins(
         m.PushPart(**OF_PART, first=0, stop=1, more_pages=(0,)), builtin_types=(bytes,)
     )
@@ -98,7 +96,7 @@ def test_what_is_out_of_bounds_is_refused(field: str, value: object) -> None:
     assert refused.value.reason == "malformed"
 
 
-def test_what_is_longer_than_a_frame_is_refused() -> None:
+def test_message_longer_than_a_frame_is_refused() -> None:
     with pytest.raises(WireError) as refused:
         m.decode_for_rank_zero(bytes(MAX_BODY_BYTES + 1))
     assert refused.value.reason == "length"

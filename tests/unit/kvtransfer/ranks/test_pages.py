@@ -7,7 +7,7 @@ import torch
 
 from baton.engine.cache.kv_pool import KvPool
 from baton.errors import ConfigError
-from baton.kvtransfer.ranks.pages import (
+from baton.kvtransfer.transports.pages import (
     PageMemory,
     PeerGenerations,
     PeerPages,

@@ -1,15 +1,16 @@
-"""Which transport carries a piece when transports do not open, or break: every piece ends once."""
+"""The choice of a transport when transports do not open, or break: every piece ends once."""
 
 from queue import SimpleQueue
 
 import pytest
 
 from baton.errors import TransferFailed
+from baton.kvtransfer.protocol.messages import PeerRank, RankListenerAddresses
 from baton.kvtransfer.protocol.transfer_plan import plan_transfer
-from baton.kvtransfer.ranks.transports import PeerTransports
-from baton.kvtransfer.transports.base import OnEnd, OutgoingTransfer, Piece, TransferProgress, TransferStatus
+from baton.kvtransfer.ranks.peer_transports import PeerTransports, TransportCounters
+from baton.kvtransfer.transports.base import LocalRank, Sender, Transport
 from baton.kvtransfer.transports.message_stream import Call
-from baton.kvtransfer.transports.registry import TransportCounters, TransportName
+from baton.kvtransfer.transports.transfer_queue import OnEnd, OutgoingTransfer, Piece, PieceOutcome
 from baton.pages import PageLayout
 from tests.fakes import refuse_threads
 
@@ -23,58 +24,65 @@ TRANSFER = OutgoingTransfer(
     destination_generations=(1,),
 )
 PIECE = Piece(TRANSFER, 0, 1)
-DONE, FAILED = TransferProgress(TransferStatus.DONE), TransferProgress(TransferStatus.FAILED, reason="broken")
+DONE, FAILED = PieceOutcome(is_done=True), PieceOutcome(is_done=False, reason="broken")
 
 
-class ScriptedTransport:
-    """Opens or not, and ends each piece when the test says how."""
+class ScriptedSender:
+    """Opens or not, and ends each piece as the test says."""
 
-    def __init__(self, name: str, on_end: OnEnd, *, opens: bool) -> None:
+    def __init__(self, name: str, *, opens: bool) -> None:
         self.name = name
         self.is_broken = False
         self.is_closed = False
-        self.num_pushed = 0
+        self.pushed: list[OnEnd] = []
         self._opens = opens
-        self._on_end = on_end
-        self._progress: dict[int, TransferProgress] = {}
 
     def open(self) -> None:
         if not self._opens:
             raise TransferFailed(self.name)
 
-    def push(self, piece: Piece) -> int:
-        self.num_pushed += 1
-        return self.num_pushed - 1
-
-    def end(self, handle: int, progress: TransferProgress) -> None:
-        self._progress[handle] = progress
-        self._on_end(handle)
-
-    def poll(self, handle: int) -> TransferProgress:
-        return self._progress[handle]
-
-    def forget(self, handle: int) -> None:
-        del self._progress[handle]
+    def push(self, piece: Piece, on_end: OnEnd) -> None:
+        self.pushed.append(on_end)
 
     def abort(self, transfer: bytes) -> None:
-        """Nobody is inside."""
+        """No thread is inside the pages."""
 
     def close(self) -> None:
         self.is_closed = True
 
 
+class NamedTransport:
+    is_automatic = True
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def can_serve(self, source: RankListenerAddresses, destination: RankListenerAddresses) -> bool:
+        return True
+
+    def listen(self, rank: LocalRank) -> None:
+        return None
+
+    def connect(self, rank: LocalRank, peer: PeerRank) -> Sender:
+        raise NotImplementedError
+
+
 class Bench:
-    def __init__(self, *names: TransportName) -> None:
+    def __init__(self, *names: str) -> None:
         self.opens = set(names)
-        self.made: list[ScriptedTransport] = []
-        self.ended: list[TransferProgress] = []
+        self.cannot_connect: set[str] = set()
+        self.made: list[ScriptedSender] = []
+        self.ended: list[PieceOutcome] = []
         self.num_settled = 0
         self.counters = TransportCounters()
         self._inbox: SimpleQueue[Call] = SimpleQueue()
-        self.transports = PeerTransports(names, self._make, self._inbox.put, self.counters)
+        transports = [NamedTransport(name) for name in names]
+        self.transports = PeerTransports(transports, self._connect, self._inbox.put, self.counters)
 
-    def _make(self, name: TransportName, on_end: OnEnd) -> ScriptedTransport:
-        self.made.append(ScriptedTransport(name, on_end, opens=name in self.opens))
+    def _connect(self, transport: Transport) -> ScriptedSender:
+        if transport.name in self.cannot_connect:
+            raise TransferFailed("the address is none")
+        self.made.append(ScriptedSender(transport.name, opens=transport.name in self.opens))
         return self.made[-1]
 
     def settle(self) -> None:
@@ -93,13 +101,13 @@ class Bench:
         self.num_settled += 1
 
 
-def test_the_first_that_opens_carries_all() -> None:
+def test_first_transport_that_opens_carries_all_pieces() -> None:
     bench = Bench("shm", "tcp")
     bench.opens = {"tcp"}
     bench.settle()
     assert bench.transports.name == "tcp" and bench.made[0].is_closed
     bench.push()
-    bench.made[1].end(0, DONE)
+    bench.made[1].pushed[0](DONE)
     bench.poll()
     assert bench.ended == [DONE]
     assert (bench.counters.num_failed["shm"], bench.counters.num_opened["tcp"]) == (1, 1)
@@ -118,37 +126,37 @@ def test_pieces_fail_when_no_thread_can_open_a_transport(monkeypatch: pytest.Mon
     bench.transports.close()
 
 
-def test_a_transport_that_breaks_hands_its_pieces_on() -> None:
+def test_pieces_of_a_broken_transport_go_over_the_next() -> None:
     bench = Bench("shm", "tcp")
     bench.settle()
     bench.push()
     bench.push()
     first = bench.made[0]
     first.is_broken = True
-    first.end(0, FAILED)
-    first.end(1, FAILED)
-    while len(bench.made) < 2 or not bench.made[1].num_pushed:
+    first.pushed[0](FAILED)
+    first.pushed[1](FAILED)
+    while len(bench.made) < 2 or not bench.made[1].pushed:
         bench.poll()
     assert first.is_closed and not bench.ended
     for handle in range(2):
-        bench.made[1].end(handle, DONE)
+        bench.made[1].pushed[handle](DONE)
         bench.poll()
     assert bench.ended == [DONE, DONE]
 
 
-def test_a_piece_has_as_many_tries_as_there_are_transports() -> None:
+def test_piece_has_as_many_tries_as_there_are_transports() -> None:
     bench = Bench("shm", "tcp")
     bench.settle()
     bench.push()
     for handle in range(2):
         assert not bench.ended
-        bench.made[0].end(handle, FAILED)
+        bench.made[0].pushed[handle](FAILED)
         bench.poll()
     assert bench.ended == [FAILED] and bench.transports.name == "shm"
 
 
 @pytest.mark.parametrize("opens_again", [False, True])
-def test_when_none_is_left_the_next_transfer_tries_them_all_again(opens_again: bool) -> None:
+def test_next_transfer_tries_all_transports_again(opens_again: bool) -> None:
     bench = Bench("shm", "tcp")
     bench.opens = set()
     bench.settle()
@@ -164,39 +172,47 @@ def test_when_none_is_left_the_next_transfer_tries_them_all_again(opens_again: b
     assert bench.counters.num_recomputes == 2 + (not opens_again)
 
 
-def test_what_an_old_transport_tells_late_is_not_taken_for_the_news_of_another() -> None:
+def test_late_outcome_of_an_old_transport_is_ignored() -> None:
     bench = Bench("tcp")
     bench.settle()
     bench.push()
     first = bench.made[0]
     first.is_broken = True
-    first.end(0, FAILED)
+    first.pushed[0](FAILED)
     bench.poll()
-    assert [each.status for each in bench.ended] == [TransferStatus.FAILED]
+    assert [each.is_done for each in bench.ended] == [False]
     bench.settle()
     bench.push()
-    first.end(0, DONE)
+    first.pushed[0](DONE)
     bench.poll()
-    assert len(bench.ended) == 1  # the new piece, whose ticket has the same number, is still on its way
-    bench.made[1].end(0, DONE)
+    assert len(bench.ended) == 1  # the new piece is still on its way
+    bench.made[1].pushed[0](DONE)
     bench.poll()
     assert bench.ended[1:] == [DONE]
 
 
-def test_what_was_aborted_is_told_of_no_more() -> None:
+def test_aborted_pieces_are_not_reported() -> None:
     bench = Bench("shm", "tcp")
     bench.settle()
     bench.push()
     bench.transports.abort(TRANSFER.id)
-    bench.made[0].end(0, FAILED)
+    bench.made[0].pushed[0](FAILED)
     bench.poll()
-    assert not bench.ended and bench.made[0].num_pushed == 1
+    assert not bench.ended and len(bench.made[0].pushed) == 1
 
 
-def test_nothing_opens_once_it_is_closed() -> None:
+def test_nothing_opens_after_close() -> None:
     bench = Bench("tcp")
     bench.transports.close()
     bench.settle()
     bench.push()
     bench.poll()
-    assert not bench.made and bench.ended[0].status is TransferStatus.FAILED
+    assert not bench.made and not bench.ended[0].is_done
+
+
+def test_transport_that_cannot_connect_is_passed_over() -> None:
+    bench = Bench("shm", "tcp")
+    bench.cannot_connect = {"shm"}
+    bench.settle()
+    assert bench.transports.name == "tcp"
+    assert bench.counters.by_name() == {"opened_tcp": 1, "failed_shm": 1, "fallbacks": 1}

@@ -1,4 +1,4 @@
-"""How the other ranks of a replica come to its rank 0, and who does not."""
+"""The agents of a replica's other ranks connect to its rank 0."""
 
 import gc
 import socket
@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from baton.errors import PeerGone, WireError, WorkerLost
+from baton.kvtransfer.ranks.agent import RankAgent
 from baton.kvtransfer.ranks.messages import RANK_SCHEMA, Came, StopAll, encode
-from baton.kvtransfer.ranks.remote import AgentArguments, RankAgent, RankAgents, RemoteRank, _Newcomer
+from baton.kvtransfer.ranks.remote import AgentArguments, RankAgents, RemoteRank, _Newcomer
 from baton.kvtransfer.settings import EndpointSettings
 from baton.pages import PageLayout
 from baton.rpc.connection import Connection, Role
@@ -42,9 +43,7 @@ def come(agents: RankAgents, rank: int) -> RankAgent:
     return agent
 
 
-def rendezvous_request(
-    agents: RankAgents, secret: bytes | None = None, schema: bytes = RANK_SCHEMA
-) -> Connection:
+def connect(agents: RankAgents, secret: bytes | None = None, schema: bytes = RANK_SCHEMA) -> Connection:
     arguments = msgspec.json.decode(agents.sidecar.arguments, type=AgentArguments)
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -57,28 +56,27 @@ def rendezvous_request(
 
 def is_reachable(rank: RemoteRank) -> bool:
     try:
-        socket.create_connection(("127.0.0.1", rank.doors.tcp_port), timeout=5.0).close()
+        socket.create_connection(("127.0.0.1", int(rank.listeners.addresses["tcp"])), timeout=5.0).close()
     except (ConnectionRefusedError, ConnectionResetError):  # reset: it was closed meanwhile
         return False
     return True
 
 
-def test_every_rank_comes_and_opens_its_own_doors(agents: RankAgents) -> None:
+def test_every_rank_connects_and_listens(agents: RankAgents) -> None:
     come(agents, 2), come(agents, 1)
     ranks = agents.meet(SETTINGS)
     assert [rank.rank for rank in ranks] == [1, 2]
-    assert (
-        len({rank.doors.incarnation for rank in ranks}) == len({rank.doors.tcp_port for rank in ranks}) == 2
-    )
-    assert all(rank.doors.shm_address and is_reachable(rank) for rank in ranks)
+    assert len({rank.listeners.incarnation for rank in ranks}) == 2
+    assert len({address for rank in ranks for address in rank.listeners.addresses.values()}) == 4
+    assert all(set(rank.listeners.names) == {"shm", "tcp"} and is_reachable(rank) for rank in ranks)
     with pytest.raises(ConnectionRefusedError):
-        rendezvous_request(agents)
+        connect(agents)
     for rank in ranks:
         rank.close()
     wait_for(lambda: not any(is_reachable(rank) for rank in ranks))
 
 
-def test_who_comes_last_is_greeted_to_the_end(agents: RankAgents, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_last_agent_is_greeted_to_the_end(agents: RankAgents, monkeypatch: pytest.MonkeyPatch) -> None:
     let_in = RankAgents._let_in
 
     def let_in_slowly(self: RankAgents, sock: socket.socket, newcomer: _Newcomer) -> None:
@@ -90,7 +88,7 @@ def test_who_comes_last_is_greeted_to_the_end(agents: RankAgents, monkeypatch: p
     assert len(agents.meet(SETTINGS)) == 2
 
 
-def test_nothing_is_left_when_all_have_gone() -> None:
+def test_closed_agents_leave_nothing() -> None:
     gc.collect()  # what other tests have left goes now, not meanwhile
     files, threads = Counter(open_files()), set(threading.enumerate())
     agents = RankAgents(NUM_RANKS)
@@ -109,25 +107,25 @@ def test_nothing_is_left_when_all_have_gone() -> None:
     wait_for(lambda: Counter(open_files()) <= files)
 
 
-def test_a_replica_of_one_rank_meets_nobody() -> None:
+def test_replica_of_one_rank_waits_for_no_agent() -> None:
     threads = set(threading.enumerate())
     agents = RankAgents(1)
     assert agents.meet(SETTINGS) == []
     assert set(threading.enumerate()) <= threads
 
 
-def test_a_rank_that_does_not_come_is_named(agents: RankAgents) -> None:
+def test_rank_that_does_not_connect_is_named(agents: RankAgents) -> None:
     agent = come(agents, 2)
-    with pytest.raises(WorkerLost, match=r"no agent of rank \[1\] came within 0.1 s"):
+    with pytest.raises(WorkerLost, match=r"ranks \[1\] did not connect within 0.1 s"):
         agents.meet(SETTINGS, timeout_s=0.1)
     agents.close()
     agent.close()
 
 
 @pytest.mark.parametrize("rank", [0, 1, NUM_RANKS])
-def test_a_rank_that_is_none_or_here_already_is_dropped(agents: RankAgents, rank: int) -> None:
+def test_agent_of_an_impossible_or_known_rank_is_dropped(agents: RankAgents, rank: int) -> None:
     first = come(agents, 1)
-    connection = rendezvous_request(agents).handshake()
+    connection = connect(agents).handshake()
     connection.send(encode(Came(rank=rank)))
     with pytest.raises(PeerGone):
         connection.recv(5.0)
@@ -140,20 +138,20 @@ def test_agent_of_another_build_is_refused_and_both_are_named(
     agents: RankAgents, caplog: pytest.LogCaptureFixture
 ) -> None:
     with pytest.raises(WireError, match=rf"mixed builds.*{RANK_SCHEMA.hex()}.*{OTHER_SCHEMA.hex()}"):
-        rendezvous_request(agents, schema=OTHER_SCHEMA).handshake()
+        connect(agents, schema=OTHER_SCHEMA).handshake()
     wait_for(lambda: bool(caplog.messages))
     (complaint,) = caplog.messages
     assert f"{OTHER_SCHEMA.hex()}, we are" in complaint and RANK_SCHEMA.hex() in complaint
 
 
-def test_who_does_not_know_the_secret_of_the_meeting_is_not_let_in(agents: RankAgents) -> None:
+def test_agent_without_the_secret_is_dropped(agents: RankAgents) -> None:
     with pytest.raises(WireError):
-        rendezvous_request(agents, b"k" * 32).handshake()
+        connect(agents, b"k" * 32).handshake()
     come(agents, 1), come(agents, 2)
     assert len(agents.meet(SETTINGS)) == 2
 
 
-def test_an_agent_that_is_not_set_up_does_nothing_else(agents: RankAgents) -> None:
+def test_agent_obeys_nothing_before_set_up(agents: RankAgents) -> None:
     agent = come(agents, 1)
     wait_for(lambda: 1 in agents._newcomers)
     connection = agents._newcomers[1].connection
@@ -163,21 +161,21 @@ def test_an_agent_that_is_not_set_up_does_nothing_else(agents: RankAgents) -> No
     assert agent._executor is None
 
 
-def test_rank_0_that_is_gone_is_told_to_the_engine() -> None:
+def test_agent_raises_when_rank_0_is_gone() -> None:
     agents = RankAgents(2)
     agents.close()
-    with pytest.raises(WorkerLost, match="rank 0 is not there"):
+    with pytest.raises(WorkerLost, match="rank 0 cannot be reached"):
         come(agents, 1)
 
 
-def test_a_secret_is_new_for_every_meeting(agents: RankAgents) -> None:
+def test_every_replica_has_a_secret_of_its_own(agents: RankAgents) -> None:
     other = RankAgents(NUM_RANKS)
     secrets = {msgspec.json.decode(each.sidecar.arguments)["secret"] for each in (agents, other)}
     assert len(secrets) == 2
     other.close()
 
 
-def test_stopping_is_heard_though_nobody_polls(agents: RankAgents) -> None:
+def test_stop_is_confirmed_without_a_poll(agents: RankAgents) -> None:
     come(agents, 1), come(agents, 2)
     ranks = agents.meet(SETTINGS)
     calls: list[object] = []

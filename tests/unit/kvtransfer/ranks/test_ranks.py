@@ -57,6 +57,6 @@ def test_keys_that_change_while_an_endpoint_is_made_reach_its_ranks(monkeypatch:
         KvEndpoint(settings, torch.zeros((4, 1, 2, 2, 4, 8)), PagePool(4, 4))
     ) as endpoint:
         endpoint.poll()
-        source = socket.create_connection((settings.host, offered[0].ranks[0].tcp_port))
+        source = socket.create_connection((settings.host, int(offered[0].ranks[0].addresses["tcp"])))
         with contextlib.closing(Connection(source, LinkKeys(changed, PAGES), Role.CONNECTING)) as connection:
             connection.handshake(5.0)  # WireError: another key

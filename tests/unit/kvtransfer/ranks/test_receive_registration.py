@@ -5,7 +5,7 @@ import pytest
 
 from baton.errors import TransferFailed, WireError
 from baton.kvtransfer.protocol.transfer_plan import plan_transfer
-from baton.kvtransfer.ranks.receive_registration import (
+from baton.kvtransfer.transports.receive_registration import (
     NUM_REMEMBERED,
     ReceiveRegistration,
     ReceiveRegistrations,

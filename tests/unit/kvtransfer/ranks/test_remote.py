@@ -1,4 +1,4 @@
-"""A rank of ours in another process, as rank 0 sees it: what it is told, and what is told for it."""
+"""A rank in another process, as rank 0 sees it."""
 
 import socket
 import threading
@@ -38,7 +38,7 @@ from tests.transfer_ends import wait_for
 
 LAYOUT = PageLayout(tp_size=2, page_size=4, num_layers=1, num_kv_heads=2, head_dim=8, dtype="float32")
 SETTINGS = EndpointSettings(key=b"k" * 32, fingerprint="model", layout=LAYOUT).for_rank(1)
-DOORS = RankListenerAddresses(incarnation=b"i" * 16, host="h", device="cpu", tcp_port=1)
+LISTENERS = RankListenerAddresses(incarnation=b"i" * 16, host="h", device="cpu", addresses={"tcp": "1"})
 SECRET = b"s" * 32
 ID = b"t" * 16
 
@@ -79,21 +79,21 @@ class Ends:
 
 @pytest.fixture
 def ends() -> Iterator[Ends]:
-    made = Ends(Ready(doors=DOORS))
+    made = Ends(Ready(listeners=LISTENERS))
     yield made
     made.agent.close()
     made.rank.close()
 
 
-def test_it_is_set_up_and_then_told_what_to_do(ends: Ends) -> None:
+def test_rank_is_set_up_before_its_commands(ends: Ends) -> None:
     assert ends.told() == SetUp(settings=SETTINGS)
-    assert ends.rank.doors == DOORS
+    assert ends.rank.listeners == LISTENERS
     for command in (DropLink(link=3), ForgetPart(transfer=ID, part=1)):
         ends.rank.perform(command)
         assert ends.told() == command
 
 
-def test_what_it_answers_is_told_in_the_owners_thread(ends: Ends) -> None:
+def test_events_are_reported_in_the_owners_thread(ends: Ends) -> None:
     opened = PartOpened(transfer=ID, part=0)
     ends.agent.send(encode(opened))
     wait_for(lambda: bool(ends.calls))
@@ -103,12 +103,12 @@ def test_what_it_answers_is_told_in_the_owners_thread(ends: Ends) -> None:
 
 
 @pytest.mark.parametrize("word", [Came(rank=1), AllStopped()])
-def test_who_does_not_open_doors_is_lost(word: ToRankZero) -> None:
+def test_rank_that_does_not_listen_is_lost(word: ToRankZero) -> None:
     with pytest.raises(WorkerLost, match="rank 1 said"):
         Ends(word)
 
 
-def test_a_connection_that_ends_is_no_death(ends: Ends) -> None:
+def test_end_of_the_connection_is_no_death(ends: Ends) -> None:
     ends.agent.close()
     wait_for(lambda: bool(ends.calls))
     ends.poll()
@@ -120,7 +120,7 @@ def test_a_connection_that_ends_is_no_death(ends: Ends) -> None:
     assert not ends.rank.wait_until_stopped(0.0)
 
 
-def test_what_a_dead_rank_is_asked_for_has_been_done(ends: Ends) -> None:
+def test_commands_to_a_dead_rank_count_as_done(ends: Ends) -> None:
     ends.rank.died()
     assert ends.rank.wait_until_stopped(0.0)
     ends.poll()

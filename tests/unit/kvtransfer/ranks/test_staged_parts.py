@@ -6,7 +6,7 @@ from torch import Tensor
 
 from baton.kernels.copy_runs import copy_runs_reference
 from baton.kvtransfer.protocol.transfer_plan import plan_transfer
-from baton.kvtransfer.ranks.pages import StagedParts, packing_of
+from baton.kvtransfer.transports.pages import StagedParts, packing_of
 from baton.pages import PageLayout
 
 NUM_PAGES = 8

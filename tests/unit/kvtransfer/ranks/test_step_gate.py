@@ -5,9 +5,9 @@ from queue import Empty, SimpleQueue
 
 import pytest
 
-from baton.kvtransfer.protocol.messages import RankListenerAddresses
-from baton.kvtransfer.ranks.executor import StepGate
-from baton.kvtransfer.ranks.messages import OpenPart, PartCommand, PeerRank, PushPart, StopPart
+from baton.kvtransfer.protocol.messages import PeerRank, RankListenerAddresses
+from baton.kvtransfer.ranks.messages import OpenPart, PartCommand, PushPart, StopPart
+from baton.kvtransfer.ranks.step_gate import StepGate
 from baton.kvtransfer.transports.message_stream import Call
 from baton.pages import PageLayout
 from tests.rank_process import LateSteps
@@ -17,7 +17,7 @@ PEER = PeerRank(
     host="127.0.0.1",
     layout=LAYOUT,
     rank=0,
-    doors=RankListenerAddresses(incarnation=b"i" * 16, host="a host", device="cpu"),
+    listeners=RankListenerAddresses(incarnation=b"i" * 16, host="a host", device="cpu"),
 )
 TRANSFER = b"t" * 16
 

@@ -8,7 +8,9 @@ import threading
 
 import pytest
 
-from baton.kvtransfer.transports.listener import ProcessWatch, peer_process, peer_user
+from baton.errors import WireError
+from baton.kvtransfer.transports.listener import ProcessWatch, peer_process
+from baton.rpc.connection import DroppedPeers
 from tests.transfer_ends import open_files
 
 
@@ -84,10 +86,18 @@ def test_closing_leaves_nothing() -> None:
 
 def test_the_other_end_of_a_socket_is_known() -> None:
     left, right = socket.socketpair(socket.AF_UNIX)
-    descriptor = peer_process(left)
+    descriptor = peer_process(left, DroppedPeers())
     with open(f"/proc/self/fdinfo/{descriptor}") as lines:
         assert f"Pid:\t{os.getpid()}\n" in lines
-    assert peer_user(left) == os.getuid()
     for opened in (left, right):
         opened.close()
     os.close(descriptor)
+
+
+def test_process_of_another_user_is_refused_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    left, right = socket.socketpair(socket.AF_UNIX)
+    dropped, user = DroppedPeers(), os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: user + 1)
+    with left, right, pytest.raises(WireError, match=f"user {user} may not"):
+        peer_process(left, dropped)
+    assert dropped.counts() == {"user": 1}

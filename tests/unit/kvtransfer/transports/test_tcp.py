@@ -1,4 +1,4 @@
-"""The source of the tcp transport, against destinations that misbehave."""
+"""The two ends of the tcp transport, each against a peer that breaks the rules."""
 
 import socket
 import threading
@@ -10,54 +10,39 @@ import msgspec
 import pytest
 import torch
 
-from baton.errors import ConfigError, TransferFailed
+from baton.clock import SystemClock
+from baton.errors import ConfigError, PeerGone, TransferFailed
 from baton.kvtransfer.protocol.transfer_plan import plan_transfer
-from baton.kvtransfer.ranks.pages import PageMemory
-from baton.kvtransfer.ranks.receive_registration import ReceiveRegistration, ReceiveRegistrations, Writing
-from baton.kvtransfer.transports.base import OutgoingTransfer, Piece, TransferStatus
-from baton.kvtransfer.transports.page_socket import SLICE_S
-from baton.kvtransfer.transports.tcp import TcpSettings, TcpTransport
-from baton.kvtransfer.transports.tcp_receiver import TcpReceiver
-from baton.kvtransfer.transports.tcp_streams import (
+from baton.kvtransfer.transports.base import LocalRank
+from baton.kvtransfer.transports.listener import MAX_NEWCOMERS
+from baton.kvtransfer.transports.page_socket import SLICE_S, PageSocket
+from baton.kvtransfer.transports.receive_registration import (
+    ReceiveRegistration,
+    ReceiveRegistrations,
+    Writing,
+)
+from baton.kvtransfer.transports.records import (
     ANSWER_BYTES,
     HEADER_BYTES,
+    PartHeader,
     WriteOutcome,
+    decode_answer,
     encode_answer,
+    encode_header,
     stream_key,
 )
+from baton.kvtransfer.transports.tcp import TcpReceiver, TcpSender, TcpSettings, port_of
+from baton.kvtransfer.transports.transfer_queue import OutgoingTransfer, Piece
 from baton.pages import PageLayout
 from baton.rpc.connection import Connection, Role
-from tests.transfer_ends import outcome, wait_for
+from tests.transfer_ends import KEY, Push, local_rank, wait_for
 
-KEY = b"the key of the tests' cluster"
 LAYOUT = PageLayout(tp_size=1, page_size=16, num_layers=16, num_kv_heads=8, head_dim=128, dtype="bfloat16")
 PLAN = plan_transfer(LAYOUT, LAYOUT, 0, 0)
 SETTINGS = TcpSettings(num_streams=1, connect_s=5.0, stall_s=1.0, part_s=10.0)
+PATIENT = TcpSettings(num_streams=1, connect_s=2.0, stall_s=8.0, part_s=10.0)
 NUM_PAGES = 40  # of 1 MiB: more than the buffers between two sockets hold
 Answering = Callable[[socket.socket, bytes], None]  # (stream, its key)
-
-
-class BadDestination:
-    """Accepts one stream and treats it as it was told."""
-
-    def __init__(self, answering: Answering) -> None:
-        self._answering = answering
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.address: tuple[str, int] = self._listener.getsockname()
-        self._thread = threading.Thread(target=self._serve)
-        self._thread.start()
-
-    def _serve(self) -> None:
-        sock, _ = self._listener.accept()
-        connection = Connection(sock, KEY, Role.ACCEPTING).handshake()
-        stream = connection.detach()
-        stream.setblocking(True)
-        with stream:
-            self._answering(stream, stream_key(connection.session_key))
-
-    def close(self) -> None:
-        self._thread.join()
-        self._listener.close()
 
 
 def piece(num_units: int = 2, transfer: bytes = b"a" * 16) -> Piece:
@@ -74,8 +59,34 @@ def piece(num_units: int = 2, transfer: bytes = b"a" * 16) -> Piece:
 
 
 @pytest.fixture(scope="module")
-def memory() -> PageMemory:
-    return PageMemory.of(torch.ones((NUM_PAGES, LAYOUT.page_bytes), dtype=torch.uint8))
+def source() -> LocalRank:
+    return local_rank(torch.ones((NUM_PAGES, LAYOUT.page_bytes), dtype=torch.uint8))
+
+
+class BadDestination:
+    """Accepts streams and answers each as the test says."""
+
+    def __init__(self, *answering: Answering) -> None:
+        self._answering = answering
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address: tuple[str, int] = self._listener.getsockname()
+        self.num_streams = 0
+        self._thread = threading.Thread(target=self._serve)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        for answer in self._answering:
+            sock, _ = self._listener.accept()
+            connection = Connection(sock, KEY, Role.ACCEPTING).handshake()
+            stream = connection.detach()
+            stream.setblocking(True)
+            self.num_streams += 1
+            with stream:
+                answer(stream, stream_key(connection.session_key))
+
+    def close(self) -> None:
+        self._thread.join()
+        self._listener.close()
 
 
 def receive_part(stream: socket.socket) -> None:
@@ -103,25 +114,30 @@ def say_nothing(stream: socket.socket, _: bytes) -> None:
         pass
 
 
+def open_sender(source: LocalRank, address: tuple[str, int], settings: TcpSettings = SETTINGS) -> TcpSender:
+    sender = TcpSender(source, address, settings)
+    sender.open()
+    return sender
+
+
 @pytest.mark.parametrize("answering", [answer_noise, answer_out_of_turn, hang_up, say_nothing])
-def test_a_destination_that_breaks_the_rules_fails_the_transport_in_time(
-    memory: PageMemory, answering: Answering
+def test_destination_that_breaks_the_rules_breaks_the_sender_in_time(
+    source: LocalRank, answering: Answering
 ) -> None:
     destination = BadDestination(answering)
-    transport = TcpTransport(destination.address, KEY, memory, settings=SETTINGS)
-    transport.open()
+    sender = open_sender(source, destination.address)
     started_s = time.monotonic()
-    progress = outcome(transport, transport.push(piece()))
-    assert progress.status == TransferStatus.FAILED and progress.reason.startswith("tcp: ")
+    outcome = Push(sender, piece()).outcome()
+    assert not outcome.is_done and outcome.reason.startswith("tcp: ")
     assert time.monotonic() - started_s < SETTINGS.stall_s + 5.0
-    wait_for(lambda: transport.is_broken)
-    assert outcome(transport, transport.push(piece())).status == TransferStatus.FAILED
-    transport.close()
-    transport.close()
+    wait_for(lambda: sender.is_broken)
+    assert not Push(sender, piece()).outcome().is_done
+    sender.close()
+    sender.close()
     destination.close()
 
 
-def test_a_refusal_fails_its_ticket_alone(memory: PageMemory) -> None:
+def test_refusal_fails_its_piece_alone(source: LocalRank) -> None:
     def refuse_once(stream: socket.socket, key: bytes) -> None:
         for number, said in enumerate((WriteOutcome.REFUSED, WriteOutcome.WRITTEN)):
             stream.recv(2 * PLAN.unit_bytes + HEADER_BYTES, socket.MSG_WAITALL)
@@ -129,149 +145,118 @@ def test_a_refusal_fails_its_ticket_alone(memory: PageMemory) -> None:
         stream.recv(1)
 
     destination = BadDestination(refuse_once)
-    transport = TcpTransport(destination.address, KEY, memory, settings=SETTINGS)
-    transport.open()
-    first, second = transport.push(piece()), transport.push(piece())
-    assert outcome(transport, first).status == TransferStatus.FAILED
-    assert outcome(transport, second).status == TransferStatus.DONE
-    assert not transport.is_broken
-    transport.close()
+    sender = open_sender(source, destination.address)
+    pushes = [Push(sender, piece()), Push(sender, piece())]
+    assert [push.outcome().is_done for push in pushes] == [False, True] and not sender.is_broken
+    sender.close()
     destination.close()
 
 
-def test_pages_out_of_the_pool_are_refused_when_pushed(memory: PageMemory) -> None:
-    transport = TcpTransport(("127.0.0.1", 1), KEY, memory)
+def test_sender_refuses_pages_that_it_cannot_move(source: LocalRank) -> None:
+    sender = TcpSender(source, ("127.0.0.1", 1))
     with pytest.raises(ValueError, match="40 pages"):
-        transport.push(piece(NUM_PAGES + 1))
-
-
-def test_a_page_larger_than_a_stream_takes_is_named(memory: PageMemory) -> None:
+        Push(sender, piece(NUM_PAGES + 1))
     layout = msgspec.structs.replace(LAYOUT, page_size=2048)
     transfer = msgspec.structs.replace(piece(1).transfer, plan=plan_transfer(layout, layout, 0, 0))
-    transport = TcpTransport(("127.0.0.1", 1), KEY, memory)
     with pytest.raises(ConfigError, match="page_size"):
-        transport.push(Piece(transfer, 0, 1))
+        Push(sender, Piece(transfer, 0, 1))
 
 
-def test_a_name_that_nobody_has_cannot_be_opened(memory: PageMemory) -> None:
-    transport = TcpTransport(("nobody.invalid", 1), KEY, memory, settings=SETTINGS)
+def test_address_that_is_none_is_refused(source: LocalRank) -> None:
+    sender = TcpSender(source, ("nobody.invalid", 1), SETTINGS)
     with pytest.raises(TransferFailed, match=r"nobody\.invalid"):
-        transport.open()
-    transport.close()
+        sender.open()
+    sender.close()
+    for text in ("", "x", "-1", "0", "65536", "1.5"):
+        with pytest.raises(TransferFailed, match="TCP port"):
+            port_of(text)
 
 
-class Held:
-    """A receiver whose stream stands still after its first part, until `go` is set."""
+class HoldingRegistrations(ReceiveRegistrations):
+    """The stream that has written the first part stands still until `go` is set."""
 
-    def __init__(self) -> None:
-        self.pages = torch.zeros((NUM_PAGES, LAYOUT.page_bytes), dtype=torch.uint8)
-        self.registrations = ReceiveRegistrations(NUM_PAGES)
+    def __init__(self, num_pages: int) -> None:
+        super().__init__(num_pages)
         self.go = threading.Event()
-        self.receiver = TcpReceiver(
-            self.registrations,
-            PageMemory.of(self.pages),
-            KEY,
-            settings=SETTINGS,
-            on_written=self._hold_once,
-        )
         self._has_held = False
 
-    def _hold_once(self, _: Writing) -> None:
+    def end(self, writing: Writing, *, is_whole: bool) -> None:
+        super().end(writing, is_whole=is_whole)
         if not self._has_held:
             self._has_held = True
             self.go.wait(10.0)
 
-    def grant(self, granted: Piece) -> Piece:
-        transfer = granted.transfer
-        self.registrations.add(
+
+def test_abort_in_the_middle_of_a_part_costs_other_transfers_nothing_but_time(source: LocalRank) -> None:
+    pages = torch.zeros((NUM_PAGES, LAYOUT.page_bytes), dtype=torch.uint8)
+    rank = local_rank(pages)
+    rank.registrations = held = HoldingRegistrations(NUM_PAGES)
+    receiver = TcpReceiver(rank, settings=SETTINGS)
+    pieces = [piece(1), piece(NUM_PAGES, b"b" * 16), piece(3, b"c" * 16)]
+    for each in pieces:
+        held.add(
             ReceiveRegistration(
-                id=transfer.id,
+                id=each.transfer.id,
                 epoch=1,
                 plan=PLAN,
-                num_units=granted.stop,
-                pages=transfer.destination_pages,
+                num_units=each.stop,
+                pages=each.transfer.destination_pages,
                 writer=b"w" * 16,
             )
         )
-        return granted
-
-
-@pytest.fixture
-def held() -> Iterator[Held]:
-    made = Held()
-    yield made
-    made.go.set()
-    made.receiver.close()
-
-
-def test_an_abort_in_the_middle_of_a_part_costs_others_nothing_but_time(
-    memory: PageMemory, held: Held
-) -> None:
-    settings = TcpSettings(num_streams=1, connect_s=2.0, stall_s=8.0, part_s=10.0)
-    transport = TcpTransport(held.receiver.address, KEY, memory, settings=settings)
-    transport.open()
-    blocking = held.grant(piece(1))
-    large = held.grant(piece(NUM_PAGES, b"b" * 16))
-    small = held.grant(piece(3, b"c" * 16))
-    transfer_queue = [transport.push(each) for each in (blocking, large, small)]
-    wait_for(lambda: transport.poll(transfer_queue[1]).status == TransferStatus.SENDING)
-    time.sleep(0.05)  # until the buffers are full
+    sender = open_sender(source, ("127.0.0.1", receiver.port), PATIENT)
+    blocking, large, small = [Push(sender, each) for each in pieces]
+    time.sleep(0.1)  # until the buffers are full
     started_s = time.monotonic()
-    transport.abort(large.transfer.id)
+    sender.abort(pieces[1].transfer.id)
     assert time.monotonic() - started_s < SLICE_S / 2
-    assert outcome(transport, transfer_queue[0]).status == TransferStatus.DONE
-    assert outcome(transport, transfer_queue[2]).status == TransferStatus.DONE
-    assert transport.poll(transfer_queue[1]).status == TransferStatus.FAILED
-    assert bool(held.pages[:3].all()) and not transport.is_broken
-    transport.close()
+    assert blocking.outcome().is_done and small.outcome().is_done and not large.outcome().is_done
+    assert bool(pages[:3].all()) and not sender.is_broken
+    held.go.set()
+    sender.close()
+    receiver.close()
 
 
-def is_sending(transport: TcpTransport, handle: int) -> bool:
-    return transport.poll(handle).status == TransferStatus.SENDING
-
-
-def test_no_number_of_aborts_costs_another_transfer_its_pages(memory: PageMemory) -> None:
+def test_no_number_of_aborts_costs_another_transfer_its_pages(source: LocalRank) -> None:
     num_aborts = 5
-    settings = TcpSettings(num_streams=1, connect_s=2.0, stall_s=8.0, part_s=10.0)
-    listener = socket.create_server(("127.0.0.1", 0))
-    streams: list[socket.socket] = []
 
-    def serve() -> None:
-        while len(streams) <= num_aborts:
-            connection = Connection(listener.accept()[0], KEY, Role.ACCEPTING).handshake()
-            streams.append(connection.detach())
-        streams[-1].setblocking(True)
-        streams[-1].recv(HEADER_BYTES + PLAN.unit_bytes, socket.MSG_WAITALL)
-        streams[-1].sendall(encode_answer(stream_key(connection.session_key), 0, WriteOutcome.WRITTEN))
+    def answer_one_part(stream: socket.socket, key: bytes) -> None:
+        stream.recv(HEADER_BYTES + PLAN.unit_bytes, socket.MSG_WAITALL)
+        stream.sendall(encode_answer(key, 0, WriteOutcome.WRITTEN))
 
-    thread = threading.Thread(target=serve)
-    thread.start()
-    transport = TcpTransport(listener.getsockname()[:2], KEY, memory, settings=settings)
-    innocent = transport.push(piece(1))
+    def take_little(stream: socket.socket, key: bytes) -> None:
+        is_cut.wait(10.0)
+        is_cut.clear()
+
+    def has_streams(expected: int) -> bool:
+        return destination.num_streams == expected
+
+    is_cut = threading.Event()
+    destination = BadDestination(*[take_little] * num_aborts, answer_one_part)
+    sender = TcpSender(source, destination.address, PATIENT)
+    innocent = Push(sender, piece(1))
     aborted = [piece(NUM_PAGES, bytes([number]) * 16) for number in range(num_aborts)]
-    transfer_queue = [transport.push(each) for each in aborted]
-    transport.open()
-    for number, handle in enumerate(transfer_queue):
-        wait_for(partial(is_sending, transport, handle))
-        time.sleep(0.05)
-        transport.abort(aborted[number].transfer.id)
-        while len(streams) < number + 2:
-            time.sleep(0.001)
-    assert outcome(transport, innocent).status == TransferStatus.DONE
-    thread.join()
-    transport.close()
-    for end in (listener, *streams):
-        end.close()
+    for each in aborted:
+        Push(sender, each)
+    sender.open()
+    for number, each in enumerate(aborted):
+        wait_for(partial(has_streams, number + 1))
+        time.sleep(0.05)  # until the buffers are full
+        sender.abort(each.transfer.id)
+        is_cut.set()
+    assert innocent.outcome().is_done
+    sender.close()
+    destination.close()
 
 
-def test_closing_ends_an_open_that_waits(memory: PageMemory) -> None:
+def test_closing_ends_an_open_that_waits(source: LocalRank) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        transport = TcpTransport(silent.getsockname()[:2], KEY, memory, settings=SETTINGS)
+        sender = TcpSender(source, silent.getsockname()[:2], SETTINGS)
         failures = []
 
         def open_it() -> None:
             try:
-                transport.open()
+                sender.open()
             except TransferFailed as error:
                 failures.append(error)
 
@@ -279,6 +264,156 @@ def test_closing_ends_an_open_that_waits(memory: PageMemory) -> None:
         opening.start()
         time.sleep(0.1)
         started_s = time.monotonic()
-        transport.close()
+        sender.close()
         opening.join()
         assert time.monotonic() - started_s < 0.5 and len(failures) == 1
+
+
+# The receiver, against streams that a test writes by hand. Damaged records: test_fuzz_records.py.
+
+SMALL = PageLayout(tp_size=1, page_size=4, num_layers=2, num_kv_heads=2, head_dim=8, dtype="float32")
+SMALL_PLAN = plan_transfer(SMALL, SMALL, 0, 0)
+UNIT = SMALL_PLAN.unit_bytes
+ID = b"a" * 16
+STRICT = TcpSettings(connect_s=1.0, stall_s=1.5, part_s=10.0)
+
+
+class Stream:
+    """A stream to a receiver."""
+
+    def __init__(self, receiver: TcpReceiver) -> None:
+        sock = socket.create_connection(("127.0.0.1", receiver.port))
+        connection = Connection(sock, KEY, Role.CONNECTING).handshake()
+        self.key = stream_key(connection.session_key)
+        self.socket = PageSocket(connection.detach(), SystemClock(), stall_s=5.0, limit_s=10.0)
+        self.num_sent = self.num_answered = 0
+
+    def send(self, header: PartHeader, body: bytes) -> None:
+        self.socket.send_record(encode_header(self.key, self.num_sent, header) + body)
+        self.num_sent += 1
+
+    def answer(self) -> WriteOutcome:
+        record = self.socket.receive_record(ANSWER_BYTES)
+        self.num_answered += 1
+        return decode_answer(self.key, self.num_answered - 1, record)
+
+    def is_dropped(self) -> bool:
+        try:
+            return self.socket.next_record(ANSWER_BYTES) is None
+        except PeerGone:
+            return True
+
+
+class Receiver:
+    """A receiver with one registration: units 0 to 3 in pages 5, 1, 6, 2."""
+
+    def __init__(self) -> None:
+        self.pages = torch.zeros((8, SMALL.page_bytes), dtype=torch.uint8)
+        self.rank = local_rank(self.pages)
+        self.registrations = self.rank.registrations
+        self.tcp = TcpReceiver(self.rank, settings=STRICT)
+        self.registrations.add(
+            ReceiveRegistration(
+                id=ID, epoch=3, plan=SMALL_PLAN, num_units=4, pages=(5, 1, 6, 2), writer=b"w" * 16
+            )
+        )
+
+    def dropped(self) -> dict[str, int]:
+        return dict(self.rank.dropped.counts())
+
+
+@pytest.fixture
+def receiver() -> Iterator[Receiver]:
+    made = Receiver()
+    yield made
+    made.tcp.close()
+    assert made.tcp.num_streams() == 0
+
+
+def header(first: int = 0, stop: int = 1, *, transfer: bytes = ID, epoch: int = 3) -> PartHeader:
+    return PartHeader(transfer, epoch, first, stop, (stop - first) * UNIT)
+
+
+def test_units_land_in_the_registered_pages(receiver: Receiver) -> None:
+    stream = Stream(receiver.tcp)
+    stream.send(header(1, 3), b"\1" * UNIT + b"\2" * UNIT)
+    stream.send(header(3, 4), b"\3" * UNIT)
+    assert [stream.answer(), stream.answer()] == [WriteOutcome.WRITTEN] * 2
+    assert receiver.pages[:, 0].tolist() == [0, 1, 3, 0, 0, 0, 2, 0]
+    assert bool((receiver.pages == receiver.pages[:, :1]).all())
+    stream.socket.close()
+
+
+@pytest.mark.parametrize("refused", [header(transfer=b"s" * 16), header(epoch=2), header(epoch=4)])
+def test_part_without_a_registration_is_drained_and_the_stream_goes_on(
+    receiver: Receiver, refused: PartHeader
+) -> None:
+    stream = Stream(receiver.tcp)
+    stream.send(refused, b"\xff" * UNIT)
+    assert stream.answer() == WriteOutcome.REFUSED and not receiver.pages.any()
+    stream.send(header(), b"\1" * UNIT)
+    assert stream.answer() == WriteOutcome.WRITTEN and int((receiver.pages == 1).sum()) == UNIT
+    stream.socket.close()
+
+
+def test_impossible_header_drops_its_stream_and_no_other(receiver: Receiver) -> None:
+    good, bad = Stream(receiver.tcp), Stream(receiver.tcp)
+    bad.send(PartHeader(ID, 3, 3, 5, 2 * UNIT), b"\xff" * 64)
+    assert bad.is_dropped() and not receiver.pages.any()
+    wait_for(lambda: receiver.dropped() == {"piece": 1})
+    good.send(header(), b"\1" * UNIT)
+    assert good.answer() == WriteOutcome.WRITTEN
+    for stream in (good, bad):
+        stream.socket.close()
+
+
+def test_bytes_that_stop_coming_end_the_stream_and_the_write(receiver: Receiver) -> None:
+    stream = Stream(receiver.tcp)
+    stream.send(header(0, 4), b"\1" * UNIT)
+    started_s = time.monotonic()
+    assert stream.is_dropped()
+    assert STRICT.stall_s < time.monotonic() - started_s < STRICT.stall_s + 5.0
+    safe: list[int] = []
+    receiver.registrations.close(ID, lambda: safe.append(1))
+    wait_for(lambda: safe == [1], 1.0)
+    assert receiver.registrations.counters.num_broken == 1
+    stream.socket.close()
+
+
+def test_pages_are_left_at_once_when_their_registration_closes(receiver: Receiver) -> None:
+    stream = Stream(receiver.tcp)
+    stream.send(header(0, 4), b"\1" * UNIT)
+    wait_for(lambda: bool(receiver.pages[5].all()))
+    safe: list[int] = []
+    receiver.registrations.close(ID, lambda: safe.append(1))
+    wait_for(lambda: safe == [1])
+    receiver.pages.zero_()
+    stream.socket.send_record(b"\xff" * (3 * UNIT))
+    # The stream lives: the source's silence has not ended the write.
+    assert stream.answer() == WriteOutcome.REFUSED and not receiver.pages.any()
+    stream.socket.close()
+
+
+def test_connection_without_the_key_is_dropped(receiver: Receiver) -> None:
+    address = ("127.0.0.1", receiver.tcp.port)
+    with socket.create_connection(address) as silent:
+        silent.settimeout(5.0)
+        started_s = time.monotonic()
+        assert silent.recv(100) == b""
+        assert time.monotonic() - started_s < STRICT.connect_s + 5.0
+    with socket.create_connection(address) as loud:
+        loud.sendall(encode_header(KEY, 0, header()) + b"\xff" * UNIT)
+        wait_for(lambda: sum(receiver.dropped().values()) == 2)
+    assert not receiver.pages.any()
+
+
+def test_silent_strangers_keep_no_stream_out(receiver: Receiver) -> None:
+    address = ("127.0.0.1", receiver.tcp.port)
+    silent = [socket.create_connection(address) for _ in range(3 * MAX_NEWCOMERS)]
+    wait_for(lambda: receiver.dropped().get("crowd", 0) >= MAX_NEWCOMERS)
+    stream = Stream(receiver.tcp)
+    stream.send(header(), b"\1" * UNIT)
+    assert stream.answer() == WriteOutcome.WRITTEN
+    stream.socket.close()
+    for sock in silent:
+        sock.close()

@@ -23,7 +23,6 @@ import msgspec
 
 from baton.errors import TransferFailed, WireError
 from baton.kvtransfer.protocol.transfer_plan import Offsets, TransferPlan
-from baton.kvtransfer.transports.base import offsets_of
 
 NUM_REMEMBERED: Final = 4096  # ended transfers whose late pieces are told from those of unknown ones
 
@@ -96,7 +95,7 @@ class Writing:
     def offsets(self) -> Offsets:
         """Where the piece's runs begin in the pool, in plan order."""
         registration = self.registration
-        return offsets_of(registration.plan.destination, self.first, self.stop, registration.pages)
+        return registration.plan.destination.offsets(self.first, self.stop, registration.pages)
 
 
 class ReceiveRegistrations:

@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.errors import WireError
-from baton.kvtransfer.transports.tcp_streams import (
+from baton.kvtransfer.transports.records import (
     ANSWER_BYTES,
     HEADER_BYTES,
     MAX_PART_BYTES,

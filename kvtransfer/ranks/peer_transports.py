@@ -1,0 +1,279 @@
+"""The transports from one rank to one rank of a peer: the best one that opens carries all pieces until it
+breaks.
+
+1. `when_settled` connects and opens a transport in a thread: that may take seconds. `push` takes a piece and
+   the call to make when the piece has ended.
+2. A piece that fails is pushed again: over the next transport if this one is broken, else over the same one.
+   A piece has as many tries as there are transports.
+3. With no transport or no try left, the piece has failed for good. The next transfer tries all transports
+   again.
+"""
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from baton.errors import TransferFailed
+from baton.kvtransfer.protocol.messages import PeerRank, RankListenerAddresses
+from baton.kvtransfer.transports.base import LocalRank, Sender, Transport, TransportSet
+from baton.kvtransfer.transports.message_stream import Call, Post
+from baton.kvtransfer.transports.transfer_queue import OnEnd, Piece, PieceOutcome
+
+logger = logging.getLogger(__name__)
+
+
+class TransportCounters:
+    """The transports of one rank that opened and that did not, since the start. Safe from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.num_opened: Counter[str] = Counter()
+        self.num_failed: Counter[str] = Counter()
+        self.num_fallbacks = 0  # peers that did not get their first choice
+        self.num_recomputes = 0  # peers that got no transport
+
+    def by_name(self) -> dict[str, int]:
+        """The counts that are not zero, with names like "opened_shm"."""
+        with self._lock:
+            counts = {f"opened_{name}": number for name, number in self.num_opened.items()}
+            counts |= {f"failed_{name}": number for name, number in self.num_failed.items()}
+            counts |= {"fallbacks": self.num_fallbacks, "recomputes": self.num_recomputes}
+        return {name: number for name, number in counts.items() if number}
+
+    def opened(self, name: str, num_before: int) -> None:
+        """num_before: of transports that were tried before this one."""
+        with self._lock:
+            self.num_opened[name] += 1
+            self.num_fallbacks += num_before > 0
+
+    def failed(self, name: str) -> None:
+        """The transport could not be opened, or broke later."""
+        with self._lock:
+            self.num_failed[name] += 1
+
+    def recomputed(self) -> None:
+        """No transport was left."""
+        with self._lock:
+            self.num_recomputes += 1
+
+
+class _Delivery:
+    def __init__(self, piece: Piece, on_end: OnEnd) -> None:
+        self.piece = piece
+        self.on_end = on_end
+        self.num_tries = 0
+        self.is_cancelled = False
+
+
+class PeerTransports:
+    """All calls but `close` are made by the rank's thread; `post` brings the news of other threads there."""
+
+    def __init__(
+        self,
+        transports: Sequence[Transport],
+        connect: Callable[[Transport], Sender],
+        post: Post,
+        counters: TransportCounters,
+    ) -> None:
+        """transports: best first. connect: a sender that is not open; TransferFailed when there is none."""
+        self._all = tuple(transports)
+        self._left = list(transports)  # transports that have not failed
+        self._connect = connect
+        self._post = post
+        self._counters = counters
+        self._sender: Sender | None = None
+        self._opening: tuple[threading.Thread, Sender] | None = None
+        self._waiting: list[_Delivery] = []  # for a sender to open
+        self._unsettled: list[Call] = []
+        self._under_way: list[_Delivery] = []  # over the present sender
+        self._lock = threading.Lock()  # a thread is started before it is joined
+        self._is_closed = False
+
+    @property
+    def name(self) -> str | None:
+        """The transport that is open now."""
+        return self._left[0].name if self._sender is not None else None
+
+    def when_settled(self, call: Call) -> None:
+        """Make the call once a transport is open, or none is left.
+
+        Where all have failed they are tried once more: the cause may have passed.
+        """
+        if self._sender is not None or not self._all:
+            call()
+            return
+        if not self._left and self._opening is None:
+            self._left = list(self._all)
+        self._unsettled.append(call)
+        self._open_next()
+
+    def push(self, piece: Piece, on_end: OnEnd) -> None:
+        """on_end: called later, never from within, with the outcome."""
+        self._deliver(_Delivery(piece, on_end))
+
+    def abort(self, transfer: bytes) -> None:
+        """On return this process neither reads nor writes for the transfer; no `on_end` of it is called."""
+        for delivery in (*self._waiting, *self._under_way):
+            delivery.is_cancelled |= delivery.piece.transfer.id == transfer
+        if self._sender is not None:
+            self._sender.abort(transfer)
+
+    def close(self) -> None:
+        """From any thread, any number of times."""
+        with self._lock:
+            self._is_closed = True
+        if self._opening is not None:
+            thread, sender = self._opening
+            sender.close()
+            thread.join()
+            sender.close()
+        if self._sender is not None:
+            self._sender.close()
+
+    def _deliver(self, delivery: _Delivery) -> None:
+        if delivery.is_cancelled:
+            return
+        if self._sender is None:
+            self._waiting.append(delivery)
+            self._open_next()
+            return
+        delivery.num_tries += 1
+        sender = self._sender
+        self._under_way.append(delivery)
+        sender.push(
+            delivery.piece, lambda outcome: self._post(partial(self._ended, sender, delivery, outcome))
+        )
+
+    def _open_next(self) -> None:
+        if self._opening is not None:
+            return
+        if not self._left or self._is_closed:
+            self._counters.recomputed()
+            self._settle()
+            waiting, self._waiting = self._waiting, []
+            for delivery in waiting:
+                failed = PieceOutcome(is_done=False, reason="no transport is left")
+                self._post(partial(self._tell, delivery, failed))
+            return
+        name = self._left[0].name
+        sender: Sender | None = None
+        try:
+            sender = self._connect(self._left[0])
+            thread = threading.Thread(target=self._open, args=(name, sender), name="kv-open", daemon=True)
+            with self._lock:
+                if not self._is_closed:
+                    thread.start()
+                    self._opening = thread, sender
+        except (TransferFailed, RuntimeError) as error:  # RuntimeError: the process may have no more threads
+            logger.warning("%s could not be opened: %s", name, error)
+            if sender is not None:
+                sender.close()
+            self._use_next()
+
+    def _open(self, name: str, sender: Sender) -> None:
+        try:
+            sender.open()
+        except Exception as error:
+            if not isinstance(error, TransferFailed):
+                logger.exception("%s could not be opened", name)
+            sender.close()
+            self._post(partial(self._opened, None))
+        else:
+            self._post(partial(self._opened, sender))
+
+    def _opened(self, sender: Sender | None) -> None:
+        if self._is_closed or self._opening is None:
+            return
+        self._opening[0].join()
+        self._opening = None
+        if sender is None:
+            self._use_next()
+            return
+        self._counters.opened(self._left[0].name, len(self._all) - len(self._left))
+        self._sender = sender
+        self._settle()
+        waiting, self._waiting = self._waiting, []
+        for delivery in waiting:
+            self._deliver(delivery)
+
+    def _use_next(self) -> None:
+        self._counters.failed(self._left.pop(0).name)
+        self._open_next()
+
+    def _ended(self, sender: Sender, delivery: _Delivery, outcome: PieceOutcome) -> None:
+        if sender is not self._sender:
+            return  # the sender was given up, and its pieces go over the next one
+        self._under_way.remove(delivery)
+        if outcome.is_done or delivery.is_cancelled:
+            self._tell(delivery, outcome)
+            return
+        if sender.is_broken:
+            self._give_up_sender(sender)
+        if delivery.num_tries >= len(self._all):
+            self._tell(delivery, outcome)
+        else:
+            self._deliver(delivery)
+
+    def _give_up_sender(self, sender: Sender) -> None:
+        self._counters.failed(self._left.pop(0).name)
+        sender.close()
+        self._sender = None
+        self._waiting += self._under_way
+        self._under_way = []
+        if self._waiting:
+            self._open_next()
+
+    def _settle(self) -> None:
+        calls, self._unsettled = self._unsettled, []
+        for call in calls:
+            call()
+
+    def _tell(self, delivery: _Delivery, outcome: PieceOutcome) -> None:
+        if not delivery.is_cancelled:
+            delivery.on_end(outcome)
+
+
+class RankTransports:
+    """One rank's senders to all ranks of all peers. All calls but `stop` are made by the rank's thread."""
+
+    def __init__(
+        self, rank: LocalRank, own: RankListenerAddresses, transports: TransportSet, post: Post
+    ) -> None:
+        """own: the rank's own listeners."""
+        self.counters = TransportCounters()
+        self._rank = rank
+        self._own = own
+        self._transports = transports
+        self._post = post
+        self._lock = threading.Lock()
+        self._peers: dict[tuple[int, int], PeerTransports] = {}  # (link, the peer's rank)
+        self._is_stopped = False
+
+    def to(self, link: int, peer: PeerRank) -> PeerTransports:
+        """The same object for the same rank of the same link. After `stop`, none of its transports opens."""
+        with self._lock:
+            found = self._peers.get((link, peer.rank))
+            if found is None:
+                order = () if self._is_stopped else self._transports.order(self._own, peer.listeners)
+                found = self._peers[link, peer.rank] = PeerTransports(
+                    order, lambda transport: transport.connect(self._rank, peer), self._post, self.counters
+                )
+        return found
+
+    def drop(self, link: int) -> None:
+        """Close the senders of a link that has ended."""
+        with self._lock:
+            keys = [key for key in self._peers if key[0] == link]
+            dropped = [self._peers.pop(key) for key in keys]
+        for peer in dropped:
+            peer.close()
+
+    def stop(self) -> None:
+        """Close all senders; none will open. From any thread, any number of times."""
+        with self._lock:
+            self._is_stopped = True
+            peers = list(self._peers.values())
+        for peer in peers:
+            peer.close()
