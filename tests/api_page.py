@@ -46,7 +46,8 @@ SECTIONS: Final = {
             ),
             ("baton.engine.models.model", "Model"),
             ("baton.engine.models.registry", "Architecture"),
-            ("baton.kvtransfer.transports.base", "Transport TransferProgress TransferStatus"),
+            ("baton.kvtransfer.transports.base", "Transport TransportListener Sender LocalRank"),
+            ("baton.kvtransfer.transports.transfer_queue", "Piece OutgoingTransfer PieceOutcome"),
         ),
     ),
 }

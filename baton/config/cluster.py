@@ -47,7 +47,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     routers: Routers  # addresses of all routers of the cluster
     host: str = "127.0.0.1"  # address to listen on, for control connections and KV pages
     port: Annotated[int, Meta(ge=0, le=65_535)] = 0  # for control connections; 0: any that is free
-    # How KV pages move between workers: auto, shm, cuda_ipc, nccl, gloo, tcp, or package.module:Class of your own.
+    # How KV pages move between workers: auto, shm, cuda_ipc, nccl, gloo, tcp, or package.module:Class.
     transport: str = "auto"
     # A decode worker prefills prompts with at most this many uncached tokens itself.
     local_prefill_tokens: Annotated[int, Meta(ge=0, le=2**31)] = 64
@@ -96,7 +96,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     routers: Annotated[int, Meta(ge=1, le=MAX_ROUTERS)] = 1
     prefill: WorkersConfig = WorkersConfig()
     decode: WorkersConfig = WorkersConfig()
-    # How KV pages move between workers: auto, shm, cuda_ipc, nccl, gloo, tcp, or package.module:Class of your own.
+    # How KV pages move between workers: auto, shm, cuda_ipc, nccl, gloo, tcp, or package.module:Class.
     transport: str = "auto"
     tenants: str | None = None  # YAML file of tenants and their keys; None: requests need no key
     cluster_key_file: str | None = None  # the cluster's key; None: BATON_CLUSTER_KEY_FILE, or a new key
