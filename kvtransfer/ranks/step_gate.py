@@ -28,7 +28,7 @@ class NoSteps:
 
 
 class StepGate:
-    """Delays commands until a step of this rank has come far enough (see engine/cache/step_marks.py).
+    """Delays commands until a step of this rank has come far enough (see engine/cache/page_pool.py).
 
     A command whose mark has passed is carried out at once. Any other command waits, and so do all later
     commands for the same part, so that each part gets its commands in the order in which they were given. A
