@@ -1,7 +1,7 @@
-"""The key that the processes of a cluster share; whoever holds it is one of them.
+"""The key that the processes of a cluster share. A process that holds the key is trusted.
 
-A key file holds one key, or two on a line each while the key is rotated: processes prove themselves with the
-first and accept both. Every process that was given a file reads it again each second (`KeyWatch`).
+A key file holds one key, or two on a line each while the key is rotated: processes use the first and accept
+both. A process reads its key file again each second (`KeyWatch`).
 """
 
 import contextlib
@@ -24,14 +24,15 @@ NOT_OURS: Final = 0o027  # a group may read it: Kubernetes hands a secret to a u
 
 
 READ_EVERY_S: Final = 1.0
-SPEAK_AFTER_S: Final = 5.0  # of a new key: by then every process of the machine accepts it
+SPEAK_AFTER_S: Final = 5.0  # after a new key appears: by then all processes accept it
 
-Keys: TypeAlias = tuple[bytes, ...]  # one or two cluster keys, the one to speak with first
+Keys: TypeAlias = tuple[bytes, ...]  # one or two cluster keys, the one to use first
 
 logger = logging.getLogger(__name__)
 
 
 def new_key() -> bytes:
+    """Return a random key of KEY_BYTES bytes, in hex digits."""
     return secrets.token_hex(KEY_BYTES).encode()
 
 
@@ -61,8 +62,8 @@ class KeyWatch:
     """Cluster keys that may change while a process runs."""
 
     def __init__(self, read: Callable[[], Keys], clock: Clock) -> None:
-        """read: returns the keys as they are now, or raises ConfigError, as it does here."""
-        self.keys = self._found = read()  # `keys`: to use now
+        """read: returns the present keys. Raises what `read` raises: ConfigError."""
+        self.keys = self._found = read()  # `keys` are in use now
         self._read = read
         self._clock = clock
         self._interim = self.keys
@@ -70,17 +71,17 @@ class KeyWatch:
         self._complaint = ""
 
     def look(self) -> bool:
-        """Read again. Return whether `keys` are others now.
+        """Read the keys again. Return whether `keys` have changed.
 
-        A key that was unknown before is accepted at once, beside the one that was spoken, and spoken
-        SPEAK_AFTER_S later: other processes may hear of it after this one.
+        A new key is accepted at once, beside the key in use, and used SPEAK_AFTER_S later: other processes
+        may read the file later than this one.
         """
         try:
             found = self._read()
         except ConfigError as error:
             if str(error) != self._complaint:
                 self._complaint = str(error)
-                logger.warning("the cluster keys stay what they were: %s", error)
+                logger.warning("the cluster keys stay the same: %s", error)
             return False
         now_s, before = self._clock.now_s(), self.keys
         if found != self._found:
@@ -92,15 +93,15 @@ class KeyWatch:
 
 
 def write_secret(path: Path, secret: bytes) -> None:
-    """Write a file that this user alone can read."""
+    """Write a file that only this user can read. Raises ConfigError."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     replace_file(path, secret, mode=0o600)
 
 
 def replace_file(path: Path, content: bytes, *, mode: int | None = None) -> None:
-    """Write a file in one step: readers see all of the old one or all of the new one. ConfigError: cannot.
+    """Replace a file in one step: readers see the old content or the new one. Raises ConfigError.
 
-    mode: None: that of the old file, whose owner is kept too, or 0o600.
+    mode: None: mode and owner of the old file stay, and a new file has 0o600.
     """
     path = path.resolve()
     try:

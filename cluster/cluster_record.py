@@ -1,6 +1,6 @@
-"""How `baton status` and its like find a cluster of this machine: what its `serve` has left for its user.
+"""The record of a cluster on this machine, by which `baton status` and other commands find it.
 
-One file for each running `serve`, readable by its user alone; it goes when the cluster does.
+Each running `baton serve` keeps one file, which only its user can read, and removes it when the cluster ends.
 """
 
 import os
@@ -21,25 +21,28 @@ EVERYWHERE: Final = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}
 
 
 class ClusterRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    host: str  # that the API listens on
-    port: int
+    """The addresses and keys of one cluster."""
+
+    host: str  # address that the API listens on
+    port: int  # of the API
     routers: Routers
     keys: Annotated[Keys, Meta(min_length=1, max_length=MAX_KEYS)]
 
     @property
     def url(self) -> str:
+        """The API's address for clients on this machine, without /v1."""
         return url(self.host, self.port)
 
 
 def url(host: str, port: int) -> str:
-    """Where to connect to what listens on `host`, which may mean every address of this machine."""
+    """Return the URL of a server on this machine that listens on `host`, which may mean every address."""
     reached = EVERYWHERE.get(host, f"[{host}]" if ":" in host else host)
     return f"http://{reached}:{port}"
 
 
 @contextmanager
 def recorded() -> Iterator[Callable[[ClusterRecord], None]]:
-    """Leave a record, once there is one to leave, for as long as the block lasts."""
+    """Yield a function that writes this process's record. Leaving the block removes the record."""
     path = _directory() / f"{os.getpid()}.json"
 
     def record(what: ClusterRecord) -> None:
@@ -52,7 +55,10 @@ def recorded() -> Iterator[Callable[[ClusterRecord], None]]:
 
 
 def find_record(port: int | None = None) -> ClusterRecord:
-    """Of the cluster whose API is at `port`, or of the only one. ConfigError: there is none, or several."""
+    """Return the record of the cluster with its API at `port`, or the only one.
+
+    ConfigError: none, or several.
+    """
     records = [record for record in _records() if port in (None, record.port)]
     if len(records) == 1:
         return records[0]
@@ -67,7 +73,7 @@ def find_record(port: int | None = None) -> ClusterRecord:
 
 
 def is_served(port: int) -> bool:
-    """Whether a cluster of this user and machine has its API at `port`."""
+    """Return whether a cluster of this user on this machine has its API at `port`."""
     return any(record.port == port for record in _records())
 
 

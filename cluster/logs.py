@@ -20,7 +20,7 @@ from typing import Final
 from baton.config.environment import LOG_FORMATS, LogFormat, log_format, log_level
 
 TEXT: Final = "%(levelname)s %(name)s %(message)s"
-# What every record has; anything else was attached by the code that logged.
+# The fields of every record; the code that logs has attached all others.
 _STANDARD: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 
@@ -42,7 +42,7 @@ def set_up_logging(process: str = "", *, format: LogFormat | None = None, force:
 
 
 def say(text: str, process: str = "serve") -> None:
-    """Tell the operator who has started this process something, whatever the level."""
+    """Write a message to the operator on stderr, at every log level."""
     if log_format() == "text":
         line = f"baton: {text}"
     else:
@@ -66,6 +66,7 @@ class JsonLines(logging.Formatter):
         self._process = process
 
     def format(self, record: logging.LogRecord) -> str:
+        """Return the JSON of a record, with the fields that were attached to it."""
         moment = datetime.datetime.fromtimestamp(record.created, datetime.UTC)
         fields: dict[str, object] = {
             "time": moment.isoformat(timespec="milliseconds").replace("+00:00", "Z"),

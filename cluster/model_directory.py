@@ -1,4 +1,4 @@
-"""Which directory a model name means."""
+"""The directory of a model name."""
 
 import time
 from os import PathLike
@@ -13,7 +13,7 @@ TINY: Final = "tiny"
 
 
 def resolve_model(model: str | PathLike[str]) -> Path:
-    """The model's directory; `tiny` is the one that comes with Baton (`./tiny` is a directory of yours).
+    """Return the model's directory. "tiny" is the model that comes with Baton, "./tiny" a directory of yours.
 
     Raises ModelError when there is no such directory.
     """
@@ -32,12 +32,12 @@ def resolve_model(model: str | PathLike[str]) -> Path:
     return directory
 
 
-FOLDERS: Final = "compiling-*"  # as kernels/native.py names them, which may not know of this
-LONGEST_S: Final = 300.0  # what is older was left by a process that was killed
+FOLDERS: Final = "compiling-*"  # the names that kernels/native.py gives to its temporary folders
+LONGEST_S: Final = 300.0  # an older folder was left by a killed process
 
 
 def are_compiled_now() -> bool:
-    """Whether kernels are being compiled on this machine, by whichever process: a long silence else."""
+    """Return whether a process of this machine compiles kernels now, which takes long."""
     return any(_age_s(folder) < LONGEST_S for folder in cache_directory().glob(FOLDERS))
 
 

@@ -174,7 +174,7 @@ class Operator:
                 answer.set_result(message)
 
     def left(self, peer: Peer) -> None:
-        """Fail the questions to a router whose connection ended."""
+        """Fail the questions to a router that has left."""
         if peer not in self._routers:
             return
         for answer in self._routers.pop(peer):

@@ -1,26 +1,23 @@
-"""Ports that are kept for processes which have not started yet, or are started again."""
+"""TCP ports: reserved ones for processes that start later, and listening ones of this machine."""
 
-import contextlib
 import errno
 import ipaddress
-import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Final, NamedTuple, Self
 
 from baton.errors import ConfigError
 
 
 class KeptPort:
-    """`number` on `host`: bound, never listened on, so that nobody else is given it.
+    """A port that is bound and never listened on, so that the kernel gives it to no other program.
 
-    Whoever listens there must set `option`: SO_REUSEADDR lets one process, SO_REUSEPORT several.
+    Processes that listen on it must set `option`: SO_REUSEADDR for one process, SO_REUSEPORT for several.
     """
 
     def __init__(self, host: str, port: int, option: int) -> None:
-        """port 0: any that is free. ConfigError: something listens there already, or `host` is not here."""
+        """port: 0: any free one. ConfigError: the port is in use, or `host` is no address of this machine."""
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.socket(family, socket.SOCK_STREAM)
         try:
@@ -36,18 +33,17 @@ class KeptPort:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
+        """Release the port."""
         self._socket.close()
 
 
 def _check_unused(family: socket.AddressFamily, host: str, port: int) -> None:
     with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # what has closed may linger
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # closed connections may linger
         probe.bind((host, port))
         probe.listen(1)
 
@@ -61,61 +57,31 @@ def _cannot_bind(host: str, port: int, error: OSError) -> ConfigError:
 
 
 LISTEN: Final = "0A"  # the state, in /proc/net/tcp
-SOCKET: Final = "socket:["  # begins what a descriptor of one links to
 TABLES: Final = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))
 
 
 class ListeningProcess(NamedTuple):
-    """Who listens on this machine, as the kernel says."""
+    """The address of a process of this machine that listens."""
 
     host: str
     port: int
 
 
 def listeners() -> list[ListeningProcess]:
-    """Of TCP, in this network namespace; none where there is no /proc."""
+    """Return the TCP listeners of this network namespace; none without /proc."""
     return sorted({found for table in TABLES if table.exists() for found in _listeners(table.read_text())})
 
 
-def processes() -> dict[ListeningProcess, int]:
-    """Who listens, and the id of the process that does, where this user may see that."""
-    by_inode = {
-        inode: found for table in TABLES if table.exists() for found, inode in _entries(table.read_text())
-    }
-    return {by_inode[inode]: pid for pid, inode in _sockets() if inode in by_inode}
-
-
-def _sockets() -> Iterator[tuple[int, int]]:
-    """Process and inode of each socket that is open."""
-    for pid in filter(str.isdecimal, os.listdir("/proc")):
-        for link in _links(Path("/proc", pid, "fd")):
-            if link.startswith(SOCKET):
-                yield int(pid), int(link.removeprefix(SOCKET).rstrip("]"))
-
-
-def _links(folder: Path) -> Iterator[str]:
-    """What may be read of them: some are another user's, some close meanwhile."""
-    with contextlib.suppress(OSError):
-        for name in os.listdir(folder):
-            with contextlib.suppress(OSError):
-                yield os.readlink(folder / name)
-
-
 def _listeners(table: str) -> Iterator[ListeningProcess]:
-    for found, _ in _entries(table):
-        yield found
-
-
-def _entries(table: str) -> Iterator[tuple[ListeningProcess, int]]:
     for line in table.splitlines()[1:]:
-        _, local, _, state, _, _, _, _, _, inode, *_ = line.split()
+        _, local, _, state, *_ = line.split()
         if state == LISTEN:
             address, _, port = local.partition(":")
-            yield ListeningProcess(_address(address), int(port, 16)), int(inode)
+            yield ListeningProcess(_address(address), int(port, 16))
 
 
 def _address(hexadecimal: str) -> str:
-    """The kernel writes each group of four bytes in its own byte order, little-endian."""
+    """Read an address. The kernel writes each group of four bytes in its own byte order, little-endian."""
     groups = bytes.fromhex(hexadecimal)
     octets = b"".join(groups[first : first + 4][::-1] for first in range(0, len(groups), 4))
     found = ipaddress.ip_address(octets)

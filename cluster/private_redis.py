@@ -1,7 +1,7 @@
-"""The Redis of a cluster that was asked for none of its own: started beside its routers, and kept alive.
+"""The private Redis of a cluster with `--redis auto`: started beside the routers, and kept alive.
 
-It is started again, empty, when it dies; routers tell it afresh what they know. That there can be none is no
-failure of the cluster: its routers then share nothing, and learn everything anew when they are restarted.
+A Redis that dies is started again, empty; the routers write their knowledge to it again. Without a Redis the
+cluster runs too: its routers share nothing, and learn everything again after a restart.
 """
 
 import asyncio
@@ -13,12 +13,14 @@ from baton.cluster.supervisor import BackOff
 from baton.errors import ConfigError
 from baton.router.redis.server import PrivateRedis
 
-RETRY_S: Final = 10.0  # after one that did not start
+RETRY_S: Final = 10.0  # after a start that failed
 
 logger = logging.getLogger(__name__)
 
 
 class KeptRedis:
+    """One Redis process under one URL, over all its lives."""
+
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._redis = PrivateRedis()
@@ -28,10 +30,11 @@ class KeptRedis:
 
     @property
     def pid(self) -> int:
+        """The id of the present process."""
         return self._redis.pid
 
     async def start(self) -> str:
-        """Its url, which stays. ConfigError: why there is none."""
+        """Start Redis and return its URL, which stays the same. Raises ConfigError."""
         self._started_s = self._clock.now_s()
         try:
             await self._redis.start()
@@ -41,6 +44,7 @@ class KeptRedis:
         return self._redis.url
 
     async def close(self) -> None:
+        """End Redis."""
         if self._keeping is not None:
             self._keeping.cancel()
             await asyncio.gather(self._keeping, return_exceptions=True)

@@ -1,4 +1,4 @@
-"""Which processes a cluster consists of, and what each is told: pure decisions."""
+"""The plan of a cluster: its processes and the configuration of each. Pure decisions."""
 
 import math
 from pathlib import Path
@@ -20,17 +20,17 @@ from baton.messages.workers import Routers, WorkerRole
 
 
 class Topology(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a cluster is put."""
+    """The addresses and GPUs of a cluster."""
 
-    routers: Routers  # where they will listen
-    host: str  # that workers listen on; "": the address of the machine that each runs on
-    port: int  # that clients connect to
-    redis: str = "none"  # where routers share what they know
+    routers: Routers  # addresses that the routers will listen on
+    host: str  # address that workers listen on; "": that of the machine of each
+    port: int  # of the API
+    redis: str = "none"  # URL of the Redis that routers share
     num_gpus: int  # for all workers together
 
 
 def specs(config: ServeConfig, topology: Topology) -> list[ProcessSpec]:
-    """Workers first, which are many seconds in starting; then routers, then gateways."""
+    """Return workers, which take seconds to start, then routers, then gateways."""
     gpus_per_rank = _gpus_per_rank(config, topology.num_gpus)
     workers = [
         _worker(config, topology, role, index, gpus_per_rank)
@@ -42,7 +42,7 @@ def specs(config: ServeConfig, topology: Topology) -> list[ProcessSpec]:
 
 
 def router_ports(config: ServeConfig) -> list[int]:
-    """Of each router; 0 is any that is free. A port that was given is the first one's, others follow it."""
+    """Return the port of each router; 0: any free one. Routers after the first have the next ports."""
     first = config.router.port
     return [first + index if first else 0 for index in range(config.routers)]
 
@@ -52,7 +52,7 @@ def _of_role(config: ServeConfig, role: WorkerRole) -> WorkersConfig:
 
 
 def _gpus_per_rank(config: ServeConfig, num_gpus: int) -> float:
-    """0 on CPUs; less than 1 where ranks must share a GPU."""
+    """Return 0 on CPUs, and less than 1 where ranks must share a GPU."""
     if config.engine.device == "cpu" or (config.engine.device == "auto" and not num_gpus):
         return 0.0
     num_ranks = sum(
@@ -93,7 +93,7 @@ def _worker(
 
 
 def _share_of_gpu(settings: EngineSettings, gpus_per_rank: float) -> EngineSettings:
-    """`gpu_memory_utilization` is of the whole GPU: ranks that share one share that."""
+    """Divide `gpu_memory_utilization`, a share of the whole GPU, among the ranks on one GPU."""
     if not 0 < gpus_per_rank < 1:
         return settings
     share = settings.cache.gpu_memory_utilization * gpus_per_rank
@@ -134,17 +134,15 @@ def _gateway(config: ServeConfig, topology: Topology, index: int) -> ProcessSpec
     )
 
 
-# What `baton serve` would fail of once its workers load, found before any process is started.
-#
-# Files are read, no weights: it takes no torch, and milliseconds.
+# Checks before any process starts, of errors that workers would meet. They read files but no weights.
 
 Speech: TypeAlias = Literal["chat", "text", "token ids"]
-NO_KEY: Final = bytes(16)  # what tenants' pages are kept apart by matters to nobody here
+NO_KEY: Final = bytes(16)  # the check does not use the tenants' cache salts
 
 
 def check_model(config: ServeConfig) -> Path:
-    """The model's directory. ModelError or ConfigError, which begins with the setting, unless every worker
-    could load its part of it.
+    """Return the model's directory. ModelError or ConfigError, which begins with the setting: some worker
+    could not load its part of the model.
     """
     directory = resolve_model(config.model)
     model = read_model_config(directory)
@@ -156,20 +154,20 @@ def check_model(config: ServeConfig) -> Path:
             try:
                 check_split(model, workers.engine(config.engine).tensor_parallel_size)
             except ConfigError as error:
-                whose = "engine" if workers.tensor_parallel_size is None else role
-                raise ConfigError(f"{whose}.tensor_parallel_size: {error}") from None
+                owner = "engine" if workers.tensor_parallel_size is None else role
+                raise ConfigError(f"{owner}.tensor_parallel_size: {error}") from None
     return directory
 
 
 def check_tenants(config: ServeConfig) -> None:
-    """ConfigError unless the file of tenants, where one is given, can be read."""
+    """ConfigError: a file of tenants is given and cannot be read."""
     if config.tenants is not None:
         Tenants.from_file(Path(config.tenants), NO_KEY)
 
 
 def speech_of(directory: Path, chat_template: str | None = None) -> Speech:
-    """What the model can be asked in. ModelError for a damaged file, ConfigError for a `chat_template` that
-    cannot be read.
+    """Return the form of prompts that the model takes. ModelError: a damaged file. ConfigError: a
+    `chat_template` that cannot be read.
     """
     if not (directory / "tokenizer.json").exists():
         return "token ids"

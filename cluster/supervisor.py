@@ -79,6 +79,7 @@ class Supervised:
 
     @property
     def name(self) -> str:
+        """The name of the process, the same in every life."""
         return self.spec.name
 
     async def start(self) -> Address:
@@ -223,7 +224,7 @@ class Supervised:
 class Verdicts:
     """Decides which workers to replace, from the messages of all routers; passes on operators' orders.
 
-    1. A router removes a worker that is silent, or whose step takes too long. Its requests go elsewhere then.
+    1. A router removes a worker that is silent, or that hangs in a step. Its requests go elsewhere then.
     2. The worker is replaced once no connected router lists it: a router that a partition cuts off from the
        workers removes all of them, and the other routers keep them. A router that has just started and does
        not know all workers yet is waited for.

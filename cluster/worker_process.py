@@ -1,11 +1,12 @@
-"""A prefill or decode worker as a process: its engine and its endpoint on one thread, its connections beside.
+"""A prefill or decode worker as a process: engine and endpoint on one thread, connections on others.
 
-1. The model is loaded, the endpoint opens its doors, the hub listens; then the address is said.
-2. The loop hears what came in, steps the engine, and sleeps only while there is nothing to do.
-3. When it is to stop it says so to the router, takes nothing new, and ends when all is done, pages that
-   wait to be fetched included, or after `drain_timeout_s`.
+1. The model is loaded, the KV endpoint opens its listeners, the RPC server listens; then `ready` gets the
+   address.
+2. The loop takes messages, steps the engine, and sleeps only while there is nothing to do.
+3. A worker that is to stop tells the routers, takes nothing new, and ends when all its work is done,
+   including pages that wait to be fetched, or after `drain_timeout_s`.
 
-An error that is no request's own ends the process, and with it all it held: its runtime starts another.
+An error that is not of one request ends the process and all its work: the runtime starts another process.
 """
 
 import contextlib
@@ -45,7 +46,7 @@ from baton.rpc.liveness import StepWatchdog
 from baton.rpc.peers import PeerRegistry
 from baton.rpc.server import RpcThread
 
-IDLE_S: Final = 0.25  # at most this long until the next look at what time alone brings
+IDLE_S: Final = 0.25  # longest sleep: deadlines are checked between sleeps
 
 logger = logging.getLogger(__name__)
 
@@ -58,9 +59,10 @@ def run_worker(
     progress: Progress | None = None,
     incarnation: int = 0,
 ) -> None:
-    """See baton/config/cluster.py. Raises ModelError, ConfigError and WorkerLost as `load_engine` does.
+    """Run a worker until `stop` is set or an operator drains it, see baton/config/cluster.py.
 
-    incarnation: as in Worker.
+    incarnation: as in messages/workers.Worker. Raises ModelError, ConfigError and WorkerLost as
+    `load_engine`.
     """
     with contextlib.closing(HostedWorker(config, keys, progress, incarnation)) as worker, process.freeze_gc():
         ready(worker.address)
@@ -68,7 +70,7 @@ def run_worker(
 
 
 class HostedWorker:
-    """A worker with all that it needs; one thread makes it, serves and closes it."""
+    """A worker, its engine, endpoint and connections. One thread makes, serves and closes it."""
 
     def __init__(
         self,
@@ -88,20 +90,17 @@ class HostedWorker:
             self.engine = ends.enter_context(contextlib.closing(_load(config, shared, agents, progress)))
             self._steps = StepWatchdog(SystemClock(), config.step_timeout_s)
             self.engine.on_batch = self._steps.sized
-            admission = _Admission()
-            self.endpoint = self._open_endpoint(ring, shared, agents, admission)
+            self.endpoint = self._open_endpoint(ring, shared, agents)
             ends.callback(self.endpoint.close)
             thread = RpcThread(ring, self.endpoint.post, link_timeout_s=config.link_timeout_s)
             ends.callback(thread.close)
             self.address = thread.listen(config.host, config.port)
             self.node = self._make_node(thread)
-            if isinstance(self.node, DecodeWorker):
-                admission.decide = self.node.admit
             thread.serve(self.node, self._steps)
             self._ends = ends.pop_all()
 
     def serve(self, stop: threading.Event) -> None:
-        """Until `stop` is set, or an operator asks, and all is done or the time for that is over."""
+        """Serve until `stop` is set or an operator drains the worker, then for `drain_timeout_s` at most."""
         node, engine, clock = self.node, self.engine, SystemClock()
         notice_s = until_s = math.inf
         while not (clock.now_s() >= until_s or (clock.now_s() >= notice_s and node.is_idle)):
@@ -117,11 +116,10 @@ class HostedWorker:
                 self.endpoint.wait(min(engine.wait_s, IDLE_S))
 
     def close(self) -> None:
+        """Release everything."""
         self._ends.close()
 
-    def _open_endpoint(
-        self, ring: KeyRing, shared: SharedPool, agents: RankAgents, admission: "_Admission"
-    ) -> KvEndpoint:
+    def _open_endpoint(self, ring: KeyRing, shared: SharedPool, agents: RankAgents) -> KvEndpoint:
         pool = self.engine.runner.pool.device
         settings = EndpointSettings(
             key=ring,
@@ -136,13 +134,20 @@ class HostedWorker:
             settings,
             pool,
             self.engine.pages,
-            admission,
+            self._admit,
             shared=writable,
             agents=agents,
             steps=self.engine.runner.steps,
         )
         endpoint.lend = self.engine.pin
         return endpoint
+
+    def _admit(self, reserve: Reserve, num_pages: int) -> str | None:
+        """Return the reason to refuse a transfer; None: accept it.
+
+        The endpoint asks once the node is there.
+        """
+        return self.node.admit(reserve, num_pages) if isinstance(self.node, DecodeWorker) else None
 
     def _make_node(self, thread: RpcThread) -> PrefillWorker | DecodeWorker:
         config, engine, endpoint = self._config, self.engine, self.endpoint
@@ -188,20 +193,6 @@ class HostedWorker:
         return Hello(process=Kind.WORKER, id=worker.id, worker=worker)
 
 
-class _Admission:
-    """Asked by the endpoint, which is there before the worker is."""
-
-    def __init__(self) -> None:
-        self.decide = _refuse
-
-    def __call__(self, reserve: Reserve, num_pages: int) -> str | None:
-        return self.decide(reserve, num_pages)
-
-
-def _refuse(reserve: Reserve, num_pages: int) -> str | None:
-    return None
-
-
 def _load(config: WorkerConfig, shared: SharedPool, agents: RankAgents, progress: Progress | None) -> Engine:
     directory = resolve_model(config.engine.model)
     engine_config = msgspec.structs.replace(config.engine, model=str(directory))
@@ -209,19 +200,19 @@ def _load(config: WorkerConfig, shared: SharedPool, agents: RankAgents, progress
 
 
 def _connect(endpoint: KvEndpoint, address: Address, answer: Callable[[Link | None], None]) -> None:
-    """Dialling waits for seconds at worst, so it has a thread of its own."""
+    """Dial on a thread: dialling may take seconds."""
 
     def dial() -> None:
         link: Link | None = None
         try:
             link = endpoint.link((address.host, address.port))
         except BatonError as error:
-            logger.warning("pages cannot be sent there: %s", error)
+            logger.warning("KV pages cannot be sent to %s:%d: %s", address.host, address.port, error)
         finally:
             endpoint.post(lambda: answer(link))
 
     try:
         threading.Thread(target=dial, name="kv-dial", daemon=True).start()
     except RuntimeError as error:  # the process may have no more threads
-        logger.warning("pages cannot be sent there: %s", error)
+        logger.warning("KV pages cannot be sent to %s:%d: %s", address.host, address.port, error)
         endpoint.post(lambda: answer(None))

@@ -21,12 +21,13 @@ from itertools import product
 from pathlib import Path
 from typing import Final, NamedTuple
 
+import psutil
+
 from baton.bench.faults.cluster import Clients, WatchedCluster, make_questions
 from baton.bench.faults.link_proxy import LinkProxy, Switchboard
 from baton.bench.processes import redis_on_tcp
 from baton.bench.report import Report, Row, add_output_option, at_most, run_command, run_suite
 from baton.cluster.operator_node import connected
-from baton.cluster.ports import processes
 from baton.cluster.runtimes.local import LocalRuntime
 from baton.cluster.serve import Cluster
 from baton.config.cluster import ServeConfig, WorkersConfig
@@ -77,7 +78,9 @@ class ProxiedCluster(NamedTuple):
     async def links(self) -> dict[str, LinkProxy]:
         """Return one link of each kind between living processes: the one with most connections so far."""
         names = _names_by_pid(await self.status())
-        owners = {tuple(address): names.get(pid, "") for address, pid in processes().items()}
+        sockets = psutil.net_connections("tcp")
+        listening = [each for each in sockets if each.status == psutil.CONN_LISTEN]
+        owners = {tuple(each.laddr): names.get(each.pid or 0, "") for each in listening}
         found: dict[str, LinkProxy] = {}
         for link, proxy in self.board.links.items():
             target = owners.get(link.target, "")

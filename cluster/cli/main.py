@@ -41,8 +41,8 @@ COMMANDS: Final = {
     "keys": ("keys", "the keys that open the API: add, revoke, list"),
     "cluster-key": ("cluster_key", "the key that the cluster's processes share: new, rotate, retire"),
     "worker": ("processes", "run one worker, for a cluster without `baton serve`"),
-    "gateway": ("processes", "run one gateway, likewise"),
-    "router": ("processes", "run one router, likewise"),
+    "gateway": ("processes", "run one gateway in the same way"),
+    "router": ("processes", "run one router in the same way"),
 }
 
 

@@ -74,10 +74,12 @@ class Generation:
 
     @property
     def is_finished(self) -> bool:
+        """All choices have ended."""
         return all(choice.finish_reason is not None for choice in self._choices)
 
     @property
     def num_generated_tokens(self) -> int:
+        """Tokens of all choices together."""
         return sum(len(choice.token_ids) for choice in self._choices)
 
     def accept(self, output: StepOutput) -> TextDelta | None:

@@ -79,12 +79,14 @@ class OneThreadStream(Generator[ItemT, None, None]):
         self._one_thread = one_thread
 
     def send(self, value: None) -> ItemT:
+        """Return the next item. InvalidRequest: another thread is inside."""
         with self._one_thread:
             return self._items.send(value)
 
     def throw(  # type: ignore[override]  # as `close` calls it; the other forms are deprecated
         self, error: BaseException | type[BaseException]
     ) -> ItemT:
+        """Raise an error at the present item, as `close` does."""
         with self._one_thread:
             return self._items.throw(error)
 

@@ -88,23 +88,6 @@ def test_a_worker_that_is_killed_is_started_again(cluster: Served, name: str) ->
     assert any(f"{name} ended by SIGKILL; it is started again" in line for line in cluster.said)
 
 
-@pytest.mark.parametrize("name", ["prefill-0", "decode-0"])
-def test_a_worker_that_somebody_else_has_told_to_end_is_started_again(cluster: Served, name: str) -> None:
-    before = cluster.status()[name].worker.id
-    os.kill(cluster.pid_of(name), signal.SIGTERM)
-    until(lambda: cluster.has_replaced(name, before))
-    until(cluster.answers)
-    assert cluster.complete(COPY[0]) == COPY[1]
-
-
-def test_a_router_that_somebody_else_has_told_to_end_is_started_again(cluster: Served) -> None:
-    pid = cluster.listening_on(find_record(cluster.port).routers[0].port)
-    os.kill(pid, signal.SIGTERM)
-    until(lambda: are_gone({pid}))
-    until(cluster.answers)
-    assert any("router-0 ended with status 0; it is started again" in line for line in cluster.said)
-
-
 def test_a_router_and_a_gateway_that_are_killed_come_back_where_they_were(cluster: Served) -> None:
     record = find_record(cluster.port)
     for port in (record.routers[0].port, cluster.port):
@@ -215,21 +198,6 @@ def test_several_gateways_routers_and_ranks_serve_behind_one_port() -> None:
             os.kill(pid, signal.SIGKILL)
             assert cluster.complete(COPY[0]) == COPY[1]  # the other is asked
             until(lambda: are_gone({pid}) and len(cluster.routers()) == 2)  # noqa: B023
-
-
-def test_a_model_that_is_nowhere_is_told_before_anything_is_started(tmp_path: object) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "baton.cluster.cli.main",
-        "serve",
-        f"{tmp_path}/none",
-        "--runtime",
-        "local",
-    ]
-    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
-    assert result.returncode == 2
-    assert result.stderr.startswith("baton: error: model ") and result.stderr.count("\n") == 1
 
 
 def test_a_worker_that_cannot_load_is_told_by_name() -> None:

@@ -25,13 +25,17 @@ DONE: Final = "[DONE]"
 
 
 def _add_options(parser: Parser) -> None:
-    parser.add_argument("message", metavar="MESSAGE", nargs="?", help="what to say")
-    parser.add_argument("--url", metavar="URL", help="of the API (that of the cluster on this machine)")
-    parser.add_argument("--port", type=int, metavar="N", help="of the API of a cluster on this machine")
-    parser.add_argument("--model", metavar="NAME", help="as the API names it (its first)")
-    parser.add_argument("--system", metavar="TEXT", help="what the model is told before all")
-    parser.add_argument("--max-tokens", type=int, default=512, metavar="N", help="of an answer (512)")
-    parser.add_argument("--temperature", type=float, default=0.7, metavar="T", help="0: the likeliest (0.7)")
+    parser.add_argument("message", metavar="MESSAGE", nargs="?", help="one message to send")
+    parser.add_argument("--url", metavar="URL", help="URL of the API (default: the cluster on this machine)")
+    parser.add_argument("--port", type=int, metavar="N", help="port of the API of a cluster on this machine")
+    parser.add_argument("--model", metavar="NAME", help="model of the API (default: its first)")
+    parser.add_argument("--system", metavar="TEXT", help="system message")
+    parser.add_argument(
+        "--max-tokens", type=int, default=512, metavar="N", help="tokens of an answer at most (default: 512)"
+    )
+    parser.add_argument(
+        "--temperature", type=float, default=0.7, metavar="T", help="0: the likeliest tokens (default: 0.7)"
+    )
 
 
 def _run(arguments: argparse.Namespace) -> None:
@@ -41,17 +45,17 @@ def _run(arguments: argparse.Namespace) -> None:
     client = ApiClient(arguments.url or find_record(arguments.port).url, api_key())
     settings = {"max_tokens": arguments.max_tokens, "temperature": arguments.temperature}
     model = arguments.model or client.first_model()
-    said: list[Message] = []
+    conversation: list[Message] = []
     if arguments.system:
-        said.append({"role": "system", "content": arguments.system})
+        conversation.append({"role": "system", "content": arguments.system})
     for question in [arguments.message] if arguments.message else _typed():
-        said.append({"role": "user", "content": question})
+        conversation.append({"role": "user", "content": question})
         answer = ""
-        for text in client.chat(model, said, settings):
+        for text in client.chat(model, conversation, settings):
             output.write(text)
             answer += text
         output.write("\n")
-        said.append({"role": "assistant", "content": answer})
+        conversation.append({"role": "assistant", "content": answer})
 
 
 def _typed() -> Iterator[str]:
@@ -71,7 +75,7 @@ class ApiClient:
     """As much of a client of the OpenAI API as `baton chat` needs."""
 
     def __init__(self, url: str, key: str | None) -> None:
-        """url: with or without the /v1. ConfigError unless it is of HTTP."""
+        """url: with or without /v1. ConfigError: it is no HTTP URL."""
         parts = urlsplit(url if "//" in url else f"http://{url}")
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConfigError(f"--url: expected one such as http://127.0.0.1:8000, got {url!r}")
@@ -84,13 +88,17 @@ class ApiClient:
             self._headers["Authorization"] = f"Bearer {key}"
 
     def first_model(self) -> str:
+        """Return the id of the first model of the API. Raises WorkerLost."""
         models = json.load(self._ask("GET", "/models"))["data"]
         if not models:
             raise WorkerLost("the API has no model")
         return str(models[0]["id"])
 
     def chat(self, model: str, messages: Sequence[Message], settings: Mapping[str, Any]) -> Iterator[str]:
-        """The answer in pieces, as they come. InvalidRequest or WorkerLost with what the API says."""
+        """Yield the answer in pieces as they come.
+
+        Raises InvalidRequest or WorkerLost with the API's message.
+        """
         body = {"model": model, "messages": list(messages), "stream": True, **settings}
         answer = self._ask("POST", "/chat/completions", json.dumps(body).encode())
         for line in answer:
@@ -126,7 +134,7 @@ class ApiClient:
 
 
 def _message(body: bytes) -> str:
-    """What an error of OpenAI's shape says; "" for another."""
+    """Return the message of an error in OpenAI's form; "" for another body."""
     try:
         return str(json.loads(body)["error"]["message"])
     except (ValueError, KeyError, TypeError):

@@ -89,7 +89,7 @@ def engine_settings_of(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _given(arguments: argparse.Namespace, prefix: str) -> dict[str, Any]:
-    """Return the options whose keys begin with `prefix`, without the prefix."""
+    """Return key -> value of the options under `prefix`, without the prefix."""
     given = vars(arguments).items()
     return {key.removeprefix(prefix): value for key, value in given if key.startswith(prefix)}
 

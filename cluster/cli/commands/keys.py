@@ -1,12 +1,12 @@
 """The keys that open the API, in the tenants file.
 
-baton keys add TENANT     make a key, and the tenant if there is none; the key is printed, once
-baton keys revoke ID ...  the keys with these ids open nothing any more; TENANT/all: every one of a tenant
+baton keys add TENANT     make a key, and the tenant if it is new; the key is printed this once
+baton keys revoke ID ...  remove the keys with these ids; TENANT/all: all keys of a tenant
 baton keys list           tenants, and the ids of their keys
 
-The file is --tenants FILE, else what BATON_TENANTS names, else ./tenants.yaml. Keys stand in it as SHA-256
-digests, whose first digits are a key's id: `printf %s KEY | sha256sum | cut -c-12`. A cluster that serves
-takes the changed file within a second; answers that are being given go on.
+The file is --tenants FILE, else the one that BATON_TENANTS names, else ./tenants.yaml. It holds SHA-256
+digests of keys. A key's id is the first digits of its digest: `printf %s KEY | sha256sum | cut -c-12`. A
+running cluster reads a changed file within a second; running requests go on.
 """
 
 import argparse

@@ -109,7 +109,7 @@ def test_a_file_that_cannot_be_read_changes_nothing_and_is_told_once(
     watched = Watched(OLD)
     watched.now = None
     assert [watched.after(1.0) for _ in range(3)] == [(OLD,)] * 3
-    assert caplog.messages == ["the cluster keys stay what they were: no file"]
+    assert caplog.messages == ["the cluster keys stay the same: no file"]
     assert watched.after(SPEAK_AFTER_S, NEW, OLD) == (NEW, OLD)
 
 

@@ -14,7 +14,7 @@ from typing import Final
 import pytest
 
 from tests.unit.cluster.conftest import Baton
-from tests.unit.cluster.model_directories import with_config_alone, with_pickled_weights, without_weights
+from tests.unit.cluster.model_directories import with_config_alone
 
 ROOT: Final = Path(__file__).resolve().parents[4]
 COPY: Final = "copy(sun moon star)="
@@ -165,17 +165,6 @@ def test_prompt_may_come_from_a_file(tmp_path: Path, baton: Baton, content: str)
     assert json.loads(out)["prompt"] == COPY
 
 
-def test_seed_repeats_the_text(baton: Baton) -> None:
-    command = ["generate", "tiny", "sun", "--temperature", "2", "--seed", "7", "--max-tokens", "12"]
-    assert baton(*command) == baton(*command)
-
-
-def test_random_weights_need_no_checkpoint(tmp_path: Path, baton: Baton) -> None:
-    directory = str(without_weights(tmp_path))
-    status, _, _ = baton("generate", directory, "sun", "--load-format", "dummy")
-    assert status == 0
-
-
 @pytest.mark.parametrize("n", [1, 2])
 def test_model_without_tokenizer_answers_with_token_ids(tmp_path: Path, baton: Baton, n: int) -> None:
     command = ["generate", str(with_config_alone(tmp_path)), "--load-format", "dummy", "--token-ids", "1,2,3"]
@@ -184,28 +173,6 @@ def test_model_without_tokenizer_answers_with_token_ids(tmp_path: Path, baton: B
     answers = out.strip().split("\n\n")
     assert (status, [len(answer.split()) for answer in answers]) == (0, [4] * n)
     assert all(token_id.isdecimal() for token_id in out.split())
-
-
-def test_token_ids_are_completed_like_their_text(baton: Baton) -> None:
-    _, out, _ = baton(*GENERATE, "--json")
-    token_ids = ",".join(map(str, json.loads(out)["prompt_token_ids"]))
-    _, out, _ = baton("generate", "tiny", "--token-ids", token_ids, "--temperature", "0")
-    assert out == "sun moon star\n"
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["sun"], "the model has no tokenizer.json: its prompts are token ids"),
-        (["sun", "--chat"], "the model has no tokenizer.json: its prompts are token ids"),
-        (["--token-ids", "1,2", "--stop", "x"], "stop: the model has no tokenizer"),
-    ],
-)
-def test_text_needs_a_tokenizer(tmp_path: Path, baton: Baton, options: list[str], message: str) -> None:
-    command = ["generate", str(with_config_alone(tmp_path)), "--load-format", "dummy", *options]
-    status, out, err = baton(*command)
-    assert (status, out) == (2, "")
-    assert message in err
 
 
 @pytest.mark.parametrize(
@@ -247,15 +214,14 @@ def test_error_is_one_line_and_status_2(options: str, message: str, baton: Baton
     assert all(line.startswith("KV cache: ") for line in before)  # printed when the model is loaded
 
 
+def test_serve_refuses_a_missing_model_before_it_starts_anything(baton: Baton) -> None:
+    status, out, err = baton("serve", "/nowhere", "--runtime", "local")
+    assert (status, out, err.count("\n")) == (2, "", 1) and err.startswith("baton: error: model ")
+
+
 def test_unknown_command_is_refused(baton: Baton) -> None:
     assert "invalid choice: 'genrate'" in baton("genrate", "tiny", "sun").err
     assert "COMMAND" in baton().err
-
-
-def test_pickled_weights_are_refused(tmp_path: Path, baton: Baton) -> None:
-    status, _, err = baton("generate", str(with_pickled_weights(tmp_path)), "sun")
-    assert status == 2
-    assert "pytorch_model.bin" in err and "convert them to safetensors" in err
 
 
 def test_a_bad_log_level_is_a_user_error(baton: Baton, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,7 +37,7 @@ def llm(shared_llm: LLM) -> Iterator[LLM]:
     shared_llm.engine.scheduler.check_integrity()
 
 
-def test_the_garbage_collector_does_not_look_at_what_is_loaded_until_it_is_closed() -> None:
+def test_garbage_collector_skips_loaded_objects_until_close() -> None:
     before = gc.get_freeze_count()
     with LLM("tiny", cache=MEMORY):
         assert gc.get_freeze_count() > before
@@ -69,16 +69,6 @@ def test_answers_come_in_the_prompts_order(llm: LLM) -> None:
     assert texts(completions) == [" ".join(group) for group in words]
 
 
-def test_token_ids_are_prompts_too(llm: LLM) -> None:
-    (completion,) = llm.generate([llm.tokenizer.encode(COPY)], GREEDY)
-    assert completion.prompt is None
-    assert texts([completion]) == [COPIED]
-
-
-def test_no_prompts_give_no_answers(llm: LLM) -> None:
-    assert llm.generate([], GREEDY) == []
-
-
 def test_each_prompt_may_have_its_own_sampling(llm: LLM) -> None:
     short = SamplingParams(temperature=0.0, max_tokens=1)
     assert texts(llm.generate([COPY, COPY], [GREEDY, short])) == [COPIED, "sun"]
@@ -96,7 +86,7 @@ def test_streams_add_up_to_what_generate_returns(llm: LLM, temperature: float) -
             assert joined(deltas, prompt_index, answer.index) == (answer.text, answer.token_ids)
 
 
-def test_a_stream_gives_every_token_as_it_comes(llm: LLM) -> None:
+def test_stream_yields_each_token(llm: LLM) -> None:
     deltas = list(llm.stream(COPY, GREEDY))
     assert [delta.text for delta in deltas] == ["sun", " moon", " star", ""]
     assert [delta.finish_reason for delta in deltas] == [None, None, None, FinishReason.STOP]
@@ -110,12 +100,12 @@ def test_choices_differ_and_a_seed_repeats_them(llm: LLM) -> None:
     assert len(set(first)) == 3
 
 
-def test_without_a_seed_answers_differ(llm: LLM) -> None:
+def test_answers_without_a_seed_differ(llm: LLM) -> None:
     sampling = SamplingParams(temperature=2.0, max_tokens=12, ignore_eos=True)
     assert len(set(texts(llm.generate(["sun"] * 3, sampling)))) == 3
 
 
-def test_a_new_llm_repeats_what_the_last_one_drew() -> None:
+def test_engine_seed_repeats_answers_without_a_seed() -> None:
     drawn = []
     for _ in range(2):
         with LLM("tiny", cache=MEMORY, seed=3) as llm:
@@ -146,7 +136,7 @@ def test_each_choice_stops_for_itself(llm: LLM) -> None:
     assert texts(llm.generate("k1=sun", sampling, stop=stop)) == [text.partition(stop)[0] for text in free]
 
 
-def test_one_bad_prompt_is_named_and_nothing_is_started(llm: LLM) -> None:
+def test_bad_prompt_is_named_and_nothing_runs(llm: LLM) -> None:
     vocab_size = llm.engine.vocab_size
     cases: list[tuple[Prompt, str]] = [
         ("", "prompt 1: the prompt is empty"),
@@ -158,27 +148,6 @@ def test_one_bad_prompt_is_named_and_nothing_is_started(llm: LLM) -> None:
         with pytest.raises(InvalidRequest, match=message):
             llm.generate([COPY, bad, COPY], GREEDY)
         assert not llm.engine.has_work()
-
-
-def test_a_lone_prompt_needs_no_number(llm: LLM) -> None:
-    with pytest.raises(InvalidRequest, match="^the prompt is empty"):
-        llm.generate("", GREEDY)
-
-
-def test_prompts_that_are_neither_text_nor_ids_are_refused(llm: LLM) -> None:
-    for wrong in (None, 5, b"sun", [None], [b"sun"]):
-        with pytest.raises(InvalidRequest, match="expected text, token ids, or a dict with 'prompt'"):
-            llm.generate(wrong, GREEDY)  # type: ignore[arg-type]
-
-
-def test_prompts_may_be_dicts_and_may_come_one_by_one(llm: LLM) -> None:
-    token_ids = llm.tokenizer.encode(COPY)
-    for prompt in ({"prompt": COPY}, {"prompt_token_ids": token_ids}, token_ids):
-        assert texts(llm.generate(prompt, GREEDY)) == [COPIED]
-    several = ({"prompt": COPY}, {"prompt_token_ids": token_ids, "prompt": "shown"}, COPY)
-    completions = llm.generate((prompt for prompt in several), sampling_params=GREEDY, stop=None)
-    assert texts(completions) == [COPIED] * 3
-    assert [completion.prompt for completion in completions] == [COPY, "shown", COPY]
 
 
 def test_no_limit_of_tokens_is_the_models_own(llm: LLM) -> None:
@@ -236,7 +205,7 @@ def test_bad_messages_are_named(llm: LLM) -> None:
         llm.chat([QUESTION, [{"role": "user"}]], GREEDY)
 
 
-def test_a_lone_message_and_a_bare_text_are_no_conversation(llm: LLM) -> None:
+def test_message_or_text_alone_is_no_conversation(llm: LLM) -> None:
     for wrong in ("Hi", QUESTION[0], 5, None):
         with pytest.raises(InvalidRequest, match="^messages: expected a list"):
             llm.chat(wrong, GREEDY)  # type: ignore[arg-type]
@@ -258,7 +227,7 @@ def test_the_generation_prompt_may_be_left_out(llm: LLM) -> None:
     assert llm.chat_prompt(QUESTION)[: len(shorter)] == shorter != llm.chat_prompt(QUESTION)
 
 
-def test_another_thread_is_refused_and_disturbs_nothing(llm: LLM) -> None:
+def test_second_thread_is_refused(llm: LLM) -> None:
     stream = llm.stream(COPY, GREEDY)
     first = next(stream).text
     refused: list[BaseException] = []
@@ -284,16 +253,7 @@ def test_another_thread_is_refused_and_disturbs_nothing(llm: LLM) -> None:
     assert [str(error).partition(":")[0] for error in refused] == ["this LLM is in use by another thread"] * 4
 
 
-def test_one_thread_after_the_other_is_welcome(llm: LLM) -> None:
-    answers: list[list[str]] = []
-    for _ in range(2):
-        thread = threading.Thread(target=lambda: answers.append(texts(llm.generate(COPY, GREEDY))))
-        thread.start()
-        thread.join()
-    assert answers == [[COPIED], [COPIED]]
-
-
-def test_a_stream_dropped_beside_a_working_thread_is_ended_by_that_thread(llm: LLM) -> None:
+def test_stream_dropped_in_another_thread_is_ended_by_the_running_one(llm: LLM) -> None:
     streams = [llm.stream(COPY, SamplingParams(max_tokens=1000, ignore_eos=True))]
     next(streams[0])
     inner_step = llm.engine.step
@@ -319,7 +279,7 @@ def test_a_model_without_a_template_cannot_chat(tmp_path: Path) -> None:
         llm.chat(QUESTION)
 
 
-def test_a_dummy_model_of_a_config_alone_takes_token_ids(tmp_path: Path) -> None:
+def test_model_without_tokenizer_takes_token_ids(tmp_path: Path) -> None:
     with LLM(with_config_alone(tmp_path), load_format="dummy", cache=MEMORY) as llm:
         assert not llm.has_tokenizer
         (completion,) = llm.generate([[1, 2, 3]], SamplingParams(max_tokens=4, ignore_eos=True))
@@ -346,15 +306,7 @@ def test_logprobs_come_one_a_token(llm: LLM) -> None:
     assert [entry and entry.token_id for entry in scored] == list(completion.prompt_token_ids[1:])
 
 
-def test_a_prompt_seen_before_is_cached(llm: LLM) -> None:
-    prompt = "k9=sun k8=moon " * 10
-    llm.generate(prompt, GREEDY)
-    (again,) = llm.generate(prompt, GREEDY)
-    page_size = llm.engine.runner.layout.page_size
-    assert again.num_cached_tokens == (len(again.prompt_token_ids) - 1) // page_size * page_size > 0
-
-
-def test_sampling_that_is_not_given_is_the_models_own(tmp_path: Path) -> None:
+def test_default_sampling_is_that_of_the_model(tmp_path: Path) -> None:
     directory = without_weights(tmp_path)
     defaults = {"temperature": 0.0, "max_new_tokens": 5, "eos_token_id": []}
     (directory / "generation_config.json").write_text(json.dumps(defaults))
@@ -390,6 +342,34 @@ def test_closing_ends_open_streams_as_aborted() -> None:
         llm.generate(COPY)
 
 
-def test_prompts_that_wait_for_company_are_answered_all_the_same() -> None:
+def test_prompts_that_wait_for_others_are_answered() -> None:
     with LLM("tiny", cache=MEMORY, scheduler={"max_queue_delay_ms": 20.0}) as llm:
         assert texts(llm.generate([COPY, COPY], GREEDY)) == [COPIED, COPIED]
+
+
+def test_stop_token_that_was_asked_for_is_the_reason(llm: LLM) -> None:
+    (free,) = llm.generate(COPY, GREEDY)
+    stop = free.outputs[0].token_ids[1]
+    sampling = SamplingParams(temperature=0.0, stop_token_ids=(stop,))
+    (answer,) = llm.generate(COPY, sampling)[0].outputs
+    assert (answer.text, answer.token_ids, answer.stop_reason) == ("sun", free.outputs[0].token_ids[:2], stop)
+
+
+def test_cached_prompt_tokens_are_counted(llm: LLM) -> None:
+    prompt = "k9=sun k8=moon " * 10
+    llm.generate(prompt, GREEDY)
+    (again,) = llm.generate(prompt, GREEDY)
+    page_size = llm.engine.runner.layout.page_size
+    assert again.num_cached_tokens == (len(again.prompt_token_ids) - 1) // page_size * page_size > 0
+
+
+def test_unknown_setting_names_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="'cache.pagesize'; did you mean 'cache.page_size'"):
+        LLM("tiny", cache={"pagesize": 16})
+
+
+def test_loading_reports_its_progress() -> None:
+    seen: list[tuple[int, int]] = []
+    LLM("tiny", cache=MEMORY, load_progress=lambda done, total: seen.append((done, total))).close()
+    assert seen[0][0] == 0
+    assert seen[-1][0] == seen[-1][1] > 2**20
