@@ -1,4 +1,4 @@
-"""What the KV bench says of figures, and where its bars are."""
+"""The rows of the KV suite, and their limits."""
 
 from baton.bench.kv.cases import Fault, Replayed, Streamed
 from baton.bench.kv.limits import RivalRates

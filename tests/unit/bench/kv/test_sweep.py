@@ -14,7 +14,7 @@ LITTLE = 2**22
 
 
 def say_nothing(text: str) -> None:
-    """Progress that nobody watches."""
+    """Show no progress."""
 
 
 @pytest.mark.parametrize("num_pages", [1, 40, 5000])
