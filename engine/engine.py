@@ -140,10 +140,10 @@ class Engine(Replica):
     def step(self, watch: LayerWatch | None = None) -> list[StepOutput]:
         """As `Replica.step`.
 
-        A sequence whose logits are not numbers ends in an error, alone, and its pages become unknown. Any
-        other failure, an interrupt included, loses all requests: pages may be known by now whose contents
-        were never written, so all contents become unknown. Pages that are claimed, kept or leased stay with
-        their holders. With several ranks, `add` then raises WorkerLost.
+        A sequence with logits that are not numbers ends in an error, alone, and its pages become unknown. Any
+        other failure, an interrupt included, loses all requests: pages may be known by now although their
+        contents were never written, so all contents become unknown. Pages that are claimed, kept or leased
+        stay with their holders. With several ranks, `add` then raises WorkerLost.
         """
         self._expire()
         keys = self.scheduler.keys()

@@ -291,7 +291,7 @@ def last_output(sequence: Sequence, error: str | None = None) -> StepOutput:
 
 
 class SoughtPrefix(NamedTuple):
-    """A request's prefix whose KV may be pulled from a peer: the `Prefix` of kvtransfer/prefixes.py."""
+    """A request's prefix that may be pulled from a peer: the `Prefix` of kvtransfer/prefixes.py."""
 
     engine: Replica
     request: Request

@@ -25,9 +25,9 @@ OnLayers: TypeAlias = Callable[[int, int], None]  # of layers [first, stop)
 
 
 class LayerGroups(NamedTuple):
-    """Who is told, and how often in a pass, that the keys and values of further layers are in their pages.
+    """Reports, during a forward pass, that the keys and values of a group of layers are in their pages.
 
-    On a GPU that is so for whatever follows on the current stream.
+    On a GPU they are in their pages for all work that follows on the current stream.
     """
 
     num_groups: int  # as equal as can be; one a layer at most
@@ -59,6 +59,8 @@ class StackLayer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StackShape:
+    """The sizes that all layers of a stack share."""
+
     hidden: int
     num_heads: int
     num_kv_heads: int
@@ -97,7 +99,7 @@ class DecoderStack:
         self._scratch_width = sum(widths)  # elements a token, as lay_out() in csrc/decoder.c
 
     def seconds(self) -> dict[str, float]:
-        """Where the time of all runs so far went: linear, attention, other."""
+        """Seconds of all runs so far in linear layers, attention and other kernels."""
         return dict(zip(TIMERS, self._seconds, strict=True))
 
     @property

@@ -95,7 +95,7 @@ def linear(
 def linear_reference(
     x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None, *, out_dtype: torch.dtype | None = None
 ) -> Tensor:
-    """What `linear` computes, by the library's multiplication in the dtype of x."""
+    """`linear` by the library's multiplication, in the dtype of x."""
     bias = None if bias_N is None else bias_N.to(x_TK.dtype)
     return functional.linear(x_TK, weight_NK, bias).to(out_dtype or x_TK.dtype)
 
@@ -133,6 +133,7 @@ def embedding(token_ids_T: Tensor, table_VE: Tensor) -> Tensor:
 
 
 def embedding_reference(token_ids_T: Tensor, table_VE: Tensor) -> Tensor:
+    """`embedding` in plain torch."""
     return functional.embedding(token_ids_T, table_VE)
 
 

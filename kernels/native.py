@@ -4,9 +4,9 @@ Plain C with a C ABI: no torch headers, so one build serves every torch and Pyth
 seconds. The library is named by a hash of the sources, the flags, the compiler and the CPU. Where there is
 no compiler every op falls back to its plain torch reference, several times slower, and says so once.
 
-A library runs with all rights of the process that loads it. Only a regular file that this user or root owns
-and nobody else may write is loaded; any other is built anew. The same holds for its folder, which is closed
-to the writes of others where it is this user's, and refused where it is not.
+A library runs with all rights of the process that loads it. Only a regular file that this user or root owns,
+and that no other user may write, is loaded; any other file is replaced by a new build. The same holds for the
+folder: write access of other users is removed if the folder is this user's, and refused otherwise.
 """
 
 import ctypes
@@ -145,7 +145,7 @@ def _is_trusted_file(path: Path) -> bool:
 
 
 def _is_only_ours(status: os.stat_result) -> bool:
-    """Whether this user or root owns it and nobody else may write it."""
+    """Whether this user or root owns the file and no other user may write it."""
     return status.st_uid in (os.geteuid(), 0) and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
@@ -162,7 +162,7 @@ def _compile(compiler: str, sources: list[Path], target: Path) -> None:
 
 
 def keep_builds_in(folder: Path) -> None:
-    """Where compiled kernels are kept; to be said before the first kernel runs."""
+    """Set the folder of compiled kernels; call before the first kernel runs."""
     global _builds_folder
     _builds_folder = folder
 

@@ -94,6 +94,7 @@ def paged_attention_kernel(
     BLOCK_D: tl.constexpr,
     EVEN_D: tl.constexpr,
 ) -> None:
+    """One program attends over one split of the keys of one kv head of one sequence."""
     sequence = tl.program_id(0)
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
@@ -157,6 +158,7 @@ def join_splits_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ) -> None:
+    """One program joins the splits of one query head of one sequence."""
     sequence = tl.program_id(0)
     cell = sequence.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
     context_len = tl.load(context_lens_ptr + sequence)
@@ -185,6 +187,7 @@ def paged_attention_decode_triton(
     scale: float,
     window: int | None = None,
 ) -> Tensor:
+    """`paged_attention_decode` on a GPU."""
     check_paged_kv(query_BHD, kv_pages, page_table_BP, context_lens_B, window)
     num_sequences, num_heads, head_dim = query_BHD.shape
     num_kv_heads, page_size = kv_pages.shape[2:4]
@@ -246,7 +249,7 @@ def decode_tile(
 
 
 def _partial_results(out_BHD: Tensor, num_splits: int) -> tuple[Tensor, Tensor]:
-    """Where the splits leave (output, logarithm of the denominator); one split writes straight to out."""
+    """Buffers for each split's (output, logarithm of the denominator); a single split writes to out."""
     if num_splits == 1:
         return out_BHD, out_BHD
     num_sequences, num_heads, head_dim = out_BHD.shape
@@ -263,6 +266,7 @@ def paged_attention_decode_reference(
     scale: float,
     window: int | None = None,
 ) -> Tensor:
+    """`paged_attention_decode` in plain torch."""
     out_BHD = torch.zeros(query_BHD.shape, dtype=query_BHD.dtype, device=query_BHD.device)
     num_kv_heads = kv_pages.shape[2]
     for sequence, context_len in enumerate(context_lens_B.tolist()):

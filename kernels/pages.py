@@ -76,6 +76,7 @@ def copy_pages_kernel(
     destination_stride_page: int,
     BLOCK: tl.constexpr,
 ) -> None:
+    """One program copies one block of words of one page."""
     row = tl.program_id(0)
     source_id = tl.load(source_ids_ptr + row)  # int64: offsets of whole pools pass 2^31
     destination_id = tl.load(destination_ids_ptr + row)
@@ -88,6 +89,7 @@ def copy_pages_kernel(
 def copy_pages_triton(
     source: Tensor, source_ids_N: Tensor, destination: Tensor, destination_ids_N: Tensor
 ) -> None:
+    """`copy_pages` on a GPU."""
     _check(source, source_ids_N, destination, destination_ids_N)
     num_pages = len(source_ids_N)
     if num_pages == 0 or source[0].numel() == 0:
@@ -112,6 +114,7 @@ def copy_pages_triton(
 def copy_pages_reference(
     source: Tensor, source_ids_N: Tensor, destination: Tensor, destination_ids_N: Tensor
 ) -> None:
+    """`copy_pages` in plain torch."""
     destination.index_copy_(0, destination_ids_N, torch.index_select(source, 0, source_ids_N))
 
 
@@ -156,6 +159,7 @@ def gather_pages_kernel(
     pool_stride_page: int,
     BLOCK: tl.constexpr,
 ) -> None:
+    """One program copies one block of words of one page."""
     row = tl.program_id(0).to(tl.int64)  # int64, like page_id: offsets of whole pools pass 2^31
     page_id = tl.load(page_ids_ptr + row)
     word = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -165,6 +169,7 @@ def gather_pages_kernel(
 
 
 def gather_pages_triton(pool: Tensor, page_ids_N: Tensor, out: Tensor) -> None:
+    """`gather_pages` on a GPU."""
     check_transfer(pool, page_ids_N, out)
     if out.numel() == 0:
         return
@@ -178,6 +183,7 @@ def gather_pages_triton(pool: Tensor, page_ids_N: Tensor, out: Tensor) -> None:
 
 
 def gather_pages_reference(pool: Tensor, page_ids_N: Tensor, out: Tensor) -> None:
+    """`gather_pages` in plain torch."""
     torch.index_select(pool, 0, page_ids_N, out=out.view(-1, *pool.shape[1:]))
 
 
@@ -205,6 +211,7 @@ def scatter_pages_kernel(
     pool_stride_page: int,
     BLOCK: tl.constexpr,
 ) -> None:
+    """One program copies one block of words of one page."""
     row = tl.program_id(0).to(tl.int64)  # int64, like page_id: offsets of whole pools pass 2^31
     page_id = tl.load(page_ids_ptr + row)
     word = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -214,6 +221,7 @@ def scatter_pages_kernel(
 
 
 def scatter_pages_triton(staging: Tensor, page_ids_N: Tensor, pool: Tensor) -> None:
+    """`scatter_pages` on a GPU."""
     check_transfer(pool, page_ids_N, staging)
     if staging.numel() == 0:
         return
@@ -227,4 +235,5 @@ def scatter_pages_triton(staging: Tensor, page_ids_N: Tensor, pool: Tensor) -> N
 
 
 def scatter_pages_reference(staging: Tensor, page_ids_N: Tensor, pool: Tensor) -> None:
+    """`scatter_pages` in plain torch."""
     pool.index_copy_(0, page_ids_N, staging.view(-1, *pool.shape[1:]))

@@ -105,6 +105,7 @@ def prefill_attention_kernel(
     BLOCK_D: tl.constexpr,
     EVEN_D: tl.constexpr,
 ) -> None:
+    """One program computes one tile of queries of one kv head of one sequence."""
     block = tl.num_programs(0) - 1 - tl.program_id(0)  # late tokens see the most keys: they start first
     kv_head = tl.program_id(1)
     sequence = _sequence_of(cu_seqlens_ptr, num_sequences, block, BLOCK_Q)
@@ -182,6 +183,7 @@ def prefill_attention_triton(
     window: int | None = None,
     max_seqlen_q: int,
 ) -> Tensor:
+    """`prefill_attention` on a GPU."""
     check_paged_kv(query_THD, kv_pages, page_table_BP, context_lens_B, window)
     _check_cu_seqlens(cu_seqlens_q_B1, context_lens_B)
     num_tokens, num_heads, head_dim = query_THD.shape
@@ -257,6 +259,7 @@ def prefill_attention_reference(
     scale: float,
     window: int | None = None,
 ) -> Tensor:
+    """`prefill_attention` in plain torch, one sequence at a time."""
     out_THD = torch.empty(query_THD.shape, dtype=query_THD.dtype, device=query_THD.device)
     bounds = cu_seqlens_q_B1.tolist()
     for sequence, context_len in enumerate(context_lens_B.tolist()):

@@ -51,10 +51,10 @@ class AttentionArguments(ctypes.Structure):
 
 
 class RaggedBatch:
-    """Which queries belong to which sequence, and in which pages its keys lie; serves every layer.
+    """The queries of each sequence and the pages of its keys, for every layer.
 
     cu_seqlens_B1 int32: queries of sequence b are [cu_seqlens[b], cu_seqlens[b + 1]). context_lens_B int32
-    counts the keys of each sequence, those of its queries included; 0 marks padding, whose outputs are
+    counts the keys of each sequence, those of its queries included; 0 marks padding, which outputs
     zeros. page_table_BP int32. The first `num_decodes` sequences have one query each.
     """
 

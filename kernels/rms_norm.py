@@ -53,6 +53,7 @@ def rms_norm_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ) -> None:
+    """One program norms one row, after adding it to the residual where there is one."""
     row_R = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     column_E = tl.arange(0, BLOCK_E)
     inside_RE = (row_R[:, None] < num_rows) & (column_E[None, :] < width)
@@ -79,11 +80,13 @@ def rms_norm_kernel(
 
 
 def rms_norm_triton(x_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
+    """`rms_norm` on a GPU."""
     _check(x_TE, x_TE, weight_E)
     return _launch(x_TE, None, weight_E, eps)
 
 
 def add_rms_norm_triton(x_TE: Tensor, residual_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
+    """`add_rms_norm` on a GPU."""
     _check(x_TE, residual_TE, weight_E)
     return _launch(x_TE, residual_TE, weight_E, eps)
 
@@ -136,12 +139,14 @@ def _check(x_TE: Tensor, residual_TE: Tensor, weight_E: Tensor) -> None:
 
 
 def rms_norm_reference(x_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
+    """`rms_norm` in plain torch."""
     wide_TE = x_TE.float()
     mean_square_T1 = wide_TE.square().mean(-1, keepdim=True)
     return (wide_TE * torch.rsqrt(mean_square_T1 + eps)).to(x_TE.dtype) * weight_E
 
 
 def add_rms_norm_reference(x_TE: Tensor, residual_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
+    """`add_rms_norm` in plain torch."""
     residual_TE += x_TE
     return rms_norm_reference(residual_TE, weight_E, eps)
 

@@ -49,6 +49,7 @@ def rope_kernel(
     BLOCK_K: tl.constexpr,  # >= K
     BLOCK_HALF: tl.constexpr,  # >= D // 2
 ) -> None:
+    """One program rotates all heads of one token."""
     token = tl.program_id(0).to(tl.int64)  # T * H * D may pass 2^31
     dim_D = tl.arange(0, BLOCK_HALF)
     row_ptr = cos_sin_ptr + tl.load(positions_ptr + token).to(tl.int64) * 2 * half
@@ -85,6 +86,7 @@ def _rotate(
 
 
 def rope_triton(query_THD: Tensor, key_TKD: Tensor, cos_sin_MD: Tensor, positions_T: Tensor) -> None:
+    """`rope` on a GPU."""
     _check(query_THD, key_TKD, cos_sin_MD, positions_T)
     num_tokens, num_query_heads, head_dim = query_THD.shape
     num_kv_heads = key_TKD.shape[1]
@@ -127,6 +129,7 @@ def _check(query_THD: Tensor, key_TKD: Tensor, cos_sin_MD: Tensor, positions_T: 
 
 
 def rope_reference(query_THD: Tensor, key_TKD: Tensor, cos_sin_MD: Tensor, positions_T: Tensor) -> None:
+    """`rope` in plain torch."""
     cos_T1D, sin_T1D = cos_sin_MD[positions_T].unsqueeze(1).chunk(2, dim=-1)
     for x_TND in (query_THD, key_TKD):
         first_TND, second_TND = x_TND.float().chunk(2, dim=-1)
@@ -173,7 +176,7 @@ ROPE_TYPES: Final[tuple[RopeType, ...]] = get_args(RopeType)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeScaling:
-    """How the frequencies of a model differ from the plain ones; names as in its `config.json`.
+    """The difference of a model's frequencies from the plain ones; names as in its `config.json`.
 
     `original_max_positions` is the context the model was trained on before it was stretched; llama3 and
     yarn need it. Fields that the type does not use are ignored.
@@ -206,7 +209,7 @@ class RopeScaling:
 
 
 def attention_factor(scaling: RopeScaling) -> float:
-    """What cosines and sines are multiplied by: 1 except for yarn."""
+    """The factor of cosines and sines: 1 except for yarn."""
     if scaling.rope_type != "yarn":
         return 1.0
     if scaling.attention_factor is not None:

@@ -59,7 +59,7 @@ NOT_A_TOKEN: Final = -1  # of a row with a logit that is not a number
 
 @dataclass(frozen=True, slots=True)
 class SamplingTensors:
-    """How each row of a batch is sampled; every field is contiguous [B]."""
+    """The sampling parameters of each row of a batch; every field is contiguous [B]."""
 
     temperature_B: Tensor  # float32; 0 is greedy
     top_k_B: Tensor  # int32; below 1: off
@@ -131,7 +131,7 @@ def _threshold(
     BY_MASS: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ) -> tl.tensor:
-    """The largest key whose tokens at or above weigh the target, or one below it that keeps the same."""
+    """The largest key for which the tokens at or above it weigh the target, or an equivalent lower key."""
     # weight(tokens >= low) >= target > weight(tokens >= high); number_* counts the same tokens.
     high = _ordered_key(peak) + 1
     number_low = vocab_size
@@ -171,6 +171,7 @@ def sample_kernel(
     logits_stride: int,
     BLOCK_V: tl.constexpr,
 ) -> None:
+    """One program samples one row in passes over blocks of the vocabulary."""
     row = tl.program_id(0).to(tl.int64)  # B * V may pass 2^31
     row_ptr = logits_ptr + row * logits_stride
     lane_V = tl.arange(0, BLOCK_V)
@@ -229,6 +230,7 @@ def sample_kernel(
 
 
 def sample_triton(logits_BV: Tensor, sampling: SamplingTensors) -> Tensor:
+    """`sample` on a GPU."""
     _check(logits_BV, sampling)
     num_rows, vocab_size = logits_BV.shape
     out_B = torch.empty(num_rows, dtype=torch.int64, device=logits_BV.device)
@@ -270,6 +272,7 @@ def _check(logits_BV: Tensor, sampling: SamplingTensors) -> None:
 
 
 def sample_reference(logits_BV: Tensor, sampling: SamplingTensors) -> Tensor:
+    """`sample` in plain torch."""
     is_nan_B = logits_BV.isnan().any(-1)
     chosen_B = logits_BV.argmax(-1).masked_fill_(is_nan_B, NOT_A_TOKEN)
     random_R = ((sampling.temperature_B > 0) & ~is_nan_B).nonzero()[:, 0]

@@ -31,6 +31,7 @@ def silu_mul_kernel(
     stride_token: int,
     BLOCK_F: tl.constexpr,
 ) -> None:
+    """One program computes one block of columns of one token."""
     token = tl.program_id(0).to(tl.int64)  # T * 2F may pass 2^31
     column_F = tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F)
     inside_F = column_F < width
@@ -44,6 +45,7 @@ def silu_mul_kernel(
 
 
 def silu_mul_triton(gate_up_T2F: Tensor) -> Tensor:
+    """`silu_mul` on a GPU."""
     _check(gate_up_T2F)
     num_tokens, width = gate_up_T2F.shape[0], gate_up_T2F.shape[1] // 2
     out_TF = gate_up_T2F.new_empty(num_tokens, width)
@@ -61,6 +63,7 @@ def _check(gate_up_T2F: Tensor) -> None:
 
 
 def silu_mul_reference(gate_up_T2F: Tensor) -> Tensor:
+    """`silu_mul` in plain torch."""
     gate_TF, up_TF = gate_up_T2F.chunk(2, dim=-1)
     return torch.mul(F.silu(gate_TF), up_TF)
 

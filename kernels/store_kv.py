@@ -46,6 +46,7 @@ def store_kv_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ) -> None:
+    """One program stores all kv heads of one token."""
     token = tl.program_id(0).to(tl.int64)  # T * K * D may pass 2^31
     slot = tl.load(slots_ptr + token)  # int64: page * kv_stride_page passes 2^31
     if slot < 0:
@@ -63,6 +64,7 @@ def store_kv_kernel(
 
 
 def store_kv_triton(key_TKD: Tensor, value_TKD: Tensor, kv_pages: Tensor, slots_T: Tensor) -> None:
+    """`store_kv` on a GPU."""
     _check(key_TKD, value_TKD, kv_pages, slots_T)
     num_tokens, num_kv_heads, head_dim = key_TKD.shape
     if num_tokens == 0:
@@ -106,6 +108,7 @@ def _check(key_TKD: Tensor, value_TKD: Tensor, kv_pages: Tensor, slots_T: Tensor
 
 
 def store_kv_reference(key_TKD: Tensor, value_TKD: Tensor, kv_pages: Tensor, slots_T: Tensor) -> None:
+    """`store_kv` in plain torch."""
     kept_T = slots_T >= 0
     if not bool(kept_T.all()):
         key_TKD, value_TKD, slots_T = key_TKD[kept_T], value_TKD[kept_T], slots_T[kept_T]

@@ -129,7 +129,7 @@ class HostTier:
         self._copy_to_device(self._pinned.pop(key), device_page)
 
     def drop(self, key: bytes) -> None:
-        """Forget a page whose content is on the device again, if it is here."""
+        """Forget a page that is on the device again, if it is here."""
         if key in self:
             host_page = self._give_up(key) if key in self._cached else self._pinned.pop(key)
             self._to_host.pop(host_page, None)

@@ -131,7 +131,7 @@ class LeaseTable:
             del self.by_page[page]
 
     def expired(self, now_s: float) -> list[tuple[Owner, list[int]]]:
-        """The leases whose deadlines have come, with their pages."""
+        """The owners and pages of all leases with passed deadlines."""
         return [
             (owner, sorted(lease.pages)) for owner, lease in self._leases.items() if lease.deadline_s <= now_s
         ]
@@ -147,7 +147,7 @@ class Booking:
 
 
 class PageAccounts:
-    """How many pages each account uses. An account is an opaque scheduling key.
+    """The number of pages that each account uses. An account is an opaque scheduling key.
 
     A page counts once for an account, however many owners of that account use it.
 
@@ -227,7 +227,7 @@ class PageAccounts:
         self.took(new_owner, others)
 
     def num_users(self, owners: Iterable[Owner], account: str) -> int:
-        """How many of these owners have this account."""
+        """The number of these owners that have this account."""
         bookings = [self._bookings.get(owner) for owner in owners]
         return sum(1 for booking in bookings if booking is not None and booking.account == account)
 
@@ -359,7 +359,7 @@ class PagePool:
         return pages
 
     def share(self, pages: Iterable[int], owner: Owner) -> None:
-        """Add an owner to pages whose contents are in use, cached or leased."""
+        """Add an owner to pages that are in use, cached or leased."""
         for page in pages:
             state, owners = self._state[page], self._owners[page]
             if state in (_FREE, _QUARANTINED) or owner in owners or page in self._writers:
@@ -453,7 +453,7 @@ class PagePool:
             self._leases.drop(page, lease_owner)
 
     def expire(self, now_s: float) -> list[Owner]:
-        """End every lease whose deadline has come; return their owners."""
+        """End every lease with a passed deadline; return the owners."""
         expired = self._leases.expired(now_s)
         for owner, pages in expired:
             self.release(pages, owner)

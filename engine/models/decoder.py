@@ -1,6 +1,6 @@
 """The frame of a decoder-only transformer: embedding, layers, norm, head, and the fused CPU stack.
 
-Shapes: T tokens, R rows whose logits are wanted, E hidden, H query heads, K kv heads, D head dim, V
+Shapes: T tokens, R rows with wanted logits, E hidden, H query heads, K kv heads, D head dim, V
 vocabulary; H and K of this tensor-parallel rank.
 """
 
@@ -69,7 +69,7 @@ class Decoder(ABC):
 
     @abstractmethod
     def make_layer(self, config: ModelConfig, parameters: Parameters, index: int) -> DecoderLayer:
-        """Layer `index`, with weights from `parameters`, whose names begin at the layer."""
+        """Layer `index`, with weights from `parameters`, which are scoped to the layer."""
 
     @property
     def windows(self) -> tuple[int | None, ...]:

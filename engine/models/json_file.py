@@ -13,7 +13,7 @@ MAX_FILE_BYTES: Final = 64 * 2**20  # no real index is larger; checked before me
 
 
 class JsonObject:
-    """One JSON object of a file. A key whose value is null counts as absent, as in `transformers`."""
+    """One JSON object of a file. A key with the value null counts as absent, as in `transformers`."""
 
     def __init__(self, values: dict[str, Any], source: str) -> None:
         self._values = values

@@ -59,7 +59,7 @@ class ColumnParallelLinear:
 
 
 class RowParallelLinear:
-    """A projection whose inputs are spread over the ranks; every rank gets the whole output."""
+    """A projection of inputs that are spread over the ranks; every rank gets the whole output."""
 
     def __init__(
         self, parameters: Parameters, name: str, num_outputs: int, num_inputs: int, *, bias: bool = False

@@ -27,11 +27,13 @@ IDLE_TIMEOUT: Final = timedelta(days=365)  # between steps only a closed connect
 
 
 class PendingCollective(Protocol):
+    """A collective that has begun."""
+
     def wait(self) -> bool: ...
 
 
 class Collectives(Protocol):
-    """The part of torch's process groups that is used here, gloo's and NCCL's alike."""
+    """The used part of torch's process groups, for gloo and NCCL."""
 
     def allreduce(self, tensors: list[Tensor], opts: AllreduceOptions = ...) -> PendingCollective: ...
 
@@ -112,7 +114,7 @@ class TensorParallel:
     def receive_command(self) -> bytes:
         """The next message of rank 0; waits as long as it takes, WorkerLost when rank 0 is gone."""
         if self.commands is None:
-            raise ValueError("a group of one has nobody to receive from")
+            raise ValueError("a group of one receives no commands")
         length = torch.zeros(1, dtype=torch.int64)
         self._wait(_from_rank_0(self.commands, length))
         message = torch.empty(int(length), dtype=torch.uint8)
@@ -127,7 +129,7 @@ class TensorParallel:
 
 
 def _lost(what: str, error: RuntimeError) -> WorkerLost:
-    """The library's own words are lines about its sockets: for whoever reads the log."""
+    """The WorkerLost for a library error; the library's message, about its sockets, goes to the log."""
     logger.info("%s: %s", what, error)
     return WorkerLost(what)
 

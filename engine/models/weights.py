@@ -84,7 +84,7 @@ class Parameters:
         self._prefix = prefix
 
     def scope(self, name: str) -> "Parameters":
-        """The parameters whose names begin with `name` and a dot."""
+        """The parameters with names that begin with `name` and a dot."""
         scoped = Parameters(self._checkpoint, self.tp, self.dtype, self.device, f"{self._prefix}{name}.")
         scoped.packed_memory = self.packed_memory
         return scoped

@@ -3,7 +3,7 @@ reads them.
 
 Rank 0 builds the arrays from the scheduler's batch; the other ranks get them as one msgpack message.
 
-Shapes: T tokens, B sequences, P pages of the longest sequence, R rows whose logits are wanted.
+Shapes: T tokens, B sequences, P pages of the longest sequence, R rows with wanted logits.
 """
 
 from dataclasses import dataclass

@@ -245,7 +245,7 @@ def _report(channel: Connection, error: Exception) -> None:
 
 
 def main() -> None:
-    """Run the TP worker whose TpAssignment comes on standard input."""
+    """Read a TpAssignment from standard input and run its TP worker."""
     torch.set_grad_enabled(False)
     channel = Connection(int(sys.argv[1]), readable=False)
     try:

@@ -97,9 +97,7 @@ class Sequence:
     status: SequenceStatus = SequenceStatus.WAITING
     finish_reason: FinishReason | None = None
     num_computed_tokens: int = 0
-    num_cached_tokens: int = (
-        0  # prompt tokens whose KV came with the request or was cached at the first admission
-    )
+    num_cached_tokens: int = 0  # prompt tokens with KV that was brought, or cached at the first admission
     page_table: list[int] = field(default_factory=list)
     table_version: int = 0
     host_pages: list[int] = field(default_factory=list)  # filled only while SWAPPED

@@ -87,7 +87,7 @@ class HeldPages:
             self._change[share.key] += num_pages
 
     def num_new(self, share: Share, pages: Iterable[int]) -> int:
-        """How many of these pages the key does not use yet."""
+        """The number of these pages that the key does not use yet."""
         return sum(1 for page in pages if not self._uses(share, page))
 
     def claim(self, share: Share, pages: Iterable[int]) -> None:
@@ -213,7 +213,7 @@ class PreemptionCandidates:
         return sorted((s for s in self._holders() if s.share is share), key=rank_of, reverse=True)
 
     def of_same_key(self, sequence: Sequence) -> list[Sequence]:
-        """Candidates for a sequence whose scheduling key has reached its quota."""
+        """Candidates for a sequence of a scheduling key that has reached its quota."""
         others = [other for other in self.of_key(sequence.share) if other is not sequence]
         return [other for other in others if other.rank > sequence.rank or not other.is_running]
 
@@ -304,7 +304,7 @@ class PageQuotas:
         return all(num_pages <= self._held.room(share) for share, num_pages in needs.items())
 
     def most(self, share: Share, num_pages: int) -> int:
-        """How many of `num_pages` the key may have."""
+        """The part of `num_pages` that the key may have."""
         if not self._held.have_quotas:
             return num_pages
         return int(max(0, min(num_pages, self._held.room(share))))
@@ -324,7 +324,7 @@ LOW_WATER: Final = 0.1  # of all pages
 
 
 class PressureMode(NamedTuple):
-    """How steps behave while the cluster is overloaded.
+    """The behaviour of steps while the cluster is overloaded.
 
     small_chunks: while sequences decode, prompts get at most a quarter of a step, so that no running answer
     waits long for its next token. Chunks change no token. makes_room: while few pages are left and a better
@@ -384,7 +384,7 @@ class CostCap:
         self._crossover = attention_mlp_crossover
 
     def most(self, share: Share, start: int, budget: int) -> int:
-        """How many tokens from `start` on fit in this budget; at least one."""
+        """The number of tokens from `start` on that fit in this budget; at least one."""
         limit = budget * MAX_STRETCH
         if self.cost(start, budget) <= limit or not self._shares.is_beyond_share(share):
             return budget
@@ -393,7 +393,7 @@ class CostCap:
         return max(1, min(budget, int(wanted / (half + sqrt(half * half + wanted)))))
 
     def price(self, share: Share, start: int, num_tokens: int, budget: int) -> int:
-        """How much of the budget these tokens take."""
+        """The part of the budget that these tokens take."""
         price = ceil(self.cost(start, num_tokens) / MAX_STRETCH)
         if price <= num_tokens or not self._shares.is_beyond_share(share):
             return num_tokens
@@ -432,7 +432,6 @@ class StepPlanner:
         self._cost_cap = cost_cap or CostCap(queues.shares)
         self._cache = cache
         self._pool = cache.pool
-        self.headroom_pages = cache.pool.pages_for(HEADROOM_TOKENS)
         self.available = cache.pool.num_available
         self._host_available = cache.host.num_available
         self._tracks_keys = queues.shares.are_several or queues.have_quotas
@@ -451,6 +450,11 @@ class StepPlanner:
         self._claimed: set[int] = set()  # cached pages that admitted sequences will share
         # Pages that running prefills will still ask for.
         self._committed = sum(map(self._num_missing_pages, queues.prefilling.values()))
+
+    @property
+    def headroom_pages(self) -> int:
+        """Pages kept free for the growth of each running sequence."""
+        return self._pool.pages_for(HEADROOM_TOKENS)
 
     # Made when something is short, which is rare.
 
