@@ -1,33 +1,218 @@
+"""The page pool: legal calls in any order against plain sets of holders, and refusals of illegal calls."""
+
+from typing import TypeAlias
+
 import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from baton.engine.cache.page_pool import PagePool, PageState
 from baton.errors import IntegrityError
 
-
-def test_fresh_pool_is_all_free() -> None:
-    pool = PagePool(3, 16)
-    assert (pool.num_free, pool.num_available, pool.count(PageState.FREE)) == (3, 3, 3)
+Holds: TypeAlias = dict[int, set[str]]  # page -> names of holders
 
 
-def test_released_page_is_free_and_comes_back_with_a_new_generation() -> None:
-    pool = PagePool(1, 16)
-    (page,) = pool.allocate(1, "a")
-    before = pool.generation(page)
-    pool.release([page], "a")
-    assert pool.state(page) is PageState.FREE
-    assert pool.allocate(1, "b") == [page]
-    assert pool.generation(page) == before + 1
+class PoolMachine(RuleBasedStateMachine):
+    """Drives a pool with every legal call and compares it with plain sets of holders."""
+
+    NUM_PAGES = 8
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = PagePool(self.NUM_PAGES, 4)
+        self.now_s = 0.0
+        self.sequences: dict[str, set[int]] = {}
+        self.leases: dict[str, tuple[float, set[int]]] = {}
+        self.writers: dict[str, set[int]] = {}
+        self.known: set[int] = set()
+        self.names = 0
+
+    def name(self) -> str:
+        self.names += 1
+        owner = f"owner-{self.names}"
+        if self.names % 3:
+            self.pool.accounts.book(owner, f"account-{self.names % 3}")
+        return owner
+
+    def holds(self, kind: str) -> Holds:
+        groups = {
+            "sequence": self.sequences,
+            "lease": {owner: pages for owner, (_, pages) in self.leases.items()},
+            "writer": self.writers,
+        }
+        holds: Holds = {page: set() for page in range(self.NUM_PAGES)}
+        for owner, pages in groups[kind].items():
+            for page in pages:
+                holds[page].add(owner)
+        return holds
+
+    def expected_state(self, page: int) -> PageState:
+        if self.holds("sequence")[page]:
+            return PageState.ACTIVE
+        if self.holds("lease")[page]:
+            return PageState.LEASED
+        if self.holds("writer")[page]:
+            return PageState.QUARANTINED
+        return PageState.CACHED if page in self.known else PageState.FREE
+
+    def pages_in(self, *states: PageState) -> list[int]:
+        return [page for page in range(self.NUM_PAGES) if self.expected_state(page) in states]
+
+    def forget_reused(self) -> None:
+        """Drop holders without pages."""
+        self.sequences = {owner: pages for owner, pages in self.sequences.items() if pages}
+        self.leases = {owner: lease for owner, lease in self.leases.items() if lease[1]}
+        self.writers = {owner: pages for owner, pages in self.writers.items() if pages}
+
+    @rule(data=st.data())
+    def allocate(self, data: st.DataObject) -> None:
+        num_pages = data.draw(st.integers(0, self.pool.num_free))
+        generations = [self.pool.generation(page) for page in range(self.NUM_PAGES)]
+        owner = self.name()
+        pages = self.pool.allocate(num_pages, owner)
+        assert all(self.pool.generation(page) == generations[page] + 1 for page in pages)
+        self.sequences[owner] = set(pages)
+        self.forget_reused()
+
+    @rule(data=st.data())
+    def reserve(self, data: st.DataObject) -> None:
+        num_pages = data.draw(st.integers(0, self.pool.num_free))
+        owner, deadline_s = self.name(), self.now_s + data.draw(st.integers(1, 5))
+        if num_pages:
+            self.leases[owner] = (deadline_s, set(self.pool.reserve(num_pages, owner, deadline_s)))
+
+    @rule(data=st.data())
+    def share(self, data: st.DataObject) -> None:
+        written = self.holds("writer")
+        pages = [
+            p for p in self.pages_in(PageState.ACTIVE, PageState.CACHED, PageState.LEASED) if not written[p]
+        ]
+        if pages:
+            page, owner = data.draw(st.sampled_from(pages)), self.name()
+            self.pool.share([page], owner)
+            self.sequences[owner] = {page}
+
+    @rule(data=st.data())
+    def lease(self, data: st.DataObject) -> None:
+        pages = self.pages_in(PageState.ACTIVE, PageState.CACHED, PageState.LEASED)
+        if pages:
+            chosen = data.draw(st.lists(st.sampled_from(pages), min_size=1, unique=True))
+            owner, deadline_s = self.name(), self.now_s + data.draw(st.integers(1, 5))
+            self.pool.lease(chosen, owner, deadline_s)
+            self.leases[owner] = (deadline_s, set(chosen))
+
+    @precondition(lambda self: self.sequences)
+    @rule(data=st.data())
+    def hand_over(self, data: st.DataObject) -> None:
+        owner = data.draw(st.sampled_from(sorted(self.sequences)))
+        pages, new_owner = sorted(self.sequences[owner]), self.name()
+        if not any(self.holds("writer")[page] for page in pages):
+            self.pool.check_used_by(pages, owner)
+            self.pool.hand_over(pages, owner, new_owner)
+            self.sequences[new_owner] = self.sequences.pop(owner)
+
+    @rule(data=st.data())
+    def lose(self, data: st.DataObject) -> None:
+        """Lose owners, sometimes after a half-done call has damaged everything derived."""
+        lost = data.draw(st.sets(st.sampled_from(sorted(self.sequences) or ["nobody"])))
+        if data.draw(st.booleans()):
+            self.pool._free.clear()
+            self.pool._counts = [7] * len(PageState)
+            self.pool._state = bytearray([PageState.CACHED] * self.NUM_PAGES)
+        self.pool.lose(lost)
+        for owner in lost:
+            self.sequences.pop(owner, None)
+        self.known.clear()
+        self.forget_reused()
+
+    @precondition(lambda self: self.leases)
+    @rule(data=st.data())
+    def extend(self, data: st.DataObject) -> None:
+        owner = data.draw(st.sampled_from(sorted(self.leases)))
+        deadline_s, pages = self.leases[owner]
+        new_deadline_s = self.now_s + data.draw(st.integers(1, 5))
+        self.pool.extend(owner, new_deadline_s)
+        self.leases[owner] = (max(deadline_s, new_deadline_s), pages)
+
+    @precondition(lambda self: self.leases)
+    @rule(data=st.data())
+    def adopt(self, data: st.DataObject) -> None:
+        lease_owner = data.draw(st.sampled_from(sorted(self.leases)))
+        _, pages = self.leases[lease_owner]
+        if not any(self.holds("writer")[page] for page in pages):
+            owner = self.name()
+            self.pool.adopt(sorted(pages), lease_owner, owner)
+            del self.leases[lease_owner]
+            self.sequences[owner] = set(pages)
+
+    @rule(data=st.data())
+    def quarantine(self, data: st.DataObject) -> None:
+        states = (PageState.ACTIVE, PageState.LEASED, PageState.QUARANTINED)
+        pages = [page for page in self.pages_in(*states) if page not in self.known]
+        if pages:
+            chosen = data.draw(st.lists(st.sampled_from(pages), min_size=1, unique=True))
+            owner = self.name()
+            self.pool.quarantine(chosen, owner)
+            self.writers[owner] = set(chosen)
+
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        groups = [self.sequences, {owner: pages for owner, (_, pages) in self.leases.items()}, self.writers]
+        holders = [(owner, pages) for group in groups for owner, pages in sorted(group.items())]
+        if holders:
+            owner, pages = data.draw(st.sampled_from(holders))
+            released = data.draw(st.lists(st.sampled_from(sorted(pages)), min_size=1, unique=True))
+            self.pool.release(released, owner)
+            pages.difference_update(released)
+            self.forget_reused()
+
+    @rule(data=st.data())
+    def learn(self, data: st.DataObject) -> None:
+        written = self.holds("writer")
+        pages = [page for page in self.pages_in(PageState.ACTIVE) if not written[page]]
+        if pages:
+            page = data.draw(st.sampled_from(pages))
+            self.pool.mark_known(page)
+            self.known.add(page)
+
+    @rule()
+    def evict(self) -> None:
+        page = self.pool.oldest_cached()
+        assert (page is None) == (not self.pages_in(PageState.CACHED))
+        if page is not None:
+            self.pool.forget(page)
+            self.known.remove(page)
+
+    @rule(seconds=st.integers(1, 4))
+    def expire(self, seconds: int) -> None:
+        self.now_s += seconds
+        ended = {owner for owner, (deadline_s, _) in self.leases.items() if deadline_s <= self.now_s}
+        assert set(self.pool.expire(self.now_s)) == ended
+        for owner in ended:
+            del self.leases[owner]
+
+    @invariant()
+    def agrees_with_plain_sets(self) -> None:
+        self.pool.check_integrity()
+        assert sum(self.pool.count(state) for state in PageState) == self.NUM_PAGES
+        sequences, leases, writers = (self.holds(kind) for kind in ("sequence", "lease", "writer"))
+        for page in range(self.NUM_PAGES):
+            assert self.pool.state(page) is self.expected_state(page)
+            assert self.pool.owners(page) == sequences[page] | leases[page] | writers[page]
+            deadlines = [self.leases[owner][0] for owner in leases[page]]
+            assert self.pool.deadline_s(page) == max(deadlines, default=None)
+        for account in ("account-1", "account-2"):
+            booked = {
+                f"owner-{number}" for number in range(self.names + 1) if account == f"account-{number % 3}"
+            }
+            used = sum(bool(owners & booked) for owners in sequences.values())
+            assert self.pool.accounts.num_pages.get(account, 0) == used
+        assert self.pool.num_available == len(self.pages_in(PageState.FREE, PageState.CACHED))
 
 
-def test_shared_page_waits_for_its_last_owner() -> None:
-    pool = PagePool(1, 16)
-    pages = pool.allocate(1, "a")
-    pool.share(pages, "b")
-    pool.release(pages, "a")
-    assert pool.state(pages[0]) is PageState.ACTIVE
-    assert pool.owners(pages[0]) == {"b"}
-    pool.release(pages, "b")
-    assert pool.num_free == 1
+PoolMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+TestPoolMachine = PoolMachine.TestCase
 
 
 def test_more_pages_than_free_are_refused() -> None:
@@ -41,18 +226,6 @@ def test_release_by_a_stranger_is_refused() -> None:
     pages = pool.allocate(1, "a")
     with pytest.raises(IntegrityError, match="released by b"):
         pool.release(pages, "b")
-
-
-def test_known_page_is_cached_after_its_owner_and_can_be_shared_again() -> None:
-    pool = PagePool(1, 16)
-    pages = pool.allocate(1, "a")
-    pool.mark_known(pages[0])
-    pool.release(pages, "a")
-    assert pool.state(pages[0]) is PageState.CACHED
-    assert (pool.num_free, pool.num_available) == (0, 1)
-    pool.share(pages, "b")
-    assert pool.state(pages[0]) is PageState.ACTIVE
-    assert pool.num_available == 0
 
 
 def test_last_page_of_a_released_table_is_evicted_first() -> None:
@@ -81,28 +254,6 @@ def test_free_page_cannot_be_shared_leased_or_known() -> None:
         pool.quarantine([0], "a")
 
 
-def test_lease_keeps_pages_of_a_finished_sequence_until_its_deadline() -> None:
-    pool = PagePool(2, 16)
-    pages = pool.allocate(2, "sequence")
-    pool.lease(pages, "transfer", deadline_s=10.0)
-    assert pool.state(pages[0]) is PageState.ACTIVE
-    pool.release(pages, "sequence")
-    assert [pool.state(page) for page in pages] == [PageState.LEASED] * 2
-    assert pool.deadline_s(pages[0]) == 10.0
-    assert pool.expire(9.9) == []
-    assert pool.expire(10.0) == ["transfer"]
-    assert pool.num_free == 2
-
-
-def test_extended_lease_outlives_its_first_deadline_and_never_shrinks() -> None:
-    pool = PagePool(1, 16)
-    pages = pool.reserve(1, "transfer", deadline_s=10.0)
-    pool.extend("transfer", 20.0)
-    pool.extend("transfer", 15.0)
-    assert pool.deadline_s(pages[0]) == 20.0
-    assert pool.expire(19.0) == []
-
-
 def test_extending_an_ended_lease_fails() -> None:
     pool = PagePool(1, 16)
     pool.reserve(1, "transfer", deadline_s=1.0)
@@ -111,54 +262,11 @@ def test_extending_an_ended_lease_fails() -> None:
         pool.extend("transfer", 20.0)
 
 
-def test_leased_known_page_returns_to_the_cache() -> None:
-    pool = PagePool(1, 16)
-    pages = pool.allocate(1, "a")
-    pool.mark_known(pages[0])
-    pool.release(pages, "a")
-    pool.lease(pages, "reader", 5.0)
-    assert pool.num_available == 0
-    pool.release(pages, "reader")
-    assert pool.state(pages[0]) is PageState.CACHED
-
-
-def test_adopted_reservation_belongs_to_the_sequence_alone() -> None:
-    pool = PagePool(2, 16)
-    pages = pool.reserve(2, "transfer", 5.0)
-    assert pool.count(PageState.LEASED) == 2
-    pool.adopt(pages, "transfer", "sequence")
-    assert pool.owners(pages[0]) == {"sequence"}
-    assert pool.expire(100.0) == []
-    assert pool.count(PageState.ACTIVE) == 2
-
-
-def test_adopting_what_is_not_leased_is_refused() -> None:
+def test_adopting_pages_without_a_lease_is_refused() -> None:
     pool = PagePool(2, 16)
     pages = pool.reserve(2, "transfer", 5.0)
     with pytest.raises(IntegrityError, match="not leased to other"):
         pool.adopt(pages, "other", "sequence")
-
-
-def test_expired_reservation_stays_quarantined_until_its_writer_lets_go() -> None:
-    pool = PagePool(1, 16)
-    pages = pool.reserve(1, "request", 5.0)
-    pool.quarantine(pages, "writer")
-    assert pool.state(pages[0]) is PageState.LEASED
-    pool.expire(5.0)
-    assert pool.state(pages[0]) is PageState.QUARANTINED
-    assert pool.num_available == 0
-    pool.release(pages, "writer")
-    assert pool.state(pages[0]) is PageState.FREE
-
-
-def test_page_whose_writer_lets_go_first_stays_with_its_request() -> None:
-    pool = PagePool(1, 16)
-    pages = pool.reserve(1, "request", 5.0)
-    pool.quarantine(pages, "writer")
-    pool.release(pages, "writer")
-    assert pool.state(pages[0]) is PageState.LEASED
-    pool.release(pages, "request")
-    assert pool.state(pages[0]) is PageState.FREE
 
 
 def test_page_with_a_writer_is_not_adopted_shared_or_known() -> None:
@@ -182,7 +290,7 @@ def test_known_page_takes_no_writer() -> None:
 
 
 @pytest.mark.parametrize("trouble", ["another's", "leased", "written"])
-def test_a_page_that_the_owner_does_not_use_alone_with_readers_is_named(trouble: str) -> None:
+def test_page_that_the_owner_does_not_use_is_named(trouble: str) -> None:
     pool = PagePool(2, 16)
     used = pool.allocate(1, "a")
     other = pool.reserve(1, "a", 5.0) if trouble == "leased" else pool.allocate(1, "b")
@@ -202,12 +310,51 @@ def test_integrity_check_finds_a_page_freed_behind_its_owner() -> None:
         pool.check_integrity()
 
 
-def test_known_page_is_settled_until_it_is_forgotten() -> None:
-    pool = PagePool(2, 4)
-    (page,) = pool.allocate(1, "a")
-    assert not pool.is_known(page)
-    pool.mark_known(page)
-    pool.release([page], "a")
-    assert pool.is_known(page)
-    pool.forget(page)
-    assert not pool.is_known(page)
+def test_second_reservation_of_an_owner_moves_the_deadline_of_both() -> None:
+    pool = PagePool(2, 16)
+    pages = [*pool.reserve(1, "transfer", 5.0), *pool.reserve(1, "transfer", 7.0)]
+    assert pool.expire(6.0) == [] and pool.expire(7.0) == ["transfer"]
+    assert pool.num_free == len(pages)
+
+
+@pytest.fixture
+def pool() -> PagePool:
+    pool = PagePool(8, 4)
+    for owner in ("a1", "a2"):
+        pool.accounts.book(owner, "a")
+    pool.accounts.book("b1", "b")
+    return pool
+
+
+def test_handing_over_within_an_account_keeps_its_count(pool: PagePool) -> None:
+    pages = pool.allocate(2, "a1")
+    pool.hand_over(pages, "a1", "a2")
+    assert pool.accounts.num_pages["a"] == 2
+    pool.accounts.close("a1")
+    pool.accounts.close("a2")
+    assert pool.accounts.num_open == 2  # a2 still has pages, b1 has not ended
+    pool.release(pages, "a2")
+    assert pool.accounts.num_open == 1 and not pool.accounts.num_pages
+
+
+def test_leases_count_for_an_account_once_adopted(pool: PagePool) -> None:
+    pages = pool.reserve(2, "lease", 1.0)
+    pool.accounts.expect("a", 2)
+    assert not pool.accounts.num_pages and pool.accounts.held("a") == 2
+    pool.adopt(pages, "lease", "a1")
+    pool.accounts.expect("a", -2)
+    assert pool.accounts.num_pages["a"] == 2 == pool.accounts.held("a")
+    pool.check_integrity()
+
+
+def test_owner_has_one_account(pool: PagePool) -> None:
+    pool.accounts.book("a1", "a")
+    with pytest.raises(ValueError, match="on the account 'a' already, not 'b'"):
+        pool.accounts.book("a1", "b")
+
+
+def test_integrity_check_finds_a_miscount(pool: PagePool) -> None:
+    pool.allocate(1, "a1")
+    pool.accounts.num_pages["a"] += 1
+    with pytest.raises(IntegrityError, match="accounts hold"):
+        pool.check_integrity()

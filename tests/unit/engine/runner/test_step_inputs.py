@@ -3,15 +3,16 @@
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.engine.cache.host_tier import PageCopy
-from baton.engine.runner.model_input import StepArrays, decode, encode
+from baton.engine.runner.model_input import ModelInput, StepArrays, decode, encode
 from baton.engine.runner.step_inputs import StepBuilder, wants_prompt_logits
 from baton.engine.scheduler.plan import Batch, ScheduledChunk
 from baton.engine.scheduler.sequence import Sequence
-from tests.batches import make_batch, make_sequence
+from tests.batches import make_batch, make_sequence, rest_of
 
 MAX_TOKENS, MAX_SEQUENCES = 60, 6
 copies = st.lists(st.tuples(st.integers(0, 99), st.integers(0, 99)), max_size=3).map(tuple)
@@ -115,7 +116,7 @@ def assert_identical(got: StepArrays, expected: StepArrays) -> None:
     to_host=copies,
     to_device=copies,
 )
-def test_every_step_of_random_lives_is_that_of_one_token_at_a_time(
+def test_random_steps_agree_with_one_token_at_a_time(
     lives: list[Life], page_size: int, to_host: tuple[PageCopy, ...], to_device: tuple[PageCopy, ...]
 ) -> None:
     ledger, builder = Ledger(page_size), StepBuilder(page_size, MAX_SEQUENCES, MAX_TOKENS)
@@ -146,7 +147,7 @@ def test_every_step_of_random_lives_is_that_of_one_token_at_a_time(
 
 
 @given(num_padded=st.integers(1, 9), prompt_length=st.integers(1, 9))
-def test_padding_is_one_sequence_more_that_stores_nothing(num_padded: int, prompt_length: int) -> None:
+def test_padding_is_one_more_sequence_without_slots(num_padded: int, prompt_length: int) -> None:
     sequence = make_sequence("s", range(prompt_length))
     Ledger(4).grow(sequence, prompt_length)
     chunk = ScheduledChunk(sequence, 0, prompt_length)
@@ -169,3 +170,22 @@ def test_copies_travel_without_sequences() -> None:
     built = StepBuilder(16, 4, 8).build(batch)
     assert built.token_ids.shape == (0,) and built.page_table.shape == (0, 0)
     assert_identical(decode(encode(built)), built)
+
+
+def test_cpu_tensors_share_memory_with_the_arrays() -> None:
+    decode, prefill = make_sequence("d", [1, 2, 3]), make_sequence("p", range(9))
+    decode.page_table, prefill.page_table = [5], [1, 2, 3]
+    arrays = StepBuilder(4, 4, 8).build(make_batch(rest_of(decode, 2), rest_of(prefill)))
+    step = ModelInput.from_arrays(arrays, torch.device("cpu"))
+    for tensor, array in (
+        (step.token_ids_T, arrays.token_ids),
+        (step.positions_T, arrays.positions),
+        (step.slots_T, arrays.slots),
+        (step.cu_seqlens_B1, arrays.cu_seqlens),
+        (step.context_lens_B, arrays.context_lens),
+        (step.page_table_BP, arrays.page_table),
+        (step.logit_rows_R, arrays.logit_rows),
+    ):
+        assert np.shares_memory(tensor.numpy(), array) and tensor.tolist() == array.tolist()
+    assert (step.num_decodes, step.max_seqlen_q) == (1, 9)
+    assert step.attention is step.attention, "attention is prepared once for all layers"

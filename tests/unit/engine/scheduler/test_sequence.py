@@ -1,6 +1,12 @@
+"""Sequences made of requests, and requests that the loaded model cannot run."""
+
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 
-from baton.engine.scheduler.sequence import Sequence
+from baton.engine.scheduler.sequence import Sequence, check_request
+from baton.errors import InvalidRequest
 from baton.request import Request, SamplingParams
 
 
@@ -44,3 +50,38 @@ def test_prompt_logprobs_are_the_first_choices_alone() -> None:
         False,
         False,
     ]
+
+
+# Checks against the model.
+
+VOCAB_SIZE, MAX_MODEL_LEN = 50, 20
+
+
+def check(token_ids: tuple[int, ...] = (1, 2), **sampling: Any) -> None:
+    request = Request(request_id="r", token_ids=token_ids, sampling=SamplingParams(**sampling))
+    check_request(request, vocab_size=VOCAB_SIZE, max_model_len=MAX_MODEL_LEN)
+
+
+BAD: dict[str, tuple[Callable[[], None], str]] = {
+    "empty prompt": (lambda: check(()), "the prompt is empty"),
+    "prompt as long as the model": (lambda: check((1,) * 20), "the prompt has 20 tokens; the model takes 20"),
+    "prompt longer than the model": (lambda: check((1,) * 999), "the prompt has 999 tokens"),
+    "token beyond the vocabulary": (lambda: check((1, 50)), "prompt token: token id 50 is outside"),
+    "negative token": (lambda: check((-1,)), "prompt token: token id -1 is outside"),
+    "top_k beyond the vocabulary": (lambda: check(top_k=51), "top_k must be at most the vocabulary of 50"),
+    "stop id": (lambda: check(stop_token_ids=(3, 77)), "stop_token_ids: token id 77 is outside"),
+    "biased id": (lambda: check(logit_bias={50: 1.0}), "logit_bias: token id 50 is outside"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_value_that_the_model_cannot_use_is_refused_by_name(name: str) -> None:
+    ask, message = BAD[name]
+    with pytest.raises(InvalidRequest, match=message):
+        ask()
+
+
+def test_edges_of_the_allowed_values_pass() -> None:
+    check((0,) * (MAX_MODEL_LEN - 1), max_tokens=10**9, stop_token_ids=(0, 49), logit_bias={49: -100.0})
+    check((49,), top_k=VOCAB_SIZE, top_p=1.0, min_p=1.0, temperature=0.0, logprobs=20, seed=2**63 - 1)
+    check((0,), top_k=-1)
