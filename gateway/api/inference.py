@@ -45,7 +45,7 @@ from baton.gateway.http.websocket import EXTENSION as SOCKET
 from baton.gateway.http.websocket import LimitedSocket
 from baton.gateway.metrics.metrics import Metrics
 from baton.gateway.streams.resume import EventIds, ResumePoint, Shown
-from baton.gateway.tenants.limiter import Limiter, Permit, TextCharge
+from baton.gateway.tenants.limiter import Charge, Limiter, Permit
 from baton.gateway.text.tools import ToolCall
 from baton.gateway.text.work import ServedModel
 from baton.tenants import Refusal
@@ -74,7 +74,7 @@ class AnswerCollector:
     """An AnswerListener that keeps the answer until its end, in little memory, charged as it grows."""
 
     def __init__(
-        self, answer: Answer, observe: Callable[[AnswerChoice, Delta], None], charge: TextCharge
+        self, answer: Answer, observe: Callable[[AnswerChoice, Delta], None], charge: Charge
     ) -> None:
         self._answer = answer
         self._observe = observe
@@ -192,7 +192,7 @@ class Inference:
         for answer in list(self._open):
             answer.fail(error)
 
-    def _charge(self, scope: Scope) -> TextCharge:
+    def _charge(self, scope: Scope) -> Charge:
         """Return a charge for the tenant's input bytes, for a `with`."""
         tenant = scope["state"]["tenant"]
         return self._limiter.inputs.charge(tenant.name, tenant.policy.quotas)

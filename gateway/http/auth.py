@@ -6,9 +6,13 @@
 | `/metrics`, `/load`, `/ui`, `/admin/...` | the key of a tenant with `admin: true` | no key |
 | all others | the key of a tenant | as on the port for clients |
 
-The caller's address and headers decide nothing: a proxy on this machine connects from 127.0.0.1 for callers
-of anywhere, and adds or drops headers as it likes. Without tenants both ports are open, and on loopback. The
-path is the one that the server parsed from the request line, never one that a Host header makes of it.
+The caller's address and headers decide nothing: a proxy on this machine connects from 127.0.0.1 for remote
+callers, and may add or drop headers. Without tenants both ports are open, and on loopback. The path is the
+one that the server parsed from the request line; a Host header cannot change it.
+
+Without keys the middleware refuses pages of other sites. A page in a browser of this machine can send
+requests to every port of 127.0.0.1. The browser names the page's site in Origin, though not with every GET,
+and the requested name in Host. A foreign name that resolves to 127.0.0.1 is not a name of this machine.
 """
 
 import logging
@@ -24,11 +28,16 @@ from baton.gateway.api.errors import ApiError, ClientGone, as_api_error
 from baton.gateway.http.asgi import header, respond_error
 from baton.gateway.tenants.tenants import Tenant, Tenants
 
-# Refuses pages of other sites where no key protects a listener.
-#
-# A page that a browser of this machine shows can send requests to every port of 127.0.0.1. The browser names
-# the page's site in Origin, though not with every GET, and the requested name in Host. A name that its owner
-# has made to mean 127.0.0.1 is not a name of this machine.
+PUBLIC_PATHS: Final = frozenset({"/health", "/ping"})
+OPERATORS_PATHS: Final = frozenset({"/metrics", "/load", "/ui"})  # they show the requests of all tenants
+OPERATORS_FOLDER: Final = "/admin/"  # its paths do as well
+LABEL: Final = re.compile(r"[A-Za-z0-9._:-]{1,128}")  # a client's own id: only shown
+BEARER: Final = "bearer "
+POLICY_VIOLATION: Final = 1008
+NO_BUGS: Final = frozenset({503, 504})  # of the statuses of 500 and more
+SWITCHED: Final = 101  # the status of a request that became a WebSocket
+UNANSWERED: Final = 499  # the client left before an answer
+logger = logging.getLogger(__name__)
 
 
 def check_site(scope: Scope) -> None:
@@ -46,24 +55,15 @@ def check_site(scope: Scope) -> None:
 
 
 def _hostname(host: str) -> str:
-    """Of a Host header: without the port, and the brackets of IPv6."""
+    """Return the name in a Host header, without the port and the brackets of IPv6."""
     if host.startswith("["):
         return host[1:].partition("]")[0]
     return host.partition(":")[0].lower()
 
 
-PUBLIC_PATHS: Final = frozenset({"/health", "/ping"})
-OPERATORS_PATHS: Final = frozenset({"/metrics", "/load", "/ui"})  # they tell of everybody's requests,
-OPERATORS_FOLDER: Final = "/admin/"  # and so does what is in here
-LABEL: Final = re.compile(r"[A-Za-z0-9._:-]{1,128}")  # a client's own id: shown, and nothing is read from it
-BEARER: Final = "bearer "
-POLICY_VIOLATION: Final = 1008
-NO_BUGS: Final = frozenset({503, 504})  # of the statuses of 500 and more
-SWITCHED: Final = 101  # the status of a request that became a WebSocket
-logger = logging.getLogger(__name__)
-
-
 class AuthMiddleware:
+    """The outermost ASGI application of a gateway."""
+
     def __init__(
         self,
         app: ASGIApp,
@@ -73,8 +73,9 @@ class AuthMiddleware:
         answered: Callable[[str, int], None],
         operator_port: int | None = None,
     ) -> None:
-        """posts: by path, what a POST is sent to at once, where `app` would go through all of its layers.
-        `answered(path, status)` is called once for each request. operator_port: see GatewaySettings.
+        """posts: by path, the applications that get a POST directly, past the layers of `app`.
+
+        answered: called once for each request, with its path and status. operator_port: see GatewayConfig.
         """
         self._operator_port = operator_port
         self._app = app
@@ -93,7 +94,7 @@ class AuthMiddleware:
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         label = _label(scope)
         scope["state"]["request_id"] = label
-        status = 499  # nobody has heard an answer
+        status = UNANSWERED
 
         async def send_labelled(message: Message) -> None:
             nonlocal status
@@ -107,12 +108,12 @@ class AuthMiddleware:
             app = self._posts.get(scope["path"], self._app) if scope["method"] == "POST" else self._app
             await app(scope, receive, send_labelled)
         except ClientGone:
-            pass  # there is no one to tell; the status above is in the metrics
+            pass  # the metrics have the status
         except Exception as error:
             answer = as_api_error(error)
             if answer.status >= 500:
                 log_failure(error, label)
-            if status == 499:
+            if status == UNANSWERED:
                 await respond_error(send_labelled, answer)
         finally:
             self._answered(scope["path"], status)
@@ -129,7 +130,7 @@ class AuthMiddleware:
         self._answered(scope["path"], SWITCHED)
 
     def _checking(self, scope: Scope, receive: Receive, send: Send) -> Receive:
-        """Each message anew: since the connection was made its key may have been revoked."""
+        """Check the key with each message: it may have been revoked since the connection was made."""
 
         async def receive_checked() -> Message:
             message = await receive()
@@ -144,7 +145,7 @@ class AuthMiddleware:
         return receive_checked
 
     def _tenant(self, scope: Scope) -> Tenant | None:
-        """None where no key is needed, whatever key comes along. Raises ApiError 401, 403, and 404."""
+        """Return the tenant, or None where no key is needed. Raises ApiError 401, 403 and 404."""
         path, need_keys = scope["path"], self._tenants.need_keys
         if not path.isprintable():  # Starlette takes "/metrics\n" for "/metrics"
             raise ApiError(404, "there is no such path", code="not_found")
@@ -175,7 +176,7 @@ class AuthMiddleware:
 
 
 def log_failure(error: Exception, request_id: str) -> None:
-    """Of a status of 500 and more. What is no bug of ours takes no more than a line."""
+    """Log an error with a status of 500 or more; only a bug is logged with its traceback."""
     if as_api_error(error).status in NO_BUGS:
         logger.info("request %s found no room: %s", request_id, error)
     else:

@@ -1,15 +1,16 @@
 """uvicorn's HTTP/1.1 with the limits that a server on its own is not safe without.
 
-A connection is always under exactly one of these:
+A connection is always in exactly one of these states:
 
-1. A header block is awaited, or has begun: `header_timeout_s`, MAX_HEADERS and MAX_HEADER_BYTES, and no more
-   than MAX_PIPELINED before it are without an answer.
-2. Its body arrives: `body_timeout_s` and `max_body_bytes`, counted as it comes.
-3. It is being answered: as long as that takes, unless the client reads nothing for `stall_timeout_s`.
-4. It is idle: `idle_timeout_s`.
+1. It awaits a header block, or part of one has come: `header_timeout_s`, MAX_HEADERS and MAX_HEADER_BYTES
+   hold, and at most MAX_PIPELINED earlier requests have no answer yet.
+2. The body arrives: `body_timeout_s` and `max_body_bytes` hold, counted as it comes.
+3. The request is being answered, for any time, unless the client reads nothing for `stall_timeout_s`.
+4. The connection is idle, for `idle_timeout_s`.
 
-What breaks a limit is answered, as far as nothing of an answer has been written yet, and ends: what still
-comes is read and thrown away for LINGER_S, for a client that writes may not look at what it is told before.
+A request that breaks a limit gets an answer, unless one has already begun, and the connection ends. The
+server reads and drops bytes for LINGER_S after that: a client that is still writing may not read the answer
+before.
 """
 
 import asyncio
@@ -26,8 +27,7 @@ from uvicorn.server import ServerState
 from baton.gateway.api.errors import ApiError
 from baton.gateway.http.response_body import EXTENSION, ResponseBody
 
-# What the server itself refuses, before any route sees it: whole responses, ready to be written.
-
+# Errors of the server itself, before any route sees the request.
 REASONS: Final = {
     400: b"Bad Request",
     408: b"Request Timeout",
@@ -53,8 +53,9 @@ TOO_MANY: Final = ApiError(
 
 
 def end(transport: asyncio.WriteTransport, loop: asyncio.AbstractEventLoop) -> None:
-    """Write no more, and abort in LINGER_S; until then the caller throws away what comes. A connection that
-    is closed before it takes what the client has been told with it, if that has not been read.
+    """Write no more, and abort in LINGER_S; until then the caller drops incoming bytes.
+
+    Closing at once would discard an answer that the client has not read yet.
     """
     if transport.can_write_eof():
         transport.write_eof()
@@ -62,7 +63,7 @@ def end(transport: asyncio.WriteTransport, loop: asyncio.AbstractEventLoop) -> N
 
 
 def response(error: ApiError) -> bytes:
-    """Bytes of a response after which the connection ends."""
+    """Return the bytes of a response after which the connection ends."""
     body = error.body()
     headers = [
         (b"content-type", b"application/json"),
@@ -77,7 +78,7 @@ def response(error: ApiError) -> bytes:
 
 
 MAX_HEADERS: Final = 64
-MAX_PIPELINED: Final = 16  # requests of a connection whose answers are not complete
+MAX_PIPELINED: Final = 16  # unanswered requests of a connection
 MAX_HEADER_BYTES: Final = 32 * 2**10
 HEADER_OVERHEAD_BYTES: Final = 4  # ": " and the line's end
 WRITE_HIGH_BYTES: Final = 32 * 2**10  # in memory, beside the kernel's buffer: more, and the client lags
@@ -86,16 +87,20 @@ RESERVED_PATHS: Final = frozenset({b"/health", b"/ping", b"/metrics"})
 
 
 class HttpLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """The limits that all connections of a server share."""
+
     max_connections: int
     max_body_bytes: int
     header_timeout_s: float
     body_timeout_s: float
     stall_timeout_s: float
-    refused: Callable[[str], None]  # told the code of what was refused
-    waiting: dict[Any, None] = {}  # connections without a request, the longest first: the first to make way
+    refused: Callable[[str], None]  # called with the code of each refusal
+    waiting: dict[Any, None] = {}  # connections without a request, the longest first: they are evicted first
 
 
 class LimitedProtocol(HttpToolsProtocol):
+    """One connection. Its `ResponseBody`s wait in the order of their requests."""
+
     def __init__(
         self,
         limits: HttpLimits,
@@ -114,7 +119,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._num_raw_bytes = 0  # that came while a header block was not whole
         self._num_header_bytes = 0
         self._num_body_bytes = 0
-        self._outlets: list[ResponseBody] = []  # of requests that are not answered yet, the oldest first
+        self._bodies: list[ResponseBody] = []  # of requests that are not answered yet, the oldest first
 
     # What asyncio calls.
 
@@ -134,7 +139,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._forget_stall()
         super().connection_lost(exc)
         self._unset_keepalive_if_required()
-        self._leave_outlets()
+        self._leave_bodies()
 
     def data_received(self, data: bytes) -> None:
         if self._refusal is not None:
@@ -158,7 +163,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def resume_writing(self) -> None:
         super().resume_writing()
         self._forget_stall()
-        for writer in self._outlets[:1]:  # the others' turns have not come
+        for writer in self._bodies[:1]:  # later responses have not begun
             writer.writable()
 
     # What the parser calls.
@@ -194,7 +199,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._refuse(HEADERS_TOO_LARGE)
         if self._refusal is not None:
             return
-        if len(self._outlets) >= MAX_PIPELINED:
+        if len(self._bodies) >= MAX_PIPELINED:
             self._refuse(TOO_MANY_AT_ONCE)
             return
         if self._uses_the_reserve():
@@ -210,7 +215,7 @@ class LimitedProtocol(HttpToolsProtocol):
             return
         # The task that serves the request runs later: it finds this in its scope.
         writer = ResponseBody(self.cycle)
-        self._outlets.append(writer)
+        self._bodies.append(writer)
         extensions: Any = self.scope["extensions"]
         extensions[EXTENSION] = writer
 
@@ -232,16 +237,16 @@ class LimitedProtocol(HttpToolsProtocol):
     # Ends.
 
     def on_response_complete(self) -> None:
-        for writer in self._outlets:
+        for writer in self._bodies:
             if writer.is_complete:
                 writer.end()
-        self._outlets = [writer for writer in self._outlets if not writer.is_complete]
+        self._bodies = [writer for writer in self._bodies if not writer.is_complete]
         super().on_response_complete()
-        if not self._outlets and not self.transport.is_closing():
+        if not self._bodies and not self.transport.is_closing():
             self._limits.waiting[self] = None
 
     def timeout_keep_alive_handler(self) -> None:
-        """Nobody has asked for anything; what is still unwritten by now is not waited for much longer."""
+        """Close an idle connection, with a short time for unwritten bytes."""
         super().timeout_keep_alive_handler()
         self.loop.call_later(LINGER_S, self.transport.abort)
 
@@ -251,7 +256,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._refuse(HEADERS_TOO_LARGE)
 
     def _evict(self) -> bool:
-        """End the connection that has been without a request for longest; False when there is none."""
+        """End the connection that has been idle for longest. Returns False when none is idle."""
         oldest = next(iter(self._limits.waiting), None)
         if oldest is None:
             return False
@@ -261,20 +266,20 @@ class LimitedProtocol(HttpToolsProtocol):
         return True
 
     def _uses_the_reserve(self) -> bool:
-        """The last tenth of the connections is for those who watch."""
+        """The last tenth of the connections is reserved for RESERVED_PATHS."""
         most = self._limits.max_connections
         return len(self.connections) > most - most // 10 and self.url not in RESERVED_PATHS
 
     def _may_upgrade(self) -> bool:
-        """A GET without a body, and nothing before it is being answered: that would lose its connection."""
+        """Allow a GET without a body, when no earlier request of the connection is being answered."""
         has_body = any(
             name == b"transfer-encoding" or (name == b"content-length" and value != b"0")
             for name, value in self.headers
         )
-        return self.parser.get_method() == b"GET" and not has_body and not self._outlets
+        return self.parser.get_method() == b"GET" and not has_body and not self._bodies
 
     def _upgrade(self) -> None:
-        """The WebSocket has a deadline of its own from here on."""
+        """Hand the connection on to the WebSocket protocol, which has a deadline of its own."""
         self._forget_deadline()
         if self._refusal is None and self._should_upgrade():
             self.handle_websocket_upgrade()
@@ -285,7 +290,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def _late(self) -> None:
         self._deadline = None
-        if self.flow.read_paused:  # an answer before this one is on its way: the client can't be blamed
+        if self.flow.read_paused:  # an earlier answer is on its way: the client is not to blame
             self._must_come_within(self._limits.body_timeout_s)
         elif self._num_raw_bytes or not self._in_header:
             self._refuse(TOO_SLOW)
@@ -302,18 +307,18 @@ class LimitedProtocol(HttpToolsProtocol):
         self._refusal = error
         self._limits.refused(error.code or "")
         self._forget_deadline()
-        has_begun = any(writer.has_begun for writer in self._outlets)
-        self._leave_outlets()
+        has_begun = any(writer.has_begun for writer in self._bodies)
+        self._leave_bodies()
         self.pipeline.clear()
         self.flow.resume_reading()
         if not has_begun:
             self.transport.write(response(error))
         end(self.transport, self.loop)
 
-    def _leave_outlets(self) -> None:
-        outlets, self._outlets = self._outlets, []
-        for writer in outlets:
-            writer.leave()
+    def _leave_bodies(self) -> None:
+        bodies, self._bodies = self._bodies, []
+        for body in bodies:
+            body.leave()
 
     def _forget_deadline(self) -> None:
         if self._deadline is not None:
@@ -327,4 +332,4 @@ class LimitedProtocol(HttpToolsProtocol):
 
 
 def _length(value: bytes) -> int:
-    return int(value) if value.isdigit() else 0  # the parser refuses what is no number
+    return int(value) if value.isdigit() else 0  # the parser refuses other values

@@ -1,7 +1,7 @@
-"""One response on its way out through uvicorn, and the Outlet that a stream writes its body to.
+"""The body of one response through uvicorn, which a stream writes to directly.
 
-uvicorn writes a response's head by itself, which would cost every answer a system call and a packet of its
-own. So the head is held until the first part of the body; a response that has none lets it go at its end.
+uvicorn writes the head of a response apart, which would cost every answer a system call and a packet. So the
+head is held until the first part of the body, or until the end of a response without a body.
 """
 
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 
 class ResponseBody:
-    """See outlet.Outlet: of a response with chunked encoding, which uvicorn has begun and will end."""
+    """A ResponseWriter for a response with chunked encoding, which uvicorn begins and ends."""
 
     def __init__(self, cycle: RequestResponseCycle) -> None:
         self.on_gone: Callable[[], None] | None = None
@@ -42,16 +42,16 @@ class ResponseBody:
             self._transport.write(b"%x\r\n%s\r\n" % (len(data), data))
 
     def end(self) -> None:
-        """The response is complete: nothing of it is written or told any more."""
+        """Release the response when it is complete."""
         self._transport.flush()
         self._cycle.transport = self._transport.below
-        # What refers to each other in a ring would wait for the collector.
+        # A ring of references would wait for the collector.
         self.on_gone = self.on_writable = None
         extensions: Any = self._cycle.scope["extensions"]
         extensions.clear()
 
     def leave(self) -> None:
-        """The client is gone, or is not listened to any more."""
+        """Take note that the client has left, or is no longer listened to."""
         if not self._cycle.response_complete:
             self._cycle.disconnected = True
             self._cycle.message_event.set()
@@ -64,7 +64,7 @@ class ResponseBody:
 
 
 class _HeadFirst:
-    """What a cycle has for its transport. The first write after the response has started is its head."""
+    """The transport of a cycle. The first write after the response has started is the head."""
 
     def __init__(self, cycle: RequestResponseCycle) -> None:
         self._cycle = cycle
@@ -97,20 +97,21 @@ EXTENSION: Final = "baton.outlet"
 
 
 class ResponseWriter(Protocol):
-    """Where the bytes of a streamed response go, without a task: written from the callback that has them.
+    """The body of a streamed response, written from callbacks, without a task.
 
-    A response is begun and ended as ASGI says. In between its server lends it an Outlet, in the scope.
+    A response begins and ends as ASGI says; in between it writes to the ResponseWriter in its scope.
     """
 
-    on_gone: Callable[[], None] | None  # the client has left
-    on_writable: Callable[[], None] | None  # it has read what it was behind with
+    on_gone: Callable[[], None] | None  # called when the client has left
+    on_writable: Callable[[], None] | None  # called when the client no longer lags
 
     @property
-    def is_gone(self) -> bool: ...
+    def is_gone(self) -> bool:
+        """The client has left."""
 
     @property
     def lags(self) -> bool:
-        """Whether the client is behind: what is written now only waits in memory."""
+        """The client does not keep up: more bytes would wait in memory."""
 
     def write(self, data: bytes) -> None:
-        """A part of the body; nothing when the client has gone."""
+        """Write a part of the body; without effect when the client has left."""

@@ -1,4 +1,4 @@
-"""uvicorn as a gateway runs it: our protocol, our sockets, and an end that its owner asks for."""
+"""uvicorn with the gateway's protocol and sockets, and an end that the gateway asks for."""
 
 import asyncio
 import contextlib
@@ -19,11 +19,11 @@ from baton.gateway.http.protocol import HttpLimits, LimitedProtocol
 from baton.gateway.http.websocket import LimitedSocket
 from baton.rpc.process import backlog_within
 
-GIVE_UP_S: Final = 2  # until what was given up has told its clients
+GIVE_UP_S: Final = 2  # for the clients of abandoned requests to be told
 
 
 class HttpServer:
-    """`start` it, then `drain` it; used on one loop."""
+    """The HTTP server of one event loop: `start` it, then `drain` it."""
 
     def __init__(self, app: ASGIApp, config: GatewayConfig, limits: HttpLimits) -> None:
         self._config = config
@@ -55,8 +55,9 @@ class HttpServer:
         return host, port
 
     async def drain(self, give_up: Callable[[], None]) -> None:
-        """Accept nothing more, let what runs end, then close. `give_up` is called when the time is over: it
-        should end what still runs.
+        """Accept nothing more, let running requests end, then close.
+
+        give_up: called when the time is over; it must end the requests that still run.
         """
         if self._task is None:
             return
@@ -78,14 +79,14 @@ class _Server(Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Signals are the process's, not one of its parts'."""
+        """Handle no signals: the process does."""
         yield
 
 
 def listening_socket(config: GatewayConfig, host: str, port: int, setting: str) -> socket.socket:
-    """A bound socket with the limits of client connections. setting: the gateway's, that `port` is from.
+    """Return a bound socket with the limits of client connections. setting: the name of the port's setting.
 
-    Raises ConfigError when the address is taken, or none of this machine's.
+    Raises ConfigError when the address is taken or is not one of this machine.
     """
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)

@@ -25,7 +25,7 @@ from baton.gateway.http.protocol import BAD_UPGRADE, HttpLimits, end, response
 
 EXTENSION: Final = "baton.socket"  # of an ASGI scope: the LimitedSocket itself
 CLOSE_TIMEOUT_S: Final = 2.0  # for a client to say that it has heard of the end
-MAX_UNCHARGED_BYTES: Final = 64 * 2**10  # before the application has set a charge: no client sends so early
+MAX_UNCHARGED_BYTES: Final = 64 * 2**10  # before the application sets `charge`; clients send later
 MAX_FRAGMENTS: Final = 8192  # of one message
 SMALL_FRAME_BYTES: Final = 128
 MAX_SMALL_FRAMES: Final = 1024  # in a second
@@ -34,7 +34,7 @@ FULL: Final = "no room for more bytes of this tenant"
 
 
 class LimitedSocket(WebSocketsSansIOProtocol):
-    """Begun by the HTTP protocol, which hands the whole header block on in one piece."""
+    """One WebSocket connection; the HTTP protocol hands on the whole header block in one piece."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class LimitedSocket(WebSocketsSansIOProtocol):
         self.close_timeout = CLOSE_TIMEOUT_S
         self._limits = limits
         self._deadline: asyncio.TimerHandle | None = None
-        self._is_ended = False  # nothing that comes is looked at any more
+        self._is_ended = False  # incoming bytes are ignored
         self._is_message_timed = False  # the deadline is that of a message
         self._queued: deque[int] = deque()  # the bytes of each message that the application has not received
         self._num_received_bytes = 0  # of the message that it has received last, until it calls `taken`
@@ -58,7 +58,7 @@ class LimitedSocket(WebSocketsSansIOProtocol):
         self._num_small_frames = 0  # in this second
 
     def taken(self) -> None:
-        """The application has charged the message that it received last to something else."""
+        """Release the last received message: the application charges it elsewhere from now on."""
         self._num_received_bytes = 0
         self._charge()
 
@@ -147,7 +147,7 @@ class LimitedSocket(WebSocketsSansIOProtocol):
             self._end(CloseCode.POLICY_VIOLATION, "messages before the handshake has ended")
 
     def _count(self, frame: Frame | None) -> None:
-        """frame: one that has come; None: a ping, which the library keeps to itself."""
+        """Count a frame if it is small. None: a ping, which the library does not show."""
         if frame is not None and len(frame.data) >= SMALL_FRAME_BYTES:
             return
         second = int(self.loop.time())
@@ -172,13 +172,13 @@ class LimitedSocket(WebSocketsSansIOProtocol):
     def _late(self) -> None:
         if not self.handshake_complete:
             self.transport.abort()
-        elif self._is_message_timed and self.read_paused:  # for the application: the client can't be blamed
+        elif self._is_message_timed and self.read_paused:  # for the application: the client is not to blame
             self._must_come_within(self._limits.body_timeout_s)
         elif self._is_message_timed:
             self._end(CloseCode.POLICY_VIOLATION, "a message did not arrive in time")
 
     def _end(self, code: CloseCode, reason: str) -> None:
-        """The client is told why, the application that the client is gone."""
+        """Tell the client why the connection ends, and the application that the client has left."""
         if self._is_ended or self.close_sent:
             return
         self._is_ended = True

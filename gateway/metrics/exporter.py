@@ -12,6 +12,7 @@ import platform
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
+from operator import attrgetter
 from typing import Any, Final, Generic, Literal, NamedTuple, TypeAlias, TypeVar
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -52,6 +53,9 @@ Labels: TypeAlias = tuple[str, ...]
 Value: TypeAlias = float | Histogram | Mapping[str, float] | Mapping[tuple[Any, ...], float]
 
 
+Read: TypeAlias = str | Callable[[RowT], Value | None]  # a str is the path of an attribute
+
+
 class Source(NamedTuple, Generic[RowT]):
     """Rows of a scrape, each with the values of its labels."""
 
@@ -60,33 +64,27 @@ class Source(NamedTuple, Generic[RowT]):
 
 
 class Metric(NamedTuple, Generic[RowT]):
-    """One metric. `read` returns a Value for one row, or None to leave the row out."""
+    """One metric. `read` gives the Value of one row, or None to leave the row out."""
 
     kind: Literal["counter", "gauge", "histogram"]
     name: str
     source: Source[RowT]
     help: str
-    read: Callable[[RowT], Value | None]
+    read: Read[RowT]
     keys: Labels = ()  # the labels of a mapping
 
 
-def counter(
-    name: str, source: Source[RowT], help: str, read: Callable[[RowT], Value | None], *keys: str
-) -> Metric[RowT]:
+def counter(name: str, source: Source[RowT], help: str, read: Read[RowT], *keys: str) -> Metric[RowT]:
     """Return a Metric that only grows; its series end in `_total`."""
     return Metric("counter", name, source, help, read, keys)
 
 
-def gauge(
-    name: str, source: Source[RowT], help: str, read: Callable[[RowT], Value | None], *keys: str
-) -> Metric[RowT]:
+def gauge(name: str, source: Source[RowT], help: str, read: Read[RowT], *keys: str) -> Metric[RowT]:
     """Return a Metric that may fall."""
     return Metric("gauge", name, source, help, read, keys)
 
 
-def histogram(
-    name: str, source: Source[RowT], help: str, read: Callable[[RowT], Value | None]
-) -> Metric[RowT]:
+def histogram(name: str, source: Source[RowT], help: str, read: Read[RowT]) -> Metric[RowT]:
     """Return a Metric of a Histogram."""
     return Metric("histogram", name, source, help, read)
 
@@ -203,126 +201,50 @@ METRICS: Final[list[Metric[Any]]] = [
         "baton_build_info", SCRAPE, "Always 1; the labels have the build.", _build_info, "version", "python"
     ),
     # Gateways
-    counter("baton_requests", GATEWAYS, "Answered requests.", lambda g: g.requests, "route", "status"),
-    counter(
-        "baton_connections_refused",
-        GATEWAYS,
-        "Connections that the server refused.",
-        lambda g: g.refused,
-        "reason",
-    ),
-    counter("baton_frontend", GATEWAYS, "Replays, drops, retries.", lambda g: g.events, "event"),
-    counter(
-        "baton_tenants_file_changes",
-        GATEWAYS,
-        "Changes of the tenants file, taken or refused.",
-        lambda g: g.tenants_file,
-        "outcome",
-    ),
-    counter("baton_prompt_tokens", GATEWAYS, "Tokens of prompts.", lambda g: g.prompt_tokens),
-    counter(
-        "baton_cached_prompt_tokens",
-        GATEWAYS,
-        "Tokens of prompts that a prefix cache had.",
-        lambda g: g.cached_tokens,
-    ),
-    counter("baton_generation_tokens", GATEWAYS, "Generated tokens.", lambda g: g.generated_tokens),
-    counter(
-        "baton_clients_gone",
-        GATEWAYS,
-        "Clients that left before the end of their answer.",
-        lambda g: g.clients_gone,
-    ),
-    counter(
-        "baton_clients_given_up", GATEWAYS, "Clients that read too slowly.", lambda g: g.clients_given_up
-    ),
-    counter("baton_unknown_body_keys", GATEWAYS, "Unknown keys of bodies.", lambda g: g.unknown_keys),
-    gauge("baton_open_requests", GATEWAYS, "Calls that are being answered.", lambda g: g.num_open),
-    histogram(
-        "baton_time_to_first_token_seconds", GATEWAYS, "From the call to its first token.", lambda g: g.ttft
-    ),
-    histogram(
-        "baton_inter_token_latency_seconds",
-        GATEWAYS,
-        "Between two batches of a choice's tokens.",
-        lambda g: g.itl,
-    ),
-    histogram("baton_request_seconds", GATEWAYS, "From the call to its end.", lambda g: g.duration),
+    counter("baton_requests", GATEWAYS, "Answered requests.", "requests", "route", "status"),
+    counter("baton_connections_refused", GATEWAYS, "Refused connections.", "refused", "reason"),
+    counter("baton_frontend", GATEWAYS, "Replays, drops, retries.", "events", "event"),
+    counter("baton_tenants_file_changes", GATEWAYS, "Taken and refused changes.", "tenants_file", "outcome"),
+    counter("baton_prompt_tokens", GATEWAYS, "Tokens of prompts.", "prompt_tokens"),
+    counter("baton_cached_prompt_tokens", GATEWAYS, "Prompt tokens that a cache had.", "cached_tokens"),
+    counter("baton_generation_tokens", GATEWAYS, "Generated tokens.", "generated_tokens"),
+    counter("baton_clients_gone", GATEWAYS, "Clients that left early.", "clients_gone"),
+    counter("baton_clients_given_up", GATEWAYS, "Clients that read too slowly.", "clients_given_up"),
+    counter("baton_unknown_body_keys", GATEWAYS, "Unknown keys of bodies.", "unknown_keys"),
+    gauge("baton_open_requests", GATEWAYS, "Calls being answered.", "num_open"),
+    histogram("baton_time_to_first_token_seconds", GATEWAYS, "From the call to its first token.", "ttft"),
+    histogram("baton_inter_token_latency_seconds", GATEWAYS, "Between batches of tokens.", "itl"),
+    histogram("baton_request_seconds", GATEWAYS, "From the call to its end.", "duration"),
     # Tenants at gateways
-    gauge("baton_tenant_open_requests", TENANTS, "Choices that are being answered.", lambda t: t.num_open),
-    counter("baton_tenant_prompt_tokens", TENANTS, "Tokens of prompts.", lambda t: t.prompt_tokens),
-    counter("baton_tenant_generation_tokens", TENANTS, "Generated tokens.", lambda t: t.generated_tokens),
-    counter("baton_tenant_calls", TENANTS, "Calls by their end.", lambda t: t.calls, "outcome"),
+    gauge("baton_tenant_open_requests", TENANTS, "Choices being answered.", "num_open"),
+    counter("baton_tenant_prompt_tokens", TENANTS, "Tokens of prompts.", "prompt_tokens"),
+    counter("baton_tenant_generation_tokens", TENANTS, "Generated tokens.", "generated_tokens"),
+    counter("baton_tenant_calls", TENANTS, "Calls by their end.", "calls", "outcome"),
     counter(
-        "baton_tenant_objectives",
-        TENANTS,
-        "Latency objectives that calls kept or missed.",
-        _objectives,
-        "objective",
-        "kept",
+        "baton_tenant_objectives", TENANTS, "Kept and missed objectives.", _objectives, "objective", "kept"
     ),
     # Workers
-    gauge(
-        "baton_workers",
-        CLUSTER,
-        "Workers of the cluster: 'serving' or 'draining'.",
-        _num_workers,
-        "role",
-        "node",
-        "state",
-    ),
-    gauge(
-        "baton_worker_running_sequences", WORKERS, "Sequences that have pages.", lambda w: w.load.num_running
-    ),
-    gauge(
-        "baton_worker_waiting_sequences",
-        WORKERS,
-        "Sequences that have no pages yet.",
-        lambda w: w.load.num_waiting,
-    ),
-    gauge(
-        "baton_worker_incoming_transfers",
-        WORKERS,
-        "Incoming transfers that hold pages.",
-        lambda w: w.load.num_incoming,
-    ),
-    gauge(
-        "baton_worker_outgoing_transfers",
-        WORKERS,
-        "Outgoing transfers that hold pages.",
-        lambda w: w.load.num_outgoing,
-    ),
-    counter("baton_worker_generated_tokens", WORKERS, "Generated tokens.", lambda w: w.load.num_tokens),
+    gauge("baton_workers", CLUSTER, "Workers, serving or draining.", _num_workers, "role", "node", "state"),
+    gauge("baton_worker_running_sequences", WORKERS, "Sequences that have pages.", "load.num_running"),
+    gauge("baton_worker_waiting_sequences", WORKERS, "Sequences without pages.", "load.num_waiting"),
+    gauge("baton_worker_incoming_transfers", WORKERS, "Transfers that hold pages.", "load.num_incoming"),
+    gauge("baton_worker_outgoing_transfers", WORKERS, "Transfers that hold pages.", "load.num_outgoing"),
+    counter("baton_worker_generated_tokens", WORKERS, "Generated tokens.", "load.num_tokens"),
     counter(
-        "baton_worker_prefix_queries_tokens",
-        WORKERS,
-        "Tokens that were looked up in the prefix cache.",
-        lambda w: w.load.prefix_queries_tokens,
+        "baton_worker_prefix_queries_tokens", WORKERS, "Looked up in a cache.", "load.prefix_queries_tokens"
     ),
-    counter(
-        "baton_worker_prefix_hits_tokens",
-        WORKERS,
-        "Tokens that were found in the prefix cache.",
-        lambda w: w.load.prefix_hits_tokens,
-    ),
-    counter("baton_worker_preemptions", WORKERS, "Preempted sequences.", lambda w: w.load.num_preemptions),
-    counter(
-        "baton_worker_kv_sent_bytes", WORKERS, "Bytes of KV sent to other workers.", lambda w: w.load.kv_bytes
-    ),
-    gauge("baton_kv_pages", WORKERS, "KV pages by state.", lambda w: w.load.pages, "state"),
-    counter("baton_worker_events", WORKERS, "Events by kind.", lambda w: w.load.counters, "event"),
+    counter("baton_worker_prefix_hits_tokens", WORKERS, "Found in a cache.", "load.prefix_hits_tokens"),
+    counter("baton_worker_preemptions", WORKERS, "Preempted sequences.", "load.num_preemptions"),
+    counter("baton_worker_kv_sent_bytes", WORKERS, "Bytes of KV sent to other workers.", "load.kv_bytes"),
+    gauge("baton_kv_pages", WORKERS, "KV pages by state.", "load.pages", "state"),
+    counter("baton_worker_events", WORKERS, "Events by kind.", "load.counters", "event"),
     # A worker names these itself: a new one needs no change here (docs/extending.md).
-    gauge("baton_worker_gauge", WORKERS, "Gauges by name.", lambda w: w.load.gauges, "name"),
+    gauge("baton_worker_gauge", WORKERS, "Gauges by name.", "load.gauges", "name"),
     # Routers
     histogram("baton_router_routing_seconds", ROUTERS, "Time to choose workers.", _routing),
-    gauge("baton_router_attempts", ROUTERS, "Dispatched attempts under way.", lambda r: r.num_attempts),
+    gauge("baton_router_attempts", ROUTERS, "Dispatched attempts under way.", "num_attempts"),
     gauge("baton_router_redis_up", ROUTERS, "1 when the link to Redis is up.", _redis_up),
-    gauge(
-        "baton_ray_head_away_seconds",
-        CLUSTER,
-        "Seconds since Ray's head last answered; no process can be started meanwhile. 0: it answers.",
-        lambda status: status.head_away_s,
-    ),
+    gauge("baton_ray_head_away_seconds", CLUSTER, "Silence of Ray's head; 0: it answers.", "head_away_s"),
     counter(
         "baton_router_decisions",
         ROUTERS,
@@ -332,68 +254,32 @@ METRICS: Final[list[Metric[Any]]] = [
     counter(
         "baton_router_blind_decisions",
         ROUTERS,
-        "Choices of a worker that had not reported its pages.",
+        "Choices without reported pages.",
         lambda r: r.counters.get("blind_decisions", 0),
     ),
     counter("baton_router_events", ROUTERS, "Events by kind.", _router_events, "event"),
     counter(
-        "baton_overload_escalations",
-        ROUTERS,
-        "Escalations to each overload level.",
-        lambda r: r.queue.escalations,
-        "level",
+        "baton_overload_escalations", ROUTERS, "Escalations to each level.", "queue.escalations", "level"
     ),
     # The queue
     gauge("baton_overload_level", QUEUE, "Overload level; 0 is calm.", lambda q: int(q.level)),
-    gauge("baton_queued_requests", QUEUE, "Requests queued at routers.", lambda q: q.num_queued),
-    gauge("baton_oldest_wait_seconds", QUEUE, "Longest wait of a queued request.", lambda q: q.oldest_wait_s),
-    gauge(
-        "baton_tenant_queued_requests", QUEUED_TENANTS, "Requests queued at routers.", lambda t: t.num_queued
-    ),
-    gauge(
-        "baton_tenant_active_requests", QUEUED_TENANTS, "Requests that workers have.", lambda t: t.num_active
-    ),
-    gauge(
-        "baton_tenant_oldest_wait_seconds",
-        QUEUED_TENANTS,
-        "Longest wait of a queued request.",
-        lambda t: t.oldest_wait_s,
-    ),
-    gauge("baton_tenant_weight", QUEUED_TENANTS, "Weight of the tenant's share.", lambda t: t.weight),
-    counter(
-        "baton_tenant_work_tokens", ROUTER_TENANTS, "Tokens computed for the tenant.", lambda t: t.work_tokens
-    ),
-    counter(
-        "baton_tenant_dispatched_requests",
-        ROUTER_TENANTS,
-        "Requests dispatched to workers.",
-        lambda t: t.num_dispatched,
-    ),
-    counter(
-        "baton_tenant_wait_seconds",
-        ROUTER_TENANTS,
-        "Total wait of dispatched requests.",
-        lambda t: t.waited_s,
-    ),
-    counter(
-        "baton_tenant_degraded_requests",
-        ROUTER_TENANTS,
-        "Requests made shorter or narrower under overload.",
-        lambda t: t.num_degraded,
-    ),
-    counter(
-        "baton_tenant_refused",
-        ROUTER_TENANTS,
-        "Requests that the router refused.",
-        lambda t: t.refused,
-        "reason",
-    ),
+    gauge("baton_queued_requests", QUEUE, "Requests queued at routers.", "num_queued"),
+    gauge("baton_oldest_wait_seconds", QUEUE, "Longest wait in the queue.", "oldest_wait_s"),
+    gauge("baton_tenant_queued_requests", QUEUED_TENANTS, "Requests queued at routers.", "num_queued"),
+    gauge("baton_tenant_active_requests", QUEUED_TENANTS, "Requests that workers have.", "num_active"),
+    gauge("baton_tenant_oldest_wait_seconds", QUEUED_TENANTS, "Longest wait in the queue.", "oldest_wait_s"),
+    gauge("baton_tenant_weight", QUEUED_TENANTS, "Weight of the tenant's share.", "weight"),
+    counter("baton_tenant_work_tokens", ROUTER_TENANTS, "Tokens computed.", "work_tokens"),
+    counter("baton_tenant_dispatched_requests", ROUTER_TENANTS, "Dispatched requests.", "num_dispatched"),
+    counter("baton_tenant_wait_seconds", ROUTER_TENANTS, "Wait of dispatched requests.", "waited_s"),
+    counter("baton_tenant_degraded_requests", ROUTER_TENANTS, "Degraded under overload.", "num_degraded"),
+    counter("baton_tenant_refused", ROUTER_TENANTS, "Refused by the router.", "refused", "reason"),
     # vLLM's names
-    histogram("vllm:time_to_first_token_seconds", ENGINES, "Time to first token.", lambda g: g.ttft),
-    histogram("vllm:inter_token_latency_seconds", ENGINES, "Time between tokens.", lambda g: g.itl),
-    histogram("vllm:e2e_request_latency_seconds", ENGINES, "Time to the end.", lambda g: g.duration),
-    counter("vllm:prompt_tokens", ENGINES, "Tokens of prompts.", lambda g: g.prompt_tokens),
-    counter("vllm:generation_tokens", ENGINES, "Generated tokens.", lambda g: g.generated_tokens),
+    histogram("vllm:time_to_first_token_seconds", ENGINES, "Time to first token.", "ttft"),
+    histogram("vllm:inter_token_latency_seconds", ENGINES, "Time between tokens.", "itl"),
+    histogram("vllm:e2e_request_latency_seconds", ENGINES, "Time to the end.", "duration"),
+    counter("vllm:prompt_tokens", ENGINES, "Tokens of prompts.", "prompt_tokens"),
+    counter("vllm:generation_tokens", ENGINES, "Generated tokens.", "generated_tokens"),
     gauge(
         "vllm:num_requests_waiting",
         MODEL,
@@ -411,22 +297,10 @@ METRICS: Final[list[Metric[Any]]] = [
         "vllm:prefix_cache_queries",
         WORKER_ENGINES,
         "Tokens that were looked up.",
-        lambda w: w.load.prefix_queries_tokens,
+        "load.prefix_queries_tokens",
     ),
-    counter(
-        "vllm:prefix_cache_hits",
-        WORKER_ENGINES,
-        "Tokens that were found.",
-        lambda w: w.load.prefix_hits_tokens,
-    ),
-    gauge(
-        "vllm:cache_config_info",
-        CLUSTER,
-        "Configuration of the cache.",
-        _cache_config,
-        "block_size",
-        "num_gpu_blocks",
-    ),
+    counter("vllm:prefix_cache_hits", WORKER_ENGINES, "Tokens that were found.", "load.prefix_hits_tokens"),
+    gauge("vllm:cache_config_info", CLUSTER, "Of the cache.", _cache_config, "block_size", "num_gpu_blocks"),
     gauge(
         "vllm:lora_requests_info",
         CLUSTER,
@@ -497,8 +371,9 @@ _FAMILIES: Final = {
 def _family(metric: Metric[RowT], scrape: Scrape) -> Any:
     labels = (*metric.source.labels, *metric.keys)
     family: Any = _FAMILIES[metric.kind](metric.name, metric.help, labels=labels)
+    read = attrgetter(metric.read) if isinstance(metric.read, str) else metric.read
     for values, row in metric.source.rows(scrape):
-        value = metric.read(row)
+        value: Value | None = read(row)
         if isinstance(value, Histogram):
             bounds = (*map(str, value.bounds), "+Inf")
             if len(bounds) == len(value.counts):  # else of another release of Baton

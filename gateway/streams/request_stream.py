@@ -87,8 +87,8 @@ class Service(Protocol):
 
     @property
     def prefill_seen_s(self) -> float | None:
-        """The last time, by the service's clock, at which both of these had been seen: a prompt whose pages a
-        prefill worker transferred, and an answer of such a prompt's decode worker to this gateway.
+        """When prefill was last seen to work, by the service's clock: a prefill worker had transferred a
+        prompt's pages, and a decode worker with such a prompt had answered this gateway.
         """
 
     @property

@@ -1,4 +1,4 @@
-"""The tenants file: whose keys open the API, and what each tenant may ask for.
+"""The tenants file: the keys that open the API, and the policy of each tenant.
 
     classes: [interactive, batch]      # the first is served strictly before the second; left out: one class
     public_prefixes:
@@ -14,8 +14,12 @@
         public_prefixes: [house]
         admin: true                    # left out: its keys do not open /metrics and /load
 
-Every field is in `baton.tenants.TenantPolicy`, beside `keys` and `admin`. `printf %s KEY | sha256sum` prints
-the digits of a key; `baton keys` writes them. Nothing is taken of a file that is wrong anywhere.
+`baton.tenants.TenantPolicy` has every field beside `keys` and `admin`. `printf %s KEY | sha256sum` prints the
+digits of a key; `baton keys` writes them. A file with any fault is refused as a whole.
+
+`with_key` and `without_keys` change the keys of a file and leave the rest as its author wrote it. They change
+the text where YAML says that keys stand, and read the result again: unless it is the same file but for the
+keys, it is not used.
 """
 
 import difflib
@@ -47,11 +51,12 @@ class TenantEntry(TenantPolicy, frozen=True, kw_only=True):
 
     @property
     def digests(self) -> list[bytes]:
+        """The digests of the keys."""
         return [bytes.fromhex(key.removeprefix("sha256:")) for key in self.keys]
 
 
 class TenantsFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a file says, checked as a whole."""
+    """The content of a file, checked as a whole."""
 
     # Priority classes, highest first; a class is served strictly before the next.
     classes: Annotated[tuple[ClassName, ...], Meta(min_length=1, max_length=MAX_CLASSES)] = (ONLY_CLASS,)
@@ -59,14 +64,14 @@ class TenantsFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     tenants: dict[TenantName, TenantEntry]  # by name
 
     def rank(self, entry: TenantEntry) -> int:
-        """0 for those who are served first."""
+        """Return the rank of a tenant's class; 0 is served first."""
         if entry.priority_class is None:
             return len(self.classes) - 1
         return self.classes.index(entry.priority_class)
 
 
 def is_tenants_file(path: Path) -> bool:
-    """Whether a file describes tenants, right or wrong. A file of settings names a tenants file instead."""
+    """Tell a tenants file, right or wrong, from a file of settings."""
     try:
         content = load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, ConfigError):
@@ -75,9 +80,9 @@ def is_tenants_file(path: Path) -> bool:
 
 
 def read_tenants(path: Path) -> TenantsFile:
-    """Raises ConfigError, which names the file and the key, on anything that is not as above."""
+    """Read a tenants file. Raises ConfigError that names the file and the wrong key."""
     try:
-        if not path.is_file() and path.exists():  # a pipe would hold up its reader, a device has no end
+        if not path.is_file() and path.exists():  # reading a pipe may block, and a device has no end
             raise ConfigError(f"{path}: expected a plain file")
         with path.open("rb") as file:
             content = file.read(MAX_FILE_BYTES + 1)
@@ -93,7 +98,7 @@ def read_tenants(path: Path) -> TenantsFile:
 
 
 def parse_tenants(text: str, name: str) -> TenantsFile:
-    """As `read_tenants`; `name`: of the file, for messages."""
+    """Read the text of a tenants file. name: the file, for messages. Raises ConfigError."""
     try:
         content = load(text)
         return _file(content)
@@ -102,7 +107,7 @@ def parse_tenants(text: str, name: str) -> TenantsFile:
 
 
 def load(text: str) -> Any:
-    """What YAML says, plain values; ConfigError where it is none, or a mapping has one key twice."""
+    """Return the plain values of YAML. Raises ConfigError for other text and for a repeated key."""
     try:
         loader = _Loader(text)
         try:
@@ -124,7 +129,7 @@ def load(text: str) -> Any:
 
 
 def _check_size(root: yaml.Node) -> None:
-    """ConfigError where aliases make a small file stand for a huge one, or one without an end."""
+    """Raise ConfigError when aliases make a small file stand for a huge or an endless one."""
     num_values: dict[int, int] = {}  # of each node with all that is in it; 0 while it is being counted
 
     def count(node: yaml.Node) -> int:
@@ -215,7 +220,7 @@ def _entry(name: str, given: object) -> TenantEntry:
 
 
 def _keys(where: str, given: object) -> tuple[str, ...]:
-    """Whatever stands there may be a key itself: it is not shown."""
+    """Check key digests; a wrong one may be a key itself, so it is not shown."""
     if not isinstance(given, list):
         raise ConfigError(f"{where}: expected a list, got {type(given).__name__}")
     for index, key in enumerate(given):
@@ -238,17 +243,12 @@ def _check_keys_are_distinct(entries: Mapping[str, TenantEntry]) -> None:
     for name, entry in entries.items():
         for key in entry.keys:
             if key in owners:
-                whose = (
+                place = (
                     "twice" if owners[key] == name else f"also of tenant {owners[key]!r}: it belongs to two"
                 )
-                raise ConfigError(f"tenants.{name}.keys: {key[:15]}... is there {whose}")
+                raise ConfigError(f"tenants.{name}.keys: {key[:15]}... is there {place}")
             owners[key] = name
 
-
-# Keys put into a tenants file and taken out of it; everything else stays as its author wrote it.
-#
-# The text is changed where YAML says that keys stand. What comes out is read again: unless it is the same
-# file but for those keys, nothing of it is used.
 
 FRESH: Final = "tenants: {}\n"
 INDENT: Final = 2
@@ -256,9 +256,9 @@ PLAIN: Final = re.compile(r"[A-Za-z][A-Za-z0-9._-]*")
 
 
 def with_key(text: str, tenant: str, key: str) -> str:
-    """The file with one more key, "sha256:" and its digits; the tenant is made where there is none.
+    """Return the file with one more key, "sha256:" and its digits; the tenant is added if need be.
 
-    Raises ConfigError for a file that is wrong, and for one that has to be changed by hand.
+    Raises ConfigError for a wrong file, and for a file that must be changed by hand.
     """
     text = text if text.strip() else FRESH
     file = parse_tenants(text, "the file")
@@ -275,7 +275,7 @@ def with_key(text: str, tenant: str, key: str) -> str:
 
 
 def without_keys(text: str, keys: Collection[str]) -> str:
-    """The file with none of these. Raises ConfigError as above."""
+    """Return the file without these keys. Raises ConfigError as above."""
     file = parse_tenants(text, "the file")
     for name, entry in file.tenants.items():
         left = tuple(key for key in entry.keys if key not in keys)
@@ -298,7 +298,7 @@ def _checked(text: str | None, expected: TenantsFile, by_hand: str) -> str:
 
 
 def _value(mapping: Any, name: str) -> Any:
-    """The node of a mapping's value; None where there is none."""
+    """Return the node of a mapping's value, or None."""
     if isinstance(mapping, yaml.MappingNode):
         for key, value in mapping.value:
             if key.value == name:
@@ -331,7 +331,7 @@ def _with_item(text: str, keys: Any, key: str) -> str | None:
 
 
 def _with_items(text: str, keys: Any, left: Collection[str]) -> str | None:
-    """With those of its items alone that are `left`."""
+    """Return the text with only the items that are `left`."""
     if not isinstance(keys, yaml.SequenceNode):
         return None
     if keys.flow_style or not left:
@@ -362,7 +362,7 @@ def _start(node: Any) -> int:
 
 
 def _end(node: Any) -> int:
-    """Behind its last character; of what is written in lines YAML says only where the next thing begins."""
+    """Return the end of a node; for a block YAML says only where the next thing begins."""
     if isinstance(node, yaml.CollectionNode) and not node.flow_style:
         last = node.value[-1]
         return _end(last[1] if isinstance(last, tuple) else last)
@@ -370,7 +370,7 @@ def _end(node: Any) -> int:
 
 
 def _end_of_key(text: str, index: int) -> int:
-    """Of the mapping's key, colon included, whose value begins at `index`."""
+    """Return the end of the key, colon included, of the value that begins at `index`."""
     return text.rindex(":", 0, index) + 1
 
 

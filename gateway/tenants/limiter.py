@@ -3,13 +3,13 @@
 Quotas hold for the whole cluster, and the router keeps them. One gateway has no more open than the cluster: a
 call over the quota here is over the quota everywhere, and the router need not be asked.
 
-A gateway has places for a number of choices. One tenant cannot take all places (`baton.tenants.has_slots`).
+A gateway has slots for a number of choices. One tenant cannot take all slots (`baton.tenants.has_slots`).
 The same holds for bytes of memory: of bodies and prompts, charged as they come and before they are parsed,
 and of answers that are kept until they are whole.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Final
 
 from baton.errors import Overloaded, Refused
@@ -24,13 +24,13 @@ FULL_RETRY_S: Final = 1.0  # the end of a call cannot be predicted
 class Permit:
     """The admission of one call: report each batch of `tokens`, then `leave` once."""
 
-    __slots__ = ("_call", "_counts", "_first_s", "_last_s", "_left", "_num_choices", "_num_tokens")
+    __slots__ = ("_call", "_counts", "_first_s", "_last_s", "_num_choices", "_num_tokens", "_slots")
 
-    def __init__(self, call: Call, counts: TenantCounts, left: Callable[[], None]) -> None:
-        """left: called when the call ends."""
+    def __init__(self, call: Call, counts: TenantCounts, slots: "Charge") -> None:
+        """slots: those of the call; they are released when the call ends."""
         self._call = call
         self._counts = counts
-        self._left = left
+        self._slots = slots
         self._num_choices = call.num_answers
         self._num_tokens = 0
         self._first_s: float | None = None
@@ -53,7 +53,7 @@ class Permit:
         counts.calls[outcome] += 1
         for objective, is_met in self._verdicts(is_over=outcome != "gone"):
             (counts.met if is_met else counts.missed)[objective] += 1
-        self._left()
+        self._slots.release()
 
     def _verdicts(self, *, is_over: bool) -> Iterator[tuple[str, bool]]:
         """Yield each objective of the call that was met or missed; a client that left early missed none."""
@@ -69,41 +69,36 @@ class Permit:
             yield "tpot", tpot_ms <= sla.tpot_ms
 
 
-class TextCharge:
-    """The bytes of a Budget that one call holds, until its `with` ends."""
+class Charge:
+    """The amount of a Budget that one call holds, until its `with` ends."""
 
-    __slots__ = ("_budget", "_is_counted", "_quota", "_tenant", "num_bytes")
+    __slots__ = ("_budget", "_is_counted", "_quota", "_tenant", "amount")
 
     def __init__(self, budget: "Budget", tenant: str, quota: int | None, *, is_counted: bool) -> None:
         self._budget = budget
         self._is_counted = is_counted
         self._tenant = tenant
         self._quota = quota
-        self.num_bytes = 0
+        self.amount = 0
 
-    def add(self, num_bytes: int) -> None:
-        """Hold more bytes. Raises Refused for the tenant's quota, Overloaded when no room is left."""
-        try:
-            self._budget.take(self._tenant, num_bytes, self._quota)
-        except (Refused, Overloaded) as error:
-            if self._is_counted:
-                self._budget.count(self._tenant, error)
-            raise
-        self.num_bytes += num_bytes
+    def add(self, amount: int) -> None:
+        """Hold more. Raises Refused for the tenant's quota, Overloaded when the gateway has no room."""
+        self._budget.take(self._tenant, amount, self._quota, is_counted=self._is_counted)
+        self.amount += amount
 
-    def set(self, num_bytes: int) -> None:
-        """Hold this many bytes from now on. Raises the errors of `add`."""
-        if num_bytes > self.num_bytes:
-            self.add(num_bytes - self.num_bytes)
+    def set(self, amount: int) -> None:
+        """Hold this amount from now on. Raises the errors of `add`."""
+        if amount > self.amount:
+            self.add(amount - self.amount)
         else:
-            self._budget.give_back(self._tenant, self.num_bytes - num_bytes)
-            self.num_bytes = num_bytes
+            self._budget.give_back(self._tenant, self.amount - amount)
+            self.amount = amount
 
     def release(self) -> None:
         """Hold nothing from now on."""
         self.set(0)
 
-    def __enter__(self) -> "TextCharge":
+    def __enter__(self) -> "Charge":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -111,115 +106,80 @@ class TextCharge:
 
 
 class Budget:
-    """Bytes of a gateway's memory, which tenants share as they share places."""
+    """Slots or bytes of one gateway, shared among tenants."""
 
-    def __init__(self, metrics: Metrics, num_bytes: int, refusal: Refusal) -> None:
+    def __init__(self, metrics: Metrics, total: int, refusal: Refusal, unit: str = "bytes") -> None:
         """refusal: the quota of that name bounds a tenant's part."""
         self._metrics = metrics
-        self._num_bytes = num_bytes
+        self._total = total
         self._refusal = refusal
-        self._quota = refusal.value
+        self._unit = unit
         self.num_taken = 0
         self._taken: Counter[str] = Counter()  # by the tenant's name; none of 0
 
-    def charge(self, tenant: str, quotas: Quotas, *, is_counted: bool = True) -> TextCharge:
+    def charge(self, tenant: str, quotas: Quotas, *, is_counted: bool = True) -> Charge:
         """Return an empty charge, for a `with`. is_counted: False when a Permit counts the refusal."""
-        return TextCharge(self, tenant, getattr(quotas, self._quota), is_counted=is_counted)
+        return Charge(self, tenant, getattr(quotas, self._refusal.value), is_counted=is_counted)
 
-    def take(self, tenant: str, num_bytes: int, quota: int | None) -> None:
-        """See TextCharge.add."""
-        num_own, num_free = self._taken[tenant], self._num_bytes - self.num_taken
-        if quota is not None and num_own + num_bytes > quota:
-            raise Refused(
-                f"{quota} bytes at once, {num_own} are taken and {num_bytes} more are needed",
+    def take(self, tenant: str, amount: int, quota: int | None, *, is_counted: bool) -> None:
+        """See Charge.add."""
+        num_own, num_free = self._taken[tenant], self._total - self.num_taken
+        refused: Overloaded | None = None
+        if quota is not None and num_own + amount > quota:
+            refused = Refused(
+                f"{quota} {self._unit} at once, {num_own} are taken and {amount} more are needed",
                 refusal=self._refusal,
-                retry_after_s=FULL_RETRY_S if num_bytes <= quota else 0.0,
+                retry_after_s=FULL_RETRY_S if amount <= quota else 0.0,
             )
-        if not has_slots(tenant, num_bytes, num_own, num_free):
-            raise Overloaded(
-                f"{self._refusal.value}: its tenant has {num_own} of this gateway's {self._num_bytes} bytes, "
-                f"{num_free} are free, {num_bytes} are needed",
+        elif not has_slots(tenant, amount, num_own, num_free):
+            refused = Overloaded(
+                f"its tenant has {num_own} of this gateway's {self._total} {self._unit}, "
+                f"{num_free} are free, {amount} are needed ({self._refusal.value})",
                 retry_after_s=FULL_RETRY_S,
             )
-        self.num_taken += num_bytes
-        self._taken[tenant] += num_bytes
+        if refused is not None:
+            if is_counted:
+                refusal = refused.refusal if isinstance(refused, Refused) else Refusal.NO_ROOM
+                self._metrics.tenant(tenant).calls[refusal.value] += 1
+            raise refused
+        self.num_taken += amount
+        self._taken[tenant] += amount
 
-    def count(self, tenant: str, error: Refused | Overloaded) -> None:
-        """Count a call that was refused."""
-        refusal = error.refusal if isinstance(error, Refused) else Refusal.NO_ROOM
-        self._metrics.tenant(tenant).calls[refusal.value] += 1
-
-    def give_back(self, tenant: str, num_bytes: int) -> None:
-        """Release bytes of a charge."""
-        self.num_taken -= num_bytes
-        self._taken[tenant] -= num_bytes
+    def give_back(self, tenant: str, amount: int) -> None:
+        """Release an amount of a charge."""
+        self.num_taken -= amount
+        self._taken[tenant] -= amount
         if not self._taken[tenant]:
             del self._taken[tenant]
 
 
 class Limiter:
-    """The places and the bytes of one gateway."""
+    """The slots and the bytes of one gateway."""
 
     def __init__(
         self,
         metrics: Metrics,
-        num_places: int,
+        num_slots: int,
         *,
         max_input_bytes: int = 2**50,
         max_answer_bytes: int = 2**50,
     ) -> None:
-        """num_places: of choices that are answered at once. For the bytes see GatewayConfig."""
+        """num_slots: choices that are answered at once. For the bytes see GatewayConfig."""
+        self.slots = Budget(metrics, num_slots, Refusal.MAX_CONCURRENT_REQUESTS, "slots")
         self.inputs = Budget(metrics, max_input_bytes, Refusal.MAX_INPUT_BYTES)
         self.answers = Budget(metrics, max_answer_bytes, Refusal.MAX_ANSWER_BYTES)
         self._metrics = metrics
-        self._num_places = num_places
-        self._num_taken = 0
-        self._num_open: Counter[str] = Counter()  # choices, by the tenant's name; none of 0
 
     def enter(self, call: Call) -> Permit:
         """Admit a call.
 
-        Raises Refused for a quota, Overloaded when no place is free, and ApiError 400 for a call that the
+        Raises Refused for a quota, Overloaded when no slot is free, and ApiError 400 for a call that the
         tenant's quota never admits.
         """
-        name, num_choices = call.tenant.name, call.num_answers
-        counts = self._metrics.tenant(name)
-        self._check_quota(call, num_choices, counts)
-        self._check_places(name, num_choices, counts)
-        self._num_open[name] += num_choices
-        self._num_taken += num_choices
-
-        def left() -> None:
-            self._num_taken -= num_choices
-            self._num_open[name] -= num_choices
-            if not self._num_open[name]:
-                del self._num_open[name]
-
-        return Permit(call, counts, left)
-
-    def _check_quota(self, call: Call, num_choices: int, counts: TenantCounts) -> None:
-        most = call.scheduling_key.quotas.max_concurrent_requests
-        if most is None:
-            return
-        if num_choices > most:
-            raise invalid(f"n: the call has {num_choices} answers, its tenant may have {most} at once")
-        if self._num_open[call.tenant.name] + num_choices > most:
-            counts.calls[Refusal.MAX_CONCURRENT_REQUESTS.value] += 1
-            raise Refused(
-                f"{most} at most",
-                refusal=Refusal.MAX_CONCURRENT_REQUESTS,
-                retry_after_s=FULL_RETRY_S,
-            )
-
-    def _check_places(self, tenant: str, num_choices: int, counts: TenantCounts) -> None:
-        num_own, num_free = self._num_open[tenant], self._num_places - self._num_taken
-        if not has_slots(tenant, num_choices, num_own, num_free):
-            counts.calls[Refusal.NO_ROOM.value] += 1
-            raise Overloaded(
-                f"its tenant has {num_own} of this gateway's {self._num_places} places, {num_free} are free",
-                retry_after_s=FULL_RETRY_S,
-            )
-
-    def num_open(self, tenant: str) -> int:
-        """Return the tenant's choices that are being answered."""
-        return self._num_open.get(tenant, 0)
+        quotas = call.scheduling_key.quotas
+        most = quotas.max_concurrent_requests
+        if most is not None and call.num_answers > most:
+            raise invalid(f"n: the call has {call.num_answers} answers, its tenant may have {most} at once")
+        slots = self.slots.charge(call.tenant.name, quotas)
+        slots.add(call.num_answers)
+        return Permit(call, self._metrics.tenant(call.tenant.name), slots)

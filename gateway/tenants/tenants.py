@@ -1,7 +1,15 @@
-"""Whose request it is: the tenants of one gateway, by the keys that clients send.
+"""The tenants of one gateway, by the keys that clients send, and the objectives that a request may ask for.
 
-A tenant's name decides which cached prompts its requests may share: its salt is derived here, from the
-cluster's key, and no client can name one. What the file says is in gateway/tenants/file.py.
+A tenant's name decides which cached prompts its requests may share: its salt is derived here from the cluster
+key, and no client can choose one. gateway/tenants/file.py reads the tenants file.
+
+`TenantsWatch` follows that file:
+
+1. A file that has changed is left alone until it has not changed for SETTLE_S: it may be half written.
+2. Then the file is read. If all of it is right, its tenants are the gateway's from now on.
+3. If anything is wrong, or the file is gone, the tenants stay, and one warning says so.
+
+Running requests are not affected: a revoked key opens nothing new.
 """
 
 import asyncio
@@ -32,27 +40,30 @@ SALT_BYTES: Final = 16
 
 
 class Tenant(msgspec.Struct, frozen=True, kw_only=True):
+    """One tenant as requests need it."""
+
     name: str
     cache_salt: bytes
     policy: TenantPolicy = TenantPolicy()
-    classes: tuple[str, ...] = (ONLY_CLASS,)  # of the file, the one that is served first first
+    classes: tuple[str, ...] = (ONLY_CLASS,)  # of the file, highest first
     rank: int = 0  # of its own class
-    public_texts: tuple[str, ...] = ()  # its prompts share the pages of these with other tenants'
+    public_texts: tuple[str, ...] = ()  # prefixes whose pages it shares with other tenants
     is_admin: bool = False
 
     def may_use(self, model: str) -> bool:
+        """The tenant's policy allows the model."""
         return self.policy.models is None or model in self.policy.models
 
 
 class Tenants:
-    """Who may come in. Without a file everybody is the one that has no name."""
+    """The tenants by their keys. Without a file every client is the one tenant without a name."""
 
     def __init__(self, keys: ClusterKeys, file: TenantsFile | None = None) -> None:
         """keys: a gateway's."""
         self._ring = KeyRing.of(keys, Kind.GATEWAY)
-        self._lock = threading.Lock()  # one makes the tenants at a time
+        self._lock = threading.Lock()  # held while the tenants are made
         self._file = file
-        self._secret = secrets.token_bytes(32)  # nobody can tell which keys lie near each other in the table
+        self._secret = secrets.token_bytes(32)  # hides the order of keys in the table
         self._of_key: dict[bytes, tuple[bytes, Tenant]] = {}  # by _place -> the key's digest, its tenant
         self.need_keys = file is not None
         self._ring.follow(self._make)
@@ -60,7 +71,9 @@ class Tenants:
 
     @classmethod
     def from_file(cls, path: Path | None, keys: ClusterKeys) -> "Tenants":
-        """Raises ConfigError, which names the tenant and the key, on a file that is wrong or has no key."""
+        """Read a tenants file. Raises ConfigError that names the wrong tenant and key, or that no key is
+        there.
+        """
         if path is None:
             return cls(keys)
         file = read_tenants(path)
@@ -69,14 +82,14 @@ class Tenants:
         return cls(keys, file)
 
     def replace(self, file: TenantsFile) -> None:
-        """These from now on: a key that is not there any more opens nothing. What runs is not touched."""
+        """Replace the tenants; a key that is gone opens nothing new."""
         self._file = file
         self._make()
 
     def _make(self) -> None:
         """Make the tenants of the file and the current key.
 
-        After a rotation new requests have other salts, and find no page of earlier ones.
+        After a rotation new requests have other salts and find no page of earlier requests.
         """
         with self._lock:
             file = self._file
@@ -92,9 +105,9 @@ class Tenants:
             }
 
     def find(self, key: str) -> Tenant | None:
-        """The tenant of the key that a client sent; None when it is nobody's.
+        """Return the tenant of a client's key; None for an unknown key.
 
-        The time it takes does not tell how near a guess is: where it is looked up depends on a secret.
+        The time of the look-up does not tell how near a guess is: its place depends on a secret.
         """
         if not self.need_keys:
             return self._anyone
@@ -107,11 +120,12 @@ class Tenants:
 
 
 def key_digest(key: str) -> bytes:
+    """Return the SHA-256 digest of a client's key, as the tenants file has it."""
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
 
 
 def cache_salt(key: bytes, tenant: str) -> bytes:
-    """Pages are shared by requests of one salt only."""
+    """Return a tenant's salt: only requests of one salt share pages."""
     return hmac.digest(key, b"baton cache salt 1:" + tenant.encode(), "sha256")[:SALT_BYTES]
 
 
@@ -129,12 +143,12 @@ def _tenant(name: str, file: TenantsFile, key: bytes) -> Tenant:
     )
 
 
-# What a request may ask for beside its body, by headers; never more than its tenant's policy gives.
+# Headers may ask for no more than the tenant's policy gives.
 #
-# x-slo-ttft-ms, x-slo-tpot-ms    what it should keep (llm-d's x-llm-d-slo-* mean the same)
-# x-baton-priority                the class that it is served in: its tenant's own, or a lower one
+# x-slo-ttft-ms, x-slo-tpot-ms    latency objectives (llm-d's x-llm-d-slo-* mean the same)
+# x-baton-priority                the priority class: the tenant's own or a lower one
 
-TTFT_HEADERS: Final = (b"x-slo-ttft-ms", b"x-llm-d-slo-ttft-ms")  # the first that is there counts
+TTFT_HEADERS: Final = (b"x-slo-ttft-ms", b"x-llm-d-slo-ttft-ms")  # the first present one counts
 TPOT_HEADERS: Final = (b"x-slo-tpot-ms", b"x-llm-d-slo-tpot-ms")
 PRIORITY_HEADER: Final = b"x-baton-priority"
 MAX_SLO_MS: Final = 86_400_000.0
@@ -143,13 +157,13 @@ AskedFor: TypeAlias = Mapping[bytes, str]  # name of a header above -> its value
 
 
 def asked_for(scope: Scope) -> AskedFor:
-    """The headers above; where one is there twice, the first counts."""
+    """Return the headers above that a request has; of repeated ones the first counts."""
     headers: Headers = scope["headers"]
     return {name: value.decode("latin-1") for name, value in reversed(headers) if name in _HEADERS}
 
 
 def sla_of(asked: AskedFor, tenant: Tenant) -> Sla:
-    """The tenant's own, as far as the headers do not ask for less. Raises ApiError 400."""
+    """Return the objectives: the tenant's, or looser ones of the headers. Raises ApiError 400."""
     promised = tenant.policy.sla
     if not asked:
         return promised
@@ -162,7 +176,7 @@ def sla_of(asked: AskedFor, tenant: Tenant) -> Sla:
 
 
 def scheduling_key_of(asked: AskedFor, tenant: Tenant) -> SchedulingKey:
-    """In the class that is asked for, if it is not above the tenant's own. Raises ApiError 400."""
+    """Return the scheduling key in the class of the headers or the tenant's. Raises ApiError 400."""
     scheduling_key = tenant.policy.scheduling_key(_rank_of(asked, tenant))
     return (
         msgspec.structs.replace(scheduling_key, has_unpromised_sla=True)
@@ -184,7 +198,7 @@ def _rank_of(asked: AskedFor, tenant: Tenant) -> int:
 
 
 def _wishes(asked: AskedFor, promised: Sla) -> bool:
-    """Whether an objective is asked for of a kind that the tenant is not promised."""
+    """The headers ask for an objective that the tenant is not promised."""
     kinds = ((promised.ttft_ms, TTFT_HEADERS), (promised.tpot_ms, TPOT_HEADERS))
     return bool(asked) and any(own is None and not asked.keys().isdisjoint(names) for own, names in kinds)
 
@@ -211,22 +225,13 @@ def _milliseconds(asked: AskedFor, names: tuple[bytes, ...]) -> float | None:
     return value
 
 
-# The tenants file as it is now: it is looked at again and again, and taken when it is well.
-#
-# 1. A file that looks other than the one that was read last is left alone until it has not changed for
-# SETTLE_S: it may be half written.
-# 2. Then it is read. If all of it is well, its tenants are those of the gateway from now on.
-# 3. If anything is wrong in it, or it is gone, the tenants stay what they were, and a warning says so, once.
-#
-# What runs is not touched by any of this: a key that is revoked opens nothing new.
-
 LOOK_EVERY_S: Final = 0.2
 SETTLE_S: Final = 0.2
 logger = logging.getLogger(__name__)
 
 
 class Signature(NamedTuple):
-    """What changes whenever a file does."""
+    """Values of which one differs after any change of a file."""
 
     device: int
     inode: int
@@ -236,7 +241,7 @@ class Signature(NamedTuple):
 
     @classmethod
     def of(cls, path: Path) -> "Signature | None":
-        """None of a file that is not there."""
+        """Return None for an absent file."""
         try:
             status = path.stat()
         except OSError:
@@ -245,20 +250,21 @@ class Signature(NamedTuple):
 
 
 class TenantsWatch:
-    """`look` does all its work on the thread that calls it; `tenants` may be asked on another meanwhile."""
+    """Follows a tenants file. `look` works on the thread that calls it; other threads may use `tenants`."""
 
     def __init__(self, path: Path, keys: ClusterKeys, clock: Clock) -> None:
-        """keys: a gateway's. Raises ConfigError for a file that is wrong: there is no earlier one."""
+        """keys: a gateway's. Raises ConfigError for a wrong file."""
         self.counters: Counter[str] = Counter()  # changes that were "taken", and "refused"
         self._path = path
         self._clock = clock
-        self._known = Signature.of(path)  # of what was read last, for better or worse; taken before reading
+        # The signature of the file that was read last, right or wrong; taken before reading.
+        self._known = Signature.of(path)
         self._seen = self._known  # by the last look
-        self._seen_s = clock.now_s()  # since when it has looked like that
+        self._seen_s = clock.now_s()  # since when the file has had this signature
         self.tenants = Tenants.from_file(path, keys)
 
     def look(self) -> bool:
-        """Whether the tenants are others now."""
+        """Check the file once. Returns True when the tenants have changed."""
         signature, now_s = Signature.of(self._path), self._clock.now_s()
         if signature != self._seen or now_s < self._seen_s:
             self._seen, self._seen_s = signature, now_s
@@ -268,12 +274,12 @@ class TenantsWatch:
         return self._take()
 
     async def keep_looking(self) -> None:
-        """Until it is cancelled."""
+        """Check the file again and again until cancelled."""
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
             try:
                 await asyncio.to_thread(self.look)
-            except Exception:  # a bug of ours must not leave revoked keys in force for ever
+            except Exception:  # a bug must not leave revoked keys in force
                 logger.exception("%s could not be looked at", self._path)
 
     def _take(self) -> bool:

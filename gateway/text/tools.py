@@ -1,4 +1,4 @@
-"""Calls of tools, and the forms in which models write them, which their chat templates tell.
+"""Tools that clients offer, and the calls of tools in a model's text. The chat template tells their form.
 
 - hermes: <tool_call>{"name": "weather", "arguments": {"city": "Paris"}}</tool_call>, as Hermes and Qwen
 - llama: {"name": "weather", "parameters": {"city": "Paris"}}, as Llama 3
@@ -6,8 +6,9 @@
 
 import re
 import secrets
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Annotated, Any, Final, Literal, Protocol, TypeAlias
+from typing import Annotated, Any, Final, Literal, TypeAlias
 
 import msgspec
 from msgspec import Meta
@@ -21,19 +22,12 @@ LLAMAS_WORDS: Final = '"parameters": dictionary of argument name'
 
 
 class ToolCall(msgspec.Struct, frozen=True):
+    """One call that the model has written."""
+
     index: int  # in its choice
     id: str
     name: str
     arguments: str  # JSON
-
-
-class ToolCallReader(Protocol):
-    """Of one choice: `push` its text, then `finish`. Both return text to be shown, and add to `found`."""
-
-    @property
-    def found(self) -> list[ToolCall]: ...
-    def push(self, text: str) -> str: ...
-    def finish(self) -> str: ...
 
 
 class _Written(msgspec.Struct, frozen=True):
@@ -42,32 +36,45 @@ class _Written(msgspec.Struct, frozen=True):
     parameters: dict[str, object] | None = None  # Llama's word for it
 
 
-class FoundCalls:
-    """The calls of one choice."""
+class ToolCallReader(ABC):
+    """Finds the tool calls in the text of one choice: `push` the text, then `finish`.
+
+    Both return the text to be shown. Text that is no call after all is shown. Cutting the text into other
+    parts changes nothing.
+    """
 
     def __init__(
         self, *, is_parallel: bool = True, new_id: Callable[[], str] = lambda: f"call_{secrets.token_hex(12)}"
     ) -> None:
-        """Unless `is_parallel`, calls after the first come to nothing."""
-        self.calls: list[ToolCall] = []
+        """is_parallel: False drops the calls after the first."""
+        self.found: list[ToolCall] = []
         self._is_parallel = is_parallel
         self._new_id = new_id
+        self._held = ""
 
-    def add(self, written: list[str]) -> bool:
-        """Whether each of them is the JSON of a call; nothing is added otherwise."""
+    @abstractmethod
+    def push(self, text: str) -> str:
+        """Return the text that is certain to belong to no call."""
+
+    @abstractmethod
+    def finish(self) -> str:
+        """Return the rest of the text: it has ended."""
+
+    def _add(self, written: list[str]) -> bool:
+        """Add calls to `found` if each text is the JSON of one; else return False and add none."""
         try:
             read = [msgspec.json.decode(each, type=_Written) for each in written]
             arguments = [msgspec.json.encode(each.arguments or each.parameters or {}) for each in read]
         except (msgspec.MsgspecError, ValueError, RecursionError):
             return False
         for call, given in zip(read, arguments, strict=True):
-            if self._is_parallel or not self.calls:
-                self.calls.append(ToolCall(len(self.calls), self._new_id(), call.name, given.decode()))
+            if self._is_parallel or not self.found:
+                self.found.append(ToolCall(len(self.found), self._new_id(), call.name, given.decode()))
         return True
 
 
 def form_of(template: str) -> ToolForm | None:
-    """That a chat template has its model call tools in; None: it tells of no tools, or in another form."""
+    """Return the form of tool calls in a chat template; None when Baton does not read it."""
     if "tools" not in template:
         return None
     # With tags of functions as well, arguments are in tags of their own, not in JSON.
@@ -83,12 +90,12 @@ Tool: TypeAlias = dict[str, Any]
 
 
 class Function(msgspec.Struct, frozen=True):
-    """The tools that a chat may call, as clients name them: checked, and given to the chat template as is."""
+    """A tool as clients offer it. It is checked and given to the chat template unchanged."""
 
     name: Annotated[str, Meta(pattern=r"\A[a-zA-Z0-9_.-]{1,64}\Z")]
     description: str | None = None
     parameters: dict[str, object] | None = None
-    strict: bool | None = None  # what a model writes is not held to a schema
+    strict: bool | None = None  # no schema constrains the model's text
 
 
 class _Tool(msgspec.Struct, frozen=True):
@@ -97,7 +104,7 @@ class _Tool(msgspec.Struct, frozen=True):
 
 
 def usable_tools(tools: list[Tool] | None, tool_choice: object) -> list[Tool] | None:
-    """Those that the model is told of; None for none. Raises ApiError that names what is wrong."""
+    """Return the tools for the model, or None. Raises ApiError that names the wrong field."""
     if not tools:
         if tool_choice not in (None, "none", "auto"):
             raise invalid("tool_choice: there are no tools to choose from", param="tool_choice")
@@ -133,40 +140,26 @@ def _depth_is_over(value: object, limit: int) -> bool:
     return limit == 0 or any(_depth_is_over(item, limit - 1) for item in items)
 
 
-# Calls of tools in what a model of Hermes' and Qwen's form writes:
-#
-# <tool_call>
-# {"name": "weather", "arguments": {"city": "Paris"}}
-# </tool_call>
-#
-# 1. Text outside is given out as it comes, but for what may become a tag, and for white space before one.
-# 2. Inside, everything is held until the closing tag, and is then one call. A closing tag within a string of
-# the JSON is none: more is waited for, MAX_TRIES times.
-# 3. What is no call after all, or has no end that can be read, is given out as the text that it is.
-#
-# How the text is cut into parts changes nothing.
-
 CLOSING: Final = "</tool_call>"
-MAX_TRIES: Final = 16  # closing tags that are looked at for one call: each reads all of it
-UNENDED: Final = "Input data was truncated"  # as msgspec says of JSON that goes on
+MAX_TRIES: Final = 16  # closing tags that are tried for one call: each try reads the whole call
+UNENDED: Final = "Input data was truncated"  # the wording of msgspec
 
 
-class HermesCalls:
-    """See ToolCallReader."""
+class HermesCalls(ToolCallReader):
+    """Reads calls between tags.
 
-    def __init__(self, calls: FoundCalls) -> None:
-        self._calls = calls
-        self._held = ""
-        self._is_inside = False  # `_held` is what follows the opening tag
-        self._opening = ""  # that tag, with the white space before it
-        self._num_tried = 0  # characters of `_held` up to the last closing tag that was none
-        self._num_tries = 0
+    1. Text outside is shown as it comes, except for white space and for text that may become a tag.
+    2. Text inside is held until the closing tag, and is then one call. A closing tag within a string of the
+       JSON ends nothing: MAX_TRIES more tags are awaited.
+    """
 
-    @property
-    def found(self) -> list[ToolCall]:
-        return self._calls.calls
+    _is_inside = False  # `_held` follows the opening tag
+    _opening = ""  # that tag, with the white space before it
+    _num_tried = 0  # characters of `_held` up to the last closing tag that ended nothing
+    _num_tries = 0
 
     def push(self, text: str) -> str:
+        """See ToolCallReader."""
         self._held += text
         shown = ""
         while True:
@@ -176,15 +169,15 @@ class HermesCalls:
             shown += more
 
     def finish(self) -> str:
-        """The text has ended."""
+        """See ToolCallReader."""
         held, self._held = self._held, ""
         if not self._is_inside:
             return held
         self._is_inside = False
-        return "" if self._calls.add([held]) else self._opening + held
+        return "" if self._add([held]) else self._opening + held
 
     def _outside(self) -> str | None:
-        """What may be shown; None: no more of it for now."""
+        """Return text to be shown; None when more text is needed."""
         before, tag, after = self._held.partition(OPENING)
         if tag:
             self._held, self._is_inside = after, True
@@ -203,7 +196,7 @@ class HermesCalls:
             return None
         written, after = self._held[:end], end + len(CLOSING)
         self._num_tries += 1
-        is_call = self._calls.add([written])
+        is_call = self._add([written])
         if not is_call and self._num_tries < MAX_TRIES and _goes_on(written):
             self._num_tried = after
             return ""
@@ -212,7 +205,7 @@ class HermesCalls:
 
 
 def _goes_on(written: str) -> bool:
-    """Whether it may be the beginning of JSON."""
+    """The text may be the beginning of JSON."""
     try:
         msgspec.json.decode(written, type=msgspec.Raw)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
@@ -220,30 +213,21 @@ def _goes_on(written: str) -> bool:
     return False
 
 
-# Calls of tools in what a model of Llama 3's form writes:
-#
-# {"name": "weather", "parameters": {"city": "Paris"}}
-#
-# An answer is calls from its first character on, or text: what begins as JSON does is held until the end.
-# Several calls are apart by semicolons. What is no call after all is given out as the text that it is.
-
-TAG: Final = "<|python_tag|>"  # may stand before calls
+TAG: Final = "<|python_tag|>"  # may precede calls
 BETWEEN: Final = re.compile(r"\}\s*;\s*\{")
 
 
-class LlamaCalls:
-    """See ToolCallReader."""
+class LlamaCalls(ToolCallReader):
+    """Reads an answer that is calls from its first character on, or text.
 
-    def __init__(self, calls: FoundCalls) -> None:
-        self._calls = calls
-        self._held = ""
-        self._is_text = False  # for the rest of it
+    An answer that begins as JSON is held until its end. Semicolons separate calls. A semicolon between braces
+    within a string is taken for a separator as well: then nothing is JSON, and all of it is text.
+    """
 
-    @property
-    def found(self) -> list[ToolCall]:
-        return self._calls.calls
+    _is_text = False  # the rest of the answer
 
     def push(self, text: str) -> str:
+        """See ToolCallReader."""
         if self._is_text:
             return text
         self._held += text
@@ -254,22 +238,14 @@ class LlamaCalls:
         return self.finish()
 
     def finish(self) -> str:
-        """The text has ended."""
+        """See ToolCallReader."""
         held, self._held = self._held, ""
         written = held.strip().removeprefix(TAG)
         if self._is_text or not written:
             return held
-        return "" if self._calls.add(_apart(written)) else held
-
-
-def _apart(written: str) -> list[str]:
-    """Semicolons within strings are taken for such between calls only where braces stand around them: then
-    nothing of it is JSON, and it is text.
-    """
-    return BETWEEN.sub("}\0{", written).split("\0")
+        return "" if self._add(BETWEEN.sub("}\0{", written).split("\0")) else held
 
 
 def reader_of(form: ToolForm, *, is_parallel: bool, new_id: Callable[[], str]) -> ToolCallReader:
-    """Which reader finds the calls of tools in a choice."""
-    calls = FoundCalls(is_parallel=is_parallel, new_id=new_id)
-    return HermesCalls(calls) if form == "hermes" else LlamaCalls(calls)
+    """Return the reader of a choice's tool calls. is_parallel: False drops the calls after the first."""
+    return (HermesCalls if form == "hermes" else LlamaCalls)(is_parallel=is_parallel, new_id=new_id)

@@ -50,18 +50,6 @@ def test_a_chat_is_answered(client: openai.OpenAI, llm: LLM) -> None:
     assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
 
 
-def test_content_may_be_a_list_of_parts(client: openai.OpenAI) -> None:
-    parts = [{"role": "user", "content": [{"type": "text", "text": QUESTION}]}]
-    answer = client.chat.completions.create(model="tiny", messages=parts, temperature=0)  # type: ignore[arg-type]
-    assert answer.choices[0].message.content == "1 2 3"
-
-
-def test_max_completion_tokens_wins_over_max_tokens(client: openai.OpenAI) -> None:
-    answer = chat(client, max_tokens=10, max_completion_tokens=2)
-    assert answer.choices[0].finish_reason == "length"
-    assert answer.usage is not None and answer.usage.completion_tokens == 2
-
-
 def test_a_stream_has_role_text_finish_and_usage_in_this_order(client: openai.OpenAI) -> None:
     found = chunks(client, stream_options={"include_usage": True})
     first, *middle, last, usage = found

@@ -94,26 +94,6 @@ def test_variable_that_the_template_does_not_read_is_refused(served: Served) -> 
     assert "'thinking'" in refused(served, CHAT, messages=MESSAGES, chat_template_kwargs={"thinking": True})
 
 
-@pytest.mark.parametrize(
-    "key",
-    [
-        *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs"),
-        *("regex", "ebnf", "json_schema", "allowed_token_ids", "verbosity"),
-    ],
-)
-@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
-def test_structured_output_is_refused(served: Served, path: str, key: str) -> None:
-    prompt = {"messages": MESSAGES} if path == CHAT else {"prompt": "a"}
-    assert key in refused(served, path, **prompt, **{key: "[a-z]"})
-
-
-def test_response_format_other_than_text_is_refused_everywhere(served: Served) -> None:
-    for fields in ({"messages": MESSAGES}, {"prompt": "a"}):
-        path = CHAT if "messages" in fields else COMPLETIONS
-        assert "response_format" in refused(served, path, **fields, response_format={"type": "json_object"})
-        assert post(served, path, **fields, response_format={"type": "text"})[0] == 200
-
-
 def test_metadata_is_accepted(served: Served) -> None:
     assert post(served, CHAT, messages=MESSAGES, user="me", metadata={"a": "b"}, store=False)[0] == 200
 

@@ -13,12 +13,12 @@ from baton.config.router import RouterConfig
 from baton.errors import ConfigError
 from baton.gateway.streams.frontend import Frontend
 from baton.messages.workers import Address, WorkerRole
-from baton.request import SamplingParams
+from baton.request import Request, SamplingParams
 from baton.router.router import serve_router
 from baton.rpc.server import RpcServer
 from tests.node_peers import a_request, a_worker, id_of
 from tests.unit.baton.rpc.rpc_peers import KEY, until
-from tests.unit.gateway.scripted_cluster import Client
+from tests.unit.gateway.frontend_peers import ListSink
 from tests.unit.gateway.scripted_workers import ScriptedWorker, golden
 
 
@@ -69,6 +69,14 @@ async def a_frontend(router: Address, num_workers: int) -> AsyncIterator[Fronten
         await rpc_server.close()
 
 
+class Client(ListSink):
+    """A sink that knows its request."""
+
+    def __init__(self, request: Request) -> None:
+        super().__init__()
+        self.request = request
+
+
 def open_some(frontend: Frontend, num_requests: int, max_tokens: int, start: int = 0) -> list[Client]:
     clients = []
     for number in range(start, start + num_requests):
@@ -111,7 +119,7 @@ def test_next_router_on_the_port_takes_over() -> None:
             num_tokens = len(running[0].token_ids)
             await until(lambda: len(running[0].token_ids) > num_tokens)
             await stack.enter_async_context(a_router(router.port))
-            await until(lambda: all(client.end for client in waiting), timeout_s=10)
+            await until(lambda: all(client.finish for client in waiting), timeout_s=10)
             for client in running:
                 frontend.cancel(client.request.request_id)
             assert all(client.token_ids == golden(client.request) for client in waiting)

@@ -10,6 +10,7 @@ from baton.errors import InvalidRequest
 from baton.gateway.api.call import (
     MAX_PROMPTS,
     SAMPLING_FIELDS,
+    UNSUPPORTED,
     AnyBody,
     Call,
     ChatBody,
@@ -142,6 +143,7 @@ def test_usage_in_streams() -> None:
         (completion, {"suffix": "b"}),
         (completion, {"tools": [TOOL]}),
         *((completion, {"guided_json": value}) for value in (True, 3, {"type": "object"}, ["a"], "x")),
+        *((read_one, {key: "[a-z]"}) for read_one in (chat, completion) for key in UNSUPPORTED),
     ],
 )
 def test_unsupported_field_is_refused_by_name(read_one: Any, fields: dict[str, Any]) -> None:

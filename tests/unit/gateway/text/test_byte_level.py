@@ -27,19 +27,6 @@ def test_a_stream_is_what_the_library_decodes_at_once(ids: list[int], skip: bool
     )
 
 
-@given(st.text(max_size=30))
-def test_parts_are_whole_characters(text: str) -> None:
-    detokenizer = byte_level(skip_special_tokens=False)  # a text may name one
-    parts = [detokenizer.push(token_id) for token_id in TOKENIZER.encode(text)]
-    assert "".join(parts) == text
-    assert not detokenizer.finish()
-
-
-def test_a_character_that_never_became_whole_shows_at_the_end() -> None:
-    detokenizer = ByteLevelDetokenizer({1: b"\xe2\x82"})
-    assert (detokenizer.push(1), detokenizer.finish()) == ("", "\ufffd")
-
-
 def test_the_alphabet_has_every_byte_once() -> None:
     assert sorted(BYTE_OF_CHARACTER.values()) == list(range(256))
 

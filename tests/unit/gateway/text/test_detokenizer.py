@@ -42,11 +42,6 @@ def test_text_comes_as_soon_as_it_is_whole(tokenizer: Tokenizer, text: str) -> N
     assert all(parts[1:-1]) or not text.isascii()  # the first may be the space that is not shown
 
 
-def test_an_emoji_waits_for_its_last_byte() -> None:
-    token_ids = [BYTE_FALLBACK_IDS[f"<0x{byte:02X}>"] for byte in "a😀".encode()]
-    assert stream(BYTE_FALLBACK, token_ids) == ["a", "", "", "", "😀", ""]
-
-
 @BOTH
 @given(token_ids=st.lists(st.integers(0, 300), max_size=40))
 def test_any_ids_at_all_can_be_streamed(tokenizer: Tokenizer, token_ids: list[int]) -> None:

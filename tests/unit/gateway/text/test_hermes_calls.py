@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.gateway.text.tools import FoundCalls, HermesCalls
+from baton.gateway.text.tools import HermesCalls
 
 WEATHER = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
 TIME = '<tool_call>{"arguments":{},"name":"time"}</tool_call>'
@@ -14,7 +14,7 @@ TIME = '<tool_call>{"arguments":{},"name":"time"}</tool_call>'
 def read(*parts: str, is_parallel: bool = True) -> tuple[str, list[tuple[str, str]]]:
     """The text that is shown, and the calls by name and arguments."""
     numbers = count()
-    calls = HermesCalls(FoundCalls(is_parallel=is_parallel, new_id=lambda: f"call_{next(numbers)}"))
+    calls = HermesCalls(is_parallel=is_parallel, new_id=lambda: f"call_{next(numbers)}")
     shown = "".join([calls.push(part) for part in parts]) + calls.finish()
     assert [(call.index, call.id) for call in calls.found] == [
         (index, f"call_{index}") for index in range(len(calls.found))
@@ -63,13 +63,13 @@ def test_a_call_whose_tag_is_missing_at_the_end_is_one() -> None:
 
 def test_a_string_without_an_end_is_not_waited_for_forever() -> None:
     text = '<tool_call>{"name": "' + "</tool_call>" * 20
-    calls = HermesCalls(FoundCalls())
+    calls = HermesCalls()
     assert calls.push(text) == text
     assert read(text) == (text, [])
 
 
 def test_nothing_of_a_call_is_shown_before_it_is_whole() -> None:
-    calls, shown = HermesCalls(FoundCalls()), []
+    calls, shown = HermesCalls(), []
     for character in f"Well: {WEATHER}":
         shown.append(calls.push(character))
         assert "".join(shown) in "Well:"

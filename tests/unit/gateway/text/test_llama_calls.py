@@ -1,6 +1,6 @@
 import pytest
 
-from baton.gateway.text.tools import FoundCalls, LlamaCalls
+from baton.gateway.text.tools import LlamaCalls
 
 WEATHER = '{"name": "weather", "parameters": {"city": "Paris; {France}"}}'
 TIME = '{"name": "time", "parameters": {}}'
@@ -11,7 +11,7 @@ def read(text: str) -> tuple[str, list[tuple[str, str]]]:
     """The text that is shown, and the calls; the same, however the text is cut."""
     results = []
     for size in (1, 7, len(text) + 1):
-        calls = LlamaCalls(FoundCalls())
+        calls = LlamaCalls()
         parts = [text[start : start + size] for start in range(0, len(text), size)]
         shown = "".join([calls.push(part) for part in parts]) + calls.finish()
         results.append((shown, [(call.name, call.arguments) for call in calls.found]))
@@ -49,5 +49,5 @@ def test_what_is_no_call_is_text(text: str) -> None:
 
 
 def test_text_is_shown_as_soon_as_it_cannot_be_a_call() -> None:
-    calls = LlamaCalls(FoundCalls())
+    calls = LlamaCalls()
     assert [calls.push(part) for part in (" ", "<", "b", ">", "{")] == ["", "", " <b", ">", "{"]

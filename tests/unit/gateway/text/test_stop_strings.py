@@ -1,11 +1,9 @@
 from collections.abc import Sequence
 from itertools import pairwise
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.errors import InvalidRequest
 from baton.gateway.text.detokenizer import StopStrings
 
 TEXTS = st.text("ab", max_size=30)
@@ -54,25 +52,3 @@ def test_only_what_may_still_be_a_stop_string_is_held(text: str, stops: list[str
             return
         held = text_so_far[len(given_out) :]
         assert held == "" or any(stop.startswith(held) for stop in stops)
-
-
-def test_a_stop_string_over_three_parts_never_shows() -> None:
-    assert shown(["one <", "|e", "nd|> two"], ["<|end|>"]) == (["one ", "", "", ""], "<|end|>")
-
-
-def test_what_only_began_like_a_stop_string_is_shown() -> None:
-    assert shown(["one <|", "em", "pty"], ["<|end|>"]) == (["one ", "<|em", "pty", ""], None)
-    assert shown(["one <|e"], ["<|end|>"]) == (["one ", "<|e"], None)
-
-
-def test_nothing_is_shown_after_a_match() -> None:
-    assert shown(["a.b", "c"], ["."]) == (["a", "", ""], ".")
-
-
-def test_the_longest_of_the_strings_that_end_together_wins() -> None:
-    assert shown(["xabc"], ["c", "abc", "bc"]) == (["x", ""], "abc")
-
-
-def test_an_empty_stop_string_is_refused() -> None:
-    with pytest.raises(InvalidRequest, match="must not be empty"):
-        StopStrings(["a", ""])

@@ -3,7 +3,16 @@ from typing import Any
 import pytest
 
 from baton.gateway.api.errors import ApiError
-from baton.gateway.text.tools import MAX_DEPTH, MAX_TOOL_BYTES, MAX_TOOLS, usable_tools
+from baton.gateway.text.tools import (
+    MAX_DEPTH,
+    MAX_TOOL_BYTES,
+    MAX_TOOLS,
+    LlamaCalls,
+    ToolForm,
+    form_of,
+    reader_of,
+    usable_tools,
+)
 
 
 def tool(name: object = "weather", **fields: Any) -> dict[str, Any]:
@@ -69,3 +78,41 @@ def test_nobody_is_promised_a_call() -> None:
     for choice in ("required", {"type": "function", "function": {"name": "weather"}}, 5):
         with pytest.raises(ApiError, match="not supported"):
             usable_tools([tool()], choice)
+
+
+TOLD = "{% if tools %}{{ tools | tojson }}{% endif %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "form"),
+    [
+        (TOLD + '<tool_call>{"name": ..., "arguments": ...}</tool_call>', "hermes"),
+        (TOLD + '{"name": function name, "parameters": dictionary of argument name and its value}', "llama"),
+        (TOLD + "<tool_call><function=name></function></tool_call>", None),
+        (TOLD + "[TOOL_CALLS]", None),
+        ("<tool_call>", None),
+        ("{{ messages }}", None),
+    ],
+)
+def test_the_template_tells_the_form(template: str, form: ToolForm | None) -> None:
+    assert form_of(template) == form
+
+
+def test_tool_calls_are_all_or_none() -> None:
+    one, other = '{"name": "a", "arguments": {"x": 1}}', '{"name": "b", "parameters": {"x": 1}}'
+    broken, calls = LlamaCalls(), LlamaCalls()
+    assert broken.push(f"{one};{{") + broken.finish() == f"{one};{{" and not broken.found
+    assert calls.push(f"{one};{other}") + calls.finish() == ""
+    assert [call.arguments for call in calls.found] == ['{"x":1}'] * 2
+    assert len({call.id for call in calls.found}) == 2
+
+
+@pytest.mark.parametrize(
+    ("form", "text"),
+    [("hermes", '<tool_call>{"name": "a"}</tool_call>' * 2), ("llama", '{"name": "a"};{"name": "b"}')],
+)
+def test_calls_beside_each_other_may_be_unwanted(form: ToolForm, text: str) -> None:
+    for is_parallel in (True, False):
+        reader = reader_of(form, is_parallel=is_parallel, new_id=lambda: "call_1")
+        assert reader.push(text) + reader.finish() == ""
+        assert len(reader.found) == (2 if is_parallel else 1)

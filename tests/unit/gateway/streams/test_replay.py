@@ -1,0 +1,508 @@
+"""What becomes of a request whose workers, router or connections are lost."""
+
+from typing import Any
+
+import pytest
+
+from baton.errors import Refused, WorkerLost
+from baton.gateway.streams.request_stream import DOUBT_S
+from baton.messages.control import AttemptFailed, Cancel, Ended, Failure, Members, Rejected, Started, Submit
+from baton.request import FinishReason, SamplingParams
+from baton.tenants import Refusal, Sla
+from tests.node_peers import a_request, a_worker, id_of
+from tests.unit.gateway.frontend_peers import Gateway, ListSink, R, event, failed, gateway, running
+
+STOP = FinishReason.STOP
+
+
+def test_stream_goes_on_elsewhere_after_its_tokens() -> None:
+    g, sink = running("p0", "d0", "d1")
+    g["d0"].leave()
+    submit = g.submitted()
+    assert submit.request == a_request(attempt=1, generated_token_ids=(100, 101, 102))
+    assert submit.avoid == (id_of("d0"),)
+    assert (R, 0) in g["router"].only(Ended).attempts
+    g.route("d1", request=submit.request)
+    g.say("d1", event(3, attempt=1))
+    g.say("d1", event(4, STOP, attempt=1))
+    assert (sink.token_ids, sink.finish) == ([100, 101, 102, 103, 104], STOP)
+    assert g.frontend.counters["replays_lost"] == 1
+
+
+def test_replay_keeps_the_seed() -> None:
+    g = gateway("d0", "d1")
+    g.open(a_request(sampling=SamplingParams(temperature=1.0, seed=5)))
+    first = g.submitted().request
+    g.route("d0", request=first)
+    g["d0"].leave()
+    assert g.submitted().request.sampling == first.sampling
+
+
+def test_late_words_of_an_attempt_that_was_given_up_change_nothing() -> None:
+    g, sink = running("d0", "d1")
+    g["d0"].leave()
+    g.route("d1")
+    g.join("d0")
+    g.say("d0", event(3, STOP))
+    g["d0"].say(failed(Failure.LOST))
+    assert (sink.token_ids, sink.finish) == ([100, 101, 102], None)
+    assert g["d0"].only(Cancel) == Cancel(request_id=R, attempt=0)
+    assert g["router"].take(Submit) == []
+
+
+def test_worker_that_the_router_lists_no_more_is_dead_however_it_looks() -> None:
+    g, _ = running("d0", "d1")
+    g.list_members("d1")
+    assert not g["d0"].is_open
+    assert g.submitted().request.attempt == 1
+    g["d0"].leave()
+    assert g["router"].take(Submit) == []
+
+
+def test_prefill_worker_is_needed_until_the_first_token() -> None:
+    g = gateway("p0", "d0")
+    g.open()
+    g.route("d0", "p0")
+    g["p0"].leave()
+    assert g["d0"].only(Cancel) == Cancel(request_id=R, attempt=0)
+    assert g.submitted().avoid == (id_of("p0"),)
+
+    g, sink = running("p0", "d0", num_tokens=1)
+    g["p0"].leave()
+    g.say("d0", event(1, STOP))
+    assert sink.token_ids == [100, 101]
+
+
+def test_prefill_worker_that_the_decode_worker_lost_is_avoided() -> None:
+    g = gateway("p0", "d0")
+    g.open()
+    g.route("d0", "p0")
+    g["d0"].say(failed(Failure.LOST, worker="p0"))
+    submit = g.submitted()
+    assert (submit.request.attempt, submit.avoid) == (1, (id_of("p0"),))
+
+
+def test_decode_worker_that_the_router_lost_is_left_though_it_is_connected() -> None:
+    g = gateway("d0", "d1")
+    g.open()
+    g.route("d0")
+    g["router"].say(failed(Failure.LOST, worker="d0"))
+    assert g["d0"].only(Cancel) == Cancel(request_id=R, attempt=0)
+    assert g.submitted().avoid == (id_of("d0"),)
+
+
+def test_routed_to_a_worker_that_is_not_connected_is_lost_at_once() -> None:
+    g = gateway("d0", "d1")
+    sink = g.open()
+    submit = g.submitted()
+    g["d0"].leave()
+    g.route("d0", request=submit.request)
+    assert g.submitted().avoid == (id_of("d0"),)
+    assert sink.error is None
+
+
+def test_worker_whose_connection_broke_before_the_router_answered_must_be_heard_soon() -> None:
+    """It may have let the attempt go with the connection, and nobody else knows."""
+    g = gateway("d0", "d1")
+    sink = g.open()
+    submit = g.submitted()
+    g["d0"].leave()
+    g.join("d0")
+    g.route("d0", request=submit.request)
+    for _ in range(5):
+        g.tick(1.0)
+    assert g.submitted().request.attempt == 1
+    assert sink.error is None
+
+
+def test_request_that_killed_two_workers_is_not_tried_again() -> None:
+    g, sink = running("d0", "d1", "d2")
+    g["d0"].leave()
+    g.route("d1")
+    g["d1"].leave()
+    for _ in range(8):
+        g.tick()
+    assert isinstance(sink.error, WorkerLost)
+    assert g["router"].take(Submit) == []
+    assert g.frontend.num_open == 0
+
+
+def test_connections_that_come_back_are_no_deaths() -> None:
+    g, sink = running("d0", "d1", "d2")
+    for number, name in enumerate(("d0", "d1", "d0", "d1"), start=1):
+        g[name].leave()
+        g.join(name)
+        if g.frontend.counters["replays_lost"] > 1:
+            g.tick(DOUBT_S)
+        g.route("d1" if name == "d0" else "d0")
+        assert g.frontend.counters["replays_lost"] == number
+    assert sink.error is None
+
+
+@pytest.mark.parametrize("how", ["error", "gap", "abort"])
+def test_request_that_two_living_workers_cannot_answer_is_not_tried_again(how: str) -> None:
+    g, sink = running("d0", "d1")
+    for attempt, name in enumerate(("d0", "d1")):
+        if attempt:
+            assert g.submitted().avoid == (id_of("d0"),)
+            g.route("d1", request=a_request(attempt=1))
+            g.say("d1", event(3, attempt=1))
+        if how == "error":
+            g[name].say(failed(Failure.ERROR, attempt))
+        elif how == "gap":
+            g.say(name, event(9, attempt=attempt))
+        else:
+            g.say(name, event(3 + attempt, FinishReason.ERROR, attempt=attempt))
+        assert g[name].take(Cancel)
+    assert isinstance(sink.error, WorkerLost)
+    assert sink.token_ids == [100, 101, 102, 103]
+
+
+def test_token_of_an_error_is_not_given_out() -> None:
+    g, sink = running("d0", "d1")
+    g.say("d0", event(3, FinishReason.ABORT))
+    assert sink.token_ids == [100, 101, 102]
+    assert g.submitted().request.generated_token_ids == (100, 101, 102)
+
+
+def test_early_tokens_of_a_lost_attempt_are_forgotten() -> None:
+    g = gateway("p0", "d0", "d1")
+    sink = g.open()
+    g.route("d0", "p0")
+    g.say("d0", event(1), event(2))
+    g["p0"].leave()
+    assert g.submitted().request == a_request(attempt=1)
+    g.route("d1", request=a_request(attempt=1))
+    g.say("d1", event(0, attempt=1, token_id=5))
+    assert sink.token_ids == [5]
+
+
+def test_too_many_early_tokens_are_a_fault() -> None:
+    g = gateway("p0", "d0", "d1")
+    g.open()
+    g.route("d0", "p0")
+    g.say("d0", *(event(index) for index in range(1, 1100)))
+    assert g.frontend.counters["replays_error"] == 1
+
+
+def test_lost_stream_has_the_whole_wait_again_after_its_tokens() -> None:
+    g, sink = running("d0", "d1")
+    g.clock.advance(100.0)
+    g["d0"].leave()
+    g.route("d1")
+    g.say("d1", event(3, STOP, attempt=1))
+    assert sink.finish is STOP
+
+
+def test_silent_workers_are_given_up() -> None:
+    g = gateway("d0", "d1", max_silence_s=10.0)
+    g.open()
+    g.route("d0")
+    g.say("d0", event(0))
+    for _ in range(45):
+        g.tick()
+    assert g.submitted().request == a_request(attempt=1, generated_token_ids=(100,))
+    assert g["d0"].only(Cancel).attempt == 0
+
+
+def test_log_beyond_its_bound_is_not_replayed() -> None:
+    g = gateway("d0", "d1", max_log_tokens=2)
+    sink = g.open()
+    g.route("d0")
+    for index in range(3):
+        g.say("d0", event(index))
+    g["d0"].leave()
+    assert isinstance(sink.error, WorkerLost) and "more than the 2" in str(sink.error)
+
+
+def test_answer_that_has_all_its_tokens_and_no_end_is_not_replayed() -> None:
+    g, sink = running("d0", "d1", num_tokens=8)  # as many as it may have
+    g["d0"].leave()
+    assert isinstance(sink.error, WorkerLost)
+    assert g["router"].take(Submit) == []
+
+
+def test_newer_connection_of_a_worker_means_the_older_lost_words() -> None:
+    g, _ = running("d0", "d1")
+    former = g["d0"]
+    g.join("d0")
+    assert not former.is_open
+    assert g.submitted().request.attempt == 1
+    former.leave()
+    assert g["router"].take(Submit) == []
+
+
+def test_worker_that_came_back_and_died_later_is_no_second_death() -> None:
+    g = gateway("d0", "d1", "d2")
+    sink = g.open()
+    g.route("d0")
+    g["d0"].leave()
+    g.join("d0")
+    g.route("d1")
+    g.say("d1", event(0, attempt=1))
+    g["d0"].leave()
+    g["d1"].leave()
+    g.tick(DOUBT_S)
+    assert sink.error is None
+    assert g.submitted().request.generated_token_ids == (100,)
+
+
+def test_gateway_that_stood_still_gives_a_lost_worker_the_time_to_come_back() -> None:
+    g = gateway("d0", "d1", "d2")
+    sink = g.open()
+    g.route("d0")
+    g["d0"].leave()
+    g.route("d1")
+    g["d1"].leave()
+    g.tick(DOUBT_S + 3.0)
+    assert sink.error is None and g["router"].take(Submit) == []
+    g.join("d1")
+    g.tick(DOUBT_S / 2)
+    g.tick(DOUBT_S / 2)
+    for _ in range(4):
+        g.tick(DOUBT_S)
+    assert sink.error is None
+    assert g.submitted().request.attempt == 2
+
+
+def test_time_while_the_gateway_stood_still_is_no_want_of_workers() -> None:
+    g = gateway("d0", max_wait_s=5.0)
+    sink = g.open()
+    g.route("d0")
+    g["d0"].say(failed(Failure.BUSY))
+    g.tick(20.0)
+    g.tick(1.0)
+    assert sink.error is None
+
+
+def test_silence_while_the_gateway_stood_still_is_nobody_s() -> None:
+    g = gateway("d0", max_silence_s=5.0)
+    g.open()
+    g.route("d0")
+    g.tick(20.0)
+    g.tick(1.0)
+    assert g.frontend.counters["replays_error"] == 0
+
+
+def test_death_that_others_see_first_counts_when_its_connection_ends_later() -> None:
+    g = gateway("p0", "d0", "d1", "d2")
+    sink = g.open()
+    g.route("d0", "p0")
+    lost = AttemptFailed(
+        request_id=id_of("r"), attempt=0, failure=Failure.LOST, reason="gone", worker=id_of("p0")
+    )
+    g["d0"].say(lost)
+    g.route("d1")
+    g["d1"].leave()
+    g["p0"].leave()
+    g.tick(DOUBT_S)
+    assert isinstance(sink.error, WorkerLost)
+
+
+def test_worker_that_was_connected_all_the_while_has_not_died() -> None:
+    g = gateway("p0", "d0", "d1", "d2")
+    sink = g.open()
+    g.route("d0", "p0")
+    lost = AttemptFailed(
+        request_id=id_of("r"), attempt=0, failure=Failure.LOST, reason="gone", worker=id_of("p0")
+    )
+    g["d0"].say(lost)
+    g.route("d1")
+    g.say("d1", event(0, attempt=1))
+    g.tick(DOUBT_S)
+    g["d1"].leave()
+    g["p0"].leave()
+    g.tick(DOUBT_S)
+    assert sink.error is None
+    assert g.submitted().request.attempt == 2
+
+
+def test_worker_that_was_going_to_end_has_not_died() -> None:
+    g = gateway("d0", "d1", "d2")
+    sink = g.open()
+    workers = tuple(map(a_worker, ("d0", "d1", "d2")))
+    for decode in ("d0", "d1"):
+        g.route(decode)
+        g["router"].say(Members(workers=workers, draining=(id_of(decode),)))
+        g[decode].leave()
+    assert sink.error is None
+    submit = g.submitted()
+    assert submit.request.attempt == 2 and set(submit.avoid) == {id_of("d0"), id_of("d1")}
+    assert g.frontend.counters["replays_drained"] == 2
+
+
+def test_time_in_a_routers_queue_is_no_want_of_workers() -> None:
+    g = gateway("d0", max_wait_s=5.0, max_silence_s=60.0)
+    sink = g.open()
+    for _ in range(50):
+        g.tick(1.0)
+    assert sink.error is None
+    g.route("d0")
+    g["d0"].say(failed(Failure.BUSY))
+    g.tick(1.0)
+    assert sink.error is None and g["router"].take(Submit), "it has not been homeless for long"
+
+
+def test_router_that_never_answers_is_not_waited_for_without_end() -> None:
+    g = gateway("d0", max_wait_s=5.0, max_silence_s=60.0)
+    sink = g.open()
+    for _ in range(70):
+        g.tick(1.0)
+    assert sink.error is not None
+
+
+def test_time_behind_others_at_a_worker_is_no_silence_of_it() -> None:
+    g = gateway("d0", max_wait_s=5.0, max_silence_s=10.0)
+    before, behind = g.open(a_request(name="a")), g.open(a_request(name="b"))
+    g.route("d0", request=a_request(name="a"))
+    g.route("d0", request=a_request(name="b"))
+    for index in range(40):
+        g.say("d0", event(index, name="a"))
+        g.tick(1.0)
+    assert before.error is None and behind.error is None
+    g.say("d0", event(0, FinishReason.STOP, name="b"))
+    assert behind.finish is FinishReason.STOP and g.frontend.counters["replays_error"] == 0
+
+
+def test_worker_that_goes_on_with_others_is_not_waited_for_without_end() -> None:
+    g = gateway("d0", max_silence_s=10.0)
+    g.open(a_request(name="a"))
+    forgotten = g.open(a_request(name="b"))
+    g.route("d0", request=a_request(name="a"))
+    g.route("d0", request=a_request(name="b"))
+    for index in range(110):
+        g.say("d0", event(index, name="a"))
+        g.tick(1.0)
+    assert forgotten.error is not None
+
+
+def test_router_is_told_what_each_attempt_has_answered() -> None:
+    g, sink = running("d0", "d1", num_tokens=3)
+    g["d0"].leave()
+    g.tick(2.0)
+    (ended,) = g["router"].take(Ended)
+    assert ended.num_tokens == (3,)
+    request = g["router"].take(Submit)[-1].request
+    g.route("d1", request=request)
+    g.say("d1", event(3, attempt=1), event(4, FinishReason.LENGTH, attempt=1))
+    g.tick()
+    (ended,) = g["router"].take(Ended)
+    assert ended.attempts == ((request.request_id, 1),) and ended.num_tokens == (2,)
+    assert sink.error is None
+
+
+def test_router_hears_of_the_first_token_of_an_answer_of_one() -> None:
+    g = gateway("d0")
+    g.open()
+    g.route("d0")
+    g.say("d0", event(0, FinishReason.STOP))
+    g.tick()
+    (started,), (ended,) = g["router"].take(Started), g["router"].take(Ended)
+    assert started.attempts == ended.attempts and ended.num_tokens == (1,)
+
+
+FINAL = [refusal for refusal in Refusal if refusal is not Refusal.NO_ROOM]
+
+
+def refuse(g: Gateway, refusal: Refusal, attempt: int = 0) -> None:
+    rejected = Rejected(request_id=R, attempt=attempt, reason="too much", retry_after_s=2.5, refusal=refusal)
+    g["router"].say(rejected)
+
+
+def refusal_of(sink: ListSink) -> Refusal | None:
+    return sink.error.refusal if isinstance(sink.error, Refused) else None
+
+
+@pytest.mark.parametrize("refusal", FINAL)
+def test_a_refusal_ends_the_request_with_its_reason(refusal: Refusal) -> None:
+    g = gateway("d0")
+    sink = g.open()
+    refuse(g, refusal)
+    assert isinstance(sink.error, Refused)
+    assert (sink.error.refusal, sink.error.retry_after_s, str(sink.error)) == (refusal, 2.5, "too much")
+    assert g.frontend.num_open == 0
+    g.tick(5.0)
+    assert not g["router"].take(Submit)[1:], "it is not asked again"
+
+
+def test_no_room_is_no_end() -> None:
+    g = gateway("d0")
+    sink = g.open()
+    refuse(g, Refusal.NO_ROOM)
+    g.tick(1.0)
+    assert sink.error is None and g.frontend.num_open == 1
+
+
+@pytest.mark.parametrize("refusal", FINAL)
+def test_nothing_that_was_begun_is_refused(refusal: Refusal) -> None:
+    g, sink = running("d0", "d1")
+    g["router"].take(Submit)
+    g["d0"].leave()
+    g.list_members("d1")
+    g.tick(2.0)
+    (again,) = g["router"].take(Submit)
+    refuse(g, refusal, again.request.attempt)
+    assert sink.error is None and g.frontend.num_open == 1
+    for _ in range(4):
+        g.tick(0.5)
+    assert len(g["router"].take(Submit)) == 1
+
+
+def test_another_choice_of_an_answer_that_has_begun_waits() -> None:
+    g = gateway("d0")
+    sink = g.open(a_request(choice=2, sampling=SamplingParams(max_tokens=8, temperature=0.0)))
+    refuse(g, Refusal.MAX_CONCURRENT_REQUESTS)
+    assert sink.error is None and g.frontend.num_open == 1
+
+
+def test_an_unknown_or_former_attempt_is_nothing_to_refuse() -> None:
+    g = gateway("d0")
+    sink = g.open()
+    refuse(g, Refusal.SHED, attempt=3)
+    assert sink.error is None
+
+
+def late(g: Gateway, **fields: Any) -> ListSink:
+    """A request that should have its first token within two seconds."""
+    request = a_request(sla=Sla(deadline_ms=2000.0), arrival_s=g.clock.now_s(), **fields)
+    return g.open(request)
+
+
+@pytest.mark.parametrize("is_routed", [False, True])
+def test_what_has_no_token_at_its_deadline_is_ended(is_routed: bool) -> None:
+    g = gateway("d0")
+    sink = late(g)
+    if is_routed:
+        g.route("d0")
+    for _ in range(3):
+        g.tick(0.6)
+    assert refusal_of(sink) is None
+    for _ in range(3):
+        g.tick(0.6)
+    assert refusal_of(sink) is Refusal.DEADLINE
+    assert g.frontend.num_open == 0
+    assert (R, 0) in [key for ended in g["router"].take(Ended) for key in ended.attempts]
+
+
+def test_what_has_a_token_by_its_deadline_goes_on() -> None:
+    g = gateway("d0")
+    sink = late(g)
+    g.route("d0")
+    g.say("d0", event(0))
+    for _ in range(10):
+        g.tick(1.0)
+    assert sink.error is None and g.frontend.num_open == 1
+
+
+def test_a_deadline_that_has_passed_while_it_was_read_asks_nobody() -> None:
+    g = gateway("d0")
+    sink = g.open(a_request(sla=Sla(deadline_ms=1.0), arrival_s=g.clock.now_s() - 1))
+    assert isinstance(sink.error, Refused) and not g["router"].take(Submit)
+
+
+def test_other_choices_have_the_deadline_of_the_first() -> None:
+    g = gateway("d0")
+    sink = late(g, choice=1)
+    for _ in range(4):
+        g.tick(1.0)
+    assert sink.error is None

@@ -1,0 +1,557 @@
+"""Requests while the router has no room, is gone, or is another one."""
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from baton.clock import ManualClock
+from baton.errors import Overloaded
+from baton.gateway.streams.frontend import UNHEARD_S, Frontend
+from baton.gateway.streams.routers import (
+    ACTIVE_S,
+    MAX_ASKED,
+    MAX_UNANSWERED_TOKENS,
+    SILENT_S,
+    TOKENS_PER_SUBMIT,
+    SubmitWindow,
+)
+from baton.messages.control import (
+    Cancel,
+    Decision,
+    Ended,
+    Failure,
+    Members,
+    Queued,
+    Rejected,
+    Routed,
+    Started,
+    Submit,
+    Weighed,
+)
+from baton.messages.operations import Decisions, Explain, Status, StatusQuery
+from baton.messages.status import RouterStatus
+from baton.request import FinishReason, Request
+from baton.tenants import Quotas, SchedulingKey
+from tests.node_peers import TestPeer, a_request, a_worker, id_of
+from tests.unit.gateway.frontend_peers import ROUTER, Gateway, ListSink, R, event, failed, gateway, running
+
+STOP = FinishReason.STOP
+
+
+def test_router_that_has_just_started_says_nobody_is_dead() -> None:
+    g, sink = running("d0", "d1")
+    g["router"].leave()
+    g.join_router("another")
+    g.list_members("d1", is_complete=False)
+    g.say("d0", event(3, STOP))
+    assert (sink.finish, g.frontend.counters["replays_lost"]) == (STOP, 0)
+
+
+@pytest.mark.parametrize("how", ["rejected", "busy"])
+def test_no_room_is_asked_again_later_until_the_deadline(how: str) -> None:
+    g = gateway("d0", max_wait_s=5.0)
+    sink, submitted_s = g.open(), list[float]()
+    start_s = g.clock.now_s()
+    while sink.error is None:
+        for submit in g["router"].take(Submit):
+            submitted_s.append(g.clock.now_s() - start_s)
+            attempt = submit.request.attempt
+            if how == "rejected":
+                full = Rejected(request_id=R, attempt=attempt, reason="full", retry_after_s=1)
+                g["router"].say(full)
+            else:
+                g.route("d0", request=submit.request)
+                g["d0"].say(failed(Failure.BUSY, attempt))
+        g.tick()
+    assert isinstance(sink.error, Overloaded)
+    assert 5 <= g.clock.now_s() - start_s <= 6.5
+    assert 5 <= len(submitted_s) <= 12
+    assert g.frontend.num_open == 0
+
+
+def test_time_without_a_router_counts_towards_the_deadline() -> None:
+    g = gateway("d0", max_wait_s=2.0)
+    g["router"].leave()
+    sink = g.open()
+    for _ in range(13):
+        g.tick()
+    assert isinstance(sink.error, Overloaded)
+
+
+def test_answer_that_has_begun_waits_longer_for_a_worker() -> None:
+    g = gateway("d0", max_wait_s=2.0, max_begun_wait_s=60.0)
+    begun = g.open()
+    g.route("d0")
+    g.say("d0", event(0))
+    start_s = g.clock.now_s()
+    g["d0"].leave()
+    while begun.error is None:
+        for submit in g["router"].take(Submit):
+            attempt = submit.request.attempt
+            g["router"].say(Rejected(request_id=R, attempt=attempt, reason="no worker", retry_after_s=1))
+        g.tick()
+    assert isinstance(begun.error, Overloaded)
+    assert 60 <= g.clock.now_s() - start_s <= 61.5
+
+
+def test_request_waits_for_a_router_and_is_submitted_when_it_comes() -> None:
+    g = gateway("d0")
+    g["router"].leave()
+    g.open()
+    g.join_router("another")
+    assert g.submitted() == Submit(request=a_request(), age_s=g.clock.now_s())
+
+
+def test_unanswered_attempt_is_submitted_anew_to_the_next_router() -> None:
+    g = gateway("d0")
+    g.open()
+    first = g.submitted().request
+    g["router"].leave()
+    g.join_router("another")
+    assert g.submitted().request == a_request(attempt=1)
+    g.say("d0", event(0))  # the first router had dispatched it
+    assert first.attempt == 0 and g["d0"].only(Cancel).attempt == 0
+
+
+def test_streams_that_run_do_not_care_for_the_router() -> None:
+    g, sink = running("p0", "d0")
+    g["router"].leave()
+    g.say("d0", event(3))
+    for _ in range(40):
+        g.tick()
+    g.join_router("another")
+    g.say("d0", event(4, STOP))
+    assert (sink.token_ids, sink.finish) == ([100, 101, 102, 103, 104], STOP)
+    assert g["router"].take(Submit) == []
+
+
+def test_attempt_that_may_not_have_arrived_is_replaced_when_its_first_token_stays_out() -> None:
+    g = gateway("d0", "d1")
+    sink = g.open()
+    g.route("d0")
+    g["router"].leave()
+    g.join_router("another")
+    g.tick(UNHEARD_S - 0.5)
+    assert g["router"].take(Submit) == []
+    for _ in range(10):
+        g.tick()
+    assert g.submitted().request.attempt == 1
+    assert g["d0"].only(Cancel).attempt == 0
+    assert sink.error is None
+
+
+def test_gateway_whose_only_router_is_silent_is_not_ready_and_says_why() -> None:
+    g = gateway("d0")
+    told = [g.frontend.is_ready]
+    for _ in range(int(SILENT_S / 0.25) + 1):
+        g.tick()
+    told.append(g.frontend.is_ready)
+    assert g.frontend.why_not_ready == "no router has answered for 3 s"
+    assert g["router"].is_open  # the link's own timeout ends that
+    g["router"].say(Status())
+    told.append(g.frontend.is_ready)
+    assert told == [True, False, True]
+
+
+def test_time_that_the_gateway_stood_still_is_no_silence_of_its_only_router() -> None:
+    g = gateway("d0")
+    g.tick(1.0)
+    g.tick(60.0)
+    assert g.frontend.is_ready
+    g.open()
+
+
+def test_stream_that_waits_for_a_router_in_vain_is_told_so() -> None:
+    g = gateway("d0", max_wait_s=5.0)
+    sink = g.open()
+    g["router"].leave()
+    for _ in range(24):
+        g.tick()
+    assert isinstance(sink.error, Overloaded) and "no router answered within 5 s" in str(sink.error)
+    assert sink.error.retry_after_s > 0
+
+
+NAMES = ("router", "other")
+
+
+def with_two(*workers: str) -> Gateway:
+    """`router` is the one that is asked, `other` is beside it."""
+    g = gateway(*workers)
+    g.peers["other"] = TestPeer.router(g.frontend, "other")
+    g["other"].say(Members(workers=tuple(map(a_worker, workers))))
+    asked = g.frontend._peer_registry.router
+    if asked is g["other"]:
+        g.peers["router"], g.peers["other"] = g["other"], g["router"]
+    for name in NAMES:
+        g[name].received.clear()
+    return g
+
+
+def routed(g: Gateway, name: str, submit: Submit, decode: str = "d0") -> None:
+    request = submit.request
+    g[name].say(Routed(request_id=request.request_id, attempt=request.attempt, decode=id_of(decode)))
+
+
+def begun(g: Gateway) -> ListSink:
+    sink = g.open()
+    routed(g, "router", g["router"].only(Submit))
+    g.say("d0", event(0))
+    return sink
+
+
+def test_a_request_goes_to_one_router_which_hears_what_becomes_of_it() -> None:
+    g = with_two("d0")
+    begun(g)
+    g.say("d0", event(1, FinishReason.LENGTH))
+    assert len(g["router"].take(Started)) == len(g["router"].take(Ended)) == 1
+    assert not g["other"].take(Submit) and not g["other"].take(Started) and not g["other"].take(Ended)
+
+
+def test_what_a_router_that_dies_has_not_answered_is_asked_of_the_other_at_once() -> None:
+    g = with_two("d0")
+    sink = g.open()
+    assert g["router"].take(Submit)
+    g["router"].leave()
+    submit = g["other"].only(Submit)
+    assert submit.request.attempt == 1
+    routed(g, "other", submit)
+    g.say("d0", event(0, FinishReason.LENGTH, attempt=1))
+    assert sink.finish is FinishReason.LENGTH
+
+
+def test_a_stream_outlives_its_router_whose_end_the_other_is_told() -> None:
+    g = with_two("d0")
+    sink = begun(g)
+    g["router"].take(Started)
+    g["router"].leave()
+    assert not g["other"].take(Submit)
+    g.say("d0", event(1, FinishReason.LENGTH))
+    assert sink.token_ids == [100, 101]
+    assert g["other"].only(Ended).attempts == ((id_of("r"), 0),)
+
+
+def test_a_router_that_dies_is_no_matter_of_the_others_requests() -> None:
+    g = with_two("d0")
+    g.open()
+    g["other"].leave()
+    assert len(g["router"].take(Submit)) == 1
+    g.tick()
+    assert not g["router"].take(Submit)
+
+
+def test_a_router_that_answers_nothing_is_given_up_while_another_does() -> None:
+    g = with_two("d0")
+    g.open()
+    assert g["router"].take(Submit)
+    for _ in range(int(SILENT_S / 0.25) + 6):
+        g.tick()
+        g["other"].say(Status())
+    assert [g[name].is_open for name in NAMES] == [False, True]
+    assert g["other"].only(Submit).request.attempt == 1
+
+
+def test_when_none_answers_none_is_given_up() -> None:
+    g = with_two("d0")
+    for _ in range(40):
+        g.tick()
+    assert g["router"].is_open and g["other"].is_open
+
+
+def test_time_that_the_gateway_stood_still_is_no_routers_silence() -> None:
+    g = with_two("d0")
+    g.tick(1.0)
+    g.tick(30.0)
+    g["other"].say(Status())
+    g.tick()
+    assert g["router"].is_open
+
+
+def test_a_worker_that_one_router_has_lost_is_kept() -> None:
+    g = with_two("d0")
+    sink = begun(g)
+    g["other"].say(Members(workers=()))
+    kept = [g["d0"].is_open]
+    g["router"].say(Members(workers=()))
+    kept.append(g["d0"].is_open)
+    assert kept == [True, False] and sink.error is None
+
+
+def test_a_worker_that_was_lost_before_its_router_is_given_up_with_it() -> None:
+    """A host with both loses its power: the other router says nothing more after the router's end."""
+    g = with_two("d0", "d1")
+    begun(g)
+    g["other"].say(Members(workers=(a_worker("d1"),)))
+    kept = [g["d0"].is_open]
+    g["router"].leave()
+    kept.append(g["d0"].is_open)
+    assert kept == [True, False] and g["d1"].is_open
+    assert g["other"].only(Submit).request.attempt == 1
+
+
+def test_status_is_of_all_routers_once_all_have_told() -> None:
+    g = with_two("d0")
+    g.tick(1.0)
+    assert all(g[name].take(StatusQuery) for name in NAMES)
+    one, other = (RouterStatus(id=id_of(name), num_attempts=2) for name in NAMES)
+    g["router"].say(Status(num_gateways=3, num_attempts=2, routers=(one,)))
+    told = [g.frontend.status]
+    g["other"].say(Status(num_attempts=2, routers=(other,)))
+    told.append(g.frontend.status)
+    g["other"].leave()
+    told.append(g.frontend.status)
+    both = Status(num_gateways=3, num_attempts=4, routers=(one, other))
+    assert told == [None, both, Status(num_gateways=3, num_attempts=2, routers=(one,))]
+
+
+def test_new_requests_are_not_asked_of_a_router_that_does_not_know_all_workers() -> None:
+    g = with_two("d0")
+    g["router"].say(Members(workers=(a_worker("d0"),), is_complete=False))
+    g.open(a_request("s"))
+    assert not g["router"].take(Submit) and len(g["other"].take(Submit)) == 1
+
+
+ROUTER_NAMES = ("r0", "r1", "r2")
+LIMITED = SchedulingKey(quotas=Quotas(max_queued=5))
+
+
+def a_gateway(name: str) -> Gateway:
+    """With three routers, which all know one worker."""
+    clock = ManualClock(50.0)
+    g = Gateway(clock, Frontend(id_of(name), [ROUTER], lambda address: None, clock), [], {})
+    for router in ROUTER_NAMES:
+        g.peers[router] = TestPeer.router(g.frontend, router)
+        g[router].say(Members(workers=(a_worker("d0"),)))
+    g.join("d0")
+    return g
+
+
+def asked(g: Gateway, tenant: str, scheduling_key: SchedulingKey) -> str:
+    """The router that is asked for a request of the tenant's."""
+    g.frontend.open(
+        a_request(f"r{g.frontend.num_open}", tenant=tenant, scheduling_key=scheduling_key), ListSink()
+    )
+    (router,) = [name for name in ROUTER_NAMES if name in g.peers and g[name].take(Submit)]
+    return router
+
+
+TENANTS = [f"tenant-{number}" for number in range(8)]
+
+
+def test_all_tenants_of_all_gateways_wait_at_one_router() -> None:
+    gateways = [a_gateway(f"g{number}") for number in range(6)]
+    scheduling_keys = (SchedulingKey(), SchedulingKey(weight=2.0), LIMITED)
+    chosen = {asked(g, tenant, each) for g in gateways for tenant in TENANTS for each in scheduling_keys}
+    assert len(chosen) == 1
+
+
+def test_without_tenants_each_gateway_has_a_router_of_its_own() -> None:
+    gateways = [a_gateway(f"g{number}") for number in range(12)]
+    chosen = [{asked(g, "", SchedulingKey()) for _ in range(4)} for g in gateways]
+    assert all(len(routers) == 1 for routers in chosen)
+    assert set().union(*chosen) == set(ROUTER_NAMES)
+
+
+def test_tenants_of_a_router_that_is_gone_move_to_another_together() -> None:
+    gateways = [a_gateway(f"g{number}") for number in range(6)]
+    (gone,) = {asked(g, TENANTS[0], LIMITED) for g in gateways}
+    for g in gateways:
+        g[gone].leave()
+        del g.peers[gone]
+    chosen = {asked(g, tenant, LIMITED) for g in gateways for tenant in TENANTS}
+    assert len(chosen) == 1 and chosen != {gone}
+
+
+def test_a_router_that_knows_all_workers_goes_before_one_that_has_just_started() -> None:
+    g = a_gateway("g0")
+    chosen = asked(g, TENANTS[0], LIMITED)
+    g[chosen].say(Members(workers=(), is_complete=False))
+    assert asked(g, TENANTS[0], LIMITED) != chosen
+
+
+def a_decision(name: str, attempt: int = 0) -> Decision:
+    chosen = Weighed(decode=id_of("d0"))
+    return Decision(
+        request_id=id_of(name), attempt=attempt, age_s=1.0, reason="cost", num_tokens=3, chosen=chosen
+    )
+
+
+def test_questions_are_answered_in_the_order_of_asking() -> None:
+    g = gateway("d0")
+    told: list[object] = []
+    for name in "ab":
+        g.frontend.explain(id_of(name), told.append)
+    assert [each.request_id for each in g["router"].take(Explain)] == [id_of("a"), id_of("b")]
+    for name in "ab":
+        g["router"].say(Decisions(decisions=(a_decision(name),)))
+    assert told == [(a_decision("a"),), (a_decision("b"),)]
+
+
+def test_router_that_is_lost_answers_nothing() -> None:
+    g = gateway("d0")
+    told: list[object] = []
+    g.frontend.explain(id_of("a"), told.append)
+    g["router"].leave()
+    assert told == [None]
+    g.frontend.explain(id_of("b"), told.append)
+    assert told == [None, None]
+
+
+def test_each_of_several_routers_tells_its_own_attempts() -> None:
+    g = gateway("d0")
+    other = TestPeer.router(g.frontend, "other")
+    told: list[object] = []
+    g.frontend.explain(id_of("a"), told.append)
+    second, first = a_decision("a", attempt=1), a_decision("a", attempt=0)
+    g["router"].say(Decisions(decisions=(second,)))
+    assert told == []
+    other.say(Decisions(decisions=(first,)))
+    assert told == [(first, second)]
+
+
+def test_router_that_is_lost_keeps_nobody_from_the_others_answer() -> None:
+    g = gateway("d0")
+    other = TestPeer.router(g.frontend, "other")
+    told: list[object] = []
+    g.frontend.explain(id_of("a"), told.append)
+    other.say(Decisions(decisions=(a_decision("a"),)))
+    g["router"].leave()
+    assert told == [(a_decision("a"),)]
+
+
+def test_answers_that_nobody_asked_for_are_nothing() -> None:
+    g = gateway("d0")
+    g["router"].say(Decisions())
+    assert g.frontend.num_open == 0
+
+
+def test_too_many_questions_are_not_passed_on() -> None:
+    g = gateway("d0")
+    told: list[object] = []
+    for number in range(MAX_ASKED + 1):
+        g.frontend.explain(id_of(str(number)), told.append)
+    assert told == [None] and len(g["router"].take(Explain)) == MAX_ASKED
+
+
+NUM_TOKENS = len(a_request().token_ids)
+NUM_AT_ONCE = -(-MAX_UNANSWERED_TOKENS // (TOKENS_PER_SUBMIT + NUM_TOKENS))
+
+
+def of_tenant(tenant: str, number: int = 0, **fields: Any) -> Request:
+    return a_request(f"{tenant} {number}", tenant=tenant, **fields)
+
+
+def a_crowd(num_requests: int) -> Gateway:
+    """The tenant `quiet` has been here; then `busy` asks for so many choices."""
+    g = gateway("d0")
+    g.open(of_tenant("quiet"))
+    g.route("d0")
+    for number in range(num_requests):
+        g.open(of_tenant("busy", number))
+    return g
+
+
+def numbers(router: TestPeer) -> list[int]:
+    """Of the requests of `busy` that have been submitted since this was asked last."""
+    known = {of_tenant("busy", number).request_id: number for number in range(4 * NUM_AT_ONCE)}
+    return [known[submit.request.request_id] for submit in router.take(Submit)]
+
+
+def queued(request: Request) -> Queued:
+    return Queued(request_id=request.request_id, attempt=request.attempt)
+
+
+def test_a_busy_tenant_has_few_unanswered_submits_while_another_is_active() -> None:
+    g = a_crowd(3 * NUM_AT_ONCE)
+    assert numbers(g["router"]) == list(range(NUM_AT_ONCE))
+    g.open(of_tenant("quiet", 1))
+    assert g.submitted().request.tenant == "quiet"
+
+
+def test_each_kind_of_answer_lets_the_next_one_go() -> None:
+    g = a_crowd(2 * NUM_AT_ONCE)
+    numbers(g["router"])
+    g.route("d0", request=of_tenant("busy", 0))
+    assert numbers(g["router"]) == [NUM_AT_ONCE]
+    g["router"].say(queued(of_tenant("busy", 1)))
+    assert numbers(g["router"]) == [NUM_AT_ONCE + 1]
+    g["router"].say(
+        Rejected(request_id=of_tenant("busy", 2).request_id, attempt=0, reason="", retry_after_s=1)
+    )
+    assert numbers(g["router"]) == [NUM_AT_ONCE + 2]
+
+
+def test_routed_after_queued_is_no_second_answer() -> None:
+    g = a_crowd(2 * NUM_AT_ONCE)
+    numbers(g["router"])
+    g["router"].say(queued(of_tenant("busy", 0)))
+    assert numbers(g["router"]) == [NUM_AT_ONCE]
+    g.route("d0", request=of_tenant("busy", 0))
+    assert numbers(g["router"]) == []
+
+
+def test_a_tenant_that_is_alone_is_not_held() -> None:
+    g = gateway("d0")
+    for number in range(3 * NUM_AT_ONCE):
+        g.open(of_tenant("busy", number))
+    assert numbers(g["router"]) == list(range(3 * NUM_AT_ONCE))
+
+
+def test_a_tenant_that_has_been_away_for_long_holds_nobody() -> None:
+    clock = ManualClock(1.0)
+    window = SubmitWindow(clock)
+    window.submitted("router", of_tenant("quiet"))
+    for number in range(NUM_AT_ONCE):
+        window.submitted("router", of_tenant("busy", number))
+    assert window.is_full("busy")
+    clock.advance(ACTIVE_S)
+    assert not window.is_full("busy")
+
+
+def test_probes_are_no_other_tenant() -> None:
+    window = SubmitWindow(ManualClock(1.0))
+    window.submitted("router", msgspec.structs.replace(of_tenant(""), is_probe=True))
+    for number in range(NUM_AT_ONCE):
+        window.submitted("router", of_tenant("busy", number))
+    assert not window.is_full("busy")
+
+
+def test_a_long_prompt_takes_the_room_of_many_short_ones() -> None:
+    g = gateway("d0")
+    g.open(of_tenant("quiet"))
+    g.route("d0")
+    g.open(of_tenant("busy", 0, num_tokens=MAX_UNANSWERED_TOKENS))
+    g.open(of_tenant("busy", 1))
+    assert numbers(g["router"]) == [0]
+
+
+def test_what_was_cancelled_while_it_was_held_is_never_submitted() -> None:
+    g = a_crowd(NUM_AT_ONCE + 2)
+    g.frontend.cancel(of_tenant("busy", NUM_AT_ONCE).request_id)
+    numbers(g["router"])
+    g.route("d0", request=of_tenant("busy", 0))
+    assert numbers(g["router"]) == [NUM_AT_ONCE + 1]
+
+
+def test_cancelling_what_the_router_has_makes_no_room_before_it_answers() -> None:
+    g = a_crowd(NUM_AT_ONCE + 1)
+    g.frontend.cancel(of_tenant("busy", 0).request_id)
+    g.tick()
+    assert numbers(g["router"]) == list(range(NUM_AT_ONCE))
+    g["router"].say(Routed(request_id=of_tenant("busy", 0).request_id, attempt=0, decode=id_of("d0")))
+    assert numbers(g["router"]) == [NUM_AT_ONCE]
+
+
+def test_what_was_held_goes_to_the_successor_of_a_router_that_is_lost() -> None:
+    g = a_crowd(2 * NUM_AT_ONCE)
+    g["router"].leave()
+    router = g.join_router("successor")
+    g.list_members("d0")
+    g.tick()
+    found: list[str] = []
+    while submits := router.take(Submit):
+        assert len(submits) <= NUM_AT_ONCE
+        for submit in submits:
+            found.append(submit.request.request_id)
+            router.say(queued(submit.request))
+    assert sorted(found) == sorted(of_tenant("busy", number).request_id for number in range(2 * NUM_AT_ONCE))
