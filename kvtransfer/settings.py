@@ -1,4 +1,4 @@
-"""What an endpoint is told about itself and its cluster."""
+"""The settings of an endpoint, and the values derived from them."""
 
 from collections.abc import Callable
 
@@ -16,11 +16,13 @@ from baton.rpc.auth import PAGES, KeyRing, LinkKeys, LinkSecret
 
 
 class EndpointSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    key: bytes | KeyRing  # of page links: a worker's ring, or one key that never changes
+    """One replica's endpoint: its keys, model, layout, address and limits."""
+
+    key: bytes | KeyRing  # of page links; bytes: a key that never changes
     fingerprint: str  # of the model
     layout: PageLayout
     host: str = "127.0.0.1"
-    port: int = 0  # 0: one that is free
+    port: int = 0  # 0: any free port
     transport: str = AUTO
     timing: Timing = Timing()
     num_hashing_threads: int = 1
@@ -36,7 +38,7 @@ class EndpointSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
     @property
     def secret(self) -> LinkSecret:
-        """What links to other replicas are proved with."""
+        """The key or keys that prove links to other replicas."""
         return self.key if isinstance(self.key, bytes) else LinkKeys(self.key, PAGES)
 
     def for_rank(self, rank: int) -> RankSettings:
@@ -52,8 +54,9 @@ class EndpointSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     def parts(
         self, peer: EndpointHello, num_layer_groups: int = 1, *, is_source: bool
     ) -> tuple[PartRanks, ...]:
-        """Of a transfer between this replica and the peer's; is_source: from here to there. ValueError when
-        there are more groups than layers.
+        """The parts of a transfer to or from the peer's replica. is_source: this replica is the source.
+
+        ValueError when there are more groups than layers.
         """
         return parts_of(*self._ways(peer, is_source=is_source), num_layer_groups)
 
@@ -73,10 +76,11 @@ class EndpointSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         return (self.layout, peer.layout) if is_source else (peer.layout, self.layout)
 
 
-# Asked for each reservation with the pages that it needs: makes room for them and says who adopts them.
+# Called for each reservation with the number of pages: makes room, and returns the pages' owner-to-be or
+# None.
 Admit = Callable[[Reserve, int], Owner | None]
 
 
 def refuse_all(request: Reserve, num_pages: int) -> Owner | None:
-    """The `admit` of a rank that only sends."""
+    """The `admit` of an endpoint that only sends: refuse every reservation."""
     return None

@@ -340,7 +340,14 @@ class Outgoing:
 
     def _written(self, event: PartWritten) -> None:
         if self.handoff.outcome is None:
-            self.timeline.wrote(event.stop - event.first, event.outcome)
+            outcome = event.outcome
+            self.timeline.wrote(
+                event.stop - event.first,
+                gather_s=outcome.spans.gather_s,
+                moving_s=outcome.spans.total_s,
+                num_bytes=outcome.num_bytes,
+                num_messages=outcome.num_messages,
+            )
         if not event.outcome.is_done:
             self.perform(self.handoff.push_failed(event.part, event.first, event.stop, event.outcome.reason))
 

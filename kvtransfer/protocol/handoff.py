@@ -25,7 +25,6 @@ from baton.kvtransfer.protocol.messages import (
     PullRequest,
     Wrote,
 )
-from baton.kvtransfer.transports.transfer_queue import PieceOutcome
 
 # What a hand-off asks of the ledger of pages: the engine's PagePool has it all, and documents it.
 
@@ -295,15 +294,16 @@ class Timeline:
         self._num_in_flight += 1
         self._enter(Phase.MOVING)
 
-    def wrote(self, num_units: int, outcome: PieceOutcome) -> None:
-        """A piece of a part has ended, well or not."""
+    def wrote(
+        self, num_units: int, *, gather_s: float, moving_s: float, num_bytes: int, num_messages: int
+    ) -> None:
+        """A piece of a part has ended, well or not. moving_s: from its push to its end, gather_s included."""
         self._num_in_flight -= 1
         self._num_unwritten -= num_units
-        spans = outcome.spans
-        self._gather_s += spans.gather_s
-        self._moving_s += spans.queued_s + spans.gather_s + spans.wire_s
-        self._num_bytes += outcome.num_bytes
-        self._num_messages += outcome.num_messages
+        self._gather_s += gather_s
+        self._moving_s += moving_s
+        self._num_bytes += num_bytes
+        self._num_messages += num_messages
         if not self._num_in_flight:
             self._enter(Phase.VERIFY if self._num_unwritten <= 0 else Phase.WAITING)
 

@@ -1,10 +1,9 @@
-"""A connection as a stream of messages, heard by one thread of its owner's.
+"""A connection as a stream of messages, which the owner's thread handles.
 
-1. A thread reads messages. What it learns it hands on as a call for the owner's thread to make; while
-   MAX_UNHEARD_BYTES wait for that it reads no more. What is sent never waits for the peer
-   (baton/rpc/connection.py).
+1. A thread reads messages and posts each as a call for the owner's thread to make. While MAX_UNHEARD_BYTES
+   wait for the owner, the thread reads no more. Sending never waits for the peer (baton/rpc/connection.py).
 2. With a link timeout both ends ping, from the reading thread, and drop a peer that is silent for so long
-   (baton/rpc/liveness.py). While the owner leaves too much unheard nothing is read, and nothing is judged.
+   (baton/rpc/liveness.py). While too much waits for the owner, nothing is read and no peer is dropped.
 3. A peer that breaks a rule, closes or dies ends the stream. `on_lost` is called once, after everything that
    was received before.
 """

@@ -3,8 +3,8 @@
 Python's own `sendmsg` makes an object of every buffer; here the list of places is an array that the kernel
 reads as it lies, and the interpreter's lock is free while bytes move.
 
-A call waits for a slice of time at most, then looks whether it should go on: `must_stop` may ask it to
-leave the memory alone, no byte for `stall_s` ends it, and so does the whole time `limit_s`.
+A call waits for a slice of time at most, then checks whether to go on. It ends when `must_stop` says so, when
+no byte has moved for `stall_s`, or when it has taken `limit_s` in all.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ Buffer: TypeAlias = ctypes.Array[ctypes.c_char]
 
 
 class Stopped(TransferFailed):
-    """`must_stop` said so; all but `num_left` bytes have moved."""
+    """`must_stop` has ended a call; all but `num_left` bytes have moved."""
 
     def __init__(self, num_left: int) -> None:
         super().__init__(f"stopped with {num_left} bytes left")
@@ -61,7 +61,7 @@ for _name in ("sendmsg", "recvmsg"):
 
 
 class MemoryRuns:
-    """Byte ranges of memory, in order: rows (address, length). Whoever makes it keeps the memory mapped."""
+    """Byte ranges of memory, in order: rows (address, length). The maker keeps the memory mapped."""
 
     def __init__(self, rows: NDArray[np.int64]) -> None:
         self.rows = rows
@@ -71,11 +71,10 @@ class MemoryRuns:
     def of_runs(
         cls, address: int, offset_N: Offsets, run_bytes: int, head: Buffer | None = None
     ) -> "MemoryRuns":
-        """The runs of a pool at `address`, after `head` where there is one.
+        """The runs of a pool at `address`, after `head` if there is one.
 
-        Short runs that follow each other become one place: the kernel copies it in one go. The rank whose
-        page is the unit of a transfer between pages of two sizes has such runs, and so has the one with
-        fewer heads where tp sizes differ.
+        Adjacent short runs become one place, which the kernel copies in one go. Such runs occur in the
+        smaller pages when page sizes differ, and in the rank with fewer heads when tp sizes differ.
         """
         length_N: Offsets | int = run_bytes
         if run_bytes <= MERGED_BYTES:
@@ -112,11 +111,11 @@ class PageSocket:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, interval)
 
     def send(self, places: MemoryRuns, must_stop: MustStop) -> None:
-        """Send all of it. Stopped, TransferFailed for a peer too slow, PeerGone for one that is gone."""
+        """Send all the places. Raises Stopped, TransferFailed for a slow peer, or PeerGone."""
         self._move(_libc.sendmsg, socket.MSG_NOSIGNAL, places, must_stop)
 
     def receive(self, places: MemoryRuns, must_stop: MustStop) -> None:
-        """Fill all of it; raises as `send`."""
+        """Fill all the places; raises as `send`."""
         self._move(_libc.recvmsg, socket.MSG_WAITALL, places, must_stop)
 
     def send_record(self, record: bytes) -> None:
@@ -132,11 +131,11 @@ class PageSocket:
             self.send(MemoryRuns.of_buffer(rest), _never)
 
     def receive_record(self, num_bytes: int) -> bytes:
-        """As many bytes, which have `stall_s` to come; raises as `receive`."""
+        """num_bytes bytes, the first within `stall_s`; raises as `receive`."""
         return self._rest_of(self._first_of(num_bytes), num_bytes)
 
     def next_record(self, num_bytes: int) -> bytes | None:
-        """As many bytes, which may be long in coming; None when the stream ends before them."""
+        """num_bytes bytes, the first of which may take any time; None when the stream ends before them."""
         begun = self._first_of(num_bytes)
         if begun is None:
             poll = select.poll()
@@ -146,17 +145,17 @@ class PageSocket:
         return self._rest_of(begun, num_bytes) if begun != b"" else None
 
     def wake(self) -> None:
-        """Have every call on this socket, now and later, find its peer gone."""
+        """End every call on this socket, now and later, with PeerGone."""
         try:
             self._socket.shutdown(socket.SHUT_RDWR)
         except OSError:
-            return  # it was not connected any more
+            return  # not connected any more
 
     def close(self) -> None:
         self._socket.close()
 
     def _first_of(self, num_bytes: int) -> bytes | None:
-        """What comes within a slice of time: None for nothing, no byte at the stream's end."""
+        """The bytes that come within a slice of time: None for none, b"" at the stream's end."""
         try:
             return self._socket.recv(num_bytes)
         except BlockingIOError:
@@ -200,7 +199,7 @@ class PageSocket:
 
 
 def _merged(offset_N: Offsets, run_bytes: int) -> tuple[Offsets, Offsets]:
-    """Where stretches of runs that follow each other begin, and how long they are."""
+    """The beginnings and lengths of stretches of adjacent runs."""
     is_first_N = np.ones(len(offset_N), dtype=np.bool_)
     np.not_equal(np.diff(offset_N), run_bytes, out=is_first_N[1:])
     first = np.flatnonzero(is_first_N)
@@ -212,20 +211,20 @@ def _never() -> bool:
 
 
 def tune(sock: socket.socket) -> None:
-    """What a data stream needs of a TCP socket, before it connects or listens.
+    """Set the options of a data stream's TCP socket, before it connects or listens.
 
-    The buffers are the kernel's to size: it knows the path, and larger ones than it takes push the pages out
-    of the CPU's cache between the two copies.
+    The kernel sizes the buffers: larger ones would push the pages out of the CPU's cache between the two
+    copies.
     """
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     keep_alive(sock)
 
 
 def unpace(sock: socket.socket) -> None:
-    """Have a connection within this host go as fast as both ends can; one to another host stays as it is.
+    """Turn the pacing of a connection within this host off; a connection to another host stays as it is.
 
-    Congestion control that is made for the world outside may pace what it sends: over loopback, where nothing
-    can be congested, BBR costs a third of the rate. Reno does not pace, and every Linux has it.
+    Over loopback, which cannot be congested, the pacing of BBR costs a third of the rate. Reno does not pace,
+    and every Linux has it.
     """
     with contextlib.suppress(OSError):  # the peer has left already, or an operator forbids the choice
         if sock.getsockname()[0] == sock.getpeername()[0]:

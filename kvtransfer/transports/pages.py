@@ -1,9 +1,9 @@
-"""Where the pages of a rank lie, and pools that other processes on the host can map.
+"""The memory of a rank's pages, pools that other processes on the host can map, and copies out of and into
+pages.
 
-A shared pool is a file that has a descriptor but never a name: it goes when the last process that holds it is
-gone, however that one died. Beside the pages it has a table of generations, one word a page, which only the
-owner can write: a writer in another process looks a page up there before it writes it (see
-kvtransfer/transports/shm.py).
+A shared pool is a file that has a descriptor but no name: it is freed when the last process that holds it has
+ended. A table of generations belongs to each pool, with one word a page, which only the owner can write: a
+writer in another process looks a page up there before it writes the page (kvtransfer/transports/direct.py).
 """
 
 import contextlib
@@ -38,7 +38,7 @@ class PageMemory:
     """Page p is the bytes [address + p * page_bytes, address + (p + 1) * page_bytes) of this process."""
 
     def __init__(self, address: int, num_pages: int, page_bytes: int, owner: object) -> None:
-        """owner: what keeps the memory mapped; it lives as long as this."""
+        """owner: the object that keeps the memory mapped; it lives as long as this object."""
         self.address = address
         self.num_pages = num_pages
         self.page_bytes = page_bytes
@@ -56,7 +56,7 @@ class PageMemory:
         return self.num_pages * self.page_bytes
 
     def view(self) -> memoryview:
-        """All pages as bytes, good for as long as this lives."""
+        """All pages as bytes, valid while this object lives."""
         return memoryview((ctypes.c_char * self.num_bytes).from_address(self.address)).cast("B")
 
     def has(self, pages: Sequence[int]) -> bool:
@@ -72,17 +72,17 @@ class SharedFile:
         self.descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(self.descriptor, num_bytes)
-            fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, _SEALS)  # a peer cannot cut it under our feet
+            fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, _SEALS)  # a peer cannot shorten the file
         except OSError:
             self.close()
             raise
 
     def read_only(self) -> int:
-        """Another descriptor of the same memory, through which nobody can write. The caller closes it."""
+        """A read-only descriptor of the same memory. The caller closes it."""
         return os.open(f"/proc/self/fd/{self.descriptor}", os.O_RDONLY | os.O_CLOEXEC)
 
     def close(self) -> None:
-        """Give up the descriptor; what is mapped stays mapped."""
+        """Close the descriptor. Mappings of the file stay."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
@@ -100,7 +100,7 @@ class SharedPool:
         self.generations: PageGenerations
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """The pool's tensor [num_pages, ...]; it fits where an engine takes memory for its KV pool."""
+        """The pool's tensor [num_pages, ...], for an engine that asks for the memory of its KV pool."""
         page_bytes = math.prod(shape[1:]) * dtype.itemsize
         num_bytes = shape[0] * page_bytes
         if num_bytes == 0:
@@ -113,16 +113,16 @@ class SharedPool:
         return tensor
 
     def close(self) -> None:
-        """Hand the pool to nobody any more; the tensor and other processes keep what they have mapped."""
+        """Close the files. The tensor, and the mappings of other processes, stay."""
         if hasattr(self, "file"):
             self.file.close()
             self.generations.file.close()
 
 
 class PageGenerations:
-    """A shared table: page -> the generation whose writers may write it, REVOKED when nobody may.
+    """A shared table: page -> the generation whose writers may write the page, or REVOKED.
 
-    The owner of the pool writes it; words are written whole, so readers see old or new, nothing between.
+    Only the owner of the pool writes the table, word by word: readers see the old word or the new word.
     """
 
     def __init__(self, num_pages: int) -> None:
@@ -135,7 +135,7 @@ class PageGenerations:
         self._words[list(pages)] = as_words(generations)
 
     def revoke(self, pages: Sequence[int]) -> None:
-        """From now on writers stop at their next look. One that looked before may still be writing."""
+        """Stop writers at their next look. A writer that looked before may still be writing."""
         self._words[list(pages)] = REVOKED
 
 
@@ -155,24 +155,24 @@ class PeerPages:
 
     def __init__(self, descriptor: int, num_pages: int, page_bytes: int) -> None:
         self._mapped: mmap.mmap | None = map_shared(descriptor, num_pages * page_bytes)
-        self._mapped.madvise(mmap.MADV_DONTFORK)  # when this process is dead nobody writes on its behalf
+        self._mapped.madvise(mmap.MADV_DONTFORK)  # a child of this process must not write after its death
         self.memory = PageMemory(_address(self._mapped), num_pages, page_bytes, self._mapped)
 
     def close(self) -> None:
-        """Unmap. Nobody may be writing; `memory` means nothing afterwards."""
+        """Unmap the pool, which no thread may be writing. `memory` is invalid afterwards."""
         if self._mapped is not None:
             self._mapped.close()
             self._mapped = None
 
 
 def as_words(generations: Sequence[int]) -> NDArray[np.uint32]:
-    """Generations as the table has them: 32 bits, never REVOKED."""
+    """Generations as words of the table: 32 bits, never REVOKED."""
     wrapped = np.asarray(generations, dtype=np.int64) % (2**32 - 1) + 1
     return wrapped.astype(np.uint32)
 
 
 def map_shared(descriptor: int, num_bytes: int, prot: int = mmap.PROT_READ | mmap.PROT_WRITE) -> mmap.mmap:
-    """Map a file for all to see, in huge pages where the system grants them to shared memory."""
+    """Map a file, shared with other processes, in huge pages where the system grants them."""
     mapped = mmap.mmap(descriptor, num_bytes, flags=mmap.MAP_SHARED, prot=prot)
     with contextlib.suppress(OSError):  # a kernel without them: small pages serve as well
         mapped.madvise(mmap.MADV_HUGEPAGE)
@@ -185,39 +185,42 @@ def _address(mapped: mmap.mmap) -> int:
 
 # Runs of a pool packed into staging memory, and unpacked from it, where the pool lies.
 #
-# On a GPU it happens on a stream of our own, beside the model's: what a pusher has enqueued on its stream is
-# waited for there, and nothing waits for us on the model's stream. Suffix N: runs.
+# On a GPU the copies run on a stream of the packing's own. That stream waits for the work that pushers have
+# enqueued on theirs, and the model's stream never waits for it. Suffix N: runs.
 
-NO_SLEEP_S: Final = 2e-4  # a wait for the GPU looks all the time at first: a sleep takes 70 us at least
-SHORTEST_SLEEP_S: Final = 2e-5  # then it sleeps, each time twice as long, up to
+NO_SLEEP_S: Final = (
+    2e-4  # a wait for the GPU polls without sleeping for so long: a sleep takes 70 us at least
+)
+SHORTEST_SLEEP_S: Final = 2e-5  # afterwards each sleep is twice as long, up to
 LONGEST_SLEEP_S: Final = 1e-3
 
 
 class PagePacking(Protocol):
-    """The pool of one rank. Staging is contiguous uint8 on the same device."""
+    """Packs runs of one rank's pool into staging memory, which is contiguous uint8 on the same device."""
 
     num_pages: int
 
     def staging(self, num_bytes: int) -> Tensor: ...
 
     def host_staging(self, num_bytes: int) -> Tensor:
-        """uint8 on the CPU, of the kind that a GPU copies from and to by itself."""
+        """uint8 on the CPU, pinned where the pool is on a GPU."""
 
     def note_written(self) -> None:
-        """The caller's thread has written pages, or has told its current stream to: what is packed has it."""
+        """Let later packs see the pages that the caller's thread, or its current stream, has written."""
 
     def pack(self, plan: TransferPlan, offset_N: Offsets, staging: Tensor) -> None:
-        """The pool's runs, one after the other; on a GPU they are there after `finish`."""
+        """Copy the pool's runs into staging, one after the other; done after `finish`."""
 
     def unpack(self, plan: TransferPlan, offset_N: Offsets, staging: Tensor) -> None: ...
 
     def copy(self, source: Tensor, target: Tensor) -> None:
-        """From staging to host staging or back, in the order of the calls; done after `finish`."""
+        """Copy from staging to host staging or back, in the order of the calls; done after `finish`."""
 
     def finish(self, timeout_s: float = math.inf) -> None:
-        """Wait for all that is on its way on our stream. TransferFailed when it takes too long.
+        """Wait for all copies. TransferFailed when that takes too long.
 
-        What touches pages is waited for without a limit: it ends by itself, and must have before others may.
+        Copies that touch pages are waited for without a limit: they end by themselves, and the pages must not
+        be reused before.
         """
 
 
@@ -231,6 +234,8 @@ def packing_of(pool: Tensor | PageMemory) -> PagePacking:
 
 
 class HostPages:
+    """`PagePacking` of a pool in this process's memory."""
+
     def __init__(self, memory: PageMemory) -> None:
         self._memory = memory
         self.num_pages = memory.num_pages
@@ -242,11 +247,11 @@ class HostPages:
         return huge_zeros((num_bytes,), torch.uint8)
 
     def note_written(self) -> None:
-        """A CPU has written when it says so."""
+        """A CPU's writes are visible at once."""
 
     def pack(self, plan: TransferPlan, offset_N: Offsets, staging: Tensor) -> None:
         packed_N = np.arange(len(offset_N), dtype=np.int64) * plan.run_bytes
-        # It is sent at once: in the cache it need not come from memory again.
+        # The packed bytes are sent at once: they stay in the cache.
         copy_runs(self._memory, staging, offset_N, packed_N, plan.run_bytes, keep_in_cache=True)
 
     def unpack(self, plan: TransferPlan, offset_N: Offsets, staging: Tensor) -> None:
@@ -257,11 +262,11 @@ class HostPages:
         target.copy_(source)
 
     def finish(self, timeout_s: float = math.inf) -> None:
-        """Nothing is left to do."""
+        """A CPU's copies are done on return."""
 
 
 class DevicePages:
-    """A pool on a GPU, taken for a table of rows that all runs consist of."""
+    """`PagePacking` of a pool on a GPU, as a table of rows that all runs consist of."""
 
     def __init__(self, pool: Tensor) -> None:
         self.pool = pool
@@ -272,7 +277,7 @@ class DevicePages:
         self._ordering = threading.Lock()
 
     def staging(self, num_bytes: int) -> Tensor:
-        with torch.cuda.stream(self.stream):  # memory of another one may still be in use by its work
+        with torch.cuda.stream(self.stream):  # so that the allocator reuses the memory on this stream alone
             return torch.empty(num_bytes, dtype=torch.uint8, device=self.pool.device)
 
     def host_staging(self, num_bytes: int) -> Tensor:
@@ -313,16 +318,16 @@ class DevicePages:
             sleep_s = min(2 * sleep_s, LONGEST_SLEEP_S)
 
     def wait_for_writers(self) -> None:
-        """Have our stream wait for all that `note_written` was told of.
+        """Let the packing's stream wait for all work that `note_written` was told of.
 
-        Of two threads that pack, neither goes on before the other has told the stream what it took up.
+        Of two threads that pack, neither goes on before the other has enqueued its waits.
         """
         with self._ordering:
             while self._written:
                 self.stream.wait_event(self._written.popleft())
 
     def rows(self, plan: TransferPlan, offset_N: Offsets) -> Tensor:
-        """int64 on the device: the rows of `plan.row_bytes` bytes that the runs consist of, in order."""
+        """int64 on the device: the numbers of the rows of `plan.row_bytes` bytes that make up the runs."""
         first = offset_N // plan.row_bytes
         rows_of_run = np.arange(plan.run_bytes // plan.row_bytes, dtype=np.int64)
         rows = torch.from_numpy(np.add.outer(first, rows_of_run).reshape(-1))
@@ -330,14 +335,13 @@ class DevicePages:
         return rows.pin_memory().to(self.pool.device, non_blocking=True)
 
 
-# The pages of a GPU by way of host memory: for sockets and digests, which only a CPU can serve.
-#
-# A part is gathered into staging memory on the GPU and copied to pinned memory in one piece, or the other way
-# round. Each way costs a pass over the GPU's memory, and one over the bus at some 50 GB/s (PCIe 5, 16 lanes).
-
-
 class StagedParts:
-    """Room for one part at a time, which grows to the largest one. One thread uses it."""
+    """A GPU's pages in host memory, for sockets and digests: one part at a time, for one thread.
+
+    A part is gathered into staging memory on the GPU and copied to pinned memory in one piece, or the other
+    way round. Each way costs a pass over the GPU's memory, and one over the bus at some 50 GB/s (PCIe 5, 16
+    lanes).
+    """
 
     def __init__(self, packing: PagePacking) -> None:
         self._packing = packing
@@ -345,14 +349,14 @@ class StagedParts:
         self._host = packing.host_staging(0)
 
     def room(self, num_bytes: int) -> Tensor:
-        """Host memory uint8 [num_bytes] for what `store` is to put into pages; good until the next call."""
+        """Host memory uint8 [num_bytes] for `store` to put into pages; valid until the next call."""
         if num_bytes > len(self._host):
             self._staging = self._packing.staging(num_bytes)
             self._host = self._packing.host_staging(num_bytes)
         return self._host[:num_bytes]
 
     def fetch(self, plan: TransferPlan, offset_N: Offsets) -> Tensor:
-        """The runs' bytes, one run after the other, in host memory that is good until the next call."""
+        """The runs' bytes, one run after the other, in host memory that is valid until the next call."""
         host = self.room(len(offset_N) * plan.run_bytes)
         staging = self._staging[: len(host)]
         self._packing.pack(plan, offset_N, staging)
@@ -361,7 +365,7 @@ class StagedParts:
         return host
 
     def store(self, plan: TransferPlan, offset_N: Offsets) -> None:
-        """What was written into `room` is in the pages on return."""
+        """Put the bytes that were written into `room` into the pages."""
         host = self.room(len(offset_N) * plan.run_bytes)
         staging = self._staging[: len(host)]
         self._packing.copy(host, staging)

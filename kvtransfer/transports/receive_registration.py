@@ -1,17 +1,17 @@
-"""What the destination knows of the transfers that may write into its pages.
+"""Registrations: the transfers that may write into the pages of one rank, as their destination granted them.
 
-The life of a landing:
+The life of a registration:
 
-1. `add`: the transfer was granted, with its epoch. Whoever grants holds its pages for it in the ledger.
-2. `begin` lets a writer of this process (a receiver's thread) in, for one piece; `end` says that it left.
-   Writers of other processes (shm) come and go unseen: from the moment that a landing's source has mapped
-   the pool it counts as inside, until `release` (it has confirmed that it writes no more) or `writer_died`.
-   Never until some time.
-3. `close`, for whatever reason: nobody is let in any more, those inside leave at their next look.
-4. When the last writer has left, every callback given to `close` is called, once, in the thread that saw
-   it. Only then may the pages be read for good, or reused. What comes later for this transfer is stale.
+1. `add`: the transfer was granted, with its epoch. The ledger holds the pages for the transfer.
+2. `begin` admits a writer of this process (a receiver's thread) for one piece; the writer calls `end` when it
+   has left the pages. Writers of other processes (shm, cuda_ipc) come and go unseen. Such a writer counts as
+   inside from the moment that its process has mapped the pool, until `release` (the source has confirmed that
+   it writes no more) or `writer_died`. No amount of time ends that.
+3. `close`: no writer is admitted any more, and writers inside leave at their next look.
+4. When the last writer has left, every callback given to `close` is called, once, in the thread that saw the
+   writer leave. Only then may the pages be read for good, or reused. Pieces that come later are stale.
 
-A piece that is let in nowhere never touches a page: its bytes are drained and counted.
+The bytes of a piece that is not admitted are drained and counted; they never touch a page.
 """
 
 import threading
@@ -24,36 +24,37 @@ import msgspec
 from baton.errors import TransferFailed, WireError
 from baton.kvtransfer.protocol.transfer_plan import Offsets, TransferPlan
 
-NUM_REMEMBERED: Final = 4096  # ended transfers whose late pieces are told from those of unknown ones
+NUM_REMEMBERED: Final = 4096  # ended transfers, whose late pieces count as stale and not as unknown
 
 OnSafe = Callable[[], None]
 
 
 class ReceiveRegistration(msgspec.Struct, frozen=True, kw_only=True):
-    """A transfer as its destination granted it. `writer` is the source process's incarnation."""
+    """A transfer as its destination granted it."""
 
     id: bytes
     epoch: int
     plan: TransferPlan
     num_units: int
     pages: tuple[int, ...]  # of the destination, in the order of the units
-    writer: bytes
-    may_write_directly: bool = False  # from its own process, past `begin` and `end`, if it maps the pool
+    writer: bytes  # the incarnation of the source's process
+    # Whether the writer's process writes without `begin` and `end` once it has mapped the pool.
+    may_write_directly: bool = False
 
 
 class ReceiveCounters:
-    """What was let in, and what was not, since the start."""
+    """Pieces that were admitted, and pieces that were not, since the start."""
 
     def __init__(self) -> None:
         self.num_pieces = 0
         self.num_bytes = 0
         self.num_stale = 0  # a transfer that has ended, or another epoch
-        self.num_unknown = 0  # a transfer that this process never granted, or forgot long ago
-        self.num_malformed = 0  # units or bytes that the plan does not have: the peer is dropped
-        self.num_broken = 0  # begun, and not all of it came
+        self.num_unknown = 0  # a transfer that this process has never granted, or has forgotten
+        self.num_malformed = 0  # units or bytes outside the plan: the peer is dropped
+        self.num_broken = 0  # begun and not completed
 
     def by_name(self) -> dict[str, int]:
-        """Those that are not zero, as "landed_pieces"."""
+        """The counts that are not zero, with names like "landed_pieces"."""
         counts = {
             "landed_pieces": self.num_pieces,
             "landed_bytes": self.num_bytes,
@@ -79,7 +80,7 @@ class _State:
 
 
 class Writing:
-    """Leave to write units [first, stop) of a landing, until `end`."""
+    """The permission to write units [first, stop) of a registered transfer, until `end`."""
 
     def __init__(self, state: _State, first: int, stop: int) -> None:
         self._state = state
@@ -89,20 +90,20 @@ class Writing:
 
     @property
     def must_stop(self) -> bool:
-        """The landing was closed: leave the pages alone. Look at least every second."""
+        """Whether the registration was closed: leave the pages. Writers check this at least every second."""
         return self._state.is_closed
 
     def offsets(self) -> Offsets:
-        """Where the piece's runs begin in the pool, in plan order."""
+        """The offsets of the piece's runs in the pool, in plan order."""
         registration = self.registration
         return registration.plan.destination.offsets(self.first, self.stop, registration.pages)
 
 
 class ReceiveRegistrations:
-    """Every landing of one rank, by transfer id. Safe from any thread."""
+    """All registrations of one rank, by transfer id. Safe from any thread."""
 
     def __init__(self, num_pages: int) -> None:
-        """num_pages: of the pool, which no landing may exceed."""
+        """num_pages: of the pool."""
         self.counters = ReceiveCounters()
         self._num_pages = num_pages
         self._lock = threading.Lock()
@@ -113,9 +114,8 @@ class ReceiveRegistrations:
     # Grants.
 
     def add(self, registration: ReceiveRegistration) -> None:
-        """TransferFailed when a landing of this id was there before.
-
-        ValueError when its pages do not hold its units: that is the caller's mistake.
+        """TransferFailed for an id that was registered before, ValueError for pages that do not hold the
+        units.
         """
         num_pages = registration.plan.destination.num_pages(registration.num_units)
         if len(registration.pages) != num_pages or not all(
@@ -131,13 +131,13 @@ class ReceiveRegistrations:
             self._states[registration.id] = _State(registration, is_writer_present=is_present)
 
     def reopen(self, registration: ReceiveRegistration) -> None:
-        """Let the same transfer in once more, after its end here: some of its units came damaged."""
+        """Register the same transfer again, after its end: some of its units arrived damaged."""
         with self._lock:
             self._ended.pop(registration.id, None)
         self.add(registration)
 
     def close(self, transfer: bytes, on_safe: OnSafe) -> None:
-        """Let nobody in any more; `on_safe` is called when nobody writes, at once if that is so already."""
+        """Admit no writer any more; `on_safe` is called when no writer is inside, perhaps at once."""
         with self._lock:
             state = self._states.get(transfer)
             if state is not None:
@@ -151,7 +151,7 @@ class ReceiveRegistrations:
     # Writers of this process.
 
     def begin(self, transfer: bytes, epoch: int, first: int, stop: int, num_bytes: int) -> Writing | None:
-        """Leave to write a piece, or None when its bytes must be drained. WireError: drop the peer."""
+        """The permission to write a piece; None: drain its bytes. WireError: drop the peer."""
         counters = self.counters
         with self._lock:
             state = self._states.get(transfer)
@@ -192,7 +192,7 @@ class ReceiveRegistrations:
     # Writers of other processes.
 
     def writer_came(self, writer: bytes) -> None:
-        """A process is about to be given the pool; its death will be told by `writer_died`."""
+        """A process is about to map the pool; `writer_died` will report its death."""
         with self._lock:
             self._present_writers.add(writer)
             for state in self._states.values():
@@ -201,7 +201,7 @@ class ReceiveRegistrations:
                     state.has_outside_writer = True
 
     def release(self, transfer: bytes) -> None:
-        """The source has said that it will not write directly any more."""
+        """The source has confirmed that it writes no more directly."""
         with self._lock:
             state = self._states.get(transfer)
             if state is None:
@@ -211,7 +211,7 @@ class ReceiveRegistrations:
         _call(callbacks)
 
     def writer_died(self, writer: bytes) -> list[bytes]:
-        """The process is gone for certain. Returns its transfers that the caller has yet to close."""
+        """The process is certainly dead. Returns the transfers that the caller has yet to close."""
         callbacks: list[OnSafe] = []
         with self._lock:
             self._present_writers.discard(writer)
@@ -222,25 +222,25 @@ class ReceiveRegistrations:
         _call(callbacks)
         return [state.registration.id for state in theirs if not state.is_closed]
 
-    # The books.
+    # Queries.
 
     def num_open(self) -> int:
-        """Landings that have not come to their end."""
+        """The number of registrations that have not ended."""
         with self._lock:
             return len(self._states)
 
     def __contains__(self, transfer: bytes) -> bool:
-        """Whether there is a landing of this id, or was one not long ago."""
+        """Whether this id is registered, or was not long ago."""
         with self._lock:
             return transfer in self._states or transfer in self._ended
 
     def is_written(self, transfer: bytes) -> bool:
-        """Whether somebody may still write for this transfer."""
+        """Whether a writer may still be inside the transfer's pages."""
         with self._lock:
             return transfer in self._states
 
     def _settle(self, state: _State) -> list[OnSafe]:
-        """Under the lock: the callbacks to make outside it."""
+        """Under the lock: the callbacks to make outside the lock."""
         if not state.is_safe or self._states.pop(state.registration.id, None) is None:
             return []
         self._ended[state.registration.id] = None

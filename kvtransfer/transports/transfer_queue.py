@@ -70,6 +70,10 @@ class Spans(msgspec.Struct, frozen=True):
     gather_s: float = 0.0  # finding the runs, and packing them where the transport packs
     wire_s: float = 0.0  # moving the bytes until the destination has confirmed them
 
+    @property
+    def total_s(self) -> float:
+        return self.queued_s + self.gather_s + self.wire_s
+
 
 class PieceOutcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How a piece ended; also sent by a follower's rank to rank 0."""

@@ -6,7 +6,6 @@ from hypothesis import strategies as st
 
 from baton.clock import ManualClock
 from baton.kvtransfer.protocol.handoff import Timeline, TransferTimes
-from baton.kvtransfer.transports.transfer_queue import PieceOutcome, Spans
 
 
 def sum_of_spans(times: TransferTimes) -> float:
@@ -26,12 +25,12 @@ def test_a_transfer_that_streams_while_it_is_computed() -> None:
     timeline.offered()
     timeline.pushed()
     clock.advance(8)
-    timeline.wrote(2, PieceOutcome(is_done=True, num_bytes=10, num_messages=1, spans=Spans(0, 2, 6)))
+    timeline.wrote(2, gather_s=2, moving_s=8, num_bytes=10, num_messages=1)
     clock.advance(16)  # the second one
     timeline.offered()
     timeline.pushed()
     clock.advance(32)
-    timeline.wrote(2, PieceOutcome(is_done=True, num_bytes=10, num_messages=1, spans=Spans(0, 8, 24)))
+    timeline.wrote(2, gather_s=8, moving_s=32, num_bytes=10, num_messages=1)
     clock.advance(64)
     timeline.finished()
     times = timeline.times()
@@ -51,7 +50,7 @@ def test_pieces_side_by_side_count_once() -> None:
     timeline.pushed()
     clock.advance(10)
     for _ in range(2):
-        timeline.wrote(1, PieceOutcome(is_done=True, spans=Spans(0, 5, 5)))
+        timeline.wrote(1, gather_s=5, moving_s=10, num_bytes=0, num_messages=0)
     timeline.finished()
     times = timeline.times()
     assert times.total_s == 10
@@ -69,7 +68,7 @@ def test_spans_always_add_up(happenings: list[tuple[str, float]]) -> None:
             timeline.pushed()
             num_in_flight += 1
         elif kind == "w" and num_in_flight:
-            timeline.wrote(1, PieceOutcome(is_done=True, spans=Spans(seconds, seconds / 2, seconds)))
+            timeline.wrote(1, gather_s=seconds / 2, moving_s=2.5 * seconds, num_bytes=0, num_messages=0)
             num_in_flight -= 1
         elif kind in "sgo":
             {"s": timeline.settled, "g": timeline.granted, "o": timeline.offered}[kind]()
