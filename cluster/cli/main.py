@@ -15,7 +15,7 @@ from typing import Final
 
 import baton
 from baton.cluster.cli import output
-from baton.cluster.cli.options import FAILED, USER_ERROR, Command, Parser
+from baton.cluster.cli.options import FAILED, USER_ERROR, CliCommand, Parser
 from baton.cluster.logs import set_up_logging
 from baton.config.environment import set_log_format
 from baton.errors import BatonError
@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return BROKEN_PIPE
 
 
-def _parse(argv: Sequence[str]) -> tuple[Command, argparse.Namespace]:
+def _parse(argv: Sequence[str]) -> tuple[CliCommand, argparse.Namespace]:
     try:
         with output.told():  # argparse of an early Python 3.11 raises an error of writing the help
             parser = Parser("", "Serves large language models.")
@@ -80,7 +80,7 @@ def _parse(argv: Sequence[str]) -> tuple[Command, argparse.Namespace]:
             parser.epilog = "\n".join(["commands, each with a --help of its own:", *shown])
             given = parser.parse(argv)
             module = importlib.import_module(f"baton.cluster.cli.commands.{COMMANDS[given.command][0]}")
-            command: Command = getattr(module, given.command.replace("-", "_"))
+            command: CliCommand = getattr(module, given.command.replace("-", "_"))
             parser = Parser(given.command, command.description)
             command.add_options(parser)
             return command, parser.parse(given.options)

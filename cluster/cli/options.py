@@ -301,7 +301,7 @@ def in_flags(message: str, settings: Iterable[Setting], arguments: argparse.Name
     return message
 
 
-class Command(NamedTuple):
+class CliCommand(NamedTuple):
     """One command of `baton`: what a module of cli/commands defines under the command's name."""
 
     description: str | None

@@ -11,7 +11,7 @@ import argparse
 import importlib
 from typing import Final
 
-from baton.cluster.cli.options import Command, Parser
+from baton.cluster.cli.options import CliCommand, Parser
 from baton.errors import ConfigError
 
 SUITES: Final = ("kv", "prefix", "serve")
@@ -32,4 +32,4 @@ def _run(arguments: argparse.Namespace) -> None:
     suite.run(parser.parse(arguments.rest))
 
 
-bench = Command(__doc__, _add_options, _run)
+bench = CliCommand(__doc__, _add_options, _run)

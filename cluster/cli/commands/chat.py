@@ -13,7 +13,7 @@ from typing import Any, Final, TypeAlias
 from urllib.parse import urlsplit
 
 from baton.cluster.cli import output
-from baton.cluster.cli.options import Command, Parser
+from baton.cluster.cli.options import CliCommand, Parser
 from baton.cluster.cluster_record import find_record
 from baton.config.environment import api_key
 from baton.errors import ConfigError, InvalidRequest, WorkerLost
@@ -141,4 +141,4 @@ def _message(body: bytes) -> str:
         return ""
 
 
-chat = Command(__doc__, _add_options, _run)
+chat = CliCommand(__doc__, _add_options, _run)

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Final
 
-from baton.cluster.cli.options import Command, Parser
+from baton.cluster.cli.options import CliCommand, Parser
 from baton.cluster.cli.routers import add_key_option, key_file
 from baton.cluster.cluster_key import new_key, read_keys, replace_file, write_secret
 from baton.errors import ConfigError
@@ -55,4 +55,4 @@ def _retire(path: Path) -> str:
     return "has one key; the old one is refused"
 
 
-cluster_key = Command(__doc__, _add_options, _run)
+cluster_key = CliCommand(__doc__, _add_options, _run)

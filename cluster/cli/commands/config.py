@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from baton.cluster.cli import output
-from baton.cluster.cli.options import Command, Parser
+from baton.cluster.cli.options import CliCommand, Parser
 from baton.cluster.cli.settings import Settings, add_serve_options, serve_settings, variable
 from baton.config.cluster import ServeConfig
 from baton.config.loader import described_schema, leaves
@@ -71,4 +71,4 @@ def _validate(file: Path) -> None:
     output.write(f"{file}: {len(checked.given)} settings, all well\n")
 
 
-config = Command(__doc__, _add_options, _run)
+config = CliCommand(__doc__, _add_options, _run)

@@ -23,7 +23,7 @@ from typing import Final, Literal, NamedTuple, TypeAlias
 import msgspec
 
 from baton.cluster.cli import output
-from baton.cluster.cli.options import FAILED, Command, Parser
+from baton.cluster.cli.options import FAILED, CliCommand, Parser
 from baton.cluster.cli.routers import addresses, key_file
 from baton.cluster.cli.settings import Given, add_serve_options, serve_settings
 from baton.cluster.cluster_key import Keys, read_keys
@@ -112,6 +112,11 @@ def _error(what: str, mend: str) -> Finding:
     return Finding(verdict="error", what=what, mend=mend)
 
 
+def _judge(is_well: bool, well: str, what: str, mend: str, verdict: Verdict = "warning") -> Finding:
+    """Return the finding `well`, or the problem `what`."""
+    return _ok(well) if is_well else Finding(verdict=verdict, what=what, mend=mend)
+
+
 def libraries(config: ServeConfig) -> Iterator[Finding]:
     """Are the needed Python packages installed?"""
     needed = {"torch": "worker", "safetensors": "worker", "fastapi": "", "uvicorn": "", "tokenizers": ""}
@@ -132,10 +137,12 @@ def libraries(config: ServeConfig) -> Iterator[Finding]:
 def compiler(config: ServeConfig) -> Iterator[Finding]:
     """Is there a C compiler for the CPU kernels?"""
     found = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
-    if found or config.engine.device == "cuda":
-        yield _ok(f"C compiler: {found or 'not needed on a GPU'}")
-    else:
-        yield _warning("there is no C compiler: a CPU computes much slower", "apt-get install gcc libc6-dev")
+    yield _judge(
+        bool(found) or config.engine.device == "cuda",
+        f"C compiler: {found or 'not needed on a GPU'}",
+        "there is no C compiler: a CPU computes much slower",
+        "apt-get install gcc libc6-dev",
+    )
 
 
 def model(config: ServeConfig) -> Iterator[Finding]:
@@ -190,38 +197,35 @@ def _nccl() -> Iterator[Finding]:
     if importlib.util.find_spec("torch") is None:
         return
     names = {dist.metadata["Name"] for dist in importlib.metadata.distributions()}
-    if any(str(name).startswith("nvidia-nccl") for name in names):
-        yield _ok("NCCL is installed")
-    else:
-        yield _warning(
-            "there is no NCCL package: ranks on several GPUs need it",
-            "install a torch that was built with CUDA: its wheel brings nvidia-nccl",
-        )
+    yield _judge(
+        any(str(name).startswith("nvidia-nccl") for name in names),
+        "NCCL is installed",
+        "there is no NCCL package: ranks on several GPUs need it",
+        "install a torch that was built with CUDA: its wheel brings nvidia-nccl",
+    )
 
 
 def shared_memory(config: ServeConfig) -> Iterator[Finding]:
     """Has /dev/shm enough room?"""
     path = Path("/dev/shm")
     free = shutil.disk_usage(path).free if path.exists() else 0
-    if free < MIN_SHM_BYTES:
-        yield _warning(
-            f"/dev/shm has {free >> 20} MiB free: Ray's object store and NCCL's buffers may not fit",
-            "docker run --shm-size=2g, or mount -o remount,size=2g /dev/shm",
-        )
-    else:
-        yield _ok(f"/dev/shm has {free >> 20:,} MiB free")
+    yield _judge(
+        free >= MIN_SHM_BYTES,
+        f"/dev/shm has {free >> 20:,} MiB free",
+        f"/dev/shm has {free >> 20} MiB free: Ray's object store and NCCL's buffers may not fit",
+        "docker run --shm-size=2g, or mount -o remount,size=2g /dev/shm",
+    )
 
 
 def open_files(config: ServeConfig) -> Iterator[Finding]:
     """May a process open enough files?"""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft < MIN_OPEN_FILES:
-        yield _warning(
-            f"a process may have {soft:,} files open: a gateway with many clients needs more",
-            f"ulimit -n {MIN_OPEN_FILES if hard >= MIN_OPEN_FILES else hard} before `baton serve`",
-        )
-    else:
-        yield _ok(f"{soft:,} open files a process")
+    yield _judge(
+        soft >= MIN_OPEN_FILES,
+        f"{soft:,} open files a process",
+        f"a process may have {soft:,} files open: a gateway with many clients needs more",
+        f"ulimit -n {MIN_OPEN_FILES if hard >= MIN_OPEN_FILES else hard} before `baton serve`",
+    )
 
 
 def port(config: ServeConfig) -> Iterator[Finding]:
@@ -240,13 +244,12 @@ def redis_and_ray(config: ServeConfig) -> Iterator[Finding]:
     here = [one for one in listeners() if one.port == REDIS_PORT]
     if not here:
         return
-    if _speaks_redis(here[0]):
-        yield _warning(
-            f"a Redis listens on {REDIS_PORT}, where `ray start --head` puts its GCS",
-            "ray start --head --port 6380, or move Redis; a Ray that `baton serve` starts avoids the port",
-        )
-    else:
-        yield _ok(f"port {REDIS_PORT} is not a Redis: probably Ray's GCS; put a Redis elsewhere")
+    yield _judge(
+        not _speaks_redis(here[0]),
+        f"port {REDIS_PORT} is not a Redis: probably Ray's GCS; put a Redis elsewhere",
+        f"a Redis listens on {REDIS_PORT}, where `ray start --head` puts its GCS",
+        "ray start --head --port 6380, or move Redis; a Ray that `baton serve` starts avoids the port",
+    )
 
 
 def shared_redis(config: ServeConfig) -> Iterator[Finding]:
@@ -337,13 +340,13 @@ def rays_token(config: ServeConfig) -> Iterator[Finding]:
     """Do Ray's ports ask for a token?"""
     if config.runtime != "ray":
         return
-    if ray_asks_for_token():
-        yield _ok("Ray's own ports listen on all interfaces, and answer only those with ~/.ray/auth_token")
-    else:
-        yield _error(
-            "Ray's own ports listen on all interfaces; RAY_AUTH_MODE lets every client run code here",
-            "export RAY_AUTH_MODE=token, or leave it unset",
-        )
+    yield _judge(
+        ray_asks_for_token(),
+        "Ray's own ports listen on all interfaces, and answer only clients with ~/.ray/auth_token",
+        "Ray's own ports listen on all interfaces; RAY_AUTH_MODE lets every client run code here",
+        "export RAY_AUTH_MODE=token, or leave it unset",
+        verdict="error",
+    )
 
 
 def ray_head(config: ServeConfig) -> Iterator[Finding]:
@@ -400,13 +403,14 @@ def _router_at(address: Address, keys: Keys) -> Finding:
 def shadowed_kernels(config: ServeConfig) -> Iterator[Finding]:
     """Does a folder of Baton hide Hugging Face's `kernels`?"""
     spec = importlib.util.find_spec("kernels")
-    if spec is not None and spec.origin and Path(spec.origin).parent == _checkout() / "kernels":
-        yield _error(
-            f"{spec.origin} hides Hugging Face's `kernels` from transformers",
-            "remove that file: Baton's folders hold no __init__.py",
-        )
-    else:
-        yield _ok("nothing of Baton's hides Hugging Face's `kernels`")
+    origin = spec.origin if spec else None
+    yield _judge(
+        not origin or Path(origin).parent != _checkout() / "kernels",
+        "no folder of Baton hides Hugging Face's `kernels`",
+        f"{origin} hides Hugging Face's `kernels` from transformers",
+        "remove that file: Baton's folders hold no __init__.py",
+        verdict="error",
+    )
 
 
 def memory(config: ServeConfig) -> Iterator[Finding]:
@@ -449,4 +453,4 @@ CHECKS: Final[tuple[Check, ...]] = (
 )
 
 
-doctor = Command(__doc__, _add_options, _run)
+doctor = CliCommand(__doc__, _add_options, _run)

@@ -10,7 +10,7 @@ from typing import Final
 import msgspec
 
 from baton.cluster.cli import output
-from baton.cluster.cli.options import Command, Parser
+from baton.cluster.cli.options import CliCommand, Parser
 from baton.cluster.cli.routers import add_router_options, ask
 from baton.cluster.operator_node import Operator
 from baton.errors import ConfigError
@@ -91,4 +91,4 @@ def _pair(weighed: Weighed, names: dict[str, str]) -> str:
     return f"{decode} < {filled}{source}"
 
 
-explain = Command(__doc__, _add_options, _run)
+explain = CliCommand(__doc__, _add_options, _run)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from baton.cluster.cli import output
-from baton.cluster.cli.options import Command, Parser, Setting, in_flags, integers, settings_of
+from baton.cluster.cli.options import CliCommand, Parser, Setting, in_flags, integers, settings_of
 from baton.cluster.model_directory import resolve_model
 from baton.config.engine import EngineSettings
 from baton.config.loader import nest
@@ -170,4 +170,4 @@ def _token_ids(part: "TextDelta | CompletionOutput") -> str:
     return "".join(f"{token_id} " for token_id in part.token_ids)
 
 
-generate = Command(__doc__, _add_options, _run)
+generate = CliCommand(__doc__, _add_options, _run)

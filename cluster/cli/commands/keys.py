@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Final
 
 from baton.cluster.cli import output
-from baton.cluster.cli.options import Command, Parser
+from baton.cluster.cli.options import CliCommand, Parser
 from baton.cluster.cluster_key import replace_file
 from baton.config.environment import environment_settings
 from baton.errors import ConfigError
@@ -140,4 +140,4 @@ def _say(text: str) -> None:
     print(f"baton: {text}", file=sys.stderr, flush=True)
 
 
-keys = Command(__doc__, _add_options, _run)
+keys = CliCommand(__doc__, _add_options, _run)

@@ -19,7 +19,7 @@ import msgspec
 from setproctitle import setproctitle
 
 from baton.clock import SystemClock
-from baton.cluster.cli.options import Command, Parser, settings_of
+from baton.cluster.cli.options import CliCommand, Parser, settings_of
 from baton.cluster.cli.routers import add_key_option, addresses, has_no_key, key_file
 from baton.cluster.cli.settings import Given, StructT, add_file_options, settings_from
 from baton.cluster.cluster_key import READ_EVERY_S, Keys, KeyWatch, read_keys
@@ -168,7 +168,7 @@ def _run_worker(arguments: argparse.Namespace) -> None:
     serve_here("worker", config.name, config, arguments.cluster_key_file)
 
 
-router = Command(
+router = CliCommand(
     """Run one router in the foreground, for gateways and workers that are started one by one.
 
 Gateways and workers are told its address, so give it a port: --port 7000. All need the same cluster key.
@@ -176,12 +176,12 @@ Gateways and workers are told its address, so give it a port: --port 7000. All n
     _add_router_options,
     _run_router,
 )
-gateway = Command(
+gateway = CliCommand(
     "Run one gateway in the foreground: the OpenAI API, for clients of a router's workers.",
     _add_gateway_options,
     _run_gateway,
 )
-worker = Command(
+worker = CliCommand(
     """Run one worker in the foreground. The worker connects to the routers and waits for requests.
 
 Other processes connect to the address that it listens on: give this machine's, not 0.0.0.0.

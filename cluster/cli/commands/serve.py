@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from baton.clock import SystemClock
-from baton.cluster.cli.options import Command
+from baton.cluster.cli.options import CliCommand
 from baton.cluster.cli.routers import has_no_key, key_file
 from baton.cluster.cli.settings import add_serve_options, serve_settings
 from baton.cluster.cluster_key import Keys, KeyWatch, new_key, read_keys
@@ -180,4 +180,4 @@ def _stop_on_signals(stop: asyncio.Event) -> None:
         loop.add_signal_handler(number, on_signal)
 
 
-serve = Command(__doc__, add_serve_options, _run)
+serve = CliCommand(__doc__, add_serve_options, _run)

@@ -5,7 +5,7 @@ import logging
 from traceback import format_exception
 
 from baton.cluster.cli import output
-from baton.cluster.cli.options import Command, Parser
+from baton.cluster.cli.options import CliCommand, Parser
 from baton.sim.faults import Trouble
 from baton.sim.world import Violation, World
 
@@ -50,4 +50,4 @@ def _write(line: str) -> None:
     output.write(f"{line}\n")
 
 
-sim = Command(__doc__, _add_options, _run)
+sim = CliCommand(__doc__, _add_options, _run)

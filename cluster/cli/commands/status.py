@@ -16,7 +16,7 @@ from typing import Final, TypeAlias
 import msgspec
 
 from baton.cluster.cli import output
-from baton.cluster.cli.options import Command, Parser
+from baton.cluster.cli.options import CliCommand, Parser
 from baton.cluster.cli.routers import add_router_options, ask, spelled
 from baton.messages.operations import GatewayStatus, Status
 from baton.messages.status import OverloadLevel, QueueStatus, RouterStatus, TenantStatus
@@ -166,4 +166,4 @@ def _row(entry: WorkerStatus) -> tuple[str, ...]:
     )
 
 
-status = Command(__doc__, _add_options, _run)
+status = CliCommand(__doc__, _add_options, _run)

@@ -5,7 +5,7 @@ import asyncio
 from typing import Final
 
 from baton.cluster.cli import output
-from baton.cluster.cli.options import Command, Parser
+from baton.cluster.cli.options import CliCommand, Parser
 from baton.cluster.cli.routers import add_router_options, ask
 from baton.cluster.operator_node import Operator
 from baton.errors import WorkerLost
@@ -79,7 +79,7 @@ def _add_worker(parser: Parser) -> None:
     parser.add_argument("worker", metavar="WORKER", help="name or id, as `baton status` shows")
 
 
-drain = Command(
+drain = CliCommand(
     """Let a worker finish its requests and take nothing new; then the worker ends and stays away.
 
 `baton undrain` calls it back; a worker of `baton worker` is started again by hand. The last worker of a role
@@ -88,7 +88,7 @@ goes with --force only.
     _add_drain_options,
     _drain,
 )
-undrain = Command(
+undrain = CliCommand(
     """Call a drained worker back: `baton serve` starts it again under its name.
 
 A worker that still drains comes back when it has ended. The command returns when the worker serves, and fails
@@ -97,7 +97,7 @@ after --wait seconds.
     _add_wait_options,
     _undrain,
 )
-restart = Command(
+restart = CliCommand(
     """Drain a worker and start it again, so that it loads its model and its settings anew.
 
 Its requests end first; after `drain_timeout_s` the others are replayed on other workers. The command returns
