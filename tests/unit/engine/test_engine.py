@@ -211,31 +211,6 @@ def test_closing_an_engine_of_one_rank_is_no_matter(tiny_model: Path) -> None:
     engine.close()
 
 
-class Interrupted(Exception):
-    pass
-
-
-def test_a_step_that_fails_loses_its_requests_and_trusts_no_page_it_knew(
-    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = tiny_engine(tiny_model)
-    expected = generate(engine, PROMPT * 3)
-    add(engine, "lost", PROMPT * 3)
-
-    def fail(arrays: object) -> None:
-        raise Interrupted
-
-    with monkeypatch.context() as patch:
-        patch.setattr(engine.runner, "execute", fail)
-        with pytest.raises(Interrupted):
-            engine.step()
-    assert not engine.has_work()
-    engine.scheduler.check_integrity()
-    add(engine, "next", PROMPT * 3, max_tokens=2)
-    assert drain(engine)["next", 0][0].num_cached_tokens == 0
-    assert token_ids(generate(engine, PROMPT * 3)) == token_ids(expected)
-
-
 def test_the_largest_step_runs_and_leaves_no_trace(tiny_model: Path) -> None:
     engine = tiny_engine(tiny_model)
     engine.runner.run_largest_step()

@@ -34,6 +34,19 @@ def test_recompute_drops_pages_and_computes_the_same_answer() -> None:
     assert sequence.num_preemptions == 1
 
 
+def test_prefix_found_after_a_preemption_is_no_cached_prompt() -> None:
+    harness = make_harness()
+    (sequence,) = harness.add("a", PROMPT)
+    harness.step()
+    version = sequence.table_version
+    harness.scheduler.preempt(sequence.key, PreemptMode.RECOMPUTE)
+    harness.step()
+    assert sequence.table_version > version and not sequence.page_table
+    _, batch, _ = harness.step()
+    assert batch.chunks[0].start == 8 and sequence.num_cached_tokens == 0
+    harness.run()
+
+
 def test_swap_copies_out_and_back_and_computes_nothing_twice() -> None:
     harness = make_harness(num_host_pages=8, prefix_caching=False)
     (sequence,) = harness.add("a", PROMPT)

@@ -45,44 +45,6 @@ def matched(cache: PrefixCache, sequence: Sequence) -> int:
     return cache.match(sequence).num_pages
 
 
-def test_computed_pages_are_found_by_the_same_prefix() -> None:
-    cache = make()
-    first = sequence_of("a", range(10))
-    compute(cache, first)
-    second = sequence_of("b", [*range(8), 99, 98])
-    assert matched(cache, second) == 2
-    assert cache.match(second).device_pages == first.page_table[:2]
-
-
-def test_a_token_is_always_left_to_compute() -> None:
-    cache = make()
-    compute(cache, sequence_of("a", range(8)))
-    assert matched(cache, sequence_of("b", range(8))) == 1
-    assert matched(cache, sequence_of("c", range(9))) == 2
-
-
-def test_partly_filled_page_is_not_known() -> None:
-    cache = make()
-    compute(cache, sequence_of("a", range(7)))
-    assert matched(cache, sequence_of("b", range(7))) == 1
-
-
-def test_salts_are_apart() -> None:
-    cache = make()
-    compute(cache, sequence_of("a", range(9), salt=b"one"))
-    assert matched(cache, sequence_of("b", range(9), salt=b"two")) == 0
-    assert matched(cache, sequence_of("c", range(9), salt=b"one")) == 2
-
-
-def test_prompt_logprobs_need_every_position_until_the_first_token() -> None:
-    cache = make()
-    compute(cache, sequence_of("a", range(9)))
-    sequence = sequence_of("b", range(9), prompt_logprobs=0)
-    assert matched(cache, sequence) == 0
-    sequence.token_ids.append(9)
-    assert matched(cache, sequence) == 2
-
-
 def test_disabled_cache_hashes_and_keeps_nothing() -> None:
     cache = make(enabled=False)
     sequence = sequence_of("a", range(9))

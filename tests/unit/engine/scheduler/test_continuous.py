@@ -34,15 +34,6 @@ def test_decodes_come_first_and_prefills_share_the_rest_by_arrival() -> None:
     harness.run()
 
 
-def test_lower_priority_value_goes_first() -> None:
-    harness = make(num_seqs=1)
-    harness.add("late", prompt(5), priority=0, arrival_s=1.0)
-    harness.add("early", prompt(5, 1), priority=0, arrival_s=0.5)
-    harness.add("urgent", prompt(5, 2), priority=-1, arrival_s=2.0)
-    harness.run()
-    assert [sequence.request_id for sequence in harness.finished] == ["urgent", "early", "late"]
-
-
 def test_long_prompt_alone_takes_whole_steps() -> None:
     harness = make()
     harness.add("long", prompt(300))
@@ -176,19 +167,6 @@ def test_later_choices_go_on_when_the_first_is_gone() -> None:
     assert [sequence.choice for sequence in harness.finished] == [0]
     harness.run()
     assert second.num_cached_tokens == 20
-
-
-def test_window_holds_new_sequences_and_says_how_long() -> None:
-    harness = make(delay_ms=50.0)
-    harness.add("a", prompt(5))
-    harness.clock.advance(0.02)
-    harness.add("b", prompt(5, 1))
-    plan, batch, _ = harness.step()
-    assert batch.chunks == () and plan.wait_s == pytest.approx(0.03)
-    harness.clock.advance(0.03)
-    plan, _, _ = harness.step()
-    assert set(plan.admitted) == {("a", 0), ("b", 0)}
-    harness.run()
 
 
 def test_window_does_not_hold_decodes() -> None:
