@@ -84,7 +84,7 @@ def test_a_lost_link_is_replaced(hosts: tuple[Host, Host]) -> None:
     assert len(asked.waiting) == 1
 
 
-def test_who_is_not_listed_is_forgotten(hosts: tuple[Host, Host]) -> None:
+def test_unlisted_worker_is_unreachable(hosts: tuple[Host, Host]) -> None:
     asked, worker = Asked(), a_worker(1, hosts[1].address())
     links = KvLinks(asked)
     links.keep_up([worker])
@@ -93,7 +93,7 @@ def test_who_is_not_listed_is_forgotten(hosts: tuple[Host, Host]) -> None:
     assert links.to(worker.id) is None and links.reachable() == []
 
 
-def test_who_is_listed_again_is_not_linked_to_twice(hosts: tuple[Host, Host]) -> None:
+def test_worker_that_returns_to_the_list_keeps_its_link(hosts: tuple[Host, Host]) -> None:
     asked, worker = Asked(), a_worker(1, hosts[1].address())
     links = KvLinks(asked)
     links.keep_up([worker])

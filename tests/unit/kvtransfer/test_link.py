@@ -106,9 +106,7 @@ def test_a_peer_that_takes_nothing_is_dropped_before_much_waits_for_it(ends: End
     assert ends.num_lost == 1
 
 
-def test_peer_is_dropped_when_no_thread_can_send_what_it_has_not_taken(
-    ends: Ends, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_slow_peer_is_dropped_when_no_thread_can_start(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
     refuse_threads(monkeypatch, "rpc-outbox")
     ends.link.send(LARGE)
     assert ends.dropped.counts() == {"slow": 1}
@@ -117,7 +115,7 @@ def test_peer_is_dropped_when_no_thread_can_send_what_it_has_not_taken(
     assert ends.num_lost == 1
 
 
-def test_a_peer_that_says_too_much_waits_until_it_was_heard(ends: Ends) -> None:
+def test_talkative_peer_waits_for_the_owner(ends: Ends) -> None:
     num_messages = 64
 
     def talk() -> None:
@@ -135,7 +133,7 @@ def test_a_peer_that_says_too_much_waits_until_it_was_heard(ends: Ends) -> None:
     talking.join()
 
 
-def test_a_link_whose_peer_waits_to_be_heard_closes_at_once() -> None:
+def test_link_with_waiting_messages_closes_at_once() -> None:
     ends = Ends()
     for _ in range(3):
         ends.peer.send(encode(LARGE))
@@ -158,7 +156,7 @@ def test_silent_peer_is_dropped_though_its_socket_is_open() -> None:
         ends.link.close()
 
 
-def test_pings_leave_and_nobody_is_dropped_while_the_owner_is_busy() -> None:
+def test_pings_leave_and_no_peer_is_dropped_while_the_owner_is_busy() -> None:
     ends = Ends(link_timeout_s=2.0)
     try:
         for _ in range(4):  # more than may wait for the owner: nothing is read any more

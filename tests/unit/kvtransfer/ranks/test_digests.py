@@ -106,7 +106,7 @@ def test_keyed_digests_agree_under_one_key_and_find_damage() -> None:
     assert differing_units(sent.digests(b"k" * 32), received.digests(b"k" * 32)) == (2,)
 
 
-def test_nobody_without_the_key_can_tell_the_digest_of_bytes() -> None:
+def test_digest_of_bytes_is_unknown_without_the_key() -> None:
     known = Found(np.zeros(64, dtype=np.uint8))
     secret = known.digests(b"k" * 32)
     assert secret not in (known.digests(b"x" * 32), known.digests(b"k" * 32, part=1))
@@ -116,7 +116,7 @@ def test_nobody_without_the_key_can_tell_the_digest_of_bytes() -> None:
     assert len({secret[unit * 8 : unit * 8 + 8] for unit in range(4)}) == 4
 
 
-def test_digests_of_some_units_are_those_of_all_at_their_places() -> None:
+def test_digests_of_some_units_equal_those_of_all_units() -> None:
     num_units = 40
     pool = torch.arange(num_units * 16, dtype=torch.int64).to(torch.uint8).view(num_units, 16)
     cut = PageLayout(tp_size=1, page_size=1, num_layers=1, num_kv_heads=1, head_dim=2, dtype="float32")

@@ -133,7 +133,7 @@ def test_commands_to_a_dead_rank_count_as_done(ends: Ends) -> None:
     assert ends.events == [WriterStopped(transfer=ID, part=0), PartStopped(transfer=ID, part=1)]
 
 
-def test_that_it_has_stopped_is_known_without_a_poll(ends: Ends) -> None:
+def test_stop_is_confirmed_without_a_poll(ends: Ends) -> None:
     ends.told()
     ends.rank.stop()
     assert ends.told() == StopAll()
@@ -160,7 +160,7 @@ def test_counts_are_as_they_were_said_last_and_asked_for_once(ends: Ends) -> Non
     assert [ends.told(), ends.told()] == [TellCounts(), DropLink(link=9)]
 
 
-def test_what_a_lost_rank_has_counted_still_counts(ends: Ends) -> None:
+def test_counts_of_a_lost_rank_are_kept(ends: Ends) -> None:
     ends.rank.counts()
     ends.agent.send(encode(Counted(counts={"landed_pieces": 3})))
     ends.agent.close()

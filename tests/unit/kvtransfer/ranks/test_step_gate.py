@@ -1,4 +1,4 @@
-"""Which commands wait for a step, and that each part hears its own in order."""
+"""Commands that wait for a step, in the order of their part."""
 
 from collections.abc import Iterator
 from queue import Empty, SimpleQueue
@@ -70,7 +70,7 @@ def gated() -> Iterator[Gated]:
     made.gate.close()
 
 
-def test_what_no_step_is_needed_for_is_done_at_once(gated: Gated) -> None:
+def test_command_without_a_mark_is_carried_out_at_once(gated: Gated) -> None:
     commands: list[PartCommand] = [push(0), open_part(0), StopPart(transfer=TRANSFER, part=0)]
     for command in commands:
         gated.gate.perform(command)
@@ -108,7 +108,7 @@ def test_a_part_hears_its_commands_in_order_and_other_parts_do_not_wait(gated: G
     assert gated.done[5:] == [push(0, first=3)]
 
 
-def test_parts_whose_steps_pass_out_of_their_order_do_not_wait_for_each_other(gated: Gated) -> None:
+def test_parts_do_not_wait_for_the_steps_of_other_parts(gated: Gated) -> None:
     gated.gate.perform(push(9, part=0))
     gated.gate.perform(push(5, part=1))
     gated.steps.passed = 5
@@ -127,7 +127,7 @@ def test_pushes_do_not_wait_where_the_reading_stream_does() -> None:
     gated.gate.close()
 
 
-def test_what_waits_at_the_end_is_never_done(gated: Gated) -> None:
+def test_waiting_commands_are_dropped_at_close(gated: Gated) -> None:
     gated.gate.perform(push(9))
     gated.gate.close()
     gated.steps.passed = 9

@@ -1,4 +1,4 @@
-"""Who knocks at a port, when there are many, or when nothing is left to greet them with."""
+"""Newcomers at a listening socket, when there are many and when files or threads run out."""
 
 import resource
 import socket
@@ -40,7 +40,7 @@ def greeter() -> Iterator[Greeter]:
     made.acceptor.close()
 
 
-def test_those_who_say_nothing_make_way(greeter: Greeter) -> None:
+def test_silent_newcomers_are_cut_off(greeter: Greeter) -> None:
     silent = [socket.create_connection(greeter.address) for _ in range(3 * MAX_NEWCOMERS)]
     assert greeter.is_welcome()
     wait_for(lambda: threading.active_count() <= MAX_NEWCOMERS + 8)
@@ -76,7 +76,7 @@ def test_without_threads_the_port_lives_on(greeter: Greeter, monkeypatch: pytest
     assert greeter.is_welcome()
 
 
-def test_closing_cuts_off_nobody_who_was_let_in() -> None:
+def test_close_cuts_off_no_newcomer_that_was_let_in() -> None:
     may_answer = threading.Event()
     is_let_in = threading.Event()
 
@@ -96,7 +96,7 @@ def test_closing_cuts_off_nobody_who_was_let_in() -> None:
         assert sock.recv(7, socket.MSG_WAITALL) == b"welcome"
 
 
-def test_closing_waits_for_nobody() -> None:
+def test_close_does_not_wait_for_silent_newcomers() -> None:
     greeter = Greeter()
     with socket.create_connection(greeter.address):
         time.sleep(0.05)

@@ -88,7 +88,7 @@ def test_runs_that_follow_each_other_are_one_place_of_the_same_bytes(
     lengths=st.lists(st.integers(1, 50), min_size=1, max_size=20),
     steps=st.lists(st.integers(1, 60), min_size=1, max_size=60),
 )
-def test_what_is_left_after_each_step_is_what_an_oracle_has(lengths: list[int], steps: list[int]) -> None:
+def test_rest_after_each_step_is_the_oracles(lengths: list[int], steps: list[int]) -> None:
     """Addresses are far apart, so every byte has one of its own."""
     rows = np.array([[1000 * row, length] for row, length in enumerate(lengths)], dtype=np.int64)
     left = [1000 * row + byte for row, length in enumerate(lengths) for byte in range(length)]
@@ -131,7 +131,7 @@ def test_a_trickle_has_a_limit() -> None:
     end.close()
 
 
-def test_who_must_stop_is_told_how_much_was_left(pair: Pair) -> None:
+def test_stopped_call_says_how_much_was_left(pair: Pair) -> None:
     buffer = np.zeros(100, dtype=np.uint8)
     pair[0].send_record(b"x" * 30)
     with pytest.raises(Stopped) as stopped:

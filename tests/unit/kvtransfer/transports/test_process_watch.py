@@ -18,7 +18,7 @@ def sleeper() -> "subprocess.Popen[bytes]":
     return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
 
 
-def test_each_death_is_told_once_and_only_when_it_happens() -> None:
+def test_each_death_is_reported_once_when_it_happens() -> None:
     deaths: queue.Queue[str] = queue.Queue()
     watch = ProcessWatch()
     first, second = sleeper(), sleeper()
@@ -36,7 +36,7 @@ def test_each_death_is_told_once_and_only_when_it_happens() -> None:
     watch.close()
 
 
-def test_once_closed_it_takes_no_process_and_keeps_no_descriptor() -> None:
+def test_closed_watch_keeps_no_descriptor() -> None:
     before = open_files()
     watch = ProcessWatch()
     watch.close()

@@ -18,7 +18,7 @@ from baton.kvtransfer.transports.pages import (
 from baton.pages import PageLayout
 
 
-def test_a_shared_pool_holds_zeros_and_takes_no_memory_until_it_is_written() -> None:
+def test_shared_pool_is_zeros_and_takes_no_memory_before_its_first_write() -> None:
     pool = SharedPool()
     tensor = pool.zeros((1000, 4, 1024), torch.float32)
     assert tensor.shape == (1000, 4, 1024) and os.fstat(pool.file.descriptor).st_blocks == 0
@@ -54,7 +54,7 @@ def test_a_child_of_a_writer_has_no_way_to_write() -> None:
     pool.close()
 
 
-def test_nobody_can_cut_or_grow_a_shared_file() -> None:
+def test_shared_file_keeps_its_size() -> None:
     pool = SharedPool()
     pool.zeros((2, 4096), torch.uint8)
     for size in (4096, 3 * 4096):

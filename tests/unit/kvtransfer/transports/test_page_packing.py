@@ -1,4 +1,4 @@
-"""Runs packed out of a pool and unpacked into another, against the plan's own runs."""
+"""Runs packed out of one pool and unpacked into another, directly or by way of host memory."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ from torch import Tensor
 
 from baton.kernels.copy_runs import copy_runs_reference
 from baton.kvtransfer.protocol.transfer_plan import plan_transfer
-from baton.kvtransfer.transports.pages import DevicePages, PagePacking, packing_of
+from baton.kvtransfer.transports.pages import DevicePages, PagePacking, StagedParts, packing_of
 from baton.pages import PageLayout
 
 DEVICES = [
@@ -32,8 +32,8 @@ def raw(pool: Tensor) -> Tensor:
     return pool.cpu().view(-1).view(torch.uint8)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(
+ON_EACH_DEVICE = pytest.mark.parametrize("device", DEVICES)
+CUTS = pytest.mark.parametrize(
     ("one", "other", "ranks"),
     [
         (layout(1, 16), layout(1, 16), (0, 0)),
@@ -42,7 +42,11 @@ def raw(pool: Tensor) -> Tensor:
     ],
     ids=["equal", "overlapping heads", "tp and pages"],
 )
-def test_what_is_packed_here_is_unpacked_there(
+
+
+@ON_EACH_DEVICE
+@CUTS
+def test_packed_runs_are_unpacked_where_the_plan_says(
     one: PageLayout, other: PageLayout, ranks: tuple[int, int], device: str
 ) -> None:
     plan = plan_transfer(one, other, *ranks)
@@ -61,6 +65,33 @@ def test_what_is_packed_here_is_unpacked_there(
     receiver.unpack(plan, runs.destination_offset_N, staging)
     receiver.finish(10.0)
     assert torch.equal(raw(destination), expected)
+
+
+@ON_EACH_DEVICE
+@CUTS
+def test_parts_of_any_size_cross_host_memory(
+    one: PageLayout, other: PageLayout, ranks: tuple[int, int], device: str
+) -> None:
+    plan = plan_transfer(one, other, *ranks)
+    source, destination = pool_of(one, 12, device), pool_of(other, 12, device, fill=0)
+    expected = raw(destination).clone()
+    sender, receiver = (StagedParts(packing_of(pool)) for pool in (source, destination))
+    for first, stop in ((2, 4), (0, 2), (4, 8)):
+        runs = plan.runs(first, stop, [5, 0, 11, 7, 2, 9, 1, 3], [6, 4, 10, 8, 0, 2, 3, 1])
+        fetched = sender.fetch(plan, runs.source_offset_N)
+        assert fetched.device.type == "cpu" and len(fetched) == runs.num_bytes
+        receiver.room(runs.num_bytes).copy_(fetched)
+        receiver.store(plan, runs.destination_offset_N)
+        offsets = runs.source_offset_N, runs.destination_offset_N
+        copy_runs_reference(raw(source), expected, *offsets, runs.run_bytes)
+    assert torch.equal(raw(destination), expected)
+
+
+def test_room_is_allocated_once_for_the_largest_part() -> None:
+    parts = StagedParts(packing_of(torch.zeros(4, 1000)))
+    large = parts.room(1000).data_ptr()
+    assert parts.room(10).data_ptr() == large and len(parts.room(10)) == 10
+    assert parts.room(1000).data_ptr() == large
 
 
 def test_a_pool_must_be_contiguous() -> None:

@@ -44,7 +44,7 @@ def test_a_writer_is_told_where_its_units_lie(registrations: ReceiveRegistration
     assert (registrations.counters.num_pieces, registrations.counters.num_bytes) == (1, 2 * UNIT)
 
 
-def test_nobody_is_let_in_who_was_not_granted(registrations: ReceiveRegistrations) -> None:
+def test_writer_without_a_grant_is_not_admitted(registrations: ReceiveRegistrations) -> None:
     registrations.add(registration())
     assert registrations.begin(OTHER, 3, 0, 1, UNIT) is None
     assert registrations.begin(ID, 2, 0, 1, UNIT) is None
@@ -83,7 +83,7 @@ def test_pages_are_safe_when_the_last_writer_has_left(registrations: ReceiveRegi
     assert safe == [1, 2, 3] and registrations.num_open() == 0
 
 
-def test_a_direct_writer_holds_the_pages_until_it_says_so(registrations: ReceiveRegistrations) -> None:
+def test_direct_writer_holds_the_pages_until_it_releases_them(registrations: ReceiveRegistrations) -> None:
     registrations.writer_came(WRITER)
     registrations.add(registration(direct=True))
     safe: list[int] = []
@@ -95,7 +95,7 @@ def test_a_direct_writer_holds_the_pages_until_it_says_so(registrations: Receive
     assert safe == [1]
 
 
-def test_death_ends_every_hold_of_a_writer_and_names_what_it_left(
+def test_death_of_a_writer_ends_its_holds_and_names_its_open_transfers(
     registrations: ReceiveRegistrations,
 ) -> None:
     registrations.writer_came(WRITER)
@@ -111,7 +111,7 @@ def test_death_ends_every_hold_of_a_writer_and_names_what_it_left(
     assert safe == [1, 2, 3]  # the dead write nothing
 
 
-def test_a_writer_that_comes_late_holds_what_is_open_then(registrations: ReceiveRegistrations) -> None:
+def test_late_writer_holds_the_open_registrations(registrations: ReceiveRegistrations) -> None:
     for transfer, direct in ((ID, True), (OTHER, False)):
         registrations.add(registration(transfer, direct=direct))
     registrations.writer_came(WRITER)
