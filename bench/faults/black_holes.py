@@ -139,12 +139,11 @@ async def _measure(options: argparse.Namespace, report: Report) -> None:
 
 def _rows(name: str, clients: Clients, num_transferred: int, *, is_whole: bool) -> list[Row]:
     counts = clients.outcomes
-    num_failed = counts["lost"] + counts["resumed"] + counts["asked again"]
     note = f"{counts['answered']} answered, {num_transferred} prompts transferred"
     if counts["refused"]:
         note += f", {counts['refused']} refusals asked again"
     return [
-        at_most(f"{name}: failed", num_failed, "", 0, "; ".join(clients.complaints[:2])),
+        at_most(f"{name}: failed", clients.num_failed, "", 0, "; ".join(clients.complaints[:2])),
         at_most(f"{name}: wrong", counts["wrong"], "", 0, note),
         at_most(f"{name}: longest gap", max(clients.gaps_s, default=0.0), "s", MAX_GAP_S),
         at_most(f"{name}: longest first token", max(clients.waits_s, default=0.0), "s", MAX_GAP_S),

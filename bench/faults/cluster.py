@@ -237,6 +237,11 @@ class Clients:
         await self._stream(self._addresses[0], self._questions[0])
         return self.waits_s[-1]
 
+    @property
+    def num_failed(self) -> int:
+        """Calls that were lost, or whose connection broke, where no fault may break one."""
+        return self.outcomes["lost"] + self.outcomes["resumed"] + self.outcomes["asked again"]
+
     def rows_note(self) -> str:
         """Return the counts of all outcomes in words."""
         return ", ".join(f"{number} {name}" for name, number in sorted(self.outcomes.items()))

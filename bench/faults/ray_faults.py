@@ -193,9 +193,8 @@ async def head_away(
 
 def _answer_rows(name: str, clients: Clients) -> list[Row]:
     counts, unit = clients.outcomes, f"of {clients.outcomes.total()} requests"
-    num_failed = counts["lost"] + counts["resumed"] + counts["asked again"]
     return [
-        at_most(f"{name}: failed", num_failed, unit, 0, "; ".join(clients.complaints[:3])),
+        at_most(f"{name}: failed", clients.num_failed, unit, 0, "; ".join(clients.complaints[:3])),
         at_most(f"{name}: wrong", counts["wrong"], unit, 0),
     ]
 

@@ -212,10 +212,9 @@ def _new_routers(routers: Sequence[RouterStatus], before: set[str]) -> list[Rout
 
 def _answer_rows(name: str, clients: Clients) -> list[Row]:
     counts = clients.outcomes
-    num_failed = counts["lost"] + counts["resumed"] + counts["asked again"]
     return [
         at_least(f"{name}: requests", counts["answered"], "", LEAST_ANSWERED),
-        at_most(f"{name}: failed", num_failed, "", 0, "; ".join(clients.complaints[:2])),
+        at_most(f"{name}: failed", clients.num_failed, "", 0, "; ".join(clients.complaints[:2])),
         at_most(f"{name}: with wrong tokens", counts["wrong"], "", 0),
     ]
 

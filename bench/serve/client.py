@@ -8,7 +8,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Final, Self, TypeAlias, cast
+from typing import Self, TypeAlias, cast
 from urllib.parse import urlsplit
 
 import httptools
@@ -16,7 +16,6 @@ import httptools
 from baton.errors import ConfigError, PeerGone
 
 Done: TypeAlias = Callable[["Answer | PeerGone"], None]
-MAX_HEADER_BYTES: Final = 8192
 
 
 @dataclass(slots=True)
