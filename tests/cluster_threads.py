@@ -1,7 +1,6 @@
 """A whole cluster in the test's process: router, workers and a gateway's Frontend, each on its own thread.
 
-Everything between them is real: sockets, handshakes, pages that move between the workers' pools. As the
-workers' engines are in reach, a test can compare what is in their pages.
+Sockets, handshakes and transfers are real. Tests can compare the pages in the workers' engines.
 """
 
 import contextlib
@@ -32,7 +31,7 @@ TIMEOUT_S: Final = 60.0
 
 @dataclass
 class Answer:
-    """A Sink that keeps what it is told."""
+    """Keeps the tokens or the error of one request."""
 
     events: list[TokenEvent] = field(default_factory=list)
     error: BatonError | None = None
@@ -59,7 +58,7 @@ class Answer:
 
 
 class Threads:
-    """A node on the calls of a thread that does nothing else."""
+    """A thread that makes the calls of one node, and the node's RPC thread."""
 
     def __init__(self, name: str) -> None:
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -68,7 +67,7 @@ class Threads:
         self._thread.start()
 
     def call(self, call: Callable[[], None]) -> None:
-        """On the node's thread; what it raises is raised here."""
+        """Make a call on the node's thread; its error is raised here."""
         done: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
 
         def make() -> None:
@@ -85,7 +84,7 @@ class Threads:
             raise error
 
     def close(self) -> None:
-        self.call(self.net.close)  # on its own thread: whatever is posted there meanwhile comes after it
+        self.call(self.net.close)  # on the node's thread, before calls that are posted meanwhile
         self._calls.put(None)
         self._thread.join()
 
@@ -147,7 +146,7 @@ class Cluster:
         step_timeout_s: float = STEP_TIMEOUT_S,
         kind: type[HostedWorker] = HostedWorker,
     ) -> None:
-        """kind: what the workers are made of."""
+        """kind: the class of the workers."""
         self._ends = contextlib.ExitStack()
         with contextlib.ExitStack() as ends:
             router = Threads("router")
@@ -195,7 +194,7 @@ class Cluster:
         self._ends.close()
 
     def ask(self, requests: Sequence[Request], timeout_s: float = TIMEOUT_S) -> list[Answer]:
-        """All at once; their answers when all have ended."""
+        """Send all requests at once; return the answers when all have ended."""
         answers = [self.begin(request) for request in requests]
         wait_for(lambda: all(answer.has_ended for answer in answers), timeout_s)
         return answers
@@ -212,14 +211,14 @@ class Cluster:
         return (worker for worker in self.workers if worker.config.role is role)
 
     def check_nothing_is_held(self) -> None:
-        """Every page is free or cached within a second, and the books agree."""
+        """Every page becomes free or cached, and the ledgers agree."""
         for worker in self.workers:
             pages = worker.hosted.engine.pages
-            wait_for(lambda pages=pages: _is_free(pages.num_available, pages.num_pages), 5.0)  # type: ignore[misc]
+            wait_for(lambda pages=pages: bool(pages.num_available == pages.num_pages), 5.0)  # type: ignore[misc]
             worker.hosted.engine.scheduler.check_integrity()
 
     def _wait_until_routable(self) -> None:
-        """Until every prefill worker can be paired with every decode worker, for this gateway."""
+        """Wait until the router can pair every prefill worker with every decode worker for this gateway."""
         wait_for(lambda: len(self.router.members) == len(self.workers))
         members = list(self.router.members.all())
         ids = {role: {m.id for m in members if m.worker.role is role} for role in WorkerRole}
@@ -233,7 +232,3 @@ class Cluster:
             return all(member.reached >= ids[other[member.worker.role]] for member in members)
 
         wait_for(is_routable)
-
-
-def _is_free(num_available: int, num_pages: int) -> bool:
-    return num_available == num_pages

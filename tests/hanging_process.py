@@ -1,8 +1,8 @@
 """A process whose worker hangs in a native call on request: `python -m tests.hanging_process FOLDER`.
 
-Once a file with a worker's name is in FOLDER, that worker's engine sleeps in libc in its next step, with the
-interpreter's lock released, as in a driver that never answers. The file is gone then, so that a successor
-does not hang.
+When FOLDER has a file with a worker's name, that worker's engine sleeps in libc in its next step, without the
+interpreter's lock, as in a driver that never answers. The worker removes the file first, so that its
+successor does not hang.
 """
 
 import ctypes
@@ -14,7 +14,7 @@ from baton.cluster import process, worker_process
 
 
 def hang_on_request(folder: Path) -> None:
-    """Have workers of this process look for their file before each step."""
+    """Make workers of this process check for their file before each step."""
     serve = worker_process.HostedWorker.serve
     libc = ctypes.CDLL(None)
 

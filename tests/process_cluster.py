@@ -1,6 +1,6 @@
-"""A cluster of real processes, as `baton serve` starts it here, with a Frontend in the test's process.
+"""A cluster of real processes, as `baton serve` starts it, with a Frontend in the test's process.
 
-Its processes can be killed; `serve` starts them again, and `wait_until_whole` waits for that.
+Tests may kill processes; the supervisor restarts them, and `wait_until_whole` waits for that.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ ResultT = TypeVar("ResultT")
 
 class ProcessCluster:
     def __init__(self, config: ServeConfig, *, command: Sequence[str] = COMMAND) -> None:
-        """command: what runs each process, see LocalRuntime."""
+        """command: runs each process, see LocalRuntime."""
         self.config = config
         self._command = command
         self._loop = asyncio.new_event_loop()
@@ -59,12 +59,12 @@ class ProcessCluster:
         self.gateway.call(lambda: self.frontend.cancel(request_id))
 
     def decode_name(self, request_id: str) -> str:
-        """The worker that streams this request now."""
+        """Return the name of the worker that streams this request now."""
         worker = self.frontend.decode_worker(request_id)
         return next(each.name for each in self.frontend.workers if each.id == worker)
 
     def kill(self, name: str) -> None:
-        """SIGKILL, to the process of that name."""
+        """Send SIGKILL to the process of that name."""
         os.kill(self.pid(name), signal.SIGKILL)
 
     def pid(self, name: str) -> int:
@@ -73,7 +73,7 @@ class ProcessCluster:
         return process.pid
 
     def wait_until_whole(self, timeout_s: float = START_S) -> None:
-        """Until all workers are there and none has anything to do."""
+        """Wait until all workers are connected and idle."""
 
         def is_whole() -> bool:
             status = self.frontend.status

@@ -1,7 +1,7 @@
-"""Clients that hang up by the thousand, send slowly, or read slowly: others are served, nothing stays held.
+"""Thousands of clients that hang up, send slowly or read slowly: other clients are served, and nothing leaks.
 
-The cluster is `baton serve` on this machine. What others notice is bounded generously: on two cores they also
-wait for the clients, which this process runs.
+The cluster is `baton serve` on this machine. Bounds for other clients are generous: on two cores they also
+wait for the clients of this process.
 """
 
 import asyncio
@@ -26,13 +26,13 @@ from tests.served import Served, descendants, served, until
 from tests.served_gateway import ServedGateway
 
 NUM_CANCELS: Final = 2000
-CANCELS_PER_S: Final = 1000  # as far as this machine opens connections that fast
+CANCELS_PER_S: Final = 1000  # if this machine opens connections that fast
 NUM_STREAMS: Final = 4
 STREAM_TOKENS: Final = 300
-MAX_GAP_S: Final = 10.0  # of a stream: the prompts of those who hang up are computed beside it
-CALM_S: Final = 30.0  # until a cluster that was stormed is at rest
+MAX_GAP_S: Final = 10.0  # of a stream, beside the prompts of clients that hang up
+CALM_S: Final = 30.0  # until the cluster is at rest after a storm
 
-NUM_SLOW: Final = 999  # a third of them slow in headers, a third in bodies, a third says nothing more
+NUM_SLOW: Final = 999  # a third slow in headers, a third in bodies, a third idle
 NUM_GOOD: Final = 200
 HEADER_S, BODY_S, IDLE_S = 3.0, 5.0, 3.0
 CLOSED_S: Final = BODY_S + 20.0  # on a busy machine
@@ -40,10 +40,10 @@ MAX_GROWTH_BYTES: Final = 50 << 20
 
 NUM_READERS: Final = 500
 BYTES_A_ROUND: Final = 10
-BATCH: Final = (300,) * 1000  # tokens of a stream that come at once
+BATCH: Final = (300,) * 1000  # tokens of a stream in one event
 NUM_ROUNDS: Final = 50
-SEND_BUFFER_BYTES: Final = 16 << 10  # the kernel's, of each client: soon full
-MAX_READER_BYTES: Final = 128 << 10  # the gateway's, of each client
+SEND_BUFFER_BYTES: Final = 16 << 10  # of the kernel for each client
+MAX_READER_BYTES: Final = 128 << 10  # of the gateway for each client
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +69,7 @@ def body_of(rng: random.Random, max_tokens: int, *, streams: bool = True) -> dic
 
 
 async def ask(address: Address, body: dict[str, Any]) -> Answer:
-    """A whole answer over a connection of its own. Raises PeerGone when the connection breaks."""
+    """Return a whole answer over a new connection. Raises PeerGone when the connection breaks."""
     connection = await Connection.open(address)
     future: asyncio.Future[Answer | PeerGone] = asyncio.get_running_loop().create_future()
     connection.send(address.post("/v1/completions", json.dumps(body).encode()), future.set_result)
@@ -93,7 +93,7 @@ def token_ids(answer: Answer) -> list[int]:
 
 
 class Held(NamedTuple):
-    """What a cluster's processes have open."""
+    """Open descriptors and threads of a cluster's processes."""
 
     num_descriptors: int
     num_threads: int
@@ -111,7 +111,7 @@ def is_at_rest(cluster: Served) -> bool:
 
 
 @pytest.mark.timeout(300)
-def test_a_storm_of_cancels_leaves_nothing_behind_and_changes_no_other_answer(cluster: Served) -> None:
+def test_storm_of_cancels_leaks_nothing_and_changes_no_other_answer(cluster: Served) -> None:
     address = Address(cluster.url)
     asked = [body_of(random.Random(number), STREAM_TOKENS) for number in range(NUM_STREAMS)]
 
@@ -153,7 +153,7 @@ def test_a_storm_of_cancels_leaves_nothing_behind_and_changes_no_other_answer(cl
 
 
 async def send_slowly(address: Address, number: int) -> float:
-    """Say a byte now and then, until the gateway ends the connection; returns after how many seconds."""
+    """Send a byte now and then until the gateway ends the connection; returns the seconds until then."""
     reader, writer = await asyncio.open_connection(address.host, address.port)
     begun_s = time.perf_counter()
     said = (
@@ -176,7 +176,7 @@ async def send_slowly(address: Address, number: int) -> float:
 
 
 @pytest.mark.timeout(300)
-def test_a_thousand_clients_that_send_slowly_are_closed_and_keep_nobody_out(cluster: Served) -> None:
+def test_thousand_slow_senders_are_closed_and_displace_no_client(cluster: Served) -> None:
     address = Address(cluster.url)
     gateway = psutil.Process(cluster.listening_on(cluster.port))
     body = body_of(random.Random("good"), 4, streams=False)
@@ -198,7 +198,7 @@ def test_a_thousand_clients_that_send_slowly_are_closed_and_keep_nobody_out(clus
 
 
 @pytest.mark.timeout(120)
-def test_five_hundred_clients_that_read_slowly_cost_bounded_memory_and_delay_nobody() -> None:
+def test_five_hundred_slow_readers_cost_bounded_memory_and_delay_no_client() -> None:
     process = psutil.Process()
     body = {"prompt": [5], "stream": True, "max_tokens": 1_000_000, "return_token_ids": True}
     with (
@@ -220,7 +220,7 @@ def test_five_hundred_clients_that_read_slowly_cost_bounded_memory_and_delay_nob
         good, request = begin()
 
         def token_s() -> float:
-            """From a worker's token to the client that reads."""
+            """Return the seconds from a worker's token to the client that reads."""
             begun_s = time.perf_counter()
             gateway.on_loop(lambda: service.emit(request.request_id, events(request, [300], end=None)))
             while b"\n\n" not in good.recv(1 << 16):

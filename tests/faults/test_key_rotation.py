@@ -41,7 +41,7 @@ REFUSED_FOR_S: Final = 8.0
 
 
 class Load:
-    """Clients that ask the same again and again, and compare the answers."""
+    """Clients that send the same request again and again, and compare the answers."""
 
     def __init__(self, port: int) -> None:
         self._port = port
@@ -67,7 +67,7 @@ class Load:
 
 
 def change(cluster: Served, action: str, path: Path) -> Keys:
-    """Rotate or retire, and wait until the cluster uses what the file has then."""
+    """Rotate or retire, and wait until the cluster uses the keys of the file."""
     cluster.baton("cluster-key", action, "--cluster-key-file", str(path))
     keys = read_keys(path)
     until(lambda: find_record(cluster.port).keys == keys)
@@ -75,14 +75,14 @@ def change(cluster: Served, action: str, path: Path) -> Keys:
 
 
 def restart(cluster: Served, name: str) -> None:
-    """Return when a successor of the worker is one of the cluster, and has met the others."""
+    """Restart a worker, and wait until its successor is ready."""
     before = cluster.status()[name].worker.id
     cluster.baton("restart", name, "--port", str(cluster.port))
     until(lambda: cluster.has_replaced(name, before), RESTARTED_S)
 
 
 def complaints_of(worker: list[str]) -> list[str]:
-    """What a worker says in a while that no router lets in, of keys."""
+    """Return the lines about keys of a worker that no router admits."""
     process = subprocess.Popen(worker, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
     said: list[str] = []
     assert process.stderr is not None
@@ -101,18 +101,18 @@ def complaints_of(worker: list[str]) -> list[str]:
 
 
 def sends_pages(cluster: Served, before: int) -> bool:
-    """Whether the prefill worker has sent more than `before`, after one more prompt that no worker knows."""
+    """Send a new prompt; return whether the prefill worker has sent more KV bytes than `before`."""
     assert cluster.complete(f"{uuid4()}; {BODY['prompt']}")
     return num_sent(cluster) > before
 
 
 def num_sent(cluster: Served) -> int:
-    """KV bytes that the prefill worker has sent."""
+    """Return the KV bytes that the prefill worker has sent."""
     return cluster.status()["prefill-0"].load.kv_bytes
 
 
 @pytest.mark.timeout(600)
-def test_a_rotation_under_load_fails_no_request_and_refuses_the_retired_key(tmp_path: Path) -> None:
+def test_rotation_under_load_fails_no_request_and_refuses_the_retired_key(tmp_path: Path) -> None:
     path, retired = tmp_path / "cluster.key", tmp_path / "retired.key"
     old = new_key()
     write_secret(path, old)
@@ -127,7 +127,7 @@ def test_a_rotation_under_load_fails_no_request_and_refuses_the_retired_key(tmp_
             new, second = change(cluster, "rotate", path)
             assert second == old != new
             resumed = joined([*begun, *read_all(cluster.port, BODY, begun[-1].id)])
-            assert resumed["choices"] == load._expected  # by an id that the old key has sealed
+            assert resumed["choices"] == load._expected  # by an event id that the old key sealed
             restart(cluster, "prefill-1")
             restart(cluster, "decode-1")
 
@@ -154,13 +154,11 @@ def test_a_rotation_under_load_fails_no_request_and_refuses_the_retired_key(tmp_
         pytest.param(("--runtime", "local", "--prefill-tp", "2", "--decode-tp", "2"), id="ranks"),
     ],
 )
-def test_running_workers_take_each_key_that_is_given_to_them(
-    options: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_running_workers_take_each_new_key(options: tuple[str, ...], tmp_path: Path) -> None:
     path = tmp_path / "cluster.key"
     write_secret(path, new_key())
     with served(*COMMON, "--prefill", "1", *options, "--cluster-key-file", str(path)) as cluster:
         for action, restarted in (("rotate", "decode-0"), ("retire", "prefill-0"), ("rotate", "decode-0")):
             change(cluster, action, path)
-            restart(cluster, restarted)  # its successor has the new key alone, or first
+            restart(cluster, restarted)  # its successor has only the new key, or has it first
             until(partial(sends_pages, cluster, num_sent(cluster)), RESTARTED_S)

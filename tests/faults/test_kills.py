@@ -1,11 +1,11 @@
-"""Processes of a running cluster are killed: no request is lost, no token differs, every page comes back."""
+"""Processes of a running cluster are killed: no request is lost, no token differs, every page is freed."""
 
 import os
 import random
 import secrets
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from itertools import pairwise
 from typing import Final
@@ -61,7 +61,7 @@ def llm() -> Iterator[LLM]:
 
 
 class Watched(Answer):
-    """An answer that remembers when each token came, and calls `act` with the number of those that have."""
+    """An answer with the time of each token."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class Watched(Answer):
 
 
 def request(seed: int, *, num_prompt_tokens: int, max_tokens: int) -> Request:
-    """Greedy or seeded, by turns; it ends when it has all its tokens."""
+    """Return a greedy request for an even seed, a sampled one for an odd seed; it ends at `max_tokens`."""
     rng = random.Random(seed)
     sampling = SamplingParams(max_tokens=max_tokens, temperature=float(seed % 2), seed=seed, ignore_eos=True)
     token_ids = tuple(rng.randrange(2, VOCAB_SIZE) for _ in range(num_prompt_tokens))
@@ -88,128 +88,128 @@ def expected(llm: LLM, request: Request) -> list[int]:
     return list(llm.generate([list(request.token_ids)], request.sampling)[0].outputs[0].token_ids)
 
 
-def replays(cluster: ProcessCluster) -> int:
-    """Times that the gateway has asked another worker."""
-    counters = cluster.frontend.counters
-    return sum(number for name, number in counters.items() if name.startswith("replays"))
+class Running:
+    """Requests that a whole cluster has begun, and the tokens that one engine gives for them."""
 
+    def __init__(
+        self,
+        cluster: ProcessCluster,
+        llm: LLM,
+        seed: int,
+        num_requests: int = 6,
+        *,
+        max_tokens: int,
+        num_prompt_tokens: int = 200,
+        is_alone: bool = True,
+    ) -> None:
+        """is_alone: wait until the cluster is whole and idle."""
+        if is_alone:
+            cluster.wait_until_whole()
+        seeds = range(seed, seed + num_requests)
+        asked = [request(each, num_prompt_tokens=num_prompt_tokens, max_tokens=max_tokens) for each in seeds]
+        self._golden = [expected(llm, each) for each in asked] if is_alone else None
+        self._asked, self._llm = asked, llm
+        self.answers = [Watched() for _ in asked]
+        for each, answer in zip(asked, self.answers, strict=True):
+            cluster.begin(each, answer)
 
-def finish(answers: Sequence[Answer], timeout_s: float = 60.0) -> None:
-    wait_for(lambda: all(answer.has_ended for answer in answers), timeout_s)
+    @property
+    def longest_gap_s(self) -> float:
+        return max(answer.longest_gap_s for answer in self.answers)
+
+    def wait_for_tokens(self, num_tokens: int) -> None:
+        """Wait until every request has so many."""
+        wait_for(lambda: all(len(answer.events) >= num_tokens for answer in self.answers))
+
+    def check(self) -> None:
+        """Wait for all answers and compare them."""
+        wait_for(lambda: all(answer.has_ended for answer in self.answers))
+        golden = self._golden or [expected(self._llm, each) for each in self._asked]
+        assert [answer.token_ids for answer in self.answers] == golden
 
 
 @pytest.mark.parametrize("share", [slow(0.0), 0.3, slow(0.6), slow(0.9)])
-def test_a_killed_prefill_worker_loses_nothing(cluster: ProcessCluster, llm: LLM, share: float) -> None:
-    """While requests are queued, computed and on their way: the prompts take about as long as is waited."""
-    cluster.wait_until_whole()
-    asked = [request(100 + i, num_prompt_tokens=600 + 40 * i, max_tokens=12) for i in range(6)]
-    golden = [expected(llm, each) for each in asked]
-    answers = [Watched() for _ in asked]
-    for each, answer in zip(asked, answers, strict=True):
-        cluster.begin(each, answer)
-    num_there = round(share * len(asked))
-    wait_for(lambda: sum(bool(answer.events) for answer in answers) >= num_there)
+def test_killed_prefill_worker_loses_nothing(cluster: ProcessCluster, llm: LLM, share: float) -> None:
+    """share: of the requests that have a first token; the others are queued, computed or transferred."""
+    running = Running(cluster, llm, 100, num_prompt_tokens=700, max_tokens=12)
+    num_begun = round(share * len(running.answers))
+    wait_for(lambda: sum(bool(answer.events) for answer in running.answers) >= num_begun)
     cluster.kill("prefill-0")
-    finish(answers)
-    assert [answer.token_ids for answer in answers] == golden
+    running.check()
     cluster.wait_until_whole(PAGES_BACK_AFTER_KILL_S + 20)
 
 
 def test_prefill_workers_killed_after_their_last_page_interrupt_nothing(
     cluster: ProcessCluster, llm: LLM
 ) -> None:
-    cluster.wait_until_whole()
-    asked = [request(150 + i, num_prompt_tokens=200, max_tokens=400) for i in range(4)]
-    golden = [expected(llm, each) for each in asked]
-    num_replays = replays(cluster)
-    answers = [Watched() for _ in asked]
-    for each, answer in zip(asked, answers, strict=True):
-        cluster.begin(each, answer)
-    # The first token is a prefill worker's, the second is computed from all its pages.
-    wait_for(lambda: all(len(answer.events) >= 2 for answer in answers))
+    def num_replays() -> int:
+        counters = cluster.frontend.counters
+        return sum(number for name, number in counters.items() if name.startswith("replays"))
+
+    before = num_replays()
+    running = Running(cluster, llm, 150, 4, max_tokens=400)
+    running.wait_for_tokens(2)  # the second token is computed from all pages of the prompt
     for name in ("prefill-0", "prefill-1"):
         cluster.kill(name)
-    finish(answers)
-    assert [answer.token_ids for answer in answers] == golden
-    assert replays(cluster) == num_replays
+    running.check()
+    assert num_replays() == before
     cluster.wait_until_whole()
 
 
 @pytest.mark.parametrize("num_tokens", [slow(1), 2, slow(20), slow(39)])
-def test_a_killed_decode_worker_loses_nothing(cluster: ProcessCluster, llm: LLM, num_tokens: int) -> None:
-    cluster.wait_until_whole()
-    asked = [request(200 + num_tokens * 10 + i, num_prompt_tokens=200, max_tokens=40) for i in range(6)]
-    golden = [expected(llm, each) for each in asked]
-    answers = [Watched() for _ in asked]
-    for each, answer in zip(asked, answers, strict=True):
-        cluster.begin(each, answer)
-    wait_for(lambda: len(answers[0].events) >= num_tokens)
+def test_killed_decode_worker_loses_nothing(cluster: ProcessCluster, llm: LLM, num_tokens: int) -> None:
+    running = Running(cluster, llm, 200 + num_tokens * 10, max_tokens=40)
+    wait_for(lambda: len(running.answers[0].events) >= num_tokens)
     cluster.kill("decode-0")
-    finish(answers)
-    assert [answer.token_ids for answer in answers] == golden
-    assert max(answer.longest_gap_s for answer in answers) <= NEXT_TOKEN_S
+    running.check()
+    assert running.longest_gap_s <= NEXT_TOKEN_S
     cluster.wait_until_whole()
 
 
-def test_a_killed_router_interrupts_no_stream_and_loses_no_request(cluster: ProcessCluster, llm: LLM) -> None:
-    cluster.wait_until_whole()
-    before = [request(300 + i, num_prompt_tokens=100, max_tokens=300) for i in range(4)]
-    after = [request(310 + i, num_prompt_tokens=100, max_tokens=20) for i in range(4)]
-    golden = [expected(llm, each) for each in (*before, *after)]
-    answers = [Watched() for _ in golden]
-    for each, answer in zip(before, answers, strict=False):
-        cluster.begin(each, answer)
-    wait_for(lambda: all(len(answer.events) > 5 for answer in answers[:4]))
+def test_killed_router_interrupts_no_stream_and_loses_no_request(cluster: ProcessCluster, llm: LLM) -> None:
+    before = Running(cluster, llm, 300, 4, num_prompt_tokens=100, max_tokens=300)
+    before.wait_for_tokens(6)
     cluster.kill("router-0")
-    for each, answer in zip(after, answers[4:], strict=True):
-        cluster.begin(each, answer)
-    finish(answers)
-    assert [answer.token_ids for answer in answers] == golden
-    assert max(answer.longest_gap_s for answer in answers[:4]) <= 0.5, "streams that run need no router"
+    after = Running(cluster, llm, 310, 4, num_prompt_tokens=100, max_tokens=20, is_alone=False)
+    before.check()
+    after.check()
+    assert before.longest_gap_s <= 0.5, "running streams need no router"
     cluster.wait_until_whole()
 
 
 @pytest.mark.parametrize("num_tokens", [0, 5])
-def test_pages_are_back_within_a_second_of_a_cancel(cluster: ProcessCluster, num_tokens: int) -> None:
+def test_pages_are_free_within_a_second_of_a_cancel(cluster: ProcessCluster, num_tokens: int) -> None:
     cluster.wait_until_whole()
     asked = [request(400 + i, num_prompt_tokens=800, max_tokens=2000) for i in range(4)]
-    answers = [Watched() for _ in asked]
-    for each, answer in zip(asked, answers, strict=True):
-        cluster.begin(each, answer)
+    answers = [cluster.begin(each) for each in asked]
     wait_for(lambda: all(len(answer.events) >= num_tokens for answer in answers))
     for each in asked:
         cluster.cancel(each.request_id)
-    # Status is a beat old at most, a beat comes every second, and it is asked for every second.
+    # A status is one heartbeat old at most, and is queried every second.
     cluster.wait_until_whole(PAGES_BACK_AFTER_CANCEL_S + 2.5)
 
 
 @pytest.mark.parametrize("name", ["decode-0", "prefill-0"])
 def test_worker_that_hangs_is_killed_and_replaced(cluster: ProcessCluster, llm: LLM, name: str) -> None:
-    cluster.wait_until_whole()
-    asked = [request(500 + i, num_prompt_tokens=200, max_tokens=60) for i in range(6)]
-    golden = [expected(llm, each) for each in asked]
-    answers = [Watched() for _ in asked]
-    for each, answer in zip(asked, answers, strict=True):
-        cluster.begin(each, answer)
-    wait_for(lambda: len(answers[0].events) >= 5)
+    running = Running(cluster, llm, 500, max_tokens=60)
+    wait_for(lambda: len(running.answers[0].events) >= 5)
     pid = cluster.pid(name)
     os.kill(pid, signal.SIGSTOP)
     try:
         wait_for(lambda: cluster.pid(name) != pid, REPLACED_S)
-        finish(answers)
-        assert [answer.token_ids for answer in answers] == golden
+        running.check()
         cluster.wait_until_whole()
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
     finally:
-        with suppress(ProcessLookupError):  # the supervisor has not killed it
+        with suppress(ProcessLookupError):  # the supervisor has not killed the process
             os.kill(pid, signal.SIGCONT)
 
 
-def test_a_request_is_not_tried_a_third_time_after_two_workers_died(cluster: ProcessCluster) -> None:
+def test_request_is_not_tried_a_third_time_after_two_workers_died(cluster: ProcessCluster) -> None:
     cluster.wait_until_whole()
     asked = request(600, num_prompt_tokens=100, max_tokens=3000)
-    answer = cluster.begin(asked, Watched())
+    answer = cluster.begin(asked)
     wait_for(lambda: len(answer.events) >= 5)
     first = cluster.frontend.decode_worker(asked.request_id)
     cluster.kill(cluster.decode_name(asked.request_id))
@@ -217,6 +217,6 @@ def test_a_request_is_not_tried_a_third_time_after_two_workers_died(cluster: Pro
     num_before = len(answer.events)
     wait_for(lambda: len(answer.events) > num_before)
     cluster.kill(cluster.decode_name(asked.request_id))
-    finish([answer])
+    wait_for(lambda: answer.has_ended)
     assert isinstance(answer.error, WorkerLost)
     cluster.wait_until_whole()

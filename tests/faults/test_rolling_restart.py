@@ -1,4 +1,4 @@
-"""Every process of a cluster is restarted in turn under load: no answer is lost, broken off or wrong."""
+"""A restart of every process in turn under load loses, breaks and changes no answer."""
 
 import asyncio
 import os
@@ -15,7 +15,7 @@ OPTIONS = ("--prefill", "2", "--decode", "2", "--routers", "2", "--gateways", "2
 
 
 def pids(cluster: Served) -> dict[str, int]:
-    """Process's name -> its id, by the title that it shows."""
+    """Return process name -> pid, by the processes' titles."""
     titles = {pid: command_line(pid).split() for pid in descendants(cluster.process.pid)}
     return {title[1]: pid for pid, title in titles.items() if title[:1] == ["baton"] and len(title) == 2}
 
@@ -55,5 +55,5 @@ def test_every_process_is_restarted_under_load_and_no_answer_is_lost() -> None:
         assert before.keys() == after.keys() and not set(before.values()) & set(after.values())
     counts = clients.outcomes
     assert counts["answered"] > NUM_CLIENTS
-    # Connections that a gateway's kernel has, and it has not accepted yet, are reset and asked again.
+    # The kernel resets connections that a gateway has not accepted yet; their clients try again.
     assert (counts["lost"], counts["wrong"], counts["resumed"], counts["refused"]) == (0, 0, 0, 0)

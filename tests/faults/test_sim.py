@@ -1,4 +1,4 @@
-"""Whole clusters in virtual time, with faults: see sim/world.py. A failure says how to replay it."""
+"""Whole clusters in virtual time, with faults: see sim/world.py. A failure names its replay command."""
 
 import logging
 import os
@@ -36,9 +36,9 @@ def run_all(seeds: range, trouble: Trouble = Trouble.ANY) -> Counter[str]:
 
 
 class Stopwatch:
-    """CPU time of simulations, in that of a loop of the same kind of work, measured between them.
+    """CPU time of simulations, in units of a loop of similar work that runs between them.
 
-    A busy machine, or a slow one, slows both down alike.
+    A busy or slow machine slows down both alike.
     """
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ def _cpu_s(work: Callable[[], object]) -> float:
 
 
 def _calibrate() -> None:
-    """Events that ask for further ones: heap, calls, small objects and dictionaries, as a simulation has."""
+    """Run events that schedule events: heap, calls, small objects and dictionaries, as in a simulation."""
     events, counts = Events(), Counter[int]()
 
     def happen(number: int) -> None:
@@ -78,48 +78,48 @@ def _calibrate() -> None:
 
 
 def check_most_are_answered(fates: Counter[str]) -> None:
-    """Of those who stayed to hear it: some can't be answered, and some are hit twice."""
+    """Some requests cannot be answered, and some are hit twice."""
     num_answered = fates["length"] + fates["stop"]
     num_failed = fates["WorkerLost"] + fates["Overloaded"] + fates["InvalidRequest"]
     assert num_answered > 9 * num_failed, fates
 
 
-def test_sixty_seeds_lose_nothing_and_leave_nothing() -> None:
+def test_sixty_seeds_lose_and_leak_nothing() -> None:
     check_most_are_answered(run_all(range(60)))
 
 
-def test_a_rolling_restart_of_all_workers_fails_nobody() -> None:
+def test_rolling_restart_of_all_workers_fails_no_request() -> None:
     fates = run_all(range(20), Trouble.ROLLING_RESTART)
     assert set(fates) <= {"length", "stop", "cancelled", "never asked for"}, fates
 
 
-def test_without_trouble_nothing_is_done_twice_and_all_pages_are_back_within_a_second() -> None:
+def test_without_faults_nothing_is_done_twice_and_all_pages_are_free_within_a_second() -> None:
     fates = run_all(range(20), Trouble.NONE)
     assert set(fates) <= {"length", "stop", "cancelled", "never asked for"}, fates
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_a_thousand_seeds_lose_nothing_within_a_minute_of_one_core() -> None:
+def test_thousand_seeds_lose_nothing_within_a_minute_of_one_core() -> None:
     watch = Stopwatch()
     check_most_are_answered(watch.run(range(1_000, 1_000 + NUM_SLOW_SEEDS), Trouble.ANY))
     assert watch.num_calibrations < MAX_ANY_CALIBRATIONS
 
 
-def test_thirty_seeds_of_what_closes_nothing_lose_nothing() -> None:
+def test_thirty_seeds_of_silent_faults_lose_nothing() -> None:
     """Black holes, processes that stand still, slow steps, slow starts, dates that jump, full disks."""
     check_most_are_answered(run_all(range(30), Trouble.SILENCE))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_a_thousand_seeds_of_what_closes_nothing_lose_nothing_within_two_minutes_of_one_core() -> None:
+def test_thousand_seeds_of_silent_faults_lose_nothing_within_two_minutes_of_one_core() -> None:
     watch = Stopwatch()
     check_most_are_answered(watch.run(range(1_000, 1_000 + NUM_SLOW_SEEDS), Trouble.SILENCE))
     assert watch.num_calibrations < MAX_SILENCE_CALIBRATIONS
 
 
-def test_a_seed_is_one_history_whatever_the_hash_seed_is() -> None:
+def test_seed_gives_one_trace_with_any_hash_seed() -> None:
     def trace(hash_seed: str) -> bytes:
         command = [sys.executable, "-m", "baton", "sim", "--seed", "10", "--seeds", "5"]
         environment = {**os.environ, "PYTHONHASHSEED": hash_seed}

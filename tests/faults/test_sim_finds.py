@@ -32,7 +32,7 @@ def finding(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, broken: Cal
     return f"nothing in {MAX_SEEDS} seeds"
 
 
-def test_pages_that_are_not_compared_show_as_wrong_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unverified_pages_give_wrong_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     verified = DestinationHandoff.verified
     found = finding(
         monkeypatch, DestinationHandoff, "verified", lambda self, part, _: verified(self, part, ())
@@ -40,7 +40,7 @@ def test_pages_that_are_not_compared_show_as_wrong_tokens(monkeypatch: pytest.Mo
     assert "an undisturbed run says" in found
 
 
-def test_pages_that_are_freed_under_their_writer_show(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_freed_under_their_writer_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     close = SimRank._close
 
     def confirmed(self: SimRank, command: ClosePart) -> None:
@@ -50,7 +50,7 @@ def test_pages_that_are_freed_under_their_writer_show(monkeypatch: pytest.Monkey
     assert "while a writer is in it" in found
 
 
-def test_pages_in_the_wrong_order_show(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_in_the_wrong_order_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     take_offer = PrefillJob.take_offer
 
     def reversed_offer(self: PrefillJob) -> Offer | None:
@@ -61,22 +61,22 @@ def test_pages_in_the_wrong_order_show(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "an undisturbed run says" in found
 
 
-def test_pages_that_are_kept_for_ever_show(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_that_are_never_released_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     found = finding(monkeypatch, ExternalPageHolds, "release_kept", lambda self, key: None)
     assert "keeps pages of" in found
 
 
-def test_promises_that_never_end_show(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_promises_that_never_end_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     found = finding(monkeypatch, DecodeAdmission, "end_promise", lambda self, attempt: None)
     assert "nothing in" not in found
 
 
-def test_attempts_that_stay_in_flight_show(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attempts_that_stay_in_flight_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     found = finding(monkeypatch, InFlight, "ended", lambda self, key: None)
     assert "attempts in flight" in found
 
 
-def test_replays_with_another_seed_show(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replays_with_another_seed_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     next_request = RequestStream.next_request
 
     def other_seed(self: RequestStream) -> Request | None:
