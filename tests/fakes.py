@@ -17,7 +17,7 @@ _MULTIPLIER, _MODULUS = 6364136223846793005, 2**64
 
 
 def refuse_threads(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """Threads with this name cannot start, as in a process that may have no more threads."""
+    """Make threads of this name fail to start, as in a process at its thread limit."""
     start = threading.Thread.start
 
     def start_others(thread: threading.Thread) -> None:
@@ -29,7 +29,7 @@ def refuse_threads(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
 
 
 class KVEntry(NamedTuple):
-    """What one token leaves in its slot; `context` depends on the salt and on every token up to it."""
+    """The KV entry of one token; `context` depends on the salt and on every token up to this one."""
 
     position: int
     token_id: int
@@ -39,9 +39,9 @@ class KVEntry(NamedTuple):
 class HashModel:
     """A model whose next token depends on every KV entry that it reads, page by page.
 
-    It keeps real contents of device and host pages, runs the copies of a batch in the documented order,
-    and raises AssertionError when a chunk reads a slot that does not hold what the sequence computed, or
-    writes a page that anyone else can see.
+    It keeps real contents of device and host pages, runs the copies of a batch in the documented order, and
+    raises AssertionError when a chunk reads a slot without the sequence's own entry, or writes a page with
+    another owner.
     """
 
     def __init__(self, pool: PagePool, num_host_pages: int = 0, vocab_size: int = 50) -> None:
@@ -66,7 +66,10 @@ class HashModel:
         return context
 
     def generate(self, sequence: Sequence, num_tokens: int) -> list[int]:
-        """The prompt and what follows it, without pages or batches: the answer every run must give."""
+        """Return the prompt and its continuation without pages or batches.
+
+        The answer of every correct run.
+        """
         token_ids = sequence.token_ids[: sequence.num_prompt_tokens]
         context = self.context_of(token_ids, sequence.cache_salt)
         while len(token_ids) < num_tokens:
@@ -113,14 +116,14 @@ class Letter(NamedTuple):
 
 
 class Post:
-    """Letters between processes, in order, until somebody takes them; those that `holds` likes wait."""
+    """Letters between processes, in order, until `take`; letters that `holds` selects wait."""
 
     def __init__(self) -> None:
         self.holds: Callable[[Letter], bool] = lambda letter: False
         self._letters: list[Letter] = []
 
     def put(self, sender: str, receiver: str, message: AnyMessage) -> None:
-        """The message is what a real connection would make of it."""
+        """Add a message, encoded and decoded as over a connection."""
         self._letters.append(Letter(sender, receiver, decode(encode(message))))
 
     def take(self) -> list[Letter]:
@@ -132,12 +135,12 @@ class Post:
         return [letter for letter in self._letters if self.holds(letter)]
 
     def lose(self, process: str) -> None:
-        """All that is on the way to or from it."""
+        """Lose the letters on the way to or from a process."""
         self._letters = [each for each in self._letters if process not in (each.sender, each.receiver)]
 
 
 class PostedPeer:
-    """A Peer at `owner`'s end, whose messages go to a Post."""
+    """A Peer at `owner`'s end; its messages go to a Post."""
 
     def __init__(self, owner: str, hello: Hello, post: Post) -> None:
         self._owner = owner

@@ -1,4 +1,4 @@
-"""The other ends of connections, for tests that call a node by hand: they keep what they are sent."""
+"""Peers for tests that call a node directly: they keep the messages that the node sends."""
 
 from typing import Any, TypeVar
 
@@ -13,12 +13,12 @@ MessageT = TypeVar("MessageT")
 
 
 def id_of(name: str) -> str:
-    """An id that shows its name: as readable in a failing test as in this one."""
+    """Return an id that shows its name in the output of a failing test."""
     return name.encode().hex().ljust(32, "0")[:32]
 
 
 def a_worker(name: str, role: WorkerRole = WorkerRole.DECODE, **changes: Any) -> Worker:
-    """The role is PREFILL for names that begin with "p"."""
+    """Return a worker; its role is PREFILL if the name begins with "p"."""
     number = sum(map(ord, name))
     fields: dict[str, Any] = {
         "id": id_of(name),
@@ -44,7 +44,7 @@ def a_request(name: str = "r", num_tokens: int = 40, **changes: Any) -> Request:
 
 
 class TestPeer:
-    """Joined to a node; what the node sends it is in `received`."""
+    """A peer that has joined a node; `received` has the node's messages."""
 
     __test__ = False
 
@@ -77,7 +77,7 @@ class TestPeer:
         return self.hello.id
 
     def send(self, message: AnyMessage) -> None:
-        """From the node; as a real one, it takes nothing that no message holds."""
+        """Take a message of the node; WireError for a message that fits no frame, as over a connection."""
         encode(message)
         if self.is_open:
             self.received.append(message)

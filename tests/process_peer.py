@@ -1,16 +1,19 @@
-"""What LocalRuntime starts in tests instead of a process of the cluster: it does as its name says.
+"""A process that LocalRuntime starts in tests in place of a process of the cluster; its name chooses its
+behaviour.
 
-serves: says so and waits for SIGTERM. lives: also says every 50 ms that it is alive.
-fails, fails-us: says why not. says-much: longer than a report may be. prints: something else first.
-loads: says how far, then serves. crashes: ends without a word.
-drains: serves, and ends as one that an operator has drained; drains-later: on SIGUSR1.
-falls-N: serves, and ends by itself after its Nth start at once (a file counts them).
+serves: reports its start and waits for SIGTERM. lives: also reports every 50 ms that it is alive. fails,
+fails-us: reports an error. says-much: reports more than a report may have. prints: prints another line first.
+loads: reports its progress, then serves. crashes: ends without a report. drains: serves, and ends like a
+worker that an operator has drained; drains-later: on SIGUSR1. falls-N: serves, and ends at once after its Nth
+start (a file counts the starts).
 """
 
 import os
 import signal
 import sys
 import threading
+from pathlib import Path
+from typing import Final
 
 import msgspec
 
@@ -20,10 +23,23 @@ from baton.cluster.process_spec import (
     Loading,
     LoopAlive,
     ProcessFailed,
+    ProcessSpec,
     ProcessStarted,
     Report,
 )
 from baton.messages.workers import Address
+
+PEER: Final = (sys.executable, str(Path(__file__)))
+
+
+class PeerConfig(msgspec.Struct, frozen=True, kw_only=True):
+    log: str = ""  # a file that grows by a byte with every start of "falls"
+    num_falls: int = 0
+
+
+def spec(name: str, *, num_ranks: int = 0, config: PeerConfig | None = None) -> ProcessSpec:
+    """Return the spec of a process of this name."""
+    return ProcessSpec(kind="worker", name=name, config=config or PeerConfig(), num_ranks=num_ranks)
 
 
 def say(what: Report | Loading | LoopAlive) -> None:

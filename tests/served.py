@@ -1,4 +1,4 @@
-"""`baton serve` as a user runs it, for the tests of the whole."""
+"""`baton serve` as a user runs it."""
 
 import asyncio
 import http.client
@@ -45,7 +45,7 @@ class Served:
         return f"http://127.0.0.1:{self.port}"
 
     def post(self, route: str, body: dict[str, Any]) -> tuple[int, Any]:
-        """Status and JSON."""
+        """Return the HTTP status and the JSON body."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
         try:
             connection.request("POST", route, json.dumps(body), {"Content-Type": "application/json"})
@@ -55,14 +55,14 @@ class Served:
             connection.close()
 
     def complete(self, prompt: str, max_tokens: int = 32) -> str:
-        """The greedy continuation."""
+        """Return the greedy continuation."""
         body = {"model": "tiny", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
         status, answer = self.post("/v1/completions", body)
         assert status == 200, answer
         return str(answer["choices"][0]["text"])
 
     def answers(self) -> bool:
-        """Whether a request would be answered now. One is refused while a gateway has not met the router."""
+        """Return whether the cluster answers requests now; a gateway without a router refuses them."""
         body = {"model": "tiny", "prompt": "copy(sun)=", "max_tokens": 1}
         try:
             status, answer = self.post("/v1/completions", body)
@@ -72,7 +72,7 @@ class Served:
         return status == 200
 
     def stream(self, prompt: str, **settings: Any) -> Generator[Any, None, None]:
-        """The chunks of a completion, as they come; AssertionError unless it ends as streams do."""
+        """Yield the chunks of a completion; AssertionError when the stream breaks."""
         body = {"model": "tiny", "prompt": prompt, "stream": True, "temperature": 0, **settings}
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
         with closing(connection):
@@ -89,20 +89,20 @@ class Served:
         raise AssertionError("the stream ended before its end")
 
     def baton(self, *arguments: str) -> str:
-        """What another command of baton prints."""
+        """Run another command of baton; return its output."""
         command = [sys.executable, "-m", "baton", *arguments]
         return subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
 
     def status(self) -> dict[str, WorkerStatus]:
-        """worker's name -> what the router knows of it."""
+        """Return worker name -> status by a router."""
         return {entry.worker.name: entry for entry in self._status().workers}
 
     def routers(self) -> list[RouterStatus]:
-        """Of those that answer."""
+        """Return the status of every router that answers."""
         return list(self._status().routers)
 
     def gateways(self) -> set[int]:
-        """The process ids of those that listen for clients."""
+        """Return the pids of the gateways that listen for clients."""
         return {gateway.pid for gateway in self._status().gateways if gateway.address is not None}
 
     def _status(self) -> Status:
@@ -115,7 +115,7 @@ class Served:
         return asyncio.run(ask())
 
     def has_replaced(self, worker: str, before: str) -> bool:
-        """Whether one with another id than `before` bears this name."""
+        """Return whether the worker of this name has another id than `before`."""
         entry = self.status().get(worker)
         return entry is not None and entry.worker.id != before
 

@@ -1,4 +1,4 @@
-"""Small random models of every architecture, saved by transformers: the oracle that Baton is held to.
+"""Small random models of every architecture, saved by transformers, and transformers as their oracle.
 
 `initializer_range` is large: at the default a random model repeats a few tokens and equality proves nothing.
 """
@@ -76,7 +76,7 @@ CASES: Final = (
 
 
 def save_model(case: Case, directory: Path, dtype: torch.dtype = torch.float32) -> None:
-    """Write config.json and safetensors; biases and norms are random too, so that none is forgotten."""
+    """Write config.json and safetensors; biases and norms are random too."""
     torch.manual_seed(len(case.name))
     config = getattr(transformers, f"{case.kind}Config")(**case.keys)
     model = getattr(transformers, f"{case.kind}ForCausalLM")(config)
@@ -97,7 +97,7 @@ class Oracle:
 
     @torch.inference_mode()
     def logits(self, token_ids: list[int]) -> Tensor:
-        """[T, V]: of every position."""
+        """Return the logits of every position, [T, V]."""
         logits: Tensor = self.model(torch.tensor([token_ids])).logits[0]
         return logits
 

@@ -1,4 +1,4 @@
-"""Runs requests through a Baton engine, in any configuration, with anything that may happen to them."""
+"""Runs requests through an engine in any configuration, with preemptions and other events."""
 
 import random
 from collections.abc import Callable, Iterator
@@ -35,7 +35,7 @@ def prompts(seed: int = 0) -> list[list[int]]:
 
 @contextmanager
 def engine(directory: Path, **settings: Any) -> Iterator[Engine]:
-    """An engine for the block; every ledger must be sound and every page back when it ends."""
+    """Yield an engine; at the end its ledgers must be sound and its work done."""
     cache = {"kv_cache_memory_bytes": 2**22, **settings.pop("cache", {})}
     if "num_kv_tokens" in settings:
         cache["kv_cache_memory_bytes"] = settings.pop("num_kv_tokens") * _token_bytes(directory)
@@ -67,8 +67,8 @@ def run(
     before_step: Hook | None = None,
     begun: list[list[int]] | None = None,
 ) -> list[list[StepOutput]]:
-    """All outputs of each prompt, in order; `before_step` may interfere. begun: tokens of the answers that
-    are there already.
+    """Return all outputs of each prompt, in order. before_step: called before each step; begun: the first
+    tokens of each answer, from an earlier attempt.
     """
     outputs: dict[str, list[StepOutput]] = {str(index): [] for index in range(len(token_lists))}
     for index, token_ids in enumerate(token_lists):
@@ -92,7 +92,7 @@ def tokens(outputs: list[list[StepOutput]]) -> list[list[int | None]]:
 
 
 def forward_logits(made: Engine, token_ids: list[int]) -> Tensor:
-    """[T, V]: of every position, computed as one prefill in the first pages of the idle pool."""
+    """Return the logits of every position, [T, V]: one prefill in the first pages of the idle pool."""
     num_tokens, page_size = len(token_ids), made.runner.layout.page_size
     positions = np.arange(num_tokens)
     arrays = StepArrays(
@@ -111,8 +111,8 @@ def forward_logits(made: Engine, token_ids: list[int]) -> Tensor:
     return made.runner.execute(arrays)
 
 
-class PreemptSomebody:
-    """Before every step, take the pages of one running sequence, each in its turn."""
+class PreemptInTurn:
+    """Before every step, preempt one running sequence, each in its turn."""
 
     def __init__(self, mode: PreemptMode) -> None:
         self._mode = mode

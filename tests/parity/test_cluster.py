@@ -1,6 +1,6 @@
-"""The same prompts through one engine and through whole clusters: not one token may differ.
+"""One engine and whole clusters give the same tokens for the same prompts.
 
-On a difference the report names the first layer and page of the prompt's KV that differ.
+A failure names the first layer and page of the prompt's KV that differ.
 """
 
 import random
@@ -51,7 +51,7 @@ FAST: Final = (
     Topology("1P+1D"),
     Topology("2P+2D, tcp, pages 64 to 16", 2, 2, prefill_page_size=64, transport="tcp"),
     Topology("tp 2 to 1, pages 16 to 64", 1, 1, 2, 1, decode_page_size=64),
-    # Room for a few sequences only: they are preempted in the middle of their answers.
+    # Few pages: sequences are preempted in the middle of their answers.
     Topology("few pages", decode_settings={"cache": {"kv_cache_memory_bytes": 17 * 16 * 2 * 2 * 2 * 16 * 4}}),
 )
 SLOW: Final = tuple(
@@ -69,7 +69,7 @@ SPLIT: Final = tuple(
 
 
 def requests(seed: int) -> list[Request]:
-    """Prompts of all lengths, some with a prefix in common, greedy and seeded, with all that sampling has."""
+    """Return prompts of all lengths, some with a common prefix, with all sampling parameters."""
     rng = random.Random(seed)
     prefix = [rng.randrange(VOCAB_SIZE) for _ in range(80)]
     made = []
@@ -101,7 +101,7 @@ def requests(seed: int) -> list[Request]:
 
 
 def long_answers() -> list[Request]:
-    """Two of them are let in where there are few pages, as not all grow as long as they may. These do."""
+    """Return requests that run out of pages: two are admitted at once, and both grow to their full length."""
     rng = random.Random(9)
     return [
         Request(
@@ -114,7 +114,7 @@ def long_answers() -> list[Request]:
 
 
 def alone(engine: Engine, request: Request) -> list[int | None]:
-    """What one engine answers to it when it has nothing else to do."""
+    """Return the tokens of an idle engine."""
     engine.add(request)
     tokens: list[int | None] = []
     while engine.has_work():
@@ -135,7 +135,7 @@ def oracle(model_directory: Callable[..., Path]) -> Iterator[Engine]:
 def check(topology: Topology, oracle: Engine, directory: Path) -> None:
     prefill, decode = topology.engines(directory)
     with Cluster(prefill, decode, transport=topology.transport) as cluster:
-        for round_ in range(2):  # what the first leaves behind is found by the second
+        for round_ in range(2):  # the second round finds the pages of the first
             asked = requests(seed=round_ // 2) + (long_answers() if topology.name == "few pages" else [])
             expected = [alone(oracle, request) for request in asked]
             for request, answer, tokens in zip(asked, cluster.ask(asked), expected, strict=True):
@@ -144,11 +144,11 @@ def check(topology: Topology, oracle: Engine, directory: Path) -> None:
         cluster.check_nothing_is_held()
         if topology.name == "few pages":
             stats = [worker.hosted.engine.stats() for worker in cluster.workers_of(WorkerRole.DECODE)]
-            assert sum(each.total_preemptions for each in stats), "nothing was preempted: it proves nothing"
+            assert sum(each.total_preemptions for each in stats)
 
 
 def difference(request: Request, answer: Answer, cluster: Cluster, oracle: Engine) -> str:
-    """Where the KV of the prompt's full pages first differs from what one engine computes."""
+    """Name the first full page of the prompt that differs from the KV of one engine."""
     for worker in cluster.workers:
         found = _first_difference(request.token_ids, worker.hosted.engine, oracle)
         if found:
@@ -169,7 +169,7 @@ def _first_difference(token_ids: Sequence[int], engine: Engine, oracle: Engine) 
 
 
 def _prompt_kv(engine: Engine, token_ids: Sequence[int]) -> torch.Tensor:
-    """[L, 2, H, T, D] of the known prefix, of rank 0."""
+    """Return the KV of the cached prefix on rank 0: [L, 2, H, T, D]."""
     filled = engine.claim_prefix(token_ids, b"", "the comparison")
     pages = engine.runner.pool.device[list(filled.pages)].clone()  # [P, L, 2, H, S, D]
     engine.release(filled)
@@ -178,7 +178,7 @@ def _prompt_kv(engine: Engine, token_ids: Sequence[int]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("topology", FAST, ids=lambda topology: topology.name)
-def test_a_cluster_gives_the_tokens_of_one_engine(
+def test_cluster_gives_the_tokens_of_one_engine(
     topology: Topology, oracle: Engine, model_directory: Callable[..., Path]
 ) -> None:
     check(topology, oracle, model_directory(MODEL))
@@ -202,11 +202,11 @@ def test_every_topology_gives_the_tokens_of_one_engine(
     ],
     ids=lambda topology: topology.name,
 )
-def test_pages_that_leave_layer_by_layer_give_the_tokens_of_one_engine(
+def test_layerwise_transfers_give_the_tokens_of_one_engine(
     topology: Topology,
     oracle: Engine,
     model_directory: Callable[..., Path],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(prefill_job, "MIN_RUN_BYTES", 1)  # the model's pages are too short for it otherwise
+    monkeypatch.setattr(prefill_job, "MIN_RUN_BYTES", 1)  # otherwise the model's pages are too short
     check(topology, oracle, model_directory(MODEL))

@@ -14,7 +14,7 @@ import torch
 
 from baton.engine.scheduler.plan import PreemptMode
 from baton.request import StepOutput
-from tests.parity.runs import GREEDY, SEEDED, PreemptSomebody, engine, prompts, run, tokens
+from tests.parity.runs import GREEDY, SEEDED, PreemptInTurn, engine, prompts, run, tokens
 
 Directory = Callable[..., Path]
 FAST = ("llama-gqa7-biased", "mistral-window")
@@ -69,7 +69,7 @@ def test_preemption_changes_no_bit(
     directory = model_directory(name, dtype)
     greedy, seeded = plain(directory)
     cache_settings = {"host_cache_memory_bytes": 2**22, "page_size": 8, "enable_prefix_caching": False}
-    somebody = PreemptSomebody(mode)
+    somebody = PreemptInTurn(mode)
     with engine(directory, cache=cache_settings) as made:
         assert essence(run(made, prompts(), GREEDY, somebody)) == essence(greedy)
         assert essence(run(made, prompts(1), SEEDED, somebody)) == essence(seeded)

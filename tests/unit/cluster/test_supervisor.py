@@ -12,7 +12,7 @@ from baton.clock import SystemClock
 from baton.cluster.process_spec import ProcessSpec
 from baton.cluster.runtimes.local import LocalProcess, LocalRuntime
 from baton.cluster.supervisor import FIRST_S, LONGEST_S, WELL_AFTER_S, BackOff, Supervised
-from tests.peer_processes import PEER, PeerConfig, spec
+from tests.process_peer import PEER, PeerConfig, spec
 
 KEY = b"k" * 20
 

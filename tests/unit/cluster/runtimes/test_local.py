@@ -12,7 +12,7 @@ from baton.cluster.runtimes.local import MAX_REPORT_BYTES, LocalRuntime
 from baton.errors import ConfigError, WorkerLost
 from baton.messages.workers import Address
 from baton.rpc.auth import derive
-from tests.peer_processes import PEER, spec
+from tests.process_peer import PEER, spec
 
 KEY: Final = b"k" * 20
 
