@@ -1,14 +1,14 @@
 """The router's knowledge of workers and dispatches: pages, speeds, decisions, other routers' dispatches.
 
-Workers report their pages only to a router whose policy uses the prefix index.
+Workers report their pages only when the router's policy uses the prefix index.
 
 Several routers tell each other what they dispatch, through a `SharingLink` (router/redis/link.py):
 
 1. A router shares each dispatch. The others enter the attempt as another's (`OTHERS`) in their in-flight
    load, and expect the prompt's pages at its workers.
 2. The first token and the end of the attempt are shared too.
-3. A router may die before the end of its attempts. Then a worker whose heartbeats do not name an attempt
-   frees it (router/in_flight.py).
+3. A router may die before the end of its attempts. Then heartbeats of the worker that do not name an attempt
+   free it (router/in_flight.py).
 
 Nothing waits for the link. Load that is not shared counts by the workers' own reports.
 """

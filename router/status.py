@@ -33,7 +33,7 @@ def worker_statuses(members: Membership, in_flight: InFlight, now_s: float) -> t
 def fitted(status: Status, most_bytes: int = MAX_BODY_BYTES) -> Status:
     """The status of one router, cut down to the size of a message; what is left out is counted.
 
-    First the gateways' refusals by tenant are left out, whose sums stay. Then, as far as needed: the last
+    First the gateways' refusals by tenant are left out; their sums stay. Then, as far as needed: the last
     tenants, which are the least busy; the counters of the least busy workers; those workers.
 
     A worker takes up to 1.1 KB, 0.6 KB of them its counters; a tenant with refusals 0.3 KB. Of 1024 each that

@@ -46,7 +46,9 @@ Run: TypeAlias = tuple[int, int]
 
 
 class Holdings:
-    """How many of a prompt's first pages each worker holds, in any tier. A worker is its bit, see `slot`."""
+    """The number of a prompt's first pages that each worker holds, in any tier. A worker is its bit, see
+    `slot`.
+    """
 
     __slots__ = ("levels",)
 
@@ -183,7 +185,7 @@ class PrefixIndex:
         return was_asked
 
     def holdings(self, keys: bytes) -> Holdings:
-        """How much of a prompt each worker holds. keys: 16 bytes for each full page, in order."""
+        """The pages of a prompt that each worker holds. keys: 16 bytes for each full page, in order."""
         runs = (self._few_runs(keys) if keys else None) or self._runs(keys_of(keys))
         levels = []
         holding = self._present & runs[0][1]
@@ -216,7 +218,7 @@ class PrefixIndex:
         self._end_expectations(now_s)
 
     def tick(self) -> None:
-        """End the expectations whose time is over, and remove some entries of workers that left."""
+        """End the expectations that have expired, and remove some entries of workers that left."""
         self._end_expectations(self._clock.now_s())
         self._purge(PURGED_AT_ONCE)
 

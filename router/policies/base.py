@@ -204,7 +204,7 @@ class RoutingPolicy(Protocol):
 
 
 def without(members: Sequence[Member], avoided: Collection[str]) -> list[Member]:
-    """The members whose ids are not to be avoided; all of them where no other is left."""
+    """The members that are not to be avoided; all of them where no other is left."""
     if not avoided:
         return list(members)
     return [member for member in members if member.id not in avoided] or list(members)

@@ -348,7 +348,7 @@ def _without(left_out: Collection[str], views: Sequence[WorkerView]) -> list[Wor
 
 
 class DecayedSum:
-    """A sum whose terms fade: a term counts e times less after `memory_s`.
+    """A sum with fading terms: a term counts e times less after `memory_s`.
 
     A steady flow of 1 a second sums up to `memory_s`.
     """

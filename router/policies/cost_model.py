@@ -6,7 +6,7 @@ guess (the PRIORs).
 
 Steps are fitted over all workers of one kind, and each worker has a pace (`StepFit`). The steps of one worker
 are too uniform to tell what a sequence takes: fits of equal workers differed tenfold by chance, and the
-worker whose sequences seemed to be free received every request until it had measured better.
+worker with sequences that seemed to be free received every request until it had measured better.
 """
 
 from collections import OrderedDict

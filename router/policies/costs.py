@@ -4,7 +4,7 @@
     hand the pages over, as far as computing does not hide that; join the batch;
     plus the delay of all other requests: a second counts the same for every client.
 
-A prompt whose tenant has a deficit delays only later prompts of tenants with a deficit: all others come after
+A prompt of a tenant with a deficit delays only later prompts of tenants with a deficit: all others come after
 it at any worker.
 
 Computing the prompt on its decode worker is one more candidate. Nothing is handed over then, and the running
@@ -230,7 +230,7 @@ Select: TypeAlias = Callable[[Sequence[PairCandidate], int, Callable[[str], floa
 def cheapest(
     candidates: Sequence[PairCandidate], random: int, given: Callable[[str], float]
 ) -> PairCandidate:
-    """One of the cheapest candidates: of two drawn at random, the one whose computer was given less.
+    """One of the cheapest candidates: of two drawn at random, the one with the computer that was given less.
 
     A draw, because a worker that everybody finds best is soon not the best. Among equal totals the candidates
     with less to compute come first: waiting for a sibling's prefix costs the same as computing the prefix

@@ -2,7 +2,7 @@
 
 1. `submit`: a request is refused, by a quota of its tenant or because it would miss its objective; or it
    waits, for no time at all where there is room.
-2. `first`: the request whose turn it is, if a worker has a slot for its prompt. The caller looks for workers.
+2. `first`: the next request in turn, if a worker has a slot for its prompt. The caller looks for workers.
 3. `dispatch`: the request has workers, and its tenant is charged its expected work. Or `refuse`: it waits no
    more.
 4. `started`, `computed`, `ended`: the charge is corrected to the used work. A request ends once.
@@ -124,7 +124,7 @@ class AdmissionQueue:
         return refused
 
     def first(self) -> QueuedAttempt | None:
-        """The attempt whose turn it is; None when none waits, or no worker has a slot for its prompt."""
+        """The next attempt in turn; None when none waits, or no worker has a slot for its prompt."""
         waiting = self.queues.first()
         if waiting is None or self.overload.is_local(waiting.request):
             return waiting
@@ -151,7 +151,7 @@ class AdmissionQueue:
             self.queues.release(tenant, was_away=False)
 
     def refuse_hopeless(self, waiting: QueuedAttempt) -> QuotaRefusal | None:
-        """Refuse an attempt whose turn comes too late for its objective, and return why."""
+        """Refuse an attempt that gets its turn too late for its objective, and return why."""
         waited_s = self.waited_s(waiting)
         has_waited = waited_s > waiting.submit.age_s + 1e-6  # else it was submitted just now
         if waiting.submit.is_begun or not has_waited or not objective_of(waiting.request).is_promised:

@@ -3,7 +3,7 @@
 1. A request arrives with an objective. The forecast predicts its first token and its tokens' pace; a request
    that would miss its objective is refused at once, before any work is spent on it.
 2. At its turn the prediction is repeated. A request that has become hopeless meanwhile is refused then.
-3. A request whose deadline passes while it waits is refused.
+3. A request that waits past its deadline is refused.
 
 Only tenants that may be shed are refused for an objective, and never an attempt that continues a stream. An
 objective that even idle workers could not keep is refused too, except for a probe now and then: predictions

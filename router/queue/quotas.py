@@ -26,7 +26,7 @@ from baton.tenants import Quotas, Refusal
 
 MAX_IDLE: Final = 4096  # tenants without a request; above this, those with a full bucket are forgotten
 FULL_RETRY_S: Final = 1.0  # the end of a tenant's request cannot be predicted
-MAX_TENANTS: Final = 4096  # whose work is estimated; the least recently seen is forgotten
+MAX_TENANTS: Final = 4096  # with an estimate; the least recently seen is forgotten
 LEAST_GAIN: Final = 0.05  # weight of a new figure in a mean
 
 

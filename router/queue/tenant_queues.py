@@ -2,7 +2,7 @@
 
 The life of a waiting request:
 
-1. It is added. The class of the lowest rank comes strictly first; within a rank the tenant whose turn it is
+1. It is added. The class of the lowest rank comes strictly first; within a rank the next tenant in turn
    (baton/fair_queue.py); within a tenant the lowest priority number, then the earliest due time, then
    arrival.
 2. It is taken when its turn comes, and its tenant is charged its work; or it is removed for any reason.
@@ -251,7 +251,7 @@ class TenantQueues:
             self._shares[waiting.rank].join(waiting.tenant, lane.weight)
 
     def first(self) -> QueuedAttempt | None:
-        """The request whose turn it is; None when all waiting tenants are held."""
+        """The next request in turn; None when all waiting tenants are held."""
         for rank in self._busy:
             tenant = self._shares[rank].first()
             if tenant is not None:
@@ -393,7 +393,7 @@ class Deadlines:
             heapify(self._times)
 
     def passed(self, now_s: float) -> Iterator[Key]:
-        """The waiting requests whose deadline has passed, each once."""
+        """The waiting requests past their deadline, each once."""
         while self._times and self._times[0][0] <= now_s:
             _, key = heappop(self._times)
             if key in self._queues:

@@ -1,9 +1,9 @@
-"""Run a program that ends when whoever started it does, however that ends: Linux alone.
+"""Run a program that the kernel kills when its parent ends; Linux only.
 
     python end_with_parent.py PID PROGRAM ARGUMENT ...
 
-PID: of the parent. The program takes this process's place, with its id. It imports nothing of Baton, so that
-it takes a few milliseconds.
+PID: of the parent. The program replaces this process and keeps its id. A script of its own, without imports
+of Baton, so that it starts within a few milliseconds.
 """
 
 import ctypes
@@ -15,9 +15,10 @@ SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG, which outlasts exec
 
 
 def main() -> None:
+    """Ask for the signal, then become the program."""
     parent, program, *arguments = sys.argv[1:]
     ctypes.CDLL(None).prctl(SET_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != int(parent):  # it has died before it was asked for its signal
+    if os.getppid() != int(parent):  # the parent died before the signal was requested
         sys.exit(1)
     os.execv(program, [program, *arguments])
 

@@ -1,9 +1,9 @@
-"""What this router learns from Redis: the workers of other routers, their pages, and what those routers do.
+"""The reader of Redis: other routers' workers, their pages, and the dispatches of those routers.
 
-1. `learn`: who is alive, and of each worker that this process does not know better, its snapshot.
-2. `follow`: the stream, from where the oldest of these snapshots was taken; what is in a snapshot already is
-   known by its number and passed over.
-3. Where a change is missing, the worker's snapshot is read again until one is new enough.
+1. `learn`: read the live workers, and the snapshot of each worker that is not connected to this router.
+2. `follow`: read the stream from the oldest of these snapshots on. Events that a snapshot includes are
+   skipped by their numbers.
+3. After a gap, the worker's snapshot is read again until one is new enough.
 """
 
 from collections import Counter
@@ -20,7 +20,7 @@ from baton.router.redis.messages import AnyShared, Codec, SharedJoined, SharedLe
 from baton.router.redis.outbox import RedisOutbox
 
 BLOCK_MS: Final = 200
-MAX_ENTRIES: Final = 64  # between two looks at anything else
+MAX_ENTRIES: Final = 64  # of one read
 FROM_THE_START: Final = "0-0"
 
 _T = TypeVar("_T")
@@ -28,6 +28,8 @@ Fields: TypeAlias = Mapping[bytes, bytes]
 
 
 class Feed:
+    """Applies the events and messages of other routers."""
+
     def __init__(
         self,
         outbox: RedisOutbox,
@@ -43,11 +45,11 @@ class Feed:
         self._index = index
         self._counters = counters
         self._on_shared = on_shared
-        self._foreign: set[str] = set()  # workers known from Redis alone
-        self._doubtful: set[str] = set()  # of these, those with a gap
+        self._foreign: set[str] = set()  # workers that are not connected to this router
+        self._doubtful: set[str] = set()  # foreign workers with a gap
 
     async def learn(self, redis: RedisConnection, events: str, workers: str) -> str:
-        """The id of the stream's entry to follow from."""
+        """Read workers and snapshots. Returns the id of the stream entry to follow from."""
         follow_from = await last_stream_id(redis, events)
         alive: dict[bytes, bytes] = await redis.call("HGETALL", workers)
         self._forget_all_but({worker_id.decode(errors="replace") for worker_id in alive})
@@ -62,7 +64,8 @@ class Feed:
         return follow_from
 
     async def follow(self, redis: RedisConnection, events: str, after: str) -> str:
-        """The next few entries; the id of the last one, or `after` when none has come for a moment."""
+        """Apply the next entries. Returns the id of the last one, or `after` when none has come for BLOCK_MS.
+        """
         limits = ("COUNT", MAX_ENTRIES, "BLOCK", BLOCK_MS)
         reply = await redis.call("XREAD", *limits, "STREAMS", events, after)
         for entry_id, fields in reply[0][1] if reply else ():
@@ -71,11 +74,12 @@ class Feed:
         return after
 
     async def settle_doubts(self, redis: RedisConnection) -> None:
+        """Read the snapshots of workers with a gap again."""
         for worker_id in tuple(self._doubtful):
             await self._restore(redis, worker_id)
 
     def forget(self, worker_id: str) -> None:
-        """It is dead for all routers, unless it is connected to this one."""
+        """Drop a dead worker, unless it is connected to this router."""
         if worker_id in self._outbox.workers:
             return
         self._foreign.discard(worker_id)
@@ -83,7 +87,7 @@ class Feed:
         self._index.forget(worker_id)
 
     def adopted(self, worker_id: str) -> None:
-        """It has joined this router, which hears of it first hand."""
+        """A worker has joined this router, and reports its pages itself."""
         self._foreign.discard(worker_id)
         self._doubtful.discard(worker_id)
 
@@ -113,7 +117,9 @@ class Feed:
             self._on_shared(message)
 
     async def _restore(self, redis: RedisConnection, worker_id: str) -> str:
-        """From which entry of the stream on its changes are still to be read."""
+        """Restore a snapshot. Returns the id of the stream entry from which on the worker's events are
+        needed.
+        """
         body = await redis.call("GET", self._outbox.snapshot_key(worker_id))
         read = partial(self._codec.decode_snapshot, worker_id)
         snapshot = None if body is None else self._checked(read, body)
@@ -143,6 +149,7 @@ class Feed:
 
 
 async def last_stream_id(redis: RedisConnection, events: str) -> str:
+    """The id of the newest stream entry."""
     newest: list[tuple[bytes, Fields]] = await redis.call("XREVRANGE", events, "+", "-", "COUNT", 1)
     return newest[0][0].decode() if newest else FROM_THE_START
 

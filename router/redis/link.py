@@ -1,14 +1,15 @@
-"""A router's link to Redis: the prefix index that outlives this process, and what other routers do.
+"""A router's link to Redis: the prefix index that outlives this process, and messages between routers.
 
-1. `run` connects, twice: one connection tells (router/redis/outbox.py), the other follows the stream
+1. `run` connects twice: one connection sends (router/redis/outbox.py), the other follows the stream
    (router/redis/feed.py).
-2. The router calls `joined`, `left`, `pages` and `share`, none of which waits: routing reads the replica in
-   this process alone, and goes on the same when there is no Redis.
-3. Whatever fails, or takes longer than a second, ends both connections. After a pause they are made anew:
-   Redis is told of the workers that are connected here, and afresh what it has missed or lost; then 1.
+2. The router calls `joined`, `left`, `pages` and `share`, none of which waits. Routing reads the index of
+   this process alone, and works the same without Redis.
+3. A failure, or a reply that takes longer than a second, ends both connections. After a pause they are made
+   again: Redis is told the workers that are connected here, and their pages where it has missed or lost some;
+   then 1.
 
-A Redis that is gone, hung, empty or old therefore costs hints of what other routers' workers hold, until it
-is back; and it costs this process nothing but a try every few seconds.
+A Redis that is gone, hung, empty or old costs hints about other routers' workers, and this process a try
+every few seconds.
 """
 
 import asyncio
@@ -28,9 +29,9 @@ from baton.router.redis.messages import AnyShared, Codec
 from baton.router.redis.outbox import RedisBudget, RedisOutbox
 
 RENEW_S: Final = 2.0
-PAUSE_S: Final = 0.05  # once all is told: what comes meanwhile goes together, for the price of one
-SNAPSHOT_EVERY_S: Final = 1.0  # of each worker,
-SNAPSHOT_S: Final = 0.1  # where that is no more often than this of any
+PAUSE_S: Final = 0.05  # once all is sent: commands that arrive meanwhile share a round trip
+SNAPSHOT_EVERY_S: Final = 1.0  # of each worker
+SNAPSHOT_S: Final = 0.1  # the shortest time between two snapshots of any workers
 SETTLE_S: Final = 1.0
 SWEPT_PAGES: Final = 500  # at each renewal
 LEAST_PAUSE_S: Final = 0.1
@@ -42,7 +43,8 @@ logger = logging.getLogger(__name__)
 
 
 class RedisLink:
-    """`counters`: redis_ and failures, gaps, fenced, refused, overflows, reliefs, malformed."""
+    """A `SharingLink`. `counters`: redis_ and failures, gaps, fenced, refused, overflows, reliefs, malformed.
+    """
 
     def __init__(
         self,
@@ -53,10 +55,10 @@ class RedisLink:
         index: PrefixIndex,
         on_shared: Callable[[AnyShared], None],
     ) -> None:
-        """namespace: of those that may share pages, as the model's fingerprint. ConfigError: no such url."""
+        """namespace: of the routers that share. Raises ConfigError for an invalid url."""
         self.counters: Counter[str] = Counter()
         self.is_up = False
-        self.has_learned = asyncio.Event()  # what Redis knew when this was connected for the first time
+        self.has_learned = asyncio.Event()  # set when the index of Redis was loaded for the first time
         self._url = url
         self._names = Names.of(namespace)
         self._index = index
@@ -64,43 +66,44 @@ class RedisLink:
         self._feed = Feed(self._outbox, codec, router_id, index, self.counters, on_shared)
         self._publisher = asyncio.Event()
         self._cursor = 0
-        self._num_full = 0  # times in a row that Redis had no memory, before all was told
+        self._num_full = 0  # times in a row that Redis was out of memory before all was sent
         RedisConnection(url, self._names)
 
     def joined(self, worker: Worker) -> None:
-        """After the index was told."""
+        """See `SharingLink.joined`."""
         self._outbox.joined(worker)
         self._feed.adopted(worker.id)
         self._publisher.set()
 
     def left(self, worker_id: str) -> None:
+        """See `SharingLink.left`."""
         self._outbox.left(worker_id)
         self._publisher.set()
 
     def pages(self, worker_id: str, events: KvEventBatch) -> None:
-        """After they were applied to the index."""
+        """See `SharingLink.pages`."""
         self._outbox.pages(worker_id, events)
         self._publisher.set()
 
     def share(self, message: AnyShared) -> None:
-        """Tell other routers; they are told nothing while the link is down."""
+        """See `SharingLink.share`. Messages are dropped while the link is down."""
         self._outbox.share(message)
         self._publisher.set()
 
     @property
     def num_untold(self) -> int:
-        """Commands and stale workers that Redis has not been told of, and workers without a new snapshot."""
+        """The number of unsent commands and stale workers, plus 1 when a snapshot is due."""
         return len(self._outbox) + (self._outbox.next_to_snapshot() is not None)
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Keep the link up until cancelled."""
         pause_s, loop = LEAST_PAUSE_S, asyncio.get_running_loop()
         while True:
             began_s = loop.time()
             try:
                 await _until_one_fails(self._stay_connected())
-            except Exception as error:  # whatever others wrote there, it does not end this for good
-                # Where our keys hold something else, each link comes up, to fail at once.
+            except Exception as error:  # junk in Redis must not end the link for good
+                # With values of another type at our keys, each link comes up and fails at once.
                 was_well = self.is_up and loop.time() - began_s > MOST_PAUSE_S
                 pause_s = LEAST_PAUSE_S if was_well else min(2 * pause_s, MOST_PAUSE_S)
                 self._failed(error)
@@ -132,7 +135,8 @@ class RedisLink:
             await _until_one_fails(self._tell(teller), self._follow(follower, after))
 
     async def _relieve(self, teller: RedisConnection) -> None:
-        """Of what it has no memory for: the oldest events and snapshots, then all, to be told again."""
+        """Free memory of a full Redis: old events and snapshots first, then everything, which is sent again.
+        """
         if self._num_full:
             self.counters["redis_reliefs"] += 1
             for reply in await teller.run_all([self._outbox.relieve(of_all=self._num_full > 1)]):
@@ -174,7 +178,7 @@ class RedisLink:
             self._check(reply)
 
     def _check(self, reply: Reply) -> None:
-        """Raise what Redis has refused: it is out of memory, or not what it was. Later it is told all."""
+        """Raise the error of a refused command. Everything is sent again later."""
         if isinstance(reply, Exception):
             self.counters["redis_refused"] += 1
             raise reply
@@ -184,7 +188,7 @@ class RedisLink:
             async with asyncio.timeout(IDLE_S):
                 await self._publisher.wait()
         except TimeoutError:
-            return  # there may be a lease to renew
+            return  # leases may be due
 
     async def _renew(self, teller: RedisConnection) -> None:
         sweep = Command("sweep", (self._cursor, SWEPT_PAGES))
@@ -216,10 +220,10 @@ class RedisLink:
 
 
 async def _until_one_fails(*endless: Coroutine[Any, Any, None]) -> None:
-    """Raises what it failed with.
+    """Run coroutines until one raises, then cancel the others and raise its error.
 
-    A TaskGroup would not do: Python 3.11's leaves this task half cancelled, and redis-py now and then
-    swallows a cancellation, so that it has to be said again.
+    A TaskGroup does not work here: Python 3.11's leaves this task half cancelled, and redis-py now and then
+    swallows a cancellation, which must be repeated.
     """
     tasks = [asyncio.create_task(each) for each in endless]
     try:
@@ -231,7 +235,7 @@ async def _until_one_fails(*endless: Coroutine[Any, Any, None]) -> None:
 
 
 async def _end(tasks: Sequence[asyncio.Task[None]]) -> None:
-    """Whoever cancels this meanwhile waits as well: none of them may be left behind."""
+    """Cancel tasks until all have ended. A cancellation of this coroutine waits for them too."""
     again: asyncio.CancelledError | None = None
     while pending := [task for task in tasks if not task.done()]:
         for task in pending:
@@ -242,22 +246,22 @@ async def _end(tasks: Sequence[asyncio.Task[None]]) -> None:
             again = error
     for task in tasks:
         if not task.cancelled():
-            task.exception()  # what they ended with is nobody's news
+            task.exception()  # retrieved, so that asyncio does not log it
     if again is not None:
         raise again
 
 
 class RedisMatcher:
-    """Asks Redis itself, one round trip a prompt: for a process that keeps no replica."""
+    """Asks Redis for the holders of a prompt, one round trip each: for a process without an index."""
 
     def __init__(self, url: str, namespace: str) -> None:
         self._redis = RedisConnection(url, Names.of(namespace))
         self._is_loaded = False
 
     async def match(self, keys: bytes) -> dict[str, int]:
-        """keys: 16 bytes a page. How many first pages each worker holds, by its id; none where that is 0.
+        """Worker id -> number of first pages that the worker holds, without zeros. keys: 16 bytes a page.
 
-        RedisError, OSError or TimeoutError within a second when Redis does not answer.
+        Raises RedisError, OSError or TimeoutError within a second when Redis does not answer.
         """
         if not self._is_loaded:
             await self._redis.load()
@@ -266,4 +270,5 @@ class RedisMatcher:
         return {worker.decode(): int(length) for worker, length in zip(reply[::2], reply[1::2], strict=True)}
 
     async def aclose(self) -> None:
+        """Close the connection."""
         await self._redis.aclose()

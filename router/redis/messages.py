@@ -1,7 +1,7 @@
-"""What routers tell each other through the stream, beside the changes of pages (see router/redis/link.py).
+"""The messages between routers, the snapshots of workers, and their sealed encoding in Redis.
 
-Each is the whole of a stream entry's field `m`. They are hints as well: a router that misses some counts a
-worker's load by the worker's own word, as it does of what an earlier router dispatched (router/in_flight.py).
+A message is the field `m` of a stream entry. Messages are hints: a router that misses some counts a worker's
+load by the worker's own reports (router/in_flight.py).
 """
 
 import hmac
@@ -31,11 +31,10 @@ class SharedDispatch(SharedMessage, frozen=True, kw_only=True):
     attempt: Attempt
     decode: Id
     prefill: Annotated[str, Meta(max_length=32)] = ""
-    num_prompt_tokens: Count  # that have to be computed, as far as is known
-    num_tokens: Count  # that its KV will hold
-    num_output_tokens: Count  # of its answer, as expected
-    # Of pages that may be expected there, eight bytes each, see router/index/prompt_keys.py: 229 KB for the
-    # longest prompt.
+    num_prompt_tokens: Count  # expected to be computed
+    num_tokens: Count  # expected in its KV
+    num_output_tokens: Count  # expected in its answer
+    # First halves of the keys of the prompt's pages: 229 KB for the longest prompt.
     keys: Annotated[bytes, Meta(max_length=SHORT_KEY_BYTES * MAX_PULLED_PAGES)] = b""
 
 
@@ -46,19 +45,19 @@ class SharedStarted(SharedMessage, frozen=True):
 
 
 class SharedEnded(SharedMessage, frozen=True):
-    """These attempts take up no capacity any more."""
+    """These attempts have ended."""
 
     attempts: Annotated[tuple[tuple[Id, Attempt], ...], Meta(max_length=MAX_EVENTS)]
 
 
 class SharedJoined(SharedMessage, frozen=True):
-    """A worker has joined this router: what follows about its pages can be kept."""
+    """A worker has joined this router."""
 
     worker: Worker
 
 
 class SharedLeft(SharedMessage, frozen=True):
-    """A life of a worker is over, or its lease was not renewed."""
+    """A worker has left, or its lease has expired."""
 
     worker: Id
 
@@ -67,8 +66,8 @@ AnyShared: TypeAlias = SharedDispatch | SharedStarted | SharedEnded | SharedJoin
 
 
 class Snapshot(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """All that a worker holds; keys and values of eight bytes each, as in router/index/holder.py, little-
-    endian.
+    """All pages of a worker: keys and values of eight bytes each, little-endian, as in
+    router/index/holder.py.
     """
 
     next_number: Count
@@ -95,13 +94,13 @@ _WORKER: Final = msgspec.msgpack.Decoder(Worker)
 class Codec:
     """Encodes what the routers of one cluster keep in Redis, and decodes only what one of them has written.
 
-    Each value ends with a seal of SEAL_BYTES, which covers the place it belongs to. What another program has
-    written, changed or moved raises WireError; what it has removed or repeated costs hints, as a restart of
-    Redis does.
+    Each value ends with a seal of SEAL_BYTES, which covers the place of the value. A value that another
+    program has written, changed or moved raises WireError. Removed or repeated values cost hints, as a
+    restart of Redis does.
     """
 
     def __init__(self, key: bytes) -> None:
-        """key: of the cluster, for this purpose (keys.REDIS_VALUES)."""
+        """key: derived from the cluster's key for this purpose (REDIS_VALUES)."""
         self._key = key
 
     def encode_worker(self, worker: Worker) -> bytes:
@@ -137,7 +136,7 @@ class Codec:
     def _open(self, place: str, sealed: bytes) -> bytes:
         body, seal = sealed[:-SEAL_BYTES], sealed[-SEAL_BYTES:]
         if not hmac.compare_digest(seal, self._digest(place, body)):
-            raise WireError("Redis has what no router of this cluster has written there", reason="seal")
+            raise WireError("Redis has a value that no router of this cluster has written", reason="seal")
         return body
 
     def _digest(self, place: str, body: bytes) -> bytes:

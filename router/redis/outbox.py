@@ -1,10 +1,10 @@
-"""What this router tells Redis, in order, a batch a round trip.
+"""The commands that this router sends to Redis, in order, a batch a round trip.
 
-1. The router calls `joined`, `left`, `pages` and `share`; nothing of it waits or fails.
+1. The router calls `joined`, `left`, `pages` and `share`; none of them waits or fails.
 2. While the link is up, commands queue here. While it is down, or when too many have queued, they are
-   dropped and the workers they were about are stale.
-3. A stale worker is told afresh, out of the replica, when the queue is empty. What it says meanwhile is in
-   the replica by then: the router applies changes before it calls `pages`.
+   dropped, and their workers are stale.
+3. When the queue is empty, the pages of a stale worker are sent again, out of the index. Events that arrive
+   meanwhile are in the index by then: the router applies events before it calls `pages`.
 4. Every few seconds leases are renewed, and a snapshot is written of a worker that has changed.
 """
 
@@ -31,7 +31,7 @@ PAGE_BYTES: Final = 96
 
 
 class RedisBudget(NamedTuple):
-    """How much of a Redis one namespace takes, by the memory that Redis was given.
+    """The share of Redis that one namespace takes, by the memory limit of Redis.
 
     Measured with Redis 7.0: a page of one holder takes 64 to 96 bytes, the most while the table
     doubles. An entry of the stream or of a snapshot takes a quarter more than its length. Of a gibibyte:
@@ -41,9 +41,9 @@ class RedisBudget(NamedTuple):
         the stream, usually      40 MiB     what is added up here is 32
         the stream, at most     270 MiB     entries of half a mebibyte, then smaller ones: see below
 
-    The stream keeps STREAM_ENTRIES, and fewer where the newest is large: as many of its size as fill the
-    share. Entries before a smaller one stay, so all together may be 1 + ln(largest / (share /
-    STREAM_ENTRIES)) times the share: 6.5 times, for the largest that there are.
+    The stream keeps STREAM_ENTRIES, and fewer when the newest is large: as many of its size as fill the
+    share. Entries before a smaller one stay, so all together may take 1 + ln(largest / (share /
+    STREAM_ENTRIES)) times the share: 6.5 times for the largest entries.
     """
 
     num_pages: int = MAX_PAGES
@@ -51,30 +51,32 @@ class RedisBudget(NamedTuple):
 
     @classmethod
     def of(cls, max_memory_bytes: int) -> Self:
-        """max_memory_bytes: 0 where Redis has no limit."""
+        """The budget for a memory limit; 0: no limit."""
         if not max_memory_bytes:
             return cls()
         num_pages = min(MAX_PAGES, max_memory_bytes // 2 // PAGE_BYTES)
         return cls(num_pages, min(MAX_STREAM_BYTES, max_memory_bytes // 32))
 
     def num_entries(self, num_bytes: int) -> int:
-        """That the stream keeps when one of so many bytes has been added."""
+        """The number of entries that the stream keeps after one of `num_bytes` was added."""
         return max(1, min(STREAM_ENTRIES, self.stream_bytes // max(1, num_bytes)))
 
 
 MAX_QUEUED: Final = 8192
 MAX_BATCH: Final = 64
 MAX_CHUNKS: Final = 2
-CHUNK_PAGES: Final = 2048  # told at once of a stale worker: a few milliseconds of this process
+CHUNK_PAGES: Final = 2048  # of a stale worker in one command: a few milliseconds of this process
 LEASE_MS: Final = 10_000
 SNAPSHOT_MS: Final = KEEP_MS
 
 
 class RedisOutbox:
+    """Queues commands, and makes up for dropped ones."""
+
     def __init__(
         self, names: Names, codec: Codec, router_id: str, index: PrefixIndex, counters: Counter[str]
     ) -> None:
-        self.workers: dict[str, Worker] = {}  # that are connected here, by id
+        self.workers: dict[str, Worker] = {}  # connected to this router, by id
         self.is_open = False
         self.room = RedisBudget()
         self._names = names
@@ -84,20 +86,20 @@ class RedisOutbox:
         self._counters = counters
         self._queue: deque[Command] = deque()
         self._stale: dict[str, None] = {}
-        self._afresh: Iterator[Command] | None = (
-            None  # of the worker that is told of; the queue comes after it
-        )
+        self._afresh: Iterator[Command] | None = None  # of a stale worker; sent before the queue
         self._snapshots: dict[str, int] = {}  # worker -> the next number in its snapshot; the oldest first
 
     def __len__(self) -> int:
         return len(self._queue) + len(self._stale) + (self._afresh is not None)
 
     def joined(self, worker: Worker) -> None:
+        """A worker has connected to this router."""
         self.workers[worker.id] = worker
         self._put(self.join(worker))
         self.share(SharedJoined(worker=worker))
 
     def left(self, worker_id: str) -> None:
+        """A worker has left this router."""
         if self.workers.pop(worker_id, None) is None:
             return
         self._stale.pop(worker_id, None)
@@ -106,12 +108,13 @@ class RedisOutbox:
         self.buried(worker_id)
 
     def buried(self, worker_id: str) -> None:
-        """What it was has ended in Redis; it may have been another router's."""
+        """Redis has removed the worker, which may have been another router's: drop its snapshot, tell others.
+        """
         self._put(Command("", ("DEL", self.snapshot_key(worker_id)), worker_id))
         self.share(SharedLeft(worker=worker_id))
 
     def pages(self, worker_id: str, events: KvEventBatch) -> None:
-        """After they have been applied to the index."""
+        """Send events that have been applied to the index."""
         if worker_id not in self.workers:
             return
         if events.is_afresh:
@@ -120,16 +123,18 @@ class RedisOutbox:
             self._put(self._apply(worker_id, events))
 
     def share(self, message: AnyShared) -> None:
+        """Send a message to the other routers."""
         body = self._codec.encode_shared(message)
         fields: tuple[Argument, ...] = ("*", "r", self._router_id, "m", body)
         limit: tuple[Argument, ...] = ("MAXLEN", "~", self.room.num_entries(len(body)))
         self._put(Command("", ("XADD", self._names.events, *limit, *fields)))
 
     def open(self) -> None:
+        """The link is up."""
         self.is_open = True
 
     def close(self) -> None:
-        """The link is down: Redis may have missed anything."""
+        """The link is down: drop the queue, all workers are stale."""
         self.is_open = False
         self._queue.clear()
         self._afresh = None
@@ -137,11 +142,11 @@ class RedisOutbox:
         self._stale = dict.fromkeys(self.workers)
 
     def take_batch(self) -> list[Command]:
-        """What goes next; empty when there is nothing to say."""
+        """The commands to send next."""
         while not self._queue and self._stale and self._afresh is None:
             worker_id = next(iter(self._stale))
             del self._stale[worker_id]
-            if self._index.is_known(worker_id):  # else it is about to tell all, which is passed on
+            if self._index.is_known(worker_id):  # else the worker is about to report all its pages
                 self._afresh = self._all_afresh(worker_id)
         if self._afresh is not None:
             chunks = list(islice(self._afresh, MAX_CHUNKS))
@@ -151,7 +156,7 @@ class RedisOutbox:
         return [self._queue.popleft() for _ in range(min(MAX_BATCH, len(self._queue)))]
 
     def answered(self, command: Command, reply: Reply) -> None:
-        """What Redis said to a command that was taken."""
+        """Take the reply to a command of `take_batch`."""
         if isinstance(reply, Exception):
             self._mark_stale(command.worker_id)
         elif command.script == "join" and reply == -2:
@@ -166,7 +171,7 @@ class RedisOutbox:
             self._mark_stale(command.worker_id)
 
     def rejoined(self, worker: Worker, next_number: int) -> None:
-        """Redis has been told of the worker after a new connection, and knows it up to that change."""
+        """After a new connection, Redis knows the worker up to this number."""
         self._stale.pop(worker.id, None)
         if next_number == -2:
             self.answered(self.join(worker), next_number)
@@ -174,22 +179,26 @@ class RedisOutbox:
             self._mark_stale(worker.id)
 
     def join(self, worker: Worker) -> Command:
+        """The command that adds a worker."""
         return Command(
             "join", (worker.id, worker.name, self._codec.encode_worker(worker), LEASE_MS), worker.id
         )
 
     def renew(self) -> Command:
-        return Command("renew", (LEASE_MS, *self.workers))
+        """The command that renews the leases of this router's workers."""
+        return Command("renew", (LEASE_MS, KEEP_MS, *self.workers))
 
     def relieve(self, *, of_all: bool) -> Command:
-        """For a Redis that has no memory left; it costs none. of_all: that was not enough a moment ago."""
+        """The command that frees memory. of_all: drop everything, not only old events and snapshots."""
         return Command("relieve", (int(of_all), *map(self.snapshot_key, self.workers)))
 
     def snapshot_key(self, worker_id: str) -> str:
+        """The key of a worker's snapshot."""
         return f"{self._names.workers}:{worker_id}"
 
     def next_to_snapshot(self) -> str | None:
-        """Of the workers that Redis has no new snapshot of, one with none, or with the oldest."""
+        """The worker that needs a snapshot most: one without any, or with the oldest; None: none needs one.
+        """
         without = (worker_id for worker_id in self.workers if worker_id not in self._snapshots)
         for worker_id in chain(without, self._snapshots):
             number = self._index.next_number(worker_id)
@@ -198,7 +207,7 @@ class RedisOutbox:
         return None
 
     def snapshot(self, worker_id: str, stream_id: str) -> Command | None:
-        """stream_id: of the last entry, as read before this is called."""
+        """The command that writes a snapshot. stream_id: of the last entry, as read before this call."""
         number = self._index.next_number(worker_id)
         if number is None:
             return None
@@ -243,7 +252,7 @@ class RedisOutbox:
         return Command("apply", arguments, worker_id)
 
     def _all_afresh(self, worker_id: str) -> Iterator[Command]:
-        """Numbered so that the worker's own next change follows; made a chunk at a time."""
+        """All pages of a worker, numbered so that the worker's next event follows."""
         first = self._index.next_number(worker_id) or 0
         keys, values = self._index.export(worker_id)
         return self._in_chunks(worker_id, keys, values, first - keys.size)
@@ -258,7 +267,7 @@ class RedisOutbox:
 
 
 def events_of(keys: Keys, values: Values, first: int, *, is_afresh: bool) -> KvEventBatch:
-    """All in one tier."""
+    """Pages of one tier as events."""
     pages = values >> np.uint64(32) & np.uint64(2**31 - 1)
     return KvEventBatch(
         first=first,

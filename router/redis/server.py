@@ -1,7 +1,7 @@
-"""A redis-server of our own, on a socket file that only this user can reach; it keeps nothing on disk.
+"""A redis-server of Baton's own, on a socket file that only this user can reach; it keeps nothing on disk.
 
-It ends with whoever started it, also when that is killed. The folder that it leaves then, the next one
-removes.
+The server ends with the process that started it, even when that process is killed. The folder of a killed
+process is removed by the next one.
 """
 
 import asyncio
@@ -31,18 +31,18 @@ WRAPPER: Final = (
 
 
 def find_program() -> str | None:
-    """The server that PATH has, if any."""
+    """The path of a server program; None when PATH has none."""
     return next(filter(None, map(shutil.which, PROGRAMS)), None)
 
 
 class PrivateRedis:
-    """`async with PrivateRedis() as redis: redis.url`. When it dies it is for its owner to start another."""
+    """`async with PrivateRedis() as redis: redis.url`. The owner starts it again when it dies."""
 
     def __init__(self, max_memory_bytes: int = 2**30) -> None:
-        """ConfigError from `start` when there is no program. Past the limit Redis refuses what is written."""
+        """max_memory_bytes: beyond this limit Redis refuses writes."""
         self._max_memory_bytes = max_memory_bytes
         self._folder: str | None = None
-        self._lock: int | None = None  # on a file in the folder, as long as it is in use
+        self._lock: int | None = None  # held on a file in the folder while the folder is in use
         self._process: asyncio.subprocess.Process | None = None
 
     async def __aenter__(self) -> Self:
@@ -67,15 +67,15 @@ class PrivateRedis:
         return self._process is not None and self._process.returncode is None
 
     async def start(self) -> None:
-        """Returns when it answers. May be called again once it has died; the url stays.
+        """Start the server, and return when it answers. May be called again after it died; the url stays.
 
-        ConfigError: it does not start.
+        Raises ConfigError when there is no program, or the server does not start.
         """
         program = find_program()
         if program is None:
             raise ConfigError(f"none of {', '.join(PROGRAMS)} is on PATH: install one, or set redis to none")
         if self._folder is None:
-            await asyncio.to_thread(_remove_what_others_left)
+            await asyncio.to_thread(_remove_abandoned_folders)
             folder, self._lock = await asyncio.to_thread(_new_folder)
             self._folder = folder
         socket = Path(self._folder, "redis.sock")
@@ -98,12 +98,12 @@ class PrivateRedis:
             raise ConfigError(f"{program} did not answer in {START_DEADLINE_S:.0f} s") from None
 
     async def ended(self) -> int:
-        """Waits for its end; its exit status, negative for a signal's."""
+        """Wait for the end of the server. Returns its exit status, negative for a signal."""
         assert self._process is not None, "it has not been started"
         return await self._process.wait()
 
     async def stop(self) -> None:
-        """Its end, and of all it kept."""
+        """Stop the server and remove its folder."""
         await self._end()
         if self._folder is not None:
             await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
@@ -134,7 +134,7 @@ class PrivateRedis:
 
 
 def _new_folder() -> tuple[str, int]:
-    """With an open file that holds its lock. It has its name once it is locked."""
+    """A new folder and the open file of its lock. The folder is renamed to its final name once locked."""
     made = Path(tempfile.mkdtemp(prefix=NEW_PREFIX))
     lock = os.open(made / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     fcntl.flock(lock, fcntl.LOCK_EX)
@@ -143,10 +143,10 @@ def _new_folder() -> tuple[str, int]:
     return str(folder), lock
 
 
-def _remove_what_others_left() -> None:
-    """Folders of this user that nobody holds the lock of any more.
+def _remove_abandoned_folders() -> None:
+    """Remove the folders of this user without a held lock.
 
-    Process ids would not tell: containers that share this place number theirs alike.
+    Process ids do not identify owners: containers that share the temporary folder use the same ids.
     """
     for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         if folder.is_dir() and not folder.is_symlink() and folder.stat().st_uid == os.getuid():

@@ -141,5 +141,5 @@ def test_what_is_no_folder_of_a_redis_is_left(tmp_path: Path, monkeypatch: pytes
     (dead / redis_server.LOCK).touch()
     (tmp_path / f"{redis_server.PREFIX}c").symlink_to(unlocked)
     (tmp_path / f"{redis_server.PREFIX}d").touch()
-    redis_server._remove_what_others_left()
+    redis_server._remove_abandoned_folders()
     assert {path.name[-1] for path in tmp_path.iterdir()} == {"a", "c", "d"}
