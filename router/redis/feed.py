@@ -64,8 +64,7 @@ class Feed:
         return follow_from
 
     async def follow(self, redis: RedisConnection, events: str, after: str) -> str:
-        """Apply the next entries. Returns the id of the last one, or `after` when none has come for BLOCK_MS.
-        """
+        """Apply the next entries. Returns the id of the last one; `after` if none has come for BLOCK_MS."""
         limits = ("COUNT", MAX_ENTRIES, "BLOCK", BLOCK_MS)
         reply = await redis.call("XREAD", *limits, "STREAMS", events, after)
         for entry_id, fields in reply[0][1] if reply else ():

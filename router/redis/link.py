@@ -43,8 +43,7 @@ logger = logging.getLogger(__name__)
 
 
 class RedisLink:
-    """A `SharingLink`. `counters`: redis_ and failures, gaps, fenced, refused, overflows, reliefs, malformed.
-    """
+    """A `SharingLink`. `counters`: redis_ + failures, gaps, fenced, refused, overflows, reliefs, malformed."""
 
     def __init__(
         self,
@@ -135,8 +134,7 @@ class RedisLink:
             await _until_one_fails(self._tell(teller), self._follow(follower, after))
 
     async def _relieve(self, teller: RedisConnection) -> None:
-        """Free memory of a full Redis: old events and snapshots first, then everything, which is sent again.
-        """
+        """Free memory of a full Redis: old events and snapshots first, then everything; all is sent again."""
         if self._num_full:
             self.counters["redis_reliefs"] += 1
             for reply in await teller.run_all([self._outbox.relieve(of_all=self._num_full > 1)]):

@@ -108,8 +108,7 @@ class RedisOutbox:
         self.buried(worker_id)
 
     def buried(self, worker_id: str) -> None:
-        """Redis has removed the worker, which may have been another router's: drop its snapshot, tell others.
-        """
+        """Redis has removed the worker, perhaps another router's: drop its snapshot, tell others."""
         self._put(Command("", ("DEL", self.snapshot_key(worker_id)), worker_id))
         self.share(SharedLeft(worker=worker_id))
 
@@ -197,8 +196,7 @@ class RedisOutbox:
         return f"{self._names.workers}:{worker_id}"
 
     def next_to_snapshot(self) -> str | None:
-        """The worker that needs a snapshot most: one without any, or with the oldest; None: none needs one.
-        """
+        """The worker that needs a snapshot most: one without any, or with the oldest; None: no worker."""
         without = (worker_id for worker_id in self.workers if worker_id not in self._snapshots)
         for worker_id in chain(without, self._snapshots):
             number = self._index.next_number(worker_id)
