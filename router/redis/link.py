@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 
 class RedisLink:
-    """Shares through Redis. Counters: redis_ + failures, gaps, fenced, refused, overflows, reliefs, malformed."""
+    """Shares through Redis. Counts redis_ + failures, gaps, fenced, refused, overflows, reliefs, malformed."""
 
     def __init__(
         self,
