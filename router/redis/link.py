@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 
 class RedisLink:
-    """Shares through Redis. Counts redis_ + failures, gaps, fenced, refused, overflows, reliefs, malformed."""
+    """Shares through Redis. `counters`: redis_failures, _gaps, _fenced, _refused, _overflows, _reliefs ..."""
 
     def __init__(
         self,
