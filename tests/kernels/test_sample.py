@@ -119,9 +119,7 @@ def test_impossible_tokens_are_never_drawn(draw: Sample) -> None:
 
 @samplers
 @pytest.mark.parametrize("vocab_size", [1, 16, 35])
-def test_a_row_with_what_is_no_number_gives_no_token_and_the_others_theirs(
-    draw: Sample, vocab_size: int
-) -> None:
+def test_row_with_nan_gives_no_token_and_other_rows_theirs(draw: Sample, vocab_size: int) -> None:
     logits = normal(vocab_size + 1, vocab_size, dtype=torch.float32, device=CPU)
     logits[torch.arange(vocab_size), torch.arange(vocab_size)] = math.nan  # each place once
     for filters in FILTERS.values():

@@ -23,7 +23,7 @@ def begin(harness: OpenHarness, name: str, prompt: list[int], num_new: int = 4) 
     return delivery
 
 
-def test_a_sequence_goes_on_from_the_pages_it_brings() -> None:
+def test_sequence_continues_after_the_pages_that_it_brings() -> None:
     harness = make()
     delivery = begin(harness, "a", PROMPT)
     harness.arrive(delivery)
@@ -45,7 +45,7 @@ def test_full_pages_that_came_are_known_to_the_next_sequence_before_any_step() -
     harness.run()
 
 
-def test_pages_that_are_known_already_replace_those_that_came() -> None:
+def test_known_pages_replace_received_ones() -> None:
     harness = make()
     delivery = begin(harness, "a", PROMPT)
     (here,) = harness.add("b", PROMPT, SamplingParams(max_tokens=9))
@@ -63,7 +63,7 @@ def test_without_prefix_caching_pages_that_came_are_used_and_not_shared() -> Non
     assert harness.model.num_computed_tokens == 4 and harness.pool.num_free == 16
 
 
-def test_a_preempted_sequence_computes_again_what_it_brought() -> None:
+def test_preempted_sequence_recomputes_the_pages_that_it_brought() -> None:
     harness = make(num_pages=4)
     first, second = (begin(harness, name, [ord(name)] * 8, num_new=7) for name in "ab")
     harness.arrive(first)
@@ -164,7 +164,7 @@ def test_prompt_logprobs_and_brought_pages_exclude_each_other() -> None:
 
 
 @pytest.mark.parametrize("trouble", ["another's", "only leased", "still written", "shared"])
-def test_pages_that_are_not_the_owners_alone_are_refused_whole(trouble: str) -> None:
+def test_pages_that_the_owner_does_not_use_alone_are_refused(trouble: str) -> None:
     harness = make()
     pool = harness.pool
     pages = tuple(pool.allocate(2, "caller"))

@@ -43,7 +43,7 @@ def essence(outputs: list[StepOutput]) -> list[tuple[Any, ...]]:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_an_answer_goes_on_wherever_it_was_cut(engine: Engine, way: str) -> None:
+def test_answer_continues_after_any_token(engine: Engine, way: str) -> None:
     sampling = SamplingParams(**{"temperature": 0.0, "max_tokens": 14, **WAYS[way]})
     whole = answer(engine, sampling=sampling)
     assert len(whole) >= 9
@@ -54,7 +54,7 @@ def test_an_answer_goes_on_wherever_it_was_cut(engine: Engine, way: str) -> None
         assert rest[0].num_cached_tokens <= len(PROMPT)
 
 
-def test_choices_asked_for_one_by_one_are_those_of_one_request(engine: Engine) -> None:
+def test_single_choices_equal_those_of_one_request(engine: Engine) -> None:
     params = {"temperature": 1.2, "max_tokens": 6, "seed": 3, "prompt_logprobs": 0}
     together = answer(engine, sampling=SamplingParams(n=3, **params))  # type: ignore[arg-type]
     for choice in range(3):
@@ -97,7 +97,7 @@ def test_the_models_length_ends_a_continued_answer_too(engine: Engine) -> None:
         ),
     ],
 )
-def test_what_cannot_go_on_is_refused(engine: Engine, fields: dict[str, Any], message: str) -> None:
+def test_answer_that_cannot_continue_is_refused(engine: Engine, fields: dict[str, Any], message: str) -> None:
     sampling = SamplingParams(n=fields.get("n", 1), max_tokens=fields.get("max_tokens", 2))
     of_request = {name: value for name, value in fields.items() if name not in ("n", "max_tokens")}
     with pytest.raises(InvalidRequest, match=message):
@@ -105,7 +105,7 @@ def test_what_cannot_go_on_is_refused(engine: Engine, fields: dict[str, Any], me
     assert not engine.has_work()
 
 
-def test_pages_too_few_for_the_answer_so_far_are_told(tiny_model: Path) -> None:
+def test_too_few_pages_for_the_generated_tokens_are_reported(tiny_model: Path) -> None:
     engine = tiny_engine(tiny_model)
     engine.max_model_len = 10**6  # as for a model whose length its pages do not hold
     sampling = SamplingParams(temperature=0.0, max_tokens=None)

@@ -183,7 +183,7 @@ def test_a_cached_prefix_is_counted_and_changes_no_token(tiny_model: Path) -> No
     assert asked[0].num_cached_tokens == 0 and token_ids(asked) == token_ids(first)
 
 
-def test_a_step_with_nothing_to_do_yet_says_how_long(tiny_model: Path) -> None:
+def test_step_that_waits_for_the_queue_window_says_how_long(tiny_model: Path) -> None:
     clock = ManualClock()
     engine = tiny_engine(tiny_model, clock, scheduler={"max_queue_delay_ms": 250.0})
     add(engine, "waits", PROMPT)
@@ -205,7 +205,7 @@ def test_padding_changes_no_token(tiny_model: Path, engine: Engine) -> None:
     }
 
 
-def test_closing_an_engine_of_one_rank_is_no_matter(tiny_model: Path) -> None:
+def test_engine_of_one_rank_can_be_closed_twice(tiny_model: Path) -> None:
     engine = tiny_engine(tiny_model)
     engine.close()
     engine.close()

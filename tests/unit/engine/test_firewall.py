@@ -48,7 +48,7 @@ def poison(engine: Engine, monkeypatch: pytest.MonkeyPatch, position: int) -> No
     monkeypatch.setattr(engine.runner, "execute", with_poison)
 
 
-def test_a_request_whose_logits_are_no_numbers_ends_alone_in_an_error(
+def test_request_with_nan_logits_ends_alone_in_an_error(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = token_ids(generate(engine, PROMPT[:3], max_tokens=6))
@@ -139,7 +139,7 @@ def test_a_step_that_fails_anywhere_leaves_others_their_pages(
     assert engine.stats().num_active_pages == 0
 
 
-def test_what_a_failing_step_was_about_to_keep_is_lost_with_it(
+def test_failing_step_loses_pages_that_it_was_about_to_keep(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (kept,) = engine.add(
@@ -205,7 +205,7 @@ def test_several_choices_cannot_bring_the_same_pages(engine: Engine) -> None:
     assert not engine.has_work() and engine.pages.num_free == engine.pages.num_pages
 
 
-def test_room_is_made_by_eviction_and_not_beyond_what_is_available(engine: Engine) -> None:
+def test_make_room_evicts_up_to_the_available_pages(engine: Engine) -> None:
     generate(engine, PROMPT * 4)
     assert engine.stats().num_cached_pages
     num_pages = engine.num_available_pages
@@ -227,7 +227,7 @@ def test_leases_end_by_the_engines_clock(tiny_model: Path) -> None:
         assert engine.pages.num_free == everything
 
 
-def test_figures_are_those_of_what_happened(engine: Engine) -> None:
+def test_stats_count_sequences_pages_and_hits(engine: Engine) -> None:
     generate(engine, PROMPT)
     generate(engine, PROMPT)
     add(engine, "runs", PROMPT, max_tokens=9)

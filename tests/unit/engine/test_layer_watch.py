@@ -57,7 +57,7 @@ def add(engine: Engine, max_tokens: int = 1) -> None:
 
 @pytest.mark.parametrize("native", [True, False])
 @pytest.mark.parametrize("num_groups", [1, 2, 3, 5, 99])
-def test_told_layers_are_final_and_later_ones_untouched(
+def test_reported_layers_are_final_and_later_layers_untouched(
     engine: Engine, num_groups: int, native: bool
 ) -> None:
     expected = token_ids(generate(engine, list(PROMPT), max_tokens=1))
@@ -79,7 +79,7 @@ def test_told_layers_are_final_and_later_ones_untouched(
         assert not seen[0, :stop].isnan().any() and seen[:, stop:].isnan().all()
 
 
-def test_a_watch_that_wants_nothing_is_told_nothing(engine: Engine) -> None:
+def test_watch_without_groups_gets_no_report(engine: Engine) -> None:
     watch = Watch(engine, 0)
     add(engine, max_tokens=3)
     outputs = [engine.step(watch) for _ in range(3)]
@@ -108,7 +108,7 @@ def test_two_ranks_tell_the_same(tmp_path: Path) -> None:
         engine.close()
 
 
-def test_what_the_watch_raises_ends_the_step(engine: Engine) -> None:
+def test_exception_of_the_watch_fails_the_step(engine: Engine) -> None:
     class Broken(Watch):
         def layers_written(self, first: int, stop: int) -> None:
             raise RuntimeError("the watch is broken")

@@ -66,7 +66,7 @@ def test_a_model_that_cannot_be_split_is_refused_and_no_rank_is_left(
 
 
 @pytest.mark.parametrize("num_ranks", [3, 1_000_000])
-def test_ranks_that_cannot_share_the_model_are_refused_before_any_is_started(
+def test_uneven_ranks_are_refused_before_a_process_starts(
     tiny_model: Path, num_ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("a process was started"))
@@ -74,7 +74,7 @@ def test_ranks_that_cannot_share_the_model_are_refused_before_any_is_started(
         tiny_engine(tiny_model, tensor_parallel_size=num_ranks)
 
 
-def test_kv_memory_that_nobody_has_is_an_error_that_says_how_much(tiny_model: Path) -> None:
+def test_unavailable_kv_memory_is_reported_in_bytes(tiny_model: Path) -> None:
     with pytest.raises(ConfigError, match="KV pages of .* bytes cannot be allocated"):
         tiny_engine(tiny_model, cache={"kv_cache_memory_bytes": 2**66})
 
@@ -87,7 +87,7 @@ def test_weights_that_no_memory_of_the_machine_holds_are_refused_before_any_is_m
         tiny_engine(directory)
 
 
-def test_a_step_too_large_for_the_device_says_what_to_lower(
+def test_step_too_large_for_the_device_names_the_settings_to_lower(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def allocate(*_: object) -> None:

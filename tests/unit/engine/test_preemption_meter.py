@@ -17,20 +17,20 @@ def prefill(num_tokens: int, num_decodes: int = 0) -> Batch:
     return make_batch(*decodes, rest_of(make_sequence("prefill", range(num_tokens))))
 
 
-def test_without_host_pages_there_is_no_choice_to_measure() -> None:
+def test_no_rates_without_host_pages() -> None:
     meter = PreemptionMeter(pool(0))
     meter.observe(prefill(100), 1.0)
     assert meter.rates is None
 
 
-def test_steps_without_prefill_tell_nothing() -> None:
+def test_steps_without_prefill_give_no_rates() -> None:
     meter = PreemptionMeter(pool(2))
     meter.observe(make_batch(*(rest_of(make_sequence(str(i), [1, 2]), 1) for i in range(64))), 9.0)
     meter.observe(prefill(MIN_PREFILL_TOKENS - 1), 9.0)
     assert meter.rates is None
 
 
-def test_the_cost_of_a_token_is_that_of_a_step_with_prefill() -> None:
+def test_recompute_cost_is_measured_in_prefill_steps() -> None:
     meter = PreemptionMeter(pool(2))
     meter.observe(prefill(30), 900.0)  # the first one compiles: it does not count
     meter.observe(prefill(30, num_decodes=2), 3.2)
@@ -39,7 +39,7 @@ def test_the_cost_of_a_token_is_that_of_a_step_with_prefill() -> None:
     assert 0 < meter.rates.swap_s_per_page < 1
 
 
-def test_the_cost_follows_what_is_measured_and_no_single_step_decides() -> None:
+def test_recompute_cost_is_a_running_mean() -> None:
     meter = PreemptionMeter(pool(2))
     meter.observe(prefill(20), 2.0)
     meter.observe(prefill(20), 2.0)

@@ -34,7 +34,7 @@ def test_recompute_drops_pages_and_computes_the_same_answer() -> None:
     assert sequence.num_preemptions == 1
 
 
-def test_prefix_found_after_a_preemption_is_no_cached_prompt() -> None:
+def test_prefix_found_after_a_preemption_does_not_count_as_cached() -> None:
     harness = make_harness()
     (sequence,) = harness.add("a", PROMPT)
     harness.step()

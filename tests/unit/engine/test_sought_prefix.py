@@ -40,13 +40,13 @@ def test_nothing_may_be_brought_where_every_logit_is_wanted(engine: Engine) -> N
     assert sought(engine, prompt_logprobs=1).num_tokens == 0
 
 
-def test_its_keys_name_what_was_generated_too_and_are_of_its_salt(engine: Engine) -> None:
+def test_keys_cover_generated_tokens_and_the_salt(engine: Engine) -> None:
     keys = sought(engine, generated=(7, 8, 9, 10)).keys(4)
     assert len(keys) == 11 and keys[:10] == sought(engine).keys(4)
     assert not set(keys) & set(sought(engine, salt=b"another").keys(4))
 
 
-def test_a_claim_is_the_owners_and_a_whole_number_of_the_others_pages(engine: Engine) -> None:
+def test_claim_belongs_to_the_owner_and_ends_at_a_page_of_both_sizes(engine: Engine) -> None:
     engine.add(Request(request_id="before", token_ids=PROMPT, sampling=SamplingParams(max_tokens=1)))
     while engine.has_work():
         engine.step()

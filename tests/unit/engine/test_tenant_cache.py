@@ -50,7 +50,7 @@ def test_a_flood_of_ones_own_pushes_out_the_oldest() -> None:
     assert cached.ask("quiet", HOT) == 0
 
 
-def test_a_tenant_alone_has_the_whole_cache() -> None:
+def test_single_tenant_has_the_whole_cache() -> None:
     cached = Cached()
     prompts = [[number] * 20 for number in range(6)]  # 30 pages
     for prompt in prompts:

@@ -56,7 +56,7 @@ def stack() -> DecoderStack:
     return DecoderStack([layer()], torch.ones(32), torch.ones(8, 16), SHAPE)
 
 
-def test_it_runs_what_fits_and_says_where_the_time_went(stack: DecoderStack) -> None:
+def test_stack_runs_and_reports_its_seconds(stack: DecoderStack) -> None:
     assert stack.run(**arguments()).shape == (1, 32)
     assert set(stack.seconds()) == {"linear", "attention", "other"}
     assert all(seconds >= 0 for seconds in stack.seconds().values())
@@ -73,7 +73,7 @@ def test_it_runs_what_fits_and_says_where_the_time_went(stack: DecoderStack) -> 
         ({"slots_T": torch.zeros(2, dtype=torch.int64)}, "1 tokens, 1 positions, 2 slots"),
     ],
 )
-def test_what_does_not_fit_is_refused(
+def test_wrong_shapes_are_refused(
     stack: DecoderStack, changes: dict[str, torch.Tensor], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):

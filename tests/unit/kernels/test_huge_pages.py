@@ -26,7 +26,7 @@ def test_pieces_of_an_arena_do_not_overlap() -> None:
         assert piece.data_ptr() % 64 == 0
 
 
-def test_what_does_not_fit_in_the_chunk_gets_a_new_one() -> None:
+def test_tensor_that_does_not_fit_in_the_chunk_gets_a_new_chunk() -> None:
     arena = HugeArena()
     first, large, last = (arena.empty(number, torch.uint8) for number in (10, CHUNK_BYTES + 1, 10))
     large[-1], first[:], last[:] = 3, 1, 2

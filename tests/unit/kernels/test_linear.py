@@ -74,7 +74,7 @@ def test_a_row_has_the_same_bits_in_any_company(dtype: torch.dtype, num_splits: 
 
 
 @dtypes
-def test_a_column_has_the_same_bits_whatever_lies_beside_it(dtype: torch.dtype) -> None:
+def test_column_has_the_same_bits_beside_any_other(dtype: torch.dtype) -> None:
     weight, x = random(100, 64, dtype=dtype), random(5, 64, dtype=dtype)
     whole = linear(x, pack_linear(weight))
     assert torch.equal(linear(x, pack_linear(weight[37:70])), whole[:, 37:70])
@@ -82,7 +82,7 @@ def test_a_column_has_the_same_bits_whatever_lies_beside_it(dtype: torch.dtype) 
 
 @dtypes
 @pytest.mark.parametrize("half", [2, 22, 48])
-def test_two_splits_are_what_two_ranks_would_add(dtype: torch.dtype, half: int) -> None:
+def test_two_splits_equal_the_sum_of_two_ranks(dtype: torch.dtype, half: int) -> None:
     weight, x = random(50, 2 * half, dtype=dtype), random(13, 2 * half, dtype=dtype)
     halves = [
         linear(x[:, part], pack_linear(weight[:, part]), out_dtype=torch.float32)

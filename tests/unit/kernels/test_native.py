@@ -118,7 +118,7 @@ def test_a_link_in_place_of_the_library_is_replaced(home: Path, tmp_path: Path) 
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
-def test_what_another_user_owns_is_not_loaded(home: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_library_of_another_user_is_not_loaded(home: Path, caplog: pytest.LogCaptureFixture) -> None:
     load()
     folder = home / ".cache" / "baton"
     (library,) = folder.iterdir()
@@ -248,7 +248,7 @@ assert sample(torch.tensor([[0.0, 2.0]]), sampling).tolist() == [1]
 """
 
 
-def test_every_op_runs_without_a_compiler_and_says_so_once(tmp_path: Path) -> None:
+def test_every_op_runs_without_a_compiler_and_warns_once(tmp_path: Path) -> None:
     environment = {**os.environ, "PATH": str(tmp_path), "HOME": str(tmp_path)}
     result = subprocess.run(
         [sys.executable, "-c", FALLBACK],
@@ -262,7 +262,7 @@ def test_every_op_runs_without_a_compiler_and_says_so_once(tmp_path: Path) -> No
     assert result.stderr.count("no C compiler found") == 1, result.stderr
 
 
-def test_a_function_that_is_not_built_says_what_to_ask_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_library_names_the_check_to_make_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "library", lambda: None)
     with pytest.raises(RuntimeError, match=r"baton_nothing: the native kernels are not built"):
         native.function.__wrapped__("baton_nothing", "p")

@@ -143,7 +143,7 @@ def test_heads_of_any_size_the_kernel_has_room_for(dtype: torch.dtype, head_dim:
 
 
 @pytest.mark.parametrize("heads", [Heads(head_dim=258), Heads(group_size=17), Heads(dtype=torch.float16)])
-def test_what_the_kernel_does_not_take_is_computed_all_the_same(heads: Heads) -> None:
+def test_unsupported_heads_are_computed_by_the_reference(heads: Heads) -> None:
     sequences = Sequences([20, 33], heads)
     decode, prefill = sequences.run([Part(0, 19, 20), Part(1, 7, 33)], 4)
     tolerance = 2e-3 if heads.dtype is torch.float16 else 3e-6

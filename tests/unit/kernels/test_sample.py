@@ -35,7 +35,7 @@ def logits_of(num_rows: int, vocab_size: int, spread: float, tied: bool) -> Tens
     tied=st.booleans(),
     settings=filters,
 )
-def test_tokens_are_those_of_the_reference(
+def test_tokens_equal_those_of_the_reference(
     num_rows: int, vocab_size: int, spread: float, tied: bool, settings: Filters
 ) -> None:
     logits = logits_of(num_rows, vocab_size, spread, tied)

@@ -17,7 +17,7 @@ def test_pages_fill_the_memory_given_and_not_a_byte_more() -> None:
         assert count_pages(cache, LAYOUT, CPU) == num_pages
 
 
-def test_without_a_size_a_bounded_part_of_what_is_free_is_taken() -> None:
+def test_default_pool_takes_a_bounded_part_of_free_memory() -> None:
     num_pages = count_pages(CacheConfig(), LAYOUT, CPU)
     assert 0 < num_pages <= DEFAULT_CPU_BYTES // LAYOUT.page_bytes
 
@@ -32,7 +32,7 @@ def test_one_sequence_of_the_longest_length_must_fit() -> None:
     assert f"{4 * LAYOUT.page_bytes:,} bytes" in message and f"{3 * LAYOUT.page_bytes:,}" in message
 
 
-def test_memory_for_less_than_a_page_is_told_as_it_was_given() -> None:
+def test_memory_below_one_page_is_reported_in_bytes() -> None:
     with pytest.raises(ConfigError, match="holds 0 tokens.* got 1,024: raise"):
         check_fits(CacheConfig(kv_cache_memory_bytes=1024), 0, LAYOUT, 49)
 
@@ -46,7 +46,7 @@ def test_memory_for_less_than_a_page_is_told_as_it_was_given() -> None:
         (0, 0),
     ],
 )
-def test_a_gpu_is_shared_by_what_each_process_holds_itself(
+def test_gpu_pool_size_counts_this_process_and_free_memory(
     free_gib: int, expected_gib: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gib = 2**30

@@ -71,7 +71,7 @@ def test_a_page_comes_back_bit_for_bit() -> None:
     assert torch.equal(pool.device, before)
 
 
-def test_a_cpu_pool_lies_in_the_memory_it_is_given() -> None:
+def test_cpu_pool_lies_in_the_given_memory() -> None:
     memory = torch.zeros(10**5)
     asked: list[tuple[int, ...]] = []
 

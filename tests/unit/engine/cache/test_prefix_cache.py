@@ -154,7 +154,7 @@ def test_nothing_is_learned_below_a_cut_in_the_chain() -> None:
     assert matched(cache, sequence_of("c", range(9))) == 0
 
 
-def test_a_prompt_without_a_sequence_finds_what_its_sequence_would() -> None:
+def test_prompt_finds_the_pages_that_its_sequence_matches() -> None:
     cache = make()
     compute(cache, sequence_of("a", range(12), salt=b"s"))
     for length in range(1, 14):
@@ -164,7 +164,7 @@ def test_a_prompt_without_a_sequence_finds_what_its_sequence_would() -> None:
     assert cache.find((), b"s") == cache.find(range(12), b"") == make(enabled=False).find(range(9), b"") == []
 
 
-def test_pages_that_are_not_trusted_are_found_no_more_nor_what_follows_them() -> None:
+def test_forgotten_pages_and_later_pages_are_not_found() -> None:
     cache = make()
     first = sequence_of("a", range(8))
     compute(cache, first)

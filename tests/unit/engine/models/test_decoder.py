@@ -106,7 +106,7 @@ def test_logits_have_the_same_bits_in_any_company(directory: Path, dtype: str) -
 
 
 @dtypes
-def test_rows_that_nobody_wants_are_left_out_and_change_no_other(directory: Path, dtype: str) -> None:
+def test_unwanted_rows_are_left_out_and_change_no_other_row(directory: Path, dtype: str) -> None:
     steps = Steps(directory, dtype)
     expected = steps.in_chunks(steps.sequence(1), [])
     silent = make_sequence("silent", steps.sequence(1).token_ids)

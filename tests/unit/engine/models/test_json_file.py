@@ -10,7 +10,7 @@ KEYS = JsonObject(
 )
 
 
-def test_null_counts_as_absent_but_can_be_told_apart() -> None:
+def test_null_counts_as_absent_and_is_distinguishable() -> None:
     assert "none" not in KEYS and "absent" not in KEYS
     assert KEYS.get("none", int) is None
     assert KEYS.is_null("none") and not KEYS.is_null("absent") and not KEYS.is_null("one")
@@ -18,7 +18,7 @@ def test_null_counts_as_absent_but_can_be_told_apart() -> None:
         KEYS.require("none", int)
 
 
-def test_values_have_the_type_asked_for() -> None:
+def test_values_have_the_requested_type() -> None:
     assert KEYS.get("one", float) == 1.0
     assert KEYS.require("ids", list[int]) == [3, 4]
     with pytest.raises(ModelError, match="f.json: 'half' should be int, got 0.5"):
@@ -38,7 +38,7 @@ def test_counts_have_bounds() -> None:
         KEYS.count("absent")
 
 
-def test_a_whole_number_or_a_list_of_them() -> None:
+def test_integers_reads_one_number_or_a_list() -> None:
     assert KEYS.integers("one") == (1,)
     assert KEYS.integers("ids") == (3, 4)
     assert KEYS.integers("none") == ()
@@ -51,7 +51,7 @@ def test_sections_name_where_they_stand() -> None:
     assert "b" not in KEYS.section("absent")
 
 
-def test_merging_prefers_what_is_said() -> None:
+def test_merging_prefers_present_keys() -> None:
     merged = JsonObject({"one": 10, "half": None}, "g.json").merged(KEYS)
     assert merged.count("one") == 10
     assert merged.positive("half") == 0.5

@@ -48,7 +48,7 @@ def test_a_group_of_one_exchanges_nothing() -> None:
         alone.receive_command()
 
 
-def test_shards_tile_what_they_split() -> None:
+def test_shards_tile_the_whole() -> None:
     shards = [TensorParallel(rank, 4).shard(12, what="heads") for rank in range(4)]
     assert shards == [(0, 3), (3, 6), (6, 9), (9, 12)]
     with pytest.raises(ConfigError, match="heads: 10 cannot be split over 4 tensor-parallel ranks"):
@@ -75,7 +75,7 @@ def test_the_last_peer_ends_when_rank_0_goes_away(tmp_path: Path) -> None:
     assert left.process.exitcode not in (None, 0)
 
 
-def test_a_rank_that_nobody_joins_gives_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_without_peers_times_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parallel, "JOIN_TIMEOUT", timedelta(milliseconds=100))
     with pytest.raises(WorkerLost, match="rank 0 of 2 did not meet the others"):
         TensorParallel.join(0, 2, FileStore(str(tmp_path / "store"), 2), CPU)

@@ -71,7 +71,7 @@ def test_generation_config_decides_the_end_tokens(tmp_path: Path) -> None:
     assert read_keys(tmp_path, OLD_LLAMA).eos_token_ids == (3, 5)
 
 
-def test_null_end_tokens_of_the_generation_config_leave_those_of_the_model(tmp_path: Path) -> None:
+def test_null_end_tokens_of_the_generation_config_keep_those_of_the_model(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": null}')
     assert read_keys(tmp_path, OLD_LLAMA | {"eos_token_id": 7}).eos_token_ids == (7,)
 

@@ -71,7 +71,7 @@ def test_every_type_as_transformers_writes_it(tmp_path: Path, scaling: dict[str,
 
 
 @pytest.mark.parametrize("keys", [{}, {"rope_scaling": None}, {"rope_parameters": {}}])
-def test_saying_nothing_means_the_plain_embedding(keys: dict[str, Any]) -> None:
+def test_absent_keys_mean_the_plain_embedding(keys: dict[str, Any]) -> None:
     assert read(**keys) == RopeConfig(theta=10000.0, scaling=RopeScaling(rope_type="default"))
 
 

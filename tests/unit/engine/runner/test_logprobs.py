@@ -10,7 +10,7 @@ from baton.engine.runner.sampler import token_logprobs
 @given(
     num_rows=st.integers(0, 9), vocab_size=st.integers(1, 40), num_top=st.integers(0, 45), tied=st.booleans()
 )
-def test_logprob_rank_and_alternatives_are_those_of_log_softmax(
+def test_logprob_rank_and_alternatives_agree_with_log_softmax(
     num_rows: int, vocab_size: int, num_top: int, tied: bool
 ) -> None:
     logits = torch.randn((num_rows, vocab_size), generator=torch.Generator().manual_seed(num_rows)) * 3
@@ -28,7 +28,7 @@ def test_logprob_rank_and_alternatives_are_those_of_log_softmax(
         assert all(value == pytest.approx(logprobs_V[token], abs=1e-5) for token, value in row.top)
 
 
-def test_many_rows_are_taken_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_rows_are_processed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     logits = torch.randn((20, 11), generator=torch.Generator().manual_seed(0))
     token_ids = [row % 11 for row in range(20)]
     at_once = token_logprobs(logits, token_ids, 3)

@@ -56,7 +56,7 @@ def test_a_pool_too_small_for_one_sequence_is_refused(tiny_model: Path) -> None:
 @pytest.mark.parametrize(
     ("asked", "expected"), [("auto", torch.float32), ("bfloat16", torch.bfloat16), ("float16", torch.float16)]
 )
-def test_weights_and_pages_have_the_dtype_asked_for(
+def test_weights_and_pages_have_the_requested_dtype(
     tiny_model: Path, asked: str, expected: torch.dtype
 ) -> None:
     runner = loaded_runner(tiny_model, dtype=asked)
@@ -81,7 +81,7 @@ def test_progress_counts_every_byte_of_the_weights_once(tmp_path: Path, tied: bo
     assert [done for done, _ in reports] == sorted(done for done, _ in reports)
 
 
-def test_tied_embeddings_are_one_table_where_it_is_multiplied_as_it_lies(tmp_path: Path) -> None:
+def test_tied_embeddings_share_one_unpacked_table(tmp_path: Path) -> None:
     model = read_model_config(write_config(tmp_path, tie_word_embeddings=True))
     runner = ModelRunner(tiny_config(tmp_path, dtype="float16"), model, TensorParallel())
     runner.load()

@@ -23,9 +23,7 @@ def check(rows: PageTableRows, sequences: list[Sequence]) -> None:
 
 
 @given(turns=turns, num_spare=st.integers(0, 2))
-def test_rows_are_the_tables_whatever_becomes_of_the_sequences(
-    turns: list[tuple[int, str]], num_spare: int
-) -> None:
+def test_rows_follow_the_tables_of_changing_sequences(turns: list[tuple[int, str]], num_spare: int) -> None:
     """A table is appended to, or its version grows; sequences come and go, and keys are used again."""
     rows, versions, pages = PageTableRows(6 + num_spare, MAX_PAGES), count(), count(7, 11)
     sequences = [make_sequence(str(index), [1]) for index in range(6)]

@@ -90,7 +90,7 @@ def test_a_model_path_may_be_relative(tiny_model: Path, monkeypatch: pytest.Monk
         engine.close()
 
 
-def test_a_follower_killed_at_work_is_reported_and_the_engine_still_closes(
+def test_tp_worker_killed_while_serving_is_reported_and_the_engine_still_closes(
     tiny_model: Path, temporary: Path
 ) -> None:
     before = children()
@@ -103,7 +103,7 @@ def test_a_follower_killed_at_work_is_reported_and_the_engine_still_closes(
     assert children() == before and not list(temporary.iterdir())
 
 
-def test_an_interrupted_step_leaves_the_ranks_apart_and_the_next_request_is_told(
+def test_interrupted_step_leaves_the_ranks_apart_and_the_next_request_fails(
     tiny_model: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupt(_: object) -> None:
@@ -142,7 +142,7 @@ def test_a_copy_that_fails_leaves_the_ranks_apart_too(
         engine.close()
 
 
-def test_a_follower_that_dies_on_the_way_up_is_reported(
+def test_tp_worker_that_dies_while_starting_is_reported(
     tiny_model: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = children()
@@ -158,7 +158,7 @@ def executable(path: Path, script: str) -> str:
     return str(path)
 
 
-def test_a_follower_that_hangs_on_the_way_up_is_ended_in_time(
+def test_tp_worker_that_hangs_while_starting_is_killed(
     tiny_model: Path, tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = children()
@@ -169,7 +169,7 @@ def test_a_follower_that_hangs_on_the_way_up_is_ended_in_time(
     assert children() == before and not list(temporary.iterdir())
 
 
-def test_what_a_follower_prints_is_no_answer(
+def test_output_of_a_tp_worker_is_not_an_answer(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     talkative = executable(tmp_path / "talks", f'echo ready; exec {sys.executable} "$@"')
@@ -180,7 +180,7 @@ def test_what_a_follower_prints_is_no_answer(
     assert (captured.out, captured.err) == ("", "ready\n")
 
 
-def test_a_follower_that_cannot_load_says_why_to_the_caller(
+def test_tp_worker_that_cannot_load_reports_its_error(
     tiny_model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     config = msgspec.structs.replace(
@@ -196,7 +196,7 @@ def test_a_follower_that_cannot_load_says_why_to_the_caller(
     assert capfd.readouterr().err == ""
 
 
-def test_a_follower_that_cannot_have_its_device_says_so(
+def test_tp_worker_without_its_device_reports_its_error(
     tiny_model: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if torch.cuda.is_available():
@@ -208,7 +208,9 @@ def test_a_follower_that_cannot_have_its_device_says_so(
     assert children() == before and not list(temporary.iterdir())
 
 
-def test_a_follower_lost_without_a_word_is_lost(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_killed_tp_worker_without_an_error_is_worker_lost(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = children()
 
     def kill_followers(*_: object) -> None:

@@ -111,7 +111,7 @@ def test_waiting_sequence_that_does_not_fit_is_not_overtaken_for_memory() -> Non
     harness.run()
 
 
-def test_newcomer_leaves_headroom_for_those_who_run() -> None:
+def test_newcomer_leaves_headroom_for_running_sequences() -> None:
     harness = make(num_pages=20)
     harness.add("a", prompt(30), SamplingParams(max_tokens=20))
     harness.step()

@@ -15,7 +15,7 @@ def make(num_pages: int = 16, *, seats: int = 8, budget: int = 64, caching: bool
 # Claims.
 
 
-def test_a_claim_takes_hold_of_whole_pages_but_never_of_the_last_token() -> None:
+def test_claim_holds_whole_pages_without_the_last_token() -> None:
     harness = make()
     harness.add("a", PROMPT[:8], SamplingParams(max_tokens=6))
     harness.run()
@@ -133,7 +133,7 @@ def test_pages_that_a_running_prefill_still_needs_are_not_reserved() -> None:
     assert harness.scheduler.holds.num_reservable() == 16 - 8 - 4
 
 
-def test_reservations_do_not_overtake_who_waits_for_pages() -> None:
+def test_reservations_do_not_overtake_a_waiting_sequence() -> None:
     harness = make(num_pages=12)
     harness.add("runs", [5] * 24, SamplingParams(max_tokens=8))
     harness.step()
@@ -147,7 +147,7 @@ def test_reservations_do_not_overtake_who_waits_for_pages() -> None:
     harness.run()
 
 
-def test_pages_that_others_hold_are_no_room() -> None:
+def test_pages_held_outside_are_not_reservable() -> None:
     harness = make(num_pages=12)
     (kept,) = harness.add("a", PROMPT, SamplingParams(max_tokens=1))
     kept.keeps_pages = True

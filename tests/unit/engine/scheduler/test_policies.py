@@ -205,7 +205,9 @@ def test_no_sequence_joins_a_running_dynamic_batch() -> None:
 
 
 @pytest.mark.parametrize("policy", ["static", "dynamic"])
-def test_batch_takes_only_members_whose_longest_answers_fit(policy: Literal["static", "dynamic"]) -> None:
+def test_batch_takes_only_members_with_room_for_their_longest_answers(
+    policy: Literal["static", "dynamic"],
+) -> None:
     harness = make_by_request(policy, num_pages=10)
     for name in "abc":
         add(harness, name, 4, 12)  # 4 pages each in the end

@@ -75,7 +75,7 @@ def test_pages_on_the_host_are_lent_as_copies(engine: Engine) -> None:
     assert engine.pages.num_free >= known.count(None)
 
 
-def test_pages_that_could_not_be_copied_are_nobodys(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_copy_releases_the_pinned_pages(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise RuntimeError("no copies today")
 
@@ -88,7 +88,7 @@ def test_pages_that_could_not_be_copied_are_nobodys(engine: Engine, monkeypatch:
     assert len(lend(engine, keys)) == len(keys)
 
 
-def test_copies_that_there_is_no_room_for_are_not_lent(engine: Engine) -> None:
+def test_pin_without_room_for_copies_is_refused(engine: Engine) -> None:
     keys = engine.page_keys(PROMPT, b"", 4)
     run(engine, OTHER)
     taken = engine.pages.allocate(engine.pages.num_free, "somebody")
@@ -100,7 +100,7 @@ def test_copies_that_there_is_no_room_for_are_not_lent(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("wrong", ["unknown", "twice"])
-def test_what_is_not_here_is_not_lent(engine: Engine, wrong: str) -> None:
+def test_pin_of_an_absent_page_is_refused(engine: Engine, wrong: str) -> None:
     keys = engine.page_keys(PROMPT, b"", 4)
     keys = [*keys, b"?" * 16] if wrong == "unknown" else [*keys, keys[0]]
     assert engine.pin(keys, "a borrower") is None

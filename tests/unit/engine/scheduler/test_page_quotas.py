@@ -18,7 +18,7 @@ def make_harness(num_pages: int = 200, policy: str = "continuous") -> AccountHar
     return AccountHarness(Settings(num_pages=num_pages, page_size=4, prefix_caching=False, scheduler=config))
 
 
-def test_own_sequences_are_preempted_and_never_those_of_others() -> None:
+def test_quota_preempts_only_sequences_of_its_own_key() -> None:
     harness = make_harness()
     for name in ("first", "second"):
         harness.add(name, range(8), LONG, tenant="tight", scheduling_key=TIGHT)
@@ -34,7 +34,7 @@ def test_own_sequences_are_preempted_and_never_those_of_others() -> None:
     harness.check_answers()
 
 
-def test_who_finds_no_room_in_its_quota_holds_up_nobody_else() -> None:
+def test_sequence_without_room_in_its_quota_delays_no_other_key() -> None:
     harness = make_harness()
     harness.add("first", range(30), LONG, tenant="tight", scheduling_key=TIGHT)
     harness.step()
@@ -47,7 +47,7 @@ def test_who_finds_no_room_in_its_quota_holds_up_nobody_else() -> None:
     harness.run()
 
 
-def test_none_overtakes_on_its_own_account_though_it_would_fit() -> None:
+def test_no_sequence_overtakes_one_of_its_own_key() -> None:
     harness, quota = make_harness(), scheduling_key(max_kv_pages=16)
     harness.add("first", range(30), LONG, tenant="t", scheduling_key=quota)
     harness.step()
@@ -85,7 +85,7 @@ def test_a_prompt_beyond_its_quota_is_refused_by_name() -> None:
         make_harness().add("a", range(40), LONG, tenant="tight", scheduling_key=TIGHT)
 
 
-def test_a_lesser_quota_takes_back_what_is_over_it() -> None:
+def test_lower_quota_preempts_pages_beyond_it() -> None:
     harness = make_harness()
     harness.add(
         "wide",
@@ -116,7 +116,7 @@ def test_pages_that_are_expected_leave_no_room_for_others() -> None:
 
 
 @pytest.mark.parametrize("policy", ["static", "dynamic"])
-def test_quotas_hold_whatever_the_policy(policy: str) -> None:
+def test_quotas_hold_under_every_policy(policy: str) -> None:
     harness = make_harness(policy=policy)
     for number in range(4):
         harness.add(str(number), range(number, 20), LONG, tenant="tight", scheduling_key=TIGHT)

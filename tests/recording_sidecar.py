@@ -1,4 +1,4 @@
-"""A companion of an engine's rank that leaves a note of all that happens to it, in a folder."""
+"""A rank's sidecar that notes every call in a file of a folder."""
 
 import mmap
 from collections.abc import Sequence
@@ -11,8 +11,8 @@ from baton.engine.cache.page_pool import StepMarks
 from baton.errors import ModelError
 
 
-class RecordingCompanion:
-    """Its argument is the folder; one that is called "fails" makes it fail."""
+class RecordingSidecar:
+    """arguments: the folder; a folder named "fails" makes the sidecar fail."""
 
     def __init__(self, arguments: str) -> None:
         self._folder = Path(arguments)
@@ -30,7 +30,7 @@ class RecordingCompanion:
         self._steps = steps
         self._note(f"start {rank} {list(pool.shape)}")
         if self._folder.name == "fails":
-            raise ModelError("this companion does not start")
+            raise ModelError("this sidecar does not start")
 
     def close(self) -> None:
         is_used = bool(torch.frombuffer(self._memory, dtype=self._pool.dtype).any())
