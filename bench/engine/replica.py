@@ -74,7 +74,7 @@ class RecordingRunner(ModelRunner):
         self.last_step: StepArrays | None = None
         self.num_steps = 0
         self.num_rows = 0
-        self.num_padded_rows = 0  # rows whose keys and values are stored nowhere
+        self.num_padded_rows = 0  # keys and values of these rows are not stored
 
     def execute(self, arrays: StepArrays, on_layers: OnLayers | None = None) -> Tensor:
         if len(arrays.token_ids):

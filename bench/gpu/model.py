@@ -308,7 +308,7 @@ def _mixed_rows(session: Session, rival: Rival) -> Iterator[Row]:
 
 def _check(session: Session, rival: Rival, prompt: list[int]) -> None:
     ours_1V = session.replica.runner.execute(step_arrays([0], [prompt]))
-    # Both in bf16, whose rounding grows with the layers; another model's logits would be off by 1.4.
+    # Rounding in bf16 grows with the layers; another model's logits would be off by 1.4.
     require_close("logits against transformers", ours_1V, rival.last_logits(prompt), limit=0.1)
 
 

@@ -61,7 +61,7 @@ class Leaving(Enum):
 class Streamed(NamedTuple):
     """Medians in seconds of prompts of `num_tokens`. A request waits for the exposed time after the prefill.
 
-    The prefill whose last chunk leaves by layers has a time of its own, because pages leave while it
+    The prefill with a last chunk that leaves by layers has a time of its own, because pages leave while it
     computes.
     """
 

@@ -35,12 +35,14 @@ NO_ROOM: Final = "refused: no room"
 
 
 def settings_of(layout: PageLayout, transport: str, timing: Timing | None = None) -> EndpointSettings:
+    """Return the settings of an endpoint; both ends have the same key and fingerprint."""
     return EndpointSettings(
         key=KEY, fingerprint=FINGERPRINT, layout=layout, transport=transport, timing=timing or Timing()
     )
 
 
 def pool_shape(layout: PageLayout, num_pages: int) -> tuple[int, ...]:
+    """Return the shape of a rank's pool."""
     heads = layout.num_kv_heads // layout.tp_size
     return (num_pages, layout.num_layers, 2, heads, layout.page_size, layout.head_dim)
 

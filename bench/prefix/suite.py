@@ -78,7 +78,7 @@ Wish: TypeAlias = Callable[[PairCandidate], bool]
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """A routing policy, and the roles whose workers keep pages for later prompts."""
+    """A routing policy, and the roles of the workers that keep pages for later prompts."""
 
     policy: str
     caching: tuple[WorkerRole, ...] = tuple(WorkerRole)
@@ -111,7 +111,7 @@ class Answer:
 
 
 class PrefixCluster:
-    """A cluster whose router runs in this process; a suite may narrow its choices."""
+    """A cluster with its router in this process; a suite may narrow its choices."""
 
     def __init__(self, router: Router, frontend: Frontend) -> None:
         self.router = router

@@ -186,7 +186,7 @@ def run_trace(
     select: Select | None = None,
     page_tokens: int = PAGE_TOKENS,
 ) -> Result:
-    """Replay a trace whose blocks are pages of `page_tokens`. select: the rule in place of the policy's."""
+    """Replay a trace; its blocks are pages of `page_tokens`. select: the rule in place of the policy's."""
     config = RouterConfig(
         policy=policy, seed=seed, local_prefill_tokens=local_prefill_tokens, max_attempts=2**19
     )

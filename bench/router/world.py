@@ -56,7 +56,7 @@ TICK_S: Final = 0.5
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
-    """How long work takes: seconds, of a token unless said otherwise.
+    """The times of work: seconds, of a token unless said otherwise.
 
     The default is a 70B model on eight A800, by roofline.
     """
@@ -235,7 +235,7 @@ class SimWorker:
 
 
 class PrefillSim(SimWorker):
-    """A step computes up to a chunk's tokens, of the prompts whose tenants are due first."""
+    """Computes up to a chunk's tokens a step, of the prompts of tenants that are due first."""
 
     def __init__(self, cluster: "SimulatedCluster", hello: Hello) -> None:
         super().__init__(cluster, hello)
@@ -245,7 +245,7 @@ class PrefillSim(SimWorker):
         self.is_stepping = False
 
     def prefill(self, message: Dispatch, decode: str) -> None:
-        """Queue a prompt whose pages go to the worker `decode`."""
+        """Queue a prompt; its pages go to the worker `decode`."""
         job, share = self.take_prompt(message, decode), self._share
         tenant = job.request.tenant
         share.join(tenant, job.request.scheduling_key.weight)
@@ -375,7 +375,7 @@ class DecodeSim(SimWorker):
 
 
 class Fleet(msgspec.Struct, frozen=True, kw_only=True):
-    """How many workers there are, and their room."""
+    """The number of workers, and their room."""
 
     num_prefill: int = 8
     num_decode: int = 1

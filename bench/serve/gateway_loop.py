@@ -216,7 +216,7 @@ class Gateway(NamedTuple):
 
 @contextlib.asynccontextmanager
 async def running(folder: Path, step_s: float = 0.0) -> AsyncIterator[Gateway]:
-    """Run the gateway before a worker whose steps take `step_s`."""
+    """Run the gateway before a worker with steps of `step_s`."""
     directory, held_file, tenants = folder / "qwen-like", folder / "held", folder / "tenants.yaml"
     directory.mkdir(exist_ok=True)
     for file in resolve_model("tiny").glob("*.json"):

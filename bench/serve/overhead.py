@@ -74,7 +74,7 @@ Results = Mapping[tuple[str, Point], Sequence[Hammered]]
 
 
 class Plane(NamedTuple):
-    """How many processes of each kind there are. Without prefill workers decode workers prefill too."""
+    """The number of processes of each kind. Without prefill workers decode workers prefill too."""
 
     model: str
     num_gateways: int = 1

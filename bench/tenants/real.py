@@ -2,7 +2,7 @@
 
 One prefill and one decode worker of `tiny`, a router, a gateway and the client share this machine's cores.
 So every load is a part of what they could do together in the same run. A noisy tenant costs the others some
-time whoever orders the work: its requests must be read, and the other core is never idle. The third load of
+time in any order of work: its requests must be read, and the other core is never idle. The third load of
 each round measures that cost: the same requests, all refused at the gateway, with all cores busy. Processes
 also wait for a core, more so where both workers are busy; the kernel says by how much that stretches each
 load.
@@ -311,7 +311,7 @@ async def serving(
 
 
 class Size(NamedTuple):
-    """How many rounds there are, and how long the loads are."""
+    """The number of rounds, and the lengths of the loads."""
 
     rounds: int = 9  # the p99 of a round is of two or three requests
     round_s: float = 16.0
