@@ -21,7 +21,7 @@ class Reader:
         self.read.append(text)
 
 
-def outlet_to(reader: Reader) -> WebSocketWriter:
+def writer_to(reader: Reader) -> WebSocketWriter:
     return WebSocketWriter(cast(WebSocket, cast(Any, reader)))
 
 
@@ -30,11 +30,11 @@ async def turns(number: int = 5) -> None:
         await asyncio.sleep(0)
 
 
-def test_lines_are_messages_in_order() -> None:
+def test_websocket_sends_lines_as_messages_in_order() -> None:
     async def scenario() -> None:
         reader = Reader()
         reader.may_read.set()
-        writer = outlet_to(reader)
+        writer = writer_to(reader)
         writer.write(b'{"a":1}\n{"b":2}\n')
         writer.write(b"[DONE]\n")
         await turns()
@@ -44,10 +44,10 @@ def test_lines_are_messages_in_order() -> None:
     asyncio.run(scenario())
 
 
-def test_who_does_not_read_lags_and_is_told_of_when_it_has() -> None:
+def test_websocket_client_that_does_not_read_lags_until_it_has_read() -> None:
     async def scenario() -> None:
         reader, told = Reader(), list[str]()
-        writer = outlet_to(reader)
+        writer = writer_to(reader)
         writer.on_writable = lambda: told.append("writable")
         for _ in range(MAX_UNSENT + 2):
             assert not writer.lags
@@ -63,12 +63,12 @@ def test_who_does_not_read_lags_and_is_told_of_when_it_has() -> None:
     asyncio.run(scenario())
 
 
-def test_who_leaves_is_told_of_and_gets_nothing_more() -> None:
+def test_websocket_client_that_left_gets_nothing_more() -> None:
     async def scenario() -> None:
         reader, told = Reader(), list[str]()
         reader.has_left = True
         reader.may_read.set()
-        writer = outlet_to(reader)
+        writer = writer_to(reader)
         writer.on_gone = lambda: told.append("gone")
         writer.write(b"x\n")
         await turns()

@@ -5,27 +5,9 @@ import pytest
 from starlette.types import Message
 
 from baton.clock import ManualClock
-from baton.gateway.api.answer_stream import WriteCoalescer
 from baton.gateway.api.errors import ClientGone
 from baton.gateway.http.asgi import BLOCK_BYTES, TURN_S, respond_in_turns
 from tests.unit.gateway.calls import Client
-
-
-def test_what_is_added_in_a_turn_is_called_once_at_its_end() -> None:
-    async def scenario() -> None:
-        turn, called = WriteCoalescer(), list[str]()
-        turn.add(lambda: called.append("a"))
-        turn.add(lambda: called.append("b"))
-        assert not called
-        await asyncio.sleep(0)
-        assert called == ["a", "b"]
-        turn.add(lambda: turn.add(lambda: called.append("d")))
-        await asyncio.sleep(0)
-        assert called == ["a", "b"]
-        await asyncio.sleep(0)
-        assert called == ["a", "b", "d"]
-
-    asyncio.run(scenario())
 
 
 class Work:
