@@ -27,7 +27,7 @@ CHILD_STOP_S: Final = 5.0
 
 
 class Child:
-    """A Python process that answers one line for each that it gets; it ends when its input does."""
+    """A Python process that reads lines and answers some of them; it ends when its input does."""
 
     def __init__(self, *words: str, cwd: Path | None = None, environment: Mapping[str, str] | None = None):
         command = [sys.executable, *words]
@@ -50,11 +50,15 @@ class Child:
         assert self._process.stdout is not None
         return self._process.stdout.readline().strip()
 
-    def ask(self, line: str) -> str:
-        """Send a line and return the answer."""
+    def tell(self, line: str) -> None:
+        """Send a line that has no answer."""
         assert self._process.stdin is not None
         self._process.stdin.write(line + "\n")
         self._process.stdin.flush()
+
+    def ask(self, line: str) -> str:
+        """Send a line and return the answer."""
+        self.tell(line)
         return self.read()
 
     def close(self) -> None:

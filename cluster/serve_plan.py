@@ -84,7 +84,6 @@ def _worker(
             routers=topology.routers,
             host=topology.host,
             transport=config.transport,
-            local_prefill_tokens=config.router.local_prefill_tokens,
             drain_timeout_s=config.drain_timeout_s,
             link_timeout_s=config.link_timeout_s,
             step_timeout_s=config.step_timeout_s,

@@ -31,14 +31,12 @@ from baton.engine.engine import Engine, load_engine
 from baton.errors import BatonError
 from baton.kvtransfer.endpoint import KvEndpoint
 from baton.kvtransfer.links import KvLinks, Link
-from baton.kvtransfer.protocol.messages import Reserve
 from baton.kvtransfer.ranks.remote import RankAgents
 from baton.kvtransfer.settings import EndpointSettings
 from baton.kvtransfer.transports.pages import SharedPool
 from baton.messages.bounds import Kind
 from baton.messages.control import Hello
 from baton.messages.workers import Address, Worker, WorkerRole
-from baton.prefill_worker.prefill_job import num_layer_groups
 from baton.prefill_worker.worker import PrefillWorker
 from baton.rpc import process
 from baton.rpc.auth import ClusterKeys, KeyRing
@@ -134,7 +132,6 @@ class HostedWorker:
             settings,
             pool,
             self.engine.pages,
-            self._admit,
             shared=writable,
             agents=agents,
             steps=self.engine.runner.steps,
@@ -142,29 +139,19 @@ class HostedWorker:
         endpoint.lend = self.engine.pin
         return endpoint
 
-    def _admit(self, reserve: Reserve, num_pages: int) -> str | None:
-        """Return the reason to refuse a transfer; None: accept it.
-
-        The endpoint asks once the node is there.
-        """
-        return self.node.admit(reserve, num_pages) if isinstance(self.node, DecodeWorker) else None
-
     def _make_node(self, thread: RpcThread) -> PrefillWorker | DecodeWorker:
         config, engine, endpoint = self._config, self.engine, self.endpoint
         wanted = (WorkerRole.PREFILL,) if config.role is WorkerRole.DECODE else ()
         peer_registry = PeerRegistry(self._hello(), config.routers, thread.dial, wanted)
         links = KvLinks(partial(_connect, endpoint))
         if config.role is WorkerRole.PREFILL:
-            num_groups = num_layer_groups(engine.runner.layout)
-            clock = SystemClock()
-            return PrefillWorker(engine, endpoint, peer_registry, clock, links, num_layer_groups=num_groups)
+            return PrefillWorker(engine, endpoint, peer_registry, SystemClock(), links)
         return DecodeWorker(
             engine,
             endpoint,
             peer_registry,
             SystemClock(),
             links,
-            local_prefill_tokens=config.local_prefill_tokens,
             prefill_patience_s=config.link_timeout_s / 2,
         )
 

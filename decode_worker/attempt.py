@@ -1,12 +1,15 @@
-"""One attempt at a request, as the decode worker that answers it sees it.
+"""One attempt at a request on the decode worker that answers it, and the order in which attempts start.
 
-1. WAITING: for pages. Nothing is held but the words of the Dispatch.
-2. PREFILLING: another worker computes the prompt. What is known of it here is claimed, pages for the rest are
-   reserved once that worker asks, and two things come, in any order: those pages and the first token.
-3. PULLING, instead: it is computed here, once a prefix of it that another worker holds has come.
-4. RUNNING: the engine has it, and the pages with it.
+The life of an attempt:
 
-It may end in any of these; what it holds then is let go of in one place (`DecodeWorker._let_go`).
+1. WAITING: for pages. The attempt holds nothing but its Dispatch. Its prefill worker computes the prompt
+   meanwhile, and may send the first token already.
+2. PREFILLING: the cached prefix is claimed, pages for the rest are granted to the prefill worker. The pages
+   and the first token arrive in any order.
+3. PULLING, instead: this worker computes the prompt, once a prefix that another worker holds has arrived.
+4. RUNNING: the engine has the sequence and its pages.
+
+An attempt may end in any stage; `DecodeWorker._drop` releases all that it holds.
 """
 
 from bisect import insort
@@ -23,9 +26,12 @@ from baton.errors import InvalidRequest
 from baton.kvtransfer.prefixes import PrefixPull
 from baton.messages.control import AttemptFailed, Cancel, Dispatch, Failure, PullSource
 from baton.request import FilledPages, Request, TokenEvent
+from baton.rpc.worker_node import check_one_choice
 
 
 class AttemptStage(Enum):
+    """The stages of an attempt; see the top of this module."""
+
     WAITING = "waiting"
     PREFILLING = "prefilling"
     PULLING = "pulling"
@@ -34,27 +40,28 @@ class AttemptStage(Enum):
 
 @dataclass(slots=True, eq=False)
 class Attempt:
-    request: Request  # as it was dispatched
+    """One attempt at a request, and what it holds on this worker."""
+
+    request: Request  # as dispatched
     gateway: str
-    prefill: str  # the worker to compute the prompt; "": this one
-    source: PullSource | None = None  # for whoever computes the prompt
+    prefill: str  # the worker that computes the prompt; "": this one
+    transfer: bytes = b""  # the id of the pages that the prefill worker sends
+    source: PullSource | None = None  # without a prefill worker: a peer that holds a prefix
     stage: AttemptStage = AttemptStage.WAITING
-    transfer: bytes = b""  # while its pages are under way
-    filled: FilledPages | None = None  # leading pages that it owns before the engine has it
-    num_wanted_pages: int = 0  # that there was no room for
-    num_promised_pages: int = 0  # that the prefill worker has yet to ask for
-    num_expected_pages: int = 0  # that have yet to come
+    is_receiving: bool = False  # pages are granted, and their transfer has not ended
+    filled: FilledPages | None = None  # leading pages that the attempt owns until the engine has them
+    num_wanted_pages: int = 0  # for which there was no room at the last try
+    num_expected_pages: int = 0  # granted, and not here yet
     first: TokenEvent | None = None
-    pull: PrefixPull | None = None  # of a prefix, once that has ended
+    pull: PrefixPull | None = None  # of a prefix, once it has ended
 
     @classmethod
     def of(cls, dispatch: Dispatch) -> "Attempt":
-        return cls(dispatch.request, dispatch.gateway, dispatch.prefill, dispatch.source)
+        return cls(dispatch.request, dispatch.gateway, dispatch.prefill, dispatch.transfer, dispatch.source)
 
     def check(self, engine: Replica) -> None:
-        """InvalidRequest for what that engine could not run as one attempt."""
-        if self.request.sampling.n != 1:
-            raise InvalidRequest(f"an attempt is at one choice, got n {self.request.sampling.n}")
+        """Raise InvalidRequest for a request that the engine could not run as one attempt."""
+        check_one_choice(self.request)
         quota, num_pages = (
             self.request.scheduling_key.quotas.max_kv_pages,
             engine.pages.pages_for(1 + self.request.num_tokens),
@@ -74,19 +81,23 @@ class Attempt:
         return self.request.attempt
 
     @property
+    def key(self) -> tuple[str, int]:
+        return self.request.request_id, self.request.attempt
+
+    @property
     def token_ids(self) -> tuple[int, ...]:
-        """What must have its KV before the next token is sampled."""
+        """The tokens whose KV the next token needs."""
         return self.request.all_token_ids
 
     @property
     def is_complete(self) -> bool:
-        """All its KV is here, and the token that follows it."""
+        """Whether all KV of the prompt is here, and the token that follows."""
         filled = self.filled
         return self.first is not None and filled is not None and filled.num_tokens == len(self.token_ids)
 
     @property
     def engine_request(self) -> Request:
-        """What the engine goes on with: after the first token, if that is known."""
+        """The request that the engine continues: after the first token, if that is known."""
         request = msgspec.structs.replace(self.request, request_id=self.engine_id)
         if self.first is None or self.first.token_id is None:
             return request
@@ -95,7 +106,7 @@ class Attempt:
 
     @property
     def engine_id(self) -> str:
-        """Its name in the engine and the ledger: two attempts at one request never meet there."""
+        """The attempt's name in the engine and the ledger, different for each attempt at a request."""
         return f"{self.request_id}.{self.number}"
 
     @property
@@ -113,7 +124,7 @@ class Attempt:
 
 
 class _Waiting(NamedTuple):
-    rank: int  # of its class
+    rank: int  # of its scheduling class
     priority: int
     due_s: float
     serial: int
@@ -121,26 +132,23 @@ class _Waiting(NamedTuple):
 
     @property
     def order(self) -> tuple[int, int, float, int]:
-        """On its tenant's account."""
+        """The order within one tenant."""
         return self[:4]
 
 
 class DecodeAdmission:
-    """Who of those that wait may begin, and the pages that are promised to prefill workers meanwhile.
+    """The order in which waiting attempts start, and the pages that are on their way to them.
 
-    The next is of the best class; in it of the tenant that holds fewest pages here for its weight; a tenant's
-    own come by priority and by when they are due. One that finds no room in its tenant's quota of pages holds
-    up its tenant's others; any other that finds no room holds up all that come after it.
-
-    A promise is made before a prefill worker is asked, and ends when that worker has reserved the pages or
-    will not come for them. So a prompt that has been computed never waits for memory.
+    The next attempt is of the best scheduling class; within a class, of the tenant that holds the fewest
+    pages for its weight; within a tenant, by priority and due time. An attempt beyond its tenant's page quota
+    blocks that tenant only; an attempt that finds no free pages blocks all later ones, so that short prompts
+    do not starve a long one.
     """
 
     def __init__(self, engine: Replica) -> None:
         self._engine = engine
-        self._waiting: dict[str, list[_Waiting]] = {}  # by tenant, in order; no list is empty
+        self._waiting: dict[str, list[_Waiting]] = {}  # tenant -> attempts in order; no list is empty
         self._serials = count()
-        self._num_promised_pages = 0
 
     def __len__(self) -> int:
         return sum(map(len, self._waiting.values()))
@@ -153,50 +161,46 @@ class DecodeAdmission:
         insort(self._waiting.setdefault(request.tenant, []), waiting, key=_order)
 
     def first(self) -> Attempt | None:
-        """The next to begin."""
+        """Return the next attempt to start."""
         heads = [lane[0] for lane in self._waiting.values() if self._is_within_quota(lane[0].attempt)]
-        return min(heads, key=self._turn).attempt if heads else None
+        return min(heads, key=self._priority).attempt if heads else None
 
     def leave(self, attempt: Attempt) -> None:
-        """It waits no longer, for whatever reason."""
+        """Remove the attempt; nothing happens if it does not wait."""
         tenant = attempt.request.tenant
         left = [each for each in self._waiting.pop(tenant, []) if each.attempt is not attempt]
         if left:
             self._waiting[tenant] = left
 
     def may_have_room(self, attempt: Attempt) -> bool:
-        """Whether what it found no room for when it was last tried would fit now; True before that."""
-        num_pages = attempt.num_wanted_pages
-        return not num_pages or num_pages + self._num_promised_pages <= self._engine.num_available_pages
+        """Return whether the pages that were missing at the last try are free now; True before the first."""
+        return attempt.num_wanted_pages <= self._engine.num_available_pages
 
-    def promise(self, attempt: Attempt, num_pages: int) -> bool:
-        """Whether the pages will be there when the prefill worker asks for them. They are expected until
-        `end_expectation`."""
+    def make_room(self, attempt: Attempt, num_pages: int) -> bool:
+        """Have pages free to be granted at once; False beyond the quota, or when there is no room.
+
+        The pages count as the tenant's until `arrived`.
+        """
         attempt.num_wanted_pages = num_pages
-        if not self._is_within_quota(attempt) or not self.may_have_room(attempt):
+        if not self._is_within_quota(attempt) or not self._engine.make_room(num_pages):
             return False
-        self._num_promised_pages += num_pages
-        attempt.num_promised_pages = attempt.num_expected_pages = num_pages
+        attempt.num_expected_pages = num_pages
         self._engine.pages.accounts.expect(attempt.request.tenant, num_pages)
         return True
 
-    def end_promise(self, attempt: Attempt) -> None:
-        self._num_promised_pages -= attempt.num_promised_pages
-        attempt.num_promised_pages = 0
-
-    def end_expectation(self, attempt: Attempt) -> None:
-        """The pages are there, or will not come."""
+    def arrived(self, attempt: Attempt) -> None:
+        """End the expectation of `make_room`: the pages are here, or do not come."""
         self._engine.pages.accounts.expect(attempt.request.tenant, -attempt.num_expected_pages)
         attempt.num_expected_pages = 0
 
     def _is_within_quota(self, attempt: Attempt) -> bool:
-        """Whether what it was found to lack when it was last tried is; True before that."""
+        """Return whether the pages that were missing at the last try are within the tenant's quota."""
         request = attempt.request
         quota = request.scheduling_key.quotas.max_kv_pages
         held = self._engine.pages.accounts.held(request.tenant)
         return quota is None or attempt.num_wanted_pages + held <= quota
 
-    def _turn(self, waiting: _Waiting) -> tuple[int, float, tuple[int, int, float, int]]:
+    def _priority(self, waiting: _Waiting) -> tuple[int, float, tuple[int, int, float, int]]:
         request = waiting.attempt.request
         num_pages = self._engine.pages.accounts.held(request.tenant)
         return waiting.rank, num_pages / request.scheduling_key.weight, waiting.order

@@ -13,7 +13,7 @@ each rank's pool. The other ranks' pages are moved by an agent in each of their 
     shared = SharedPool()
     engine = load_engine(config, zeros_on_cpu=shared.zeros, companion=agents.companion)
     endpoint = KvEndpoint(
-        settings, engine.runner.pool.device, ledger, admit,
+        settings, engine.runner.pool.device, ledger,
         shared=shared, agents=agents, steps=engine.runner.steps,
     )
     ...
@@ -41,7 +41,7 @@ from baton.kvtransfer.ranks.peer_transports import TransportCounters
 from baton.kvtransfer.ranks.ranks import Ranks
 from baton.kvtransfer.ranks.remote import RankAgents, RemoteRank
 from baton.kvtransfer.ranks.step_gate import CompletedSteps
-from baton.kvtransfer.settings import Admit, EndpointSettings, refuse_all
+from baton.kvtransfer.settings import EndpointSettings
 from baton.kvtransfer.transports.message_stream import Call
 from baton.kvtransfer.transports.pages import SharedPool
 from baton.kvtransfer.transports.registry import transport_set
@@ -59,7 +59,6 @@ class KvEndpoint(PageEndpoint):
         settings: EndpointSettings,
         pool: Tensor,
         ledger: PageLedger,
-        admit: Admit = refuse_all,
         *,
         shared: SharedPool | None = None,
         agents: RankAgents | None = None,
@@ -91,7 +90,7 @@ class KvEndpoint(PageEndpoint):
             steps=steps,
         )
         self._replica = ranks = Ranks(settings, here, agents, clock)
-        super().__init__(settings, incarnation, ledger, admit, clock, ranks)
+        super().__init__(settings, incarnation, ledger, clock, ranks)
         try:
             self._peers = Peers(
                 (settings.host, settings.port),

@@ -1,16 +1,16 @@
-"""A replica's place in the traffic of pages, less what carries it: its transfers, and who may ask for them.
+"""A replica's end of all page transfers, without the sockets and memory that carry them.
 
-The life of a transfer, in the calls of the two sides' owners:
+The life of a transfer, in the calls of the two workers:
 
-1. The source calls `link` for the destination's address, once, and `start` for each request. It calls
-   `offer` as pages are computed: they leave once there is room, and `take_granted` names the transfer then.
-2. At the destination `admit` is asked for each reservation: it makes room and names who adopts the pages.
+1. Both workers know the transfer's id. The destination calls `grant`: pages are reserved, and the source is
+   told to write them.
+2. The source learns of the grant from `take_granted`, and calls `offer` as pages are computed. A grant may
+   come before its request: the source keeps the transfer until `abort` or its end.
 3. Both call `poll` in their loops, which does all the work that touches the ledger and returns what ended.
-4. `pull` asks a peer for pages that it holds; from there on it is its transfer, as above. The peer's `lend`
-   finds them, by their keys.
+4. `pull` instead asks a peer for pages that it holds already. The peer's `lend` finds them by their keys.
 
-`KvEndpoint` talks over sockets and moves bytes by its ranks; the simulator has wires and ranks of its own.
-Either tells this class what it hears. All calls are made by the thread that owns the ledger.
+`KvEndpoint` uses sockets and ranks; the simulator has wires and ranks of its own. Both tell this class what
+they receive. The thread that owns the ledger makes all calls.
 """
 
 import secrets
@@ -20,12 +20,18 @@ from collections.abc import Sequence
 from baton.clock import Clock
 from baton.errors import WireError
 from baton.kvtransfer.links import Link
-from baton.kvtransfer.protocol.handoff import Owner, PageLedger, TransferEnded, answer_to_unknown
-from baton.kvtransfer.protocol.messages import AnyMessage, PullRequest, Refuse, Reserve
-from baton.kvtransfer.protocol.pull import ID_BYTES, Lend, WantedPage, check_pull, lend_nothing, reservation
-from baton.kvtransfer.ranks.messages import PartEvent, Performer
-from baton.kvtransfer.settings import Admit, EndpointSettings
-from baton.kvtransfer.transfers import Routing, TransferManager
+from baton.kvtransfer.protocol.handoff import (
+    GrantedTransfer,
+    Owner,
+    PageLedger,
+    TransferEnded,
+    answer_to_unknown,
+)
+from baton.kvtransfer.protocol.messages import AnyMessage, Grant, PullRequest, TransferRequest
+from baton.kvtransfer.protocol.pull import ID_BYTES, Lend, WantedPage, check_pull, lend_nothing, transfer_size
+from baton.kvtransfer.ranks.messages import PartEvent, Performer, default_layer_groups
+from baton.kvtransfer.settings import EndpointSettings
+from baton.kvtransfer.transfers import Incoming, Routing, TransferManager
 
 
 class PageEndpoint(ABC):
@@ -34,14 +40,12 @@ class PageEndpoint(ABC):
         settings: EndpointSettings,
         incarnation: bytes,
         ledger: PageLedger,
-        admit: Admit,
         clock: Clock,
         ranks: Routing,
     ) -> None:
         self.settings = settings
         self.incarnation = incarnation
-        self.lend: Lend = lend_nothing  # whoever has pages to be pulled sets it
-        self._admit = admit
+        self.lend: Lend = lend_nothing  # the worker that has pages to be pulled sets it
         self._ranks = ranks
         self._transfer_manager = TransferManager(settings, ledger, clock, ranks)
         self._outgoing, self._incoming = self._transfer_manager.outgoing, self._transfer_manager.incoming
@@ -61,33 +65,33 @@ class PageEndpoint(ABC):
 
     # What the owner asks for.
 
-    def start(
+    def grant(
         self,
         link: Link,
+        transfer: bytes,
         num_units: int,
+        adopter: Owner,
         *,
         deadline_s: float,
-        transfer: bytes | None = None,
         position: int = 0,
-        num_layer_groups: int = 1,
-    ) -> bytes:
-        """Ask the peer for pages, and return the id of a transfer that ends within `deadline_s`.
+        num_layer_groups: int | None = None,
+    ) -> None:
+        """Reserve pages here and tell the peer to write them. The caller has made room for the pages.
 
-        Units are counted from the token `position` of the sequence on, which starts a page on both sides: a
-        destination that holds the tokens before needs no more. transfer: 16 bytes that no transfer had yet,
-        by which `admit` may know the request; None: they are made here. num_layer_groups: of layers, as of
-        `layer_groups`, in which pages may be offered; each is a piece of its own on the way.
+        transfer: 16 bytes, the id that the peer's worker knows too; no transfer may have had it before.
+        Units are counted from the token `position` of the sequence on, which starts a page on both sides: the
+        caller holds the tokens before it. adopter: the owner of the pages once they are verified.
+        num_layer_groups: the source may offer pages by as many groups of layers, cut by `layer_groups`; None:
+        by as many as suit its layout.
+        Raises ValueError for values that no transfer can have.
         """
-        if transfer is not None and self._is_known(transfer):
+        if self._is_known(transfer):
             raise ValueError(f"transfer {transfer.hex()} was started before")
-        num_parts = self._transfer_manager.num_parts(link, num_layer_groups, is_source=True)
-        transfer = self._new_id() if transfer is None else transfer
-        request = reservation(transfer, num_units, num_parts, deadline_s, position)
-        request = self._transfer_manager.checked(link, request, num_layer_groups)
-        outgoing = self._transfer_manager.depart(link, request)
-        if self._transfer_manager.can_begin(outgoing):
-            outgoing.start()
-        return request.transfer
+        if num_layer_groups is None:
+            num_layer_groups = default_layer_groups(link.hello.layout)
+        incoming = self._arrive(link, transfer, num_units, deadline_s, position, num_layer_groups)
+        if self._transfer_manager.can_begin(incoming):
+            incoming.perform(incoming.handoff.grant(adopter, self._ranks.transports))
 
     def offer(
         self, transfer: bytes, pages: Sequence[int], num_units: int, *, group: int | None = None
@@ -110,24 +114,21 @@ class PageEndpoint(ABC):
         deadline_s: float,
     ) -> bytes:
         """Ask the peer for its pages `wanted`. The caller has made room for as much."""
-        num_parts = self._transfer_manager.num_parts(link, is_source=False)
-        request = reservation(self._new_id(), num_units, num_parts, deadline_s)
-        check_pull(
-            wanted, self._transfer_manager.timeouts(link, is_source=False).num_destination_pages(num_units)
-        )
-        incoming = self._transfer_manager.arrive(link, request)
+        num_pages = self._transfer_manager.timeouts(link, is_source=False).num_destination_pages(num_units)
+        check_pull(wanted, num_pages)
+        incoming = self._arrive(link, self._new_id(), num_units, deadline_s)
         if self._transfer_manager.can_begin(incoming):
             holder, transports = link.hello.incarnation, self._ranks.transports
             incoming.perform(incoming.handoff.pull(adopter, holder, wanted, transports))
-        return request.transfer
+        return incoming.handoff.transfer
 
     def abort(self, transfer: bytes, reason: str) -> None:
         end = self._transfer_manager.end_of(transfer)
         if end is not None:
             end.perform(end.handoff.abort(reason))
 
-    def take_granted(self) -> list[bytes]:
-        """The transfers, begun by `start`, that have been granted pages since the last call."""
+    def take_granted(self) -> list[GrantedTransfer]:
+        """Return the transfers that peers have granted pages for since the last call."""
         return self._transfer_manager.take_granted()
 
     # What peers and ranks say.
@@ -152,8 +153,8 @@ class PageEndpoint(ABC):
         if link.is_lost:
             return
         match message:
-            case Reserve() | PullRequest():
-                self._asked(link, message)
+            case Grant() | PullRequest():
+                self._requested(link, message)
             case _:
                 self._hand_on(link, message)
 
@@ -165,30 +166,35 @@ class PageEndpoint(ABC):
         elif (answer := answer_to_unknown(message)) is not None:
             link.send(answer)
 
-    def _asked(self, link: Link, request: Reserve | PullRequest) -> None:
+    def _requested(self, link: Link, request: TransferRequest) -> None:
         complaint = self._transfer_manager.complaint(link, request)
         if self._is_known(request.transfer):
-            complaint = "a transfer that was asked for before"
+            complaint = "a transfer that was requested before"
         if complaint is not None:
             link.drop(WireError(complaint, reason="protocol"))
-        elif isinstance(request, Reserve):
-            self._reserve(link, request)
-        else:
-            outgoing = self._transfer_manager.depart(link, request)
-            if self._transfer_manager.can_begin(outgoing):
-                outgoing.accept_pull(self.incarnation, self.lend)
-
-    def _reserve(self, link: Link, request: Reserve) -> None:
-        num_pages = self._transfer_manager.timeouts(link, is_source=False).num_destination_pages(
-            request.num_units
-        )
-        complaint = self._ranks.complaint()
-        adopter = self._admit(request, num_pages) if complaint is None else None
-        if adopter is None:
-            link.send(Refuse(transfer=request.transfer, reason=complaint or "no room"))
             return
-        incoming = self._transfer_manager.arrive(link, request)
-        incoming.perform(incoming.handoff.grant(adopter, self._ranks.transports))
+        outgoing = self._transfer_manager.depart(link, request)
+        if not self._transfer_manager.can_begin(outgoing):
+            return
+        if isinstance(request, Grant):
+            outgoing.start()
+        else:
+            outgoing.accept_pull(self.incarnation, self.lend)
+
+    def _arrive(
+        self,
+        link: Link,
+        transfer: bytes,
+        num_units: int,
+        deadline_s: float,
+        position: int = 0,
+        num_layer_groups: int = 1,
+    ) -> Incoming:
+        num_parts = self._transfer_manager.num_parts(link, num_layer_groups, is_source=False)
+        if position % self._transfer_manager.page_tokens(link):
+            raise ValueError(f"a transfer from token {position} on, which starts no page")
+        size = transfer_size(transfer, num_units, num_parts, deadline_s, position, num_layer_groups)
+        return self._transfer_manager.arrive(link, size)
 
     def _new_id(self) -> bytes:
         return secrets.token_bytes(ID_BYTES)

@@ -1,12 +1,10 @@
 """The settings of an endpoint, and the values derived from them."""
 
-from collections.abc import Callable
-
 import msgspec
 
 from baton.clock import Clock
-from baton.kvtransfer.protocol.handoff import HandoffTimeouts, Owner, PageLedger, Timing
-from baton.kvtransfer.protocol.messages import PROTOCOL, EndpointHello, Reserve
+from baton.kvtransfer.protocol.handoff import HandoffTimeouts, PageLedger, Timing
+from baton.kvtransfer.protocol.messages import PROTOCOL, EndpointHello
 from baton.kvtransfer.protocol.transfer_plan import plan_transfer
 from baton.kvtransfer.ranks.messages import PartRanks, RankSettings, parts_of
 from baton.kvtransfer.transports.base import AUTO
@@ -74,13 +72,3 @@ class EndpointSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
     def _ways(self, peer: EndpointHello, *, is_source: bool) -> tuple[PageLayout, PageLayout]:
         return (self.layout, peer.layout) if is_source else (peer.layout, self.layout)
-
-
-# Called for each reservation with the number of pages: makes room, and returns the pages' owner-to-be or
-# None.
-Admit = Callable[[Reserve, int], Owner | None]
-
-
-def refuse_all(request: Reserve, num_pages: int) -> Owner | None:
-    """The `admit` of an endpoint that only sends: refuse every reservation."""
-    return None

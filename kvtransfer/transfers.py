@@ -1,10 +1,8 @@
-"""The transfers that are open at an endpoint, and who may begin another."""
+"""The transfers that are open at an endpoint: their state machines, their parts at the ranks, their life."""
 
 from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Protocol, TypeAlias
-
-import msgspec
 
 from baton.clock import Clock
 from baton.errors import ProtocolError
@@ -15,6 +13,7 @@ from baton.kvtransfer.protocol.handoff import (
     CloseReceive,
     Finished,
     Granted,
+    GrantedTransfer,
     HandoffTimeouts,
     OpenReceive,
     PageLedger,
@@ -23,9 +22,10 @@ from baton.kvtransfer.protocol.handoff import (
     StopPushes,
     Timeline,
     TransferEnded,
+    TransferSize,
     Verify,
 )
-from baton.kvtransfer.protocol.messages import AnyMessage, Grant, PullRequest, Reserve, Wrote
+from baton.kvtransfer.protocol.messages import AnyMessage, Grant, PullRequest, TransferRequest, Wrote
 from baton.kvtransfer.protocol.pull import Lend
 from baton.kvtransfer.protocol.source import SourceHandoff, SourceState
 from baton.kvtransfer.ranks.messages import (
@@ -197,15 +197,12 @@ class Outgoing:
         num_units: int,
         clock: Clock,
         on_finished: Callable[["Outgoing", Finished], None],
-        on_granted: Callable[[bytes], None],
     ) -> None:
-        """on_granted: told the transfer's id once the peer has made room, if we had to ask for it."""
         self.handoff = handoff
         self.link = link
         self.timeline = Timeline(clock, num_units * len(routes))
         self._routes = routes
         self._on_finished = on_finished
-        self._on_granted = on_granted
         self._num_told = [0] * len(routes)  # pages that the rank of each part knows
         self._unreached: set[int] = set()
         self._stopping: set[int] = set()
@@ -216,11 +213,11 @@ class Outgoing:
         return self.handoff.state is SourceState.CLOSED
 
     def start(self) -> None:
-        """Ask for pages, once the transports of every part are open, or none will be."""
-        self._reach(lambda: self.perform(self.handoff.start()))
+        """Write what is offered, once the transports of every part are open, or none will be."""
+        self._reach(lambda: self.perform(self.handoff.opened()))
 
     def accept_pull(self, incarnation: bytes, lend: Lend) -> None:
-        """As `start`, but with pages that the peer has named; incarnation: of this endpoint."""
+        """As `start`, with pages that the peer has named; incarnation: of this endpoint."""
 
         def accept() -> None:
             self.timeline.offered()
@@ -237,8 +234,8 @@ class Outgoing:
             match action:
                 case Send(message):
                     self.link.send(message)
-                case Granted(grant):
-                    self._grant(grant)
+                case Granted(request):
+                    self._grant(request)
                 case Push():
                     self._push(action)
                 case StopPushes():
@@ -304,25 +301,20 @@ class Outgoing:
         self._unreached.discard(part)
         if not self._unreached and self._then is not None:
             then, self._then = self._then, None
-            self.timeline.settled()
+            self.timeline.opened()
             then()
 
-    def _grant(self, grant: Grant | PullRequest) -> None:
-        self.timeline.granted()
+    def _grant(self, request: TransferRequest) -> None:
         for route in self._routes:
             told = GrantPart(
                 transfer=self.handoff.transfer,
                 part=route.part,
-                epoch=grant.epoch,
-                pages=grant.pages,
-                generations=grant.generations,
-                is_bulk=isinstance(
-                    grant, PullRequest
-                ),  # a first token waits for what was reserved, not for this
+                epoch=request.epoch,
+                pages=request.pages,
+                generations=request.generations,
+                is_bulk=isinstance(request, PullRequest),  # no first token waits for a pull
             )
             route.executor.perform(told)
-        if isinstance(grant, Grant):
-            self._on_granted(self.handoff.transfer)
 
     def _push(self, push: Push) -> None:
         pages = self.handoff.pages
@@ -391,7 +383,7 @@ class Routing(Protocol):
 
 
 class TransferManager:
-    """An end is kept from its first call until nobody is in its pages any more. One thread calls."""
+    """An end is kept from its first call until no writer or reader is in its pages. One thread calls."""
 
     def __init__(self, settings: EndpointSettings, ledger: PageLedger, clock: Clock, ranks: Routing) -> None:
         self.outgoing: dict[bytes, Outgoing] = {}
@@ -402,7 +394,7 @@ class TransferManager:
         self._ranks = ranks
         self._epochs = count(1)
         self._ended: list[TransferEnded] = []
-        self._granted: list[bytes] = []
+        self._granted: list[GrantedTransfer] = []
 
     # A new one.
 
@@ -417,40 +409,48 @@ class TransferManager:
     def timeouts(self, link: Link, *, is_source: bool) -> HandoffTimeouts:
         return self._settings.timeouts(link.hello, self._ledger, self._clock, is_source=is_source)
 
-    def complaint(self, link: Link, request: Reserve | PullRequest) -> str | None:
-        """Why the peer may not ask for this transfer, which is new; None when it may."""
+    def complaint(self, link: Link, request: TransferRequest) -> str | None:
+        """Return why the peer may not request this new transfer; None when it may."""
         num_groups = _num_layer_groups(request)
         if num_groups > self._settings.layout.num_layers:
             return f"a transfer of {num_groups} groups of {self._settings.layout.num_layers} layers"
-        num_parts = self.num_parts(link, num_groups, is_source=isinstance(request, PullRequest))
+        num_parts = self.num_parts(link, num_groups, is_source=True)
         if request.num_parts != num_parts:
             return f"a transfer of {request.num_parts} parts between ranks that make {num_parts}"
-        if isinstance(request, Reserve) and request.position % self.page_tokens(link):
+        if isinstance(request, PullRequest):
+            return None  # the holder refuses it alone
+        if request.position % self.page_tokens(link):
             return f"a transfer from token {request.position} on, which starts no page"
+        num_pages = self.timeouts(link, is_source=True).num_destination_pages(request.num_units)
+        if len(request.pages) != num_pages:
+            return f"{len(request.pages)} pages are granted, {num_pages} are needed"
         return None
 
-    def checked(self, link: Link, request: Reserve, num_layer_groups: int) -> Reserve:
-        """Our own request, of pages that leave by groups of layers. ValueError: the peer would refuse it."""
-        request = msgspec.structs.replace(request, num_layer_groups=num_layer_groups)
-        complaint = self.complaint(link, request)
-        if complaint is not None:
-            raise ValueError(complaint)
-        return request
-
-    def depart(self, link: Link, request: Reserve | PullRequest) -> Outgoing:
+    def depart(self, link: Link, request: TransferRequest) -> Outgoing:
+        """Begin to send: the peer has requested this transfer, and `complaint` found nothing."""
         handoff = SourceHandoff(request, self.timeouts(link, is_source=True))
         routes = self._ranks.routes(link, _num_layer_groups(request), is_source=True)
-        outgoing = Outgoing(
-            handoff, link, routes, request.num_units, self._clock, self._finished, self._granted_to
-        )
+        outgoing = Outgoing(handoff, link, routes, request.num_units, self._clock, self._finished)
         self.outgoing[request.transfer] = outgoing
+        if isinstance(request, Grant):
+            unit_tokens = min(self._settings.layout.page_size, link.hello.layout.page_size)
+            self._granted.append(
+                GrantedTransfer(
+                    request.transfer,
+                    request.position,
+                    request.num_units,
+                    unit_tokens,
+                    request.num_layer_groups,
+                )
+            )
         return outgoing
 
-    def arrive(self, link: Link, request: Reserve) -> Incoming:
-        handoff = DestinationHandoff(request, next(self._epochs), self.timeouts(link, is_source=False))
-        routes = self._ranks.routes(link, request.num_layer_groups, is_source=False)
-        incoming = Incoming(handoff, link, routes, request.num_units, self._finished)
-        self.incoming[request.transfer] = incoming
+    def arrive(self, link: Link, size: TransferSize) -> Incoming:
+        """Begin to receive."""
+        handoff = DestinationHandoff(size, next(self._epochs), self.timeouts(link, is_source=False))
+        routes = self._ranks.routes(link, size.num_layer_groups, is_source=False)
+        incoming = Incoming(handoff, link, routes, size.num_units, self._finished)
+        self.incoming[size.transfer] = incoming
         return incoming
 
     def can_begin(self, end: End) -> bool:
@@ -487,13 +487,10 @@ class TransferManager:
         ended, self._ended = self._ended, []
         return ended
 
-    def take_granted(self) -> list[bytes]:
-        """Those that we asked for and that were granted pages since the last call."""
+    def take_granted(self) -> list[GrantedTransfer]:
+        """Return the transfers that peers have granted pages for since the last call."""
         granted, self._granted = self._granted, []
         return granted
-
-    def _granted_to(self, transfer: bytes) -> None:
-        self._granted.append(transfer)
 
     def _finished(self, end: End, finished: Finished) -> None:
         handoff = end.handoff
@@ -504,6 +501,6 @@ class TransferManager:
         self._ended.append(ended)
 
 
-def _num_layer_groups(request: Reserve | PullRequest) -> int:
-    """What is pulled is computed already: all layers of it leave together."""
-    return request.num_layer_groups if isinstance(request, Reserve) else 1
+def _num_layer_groups(request: TransferRequest) -> int:
+    """Pulled pages are computed already: all their layers leave together."""
+    return request.num_layer_groups if isinstance(request, Grant) else 1

@@ -1,35 +1,37 @@
-"""One prompt that is computed here for a decode worker.
+"""One prompt that this worker computes for a decode worker.
 
-1. The decode worker, which has kept room for it, is asked for pages. Computing does not wait for its answer;
-   no page leaves before it.
-2. PULLING: a prefix of it comes from another worker that holds it; not all prompts have such a one.
-3. COMPUTING: the engine has the sequence. After each step the pages that are full leave.
-4. LEAVING: the first token has been said, or why there is none; pages may be on their way. It lasts until the
-   decode worker has ended the transfer. One that refuses pages after all has to be told: it has no transfer.
+1. The router's Prefill starts the job. The prompt is computed at once; no page leaves before the decode
+   worker has granted pages, which it may do before the Prefill arrives or at any time after.
+2. PULLING: a prefix comes from another worker that holds it. Most prompts skip this stage.
+3. COMPUTING: the engine has the sequence. After each step, full pages leave if pages are granted.
+4. COMPUTED: the first token is sent; the pages wait for the grant.
+5. LEAVING: all pages are offered to the transfer, which lasts until the decode worker ends it.
 
-A sequence computes [0, num_tokens) and samples one token. The decode worker holds [0, num_held_tokens); the
-transfer counts units of `unit_tokens` from there on.
+A sequence computes [0, num_tokens) and samples one token. The decode worker holds [0, position) of the grant;
+the transfer counts units of `unit_tokens` from there on.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
 from baton.engine.scheduler.plan import ScheduledChunk
 from baton.engine.scheduler.sequence import SequenceProgress
-from baton.errors import ProtocolError
 from baton.kvtransfer.page_endpoint import PageEndpoint
+from baton.kvtransfer.protocol.handoff import GrantedTransfer
 from baton.messages.control import Failure, Prefill, PrefillFailed
-from baton.pages import PageLayout
 from baton.request import FinishReason, Request
 
 
 class PrefillStage(Enum):
+    """The stages of a job; see the top of this module."""
+
     PULLING = "pulling"
     COMPUTING = "computing"
+    COMPUTED = "computed"
     LEAVING = "leaving"
 
 
@@ -42,29 +44,27 @@ class Offer(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class PrefillJob:
-    prefill: Prefill
-    decode: str  # the worker that asked
-    page_size: int  # of the pages here
-    unit_tokens: int
-    stage: PrefillStage = PrefillStage.COMPUTING
-    is_granted: bool = False  # the decode worker has given pages
-    progress: SequenceProgress | None = None  # from COMPUTING on
-    _num_taken_pages: int = 0
+    """A prompt to compute, and how far its pages are."""
 
-    def __post_init__(self) -> None:
-        """ProtocolError for what no decode worker asks."""
-        num_held = self.prefill.num_held_tokens
-        if num_held % self.page_size or num_held >= self.num_tokens:
-            message = f"{num_held} of {self.num_tokens} tokens are held, in pages of {self.page_size}"
-            raise ProtocolError(message)
+    prefill: Prefill
+    page_size: int  # of the pages here
+    stage: PrefillStage = PrefillStage.COMPUTING
+    granted: GrantedTransfer | None = None
+    progress: SequenceProgress | None = None  # from COMPUTING on
+    computed_s: float = 0.0  # when the first token was there
+    _num_taken_pages: int = 0
 
     @property
     def request(self) -> Request:
         return self.prefill.request
 
     @property
+    def decode(self) -> str:
+        return self.prefill.decode
+
+    @property
     def key(self) -> tuple[str, int]:
-        """Which attempt at which request it is."""
+        """The request's id and the attempt."""
         return self.request.request_id, self.request.attempt
 
     @property
@@ -73,20 +73,22 @@ class PrefillJob:
 
     @property
     def engine_id(self) -> str:
-        """Its name in the engine: two decode workers may ask for one attempt that was given out twice."""
+        """The job's name in the engine: an attempt that two routers dispatched has two jobs."""
         return f"{self.request.request_id}.{self.request.attempt}.{self.transfer.hex()}"
 
     @property
     def num_tokens(self) -> int:
         return self.request.num_tokens
 
-    @property
-    def num_units(self) -> int:
-        return -(-(self.num_tokens - self.prefill.num_held_tokens) // self.unit_tokens)
+    def accepts(self, granted: GrantedTransfer) -> bool:
+        """Return whether the grant is for the rest of this prompt, from a page border on."""
+        num_missing = self.num_tokens - granted.position
+        is_rest = num_missing > 0 and granted.num_units == -(-num_missing // granted.unit_tokens)
+        return is_rest and not granted.position % self.page_size
 
     @property
     def engine_request(self) -> Request:
-        """The same request, but for one token: whatever that is, the engine ends there."""
+        """The request for one token only: the engine ends there."""
         sampling, num_generated = self.request.sampling, len(self.request.generated_token_ids)
         one_more = num_generated + 1
         # Stop ids are not sampled before `min_tokens`: for the one token, the lesser bound says the same.
@@ -96,7 +98,7 @@ class PrefillJob:
         return msgspec.structs.replace(self.request, request_id=self.engine_id, sampling=sampling)
 
     def finish_reason(self, reason: FinishReason | None, max_model_len: int) -> FinishReason | None:
-        """Of the whole answer, when its first token ended the sequence here for this reason."""
+        """Return the finish reason of the whole answer, when the first token ended the sequence here."""
         if reason is not FinishReason.LENGTH:
             return reason
         num_answered = len(self.request.generated_token_ids) + 1
@@ -105,18 +107,21 @@ class PrefillJob:
         return FinishReason.LENGTH if is_last else None
 
     def take_offer(self, *, is_last: bool = False) -> Offer | None:
-        """What can leave now and was not taken before; is_last: all, as the step that runs computes the rest.
+        """Return the pages that can leave now and were not taken before; None: there are none, or no grant.
 
-        Only whole pages leave before the end: a sequence that is preempted and computed again fills other
-        pages, and one of which a part has left would never get its rest.
+        is_last: take all pages, as the running step computes the rest. Otherwise only whole pages leave
+        before the prompt is computed: a preempted sequence is computed again into other pages, so a page that
+        left in part would never get its rest.
         """
-        assert self.progress is not None, "nothing is computed yet"
-        num_held, num_computed = self.prefill.num_held_tokens, self.progress.num_computed_tokens
+        granted = self.granted
+        if granted is None or self.progress is None:
+            return None
+        num_held, num_computed = granted.position, self.progress.num_computed_tokens
         if num_computed < self.num_tokens and not is_last:
             num_pages = (num_computed - num_held) // self.page_size
-            num_units = num_pages * (self.page_size // self.unit_tokens)
+            num_units = num_pages * (self.page_size // granted.unit_tokens)
         else:
-            num_pages, num_units = -(-(self.num_tokens - num_held) // self.page_size), self.num_units
+            num_pages, num_units = -(-(self.num_tokens - num_held) // self.page_size), granted.num_units
         if num_pages <= self._num_taken_pages:
             return None
         first = num_held // self.page_size
@@ -126,50 +131,45 @@ class PrefillJob:
 
 
 def refusal(request: Request, failure: Failure, reason: str) -> PrefillFailed:
+    """Return the message that tells the decode worker that there will be no first token."""
     return PrefillFailed(
         request_id=request.request_id, attempt=request.attempt, failure=failure, reason=reason[:512]
     )
 
 
-# Pages of prompts whose last chunk is being computed leave while it is: one group of layers after the other.
-#
-# So what is still to be sent when the first token is there is about one group's share of the last chunk. All
-# earlier chunks leave whole, while the next is computed.
-
-MAX_GROUPS: Final = 4
-MIN_RUN_BYTES: Final = 256 << 10  # of a page's share of one group: shorter runs cost more than they hide
-
-
-def num_layer_groups(layout: PageLayout) -> int:
-    """In how many groups pages of this layout should leave."""
-    return max(1, min(MAX_GROUPS, layout.num_layers, layout.page_bytes // MIN_RUN_BYTES))
-
-
 class LayerwiseSend:
-    """A LayerWatch of the engine's steps."""
+    """A LayerWatch that sends the pages of a prompt's last chunk by groups of layers, while it is computed.
 
-    def __init__(
-        self, endpoint: PageEndpoint, num_groups: int, departure_of: Callable[[str], PrefillJob | None]
-    ) -> None:
-        """departure_of: by its name in the engine; None for what is none."""
+    When the first token is there, about one group's share of the last chunk is still to be sent. Earlier
+    chunks leave whole, while the next chunk is computed.
+    """
+
+    def __init__(self, endpoint: PageEndpoint, job_of: Callable[[str], PrefillJob | None]) -> None:
+        """job_of: a job by its engine id; None for other sequences."""
         self._endpoint = endpoint
-        self._num_groups = num_groups
-        self._departure_of = departure_of
+        self._job_of = job_of
         self._offers: list[tuple[PrefillJob, Offer]] = []
-        self._group = 0  # the next to be told of
+        self._group = 0  # the next to send
 
     def begin(self, chunks: Sequence[ScheduledChunk]) -> int:
+        """Take the offers of prompts that this step completes; return the number of groups, 0 for none."""
         self._offers.clear()
-        self._group = 0
+        self._group = num_groups = 0
         for chunk in chunks:
-            prefill_job = self._departure_of(chunk.sequence.request_id) if chunk.samples else None
-            offer = prefill_job.take_offer(is_last=True) if prefill_job is not None else None
-            if prefill_job is not None and offer is not None:
-                self._offers.append((prefill_job, offer))
-        return self._num_groups if self._offers else 0
+            job = self._job_of(chunk.sequence.request_id) if chunk.samples else None
+            granted = job.granted if job is not None else None
+            if job is None or granted is None or granted.num_layer_groups == 1:
+                continue
+            if num_groups not in (0, granted.num_layer_groups):
+                continue  # sent whole after the step
+            offer = job.take_offer(is_last=True)
+            if offer is not None:
+                num_groups = granted.num_layer_groups
+                self._offers.append((job, offer))
+        return num_groups
 
     def layers_written(self, first: int, stop: int) -> None:
-        for prefill_job, offer in self._offers:
+        for job, offer in self._offers:
             pages = () if self._group else offer.pages
-            self._endpoint.offer(prefill_job.transfer, pages, offer.num_units, group=self._group)
+            self._endpoint.offer(job.transfer, pages, offer.num_units, group=self._group)
         self._group += 1

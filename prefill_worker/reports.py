@@ -35,42 +35,42 @@ class PrefillReports(WorkerReports):
         super().__init__(peer_registry, clock)
         self._stamps: dict[bytes, _Stamps] = {}  # by transfer
 
-    def arrived(self, prefill_job: PrefillJob) -> None:
-        self._stamps[prefill_job.transfer] = _Stamps(self.clock.now_s())
+    def arrived(self, job: PrefillJob) -> None:
+        self._stamps[job.transfer] = _Stamps(self.clock.now_s())
 
-    def pulled(self, prefill_job: PrefillJob, pull: PrefixPull) -> None:
-        stamps = self._stamps[prefill_job.transfer]
+    def pulled(self, job: PrefillJob, pull: PrefixPull) -> None:
+        stamps = self._stamps[job.transfer]
         stamps.pulled_bytes, stamps.pulled_s = pull.num_bytes if pull.pages else 0, pull.seconds
 
-    def computing(self, prefill_job: PrefillJob) -> None:
+    def computing(self, job: PrefillJob) -> None:
         """A step has ended, and it is not computed yet."""
-        stamps = self._stamps[prefill_job.transfer]
-        if stamps.started_s is None and prefill_job.progress and prefill_job.progress.status not in _QUEUED:
+        stamps = self._stamps[job.transfer]
+        if stamps.started_s is None and job.progress and job.progress.status not in _QUEUED:
             stamps.started_s = self.step_began_s
 
-    def computed(self, prefill_job: PrefillJob, output: StepOutput) -> None:
-        stamps = self._stamps[prefill_job.transfer]
+    def computed(self, job: PrefillJob, output: StepOutput) -> None:
+        stamps = self._stamps[job.transfer]
         if stamps.started_s is None:
             stamps.started_s = self.step_began_s
         stamps.computed_s = self.clock.now_s() - stamps.started_s
         stamps.num_cached_tokens = output.num_cached_tokens
-        stamps.own_s = prefill_job.progress.own_s if prefill_job.progress else 0.0
+        stamps.own_s = job.progress.own_s if job.progress else 0.0
 
-    def ended(self, prefill_job: PrefillJob, ended: TransferEnded) -> None:
+    def ended(self, job: PrefillJob, ended: TransferEnded) -> None:
         """Its transfer, one way or another; what is left of it is forgotten."""
-        stamps = self._stamps.pop(prefill_job.transfer, None)
+        stamps = self._stamps.pop(job.transfer, None)
         times, is_handed_over = ended.times, ended.outcome is HandoffOutcome.HANDED_OVER
         if stamps is None or stamps.started_s is None or stamps.computed_s is None or not is_handed_over:
             return
-        request = prefill_job.request
+        request = job.request
         self.prefilled(
             PrefillTimes(
                 request.request_id,
                 request.attempt,
                 waited_s=stamps.started_s - stamps.arrived_s,
                 computed_s=stamps.computed_s,
-                num_new_tokens=prefill_job.num_tokens - stamps.num_cached_tokens,
-                num_tokens=prefill_job.num_tokens,
+                num_new_tokens=job.num_tokens - stamps.num_cached_tokens,
+                num_tokens=job.num_tokens,
                 pulled_bytes=stamps.pulled_bytes,
                 pulled_s=stamps.pulled_s,
                 moved_bytes=times.num_bytes if times is not None else 0,
@@ -79,5 +79,5 @@ class PrefillReports(WorkerReports):
             )
         )
 
-    def forget(self, prefill_job: PrefillJob) -> None:
-        self._stamps.pop(prefill_job.transfer, None)
+    def forget(self, job: PrefillJob) -> None:
+        self._stamps.pop(job.transfer, None)

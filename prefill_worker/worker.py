@@ -1,13 +1,16 @@
 """Computes prompts for decode workers: admit -> step -> hand off.
 
-The life of a prompt is in prefill_worker/prefill_job.py. What comes in between:
+`prefill_worker/prefill_job.py` has the life of a prompt. The rules between its stages:
 
-- Its pages leave while the rest is computed; whoever waits for them has made room before.
-- The first token goes to the gateway at once, and to the decode worker, which goes on from there.
-- A decode worker or a gateway that is gone, or a transfer that failed, ends it. The engine keeps what it has
-  computed as a known prefix, so that a second try is cheap.
+- The router orders a prompt, and the decode worker grants pages for it, in either order.
+- Full pages leave while the rest of the prompt is computed.
+- The first token goes to the gateway and to the decode worker at once.
+- A computed prompt whose grant does not come is given up after a time, or at once when its pages are all that
+  keeps other prompts from being computed. The decode worker then computes the prompt itself.
+- The loss of the decode worker, or a failed transfer, ends the job. The engine keeps the KV as a cached
+  prefix, so that a second attempt is cheap.
 
-All calls come from one thread, and nothing here waits. `step` is the loop's body.
+All calls come from one thread, and none of them waits. `step` is the body of the loop.
 """
 
 from typing import Final
@@ -20,8 +23,7 @@ from baton.errors import InvalidRequest, ProtocolError
 from baton.kvtransfer.links import KvLinks
 from baton.kvtransfer.page_endpoint import PageEndpoint
 from baton.kvtransfer.prefixes import PulledPrefixes
-from baton.kvtransfer.protocol.handoff import TransferEnded
-from baton.messages.bounds import Kind
+from baton.kvtransfer.protocol.handoff import GrantedTransfer, TransferEnded
 from baton.messages.codec import TOO_LARGE, AnyMessage, fits
 from baton.messages.control import Cancel, Failure, Prefill, Prefilled, with_arrival
 from baton.messages.status import OverloadLevel
@@ -31,12 +33,16 @@ from baton.prefill_worker.reports import PrefillReports
 from baton.request import FilledPages, FinishReason, StepOutput, TokenEvent
 from baton.rpc.peers import Peer, PeerRegistry
 from baton.rpc.reports import load_of
-from baton.rpc.worker_node import WorkerNode
+from baton.rpc.worker_node import EndedAttempts, WorkerNode, check_one_choice
 
-TRANSFER_TIMEOUT_S: Final = 600.0  # from the reservation on, time in the queue included
+MAX_GRANT_WAIT_S: Final = 30.0  # of a computed prompt, for its decode worker to have free pages
+# Of a grant, for the router's order: the router may have died before sending it.
+MAX_ORDER_WAIT_S: Final = 5.0
 
 
 class PrefillWorker(WorkerNode):
+    """A worker that computes prompts; a decode worker answers the rest."""
+
     def __init__(
         self,
         engine: Replica,
@@ -44,10 +50,7 @@ class PrefillWorker(WorkerNode):
         peer_registry: PeerRegistry,
         clock: Clock,
         links: KvLinks,
-        *,
-        num_layer_groups: int = 1,
     ) -> None:
-        """num_layer_groups: in how many groups of layers the last pages of a prompt leave."""
         self._clock = clock
         self._reports = PrefillReports(peer_registry, clock)
         super().__init__(peer_registry, links, self._reports)
@@ -55,21 +58,21 @@ class PrefillWorker(WorkerNode):
         self._endpoint = endpoint
         self._links = links
         self._prefixes = PulledPrefixes[PrefillJob](engine, endpoint, links, clock)
-        self._prefill_jobs: dict[bytes, PrefillJob] = {}  # by transfer, until that has ended
-        self._by_engine_id: dict[str, PrefillJob] = {}  # those that are COMPUTING
-        self._num_layer_groups = num_layer_groups
-        self._last_chunks: LayerwiseSend | None = None
-        if num_layer_groups > 1:
-            self._last_chunks = LayerwiseSend(endpoint, num_layer_groups, self._by_engine_id.get)
+        self._jobs: dict[bytes, PrefillJob] = {}  # by transfer, until that has ended
+        self._by_engine_id: dict[str, PrefillJob] = {}  # whose pages the engine has
+        # transfer -> a grant whose order has not come, and since when
+        self._early_grants: dict[bytes, tuple[GrantedTransfer, float]] = {}
+        self._over = EndedAttempts()
+        self._layerwise_send = LayerwiseSend(endpoint, self._by_engine_id.get)
         self._num_tokens = self._kv_bytes = 0
 
     @property
-    def is_idle(self) -> bool:  # no page waits here to be fetched, either
-        return not self._prefill_jobs and not self._endpoint.num_open
+    def is_idle(self) -> bool:
+        return not self._jobs and not self._endpoint.num_open  # no peer pulls pages, either
 
     @property
     def attempts(self) -> tuple[tuple[str, int], ...]:
-        return tuple(prefill_job.key for prefill_job in self._prefill_jobs.values())
+        return tuple(job.key for job in self._jobs.values())
 
     def load(self) -> Load:
         return msgspec.structs.replace(
@@ -83,23 +86,28 @@ class PrefillWorker(WorkerNode):
     # The loop.
 
     def step(self) -> None:
-        """Do what can be done now."""
+        """Take grants and ended transfers, run one step of the engine, and send what it has computed."""
         all_ended = self._endpoint.poll()
-        for transfer in self._endpoint.take_granted():
-            self._granted(transfer)
+        for granted in self._endpoint.take_granted():
+            self._granted(granted)
         for ended in all_ended:
             self._pulled(ended)
             self._transfer_ended(ended)
         if self._engine.has_work():
             self._reports.step_begins()
-            for output in self._engine.step(self._last_chunks):
+            for output in self._engine.step(self._layerwise_send):
                 self._hand_off(output)
             self._offer_what_is_computed()
             self._reports.step_ended(self._engine)
+            self._unblock()
         self._peer_registry.flush()
         self._reports.tell(self._engine)
 
-    # Colleagues.
+    def tick(self) -> None:
+        self._give_up_overdue()
+        super().tick()
+
+    # Peers.
 
     def _pressed(self, level: OverloadLevel) -> None:
         self._engine.set_pressure(small_chunks=level.small_chunks, makes_room=level.makes_room)
@@ -112,158 +120,193 @@ class PrefillWorker(WorkerNode):
 
     def _heard(self, peer: Peer, message: AnyMessage) -> None:
         match message:
-            case Prefill() if peer.hello.process is Kind.WORKER:
-                self._begin(peer, message)
+            case Prefill() if self._peer_registry.is_router(peer):
+                self._begin(message)
             case Cancel():
                 self._cancel(peer, message)
             case _:
-                raise ProtocolError(f"a {type(message).__name__} is nothing for a prefill worker")
+                raise ProtocolError(f"a prefill worker takes no {type(message).__name__}")
 
     def _lost_workers(self, ids: list[str]) -> None:
-        for prefill_job in list(self._prefill_jobs.values()):
-            if prefill_job.decode in ids:  # it may hear us yet: gone is what the router says it is
-                self._give_up(prefill_job, "its decode worker is gone")
-                self._refuse(prefill_job.decode, prefill_job.prefill, Failure.BUSY, "you were taken for dead")
+        for job in list(self._jobs.values()):
+            if job.decode in ids:  # the router removed it, but its connection may be up
+                self._give_up(job, "its decode worker is gone")
+                self._refuse(job.prefill, Failure.BUSY, "the router removed this worker")
 
     def _cancel(self, peer: Peer, cancel: Cancel) -> None:
-        for prefill_job in list(self._prefill_jobs.values()):
-            is_it = prefill_job.key == (cancel.request_id, cancel.attempt)
-            if is_it and prefill_job.decode == peer.hello.id:
-                self._give_up(prefill_job, "not wanted any more")
+        if peer.hello.worker is None:
+            return  # a gateway cancels at the decode worker
+        self._over.add(cancel.request_id, cancel.attempt)
+        for job in list(self._jobs.values()):
+            if job.key == (cancel.request_id, cancel.attempt) and job.decode == peer.hello.id:
+                self._give_up(job, "the attempt is cancelled")
 
-    # A prompt comes.
+    # A prompt arrives.
 
-    def _begin(self, peer: Peer, prefill: Prefill) -> None:
-        link = self._links.to(peer.hello.id)
-        page_size = self._engine.pages.page_size
-        if link is None or prefill.transfer in self._prefill_jobs:
-            self._refuse(peer.hello.id, prefill, Failure.BUSY, "no pages can be sent to that worker now")
+    def _begin(self, prefill: Prefill) -> None:
+        job = PrefillJob(with_arrival(prefill, self._clock.now_s()), self._engine.pages.page_size)
+        if job.key in self._over or job.transfer in self._jobs:
             return
         if self.is_draining:
-            self._refuse(peer.hello.id, prefill, Failure.BUSY, "the worker is about to end")
+            self._refuse(prefill, Failure.BUSY, "the worker is about to end")
             return
-        unit_tokens = min(page_size, link.hello.layout.page_size)
-        prefill = with_arrival(prefill, self._clock.now_s())
-        prefill_job = PrefillJob(prefill, peer.hello.id, page_size, unit_tokens)
         try:
-            self._engine.check(prefill_job.request)
-            self._endpoint.start(
-                link,
-                prefill_job.num_units,
-                deadline_s=TRANSFER_TIMEOUT_S,
-                transfer=prefill.transfer,
-                num_layer_groups=self._num_layer_groups,
-            )
+            check_one_choice(job.request)
+            self._engine.check(job.request)
         except InvalidRequest as error:
-            self._refuse(peer.hello.id, prefill, Failure.INVALID, str(error))
-        except ValueError as error:  # no transfer can be like that: it has too many units
-            self._refuse(peer.hello.id, prefill, Failure.BUSY, str(error))
-        else:
-            self._prefill_jobs[prefill.transfer] = prefill_job
-            self._reports.arrived(prefill_job)
-            self._compute(prefill_job)
+            self._refuse(prefill, Failure.INVALID, str(error))
+            return
+        self._jobs[job.transfer] = job
+        self._reports.arrived(job)
+        granted, _ = self._early_grants.pop(job.transfer, (None, 0.0))
+        if granted is not None:
+            self._granted(granted)
+        self._compute(job)
 
-    def _granted(self, transfer: bytes) -> None:
-        prefill_job = self._prefill_jobs.get(transfer)
-        if prefill_job is not None:
-            prefill_job.is_granted = True
-
-    def _compute(self, prefill_job: PrefillJob) -> None:
-        """At once: the decode worker has kept the room that it is being asked for."""
-        prefix = SoughtPrefix(self._engine, prefill_job.request, prefill_job.engine_id)
-        if self._prefixes.begin(prefill_job, prefill_job.prefill.source, prefix):
-            prefill_job.stage = PrefillStage.PULLING
+    def _granted(self, granted: GrantedTransfer) -> None:
+        job = self._jobs.get(granted.transfer)
+        if job is None:
+            self._early_grants[granted.transfer] = granted, self._clock.now_s()
+        elif not job.accepts(granted):
+            self._endpoint.abort(granted.transfer, "the grant is not for this prompt")
         else:
-            self._start(prefill_job, None)
+            job.granted = granted
+            if job.stage is PrefillStage.COMPUTED:
+                self._offer(job)
+                self._leave(job)
+            elif job.stage is PrefillStage.COMPUTING:
+                self._offer(job)
+
+    def _compute(self, job: PrefillJob) -> None:
+        """Pull a prefix first, if the router named a peer that holds one."""
+        prefix = SoughtPrefix(self._engine, job.request, job.engine_id)
+        if self._prefixes.begin(job, job.prefill.source, prefix):
+            job.stage = PrefillStage.PULLING
+        else:
+            self._start(job, None)
 
     def _pulled(self, ended: TransferEnded) -> None:
-        """Go on with the prefix that has come, or without."""
+        """Continue with the prefix that has come, or without."""
         pulled = self._prefixes.take(ended)
         if pulled is not None:
             self._reports.pulled(pulled.waiter, pulled.pull)
             self._start(pulled.waiter, pulled.filled)
 
-    def _start(self, prefill_job: PrefillJob, filled: FilledPages | None) -> None:
+    def _start(self, job: PrefillJob, filled: FilledPages | None) -> None:
         try:
-            (prefill_job.progress,) = self._engine.add(prefill_job.engine_request, filled, keeps_pages=True)
-        except InvalidRequest as error:  # it may well fit the decode worker
+            (job.progress,) = self._engine.add(job.engine_request, filled, keeps_pages=True)
+        except InvalidRequest as error:  # the decode worker may have more room
             if filled is not None:
                 self._engine.release(filled)
-            self._fail(prefill_job, Failure.BUSY, str(error))
+            self._fail(job, Failure.BUSY, str(error))
             return
-        prefill_job.stage = PrefillStage.COMPUTING
-        self._by_engine_id[prefill_job.engine_id] = prefill_job
+        job.stage = PrefillStage.COMPUTING
+        self._by_engine_id[job.engine_id] = job
 
     # It leaves.
 
     def _offer_what_is_computed(self) -> None:
-        for prefill_job in self._by_engine_id.values():
-            self._offer(prefill_job)
-            self._reports.computing(prefill_job)
+        for job in self._by_engine_id.values():
+            if job.stage is PrefillStage.COMPUTING:
+                self._offer(job)
+                self._reports.computing(job)
 
-    def _offer(self, prefill_job: PrefillJob) -> None:
-        offer = prefill_job.take_offer()
+    def _offer(self, job: PrefillJob) -> None:
+        offer = job.take_offer()
         if offer is not None:
-            self._endpoint.offer(prefill_job.transfer, offer.pages, offer.num_units)
+            self._endpoint.offer(job.transfer, offer.pages, offer.num_units)
 
     def _hand_off(self, output: StepOutput) -> None:
-        """The first token, and with it all that is left of the pages."""
-        prefill_job = self._by_engine_id[output.request_id]
+        """Send the first token, and offer the rest of the pages if the decode worker has granted them."""
+        job = self._by_engine_id[output.request_id]
         if output.finish_reason is FinishReason.ERROR:
-            self._fail(prefill_job, Failure.ERROR, "the model's output for it could not be sampled")
+            self._fail(job, Failure.ERROR, "the model's output for it could not be sampled")
             return
-        reason = prefill_job.finish_reason(output.finish_reason, self._engine.max_model_len)
-        event = TokenEvent.of(prefill_job.request, output, reason)
+        reason = job.finish_reason(output.finish_reason, self._engine.max_model_len)
+        event = TokenEvent.of(job.request, output, reason)
         if not fits(event):
-            self._fail(prefill_job, Failure.INVALID, TOO_LARGE)
+            self._fail(job, Failure.INVALID, TOO_LARGE)
             return
-        self._reports.computed(prefill_job, output)
+        self._reports.computed(job, output)
         self._num_tokens += output.token_id is not None
-        self._peer_registry.emit(prefill_job.prefill.gateway, event)
-        self._peer_registry.tell(prefill_job.decode, Prefilled(event=event))
+        self._peer_registry.emit(job.prefill.gateway, event)
+        self._peer_registry.tell(job.decode, Prefilled(event=event))
+        job.computed_s = self._clock.now_s()
+        if reason is None and job.granted is None:
+            job.stage = PrefillStage.COMPUTED
+            return
         if reason is None:
-            self._offer(prefill_job)
-        self._leave(prefill_job)
+            self._offer(job)
+        self._leave(job)
 
-    def _leave(self, prefill_job: PrefillJob) -> None:
-        """The rest is the decode worker's: it ends a transfer that it wants no more.
+    def _leave(self, job: PrefillJob) -> None:
+        """The transfer has all pages, or needs none: the decode worker ends it.
 
-        If that end came from here it might be heard before what was said, over another connection, and the
-        prompt would be computed once more.
+        An end from here could arrive before the first token, over another connection, and the decode worker
+        would compute the prompt once more.
         """
-        self._let_engine_go(prefill_job)
-        prefill_job.stage = PrefillStage.LEAVING
+        self._release_engine(job)
+        if job.granted is None:
+            self._forget(job)
+        else:
+            job.stage = PrefillStage.LEAVING
 
     def _transfer_ended(self, ended: TransferEnded) -> None:
         if ended.times is not None:
             self._kv_bytes += ended.times.num_bytes
-        prefill_job = self._prefill_jobs.pop(ended.transfer, None)
-        if prefill_job is None:
+        self._early_grants.pop(ended.transfer, None)
+        job = self._jobs.pop(ended.transfer, None)
+        if job is None:
             return
-        self._reports.ended(prefill_job, ended)
-        if prefill_job.stage is not PrefillStage.LEAVING or not prefill_job.is_granted:
-            self._let_engine_go(prefill_job)
-            self._refuse(prefill_job.decode, prefill_job.prefill, Failure.BUSY, ended.reason)
+        self._reports.ended(job, ended)
+        if job.stage is not PrefillStage.LEAVING:
+            self._release_engine(job)
+            self._refuse(job.prefill, Failure.BUSY, ended.reason)
 
     # It ends otherwise.
 
-    def _fail(self, prefill_job: PrefillJob, failure: Failure, reason: str) -> None:
-        self._leave(prefill_job)
-        self._refuse(prefill_job.decode, prefill_job.prefill, failure, reason)
+    def _give_up_overdue(self) -> None:
+        """End computed prompts without a grant, and grants without a prompt."""
+        now_s = self._clock.now_s()
+        for job in list(self._jobs.values()):
+            if job.stage is PrefillStage.COMPUTED and now_s - job.computed_s > MAX_GRANT_WAIT_S:
+                self._fail(job, Failure.BUSY, f"no pages were granted for {MAX_GRANT_WAIT_S:.0f} s")
+        for transfer, (_, since_s) in list(self._early_grants.items()):
+            if now_s - since_s > MAX_ORDER_WAIT_S:
+                del self._early_grants[transfer]
+                self._endpoint.abort(transfer, "the router's order has not come")
 
-    def _refuse(self, decode: str, prefill: Prefill, failure: Failure, reason: str) -> None:
-        self._peer_registry.tell(decode, refusal(prefill.request, failure, reason))
+    def _unblock(self) -> None:
+        """Give up the latest computed prompt without a grant when nothing else can run for want of pages.
 
-    def _give_up(self, prefill_job: PrefillJob, reason: str) -> None:
-        """Let go of everything that it holds here."""
-        self._endpoint.abort(prefill_job.transfer, reason)
-        self._let_engine_go(prefill_job)
-        self._prefill_jobs.pop(prefill_job.transfer, None)
-        self._reports.forget(prefill_job)
+        The decode worker may wait for a prompt that this engine has no pages to compute.
+        """
+        waiting = [each for each in self._by_engine_id.values() if each.stage is PrefillStage.COMPUTED]
+        if waiting:
+            stats = self._engine.stats()
+            if stats.num_waiting and not stats.num_running:
+                self._fail(waiting[-1], Failure.BUSY, "other prompts needed its pages")
 
-    def _let_engine_go(self, prefill_job: PrefillJob) -> None:
-        self._prefixes.drop(prefill_job)
-        if self._by_engine_id.pop(prefill_job.engine_id, None) is None:
+    def _fail(self, job: PrefillJob, failure: Failure, reason: str) -> None:
+        self._leave(job)
+        self._refuse(job.prefill, failure, reason)
+
+    def _refuse(self, prefill: Prefill, failure: Failure, reason: str) -> None:
+        self._peer_registry.tell(prefill.decode, refusal(prefill.request, failure, reason))
+
+    def _give_up(self, job: PrefillJob, reason: str) -> None:
+        """Release everything that the job holds here."""
+        self._endpoint.abort(job.transfer, reason)
+        self._release_engine(job)
+        self._forget(job)
+
+    def _forget(self, job: PrefillJob) -> None:
+        self._jobs.pop(job.transfer, None)
+        self._reports.forget(job)
+
+    def _release_engine(self, job: PrefillJob) -> None:
+        self._prefixes.drop(job)
+        if self._by_engine_id.pop(job.engine_id, None) is None:
             return
-        if not self._engine.abort(prefill_job.engine_id):  # it has ended already, and its pages are kept
-            self._engine.release_kept(prefill_job.engine_id, prefill_job.request.choice)
+        if not self._engine.abort(job.engine_id):  # the sequence has ended, and its pages are kept
+            self._engine.release_kept(job.engine_id, job.request.choice)

@@ -9,6 +9,7 @@
    was lost before that. Whatever makes room lets others out.
 """
 
+import secrets
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
@@ -23,6 +24,7 @@ from baton.messages.control import (
     AttemptFailed,
     Dispatch,
     Failure,
+    Prefill,
     Queued,
     Rejected,
     Routed,
@@ -89,17 +91,26 @@ def entry_of(
     )
 
 
-def dispatch_of(gateway_id: str, request: Request, pair: Pair, age_s: float) -> Dispatch:
-    source = pair.choice.source if pair.choice is not None else None
+def orders_of(gateway_id: str, request: Request, pair: Pair, age_s: float) -> tuple[Dispatch, Prefill | None]:
+    """Return the messages that begin an attempt: to the decode worker, and to the prefill worker if any."""
+    source, age_s = pair.choice.source if pair.choice is not None else None, min(MAX_AGE_S, age_s)
     if source is not None and not fits_beside(request, source):
-        source = None  # then all is computed: a hint is not worth the request
-    return Dispatch(
+        source = None  # the prompt is computed whole: the request matters more than the hint
+    if pair.prefill is None:
+        return Dispatch(request=request, gateway=gateway_id, age_s=age_s, source=source), None
+    transfer = secrets.token_bytes(TRANSFER_BYTES)
+    dispatch = Dispatch(
+        request=request, gateway=gateway_id, prefill=pair.prefill.id, transfer=transfer, age_s=age_s
+    )
+    prefill = Prefill(
         request=request,
         gateway=gateway_id,
-        prefill=prefill_of(pair),
-        age_s=min(MAX_AGE_S, age_s),
+        decode=pair.decode.id,
+        transfer=transfer,
+        age_s=age_s,
         source=source,
     )
+    return dispatch, prefill
 
 
 def routed_of(request: Request, pair: Pair) -> Routed:
@@ -112,6 +123,7 @@ def routed_of(request: Request, pair: Pair) -> Routed:
     )
 
 
+TRANSFER_BYTES: Final = 16
 RETRY_AFTER_S = 1.0
 MAX_RETRY_AFTER_S = 86_400.0
 
@@ -322,7 +334,10 @@ class Dispatcher:
         request = submit.request
         self._in_flight.enter(key, entry)
         self._counters["dispatched" if pair.prefill is not None else "dispatched_local"] += 1
-        pair.decode.peer.send(dispatch_of(gateway.id, request, pair, age_s))
+        dispatch, prefill = orders_of(gateway.id, request, pair, age_s)
+        if pair.prefill is not None and prefill is not None:
+            pair.prefill.peer.send(prefill)
+        pair.decode.peer.send(dispatch)
         gateway.peer.send(routed_of(request, pair))
         # Nobody waits for what follows.
         self._cluster_state.decided(submit, pair)

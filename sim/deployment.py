@@ -17,7 +17,6 @@ from baton.decode_worker.worker import DecodeWorker
 from baton.gateway.streams.frontend import Frontend
 from baton.gateway.streams.request_stream import ReplayLimits
 from baton.kvtransfer.links import KvLinks, Link
-from baton.kvtransfer.protocol.messages import Reserve
 from baton.messages.bounds import Kind
 from baton.messages.control import Alive, Hello, KvEventBatch
 from baton.messages.workers import Address, Worker, WorkerRole
@@ -191,7 +190,6 @@ class WorkerPlan(NamedTuple):
     name: str
     role: WorkerRole
     machine: TokenMachine
-    local_prefill_tokens: int
 
 
 class SimWorker:
@@ -201,9 +199,7 @@ class SimWorker:
         self.plan = plan
         self.process = process = context.new_process(plan.name)
         self.engine = SimEngine(plan.machine, process.clock, process.spend)
-        self.endpoint = SimEndpoint(
-            process, self.engine, context.network, context.random, context.recorder, self._admit
-        )
+        self.endpoint = SimEndpoint(process, self.engine, context.network, context.random, context.recorder)
         self._may_end_s = math.inf
         self._context = context
         self._host = context.new_host(process)
@@ -237,10 +233,6 @@ class SimWorker:
             self._context.network.close_all(self.process)
             self.process.die()
 
-    def _admit(self, reserve: Reserve, num_pages: int) -> str | None:
-        worker = self.worker
-        return worker.admit(reserve, num_pages) if isinstance(worker, DecodeWorker) else None
-
     def _hello(self, address: Address, kv_address: Address) -> Hello:
         plan, machine = self.plan, self.plan.machine
         worker = Worker(
@@ -267,10 +259,7 @@ class SimWorker:
         clock, links = self.process.clock, KvLinks(self._connect)
         if is_prefill:
             return PrefillWorker(self.engine, self.endpoint, peer_registry, clock, links)
-        num_local = self.plan.local_prefill_tokens
-        return DecodeWorker(
-            self.engine, self.endpoint, peer_registry, clock, links, local_prefill_tokens=num_local
-        )
+        return DecodeWorker(self.engine, self.endpoint, peer_registry, clock, links)
 
     def _connect(self, address: Address, answer: Callable[[Link | None], None]) -> None:
         """See Connect in kvtransfer/links.py."""
@@ -418,4 +407,4 @@ def _worker_plan(role: WorkerRole, number: int, random: Random) -> WorkerPlan:
         step_s=random.uniform(0.01, 0.06),
         token_s=random.uniform(0.0001, 0.003),
     )
-    return WorkerPlan(f"{role.value}-{number}", role, machine, random.choice((0, 2, 8)))
+    return WorkerPlan(f"{role.value}-{number}", role, machine)

@@ -13,7 +13,7 @@ from baton.kvtransfer.page_endpoint import PageEndpoint
 from baton.kvtransfer.protocol.handoff import Timing, TransferEnded
 from baton.kvtransfer.protocol.messages import AnyMessage, decode, encode
 from baton.kvtransfer.protocol.pull import ID_BYTES
-from baton.kvtransfer.settings import Admit, EndpointSettings
+from baton.kvtransfer.settings import EndpointSettings
 from baton.pages import PageLayout
 from baton.sim.engine import FINGERPRINT, SimEngine
 from baton.sim.network import End, Network
@@ -70,13 +70,12 @@ class SimEndpoint(PageEndpoint):
         network: Network,
         random: Random,
         recorder: Recorder,
-        admit: Admit,
     ) -> None:
         settings = EndpointSettings(
             key=b"", fingerprint=FINGERPRINT, layout=_layout(engine.machine.page_size), timing=TIMING
         )
         self.rank = rank = SimRank(process, engine, settings.layout, self._hear, network, random)
-        super().__init__(settings, rank.incarnation, engine.pages, admit, process.clock, rank)
+        super().__init__(settings, rank.incarnation, engine.pages, process.clock, rank)
         self.lend = engine.pin
         self.process = process
         self.recorder = recorder

@@ -182,8 +182,7 @@ class SimEngine(Replica):
         return self._add(request, filled, keeps_pages)
 
     def step(self, watch: LayerWatch | None = None) -> list[StepOutput]:
-        """As `Replica.step`."""
-        assert watch is None, "the model has one layer: nothing leaves in groups"
+        """As `Replica.step`; the only layer has no watch."""
         self._expire()
         batch = self.scheduler.apply(self.scheduler.plan())
         duration_s = self._duration_s(batch)

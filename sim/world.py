@@ -11,12 +11,13 @@ from collections.abc import Callable, Iterator
 from random import Random
 from typing import Final
 
-from baton.decode_worker.worker import CancelledAttempts
+from baton.decode_worker.worker import EarlyResults
 from baton.engine.cache.page_pool import PageState
 from baton.errors import Overloaded, WorkerLost
 from baton.gateway.streams.request_stream import MAX_STRIKES, ReplayLimits
 from baton.router.in_flight import SILENCE_S
 from baton.rpc.reports import BEAT_S
+from baton.rpc.worker_node import EndedAttempts
 from baton.sim.clients import BAD_REQUEST_CHANCE, Arrival, ClientLoad, SimClient
 from baton.sim.deployment import Deployment, SimContext, SimGateway, SimRouter, SimWorker
 from baton.sim.faults import Faults, Trouble
@@ -246,7 +247,7 @@ def _memory_complaints(life: SimWorker) -> Iterator[str]:
     """Collections of a worker and its parts are empty, except those with a bound of their own."""
     parts = [part for part in vars(life.worker).values() if type(part).__module__.startswith(WORKER_MODULES)]
     for owner in (life.worker, *parts):
-        for name, value in vars(owner).items() if not isinstance(owner, CancelledAttempts) else ():
+        for name, value in vars(owner).items() if not isinstance(owner, EarlyResults | EndedAttempts) else ():
             if isinstance(value, dict | list | set) and value and not isinstance(value, Counter):
                 yield f"{life.process.name} remembers {len(value)} in {type(owner).__name__}.{name}"
 

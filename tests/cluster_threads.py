@@ -167,7 +167,6 @@ class Cluster:
                         engine=engine,
                         routers=(address,),
                         transport=transport,
-                        local_prefill_tokens=local_prefill_tokens,
                         drain_timeout_s=10.0,
                         step_timeout_s=step_timeout_s,
                     ),

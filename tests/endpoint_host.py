@@ -1,6 +1,13 @@
-"""A whole endpoint with its ledger and its loop, in the test's process or in one of its own."""
+"""A whole endpoint with its ledger and its loop, in the test's process or in one of its own.
+
+A source asks a destination for a grant over a Unix socket of the tests: in a cluster, both workers hear of
+the request from the router instead.
+"""
 
 import hashlib
+import json
+import secrets
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -12,9 +19,9 @@ from typing import Any, Final
 import torch
 
 from baton.engine.cache.page_pool import PagePool, PageState
+from baton.errors import TransferFailed
 from baton.kvtransfer.links import Link
-from baton.kvtransfer.protocol.handoff import Owner, Timing, TransferEnded
-from baton.kvtransfer.protocol.messages import Reserve
+from baton.kvtransfer.protocol.handoff import GrantedTransfer, Timing, TransferEnded
 from baton.kvtransfer.ranks.remote import RankAgents
 from baton.kvtransfer.settings import EndpointSettings
 from baton.kvtransfer.transports.pages import SharedPool
@@ -28,6 +35,7 @@ __all__ = ["DEADLINE_S", "KEY", "NUM_PAGES", "FaultyEndpoint", "Host", "HostProc
 KEY: Final = b"the key of the tests' cluster"
 NUM_PAGES: Final = 64
 DEADLINE_S: Final = 20.0
+GRANT_S: Final = 5.0
 
 
 class Host:
@@ -73,7 +81,6 @@ class Host:
             settings,
             self.pool,
             self.ledger,
-            self._admit,
             shared=self._shared,
             agents=agents,
             steps=self.steps,
@@ -84,6 +91,11 @@ class Host:
         self._digests: dict[bytes, str] = {}
         self._links: dict[tuple[str, int], Link] = {}
         self._prompts: dict[bytes, tuple[list[int], list[int], int]] = {}  # pages, not offered, units
+        self.granted: dict[bytes, GrantedTransfer] = {}
+        self._grants = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._grants.bind(_grant_address(self.address()))
+        self._grants.listen()
+        threading.Thread(target=self._serve_grants, daemon=True).start()
         self._is_closed = False
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -132,7 +144,11 @@ class Host:
         self, address: Sequence[Any], num_units: int, *, abort_at: str = "", delay_s: float = 0.0
     ) -> str:
         """Move pages of our own in two offers; the outcome here. Their contents' digest is `sent`."""
-        transfer = self._call(lambda: self._start((address[0], address[1]), num_units, abort_at))
+        self.abort_at(abort_at)
+        transfer = self._ask(address, num_units, deadline_s=10)
+        if transfer is None:
+            return "failed"
+        self._call(lambda: self._start(transfer, num_units))
         if abort_at == "later":
             time.sleep(delay_s)
             self._call(lambda: self.endpoint.abort(transfer, "the test aborts later"))
@@ -142,18 +158,19 @@ class Host:
         self, address: Sequence[Any], num_units: int, num_offered: int = 0, *, deadline_s: float = 10
     ) -> str:
         """Start a transfer of which so many units are offered, whole pages of them; its id."""
+        transfer = self._ask(address, num_units, deadline_s=deadline_s)
+        if transfer is None:
+            raise TransferFailed("the destination grants nothing")
 
-        def begin() -> bytes:
-            link = self._link((address[0], address[1]))
-            transfer = self.endpoint.start(link, num_units, deadline_s=deadline_s)
+        def begin() -> None:
             units_per_page = self.endpoint._outgoing[transfer].handoff._units_per_page
             pages = self.ledger.allocate(-(-num_units // units_per_page), "prompt")
             num_pages = num_offered // units_per_page
             self._prompts[transfer] = pages, pages[num_pages:], num_units
             self.endpoint.offer(transfer, pages[:num_pages], num_offered)
-            return transfer
 
-        return str(self._call(begin).hex())
+        self._call(begin)
+        return transfer.hex()
 
     def go_on(self, transfer: str) -> None:
         """The rest of it is offered."""
@@ -174,11 +191,64 @@ class Host:
         while True:
             self.send(address, num_units)
 
-    def _start(self, address: tuple[str, int], num_units: int, abort_at: str) -> bytes:
+    def grant(
+        self, source: Sequence[Any], transfer: str, num_units: int, deadline_s: float = 10, **options: Any
+    ) -> None:
+        """Grant pages to the host at `source`, as a destination; errors are those of the endpoint."""
+
+        def grant() -> None:
+            link = self._link((source[0], source[1]))
+            name = bytes.fromhex(transfer)
+            self.endpoint.grant(link, name, num_units, "sequence", deadline_s=deadline_s, **options)
+            self.endpoint.come_to("after grant", name)
+
+        self._call(grant)
+
+    def _ask(self, address: Sequence[Any], num_units: int, *, deadline_s: float) -> bytes | None:
+        """Have the host at `address` grant pages; the transfer's id, or None if no grant arrives.
+
+        TransferFailed if the host is not there, or cannot grant.
+        """
+        transfer = secrets.token_bytes(16)
+        asked = self.address(), transfer.hex(), num_units, deadline_s, self._num_layer_groups
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+            sock.settimeout(GRANT_S)
+            try:
+                sock.connect(_grant_address(address))
+                sock.send(json.dumps(asked).encode())
+                answer = sock.recv(4096).decode()
+            except TimeoutError:
+                return None
+            except OSError as error:
+                raise TransferFailed(f"the destination cannot be reached: {error}") from error
+        if answer != "granted":
+            raise TransferFailed(answer or "the destination died")
+        until_s = time.monotonic() + GRANT_S
+        while transfer not in self.granted and transfer not in self._ended:
+            if time.monotonic() > until_s:
+                return None
+            time.sleep(0.0005)
+        return transfer
+
+    def _serve_grants(self) -> None:
+        while True:
+            try:
+                sock, _ = self._grants.accept()
+            except OSError:
+                return  # closed
+            with sock:
+                source, transfer, num_units, deadline_s, num_groups = json.loads(sock.recv(1024))
+                try:
+                    self.grant(source, transfer, num_units, deadline_s, num_layer_groups=num_groups)
+                    sock.send(b"granted")
+                except Exception as error:
+                    sock.send(repr(error).encode()[:4096])
+
+    def _start(self, transfer: bytes, num_units: int) -> None:
         endpoint, ledger = self.endpoint, self.ledger
-        endpoint.abort_at = abort_at
+        if transfer in self._ended:
+            return
         num_groups = self._num_layer_groups
-        transfer = endpoint.start(self._link(address), num_units, deadline_s=10, num_layer_groups=num_groups)
         units_per_page = endpoint._outgoing[transfer].handoff._units_per_page
         pages = ledger.allocate(-(-num_units // units_per_page), ("prompt", transfer))
         self.sent = self._digest(pages)
@@ -190,7 +260,6 @@ class Host:
             endpoint.offer(transfer, () if group else pages[half:], num_units, group=group)
         endpoint.come_to("all", transfer)
         ledger.release(pages, ("prompt", transfer))
-        return transfer
 
     def _link(self, address: tuple[str, int]) -> Link:
         if address not in self._links or self._links[address].is_lost:
@@ -229,6 +298,8 @@ class Host:
 
     def close(self) -> None:
         self._is_closed = True
+        self._grants.shutdown(socket.SHUT_RDWR)
+        self._grants.close()
         self._thread.join()
         self.endpoint.close()
         for other in self.others:
@@ -238,14 +309,12 @@ class Host:
         if self._shared is not None:
             self._shared.close()
 
-    def _admit(self, request: Reserve, num_pages: int) -> Owner | None:
-        return "sequence" if self.ledger.num_free >= num_pages else None
-
     def _run(self) -> None:
         while not self._is_closed:
             self.endpoint.wait(0.001)
             for end in self.endpoint.poll():
                 self._keep(end)
+            self.granted.update((each.transfer, each) for each in self.endpoint.take_granted())
             self.ledger.expire(time.monotonic())
             try:
                 while True:
@@ -278,6 +347,11 @@ class Host:
 
         self._calls.put(call)
         return future.result(DEADLINE_S)
+
+
+def _grant_address(address: Sequence[Any]) -> str:
+    """The abstract Unix socket of the host whose endpoint listens at `address`."""
+    return f"\0baton-tests-grants-{address[1]}"
 
 
 class HostProcess(Remote):

@@ -12,10 +12,8 @@ from baton.kvtransfer.protocol.messages import (
     AnyMessage,
     EndpointHello,
     Extend,
-    Grant,
     ListenerAddresses,
     RankListenerAddresses,
-    Reserve,
     TransferMessage,
     decode,
     encode,
@@ -70,8 +68,3 @@ class RoguePeer:
             continue
         assert isinstance(message, kind), message
         return message
-
-    def reserve(self, num_units: int, transfer: bytes = b"") -> Grant:
-        transfer = transfer or secrets.token_bytes(16)
-        self.say(Reserve(transfer=transfer, num_units=num_units, deadline_ms=10_000))
-        return self.hear(Grant)

@@ -72,7 +72,6 @@ WORKER_KNOBS: dict[str, Any] = {
     "host": "127.0.0.1",
     "port": 0,
     "transport": "auto",
-    "local_prefill_tokens": 64,
     "drain_timeout_s": 30.0,
     "link_timeout_s": 8.0,
     "step_timeout_s": 30.0,

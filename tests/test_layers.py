@@ -47,9 +47,9 @@ FACADES: Final = {
     "kvtransfer": frozenset(
         {"endpoint", "links", "page_endpoint", "prefixes", "settings", "ranks.remote", "transports.pages"}
         | {"transports.registry"}
-        | {"protocol.handoff", "protocol.messages"}
+        | {"protocol.handoff"}
     ),
-    "prefill_worker": frozenset({"worker", "prefill_job"}),
+    "prefill_worker": frozenset({"worker"}),
     "decode_worker": frozenset({"worker"}),
     "router": frozenset({"decisions", "router", "policies.registry", "redis.client", "redis.server"}),
     "gateway": frozenset(

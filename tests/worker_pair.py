@@ -4,10 +4,13 @@ All run on the test's thread. Messages wait in one post until a turn carries the
 some of them back, lose a process, or say anything as the router or the gateway.
 """
 
+import secrets
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
+
+import msgspec
 
 from baton.clock import SystemClock
 from baton.decode_worker.worker import DecodeWorker
@@ -17,12 +20,21 @@ from baton.errors import TransferFailed
 from baton.kvtransfer.links import KvLinks, Link
 from baton.kvtransfer.protocol.handoff import Timing
 from baton.kvtransfer.protocol.messages import AnyMessage as TransferMessage
-from baton.kvtransfer.protocol.messages import Reserve
 from baton.kvtransfer.settings import EndpointSettings
 from baton.kvtransfer.transports.pages import SharedPool
 from baton.messages.bounds import Kind
 from baton.messages.codec import AnyMessage
-from baton.messages.control import AttemptFailed, Cancel, Dispatch, Hello, Members, Reachable, Tokens
+from baton.messages.control import (
+    AttemptFailed,
+    Cancel,
+    Dispatch,
+    Hello,
+    Members,
+    Prefill,
+    PullSource,
+    Reachable,
+    Tokens,
+)
 from baton.messages.workers import Address, Worker, WorkerRole
 from baton.prefill_worker.worker import PrefillWorker
 from baton.request import Request, TokenEvent
@@ -83,7 +95,7 @@ class Host:
             transport=transport,
             timing=Timing(lease_s=3.0, heartbeat_s=0.5),
         )
-        self.endpoint = HoldingEndpoint(endpoint_settings, pool, ledger, self._admit, shared=self._shared)
+        self.endpoint = HoldingEndpoint(endpoint_settings, pool, ledger, shared=self._shared)
         self.endpoint.lend = self.engine.pin
         worker = Worker(
             id=PREFILL if role is WorkerRole.PREFILL else DECODE,
@@ -127,16 +139,13 @@ class Host:
         held["bookings"] = pages.accounts.num_open
         held |= {"transfers": self.endpoint.num_open, "attempts": len(self.node.attempts)}
         if isinstance(self.node, DecodeWorker):
-            held["prompts"] = len(self.node._prompts)
+            held["incoming"] = len(self.node._incoming)
         return {name: count for name, count in held.items() if count}
 
     def close(self) -> None:
         self.endpoint.close()
         self.engine.close()
         self._shared.close()
-
-    def _admit(self, reserve: Reserve, num_pages: int) -> str | None:
-        return self.node.admit(reserve, num_pages) if isinstance(self.node, DecodeWorker) else None
 
 
 class WorkerPair:
@@ -148,7 +157,6 @@ class WorkerPair:
         num_pages: tuple[int, int] = (96, 96),
         transport: str = "auto",
         num_host_pages: int = 0,
-        local_prefill_tokens: int = 0,
         **settings: Any,
     ) -> None:
         """The pairs of numbers are of the prefill and of the decode worker."""
@@ -167,7 +175,6 @@ class WorkerPair:
             peer_registry,
             SystemClock(),
             KvLinks(self.decode.connect),
-            local_prefill_tokens=local_prefill_tokens,
         )
         self._alive = [self.prefill, self.decode]
         for host in self._alive:
@@ -221,9 +228,20 @@ class WorkerPair:
     def tell(self, host: Host, hello: Hello, message: AnyMessage) -> None:
         host.node.received(host.peers[hello.id], message)
 
-    def dispatch(self, request: Request, *, is_local: bool = False) -> None:
-        prefill = "" if is_local else PREFILL
-        self.tell(self.decode, ROUTER, Dispatch(request=request, gateway=GATEWAY.id, prefill=prefill))
+    def dispatch(self, request: Request, *, is_local: bool = False, source: PullSource | None = None) -> None:
+        """Order the attempt as the router does: Dispatch arrives at once, Prefill by the post.
+
+        source: of a prefix that the worker that computes the prompt pulls.
+        """
+        if is_local:
+            dispatch = Dispatch(request=request, gateway=GATEWAY.id, source=source)
+            self.tell(self.decode, ROUTER, dispatch)
+            return
+        transfer = secrets.token_bytes(16)
+        prefill = msgspec.structs.replace(prefill_of(request, transfer), source=source)
+        self.post.put(ROUTER.id, PREFILL, prefill)
+        dispatch = Dispatch(request=request, gateway=GATEWAY.id, prefill=PREFILL, transfer=transfer)
+        self.tell(self.decode, ROUTER, dispatch)
 
     def cancel(self, request: Request) -> None:
         cancel = Cancel(request_id=request.request_id, attempt=request.attempt)
@@ -232,6 +250,11 @@ class WorkerPair:
     def hold(self, *kinds: type[AnyMessage]) -> None:
         """Carry no messages of these kinds; none given: carry all again."""
         self.post.holds = lambda letter: isinstance(letter.message, kinds)
+
+    def release(self) -> None:
+        """Deliver the messages of transfers that the endpoints held back."""
+        for host in self._alive:
+            host.endpoint.release()
 
     def turn(self) -> None:
         for host in self._alive:
@@ -293,6 +316,11 @@ class WorkerPair:
     def close(self) -> None:
         self.prefill.close()
         self.decode.close()
+
+
+def prefill_of(request: Request, transfer: bytes) -> Prefill:
+    """Return the router's order to the pair's prefill worker."""
+    return Prefill(request=request, gateway=GATEWAY.id, decode=DECODE, transfer=transfer)
 
 
 def _cache(page_size: int, num_pages: int, num_host_pages: int) -> dict[str, int]:

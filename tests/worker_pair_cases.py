@@ -7,7 +7,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import pytest
 
 from baton.engine.engine import Engine
-from baton.kvtransfer.protocol.messages import Commit, Reserve
+from baton.kvtransfer.protocol.messages import Commit, Grant
 from baton.messages.codec import AnyMessage
 from baton.messages.control import Prefill, Prefilled
 from baton.request import FinishReason, Request, SamplingParams, StepOutput, TokenEvent
@@ -42,7 +42,7 @@ def make_pair(tiny_model: Path) -> Iterator[MakePair]:
     try:
         for pair in made:
             pair.hold()
-            pair.decode.endpoint.release()
+            pair.release()
             pair.quiet_down()
     finally:
         for pair in made:
@@ -87,26 +87,26 @@ def begun(answer: list[Said], num_tokens: int) -> tuple[int, ...]:
 
 
 # The stages of an attempt whose prompt is computed by the prefill worker, in order.
-STAGES: Final = ("asked", "computing", "unreserved", "computed", "pages-only", "token-only", "running")
+STAGES: Final = ("ordered", "computing", "ungranted", "computed", "pages-only", "token-only", "running")
 
 
 def bring_to(pair: WorkerPair, request: Request, stage: str) -> None:
     """Dispatch it and stop the world where it is at that stage. The pair's steps must have few tokens."""
     held: dict[str, tuple[type[AnyMessage], ...]] = {
-        "asked": (Prefill,),
+        "ordered": (Prefill,),
         "computed": (Prefilled,),
         "pages-only": (Prefilled,),
     }
     pair.hold(*held.get(stage, ()))
     if stage in ("computed", "token-only"):
         pair.decode.endpoint.holds = Commit
-    if stage == "unreserved":  # it has its first token, and the decode worker has yet to give pages
-        pair.decode.endpoint.holds = Reserve
+    if stage == "ungranted":  # the first token is there, and the grant has not arrived
+        pair.prefill.endpoint.holds = Grant
     pair.dispatch(request)
     there: dict[str, Callable[[], bool]] = {
-        "asked": lambda: pair.holds(Prefill),
+        "ordered": lambda: pair.holds(Prefill) and bool(pair.decode.endpoint.num_open),
         "computing": pair.prefill.engine.has_work,
-        "unreserved": lambda: bool(pair.heard(request)) and pair.decode.endpoint.is_holding,
+        "ungranted": lambda: bool(pair.heard(request)) and pair.prefill.endpoint.is_holding,
         "computed": lambda: pair.holds(Prefilled) and pair.decode.endpoint.is_holding,
         "pages-only": lambda: pair.holds(Prefilled) and not pair.prefill.node.attempts,
         "token-only": lambda: bool(pair.heard(request)) and pair.decode.endpoint.is_holding,

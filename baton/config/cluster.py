@@ -49,8 +49,6 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     port: Annotated[int, Meta(ge=0, le=65_535)] = 0  # for control connections; 0: any that is free
     # How KV pages move between workers: auto, shm, cuda_ipc, nccl, gloo, tcp, or package.module:Class.
     transport: str = "auto"
-    # A decode worker prefills prompts with at most this many uncached tokens itself.
-    local_prefill_tokens: Annotated[int, Meta(ge=0, le=2**31)] = 64
     drain_timeout_s: Annotated[float, Meta(ge=0, le=3600)] = 30.0  # for running requests when draining
     # Seconds without a sign of life after which a connection to another process is dropped.
     link_timeout_s: LinkTimeout = LINK_TIMEOUT_S

@@ -3,12 +3,14 @@
 One attempt at a request, by messages (`->` names the connection):
 
 1. gateway -> router   Submit. The router answers Routed, Rejected, or Queued and one of these later.
-2. router -> decode    Dispatch, with the prefill worker that was chosen; none: decode computes it all.
-3. decode -> prefill   Prefill. Pages follow over `kvtransfer`, under the transfer id that it names.
-4. prefill -> gateway  Tokens: the first one. prefill -> decode: Prefilled, or PrefillFailed.
+2. router -> prefill   Prefill, and router -> decode Dispatch, at once. Both name one transfer. Without a
+   prefill worker only Dispatch is sent, and the decode worker computes the prompt.
+3. decode -> prefill   The grant of that transfer, over `kvtransfer`; the pages come back there.
+4. prefill -> gateway  Tokens: the first one. prefill -> decode: Prefilled, or PrefillFailed. Each may come
+   before the Dispatch.
 5. decode -> gateway   Tokens, one message a step for all of the gateway's requests, or AttemptFailed.
-6. gateway -> router   Started at the first token, Ended at the end, whatever it was. Cancel goes gateway ->
-   decode -> prefill, and may come before the Dispatch that it is about: they travel by different ways.
+6. gateway -> router   Started at the first token, Ended at the end of any kind. Cancel goes gateway ->
+   decode -> prefill, and may come before the Dispatch or Prefill that it cancels.
 
 Beside requests: the first message on every connection is a Hello. A worker sends Heartbeat every second
 between two steps, and Alive every second also during a step; a router removes a worker after several missed
@@ -171,22 +173,20 @@ class Dispatch(Message, frozen=True):
     request: Request
     gateway: Id  # that the tokens go to
     prefill: Annotated[str, Meta(max_length=32)] = ""  # a worker's id; "": compute the prompt here
+    transfer: Annotated[bytes, Meta(max_length=16)] = b""  # of the pages from the prefill worker, if any
     age_s: Seconds = 0.0
-    source: PullSource | None = None  # the worker that computes the prompt may pull a prefix from it
+    source: PullSource | None = None  # without a prefill worker: to pull a prefix from
 
 
 class Prefill(Message, frozen=True):
-    """Decode to prefill worker: compute the prompt, send its pages, then the first token.
-
-    The decode worker holds [0, num_held_tokens) of the prompt already, a whole number of pages of both.
-    """
+    """Router to a prefill worker: compute the prompt, send its first token and the pages that are granted."""
 
     request: Request
-    gateway: Id
+    gateway: Id  # that the first token goes to
+    decode: Id  # the worker that grants pages and answers the rest
     transfer: TransferId
-    num_held_tokens: Count = 0
     age_s: Seconds = 0.0
-    source: PullSource | None = None
+    source: PullSource | None = None  # to pull a prefix from
 
 
 class Tokens(Message, frozen=True):

@@ -1,16 +1,46 @@
 """The base of both worker roles: membership, drain, overload level, and reports to routers."""
 
 from abc import ABC, abstractmethod
+from collections import OrderedDict
 from collections.abc import Collection
-from typing import Protocol
+from typing import Final, Protocol
 
+from baton.errors import InvalidRequest
 from baton.messages.codec import AnyMessage
 from baton.messages.control import KvEventsWanted, Members, Pressure
 from baton.messages.operations import Drain
 from baton.messages.status import OverloadLevel
 from baton.messages.workers import Load, Worker
+from baton.request import Request
 from baton.rpc.peers import Peer, PeerRegistry
 from baton.rpc.reports import WorkerReports
+
+MAX_ENDED: Final = 4096  # requests that are remembered
+
+
+class EndedAttempts:
+    """Attempts that are over. A router that stood still may send the order for one of them late.
+
+    The end of an attempt is also the end of all earlier attempts at its request.
+    """
+
+    def __init__(self) -> None:
+        self._last: OrderedDict[str, int] = OrderedDict()  # request id -> attempt, oldest end first
+
+    def add(self, request_id: str, attempt: int) -> None:
+        self._last[request_id] = max(attempt, self._last.pop(request_id, 0))
+        if len(self._last) > MAX_ENDED:
+            self._last.popitem(last=False)
+
+    def __contains__(self, key: tuple[str, int]) -> bool:
+        """key: request id and attempt."""
+        return key[1] <= self._last.get(key[0], -1)
+
+
+def check_one_choice(request: Request) -> None:
+    """Raise InvalidRequest for a request of several choices: each choice is an attempt of its own."""
+    if request.sampling.n != 1:
+        raise InvalidRequest(f"an attempt has one choice, got n {request.sampling.n}")
 
 
 class PageLinks(Protocol):

@@ -18,7 +18,6 @@ import signal
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from enum import Enum
-from itertools import product
 from statistics import median, quantiles
 from time import perf_counter
 from typing import Final, NamedTuple
@@ -31,7 +30,6 @@ from baton.engine.cache.page_pool import PagePool, PageState
 from baton.engine.engine import Engine
 from baton.engine.scheduler.plan import ScheduledChunk
 from baton.kvtransfer.endpoint import KvEndpoint
-from baton.kvtransfer.links import Link
 from baton.kvtransfer.protocol.handoff import HandoffOutcome, Timing, TransferEnded, TransferTimes
 from baton.pages import PageLayout
 from baton.request import Request, SamplingParams
@@ -124,7 +122,6 @@ class _Prefill:
         self._layout = runner.layout
         self._destination = DestinationProcess(runner.layout, len(runner.pool.device))
         self._endpoint = KvEndpoint(settings_of(runner.layout, transport), runner.pool.device, self._ledger)
-        self._link: Link = self._endpoint.link(self._destination.address)
 
     def run(self, name: str, num_tokens: int, leaving: Leaving) -> tuple[float, float]:
         """Return the seconds of the prefill, and the exposed seconds."""
@@ -132,9 +129,7 @@ class _Prefill:
         token_ids = tuple(1 + index % (SHAPE.vocab_size - 1) for index in range(num_tokens))
         sampling = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
         num_groups = NUM_LAYER_GROUPS if leaving is Leaving.BY_LAYERS else 1
-        transfer = self._endpoint.start(
-            self._link, num_pages, deadline_s=DEADLINE_S, num_layer_groups=num_groups
-        )
+        transfer = self._destination.grant(self._endpoint, num_pages, num_groups)
         (sequence,) = self.engine.add(Request(request_id=name, token_ids=token_ids, sampling=sampling))
         watch = _LastChunk(self._endpoint, transfer, num_tokens, num_pages)
         started_s = perf_counter()
@@ -249,9 +244,6 @@ def replay(
     num_pages = 2 * most_pages + 64
     decodes = [_Decode(layout, num_pages) for _ in range(num_decode)]
     sources = [SourceEnd(layout, num_pages, transport) for _ in range(num_prefill)]
-    links: dict[tuple[int, int], Link] = {
-        (p, d): sources[p].link(decodes[d].process) for p, d in product(range(num_prefill), range(num_decode))
-    }
     busy_tokens = [0] * num_prefill, [0] * num_decode
     taken: list[tuple[TraceRequest, TransferTimes]] = []
     num_cached = 0
@@ -263,7 +255,7 @@ def replay(
             num_cached += cached
             busy_tokens[0][p] += request.input_tokens - cached
             busy_tokens[1][d] += request.input_tokens + request.output_tokens
-            taken.append((request, sources[p].send(links[p, d], request.input_tokens - cached)))
+            taken.append((request, sources[p].send(decodes[d].process, request.input_tokens - cached)))
     finally:
         for source in sources:
             source.close()
@@ -349,16 +341,15 @@ def _one(
     settings = settings_of(layout, transport, timing)
     endpoint = source.endpoint = KvEndpoint(settings, source.pool, source.ledger)
     try:
-        link = source.link(destination)
-        source.send(link, layout.page_size)  # opens and warms everything
-        transfer = endpoint.start(link, num_units, deadline_s=LIMIT_S)
+        source.send(destination, layout.page_size)  # opens and warms everything
+        transfer = destination.grant(endpoint, num_units)
         pages = source.ledger.allocate(num_units, "prompt")
         num_first = max(1, len(pages) * percent // 100)
         endpoint.offer(transfer, pages[:num_first], num_first)
         _poll_for(endpoint, 0.2)  # the first pages move before the others are computed
         started_s = perf_counter()
         if kind == "cut":
-            link.close()
+            endpoint._outgoing[transfer].link.close()
         else:
             _strike(kind, endpoint, destination, transfer)
         endpoint.offer(transfer, pages[num_first:], len(pages))

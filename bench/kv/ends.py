@@ -4,8 +4,11 @@ Pages are scattered: the free lists are shuffled before anything moves.
 """
 
 import random
+import secrets
 import sys
+import threading
 from collections.abc import Sequence
+from functools import partial
 from time import perf_counter
 from typing import Final
 
@@ -20,8 +23,8 @@ from baton.kernels.huge_pages import huge_zeros
 from baton.kernels.native import TORCH_DTYPES
 from baton.kvtransfer.endpoint import KvEndpoint
 from baton.kvtransfer.links import Link
-from baton.kvtransfer.protocol.handoff import HandoffOutcome, Owner, Timing, TransferEnded, TransferTimes
-from baton.kvtransfer.protocol.messages import AnyMessage, Reserve, Wrote
+from baton.kvtransfer.protocol.handoff import HandoffOutcome, Timing, TransferEnded, TransferTimes
+from baton.kvtransfer.protocol.messages import AnyMessage, Wrote
 from baton.kvtransfer.protocol.transfer_plan import plan_transfer
 from baton.kvtransfer.settings import EndpointSettings
 from baton.kvtransfer.transports.pages import SharedPool
@@ -31,7 +34,6 @@ KEY: Final = b"a key for this bench alone"
 FINGERPRINT: Final = "bench"
 DEADLINE_S: Final = 120.0
 WAIT_S: Final = 0.05
-NO_ROOM: Final = "refused: no room"
 
 
 def settings_of(layout: PageLayout, transport: str, timing: Timing | None = None) -> EndpointSettings:
@@ -71,23 +73,16 @@ class SourceEnd:
         self.ledger = scattered_ledger(layout, num_pages, seed=0)
         self.endpoint = KvEndpoint(settings_of(layout, transport), pool, self.ledger)
 
-    def link(self, destination: "DestinationProcess") -> Link:
-        """Connect to a destination."""
-        return self.endpoint.link(destination.address)
-
-    def send(self, link: Link, num_tokens: int) -> TransferTimes:
+    def send(self, destination: "DestinationProcess", num_tokens: int) -> TransferTimes:
         """Hand over the pages of so many tokens at once; RuntimeError when that fails."""
-        num_units = plan_transfer(self.layout, link.hello.layout, 0, 0).num_units(num_tokens)
+        num_units = plan_transfer(self.layout, destination.layout, 0, 0).num_units(num_tokens)
         pages = self.ledger.allocate(self.layout.num_pages(num_tokens), "prompt")
-        reason = NO_ROOM
-        while reason == NO_ROOM:  # the destination has not released the earlier pages yet
-            transfer = self.endpoint.start(link, num_units, deadline_s=DEADLINE_S)
-            self.endpoint.offer(transfer, pages, num_units)
-            ended = self.wait_for(transfer)
-            reason = ended.reason
+        transfer = destination.grant(self.endpoint, num_units)
+        self.endpoint.offer(transfer, pages, num_units)
+        ended = self.wait_for(transfer)
         self.ledger.release(pages, "prompt")
         if ended.times is None or ended.outcome is not HandoffOutcome.HANDED_OVER:
-            raise RuntimeError(f"{num_tokens} tokens were not handed over: {ended.outcome}: {reason}")
+            raise RuntimeError(f"{num_tokens} tokens were not handed over: {ended.outcome}: {ended.reason}")
         return ended.times
 
     def wait_for(self, transfer: bytes) -> TransferEnded:
@@ -114,6 +109,15 @@ class _Start(msgspec.Struct, frozen=True):
     damaged_unit: int | None
 
 
+class _GrantOrder(msgspec.Struct, frozen=True):
+    """A transfer that the destination's process grants pages for, as its router would have it do."""
+
+    source: tuple[str, int]
+    transfer: str
+    num_units: int
+    num_layer_groups: int
+
+
 class DestinationProcess:
     """The process of a destination; `address` is that of its endpoint."""
 
@@ -127,10 +131,24 @@ class DestinationProcess:
     ) -> None:
         """damaged_unit: the unit that arrives with one bit flipped, in the first long transfer."""
         start = _Start(layout, num_pages, is_shared, damaged_unit)
+        self.layout = layout
         self._child = Child("-m", "baton.bench.kv.ends")
         line = self._child.ask(msgspec.json.encode(start).decode())
         self.address = msgspec.json.decode(line, type=tuple[str, int])
         self.pid = self._child.pid
+
+    def grant(self, source: KvEndpoint, num_units: int, num_layer_groups: int = 1) -> bytes:
+        """Have the process grant pages once it has room; return the transfer that the source has heard of."""
+        transfer = secrets.token_bytes(16)
+        order = _GrantOrder(source.address, transfer.hex(), num_units, num_layer_groups)
+        self._child.tell(msgspec.json.encode(order).decode())
+        deadline_s = perf_counter() + DEADLINE_S
+        while perf_counter() < deadline_s:
+            source.poll()
+            if any(granted.transfer == transfer for granted in source.take_granted()):
+                return transfer
+            source.wait(WAIT_S)
+        raise TimeoutError(f"no pages were granted within {DEADLINE_S:g} s")
 
     def close(self) -> None:
         """End the process."""
@@ -152,23 +170,41 @@ class _DamagingEndpoint(KvEndpoint):
 
 
 def serve(start: _Start) -> None:
-    """Take pages and release them, until killed."""
+    """Grant pages as the lines of stdin say, and release what arrives, until killed."""
     layout, shared = start.layout, SharedPool() if start.is_shared else None
     zeros = huge_zeros if shared is None else shared.zeros
     pool = zeros(pool_shape(layout, start.num_pages), TORCH_DTYPES[layout.dtype])
     touch(pool)
     ledger = scattered_ledger(layout, start.num_pages, seed=1)
-
-    def admit(_: Reserve, num_pages: int) -> Owner | None:
-        return "sequence" if ledger.num_free >= num_pages else None
-
-    endpoint = _DamagingEndpoint(settings_of(layout, "auto"), pool, ledger, admit, shared=shared)
+    endpoint = _DamagingEndpoint(settings_of(layout, "auto"), pool, ledger, shared=shared)
     endpoint.damaged_unit = start.damaged_unit
     sys.stdout.write(msgspec.json.encode(endpoint.address).decode() + "\n")
     sys.stdout.flush()
+    orders: list[_GrantOrder] = []
+    threading.Thread(target=_read_orders, args=(endpoint, orders), daemon=True).start()
+    links: dict[tuple[str, int], Link] = {}
     while True:
         endpoint.wait(WAIT_S)
         release_adopted(endpoint.poll(), ledger)
+        while orders and ledger.num_free >= orders[0].num_units:  # a unit is a page, or a part of one
+            order = orders.pop(0)
+            link = links.get(order.source)
+            if link is None or link.is_lost:
+                link = links[order.source] = endpoint.link(order.source)
+            endpoint.grant(
+                link,
+                bytes.fromhex(order.transfer),
+                order.num_units,
+                "sequence",
+                deadline_s=DEADLINE_S,
+                num_layer_groups=order.num_layer_groups,
+            )
+
+
+def _read_orders(endpoint: KvEndpoint, orders: list[_GrantOrder]) -> None:
+    for line in sys.stdin.buffer:
+        order = msgspec.json.decode(line, type=_GrantOrder)
+        endpoint.post(partial(orders.append, order))
 
 
 def release_adopted(ended: Sequence[TransferEnded], ledger: PagePool) -> None:

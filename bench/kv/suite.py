@@ -64,7 +64,7 @@ def sweep_rows(points: Sequence[Point], limits: Limits) -> list[Row]:
     for point in sorted(points, key=lambda point: (point.transport, point.num_tokens)):
         times = point.times
         note = (
-            f"{point.num_bytes / MEBIBYTE:,.1f} MiB; reserve {1e3 * times.reserve_s:.1f} ms, "
+            f"{point.num_bytes / MEBIBYTE:,.1f} MiB; "
             f"verify {1e3 * times.verify_s:.1f} ms, whole {1e3 * times.total_s:.1f} ms"
         )
         rows.append(Row(f"{point.transport}: {point.num_tokens:,} tokens", point.gbps, "GB/s", note=note))

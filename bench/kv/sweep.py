@@ -89,11 +89,10 @@ class Ends:
             pool = next(iter(self._sources.values())).pool if self._sources else None
             num_pages = max(64, source.num_pages(num_tokens))
             self._sources[transport] = SourceEnd(source, num_pages, transport, pool)
-        self._links = {name: end.link(self._destination) for name, end in self._sources.items()}
 
     def send(self, transport: str, num_tokens: int) -> TransferTimes:
         """Hand over the pages of so many tokens."""
-        return self._sources[transport].send(self._links[transport], num_tokens)
+        return self._sources[transport].send(self._destination, num_tokens)
 
     def close(self) -> None:
         """Close both ends."""

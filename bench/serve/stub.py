@@ -8,7 +8,6 @@ bench/serve/overhead.py starts stubs and writes the assignment to their stdin.
 
 import asyncio
 import logging
-import os
 import signal
 import sys
 import threading
@@ -80,6 +79,7 @@ class StubWorker:
         self._peer_registry = PeerRegistry(hello, (config.router,), dial, wanted)
         self._reports = WorkerReports(self._peer_registry, SystemClock())
         self._asked: dict[str, _Answer] = {}  # their first token is a prefill stub's
+        self._early: dict[str, TokenEvent] = {}  # first tokens whose Dispatch has not come
         self._running: dict[str, _Answer] = {}
         self._is_stepping = False
         self._num_tokens = 0
@@ -116,13 +116,14 @@ class StubWorker:
             case Dispatch():
                 self._dispatch(message)
             case Prefill():
-                self._prefill(peer, message)
+                self._prefill(message)
             case Prefilled(event):
                 self._go_on(event)
             case KvEventsWanted():
                 peer.send(KvEventBatch(first=0, keys=b"", pages=(), generations=(), is_afresh=True))
             case Cancel():
                 self._asked.pop(message.request_id, None)
+                self._early.pop(message.request_id, None)
                 self._running.pop(message.request_id, None)
             case _:
                 raise ProtocolError(f"a {type(message).__name__} is nothing for a stub")
@@ -141,19 +142,22 @@ class StubWorker:
         if not dispatch.prefill:
             self._run(answer)
             return
+        first = self._early.pop(request.request_id, None)
         self._asked[request.request_id] = answer
-        prefill = Prefill(request=request, gateway=dispatch.gateway, transfer=os.urandom(16))
-        self._peer_registry.tell(dispatch.prefill, prefill)
+        if first is not None:
+            self._go_on(first)
 
-    def _prefill(self, decode: Peer, prefill: Prefill) -> None:
+    def _prefill(self, prefill: Prefill) -> None:
         answer = _Answer(prefill.request, prefill.gateway, len(prefill.request.generated_token_ids))
         event = self._next(answer)
         self._peer_registry.emit(answer.gateway, event)
         self._peer_registry.flush()
-        decode.send(Prefilled(event=event))
+        self._peer_registry.tell(prefill.decode, Prefilled(event=event))
 
     def _go_on(self, event: TokenEvent) -> None:
         answer = self._asked.pop(event.request_id, None)
+        if answer is None:  # the router's Dispatch comes a moment later
+            self._early[event.request_id] = event
         if answer is not None and event.finish_reason is None:
             answer.index = event.index + 1
             self._run(answer)

@@ -1,29 +1,29 @@
-"""The destination's end of a transfer: it has pages filled by another process, and makes sure of them.
+"""The destination's end of a transfer: another process fills its pages, and it verifies them.
 
-The life of a hand-off, seen from here:
+The life of a transfer at the destination:
 
-1. `grant` answers a Reserve with pages, or `pull` asks a holder for known pages. The pages have two owners
-   from now on: a lease, which is the request's, and each part's writer, who is outside this process.
-2. Bytes of each part may land. Wrote and Extend keep the lease.
-3. Commit of a part: its writer writes no more. Its landing closes; once nothing can be written, the writer's
-   hold ends and the part's digests are compared.
-4. All parts right: the sequence adopts the pages, Verified is sent. Units that are wrong are asked for once
-   more, under a new hold of their writer; wrong again, the tokens are computed here instead.
-5. An abort, a lost peer or a lease that ran out ends it from any state: one Finished, the lease let go. The
-   pages stay quarantined until every writer has confirmed or is known dead, however long that takes; the
-   source is asked again with every heartbeat, by another Abort.
+1. `grant` tells the source which pages to write, or `pull` asks a holder for pages that it has. From then on
+   the pages have two owners: a lease, which belongs to the request, and each part's writer, another process.
+2. The source writes the bytes of each part. Wrote and Extend keep the lease.
+3. Commit of a part: its writer writes no more. The part's receive registration closes; once nothing can be
+   written, the writer's hold ends and the part's digests are compared.
+4. All parts verified: the sequence adopts the pages, and Verified is sent. Corrupt units are requested once
+   more, under a new hold of their writer; if they are corrupt again, the tokens are computed here instead.
+5. An abort, a lost peer or an expired lease ends the transfer in any state: one Finished, the lease released.
+   The pages stay quarantined until every writer has confirmed or is known dead, however long that takes;
+   every heartbeat sends the source another Abort.
 
     state       legal messages
-    ASKING      PullRefused, Wrote, Commit, Extend, Released, Abort (only after `pull`)
+    ASKING      Wrote, Commit, Extend, Released, Abort; PullRefused after `pull`
     RECEIVING   Wrote, Commit, Extend, Released, Abort
     VERIFYING   Extend, Released, Abort
     CLOSING     all; Commit, Released and PullRefused confirm that a writer has stopped
     CLOSED      all: they crossed ours and change nothing
 
-Wrote and Commit are illegal for a part that has committed and was not called corrupt since. Messages of
-another epoch are counted in `num_stale` and change nothing; an Abort of epoch 0 is from a source that had
-seen no grant and so never wrote. What is illegal raises ProtocolError and changes nothing: the caller drops
-the link and calls `peer_lost`.
+Wrote and Commit are illegal for a part that has committed, unless its units were corrupt. Messages of
+another epoch are counted in `num_stale` and change nothing; an Abort of epoch 0 comes from a process that
+does not know the transfer and so never wrote. An illegal message raises ProtocolError and changes nothing:
+the caller drops the link and calls `peer_lost`.
 """
 
 from collections.abc import Sequence
@@ -40,6 +40,7 @@ from baton.kvtransfer.protocol.handoff import (
     OpenReceive,
     Owner,
     Send,
+    TransferSize,
     Verify,
     holds_lease,
     release_lease,
@@ -54,9 +55,7 @@ from baton.kvtransfer.protocol.messages import (
     Grant,
     PullRefused,
     PullRequest,
-    Refuse,
     Released,
-    Reserve,
     Verified,
     Wrote,
 )
@@ -114,36 +113,45 @@ _ENDED = (DestinationState.CLOSING, DestinationState.CLOSED)
 class DestinationHandoff:
     """One transfer. Calls return what has to be done, in order; one thread makes them."""
 
-    def __init__(self, request: Reserve, epoch: int, timeouts: HandoffTimeouts) -> None:
-        """request: the peer's, or for a pull one of our own. epoch: higher than of any transfer before."""
-        self.transfer = request.transfer
+    def __init__(self, size: TransferSize, epoch: int, timeouts: HandoffTimeouts) -> None:
+        """epoch: higher than that of any earlier transfer of this process."""
+        self.transfer = size.transfer
         self.epoch = epoch
-        self.state = DestinationState.RECEIVING
+        self.state = DestinationState.ASKING
         self.outcome: HandoffOutcome | None = None
         self.num_stale = 0
         self.pages: list[int] = []
-        self._request = request
+        self._size = size
         self._timeouts = timeouts
         self._ledger = timeouts.ledger
-        self._timer = LeaseTimer(timeouts.clock, timeouts.timing, request.deadline_ms / 1000)
-        self._parts = [ReceivePart(number, self.transfer) for number in range(request.num_parts)]
-        self._lease_owner = ("landing", self.transfer)
+        self._timer = LeaseTimer(timeouts.clock, timeouts.timing, size.deadline_ms / 1000)
+        self._parts = [ReceivePart(number, self.transfer) for number in range(size.num_parts)]
+        self._is_pull = False
+        self._lease_owner = ("receive", self.transfer)
         self._adopter: Owner = None
 
     # What our own side does.
 
     def grant(self, adopter: Owner, transports: tuple[str, ...] = ()) -> list[Action]:
-        """Give the source pages, if there are free ones: the caller has made room. adopter: who gets them."""
+        """Reserve pages and tell the source to write them. The caller has made room.
+
+        adopter: the owner of the pages once they are verified.
+        """
         if not self._reserve(adopter):
-            return [Send(Refuse(transfer=self.transfer, reason="no free pages")), self._end_at_once()]
+            return [self._end_at_once()]
         grant = Grant(
             transfer=self.transfer,
             epoch=self.epoch,
+            deadline_ms=self._size.deadline_ms,
+            num_units=self._size.num_units,
+            position=self._size.position,
+            num_parts=self._size.num_parts,
+            num_layer_groups=self._size.num_layer_groups,
             pages=tuple(self.pages),
             generations=self.generations(),
             transports=transports,
         )
-        return [*self._open_landings(), Send(grant)]
+        return [*self._open_parts(), Send(grant)]
 
     def pull(
         self,
@@ -152,16 +160,16 @@ class DestinationHandoff:
         wanted: Sequence[WantedPage],
         transports: tuple[str, ...] = (),
     ) -> list[Action]:
-        """Ask the process `holder` for its pages `wanted`, in order."""
+        """Ask the process `holder` for its pages `wanted`, in order; adopter: as for `grant`."""
         if not self._reserve(adopter):
             return [self._end_at_once()]
-        self.state = DestinationState.ASKING
+        self._is_pull = True
         pull = PullRequest(
             transfer=self.transfer,
             epoch=self.epoch,
-            deadline_ms=self._request.deadline_ms,
-            num_units=self._request.num_units,
-            num_parts=self._request.num_parts,
+            deadline_ms=self._size.deadline_ms,
+            num_units=self._size.num_units,
+            num_parts=self._size.num_parts,
             holder=holder,
             wanted_pages=tuple(each.page for each in wanted),
             wanted_generations=tuple(each.generation for each in wanted),
@@ -170,7 +178,7 @@ class DestinationHandoff:
             generations=self.generations(),
             transports=transports,
         )
-        return [*self._open_landings(), Send(pull)]
+        return [*self._open_parts(), Send(pull)]
 
     def writer_stopped(self, part: int) -> list[Action]:
         """Nothing of the part can be written any more: the answer to CloseReceive, or its process is dead."""
@@ -234,7 +242,7 @@ class DestinationHandoff:
     def receive(self, message: AnyMessage) -> list[Action]:
         """message: one that names this transfer."""
         if isinstance(message, Abort) and message.epoch == 0:
-            return self.fail(f"aborted: {message.reason}", tells_peer=False) + self._confirm_all()
+            return self._refused(f"aborted: {message.reason}") + self._confirm_all()
         if isinstance(message, Wrote | Commit | Extend | Released | PullRefused | Abort):
             if message.epoch != self.epoch:
                 self.num_stale += 1
@@ -243,9 +251,9 @@ class DestinationHandoff:
                 return self._confirmed(message)
         match message:
             case Abort():
-                return self.fail(f"aborted: {message.reason}", tells_peer=False)
-            case PullRefused() if self.state is DestinationState.ASKING:
-                return self.fail(f"refused: {message.reason}", tells_peer=False) + self._confirm_all()
+                return self._refused(f"aborted: {message.reason}")
+            case PullRefused() if self._is_pull and self.state is DestinationState.ASKING:
+                return self._refused(f"refused: {message.reason}") + self._confirm_all()
             case Released() if message.part < len(self._parts):
                 return self.fail("the source has let go") + self._confirmed(message)
             case Extend() | Wrote() | Commit() if self._is_legal(message):
@@ -254,17 +262,19 @@ class DestinationHandoff:
                 return self._go_on(message)
         raise ProtocolError(f"{type(message).__name__} came to a destination that is {self.state.value}")
 
-    # The rest is how.
+    def _refused(self, reason: str) -> list[Action]:
+        """The source lives, and says that it does not send the pages."""
+        return self.fail(reason, HandoffOutcome.REFUSED, tells_peer=False)
 
     def _reserve(self, adopter: Owner) -> bool:
-        num_pages = self._timeouts.num_destination_pages(self._request.num_units)
+        num_pages = self._timeouts.num_destination_pages(self._size.num_units)
         if self._ledger.num_free < num_pages:
             return False
         self._adopter = adopter
         self.pages = self._ledger.reserve(num_pages, self._lease_owner, self._timer.deadline_s)
         return True
 
-    def _open_landings(self) -> list[Action]:
+    def _open_parts(self) -> list[Action]:
         for state in self._parts:
             self._ledger.quarantine(self.pages, state.writer)
             state.is_stopped = False
@@ -279,7 +289,7 @@ class DestinationHandoff:
         if isinstance(message, Extend):
             return True
         part = self._parts[message.part] if message.part < len(self._parts) else None
-        return part is not None and part.may_say(message, self._request.num_units)
+        return part is not None and part.may_say(message, self._size.num_units)
 
     def _go_on(self, message: Wrote | Commit | Extend) -> list[Action]:
         self._timer.extend()

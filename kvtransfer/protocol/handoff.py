@@ -21,8 +21,7 @@ from baton.kvtransfer.protocol.messages import (
     Commit,
     Corrupt,
     Extend,
-    Grant,
-    PullRequest,
+    TransferRequest,
     Wrote,
 )
 
@@ -80,6 +79,17 @@ def release_lease(ledger: PageLedger, pages: Sequence[int], owner: Owner) -> Non
         ledger.release(pages, owner)
 
 
+class TransferSize(NamedTuple):
+    """A transfer that the destination is about to ask for; `transfer_size` checks the values."""
+
+    transfer: bytes  # its id
+    num_units: int
+    num_parts: int
+    deadline_ms: int
+    position: int = 0  # in its sequence, of the first token to move
+    num_layer_groups: int = 1
+
+
 class Send(NamedTuple):
     """Send to the peer, in order; without a link to it, drop it: what matters will be said again."""
 
@@ -87,9 +97,9 @@ class Send(NamedTuple):
 
 
 class Granted(NamedTuple):
-    """The source may write: these are the destination's pages, by which pieces are made."""
+    """The source may write: these are the destination's pages."""
 
-    grant: Grant | PullRequest
+    request: TransferRequest
 
 
 class Push(NamedTuple):
@@ -144,8 +154,9 @@ class HandoffOutcome(StrEnum):
     FAILED = "failed"  # as far as the source knows: the word that it was adopted may have been lost
     # At the destination.
     ADOPTED = "adopted"
-    RECOMPUTE = "recompute"  # the pages did not come: their tokens have to be computed
-    # At either: its own side wanted no more.
+    RECOMPUTE = "recompute"  # the pages did not come, and the source may be dead
+    REFUSED = "refused"  # the source lives and does not send the pages
+    # At either end: its own side cancelled.
     CANCELLED = "cancelled"
 
 
@@ -214,7 +225,7 @@ def answer_to_unknown(message: AnyMessage) -> Abort | None:
     To a destination it says that nothing is written: a source is kept while it has a push.
     """
     match message:
-        case Grant() | Corrupt():
+        case Corrupt():
             return Abort(transfer=message.transfer, epoch=0, reason="unknown transfer")
         case Abort() if message.epoch:
             return Abort(transfer=message.transfer, epoch=0, reason="unknown transfer")
@@ -228,8 +239,7 @@ def answer_to_unknown(message: AnyMessage) -> Abort | None:
 # At every moment a transfer is in one phase, the first of these that applies; the spans are how long it was
 # in each, so they add up to the total:
 #
-# handshake   no transport is open yet
-# reserve     the destination has not granted pages
+# handshake   the transports are being opened
 # moving      a piece is under way; split into gather, wire and scatter as the pieces' own clocks say
 # waiting     everything that was computed is there, and more is to come
 # verify      all is written; digests, and the destination's word that they are right
@@ -240,7 +250,6 @@ def answer_to_unknown(message: AnyMessage) -> Abort | None:
 
 class Phase(Enum):
     HANDSHAKE = "handshake"
-    RESERVE = "reserve"
     MOVING = "moving"
     WAITING = "waiting"
     VERIFY = "verify"
@@ -251,7 +260,6 @@ class TransferTimes(msgspec.Struct, frozen=True, kw_only=True):
 
     total_s: float
     handshake_s: float
-    reserve_s: float
     gather_s: float
     wire_s: float
     waiting_s: float
@@ -281,10 +289,7 @@ class Timeline:
         self._gather_s = self._moving_s = _NOTHING  # of all pieces, which may be under way side by side
         self._num_bytes = self._num_messages = 0
 
-    def settled(self) -> None:
-        self._enter(Phase.RESERVE)
-
-    def granted(self) -> None:
+    def opened(self) -> None:
         self._enter(Phase.WAITING)
 
     def offered(self) -> None:
@@ -319,7 +324,6 @@ class Timeline:
         return TransferTimes(
             total_s=self._ended_s - self._started_s,
             handshake_s=self._seconds[Phase.HANDSHAKE],
-            reserve_s=self._seconds[Phase.RESERVE],
             gather_s=gather_s,
             wire_s=moving_s - gather_s,
             waiting_s=self._seconds[Phase.WAITING],
@@ -337,6 +341,16 @@ class Timeline:
 
 
 # What an endpoint tells its owner of a transfer that has ended.
+
+
+class GrantedTransfer(NamedTuple):
+    """A transfer that a peer has granted pages for; the worker that computes the pages offers them."""
+
+    transfer: bytes
+    position: int  # in its sequence, of the first token to move
+    num_units: int
+    unit_tokens: int  # tokens a unit: the smaller page size of the two sides
+    num_layer_groups: int
 
 
 class TransferEnded(NamedTuple):

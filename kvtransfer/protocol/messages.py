@@ -22,7 +22,7 @@ from baton.pages import KEY_BYTES, PageLayout
 
 KindT = TypeVar("KindT")
 
-PROTOCOL: Final = 5
+PROTOCOL: Final = 6
 MAX_PAGES: Final = 65_536  # of one transfer, and units too
 MAX_PULLED_PAGES: Final = 28_672  # of each side: a frame holds four lists of them, and keys
 MAX_PARTS: Final = 256
@@ -100,36 +100,27 @@ class ListenerAddresses(TransferMessage, frozen=True):
     ranks: Annotated[tuple[RankListenerAddresses, ...], Meta(min_length=1, max_length=MAX_RANKS)]
 
 
-class Reserve(TransferMessage, frozen=True):
-    """Source to destination: make room. The whole transfer ends within `deadline_ms`, one way or another."""
-
-    transfer: TransferId
-    num_units: NumUnits
-    deadline_ms: DurationMs
-    position: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 0  # in its sequence, of the first token to move
-    num_parts: NumParts = 1
-    num_layer_groups: NumParts = 1  # each pair of ranks has as many parts, of so many groups of layers
-
-
 class Grant(TransferMessage, frozen=True):
-    """Destination to source: write here. The epoch is new with every reservation of the destination."""
+    """Destination to source: write the pages that you compute for this transfer here.
+
+    The destination sends a grant without being asked: both sides know the transfer's id from elsewhere. The
+    epoch is new with every transfer of the destination. The whole transfer ends within `deadline_ms`.
+    """
 
     transfer: TransferId
     epoch: Epoch
+    deadline_ms: DurationMs
+    num_units: NumUnits
     pages: Pages
     generations: Generations
+    position: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 0  # in its sequence, of the first token to move
+    num_parts: NumParts = 1
+    num_layer_groups: NumParts = 1  # each pair of ranks has this many parts, one a group of layers
     transports: TransportNames = ()
 
 
-class Refuse(TransferMessage, frozen=True):
-    """Destination to source: there will be no grant."""
-
-    transfer: TransferId
-    reason: Reason
-
-
 class PullRequest(TransferMessage, frozen=True):
-    """Destination to a holder of known pages: write them here. The grant comes with the question."""
+    """Destination to a holder of known pages: write these pages of yours here."""
 
     transfer: TransferId
     epoch: Epoch
@@ -151,6 +142,9 @@ class PullRefused(TransferMessage, frozen=True):
     transfer: TransferId
     epoch: Epoch
     reason: Reason
+
+
+TransferRequest: TypeAlias = Grant | PullRequest
 
 
 class Wrote(TransferMessage, frozen=True):
@@ -214,9 +208,7 @@ class Released(TransferMessage, frozen=True):
 AnyMessage: TypeAlias = (
     EndpointHello
     | ListenerAddresses
-    | Reserve
     | Grant
-    | Refuse
     | PullRequest
     | PullRefused
     | Wrote
@@ -259,7 +251,7 @@ def decode_by(decoder: "msgspec.msgpack.Decoder[KindT]", body: bytes) -> KindT:
 def _complaint(message: AnyMessage) -> str | None:
     """What the bounds of single fields can't say."""
     match message:
-        case Reserve() | PullRequest() if message.num_units * message.num_parts > MAX_DIGESTS:
+        case Grant() | PullRequest() if message.num_units * message.num_parts > MAX_DIGESTS:
             return f"{message.num_units} units in {message.num_parts} parts, {MAX_DIGESTS} are most together"
         case EndpointHello() if is_beyond(message.layout):
             return f"a layout beyond all models: {message.layout}"

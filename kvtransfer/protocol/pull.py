@@ -8,7 +8,7 @@ hint that was wrong from the start, however it came about, never brings KV of ot
 from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple, TypeAlias
 
-from baton.kvtransfer.protocol.handoff import HandoffTimeouts, Owner
+from baton.kvtransfer.protocol.handoff import HandoffTimeouts, Owner, TransferSize
 from baton.kvtransfer.protocol.messages import (
     MAX_DIGESTS,
     MAX_DURATION_MS,
@@ -16,7 +16,6 @@ from baton.kvtransfer.protocol.messages import (
     MAX_PARTS,
     MAX_PULLED_PAGES,
     PullRequest,
-    Reserve,
 )
 from baton.pages import KEY_BYTES
 
@@ -81,10 +80,15 @@ def _complaint(pull: PullRequest, incarnation: bytes, timeouts: HandoffTimeouts)
 ID_BYTES: Final = 16
 
 
-def reservation(
-    transfer: bytes, num_units: int, num_parts: int, deadline_s: float, position: int = 0
-) -> Reserve:
-    """A new transfer of this id. ValueError for what no message can ask for."""
+def transfer_size(
+    transfer: bytes,
+    num_units: int,
+    num_parts: int,
+    deadline_s: float,
+    position: int = 0,
+    num_layer_groups: int = 1,
+) -> TransferSize:
+    """Return a transfer to ask for. ValueError for values that no message can carry."""
     if not 1 <= num_units <= MAX_PAGES or num_units * num_parts > MAX_DIGESTS:
         raise ValueError(
             f"{num_units} units in {num_parts} parts are no transfer, 1 to {MAX_PAGES} units are, "
@@ -98,12 +102,13 @@ def reservation(
         raise ValueError(f"a transfer's id has {ID_BYTES} bytes, got {len(transfer)}")
     if not 0 <= position < 2**31:
         raise ValueError(f"no sequence has a token {position}")
-    return Reserve(
+    return TransferSize(
         transfer=transfer,
         num_units=num_units,
         deadline_ms=max(1, round(deadline_s * 1000)),
         position=position,
         num_parts=num_parts,
+        num_layer_groups=num_layer_groups,
     )
 
 

@@ -1,25 +1,25 @@
 """The source's end of a transfer: it holds pages and writes them into the destination's.
 
-The life of a hand-off, seen from here:
+The life of a transfer at the source:
 
-1. `start` sends Reserve; what is offered before its Grant waits for that. `accept_pull` begins at 2 instead,
-   with pages that exist: a lease pins them if they are still the ones that were asked for.
+1. A Grant or a PullRequest begins the transfer; its transports are opened. `opened` starts writing what a
+   worker offers; `accept_pull` leases the requested pages, if they are still here, and writes them all.
 2. `offer` adds pages as the prompt is computed; a lease holds them. Each becomes a Push to every part. Pages
-   under a push have a second owner, the reader, who lets go when the transport does and not by time.
-3. When all units of a part are written, Commit tells their digests, and that nothing is under way any more.
-4. Verified: the destination has adopted them, ours are let go. Corrupt: those units are written once more.
-5. An abort, a refusal, a lost peer or a lease that ran out ends it from any state: one Finished, the lease
-   let go, and when no push runs any more, Released for every part.
+   under a push have a second owner, the reader, which lets go when the transport does and not by time.
+3. When all units of a part are written, Commit carries their digests and ends the writing of that part.
+4. Verified: the destination has adopted the pages; the lease ends. Corrupt: those units are written again.
+5. An abort, a lost peer or an expired lease ends the transfer in any state: one Finished, the lease released,
+   and when no push runs any more, Released for every part.
 
     state       legal messages
-    RESERVING   Grant, Refuse, Abort
+    OPENING     Extend, Abort
     STREAMING   Extend, Abort; Corrupt of a part that has committed
     COMMITTING  Verified, Corrupt, Extend, Abort
     STOPPING    all: they crossed ours and change nothing
     CLOSED      all: an Abort asks for Released again, in case it was lost
 
-Each part may be Corrupt once. Messages of another epoch are counted in `num_stale` and change nothing. What
-is illegal raises ProtocolError and changes nothing: the caller drops the link and calls `peer_lost`.
+Each part may be Corrupt once. Messages of another epoch are counted in `num_stale` and change nothing. An
+illegal message raises ProtocolError and changes nothing: the caller drops the link and calls `peer_lost`.
 """
 
 from collections import Counter
@@ -53,9 +53,8 @@ from baton.kvtransfer.protocol.messages import (
     Grant,
     PullRefused,
     PullRequest,
-    Refuse,
     Released,
-    Reserve,
+    TransferRequest,
     Verified,
     Wrote,
 )
@@ -126,7 +125,7 @@ class PageReaders:
 
 
 class SourceState(Enum):
-    RESERVING = "reserving"
+    OPENING = "opening"
     STREAMING = "streaming"
     COMMITTING = "committing"
     STOPPING = "stopping"
@@ -139,11 +138,11 @@ _ENDED = (SourceState.STOPPING, SourceState.CLOSED)
 class SourceHandoff:
     """One transfer. Calls return what has to be done, in order; one thread makes them."""
 
-    def __init__(self, request: Reserve | PullRequest, timeouts: HandoffTimeouts) -> None:
-        """request: ours to send, or the peer's to answer."""
+    def __init__(self, request: TransferRequest, timeouts: HandoffTimeouts) -> None:
+        """request: the peer's."""
         self.transfer = request.transfer
-        self.epoch = 0
-        self.state = SourceState.RESERVING
+        self.epoch = request.epoch
+        self.state = SourceState.OPENING
         self.outcome: HandoffOutcome | None = None
         self.num_stale = 0
         self.pages: list[int] = []
@@ -153,26 +152,29 @@ class SourceHandoff:
         self._units_per_page = timeouts.source_units_per_page
         self._timer = LeaseTimer(timeouts.clock, timeouts.timing, request.deadline_ms / 1000)
         self._parts = [SourcePart(request.num_units) for _ in range(request.num_parts)]
-        num_groups = request.num_layer_groups if isinstance(request, Reserve) else 1
+        num_groups = request.num_layer_groups if isinstance(request, Grant) else 1
         self._num_offered = [0] * num_groups  # units, of each group of layers
-        self._num_pushed = [0] * num_groups  # [pushed, offered) wait for the grant
+        self._num_pushed = [0] * num_groups  # [pushed, offered) wait until the transports are open
         self._lease_owner = ("source", self.transfer)
         self._readers = PageReaders(timeouts.ledger, ("reader", self.transfer))
 
     # What our own side does.
 
-    def start(self) -> list[Action]:
-        """Ask for pages, unless it was aborted before it began."""
-        assert isinstance(self._request, Reserve)
-        return [] if self.state in _ENDED else [Send(self._request)]
+    def opened(self) -> list[Action]:
+        """Write what was offered while the transports of every part were opened."""
+        if self.state in _ENDED:
+            return []
+        if not self._holds_lease():
+            return self.fail("expired")
+        self.state = SourceState.STREAMING
+        return [Granted(self._request), *self._push_offered()]
 
     def accept_pull(self, incarnation: bytes, lend: Lend) -> list[Action]:
-        """Pin the wanted pages and push them all, or refuse. incarnation: of this process."""
+        """Lease the requested pages and write them all, or refuse. incarnation: of this process."""
         pull = self._request
         assert isinstance(pull, PullRequest)
         if self.state in _ENDED:
             return []
-        self.epoch = pull.epoch
         borrower = ("borrower", self.transfer)
         pages = borrow(pull, incarnation, self._timeouts, lend, borrower)
         if isinstance(pages, str):
@@ -227,7 +229,7 @@ class SourceHandoff:
             part.in_flight.clear()
         self._readers.leave_all()
         self.state = SourceState.CLOSED
-        return self.released() if self.epoch else []
+        return self.released()
 
     def abort(self, reason: str) -> list[Action]:
         return self.fail(reason, HandoffOutcome.CANCELLED)
@@ -257,7 +259,7 @@ class SourceHandoff:
             return []
         if self._timer.is_over or not self._holds_lease():
             return self.fail("expired")
-        if self.epoch and self._timer.takes_heartbeat():
+        if self._timer.takes_heartbeat():
             return [Send(Extend(transfer=self.transfer, epoch=self.epoch))]
         return []
 
@@ -269,38 +271,21 @@ class SourceHandoff:
             is_asked = isinstance(message, Abort) and self.state is SourceState.CLOSED
             return self.released() if is_asked else []
         match message, self.state:
-            case Grant(), SourceState.RESERVING:
-                return self._granted(message)
-            case Refuse(), SourceState.RESERVING:
-                return self.fail(f"refused: {message.reason}", tells_peer=False)
-            case Abort(), _ if message.epoch == self.epoch:
-                return self.fail(f"aborted: {message.reason}", tells_peer=False)
             case ((Verified() | Corrupt() | Extend() | Abort()), _) if message.epoch != self.epoch:
                 self.num_stale += 1
                 return []
+            case Abort(), _:
+                return self.fail(f"aborted: {message.reason}", tells_peer=False)
             case Verified(), SourceState.COMMITTING:
                 return self._handed_over()
             case Corrupt(), SourceState.COMMITTING | SourceState.STREAMING:
                 return self._write_again(message)
-            case Extend(), SourceState.STREAMING | SourceState.COMMITTING:
+            case Extend(), _:
                 return self._extend() if self._holds_lease() else self.fail("expired")
         raise ProtocolError(f"{type(message).__name__} came to a source that is {self.state.value}")
 
-    # The rest is how.
-
-    def _granted(self, grant: Grant) -> list[Action]:
-        num_pages = self._timeouts.num_destination_pages(self._request.num_units)
-        if len(grant.pages) != num_pages:
-            raise ProtocolError(f"{len(grant.pages)} pages are granted, {num_pages} are needed")
-        self.epoch = grant.epoch
-        if not self._holds_lease():
-            return self.fail("expired")
-        self.state = SourceState.STREAMING
-        self._extend()
-        return [Granted(grant), *self._push_offered()]
-
     def _push_offered(self) -> list[Action]:
-        if self.state is SourceState.RESERVING:
+        if self.state is SourceState.OPENING:
             return []
         pushed, self._num_pushed = self._num_pushed, list(self._num_offered)
         due = list(zip(pushed, self._num_offered, strict=True)) * (len(self._parts) // len(pushed))
@@ -352,8 +337,6 @@ class SourceHandoff:
 
     def released(self) -> list[Action]:
         """Say that no byte can be written any more: no push runs, and none will."""
-        if not self.epoch:
-            return [Send(Abort(transfer=self.transfer, epoch=0, reason="nothing was granted"))]
         numbers = range(len(self._parts))
         return [Send(Released(transfer=self.transfer, epoch=self.epoch, part=part)) for part in numbers]
 

@@ -329,6 +329,15 @@ def layer_groups(num_layers: int, num_groups: int) -> list[tuple[int, int]]:
     return list(pairwise(bounds))
 
 
+MAX_GROUPS: Final = 4
+MIN_RUN_BYTES: Final = 256 << 10  # a page's share of one group: shorter runs cost more than they hide
+
+
+def default_layer_groups(source: PageLayout) -> int:
+    """Return the number of groups of layers in which a source of this layout sends its last pages."""
+    return max(1, min(MAX_GROUPS, source.num_layers, source.page_bytes // MIN_RUN_BYTES))
+
+
 def registration_id(transfer: bytes, part: int) -> bytes:
     """The 16 bytes under which a part's bytes are admitted: for part 0 the transfer's own id.
 

@@ -12,7 +12,7 @@ from tests.endpoint_host import NUM_PAGES, Host, HostProcess
 NUM_UNITS = 24
 BACK_S = 1.0
 SOURCE_POINTS = ("start", "before Grant", "after Grant", "half", "all", "before Verified", "later")
-DESTINATION_POINTS = ("after Reserve", "before Wrote", "after Wrote", "before Commit", "after Commit")
+DESTINATION_POINTS = ("after grant", "before Wrote", "after Wrote", "before Commit", "after Commit")
 TRANSPORTS = pytest.mark.parametrize("transport", ["shm", "tcp"])
 ALL_FREE = {"FREE": NUM_PAGES, "ACTIVE": 0, "CACHED": 0, "LEASED": 0, "QUARANTINED": 0}
 

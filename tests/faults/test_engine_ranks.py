@@ -12,8 +12,7 @@ from torch import Tensor
 
 from baton.engine.engine import Engine, load_engine
 from baton.kvtransfer.endpoint import KvEndpoint
-from baton.kvtransfer.protocol.handoff import HandoffOutcome, Owner, Timing, TransferEnded
-from baton.kvtransfer.protocol.messages import Reserve
+from baton.kvtransfer.protocol.handoff import HandoffOutcome, Timing, TransferEnded
 from baton.kvtransfer.ranks.remote import RankAgents
 from baton.kvtransfer.settings import EndpointSettings
 from baton.kvtransfer.transports.pages import SharedPool
@@ -49,16 +48,9 @@ class Replica:
             transport=transport,
             timing=Timing(lease_s=3.0, heartbeat_s=0.5),
         )
-        self.endpoint = KvEndpoint(
-            settings, self.pool, self.engine.pages, self._admit, shared=shared, agents=agents
-        )
+        self.endpoint = KvEndpoint(settings, self.pool, self.engine.pages, shared=shared, agents=agents)
         self._ends.callback(self.endpoint.close)
         self.ended: list[TransferEnded] = []
-        self.asked: list[bytes] = []
-
-    def _admit(self, request: Reserve, num_pages: int) -> Owner | None:
-        self.asked.append(request.transfer)
-        return "adopter" if self.engine.make_room(num_pages) else None
 
     def poll(self) -> None:
         self.ended += self.endpoint.poll()
@@ -111,20 +103,26 @@ def run(engine: Engine) -> list[int | None]:
     return found
 
 
-def move(source: Replica, destination: Replica, pages: list[int]) -> TransferEnded:
-    """The destination's end of a transfer of the prompt's pages."""
-    link = source.endpoint.link(destination.endpoint.address)
-    unit_tokens = min(source.engine.pages.page_size, destination.engine.pages.page_size)
-    num_units = -(-len(PROMPT) // unit_tokens)
-    transfer = source.endpoint.start(link, num_units, deadline_s=20.0, transfer=TRANSFER)
+def grant(source: Replica, destination: Replica, num_units: int) -> None:
+    """The destination grants pages for TRANSFER, and the source has heard of them."""
+    link = destination.endpoint.link(source.endpoint.address)
+    assert destination.engine.make_room(num_units)
+    destination.endpoint.grant(link, TRANSFER, num_units, "adopter", deadline_s=20.0)
 
     def is_granted() -> bool:
         source.poll()
         destination.poll()
-        return transfer in source.endpoint.take_granted()
+        return bool(source.endpoint.take_granted())
 
     wait_for(is_granted)
-    source.endpoint.offer(transfer, pages, num_units)
+
+
+def move(source: Replica, destination: Replica, pages: list[int]) -> TransferEnded:
+    """The destination's end of a transfer of the prompt's pages."""
+    unit_tokens = min(source.engine.pages.page_size, destination.engine.pages.page_size)
+    num_units = -(-len(PROMPT) // unit_tokens)
+    grant(source, destination, num_units)
+    source.endpoint.offer(TRANSFER, pages, num_units)
 
     def is_over() -> bool:
         source.poll()
@@ -155,11 +153,7 @@ def test_an_engine_goes_on_from_the_pages_of_another(
     expected = run(alone)
     pages = source.compute(a_request("prefill", 1))
     ended = move(source, destination, pages)
-    assert (ended.outcome, ended.transfer, destination.asked) == (
-        HandoffOutcome.ADOPTED,
-        TRANSFER,
-        [TRANSFER],
-    )
+    assert (ended.outcome, ended.transfer) == (HandoffOutcome.ADOPTED, TRANSFER)
     num_tokens = len(PROMPT) // 16 * 16
     sent, received = source.tokens(pages), destination.tokens(list(ended.pages))
     assert torch.equal(sent[:, :, :, :num_tokens], received[:, :, :, :num_tokens]) and sent.any()
@@ -173,20 +167,13 @@ def test_an_engine_whose_other_rank_is_killed_ends_its_transfers(make: Make) -> 
     before = set(psutil.Process().children())
     source, destination = make(2, 16), make(1, 16)
     (tp_worker,) = set(psutil.Process().children()) - before
-    link = source.endpoint.link(destination.endpoint.address)
-    source.endpoint.start(link, 4, deadline_s=20.0)
-
-    def is_granted() -> bool:
-        source.poll()
-        destination.poll()
-        return bool(source.endpoint.take_granted())
+    grant(source, destination, 4)
 
     def is_over() -> bool:
         source.poll()
         destination.poll()
         return bool(source.ended and destination.ended)
 
-    wait_for(is_granted)
     tp_worker.kill()
     wait_for(is_over)
     assert source.ended[-1].outcome is HandoffOutcome.FAILED

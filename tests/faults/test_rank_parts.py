@@ -40,7 +40,6 @@ def test_the_spans_of_a_transfer_of_many_parts_add_up(replicas: Replicas) -> Non
     assert times is not None
     spans = (
         times.handshake_s,
-        times.reserve_s,
         times.gather_s,
         times.wire_s,
         times.waiting_s,

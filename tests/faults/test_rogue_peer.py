@@ -12,10 +12,10 @@ from contextlib import ExitStack
 import msgspec
 import pytest
 
-from baton.errors import PeerGone
+from baton.errors import PeerGone, TransferFailed
 from baton.kvtransfer.endpoint import KvEndpoint
 from baton.kvtransfer.links import MAX_LINKS_OF_PEER
-from baton.kvtransfer.protocol.messages import Abort, PullRequest, Released, Reserve, Wrote
+from baton.kvtransfer.protocol.messages import Abort, Grant, PullRequest, Wrote
 from baton.rpc.connection import Connection, Role
 from baton.rpc.liveness import is_ping
 from tests.endpoint_host import KEY, NUM_PAGES, Host, HostProcess
@@ -48,6 +48,19 @@ def answer_s(host: Host) -> float:
     return time.monotonic() - started_s
 
 
+def grant_to(peer: RoguePeer, host: Host, num_units: int) -> Grant:
+    """The host's grant of pages to the peer."""
+
+    def grant() -> None:
+        link = host.endpoint._peers.link_to(peer.incarnation)
+        assert link is not None
+        host.endpoint.grant(link, secrets.token_bytes(16), num_units, "sequence", deadline_s=10)
+
+    wait_for(lambda: host._call(lambda: host.endpoint._peers.link_to(peer.incarnation)) is not None)
+    host._call(grant)
+    return peer.hear(Grant)
+
+
 def ask_for_pages_of(host: Host, peer: RoguePeer, num_pages: int = NUM_UNITS) -> bytes:
     """A pull that the host agrees to: it opens a transport to the peer."""
     wanted, _ = host.known_pages(num_pages)
@@ -67,13 +80,10 @@ def ask_for_pages_of(host: Host, peer: RoguePeer, num_pages: int = NUM_UNITS) ->
     return pull.transfer
 
 
-def test_a_transfer_that_has_ended_cannot_be_reserved_again(host: Host) -> None:
+def test_transfer_that_goes_on_cannot_be_granted_again(host: Host) -> None:
     with RoguePeer(host.address()) as peer:
-        grant = peer.reserve(NUM_UNITS)
-        peer.say(Abort(transfer=grant.transfer, epoch=grant.epoch, reason=""))
-        peer.say(Released(transfer=grant.transfer, epoch=grant.epoch))
-        wait_for(lambda: host.counts()["open"] == 0)
-        peer.say(Reserve(transfer=grant.transfer, num_units=NUM_UNITS, deadline_ms=1000))
+        grant = grant_to(peer, host, NUM_UNITS)
+        peer.say(grant)
         with pytest.raises(PeerGone):
             while is_ping(peer.connection.recv(5.0)):
                 continue
@@ -127,7 +137,7 @@ def test_strangers_that_say_nothing_keep_nobody_out(host: Host) -> None:
     try:
         wait_for(lambda: sum(thread.name == "kv-answer" for thread in threading.enumerate()) <= 64)
         with RoguePeer(host.address()) as peer:
-            peer.reserve(1)
+            grant_to(peer, host, 1)
     finally:
         for stranger in strangers:
             stranger.close()
@@ -150,7 +160,7 @@ def test_a_peer_that_the_chosen_transport_cannot_reach_is_refused(transport: str
 def test_a_transfer_that_no_message_can_ask_for_is_the_callers_mistake(host: Host, num_units: int) -> None:
     with HostProcess() as destination:
         address = destination.call("address")
-        with pytest.raises(ValueError, match="are no transfer"):
+        with pytest.raises(TransferFailed, match="are no transfer"):
             host.send(address, num_units)
         assert host.send(address, NUM_UNITS) == "handed_over"
         assert "malformed" not in destination.call("counts")
@@ -185,13 +195,13 @@ def test_thousands_of_links_of_one_peer_keep_no_other_out(host: Host) -> None:
         for _ in range(MAX_LINKS_OF_PEER + 3):
             stack.enter_context(RoguePeer(host.address(), incarnation=first.incarnation))
         wait_for(lambda: host.counts().get("crowd") == 4)
-        stack.enter_context(RoguePeer(host.address())).reserve(1)
-        first.reserve(1)
+        grant_to(stack.enter_context(RoguePeer(host.address())), host, 1)
+        grant_to(first, host, 1)
 
 
 def test_writing_the_same_units_without_end_is_no_transfer(host: Host) -> None:
     with RoguePeer(host.address()) as peer:
-        grant = peer.reserve(NUM_UNITS)
+        grant = grant_to(peer, host, NUM_UNITS)
         for _ in range(3):
             peer.say(Wrote(transfer=grant.transfer, epoch=grant.epoch, first=0, stop=NUM_UNITS))
         with pytest.raises(PeerGone):
@@ -229,7 +239,7 @@ def test_without_files_or_threads_the_listeners_wait_and_live_on(
 
 def test_a_stale_word_about_units_that_never_were_changes_nothing(host: Host) -> None:
     with RoguePeer(host.address()) as peer:
-        grant = peer.reserve(NUM_UNITS)
+        grant = grant_to(peer, host, NUM_UNITS)
         peer.say(Wrote(transfer=grant.transfer, epoch=grant.epoch + 1, first=0, stop=9 * NUM_UNITS))
-        assert peer.reserve(1).epoch > grant.epoch
+        assert grant_to(peer, host, 1).epoch > grant.epoch
     wait_for(lambda: host.counts()["FREE"] == NUM_PAGES)

@@ -8,6 +8,7 @@ import pytest
 from baton.decode_worker.attempt import Attempt, DecodeAdmission
 from baton.engine.engine import Engine
 from baton.messages.control import Dispatch, Failure, Prefill
+from baton.request import Request
 from baton.tenants import Quotas, SchedulingKey, Sla
 from tests.tiny_models import tiny_engine
 from tests.worker_pair import GATEWAY, PREFILL, WorkerPair
@@ -47,22 +48,22 @@ def test_who_waits_may_leave_from_anywhere(admission: DecodeAdmission) -> None:
     assert len(admission) == 2 and admission.first() is attempts[0]
 
 
-def test_no_page_is_promised_twice(admission: DecodeAdmission) -> None:
-    first, second = an_attempt(0), an_attempt(1)
-    assert admission.promise(first, NUM_PAGES - 10)
-    assert not admission.promise(second, 11)
-    assert second.num_promised_pages == 0 and not admission.may_have_room(second)
-    admission.end_promise(first)
-    admission.end_promise(first)
-    assert admission.may_have_room(second) and admission.promise(second, NUM_PAGES)
+def test_attempt_that_finds_no_room_is_tried_again_once_there_is(admission: DecodeAdmission) -> None:
+    attempt, ledger = an_attempt(0), admission._engine.pages
+    pages = ledger.allocate(10, "another")
+    assert admission.may_have_room(attempt)
+    assert not admission.make_room(attempt, NUM_PAGES - 9)
+    assert attempt.num_expected_pages == 0 and not admission.may_have_room(attempt)
+    ledger.release(pages, "another")
+    assert admission.may_have_room(attempt) and admission.make_room(attempt, NUM_PAGES - 9)
 
 
 def order_of(admission: DecodeAdmission, attempts: list[Attempt]) -> list[int]:
-    """In which they begin, as numbers; whoever does is promised five pages."""
+    """In which they begin, as numbers; each expects five pages."""
     order = []
     while (first := admission.first()) is not None:
         order.append(attempts.index(first))
-        assert admission.promise(first, 5)
+        assert admission.make_room(first, 5)
         admission.leave(first)
     return order
 
@@ -86,7 +87,7 @@ def test_of_one_class_the_tenant_with_fewest_pages_for_its_weight_is_first(
     attempts += [of_tenant(number, "quiet", weight=2.0) for number in range(3, 5)]
     for attempt in attempts[1:]:
         admission.wait(attempt)
-    assert admission.promise(attempts[0], 10)
+    assert admission.make_room(attempts[0], 10)
     assert order_of(admission, attempts) == [3, 4, 1, 2]
 
 
@@ -112,18 +113,17 @@ def test_a_tenant_of_one_orders_its_own_by_priority_and_by_when_they_are_due(
 def test_a_tenant_over_its_quota_waits_and_holds_up_nobody_else(admission: DecodeAdmission) -> None:
     quotas = Quotas(max_kv_pages=12)
     first, second, other = (of_tenant(n, name, quotas=quotas) for n, name in enumerate(("a", "a", "b")))
-    assert admission.promise(first, 10)
+    assert admission.make_room(first, 10)
     admission.wait(second)
-    assert not admission.promise(second, 10)
+    assert not admission.make_room(second, 10)
     assert admission.first() is None
     admission.wait(other)
     assert admission.first() is other
     admission.leave(other)
-    admission.end_promise(first)
-    assert admission.first() is None  # the pages are yet to come
-    admission.end_expectation(first)
-    admission.end_expectation(first)
-    assert admission.first() is second and admission.promise(second, 10)
+    assert admission.first() is None  # the pages are on their way
+    admission.arrived(first)
+    admission.arrived(first)
+    assert admission.first() is second and admission.make_room(second, 10)
 
 
 def test_a_tenant_never_holds_more_than_its_quota_and_every_answer_comes(
@@ -158,12 +158,12 @@ def test_a_prompt_that_its_quota_can_never_hold_is_refused_by_name(make_pair: Ma
     assert failed.failure is Failure.INVALID and "quota max_kv_pages is 10" in failed.reason
 
 
-def num_asked(pair: WorkerPair) -> int:
-    return sum(isinstance(letter.message, Prefill) for letter in pair.post.held())
+def num_granted(pair: WorkerPair) -> int:
+    return pair.decode.endpoint.num_open
 
 
-def test_prefill_workers_are_asked_for_no_more_than_fits(make_pair: MakePair, alone: Engine) -> None:
-    """Each prompt takes 11 pages of 30, and those that are promised are not reserved yet."""
+def test_decode_worker_grants_no_more_pages_than_it_has(make_pair: MakePair, alone: Engine) -> None:
+    """Each prompt takes 11 pages of 30."""
     pair = make_pair(num_pages=(96, NUM_PAGES))
     requests = [a_request(number, (number, *PROMPT[1:])) for number in range(5)]
     pair.hold(Prefill)
@@ -171,7 +171,7 @@ def test_prefill_workers_are_asked_for_no_more_than_fits(make_pair: MakePair, al
         pair.dispatch(request)
     pair.turn()
     pair.turn()
-    assert num_asked(pair) == 2
+    assert num_granted(pair) == 2
     assert pair.decode_worker.load().num_waiting == 3
     pair.hold()
     pair.turns_until(lambda: all(pair.is_answered(request) for request in requests))
@@ -180,23 +180,25 @@ def test_prefill_workers_are_asked_for_no_more_than_fits(make_pair: MakePair, al
     assert not pair.decode_worker.counters["recomputed_prefills"]
 
 
-def test_a_cancelled_promise_makes_room(make_pair: MakePair) -> None:
+def test_cancelled_grant_makes_room(make_pair: MakePair) -> None:
     pair = make_pair(num_pages=(96, NUM_PAGES))
     requests = [a_request(number, (number, *PROMPT[1:])) for number in range(4)]
     pair.hold(Prefill)
     for request in requests:
         pair.dispatch(request)
     pair.turn()
-    pair.turn()
-    assert num_asked(pair) == 2
+    assert pair.decode_worker.load().num_waiting == 2
     pair.cancel(requests[0])
-    pair.turn()
-    pair.turn()
-    assert num_asked(pair) == 3
+    pair.turns_until(lambda: pair.decode_worker.load().num_waiting == 1)
     pair.cancel(requests[3])  # which waits
     assert pair.decode_worker.load().num_waiting == 0
     pair.hold()
     pair.turns_until(lambda: all(pair.is_answered(request) for request in requests[1:3]))
+
+
+def has_started(pair: WorkerPair, request: Request) -> bool:
+    """Whether the decode worker has answered: the first token is the prefill worker's."""
+    return len(pair.heard(request)) > 1
 
 
 def test_short_prompts_do_not_overtake_a_long_one_that_waits(make_pair: MakePair) -> None:
@@ -211,7 +213,7 @@ def test_short_prompts_do_not_overtake_a_long_one_that_waits(make_pair: MakePair
     for request in short:
         pair.dispatch(request)
     pair.turns_until(lambda: pair.is_answered(running))
-    assert not any(pair.heard(request) for request in (long, *short))
+    assert not any(has_started(pair, request) for request in (long, *short))
     pair.turns_until(lambda: all(pair.is_answered(request) for request in (long, *short)))
 
 
@@ -222,5 +224,5 @@ def test_the_urgent_overtake_those_that_wait(make_pair: MakePair) -> None:
     for request in (*requests, urgent):
         pair.dispatch(request)
     pair.turns_until(lambda: pair.is_answered(urgent))
-    assert not pair.heard(requests[3])
+    assert not has_started(pair, requests[3])
     pair.turns_until(lambda: pair.is_answered(requests[3]))

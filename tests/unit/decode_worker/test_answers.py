@@ -5,7 +5,7 @@ from typing import Any, Final
 import pytest
 
 from baton.engine.engine import Engine
-from baton.messages.control import Prefill, Tokens
+from baton.messages.control import Tokens
 from baton.request import FinishReason
 from tests.tiny_models import MAX_MODEL_LEN, VOCAB_SIZE
 from tests.worker_pair import GATEWAY, WorkerPair
@@ -115,12 +115,11 @@ class TestTheFirstTokenIsTheLast:
         assert reason is FinishReason.LENGTH
 
 
-def test_what_is_known_of_a_prompt_is_not_sent_again(make_pair: MakePair) -> None:
+def test_cached_prefix_is_not_transferred_again(make_pair: MakePair) -> None:
     pair = make_pair()
     pair.answer(a_request(0, PROMPT[:20]))
-    pair.hold(Prefill)
-    pair.dispatch(a_request(1, PROMPT))
-    pair.turns_until(lambda: pair.holds(Prefill))
-    (letter,) = pair.post.held()
-    assert isinstance(letter.message, Prefill) and letter.message.num_held_tokens == 20
-    pair.hold()
+    pair.quiet_down()
+    before = pair.prefill.node.load().kv_bytes
+    pair.answer(a_request(1, PROMPT))
+    pair.quiet_down()
+    assert pair.prefill.node.load().kv_bytes - before == 6 * 4 * 512  # the pages of 21 tokens

@@ -26,7 +26,7 @@ class TestAtEachStage:
         whole = answer_alone(alone, request)
         bring_to(pair, request, stage)
         pair.lose_prefill_worker()
-        pair.decode.endpoint.release()
+        pair.release()
         pair.turns_until(lambda: bool(pair.failures()) or pair.is_answered(request))
         if stage == "running":
             assert said(pair.heard(request)) == whole and not pair.failures()
@@ -55,7 +55,7 @@ class TestAtEachStage:
         num_heard = len(pair.heard(request))
         pair.lose_gateway()
         pair.hold()
-        pair.decode.endpoint.release()
+        pair.release()
         pair.quiet_down()
         assert len(pair.heard(request)) == num_heard and not pair.failures()
 
@@ -64,7 +64,7 @@ class TestAtEachStage:
         bring_to(pair, request, stage)
         pair.cancel(request)
         pair.hold()
-        pair.decode.endpoint.release()
+        pair.release()
         pair.quiet_down()
         assert not pair.failures()  # a cancel is not answered
         assert not pair.is_answered(request)
@@ -76,7 +76,7 @@ class TestAtEachStage:
         rest = rest_of(pair, request, whole)
         num_heard = len(pair.heard(request))
         pair.hold()
-        pair.decode.endpoint.release()
+        pair.release()
         pair.dispatch(rest)
         pair.dispatch(request)  # comes once more, late
         pair.turns_until(lambda: pair.is_answered(rest))
@@ -89,7 +89,7 @@ class TestAtEachStage:
         pair.tell(pair.decode, ROUTER, Drain(worker=DECODE))
         pair.tell(pair.prefill, ROUTER, Drain(worker=PREFILL))
         pair.hold()
-        pair.decode.endpoint.release()
+        pair.release()
         pair.dispatch(late)
         assert not pair.decode_worker.is_idle
         pair.turns_until(lambda: pair.is_answered(request))

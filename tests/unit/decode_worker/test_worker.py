@@ -14,7 +14,6 @@ from baton.messages.control import (
     Failure,
     Heartbeat,
     Hello,
-    Prefill,
     Prefilled,
     PrefillFailed,
 )
@@ -35,36 +34,13 @@ SMALL_STEPS = {"scheduler": {"max_num_batched_tokens": 8}}
 OPERATOR = Hello(process=Kind.OPERATOR, id="9" * 32)
 
 
-class TestWhatIsComputedHere:
-    def _is_local(self, pair: WorkerPair, request: Request, alone: Engine) -> bool:
-        pair.hold(Prefill)
-        pair.dispatch(request)
-        pair.turns_until(lambda: pair.is_answered(request) or pair.holds(Prefill))
-        if pair.holds(Prefill):
-            pair.hold()
-            pair.turns_until(lambda: pair.is_answered(request))
-            return False
-        assert said(pair.heard(request)) == answer_alone(alone, request)
-        return True
-
-    def test_short_prompts_and_no_others(self, make_pair: MakePair, alone: Engine) -> None:
-        pair = make_pair(local_prefill_tokens=9)
-        assert self._is_local(pair, a_request(0, PROMPT[:9]), alone)
-        assert not self._is_local(pair, a_request(1, PROMPT[10:20]), alone)
-
-    def test_prompts_of_which_little_is_unknown(self, make_pair: MakePair, alone: Engine) -> None:
-        pair = make_pair(local_prefill_tokens=9)
-        assert not self._is_local(pair, a_request(0, PROMPT[:32]), alone)
-        assert self._is_local(pair, a_request(1, PROMPT[:41]), alone)  # 32 are known
-        assert pair.heard(a_request(1))[0].num_cached_tokens == 32
-
-    def test_what_the_router_sends_to_no_prefill_worker(self, make_pair: MakePair, alone: Engine) -> None:
-        pair = make_pair()
-        request = a_request()
-        pair.dispatch(request, is_local=True)
-        pair.turns_until(lambda: pair.is_answered(request))
-        assert said(pair.heard(request)) == answer_alone(alone, request)
-        assert not pair.prefill.engine.stats().total_queried_tokens
+def test_prompt_without_a_prefill_worker_is_computed_here(make_pair: MakePair, alone: Engine) -> None:
+    pair = make_pair()
+    request = a_request()
+    pair.dispatch(request, is_local=True)
+    pair.turns_until(lambda: pair.is_answered(request))
+    assert said(pair.heard(request)) == answer_alone(alone, request)
+    assert not pair.prefill.engine.stats().total_queried_tokens
 
 
 class TestPagesThatDoNotCome:
@@ -107,9 +83,7 @@ class TestPagesThatDoNotCome:
         self, make_pair: MakePair, alone: Engine
     ) -> None:
         pair, request = make_pair(), a_request()
-        pair.hold(Prefill)
-        pair.dispatch(request)
-        pair.turns_until(lambda: pair.holds(Prefill))
+        bring_to(pair, request, "ordered")
         link = pair.decode.peers[PREFILL]
         link.silence_s = LINK_TIMEOUT_S / 2
         pair.decode_worker.tick()
@@ -132,9 +106,7 @@ class TestPagesThatDoNotCome:
         self, make_pair: MakePair
     ) -> None:
         pair, request = make_pair(), a_request()
-        pair.hold(Prefill)
-        pair.dispatch(request)
-        pair.turns_until(lambda: pair.holds(Prefill))
+        bring_to(pair, request, "ordered")
         pair.decode.peers[PREFILL].silence_s = LINK_TIMEOUT_S
         pair.list_members(pair.decode)
         pair.decode_worker.tick()
@@ -273,13 +245,15 @@ def test_several_choices_are_several_attempts(make_pair: MakePair) -> None:
     assert failed.failure is Failure.INVALID and "one choice, got n 2" in failed.reason
 
 
-def test_a_prefill_worker_that_is_not_there_any_more_is_no_loss_of_its_own(make_pair: MakePair) -> None:
+def test_prefill_worker_that_is_gone_before_the_dispatch_may_have_died_of_the_prompt(
+    make_pair: MakePair,
+) -> None:
     pair, request = make_pair(), a_request()
     pair.lose_prefill_worker()
     pair.dispatch(request)
     pair.turns_until(lambda: bool(pair.failures()))
     (failed,) = pair.failures()
-    assert failed.failure is Failure.BUSY  # it held nothing yet: the gateway tries again, without a grudge
+    assert (failed.failure, failed.worker) == (Failure.LOST, PREFILL)
 
 
 @pytest.mark.parametrize(
@@ -298,7 +272,7 @@ def test_who_asks_for_what_is_not_theirs_is_dropped(
     pair = make_pair()
     if sender is OPERATOR:
         pair.join(pair.decode, OPERATOR)
-    with pytest.raises(WireError, match="is nothing for a decode worker"):
+    with pytest.raises(WireError, match="a decode worker takes no"):
         pair.tell(pair.decode, sender, message)
     assert not pair.decode_worker.is_draining and pair.decode_worker.is_idle
 
@@ -349,7 +323,7 @@ class TestProbes:
     """Of a gateway that asks whether pages come."""
 
     def test_its_prompt_is_never_computed_here(self, make_pair: MakePair, alone: Engine) -> None:
-        pair = make_pair(local_prefill_tokens=1000)
+        pair = make_pair()
         request = a_request(is_probe=True)
         pair.dispatch(request)
         pair.turns_until(lambda: pair.is_answered(request))
@@ -375,9 +349,8 @@ class TestProbes:
         assert pair.failures()[0].failure is Failure.ERROR and pair.decode_worker.is_idle
 
     def test_prompts_computed_here_are_not_counted_as_transferred(self, make_pair: MakePair) -> None:
-        pair = make_pair(local_prefill_tokens=9)
-        for number, fields in enumerate(({"is_local": True}, {"is_local": False})):
-            request = a_request(number, PROMPT[:9])
-            pair.dispatch(request, **fields)
-            pair.turns_until(lambda: pair.is_answered(request))  # noqa: B023
+        pair = make_pair()
+        request = a_request(0, PROMPT[:9])
+        pair.dispatch(request, is_local=True)
+        pair.turns_until(lambda: pair.is_answered(request))
         assert not pair.decode_worker.load().counters.get("remote_prefills")

@@ -100,7 +100,7 @@ class ScriptedWorker:
             case Dispatch():
                 self._dispatched(message)
             case Prefill(request=request):
-                self.work[request.request_id] = Work(request, message.gateway, peer.hello.id)
+                self.work[request.request_id] = Work(request, message.gateway, message.decode)
             case Prefilled(event=event):
                 self._prefilled(event)
             case Cancel():
@@ -138,9 +138,6 @@ class ScriptedWorker:
         is_elsewhere = self._peer_registry.peer(dispatch.prefill) is not None
         work = Work(request, dispatch.gateway, dispatch.prefill, is_waiting=is_elsewhere)
         self.work[request.request_id] = work
-        if is_elsewhere:
-            prefill = Prefill(request=request, gateway=dispatch.gateway, transfer=bytes(16))
-            self._peer_registry.tell(dispatch.prefill, prefill)
 
     def _prefilled(self, event: TokenEvent) -> None:
         work = self.work.get(event.request_id)

@@ -66,11 +66,15 @@ def valid_message(rng: random.Random) -> m.AnyMessage:
     units = tuple(sorted(rng.sample(range(num_units), rng.randint(1, num_units))))
     makers: list[Callable[[], m.AnyMessage]] = [
         lambda: m.EndpointHello(protocol=1, incarnation=bytes(16), fingerprint="f", layout=LAYOUT),
-        lambda: m.Reserve(
-            transfer=transfer, num_units=num_units, deadline_ms=1000, num_parts=rng.randint(1, 2)
+        lambda: m.Grant(
+            transfer=transfer,
+            epoch=epoch,
+            deadline_ms=1000,
+            num_units=num_units,
+            num_parts=rng.randint(1, 2),
+            pages=pages,
+            generations=generations,
         ),
-        lambda: m.Grant(transfer=transfer, epoch=epoch, pages=pages, generations=generations),
-        lambda: m.Refuse(transfer=transfer, reason="full"),
         lambda: m.PullRequest(
             transfer=transfer,
             epoch=epoch,

@@ -9,7 +9,7 @@ second end of a transfer.
 from typing import Final
 
 from baton.kvtransfer.protocol.destination import DestinationHandoff, DestinationState
-from baton.kvtransfer.protocol.messages import Reserve
+from baton.kvtransfer.protocol.handoff import TransferSize
 from baton.kvtransfer.protocol.source import SourceHandoff, SourceState
 from tests.numbered_pages import wanted_pages
 from tests.unit.kvtransfer.simulated_host import Hint, Host, Sequence
@@ -26,37 +26,47 @@ class HandoffWorld(SimulatedRanks):
     # Work of the source.
 
     def step_request(self) -> None:
-        """A prompt arrives: pages are taken, the destination is asked for as many."""
+        """A prompt arrives at both hosts: the source allocates pages, the destination grants as many.
+
+        A host that has no room, or has lost a rank, takes no part: the other one is given up after a time.
+        """
         host, num_units = self.source, 1 + self.pick(MAX_UNITS)
         if host.lost_rank is not None or not host.make_room(host.num_pages_for(num_units)):
             return
         transfer = self._number().to_bytes(16, "big")
         sequence = self._new_sequence(host, f"prompt-{self.num_made}", num_units)
         host.sequences[transfer.hex()] = sequence
-        request = Reserve(
-            transfer=transfer, num_units=num_units, deadline_ms=DEADLINE_MS, num_parts=self.num_parts
-        )
-        self._expect(transfer, request, sequence.contents)
-        handoff = SourceHandoff(request, host.timeouts(self.clock, self.units_per_page))
-        host.sources[transfer] = handoff
-        self.peers[host, transfer] = self.destination
-        self._do(host, transfer, handoff.start())
+        size = TransferSize(transfer, num_units, self.num_parts, DEADLINE_MS)
+        self._expect(transfer, size, sequence.contents)
+        destination = self.destination
+        if destination.lost_rank is None and destination.make_room(destination.num_pages_for(num_units)):
+            handoff = self._new_destination(size)
+            self._do(destination, transfer, handoff.grant(f"decode-{transfer.hex()}"))
 
     def step_compute(self) -> None:
-        """A prompt gets further; after its last unit the sequence lets its pages go, known or not."""
+        """A prompt gets further, and what is computed is offered once pages are granted.
+
+        After its last unit the sequence lets its pages go, known or not. One without a grant may be given up.
+        """
         host = self.source
-        transfers = [transfer for transfer in host.sources if transfer.hex() in host.sequences]
-        transfer = self._any(transfers)
-        if not isinstance(transfer, bytes):
+        key = self._any(key for key, each in host.sequences.items() if each.name.startswith("prompt"))
+        if not isinstance(key, str):
             return
-        sequence, handoff = host.sequences[transfer.hex()], host.sources[transfer]
-        num_units = self.requests[transfer].num_units
-        before = host.num_pages_for(sequence.num_computed)
-        sequence.num_computed += 1 + self.pick(num_units - sequence.num_computed)
-        after = host.num_pages_for(sequence.num_computed)
+        sequence, transfer = host.sequences[key], bytes.fromhex(key)
+        handoff, num_units = host.sources.get(transfer), self.requests[transfer].num_units
+        if sequence.num_computed < num_units:
+            sequence.num_computed += 1 + self.pick(num_units - sequence.num_computed)
+        if handoff is None:
+            if not self.pick(4):
+                self._let_go(host, key)
+            return
+        if self.pick(2):
+            self._open(host, transfer)
+        before, after = (host.num_pages_for(n) for n in (sequence.num_offered, sequence.num_computed))
+        sequence.num_offered = sequence.num_computed
         self._do(host, transfer, handoff.offer(sequence.pages[before:after], sequence.num_computed))
         if sequence.num_computed == num_units:
-            self._let_go(host, transfer.hex())
+            self._let_go(host, key)
 
     def _new_sequence(self, host: Host, name: str, num_units: int) -> Sequence:
         pages = host.pool.allocate(host.num_pages_for(num_units), name)
@@ -124,21 +134,19 @@ class HandoffWorld(SimulatedRanks):
         if not host.make_room(host.num_pages_for(hint.num_units)):
             return
         transfer = self._number().to_bytes(16, "big")
-        request = Reserve(
-            transfer=transfer, num_units=hint.num_units, deadline_ms=DEADLINE_MS, num_parts=self.num_parts
-        )
-        self._expect(transfer, request, hint.contents)
-        handoff = self._new_destination(request)
+        size = TransferSize(transfer, hint.num_units, self.num_parts, DEADLINE_MS)
+        self._expect(transfer, size, hint.contents)
+        handoff = self._new_destination(size)
         self._do(
             host,
             transfer,
             handoff.pull(f"puller-{transfer.hex()}", hint.incarnation, wanted_pages(hint.pages)),
         )
 
-    def _expect(self, transfer: bytes, request: Reserve, contents: dict[tuple[int, int], int]) -> None:
+    def _expect(self, transfer: bytes, size: TransferSize, contents: dict[tuple[int, int], int]) -> None:
         self.is_direct[transfer] = bool(self.pick(2))
         self.expected[transfer] = contents
-        self.requests[transfer] = request
+        self.requests[transfer] = size
 
     # The end.
 
@@ -177,6 +185,8 @@ class HandoffWorld(SimulatedRanks):
             for host in (self.source, self.destination):
                 self._go_on(host)
                 self._deliver_to(host)
+                for transfer in list(host.unopened):
+                    self._open(host, transfer)
             if not any(before) and not any(self._backlog()):
                 return
 

@@ -30,6 +30,7 @@ class Sequence:
     pages: list[int]
     contents: dict[tuple[int, int], int]  # (unit, part) -> what it must find
     num_computed: int = 0  # units that may be offered
+    num_offered: int = 0
 
 
 @dataclass(eq=False)
@@ -84,6 +85,7 @@ class Host:
         self.sequences: dict[str, Sequence] = {}
         self.sources: dict[bytes, SourceHandoff] = {}
         self.destinations: dict[bytes, DestinationHandoff] = {}
+        self.unopened: set[bytes] = set()  # sources whose transports are being opened
         self.registrations: dict[tuple[bytes, int], Landing] = {}
         self.inbox: list[bytes] = []
         self.has_lost_peer = False  # and has not been told yet

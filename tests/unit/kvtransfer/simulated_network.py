@@ -19,6 +19,7 @@ from baton.kvtransfer.protocol.handoff import (
     Push,
     Send,
     StopPushes,
+    TransferSize,
     Verify,
     answer_to_unknown,
 )
@@ -28,8 +29,6 @@ from baton.kvtransfer.protocol.messages import (
     Grant,
     ListenerAddresses,
     PullRequest,
-    Refuse,
-    Reserve,
     decode,
     encode,
 )
@@ -63,7 +62,7 @@ class SimulatedNetwork:
         self.outcomes: dict[HandoffOutcome, int] = {}
         self.is_direct: dict[bytes, bool] = {}
         self.expected: dict[bytes, dict[tuple[int, int], int]] = {}  # transfer -> what must arrive
-        self.requests: dict[bytes, Reserve | PullRequest] = {}
+        self.requests: dict[bytes, TransferSize] = {}
         self.grants: dict[tuple[Host, bytes], tuple[Grant | PullRequest, Host]] = {}
         self.hints: list[Hint] = []
         self.peers: dict[tuple[Host, bytes], Host] = {}  # with whom an end began its transfer
@@ -105,16 +104,16 @@ class SimulatedNetwork:
     def _receive(self, host: Host, message: AnyMessage) -> None:
         assert not isinstance(message, EndpointHello | ListenerAddresses)
         transfer = message.transfer
-        if isinstance(message, Reserve) and host.lost_rank is not None:
-            self._send(host, Refuse(transfer=transfer, reason="a rank is lost"))
-        elif isinstance(message, Reserve):
-            handoff = self._new_destination(message)
-            host.make_room(host.num_pages_for(message.num_units))
-            self._do(host, transfer, handoff.grant(f"decode-{transfer.hex()}"))
+        if isinstance(message, Grant):
+            source = self._new_source(host, message)
+            if host.lost_rank is not None:
+                self._do(host, transfer, source.fail("a rank is lost"))
+            elif transfer.hex() not in host.sequences:
+                self._do(host, transfer, source.abort("the prompt is not here"))
+            else:
+                host.unopened.add(transfer)
         elif isinstance(message, PullRequest):
-            source = SourceHandoff(message, host.timeouts(self.clock, self.units_per_page))
-            host.sources[transfer] = source
-            self.peers[host, transfer] = self.destination
+            source = self._new_source(host, message)
             is_whole = host.lost_rank is None
             lend = NumberedPages(host.pool)
             accepted = (
@@ -129,6 +128,18 @@ class SimulatedNetwork:
                 self._send(host, answer)
             elif known is not None and self.peers[host, transfer] is self._peer(host):
                 self._do(host, transfer, known.receive(message))
+
+    def _new_source(self, host: Host, request: Grant | PullRequest) -> SourceHandoff:
+        source = SourceHandoff(request, host.timeouts(self.clock, self.units_per_page))
+        host.sources[request.transfer] = source
+        self.peers[host, request.transfer] = self.destination
+        return source
+
+    def _open(self, host: Host, transfer: bytes) -> None:
+        """The transports of a source are open, if they are being opened."""
+        if transfer in host.unopened:
+            host.unopened.remove(transfer)
+            self._do(host, transfer, host.sources[transfer].opened())
 
     def step_cut(self) -> None:
         """The link breaks; what it held is lost. Each host hears of it in its own time."""
@@ -178,12 +189,12 @@ class SimulatedNetwork:
     def _writer_stopped(self, host: Host, transfer: bytes, part: int) -> None:
         self._do(host, transfer, host.destinations[transfer].writer_stopped(part))
 
-    def _new_destination(self, request: Reserve) -> DestinationHandoff:
+    def _new_destination(self, size: TransferSize) -> DestinationHandoff:
         host = self.destination
         timeouts = host.timeouts(self.clock, self.units_per_page)
-        handoff = DestinationHandoff(request, host.next_epoch(), timeouts)
-        host.destinations[request.transfer] = handoff
-        self.peers[host, request.transfer] = self.source
+        handoff = DestinationHandoff(size, host.next_epoch(), timeouts)
+        host.destinations[size.transfer] = handoff
+        self.peers[host, size.transfer] = self.source
         return handoff
 
     # Bytes.

@@ -9,7 +9,14 @@ from baton.clock import ManualClock
 from baton.engine.cache.page_pool import PagePool
 from baton.kvtransfer.links import Link
 from baton.kvtransfer.protocol.destination import DestinationHandoff
-from baton.kvtransfer.protocol.handoff import Finished, HandoffOutcome, HandoffTimeouts, Owner, Timing
+from baton.kvtransfer.protocol.handoff import (
+    Finished,
+    HandoffOutcome,
+    HandoffTimeouts,
+    Owner,
+    Timing,
+    TransferSize,
+)
 from baton.kvtransfer.protocol.messages import (
     Abort,
     AnyMessage,
@@ -18,7 +25,7 @@ from baton.kvtransfer.protocol.messages import (
     PullRequest,
     RankListenerAddresses,
     Released,
-    Reserve,
+    TransferRequest,
     Wrote,
 )
 from baton.kvtransfer.protocol.source import SourceHandoff
@@ -51,6 +58,15 @@ NUM_PAGES = 6
 NUM_UNITS = 2
 LAYOUT = PageLayout(tp_size=2, page_size=16, num_layers=2, num_kv_heads=2, head_dim=8, dtype="bfloat16")
 LISTENERS = RankListenerAddresses(incarnation=b"i" * 16, host="h", device="cpu")
+GRANT = Grant(
+    transfer=ID,
+    epoch=EPOCH,
+    deadline_ms=60_000,
+    num_units=NUM_UNITS,
+    num_parts=2,
+    pages=(4, 5),
+    generations=(1, 1),
+)
 
 
 class SilentPlane:
@@ -95,9 +111,8 @@ class Bench:
         self.timeouts = HandoffTimeouts(self.pool, self.clock, Timing(lease_s=30.0, heartbeat_s=5.0), 1, 1)
         self.planes = [SilentPlane(), SilentPlane()]
         self.link = SaidLink()
-        self.request = Reserve(transfer=ID, num_units=NUM_UNITS, deadline_ms=60_000, num_parts=2)
+        self.size = TransferSize(ID, NUM_UNITS, num_parts=2, deadline_ms=60_000)
         self.finished: list[HandoffOutcome] = []
-        self.granted: list[bytes] = []
 
     def routes(self) -> list[Route]:
         peer = PeerRank(host="127.0.0.1", layout=LAYOUT, rank=0, listeners=LISTENERS)
@@ -109,7 +124,7 @@ class Bench:
         self.finished.append(finished.outcome)
 
     def incoming(self) -> Incoming:
-        handoff = DestinationHandoff(self.request, EPOCH, self.timeouts)
+        handoff = DestinationHandoff(self.size, EPOCH, self.timeouts)
         incoming = Incoming(handoff, cast(Link, self.link), self.routes(), NUM_UNITS, self.finish)
         incoming.perform(handoff.grant("sequence"))
         return incoming
@@ -121,8 +136,8 @@ class Bench:
             executor.told.clear()
         return told
 
-    def outgoing(self, request: Reserve | PullRequest | None = None) -> Outgoing:
-        handoff = SourceHandoff(request or self.request, self.timeouts)
+    def outgoing(self, request: TransferRequest = GRANT) -> Outgoing:
+        handoff = SourceHandoff(request, self.timeouts)
         return Outgoing(
             handoff,
             cast(Link, self.link),
@@ -130,7 +145,6 @@ class Bench:
             NUM_UNITS,
             self.clock,
             self.finish,
-            self.granted.append,
         )
 
     def streaming(self) -> Outgoing:
@@ -139,7 +153,6 @@ class Bench:
         outgoing.start()
         for part in range(2):
             outgoing.hear(PartReached(transfer=ID, part=part, transport="shm"))
-        outgoing.receive(Grant(transfer=ID, epoch=EPOCH, pages=(4, 5), generations=(1, 1)))
         pages = self.pool.allocate(NUM_UNITS, "prompt")
         outgoing.offer(pages, NUM_UNITS, None)
         self.pool.release(pages, "prompt")
@@ -213,26 +226,25 @@ def test_a_dead_writer_ends_it(bench: Bench) -> None:
 # Where it leaves.
 
 
-def test_pages_are_asked_for_when_every_rank_has_a_way(bench: Bench) -> None:
+def test_pages_leave_when_every_rank_has_opened_its_transports(bench: Bench) -> None:
     outgoing = bench.outgoing()
     outgoing.start()
+    outgoing.offer(bench.pool.allocate(1, "prompt"), 1, None)
     assert told(bench) == [["ReachPeer"], ["ReachPeer"]]
     outgoing.hear(PartReached(transfer=ID, part=1, transport=""))
-    assert bench.link.kinds() == []
+    assert told(bench) == [[], []]
     outgoing.hear(PartReached(transfer=ID, part=0, transport="tcp"))
-    assert bench.link.kinds() == ["Reserve"]
+    assert told(bench) == [["GrantPart", "PushPart"], ["GrantPart", "PushPart"]]
 
 
 def test_every_rank_is_told_of_the_grant_and_of_each_page_once(bench: Bench) -> None:
     outgoing = bench.outgoing()
     outgoing.start()
-    for part in range(2):
-        outgoing.hear(PartReached(transfer=ID, part=part, transport="shm"))
     first, second = bench.pool.allocate(2, "prompt")
     outgoing.offer([first], 1, None)
-    outgoing.receive(Grant(transfer=ID, epoch=EPOCH, pages=(4, 5), generations=(1, 1)))
+    for part in range(2):
+        outgoing.hear(PartReached(transfer=ID, part=part, transport="shm"))
     outgoing.offer([second], 2, None)
-    assert bench.granted == [ID]
     for executor in bench.planes:
         assert [type(each) for each in executor.told] == [ReachPeer, GrantPart, PushPart, PushPart]
         pushed = [each for each in executor.told if isinstance(each, PushPart)]

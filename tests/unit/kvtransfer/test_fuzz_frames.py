@@ -24,6 +24,7 @@ from baton.kvtransfer.protocol.handoff import (
     Push,
     StopPushes,
     Timing,
+    TransferSize,
     Verify,
 )
 from baton.kvtransfer.protocol.source import SourceHandoff, SourceState
@@ -72,25 +73,27 @@ class Receiver:
         return is_dropped
 
     def _start_own(self) -> None:
-        request = m.Reserve(transfer=bytes(16), num_units=2, deadline_ms=1000)
-        self._sources[request.transfer] = source = SourceHandoff(request, self._timeouts)
-        source.start()
-        pages = self.pool.allocate(2, "own")
-        self._do(source, source.offer(pages, 2))
-        self.pool.release(pages, "own")
+        """A destination that has granted pages, of a transfer that messages name."""
+        size = TransferSize(bytes(16), num_units=2, num_parts=1, deadline_ms=1000)
+        self._num_epochs = self._num_epochs % 3 + 1  # so that a random epoch is often the right one
+        handoff = DestinationHandoff(size, self._num_epochs, self._timeouts)
+        self._destinations[size.transfer] = handoff
+        self._do(handoff, handoff.grant("adopter"))
 
     def _receive(self, message: m.AnyMessage) -> None:
         if isinstance(message, m.EndpointHello | m.ListenerAddresses):
             return
         transfer = message.transfer
         is_known = transfer in self._destinations or transfer in self._sources
-        if isinstance(message, m.Reserve | m.PullRequest) and is_known:
+        if isinstance(message, m.Grant | m.PullRequest) and is_known:
             raise WireError("a transfer that exists already", reason="protocol")
-        if isinstance(message, m.Reserve):
-            self._num_epochs = self._num_epochs % 3 + 1  # so that a random epoch is often the right one
-            handoff = DestinationHandoff(message, self._num_epochs, self._timeouts)
-            self._destinations[transfer] = handoff
-            self._do(handoff, handoff.grant("adopter"))
+        if isinstance(message, m.Grant):
+            self._sources[transfer] = source = SourceHandoff(message, self._timeouts)
+            self._do(source, source.opened())
+            num_units = min(message.num_units, self.pool.num_free)
+            pages = self.pool.allocate(num_units, "own")
+            self._do(source, source.offer(pages, num_units))
+            self.pool.release(pages, "own")
         elif isinstance(message, m.PullRequest):
             self._sources[transfer] = source = SourceHandoff(message, self._timeouts)
             self._do(source, source.accept_pull(INCARNATION, NumberedPages(self.pool)))

@@ -6,11 +6,10 @@ from typing import Any
 import pytest
 
 from baton.engine.scheduler.sequence import SequenceStatus
-from baton.errors import ProtocolError
-from baton.messages.control import Prefill
+from baton.kvtransfer.protocol.handoff import GrantedTransfer
 from baton.prefill_worker.prefill_job import PrefillJob
 from baton.request import FinishReason
-from tests.worker_pair import DECODE, GATEWAY
+from tests.worker_pair import prefill_of
 from tests.worker_pair_cases import PROMPT, a_request
 
 
@@ -27,23 +26,23 @@ class Computed:
     own_s: float = 0.0
 
 
-def a_departure(
-    *, num_held_tokens: int = 0, page_size: int = 4, unit_tokens: int = 4, **fields: Any
+def a_job(
+    *, position: int = 0, page_size: int = 4, unit_tokens: int = 4, **fields: Any
 ) -> tuple[PrefillJob, Computed]:
+    """A job whose pages are granted from the token `position` on."""
     request = a_request(**fields)
-    prefill = Prefill(
-        request=request, gateway=GATEWAY.id, transfer=b"t" * 16, num_held_tokens=num_held_tokens
-    )
-    prefill_job = PrefillJob(prefill, DECODE, page_size, unit_tokens)
-    prefill_job.progress = progress = Computed()
-    return prefill_job, progress
+    job = PrefillJob(prefill_of(request, b"t" * 16), page_size)
+    num_units = -(-(job.num_tokens - position) // unit_tokens)
+    job.granted = GrantedTransfer(job.transfer, position, num_units, unit_tokens, num_layer_groups=1)
+    job.progress = progress = Computed()
+    return job, progress
 
 
 def test_only_whole_pages_leave_before_the_end() -> None:
-    prefill_job, progress = a_departure()  # 41 tokens
+    job, progress = a_job()  # 41 tokens
     offers = []
     for progress.num_computed_tokens in (0, 3, 4, 11, 11, 40, 41, 41):
-        offer = prefill_job.take_offer()
+        offer = job.take_offer()
         offers.append(None if offer is None else (list(offer.pages), offer.num_units))
     assert offers == [
         None,
@@ -58,58 +57,70 @@ def test_only_whole_pages_leave_before_the_end() -> None:
 
 
 def test_a_preempted_prompt_leaves_with_its_new_pages() -> None:
-    prefill_job, progress = a_departure()
+    job, progress = a_job()
     progress.num_computed_tokens = 10
-    assert prefill_job.take_offer() == ((100, 101), 2)
+    assert job.take_offer() == ((100, 101), 2)
     progress.num_computed_tokens, progress.page_table = 0, []
-    assert prefill_job.take_offer() is None
+    assert job.take_offer() is None
     progress.num_computed_tokens, progress.page_table = 8, [50, 51]
-    assert prefill_job.take_offer() is None
+    assert job.take_offer() is None
     progress.num_computed_tokens, progress.page_table = 41, list(range(50, 61))
-    assert prefill_job.take_offer() == (tuple(range(52, 61)), 11)
+    assert job.take_offer() == (tuple(range(52, 61)), 11)
 
 
 def test_units_may_be_smaller_than_pages() -> None:
-    prefill_job, progress = a_departure(page_size=16, unit_tokens=4)
+    job, progress = a_job(page_size=16, unit_tokens=4)
     progress.num_computed_tokens = 33
-    assert prefill_job.take_offer() == ((100, 101), 8)
+    assert job.take_offer() == ((100, 101), 8)
     progress.num_computed_tokens = 41
-    assert prefill_job.take_offer() == ((102,), prefill_job.num_units) == ((102,), 11)
+    assert job.take_offer() == ((102,), 11)
 
 
 def test_what_the_decode_worker_holds_stays() -> None:
-    prefill_job, progress = a_departure(num_held_tokens=16)
+    job, progress = a_job(position=16)
     progress.num_computed_tokens = 15  # less than is held: perhaps it found less in its own cache
-    assert prefill_job.take_offer() is None
+    assert job.take_offer() is None
     progress.num_computed_tokens = 24
-    assert prefill_job.take_offer() == ((104, 105), 2)
+    assert job.take_offer() == ((104, 105), 2)
     progress.num_computed_tokens = 41
-    assert prefill_job.take_offer() == ((106, 107, 108, 109, 110), 7)
-    assert prefill_job.num_units == 7
+    assert job.take_offer() == ((106, 107, 108, 109, 110), 7)
 
 
-@pytest.mark.parametrize("num_held_tokens", [6, 44, 41, 400])
-def test_what_no_decode_worker_can_hold_is_an_offence(num_held_tokens: int) -> None:
-    with pytest.raises(ProtocolError, match=f"{num_held_tokens} of 41 tokens are held, in pages of 4"):
-        a_departure(num_held_tokens=num_held_tokens)
+@pytest.mark.parametrize(
+    ("position", "num_units", "is_accepted"),
+    [(0, 11, True), (16, 7, True), (6, 9, False), (44, 1, False), (400, 1, False), (16, 6, False)],
+)
+def test_grant_of_another_range_is_not_accepted(position: int, num_units: int, is_accepted: bool) -> None:
+    job, _ = a_job()
+    granted = GrantedTransfer(job.transfer, position, num_units, unit_tokens=4, num_layer_groups=1)
+    assert job.accepts(granted) == is_accepted
+
+
+def test_nothing_leaves_before_pages_are_granted() -> None:
+    job, progress = a_job()
+    granted, job.granted = job.granted, None
+    progress.num_computed_tokens = 41
+    assert job.take_offer() is None
+    job.granted = granted
+    assert job.take_offer() == (tuple(range(100, 111)), 11)
 
 
 def test_the_answer_so_far_leaves_with_the_prompt() -> None:
-    prefill_job, progress = a_departure(attempt=1, generated_token_ids=(1, 2, 3, 4))
-    assert (prefill_job.num_tokens, prefill_job.num_units) == (45, 12)
+    job, progress = a_job(attempt=1, generated_token_ids=(1, 2, 3, 4))
+    assert job.num_tokens == 45
     progress.num_computed_tokens = 41
-    assert prefill_job.take_offer() == (tuple(range(100, 110)), 10)
+    assert job.take_offer() == (tuple(range(100, 110)), 10)
 
 
 @pytest.mark.parametrize(
     ("num_generated", "min_tokens", "expected"), [(0, 0, 0), (0, 6, 1), (4, 6, 5), (4, 3, 3)]
 )
 def test_the_engine_is_asked_for_one_token(num_generated: int, min_tokens: int, expected: int) -> None:
-    prefill_job, _ = a_departure(generated_token_ids=PROMPT[:num_generated], min_tokens=min_tokens)
-    request = prefill_job.engine_request
+    job, _ = a_job(generated_token_ids=PROMPT[:num_generated], min_tokens=min_tokens)
+    request = job.engine_request
     assert request.sampling.max_tokens == num_generated + 1
     assert request.sampling.min_tokens == expected
-    assert request.request_id != prefill_job.request.request_id
+    assert request.request_id != job.request.request_id
 
 
 @pytest.mark.parametrize(
@@ -130,5 +141,5 @@ def test_the_engine_is_asked_for_one_token(num_generated: int, min_tokens: int, 
 def test_the_first_token_ends_the_answer_only_where_one_engine_would(
     reason: FinishReason | None, fields: dict[str, Any], max_model_len: int, expected: FinishReason | None
 ) -> None:
-    prefill_job, _ = a_departure(**fields)
-    assert prefill_job.finish_reason(reason, max_model_len) is expected
+    job, _ = a_job(**fields)
+    assert job.finish_reason(reason, max_model_len) is expected

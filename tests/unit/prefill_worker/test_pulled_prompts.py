@@ -13,11 +13,11 @@ import pytest
 from baton.engine.engine import Engine
 from baton.kvtransfer.protocol.messages import Commit, PullRequest
 from baton.kvtransfer.protocol.pull import ON_HOST, lend_nothing
-from baton.messages.control import Dispatch, Members, PullSource
+from baton.messages.control import Members, PullSource
 from baton.messages.workers import WorkerRole
 from baton.request import Request
 from tests.tiny_models import VOCAB_SIZE
-from tests.worker_pair import DECODE, GATEWAY, PREFILL, ROUTER, Host, WorkerPair
+from tests.worker_pair import DECODE, ROUTER, Host, WorkerPair
 from tests.worker_pair_cases import MakePair, a_request, answer_alone, said
 
 PROMPT: Final = tuple((3 * i + i * i) % VOCAB_SIZE for i in range(70))
@@ -34,8 +34,7 @@ def known(pair: WorkerPair, prompt: tuple[int, ...] = PROMPT) -> PullSource:
 
 
 def begin(pair: WorkerPair, request: Request, source: PullSource) -> None:
-    dispatch = Dispatch(request=request, gateway=GATEWAY.id, prefill=PREFILL, source=source)
-    pair.tell(pair.decode, ROUTER, dispatch)
+    pair.dispatch(request, source=source)
 
 
 def warm(pair: WorkerPair) -> PullSource:
@@ -173,7 +172,7 @@ def on_host(pair: WorkerPair, source: PullSource) -> PullSource:
 
 
 def test_pages_that_the_holder_keeps_on_its_host_are_pulled_too(make_pair: MakePair, alone: Engine) -> None:
-    pair = make_pair(num_pages=(96, 48), num_host_pages=96)
+    pair = make_pair(num_pages=(96, 54), num_host_pages=96)
     source = on_host(pair, warm(pair))
     request = a_request(1, PROMPT)
     begin(pair, request, source)

@@ -1,10 +1,10 @@
 """What a prefill worker tells a router that asks for it."""
 
 from baton.kvtransfer.protocol.messages import Commit
-from baton.messages.control import Dispatch, KvEventBatch, KvEventsWanted, Measured
+from baton.messages.control import KvEventBatch, KvEventsWanted, Measured
 from baton.messages.workers import PrefillTimes, StepTimes
 from tests.unit.prefill_worker.test_pulled_prompts import PROMPT, begin, warm
-from tests.worker_pair import GATEWAY, ROUTER, WorkerPair
+from tests.worker_pair import ROUTER, WorkerPair
 from tests.worker_pair_cases import MakePair, a_request
 
 
@@ -79,7 +79,7 @@ def test_a_prompt_that_is_not_wanted_any_more_has_no_times(make_pair: MakePair) 
     pair.tell(pair.prefill, ROUTER, KvEventsWanted())
     pair.decode.endpoint.holds = Commit
     request = a_request()
-    pair.tell(pair.decode, ROUTER, Dispatch(request=request, gateway=GATEWAY.id, prefill=pair.prefill.id))
+    pair.dispatch(request)
     pair.turns_until(lambda: bool(pair.heard(request)) and pair.decode.endpoint.is_holding)
     pair.cancel(request)
     pair.decode.endpoint.release()

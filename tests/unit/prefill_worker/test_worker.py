@@ -7,7 +7,7 @@ import pytest
 
 from baton.engine.engine import Engine
 from baton.errors import WireError
-from baton.kvtransfer.protocol.messages import Reserve, Wrote
+from baton.kvtransfer.protocol.messages import Grant, Wrote
 from baton.messages.codec import AnyMessage
 from baton.messages.control import (
     Cancel,
@@ -23,16 +23,15 @@ from baton.messages.control import (
 from baton.messages.operations import Drain
 from baton.request import Request
 from tests.tiny_models import MAX_MODEL_LEN
-from tests.worker_pair import GATEWAY, PREFILL, ROUTER, WorkerPair
-from tests.worker_pair_cases import STAGES, MakePair, a_request, answer_alone, bring_to, said
+from tests.worker_pair import GATEWAY, PREFILL, ROUTER, WorkerPair, prefill_of
+from tests.worker_pair_cases import PROMPT, STAGES, MakePair, a_request, answer_alone, bring_to, said
 
 SMALL_STEPS = {"scheduler": {"max_num_batched_tokens": 8}}
 
 
-def ask(pair: WorkerPair, request: Request, transfer: bytes = b"t" * 16) -> None:
-    """As the decode worker asks, but it knows nothing of that."""
-    prefill = Prefill(request=request, gateway=GATEWAY.id, transfer=transfer)
-    pair.tell(pair.prefill, pair.decode.hello, prefill)
+def order(pair: WorkerPair, request: Request, transfer: bytes = b"t" * 16) -> None:
+    """Order a prompt as the router does; the decode worker does not know of the attempt."""
+    pair.tell(pair.prefill, ROUTER, prefill_of(request, transfer))
 
 
 def refusals(pair: WorkerPair) -> list[tuple[Failure, str]]:
@@ -41,27 +40,75 @@ def refusals(pair: WorkerPair) -> list[tuple[Failure, str]]:
     return [(each.failure, each.reason) for each in said_ if isinstance(each, PrefillFailed)]
 
 
-def test_a_prompt_is_computed_while_pages_are_asked_for(make_pair: MakePair) -> None:
+def test_prompt_is_computed_before_pages_are_granted(make_pair: MakePair, alone: Engine) -> None:
     pair, request = make_pair(), a_request()
-    pair.decode.endpoint.holds = Reserve
-    pair.dispatch(request)
-    pair.turns_until(lambda: pair.decode.endpoint.is_holding and bool(pair.heard(request)))
-    assert not pair.decode.endpoint.num_open and len(pair.heard(request)) == 1
-    pair.decode.endpoint.release()
+    bring_to(pair, request, "ungranted")
+    assert len(pair.heard(request)) == 1
+    pair.release()
     pair.turns_until(lambda: pair.is_answered(request))
+    assert said(pair.heard(request)) == answer_alone(alone, request)
     assert not pair.decode_worker.counters["recomputed_prefills"]
 
 
-def test_pages_refused_after_the_first_token_are_computed_where_they_were_refused(
-    make_pair: MakePair, alone: Engine
-) -> None:
+def test_grant_may_come_before_its_order(make_pair: MakePair, alone: Engine) -> None:
     pair, request = make_pair(), a_request()
-    bring_to(pair, request, "unreserved")
-    pair.decode.endpoint._admit = lambda reserve, num_pages: None
-    pair.decode.endpoint.release()
+    bring_to(pair, request, "ordered")
+    pair.turns_until(lambda: bool(pair.prefill.endpoint.num_open))
+    pair.turn()
+    pair.hold()
     pair.turns_until(lambda: pair.is_answered(request))
     assert said(pair.heard(request)) == answer_alone(alone, request)
+    assert not pair.decode_worker.counters["recomputed_prefills"]
+
+
+def test_grant_whose_order_never_comes_is_given_back(
+    make_pair: MakePair, alone: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The router may die between its two messages: the decode worker computes the prompt itself."""
+    monkeypatch.setattr("baton.prefill_worker.worker.MAX_ORDER_WAIT_S", 0.05)
+    pair, request = make_pair(), a_request()
+    bring_to(pair, request, "ordered")
+    pair.turns_until(lambda: bool(pair.prefill.endpoint.num_open))
+
+    def is_answered() -> bool:
+        pair.prefill.node.tick()
+        return pair.is_answered(request)
+
+    pair.turns_until(is_answered)
+    assert said(pair.heard(request)) == answer_alone(alone, request)
     assert pair.decode_worker.counters["recomputed_prefills"] == 1
+    pair.cancel(request)
+
+
+def test_computed_prompt_without_a_grant_is_given_up(
+    make_pair: MakePair, alone: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("baton.prefill_worker.worker.MAX_GRANT_WAIT_S", 0.05)
+    pair, request = make_pair(), a_request()
+    bring_to(pair, request, "ungranted")
+
+    def is_answered() -> bool:
+        pair.prefill.node.tick()
+        return pair.is_answered(request)
+
+    pair.turns_until(is_answered)
+    assert said(pair.heard(request)) == answer_alone(alone, request)
+    assert pair.decode_worker.counters["recomputed_prefills"] == 1
+
+
+def test_ungranted_prompts_make_way_when_nothing_else_can_run(make_pair: MakePair, alone: Engine) -> None:
+    """The prefill worker has pages for two prompts, and both wait for grants while a third is granted."""
+    pair = make_pair(num_pages=(26, 96))
+    pair.prefill.endpoint.holds = Grant
+    requests = [a_request(number, (number, *PROMPT[1:])) for number in range(3)]
+    for request in requests:
+        pair.dispatch(request)
+    pair.turns_until(lambda: all(pair.heard(request) for request in requests))
+    assert pair.decode_worker.counters["recomputed_prefills"] == 1
+    pair.release()
+    pair.turns_until(lambda: all(pair.is_answered(request) for request in requests))
+    for request in requests:
+        assert said(pair.heard(request)) == answer_alone(alone, request)
 
 
 def test_pages_leave_while_the_rest_is_computed(make_pair: MakePair) -> None:
@@ -95,13 +142,13 @@ def test_what_was_computed_makes_a_second_try_cheap(make_pair: MakePair, stage: 
         pair.turn()
     pair.cancel(request)
     pair.hold()
-    pair.decode.endpoint.release()
+    pair.release()
     pair.quiet_down()
     again = a_request(attempt=1)
     pair.decode.engine.scheduler.cache.make_room(96, keep=False)  # nothing is known at the decode worker
     (answer,) = pair.answer(again)
     num_cached = answer[0].num_cached_tokens
-    if stage == "asked":
+    if stage == "ordered":
         assert num_cached == 0
     elif stage == "computing":
         assert 8 <= num_cached < 40
@@ -129,74 +176,69 @@ def test_a_decode_worker_that_is_not_listed_any_more_ends_its_prompts(make_pair:
     assert Reachable(workers=()) in pair.said[ROUTER.id][num_said:]
 
 
-def test_an_attempt_may_be_asked_for_twice(make_pair: MakePair) -> None:
+def test_attempt_may_be_ordered_twice(make_pair: MakePair) -> None:
     """A router that starts anew may give to another decode worker what the last one gave to the first."""
     pair, request = make_pair(**SMALL_STEPS), a_request()
-    pair.decode.endpoint._admit = lambda reserve, num_pages: "somebody"
     pair.hold(Prefilled)
-    ask(pair, request, b"1" * 16)
-    ask(pair, request, b"2" * 16)
-    pair.turns_until(lambda: len(pair.post.held()) == 2 and not pair.prefill.node.attempts)
+    order(pair, request, b"1" * 16)
+    order(pair, request, b"2" * 16)
+    pair.turns_until(lambda: len(pair.post.held()) == 2)
     said_ = [each.message for each in pair.post.held() if isinstance(each.message, Prefilled)]
     assert len({each.event.token_id for each in said_}) == 1
-    ledger = pair.decode.engine.pages
-    pair.turns_until(lambda: not pair.decode.endpoint.num_open)
-    ledger.release([page for page in range(ledger.num_pages) if ledger.owners(page)], "somebody")
+    assert len(pair.prefill.node.attempts) == 2
+    cancel = Cancel(request_id=request.request_id, attempt=0)
+    pair.tell(pair.prefill, pair.decode.hello, cancel)
+    assert not pair.prefill.node.attempts
 
 
 class TestRefusals:
-    def test_of_a_worker_that_pages_cannot_reach(self, make_pair: MakePair) -> None:
-        pair = make_pair()
-        pair.tell(pair.prefill, ROUTER, Members(workers=()))
-        pair.hold(PrefillFailed)
-        ask(pair, a_request())
-        assert refusals(pair) == [(Failure.BUSY, "no pages can be sent to that worker now")]
-
-    def test_of_a_transfer_that_goes_on(self, make_pair: MakePair) -> None:
-        pair = make_pair()
-        pair.hold(PrefillFailed)
-        ask(pair, a_request())
-        ask(pair, a_request(1))
-        assert [failure for failure, _ in refusals(pair)] == [Failure.BUSY]
-        assert pair.prefill.node.attempts == ((a_request().request_id, 0),)
-
     def test_while_it_drains(self, make_pair: MakePair) -> None:
         pair = make_pair()
         pair.hold(PrefillFailed)
         pair.tell(pair.prefill, ROUTER, Drain(worker=PREFILL))
-        ask(pair, a_request())
+        order(pair, a_request())
         assert refusals(pair) == [(Failure.BUSY, "the worker is about to end")]
         assert pair.prefill.node.is_idle
 
     def test_of_what_cannot_run(self, make_pair: MakePair) -> None:
         pair = make_pair()
         pair.hold(PrefillFailed)
-        ask(pair, a_request(prompt=(1,) * MAX_MODEL_LEN))
+        order(pair, a_request(prompt=(1,) * MAX_MODEL_LEN))
         ((failure, reason),) = refusals(pair)
         assert failure is Failure.INVALID and f"the model takes {MAX_MODEL_LEN}" in reason
 
-    def test_of_what_no_transfer_can_carry(
-        self, make_pair: MakePair, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        pair = make_pair()
-        pair.hold(PrefillFailed)
-        monkeypatch.setattr("baton.kvtransfer.protocol.pull.MAX_PAGES", 10)
-        ask(pair, a_request())
-        ((failure, reason),) = refusals(pair)
-        assert failure is Failure.BUSY and "1 to 10 units are" in reason
-        assert pair.prefill.node.is_idle
 
-    def test_by_the_destination_are_said(self, make_pair: MakePair) -> None:
-        """Nobody there knows of that transfer."""
-        pair = make_pair()
-        pair.hold(PrefillFailed)
-        ask(pair, a_request())
-        pair.turns_until(lambda: bool(refusals(pair)))
-        assert refusals(pair) == [(Failure.BUSY, "refused: no room")]
-        assert not pair.prefill.node.attempts
+def test_prompt_that_no_transfer_can_carry_is_computed_by_the_decode_worker(
+    make_pair: MakePair, alone: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair, request = make_pair(), a_request()
+    monkeypatch.setattr("baton.kvtransfer.protocol.pull.MAX_PAGES", 10)
+    pair.dispatch(request)
+    pair.turns_until(lambda: pair.is_answered(request))
+    assert said(pair.heard(request)) == answer_alone(alone, request)
+    assert pair.decode_worker.counters["recomputed_prefills"] == 1
 
 
-def test_a_cancel_is_of_the_worker_that_asked(make_pair: MakePair) -> None:
+def test_grant_for_another_prompt_is_refused(make_pair: MakePair, alone: Engine) -> None:
+    pair, request = make_pair(**SMALL_STEPS), a_request()
+    bring_to(pair, request, "ordered")
+    (ordered,) = (each.message for each in pair.post.held())
+    assert isinstance(ordered, Prefill)
+    order(pair, a_request(1, PROMPT[:20]), ordered.transfer)
+    pair.turns_until(lambda: pair.is_answered(request))
+    assert said(pair.heard(request)) == answer_alone(alone, request)
+    assert pair.decode_worker.counters["recomputed_prefills"] == 1
+    pair.tell(pair.prefill, pair.decode.hello, Cancel(request_id=a_request(1).request_id, attempt=0))
+
+
+def test_cancel_may_come_before_the_order(make_pair: MakePair) -> None:
+    pair, request = make_pair(), a_request()
+    pair.tell(pair.prefill, pair.decode.hello, Cancel(request_id=request.request_id, attempt=0))
+    order(pair, request)
+    assert not pair.prefill.node.attempts and not pair.prefill.engine.has_work()
+
+
+def test_only_the_jobs_decode_worker_cancels_it(make_pair: MakePair) -> None:
     pair, request = make_pair(**SMALL_STEPS), a_request()
     bring_to(pair, request, "computing")
     cancel = Cancel(request_id=request.request_id, attempt=0)
@@ -211,7 +253,7 @@ def test_a_cancel_is_of_the_worker_that_asked(make_pair: MakePair) -> None:
 @pytest.mark.parametrize(
     ("sender", "message"),
     [
-        (GATEWAY, Prefill(request=a_request(), gateway=GATEWAY.id, transfer=b"t" * 16)),
+        (GATEWAY, prefill_of(a_request(), b"t" * 16)),
         (ROUTER, Dispatch(request=a_request(), gateway=GATEWAY.id)),
         (GATEWAY, Drain(worker=PREFILL)),
         (GATEWAY, Members(workers=())),
@@ -221,6 +263,6 @@ def test_who_asks_for_what_is_not_theirs_is_dropped(
     make_pair: MakePair, sender: Hello, message: AnyMessage
 ) -> None:
     pair = make_pair()
-    with pytest.raises(WireError, match="is nothing for a prefill worker"):
+    with pytest.raises(WireError, match="a prefill worker takes no"):
         pair.tell(pair.prefill, sender, message)
     assert pair.prefill.node.is_idle and not pair.prefill.node.is_draining

@@ -6,7 +6,7 @@ import pytest
 
 from baton.engine.cache.page_pool import PageState
 from baton.kvtransfer.protocol.handoff import HandoffOutcome, TransferEnded
-from baton.kvtransfer.protocol.messages import Reserve
+from baton.kvtransfer.protocol.messages import Grant
 from baton.sim.endpoint import TIMING, SimEndpoint, SimLink
 from baton.sim.engine import SimEngine
 from baton.sim.network import Network
@@ -24,14 +24,7 @@ class Side:
     def __init__(self, pair: "Pair", name: str, page_size: int) -> None:
         self.process = SimProcess(name, pair.events)
         self.engine = SimEngine(a_machine(page_size=page_size), self.process.clock, self.process.spend)
-        self.endpoint = SimEndpoint(
-            self.process,
-            self.engine,
-            pair.network,
-            pair.random,
-            pair.recorder,
-            lambda reserve, num_pages: OWNER,
-        )
+        self.endpoint = SimEndpoint(self.process, self.engine, pair.network, pair.random, pair.recorder)
         self.ended: list[TransferEnded] = []
         self.process.turn = self._turn
 
@@ -68,9 +61,12 @@ class Pair:
         self.num_units = NUM_TOKENS // unit_tokens
 
     def send(self) -> None:
-        endpoint = self.source.endpoint
-        endpoint.start(self.link, self.num_units, deadline_s=60.0, transfer=TRANSFER)
-        endpoint.offer(TRANSFER, self.pages, self.num_units)
+        """The destination grants pages; the source offers all once it has heard."""
+        link = self.destination.endpoint.links[0]
+        self.destination.endpoint.grant(link, TRANSFER, self.num_units, OWNER, deadline_s=60.0)
+        while not self.source.endpoint.take_granted():
+            self.run(0.25)
+        self.source.endpoint.offer(TRANSFER, self.pages, self.num_units)
         self.source.engine.pages.release(self.pages, OWNER)
 
     def run(self, seconds: float) -> None:
@@ -116,7 +112,7 @@ def test_pages_that_never_arrive_fail_the_transfer(is_direct: bool) -> None:
     pair.send()
     pair.run(4.0)
     assert [each.outcome for each in pair.source.ended] == [HandoffOutcome.FAILED]
-    assert [each.outcome for each in pair.destination.ended] == [HandoffOutcome.RECOMPUTE]
+    assert [each.outcome for each in pair.destination.ended] == [HandoffOutcome.REFUSED]
     assert pair.source.num_held == pair.destination.num_held == 0
 
 
@@ -171,7 +167,9 @@ def test_lost_link_ends_a_transfer_at_both_ends(is_direct: bool) -> None:
 def test_second_reservation_of_a_transfer_drops_the_link(is_direct: bool) -> None:
     pair = Pair(is_direct=is_direct)
     pair.send()
-    pair.link.send(Reserve(transfer=TRANSFER, num_units=1, deadline_ms=1000))
+    pair.destination.endpoint.links[0].send(
+        Grant(transfer=TRANSFER, epoch=9, num_units=1, deadline_ms=1000, pages=(0,), generations=(1,))
+    )
     pair.run(1.0)
     assert [error.reason for _, error in pair.recorder.drops] == ["protocol"]
     assert pair.link.is_lost
@@ -190,6 +188,6 @@ def test_pages_are_pulled_by_their_generations(is_direct: bool) -> None:
     pair.destination.endpoint.pull(back, wanted_pages(stale), pair.num_units, "another", deadline_s=60.0)
     pair.run(3.0)
     outcomes = {each.outcome: each for each in pair.destination.ended}
-    assert set(outcomes) == {HandoffOutcome.ADOPTED, HandoffOutcome.RECOMPUTE}
+    assert set(outcomes) == {HandoffOutcome.ADOPTED, HandoffOutcome.REFUSED}
     assert pair.destination.contents(outcomes[HandoffOutcome.ADOPTED].pages) == sent
     assert pair.destination.num_held == len(pair.pages)

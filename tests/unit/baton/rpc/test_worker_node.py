@@ -14,7 +14,7 @@ from baton.messages.status import OverloadLevel
 from baton.messages.workers import Address, Load, Worker, WorkerRole
 from baton.rpc.peers import Peer, PeerRegistry
 from baton.rpc.reports import WorkerReports
-from baton.rpc.worker_node import WorkerNode
+from baton.rpc.worker_node import MAX_ENDED, EndedAttempts, WorkerNode
 from tests.fakes import Post, PostedPeer
 
 
@@ -168,3 +168,19 @@ def test_other_messages_go_to_the_role(worker: SomeWorker) -> None:
     cancel = Cancel(request_id="f" * 32, attempt=0)
     worker.received(worker.meet(GATEWAY), cancel)
     assert worker.wrote == [cancel]
+
+
+def test_end_of_an_attempt_is_the_end_of_earlier_ones() -> None:
+    ended = EndedAttempts()
+    for attempt in (1, 0):
+        ended.add("a", attempt)
+    assert ("a", 1) in ended and ("a", 0) in ended
+    assert ("a", 2) not in ended and ("b", 1) not in ended
+
+
+def test_oldest_ends_are_forgotten() -> None:
+    ended = EndedAttempts()
+    for number in range(MAX_ENDED + 1):
+        ended.add(str(number), 0)
+    assert ("0", 0) not in ended
+    assert ("1", 0) in ended and (str(MAX_ENDED), 0) in ended

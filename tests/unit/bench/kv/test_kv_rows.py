@@ -10,7 +10,6 @@ from baton.kvtransfer.protocol.handoff import TransferTimes
 TIMES = TransferTimes(
     total_s=0.01,
     handshake_s=0.0,
-    reserve_s=0.001,
     gather_s=0.001,
     wire_s=0.005,
     waiting_s=0.0,

@@ -253,7 +253,7 @@ def test_largest_request_fits_every_message_that_carries_it() -> None:
     avoid = (id_of("w"),) * 8
     encode(Submit(request=largest, sticky_worker=id_of("d0"), avoid=avoid))
     encode(Dispatch(request=largest, gateway=id_of("g"), prefill=id_of("p0")))
-    encode(Prefill(request=largest, gateway=id_of("g"), transfer=bytes(16), num_held_tokens=2**53))
+    encode(Prefill(request=largest, gateway=id_of("g"), decode=id_of("d"), transfer=bytes(16), age_s=1.5))
 
 
 def test_what_the_worker_finds_invalid_is_the_clients_error() -> None:

@@ -13,6 +13,7 @@ from baton.kvtransfer.protocol.handoff import (
     OpenReceive,
     Send,
     Timing,
+    TransferSize,
     Verify,
 )
 from baton.kvtransfer.protocol.messages import (
@@ -25,9 +26,7 @@ from baton.kvtransfer.protocol.messages import (
     Grant,
     PullRefused,
     PullRequest,
-    Refuse,
     Released,
-    Reserve,
     Verified,
     Wrote,
 )
@@ -55,11 +54,15 @@ class Bench:
         self.clock = ManualClock()
         self.pool = PagePool(NUM_PAGES, 16)
         timeouts = HandoffTimeouts(self.pool, self.clock, Timing(lease_s=30, heartbeat_s=5), 1, 1)
-        request = Reserve(transfer=ID, num_units=NUM_UNITS, deadline_ms=100_000, num_parts=num_parts)
-        self.destination = DestinationHandoff(request, EPOCH, timeouts)
+        size = TransferSize(ID, NUM_UNITS, num_parts, deadline_ms=100_000)
+        self.destination = DestinationHandoff(size, EPOCH, timeouts)
+
+    def granted(self) -> "Bench":
+        self.destination.grant("sequence")
+        return self
 
     def receiving(self) -> "Bench":
-        self.destination.grant("sequence")
+        self.granted().destination.receive(EXTEND)
         return self
 
     def verifying(self) -> "Bench":
@@ -92,12 +95,10 @@ def finished(actions: list[Action]) -> list[HandoffOutcome]:
 
 def every_message() -> list[AnyMessage]:
     layout = PageLayout(tp_size=1, page_size=1, num_layers=1, num_kv_heads=1, head_dim=1, dtype="float32")
-    grant = Grant(transfer=ID, epoch=EPOCH, pages=(0,), generations=(1,))
+    grant = Grant(transfer=ID, epoch=EPOCH, deadline_ms=1, num_units=1, pages=(0,), generations=(1,))
     return [
         EndpointHello(protocol=1, incarnation=HOLDER, fingerprint="f", layout=layout),
-        Reserve(transfer=ID, num_units=1, deadline_ms=1),
         grant,
-        Refuse(transfer=ID, reason="full"),
         PullRequest(
             transfer=ID,
             epoch=EPOCH,
@@ -127,10 +128,16 @@ def test_pages_are_granted_with_two_owners_each_and_adopted_when_they_are_right(
     actions = destination.grant("sequence", ("shm", "tcp"))
     pages = tuple(destination.pages)
     grant = Grant(
-        transfer=ID, epoch=EPOCH, pages=pages, generations=(1,) * NUM_UNITS, transports=("shm", "tcp")
+        transfer=ID,
+        epoch=EPOCH,
+        deadline_ms=100_000,
+        num_units=NUM_UNITS,
+        pages=pages,
+        generations=(1,) * NUM_UNITS,
+        transports=("shm", "tcp"),
     )
     assert actions == [OpenReceive(0), Send(grant)]
-    assert bench.pool.owners(pages[0]) == {("landing", ID), ("writer", ID, 0)}
+    assert bench.pool.owners(pages[0]) == {("receive", ID), ("writer", ID, 0)}
     assert destination.receive(WROTE) == []
     assert destination.receive(commit()) == [CloseReceive(0, is_confirmed=True)]
     assert destination.writer_stopped(0) == [Verify(0, DIGESTS)]
@@ -141,11 +148,11 @@ def test_pages_are_granted_with_two_owners_each_and_adopted_when_they_are_right(
     assert bench.pool.owners(pages[0]) == {"sequence"}
 
 
-def test_no_free_pages_is_a_refusal() -> None:
+def test_nothing_is_granted_without_free_pages() -> None:
     bench = Bench()
     bench.pool.allocate(NUM_PAGES - NUM_UNITS + 1, "others")
     actions = bench.destination.grant("sequence")
-    assert sent(actions) == [Refuse(transfer=ID, reason="no free pages")]
+    assert not sent(actions)
     assert finished(actions) == [HandoffOutcome.RECOMPUTE]
     assert bench.destination.receive(Abort(transfer=ID, epoch=0, reason="crossed")) == []
 
@@ -164,7 +171,7 @@ def test_pull_brings_its_own_grant() -> None:
 def test_refused_pull_is_recomputed_and_confirms_that_nothing_was_written() -> None:
     bench = Bench().in_state(DestinationState.ASKING)
     actions = bench.destination.receive(PullRefused(transfer=ID, epoch=EPOCH, reason="gone"))
-    assert finished(actions) == [HandoffOutcome.RECOMPUTE]
+    assert finished(actions) == [HandoffOutcome.REFUSED]
     assert CloseReceive(0, is_confirmed=True) in actions
     bench.destination.writer_stopped(0)
     assert bench.pool.num_free == NUM_PAGES
@@ -200,7 +207,7 @@ def test_damaged_units_are_asked_for_again_under_a_new_hold() -> None:
         OpenReceive(1),
         Send(Corrupt(transfer=ID, epoch=EPOCH, units=(1, 3), part=1)),
     ]
-    assert bench.pool.owners(destination.pages[0]) == {("landing", ID), ("writer", ID, 1)}
+    assert bench.pool.owners(destination.pages[0]) == {("receive", ID), ("writer", ID, 1)}
     with pytest.raises(ProtocolError):
         destination.receive(commit(0))
     assert destination.receive(commit(1)) == [CloseReceive(1, is_confirmed=True)]
@@ -281,7 +288,7 @@ def test_writer_that_dies_before_it_commits_ends_it() -> None:
 def test_source_that_saw_no_grant_has_never_written() -> None:
     bench = Bench().receiving()
     actions = bench.destination.receive(Abort(transfer=ID, epoch=0, reason="expired"))
-    assert finished(actions) == [HandoffOutcome.RECOMPUTE]
+    assert finished(actions) == [HandoffOutcome.REFUSED]
     assert CloseReceive(0, is_confirmed=True) in actions
 
 

@@ -8,9 +8,7 @@ from baton.kvtransfer.protocol.messages import (
     Commit,
     Corrupt,
     Extend,
-    Grant,
     PullRefused,
-    Refuse,
     Released,
     Verified,
     Wrote,
@@ -45,7 +43,6 @@ def test_heartbeat_is_due_once_in_its_time() -> None:
     ("message", "epoch"),
     [
         # To a destination: nothing is written for this transfer.
-        (Grant(transfer=ID, epoch=3, pages=(0,), generations=(1,)), 0),
         (Corrupt(transfer=ID, epoch=3, units=(0,)), 0),
         (Abort(transfer=ID, epoch=3, reason="expired"), 0),
         # To whoever goes on: stop.
@@ -62,7 +59,6 @@ def test_who_speaks_of_an_unknown_transfer_is_told_to_stop(message: AnyMessage, 
     "message",
     [
         Abort(transfer=ID, epoch=0, reason="unknown transfer"),  # or two would answer each other for ever
-        Refuse(transfer=ID, reason="full"),
         PullRefused(transfer=ID, epoch=3, reason="gone"),
         Verified(transfer=ID, epoch=3),
         Released(transfer=ID, epoch=3),

@@ -13,7 +13,6 @@ from baton.kvtransfer.protocol.messages import (
     EndpointHello,
     Grant,
     PullRequest,
-    Reserve,
     decode,
     encode,
 )
@@ -30,12 +29,16 @@ def altered(message: Any, **changes: object) -> bytes:
     return msgspec.msgpack.encode({name: value for name, value in fields.items() if value is not ...})
 
 
-def reserve(**changes: Any) -> Reserve:
-    return Reserve(**{"transfer": ID, "num_units": 1, "deadline_ms": 1000, **changes})
-
-
-def grant(num_pages: int = 1) -> Grant:
-    return Grant(transfer=ID, epoch=1, pages=tuple(range(num_pages)), generations=(1,) * num_pages)
+def grant(num_pages: int = 1, **changes: Any) -> Grant:
+    fields = {
+        "transfer": ID,
+        "epoch": 1,
+        "deadline_ms": 1000,
+        "num_units": num_pages,
+        "pages": tuple(range(num_pages)),
+        "generations": (1,) * num_pages,
+    }
+    return Grant(**{**fields, **changes})
 
 
 def pull(**changes: Any) -> PullRequest:
@@ -55,14 +58,18 @@ def pull(**changes: Any) -> PullRequest:
 
 
 def test_any_msgpack_reader_can_read_a_message() -> None:
-    assert msgspec.msgpack.decode(encode(reserve())) == {
-        "kind": "Reserve",
+    assert msgspec.msgpack.decode(encode(grant())) == {
+        "kind": "Grant",
         "transfer": ID,
-        "num_units": 1,
+        "epoch": 1,
         "deadline_ms": 1000,
+        "num_units": 1,
+        "pages": [0],
+        "generations": [1],
         "position": 0,
         "num_parts": 1,
         "num_layer_groups": 1,
+        "transports": [],
     }
 
 
@@ -93,7 +100,7 @@ def test_any_msgpack_reader_can_read_a_message() -> None:
 )
 def test_what_is_out_of_bounds_is_refused(changes: dict[str, object]) -> None:
     with pytest.raises(WireError) as caught:
-        decode(altered(reserve(), **changes))
+        decode(altered(grant(), **changes))
     assert caught.value.reason == "malformed"
 
 
@@ -114,8 +121,8 @@ def test_what_is_out_of_bounds_is_refused(changes: dict[str, object]) -> None:
         (altered(Corrupt(transfer=ID, epoch=1, units=(1,)), units=[2, 1]), "do not rise"),
         (b"", "none"),
         (b"\xc1", "none"),
-        (encode(reserve()) + b"x", "trailing"),
-        (encode(reserve())[:-1], "truncated"),
+        (encode(grant()) + b"x", "trailing"),
+        (encode(grant())[:-1], "truncated"),
     ],
 )
 def test_what_fields_cannot_say_alone_is_checked(body: bytes, complaint: str) -> None:
@@ -150,7 +157,7 @@ def test_largest_messages_fit_a_frame() -> None:
         "transports": ("t" * 16,) * 8,
     }
     for message in (
-        Grant(transfer=ID, epoch=2**32 - 1, pages=pages, generations=generations, transports=("t" * 16,) * 8),
+        grant(MAX_PAGES, epoch=2**32 - 1, pages=pages, generations=generations, transports=("t" * 16,) * 8),
         Commit(transfer=ID, epoch=1, digests=bytes(MAX_PAGES * DIGEST_BYTES)),
         Corrupt(transfer=ID, epoch=1, units=tuple(range(MAX_PAGES))),
         pull(**pulled),

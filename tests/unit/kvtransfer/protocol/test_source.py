@@ -25,9 +25,7 @@ from baton.kvtransfer.protocol.messages import (
     Grant,
     PullRefused,
     PullRequest,
-    Refuse,
     Released,
-    Reserve,
     Verified,
     Wrote,
 )
@@ -38,8 +36,23 @@ from tests.numbered_pages import NumberedPages, key_of
 
 ID, EPOCH, NUM_UNITS, NUM_PAGES = b"t" * 16, 7, 4, 8
 ME = b"m" * 16
-GRANT = Grant(transfer=ID, epoch=EPOCH, pages=(20, 21, 22, 23), generations=(1, 1, 1, 1))
 DIGESTS = bytes(range(8 * NUM_UNITS))
+
+
+def grant(num_parts: int = 1, num_groups: int = 1) -> Grant:
+    return Grant(
+        transfer=ID,
+        epoch=EPOCH,
+        deadline_ms=100_000,
+        num_units=NUM_UNITS,
+        num_parts=num_parts,
+        num_layer_groups=num_groups,
+        pages=(20, 21, 22, 23),
+        generations=(1, 1, 1, 1),
+    )
+
+
+GRANT = grant()
 
 
 def digests(first: int, stop: int) -> bytes:
@@ -55,19 +68,11 @@ class Bench:
         self.timeouts = HandoffTimeouts(
             self.pool, self.clock, Timing(lease_s=30, heartbeat_s=5), units_per_page, 1
         )
-        self.reserve = Reserve(
-            transfer=ID,
-            num_units=NUM_UNITS,
-            deadline_ms=100_000,
-            num_parts=num_parts,
-            num_layer_groups=num_groups,
-        )
-        self.source = SourceHandoff(self.reserve, self.timeouts)
+        self.source = SourceHandoff(grant(num_parts, num_groups), self.timeouts)
         self.pages = self.pool.allocate(NUM_UNITS // units_per_page, "sequence")
 
     def streaming(self) -> "Bench":
-        self.source.start()
-        self.source.receive(GRANT)
+        self.source.opened()
         return self
 
     def committing(self) -> "Bench":
@@ -77,16 +82,14 @@ class Bench:
         return self
 
     def in_state(self, state: SourceState) -> "Bench":
-        if state is SourceState.RESERVING:
-            self.source.start()
-        elif state is SourceState.STREAMING:
+        if state is SourceState.STREAMING:
             self.streaming().source.offer(self.pages, NUM_UNITS)
         elif state is SourceState.COMMITTING:
             self.committing()
         elif state is SourceState.STOPPING:
             self.streaming().source.offer(self.pages, NUM_UNITS)
             self.source.abort("cancelled")
-        else:
+        elif state is SourceState.CLOSED:
             self.committing().source.receive(Verified(transfer=ID, epoch=EPOCH))
         assert self.source.state is state
         return self
@@ -108,9 +111,7 @@ def every_message() -> list[AnyMessage]:
     layout = PageLayout(tp_size=1, page_size=1, num_layers=1, num_kv_heads=1, head_dim=1, dtype="float32")
     return [
         EndpointHello(protocol=1, incarnation=ME, fingerprint="f", layout=layout),
-        Reserve(transfer=ID, num_units=1, deadline_ms=1),
         GRANT,
-        Refuse(transfer=ID, reason="full"),
         pull((0,), (1,), 1),
         PullRefused(transfer=ID, epoch=EPOCH, reason="gone"),
         Wrote(transfer=ID, epoch=EPOCH, first=0, stop=1),
@@ -153,11 +154,10 @@ def test_groups_of_layers_travel_one_after_the_other() -> None:
     assert bench.num_free_without_sequence() == NUM_PAGES
 
 
-def test_groups_offered_before_the_grant_leave_with_it() -> None:
+def test_groups_offered_before_transports_are_open_leave_then() -> None:
     bench = Bench(num_parts=2, num_groups=2)
-    bench.source.start()
     assert bench.source.offer(bench.pages, NUM_UNITS, 0) == []
-    actions = bench.source.receive(GRANT)
+    actions = bench.source.opened()
     assert [action for action in actions if isinstance(action, Push)] == [Push(0, 0, NUM_UNITS)]
     assert bench.source.offer((), 3, 1) == [Push(1, 0, 3)]
 
@@ -176,9 +176,8 @@ def test_what_a_group_cannot_offer_is_our_mistake(group: int | None, num_units: 
 def test_pages_travel_as_they_are_computed() -> None:
     bench = Bench()
     source = bench.source
-    assert sent(source.start()) == [bench.reserve]
-    assert source.offer(bench.pages[:1], 1) == []  # nowhere to write it yet
-    assert source.receive(GRANT) == [Granted(GRANT), Push(0, 0, 1)]
+    assert source.offer(bench.pages[:1], 1) == []  # no transport is open
+    assert source.opened() == [Granted(GRANT), Push(0, 0, 1)]
     assert source.offer(bench.pages[1:], NUM_UNITS) == [Push(0, 1, NUM_UNITS)]
     wrote = Wrote(transfer=ID, epoch=EPOCH, first=1, stop=NUM_UNITS)
     assert sent(source.pushed(0, 1, NUM_UNITS, digests(1, NUM_UNITS))) == [wrote]
@@ -251,13 +250,22 @@ def test_nothing_extends_beyond_the_deadline_of_the_transfer() -> None:
     assert finished(bench.source.tick()) == [HandoffOutcome.FAILED]
 
 
-def test_no_answer_to_the_reservation_ends_it() -> None:
+def test_transfer_without_transports_expires() -> None:
     bench = Bench()
-    bench.source.start()
     bench.clock.advance(30)
     actions = bench.source.tick()
-    assert sent(actions) == [Abort(transfer=ID, epoch=0, reason="expired")]
+    released = Released(transfer=ID, epoch=EPOCH)
+    assert sent(actions) == [Abort(transfer=ID, epoch=EPOCH, reason="expired"), released]
     assert bench.source.state is SourceState.CLOSED
+
+
+def test_pages_whose_lease_expired_while_transports_were_opened_are_not_sent() -> None:
+    bench = Bench()
+    bench.source.offer(bench.pages, NUM_UNITS)
+    bench.clock.advance(31)
+    bench.pool.expire(bench.clock.now_s())
+    assert finished(bench.source.opened()) == [HandoffOutcome.FAILED]
+    assert bench.num_free_without_sequence() == NUM_PAGES
 
 
 def test_damaged_units_are_written_and_committed_once_more() -> None:
@@ -282,14 +290,6 @@ def test_units_that_do_not_exist_cannot_be_damaged(units: tuple[int, ...]) -> No
         bench.source.receive(Corrupt(transfer=ID, epoch=EPOCH, units=(0,), part=1))
 
 
-def test_grant_of_too_few_pages_is_illegal() -> None:
-    bench = Bench()
-    bench.source.start()
-    with pytest.raises(ProtocolError, match="3 pages are granted, 4 are needed"):
-        bench.source.receive(Grant(transfer=ID, epoch=EPOCH, pages=(1, 2, 3), generations=(1, 1, 1)))
-    assert bench.source.state is SourceState.RESERVING
-
-
 def test_failed_push_fails_the_transfer() -> None:
     bench = Bench(num_parts=2).streaming()
     bench.source.offer(bench.pages, NUM_UNITS)
@@ -299,21 +299,11 @@ def test_failed_push_fails_the_transfer() -> None:
     assert len(sent(bench.source.pushes_stopped())) == 2
 
 
-def test_refusal_ends_it_without_a_word() -> None:
-    bench = Bench()
-    bench.source.start()
-    assert bench.source.receive(Refuse(transfer=ID, reason="full")) == [
-        Finished(HandoffOutcome.FAILED, "refused: full")
-    ]
-    assert bench.num_free_without_sequence() == NUM_PAGES
-
-
 LEGAL = {
-    SourceState.RESERVING: {"Grant", "Refuse"},
+    SourceState.OPENING: {"Extend", "Abort"},
     SourceState.STREAMING: {"Extend", "Abort"},
     SourceState.COMMITTING: {"Verified", "Corrupt", "Extend", "Abort"},
 }
-STALE = {"Verified", "Corrupt", "Extend", "Abort"}  # before the grant no epoch is ours
 
 
 @pytest.mark.parametrize("state", SourceState)
@@ -322,11 +312,8 @@ def test_table_of_legal_messages(state: SourceState, message: AnyMessage) -> Non
     bench = Bench().in_state(state)
     name = type(message).__name__
     if state in LEGAL and name not in LEGAL[state]:
-        if state is SourceState.RESERVING and name in STALE:
-            assert bench.source.receive(message) == [] and bench.source.num_stale == 1
-        else:
-            with pytest.raises(ProtocolError, match=f"{name} came|out of turn"):
-                bench.source.receive(message)
+        with pytest.raises(ProtocolError, match=f"{name} came|out of turn"):
+            bench.source.receive(message)
         assert bench.source.state is state
         return
     bench.source.receive(message)
@@ -371,14 +358,6 @@ def test_released_is_said_again_to_who_asks() -> None:
     assert bench.source.receive(asked) == []  # a push may still write
     bench.source.pushes_stopped()
     assert sent(bench.source.receive(asked)) == [Released(transfer=ID, epoch=EPOCH)]
-
-
-def test_who_never_had_a_grant_says_that() -> None:
-    bench = Bench()
-    bench.source.start()
-    bench.source.peer_lost()
-    answer = sent(bench.source.receive(Abort(transfer=ID, epoch=EPOCH, reason="expired")))
-    assert answer == [Abort(transfer=ID, epoch=0, reason="nothing was granted")]
 
 
 def test_late_answers_of_the_transport_change_nothing() -> None:

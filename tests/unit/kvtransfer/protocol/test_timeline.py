@@ -9,18 +9,14 @@ from baton.kvtransfer.protocol.handoff import Timeline, TransferTimes
 
 
 def sum_of_spans(times: TransferTimes) -> float:
-    return (
-        times.handshake_s + times.reserve_s + times.gather_s + times.wire_s + times.waiting_s + times.verify_s
-    )
+    return times.handshake_s + times.gather_s + times.wire_s + times.waiting_s + times.verify_s
 
 
 def test_a_transfer_that_streams_while_it_is_computed() -> None:
     clock = ManualClock()
     timeline = Timeline(clock, num_units=4)
     clock.advance(1)
-    timeline.settled()
-    clock.advance(2)
-    timeline.granted()
+    timeline.opened()
     clock.advance(4)  # the first chunk is being computed
     timeline.offered()
     timeline.pushed()
@@ -34,18 +30,17 @@ def test_a_transfer_that_streams_while_it_is_computed() -> None:
     clock.advance(64)
     timeline.finished()
     times = timeline.times()
-    assert (times.handshake_s, times.reserve_s, times.waiting_s, times.verify_s) == (1, 2, 20, 64)
+    assert (times.handshake_s, times.waiting_s, times.verify_s) == (1, 20, 64)
     assert (times.gather_s, times.wire_s) == (10, 30)
     assert times.exposed_s == 96
     assert (times.num_bytes, times.num_messages) == (20, 2)
-    assert sum_of_spans(times) == times.total_s == 127
+    assert sum_of_spans(times) == times.total_s == 125
 
 
 def test_pieces_side_by_side_count_once() -> None:
     clock = ManualClock()
     timeline = Timeline(clock, num_units=2)
-    timeline.settled()
-    timeline.granted()
+    timeline.opened()
     timeline.pushed()
     timeline.pushed()
     clock.advance(10)
@@ -57,7 +52,7 @@ def test_pieces_side_by_side_count_once() -> None:
     assert times.gather_s == times.wire_s == 5
 
 
-@given(st.lists(st.tuples(st.sampled_from("sgopwf"), st.floats(0, 100)), max_size=40))
+@given(st.lists(st.tuples(st.sampled_from("sopwf"), st.floats(0, 100)), max_size=40))
 def test_spans_always_add_up(happenings: list[tuple[str, float]]) -> None:
     clock = ManualClock()
     timeline = Timeline(clock, num_units=3)
@@ -70,8 +65,8 @@ def test_spans_always_add_up(happenings: list[tuple[str, float]]) -> None:
         elif kind == "w" and num_in_flight:
             timeline.wrote(1, gather_s=seconds / 2, moving_s=2.5 * seconds, num_bytes=0, num_messages=0)
             num_in_flight -= 1
-        elif kind in "sgo":
-            {"s": timeline.settled, "g": timeline.granted, "o": timeline.offered}[kind]()
+        elif kind in "so":
+            {"s": timeline.opened, "o": timeline.offered}[kind]()
     timeline.finished()
     times = timeline.times()
     assert sum_of_spans(times) == pytest.approx(times.total_s, abs=1e-6)

@@ -1,11 +1,11 @@
-"""What our own side may ask for: what any message can say is asked for as it is, all else is our mistake."""
+"""The sizes of transfers and pulls that messages can carry."""
 
 from typing import Any
 
 import pytest
 
-from baton.kvtransfer.protocol.messages import MAX_DIGESTS, MAX_PAGES, MAX_PARTS, Reserve, decode, encode
-from baton.kvtransfer.protocol.pull import WantedPage, check_pull, reservation
+from baton.kvtransfer.protocol.messages import MAX_DIGESTS, MAX_PAGES, MAX_PARTS
+from baton.kvtransfer.protocol.pull import WantedPage, check_pull, transfer_size
 
 ID = b"t" * 16
 ALL_PARTS_UNITS = MAX_DIGESTS // MAX_PARTS
@@ -14,10 +14,9 @@ ALL_PARTS_UNITS = MAX_DIGESTS // MAX_PARTS
 @pytest.mark.parametrize(
     ("num_units", "num_parts"), [(1, 1), (MAX_PAGES, 1), (1, MAX_PARTS), (ALL_PARTS_UNITS, MAX_PARTS)]
 )
-def test_what_a_message_can_say_is_asked_for(num_units: int, num_parts: int) -> None:
-    request = reservation(ID, num_units, num_parts, 0.5, position=2**31 - 1)
-    assert decode(encode(request)) == request
-    assert (request.num_units, request.num_parts, request.deadline_ms) == (num_units, num_parts, 500)
+def test_size_that_messages_can_carry_is_taken(num_units: int, num_parts: int) -> None:
+    size = transfer_size(ID, num_units, num_parts, 0.5, position=2**31 - 1)
+    assert (size.num_units, size.num_parts, size.deadline_ms) == (num_units, num_parts, 500)
 
 
 @pytest.mark.parametrize(
@@ -39,7 +38,7 @@ def test_what_a_message_can_say_is_asked_for(num_units: int, num_parts: int) -> 
 def test_what_no_message_can_say_is_our_mistake(wrong: dict[str, Any]) -> None:
     fields = {"transfer": ID, "num_units": 1, "num_parts": 1, "deadline_s": 1.0, **wrong}
     with pytest.raises(ValueError, match="transfer|token"):
-        reservation(**fields)
+        transfer_size(**fields)
 
 
 @pytest.mark.parametrize(
@@ -58,5 +57,4 @@ def test_pages_that_nobody_can_hold_are_not_pulled(wanted: list[WantedPage], num
 
 
 def test_a_short_deadline_is_a_millisecond_at_least() -> None:
-    request = reservation(ID, 1, 1, 1e-6)
-    assert isinstance(decode(encode(request)), Reserve) and request.deadline_ms == 1
+    assert transfer_size(ID, 1, 1, 1e-6).deadline_ms == 1

@@ -1,0 +1,80 @@
+"""Transfers are granted under the id that both workers know, from any token on that starts a page of both."""
+
+import secrets
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from baton.errors import PeerGone
+from baton.kvtransfer.protocol.messages import Abort, Grant
+from tests.endpoint_host import NUM_PAGES, Host
+from tests.rogue_peer import RoguePeer
+from tests.transfer_ends import wait_for
+
+NUM_UNITS = 4
+
+
+@pytest.fixture
+def source() -> Iterator[Host]:
+    made = Host(is_shared=False)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def destination() -> Iterator[Host]:
+    made = Host(page_size=64, num_pages=NUM_PAGES // 4)
+    yield made
+    made.close()
+
+
+def grant(source: Host, destination: Host, transfer: bytes, **options: Any) -> None:
+    destination.grant(source.address(), transfer.hex(), NUM_UNITS, **options)
+
+
+def test_source_knows_a_transfer_by_the_callers_id(source: Host, destination: Host) -> None:
+    transfer = secrets.token_bytes(16)
+    grant(source, destination, transfer, position=128)
+    wait_for(lambda: transfer in source.granted)
+    granted = source.granted[transfer]
+    assert (granted.position, granted.num_units, granted.unit_tokens) == (128, NUM_UNITS, 16)
+    for taken in (transfer, transfer[:15], transfer + b"x"):
+        with pytest.raises(ValueError, match="started before|16 bytes"):
+            grant(source, destination, taken)
+
+
+@pytest.mark.parametrize("position", [1, 16, 48, 65])
+def test_position_inside_a_page_of_either_side_is_refused(
+    source: Host, destination: Host, position: int
+) -> None:
+    with pytest.raises(ValueError, match=f"token {position} .*starts no page"):
+        grant(source, destination, secrets.token_bytes(16), position=position)
+    assert destination.counts()["open"] == 0
+
+
+@pytest.mark.parametrize("position", [-64, 2**31])
+def test_position_beyond_all_sequences_is_refused(source: Host, destination: Host, position: int) -> None:
+    with pytest.raises(ValueError, match="no sequence has a token"):
+        grant(source, destination, secrets.token_bytes(16), position=position)
+
+
+CHANGES: list[Callable[[Host], dict[str, Any]]] = [
+    lambda _: {"num_parts": 2},
+    lambda host: {"position": host.endpoint.settings.layout.page_size // 2},
+    lambda _: {"pages": (0, 1), "generations": (1, 1)},
+    lambda _: {"num_layer_groups": 3},
+]
+
+
+@pytest.mark.parametrize("changes", CHANGES)
+def test_peer_whose_grant_does_not_fit_the_layouts_is_dropped(
+    destination: Host, changes: Callable[[Host], dict[str, Any]]
+) -> None:
+    fields: dict[str, Any] = {"pages": (0,), "generations": (1,), **changes(destination)}
+    with RoguePeer(destination.address()) as peer:
+        peer.say(Grant(transfer=b"t" * 16, epoch=1, num_units=1, deadline_ms=1000, **fields))
+        with pytest.raises(PeerGone):
+            peer.hear(Abort)
+    counts = destination.counts()
+    assert counts["protocol"] == 1 and counts["open"] == 0
