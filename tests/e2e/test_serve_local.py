@@ -54,7 +54,7 @@ def test_status_shows_both_workers(cluster: Served) -> None:
     assert "1 gateway, 0 requests under way" in table
 
 
-def test_what_a_request_was_routed_by_is_told_by_http_and_by_the_command_line(cluster: Served) -> None:
+def test_routing_decision_is_shown_by_http_and_by_explain(cluster: Served) -> None:
     status, answer = cluster.post("/v1/completions", {"prompt": COPY[0] * 8, "max_tokens": 2})
     assert status == 200
 

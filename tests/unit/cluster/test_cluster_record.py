@@ -40,7 +40,7 @@ def test_one_of_several_is_chosen_by_its_port(directory: Path) -> None:
             find_record(1)
 
 
-def test_what_a_killed_serve_has_left_is_taken_away(directory: Path) -> None:
+def test_record_of_a_killed_serve_is_removed(directory: Path) -> None:
     stale = directory / f"{2**22 + 1}.json"  # beyond the largest id of a process
     write_secret(stale, msgspec.json.encode(RECORD))
     with pytest.raises(ConfigError, match="no cluster"):
@@ -56,7 +56,7 @@ def test_the_url_can_be_connected_to(host: str, expected: str) -> None:
     assert url(host, 80) == f"http://{expected}:80"
 
 
-def test_a_record_that_is_none_is_passed_over(directory: Path) -> None:
+def test_damaged_record_is_skipped(directory: Path) -> None:
     write_secret(directory / f"{os.getpid()}.json", b"{")
     with pytest.raises(ConfigError, match="no cluster"):
         find_record()

@@ -70,7 +70,7 @@ def test_an_image_installs_extras_and_constraints_that_exist(dockerfile: Path) -
         assert re.search(rf"^{extra} = \[", project, re.MULTILINE), extra
 
 
-def test_what_the_image_runs_while_it_is_built_answers(capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_of_the_image_build_answers(capsys: pytest.CaptureFixture[str]) -> None:
     (run,) = [
         rest for word, rest in instructions(DEPLOY / "docker/cpu.Dockerfile") if rest.startswith('["baton')
     ]

@@ -118,7 +118,7 @@ def test_network_policy_can_be_left_out() -> None:
     assert len(render({"networkPolicy": {"enabled": False}})) == 3
 
 
-def test_resources_in_ray_are_those_that_the_settings_ask_for() -> None:
+def test_resources_in_ray_match_the_settings() -> None:
     cluster, config, *_ = render({})
     settings = settings_of(config)
     for group, pool in zip(
@@ -128,6 +128,6 @@ def test_resources_in_ray_are_those_that_the_settings_ask_for() -> None:
 
 
 @pytest.mark.parametrize("key", ["version", "appVersion"])
-def test_it_is_of_this_release(key: str) -> None:
+def test_chart_has_the_version_of_this_release(key: str) -> None:
     chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
     assert f'version = "{chart[key]}"\n' in Path(ROOT / "pyproject.toml").read_text()

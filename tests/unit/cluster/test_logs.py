@@ -17,7 +17,7 @@ from baton.config.router import RouterConfig
 from baton.errors import ConfigError
 
 
-def test_json_line_has_the_message_its_place_and_what_was_attached() -> None:
+def test_json_line_has_message_logger_and_attached_fields() -> None:
     record = logging.LogRecord(
         "baton.router.router", logging.WARNING, "", 0, "%s is gone\nreally", ("d0",), None
     )
@@ -40,7 +40,7 @@ def test_json_line_of_an_exception_holds_its_traceback() -> None:
     assert "ValueError: x" in json.loads(JsonLines("p").format(record))["exception"]
 
 
-def test_what_serve_says_is_json_too(
+def test_messages_of_serve_are_json_too(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     say("starting")

@@ -21,7 +21,7 @@ def test_a_directory_of_yours_may_be_called_tiny(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize("name", ["nonsense", "meta-llama/Llama-3.1-8B"])
-def test_a_name_that_is_no_directory_says_what_is_expected(name: str) -> None:
+def test_unknown_model_name_is_refused(name: str) -> None:
     with pytest.raises(ModelError, match=f'{name}\'.*"tiny".*config.json.*nothing is downloaded'):
         resolve_model(name)
 
@@ -33,7 +33,7 @@ def test_a_file_is_no_directory(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("model", [None, 5, "", b"tiny"])
-def test_what_is_no_name_is_refused(model: Any) -> None:
+def test_value_that_is_no_model_name_is_refused(model: Any) -> None:
     with pytest.raises(ModelError, match='^model: expected "tiny" or a directory, got '):
         resolve_model(model)
 

@@ -77,7 +77,7 @@ def test_one_of_several_goes_without_being_asked_twice() -> None:
     with_router(test)
 
 
-def test_a_worker_that_is_none_is_told_with_those_there_are() -> None:
+def test_unknown_worker_is_answered_with_the_known_ones() -> None:
     async def test(router: Router, address: Address) -> None:
         TestPeer.worker(router, a_worker("d0"))
         async with connected([address], KEY) as operator:
@@ -87,7 +87,7 @@ def test_a_worker_that_is_none_is_told_with_those_there_are() -> None:
     with_router(test)
 
 
-def test_who_has_another_key_is_not_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_operator_with_another_key_gets_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(operator_node, "ANSWER_TIMEOUT_S", 0.3)
 
     async def test(router: Router, address: Address) -> None:

@@ -25,7 +25,7 @@ async def answers(url: str) -> bool:
 
 
 @needs_redis
-def test_one_that_is_killed_is_started_again_at_the_same_place() -> None:
+def test_killed_redis_is_started_again_at_the_same_url() -> None:
     async def scene() -> None:
         kept = KeptRedis(SystemClock())
         url = await kept.start()
@@ -42,7 +42,7 @@ def test_one_that_is_killed_is_started_again_at_the_same_place() -> None:
     asyncio.run(scene())
 
 
-def test_that_there_is_no_program_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_redis_server_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scene() -> None:
         kept = KeptRedis(SystemClock())
         try:

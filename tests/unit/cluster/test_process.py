@@ -49,7 +49,7 @@ def give(process: "subprocess.Popen[bytes]", spec: ProcessSpec) -> Report:
     return report
 
 
-def test_it_says_where_it_serves_and_ends_with_0_when_told_to_drain(
+def test_process_reports_its_address_and_ends_with_0_when_told_to_drain(
     process: "subprocess.Popen[bytes]",
 ) -> None:
     report = give(process, router())
@@ -58,7 +58,7 @@ def test_it_says_where_it_serves_and_ends_with_0_when_told_to_drain(
     assert process.wait(20) == 0
 
 
-def test_it_may_open_as_many_descriptors_as_the_machine_lets_it(process: "subprocess.Popen[bytes]") -> None:
+def test_process_raises_its_descriptor_limit(process: "subprocess.Popen[bytes]") -> None:
     _, hard = resource.prlimit(process.pid, resource.RLIMIT_NOFILE)
     assert hard > 100
     resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (100, hard))
@@ -66,14 +66,14 @@ def test_it_may_open_as_many_descriptors_as_the_machine_lets_it(process: "subpro
     assert resource.prlimit(process.pid, resource.RLIMIT_NOFILE)[0] == min(hard, WANTED)
 
 
-def test_it_dies_when_its_parent_does(process: "subprocess.Popen[bytes]") -> None:
+def test_process_dies_with_its_parent(process: "subprocess.Popen[bytes]") -> None:
     give(process, router())
     assert process.stdin is not None
     process.stdin.close()  # as the kernel does for a parent that is gone
     assert process.wait(20) == 3
 
 
-def test_what_is_the_operators_to_change_is_told_apart(process: "subprocess.Popen[bytes]") -> None:
+def test_users_error_is_marked(process: "subprocess.Popen[bytes]") -> None:
     config = GatewayConfig(model="/nowhere", routers=(Address("127.0.0.1", 1),))
     report = give(process, ProcessSpec(kind="gateway", name="gateway-0", config=config))
     assert isinstance(report, ProcessFailed) and report.is_users_error
@@ -81,7 +81,7 @@ def test_what_is_the_operators_to_change_is_told_apart(process: "subprocess.Pope
     assert process.wait(20) == 2
 
 
-def test_what_is_not_is_told_too(process: "subprocess.Popen[bytes]") -> None:
+def test_other_errors_are_reported_too(process: "subprocess.Popen[bytes]") -> None:
     taken = give(process, router())
     assert isinstance(taken, ProcessStarted)
     with subprocess.Popen(COMMAND, stdin=PIPE, stdout=PIPE, stderr=subprocess.DEVNULL) as other:
@@ -101,7 +101,7 @@ def test_a_router_needs_no_torch() -> None:
         assert process.wait(20) == 0
 
 
-def test_it_may_run_on_any_thread() -> None:
+def test_process_may_run_on_any_thread() -> None:
     stop, addresses = threading.Event(), []
 
     def ready(address: Address) -> None:

@@ -36,7 +36,7 @@ def anchors(page: str) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
 
 
-def test_the_commands_print_what_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_print_the_shown_output(capsys: pytest.CaptureFixture[str]) -> None:
     (session,) = blocks(SERVE, "console")
     shown = re.findall(r"^\$ baton (.*)\n((?:(?!\$ ).*\n)+)", session, flags=re.MULTILINE)
     assert len(shown) == session.count("$ ")
@@ -45,7 +45,7 @@ def test_the_commands_print_what_is_shown(capsys: pytest.CaptureFixture[str]) ->
         assert capsys.readouterr().out == output
 
 
-def test_the_python_example_prints_what_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+def test_python_example_prints_the_shown_output(capsys: pytest.CaptureFixture[str]) -> None:
     ((source, output),) = re.findall(r"```python\n(.*?)```\n\n```text\n(.*?)```", SERVE, flags=re.DOTALL)
     exec(compile(source, "docs/serve.md", "exec"), {})
     assert capsys.readouterr().out.rstrip() == output.rstrip()

@@ -25,7 +25,7 @@ def test_dummy_weights_need_no_files(tmp_path: Path) -> None:
     assert check_model(config(tmp_path, engine={"load_format": "dummy"})) == tmp_path
 
 
-def test_what_workers_could_not_load_is_told(tmp_path: Path) -> None:
+def test_damaged_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="config.json"):
         check_model(config(tmp_path))
     with_config_alone(tmp_path)
@@ -69,7 +69,7 @@ def test_a_file_of_tenants_is_read(tmp_path: Path) -> None:
         check_tenants(config(tenants=str(file)))
 
 
-def test_what_a_model_can_be_asked_in(tmp_path: Path) -> None:
+def test_form_of_prompts_follows_from_the_model_files(tmp_path: Path) -> None:
     with_config_alone(tmp_path)
     assert speech_of(tmp_path) == "token ids"
     without_weights(tmp_path)

@@ -21,7 +21,7 @@ def workers(planned: list[ProcessSpec]) -> list[WorkerConfig]:
     return [spec.config for spec in planned if isinstance(spec.config, WorkerConfig)]
 
 
-def test_everybody_is_told_of_the_router_and_nobody_of_a_key() -> None:
+def test_every_process_knows_the_router() -> None:
     planned = plan(prefill={"num_workers": 2}, decode={"num_workers": 3}, gateways=2)
     workers = ["prefill-0", "prefill-1", "decode-0", "decode-1", "decode-2"]
     names = [*workers, "router-0", "gateway-0", "gateway-1"]
@@ -75,7 +75,7 @@ def test_ranks_share_gpus_that_are_fewer(num_gpus: int, gpus_per_rank: float, sh
     assert [worker.engine.cache.gpu_memory_utilization for worker in workers(planned)] == [share] * 2
 
 
-def test_who_asks_for_the_cpu_gets_it_beside_gpus() -> None:
+def test_device_cpu_is_used_beside_gpus() -> None:
     planned = plan(8, engine=EngineSettings(device="cpu"))
     assert [spec.gpus_per_rank for spec in planned] == [0.0] * 4
 

@@ -50,7 +50,7 @@ def test_worker_that_another_router_lists_is_kept() -> None:
     assert watched.replaced == []
 
 
-def test_worker_is_replaced_when_the_last_router_loses_it_for_whatever_reason() -> None:
+def test_worker_is_replaced_when_the_last_router_loses_it() -> None:
     watched = Watched("a", "b")
     watched.removes("a", "d0")
     watched.clock.advance(2.0)
@@ -86,7 +86,7 @@ def test_worker_that_its_router_lists_again_is_kept() -> None:
     assert watched.replaced == []
 
 
-def test_worker_whose_successor_is_listed_is_not_replaced_again() -> None:
+def test_worker_with_a_listed_successor_is_not_replaced_again() -> None:
     watched = Watched("a", "b")
     watched.removes("a", "d0")
     successor = a_worker("d0", id=id_of("d0, the second"))

@@ -68,7 +68,7 @@ def test_rows_are_prompts() -> None:
         ({"prompt_token_ids": "x"}, r"expected prompt_token_ids: token ids, got 'x' \(str\)"),
     ],
 )
-def test_what_is_no_prompt_is_shown(prompts: Any, message: str) -> None:
+def test_invalid_prompt_is_shown(prompts: Any, message: str) -> None:
     with pytest.raises(InvalidRequest, match=message):
         read(prompts)
 

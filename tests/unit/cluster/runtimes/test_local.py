@@ -41,7 +41,7 @@ def test_a_process_says_where_it_serves_and_ends_when_asked() -> None:
     with_runtime(test)
 
 
-def test_what_is_printed_before_the_report_is_passed_over(caplog: pytest.LogCaptureFixture) -> None:
+def test_line_that_is_no_report_is_skipped(caplog: pytest.LogCaptureFixture) -> None:
     async def test(runtime: LocalRuntime) -> None:
         process = await runtime.spawn(spec("prints"))
         assert await process.ready() == Address("127.0.0.1", KEY_AS_PORT)
@@ -68,7 +68,7 @@ def test_reason_of_a_failed_start_fits_a_report() -> None:
         ("says-much", WorkerLost, "says-much: it ended with status 1 before it served"),
     ],
 )
-def test_one_that_does_not_start_says_why(name: str, kind: type[Exception], message: str) -> None:
+def test_failed_start_has_a_reason(name: str, kind: type[Exception], message: str) -> None:
     async def test(runtime: LocalRuntime) -> None:
         process = await runtime.spawn(spec(name))
         with pytest.raises(kind, match=message):
@@ -120,7 +120,7 @@ def test_ranks_share_the_cores_out() -> None:
     assert asyncio.run(threads(1, 2 * num_cores)) == [1, 2 * num_cores]  # one for each rank at the least
 
 
-def test_shares_are_even_unless_somebody_says_how_many() -> None:
+def test_shares_are_even_unless_cores_per_rank_is_set() -> None:
     asked = msgspec.structs.replace(spec("c", num_ranks=2), cores_per_rank=3)
     assert share_out([spec("a", num_ranks=1), spec("b", num_ranks=2), spec("router"), asked], 20) == {
         "a": 4,

@@ -20,7 +20,7 @@ ray_runtime = pytest.importorskip("baton.cluster.runtimes.ray")
         (0, [4], 0),
     ],
 )
-def test_ranks_take_what_each_node_has_for_its_part(num_ranks: int, nodes: list[int], cores: int) -> None:
+def test_ranks_take_an_even_share_of_each_node(num_ranks: int, nodes: list[int], cores: int) -> None:
     assert ray_runtime.cores_for(num_ranks, nodes) == cores
 
 
@@ -44,14 +44,14 @@ def test_role_goes_to_the_large_enough_nodes_that_have_the_fewest_of_it() -> Non
         ("nonsense", "expected HOST:PORT"),
     ],
 )
-def test_a_ray_that_is_nowhere_is_told(address: str, message: str) -> None:
+def test_unreachable_ray_is_refused(address: str, message: str) -> None:
     pytest.importorskip("ray")
     runtime = ray_runtime.RayRuntime(b"k" * 16, address=address)
     with pytest.raises(ConfigError, match=message):
         asyncio.run(runtime.open())
 
 
-def test_of_a_death_the_first_line_is_told_and_of_an_exception_that_one() -> None:
+def test_first_line_of_an_error_of_ray_is_shown() -> None:
     exceptions = pytest.importorskip("ray.exceptions")
     died = exceptions.RayActorError(error_msg="The actor died unexpectedly.\n\tclass_name: X\n\tpid: 1")
     assert ray_runtime.first_line(died) == "The actor died unexpectedly"

@@ -45,7 +45,7 @@ def gateway(answers: Answers) -> Iterator[int]:
         server.server_close()
 
 
-def test_it_is_there_once_baton_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_watch_is_ready_once_baton_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_service, "LOOK_EVERY_S", 0.001)
     answers = Answers()
     answers.statuses["/health"] = 503
@@ -67,7 +67,7 @@ def test_a_gateway_that_is_gone_or_fails_is_told() -> None:
         watch.check_health()
 
 
-def test_workers_that_are_away_are_no_reason_to_be_replaced() -> None:
+def test_missing_workers_do_not_make_the_cluster_unhealthy() -> None:
     answers = Answers()
     with gateway(answers) as port:
         watch = Watch(port)

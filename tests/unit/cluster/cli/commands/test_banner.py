@@ -41,7 +41,7 @@ def test_another_model_is_asked_in_a_chat(tmp_path: Path) -> None:
     assert json.loads(command[-1])["model"] == "it's mine"
 
 
-def test_a_model_without_template_or_tokenizer_is_asked_in_what_it_takes(tmp_path: Path) -> None:
+def test_model_without_template_or_tokenizer_gets_a_matching_example(tmp_path: Path) -> None:
     config = build(ServeConfig, {"model": str(with_config_alone(tmp_path))})
     assert json.loads(curl(banner(config, SERVING))[-1])["prompt"] == [1, 2, 3]
     without_weights(tmp_path, chat_template=None)

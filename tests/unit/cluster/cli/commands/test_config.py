@@ -16,7 +16,7 @@ def test_show_prints_every_setting_and_its_origin(baton: Baton, monkeypatch: pyt
     assert lines["engine.seed"].endswith("# default; BATON_ENGINE_SEED")
 
 
-def test_what_show_prints_without_origins_is_a_file_that_means_the_same(tmp_path: Path, baton: Baton) -> None:
+def test_output_of_show_is_a_file_with_the_same_settings(tmp_path: Path, baton: Baton) -> None:
     _, out, _ = baton("config", "show", "tiny", "--prefill-tp", "2")
     file = tmp_path / "baton.yaml"
     file.write_text(out)
@@ -31,7 +31,7 @@ def test_the_schema_describes_the_settings(baton: Baton) -> None:
     assert schema["$defs"]["ServeConfig"]["required"] == ["model"]
 
 
-def test_validate_says_what_is_wrong(tmp_path: Path, baton: Baton) -> None:
+def test_validate_names_the_error(tmp_path: Path, baton: Baton) -> None:
     file = tmp_path / "baton.yaml"
     file.write_text("model: tiny\nport: 80000\n")
     assert baton("config", "validate", str(file))[::2] == (

@@ -111,7 +111,7 @@ def test_little_shared_memory_and_few_files_are_told(monkeypatch: pytest.MonkeyP
     assert the(doctor.open_files).mend.startswith("ulimit -n ")
 
 
-def test_missing_libraries_are_told_with_what_installs_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_libraries_are_reported_with_their_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
     versions = {"ray": "2.40.0", "fastapi": "1", "uvicorn": "1", "tokenizers": "1", "safetensors": "1"}
 
     def version(name: str) -> str:

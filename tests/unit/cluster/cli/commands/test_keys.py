@@ -74,7 +74,7 @@ def test_all_keys_of_a_tenant_go(run: Run) -> None:
         (("add", "acme", "--tenants", "no/such/tenants.yaml"), "no/such: cannot be opened"),
     ],
 )
-def test_what_is_wrong_is_told_in_one_line(run: Run, arguments: tuple[str, ...], complaint: str) -> None:
+def test_error_is_one_line(run: Run, arguments: tuple[str, ...], complaint: str) -> None:
     run("add", "acme")
     before = Path("tenants.yaml").read_text()
     status, out, err = run(*arguments)
@@ -82,7 +82,7 @@ def test_what_is_wrong_is_told_in_one_line(run: Run, arguments: tuple[str, ...],
     assert Path("tenants.yaml").read_text() == before
 
 
-def test_a_wrong_file_is_left_as_it_is(run: Run) -> None:
+def test_invalid_file_is_not_changed(run: Run) -> None:
     Path("tenants.yaml").write_text("tenants: {acme: {keys: [], weight: -1}}")
     status, out, err = run("add", "acme")
     assert status == 2 and "tenants.acme.weight" in err and not out
