@@ -74,11 +74,6 @@ class WorkLine(Generic[Item]):
     def __iter__(self) -> Iterator[Item]:
         return (item for block in self._blocks for item in block.items)
 
-    @property
-    def num_blocks(self) -> int:
-        """The number of blocks."""
-        return len(self._blocks)
-
     def first(self) -> Item:
         """The item with the least order. The line must not be empty."""
         return self._blocks[0].items[0]
