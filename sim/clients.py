@@ -9,11 +9,10 @@ import msgspec
 
 from baton.errors import BatonError
 from baton.request import FinishReason, Request, SamplingParams, TokenEvent
-from baton.sim.deployment import MAX_MODEL_LEN, SimGateway
+from baton.sim.deployment import MAX_MODEL_LEN, START_S, SimGateway
 from baton.sim.engine import NUM_WORDS, POISON, UNSAMPLEABLE, golden
 from baton.sim.process import Events
 
-START_S: Final = 0.8  # until a cluster is complete; some requests come before
 LOADS_S: Final = (0.5, 1.5, 4.0)  # all requests come within one of these times
 MAX_CHOICES: Final = 3
 BAD_REQUEST_CHANCE: Final = 0.006

@@ -44,6 +44,7 @@ MAX_INDEX_PAGES: Final = 4096  # more than all workers of a simulation have
 FIRST_DATE_S: Final = 1.8e9
 FULL_DISK: Final = Path("/dev/full")  # every write fails for lack of room
 MAX_MODEL_LEN: Final = 96
+START_S: Final = 0.8  # until a cluster is complete; some requests and no faults come before
 SEEMS_DEAD_S: Final = 2.0  # of silence; some of it may have passed before
 ZOMBIE_S: Final = 2.0
 REQUEST_ID_LENGTH: Final = 32  # the attempt follows in an engine's name of a request

@@ -7,8 +7,7 @@ from random import Random
 from typing import Final
 
 from baton.messages.workers import WorkerRole
-from baton.sim.clients import START_S
-from baton.sim.deployment import Deployment, SimRouter, SimWorker, Slot
+from baton.sim.deployment import START_S, Deployment, SimRouter, SimWorker, Slot
 from baton.sim.network import Wire
 from baton.sim.process import Call
 
