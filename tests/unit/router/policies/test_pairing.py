@@ -13,7 +13,8 @@ def test_attempt_is_dispatched_to_a_pair_and_the_gateway_told() -> None:
     assert isinstance(routed, Routed)
     assert (routed.decode, routed.prefill) == (id_of("d0"), id_of("p0"))
     dispatch = c["d0"].only(Dispatch)
-    assert dispatch == Dispatch(request=a_request(), gateway=id_of("g"), prefill=id_of("p0"))
+    assert (dispatch.request, dispatch.gateway, dispatch.prefill) == (a_request(), id_of("g"), id_of("p0"))
+    assert dispatch.transfer, "the router names the transfer"
     assert c["p0"].take(Dispatch) == []
 
 
