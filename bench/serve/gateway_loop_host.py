@@ -16,7 +16,7 @@ from typing import Final, TextIO
 
 import msgspec
 
-from baton.cluster.process import ring_of, run
+from baton.cluster.process import hear_parent, ring_of, run
 from baton.cluster.process_spec import Assignment, ProcessStarted
 from baton.messages.workers import Address
 
@@ -74,7 +74,9 @@ def main() -> None:
             sys.stdout.buffer.write(msgspec.json.encode(ProcessStarted(address)) + b"\n")
             sys.stdout.buffer.flush()
 
-        run(given, ring_of(given), ready, stop)
+        ring = ring_of(given)
+        threading.Thread(target=hear_parent, args=(ring,), name="parent", daemon=True).start()
+        run(given, ring, ready, stop)
 
 
 if __name__ == "__main__":
