@@ -396,8 +396,8 @@ class TcpReceiver:
     def _greet(self, sock: socket.socket) -> None:
         """In a thread of the listener: let a newcomer prove itself, then serve it in another thread."""
         rank = self._rank
-        connection = Connection(sock, rank.key, Role.ACCEPTING, dropped=rank.dropped, clock=rank.clock)
         try:
+            connection = Connection(sock, rank.key, Role.ACCEPTING, dropped=rank.dropped, clock=rank.clock)
             page_socket, key = _page_socket(connection, self._settings, rank.clock)
         except (BatonError, OSError) as error:
             _log_end(error)

@@ -347,9 +347,14 @@ class GroupListener:
 
     def _greet(self, sock: socket.socket) -> None:
         rank, timeout_s = self._rank, self._settings.connect_s
-        connection = Connection(
-            sock, rank.key, Role.ACCEPTING, dropped=rank.dropped, clock=rank.clock, schema=PAIR_SCHEMA
-        )
+        try:
+            connection = Connection(
+                sock, rank.key, Role.ACCEPTING, dropped=rank.dropped, clock=rank.clock, schema=PAIR_SCHEMA
+            )
+        except OSError as error:  # the peer has left already
+            logger.info("a source has formed no pair: %s", error)
+            sock.close()
+            return
         try:
             connection.handshake(timeout_s)
             self._form_pair(sock, connection, self._receive_request(connection))
