@@ -193,7 +193,7 @@ def test_model_without_tokenizer_answers_with_token_ids(tmp_path: Path, baton: B
         ("sun --kv-cache-memory-bytes 1", "got 1: raise --kv-cache-memory-bytes or"),
         ("sun --page-size 17", "error: --page-size: expected a power of two, got 17"),
         ("sun --kv-cache-memory 0", "-memory: expected at least 1, got 0"),
-        ("sun --kv-cache-memory 9999TiB", "bytes cannot be had"),
+        ("sun --kv-cache-memory 9999TiB", "bytes cannot be allocated"),
         ("sun --temperature inf", "temperature must be"),
         (f"sun --max-num-seqs {10**12}", "--max-num-seqs: expected 1 to 65536"),
         ("sun --max-model-len 9999", "positions for 4096 tokens, got 9999"),
