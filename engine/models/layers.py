@@ -48,11 +48,11 @@ class ColumnParallelLinear:
     ) -> None:
         """num_outputs: name of each projection -> outputs on all ranks together."""
         weights = [parameters.shard(f"{name}.weight", (n, num_inputs), 0) for name, n in num_outputs.items()]
-        self.weight: LinearWeight = pack_linear(torch.cat(weights), parameters.packed_memory)
+        self.weight: LinearWeight = pack_linear(parameters.join(weights), parameters.packed_memory)
         self.bias_N: Tensor | None = None
         if bias:
             biases = [parameters.shard(f"{name}.bias", (n,), 0) for name, n in num_outputs.items()]
-            self.bias_N = torch.cat(biases).float()
+            self.bias_N = parameters.join(biases).float()
 
     def __call__(self, x_TK: Tensor) -> Tensor:
         return linear(x_TK, self.weight, self.bias_N)

@@ -98,6 +98,10 @@ class Parameters:
         start, stop = self.tp.shard(shape[dim], what=self._prefix + name)
         return self._read(name, shape, dim, start, stop)
 
+    def join(self, parts: list[Tensor]) -> Tensor:
+        """The parts one after another along the first dimension."""
+        return torch.cat(parts)
+
     def rows(self, name: str, shape: Shape) -> Tensor:
         """This rank's rows of a table: as many on every rank, with zero rows after an uneven end."""
         size = shape[0]
@@ -127,6 +131,10 @@ class ParameterSurvey(Parameters):
     def scope(self, name: str) -> "ParameterSurvey":
         """A survey that records into the same `shapes`."""
         return ParameterSurvey(f"{self._prefix}{name}.", self.shapes)
+
+    def join(self, parts: list[Tensor]) -> Tensor:
+        """The first part: concatenating meta tensors would import torch's compiler, which takes seconds."""
+        return parts[0]
 
     def _read(self, name: str, shape: Shape, dim: int, start: int, stop: int) -> Tensor:
         self.shapes[self._prefix + name] = shape
