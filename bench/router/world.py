@@ -33,6 +33,7 @@ from baton.messages.control import (
     KvEventBatch,
     KvEventsWanted,
     Measured,
+    Prefill,
     Reachable,
     Rejected,
     Started,
@@ -118,18 +119,18 @@ class PageStore:
 class Job:
     """A prompt at the worker that computes it, with the pages that it pulls under way."""
 
-    def __init__(self, worker: "SimWorker", dispatch: Dispatch, decode: str) -> None:
+    def __init__(self, worker: "SimWorker", order: Dispatch | Prefill, decode: str) -> None:
         cluster, store = worker.cluster, worker.store
-        self.dispatch, self.request, self.decode = dispatch, dispatch.request, decode
+        self.request, self.decode = order.request, decode
         self.given_s = self.pulled_s = cluster.events.now_s
         self.begun_s = -1.0
         self.num_tokens = len(self.request.token_ids)
         self.num_held = self.num_done = 0
         self.pulled_bytes = self._num_pulled_tokens = 0
-        if dispatch.source is not None:
+        if order.source is not None:
             keys, page_size = cluster.keys_of(self.request), worker.worker.page_size
-            there = cluster.workers[dispatch.source.worker].store.num_held(keys)
-            num_pulled = min(there, len(dispatch.source.pages))
+            there = cluster.workers[order.source.worker].store.num_held(keys)
+            num_pulled = min(there, len(order.source.pages))
             self._num_pulled_tokens = num_pulled * page_size
             num_missing = num_pulled - store.num_held(keys)
             if num_missing > 0:
@@ -184,15 +185,21 @@ class SimWorker:
         elif isinstance(message, Dispatch):
             self.attempts[message.request.request_id, message.request.attempt] = None
             self.dispatched(message)
+        elif isinstance(message, Prefill):
+            self.prefill(message)
 
     def close(self) -> None:
         raise AssertionError("the router gave up a worker that is well")
 
     def dispatched(self, message: Dispatch) -> None:
-        """Take an attempt."""
+        """Take an attempt to decode."""
         raise NotImplementedError
 
-    def take_prompt(self, message: Dispatch, decode: str) -> Job:
+    def prefill(self, message: Prefill) -> None:
+        """Take a prompt to compute."""
+        raise NotImplementedError
+
+    def take_prompt(self, message: Dispatch | Prefill, decode: str) -> Job:
         """Begin to pull what the router says; return the job."""
         self.given_tokens += len(message.request.token_ids)
         return Job(self, message, decode)
@@ -217,7 +224,7 @@ class SimWorker:
     def report_prefill(self, job: Job, exposed_s: float) -> None:
         """Tell the router what a prompt took, in the tokens that the router sees."""
         cluster = self.cluster
-        is_remote = job.dispatch.prefill == self.worker.id
+        is_remote = job.decode != self.worker.id
         token_bytes = cluster.machine.kv_token_bytes * cluster.scale
         times = PrefillTimes(
             job.request.request_id,
@@ -244,9 +251,9 @@ class PrefillSim(SimWorker):
         self._num_jobs = count()
         self.is_stepping = False
 
-    def prefill(self, message: Dispatch, decode: str) -> None:
+    def prefill(self, message: Prefill) -> None:
         """Queue a prompt; its pages go to the worker `decode`."""
-        job, share = self.take_prompt(message, decode), self._share
+        job, share = self.take_prompt(message, message.decode), self._share
         tenant = job.request.tenant
         share.join(tenant, job.request.scheduling_key.weight)
         share.correct(tenant, job.num_tokens)
@@ -309,13 +316,9 @@ class DecodeSim(SimWorker):
         self._num_context = 0  # tokens that all sequences attend to, in the trace's
 
     def dispatched(self, message: Dispatch) -> None:
-        if message.prefill:
-            prefill = self.cluster.workers[message.prefill]
-            assert isinstance(prefill, PrefillSim)
-            prefill.prefill(message, self.worker.id)
-            return
-        job = self.take_prompt(message, self.worker.id)
-        self.cluster.at(job.pulled_s, lambda: self._compute(job))
+        if not message.prefill:
+            job = self.take_prompt(message, self.worker.id)
+            self.cluster.at(job.pulled_s, lambda: self._compute(job))
 
     def join(self, request: Request) -> None:
         """Decode a request that has its first token."""

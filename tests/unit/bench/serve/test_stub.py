@@ -124,13 +124,12 @@ def test_a_pair_of_stubs_shares_an_answer(max_tokens: int) -> None:
         for stub in (prefill, decode):
             stub.node.received(stub.peers[ROUTER.id], members)
         assert decode.dialled[-1] == Address("127.0.0.1", 2)
-        to_decode, to_prefill = prefill.join(decode.hello), decode.join(prefill.hello)
-        dispatch = Dispatch(
-            request=a_request(max_tokens=max_tokens), gateway=GATEWAY.id, prefill=prefill.hello.id
-        )
+        _, to_prefill = prefill.join(decode.hello), decode.join(prefill.hello)
+        request = a_request(max_tokens=max_tokens)
+        dispatch = Dispatch(request=request, gateway=GATEWAY.id, prefill=prefill.hello.id, transfer=bytes(16))
         decode.node.received(decode.peers[ROUTER.id], dispatch)
-        (asked,) = [each.message for each in decode.post.take() if isinstance(each.message, Prefill)]
-        prefill.node.received(to_decode, asked)
+        order = Prefill(request=request, gateway=GATEWAY.id, decode=decode.hello.id, transfer=bytes(16))
+        prefill.node.received(prefill.peers[ROUTER.id], order)
         letters = prefill.post.take()
         (first,) = [each.message for each in letters if isinstance(each.message, Prefilled)]
         assert Tokens(events=(first.event,)) in [each.message for each in letters]
