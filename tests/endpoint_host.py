@@ -145,8 +145,8 @@ class Host:
     ) -> str:
         """Move pages of our own in two offers; the outcome here. Their contents' digest is `sent`."""
         self.abort_at(abort_at)
-        transfer = self._ask(address, num_units, deadline_s=10)
-        if transfer is None:
+        transfer = self.ask(address, num_units)
+        if not self._is_granted(transfer):
             return "failed"
         self._call(lambda: self._start(transfer, num_units))
         if abort_at == "later":
@@ -158,8 +158,11 @@ class Host:
         self, address: Sequence[Any], num_units: int, num_offered: int = 0, *, deadline_s: float = 10
     ) -> str:
         """Start a transfer of which so many units are offered, whole pages of them; its id."""
-        transfer = self._ask(address, num_units, deadline_s=deadline_s)
-        if transfer is None:
+        return self.begin_granted(self.ask(address, num_units, deadline_s=deadline_s), num_units, num_offered)
+
+    def begin_granted(self, transfer: bytes, num_units: int, num_offered: int = 0) -> str:
+        """As `begin`, once the grant that was asked for has come."""
+        if not self._is_granted(transfer):
             raise TransferFailed("the destination grants nothing")
 
         def begin() -> None:
@@ -204,10 +207,10 @@ class Host:
 
         self._call(grant)
 
-    def _ask(self, address: Sequence[Any], num_units: int, *, deadline_s: float) -> bytes | None:
-        """Have the host at `address` grant pages; the transfer's id, or None if no grant arrives.
+    def ask(self, address: Sequence[Any], num_units: int, *, deadline_s: float = 10) -> bytes:
+        """Have the host at `address` grant pages; the transfer's id.
 
-        TransferFailed if the host is not there, or cannot grant.
+        TransferFailed if the host is not there, or cannot grant. A host that stands still does not answer.
         """
         transfer = secrets.token_bytes(16)
         asked = self.address(), transfer.hex(), num_units, deadline_s, self._num_layer_groups
@@ -218,17 +221,21 @@ class Host:
                 sock.send(json.dumps(asked).encode())
                 answer = sock.recv(4096).decode()
             except TimeoutError:
-                return None
+                return transfer
             except OSError as error:
                 raise TransferFailed(f"the destination cannot be reached: {error}") from error
         if answer != "granted":
             raise TransferFailed(answer or "the destination died")
+        return transfer
+
+    def _is_granted(self, transfer: bytes) -> bool:
+        """Wait for the grant; whether it has come in time."""
         until_s = time.monotonic() + GRANT_S
         while transfer not in self.granted and transfer not in self._ended:
             if time.monotonic() > until_s:
-                return None
+                return False
             time.sleep(0.0005)
-        return transfer
+        return True
 
     def _serve_grants(self) -> None:
         while True:

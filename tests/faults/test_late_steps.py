@@ -83,12 +83,13 @@ def test_no_page_is_granted_while_a_step_may_still_write_it(
         if rank != late:
             compute_late(destination, rank, mark, seed=4)
     num_ended = len(destination.ended())
-    transfer = source.begin(destination.address(), NUM_UNITS, NUM_UNITS)
-    pages = source._prompts[bytes.fromhex(transfer)][0]
+    asked = source.ask(destination.address(), NUM_UNITS)
     wait_for(lambda: destination.counts()["LEASED"] > 0)
     time.sleep(LONG_S)
-    assert len(destination.ended()) == num_ended
+    assert asked not in source.granted
     compute_late(destination, late, mark, seed=4)
+    transfer = source.begin_granted(asked, NUM_UNITS, NUM_UNITS)
+    pages = source._prompts[asked][0]
     assert source.outcome(transfer) == "handed_over"
     sent = source._call(lambda: source._digest(pages))
     wait_for(lambda: len(destination.ended()) == num_ended + 1)

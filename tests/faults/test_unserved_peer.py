@@ -8,11 +8,11 @@ from tests.endpoint_host import Host, HostProcess
 NUM_UNITS = 24
 
 
-def test_whoever_dials_hears_why() -> None:
-    source = Host(is_shared=False, transport="cuda_ipc")
-    with HostProcess() as destination, pytest.raises(ConfigError, match="cuda_ipc cannot serve"):
-        source.send(destination.call("address"), NUM_UNITS)
-    source.close()
+def test_host_that_dials_hears_why() -> None:
+    strict = Host(is_shared=False, transport="cuda_ipc")
+    with HostProcess() as source, pytest.raises(ConfigError, match="cuda_ipc cannot serve"):
+        strict.grant(source.call("address"), "ab" * 16, NUM_UNITS)
+    strict.close()
 
 
 def test_an_endpoint_that_is_dialled_goes_on() -> None:

@@ -15,8 +15,8 @@ import torch
 
 from baton.config.engine import EngineConfig, engine_config
 from baton.engine.engine import Engine, load_engine
+from baton.kvtransfer.ranks import messages as rank_messages
 from baton.messages.workers import WorkerRole
-from baton.prefill_worker import prefill_job
 from baton.request import Request, SamplingParams
 from tests.cluster_threads import Answer, Cluster
 from tests.parity.models import VOCAB_SIZE
@@ -208,5 +208,5 @@ def test_layerwise_transfers_give_the_tokens_of_one_engine(
     model_directory: Callable[..., Path],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(prefill_job, "MIN_RUN_BYTES", 1)  # otherwise the model's pages are too short
+    monkeypatch.setattr(rank_messages, "MIN_RUN_BYTES", 1)  # otherwise the model's pages are too short
     check(topology, oracle, model_directory(MODEL))

@@ -1,30 +1,30 @@
 """Prompts whose prefix is fetched from a prefill worker that holds it: not one token may differ.
 
-The router's word, which pair and which source, is the test's.
+The test writes the router's choices: the pair of workers, and the worker to pull from.
 """
 
 import queue
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, TypeVar
 
-import msgspec
 import pytest
 
 from baton.config.engine import EngineConfig, engine_config
-from baton.decode_worker.worker import DecodeWorker
 from baton.engine.engine import Engine, load_engine
 from baton.kvtransfer.protocol.pull import ON_HOST
-from baton.messages.control import Dispatch, PullSource
+from baton.messages.control import PullSource
 from baton.messages.workers import WorkerRole
 from baton.request import Request, SamplingParams
 from tests.cluster_threads import TIMEOUT_S, Cluster, WorkerThread
 from tests.parity.models import VOCAB_SIZE
+from tests.parity.scripted_policy import WORDS, Words
 from tests.parity.test_cluster import MODEL, alone
 
 NUM_TOKENS: Final = 200
 SMALL: Final = 24 * 16 * 512  # bytes of all ranks: little more than one prompt has room
+POLICY: Final = "tests.parity.scripted_policy:Scripted"
 ResultT = TypeVar("ResultT")
 
 
@@ -81,23 +81,11 @@ def held_anywhere(worker: WorkerThread, token_ids: Sequence[int], page_size: int
     return on_its_thread(worker, look)
 
 
-class Words(NamedTuple):
-    prefill: str
-    source: PullSource | None
-
-
 @pytest.fixture
-def words(monkeypatch: pytest.MonkeyPatch) -> dict[str, Words]:
-    """What Dispatches say, by request."""
-    said: dict[str, Words] = {}
-    dispatch = DecodeWorker._dispatch
-
-    def dispatch_as_said(self: DecodeWorker, message: Dispatch) -> None:
-        word = said[message.request.request_id]
-        dispatch(self, msgspec.structs.replace(message, prefill=word.prefill, source=word.source))
-
-    monkeypatch.setattr(DecodeWorker, "_dispatch", dispatch_as_said)
-    return said
+def words() -> Iterator[dict[str, Words]]:
+    """The router's choices, by request."""
+    yield WORDS
+    WORDS.clear()
 
 
 def prompts() -> list[tuple[int, ...]]:
@@ -134,7 +122,7 @@ def test_pulled_prefixes_give_the_tokens_of_one_engine(
     directory = model_directory(MODEL)
     holder_size, puller_size, decode_size = page_sizes
     prefill = [config(directory, holder_size, tensor_parallel_size), config(directory, puller_size)]
-    with Cluster(prefill, [config(directory, decode_size)], transport=transport) as cluster:
+    with Cluster(prefill, [config(directory, decode_size)], transport=transport, policy=POLICY) as cluster:
         holder, puller = cluster.workers_of(WorkerRole.PREFILL)
         (decode,) = cluster.workers_of(WorkerRole.DECODE)
         holder_id, puller_id = holder.hosted.node.hello.id, puller.hosted.node.hello.id
@@ -170,7 +158,7 @@ def test_pages_on_a_holders_host_give_the_same_tokens(
         kv_cache_memory_bytes=SMALL // tensor_parallel_size,
         host_cache_memory_bytes=2**21,
     )
-    with Cluster([small, config(directory, 16)], [config(directory, 16)]) as cluster:
+    with Cluster([small, config(directory, 16)], [config(directory, 16)], policy=POLICY) as cluster:
         holder, puller = cluster.workers_of(WorkerRole.PREFILL)
         holder_id, puller_id = holder.hosted.node.hello.id, puller.hosted.node.hello.id
         prompt, *others = prompts()[0], *(tuple(range(start, start + 200)) for start in (1, 2))
