@@ -23,8 +23,8 @@ TRANSFER_TIMEOUT_S: Final = (
 )
 
 
-class Arrival(NamedTuple):
-    """The end of a transfer to an attempt. A pull that failed has a reason too, and its attempt computes."""
+class ReceivedPages(NamedTuple):
+    """The end of a transfer to an attempt, with the pages or without."""
 
     attempt: Attempt
     reason: str | None = None  # why the pages have not come; None: they are in `attempt.filled`
@@ -78,13 +78,13 @@ class IncomingPages:
         attempt.stage = AttemptStage.PULLING
         return True
 
-    def poll(self) -> Iterator[Arrival]:
+    def poll(self) -> Iterator[ReceivedPages]:
         """Yield the transfers that have ended since the last call."""
         for ended in self._endpoint.poll():
             pulled = self._prefixes.take(ended)
             if pulled is not None:
                 pulled.waiter.filled, pulled.waiter.pull = pulled.filled, pulled.pull
-                yield Arrival(pulled.waiter)
+                yield ReceivedPages(pulled.waiter)
             elif (attempt := self._attempts.pop(ended.transfer, None)) is not None:
                 yield from self._take(attempt, ended)
 
@@ -99,7 +99,7 @@ class IncomingPages:
         if filled is not None:
             self._engine.release(filled)
 
-    def _take(self, attempt: Attempt, ended: TransferEnded) -> Iterator[Arrival]:
+    def _take(self, attempt: Attempt, ended: TransferEnded) -> Iterator[ReceivedPages]:
         has_come = ended.outcome is HandoffOutcome.ADOPTED
         num_tokens, owner = len(attempt.token_ids), attempt.engine_id
         if not attempt.is_receiving:  # dropped meanwhile
@@ -109,8 +109,8 @@ class IncomingPages:
         attempt.is_receiving = False
         self._admission.arrived(attempt)
         if not has_come:
-            yield Arrival(attempt, ended.reason, ended.outcome is HandoffOutcome.REFUSED)
+            yield ReceivedPages(attempt, ended.reason, ended.outcome is HandoffOutcome.REFUSED)
             return
         assert attempt.filled is not None, "an attempt that receives pages has claimed a prefix"
         attempt.filled = FilledPages(attempt.filled.pages + ended.pages, num_tokens, owner)
-        yield Arrival(attempt)
+        yield ReceivedPages(attempt)

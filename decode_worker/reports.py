@@ -1,6 +1,6 @@
-"""What the prompts took that this worker computed itself, told to the router.
+"""The times of prompts that a decode worker computed itself, reported to the router.
 
-A prompt that was computed here has times: it arrives, its first step begins, its first token is there.
+A prompt arrives, its first step begins, and its first token is there.
 """
 
 from dataclasses import dataclass
@@ -24,16 +24,18 @@ class _Stamps:
 
 
 class DecodeReports(WorkerReports):
+    """Measures prompts between their Dispatch and their first token."""
+
     def __init__(self, peer_registry: PeerRegistry, clock: Clock) -> None:
         super().__init__(peer_registry, clock)
-        self._stamps: dict[str, _Stamps] = {}  # of attempts without a token, by their names in the engine
-        self._computing: dict[str, _Stamps] = {}  # those that the engine has, and has not begun with
+        self._stamps: dict[str, _Stamps] = {}  # by engine id, of attempts without a token
+        self._computing: dict[str, _Stamps] = {}  # those that the engine has not started
 
     def arrived(self, attempt: Attempt) -> None:
         self._stamps[attempt.engine_id] = _Stamps(self.clock.now_s())
 
     def begun(self, attempt: Attempt, progress: SequenceProgress) -> None:
-        """The engine has it."""
+        """Start to measure an attempt that the engine has; one with a first token was computed elsewhere."""
         if attempt.first is not None:
             self.forget(attempt)
             return
@@ -49,7 +51,7 @@ class DecodeReports(WorkerReports):
                 del self._computing[engine_id]
 
     def said(self, attempt: Attempt, output: StepOutput) -> None:
-        """A token of it; the first one tells what the prompt took."""
+        """Report the prompt's times at its first token."""
         stamps = self._stamps.pop(attempt.engine_id, None)
         if stamps is None:
             return

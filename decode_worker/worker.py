@@ -141,6 +141,8 @@ logger = logging.getLogger(__name__)
 
 
 class DecodeWorker(WorkerNode):
+    """A worker that answers requests: it receives or computes their prompts, and decodes."""
+
     def __init__(
         self,
         engine: Replica,

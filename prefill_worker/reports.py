@@ -1,7 +1,7 @@
-"""What this worker's prompts took, told to the router.
+"""The times of a prefill worker's prompts, reported to the router.
 
-The times of a prompt: it arrives; its first step begins; its first token is there; the decode worker has
-taken its last page. They are told once that has happened, of no prompt that ended otherwise.
+A prompt arrives, its first step begins, its first token is there, and the decode worker has verified its last
+page. Prompts that end otherwise are not reported.
 """
 
 from dataclasses import dataclass
@@ -31,6 +31,8 @@ class _Stamps:
 
 
 class PrefillReports(WorkerReports):
+    """Measures prompts between their order and the end of their transfer."""
+
     def __init__(self, peer_registry: PeerRegistry, clock: Clock) -> None:
         super().__init__(peer_registry, clock)
         self._stamps: dict[bytes, _Stamps] = {}  # by transfer

@@ -20,7 +20,7 @@ from baton.messages.control import (
 from baton.messages.operations import Drain, StatusQuery
 from baton.request import Request, TokenEvent
 from tests.tiny_models import MAX_MODEL_LEN
-from tests.worker_pair import DECODE, GATEWAY, PREFILL, ROUTER, WorkerPair
+from tests.worker_pair import DECODE, GATEWAY, PREFILL, ROUTER, WorkerPair, prefill_of
 from tests.worker_pair_cases import (
     PROMPT,
     MakePair,
@@ -41,6 +41,31 @@ def test_prompt_without_a_prefill_worker_is_computed_here(make_pair: MakePair, a
     pair.turns_until(lambda: pair.is_answered(request))
     assert said(pair.heard(request)) == answer_alone(alone, request)
     assert not pair.prefill.engine.stats().total_queried_tokens
+
+
+def test_first_token_may_come_before_the_dispatch(make_pair: MakePair, alone: Engine) -> None:
+    pair, request, transfer = make_pair(), a_request(), b"t" * 16
+    pair.post.put(ROUTER.id, PREFILL, prefill_of(request, transfer))
+    pair.turns_until(lambda: bool(pair.heard(request)))
+    pair.turn()  # the first token reaches the decode worker, which does not know of the attempt
+    dispatch = Dispatch(request=request, gateway=GATEWAY.id, prefill=PREFILL, transfer=transfer)
+    pair.tell(pair.decode, ROUTER, dispatch)
+    pair.turns_until(lambda: pair.is_answered(request))
+    assert said(pair.heard(request)) == answer_alone(alone, request)
+    assert not pair.decode_worker.counters["recomputed_prefills"]
+
+
+def test_first_token_whose_dispatch_never_comes_is_forgotten(
+    make_pair: MakePair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("baton.decode_worker.worker.MAX_EARLY_S", 0.0)
+    pair, request = make_pair(), a_request()
+    event = TokenEvent(request.request_id, 0, 0, 7)
+    pair.tell(pair.decode, pair.prefill.hello, Prefilled(event=event))
+    pair.decode_worker.tick()
+    pair.dispatch(request)
+    pair.turns_until(lambda: pair.is_answered(request))
+    assert pair.heard(request)[0].token_id != event.token_id
 
 
 class TestPagesThatDoNotCome:
