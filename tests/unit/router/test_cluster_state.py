@@ -10,6 +10,7 @@ from baton.messages.control import (
     KvEventBatch,
     KvEventsWanted,
     Measured,
+    Prefill,
     Routed,
     Started,
 )
@@ -90,10 +91,11 @@ def test_prefix_of_a_busy_worker_is_pulled_by_another() -> None:
         tokens = tuple(range(10**6 * (number + 1), 10**6 * (number + 1) + num_tokens))
         other = Request(request_id=id_of(f"o{number}"), token_ids=tokens)
         c.submit(other, avoid=(id_of("p0" if number == 0 else "p1"),))  # p1 waits long enough to hide a pull
-    c["d0"].received.clear()
+    for name in ("p1", "d0"):
+        c[name].received.clear()
     routed, dispatch = route(c, long_request("a"))
-    assert routed.prefill == id_of("p1")
-    source = dispatch.source
+    assert routed.prefill == id_of("p1") and dispatch.source is None
+    source = c["p1"].only(Prefill).source
     assert source is not None and source.worker == id_of("p0")
     assert (source.num_tokens, source.pages[:3], source.generations[0]) == (6400, (0, 1, 2), 7)
 
