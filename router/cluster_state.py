@@ -122,7 +122,7 @@ class ClusterState:
     def decided(self, submit: Submit, pair: Pair) -> None:
         """Keep the decision for `baton explain`, and tell the policy that its choice was dispatched."""
         request, choice = submit.request, pair.choice
-        chosen = Weighed(decode=pair.decode.id, prefill=pair.prefill.id if pair.prefill else "")
+        chosen = Weighed(decode=pair.decode.id, prefill=pair.prefill_id)
         candidates: Sequence[PairCandidate] = ()
         if choice is not None:
             self.policy.expect(choice, request.num_tokens)

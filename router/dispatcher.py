@@ -1,12 +1,11 @@
-"""Attempts on their way through the router.
+"""The dispatcher: takes submitted attempts from the admission queue to workers, until each attempt ends.
 
-1. A gateway submits one. It is refused when its name is none, or is under way here already.
-2. It is asked for at the reception (router/queue/admission.py). Too many are under way, a quota or an
-   objective stands against it, or nobody can take it now: the gateway is told so (Rejected).
-3. `let_out`: its turn has come and a worker has room. `_send_out`: it goes to a pair of workers and into the
-   books, and other routers are told.
-4. Its gateway says that its first token is there, and that it has ended; or is told that its decode worker
-   was lost before that. Whatever makes room lets others out.
+1. `submit`: a gateway submits an attempt. The admission queue (router/queue/admission.py) takes the attempt,
+   or the gateway gets `Rejected`: too many attempts are open, or a quota or an objective forbids this one.
+2. `dispatch_queued`: each attempt whose turn has come is dispatched to a pair of workers with room. The
+   attempt is entered as in-flight load, both workers get their messages, and other routers are told.
+3. `started`, `ended`: the gateway reports the first token and the end. When the decode worker leaves before
+   the first token, the gateway gets `AttemptFailed`. Freed room goes to queued attempts at once.
 """
 
 import secrets
@@ -46,42 +45,33 @@ from baton.router.queue.tenant_queues import QueuedAttempt
 from baton.rpc.peers import Peer
 from baton.tenants import Refusal, has_slots
 
-# What the choice of a pair makes of an attempt: an entry in the books, and a word to either side.
+TRANSFER_BYTES: Final = 16
+RETRY_AFTER_S: Final = 1.0
+MAX_RETRY_AFTER_S: Final = 86_400.0
+MAX_REASON_CHARS: Final = 512
 
 _KEY: Final = tuple[Id, Attempt]
 
 
-def key_of(request: Request) -> Key:
-    """The attempt's name. ProtocolError when it is none that messages can carry."""
-    key = (request.request_id, request.attempt)
-    try:
-        return msgspec.convert(key, _KEY)
-    except msgspec.ValidationError as error:
-        message = f"attempt {key[1]} of {key[0][:64]!r} is no attempt's name: {error}"
-        raise ProtocolError(message) from error
-
-
-def prefill_of(pair: Pair) -> str:
-    """Its id, or ""."""
-    return pair.prefill.id if pair.prefill is not None else ""
-
-
-def entry_of(
+def make_entry(
     gateway_id: str, request: Request, pair: Pair, model: CostModel, charged: float
 ) -> InFlightAttempt:
-    """charged: work, to its tenant."""
+    """Return the in-flight load of an attempt on its pair of workers.
+
+    charged: the work that the tenant was charged. Without a prediction of the policy, no prefix of the prompt
+    is expected in a cache.
+    """
     num_prompt_tokens = request.num_tokens
     if pair.choice is not None and pair.choice.candidate is not None:
         num_prompt_tokens -= pair.choice.candidate.num_held_tokens
         compute_s = pair.choice.candidate.terms.compute_s
     else:
-        computer = model.of(prefill_of(pair) or pair.decode.id)
-        compute_s = computer.compute_s(num_prompt_tokens, num_prompt_tokens)
+        compute_s = model.of(pair.computer.id).compute_s(num_prompt_tokens, num_prompt_tokens)
     num_tokens = num_kv_tokens(request)
     return InFlightAttempt(
         gateway=gateway_id,
         decode=pair.decode.id,
-        prefill=prefill_of(pair),
+        prefill=pair.prefill_id,
         num_prompt_tokens=num_prompt_tokens,
         num_tokens=num_tokens,
         compute_s=compute_s,
@@ -91,59 +81,26 @@ def entry_of(
     )
 
 
-def orders_of(gateway_id: str, request: Request, pair: Pair, age_s: float) -> tuple[Dispatch, Prefill | None]:
-    """Return the messages that begin an attempt: to the decode worker, and to the prefill worker if any."""
-    source, age_s = pair.choice.source if pair.choice is not None else None, min(MAX_AGE_S, age_s)
-    if source is not None and not fits_beside(request, source):
-        source = None  # the prompt is computed whole: the request matters more than the hint
-    if pair.prefill is None:
-        return Dispatch(request=request, gateway=gateway_id, age_s=age_s, source=source), None
-    transfer = secrets.token_bytes(TRANSFER_BYTES)
-    dispatch = Dispatch(
-        request=request, gateway=gateway_id, prefill=pair.prefill.id, transfer=transfer, age_s=age_s
-    )
-    prefill = Prefill(
-        request=request,
-        gateway=gateway_id,
-        decode=pair.decode.id,
-        transfer=transfer,
-        age_s=age_s,
-        source=source,
-    )
-    return dispatch, prefill
-
-
-def routed_of(request: Request, pair: Pair) -> Routed:
-    return Routed(
-        request_id=request.request_id,
-        attempt=request.attempt,
-        decode=pair.decode.id,
-        prefill=prefill_of(pair),
-        reason=pair.reason,
-    )
-
-
-TRANSFER_BYTES: Final = 16
-RETRY_AFTER_S = 1.0
-MAX_RETRY_AFTER_S = 86_400.0
-
-
 class GatewayPeer:
+    """A connected gateway, and its latest reports."""
+
     def __init__(self, peer: Peer) -> None:
         self.peer = peer
         self.id = peer.hello.id
-        self.reached: frozenset[str] = frozenset()  # workers
-        self.status: GatewayStatus | None = None  # as last reported
+        self.reached: frozenset[str] = frozenset()  # ids of workers that the gateway can reach
+        self.status: GatewayStatus | None = None
 
 
-class _Kept(NamedTuple):
-    """A decode worker that is given nothing but what it has yet to make room for."""
+class _Reservation(NamedTuple):
+    """A decode worker that gets no other attempts until it has room for this one."""
 
     key: Key
-    worker: str
+    worker: str  # "": the gateway reaches no decode worker that takes work
 
 
 class Dispatcher:
+    """Owns each attempt of this router's gateways from its submission to its end."""
+
     def __init__(
         self,
         pairing: Pairing,
@@ -152,7 +109,10 @@ class Dispatcher:
         gateways: Mapping[str, GatewayPeer],
         max_attempts: int,
     ) -> None:
-        """gateways: those that are here, by id, whenever it is looked at."""
+        """gateways: the connected gateways by id; the router updates the mapping.
+
+        max_attempts: queued and in-flight attempts together; more are rejected.
+        """
         self._in_flight = admission_queue.in_flight
         self._pairing = pairing
         self._cluster_state = cluster_state
@@ -160,18 +120,20 @@ class Dispatcher:
         self._gateways = gateways
         self._max_attempts = max_attempts
         self._counters: Counter[str] = cluster_state.counters
-        self._kept: _Kept | None = None
-        self._stuck: dict[Key, NoSlot] = {}  # who waited for a place, when last looked at: two at most
-        self._is_crowded = False  # a decode worker without room was met: they are looked at before the choice
+        self._reservation: _Reservation | None = None
+        # Attempts that waited for a slot at their best worker in the last `dispatch_queued`; at most two.
+        self._waiting_for_slot: dict[Key, NoSlot] = {}
+        # A decode worker was full, so full workers are computed before the choice of a pair, not after.
+        self._is_any_full = False
 
     def submit(self, gateway: GatewayPeer, submit: Submit) -> bool:
-        """Take an attempt on, or reject it; return whether it was taken on.
+        """Dispatch, queue or reject an attempt, and tell the gateway. Returns False when it was rejected.
 
-        Raises ProtocolError when no gateway that is well would send it.
+        Raises ProtocolError for an invalid key, or for an attempt that is already open here.
         """
-        key = key_of(submit.request)
+        key = _valid_key(submit.request)
         if self._in_flight.is_anothers(key):
-            self._in_flight.ended(key)  # its router is gone, or its gateway has left that one
+            self._in_flight.ended(key)  # the gateway has left the other router, or that router is gone
         if key in self._in_flight or key in self._admission_queue:
             raise ProtocolError(f"attempt {key[1]} of {key[0]} was submitted twice")
         num_free = self._max_attempts - len(self._in_flight) - len(self._admission_queue)
@@ -182,7 +144,7 @@ class Dispatcher:
             return False
         refused = self._admission_queue.submit(gateway.id, submit)
         if refused is None:
-            self.find_room()
+            self.dispatch_queued(slots_freed=False)
             refused = self._admission_queue.overflow(key)
         if refused is not None:
             self._reject(gateway.id, key, refused)
@@ -191,77 +153,40 @@ class Dispatcher:
         return refused is None
 
     def started(self, attempts: Sequence[Key]) -> None:
+        """These attempts have their first token, so their prompts are computed."""
         for key in attempts:
             self._in_flight.started(key)
             self._admission_queue.started(key)
         self._cluster_state.started(attempts)
-        self.let_out()
+        self.dispatch_queued()
 
     def ended(self, attempts: Sequence[Key], num_tokens: Sequence[int] = ()) -> None:
-        """num_tokens: that each has answered, where that is known."""
+        """These attempts have ended; none have when a heartbeat only shows that its worker is well.
+
+        num_tokens: tokens of each attempt's answer; unknown for attempts beyond its length.
+        """
         for number, key in enumerate(attempts):
             self._in_flight.ended(key)
             self._admission_queue.ended(key, num_tokens[number] if number < len(num_tokens) else None)
         self._cluster_state.ended(attempts)
-        if attempts:
-            self.let_out()
-        else:  # a worker has said that it is well
-            self.find_room()
+        self.dispatch_queued(slots_freed=bool(attempts))
 
     def gateway_left(self, gateway_id: str) -> None:
+        """Drop all attempts of a gateway."""
         self._in_flight.gateway_left(gateway_id)
         self._admission_queue.gateway_left(gateway_id)
-        self.let_out()
+        self.dispatch_queued()
 
-    def find_room(self) -> None:
-        """Workers may have room that they had not, or somebody has come; no place has come free by that."""
-        self.let_out(has_places=False)
+    def worker_left(self, member: Member, reason: str) -> None:
+        """Fail the attempts without a first token on a decode worker that has left.
 
-    def tick(self) -> None:
-        for record, refused in self._admission_queue.tick():
-            self._reject(record.gateway, (record.request.request_id, record.request.attempt), refused)
-        is_pressed = self._admission_queue.overload.level >= OverloadLevel.LOCAL_PREFILL
-        self._pairing.press(PRESSED_LOCAL_TOKENS if is_pressed else 0)
-        self.let_out()
-
-    def let_out(self, *, has_places: bool = True) -> None:
-        """All that workers have room for now, one after the other.
-
-        Where the first has none, others go past it, but to one worker: that is kept until it has room for it.
-        They go past it too where it is best for it to wait for a place: to places that it does not want.
-        has_places: some may be free that were not at the last look; else who waited for one still does.
+        The decode worker may never have received these attempts. Gateways receive the tokens of all other
+        attempts from the worker, so gateways detect its loss themselves.
         """
-        kept, admission_queue = self._kept, self._admission_queue
-        if kept is not None and not (
-            kept.key in admission_queue and admission_queue.capacity.takes(kept.worker)
-        ):
-            self._kept = None
-        stuck, self._stuck = {} if has_places else self._stuck, {}
-        passed: QueuedAttempt | None = None
-        try:
-            while (waiting := self._admission_queue.first()) is not None:
-                obstacle = stuck.get(waiting.key) or self._let_out(waiting)
-                if obstacle is None:
-                    continue
-                if isinstance(obstacle, NoSlot):
-                    self._stuck[waiting.key] = obstacle
-                elif passed is None and not self._keep_a_worker(waiting):
-                    continue
-                if passed is not None:
-                    break
-                passed = waiting
-                self._admission_queue.skip(waiting.tenant)
-        finally:
-            if passed is not None:
-                self._admission_queue.resume(passed.tenant)
-        self._admission_queue.settle()
-
-    def lost(self, member: Member, reason: str) -> None:
-        """What it may never have heard of is given back; of the rest its gateways know more than it does."""
         for (request_id, attempt), entry in self._in_flight.waiting_at(member.id):
             gateway = self._gateways.get(entry.gateway)
             if gateway is None:
-                continue  # another router's: that one gives it back
+                continue  # another router dispatched this attempt, and fails it
             failed = AttemptFailed(
                 request_id=request_id,
                 attempt=attempt,
@@ -271,75 +196,122 @@ class Dispatcher:
             )
             gateway.peer.send(failed)
 
-    def _let_out(self, waiting: QueuedAttempt) -> Unpaired | NoSlot | None:
-        """Why it has to wait; None: it has left the queue, wherever to."""
-        refused = self._admission_queue.refuse_hopeless(waiting)
+    def tick(self) -> None:
+        """Reject attempts that have waited too long, and follow the overload level."""
+        for queued, refused in self._admission_queue.tick():
+            self._reject(queued.gateway, queued.key, refused)
+        is_pressed = self._admission_queue.overload.level >= OverloadLevel.LOCAL_PREFILL
+        self._pairing.press(PRESSED_LOCAL_TOKENS if is_pressed else 0)
+        self.dispatch_queued()
+
+    def dispatch_queued(self, *, slots_freed: bool = True) -> None:
+        """Dispatch queued attempts in order, as long as workers have room.
+
+        When the first attempt cannot be dispatched, later attempts of other tenants may bypass it: when no
+        decode worker has room, on all decode workers except one reserved worker; when its best worker has no
+        slot for the prompt, on all other workers. A second attempt that cannot be dispatched ends the call.
+
+        slots_freed: False when no worker can have freed a slot since the last call, so an attempt that waited
+        for a slot still waits.
+        """
+        self._drop_stale_reservation()
+        waited_for_slot = {} if slots_freed else self._waiting_for_slot
+        self._waiting_for_slot = {}
+        bypassed: QueuedAttempt | None = None
+        try:
+            while (queued := self._admission_queue.first()) is not None:
+                obstacle = waited_for_slot.get(queued.key) or self._try_dispatch(queued)
+                if obstacle is None:
+                    continue
+                if isinstance(obstacle, NoSlot):
+                    self._waiting_for_slot[queued.key] = obstacle
+                elif bypassed is None and not self._reserve_worker(queued):
+                    continue  # the dropped reservation may make room for this attempt
+                if bypassed is not None:
+                    break
+                bypassed = queued
+                self._admission_queue.skip(queued.tenant)
+        finally:
+            if bypassed is not None:
+                self._admission_queue.resume(bypassed.tenant)
+        self._admission_queue.settle()
+
+    def _try_dispatch(self, queued: QueuedAttempt) -> Unpaired | NoSlot | None:
+        """Return the reason why the attempt must wait; None when it was dispatched or rejected."""
+        refused = self._admission_queue.refuse_hopeless(queued)
         if refused is not None:
-            self._reject(waiting.gateway, waiting.key, refused)
+            self._reject(queued.gateway, queued.key, refused)
             return None
-        gateway = self._gateways[waiting.gateway]
-        wanted = [each.worker for each in self._stuck.values()]
-        pair = self._pair(gateway, waiting, self._admission_queue.claim(waiting, wanted))
+        gateway = self._gateways[queued.gateway]
+        wanted = [no_slot.worker for no_slot in self._waiting_for_slot.values()]
+        pair = self._pair(gateway, queued, self._admission_queue.claim(queued, wanted))
+        if isinstance(pair, Pair):
+            self._dispatch(gateway, queued, pair)
+            return None
         if pair is Unpaired.UNREACHED or pair is Unpaired.NO_PREFILL:
             refused = _no_room(pair.value)
-            self._admission_queue.refuse(waiting.key, refused)
-            self._reject(waiting.gateway, waiting.key, refused)
+            self._admission_queue.refuse(queued.key, refused)
+            self._reject(queued.gateway, queued.key, refused)
             return None
-        if not isinstance(pair, Pair):
-            return pair
-        request = self._admission_queue.dispatch(waiting)
-        submit = waiting.submit
-        if request is not submit.request:
-            submit = msgspec.structs.replace(submit, request=request)
-        entry = entry_of(gateway.id, request, pair, self._cluster_state.model, waiting.work)
-        self._send_out(gateway, submit, pair, waiting.key, entry, self._admission_queue.waited_s(waiting))
-        return None
+        return pair
 
-    def _keep_a_worker(self, waiting: QueuedAttempt) -> bool:
-        """False: one was kept for somebody whose turn comes later, and is not any more. Two would wait for
-        each other.
+    def _drop_stale_reservation(self) -> None:
+        """Drop the reservation when its attempt has left the queue, or its worker takes no more work."""
+        reservation, admission_queue = self._reservation, self._admission_queue
+        if reservation is not None and not (
+            reservation.key in admission_queue and admission_queue.capacity.takes(reservation.worker)
+        ):
+            self._reservation = None
+
+    def _reserve_worker(self, queued: QueuedAttempt) -> bool:
+        """Reserve the decode worker with the most room for the attempt, unless the attempt has a reservation.
+
+        Returns False, and drops the reservation, when a worker is reserved for an attempt later in the queue:
+        with two reservations, each attempt could wait for the worker of the other.
         """
-        if self._kept is None:
-            reached, avoid = self._gateways[waiting.gateway].reached, waiting.submit.avoid
-            self._kept = _Kept(waiting.key, self._admission_queue.capacity.roomiest(reached, avoid))
-        elif self._kept.key != waiting.key:
-            self._kept = None
+        if self._reservation is None:
+            reached, avoid = self._gateways[queued.gateway].reached, queued.submit.avoid
+            worker = self._admission_queue.capacity.roomiest(reached, avoid)
+            self._reservation = _Reservation(queued.key, worker)
+        elif self._reservation.key != queued.key:
+            self._reservation = None
             return False
         return True
 
     def _pair(
-        self, gateway: GatewayPeer, waiting: QueuedAttempt, turn: TenantClaim
+        self, gateway: GatewayPeer, queued: QueuedAttempt, claim: TenantClaim
     ) -> Pair | Unpaired | NoSlot:
-        """With room, but for one that holds the prompt already. Who is full is found out once one was met."""
-        submit = waiting.submit
+        """Choose a pair whose decode worker has room. A worker that holds the prompt already needs no room.
+
+        Full workers are computed lazily: only after a decode worker was found to be full.
+        """
+        submit = queued.submit
         capacity, num_tokens = self._admission_queue.capacity, num_kv_tokens(submit.request)
-        kept = self._kept
+        reservation = self._reservation
         full: frozenset[str] = frozenset()
-        if self._is_crowded or kept is not None:
+        if self._is_any_full or reservation is not None:
             full = capacity.full(num_tokens)
-            self._is_crowded = bool(full)
-            if kept is not None and kept.key != waiting.key:
-                full |= {kept.worker}
-        pair = self._pairing.pair(submit, gateway.reached, full, turn)
+            self._is_any_full = bool(full)
+            if reservation is not None and reservation.key != queued.key:
+                full |= {reservation.worker}
+        pair = self._pairing.pair(submit, gateway.reached, full, claim)
         if full or not isinstance(pair, Pair) or pair.decode.id == submit.sticky_worker:
             return pair
         if capacity.can_decode(pair.decode, num_tokens):
             return pair
-        self._is_crowded = True
-        return self._pairing.pair(submit, gateway.reached, capacity.full(num_tokens), turn)
+        self._is_any_full = True
+        return self._pairing.pair(submit, gateway.reached, capacity.full(num_tokens), claim)
 
-    def _send_out(
-        self, gateway: GatewayPeer, submit: Submit, pair: Pair, key: Key, entry: InFlightAttempt, age_s: float
-    ) -> None:
-        request = submit.request
-        self._in_flight.enter(key, entry)
+    def _dispatch(self, gateway: GatewayPeer, queued: QueuedAttempt, pair: Pair) -> None:
+        """Take the attempt out of the queue, enter its load, and tell workers, gateway and other routers."""
+        request, submit = self._admission_queue.dispatch(queued), queued.submit
+        if request is not submit.request:
+            submit = msgspec.structs.replace(submit, request=request)
+        entry = make_entry(gateway.id, request, pair, self._cluster_state.model, queued.work)
+        self._in_flight.enter(queued.key, entry)
         self._counters["dispatched" if pair.prefill is not None else "dispatched_local"] += 1
-        dispatch, prefill = orders_of(gateway.id, request, pair, age_s)
-        if pair.prefill is not None and prefill is not None:
-            pair.prefill.peer.send(prefill)
-        pair.decode.peer.send(dispatch)
-        gateway.peer.send(routed_of(request, pair))
-        # Nobody waits for what follows.
+        _send(gateway, request, pair, self._admission_queue.waited_s(queued))
+        # The workers have their messages: the rest adds nothing to the latency of the request.
         self._cluster_state.decided(submit, pair)
         self._cluster_state.dispatched(submit, pair, entry)
 
@@ -348,12 +320,58 @@ class Dispatcher:
         rejected = Rejected(
             request_id=key[0],
             attempt=key[1],
-            reason=refused.reason[:512],
+            reason=refused.reason[:MAX_REASON_CHARS],
             retry_after_s=min(refused.retry_after_s, MAX_RETRY_AFTER_S),
             may_return=refused.may_return,
             refusal=refused.refusal,
         )
         self._gateways[gateway_id].peer.send(rejected)
+
+
+def _valid_key(request: Request) -> Key:
+    """Return the attempt's key. Raises ProtocolError when messages could not carry the key."""
+    key = (request.request_id, request.attempt)
+    try:
+        return msgspec.convert(key, _KEY)
+    except msgspec.ValidationError as error:
+        message = f"request id {key[0][:64]!r} with attempt {key[1]} is not valid: {error}"
+        raise ProtocolError(message) from error
+
+
+def _send(gateway: GatewayPeer, request: Request, pair: Pair, age_s: float) -> None:
+    """Send the messages that begin an attempt to its workers, and `Routed` to its gateway.
+
+    A pull source that does not fit beside a long prompt is left out: the prompt is then computed whole.
+    """
+    age_s = min(MAX_AGE_S, age_s)
+    source = pair.choice.source if pair.choice is not None else None
+    if source is not None and not fits_beside(request, source):
+        source = None
+    if pair.prefill is None:
+        dispatch = Dispatch(request=request, gateway=gateway.id, age_s=age_s, source=source)
+    else:
+        transfer = secrets.token_bytes(TRANSFER_BYTES)
+        prefill = Prefill(
+            request=request,
+            gateway=gateway.id,
+            decode=pair.decode.id,
+            transfer=transfer,
+            age_s=age_s,
+            source=source,
+        )
+        pair.prefill.peer.send(prefill)
+        dispatch = Dispatch(
+            request=request, gateway=gateway.id, prefill=pair.prefill.id, transfer=transfer, age_s=age_s
+        )
+    pair.decode.peer.send(dispatch)
+    routed = Routed(
+        request_id=request.request_id,
+        attempt=request.attempt,
+        decode=pair.decode.id,
+        prefill=pair.prefill_id,
+        reason=pair.reason,
+    )
+    gateway.peer.send(routed)
 
 
 def _no_room(reason: str) -> QuotaRefusal:

@@ -1,11 +1,11 @@
 """The router as a node: it tracks which workers are alive and loaded, and gives every attempt its workers.
 
-It keeps nothing that cannot be rebuilt. A new router learns the workers from their Hello and Heartbeat, and
-the gateways' connections from Reachable, within SETTLE_S. Running attempts go on meanwhile. Gateways submit
-attempts that no earlier router has answered again.
+The router persists nothing. A new router learns the workers from their Hello and Heartbeat, and the gateways'
+connections from Reachable, within SETTLE_S. Running attempts go on meanwhile. Gateways submit attempts again
+when the earlier router has not answered.
 
-`serve_router` runs a router in a process: an RPC server, the router and perhaps a link to Redis, on one event
-loop.
+`serve_router` runs a router in a process: an RPC server, the router and, if configured, a link to Redis, on
+one event loop.
 """
 
 import asyncio
@@ -75,8 +75,8 @@ from baton.rpc.peers import TICK_S, Peer, new_router_id
 from baton.rpc.server import RpcServer
 
 SETTLE_S: Final = BEAT_TIMEOUT_S  # by then every live worker has connected to a new router
-MIN_INDEX_PAGES: Final = 1024  # of the index when the policy does not use it
-LEARN_S: Final = 0.5  # the longest that a router's start waits for Redis
+MIN_INDEX_PAGES: Final = 1024  # bound of the prefix index when the policy does not use the index
+LEARN_S: Final = 0.5  # bounds the wait for Redis at a router's start
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +94,10 @@ class Router:
     def __init__(
         self, config: RouterSettings, clock: Clock, id: str, *, max_index_pages: int = MAX_PAGES
     ) -> None:
-        """id: of this life of the process, 32 hex digits. max_index_pages: the bound of the prefix index."""
+        """id: identifies this run of the process; 32 hex digits.
+
+        max_index_pages: bound of the prefix index when the policy uses the index.
+        """
         self.hello = Hello(process=Kind.ROUTER, id=id)
         self.counters: Counter[str] = Counter()
         self.redis: RedisStatus | None = None
@@ -111,21 +114,20 @@ class Router:
         self._routing_times = RoutingTimes()
         self._pairing = Pairing(config, self.members, policy, load_policy(policy, context))
         self._gateways: dict[str, GatewayPeer] = {}
-        self._watchers: dict[
-            Peer, float
-        ] = {}  # operators that start workers -> seconds that Ray's head is away
+        # Operators that start workers -> seconds since Ray's head became unreachable.
+        self._watchers: dict[Peer, float] = {}
         capacity = Capacity(self.members, self.in_flight, decoders_compute=policy.weighs_local_prefill)
         self.admission_queue = AdmissionQueue(clock, self.members, capacity, self.cluster_state.model)
         self._dispatcher = Dispatcher(
             self._pairing, self.cluster_state, self.admission_queue, self._gateways, config.max_attempts
         )
-        self._sent_level = OverloadLevel.CALM  # to the workers
+        self._sent_level = OverloadLevel.CALM  # sent to the workers last
         self._start_s = clock.now_s()
         self._announced_s = self._start_s - TICK_S
         self._announced: Members | None = None
 
     def joined(self, peer: Peer) -> None:
-        """A process has connected. Raises ProtocolError or WireError when it may not."""
+        """A process has connected. Raises ProtocolError or WireError when the process must not connect."""
         hello = peer.hello
         if hello.process is Kind.WORKER:
             self._worker_joined(peer)
@@ -182,7 +184,7 @@ class Router:
         """Apply a message of another router; it may have freed room."""
         self.cluster_state.heard(message)
         if len(self.admission_queue):
-            self._dispatcher.find_room()
+            self._dispatcher.dispatch_queued(slots_freed=False)
 
     def tick(self) -> None:
         """Do the periodic work; call every TICK_S."""
@@ -193,7 +195,7 @@ class Router:
             self.in_flight.forget(gone)
         self.cluster_state.index.tick()
         self._dispatcher.tick()
-        self._press()
+        self._send_overload_level()
         self._announce(is_tick=True)
 
     def status(self) -> Status:
@@ -242,7 +244,7 @@ class Router:
             case Reachable():
                 gateway.reached = frozenset(message.workers)
                 self._pairing.forget()
-                self._dispatcher.let_out()
+                self._dispatcher.dispatch_queued()
             case StatusQuery():
                 peer.send(self.status())
             case Explain():
@@ -285,7 +287,7 @@ class Router:
                 self.members.hear(member, message)
             case Reachable():
                 self.members.reach(member, message.workers)
-                self._dispatcher.let_out()
+                self._dispatcher.dispatch_queued()
             case KvEventBatch():
                 self.cluster_state.pages(peer, message)
             case Measured():
@@ -308,16 +310,17 @@ class Router:
         self.cluster_state.gone(member.id)
         level = logging.INFO if member.is_draining else logging.WARNING
         logger.log(level, "%s is gone: %s", member.worker.name, reason, extra={"worker": member.id})
-        self._dispatcher.lost(member, reason)
+        self._dispatcher.worker_left(member, reason)
 
-    def _press(self) -> None:
-        """Send workers the overload level, where it changes what they do."""
+    def _send_overload_level(self) -> None:
+        """Send a changed overload level to the workers; levels below SMALL_CHUNKS change nothing there."""
         level = self.admission_queue.overload.level
-        told = level if level >= OverloadLevel.SMALL_CHUNKS else OverloadLevel.CALM
-        if told != self._sent_level:
-            self._sent_level = told
+        if level < OverloadLevel.SMALL_CHUNKS:
+            level = OverloadLevel.CALM
+        if level != self._sent_level:
+            self._sent_level = level
             for member in self.members.all():
-                member.peer.send(Pressure(level=told))
+                member.peer.send(Pressure(level=level))
 
     def _drain(self, drain: Drain) -> None:
         """Drain a worker. The status tells the operator whether the worker was found."""
@@ -358,9 +361,10 @@ async def serve_router(
     stopping: asyncio.Event,
     incarnation: int = 0,
 ) -> None:
-    """Route until `stopping` is set. keys: a router's, or the cluster key. ready: called with the address.
+    """Run a router until `stopping` is set.
 
-    incarnation: of the start, 0 where there is no supervisor; see `new_router_id`.
+    keys: a router's keys, or the cluster key. ready: called with the address that the router listens on.
+    incarnation: number of this start by a supervisor, 0 without one; see `new_router_id`.
     Raises OSError when the port is taken, ConfigError when the URL of Redis is not valid.
     """
     ring = KeyRing.of(keys, Kind.ROUTER)
@@ -387,9 +391,9 @@ async def serve_router(
 
 
 async def _link(router: Router, url: str, keys: KeyRing, ends: AsyncExitStack) -> None:
-    """Link to Redis. Returns when the index of Redis is loaded, or after LEARN_S.
+    """Link to Redis. Returns when the prefix index is loaded from Redis, or after LEARN_S.
 
-    The cluster's key names the namespace; pages of different models have different keys in it.
+    The cluster's key names the namespace; pages of different models have different keys there.
     """
     try:
         from baton.router.redis.link import RedisLink

@@ -62,6 +62,11 @@ class Pair(NamedTuple):
     choice: RoutingChoice | None = None  # of the router's policy, where that was asked
 
     @property
+    def prefill_id(self) -> str:
+        """Id of the prefill worker; "" when the decode worker computes the prompt."""
+        return self.prefill.id if self.prefill is not None else ""
+
+    @property
     def computer(self) -> Member:
         """The worker that computes the prompt."""
         return self.prefill or self.decode

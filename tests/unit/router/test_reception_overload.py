@@ -87,10 +87,10 @@ def test_workers_are_told_the_rungs_that_are_about_them(c: Cluster) -> None:
         (OverloadLevel.CALM, [OverloadLevel.CALM]),
     ):
         press(c, level)
-        c.router._press()
+        c.router._send_overload_level()
         assert [each.level for each in c["d0"].take(Pressure)] == told
     press(c, OverloadLevel.CLIP)
-    c.router._press()
+    c.router._send_overload_level()
     assert c.add("d1").only(Pressure).level is OverloadLevel.CLIP
 
 

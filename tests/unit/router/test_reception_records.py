@@ -38,7 +38,7 @@ class Storm:
             self.random.choice(steps)()
             self.listen()
             self.c.router.admission_queue.check_integrity()
-            self.check_nobody_waits_in_vain()
+            self.check_no_attempt_waits_needlessly()
         self.finish()
 
     def ask(self) -> None:
@@ -106,8 +106,8 @@ class Storm:
         for key, heard in self.heard.items():
             assert heard in ([], [Routed], [Rejected], [Routed, AttemptFailed]), (key, heard)
 
-    def check_nobody_waits_in_vain(self) -> None:
-        """Whose turn it is would be let out, if any worker had room for it."""
+    def check_no_attempt_waits_needlessly(self) -> None:
+        """Assert that no worker has room for the first queued attempt."""
         first, dispatcher = self.c.router.admission_queue.first(), self.c.router._dispatcher
         if first is not None:
             gateway = self.c.router._gateways[first.gateway]
