@@ -114,7 +114,9 @@ def test_ungranted_prompts_make_way_when_nothing_else_can_run(make_pair: MakePai
 def test_pages_leave_while_the_rest_is_computed(make_pair: MakePair) -> None:
     pair, request = make_pair(**SMALL_STEPS), a_request(prompt=tuple(range(90)), max_tokens=2)
     pair.decode.endpoint.holds = Wrote
-    pair.dispatch(request)
+    bring_to(pair, request, "ordered")
+    pair.turns_until(lambda: bool(pair.prefill.endpoint.num_open))  # the grant is there before the order
+    pair.hold()
     pair.turns_until(pair.prefill.engine.has_work)
     pair.turn()  # a first step
     while not pair.decode.endpoint.is_holding:  # no other: the rest cannot be done before
