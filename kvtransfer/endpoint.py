@@ -1,13 +1,14 @@
-"""A replica's place in the traffic of pages: what leaves it, what arrives, and whom it talks to.
+"""The endpoint of one replica, with its sockets, rank executors and remote ranks.
 
-`PageEndpoint` tells what its owner asks for, and when.
+`PageEndpoint` documents the calls that a worker makes.
 
-Threads of the endpoint move bytes, read sockets and take digests. Whatever they learn is a call in the
-inbox that `poll` makes, so the ledger, the hand-offs and the callbacks belong to one thread: the caller's.
-Peers come from whoever calls `link`, and hold the cluster key; nothing in a request names one.
+The endpoint's threads move bytes, read sockets and compute digests. Each thread posts its results to an inbox
+as calls, and `poll` makes the calls. The ledger, the hand-offs and the callbacks therefore belong to one
+thread, the thread that calls `poll`. Workers connect to peers by `link`. Every peer holds the cluster key,
+and no transfer request contains a peer's address.
 
-A replica of several ranks has its endpoint in rank 0, whose ledger is that of all ranks: page p is page p of
-each rank's pool. The other ranks' pages are moved by an agent in each of their processes:
+A replica of several ranks has its endpoint in rank 0. The ledger of rank 0 applies to all ranks: page p is
+page p of each rank's pool. An agent in the process of each other rank moves that rank's pages:
 
     agents = RankAgents(config.tensor_parallel_size)
     shared = SharedPool()
@@ -20,8 +21,8 @@ each rank's pool. The other ranks' pages are moved by an agent in each of their 
     endpoint.close()
     engine.close()
 
-The endpoint takes the agents over, and closes them. A rank that is lost ends the transfers that it has a part
-in, each once, and no other begins: the replica has to be loaded again.
+The endpoint owns the agents and closes them. When a rank is lost, each transfer that has a part at this rank
+ends once, and no new transfer begins: the replica has to be loaded again.
 """
 
 import contextlib
@@ -48,11 +49,14 @@ from baton.kvtransfer.transports.registry import transport_set
 from baton.rpc.auth import KeyRing
 from baton.rpc.connection import DroppedPeers
 
-TICK_S: Final = 0.25  # between two looks at leases and heartbeats
+TICK_S: Final = 0.25  # between two checks of leases and heartbeats
 
 
 class KvEndpoint(PageEndpoint):
-    """The pools of a replica, on any device. All but `close` is called by the thread that owns the ledger."""
+    """An endpoint over sockets, for page pools on any device.
+
+    The thread that owns the ledger makes all calls; any thread may call `close`, `link` and `post`.
+    """
 
     def __init__(
         self,
@@ -65,10 +69,13 @@ class KvEndpoint(PageEndpoint):
         clock: Clock | None = None,
         steps: CompletedSteps | None = None,
     ) -> None:
-        """pool: of rank 0. shared: what it was made by, if sources on this host may write into it directly.
+        """Open the listeners and connect to the other ranks.
 
-        agents: of the other ranks. steps: of rank 0, which write its pool; None: only transfers do.
-        WorkerLost when one of the ranks does not come. ConfigError for a transport that there is none of.
+        pool: the page pool of rank 0. shared: the allocator of the pool, when sources on this host may write
+        into the pool directly. agents: the agents of the other ranks. steps: the completed steps of rank 0,
+        which write its pool; None: only transfers write it.
+        Raises WorkerLost when a rank does not connect, ConfigError when the transport does not exist, and
+        OSError when the address is in use.
         """
         own, incarnation = settings.for_rank(0), secrets.token_bytes(ID_BYTES)
         self.dropped = dropped = DroppedPeers()
@@ -84,7 +91,7 @@ class KvEndpoint(PageEndpoint):
             incarnation,
             transports,
             inbox,
-            self._hear,
+            self._on_part_event,
             clock=clock,
             dropped=dropped,
             steps=steps,
@@ -100,20 +107,20 @@ class KvEndpoint(PageEndpoint):
                 transports,
                 inbox,
                 self._received,
-                self._lost,
+                self._on_link_lost,
                 clock=clock,
                 dropped=dropped,
                 link_timeout_s=settings.link_timeout_s,
             )
-        except OSError:  # somebody else listens there
+        except OSError:  # the address is in use
             ranks.close()
             raise
-        ranks.start(inbox, self._hear, self._lost_rank)
+        ranks.start(inbox, self._on_part_event, self._on_remote_rank_lost)
         if isinstance(ring := settings.key, KeyRing):
-            self._follow(ring)
+            self._follow_keys(ring)
 
-    def _follow(self, ring: KeyRing) -> None:
-        """Have the ranks use the keys of this ring, also those that came while the ranks were set up."""
+    def _follow_keys(self, ring: KeyRing) -> None:
+        """Give the ranks every new key of the ring, including keys added while the ranks connected."""
 
         def use() -> None:
             self.post(lambda: self._replica.use(ring.generations))
@@ -123,32 +130,35 @@ class KvEndpoint(PageEndpoint):
 
     @property
     def address(self) -> tuple[str, int]:
+        """Return the host and the port that peers connect to."""
         return self._peers.address
 
     @property
     def counters(self) -> TransportCounters:
-        """Of rank 0's transports."""
+        """Return the counters of rank 0's transports."""
         return self._here.counters
 
     def counts(self) -> dict[str, int]:
-        """What went wrong or well since the start, by name, in all ranks: for metrics. What other ranks than
-        rank 0 have counted is as they said it when this was last called.
+        """Return event counts of all ranks since the start, by name, for metrics.
+
+        The counts of remote ranks are as old as the previous call, which requested them.
         """
         return self._replica.counts()
 
-    # What the owner asks for.
+    # Calls of the worker.
 
     def link(self, address: tuple[str, int]) -> Link:
-        """Connect to another endpoint, from any thread; a link serves any number of transfers, both ways.
+        """Connect to another endpoint; any thread may call. A link serves many transfers, in both directions.
 
-        TransferFailed, after seconds at worst: it can't be reached, has another key or serves another model.
+        Raises TransferFailed, within seconds, when the endpoint cannot be reached, has another key or serves
+        another model.
         """
         return self._peers.dial(address)
 
     def poll(self) -> list[TransferEnded]:
-        """Do what is due, without waiting; the transfers that have ended since the last call."""
+        """Process the inbox and the due timers without blocking; return the newly ended transfers."""
         with contextlib.suppress(Empty):
-            for _ in range(self._inbox.qsize()):  # no more than is there: peers may be faster than we are
+            for _ in range(self._inbox.qsize()):  # bounded: peers may post faster than this loop runs
                 self._inbox.get_nowait()()
         if self._clock.now_s() >= self._next_tick_s:
             self._next_tick_s = self._clock.now_s() + TICK_S
@@ -156,25 +166,26 @@ class KvEndpoint(PageEndpoint):
         return self._transfer_manager.take_ended()
 
     def post(self, call: Call) -> None:
-        """From any thread: have the call made by the next `poll` or `wait`, in order with all others."""
+        """Queue a call for the next `poll` or `wait`; any thread may post. Calls run in the posted order."""
         self._inbox.put(call)
 
     def wait(self, timeout_s: float) -> None:
-        """Until there is something to `poll` for, or for so long."""
+        """Block until the inbox has a call, and make the call; return after `timeout_s` at the latest."""
         with contextlib.suppress(Empty):
             self._inbox.get(timeout=timeout_s)()
 
     def close(self) -> None:
-        """End every link and thread. Transfers that are open are lost; nothing is written here on return, and
-        in other ranks a moment later.
+        """Close every link and stop every thread; open transfers are lost.
+
+        After the return, no transfer writes the pages of rank 0; writes at other ranks stop shortly after.
         """
         self._peers.stop()
         if self._replica.stop():
             for outgoing in list(self._outgoing.values()):
-                outgoing.let_go()
+                outgoing.send_released()
         self._peers.close()
         self._replica.close()
 
-    def _lost_rank(self, rank: RemoteRank) -> None:
-        """One of ours is lost, or dead by now."""
-        self._lose(rank, f"rank {rank.rank} is lost", is_dead=rank.is_dead)
+    def _on_remote_rank_lost(self, rank: RemoteRank) -> None:
+        """End the transfers of a rank that is lost; called again once the rank is known to be dead."""
+        self._on_rank_lost(rank, f"rank {rank.rank} is lost", is_dead=rank.is_dead)

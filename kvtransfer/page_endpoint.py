@@ -1,16 +1,18 @@
-"""A replica's end of all page transfers, without the sockets and memory that carry them.
+"""One replica's endpoint of page transfers, independent of sockets and device memory.
 
 The life of a transfer, in the calls of the two workers:
 
-1. Both workers know the transfer's id. The destination calls `grant`: pages are reserved, and the source is
-   told to write them.
-2. The source learns of the grant from `take_granted`, and calls `offer` as pages are computed. A grant may
-   come before its request: the source keeps the transfer until `abort` or its end.
-3. Both call `poll` in their loops, which does all the work that touches the ledger and returns what ended.
-4. `pull` instead asks a peer for pages that it holds already. The peer's `lend` finds them by their keys.
+1. Both workers know the transfer's id. The destination calls `grant`, which reserves pages and sends the
+   source a Grant.
+2. The source finds the grant in `take_granted`, and calls `offer` as pages are computed. A grant may arrive
+   before its request: the source keeps the transfer until `abort` or the end of the transfer.
+3. Both workers call `poll` in their loops. `poll` does all the work that touches the ledger and returns the
+   transfers that ended.
+4. `pull` is the alternative to `grant`: the destination requests pages that a peer already holds. The peer's
+   `lend` finds the pages by their keys.
 
-`KvEndpoint` uses sockets and ranks; the simulator has wires and ranks of its own. Both tell this class what
-they receive. The thread that owns the ledger makes all calls.
+`KvEndpoint` adds sockets and ranks; the simulator adds simulated wires and ranks. Both pass received messages
+and part events to this class. The thread that owns the ledger makes all calls.
 """
 
 import secrets
@@ -35,6 +37,11 @@ from baton.kvtransfer.transfers import Incoming, Routing, TransferManager
 
 
 class PageEndpoint(ABC):
+    """Starts, feeds and ends the transfers of one replica; see the steps above.
+
+    Owns the open transfers. The caller owns the ledger and the ranks.
+    """
+
     def __init__(
         self,
         settings: EndpointSettings,
@@ -45,25 +52,25 @@ class PageEndpoint(ABC):
     ) -> None:
         self.settings = settings
         self.incarnation = incarnation
-        self.lend: Lend = lend_nothing  # the worker that has pages to be pulled sets it
+        self.lend: Lend = lend_nothing  # a worker whose pages may be pulled replaces it
         self._ranks = ranks
         self._transfer_manager = TransferManager(settings, ledger, clock, ranks)
         self._outgoing, self._incoming = self._transfer_manager.outgoing, self._transfer_manager.incoming
 
     @abstractmethod
     def poll(self) -> list[TransferEnded]:
-        """Do what is due, without waiting; the transfers that have ended since the last call."""
+        """Process received events and due timers without blocking; return the newly ended transfers."""
 
     @abstractmethod
     def counts(self) -> dict[str, int]:
-        """What went wrong or well since the start, by name: for metrics."""
+        """Return event counts since the start, by name, for metrics."""
 
     @property
     def num_open(self) -> int:
-        """Transfers that hold pages here, as source or as destination."""
+        """Return the number of transfers that hold local pages, as source or as destination."""
         return len(self._outgoing) + len(self._incoming)
 
-    # What the owner asks for.
+    # Calls of the worker.
 
     def grant(
         self,
@@ -76,14 +83,14 @@ class PageEndpoint(ABC):
         position: int = 0,
         num_layer_groups: int | None = None,
     ) -> None:
-        """Reserve pages here and tell the peer to write them. The caller has made room for the pages.
+        """Reserve local pages and grant them to the peer. The caller has made room for the pages.
 
-        transfer: 16 bytes, the id that the peer's worker knows too; no transfer may have had it before.
-        Units are counted from the token `position` of the sequence on, which starts a page on both sides: the
+        transfer: the id, 16 bytes, which the peer's worker also knows; an id must not be used twice.
+        position: the token of the sequence at which the units begin, a page boundary on both sides; the
         caller holds the tokens before it. adopter: the owner of the pages once they are verified.
-        num_layer_groups: the source may offer pages by as many groups of layers, cut by `layer_groups`; None:
-        by as many as suit its layout.
-        Raises ValueError for values that no transfer can have.
+        num_layer_groups: the source may offer pages separately for this many groups of layers, which
+        `layer_groups` cuts; None: a number that suits the source's layout.
+        Raises ValueError when a value is out of range or the id is in use.
         """
         if self._is_known(transfer):
             raise ValueError(f"transfer {transfer.hex()} was started before")
@@ -96,9 +103,12 @@ class PageEndpoint(ABC):
     def offer(
         self, transfer: bytes, pages: Sequence[int], num_units: int, *, group: int | None = None
     ) -> None:
-        """These pages follow those offered before; `num_units` units are computed by now, on a GPU by the
-        stream that is current here and in `poll`. Other ranks send their part once they have computed it.
-        group: of this group of layers only; the other groups' offers of the same pages follow, without them.
+        """Append pages to the transfer and send all units that are computed.
+
+        pages: the pages that follow the pages offered before. num_units: all units computed so far; on a GPU,
+        by the stream that is current here and in `poll`. Other ranks send their parts once they have computed
+        them. group: the group of layers that is computed; only the first group's offer contains the pages.
+        Does nothing when the transfer is not open.
         """
         outgoing = self._outgoing.get(transfer)
         if outgoing is not None:
@@ -113,7 +123,11 @@ class PageEndpoint(ABC):
         *,
         deadline_s: float,
     ) -> bytes:
-        """Ask the peer for its pages `wanted`. The caller has made room for as much."""
+        """Request the peer's pages `wanted` and return the transfer's id. The caller has made room for them.
+
+        adopter: the owner of the local pages once they are verified. Raises ValueError when the request is
+        too large for one transfer.
+        """
         num_pages = self._transfer_manager.timeouts(link, is_source=False).num_destination_pages(num_units)
         check_pull(wanted, num_pages)
         incoming = self._arrive(link, self._new_id(), num_units, deadline_s)
@@ -123,6 +137,7 @@ class PageEndpoint(ABC):
         return incoming.handoff.transfer
 
     def abort(self, transfer: bytes, reason: str) -> None:
+        """Cancel the transfer and tell the peer; `poll` reports its end. Does nothing when it is not open."""
         end = self._transfer_manager.end_of(transfer)
         if end is not None:
             end.perform(end.handoff.abort(reason))
@@ -131,23 +146,23 @@ class PageEndpoint(ABC):
         """Return the transfers that peers have granted pages for since the last call."""
         return self._transfer_manager.take_granted()
 
-    # What peers and ranks say.
+    # Events from peers and ranks.
 
-    def _lost(self, link: Link) -> None:
+    def _on_link_lost(self, link: Link) -> None:
         for end in self._transfer_manager.ends():
             if end.link is link:
                 end.perform(end.handoff.peer_lost())
         self._ranks.drop(link)
 
-    def _hear(self, event: PartEvent) -> None:
+    def _on_part_event(self, event: PartEvent) -> None:
         end = self._transfer_manager.end_of(event.transfer)
         if end is not None:
-            end.hear(event)
+            end.on_part_event(event)
 
-    def _lose(self, executor: Performer, reason: str, *, is_dead: bool) -> None:
-        """A rank of ours."""
+    def _on_rank_lost(self, executor: Performer, reason: str, *, is_dead: bool) -> None:
+        """End the transfers that have a part at this rank of the replica."""
         for end in self._transfer_manager.ends():
-            end.lose(executor, reason, is_dead=is_dead)
+            end.on_rank_lost(executor, reason, is_dead=is_dead)
 
     def _received(self, link: Link, message: AnyMessage) -> None:
         if link.is_lost:
@@ -156,10 +171,10 @@ class PageEndpoint(ABC):
             case Grant() | PullRequest():
                 self._requested(link, message)
             case _:
-                self._hand_on(link, message)
+                self._dispatch(link, message)
 
-    def _hand_on(self, link: Link, message: AnyMessage) -> None:
-        """To the end of its transfer, whichever link of the same process it came over."""
+    def _dispatch(self, link: Link, message: AnyMessage) -> None:
+        """Pass the message to its transfer, over any link of the process that the transfer began with."""
         end = self._transfer_manager.end_of(getattr(message, "transfer", b""))
         if end is not None and end.link.hello.incarnation == link.hello.incarnation:
             end.receive(message)
@@ -169,7 +184,7 @@ class PageEndpoint(ABC):
     def _requested(self, link: Link, request: TransferRequest) -> None:
         complaint = self._transfer_manager.complaint(link, request)
         if self._is_known(request.transfer):
-            complaint = "a transfer that was requested before"
+            complaint = "the peer requested a transfer whose id is in use"
         if complaint is not None:
             link.drop(WireError(complaint, reason="protocol"))
             return
@@ -200,5 +215,5 @@ class PageEndpoint(ABC):
         return secrets.token_bytes(ID_BYTES)
 
     def _is_known(self, transfer: bytes) -> bool:
-        """Ids are minted once; one that comes again is no new transfer's."""
+        """Return True when the id belongs to an open transfer or to pages that a source may still write."""
         return self._transfer_manager.end_of(transfer) is not None or transfer in self._ranks.registrations

@@ -1,12 +1,13 @@
-"""Prefixes of sequences that a peer holds, fetched from there before the rest is computed.
+"""Prefix pulls: a worker fetches cached prefix pages from a peer instead of computing them.
 
-1. `begin` takes hold of what is known of the sequence here, makes room, and asks the worker that the router
-   named for the pages that follow. It does nothing where that is not possible, or brings nothing.
-2. `take` is told of the transfer's end: the pages go to the sequence, or all is let go of and it is computed.
-3. `drop` ends it from outside; pages that come all the same are let go of.
+1. `PulledPrefixes.begin` claims the prefix pages that are cached locally, makes room, and requests the
+   following pages from the worker that the router named. Without a usable source, nothing begins.
+2. `take` handles the end of the transfer: the sequence gets the pages, or all pages are released and the
+   engine computes the prefix.
+3. `drop` cancels a pull. Pages that arrive after the cancellation are released.
 
-What the router said of the holder is a hint: the holder compares pages, generations and keys before it sends
-any, and the keys are made here, of the sequence's own tokens.
+The router's page list is a hint. The holder compares pages, generations and keys before it sends any page,
+and the requesting worker derives the keys from the sequence's own tokens.
 """
 
 import logging
@@ -22,21 +23,19 @@ from baton.kvtransfer.protocol.pull import WantedPage
 from baton.messages.control import PullSource
 from baton.request import FilledPages
 
-# Known pages that are fetched from a peer: which, and for how long they are waited for.
-#
-# A pull is a bet that fetching is faster than computing. So it has a deadline of its own, after which whoever
-# wanted the pages computes what they would have held; so it does after any other failure.
+# A pull is a bet that fetching is faster than computing. Each pull therefore has its own deadline; after the
+# deadline, or after any other failure, the worker computes the prefix itself.
 
 LEAST_DEADLINE_S: Final = 1.0
 MOST_DEADLINE_S: Final = 60.0
-PATIENCE: Final = 3.0  # times as long as it should take
-FIRST_BYTES_PER_S: Final = 100e6  # until something has been measured
+PATIENCE: Final = 3.0  # deadline, in multiples of the expected duration
+FIRST_BYTES_PER_S: Final = 100e6  # assumed before the first measurement
 LEAST_BYTES_PER_S: Final = 1e6
-NEWEST_SHARE: Final = 0.25  # of the latest pull in what is expected of the next
+NEWEST_SHARE: Final = 0.25  # weight of the latest pull in the bandwidth EWMA
 
 
 class Puller(Protocol):
-    """An endpoint, as far as pulls need one: see `PageEndpoint.pull`."""
+    """The part of an endpoint that pulls need; `PageEndpoint` implements it."""
 
     def pull(
         self,
@@ -46,23 +45,27 @@ class Puller(Protocol):
         adopter: Owner,
         *,
         deadline_s: float,
-    ) -> bytes: ...
+    ) -> bytes:
+        """Request pages from the peer and return the transfer's id; see `PageEndpoint.pull`."""
+        ...
 
 
 class PlannedPull(NamedTuple):
-    wanted: tuple[WantedPage, ...]  # in order
+    """The pages to request from a holder, and the local space that their contents need."""
+
+    wanted: tuple[WantedPage, ...]  # the holder's pages, in token order
     num_units: int
-    num_pages: int  # of ours
+    num_pages: int  # local pages to reserve
     num_tokens: int
 
 
 def plan_pull(
     held: Sequence[WantedPage], page_sizes: tuple[int, int], first: int, stop: int
 ) -> PlannedPull | None:
-    """Of positions [first, stop) as much as can be had; None for nothing.
+    """Plan a pull of the longest available part of token positions [first, stop).
 
-    held: by the other side, all pages from position 0 on. page_sizes: ours and the holder's, in tokens.
-    `first` starts a page of both.
+    Returns None when the holder has none of these positions. held: the holder's pages from position 0 on.
+    page_sizes: the local and the holder's page size, in tokens. `first` is a page boundary on both sides.
     """
     ours, theirs = page_sizes
     unit = min(page_sizes)
@@ -75,28 +78,28 @@ def plan_pull(
 
 
 class PrefixPull(NamedTuple):
-    """One that has ended."""
+    """The result and the cost of a finished pull."""
 
     transfer: bytes
-    pages: tuple[int, ...] | None  # None: they do not come
+    pages: tuple[int, ...] | None  # None: the pull failed
     num_bytes: int
     seconds: float
     reason: str
 
 
 class PrefixPulls:
-    """Those that are under way. What it expects of the next it has learned from those before."""
+    """The running pulls, and the measured bandwidth that sets the deadline of the next pull."""
 
     def __init__(self, endpoint: Puller, clock: Clock) -> None:
         self._endpoint = endpoint
         self._clock = clock
-        self._begun: dict[bytes, tuple[float, int]] = {}  # transfer -> when, bytes
+        self._begun: dict[bytes, tuple[float, int]] = {}  # transfer -> (start time, bytes)
         self._bytes_per_s = FIRST_BYTES_PER_S
 
     def begin(self, link: Link, plan: PlannedPull, adopter: Owner) -> bytes:
-        """The id of the transfer, of which `take` will tell. The caller has made room for the pages.
+        """Start a pull and return its transfer id; `take` reports its end.
 
-        ValueError for what is too much for one transfer.
+        The caller has made room for the pages. Raises ValueError when the plan is too large for one transfer.
         """
         layout = link.hello.layout
         num_bytes = plan.num_tokens * layout.token_bytes * layout.tp_size
@@ -106,21 +109,22 @@ class PrefixPulls:
         return transfer
 
     def deadline_s(self, num_bytes: int) -> float:
+        """Return the time limit for a pull of this size, in seconds from its start."""
         return min(MOST_DEADLINE_S, max(LEAST_DEADLINE_S, PATIENCE * num_bytes / self._bytes_per_s))
 
     def take(self, ended: TransferEnded) -> PrefixPull | None:
-        """None for another transfer than a pull."""
+        """Return the finished pull; None when the transfer is not a pull. Updates the measured bandwidth."""
         begun = self._begun.pop(ended.transfer, None)
         if begun is None:
             return None
         began_s, num_bytes = begun
         seconds = max(1e-6, self._clock.now_s() - began_s)
-        has_come = ended.outcome is HandoffOutcome.ADOPTED
-        if has_come:
+        is_adopted = ended.outcome is HandoffOutcome.ADOPTED
+        if is_adopted:
             self._learn(num_bytes / seconds)
-        elif seconds >= LEAST_DEADLINE_S:  # it may have been too slow for what was expected
+        elif seconds >= LEAST_DEADLINE_S:  # the expected bandwidth may have been too high
             self._learn(num_bytes / (PATIENCE * seconds))
-        pages = ended.pages if has_come else None
+        pages = ended.pages if is_adopted else None
         return PrefixPull(ended.transfer, pages, num_bytes, seconds, ended.reason)
 
     def _learn(self, bytes_per_s: float) -> None:
@@ -128,47 +132,57 @@ class PrefixPulls:
         self._bytes_per_s = max(LEAST_BYTES_PER_S, expected)
 
 
-MAX_PULLS: Final = 64  # at a time; who comes then computes
+MAX_PULLS: Final = 64  # concurrent; requests beyond this limit compute their prefix
 WaiterT = TypeVar("WaiterT")
 logger = logging.getLogger(__name__)
 
 
 class Prefix(Protocol):
-    """The beginning of a sequence; an engine has one of each request."""
+    """The prefix of one request's sequence, as the engine provides it."""
 
     @property
     def owner(self) -> str:
-        """Of the pages that are claimed and that come."""
+        """Return the owner, in the page pool, of the claimed and the pulled pages."""
 
     @property
     def num_tokens(self) -> int:
-        """That may be brought."""
+        """Return the length of the prefix that may be pulled, in tokens."""
 
     def claim(self, multiple_of: int) -> FilledPages:
-        """Hold the pages here that have its first tokens, a multiple of so many; perhaps none."""
+        """Hold the cached local pages of the prefix, cut to a multiple of `multiple_of` tokens, maybe 0."""
 
     def keys(self, page_size: int) -> list[bytes]:
-        """Of the pages of that size that it fills."""
+        """Return the keys of the prefix's full pages of `page_size` tokens, in order."""
 
 
 class PageSizes(Protocol):
+    """The page layout of a store."""
+
     @property
-    def page_size(self) -> int: ...
+    def page_size(self) -> int:
+        """Return the tokens per page."""
+        ...
 
 
 class Store(Protocol):
-    """Of pages: an engine."""
+    """The page store that receives pulled pages; an engine implements it."""
 
     @property
-    def pages(self) -> PageSizes: ...
+    def pages(self) -> PageSizes:
+        """Return the page layout."""
+        ...
 
-    def make_room(self, num_pages: int) -> bool: ...
+    def make_room(self, num_pages: int) -> bool:
+        """Evict cached pages until `num_pages` pages are free; return False when that is impossible."""
+        ...
 
-    def release(self, filled: FilledPages) -> None: ...
+    def release(self, filled: FilledPages) -> None:
+        """Release the owner's hold on these pages."""
+        ...
 
 
 class Pulled(NamedTuple, Generic[WaiterT]):
-    """The end of a pull: `filled` None where all is to be computed."""
+    """The end of a pull. `filled` is None when the pull failed and the engine computes the whole prefix."""
 
     waiter: WaiterT
     filled: FilledPages | None
@@ -182,7 +196,11 @@ class _Fetch(NamedTuple, Generic[WaiterT]):
 
 
 class PulledPrefixes(Generic[WaiterT]):
-    """`counters`: pulls that ended well, or not, and bytes."""
+    """The prefix pulls of one worker, and the local pages that their requests claimed.
+
+    WaiterT is the worker's handle of a request. `counters` counts successful, failed and skipped pulls, and
+    pulled bytes.
+    """
 
     def __init__(self, store: Store, endpoint: PageEndpoint, links: KvLinks, clock: Clock) -> None:
         self.counters: Counter[str] = Counter()
@@ -190,11 +208,11 @@ class PulledPrefixes(Generic[WaiterT]):
         self._endpoint = endpoint
         self._links = links
         self._pulls = PrefixPulls(endpoint, clock)
-        self._fetches: dict[bytes, _Fetch[WaiterT]] = {}  # by transfer, until that has ended
+        self._fetches: dict[bytes, _Fetch[WaiterT]] = {}  # transfer -> running pull
         self._dropped: set[bytes] = set()
 
     def begin(self, waiter: WaiterT, source: PullSource | None, prefix: Prefix) -> bool:
-        """Whether a transfer has begun, of which `take` will tell."""
+        """Start a pull for the request; return False when none starts. `take` reports the end of the pull."""
         if source is None:
             return False
         link = self._links.to(source.worker)
@@ -204,7 +222,7 @@ class PulledPrefixes(Generic[WaiterT]):
         return has_begun
 
     def take(self, ended: TransferEnded) -> Pulled[WaiterT] | None:
-        """None where it was no pull, or one that nobody waits for any more."""
+        """Return the finished pull; None when the transfer is not a pull or the pull was dropped."""
         pull = self._pulls.take(ended)
         if pull is None:
             return None
@@ -215,7 +233,9 @@ class PulledPrefixes(Generic[WaiterT]):
             self._store.release(FilledPages(pages, plan.num_tokens, owner))
             return None
         if pull.pages is None:
-            logger.info("request %s: its prefix is computed here: %s", owner, pull.reason)
+            logger.info(
+                "request %s: the prefix pull failed, this worker computes the prefix: %s", owner, pull.reason
+            )
             self.counters["pulls_failed"] += 1
             self._store.release(claim)
             return Pulled(waiter, None, pull)
@@ -225,31 +245,31 @@ class PulledPrefixes(Generic[WaiterT]):
         return Pulled(waiter, filled, pull)
 
     def drop(self, waiter: WaiterT) -> None:
-        """Nobody wants it any more; nothing happens where none has begun."""
+        """Cancel the request's pull, if one runs, and release its claimed pages."""
         for transfer, fetch in self._fetches.items():
             if fetch.waiter is waiter and transfer not in self._dropped:
                 self._dropped.add(transfer)
                 self._store.release(fetch.claim)
-                self._endpoint.abort(transfer, "not wanted any more")
+                self._endpoint.abort(transfer, "the pull was cancelled")
 
     def _fetch(self, waiter: WaiterT, source: PullSource, prefix: Prefix, link: Link) -> bool:
         page_sizes = self._store.pages.page_size, link.hello.layout.page_size
         claim = prefix.claim(max(page_sizes))
-        said = zip(source.pages, source.generations, prefix.keys(page_sizes[1]), strict=False)
-        held = [WantedPage(*each) for each in said]
+        hints = zip(source.pages, source.generations, prefix.keys(page_sizes[1]), strict=False)
+        held = [WantedPage(*hint) for hint in hints]
         plan = plan_pull(held, page_sizes, claim.num_tokens, min(source.num_tokens, prefix.num_tokens))
-        transfer = None if plan is None else self._ask(link, plan, prefix.owner)
+        transfer = None if plan is None else self._start_pull(link, plan, prefix.owner)
         if plan is None or transfer is None:
             self._store.release(claim)
             return False
         self._fetches[transfer] = _Fetch(waiter, claim, plan)
         return True
 
-    def _ask(self, link: Link, plan: PlannedPull, owner: str) -> bytes | None:
+    def _start_pull(self, link: Link, plan: PlannedPull, owner: str) -> bytes | None:
         if not self._store.make_room(plan.num_pages):
             return None
         try:
             return self._pulls.begin(link, plan, owner)
         except ValueError as error:
-            logger.warning("request %s: its prefix can't be pulled: %s", owner, error)
+            logger.warning("request %s: the prefix cannot be pulled: %s", owner, error)
             return None

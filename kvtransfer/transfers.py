@@ -1,4 +1,8 @@
-"""The transfers that are open at an endpoint: their state machines, their parts at the ranks, their life."""
+"""The open transfers of an endpoint, which connect each hand-off state machine to its link and its ranks.
+
+`Incoming` and `Outgoing` perform the actions of a DestinationHandoff and a SourceHandoff, and pass
+the ranks' part events to the hand-off. `TransferManager` starts, finds and removes transfers.
+"""
 
 from collections.abc import Callable, Sequence
 from itertools import count
@@ -54,15 +58,14 @@ from baton.kvtransfer.settings import EndpointSettings
 from baton.kvtransfer.transports.message_stream import Call
 from baton.kvtransfer.transports.receive_registration import ReceiveRegistrations
 
-# A transfer that arrives at this replica: has its parts done what its DestinationHandoff asks for.
-#
-# What the source needs to hear before it writes waits until every rank has opened its part: a rank in another
-# process has to be told first, and on a GPU steps that may still write the pages have to end. Once the
-# transfer has ended nothing waits.
-
 
 class Incoming:
-    """All calls are made by the endpoint's thread."""
+    """A transfer that arrives at this replica: performs the actions of its DestinationHandoff.
+
+    Messages to the source are held back until every rank has opened its part: a rank in another process has
+    to receive its order first, and on a GPU the steps that may still write the pages have to end. When the
+    transfer ends, the held messages are sent. The endpoint's thread makes all calls.
+    """
 
     def __init__(
         self,
@@ -77,18 +80,20 @@ class Incoming:
         self._routes = routes
         self._num_units = num_units
         self._on_finished = on_finished
-        self._opening: set[int] = set()  # parts whose ranks have yet to say that they are open
-        self._unsaid: list[AnyMessage] = []
+        self._opening: set[int] = set()  # parts that their ranks have not opened yet
+        self._held_messages: list[AnyMessage] = []
 
     @property
     def is_over(self) -> bool:
+        """Return True when the transfer has ended and no writer can write its pages."""
         return self.handoff.state is DestinationState.CLOSED
 
     def perform(self, actions: Sequence[Action]) -> None:
+        """Perform the actions of the hand-off in their order."""
         for action in actions:
             match action:
                 case Send(message):
-                    self._say(message)
+                    self._send(message)
                 case OpenReceive(part, after):
                     self._open(part, after)
                 case CloseReceive(part, is_confirmed):
@@ -98,10 +103,11 @@ class Incoming:
                     verify = VerifyPart(transfer=self.handoff.transfer, part=part, digests=digests)
                     self._routes[part].executor.perform(verify)
                 case Finished():
-                    self._say_what_waited()
+                    self._send_held_messages()
                     self._on_finished(self, action)
 
     def receive(self, message: AnyMessage) -> None:
+        """Process a message of the source. An illegal message drops the link and ends the transfer."""
         try:
             actions = self.handoff.receive(message)
         except ProtocolError as error:
@@ -112,8 +118,8 @@ class Incoming:
                 self._hash(message)
         self.perform(actions)
 
-    def hear(self, event: PartEvent) -> None:
-        """What the rank of one of its parts has to say."""
+    def on_part_event(self, event: PartEvent) -> None:
+        """Process an event from the rank of one of the parts."""
         match event:
             case PartOpened():
                 self._opened(event.part)
@@ -124,8 +130,11 @@ class Incoming:
             case PartVerified():
                 self.perform(self.handoff.verified(event.part, event.corrupt_units))
 
-    def lose(self, executor: Performer, reason: str, *, is_dead: bool) -> None:
-        """A rank is lost; is_dead: for certain, and with it its pages and whoever wrote there."""
+    def on_rank_lost(self, executor: Performer, reason: str, *, is_dead: bool) -> None:
+        """End the transfer if the lost rank has a part in it.
+
+        is_dead: the rank's process is known to have ended, so its pages and their writers no longer exist.
+        """
         parts = [route.part for route in self._routes if route.executor is executor]
         if not parts:
             return
@@ -135,13 +144,13 @@ class Incoming:
                 self.perform(self.handoff.writer_stopped(part))
 
     def forget(self) -> None:
-        """It is over: nobody needs to know of its parts any more."""
+        """Tell the ranks to delete the parts' state; called once the transfer is over."""
         for route in self._routes:
             route.executor.perform(ForgetPart(transfer=self.handoff.transfer, part=route.part))
 
-    def _say(self, message: AnyMessage) -> None:
+    def _send(self, message: AnyMessage) -> None:
         if self._opening:
-            self._unsaid.append(message)
+            self._held_messages.append(message)
         else:
             self.link.send(message)
 
@@ -165,16 +174,16 @@ class Incoming:
     def _opened(self, part: int) -> None:
         self._opening.discard(part)
         if not self._opening:
-            self._say_what_waited()
+            self._send_held_messages()
 
-    def _say_what_waited(self) -> None:
-        unsaid, self._unsaid = self._unsaid, []
+    def _send_held_messages(self) -> None:
+        messages, self._held_messages = self._held_messages, []
         self._opening.clear()
-        for message in unsaid:
+        for message in messages:
             self.link.send(message)
 
     def _is_current(self, wrote: Wrote) -> bool:
-        """Whether the hand-off, which has heard it, took it for more than a stale word."""
+        """Return True when the hand-off has accepted the message and still receives."""
         handoff = self.handoff
         return wrote.epoch == handoff.epoch and handoff.state is DestinationState.RECEIVING
 
@@ -183,11 +192,11 @@ class Incoming:
         self._routes[wrote.part].executor.perform(units)
 
 
-# A transfer that leaves this replica: has its parts done what its SourceHandoff asks for.
-
-
 class Outgoing:
-    """All calls are made by the endpoint's thread."""
+    """A transfer that leaves this replica: performs the actions of its SourceHandoff.
+
+    The endpoint's thread makes all calls.
+    """
 
     def __init__(
         self,
@@ -203,21 +212,25 @@ class Outgoing:
         self.timeline = Timeline(clock, num_units * len(routes))
         self._routes = routes
         self._on_finished = on_finished
-        self._num_told = [0] * len(routes)  # pages that the rank of each part knows
-        self._unreached: set[int] = set()
-        self._stopping: set[int] = set()
-        self._then: Call | None = None
+        self._num_pages_told = [0] * len(routes)  # part -> source pages that its rank knows
+        self._unreached: set[int] = set()  # parts whose transports are not open yet
+        self._stopping: set[int] = set()  # parts that may still read or write
+        self._on_reached: Call | None = None
 
     @property
     def is_over(self) -> bool:
+        """Return True when the transfer has ended and no push runs."""
         return self.handoff.state is SourceState.CLOSED
 
     def start(self) -> None:
-        """Write what is offered, once the transports of every part are open, or none will be."""
+        """Open the transports of all parts, as far as possible, and then write the offered pages."""
         self._reach(lambda: self.perform(self.handoff.opened()))
 
     def accept_pull(self, incarnation: bytes, lend: Lend) -> None:
-        """As `start`, with pages that the peer has named; incarnation: of this endpoint."""
+        """Open the transports, then lend and write the pages that the peer wants, or refuse.
+
+        incarnation: the incarnation of this endpoint. lend: finds the wanted pages by their keys.
+        """
 
         def accept() -> None:
             self.timeline.offered()
@@ -226,10 +239,12 @@ class Outgoing:
         self._reach(accept)
 
     def offer(self, pages: Sequence[int], num_units: int, group: int | None) -> None:
+        """Add computed pages; see `SourceHandoff.offer`."""
         self.timeline.offered()
         self.perform(self.handoff.offer(pages, num_units, group))
 
     def perform(self, actions: Sequence[Action]) -> None:
+        """Perform the actions of the hand-off in their order."""
         for action in actions:
             match action:
                 case Send(message):
@@ -244,11 +259,12 @@ class Outgoing:
                     self.timeline.finished()
                     self._on_finished(self, action)
 
-    def let_go(self) -> None:
-        """No rank writes any more: the peer's pages are its own again."""
+    def send_released(self) -> None:
+        """Tell the destination that no rank writes its pages; called once all ranks have stopped."""
         self.perform(self.handoff.released())
 
     def receive(self, message: AnyMessage) -> None:
+        """Process a message of the destination. An illegal message drops the link and ends the transfer."""
         try:
             actions = self.handoff.receive(message)
         except ProtocolError as error:
@@ -256,8 +272,8 @@ class Outgoing:
             actions = self.handoff.peer_lost()
         self.perform(actions)
 
-    def hear(self, event: PartEvent) -> None:
-        """What the rank of one of its parts has to say."""
+    def on_part_event(self, event: PartEvent) -> None:
+        """Process an event from the rank of one of the parts."""
         match event:
             case PartReached():
                 self._reached(event.part)
@@ -268,8 +284,11 @@ class Outgoing:
             case PartStopped():
                 self._stopped(event.part)
 
-    def lose(self, executor: Performer, reason: str, *, is_dead: bool) -> None:
-        """A rank is lost; is_dead: for certain, so that nothing leaves it any more."""
+    def on_rank_lost(self, executor: Performer, reason: str, *, is_dead: bool) -> None:
+        """End the transfer if the lost rank has a part in it.
+
+        is_dead: the rank's process is known to have ended, so the rank sends no more bytes.
+        """
         parts = [route.part for route in self._routes if route.executor is executor]
         if not parts:
             return
@@ -279,12 +298,12 @@ class Outgoing:
                 self._stopped(part)
 
     def forget(self) -> None:
-        """It is over: nobody needs to know of its parts any more."""
+        """Tell the ranks to delete the parts' state; called once the transfer is over."""
         for route in self._routes:
             route.executor.perform(ForgetPart(transfer=self.handoff.transfer, part=route.part))
 
-    def _reach(self, then: Call) -> None:
-        self._then = then
+    def _reach(self, on_reached: Call) -> None:
+        self._on_reached = on_reached
         self._unreached = {route.part for route in self._routes}
         for route in self._routes:
             reach = ReachPeer(
@@ -299,26 +318,29 @@ class Outgoing:
 
     def _reached(self, part: int) -> None:
         self._unreached.discard(part)
-        if not self._unreached and self._then is not None:
-            then, self._then = self._then, None
+        if not self._unreached and self._on_reached is not None:
+            on_reached, self._on_reached = self._on_reached, None
             self.timeline.opened()
-            then()
+            on_reached()
 
     def _grant(self, request: TransferRequest) -> None:
         for route in self._routes:
-            told = GrantPart(
+            order = GrantPart(
                 transfer=self.handoff.transfer,
                 part=route.part,
                 epoch=request.epoch,
                 pages=request.pages,
                 generations=request.generations,
-                is_bulk=isinstance(request, PullRequest),  # no first token waits for a pull
+                is_bulk=isinstance(
+                    request, PullRequest
+                ),  # no request waits for its first token on this transfer
             )
-            route.executor.perform(told)
+            route.executor.perform(order)
 
     def _push(self, push: Push) -> None:
         pages = self.handoff.pages
-        more_pages, self._num_told[push.part] = tuple(pages[self._num_told[push.part] :]), len(pages)
+        more_pages = tuple(pages[self._num_pages_told[push.part] :])
+        self._num_pages_told[push.part] = len(pages)
         self.timeline.pushed()
         order = PushPart(
             transfer=self.handoff.transfer,
@@ -367,23 +389,36 @@ End: TypeAlias = Outgoing | Incoming
 
 
 class Routing(Protocol):
-    """The ranks of a replica; see `Ranks`."""
+    """The ranks of a replica; `Ranks` implements it."""
 
     @property
-    def registrations(self) -> ReceiveRegistrations: ...
+    def registrations(self) -> ReceiveRegistrations:
+        """Return the receive registrations of rank 0."""
+        ...
 
     @property
-    def transports(self) -> tuple[str, ...]: ...
+    def transports(self) -> tuple[str, ...]:
+        """Return the names of the transports that rank 0 listens with."""
+        ...
 
-    def complaint(self) -> str | None: ...
+    def complaint(self) -> str | None:
+        """Return the reason why no transfer can begin; None when no rank is lost."""
+        ...
 
-    def routes(self, link: Link, num_layer_groups: int, *, is_source: bool) -> Sequence[Route]: ...
+    def routes(self, link: Link, num_layer_groups: int, *, is_source: bool) -> Sequence[Route]:
+        """Return one route for each part of a transfer over the link, in the order of the parts."""
+        ...
 
-    def drop(self, link: Link) -> None: ...
+    def drop(self, link: Link) -> None:
+        """Close the transports of a lost link."""
+        ...
 
 
 class TransferManager:
-    """An end is kept from its first call until no writer or reader is in its pages. One thread calls."""
+    """Owns the open transfers: `outgoing` and `incoming`, by transfer id.
+
+    A transfer stays open until no writer or reader uses its pages. The endpoint's thread makes all calls.
+    """
 
     def __init__(self, settings: EndpointSettings, ledger: PageLedger, clock: Clock, ranks: Routing) -> None:
         self.outgoing: dict[bytes, Outgoing] = {}
@@ -396,38 +431,45 @@ class TransferManager:
         self._ended: list[TransferEnded] = []
         self._granted: list[GrantedTransfer] = []
 
-    # A new one.
+    # New transfers.
 
     def num_parts(self, link: Link, num_layer_groups: int = 1, *, is_source: bool) -> int:
-        """Of a transfer over the link; is_source: from here to there. ValueError: more groups than layers."""
+        """Return the number of parts of a transfer over the link.
+
+        is_source: this replica is the source. Raises ValueError when there are more groups than layers.
+        """
         return len(self._settings.parts(link.hello, num_layer_groups, is_source=is_source))
 
     def page_tokens(self, link: Link) -> int:
-        """Of the larger pages of the two sides, which are powers of two: where one starts, both do."""
+        """Return the larger of the two sides' page sizes, in tokens.
+
+        Page sizes are powers of two, so every multiple of the larger one is a page boundary on both sides.
+        """
         return max(self._settings.layout.page_size, link.hello.layout.page_size)
 
     def timeouts(self, link: Link, *, is_source: bool) -> HandoffTimeouts:
+        """Return the ledger, clock, timing and page sizes for a new hand-off over the link."""
         return self._settings.timeouts(link.hello, self._ledger, self._clock, is_source=is_source)
 
     def complaint(self, link: Link, request: TransferRequest) -> str | None:
         """Return why the peer may not request this new transfer; None when it may."""
         num_groups = _num_layer_groups(request)
         if num_groups > self._settings.layout.num_layers:
-            return f"a transfer of {num_groups} groups of {self._settings.layout.num_layers} layers"
+            return f"the transfer has {num_groups} groups of {self._settings.layout.num_layers} layers"
         num_parts = self.num_parts(link, num_groups, is_source=True)
         if request.num_parts != num_parts:
-            return f"a transfer of {request.num_parts} parts between ranks that make {num_parts}"
+            return f"the transfer has {request.num_parts} parts, the ranks of both sides need {num_parts}"
         if isinstance(request, PullRequest):
-            return None  # the holder refuses it alone
+            return None  # `borrow` checks the rest and refuses the pull without dropping the link
         if request.position % self.page_tokens(link):
             return f"a transfer from token {request.position} on, which starts no page"
         num_pages = self.timeouts(link, is_source=True).num_destination_pages(request.num_units)
         if len(request.pages) != num_pages:
-            return f"{len(request.pages)} pages are granted, {num_pages} are needed"
+            return f"the grant has {len(request.pages)} pages, the transfer needs {num_pages}"
         return None
 
     def depart(self, link: Link, request: TransferRequest) -> Outgoing:
-        """Begin to send: the peer has requested this transfer, and `complaint` found nothing."""
+        """Open an outgoing transfer for a peer's request, which `complaint` has accepted."""
         handoff = SourceHandoff(request, self.timeouts(link, is_source=True))
         routes = self._ranks.routes(link, _num_layer_groups(request), is_source=True)
         outgoing = Outgoing(handoff, link, routes, request.num_units, self._clock, self._finished)
@@ -446,7 +488,7 @@ class TransferManager:
         return outgoing
 
     def arrive(self, link: Link, size: TransferSize) -> Incoming:
-        """Begin to receive."""
+        """Open an incoming transfer with a new epoch."""
         handoff = DestinationHandoff(size, next(self._epochs), self.timeouts(link, is_source=False))
         routes = self._ranks.routes(link, size.num_layer_groups, is_source=False)
         incoming = Incoming(handoff, link, routes, size.num_units, self._finished)
@@ -454,7 +496,7 @@ class TransferManager:
         return incoming
 
     def can_begin(self, end: End) -> bool:
-        """Else it has ended."""
+        """Return True when the link and all ranks are alive; otherwise end the transfer and return False."""
         complaint = self._ranks.complaint()
         if end.link.is_lost:
             end.perform(end.handoff.peer_lost())
@@ -462,18 +504,24 @@ class TransferManager:
             end.perform(end.handoff.fail(complaint))
         return not end.link.is_lost and complaint is None
 
-    # Those that are open.
+    # Open transfers.
 
     def ends(self) -> list[End]:
+        """Return a copy of all open transfers."""
         return [*self.outgoing.values(), *self.incoming.values()]
 
     def end_of(self, transfer: bytes) -> End | None:
+        """Return the open transfer of this id; None when none is open."""
         return self.outgoing.get(transfer) or self.incoming.get(transfer)
 
     def tick(self, link_to: Callable[[bytes], Link | None]) -> None:
-        """To be called at least once a heartbeat. link_to: a link to the process of this incarnation."""
+        """Check leases and deadlines, send heartbeats, and remove the transfers that are over.
+
+        Callers call it at least once a heartbeat. link_to: returns an open link to the process of an
+        incarnation, or None.
+        """
         for end in self.ends():
-            if end.link.is_lost:  # what is left to be said goes over another link to the same process
+            if end.link.is_lost:  # the remaining messages use another link to the same process
                 end.link = link_to(end.link.hello.incarnation) or end.link
             end.perform(end.handoff.tick())
         for end in self.ends():
@@ -483,7 +531,7 @@ class TransferManager:
                 self.incoming.pop(end.handoff.transfer, None)
 
     def take_ended(self) -> list[TransferEnded]:
-        """Those that have ended since the last call."""
+        """Return the transfers that have ended since the last call."""
         ended, self._ended = self._ended, []
         return ended
 
@@ -502,5 +550,5 @@ class TransferManager:
 
 
 def _num_layer_groups(request: TransferRequest) -> int:
-    """Pulled pages are computed already: all their layers leave together."""
+    """Return the number of layer groups; 1 for a pull, whose pages are already computed in all layers."""
     return request.num_layer_groups if isinstance(request, Grant) else 1

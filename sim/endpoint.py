@@ -74,7 +74,7 @@ class SimEndpoint(PageEndpoint):
         settings = EndpointSettings(
             key=b"", fingerprint=FINGERPRINT, layout=_layout(engine.machine.page_size), timing=TIMING
         )
-        self.rank = rank = SimRank(process, engine, settings.layout, self._hear, network, random)
+        self.rank = rank = SimRank(process, engine, settings.layout, self._on_part_event, network, random)
         super().__init__(settings, rank.incarnation, engine.pages, process.clock, rank)
         self.lend = engine.pin
         self.process = process
@@ -117,7 +117,7 @@ class SimEndpoint(PageEndpoint):
     def lost(self, link: SimLink) -> None:
         """Take the end of a link."""
         self.links.remove(link)
-        self._lost(link)
+        self._on_link_lost(link)
 
     def _join(self, end: End, other: "SimEndpoint", *, is_direct: bool) -> SimLink:
         link = SimLink(self, end, other)

@@ -48,10 +48,10 @@ class FaultyEndpoint(KvEndpoint):
         page = handoff.pages[(wrote.stop - 1) // handoff._timeouts.destination_units_per_page]
         memory.view()[page * memory.page_bytes + 5] ^= 0x10
 
-    def _hear(self, event: PartEvent) -> None:
+    def _on_part_event(self, event: PartEvent) -> None:
         if isinstance(event, PartReached):
             self.transport_of[event.part] = event.transport
-        super()._hear(event)
+        super()._on_part_event(event)
 
     def come_to(self, point: str, transfer: bytes) -> None:
         if point == self.abort_at:

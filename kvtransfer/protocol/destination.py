@@ -1,29 +1,30 @@
-"""The destination's end of a transfer: another process fills its pages, and it verifies them.
+"""The destination's hand-off state machine: another process writes the pages, the destination verifies them.
 
 The life of a transfer at the destination:
 
-1. `grant` tells the source which pages to write, or `pull` asks a holder for pages that it has. From then on
-   the pages have two owners: a lease, which belongs to the request, and each part's writer, another process.
-2. The source writes the bytes of each part. Wrote and Extend keep the lease.
-3. Commit of a part: its writer writes no more. The part's receive registration closes; once nothing can be
-   written, the writer's hold ends and the part's digests are compared.
-4. All parts verified: the sequence adopts the pages, and Verified is sent. Corrupt units are requested once
-   more, under a new hold of their writer; if they are corrupt again, the tokens are computed here instead.
+1. `grant` tells the source which pages to write, or `pull` requests pages that a holder has. The pages then
+   have several owners: the request's lease, and one writer, another process, for each part.
+2. The source writes the bytes of each part. Wrote and Extend renew the lease.
+3. Commit ends the writing of a part. The part's receive registration closes; once no byte can be written, the
+   writer's hold ends and the destination compares the part's digests.
+4. When all parts are verified, the sequence adopts the pages, and the destination sends Verified. Corrupt
+   units are requested once more, under a new writer's hold. If they are corrupt again, the engine computes
+   the tokens.
 5. An abort, a lost peer or an expired lease ends the transfer in any state: one Finished, the lease released.
-   The pages stay quarantined until every writer has confirmed or is known dead, however long that takes;
-   every heartbeat sends the source another Abort.
+   The pages stay quarantined until every writer has confirmed its end or is known to be dead, without a time
+   limit; each heartbeat sends the source another Abort.
 
     state       legal messages
     ASKING      Wrote, Commit, Extend, Released, Abort; PullRefused after `pull`
     RECEIVING   Wrote, Commit, Extend, Released, Abort
     VERIFYING   Extend, Released, Abort
     CLOSING     all; Commit, Released and PullRefused confirm that a writer has stopped
-    CLOSED      all: they crossed ours and change nothing
+    CLOSED      all; none has an effect
 
-Wrote and Commit are illegal for a part that has committed, unless its units were corrupt. Messages of
-another epoch are counted in `num_stale` and change nothing; an Abort of epoch 0 comes from a process that
-does not know the transfer and so never wrote. An illegal message raises ProtocolError and changes nothing:
-the caller drops the link and calls `peer_lost`.
+Wrote and Commit are illegal for a part that has committed, unless its units were corrupt. Messages of another
+epoch are counted in `num_stale` and have no effect; an Abort of epoch 0 comes from a process that does not
+know the transfer and therefore never wrote. An illegal message raises ProtocolError and changes nothing: the
+caller drops the link and calls `peer_lost`.
 """
 
 from collections.abc import Sequence
@@ -63,21 +64,22 @@ from baton.kvtransfer.protocol.pull import WantedPage
 
 
 class ReceivePart:
-    """One part of an arriving transfer: whether its source may still write, and its digests."""
+    """One part of an incoming transfer: the state of its writer, its digests and its corrupt units."""
 
     def __init__(self, number: int, transfer: bytes) -> None:
-        self.writer: Owner = ("writer", transfer, number)  # in the ledger
-        self.is_stopped = True  # its writer holds no page
+        self.writer: Owner = ("writer", transfer, number)  # the writer's owner id in the ledger
+        self.is_stopped = True  # the writer holds no page
         self.is_committed = False
         self.digests = b""
-        self.corrupt: tuple[int, ...] | None = None  # units; None: not compared yet
+        self.corrupt: tuple[int, ...] | None = None  # corrupt units; None: digests not compared yet
         self.was_corrupt = False
-        self._num_announced = 0  # units that its source has said to be written: each is read to be hashed
+        self._num_announced = 0  # units in Wrote messages; each unit is then read and hashed
 
-    def may_say(self, message: Wrote | Commit, num_units: int) -> bool:
-        """A part that has committed is silent, unless its units came damaged.
+    def accepts(self, message: Wrote | Commit, num_units: int) -> bool:
+        """Return True when the message is legal for a part of `num_units` units.
 
-        Each unit is announced once, and once more if it came damaged.
+        A committed part accepts no message until `open_again`. Wrote messages announce each unit once, and
+        once more after `open_again`.
         """
         if self.is_committed:
             return False
@@ -87,19 +89,23 @@ class ReceivePart:
         return len(message.digests) == num_units * DIGEST_BYTES
 
     def announce(self, message: Wrote) -> None:
+        """Count the units that the source has written."""
         self._num_announced += message.stop - message.first
 
     def commit(self, digests: bytes) -> None:
+        """Record the source's digests and the end of the writing."""
         self.is_committed, self.digests = True, digests
 
     def open_again(self) -> tuple[int, ...]:
-        """Its damaged units, which are to be written once more."""
+        """Accept a second write and return the corrupt units, which the source writes again."""
         units, self.corrupt = self.corrupt or (), None
         self.is_committed, self.is_stopped, self.was_corrupt = False, False, True
         return units
 
 
 class DestinationState(Enum):
+    """The states of a DestinationHandoff; the module's table lists the legal messages of each state."""
+
     ASKING = "asking"
     RECEIVING = "receiving"
     VERIFYING = "verifying"
@@ -111,10 +117,14 @@ _ENDED = (DestinationState.CLOSING, DestinationState.CLOSED)
 
 
 class DestinationHandoff:
-    """One transfer. Calls return what has to be done, in order; one thread makes them."""
+    """The state machine of one incoming transfer.
+
+    Each call returns the actions that the caller performs, in order. One thread makes all calls. Holds and
+    releases `pages` in the ledger.
+    """
 
     def __init__(self, size: TransferSize, epoch: int, timeouts: HandoffTimeouts) -> None:
-        """epoch: higher than that of any earlier transfer of this process."""
+        """Start in ASKING. epoch: higher than the epoch of any earlier transfer of this process."""
         self.transfer = size.transfer
         self.epoch = epoch
         self.state = DestinationState.ASKING
@@ -130,15 +140,16 @@ class DestinationHandoff:
         self._lease_owner = ("receive", self.transfer)
         self._adopter: Owner = None
 
-    # What our own side does.
+    # Local calls.
 
     def grant(self, adopter: Owner, transports: tuple[str, ...] = ()) -> list[Action]:
         """Reserve pages and tell the source to write them. The caller has made room.
 
-        adopter: the owner of the pages once they are verified.
+        adopter: the owner of the pages once they are verified. transports: the names of the transports that
+        this replica listens with. Without enough free pages, the transfer ends at once.
         """
         if not self._reserve(adopter):
-            return [self._end_at_once()]
+            return [self._finish_without_pages()]
         grant = Grant(
             transfer=self.transfer,
             epoch=self.epoch,
@@ -160,9 +171,12 @@ class DestinationHandoff:
         wanted: Sequence[WantedPage],
         transports: tuple[str, ...] = (),
     ) -> list[Action]:
-        """Ask the process `holder` for its pages `wanted`, in order; adopter: as for `grant`."""
+        """Reserve pages and request the contents of the holder's pages `wanted`, in order.
+
+        holder: the incarnation of the holder's process. adopter, transports: as for `grant`.
+        """
         if not self._reserve(adopter):
-            return [self._end_at_once()]
+            return [self._finish_without_pages()]
         self._is_pull = True
         pull = PullRequest(
             transfer=self.transfer,
@@ -181,7 +195,11 @@ class DestinationHandoff:
         return [*self._open_parts(), Send(pull)]
 
     def writer_stopped(self, part: int) -> list[Action]:
-        """Nothing of the part can be written any more: the answer to CloseReceive, or its process is dead."""
+        """Release the writer's hold: no byte of the part can be written any more.
+
+        The caller calls it as the answer to CloseReceive, or when the writer's process is dead. A writer that
+        stops before its Commit ends the transfer.
+        """
         state = self._parts[part]
         if state.is_stopped:
             return []
@@ -195,19 +213,20 @@ class DestinationHandoff:
         return actions
 
     def verified(self, part: int, corrupt_units: tuple[int, ...]) -> list[Action]:
-        """The answer to Verify: which units are not what was sent."""
+        """Record the part's corrupt units, the answer to Verify; the last part concludes the verification."""
         if self.state in _ENDED:
             return []
         self._parts[part].corrupt = corrupt_units
-        return self._conclude()
+        return self._conclude_verification()
 
     def abort(self, reason: str) -> list[Action]:
+        """End the transfer with the outcome CANCELLED and tell the source."""
         return self.fail(reason, HandoffOutcome.CANCELLED)
 
     def fail(
         self, reason: str, outcome: HandoffOutcome = HandoffOutcome.RECOMPUTE, *, tells_peer: bool = True
     ) -> list[Action]:
-        """End it from any state; once it has ended nothing changes."""
+        """End the transfer in any state; has no effect after its end. tells_peer: send an Abort."""
         if self.state in _ENDED:
             return []
         self.outcome = outcome
@@ -219,10 +238,11 @@ class DestinationHandoff:
         return actions + [CloseReceive(number, is_confirmed=False) for number in writing]
 
     def peer_lost(self) -> list[Action]:
+        """End the transfer after the loss of the link; writers may still write until `writer_stopped`."""
         return self.fail("peer lost", tells_peer=False)
 
     def tick(self) -> list[Action]:
-        """To be called at least once a heartbeat."""
+        """Check the lease and send a due heartbeat. The caller calls it at least once a heartbeat."""
         if self.state is DestinationState.CLOSING:
             return [self._abort_message("not released yet")] if self._timer.takes_heartbeat() else []
         if self.state is DestinationState.CLOSED:
@@ -234,36 +254,39 @@ class DestinationHandoff:
         return []
 
     def generations(self) -> tuple[int, ...]:
-        """Of the pages, in their order."""
+        """Return the generation of each page, in the order of `pages`."""
         return tuple(self._ledger.generation(page) for page in self.pages)
 
-    # What the source says.
+    # Messages of the source.
 
     def receive(self, message: AnyMessage) -> list[Action]:
-        """message: one that names this transfer."""
+        """Process a message of this transfer.
+
+        Raises ProtocolError, without an effect, when the message is illegal in this state.
+        """
         if isinstance(message, Abort) and message.epoch == 0:
-            return self._refused(f"aborted: {message.reason}") + self._confirm_all()
+            return self._end_refused(f"aborted: {message.reason}") + self._confirm_all()
         if isinstance(message, Wrote | Commit | Extend | Released | PullRefused | Abort):
             if message.epoch != self.epoch:
                 self.num_stale += 1
                 return []
             if self.state in _ENDED:
-                return self._confirmed(message)
+                return self._confirm_writer(message)
         match message:
             case Abort():
-                return self._refused(f"aborted: {message.reason}")
+                return self._end_refused(f"aborted: {message.reason}")
             case PullRefused() if self._is_pull and self.state is DestinationState.ASKING:
-                return self._refused(f"refused: {message.reason}") + self._confirm_all()
+                return self._end_refused(f"refused: {message.reason}") + self._confirm_all()
             case Released() if message.part < len(self._parts):
-                return self.fail("the source has let go") + self._confirmed(message)
+                return self.fail("the source stopped writing") + self._confirm_writer(message)
             case Extend() | Wrote() | Commit() if self._is_legal(message):
                 if not self._holds_lease():
-                    return self.fail("expired") + self._confirmed(message)
-                return self._go_on(message)
-        raise ProtocolError(f"{type(message).__name__} came to a destination that is {self.state.value}")
+                    return self.fail("expired") + self._confirm_writer(message)
+                return self._accept(message)
+        raise ProtocolError(f"unexpected {type(message).__name__}: the destination is {self.state.value}")
 
-    def _refused(self, reason: str) -> list[Action]:
-        """The source lives, and says that it does not send the pages."""
+    def _end_refused(self, reason: str) -> list[Action]:
+        """End the transfer: the source is alive and does not send the pages."""
         return self.fail(reason, HandoffOutcome.REFUSED, tells_peer=False)
 
     def _reserve(self, adopter: Owner) -> bool:
@@ -281,7 +304,7 @@ class DestinationHandoff:
         after = self._ledger.free_after(self.pages)
         return [OpenReceive(part, after) for part in range(len(self._parts))]
 
-    def _end_at_once(self) -> Finished:
+    def _finish_without_pages(self) -> Finished:
         self.state, self.outcome = DestinationState.CLOSED, HandoffOutcome.RECOMPUTE
         return Finished(self.outcome, "no free pages")
 
@@ -289,9 +312,9 @@ class DestinationHandoff:
         if isinstance(message, Extend):
             return True
         part = self._parts[message.part] if message.part < len(self._parts) else None
-        return part is not None and part.may_say(message, self._size.num_units)
+        return part is not None and part.accepts(message, self._size.num_units)
 
-    def _go_on(self, message: Wrote | Commit | Extend) -> list[Action]:
+    def _accept(self, message: Wrote | Commit | Extend) -> list[Action]:
         self._timer.extend()
         self._ledger.extend(self._lease_owner, self._timer.deadline_s)
         if self.state is DestinationState.ASKING:
@@ -305,19 +328,19 @@ class DestinationHandoff:
             self.state = DestinationState.VERIFYING
         return [CloseReceive(message.part, is_confirmed=True)]
 
-    def _conclude(self) -> list[Action]:
-        """Once the digests of all parts have been compared: adopt, ask again, or give up."""
+    def _conclude_verification(self) -> list[Action]:
+        """Adopt the pages, request corrupt units again, or give up; waits for the digests of all parts."""
         if any(part.corrupt is None for part in self._parts):
             return []
         if not self._holds_lease():
             return self.fail("expired")
-        damaged = [(number, part) for number, part in enumerate(self._parts) if part.corrupt]
-        if not damaged:
+        corrupt = [(number, part) for number, part in enumerate(self._parts) if part.corrupt]
+        if not corrupt:
             return self._adopt()
-        if any(part.was_corrupt for _, part in damaged):
+        if any(part.was_corrupt for _, part in corrupt):
             return self.fail("corrupt twice")
         self.state = DestinationState.RECEIVING
-        return [action for number, part in damaged for action in self._ask_again(number, part)]
+        return [action for number, part in corrupt for action in self._request_again(number, part)]
 
     def _adopt(self) -> list[Action]:
         self._ledger.adopt(self.pages, self._lease_owner, self._adopter)
@@ -325,7 +348,7 @@ class DestinationHandoff:
         verified = Verified(transfer=self.transfer, epoch=self.epoch)
         return [Finished(self.outcome, ""), Send(verified)]
 
-    def _ask_again(self, number: int, part: ReceivePart) -> list[Action]:
+    def _request_again(self, number: int, part: ReceivePart) -> list[Action]:
         units = part.open_again()
         self._ledger.quarantine(self.pages, part.writer)
         corrupt = Corrupt(transfer=self.transfer, epoch=self.epoch, part=number, units=units)
@@ -337,8 +360,8 @@ class DestinationHandoff:
     def _abort_message(self, reason: str) -> Send:
         return Send(Abort(transfer=self.transfer, epoch=self.epoch, reason=reason[:256]))
 
-    def _confirmed(self, message: AnyMessage) -> list[Action]:
-        """What a message says about a writer, after the end."""
+    def _confirm_writer(self, message: AnyMessage) -> list[Action]:
+        """Return the actions for a message that confirms, after the end, that a writer has stopped."""
         if isinstance(message, PullRefused):
             return self._confirm_all()
         if not isinstance(message, Commit | Released) or message.part >= len(self._parts):

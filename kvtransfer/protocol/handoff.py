@@ -1,11 +1,12 @@
-"""What the two ends of a hand-off share: how long they wait, and what they ask of whoever runs them.
+"""Types that the source's and the destination's hand-off state machines share: actions, leases and timings.
 
-An end is a state machine without sockets, threads or memory. What happens is told to it by a call; the call
-returns actions, to be done in their order. Its pages it holds and frees in the ledger by itself.
+A hand-off is a state machine without sockets, threads or device memory. Its caller reports each event by a
+call, and performs the actions that the call returns, in their order. The hand-off itself holds and releases
+its pages in the ledger.
 
-Whoever runs the ends keeps each until it is CLOSED, and gives it only messages that name its transfer and
-come from the very process that it began with: a process that was started again knows nothing of writers
-that may have outlived it. Other messages get `answer_to_unknown`.
+The caller keeps each hand-off until the hand-off is CLOSED. The caller passes on only messages that have the
+transfer's id and come from the process incarnation that the transfer began with: a restarted process does not
+know the writers that may have outlived its predecessor. `answer_to_unknown` answers all other messages.
 """
 
 from collections.abc import Hashable, Sequence
@@ -25,62 +26,85 @@ from baton.kvtransfer.protocol.messages import (
     Wrote,
 )
 
-# What a hand-off asks of the ledger of pages: the engine's PagePool has it all, and documents it.
-
 Owner: TypeAlias = Hashable
 
 
 class PageLedger(Protocol):
-    """One thread uses it, the one that also runs the hand-offs."""
+    """The ownership record of a replica's pages; the engine's PagePool implements and documents it.
+
+    Only the thread that runs the hand-offs uses a ledger.
+    """
 
     @property
-    def num_pages(self) -> int: ...
+    def num_pages(self) -> int:
+        """Return the number of pages in the pool."""
+        ...
 
     @property
-    def num_free(self) -> int: ...
+    def num_free(self) -> int:
+        """Return the number of pages that `reserve` can take."""
+        ...
 
     @property
     def launched(self) -> int:
-        """The mark of all that the replica's steps have been told to write so far."""
+        """Return the step mark after everything that the replica's steps have launched so far."""
 
-    def generation(self, page: int) -> int: ...
+    def generation(self, page: int) -> int:
+        """Return the page's generation, which changes when the page gets new contents."""
+        ...
 
     def free_after(self, pages: Sequence[int]) -> int:
-        """The mark after which no step writes these pages, which no sequence uses now."""
+        """Return the step mark after which no step writes these pages. No sequence may use the pages now."""
 
     def is_known(self, page: int) -> bool:
-        """Whether the page's contents are settled, and found by others: they may be sent to who asks."""
+        """Return True when the prefix cache can find the page: its contents are final and may be sent."""
 
-    def owners(self, page: int) -> frozenset[Owner]: ...
+    def owners(self, page: int) -> frozenset[Owner]:
+        """Return all users, leases and writers of the page."""
+        ...
 
-    def reserve(self, num_pages: int, owner: Owner, deadline_s: float) -> list[int]: ...
+    def reserve(self, num_pages: int, owner: Owner, deadline_s: float) -> list[int]:
+        """Take free pages under a lease and return them."""
+        ...
 
-    def lease(self, pages: Sequence[int], owner: Owner, deadline_s: float) -> None: ...
+    def lease(self, pages: Sequence[int], owner: Owner, deadline_s: float) -> None:
+        """Hold pages that other owners use, until the deadline."""
+        ...
 
-    def extend(self, owner: Owner, deadline_s: float) -> None: ...
+    def extend(self, owner: Owner, deadline_s: float) -> None:
+        """Move the deadline of the owner's lease."""
+        ...
 
-    def share(self, pages: Sequence[int], owner: Owner) -> None: ...
+    def share(self, pages: Sequence[int], owner: Owner) -> None:
+        """Add the owner as a user of pages that have other owners."""
+        ...
 
-    def quarantine(self, pages: Sequence[int], owner: Owner) -> None: ...
+    def quarantine(self, pages: Sequence[int], owner: Owner) -> None:
+        """Add a writer, whose hold has no deadline."""
+        ...
 
-    def adopt(self, pages: Sequence[int], lease_owner: Owner, owner: Owner) -> None: ...
+    def adopt(self, pages: Sequence[int], lease_owner: Owner, owner: Owner) -> None:
+        """Replace the lease by a user."""
+        ...
 
-    def release(self, pages: Sequence[int], owner: Owner) -> None: ...
+    def release(self, pages: Sequence[int], owner: Owner) -> None:
+        """End the owner's hold on each page."""
+        ...
 
 
 def holds_lease(ledger: PageLedger, pages: Sequence[int], owner: Owner) -> bool:
-    """Whether time has not ended the lease: that ends it for all its pages at once, so one page tells."""
+    """Return True while the lease has not expired. A lease expires for all its pages at once."""
     return not pages or owner in ledger.owners(pages[0])
 
 
 def release_lease(ledger: PageLedger, pages: Sequence[int], owner: Owner) -> None:
-    """End the owner's lease on all its pages, if time has not done so before."""
+    """End the owner's lease on all its pages, unless the lease has expired."""
     if holds_lease(ledger, pages, owner):
         ledger.release(pages, owner)
 
 
 class TransferSize(NamedTuple):
-    """A transfer that the destination is about to ask for; `transfer_size` checks the values."""
+    """The id and the extent of a requested transfer; `transfer_size` checks the values."""
 
     transfer: bytes  # its id
     num_units: int
@@ -91,13 +115,16 @@ class TransferSize(NamedTuple):
 
 
 class Send(NamedTuple):
-    """Send to the peer, in order; without a link to it, drop it: what matters will be said again."""
+    """Send a message to the peer, in order.
+
+    Without a link the caller drops the message; heartbeats and Aborts repeat the state that matters.
+    """
 
     message: AnyMessage
 
 
 class Granted(NamedTuple):
-    """The source may write: these are the destination's pages."""
+    """Give the source's ranks the destination's pages, which they may now write."""
 
     request: TransferRequest
 
@@ -105,7 +132,7 @@ class Granted(NamedTuple):
 class Push(NamedTuple):
     """Write units [first, stop) of a part; answer with `pushed` or `push_failed`.
 
-    after: the mark that the steps of the part's rank must have passed before anything is read.
+    after: the rank reads the pages once its steps have passed this mark.
     """
 
     part: int
@@ -115,14 +142,14 @@ class Push(NamedTuple):
 
 
 class StopPushes(NamedTuple):
-    """End every push of the transfer; answer with `pushes_stopped` when none reads or writes any more."""
+    """Stop every push of the transfer; answer with `pushes_stopped` once no push reads or writes."""
 
 
 class OpenReceive(NamedTuple):
-    """From now on bytes of this part may be written into the destination's pages.
+    """Let the source write this part into the destination's pages.
 
-    after: the mark that the steps of the part's rank must have passed before: until then they may write
-    there. What is said to the source after this action waits for it.
+    after: the part opens once the steps of its rank have passed this mark, because earlier steps may write
+    the pages. The caller holds later messages to the source back until the part is open.
     """
 
     part: int
@@ -130,11 +157,11 @@ class OpenReceive(NamedTuple):
 
 
 class CloseReceive(NamedTuple):
-    """Refuse further bytes of this part; answer with `writer_stopped` when none can be written any more.
+    """Refuse further bytes of this part; answer with `writer_stopped` once no byte can be written.
 
-    is_confirmed: the source has said so itself. Where it writes into our memory directly, `writer_stopped`
-    may follow only then, or when its process is known to be dead; where our receiver writes, it may follow
-    as soon as the receiver is out of the pages.
+    is_confirmed: the source has confirmed that its writer stopped. A source that writes into local memory
+    directly has stopped only after this confirmation or the death of its process. With a local receiver,
+    `writer_stopped` may follow as soon as the receiver has left the pages.
     """
 
     part: int
@@ -142,26 +169,31 @@ class CloseReceive(NamedTuple):
 
 
 class Verify(NamedTuple):
-    """Compare the pages with these digests, one a unit; answer with `verified`."""
+    """Compare the pages with these digests, one for each unit; answer with `verified`."""
 
     part: int
     digests: bytes
 
 
 class HandoffOutcome(StrEnum):
+    """The result of a transfer, as one side knows it. The two sides may disagree after a lost message."""
+
     # At the source.
     HANDED_OVER = "handed_over"
-    FAILED = "failed"  # as far as the source knows: the word that it was adopted may have been lost
+    FAILED = "failed"  # the destination may have adopted the pages: its Verified may have been lost
     # At the destination.
     ADOPTED = "adopted"
-    RECOMPUTE = "recompute"  # the pages did not come, and the source may be dead
-    REFUSED = "refused"  # the source lives and does not send the pages
-    # At either end: its own side cancelled.
+    RECOMPUTE = "recompute"  # the pages did not arrive, and the source may be dead
+    REFUSED = "refused"  # the source is alive and does not send the pages
+    # At either side: the local worker aborted the transfer.
     CANCELLED = "cancelled"
 
 
 class Finished(NamedTuple):
-    """The one end of the transfer on this side; pages may follow later, when nobody is in them any more."""
+    """Report the end of the transfer; a hand-off returns exactly one.
+
+    Pages that a reader or a writer still uses become free later.
+    """
 
     outcome: HandoffOutcome
     reason: str
@@ -171,12 +203,14 @@ Action: TypeAlias = Send | Granted | Push | StopPushes | OpenReceive | CloseRece
 
 
 class Timing(msgspec.Struct, frozen=True, kw_only=True):
-    lease_s: float = 30.0  # without a word from the peer
+    """The lease and heartbeat periods of hand-offs, in seconds."""
+
+    lease_s: float = 30.0  # a transfer fails after this time without a message from the peer
     heartbeat_s: float = 5.0
 
 
 class HandoffTimeouts(NamedTuple):
-    """What an end is given, beside the request."""
+    """The ledger, clock, timing and page sizes of one hand-off."""
 
     ledger: PageLedger
     clock: Clock
@@ -185,17 +219,22 @@ class HandoffTimeouts(NamedTuple):
     destination_units_per_page: int
 
     def num_source_pages(self, num_units: int) -> int:
+        """Return the number of source pages that hold `num_units` units."""
         return -(-num_units // self.source_units_per_page)
 
     def num_destination_pages(self, num_units: int) -> int:
+        """Return the number of destination pages that hold `num_units` units."""
         return -(-num_units // self.destination_units_per_page)
 
 
 class LeaseTimer:
-    """How long an end goes on: a lease from the last word of the peer, and never beyond the limit."""
+    """The lease and heartbeat deadlines of one hand-off.
+
+    The lease ends `lease_s` after the peer's last message, and at the transfer's time limit at the latest.
+    """
 
     def __init__(self, clock: Clock, timing: Timing, limit_s: float) -> None:
-        """limit_s: how long the whole transfer may take, from now."""
+        """Start the lease. limit_s: the longest duration of the whole transfer, from now."""
         self._clock = clock
         self._timing = timing
         self._limit_s = clock.now_s() + limit_s
@@ -204,14 +243,16 @@ class LeaseTimer:
         self.extend()
 
     def extend(self) -> None:
+        """Renew the lease after a message from the peer."""
         self.deadline_s = min(self._clock.now_s() + self._timing.lease_s, self._limit_s)
 
     @property
     def is_over(self) -> bool:
+        """Return True when the lease or the whole transfer has passed its deadline."""
         return self._clock.now_s() >= self.deadline_s
 
     def takes_heartbeat(self) -> bool:
-        """Whether it is time to tell the peer that we live; asking starts the next wait."""
+        """Return True when a heartbeat is due, and schedule the next heartbeat."""
         now_s = self._clock.now_s()
         if now_s < self._next_heartbeat_s:
             return False
@@ -220,9 +261,9 @@ class LeaseTimer:
 
 
 def answer_to_unknown(message: AnyMessage) -> Abort | None:
-    """What to say about a transfer that there is no end of here, or no longer; None for nothing.
+    """Return the answer to a message of a transfer that is not open here; None for no answer.
 
-    To a destination it says that nothing is written: a source is kept while it has a push.
+    The Abort assures a destination that no writer is left: a source stays open while a push runs.
     """
     match message:
         case Corrupt():
@@ -234,21 +275,23 @@ def answer_to_unknown(message: AnyMessage) -> Abort | None:
     return None
 
 
-# Where the time of one transfer went, as its source saw it.
+# The duration of one transfer, by phase, measured at the source.
 #
-# At every moment a transfer is in one phase, the first of these that applies; the spans are how long it was
-# in each, so they add up to the total:
+# At every moment a transfer is in exactly one phase, the first phase in this list that applies. The phases'
+# durations add up to the total:
 #
 # handshake   the transports are being opened
-# moving      a piece is under way; split into gather, wire and scatter as the pieces' own clocks say
-# waiting     everything that was computed is there, and more is to come
-# verify      all is written; digests, and the destination's word that they are right
+# moving      at least one piece is being sent; the pieces' measurements split the phase into gather and wire
+# waiting     all offered units are written, and more units follow
+# verify      all units are written; the destination compares digests
 #
-# `exposed_s` is none of them: what was left of the transfer when the last page was computed, which is what
-# the request had to wait for.
+# `exposed_s` is not a phase: it is the rest of the transfer after the last page was computed, which is the
+# delay that the request sees.
 
 
 class Phase(Enum):
+    """The phases of an outgoing transfer, as listed above."""
+
     HANDSHAKE = "handshake"
     MOVING = "moving"
     WAITING = "waiting"
@@ -256,7 +299,7 @@ class Phase(Enum):
 
 
 class TransferTimes(msgspec.Struct, frozen=True, kw_only=True):
-    """All but exposed_s add up to total_s."""
+    """Durations and counts of one transfer. The durations of the phases add up to total_s."""
 
     total_s: float
     handshake_s: float
@@ -273,10 +316,10 @@ _NOTHING: Final = 0.0
 
 
 class Timeline:
-    """Told what happens when it happens."""
+    """Measures the phases of one transfer. The caller reports each event when it happens."""
 
     def __init__(self, clock: Clock, num_units: int) -> None:
-        """num_units: of all parts together, as `wrote` counts them."""
+        """Start in HANDSHAKE. num_units: the units of all parts together, as `wrote` counts them."""
         self._clock = clock
         self._num_units = num_units
         self._started_s = self._changed_s = clock.now_s()
@@ -286,23 +329,29 @@ class Timeline:
         self._seconds = dict.fromkeys(Phase, _NOTHING)
         self._num_in_flight = 0
         self._num_unwritten = num_units
-        self._gather_s = self._moving_s = _NOTHING  # of all pieces, which may be under way side by side
+        self._gather_s = self._moving_s = _NOTHING  # sums over all pieces, which may overlap in time
         self._num_bytes = self._num_messages = 0
 
     def opened(self) -> None:
+        """Record that the transports are open."""
         self._enter(Phase.WAITING)
 
     def offered(self) -> None:
+        """Record that pages were offered."""
         self._last_offer_s = self._clock.now_s()
 
     def pushed(self) -> None:
+        """Record that a piece is being sent."""
         self._num_in_flight += 1
         self._enter(Phase.MOVING)
 
     def wrote(
         self, num_units: int, *, gather_s: float, moving_s: float, num_bytes: int, num_messages: int
     ) -> None:
-        """A piece of a part has ended, well or not. moving_s: from its push to its end, gather_s included."""
+        """Record the end of a piece, successful or not.
+
+        num_units: the units of the piece. moving_s: from the push to the end, including gather_s.
+        """
         self._num_in_flight -= 1
         self._num_unwritten -= num_units
         self._gather_s += gather_s
@@ -313,11 +362,12 @@ class Timeline:
             self._enter(Phase.VERIFY if self._num_unwritten <= 0 else Phase.WAITING)
 
     def finished(self) -> None:
+        """Record the end of the transfer."""
         self._enter(self._phase)
         self._ended_s = self._changed_s
 
     def times(self) -> TransferTimes:
-        """Of a transfer that has finished."""
+        """Return the durations; the transfer must have finished."""
         assert self._ended_s is not None
         moving_s = self._seconds[Phase.MOVING]
         gather_s = moving_s * self._gather_s / self._moving_s if self._moving_s else _NOTHING
@@ -340,11 +390,11 @@ class Timeline:
         self._phase = phase
 
 
-# What an endpoint tells its owner of a transfer that has ended.
+# Reports of an endpoint to its worker.
 
 
 class GrantedTransfer(NamedTuple):
-    """A transfer that a peer has granted pages for; the worker that computes the pages offers them."""
+    """A transfer for which a peer has granted pages. The worker that computes the KV offers pages for it."""
 
     transfer: bytes
     position: int  # in its sequence, of the first token to move
@@ -354,10 +404,10 @@ class GrantedTransfer(NamedTuple):
 
 
 class TransferEnded(NamedTuple):
-    """The one end of a transfer on this side."""
+    """The end of a transfer on this side, reported exactly once."""
 
     transfer: bytes
     outcome: HandoffOutcome
     reason: str
-    pages: tuple[int, ...]  # ADOPTED: the adopter's own from now on
+    pages: tuple[int, ...]  # the adopter owns them after ADOPTED
     times: TransferTimes | None  # at the source

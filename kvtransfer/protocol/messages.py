@@ -1,13 +1,13 @@
-"""What two endpoints say to each other about transfers, beside the bytes themselves.
+"""The control messages between two endpoints. The bytes of the pages use separate transports.
 
-Every integer and every list has a bound in its type, so it is refused while it is decoded, before anything
-is made of it. Places in memory are page ids with their generations; no address or offset is ever sent.
-Times are durations, so the clocks of two machines need not agree.
+The type of every integer and every list has a bound, so decoding refuses values out of range. Messages refer
+to memory by page id and generation, never by address or offset. Times are durations, so the clocks of two
+machines need not agree.
 
 A transfer is one attempt to move one request's pages from one replica to another. It has a part for every
-pair of a source rank and a destination rank that share heads, and for each group of layers that leaves by
-itself (kvtransfer/ranks/messages.py); parts are numbered from 0. Two replicas of one rank, all layers
-together: one part.
+pair of a source rank and a destination rank that share heads, and for each group of layers that is sent
+separately (kvtransfer/ranks/messages.py); parts are numbered from 0. A transfer between two replicas of one
+rank, with all layers in one group, has one part.
 """
 
 from itertools import pairwise
@@ -23,12 +23,12 @@ from baton.pages import KEY_BYTES, PageLayout
 KindT = TypeVar("KindT")
 
 PROTOCOL: Final = 6
-MAX_PAGES: Final = 65_536  # of one transfer, and units too
-MAX_PULLED_PAGES: Final = 28_672  # of each side: a frame holds four lists of them, and keys
+MAX_PAGES: Final = 65_536  # pages of one transfer; also the limit of its units
+MAX_PULLED_PAGES: Final = 28_672  # on each side: one frame holds four lists of this length and the keys
 MAX_PARTS: Final = 256
-MAX_RANKS: Final = 128  # of a replica: two of as many have no more than MAX_PARTS parts
-MAX_DIGESTS: Final = 1 << 22  # of one transfer, all parts: 32 MiB
-DIGEST_BYTES: Final = 8  # of one unit, see kvtransfer/ranks/digests.py
+MAX_RANKS: Final = 128  # in one replica: two such replicas have at most MAX_PARTS parts
+MAX_DIGESTS: Final = 1 << 22  # in all parts of one transfer: 32 MiB
+DIGEST_BYTES: Final = 8  # for one unit, see kvtransfer/ranks/digests.py
 MAX_DURATION_MS: Final = 24 * 3600 * 1000
 
 TransferId: TypeAlias = Annotated[bytes, Meta(min_length=16, max_length=16)]
@@ -59,52 +59,52 @@ TransportNames: TypeAlias = Annotated[tuple[TransportName, ...], Meta(max_length
 class TransferMessage(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True, tag_field="kind"
 ):
-    """One of the classes below."""
+    """The base of all control messages; the tag `kind` is the class name."""
 
 
 class EndpointHello(TransferMessage, frozen=True):
-    """The first message each way on every link; see kvtransfer/links.py."""
+    """The first message in each direction of every link; see kvtransfer/links.py."""
 
     protocol: Annotated[int, Meta(ge=0, le=2**16 - 1)]
-    incarnation: Incarnation  # minted when the process starts: pages and epochs mean something within one
-    fingerprint: Annotated[str, Meta(min_length=1, max_length=128)]  # of the model
-    layout: PageLayout  # of each of its tp_size ranks
+    incarnation: Incarnation  # new for each process; page ids and epochs are valid only within one
+    fingerprint: Annotated[str, Meta(min_length=1, max_length=128)]  # identifies the model
+    layout: PageLayout  # the same for each of the tp_size ranks
 
 
 class RankListenerAddresses(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where one rank listens for sources. Addresses are relative to the address of the rank's host."""
+    """The listeners of one rank, by transport name. Addresses are relative to the rank's host."""
 
-    incarnation: Incarnation  # of the rank's process, which may die alone
+    incarnation: Incarnation  # the rank's process, which may die while other ranks live
     host: Annotated[str, Meta(min_length=1, max_length=64)]  # equal for ranks that share a kernel
     device: Literal["cpu", "cuda"]
     addresses: Annotated[dict[TransportName, ListenerAddress], Meta(max_length=8)] = {}
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The transports that the rank listens with."""
+        """Return the names of the transports that the rank listens with."""
         return tuple(self.addresses)
 
 
 class PeerRank(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A rank of another replica: the other end of a part of a transfer."""
+    """A rank of the peer replica, which sends or receives one part of a transfer."""
 
-    host: str  # its address, as this replica reaches it
+    host: str  # the address by which this replica reaches the rank
     layout: PageLayout
     rank: Annotated[int, Meta(ge=0, le=2**16 - 1)]
     listeners: RankListenerAddresses
 
 
 class ListenerAddresses(TransferMessage, frozen=True):
-    """The second message each way: the doors of every rank of the sender, in order."""
+    """The second message in each direction: the listeners of the sender's ranks, in rank order."""
 
     ranks: Annotated[tuple[RankListenerAddresses, ...], Meta(min_length=1, max_length=MAX_RANKS)]
 
 
 class Grant(TransferMessage, frozen=True):
-    """Destination to source: write the pages that you compute for this transfer here.
+    """Destination to source: the destination's pages, which the source fills with the KV that it computes.
 
-    The destination sends a grant without being asked: both sides know the transfer's id from elsewhere. The
-    epoch is new with every transfer of the destination. The whole transfer ends within `deadline_ms`.
+    The destination sends a grant without a request: the router gives the transfer's id to both sides. Each
+    transfer of a destination has a new epoch. The whole transfer ends within `deadline_ms`.
     """
 
     transfer: TransferId
@@ -120,16 +120,18 @@ class Grant(TransferMessage, frozen=True):
 
 
 class PullRequest(TransferMessage, frozen=True):
-    """Destination to a holder of known pages: write these pages of yours here."""
+    """Destination to holder: write the KV of these cached pages into the destination's pages."""
 
     transfer: TransferId
     epoch: Epoch
     deadline_ms: DurationMs
     num_units: NumUnits
-    holder: Incarnation  # whose pages are meant: a process that was started again holds others
+    holder: Incarnation  # the process that holds the pages; a restarted process has other pages
     wanted_pages: PulledPages
-    wanted_generations: PulledGenerations  # 0: the page is on the host, if its key still is
-    wanted_keys: Keys  # what is in each page, see baton/pages.py
+    wanted_generations: (
+        PulledGenerations  # ON_HOST (0): the page is in host memory, and only its key finds it
+    )
+    wanted_keys: Keys  # identify the tokens of each page, see baton/pages.py
     pages: PulledPages
     generations: PulledGenerations
     transports: TransportNames = ()
@@ -137,7 +139,7 @@ class PullRequest(TransferMessage, frozen=True):
 
 
 class PullRefused(TransferMessage, frozen=True):
-    """Holder to destination: the pages are not, or no longer, what was asked for; nothing was written."""
+    """Holder to destination: the wanted pages are not here, or have other contents; nothing was written."""
 
     transfer: TransferId
     epoch: Epoch
@@ -148,7 +150,7 @@ TransferRequest: TypeAlias = Grant | PullRequest
 
 
 class Wrote(TransferMessage, frozen=True):
-    """Source to destination: units [first, stop) of a part are in the destination's memory."""
+    """Source to destination: units [first, stop) of a part are written to the destination's memory."""
 
     transfer: TransferId
     epoch: Epoch
@@ -158,39 +160,39 @@ class Wrote(TransferMessage, frozen=True):
 
 
 class Commit(TransferMessage, frozen=True):
-    """Source to destination: all of a part is written, and nothing of it will be written again unasked."""
+    """Source to destination: a part is completely written. Only a Corrupt makes the source write it again."""
 
     transfer: TransferId
     epoch: Epoch
-    digests: Digests  # of every unit, in order
+    digests: Digests  # one for each unit, in order
     part: Part = 0
 
 
 class Verified(TransferMessage, frozen=True):
-    """Destination to source: every digest was right, the pages are adopted, yours are free."""
+    """Destination to source: all digests match and the pages are adopted. The source may free its pages."""
 
     transfer: TransferId
     epoch: Epoch
 
 
 class Corrupt(TransferMessage, frozen=True):
-    """Destination to source: these units of a part are not what was sent; write them and commit once more."""
+    """Destination to source: the digests of these units do not match. The source writes and commits again."""
 
     transfer: TransferId
     epoch: Epoch
-    units: Units  # rising
+    units: Units  # in ascending order
     part: Part = 0
 
 
 class Extend(TransferMessage, frozen=True):
-    """Either way, while a transfer goes on: the sender lives and has not given it up."""
+    """Either direction: the heartbeat of an open transfer, which renews the receiver's lease."""
 
     transfer: TransferId
     epoch: Epoch
 
 
 class Abort(TransferMessage, frozen=True):
-    """Either way, at any time: the sender has given the transfer up. Epoch 0: before any was granted."""
+    """Either direction, at any time: the sender has ended the transfer, or does not know it (epoch 0)."""
 
     transfer: TransferId
     epoch: Annotated[int, Meta(ge=0, le=2**32 - 1)]
@@ -198,7 +200,7 @@ class Abort(TransferMessage, frozen=True):
 
 
 class Released(TransferMessage, frozen=True):
-    """Source to destination: no byte of a part can be written any more."""
+    """Source to destination: the source writes no further byte of this part."""
 
     transfer: TransferId
     epoch: Epoch
@@ -225,12 +227,12 @@ _DECODER: Final[msgspec.msgpack.Decoder[AnyMessage]] = msgspec.msgpack.Decoder(A
 
 
 def encode(message: AnyMessage) -> bytes:
-    """The body of a frame."""
+    """Return the body of a frame."""
     return _ENCODER.encode(message)
 
 
 def decode(body: bytes) -> AnyMessage:
-    """WireError, with the reason, for anything that `encode` does not make of a message in bounds."""
+    """Decode and check the body of a frame. Raises WireError for a malformed or an out-of-range message."""
     message = decode_by(_DECODER, body)
     complaint = _complaint(message)
     if complaint is not None:
@@ -239,22 +241,22 @@ def decode(body: bytes) -> AnyMessage:
 
 
 def decode_by(decoder: "msgspec.msgpack.Decoder[KindT]", body: bytes) -> KindT:
-    """WireError, with the reason, for what is too long or none of the decoder's messages."""
+    """Decode the body of a frame. Raises WireError when it is too long or not a message of the decoder."""
     if len(body) > MAX_BODY_BYTES:
-        raise WireError(f"a message of {len(body)} bytes, {MAX_BODY_BYTES} is most", reason="length")
+        raise WireError(f"the message has {len(body)} bytes, the limit is {MAX_BODY_BYTES}", reason="length")
     try:
         return decoder.decode(body)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise WireError(f"a message that is none: {error}", reason="malformed") from None
+        raise WireError(f"cannot decode the message: {error}", reason="malformed") from None
 
 
 def _complaint(message: AnyMessage) -> str | None:
-    """What the bounds of single fields can't say."""
+    """Check the rules that involve several fields; return the first violation, or None."""
     match message:
         case Grant() | PullRequest() if message.num_units * message.num_parts > MAX_DIGESTS:
-            return f"{message.num_units} units in {message.num_parts} parts, {MAX_DIGESTS} are most together"
+            return f"{message.num_units} units in {message.num_parts} parts exceed the limit of {MAX_DIGESTS}"
         case EndpointHello() if is_beyond(message.layout):
-            return f"a layout beyond all models: {message.layout}"
+            return f"the layout exceeds the limits: {message.layout}"
         case Grant() | PullRequest() if len(message.pages) != len(message.generations):
             return f"{len(message.pages)} pages have {len(message.generations)} generations"
         case Grant() | PullRequest() if len(set(message.pages)) != len(message.pages):
@@ -264,15 +266,15 @@ def _complaint(message: AnyMessage) -> str | None:
         case PullRequest() if len(message.wanted_keys) != KEY_BYTES * len(message.wanted_pages):
             return f"{len(message.wanted_pages)} pages have {len(message.wanted_keys)} bytes of keys"
         case Wrote() if message.first >= message.stop:
-            return f"units [{message.first}, {message.stop}) are none"
+            return f"the range of units [{message.first}, {message.stop}) is empty"
         case Commit() if len(message.digests) % DIGEST_BYTES:
-            return f"{len(message.digests)} bytes are no digests of {DIGEST_BYTES}"
+            return f"{len(message.digests)} bytes are not a multiple of the digest size, {DIGEST_BYTES}"
         case Corrupt() if any(a >= b for a, b in pairwise(message.units)):
-            return "its units do not rise"
+            return "the units are not in ascending order"
     return None
 
 
 def is_beyond(layout: PageLayout) -> bool:
-    """Whether it is of no model that there could be: a plan for it might not fit 64 bits."""
+    """Return True when a dimension of the layout is so large that byte offsets may not fit 64 bits."""
     counts = (layout.tp_size, layout.page_size, layout.num_layers, layout.num_kv_heads, layout.head_dim)
     return max(counts) > MAX_PAGES

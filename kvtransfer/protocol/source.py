@@ -1,24 +1,26 @@
-"""The source's end of a transfer: it holds pages and writes them into the destination's.
+"""The source's hand-off state machine: the source holds pages and writes them into the destination's pages.
 
 The life of a transfer at the source:
 
-1. A Grant or a PullRequest begins the transfer; its transports are opened. `opened` starts writing what a
-   worker offers; `accept_pull` leases the requested pages, if they are still here, and writes them all.
-2. `offer` adds pages as the prompt is computed; a lease holds them. Each becomes a Push to every part. Pages
-   under a push have a second owner, the reader, which lets go when the transport does and not by time.
+1. A Grant or a PullRequest begins the transfer, and the ranks open the transports. `opened` starts the
+   writing of the pages that a worker offers; `accept_pull` leases the wanted pages, if they are still here,
+   and writes them all.
+2. `offer` adds pages as the prompt is computed; a lease holds them. Each offer becomes a Push for every part.
+   Pages under a push have a second owner, the reader, whose hold ends with the push and has no deadline.
 3. When all units of a part are written, Commit carries their digests and ends the writing of that part.
-4. Verified: the destination has adopted the pages; the lease ends. Corrupt: those units are written again.
+4. Verified: the destination has adopted the pages, and the lease ends. Corrupt: the source writes the named
+   units again.
 5. An abort, a lost peer or an expired lease ends the transfer in any state: one Finished, the lease released,
-   and when no push runs any more, Released for every part.
+   and, once no push runs, Released for every part.
 
     state       legal messages
     OPENING     Extend, Abort
     STREAMING   Extend, Abort; Corrupt of a part that has committed
     COMMITTING  Verified, Corrupt, Extend, Abort
-    STOPPING    all: they crossed ours and change nothing
-    CLOSED      all: an Abort asks for Released again, in case it was lost
+    STOPPING    all; none has an effect
+    CLOSED      all; an Abort requests Released again, which may have been lost
 
-Each part may be Corrupt once. Messages of another epoch are counted in `num_stale` and change nothing. An
+Each part may be Corrupt once. Messages of another epoch are counted in `num_stale` and have no effect. An
 illegal message raises ProtocolError and changes nothing: the caller drops the link and calls `peer_lost`.
 """
 
@@ -62,7 +64,7 @@ from baton.kvtransfer.protocol.pull import Lend, borrow
 
 
 class SourcePart:
-    """One part of a leaving transfer: what is still to be written, and what is being written."""
+    """One part of an outgoing transfer: its running pushes, its missing units and its digests."""
 
     def __init__(self, num_units: int) -> None:
         self.in_flight: set[tuple[int, int]] = set()  # pushes: (first, stop)
@@ -70,29 +72,32 @@ class SourcePart:
         self.was_corrupt = False
         self._num_units = num_units
         self._num_missing = num_units
-        self._digests = bytearray()  # none until the first push: a peer's mere question takes no memory
+        self._digests = bytearray()  # allocated by the first push, so that an unused grant takes no memory
 
     @property
     def is_written(self) -> bool:
+        """Return True when all units are written and no push runs."""
         return not self._num_missing and not self.in_flight
 
     @property
     def digests(self) -> bytes:
+        """Return the digests of all written units, in order."""
         return bytes(self._digests)
 
     def wrote(self, first: int, stop: int, digests: bytes) -> None:
+        """Record the digests of written units. Raises ValueError when their number is wrong."""
         if len(digests) != (stop - first) * DIGEST_BYTES:
-            raise ValueError(f"{len(digests)} bytes of digests for units [{first}, {stop})")
+            raise ValueError(f"units [{first}, {stop}) have {len(digests)} bytes of digests")
         self._digests = self._digests or bytearray(self._num_units * DIGEST_BYTES)
         self._digests[first * DIGEST_BYTES : stop * DIGEST_BYTES] = digests
         self._num_missing -= stop - first
 
     def can_be_corrupt(self, units: Sequence[int]) -> bool:
-        """Only what was committed can be damaged, and only once."""
+        """Return True when a Corrupt of these units is legal: after a Commit, and once."""
         return self.is_committed and not self.was_corrupt and units[-1] < self._num_units
 
     def open_again(self, units: Sequence[int]) -> list[tuple[int, int]]:
-        """The damaged units are missing again; returns them as ranges [first, stop)."""
+        """Mark the corrupt units as missing and return them as ranges [first, stop)."""
         self.is_committed, self.was_corrupt, self._num_missing = False, True, len(units)
         gaps = [index for index, (a, b) in enumerate(pairwise(units), 1) if b != a + 1]
         bounds = pairwise([0, *gaps, len(units)])
@@ -100,19 +105,20 @@ class SourcePart:
 
 
 class PageReaders:
-    """Source pages that pushes read now: their second owner, which lets go when the last push has ended."""
+    """The second owner of source pages that pushes read; it releases a page after the page's last push."""
 
     def __init__(self, ledger: PageLedger, owner: Owner) -> None:
         self._ledger = ledger
         self._owner = owner
-        self._num_pushes: Counter[int] = Counter()  # page -> pushes that read it, never 0
+        self._num_pushes: Counter[int] = Counter()  # page -> number of pushes that read the page; never 0
 
     def enter(self, pages: Sequence[int]) -> None:
-        """A push begins; somebody else still holds the pages."""
+        """Hold the pages for a new push. Another owner must hold the pages too."""
         self._ledger.share([page for page in pages if page not in self._num_pushes], self._owner)
         self._num_pushes.update(pages)
 
     def leave(self, pages: Sequence[int]) -> None:
+        """End the hold of one push on these pages."""
         for page in pages:
             self._num_pushes[page] -= 1
             if not self._num_pushes[page]:
@@ -120,11 +126,14 @@ class PageReaders:
                 self._ledger.release([page], self._owner)
 
     def leave_all(self) -> None:
+        """End the holds of all pushes."""
         self._ledger.release(sorted(self._num_pushes), self._owner)
         self._num_pushes.clear()
 
 
 class SourceState(Enum):
+    """The states of a SourceHandoff; the module's table lists the legal messages of each state."""
+
     OPENING = "opening"
     STREAMING = "streaming"
     COMMITTING = "committing"
@@ -136,10 +145,14 @@ _ENDED = (SourceState.STOPPING, SourceState.CLOSED)
 
 
 class SourceHandoff:
-    """One transfer. Calls return what has to be done, in order; one thread makes them."""
+    """The state machine of one outgoing transfer.
+
+    Each call returns the actions that the caller performs, in order. One thread makes all calls. Holds and
+    releases `pages` in the ledger.
+    """
 
     def __init__(self, request: TransferRequest, timeouts: HandoffTimeouts) -> None:
-        """request: the peer's."""
+        """Start in OPENING. request: the peer's Grant or PullRequest."""
         self.transfer = request.transfer
         self.epoch = request.epoch
         self.state = SourceState.OPENING
@@ -153,15 +166,15 @@ class SourceHandoff:
         self._timer = LeaseTimer(timeouts.clock, timeouts.timing, request.deadline_ms / 1000)
         self._parts = [SourcePart(request.num_units) for _ in range(request.num_parts)]
         num_groups = request.num_layer_groups if isinstance(request, Grant) else 1
-        self._num_offered = [0] * num_groups  # units, of each group of layers
-        self._num_pushed = [0] * num_groups  # [pushed, offered) wait until the transports are open
+        self._num_offered = [0] * num_groups  # layer group -> units
+        self._num_pushed = [0] * num_groups  # units [pushed, offered) wait for the transports
         self._lease_owner = ("source", self.transfer)
         self._readers = PageReaders(timeouts.ledger, ("reader", self.transfer))
 
-    # What our own side does.
+    # Local calls.
 
     def opened(self) -> list[Action]:
-        """Write what was offered while the transports of every part were opened."""
+        """Start writing: the transports of every part are open. Pushes the units that are already offered."""
         if self.state in _ENDED:
             return []
         if not self._holds_lease():
@@ -170,7 +183,10 @@ class SourceHandoff:
         return [Granted(self._request), *self._push_offered()]
 
     def accept_pull(self, incarnation: bytes, lend: Lend) -> list[Action]:
-        """Lease the requested pages and write them all, or refuse. incarnation: of this process."""
+        """Lease the wanted pages and write them all, or refuse the pull.
+
+        incarnation: the incarnation of this process. lend: finds the wanted pages by their keys.
+        """
         pull = self._request
         assert isinstance(pull, PullRequest)
         if self.state in _ENDED:
@@ -187,14 +203,18 @@ class SourceHandoff:
         return [Granted(pull), *offered]
 
     def offer(self, pages: Sequence[int], num_units: int, group: int | None = None) -> list[Action]:
-        """Add the next pages; so many units are computed by now, in this group of layers or in all."""
+        """Add the next pages and push all newly computed units.
+
+        num_units: the units computed so far, in this group of layers; group None: in all groups. Raises
+        ValueError when `num_units` does not follow the earlier offers or does not match the pages.
+        """
         if self.state in _ENDED:
             return []
         groups = range(len(self._num_offered)) if group is None else range(group, group + 1)
         stop = min(num_units, (len(self.pages) + len(pages)) * self._units_per_page)
         before = max(self._num_offered[groups.start : groups.stop], default=self._request.num_units + 1)
         if not before <= num_units == stop <= self._request.num_units:
-            of_group = "" if group is None else f" of group {group}"
+            of_group = "" if group is None else f" of layer group {group}"
             raise ValueError(
                 f"{num_units} units{of_group} offered after {before}, in {len(pages)} more pages"
             )
@@ -208,7 +228,7 @@ class SourceHandoff:
         return self._push_offered()
 
     def pushed(self, part: int, first: int, stop: int, digests: bytes) -> list[Action]:
-        """A push has ended well; `digests` are of its units, as they were when they were read."""
+        """Record a successful push. digests: one for each unit of the push, computed from the bytes read."""
         self._end_push(part, first, stop)
         if self.state in _ENDED:
             return []
@@ -217,12 +237,12 @@ class SourceHandoff:
         return [Send(wrote), *self._commit(part)]
 
     def push_failed(self, part: int, first: int, stop: int, reason: str) -> list[Action]:
-        """A push has failed for good, on every transport there is."""
+        """Record a push that failed on every transport, which ends the transfer."""
         self._end_push(part, first, stop)
         return self.fail(f"transport: {reason}")
 
     def pushes_stopped(self) -> list[Action]:
-        """The answer to StopPushes: no byte is read or written any more, whatever became of each push."""
+        """Close the transfer, as the answer to StopPushes: no push reads or writes, successful or not."""
         if self.state is not SourceState.STOPPING:
             return []
         for part in self._parts:
@@ -232,12 +252,13 @@ class SourceHandoff:
         return self.released()
 
     def abort(self, reason: str) -> list[Action]:
+        """End the transfer with the outcome CANCELLED and tell the destination."""
         return self.fail(reason, HandoffOutcome.CANCELLED)
 
     def fail(
         self, reason: str, outcome: HandoffOutcome = HandoffOutcome.FAILED, *, tells_peer: bool = True
     ) -> list[Action]:
-        """End it from any state; once it has ended nothing changes."""
+        """End the transfer in any state; has no effect after its end. tells_peer: send an Abort."""
         if self.state in _ENDED:
             return []
         self.outcome = outcome
@@ -251,10 +272,11 @@ class SourceHandoff:
         return [*actions, *self.pushes_stopped()]
 
     def peer_lost(self) -> list[Action]:
+        """End the transfer after the loss of the link."""
         return self.fail("peer lost", tells_peer=False)
 
     def tick(self) -> list[Action]:
-        """To be called at least once a heartbeat."""
+        """Check the lease and send a due heartbeat. The caller calls it at least once a heartbeat."""
         if self.state in _ENDED:
             return []
         if self._timer.is_over or not self._holds_lease():
@@ -263,13 +285,16 @@ class SourceHandoff:
             return [Send(Extend(transfer=self.transfer, epoch=self.epoch))]
         return []
 
-    # What the destination says.
+    # Messages of the destination.
 
     def receive(self, message: AnyMessage) -> list[Action]:
-        """message: one that names this transfer."""
+        """Process a message of this transfer.
+
+        Raises ProtocolError, without an effect, when the message is illegal in this state.
+        """
         if self.state in _ENDED:
-            is_asked = isinstance(message, Abort) and self.state is SourceState.CLOSED
-            return self.released() if is_asked else []
+            wants_released = isinstance(message, Abort) and self.state is SourceState.CLOSED
+            return self.released() if wants_released else []
         match message, self.state:
             case ((Verified() | Corrupt() | Extend() | Abort()), _) if message.epoch != self.epoch:
                 self.num_stale += 1
@@ -277,12 +302,12 @@ class SourceHandoff:
             case Abort(), _:
                 return self.fail(f"aborted: {message.reason}", tells_peer=False)
             case Verified(), SourceState.COMMITTING:
-                return self._handed_over()
+                return self._finish_handed_over()
             case Corrupt(), SourceState.COMMITTING | SourceState.STREAMING:
                 return self._write_again(message)
             case Extend(), _:
                 return self._extend() if self._holds_lease() else self.fail("expired")
-        raise ProtocolError(f"{type(message).__name__} came to a source that is {self.state.value}")
+        raise ProtocolError(f"unexpected {type(message).__name__}: the source is {self.state.value}")
 
     def _push_offered(self) -> list[Action]:
         if self.state is SourceState.OPENING:
@@ -317,14 +342,14 @@ class SourceHandoff:
     def _write_again(self, corrupt: Corrupt) -> list[Action]:
         part = self._parts[corrupt.part] if corrupt.part < len(self._parts) else None
         if part is None or not part.can_be_corrupt(corrupt.units):
-            raise ProtocolError(f"part {corrupt.part} is called corrupt out of turn")
+            raise ProtocolError(f"unexpected Corrupt of part {corrupt.part}")
         if not self._holds_lease():
             return self.fail("expired")
         self.state = SourceState.STREAMING
         self._extend()
         return [self._push(corrupt.part, first, stop) for first, stop in part.open_again(corrupt.units)]
 
-    def _handed_over(self) -> list[Action]:
+    def _finish_handed_over(self) -> list[Action]:
         self.state, self.outcome = SourceState.CLOSED, HandoffOutcome.HANDED_OVER
         release_lease(self._ledger, self.pages, self._lease_owner)
         return [Finished(self.outcome, "")]
@@ -336,7 +361,7 @@ class SourceHandoff:
         return []
 
     def released(self) -> list[Action]:
-        """Say that no byte can be written any more: no push runs, and none will."""
+        """Return Released for every part: no push runs, and no push will start."""
         numbers = range(len(self._parts))
         return [Send(Released(transfer=self.transfer, epoch=self.epoch, part=part)) for part in numbers]
 

@@ -1,9 +1,9 @@
-"""Which bytes of which pages move between two ranks whose pools are cut differently.
+"""The byte ranges that a transfer copies between two ranks with different page layouts.
 
-A transfer is counted in units of `min(source page_size, destination page_size)` tokens, from its first
-token on, which starts a page on both sides. A piece, units [first, stop), is a list of runs: byte ranges of
-one length that are contiguous on both sides. They come in one order, unit by unit, and within a unit layer
-by layer, keys before values, head by head: the order of the bytes on a wire and of a unit under its digest.
+A transfer consists of units of `min(source page_size, destination page_size)` tokens. The first token of a
+transfer is a page boundary on both sides. A piece, units [first, stop), is a list of runs: byte ranges of one
+length that are contiguous on both sides. Runs are ordered by unit, then layer, keys before values, then head.
+Bytes on the wire and the bytes of a unit's digest have the same order.
 
     what differs             a run is                              8B model, 16 tokens a page
     nothing                  a page                                2 MiB
@@ -26,14 +26,18 @@ from baton.errors import ConfigError
 from baton.pages import DTYPE_BYTES, PageLayout
 
 Offsets: TypeAlias = NDArray[np.int64]
-Pages: TypeAlias = Sequence[int] | NDArray[np.int64]  # page ids of one side, in the order of the tokens
+Pages: TypeAlias = Sequence[int] | NDArray[np.int64]  # page ids of one side, in token order
 
 MUST_AGREE: Final = ("num_layers", "num_kv_heads", "head_dim", "dtype")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Runs:
-    """Run n: `run_bytes` bytes at `source_offset_N[n]` of one pool, `destination_offset_N[n]` of another."""
+    """The runs of one piece.
+
+    Run n copies `run_bytes` bytes from `source_offset_N[n]` to `destination_offset_N[n]`, offsets in bytes
+    from the start of each pool.
+    """
 
     source_offset_N: Offsets
     destination_offset_N: Offsets
@@ -41,12 +45,13 @@ class Runs:
 
     @property
     def num_bytes(self) -> int:
+        """Return the bytes of all runs together."""
         return len(self.source_offset_N) * self.run_bytes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TransferSide:
-    """How the units of a transfer lie in one rank's pages."""
+    """The placement of a transfer's units in one rank's pages."""
 
     page_bytes: int
     units_per_page: int
@@ -54,20 +59,21 @@ class TransferSide:
     run_offset_R: Offsets  # the runs of a page's first unit, from the start of the page
 
     def num_pages(self, num_units: int) -> int:
-        """Pages that the first `num_units` units of a transfer lie in."""
+        """Return the number of pages that hold the first `num_units` units of a transfer."""
         return -(-num_units // self.units_per_page)
 
     def offsets(self, first: int, stop: int, pages: Pages) -> Offsets:
-        """Where the runs of units [first, stop) begin in the pool, in plan order.
+        """Return the byte offsets in the pool of the runs of units [first, stop), in plan order.
 
-        pages: those of the transfer's units from 0 on. ValueError when they do not reach to `stop`, or when
-        one is negative; that every page is within the pool is for whoever owns the pool to see to.
+        pages: the pages of the transfer's units from 0 on. Raises ValueError when the pages end before
+        `stop`, or when a page id is negative. The owner of the pool checks that every page is within the
+        pool.
         """
         if not 0 <= first <= stop or self.num_pages(stop) > len(pages):
             raise ValueError(
-                f"units [{first}, {stop}) at {self.units_per_page} a page do not lie in {len(pages)} pages"
+                f"units [{first}, {stop}) do not lie in {len(pages)} pages of {self.units_per_page} units"
             )
-        first_page = first // self.units_per_page  # pages before it cost nothing
+        first_page = first // self.units_per_page  # earlier pages are skipped
         page_ids = np.asarray(pages[first_page : self.num_pages(stop)], dtype=np.int64)
         first, stop = first - first_page * self.units_per_page, stop - first_page * self.units_per_page
         if self.units_per_page == 1:
@@ -79,7 +85,7 @@ class TransferSide:
             starts = unit_pages * self.page_bytes + units % self.units_per_page * self.unit_stride_bytes
         if len(unit_pages) and int(unit_pages.min()) < 0:
             raise ValueError(f"page ids start at 0, got {int(unit_pages.min())}")
-        if len(self.run_offset_R) == 1:  # a short prompt's pages are found in less time than copied
+        if len(self.run_offset_R) == 1:  # fast path for short prompts
             offsets: Offsets = starts + self.run_offset_R[0]
             return offsets
         offsets = np.add.outer(starts, self.run_offset_R).reshape(-1)
@@ -88,10 +94,11 @@ class TransferSide:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TransferPlan:
-    """The bytes that one source rank and one destination rank share, for any pages of theirs.
+    """The placement of all bytes that one source rank sends to one destination rank, for any pages.
 
-    `unit_bytes` is 0 when the ranks share no head: there is nothing to move between them.
-    `row_bytes` divides every offset on both sides and the runs: pools can be taken for tables of such rows.
+    `unit_bytes` is 0 when the ranks share no head: nothing moves between them. `row_bytes` divides
+    `run_bytes` and every offset on both sides, so a kernel can treat both pools as tables of rows of this
+    size.
     """
 
     unit_tokens: int
@@ -102,11 +109,11 @@ class TransferPlan:
     destination: TransferSide = field(repr=False)
 
     def num_units(self, num_tokens: int) -> int:
-        """Units that hold `num_tokens` tokens; the last one may be partly filled, it moves whole."""
+        """Return the number of units that hold `num_tokens` tokens. A partly filled last unit moves whole."""
         return -(-num_tokens // self.unit_tokens)
 
     def runs(self, first: int, stop: int, source_pages: Pages, destination_pages: Pages) -> Runs:
-        """The runs of units [first, stop); see `TransferSide.offsets` for the pages and what is checked."""
+        """Return the runs of units [first, stop); see `TransferSide.offsets` for the pages and the errors."""
         return Runs(
             self.source.offsets(first, stop, source_pages),
             self.destination.offsets(first, stop, destination_pages),
@@ -122,22 +129,24 @@ def plan_transfer(
     destination_rank: int,
     layers: tuple[int, int] | None = None,
 ) -> TransferPlan:
-    """What moves between two ranks, in either direction of time: a push and a pull have the same plan.
+    """Return the plan of a part between two ranks; a grant and a pull have the same plan.
 
-    layers: [first, stop), of which alone it is; None: of all. ConfigError, naming the field, when the layouts
-    are of different models; ValueError for a rank or layers that a layout does not have.
+    layers: the layers [first, stop) of the part; None: all layers. Raises ConfigError, with the field's name,
+    when the layouts belong to different models; ValueError for a rank or layers out of range.
     """
     check_same_model(source, destination)
     first_layer, stop_layer = layers or (0, source.num_layers)
     if not 0 <= first_layer < stop_layer <= source.num_layers:
-        raise ValueError(f"there are no layers [{first_layer}, {stop_layer}) of {source.num_layers}")
+        raise ValueError(
+            f"layers [{first_layer}, {stop_layer}) are out of range: the model has {source.num_layers} layers"
+        )
     mine, theirs = _heads(source, source_rank), _heads(destination, destination_rank)
     shared = range(max(mine.start, theirs.start), min(mine.stop, theirs.stop))
     unit_tokens = min(source.page_size, destination.page_size)
     heads_per_run = len(shared) if source.page_size == destination.page_size else 1
     is_whole_page = heads_per_run == len(mine) == len(theirs) and source.page_size == destination.page_size
     starts = shared[::heads_per_run] if shared else shared
-    # A slab: one layer's keys, or values. Those of whole pages lie one after another, and are one run.
+    # A slab is one layer's keys, or values. The slabs of a whole page are contiguous and form one run.
     slabs = range(2 * first_layer, 2 * stop_layer, 2 * source.num_layers if is_whole_page else 1)
     sides = [
         _side(layout, unit_tokens, [head - heads.start for head in starts], slabs)
@@ -158,14 +167,14 @@ def plan_transfer(
 
 
 def peers_of(layout: PageLayout, other: PageLayout, rank: int) -> range:
-    """The ranks of `other` that share a head with `rank` of `layout`, whichever of the two is the source."""
+    """Return the ranks of `other` that share a head with `rank` of `layout`, in either direction."""
     check_same_model(layout, other)
     heads = _heads(layout, rank)
     return range(heads.start // other.heads_per_rank, (heads.stop - 1) // other.heads_per_rank + 1)
 
 
 def check_same_model(source: PageLayout, destination: PageLayout) -> None:
-    """ConfigError unless the two layouts differ in tp_size and page_size alone."""
+    """Raise ConfigError when the two layouts differ in more than tp_size and page_size."""
     for name in MUST_AGREE:
         ours, theirs = getattr(source, name), getattr(destination, name)
         if ours != theirs:
@@ -174,17 +183,20 @@ def check_same_model(source: PageLayout, destination: PageLayout) -> None:
 
 def _heads(layout: PageLayout, rank: int) -> range:
     if not 0 <= rank < layout.tp_size:
-        raise ValueError(f"there is no rank {rank} in a layout of tp_size {layout.tp_size}")
+        raise ValueError(f"rank {rank} is out of range: tp_size is {layout.tp_size}")
     return range(rank * layout.heads_per_rank, (rank + 1) * layout.heads_per_rank)
 
 
 def _token_head_bytes(layout: PageLayout) -> int:
-    """Bytes of one token's key, or value, of one head and layer."""
+    """Return the bytes of one token's key, or value, for one head and layer."""
     return layout.head_dim * DTYPE_BYTES[layout.dtype]
 
 
 def _side(layout: PageLayout, unit_tokens: int, starts: Sequence[int], slabs: range) -> TransferSide:
-    """starts: the rank's own head at which each run of a slab begins. slabs: in which runs begin."""
+    """Return the placement of units in a rank's pages.
+
+    starts: the rank's local head at which each run of a slab begins. slabs: the slabs in which runs begin.
+    """
     head_bytes = layout.page_size * _token_head_bytes(layout)
     first_heads = np.asarray(slabs, dtype=np.int64) * layout.heads_per_rank
     offsets = np.add.outer(first_heads, np.asarray(starts, dtype=np.int64)) * head_bytes
@@ -199,9 +211,9 @@ def _side(layout: PageLayout, unit_tokens: int, starts: Sequence[int], slabs: ra
 
 
 def _common_divisor(run_bytes: int, sides: Sequence[TransferSide]) -> int:
-    timeouts = [run_bytes]
+    lengths = [run_bytes]
     for side in sides:
-        timeouts += [side.page_bytes, int(np.gcd.reduce(side.run_offset_R, initial=0))]
+        lengths += [side.page_bytes, int(np.gcd.reduce(side.run_offset_R, initial=0))]
         if side.units_per_page > 1:
-            timeouts.append(side.unit_stride_bytes)
-    return math.gcd(*timeouts)
+            lengths.append(side.unit_stride_bytes)
+    return math.gcd(*lengths)

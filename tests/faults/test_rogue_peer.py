@@ -160,7 +160,7 @@ def test_a_peer_that_the_chosen_transport_cannot_reach_is_refused(transport: str
 def test_a_transfer_that_no_message_can_ask_for_is_the_callers_mistake(host: Host, num_units: int) -> None:
     with HostProcess() as destination:
         address = destination.call("address")
-        with pytest.raises(TransferFailed, match="are no transfer"):
+        with pytest.raises(TransferFailed, match="a transfer has 1 to"):
             host.send(address, num_units)
         assert host.send(address, NUM_UNITS) == "handed_over"
         assert "malformed" not in destination.call("counts")

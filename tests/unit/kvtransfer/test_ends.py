@@ -152,7 +152,7 @@ class Bench:
         outgoing = self.outgoing()
         outgoing.start()
         for part in range(2):
-            outgoing.hear(PartReached(transfer=ID, part=part, transport="shm"))
+            outgoing.on_part_event(PartReached(transfer=ID, part=part, transport="shm"))
         pages = self.pool.allocate(NUM_UNITS, "prompt")
         outgoing.offer(pages, NUM_UNITS, None)
         self.pool.release(pages, "prompt")
@@ -174,9 +174,9 @@ def told(bench: Bench) -> list[list[str]]:
 def test_the_source_hears_of_its_grant_when_every_rank_has_opened(bench: Bench) -> None:
     incoming = bench.incoming()
     assert told(bench) == [["OpenPart"], ["OpenPart"]]
-    incoming.hear(PartOpened(transfer=ID, part=1))
+    incoming.on_part_event(PartOpened(transfer=ID, part=1))
     assert bench.link.kinds() == []
-    incoming.hear(PartOpened(transfer=ID, part=0))
+    incoming.on_part_event(PartOpened(transfer=ID, part=0))
     assert bench.link.kinds() == ["Grant"]
 
 
@@ -199,11 +199,11 @@ def test_each_rank_hashes_what_is_its_own(bench: Bench) -> None:
 
 def test_a_lost_rank_ends_it_and_its_death_frees_its_part(bench: Bench) -> None:
     incoming = bench.incoming()
-    incoming.lose(cast(Executor, bench.planes[1]), "rank 1 is lost", is_dead=False)
+    incoming.on_rank_lost(cast(Executor, bench.planes[1]), "rank 1 is lost", is_dead=False)
     assert bench.finished == [HandoffOutcome.RECOMPUTE]
-    incoming.hear(WriterStopped(transfer=ID, part=0))
+    incoming.on_part_event(WriterStopped(transfer=ID, part=0))
     assert (incoming.is_over, bench.pool.num_free) == (False, NUM_PAGES - NUM_UNITS)
-    incoming.lose(cast(Executor, bench.planes[1]), "rank 1 is lost", is_dead=True)
+    incoming.on_rank_lost(cast(Executor, bench.planes[1]), "rank 1 is lost", is_dead=True)
     assert (incoming.is_over, bench.pool.num_free) == (True, NUM_PAGES)
     incoming.forget()
     assert [kinds[-1] for kinds in told(bench)] == ["ForgetPart", "ForgetPart"]
@@ -212,13 +212,13 @@ def test_a_lost_rank_ends_it_and_its_death_frees_its_part(bench: Bench) -> None:
 def test_a_lost_rank_without_a_part_of_it_changes_nothing(bench: Bench) -> None:
     incoming, outgoing = bench.incoming(), Bench().streaming()
     for end in (incoming, outgoing):
-        end.lose(cast(Executor, SilentPlane()), "rank 7 is lost", is_dead=True)
+        end.on_rank_lost(cast(Executor, SilentPlane()), "rank 7 is lost", is_dead=True)
         assert end.handoff.outcome is None
 
 
 def test_a_dead_writer_ends_it(bench: Bench) -> None:
     incoming = bench.incoming()
-    incoming.hear(WriterDied(transfer=ID, part=0))
+    incoming.on_part_event(WriterDied(transfer=ID, part=0))
     assert bench.finished == [HandoffOutcome.RECOMPUTE]
     assert [each for each in bench.planes[1].told if isinstance(each, ClosePart)]
 
@@ -231,9 +231,9 @@ def test_pages_leave_when_every_rank_has_opened_its_transports(bench: Bench) -> 
     outgoing.start()
     outgoing.offer(bench.pool.allocate(1, "prompt"), 1, None)
     assert told(bench) == [["ReachPeer"], ["ReachPeer"]]
-    outgoing.hear(PartReached(transfer=ID, part=1, transport=""))
+    outgoing.on_part_event(PartReached(transfer=ID, part=1, transport=""))
     assert told(bench) == [[], []]
-    outgoing.hear(PartReached(transfer=ID, part=0, transport="tcp"))
+    outgoing.on_part_event(PartReached(transfer=ID, part=0, transport="tcp"))
     assert told(bench) == [["GrantPart", "PushPart"], ["GrantPart", "PushPart"]]
 
 
@@ -243,7 +243,7 @@ def test_every_rank_is_told_of_the_grant_and_of_each_page_once(bench: Bench) -> 
     first, second = bench.pool.allocate(2, "prompt")
     outgoing.offer([first], 1, None)
     for part in range(2):
-        outgoing.hear(PartReached(transfer=ID, part=part, transport="shm"))
+        outgoing.on_part_event(PartReached(transfer=ID, part=part, transport="shm"))
     outgoing.offer([second], 2, None)
     for executor in bench.planes:
         assert [type(each) for each in executor.told] == [ReachPeer, GrantPart, PushPart, PushPart]
@@ -281,7 +281,7 @@ def test_what_was_pulled_is_bulk_and_what_was_reserved_is_not(bench: Bench) -> N
     pulled = bench.outgoing(pull)
     pulled.accept_pull(pull.holder, lend)
     for part in range(2):
-        pulled.hear(PartReached(transfer=ID, part=part, transport="shm"))
+        pulled.on_part_event(PartReached(transfer=ID, part=part, transport="shm"))
     assert [each.is_bulk for each in bench.grants()] == [True, True]
 
 
@@ -290,10 +290,10 @@ def test_released_is_said_when_every_rank_has_stopped(bench: Bench) -> None:
     bench.link.kinds()
     outgoing.receive(Abort(transfer=ID, epoch=EPOCH, reason="the test"))
     assert [kinds[-1] for kinds in told(bench)] == ["StopPart", "StopPart"]
-    outgoing.hear(PartStopped(transfer=ID, part=0))
-    outgoing.hear(PartStopped(transfer=ID, part=0))
+    outgoing.on_part_event(PartStopped(transfer=ID, part=0))
+    outgoing.on_part_event(PartStopped(transfer=ID, part=0))
     assert bench.link.kinds() == [] and bench.pool.num_free == NUM_PAGES - NUM_UNITS
-    outgoing.hear(PartStopped(transfer=ID, part=1))
+    outgoing.on_part_event(PartStopped(transfer=ID, part=1))
     assert bench.link.said == [Released(transfer=ID, epoch=EPOCH, part=part) for part in range(2)]
     assert outgoing.is_over and bench.pool.num_free == NUM_PAGES
 
@@ -302,11 +302,11 @@ def test_a_silent_rank_may_write_until_it_is_dead(bench: Bench) -> None:
     outgoing = bench.streaming()
     executor = cast(Executor, bench.planes[1])
     bench.link.kinds()
-    outgoing.lose(executor, "rank 1 is lost", is_dead=False)
-    outgoing.hear(PartStopped(transfer=ID, part=0))
+    outgoing.on_rank_lost(executor, "rank 1 is lost", is_dead=False)
+    outgoing.on_part_event(PartStopped(transfer=ID, part=0))
     assert bench.finished == [HandoffOutcome.FAILED] and bench.link.kinds() == ["Abort"]
     assert [outgoing.is_over] == [False]
-    outgoing.lose(executor, "rank 1 is lost", is_dead=True)
+    outgoing.on_rank_lost(executor, "rank 1 is lost", is_dead=True)
     assert outgoing.is_over and bench.link.kinds() == ["Released", "Released"]
 
 
@@ -322,10 +322,12 @@ def test_what_comes_after_the_end_changes_nothing(bench: Bench) -> None:
         outcome=PieceOutcome(is_done=True, num_bytes=10, num_messages=1),
     )
     bench.clock.advance(1.0)
-    outgoing.hear(written)
-    outgoing.hear(PartHashed(transfer=ID, part=0, first=0, stop=NUM_UNITS, digests=bytes(8 * NUM_UNITS)))
+    outgoing.on_part_event(written)
+    outgoing.on_part_event(
+        PartHashed(transfer=ID, part=0, first=0, stop=NUM_UNITS, digests=bytes(8 * NUM_UNITS))
+    )
     for part in range(2):
-        outgoing.hear(PartStopped(transfer=ID, part=part))
+        outgoing.on_part_event(PartStopped(transfer=ID, part=part))
     assert outgoing.timeline.times() == times and bench.finished == [HandoffOutcome.CANCELLED]
     assert bench.pool.num_free == NUM_PAGES
     outgoing.forget()

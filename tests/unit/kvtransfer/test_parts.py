@@ -49,10 +49,10 @@ def test_part_that_committed_is_silent_until_it_is_opened_again() -> None:
     part = ReceivePart(0, ID)
     wrote = Wrote(transfer=ID, epoch=1, first=0, stop=2)
     commit = Commit(transfer=ID, epoch=1, digests=bytes(16))
-    assert part.may_say(wrote, 2) and part.may_say(commit, 2)
-    assert not part.may_say(wrote, 1) and not part.may_say(commit, 3)
+    assert part.accepts(wrote, 2) and part.accepts(commit, 2)
+    assert not part.accepts(wrote, 1) and not part.accepts(commit, 3)
     part.commit(commit.digests)
-    assert not part.may_say(wrote, 2) and not part.may_say(commit, 2)
+    assert not part.accepts(wrote, 2) and not part.accepts(commit, 2)
     part.corrupt = (1,)
     assert part.open_again() == (1,)
-    assert part.may_say(commit, 2) and not part.is_stopped and part.corrupt is None
+    assert part.accepts(commit, 2) and not part.is_stopped and part.corrupt is None

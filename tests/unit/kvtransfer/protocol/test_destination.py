@@ -323,7 +323,7 @@ def test_table_of_legal_messages(state: DestinationState, message: AnyMessage) -
     bench = Bench().in_state(state)
     destination = bench.destination
     if type(message).__name__ not in LEGAL.get(state, FROM_A_SOURCE):
-        with pytest.raises(ProtocolError, match=f"{type(message).__name__} came"):
+        with pytest.raises(ProtocolError, match=f"unexpected {type(message).__name__}"):
             destination.receive(message)
         assert destination.state is state
         return

@@ -159,7 +159,7 @@ def test_groups_of_layers_together_move_what_all_layers_do(
 
 @pytest.mark.parametrize("layers", [(0, 3), (1, 1), (-1, 1), (2, 1)])
 def test_layers_that_do_not_exist_are_refused(layers: tuple[int, int]) -> None:
-    with pytest.raises(ValueError, match=r"no layers \["):
+    with pytest.raises(ValueError, match="are out of range"):
         plan_transfer(layout(1, 16), layout(1, 16), 0, 0, layers)
 
 
@@ -215,7 +215,7 @@ def test_another_model_is_refused_by_the_field(field: str, value: int | str) -> 
 
 @pytest.mark.parametrize("ranks", [(2, 0), (0, 1), (-1, 0)])
 def test_a_rank_that_does_not_exist_is_refused(ranks: tuple[int, int]) -> None:
-    with pytest.raises(ValueError, match="no rank"):
+    with pytest.raises(ValueError, match="is out of range"):
         plan_transfer(layout(2, 16), layout(1, 16), *ranks)
 
 
