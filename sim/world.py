@@ -238,6 +238,8 @@ def _worker_complaints(life: SimWorker) -> Iterator[str]:
     if num_idle != pool.num_pages:
         counts = {state.name: pool.count(state) for state in PageState}
         yield f"{name} has {counts} of {pool.num_pages} pages"
+    if pool.accounts.num_open:
+        yield f"{name} still counts pages of {pool.accounts.num_open} owners or tenants"
     if life.endpoint.has_writers:
         yield f"{name}: bytes may still be written"
     yield from _memory_complaints(life)

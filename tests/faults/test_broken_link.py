@@ -38,7 +38,8 @@ def test_pages_come_back_over_the_next_link(
     with monkeypatch.context() as patch:
         patch.setattr(source.endpoint, "abort", cut)  # what the host does at the point
         assert source.send(address, NUM_UNITS, abort_at=point) in ("failed", "handed_over")
-    assert source.send(address, NUM_UNITS) == "handed_over"
+    # Handed over once the destination knows of the cut.
+    wait_for(lambda: source.send(address, NUM_UNITS) == "handed_over")
     assert all_back_s(source, destination) < BACK_S
     assert {end[0] for end in destination.call("ended")} <= {"adopted", "recompute"}
 

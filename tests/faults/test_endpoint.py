@@ -116,7 +116,10 @@ def test_a_killed_source_leaves_no_page_behind(destination: HostProcess, transpo
 
 @pytest.mark.parametrize("transport", ["tcp"])
 def test_a_peer_of_another_model_or_key_is_refused_with_the_reason(source: Host, transport: str) -> None:
-    with HostProcess(fingerprint="another") as other, pytest.raises(TransferFailed, match="the peer another"):
+    with (
+        HostProcess(fingerprint="another") as other,
+        pytest.raises(TransferFailed, match="the model another"),
+    ):
         source.send(other.call("address"), NUM_UNITS)
     with HostProcess(key="ab" * 20) as stranger, pytest.raises(TransferFailed, match="key"):
         source.send(stranger.call("address"), NUM_UNITS)
@@ -146,7 +149,7 @@ def test_a_prefix_is_pulled_from_who_holds_it(transport: str) -> None:
             assert puller.pull(holder.call("address"), wanted, 20) == "adopted"
             assert puller.ended()[-1][2] == digest
         stale = [(page, generation + 1) for page, generation in wanted]
-        assert puller.pull(holder.call("address"), stale, 20) == "recompute"
+        assert puller.pull(holder.call("address"), stale, 20) == "refused"
         assert "generation" in puller.ended()[-1][1]
         counts = holder.call("counts")
         assert counts["CACHED"] + counts["FREE"] == NUM_PAGES

@@ -179,6 +179,6 @@ def test_an_engine_whose_other_rank_is_killed_ends_its_transfers(make: Make) -> 
     assert source.ended[-1].outcome is HandoffOutcome.FAILED
     # Rank 0 and the destination both watch the rank that was killed: either may see its end first.
     assert source.ended[-1].reason in ("rank 1 is lost", "aborted: the source's process died")
-    assert destination.ended[-1].outcome is HandoffOutcome.RECOMPUTE
+    assert destination.ended[-1].outcome in (HandoffOutcome.RECOMPUTE, HandoffOutcome.REFUSED)
     pages = destination.engine.pages
     wait_for(lambda: is_over() and pages.num_free == pages.num_pages)

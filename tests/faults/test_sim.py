@@ -106,9 +106,12 @@ def test_thousand_seeds_lose_nothing_within_a_minute_of_one_core() -> None:
     assert watch.num_calibrations < MAX_ANY_CALIBRATIONS
 
 
-def test_thirty_seeds_of_silent_faults_lose_nothing() -> None:
-    """Black holes, processes that stand still, slow steps, slow starts, dates that jump, full disks."""
-    check_most_are_answered(run_all(range(30), Trouble.SILENCE))
+def test_silent_faults_lose_nothing() -> None:
+    """Black holes, processes that stand still, slow steps, slow starts, dates that jump, full disks.
+
+    In a few of the 150 clusters the only worker of a role starts again after a minute: those answer little.
+    """
+    check_most_are_answered(run_all(range(150), Trouble.SILENCE))
 
 
 @pytest.mark.slow

@@ -66,9 +66,9 @@ def test_pages_that_are_never_released_are_found(monkeypatch: pytest.MonkeyPatch
     assert "keeps pages of" in found
 
 
-def test_promises_that_never_end_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = finding(monkeypatch, DecodeAdmission, "end_promise", lambda self, attempt: None)
-    assert "nothing in" not in found
+def test_pages_that_are_expected_for_ever_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = finding(monkeypatch, DecodeAdmission, "arrived", lambda self, attempt: None)
+    assert "still counts pages of" in found
 
 
 def test_attempts_that_stay_in_flight_are_found(monkeypatch: pytest.MonkeyPatch) -> None:

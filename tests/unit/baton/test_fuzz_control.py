@@ -131,7 +131,7 @@ def check(process: Process) -> None:
 @pytest.mark.parametrize("make", [a_router, a_gateway])
 def test_damaged_frames_crash_and_leak_nothing(make: Callable[[], Process]) -> None:
     process = make()
-    fuzz(process, 1, 8_000)
+    fuzz(process, 1, 16_000)
     check(process)
 
 
