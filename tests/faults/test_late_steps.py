@@ -88,8 +88,9 @@ def test_no_page_is_granted_while_a_step_may_still_write_it(
     time.sleep(LONG_S)
     assert asked not in source.granted
     compute_late(destination, late, mark, seed=4)
-    transfer = source.begin_granted(asked, NUM_UNITS, NUM_UNITS)
+    transfer = source.begin_granted(asked, NUM_UNITS, NUM_UNITS // 2)
     pages = source._prompts[asked][0]
+    source.go_on(transfer)
     assert source.outcome(transfer) == "handed_over"
     sent = source._call(lambda: source._digest(pages))
     wait_for(lambda: len(destination.ended()) == num_ended + 1)

@@ -193,7 +193,7 @@ def test_a_holder_that_cannot_bring_them_from_its_host_says_so(
     begin(pair, request, source)
     pair.turns_until(lambda: pair.is_answered(request))
     assert said(pair.heard(request)) == answer_alone(alone, request)
-    assert pulls(pair, pulls_failed=1) and "no room to bring it from the host" in caplog.text
+    assert pulls(pair, pulls_failed=1) and "no room to copy it from the host" in caplog.text
 
 
 def test_without_room_for_the_pages_all_is_computed(make_pair: MakePair, alone: Engine) -> None:

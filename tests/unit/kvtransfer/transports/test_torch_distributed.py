@@ -141,7 +141,7 @@ def test_closed_destination_ends_its_pairs(destination: Destination, sender: Gro
     ("change", "reason"),
     [
         ({"transport": "nccl"}, "a listener of gloo"),
-        ({"rank": 1}, "no rank 1"),
+        ({"rank": 1}, "rank 1 is out of range"),
         ({"layout": OTHER_MODEL}, "num_layers"),
         ({"payload_bytes": 1}, "of 1 there"),
     ],
