@@ -91,7 +91,7 @@ class Attempt:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all KV of the prompt is here, and the token that follows."""
+        """True when all KV of the prompt is here, and the token that follows."""
         filled = self.filled
         return self.first is not None and filled is not None and filled.num_tokens == len(self.token_ids)
 

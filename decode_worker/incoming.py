@@ -1,7 +1,7 @@
 """Pages that other workers send to attempts: of a whole prompt, or of a prefix that they hold.
 
-1. `grant` claims nothing itself: the caller has claimed the cached prefix and made room. The prefill worker
-   is told which pages to write.
+1. `grant` tells the prefill worker which pages to write. The caller has claimed the cached prefix and made
+   room.
 2. `pull` instead fetches a prefix that another worker holds, of a prompt that this worker computes.
 3. `poll` returns the attempts whose transfer has ended. `drop` ends a transfer; pages that arrive after it
    are released.
@@ -18,9 +18,8 @@ from baton.kvtransfer.prefixes import PulledPrefixes
 from baton.kvtransfer.protocol.handoff import HandoffOutcome, TransferEnded
 from baton.request import FilledPages
 
-TRANSFER_TIMEOUT_S: Final = (
-    600.0  # from the grant on, the prompt's time in the prefill worker's queue included
-)
+# From the grant on; the time that the prompt waits in the prefill worker counts too.
+TRANSFER_TIMEOUT_S: Final = 600.0
 
 
 class ReceivedPages(NamedTuple):
