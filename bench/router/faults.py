@@ -86,11 +86,11 @@ class HurtRedis:
         await self._redis.start()
         (self._folder / DUMP).unlink()
 
-    async def num_pages(self) -> int:
-        """Return how many pages of workers Redis lists; 0 where Redis does not answer."""
+    async def snapshot_bytes(self) -> int:
+        """Return the size of the workers' snapshots, 16 bytes a page; 0 where Redis does not answer."""
         try:
-            names = await self._ask("KEYS", "baton:*:pages")
-            return sum([int(await self._ask("HLEN", name)) for name in names])
+            keys = await self._ask("KEYS", "baton:*:workers:*")
+            return sum([int(await self._ask("STRLEN", key)) for key in keys])
         except REDIS_FAILURES:
             return 0
 
@@ -167,10 +167,10 @@ async def _hurt(
     clients = Clients(cluster.url, questions, 0, NUM_CLIENTS)
     async with clients.asking():
         await asyncio.sleep(rest_s)  # until routers and Redis know the pages of workers
-        num_pages, before = await redis.num_pages(), await _routers(cluster)
+        snapshot_bytes, before = await redis.snapshot_bytes(), await _routers(cluster)
         await fault(redis)
         begin_s = perf_counter()
-        while await redis.num_pages() < num_pages and perf_counter() - begin_s <= 2 * REWARMED_S:
+        while await redis.snapshot_bytes() < snapshot_bytes and perf_counter() - begin_s <= 2 * REWARMED_S:
             await asyncio.sleep(0.02)
         rewarmed_s = perf_counter() - begin_s
         await asyncio.sleep(rest_s)
@@ -178,7 +178,7 @@ async def _hurt(
     return [
         *_answer_rows(name, clients),
         at_most(f"{name}: routing p99", 1000 * routing.routing_quantile_s(0.99), "ms", ROUTING_MS),
-        at_most(f"{name}: rewarmed after", rewarmed_s, "s", REWARMED_S, f"{num_pages} pages"),
+        at_most(f"{name}: rewarmed after", rewarmed_s, "s", REWARMED_S, f"{snapshot_bytes:,} bytes"),
     ]
 
 

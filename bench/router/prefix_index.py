@@ -1,7 +1,6 @@
-"""The cost of the prefix index: look-ups, decisions of the policy `cost`, changes, memory, and Redis.
+"""The cost of the prefix index: look-ups, decisions of the policy `cost`, changes and memory.
 
-python -m baton.bench.router.prefix_index [--pages 10000000] [--workers 1000] [--matches 3000] [--without-
-redis]
+python -m baton.bench.router.prefix_index [--pages 10000000] [--workers 1000] [--matches 3000]
 
 A decision is the look-up, the comparison and the choice, before workers of which half prefill and half
 decode. Times of the index and of decisions are this process's CPU time, as other processes share the
@@ -9,7 +8,6 @@ machine; those of Redis are by the clock.
 """
 
 import argparse
-import asyncio
 import os
 import sys
 from collections.abc import Iterator
@@ -17,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from random import Random
 from statistics import median, quantiles
-from time import perf_counter, process_time, thread_time_ns
+from time import process_time, thread_time_ns
 from typing import Final
 
 import msgspec
@@ -30,7 +28,6 @@ from baton.bench.report import (
     add_output_option,
     at_least,
     at_most,
-    format_number,
     run_command,
     run_suite,
 )
@@ -48,16 +45,12 @@ from baton.router.membership import Member
 from baton.router.policies.base import ClusterView, PolicyContext, WorkerPool
 from baton.router.policies.cost import CostPolicy
 from baton.router.policies.cost_model import CostModel
-from baton.router.redis.link import RedisLink, RedisMatcher
-from baton.router.redis.messages import Codec
-from baton.router.redis.server import PrivateRedis, find_program
 
 PROMPT_PAGES: Final = 752  # 12,000 tokens
 SHARED_PAGES: Final = 200  # of every prompt, as of an operator's instructions
 SIBLING_PAGES: Final = 300  # of a prompt that a second worker has too
 LIMIT_BYTES: Final = 1.5e9
 MESSAGE_PAGES: Final = (752, 64)
-REDIS_PROMPTS: Final = 200
 SMALL: Final = 4  # workers of the second cluster in which decisions are timed
 DECISION_BARS_US: Final = (100.0, 500.0)  # p50, p99
 
@@ -184,41 +177,6 @@ def growth_percent(num_prefixes: int, rng: np.random.Generator) -> float:
     return 100 * (_resident_bytes() / settled_bytes - 1)
 
 
-async def redis_times_ms(num_matches: int, rng: np.random.Generator) -> list[float]:
-    """Return the times of look-ups, one after another over one connection, one round trip each."""
-    async with PrivateRedis() as redis:
-        index = PrefixIndex(ManualClock())
-        link = RedisLink(redis.url, "bench", Codec(bytes(32)), "0" * 32, index, lambda message: None)
-        linking = asyncio.create_task(link.run())
-        workers = workers_with(8, 2 * REDIS_PROMPTS * PROMPT_PAGES)
-        shared, teller, prompts = rng.bytes(KEY_BYTES * SHARED_PAGES), Teller(index), []
-        for worker in workers:
-            index.join(worker)
-            link.joined(worker)
-            link.pages(worker.id, teller.stores(worker, shared))
-        for number in range(REDIS_PROMPTS):
-            own = rng.bytes(KEY_BYTES * (PROMPT_PAGES - SHARED_PAGES))
-            link.pages(workers[number % 8].id, teller.stores(workers[number % 8], own))
-            prompts.append(shared + own)
-        async with asyncio.timeout(60):
-            while not link.is_up or link.num_untold:
-                await asyncio.sleep(0.01)
-        linking.cancel()
-        await asyncio.gather(linking, return_exceptions=True)
-        return await _ask(RedisMatcher(redis.url, "bench"), prompts, num_matches)
-
-
-async def _ask(matcher: RedisMatcher, prompts: list[bytes], num_matches: int) -> list[float]:
-    times_ms = []
-    for number in range(num_matches):
-        started_s = perf_counter()
-        found = await matcher.match(prompts[number % len(prompts)])
-        times_ms.append(1e3 * (perf_counter() - started_s))
-        assert max(found.values()) == PROMPT_PAGES
-    await matcher.aclose()
-    return times_ms
-
-
 def _resident_bytes() -> float:
     return (resident_mib(os.getpid()) or 0.0) * 2**20
 
@@ -317,20 +275,6 @@ def index_rows(num_pages: int, num_workers: int, num_matches: int, report: Repor
     return rows
 
 
-def redis_rows(num_matches: int) -> list[Row]:
-    """Time look-ups in Redis."""
-    if find_program() is None:
-        return [Row("Redis", None, "", note="there is no redis-server on PATH")]
-    times_ms = asyncio.run(redis_times_ms(num_matches, np.random.default_rng(0)))
-    per_s = PROMPT_PAGES / median(times_ms) / 1e3
-    note = f"one round trip each; {format_number(1e3 / median(times_ms))} prompts a second"
-    return [
-        at_most(f"Redis: match of {PROMPT_PAGES} pages, p50", median(times_ms), "ms", 1.0, note),
-        at_most(f"Redis: match of {PROMPT_PAGES} pages, p99", quantiles(times_ms, n=100)[98], "ms", 3.0),
-        at_least("Redis: pages looked up", per_s, "M/s", 1.0, "at the median; most by their neighbours"),
-    ]
-
-
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the suite's options."""
     parser.add_argument("--pages", type=int, default=10_000_000, help="in the index (10 million)")
@@ -338,16 +282,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--matches", type=int, default=3000, help="look-ups and decisions that are timed (3000)"
     )
-    parser.add_argument("--without-redis", action="store_true")
     add_output_option(parser)
 
 
 def measure(options: argparse.Namespace, report: Report) -> None:
-    """Measure the index in memory, then in Redis."""
+    """Measure the index."""
     report.rows += index_rows(options.pages, options.workers, options.matches, report)
-    if not options.without_redis:
-        report.tell("Redis")
-        report.rows += redis_rows(options.matches)
 
 
 run = partial(run_suite, measure, name="prefix_index", title="prefix index")

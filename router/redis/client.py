@@ -2,15 +2,12 @@
 
 The keys of one namespace, all under one prefix:
 
-workers  id -> description of the worker           names    name -> id of its newest life
-numbers  id -> a small number that Redis mints     owners   number -> id, of live workers only
-next     id -> number of the worker's next event   leases   id -> milliseconds at which the worker is dead
-pages    key -> its holders, 4 bytes each: twice the number, plus 1 in the host tier
-fenced   ids that may not return                   events   the stream that routers follow
+workers  id -> description of the worker           names   name -> id of its newest life
+numbers  id -> number of the worker's next event   leases  id -> milliseconds at which the worker is dead
+fenced   ids that may not return                   events  the stream that routers follow
+workers:ID  the snapshot of a worker's pages
 
-A number without an owner holds nothing, so the pages of a dead life vanish in one step; `sweep` removes their
-rest from `pages` little by little. Keys are first halves of page keys, as in the routers. `match` answers for
-a whole prompt in one round trip. A namespace that no router has renewed for a day expires.
+A namespace that no router has renewed for a day expires.
 
 Each script of scripts/ is one atomic step and uses commands of Redis 6.2: EVALSHA, not functions.
 """
@@ -37,30 +34,26 @@ class Names(NamedTuple):
     workers: str
     names: str
     numbers: str
-    owners: str
-    next: str
     leases: str
-    pages: str
     fenced: str
     events: str
-    counter: str
 
     @classmethod
     def of(cls, namespace: str) -> "Names":
         """The keys of this namespace."""
         return cls(*(f"baton:{{{namespace}}}:{name}" for name in cls._fields))
 
+    def snapshot(self, worker_id: str) -> str:
+        """The key of a worker's snapshot."""
+        return f"{self.workers}:{worker_id}"
 
-_NAMES: Final = ("join", "leave", "renew", "apply", "match", "sweep", "relieve")
+
+_SCRIPTS: Final = ("join", "leave", "renew", "publish", "relieve")
 
 
 def _source(script: str) -> str:
     """The source of a script: a local for each key, common.lua, and the body."""
-    # `next` is a function of Lua.
-    keys = [
-        f"local {'next_of' if name == 'next' else name} = KEYS[{i}]"
-        for i, name in enumerate(Names._fields, 1)
-    ]
+    keys = [f"local {name} = KEYS[{i}]" for i, name in enumerate(Names._fields, 1)]
     folder = Path(__file__).with_name("scripts")
     return "\n".join((*keys, (folder / "common.lua").read_text(), (folder / f"{script}.lua").read_text()))
 
@@ -131,8 +124,8 @@ class RedisConnection:
         self._digests: dict[str, str] = {}
 
     async def load(self) -> None:
-        """Load the scripts; to be called before the first `run` or `run_all`."""
-        for name in _NAMES:
+        """Load the scripts. Call before the first `run_all`."""
+        for name in _SCRIPTS:
             self._digests[name] = await self.call("SCRIPT LOAD", _source(name))
 
     async def call(self, *words: Argument, **options: object) -> Reply:
@@ -146,10 +139,6 @@ class RedisConnection:
         except ResponseError:
             return 0
         return int(found.get("maxmemory", 0))
-
-    async def run(self, script: str, *arguments: Argument) -> Reply:
-        """Run a script."""
-        return await self.call(*self._words(Command(script, arguments)))
 
     async def run_all(self, commands: Iterable[Command]) -> Sequence[Reply]:
         """Run commands in one round trip. The reply of a command that Redis refuses is its ResponseError."""

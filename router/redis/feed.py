@@ -15,7 +15,7 @@ import numpy as np
 
 from baton.errors import WireError
 from baton.router.index.prefix_index import PrefixIndex
-from baton.router.redis.client import RedisConnection
+from baton.router.redis.client import Names, RedisConnection
 from baton.router.redis.messages import AnyShared, Codec, SharedJoined, SharedLeft, Snapshot
 from baton.router.redis.outbox import RedisOutbox
 
@@ -32,6 +32,7 @@ class Feed:
 
     def __init__(
         self,
+        names: Names,
         outbox: RedisOutbox,
         codec: Codec,
         router_id: str,
@@ -39,6 +40,7 @@ class Feed:
         counters: Counter[str],
         on_shared: Callable[[AnyShared], None],
     ) -> None:
+        self._names = names
         self._outbox = outbox
         self._codec = codec
         self._router_id = router_id.encode()
@@ -48,10 +50,10 @@ class Feed:
         self._foreign: set[str] = set()  # workers that are not connected to this router
         self._doubtful: set[str] = set()  # foreign workers with a gap
 
-    async def learn(self, redis: RedisConnection, events: str, workers: str) -> str:
+    async def learn(self, redis: RedisConnection) -> str:
         """Read workers and snapshots. Returns the id of the stream entry to follow from."""
-        follow_from = await last_stream_id(redis, events)
-        alive: dict[bytes, bytes] = await redis.call("HGETALL", workers)
+        follow_from = await last_stream_id(redis, self._names)
+        alive: dict[bytes, bytes] = await redis.call("HGETALL", self._names.workers)
         self._forget_all_but({worker_id.decode(errors="replace") for worker_id in alive})
         for body in alive.values():
             worker = self._checked(self._codec.decode_worker, body)
@@ -63,10 +65,10 @@ class Feed:
             follow_from = min(follow_from, seen, key=_order)
         return follow_from
 
-    async def follow(self, redis: RedisConnection, events: str, after: str) -> str:
+    async def follow(self, redis: RedisConnection, after: str) -> str:
         """Apply the next entries. Returns the id of the last one; `after` if none has come for BLOCK_MS."""
         limits = ("COUNT", MAX_ENTRIES, "BLOCK", BLOCK_MS)
-        reply = await redis.call("XREAD", *limits, "STREAMS", events, after)
+        reply = await redis.call("XREAD", *limits, "STREAMS", self._names.events, after)
         for entry_id, fields in reply[0][1] if reply else ():
             after = entry_id.decode()
             self._read(fields)
@@ -119,7 +121,7 @@ class Feed:
         """Restore a snapshot. Returns the id of the stream entry from which on the worker's events are
         needed.
         """
-        body = await redis.call("GET", self._outbox.snapshot_key(worker_id))
+        body = await redis.call("GET", self._names.snapshot(worker_id))
         read = partial(self._codec.decode_snapshot, worker_id)
         snapshot = None if body is None else self._checked(read, body)
         if snapshot is None:
@@ -147,9 +149,10 @@ class Feed:
             return None
 
 
-async def last_stream_id(redis: RedisConnection, events: str) -> str:
+async def last_stream_id(redis: RedisConnection, names: Names) -> str:
     """The id of the newest stream entry."""
-    newest: list[tuple[bytes, Fields]] = await redis.call("XREVRANGE", events, "+", "-", "COUNT", 1)
+    words = ("XREVRANGE", names.events, "+", "-", "COUNT", 1)
+    newest: list[tuple[bytes, Fields]] = await redis.call(*words)
     return newest[0][0].decode() if newest else FROM_THE_START
 
 

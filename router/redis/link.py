@@ -5,8 +5,8 @@
 2. The router calls `joined`, `left`, `pages` and `share`, none of which waits. Routing reads the index of
    this process alone, and works the same without Redis.
 3. A failure, or a reply that takes longer than a second, ends both connections. After a pause they are made
-   again: Redis is told the workers that are connected here, and their pages where it has missed or lost some;
-   then 1.
+   again. The workers that are connected here join Redis again, and the snapshots of workers with lost events
+   are written again; then 1.
 
 A Redis that is gone, hung, empty or old costs hints about other routers' workers, and this process a try
 every few seconds.
@@ -22,18 +22,16 @@ from typing import Any, Final
 from baton.messages.control import KvEventBatch
 from baton.messages.workers import Worker
 from baton.router.index.prefix_index import PrefixIndex
-from baton.router.index.prompt_keys import first_halves
 from baton.router.redis.client import REDIS_FAILURES, Command, Names, RedisConnection, Reply, is_full
 from baton.router.redis.feed import Feed, last_stream_id
 from baton.router.redis.messages import AnyShared, Codec
-from baton.router.redis.outbox import RedisBudget, RedisOutbox
+from baton.router.redis.outbox import RedisOutbox, stream_budget
 
 RENEW_S: Final = 2.0
 PAUSE_S: Final = 0.05  # once all is sent: commands that arrive meanwhile share a round trip
 SNAPSHOT_EVERY_S: Final = 1.0  # of each worker
 SNAPSHOT_S: Final = 0.1  # the shortest time between two snapshots of any workers
 SETTLE_S: Final = 1.0
-SWEPT_PAGES: Final = 500  # at each renewal
 LEAST_PAUSE_S: Final = 0.1
 MOST_PAUSE_S: Final = 3.0
 IDLE_S: Final = 0.1
@@ -62,9 +60,8 @@ class RedisLink:
         self._names = Names.of(namespace)
         self._index = index
         self._outbox = RedisOutbox(self._names, codec, router_id, index, self.counters)
-        self._feed = Feed(self._outbox, codec, router_id, index, self.counters, on_shared)
+        self._feed = Feed(self._names, self._outbox, codec, router_id, index, self.counters, on_shared)
         self._publisher = asyncio.Event()
-        self._cursor = 0
         self._num_full = 0  # times in a row that Redis was out of memory before all was sent
         RedisConnection(url, self._names)
 
@@ -90,7 +87,7 @@ class RedisLink:
         self._publisher.set()
 
     @property
-    def num_untold(self) -> int:
+    def num_unsent(self) -> int:
         """The number of unsent commands and stale workers, plus 1 when a snapshot is due."""
         return len(self._outbox) + (self._outbox.next_to_snapshot() is not None)
 
@@ -124,10 +121,10 @@ class RedisLink:
             stack.push_async_callback(teller.aclose)
             stack.push_async_callback(follower.aclose)
             await teller.load()
-            self._outbox.room = RedisBudget.of(await teller.max_memory_bytes())
+            self._outbox.budget_bytes = stream_budget(await teller.max_memory_bytes())
             await self._relieve(teller)
             await self._rejoin(teller)
-            after = await self._feed.learn(follower, self._names.events, self._names.workers)
+            after = await self._feed.learn(follower)
             self.is_up = True
             self.has_learned.set()
             logger.info("the link to Redis is up")
@@ -152,8 +149,9 @@ class RedisLink:
         loop = asyncio.get_running_loop()
         renew_at_s = snapshot_at_s = loop.time()
         while True:
-            batch = self._outbox.take_batch()
-            if batch:
+            if self._outbox.has_stale:
+                await self._write_snapshot(teller)
+            elif batch := self._outbox.take_batch():
                 await self._send(teller, batch)
                 if not len(self._outbox):
                     await asyncio.sleep(PAUSE_S)
@@ -164,14 +162,14 @@ class RedisLink:
                 num_workers = max(1, len(self._outbox.workers))
                 snapshot_at_s = loop.time() + max(SNAPSHOT_S, SNAPSHOT_EVERY_S / num_workers)
                 await self._write_snapshot(teller)
-            if not self.num_untold:
+            if not self.num_unsent:
                 self._num_full = 0
             if not len(self._outbox):
                 self._publisher.clear()
                 await self._wait_for_news()
 
-    async def _send(self, teller: RedisConnection, batch: list[Command]) -> None:
-        for command, reply in zip(batch, await teller.run_all(batch), strict=True):
+    async def _send(self, teller: RedisConnection, commands: Sequence[Command]) -> None:
+        for command, reply in zip(commands, await teller.run_all(commands), strict=True):
             self._outbox.answered(command, reply)
             self._check(reply)
 
@@ -189,29 +187,23 @@ class RedisLink:
             return  # leases may be due
 
     async def _renew(self, teller: RedisConnection) -> None:
-        sweep = Command("sweep", (self._cursor, SWEPT_PAGES))
-        dead, cursor = await teller.run_all([self._outbox.renew(), sweep])
-        for reply in (dead, cursor):
-            self._check(reply)
-        self._cursor = int(cursor)
+        (dead,) = await teller.run_all([self._outbox.renew()])
+        self._check(dead)
         for worker_id in dead:
             self._feed.forget(worker_id.decode(errors="replace"))
-            self._outbox.buried(worker_id.decode(errors="replace"))
+            self._outbox.expired(worker_id.decode(errors="replace"))
 
     async def _write_snapshot(self, teller: RedisConnection) -> None:
         worker_id = self._outbox.next_to_snapshot()
-        if worker_id is None:
-            return
-        stream_id = await last_stream_id(teller, self._names.events)
-        command = self._outbox.snapshot(worker_id, stream_id)
-        if command is not None:
-            await self._send(teller, [command])
+        if worker_id is not None:
+            stream_id = await last_stream_id(teller, self._names)
+            await self._send(teller, self._outbox.snapshot(worker_id, stream_id))
 
     async def _follow(self, follower: RedisConnection, after: str) -> None:
         loop = asyncio.get_running_loop()
         settle_at_s = loop.time()
         while True:
-            after = await self._feed.follow(follower, self._names.events, after)
+            after = await self._feed.follow(follower, after)
             if loop.time() >= settle_at_s:
                 settle_at_s = loop.time() + SETTLE_S
                 await self._feed.settle_doubts(follower)
@@ -247,26 +239,3 @@ async def _end(tasks: Sequence[asyncio.Task[None]]) -> None:
             task.exception()  # retrieved, so that asyncio does not log it
     if again is not None:
         raise again
-
-
-class RedisMatcher:
-    """Asks Redis for the holders of a prompt, one round trip each: for a process without an index."""
-
-    def __init__(self, url: str, namespace: str) -> None:
-        self._redis = RedisConnection(url, Names.of(namespace))
-        self._is_loaded = False
-
-    async def match(self, keys: bytes) -> dict[str, int]:
-        """Worker id -> number of first pages that the worker holds, without zeros. keys: 16 bytes a page.
-
-        Raises RedisError, OSError or TimeoutError within a second when Redis does not answer.
-        """
-        if not self._is_loaded:
-            await self._redis.load()
-            self._is_loaded = True
-        reply = await self._redis.run("match", first_halves(keys))
-        return {worker.decode(): int(length) for worker, length in zip(reply[::2], reply[1::2], strict=True)}
-
-    async def aclose(self) -> None:
-        """Close the connection."""
-        await self._redis.aclose()

@@ -96,13 +96,13 @@ def test_a_redis_that_is_hurt_fails_no_request_and_is_told_all_again(
     redis: HurtRedis, cluster: ProcessCluster, llm: LLM, act: Act
 ) -> None:
     redis.remember()
-    num_before = redis.num_pages()
+    num_before = redis.snapshot_bytes()
     load = Load(cluster, llm, seed=num_before)  # new prompts: Redis is set back to what knows nothing of them
     load.answer(20)
-    load.until(lambda: redis.num_pages() > num_before)
-    num_pages = redis.num_pages()
+    load.until(lambda: redis.snapshot_bytes() > num_before)
+    num_pages = redis.snapshot_bytes()
     act(redis, load)
-    load.until(lambda: redis.num_pages() >= num_pages and all_are_up(cluster), REWARMED_S)
+    load.until(lambda: redis.snapshot_bytes() >= num_pages and all_are_up(cluster), REWARMED_S)
     load.answer(20)
     load.finish()
 

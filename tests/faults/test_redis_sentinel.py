@@ -11,7 +11,7 @@ import pytest
 from baton.router.redis.client import REDIS_FAILURES, Names, RedisConnection
 from baton.router.redis.server import find_program
 from tests.node_peers import a_worker
-from tests.unit.router.redis_routers import CHAIN, RouterStandIn, pages_at, running, until
+from tests.unit.router.redis_routers import CHAIN, RouterStandIn, known_from, running, until
 
 pytestmark = pytest.mark.skipif(find_program() is None, reason="there is no redis-server on PATH")
 
@@ -85,16 +85,16 @@ def test_the_next_master_is_told_all(tmp_path: Path, free_ports: list[int]) -> N
             async with running(router):
                 await until(lambda: router.link.is_up)
                 router.join(W0)
-                router.says(W0, CHAIN)
-                await until(lambda: router.link.num_untold == 0)
-                assert await pages_at(url) == {W0.id: 40}
+                router.report(W0, CHAIN)
+                await until(lambda: router.link.num_unsent == 0)
+                assert await known_from(url) == {W0.id: 40}
                 master.kill()
                 await until(lambda: not router.link.is_up)
-                router.says(W0, CHAIN[:32])  # while nobody listens
+                router.report(W0, CHAIN[:32])  # while nobody listens
                 async with asyncio.timeout(30):
-                    while not router.link.is_up or router.link.num_untold:
+                    while not router.link.is_up or router.link.num_unsent:
                         await asyncio.sleep(0.05)
-                assert await pages_at(url) == {W0.id: 40}
+                assert await known_from(url) == {W0.id: 40}
                 assert await answer_of(free_ports[1], "HGETALL", "baton:{f}:names")
 
     asyncio.run(scene())

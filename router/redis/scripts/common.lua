@@ -4,7 +4,5 @@ local function now_ms()
   return tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
 end
 local function remove_worker(id)
-  local number = redis.call('HGET', numbers, id)
-  if number then redis.call('HDEL', owners, number) end
-  for _, key in ipairs({workers, numbers, next_of, leases}) do redis.call('HDEL', key, id) end
+  for _, key in ipairs({workers, numbers, leases}) do redis.call('HDEL', key, id) end
 end

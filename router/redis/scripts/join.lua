@@ -11,9 +11,4 @@ end
 redis.call('HSET', names, name, id)
 redis.call('HSET', workers, id, ARGV[3])
 redis.call('HSET', leases, id, now_ms() + tonumber(ARGV[4]))
-if redis.call('HEXISTS', numbers, id) == 0 then
-  local number = redis.call('INCR', counter)
-  redis.call('HSET', numbers, id, number)
-  redis.call('HSET', owners, number, id)
-end
-return tonumber(redis.call('HGET', next_of, id) or '-1') or -1
+return tonumber(redis.call('HGET', numbers, id) or '-1') or -1

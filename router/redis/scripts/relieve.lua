@@ -1,10 +1,10 @@
 -- ARGV: 1 to drop everything, 0 to drop half of the stream; keys of snapshots ...
--- Needs no memory. The newest id of each name and the fenced ids stay. Routers find their workers unknown, and send
--- all their pages again.
+-- Needs no memory. The newest id of each name and the fenced ids stay. Routers find their workers unknown, and write
+-- the workers' snapshots again.
 for i = 2, #ARGV do redis.call('UNLINK', ARGV[i]) end
 if ARGV[1] == '0' then
   redis.call('XTRIM', events, 'MAXLEN', math.floor(redis.call('XLEN', events) / 2))
 else
-  redis.call('UNLINK', workers, numbers, owners, next_of, leases, pages, events)
+  redis.call('UNLINK', workers, numbers, leases, events)
 end
 return 0

@@ -1,31 +1,36 @@
-"""What stands in for two routers: an index and a link each, over a Redis of their own."""
+"""Stand-ins for routers that share through a real redis-server, and a reader of what Redis holds."""
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any, TypeAlias
 
 import numpy as np
 
-from baton.clock import SystemClock
+from baton.clock import ManualClock, SystemClock
 from baton.messages.control import KvEventBatch
 from baton.messages.workers import Tier, Worker
 from baton.pages import KEY_BYTES
 from baton.router.index.prefix_index import PrefixIndex
-from baton.router.redis.link import RedisLink, RedisMatcher
+from baton.router.redis.client import Names, RedisConnection
+from baton.router.redis.feed import Feed, last_stream_id
+from baton.router.redis.link import RedisLink
 from baton.router.redis.messages import AnyShared, Codec
+from baton.router.redis.outbox import RedisOutbox
 from baton.router.redis.server import PrivateRedis
 from tests.node_peers import id_of
 
 CODEC = Codec(b"k" * 32)
+NAMES = Names.of("f")
 RNG = np.random.default_rng(1)
 CHAIN = RNG.bytes(40 * KEY_BYTES)
 DEADLINE_S = 20.0
-SEEN_S = 0.25  # by the other router, as a rule: a few milliseconds, and more where all cores are busy
+SEEN_S = 0.25  # a message reaches the other router in a few milliseconds, later where all cores are busy
 
 
 class RouterStandIn:
-    """Does with what its workers say what a router does."""
+    """An index and a link, which do with workers' events what a router does."""
 
     def __init__(self, url: str, name: str, namespace: str = "f") -> None:
         self.index = PrefixIndex(SystemClock(), 100_000)
@@ -41,15 +46,16 @@ class RouterStandIn:
         self.index.forget(worker.id)
         self.link.left(worker.id)
 
-    def says(
+    def report(
         self,
         worker: Worker,
         keys: bytes,
         *,
         is_stored: bool = True,
         tier: Tier = Tier.DEVICE,
-        afresh: bool = False,
+        is_afresh: bool = False,
     ) -> None:
+        """Take the worker's report that it has stored these pages, or removed them."""
         num_pages = len(keys) // KEY_BYTES
         first = self._next.get(worker.id, 0)
         self._next[worker.id] = first + num_pages
@@ -59,19 +65,24 @@ class RouterStandIn:
             pages=tuple(range(num_pages)) if is_stored else (-1,) * num_pages,
             generations=(first + 1,) * num_pages,
             tier=tier,
-            is_afresh=afresh,
+            is_afresh=is_afresh,
         )
         assert self.index.apply(worker.id, events)
         self.link.pages(worker.id, events)
 
     def held(self, worker: Worker, keys: bytes = CHAIN) -> int:
-        slot = self.index.slot(worker.id)
-        return 0 if slot is None else self.index.holdings(keys).num_pages(1 << slot)
+        return num_held(self.index, worker.id, keys)
+
+
+def num_held(index: PrefixIndex, worker_id: str, keys: bytes = CHAIN) -> int:
+    """The number of the chain's first pages that a worker holds, as this index knows."""
+    slot = index.slot(worker_id)
+    return 0 if slot is None else index.holdings(keys).num_pages(1 << slot)
 
 
 @asynccontextmanager
 async def running(*routers: RouterStandIn) -> AsyncIterator[None]:
-    """Their links, all of them up at the start unless Redis is not there."""
+    """Run the links of these routers."""
     tasks = [asyncio.create_task(router.link.run()) for router in routers]
     try:
         yield
@@ -82,7 +93,7 @@ async def running(*routers: RouterStandIn) -> AsyncIterator[None]:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """TimeoutError when it does not come true."""
+    """Wait until the condition is true. Raises TimeoutError after DEADLINE_S."""
     async with asyncio.timeout(DEADLINE_S):
         while not condition():
             await asyncio.sleep(0.005)
@@ -92,6 +103,8 @@ Scene: TypeAlias = Callable[[PrivateRedis], Coroutine[Any, Any, None]]
 
 
 def play(scene: Scene) -> None:
+    """Run a scene with a redis-server of its own."""
+
     async def with_redis() -> None:
         async with PrivateRedis() as redis:
             await scene(redis)
@@ -99,21 +112,33 @@ def play(scene: Scene) -> None:
     asyncio.run(with_redis())
 
 
-async def pages_in_redis(redis: PrivateRedis, keys: bytes = CHAIN) -> dict[str, int]:
-    return await pages_at(redis.url, keys)
-
-
-async def pages_at(url: str, keys: bytes = CHAIN) -> dict[str, int]:
-    """How many of the chain's first pages each worker holds, as that Redis says."""
-    matcher = RedisMatcher(url, "f")
+@asynccontextmanager
+async def connected(url: str) -> AsyncIterator[RedisConnection]:
+    """A connection for a test's own commands."""
+    connection = RedisConnection(url, NAMES)
     try:
-        return await matcher.match(keys)
+        yield connection
     finally:
-        await matcher.aclose()
+        await connection.aclose()
 
 
-async def until_redis_says(redis: PrivateRedis, expected: dict[str, int]) -> None:
-    async with asyncio.timeout(20):
-        while (found := await pages_in_redis(redis)) != expected:
-            assert found is not None
+async def known_from(url: str, keys: bytes = CHAIN) -> dict[str, int]:
+    """What a new router learns from Redis: worker id -> first pages of the chain, without zeros."""
+    index, counters = PrefixIndex(ManualClock(), 100_000), Counter[str]()
+    outbox = RedisOutbox(NAMES, CODEC, id_of("reader"), index, counters)
+    feed = Feed(NAMES, outbox, CODEC, id_of("reader"), index, counters, lambda message: None)
+    async with connected(url) as connection:
+        after = await feed.learn(connection)
+        while after != await last_stream_id(connection, NAMES):
+            after = await feed.follow(connection, after)
+        await feed.settle_doubts(connection)
+        workers: list[bytes] = await connection.call("HKEYS", NAMES.workers)
+    held = {worker.decode(): num_held(index, worker.decode(), keys) for worker in workers}
+    return {worker_id: num_pages for worker_id, num_pages in held.items() if num_pages}
+
+
+async def until_known(redis: PrivateRedis, expected: dict[str, int]) -> None:
+    """Wait until a new router would learn this from Redis."""
+    async with asyncio.timeout(DEADLINE_S):
+        while await known_from(redis.url) != expected:
             await asyncio.sleep(0.01)

@@ -142,12 +142,12 @@ def test_what_comes_together_is_told_together() -> None:
         async with running(one):
             await until(lambda: one.link.is_up)
             one.join(WORKERS["p0"])
-            await until(lambda: not one.link.num_untold)
+            await until(lambda: not one.link.num_unsent)
             before, begun_s = await counts(client), time.monotonic()
             for number in range(100):
-                one.says(WORKERS["p0"], CHAIN[number % 40 * KEY_BYTES :][:KEY_BYTES], afresh=number == 0)
+                one.report(WORKERS["p0"], CHAIN[number % 40 * KEY_BYTES :][:KEY_BYTES], is_afresh=number == 0)
                 await asyncio.sleep(0.003)
-            await until(lambda: not one.link.num_untold)
+            await until(lambda: not one.link.num_unsent)
             grown, took_s = await counts(client), time.monotonic() - begun_s
             grown.subtract(before)
         await client.aclose()

@@ -6,23 +6,23 @@ import time
 import pytest
 
 from baton.messages.control import KvEventBatch
-from baton.messages.workers import Tier, Worker
+from baton.messages.workers import Tier
 from baton.pages import KEY_BYTES
 from baton.router.redis import link, outbox
-from baton.router.redis.client import Names, RedisConnection
 from baton.router.redis.messages import SharedDispatch, SharedEnded
 from baton.router.redis.server import PrivateRedis, find_program
 from tests.node_peers import a_worker, id_of
 from tests.unit.router.redis_routers import (
     CHAIN,
+    NAMES,
     RNG,
     SEEN_S,
     RouterStandIn,
-    pages_in_redis,
+    connected,
     play,
     running,
     until,
-    until_redis_says,
+    until_known,
 )
 
 pytestmark = pytest.mark.skipif(find_program() is None, reason="there is no redis-server on PATH")
@@ -30,16 +30,16 @@ pytestmark = pytest.mark.skipif(find_program() is None, reason="there is no redi
 W0, W1 = a_worker("w0", num_pages=5000), a_worker("w1", num_pages=5000)
 
 
-def test_one_router_learns_of_the_workers_of_another() -> None:
+def test_router_learns_of_the_workers_of_another_router() -> None:
     async def scene(redis: PrivateRedis) -> None:
         first, second = RouterStandIn(redis.url, "first"), RouterStandIn(redis.url, "second")
         async with running(first, second):
             await until(lambda: first.link.is_up and second.link.is_up)
             first.join(W0)
-            first.says(W0, CHAIN)
+            first.report(W0, CHAIN)
             await until(lambda: second.held(W0) == 40)
             assert second.index.locate(W0.id, CHAIN) == first.index.locate(W0.id, CHAIN)
-            first.says(W0, CHAIN[-KEY_BYTES:], is_stored=False)
+            first.report(W0, CHAIN[-KEY_BYTES:], is_stored=False)
             await until(lambda: second.held(W0) == 39)
             first.leave(W0)
             await until(lambda: second.index.slot(W0.id) is None)
@@ -47,7 +47,7 @@ def test_one_router_learns_of_the_workers_of_another() -> None:
     play(scene)
 
 
-def test_a_dispatch_is_soon_known_to_the_other_router() -> None:
+def test_dispatch_is_soon_known_to_the_other_router() -> None:
     async def scene(redis: PrivateRedis) -> None:
         first, second = RouterStandIn(redis.url, "first"), RouterStandIn(redis.url, "second")
         dispatch = SharedDispatch(
@@ -75,73 +75,51 @@ def test_a_dispatch_is_soon_known_to_the_other_router() -> None:
     play(scene)
 
 
-def test_a_new_router_starts_with_what_the_last_one_knew() -> None:
+def test_new_router_starts_with_the_pages_that_the_last_router_knew() -> None:
     async def scene(redis: PrivateRedis) -> None:
         first = RouterStandIn(redis.url, "first")
         async with running(first):
             await until(lambda: first.link.is_up)
             first.join(W0)
-            first.says(W0, RNG.bytes(5000 * KEY_BYTES))
-            first.says(W0, CHAIN[: 20 * KEY_BYTES])
-            await until(lambda: first.link.num_untold == 0)
-            first.says(W0, CHAIN[20 * KEY_BYTES :])  # after the snapshot
-            await until_redis_says(redis, {W0.id: 40})
+            first.report(W0, RNG.bytes(5000 * KEY_BYTES))
+            first.report(W0, CHAIN[: 20 * KEY_BYTES])
+            await until(lambda: first.link.num_unsent == 0)
+            first.report(W0, CHAIN[20 * KEY_BYTES :])  # after the snapshot
+            await until_known(redis, {W0.id: 40})
         second = RouterStandIn(redis.url, "second")
         async with running(second):
             await until(lambda: second.held(W0) == 40)
             assert second.index.is_known(W0.id)
             second.join(W0)
-            assert second.index.apply(W0.id, _next_of(first, W0.id)), "there is no gap"
+            first_number = first.index.next_number(W0.id)
+            assert first_number is not None
+            events = KvEventBatch(first=first_number, keys=RNG.bytes(16), pages=(9,), generations=(9,))
+            assert second.index.apply(W0.id, events), "there is no gap"
 
     play(scene)
 
 
-def _next_of(router: RouterStandIn, worker_id: str) -> KvEventBatch:
-    first = router.index.next_number(worker_id)
-    assert first is not None
-    return KvEventBatch(first=first, keys=RNG.bytes(16), pages=(9,), generations=(9,))
-
-
-def test_redis_matches_a_chain_in_both_tiers_for_the_living_only() -> None:
+def test_redis_holds_pages_of_both_tiers_and_of_live_workers_only() -> None:
     async def scene(redis: PrivateRedis) -> None:
         router = RouterStandIn(redis.url, "first")
         async with running(router):
             await until(lambda: router.link.is_up)
             for worker in (W0, W1):
                 router.join(worker)
-            router.says(W0, CHAIN[: 8 * KEY_BYTES])
-            router.says(W0, CHAIN[6 * KEY_BYTES : 8 * KEY_BYTES], tier=Tier.HOST)
-            router.says(W0, CHAIN[6 * KEY_BYTES : 8 * KEY_BYTES], is_stored=False)
-            router.says(W1, CHAIN)
-            await until_redis_says(redis, {W0.id: 8, W1.id: 40})
-            router.says(W0, CHAIN[: 3 * KEY_BYTES], afresh=True)
-            await until_redis_says(redis, {W0.id: 3, W1.id: 40})
+            router.report(W0, CHAIN[: 8 * KEY_BYTES])
+            router.report(W0, CHAIN[6 * KEY_BYTES : 8 * KEY_BYTES], tier=Tier.HOST)
+            router.report(W0, CHAIN[6 * KEY_BYTES : 8 * KEY_BYTES], is_stored=False)
+            router.report(W1, CHAIN)
+            await until_known(redis, {W0.id: 8, W1.id: 40})
+            router.report(W0, CHAIN[: 3 * KEY_BYTES], is_afresh=True)
+            await until_known(redis, {W0.id: 3, W1.id: 40})
             router.leave(W1)
-            await until_redis_says(redis, {W0.id: 3})
+            await until_known(redis, {W0.id: 3})
 
     play(scene)
 
 
-def test_redis_matches_long_prompts_as_far_as_each_worker_holds_them() -> None:
-    async def scene(redis: PrivateRedis) -> None:
-        workers = [a_worker(f"w{number}", num_pages=5000) for number in range(6)]
-        prompt = RNG.bytes(307 * KEY_BYTES)
-        expected = dict(zip((w.id for w in workers), (1, 16, 17, 160, 306, 307), strict=True))
-        router = RouterStandIn(redis.url, "first")
-        async with running(router):
-            await until(lambda: router.link.is_up)
-            for worker in workers:
-                router.join(worker)
-                router.says(worker, prompt[: expected[worker.id] * KEY_BYTES])
-            await until(lambda: router.link.num_untold == 0)
-            assert await pages_in_redis(redis, prompt) == expected
-            assert await pages_in_redis(redis, RNG.bytes(100 * KEY_BYTES)) == {}
-            assert await pages_in_redis(redis, b"") == {}
-
-    play(scene)
-
-
-def test_a_worker_of_two_routers_is_there_until_both_have_lost_it() -> None:
+def test_events_that_two_routers_report_count_once_and_the_worker_stays_for_the_other_router() -> None:
     async def scene(redis: PrivateRedis) -> None:
         first, second = RouterStandIn(redis.url, "first"), RouterStandIn(redis.url, "second")
         async with running(first, second):
@@ -150,44 +128,48 @@ def test_a_worker_of_two_routers_is_there_until_both_have_lost_it() -> None:
                 router.join(W0)
             for part in (slice(0, 320), slice(320, 640)):
                 for router in (first, second):
-                    router.says(W0, CHAIN[part])
-            await until_redis_says(redis, {W0.id: 40})
-            second.says(W0, CHAIN[:KEY_BYTES], is_stored=False)  # it was told a moment before the first
-            first.says(W0, CHAIN[:KEY_BYTES], is_stored=False)
-            await until_redis_says(redis, {})
+                    router.report(W0, CHAIN[part])
+            await until_known(redis, {W0.id: 40})
+            second.report(W0, CHAIN[:KEY_BYTES], is_stored=False)
+            first.report(W0, CHAIN[:KEY_BYTES], is_stored=False)
+            await until_known(redis, {})
+            await until(lambda: not first.link.num_unsent and not second.link.num_unsent)
+            async with connected(redis.url) as connection:
+                entries = await connection.call("XRANGE", NAMES.events, "-", "+")
+            assert sum(b"p" in fields for _, fields in entries) == 3
             for router in (first, second):
-                router.says(W0, CHAIN[:KEY_BYTES])
-            await until_redis_says(redis, {W0.id: 40})
+                router.report(W0, CHAIN[:KEY_BYTES])
+            await until_known(redis, {W0.id: 40})
             first.leave(W0)
-            second.says(W0, CHAIN[:KEY_BYTES])
-            await until_redis_says(redis, {W0.id: 40})
+            second.report(W0, CHAIN[:KEY_BYTES])
+            await until_known(redis, {W0.id: 40})
             assert second.held(W0) == 40
             second.leave(W0)
-            await until_redis_says(redis, {})
+            await until_known(redis, {})
 
     play(scene)
 
 
-def test_a_later_life_fences_the_one_before() -> None:
+def test_later_incarnation_fences_the_earlier_one() -> None:
     async def scene(redis: PrivateRedis) -> None:
         first, second = RouterStandIn(redis.url, "first"), RouterStandIn(redis.url, "second")
         later = a_worker("w0", id=id_of("later"), num_pages=5000)
         async with running(first, second):
             await until(lambda: first.link.is_up and second.link.is_up)
             first.join(W0)
-            first.says(W0, CHAIN)
-            await until_redis_says(redis, {W0.id: 40})
+            first.report(W0, CHAIN)
+            await until_known(redis, {W0.id: 40})
             second.join(later)
-            second.says(later, CHAIN[: 2 * KEY_BYTES])
-            await until_redis_says(redis, {later.id: 2})
-            first.says(W0, CHAIN)
+            second.report(later, CHAIN[: 2 * KEY_BYTES])
+            await until_known(redis, {later.id: 2})
+            first.report(W0, CHAIN)
             await until(lambda: first.link.counters["redis_fenced"] == 1)
-            await until_redis_says(redis, {later.id: 2})
+            await until_known(redis, {later.id: 2})
 
     play(scene)
 
 
-def test_the_workers_of_a_router_that_died_are_dead_when_their_leases_are(
+def test_workers_of_a_killed_router_are_forgotten_when_their_leases_expire(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(outbox, "LEASE_MS", 300)
@@ -200,20 +182,15 @@ def test_the_workers_of_a_router_that_died_are_dead_when_their_leases_are(
                 await until(lambda: first.link.is_up and second.link.is_up)
                 first.join(W0)
                 second.join(W1)
-                first.says(W0, CHAIN)
-                second.says(W1, CHAIN)
+                first.report(W0, CHAIN)
+                second.report(W1, CHAIN)
                 await until(lambda: second.held(W0) == 40)
-                await until(lambda: first.link.num_untold == 0)
+                await until(lambda: first.link.num_unsent == 0)
             await until(lambda: second.index.slot(W0.id) is None)
-            await until_redis_says(redis, {W1.id: 40})
-            await until(lambda: second.link.num_untold == 0)
-            assert await has_snapshot(redis, W1) and not await has_snapshot(redis, W0)
-
-    async def has_snapshot(redis: PrivateRedis, worker: Worker) -> bool:
-        names = Names.of("f")
-        connection = RedisConnection(redis.url, names)
-        found = await connection.call("EXISTS", f"{names.workers}:{worker.id}")
-        await connection.aclose()
-        return bool(found)
+            await until_known(redis, {W1.id: 40})
+            await until(lambda: second.link.num_unsent == 0)
+            async with connected(redis.url) as connection:
+                found = [await connection.call("EXISTS", NAMES.snapshot(each.id)) for each in (W0, W1)]
+            assert found == [0, 1]
 
     play(scene)

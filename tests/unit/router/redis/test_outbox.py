@@ -1,6 +1,8 @@
-"""What is put down to be told to Redis, without one."""
+"""The commands that a router sends to Redis, without a Redis."""
 
+import math
 from collections import Counter
+from random import Random
 
 import numpy as np
 import pytest
@@ -9,31 +11,36 @@ from baton.clock import ManualClock
 from baton.messages.control import KvEventBatch
 from baton.messages.workers import Tier
 from baton.pages import KEY_BYTES
-from baton.router.index.prefix_index import PrefixIndex
+from baton.router.index.prefix_index import MAX_PAGES, PrefixIndex
 from baton.router.redis import outbox as redis_outbox
-from baton.router.redis.client import Command, Names
-from baton.router.redis.outbox import RedisOutbox
+from baton.router.redis.client import Command
+from baton.router.redis.outbox import (
+    MAX_STREAM_BYTES,
+    STREAM_ENTRIES,
+    RedisOutbox,
+    max_entries,
+    stream_budget,
+)
 from tests.node_peers import a_worker, id_of
-from tests.unit.router.redis_routers import CODEC
+from tests.unit.router.redis_routers import CODEC, NAMES, num_held
 
 W0 = a_worker("w0", num_pages=9000)
 RNG = np.random.default_rng(5)
 KEYS = RNG.bytes(5000 * KEY_BYTES)
-MESSAGE_AT = 7  # of the arguments of `apply`
 
 
-class Said:
-    """An outbox and an index; what comes out of the outbox is applied to a second index."""
+class OutboxCase:
+    """An outbox and its index, and the index of another router that receives all commands."""
 
     def __init__(self) -> None:
         self.index, self.other = (PrefixIndex(ManualClock(), 20_000) for _ in range(2))
         self.counters: Counter[str] = Counter()
-        self.outbox = RedisOutbox(Names.of("f"), CODEC, id_of("router"), self.index, self.counters)
+        self.outbox = RedisOutbox(NAMES, CODEC, id_of("router"), self.index, self.counters)
         self.index.join(W0)
         self.other.join(W0)
         self._number = 0
 
-    def says(self, keys: bytes, tier: Tier = Tier.DEVICE) -> None:
+    def report(self, keys: bytes, tier: Tier = Tier.DEVICE) -> None:
         num_pages = len(keys) // KEY_BYTES
         events = KvEventBatch(
             first=self._number,
@@ -46,113 +53,115 @@ class Said:
         self.index.apply(W0.id, events)
         self.outbox.pages(W0.id, events)
 
-    def drain(self) -> list[Command]:
-        commands = []
-        while batch := self.outbox.take_batch():
-            commands += batch
-        for command in commands:
-            if command.script == "apply":
-                message = command.arguments[MESSAGE_AT]
-                assert isinstance(message, bytes)
-                events = CODEC.decode_pages(W0.id, message)
-                assert self.other.apply(W0.id, events)
-        return commands
+    def send(self) -> list[str]:
+        """Send all commands to the other router. Returns the scripts, and the words of plain commands."""
+        sent: list[Command] = []
+        while len(self.outbox):
+            commands = self.outbox.take_batch()
+            if self.outbox.has_stale:
+                commands = self.outbox.snapshot(self.outbox.next_to_snapshot() or "", "1-0")
+            sent += commands
+            for command in commands:
+                self._receive(command)
+        return [command.script or str(command.arguments[0]) for command in sent]
+
+    def _receive(self, command: Command) -> None:
+        bodies = [body for body in command.arguments if isinstance(body, bytes)]
+        if command.script == "publish":
+            assert self.other.apply(W0.id, CODEC.decode_pages(W0.id, bodies[0])), "there is no gap"
+        elif command.arguments[0] == "SET":
+            snapshot = CODEC.decode_snapshot(W0.id, bodies[0])
+            keys, values = np.frombuffer(snapshot.keys, "<u8"), np.frombuffer(snapshot.values, "<u8")
+            self.other.restore(W0.id, snapshot.next_number, keys, values)
 
     def agree(self) -> bool:
-        lengths = [index.holdings(KEYS).levels[:1] for index in (self.index, self.other)]
-        located = [index.locate(W0.id, KEYS) for index in (self.index, self.other)]
-        return lengths[0] == lengths[1] and located[0] == located[1]
+        """True when the other router knows the same of the worker."""
+        held, located = (
+            [num_held(index, W0.id, KEYS) for index in (self.index, self.other)],
+            [index.locate(W0.id, KEYS) for index in (self.index, self.other)],
+        )
+        return held[0] == held[1] and located[0] == located[1] and self.other.is_known(W0.id)
 
 
-def test_while_the_link_is_down_nothing_queues() -> None:
-    said = Said()
-    said.outbox.joined(W0)
-    said.says(KEYS)
-    assert said.drain() == []
+def test_nothing_queues_while_the_link_is_down() -> None:
+    case = OutboxCase()
+    case.outbox.joined(W0)
+    case.report(KEYS)
+    assert case.send() == []
 
 
-def test_after_the_link_was_down_a_worker_is_told_afresh_and_then_goes_on() -> None:
-    said = Said()
-    said.outbox.joined(W0)
-    said.outbox.close()
-    said.says(KEYS[: 3000 * KEY_BYTES])
-    said.says(KEYS[3000 * KEY_BYTES : 4000 * KEY_BYTES], Tier.HOST)
-    said.outbox.open()
-    said.says(KEYS[4000 * KEY_BYTES :])
-    commands = said.drain()
-    assert {command.script for command in commands} == {"apply"}
-    assert len(commands) == 3, (
-        "two chunks of the device's, one of the host's, which has the rest of the device's first"
-    )
-    assert said.agree()
-    said.says(RNG.bytes(KEY_BYTES))
-    assert len(said.drain()) == 1
-    assert said.other.is_known(W0.id)
+def test_stale_worker_joins_and_gets_a_snapshot_before_later_events() -> None:
+    case = OutboxCase()
+    case.outbox.joined(W0)
+    case.outbox.close()
+    case.report(KEYS[: 3000 * KEY_BYTES])
+    case.report(KEYS[3000 * KEY_BYTES : 4000 * KEY_BYTES], Tier.HOST)
+    case.outbox.open()
+    case.report(KEYS[4000 * KEY_BYTES :])
+    assert case.send() == ["join", "SET", "publish"]
+    assert case.agree()
+    case.report(RNG.bytes(KEY_BYTES))
+    assert case.send() == ["publish"]
+    assert case.agree()
 
 
-def test_a_worker_that_holds_nothing_is_told_so() -> None:
-    said = Said()
-    said.outbox.open()
-    said.outbox.joined(W0)
-    said.says(b"")
-    said.outbox.close()
-    said.outbox.open()
-    (command,) = said.drain()
-    assert command.script == "apply"
-    assert said.other.is_known(W0.id)
+def test_stale_worker_without_pages_gets_an_empty_snapshot() -> None:
+    case = OutboxCase()
+    case.outbox.open()
+    case.outbox.joined(W0)
+    case.report(b"")
+    case.outbox.close()
+    case.outbox.open()
+    assert case.send() == ["join", "SET", "publish"]
+    assert case.agree()
 
 
-def test_too_much_at_once_is_told_out_of_the_replica_instead(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_events_are_replaced_by_a_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(redis_outbox, "MAX_QUEUED", 50)
-    said = Said()
-    said.outbox.open()
-    said.outbox.joined(W0)
+    case = OutboxCase()
+    case.outbox.open()
+    case.outbox.joined(W0)
     for number in range(200):
-        said.says(KEYS[number * KEY_BYTES : (number + 1) * KEY_BYTES])
-        assert len(said.outbox) <= 60
-    assert said.counters["redis_overflows"] >= 1
-    said.drain()
-    assert said.agree()
+        case.report(KEYS[number * KEY_BYTES : (number + 1) * KEY_BYTES])
+        assert len(case.outbox) <= 51
+    assert case.counters["redis_overflows"] == 1
+    case.send()
+    assert case.agree()
 
 
-def test_a_gap_that_redis_finds_is_mended_and_a_fenced_life_is_told_no_more() -> None:
-    said = Said()
-    said.outbox.open()
-    said.outbox.joined(W0)
-    said.says(KEYS[: 10 * KEY_BYTES])
-    join, _share, apply = said.drain()
-    said.outbox.answered(apply, -2)
-    (again,) = said.drain()
-    assert again.script == "apply"
-    assert said.agree()
-    assert said.outbox.snapshot(W0.id, "1-0") is not None
-    said.outbox.answered(join, -2)
-    said.says(KEYS[10 * KEY_BYTES :])
-    assert said.drain() == []
-    assert said.counters["redis_fenced"] == 1
-    assert said.outbox.next_to_snapshot() is None, "what it was has ended in Redis"
+def test_gap_that_redis_finds_is_closed_by_a_snapshot() -> None:
+    case = OutboxCase()
+    case.outbox.open()
+    case.outbox.joined(W0)
+    case.report(KEYS[: 10 * KEY_BYTES])
+    join, _, publish = case.outbox.take_batch()
+    assert (join.script, publish.script) == ("join", "publish")
+    case.outbox.answered(publish, -2)
+    assert case.send() == ["join", "SET", "publish"]
+    assert case.agree() and case.counters["redis_gaps"] == 1
 
 
-def test_a_snapshot_is_due_when_something_has_changed() -> None:
-    said = Said()
-    said.outbox.open()
-    said.outbox.joined(W0)
-    assert said.outbox.next_to_snapshot() is None, "nobody knows what it holds"
-    said.says(KEYS[: 10 * KEY_BYTES])
-    assert said.outbox.next_to_snapshot() == W0.id
-    assert said.outbox.snapshot(W0.id, "1-0") is not None
-    assert said.outbox.next_to_snapshot() is None
-    said.says(KEYS[10 * KEY_BYTES :])
-    assert said.outbox.next_to_snapshot() == W0.id
+def test_nothing_more_is_sent_of_a_fenced_worker() -> None:
+    case = OutboxCase()
+    case.outbox.open()
+    case.outbox.joined(W0)
+    case.report(KEYS[: 10 * KEY_BYTES])
+    join, _, publish = case.outbox.take_batch()
+    case.outbox.answered(join, -2)
+    case.outbox.answered(publish, -1)
+    case.report(KEYS[10 * KEY_BYTES :])
+    assert case.send() == [] and case.outbox.next_to_snapshot() is None
+    assert case.counters["redis_fenced"] == 1
 
 
-def test_the_worker_with_the_oldest_snapshot_is_next_however_much_others_change() -> None:
+def test_changed_workers_get_snapshots_in_turn_the_oldest_snapshot_first() -> None:
     workers, index = [a_worker(f"w{number}") for number in range(3)], PrefixIndex(ManualClock(), 1000)
-    outbox = RedisOutbox(Names.of("f"), CODEC, id_of("router"), index, Counter())
+    outbox = RedisOutbox(NAMES, CODEC, id_of("router"), index, Counter())
     outbox.open()
     for worker in workers:
         index.join(worker)
         outbox.joined(worker)
+    assert outbox.next_to_snapshot() is None, "the pages of all workers are unknown"
     due = []
     for number in range(6):
         for worker in workers[: 3 if number < 4 else 1]:  # later the first alone
@@ -161,9 +170,36 @@ def test_the_worker_with_the_oldest_snapshot_is_next_however_much_others_change(
             )
             assert index.apply(worker.id, events)
         worker_id = outbox.next_to_snapshot()
-        assert worker_id is not None and outbox.snapshot(worker_id, "1-0") is not None
+        assert worker_id is not None and len(outbox.snapshot(worker_id, "1-0")) == 1
         due.append(worker_id)
     w0, w1, w2 = (worker.id for worker in workers)
     assert due == [w0, w1, w2, w0, w1, w2]
     assert outbox.next_to_snapshot() == w0
-    assert outbox.snapshot(w0, "1-0") is not None and outbox.next_to_snapshot() is None
+    assert outbox.snapshot(w0, "1-0") and outbox.next_to_snapshot() is None
+
+
+def test_stream_and_snapshots_fit_the_memory_of_redis() -> None:
+    for max_memory_bytes in (2**28, 2**30, 2**31):
+        budget_bytes = stream_budget(max_memory_bytes)
+        stream_bytes = budget_bytes * (1 + math.log(2**19 * STREAM_ENTRIES / budget_bytes))
+        assert 1.25 * (16 * MAX_PAGES + stream_bytes) < max_memory_bytes
+    assert stream_budget(0) == MAX_STREAM_BYTES == stream_budget(2**40)
+
+
+def test_stream_keeps_fewer_entries_the_larger_they_are() -> None:
+    budget_bytes = stream_budget(2**30)
+    assert max_entries(0, budget_bytes) == max_entries(2048, budget_bytes) == STREAM_ENTRIES
+    assert max_entries(2**19, budget_bytes) == 64
+    assert max_entries(2**19, stream_budget(2**20)) == 1
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_stream_stays_within_its_bound_for_any_sequence_of_sizes(seed: int) -> None:
+    random, budget_bytes, entries = Random(seed), stream_budget(2**25), list[int]()
+    least = budget_bytes / STREAM_ENTRIES
+    for number in range(30_000):
+        steady = 2**19 / (1 + number / 50)
+        entries.append(max(64, int(steady if seed == 0 else 2 ** random.uniform(6, 19))))
+        del entries[: -max_entries(entries[-1], budget_bytes)]
+        if number % 100 == 0:
+            assert sum(entries) <= budget_bytes * (1 + math.log(2**19 / least))

@@ -1,0 +1,110 @@
+"""A Redis with little memory does not fill up, and a full Redis is soon in use again."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from itertools import count
+from random import Random
+
+import pytest
+from redis.exceptions import ResponseError
+
+from baton.messages.bounds import MAX_PULLED_PAGES
+from baton.router.index.prompt_keys import SHORT_KEY_BYTES
+from baton.router.redis.client import Command, RedisConnection, is_full
+from baton.router.redis.messages import SharedDispatch
+from baton.router.redis.server import PrivateRedis, find_program
+from tests.node_peers import a_worker, id_of
+from tests.unit.router.redis_routers import (
+    CHAIN,
+    CODEC,
+    NAMES,
+    RouterStandIn,
+    connected,
+    play,
+    running,
+    until,
+    until_known,
+)
+
+pytestmark = pytest.mark.skipif(find_program() is None, reason="there is no redis-server on PATH")
+
+W0 = a_worker("w0", num_pages=5000)
+SMALL_BYTES = 24 * 2**20
+
+
+def dispatch(number: int) -> SharedDispatch:
+    """A dispatch of a prompt of the greatest length."""
+    keys = Random(number).randbytes(SHORT_KEY_BYTES * MAX_PULLED_PAGES)
+    return SharedDispatch(
+        request_id=id_of(f"r{number}"),
+        attempt=0,
+        decode=W0.id,
+        num_prompt_tokens=1,
+        num_tokens=2,
+        num_output_tokens=1,
+        keys=keys,
+    )
+
+
+def test_long_prompts_do_not_fill_redis() -> None:
+    async def scene() -> None:
+        async with PrivateRedis(SMALL_BYTES) as redis:
+            router, other = RouterStandIn(redis.url, "first"), RouterStandIn(redis.url, "second")
+            async with running(router, other):
+                await until(lambda: router.link.is_up and other.link.is_up)
+                router.join(W0)
+                for number in range(200):  # 46 MB
+                    router.link.share(dispatch(number))
+                    await until(lambda: not router.link.num_unsent)
+                router.report(W0, CHAIN)
+                await until_known(redis, {W0.id: 40})
+                await until(lambda: other.held(W0) == 40)
+            assert router.link.counters["redis_failures"] == 0
+            assert len(other.heard) > 100, "a router that reads in time receives most messages"
+
+    asyncio.run(scene())
+
+
+async def fill_stream(connection: RedisConnection, number: int) -> None:
+    body = CODEC.encode_shared(dispatch(number))
+    await connection.call("XADD", NAMES.events, "*", "r", id_of("gone"), "m", body)
+
+
+async def fill_workers(connection: RedisConnection, number: int) -> None:
+    await connection.call("HSET", NAMES.workers, id_of(f"gone {number}"), Random(number).randbytes(2**15))
+
+
+@pytest.mark.parametrize("fill", [fill_stream, fill_workers])
+def test_full_redis_is_relieved_and_gets_all_pages_again(
+    fill: Callable[[RedisConnection, int], Awaitable[None]],
+) -> None:
+    async def scene() -> None:
+        async with PrivateRedis(SMALL_BYTES) as redis, connected(redis.url) as connection:
+            router = RouterStandIn(redis.url, "first")
+            with pytest.raises(ResponseError) as refused:
+                for number in count():
+                    await fill(connection, number)
+            assert is_full(refused.value)
+            async with running(router):
+                router.join(W0)
+                router.report(W0, CHAIN)
+                await until_known(redis, {W0.id: 40})
+                await until(lambda: not router.link.num_unsent)
+                assert router.link.counters["redis_reliefs"] >= 1
+
+    asyncio.run(scene())
+
+
+def test_fenced_workers_stay_fenced_when_everything_else_is_dropped() -> None:
+    async def scene(redis: PrivateRedis) -> None:
+        former, newer = id_of("former"), id_of("newer")
+
+        def join(worker_id: str) -> Command:
+            return Command("join", (worker_id, "w0", b"", 1000))
+
+        async with connected(redis.url) as connection:
+            await connection.load()
+            commands = [join(former), join(newer), Command("relieve", (1,)), join(former), join(newer)]
+            assert await connection.run_all(commands) == [-1, -1, 0, -2, -1]
+
+    play(scene)
