@@ -27,8 +27,8 @@ from baton.messages.bounds import Attempt, Count, Id, Seconds
 from baton.messages.control import Decision, Weighed
 from baton.messages.workers import PrefillTimes
 from baton.router.in_flight import Key
-from baton.router.index.prompt_keys import SHORT_KEY_BYTES, first_halves
-from baton.router.policies.costs import PairCandidate
+from baton.router.index.prefix_index import SHORT_KEY_BYTES, first_halves
+from baton.router.policies.cost_model import PairCandidate
 
 MAX_DECISIONS: Final = 4096
 MAX_ATTEMPTS: Final = 64  # of one request, in an answer

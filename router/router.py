@@ -14,17 +14,20 @@ import os
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AsyncExitStack, closing, suppress
 from pathlib import Path
 from random import Random
 from typing import Final, Protocol
 
+import msgspec
+from msgspec.structs import replace
+
 from baton.clock import Clock, SystemClock
 from baton.config.environment import node_name
 from baton.config.router import RouterConfig, RouterSettings
 from baton.errors import ConfigError, ProtocolError
-from baton.messages.bounds import Kind
+from baton.messages.bounds import MAX_BODY_BYTES, Kind
 from baton.messages.codec import AnyMessage
 from baton.messages.control import (
     Alive,
@@ -53,22 +56,18 @@ from baton.messages.operations import (
     WorkerRemoved,
 )
 from baton.messages.status import OverloadLevel, RouterStatus, RoutingTimes
-from baton.messages.workers import Address
-from baton.router.capacity import Capacity
+from baton.messages.workers import Address, WorkerStatus
 from baton.router.cluster_state import ClusterState
 from baton.router.decisions import DecisionLog
-from baton.router.dispatcher import Dispatcher, GatewayPeer
-from baton.router.in_flight import InFlight
-from baton.router.index.prefix_index import MAX_PAGES, PrefixIndex
-from baton.router.index.prompt_keys import PromptKeys
+from baton.router.dispatcher import Dispatcher, GatewayPeer, Pairing
+from baton.router.in_flight import Capacity, InFlight
+from baton.router.index.prefix_index import MAX_PAGES, PrefixIndex, PromptKeys
 from baton.router.membership import BEAT_TIMEOUT_S, Member, Membership, Removed
 from baton.router.policies.base import PolicyContext
 from baton.router.policies.cost_model import CostModel
-from baton.router.policies.pairing import Pairing
 from baton.router.policies.registry import load_policy, policy_class
 from baton.router.queue.admission import AdmissionQueue
 from baton.router.redis.messages import AnyShared
-from baton.router.status import fitted, worker_statuses
 from baton.rpc import process
 from baton.rpc.auth import REDIS_NAMES, REDIS_VALUES, ClusterKeys, KeyRing
 from baton.rpc.peers import TICK_S, Peer, new_router_id
@@ -77,6 +76,8 @@ from baton.rpc.server import RpcServer
 SETTLE_S: Final = BEAT_TIMEOUT_S  # by then every live worker has connected to a new router
 MIN_INDEX_PAGES: Final = 1024  # bound of the prefix index when the policy does not use the index
 LEARN_S: Final = 0.5  # bounds the wait for Redis at a router's start
+SLACK_BYTES: Final = 128  # more than the counts of the left-out entries take
+_ENCODER: Final = msgspec.msgpack.Encoder()
 
 logger = logging.getLogger(__name__)
 
@@ -352,6 +353,79 @@ class Router:
             member.peer.send(members)
         for watcher in self._watchers:
             watcher.send(members)
+
+
+def worker_statuses(members: Membership, in_flight: InFlight, now_s: float) -> tuple[WorkerStatus, ...]:
+    """The status of each member."""
+    return tuple(
+        WorkerStatus(
+            worker=member.worker,
+            load=member.load,
+            num_attempts=in_flight.account(member.id).num_attempts,
+            beat_age_s=max(0.0, now_s - member.beat_s),  # a clock may jump
+            is_draining=member.is_draining,
+        )
+        for member in members.all()
+    )
+
+
+def fitted(status: Status, most_bytes: int = MAX_BODY_BYTES) -> Status:
+    """The status of one router, cut down to the size of a message; what is left out is counted.
+
+    First the gateways' refusals by tenant are left out; their sums stay. Then, as far as needed: the last
+    tenants, which are the least busy; the counters of the least busy workers; those workers.
+
+    A worker takes up to 1.1 KB, 0.6 KB of them its counters; a tenant with refusals 0.3 KB. Of 1024 each that
+    is 1.4 MiB: all the tenants go, and the counters of an eighth of the workers.
+    """
+    if _size(status) <= most_bytes:
+        return status
+    status = replace(status, gateways=tuple(replace(gateway, refused={}) for gateway in status.gateways))
+    over_bytes = _size(status) - most_bytes
+    if over_bytes <= 0:
+        return status
+    (router,) = status.routers
+    tenants, workers = router.queue.tenants, sorted(status.workers, key=_busyness)
+    over_bytes += SLACK_BYTES
+    num_tenants, over_bytes = _cut(map(_size, reversed(tenants)), over_bytes)
+    num_counters, over_bytes = _cut((_size(each.load.counters) - 1 for each in workers), over_bytes)
+    workers[:num_counters] = map(_without_counters, workers[:num_counters])
+    num_workers, _ = _cut(map(_size, workers), over_bytes)
+    queue = replace(
+        router.queue,
+        tenants=tenants[: len(tenants) - num_tenants],
+        num_left_out=router.queue.num_left_out + num_tenants,
+    )
+    left_out = {"counters": num_counters - num_workers, "workers": num_workers}
+    return replace(
+        status,
+        workers=tuple(workers[num_workers:]),
+        routers=(replace(router, queue=queue),),
+        left_out={what: count for what, count in left_out.items() if count},
+    )
+
+
+def _cut(sizes: Iterable[int], over_bytes: int) -> tuple[int, int]:
+    """The number of first entries to leave out, and the bytes that are still too many."""
+    num_cut = 0
+    for size in sizes:
+        if over_bytes <= 0:
+            break
+        over_bytes -= size
+        num_cut += 1
+    return num_cut, over_bytes
+
+
+def _busyness(entry: WorkerStatus) -> tuple[int, str]:
+    return entry.num_attempts, entry.worker.id
+
+
+def _without_counters(entry: WorkerStatus) -> WorkerStatus:
+    return replace(entry, load=replace(entry.load, counters={}))
+
+
+def _size(value: object) -> int:
+    return len(_ENCODER.encode(value))
 
 
 async def serve_router(

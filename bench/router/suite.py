@@ -30,7 +30,7 @@ from baton.bench.traces import TraceRequest, read_trace
 from baton.config.router import RouterConfig
 from baton.errors import ConfigError
 from baton.router.decisions import DispatchedLine, EndedLine, decode_lines, keys_in
-from baton.router.policies.costs import PairCandidate, Select, cheapest
+from baton.router.policies.cost_model import PairCandidate, Select, cheapest
 
 
 class Log(NamedTuple):

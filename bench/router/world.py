@@ -42,9 +42,9 @@ from baton.messages.control import (
 from baton.messages.workers import Address, Load, PrefillTimes, StepTimes, Worker, WorkerRole
 from baton.pages import KEY_BYTES
 from baton.request import Request, SamplingParams
-from baton.router.index.prompt_keys import PromptKeys, family_of
+from baton.router.index.prefix_index import PromptKeys, family_of
 from baton.router.policies.cost import CostPolicy
-from baton.router.policies.costs import Select
+from baton.router.policies.cost_model import Select
 from baton.router.router import Router
 from baton.rpc.peers import Peer
 from baton.sim.process import Events, OffsetClock

@@ -16,11 +16,9 @@ from baton.messages.control import PullSource
 from baton.messages.workers import WorkerRole
 from baton.request import Request
 from baton.router.in_flight import InFlight, LeadOf
-from baton.router.index.prefix_index import Holdings, PrefixIndex
-from baton.router.index.prompt_keys import Family, PromptKeys, family_of
+from baton.router.index.prefix_index import Family, Holdings, PrefixIndex, PromptKeys, family_of
 from baton.router.membership import Member
-from baton.router.policies.cost_model import CostModel
-from baton.router.policies.costs import PageFormat, PairCandidate
+from baton.router.policies.cost_model import CostModel, PageFormat, PairCandidate
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """The policies that predict costs: the pair of workers that is cheapest for a prompt, in seconds.
 
-1. `PromptScorer` makes a candidate of each worker of a role (router/policies/costs.py). Where there are very
-   many workers, only those that hold most of the prompt and a few drawn at random are scored.
+1. `PromptScorer` makes a candidate of each worker of a role. Where there are very many workers, only the
+   workers that hold most of the prompt and a few drawn at random are scored.
 2. `CostPolicy.choose` combines the best of either role, and selects among the pairs.
 3. `CostPolicy.expect` remembers the dispatch: how busy workers are lately, and which pages they will hold.
 """
@@ -22,8 +22,7 @@ from baton.router.in_flight import (
     num_kv_tokens,
     scheduling_class_of,
 )
-from baton.router.index.prefix_index import Holdings
-from baton.router.index.prompt_keys import Family
+from baton.router.index.prefix_index import Family, Holdings
 from baton.router.policies.base import (
     NO_CLAIM,
     ClusterView,
@@ -33,8 +32,7 @@ from baton.router.policies.base import (
     WorkerPool,
     WorkerView,
 )
-from baton.router.policies.cost_model import Speeds
-from baton.router.policies.costs import (
+from baton.router.policies.cost_model import (
     CandidateLoad,
     DecodeCandidate,
     FilledCandidate,
@@ -42,6 +40,7 @@ from baton.router.policies.costs import (
     PrefillCandidate,
     PullCandidate,
     Select,
+    Speeds,
     cheapest,
     fill,
     local,
@@ -203,7 +202,7 @@ class PromptScorer:
 
 
 class CostPolicy:
-    """Chooses the pair with the lowest predicted cost in seconds (router/policies/costs.py)."""
+    """Chooses the pair with the lowest predicted cost in seconds (router/policies/cost_model.py)."""
 
     uses_prefix_index: ClassVar[bool] = True
     weighs_local_prefill: ClassVar[bool] = True

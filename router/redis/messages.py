@@ -15,7 +15,7 @@ from baton.messages import codec
 from baton.messages.bounds import MAX_EVENTS, MAX_PULLED_PAGES, Attempt, Count, Id
 from baton.messages.control import KvEventBatch
 from baton.messages.workers import Worker
-from baton.router.index.prompt_keys import SHORT_KEY_BYTES
+from baton.router.index.prefix_index import SHORT_KEY_BYTES
 
 
 class SharedMessage(
@@ -67,7 +67,7 @@ AnyShared: TypeAlias = SharedDispatch | SharedStarted | SharedEnded | SharedJoin
 
 class Snapshot(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """All pages of a worker: keys and values of eight bytes each, little-endian, as in
-    router/index/holder.py.
+    router/index/prefix_index.py.
     """
 
     next_number: Count

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from baton.messages.control import Ended, Rejected, Routed, Started, Submit
 from baton.messages.operations import Status, StatusQuery
 from baton.messages.status import TenantStatus
-from baton.router.capacity import MIN_COMPUTING
+from baton.router.in_flight import MIN_COMPUTING
 from tests.node_peers import TestPeer, id_of
 from tests.unit.router.queue_cases import asked
 from tests.unit.router.router_cluster import Cluster, cluster

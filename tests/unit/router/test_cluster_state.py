@@ -17,7 +17,7 @@ from baton.messages.control import (
 from baton.messages.operations import Decisions, Explain
 from baton.messages.workers import Load, PrefillTimes
 from baton.request import Request
-from baton.router.index.prompt_keys import PromptKeys, family_of
+from baton.router.index.prefix_index import PromptKeys, family_of
 from tests.node_peers import TestPeer, a_request, a_worker, id_of
 from tests.unit.router.router_cluster import Cluster, cluster
 

@@ -9,7 +9,7 @@ from baton.messages.control import Heartbeat
 from baton.messages.operations import Status, StatusQuery
 from baton.messages.status import MAX_TENANTS, QueueStatus, RouterStatus, TenantStatus
 from baton.messages.workers import Load, WorkerStatus
-from baton.router.status import fitted
+from baton.router.router import fitted
 from baton.tenants import Refusal
 from tests.node_peers import TestPeer, a_worker, id_of
 from tests.unit.router.router_cluster import cluster

@@ -9,9 +9,8 @@ import pytest
 from baton.messages.control import Heartbeat, KvEventBatch, Rejected, Routed, Started, Submit
 from baton.messages.workers import Load
 from baton.request import Request
-from baton.router.capacity import MIN_COMPUTING
-from baton.router.in_flight import SchedulingClass
-from baton.router.index.prompt_keys import PromptKeys, family_of
+from baton.router.in_flight import MIN_COMPUTING, SchedulingClass
+from baton.router.index.prefix_index import PromptKeys, family_of
 from tests.node_peers import a_worker, id_of
 from tests.unit.router.queue_cases import asked
 from tests.unit.router.reception_cases import LONG, answers, end, names, submit

@@ -5,7 +5,7 @@ from random import Random
 from typing import Final
 
 from baton.messages.control import AttemptFailed, Ended, Rejected, Routed, Started
-from baton.router.policies.pairing import NoSlot, Unpaired
+from baton.router.dispatcher import NoSlot, Unpaired
 from baton.rpc.peers import TICK_S
 from baton.tenants import Degradation, Quotas, Refusal, Sla
 from tests.node_peers import TestPeer, id_of

@@ -25,7 +25,7 @@ from baton.messages.control import (
 from baton.messages.workers import Load
 from baton.pages import KEY_BYTES
 from baton.request import Request
-from baton.router.index.prompt_keys import PromptKeys, family_of
+from baton.router.index.prefix_index import PromptKeys, family_of
 from baton.router.redis.link import PAUSE_S, SNAPSHOT_EVERY_S, RedisLink
 from baton.router.redis.server import PrivateRedis, find_program
 from baton.router.router import Router

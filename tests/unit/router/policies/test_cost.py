@@ -12,13 +12,11 @@ from baton.messages.workers import Load as WorkerLoad
 from baton.messages.workers import PrefillTimes, StepTimes, WorkerRole
 from baton.request import Request
 from baton.router.in_flight import InFlight, InFlightAttempt, LeadOf, SchedulingClass, num_kv_tokens
-from baton.router.index.prefix_index import PrefixIndex
-from baton.router.index.prompt_keys import PromptKeys, family_of
+from baton.router.index.prefix_index import PrefixIndex, PromptKeys, family_of
 from baton.router.membership import Member
 from baton.router.policies.base import ClusterView, PolicyContext, TenantClaim, WorkerPool
 from baton.router.policies.cost import MAX_COMPARED, CostPolicy, PromptScorer
-from baton.router.policies.cost_model import CostModel
-from baton.router.policies.costs import CandidateLoad, PairCandidate, Select, cheapest
+from baton.router.policies.cost_model import CandidateLoad, CostModel, PairCandidate, Select, cheapest
 from tests.node_peers import TestPeer, a_request, a_worker, id_of
 from tests.unit.router.choice_oracle import ChoiceOracle, Weighed, cheapest_of
 from tests.unit.router.router_cluster import cluster

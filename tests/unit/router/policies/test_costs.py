@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from baton.router.policies.costs import (
+from baton.router.policies.cost_model import (
     CandidateLoad,
     DecodeCandidate,
     FilledCandidate,

@@ -6,7 +6,7 @@ import pytest
 
 from baton.errors import ProtocolError
 from baton.messages.control import Dispatch, Ended, Queued, Rejected, Routed, Started
-from baton.router.capacity import MIN_COMPUTING
+from baton.router.in_flight import MIN_COMPUTING
 from baton.tenants import Refusal
 from tests.node_peers import TestPeer, id_of
 from tests.unit.router.queue_cases import asked

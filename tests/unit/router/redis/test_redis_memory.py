@@ -9,7 +9,7 @@ import pytest
 from redis.exceptions import ResponseError
 
 from baton.messages.bounds import MAX_PULLED_PAGES
-from baton.router.index.prompt_keys import SHORT_KEY_BYTES
+from baton.router.index.prefix_index import SHORT_KEY_BYTES
 from baton.router.redis.client import Command, RedisConnection, is_full
 from baton.router.redis.messages import SharedDispatch
 from baton.router.redis.server import PrivateRedis, find_program
