@@ -16,24 +16,20 @@ from torch import Tensor
 from baton.clock import Clock, SystemClock
 from baton.config.engine import EngineConfig, RankSidecar
 from baton.config.environment import cache_directory, prepare_nccl
-from baton.engine.cache.host_tier import HostTier, PageCopy
-from baton.engine.cache.kv_pool import KvPool, ZerosOnCpu
 from baton.engine.cache.page_pool import Owner, PagePool
-from baton.engine.cache.prefix_cache import PrefixCache
+from baton.engine.cache.prefix_cache import HostTier, PrefixCache
 from baton.engine.models.checkpoint import fingerprint
 from baton.engine.models.model import attention_mlp_crossover, parameter_bytes
 from baton.engine.models.parallel import TensorParallel
 from baton.engine.models.registry import ModelConfig, check_split, read_model_config
 from baton.engine.models.weights import Progress
 from baton.engine.replica import LayerWatch, Replica, last_output, step_output
-from baton.engine.runner.model_input import encode
-from baton.engine.runner.model_runner import ModelRunner, choose_device, choose_dtype
+from baton.engine.runner.model_runner import KvPool, ModelRunner, ZerosOnCpu, choose_device, choose_dtype
 from baton.engine.runner.sampler import Sampler
-from baton.engine.runner.step_inputs import StepBuilder
+from baton.engine.runner.step_inputs import StepBuilder, encode
 from baton.engine.runner.tp_worker import STOP_COMMAND, TpWorkers
-from baton.engine.scheduler.plan import Batch
 from baton.engine.scheduler.scheduler import Scheduler
-from baton.engine.scheduler.sequence import Sequence, SequenceProgress
+from baton.engine.scheduler.sequence import Batch, PageCopy, Sequence, SequenceProgress
 from baton.engine.scheduler.step_planner import PreemptionRates
 from baton.errors import ConfigError, ModelError, WorkerLost
 from baton.kernels import native

@@ -12,12 +12,18 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from baton.clock import Clock
-from baton.engine.cache.host_tier import PageCopy
 from baton.engine.cache.page_pool import Owner, PagePool, PageState
 from baton.engine.cache.prefix_cache import PageChanges
-from baton.engine.scheduler.plan import Advance, Batch, ScheduledChunk
 from baton.engine.scheduler.scheduler import Scheduler
-from baton.engine.scheduler.sequence import Sequence, SequenceProgress, check_request
+from baton.engine.scheduler.sequence import (
+    Advance,
+    Batch,
+    PageCopy,
+    ScheduledChunk,
+    Sequence,
+    SequenceProgress,
+    check_request,
+)
 from baton.engine.scheduler.step_planner import PressureMode
 from baton.request import FilledPages, Request, StepOutput, TokenLogprobs
 
@@ -165,7 +171,7 @@ class Replica(ABC):
     def make_room(self, num_pages: int) -> bool:
         """Free pages in the ledger, to be reserved at once; False when so many cannot be granted.
 
-        engine/scheduler/page_holds.py says which pages are left to running sequences.
+        `ExternalPageHolds` says which pages are left to running sequences.
         """
         if num_pages > self.num_available_pages:
             return False
@@ -185,9 +191,10 @@ class Replica(ABC):
         pinned = self.scheduler.holds.pin(keys, reader)
         if pinned is None:
             return None
-        if pinned.copies:
-            self._copy_to_device(pinned.copies, pinned.pages, reader)
-        return pinned.pages
+        pages, copies = pinned
+        if copies:
+            self._copy_to_device(tuple(copies), pages, reader)
+        return pages
 
     def take_page_changes(self, *, is_afresh: bool = False) -> PageChanges:
         """Prefix-cache changes since the last call; with is_afresh, the whole cache."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from baton.kernels import native
-from baton.kernels.embedding import LinearWeight
+from baton.kernels.linear import LinearWeight
 from baton.kernels.ragged_attention import AttentionArguments, RaggedBatch, describe_heads, native_handles
 
 # A forward pass that stops now and then to say how far it is, so that what is written can leave early.

@@ -18,8 +18,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from baton.engine.scheduler.plan import ScheduledChunk
-from baton.engine.scheduler.sequence import SequenceProgress
+from baton.engine.scheduler.sequence import ScheduledChunk, SequenceProgress
 from baton.kvtransfer.page_endpoint import PageEndpoint
 from baton.kvtransfer.protocol.handoff import GrantedTransfer
 from baton.messages.control import Failure, Prefill, PrefillFailed

@@ -13,14 +13,12 @@ from zlib import crc32
 
 from baton.clock import Clock
 from baton.config.engine import SchedulerConfig
-from baton.engine.cache.host_tier import HostTier
 from baton.engine.cache.page_pool import PagePool
-from baton.engine.cache.prefix_cache import PrefixCache
+from baton.engine.cache.prefix_cache import HostTier, PrefixCache
 from baton.engine.replica import LayerWatch, Replica, last_output, step_output
-from baton.engine.scheduler.plan import Batch, ScheduledChunk
 from baton.engine.scheduler.scheduler import Scheduler
+from baton.engine.scheduler.sequence import Batch, ScheduledChunk, SequenceProgress
 from baton.engine.scheduler.sequence import Sequence as EngineSequence
-from baton.engine.scheduler.sequence import SequenceProgress
 from baton.pages import PageKeys
 from baton.request import FilledPages, FinishReason, Request, SamplingParams, StepOutput
 from baton.sim.process import Crash

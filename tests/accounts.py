@@ -2,8 +2,7 @@
 
 from collections import defaultdict
 
-from baton.engine.scheduler.plan import Advance, Batch, Plan
-from baton.engine.scheduler.sequence import Sequence, SequenceKey, SequenceStatus
+from baton.engine.scheduler.sequence import Advance, Batch, Plan, Sequence, SequenceKey, SequenceStatus
 from baton.tenants import Quotas, SchedulingKey
 from tests.scheduling import Harness
 

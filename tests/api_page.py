@@ -47,7 +47,7 @@ SECTIONS: Final = {
             ("baton.engine.models.model", "Model"),
             ("baton.engine.models.registry", "Architecture ModelConfig"),
             ("baton.engine.models.decoder", "Decoder"),
-            ("baton.engine.runner.logits_processors", "LogitsProcessor"),
+            ("baton.engine.runner.sampler", "LogitsProcessor"),
             ("baton.gateway.metrics.exporter", "Metric"),
             ("baton.kvtransfer.transports.base", "Transport TransportListener Sender LocalRank"),
             ("baton.kvtransfer.transports.transfer_queue", "Piece OutgoingTransfer PieceOutcome"),

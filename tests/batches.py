@@ -3,8 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
-from baton.engine.scheduler.plan import Batch, ScheduledChunk
-from baton.engine.scheduler.sequence import Sequence
+from baton.engine.scheduler.sequence import Batch, ScheduledChunk, Sequence
 from baton.request import SamplingParams
 
 

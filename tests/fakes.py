@@ -8,8 +8,7 @@ from typing import NamedTuple
 import pytest
 
 from baton.engine.cache.page_pool import PagePool
-from baton.engine.scheduler.plan import Batch, ScheduledChunk
-from baton.engine.scheduler.sequence import Sequence
+from baton.engine.scheduler.sequence import Batch, ScheduledChunk, Sequence
 from baton.messages.codec import AnyMessage, decode, encode
 from baton.messages.control import Hello
 

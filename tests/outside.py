@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass
 
-from baton.engine.scheduler.plan import Advance, Batch, Plan
-from baton.engine.scheduler.sequence import Sequence, SequenceStatus
+from baton.engine.scheduler.sequence import Advance, Batch, Plan, Sequence, SequenceStatus
 from baton.errors import InvalidRequest
 from baton.request import FilledPages, Request, SamplingParams
 from tests.fakes import KVEntry

@@ -7,12 +7,18 @@ from math import inf
 
 from baton.clock import ManualClock
 from baton.config.engine import SchedulerConfig
-from baton.engine.cache.host_tier import HostTier
 from baton.engine.cache.page_pool import Owner, PagePool, PageState
-from baton.engine.cache.prefix_cache import PrefixCache
-from baton.engine.scheduler.plan import Advance, Batch, Plan
+from baton.engine.cache.prefix_cache import HostTier, PrefixCache
 from baton.engine.scheduler.scheduler import Scheduler
-from baton.engine.scheduler.sequence import Sequence, SequenceKey, SequenceRank, SequenceStatus
+from baton.engine.scheduler.sequence import (
+    Advance,
+    Batch,
+    Plan,
+    Sequence,
+    SequenceKey,
+    SequenceRank,
+    SequenceStatus,
+)
 from baton.engine.scheduler.step_planner import CHUNK_DIVISOR, MAX_STRETCH
 from baton.pages import PageKeys
 from baton.request import FinishReason, Request, SamplingParams

@@ -42,7 +42,7 @@ MAY_IMPORT: Final = {
 FACADES: Final = {
     "engine": frozenset(
         {"engine", "replica", "models.checkpoint", "models.registry", "models.weights"}
-        | {"scheduler.plan", "scheduler.sequence"}
+        | {"scheduler.sequence"}
     ),
     "kvtransfer": frozenset(
         {"endpoint", "links", "page_endpoint", "prefixes", "settings", "ranks.remote", "transports.pages"}

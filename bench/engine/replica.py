@@ -14,8 +14,8 @@ from baton.config.engine import EngineConfig, engine_config
 from baton.engine.engine import Engine
 from baton.engine.models.parallel import TensorParallel
 from baton.engine.models.registry import ModelConfig, read_model_config
-from baton.engine.runner.model_input import StepArrays
 from baton.engine.runner.model_runner import ModelRunner
+from baton.engine.runner.step_inputs import StepArrays
 from baton.kernels.decoder_stack import OnLayers
 
 

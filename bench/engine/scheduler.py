@@ -25,9 +25,8 @@ from baton.clock import SystemClock
 from baton.config.engine import SchedulerConfig
 from baton.engine.cache.page_pool import PagePool
 from baton.engine.cache.prefix_cache import PrefixCache
-from baton.engine.scheduler.plan import Batch
 from baton.engine.scheduler.scheduler import Scheduler
-from baton.engine.scheduler.sequence import Sequence
+from baton.engine.scheduler.sequence import Batch, Sequence
 from baton.pages import PageKeys
 from baton.request import Request, SamplingParams
 

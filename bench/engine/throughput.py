@@ -30,7 +30,7 @@ from baton.config.engine import engine_config
 from baton.engine.engine import Engine, load_engine
 from baton.engine.models.decoder import Decoder
 from baton.engine.models.registry import ModelConfig
-from baton.engine.runner.model_input import StepArrays
+from baton.engine.runner.step_inputs import StepArrays
 from baton.kernels.native import TORCH_DTYPES
 from baton.pages import DTYPE_BYTES
 from baton.request import Request, SamplingParams

@@ -31,7 +31,7 @@ from baton.bench.machine import Call, seconds_per_call, synchronize, wall_second
 from baton.bench.processes import Child
 from baton.bench.report import Row, format_number
 from baton.errors import TransferFailed
-from baton.kernels.pages import gather_pages, scatter_pages
+from baton.kernels.pages import copy_pages
 from baton.kvtransfer.protocol.messages import PeerRank, RankListenerAddresses
 from baton.kvtransfer.protocol.transfer_plan import Offsets, TransferPlan, plan_transfer
 from baton.kvtransfer.transports.base import LocalRank, Transport
@@ -345,8 +345,8 @@ def _call(verb: str, packing: PagePacking, plan: TransferPlan, offset_N: Offsets
     rows = packing.rows(plan, offset_N)
     content, staging = packing.content.view(-1, plan.row_bytes), part.view(-1, plan.row_bytes)
     if verb == "gather":
-        return partial(gather_pages, content, rows, staging)
-    return partial(scatter_pages, staging, rows, content)
+        return partial(copy_pages, content, rows, staging, None)
+    return partial(copy_pages, staging, None, content, rows)
 
 
 def _check(

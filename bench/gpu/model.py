@@ -32,7 +32,7 @@ from baton.bench.machine import Call, wall_seconds
 from baton.bench.report import Row, format_number
 from baton.engine.models.model import dummy_checkpoint
 from baton.engine.models.registry import read_model_config
-from baton.engine.runner.model_input import StepArrays
+from baton.engine.runner.step_inputs import StepArrays
 from baton.request import Request, SamplingParams, StepOutput
 
 GENERATE_BAR: Final = 8.0  # our throughput / padded generate on ragged requests

@@ -28,7 +28,7 @@ from baton.bench.kv.sweep import moving_s
 from baton.bench.traces import TraceRequest
 from baton.engine.cache.page_pool import PagePool, PageState
 from baton.engine.engine import Engine
-from baton.engine.scheduler.plan import ScheduledChunk
+from baton.engine.scheduler.sequence import ScheduledChunk
 from baton.kvtransfer.endpoint import KvEndpoint
 from baton.kvtransfer.protocol.handoff import HandoffOutcome, Timing, TransferEnded, TransferTimes
 from baton.pages import PageLayout

@@ -1,7 +1,6 @@
 """Llama 2 and 3: full attention, and biases only where the config asks for them."""
 
-from baton.engine.models.decoder import Decoder, DecoderLayer
-from baton.engine.models.layers import Attention, SwiGlu
+from baton.engine.models.decoder import Attention, Decoder, DecoderLayer, SwiGlu
 from baton.engine.models.registry import ModelConfig
 from baton.engine.models.weights import Parameters
 

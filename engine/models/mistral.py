@@ -1,7 +1,6 @@
 """Mistral: every layer has a sliding window, unless the config turns the window off."""
 
-from baton.engine.models.decoder import Decoder, DecoderLayer
-from baton.engine.models.layers import Attention, SwiGlu
+from baton.engine.models.decoder import Attention, Decoder, DecoderLayer, SwiGlu
 from baton.engine.models.registry import ModelConfig
 from baton.engine.models.weights import Parameters
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from baton.engine.models.registry import ARCHITECTURES, ModelConfig
 from baton.engine.models.weights import Checkpoint, DummyCheckpoint, Parameters, ParameterSurvey, Shape
-from baton.engine.runner.model_input import ModelInput
+from baton.engine.runner.step_inputs import ModelInput
 from baton.errors import ModelError
 from baton.kernels.decoder_stack import LayerGroups
 from baton.kernels.native import TORCH_DTYPES

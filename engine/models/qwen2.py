@@ -2,8 +2,7 @@
 
 from typing import Literal
 
-from baton.engine.models.decoder import Decoder, DecoderLayer
-from baton.engine.models.layers import Attention, SwiGlu
+from baton.engine.models.decoder import Attention, Decoder, DecoderLayer, SwiGlu
 from baton.engine.models.registry import ModelConfig
 from baton.engine.models.weights import Parameters
 from baton.errors import ModelError

@@ -1,7 +1,6 @@
 """Qwen3: RMS norm of queries and keys in each head; sliding windows as in Qwen2."""
 
-from baton.engine.models.decoder import Decoder, DecoderLayer
-from baton.engine.models.layers import Attention, SwiGlu
+from baton.engine.models.decoder import Attention, Decoder, DecoderLayer, SwiGlu
 from baton.engine.models.qwen2 import layer_window
 from baton.engine.models.registry import ModelConfig
 from baton.engine.models.weights import Parameters

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from baton.engine.models.model import Model
-from baton.engine.runner.model_input import ModelInput, StepArrays
+from baton.engine.runner.step_inputs import ModelInput, StepArrays
 
 NUM_WARMUP_RUNS: Final = 2  # the first runs compile kernels and fill caches, which a capture must not
 

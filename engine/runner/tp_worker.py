@@ -32,8 +32,8 @@ from baton.config.environment import cache_directory
 from baton.engine.cache.page_pool import StepMarks
 from baton.engine.models.parallel import TensorParallel
 from baton.engine.models.registry import read_model_config
-from baton.engine.runner.model_input import decode
 from baton.engine.runner.model_runner import ModelRunner, choose_device
+from baton.engine.runner.step_inputs import decode
 from baton.errors import BatonError, ConfigError, ModelError, WorkerLost
 from baton.kernels import native
 

@@ -8,8 +8,7 @@ from itertools import chain, islice
 from typing import Final, NamedTuple, Protocol, TypeAlias
 
 from baton.config.engine import SchedulerConfig
-from baton.engine.scheduler.queues import SequenceQueues, rank_of
-from baton.engine.scheduler.sequence import Sequence, SequenceRank
+from baton.engine.scheduler.sequence import Sequence, SequenceQueues, SequenceRank, rank_of
 from baton.engine.scheduler.step_planner import CHUNK_DIVISOR, StepPlanner
 
 

@@ -25,145 +25,28 @@ from baton.clock import Clock
 from baton.config.engine import SchedulerConfig
 from baton.engine.cache.page_pool import Owner, PagePool
 from baton.engine.cache.prefix_cache import PrefixCache
-from baton.engine.scheduler.page_holds import ExternalPageHolds
-from baton.engine.scheduler.plan import Advance, Batch, Plan, PreemptMode, ScheduledChunk
 from baton.engine.scheduler.policies import batch_policy
-from baton.engine.scheduler.queues import SequenceQueues
-from baton.engine.scheduler.sequence import Sequence, SequenceKey, SequenceStatus
-from baton.engine.scheduler.step_planner import CostCap, PreemptionRates, PressureMode, StepPlanner
+from baton.engine.scheduler.sequence import (
+    Advance,
+    Batch,
+    PageCopy,
+    Plan,
+    PreemptMode,
+    ScheduledChunk,
+    Sequence,
+    SequenceKey,
+    SequenceQueues,
+    SequenceStatus,
+)
+from baton.engine.scheduler.step_planner import (
+    HEADROOM_TOKENS,
+    CostCap,
+    PreemptionRates,
+    PressureMode,
+    StepPlanner,
+)
 from baton.errors import IntegrityError, InvalidRequest
 from baton.request import MAX_CHOICES, FilledPages, FinishReason
-
-
-class SequencePages:
-    """Allocates and frees the pages of sequences: the part of `apply` that changes the ledgers."""
-
-    def __init__(self, cache: PrefixCache) -> None:
-        self._cache = cache
-        self._pool = cache.pool
-        self._host = cache.host
-
-    def claim(self, sequence: Sequence) -> list[bytes]:
-        """Share the known device pages of an admitted sequence and pin its host pages, so that no eviction
-        takes them.
-
-        Every admitted sequence claims before any of them allocates. Returns the keys of the host pages, for
-        `restore`.
-        """
-        if sequence.page_table:
-            return []
-        if sequence.status is SequenceStatus.SWAPPED:
-            match = self._cache.match_swapped(sequence)
-        else:
-            match = self._cache.match(sequence)
-        self._pool.share(match.device_pages, sequence.key)
-        sequence.page_table += match.device_pages
-        for key in match.host_keys:
-            self._host.pin(key)
-        return match.host_keys
-
-    def restore(self, sequence: Sequence, host_keys: list[bytes]) -> None:
-        """Copy host pages back and set `num_computed_tokens`."""
-        if sequence.status is SequenceStatus.SWAPPED:
-            self._swap_in(sequence)
-        elif not sequence.num_computed_tokens:
-            for key in host_keys:
-                self._fetch(sequence, key)
-            num_pages = len(sequence.page_table)
-            sequence.num_computed_tokens = num_pages * self._pool.page_size
-            sequence.num_known_pages = num_pages
-            if not sequence.num_preemptions:
-                if not sequence.needs_prompt_logprobs:
-                    self._cache.count(sequence.num_tokens, sequence.num_computed_tokens)
-                num_cached_tokens = min(sequence.num_computed_tokens, sequence.num_prompt_tokens)
-                sequence.num_cached_tokens = num_cached_tokens
-
-    def grow(self, sequence: Sequence, num_pages: int) -> None:
-        """Append fresh pages; the caller has made room."""
-        sequence.page_table += self._pool.allocate(num_pages, sequence.key)
-
-    def drop(self, sequence: Sequence) -> None:
-        """Release everything that the sequence holds, on the device and on the host."""
-        if sequence.status is SequenceStatus.SWAPPED:
-            self._host.give_up(sequence.key)
-            sequence.host_pages.clear()
-        self._pool.release(sequence.page_table, sequence.key)
-        self._clear_table(sequence)
-        sequence.num_computed_tokens = 0
-
-    def swap_out(self, sequence: Sequence) -> None:
-        """Copy the computed pages to the host and release the device pages."""
-        num_pages = self._pool.pages_for(sequence.num_computed_tokens)
-        sequence.host_pages = self._host.swap_out(sequence.key, sequence.page_table[:num_pages])
-        self._pool.release(sequence.page_table, sequence.key)
-        self._clear_table(sequence)
-
-    def _swap_in(self, sequence: Sequence) -> None:
-        """Share the full pages that the device still knows, copy the others back and register them."""
-        table = sequence.page_table
-        for page in self._cache.match_swapped(sequence).device_pages[len(table) :]:
-            self._pool.share((page,), sequence.key)
-            table.append(page)
-        sequence.num_known_pages = len(table)
-        num_missing = self._pool.pages_for(sequence.num_computed_tokens) - len(table)
-        self._cache.make_room(num_missing)
-        pages = self._pool.allocate(num_missing, sequence.key)
-        self._host.swap_in(sequence.key, pages)
-        sequence.host_pages.clear()
-        table += pages
-        self._cache.register(sequence)
-
-    def _fetch(self, sequence: Sequence, key: bytes) -> None:
-        page = self._cache.page_of(key)
-        if page is not None:  # another sequence admitted by the same plan has brought it back
-            self._pool.share((page,), sequence.key)
-            sequence.page_table.append(page)
-            return
-        self._cache.make_room(1)
-        self.grow(sequence, 1)
-        self._host.fetch(key, sequence.page_table[-1])
-        self._cache.learn_fetched(sequence, key)
-
-    def _clear_table(self, sequence: Sequence) -> None:
-        sequence.page_table.clear()
-        sequence.table_version += 1
-        sequence.num_known_pages = 0
-
-
-def attribute_step_cost(batch: Batch, step_s: float, cost: Callable[[int, int], float]) -> None:
-    """Add to `own_s` of each prompt in the batch its part of the step's time, in proportion to its cost.
-
-    The time from a prompt's first step to its first token includes the prompts that were computed in between,
-    so `own_s` is what predictions use. Decodes count nothing; a batch without longer chunks is a step of
-    decodes. cost: of so many tokens from a start on, as `CostCap.cost`.
-    """
-    if batch.num_decodes == len(batch.chunks):
-        return
-    prompts = [each for each in batch.chunks if each.num_tokens > 1 or not each.sequence.num_generated_tokens]
-    costs = [cost(each.start, each.num_tokens) for each in prompts]
-    total = sum(costs)
-    for each, own in zip(prompts, costs, strict=True):
-        each.sequence.own_s += step_s * own / total
-
-
-def most_tokens(sequence: Sequence, pool: PagePool) -> int:
-    """The length that the sequence can reach in this pool. InvalidRequest if it could not run alone."""
-    if not sequence.num_prompt_tokens:
-        raise InvalidRequest(f"request {sequence.request_id}: the prompt is empty")
-    quota = sequence.max_kv_pages
-    num_pages = pool.num_pages if quota is None else min(quota, pool.num_pages)
-    most = min(sequence.max_num_tokens, num_pages * pool.page_size)
-    if sequence.num_tokens < most:
-        return most
-    begun = sequence.num_generated_tokens
-    holder = "the model and its KV pages hold"
-    if quota is not None and quota < pool.num_pages:
-        holder = f"the quota max_kv_pages of {quota} pages, and the model, hold"
-    raise InvalidRequest(
-        f"request {sequence.request_id}: a prompt of {sequence.num_prompt_tokens} tokens"
-        f"{f' and {begun} of the answer' if begun else ''}; {holder} {most}, one of them for the answer"
-    )
-
 
 _RUNNING = SequenceStatus.RUNNING
 _num_computed_tokens = attrgetter("num_computed_tokens")
@@ -420,7 +303,7 @@ class Scheduler:
             missing.append((sequence, max(0, num_pages)))
         self.cache.make_room(sum(num_pages for _, num_pages in missing))
         for sequence, num_pages in missing:
-            self._pages.grow(sequence, num_pages)
+            sequence.page_table += self.pool.allocate(num_pages, sequence.key)
 
     def _append(self, sequence: Sequence, token_id: int) -> Advance:
         token_ids = sequence.token_ids
@@ -438,9 +321,284 @@ class Scheduler:
         self._queues.remove(sequence)
         self.pool.accounts.close(sequence.key)
         if sequence.keeps_pages and reason in (FinishReason.STOP, FinishReason.LENGTH):
-            self.holds.keep(sequence)
+            self.holds.kept[sequence.key] = sequence
         else:
             self._pages.drop(sequence)
         self._to_preempt.pop(sequence.key, None)
         sequence.status = SequenceStatus.FINISHED
         sequence.finish_reason = reason
+
+
+# The pages of sequences.
+
+
+class SequencePages:
+    """Allocates and frees the pages of sequences: the part of `apply` that changes the ledgers."""
+
+    def __init__(self, cache: PrefixCache) -> None:
+        self._cache = cache
+        self._pool = cache.pool
+        self._host = cache.host
+
+    def claim(self, sequence: Sequence) -> list[bytes]:
+        """Share the known device pages of an admitted sequence and pin its host pages, so that no eviction
+        takes them.
+
+        Every admitted sequence claims before any of them allocates. Returns the keys of the host pages, for
+        `restore`.
+        """
+        if sequence.page_table:
+            return []
+        if sequence.status is SequenceStatus.SWAPPED:
+            match = self._cache.match_swapped(sequence)
+        else:
+            match = self._cache.match(sequence)
+        self._pool.share(match.device_pages, sequence.key)
+        sequence.page_table += match.device_pages
+        for key in match.host_keys:
+            self._host.pin(key)
+        return match.host_keys
+
+    def restore(self, sequence: Sequence, host_keys: list[bytes]) -> None:
+        """Copy host pages back and set `num_computed_tokens`."""
+        if sequence.status is SequenceStatus.SWAPPED:
+            self._swap_in(sequence)
+        elif not sequence.num_computed_tokens:
+            for key in host_keys:
+                self._fetch(sequence, key)
+            num_pages = len(sequence.page_table)
+            sequence.num_computed_tokens = num_pages * self._pool.page_size
+            sequence.num_known_pages = num_pages
+            if not sequence.num_preemptions:
+                if not sequence.needs_prompt_logprobs:
+                    self._cache.count(sequence.num_tokens, sequence.num_computed_tokens)
+                num_cached_tokens = min(sequence.num_computed_tokens, sequence.num_prompt_tokens)
+                sequence.num_cached_tokens = num_cached_tokens
+
+    def drop(self, sequence: Sequence) -> None:
+        """Release everything that the sequence holds, on the device and on the host."""
+        if sequence.status is SequenceStatus.SWAPPED:
+            self._host.give_up(sequence.key)
+            sequence.host_pages.clear()
+        self._pool.release(sequence.page_table, sequence.key)
+        self._clear_table(sequence)
+        sequence.num_computed_tokens = 0
+
+    def swap_out(self, sequence: Sequence) -> None:
+        """Copy the computed pages to the host and release the device pages."""
+        num_pages = self._pool.pages_for(sequence.num_computed_tokens)
+        sequence.host_pages = self._host.swap_out(sequence.key, sequence.page_table[:num_pages])
+        self._pool.release(sequence.page_table, sequence.key)
+        self._clear_table(sequence)
+
+    def _swap_in(self, sequence: Sequence) -> None:
+        """Share the full pages that the device still knows, copy the others back and register them."""
+        table = sequence.page_table
+        for page in self._cache.match_swapped(sequence).device_pages[len(table) :]:
+            self._pool.share((page,), sequence.key)
+            table.append(page)
+        sequence.num_known_pages = len(table)
+        num_missing = self._pool.pages_for(sequence.num_computed_tokens) - len(table)
+        self._cache.make_room(num_missing)
+        pages = self._pool.allocate(num_missing, sequence.key)
+        self._host.swap_in(sequence.key, pages)
+        sequence.host_pages.clear()
+        table += pages
+        self._cache.register(sequence)
+
+    def _fetch(self, sequence: Sequence, key: bytes) -> None:
+        page = self._cache.page_of(key)
+        if page is not None:  # another sequence admitted by the same plan has brought it back
+            self._pool.share((page,), sequence.key)
+            sequence.page_table.append(page)
+            return
+        self._cache.make_room(1)
+        sequence.page_table += self._pool.allocate(1, sequence.key)
+        self._host.fetch(key, sequence.page_table[-1])
+        self._cache.learn_fetched(sequence, key)
+
+    def _clear_table(self, sequence: Sequence) -> None:
+        sequence.page_table.clear()
+        sequence.table_version += 1
+        sequence.num_known_pages = 0
+
+
+# Pages outside sequences.
+
+
+class ExternalPageHolds:
+    """Pages that are held outside live sequences, and how many more pages such holders may reserve.
+
+    1. `claim` holds the longest known prefix of a prompt before there is a sequence, so that only the rest of
+       the prompt must be received.
+    2. `settle` gives claimed and received pages to a new sequence; `release` releases them instead.
+    3. `kept` has the ended sequences with pages that stay until `release_kept`, for a reader such as a
+       transfer.
+    4. `pin` finds pages by their keys for a reader, which holds them until `release`.
+    5. `num_reservable` says how many pages a reservation may take; the page pool keeps the leases.
+
+    The watermark: the pages that are not held outside are always enough for the longest live sequence alone,
+    at its greatest length. Preemption frees all pages except those held outside, so live sequences can end
+    one after another however long a transfer takes. A reservation also leaves the pages that a newcomer would
+    have to leave: those that running prefills still need, the headroom of running sequences, and those that
+    the first waiting sequence waits for, so that small reservations do not starve that sequence. A sequence
+    that comes after a reservation may have to wait for the reservation, which ends by its deadline.
+    """
+
+    def __init__(self, cache: PrefixCache, queues: SequenceQueues) -> None:
+        self.kept: dict[SequenceKey, Sequence] = {}  # ended sequences
+        self._claims: dict[Owner, frozenset[int]] = {}
+        self._cache = cache
+        self._pool = cache.pool
+        self._queues = queues
+
+    def claim(self, known: Ordered[int], owner: Owner) -> FilledPages:
+        """Hold `known`, cached pages of the beginning of a prompt. ValueError if the owner has a claim
+        already.
+        """
+        if owner in self._claims:
+            raise ValueError(f"{owner} has claimed pages already")
+        self._pool.share(known, owner)
+        if known:
+            self._claims[owner] = frozenset(known)
+        return FilledPages(tuple(known), len(known) * self._pool.page_size, owner)
+
+    def release(self, pages: Ordered[int], owner: Owner) -> None:
+        """Release claimed or pinned pages. IntegrityError, with nothing released, if the owner lacks one."""
+        self._pool.check_used_by(pages, owner)
+        self._pool.release(pages, owner)
+        self._pool.accounts.close(owner)
+        self._end_claim(pages, owner)
+
+    def pin(self, keys: Ordered[bytes], reader: Owner) -> tuple[list[int], list[PageCopy]] | None:
+        """Hold the pages with these keys: the pages, and the copies from the host to make before they are
+        read.
+
+        None, with nothing held, if a page is absent or there is no room. Pages on the host are copied to
+        device pages that only the reader knows.
+        """
+        known = {key: self._cache.page_of(key) for key in keys}
+        on_host = {key: self._cache.host.page_of(key) for key, page in known.items() if page is None}
+        if None in on_host.values() or len(known) != len(keys):
+            return None
+        found = [page for page in known.values() if page is not None]
+        self._pool.share(found, reader)
+        if on_host and len(on_host) > self.num_reservable():
+            self._pool.release(found, reader)
+            return None
+        self._cache.make_room(len(on_host), keep=False)
+        copies = dict(zip(on_host, self._pool.allocate(len(on_host), reader), strict=True))
+        pages = [copies[key] if page is None else page for key, page in known.items()]
+        return pages, [(copies[key], page) for key, page in on_host.items() if page is not None]
+
+    def check(self, filled: FilledPages, sequence: Sequence) -> None:
+        """ValueError unless the sequence can start with these pages."""
+        pages, num_tokens, pool = filled.pages, filled.num_tokens, self._pool
+        if not 0 < num_tokens < sequence.num_tokens:
+            raise ValueError(
+                f"sequence {sequence.key} of {sequence.num_tokens} tokens: pages with KV of 1 to "
+                f"{sequence.num_tokens - 1} of them can be brought, got {num_tokens}"
+            )
+        if len(pages) != pool.pages_for(num_tokens) or len(set(pages)) != len(pages):
+            raise ValueError(
+                f"sequence {sequence.key}: {num_tokens} tokens are in {pool.pages_for(num_tokens)} different "
+                f"pages, got {len(set(pages))} in a table of {len(pages)}"
+            )
+        if not 0 <= min(pages) <= max(pages) < pool.num_pages:
+            raise ValueError(f"sequence {sequence.key}: the pool has {pool.num_pages} pages, got {pages}")
+        if sequence.needs_prompt_logprobs:
+            raise ValueError(f"sequence {sequence.key}: prompt_logprobs need the whole prompt computed")
+
+    def settle(self, filled: FilledPages, sequence: Sequence) -> None:
+        """Give the pages to the sequence and its scheduling key, and register the full ones.
+
+        IntegrityError, with nothing done, if the owner lacks a page, or if another holder uses the last page,
+        which the sequence will write.
+        """
+        pool, last = self._pool, filled.pages[-1]
+        pool.check_used_by(filled.pages, filled.owner)
+        if filled.num_tokens % pool.page_size and (
+            pool.is_known(last) or not pool.is_only_used_by(last, filled.owner)
+        ):
+            raise IntegrityError(f"page {last} is filled in part and shared: {sequence.key} cannot write it")
+        pool.accounts.book(sequence.key, sequence.scheduling_key)
+        pool.hand_over(filled.pages, filled.owner, sequence.key)
+        pool.accounts.close(filled.owner)
+        self._end_claim(filled.pages, filled.owner)
+        sequence.page_table = list(filled.pages)
+        sequence.num_computed_tokens = filled.num_tokens
+        sequence.num_cached_tokens = min(filled.num_tokens, sequence.num_prompt_tokens)
+        self._cache.register(sequence)
+
+    def release_kept(self, key: SequenceKey) -> None:
+        """Release the pages that are kept for a sequence, if any."""
+        sequence = self.kept.pop(key, None)
+        if sequence is None:
+            return
+        self._pool.release(sequence.page_table, key)
+        sequence.page_table.clear()
+        sequence.table_version += 1
+
+    def num_reservable(self) -> int:
+        """Pages, free or evictable, that a reservation may have now."""
+        pool, queues = self._pool, self._queues
+        num_pages = pool.num_available - queues.num_running * pool.pages_for(HEADROOM_TOKENS)
+        for sequence in (*queues.prefilling.values(), *queues.waiting[:1]):
+            num_pages -= max(0, pool.pages_for(sequence.num_tokens) - len(sequence.page_table))
+        longest = max((s.max_num_tokens for s in queues.by_key.values()), default=0)
+        num_spare = pool.num_available - pool.pages_for(longest)
+        if num_spare < num_pages:  # else the live sequences' own pages need not be counted
+            num_pages = min(num_pages, num_spare + self._num_preemptible())
+        return max(0, num_pages)
+
+    def _end_claim(self, pages: Ordered[int], owner: Owner) -> None:
+        rest = self._claims.pop(owner, frozenset()).difference(pages)
+        if rest:
+            self._claims[owner] = rest
+
+    def _num_preemptible(self) -> int:
+        """Pages that are not available now, and would be if every live sequence were preempted."""
+        pages: set[int] = set()
+        pages.update(*(sequence.page_table for sequence in self._queues.by_key.values()))
+        pages -= self._pool.held_outside()
+        pages.difference_update(*self._claims.values())
+        pages.difference_update(*(sequence.page_table for sequence in self.kept.values()))
+        return len(pages)
+
+
+# Figures of a sequence.
+
+
+def attribute_step_cost(batch: Batch, step_s: float, cost: Callable[[int, int], float]) -> None:
+    """Add to `own_s` of each prompt in the batch its part of the step's time, in proportion to its cost.
+
+    The time from a prompt's first step to its first token includes the prompts that were computed in between,
+    so `own_s` is what predictions use. Decodes count nothing; a batch without longer chunks is a step of
+    decodes. cost: of so many tokens from a start on, as `CostCap.cost`.
+    """
+    if batch.num_decodes == len(batch.chunks):
+        return
+    prompts = [each for each in batch.chunks if each.num_tokens > 1 or not each.sequence.num_generated_tokens]
+    costs = [cost(each.start, each.num_tokens) for each in prompts]
+    total = sum(costs)
+    for each, own in zip(prompts, costs, strict=True):
+        each.sequence.own_s += step_s * own / total
+
+
+def most_tokens(sequence: Sequence, pool: PagePool) -> int:
+    """The length that the sequence can reach in this pool. InvalidRequest if it could not run alone."""
+    if not sequence.num_prompt_tokens:
+        raise InvalidRequest(f"request {sequence.request_id}: the prompt is empty")
+    quota = sequence.max_kv_pages
+    num_pages = pool.num_pages if quota is None else min(quota, pool.num_pages)
+    most = min(sequence.max_num_tokens, num_pages * pool.page_size)
+    if sequence.num_tokens < most:
+        return most
+    begun = sequence.num_generated_tokens
+    holder = "the model and its KV pages hold"
+    if quota is not None and quota < pool.num_pages:
+        holder = f"the quota max_kv_pages of {quota} pages, and the model, hold"
+    raise InvalidRequest(
+        f"request {sequence.request_id}: a prompt of {sequence.num_prompt_tokens} tokens"
+        f"{f' and {begun} of the answer' if begun else ''}; {holder} {most}, one of them for the answer"
+    )

@@ -1,7 +1,8 @@
-"""One choice of one request while the engine works on it.
+"""Sequences, their queues, and the values that describe a step: Plan, Batch and Advance.
 
-There are no phases. A sequence knows its tokens (prompt, then generated) and how many of them have
-their KV in pages; each step lets `num_computed_tokens` catch up with `num_tokens`:
+A sequence is one choice of one request. There are no phases. A sequence knows its tokens (prompt, then
+generated) and how many of them have their KV in pages; each step lets `num_computed_tokens` catch up with
+`num_tokens`:
 
     token_ids   [ prompt ................ | generated .... ]
                 [0, num_computed_tokens)    KV is in the pages of page_table
@@ -10,17 +11,23 @@ their KV in pages; each step lets `num_computed_tokens` catch up with `num_token
 A prefill is a sequence that is far behind, a decode one that is behind by one token.
 """
 
-from collections.abc import Collection, Iterable
+from bisect import bisect_left, insort
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Mapping
 from collections.abc import Sequence as Ordered
 from dataclasses import dataclass, field
 from enum import Enum
+from math import inf
 from typing import Protocol, Self, TypeAlias
 
+import msgspec
+
 from baton.errors import InvalidRequest
-from baton.fair_queue import Share
+from baton.fair_queue import DecayedShares, Share
 from baton.request import FinishReason, Request, SamplingParams
 
 SequenceKey: TypeAlias = tuple[str, int]  # (request_id, choice)
+PageCopy: TypeAlias = tuple[int, int]  # (device_page, host_page), in either direction
 # (class, priority, due_s, arrival_s, serial); the lowest goes first among sequences of one scheduling key.
 SequenceRank: TypeAlias = tuple[int, int, float, float, int]
 
@@ -181,6 +188,186 @@ class Sequence:
             and not self.choice
             and len(self.token_ids) == self.num_prompt_tokens
         )
+
+
+# The values of one step: the scheduler's plan, the batch that the model runs, and the tokens that come of it.
+
+
+class PreemptMode(Enum):
+    """The fate of a preempted sequence's KV."""
+
+    RECOMPUTE = "recompute"  # drop the pages; compute the tokens again later
+    SWAP = "swap"  # copy the pages to host memory; copy them back later
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """The next step as decided, before anything has changed. Applying a plan makes it stale.
+
+    `scheduled` is in batch order, chunks of one token first. `admitted` sequences (new, resumed or swapped
+    in) run from this step on. `preempted` sequences are not scheduled; they run, or wait with pages that they
+    brought. `page_needs` counts the pages to allocate and names only sequences that need any; together with
+    the cached pages that admitted sequences share, the sum never exceeds the available pages.
+    """
+
+    version: int
+    scheduled: Mapping[SequenceKey, int]
+    num_decodes: int  # the leading chunks of one token
+    page_needs: Mapping[SequenceKey, int]
+    admitted: tuple[SequenceKey, ...] = ()
+    preempted: Mapping[SequenceKey, PreemptMode] = {}
+    num_padded_tokens: int = 0  # padding rows of a static batch
+    wait_s: float | None = None  # nothing is scheduled; the queue window opens after this time
+    preempted_for: SequenceKey | None = None  # the waiting sequence that others give pages to; it comes next
+
+
+class ScheduledChunk(msgspec.Struct, frozen=True, gc=False):
+    """Compute tokens [start, start + num_tokens) of `sequence`."""
+
+    sequence: Sequence
+    start: int
+    num_tokens: int
+
+    @property
+    def samples(self) -> bool:
+        """Whether the last position of the chunk yields the next token; true until the token is committed."""
+        return self.start + self.num_tokens == len(self.sequence.token_ids)
+
+
+class Batch(msgspec.Struct, frozen=True, kw_only=True):
+    """One step to execute, in this order: copies_to_host, copies_to_device, then the chunks.
+
+    The first `num_decodes` chunks have one token each. Copies are due even when there are no chunks.
+    """
+
+    chunks: tuple[ScheduledChunk, ...]
+    num_decodes: int
+    copies_to_host: tuple[PageCopy, ...] = ()
+    copies_to_device: tuple[PageCopy, ...] = ()
+    num_padded_tokens: int = 0
+
+    @property
+    def prompt_chunks(self) -> tuple[ScheduledChunk, ...]:
+        """The chunks of more than one token."""
+        return self.chunks[self.num_decodes :]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all chunks, without padding."""
+        return sum(chunk.num_tokens for chunk in self.chunks)
+
+
+class Advance(msgspec.Struct, frozen=True, gc=False):
+    """`sequence` grew by `token_id`, its generated token number `index`; the last one has a finish reason."""
+
+    sequence: Sequence
+    token_id: int
+    index: int
+    finish_reason: FinishReason | None
+
+
+# The queues.
+
+
+def rank_of(sequence: Sequence) -> SequenceRank:
+    """The sort key of sequences that have one scheduling key."""
+    return sequence.rank
+
+
+class SequenceQueues:
+    """A sequence is in `by_key` and in exactly one of `waiting`, `prefilling` and `decoding`.
+
+    `decoding` holds the sequences that lack the KV of exactly one token: a step treats them in bulk. Any
+    other running sequence is in `prefilling`.
+    """
+
+    def __init__(self) -> None:
+        self.shares = DecayedShares()  # of the scheduling keys of the sequences in by_key
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all sequences."""
+        self.shares.clear()
+        # scheduling key -> page quota (inf: none) -> number of sequences that came with this quota
+        self._quotas: defaultdict[str, Counter[float]] = defaultdict(Counter)
+        self.have_quotas = False
+        self.by_key: dict[SequenceKey, Sequence] = {}
+        self.waiting: list[Sequence] = []  # by rank
+        self.prefilling: dict[SequenceKey, Sequence] = {}
+        self.decoding: dict[SequenceKey, Sequence] = {}
+        self.num_last_admitted = 0  # by the last plan that admitted any: the rows of a request-level batch
+        self.preempted_for: SequenceKey | None = None  # waits for pages that others were preempted for
+
+    @property
+    def next_in(self) -> Sequence | None:
+        """The waiting sequence that others were preempted for: it comes before all others."""
+        sequence = None if self.preempted_for is None else self.by_key.get(self.preempted_for)
+        return None if sequence is None or sequence.is_running else sequence
+
+    @property
+    def num_running(self) -> int:
+        """Prefilling and decoding sequences."""
+        return len(self.prefilling) + len(self.decoding)
+
+    def running(self) -> list[Sequence]:
+        """Decoding sequences, then prefilling ones."""
+        return [*self.decoding.values(), *self.prefilling.values()]
+
+    def max_pages(self, scheduling_key: str) -> float:
+        """The page quota of a scheduling key, the largest of its live sequences' quotas; inf without one."""
+        return max(self._quotas.get(scheduling_key, ()), default=inf)
+
+    def wait(self, sequence: Sequence) -> None:
+        """Add a new sequence."""
+        self.by_key[sequence.key] = sequence
+        sequence.share = self.shares.join(sequence.scheduling_key, sequence.weight)
+        self._quotas[sequence.scheduling_key][_quota(sequence)] += 1
+        self.have_quotas = self.have_quotas or sequence.max_kv_pages is not None
+        insort(self.waiting, sequence, key=rank_of)
+
+    def run(self, sequence: Sequence) -> None:
+        """Move a waiting sequence to the running ones."""
+        self._leave(sequence)
+        sequence.status = SequenceStatus.RUNNING
+        self._place(sequence)
+
+    def stop(self, sequence: Sequence, status: SequenceStatus) -> None:
+        """Move a running sequence back to the waiting ones."""
+        self._leave(sequence)
+        sequence.status = status
+        insort(self.waiting, sequence, key=rank_of)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Remove a sequence that has ended."""
+        self._leave(sequence)
+        del self.by_key[sequence.key]
+        self.shares.leave(sequence.share)
+        quotas, quota = self._quotas[sequence.scheduling_key], _quota(sequence)
+        quotas[quota] -= 1
+        if not quotas[quota]:
+            del quotas[quota]
+        if not quotas:
+            del self._quotas[sequence.scheduling_key]
+        self.have_quotas = self.have_quotas and any(max(each) < inf for each in self._quotas.values())
+
+    def promote(self) -> None:
+        """Move prefills that have caught up to the decodes."""
+        for sequence in [s for s in self.prefilling.values() if s.num_uncomputed_tokens == 1]:
+            del self.prefilling[sequence.key]
+            self._place(sequence)
+
+    def _place(self, sequence: Sequence) -> None:
+        caught_up = sequence.num_uncomputed_tokens == 1
+        (self.decoding if caught_up else self.prefilling)[sequence.key] = sequence
+
+    def _leave(self, sequence: Sequence) -> None:
+        if not sequence.is_running:
+            del self.waiting[bisect_left(self.waiting, sequence.rank, key=rank_of)]
+        elif self.decoding.pop(sequence.key, None) is None:
+            del self.prefilling[sequence.key]
+
+
+def _quota(sequence: Sequence) -> float:
+    return inf if sequence.max_kv_pages is None else sequence.max_kv_pages
 
 
 def due_s(request: Request) -> float:

@@ -20,9 +20,16 @@ from typing import Final, NamedTuple, TypeAlias
 
 from baton.engine.cache.page_pool import PagePool
 from baton.engine.cache.prefix_cache import PrefixCache
-from baton.engine.scheduler.plan import Plan, PreemptMode
-from baton.engine.scheduler.queues import SequenceQueues, rank_of
-from baton.engine.scheduler.sequence import Sequence, SequenceKey, SequenceRank, SequenceStatus
+from baton.engine.scheduler.sequence import (
+    Plan,
+    PreemptMode,
+    Sequence,
+    SequenceKey,
+    SequenceQueues,
+    SequenceRank,
+    SequenceStatus,
+    rank_of,
+)
 from baton.fair_queue import DecayedShares, Share
 
 # (class, pages in excess of the share, recent work, rank), or the rank alone.

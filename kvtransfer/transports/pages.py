@@ -26,7 +26,7 @@ from torch import Tensor
 from baton.errors import ConfigError, TransferFailed
 from baton.kernels.copy_runs import copy_runs
 from baton.kernels.huge_pages import huge_zeros
-from baton.kernels.pages import gather_pages, scatter_pages
+from baton.kernels.pages import copy_pages
 from baton.kvtransfer.protocol.transfer_plan import Offsets, TransferPlan
 
 REVOKED: Final = 0  # no page that was ever handed out has generation 0
@@ -291,13 +291,13 @@ class DevicePages:
         with torch.cuda.stream(self.stream):
             self.wait_for_writers()
             rows = self.rows(plan, offset_N)
-            gather_pages(self.content.view(-1, row_bytes), rows, staging.view(-1, row_bytes))
+            copy_pages(self.content.view(-1, row_bytes), rows, staging.view(-1, row_bytes), None)
 
     def unpack(self, plan: TransferPlan, offset_N: Offsets, staging: Tensor) -> None:
         row_bytes = plan.row_bytes
         with torch.cuda.stream(self.stream):
             rows = self.rows(plan, offset_N)
-            scatter_pages(staging.view(-1, row_bytes), rows, self.content.view(-1, row_bytes))
+            copy_pages(staging.view(-1, row_bytes), None, self.content.view(-1, row_bytes), rows)
 
     def copy(self, source: Tensor, target: Tensor) -> None:
         with torch.cuda.stream(self.stream):

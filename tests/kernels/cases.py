@@ -10,14 +10,7 @@ from functools import partial
 
 import torch
 
-from baton.kernels.pages import (
-    copy_pages_reference,
-    copy_pages_triton,
-    gather_pages_reference,
-    gather_pages_triton,
-    scatter_pages_reference,
-    scatter_pages_triton,
-)
+from baton.kernels.pages import copy_pages_reference, copy_pages_triton
 from baton.kernels.rms_norm import (
     add_rms_norm_reference,
     add_rms_norm_triton,
@@ -104,10 +97,12 @@ def pages_outcome(
     ids = torch.tensor(page_ids, dtype=torch.int64, device=device)
     reference_pool = pool.clone()
     kernel, reference = (torch.zeros(len(page_ids), page_elements, dtype=dtype, device=device) for _ in "kr")
-    gather_pages_triton(pool[:, 1], ids, kernel)
-    gather_pages_reference(reference_pool[:, 1], ids, reference)
-    scatter_pages_triton(kernel, ids, pool[:, 2])
-    scatter_pages_reference(reference, ids, reference_pool[:, 2])
+    for copy, pages, staging in (
+        (copy_pages_triton, pool, kernel),
+        (copy_pages_reference, reference_pool, reference),
+    ):
+        copy(pages[:, 1], ids, staging, None)
+        copy(staging, None, pages[:, 2], ids)
     return Outcome(
         torch.cat((kernel.flatten(), pool.flatten())),
         torch.cat((reference.flatten(), reference_pool.flatten())),

@@ -9,10 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from baton.kernels import paged_attention, prefill_attention, rms_norm, rope, sample, silu_mul, store_kv
-from baton.kernels import pages as copy_pages
-from baton.kernels import pages as gather_pages
-from baton.kernels import pages as scatter_pages
+from baton.kernels import (
+    paged_attention,
+    pages,
+    prefill_attention,
+    rms_norm,
+    rope,
+    sample,
+    silu_mul,
+    store_kv,
+)
 from baton.kernels.triton_import import Kernel
 
 
@@ -126,12 +132,9 @@ def _page_scenarios() -> Iterator[Scenario]:
         pool = torch.empty(4, page_elements, dtype=dtype)
         staging, ids = torch.empty_like(pool), torch.arange(4)
         name = str(dtype).removeprefix("torch.")
-        gather: Run = partial(gather_pages.gather_pages_triton, pool, ids, staging)
-        yield Scenario(f"gather_pages-{name}", gather_pages, "gather_pages_kernel", gather)
-        scatter: Run = partial(scatter_pages.scatter_pages_triton, staging, ids, pool)
-        yield Scenario(f"scatter_pages-{name}", scatter_pages, "scatter_pages_kernel", scatter)
-        copy: Run = partial(copy_pages.copy_pages_triton, pool, ids, staging, ids)
-        yield Scenario(f"copy_pages-{name}", copy_pages, "copy_pages_kernel", copy)
+        for verb, sides in (("gather", (ids, None)), ("scatter", (None, ids)), ("copy", (ids, ids))):
+            run: Run = partial(pages.copy_pages_triton, pool, sides[0], staging, sides[1])
+            yield Scenario(f"{verb}_pages-{name}", pages, "copy_pages_kernel", run)
 
 
 def type_name(argument: object) -> str:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from baton.kernels.paged_attention import decode_tile, paged_attention_decode_triton
-from baton.kernels.pages import copy_pages_triton, gather_pages_triton, scatter_pages_triton
+from baton.kernels.pages import copy_pages_triton
 from baton.kernels.prefill_attention import prefill_attention_triton
 from baton.kernels.rms_norm import add_rms_norm_triton, rms_norm_triton
 from baton.kernels.rope import rope_triton
@@ -45,14 +45,12 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "decode_batch": (lambda: decode(f(2, 4, 8), pages, i32(3, 4), i32(3)), "query has 2 sequences"),
     "decode_window": (lambda: decode(f(3, 4, 8), pages, i32(3, 4), i32(3), window=0), "window must be"),
     "prefill_bounds": (lambda: prefill(f(3, 4, 8), pages, i32(3, 4), i32(3), i32(3)), r"int32 \(4,\)"),
-    "gather_dtype": (lambda: gather_pages_triton(f(4, 8), i64(2), f(2, 8).half()), "staging must be"),
-    "gather_rows": (lambda: gather_pages_triton(f(4, 8), i64(2), f(3, 8)), r"contiguous \[2, ...\]"),
-    "gather_strided": (lambda: gather_pages_triton(f(8, 4).t(), i64(2), f(2, 8)), "must be adjacent"),
+    "copy_dtype": (lambda: copy_pages_triton(f(4, 8), i64(2), f(2, 8).half(), None), "must be alike"),
+    "copy_rows": (lambda: copy_pages_triton(f(4, 8), i64(2), f(3, 8), None), "2 pages cannot go to 3"),
+    "copy_strided": (lambda: copy_pages_triton(f(8, 4).t(), i64(2), f(2, 8), None), "must be adjacent"),
     "copy_ids": (lambda: copy_pages_triton(f(4, 8), i32(2), f(4, 8), i64(2)), "page ids must be"),
     "copy_counts": (lambda: copy_pages_triton(f(4, 8), i64(2), f(4, 8), i64(3)), "2 pages cannot go to 3"),
     "copy_size": (lambda: copy_pages_triton(f(4, 8), i64(2), f(4, 7), i64(2)), "pages must be alike"),
-    "scatter_size": (lambda: scatter_pages_triton(f(2, 7), i64(2), f(4, 8)), "a page is 8 elements"),
-    "scatter_ids": (lambda: scatter_pages_triton(f(2, 8), i32(2), f(4, 8)), "page_ids must be"),
     "sample_dtype": (lambda: sample_triton(f(2, 9).half(), sampling), "logits must be float32"),
     "sample_rows": (lambda: sample_triton(f(3, 9), sampling), r"temperature_B must be contiguous"),
     "sample_field": (

@@ -12,9 +12,8 @@ from torch import Tensor
 from baton.config.engine import engine_config
 from baton.engine.engine import Engine, load_engine
 from baton.engine.models.registry import read_model_config
-from baton.engine.runner.model_input import StepArrays
-from baton.engine.scheduler.plan import PreemptMode
-from baton.engine.scheduler.sequence import Sequence, SequenceStatus
+from baton.engine.runner.step_inputs import StepArrays
+from baton.engine.scheduler.sequence import PreemptMode, Sequence, SequenceStatus
 from baton.pages import PageLayout
 from baton.request import Request, SamplingParams, StepOutput
 from tests.parity.models import VOCAB_SIZE

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from baton.engine.scheduler.plan import PreemptMode
+from baton.engine.scheduler.sequence import PreemptMode
 from baton.request import StepOutput
 from tests.parity.runs import GREEDY, SEEDED, PreemptInTurn, engine, prompts, run, tokens
 

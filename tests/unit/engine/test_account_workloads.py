@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.config.engine import SchedulerConfig
-from baton.engine.scheduler.plan import PreemptMode
-from baton.engine.scheduler.sequence import SequenceStatus
+from baton.engine.scheduler.sequence import PreemptMode, SequenceStatus
 from baton.engine.scheduler.step_planner import PreemptionRates, PressureMode
 from baton.errors import InvalidRequest
 from baton.request import SamplingParams

@@ -10,7 +10,7 @@ from torch import Tensor
 from baton.clock import ManualClock
 from baton.engine.cache.page_pool import PageState
 from baton.engine.engine import BAD_LOGITS, Engine
-from baton.engine.runner.model_input import StepArrays
+from baton.engine.runner.step_inputs import StepArrays
 from baton.request import FilledPages, FinishReason, Request, SamplingParams, StepOutput
 from tests.tiny_models import generate, tiny_engine, token_ids
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from baton.engine.engine import Engine
 from baton.engine.models.decoder import Decoder
-from baton.engine.scheduler.plan import ScheduledChunk
+from baton.engine.scheduler.sequence import ScheduledChunk
 from baton.kernels.decoder_stack import LayerGroups
 from baton.request import Request, SamplingParams
 from tests.tiny_models import generate, tiny_engine, token_ids, write_config

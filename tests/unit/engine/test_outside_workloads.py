@@ -6,8 +6,7 @@ import random
 import pytest
 
 from baton.config.engine import SchedulerConfig
-from baton.engine.scheduler.plan import PreemptMode
-from baton.engine.scheduler.sequence import Sequence, SequenceStatus
+from baton.engine.scheduler.sequence import PreemptMode, Sequence, SequenceStatus
 from baton.engine.scheduler.step_planner import PreemptionRates
 from baton.errors import InvalidRequest
 from tests.outside import Delivery, OpenHarness

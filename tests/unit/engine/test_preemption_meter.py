@@ -1,8 +1,8 @@
 import torch
 
-from baton.engine.cache.kv_pool import KvPool
 from baton.engine.engine import MIN_PREFILL_TOKENS, PreemptionMeter
-from baton.engine.scheduler.plan import Batch
+from baton.engine.runner.model_runner import KvPool
+from baton.engine.scheduler.sequence import Batch
 from baton.pages import PageLayout
 from tests.batches import make_batch, make_sequence, rest_of
 

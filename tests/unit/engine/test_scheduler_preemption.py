@@ -2,8 +2,7 @@
 
 import pytest
 
-from baton.engine.scheduler.plan import PreemptMode
-from baton.engine.scheduler.sequence import SequenceStatus
+from baton.engine.scheduler.sequence import PreemptMode, SequenceStatus
 from baton.engine.scheduler.step_planner import PreemptionRates
 from baton.request import SamplingParams
 from tests.scheduling import PROMPT, make_harness

@@ -5,9 +5,8 @@ from typing import Final
 
 from baton.clock import ManualClock
 from baton.config.engine import SchedulerConfig
-from baton.engine.cache.host_tier import HostTier
 from baton.engine.cache.page_pool import PagePool
-from baton.engine.cache.prefix_cache import PrefixCache
+from baton.engine.cache.prefix_cache import HostTier, PrefixCache
 from baton.engine.scheduler.scheduler import Scheduler
 from baton.engine.scheduler.sequence import Sequence, SequenceKey
 from baton.fair_queue import HALF_LIFE_S

@@ -10,7 +10,7 @@ import torch
 
 from baton.kernels import decoder_stack, native
 from baton.kernels.decoder_stack import DecoderStack, StackLayer, StackShape, can_stack
-from baton.kernels.embedding import pack_linear
+from baton.kernels.linear import pack_linear
 from baton.kernels.ragged_attention import AttentionArguments, RaggedBatch
 
 SHAPE = StackShape(

@@ -1,4 +1,7 @@
-"""The packed multiplication of the CPU. Shapes: T tokens, N outputs, K inputs."""
+"""Multiplication with a packed weight, and rows of a table, on the CPU.
+
+Shapes: T tokens, N outputs, K inputs, V rows, E hidden.
+"""
 
 import pytest
 import torch
@@ -7,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from baton.kernels import native
-from baton.kernels.embedding import linear, linear_reference, pack_linear
+from baton.kernels.linear import embedding, linear, linear_reference, pack_linear
 from tests.kernels.outcomes import normal
 
 CPU = torch.device("cpu")
@@ -64,7 +67,7 @@ def test_linear_is_the_product_in_float64(
 
 @dtypes
 @pytest.mark.parametrize("num_splits", [1, 2])
-def test_a_row_has_the_same_bits_in_any_company(dtype: torch.dtype, num_splits: int) -> None:
+def test_row_has_the_same_bits_in_any_batch(dtype: torch.dtype, num_splits: int) -> None:
     packed, bias = pack_linear(random(75, 148, dtype=dtype)), random(75, dtype=torch.float32)
     x = random(400, 148, dtype=dtype)  # more than two blocks of rows
     alone = torch.cat([linear(row, packed, bias, num_splits=num_splits) for row in x.split(1)])
@@ -100,7 +103,7 @@ def test_rows_may_be_strided_and_weights_a_view(dtype: torch.dtype) -> None:
     check(linear(transposed, pack_linear(weight)), transposed, weight, None)
 
 
-def test_a_packed_weight_is_a_copy() -> None:
+def test_packed_weight_is_a_copy() -> None:
     weight, x = random(33, 8, dtype=torch.float32), random(2, 8, dtype=torch.float32)
     packed, expected = pack_linear(weight), linear_reference(x, weight)
     weight.zero_()
@@ -123,3 +126,28 @@ def test_inputs_of_another_width_or_dtype_are_refused() -> None:
         linear(torch.zeros(2, 12), packed)
     with pytest.raises(ValueError, match="got .* torch.bfloat16"):
         linear(torch.zeros(2, 8, dtype=torch.bfloat16), packed)
+
+
+@given(
+    num_tokens=st.integers(0, 300),
+    num_rows=st.integers(1, 40),
+    width=st.integers(1, 700),
+    dtype=st.sampled_from((*DTYPES, torch.float16)),
+    stride=st.sampled_from((1, 1, 2)),
+)
+def test_each_token_gets_a_copy_of_its_row(
+    num_tokens: int, num_rows: int, width: int, dtype: torch.dtype, stride: int
+) -> None:
+    token_ids = torch.randint(num_rows, (num_tokens,), generator=torch.Generator().manual_seed(width))
+    table = random(num_rows, width * stride, dtype=dtype)[:, ::stride]
+    before = table.clone()
+    found = embedding(token_ids, table)
+    assert torch.equal(found, table[token_ids])
+    found.add_(1)
+    assert torch.equal(table, before)
+
+
+def test_token_ids_of_other_shapes_and_types_are_refused() -> None:
+    for token_ids in (torch.zeros(2, dtype=torch.int32), torch.zeros(1, 2, dtype=torch.int64)):
+        with pytest.raises(ValueError, match="embedding takes int64 ids"):
+            embedding(token_ids, torch.zeros(3, 8))

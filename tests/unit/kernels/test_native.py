@@ -219,7 +219,7 @@ assert native.library().number() == 1
 FALLBACK = """
 import torch
 from baton.kernels import native
-from baton.kernels.embedding import linear, pack_linear
+from baton.kernels.linear import linear, pack_linear
 from baton.kernels.rms_norm import add_rms_norm, rms_norm
 from baton.kernels.silu_mul import silu_mul
 from baton.kernels.store_kv import store_kv

@@ -126,7 +126,7 @@ def close(got: Tensor, expected: Tensor) -> None:
 @pytest.mark.parametrize("page_size", [1, 4, 16, 64])
 @pytest.mark.parametrize("group_size", [1, 4, 7, 16])
 @pytest.mark.parametrize("window", [None, 1, 9, 40])
-def test_a_whole_prompt_is_the_causal_softmax(
+def test_whole_prompt_is_the_causal_softmax(
     dtype: torch.dtype, page_size: int, group_size: int, window: int | None
 ) -> None:
     heads = Heads(num_kv_heads=1, group_size=group_size, head_dim=16, window=window, dtype=dtype)
@@ -142,12 +142,24 @@ def test_heads_of_any_size_the_kernel_has_room_for(dtype: torch.dtype, head_dim:
     close(sequences.run([Part(0, 0, 35)], page_size)[0], sequences.expected(0))
 
 
-@pytest.mark.parametrize("heads", [Heads(head_dim=258), Heads(group_size=17), Heads(dtype=torch.float16)])
-def test_unsupported_heads_are_computed_by_the_reference(heads: Heads) -> None:
-    sequences = Sequences([20, 33], heads)
-    decode, prefill = sequences.run([Part(0, 19, 20), Part(1, 7, 33)], 4)
+REFERENCE_HEADS = [
+    Heads(head_dim=258),
+    Heads(group_size=17, window=9),
+    Heads(head_dim=40, group_size=7, dtype=torch.float16),
+    Heads(window=1, dtype=torch.float16),
+    Heads(num_kv_heads=1, head_dim=96, window=30, dtype=torch.float16),
+]
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 64])
+@pytest.mark.parametrize("heads", REFERENCE_HEADS, ids=str)
+def test_unsupported_heads_are_computed_by_the_references(heads: Heads, page_size: int) -> None:
+    """Decodes and chunks in one batch; the last chunk is a whole prompt."""
+    sequences = Sequences([20, 1, 33, 40], heads)
+    parts = [Part(0, 19, 20), Part(1, 0, 1), Part(2, 7, 33), Part(3, 0, 40)]
     tolerance = 2e-3 if heads.dtype is torch.float16 else 3e-6
-    for got, expected in ((decode, sequences.expected(0)[19:]), (prefill, sequences.expected(1)[7:])):
+    for part, got in zip(parts, sequences.run(parts, page_size), strict=True):
+        expected = sequences.expected(part.sequence)[part.start : part.stop]
         torch.testing.assert_close(got.double(), expected, rtol=tolerance, atol=tolerance)
 
 
@@ -164,7 +176,7 @@ def test_unsupported_heads_are_computed_by_the_reference(heads: Heads) -> None:
     page_size=st.sampled_from((1, 4, 16, 64)),
     chunk_size=st.integers(2, 50),
 )
-def test_a_query_has_the_same_bits_in_any_chunk_page_size_and_batch(
+def test_query_has_the_same_bits_in_any_chunk_page_size_and_batch(
     lengths: list[int], heads: Heads, page_size: int, chunk_size: int
 ) -> None:
     sequences = Sequences(lengths, heads)
@@ -194,8 +206,8 @@ def test_many_decodes_together_have_the_bits_of_each_alone(dtype: torch.dtype, g
         assert torch.equal(got, sequences.run([part], 16)[0]), part
 
 
-@dtypes
-def test_a_sequence_without_context_is_padding_and_yields_zeros(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16], ids=str)
+def test_sequence_without_context_is_padding_and_yields_zeros(dtype: torch.dtype) -> None:
     sequences = Sequences([40, 0], Heads(dtype=dtype))
     alone = sequences.run([Part(0, 39, 40)], 16)[0]
     query = normal(29, 8, 32, dtype=dtype, device=CPU)
@@ -214,8 +226,8 @@ def test_a_sequence_without_context_is_padding_and_yields_zeros(dtype: torch.dty
     assert torch.equal(ragged_attention(query, pages, batch, scale=32**-0.5)[:1], alone)
 
 
-@dtypes
-def test_an_empty_batch_yields_nothing(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16], ids=str)
+def test_empty_batch_yields_nothing(dtype: torch.dtype) -> None:
     assert Sequences([0], Heads(dtype=dtype)).run([], 16) == []
 
 

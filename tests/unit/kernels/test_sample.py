@@ -1,7 +1,11 @@
-"""Sampling by the C kernel draws the very tokens of the reference. Shapes: B rows, V vocabulary."""
+"""Sampling on the CPU: tokens that may be drawn, their frequencies, and the C kernel against the reference.
+
+Shapes: B rows, V vocabulary.
+"""
 
 import math
 import threading
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -9,7 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from baton.kernels.sample import SamplingTensors, sample, sample_reference
+from baton.kernels.sample import (
+    NOT_A_TOKEN,
+    SamplingTensors,
+    kept_reference,
+    philox,
+    sample,
+    sample_reference,
+)
 from tests.kernels.outcomes import normal
 from tests.kernels.sampling_cases import FILTERS, Filters, awkward_logits, sampling_tensors
 
@@ -51,7 +62,11 @@ def test_infinities_and_ties_are_drawn_as_by_the_reference(name: str) -> None:
     for vocab_size in (16, 61, 333):
         logits = awkward_logits(vocab_size, CPU)
         sampling = sampling_tensors(len(logits), FILTERS[name])
-        assert sample(logits, sampling).tolist() == sample_reference(logits, sampling).tolist()
+        tokens = sample(logits, sampling).tolist()
+        assert tokens == sample_reference(logits, sampling).tolist()
+        assert all(0 <= token < vocab_size for token in tokens[:6])
+        assert tokens[3] < vocab_size // 3  # beyond lie only -inf
+        assert tokens[5] == vocab_size // 2  # the infinite logit
 
 
 @pytest.mark.parametrize("settings", [Filters(top_k=2), Filters(top_p=0.7), Filters(min_p=0.3)])
@@ -67,21 +82,21 @@ def test_rows_may_be_strided() -> None:
     assert torch.equal(sample(logits[:, :97], sampling), sample(logits[:, :97].contiguous(), sampling))
 
 
-def test_a_row_draws_the_same_in_any_company() -> None:
+def test_row_is_drawn_by_its_own_settings_in_any_batch() -> None:
     logits, sampling = logits_of(64, 203, 2.0, tied=True), sampling_tensors(64, FILTERS["all"])
-    alone = [
-        sample(
-            logits[row : row + 1],
-            SamplingTensors(
-                *(getattr(sampling, name)[row : row + 1] for name in SamplingTensors.__dataclass_fields__)
-            ),
-        )
-        for row in range(64)
-    ]
-    assert torch.equal(sample(logits, sampling), torch.cat(alone))
+    mixed = replace(
+        sampling,
+        top_k_B=torch.tensor([0, 4, -1, 300] * 16, dtype=torch.int32),
+        temperature_B=torch.tensor([1.5, 0.5, 0.0, 1.0] * 16),
+    )
+    for tensors in (sampling, mixed):
+        together = sample(logits, tensors)
+        for row in range(64):
+            alone = SamplingTensors(*(getattr(tensors, field.name)[[row]] for field in fields(tensors)))
+            assert torch.equal(sample(logits[[row]], alone), together[[row]])
 
 
-def test_a_draw_in_another_thread_is_the_same() -> None:
+def test_draw_in_another_thread_is_the_same() -> None:
     logits, sampling = logits_of(64, 203, 2.0, tied=False), sampling_tensors(64, FILTERS["top_p"])
     drawn: list[Tensor] = []
     thread = threading.Thread(target=lambda: drawn.append(sample(logits, sampling)))
@@ -90,7 +105,115 @@ def test_a_draw_in_another_thread_is_the_same() -> None:
     assert torch.equal(drawn[0], sample(logits, sampling))
 
 
-def test_a_single_token_and_a_flat_row_need_no_luck() -> None:
-    assert sample(torch.zeros(3, 1), sampling_tensors(3, Filters())).tolist() == [0, 0, 0]
-    flat = torch.full((3, 5), -math.inf)
-    assert all(0 <= token < 5 for token in sample(flat, sampling_tensors(3, Filters())).tolist())
+# The draw, by its definition. The C kernel draws the tokens of the reference, so one of both is enough.
+
+
+def kept_tokens(logits: list[float], filters: Filters) -> set[int]:
+    """From the definition, in float64, by sorting."""
+    descending = sorted(logits, reverse=True)
+    if 0 < filters.top_k < len(logits):
+        descending = [logit for logit in descending if logit >= descending[filters.top_k - 1]]
+    peak = descending[0]
+    mass = [math.exp((logit - peak) / filters.temperature) for logit in descending]
+    threshold = descending[-1]
+    if filters.top_p < 1:
+        above = (sum(mass[: rank + 1]) >= filters.top_p * sum(mass) for rank in range(len(mass)))
+        threshold = next(logit for logit, enough in zip(descending, above, strict=True) if enough)
+    return {
+        token
+        for token, logit in enumerate(logits)
+        if logit >= threshold and math.exp((logit - peak) / filters.temperature) >= filters.min_p
+    }
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("name", [name for name in FILTERS if name not in ("greedy", "cold")])
+def test_kept_set_is_the_sorted_one(name: str, tied: bool) -> None:
+    logits = normal(40, 53, dtype=torch.float32, device=CPU) * 2
+    logits = logits.round() if tied else logits
+    _, kept = kept_reference(logits, sampling_tensors(40, FILTERS[name]))
+    for row, expected in zip(kept, logits.tolist(), strict=True):
+        assert set(row.nonzero()[:, 0].tolist()) == kept_tokens(expected, FILTERS[name])
+
+
+@pytest.mark.parametrize("name", ["plain", "hot", "top_k", "top_p", "min_p", "all"])
+def test_frequencies_are_the_softmax_over_the_kept_set(name: str) -> None:
+    filters, num_draws, vocab_size = FILTERS[name], 20_000, 30
+    logits = normal(1, vocab_size, dtype=torch.float32, device=CPU) * 2
+    sampling = replace(
+        sampling_tensors(num_draws, filters),
+        seed_B=torch.full((num_draws,), 1234, dtype=torch.int64),
+        choice_B=torch.zeros(num_draws, dtype=torch.int32),
+        position_B=torch.arange(num_draws),
+    )
+    counts = torch.bincount(sample(logits.expand(num_draws, -1), sampling), minlength=vocab_size).double()
+    kept = kept_tokens(logits[0].tolist(), filters)
+    outside = [token for token in range(vocab_size) if token not in kept]
+    assert counts[outside].sum() == 0
+    likely = (logits[0].double() / filters.temperature).index_fill(0, torch.tensor(outside).long(), -math.inf)
+    expected = torch.softmax(likely, dim=0) * num_draws
+    frequent = expected >= 5
+    chi_square = ((counts - expected).square() / expected)[frequent].sum()
+    degrees = int(frequent.sum()) - 1
+    # Wilson and Hilferty's normal approximation, at five standard deviations.
+    bound = degrees * (1 - 2 / (9 * degrees) + 5 * math.sqrt(2 / (9 * degrees))) ** 3
+    assert chi_square < bound
+
+
+def test_greedy_takes_the_lowest_of_the_largest() -> None:
+    logits = torch.tensor([[0.0, 3.0, 3.0, 1.0], [-5.0, -5.0, -5.0, -5.0]])
+    assert sample(logits, sampling_tensors(2, FILTERS["greedy"])).tolist() == [1, 0]
+
+
+def test_draw_depends_on_seed_choice_and_position_alone() -> None:
+    logits = torch.zeros(200, 997)  # flat, so that equal draws are no accident
+    same = sampling_tensors(200, Filters())
+    assert torch.equal(sample(logits, same), sample(logits, same))
+    for change in (
+        replace(same, seed_B=same.seed_B + 1),
+        replace(same, seed_B=same.seed_B + 2**32),
+        replace(same, choice_B=same.choice_B + 1),
+        replace(same, position_B=same.position_B + 1),
+        replace(same, position_B=same.position_B + 2**32),
+    ):
+        assert (sample(logits, same) == sample(logits, change)).sum() < 10
+
+
+@pytest.mark.parametrize("vocab_size", [1, 16, 35])
+def test_row_with_nan_gives_no_token_and_other_rows_theirs(vocab_size: int) -> None:
+    logits = normal(vocab_size + 1, vocab_size, dtype=torch.float32, device=CPU)
+    logits[torch.arange(vocab_size), torch.arange(vocab_size)] = math.nan  # each place once
+    for filters in FILTERS.values():
+        sampling = sampling_tensors(vocab_size + 1, filters)
+        *bad, good = sample(logits, sampling).tolist()
+        assert bad == [NOT_A_TOKEN] * vocab_size
+        assert good == sample(logits.nan_to_num(), sampling).tolist()[-1]
+
+
+# The generator.
+
+# philox4x32-10 from the known-answer vectors that Random123 publishes: counter, key, words.
+PI = ((0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344), (0xA4093822, 0x299F31D0))
+KNOWN = [
+    ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+    ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+    (*PI, (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1)),
+]
+
+
+@pytest.mark.parametrize(("counter", "key", "words"), KNOWN)
+def test_philox_gives_the_published_answers(
+    counter: tuple[int, int, int, int], key: tuple[int, int], words: tuple[int, ...]
+) -> None:
+    counter_0, counter_1, counter_2, counter_3 = (torch.tensor(word) for word in counter)
+    got = philox((torch.tensor(key[0]), torch.tensor(key[1])), (counter_0, counter_1, counter_2, counter_3))
+    assert tuple(got.tolist()) == words
+
+
+def test_philox_broadcasts_and_ignores_high_bits() -> None:
+    zero, column, row = torch.tensor(0), torch.arange(3), torch.arange(2)[:, None]
+    words = philox((zero, zero), (column, row, zero, zero))
+    high = philox((zero + 2**32, zero), (column, row, zero - 2**32, zero))
+    assert words.shape == (2, 3, 4)
+    assert torch.equal(words, high)
+    assert len(set(words.flatten().tolist())) == words.numel()

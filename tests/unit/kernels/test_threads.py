@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from baton.kernels import native
-from baton.kernels.embedding import LinearWeight, linear, pack_linear
+from baton.kernels.linear import LinearWeight, linear, pack_linear
 
 NUM_CALLS = 300
 

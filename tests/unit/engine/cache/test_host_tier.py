@@ -1,6 +1,6 @@
 import pytest
 
-from baton.engine.cache.host_tier import HostTier
+from baton.engine.cache.prefix_cache import HostTier
 from baton.errors import IntegrityError
 
 

@@ -4,9 +4,8 @@ import random
 
 import pytest
 
-from baton.engine.cache.host_tier import ChangedKeys, HostTier
 from baton.engine.cache.page_pool import PagePool
-from baton.engine.cache.prefix_cache import NOWHERE, PageChanges, PrefixCache
+from baton.engine.cache.prefix_cache import NOWHERE, ChangedKeys, HostTier, PageChanges, PrefixCache
 from baton.engine.scheduler.sequence import Sequence
 from baton.pages import PageKeys
 from baton.request import Request, SamplingParams

@@ -2,9 +2,8 @@ from collections.abc import Iterable
 
 import pytest
 
-from baton.engine.cache.host_tier import HostTier
 from baton.engine.cache.page_pool import PagePool, PageState
-from baton.engine.cache.prefix_cache import PrefixCache
+from baton.engine.cache.prefix_cache import HostTier, PrefixCache
 from baton.engine.scheduler.sequence import Sequence
 from baton.errors import IntegrityError
 from baton.pages import PageKeys, with_public

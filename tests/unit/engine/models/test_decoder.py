@@ -10,8 +10,7 @@ from torch import Tensor
 from baton.engine.models.decoder import Decoder
 from baton.engine.runner.model_runner import ModelRunner
 from baton.engine.runner.step_inputs import StepBuilder
-from baton.engine.scheduler.plan import ScheduledChunk
-from baton.engine.scheduler.sequence import Sequence
+from baton.engine.scheduler.sequence import ScheduledChunk, Sequence
 from tests.batches import make_batch, make_sequence
 from tests.tiny_models import VOCAB_SIZE, tiny_engine, write_config
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from baton.engine.models.layers import ColumnParallelLinear, RowParallelLinear
+from baton.engine.models.decoder import ColumnParallelLinear, RowParallelLinear
 from baton.engine.models.parallel import TensorParallel
 from baton.errors import ConfigError
 from tests.tensor_parallel_peer import DTYPES, JOBS, Pair, values

@@ -18,8 +18,7 @@ from transformers import (
 )
 
 from baton.engine.models.checkpoint import SafetensorsCheckpoint
-from baton.engine.models.decoder import Decoder, DecoderLayer
-from baton.engine.models.layers import Attention, SwiGlu
+from baton.engine.models.decoder import Attention, Decoder, DecoderLayer, SwiGlu
 from baton.engine.models.model import (
     attention_mlp_crossover,
     build_model,

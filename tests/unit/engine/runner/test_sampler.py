@@ -16,10 +16,8 @@ from transformers import (
     SequenceBiasLogitsProcessor,
 )
 
-from baton.engine.runner.logits_processors import LOGITS_PROCESSORS
-from baton.engine.runner.sampler import Sampler
-from baton.engine.scheduler.plan import ScheduledChunk
-from baton.engine.scheduler.sequence import Sequence
+from baton.engine.runner.sampler import LOGITS_PROCESSORS, Sampler
+from baton.engine.scheduler.sequence import ScheduledChunk, Sequence
 from baton.request import Request, SamplingParams
 from tests.batches import make_batch, make_sequence, rest_of
 from tests.tiny_models import generate, tiny_engine

@@ -7,11 +7,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.engine.cache.host_tier import PageCopy
-from baton.engine.runner.model_input import ModelInput, StepArrays, decode, encode
-from baton.engine.runner.step_inputs import StepBuilder, wants_prompt_logits
-from baton.engine.scheduler.plan import Batch, ScheduledChunk
-from baton.engine.scheduler.sequence import Sequence
+from baton.engine.runner.step_inputs import (
+    ModelInput,
+    StepArrays,
+    StepBuilder,
+    decode,
+    encode,
+    wants_prompt_logits,
+)
+from baton.engine.scheduler.sequence import Batch, PageCopy, ScheduledChunk, Sequence
 from tests.batches import make_batch, make_sequence, rest_of
 
 MAX_TOKENS, MAX_SEQUENCES = 60, 6

@@ -17,10 +17,9 @@ import torch
 from baton.clock import ManualClock
 from baton.engine.engine import load_engine
 from baton.engine.runner import tp_worker
-from baton.engine.runner.model_input import encode
-from baton.engine.runner.step_inputs import StepBuilder
+from baton.engine.runner.step_inputs import StepBuilder, encode
 from baton.engine.runner.tp_worker import TpWorkers
-from baton.engine.scheduler.plan import Batch
+from baton.engine.scheduler.sequence import Batch
 from baton.errors import ConfigError, ModelError, WorkerLost
 from baton.request import Request, SamplingParams
 from tests.tiny_models import generate, tiny_config, tiny_engine

@@ -8,9 +8,8 @@ import pytest
 
 from baton.clock import ManualClock
 from baton.config.engine import SchedulerConfig
-from baton.engine.cache.host_tier import HostTier
 from baton.engine.cache.page_pool import PagePool
-from baton.engine.cache.prefix_cache import PrefixCache
+from baton.engine.cache.prefix_cache import HostTier, PrefixCache
 from baton.engine.scheduler.scheduler import Scheduler
 from baton.engine.scheduler.sequence import Sequence, SequenceStatus
 from baton.engine.scheduler.step_planner import MAX_STRETCH, CostCap

@@ -8,9 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.engine.cache.page_pool import PagePool
-from baton.engine.scheduler.plan import PreemptMode
-from baton.engine.scheduler.queues import SequenceQueues
-from baton.engine.scheduler.sequence import Sequence, SequenceKey, SequenceStatus
+from baton.engine.scheduler.sequence import PreemptMode, Sequence, SequenceKey, SequenceQueues, SequenceStatus
 from baton.engine.scheduler.step_planner import HeldPages, PreemptionCandidates, PreemptionRates, cheaper_mode
 from baton.request import Request
 from tests.accounts import scheduling_key

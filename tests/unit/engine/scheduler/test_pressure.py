@@ -1,8 +1,7 @@
 import pytest
 
 from baton.config.engine import SchedulerConfig
-from baton.engine.scheduler.plan import PreemptMode
-from baton.engine.scheduler.sequence import SequenceStatus
+from baton.engine.scheduler.sequence import PreemptMode, SequenceStatus
 from baton.engine.scheduler.step_planner import CHUNK_DIVISOR, PressureMode
 from baton.request import SamplingParams
 from tests.accounts import AccountHarness, scheduling_key

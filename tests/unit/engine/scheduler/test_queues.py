@@ -2,8 +2,7 @@
 
 from math import inf
 
-from baton.engine.scheduler.queues import SequenceQueues
-from baton.engine.scheduler.sequence import Sequence, SequenceStatus
+from baton.engine.scheduler.sequence import Sequence, SequenceQueues, SequenceStatus
 from baton.request import Request
 
 

@@ -1,7 +1,7 @@
 import pytest
 
 from baton.engine.cache.page_pool import PageState
-from baton.engine.scheduler.plan import Advance
+from baton.engine.scheduler.sequence import Advance
 from baton.errors import IntegrityError, InvalidRequest
 from baton.request import FinishReason, SamplingParams
 from tests.scheduling import PROMPT, Harness, make_harness

@@ -2,12 +2,9 @@
 
 import pytest
 
-from baton.engine.cache.host_tier import HostTier
 from baton.engine.cache.page_pool import PagePool
-from baton.engine.cache.prefix_cache import PrefixCache
-from baton.engine.scheduler.plan import PreemptMode
-from baton.engine.scheduler.queues import SequenceQueues
-from baton.engine.scheduler.sequence import Sequence
+from baton.engine.cache.prefix_cache import HostTier, PrefixCache
+from baton.engine.scheduler.sequence import PreemptMode, Sequence, SequenceQueues
 from baton.engine.scheduler.step_planner import StepPlanner
 from baton.pages import PageKeys
 from baton.request import Request

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from baton.engine.cache.kv_pool import KvPool
+from baton.engine.runner.model_runner import KvPool
 from baton.errors import ConfigError
 from baton.kvtransfer.transports.pages import (
     PageMemory,

@@ -2,8 +2,8 @@ import pytest
 import torch
 
 from baton.config.engine import CacheConfig
-from baton.engine.cache import kv_pool
-from baton.engine.cache.kv_pool import DEFAULT_CPU_BYTES, check_fits, count_pages
+from baton.engine.runner import model_runner
+from baton.engine.runner.model_runner import DEFAULT_CPU_BYTES, check_fits, count_pages
 from baton.errors import ConfigError
 from baton.pages import PageLayout
 
@@ -53,6 +53,6 @@ def test_gpu_pool_size_counts_this_process_and_free_memory(
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free_gib * gib, 80 * gib))
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 3 * gib)  # in the largest step
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 2 * gib)
-    monkeypatch.setattr(kv_pool, "CUDA_CONTEXT_BYTES", gib)
+    monkeypatch.setattr(model_runner, "CUDA_CONTEXT_BYTES", gib)
     cache = CacheConfig(gpu_memory_utilization=0.5)
     assert count_pages(cache, LAYOUT, torch.device("cuda")) == expected_gib * gib // LAYOUT.page_bytes

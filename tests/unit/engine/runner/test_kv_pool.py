@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.engine.cache.kv_pool import KvPool
+from baton.engine.runner.model_runner import KvPool
 from baton.pages import PageLayout
 
 CPU = torch.device("cpu")
