@@ -290,3 +290,38 @@ def make_harness(
             scheduler=config,
         )
     )
+
+
+class BareScheduler:
+    """A scheduler without a model and without an oracle, for long runs. Every sampled token is 7."""
+
+    def __init__(
+        self,
+        step_tokens: int,
+        *,
+        attention_mlp_crossover: float = inf,
+        num_pages: int = 8000,
+        page_size: int = 16,
+        max_num_seqs: int = 256,
+    ) -> None:
+        self.clock = ManualClock()
+        cache = PrefixCache(PagePool(num_pages, page_size), None)
+        config = SchedulerConfig(max_num_batched_tokens=step_tokens, max_num_seqs=max_num_seqs)
+        self.scheduler = Scheduler(config, cache, self.clock, attention_mlp_crossover)
+        self.num_asked = 0
+
+    def ask(self, num_tokens: int, tenant: str = "", max_tokens: int = 1) -> Sequence:
+        self.num_asked += 1
+        request = Request(
+            request_id=str(self.num_asked),
+            token_ids=(5,) * num_tokens,
+            tenant=tenant,
+            sampling=SamplingParams(max_tokens=max_tokens, ignore_eos=True),
+        )
+        sequence = Sequence.from_request(request, 0, max_model_len=1 << 16)
+        self.scheduler.add(sequence)
+        return sequence
+
+    def step(self, step_s: float = 0.0) -> tuple[Batch, list[Advance]]:
+        batch = self.scheduler.apply(self.scheduler.plan())
+        return batch, self.scheduler.commit(batch, [7] * len(batch.chunks), step_s)

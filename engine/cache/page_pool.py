@@ -85,58 +85,6 @@ class Lease:
     pages: set[int] = field(default_factory=set)
 
 
-class LeaseTable:
-    """At most one lease for each owner, indexed by owner and by page."""
-
-    def __init__(self) -> None:
-        self._leases: dict[Owner, Lease] = {}
-        self.by_page: dict[int, set[Owner]] = {}  # page -> lease owners, never an empty set; read only
-
-    def owners(self, page: int) -> frozenset[Owner]:
-        """The owners of leases on the page."""
-        return frozenset(self.by_page.get(page, ()))
-
-    def deadline_s(self, page: int) -> float | None:
-        """The latest deadline of the leases on the page; None without a lease."""
-        owners = self.by_page.get(page)
-        return max(self._leases[owner].deadline_s for owner in owners) if owners else None
-
-    def holds(self, owner: Owner, page: int) -> bool:
-        """Whether the owner has a lease on the page."""
-        lease = self._leases.get(owner)
-        return lease is not None and page in lease.pages
-
-    def grant(self, pages: Iterable[int], owner: Owner, deadline_s: float) -> None:
-        """Add pages to the owner's lease and set its deadline."""
-        lease = self._leases.setdefault(owner, Lease(deadline_s))
-        lease.deadline_s = deadline_s
-        for page in pages:
-            lease.pages.add(page)
-            self.by_page.setdefault(page, set()).add(owner)
-
-    def extend(self, owner: Owner, deadline_s: float) -> None:
-        """Move the deadline, never backwards. KeyError when the lease has ended."""
-        lease = self._leases[owner]
-        lease.deadline_s = max(lease.deadline_s, deadline_s)
-
-    def drop(self, page: int, owner: Owner) -> None:
-        """Remove one page from the owner's lease."""
-        lease = self._leases[owner]
-        lease.pages.remove(page)
-        if not lease.pages:
-            del self._leases[owner]
-        owners = self.by_page[page]
-        owners.remove(owner)
-        if not owners:
-            del self.by_page[page]
-
-    def expired(self, now_s: float) -> list[tuple[Owner, list[int]]]:
-        """The owners and pages of all leases with passed deadlines."""
-        return [
-            (owner, sorted(lease.pages)) for owner, lease in self._leases.items() if lease.deadline_s <= now_s
-        ]
-
-
 @dataclass(slots=True, eq=False)
 class Booking:
     """The account of one owner, and how many pages the owner uses."""
@@ -219,12 +167,9 @@ class PageAccounts:
         if booking.is_closed and not booking.num_pages:
             del self._bookings[owner]
         if not others or not self.num_users(others, booking.account):
-            self._lessen(booking.account)
-
-    def moved(self, owner: Owner, new_owner: Owner, others: Iterable[Owner]) -> None:
-        """A page moved from `owner` to `new_owner`."""
-        self.let_go(owner, others)
-        self.took(new_owner, others)
+            self.num_pages[booking.account] -= 1
+            if not self.num_pages[booking.account]:
+                del self.num_pages[booking.account]
 
     def num_users(self, owners: Iterable[Owner], account: str) -> int:
         """The number of these owners that have this account."""
@@ -257,11 +202,6 @@ class PageAccounts:
                 booking.num_pages += 1
         return num_pages
 
-    def _lessen(self, account: str) -> None:
-        self.num_pages[account] -= 1
-        if not self.num_pages[account]:
-            del self.num_pages[account]
-
 
 _FREE, _ACTIVE, _CACHED, _LEASED, _QUARANTINED = (int(state) for state in PageState)
 
@@ -284,7 +224,8 @@ class PagePool:
         self._counts = [num_pages, 0, 0, 0, 0]
         self._owners: list[frozenset[Owner]] = [frozenset()] * num_pages  # nonempty iff ACTIVE
         self._generation = [0] * num_pages
-        self._leases = LeaseTable()
+        self._leases: dict[Owner, Lease] = {}  # at most one for each owner
+        self._lessees: dict[int, set[Owner]] = {}  # page -> owners of leases, never an empty set
         self._writers: dict[int, set[Owner]] = {}  # page -> writers, never an empty set
 
     @property
@@ -315,7 +256,7 @@ class PagePool:
 
     def owners(self, page: int) -> frozenset[Owner]:
         """All holders that must release the page before its reuse: users, leases and writers."""
-        return self._owners[page] | self._leases.owners(page) | self._writers.get(page, set())
+        return self._owners[page].union(self._lessees.get(page, ()), self._writers.get(page, ()))
 
     def generation(self, page: int) -> int:
         return self._generation[page]
@@ -324,20 +265,17 @@ class PagePool:
         """Whether the prefix cache can find the contents, which must not be written then."""
         return bool(self._known[page])
 
-    def deadline_s(self, page: int) -> float | None:
-        return self._leases.deadline_s(page)
-
     def is_available(self, page: int) -> bool:
         return self._state[page] in (_FREE, _CACHED)
 
     def is_freed_by(self, page: int, num_releases: int) -> bool:
         """Whether the page would be available if that many of its owners released it."""
-        held_outside = page in self._leases.by_page or page in self._writers
+        held_outside = page in self._lessees or page in self._writers
         return len(self._owners[page]) == num_releases and not held_outside
 
     def held_outside(self) -> set[int]:
         """Pages with a lease or a writer, which no sequence can make available."""
-        return self._leases.by_page.keys() | self._writers.keys()
+        return self._lessees.keys() | self._writers.keys()
 
     def is_only_used_by(self, page: int, owner: Owner) -> bool:
         """Whether `owner` is the only user and no writer has the page. Leases do not count."""
@@ -380,7 +318,8 @@ class PagePool:
         for page in pages:
             others = self._owners[page] - {owner}
             self._owners[page] = others | {new_owner}
-            self.accounts.moved(owner, new_owner, others)
+            self.accounts.let_go(owner, others)
+            self.accounts.took(new_owner, others)
 
     def release(self, pages: Sequence[int], owner: Owner) -> None:
         """End the owner's hold (use, lease or writer) on each page, last page first.
@@ -424,7 +363,7 @@ class PagePool:
     def reserve(self, num_pages: int, owner: Owner, deadline_s: float) -> list[int]:
         """Lease free pages for incoming data. The caller has made room."""
         pages = self._take_free(num_pages, _LEASED)
-        self._leases.grant(pages, owner, deadline_s)
+        self._grant(pages, owner, deadline_s)
         return pages
 
     def lease(self, pages: Sequence[int], owner: Owner, deadline_s: float) -> None:
@@ -432,32 +371,33 @@ class PagePool:
         for page in pages:
             if self._state[page] in (_FREE, _QUARANTINED) or owner in self.owners(page):
                 raise IntegrityError(f"page {page} ({self.state(page).name}) cannot be leased to {owner}")
-        self._leases.grant(pages, owner, deadline_s)
+        self._grant(pages, owner, deadline_s)
         for page in pages:
             if self._state[page] == _CACHED:
                 self._move(page, _LEASED)
 
     def extend(self, owner: Owner, deadline_s: float) -> None:
         """Move the owner's deadline, never backwards. KeyError when the lease has ended."""
-        self._leases.extend(owner, deadline_s)
+        lease = self._leases[owner]
+        lease.deadline_s = max(lease.deadline_s, deadline_s)
 
     def adopt(self, pages: Sequence[int], lease_owner: Owner, owner: Owner) -> None:
         """Turn leased pages into pages of a sequence. IntegrityError while a writer has one."""
         for page in pages:
             if page in self._writers:
                 raise IntegrityError(f"page {page} still has writers {self._writers[page]}")
-            if not self._leases.holds(lease_owner, page):
+            if lease_owner not in self._lessees.get(page, ()):
                 raise IntegrityError(f"page {page} is not leased to {lease_owner}")
         self.share(pages, owner)
         for page in pages:
-            self._leases.drop(page, lease_owner)
+            self._end_lease(page, lease_owner)
 
     def expire(self, now_s: float) -> list[Owner]:
         """End every lease with a passed deadline; return the owners."""
-        expired = self._leases.expired(now_s)
-        for owner, pages in expired:
-            self.release(pages, owner)
-        return [owner for owner, _ in expired]
+        expired = [owner for owner, lease in self._leases.items() if lease.deadline_s <= now_s]
+        for owner in expired:
+            self.release(sorted(self._leases[owner].pages), owner)
+        return expired
 
     def quarantine(self, pages: Sequence[int], owner: Owner) -> None:
         """Record that a writer outside the process may write these held pages until it releases them."""
@@ -510,7 +450,7 @@ class PagePool:
     def _state_by_holders(self, page: int) -> int:
         if self._owners[page]:
             return _ACTIVE
-        if page in self._leases.by_page:
+        if page in self._lessees:
             return _LEASED
         if page in self._writers:
             return _QUARANTINED
@@ -544,13 +484,33 @@ class PagePool:
         self._counts[state] += num_pages
         return pages
 
+    def _grant(self, pages: Iterable[int], owner: Owner, deadline_s: float) -> None:
+        """Add pages to the owner's lease and set its deadline."""
+        lease = self._leases.setdefault(owner, Lease(deadline_s))
+        lease.deadline_s = deadline_s
+        for page in pages:
+            lease.pages.add(page)
+            self._lessees.setdefault(page, set()).add(owner)
+
+    def _end_lease(self, page: int, owner: Owner) -> None:
+        """Remove one page from the owner's lease."""
+        pages = self._leases[owner].pages
+        pages.remove(page)
+        if not pages:
+            del self._leases[owner]
+        _remove(self._lessees, page, owner)
+
     def _end_outside_hold(self, page: int, owner: Owner) -> None:
-        writers = self._writers.get(page, set())
-        if self._leases.holds(owner, page):
-            self._leases.drop(page, owner)
-        elif owner in writers:
-            writers.remove(owner)
-            if not writers:
-                del self._writers[page]
+        if owner in self._lessees.get(page, ()):
+            self._end_lease(page, owner)
+        elif owner in self._writers.get(page, ()):
+            _remove(self._writers, page, owner)
         else:
             raise IntegrityError(f"page {page} is released by {owner}, held by {set(self.owners(page))}")
+
+
+def _remove(owners_of: dict[int, set[Owner]], page: int, owner: Owner) -> None:
+    owners = owners_of[page]
+    owners.remove(owner)
+    if not owners:
+        del owners_of[page]

@@ -2,7 +2,7 @@
 
 Both spellings of `config.json` are read: the older one (`rope_theta`, `rope_scaling`, `torch_dtype`) and that
 of transformers 5 (`rope_parameters`, `dtype`). A key that would change the tokens and is not supported is
-refused. This module imports no torch, so a config is checked before any process starts that computes.
+refused.
 """
 
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 import msgspec
 
 from baton.config.engine import EngineSettings
-from baton.engine.models.json_file import JsonObject, read_json
+from baton.engine.models.checkpoint import JsonObject, read_json
 from baton.errors import ConfigError, ModelError
 from baton.kernels.rope import ROPE_TYPES, RopeScaling
 from baton.pages import DTYPE_BYTES

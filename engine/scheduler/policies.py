@@ -171,7 +171,7 @@ class ContinuousPolicy:
     def fill(self, planner: StepPlanner, now_s: float) -> float | None:
         queues, num_tokens = planner.queues, planner.budget
         if planner.pressure_mode.makes_room:
-            planner.relief.make_room()
+            planner.relieve_pressure()
         if planner.schedule_decodes() and planner.pressure_mode.small_chunks:
             planner.budget = min(planner.budget, max(1, num_tokens // CHUNK_DIVISOR))
         if not (queues.prefilling or queues.waiting) or not planner.budget:
@@ -235,7 +235,7 @@ class _Seating:
         """Whether the sequence runs in this step; a waiting sequence is admitted if it fits."""
         if sequence.is_running:
             return not self.planner.is_preempted(sequence)
-        if self.planner.pressure_mode.makes_room and not self.planner.relief.allows(sequence):
+        if self.planner.pressure_mode.makes_room and not self.planner.leaves_low_water(sequence):
             return False
         queues = self.planner.queues
         if queues.have_quotas and not self.planner.quotas.allow(sequence):

@@ -6,7 +6,7 @@ it grants is available when the plan is applied to the same state.
 - `StepPlanner` keeps what is left while a policy schedules, admits and preempts.
 - `PreemptionCandidates` orders the sequences that give pages when pages are short.
 - `PageQuotas` bounds the pages of each scheduling key.
-- `PressureRelief` carries out the pressure mode, set while the cluster is overloaded.
+- `PressureMode` is the behaviour of steps while the cluster is overloaded.
 - `CostCap` bounds how long a scheduling key beyond its share delays the others.
 
 With one scheduling key and no quota, sequences are ordered by rank alone.
@@ -347,29 +347,6 @@ class PressureMode(NamedTuple):
 NO_PRESSURE: Final = PressureMode()
 
 
-class PressureRelief:
-    """Carries out `PressureMode.makes_room` in one plan."""
-
-    def __init__(self, planner: "StepPlanner", pool: PagePool, candidates: PreemptionCandidates) -> None:
-        self._planner = planner
-        self._candidates = candidates
-        self._low_water = int(pool.num_pages * LOW_WATER)
-
-    def make_room(self) -> None:
-        """Preempt until the low-water mark is free."""
-        num_lacking = self._low_water - self._planner.available
-        if num_lacking > 0:
-            for victim in self._candidates.of_lowest_class(num_lacking):
-                self._planner.preempt(victim, PreemptMode.SWAP)
-
-    def allows(self, sequence: Sequence) -> bool:
-        """Whether a waiting sequence may be admitted."""
-        if all(each.scheduling_class >= sequence.scheduling_class for each in self._planner.seated()):
-            return True
-        num_pages = self._planner.num_missing(sequence, sequence.num_tokens)
-        return self._planner.available - num_pages >= self._low_water
-
-
 # Cost cap.
 
 # The cost of an over-share key's part of a step, in full steps of first tokens. A lower value cuts long
@@ -439,6 +416,7 @@ class StepPlanner:
         self._cost_cap = cost_cap or CostCap(queues.shares)
         self._cache = cache
         self._pool = cache.pool
+        self._low_water = int(cache.pool.num_pages * LOW_WATER)
         self.available = cache.pool.num_available
         self._host_available = cache.host.num_available
         self._tracks_keys = queues.shares.are_several or queues.have_quotas
@@ -468,10 +446,6 @@ class StepPlanner:
     @cached_property
     def quotas(self) -> PageQuotas:
         return PageQuotas(self, self._held, self._candidates)
-
-    @cached_property
-    def relief(self) -> PressureRelief:
-        return PressureRelief(self, self._pool, self._candidates)
 
     @cached_property
     def _held(self) -> HeldPages:
@@ -575,6 +549,22 @@ class StepPlanner:
             self._take_back(victim)
             self._preempted_for = sequence.key
 
+    # Pressure mode.
+
+    def relieve_pressure(self) -> None:
+        """Preempt sequences of the lowest class until the low-water mark is free."""
+        num_lacking = self._low_water - self.available
+        if num_lacking > 0:
+            for victim in self._candidates.of_lowest_class(num_lacking):
+                self.preempt(victim, PreemptMode.SWAP)
+
+    def leaves_low_water(self, sequence: Sequence) -> bool:
+        """Whether a waiting sequence, once admitted, leaves the low-water mark free or is of the best
+        class."""
+        if all(each.scheduling_class >= sequence.scheduling_class for each in self.seated()):
+            return True
+        return self.available - self.num_missing(sequence, sequence.num_tokens) >= self._low_water
+
     # Preemption.
 
     def is_preempted(self, sequence: Sequence) -> bool:
@@ -636,7 +626,7 @@ class StepPlanner:
             preempted_for=self._preempted_for,
         )
 
-    # Questions of quotas and relief.
+    # Questions of quotas.
 
     def prospect(self, sequence: Sequence) -> tuple[int, list[int]]:
         """(first token to compute, known pages to share) of a waiting sequence once it is admitted."""

@@ -45,34 +45,6 @@ def test_full_pages_that_came_are_known_to_the_next_sequence_before_any_step() -
     harness.run()
 
 
-def test_known_pages_replace_received_ones() -> None:
-    harness = make()
-    delivery = begin(harness, "a", PROMPT)
-    (here,) = harness.add("b", PROMPT, SamplingParams(max_tokens=9))
-    harness.step()
-    harness.arrive(delivery)
-    assert delivery.sequence.page_table[:2] == here.page_table[:2]
-    assert harness.pool.count(PageState.ACTIVE) == 4
-    harness.run()
-
-
-def test_without_prefix_caching_pages_that_came_are_used_and_not_shared() -> None:
-    harness = make(caching=False)
-    harness.arrive(begin(harness, "a", PROMPT))
-    harness.run()
-    assert harness.model.num_computed_tokens == 4 and harness.pool.num_free == 16
-
-
-def test_preempted_sequence_recomputes_the_pages_that_it_brought() -> None:
-    harness = make(num_pages=4)
-    first, second = (begin(harness, name, [ord(name)] * 8, num_new=7) for name in "ab")
-    harness.arrive(first)
-    harness.step()
-    harness.arrive(second)
-    harness.run()
-    assert harness.scheduler.num_preemptions == 1
-
-
 def test_sequences_that_wait_with_all_the_pages_do_not_block_each_other() -> None:
     harness = make(num_pages=4)
     deliveries = [begin(harness, name, [ord(name)] * 8) for name in "ab"]

@@ -120,21 +120,6 @@ def test_preemption_of_everything_before_every_step_changes_no_token(
     harness.check_answers()
 
 
-def test_pages_of_a_preempted_sequence_are_not_counted_twice_for_a_newcomer() -> None:
-    harness = make_harness(num_pages=4)
-    harness.pool.reserve(1, "transfer", deadline_s=1.0)
-    (first,) = harness.add("a", PROMPT)
-    batch = harness.scheduler.apply(harness.scheduler.plan())
-    harness.scheduler.commit(batch, harness.model.run(batch))
-    harness.scheduler.preempt(first.key, PreemptMode.RECOMPUTE)
-    (second,) = harness.add("b", [*PROMPT, *PROMPT[:4]])  # 2 pages of "a" and 2 more; 1 is left
-    plan = harness.scheduler.plan()
-    assert plan.preempted and second.key not in plan.admitted
-    harness.scheduler.apply(plan)
-    harness.pool.expire(1.0)
-    harness.run()
-
-
 def test_only_a_running_sequence_can_be_preempted() -> None:
     harness = make_harness()
     (sequence,) = harness.add("a", PROMPT)

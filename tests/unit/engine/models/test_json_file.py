@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.engine.models.json_file import MAX_FILE_BYTES, JsonObject, read_json
+from baton.engine.models.checkpoint import MAX_FILE_BYTES, JsonObject, read_json
 from baton.errors import ModelError
 
 KEYS = JsonObject(

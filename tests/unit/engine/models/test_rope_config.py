@@ -8,7 +8,7 @@ import pytest
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from baton.engine.models.json_file import JsonObject, read_json
+from baton.engine.models.checkpoint import JsonObject, read_json
 from baton.engine.models.registry import RopeConfig, read_rope_config
 from baton.errors import ModelError
 from baton.kernels.rope import RopeScaling, attention_factor

@@ -122,20 +122,6 @@ def test_newcomer_leaves_headroom_for_running_sequences() -> None:
     assert sum(sequence.num_preemptions for sequence in harness.finished) == 0
 
 
-def test_worst_rank_is_preempted_when_pages_run_out() -> None:
-    harness = make(num_pages=12)
-    for name in "abc":
-        harness.add(name, prompt(4, ord(name)), SamplingParams(max_tokens=40))
-    preempted = []
-    while harness.scheduler.has_work():
-        plan, _, _ = harness.step()
-        preempted += [key[0] for key in plan.preempted]
-    assert preempted and set(preempted) <= {"b", "c"}
-    assert preempted[0] == "c"
-    assert harness.finished[0].request_id == "a"
-    harness.check_answers()
-
-
 @pytest.mark.parametrize("num_choices", [2, 4])
 def test_later_choices_share_the_prompt_pages_of_the_first(num_choices: int) -> None:
     harness = make()
@@ -148,14 +134,6 @@ def test_later_choices_share_the_prompt_pages_of_the_first(num_choices: int) -> 
     assert len({tuple(sequence.page_table[:5]) for sequence in sequences}) == 1
     harness.run()
     assert len({tuple(sequence.token_ids) for sequence in sequences}) == num_choices
-
-
-def test_choices_with_no_full_page_to_share_start_together() -> None:
-    harness = make()
-    harness.add("r", prompt(3), SamplingParams(n=3))
-    plan, _, _ = harness.step()
-    assert len(plan.admitted) == 3
-    harness.run()
 
 
 def test_later_choices_go_on_when_the_first_is_gone() -> None:

@@ -110,58 +110,6 @@ def test_an_aborted_sequence_keeps_nothing() -> None:
 # Room for reservations.
 
 
-def test_a_reservation_may_have_all_pages_of_an_idle_engine() -> None:
-    harness = make()
-    harness.add("a", PROMPT)
-    harness.run()
-    assert harness.pool.num_free < 16 == harness.scheduler.holds.num_reservable()
-
-
-def test_a_reservation_leaves_the_longest_sequence_its_end_and_each_its_headroom() -> None:
-    harness = make(num_pages=40)
-    harness.add("long", PROMPT, SamplingParams(max_tokens=102))  # 28 pages in the end
-    harness.add("short", PROMPT[::-1], SamplingParams(max_tokens=2))
-    assert harness.scheduler.holds.num_reservable() == 12
-    harness.step()
-    assert harness.scheduler.holds.num_reservable() == 12  # 6 held, 2 x 4 of headroom: 26 could be had now
-
-
-def test_pages_that_a_running_prefill_still_needs_are_not_reserved() -> None:
-    harness = make(num_pages=16, budget=4)
-    harness.add("a", [5] * 30, SamplingParams(max_tokens=1))
-    harness.step()
-    assert harness.scheduler.holds.num_reservable() == 16 - 8 - 4
-
-
-def test_reservations_do_not_overtake_a_waiting_sequence() -> None:
-    harness = make(num_pages=12)
-    harness.add("runs", [5] * 24, SamplingParams(max_tokens=8))
-    harness.step()
-    harness.add("waits", [6] * 20, SamplingParams(max_tokens=1))
-    plan, _, _ = harness.step()
-    assert not plan.admitted and harness.pool.num_available == 5
-    while harness.scheduler.num_running:
-        assert harness.scheduler.holds.num_reservable() == 0
-        harness.step()
-    assert harness.scheduler.holds.num_reservable() == 12 - 6  # it may still grow by a page
-    harness.run()
-
-
-def test_pages_held_outside_are_not_reservable() -> None:
-    harness = make(num_pages=12)
-    (kept,) = harness.add("a", PROMPT, SamplingParams(max_tokens=1))
-    kept.keeps_pages = True
-    harness.step()
-    (live,) = harness.add("b", [*PROMPT, 1, 2, 3], SamplingParams(max_tokens=8))
-    harness.step()
-    harness.pool.lease(live.page_table[2:3], "reader", 1e9)
-    harness.leased["reader"] = set(live.page_table[2:3])
-    claim = harness.scheduler.claim(live.token_ids, b"", "claim")
-    harness.used["claim"] = set(claim.pages)
-    # 12 pages: 3 kept, of which the sequence and the claim share 2; a leased one; 6 for its end.
-    assert harness.scheduler.holds.num_reservable() == harness.num_reservable() == 2
-
-
 def test_a_failed_sequence_leaves_no_page_to_be_found() -> None:
     harness = make()
     (sequence,) = harness.add("a", PROMPT, SamplingParams(max_tokens=9))
