@@ -74,7 +74,7 @@ parity: setup
 	$(BIN)/python -m pytest tests/parity tests/e2e/test_recall.py -m "slow or not slow"
 
 faults: setup redis
-	$(BIN)/python -m pytest tests/faults tests/unit/gateway/test_frontend_faults.py -m "slow or not slow"
+	$(BIN)/python -m pytest tests/faults -m "slow or not slow"
 	$(BIN)/python -m baton.bench.faults.black_holes
 
 sim: setup

@@ -18,14 +18,14 @@ from starlette.websockets import WebSocket
 import baton
 from baton.errors import BatonError
 from baton.gateway.api.admin import Canary, Explain, add_admin_routes
+from baton.gateway.api.body_reader import ServedModel
 from baton.gateway.api.call import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from baton.gateway.api.errors import ApiError, as_api_error
 from baton.gateway.http.auth import AuthMiddleware, log_failure
-from baton.gateway.metrics import dashboard
+from baton.gateway.metrics.dashboard import HEADERS as PAGE_HEADERS
 from baton.gateway.metrics.dashboard import Dashboard
 from baton.gateway.metrics.exporter import Exporter
 from baton.gateway.tenants.tenants import Tenants
-from baton.gateway.text.work import ServedModel
 
 # Routes that are no FastAPI functions, for `/openapi.json`.
 POSTS: Final[dict[str, tuple[type[msgspec.Struct], str]]] = {
@@ -70,22 +70,22 @@ METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 JSON = "application/json"
 
 
-class Routes(msgspec.Struct, frozen=True, kw_only=True):
-    """The applications and the values behind the routes."""
+def make_app(
+    model: ServedModel,
+    tenants: Tenants,
+    *,
+    posts: Mapping[str, ASGIApp],
+    websocket: Callable[[WebSocket], Awaitable[None]],
+    canary: Canary,
+    exporter: Exporter,
+    dashboard: Dashboard,
+    operator_port: int | None,
+    explain: Explain | None,
+) -> ASGIApp:
+    """Return the whole gateway as one ASGI application.
 
-    model: ServedModel
-    posts: Mapping[str, ASGIApp]  # by path; they take POST alone
-    websocket: Callable[[WebSocket], Awaitable[None]]  # of /v1/stream
-    canary: Canary
-    exporter: Exporter
-    dashboard: Dashboard
-    tenants: Tenants
-    operator_port: int | None
-    explain: Explain | None = None  # None: the service keeps no routing decisions
-
-
-def make_app(routes: Routes) -> ASGIApp:
-    """Return the whole gateway as one ASGI application."""
+    posts: by path. websocket: answers `/v1/stream`. explain: None for a service without routing decisions.
+    """
     app = FastAPI(
         title="Baton",
         version=baton.__version__,
@@ -94,19 +94,21 @@ def make_app(routes: Routes) -> ASGIApp:
         redoc_url=None,
     )
     # The middleware sends a POST to its application directly; these routes refuse other methods.
-    app.router.routes += [Route(path, _never, methods=["POST"]) for path in routes.posts]
-    app.router.routes.append(WebSocketRoute("/v1/stream", routes.websocket))
-    _add_status_routes(app, routes)
-    if routes.explain is not None:
-        add_admin_routes(app, routes.explain)
+    app.router.routes += [Route(path, _never, methods=["POST"]) for path in posts]
+    app.router.routes.append(WebSocketRoute("/v1/stream", websocket))
+    _add_health(app, model, canary)
+    _add_operator_pages(app, model, exporter, dashboard)
+    _add_models(app, model)
+    if explain is not None:
+        add_admin_routes(app, explain)
     _answer_errors(app)
     describe_routes(app.openapi())  # made once and kept
     return AuthMiddleware(
         app,
-        routes.tenants,
-        posts=routes.posts,
-        answered=routes.exporter.metrics.answered,
-        operator_port=routes.operator_port,
+        tenants,
+        posts=posts,
+        answered=exporter.metrics.answered,
+        operator_port=operator_port,
     )
 
 
@@ -114,7 +116,7 @@ async def _never(request: Request) -> Response:
     raise ApiError(404, "there is no such path", code="not_found")
 
 
-def _add_status_routes(app: FastAPI, routes: Routes) -> None:
+def _add_health(app: FastAPI, model: ServedModel, canary: Canary) -> None:
     @app.get("/ping")
     async def ping() -> Response:
         """Answer while this process runs, whatever workers do."""
@@ -124,11 +126,11 @@ def _add_status_routes(app: FastAPI, routes: Routes) -> None:
     async def health() -> Response:
         """Answer when a request has just gone through the workers, prefill included where configured."""
         try:
-            await routes.canary.check()
+            await canary.check()
         except BatonError as error:
             raise ApiError(503, f"not healthy: {error}", code="unhealthy", retry_after_s=1.0) from error
-        said: dict[str, object] = {"status": "ok", "model": routes.model.name}
-        status = routes.model.service.status
+        said: dict[str, object] = {"status": "ok", "model": model.name}
+        status = model.service.status
         if status is not None and status.head_away_s:
             said["warnings"] = [
                 f"Ray's head has not answered for {status.head_away_s:.0f} s: no worker can be started"
@@ -139,32 +141,36 @@ def _add_status_routes(app: FastAPI, routes: Routes) -> None:
     async def version() -> dict[str, str]:
         return {"version": app.version}
 
+
+def _add_operator_pages(app: FastAPI, model: ServedModel, exporter: Exporter, dashboard: Dashboard) -> None:
     @app.get("/metrics")
     async def metrics() -> Response:
         """Return the metrics of every gateway behind the port in Prometheus' text format."""
-        return Response(await routes.exporter.scraped(), headers={"content-type": METRICS_TYPE})
+        return Response(await exporter.scraped(), headers={"content-type": METRICS_TYPE})
 
     @app.get("/load")
     async def load() -> dict[str, int]:
         """Return the number of calls that are being answered behind the port."""
-        return {"server_load": sum(counts.num_open for counts in await routes.exporter.gateways())}
+        return {"server_load": sum(counts.num_open for counts in await exporter.gateways())}
 
     @app.get("/ui", include_in_schema=False)
     async def ui() -> Response:
         """Show the cluster on one page."""
-        page = routes.dashboard.page(await routes.exporter.gateways(), routes.model.service.status)
-        return Response(page, media_type="text/html", headers=dashboard.HEADERS)
+        page = dashboard.page(await exporter.gateways(), model.service.status)
+        return Response(page, media_type="text/html", headers=PAGE_HEADERS)
 
+
+def _add_models(app: FastAPI, model: ServedModel) -> None:
     @app.get("/v1/models")
     async def models(request: Request) -> dict[str, Any]:
         """List the models that the key may use."""
-        may_use = request.state.tenant.may_use(routes.model.name)
-        return {"object": "list", "data": [_card(routes.model)] if may_use else []}
+        may_use = request.state.tenant.may_use(model.name)
+        return {"object": "list", "data": [_card(model)] if may_use else []}
 
     @app.get("/v1/models/{name:path}", responses={404: {"description": "There is no such model"}})
-    async def model(name: str, request: Request) -> dict[str, Any]:
-        routes.model.read_policy(request.state.tenant).check_model(name)
-        return _card(routes.model)
+    async def one_model(name: str, request: Request) -> dict[str, Any]:
+        model.read_policy(request.state.tenant).check_model(name)
+        return _card(model)
 
 
 def _card(model: ServedModel) -> dict[str, Any]:
@@ -177,7 +183,7 @@ def _card(model: ServedModel) -> dict[str, Any]:
         "root": model.name,
         "parent": None,
         "max_model_len": min(lengths, default=None),
-        "vocab_size": None if model.text.tokenizer is None else model.text.tokenizer.vocab_size,
+        "vocab_size": None if model.bodies.tokenizer is None else model.bodies.tokenizer.vocab_size,
     }
 
 

@@ -17,10 +17,9 @@ from baton.config.environment import node_name
 from baton.config.gateway import GatewayConfig
 from baton.errors import Overloaded
 from baton.gateway.api.admin import Canary
-from baton.gateway.api.call_reader import CallReader, TextRoutes
+from baton.gateway.api.body_reader import BodyReader, HelperSpec, ServedModel
 from baton.gateway.api.inference import Inference
-from baton.gateway.app import Routes, make_app
-from baton.gateway.http.protocol import HttpLimits
+from baton.gateway.app import make_app
 from baton.gateway.http.server import HttpServer
 from baton.gateway.metrics.dashboard import Dashboard
 from baton.gateway.metrics.exporter import Exporter
@@ -35,7 +34,6 @@ from baton.gateway.tenants.tenants import Tenants, TenantsWatch
 from baton.gateway.text.chat_template import ChatTemplate
 from baton.gateway.text.model_files import read_sampling_defaults, read_vocab_size
 from baton.gateway.text.tokenizer import Tokenizer
-from baton.gateway.text.work import HelperSpec, ServedModel, TextWork
 from baton.messages.bounds import Kind
 from baton.messages.operations import MAX_TENANTS_TOLD, GatewayStatus
 from baton.messages.workers import Address
@@ -43,8 +41,6 @@ from baton.rpc import process
 from baton.rpc.auth import ClusterKeys, KeyRing
 from baton.rpc.process import connections_within, raise_descriptor_limit
 from baton.rpc.server import RpcServer
-
-SEED_BITS: Final = 63
 
 READY_S: Final = 3.0  # for the router and workers to connect; then the gateway listens and answers 503
 LOOK_EVERY_S: Final = 0.02
@@ -75,44 +71,32 @@ class GatewayProcess:
             self._watch = TenantsWatch(Path(config.tenants_file), ring, clock)
             tenants, self.metrics.tenants_file = self._watch.tenants, self._watch.counters
         model = _served_model(config, service)
-        self._text = model.text
+        self._bodies = model.bodies
         self.limiter = Limiter(
             self.metrics,
             config.max_open_requests,
             max_input_bytes=config.max_input_bytes,
             max_answer_bytes=config.max_answer_bytes,
         )
-        event_ids = EventIds(ring)
-        reader = CallReader(
-            model, self.metrics, clock, config, event_ids, time.time, lambda: secrets.randbits(SEED_BITS)
-        )
-        self._inference = Inference(
-            reader.call, model, self.metrics, self.limiter, clock, config, event_ids, time.time
-        )
-        texts = TextRoutes(reader, self.limiter, clock)
-        routes = Routes(
-            model=model,
-            posts={
-                "/v1/chat/completions": self._inference.chat,
-                "/v1/completions": self._inference.completions,
-                "/tokenize": texts.tokenize,
-                "/detokenize": texts.detokenize,
-            },
+        self._inference = Inference(model, self.metrics, self.limiter, clock, config, EventIds(ring))
+        app = make_app(
+            model,
+            tenants,
+            posts=self._inference.posts,
             websocket=self._inference.websocket,
             canary=Canary(service, clock, expects_prefill=config.expects_prefill),
             exporter=Exporter(
                 self.metrics, service, self._peers, model=model.name, vllm_names=config.vllm_metric_names
             ),
             dashboard=Dashboard(model.name, clock),
-            tenants=tenants,
             operator_port=config.operator_port,
             explain=service.explain if isinstance(service, Frontend) else None,
         )
-        self._server = HttpServer(make_app(routes), config, _limits(config, self.metrics))
+        self._server = HttpServer(app, config, self._refused)
 
     async def prepare(self) -> None:
         """Start the text helpers, so that no request waits for them; optional before `start`."""
-        await self._text.start()
+        await self._bodies.start()
 
     async def start(self) -> Address:
         """Listen, and return the address for clients."""
@@ -128,7 +112,7 @@ class GatewayProcess:
         self.is_draining = True
         await self._server.drain(lambda: self._inference.give_up(Overloaded("draining", retry_after_s=1.0)))
         self._peers.close()
-        await self._text.close()
+        await self._bodies.close()
         if self._watching is not None:
             self._watching.cancel()
 
@@ -147,10 +131,8 @@ class GatewayProcess:
             refused={tenant: refused[tenant] for tenant in most},
         )
 
-    @property
-    def tokenizer(self) -> Tokenizer | None:
-        """The model's tokenizer; None when it has none."""
-        return self._text.tokenizer
+    def _refused(self, code: str) -> None:
+        self.metrics.refused[code] += 1
 
 
 async def serve_gateway(
@@ -212,7 +194,7 @@ async def _until_ready(frontend: Frontend, stopping: asyncio.Event) -> None:
 
 def _served_model(config: GatewayConfig, service: Service) -> ServedModel:
     directory = Path(config.model)
-    text = TextWork(
+    bodies = BodyReader(
         Tokenizer.find(directory),
         ChatTemplate.from_directory(directory, config.chat_template),
         vocab_size=read_vocab_size(directory),
@@ -220,22 +202,8 @@ def _served_model(config: GatewayConfig, service: Service) -> ServedModel:
     )
     return ServedModel(
         name=config.served_model_name or directory.name,
-        text=text,
+        bodies=bodies,
         service=service,
         created_s=int(time.time()),
         defaults=read_sampling_defaults(directory, config.generation_config),
-    )
-
-
-def _limits(config: GatewayConfig, metrics: Metrics) -> HttpLimits:
-    def refused(code: str) -> None:
-        metrics.refused[code] += 1
-
-    return HttpLimits(
-        max_connections=config.max_connections,
-        max_body_bytes=config.max_body_bytes,
-        header_timeout_s=config.header_timeout_s,
-        body_timeout_s=config.body_timeout_s,
-        stall_timeout_s=config.stall_timeout_s,
-        refused=refused,
     )

@@ -53,8 +53,8 @@ FACADES: Final = {
     "decode_worker": frozenset({"worker"}),
     "router": frozenset({"decisions", "router", "policies.registry", "redis.client", "redis.server"}),
     "gateway": frozenset(
-        {"process", "api.prompt_reader", "tenants.file", "tenants.tenants"}
-        | {"text.chat_template", "text.detokenizer", "text.model_files", "text.tokenizer"}
+        {"process", "tenants.file", "tenants.tenants"}
+        | {"text.chat_template", "text.model_files", "text.tokenizer"}
     ),
     "cluster": frozenset[str](),
 }

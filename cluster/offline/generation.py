@@ -11,8 +11,7 @@ from collections.abc import Sequence
 import msgspec
 
 from baton.errors import InvalidRequest
-from baton.gateway.text.detokenizer import ChoiceText
-from baton.gateway.text.tokenizer import Tokenizer, detokenizer_of
+from baton.gateway.text.tokenizer import ChoiceText, Tokenizer, detokenizer_of
 from baton.request import FinishReason, Request, StepOutput, TokenLogprobs
 
 

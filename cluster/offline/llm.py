@@ -37,8 +37,7 @@ from baton.engine.engine import load_engine
 from baton.engine.models.registry import read_model_config
 from baton.engine.models.weights import Progress
 from baton.errors import ConfigError, InvalidRequest
-from baton.gateway.api.prompt_reader import read_messages
-from baton.gateway.text.chat_template import ChatTemplate, Message
+from baton.gateway.text.chat_template import ChatTemplate, Message, read_messages
 from baton.gateway.text.model_files import read_sampling_defaults
 from baton.gateway.text.tokenizer import Tokenizer
 from baton.request import Request, SamplingParams, StepOutput

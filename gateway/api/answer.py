@@ -26,9 +26,8 @@ from baton.errors import BatonError, IntegrityError
 from baton.gateway.api.call import Call, Prompt
 from baton.gateway.streams.request_stream import Service
 from baton.gateway.streams.resume import NAME_BYTES
-from baton.gateway.text.detokenizer import ChoiceText
-from baton.gateway.text.tokenizer import Tokenizer, detokenizer_of
-from baton.gateway.text.tools import ToolCall, reader_of
+from baton.gateway.text.tokenizer import ChoiceText, Tokenizer, detokenizer_of
+from baton.gateway.text.tool_calls import ToolCall, reader_of
 from baton.pages import with_public
 from baton.request import FinishReason, Request, TokenEvent, TokenLogprobs
 

@@ -1,4 +1,6 @@
-"""An answer on its way to one client, as fast as the client reads.
+"""An answer on its way to one client: streamed as fast as the client reads, or kept until its end.
+
+`AnswerCollector` keeps an answer in little memory, charged to the tenant as it grows. `AnswerStream` writes:
 
 1. Tokens come in batches, by callbacks. The chunks of one turn of the event loop are written at its end, in
    one piece. More than MAX_TURN_BYTES, such as echoed prompts, are written choice by choice in later turns.
@@ -19,17 +21,21 @@ import logging
 import re
 import zlib
 from array import array
-from collections.abc import Callable, Sequence
-from typing import Final, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from io import StringIO
+from typing import Final, NamedTuple, overload
 
 import msgspec
 
 from baton.errors import BatonError, IntegrityError
 from baton.gateway.api.answer import Answer, AnswerChoice, AnswerFormat, Delta
 from baton.gateway.api.call import BYTES_PER_LOGPROB
-from baton.gateway.api.errors import as_api_error
-from baton.gateway.http.response_body import ResponseWriter
+from baton.gateway.api.errors import ClientGone, as_api_error
+from baton.gateway.http.protocol import ResponseWriter
 from baton.gateway.streams.resume import ResumePoint, Shown
+from baton.gateway.tenants.limiter import Charge
+from baton.gateway.text.tool_calls import ToolCall
+from baton.request import TokenLogprobs
 
 MAX_HELD_BYTES: Final = 64 * 2**10  # a stream
 MAX_TURN_BYTES: Final = 64 * 2**10  # then other streams have their turn
@@ -37,6 +43,9 @@ SENTENCE_END: Final = re.compile(r"[.!?\u2026\u3002\uff01\uff1f]['\")\]]*\s|\n")
 MAX_SENTENCE_CHARS: Final = 400  # longer text is written without an end
 CALM_SENTENCES: Final = 4
 DONE: Final = b"[DONE]"
+BLOCK_TOKENS: Final = 256  # of PackedLogprobs
+BYTES_PER_CHARACTER: Final = 4
+BYTES_PER_TOKEN_ID: Final = 4
 logger = logging.getLogger(__name__)
 
 
@@ -371,3 +380,139 @@ class AnswerStream:
     def _end(self) -> None:
         self.is_over = True
         self._has_news.set()
+
+
+class AnswerCollector:
+    """An AnswerListener that keeps the answer until its end, in little memory, charged as it grows."""
+
+    def __init__(
+        self, answer: Answer, observe: Callable[[AnswerChoice, Delta], None], charge: Charge
+    ) -> None:
+        self._answer = answer
+        self._observe = observe
+        self._charge = charge
+        call = answer.call
+        keeps_ids = call.returns_token_ids or call.sampling.logprobs is not None
+        self._kept = [_Kept(keeps_ids=keeps_ids) for _ in answer.choices]
+        self._end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def wait(self) -> list[Delta]:
+        """Return each whole choice. Raises the error that ended the answer, or ClientGone."""
+        await self._end
+        kept, self._kept = self._kept, []
+        return [choice.joined() for choice in kept]
+
+    def advanced(self, choice: AnswerChoice, delta: Delta) -> None:
+        """See AnswerListener."""
+        self._observe(choice, delta)
+        try:
+            self._charge.add(self._kept[choice.index].add(delta))
+        except BatonError as error:
+            self._kept.clear()
+            self._charge.release()  # at once: the next call finds the room
+            self._answer.fail(error)
+
+    def finished(self) -> None:
+        """See AnswerListener."""
+        if not self._end.done():
+            self._end.set_result(None)
+
+    def failed(self, error: Exception) -> None:
+        """See AnswerListener."""
+        if not self._end.done():
+            self._end.set_exception(error)
+
+    def gone(self) -> None:
+        """Cancel the answer: the client has left."""
+        self._answer.cancel()
+        self.failed(ClientGone())
+
+
+class _Kept:
+    """The deltas of one choice."""
+
+    def __init__(self, *, keeps_ids: bool) -> None:
+        self._text = StringIO()
+        self._keeps_ids = keeps_ids
+        self._token_ids = array("i")
+        self._logprobs = PackedLogprobs()
+        self._tool_calls: list[ToolCall] = []
+
+    def add(self, delta: Delta) -> int:
+        """Keep a delta; returns the approximate bytes that it takes."""
+        before = self._logprobs.num_bytes + BYTES_PER_TOKEN_ID * len(self._token_ids)
+        self._text.write(delta.text)
+        if self._keeps_ids:
+            self._token_ids.extend(delta.token_ids)
+        self._logprobs.extend(delta.logprobs)
+        self._tool_calls += delta.tool_calls
+        num_chars = len(delta.text) + sum(len(call.arguments) for call in delta.tool_calls)
+        after = self._logprobs.num_bytes + BYTES_PER_TOKEN_ID * len(self._token_ids)
+        return BYTES_PER_CHARACTER * num_chars + after - before
+
+    def joined(self) -> Delta:
+        return Delta(self._text.getvalue(), self._token_ids.tolist(), self._logprobs, self._tool_calls)
+
+
+class PackedLogprobs(Sequence[TokenLogprobs]):
+    """Log probabilities of an answer's tokens in 12 bytes an alternative, where objects take 150.
+
+    Blocks of BLOCK_TOKENS tokens never move as the answer grows: many large arrays that move would leave the
+    memory fragmented.
+    """
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+        self._blocks: list[_LogprobsBlock] = []  # all but the last are full
+        self._num_tokens = 0
+
+    def extend(self, entries: Iterable[TokenLogprobs]) -> None:
+        """Append entries."""
+        for entry in entries:
+            if self._num_tokens % BLOCK_TOKENS == 0:
+                self._blocks.append(_LogprobsBlock())
+            self.num_bytes += self._blocks[-1].append(entry)
+            self._num_tokens += 1
+
+    def __len__(self) -> int:
+        return self._num_tokens
+
+    @overload
+    def __getitem__(self, index: int) -> TokenLogprobs: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[TokenLogprobs]: ...
+    def __getitem__(self, index: int | slice) -> TokenLogprobs | list[TokenLogprobs]:
+        if isinstance(index, slice):
+            return [self._entry(each) for each in range(self._num_tokens)[index]]
+        return self._entry(range(self._num_tokens)[index])
+
+    def _entry(self, index: int) -> TokenLogprobs:
+        return self._blocks[index // BLOCK_TOKENS].entry(index % BLOCK_TOKENS)
+
+
+class _LogprobsBlock:
+    def __init__(self) -> None:
+        self._token_ids = array("i")  # of each token: itself, then its alternatives
+        self._logprobs = array("d")  # beside them
+        self._ranks = array("i")  # of each token
+        self._ends = array("i", [0])  # token i has [ends[i], ends[i + 1]) of the first two
+
+    def append(self, entry: TokenLogprobs) -> int:
+        """Append an entry; returns the bytes that it takes."""
+        self._token_ids.append(entry.token_id)
+        self._logprobs.append(entry.logprob)
+        self._ranks.append(entry.rank)
+        for token_id, logprob in entry.top:
+            self._token_ids.append(token_id)
+            self._logprobs.append(logprob)
+        self._ends.append(len(self._token_ids))
+        return 12 * (len(entry.top) + 1) + 8
+
+    def entry(self, index: int) -> TokenLogprobs:
+        first, end = self._ends[index], self._ends[index + 1]
+        return TokenLogprobs(
+            token_id=self._token_ids[first],
+            logprob=self._logprobs[first],
+            rank=self._ranks[index],
+            top=tuple(zip(self._token_ids[first + 1 : end], self._logprobs[first + 1 : end], strict=True)),
+        )

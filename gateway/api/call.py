@@ -25,7 +25,7 @@ from baton.gateway.api.errors import ApiError, invalid, unsupported
 from baton.gateway.streams.resume import DIGEST_BYTES, ResumePoint
 from baton.gateway.tenants.tenants import Tenant
 from baton.gateway.text.model_files import SamplingDefaults
-from baton.gateway.text.tools import ToolForm
+from baton.gateway.text.tool_calls import ToolForm
 from baton.request import MAX_CHOICES, MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_SEED, SamplingParams
 from baton.tenants import SchedulingKey, Sla
 
@@ -185,9 +185,9 @@ _UNSUPPORTED_IN: Final = {
     | dict.fromkeys(("chat_template_kwargs", "reasoning_effort", "tools", "tool_choice"), frozenset[bytes]()),
 }
 MAX_UNSUPPORTED_CHARS: Final = 80  # of a refused value in the error message
-MISSING: Final = "missing required field `"  # the wording of msgspec
 # The parts of JSON that matter for its depth: strings, whose brackets do not count, and brackets.
 _NESTING: Final = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?|[\[{]|[\]}]', re.DOTALL)
+MISSING: Final = "missing required field `"  # the wording of msgspec
 
 
 def decode_body(data: bytes, kind: type[AnyBody]) -> tuple[AnyBody, list[str]]:
@@ -222,20 +222,20 @@ def _check_supported(keys: dict[str, msgspec.Raw], asked: set[str], kind: type[m
             raise unsupported(f"{key} = {text}", param=key)
 
 
-def check_depth(data: bytes, what: str) -> None:
-    """Raise InvalidRequest for JSON that is nested more than MAX_DEPTH deep; `what` names the JSON there.
+def check_depth(data: bytes, what: str, limit: int = MAX_DEPTH) -> None:
+    """Raise InvalidRequest for JSON that is nested more than `limit` deep; `what` names the JSON there.
 
     Call this before anything walks client JSON: code in C and templates recurse and fail at some depth.
     """
-    if data.count(b"[") + data.count(b"{") <= MAX_DEPTH:
+    if data.count(b"[") + data.count(b"{") <= limit:
         return
     depth = 0
     for found in _NESTING.finditer(data):
         first = data[found.start()]
         if first in b"[{":
             depth += 1
-            if depth > MAX_DEPTH:
-                raise InvalidRequest(f"{what} is nested more than {MAX_DEPTH} deep")
+            if depth > limit:
+                raise InvalidRequest(f"{what} is nested more than {limit} deep")
         elif first in b"]}":
             depth -= 1
 
@@ -387,8 +387,6 @@ def make_call(
     if not 1 <= num_choices <= MAX_CHOICES:
         raise invalid(f"n must be between 1 and {MAX_CHOICES}, got {num_choices}", param="n")
     stops = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
-    if not all(stops):
-        raise InvalidRequest("stop: a stop string must not be empty")
     has_echo = isinstance(body, CompletionBody) and bool(body.echo)
     max_tokens, logprobs = _num_asked(body)
     return Call(

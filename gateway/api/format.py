@@ -8,17 +8,16 @@ first chunk may be empty.
 Logprobs may be long: they are written in slices that take about a millisecond.
 """
 
-from array import array
 from collections import Counter
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Any, Final, overload
+from typing import Any, Final
 
 import orjson
 
 from baton.gateway.api.answer import Answer, AnswerChoice, AnswerFormat, Delta
 from baton.gateway.text.tokenizer import Tokenizer
-from baton.gateway.text.tools import ToolCall
+from baton.gateway.text.tool_calls import ToolCall
 from baton.request import FinishReason, TokenLogprobs
 
 SLICE_ENTRIES: Final = 1024  # alternatives count
@@ -49,70 +48,6 @@ class Columns:
             yield from joined(slices)
             yield b"]"
         yield b"}"
-
-
-class PackedLogprobs(Sequence[TokenLogprobs]):
-    """Log probabilities of an answer's tokens in 12 bytes an alternative, where objects take 150.
-
-    Blocks of BLOCK_TOKENS tokens never move as the answer grows: many large arrays that move would leave the
-    memory fragmented.
-    """
-
-    def __init__(self) -> None:
-        self.num_bytes = 0
-        self._blocks: list[_LogprobsBlock] = []  # all but the last are full
-        self._num_tokens = 0
-
-    def extend(self, entries: Iterable[TokenLogprobs]) -> None:
-        """Append entries."""
-        for entry in entries:
-            if self._num_tokens % BLOCK_TOKENS == 0:
-                self._blocks.append(_LogprobsBlock())
-            self.num_bytes += self._blocks[-1].append(entry)
-            self._num_tokens += 1
-
-    def __len__(self) -> int:
-        return self._num_tokens
-
-    @overload
-    def __getitem__(self, index: int) -> TokenLogprobs: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[TokenLogprobs]: ...
-    def __getitem__(self, index: int | slice) -> TokenLogprobs | list[TokenLogprobs]:
-        if isinstance(index, slice):
-            return [self._entry(each) for each in range(self._num_tokens)[index]]
-        return self._entry(range(self._num_tokens)[index])
-
-    def _entry(self, index: int) -> TokenLogprobs:
-        return self._blocks[index // BLOCK_TOKENS].entry(index % BLOCK_TOKENS)
-
-
-class _LogprobsBlock:
-    def __init__(self) -> None:
-        self._token_ids = array("i")  # of each token: itself, then its alternatives
-        self._logprobs = array("d")  # beside them
-        self._ranks = array("i")  # of each token
-        self._ends = array("i", [0])  # token i has [ends[i], ends[i + 1]) of the first two
-
-    def append(self, entry: TokenLogprobs) -> int:
-        """Append an entry; returns the bytes that it takes."""
-        self._token_ids.append(entry.token_id)
-        self._logprobs.append(entry.logprob)
-        self._ranks.append(entry.rank)
-        for token_id, logprob in entry.top:
-            self._token_ids.append(token_id)
-            self._logprobs.append(logprob)
-        self._ends.append(len(self._token_ids))
-        return 12 * (len(entry.top) + 1) + 8
-
-    def entry(self, index: int) -> TokenLogprobs:
-        first, end = self._ends[index], self._ends[index + 1]
-        return TokenLogprobs(
-            token_id=self._token_ids[first],
-            logprob=self._logprobs[first],
-            rank=self._ranks[index],
-            top=tuple(zip(self._token_ids[first + 1 : end], self._logprobs[first + 1 : end], strict=True)),
-        )
 
 
 def slice_tokens(logprobs: Sequence[TokenLogprobs | None]) -> int:

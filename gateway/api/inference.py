@@ -1,4 +1,9 @@
-"""`/v1/chat/completions`, `/v1/completions` and the WebSocket `/v1/stream`: calls are answered and counted.
+"""The routes of inference: calls are read, admitted, answered and counted.
+
+1. A POST to `/v1/chat/completions` or `/v1/completions`, or a message of the WebSocket `/v1/stream`, is read
+   into a `Call`: `BodyReader` reads the body, the headers are checked, a seed is drawn.
+2. `Limiter` admits the call, and `Answer` opens its choices.
+3. `AnswerStream` writes the answer as it comes, or `AnswerCollector` keeps the answer until its end.
 
 A client that leaves before the end has cancelled, wherever its call is. A call that fails before its first
 token is refused with a status; a call that fails later ends its stream with an error event.
@@ -7,19 +12,22 @@ Over the WebSocket a client makes one call at a time. It sends the body of a cha
 need not be set. The chunks of the answer come as messages, then `[DONE]`. A message that comes meanwhile ends
 the answer: `{"cancel": true}` does no more than that, another body is the next call. Closing ends the answer
 as well. A client that asks for nothing is closed: soon when it never has, later between two calls.
+
+`/tokenize` and `/detokenize` read a body in the same way, and answer with the tokens or the text.
 """
 
 import asyncio
 import math
-from array import array
+import secrets
+import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from io import StringIO
-from typing import Final, TypeAlias
+from functools import partial
+from typing import Final
 
 import msgspec
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from baton.clock import Clock
@@ -29,29 +37,35 @@ from baton.gateway.api.answer import Answer, AnswerChoice, AnswerFormat, Delta
 from baton.gateway.api.answer_stream import (
     DONE,
     SERVER_SENT_EVENTS,
+    AnswerCollector,
     AnswerStream,
     Framing,
     StreamProgress,
     WriteCoalescer,
 )
-from baton.gateway.api.call import Call
-from baton.gateway.api.errors import ClientGone, as_api_error, unsupported
-from baton.gateway.api.format import PackedLogprobs, answer_format
-from baton.gateway.api.prompt_reader import BodyKind
-from baton.gateway.http.asgi import read_body, respond_in_turns
+from baton.gateway.api.body_reader import BodyKind, PublicPrefixes, ServedModel, unpack_token_ids
+from baton.gateway.api.call import Call, Prompt, make_call
+from baton.gateway.api.errors import ApiError, ClientGone, as_api_error, invalid, unsupported
+from baton.gateway.api.format import answer_format
 from baton.gateway.http.auth import log_failure
-from baton.gateway.http.response_body import EXTENSION, ResponseWriter
+from baton.gateway.http.protocol import (
+    BLOCK_BYTES,
+    RESPONSE_WRITER,
+    ResponseWriter,
+    header,
+    read_body,
+    respond_in_turns,
+)
 from baton.gateway.http.websocket import EXTENSION as SOCKET
 from baton.gateway.http.websocket import LimitedSocket
 from baton.gateway.metrics.metrics import Metrics
-from baton.gateway.streams.resume import EventIds, ResumePoint, Shown
+from baton.gateway.streams.resume import HEADER, MAX_RESUMABLE_CHOICES, PARAM, EventIds, ResumePoint, Shown
 from baton.gateway.tenants.limiter import Charge, Limiter, Permit
-from baton.gateway.text.tools import ToolCall
-from baton.gateway.text.work import ServedModel
+from baton.gateway.tenants.tenants import Tenant, asked_for, scheduling_key_of, sla_of
 from baton.tenants import Refusal
 
-BYTES_PER_CHARACTER: Final = 4
-BYTES_PER_TOKEN_ID: Final = 4
+SEED_BITS: Final = 63
+LARGE_PROMPT_BYTES: Final = 64 * 2**10  # packed; unpacking the longest prompt takes two milliseconds
 LAST_EVENT: Final = SERVER_SENT_EVENTS.before + DONE + SERVER_SENT_EVENTS.after
 HEADLESS_S: Final = 45.0  # the longest wait for the headers of a stream: proxies give up after a minute
 EVENT_STREAM: Final = [
@@ -65,81 +79,7 @@ MAX_UNSENT: Final = 8  # messages; with more, the client lags
 IDLE_TIMES: Final = 4  # the idle timeouts between two calls; an HTTP connection is simply opened again
 MAX_CANCEL_BYTES: Final = 4096
 GOING_AWAY: Final = 1001  # the code of a close
-
-ReadCall: TypeAlias = Callable[[BodyKind, bytes, Scope], Awaitable[Call]]
 _FIELDS: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
-
-
-class AnswerCollector:
-    """An AnswerListener that keeps the answer until its end, in little memory, charged as it grows."""
-
-    def __init__(
-        self, answer: Answer, observe: Callable[[AnswerChoice, Delta], None], charge: Charge
-    ) -> None:
-        self._answer = answer
-        self._observe = observe
-        self._charge = charge
-        call = answer.call
-        keeps_ids = call.returns_token_ids or call.sampling.logprobs is not None
-        self._kept = [_Kept(keeps_ids=keeps_ids) for _ in answer.choices]
-        self._end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-    async def wait(self) -> list[Delta]:
-        """Return each whole choice. Raises the error that ended the answer, or ClientGone."""
-        await self._end
-        kept, self._kept = self._kept, []
-        return [choice.joined() for choice in kept]
-
-    def advanced(self, choice: AnswerChoice, delta: Delta) -> None:
-        """See AnswerListener."""
-        self._observe(choice, delta)
-        try:
-            self._charge.add(self._kept[choice.index].add(delta))
-        except BatonError as error:
-            self._kept.clear()
-            self._charge.release()  # at once: the next call finds the room
-            self._answer.fail(error)
-
-    def finished(self) -> None:
-        """See AnswerListener."""
-        if not self._end.done():
-            self._end.set_result(None)
-
-    def failed(self, error: Exception) -> None:
-        """See AnswerListener."""
-        if not self._end.done():
-            self._end.set_exception(error)
-
-    def gone(self) -> None:
-        """Cancel the answer: the client has left."""
-        self._answer.cancel()
-        self.failed(ClientGone())
-
-
-class _Kept:
-    """The deltas of one choice."""
-
-    def __init__(self, *, keeps_ids: bool) -> None:
-        self._text = StringIO()
-        self._keeps_ids = keeps_ids
-        self._token_ids = array("i")
-        self._logprobs = PackedLogprobs()
-        self._tool_calls: list[ToolCall] = []
-
-    def add(self, delta: Delta) -> int:
-        """Keep a delta; returns the approximate bytes that it takes."""
-        before = self._logprobs.num_bytes + BYTES_PER_TOKEN_ID * len(self._token_ids)
-        self._text.write(delta.text)
-        if self._keeps_ids:
-            self._token_ids.extend(delta.token_ids)
-        self._logprobs.extend(delta.logprobs)
-        self._tool_calls += delta.tool_calls
-        num_chars = len(delta.text) + sum(len(call.arguments) for call in delta.tool_calls)
-        after = self._logprobs.num_bytes + BYTES_PER_TOKEN_ID * len(self._token_ids)
-        return BYTES_PER_CHARACTER * num_chars + after - before
-
-    def joined(self) -> Delta:
-        return Delta(self._text.getvalue(), self._token_ids.tolist(), self._logprobs, self._tool_calls)
 
 
 class Inference:
@@ -147,17 +87,17 @@ class Inference:
 
     def __init__(
         self,
-        read_call: ReadCall,
         model: ServedModel,
         metrics: Metrics,
         limiter: Limiter,
         clock: Clock,
         config: GatewayConfig,
         event_ids: EventIds,
-        calendar_s: Callable[[], float],
+        *,
+        calendar_s: Callable[[], float] = time.time,
+        draw_seed: Callable[[], int] = lambda: secrets.randbits(SEED_BITS),
     ) -> None:
-        """calendar_s: seconds since 1970, which clients see."""
-        self._read_call = read_call
+        """calendar_s: seconds since 1970, which clients see. draw_seed: for a call without a seed."""
         self._model = model
         self._metrics = metrics
         self._limiter = limiter
@@ -165,16 +105,20 @@ class Inference:
         self._config = config
         self._event_ids = event_ids
         self._calendar_s = calendar_s
+        self._draw_seed = draw_seed
+        self._public = PublicPrefixes(model.bodies.reader)
         self._coalescer = WriteCoalescer()
         self._open: dict[Answer, Permit] = {}
 
-    async def chat(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """The ASGI application of `/v1/chat/completions`."""
-        await self._serve("chat", scope, receive, send)
-
-    async def completions(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """The ASGI application of `/v1/completions`."""
-        await self._serve("completion", scope, receive, send)
+    @property
+    def posts(self) -> Mapping[str, ASGIApp]:
+        """The ASGI applications that answer POST requests, by path."""
+        return {
+            "/v1/chat/completions": partial(self._serve, "chat"),
+            "/v1/completions": partial(self._serve, "completion"),
+            "/tokenize": partial(self._serve_text, "tokenize"),
+            "/detokenize": partial(self._serve_text, "detokenize"),
+        }
 
     async def websocket(self, websocket: WebSocket) -> None:
         """Serve `/v1/stream` until the client closes or is idle for too long."""
@@ -192,6 +136,76 @@ class Inference:
         for answer in list(self._open):
             answer.fail(error)
 
+    async def read_call(self, kind: BodyKind, data: bytes, scope: Scope) -> Call:
+        """Return the call of a body. kind: "chat", "completion" or "either".
+
+        Raises InvalidRequest and ApiError for a fault of the client.
+        """
+        tenant = scope["state"]["tenant"]
+        asked = asked_for(scope)
+        sla, scheduling_key = sla_of(asked, tenant), scheduling_key_of(asked, tenant)
+        arrival_s = self._clock.now_s()
+        policy = self._model.read_policy(tenant, is_strict=self._config.strict)
+        read = await self._model.bodies.read(kind, data, policy, tenant.name)
+        del data
+        self._metrics.unknown_keys += read.num_unknown
+        event_id = header(scope, HEADER) if scope["type"] == "http" else None
+        resumed = self._event_ids.open(event_id, tenant.name, self._calendar_s()) if event_id else None
+        body = read.chat or read.completion
+        assert body is not None
+        call = make_call(
+            body,
+            tuple([await self._prompt(text, packed, tenant) for text, packed in read.prompts]),
+            new_seed=self._draw_seed() if resumed is None else resumed.seed,
+            defaults=self._model.defaults,
+            tool_form=self._model.bodies.tool_form if read.has_tools else None,
+            model=self._model.name,
+            tenant=tenant,
+            sla=sla,
+            scheduling_key=scheduling_key,
+            arrival_s=arrival_s,
+            resumed=resumed,
+        )
+        self._check(call, policy.longest())
+        return call
+
+    async def _prompt(self, text: str | None, packed: bytes, tenant: Tenant) -> Prompt:
+        token_ids = unpack_token_ids(packed)
+        if len(packed) > LARGE_PROMPT_BYTES:
+            await asyncio.sleep(0)
+        num_public_tokens = (
+            await self._public.num_tokens(tenant.public_texts, token_ids) if tenant.public_texts else 0
+        )
+        return Prompt(text, token_ids, num_public_tokens)
+
+    def _check(self, call: Call, longest: int) -> None:
+        if call.is_resumable or call.resumed is not None:
+            self._check_resumable(call)
+        num_entries, most = call.num_answer_entries(longest), self._config.max_answer_entries
+        if num_entries > most:
+            raise invalid(
+                f"the answer may have {num_entries} entries, which are tokens x n x (logprobs + 1) over all "
+                f"prompts; at most {most} are written for a call (gateway.max_answer_entries): ask for fewer"
+            )
+
+    def _check_resumable(self, call: Call) -> None:
+        """Raise ApiError 400 for a call whose events can have no ids, and for an id of another call."""
+        name = "stream_options.resumable"
+        if not call.is_streamed:
+            raise invalid(f"{name}: only a stream can be resumed; set stream as well", param=name)
+        if call.num_answers > MAX_RESUMABLE_CHOICES:
+            limit = f"at most {MAX_RESUMABLE_CHOICES} answers over all prompts, got {call.num_answers}"
+            raise invalid(f"{name}: {limit}", param=name)
+        resumed = call.resumed
+        if resumed is not None and resumed.digest != call.digest(self._model.fingerprint):
+            raise ApiError(
+                400,
+                f"{PARAM}: the id is of another request, or the model has been replaced since; "
+                "send the same body as before, or no id to begin anew",
+                code="other_request",
+                param=PARAM,
+            )
+
     def _charge(self, scope: Scope) -> Charge:
         """Return a charge for the tenant's input bytes, for a `with`."""
         tenant = scope["state"]["tenant"]
@@ -203,7 +217,7 @@ class Inference:
 
         Raises the errors of Limiter.enter.
         """
-        answer = Answer(call, self._model.service, self._model.text.tokenizer)
+        answer = Answer(call, self._model.service, self._model.bodies.tokenizer)
         permit = self._open[answer] = self._limiter.enter(call)
         failure: Exception | None = None
         self._metrics.num_open += 1
@@ -227,9 +241,9 @@ class Inference:
 
     async def _serve(self, kind: BodyKind, scope: Scope, receive: Receive, send: Send) -> None:
         with self._charge(scope) as charge:
-            call = await self._read_call(kind, await read_body(scope, receive, charge.set), scope)
+            call = await self.read_call(kind, await read_body(scope, receive, charge.set), scope)
             charge.set(call.held_bytes)
-            writer: ResponseWriter = scope["extensions"][EXTENSION]
+            writer: ResponseWriter = scope["extensions"][RESPONSE_WRITER]
             if call.resumed is not None and call.resumed.is_whole(has_usage=call.has_usage):
                 await send({"type": "http.response.start", "status": 200, "headers": EVENT_STREAM})
                 await send({"type": "http.response.body", "body": LAST_EVENT, "more_body": False})
@@ -241,6 +255,21 @@ class Inference:
                     await self._serve_stream(answer, writer, send)
                 else:
                     await self._serve_whole(answer, writer, send)
+
+    async def _serve_text(self, kind: BodyKind, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer `/tokenize` and `/detokenize` as vLLM does; bytes are charged as those of calls are."""
+        tenant = scope["state"]["tenant"]
+        policy, quotas = self._model.read_policy(tenant, is_strict=self._config.strict), tenant.policy.quotas
+        with self._limiter.answers.charge(tenant.name, quotas) as held:
+            with self._charge(scope) as charge:
+                data = await read_body(scope, receive, charge.set)
+                read = await self._model.bodies.read(kind, data, policy, tenant.name)
+            self._metrics.unknown_keys += read.num_unknown
+            body = read.answer
+            assert body is not None
+            held.add(len(body))  # until the client has read it
+            blocks = (body[start : start + BLOCK_BYTES] for start in range(0, len(body), BLOCK_BYTES))
+            await respond_in_turns(send, blocks, self._clock, scope["extensions"][RESPONSE_WRITER])
 
     async def _serve_whole(self, answer: Answer, writer: ResponseWriter, send: Send) -> None:
         call = answer.call
@@ -361,7 +390,7 @@ class Inference:
         try:
             with self._charge(scope) as charge:
                 charge.add(len(data))
-                call = await self._read_call("either", data, scope)
+                call = await self.read_call("either", data, scope)
                 if call.is_resumable:
                     name = "stream_options.resumable"
                     raise unsupported("resuming an answer of a WebSocket", param=name)

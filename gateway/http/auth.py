@@ -25,7 +25,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from baton.config.gateway import OPERATOR_HOST, is_loopback
 from baton.gateway.api.errors import ApiError, ClientGone, as_api_error
-from baton.gateway.http.asgi import header, respond_error
+from baton.gateway.http.protocol import header, respond_error
 from baton.gateway.tenants.tenants import Tenant, Tenants
 
 PUBLIC_PATHS: Final = frozenset({"/health", "/ping"})

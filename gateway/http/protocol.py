@@ -1,32 +1,42 @@
-"""uvicorn's HTTP/1.1 with the limits that a server on its own is not safe without.
+"""HTTP/1.1 of the gateway: uvicorn's protocol with limits, and the bodies of requests and responses.
 
 A connection is always in exactly one of these states:
 
-1. It awaits a header block, or part of one has come: `header_timeout_s`, MAX_HEADERS and MAX_HEADER_BYTES
-   hold, and at most MAX_PIPELINED earlier requests have no answer yet.
-2. The body arrives: `body_timeout_s` and `max_body_bytes` hold, counted as it comes.
+1. The connection awaits a header block, or part of a block has come. `header_timeout_s`, MAX_HEADERS and
+   MAX_HEADER_BYTES hold, and at most MAX_PIPELINED earlier requests have no answer yet.
+2. The body arrives: `body_timeout_s` and `max_body_bytes` hold. Bytes are counted as they come.
 3. The request is being answered, for any time, unless the client reads nothing for `stall_timeout_s`.
 4. The connection is idle, for `idle_timeout_s`.
 
-A request that breaks a limit gets an answer, unless one has already begun, and the connection ends. The
+A request that breaks a limit gets an answer, unless an answer has already begun, and the connection ends. The
 server reads and drops bytes for LINGER_S after that: a client that is still writing may not read the answer
 before.
+
+A stream writes its body past ASGI, from callbacks, through the `ResponseWriter` in its scope
+(docs/decisions/0008). The other routes answer with `respond` or `respond_in_turns`.
 """
 
 import asyncio
 import uuid
-from collections.abc import Callable
-from typing import Any, Final
+from collections.abc import Callable, Iterable
+from typing import Any, Final, Protocol, cast
 
 import httptools
 import msgspec
+from starlette.types import Receive, Scope, Send
 from uvicorn.config import Config
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from baton.gateway.api.errors import ApiError
-from baton.gateway.http.response_body import EXTENSION, ResponseBody
+from baton.clock import Clock
+from baton.config.gateway import GatewayConfig
+from baton.gateway.api.errors import ApiError, ClientGone, Headers
 
+RESPONSE_WRITER: Final = "baton.response_writer"  # the extension of an ASGI scope that has the ResponseWriter
+JSON: Final = b"application/json"
+JSON_HEADERS: Final = [(b"content-type", JSON)]
+BLOCK_BYTES: Final = 64 * 2**10
+TURN_S: Final = 0.002  # writing a large answer may hold the event loop for this long
 # Errors of the server itself, before any route sees the request.
 REASONS: Final = {
     400: b"Bad Request",
@@ -50,6 +60,104 @@ TOO_SLOW: Final = ApiError(408, "the request did not arrive in time", code="requ
 TOO_MANY: Final = ApiError(
     503, "too many connections are open", code="overloaded", retry_after_s=RETRY_AFTER_S
 )
+MAX_HEADERS: Final = 64
+MAX_PIPELINED: Final = 16  # unanswered requests of a connection
+MAX_HEADER_BYTES: Final = 32 * 2**10
+HEADER_OVERHEAD_BYTES: Final = 4  # ": " and the line's end
+WRITE_HIGH_BYTES: Final = 32 * 2**10  # in memory, beside the kernel's buffer: more, and the client lags
+WRITE_LOW_BYTES: Final = 8 * 2**10
+RESERVED_PATHS: Final = frozenset({b"/health", b"/ping", b"/metrics"})
+
+
+class ResponseWriter(Protocol):
+    """The body of a streamed response, written from callbacks, without a task.
+
+    A response begins and ends as ASGI says; in between it writes to the ResponseWriter in its scope.
+    """
+
+    on_gone: Callable[[], None] | None  # called when the client has left
+    on_writable: Callable[[], None] | None  # called when the client no longer lags
+
+    @property
+    def is_gone(self) -> bool:
+        """The client has left."""
+
+    @property
+    def lags(self) -> bool:
+        """The client does not keep up: more bytes would wait in memory."""
+
+    def write(self, data: bytes) -> None:
+        """Write a part of the body; without effect when the client has left."""
+
+
+async def read_body(scope: Scope, receive: Receive, charge: Callable[[int], None]) -> bytes:
+    """Return the whole body; the server bounds its size and its time. Raises ClientGone when it ends early.
+
+    charge: called with the bytes that have come, and first with the bytes that the client announces. Its
+    errors are raised.
+    """
+    parts, num_bytes = [], 0
+    announced = header(scope, b"content-length") or ""
+    num_announced = int(announced) if announced.isdecimal() else 0
+    charge(num_announced)
+    while True:
+        message = await receive()
+        if message["type"] != "http.request":
+            raise ClientGone
+        part = message.get("body", b"")
+        num_bytes += len(part)
+        if num_bytes > num_announced:
+            charge(num_bytes)
+        parts.append(part)
+        if not message.get("more_body", False):
+            return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+async def respond(send: Send, status: int, body: bytes, headers: Headers | None = None) -> None:
+    """Answer with JSON in one piece."""
+    headers = [*JSON_HEADERS, (b"content-length", b"%d" % len(body)), *(headers or ())]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body, "more_body": False})
+
+
+async def respond_error(send: Send, error: ApiError) -> None:
+    """Answer with an error."""
+    await respond(send, error.status, error.body(), error.headers())
+
+
+async def respond_in_turns(send: Send, parts: Iterable[bytes], clock: Clock, writer: ResponseWriter) -> None:
+    """Answer 200 with JSON that is written while `parts` are made; other tasks run every TURN_S.
+
+    An answer longer than a block goes out in chunks at the client's pace, and no more than a block is kept.
+    Raises ClientGone when the client has left.
+    """
+    gathered, since_s, has_begun = bytearray(), clock.now_s(), False
+    for part in parts:
+        gathered += part
+        if len(gathered) > BLOCK_BYTES:
+            if not has_begun:
+                has_begun = True
+                await send({"type": "http.response.start", "status": 200, "headers": JSON_HEADERS})
+            await send({"type": "http.response.body", "body": bytes(gathered), "more_body": True})
+            gathered.clear()
+        if clock.now_s() - since_s > TURN_S:
+            await asyncio.sleep(0)
+            if writer.is_gone:
+                raise ClientGone
+            since_s = clock.now_s()
+    if has_begun:
+        await send({"type": "http.response.body", "body": bytes(gathered), "more_body": False})
+    else:
+        await respond(send, 200, bytes(gathered))
+
+
+def header(scope: Scope, name: bytes) -> str | None:
+    """Return the first header of that name, which is in lower case; None when there is none."""
+    headers: Headers = scope["headers"]
+    for key, value in headers:
+        if key == name:
+            return value.decode("latin-1")
+    return None
 
 
 def end(transport: asyncio.WriteTransport, loop: asyncio.AbstractEventLoop) -> None:
@@ -77,23 +185,10 @@ def response(error: ApiError) -> bytes:
     return b"\r\n".join([*lines, b"", body])
 
 
-MAX_HEADERS: Final = 64
-MAX_PIPELINED: Final = 16  # unanswered requests of a connection
-MAX_HEADER_BYTES: Final = 32 * 2**10
-HEADER_OVERHEAD_BYTES: Final = 4  # ": " and the line's end
-WRITE_HIGH_BYTES: Final = 32 * 2**10  # in memory, beside the kernel's buffer: more, and the client lags
-WRITE_LOW_BYTES: Final = 8 * 2**10
-RESERVED_PATHS: Final = frozenset({b"/health", b"/ping", b"/metrics"})
-
-
 class HttpLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """The limits that all connections of a server share."""
+    """The limits and counts that all connections of a server share."""
 
-    max_connections: int
-    max_body_bytes: int
-    header_timeout_s: float
-    body_timeout_s: float
-    stall_timeout_s: float
+    config: GatewayConfig
     refused: Callable[[str], None]  # called with the code of each refusal
     waiting: dict[Any, None] = {}  # connections without a request, the longest first: they are evicted first
 
@@ -112,6 +207,7 @@ class LimitedProtocol(HttpToolsProtocol):
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
         self._limits = limits
+        self._settings = limits.config
         self._deadline: asyncio.TimerHandle | None = None
         self._stall: asyncio.TimerHandle | None = None
         self._refusal: ApiError | None = None  # nothing is parsed or answered any more
@@ -126,8 +222,8 @@ class LimitedProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         transport.set_write_buffer_limits(WRITE_HIGH_BYTES, WRITE_LOW_BYTES)
-        self._must_come_within(self._limits.header_timeout_s)
-        is_full = len(self.connections) > self._limits.max_connections
+        self._must_come_within(self._settings.header_timeout_s)
+        is_full = len(self.connections) > self._settings.max_connections
         if is_full and not self._evict():
             self._refuse(TOO_MANY)
             return
@@ -158,7 +254,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def pause_writing(self) -> None:
         super().pause_writing()
         self._forget_stall()
-        self._stall = self.loop.call_later(self._limits.stall_timeout_s, self._stalled)
+        self._stall = self.loop.call_later(self._settings.stall_timeout_s, self._stalled)
 
     def resume_writing(self) -> None:
         super().resume_writing()
@@ -176,7 +272,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._in_header = True
         self._num_header_bytes = 0
         self._num_body_bytes = 0
-        self._must_come_within(self._limits.header_timeout_s)
+        self._must_come_within(self._settings.header_timeout_s)
         self.scope["extensions"] = {}
 
     def on_url(self, url: bytes) -> None:
@@ -188,7 +284,7 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._refusal is None:
             super().on_header(name, value)
             name, value = self.headers[-1]
-            if name == b"content-length" and _length(value) > self._limits.max_body_bytes:
+            if name == b"content-length" and _length(value) > self._settings.max_body_bytes:
                 self._refuse(BODY_TOO_LARGE)
 
     def on_headers_complete(self) -> None:
@@ -209,7 +305,7 @@ class LimitedProtocol(HttpToolsProtocol):
         if is_upgrade and not self._may_upgrade():
             self._refuse(BAD_UPGRADE)
             return
-        self._must_come_within(self._limits.body_timeout_s)
+        self._must_come_within(self._settings.body_timeout_s)
         super().on_headers_complete()
         if is_upgrade:
             return
@@ -217,13 +313,13 @@ class LimitedProtocol(HttpToolsProtocol):
         writer = ResponseBody(self.cycle)
         self._bodies.append(writer)
         extensions: Any = self.scope["extensions"]
-        extensions[EXTENSION] = writer
+        extensions[RESPONSE_WRITER] = writer
 
     def on_body(self, body: bytes) -> None:
         if self._refusal is not None:
             return
         self._num_body_bytes += len(body)
-        if self._num_body_bytes > self._limits.max_body_bytes:
+        if self._num_body_bytes > self._settings.max_body_bytes:
             self._refuse(BODY_TOO_LARGE)
             return
         super().on_body(body)
@@ -267,7 +363,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def _uses_the_reserve(self) -> bool:
         """The last tenth of the connections is reserved for RESERVED_PATHS."""
-        most = self._limits.max_connections
+        most = self._settings.max_connections
         return len(self.connections) > most - most // 10 and self.url not in RESERVED_PATHS
 
     def _may_upgrade(self) -> bool:
@@ -291,7 +387,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def _late(self) -> None:
         self._deadline = None
         if self.flow.read_paused:  # an earlier answer is on its way: the client is not to blame
-            self._must_come_within(self._limits.body_timeout_s)
+            self._must_come_within(self._settings.body_timeout_s)
         elif self._num_raw_bytes or not self._in_header:
             self._refuse(TOO_SLOW)
         else:
@@ -333,3 +429,86 @@ class LimitedProtocol(HttpToolsProtocol):
 
 def _length(value: bytes) -> int:
     return int(value) if value.isdigit() else 0  # the parser refuses other values
+
+
+class ResponseBody:
+    """A ResponseWriter for a response with chunked encoding, which uvicorn begins and ends."""
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self.on_gone: Callable[[], None] | None = None
+        self.on_writable: Callable[[], None] | None = None
+        self._cycle = cycle
+        self._transport = _HeadFirst(cycle)
+        cycle.transport = cast(Any, self._transport)
+
+    @property
+    def is_gone(self) -> bool:
+        return self._cycle.disconnected
+
+    @property
+    def lags(self) -> bool:
+        return self._cycle.flow.write_paused
+
+    @property
+    def has_begun(self) -> bool:
+        return self._cycle.response_started
+
+    @property
+    def is_complete(self) -> bool:
+        return self._cycle.response_complete
+
+    def write(self, data: bytes) -> None:
+        cycle = self._cycle
+        if not cycle.disconnected and not cycle.response_complete:
+            self._transport.write(b"%x\r\n%s\r\n" % (len(data), data))
+
+    def end(self) -> None:
+        """Release the response when it is complete."""
+        self._transport.flush()
+        self._cycle.transport = self._transport.below
+        # A ring of references would wait for the collector.
+        self.on_gone = self.on_writable = None
+        extensions: Any = self._cycle.scope["extensions"]
+        extensions.clear()
+
+    def leave(self) -> None:
+        """Take note that the client has left, or is no longer listened to."""
+        if not self._cycle.response_complete:
+            self._cycle.disconnected = True
+            self._cycle.message_event.set()
+            if self.on_gone is not None:
+                self.on_gone()
+
+    def writable(self) -> None:
+        if not self._cycle.response_complete and self.on_writable is not None:
+            self.on_writable()
+
+
+class _HeadFirst:
+    """The transport of a cycle. The first write after the response has started is the head."""
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+        self.below = cycle.transport
+        self._head: bytes | None = None  # b"" once it has been written
+
+    def write(self, data: bytes) -> None:
+        if self._head is None and self._cycle.response_started:
+            self._head = data
+        elif self._head:
+            self.below.write(self._head + data)
+            self._head = b""
+        else:
+            self.below.write(data)
+
+    def flush(self) -> None:
+        if self._head:
+            self.below.write(self._head)
+            self._head = b""
+
+    def close(self) -> None:
+        self.flush()
+        self.below.close()
+
+    def is_closing(self) -> bool:
+        return self.below.is_closing()

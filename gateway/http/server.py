@@ -25,9 +25,10 @@ GIVE_UP_S: Final = 2  # for the clients of abandoned requests to be told
 class HttpServer:
     """The HTTP server of one event loop: `start` it, then `drain` it."""
 
-    def __init__(self, app: ASGIApp, config: GatewayConfig, limits: HttpLimits) -> None:
+    def __init__(self, app: ASGIApp, config: GatewayConfig, refused: Callable[[str], None]) -> None:
+        """refused: called with the code of each connection that the server refuses."""
         self._config = config
-        self._server = _Server(_uvicorn_config(app, config, limits))
+        self._server = _Server(_uvicorn_config(app, HttpLimits(config=config, refused=refused)))
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> tuple[str, int]:
@@ -114,7 +115,8 @@ def listening_socket(config: GatewayConfig, host: str, port: int, setting: str) 
     return listener
 
 
-def _uvicorn_config(app: ASGIApp, config: GatewayConfig, limits: HttpLimits) -> Config:
+def _uvicorn_config(app: ASGIApp, limits: HttpLimits) -> Config:
+    config = limits.config
     protocol: Any = functools.partial(LimitedProtocol, limits)
     socket_protocol: Any = functools.partial(LimitedSocket, limits)
     return Config(

@@ -66,7 +66,7 @@ class LimitedSocket(WebSocketsSansIOProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        self._must_come_within(self._limits.header_timeout_s)
+        self._must_come_within(self._limits.config.header_timeout_s)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._forget_deadline()
@@ -160,7 +160,7 @@ class LimitedSocket(WebSocketsSansIOProtocol):
     def _watch_message(self) -> None:
         has_begun = bool(self.conn.reader.buffer or self.frames)
         if has_begun and not self._is_message_timed:
-            self._must_come_within(self._limits.body_timeout_s)
+            self._must_come_within(self._limits.config.body_timeout_s)
         elif self._is_message_timed and not has_begun:
             self._forget_deadline()
         self._is_message_timed = has_begun
@@ -173,7 +173,7 @@ class LimitedSocket(WebSocketsSansIOProtocol):
         if not self.handshake_complete:
             self.transport.abort()
         elif self._is_message_timed and self.read_paused:  # for the application: the client is not to blame
-            self._must_come_within(self._limits.body_timeout_s)
+            self._must_come_within(self._limits.config.body_timeout_s)
         elif self._is_message_timed:
             self._end(CloseCode.POLICY_VIOLATION, "a message did not arrive in time")
 

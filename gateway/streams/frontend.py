@@ -11,36 +11,33 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Final
+from itertools import islice
+from typing import Final, TypeVar
 
 from baton.clock import Clock
-from baton.errors import BatonError, InvalidRequest, Overloaded, ProtocolError, Refused, WireError, WorkerLost
+from baton.errors import BatonError, InvalidRequest, Overloaded, ProtocolError, Refused, WorkerLost
 from baton.gateway.streams.request_stream import (
     RETRY_AFTER_S,
+    AttemptKey,
     ReplayLimits,
     RequestStream,
     Sink,
     StreamState,
 )
-from baton.gateway.streams.routers import (
-    SILENT_S,
-    AttemptReports,
-    Explained,
-    Explanations,
-    RouterWatch,
-    SubmitWindow,
-)
-from baton.messages.bounds import Kind
+from baton.gateway.streams.routers import SILENT_S, Explained, Explanations, RouterWatch
+from baton.messages.bounds import MAX_EVENTS, Kind
 from baton.messages.codec import AnyMessage, fits_request
 from baton.messages.control import (
     AttemptFailed,
     Cancel,
+    Ended,
     Failure,
     Hello,
     Members,
     Queued,
     Rejected,
     Routed,
+    Started,
     Submit,
     Tokens,
     age_s,
@@ -56,7 +53,11 @@ STATUS_S: Final = 1.0
 UNHEARD_S: Final = 3.0  # for the first token of an attempt whose router is gone
 MAX_AHEAD: Final = 10  # times `max_silence_s`, for the first token of a worker that talks
 MAX_REMEMBERED: Final = 4096  # workers that are gone
+MAX_UNANSWERED_TOKENS: Final = 6_144
+TOKENS_PER_SUBMIT: Final = 1024  # beside the prompt's: a router takes as long for an empty prompt
+ACTIVE_S: Final = 60.0  # since a tenant's last Submit
 _NO_ANSWERS: Final = frozenset({FinishReason.ABORT, FinishReason.ERROR})
+ItemT = TypeVar("ItemT")
 logger = logging.getLogger(__name__)
 
 
@@ -150,11 +151,7 @@ class Frontend:
         stream = RequestStream(request, sink, sticky_worker, self._clock.now_s())
         self.counters["opened"] += 1
         self._streams[stream.request_id] = self._waiting[stream.request_id] = stream
-        try:
-            self._hand_on(stream)
-        except InvalidRequest:
-            self._forget(stream)
-            raise
+        self._submit(stream)
 
     def cancel(self, request_id: str) -> None:
         """See Service."""
@@ -345,10 +342,9 @@ class Frontend:
             case _:
                 raise ProtocolError(f"a {type(message).__name__} is nothing for a gateway")
         if isinstance(message, Queued | Routed | Rejected):
-            for request_id in self._window.answered(peer.hello.id, (message.request_id, message.attempt)):
-                stream = self._waiting.get(request_id)
-                if stream is not None and stream.retry_s <= self._clock.now_s():
-                    self._submit(stream)
+            tenant = self._window.answered(peer.hello.id, (message.request_id, message.attempt))
+            if tenant is not None:
+                self._submit_waiting(tenant)
 
     def _routed(self, routed: Routed) -> None:
         stream = self._present(routed.request_id, routed.attempt)
@@ -448,26 +444,19 @@ class Frontend:
 
     # Attempts.
 
-    def _submit_waiting(self) -> None:
+    def _submit_waiting(self, tenant: str | None = None) -> None:
+        """Submit the streams whose time has come. tenant: streams of this tenant alone, until it is full."""
         now_s = self._clock.now_s()
-        for stream in [stream for stream in self._waiting.values() if stream.retry_s <= now_s]:
-            if self._waiting.get(stream.request_id) is stream:
+        for stream in list(self._waiting.values()):
+            if tenant is not None and self._window.is_full(tenant):
+                return
+            is_due = stream.retry_s <= now_s and self._waiting.get(stream.request_id) is stream
+            if is_due and tenant in (None, stream.request.tenant):
                 self._submit(stream)
 
     def _submit(self, stream: RequestStream) -> None:
-        """Submit a request; one that no message can carry ends alone."""
-        try:
-            self._hand_on(stream)
-        except InvalidRequest as error:
-            self._fail(stream, error)
-
-    def _hand_on(self, stream: RequestStream) -> None:
-        """Submit a request if there is a router that its tenant does not keep busy; else it stays WAITING.
-
-        Raises InvalidRequest.
-        """
+        """Submit a request if there is a router that its tenant does not keep busy; else it stays WAITING."""
         if self._window.is_full(stream.request.tenant):
-            self._window.hold(stream.request)
             return
         now_s = self._clock.now_s()
         if self._end_if_due(stream, now_s):
@@ -483,18 +472,15 @@ class Frontend:
             self._fail(stream, WorkerLost(message))
             return
         self._reports.flush()
-        try:
-            router.send(
-                Submit(
-                    request=request,
-                    sticky_worker=stream.sticky_worker,
-                    avoid=tuple(stream.avoid),
-                    age_s=age_s(request, now_s),
-                    is_begun=stream.is_begun,
-                )
+        router.send(
+            Submit(
+                request=request,
+                sticky_worker=stream.sticky_worker,
+                avoid=tuple(stream.avoid),
+                age_s=age_s(request, now_s),
+                is_begun=stream.is_begun,
             )
-        except WireError as error:
-            raise InvalidRequest(f"the request can't be sent on: {error}") from error
+        )
         self._window.submitted(router.hello.id, request)
         stream.state, stream.heard_s, stream.router = StreamState.SUBMITTED, now_s, router.hello.id
         del self._waiting[stream.request_id]
@@ -554,7 +540,6 @@ class Frontend:
     def _forget(self, stream: RequestStream) -> None:
         del self._streams[stream.request_id]
         self._waiting.pop(stream.request_id, None)
-        self._window.drop(stream.request)
 
     def _present(self, request_id: str, attempt: int) -> RequestStream | None:
         """Return the stream whose present attempt this is."""
@@ -572,3 +557,94 @@ class Frontend:
 
     def _is_connected(self, worker: str) -> bool:
         return self._peer_registry.peer(worker) is not None
+
+
+class AttemptReports:
+    """Starts and ends of attempts, kept until `flush`: the events of one step leave in one message."""
+
+    def __init__(self, peer_registry: PeerRegistry) -> None:
+        self._peer_registry = peer_registry
+        self._started: dict[str, list[AttemptKey]] = {}  # by router
+        self._ended: dict[str, list[tuple[AttemptKey, int]]] = {}  # by router; with the tokens answered
+
+    def started(self, stream: RequestStream) -> None:
+        """The first token of the present attempt has come."""
+        self._started.setdefault(stream.router, []).append(stream.key)
+
+    def ended(self, stream: RequestStream) -> None:
+        """The present attempt has ended."""
+        self._ended.setdefault(stream.router, []).append((stream.key, stream.num_answered))
+
+    def flush(self) -> None:
+        """Tell each router of the attempts that it was asked for; tell the others if that router is gone."""
+        if not self._started and not self._ended:
+            return
+        started, self._started = self._started, {}
+        ended, self._ended = self._ended, {}
+        for router in started.keys() | ended.keys():
+            peer = self._peer_registry.peer(router)
+            for told in [peer] if peer is not None else self._peer_registry.routers:
+                for keys in _batches(started.get(router, [])):
+                    told.send(Started(attempts=keys))
+                for pairs in _batches(ended.get(router, [])):
+                    num_tokens = tuple(num_answered for _, num_answered in pairs)
+                    told.send(Ended(attempts=tuple(key for key, _ in pairs), num_tokens=num_tokens))
+
+
+def _batches(items: Sequence[ItemT]) -> Iterator[tuple[ItemT, ...]]:
+    for first in range(0, len(items), MAX_EVENTS):
+        yield tuple(items[first : first + MAX_EVENTS])
+
+
+class SubmitWindow:
+    """Bounds how much of one tenant a router has been asked and has not answered.
+
+    A router handles the messages of a gateway in order, so a call with a thousand choices would delay every
+    other tenant. While other tenants are active, a gateway sends Submits of one tenant only until those that
+    no Routed, Queued or Rejected has answered have MAX_UNANSWERED_TOKENS. The other streams of the tenant
+    stay WAITING, and are submitted in their order.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._unanswered: dict[str, dict[AttemptKey, tuple[str, int]]] = {}  # router -> tenant and tokens
+        self._num_tokens: Counter[str] = Counter()  # of these, by tenant
+        self._submitted_s: dict[str, float] = {}  # each tenant's last Submit, oldest first
+
+    def is_full(self, tenant: str) -> bool:
+        """The tenant's next stream must wait."""
+        if self._num_tokens[tenant] < MAX_UNANSWERED_TOKENS:
+            return False
+        latest = islice(reversed(self._submitted_s.items()), 2)
+        now_s = self._clock.now_s()
+        return any(other != tenant and now_s - since_s < ACTIVE_S for other, since_s in latest)
+
+    def submitted(self, router: str, request: Request) -> None:
+        """Count a request that has been submitted to a router."""
+        num_tokens = TOKENS_PER_SUBMIT + request.num_tokens
+        key = (request.request_id, request.attempt)
+        self._unanswered.setdefault(router, {})[key] = (request.tenant, num_tokens)
+        self._num_tokens[request.tenant] += num_tokens
+        if not request.is_probe:
+            self._submitted_s.pop(request.tenant, None)
+            self._submitted_s[request.tenant] = self._clock.now_s()
+
+    def answered(self, router: str, key: AttemptKey) -> str | None:
+        """Return the tenant whose waiting streams may be submitted now; None when no room has come free."""
+        found = self._unanswered.get(router, {}).pop(key, None)
+        if found is None:
+            return None  # an answer came before: the request was queued
+        tenant, num_tokens = found
+        was_full = self.is_full(tenant)
+        self._free(tenant, num_tokens)
+        return tenant if was_full and not self.is_full(tenant) else None
+
+    def lose(self, router: str) -> None:
+        """Expect no more answers of a router."""
+        for tenant, num_tokens in self._unanswered.pop(router, {}).values():
+            self._free(tenant, num_tokens)
+
+    def _free(self, tenant: str, num_tokens: int) -> None:
+        self._num_tokens[tenant] -= num_tokens
+        if not self._num_tokens[tenant]:
+            del self._num_tokens[tenant]

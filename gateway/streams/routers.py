@@ -1,33 +1,20 @@
-"""A gateway's dealings with its routers, apart from its requests.
+"""A gateway's dealings with its routers apart from requests: their status, their silence, their decisions."""
 
-`RouterWatch` asks routers for their status and finds silent ones. `Explanations` asks routers how a request
-was routed. `AttemptReports` tells routers that attempts have started and ended. `SubmitWindow` bounds how
-much of one tenant a gateway asks of a router before the router has answered.
-"""
-
-from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
-from typing import Final, TypeAlias, TypeVar
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Final, TypeAlias
 
 import msgspec
 
 from baton.clock import Clock
-from baton.gateway.streams.request_stream import AttemptKey, RequestStream
-from baton.messages.bounds import MAX_EVENTS
-from baton.messages.control import Decision, Ended, Started
+from baton.messages.control import Decision
 from baton.messages.operations import Explain, GatewayReport, GatewayStatus, Status, StatusQuery
 from baton.messages.workers import REMOTE_PREFILLS
-from baton.request import Request
 from baton.rpc.peers import Peer, PeerRegistry
 
 SILENT_S: Final = 3.0
 MAX_ASKED: Final = 64  # questions at once
-MAX_UNANSWERED_TOKENS: Final = 6_144
-TOKENS_PER_SUBMIT: Final = 1024  # beside the prompt's: a router takes as long for an empty prompt
-ACTIVE_S: Final = 60.0  # since a tenant's last Submit
 
-ItemT = TypeVar("ItemT")
 # Called once: with a decision for each attempt, or None when no router has answered.
 Explained: TypeAlias = Callable[[tuple[Decision, ...] | None], None]
 
@@ -157,112 +144,3 @@ class Explanations:
         """Expect no more answers of a router."""
         for question in self._asked.pop(router.hello.id, ()):
             question.answered(None)
-
-
-class AttemptReports:
-    """Starts and ends of attempts, kept until `flush`: the events of one step leave in one message."""
-
-    def __init__(self, peer_registry: PeerRegistry) -> None:
-        self._peer_registry = peer_registry
-        self._started: dict[str, list[AttemptKey]] = {}  # by router
-        self._ended: dict[str, list[tuple[AttemptKey, int]]] = {}  # by router; with the tokens answered
-
-    def started(self, stream: RequestStream) -> None:
-        """The first token of the present attempt has come."""
-        self._started.setdefault(stream.router, []).append(stream.key)
-
-    def ended(self, stream: RequestStream) -> None:
-        """The present attempt has ended."""
-        self._ended.setdefault(stream.router, []).append((stream.key, stream.num_answered))
-
-    def flush(self) -> None:
-        """Tell each router of the attempts that it was asked for; tell the others if that router is gone."""
-        if not self._started and not self._ended:
-            return
-        started, self._started = self._started, {}
-        ended, self._ended = self._ended, {}
-        for router in started.keys() | ended.keys():
-            peer = self._peer_registry.peer(router)
-            for told in [peer] if peer is not None else self._peer_registry.routers:
-                for keys in _batches(started.get(router, [])):
-                    told.send(Started(attempts=keys))
-                for pairs in _batches(ended.get(router, [])):
-                    num_tokens = tuple(num_answered for _, num_answered in pairs)
-                    told.send(Ended(attempts=tuple(key for key, _ in pairs), num_tokens=num_tokens))
-
-
-def _batches(items: Sequence[ItemT]) -> Iterator[tuple[ItemT, ...]]:
-    for first in range(0, len(items), MAX_EVENTS):
-        yield tuple(items[first : first + MAX_EVENTS])
-
-
-class SubmitWindow:
-    """Bounds how much of one tenant a router has been asked and has not answered.
-
-    A router handles the messages of a gateway in order, so a call with a thousand choices would delay every
-    other tenant. While other tenants are active, a gateway sends Submits of one tenant only until those that
-    no Routed, Queued or Rejected has answered have MAX_UNANSWERED_TOKENS. The gateway holds the tenant's
-    other requests and submits them in the order in which they came.
-    """
-
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-        self._unanswered: dict[str, dict[AttemptKey, tuple[str, int]]] = {}  # router -> tenant and tokens
-        self._num_tokens: Counter[str] = Counter()  # of these, by tenant
-        self._held: dict[str, dict[str, None]] = {}  # tenant -> request ids in their order
-        self._submitted_s: dict[str, float] = {}  # each tenant's last Submit, oldest first
-
-    def is_full(self, tenant: str) -> bool:
-        """The tenant's next request must be held."""
-        if self._num_tokens[tenant] < MAX_UNANSWERED_TOKENS:
-            return False
-        latest = islice(reversed(self._submitted_s.items()), 2)
-        now_s = self._clock.now_s()
-        return any(other != tenant and now_s - since_s < ACTIVE_S for other, since_s in latest)
-
-    def submitted(self, router: str, request: Request) -> None:
-        """A request has been submitted to a router."""
-        num_tokens = TOKENS_PER_SUBMIT + request.num_tokens
-        key = (request.request_id, request.attempt)
-        self._unanswered.setdefault(router, {})[key] = (request.tenant, num_tokens)
-        self._num_tokens[request.tenant] += num_tokens
-        if not request.is_probe:
-            self._submitted_s.pop(request.tenant, None)
-            self._submitted_s[request.tenant] = self._clock.now_s()
-        self.drop(request)
-
-    def hold(self, request: Request) -> None:
-        """Keep a request's place until `answered` names it."""
-        self._held.setdefault(request.tenant, {})[request.request_id] = None
-
-    def drop(self, request: Request) -> None:
-        """Hold a request no longer, if it was held."""
-        self._drop(request.tenant, request.request_id)
-
-    def answered(self, router: str, key: AttemptKey) -> Iterator[str]:
-        """Yield the held requests that may be submitted now; submit each before the next."""
-        found = self._unanswered.get(router, {}).pop(key, None)
-        if found is None:
-            return  # answered before: the request was queued
-        self._free(*found)
-        tenant = found[0]
-        while not self.is_full(tenant) and (held := self._held.get(tenant)):
-            request_id = next(iter(held))
-            self._drop(tenant, request_id)
-            yield request_id
-
-    def lose(self, router: str) -> None:
-        """Expect no more answers of a router."""
-        for tenant, num_tokens in self._unanswered.pop(router, {}).values():
-            self._free(tenant, num_tokens)
-
-    def _drop(self, tenant: str, request_id: str) -> None:
-        held = self._held.get(tenant, {})
-        held.pop(request_id, None)
-        if not held:
-            self._held.pop(tenant, None)
-
-    def _free(self, tenant: str, num_tokens: int) -> None:
-        self._num_tokens[tenant] -= num_tokens
-        if not self._num_tokens[tenant]:
-            del self._num_tokens[tenant]

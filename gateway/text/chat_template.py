@@ -1,4 +1,7 @@
-"""Messages to prompt text by the model's own chat template.
+"""Messages and tools of one chat to prompt text, by the model's own chat template.
+
+`read_messages` and `usable_tools` check the messages and the tools of a request. `ChatTemplate.render` writes
+the prompt.
 
 The template comes from the model directory, never from a request. Messages come from requests, so rendering
 is bounded in steps and in output, and a failure is an error of that one request. Memory is not bounded:
@@ -7,17 +10,22 @@ docs/decisions/0004 says why.
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Final
+from typing import Annotated, Any, Final, Literal, TypeAlias
 
 import minijinja
+import msgspec
+from msgspec import Meta
 
-from baton.errors import ConfigError, InvalidRequest, ModelError
-from baton.gateway.text.model_files import TEMPLATE_FILE, read_text, read_tokenizer_config
-from baton.gateway.text.tools import form_of
+from baton.errors import ConfigError, InvalidRequest, ModelError, shown
+from baton.gateway.api.call import check_depth
+from baton.gateway.api.errors import invalid, unsupported
+from baton.gateway.text.tokenizer import read_text, read_tokenizer_config
+from baton.gateway.text.tool_calls import form_of
 
+TEMPLATE_FILE: Final = "chat_template.jinja"
 MAX_STEPS: Final = 5_000_000  # of the template engine; 2,048 messages take a few hundred thousand
 MAX_OUTPUT_CHARS: Final = 8 * 2**20
 MAX_INDENT: Final = 64  # spaces, of JSON
@@ -36,7 +44,13 @@ RESERVED: Final = frozenset(
     | {"raise_exception", "strftime_now", "continue_final_message", "documents"}
 )
 
-Message = Mapping[str, object]
+MAX_TOOLS: Final = 128
+MAX_TOOL_BYTES: Final = 64 * 2**10
+MAX_TOOL_DEPTH: Final = 32
+EXAMPLE: Final = '{"role": "user", "content": "Hi"}'
+
+Message: TypeAlias = Mapping[str, object]
+Tool: TypeAlias = dict[str, Any]
 
 
 class ChatTemplate:
@@ -169,3 +183,114 @@ def _to_json(value: object, *, indent: int | None = None) -> str:
         raise ModelError(f"the chat template indents JSON by {indent}: expected 0 to {MAX_INDENT} spaces")
     # Not minijinja's own, which escapes < and > for HTML; models were trained on plain JSON.
     return json.dumps(value, ensure_ascii=False, indent=indent)
+
+
+def read_messages(messages: object) -> list[Message]:
+    """Check one conversation and return it in the form that chat templates read.
+
+    `content` becomes text: of parts such as `{"type": "text", "text": "Hi"}` each text becomes a line, as in
+    vLLM. Raises InvalidRequest that names the message and its key.
+    """
+    if isinstance(messages, Mapping):
+        raise InvalidRequest(f"messages: expected a list of messages such as [{EXAMPLE}], got one message")
+    if isinstance(messages, str | bytes) or not isinstance(messages, Iterable):
+        raise InvalidRequest(f"messages: expected a list such as [{EXAMPLE}], got {shown(messages)}")
+    read = [_read_message(message, f"message {index}") for index, message in enumerate(messages)]
+    if not read:
+        raise InvalidRequest("messages: expected at least one message, got none")
+    return read
+
+
+def _read_message(message: object, name: str) -> Message:
+    if not isinstance(message, Mapping):
+        raise InvalidRequest(f"{name}: expected a dict such as {EXAMPLE}, got {shown(message)}")
+    if not isinstance(message.get("role"), str):
+        raise InvalidRequest(f"{name}: role: expected text such as 'user', got {_value(message, 'role')}")
+    calls = message.get("tool_calls")
+    if isinstance(calls, list):
+        read = [_read_tool_call(call, f"{name}: tool_calls[{index}]") for index, call in enumerate(calls)]
+        message = {**message, "tool_calls": read}
+    content = message.get("content")
+    if isinstance(content, str) or (content is None and message.get("tool_calls")):
+        return message
+    if not isinstance(content, list | tuple):
+        raise InvalidRequest(
+            f"{name}: content: expected text or a list of text parts, got {_value(message, 'content')}"
+        )
+    texts = [_text(part, f"{name}: content[{index}]") for index, part in enumerate(content)]
+    return {**message, "content": "\n".join(texts)}
+
+
+def _read_tool_call(call: object, name: str) -> object:
+    """Decode the arguments: templates write them as JSON, and text would come out in quotes."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(call, Mapping) or not isinstance(function, Mapping):
+        return call
+    arguments = function.get("arguments")
+    if not isinstance(arguments, str):
+        return call
+    try:
+        read = msgspec.json.decode(arguments or "{}", type=dict[str, object])
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        raise InvalidRequest(
+            f"{name}: arguments: expected the JSON of an object, got {shown(arguments)}"
+        ) from None
+    check_depth(arguments.encode("utf-8", "replace"), f"{name}: arguments: the JSON")
+    return {**call, "function": {**function, "arguments": read}}
+
+
+def _text(part: object, name: str) -> str:
+    if isinstance(part, str):
+        return part
+    if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+        raise InvalidRequest(f'{name}: expected {{"type": "text", "text": "..."}}, got {shown(part)}')
+    return str(part["text"])
+
+
+def _value(message: Mapping[str, object], key: str) -> str:
+    return shown(message[key]) if key in message else "nothing"
+
+
+class Function(msgspec.Struct, frozen=True):
+    """A tool as clients offer it. It is checked and given to the chat template unchanged."""
+
+    name: Annotated[str, Meta(pattern=r"\A[a-zA-Z0-9_.-]{1,64}\Z")]
+    description: str | None = None
+    parameters: dict[str, object] | None = None
+    strict: bool | None = None  # no schema constrains the model's text
+
+
+class _Tool(msgspec.Struct, frozen=True):
+    type: Literal["function"]
+    function: Function
+
+
+def usable_tools(tools: list[Tool] | None, tool_choice: object) -> list[Tool] | None:
+    """Return the tools for the model, or None. Raises ApiError that names the wrong field."""
+    if not tools:
+        if tool_choice not in (None, "none", "auto"):
+            raise invalid("tool_choice: there are no tools to choose from", param="tool_choice")
+        return None
+    if len(tools) > MAX_TOOLS:
+        raise invalid(f"tools: at most {MAX_TOOLS}, got {len(tools)}", param="tools")
+    for index, tool in enumerate(tools):
+        _check(tool, f"tools[{index}]")
+    if tool_choice == "none":
+        return None
+    if tool_choice not in (None, "auto"):  # "required", or one by its name
+        raise unsupported("a tool_choice other than auto and none", param="tool_choice")
+    return tools
+
+
+def _check(tool: Tool, name: str) -> None:
+    data = msgspec.json.encode(tool)
+    if len(data) > MAX_TOOL_BYTES:
+        raise invalid(f"{name}: at most {MAX_TOOL_BYTES} bytes, got {len(data)}", param=name)
+    try:
+        check_depth(data, name, MAX_TOOL_DEPTH)
+        msgspec.convert(tool, _Tool)
+    except InvalidRequest as error:
+        raise invalid(str(error), param=name) from None
+    except msgspec.ValidationError as error:
+        message, _, path = str(error).partition(" - at `$")
+        raise invalid(f"{name}{path.rstrip('`')}: {message}", param=name) from None

@@ -1,7 +1,6 @@
-"""The files of a model's directory that a gateway reads, apart from the tokenizer and the weights.
+"""The model's sampling defaults and its vocabulary size.
 
-`tokenizer_config.json` names special tokens and may hold the chat template. `config.json` has the vocabulary
-size. `generation_config.json` is applied as in vLLM (`--generation-config`):
+`config.json` has the vocabulary size. `generation_config.json` is applied as in vLLM (`--generation-config`):
 
     auto    temperature, top_p, top_k, min_p and repetition_penalty are the defaults of requests without
             them; max_new_tokens caps every answer
@@ -16,71 +15,11 @@ from typing import Any, Final
 import msgspec
 
 from baton.errors import InvalidRequest, ModelError
+from baton.gateway.text.tokenizer import read_text
 from baton.request import SamplingParams
 
-MAX_FILE_BYTES: Final = 64 * 2**20
-TEMPLATE_FILE: Final = "chat_template.jinja"
 GENERATION_FILE: Final = "generation_config.json"
 CONFIG_FILE: Final = "config.json"
-
-
-def read_text(path: Path) -> str | None:
-    """Return the file's text, or None when the file is absent. Raises ModelError for an unreadable file."""
-    try:
-        if path.stat().st_size > MAX_FILE_BYTES:
-            raise ModelError(f"{path}: should be at most {MAX_FILE_BYTES} bytes, got {path.stat().st_size}")
-        return path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        return None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ModelError(f"{path}: cannot be read: {error}") from error
-
-
-class _AddedToken(msgspec.Struct, frozen=True):
-    content: str
-
-
-class _NamedTemplate(msgspec.Struct, frozen=True):
-    name: str
-    template: str
-
-
-class TokenizerConfig(msgspec.Struct, frozen=True):
-    """The keys of `tokenizer_config.json` that Baton uses; the file has dozens for training alone."""
-
-    bos_token: str | _AddedToken | None = None
-    eos_token: str | _AddedToken | None = None
-    unk_token: str | _AddedToken | None = None
-    pad_token: str | _AddedToken | None = None
-    chat_template: str | list[_NamedTemplate] | None = None
-
-    def special_tokens(self) -> dict[str, str]:
-        """Return the model's special tokens by the names that templates use: `{"bos_token": "<s>", ...}`."""
-        names = ("bos_token", "eos_token", "unk_token", "pad_token")
-        named = {name: getattr(self, name) for name in names}
-        return {
-            name: token.content if isinstance(token, _AddedToken) else token
-            for name, token in named.items()
-            if token is not None
-        }
-
-    def template(self, name: str) -> str | None:
-        """Return a named chat template; one without a name is the "default"."""
-        if isinstance(self.chat_template, list):
-            return {entry.name: entry.template for entry in self.chat_template}.get(name)
-        return self.chat_template if name == "default" else None
-
-
-def read_tokenizer_config(directory: Path) -> TokenizerConfig:
-    """Return the tokenizer's settings, empty for an absent file. Raises ModelError for a damaged one."""
-    path = directory / "tokenizer_config.json"
-    text = read_text(path)
-    if text is None:
-        return TokenizerConfig()
-    try:
-        return msgspec.json.decode(text, type=TokenizerConfig)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ModelError(f"{path}: {error}") from None
 
 
 class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):

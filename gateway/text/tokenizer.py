@@ -1,22 +1,191 @@
-"""Text to token ids and back, from `tokenizer.json` of a model directory."""
+"""Text to token ids and back, from `tokenizer.json` and `tokenizer_config.json` of a model directory.
 
-from collections.abc import Sequence
+`Tokenizer` encodes whole texts and decodes whole answers. A `Detokenizer` decodes one stream token by token,
+without half a character. `ChoiceText` cuts that text before the first stop string.
+
+Decoding is not additive: a character may span tokens, and a token's text may depend on the token before (a
+leading space). So `WindowDetokenizer` decodes a short window of ids again at each push:
+
+    ids        ....|-- settled, kept as context --|---- pending ----|
+    window          [0, num_settled)               [num_settled, end)
+    text            [0, num_sent) has been given out; the rest has not
+
+When the window's text ends in whole characters, all of the text is given out, the settled ids are dropped and
+the pending ids become the next context. Otherwise the text that may still change is held back.
+
+In a byte-level vocabulary (GPT-2's alphabet: Llama 3, Qwen, Mistral's newer models) a token is the same bytes
+everywhere. There `ByteLevelDetokenizer` sends the bytes through a UTF-8 decoder, which waits for the rest of
+a character. docs/decisions/0020 says why this is not `DecodeStream` of the tokenizers library.
+"""
+
+import codecs
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol
 
+import msgspec
 import tokenizers
 
 from baton.errors import InvalidRequest, ModelError
-from baton.gateway.text.detokenizer import (
-    ByteLevelDetokenizer,
-    BytesOfTokens,
-    Detokenizer,
-    WindowDetokenizer,
-)
-from baton.gateway.text.model_files import TokenizerConfig, read_text, read_tokenizer_config
+from baton.request import FinishReason, SamplingParams
 
+Decode = Callable[[Sequence[int]], str]
+INCOMPLETE: Final = "\ufffd"  # decoders write this for bytes that are not, or not yet, a character
+MAX_PENDING: Final = 64  # tokens; bounds the work on a model that only writes broken bytes
+MAX_FILE_BYTES: Final = 64 * 2**20
 TOKENIZER_FILE: Final = "tokenizer.json"
 NUM_CONTEXT_TOKENS: Final = 8  # of the prompt; the space before the first word may depend on them
+
+
+def read_text(path: Path) -> str | None:
+    """Return the file's text, or None when the file is absent. Raises ModelError for an unreadable file."""
+    try:
+        if path.stat().st_size > MAX_FILE_BYTES:
+            raise ModelError(f"{path}: should be at most {MAX_FILE_BYTES} bytes, got {path.stat().st_size}")
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelError(f"{path}: cannot be read: {error}") from error
+
+
+class _AddedToken(msgspec.Struct, frozen=True):
+    content: str
+
+
+class _NamedTemplate(msgspec.Struct, frozen=True):
+    name: str
+    template: str
+
+
+class TokenizerConfig(msgspec.Struct, frozen=True):
+    """The keys of `tokenizer_config.json` that Baton uses; the file has dozens for training alone."""
+
+    bos_token: str | _AddedToken | None = None
+    eos_token: str | _AddedToken | None = None
+    unk_token: str | _AddedToken | None = None
+    pad_token: str | _AddedToken | None = None
+    chat_template: str | list[_NamedTemplate] | None = None
+
+    def special_tokens(self) -> dict[str, str]:
+        """Return the model's special tokens by the names that templates use: `{"bos_token": "<s>", ...}`."""
+        names = ("bos_token", "eos_token", "unk_token", "pad_token")
+        named = {name: getattr(self, name) for name in names}
+        return {
+            name: token.content if isinstance(token, _AddedToken) else token
+            for name, token in named.items()
+            if token is not None
+        }
+
+    def template(self, name: str) -> str | None:
+        """Return a named chat template; one without a name is the "default"."""
+        if isinstance(self.chat_template, list):
+            return {entry.name: entry.template for entry in self.chat_template}.get(name)
+        return self.chat_template if name == "default" else None
+
+
+def read_tokenizer_config(directory: Path) -> TokenizerConfig:
+    """Return the tokenizer's settings, empty for an absent file. Raises ModelError for a damaged one."""
+    path = directory / "tokenizer_config.json"
+    text = read_text(path)
+    if text is None:
+        return TokenizerConfig()
+    try:
+        return msgspec.json.decode(text, type=TokenizerConfig)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ModelError(f"{path}: {error}") from None
+
+
+class Detokenizer(Protocol):
+    """The text of one stream: `push` every token id, then `finish`; the parts join to the whole text."""
+
+    def push(self, token_id: int) -> str:
+        """Return the text that became certain with this token; often "" in scripts with long characters."""
+
+    def finish(self) -> str:
+        """Return the text that was held back; a character that never became whole shows as U+FFFD."""
+
+
+class WindowDetokenizer:
+    """A Detokenizer for any vocabulary: decodes a window of ids again at each push."""
+
+    def __init__(self, decode: Decode, context: Sequence[int] = ()) -> None:
+        """context: the last tokens of the prompt, whose text is not repeated."""
+        self._decode = decode
+        self._window = list(context)
+        self._num_settled = len(self._window)
+        self._num_sent = len(self._decode(self._window))
+
+    def push(self, token_id: int) -> str:
+        self._window.append(token_id)
+        text = self._decode(self._window)
+        is_whole = not text.endswith(INCOMPLETE)
+        if is_whole or len(self._window) - self._num_settled >= MAX_PENDING:
+            return self._settle(text)
+        # All of the trailing run may change: a byte decoder shows the whole run as broken while a byte lacks.
+        num_certain = max(self._num_sent, len(text.rstrip(INCOMPLETE)))
+        part = text[self._num_sent : num_certain]
+        self._num_sent = num_certain
+        return part
+
+    def finish(self) -> str:
+        return self._settle(self._decode(self._window))
+
+    def _settle(self, text: str) -> str:
+        part = text[self._num_sent :]
+        self._window = self._window[self._num_settled :]
+        self._num_settled = len(self._window)
+        self._num_sent = len(self._decode(self._window))
+        return part
+
+
+_PRINTABLE: Final = (range(0x21, 0x7F), range(0xA1, 0xAD), range(0xAE, 0x100))
+
+
+def _byte_of_character() -> dict[str, int]:
+    """Return GPT-2's alphabet: a printable byte is its own character, the others follow from U+0100 on."""
+    printable = {byte for span in _PRINTABLE for byte in span}
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+BYTE_OF_CHARACTER: Final = _byte_of_character()
+
+
+def token_bytes(token: str) -> bytes:
+    """Return the bytes of a token; a token outside the alphabet (an added token) is its own text."""
+    try:
+        return bytes(BYTE_OF_CHARACTER[character] for character in token)
+    except KeyError:
+        return token.encode("utf-8", "replace")
+
+
+class BytesOfTokens(dict[int, bytes]):
+    """Token id -> bytes, filled on demand; b"" for an id without a token and for a hidden id."""
+
+    def __init__(self, token_of_id: Callable[[int], str | None], hidden: Collection[int] = ()) -> None:
+        self._token_of_id = token_of_id
+        self._hidden = hidden
+
+    def __missing__(self, token_id: int) -> bytes:
+        token = None if token_id in self._hidden else self._token_of_id(token_id)
+        self[token_id] = found = b"" if token is None else token_bytes(token)
+        return found
+
+
+class ByteLevelDetokenizer:
+    """A Detokenizer for a byte-level vocabulary."""
+
+    def __init__(self, bytes_of_tokens: Mapping[int, bytes]) -> None:
+        self._bytes_of_tokens = bytes_of_tokens
+        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+
+    def push(self, token_id: int) -> str:
+        return self._decode(self._bytes_of_tokens[token_id])
+
+    def finish(self) -> str:
+        return self._decode(b"", True)
 
 
 class Tokenizer:
@@ -46,12 +215,8 @@ class Tokenizer:
         text = read_text(path)
         if text is None:
             return None
-        try:
+        with _library_faults(f"{path}: is not a tokenizer"):
             inner = tokenizers.Tokenizer.from_str(text)
-        except BaseException as error:
-            if not _is_from_library(error):
-                raise
-            raise ModelError(f"{path}: is not a tokenizer: {error}") from error
         return cls(inner, read_tokenizer_config(directory))
 
     @property
@@ -77,23 +242,16 @@ class Tokenizer:
         InvalidRequest on half a surrogate pair, which is no Unicode, and ModelError when the parts of
         `tokenizer.json` do not fit each other.
         """
-        try:
-            return self._inner.encode(text, add_special_tokens=add_special_tokens).ids
-        except TypeError:  # how the library refuses a surrogate
-            raise InvalidRequest("the text is not valid Unicode") from None
-        except BaseException as error:
-            if not _is_from_library(error):
-                raise
-            raise ModelError(f"the tokenizer is damaged, it fails to encode: {error}") from error
+        with _library_faults("the tokenizer is damaged, it fails to encode"):
+            try:
+                return self._inner.encode(text, add_special_tokens=add_special_tokens).ids
+            except TypeError:  # the library refuses a surrogate with a TypeError
+                raise InvalidRequest("the text is not valid Unicode") from None
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of token ids; an id of a padded vocabulary has no text."""
-        try:
+        with _library_faults("the tokenizer is damaged, it fails to decode"):
             return self._inner.decode(token_ids, skip_special_tokens=skip_special_tokens)
-        except BaseException as error:
-            if not _is_from_library(error):
-                raise
-            raise ModelError(f"the tokenizer is damaged, it fails to decode: {error}") from error
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes of one token alone; a byte-level token may be a part of a character."""
@@ -127,6 +285,94 @@ def _bytes_of_tokens(inner: tokenizers.Tokenizer) -> dict[bool, BytesOfTokens] |
     return {True: BytesOfTokens(inner.id_to_token, special), False: BytesOfTokens(inner.id_to_token)}
 
 
-def _is_from_library(error: BaseException) -> bool:
-    """Tell errors of tokenizers: bare Exception for bad input, and an unnamed BaseException for a panic."""
-    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
+@contextmanager
+def _library_faults(message: str) -> Iterator[None]:
+    """Turn an error of the tokenizers library into a ModelError.
+
+    The library raises a bare Exception for bad input, and an unnamed BaseException for a panic.
+    """
+    try:
+        yield
+    except InvalidRequest:
+        raise
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise ModelError(f"{message}: {error}") from error
+
+
+class StopStrings:
+    """Ends the text of one stream at the first stop string, of which nothing is shown.
+
+        text    |-- given out --|-- held: the longest ending that some stop string starts with --|
+
+    `push` the parts until `matched` is set, or `finish` when the parts end first. Held text is given out once
+    the text cannot continue a stop string. Cutting the text into other parts changes nothing.
+    """
+
+    def __init__(self, stops: Sequence[str] = ()) -> None:
+        """Raises InvalidRequest for an empty stop string, which would match before any text."""
+        if not all(stops):
+            raise InvalidRequest("stop: a stop string must not be empty")
+        self._stops = tuple(stops)
+        self._held = ""
+        self.matched: str | None = None
+
+    def push(self, text: str) -> str:
+        """Return the text that cannot belong to a stop string; "" after a match."""
+        if self.matched is not None:
+            return ""
+        text = self._held + text
+        ends = [(start + len(stop), start, stop) for stop in self._stops if (start := text.find(stop)) >= 0]
+        if ends:  # the stop string that is whole first, the longest of several
+            _, start, self.matched = min(ends)
+            self._held = ""
+            return text[:start]
+        num_certain = len(text) - max((overlap(text, stop) for stop in self._stops), default=0)
+        self._held = text[num_certain:]
+        return text[:num_certain]
+
+    def finish(self) -> str:
+        """Return the held text: the stream ended before a stop string was whole."""
+        held, self._held = self._held, ""
+        return held
+
+
+def overlap(text: str, stop: str) -> int:
+    """Return the length of the longest ending of `text` that begins `stop`, which is not in `text`."""
+    longest = min(len(text), len(stop) - 1)
+    return next((size for size in range(longest, 0, -1) if text.endswith(stop[:size])), 0)
+
+
+class ChoiceText:
+    """The text of one choice, and why it ended: `accept` every token until `finish_reason` is set."""
+
+    def __init__(self, detokenizer: Detokenizer, stops: Sequence[str], sampling: SamplingParams) -> None:
+        """No stop string is looked for in the text of the first `sampling.min_tokens` tokens.
+
+        Raises InvalidRequest for an empty stop string.
+        """
+        self._detokenizer = detokenizer
+        self._stops = StopStrings(stops) if stops else None
+        self._num_exempt_tokens = sampling.min_tokens
+        self._stop_token_ids = sampling.stop_token_ids
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: str | int | None = None  # the stop string, or the id of `stop_token_ids`
+
+    def accept(self, token_id: int | None, reason: FinishReason | None) -> str:
+        """Return the text that has become certain. None: the end came without a token."""
+        text, stops = "", self._stops
+        if token_id is not None and reason is not FinishReason.STOP:  # the token that stops is not shown
+            text = self._detokenizer.push(token_id)
+            if stops is not None:
+                text = stops.push(text) if self._num_exempt_tokens <= 0 else text
+                self._num_exempt_tokens -= 1
+        if reason is not None:
+            rest = self._detokenizer.finish()
+            text += rest if stops is None else stops.push(rest) + stops.finish()
+            self.finish_reason = reason
+        if stops is not None and stops.matched is not None:
+            self.finish_reason, self.stop_reason = FinishReason.STOP, stops.matched
+        elif reason is FinishReason.STOP and token_id in self._stop_token_ids:
+            self.stop_reason = token_id
+        return text

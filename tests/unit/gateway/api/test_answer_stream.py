@@ -2,13 +2,29 @@
 
 import asyncio
 from typing import Any
+from unittest.mock import patch
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from baton.config.gateway import GatewayConfig
 from baton.errors import WorkerLost
-from baton.gateway.api.answer_stream import CALM_SENTENCES, MAX_HELD_BYTES, MAX_TURN_BYTES, WriteCoalescer
+from baton.gateway.api import answer_stream
+from baton.gateway.api.answer_stream import (
+    CALM_SENTENCES,
+    MAX_HELD_BYTES,
+    MAX_TURN_BYTES,
+    AnswerCollector,
+    PackedLogprobs,
+    WriteCoalescer,
+)
 from baton.gateway.api.call import Prompt
-from baton.request import FinishReason
+from baton.gateway.metrics.metrics import Metrics
+from baton.gateway.tenants.limiter import Limiter
+from baton.request import FinishReason, TokenEvent, TokenLogprobs
+from baton.tenants import Quotas
+from tests.scripted_service import ScriptedService
 from tests.unit.gateway import calls
 from tests.unit.gateway.streaming import Streaming, run
 
@@ -392,5 +408,55 @@ def test_the_roles_chunk_shows_it_in_a_chat() -> None:
         assert chunk["choices"][0]["delta"] == {"role": "assistant", "content": ""}
         await emit_id(streaming, OTHER_HALF)
         assert streaming.client.chunks()[1]["choices"][0]["delta"] == {"content": LETTER}
+
+    run(scenario)
+
+
+# Answers that are kept until their end.
+
+TOKENS = st.integers(0, 2**31 - 1)
+VALUES = st.floats(max_value=0.0, allow_nan=False)
+ENTRIES = st.lists(
+    st.builds(
+        TokenLogprobs,
+        token_id=TOKENS,
+        logprob=VALUES,
+        rank=st.integers(1, 2**31 - 1),
+        top=st.lists(st.tuples(TOKENS, VALUES), max_size=20).map(tuple),
+    )
+)
+
+
+@given(batches=st.lists(ENTRIES, max_size=4), first=st.integers(-9, 9), end=st.integers(-9, 9))
+def test_packed_logprobs_equal_the_entries(batches: list[list[TokenLogprobs]], first: int, end: int) -> None:
+    packed, plain = PackedLogprobs(), [entry for batch in batches for entry in batch]
+    with patch.object(answer_stream, "BLOCK_TOKENS", 2):
+        for batch in batches:
+            packed.extend(batch)
+        assert list(packed) == plain
+        assert packed[first:end] == plain[first:end]
+        if plain:
+            assert packed[-1] == plain[-1]
+
+
+def test_answer_with_the_most_logprobs_fits_the_bytes_of_kept_answers() -> None:
+    config, num_tokens = GatewayConfig(model="tiny", routers=()), 1000
+    top = tuple((index, -1.0) for index in range(20))
+    entry = TokenLogprobs(token_id=5, logprob=-1.0, rank=1, top=top)
+
+    async def scenario() -> None:
+        service = ScriptedService()
+        answer = calls.answer(service, sampling={"logprobs": 20})
+        answers = Limiter(Metrics(), 1, max_answer_bytes=config.max_answer_bytes).answers
+        charge = answers.charge("acme", Quotas())
+        collector = AnswerCollector(answer, lambda choice, delta: None, charge)
+        answer.start(collector)
+        name = service.requests[0].request_id
+        for index in range(num_tokens):
+            end = FinishReason.LENGTH if index == num_tokens - 1 else None
+            service.emit(name, [TokenEvent(name, 0, index, 5, end, logprobs=entry)])
+        (delta,) = await collector.wait()
+        assert delta.token_ids == [5] * num_tokens and list(delta.logprobs) == [entry] * num_tokens
+        charge.add(charge.amount * (config.max_answer_entries // 21 // num_tokens))
 
     run(scenario)

@@ -7,6 +7,7 @@ import pytest
 from baton.clock import ManualClock
 from baton.config.gateway import GatewayConfig
 from baton.errors import InvalidRequest
+from baton.gateway.api.body_reader import BodyReader, ServedModel
 from baton.gateway.api.call import (
     MAX_PROMPTS,
     SAMPLING_FIELDS,
@@ -20,12 +21,12 @@ from baton.gateway.api.call import (
     decode_body,
     list_prompts,
 )
-from baton.gateway.api.call_reader import CallReader
 from baton.gateway.api.errors import ApiError
+from baton.gateway.api.inference import Inference
 from baton.gateway.metrics.metrics import Metrics
 from baton.gateway.streams.resume import EventIds
+from baton.gateway.tenants.limiter import Limiter
 from baton.gateway.text.chat_template import ChatTemplate
-from baton.gateway.text.work import ServedModel, TextWork
 from tests.scripted_service import ScriptedService
 from tests.unit.gateway.calls import TENANT, TOKENIZER
 
@@ -39,12 +40,17 @@ TEMPLATE = (
 
 
 def read(kind: Any, fields: dict[str, Any]) -> Call:
-    text = TextWork(TOKENIZER, ChatTemplate(TEMPLATE, {}))
-    model = ServedModel(name="tiny", text=text, service=ScriptedService(), created_s=0)
-    config, event_ids = GatewayConfig(model="tiny", routers=()), EventIds([b"k" * 32])
-    reader = CallReader(model, Metrics(), ManualClock(), config, event_ids, lambda: 0.0, lambda: 11)
+    bodies = BodyReader(TOKENIZER, ChatTemplate(TEMPLATE, {}))
+    model = ServedModel(name="tiny", bodies=bodies, service=ScriptedService(), created_s=0)
+    config, event_ids, metrics = GatewayConfig(model="tiny", routers=()), EventIds([b"k" * 32]), Metrics()
     scope = {"type": "http", "headers": [], "state": {"tenant": TENANT}}
-    return asyncio.run(reader.call(kind, json.dumps(fields).encode(), scope))
+
+    async def run() -> Call:
+        limiter = Limiter(metrics, 1)
+        inference = Inference(model, metrics, limiter, ManualClock(), config, event_ids, draw_seed=lambda: 11)
+        return await inference.read_call(kind, json.dumps(fields).encode(), scope)
+
+    return asyncio.run(run())
 
 
 def chat(**fields: Any) -> Call:
@@ -112,8 +118,6 @@ def test_a_completion_may_ask_for_no_token() -> None:
 
 def test_stop_strings() -> None:
     assert chat(stop="a").stops == ("a",) and chat(stop=["a", "b"]).stops == ("a", "b")
-    with pytest.raises(InvalidRequest, match="stop"):
-        chat(stop=["a", ""])
 
 
 def test_biases_have_token_ids() -> None:

@@ -1,18 +1,10 @@
 import json
 from typing import Any
-from unittest.mock import patch
 
-from hypothesis import given
-from hypothesis import strategies as st
-
-from baton.config.gateway import GatewayConfig
-from baton.gateway.api import format
 from baton.gateway.api.answer import Answer, AnswerChoice, AnswerFormat, Delta
 from baton.gateway.api.call import Prompt
-from baton.gateway.api.format import LogprobsFormat, PackedLogprobs, answer_format
-from baton.gateway.api.inference import _Kept
+from baton.gateway.api.format import LogprobsFormat, answer_format
 from baton.request import FinishReason, TokenEvent, TokenLogprobs
-from baton.tenants import has_slots
 from tests.scripted_service import ScriptedService
 from tests.unit.gateway import calls
 
@@ -224,44 +216,3 @@ def test_streamed_echoes_of_a_prompt_are_alike() -> None:
     assert firsts[0]["logprobs"] == firsts[1]["logprobs"] and firsts[1]["index"] == 1
     num_chars = len(LONG.text or "")
     assert [text["logprobs"]["text_offset"] for text in texts] == [[num_chars]] * 2
-
-
-TOKENS = st.integers(0, 2**31 - 1)
-VALUES = st.floats(max_value=0.0, allow_nan=False)
-ENTRIES = st.lists(
-    st.builds(
-        TokenLogprobs,
-        token_id=TOKENS,
-        logprob=VALUES,
-        rank=st.integers(1, 2**31 - 1),
-        top=st.lists(st.tuples(TOKENS, VALUES), max_size=20).map(tuple),
-    )
-)
-
-
-@given(batches=st.lists(ENTRIES, max_size=4), first=st.integers(-9, 9), end=st.integers(-9, 9))
-def test_packed_logprobs_are_what_was_packed(
-    batches: list[list[TokenLogprobs]], first: int, end: int
-) -> None:
-    packed, plain = PackedLogprobs(), [entry for batch in batches for entry in batch]
-    with patch.object(format, "BLOCK_TOKENS", 2):
-        for batch in batches:
-            packed.extend(batch)
-        assert list(packed) == plain
-        assert packed[first:end] == plain[first:end]
-        if plain:
-            assert packed[-1] == plain[-1]
-
-
-def test_one_answer_of_the_most_log_probabilities_fits_where_unstreamed_answers_are_kept() -> None:
-    config, top = GatewayConfig(model="tiny", routers=()), tuple((index, -1.0) for index in range(20))
-    kept, num_tokens = _Kept(keeps_ids=True), 1000
-    for _ in range(num_tokens):
-        entry = TokenLogprobs(token_id=1, logprob=-1.0, rank=1, top=top)
-        num_bytes = kept.add(Delta("word", [1], [entry]))
-    most = config.max_answer_entries // (len(top) + 1)
-    num_free = config.max_answer_bytes - num_bytes * most
-    assert has_slots("tenant", 0, num_bytes * most, num_free)
-    joined = kept.joined()
-    assert (joined.text, joined.token_ids) == ("word" * num_tokens, [1] * num_tokens)
-    assert list(joined.logprobs) == [entry] * num_tokens

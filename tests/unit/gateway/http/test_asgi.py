@@ -6,7 +6,7 @@ from starlette.types import Message
 
 from baton.clock import ManualClock
 from baton.gateway.api.errors import ClientGone
-from baton.gateway.http.asgi import BLOCK_BYTES, TURN_S, respond_in_turns
+from baton.gateway.http.protocol import BLOCK_BYTES, TURN_S, respond_in_turns
 from tests.unit.gateway.calls import Client
 
 

@@ -7,15 +7,15 @@ import pytest
 
 from baton.clock import ManualClock
 from baton.errors import Overloaded
-from baton.gateway.streams.frontend import UNHEARD_S, Frontend
-from baton.gateway.streams.routers import (
+from baton.gateway.streams.frontend import (
     ACTIVE_S,
-    MAX_ASKED,
     MAX_UNANSWERED_TOKENS,
-    SILENT_S,
     TOKENS_PER_SUBMIT,
+    UNHEARD_S,
+    Frontend,
     SubmitWindow,
 )
+from baton.gateway.streams.routers import MAX_ASKED, SILENT_S
 from baton.messages.control import (
     Cancel,
     Decision,
@@ -39,7 +39,7 @@ from tests.unit.gateway.frontend_peers import ROUTER, Gateway, ListSink, R, even
 STOP = FinishReason.STOP
 
 
-def test_router_that_has_just_started_says_nobody_is_dead() -> None:
+def test_incomplete_list_of_a_new_router_gives_up_no_worker() -> None:
     g, sink = running("d0", "d1")
     g["router"].leave()
     g.join_router("another")
@@ -49,7 +49,7 @@ def test_router_that_has_just_started_says_nobody_is_dead() -> None:
 
 
 @pytest.mark.parametrize("how", ["rejected", "busy"])
-def test_no_room_is_asked_again_later_until_the_deadline(how: str) -> None:
+def test_request_without_room_is_submitted_again_until_max_wait_s(how: str) -> None:
     g = gateway("d0", max_wait_s=5.0)
     sink, submitted_s = g.open(), list[float]()
     start_s = g.clock.now_s()
@@ -68,15 +68,6 @@ def test_no_room_is_asked_again_later_until_the_deadline(how: str) -> None:
     assert 5 <= g.clock.now_s() - start_s <= 6.5
     assert 5 <= len(submitted_s) <= 12
     assert g.frontend.num_open == 0
-
-
-def test_time_without_a_router_counts_towards_the_deadline() -> None:
-    g = gateway("d0", max_wait_s=2.0)
-    g["router"].leave()
-    sink = g.open()
-    for _ in range(13):
-        g.tick()
-    assert isinstance(sink.error, Overloaded)
 
 
 def test_answer_that_has_begun_waits_longer_for_a_worker() -> None:
@@ -141,7 +132,7 @@ def test_attempt_that_may_not_have_arrived_is_replaced_when_its_first_token_stay
     assert sink.error is None
 
 
-def test_gateway_whose_only_router_is_silent_is_not_ready_and_says_why() -> None:
+def test_gateway_with_a_silent_only_router_is_not_ready() -> None:
     g = gateway("d0")
     told = [g.frontend.is_ready]
     for _ in range(int(SILENT_S / 0.25) + 1):
@@ -154,7 +145,7 @@ def test_gateway_whose_only_router_is_silent_is_not_ready_and_says_why() -> None
     assert told == [True, False, True]
 
 
-def test_time_that_the_gateway_stood_still_is_no_silence_of_its_only_router() -> None:
+def test_standstill_of_the_gateway_is_not_silence_of_its_only_router() -> None:
     g = gateway("d0")
     g.tick(1.0)
     g.tick(60.0)
@@ -162,7 +153,7 @@ def test_time_that_the_gateway_stood_still_is_no_silence_of_its_only_router() ->
     g.open()
 
 
-def test_stream_that_waits_for_a_router_in_vain_is_told_so() -> None:
+def test_request_that_finds_no_router_is_overloaded_after_max_wait_s() -> None:
     g = gateway("d0", max_wait_s=5.0)
     sink = g.open()
     g["router"].leave()
@@ -200,7 +191,7 @@ def begun(g: Gateway) -> ListSink:
     return sink
 
 
-def test_a_request_goes_to_one_router_which_hears_what_becomes_of_it() -> None:
+def test_request_goes_to_one_router_that_hears_its_start_and_end() -> None:
     g = with_two("d0")
     begun(g)
     g.say("d0", event(1, FinishReason.LENGTH))
@@ -208,7 +199,7 @@ def test_a_request_goes_to_one_router_which_hears_what_becomes_of_it() -> None:
     assert not g["other"].take(Submit) and not g["other"].take(Started) and not g["other"].take(Ended)
 
 
-def test_what_a_router_that_dies_has_not_answered_is_asked_of_the_other_at_once() -> None:
+def test_unanswered_request_of_a_dead_router_goes_to_the_other_at_once() -> None:
     g = with_two("d0")
     sink = g.open()
     assert g["router"].take(Submit)
@@ -220,7 +211,7 @@ def test_what_a_router_that_dies_has_not_answered_is_asked_of_the_other_at_once(
     assert sink.finish is FinishReason.LENGTH
 
 
-def test_a_stream_outlives_its_router_whose_end_the_other_is_told() -> None:
+def test_stream_outlives_its_router_and_the_other_router_hears_its_end() -> None:
     g = with_two("d0")
     sink = begun(g)
     g["router"].take(Started)
@@ -231,16 +222,7 @@ def test_a_stream_outlives_its_router_whose_end_the_other_is_told() -> None:
     assert g["other"].only(Ended).attempts == ((id_of("r"), 0),)
 
 
-def test_a_router_that_dies_is_no_matter_of_the_others_requests() -> None:
-    g = with_two("d0")
-    g.open()
-    g["other"].leave()
-    assert len(g["router"].take(Submit)) == 1
-    g.tick()
-    assert not g["router"].take(Submit)
-
-
-def test_a_router_that_answers_nothing_is_given_up_while_another_does() -> None:
+def test_silent_router_is_given_up_while_another_answers() -> None:
     g = with_two("d0")
     g.open()
     assert g["router"].take(Submit)
@@ -251,14 +233,7 @@ def test_a_router_that_answers_nothing_is_given_up_while_another_does() -> None:
     assert g["other"].only(Submit).request.attempt == 1
 
 
-def test_when_none_answers_none_is_given_up() -> None:
-    g = with_two("d0")
-    for _ in range(40):
-        g.tick()
-    assert g["router"].is_open and g["other"].is_open
-
-
-def test_time_that_the_gateway_stood_still_is_no_routers_silence() -> None:
+def test_standstill_of_the_gateway_gives_up_no_router() -> None:
     g = with_two("d0")
     g.tick(1.0)
     g.tick(30.0)
@@ -267,7 +242,7 @@ def test_time_that_the_gateway_stood_still_is_no_routers_silence() -> None:
     assert g["router"].is_open
 
 
-def test_a_worker_that_one_router_has_lost_is_kept() -> None:
+def test_worker_is_given_up_when_no_router_lists_it() -> None:
     g = with_two("d0")
     sink = begun(g)
     g["other"].say(Members(workers=()))
@@ -277,7 +252,7 @@ def test_a_worker_that_one_router_has_lost_is_kept() -> None:
     assert kept == [True, False] and sink.error is None
 
 
-def test_a_worker_that_was_lost_before_its_router_is_given_up_with_it() -> None:
+def test_worker_that_only_a_dead_router_listed_is_given_up() -> None:
     """A host with both loses its power: the other router says nothing more after the router's end."""
     g = with_two("d0", "d1")
     begun(g)
@@ -289,7 +264,7 @@ def test_a_worker_that_was_lost_before_its_router_is_given_up_with_it() -> None:
     assert g["other"].only(Submit).request.attempt == 1
 
 
-def test_status_is_of_all_routers_once_all_have_told() -> None:
+def test_status_joins_all_routers_once_all_have_answered() -> None:
     g = with_two("d0")
     g.tick(1.0)
     assert all(g[name].take(StatusQuery) for name in NAMES)
@@ -304,7 +279,7 @@ def test_status_is_of_all_routers_once_all_have_told() -> None:
     assert told == [None, both, Status(num_gateways=3, num_attempts=2, routers=(one,))]
 
 
-def test_new_requests_are_not_asked_of_a_router_that_does_not_know_all_workers() -> None:
+def test_requests_go_to_a_router_that_lists_all_workers() -> None:
     g = with_two("d0")
     g["router"].say(Members(workers=(a_worker("d0"),), is_complete=False))
     g.open(a_request("s"))
@@ -338,31 +313,21 @@ def asked(g: Gateway, tenant: str, scheduling_key: SchedulingKey) -> str:
 TENANTS = [f"tenant-{number}" for number in range(8)]
 
 
-def test_all_tenants_of_all_gateways_wait_at_one_router() -> None:
+def test_tenants_of_all_gateways_queue_at_one_router() -> None:
     gateways = [a_gateway(f"g{number}") for number in range(6)]
     scheduling_keys = (SchedulingKey(), SchedulingKey(weight=2.0), LIMITED)
     chosen = {asked(g, tenant, each) for g in gateways for tenant in TENANTS for each in scheduling_keys}
     assert len(chosen) == 1
 
 
-def test_without_tenants_each_gateway_has_a_router_of_its_own() -> None:
+def test_without_tenants_gateways_spread_over_the_routers() -> None:
     gateways = [a_gateway(f"g{number}") for number in range(12)]
     chosen = [{asked(g, "", SchedulingKey()) for _ in range(4)} for g in gateways]
     assert all(len(routers) == 1 for routers in chosen)
     assert set().union(*chosen) == set(ROUTER_NAMES)
 
 
-def test_tenants_of_a_router_that_is_gone_move_to_another_together() -> None:
-    gateways = [a_gateway(f"g{number}") for number in range(6)]
-    (gone,) = {asked(g, TENANTS[0], LIMITED) for g in gateways}
-    for g in gateways:
-        g[gone].leave()
-        del g.peers[gone]
-    chosen = {asked(g, tenant, LIMITED) for g in gateways for tenant in TENANTS}
-    assert len(chosen) == 1 and chosen != {gone}
-
-
-def test_a_router_that_knows_all_workers_goes_before_one_that_has_just_started() -> None:
+def test_tenants_leave_a_router_with_an_incomplete_list() -> None:
     g = a_gateway("g0")
     chosen = asked(g, TENANTS[0], LIMITED)
     g[chosen].say(Members(workers=(), is_complete=False))
@@ -387,7 +352,7 @@ def test_questions_are_answered_in_the_order_of_asking() -> None:
     assert told == [(a_decision("a"),), (a_decision("b"),)]
 
 
-def test_router_that_is_lost_answers_nothing() -> None:
+def test_question_to_a_lost_router_is_answered_with_none() -> None:
     g = gateway("d0")
     told: list[object] = []
     g.frontend.explain(id_of("a"), told.append)
@@ -397,7 +362,7 @@ def test_router_that_is_lost_answers_nothing() -> None:
     assert told == [None, None]
 
 
-def test_each_of_several_routers_tells_its_own_attempts() -> None:
+def test_decisions_of_all_routers_are_joined_by_attempt() -> None:
     g = gateway("d0")
     other = TestPeer.router(g.frontend, "other")
     told: list[object] = []
@@ -409,23 +374,7 @@ def test_each_of_several_routers_tells_its_own_attempts() -> None:
     assert told == [(first, second)]
 
 
-def test_router_that_is_lost_keeps_nobody_from_the_others_answer() -> None:
-    g = gateway("d0")
-    other = TestPeer.router(g.frontend, "other")
-    told: list[object] = []
-    g.frontend.explain(id_of("a"), told.append)
-    other.say(Decisions(decisions=(a_decision("a"),)))
-    g["router"].leave()
-    assert told == [(a_decision("a"),)]
-
-
-def test_answers_that_nobody_asked_for_are_nothing() -> None:
-    g = gateway("d0")
-    g["router"].say(Decisions())
-    assert g.frontend.num_open == 0
-
-
-def test_too_many_questions_are_not_passed_on() -> None:
+def test_questions_above_the_limit_are_answered_with_none() -> None:
     g = gateway("d0")
     told: list[object] = []
     for number in range(MAX_ASKED + 1):
@@ -461,14 +410,14 @@ def queued(request: Request) -> Queued:
     return Queued(request_id=request.request_id, attempt=request.attempt)
 
 
-def test_a_busy_tenant_has_few_unanswered_submits_while_another_is_active() -> None:
+def test_busy_tenant_has_few_unanswered_submits_while_another_is_active() -> None:
     g = a_crowd(3 * NUM_AT_ONCE)
     assert numbers(g["router"]) == list(range(NUM_AT_ONCE))
     g.open(of_tenant("quiet", 1))
     assert g.submitted().request.tenant == "quiet"
 
 
-def test_each_kind_of_answer_lets_the_next_one_go() -> None:
+def test_each_kind_of_answer_releases_the_next_request() -> None:
     g = a_crowd(2 * NUM_AT_ONCE)
     numbers(g["router"])
     g.route("d0", request=of_tenant("busy", 0))
@@ -481,7 +430,7 @@ def test_each_kind_of_answer_lets_the_next_one_go() -> None:
     assert numbers(g["router"]) == [NUM_AT_ONCE + 2]
 
 
-def test_routed_after_queued_is_no_second_answer() -> None:
+def test_routed_after_queued_releases_no_second_request() -> None:
     g = a_crowd(2 * NUM_AT_ONCE)
     numbers(g["router"])
     g["router"].say(queued(of_tenant("busy", 0)))
@@ -490,14 +439,14 @@ def test_routed_after_queued_is_no_second_answer() -> None:
     assert numbers(g["router"]) == []
 
 
-def test_a_tenant_that_is_alone_is_not_held() -> None:
+def test_single_tenant_is_not_held() -> None:
     g = gateway("d0")
     for number in range(3 * NUM_AT_ONCE):
         g.open(of_tenant("busy", number))
     assert numbers(g["router"]) == list(range(3 * NUM_AT_ONCE))
 
 
-def test_a_tenant_that_has_been_away_for_long_holds_nobody() -> None:
+def test_idle_tenant_holds_no_other_tenant() -> None:
     clock = ManualClock(1.0)
     window = SubmitWindow(clock)
     window.submitted("router", of_tenant("quiet"))
@@ -508,7 +457,7 @@ def test_a_tenant_that_has_been_away_for_long_holds_nobody() -> None:
     assert not window.is_full("busy")
 
 
-def test_probes_are_no_other_tenant() -> None:
+def test_probe_does_not_count_as_another_tenant() -> None:
     window = SubmitWindow(ManualClock(1.0))
     window.submitted("router", msgspec.structs.replace(of_tenant(""), is_probe=True))
     for number in range(NUM_AT_ONCE):
@@ -516,7 +465,7 @@ def test_probes_are_no_other_tenant() -> None:
     assert not window.is_full("busy")
 
 
-def test_a_long_prompt_takes_the_room_of_many_short_ones() -> None:
+def test_long_prompt_takes_the_room_of_many_short_prompts() -> None:
     g = gateway("d0")
     g.open(of_tenant("quiet"))
     g.route("d0")
@@ -525,7 +474,7 @@ def test_a_long_prompt_takes_the_room_of_many_short_ones() -> None:
     assert numbers(g["router"]) == [0]
 
 
-def test_what_was_cancelled_while_it_was_held_is_never_submitted() -> None:
+def test_request_cancelled_while_held_is_never_submitted() -> None:
     g = a_crowd(NUM_AT_ONCE + 2)
     g.frontend.cancel(of_tenant("busy", NUM_AT_ONCE).request_id)
     numbers(g["router"])
@@ -533,7 +482,7 @@ def test_what_was_cancelled_while_it_was_held_is_never_submitted() -> None:
     assert numbers(g["router"]) == [NUM_AT_ONCE + 1]
 
 
-def test_cancelling_what_the_router_has_makes_no_room_before_it_answers() -> None:
+def test_cancelled_request_makes_no_room_before_the_router_answers() -> None:
     g = a_crowd(NUM_AT_ONCE + 1)
     g.frontend.cancel(of_tenant("busy", 0).request_id)
     g.tick()
@@ -542,7 +491,7 @@ def test_cancelling_what_the_router_has_makes_no_room_before_it_answers() -> Non
     assert numbers(g["router"]) == [NUM_AT_ONCE]
 
 
-def test_what_was_held_goes_to_the_successor_of_a_router_that_is_lost() -> None:
+def test_held_requests_go_to_the_successor_of_a_lost_router() -> None:
     g = a_crowd(2 * NUM_AT_ONCE)
     g["router"].leave()
     router = g.join_router("successor")

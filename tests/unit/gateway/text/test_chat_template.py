@@ -7,7 +7,15 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from baton.errors import ConfigError, InvalidRequest, ModelError
-from baton.gateway.text.chat_template import ChatTemplate
+from baton.gateway.api.errors import ApiError
+from baton.gateway.text.chat_template import (
+    MAX_TOOL_BYTES,
+    MAX_TOOL_DEPTH,
+    MAX_TOOLS,
+    ChatTemplate,
+    read_messages,
+    usable_tools,
+)
 from tests.unit.gateway import tiny_tokenizers
 
 MESSAGES: list[dict[str, Any]] = [
@@ -63,7 +71,7 @@ TEMPLATES = {
 
 @pytest.mark.parametrize("name", TEMPLATES)
 @pytest.mark.parametrize("tools", [None, TOOLS], ids=["plain", "tools"])
-def test_prompts_are_those_of_transformers(name: str, tools: list[dict[str, Any]] | None) -> None:
+def test_prompts_equal_those_of_transformers(name: str, tools: list[dict[str, Any]] | None) -> None:
     special = {"bos_token": "<s>", "eos_token": "</s>"}
     oracle = PreTrainedTokenizerFast(tokenizer_object=tiny_tokenizers.byte_level(), **special)
     expected = oracle.apply_chat_template(
@@ -72,111 +80,186 @@ def test_prompts_are_those_of_transformers(name: str, tools: list[dict[str, Any]
     assert ChatTemplate(TEMPLATES[name], special).render(MESSAGES, tools=tools) == expected
 
 
-def test_the_templates_own_file_comes_first(tmp_path: Path) -> None:
-    config = {"chat_template": "from the config", "eos_token": {"content": "</s>"}}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    assert rendered(tmp_path) == "from the config"
-    (tmp_path / "chat_template.jinja").write_text("from the file{{ eos_token }}")
-    assert rendered(tmp_path) == "from the file</s>"
+def from_directory(directory: Path, file: str | None = None) -> ChatTemplate:
+    template = ChatTemplate.from_directory(directory, file)
+    assert template is not None
+    return template
 
 
-def test_of_several_templates_the_default_is_taken(tmp_path: Path) -> None:
-    named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}]
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
-    assert rendered(tmp_path) == "plain"
-
-
-def test_a_template_of_its_own_for_tools_is_taken_for_them(tmp_path: Path) -> None:
+def test_template_of_the_directory_is_chosen_as_in_transformers(tmp_path: Path) -> None:
+    assert ChatTemplate.from_directory(tmp_path) is None
     named = [
         {"name": "tool_use", "template": "<tool_call> {{ tools | length }}"},
         {"name": "default", "template": "plain"},
     ]
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
-    template = ChatTemplate.from_directory(tmp_path)
-    assert template is not None and template.tool_form == "hermes"
-    assert template.render(MESSAGES, tools=TOOLS) == f"<tool_call> {len(TOOLS)}"
-    assert template.render(MESSAGES) == "plain"
-    (tmp_path / "chat_template.jinja").write_text("a file")
-    assert rendered(tmp_path) == "a file"
+    for template, expected in (("of the config", "of the config"), (named, "plain")):
+        config = {"chat_template": template, "eos_token": {"content": "</s>"}}
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+        assert from_directory(tmp_path).render(MESSAGES) == expected
+    assert from_directory(tmp_path).tool_form == "hermes"
+    assert from_directory(tmp_path).render(MESSAGES, tools=TOOLS) == f"<tool_call> {len(TOOLS)}"
+    (tmp_path / "chat_template.jinja").write_text("of the file{{ eos_token }}")
+    assert from_directory(tmp_path).render(MESSAGES, tools=TOOLS) == "of the file</s>"
 
 
-def rendered(directory: Path) -> str:
-    template = ChatTemplate.from_directory(directory)
-    assert template is not None
-    return template.render(MESSAGES)
-
-
-def test_another_template_may_be_given(tmp_path: Path) -> None:
+def test_template_of_the_settings_replaces_the_models_own(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "its own", "eos_token": "</s>"}')
     (tmp_path / "given.jinja").write_text("given{{ eos_token }}")
-    template = ChatTemplate.from_directory(tmp_path, str(tmp_path / "given.jinja"))
-    assert template is not None and template.render(MESSAGES) == "given</s>"
+    assert from_directory(tmp_path, str(tmp_path / "given.jinja")).render(MESSAGES) == "given</s>"
     for wrong in ("none.jinja", "."):
         with pytest.raises(ConfigError, match="^gateway.chat_template: "):
             ChatTemplate.from_directory(tmp_path, str(tmp_path / wrong))
 
 
-def test_a_model_without_a_template_cannot_chat(tmp_path: Path) -> None:
-    assert ChatTemplate.from_directory(tmp_path) is None
-
-
-def test_the_date_is_an_argument() -> None:
+def test_date_is_an_argument() -> None:
     template = ChatTemplate("{{ strftime_now('%d %b %Y') }}", {}, now=lambda: datetime(2026, 1, 2))
     assert template.render([]) == "02 Jan 2026"
 
 
-def test_the_template_may_refuse_the_messages() -> None:
-    template = ChatTemplate(TEMPLATES["llama"], {"bos_token": "<s>", "eos_token": "</s>"})
-    with pytest.raises(InvalidRequest, match="^roles must alternate$"):
-        template.render(MESSAGES[2:])
-
-
-def test_messages_of_another_shape_are_refused() -> None:
-    template = ChatTemplate("{{ messages[0].content + '!' }}", {})
-    with pytest.raises(InvalidRequest, match="do not fit the chat template"):
-        template.render([{"content": ["secret"]}])
-
-
-def test_an_error_does_not_quote_the_messages() -> None:
-    with pytest.raises(InvalidRequest) as error:
-        ChatTemplate("{{ messages[0].content + 1 }}", {}).render([{"content": "secret"}])
-    assert "secret" not in str(error.value)
-
-
-def test_a_template_that_never_ends_is_stopped() -> None:
-    nested = "{% for a in range(50000) %}{% for b in range(50000) %}{% endfor %}{% endfor %}"
-    with pytest.raises(InvalidRequest, match="more than 5000000 steps"):
-        ChatTemplate(nested, {}).render([])
-
-
-def test_output_is_bounded() -> None:
-    template = ChatTemplate("{% for m in messages %}{{ m.content * 1000 }}{% endfor %}", {})
-    with pytest.raises(InvalidRequest, match="at most 8388608 characters, got 10000000"):
-        template.render([{"content": "x" * 1000}] * 10)
-
-
-@pytest.mark.parametrize("indent", [-1, 65, 10**9])
-def test_json_is_not_indented_out_of_sight(indent: int) -> None:
-    template = ChatTemplate(f"{{{{ messages | tojson(indent={indent}) }}}}", {})
-    with pytest.raises(ModelError, match=f"indents JSON by {indent}: expected 0 to 64"):
-        template.render([{"content": "x"}])
-
-
-@pytest.mark.parametrize("source", ["'x' * 3000000000", "[1] * 1000000000", "range(1000000000)"])
-def test_repetition_is_bounded_by_the_template_engine(source: str) -> None:
-    with pytest.raises(InvalidRequest, match="too large|too many"):
-        ChatTemplate(f"{{{{ {source} }}}}", {}).render([])
-
-
-@pytest.mark.parametrize("source", ["{% if %}", "{{ 'open", "{% for x in y %}"])
-def test_a_damaged_template_is_the_models_fault(source: str) -> None:
-    with pytest.raises(ModelError, match="chat template is damaged"):
-        ChatTemplate(source, {})
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (TEMPLATES["llama"], "^roles must alternate$"),  # the template's own words
+        ("{{ messages[0].content + 1 }}", "do not fit the chat template"),
+        ("{% for a in range(50000) %}{% for b in range(50000) %}{% endfor %}{% endfor %}", "5000000 steps"),
+        ("{% for a in range(100) %}{{ 'x' * 100000 }}{% endfor %}", "at most 8388608 characters, got 10000"),
+        ("{{ 'x' * 3000000000 }}", "too large|too many"),
+        ("{{ [1] * 1000000000 }}", "too large|too many"),
+        ("{{ range(1000000000) }}", "too large|too many"),
+    ],
+)
+def test_messages_that_the_template_cannot_render_are_refused(source: str, message: str) -> None:
+    template = ChatTemplate(source, {"bos_token": "<s>", "eos_token": "</s>"})
+    with pytest.raises(InvalidRequest, match=message) as refused:
+        template.render([{"role": "assistant", "content": "secret"}])
+    assert "secret" not in str(refused.value)
 
 
 @pytest.mark.parametrize(
-    "source", ["{{ 1 | nothing }}", "{{ nothing() }}", "{{ 1 is nothing }}", "{% include 'x' %}"]
+    "source",
+    [
+        *("{% if %}", "{{ 'open", "{% for x in y %}"),
+        *("{{ 1 | nothing }}", "{{ nothing() }}", "{{ 1 is nothing }}", "{% include 'x' %}"),
+        *(f"{{{{ messages | tojson(indent={indent}) }}}}" for indent in (-1, 65, 10**9)),
+    ],
 )
-def test_a_template_that_needs_what_there_is_not(source: str) -> None:
-    with pytest.raises(ModelError, match="cannot be used|is damaged"):
+def test_faulty_template_is_a_model_error(source: str) -> None:
+    with pytest.raises(ModelError, match="cannot be used|is damaged|expected 0 to 64 spaces"):
         ChatTemplate(source, {}).render([])
+
+
+# Messages.
+
+HI = {"role": "user", "content": "Hi"}
+
+
+def test_text_parts_become_lines_and_other_messages_stay() -> None:
+    asked = [
+        {"role": "system", "content": ""},
+        {**HI, "name": "Ann"},
+        {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]},
+    ]
+    assert read_messages(iter(asked)) == asked
+    parts = [{"type": "text", "text": "one"}, "two"]
+    assert read_messages([{"role": "user", "content": parts}]) == [{"role": "user", "content": "one\ntwo"}]
+
+
+def calling(arguments: object) -> dict[str, Any]:
+    function = {"name": "f", "arguments": arguments}
+    return {"role": "assistant", "content": "", "tool_calls": [{"id": "1", "function": function}]}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "read"), [('{"x": "é"}', {"x": "é"}), ("", {}), ({"x": 1}, {"x": 1}), (None, None)]
+)
+def test_arguments_of_a_tool_call_are_decoded_for_the_template(arguments: object, read: object) -> None:
+    assert read_messages([calling(arguments)]) == [calling(read)]
+
+
+@pytest.mark.parametrize("arguments", ["{", "[]", "x", '{"x": 1} {}', "[" * 5000])
+def test_arguments_that_are_no_object_are_refused(arguments: str) -> None:
+    with pytest.raises(InvalidRequest, match=r"^message 0: tool_calls\[0\]: arguments: expected the JSON of"):
+        read_messages([calling(arguments)])
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        ("Hi", r"messages: expected a list such as \[{.role.: .*, got 'Hi' \(str\)"),
+        (None, r"messages: expected a list .*, got None"),
+        (HI, "messages: expected a list of messages .*, got one message"),
+        ([], "messages: expected at least one message, got none"),
+        (["Hi"], r"message 0: expected a dict such as .*, got 'Hi' \(str\)"),
+        ([HI, {"content": "Hi"}], "message 1: role: expected text such as 'user', got nothing"),
+        ([{"role": 5, "content": "Hi"}], r"message 0: role: .*, got 5 \(int\)"),
+        ([{"role": "user"}], "message 0: content: expected text or a list of text parts, got nothing"),
+        ([{"role": "user", "content": None}], "message 0: content: .*, got None"),
+        (
+            [{"role": "user", "content": ["a", {"type": "image_url", "image_url": {}}]}],
+            r'message 0: content\[1\]: expected {"type": "text", .*, got .*image_url',
+        ),
+        ([{"role": "user", "content": [{"type": "text"}]}], r"message 0: content\[0\]: expected"),
+    ],
+)
+def test_wrong_message_is_named_with_its_key(messages: Any, message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        read_messages(messages)
+
+
+# Tools.
+
+
+def tool(name: object = "weather", **fields: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, **fields}}
+
+
+def nested(depth: int) -> object:
+    value: object = 1
+    for _ in range(depth):
+        value = {"a": value}
+    return value
+
+
+@pytest.mark.parametrize("choice", [None, "auto"])
+def test_tools_reach_the_template_unchanged(choice: object) -> None:
+    given = [
+        tool(description="of a city", strict=True, parameters={"type": "object"}, mine=1),
+        tool("a.b-c_1", parameters=nested(MAX_TOOL_DEPTH - 2)),
+        *[tool()] * (MAX_TOOLS - 2),
+    ]
+    assert usable_tools(given, choice) == given
+
+
+@pytest.mark.parametrize(("tools", "choice"), [(None, None), ([], "auto"), ([tool()], "none")])
+def test_chat_without_usable_tools(tools: Any, choice: object) -> None:
+    assert usable_tools(tools, choice) is None
+
+
+@pytest.mark.parametrize(
+    ("tools", "message"),
+    [
+        ([{}], r"tools\[0\]: .*missing required field `type`"),
+        ([tool(), {"type": "function"}], r"tools\[1\]: .*missing required field `function`"),
+        ([{"type": "web_search", "function": {"name": "a"}}], r"tools\[0\].type: Invalid enum value"),
+        ([tool("")], r"tools\[0\].function.name: "),
+        ([tool("a b")], r"tools\[0\].function.name: "),
+        ([tool("a" * 65)], r"tools\[0\].function.name: "),
+        ([tool(parameters=[])], r"tools\[0\].function.parameters: "),
+        ([tool(parameters=nested(MAX_TOOL_DEPTH))], r"tools\[0\] is nested more than 32 deep"),
+        ([tool(description="a" * MAX_TOOL_BYTES)], r"tools\[0\]: at most 65536 bytes"),
+        ([tool()] * (MAX_TOOLS + 1), "tools: at most 128, got 129"),
+    ],
+)
+@pytest.mark.parametrize("choice", [None, "none"])
+def test_wrong_tool_is_named(tools: list[dict[str, Any]], message: str, choice: object) -> None:
+    with pytest.raises(ApiError, match=f"^{message}") as refused:
+        usable_tools(tools, choice)
+    assert refused.value.status == 400
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}, 5])
+def test_tool_choice_that_demands_a_call_is_refused(choice: object) -> None:
+    with pytest.raises(ApiError, match="no tools to choose from"):
+        usable_tools(None, choice)
+    with pytest.raises(ApiError, match="not supported"):
+        usable_tools([tool()], choice)

@@ -1,19 +1,34 @@
 import json
+from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
-from typing import cast
+from typing import Any
 
 import pytest
-import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
+from baton.cluster.model_directory import resolve_model
 from baton.errors import InvalidRequest, ModelError
-from baton.gateway.text.model_files import TokenizerConfig
-from baton.gateway.text.tokenizer import Tokenizer
+from baton.gateway.text.tokenizer import (
+    MAX_FILE_BYTES,
+    MAX_PENDING,
+    ChoiceText,
+    StopStrings,
+    Tokenizer,
+    TokenizerConfig,
+    WindowDetokenizer,
+    read_text,
+    read_tokenizer_config,
+)
+from baton.request import FinishReason, SamplingParams
 from tests.unit.gateway import tiny_tokenizers
 
-TOKENIZER = Tokenizer(tiny_tokenizers.byte_level(), TokenizerConfig())
+BYTE_LEVEL = Tokenizer(tiny_tokenizers.byte_level(), TokenizerConfig())
+BYTE_FALLBACK = Tokenizer(tiny_tokenizers.byte_fallback(), TokenizerConfig())
+TINY = Tokenizer.from_directory(resolve_model("tiny"))
+BOTH = pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, BYTE_FALLBACK], ids=["byte_level", "byte_fallback"])
 
 
 @pytest.fixture
@@ -25,12 +40,15 @@ def directory(tmp_path: Path) -> Path:
     return tmp_path
 
 
+# Whole texts.
+
+
 @given(text=st.text())
 def test_decoding_undoes_encoding(text: str) -> None:
-    assert TOKENIZER.decode(TOKENIZER.encode(text)) == text
+    assert BYTE_LEVEL.decode(BYTE_LEVEL.encode(text)) == text
 
 
-def test_a_directory_as_transformers_writes_it(tmp_path: Path) -> None:
+def test_directory_of_transformers_is_read_as_transformers_reads_it(tmp_path: Path) -> None:
     oracle = PreTrainedTokenizerFast(
         tokenizer_object=tiny_tokenizers.byte_level(), eos_token="</s>", bos_token="<s>"
     )
@@ -42,21 +60,18 @@ def test_a_directory_as_transformers_writes_it(tmp_path: Path) -> None:
     assert tokenizer.vocab_size == len(oracle)
 
 
-def test_special_tokens(directory: Path) -> None:
+def test_special_tokens_come_from_the_tokenizer_config(directory: Path) -> None:
     tokenizer = Tokenizer.from_directory(directory)
     assert tokenizer.special_tokens == {"bos_token": "<s>", "eos_token": "</s>"}
     token_ids = tokenizer.encode("a</s>")
     assert token_ids[-1] == tokenizer.eos_token_id
     assert tokenizer.decode(token_ids) == "a"
     assert tokenizer.decode(token_ids, skip_special_tokens=False) == "a</s>"
-
-
-def test_without_a_tokenizer_config_there_is_no_end_token(directory: Path) -> None:
     (directory / "tokenizer_config.json").unlink()
     assert Tokenizer.from_directory(directory).eos_token_id is None
 
 
-def test_truncation_and_padding_of_the_file_are_not_taken_over() -> None:
+def test_truncation_and_padding_of_the_file_are_ignored() -> None:
     inner = tiny_tokenizers.byte_level()
     inner.enable_truncation(4)
     inner.enable_padding(length=64)
@@ -66,25 +81,12 @@ def test_truncation_and_padding_of_the_file_are_not_taken_over() -> None:
 
 
 def test_ids_of_a_padded_vocabulary_have_no_text() -> None:
-    assert TOKENIZER.decode([TOKENIZER.vocab_size + 5]) == ""
+    assert BYTE_LEVEL.decode([BYTE_LEVEL.vocab_size + 5]) == ""
 
 
-def test_half_a_surrogate_pair_is_the_clients_fault() -> None:
+def test_half_a_surrogate_pair_is_an_invalid_request() -> None:
     with pytest.raises(InvalidRequest, match="not valid Unicode"):
-        TOKENIZER.encode("a\ud83d")
-
-
-def test_a_directory_without_a_tokenizer(tmp_path: Path) -> None:
-    (tmp_path / "tokenizer.model").write_bytes(b"")
-    with pytest.raises(ModelError, match="tokenizer.json: there is no such file"):
-        Tokenizer.from_directory(tmp_path)
-
-
-@pytest.mark.parametrize("content", [b"{}", b"", b"\xff\xfe"])
-def test_a_damaged_tokenizer(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "tokenizer.json").write_bytes(content)
-    with pytest.raises(ModelError, match="tokenizer.json: (is not a tokenizer|cannot be read)"):
-        Tokenizer.from_directory(tmp_path)
+        BYTE_LEVEL.encode("a\ud83d")
 
 
 DAMAGED_PARTS = {
@@ -95,49 +97,211 @@ DAMAGED_PARTS = {
 
 
 @pytest.mark.parametrize("part", DAMAGED_PARTS)
-def test_a_tokenizer_that_fails_inside_is_the_models_fault(directory: Path, part: str) -> None:
+def test_tokenizer_that_fails_inside_is_a_model_error(directory: Path, part: str) -> None:
     path = directory / "tokenizer.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | DAMAGED_PARTS[part]))
     with pytest.raises(ModelError, match="is not a tokenizer: |fails to encode: "):
         Tokenizer.from_directory(directory).encode("hello world")
 
 
-class Failing:
-    """A tokenizer of the library's kind that decodes nothing."""
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("tokenizer.json", b"{}", "tokenizer.json: is not a tokenizer"),
+        ("tokenizer.json", b"\xff\xfe", "tokenizer.json: cannot be read"),
+        ("tokenizer.json", None, "tokenizer.json: there is no such file"),
+        ("tokenizer_config.json", b'{"eos_token": 3}', "tokenizer_config.json: "),
+    ],
+)
+def test_missing_or_damaged_file_is_named(
+    directory: Path, name: str, content: bytes | None, message: str
+) -> None:
+    (directory / name).unlink()
+    if content is not None:
+        (directory / name).write_bytes(content)
+    with pytest.raises(ModelError, match=message):
+        Tokenizer.from_directory(directory)
 
-    decoder = None
 
-    def __init__(self, error: BaseException) -> None:
-        self._error = error
+def test_special_tokens_are_strings_or_objects_with_their_content(tmp_path: Path) -> None:
+    config = {
+        "bos_token": "<s>",
+        "eos_token": {"__type": "AddedToken", "content": "</s>", "lstrip": False},
+        "unk_token": None,
+        "model_max_length": 1e30,
+    }
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    assert read_tokenizer_config(tmp_path).special_tokens() == {"bos_token": "<s>", "eos_token": "</s>"}
 
-    def no_truncation(self) -> None: ...
 
-    def no_padding(self) -> None: ...
+def test_files_are_bounded_and_must_be_utf8(tmp_path: Path) -> None:
+    (tmp_path / "latin").write_bytes(b"caf\xe9")
+    with pytest.raises(ModelError, match="latin: cannot be read"):
+        read_text(tmp_path / "latin")
+    with (tmp_path / "huge").open("wb") as file:
+        file.truncate(MAX_FILE_BYTES + 1)
+    with pytest.raises(ModelError, match="huge: should be at most"):
+        read_text(tmp_path / "huge")
+    assert read_text(tmp_path / "absent") is None
 
-    def decode(self, token_ids: object, *, skip_special_tokens: bool) -> str:
-        raise self._error
+
+# Streams.
 
 
-class PanicException(BaseException):
-    """As pyo3 calls its own."""
+def stream(
+    tokenizer: Tokenizer, token_ids: Sequence[int], context: Sequence[int] = (), *, skip: bool = True
+) -> list[str]:
+    detokenizer = tokenizer.detokenizer(context, skip_special_tokens=skip)
+    return [*(detokenizer.push(token_id) for token_id in token_ids), detokenizer.finish()]
+
+
+@BOTH
+@given(text=st.text(st.one_of(st.characters(), st.sampled_from("é日😀👨‍👩 a"))))
+def test_parts_join_to_the_text_and_never_show_half_a_character(tokenizer: Tokenizer, text: str) -> None:
+    parts = stream(tokenizer, tokenizer.encode(text))
+    assert "".join(parts) == text
+    assert "\ufffd" in text or not any("\ufffd" in part for part in parts)
+
+
+@BOTH
+@pytest.mark.parametrize("text", tiny_tokenizers.TEXT)
+def test_text_comes_as_soon_as_its_characters_are_whole(tokenizer: Tokenizer, text: str) -> None:
+    parts = stream(tokenizer, tokenizer.encode(text))
+    assert parts[-1] == ""  # nothing was left for the end
+    assert all(parts[1:-1]) or not text.isascii()  # the first may be the space that is not shown
+
+
+@BOTH
+@given(token_ids=st.lists(st.integers(0, 300), max_size=40))
+def test_any_token_ids_can_be_streamed(tokenizer: Tokenizer, token_ids: list[int]) -> None:
+    assert isinstance("".join(stream(tokenizer, token_ids)), str)
+
+
+@given(st.lists(st.integers(0, TINY.vocab_size + 3), max_size=40), st.booleans())
+def test_byte_level_stream_equals_the_text_that_the_library_decodes_at_once(
+    token_ids: list[int], skip: bool
+) -> None:
+    """The tiny vocabulary has every byte and added tokens, so broken UTF-8 comes up."""
+    assert "".join(stream(TINY, token_ids, skip=skip)) == TINY.decode(token_ids, skip_special_tokens=skip)
+
+
+def test_stream_of_broken_bytes_is_not_held_for_ever() -> None:
+    first_byte = tiny_tokenizers.byte_level().get_vocab()["æ"]  # 0xE6, the first of three bytes
+    assert BYTE_LEVEL.decode([first_byte]) == "\ufffd"
+    parts = stream(BYTE_LEVEL, [first_byte] * (2 * MAX_PENDING))
+    assert "".join(parts) == "\ufffd" * (2 * MAX_PENDING)
+    assert max(len(part) for part in parts) <= MAX_PENDING
+
+
+def test_context_is_not_repeated_and_keeps_the_space() -> None:
+    prompt, answer = BYTE_FALLBACK.encode("the dog"), BYTE_FALLBACK.encode("and again")
+    assert "".join(stream(BYTE_FALLBACK, answer, prompt[-4:])) == " and again"
+    assert "".join(stream(BYTE_FALLBACK, answer)) == "and again"
+
+
+def test_window_of_the_detokenizer_stays_short() -> None:
+    seen: list[int] = []
+
+    def decode(token_ids: Sequence[int]) -> str:
+        seen.append(len(token_ids))
+        return BYTE_LEVEL.decode(token_ids)
+
+    detokenizer = WindowDetokenizer(decode)
+    for token_id in BYTE_LEVEL.encode("日本語 the quick brown fox 😀 " * 50):
+        detokenizer.push(token_id)
+    assert max(seen) < 12
+
+
+# Stop strings.
+
+TEXTS = st.text("ab", max_size=30)
+STOPS = st.lists(st.text("ab", min_size=1, max_size=5), max_size=4)
+
+
+def text_before_the_first_stop_string(text: str, stops: Sequence[str]) -> str:
+    """The oracle: the text as it is when the first stop string becomes whole, without that stop string."""
+    for end in range(1, len(text) + 1):
+        ending = [stop for stop in stops if text[:end].endswith(stop)]
+        if ending:
+            return text[: end - max(map(len, ending))]
+    return text
+
+
+@given(text=TEXTS, stops=STOPS, cuts=st.lists(st.integers(0, 30)))
+def test_text_is_cut_before_the_first_stop_string_whatever_the_parts(
+    text: str, stops: list[str], cuts: list[int]
+) -> None:
+    edges = [0, *sorted(cut for cut in cuts if cut < len(text)), len(text)]
+    strings = StopStrings(stops)
+    shown = "".join([strings.push(text[start:end]) for start, end in pairwise(edges)]) + strings.finish()
+    assert shown == text_before_the_first_stop_string(text, stops)
+    assert (strings.matched is not None) == any(stop in text for stop in stops)
+
+
+@given(text=TEXTS, stops=STOPS)
+def test_only_the_beginning_of_a_stop_string_is_held(text: str, stops: list[str]) -> None:
+    strings = StopStrings(stops)
+    text_so_far = given_out = ""
+    for character in text:
+        given_out += strings.push(character)
+        text_so_far += character
+        if strings.matched is not None:
+            return
+        held = text_so_far[len(given_out) :]
+        assert held == "" or any(stop.startswith(held) for stop in stops)
+
+
+def shown(
+    text: str, *stops: str, num_cut: int = 0, end: FinishReason = FinishReason.LENGTH, **sampling: Any
+) -> tuple[str, FinishReason | None, str | int | None]:
+    """The text of a choice that generates `text`, less its last `num_cut` tokens, and how it ends."""
+    choice = ChoiceText(BYTE_LEVEL.detokenizer(), stops, SamplingParams(**sampling, max_tokens=1000))
+    token_ids = BYTE_LEVEL.encode(text)
+    parts = list[str]()
+    for index, token_id in enumerate(token_ids[: len(token_ids) - num_cut]):
+        is_last = index == len(token_ids) - 1
+        parts.append(choice.accept(token_id, end if is_last else None))
+        if choice.finish_reason is not None:
+            break
+    else:
+        parts.append(choice.accept(None, end))
+    return "".join(parts), choice.finish_reason, choice.stop_reason
+
+
+COMMA = BYTE_LEVEL.encode(",")[0]
 
 
 @pytest.mark.parametrize(
-    ("error", "expected"),
+    ("found", "expected"),
     [
-        (PanicException("x"), ModelError),
-        (ValueError("x"), ModelError),
-        (KeyboardInterrupt(), KeyboardInterrupt),
+        pytest.param(shown("the fox"), ("the fox", "length", None), id="whole"),
+        pytest.param(shown("the fox", num_cut=1), ("the f", "length", None), id="an end without a token"),
+        pytest.param(shown("ab漢", num_cut=1), ("ab\ufffd", "length", None), id="half a character"),
+        pytest.param(
+            shown("fox,", end=FinishReason.STOP, stop_token_ids=(COMMA,)),
+            ("fox", "stop", COMMA),
+            id="the token that stops is not shown",
+        ),
+        pytest.param(shown("the quick fox", "ck f"), ("the qui", "stop", "ck f"), id="before the engine"),
+        pytest.param(shown("the fox", "x"), ("the fo", "stop", "x"), id="with the last token"),
+        pytest.param(
+            shown("a fox,", "ox,,", end=FinishReason.STOP), ("a fox", "stop", None), id="the beginning of one"
+        ),
+        pytest.param(shown("日本語😀 and more", "語😀"), ("日本", "stop", "語😀"), id="of several bytes"),
+        pytest.param(
+            shown("ab漢", "b\ufffd", num_cut=1), ("a", "stop", "b\ufffd"), id="completed by half a character"
+        ),
+        pytest.param(
+            shown("the fox, again, again", ",", min_tokens=len(BYTE_LEVEL.encode("the fox,"))),
+            ("the fox, again", "stop", ","),
+            id="not in the first min_tokens",
+        ),
     ],
 )
-def test_a_failure_to_decode_is_the_models_fault(error: BaseException, expected: type[BaseException]) -> None:
-    inner = cast(tokenizers.Tokenizer, Failing(error))
-    with pytest.raises(expected):
-        Tokenizer(inner, TokenizerConfig()).decode([1])
+def test_choice_ends_with_its_text_and_reason(found: Any, expected: Any) -> None:
+    assert found == expected
 
 
-@pytest.mark.parametrize("content", ["{", '{"eos_token": 3}', "[]"])
-def test_a_damaged_tokenizer_config(directory: Path, content: str) -> None:
-    (directory / "tokenizer_config.json").write_text(content)
-    with pytest.raises(ModelError, match="tokenizer_config.json: "):
-        Tokenizer.from_directory(directory)
+def test_empty_stop_string_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="empty"):
+        shown("a", "")

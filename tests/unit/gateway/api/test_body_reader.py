@@ -2,7 +2,7 @@ import asyncio
 import json
 import os
 import signal
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -11,13 +11,24 @@ import pytest
 from baton.cluster.model_directory import resolve_model
 from baton.errors import InvalidRequest, Overloaded
 from baton.fair_queue import CREDIT_AGES
+from baton.gateway.api.body_reader import (
+    MAX_WAITING,
+    SMALL_BYTES,
+    BodyKind,
+    BodyReader,
+    HelperQueue,
+    HelperSpec,
+    PromptReader,
+    PublicPrefixes,
+    ReadPolicy,
+    ServedModel,
+    unpack_token_ids,
+)
 from baton.gateway.api.errors import ApiError
-from baton.gateway.api.prompt_reader import BodyKind, ReadPolicy, unpack_token_ids
 from baton.gateway.text.chat_template import ChatTemplate
 from baton.gateway.text.model_files import read_vocab_size
 from baton.gateway.text.tokenizer import Tokenizer
-from baton.gateway.text.work import MAX_WAITING, SMALL_BYTES, HelperSpec, ServedModel, TextTurns, TextWork
-from tests.unit.gateway.calls import TENANT
+from tests.unit.gateway.calls import TENANT, ids
 from tests.unit.gateway.frontend_peers import Gateway, gateway
 
 DIRECTORY = resolve_model("tiny")
@@ -29,16 +40,16 @@ ResultT = TypeVar("ResultT")
 Order = list[str]
 
 
-def text_work(helpers: HelperSpec | None = None) -> TextWork:
+def body_reader(helpers: HelperSpec | None = None) -> BodyReader:
     template = ChatTemplate.from_directory(DIRECTORY)
-    return TextWork(TOKENIZER, template, vocab_size=read_vocab_size(DIRECTORY), helpers=helpers)
+    return BodyReader(TOKENIZER, template, vocab_size=read_vocab_size(DIRECTORY), helpers=helpers)
 
 
-def with_helpers(act: Callable[[TextWork], Awaitable[ResultT]]) -> ResultT:
+def with_helpers(act: Callable[[BodyReader], Awaitable[ResultT]]) -> ResultT:
     """The result of `act` with real helper processes, which are gone afterwards."""
 
     async def run() -> ResultT:
-        work = text_work(HelperSpec(directory=DIRECTORY))
+        work = body_reader(HelperSpec(directory=DIRECTORY))
         try:
             return await act(work)
         finally:
@@ -63,7 +74,7 @@ def body(**fields: Any) -> bytes:
     ],
 )
 def test_helper_reads_the_same_as_the_event_loop(kind: BodyKind, data: bytes) -> None:
-    expected = asyncio.run(text_work().read(kind, data, POLICY))
+    expected = asyncio.run(body_reader().read(kind, data, POLICY))
     assert with_helpers(lambda work: work.read(kind, data, POLICY)) == expected
     if kind == "detokenize":
         assert json.loads(expected.answer or b"") == {"prompt": LONG}
@@ -92,14 +103,14 @@ def children() -> set[int]:
 
 
 def test_helper_that_died_is_replaced() -> None:
-    async def scenario(work: TextWork) -> None:
+    async def scenario(work: BodyReader) -> None:
         data = body(prompt=LONG)
         expected = await work.read("completion", data, POLICY)
         before = children()
         await work.start()
         assert before <= children()
         for pid in children():
-            if b"baton.gateway.text.work" in Path(f"/proc/{pid}/cmdline").read_bytes():
+            if b"baton.gateway.api.body_reader" in Path(f"/proc/{pid}/cmdline").read_bytes():
                 os.kill(pid, signal.SIGKILL)
         await asyncio.sleep(0.2)  # until the event loop has heard of their end
         assert await work.read("completion", data, POLICY) == expected
@@ -108,7 +119,7 @@ def test_helper_that_died_is_replaced() -> None:
 
 
 def test_cancelled_caller_does_not_confuse_the_next() -> None:
-    async def scenario(work: TextWork) -> None:
+    async def scenario(work: BodyReader) -> None:
         await work.start()
         leaving = asyncio.create_task(work.read("completion", body(prompt=LONG), POLICY))
         await asyncio.sleep(0)
@@ -121,13 +132,13 @@ def test_cancelled_caller_does_not_confuse_the_next() -> None:
     with_helpers(scenario)
 
 
-def test_a_model_without_text_takes_token_ids_alone() -> None:
-    work = TextWork(None, None)
+def test_model_without_a_tokenizer_takes_token_ids() -> None:
+    work = BodyReader(None, None)
     with pytest.raises(InvalidRequest, match="no tokenizer"):
         asyncio.run(work.read("completion", body(prompt="a"), POLICY))
     with pytest.raises(InvalidRequest, match="no chat template"):
         asyncio.run(
-            TextWork(TOKENIZER, None).read("chat", body(messages=[{"role": "user", "content": ""}]), POLICY)
+            BodyReader(TOKENIZER, None).read("chat", body(messages=[{"role": "user", "content": ""}]), POLICY)
         )
     assert asyncio.run(work.read("completion", body(prompt=[5, 6]), POLICY)).prompts
 
@@ -135,19 +146,19 @@ def test_a_model_without_text_takes_token_ids_alone() -> None:
 # Turns.
 
 
-def run(scene: Callable[[TextTurns, Order], Awaitable[None]]) -> Order:
+def run(scene: Callable[[HelperQueue, Order], Awaitable[None]]) -> Order:
     """Names, in the order in which they had their turn."""
     order: Order = []
 
     async def play() -> None:
-        await scene(TextTurns(), order)
+        await scene(HelperQueue(), order)
 
     asyncio.run(play())
     return order
 
 
 def asking(
-    turns: TextTurns, order: Order, tenant: str, name: str, num_bytes: int = 10
+    turns: HelperQueue, order: Order, tenant: str, name: str, num_bytes: int = 10
 ) -> "asyncio.Task[None]":
     async def ask() -> None:
         await turns.take(tenant, num_bytes)
@@ -161,14 +172,14 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-async def leave_all(turns: TextTurns, times: int) -> None:
+async def leave_all(turns: HelperQueue, times: int) -> None:
     for _ in range(times):
         turns.leave()
         await settle()
 
 
-def test_a_tenant_with_many_texts_does_not_delay_one_with_few() -> None:
-    async def scene(turns: TextTurns, order: Order) -> None:
+def test_tenant_with_many_bodies_does_not_delay_a_tenant_with_one() -> None:
+    async def scene(turns: HelperQueue, order: Order) -> None:
         asked = [asking(turns, order, "noisy", f"n{number}", 1000) for number in range(20)]
         await settle()
         asked.append(asking(turns, order, "quiet", "q"))
@@ -182,8 +193,8 @@ def test_a_tenant_with_many_texts_does_not_delay_one_with_few() -> None:
     assert order == [f"n{number}" for number in range(20)]
 
 
-def test_a_tenant_that_was_away_has_limited_credit() -> None:
-    async def scene(turns: TextTurns, order: Order) -> None:
+def test_tenant_that_was_away_has_limited_credit() -> None:
+    async def scene(turns: HelperQueue, order: Order) -> None:
         asked = [asking(turns, order, "a", "a") for _ in range(80)]
         await settle()
         await leave_all(turns, 40)
@@ -198,8 +209,8 @@ def test_a_tenant_that_was_away_has_limited_credit() -> None:
 
 @pytest.mark.parametrize("moment", ["before its turn", "at its turn", "as its turn comes"])
 @pytest.mark.parametrize("tenant_of_next", ["a", "b"])
-def test_a_cancelled_text_is_skipped(moment: str, tenant_of_next: str) -> None:
-    async def scene(turns: TextTurns, order: Order) -> None:
+def test_cancelled_job_is_skipped(moment: str, tenant_of_next: str) -> None:
+    async def scene(turns: HelperQueue, order: Order) -> None:
         await turns.take("a", 1)
         gone, after = asking(turns, order, "a", "gone"), asking(turns, order, tenant_of_next, "after")
         await settle()
@@ -220,8 +231,8 @@ def test_a_cancelled_text_is_skipped(moment: str, tenant_of_next: str) -> None:
     run(scene)
 
 
-def test_a_tenant_with_many_waiting_texts_is_refused_before_others_are() -> None:
-    async def scene(turns: TextTurns, order: Order) -> None:
+def test_tenant_with_many_waiting_bodies_is_refused_before_others() -> None:
+    async def scene(turns: HelperQueue, order: Order) -> None:
         noisy = [asking(turns, order, "noisy", "n") for _ in range(2 * MAX_WAITING)]
         await settle()
         num_refused = sum(task.done() and isinstance(task.exception(), Overloaded) for task in noisy)
@@ -236,8 +247,8 @@ def test_a_tenant_with_many_waiting_texts_is_refused_before_others_are() -> None
     run(scene)
 
 
-def test_without_tenants_all_places_may_be_taken() -> None:
-    async def scene(turns: TextTurns, order: Order) -> None:
+def test_without_tenants_all_slots_may_be_taken() -> None:
+    async def scene(turns: HelperQueue, order: Order) -> None:
         asked = [asking(turns, order, "", "x") for _ in range(1 + MAX_WAITING)]
         await settle()
         with pytest.raises(Overloaded, match=f"{MAX_WAITING} texts wait"):
@@ -251,22 +262,26 @@ def test_without_tenants_all_places_may_be_taken() -> None:
 # The served model.
 
 
+def served_model(made: Gateway) -> ServedModel:
+    return ServedModel(name="tiny", bodies=BodyReader(None, None), service=made.frontend, created_s=0)
+
+
 def policy(made: Gateway) -> ReadPolicy:
     return ServedModel(
-        name="tiny", text=TextWork(None, None), service=made.frontend, created_s=0
+        name="tiny", bodies=BodyReader(None, None), service=made.frontend, created_s=0
     ).read_policy(TENANT)
 
 
-def test_before_the_first_worker_clients_are_told_when_to_retry() -> None:
+def test_before_the_first_worker_clients_hear_when_to_retry() -> None:
     with pytest.raises(ApiError, match="^no worker has been there yet") as refused:
         policy(gateway()).check_length(1)
     headers = dict(refused.value.headers())
     assert (refused.value.status, headers[b"retry-after"], headers[b"x-should-retry"]) == (503, b"2", b"true")
 
 
-def test_without_workers_the_last_known_length_holds() -> None:
+def test_without_workers_the_last_known_context_length_holds() -> None:
     made = gateway("d0")
-    model = ServedModel(name="tiny", text=TextWork(None, None), service=made.frontend, created_s=0)
+    model = served_model(made)
     length = model.read_policy(TENANT).longest()
     made.list_members()
     assert not made.frontend.workers
@@ -277,8 +292,69 @@ def test_without_workers_the_last_known_length_holds() -> None:
         model.read_policy(TENANT).check_length(0)
 
 
-def test_a_new_router_without_members_makes_no_worker_disappear() -> None:
+def test_new_router_with_an_incomplete_list_keeps_the_context_length() -> None:
     made = gateway("d0")
     made.join_router("another")
     made.list_members(is_complete=False)
     policy(made).check_length(1)
+
+
+# Public texts.
+
+HOUSE = "You sort numbers. Answer with the numbers alone."
+
+
+def a_reader() -> PromptReader:
+    return PromptReader(TOKENIZER, ChatTemplate.from_directory(resolve_model("tiny")))
+
+
+def num_public(token_ids: Sequence[int], *texts: str, reader: PromptReader | None = None) -> int:
+    return asyncio.run(PublicPrefixes(reader or a_reader()).num_tokens(texts, token_ids))
+
+
+def chat(*contents: str) -> list[int]:
+    messages = [
+        {"role": role, "content": content}
+        for role, content in zip(("system", "user"), contents, strict=False)
+    ]
+    return a_reader().encode_chat(messages, max_tokens=1000)
+
+
+def test_prompt_that_begins_with_a_public_text_shares_its_tokens() -> None:
+    shared = num_public(ids(HOUSE + " sort(3 1 2)="), HOUSE)
+    assert len(ids(HOUSE)) - 1 <= shared <= len(ids(HOUSE)), "the last token may grow into what follows"
+
+
+def test_chat_with_a_public_system_message_shares_its_tokens() -> None:
+    prompt = chat(HOUSE, "3 1 2")
+    shared = num_public(prompt, HOUSE)
+    assert TOKENIZER.decode(prompt[:shared]).count(HOUSE) == 1
+    assert "3 1 2" not in TOKENIZER.decode(prompt[:shared])
+
+
+def test_prompt_shares_the_tokens_that_equal_a_public_text() -> None:
+    other = HOUSE.replace("numbers alone", "secret word")
+    shared = num_public(ids(other), HOUSE)
+    assert 0 < shared < len(ids(HOUSE))
+    assert HOUSE.startswith(TOKENIZER.decode(ids(other)[:shared]))
+
+
+def test_longest_of_several_public_texts_counts() -> None:
+    prompt = ids(HOUSE + " sort(1)=")
+    assert num_public(prompt, "You", HOUSE, "nothing alike") == num_public(prompt, HOUSE)
+
+
+def test_without_public_texts_or_tokenizer_no_token_is_shared() -> None:
+    assert num_public(ids(HOUSE)) == 0
+    assert num_public([1, 2, 3], HOUSE, reader=PromptReader(None, None)) == 0
+
+
+def test_missing_form_of_a_public_text_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    async def twice() -> None:
+        public = PublicPrefixes(PromptReader(TOKENIZER, None))
+        for _ in range(2):
+            assert await public.num_tokens([HOUSE], ids(HOUSE))
+
+    with caplog.at_level("INFO"):
+        asyncio.run(twice())
+    assert len(caplog.records) == 1 and HOUSE not in str(vars(caplog.records[0]))
