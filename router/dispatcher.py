@@ -349,12 +349,13 @@ class Dispatcher:
         self.dispatch_queued()
 
     def worker_left(self, member: Member, reason: str) -> None:
-        """Fail the attempts without a first token on a decode worker that has left.
+        """Fail the attempts on a decode worker that has left.
 
-        The decode worker may never have received these attempts. Gateways receive the tokens of all other
-        attempts from the worker, so gateways detect its loss themselves.
+        The decode worker may never have received them; a first token from the prefill worker proves nothing.
+        A gateway ignores the failure of an attempt whose decode worker has sent a token: the gateway is
+        connected to that worker, and detects its loss itself.
         """
-        for (request_id, attempt), entry in self._in_flight.waiting_at(member.id):
+        for (request_id, attempt), entry in self._in_flight.decoded_at(member.id):
             gateway = self._gateways.get(entry.gateway)
             if gateway is None:
                 continue  # another router dispatched this attempt, and fails it

@@ -303,10 +303,9 @@ class InFlight:
         """`WorkerInFlight.wait_s` at the present time."""
         return self._accounts[worker_id].wait_s(self._clock.now_s())
 
-    def waiting_at(self, decode: str) -> list[tuple[Key, InFlightAttempt]]:
-        """The attempts of a decode worker without a first token, sorted by key."""
-        waiting = [(key, self._entries[key]) for key in self._waiting]
-        return sorted((key, entry) for key, entry in waiting if entry.decode == decode)
+    def decoded_at(self, worker: str) -> list[tuple[Key, InFlightAttempt]]:
+        """The attempts of a decode worker, sorted by key."""
+        return sorted((key, self._entries[key]) for key in self._reported_s.get(worker, ()))
 
     def gateway_left(self, gateway_id: str) -> None:
         """Remove the attempts of a gateway. Until they end, the workers' reports count them as unknown."""

@@ -50,7 +50,7 @@ from baton.tenants import Refusal
 
 LATE_TICK_S: Final = 1.0  # this process stood still
 STATUS_S: Final = 1.0
-UNHEARD_S: Final = 3.0  # for the first token of an attempt whose router is gone
+UNHEARD_S: Final = 3.0  # for the decode worker's first token of an attempt whose router is gone
 MAX_AHEAD: Final = 10  # times `max_silence_s`, for the first token of a worker that talks
 MAX_REMEMBERED: Final = 4096  # workers that are gone
 MAX_UNANSWERED_TOKENS: Final = 6_144
@@ -252,6 +252,7 @@ class Frontend:
                 peer.send(Cancel(request_id=event.request_id, attempt=event.attempt))
                 continue
             stream.heard_s = now_s
+            stream.is_decoding |= peer.hello.id == stream.decode
             try:
                 due = stream.take(event) if event.finish_reason not in _NO_ANSWERS else None
             except ProtocolError as error:
@@ -293,6 +294,8 @@ class Frontend:
         stream = self._present(failed.request_id, failed.attempt)
         if stream is None:
             return
+        if stream.is_decoding and peer.hello.process is Kind.ROUTER:
+            return  # only the router's connection to the decode worker is lost
         worker = failed.worker or peer.hello.id
         if failed.failure is Failure.INVALID and not stream.log:
             self._fail(stream, InvalidRequest(failed.reason))
@@ -400,7 +403,7 @@ class Frontend:
                 continue
             if stream.state is StreamState.SUBMITTED:
                 self._again(stream, "router")
-            elif stream.state is StreamState.ROUTED and not stream.has_started:
+            elif stream.state is StreamState.ROUTED and not stream.is_decoding:
                 stream.doubted_s = min(stream.doubted_s, now_s)
 
     def _report_connections(self) -> None:
@@ -423,7 +426,7 @@ class Frontend:
                 self._end_if_due(stream, now_s)
             elif stream.state is StreamState.ROUTED:
                 silence_s = now_s - stream.heard_s
-                if not stream.has_started and now_s - stream.doubted_s > UNHEARD_S:
+                if not stream.is_decoding and now_s - stream.doubted_s > UNHEARD_S:
                     self._again(stream, "unheard")
                 elif silence_s > self._limits.max_silence_s and not self._is_behind_others(stream, now_s):
                     self._fault(stream, stream.decode, f"it was silent for {silence_s:.0f} s")
@@ -437,7 +440,7 @@ class Frontend:
 
     def _is_behind_others(self, stream: RequestStream, now_s: float) -> bool:
         """The request may still wait at a worker that goes on with earlier ones."""
-        if stream.has_started or now_s - stream.heard_s > MAX_AHEAD * self._limits.max_silence_s:
+        if stream.is_decoding or now_s - stream.heard_s > MAX_AHEAD * self._limits.max_silence_s:
             return False
         heard_s = self._heard_s.get(stream.decode, -math.inf)
         return now_s - heard_s <= self._limits.max_silence_s

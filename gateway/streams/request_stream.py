@@ -138,6 +138,7 @@ class RequestStream:
     early: dict[int, TokenEvent] = field(default_factory=dict)
     is_begun: bool = field(init=False)  # workers have had the request, in any attempt
     has_started: bool = False  # the present attempt
+    is_decoding: bool = False  # its decode worker has sent a token of the present attempt
     is_reported: bool = False  # its start, to the router
     decode: str = ""  # of the present attempt, once it is ROUTED
     prefill: str = ""
@@ -233,7 +234,7 @@ class RequestStream:
         self.attempt += 1
         self.first_index = self.next_index
         self.sticky_worker = self.decode = self.prefill = ""
-        self.has_started = self.is_reported = False
+        self.has_started = self.is_decoding = self.is_reported = False
         self.doubted_s = math.inf
         self.early.clear()
 

@@ -75,8 +75,8 @@ class BooksMachine(RuleBasedStateMachine):
         for worker in ("p0", "p1", "d0", "d1"):
             account = self.in_flight.account(worker)
             filling = [self.open[key] for key in self.waiting if self.open[key].prefill == worker]
-            assert [key for key, _ in self.in_flight.waiting_at(worker)] == sorted(
-                key for key in self.waiting if self.open[key].decode == worker
+            assert [key for key, _ in self.in_flight.decoded_at(worker)] == sorted(
+                key for key, entry in self.open.items() if entry.decode == worker
             )
             decoding = [entry for entry in self.open.values() if entry.decode == worker]
             begun = [key for key in self.open.keys() - self.waiting if self.open[key].decode == worker]

@@ -117,10 +117,15 @@ def test_streams_that_run_do_not_care_for_the_router() -> None:
     assert g["router"].take(Submit) == []
 
 
-def test_attempt_that_may_not_have_arrived_is_replaced_when_its_first_token_stays_out() -> None:
-    g = gateway("d0", "d1")
+@pytest.mark.parametrize("has_first_token", [False, True])
+def test_attempt_of_a_lost_router_is_replaced_unless_its_decode_worker_sends_tokens(
+    has_first_token: bool,
+) -> None:
+    g = gateway("p0", "d0", "d1")
     sink = g.open()
-    g.route("d0")
+    g.route("d0", "p0")
+    if has_first_token:
+        g.say("p0", event(0))
     g["router"].leave()
     g.join_router("another")
     g.tick(UNHEARD_S - 0.5)
@@ -130,6 +135,20 @@ def test_attempt_that_may_not_have_arrived_is_replaced_when_its_first_token_stay
     assert g.submitted().request.attempt == 1
     assert g["d0"].only(Cancel).attempt == 0
     assert sink.error is None
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2])
+def test_attempt_on_a_worker_that_its_router_has_lost_is_replaced_unless_it_decodes(num_tokens: int) -> None:
+    g, sink = running("p0", "d0", "d1", num_tokens=num_tokens)  # the first token comes from p0
+    g["router"].say(failed(Failure.LOST, worker="d0"))
+    if num_tokens == 2:
+        g.say("d0", event(2, STOP))
+        assert (sink.token_ids, sink.finish) == ([100, 101, 102], STOP)
+        assert g["router"].take(Submit) == []
+    else:
+        resubmitted = g.submitted()
+        assert (resubmitted.request.attempt, resubmitted.avoid) == (1, (id_of("d0"),))
+        assert g["d0"].only(Cancel).attempt == 0
 
 
 def test_gateway_with_a_silent_only_router_is_not_ready() -> None:
