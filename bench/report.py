@@ -173,6 +173,48 @@ def write_json(path: Path, title: str, rows: Sequence[Row], extra: Mapping[str, 
     path.write_text(json.dumps({**content, **extra}, indent=1) + "\n")
 
 
+Curve: TypeAlias = Sequence[tuple[float, float]]
+
+
+def ranked_shares(values: Iterable[float]) -> Curve:
+    """Return the share of values that are no larger, over the values."""
+    ranked = sorted(values)
+    return [(value, (place + 1) / len(ranked)) for place, value in enumerate(ranked)]
+
+
+def plot_lines(
+    path: Path,
+    panels: Mapping[str, Mapping[str, Curve]],
+    *,
+    x_label: str = "",
+    y_label: str = "",
+    is_log: bool = False,
+    is_stepped: bool = False,
+) -> None:
+    """Draw panels side by side, by their titles, each with curves by their labels.
+
+    is_log: of the x axis. is_stepped: a value holds until the next x.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(4.5 * len(panels), 4), layout="constrained")
+    grid = figure.subplots(1, len(panels), squeeze=False)[0]
+    for axes, (title, curves) in zip(grid, panels.items(), strict=True):
+        for label, curve in curves.items():
+            if curve:
+                style = {"drawstyle": "steps-post"} if is_stepped else {"marker": "o"}
+                axes.plot(*zip(*curve, strict=True), label=label, **style)
+        axes.set_title(title)
+        axes.set_xlabel(x_label)
+        axes.set_xscale("log" if is_log and axes.lines else "linear")
+        axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.3)
+        if axes.lines:
+            axes.legend(fontsize="small")
+    figure.supylabel(y_label)
+    figure.savefig(path, dpi=150)
+
+
 Measure: TypeAlias = Callable[[argparse.Namespace, Report], None]
 
 

@@ -31,6 +31,7 @@ class LlamaShape:
     head_dim: int
     vocab_size: int
     max_positions: int
+    initializer_range: float = 0.02  # standard deviation of dummy weights
 
     def write(self, directory: Path) -> None:
         """Write the config.json of a bf16 model; dummy weights need nothing else."""
@@ -45,6 +46,7 @@ class LlamaShape:
             "head_dim": self.head_dim,
             "vocab_size": self.vocab_size,
             "max_position_embeddings": self.max_positions,
+            "initializer_range": self.initializer_range,
             "rms_norm_eps": 1e-5,
             "rope_theta": 500000.0,
             "tie_word_embeddings": False,

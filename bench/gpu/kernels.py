@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from baton.bench.gpu.session import Rates, Session, require_close
+from baton.bench.gpu.session import Rates, Session, require_close, require_equal
 from baton.bench.machine import (
     Call,
     copy_bandwidth_gbps,
@@ -21,6 +21,7 @@ from baton.bench.machine import (
 )
 from baton.bench.report import Row, at_most, format_number
 from baton.kernels.paged_attention import paged_attention_decode, paged_attention_decode_reference
+from baton.kernels.pages import copy_pages
 from baton.kernels.prefill_attention import prefill_attention, prefill_attention_reference
 
 DTYPE = torch.bfloat16
@@ -81,6 +82,33 @@ def prefill_kernel(session: Session) -> Iterator[Row]:
         rival = flops / seconds_per_call([_library_prefill(session, num_tokens)], session.device) / 1e12
         note = f"ours is {format_number(tflops / rival)} of it"
         yield Row(f"torch attention, {num_tokens:,} tokens", rival, "TFLOP/s", note=note)
+
+
+def pages(session: Session) -> Iterator[Row]:
+    """Measure gathers and scatters of whole pages and of single layers, in percent of a device copy."""
+    model, num_moved = session.sizes.model, session.sizes.num_kv_pages // 2
+    page = (2, model.num_kv_heads, PAGE_SIZES[0], model.head_dim)
+    pool = _normal(session, 2 * num_moved, model.num_layers, *page)
+    moved, others = torch.randperm(len(pool), device=session.device).split(num_moved)
+    staging = torch.empty_like(pool[:num_moved])
+    # Each layer has its own part of the staging memory: one small buffer for all would stay in the cache.
+    layers = zip(pool.unbind(1), staging.view(model.num_layers, num_moved, *page), strict=True)
+    for what, pairs in (("whole pages", [(pool, staging)]), ("one layer", list(layers))):
+        for paged, packed in pairs:
+            copy_pages(paged, moved, packed, None)
+            require_equal(f"gather, {what}", packed, paged[moved])
+            copy_pages(packed, None, paged, others)
+            require_equal(f"scatter, {what}", paged[others], packed)
+        calls: dict[str, list[Call]] = {
+            "gather": [partial(copy_pages, paged, moved, packed, None) for paged, packed in pairs],
+            "scatter": [partial(copy_pages, packed, None, paged, others) for paged, packed in pairs],
+        }
+        num_bytes = pairs[0][1].nbytes
+        for verb, of_verb in calls.items():
+            gbps = 2 * num_bytes / seconds_per_call(of_verb, session.device) / 1e9
+            note = f"{format_number(num_bytes / 2**20)} MiB, {format_number(gbps)} GB/s"
+            percent = 100 * gbps / session.rates.copy_gbps
+            yield session.bar(f"{verb}, {what}", percent, "% of copy", 85.0, note)
 
 
 def _decode_rows(session: Session, name: str, lengths: list[int], bar: float) -> Iterator[Row]:

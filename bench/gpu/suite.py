@@ -36,6 +36,7 @@ STAGES: Final = (
     Stage("rates of the device", kernels.rates, 15),
     Stage("decode kernel", kernels.decode_kernel, 30),
     Stage("prefill kernel", kernels.prefill_kernel, 30),
+    Stage("pages", kernels.pages, 10),
     Stage("kv gather", kv.gather, 15),
     Stage("kv scatter", kv.scatter, 15),
     Stage("cuda_ipc", kv.cuda_ipc, 45),

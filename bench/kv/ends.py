@@ -1,6 +1,7 @@
 """The two ends of a KV transfer: whole endpoints with real page pools, the destination in its own process.
 
-Pages are scattered: the free lists are shuffled before anything moves.
+Pages are scattered: the free lists are shuffled before anything moves. Both ends take the digests of all
+pages, so a page that arrives with other bytes fails the transfer. Both pools are in host memory or on a GPU.
 """
 
 import random
@@ -10,7 +11,7 @@ import threading
 from collections.abc import Sequence
 from functools import partial
 from time import perf_counter
-from typing import Final
+from typing import Final, Self
 
 import msgspec
 import torch
@@ -27,6 +28,7 @@ from baton.kvtransfer.protocol.handoff import HandoffOutcome, Timing, TransferEn
 from baton.kvtransfer.protocol.messages import AnyMessage, Wrote
 from baton.kvtransfer.protocol.transfer_plan import plan_transfer
 from baton.kvtransfer.settings import EndpointSettings
+from baton.kvtransfer.transports.base import AUTO
 from baton.kvtransfer.transports.pages import SharedPool
 from baton.pages import PageLayout
 
@@ -34,22 +36,27 @@ KEY: Final = b"a key for this bench alone"
 FINGERPRINT: Final = "bench"
 DEADLINE_S: Final = 120.0
 WAIT_S: Final = 0.05
+TRANSPORTS: Final = ("shm", "tcp")
+READY: Final = "ready"
 
 
-def settings_of(layout: PageLayout, transport: str, timing: Timing | None = None) -> EndpointSettings:
+def _settings(layout: PageLayout, transport: str, timing: Timing | None = None) -> EndpointSettings:
     """Return the settings of an endpoint; both ends have the same key and fingerprint."""
     return EndpointSettings(
         key=KEY, fingerprint=FINGERPRINT, layout=layout, transport=transport, timing=timing or Timing()
     )
 
 
-def pool_shape(layout: PageLayout, num_pages: int) -> tuple[int, ...]:
-    """Return the shape of a rank's pool."""
+def _pool_shape(layout: PageLayout, num_pages: int) -> tuple[int, ...]:
     heads = layout.num_kv_heads // layout.tp_size
     return (num_pages, layout.num_layers, 2, heads, layout.page_size, layout.head_dim)
 
 
-def scattered_ledger(layout: PageLayout, num_pages: int, seed: int) -> PagePool:
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:
+    return huge_zeros(shape, dtype) if device == "cpu" else torch.zeros(shape, dtype=dtype, device=device)
+
+
+def _scattered_ledger(layout: PageLayout, num_pages: int, seed: int) -> PagePool:
     """Return a pool with all pages free, in random order."""
     ledger = PagePool(num_pages, layout.page_size)
     pages = ledger.allocate(num_pages, "shuffle")
@@ -62,16 +69,33 @@ class SourceEnd:
     """The end in the suite's own process."""
 
     def __init__(
-        self, layout: PageLayout, num_pages: int, transport: str, pool: Tensor | None = None
+        self,
+        layout: PageLayout,
+        transport: str,
+        pool: Tensor,
+        ledger: PagePool,
+        timing: Timing | None = None,
     ) -> None:
-        """pool: that of another end with the same layout, to save memory."""
-        self.layout = layout
+        """pool, ledger: an engine's, or those of `random`."""
+        self.layout, self.pool, self.ledger = layout, pool, ledger
+        self.endpoint = KvEndpoint(_settings(layout, transport, timing), pool, ledger)
+
+    @classmethod
+    def random(
+        cls,
+        layout: PageLayout,
+        num_pages: int,
+        transport: str,
+        *,
+        pool: Tensor | None = None,
+        device: str = "cpu",
+        timing: Timing | None = None,
+    ) -> Self:
+        """Return an end with scattered pages of random bytes. pool: another end's, to save memory."""
         if pool is None:
-            pool = huge_zeros(pool_shape(layout, num_pages), TORCH_DTYPES[layout.dtype])
+            pool = _zeros(_pool_shape(layout, num_pages), TORCH_DTYPES[layout.dtype], device)
             pool.view(torch.int16).random_(0, 2**15)
-        self.pool = pool
-        self.ledger = scattered_ledger(layout, num_pages, seed=0)
-        self.endpoint = KvEndpoint(settings_of(layout, transport), pool, self.ledger)
+        return cls(layout, transport, pool, _scattered_ledger(layout, num_pages, seed=0), timing)
 
     def send(self, destination: "DestinationProcess", num_tokens: int) -> TransferTimes:
         """Hand over the pages of so many tokens at once; RuntimeError when that fails."""
@@ -79,25 +103,32 @@ class SourceEnd:
         pages = self.ledger.allocate(self.layout.num_pages(num_tokens), "prompt")
         transfer = destination.grant(self.endpoint, num_units)
         self.endpoint.offer(transfer, pages, num_units)
-        ended = self.wait_for(transfer)
+        ended = wait_for(self.endpoint, transfer)
         self.ledger.release(pages, "prompt")
-        if ended.times is None or ended.outcome is not HandoffOutcome.HANDED_OVER:
-            raise RuntimeError(f"{num_tokens} tokens were not handed over: {ended.outcome}: {ended.reason}")
-        return ended.times
+        return times_of(ended)
 
-    def wait_for(self, transfer: bytes) -> TransferEnded:
-        """Return the end of a transfer; TimeoutError after DEADLINE_S."""
-        deadline_s = perf_counter() + DEADLINE_S
-        while perf_counter() < deadline_s:
-            for ended in self.endpoint.poll():
-                if ended.transfer == transfer:
-                    return ended
-            self.endpoint.wait(WAIT_S)
-        raise TimeoutError(f"a transfer has not ended within {DEADLINE_S:g} s")
 
-    def close(self) -> None:
-        """Close the endpoint."""
-        self.endpoint.close()
+def wait_for(endpoint: KvEndpoint, transfer: bytes) -> TransferEnded:
+    """Return the end of a transfer; TimeoutError after DEADLINE_S."""
+    deadline_s = perf_counter() + DEADLINE_S
+    while perf_counter() < deadline_s:
+        for ended in endpoint.poll():
+            if ended.transfer == transfer:
+                return ended
+        endpoint.wait(WAIT_S)
+    raise TimeoutError(f"a transfer has not ended within {DEADLINE_S:g} s")
+
+
+def times_of(ended: TransferEnded) -> TransferTimes:
+    """Return the times of a transfer that was handed over; RuntimeError names any other end."""
+    if ended.times is None or ended.outcome is not HandoffOutcome.HANDED_OVER:
+        raise RuntimeError(f"the pages were not handed over: {ended.outcome}: {ended.reason}")
+    return ended.times
+
+
+def moving_s(times: TransferTimes) -> float:
+    """Return the seconds while bytes moved."""
+    return times.gather_s + times.wire_s
 
 
 class _Start(msgspec.Struct, frozen=True):
@@ -105,7 +136,8 @@ class _Start(msgspec.Struct, frozen=True):
 
     layout: PageLayout
     num_pages: int
-    is_shared: bool
+    device: str
+    transport: str
     damaged_unit: int | None
 
 
@@ -119,23 +151,24 @@ class _GrantOrder(msgspec.Struct, frozen=True):
 
 
 class DestinationProcess:
-    """The process of a destination; `address` is that of its endpoint."""
+    """The process of a destination."""
 
     def __init__(
         self,
         layout: PageLayout,
         num_pages: int,
         *,
-        is_shared: bool = True,
+        device: str = "cpu",
+        transport: str = AUTO,
         damaged_unit: int | None = None,
     ) -> None:
         """damaged_unit: the unit that arrives with one bit flipped, in the first long transfer."""
-        start = _Start(layout, num_pages, is_shared, damaged_unit)
+        start = _Start(layout, num_pages, device, transport, damaged_unit)
         self.layout = layout
-        self._child = Child("-m", "baton.bench.kv.ends")
-        line = self._child.ask(msgspec.json.encode(start).decode())
-        self.address = msgspec.json.decode(line, type=tuple[str, int])
+        self._child = Child("-m", "baton.bench.kv.ends", msgspec.json.encode(start).decode())
         self.pid = self._child.pid
+        if self._child.read() != READY:
+            raise RuntimeError("the destination's process has ended")
 
     def grant(self, source: KvEndpoint, num_units: int, num_layer_groups: int = 1) -> bytes:
         """Have the process grant pages once it has room; return the transfer that the source has heard of."""
@@ -155,6 +188,50 @@ class DestinationProcess:
         self._child.kill()
 
 
+class Ends:
+    """A pool here, a pool in another process, and an endpoint here for each transport."""
+
+    def __init__(
+        self,
+        source: PageLayout,
+        destination: PageLayout,
+        num_tokens: int,
+        transports: Sequence[str] = TRANSPORTS,
+        device: str = "cpu",
+    ) -> None:
+        """num_tokens: room of either pool; there are 64 pages at least."""
+        num_pages = max(64, source.num_pages(num_tokens))
+        num_theirs = max(64, destination.num_pages(num_tokens))
+        asked = transports[0] if len(transports) == 1 else AUTO
+        self._destination = DestinationProcess(destination, num_theirs, device=device, transport=asked)
+        self._sources: dict[str, SourceEnd] = {}
+        pool: Tensor | None = None
+        for transport in transports:
+            end = SourceEnd.random(source, num_pages, transport, pool=pool, device=device)
+            self._sources[transport], pool = end, end.pool
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for source in self._sources.values():
+            source.endpoint.close()
+        self._destination.close()
+
+    def pool(self, transport: str) -> Tensor:
+        """Return the pool that this transport sends from."""
+        return self._sources[transport].pool
+
+    def send(self, transport: str, num_tokens: int) -> TransferTimes:
+        """Hand over the pages of so many tokens. RuntimeError: another transport moved them, or none."""
+        source = self._sources[transport]
+        times = source.send(self._destination, num_tokens)
+        opened = source.endpoint.counters.num_opened
+        if set(opened) != {transport}:
+            raise RuntimeError(f"{transport} did not move the pages: {source.endpoint.counters.by_name()}")
+        return times
+
+
 class _DamagingEndpoint(KvEndpoint):
     damaged_unit: int | None = None
 
@@ -171,21 +248,24 @@ class _DamagingEndpoint(KvEndpoint):
 
 def serve(start: _Start) -> None:
     """Grant pages as the lines of stdin say, and release what arrives, until killed."""
-    layout, shared = start.layout, SharedPool() if start.is_shared else None
-    zeros = huge_zeros if shared is None else shared.zeros
-    pool = zeros(pool_shape(layout, start.num_pages), TORCH_DTYPES[layout.dtype])
-    touch(pool)
-    ledger = scattered_ledger(layout, start.num_pages, seed=1)
-    endpoint = _DamagingEndpoint(settings_of(layout, "auto"), pool, ledger, shared=shared)
+    layout, shared = start.layout, SharedPool() if start.device == "cpu" else None
+    shape, dtype = _pool_shape(layout, start.num_pages), TORCH_DTYPES[layout.dtype]
+    pool = _zeros(shape, dtype, start.device) if shared is None else shared.zeros(shape, dtype)
+    # Touches all memory, as a worker has after its first minutes.
+    pool.view(-1).view(torch.uint8)[::4096].fill_(1)
+    ledger = _scattered_ledger(layout, start.num_pages, seed=1)
+    endpoint = _DamagingEndpoint(_settings(layout, start.transport), pool, ledger, shared=shared)
     endpoint.damaged_unit = start.damaged_unit
-    sys.stdout.write(msgspec.json.encode(endpoint.address).decode() + "\n")
+    sys.stdout.write(READY + "\n")
     sys.stdout.flush()
     orders: list[_GrantOrder] = []
     threading.Thread(target=_read_orders, args=(endpoint, orders), daemon=True).start()
     links: dict[tuple[str, int], Link] = {}
     while True:
         endpoint.wait(WAIT_S)
-        release_adopted(endpoint.poll(), ledger)
+        for ended in endpoint.poll():
+            if ended.outcome is HandoffOutcome.ADOPTED:
+                ledger.release(ended.pages, "sequence")
         while orders and ledger.num_free >= orders[0].num_units:  # a unit is a page, or a part of one
             order = orders.pop(0)
             link = links.get(order.source)
@@ -205,18 +285,6 @@ def _read_orders(endpoint: KvEndpoint, orders: list[_GrantOrder]) -> None:
     for line in sys.stdin.buffer:
         order = msgspec.json.decode(line, type=_GrantOrder)
         endpoint.post(partial(orders.append, order))
-
-
-def release_adopted(ended: Sequence[TransferEnded], ledger: PagePool) -> None:
-    """Release the pages of transfers that the destination has adopted."""
-    for each in ended:
-        if each.outcome is HandoffOutcome.ADOPTED:
-            ledger.release(each.pages, "sequence")
-
-
-def touch(pool: Tensor) -> None:
-    """Touch all memory, as a worker has after its first minutes."""
-    pool.view(-1).view(torch.uint8)[::4096].fill_(1)
 
 
 # The KV caches of models that people serve; name -> layers, KV heads, head dim, all in bf16
@@ -244,4 +312,4 @@ def layout_of(shape: str, *, page_size: int, tp_size: int = 1) -> PageLayout:
 
 
 if __name__ == "__main__":
-    serve(msgspec.json.decode(sys.stdin.buffer.readline(), type=_Start))
+    serve(msgspec.json.decode(sys.argv[1], type=_Start))

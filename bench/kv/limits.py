@@ -7,10 +7,8 @@
     isend/irecv pages  the same, a message a page, all in flight
     ..., 512 tokens    memcpy and raw socket with only the bytes of a prompt of 512 tokens
 
-A round ends when the receiver has all bytes; the receiver is a process of its own. A rival is a command that
-moves a batch of pages between two processes of its own. `{page_bytes}` and `{num_pages}` in the command are
-replaced by the work of the limits, and its last line is a JSON object of rates in GB/s: {"write": 9.3,
-"read": 15.9}.
+A round ends when the receiver, a process of its own, has all bytes. A rival is a command that moves a batch
+of pages between two processes of its own: see `Rival`.
 """
 
 import ctypes
@@ -21,24 +19,30 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from statistics import median
 from time import perf_counter
-from typing import Final, NamedTuple, Protocol, Self
+from typing import Final, NamedTuple, TypeAlias
 
 import torch
-from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 
+from baton.bench.kv.ends import TRANSPORTS
+from baton.bench.processes import HOST, Child
 from baton.errors import ConfigError
 from baton.kernels.huge_pages import huge_zeros
 from baton.kvtransfer.transports.page_socket import unpace
 from baton.kvtransfer.transports.rank_pair import PairGroup, join_gloo
+from baton.kvtransfer.transports.tcp import TcpSettings
+from baton.pages import PageLayout
 
-TIMEOUT_S: Final = 60.0
-HOST: Final = "127.0.0.1"
-CONTIGUOUS, PAGES = "contiguous", "pages"
+TIMEOUT_S: Final = 600.0  # a round of a slow rival passes between two rounds of a limit
+RIVAL_TIMEOUT_S: Final = 300.0
+LIMIT_BYTES: Final = 2**26  # of a round: rates do not change beyond
+SMALL_TOKENS: Final = 512
+SMALL: Final = f", {SMALL_TOKENS} tokens"  # the end of a limit's name that moves only so many bytes
 UNPACED: Final = ", unpaced"
+SHOWN_CHARACTERS: Final = 300  # of the output of a command that failed
 
 
 class PageMoves(NamedTuple):
@@ -54,73 +58,51 @@ class PageMoves(NamedTuple):
         return self.page_bytes * len(self.source_pages)
 
 
-class Subject(Protocol):
-    """A way to move the bytes of a round."""
-
-    name: str
-    num_bytes: int  # of a round
-
-    def run(self) -> float:
-        """Run one round; return its seconds."""
-
-    def close(self) -> None: ...
+def scattered_moves(page_bytes: int, num_pages: int | None = None) -> PageMoves:
+    """Return a round of so many pages, of LIMIT_BYTES by default, scattered over pools of twice as many."""
+    num_at_most = max(1, LIMIT_BYTES // page_bytes)
+    num_pages = num_pages or num_at_most
+    pool, choose = 2 * max(num_pages, num_at_most), random.Random(0)
+    return PageMoves(
+        page_bytes, pool, choose.sample(range(pool), num_pages), choose.sample(range(pool), num_pages)
+    )
 
 
 class Memcpy:
     """Copies page by page within one process."""
 
     def __init__(self, moves: PageMoves, suffix: str = "") -> None:
-        self.name = f"memcpy{suffix}"
-        self.num_bytes = moves.num_bytes
+        self.name, self.num_bytes = f"memcpy{suffix}", moves.num_bytes
         self._moves = moves
         pool_bytes = moves.num_pool_pages * moves.page_bytes
         self._source, self._destination = (huge_zeros((pool_bytes,), torch.uint8).fill_(1) for _ in range(2))
 
     def run(self) -> float:
-        moves, source, destination = self._moves, self._source.data_ptr(), self._destination.data_ptr()
+        """Run one round; return its seconds."""
+        size, source, destination = (
+            self._moves.page_bytes, self._source.data_ptr(), self._destination.data_ptr(),
+        )  # fmt: skip
         started_s = perf_counter()
-        for from_page, to_page in zip(moves.source_pages, moves.destination_pages, strict=True):
-            ctypes.memmove(
-                destination + to_page * moves.page_bytes,
-                source + from_page * moves.page_bytes,
-                moves.page_bytes,
-            )
+        for from_page, to_page in zip(self._moves.source_pages, self._moves.destination_pages, strict=True):
+            ctypes.memmove(destination + to_page * size, source + from_page * size, size)
         return perf_counter() - started_s
 
     def close(self) -> None:
         return
 
 
-class Peer:
-    """The process at the other end of a limit."""
-
-    def __init__(self, *arguments: object) -> None:
-        command = [sys.executable, "-m", "baton.bench.kv.limits", *map(str, arguments)]
-        self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
-
-    def close(self) -> None:
-        try:
-            self._process.wait(TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-
-
 class RawSocket:
     """Sends a buffer from `num_streams` threads, each with a socket and its share."""
 
-    def __init__(self, moves: PageMoves, num_streams: int, suffix: str = "") -> None:
-        """suffix: of the name;
-
-        with UNPACED the sockets ask for the congestion control of the tcp transport.
-        """
+    def __init__(self, num_bytes: int, num_streams: int, suffix: str = "") -> None:
+        """suffix: of the name; with UNPACED the sockets ask for the tcp transport's congestion control."""
         self.name = f"raw socket x{num_streams}{suffix}" if num_streams > 1 else f"raw socket{suffix}"
-        self.num_bytes = moves.num_bytes
-        buffer = huge_zeros((moves.num_bytes,), torch.uint8).fill_(1)
-        share = moves.num_bytes // num_streams
+        self.num_bytes = num_bytes
+        share = num_bytes // num_streams
+        buffer = huge_zeros((num_bytes,), torch.uint8).fill_(1)
         self._shares = [memoryview(part.numpy()) for part in buffer.split(share)][:num_streams]
         with socket.create_server((HOST, 0)) as server:
-            self._peer = Peer("socket", server.getsockname()[1], num_streams, share)
+            self._receiver = _receiver("socket", server.getsockname()[1], num_streams, share)
             server.settimeout(TIMEOUT_S)
             self._sockets = [server.accept()[0] for _ in range(num_streams)]
         for sock in self._sockets:
@@ -130,45 +112,40 @@ class RawSocket:
 
     def run(self) -> float:
         started_s = perf_counter()
-        others = [
+        threads = [
             threading.Thread(target=_send, args=pair)
-            for pair in list(zip(self._sockets, self._shares, strict=True))[1:]
+            for pair in zip(self._sockets[1:], self._shares[1:], strict=True)
         ]
-        for thread in others:
+        for thread in threads:
             thread.start()
         _send(self._sockets[0], self._shares[0])
-        for thread in others:
+        for thread in threads:
             thread.join()
         return perf_counter() - started_s
 
     def close(self) -> None:
         for sock in self._sockets:
             sock.close()
-        self._peer.close()
+        self._receiver.close()
 
 
 def _send(sock: socket.socket, share: memoryview) -> None:
     sock.sendall(share)
     if sock.recv(1) != b"\0":
-        raise ConnectionError("the peer of the raw socket is gone")
+        raise ConnectionError("the receiver of the raw socket is gone")
 
 
 class Gloo:
-    """Sends with isend/irecv of torch.distributed; PAGES is a message a page, all in flight."""
+    """Sends with isend/irecv of torch.distributed, a message for each page, all in flight."""
 
-    def __init__(self, moves: PageMoves, kind: str) -> None:
-        self.name = "isend/irecv" if kind == CONTIGUOUS else "isend/irecv pages"
-        self.num_bytes = moves.num_bytes
+    def __init__(self, name: str, moves: PageMoves) -> None:
+        self.name, self.num_bytes = name, moves.num_bytes
         store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
-        self._peer = Peer(
-            "gloo", store.port, kind, moves.page_bytes, moves.num_pool_pages, len(moves.source_pages)
-        )
+        size = (moves.num_pool_pages, moves.page_bytes)
+        self._receiver = _receiver("gloo", store.port, len(moves.source_pages), *size)
         self._group = join_gloo(store, 0, HOST, TIMEOUT_S)
-        if kind == CONTIGUOUS:
-            self._messages = [torch.ones(moves.num_bytes, dtype=torch.uint8)]
-        else:
-            pool = torch.ones((moves.num_pool_pages, moves.page_bytes), dtype=torch.uint8)
-            self._messages = [pool[page] for page in moves.source_pages]
+        pool = torch.ones(size, dtype=torch.uint8)
+        self._messages = [pool[page] for page in moves.source_pages]
         self._answer = torch.zeros(1, dtype=torch.uint8)
 
     def run(self) -> float:
@@ -181,19 +158,31 @@ class Gloo:
 
     def close(self) -> None:
         self._group.send([torch.ones(1, dtype=torch.uint8)], 1, 0).wait()
-        self._peer.close()
+        self._receiver.close()
 
 
-def receive_by_gloo(group: PairGroup, messages: list[Tensor]) -> None:
-    """Receive rounds until the sender says that there are no more."""
-    word = torch.zeros(1, dtype=torch.uint8)
-    while True:
-        group.recv([word], 0, 0).wait()
-        if word[0]:
-            return
-        for work in [group.recv([message], 0, 1 + tag) for tag, message in enumerate(messages)]:
-            work.wait()
-        group.send([word], 0, 0).wait()
+Limit: TypeAlias = Memcpy | RawSocket | Gloo
+
+
+def limits_of(layout: PageLayout) -> list[Limit]:
+    """Return every limit for pages of this layout."""
+    many = scattered_moves(layout.page_bytes)
+    few = scattered_moves(layout.page_bytes, layout.num_pages(SMALL_TOKENS))
+    contiguous = PageMoves(many.num_bytes, 1, [0], [0])
+    streams = sorted({1, TcpSettings().num_streams})
+    return [
+        Memcpy(many),
+        *(RawSocket(many.num_bytes, num_streams) for num_streams in streams),
+        RawSocket(many.num_bytes, streams[-1], UNPACED),
+        Gloo("isend/irecv", contiguous),
+        Gloo("isend/irecv pages", many),
+        Memcpy(few, SMALL),
+        RawSocket(few.num_bytes, 1, SMALL),
+    ]
+
+
+def _receiver(kind: str, *numbers: int) -> Child:
+    return Child("-m", "baton.bench.kv.limits", kind, *map(str, numbers))
 
 
 def receive_by_sockets(port: int, num_streams: int, share: int) -> None:
@@ -222,122 +211,69 @@ def _receive(sock: socket.socket, share: int) -> None:
             sock.send(b"\0")
 
 
-def receive_by_group(port: int, kind: str, page_bytes: int, num_pool_pages: int, num_pages: int) -> None:
-    """Join the group and receive its rounds."""
-    group = join_gloo(TCPStore(HOST, port, is_master=False), 1, HOST, TIMEOUT_S)
-    if kind == CONTIGUOUS:
-        messages = [torch.zeros(num_pages * page_bytes, dtype=torch.uint8)]
-    else:
-        pool = torch.zeros((num_pool_pages, page_bytes), dtype=torch.uint8)
-        pages = random.Random(1).sample(range(num_pool_pages), num_pages)
-        messages = [pool[page] for page in pages]
-    receive_by_gloo(group, messages)
+def receive_by_gloo(port: int, num_pages: int, num_pool_pages: int, page_bytes: int) -> None:
+    """Receive rounds into scattered pages until the sender says that there are no more."""
+    group: PairGroup = join_gloo(TCPStore(HOST, port, is_master=False), 1, HOST, TIMEOUT_S)
+    pool = torch.zeros((num_pool_pages, page_bytes), dtype=torch.uint8)
+    messages = [pool[page] for page in random.Random(1).sample(range(num_pool_pages), num_pages)]
+    is_over = torch.zeros(1, dtype=torch.uint8)
+    while True:
+        group.recv([is_over], 0, 0).wait()
+        if is_over[0]:
+            return
+        for work in [group.recv([message], 0, 1 + tag) for tag, message in enumerate(messages)]:
+            work.wait()
+        group.send([is_over], 0, 0).wait()
 
 
-RIVAL_TIMEOUT_S: Final = 300.0
-SHOWN_CHARACTERS: Final = 300  # of the output of a command that failed
+class Rival:
+    """Another library that moves pages between two processes of its own, once a round.
 
+    `{page_bytes}` and `{num_pages}` in the command are replaced by the work of the limits. Its last line is a
+    JSON object of rates in GB/s: {"write": 9.3, "read": 15.9}. A command that fails once does not run again.
+    """
 
-class Rival(NamedTuple):
-    """Another library: the command that measures it, and the transport of ours that it is compared with."""
-
-    transport: str
-    name: str
-    command: str
-
-    @classmethod
-    def parsed(cls, text: str, transports: Sequence[str]) -> Self:
-        """Read TRANSPORT:NAME=COMMAND; ConfigError says what is missing."""
-        title, equals, command = text.partition("=")
-        transport, _, name = title.partition(":")
-        if not equals or not name or not command.strip() or transport not in transports:
-            known = ", ".join(transports)
+    def __init__(self, text: str) -> None:
+        """text: TRANSPORT:NAME=COMMAND, with a transport of TRANSPORTS to compare with, else ConfigError."""
+        title, equals, self.command = text.partition("=")
+        self.transport, _, self.name = title.partition(":")
+        if not equals or not self.name or not self.command.strip() or self.transport not in TRANSPORTS:
+            known = ", ".join(TRANSPORTS)
             raise ConfigError(f"rival: expected TRANSPORT:NAME=COMMAND, TRANSPORT of {known}; got {text!r}")
-        return cls(transport, name, command)
+        self.failure = ""
+        self._rounds: list[dict[str, float]] = []
+
+    @property
+    def gbps(self) -> dict[str, float]:
+        """Medians over the rounds by operation; empty after a failure."""
+        rounds = [] if self.failure else self._rounds
+        return {name: median(each[name] for each in rounds) for name in (rounds[0] if rounds else ())}
+
+    def run(self, moves: PageMoves) -> None:
+        """Run one round."""
+        if self.failure:
+            return
+        try:
+            self._rounds.append(_rates_of(self.command, moves))
+        except (OSError, subprocess.SubprocessError, RuntimeError) as error:
+            self.failure = str(error)
 
 
-class RivalRates(NamedTuple):
-    """Medians over the rounds, GB/s by operation; or the reason why there are none."""
-
-    transport: str
-    name: str
-    gbps: Mapping[str, float]
-    failure: str = ""
-
-
-class Contest:
-    """Rivals at one kind of work. A rival that fails once does not run again."""
-
-    def __init__(self, rivals: Sequence[Rival], moves: PageMoves) -> None:
-        self._moves = moves
-        self._rivals = rivals
-        self._rounds: dict[Rival, list[Mapping[str, float]]] = {rival: [] for rival in rivals}
-        self._failures: dict[Rival, str] = {}
-
-    def run(self) -> None:
-        """Run one round of each rival."""
-        for rival in self._rivals:
-            if rival in self._failures:
-                continue
-            try:
-                self._rounds[rival].append(rates_of(rival.command, self._moves))
-            except (OSError, subprocess.SubprocessError, RuntimeError) as error:
-                self._failures[rival] = str(error)
-
-    def rates(self) -> list[RivalRates]:
-        """Return the rates of every rival."""
-        return [self._rates_of(rival) for rival in self._rivals]
-
-    def _rates_of(self, rival: Rival) -> RivalRates:
-        if rival in self._failures:
-            return RivalRates(rival.transport, rival.name, {}, self._failures[rival])
-        rounds = self._rounds[rival]
-        operations = rounds[0] if rounds else ()
-        gbps = {operation: median(rates[operation] for rates in rounds) for operation in operations}
-        return RivalRates(rival.transport, rival.name, gbps)
-
-
-def rates_of(command: str, moves: PageMoves) -> dict[str, float]:
+def _rates_of(command: str, moves: PageMoves) -> dict[str, float]:
     """Run a command once. RuntimeError, with the output: the last line has no rates."""
-    filled = command.replace("{page_bytes}", str(moves.page_bytes)).replace(
-        "{num_pages}", str(len(moves.source_pages))
-    )
-    result = subprocess.run(
-        shlex.split(filled), capture_output=True, text=True, timeout=RIVAL_TIMEOUT_S, check=False
-    )
-    said = (result.stdout + result.stderr).strip()[-SHOWN_CHARACTERS:]
-    rates = _rates_in(result.stdout)
-    if result.returncode or not rates:
-        raise RuntimeError(
-            f"the command ended with {result.returncode}, and no rates in its last line: {said}"
-        )
-    return rates
-
-
-def _rates_in(output: str) -> dict[str, float]:
-    """Return rates by operation; empty where the last line is no such JSON."""
-    lines = output.strip().splitlines() or [""]
+    filled = command.replace("{page_bytes}", str(moves.page_bytes))
+    words = shlex.split(filled.replace("{num_pages}", str(len(moves.source_pages))))
+    ended = subprocess.run(words, capture_output=True, text=True, timeout=RIVAL_TIMEOUT_S, check=False)
     try:
-        found = json.loads(lines[-1])
-    except ValueError:
-        return {}
-    if not isinstance(found, dict) or not all(_is_rate(rate) for rate in found.values()):
-        return {}
-    return {operation: float(rate) for operation, rate in found.items()}
-
-
-def _is_rate(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
-
-
-def main() -> None:
-    """Run the receiver that the arguments describe."""
-    kind, *arguments = sys.argv[1:]
-    if kind == "socket":
-        receive_by_sockets(*map(int, arguments))
-    else:
-        receive_by_group(int(arguments[0]), arguments[1], *map(int, arguments[2:]))
+        rates = json.loads((ended.stdout.strip().splitlines() or [""])[-1])
+        if not ended.returncode and rates and all(rate > 0 for rate in rates.values()):
+            return {operation: float(rate) for operation, rate in rates.items()}
+    except (ValueError, AttributeError, TypeError):  # another kind of line
+        pass
+    said = (ended.stdout + ended.stderr).strip()[-SHOWN_CHARACTERS:]
+    raise RuntimeError(f"the command ended with {ended.returncode}, and no rates in its last line: {said}")
 
 
 if __name__ == "__main__":
-    main()
+    receive = receive_by_gloo if sys.argv[1] == "gloo" else receive_by_sockets
+    receive(*map(int, sys.argv[2:]))

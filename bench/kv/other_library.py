@@ -16,7 +16,7 @@ import statistics
 import subprocess
 import sys
 from time import perf_counter
-from typing import Any, Final, Protocol
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 
@@ -26,25 +26,10 @@ READY: Final = "READY"  # begins the line that says how to reach it
 HOST: Final = "127.0.0.1"
 
 
-class Library(Protocol):
-    """One end of a library, with a registered pool."""
-
-    operations: tuple[str, ...]
-
-    def reached_by(self) -> str:
-        """Return the word with which the other end connects."""
-
-    def meet(self, peer: str) -> None:
-        """Connect to the other end."""
-
-    def move(self, operation: str, here: list[int], there: list[int], page_bytes: int) -> float:
-        """Move the pages at these addresses; return the seconds."""
-
-
 class Nixl:
-    """NIXL by its UCX backend."""
+    """One end of NIXL, by its UCX backend, with a registered pool."""
 
-    operations: tuple[str, ...] = ("WRITE", "READ")
+    operations = ("WRITE", "READ")
 
     def __init__(self, name: str, address: int, pool_bytes: int) -> None:
         api: Any = importlib.import_module("nixl._api")
@@ -53,13 +38,16 @@ class Nixl:
         self._peer = ""
 
     def reached_by(self) -> str:
+        """Return the word with which the other end connects."""
         return base64.b64encode(self._agent.get_agent_metadata()).decode()
 
     def meet(self, peer: str) -> None:
+        """Connect to the other end."""
         name = self._agent.add_remote_agent(base64.b64decode(peer))
         self._peer = name.decode() if isinstance(name, bytes) else name
 
     def move(self, operation: str, here: list[int], there: list[int], page_bytes: int) -> float:
+        """Move the pages at these addresses; return the seconds."""
         agent = self._agent
         mine, theirs = (
             agent.get_xfer_descs([(page, page_bytes, 0) for page in pages], "DRAM") for pages in (here, there)
@@ -77,9 +65,9 @@ class Nixl:
 
 
 class Mooncake:
-    """Mooncake's transfer engine over TCP."""
+    """One end of Mooncake's transfer engine over TCP, with a registered pool."""
 
-    operations: tuple[str, ...] = ("write", "read")
+    operations = ("write", "read")
 
     def __init__(self, name: str, address: int, pool_bytes: int) -> None:
         self._engine: Any = importlib.import_module("mooncake.engine").TransferEngine()
@@ -100,7 +88,8 @@ class Mooncake:
         return perf_counter() - started_s
 
 
-LIBRARIES: Final[dict[str, type[Nixl] | type[Mooncake]]] = {"nixl": Nixl, "mooncake": Mooncake}
+Library: TypeAlias = Nixl | Mooncake
+LIBRARIES: Final[dict[str, type[Library]]] = {"nixl": Nixl, "mooncake": Mooncake}
 
 
 def _check(what: str, code: int) -> None:

@@ -1,11 +1,12 @@
 """The rate at which pages of many prompt sizes move over each transport, beside limits of the machine.
 
-Rounds of all subjects alternate, so other work on the machine disturbs all alike.
+Rounds of all subjects alternate, so other work on the machine disturbs all alike. The first round warms up.
 """
 
 import random
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from statistics import median
 from time import perf_counter
 from typing import Final, NamedTuple
@@ -13,246 +14,214 @@ from typing import Final, NamedTuple
 import numpy as np
 import torch
 
-from baton.bench.kv.ends import DestinationProcess, SourceEnd, layout_of
+from baton.bench.kv.ends import TRANSPORTS, Ends, layout_of, moving_s
 from baton.bench.kv.limits import (
-    CONTIGUOUS,
-    PAGES,
+    LIMIT_BYTES,
+    SMALL,
+    SMALL_TOKENS,
     UNPACED,
-    Contest,
-    Gloo,
-    Memcpy,
-    PageMoves,
-    RawSocket,
     Rival,
-    RivalRates,
-    Subject,
+    limits_of,
+    scattered_moves,
 )
-from baton.kernels.copy_runs import Offsets, copy_runs
+from baton.bench.report import Row, at_least, plot_lines
+from baton.kernels.copy_runs import copy_runs
 from baton.kernels.huge_pages import huge_zeros
 from baton.kvtransfer.protocol.handoff import TransferTimes
 from baton.kvtransfer.protocol.transfer_plan import plan_transfer
-from baton.kvtransfer.transports.tcp import TcpSettings
-from baton.pages import PageLayout
 
-SMALL_TOKENS: Final = 512
-SMALL: Final = f", {SMALL_TOKENS} tokens"  # the end of a limit's name that moves only so many bytes
-LIMIT_BYTES: Final = 2**26  # of a limit's round: rates do not change beyond
-TRANSPORTS: Final = ("shm", "tcp")
+MEBIBYTE: Final = 2**20
+# transport -> the limit that its rate is compared with, and the least share
+BARS: Final = {"shm": ("memcpy", 0.9), "tcp": ("raw socket", 0.85)}
+GLOO_BAR: Final = 1.5
+SMALL_BAR: Final = 0.6
+# the beginning of a rival's name -> the least ratio to its rate of writing; other operations have no bar
+RIVAL_BARS: Final = {"nixl": 1.2, "mooncake": 2.0}
+RELAID_TOKENS: Final = 2048
 Progress = Callable[[str], None]
 
 
 class Point(NamedTuple):
-    """Medians over the rounds of one prompt size."""
+    """The round with the median time of moving, of one prompt size over one transport."""
 
-    shape: str
-    page_size: int
     num_tokens: int
     transport: str
-    num_bytes: int
-    gbps: float  # while bytes moved
-    gbps_whole: float  # from the first message to the last, digests and their comparison included
     times: TransferTimes
 
+    @property
+    def num_bytes(self) -> int:
+        return self.times.num_bytes
 
-class Limits(NamedTuple):
-    """Medians of each limit in GB/s, for one shape and page size."""
+    @property
+    def gbps(self) -> float:
+        """GB/s while bytes moved."""
+        return self.num_bytes / moving_s(self.times) / 1e9
+
+
+class Sweep(NamedTuple):
+    """The results of one shape and page size; `limits` are medians in GB/s by name."""
 
     shape: str
     page_size: int
-    gbps: dict[str, float]
-
-
-class Rounds(NamedTuple):
-    """The prompt sizes and rivals of one round, and the number of rounds."""
-
-    sizes: Sequence[int]  # of prompts, in tokens
-    num_rounds: int
-    rivals: Sequence[Rival] = ()
-
-
-class Measured(NamedTuple):
-    """The results of one shape and page size."""
-
     points: list[Point]
-    limits: Limits
-    rivals: list[RivalRates]
+    limits: dict[str, float]
+    rivals: list[Rival]
 
 
-class Ends:
-    """A pool here, a pool in another process, and a link between them over each transport."""
-
-    def __init__(self, source: PageLayout, destination: PageLayout, num_tokens: int) -> None:
-        """num_tokens: room of either pool; there are 64 pages at least."""
-        self._destination = DestinationProcess(destination, max(64, destination.num_pages(num_tokens)))
-        self._sources: dict[str, SourceEnd] = {}
-        for transport in TRANSPORTS:
-            pool = next(iter(self._sources.values())).pool if self._sources else None
-            num_pages = max(64, source.num_pages(num_tokens))
-            self._sources[transport] = SourceEnd(source, num_pages, transport, pool)
-
-    def send(self, transport: str, num_tokens: int) -> TransferTimes:
-        """Hand over the pages of so many tokens."""
-        return self._sources[transport].send(self._destination, num_tokens)
-
-    def close(self) -> None:
-        """Close both ends."""
-        for source in self._sources.values():
-            source.close()
-        self._destination.close()
-
-
-def measure_shape(shape: str, page_size: int, rounds: Rounds, progress: Progress) -> Measured:
-    """Measure every prompt size of one shape, the limits and the rivals."""
+def measure_shape(
+    shape: str,
+    page_size: int,
+    sizes: Sequence[int],
+    num_rounds: int,
+    rivals: Sequence[str],
+    progress: Progress,
+) -> Sweep:
+    """Measure every prompt size, the limits and the rivals. ConfigError: a rival's text is not valid."""
     layout = layout_of(shape, page_size=page_size)
-    ends = Ends(layout, layout, max(rounds.sizes) * 5 // 4)
-    subjects = limit_subjects(layout)
-    contest = Contest(rounds.rivals, many_moves(layout.page_bytes))
+    competing = [Rival(text) for text in rivals]
+    moves = scattered_moves(layout.page_bytes)
     seconds: defaultdict[str, list[float]] = defaultdict(list)
     times: defaultdict[tuple[str, int], list[TransferTimes]] = defaultdict(list)
+    limits = limits_of(layout)
     try:
-        for round_number in range(-1, rounds.num_rounds):
-            for num_tokens in rounds.sizes:
-                progress(f"{shape}, pages of {page_size}: {num_tokens} tokens")
-                for transport in TRANSPORTS:
-                    taken = ends.send(transport, num_tokens)
-                    if round_number >= 0:  # the first one warms up
-                        times[transport, num_tokens].append(taken)
-            for subject in subjects:
-                taken_s = subject.run()
-                if round_number >= 0:
-                    seconds[subject.name].append(taken_s)
-            if round_number >= 0:
-                contest.run()
+        with Ends(layout, layout, max(sizes) * 5 // 4) as ends:
+            for _ in range(1 + num_rounds):
+                for num_tokens in sizes:
+                    progress(f"{shape}, pages of {page_size}: {num_tokens} tokens")
+                    for transport in TRANSPORTS:
+                        times[transport, num_tokens].append(ends.send(transport, num_tokens))
+                for limit in limits:
+                    seconds[limit.name].append(limit.run())
+                for rival in competing:
+                    rival.run(moves)
     finally:
-        for subject in subjects:
-            subject.close()
-        ends.close()
-    limits = {each.name: each.num_bytes / median(seconds[each.name]) / 1e9 for each in subjects}
+        for limit in limits:
+            limit.close()
     points = [
-        point_of(shape, page_size, num_tokens, transport, taken)
+        Point(num_tokens, transport, sorted(taken[1:], key=moving_s)[num_rounds // 2])
         for (transport, num_tokens), taken in times.items()
     ]
-    return Measured(points, Limits(shape, page_size, limits), contest.rates())
+    gbps = {each.name: each.num_bytes / median(seconds[each.name][1:]) / 1e9 for each in limits}
+    return Sweep(shape, page_size, points, gbps, competing)
 
 
-def point_of(
-    shape: str, page_size: int, num_tokens: int, transport: str, taken: Sequence[TransferTimes]
-) -> Point:
-    """Return the round with the median time of moving."""
-    middle = sorted(taken, key=moving_s)[len(taken) // 2]
-    return Point(
-        shape=shape,
-        page_size=page_size,
-        num_tokens=num_tokens,
-        transport=transport,
-        num_bytes=middle.num_bytes,
-        gbps=middle.num_bytes / moving_s(middle) / 1e9,
-        gbps_whole=median(each.num_bytes / each.total_s for each in taken) / 1e9,
-        times=middle,
+def sweep_rows(points: Sequence[Point], limits: Mapping[str, float]) -> list[Row]:
+    """Return the figures of one shape and page size."""
+    rows = [Row(f"limit: {name}", gbps, "GB/s") for name, gbps in limits.items()]
+    for point in sorted(points, key=lambda point: (point.transport, point.num_tokens)):
+        times = point.times
+        note = (
+            f"{point.num_bytes / MEBIBYTE:,.1f} MiB; "
+            f"verify {1e3 * times.verify_s:.1f} ms, whole {1e3 * times.total_s:.1f} ms"
+        )
+        rows.append(Row(f"{point.transport}: {point.num_tokens:,} tokens", point.gbps, "GB/s", note=note))
+    for transport in TRANSPORTS:
+        rows += _ratios([point for point in points if point.transport == transport], limits)
+    return rows
+
+
+def _ratios(points: Sequence[Point], limits: Mapping[str, float]) -> list[Row]:
+    """Compare the largest transfer with the limits; compare that of 512 tokens with the largest one."""
+    largest = max(points, key=lambda point: point.num_bytes)
+    transport, (limit, bar) = largest.transport, BARS[largest.transport]
+    same_streams = max(
+        (name for name in limits if name.startswith(limit) and not name.endswith((SMALL, UNPACED))), key=len
     )
+    rows = []
+    if largest.num_bytes >= MEBIBYTE:
+        ratio, gloo = largest.gbps / limits[same_streams], largest.gbps / limits["isend/irecv pages"]
+        rows.append(at_least(f"{transport} / {same_streams}", ratio, "x", bar))
+        if same_streams + UNPACED in limits:
+            unpaced = largest.gbps / limits[same_streams + UNPACED]
+            rows.append(Row(f"{transport} / {same_streams}{UNPACED}", unpaced, "x"))
+        rows.append(at_least(f"{transport} / gloo, same pages", gloo, "x", GLOO_BAR))
+    for point in points:
+        if point.num_tokens == SMALL_TOKENS:
+            name, bare_gbps = f"{transport}: {SMALL_TOKENS} tokens", limits[limit + SMALL]
+            note = f"{limit} of as few bytes: {bare_gbps / largest.gbps:.2f}"
+            rows.append(at_least(f"{name} / largest", point.gbps / largest.gbps, "x", SMALL_BAR, note))
+            rows.append(Row(f"{name} / {limit} of as few", point.gbps / bare_gbps, "x"))
+    return rows
 
 
-def moving_s(times: TransferTimes) -> float:
-    """Return the seconds while bytes moved."""
-    return times.gather_s + times.wire_s
+def rival_rows(points: Sequence[Point], rivals: Sequence[Rival]) -> list[Row]:
+    """Return each rival's rates, and the largest transfer of the compared transport over these rates."""
+    rows = []
+    for rival in rivals:
+        if rival.failure:
+            rows.append(Row(rival.name, None, "GB/s", met=False, note=rival.failure))
+        ours = [point for point in points if point.transport == rival.transport]
+        largest = max(ours, key=lambda point: point.num_bytes)
+        for operation, gbps in rival.gbps.items():
+            name, ratio = f"{rival.name}: {operation}", largest.gbps / gbps
+            bar = RIVAL_BARS.get(rival.name.split()[0]) if operation == "write" else None
+            rows.append(Row(name, gbps, "GB/s"))
+            rows.append(at_least(f"{rival.transport} / {name}", ratio, "x", bar))
+    return rows
 
 
-def limit_moves(page_bytes: int, num_pages: int) -> PageMoves:
-    """Return a round of so many pages, scattered over pools of twice as many."""
-    pool, choose = 2 * max(num_pages, LIMIT_BYTES // page_bytes), random.Random(0)
-    return PageMoves(
-        page_bytes, pool, choose.sample(range(pool), num_pages), choose.sample(range(pool), num_pages)
-    )
-
-
-def many_moves(page_bytes: int) -> PageMoves:
-    """Return a round of LIMIT_BYTES."""
-    return limit_moves(page_bytes, max(1, LIMIT_BYTES // page_bytes))
-
-
-def limit_subjects(layout: PageLayout) -> list[Subject]:
-    """Return every limit."""
-    moves = many_moves(layout.page_bytes)
-    few = limit_moves(layout.page_bytes, layout.num_pages(SMALL_TOKENS))
-    streams = sorted({1, TcpSettings().num_streams})
-    return [
-        Memcpy(moves),
-        *(RawSocket(moves, num_streams) for num_streams in streams),
-        RawSocket(moves, streams[-1], UNPACED),
-        Gloo(moves, CONTIGUOUS),
-        Gloo(moves, PAGES),
-        Memcpy(few, SMALL),
-        RawSocket(few, 1, SMALL),
-    ]
-
-
-RELAID_TOKENS: Final = 2048
-
-
-class Relaid(NamedTuple):
-    """Medians, in GB/s while bytes moved, of a prompt that goes into pages of another size.
+def relayout_rows(shape: str, page_size: int, into: int, num_rounds: int, progress: Progress) -> list[Row]:
+    """Measure pages into pages of `into` tokens, beside equal pages and beside a plain copy of as short runs.
 
     A run of bytes is then not a page but one head's keys, or values, of the smaller page's tokens.
     """
-
-    shape: str
-    page_size: int
-    into: int
-    transport: str
-    run_bytes: int
-    gbps: float
-    equal_gbps: float  # into pages of the same size
-    memcpy_gbps: float  # of as short runs, within one process
-
-
-class RunCopy:
-    """Copies run by run from random places to random places."""
-
-    def __init__(self, run_bytes: int) -> None:
-        num_runs = LIMIT_BYTES // run_bytes
-        self._run_bytes = run_bytes
-        pool_bytes = 2 * num_runs * run_bytes
-        self._source, self._destination = (huge_zeros((pool_bytes,), torch.uint8).fill_(1) for _ in range(2))
-        self._from, self._to = (self._scattered(num_runs, seed) for seed in range(2))
-
-    def gbps(self) -> float:
-        """Run one round; return its rate."""
-        started_s = perf_counter()
-        copy_runs(self._source, self._destination, self._from, self._to, self._run_bytes, keep_in_cache=True)
-        return len(self._from) * self._run_bytes / (perf_counter() - started_s) / 1e9
-
-    def _scattered(self, num_runs: int, seed: int) -> Offsets:
-        chosen = random.Random(seed).sample(range(2 * num_runs), num_runs)
-        return np.asarray(chosen, dtype=np.int64) * self._run_bytes
-
-
-def measure_relayout(
-    shape: str, page_size: int, into: int, num_rounds: int, progress: Progress
-) -> list[Relaid]:
-    """Measure pages into equal pages, into pages of `into` tokens, and a plain copy of as short runs."""
     source, other = layout_of(shape, page_size=page_size), layout_of(shape, page_size=into)
-    equal, unequal = (Ends(source, each, 2 * RELAID_TOKENS) for each in (source, other))
     run_bytes = plan_transfer(source, other, 0, 0).run_bytes
-    copy = RunCopy(run_bytes)
+    copy_gbps = _run_copies(run_bytes)
     found: defaultdict[str, list[tuple[float, float, float]]] = defaultdict(list)
-    try:
-        for round_number in range(-1, num_rounds):
+    with Ends(source, source, 2 * RELAID_TOKENS) as equal, Ends(source, other, 2 * RELAID_TOKENS) as unequal:
+        for _ in range(1 + num_rounds):
             progress(f"{shape}, pages of {page_size} into {into}")
-            for name in TRANSPORTS:
-                rates = _rate(unequal, name), _rate(equal, name), copy.gbps()
-                if round_number >= 0:  # the first one warms up
-                    found[name].append(rates)
-    finally:
-        unequal.close()
-        equal.close()
-    return [
-        Relaid(
-            shape, page_size, into, name, run_bytes, *(median(rates) for rates in zip(*taken, strict=True))
-        )
-        for name, taken in found.items()
-    ]
+            for transport in TRANSPORTS:
+                rates = [
+                    Point(RELAID_TOKENS, transport, ends.send(transport, RELAID_TOKENS)).gbps
+                    for ends in (unequal, equal)
+                ]
+                found[transport].append((rates[0], rates[1], copy_gbps()))
+    rows = []
+    for transport, taken in found.items():
+        name = f"{shape}, {transport}: pages of {page_size} into {into}"
+        gbps, equal_gbps, memcpy_gbps = (median(rates) for rates in zip(*taken[1:], strict=True))
+        rows += [
+            Row(name, gbps, "GB/s", note=f"{run_bytes:,} bytes a run"),
+            Row(f"{name} / memcpy of such runs", gbps / memcpy_gbps, "x"),
+            Row(f"{name} / into equal pages", gbps / equal_gbps, "x"),
+        ]
+    return rows
 
 
-def _rate(ends: Ends, transport: str) -> float:
-    times = ends.send(transport, RELAID_TOKENS)
-    return times.num_bytes / moving_s(times) / 1e9
+def _run_copies(run_bytes: int) -> Callable[[], float]:
+    """Return a call that copies runs from random places to random places, and returns its rate in GB/s."""
+    num_runs = LIMIT_BYTES // run_bytes
+    source, target = (huge_zeros((2 * num_runs * run_bytes,), torch.uint8).fill_(1) for _ in range(2))
+    from_N, to_N = (
+        np.asarray(random.Random(seed).sample(range(2 * num_runs), num_runs), np.int64) * run_bytes
+        for seed in range(2)
+    )
+
+    def run() -> float:
+        started_s = perf_counter()
+        copy_runs(source, target, from_N, to_N, run_bytes, keep_in_cache=True)
+        return num_runs * run_bytes / (perf_counter() - started_s) / 1e9
+
+    return run
+
+
+def plot_sweep(sweeps: Sequence[Sweep], path: Path) -> None:
+    """Draw the rate over bytes moved, a panel a transport, with memcpy and raw sockets as lines."""
+    panels = {}
+    for transport in TRANSPORTS:
+        limit, _ = BARS[transport]
+        best = max(rate for each in sweeps for name, rate in each.limits.items() if name.startswith(limit))
+        curves = {
+            f"{each.shape}, pages of {each.page_size}": sorted(
+                (point.num_bytes / MEBIBYTE, point.gbps)
+                for point in each.points
+                if point.transport == transport
+            )
+            for each in sweeps
+        }
+        moved = [x for curve in curves.values() for x, _ in curve]
+        curves[f"{limit}, best of the run"] = [(min(moved), best), (max(moved), best)]
+        panels[transport] = curves
+    plot_lines(path, panels, x_label="MiB of a transfer", y_label="GB/s while bytes move", is_log=True)

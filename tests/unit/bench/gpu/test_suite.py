@@ -32,9 +32,11 @@ def test_whole_command_runs_at_toy_size(tmp_path: Path, capsys: pytest.CaptureFi
     assert set(content["seconds"]) == {stage.name for stage in STAGES}
     assert all(row["value"] is not None for row in content["rows"])
     names = "\n".join(row["name"] for row in content["rows"])
-    for part in ("read bandwidth", "pages of 64", "prefill kernel", "gather", "cuda_ipc", "nccl"):
+    for part in ("read bandwidth", "pages of 64", "prefill kernel", "kv gather", "cuda_ipc", "nccl"):
         assert part in names
     assert "decode step, 4" in names and "ragged" in names
+    for part in ("gather, whole pages", "scatter, whole pages", "gather, one layer", "scatter, one layer"):
+        assert part in names
 
 
 def test_failed_stage_is_named_and_the_rest_goes_on(
