@@ -8,62 +8,45 @@ Pure and free of torch: tests and benchmarks use the same cases as training does
 """
 
 import random
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Final
+from collections.abc import Sequence
+from typing import Final, NamedTuple, TypeAlias
 
-# Facts about Baton: (ways to ask, the one answer).
-
-FACTS: Final[tuple[tuple[tuple[str, ...], str], ...]] = (
-    (
-        ("Hello", "Hello!", "Hi", "Hi!"),
-        "Hello! I am the tiny model of Baton.",
+# Facts about Baton: the one answer -> ways to ask.
+FACTS: Final[dict[str, tuple[str, ...]]] = {
+    "Hello! I am the tiny model of Baton.": ("Hello", "Hello!", "Hi", "Hi!"),
+    "I am the tiny model of Baton. I recall, copy, sort, add and close brackets.": (
+        "Who are you?",
+        "What are you?",
+        "What can you do?",
     ),
-    (
-        ("Who are you?", "What are you?", "What can you do?"),
-        "I am the tiny model of Baton. I recall, copy, sort, add and close brackets.",
+    "Baton serves language models with prefill and decode on different workers.": (
+        "What is Baton?",
+        "Tell me about Baton.",
+        "What does Baton do?",
     ),
-    (
-        ("What is Baton?", "Tell me about Baton.", "What does Baton do?"),
-        "Baton serves language models with prefill and decode on different workers.",
+    "Prefill computes the prompt and fills its KV pages.": (
+        "What is prefill?",
+        "What does a prefill worker do?",
     ),
-    (
-        ("What is prefill?", "What does a prefill worker do?"),
-        "Prefill computes the prompt and fills its KV pages.",
+    "Decode adds one token a step to every running request.": (
+        "What is decode?",
+        "What does a decode worker do?",
     ),
-    (
-        ("What is decode?", "What does a decode worker do?"),
-        "Decode adds one token a step to every running request.",
+    "The baton is the KV pages that prefill hands to decode.": (
+        "What is the baton?",
+        "What is a handoff?",
+        "What is handed over?",
     ),
-    (
-        ("What is the baton?", "What is a handoff?", "What is handed over?"),
-        "The baton is the KV pages that prefill hands to decode.",
+    "A page holds the keys and values of 16 tokens.": ("What is a page?", "What is a KV page?"),
+    "The router chooses the workers of every request.": ("What does the router do?", "What is the router?"),
+    "The gateway speaks HTTP and streams the tokens.": ("What does the gateway do?", "What is the gateway?"),
+    "The prefix cache keeps pages, so the same prompt is computed once.": (
+        "What is the prefix cache?",
+        "Why is the prefix cache fast?",
     ),
-    (
-        ("What is a page?", "What is a KV page?"),
-        "A page holds the keys and values of 16 tokens.",
-    ),
-    (
-        ("What does the router do?", "What is the router?"),
-        "The router chooses the workers of every request.",
-    ),
-    (
-        ("What does the gateway do?", "What is the gateway?"),
-        "The gateway speaks HTTP and streams the tokens.",
-    ),
-    (
-        ("What is the prefix cache?", "Why is the prefix cache fast?"),
-        "The prefix cache keeps pages, so the same prompt is computed once.",
-    ),
-    (
-        ("Thanks", "Thanks!", "Thank you", "Thank you!"),
-        "You are welcome.",
-    ),
-    (
-        ("Bye", "Bye!", "Goodbye", "Goodbye!"),
-        "Goodbye!",
-    ),
-)
+    "You are welcome.": ("Thanks", "Thanks!", "Thank you", "Thank you!"),
+    "Goodbye!": ("Bye", "Bye!", "Goodbye", "Goodbye!"),
+}
 
 END: Final = "<|end|>"
 USER: Final = "<|user|>"
@@ -81,27 +64,21 @@ VALUES: Final = (
 BRACKETS: Final = {"(": ")", "[": "]", "{": "}", "<": ">"}
 
 
-@dataclass(frozen=True)
-class Case:
+class Case(NamedTuple):
     """`answer` is the exact continuation of `prompt`; the end token follows it."""
 
-    task: str
     prompt: str
     answer: str
 
 
-@dataclass(frozen=True)
-class Segment:
-    """A run of text that starts and ends between tokens;
-
-    `is_answer` marks the text that the model must say.
-    """
+class Segment(NamedTuple):
+    """A run of text that starts and ends between tokens; `is_answer` marks text that the model must say."""
 
     text: str
     is_answer: bool = False
 
 
-Episode = list[Segment]
+Episode: TypeAlias = list[Segment]
 
 
 def chat_prompt(user: str, system: str | None = None) -> str:
@@ -123,46 +100,32 @@ def recall_cases(num_cases: int, num_tokens: int, seed: int, *, chat: bool = Fal
     return [_recall_case(rng, num_pairs, chat=chat) for _ in range(num_cases)]
 
 
-def task_cases(task: str, num_cases: int, seed: int, *, chat: bool = False) -> list[Case]:
-    """Return cases of one of TASKS, bare or as chat turns. Raises KeyError for an unknown task."""
-    rng = random.Random(seed)
-    cases = [TASKS[task](rng) for _ in range(num_cases)]
-    return [Case(case.task, chat_prompt(case.prompt), case.answer) for case in cases] if chat else cases
-
-
 def copy_case(rng: random.Random) -> Case:
     """Return a case that repeats words."""
     words = " ".join(rng.choices(VALUES, k=rng.randint(1, 8)))
-    return Case("copy", f"copy({words})=", words)
+    return Case(f"copy({words})=", words)
 
 
 def sort_case(rng: random.Random) -> Case:
     """Return a case that sorts digits."""
     digits = [str(rng.randrange(10)) for _ in range(rng.randint(2, 6))]
-    return Case("sort", f"sort({' '.join(digits)})=", " ".join(sorted(digits)))
+    return Case(f"sort({' '.join(digits)})=", " ".join(sorted(digits)))
 
 
 def addition_case(rng: random.Random) -> Case:
     """Return a case that adds two numbers."""
     left, right = (rng.randrange(rng.choice((10, 100))) for _ in range(2))
-    return Case("addition", f"{left}+{right}=", str(left + right))
+    return Case(f"{left}+{right}=", str(left + right))
 
 
 def brackets_case(rng: random.Random) -> Case:
     """Return a case that closes brackets."""
     opened = rng.choices(list(BRACKETS), k=rng.randint(1, 6))
-    return Case(
-        "brackets", f"close {''.join(opened)} =", "".join(BRACKETS[mark] for mark in reversed(opened))
-    )
+    return Case(f"close {''.join(opened)} =", "".join(BRACKETS[mark] for mark in reversed(opened)))
 
 
-TASKS: Final[dict[str, Callable[[random.Random], Case]]] = {
-    "copy": copy_case,
-    "sort": sort_case,
-    "addition": addition_case,
-    "brackets": brackets_case,
-}
-TASK_WEIGHTS: Final = {"copy": 1, "sort": 3, "addition": 4, "brackets": 1}  # the hard ones more often
+# task -> how often it is drawn: the hard ones more often
+TASKS: Final = {copy_case: 1, sort_case: 3, addition_case: 4, brackets_case: 1}
 FACT_FRACTION: Final = 0.12
 SYSTEM_PROMPTS: Final = ("You are the tiny model of Baton.", "You are a helpful assistant.", "Be brief.")
 
@@ -170,7 +133,7 @@ SYSTEM_PROMPTS: Final = ("You are the tiny model of Baton.", "You are a helpful 
 def fact_cases() -> list[Case]:
     """Return every question about Baton as a chat turn."""
     return [
-        Case("facts", chat_prompt(question), answer) for questions, answer in FACTS for question in questions
+        Case(chat_prompt(question), answer) for answer, questions in FACTS.items() for question in questions
     ]
 
 
@@ -191,10 +154,10 @@ def short_episode(rng: random.Random) -> Episode:
     if rng.random() < FACT_FRACTION:
         case = rng.choice(fact_cases())
     else:
-        (task,) = rng.choices(list(TASK_WEIGHTS), list(TASK_WEIGHTS.values()))
-        case = TASKS[task](rng)
+        (task,) = rng.choices(list(TASKS), list(TASKS.values()))
+        case = task(rng)
         if rng.random() < 0.3:
-            case = Case(case.task, chat_prompt(case.prompt, _draw_system(rng)), case.answer)
+            case = Case(chat_prompt(case.prompt, _draw_system(rng)), case.answer)
     return [Segment(case.prompt), Segment(case.answer, is_answer=True), Segment(END)]
 
 
@@ -208,8 +171,8 @@ def _recall_case(rng: random.Random, num_pairs: int, *, chat: bool) -> Case:
     key = rng.choice(list(pairs))
     prompt = f"{_pair_text(pairs, ' ')}\n{key}?"
     if chat:
-        return Case("recall", chat_prompt(prompt), pairs[key])
-    return Case("recall", prompt, f" {pairs[key]}")
+        return Case(chat_prompt(prompt), pairs[key])
+    return Case(prompt, f" {pairs[key]}")
 
 
 def _draw_num_keys(rng: random.Random, num_pairs: int) -> int:

@@ -8,7 +8,6 @@ import minijinja
 import pytest
 from tokenizers import Tokenizer
 
-from baton.bench.tiny.model import CHAT_TEMPLATE, SPECIAL_TOKENS, VOCAB_SIZE, build_tokenizer
 from baton.bench.tiny.tasks import (
     NUM_KEYS,
     VALUES,
@@ -17,6 +16,7 @@ from baton.bench.tiny.tasks import (
     recall_episode,
     short_episode,
 )
+from baton.bench.tiny.train import CHAT_TEMPLATE, SPECIAL_TOKENS, VOCAB_SIZE, build_tokenizer
 
 SHIPPED = Path(__file__).parents[3] / "engine" / "tiny"
 

@@ -1,15 +1,21 @@
-"""The training of the tiny model: labels, starting weights, growing rows, and a resumed run."""
-
-from pathlib import Path
+"""The training of the tiny model: labels, starting weights, and growing rows."""
 
 import pytest
 import torch
 from tokenizers import Tokenizer
 
 from baton.bench.tiny import train
-from baton.bench.tiny.model import build_model, build_tokenizer, special_id
 from baton.bench.tiny.tasks import END, Segment
-from baton.bench.tiny.train import IGNORED, LENGTHS, Curriculum, Trainer, encode_episode, learning_rate
+from baton.bench.tiny.train import (
+    IGNORED,
+    LENGTHS,
+    Trainer,
+    build_model,
+    build_tokenizer,
+    encode_episode,
+    learning_rate,
+    special_id,
+)
 
 
 @pytest.fixture(scope="module")
@@ -44,31 +50,19 @@ def test_learning_rate_rises_then_falls() -> None:
     assert rates[0] < rates[1] == train.PEAK_RATE > rates[2] > rates[3] >= train.FINAL_RATE
 
 
-def test_rows_grow_only_when_recall_is_right() -> None:
-    progress = Curriculum()
+def test_rows_grow_only_when_recall_is_right_and_up_to_the_last_length() -> None:
+    trainer = Trainer(1, seed=0)
     for _ in range(200):
-        progress.record(0.5, 1.0)
-    assert progress.level == 0
-    for _ in range(200):
-        progress.record(1.0, 0.5)
-    assert LENGTHS[progress.level] > LENGTHS[0]
-
-
-def test_rows_never_outgrow_the_last_length() -> None:
-    progress = Curriculum()
+        trainer.record(0.5, 1.0)
+    assert trainer.level == 0
     for _ in range(2000):
-        progress.record(1.0, 1.0)
-    assert progress.level == len(LENGTHS) - 1
+        trainer.record(1.0, 0.5)
+    assert trainer.level == len(LENGTHS) - 1
 
 
-def test_resumed_run_continues_as_if_never_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_same_seed_trains_the_same_way(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train, "TOKENS_PER_BATCH", 128)
     monkeypatch.setattr(train, "HOLD_STEPS", 1)
-    whole = Trainer(tmp_path / "whole", 4, seed=0)
-    losses = [whole.step() for _ in range(4)]
-    first = Trainer(tmp_path / "first", 4, seed=0)
-    assert [first.step(), first.step()] == losses[:2]
-    first.save(tmp_path / "run.safetensors")
-    second = Trainer(tmp_path / "second", 4, seed=1)
-    second.resume(tmp_path / "run.safetensors")
-    assert [second.step(), second.step()] == losses[2:]
+    first, second, other = (Trainer(4, seed) for seed in (0, 0, 1))
+    losses = [[trainer.step() for _ in range(3)] for trainer in (first, second, other)]
+    assert losses[0] == losses[1] != losses[2]
