@@ -9,13 +9,17 @@ import socket
 import subprocess
 import sys
 from asyncio.subprocess import DEVNULL, PIPE
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
+from hashlib import sha256
 from pathlib import Path
 from typing import Final, NamedTuple, Self
 
+import yaml
+
 from baton.config.environment import environment_of_child
 from baton.errors import ConfigError, WorkerLost
+from baton.tenants import Sla
 
 HOST: Final = "127.0.0.1"
 MODEL: Final = "tiny"
@@ -137,6 +141,23 @@ async def _stop(process: asyncio.subprocess.Process) -> None:
     except TimeoutError:
         process.kill()
         await process.communicate()
+
+
+def tenants_yaml(
+    keys: Mapping[str, str], slas: Mapping[str, Sla] | None = None, stopped: Collection[str] = ()
+) -> str:
+    """Return a tenants file: equal weights, and no quota except a token a second for `stopped`."""
+    tenants: dict[str, object] = {}
+    for name, key in keys.items():
+        sla = (slas or {}).get(name, Sla())
+        limits = {"ttft_ms": sla.ttft_ms, "tpot_ms": sla.tpot_ms}
+        digest = sha256(key.encode()).hexdigest()
+        tenants[name] = {
+            "keys": [f"sha256:{digest}"],
+            "sla": {limit: limit_ms for limit, limit_ms in limits.items() if limit_ms is not None},
+            "quotas": {"tokens_per_s": 1, "burst_tokens": 1} if name in stopped else {},
+        }
+    return yaml.safe_dump({"tenants": tenants}, sort_keys=False)
 
 
 def free_port(host: str = HOST) -> int:

@@ -85,3 +85,13 @@ def _azure_rows(path: Path) -> Iterator[TraceRequest]:
                 raise ConfigError(f"{path}, line {number}: {error!r}") from error
             first_s = moment_s if first_s is None else first_s
             yield TraceRequest(arrival_s=moment_s - first_s, input_tokens=tokens[0], output_tokens=tokens[1])
+
+
+def tokens_of(traced: TraceRequest) -> tuple[int, ...]:
+    """Return tokens that are alike where the blocks' ids are; without ids every prompt is alone."""
+    size = traced.block_tokens
+    if not traced.block_ids:
+        first = int(traced.arrival_s * 1e6) % 2**30
+        return tuple((first + at) % 2**31 for at in range(traced.input_tokens))
+    ids = [block * size + at for block in traced.block_ids for at in range(size)]
+    return tuple(ids[: traced.input_tokens])

@@ -30,8 +30,7 @@ from baton.rpc.reports import BEAT_S
 from baton.rpc.session import HANDSHAKE_TIMEOUT_S
 from baton.sim.endpoint import SimEndpoint
 from baton.sim.engine import FINGERPRINT, SimEngine, TokenMachine
-from baton.sim.host import Host
-from baton.sim.network import MAX_DEATH_DELAY_S, End, Network
+from baton.sim.network import MAX_DEATH_DELAY_S, End, Host, Network
 from baton.sim.process import Events, OffsetClock, SimProcess
 from baton.sim.trace import Recorder
 

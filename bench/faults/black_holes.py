@@ -134,21 +134,14 @@ async def _measure(options: argparse.Namespace, report: Report) -> None:
                 await asyncio.sleep(AFTER_S)
             whole_s = await cluster.watched.seconds_until(cluster.watched.is_whole, WHOLE_S)
             num_transferred = await cluster.num_transferred() - num_before
-            report.rows += _rows(name, clients, num_transferred, is_whole=whole_s is not None)
-
-
-def _rows(name: str, clients: Clients, num_transferred: int, *, is_whole: bool) -> list[Row]:
-    counts = clients.outcomes
-    note = f"{counts['answered']} answered, {num_transferred} prompts transferred"
-    if counts["refused"]:
-        note += f", {counts['refused']} refusals asked again"
-    return [
-        at_most(f"{name}: failed", clients.num_failed, "", 0, "; ".join(clients.complaints[:2])),
-        at_most(f"{name}: wrong", counts["wrong"], "", 0, note),
-        at_most(f"{name}: longest gap", max(clients.gaps_s, default=0.0), "s", MAX_GAP_S),
-        at_most(f"{name}: longest first token", max(clients.waits_s, default=0.0), "s", MAX_GAP_S),
-        Row(f"{name}: whole again", float(is_whole), "", "1", is_whole),
-    ]
+            gap_s, wait_s = max(clients.gaps_s, default=0.0), max(clients.waits_s, default=0.0)
+            is_whole = whole_s is not None
+            report.rows += [
+                *clients.answer_rows(name, f"{clients.tally}; {num_transferred} prompts transferred"),
+                at_most(f"{name}: longest gap", gap_s, "s", MAX_GAP_S),
+                at_most(f"{name}: longest first token", wait_s, "s", MAX_GAP_S),
+                Row(f"{name}: whole again", float(is_whole), "", "1", is_whole),
+            ]
 
 
 @asynccontextmanager

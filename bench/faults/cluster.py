@@ -22,6 +22,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from baton.bench.processes import MODEL, SERVE, START_S, serve
+from baton.bench.report import Row, at_most
 from baton.bench.serve.client import Address, Answer, Connection
 from baton.bench.serve.figures import events_of
 from baton.cluster.cluster_record import find_record
@@ -242,9 +243,18 @@ class Clients:
         """Calls that were lost, or whose connection broke, where no fault may break one."""
         return self.outcomes["lost"] + self.outcomes["resumed"] + self.outcomes["asked again"]
 
-    def rows_note(self) -> str:
-        """Return the counts of all outcomes in words."""
+    @property
+    def tally(self) -> str:
+        """The counts of all outcomes in words."""
         return ", ".join(f"{number} {name}" for name, number in sorted(self.outcomes.items()))
+
+    def answer_rows(self, name: str, note: str = "") -> list[Row]:
+        """Return the calls that failed, and the answers with wrong tokens."""
+        unit, complaints = f"of {self.outcomes.total()}", "; ".join(self.complaints[:3])
+        return [
+            at_most(f"{name}: failed", self.num_failed, unit, 0, complaints),
+            at_most(f"{name}: wrong", self.outcomes["wrong"], "", 0, note or self.tally),
+        ]
 
     async def _ask_on(self, rng: random.Random, is_over: asyncio.Event) -> None:
         while not is_over.is_set():

@@ -20,6 +20,7 @@ import sys
 import threading
 from collections.abc import Callable
 from enum import Enum
+from functools import cache
 from types import TracebackType
 from typing import Any, Final, NamedTuple, Self
 
@@ -247,35 +248,28 @@ class Switchboard:
         return Handler
 
 
-class Exchange:
-    """Looks up the proxy of each address once, in the process that dials."""
+def _lead_through_proxies(dialer: str, port: int, kind: str) -> None:
+    """Lead control connections of this process through proxies, and page connections of a worker.
 
-    def __init__(self, name: str, port: int) -> None:
-        self._name = name
-        self._port = port
-        self._known: dict[tuple[str, int], tuple[str, int]] = {}
-        self._lock = threading.Lock()
+    dialer: the name of this process. port: of the switchboard, which is asked once for each address.
+    """
+    lock = threading.Lock()
 
-    def through(self, address: tuple[str, int], kind: str) -> tuple[str, int]:
-        """Return the address of the proxy."""
-        with self._lock:
-            if address not in self._known:
-                self._known[address] = self._ask(address, kind)
-            return self._known[address]
+    @cache
+    def ask(host: str, target: int, what: str) -> tuple[str, int]:
+        with socket.create_connection((HOST, port), ANSWER_TIMEOUT_S) as sock:
+            sock.sendall(f"{dialer} {what} {host} {target}\n".encode())
+            found, proxy = sock.makefile().readline().split()
+        return found, int(proxy)
 
-    def _ask(self, address: tuple[str, int], kind: str) -> tuple[str, int]:
-        with socket.create_connection((HOST, self._port), ANSWER_TIMEOUT_S) as sock:
-            sock.sendall(f"{self._name} {kind} {address[0]} {address[1]}\n".encode())
-            host, port = sock.makefile().readline().split()
-        return host, int(port)
+    def through(address: tuple[str, int], what: str) -> tuple[str, int]:
+        with lock:
+            return ask(*address, what)
 
-
-def _switch(exchange: Exchange, kind: str) -> None:
-    """Lead control connections through proxies, and page connections in a worker."""
     dial = RpcServer.dial
 
     def dial_through(self: RpcServer, address: Address) -> None:
-        dial(self, Address(*exchange.through((address.host, address.port), "control")))
+        dial(self, Address(*through((address.host, address.port), "control")))
 
     RpcServer.dial = dial_through  # type: ignore[method-assign]
     if kind != "worker":  # a router and a gateway need no torch
@@ -288,10 +282,10 @@ def _switch(exchange: Exchange, kind: str) -> None:
     link, make = KvEndpoint.link, TcpSender.__init__
 
     def link_through(self: KvEndpoint, address: tuple[str, int]) -> Link:
-        return link(self, exchange.through(address, "page control"))
+        return link(self, through(address, "page control"))
 
     def make_through(self: TcpSender, rank: LocalRank, address: tuple[str, int]) -> None:
-        make(self, rank, exchange.through(address, "page data"))
+        make(self, rank, through(address, "page data"))
 
     KvEndpoint.link = link_through  # type: ignore[method-assign]
     TcpSender.__init__ = make_through  # type: ignore[method-assign,assignment]
@@ -301,11 +295,11 @@ def main() -> int:
     """Run a process of the cluster behind proxies; the argument is the switchboard's port."""
     port, run = int(sys.argv[1]), process.run
 
-    def run_switched(given: Assignment, *rest: Any, **named: Any) -> None:
-        _switch(Exchange(given.name, port), given.kind)
+    def run_behind_proxies(given: Assignment, *rest: Any, **named: Any) -> None:
+        _lead_through_proxies(given.name, port, given.kind)
         run(given, *rest, **named)
 
-    process.run = run_switched
+    process.run = run_behind_proxies
     return process.main()
 
 

@@ -163,7 +163,7 @@ async def frozen_node(
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGCONT)
     return [
-        *_answer_rows("frozen node", clients),
+        *clients.answer_rows("frozen node"),
         at_most("frozen node: new worker after", replaced_s, "s", REPLACED_S),
     ]
 
@@ -185,17 +185,9 @@ async def head_away(
         back_s = await _seconds_until_replaced(cluster, "prefill-0", before)
         await asyncio.sleep(LOAD_S)
     return [
-        *_answer_rows(f"head away {away_s:.0f} s", clients),
+        *clients.answer_rows(f"head away {away_s:.0f} s"),
         at_most("head away: noticed after", noticed_s or START_S, "s", NOTICED_S),
         at_most("killed worker, back after the head", back_s, "s", BACK_S),
-    ]
-
-
-def _answer_rows(name: str, clients: Clients) -> list[Row]:
-    counts, unit = clients.outcomes, f"of {clients.outcomes.total()} requests"
-    return [
-        at_most(f"{name}: failed", clients.num_failed, unit, 0, "; ".join(clients.complaints[:3])),
-        at_most(f"{name}: wrong", counts["wrong"], unit, 0),
     ]
 
 

@@ -33,9 +33,8 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from baton.bench.faults.cluster import Clients, WatchedCluster, make_questions, served_cluster
-from baton.bench.processes import resident_mib
+from baton.bench.processes import resident_mib, tenants_yaml
 from baton.bench.report import Report, Row, add_output_option, at_least, at_most, run_command, run_suite
-from baton.bench.tenants.real import tenants_yaml
 
 STOPPED_S: Final = (1.0, 4.0, 12.0)
 ENDED_BY_S: Final = 2.0  # a worker that is silent for 3 s is given up and replaced
@@ -191,7 +190,7 @@ async def _soak(folder: Path, options: argparse.Namespace, report: Report) -> No
     questions = make_questions(options.seed)
     keys = {tenant: secrets.token_hex(16) for tenant in TENANTS}
     tenants = folder / "tenants.yaml"
-    tenants.write_text(tenants_yaml(keys, {}))
+    tenants.write_text(tenants_yaml(keys))
     words = ["--runtime", options.runtime, "--router-policy", "cost", "--kv-cache-memory", "16MiB"]
     words += ["--tenants", str(tenants)]
     async with served_cluster(folder, words, routers=2, gateways=2) as cluster:
@@ -232,7 +231,7 @@ async def _run(
     async def tell() -> None:
         while True:
             share = min(1.0, 1 - (end_s - time.perf_counter()) / seconds)
-            report.tell(f"{clients.rows_note()}; {len(faults.done)} faults", share)
+            report.tell(f"{clients.tally}; {len(faults.done)} faults", share)
             await asyncio.sleep(1.0)
 
     watching = [asyncio.create_task(memory.run(cluster)), asyncio.create_task(tell())]

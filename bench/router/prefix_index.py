@@ -4,19 +4,18 @@ python -m baton.bench.router.prefix_index [--pages 10000000] [--workers 1000] [-
 
 A decision is the look-up, the comparison and the choice, before workers of which half prefill and half
 decode. Times of the index and of decisions are this process's CPU time, as other processes share the
-machine; those of Redis are by the clock.
+machine.
 """
 
 import argparse
 import os
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import partial
 from random import Random
 from statistics import median, quantiles
 from time import process_time, thread_time_ns
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 import numpy as np
@@ -54,87 +53,76 @@ SMALL: Final = 4  # workers of the second cluster in which decisions are timed
 DECISION_BARS_US: Final = (100.0, 500.0)  # p50, p99
 
 
-@dataclass(frozen=True)
-class Loaded:
-    """A filled index, its workers, and prompts to look up, as joined page keys."""
+class Stores:
+    """An index with workers of so many pages each; counts the CPU time of the changes that it applies."""
 
-    index: PrefixIndex
-    workers: list[Worker]
-    prompts: list[bytes]
-    events_per_s: float
-    index_bytes: float
+    def __init__(self, num_workers: int, pages_each: int, max_pages: int) -> None:
+        """max_pages: room of the index."""
+        self.index = PrefixIndex(ManualClock(), max_pages)
+        self.workers = [_worker(number, pages_each) for number in range(num_workers)]
+        self._next = dict.fromkeys((worker.id for worker in self.workers), 0)
+        self._num_events, self._seconds = 0, 0.0
+        for worker in self.workers:
+            self.index.join(worker)
 
-
-class Teller:
-    """Sends the index changes of pages, numbered as those of workers; `seconds` is their CPU time."""
-
-    def __init__(self, index: PrefixIndex) -> None:
-        self.num_events = 0
-        self.seconds = 0.0
-        self._index = index
-        self._next: dict[str, int] = {}
-
-    def stores(self, worker: Worker, keys: bytes) -> KvEventBatch:
-        """Have the index apply that a worker stores these pages."""
-        events = self.message(worker, keys)
-        started_s = process_time()
-        self._index.apply(worker.id, events)
-        self.seconds += process_time() - started_s
-        self.num_events += len(events.pages)
-        return events
-
-    def message(self, worker: Worker, keys: bytes) -> KvEventBatch:
-        """Return the next message of a worker."""
-        num_pages = len(keys) // KEY_BYTES
-        first = self._next.get(worker.id, 0)
+    def store(self, number: int, keys: bytes) -> KvEventBatch:
+        """Have the index apply that a worker stores these pages; return the worker's message."""
+        worker, num_pages = self.workers[number % len(self.workers)], len(keys) // KEY_BYTES
+        first = self._next[worker.id]
         self._next[worker.id] = first + num_pages
-        pages = tuple(number % worker.num_pages for number in range(first, first + num_pages))
-        return KvEventBatch(first=first, keys=keys, pages=pages, generations=(1,) * num_pages)
+        pages = tuple(page % worker.num_pages for page in range(first, first + num_pages))
+        events = KvEventBatch(first=first, keys=keys, pages=pages, generations=(1,) * num_pages)
+        started_s = process_time()
+        self.index.apply(worker.id, events)
+        self._seconds += process_time() - started_s
+        self._num_events += num_pages
+        return events
 
     @property
     def events_per_s(self) -> float:
-        return self.num_events / self.seconds
+        return self._num_events / self._seconds
 
 
-def workers_with(num_workers: int, num_pages: int) -> list[Worker]:
-    """Return workers with so many pages each."""
-    return [
-        Worker(
-            id=f"{number:032x}",
-            name=f"decode-{number}",
-            role=WorkerRole.DECODE,
-            model="bench",
-            fingerprint="bench",
-            address=Address("127.0.0.1", 1),
-            kv_address=Address("127.0.0.1", 1),
-            page_size=16,
-            num_pages=num_pages,
-            max_num_seqs=256,
-            max_model_len=1 << 20,
-        )
-        for number in range(num_workers)
-    ]
+def _worker(number: int, num_pages: int) -> Worker:
+    return Worker(
+        id=f"{number:032x}",
+        name=f"decode-{number}",
+        role=WorkerRole.DECODE,
+        model="bench",
+        fingerprint="bench",
+        address=Address("127.0.0.1", 1),
+        kv_address=Address("127.0.0.1", 1),
+        page_size=16,
+        num_pages=num_pages,
+        max_num_seqs=256,
+        max_model_len=1 << 20,
+    )
+
+
+class Loaded(NamedTuple):
+    """A filled index, and prompts to look up, as joined page keys."""
+
+    stores: Stores
+    prompts: list[bytes]
+    index_bytes: float
 
 
 def load(num_workers: int, num_pages: int, rng: np.random.Generator) -> Loaded:
     """Fill an index: all workers hold the shared pages, one the rest of a prompt, two some of every 40th."""
     before_bytes = _resident_bytes()
-    index = PrefixIndex(ManualClock(), num_pages * 5 // 4)
-    workers = workers_with(num_workers, 2 * num_pages // num_workers)
-    shared, teller, prompts = rng.bytes(KEY_BYTES * SHARED_PAGES), Teller(index), []
-    for worker in workers:
-        index.join(worker)
-        teller.stores(worker, shared)
+    stores = Stores(num_workers, 2 * num_pages // num_workers, num_pages * 5 // 4)
+    shared, prompts = rng.bytes(KEY_BYTES * SHARED_PAGES), []
+    for number in range(num_workers):
+        stores.store(number, shared)
     num_own = PROMPT_PAGES - SHARED_PAGES
     for number in range((num_pages - SHARED_PAGES) // num_own):
         own = rng.bytes(KEY_BYTES * num_own)
-        teller.stores(workers[number % num_workers], own)
+        stores.store(number, own)
         if number % 20 == 0:
             prompts.append(shared + own)
         if number % 40 == 0:
-            sibling = workers[(number * 7 + 1) % num_workers]
-            teller.stores(sibling, own[: KEY_BYTES * (SIBLING_PAGES - SHARED_PAGES)])
-    return Loaded(index, workers, prompts, teller.events_per_s, _resident_bytes() - before_bytes)
+            stores.store(number * 7 + 1, own[: KEY_BYTES * (SIBLING_PAGES - SHARED_PAGES)])
+    return Loaded(stores, prompts, _resident_bytes() - before_bytes)
 
 
 def match_times_us(loaded: Loaded, num_matches: int, rng: np.random.Generator) -> list[float]:
@@ -142,7 +130,7 @@ def match_times_us(loaded: Loaded, num_matches: int, rng: np.random.Generator) -
     times_us = []
     for number in rng.integers(0, len(loaded.prompts), num_matches).tolist():
         started_ns = thread_time_ns()
-        holdings = loaded.index.holdings(loaded.prompts[number])
+        holdings = loaded.stores.index.holdings(loaded.prompts[number])
         times_us.append((thread_time_ns() - started_ns) / 1e3)
         assert holdings.levels[0][0] == PROMPT_PAGES
     return times_us
@@ -151,26 +139,21 @@ def match_times_us(loaded: Loaded, num_matches: int, rng: np.random.Generator) -
 def ingest_rates(num_pages: int, rng: np.random.Generator) -> Iterator[tuple[int, float]]:
     """Yield events a second by how many a message has: a prompt's pages, and the changes of a busy step."""
     for message_pages in MESSAGE_PAGES:
-        index = PrefixIndex(ManualClock(), 2 * num_pages)
-        workers = workers_with(100, num_pages // 50)
-        for worker in workers:
-            index.join(worker)
-        teller = Teller(index)
+        stores = Stores(100, num_pages // 50, 2 * num_pages)
         for number in range(num_pages // message_pages):
-            teller.stores(workers[number % len(workers)], rng.bytes(KEY_BYTES * message_pages))
-        yield message_pages, teller.events_per_s
+            stores.store(number, rng.bytes(KEY_BYTES * message_pages))
+        yield message_pages, stores.events_per_s
 
 
 def growth_percent(num_prefixes: int, rng: np.random.Generator) -> float:
     """Return how much memory grows while prefixes go through an index with room for a twentieth of them."""
-    index = PrefixIndex(ManualClock(), num_prefixes // 20)
-    workers = workers_with(8, num_prefixes)
-    for worker in workers:
-        index.join(worker)
-    teller = Teller(index)
-    num_messages, settled_bytes = num_prefixes // 500, 0.0
+    stores, num_messages, settled_bytes = (
+        Stores(8, num_prefixes, num_prefixes // 20),
+        num_prefixes // 500,
+        0.0,
+    )
     for number in range(num_messages):
-        teller.stores(workers[number % 8], rng.bytes(KEY_BYTES * 500))
+        stores.store(number, rng.bytes(KEY_BYTES * 500))
         if number == num_messages // 4:
             settled_bytes = _resident_bytes()
     return 100 * (_resident_bytes() / settled_bytes - 1)
@@ -207,10 +190,10 @@ class _KnownKeys(PromptKeys):
 def decision_times_us(loaded: Loaded, num_decisions: int, rng: np.random.Generator) -> list[float]:
     """Return the CPU time of each decision, 100 a second by the virtual clock."""
     clock, keys = ManualClock(1.0), _KnownKeys()
-    context = PolicyContext(clock, InFlight(clock), loaded.index, CostModel(), keys, Random(0))
+    context = PolicyContext(clock, InFlight(clock), loaded.stores.index, CostModel(), keys, Random(0))
     policy = CostPolicy(context)
     members: dict[WorkerRole, list[Member]] = {role: [] for role in WorkerRole}
-    for number, worker in enumerate(loaded.workers):
+    for number, worker in enumerate(loaded.stores.workers):
         role = WorkerRole.PREFILL if number % 2 else WorkerRole.DECODE
         worker = msgspec.structs.replace(worker, role=role)
         hello = Hello(process=Kind.WORKER, id=worker.id, worker=worker)
@@ -228,14 +211,17 @@ def decision_times_us(loaded: Loaded, num_decisions: int, rng: np.random.Generat
         times_us.append((thread_time_ns() - begun_ns) / 1e3)
         policy.expect(choice, request.num_tokens)
         clock.advance(0.01)
-        loaded.index.tick()
+        loaded.stores.index.tick()
     return times_us
 
 
 def decision_rows(loaded: Loaded, num_decisions: int, rng: np.random.Generator) -> list[Row]:
     """Time decisions among the workers of this index."""
     times_us, (p50_us, p99_us) = decision_times_us(loaded, num_decisions, rng), DECISION_BARS_US
-    name, note = f"decision, {len(loaded.workers):,} workers", f"{loaded.index.num_pages:,} pages"
+    name, note = (
+        f"decision, {len(loaded.stores.workers):,} workers",
+        f"{loaded.stores.index.num_pages:,} pages",
+    )
     return [
         at_most(f"{name}: p50", median(times_us), "us", p50_us, note),
         at_most(f"{name}: p99", quantiles(times_us, n=100)[98], "us", p99_us),
@@ -249,15 +235,13 @@ def index_rows(num_pages: int, num_workers: int, num_matches: int, report: Repor
     loaded = load(num_workers, num_pages, rng)
     report.tell("look-ups")
     times_us = match_times_us(loaded, num_matches, rng)
-    note = f"{num_workers:,} workers, {loaded.index.num_pages:,} pages"
-    name = f"match of {PROMPT_PAGES} pages"
+    note = f"{num_workers:,} workers, {loaded.stores.index.num_pages:,} pages"
+    name, filled_per_s = f"match of {PROMPT_PAGES} pages", loaded.stores.events_per_s
     rows = [
         at_most(f"{name}, p50", median(times_us), "us", 100, note),
         at_most(f"{name}, p99", quantiles(times_us, n=100)[98], "us", 500),
         at_most("memory", loaded.index_bytes / 1e9, "GB", LIMIT_BYTES / 1e9, note),
-        at_least(
-            "events, while filling", loaded.events_per_s / 1e6, "M/s", 0.5, "a prompt's pages a message"
-        ),
+        at_least("events, while filling", filled_per_s / 1e6, "M/s", 0.5, "a prompt's pages a message"),
     ]
     report.tell("decisions")
     rows += decision_rows(loaded, num_matches, rng)

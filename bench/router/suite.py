@@ -8,7 +8,7 @@ policy, with its arrivals as they are and spread within their 3 s. Made workload
 `cost` has to find by itself which prompts a decode worker should compute. It is compared with fixed
 thresholds of `least-loaded`, which ignores the pages of workers, and of `cost` itself, in tokens to be
 computed. The second form replays a router's log (--decision-log) under another policy. All times are those
-of the simulation in bench/router/world.py.
+of the time model in sim/rehearsal.py.
 """
 
 import argparse
@@ -25,12 +25,12 @@ from typing import Final, NamedTuple
 import msgspec
 
 from baton.bench.report import Report, Row, add_output_option, at_least, at_most, run_command, run_suite
-from baton.bench.router.world import Fleet, Machine, TraceReplay
-from baton.bench.traces import TraceRequest, read_trace
+from baton.bench.traces import TraceRequest, read_trace, tokens_of
 from baton.config.router import RouterConfig
 from baton.errors import ConfigError
 from baton.router.decisions import DispatchedLine, EndedLine, decode_lines, keys_in
 from baton.router.policies.cost_model import PairCandidate, Select, cheapest
+from baton.sim.rehearsal import Call, Fleet, Machine, Rehearsal
 
 
 class Log(NamedTuple):
@@ -190,19 +190,22 @@ def run_trace(
     config = RouterConfig(
         policy=policy, seed=seed, local_prefill_tokens=local_prefill_tokens, max_attempts=2**19
     )
-    cluster = TraceReplay(config, fleet or Fleet(), Machine(), page_tokens, scale)
+    rehearsal = Rehearsal(config, fleet or Fleet(), Machine(), page_tokens, scale)
     if select is not None:
-        cluster.select(select)
-    outcomes = cluster.replay(trace)
-    given = [worker.given_tokens for worker in cluster.prefill_workers]
-    waits_s = [each.first_token_s - each.arrival_s for each in outcomes]
+        rehearsal.select(select)
+    outcomes = rehearsal.run(
+        Call(at_s=each.arrival_s, token_ids=tokens_of(each), num_answered=each.output_tokens)
+        for each in trace
+    )
+    given = [worker.given_tokens for worker in rehearsal.prefill_workers]
+    waits_s = [each.ttft_s for each in outcomes]
     return Result(
-        hit=sum(each.num_held for each in outcomes) / sum(each.num_tokens for each in outcomes),
+        hit=sum(each.num_held for each in outcomes) / sum(each.call.num_tokens for each in outcomes),
         imbalance=max(given) / fmean(given) if sum(given) else 1.0,
         ttft_mean_s=fmean(waits_s),
         ttft_p99_s=quantiles(waits_s, n=100)[98],
-        latency_mean_s=fmean(each.ended_s - each.arrival_s for each in outcomes),
-        counters=dict(cluster.router.counters),
+        latency_mean_s=fmean(each.ended_s - each.asked_s for each in outcomes),
+        counters=dict(rehearsal.router.counters),
     )
 
 

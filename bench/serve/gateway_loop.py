@@ -30,13 +30,12 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from baton.bench.processes import resident_mib
+from baton.bench.processes import resident_mib, tenants_yaml
 from baton.bench.report import Report, Row, add_output_option, at_most, run_command, run_suite
 from baton.bench.serve.client import Address, Client
-from baton.bench.serve.figures import Slo, quantile
+from baton.bench.serve.figures import quantile
 from baton.bench.serve.gateway_loop_host import FILE_VARIABLE, Held
 from baton.bench.serve.overhead import Plane, started
-from baton.bench.tenants.real import tenants_yaml
 from baton.cluster.model_directory import resolve_model
 from baton.config.gateway import GatewayConfig
 from baton.errors import PeerGone
@@ -224,7 +223,7 @@ async def running(folder: Path, step_s: float = 0.0) -> AsyncIterator[Gateway]:
     (directory / "chat_template.jinja").write_text(TEMPLATE)
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(config | {"max_position_embeddings": CONTEXT_TOKENS}))
-    tenants.write_text(tenants_yaml(KEYS, dict.fromkeys(KEYS, Slo())))
+    tenants.write_text(tenants_yaml(KEYS))
     os.environ[FILE_VARIABLE] = str(held_file)
     command = (sys.executable, "-m", "baton.bench.serve.gateway_loop_host")
     plane = Plane(str(directory), step_s=step_s)

@@ -6,19 +6,18 @@ core that other processes had. That wait is not a hold of the loop.
 """
 
 import asyncio
-import logging
 import os
-import signal
 import sys
-import threading
 import time
-from typing import Final, TextIO
+from typing import Any, Final, TextIO
 
 import msgspec
 
-from baton.cluster.process import hear_parent, ring_of, run
-from baton.cluster.process_spec import Assignment, ProcessStarted
+from baton.cluster import process
+from baton.cluster.process_spec import Assignment
+from baton.config.cluster import Ready
 from baton.messages.workers import Address
+from baton.rpc.auth import KeyRing
 
 FILE_VARIABLE: Final = "BATON_BENCH_LOOP_FILE"
 TICK_S: Final = 0.002
@@ -61,23 +60,21 @@ class LoopMonitor:
         return int(os.pread(self._schedule.fileno(), 100, 0).split()[1]) / 1e9
 
 
-def main() -> None:
-    """Run the gateway of the assignment on stdin."""
-    logging.basicConfig(level=logging.ERROR, stream=sys.stderr)
+def main() -> int:
+    """Run the gateway of the assignment on stdin; its loop is watched from when it serves."""
+    run = process.run
     with open(os.environ[FILE_VARIABLE], "a", encoding="utf-8") as file:
-        given = msgspec.json.decode(sys.stdin.buffer.readline(), type=Assignment)
-        stop = threading.Event()
-        signal.signal(signal.SIGTERM, lambda number, frame: stop.set())
 
-        def ready(address: Address) -> None:
-            LoopMonitor(file)
-            sys.stdout.buffer.write(msgspec.json.encode(ProcessStarted(address)) + b"\n")
-            sys.stdout.buffer.flush()
+        def run_watched(given: Assignment, ring: KeyRing, ready: Ready, *rest: Any, **named: Any) -> None:
+            def ready_and_watched(address: Address) -> None:
+                LoopMonitor(file)
+                ready(address)
 
-        ring = ring_of(given)
-        threading.Thread(target=hear_parent, args=(ring,), name="parent", daemon=True).start()
-        run(given, ring, ready, stop)
+            run(given, ring, ready_and_watched, *rest, **named)
+
+        process.run = run_watched
+        return process.main()
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

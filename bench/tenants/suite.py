@@ -3,80 +3,139 @@
 python -m baton.bench.tenants.suite [--trace FILE] [--quick] [--seed 0] [--output FOLDER]
 python -m baton.bench.tenants.suite --real [--seed 0] [--output FOLDER]    the same with real processes
 
-Four prefill and two decode workers of an 8B model, each on a GPU (bench/tenants/world.py). All times are
-those of the simulation, except those of queue operations, which this machine takes. Goodput is the number of
-requests a second that meet both objectives, TTFT and TPOT, from when their client sent them; a refused
-request does not.
+Four prefill and two decode workers of an 8B model, each on a GPU (sim/rehearsal.py). All times are those of
+the simulation, except those of queue operations, which this machine takes. Goodput is the number of requests
+a second that meet both objectives, TTFT and TPOT, from when their client sent them.
 """
 
 import argparse
 import asyncio
 import gc
 import sys
-from collections import Counter
-from collections.abc import Sequence
-from functools import partial
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from pathlib import Path
-from statistics import fmean, quantiles
-from typing import Any, Final
+from random import Random
+from time import perf_counter_ns
+from typing import Final, TypeVar
 
-from baton.bench.report import Report, Row, add_output_option, at_least, at_most, run_command, run_suite
-from baton.bench.tenants.cases import (
-    NUM_DECODE,
-    NUM_PREFILL,
+from baton.bench.report import (
+    Report,
+    Row,
+    add_output_option,
+    at_least,
+    at_most,
+    plot_lines,
+    run_command,
+    run_suite,
+)
+from baton.bench.serve.figures import quantile
+from baton.bench.tenants.calls import (
+    BIN_S,
+    NUM_VICTIMS,
+    OverloadSpan,
+    Workload,
     conversation,
-    flood,
-    noisy,
-    operation_times_us,
-    service,
-    victims,
+    goodput,
+    goodputs,
+    noisy_rows,
+    overload_rows,
+    share_good,
+    ttft_s,
+    victims_among,
 )
 from baton.bench.tenants.real import Size, measure_real
-from baton.bench.tenants.world import Call, CallOutcome, TenantClients
 from baton.bench.traces import TraceRequest, read_trace
+from baton.config.router import RouterConfig
+from baton.messages.control import Submit
+from baton.request import Request
+from baton.router.queue.quotas import RequestWork
+from baton.router.queue.tenant_queues import QueuedAttempt, TenantQueues
+from baton.sim.rehearsal import H200, Call, Fleet, Rehearsal
+from baton.tenants import SchedulingKey, Sla
 
+NUM_PREFILL: Final = 4
+FLEET: Final = Fleet(
+    num_prefill=NUM_PREFILL,
+    num_decode=2,
+    num_prefill_pages=58_000,
+    num_decode_pages=58_000,
+    num_decode_seqs=256,
+    prefill_keeps=False,
+)
+TOKENS_PER_S: Final = 30_000.0 * NUM_PREFILL  # about what the fleet computes
 WARM_S: Final = 10.0
-BIN_S: Final = 10.0
+VICTIM_LOAD: Final = 0.6
+TIMES_SHARE: Final = 50.0  # that the noisy tenant asks for
 WEIGHTS: Final = {"a": 1.0, "b": 2.0, "c": 3.0, "d": 4.0, "e": 6.0}
 LOADS: Final = (0.7, 0.8, 0.9, 1.0, 1.1)
 OVERLOAD: Final = 3.0
+BEFORE_S: Final = 30.0  # of nearly the capacity, before the overload
 AFTER: Final = 0.7
+MOST_TOLD_S: Final = 120.0
 SPEED: Final = 2.5  # of the conversation trace: somewhat more than the workers can do
+NUM_MEASURED: Final = 100_000
+_Result = TypeVar("_Result")
 
 
-def simulate(calls: Sequence[Call], until_s: float, seed: int) -> TenantClients:
+@cache
+def _ones(num_tokens: int) -> tuple[int, ...]:
+    return (1,) * num_tokens
+
+
+WORKLOAD: Final = Workload(
+    prompt=lambda random, num_tokens: _ones(num_tokens),
+    sla=Sla(ttft_ms=2000.0, tpot_ms=50.0),
+    victim_mean=1500,
+    victim_lognormal=(6.9, 0.9),
+    victim_answers=(16, 128),
+    longest=16_000,
+    noisy_answer=64,
+    service_prompts=(200, 3800),
+    service_answers=(16, 128),
+)
+
+
+def simulate(calls: Sequence[Call], until_s: float, seed: int) -> Rehearsal:
     """Simulate all calls until then."""
-    world = TenantClients(NUM_PREFILL, NUM_DECODE, seed=seed)
-    world.run(calls, until_s)
-    world.router.admission_queue.check_integrity()
-    return world
+    config = RouterConfig(policy="least-loaded", seed=seed, max_attempts=2**19)
+    rehearsal = Rehearsal(config, FLEET, H200, seed=seed)
+    rehearsal.run(calls, until_s)
+    rehearsal.router.admission_queue.check_integrity()
+    return rehearsal
 
 
-def noisy_rows(seconds: float, seed: int) -> list[Row]:
+def measure_noisy(seconds: float, seed: int) -> list[Row]:
     """Measure victims alone and beside a tenant at 50 times its share, with long prompts."""
-    calls = victims(seconds, seed)
-    alone = _victims(simulate(calls, seconds + 10, seed), seconds)
-    world = simulate([*calls, *noisy(seconds, seed)], seconds + 10, seed)
-    beside = _victims(world, seconds)
-    p99_s = [_p99([each.ttft_s for each in found if each.first_token_s >= 0]) for found in (alone, beside)]
-    kept = [fmean(each.is_good for each in found) for found in (alone, beside)]
-    told = f"{p99_s[1]:.3f} s, alone {p99_s[0]:.3f} s; {len(beside)} requests"
-    idle = world.idle_s / max(1e-9, world.waiting_s)
+    calls = WORKLOAD.victims(VICTIM_LOAD * TOKENS_PER_S, seconds, Random(seed))
+    noisy_tokens_per_s = TIMES_SHARE * TOKENS_PER_S / (NUM_VICTIMS + 1)
+    noise = WORKLOAD.noisy(noisy_tokens_per_s, seconds, Random(seed + 1))
+    runs = [simulate(each, seconds + 10, seed) for each in (calls, [*calls, *noise])]
+    alone, beside = (victims_among(each.outcomes, WARM_S, seconds - 5) for each in runs)
+    p99_s = ttft_s(alone, 99), ttft_s(beside, 99)
+    note = f"{p99_s[1]:.3f} s, alone {p99_s[0]:.3f} s; {len(beside)} requests"
+    attainment = share_good(beside) / share_good(alone)
     return [
-        at_most("noisy tenant: victims' TTFT p99 / alone", p99_s[1] / p99_s[0], "x", 1.15, told),
-        at_least("noisy tenant: victims' SLO attainment / alone", kept[1] / kept[0], "x", 0.95),
-        at_most("noisy tenant: prefill idle while anyone waits", 100 * idle, "%", 2.0),
+        *noisy_rows(p99_s[1] / p99_s[0], attainment, note, ""),
+        _idle_row("noisy tenant", runs[1]),
     ]
 
 
-def share_rows(seconds: float, seed: int) -> list[Row]:
+def _idle_row(name: str, rehearsal: Rehearsal) -> Row:
+    percent = 100 * rehearsal.idle_s / max(1e-9, rehearsal.waiting_s)
+    return at_most(f"{name}: prefill idle while anyone waits", percent, "%", 2.0)
+
+
+def measure_shares(seconds: float, seed: int) -> list[Row]:
     """Measure five tenants that ask for more than there is, by weights 1 to 6, over spans of 10 s."""
-    world = simulate(flood(WEIGHTS, WARM_S + seconds, seed), WARM_S + seconds, seed)
+    until_s = WARM_S + seconds
+    rehearsal = simulate(WORKLOAD.flood(WEIGHTS, 2 * TOKENS_PER_S, until_s, Random(seed)), until_s, seed)
     worst, jain = 0.0, 1.0
     for number in range(round(seconds / BIN_S)):
         since_s = WARM_S + number * BIN_S
         served: Counter[str] = Counter()
-        for at_s, tenant, num_tokens in world.answered:
+        for at_s, tenant, num_tokens in rehearsal.served:
             if since_s <= at_s < since_s + BIN_S:
                 served[tenant] += num_tokens
         parts = [
@@ -85,158 +144,120 @@ def share_rows(seconds: float, seed: int) -> list[Row]:
         ]
         worst = max(worst, *(abs(part - 1.0) for part in parts))
         jain = min(jain, sum(parts) ** 2 / (len(parts) * sum(part * part for part in parts)))
-    idle = world.idle_s / max(1e-9, world.waiting_s)
     return [
         at_most("shares: most off its weight in any 10 s", 100 * worst, "%", 5.0),
         at_least("shares: least Jain index of any 10 s", jain, "", 0.95),
-        at_most("shares: prefill idle while anyone waits", 100 * idle, "%", 2.0),
+        _idle_row("shares", rehearsal),
     ]
 
 
-def overload_rows(seconds: float, seed: int) -> tuple[list[Row], dict[str, object]]:
-    """Measure three times the capacity, with openai-python's retries; return rows and the curves."""
-    worlds = [simulate(service([(40, load)], seed), 45, seed) for load in LOADS]
-    peak = max(_goodput(each, 10, 40) for each in worlds)
-    peak_tokens = max(_good_tokens(each, 10, 40) for each in worlds)
-    loads = [(30.0, 0.9), (seconds, OVERLOAD), (60.0, AFTER)]
-    end_s = 30.0 + seconds
-    world = simulate(service(loads, seed), end_s + 65, seed)
-    during = [_goodput(world, at, at + BIN_S) for at in _bins(30.0 + BIN_S, end_s)]
-    refused = [each for each in world.outcomes if each.refusal is not None]
-    calls = sum(each.retry == 0 for each in world.outcomes)
-    recovery_s = _recovery_s(world, end_s)
-    returned = [each for each in world.outcomes if each.retry and each.asked_s < end_s - 20]
-    later = Counter(int(each.asked_s) for each in world.outcomes if each.retry and each.asked_s > end_s)
-    told = sum(0 < each.retry_after_s <= 120 for each in refused) / max(1, len(refused))
-    rows = [
-        Row("overload: peak goodput", peak, "req/s", note=f"of loads {LOADS[0]:g} to {LOADS[-1]:g}"),
-        at_least("overload: least goodput of any 10 s / peak", min(during) / peak, "x", 0.9),
-        at_least(
-            "overload: the same in tokens",
-            min(_good_tokens(world, at, at + BIN_S) for at in _bins(30.0 + BIN_S, end_s)) / peak_tokens,
-            "x",
-            0.9,
-            f"peak {peak_tokens:,.0f} tokens/s; short prompts find a place more easily",
-        ),
-        at_most("overload: until 95 % are good again", recovery_s, "s", 10.0),
-        at_most("overload: HTTP requests a call", len(world.outcomes) / calls, "", 1.2, "3 if all retried"),
+def measure_overload(seconds: float, seed: int, report: Report) -> None:
+    """Measure three times the capacity, with openai-python's retries."""
+    points = [
+        simulate(WORKLOAD.service([(40, load * TOKENS_PER_S)], Random(seed)), 45, seed) for load in LOADS
+    ]
+    peak = max(goodput(each.outcomes, 10, 40) for each in points)
+    peak_tokens = max(goodput(each.outcomes, 10, 40, _size) for each in points)
+    span = OverloadSpan(BEFORE_S, BEFORE_S + seconds, BEFORE_S + seconds + 54)
+    loads = [(BEFORE_S, 0.9), (seconds, OVERLOAD), (60.0, AFTER)]
+    calls = WORKLOAD.service([(each_s, load * TOKENS_PER_S) for each_s, load in loads], Random(seed))
+    rehearsal = simulate(calls, span.end_s + 65, seed)
+    outcomes = rehearsal.outcomes
+    least_tokens = min(goodputs(outcomes, span.begin_s + BIN_S, span.end_s, _size))
+    later = Counter(int(each.asked_s) for each in outcomes if each.retry and each.asked_s > span.end_s)
+    note = f"peak {peak_tokens:,.0f} tokens/s; short prompts find a place more easily"
+    report.rows += overload_rows(outcomes, peak, span, moment_s=1.0, most_told_s=MOST_TOLD_S, most_calls=1.2)
+    report.rows += [
+        at_least("overload: the same in tokens", least_tokens / peak_tokens, "x", 0.9, note),
         at_most("overload: returns after it, most in 1 s", max(later.values(), default=0), "", 0.5 * peak),
-        at_least("overload: refused with a time", 100 * told, "%", 100.0, f"{len(refused)} refused"),
-        Row(
-            "overload: returned during it, and good",
-            100 * _good(returned),
-            "%",
-            note=f"{len(returned)} returned",
-        ),
     ]
-    series = {
-        "overload_seconds": [at for at in _bins(0.0, end_s + 60)],
-        "overload_goodput": [_goodput(world, at, at + BIN_S) for at in _bins(0.0, end_s + 60)],
-        "overload_asked": [_asked(world, at, at + BIN_S) for at in _bins(0.0, end_s + 60)],
-        "overload_levels": [max(_levels(world, at, at + BIN_S)) for at in _bins(0.0, end_s + 60)],
-        "peak_goodput": peak,
+    starts = [BIN_S * number for number in range(round((span.end_s + 60) / BIN_S))]
+    asked = Counter(int(each.asked_s // BIN_S) for each in outcomes)
+    curves = {
+        "requests/s": {
+            "HTTP requests": [(start_s, asked[round(start_s / BIN_S)] / BIN_S) for start_s in starts],
+            "goodput": list(zip(starts, goodputs(outcomes, 0.0, span.end_s + 60), strict=True)),
+            "peak goodput": [(starts[0], peak), (starts[-1], peak)],
+        },
+        "overload level": {"level": [(at_s, float(level)) for at_s, level in rehearsal.levels]},
     }
-    return rows, series
+    report.extra |= {"overload": curves["requests/s"]}
+    report.plot = partial(plot_lines, panels=curves, x_label="simulated seconds", is_stepped=True)
 
 
-def burst_rows(seed: int) -> list[Row]:
+def _size(call: Call) -> int:
+    return call.num_tokens + call.num_answered
+
+
+def measure_burst(seed: int) -> list[Row]:
     """Measure whether calls that a short burst had refused find room when they come back as told."""
     end_s = 23.0
-    world = simulate(service([(20.0, 0.5), (end_s - 20.0, 4.0), (40.0, 0.5)], seed), 70.0, seed)
-    returned = [each for each in world.outcomes if each.retry]
+    loads = [(20.0, 0.5), (end_s - 20.0, 4.0), (40.0, 0.5)]
+    calls = WORKLOAD.service([(each_s, load * TOKENS_PER_S) for each_s, load in loads], Random(seed))
+    returned = [each for each in simulate(calls, 70.0, seed).outcomes if each.retry]
     later = [each for each in returned if each.asked_s > end_s]
     note = f"{len(later)} came back after it, {len(returned) - len(later)} while it went on"
-    return [at_least("burst: back after it as told, and good", 100 * _good(later), "%", 95.0, note)]
+    good = 100 * share_good(later)
+    return [at_least("burst: back after it as told, and good", good, "%", 95.0, note)]
 
 
-def _good(outcomes: Sequence[CallOutcome]) -> float:
-    return fmean(each.is_good for each in outcomes) if outcomes else 1.0
-
-
-def conversation_rows(trace: Sequence[TraceRequest], seed: int) -> list[Row]:
+def measure_conversation(trace: Sequence[TraceRequest], seed: int) -> list[Row]:
     """Measure deadlines and admission against the order of arrival and no refusals."""
-    goodputs = []
+    found = []
     for knows_sla in (True, False):
         calls = conversation(trace, SPEED, seed, knows_sla=knows_sla)
-        last_s = calls[-1].at_s
-        goodputs.append(_goodput(simulate(calls, last_s + 60, seed), 0.0, last_s + 60))
-    note = f"{goodputs[0]:.2f} and {goodputs[1]:.2f} requests/s of {len(trace)}, {SPEED:g} times as fast"
-    return [
-        at_least("conversation: goodput / first come first served", goodputs[0] / goodputs[1], "x", 1.3, note)
-    ]
+        until_s = calls[-1].at_s + 60
+        found.append(goodput(simulate(calls, until_s, seed).outcomes, 0.0, until_s))
+    note = f"{found[0]:.2f} and {found[1]:.2f} requests/s of {len(trace)}, {SPEED:g} times as fast"
+    name = "conversation: goodput / first come first served"
+    return [at_least(name, found[0] / found[1], "x", 1.3, note)]
 
 
-def queue_rows(num_tenants: int, num_each: int) -> list[Row]:
+def operation_times_us(num_tenants: int, num_each: int, seed: int = 0) -> dict[str, list[float]]:
+    """Return the times of every operation of a queue that holds `num_each` requests of each tenant."""
+    random, queues = Random(seed), TenantQueues()
+    submits = []
+    for number in range(num_tenants):
+        key = SchedulingKey(weight=float(1 + number % 7))
+        request = Request(request_id="", token_ids=(1,), tenant=f"t{number}", scheduling_key=key)
+        submits.append(Submit(request=request))
+    for number in range(num_tenants * num_each):
+        queues.add(_queued(submits[number % num_tenants], number, random))
+    times: dict[str, list[float]] = defaultdict(list)
+
+    def timed(name: str, call: Callable[[], _Result]) -> _Result:
+        begun = perf_counter_ns()
+        result = call()
+        times[name].append((perf_counter_ns() - begun) / 1e3)
+        return result
+
+    for number in range(NUM_MEASURED):
+        added = _queued(random.choice(submits), 10**9 + number, random)
+        timed("add", partial(queues.add, added))
+        first = timed("first", queues.first)
+        assert first is not None
+        timed("take", partial(queues.take, first))
+        timed("correct", partial(queues.correct, 0, first.tenant, -0.1 * first.work))
+        timed("remove", partial(queues.remove, added.key))
+        timed("work before", partial(queues.work_before, added))
+    return times
+
+
+def _queued(submit: Submit, number: int, random: Random) -> QueuedAttempt:
+    work = RequestWork(0.0, random.randint(10, 4000))
+    queued = QueuedAttempt("g", submit, since_s=0.0, due_s=random.uniform(0, 60), work=work)
+    queued.key = (f"{number:x}", 0)
+    return queued
+
+
+def measure_queue(num_tenants: int, num_each: int) -> list[Row]:
     """Time the operations of the router's queues."""
     gc.collect()
     rows = []
     for name, times_us in operation_times_us(num_tenants, num_each).items():
-        note = f"p50 {sorted(times_us)[len(times_us) // 2]:.1f} us; {num_tenants} tenants x {num_each:,}"
-        rows.append(at_most(f"queue: {name} p99", _p99(times_us), "us", 20.0, note))
+        note = f"p50 {quantile(times_us, 50):.1f} us; {num_tenants} tenants x {num_each:,}"
+        rows.append(at_most(f"queue: {name} p99", quantile(times_us, 99), "us", 20.0, note))
     return rows
-
-
-def _victims(world: TenantClients, until_s: float) -> list[CallOutcome]:
-    return [
-        each
-        for each in world.outcomes
-        if each.call.tenant.startswith("victim") and WARM_S <= each.asked_s < until_s - 5
-    ]
-
-
-def _goodput(world: TenantClients, since_s: float, until_s: float) -> float:
-    good = sum(each.is_good and since_s <= each.asked_s < until_s for each in world.outcomes)
-    return good / (until_s - since_s)
-
-
-def _good_tokens(world: TenantClients, since_s: float, until_s: float) -> float:
-    """Return tokens a second of prompts and answers that were good."""
-    good = [each.call for each in world.outcomes if each.is_good and since_s <= each.asked_s < until_s]
-    return sum(call.num_tokens + call.num_answered for call in good) / (until_s - since_s)
-
-
-def _asked(world: TenantClients, since_s: float, until_s: float) -> float:
-    return sum(since_s <= each.asked_s < until_s for each in world.outcomes) / (until_s - since_s)
-
-
-def _levels(world: TenantClients, since_s: float, until_s: float) -> list[int]:
-    return [level for at_s, level in world.levels if since_s <= at_s < until_s] or [0]
-
-
-def _recovery_s(world: TenantClients, end_s: float) -> float:
-    """Return the seconds from the overload's end until 95 % of the calls of every later second are good."""
-    for after_s in range(60, 0, -1):
-        span = [each for each in world.outcomes if end_s + after_s - 1 <= each.asked_s < end_s + after_s]
-        if span and fmean(each.is_good for each in span) < 0.95 and after_s < 55:
-            return float(after_s)
-    return 0.0
-
-
-def _bins(since_s: float, until_s: float) -> list[float]:
-    return [since_s + BIN_S * number for number in range(round((until_s - since_s) / BIN_S))]
-
-
-def _p99(values: Sequence[float]) -> float:
-    return quantiles(values, n=100)[98]
-
-
-def plot(series: dict[str, Any], path: Path) -> None:
-    """Draw goodput and load over the time of the overload; below, the overload level."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    above, below = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
-    seconds = series["overload_seconds"]
-    above.step(seconds, series["overload_asked"], where="post", color="grey", label="HTTP requests")
-    above.step(seconds, series["overload_goodput"], where="post", label="goodput")
-    above.axhline(series["peak_goodput"], color="grey", linestyle="--", linewidth=0.8, label="peak goodput")
-    above.set_ylabel("requests/s")
-    above.set_ylim(bottom=0)
-    above.legend(fontsize="small")
-    below.step(seconds, series["overload_levels"], where="post")
-    below.set_ylabel("overload level")
-    below.set_xlabel("simulated seconds")
-    figure.savefig(path, dpi=150)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -252,34 +273,30 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def measure(options: argparse.Namespace, report: Report) -> None:
     """Simulate every case, or run two of them for real."""
     seed, is_quick = options.seed, options.quick
+    report.extra = {"seed": seed}
     if options.real:
         size = Size(rounds=1, round_s=8.0, point_s=4.0, overload_s=20.0, after_s=10.0) if is_quick else Size()
         asyncio.run(measure_real(size, seed, report))
         return
     report.tell("noisy tenant")
-    report.rows += noisy_rows(60.0 if is_quick else 120.0, seed)
+    report.rows += measure_noisy(60.0 if is_quick else 120.0, seed)
     report.tell("shares")
-    report.rows += share_rows(20.0 if is_quick else 60.0, seed)
+    report.rows += measure_shares(20.0 if is_quick else 60.0, seed)
     report.tell("overload")
-    rows, series = overload_rows(60.0 if is_quick else 300.0, seed)
-    report.rows += [*rows, *burst_rows(seed)]
+    measure_overload(60.0 if is_quick else 300.0, seed, report)
+    report.rows += measure_burst(seed)
     if options.trace is not None:
         report.tell("conversations")
-        report.rows += conversation_rows(read_trace(options.trace, limit=options.limit), seed)
+        report.rows += measure_conversation(read_trace(options.trace, limit=options.limit), seed)
     report.tell("queue operations")
-    report.rows += queue_rows(100, 1000 if is_quick else 10_000)
-    report.extra = {"seed": seed, **series}
-    report.plot = partial(plot, series)
+    report.rows += measure_queue(100, 1000 if is_quick else 10_000)
 
 
 def run(options: argparse.Namespace) -> Report:
     """Measure, print and keep; results of real processes have a file of their own."""
-    kind = (
-        ("tenants_real", "tenants of real processes")
-        if options.real
-        else ("tenants", "tenants on simulated workers")
-    )
-    return run_suite(measure, options, *kind)
+    if options.real:
+        return run_suite(measure, options, "tenants_real", "tenants of real processes")
+    return run_suite(measure, options, "tenants", "tenants on simulated workers")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from baton.kvtransfer.ranks.messages import ClosePart
 from baton.prefill_worker.prefill_job import Offer, PrefillJob
 from baton.request import Request
 from baton.router.in_flight import InFlight
-from baton.sim.rank import SimRank
+from baton.sim.endpoint import SimRank
 from baton.sim.world import World
 
 MAX_SEEDS = 150

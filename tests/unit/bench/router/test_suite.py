@@ -3,28 +3,10 @@
 import pytest
 
 from baton.bench.router.suite import WORKLOADS, documents, run_trace, spread, up_to
-from baton.bench.router.world import Fleet, Machine, PageStore, tokens_of
-from baton.bench.traces import TraceRequest
+from baton.bench.traces import TraceRequest, tokens_of
+from baton.sim.rehearsal import Fleet
 
 SMALL = Fleet(num_prefill=2, num_decode=2, num_prefill_pages=4000, decode_keeps=True)
-
-
-def keys(*names: str) -> tuple[bytes, ...]:
-    return tuple(name.encode().ljust(16) for name in names)
-
-
-def test_store_keeps_what_was_used_last_and_parents_longer_than_children() -> None:
-    store = PageStore(4)
-    assert len(list(store.keep(keys("a", "b", "c")))) == 3
-    removed = [key for key, page in store.keep(keys("a", "x", "y")) if page < 0]
-    assert removed == list(keys("c"))
-    assert (store.num_held(keys("a", "b", "c")), store.num_held(keys("a", "x", "y"))) == (2, 3)
-
-
-def test_store_never_holds_more_than_its_pages() -> None:
-    store = PageStore(2)
-    changes = list(store.keep(keys("a", "b", "c")))
-    assert len(changes) == 2 and store.num_held(keys("a", "b", "c")) == 2
 
 
 def test_equal_blocks_are_equal_tokens() -> None:
@@ -41,12 +23,6 @@ def test_equal_blocks_are_equal_tokens() -> None:
 def test_spread_requests_stay_in_their_bin_and_in_order() -> None:
     burst = [TraceRequest(arrival_s=3.0, input_tokens=1, output_tokens=1) for _ in range(3)]
     assert [each.arrival_s for each in spread(burst)] == [3.5, 4.5, 5.5]
-
-
-def test_long_contexts_take_longer_than_their_tokens() -> None:
-    machine = Machine()
-    assert machine.compute_s(20_000, 20_000) > 2 * machine.compute_s(10_000, 10_000)
-    assert machine.compute_s(1000, 20_000) > machine.compute_s(1000, 1000)
 
 
 def test_run_is_the_same_for_the_same_seed() -> None:

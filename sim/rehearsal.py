@@ -1,10 +1,13 @@
-"""The production router before simulated workers, on a virtual clock.
+"""A rehearsal: the production router before workers that a time model stands for, on a virtual clock.
 
-The router hears of pages, times and ends by the messages that workers and gateways send, and by nothing else.
-Given the same requests and seed, every figure is the same.
+The fault simulation (sim/world.py) runs whole workers over a model of numbers, to find wrong tokens. A
+rehearsal measures how fast a fleet of large machines serves a load, over hours of virtual time. No bytes
+move: a worker is its queue, the keys of its pages and the seconds that its steps take. The router learns of
+pages, times and ends by the messages of workers and gateways alone. The same calls and seed give the same
+figures.
 
-1. `SimulatedCluster` joins the router, a gateway peer and workers, and keeps the virtual time. Its subclasses
-   are the clients: `TraceReplay` here, `TenantClients` in bench/tenants/world.py.
+1. `Rehearsal` joins the router, a gateway peer and workers, and keeps the virtual time. Its clients behave as
+   openai-python does: a refused call that was told a time comes again after that time.
 2. A prefill worker computes prompts in steps, in the order of their tenants' shares, as the engine does, and
    keeps their pages; the least recently used pages leave first.
 3. A decode worker steps: every sequence gets a token a step, prompts that it computes itself a chunk.
@@ -12,15 +15,15 @@ Given the same requests and seed, every figure is the same.
 
 import math
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from heapq import heappop, heappush
 from itertools import count
+from random import Random
 from typing import Final
 
 import msgspec
 
-from baton.bench.traces import TraceRequest
 from baton.config.router import RouterConfig
 from baton.fair_queue import FairShare
 from baton.messages.bounds import Kind
@@ -46,14 +49,18 @@ from baton.router.index.prefix_index import PromptKeys, family_of
 from baton.router.policies.cost import CostPolicy
 from baton.router.policies.cost_model import Select
 from baton.router.router import Router
-from baton.rpc.peers import Peer
+from baton.rpc.peers import TICK_S, Peer
 from baton.sim.process import Events, OffsetClock
+from baton.tenants import Refusal, SchedulingKey, Sla
 
 STEPS_A_REPORT: Final = 64
 MOST_STEPS_S: Final = 0.1  # decode steps in which nothing changes are simulated together for so long
 GATEWAY: Final = f"{7:032x}"
-MAX_OUTPUT: Final = 2**20
-TICK_S: Final = 0.5
+MAX_RETRIES: Final = 2  # openai-python's
+MAX_HONOURED_S: Final = 120.0  # a longer retry-after is not believed
+BACK_OFF_S: Final = 0.5
+MAX_BACK_OFF_S: Final = 8.0
+NO_ROOM_S: Final = 0.05  # until a gateway asks again by itself
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,6 +90,65 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     def pull_s(self, num_tokens: int) -> float:
         """Return the time to pull the pages of so many tokens."""
         return self.transfer_s + num_tokens * self.kv_token_bytes / self.transfer_bytes_per_s
+
+
+# An 8B model on one H200, by roofline.
+H200: Final = Machine(
+    prefill_s=2e-3,
+    prefill_token_s=2.8e-5,
+    prefill_pair_s=4e-10,
+    step_s=4e-3,
+    step_sequence_s=2e-5,
+    step_context_s=2.7e-8,
+    kv_token_bytes=2**17,
+    handoff_s=2e-3,
+    chunk_tokens=512,
+    prefill_chunk_tokens=512,
+)
+
+
+class Call(msgspec.Struct, frozen=True, kw_only=True):
+    """A call that a client makes; `knows_sla` says whether the router is told of its objectives."""
+
+    at_s: float
+    token_ids: tuple[int, ...]
+    num_answered: int  # tokens of the answer
+    max_tokens: int = 2**20  # all that the router knows of the answer
+    tenant: str = ""
+    sla: Sla = Sla()
+    scheduling_key: SchedulingKey = SchedulingKey()
+    knows_sla: bool = True
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+
+class Outcome(msgspec.Struct, kw_only=True):
+    """The course of one HTTP request. Moments are negative where there was none."""
+
+    call: Call
+    asked_s: float
+    retry: int = 0
+    num_held: int = 0  # tokens of the prompt that were not computed
+    first_token_s: float = -1.0
+    ended_s: float = -1.0
+    refusal: str = ""
+    retry_after_s: float = -1.0
+
+    @property
+    def ttft_s(self) -> float:
+        return self.first_token_s - self.asked_s
+
+    @property
+    def is_good(self) -> bool:
+        """Whether the answer met all objectives."""
+        if self.ended_s < 0:
+            return False
+        sla, num_later = self.call.sla, max(1, self.call.num_answered - 1)
+        tpot_ms = 1e3 * (self.ended_s - self.first_token_s) / num_later
+        is_slow = sla.tpot_ms is not None and tpot_ms > sla.tpot_ms
+        return not is_slow and (sla.ttft_ms is None or 1e3 * self.ttft_s <= sla.ttft_ms)
 
 
 class PageStore:
@@ -116,10 +182,10 @@ class PageStore:
             yield key, self._pages[key]
 
 
-class Job:
+class PromptJob:
     """A prompt at the worker that computes it, with the pages that it pulls under way."""
 
-    def __init__(self, worker: "SimWorker", order: Dispatch | Prefill, decode: str) -> None:
+    def __init__(self, worker: "RehearsedWorker", order: Dispatch | Prefill, decode: str) -> None:
         cluster, store = worker.cluster, worker.store
         self.request, self.decode = order.request, decode
         self.given_s = self.pulled_s = cluster.events.now_s
@@ -147,7 +213,7 @@ class Job:
         """Tokens of the prompt that are computed, not held or pulled."""
         return self.num_tokens - self.num_held
 
-    def find_held(self, worker: "SimWorker") -> None:
+    def find_held(self, worker: "RehearsedWorker") -> None:
         """Count the leading tokens that need no computation; at least one token is computed."""
         held = worker.store.num_held(worker.cluster.keys_of(self.request)) * worker.worker.page_size
         self.num_held = self.num_done = min(max(held, self._num_pulled_tokens), self.num_tokens - 1)
@@ -161,12 +227,12 @@ class Job:
         return num_new
 
 
-class SimWorker:
+class RehearsedWorker:
     """A worker as a peer of the router."""
 
     silence_s = 0.0
 
-    def __init__(self, cluster: "SimulatedCluster", hello: Hello) -> None:
+    def __init__(self, cluster: "Rehearsal", hello: Hello) -> None:
         assert hello.worker is not None
         self.cluster = cluster
         self.hello = hello
@@ -199,10 +265,10 @@ class SimWorker:
         """Take a prompt to compute."""
         raise NotImplementedError
 
-    def take_prompt(self, message: Dispatch | Prefill, decode: str) -> Job:
+    def take_prompt(self, message: Dispatch | Prefill, decode: str) -> PromptJob:
         """Begin to pull what the router says; return the job."""
         self.given_tokens += len(message.request.token_ids)
-        return Job(self, message, decode)
+        return PromptJob(self, message, decode)
 
     def tick(self) -> None:
         """Send a heartbeat."""
@@ -221,7 +287,7 @@ class SimWorker:
             self._num_changes += len(changes)
             self.cluster.router.received(self, events)
 
-    def report_prefill(self, job: Job, exposed_s: float) -> None:
+    def report_prefill(self, job: PromptJob, exposed_s: float) -> None:
         """Tell the router what a prompt took, in the tokens that the router sees."""
         cluster = self.cluster
         is_remote = job.decode != self.worker.id
@@ -241,13 +307,13 @@ class SimWorker:
         cluster.router.received(self, Measured(prefills=(times,)))
 
 
-class PrefillSim(SimWorker):
+class RehearsedPrefill(RehearsedWorker):
     """Computes up to a chunk's tokens a step, of the prompts of tenants that are due first."""
 
-    def __init__(self, cluster: "SimulatedCluster", hello: Hello) -> None:
+    def __init__(self, cluster: "Rehearsal", hello: Hello) -> None:
         super().__init__(cluster, hello)
         self._share = FairShare()
-        self._jobs: list[tuple[float, int, Job]] = []  # a heap, by the tenants' virtual clocks
+        self._jobs: list[tuple[float, int, PromptJob]] = []  # a heap, by the tenants' virtual clocks
         self._num_jobs = count()
         self.is_stepping = False
 
@@ -275,7 +341,7 @@ class PrefillSim(SimWorker):
         begun = due - first.num_tokens / first.request.scheduling_key.weight
         self._share.present = max(self._share.present, begun)
         begin_s = max(events.now_s, first.pulled_s)
-        left, step_s, done = machine.prefill_chunk_tokens, machine.prefill_s, list[Job]()
+        left, step_s, done = machine.prefill_chunk_tokens, machine.prefill_s, list[PromptJob]()
         while self._jobs and left > 0:
             job = self._jobs[0][2]
             if job.begun_s < 0:
@@ -290,7 +356,7 @@ class PrefillSim(SimWorker):
                 heappop(self._jobs)
         self.cluster.at(begin_s + step_s, lambda: self._stepped(done))
 
-    def _stepped(self, done: Sequence[Job]) -> None:
+    def _stepped(self, done: Sequence[PromptJob]) -> None:
         self.is_stepping = False
         cluster = self.cluster
         for job in done:
@@ -298,19 +364,19 @@ class PrefillSim(SimWorker):
             self.report_prefill(job, cluster.machine.handoff_s)
             cluster.first_token(job.request, job.num_held)
             decode = cluster.workers[job.decode]
-            assert isinstance(decode, DecodeSim)
+            assert isinstance(decode, RehearsedDecode)
             cluster.at(cluster.events.now_s + cluster.machine.handoff_s, partial(decode.join, job.request))
         self._step()
 
 
-class DecodeSim(SimWorker):
+class RehearsedDecode(RehearsedWorker):
     """Decodes all its sequences together, beside the prompts that it computes itself."""
 
-    def __init__(self, cluster: "SimulatedCluster", hello: Hello) -> None:
+    def __init__(self, cluster: "Rehearsal", hello: Hello) -> None:
         super().__init__(cluster, hello)
         self._num_left: dict[str, int] = {}  # request id -> tokens to come
         self._requests: dict[str, Request] = {}
-        self._jobs: deque[Job] = deque()
+        self._jobs: deque[PromptJob] = deque()
         self._is_stepping = False
         self._num_steps = 0
         self._num_context = 0  # tokens that all sequences attend to, in the trace's
@@ -332,7 +398,7 @@ class DecodeSim(SimWorker):
         self._num_context += len(request.token_ids)
         self._step()
 
-    def _compute(self, job: Job) -> None:
+    def _compute(self, job: PromptJob) -> None:
         job.find_held(self)
         self._jobs.append(job)
         self._step()
@@ -409,7 +475,7 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
             )
 
 
-class _Gateway:
+class RehearsedGateway:
     """The router's peer that submits requests."""
 
     silence_s = 0.0
@@ -426,108 +492,52 @@ class _Gateway:
         raise AssertionError("the router gave up its gateway")
 
 
-class SimulatedCluster:
-    """The router, its workers and the virtual time. `first_token` and `ended` are told by workers."""
-
-    tick_s = TICK_S
+class Rehearsal:
+    """The router, its workers, the clients and the virtual time; `outcomes` has every HTTP request."""
 
     def __init__(
-        self, config: RouterConfig, fleet: Fleet, machine: Machine, page_size: int, scale: float = 1.0
+        self,
+        config: RouterConfig,
+        fleet: Fleet,
+        machine: Machine,
+        page_size: int = 16,
+        scale: float = 1.0,
+        seed: int = 0,
     ) -> None:
-        """scale: real tokens in one token of the requests, as the times go."""
+        """scale: real tokens in one token of the requests, for times. seed: of clients that back off."""
         self.machine = machine
         self.scale = scale
         self.events = Events()
         self.router = Router(config, OffsetClock(self.events, 0.0), f"{1:032x}")
-        self.workers: dict[str, SimWorker] = {}
-        self._keys = PromptKeys()
-        self._known_keys: dict[str, tuple[bytes, ...]] = {}
-        self.gateway = _Gateway(self.rejected)
-        self.router.joined(self.gateway)
+        self.outcomes: list[Outcome] = []
+        self.served: list[tuple[float, str, int]] = []  # time, tenant, tokens computed or answered
+        self.levels: list[tuple[float, int]] = []  # time, overload level
+        self.waiting_s = self.idle_s = 0.0  # worker-seconds in which a call waited; of these, idle
+        self.workers: dict[str, RehearsedWorker] = {}
+        self._random = Random(seed)
+        self._numbers = count()
+        self._open: dict[str, Outcome] = {}
+        self._num_to_come = 0  # calls that have not been made
+        self._seen_s = 0.0
+        self._prompt_keys = PromptKeys()
+        self._keys: dict[str, tuple[bytes, ...]] = {}  # request id -> keys of the prompt's pages
+        self._keeps_pages = fleet.prefill_keeps or fleet.decode_keeps
+        self._gateway = RehearsedGateway(self._rejected)
+        self.router.joined(self._gateway)
         for worker in fleet.workers(page_size, round(machine.chunk_tokens / scale)):
             is_prefill = worker.role is WorkerRole.PREFILL
             hello = Hello(process=Kind.WORKER, id=worker.id, worker=worker)
-            sim = self.workers[worker.id] = (PrefillSim if is_prefill else DecodeSim)(self, hello)
-            sim.is_keeping = fleet.prefill_keeps if is_prefill else fleet.decode_keeps
-            self.router.joined(sim)
-        peers: list[Peer] = [self.gateway, *self.workers.values()]
-        for peer in peers:
-            self.router.received(peer, Reachable(workers=tuple(self.workers)))
+            peer = (RehearsedPrefill if is_prefill else RehearsedDecode)(self, hello)
+            peer.is_keeping = fleet.prefill_keeps if is_prefill else fleet.decode_keeps
+            self.workers[worker.id] = peer
+            self.router.joined(peer)
+        peers: list[Peer] = [self._gateway, *self.workers.values()]
+        for each in peers:
+            self.router.received(each, Reachable(workers=tuple(self.workers)))
 
     @property
-    def prefill_workers(self) -> list[PrefillSim]:
-        return [each for each in self.workers.values() if isinstance(each, PrefillSim)]
-
-    def at(self, when_s: float, call: Callable[[], None]) -> None:
-        """Call at that virtual time."""
-        self.events.at(when_s, call)
-
-    def keys_of(self, request: Request) -> tuple[bytes, ...]:
-        """Return the keys of the prompt's pages."""
-        known = self._known_keys.get(request.request_id)
-        if known is None:
-            family = family_of(next(iter(self.workers.values())).worker)
-            joined = self._keys.keys(family, request)
-            known = tuple(joined[at : at + KEY_BYTES] for at in range(0, len(joined), KEY_BYTES))
-            self._known_keys[request.request_id] = known
-        return known
-
-    def submit(self, request: Request) -> None:
-        """Submit an attempt as the gateway does."""
-        self.router.received(self.gateway, Submit(request=request))
-
-    def first_token(self, request: Request, num_held_tokens: int) -> None:
-        """Tell the router that a request has its first token; `num_held_tokens` were not computed."""
-        self.router.received(self.gateway, Started(attempts=((request.request_id, request.attempt),)))
-
-    def ended(self, request: Request, num_tokens: tuple[int, ...] = ()) -> None:
-        """Tell the router that a request has ended. num_tokens: of the answer, where the gateway says it."""
-        key = (request.request_id, request.attempt)
-        self._known_keys.pop(request.request_id, None)
-        for worker in self.workers.values():
-            worker.attempts.pop(key, None)
-        self.router.received(self.gateway, Ended(attempts=(key,), num_tokens=num_tokens))
-
-    def num_output_tokens(self, request: Request) -> int:
-        """Return how many tokens the answer has."""
-        raise NotImplementedError
-
-    def rejected(self, rejected: Rejected) -> None:
-        """Take the router's refusal."""
-        raise NotImplementedError
-
-    def tick(self) -> None:
-        """Tick the workers and the router, now and every `tick_s` from now on."""
-        for worker in self.workers.values():
-            worker.tick()
-        self.router.tick()
-        self.at(self.events.now_s + self.tick_s, self.tick)
-
-
-class ReplayedRequest(msgspec.Struct, kw_only=True):
-    """The course of one request of a trace."""
-
-    arrival_s: float
-    num_tokens: int
-    num_output_tokens: int
-    num_held: int = 0
-    first_token_s: float = 0.0
-    ended_s: float = -1.0
-
-
-class TraceReplay(SimulatedCluster):
-    """Submits the requests of a trace when they are due."""
-
-    def replay(self, trace: Sequence[TraceRequest]) -> list[ReplayedRequest]:
-        """Run the whole trace; return its requests in order of arrival."""
-        self._replayed: dict[str, ReplayedRequest] = {}
-        for number, traced in enumerate(trace):
-            self.at(traced.arrival_s, partial(self._arrive, number, traced))
-        self.at(self.tick_s, self.tick)
-        self._num_open = len(trace)
-        while self._num_open:
-            self.events.run_until(self.events.now_s + TICK_S)
-        return list(self._replayed.values())
+    def prefill_workers(self) -> list[RehearsedPrefill]:
+        return [each for each in self.workers.values() if isinstance(each, RehearsedPrefill)]
 
     def select(self, select: Select) -> None:
         """Have the policy `cost` choose among its candidates by another rule."""
@@ -535,41 +545,107 @@ class TraceReplay(SimulatedCluster):
         assert isinstance(policy, CostPolicy), "other policies have no candidates"
         policy.select = select
 
+    def run(self, calls: Iterable[Call], until_s: float | None = None) -> list[Outcome]:
+        """Make all calls; simulate until then, or until all have ended. Return the outcomes, as asked."""
+        for call in calls:
+            self._num_to_come += 1
+            self.at(call.at_s, partial(self._ask, call, 0))
+        self.at(TICK_S, self._tick)
+        if until_s is not None:
+            self.events.run_until(until_s)
+        while until_s is None and (self._num_to_come or self._open):
+            self.events.run_until(self.events.now_s + TICK_S)
+        return self.outcomes
+
+    # Called by the workers.
+
+    def at(self, when_s: float, call: Callable[[], None]) -> None:
+        """Call at that virtual time."""
+        self.events.at(when_s, partial(self._happen, call))
+
+    def keys_of(self, request: Request) -> tuple[bytes, ...]:
+        """Return the keys of the prompt's pages; none where no worker keeps pages."""
+        known = self._keys.get(request.request_id)
+        if known is None:
+            family = family_of(next(iter(self.workers.values())).worker)
+            joined = self._prompt_keys.keys(family, request) if self._keeps_pages else b""
+            known = tuple(joined[at : at + KEY_BYTES] for at in range(0, len(joined), KEY_BYTES))
+            self._keys[request.request_id] = known
+        return known
+
     def num_output_tokens(self, request: Request) -> int:
-        return self._replayed[request.request_id].num_output_tokens
+        """Return how many tokens the answer has."""
+        num_answered = self._open[request.request_id].call.num_answered
+        return min(num_answered, request.sampling.max_tokens or num_answered)
 
     def first_token(self, request: Request, num_held_tokens: int) -> None:
-        replayed = self._replayed[request.request_id]
-        replayed.first_token_s, replayed.num_held = self.events.now_s, num_held_tokens
-        super().first_token(request, num_held_tokens)
+        """Note that a request has its first token; `num_held_tokens` were not computed."""
+        outcome = self._open[request.request_id]
+        outcome.first_token_s, outcome.num_held = self.events.now_s, num_held_tokens
+        self.served.append((self.events.now_s, request.tenant, len(request.token_ids)))
+        started = Started(attempts=((request.request_id, request.attempt),))
+        self.router.received(self._gateway, started)
 
-    def ended(self, request: Request, num_tokens: tuple[int, ...] = ()) -> None:
-        self._replayed[request.request_id].ended_s = self.events.now_s
-        self._num_open -= 1
-        super().ended(request, num_tokens)
+    def ended(self, request: Request) -> None:
+        """Note that a request has its last token."""
+        outcome, key = self._open.pop(request.request_id), (request.request_id, request.attempt)
+        outcome.ended_s, num_answered = self.events.now_s, outcome.call.num_answered
+        self.served.append((self.events.now_s, request.tenant, num_answered))
+        self._keys.pop(request.request_id, None)
+        for worker in self.workers.values():
+            worker.attempts.pop(key, None)
+        self.router.received(self._gateway, Ended(attempts=(key,), num_tokens=(num_answered,)))
 
-    def rejected(self, rejected: Rejected) -> None:
-        raise AssertionError(f"the router rejected a request of the trace: {rejected}")
+    # The clients, and the gateway.
 
-    def _arrive(self, number: int, traced: TraceRequest) -> None:
+    def _ask(self, call: Call, retry: int) -> None:
+        request_id = f"{next(self._numbers):032x}"
+        self._num_to_come -= 1
+        self._open[request_id] = Outcome(call=call, asked_s=self.events.now_s, retry=retry)
+        self.outcomes.append(self._open[request_id])
+        self._submit(request_id, 0)
+
+    def _submit(self, request_id: str, attempt: int) -> None:
+        call = self._open[request_id].call
         request = Request(
-            request_id=f"{number:032x}",
-            token_ids=tokens_of(traced),
-            sampling=SamplingParams(max_tokens=MAX_OUTPUT),
+            request_id=request_id,
+            token_ids=call.token_ids,
+            sampling=SamplingParams(max_tokens=call.max_tokens),
+            tenant=call.tenant,
+            sla=call.sla if call.knows_sla else Sla(),
+            scheduling_key=call.scheduling_key,
+            attempt=attempt,
         )
-        self._replayed[request.request_id] = ReplayedRequest(
-            arrival_s=self.events.now_s,
-            num_tokens=len(request.token_ids),
-            num_output_tokens=traced.output_tokens,
-        )
-        self.submit(request)
+        self.router.received(self._gateway, Submit(request=request))
 
+    def _rejected(self, rejected: Rejected) -> None:
+        outcome, now_s = self._open[rejected.request_id], self.events.now_s
+        if rejected.refusal is Refusal.NO_ROOM:
+            self.at(now_s + NO_ROOM_S, partial(self._submit, rejected.request_id, rejected.attempt + 1))
+            return
+        del self._open[rejected.request_id]
+        outcome.refusal, outcome.retry_after_s = str(rejected.refusal), rejected.retry_after_s
+        if outcome.retry < MAX_RETRIES and rejected.may_return:
+            wait_s = rejected.retry_after_s
+            if wait_s > MAX_HONOURED_S:
+                back_off_s = min(BACK_OFF_S * 2.0**outcome.retry, MAX_BACK_OFF_S)
+                wait_s = back_off_s * (1 - 0.25 * self._random.random())
+            self._num_to_come += 1
+            self.at(now_s + wait_s, partial(self._ask, outcome.call, outcome.retry + 1))
 
-def tokens_of(traced: TraceRequest) -> tuple[int, ...]:
-    """Return tokens that are alike where the blocks' ids are; without ids every prompt is alone."""
-    size = traced.block_tokens
-    if not traced.block_ids:
-        first = int(traced.arrival_s * 1e6) % 2**30
-        return tuple((first + at) % 2**31 for at in range(traced.input_tokens))
-    ids = [block * size + at for block in traced.block_ids for at in range(size)]
-    return tuple(ids[: traced.input_tokens])
+    def _happen(self, call: Callable[[], None]) -> None:
+        """Count how long workers were idle while calls waited, then make the call."""
+        passed_s, self._seen_s = self.events.now_s - self._seen_s, self.events.now_s
+        if len(self.router.admission_queue):
+            workers = self.prefill_workers
+            self.waiting_s += passed_s * len(workers)
+            self.idle_s += passed_s * sum(not each.is_stepping for each in workers)
+        call()
+
+    def _tick(self) -> None:
+        """Tick the workers and the router, now and every TICK_S from now on."""
+        for worker in self.workers.values():
+            worker.tick()
+        self.router.tick()
+        self.levels.append((self.events.now_s, int(self.router.admission_queue.overload.level)))
+        self.at(self.events.now_s + TICK_S, self._tick)
