@@ -17,14 +17,14 @@ import math
 import random
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import accumulate, pairwise
 from operator import attrgetter
-from pathlib import Path
 from statistics import fmean, median, pstdev
-from typing import Final, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 from baton.bench.engine.replica import LlamaShape, Replica, load_replica
 from baton.bench.report import (
@@ -33,6 +33,7 @@ from baton.bench.report import (
     add_output_option,
     at_least,
     format_number,
+    plot_lines,
     run_command,
     run_suite,
 )
@@ -59,8 +60,7 @@ DRAWS_A_LENGTH: Final = 64
 DYNAMIC_WINDOW_MS: Final = 10.0  # a request-level batcher waits this long for a full batch
 
 
-@dataclass(frozen=True)
-class Requests:
+class Requests(NamedTuple):
     """The answer lengths and arrival times that every policy gets."""
 
     output_lengths: tuple[int, ...]  # tokens
@@ -148,20 +148,25 @@ def serve(replica: Replica, requests: Requests) -> Outcome:
     """Run all requests to the end in real time; an idle engine sleeps until the next arrival."""
     engine, runner = replica.engine, replica.runner
     before = (runner.num_steps, runner.num_rows, runner.num_padded_rows)
-    due = _Due(requests)
+    rng = random.Random(len(requests.output_lengths))
+    to_come = deque(
+        (arrival_s, _request(index, length, rng))
+        for index, (length, arrival_s) in enumerate(zip(*requests, strict=True))
+    )
     ended_s: dict[str, float] = {}
     num_tokens, started_s = 0, time.perf_counter()
     while len(ended_s) < len(requests.output_lengths):
-        for request in due.until(time.perf_counter() - started_s):
-            engine.add(request)
+        while to_come and to_come[0][0] <= time.perf_counter() - started_s:
+            engine.add(to_come.popleft()[1])
         outputs = engine.step() if engine.has_work() else []
         num_tokens += len(outputs)
         now_s = time.perf_counter() - started_s
         ended_s.update({output.request_id: now_s for output in outputs if output.finish_reason})
-        if not engine.has_work():
-            _sleep_until_due(due.next_s, now_s)
-        elif engine.wait_s is not None:  # the queue window holds every request
-            _sleep_until_due(due.next_s, now_s, engine.wait_s)
+        # An idle engine waits for the next arrival, a queue window that holds every request for its end too.
+        window_s = engine.wait_s if engine.has_work() else math.inf
+        if window_s is not None:
+            pause_s = min(window_s, to_come[0][0] - now_s if to_come else math.inf)
+            time.sleep(pause_s if 0 < pause_s < math.inf else 0.0)
     arrivals_s = requests.arrivals_s
     return Outcome(
         seconds=max(ended_s.values()) - arrivals_s[0],
@@ -173,38 +178,10 @@ def serve(replica: Replica, requests: Requests) -> Outcome:
     )
 
 
-class _Due:
-    """Requests that the engine has not got yet, by arrival."""
-
-    def __init__(self, requests: Requests) -> None:
-        rng = random.Random(len(requests.output_lengths))
-        self._arrivals_s = requests.arrivals_s
-        self._requests = [
-            _request(index, length, rng) for index, length in enumerate(requests.output_lengths)
-        ]
-        self._num_taken = 0
-
-    @property
-    def next_s(self) -> float | None:
-        return self._arrivals_s[self._num_taken] if self._num_taken < len(self._requests) else None
-
-    def until(self, now_s: float) -> Iterator[Request]:
-        while self.next_s is not None and self.next_s <= now_s:
-            self._num_taken += 1
-            yield self._requests[self._num_taken - 1]
-
-
 def _request(index: int, num_tokens: int, rng: random.Random) -> Request:
     prompt = tuple(rng.randrange(SHAPE.vocab_size) for _ in range(PROMPT_TOKENS))
     sampling = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
     return Request(request_id=str(index), token_ids=prompt, sampling=sampling)
-
-
-def _sleep_until_due(next_s: float | None, now_s: float, window_s: float = math.inf) -> None:
-    """Sleep until the next arrival or the end of the queue window, if either will come."""
-    pause_s = min(window_s, math.inf if next_s is None else next_s - now_s)
-    if 0 < pause_s < math.inf:
-        time.sleep(pause_s)
 
 
 def _load(policy: str, shape: LlamaShape) -> Replica:
@@ -250,8 +227,7 @@ class Workload:
     repeats: int = 3
 
 
-@dataclass(frozen=True)
-class Point:
+class Point(NamedTuple):
     """One variance of the sweep; `requests` are those of the first repeat."""
 
     requests: Requests
@@ -265,11 +241,6 @@ class Point:
     def step_gain(self) -> float:
         """The gain if all steps cost the same; no clock is part of it."""
         return ratio(self.outcomes, "static", "continuous", num_steps)
-
-    def as_json(self) -> dict[str, object]:
-        """Return what the JSON keeps of the point."""
-        figures = {"variation": self.requests.variation, "gain": self.gain, "step_gain": self.step_gain}
-        return {**figures, "samples": _samples(self.outcomes)}
 
 
 def take_turns(replicas: Mapping[str, Replica], requests_of_repeats: Sequence[Requests]) -> Outcomes:
@@ -357,27 +328,20 @@ def measure_workload(workload: Workload, report: Report, shape: LlamaShape = SHA
     report.rows += sweep_rows(points)
     setting = {"workload": asdict(workload), "model": asdict(shape), "seats": NUM_SEATS}
     report.extra = {**setting, "prompt_tokens": PROMPT_TOKENS, "samples": samples}
-    report.extra["sweep"] = [point.as_json() for point in points]
-    report.plot = partial(plot, points)
-
-
-def plot(points: Sequence[Point], path: Path) -> None:
-    """Draw the gain over the variance of answer lengths."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6, 4), layout="constrained")
-    axes = figure.subplots()
-    variations = [point.requests.variation for point in points]
-    axes.plot(variations, [point.gain for point in points], "o-", label="throughput")
-    axes.plot(variations, [point.step_gain for point in points], "s--", label="if all steps cost the same")
-    axes.legend()
-    mean = points[0].requests.mean
-    axes.set_xlabel(f"variation of answer length (deviation / mean), mean {mean:.0f} tokens")
-    axes.set_ylabel("continuous / static")
-    axes.set_ylim(bottom=0)
-    axes.axhline(1, color="grey", linewidth=0.8)
-    axes.set_title(f"Continuous batching gains with variance ({NUM_SEATS} seats)")
-    figure.savefig(path, dpi=150)
+    report.extra["sweep"] = [
+        {
+            **{"variation": each.requests.variation, "gain": each.gain, "step_gain": each.step_gain},
+            "samples": _samples(each.outcomes),
+        }
+        for each in points
+    ]
+    gains = {
+        "throughput": [(point.requests.variation, point.gain) for point in points],
+        "if all steps cost the same": [(point.requests.variation, point.step_gain) for point in points],
+    }
+    x_label = f"deviation / mean of answer lengths, mean {workload.sweep_mean} tokens"
+    panels = {"Continuous over static batching": gains}
+    report.plot = partial(plot_lines, panels=panels, x_label=x_label, y_label="gain")
 
 
 def _samples(outcomes: Outcomes) -> dict[str, list[dict[str, object]]]:

@@ -5,39 +5,46 @@
 
 Questions about long documents and growing conversations, with the policy `cost`, and again, in turns, with
 no page kept anywhere; and a prefix that a busy worker has cached, pulled by another worker, beside the time
-that the router expected. All answers are compared. bench/README.md explains the columns.
+that the router expected. All answers are compared. docs/benchmarks.md explains the figures.
 
 Everything between the processes is as in `baton serve`: sockets, sealed frames, page transfers. The router
 and a gateway run in this process, so that the suite can read decisions beside measured times, and narrow a
-choice to the workers that it measures (`wish`).
+choice to the workers that it measures.
 """
 
 import argparse
 import asyncio
-import json
 import logging
 import secrets
-import statistics
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
 from random import Random
+from statistics import median
 from time import perf_counter
 from typing import Final, NamedTuple, TypeAlias
 
-import msgspec
-
-from baton.bench.report import Report, Row, add_output_option, at_least, at_most, run_suite
+from baton.bench.engine.replica import LlamaShape
+from baton.bench.report import (
+    Report,
+    Row,
+    add_output_option,
+    at_least,
+    at_most,
+    plot_lines,
+    ranked_shares,
+    run_suite,
+)
 from baton.clock import SystemClock
+from baton.cluster.offline.llm import LLM
 from baton.cluster.process_spec import ProcessSpec
 from baton.cluster.runtimes.local import LocalRuntime
 from baton.config.cluster import WorkerConfig
-from baton.config.engine import EngineConfig, engine_config
+from baton.config.engine import engine_config
 from baton.config.router import RouterConfig
-from baton.engine.engine import load_engine
-from baton.errors import BatonError, WorkerLost
+from baton.errors import BatonError
 from baton.gateway.streams.frontend import Frontend
 from baton.messages.control import Decision
 from baton.messages.workers import WorkerRole
@@ -50,51 +57,48 @@ from baton.rpc.server import RpcServer
 START_S: Final = 120.0
 ANSWER_S: Final = 120.0
 TOLD_S: Final = 10.0  # workers tell what their work took once a second
-VOCAB_SIZE: Final = 1024
-MAX_MODEL_LEN: Final = 4096
 NUM_WORKERS: Final = 2  # of either role
-LAYERS: Final = 6
 PAGE_SIZE: Final = 16
 STEP_TOKENS: Final = 128  # a worker hears what is asked of it between two steps
 ROOM_TOKENS: Final = 40_000  # in each worker's pages
-KV_TOKEN_BYTES: Final = LAYERS * 2 * 2 * 32 * 4  # keys and values of two heads
 # Some three million weights: a prompt takes a CPU long enough to be worth keeping, and a bench not too long.
-_MODEL: Final = {
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "max_position_embeddings": MAX_MODEL_LEN,
-    "rms_norm_eps": 1e-5,
-    "attention_bias": False,
-    "mlp_bias": False,
-    "initializer_range": 0.2,
-}
-Wish: TypeAlias = Callable[[PairCandidate], bool]
-
-
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """A routing policy, and the roles of the workers that keep pages for later prompts."""
-
-    policy: str
-    caching: tuple[WorkerRole, ...] = tuple(WorkerRole)
+SHAPE: Final = LlamaShape(
+    hidden_size=256,
+    intermediate_size=512,
+    num_layers=6,
+    num_heads=8,
+    num_kv_heads=2,
+    head_dim=32,
+    vocab_size=1024,
+    max_positions=4096,
+    initializer_range=0.2,
+)
+KV_TOKEN_BYTES: Final = SHAPE.num_layers * 2 * SHAPE.num_kv_heads * SHAPE.head_dim * 4
+DOCUMENT_TOKENS: Final = 1536
+QUESTION_TOKENS: Final = 24
+SYSTEM_TOKENS: Final = 1024  # that all conversations of a round begin with
+TURN_TOKENS: Final = 32
+ANSWER_TOKENS: Final = 8
+NUM_AT_ONCE: Final = 2
+BUSY_PROMPTS: Final = 2
+NUM_LESSONS: Final = 3  # pulls that teach the router and do not count
+FIRST, SECOND = "prefill-0", "prefill-1"
+MOST_TTFT_SHARE: Final = 0.4
+MOST_ERROR: Final = 0.3
 
 
 class Answer:
     """The sink of one request. `ttft_s` counts from the call that asked."""
 
-    def __init__(self, request_id: str) -> None:
-        self.request_id = request_id
+    def __init__(self, request: Request) -> None:
+        self.request = request
         self.token_ids: list[int] = []
         self.ttft_s = 0.0
         self._began_s = perf_counter()
         self._end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def tokens(self, events: Sequence[TokenEvent]) -> None:
+        """Take tokens from the gateway."""
         if not self.token_ids:
             self.ttft_s = perf_counter() - self._began_s
         self.token_ids += [event.token_id for event in events if event.token_id is not None]
@@ -102,6 +106,7 @@ class Answer:
             self._end.set_result(None)
 
     def failed(self, error: BatonError) -> None:
+        """Take an error from the gateway."""
         self._end.set_exception(error)
 
     async def end(self) -> "Answer":
@@ -111,123 +116,101 @@ class Answer:
 
 
 class PrefixCluster:
-    """A cluster with its router in this process; a suite may narrow its choices."""
+    """A cluster with its router in this process. With the policy `cost` a call may name a prefill worker."""
 
     def __init__(self, router: Router, frontend: Frontend) -> None:
         self.router = router
         self._frontend = frontend
-        self._wish: Wish | None = None
+        self._prefill = ""
         policy = router.cluster_state.policy
         if isinstance(policy, CostPolicy):
-            self._select, policy.select = policy.select, self._wished
+            self._select, policy.select = policy.select, self._narrowed
 
     def worker_id(self, name: str) -> str:
         """Return the id of the worker of this name."""
         return next(each.id for each in self.router.members.all() if each.worker.name == name)
 
-    async def wait_for_pages(self, name: str, num_changes: int) -> None:
-        """Wait until the worker of this name has told of so many changed pages in all."""
-        await self._until(lambda: self.num_told(name) >= num_changes, TOLD_S)
-
-    def num_told(self, name: str) -> int:
-        """Return how many changed pages the worker of this name has told of."""
+    def num_changes(self, name: str) -> int:
+        """Return how many changed pages the worker of this name has told the router of."""
         return self.router.cluster_state.index.next_number(self.worker_id(name)) or 0
 
-    async def ask(self, token_ids: Sequence[int], num_tokens: int, wish: Wish | None = None) -> Answer:
-        """Ask and return once the request is routed.
-
-        Wish: the candidates that may be chosen, if there are any.
-        """
-        self._wish = wish
+    async def ask(self, token_ids: Sequence[int], num_tokens: int, prefill: str = "") -> Answer:
+        """Ask and return once the request is routed. prefill: the name of the prefill worker to choose."""
+        self._prefill = self.worker_id(prefill) if prefill else ""
         sampling = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
         request = Request(request_id=secrets.token_hex(16), token_ids=tuple(token_ids), sampling=sampling)
-        answer = Answer(request.request_id)
+        answer = Answer(request)
         self._frontend.open(request, answer)
-        await self._until(lambda: self.decision(answer) is not None, ANSWER_S)
-        self._wish = None
+        await _until(lambda: self._decision(answer) is not None, ANSWER_S)
+        self._prefill = ""
         return answer
 
-    def decision(self, answer: Answer) -> Decision | None:
-        """Return the router's decision about a request."""
-        return self.router.cluster_state.decisions.get((answer.request_id, 0))
-
-    async def measured(self, answer: Answer) -> Decision:
-        """Return the decision once the worker has told what the prompt took."""
-
-        def is_told() -> bool:
-            decision = self.decision(answer)
-            return decision is not None and decision.measured is not None
-
-        await self._until(is_told, TOLD_S)
-        decision = self.decision(answer)
+    async def decision(self, answer: Answer) -> Decision:
+        """Return the decision about an answered request once the worker has told what the prompt took."""
+        await answer.end()
+        await _until(lambda: getattr(self._decision(answer), "measured", None) is not None, TOLD_S)
+        decision = self._decision(answer)
         assert decision is not None
         return decision
 
-    async def wait_until_whole(self) -> None:
-        """Wait until all workers reach each other and the gateway."""
-
-        def is_whole() -> bool:
-            members = list(self.router.members.all())
-            return len(members) == 2 * NUM_WORKERS and all(
+    def is_whole(self) -> bool:
+        """Return whether all workers reach each other and the gateway."""
+        members = list(self.router.members.all())
+        return (
+            self._frontend.is_ready
+            and len(members) == len(self._frontend.workers) == 2 * NUM_WORKERS
+            and all(
                 len(member.reached) >= (NUM_WORKERS if member.worker.role is WorkerRole.DECODE else 3)
                 for member in members
             )
+        )
 
-        await self._until(lambda: is_whole() and self._frontend.is_ready, START_S)
-        await self._until(lambda: len(self._frontend.workers) == 2 * NUM_WORKERS, START_S)
+    def _decision(self, answer: Answer) -> Decision | None:
+        return self.router.cluster_state.decisions.get((answer.request.request_id, 0))
 
-    async def _until(self, is_so: Callable[[], bool], timeout_s: float) -> None:
-        async with asyncio.timeout(timeout_s):
-            while not is_so():
-                await asyncio.sleep(0.001)
-
-    def _wished(
+    def _narrowed(
         self, candidates: Sequence[PairCandidate], random: int, given: Callable[[str], float]
     ) -> PairCandidate:
-        wish = self._wish
-        wished = [each for each in candidates if wish is None or wish(each)]
-        return self._select(wished or candidates, random, given)
+        narrowed = [each for each in candidates if each.prefill == self._prefill] if self._prefill else []
+        return self._select(narrowed or candidates, random, given)
 
 
-def write_model(directory: Path) -> Path:
-    """Write the config of the model; return its directory."""
-    directory.mkdir(parents=True)
-    (directory / "config.json").write_text(json.dumps(_MODEL))
-    return directory
-
-
-def engine_of(model: Path, *, is_caching: bool) -> EngineConfig:
-    """Return the settings of a worker's engine."""
-    cache = {
-        "page_size": PAGE_SIZE,
-        "kv_cache_memory_bytes": ROOM_TOKENS * KV_TOKEN_BYTES,
-        "enable_prefix_caching": is_caching,
-    }
-    steps = {"max_num_batched_tokens": STEP_TOKENS}
-    base = {"model": str(model), "device": "cpu", "load_format": "dummy", "dtype": "float32"}
-    return engine_config({**base, "cache": cache, "scheduler": steps})
+async def _until(is_so: Callable[[], bool], timeout_s: float) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not is_so():
+            await asyncio.sleep(0.001)
 
 
 @asynccontextmanager
-async def open_cluster(model: Path, plan: Plan) -> AsyncIterator[PrefixCluster]:
-    """Run the workers as processes, the router and a gateway here. WorkerLost: a worker does not come."""
+async def open_cluster(
+    model: Path, policy: str, caching: Collection[WorkerRole]
+) -> AsyncIterator[PrefixCluster]:
+    """Run the workers as processes, the router and a gateway here.
+
+    caching: the roles of workers that keep pages for later prompts. TimeoutError: a worker does not come.
+    """
     key = secrets.token_bytes(32)
     logging.getLogger("baton.router").setLevel(logging.ERROR)  # at the end all workers leave
     async with AsyncExitStack() as ends:
-        router_hub, gateway_hub, runtime = RpcServer(key), RpcServer(key), LocalRuntime(key)
+        router_rpc, gateway_rpc, runtime = RpcServer(key), RpcServer(key), LocalRuntime(key)
         await runtime.open()
         ends.push_async_callback(runtime.close)
-        ends.push_async_callback(router_hub.close)
-        router = Router(RouterConfig(policy=plan.policy), SystemClock(), secrets.token_hex(16))
-        address = await router_hub.listen()
-        router_hub.serve(router)
+        ends.push_async_callback(router_rpc.close)
+        router = Router(RouterConfig(policy=policy), SystemClock(), secrets.token_hex(16))
+        address = await router_rpc.listen()
+        router_rpc.serve(router)
         specs = []
         for role in WorkerRole:
-            engine = engine_of(model, is_caching=role in plan.caching)
+            cache = {
+                "page_size": PAGE_SIZE,
+                "kv_cache_memory_bytes": ROOM_TOKENS * KV_TOKEN_BYTES,
+                "enable_prefix_caching": role in caching,
+            }
+            steps = {"max_num_batched_tokens": STEP_TOKENS}
+            settings = {"model": str(model), "device": "cpu", "load_format": "dummy", "dtype": "float32"}
+            engine = engine_config({**settings, "cache": cache, "scheduler": steps})
             for name in (f"{role.value}-{index}" for index in range(NUM_WORKERS)):
-                config = WorkerConfig(
-                    role=role, name=name, model_name="model", engine=engine, routers=(address,)
-                )
+                config = WorkerConfig(role=role, name=name, model_name="m", engine=engine, routers=(address,))
                 specs.append(
                     ProcessSpec(kind="worker", name=name, config=config, num_ranks=1, role=role.value)
                 )
@@ -236,272 +219,138 @@ async def open_cluster(model: Path, plan: Plan) -> AsyncIterator[PrefixCluster]:
         async with asyncio.timeout(START_S):
             for process in processes:
                 await process.ready()
-        frontend = Frontend(secrets.token_hex(16), [address], gateway_hub.dial, SystemClock())
-        ends.push_async_callback(gateway_hub.close)
-        gateway_hub.serve(frontend)
+        frontend = Frontend(secrets.token_hex(16), [address], gateway_rpc.dial, SystemClock())
+        ends.push_async_callback(gateway_rpc.close)
+        gateway_rpc.serve(frontend)
         cluster = PrefixCluster(router, frontend)
-        try:
-            await cluster.wait_until_whole()
-        except TimeoutError as error:
-            raise WorkerLost("the workers did not find each other") from error
+        await _until(cluster.is_whole, START_S)
         yield cluster
-
-
-DOCUMENT_TOKENS: Final = 1536
-QUESTION_TOKENS: Final = 24
-SYSTEM_TOKENS: Final = 1024  # that all conversations of a round begin with
-TURN_TOKENS: Final = 32
-ANSWER_TOKENS: Final = 8
-NUM_AT_ONCE: Final = 2
-
-
-class Told(NamedTuple):
-    """The time to first token and the tokens of one request."""
-
-    ttft_s: float
-    token_ids: tuple[int, ...]
 
 
 def tokens(random: Random, num_tokens: int) -> list[int]:
     """Return random tokens."""
-    return [random.randrange(VOCAB_SIZE) for _ in range(num_tokens)]
+    return [random.randrange(SHAPE.vocab_size) for _ in range(num_tokens)]
 
 
-async def questions(
-    cluster: PrefixCluster, seed: int, num_documents: int = 2, num_questions: int = 6
-) -> list[Told]:
-    """Ask about each document in turns, NUM_AT_ONCE at a time; nothing is cached of the first of each."""
-    random = Random(seed)
-    documents = [tokens(random, DOCUMENT_TOKENS) for _ in range(num_documents)]
-    prompts = [
-        [*document, *tokens(random, QUESTION_TOKENS)] for _ in range(num_questions) for document in documents
-    ]
+async def ask_about_documents(cluster: PrefixCluster, random: Random) -> list[Answer]:
+    """Ask six questions about each of two documents, in turns, NUM_AT_ONCE at a time."""
+    documents = [tokens(random, DOCUMENT_TOKENS) for _ in range(2)]
+    prompts = [[*document, *tokens(random, QUESTION_TOKENS)] for _ in range(6) for document in documents]
     seats = asyncio.Semaphore(NUM_AT_ONCE)
 
-    async def ask(prompt: Sequence[int]) -> Told:
+    async def ask(prompt: Sequence[int]) -> Answer:
         async with seats:
-            return _told(await (await cluster.ask(prompt, ANSWER_TOKENS)).end())
+            return await (await cluster.ask(prompt, ANSWER_TOKENS)).end()
 
     return await asyncio.gather(*map(ask, prompts))
 
 
-async def conversations(
-    cluster: PrefixCluster, seed: int, num_conversations: int = 2, num_turns: int = 5
-) -> list[Told]:
-    """Hold conversations side by side; the prompt of each turn is the history and a little more."""
-    random = Random(seed)
+async def converse(cluster: PrefixCluster, random: Random) -> list[Answer]:
+    """Hold two conversations of five turns side by side; each prompt is the history and a little more."""
     system = tokens(random, SYSTEM_TOKENS)
-    said = [[tokens(random, TURN_TOKENS) for _ in range(num_turns)] for _ in range(num_conversations)]
+    turns = [[tokens(random, TURN_TOKENS) for _ in range(5)] for _ in range(2)]
 
-    async def converse(turns: Sequence[Sequence[int]]) -> list[Told]:
-        history, told = list(system), list[Told]()
+    async def hold(turns: Sequence[Sequence[int]]) -> list[Answer]:
+        history, answers = list(system), list[Answer]()
         for turn in turns:
             history += turn
-            told.append(_told(await (await cluster.ask(history, ANSWER_TOKENS)).end()))
-            history += told[-1].token_ids
-        return told
+            answers.append(await (await cluster.ask(history, ANSWER_TOKENS)).end())
+            history += answers[-1].token_ids
+        return answers
 
-    return [each for told in await asyncio.gather(*map(converse, said)) for each in told]
+    return [answer for answers in await asyncio.gather(*map(hold, turns)) for answer in answers]
 
 
-async def warm_up(cluster: PrefixCluster, seed: int) -> None:
+Workload: TypeAlias = Callable[[PrefixCluster, Random], Awaitable[list[Answer]]]
+WORKLOADS: Final[dict[str, Workload]] = {"documents": ask_about_documents, "conversations": converse}
+
+
+async def warm_up(cluster: PrefixCluster, random: Random) -> None:
     """Ask prompts of all lengths, so that the router learns what they take."""
-    random = Random(seed)
     for num_tokens in (24, 100, 400, 800, 1200, DOCUMENT_TOKENS):
-        asked = [await cluster.ask(tokens(random, num_tokens), ANSWER_TOKENS) for _ in range(4)]
-        for answer in asked:
+        for answer in [await cluster.ask(tokens(random, num_tokens), ANSWER_TOKENS) for _ in range(4)]:
             await answer.end()
 
 
-def _told(answer: Answer) -> Told:
-    return Told(answer.ttft_s, tuple(answer.token_ids))
+class Pull(NamedTuple):
+    """A question at the second prefill worker about a document that only the busy first worker has.
 
-
-PLAN: Final = Plan(policy="cost", caching=(WorkerRole.PREFILL,))
-BUSY_PROMPTS: Final = 2
-NUM_LESSONS: Final = 3
-FIRST, SECOND = "prefill-0", "prefill-1"
-
-
-class Costs(NamedTuple):
-    """Seconds that the KV of one prompt takes at the second worker, until the first token."""
-
-    expected_s: float  # by the router when it chose
-    measured_s: float  # by the worker
-    pulled_bytes: int
-    pulled_s: float
-
-    @classmethod
-    def of(cls, decision: Decision) -> "Costs":
-        """Read the costs of a decision with measured times."""
-        terms, measured = decision.chosen.terms, decision.measured
-        assert measured is not None
-        return cls(
-            terms["pull_s"] + terms["compute_s"],
-            measured.pulled_s + measured.computed_s,
-            measured.pulled_bytes,
-            measured.pulled_s,
-        )
-
-
-class Trial(NamedTuple):
-    """A prefix that a busy prefill worker has computed, asked for at the other prefill worker.
-
-    The first worker computes a document and is then kept busy. A question about the document goes to the
-    second worker, where the router chooses between a pull and computing. Then the second worker computes a
-    prompt of that length of which no page is cached. Decode workers keep nothing, so the first worker alone
-    has the document.
+    The router chooses between a pull and computing. `computed` is of a prompt of that length of which no page
+    is cached. Decode workers keep nothing.
     """
 
-    pulled: Costs
-    computed: Costs
+    pulled: Decision
+    computed: Decision
     queue_s: float  # expected of the busy worker
     is_from_busy_worker: bool
-    prompt: list[int]
-    token_ids: list[int]  # of the answer after the pull
+    answer: Answer  # after the pull
 
     @property
     def expected_margin_s(self) -> float:
-        return self.computed.expected_s - self.pulled.expected_s
+        """Seconds until the first token that the pull saves, by the router when it chose."""
+        terms, others = self.pulled.chosen.terms, self.computed.chosen.terms
+        return others["pull_s"] + others["compute_s"] - terms["pull_s"] - terms["compute_s"]
 
     @property
     def measured_margin_s(self) -> float:
-        return self.computed.measured_s - self.pulled.measured_s
+        """The same by the times of the worker."""
+        pulled, computed = self.pulled.measured, self.computed.measured
+        assert pulled is not None and computed is not None
+        return computed.pulled_s + computed.computed_s - pulled.pulled_s - pulled.computed_s
 
 
-async def trials(cluster: PrefixCluster, num_trials: int, seed: int) -> list[Trial]:
-    """Run trials; the first ones teach the router what a pull takes and do not count."""
-    random = Random(seed)
-    found = [await _trial(cluster, random) for _ in range(num_trials + NUM_LESSONS)]
-    return found[NUM_LESSONS:]
-
-
-def median_ratio(trials: Sequence[Trial]) -> float | None:
-    """Return the expected over the measured margin; None where a pull was no faster."""
-    expected_s = statistics.median(trial.expected_margin_s for trial in trials)
-    measured_s = statistics.median(trial.measured_margin_s for trial in trials)
-    return expected_s / measured_s if measured_s > 0 else None
-
-
-async def _trial(cluster: PrefixCluster, random: Random) -> Trial:
+async def pull(cluster: PrefixCluster, random: Random) -> Pull:
+    """Have the first worker compute a document and keep it busy; then ask the second worker about it."""
     document = tokens(random, DOCUMENT_TOKENS)
-    at_first, at_second = _at(cluster, FIRST), _at(cluster, SECOND)
-    question = [*document, *tokens(random, QUESTION_TOKENS)]
-    num_told = cluster.num_told(FIRST)
-    await (await cluster.ask([*document, *tokens(random, QUESTION_TOKENS)], 1, at_first)).end()
-    await cluster.wait_for_pages(FIRST, num_told + DOCUMENT_TOKENS // PAGE_SIZE)
-    busy = await _keep_busy(cluster, random, at_first)
-    queue_s = cluster.router.in_flight.wait_s(cluster.worker_id(FIRST))
-    answer = await cluster.ask(question, ANSWER_TOKENS, at_second)
-    pulled = await cluster.measured(await answer.end())
-    for each in busy:
-        await each.end()
-    busy = await _keep_busy(cluster, random, at_first)
-    cold = await cluster.ask(tokens(random, len(question)), ANSWER_TOKENS, at_second)
-    computed = await cluster.measured(await cold.end())
-    for each in busy:
-        await each.end()
-    is_from_first = pulled.chosen.source == cluster.worker_id(FIRST)
-    return Trial(
-        Costs.of(pulled), Costs.of(computed), queue_s, is_from_first, question, list(answer.token_ids)
-    )
+    num_changes = cluster.num_changes(FIRST) + DOCUMENT_TOKENS // PAGE_SIZE
+    await (await cluster.ask([*document, *tokens(random, QUESTION_TOKENS)], 1, FIRST)).end()
+    await _until(lambda: cluster.num_changes(FIRST) >= num_changes, TOLD_S)
+    question, cold = [*document, *tokens(random, QUESTION_TOKENS)], tokens(random, len(document))
+    queue_s, decisions, answers = 0.0, list[Decision](), list[Answer]()
+    for prompt in (question, [*cold, *tokens(random, QUESTION_TOKENS)]):
+        busy = [await cluster.ask(tokens(random, DOCUMENT_TOKENS), 1, FIRST) for _ in range(BUSY_PROMPTS)]
+        queue_s = queue_s or cluster.router.in_flight.wait_s(cluster.worker_id(FIRST))
+        answers.append(await cluster.ask(prompt, ANSWER_TOKENS, SECOND))
+        decisions.append(await cluster.decision(answers[-1]))
+        for each in busy:
+            await each.end()
+    is_from_first = decisions[0].chosen.source == cluster.worker_id(FIRST)
+    return Pull(decisions[0], decisions[1], queue_s, is_from_first, answers[0])
 
 
-async def _keep_busy(cluster: PrefixCluster, random: Random, wish: Wish) -> list[Answer]:
-    return [await cluster.ask(tokens(random, DOCUMENT_TOKENS), 1, wish) for _ in range(BUSY_PROMPTS)]
-
-
-def _at(cluster: PrefixCluster, name: str) -> Wish:
-    worker_id = cluster.worker_id(name)
-    return lambda candidate: candidate.prefill == worker_id
-
-
-def plot_prefix(
-    workloads: Mapping[str, tuple[Sequence[float], Sequence[float]]], pulls: Sequence[Trial], path: Path
-) -> None:
-    """Draw times to first token, with and without reuse, as shares of all requests; and each pull's costs.
-
-    workloads: by name, seconds with reuse and without.
-    """
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(4.5 * (len(workloads) + 1), 4), layout="constrained")
-    *panels, last = figure.subplots(1, len(workloads) + 1, squeeze=False)[0]
-    for axes, (name, times) in zip(panels, workloads.items(), strict=True):
-        for label, seconds in zip(("with reuse", "without"), times, strict=True):
-            shares = [(number + 1) / len(seconds) for number in range(len(seconds))]
-            axes.step(sorted(each * 1e3 for each in seconds), shares, where="post", label=label)
-        axes.set_xscale("log")
-        axes.set_xlabel("ms to the first token")
-        axes.set_ylabel("share of requests")
-        axes.set_title(name)
-        axes.legend(fontsize="small")
-    for label, costs in (("pulled", [t.pulled for t in pulls]), ("computed", [t.computed for t in pulls])):
-        expected, measured = ([getattr(each, field) * 1e3 for each in costs] for field in _COSTS)
-        last.plot(measured, expected, "o", label=label)
-    most = max(1e3 * max(*trial.computed[:2]) for trial in pulls)
-    last.plot([0, most], [0, most], color="grey", linestyle="--", linewidth=0.8, label="as expected")
-    last.set_xlabel("measured, ms")
-    last.set_ylabel("expected, ms")
-    last.set_title("a prefix that a busy worker holds")
-    last.legend(fontsize="small")
-    figure.savefig(path, dpi=150)
-
-
-_COSTS = ("measured_s", "expected_s")
-
-WITH: Final = Plan(policy="cost")
-WITHOUT: Final = Plan(policy="least-loaded", caching=())
-MOST_TTFT_SHARE: Final = 0.4
-MOST_ERROR: Final = 0.3
-Workload: TypeAlias = Callable[[PrefixCluster, int], Awaitable[list[Told]]]
-WORKLOADS: Final[dict[str, Workload]] = {"documents": questions, "conversations": conversations}
-
-
-class Compared(NamedTuple):
-    """One workload; the rounds ask the same prompts of both clusters."""
-
-    name: str
-    reused_s: list[float]  # times to first token
-    computed_s: list[float]
-    num_different: int  # answers
-
-    @property
-    def share(self) -> float:
-        return statistics.median(self.reused_s) / statistics.median(self.computed_s)
-
-
-def rows_of(compared: Compared) -> list[Row]:
+def workload_rows(
+    name: str, reused_s: Sequence[float], computed_s: Sequence[float], num_different: int
+) -> list[Row]:
     """Return times to first token with reuse and without."""
-    name, share = compared.name, compared.share
-    medians = statistics.median(compared.reused_s) * 1e3, statistics.median(compared.computed_s) * 1e3
+    with_s, without_s = median(reused_s), median(computed_s)
     return [
-        Row(f"{name}: TTFT p50 with reuse", medians[0], "ms", note=f"{len(compared.reused_s)} requests"),
-        Row(f"{name}: TTFT p50 without", medians[1], "ms", note="no page is kept; least-loaded"),
-        at_most(f"{name}: with / without", share, "x", MOST_TTFT_SHARE),
-        at_most(f"{name}: answers that differ", compared.num_different, "", 0),
+        Row(f"{name}: TTFT p50 with reuse", 1e3 * with_s, "ms", note=f"{len(reused_s)} requests"),
+        Row(f"{name}: TTFT p50 without", 1e3 * without_s, "ms", note="no page is kept; least-loaded"),
+        at_most(f"{name}: with / without", with_s / without_s, "x", MOST_TTFT_SHARE),
+        at_most(f"{name}: answers that differ", num_different, "", 0),
     ]
 
 
-def rows_of_pulls(pulls: Sequence[Trial], num_wrong: int) -> list[Row]:
+def pull_rows(pulls: Sequence[Pull], num_wrong: int) -> list[Row]:
     """Return how much faster a pull is than computing, as expected and as measured."""
-    ratio, num_pulled = median_ratio(pulls), sum(trial.is_from_busy_worker for trial in pulls)
-    expected_ms = 1e3 * statistics.median(trial.expected_margin_s for trial in pulls)
-    measured_ms = 1e3 * statistics.median(trial.measured_margin_s for trial in pulls)
+    expected_ms = 1e3 * median(pull.expected_margin_s for pull in pulls)
+    measured_ms = 1e3 * median(pull.measured_margin_s for pull in pulls)
+    ratio = expected_ms / measured_ms if measured_ms > 0 else None
     is_close = ratio is not None and abs(ratio - 1) <= MOST_ERROR
-    speeds = [t.pulled.pulled_bytes / t.pulled.pulled_s / 1e9 for t in pulls if t.pulled.pulled_bytes]
-    queue_s = min(trial.queue_s for trial in pulls)
+    times = [pull.pulled.measured for pull in pulls]
+    speeds = [each.pulled_bytes / each.pulled_s / 1e9 for each in times if each and each.pulled_bytes]
+    num_pulled, queue_ms = (
+        sum(pull.is_from_busy_worker for pull in pulls),
+        1e3 * min(p.queue_s for p in pulls),
+    )
+    decided, timed = "p50; the router's decisions", "p50; the workers' own times"
     return [
         at_least("pull: from the busy worker", num_pulled, "trials", len(pulls), "chosen by cost"),
         at_most("pull: answers that differ from one engine's", num_wrong, "", 0),
-        Row("pull: the busy worker's queue, least", queue_s * 1e3, "ms", note="expected by the router"),
-        Row("pull: rate p50", statistics.median(speeds) if speeds else None, "GB/s", met=bool(speeds)),
-        Row(
-            "pull: faster than computing by, expected", expected_ms, "ms", note="p50; the router's decisions"
-        ),
-        Row(
-            "pull: faster than computing by, measured", measured_ms, "ms", note="p50; the workers' own times"
-        ),
+        Row("pull: the busy worker's queue, least", queue_ms, "ms", note="expected by the router"),
+        Row("pull: rate p50", median(speeds) if speeds else None, "GB/s", met=bool(speeds)),
+        Row("pull: faster than computing by, expected", expected_ms, "ms", note=decided),
+        Row("pull: faster than computing by, measured", measured_ms, "ms", note=timed),
         Row("pull: expected / measured", ratio, "x", f"within {MOST_ERROR:.0%}", is_close),
     ]
 
@@ -516,74 +365,75 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(options: argparse.Namespace, report: Report) -> None:
-    """Compare workloads, then pulls. WorkerLost: no workers come; TimeoutError: one does not answer."""
+    """Compare workloads, then pulls. TimeoutError: workers do not come, or do not answer."""
     num_rounds, num_trials = (1, 2) if options.quick else (options.rounds, options.trials)
-    report.tell("starting workers")
-    with tempfile.TemporaryDirectory() as directory:
-        model = write_model(Path(directory) / "model")
-        compared = asyncio.run(_compare(model, num_rounds, options.seed, report))
+    with tempfile.TemporaryDirectory() as folder:
+        SHAPE.write(Path(folder))
+        asyncio.run(_compare(Path(folder), num_rounds, options.seed, report))
         report.tell("pulls")
-        pulls = asyncio.run(_pull(model, num_trials, options.seed))
-        num_wrong = _num_wrong(model, pulls)
-    report.rows += [row for each in compared for row in rows_of(each)] + rows_of_pulls(pulls, num_wrong)
-    report.extra = {
-        "workloads": [each._asdict() for each in compared],
-        "pulls": [_plain(each) for each in pulls],
-    }
-    times = {each.name: (each.reused_s, each.computed_s) for each in compared}
-    report.plot = partial(plot_prefix, times, pulls)
+        pulls = asyncio.run(_pull(Path(folder), num_trials, options.seed))
+        num_wrong = _num_wrong(Path(folder), [each.answer for each in pulls])
+    report.rows += pull_rows(pulls, num_wrong)
 
 
-async def _compare(model: Path, num_rounds: int, seed: int, report: Report) -> list[Compared]:
-    found = {name: Compared(name, [], [], 0) for name in WORKLOADS}
-    async with open_cluster(model, WITH) as reusing, open_cluster(model, WITHOUT) as computing:
+async def _compare(model: Path, num_rounds: int, seed: int, report: Report) -> None:
+    report.tell("starting workers")
+    reused_s: dict[str, list[float]] = {name: [] for name in WORKLOADS}
+    computed_s: dict[str, list[float]] = {name: [] for name in WORKLOADS}
+    num_different = dict.fromkeys(WORKLOADS, 0)
+    async with (
+        open_cluster(model, "cost", tuple(WorkerRole)) as reusing,
+        open_cluster(model, "least-loaded", ()) as computing,
+    ):
         for cluster in (reusing, computing):
-            await warm_up(cluster, seed + 1_000_000)
+            await warm_up(cluster, Random(seed + 1_000_000))
         for number in range(num_rounds):
             for name, workload in WORKLOADS.items():
                 report.tell(f"{name}, round {number + 1} of {num_rounds}")
-                reused = await workload(reusing, seed + number)
-                computed = await workload(computing, seed + number)
-                before = found[name]
-                found[name] = Compared(
-                    name,
-                    before.reused_s + [each.ttft_s for each in reused],
-                    before.computed_s + [each.ttft_s for each in computed],
-                    before.num_different + _num_different(reused, computed),
-                )
-    return list(found.values())
+                reused, computed = [
+                    await workload(cluster, Random(seed + number)) for cluster in (reusing, computing)
+                ]
+                reused_s[name] += [answer.ttft_s for answer in reused]
+                computed_s[name] += [answer.ttft_s for answer in computed]
+                pairs = zip(reused, computed, strict=True)
+                num_different[name] += sum(one.token_ids != other.token_ids for one, other in pairs)
+    for name in WORKLOADS:
+        report.rows += workload_rows(name, reused_s[name], computed_s[name], num_different[name])
+    report.extra = {"reused_s": reused_s, "computed_s": computed_s}
+    curves = {
+        name: {
+            "with reuse": ranked_shares(1e3 * each for each in reused_s[name]),
+            "without": ranked_shares(1e3 * each for each in computed_s[name]),
+        }
+        for name in WORKLOADS
+    }
+    report.plot = partial(
+        plot_lines,
+        panels=curves,
+        x_label="ms to the first token",
+        y_label="share of requests",
+        is_log=True,
+        is_stepped=True,
+    )
 
 
-async def _pull(model: Path, num_trials: int, seed: int) -> list[Trial]:
-    async with open_cluster(model, PLAN) as cluster:
-        await warm_up(cluster, seed + 2_000_000)
-        return await trials(cluster, num_trials, seed + 3_000_000)
+async def _pull(model: Path, num_trials: int, seed: int) -> list[Pull]:
+    async with open_cluster(model, "cost", (WorkerRole.PREFILL,)) as cluster:
+        await warm_up(cluster, Random(seed + 2_000_000))
+        random = Random(seed + 3_000_000)
+        return [await pull(cluster, random) for _ in range(num_trials + NUM_LESSONS)][NUM_LESSONS:]
 
 
-def _num_different(one: Sequence[Told], other: Sequence[Told]) -> int:
-    return sum(a.token_ids != b.token_ids for a, b in zip(one, other, strict=True))
-
-
-def _num_wrong(model: Path, pulls: Sequence[Trial]) -> int:
-    """Count the answers after a pull that differ from those of one engine."""
-    engine = load_engine(engine_of(model, is_caching=False))
-    num_wrong = 0
-    for number, trial in enumerate(pulls):
-        sampling = SamplingParams(temperature=0.0, max_tokens=len(trial.token_ids), ignore_eos=True)
-        request = Request(request_id=f"{number:032x}", token_ids=tuple(trial.prompt), sampling=sampling)
-        engine.add(request)
-        said = []
-        while engine.has_work():
-            said += [output.token_id for output in engine.step()]
-        num_wrong += said != trial.token_ids
-    engine.close()
-    return num_wrong
-
-
-def _plain(trial: Trial) -> dict[str, object]:
-    kept = ("queue_s", "is_from_busy_worker", "expected_margin_s", "measured_margin_s")
-    costs = {"pulled": trial.pulled._asdict(), "computed": trial.computed._asdict()}
-    return {**costs, **{name: getattr(trial, name) for name in kept}}
+def _num_wrong(model: Path, answers: Sequence[Answer]) -> int:
+    """Count the answers that differ from those of one engine."""
+    cache = {"kv_cache_memory_bytes": ROOM_TOKENS * KV_TOKEN_BYTES}
+    with LLM(model, device="cpu", load_format="dummy", dtype="float32", cache=cache) as llm:
+        outputs = llm.generate(
+            [list(answer.request.token_ids) for answer in answers],
+            [answer.request.sampling for answer in answers],
+        )
+    right = [list(output.outputs[0].token_ids) for output in outputs]
+    return sum(answer.token_ids != token_ids for answer, token_ids in zip(answers, right, strict=True))
 
 
 run = partial(run_suite, measure, name="prefix", title="Prefix reuse between processes")

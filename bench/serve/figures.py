@@ -15,7 +15,7 @@ finish reason and as many tokens as were asked for; every other answer is a fail
 import itertools
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
 from baton.bench.serve.client import Answer
@@ -164,15 +164,29 @@ def _check_end(reason: str | None, num_said: int, num_tokens: int) -> None:
         raise Bad(f"{num_said} tokens instead of {num_tokens}")
 
 
-class Summary(NamedTuple):
-    """The figures of one run. Quantiles are by name and percent: ("ttft", 50) -> seconds."""
+FIGURES: Final[dict[str, Callable[[Sample], Sequence[float]]]] = {
+    "ttft": lambda sample: (sample.ttft_s,),
+    "tpot": lambda sample: () if sample.tpot_s is None else (sample.tpot_s,),
+    "itl": lambda sample: sample.gaps_s,
+    "tbt": lambda sample: () if sample.tbt_s is None else (sample.tbt_s,),
+    "e2el": lambda sample: (sample.e2el_s,),
+}
 
-    num_ok: int
-    failures: dict[str, int]
+
+class Run(NamedTuple):
+    """The result of one load: answers that count, and the reasons of others."""
+
+    samples: list[Sample]
+    failures: list[str]
     duration_s: float
-    num_tokens: int
-    num_good: int | None  # answers that met the SLO; None: there is no SLO
-    quantiles: dict[tuple[str, int], float]
+    slo: Slo = Slo()
+    max_lag_s: float = 0.0  # the most by which the client sent a request late
+    said: str = ""  # the server's words about the first failure
+    cpu_s: float = 0.0  # of the server's processes; 0: not known
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(sample.num_tokens for sample in self.samples)
 
     @property
     def tokens_per_s(self) -> float:
@@ -180,48 +194,34 @@ class Summary(NamedTuple):
 
     @property
     def requests_per_s(self) -> float:
-        return self.num_ok / self.duration_s
+        return len(self.samples) / self.duration_s
 
     @property
     def goodput(self) -> float | None:
-        return None if self.num_good is None else self.num_good / self.duration_s
+        """Answers a second that met the SLO; None: there is no SLO."""
+        return sum(map(self.slo.is_met, self.samples)) / self.duration_s if self.slo.is_any else None
+
+    def values_s(self, figure: str) -> list[float]:
+        """Return the values of one of FIGURES."""
+        return [value for sample in self.samples for value in FIGURES[figure](sample)]
 
     def as_json(self) -> dict[str, object]:
         """Return the figures by the names that the JSON has."""
-        quantiles_ms = {f"{name}_p{percent}_ms": 1e3 * s for (name, percent), s in self.quantiles.items()}
+        values_s = {figure: self.values_s(figure) for figure in FIGURES}
         return {
-            "num_ok": self.num_ok,
-            "failures": self.failures,
+            "num_ok": len(self.samples),
+            "failures": dict(Counter(self.failures)),
             "duration_s": self.duration_s,
             "out_tokens_per_s": self.tokens_per_s,
             "requests_per_s": self.requests_per_s,
             "goodput_requests_per_s": self.goodput,
-            **quantiles_ms,
+            **{
+                f"{figure}_p{percent}_ms": 1e3 * quantile(values, percent)
+                for figure, values in values_s.items()
+                if values
+                for percent in QUANTILES
+            },
         }
-
-
-def summarise(samples: Sequence[Sample], failures: Sequence[str], duration_s: float, slo: Slo) -> Summary:
-    """Return the figures of a run's answers and failures."""
-    pools = {
-        "ttft": [sample.ttft_s for sample in samples],
-        "tpot": [sample.tpot_s for sample in samples if sample.tpot_s is not None],
-        "itl": [gap for sample in samples for gap in sample.gaps_s],
-        "tbt": [sample.tbt_s for sample in samples if sample.tbt_s is not None],
-        "e2el": [sample.e2el_s for sample in samples],
-    }
-    return Summary(
-        num_ok=len(samples),
-        failures=dict(Counter(failures)),
-        duration_s=duration_s,
-        num_tokens=sum(sample.num_tokens for sample in samples),
-        num_good=sum(map(slo.is_met, samples)) if slo.is_any else None,
-        quantiles={
-            (name, percent): quantile(values, percent)
-            for name, values in pools.items()
-            if values
-            for percent in QUANTILES
-        },
-    )
 
 
 def quantile(values: Sequence[float], percent: float) -> float:

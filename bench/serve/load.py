@@ -10,10 +10,10 @@ import json
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple, TypeAlias
 
 from baton.bench.serve.client import Address, Answer, Client, Connection, sleep_until
-from baton.bench.serve.figures import Bad, Sample, Slo, Summary, streamed, summarise, unary
+from baton.bench.serve.figures import Bad, Run, Sample, Slo, streamed, unary
 from baton.bench.traces import TraceRequest
 from baton.errors import ConfigError, PeerGone
 
@@ -110,17 +110,51 @@ def poisson(jobs: Sequence[Job], rate: float, seed: int) -> list[Job]:
     return timed
 
 
-class Server(Protocol):
-    """A server under load; see `Client`."""
+_REMOTE_DECODE: Final = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+
+
+class VllmPair:
+    """vLLM's own disaggregation: a prefill and a decode server, joined by the client instead of a proxy.
+
+    Each request goes to the prefill server for one token first; the location of its KV in that answer goes to
+    the decode server with the request. Without the proxy the rival has one hop less.
+    """
+
+    def __init__(self, prefill: Address, decode: Address) -> None:
+        self._prefill = Client(prefill)
+        self._decode = Client(decode)
 
     @property
-    def address(self) -> Address: ...
+    def address(self) -> Address:
+        return self._decode.address
 
-    async def get(self, path: str) -> Answer: ...
+    async def get(self, path: str) -> Answer:
+        return await self._decode.get(path)
 
-    async def post(self, path: str, body: bytes) -> Answer: ...
+    async def post(self, path: str, body: bytes) -> Answer:
+        """Return the decode server's answer, or that of a prefill server that did not answer 200."""
+        fields = json.loads(body)
+        first = {**fields, "max_tokens": 1, "stream": False, "kv_transfer_params": _REMOTE_DECODE}
+        first.pop("stream_options", None)
+        prefilled = await self._prefill.post(path, json.dumps(first).encode())
+        if prefilled.status != 200:
+            return prefilled
+        params = json.loads(prefilled.body).get("kv_transfer_params")
+        return await self._decode.post(path, json.dumps({**fields, "kv_transfer_params": params}).encode())
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        self._prefill.close()
+        self._decode.close()
+
+
+Server: TypeAlias = Client | VllmPair  # under load
 
 
 class Shape(NamedTuple):
@@ -130,15 +164,6 @@ class Shape(NamedTuple):
     as_text: bool = False
     concurrency: int | None = None  # closed loop with so many at once; None: open loop
     slo: Slo = Slo()
-
-
-class Run(NamedTuple):
-    """The result of one load."""
-
-    summary: Summary
-    samples: list[Sample]
-    max_lag_s: float  # the most by which the client sent a request late
-    said: str = ""  # the server's words about the first failure
 
 
 class Load:
@@ -172,8 +197,7 @@ class Load:
 
             await asyncio.gather(*(work() for _ in range(shape.concurrency)))
         duration_s = max(self._ended_s - begin_s, 1e-9)
-        summary = summarise(self._samples, self._failures, duration_s, shape.slo)
-        return Run(summary, self._samples, self._max_lag_s, self._said)
+        return Run(self._samples, self._failures, duration_s, shape.slo, self._max_lag_s, self._said)
 
     async def _when_due(self, job: Job, body: bytes, begin_s: float) -> None:
         due_s = begin_s + job.arrival_s
@@ -231,16 +255,6 @@ class Point(NamedTuple):
         return f"{kind}, {self.num_tokens} tokens, {self.num_connections} connections"
 
 
-class Hammered(NamedTuple):
-    """The result of one run at one point."""
-
-    requests_per_s: float
-    tokens_per_s: float
-    samples: list[Sample]
-    failures: list[str]
-    cpu_s: float = 0.0  # of the server's processes; 0: not known
-
-
 def requests_to(address: Address, model: str, point: Point) -> Iterator[bytes]:
     """Yield requests with prompts of words that do not repeat soon."""
     for number in itertools.count():
@@ -265,7 +279,7 @@ class Hammer:
         self._num_active = 0
         self._all_done = asyncio.Event()
 
-    async def run(self, seconds: float) -> Hammered:
+    async def run(self, seconds: float) -> Run:
         """Have every connection ask on until the time is over; rates are over the time until the last end."""
         connections = [await Connection.open(self._address) for _ in range(self._point.num_connections)]
         begin_s = time.perf_counter()
@@ -300,56 +314,11 @@ class Hammer:
 
         return done
 
-    def _read(self, duration_s: float) -> Hammered:
+    def _read(self, duration_s: float) -> Run:
         read, samples = streamed if self._point.stream else unary, []
         for answer in self._answers:
             try:
                 samples.append(read(answer, answer.sent_s, self._point.num_tokens))
             except Bad as error:
                 self._failures.append(str(error))
-        num_tokens = sum(sample.num_tokens for sample in samples)
-        return Hammered(len(samples) / duration_s, num_tokens / duration_s, samples, self._failures)
-
-
-_REMOTE_DECODE: Final = {
-    "do_remote_decode": True,
-    "do_remote_prefill": False,
-    "remote_engine_id": None,
-    "remote_block_ids": None,
-    "remote_host": None,
-    "remote_port": None,
-}
-
-
-class VllmPair:
-    """vLLM's own disaggregation: a prefill and a decode server, joined by the client instead of a proxy.
-
-    Each request goes to the prefill server for one token first; the location of its KV in that answer goes to
-    the decode server with the request. Without the proxy the rival has one hop less.
-    """
-
-    def __init__(self, prefill: Address, decode: Address) -> None:
-        self._prefill = Client(prefill)
-        self._decode = Client(decode)
-
-    @property
-    def address(self) -> Address:
-        return self._decode.address
-
-    async def get(self, path: str) -> Answer:
-        return await self._decode.get(path)
-
-    async def post(self, path: str, body: bytes) -> Answer:
-        """Return the decode server's answer, or that of a prefill server that did not answer 200."""
-        fields = json.loads(body)
-        first = {**fields, "max_tokens": 1, "stream": False, "kv_transfer_params": _REMOTE_DECODE}
-        first.pop("stream_options", None)
-        prefilled = await self._prefill.post(path, json.dumps(first).encode())
-        if prefilled.status != 200:
-            return prefilled
-        params = json.loads(prefilled.body).get("kv_transfer_params")
-        return await self._decode.post(path, json.dumps({**fields, "kv_transfer_params": params}).encode())
-
-    def close(self) -> None:
-        self._prefill.close()
-        self._decode.close()
+        return Run(samples, self._failures, duration_s)

@@ -27,8 +27,8 @@ import psutil
 from baton.bench.processes import Child
 from baton.bench.report import Row, at_least, at_most, format_number
 from baton.bench.serve.client import Address, Client
-from baton.bench.serve.figures import quantile
-from baton.bench.serve.load import Hammer, Hammered, Point, model_of
+from baton.bench.serve.figures import Run, quantile
+from baton.bench.serve.load import Hammer, Point, model_of
 from baton.bench.serve.stub import StubConfig
 from baton.cluster.model_directory import resolve_model
 from baton.cluster.process_spec import ProcessKind, ProcessSpec
@@ -70,7 +70,7 @@ async def main():
 asyncio.run(main())
 """
 
-Results = Mapping[tuple[str, Point], Sequence[Hammered]]
+Results = Mapping[tuple[str, Point], Sequence[Run]]
 
 
 class Plane(NamedTuple):
@@ -213,7 +213,7 @@ def limit(kind: str) -> Iterator[str]:
 
 async def measure_round(
     servers: Mapping[str, Target], points: Sequence[Point], seconds: float, progress: Callable[[str], None]
-) -> dict[tuple[str, Point], Hammered]:
+) -> dict[tuple[str, Point], Run]:
     """Measure one round: at every point the servers take turns, in their order."""
     results, models = {}, {}
     for name, target in servers.items():
@@ -225,8 +225,8 @@ async def measure_round(
         for name, target in servers.items():
             progress(f"{name}, {point.name}")
             before_s = target.cpu_s()
-            hammered = await Hammer(Address(target.url), models[name], point).run(seconds)
-            results[name, point] = hammered._replace(cpu_s=target.cpu_s() - before_s)
+            run = await Hammer(Address(target.url), models[name], point).run(seconds)
+            results[name, point] = run._replace(cpu_s=target.cpu_s() - before_s)
     return results
 
 
@@ -241,8 +241,8 @@ def cpu_rows(results: Results) -> list[Row]:
     return rows
 
 
-def _cpu_us(hammered: Sequence[Hammered]) -> float:
-    return 1e6 * median(each.cpu_s / len(each.samples) for each in hammered if each.samples)
+def _cpu_us(runs: Sequence[Run]) -> float:
+    return 1e6 * median(each.cpu_s / len(each.samples) for each in runs if each.samples)
 
 
 def path_row(plane: Plane, results: Results, num_prefilled: int) -> Row:
@@ -251,7 +251,7 @@ def path_row(plane: Plane, results: Results, num_prefilled: int) -> Row:
     There is no limit for the policy `cost`, which leaves some prompts to the decode worker.
     """
     num_answers = sum(
-        len(each.samples) for (name, _), hammered in results.items() if name == BATON for each in hammered
+        len(each.samples) for (name, _), runs in results.items() if name == BATON for each in runs
     )
     share = min(1.0, num_prefilled / num_answers) if num_answers else 0.0  # prompts of the warm-up count too
     bar = None if plane.policy == "cost" else PREFILLED_BAR
@@ -268,7 +268,7 @@ def overhead_rows(results: Results, servers: Sequence[str]) -> list[Row]:
             rate = _rate(results[BATON, point])
             note = _beside(results, servers, point, rate)
             rows.append(at_least(point.name, rate, unit, bar if point is points[-1] else None, note))
-    failures = [failure for hammered in results.values() for each in hammered for failure in each.failures]
+    failures = [failure for runs in results.values() for each in runs for failure in each.failures]
     why = "; ".join(sorted(set(failures)))[:200]
     rows.append(at_most("answers that do not count", len(failures), "", 0, why))
     return rows
@@ -277,22 +277,22 @@ def overhead_rows(results: Results, servers: Sequence[str]) -> list[Row]:
 def _ttft(results: Results, percent: int) -> Row:
     value_ms = _ttft_ms(results[BATON, IDLE], percent)
     others = [
-        f"{name} {format_number(_ttft_ms(hammered, percent))}"
-        for (name, point), hammered in results.items()
+        f"{name} {format_number(_ttft_ms(runs, percent))}"
+        for (name, point), runs in results.items()
         if point == IDLE and name != BATON
     ]
     name = f"TTFT p{percent}, idle, of a model that takes no time"
     return at_most(name, value_ms, "ms", TTFT_BARS_MS[percent], ", ".join(others))
 
 
-def _ttft_ms(hammered: Sequence[Hammered], percent: int) -> float:
-    values = [sample.ttft_s for each in hammered for sample in each.samples]
+def _ttft_ms(runs: Sequence[Run], percent: int) -> float:
+    values = [sample.ttft_s for each in runs for sample in each.samples]
     return 1e3 * quantile(values, percent) if values else float("inf")
 
 
-def _rate(hammered: Sequence[Hammered]) -> float:
-    is_sse = any(sample.gaps_s for each in hammered for sample in each.samples[:1])
-    return median(each.tokens_per_s if is_sse else each.requests_per_s for each in hammered)
+def _rate(runs: Sequence[Run]) -> float:
+    is_sse = any(sample.gaps_s for each in runs for sample in each.samples[:1])
+    return median(each.tokens_per_s if is_sse else each.requests_per_s for each in runs)
 
 
 def _beside(results: Results, servers: Sequence[str], point: Point, rate: float) -> str:
@@ -316,11 +316,11 @@ def as_json(results: Results) -> list[dict[str, object]]:
         {
             "server": name,
             "point": point.name,
-            "requests_per_s": [each.requests_per_s for each in hammered],
-            "cpu_s": [each.cpu_s for each in hammered],
-            "num_answers": [len(each.samples) for each in hammered],
-            "tokens_per_s": [each.tokens_per_s for each in hammered],
-            "num_failures": sum(len(each.failures) for each in hammered),
+            "requests_per_s": [each.requests_per_s for each in runs],
+            "cpu_s": [each.cpu_s for each in runs],
+            "num_answers": [len(each.samples) for each in runs],
+            "tokens_per_s": [each.tokens_per_s for each in runs],
+            "num_failures": sum(len(each.failures) for each in runs),
         }
-        for (name, point), hammered in results.items()
+        for (name, point), runs in results.items()
     ]

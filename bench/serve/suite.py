@@ -7,7 +7,7 @@
     baton bench serve --overhead                     gateway and router before workers of no model
 
 Without --rate and --trace the load is closed-loop: --concurrency requests at once, for throughput only. An
-answer counts if it has a finish reason and all its tokens. bench/README.md explains the columns.
+answer counts if it has a finish reason and all its tokens. docs/benchmarks.md explains the figures.
 """
 
 import argparse
@@ -22,19 +22,28 @@ from typing import Final, NamedTuple
 
 import uvloop
 
-from baton.bench.report import Report, Row, add_output_option, at_least, at_most, format_number, run_suite
+from baton.bench.report import (
+    Curve,
+    Report,
+    Row,
+    add_output_option,
+    at_least,
+    at_most,
+    format_number,
+    plot_lines,
+    ranked_shares,
+    run_suite,
+)
 from baton.bench.serve.client import Address, Client
-from baton.bench.serve.figures import Sample, Slo
+from baton.bench.serve.figures import FIGURES, QUANTILES, Run, Slo, quantile
 from baton.bench.serve.load import (
     INPUT,
     OUTPUT,
-    Hammered,
     Job,
     Lengths,
     Load,
     Model,
     Point,
-    Run,
     Server,
     Shape,
     VllmPair,
@@ -66,8 +75,8 @@ from baton.config.router import RouterConfig
 from baton.errors import ConfigError
 from baton.router.policies.registry import POLICIES
 
-LATENCIES: Final = ("ttft", "tpot", "itl", "tbt", "e2el")
 MIN_FOR_P99: Final = 1000
+LEAST_MS: Final = 1e-3
 NUM_REQUESTS: Final = 32
 WARM_UP_SEED: Final = 999
 NUM_WARM_UP: Final = 4
@@ -91,100 +100,71 @@ def rows_of(runs: Mapping[str, Sequence[Run]], bars: Bars) -> list[Row]:
 
 
 def _target_rows(name: str, runs: Sequence[Run]) -> list[Row]:
-    summaries = [run.summary for run in runs]
-    num_ok = sum(summary.num_ok for summary in summaries)
-    failures: Counter[str] = Counter()
-    for summary in summaries:
-        failures.update(summary.failures)
+    failures = Counter(failure for run in runs for failure in run.failures)
     why = "; ".join(f"{count} x {reason}" for reason, count in failures.most_common())
     said = next((f": {run.said}" for run in runs if run.said), "")
     rows = [at_most(f"{name}: failed requests", failures.total(), "", 0, (why + said)[:240])]
-    if not num_ok:
+    if not any(run.samples for run in runs):
         return rows
-    rates = [summary.tokens_per_s for summary in summaries]
+    rates = [run.tokens_per_s for run in runs]
     spread = f"{format_number(min(rates))} to {format_number(max(rates))} in {len(rates)} rounds"
-    requests = median(summary.requests_per_s for summary in summaries)
+    requests = median(run.requests_per_s for run in runs)
     note = f"{spread}, {format_number(requests)} requests/s"
     rows.append(Row(f"{name}: output", median(rates), "tokens/s", note=note))
-    goodputs = [summary.goodput for summary in summaries if summary.goodput is not None]
+    goodputs = [run.goodput for run in runs if run.goodput is not None]
     if goodputs:
         rows.append(Row(f"{name}: goodput", median(goodputs), "requests/s"))
-    rows += [_latency_row(name, figure, runs) for figure in LATENCIES if _has(runs, figure)]
+    rows += [
+        _latency_row(name, figure, runs) for figure in FIGURES if all(run.values_s(figure) for run in runs)
+    ]
     lag_ms = 1e3 * max(run.max_lag_s for run in runs)
     if lag_ms:
         rows.append(Row(f"{name}: client's lag at worst", lag_ms, "ms", note="the lag counts as latency"))
     return rows
 
 
-def _has(runs: Sequence[Run], figure: str) -> bool:
-    return all((figure, 50) in run.summary.quantiles for run in runs)
-
-
-def _of(runs: Sequence[Run], figure: str, percent: int) -> float:
-    """Return the median over the rounds, in milliseconds."""
-    return 1e3 * median(run.summary.quantiles[figure, percent] for run in runs)
-
-
 def _latency_row(name: str, figure: str, runs: Sequence[Run]) -> Row:
-    p50, p90, p99 = (_of(runs, figure, percent) for percent in (50, 90, 99))
+    """Return medians over the rounds, in milliseconds."""
+    p50, p90, p99 = (
+        1e3 * median(quantile(run.values_s(figure), percent) for run in runs) for percent in QUANTILES
+    )
     note = f"p90 {format_number(p90)}, p99 {format_number(p99)}"
     if figure == "itl" and p50:
         note += f", p99/p50 {p99 / p50:.1f}"
-    elif figure != "itl" and min(run.summary.num_ok for run in runs) < MIN_FOR_P99:
+    elif figure != "itl" and min(len(run.samples) for run in runs) < MIN_FOR_P99:
         note += f" (of fewer than {MIN_FOR_P99:,} requests a round)"
     return Row(f"{name}: {figure.upper()} p50", p50, "ms", note=note)
 
 
 def _ratio_rows(ours: str, rival: str, runs: Mapping[str, Sequence[Run]], bars: Bars) -> list[Row]:
-    if not all(run.summary.num_ok for name in (ours, rival) for run in runs[name]):
-        return [Row(f"{ours} / {rival}", None, "", note="one target has answered nothing", met=False)]
-    pairs = list(zip(runs[ours], runs[rival], strict=True))
-    throughput = median(mine.summary.tokens_per_s / theirs.summary.tokens_per_s for mine, theirs in pairs)
-    ttft = median(
-        mine.summary.quantiles["ttft", 50] / theirs.summary.quantiles["ttft", 50] for mine, theirs in pairs
-    )
     name = f"{ours} / {rival}"
+    if not all(run.samples for each in (ours, rival) for run in runs[each]):
+        return [Row(name, None, "", note="one target has answered nothing", met=False)]
+    pairs = list(zip(runs[ours], runs[rival], strict=True))
+    throughput = median(mine.tokens_per_s / theirs.tokens_per_s for mine, theirs in pairs)
+    ttft = median(
+        quantile(mine.values_s("ttft"), 50) / quantile(theirs.values_s("ttft"), 50) for mine, theirs in pairs
+    )
     return [
         at_least(f"{name}: output", throughput, "x", bars.throughput),
         at_most(f"{name}: TTFT p50", ttft, "x", bars.ttft),
     ]
 
 
-PANELS: Final = ("TTFT", "TPOT", "ITL", "E2EL")
-LEAST_MS: Final = 1e-3
+def curves_of(runs: Mapping[str, Sequence[Run]]) -> dict[str, dict[str, Curve]]:
+    """Return the share of answers over milliseconds, by latency and target, of all rounds.
 
-
-def values_ms(samples: Sequence[Sample], panel: str) -> list[float]:
-    """Return the ranked values of a panel, at least LEAST_MS: a logarithmic axis has no zero."""
-    seconds = {
-        "TTFT": lambda: [sample.ttft_s for sample in samples],
-        "TPOT": lambda: [sample.tpot_s for sample in samples if sample.tpot_s is not None],
-        "ITL": lambda: [gap for sample in samples for gap in sample.gaps_s],
-        "E2EL": lambda: [sample.e2el_s for sample in samples],
-    }[panel]()
-    return sorted(max(LEAST_MS, 1e3 * each) for each in seconds)
-
-
-def plot_latencies(samples: Mapping[str, Sequence[Sample]], path: Path) -> None:
-    """Draw the share of answers over milliseconds, a panel a latency. samples: by target, of all rounds."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(4 * len(PANELS), 3.5), layout="constrained")
-    for axes, panel in zip(figure.subplots(1, len(PANELS)), PANELS, strict=True):
-        for name, of_target in samples.items():
-            ranked = values_ms(of_target, panel)
-            if not ranked:  # an answer in one piece has no gaps
-                continue
-            shares = [(place + 1) / len(ranked) for place in range(len(ranked))]
-            axes.plot(ranked, shares, drawstyle="steps-post", label=name)
-        axes.set_xlabel(f"{panel}, ms")
-        axes.set_xscale("log" if axes.lines else "linear")
-        axes.set_ylim(0, 1)
-        axes.grid(alpha=0.3)
-        if axes.lines:
-            axes.legend(fontsize="small")
-    figure.supylabel("share that was no slower")
-    figure.savefig(path, dpi=150)
+    Values are at least LEAST_MS: a logarithmic axis has no zero.
+    """
+    return {
+        f"{figure.upper()}, ms": {
+            name: ranked_shares(
+                max(LEAST_MS, 1e3 * value) for run in of_one for value in run.values_s(figure)
+            )
+            for name, of_one in runs.items()
+        }
+        for figure in ("ttft", "tpot", "itl", "e2el")
+    }
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -269,10 +249,10 @@ def _measure_servers(options: argparse.Namespace, report: Report) -> None:
     given = {name: value for name, value in vars(options).items() if name != "api_key"}
     report.extra = {
         "options": {name: str(value) if isinstance(value, Path) else value for name, value in given.items()},
-        "rounds": {name: [run.summary.as_json() for run in of_one] for name, of_one in runs.items()},
+        "rounds": {name: [run.as_json() for run in of_one] for name, of_one in runs.items()},
     }
-    samples = {name: [sample for run in of_one for sample in run.samples] for name, of_one in runs.items()}
-    report.plot = partial(plot_latencies, samples)
+    label, panels = "share that was no slower", curves_of(runs)
+    report.plot = partial(plot_lines, panels=panels, y_label=label, is_log=True, is_stepped=True)
 
 
 async def _load(
@@ -284,8 +264,8 @@ async def _load(
     warm_up = random_jobs(NUM_WARM_UP, WARM_UP_SEED, vocab_size=options.vocab_size)
     for name, client in clients.items():
         warmed = await Load(client, models[name], shape._replace(concurrency=NUM_WARM_UP)).run(warm_up)
-        if not warmed.summary.num_ok:
-            why = ", ".join(warmed.summary.failures) + (f": {warmed.said}" if warmed.said else "")
+        if not warmed.samples:
+            why = ", ".join(dict.fromkeys(warmed.failures)) + (f": {warmed.said}" if warmed.said else "")
             raise ConfigError(f"{name} answers nothing that counts: {why}")
     runs: defaultdict[str, list[Run]] = defaultdict(list)
     for number in range(options.rounds):
@@ -361,7 +341,7 @@ def _measure_overhead(options: argparse.Namespace, report: Report) -> None:
         f"Control plane: {plane.num_gateways} gateways, a router, {plane.num_prefill} prefill and "
         f"{plane.num_decode} decode workers of no model, and the client"
     )
-    results: defaultdict[tuple[str, Point], list[Hammered]] = defaultdict(list)
+    results: defaultdict[tuple[str, Point], list[Run]] = defaultdict(list)
     num_prefilled = 0
     for number in range(options.rounds):
         with contextlib.ExitStack() as stack:
@@ -374,8 +354,8 @@ def _measure_overhead(options: argparse.Namespace, report: Report) -> None:
             in_turn = dict(list(servers.items())[:: 1 if number % 2 == 0 else -1])
             tell = partial(_tell_round, report, number, options.rounds)
             measured = uvloop.run(measure_round(in_turn, POINTS, options.seconds, tell))
-            for at, hammered in measured.items():
-                results[at].append(hammered)
+            for at, run in measured.items():
+                results[at].append(run)
             num_prefilled += asyncio.run(prefilled(ours.url)) if plane.num_prefill else 0
     report.rows += overhead_rows(results, list(servers)) + cpu_rows(results)
     if plane.num_prefill:

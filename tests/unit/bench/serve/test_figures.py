@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from baton.bench.serve.client import Answer
-from baton.bench.serve.figures import Bad, Sample, Slo, events_of, quantile, streamed, summarise, unary
+from baton.bench.serve.figures import Bad, Run, Sample, Slo, events_of, quantile, streamed, unary
 
 
 def event(text: str, reason: str | None = None, **fields: Any) -> bytes:
@@ -132,14 +132,14 @@ class TestUnary:
                 unary(answer((10.2, body)), 10.0, 4)
 
 
-def test_a_summary_is_of_what_counts() -> None:
+def test_figures_of_a_run_are_of_answers_that_count() -> None:
     samples = [Sample(2, ttft, 1.0, (1.0 - ttft,)) for ttft in (0.1, 0.2, 0.4)]
-    summary = summarise(samples, ["late", "late", "lost"], 2.0, Slo(ttft_s=0.2))
-    assert (summary.num_ok, summary.num_tokens, summary.failures) == (3, 6, {"late": 2, "lost": 1})
-    assert (summary.tokens_per_s, summary.requests_per_s, summary.goodput) == (3.0, 1.5, 1.0)
-    assert summary.quantiles["ttft", 50] == pytest.approx(0.2)
-    assert summary.quantiles["itl", 50] == pytest.approx(0.8)
-    assert json.loads(json.dumps(summary.as_json()))["ttft_p50_ms"] == pytest.approx(200)
+    run = Run(samples, ["late", "late", "lost"], 2.0, Slo(ttft_s=0.2))
+    assert (run.num_tokens, run.tokens_per_s, run.requests_per_s, run.goodput) == (6, 3.0, 1.5, 1.0)
+    assert run.values_s("itl") == pytest.approx([0.9, 0.8, 0.6])
+    content = json.loads(json.dumps(run.as_json()))
+    assert (content["num_ok"], content["failures"]) == (3, {"late": 2, "lost": 1})
+    assert content["ttft_p50_ms"] == pytest.approx(200)
 
 
 def test_goodput_needs_every_limit_met() -> None:
@@ -147,13 +147,12 @@ def test_goodput_needs_every_limit_met() -> None:
     assert Slo(0.1, 0.2, 0.5).is_met(sample)
     for limits in (Slo(ttft_s=0.09), Slo(tpot_s=0.19), Slo(e2el_s=0.49)):
         assert not limits.is_met(sample)
-    assert summarise([sample], [], 1.0, Slo()).goodput is None
-    assert Slo(tpot_s=0.1).is_met(Sample(1, 0.1, 0.1, ()))  # it has none
+    assert Run([sample], [], 1.0).goodput is None
+    assert Slo(tpot_s=0.1).is_met(Sample(1, 0.1, 0.1, ()))  # an answer of one token has no TPOT
 
 
-def test_nothing_that_counts_is_no_error() -> None:
-    summary = summarise([], ["lost"], 1.0, Slo())
-    assert summary.num_ok == 0 and summary.quantiles == {}
+def test_run_without_answers_has_no_quantiles() -> None:
+    assert "ttft_p50_ms" not in Run([], ["lost"], 1.0).as_json()
 
 
 @pytest.mark.parametrize(("percent", "expected"), [(0, 1.0), (50, 2.5), (100, 4.0), (99, 3.97)])

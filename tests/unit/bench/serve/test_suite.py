@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.bench.serve.figures import Sample, Slo, summarise
-from baton.bench.serve.load import Hammered, Run
+from baton.bench.serve.figures import Run, Sample
 from baton.bench.serve.overhead import (
     BATON,
     BEFORE,
@@ -20,7 +19,7 @@ from baton.bench.serve.overhead import (
     limit,
     overhead_rows,
 )
-from baton.bench.serve.suite import Bars, plot_latencies, rows_of, values_ms
+from baton.bench.serve.suite import Bars, curves_of, rows_of
 from baton.cluster.cli.main import main
 
 
@@ -166,7 +165,7 @@ def test_a_server_that_answers_nothing_that_counts_is_told(
 
 def a_run(ttft_s: float, num_ok: int = 3, failures: tuple[str, ...] = ()) -> Run:
     samples = [Sample(4, ttft_s, 2 * ttft_s, (ttft_s / 3,) * 3)] * num_ok
-    return Run(summarise(samples, failures, 1.0, Slo()), samples, 0.0)
+    return Run(samples, list(failures), 1.0)
 
 
 class TestRows:
@@ -189,7 +188,7 @@ class TestRows:
 
 def test_bars_of_the_overhead_are_at_the_most_connections() -> None:
     sample = Sample(64, 0.001, 0.002, (0.001,) * 63)
-    hammered = [Hammered(3000.0, 60_000.0, [sample], [])]
+    hammered = [Run([sample] * 60_000, [], 64.0)]
     results = {(name, point): hammered for name in (BATON, UVICORN) for point in (IDLE, *UNARY, *SSE)}
     rows = {row.name: row for row in overhead_rows(results, [BATON, UVICORN])}
     assert rows[SSE[-1].name].met and rows[SSE[-1].name].value == 60_000
@@ -200,15 +199,15 @@ def test_bars_of_the_overhead_are_at_the_most_connections() -> None:
 
 def test_cpu_time_is_compared_with_the_checkout_before() -> None:
     sample = Sample(1, 0.001, 0.001, ())
-    ours = [Hammered(1.0, 1.0, [sample] * 10, [], cpu_s) for cpu_s in (0.011, 0.010, 0.9)]
-    before = [Hammered(1.0, 1.0, [sample] * 20, [], cpu_s) for cpu_s in (0.020, 0.019, 0.021)]
+    ours = [Run([sample] * 10, [], 1.0, cpu_s=cpu_s) for cpu_s in (0.011, 0.010, 0.9)]
+    before = [Run([sample] * 20, [], 1.0, cpu_s=cpu_s) for cpu_s in (0.020, 0.019, 0.021)]
     (row,) = cpu_rows({(BATON, IDLE): ours, (BEFORE, IDLE): before})
     assert row.value == pytest.approx(1.1) and row.met is False
     assert cpu_rows({(BATON, IDLE): ours}) == []
 
 
-def test_a_plot_has_what_there_is(tmp_path: Path) -> None:
-    plot_latencies({"baton": [Sample(1, 0.2, 0.2, ())]}, tmp_path / "p.png")
-    assert (tmp_path / "p.png").exists()
-    assert values_ms([Sample(3, 0.2, 0.4, (0.15, 0.05))], "ITL") == pytest.approx([50, 150])
-    plot_latencies({"baton": [Sample(3, 0.2, 0.2, (0.0, 0.0))]}, tmp_path / "q.png")  # all in one moment
+def test_curves_have_no_zero_and_skip_latencies_of_answers_in_one_piece() -> None:
+    curves = curves_of({"baton": [Run([Sample(1, 0.2, 0.2, ())], [], 1.0)]})
+    assert curves["TTFT, ms"]["baton"] == [(200.0, 1.0)] and not curves["ITL, ms"]["baton"]
+    at_once = curves_of({"baton": [Run([Sample(3, 0.2, 0.2, (0.0, 0.0))], [], 1.0)]})
+    assert at_once["ITL, ms"]["baton"] == [(0.001, 0.5), (0.001, 1.0)]
