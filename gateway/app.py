@@ -30,21 +30,21 @@ from baton.gateway.tenants.tenants import Tenants
 # Routes that are no FastAPI functions, for `/openapi.json`.
 POSTS: Final[dict[str, tuple[type[msgspec.Struct], str]]] = {
     "/v1/chat/completions": (ChatBody, "The next turn of a chat, whole or as server-sent events."),
-    "/v1/completions": (CompletionBody, "What follows a prompt, whole or as server-sent events."),
+    "/v1/completions": (CompletionBody, "The continuation of a prompt, whole or as server-sent events."),
     "/tokenize": (TokenizeBody, "Text, or a chat, as token ids."),
     "/detokenize": (DetokenizeBody, "Token ids as text."),
 }
 STATUSES: Final = {
     "200": "The answer",
     "400": "The request must change",
-    "401": "No known key came along",
+    "401": "The key is missing or unknown",
     "403": "The key may not use the model",
     "404": "There is no such model",
     "408": "The request did not arrive in time",
     "413": "The body is too large",
     "431": "The headers are too large",
     "500": "A worker failed",
-    "503": "There is no room now; retry-after says when to ask again",
+    "503": "There is no room now; retry-after says when to retry",
 }
 REFERENCE: Final = "#/components/schemas/{name}"
 

@@ -64,8 +64,8 @@ def _shown(decision: Decision) -> dict[str, Any]:
 
 
 TIMEOUT_S: Final = 5.0
-FRESH_S: Final = 1.0  # the result of a health check is good for this long
-PROVED_S: Final = 3.0  # and so is the proof by clients' requests
+FRESH_S: Final = 1.0  # the result of a health check is reused for this long
+PROVED_S: Final = 3.0  # requests of clients replace a health check for this long
 NUM_PAGES: Final = 2  # of the prompt, and a token: longer than a decode worker computes by itself
 # The prefill worker samples the first token, the decode worker the second.
 SAMPLING: Final = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True, seed=0)
@@ -96,7 +96,7 @@ class Canary:
         self._probing: asyncio.Task[None] | None = None
 
     async def check(self) -> None:
-        """Raise the BatonError that says what is wrong, if anything is."""
+        """Raise a BatonError that names the fault unless the cluster answers requests."""
         now_s = self._clock.now_s()
         if self._checked_s is not None and now_s - self._checked_s < FRESH_S:
             return
@@ -121,7 +121,7 @@ class Canary:
             raise Overloaded(self._service.why_not_ready or "no worker is ready", retry_after_s=FRESH_S)
         is_probe = self._needs_prefill()
         if is_probe and not self._has_prefill():
-            message = "no prefill worker is there; decode workers compute prompts themselves meanwhile"
+            message = "no prefill worker is connected; decode workers compute prompts themselves meanwhile"
             raise Overloaded(message, retry_after_s=FRESH_S)
         sink = _ProbeSink()
         request = Request(

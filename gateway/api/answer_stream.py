@@ -183,7 +183,7 @@ class AnswerStream:
         observe: Callable[[AnswerChoice, Delta], None],
         progress: StreamProgress | None = None,
     ) -> None:
-        """observe: called with every delta. progress: None for a stream whose events have no ids."""
+        """observe: called with every delta. progress: None for a stream without event ids."""
         self._answer = answer
         self._form = form
         self._framing = framing
@@ -429,7 +429,7 @@ class AnswerCollector:
 
 
 class _Kept:
-    """The deltas of one choice."""
+    """The deltas of one choice, in little memory."""
 
     def __init__(self, *, keeps_ids: bool) -> None:
         self._text = StringIO()

@@ -91,7 +91,7 @@ class ReadPolicy(msgspec.Struct, frozen=True, kw_only=True):
     def longest(self) -> int:
         """Return the model's context length in tokens. Raises ApiError 503 while it is not known."""
         if self.max_model_len is None:
-            message = "no worker has been there yet: the cluster is being started"
+            message = "no worker has joined yet: the cluster is starting"
             raise ApiError(503, message, code="no_worker", retry_after_s=NO_WORKERS_RETRY_S)
         return self.max_model_len
 
@@ -144,7 +144,7 @@ def unpack_token_ids(data: bytes) -> tuple[int, ...]:
 
 
 class PromptReader:
-    """Reads bodies for one model. Raises InvalidRequest and ApiError for what the client can mend."""
+    """Reads bodies for one model. Raises InvalidRequest and ApiError for faults of the client."""
 
     def __init__(
         self, tokenizer: Tokenizer | None, chat_template: ChatTemplate | None, vocab_size: int | None = None
@@ -287,7 +287,7 @@ class PromptReader:
 
 
 def _has_messages(data: bytes) -> bool:
-    """Tell a chat from a completion; a body that is no object counts as a completion, which refuses it."""
+    """Return whether a body is a chat; a body that is no JSON object counts as a completion."""
     try:
         return "messages" in _FIELDS.decode(data)
     except (msgspec.MsgspecError, ValueError, RecursionError):
@@ -317,7 +317,7 @@ def _written(answer: Mapping[str, object]) -> bytes:
 
 
 class PublicPrefixes:
-    """The texts of `public_prefixes`, with which prompts of several tenants begin and whose pages they share.
+    """The texts of `public_prefixes`: prompts of several tenants begin with them and share their pages.
 
     A text is known in two forms: as a prompt that begins with it, and as the system message of a chat in the
     model's own template. Only the tokens of a public text are ever shared, never the tokens after them. Each
@@ -418,8 +418,8 @@ class BodyReader:
     async def read(self, kind: BodyKind, data: bytes, policy: ReadPolicy, tenant: str = "") -> ReadBody:
         """Read one body.
 
-        Raises InvalidRequest and ApiError for what the client can mend, Overloaded when too many bodies wait
-        or a helper fails, and ModelError for a fault of the model's files.
+        Raises InvalidRequest and ApiError for faults of the client, Overloaded when too many bodies wait or a
+        helper fails, and ModelError for a fault of the model's files.
         """
         if len(data) <= SMALL_BYTES or not self._helpers:
             return self.reader.read(kind, data, policy)
@@ -485,7 +485,7 @@ class _Waiting:
 
 
 class HelperQueue:
-    """The order in which jobs have one helper: tenants take turns, by bytes."""
+    """The jobs that wait for one helper: tenants take turns, by bytes."""
 
     def __init__(self) -> None:
         self._is_free = True

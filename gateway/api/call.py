@@ -58,7 +58,7 @@ WITHOUT_MEANING: Final = {
     "prompt_cache_key": "a hint where a prompt may be cached; pages are found by their content here",
     "prompt_cache_retention": "how long OpenAI caches a prompt",
 }
-# Keys that would change the answer and are not served -> values that ask for what is served anyway.
+# Keys that would change the answer and are not served -> values that change nothing.
 # A value of NOTHING asks for nothing, whatever the key.
 NOTHING: Final = frozenset({b"null", b"false", b"[]", b"{}", b'""', b"0"})
 UNSUPPORTED: Final[dict[str, frozenset[bytes]]] = {
@@ -185,7 +185,7 @@ _UNSUPPORTED_IN: Final = {
     | dict.fromkeys(("chat_template_kwargs", "reasoning_effort", "tools", "tool_choice"), frozenset[bytes]()),
 }
 MAX_UNSUPPORTED_CHARS: Final = 80  # of a refused value in the error message
-# The parts of JSON that matter for its depth: strings, whose brackets do not count, and brackets.
+# The parts of JSON that matter for its depth: brackets, and strings, because brackets in them do not count.
 _NESTING: Final = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?|[\[{]|[\]}]', re.DOTALL)
 MISSING: Final = "missing required field `"  # the wording of msgspec
 
@@ -432,7 +432,7 @@ def _sampling(
     if logprobs is not None and not 0 <= logprobs <= MAX_LOGPROBS:
         raise invalid(f"logprobs: at most {MAX_LOGPROBS} alternatives, got {logprobs}", param="logprobs")
     if isinstance(body, CompletionBody):
-        max_tokens = max_tokens or 1  # none of which are shown
+        max_tokens = max_tokens or 1  # the token is not shown
     given = {name: value for name in SAMPLING_FIELDS if (value := getattr(body, name)) is not None}
     return SamplingParams(
         max_tokens=defaults.capped(max_tokens),

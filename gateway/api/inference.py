@@ -5,7 +5,7 @@
 2. `Limiter` admits the call, and `Answer` opens its choices.
 3. `AnswerStream` writes the answer as it comes, or `AnswerCollector` keeps the answer until its end.
 
-A client that leaves before the end has cancelled, wherever its call is. A call that fails before its first
+A client that leaves before the end cancels its call. A call that fails before its first
 token is refused with a status; a call that fails later ends its stream with an error event.
 
 Over the WebSocket a client makes one call at a time. It sends the body of a chat or of a completion; `stream`
@@ -56,8 +56,7 @@ from baton.gateway.http.protocol import (
     read_body,
     respond_in_turns,
 )
-from baton.gateway.http.websocket import EXTENSION as SOCKET
-from baton.gateway.http.websocket import LimitedSocket
+from baton.gateway.http.websocket import LIMITED_SOCKET, LimitedSocket
 from baton.gateway.metrics.metrics import Metrics
 from baton.gateway.streams.resume import HEADER, MAX_RESUMABLE_CHOICES, PARAM, EventIds, ResumePoint, Shown
 from baton.gateway.tenants.limiter import Charge, Limiter, Permit
@@ -122,7 +121,7 @@ class Inference:
 
     async def websocket(self, websocket: WebSocket) -> None:
         """Serve `/v1/stream` until the client closes or is idle for too long."""
-        connection: LimitedSocket = websocket.scope["extensions"][SOCKET]
+        connection: LimitedSocket = websocket.scope["extensions"][LIMITED_SOCKET]
         with self._charge(websocket.scope) as charge:
             connection.charge = charge.set
             try:
@@ -189,7 +188,7 @@ class Inference:
             )
 
     def _check_resumable(self, call: Call) -> None:
-        """Raise ApiError 400 for a call whose events can have no ids, and for an id of another call."""
+        """Raise ApiError 400 for a call that cannot be resumed, and for the event id of another call."""
         name = "stream_options.resumable"
         if not call.is_streamed:
             raise invalid(f"{name}: only a stream can be resumed; set stream as well", param=name)
@@ -213,7 +212,7 @@ class Inference:
 
     @contextmanager
     def _answering(self, call: Call) -> Iterator[Answer]:
-        """Give an answer that has not started. It is counted however it ends, and nothing of it runs on.
+        """Give an answer that has not started. At the end of the `with` the answer is counted and cancelled.
 
         Raises the errors of Limiter.enter.
         """

@@ -23,7 +23,7 @@ from websockets.http11 import Request
 from baton.errors import Overloaded, Refused
 from baton.gateway.http.protocol import BAD_UPGRADE, HttpLimits, end, response
 
-EXTENSION: Final = "baton.socket"  # of an ASGI scope: the LimitedSocket itself
+LIMITED_SOCKET: Final = "baton.socket"  # the extension of an ASGI scope that has the LimitedSocket
 CLOSE_TIMEOUT_S: Final = 2.0  # for a client to say that it has heard of the end
 MAX_UNCHARGED_BYTES: Final = 64 * 2**10  # before the application sets `charge`; clients send later
 MAX_FRAGMENTS: Final = 8192  # of one message
@@ -91,7 +91,7 @@ class LimitedSocket(WebSocketsSansIOProtocol):
         super().handle_connect(event)
         if not self.close_sent:  # the application's task runs later: it finds this in its scope
             extensions = cast("dict[str, Any]", self.scope["extensions"])
-            extensions[EXTENSION] = self
+            extensions[LIMITED_SOCKET] = self
 
     def handle_text(self, event: Frame) -> None:
         self._count(event)

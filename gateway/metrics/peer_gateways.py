@@ -1,7 +1,7 @@
 """The gateways behind one port of this machine: each tells the others its counts.
 
 The kernel hands a scrape of the port to any gateway, and that gateway asks the others first. Each gateway
-listens on an abstract unix socket, whose name begins with the shared address. Both ends prove that they hold
+listens on an abstract unix socket; its name begins with the shared address. Both ends prove that they hold
 the key. The socket ends with its process.
 """
 
@@ -72,7 +72,7 @@ class PeerGateways:
         return [counts for counts in await asyncio.gather(*asked) if counts is not None]
 
     def close(self) -> None:
-        """May be called twice."""
+        """Stop listening. May be called twice."""
         if self._listener is not None:
             asyncio.get_running_loop().remove_reader(self._listener)
             self._listener.close()
@@ -133,7 +133,7 @@ class PeerGateways:
 
 
 def _is_ours(sock: socket.socket) -> bool:
-    """Tell whether the other end runs as this user or as root; other users are not listened to."""
+    """Return whether the other end runs as this user or as root; other users are refused."""
     credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     _, uid, _ = struct.unpack("3i", credentials)
     return uid in (0, os.geteuid())

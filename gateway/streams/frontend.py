@@ -50,7 +50,7 @@ from baton.tenants import Refusal
 
 LATE_TICK_S: Final = 1.0  # this process stood still
 STATUS_S: Final = 1.0
-UNHEARD_S: Final = 3.0  # for the decode worker's first token of an attempt whose router is gone
+UNHEARD_S: Final = 3.0  # for the first token of the decode worker after the router of the attempt has left
 MAX_AHEAD: Final = 10  # times `max_silence_s`, for the first token of a worker that talks
 MAX_REMEMBERED: Final = 4096  # workers that are gone
 MAX_UNANSWERED_TOKENS: Final = 6_144
@@ -317,7 +317,7 @@ class Frontend:
                 self._lose(stream, worker)
 
     def _close_workers(self, workers: Sequence[str]) -> None:
-        """Give up workers that no router lists, however their connections look."""
+        """Give up workers that no router lists, though they may be connected."""
         for worker in workers:
             peer = self._peer_registry.peer(worker)
             if peer is not None:
@@ -370,7 +370,7 @@ class Frontend:
                 return
 
     def _rejected(self, rejected: Rejected) -> None:
-        """End a request that its client has no part of; any other was accepted, and waits."""
+        """Fail a request without an answer so far; a request that has begun waits for another attempt."""
         stream = self._present(rejected.request_id, rejected.attempt)
         if stream is None:
             return
@@ -394,7 +394,7 @@ class Frontend:
         self._report_connections()
 
     def _lose_router(self, router: str) -> None:
-        """Try again what the router had not answered; doubt what it had dispatched."""
+        """Submit the unanswered requests of the router again, and doubt its dispatched requests."""
         now_s = self._clock.now_s()
         self._heard_s.pop(router, None)
         self._window.lose(router)
@@ -412,7 +412,7 @@ class Frontend:
     # Time.
 
     def _excuse(self, seconds: float) -> None:
-        """Excuse the others' silence: this process stood still and read nothing for so long."""
+        """Do not count this time as silence of other processes: this process stood still and read nothing."""
         for stream in self._streams.values():
             stream.heard_s += seconds
             stream.homeless_s += seconds
@@ -448,7 +448,7 @@ class Frontend:
     # Attempts.
 
     def _submit_waiting(self, tenant: str | None = None) -> None:
-        """Submit the streams whose time has come. tenant: streams of this tenant alone, until it is full."""
+        """Submit waiting streams that are due. tenant: streams of this tenant alone, until it is full."""
         now_s = self._clock.now_s()
         for stream in list(self._waiting.values()):
             if tenant is not None and self._window.is_full(tenant):
@@ -545,7 +545,7 @@ class Frontend:
         self._waiting.pop(stream.request_id, None)
 
     def _present(self, request_id: str, attempt: int) -> RequestStream | None:
-        """Return the stream whose present attempt this is."""
+        """Return the stream that has this attempt now."""
         stream = self._streams.get(request_id)
         return stream if stream is not None and stream.attempt == attempt else None
 
@@ -633,7 +633,7 @@ class SubmitWindow:
             self._submitted_s[request.tenant] = self._clock.now_s()
 
     def answered(self, router: str, key: AttemptKey) -> str | None:
-        """Return the tenant whose waiting streams may be submitted now; None when no room has come free."""
+        """Return the tenant if its waiting streams may be submitted now; None when no room has come free."""
         found = self._unanswered.get(router, {}).pop(key, None)
         if found is None:
             return None  # an answer came before: the request was queued

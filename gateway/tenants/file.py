@@ -39,7 +39,7 @@ from baton.tenants import MAX_CLASSES, ONLY_CLASS, ClassName, TenantName, Tenant
 KEY_FORM: Final = re.compile(r"sha256:([0-9a-f]{64})")
 NAME_FORM: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
 MAX_FILE_BYTES: Final = 16 * 2**20
-MAX_VALUES: Final = 2**22  # that a file spells out, of all it names by an alias again and again
+MAX_VALUES: Final = 2**22  # of a file with its aliases expanded
 KeyDigest: TypeAlias = Annotated[str, Meta(pattern=f"^{KEY_FORM.pattern}$")]
 
 
@@ -71,7 +71,7 @@ class TenantsFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 def is_tenants_file(path: Path) -> bool:
-    """Tell a tenants file, right or wrong, from a file of settings."""
+    """Return whether a file is a tenants file, valid or not, and no file of settings."""
     try:
         content = load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, ConfigError):
@@ -135,13 +135,13 @@ def _check_size(root: yaml.Node) -> None:
     def count(node: yaml.Node) -> int:
         known = num_values.get(id(node))
         if known == 0:
-            raise ConfigError(f"line {node.start_mark.line + 1}: what the anchor names is in itself")
+            raise ConfigError(f"line {node.start_mark.line + 1}: the anchor contains an alias of itself")
         if known is not None:
             return known
         num_values[id(node)] = 0
         num_values[id(node)] = found = 1 + sum(map(count, _inside(node)))
         if found > MAX_VALUES:
-            raise ConfigError(f"expected at most {MAX_VALUES} values, aliases spell out more")
+            raise ConfigError(f"expected at most {MAX_VALUES} values, aliases expand to more")
         return found
 
     count(root)
@@ -158,7 +158,7 @@ class _Loader(yaml.SafeLoader):
         seen = set[tuple[str, str]]()
         for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
             if (key.tag, key.value) in seen:
-                problem = f"the key {str(key.value)[:64]!r} stands twice"
+                problem = f"the key {str(key.value)[:64]!r} is repeated"
                 raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
             seen.add((key.tag, key.value))
         return super().construct_mapping(node, deep=deep)
@@ -190,7 +190,7 @@ def _classes(given: object) -> tuple[str, ...]:
         raise ConfigError(f"classes: expected a list of 1 to {MAX_CLASSES} names, the first served first")
     names = tuple(_name("classes", name) for name in given)
     if len(set(names)) < len(names):
-        raise ConfigError("classes: a name stands twice")
+        raise ConfigError("classes: a name is repeated")
     return names
 
 
@@ -243,10 +243,8 @@ def _check_keys_are_distinct(entries: Mapping[str, TenantEntry]) -> None:
     for name, entry in entries.items():
         for key in entry.keys:
             if key in owners:
-                place = (
-                    "twice" if owners[key] == name else f"also of tenant {owners[key]!r}: it belongs to two"
-                )
-                raise ConfigError(f"tenants.{name}.keys: {key[:15]}... is there {place}")
+                other = "listed twice" if owners[key] == name else f"also a key of tenant {owners[key]!r}"
+                raise ConfigError(f"tenants.{name}.keys: {key[:15]}... is {other}")
             owners[key] = name
 
 

@@ -23,7 +23,7 @@ import threading
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final, TypeAlias
 
 import msgspec
 from starlette.types import Scope
@@ -47,7 +47,7 @@ class Tenant(msgspec.Struct, frozen=True, kw_only=True):
     policy: TenantPolicy = TenantPolicy()
     classes: tuple[str, ...] = (ONLY_CLASS,)  # of the file, highest first
     rank: int = 0  # of its own class
-    public_texts: tuple[str, ...] = ()  # prefixes whose pages it shares with other tenants
+    public_texts: tuple[str, ...] = ()  # prefixes that other tenants use too; all of them share the pages
     is_admin: bool = False
 
     def may_use(self, model: str) -> bool:
@@ -71,9 +71,7 @@ class Tenants:
 
     @classmethod
     def from_file(cls, path: Path | None, keys: ClusterKeys) -> "Tenants":
-        """Read a tenants file. Raises ConfigError that names the wrong tenant and key, or that no key is
-        there.
-        """
+        """Read a tenants file. Raises ConfigError for a wrong file and for a file without keys."""
         if path is None:
             return cls(keys)
         file = read_tenants(path)
@@ -230,23 +228,13 @@ SETTLE_S: Final = 0.2
 logger = logging.getLogger(__name__)
 
 
-class Signature(NamedTuple):
-    """Values of which one differs after any change of a file."""
-
-    device: int
-    inode: int
-    num_bytes: int
-    written_ns: int
-    changed_ns: int
-
-    @classmethod
-    def of(cls, path: Path) -> "Signature | None":
-        """Return None for an absent file."""
-        try:
-            status = path.stat()
-        except OSError:
-            return None
-        return cls(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+def _signature(path: Path) -> tuple[int, ...] | None:
+    """Return values of which one differs after any change of the file; None for an absent file."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 class TenantsWatch:
@@ -258,14 +246,14 @@ class TenantsWatch:
         self._path = path
         self._clock = clock
         # The signature of the file that was read last, right or wrong; taken before reading.
-        self._known = Signature.of(path)
+        self._known = _signature(path)
         self._seen = self._known  # by the last look
         self._seen_s = clock.now_s()  # since when the file has had this signature
         self.tenants = Tenants.from_file(path, keys)
 
     def look(self) -> bool:
         """Check the file once. Returns True when the tenants have changed."""
-        signature, now_s = Signature.of(self._path), self._clock.now_s()
+        signature, now_s = _signature(self._path), self._clock.now_s()
         if signature != self._seen or now_s < self._seen_s:
             self._seen, self._seen_s = signature, now_s
         if signature == self._known or now_s - self._seen_s < SETTLE_S:

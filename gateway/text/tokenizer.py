@@ -111,7 +111,7 @@ class WindowDetokenizer:
     """A Detokenizer for any vocabulary: decodes a window of ids again at each push."""
 
     def __init__(self, decode: Decode, context: Sequence[int] = ()) -> None:
-        """context: the last tokens of the prompt, whose text is not repeated."""
+        """context: the last tokens of the prompt; their text is not repeated."""
         self._decode = decode
         self._window = list(context)
         self._num_settled = len(self._window)
@@ -302,7 +302,7 @@ def _library_faults(message: str) -> Iterator[None]:
 
 
 class StopStrings:
-    """Ends the text of one stream at the first stop string, of which nothing is shown.
+    """Ends the text of one stream before the first stop string.
 
         text    |-- given out --|-- held: the longest ending that some stop string starts with --|
 
@@ -324,7 +324,7 @@ class StopStrings:
             return ""
         text = self._held + text
         ends = [(start + len(stop), start, stop) for stop in self._stops if (start := text.find(stop)) >= 0]
-        if ends:  # the stop string that is whole first, the longest of several
+        if ends:  # the stop string that becomes whole first; of several, the longest
             _, start, self.matched = min(ends)
             self._held = ""
             return text[:start]
@@ -339,7 +339,7 @@ class StopStrings:
 
 
 def overlap(text: str, stop: str) -> int:
-    """Return the length of the longest ending of `text` that begins `stop`, which is not in `text`."""
+    """Return the length of the longest ending of `text` that begins `stop`; `stop` is not in `text`."""
     longest = min(len(text), len(stop) - 1)
     return next((size for size in range(longest, 0, -1) if text.endswith(stop[:size])), 0)
 

@@ -76,14 +76,14 @@ def tenants(tmp_path: Path) -> str:
 
 
 @pytest.mark.parametrize("path", ["/v1/models", "/metrics", "/load", "/version", "/health", "/ping", "/nope"])
-def test_a_get_under_a_foreign_name_is_refused(path: str) -> None:
+def test_get_under_a_foreign_name_is_refused(path: str) -> None:
     with ServedGateway(lambda: ScriptedService(answer_at_once(SENTENCE))) as served:
         answer = httpx2.get(served.url + path, headers={"host": f"evil.example:{served.address.port}"})
         assert answer.status_code == 403 and answer.json()["error"]["code"] == "host"
         assert "--tenants" in answer.json()["error"]["message"]
 
 
-def test_a_host_header_opens_nothing(tenants: str) -> None:
+def test_host_header_opens_no_path(tenants: str) -> None:
     """With keys any name may be asked for; no part of it becomes a path."""
     with ServedGateway(lambda: ScriptedService(answer_at_once(SENTENCE)), tenants_file=tenants) as served:
         for host in ("a/ping?x", "a/ping#", "api.example"):
@@ -92,14 +92,14 @@ def test_a_host_header_opens_nothing(tenants: str) -> None:
         assert httpx2.get(f"{served.url}/v1/models", headers=headers).status_code == 200
 
 
-def test_the_page_for_operators_runs_nothing() -> None:
+def test_operator_page_runs_no_script() -> None:
     with ServedGateway(ScriptedService) as served:
         page = httpx2.get(f"{served.url}/ui")
         assert page.headers["content-type"] == "text/html; charset=utf-8" and "tiny" in page.text
         assert "default-src 'none'" in page.headers["content-security-policy"]
 
 
-def test_operator_paths_need_an_admin_key_whatever_a_proxy_of_this_machine_sends(tenants: str) -> None:
+def test_operator_paths_need_an_admin_key_behind_a_proxy(tenants: str) -> None:
     shapes = [
         {},  # as a proxy sends it that rewrites Host and adds nothing
         {"x-forwarded-for": "10.0.0.9"},
@@ -132,7 +132,7 @@ def test_operator_paths_need_an_admin_key_whatever_a_proxy_of_this_machine_sends
             assert status(path, {}, "k-acme") == 404
 
 
-def test_the_operator_port_needs_no_key_for_operator_paths_alone(tenants: str) -> None:
+def test_operator_port_needs_no_key_for_operator_paths_alone(tenants: str) -> None:
     port = free_port()
     service = ServedGateway(
         lambda: ScriptedService(answer_at_once(SENTENCE)), tenants_file=tenants, operator_port=port
@@ -150,7 +150,7 @@ def test_the_operator_port_needs_no_key_for_operator_paths_alone(tenants: str) -
         assert web.get(f"{served.url}/metrics", headers={"host": f"127.0.0.1:{port}"}).status_code == 401
 
 
-def test_a_taken_operator_port_is_named_and_leaves_no_listener(tenants: str) -> None:
+def test_taken_operator_port_is_named_and_leaves_no_listener(tenants: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         service = ServedGateway(ScriptedService, operator_port=taken.getsockname()[1])
         with pytest.raises(ConfigError, match=r"gateway\.operator_port.*--operator-port"), service:
@@ -161,7 +161,7 @@ def client(served: Served, key: str, max_retries: int = 0) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{served.url}/v1", api_key=key, max_retries=max_retries)
 
 
-def test_keys_open_everything_but_health(tenants: str) -> None:
+def test_all_paths_but_health_need_a_key(tenants: str) -> None:
     with ServedGateway(lambda: ScriptedService(answer_at_once(SENTENCE)), tenants_file=tenants) as served:
         for path in ("/v1/models", "/version", "/openapi.json", "/nope"):
             assert httpx2.get(served.url + path).status_code == 401
@@ -180,7 +180,7 @@ def test_keys_open_everything_but_health(tenants: str) -> None:
         assert request.tenant == "acme" and len(request.cache_salt) == 16
 
 
-def test_salts_differ_by_tenant_and_clients_cannot_give_them(tenants: str) -> None:
+def test_salts_differ_by_tenant_and_clients_cannot_set_them(tenants: str) -> None:
     with ServedGateway(lambda: ScriptedService(answer_at_once(SENTENCE))) as open_served:
         client(open_served, "x").completions.create(
             model="tiny", prompt="a", extra_body={"cache_salt": "y", "kv_transfer_params": {"tp_size": 9}}
@@ -192,7 +192,7 @@ def test_salts_differ_by_tenant_and_clients_cannot_give_them(tenants: str) -> No
         assert served.service.requests[-1].cache_salt != anyone
 
 
-def test_an_overload_is_retried_by_the_client() -> None:
+def test_client_library_retries_an_overload() -> None:
     service = ScriptedService()
     refusals = iter([Overloaded("full", retry_after_s=0.01)])
 
@@ -209,14 +209,14 @@ def test_an_overload_is_retried_by_the_client() -> None:
         assert len(service.requests) == 2
 
 
-def test_a_strict_gateway_refuses_unknown_keys() -> None:
+def test_strict_gateway_refuses_unknown_keys() -> None:
     with ServedGateway(lambda: ScriptedService(answer_at_once(SENTENCE)), strict=True) as served:
         with pytest.raises(openai.BadRequestError, match="temprature"):
             client(served, "x").completions.create(model="tiny", prompt="a", extra_body={"temprature": 1})
         client(served, "x").completions.create(model="tiny", prompt="a", user="somebody")
 
 
-def test_a_bug_is_a_500_that_tells_nothing(caplog: pytest.LogCaptureFixture) -> None:
+def test_bug_is_a_500_without_details(caplog: pytest.LogCaptureFixture) -> None:
     def break_down(service: ScriptedService, request: Request) -> None:
         raise ZeroDivisionError("secret")
 

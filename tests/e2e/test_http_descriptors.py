@@ -20,7 +20,7 @@ LIMIT = 256
 NUM_SLOW = 400
 
 
-def test_ping_is_answered_while_slow_connections_crowd() -> None:
+def test_ping_is_answered_despite_many_slow_connections() -> None:
     config = GatewayConfig(model=str(resolve_model("tiny")), routers=(Address("127.0.0.1", 1),), port=0)
     given = Assignment(
         kind="gateway",

@@ -50,7 +50,7 @@ def num_replays(cluster: Served) -> float:
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
-def test_a_decode_worker_that_dies_in_the_middle_is_not_seen(
+def test_stream_survives_the_death_of_its_decode_worker(
     cluster: Served, llm: LLM, sampling: dict[str, Any]
 ) -> None:
     given = {**sampling, "max_tokens": NUM_TOKENS, "ignore_eos": True}
@@ -69,7 +69,7 @@ def test_a_decode_worker_that_dies_in_the_middle_is_not_seen(
     assert [chunk["choices"][0]["finish_reason"] for chunk in rest if chunk["choices"]][-1] == "length"
 
 
-def test_while_all_decode_workers_are_away_a_request_waits_for_one(cluster: Served) -> None:
+def test_request_waits_while_all_decode_workers_are_away(cluster: Served) -> None:
     until(lambda: len(cluster.status()) == 3)
     for pid in [cluster.pid_of(f"decode-{index}") for index in range(2)]:
         os.kill(pid, signal.SIGKILL)

@@ -82,7 +82,7 @@ def error(answer: bytes) -> dict[str, str]:
     return found
 
 
-def test_a_request_is_answered_and_its_connection_kept(served: Served) -> None:
+def test_connection_is_kept_after_an_answer(served: Served) -> None:
     with served.connect() as client:
         for _ in range(3):
             client.sendall(post())
@@ -108,16 +108,16 @@ def test_more_pipelined_requests_than_allowed_end_the_connection(served: Served)
     assert exchange(served, as_many + last).count(b"HTTP/1.1 200 ") == MAX_PIPELINED
 
 
-def test_a_header_that_never_ends_is_given_up(hasty: Served) -> None:
+def test_header_that_never_ends_is_refused(hasty: Served) -> None:
     assert status(exchange(hasty, b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nx-slow: ")) == 408
 
 
-def test_a_body_that_never_ends_is_given_up(hasty: Served) -> None:
+def test_body_that_never_ends_is_refused(hasty: Served) -> None:
     answer = exchange(hasty, post()[:-3])
     assert status(answer) == 408 and error(answer)["code"] == "request_timeout"
 
 
-def test_a_client_that_says_nothing_is_closed(hasty: Served) -> None:
+def test_silent_connection_is_closed(hasty: Served) -> None:
     assert exchange(hasty) == b""
 
 
@@ -137,29 +137,25 @@ def test_empty_lines_keep_no_connection_open(hasty: Served) -> None:
         pytest.param([b"x-h%d: " % index + b"b" * 1000 for index in range(40)], id="too long together"),
     ],
 )
-def test_large_headers(served: Served, headers: list[bytes]) -> None:
+def test_large_headers_are_refused(served: Served, headers: list[bytes]) -> None:
     answer = exchange(served, post(BODY, *headers))
     assert status(answer) == 431 and error(answer)["code"] == "headers_too_large"
 
 
-def test_a_long_path_is_a_large_header(served: Served) -> None:
-    assert status(exchange(served, post(path=b"/" + b"a" * 40_000))) == 431
-
-
-def test_as_many_headers_as_may_be(served: Served) -> None:
+def test_largest_number_of_headers_is_accepted(served: Served) -> None:
     with served.connect() as client:
         client.sendall(post(BODY, *[b"x-h%d: 1" % index for index in range(62)]))
         assert status(read_response(client)) == 200
 
 
-def test_a_large_body_is_refused_by_its_length(served: Served) -> None:
+def test_large_body_is_refused_by_its_length(served: Served) -> None:
     answer = exchange(
         served, b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 99999999\r\n\r\n"
     )
     assert status(answer) == 413 and error(answer)["code"] == "body_too_large"
 
 
-def test_a_large_body_is_refused_while_it_comes(served: Served) -> None:
+def test_large_body_is_refused_while_it_comes(served: Served) -> None:
     """In chunks nobody says how large it will be."""
     head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n"
     chunk = b"8000\r\n" + b" " * 0x8000 + b"\r\n"
@@ -171,12 +167,12 @@ def test_two_lengths_are_refused(served: Served) -> None:
     assert status(exchange(served, post(BODY, b"content-length: 3"))) == 400
 
 
-def test_what_is_no_http_is_refused(served: Served) -> None:
+def test_bytes_that_are_not_http_are_refused(served: Served) -> None:
     answer = exchange(served, b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03 tls\r\n\r\n")
     assert status(answer) == 400 and error(answer)["code"] == "bad_request"
 
 
-def test_the_last_connections_are_for_those_who_watch() -> None:
+def test_last_connections_are_reserved_for_health_checks() -> None:
     with ServedGateway(answering, max_connections=20) as served, ExitStack() as idle:
         for _ in range(18):
             idle.enter_context(served.connect())
@@ -189,25 +185,14 @@ def test_the_last_connections_are_for_those_who_watch() -> None:
             assert status(read_response(watcher)) == 200
 
 
-def test_a_host_header_changes_no_path(served: Served) -> None:
-    for host, expected in ((b"localhost:80/?x", 404), (b"localhost:#", 404), (b"a/?x", 403), (b"a#", 403)):
-        request = b"GET /nope HTTP/1.1\r\nhost: " + host + b"\r\nconnection: close\r\n\r\n"
-        assert status(exchange(served, request)) == expected
-
-
-def test_refusals_are_counted(served: Served) -> None:
-    assert status(exchange(served, b"nonsense\r\n\r\n")) == 400
-    assert served.on_loop(lambda: served.gateway.metrics.refused["bad_request"]) > 0
-
-
-def test_methods_and_paths(served: Served) -> None:
+def test_wrong_methods_and_paths_are_refused(served: Served) -> None:
     get = b"GET /v1/completions HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
     answer = exchange(served, get)
     assert status(answer) == 405 and b"allow: POST" in answer
     assert status(exchange(served, post(BODY, b"connection: close", path=b"/v1/completions/"))) == 404
 
 
-def test_an_answer_that_could_be_too_large_is_refused() -> None:
+def test_answer_that_could_be_too_large_is_refused() -> None:
     """A small body, 10.8 million log probabilities: the limit and its setting are named."""
     body = {"prompt": [[5] * 1000] * 64, "n": 8, "echo": True, "logprobs": 20, "max_tokens": 1}
     data = json.dumps(body, separators=(",", ":")).encode()

@@ -38,7 +38,7 @@ def chunks(client: openai.OpenAI, **settings: object) -> list[ChatCompletionChun
     return list(stream)
 
 
-def test_a_chat_is_answered(client: openai.OpenAI, llm: LLM) -> None:
+def test_chat_is_answered(client: openai.OpenAI, llm: LLM) -> None:
     answer = chat(client, max_tokens=16)
     (expected,) = llm.chat(MESSAGES, SamplingParams(temperature=0, max_tokens=16))
     choice = answer.choices[0]
@@ -50,7 +50,7 @@ def test_a_chat_is_answered(client: openai.OpenAI, llm: LLM) -> None:
     assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
 
 
-def test_a_stream_has_role_text_finish_and_usage_in_this_order(client: openai.OpenAI) -> None:
+def test_stream_has_role_text_finish_and_usage_in_this_order(client: openai.OpenAI) -> None:
     found = chunks(client, stream_options={"include_usage": True})
     first, *middle, last, usage = found
     assert first.choices[0].delta.role == "assistant" and first.choices[0].delta.content == ""
@@ -62,17 +62,13 @@ def test_a_stream_has_role_text_finish_and_usage_in_this_order(client: openai.Op
     assert len({chunk.id for chunk in found}) == 1
 
 
-def test_no_usage_chunk_comes_unasked(client: openai.OpenAI) -> None:
-    assert all(len(chunk.choices) == 1 for chunk in chunks(client))
-
-
 def test_usage_may_come_with_every_chunk(client: openai.OpenAI) -> None:
     found = chunks(client, stream_options={"include_usage": True, "continuous_usage_stats": True})
     counts = [chunk.usage.completion_tokens for chunk in found if chunk.usage is not None]
     assert len(counts) == len(found) and counts == sorted(counts) and counts[-1] == 6
 
 
-def test_an_answer_that_ends_with_its_first_token_counts_one(client: openai.OpenAI, llm: LLM) -> None:
+def test_answer_that_ends_with_its_first_token_counts_one(client: openai.OpenAI, llm: LLM) -> None:
     end = llm.tokenizer.eos_token_id
     answer = chat(client, logit_bias={str(end): 100})
     assert answer.choices[0].message.content == "" and answer.choices[0].finish_reason == "stop"
@@ -81,7 +77,7 @@ def test_an_answer_that_ends_with_its_first_token_counts_one(client: openai.Open
     assert first.choices[0].delta.role == "assistant" and last.choices[0].finish_reason == "stop"
 
 
-def test_choices_with_a_seed_are_those_of_the_engine(client: openai.OpenAI, llm: LLM) -> None:
+def test_choices_with_a_seed_equal_those_of_the_engine(client: openai.OpenAI, llm: LLM) -> None:
     sampling = SamplingParams(n=3, seed=7, temperature=1.5, max_tokens=12)
     (expected,) = llm.generate("the sun", sampling)
     answer = client.completions.create(
@@ -92,7 +88,7 @@ def test_choices_with_a_seed_are_those_of_the_engine(client: openai.OpenAI, llm:
     assert len({choice.text for choice in answer.choices}) > 1
 
 
-def test_later_choices_run_beside_the_first(served: Served, engine_client: openai.OpenAI) -> None:
+def test_later_choices_run_on_the_worker_of_the_first(served: Served, engine_client: openai.OpenAI) -> None:
     served.service.opened.clear()
     chat(engine_client, n=3, max_tokens=4, logit_bias={"1": -100})
     requests = served.service.opened
@@ -102,16 +98,7 @@ def test_later_choices_run_beside_the_first(served: Served, engine_client: opena
     assert len({request.request_id for request, _ in requests}) == 3
 
 
-def test_choices_stream_side_by_side(client: openai.OpenAI) -> None:
-    found = chunks(client, n=2)
-    texts = ["", ""]
-    for chunk in found:
-        texts[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
-    assert texts == ["1 2 3", "1 2 3"]
-    assert [chunk.choices[0].finish_reason for chunk in found].count("stop") == 2
-
-
-def test_a_stop_string_ends_the_text_and_the_request(served: Served, engine_client: openai.OpenAI) -> None:
+def test_stop_string_ends_the_text_and_the_request(served: Served, engine_client: openai.OpenAI) -> None:
     num_cancelled = len(served.service.cancelled)
     answer = chat(engine_client, stop=["2"])
     assert answer.choices[0].message.content == "1 " and answer.choices[0].finish_reason == "stop"
@@ -133,7 +120,7 @@ def test_chat_logprobs(client: openai.OpenAI, llm: LLM) -> None:
     assert content[0].bytes == [ord("1")]
 
 
-def test_streamed_logprobs_are_those_of_a_whole_answer(client: openai.OpenAI) -> None:
+def test_streamed_logprobs_equal_those_of_a_whole_answer(client: openai.OpenAI) -> None:
     whole = chat(client, logprobs=True, top_logprobs=1).choices[0].logprobs
     found = chunks(client, logprobs=True, top_logprobs=1)
     streamed = [
@@ -146,7 +133,7 @@ def test_streamed_logprobs_are_those_of_a_whole_answer(client: openai.OpenAI) ->
     assert [entry.token for entry in streamed] == [entry.token for entry in whole.content]
 
 
-def test_a_completion_echoes_its_prompt_with_logprobs(client: openai.OpenAI, llm: LLM) -> None:
+def test_completion_echoes_its_prompt_with_logprobs(client: openai.OpenAI, llm: LLM) -> None:
     """What log-likelihood tasks do: nothing generated is asked for."""
     answer = client.completions.create(model="tiny", prompt=QUESTION, echo=True, logprobs=1, max_tokens=0)
     (expected,) = llm.generate(QUESTION, SamplingParams(max_tokens=1, prompt_logprobs=1))
@@ -161,7 +148,7 @@ def test_a_completion_echoes_its_prompt_with_logprobs(client: openai.OpenAI, llm
     assert answer.usage is not None and answer.usage.completion_tokens == 0
 
 
-def test_an_echo_goes_on_with_the_completion(client: openai.OpenAI) -> None:
+def test_echo_precedes_the_completion(client: openai.OpenAI) -> None:
     answer = client.completions.create(
         model="tiny", prompt=QUESTION, echo=True, logprobs=0, max_tokens=3, temperature=0
     )
@@ -191,7 +178,7 @@ def test_cached_tokens_are_reported(client: openai.OpenAI) -> None:
     assert (answer.usage.prompt_tokens_details.cached_tokens or 0) >= 16
 
 
-def test_vllms_extras(client: openai.OpenAI) -> None:
+def test_extra_fields_of_vllm(client: openai.OpenAI) -> None:
     answer = chat(client, max_tokens=9, extra_body={"ignore_eos": True, "min_tokens": 9, "top_k": -1})
     assert answer.usage is not None and answer.usage.completion_tokens == 9
     answer = chat(client, extra_body={"return_token_ids": True})
@@ -207,7 +194,7 @@ def test_models(client: openai.OpenAI) -> None:
     assert client.models.retrieve("tiny").id == "tiny"
 
 
-def test_errors_are_the_clients_own_kinds(client: openai.OpenAI) -> None:
+def test_errors_have_the_types_of_the_client_library(client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError, match="does not exist") as missing:
         client.chat.completions.create(model="gpt-9", messages=MESSAGES)  # type: ignore[arg-type]
     assert missing.value.code == "model_not_found" and missing.value.param == "model"
@@ -223,7 +210,7 @@ def test_errors_are_the_clients_own_kinds(client: openai.OpenAI) -> None:
     assert tools.value.code == "unsupported"
 
 
-def test_an_error_before_the_first_token_of_a_stream_is_a_status(client: openai.OpenAI) -> None:
+def test_error_before_the_first_token_of_a_stream_is_a_status(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="vocabulary"):
         client.completions.create(model="tiny", prompt=[5000], stream=True)
 
@@ -251,7 +238,7 @@ def test_leaving_a_stream_cancels_it(served: Served, engine_client: openai.OpenA
     served.until(lambda: len(served.service.cancelled) > num_cancelled)
 
 
-def test_health_asks_the_engine(served: Served, engine_client: openai.OpenAI) -> None:
+def test_health_sends_a_request_through_the_engine(served: Served, engine_client: openai.OpenAI) -> None:
     num_opened = len(served.service.opened)
     assert engine_client.get(f"{served.url}/health", cast_to=object) == {
         "status": "ok",

@@ -59,7 +59,7 @@ def prompt_of(served: Served, path: str, **fields: Any) -> tuple[int, ...]:
     return served.service.requests[-1].token_ids
 
 
-def test_variables_of_the_template_change_the_prompt(served: Served) -> None:
+def test_template_variables_change_the_prompt(served: Served) -> None:
     plain = prompt_of(served, CHAT, messages=MESSAGES)
     quiet = prompt_of(served, CHAT, messages=MESSAGES, chat_template_kwargs={"enable_thinking": False})
     high = prompt_of(served, CHAT, messages=MESSAGES, reasoning_effort="high")
@@ -70,7 +70,7 @@ def test_variables_of_the_template_change_the_prompt(served: Served) -> None:
     ("path", "prompt", "default"),
     [(COMPLETIONS, {"prompt": "sort(3 1 2)="}, True), (CHAT, {"messages": MESSAGES}, False)],
 )
-def test_special_tokens_are_added_or_left_out_as_asked(
+def test_add_special_tokens_is_obeyed(
     served: Served, path: str, prompt: dict[str, Any], default: bool
 ) -> None:
     bare = prompt_of(served, path, **prompt, add_special_tokens=False)
@@ -81,16 +81,16 @@ def test_special_tokens_are_added_or_left_out_as_asked(
     assert (status, tuple(answer["tokens"])) == (200, begun)
 
 
-def test_special_tokens_of_token_ids_are_nobodys_to_add(served: Served) -> None:
+def test_add_special_tokens_is_refused_for_token_ids(served: Served) -> None:
     assert "add_special_tokens" in refused(served, COMPLETIONS, prompt=[5, 6], add_special_tokens=True)
 
 
 @pytest.mark.parametrize("name", ["messages", "tools", "add_generation_prompt", "chat_template", "tokenize"])
-def test_names_of_the_server_are_no_variables(served: Served, name: str) -> None:
+def test_reserved_template_variable_is_refused(served: Served, name: str) -> None:
     assert name in refused(served, CHAT, messages=MESSAGES, chat_template_kwargs={name: "x"})
 
 
-def test_variable_that_the_template_does_not_read_is_refused(served: Served) -> None:
+def test_unknown_template_variable_is_refused(served: Served) -> None:
     assert "'thinking'" in refused(served, CHAT, messages=MESSAGES, chat_template_kwargs={"thinking": True})
 
 
@@ -116,7 +116,7 @@ def test_ids_outside_the_vocabulary_are_named(served: Served, fields: dict[str, 
 
 
 @pytest.mark.parametrize("depth", [65, 300, 900, 980, 990, 1000, 1100, 5000, 100_000])
-def test_no_depth_of_json_is_an_error_of_the_server(served: Served, depth: int) -> None:
+def test_deeply_nested_json_is_refused(served: Served, depth: int) -> None:
     nested = "[" * depth + "]" * depth
     call = {"type": "function", "function": {"name": "f", "arguments": '{"a": ' + nested + "}"}}
     message = {"role": "assistant", "content": "", "tool_calls": [call]}
@@ -133,7 +133,7 @@ def test_no_depth_of_json_is_an_error_of_the_server(served: Served, depth: int) 
             assert connection.getresponse().status == 400
 
 
-def test_sampling_defaults_are_the_models(served: Served) -> None:
+def test_sampling_defaults_come_from_the_model(served: Served) -> None:
     prompt_of(served, CHAT, messages=MESSAGES)
     sampling = served.service.requests[-1].sampling
     assert (sampling.temperature, sampling.max_tokens) == (0.25, 50)

@@ -46,7 +46,7 @@ def conversation(served: Served, *bodies: dict[str, Any]) -> list[dict[str, Any]
     return asyncio.run(converse())
 
 
-def test_a_number_that_is_too_large_is_an_error_event() -> None:
+def test_wrong_body_is_an_error_event() -> None:
     with ServedGateway(lambda: ScriptedService(answer_at_once(SENTENCE))) as served:
         large = {"prompt": "a", "max_tokens": 2**64}
         error, answer = conversation(served, large, {"prompt": "a"})
@@ -54,7 +54,7 @@ def test_a_number_that_is_too_large_is_an_error_event() -> None:
     assert answer["choices"][0]["finish_reason"] == "length"
 
 
-def test_a_bug_ends_one_answer_and_not_the_connection(caplog: pytest.LogCaptureFixture) -> None:
+def test_bug_ends_one_answer_and_not_the_connection(caplog: pytest.LogCaptureFixture) -> None:
     def break_down(service: ScriptedService, request: Request) -> None:
         service.play = answer_at_once(SENTENCE)
         raise ZeroDivisionError("secret")
@@ -113,12 +113,12 @@ def all_that_comes(served: Served, *sent: bytes) -> bytes:
         pytest.param(b"GET /v1/stream HTTP/1.1\r\nx-long: " + b"a" * 10_000 + b"\r\n", id="a long line"),
     ],
 )
-def test_no_websocket_begins_like_this(impatient: Served, head: bytes) -> None:
+def test_wrong_upgrade_is_refused(impatient: Served, head: bytes) -> None:
     answer = all_that_comes(impatient, head + UPGRADE + b"\r\n", b"{}")
     assert answer.startswith(b"HTTP/1.1 400 ") and b'"bad_upgrade"' in answer
 
 
-def test_what_comes_after_a_refusal_does_not_take_it_away(impatient: Served) -> None:
+def test_refusal_is_readable_while_the_client_writes(impatient: Served) -> None:
     line = b"GET /v1/stream HTTP/1.1\r\nx-long: " + b"a" * 10_000 + b"\r\n"
     with impatient.connect() as client:
         client.settimeout(8)
@@ -133,7 +133,7 @@ def test_what_comes_after_a_refusal_does_not_take_it_away(impatient: Served) -> 
     assert answer.startswith(told) and b'"bad_upgrade"' in answer
 
 
-def test_a_websocket_does_not_begin_while_an_answer_is_on_its_way() -> None:
+def test_websocket_does_not_begin_during_an_answer() -> None:
     body = b'{"prompt": "a", "stream": true}'
     post = b"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: %d\r\n\r\n" % len(body)
     with ServedGateway(ScriptedService) as served, served.connect() as client:
@@ -152,7 +152,7 @@ def test_a_websocket_does_not_begin_while_an_answer_is_on_its_way() -> None:
         pytest.param(b"\x01\x80abcd", id="a message without an end"),
     ],
 )
-def test_a_websocket_that_asks_for_nothing_is_closed(impatient: Served, sent: bytes) -> None:
+def test_idle_websocket_is_closed(impatient: Served, sent: bytes) -> None:
     with upgraded(impatient) as client:
         client.sendall(sent)
         frame = client.recv(65_536)
@@ -160,13 +160,13 @@ def test_a_websocket_that_asks_for_nothing_is_closed(impatient: Served, sent: by
         assert client.recv(65_536) == b""  # it does not wait for our close
 
 
-def test_a_websocket_that_sends_garbage_is_closed(impatient: Served) -> None:
+def test_websocket_that_sends_garbage_is_closed(impatient: Served) -> None:
     with upgraded(impatient) as client:
         client.sendall(b"\xff" * 5000)
         assert client.recv(65_536)[:1] == CLOSE
 
 
-def test_a_websocket_between_two_calls_may_wait_longer_and_is_closed_then(impatient: Served) -> None:
+def test_websocket_between_two_calls_may_be_idle_for_longer(impatient: Served) -> None:
     async def converse() -> tuple[float, int | None]:
         loop = asyncio.get_running_loop()
         async with (
@@ -228,7 +228,7 @@ def holds(served: Served, num_bytes: int) -> bool:
 UNFINISHED = frame(b"x" * 400_000)[:-1]
 
 
-def test_bytes_of_unfinished_messages_are_charged_and_given_back() -> None:
+def test_bytes_of_unfinished_messages_are_charged_and_released() -> None:
     play = answer_at_once(SENTENCE)
     with ServedGateway(lambda: ScriptedService(play), max_input_bytes=600 * 2**10) as small:
         with upgraded(small) as holder:
@@ -238,7 +238,7 @@ def test_bytes_of_unfinished_messages_are_charged_and_given_back() -> None:
         small.until(lambda: not holds(small, 1))
 
 
-def test_a_message_that_does_not_arrive_in_time_ends_the_connection() -> None:
+def test_message_that_does_not_arrive_in_time_ends_the_connection() -> None:
     play = answer_at_once(SENTENCE)
     with ServedGateway(lambda: ScriptedService(play), body_timeout_s=0.3) as hasty:
         assert close_code(hasty, UNFINISHED) == 1008
@@ -255,12 +255,12 @@ def test_a_message_that_does_not_arrive_in_time_ends_the_connection() -> None:
         pytest.param(fragments(b"x" * 130 * (MAX_FRAGMENTS + 2), 130), 1009, id="many fragments"),
     ],
 )
-def test_a_flood_of_frames_ends_the_connection(served: Served, sent: bytes, code: int) -> None:
+def test_flood_of_frames_ends_the_connection(served: Served, sent: bytes, code: int) -> None:
     assert close_code(served, sent) == code
     served.until(lambda: not holds(served, 1))
 
 
-def test_a_long_message_is_answered_whole_or_in_pieces(served: Served) -> None:
+def test_long_message_is_answered_whole_or_in_fragments(served: Served) -> None:
     body = b'{"prompt": "a", "user": "%s"}' % (b"x" * 1_000_000)
     assert body.count(b"x") == 1_000_000
     with upgraded(served) as client:

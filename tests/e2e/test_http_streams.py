@@ -50,7 +50,7 @@ def data_lines(answer: bytes) -> list[bytes]:
     return [line[6:] for line in answer.splitlines() if line.startswith(b"data: ")]
 
 
-def test_nothing_is_sent_before_the_first_token_but_pings(served: Served) -> None:
+def test_only_pings_are_sent_before_the_first_token(served: Served) -> None:
     client, request = begin(served, {"prompt": [5], "stream": True})
     answer = read_until(client, b": ping\n\n")
     assert answer.startswith(b"HTTP/1.1 200") and b"data:" not in answer
@@ -59,7 +59,7 @@ def test_nothing_is_sent_before_the_first_token_but_pings(served: Served) -> Non
     client.close()
 
 
-def test_while_no_worker_has_it_a_stream_can_still_be_refused_with_a_status(served: Served) -> None:
+def test_stream_without_a_worker_can_be_refused_with_a_status(served: Served) -> None:
     served.on_loop(lambda: setattr(served.service, "has_room", False))
     client, request = begin(served, {"prompt": [5], "stream": True})
     client.settimeout(1.0)  # five times as long as until a ping
@@ -73,7 +73,7 @@ def test_while_no_worker_has_it_a_stream_can_still_be_refused_with_a_status(serv
     client.close()
 
 
-def test_a_stream_that_a_worker_gets_late_has_its_pings(served: Served) -> None:
+def test_stream_that_a_worker_takes_late_has_pings(served: Served) -> None:
     served.on_loop(lambda: setattr(served.service, "has_room", False))
     client, request = begin(served, {"prompt": [5], "stream": True})
     served.on_loop(lambda: setattr(served.service, "has_room", True))
@@ -83,7 +83,7 @@ def test_a_stream_that_a_worker_gets_late_has_its_pings(served: Served) -> None:
     client.close()
 
 
-def test_a_failure_in_the_middle_is_an_error_event(served: Served) -> None:
+def test_failure_in_the_middle_is_an_error_event(served: Served) -> None:
     client, request = begin(served, {"prompt": [5], "stream": True})
     served.on_loop(lambda: served.service.emit(request.request_id, events(request, SENTENCE, end=None)))
     read_until(client, b"data:")
@@ -96,7 +96,7 @@ def test_a_failure_in_the_middle_is_an_error_event(served: Served) -> None:
 @pytest.mark.parametrize(
     ("error", "status"), [(Overloaded("full", retry_after_s=2.5), 503), (WorkerLost("twice"), 500)]
 )
-def test_a_failure_before_the_first_token_is_a_status(served: Served, error: BatonError, status: int) -> None:
+def test_failure_before_the_first_token_is_a_status(served: Served, error: BatonError, status: int) -> None:
     for streams in (False, True):
         client, request = begin(served, {"prompt": [5], "stream": streams})
         served.on_loop(lambda: served.service.fail(request.request_id, error))  # noqa: B023
@@ -107,14 +107,14 @@ def test_a_failure_before_the_first_token_is_a_status(served: Served, error: Bat
 
 
 @pytest.mark.parametrize("streams", [False, True])
-def test_a_client_that_leaves_before_the_first_token_has_cancelled(served: Served, streams: bool) -> None:
+def test_client_that_leaves_before_the_first_token_cancels(served: Served, streams: bool) -> None:
     client, request = begin(served, {"prompt": [5], "n": 2, "stream": streams})
     client.close()
     served.until(lambda: served.service.cancelled == [request.request_id])
     served.until(lambda: served.gateway.metrics.clients_gone == 1)
 
 
-def test_a_client_that_leaves_in_the_middle_cancels_every_choice(served: Served) -> None:
+def test_client_that_leaves_in_the_middle_cancels_every_choice(served: Served) -> None:
     client, request = begin(served, {"prompt": [5], "n": 3, "stream": True})
     served.on_loop(lambda: served.service.emit(request.request_id, events(request, SENTENCE, end=None)))
     read_until(client, b"data:")
@@ -124,7 +124,7 @@ def test_a_client_that_leaves_in_the_middle_cancels_every_choice(served: Served)
     served.until(lambda: not served.service.sinks)
 
 
-def test_a_client_that_reads_nothing_is_given_up_and_harms_nobody(served: Served) -> None:
+def test_client_that_reads_nothing_is_given_up_and_delays_no_other(served: Served) -> None:
     slow, first = begin(served, {"prompt": [5], "stream": True, "max_tokens": 100_000})
     slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     other, second = begin(served, {"prompt": [6], "stream": True, "max_tokens": 100_000})
@@ -165,7 +165,7 @@ async def is_true(served: Served, holds: Callable[[], bool]) -> None:
     await asyncio.to_thread(served.until, holds)
 
 
-def test_a_websocket_streams_and_cancels() -> None:
+def test_websocket_streams_and_cancels() -> None:
     with ServedGateway(lambda: ScriptedService(answer_at_once(SENTENCE))) as served:
         service = served.service
 
@@ -197,7 +197,7 @@ def test_a_websocket_streams_and_cancels() -> None:
         asyncio.run(converse())
 
 
-def test_draining_lets_a_stream_end_and_takes_nothing_new() -> None:
+def test_draining_lets_a_stream_end_and_takes_no_new_request() -> None:
     with ServedGateway(ScriptedService, drain_timeout_s=30.0) as served:
         stream, request = begin(served, {"prompt": [5], "stream": True})
         emit: Callable[[Any], None] = lambda batch: served.on_loop(  # noqa: E731
@@ -216,7 +216,7 @@ def test_draining_lets_a_stream_end_and_takes_nothing_new() -> None:
         draining.result(timeout=30)
 
 
-def test_what_outlasts_draining_is_told_so() -> None:
+def test_stream_that_outlasts_draining_ends_with_an_error() -> None:
     with ServedGateway(ScriptedService, drain_timeout_s=0.1) as served:
         stream, request = begin(served, {"prompt": [5], "stream": True})
         served.on_loop(lambda: served.service.emit(request.request_id, events(request, SENTENCE, end=None)))

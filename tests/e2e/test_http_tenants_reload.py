@@ -29,7 +29,7 @@ def until_taken(served: Served, times: int) -> None:
     served.until(lambda: served.gateway.metrics.tenants_file["taken"] >= times)
 
 
-def test_a_revoked_key_opens_nothing_and_what_runs_goes_on(file: Path) -> None:
+def test_revoked_key_opens_nothing_new_and_running_streams_continue(file: Path) -> None:
     def begin(service: ScriptedService, request: Request) -> None:
         service.emit(request.request_id, events(request, SENTENCE[:1], end=None))
 
@@ -48,7 +48,7 @@ def test_a_revoked_key_opens_nothing_and_what_runs_goes_on(file: Path) -> None:
         assert running.status_code == 200 and "[DONE]" in running.read().decode()
 
 
-def test_a_socket_whose_key_is_revoked_is_closed_at_its_next_message(file: Path) -> None:
+def test_websocket_of_a_revoked_key_is_closed_at_its_next_message(file: Path) -> None:
     async def converse(served: Served) -> None:
         headers = {"authorization": "Bearer k-zeta"}
         async with (
@@ -69,14 +69,14 @@ def test_a_socket_whose_key_is_revoked_is_closed_at_its_next_message(file: Path)
         assert len(served.service.requests) == 1
 
 
-def test_a_wrong_file_leaves_the_old_one_in_force(file: Path) -> None:
+def test_wrong_file_leaves_the_former_file_in_force(file: Path) -> None:
     with served_with(file, ScriptedService(answer_at_once(SENTENCE))) as served:
         file.write_text(file.read_text()[:-40])
         served.until(lambda: served.gateway.metrics.tenants_file["refused"] == 1)
         assert ask(served.url, "k-acme").status_code == 200 and ask(served.url, "k-zeta").status_code == 200
 
 
-def test_a_changed_policy_holds_from_the_next_request_on(file: Path) -> None:
+def test_changed_policy_holds_from_the_next_request(file: Path) -> None:
     with served_with(file, ScriptedService(answer_at_once(SENTENCE))) as served:
         ask(served.url, "k-acme")
         file.write_text(file.read_text().replace("weight: 3", "weight: 7").replace("normal\n", "fast\n"))

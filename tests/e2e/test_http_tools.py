@@ -50,7 +50,7 @@ def ask(client: openai.OpenAI, **given: Any) -> Any:
     return client.chat.completions.create(**{"model": "tiny", "messages": ASKED, **given})
 
 
-def test_a_resumed_stream_has_the_rest_of_the_calls(served: Served) -> None:
+def test_resumed_stream_has_the_rest_of_the_tool_calls(served: Served) -> None:
     second = CALLED.replace("Paris", "Rome")
     served.service.play = writing(f"I will look. {CALLED} And there. {second} So.")
     body = {"model": "tiny", "messages": ASKED, "tools": [TOOL], "n": 2, "stream": True}
@@ -63,7 +63,7 @@ def test_a_resumed_stream_has_the_rest_of_the_calls(served: Served) -> None:
         assert joined([*undisturbed[: place + 1], *rest]) == whole
 
 
-def test_a_call_is_an_answer(served: Served, client: openai.OpenAI) -> None:
+def test_tool_call_is_an_answer(served: Served, client: openai.OpenAI) -> None:
     served.service.play = writing(f"I will look. {CALLED}")
     (choice,) = ask(client, tools=[TOOL]).choices
     assert (choice.finish_reason, choice.message.content) == ("tool_calls", "I will look.")
@@ -73,7 +73,7 @@ def test_a_call_is_an_answer(served: Served, client: openai.OpenAI) -> None:
     assert (call.function.name, json.loads(call.function.arguments)) == ("weather", {"city": "Paris"})
 
 
-def test_a_streamed_call_comes_whole_between_the_role_and_the_end(
+def test_streamed_tool_call_comes_whole_between_the_role_and_the_end(
     served: Served, client: openai.OpenAI
 ) -> None:
     served.service.play = writing(f"I will look. {CALLED}\n{CALLED}")
@@ -88,7 +88,7 @@ def test_a_streamed_call_comes_whole_between_the_role_and_the_end(
         assert json.loads(call.function.arguments or "") == {"city": "Paris"}
 
 
-def test_the_clients_own_reading_of_a_stream_finds_the_call(served: Served, client: openai.OpenAI) -> None:
+def test_client_library_finds_the_tool_call_in_a_stream(served: Served, client: openai.OpenAI) -> None:
     served.service.play = writing(CALLED)
     tool: Any = {**TOOL, "function": {**TOOL["function"], "strict": True}}
     with client.chat.completions.stream(model="tiny", messages=ASKED, tools=[tool]) as stream:
@@ -97,7 +97,7 @@ def test_the_clients_own_reading_of_a_stream_finds_the_call(served: Served, clie
     assert message.tool_calls is not None and message.tool_calls[0].function.name == "weather"
 
 
-def test_the_model_is_told_of_tools_and_of_what_was_called(served: Served, client: openai.OpenAI) -> None:
+def test_prompt_has_the_tools_and_the_former_calls(served: Served, client: openai.OpenAI) -> None:
     served.service.play = writing("No.")
     function = {"name": "weather", "arguments": '{"city": "Paris"}'}
     messages: Any = [
@@ -111,7 +111,7 @@ def test_the_model_is_told_of_tools_and_of_what_was_called(served: Served, clien
     assert json.dumps(TOOL) in prompt and 'assistant:  {"city": "Paris"}' in prompt and "tool: dry" in prompt
 
 
-def test_without_tools_nothing_is_taken_for_a_call(served: Served, client: openai.OpenAI) -> None:
+def test_without_tools_a_call_is_text(served: Served, client: openai.OpenAI) -> None:
     served.service.play = writing(CALLED)
     untold: list[dict[str, Any]] = [{}, {"tools": [TOOL], "tool_choice": "none"}]
     for given in untold:
@@ -119,21 +119,21 @@ def test_without_tools_nothing_is_taken_for_a_call(served: Served, client: opena
         assert (choice.finish_reason, choice.message.content) == ("stop", CALLED)
 
 
-def test_a_call_that_was_cut_off_is_no_call(served: Served, client: openai.OpenAI) -> None:
+def test_tool_call_that_was_cut_off_is_text(served: Served, client: openai.OpenAI) -> None:
     served.service.play = writing(CALLED[:30], FinishReason.LENGTH)
     (choice,) = ask(client, tools=[TOOL]).choices
     assert choice.finish_reason == "length" and choice.message.tool_calls is None
     assert (choice.message.content or "").startswith(CALLED[:30])
 
 
-def test_a_model_that_is_not_told_of_tools_refuses_them() -> None:
+def test_model_without_tools_refuses_tools() -> None:
     with ServedGateway(ScriptedService) as gateway, client_of(gateway.url) as client:
         with pytest.raises(openai.BadRequestError, match="chat template has none") as refused:
             ask(client, tools=[TOOL])
         assert (refused.value.code, refused.value.param) == ("unsupported", "tools")
 
 
-def test_calls_that_cannot_be_promised_are_refused(client: openai.OpenAI) -> None:
+def test_tool_choice_that_demands_a_call_is_refused(client: openai.OpenAI) -> None:
     for choice in ("required", {"type": "function", "function": {"name": "weather"}}):
         with pytest.raises(openai.BadRequestError, match="tool_choice"):
             ask(client, tools=[TOOL], tool_choice=choice)

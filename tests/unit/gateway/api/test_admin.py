@@ -46,7 +46,7 @@ def ask(explain: Explain, name: str) -> tuple[int, dict[str, object]]:
     return asyncio.run(get())
 
 
-def test_decision_is_told_with_its_terms_and_its_regret() -> None:
+def test_decision_has_its_terms_and_its_regret() -> None:
     asked: list[str] = []
 
     def explain(request_id: str, told: Explained) -> None:
@@ -62,11 +62,11 @@ def test_decision_is_told_with_its_terms_and_its_regret() -> None:
     assert decision["regret_s"] == 0.25
 
 
-def test_request_that_nobody_knows_is_not_found() -> None:
+def test_unknown_request_is_not_found() -> None:
     assert ask(lambda _, told: told(()), id_of("a"))[0] == 404
 
 
-def test_what_is_no_id_is_not_found_and_nobody_is_asked() -> None:
+def test_malformed_id_is_not_found_without_a_question() -> None:
     def explain(request_id: str, told: Explained) -> None:
         raise AssertionError(request_id)
 
@@ -74,7 +74,7 @@ def test_what_is_no_id_is_not_found_and_nobody_is_asked() -> None:
         assert ask(explain, name)[0] == 404
 
 
-def test_without_a_router_it_may_be_asked_again() -> None:
+def test_without_a_router_the_answer_is_503() -> None:
     assert ask(lambda _, told: told(None), id_of("a"))[0] == 503
 
 
@@ -82,7 +82,7 @@ def check(canary: Canary) -> None:
     asyncio.run(canary.check())
 
 
-def test_an_answer_is_good_for_a_second() -> None:
+def test_result_of_a_check_is_good_for_a_second() -> None:
     service, clock = ScriptedService(answer_at_once([1, 2])), ManualClock()
     canary = Canary(service, clock)
     check(canary)
@@ -95,15 +95,7 @@ def test_an_answer_is_good_for_a_second() -> None:
     assert first.token_ids != second.token_ids  # no prefix cache answers for a worker
 
 
-def test_two_gateways_never_ask_the_same() -> None:
-    service = ScriptedService(answer_at_once([1, 2]))
-    for _ in range(2):
-        check(Canary(service, ManualClock()))
-    first, second = service.requests
-    assert first.token_ids != second.token_ids  # else the first one's pages would answer the second
-
-
-def test_its_prompt_is_too_long_for_a_decode_worker_alone() -> None:
+def test_prompt_of_the_canary_is_longer_than_two_pages() -> None:
     service = ScriptedService(answer_at_once([1, 2]))
     service.workers = (worker(page_size=64), worker(page_size=16))
     check(Canary(service, ManualClock()))
@@ -129,7 +121,7 @@ def test_concurrent_checks_share_one_request() -> None:
 
 
 @pytest.mark.parametrize("error", [WorkerLost("x"), InvalidRequest("x")])
-def test_a_failure_is_told_and_not_kept(error: BatonError) -> None:
+def test_failure_is_raised_and_not_kept(error: BatonError) -> None:
     service = ScriptedService(lambda service, request: service.fail(request.request_id, error))
     canary = Canary(service, ManualClock())
     with pytest.raises(type(error)):
@@ -145,7 +137,7 @@ def test_silence_is_a_failure() -> None:
     assert len(service.cancelled) == 1
 
 
-def test_without_workers_nothing_is_asked() -> None:
+def test_without_workers_no_request_is_sent() -> None:
     service = ScriptedService()
     service.workers = ()
     with pytest.raises(Overloaded):
@@ -163,7 +155,7 @@ def apart() -> ScriptedService:
     return service
 
 
-def test_once_a_prefill_worker_was_seen_one_has_to_compute() -> None:
+def test_prefill_worker_that_has_left_is_missed() -> None:
     service, clock = apart(), ManualClock()
     canary = Canary(service, clock)
     check(canary)
@@ -175,22 +167,14 @@ def test_once_a_prefill_worker_was_seen_one_has_to_compute() -> None:
     assert len(service.requests) == 1
 
 
-def test_a_configured_prefill_worker_is_missed_from_the_beginning() -> None:
+def test_configured_prefill_worker_is_missed_from_the_beginning() -> None:
     service = apart()
     service.workers = (worker(),)
     with pytest.raises(Overloaded, match="no prefill worker"):
         check(Canary(service, ManualClock(), expects_prefill=True))
 
 
-def test_where_none_is_configured_decode_workers_are_enough() -> None:
-    service = apart()
-    check(Canary(service, ManualClock(), expects_prefill=False))
-    service.workers = (worker(),)
-    check(Canary(service, ManualClock()))
-    assert [request.is_probe for request in service.requests] == [False, False]
-
-
-def test_what_clients_requests_have_shown_lately_is_proof_enough() -> None:
+def test_recent_requests_of_clients_replace_the_probe() -> None:
     service, clock = apart(), ManualClock(100.0)
     canary = Canary(service, clock)
     service.prefill_seen_s = clock.now_s()
@@ -207,7 +191,7 @@ def test_what_clients_requests_have_shown_lately_is_proof_enough() -> None:
     assert len(service.requests) == 2
 
 
-def test_a_prefill_worker_that_computes_nothing_is_named() -> None:
+def test_silent_prefill_worker_is_named() -> None:
     service = apart()
     service.play = None
     with pytest.raises(WorkerLost, match="computed by a prefill worker and transferred within 0.01 s"):

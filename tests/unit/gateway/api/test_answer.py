@@ -7,7 +7,8 @@ import pytest
 
 from baton.errors import BatonError, IntegrityError, Overloaded, WorkerLost
 from baton.gateway.api.answer import OPENING_S, Answer, AnswerChoice, Delta
-from baton.request import FinishReason, TokenEvent, TokenLogprobs
+from baton.request import FinishReason, TokenEvent
+from tests.event_loop import on_loop
 from tests.scripted_service import WORKER_ID, ScriptedService, answer_at_once, events
 from tests.unit.gateway import calls
 
@@ -55,7 +56,7 @@ def test_tokens_become_text_until_the_end() -> None:
     assert not service.cancelled
 
 
-def test_later_choices_wait_for_the_first_ones_first_token() -> None:
+def test_later_choices_wait_for_the_first_token_of_the_first_choice() -> None:
     service = ScriptedService()
     _, heard = started(service, num_choices=3, sampling={"prompt_logprobs": 1})
     (first,) = service.requests
@@ -71,11 +72,6 @@ def test_later_choices_wait_for_the_first_ones_first_token() -> None:
     assert len(heard.ends) == 1 and [heard.text(index) for index in range(3)] == ["12", "4", "4"]
 
 
-def test_a_first_choice_that_ends_at_once_opens_the_others_all_the_same() -> None:
-    _, heard = started(ScriptedService(answer_at_once(calls.ids("1"))), num_choices=3)
-    assert len(heard.ends) == 1 and [heard.text(index) for index in range(3)] == ["1"] * 3
-
-
 def test_every_prompt_has_its_choices() -> None:
     service = ScriptedService(answer_at_once(calls.ids("1")))
     answer, heard = started(service, prompts=(calls.PROMPT, calls.PROMPT), num_choices=2)
@@ -85,7 +81,7 @@ def test_every_prompt_has_its_choices() -> None:
     assert answer.usage.prompt == 2 * len(calls.PROMPT.token_ids)
 
 
-def test_a_stop_string_cancels_what_the_worker_goes_on_with() -> None:
+def test_stop_string_cancels_the_request() -> None:
     service = ScriptedService()
     answer, heard = started(service, stops=("2",))
     (request,) = service.requests
@@ -96,7 +92,7 @@ def test_a_stop_string_cancels_what_the_worker_goes_on_with() -> None:
     assert answer.usage.completion == 3  # those after the match are nobody's
 
 
-def test_a_failure_of_one_choice_ends_them_all() -> None:
+def test_failure_of_one_choice_ends_all_choices() -> None:
     service = ScriptedService()
     answer, heard = started(service, num_choices=2)
     first = service.requests[0]
@@ -108,7 +104,7 @@ def test_a_failure_of_one_choice_ends_them_all() -> None:
 
 
 @pytest.mark.parametrize("reason", [FinishReason.ABORT])
-def test_an_end_that_no_client_knows_is_a_failure(reason: FinishReason) -> None:
+def test_aborted_choice_is_a_failure(reason: FinishReason) -> None:
     service = ScriptedService()
     _, heard = started(service)
     (request,) = service.requests
@@ -116,7 +112,7 @@ def test_an_end_that_no_client_knows_is_a_failure(reason: FinishReason) -> None:
     assert isinstance(heard.error, IntegrityError) and not heard.deltas
 
 
-def test_what_cannot_be_opened_leaves_nothing() -> None:
+def test_answer_that_cannot_be_opened_cancels_its_choices() -> None:
     service = ScriptedService()
 
     def refuse_the_second(service: ScriptedService, request: object) -> None:
@@ -141,51 +137,45 @@ async def until_opened(service: ScriptedService, num_choices: int) -> None:
             await asyncio.sleep(0)
 
 
-def test_a_call_with_many_choices_leaves_half_of_the_loops_time_to_others() -> None:
-    async def run() -> None:
-        service, opened_s = ScriptedService(), list[float]()
+@on_loop
+async def test_opening_many_choices_leaves_half_of_the_loop_to_others() -> None:
+    service, opened_s = ScriptedService(), list[float]()
 
-        def play(service: ScriptedService, request: object) -> None:
-            opened_s.append(time.monotonic())
-            open_slowly(service, request)
+    def play(service: ScriptedService, request: object) -> None:
+        opened_s.append(time.monotonic())
+        open_slowly(service, request)
 
-        service.play = play
-        calls.answer(service, prompts=(calls.PROMPT,) * 3).start(Heard())
-        assert len(service.requests) == 1
-        await until_opened(service, 3)
-        assert all(after - before > 2 * OPENING_S for before, after in pairwise(opened_s))
-
-    asyncio.run(run())
+    service.play = play
+    calls.answer(service, prompts=(calls.PROMPT,) * 3).start(Heard())
+    assert len(service.requests) == 1
+    await until_opened(service, 3)
+    assert all(after - before > 2 * OPENING_S for before, after in pairwise(opened_s))
 
 
-def test_a_choice_that_cannot_be_opened_in_a_later_turn_fails_the_call() -> None:
-    async def run() -> None:
-        service, heard = ScriptedService(), Heard()
-        service.play = open_slowly
-        calls.answer(service, prompts=(calls.PROMPT,) * 2).start(heard)
-        service.refusal = Overloaded("full", retry_after_s=1)
-        async with asyncio.timeout(20):
-            while heard.error is None:
-                await asyncio.sleep(0)
-        assert heard.error is service.refusal and not service.sinks
-
-    asyncio.run(run())
+@on_loop
+async def test_choice_that_cannot_be_opened_in_a_later_turn_fails_the_answer() -> None:
+    service, heard = ScriptedService(), Heard()
+    service.play = open_slowly
+    calls.answer(service, prompts=(calls.PROMPT,) * 2).start(heard)
+    service.refusal = Overloaded("full", retry_after_s=1)
+    async with asyncio.timeout(20):
+        while heard.error is None:
+            await asyncio.sleep(0)
+    assert heard.error is service.refusal and not service.sinks
 
 
-def test_a_cancelled_call_opens_nothing_more() -> None:
-    async def run() -> None:
-        service = ScriptedService()
-        service.play = open_slowly
-        answer = calls.answer(service, prompts=(calls.PROMPT,) * 2)
-        answer.start(Heard())
-        answer.cancel()
-        await asyncio.sleep(3 * OPENING_S)
-        assert len(service.requests) == 1 and not service.sinks
-
-    asyncio.run(run())
+@on_loop
+async def test_cancelled_answer_opens_no_more_choices() -> None:
+    service = ScriptedService()
+    service.play = open_slowly
+    answer = calls.answer(service, prompts=(calls.PROMPT,) * 2)
+    answer.start(Heard())
+    answer.cancel()
+    await asyncio.sleep(3 * OPENING_S)
+    assert len(service.requests) == 1 and not service.sinks
 
 
-def test_later_choices_that_cannot_be_opened_fail_the_call() -> None:
+def test_later_choice_that_cannot_be_opened_fails_the_answer() -> None:
     service = ScriptedService()
     _, heard = started(service, num_choices=2)
     (first,) = service.requests
@@ -194,7 +184,7 @@ def test_later_choices_that_cannot_be_opened_fail_the_call() -> None:
     assert heard.error is service.refusal and not service.sinks and not heard.ends
 
 
-def test_nothing_is_heard_after_cancelling() -> None:
+def test_listener_hears_nothing_after_cancel() -> None:
     service = ScriptedService()
     answer, heard = started(service)
     (request,) = service.requests
@@ -207,15 +197,7 @@ def test_nothing_is_heard_after_cancelling() -> None:
     assert not heard.deltas and heard.error is None and not heard.ends
 
 
-def test_deltas_join_as_if_they_had_come_together() -> None:
-    entry = TokenLogprobs(token_id=3, logprob=-1.0, rank=1)
-    one, two = Delta("a", [1], []), Delta("b", [2, 3], [entry])
-    assert Delta.joined([one]) is one
-    assert Delta.joined([one, two]) == Delta("ab", [1, 2, 3], [entry])
-    assert Delta.joined([]) == Delta()
-
-
-def test_tokens_that_cannot_be_shown_fail_their_own_request_only(caplog: pytest.LogCaptureFixture) -> None:
+def test_tokens_that_cannot_be_shown_fail_only_their_own_request(caplog: pytest.LogCaptureFixture) -> None:
     """They come in a message with others': nothing may be raised there."""
     service = ScriptedService()
     answer, heard = started(service)

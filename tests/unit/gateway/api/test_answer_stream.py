@@ -24,220 +24,171 @@ from baton.gateway.metrics.metrics import Metrics
 from baton.gateway.tenants.limiter import Limiter
 from baton.request import FinishReason, TokenEvent, TokenLogprobs
 from baton.tenants import Quotas
+from tests.event_loop import on_loop
 from tests.scripted_service import ScriptedService
 from tests.unit.gateway import calls
 from tests.unit.gateway.streaming import Streaming, run
 
 
-def test_nothing_is_written_before_the_headers() -> None:
-    async def scenario() -> None:
-        streaming = Streaming()
-        assert not await streaming.stream.wait(0.0)
-        await streaming.emit("1 ")
-        await streaming.emit("2")
-        assert await streaming.stream.wait(1.0)
-        streaming.stream.begin(streaming.client)
-        assert streaming.client.texts() == ["1 2"]
-
-    run(scenario)
+@on_loop
+async def test_nothing_is_written_before_the_headers() -> None:
+    streaming = Streaming()
+    assert not await streaming.stream.wait(0.0)
+    await streaming.emit("1 ")
+    await streaming.emit("2")
+    assert await streaming.stream.wait(1.0)
+    streaming.stream.begin(streaming.client)
+    assert streaming.client.texts() == ["1 2"]
 
 
-def test_a_turns_tokens_leave_in_one_write() -> None:
-    async def scenario() -> None:
-        streaming = Streaming()
-        streaming.stream.begin(streaming.client)
-        streaming.emit_now("1 ")
-        streaming.emit_now("2")
-        assert not streaming.client.writes
-        await asyncio.sleep(0)
-        await streaming.emit(" 3", is_end=True)
-        assert streaming.client.texts() == ["1 2", " 3"]
-        assert len(streaming.client.writes) == 2 and streaming.client.is_done
-
-    run(scenario)
+@on_loop
+async def test_tokens_of_one_turn_leave_in_one_write() -> None:
+    streaming = Streaming()
+    streaming.stream.begin(streaming.client)
+    streaming.emit_now("1 ")
+    streaming.emit_now("2")
+    assert not streaming.client.writes
+    await asyncio.sleep(0)
+    await streaming.emit(" 3", is_end=True)
+    assert streaming.client.texts() == ["1 2", " 3"]
+    assert len(streaming.client.writes) == 2 and streaming.client.is_done
 
 
-def test_the_end_wakes_the_one_who_waits() -> None:
-    async def scenario() -> None:
-        streaming = Streaming()
-        streaming.stream.begin(streaming.client)
-        waiting = asyncio.create_task(streaming.stream.wait(30.0))
-        await streaming.emit("1", is_end=True)
-        assert await waiting and streaming.stream.is_over
-
-    run(scenario)
+@on_loop
+async def test_end_wakes_the_waiter() -> None:
+    streaming = Streaming()
+    streaming.stream.begin(streaming.client)
+    waiting = asyncio.create_task(streaming.stream.wait(30.0))
+    await streaming.emit("1", is_end=True)
+    assert await waiting and streaming.stream.is_over
 
 
-def test_silence_is_told_from_writing() -> None:
-    async def scenario() -> None:
-        streaming = Streaming()
-        streaming.stream.begin(streaming.client)
-        assert not await streaming.stream.wait(0.0)
-        streaming.stream.ping()
-        assert streaming.client.writes == [b": ping\n\n"]
-        waiting = asyncio.create_task(streaming.stream.wait(0.01))
-        await asyncio.sleep(0)
-        await streaming.emit("1")
-        assert await waiting and not streaming.stream.is_over
-        streaming.client.lags = True
-        streaming.stream.ping()
-        assert len(streaming.client.writes) == 2  # who lags needs no ping
-
-    run(scenario)
+@on_loop
+async def test_wait_returns_false_after_silence_and_ping_is_written() -> None:
+    streaming = Streaming()
+    streaming.stream.begin(streaming.client)
+    assert not await streaming.stream.wait(0.0)
+    streaming.stream.ping()
+    assert streaming.client.writes == [b": ping\n\n"]
+    waiting = asyncio.create_task(streaming.stream.wait(0.01))
+    await asyncio.sleep(0)
+    await streaming.emit("1")
+    assert await waiting and not streaming.stream.is_over
+    streaming.client.lags = True
+    streaming.stream.ping()
+    assert len(streaming.client.writes) == 2  # who lags needs no ping
 
 
-def test_a_client_that_lags_gets_whole_sentences_until_it_is_calm() -> None:
-    async def scenario() -> None:
-        streaming = Streaming()
-        client = streaming.client
-        streaming.stream.begin(client)
-        await streaming.emit("one ")
-        client.lags = True
-        for text in ("two. ", "three", ". fo", "ur"):
-            await streaming.emit(text)
-        assert client.texts() == ["one "]
-        client.catch_up()
-        assert client.texts() == ["one ", "two. three. "]
-        await streaming.emit(" five")
-        assert len(client.texts()) == 2
-        await streaming.emit(". six. se")
-        assert client.texts()[2:] == ["four five. six. "]
-        await streaming.emit("ven")
-        assert client.texts()[3:] == ["seven"]  # calm again
-        await streaming.emit("!", is_end=True)
-        assert "".join(client.texts()) == "one two. three. four five. six. seven!"
-        assert CALM_SENTENCES == 4 and client.is_done
-
-    run(scenario)
+@on_loop
+async def test_lagging_client_gets_whole_sentences_until_it_keeps_up() -> None:
+    streaming = Streaming()
+    client = streaming.client
+    streaming.stream.begin(client)
+    await streaming.emit("one ")
+    client.lags = True
+    for text in ("two. ", "three", ". fo", "ur"):
+        await streaming.emit(text)
+    assert client.texts() == ["one "]
+    client.catch_up()
+    assert client.texts() == ["one ", "two. three. "]
+    await streaming.emit(" five")
+    assert len(client.texts()) == 2
+    await streaming.emit(". six. se")
+    assert client.texts()[2:] == ["four five. six. "]
+    await streaming.emit("ven")
+    assert client.texts()[3:] == ["seven"]  # calm again
+    await streaming.emit("!", is_end=True)
+    assert "".join(client.texts()) == "one two. three. four five. six. seven!"
+    assert CALM_SENTENCES == 4 and client.is_done
 
 
-def test_a_lagging_clients_end_waits_for_it() -> None:
-    async def scenario() -> None:
-        streaming = Streaming()
-        client = streaming.client
-        streaming.stream.begin(client)
-        client.lags = True
-        await streaming.emit("one. two")
-        await streaming.emit(" three", is_end=True)
-        assert not client.writes and not streaming.stream.is_over
-        client.catch_up()
-        assert client.texts() == ["one. two three"] and client.is_done and streaming.stream.is_over
-
-    run(scenario)
+@on_loop
+async def test_end_waits_for_a_lagging_client() -> None:
+    streaming = Streaming()
+    client = streaming.client
+    streaming.stream.begin(client)
+    client.lags = True
+    await streaming.emit("one. two")
+    await streaming.emit(" three", is_end=True)
+    assert not client.writes and not streaming.stream.is_over
+    client.catch_up()
+    assert client.texts() == ["one. two three"] and client.is_done and streaming.stream.is_over
 
 
-def test_text_without_sentences_goes_all_the_same() -> None:
-    async def scenario() -> None:
-        streaming = Streaming()
-        streaming.stream.begin(streaming.client)
-        streaming.client.lags = True
-        await streaming.emit("word " * 200)
-        streaming.client.catch_up()
-        assert streaming.client.texts() == ["word " * 200]
-
-    run(scenario)
+@on_loop
+async def test_long_text_without_an_end_of_a_sentence_is_written() -> None:
+    streaming = Streaming()
+    streaming.stream.begin(streaming.client)
+    streaming.client.lags = True
+    await streaming.emit("word " * 200)
+    streaming.client.catch_up()
+    assert streaming.client.texts() == ["word " * 200]
 
 
-def test_logprobs_are_never_held_for_a_sentence() -> None:
-    async def scenario() -> None:
-        streaming = Streaming(returns_token_ids=True)
-        streaming.stream.begin(streaming.client)
-        streaming.client.lags = True
-        await streaming.emit("one two")
-        streaming.client.catch_up()
-        assert streaming.client.texts() == ["one two"]
-
-    run(scenario)
+@on_loop
+async def test_logprobs_are_never_held_for_a_sentence() -> None:
+    streaming = Streaming(returns_token_ids=True)
+    streaming.stream.begin(streaming.client)
+    streaming.client.lags = True
+    await streaming.emit("one two")
+    streaming.client.catch_up()
+    assert streaming.client.texts() == ["one two"]
 
 
-def test_a_call_of_a_tool_is_never_held_for_a_sentence() -> None:
-    async def scenario() -> None:
-        streaming = Streaming(is_chat=True, tool_form="hermes")
-        streaming.stream.begin(streaming.client)
-        await streaming.emit("I look")
-        streaming.client.lags = True
-        await streaming.emit(' there<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>')
-        streaming.client.catch_up()
-        deltas = [chunk["choices"][0]["delta"] for chunk in streaming.client.chunks()]
-        assert "".join(delta.get("content", "") for delta in deltas) == "I look there"
-        (call,) = deltas[-1]["tool_calls"]
-        assert call["function"] == {"name": "f", "arguments": '{"x":1}'}
-
-    run(scenario)
+@on_loop
+async def test_tool_call_is_never_held_for_a_sentence() -> None:
+    streaming = Streaming(is_chat=True, tool_form="hermes")
+    streaming.stream.begin(streaming.client)
+    await streaming.emit("I look")
+    streaming.client.lags = True
+    await streaming.emit(' there<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>')
+    streaming.client.catch_up()
+    deltas = [chunk["choices"][0]["delta"] for chunk in streaming.client.chunks()]
+    assert "".join(delta.get("content", "") for delta in deltas) == "I look there"
+    (call,) = deltas[-1]["tool_calls"]
+    assert call["function"] == {"name": "f", "arguments": '{"x":1}'}
 
 
-def test_a_client_that_never_reads_is_given_up() -> None:
-    async def scenario() -> None:
-        streaming = Streaming()
-        streaming.stream.begin(streaming.client)
-        streaming.client.lags = True
-        num_bytes = 0
-        while not streaming.stream.is_over:
-            await streaming.emit("words " * 20)
-            num_bytes += 120
-            assert num_bytes <= MAX_HELD_BYTES
-        assert streaming.stream.is_given_up and streaming.stream.is_gone
-        assert streaming.service.cancelled and not streaming.client.writes
-
-    run(scenario)
+@on_loop
+async def test_client_that_never_reads_is_given_up() -> None:
+    streaming = Streaming()
+    streaming.stream.begin(streaming.client)
+    streaming.client.lags = True
+    num_bytes = 0
+    while not streaming.stream.is_over:
+        await streaming.emit("words " * 20)
+        num_bytes += 120
+        assert num_bytes <= MAX_HELD_BYTES
+    assert streaming.stream.is_given_up and streaming.stream.is_gone
+    assert streaming.service.cancelled and not streaming.client.writes
 
 
 @pytest.mark.parametrize("lags", [False, True])
-def test_a_failure_comes_after_the_text_there_was(lags: bool) -> None:
-    async def scenario() -> None:
-        streaming = Streaming()
-        client = streaming.client
-        streaming.stream.begin(client)
-        await streaming.emit("one ")
-        client.lags = lags
-        streaming.emit_now("two")
-        streaming.service.fail(streaming.service.requests[0].request_id, WorkerLost("twice"))
-        await asyncio.sleep(0)
-        if lags:
-            client.catch_up()
-        assert "".join(client.texts()) == "one two" and client.is_done
-        assert client.chunks()[-1]["error"]["code"] == "worker_crash"
-
-    run(scenario)
+@on_loop
+async def test_failure_comes_after_the_text(lags: bool) -> None:
+    streaming = Streaming()
+    client = streaming.client
+    streaming.stream.begin(client)
+    await streaming.emit("one ")
+    client.lags = lags
+    streaming.emit_now("two")
+    streaming.service.fail(streaming.service.requests[0].request_id, WorkerLost("twice"))
+    await asyncio.sleep(0)
+    if lags:
+        client.catch_up()
+    assert "".join(client.texts()) == "one two" and client.is_done
+    assert client.chunks()[-1]["error"]["code"] == "worker_crash"
 
 
-def test_usage_comes_last_and_only_if_asked() -> None:
-    async def scenario(has_usage: bool) -> None:
-        streaming = Streaming(has_usage=has_usage)
-        streaming.stream.begin(streaming.client)
-        await streaming.emit("one", is_end=True)
-        last = streaming.client.chunks()[-1]
-        assert (last["choices"] == []) == has_usage == ("usage" in last)
-
-    asyncio.run(scenario(True))
-    asyncio.run(scenario(False))
+@on_loop
+async def test_client_that_left_before_the_headers_cancels_the_answer() -> None:
+    streaming = Streaming()
+    streaming.client.is_gone = True
+    streaming.stream.begin(streaming.client)
+    assert streaming.stream.is_gone and streaming.service.cancelled
 
 
-def test_a_client_that_goes_before_the_headers_is_found() -> None:
-    async def scenario() -> None:
-        streaming = Streaming()
-        streaming.client.is_gone = True
-        streaming.stream.begin(streaming.client)
-        assert streaming.stream.is_gone and streaming.service.cancelled
-
-    run(scenario)
-
-
-def test_choices_share_a_write() -> None:
-    async def scenario() -> None:
-        streaming = Streaming(num_choices=2)
-        streaming.stream.begin(streaming.client)
-        await streaming.emit("1")
-        streaming.emit_now("2")
-        streaming.emit_now("3", choice=1)
-        await asyncio.sleep(0)
-        assert len(streaming.client.writes) == 2
-        assert [chunk["choices"][0]["index"] for chunk in streaming.client.chunks()] == [0, 0, 1]
-
-    run(scenario)
-
-
-def test_a_stream_that_cannot_be_written_leaves_the_others_of_its_turn(
+def test_stream_that_cannot_be_written_does_not_harm_other_streams(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async def scenario() -> None:
@@ -259,26 +210,24 @@ def test_a_stream_that_cannot_be_written_leaves_the_others_of_its_turn(
     assert "a bug" in caplog.text
 
 
-def test_long_echoes_are_written_choice_by_choice() -> None:
-    async def scenario() -> None:
-        prompt = Prompt("a" * (MAX_TURN_BYTES + 1), (5, 6))
-        streaming = Streaming(prompts=(prompt, prompt, prompt), has_echo=True)
-        client = streaming.client
-        for choice in range(3):
-            streaming.emit_now("1", choice=choice, is_end=True)
-        streaming.stream.begin(client)
-        for num_choices in (1, 2):
-            assert len(client.texts()) == 2 * num_choices and not client.is_done
-            await asyncio.sleep(0)
-        client.lags = True  # what is left waits for the client
+@on_loop
+async def test_long_echoes_are_written_choice_by_choice() -> None:
+    prompt = Prompt("a" * (MAX_TURN_BYTES + 1), (5, 6))
+    streaming = Streaming(prompts=(prompt, prompt, prompt), has_echo=True)
+    client = streaming.client
+    for choice in range(3):
+        streaming.emit_now("1", choice=choice, is_end=True)
+    streaming.stream.begin(client)
+    for num_choices in (1, 2):
+        assert len(client.texts()) == 2 * num_choices and not client.is_done
         await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        num_texts = len(client.texts())
-        client.catch_up()
-        await asyncio.sleep(0)
-        assert num_texts <= len(client.texts()) == 6 and client.is_done
-
-    run(scenario)
+    client.lags = True  # what is left waits for the client
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    num_texts = len(client.texts())
+    client.catch_up()
+    await asyncio.sleep(0)
+    assert num_texts <= len(client.texts()) == 6 and client.is_done
 
 
 LETTER = "\u00e9"
@@ -305,111 +254,67 @@ def shown(streaming: Streaming) -> list[tuple[str, str | None]]:
     return [(choice["text"], choice["finish_reason"]) for choice in choices]
 
 
-def test_half_a_character_is_an_empty_chunk_at_once_and_only_once() -> None:
-    async def scenario() -> None:
-        streaming = await begun()
-        await emit_id(streaming, HALF)
-        assert shown(streaming) == [("", None)]
-        await emit_id(streaming, OTHER_HALF)
-        await emit_id(streaming, HALF)
-        assert shown(streaming) == [("", None), (LETTER, None)]
-        await emit_id(streaming, OTHER_HALF, end=FinishReason.LENGTH)
-        assert shown(streaming)[2:] == [(LETTER, None), ("", "length")]
-        assert streaming.client.is_done
-
-    run(scenario)
+@on_loop
+async def test_first_token_without_text_is_one_empty_chunk() -> None:
+    streaming = await begun()
+    await emit_id(streaming, HALF)
+    assert shown(streaming) == [("", None)]
+    await emit_id(streaming, OTHER_HALF)
+    await emit_id(streaming, HALF)
+    assert shown(streaming) == [("", None), (LETTER, None)]
+    await emit_id(streaming, OTHER_HALF, end=FinishReason.LENGTH)
+    assert shown(streaming)[2:] == [(LETTER, None), ("", "length")]
+    assert streaming.client.is_done
 
 
-def test_what_came_before_the_headers_is_shown_with_them() -> None:
-    async def scenario() -> None:
-        streaming = Streaming()
-        await emit_id(streaming, HALF)
-        streaming.stream.begin(streaming.client)
-        assert shown(streaming) == [("", None)]
-
-    run(scenario)
-
-
-def test_a_first_token_that_shows_text_needs_no_empty_chunk() -> None:
-    async def scenario() -> None:
-        streaming = await begun()
-        await streaming.emit("1")
-        await emit_id(streaming, HALF)
-        assert shown(streaming) == [("1", None)]
-
-    run(scenario)
+@on_loop
+async def test_first_token_of_each_choice_is_shown() -> None:
+    streaming = await begun(num_choices=2)
+    for token_id in (HALF, OTHER_HALF):
+        for choice in (0, 1):
+            await emit_id(streaming, token_id, choice=choice)
+    choices = [chunk["choices"][0] for chunk in streaming.client.chunks()]
+    expected = [(0, ""), (1, ""), (0, LETTER), (1, LETTER)]
+    assert [(choice["index"], choice["text"]) for choice in choices] == expected
 
 
-def test_first_tokens_of_each_choice_are_shown() -> None:
-    async def scenario() -> None:
-        streaming = await begun(num_choices=2)
-        for token_id in (HALF, OTHER_HALF):
-            for choice in (0, 1):
-                await emit_id(streaming, token_id, choice=choice)
-        choices = [chunk["choices"][0] for chunk in streaming.client.chunks()]
-        expected = [(0, ""), (1, ""), (0, LETTER), (1, LETTER)]
-        assert [(choice["index"], choice["text"]) for choice in choices] == expected
-
-    run(scenario)
-
-
-def test_a_client_that_lags_is_shown_it_once_too() -> None:
-    async def scenario() -> None:
-        streaming = await begun()
-        streaming.client.lags = True
-        for token_id in (HALF, OTHER_HALF, HALF):
-            await emit_id(streaming, token_id)
-        streaming.client.catch_up()
-        assert shown(streaming) == [("", None)], "there is no whole sentence yet"
-        await emit_id(streaming, OTHER_HALF, end=FinishReason.LENGTH)
-        assert "".join(streaming.client.texts()) == 2 * LETTER
-        assert [text for text, _ in shown(streaming)].count("") == 2, "the first and the last"
-
-    run(scenario)
+@on_loop
+async def test_lagging_client_gets_the_empty_chunk_once() -> None:
+    streaming = await begun()
+    streaming.client.lags = True
+    for token_id in (HALF, OTHER_HALF, HALF):
+        await emit_id(streaming, token_id)
+    streaming.client.catch_up()
+    assert shown(streaming) == [("", None)], "there is no whole sentence yet"
+    await emit_id(streaming, OTHER_HALF, end=FinishReason.LENGTH)
+    assert "".join(streaming.client.texts()) == 2 * LETTER
+    assert [text for text, _ in shown(streaming)].count("") == 2, "the first and the last"
 
 
-def test_an_answer_without_any_text_is_its_end_alone() -> None:
-    async def scenario() -> None:
-        streaming = await begun()
-        assert calls.TOKENIZER.eos_token_id is not None
-        await emit_id(streaming, calls.TOKENIZER.eos_token_id, end=FinishReason.STOP)
-        assert shown(streaming) == [("", "stop")] and streaming.client.is_done
-
-    run(scenario)
+@on_loop
+async def test_answer_without_text_is_its_end_alone() -> None:
+    streaming = await begun()
+    assert calls.TOKENIZER.eos_token_id is not None
+    await emit_id(streaming, calls.TOKENIZER.eos_token_id, end=FinishReason.STOP)
+    assert shown(streaming) == [("", "stop")] and streaming.client.is_done
 
 
-def test_half_a_character_and_the_end_in_one_turn_are_no_empty_chunk() -> None:
-    async def scenario() -> None:
-        streaming = await begun()
-        streaming.emit_ids_now([HALF])
-        streaming.emit_ids_now([OTHER_HALF], end=FinishReason.LENGTH)
-        await asyncio.sleep(0)
-        assert shown(streaming) == [(LETTER, None), ("", "length")] and streaming.client.is_done
-
-    run(scenario)
+@on_loop
+async def test_text_and_end_in_one_turn_need_no_empty_chunk() -> None:
+    streaming = await begun()
+    streaming.emit_ids_now([HALF])
+    streaming.emit_ids_now([OTHER_HALF], end=FinishReason.LENGTH)
+    await asyncio.sleep(0)
+    assert shown(streaming) == [(LETTER, None), ("", "length")] and streaming.client.is_done
 
 
-def test_the_prompts_chunk_shows_it_where_the_prompt_is_echoed() -> None:
-    async def scenario() -> None:
-        streaming = await begun(has_echo=True)
-        await emit_id(streaming, HALF)
-        assert shown(streaming) == [(calls.PROMPT.text, None)]
-        await emit_id(streaming, OTHER_HALF)
-        assert shown(streaming)[1:] == [(LETTER, None)]
-
-    run(scenario)
-
-
-def test_the_roles_chunk_shows_it_in_a_chat() -> None:
-    async def scenario() -> None:
-        streaming = await begun(is_chat=True)
-        await emit_id(streaming, HALF)
-        (chunk,) = streaming.client.chunks()
-        assert chunk["choices"][0]["delta"] == {"role": "assistant", "content": ""}
-        await emit_id(streaming, OTHER_HALF)
-        assert streaming.client.chunks()[1]["choices"][0]["delta"] == {"content": LETTER}
-
-    run(scenario)
+@on_loop
+async def test_echoed_prompt_replaces_the_empty_chunk() -> None:
+    streaming = await begun(has_echo=True)
+    await emit_id(streaming, HALF)
+    assert shown(streaming) == [(calls.PROMPT.text, None)]
+    await emit_id(streaming, OTHER_HALF)
+    assert shown(streaming)[1:] == [(LETTER, None)]
 
 
 # Answers that are kept until their end.
@@ -457,6 +362,7 @@ def test_answer_with_the_most_logprobs_fits_the_bytes_of_kept_answers() -> None:
             service.emit(name, [TokenEvent(name, 0, index, 5, end, logprobs=entry)])
         (delta,) = await collector.wait()
         assert delta.token_ids == [5] * num_tokens and list(delta.logprobs) == [entry] * num_tokens
+        assert charge.amount >= num_tokens * 21 * 12
         charge.add(charge.amount * (config.max_answer_entries // 21 // num_tokens))
 
     run(scenario)

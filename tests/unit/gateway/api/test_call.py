@@ -65,7 +65,7 @@ def decode(kind: type[AnyBody], **fields: Any) -> AnyBody:
     return decode_body(json.dumps(fields).encode(), kind)[0]
 
 
-def test_defaults_are_openais() -> None:
+def test_defaults_are_those_of_openai() -> None:
     assert chat().sampling.max_tokens is None and completion().sampling.max_tokens == 16
     assert chat().sampling.temperature == 1.0 and chat().num_choices == 1
     assert not chat().is_streamed and chat().is_chat and not completion().is_chat
@@ -84,12 +84,12 @@ def test_max_completion_tokens_wins() -> None:
     assert chat(max_tokens=5, max_completion_tokens=3).sampling.max_tokens == 3
 
 
-def test_a_seed_is_drawn_for_a_body_without_one() -> None:
+def test_seed_is_drawn_for_a_body_without_a_seed() -> None:
     assert (chat().sampling.seed, chat(seed=3).sampling.seed) == (11, 3)
     assert chat(seed=-1).sampling.seed == 2**63 - 1
 
 
-def test_choices_are_requests_of_their_own() -> None:
+def test_number_of_choices_is_bounded() -> None:
     call = chat(n=4)
     assert (call.num_choices, call.sampling.n) == (4, 1)
     for wrong in (0, -1, 9):
@@ -109,7 +109,7 @@ def test_logprobs() -> None:
     assert completion(logprobs=2).sampling.prompt_logprobs is None
 
 
-def test_a_completion_may_ask_for_no_token() -> None:
+def test_completion_may_ask_for_no_token() -> None:
     call = completion(max_tokens=0, echo=True)
     assert call.hides_tokens and call.sampling.max_tokens == 1
     with pytest.raises(InvalidRequest, match="max_tokens"):
@@ -120,7 +120,7 @@ def test_stop_strings() -> None:
     assert chat(stop="a").stops == ("a",) and chat(stop=["a", "b"]).stops == ("a", "b")
 
 
-def test_biases_have_token_ids() -> None:
+def test_keys_of_logit_bias_are_token_ids() -> None:
     assert chat(logit_bias={"7": 1}).sampling.logit_bias == {7: 1.0}
     with pytest.raises(ApiError, match="token ids"):
         chat(logit_bias={"seven": 1})
@@ -170,7 +170,7 @@ def test_unsupported_field_is_refused_by_name(read_one: Any, fields: dict[str, A
         *((completion, {"guided_json": value}) for value in NOTHING),
     ],
 )
-def test_unsupported_field_may_ask_for_nothing(read_one: Any, fields: dict[str, Any]) -> None:
+def test_unsupported_field_with_a_harmless_value_is_accepted(read_one: Any, fields: dict[str, Any]) -> None:
     assert read_one(**fields).tool_form is None
 
 
@@ -198,7 +198,7 @@ def test_tools_are_rendered_and_may_be_called() -> None:
         ({"logprobs": 4, "max_tokens": 3, "n": 2, "echo": True}, (2 + 3) * 2 * 5),
     ],
 )
-def test_entries_of_an_answer(fields: dict[str, Any], num_entries: int) -> None:
+def test_number_of_entries_of_an_answer(fields: dict[str, Any], num_entries: int) -> None:
     assert completion(**fields).num_answer_entries(100) == num_entries
 
 
@@ -239,14 +239,14 @@ def test_every_optional_field_may_be_null(kind: type[AnyBody], needed: dict[str,
         ({"priority": 2**40}, "priority"),
     ],
 )
-def test_a_wrong_field_is_named(fields: dict[str, Any], param: str) -> None:
+def test_wrong_field_is_named(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(ApiError) as refused:
         decode(ChatBody, **{"messages": MESSAGES, **fields})
     assert refused.value.status == 400
     assert refused.value.param is not None and refused.value.param.startswith(param)
 
 
-def test_a_missing_field_is_named() -> None:
+def test_missing_field_is_named() -> None:
     with pytest.raises(ApiError) as refused:
         decode(CompletionBody)
     assert refused.value.param == "prompt"
@@ -255,7 +255,7 @@ def test_a_missing_field_is_named() -> None:
 @pytest.mark.parametrize(
     "data", [b"", b"{", b"\xff", b'{"prompt": "a", "\xff": 1}', b"[" * 100_000, b"{} {}"]
 )
-def test_a_body_that_is_no_json_is_refused(data: bytes) -> None:
+def test_body_that_is_not_json_is_refused(data: bytes) -> None:
     with pytest.raises(ApiError) as refused:
         decode_body(data, CompletionBody)
     assert refused.value.status == 400

@@ -37,7 +37,7 @@ def test_errors_have_their_status(error: Exception, status: int, code: str) -> N
         (Refusal.DEADLINE, 504, "deadline_passed", False),
     ],
 )
-def test_refusals_say_which_quota_and_when_to_come_again(
+def test_refusals_name_the_quota_and_the_time_to_retry(
     refusal: Refusal, status: int, code: str, is_retried: bool
 ) -> None:
     answer = as_api_error(Refused("5000 of them", refusal=refusal, retry_after_s=1.25))
@@ -51,18 +51,18 @@ def test_refusals_say_which_quota_and_when_to_come_again(
         assert body["type"] == "rate_limit_error"
 
 
-def test_what_will_never_be_taken_is_not_to_be_retried() -> None:
+def test_request_that_never_fits_is_not_retried() -> None:
     answer = as_api_error(Refused("too long a prompt", refusal=Refusal.SLO, retry_after_s=0.0))
     assert dict(answer.headers()) == {b"x-should-retry": b"false"}
 
 
-def test_only_what_may_succeed_later_is_to_be_retried() -> None:
+def test_overload_is_retried_and_a_crash_is_not() -> None:
     busy = dict(as_api_error(Overloaded("full", retry_after_s=0.25)).headers())
     assert (busy[b"retry-after"], busy[b"retry-after-ms"], busy[b"x-should-retry"]) == (b"1", b"250", b"true")
     assert dict(as_api_error(WorkerLost("twice")).headers()) == {b"x-should-retry": b"false"}
 
 
-def test_who_is_told_to_wait_longer_than_clients_do_is_not_to_come_by_itself() -> None:
+def test_long_waits_are_not_retried_automatically() -> None:
     refused = Refused("5000 of them", refusal=Refusal.TOKENS_PER_S, retry_after_s=2000.5)
     headers = dict(as_api_error(refused).headers())
     assert (headers[b"retry-after"], headers[b"x-should-retry"]) == (b"2001", b"false")
@@ -70,18 +70,18 @@ def test_who_is_told_to_wait_longer_than_clients_do_is_not_to_come_by_itself() -
     assert dict(ApiError(503, "x", retry_after_s=-1).headers())[b"retry-after"] == b"0"
 
 
-def test_who_finds_no_room_keeps_no_connection() -> None:
+def test_overload_closes_the_connection() -> None:
     assert (b"connection", b"close") in as_api_error(Overloaded("full", retry_after_s=1)).headers()
     over_quota = Refused("2 at once", refusal=Refusal.MAX_CONCURRENT_REQUESTS, retry_after_s=1.0)
     assert b"connection" not in dict(as_api_error(over_quota).headers())
 
 
-def test_half_a_character_in_a_message_is_no_error_of_its_own() -> None:
+def test_half_a_surrogate_pair_in_a_message_is_escaped() -> None:
     assert b"ud800" in as_api_error(InvalidRequest("got '\ud800'")).body()
 
 
 @pytest.mark.parametrize("refusal", [Refusal.SLO, Refusal.SHED])
-def test_client_that_would_be_in_the_way_is_asked_not_to_come_by_itself(refusal: Refusal) -> None:
+def test_refusal_without_return_is_not_retried_automatically(refusal: Refusal) -> None:
     answer = as_api_error(Refused("no", refusal=refusal, retry_after_s=30.0, may_return=False))
     headers = dict(answer.headers())
     assert headers[b"x-should-retry"] == b"false" and headers[b"retry-after"] == b"30"

@@ -64,7 +64,7 @@ def whole(text: str, **fields: Any) -> dict[str, Any]:
     return found
 
 
-def test_a_whole_chat() -> None:
+def test_whole_chat() -> None:
     answer, form, deltas = answered('1 "2" \u00e9', is_chat=True)
     found = json.loads(b"".join(form.whole(deltas)))
     assert found == {
@@ -90,7 +90,7 @@ def test_a_whole_chat() -> None:
     }
 
 
-def test_the_quick_way_writes_what_the_other_would() -> None:
+def test_plain_deltas_equal_deltas_written_field_by_field() -> None:
     for is_chat in (True, False):
         plain_answer, plain, (delta,) = answered('a "b" \u00e9\n', is_chat=is_chat, model="100% tiny")
         _, slow, _ = answered('a "b" \u00e9\n', is_chat=is_chat, model="100% tiny", returns_token_ids=True)
@@ -101,25 +101,7 @@ def test_the_quick_way_writes_what_the_other_would() -> None:
         assert quick["model"] == "100% tiny"
 
 
-def test_chunks_of_a_chat() -> None:
-    answer, form, (delta,) = answered("1", is_chat=True, has_running_usage=True)
-    (choice,) = answer.choices
-    first, text, last = (
-        json.loads(chunk) for chunk in (form.first(choice), form.delta(choice, delta), form.last(choice))
-    )
-    assert first["choices"][0]["delta"] == {"role": "assistant", "content": ""}
-    assert text["choices"][0]["delta"] == {"content": "1"}
-    assert last["choices"][0]["delta"] == {} and last["choices"][0]["finish_reason"] == "length"
-    assert all(chunk["usage"]["completion_tokens"] == 1 for chunk in (first, text, last))
-    assert json.loads(form.usage())["choices"] == []
-
-
-def test_a_completion_has_no_chunk_before_its_text() -> None:
-    answer, form, _ = answered("1")
-    assert form.first(answer.choices[0]) == b""
-
-
-def test_an_echo_comes_first_and_counts_for_offsets() -> None:
+def test_echo_comes_first_and_counts_for_offsets() -> None:
     fields: dict[str, Any] = {"has_echo": True, "sampling": {"logprobs": 1, "prompt_logprobs": 1}}
     answer, form, (delta,) = answered("1 2", **fields)
     (choice,) = answer.choices
@@ -138,35 +120,14 @@ def test_an_echo_comes_first_and_counts_for_offsets() -> None:
     assert found["text"] == f"{calls.PROMPT.text}1 2"
 
 
-def test_a_prompt_alone_is_scored_without_what_was_generated() -> None:
-    found = whole("1", has_echo=True, hides_tokens=True, sampling={"logprobs": 0, "prompt_logprobs": 0})
-    (choice,) = found["choices"]
-    assert choice["text"] == calls.PROMPT.text and choice["finish_reason"] == "length"
-    assert len(choice["logprobs"]["tokens"]) == len(PROMPT_IDS)
-    assert found["usage"]["completion_tokens"] == 0
-
-
-def test_every_choice_shows_the_prompts_logprobs() -> None:
-    found = whole("1", has_echo=True, num_choices=2, sampling={"logprobs": 0, "prompt_logprobs": 0})
-    one, two = found["choices"]
-    assert one["logprobs"] == two["logprobs"] and len(one["logprobs"]["tokens"]) == len(PROMPT_IDS) + 1
-
-
-def test_chat_logprobs_come_with_bytes() -> None:
-    found = whole("1", is_chat=True, sampling={"logprobs": 2})
-    (entry,) = found["choices"][0]["logprobs"]["content"]
-    assert (entry["token"], entry["bytes"], entry["logprob"]) == ("1", [49], -0.5)
-    assert [each["token"] for each in entry["top_logprobs"]] == ["1", "<|pad|>"]
-
-
-def test_token_ids_are_returned_when_asked_for() -> None:
+def test_token_ids_are_returned_on_request() -> None:
     chat = whole("1 2", is_chat=True, returns_token_ids=True)
     assert chat["prompt_token_ids"] == PROMPT_IDS and chat["choices"][0]["token_ids"] == calls.ids("1 2")
     choice = whole("1 2", returns_token_ids=True)["choices"][0]
     assert choice["prompt_token_ids"] == PROMPT_IDS and choice["token_ids"] == calls.ids("1 2")
 
 
-def test_what_cannot_come_has_a_finite_logprob() -> None:
+def test_impossible_token_has_a_finite_logprob() -> None:
     entry = TokenLogprobs(token_id=5, logprob=float("-inf"), rank=9, top=((5, float("-inf")),))
     answer, form, _ = answered("1", is_chat=True, sampling={"logprobs": 1})
     chunk = form.delta(answer.choices[0], Delta("a", [5], [entry]))
@@ -177,7 +138,7 @@ def test_what_cannot_come_has_a_finite_logprob() -> None:
 LONG = Prompt(" ".join(["12"] * 700), tuple(calls.ids(" ".join(["12"] * 700))))
 
 
-def test_long_logprobs_are_written_in_slices_and_read_as_one() -> None:
+def test_long_logprobs_of_a_completion_are_written_in_slices() -> None:
     fields: dict[str, Any] = {"has_echo": True, "sampling": {"logprobs": 1, "prompt_logprobs": 1}}
     text = " ".join(["7"] * 700)
     answer, form, deltas = answered(text, prompts=(LONG,), **fields)
@@ -190,7 +151,7 @@ def test_long_logprobs_are_written_in_slices_and_read_as_one() -> None:
     assert found["text"] == f"{LONG.text}{text}"
 
 
-def test_long_logprobs_of_a_chat_are_written_in_slices_and_read_as_one() -> None:
+def test_long_logprobs_of_a_chat_are_written_in_slices() -> None:
     _, form, deltas = answered(" ".join(["7"] * 700), is_chat=True, sampling={"logprobs": 2})
     parts = list(form.whole(deltas))
     assert max(map(len, parts)) < 128 * 1024 < sum(map(len, parts))
@@ -198,7 +159,7 @@ def test_long_logprobs_of_a_chat_are_written_in_slices_and_read_as_one() -> None
     assert found == {"content": LogprobsFormat(calls.TOKENIZER).chat(deltas[0].logprobs), "refusal": None}
 
 
-def test_an_echo_is_made_once_for_all_choices_of_its_prompt() -> None:
+def test_echo_is_made_once_for_all_choices_of_a_prompt() -> None:
     fields: dict[str, Any] = {"num_choices": 3, "sampling": {"logprobs": 1, "prompt_logprobs": 1}}
     _, form, deltas = answered("1", prompts=(LONG, LONG), has_echo=True, **fields)
     parts = list(form.whole(deltas))
@@ -208,7 +169,7 @@ def test_an_echo_is_made_once_for_all_choices_of_its_prompt() -> None:
     assert len(choices) == 6 and all(each["logprobs"] == choices[0]["logprobs"] for each in choices)
 
 
-def test_streamed_echoes_of_a_prompt_are_alike() -> None:
+def test_streamed_echoes_of_a_prompt_are_equal() -> None:
     fields: dict[str, Any] = {"num_choices": 2, "sampling": {"logprobs": 1, "prompt_logprobs": 1}}
     answer, form, deltas = answered("1", prompts=(LONG,), has_echo=True, **fields)
     firsts = [json.loads(form.first(choice))["choices"][0] for choice in answer.choices]

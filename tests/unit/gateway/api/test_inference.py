@@ -4,6 +4,7 @@ from typing import Any, cast
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from baton.gateway.api.inference import MAX_UNSENT, WebSocketWriter
+from tests.event_loop import on_loop
 
 
 class Reader:
@@ -30,52 +31,46 @@ async def turns(number: int = 5) -> None:
         await asyncio.sleep(0)
 
 
-def test_websocket_sends_lines_as_messages_in_order() -> None:
-    async def scenario() -> None:
-        reader = Reader()
-        reader.may_read.set()
-        writer = writer_to(reader)
-        writer.write(b'{"a":1}\n{"b":2}\n')
-        writer.write(b"[DONE]\n")
-        await turns()
-        assert reader.read == ['{"a":1}', '{"b":2}', "[DONE]"]
-        await writer.close()
-
-    asyncio.run(scenario())
+@on_loop
+async def test_websocket_sends_lines_as_messages_in_order() -> None:
+    reader = Reader()
+    reader.may_read.set()
+    writer = writer_to(reader)
+    writer.write(b'{"a":1}\n{"b":2}\n')
+    writer.write(b"[DONE]\n")
+    await turns()
+    assert reader.read == ['{"a":1}', '{"b":2}', "[DONE]"]
+    await writer.close()
 
 
-def test_websocket_client_that_does_not_read_lags_until_it_has_read() -> None:
-    async def scenario() -> None:
-        reader, told = Reader(), list[str]()
-        writer = writer_to(reader)
-        writer.on_writable = lambda: told.append("writable")
-        for _ in range(MAX_UNSENT + 2):
-            assert not writer.lags
-            writer.write(b"x\n")
-            await turns()
-        assert [writer.lags, told] == [True, []]
-        reader.may_read.set()
-        await turns()
-        assert [writer.lags, told] == [False, ["writable"]]
-        assert len(reader.read) == MAX_UNSENT + 2
-        await writer.close()
-
-    asyncio.run(scenario())
-
-
-def test_websocket_client_that_left_gets_nothing_more() -> None:
-    async def scenario() -> None:
-        reader, told = Reader(), list[str]()
-        reader.has_left = True
-        reader.may_read.set()
-        writer = writer_to(reader)
-        writer.on_gone = lambda: told.append("gone")
+@on_loop
+async def test_websocket_client_that_does_not_read_lags_until_it_has_read() -> None:
+    reader, told = Reader(), list[str]()
+    writer = writer_to(reader)
+    writer.on_writable = lambda: told.append("writable")
+    for _ in range(MAX_UNSENT + 2):
+        assert not writer.lags
         writer.write(b"x\n")
         await turns()
-        assert told == ["gone"]
-        writer.write(b"y\n")
-        await turns()
-        assert writer.is_gone and not reader.read
-        await writer.close()
+    assert [writer.lags, told] == [True, []]
+    reader.may_read.set()
+    await turns()
+    assert [writer.lags, told] == [False, ["writable"]]
+    assert len(reader.read) == MAX_UNSENT + 2
+    await writer.close()
 
-    asyncio.run(scenario())
+
+@on_loop
+async def test_websocket_client_that_left_gets_nothing_more() -> None:
+    reader, told = Reader(), list[str]()
+    reader.has_left = True
+    reader.may_read.set()
+    writer = writer_to(reader)
+    writer.on_gone = lambda: told.append("gone")
+    writer.write(b"x\n")
+    await turns()
+    assert told == ["gone"]
+    writer.write(b"y\n")
+    await turns()
+    assert writer.is_gone and not reader.read
+    await writer.close()

@@ -13,6 +13,7 @@ from baton.gateway.api.answer_stream import SERVER_SENT_EVENTS, AnswerStream, St
 from baton.gateway.api.format import answer_format
 from baton.gateway.streams.resume import ResumePoint, Shown
 from baton.request import FinishReason
+from tests.event_loop import on_loop
 from tests.event_stream import Event, joined
 from tests.scripted_service import ScriptedService, events
 from tests.unit.gateway import calls
@@ -89,7 +90,9 @@ def read(data: bytes) -> list[Event]:
     ids=["plain", "stops", "ids", "usage"],
 )
 @pytest.mark.parametrize("seed", range(6))
-def test_from_any_event_on_a_stream_says_the_rest(is_chat: bool, fields: dict[str, Any], seed: int) -> None:
+def test_stream_resumed_after_any_event_has_the_rest(
+    is_chat: bool, fields: dict[str, Any], seed: int
+) -> None:
     random = Random(seed)
     fields = {**fields, "is_chat": is_chat}
 
@@ -106,30 +109,26 @@ def test_from_any_event_on_a_stream_says_the_rest(is_chat: bool, fields: dict[st
     asyncio.run(scenario())
 
 
-def test_what_was_generated_differently_is_no_continuation() -> None:
-    async def scenario() -> None:
-        first = Script(Random(1))
-        told = await first.play()
-        late = max(int(event.id) for event in told[: len(told) // 2] if event.id)
-        for changed in ("Two", "caf"):  # before the point, whether or not it is of the same length
-            other = TEXTS[0].replace(changed, changed[::-1]), TEXTS[1]
-            again = Script(Random(2), first.points[late])
-            read_again = await again.play(other)
-            if isinstance(again.stream.error, IntegrityError):
-                assert "error" in read_again[-2].data and not read_again[-2].id
-                return
-        raise AssertionError("another answer was taken for the same")
-
-    asyncio.run(scenario())
+@on_loop
+async def test_different_tokens_are_an_integrity_error() -> None:
+    first = Script(Random(1))
+    told = await first.play()
+    late = max(int(event.id) for event in told[: len(told) // 2] if event.id)
+    for changed in ("Two", "caf"):  # before the point, whether or not it is of the same length
+        other = TEXTS[0].replace(changed, changed[::-1]), TEXTS[1]
+        again = Script(Random(2), first.points[late])
+        read_again = await again.play(other)
+        if isinstance(again.stream.error, IntegrityError):
+            assert "error" in read_again[-2].data and not read_again[-2].id
+            return
+    raise AssertionError("another answer was taken for the same")
 
 
-def test_an_answer_that_ends_before_what_was_sent_is_no_continuation() -> None:
-    async def scenario() -> None:
-        first = Script(Random(1))
-        told = await first.play()
-        late = max(int(event.id) for event in told if event.id)
-        again = Script(Random(2), first.points[late - 2])
-        await again.play(("O", TEXTS[1]))
-        assert isinstance(again.stream.error, IntegrityError)
-
-    asyncio.run(scenario())
+@on_loop
+async def test_answer_shorter_than_the_sent_part_is_an_integrity_error() -> None:
+    first = Script(Random(1))
+    told = await first.play()
+    late = max(int(event.id) for event in told if event.id)
+    again = Script(Random(2), first.points[late - 2])
+    await again.play(("O", TEXTS[1]))
+    assert isinstance(again.stream.error, IntegrityError)

@@ -7,6 +7,7 @@ from starlette.types import Message
 from baton.clock import ManualClock
 from baton.gateway.api.errors import ClientGone
 from baton.gateway.http.protocol import BLOCK_BYTES, TURN_S, respond_in_turns
+from tests.event_loop import on_loop
 from tests.unit.gateway.calls import Client
 
 
@@ -30,32 +31,28 @@ class Work:
             self.num_turns_of_others += 1
 
 
-def test_long_work_lets_others_have_their_turn() -> None:
-    async def scenario() -> None:
-        work = Work()
-        others = asyncio.create_task(work.others())
-        sent = list[Message]()
+@on_loop
+async def test_long_answer_leaves_turns_of_the_loop_to_others() -> None:
+    work = Work()
+    others = asyncio.create_task(work.others())
+    sent = list[Message]()
 
-        async def send(message: Message) -> None:
-            sent.append(message)
+    async def send(message: Message) -> None:
+        sent.append(message)
 
-        await respond_in_turns(send, work.parts(), work.clock, Client())
-        assert b"".join(message.get("body", b"") for message in sent) == b"0123456789"
-        others.cancel()
-        assert work.num_turns_of_others == 4  # after every second part; it begins in the first of five
-
-    asyncio.run(scenario())
+    await respond_in_turns(send, work.parts(), work.clock, Client())
+    assert b"".join(message.get("body", b"") for message in sent) == b"0123456789"
+    others.cancel()
+    assert work.num_turns_of_others == 4  # after every second part; it begins in the first of five
 
 
-def test_long_work_ends_when_nobody_waits_for_it() -> None:
-    async def scenario() -> None:
-        work, client = Work(), Client()
-        client.is_gone = True
-        with pytest.raises(ClientGone):
-            await respond_in_turns(_unsent, work.parts(), work.clock, client)
-        assert work.num_parts == 2
-
-    asyncio.run(scenario())
+@on_loop
+async def test_long_answer_ends_when_the_client_has_left() -> None:
+    work, client = Work(), Client()
+    client.is_gone = True
+    with pytest.raises(ClientGone):
+        await respond_in_turns(_unsent, work.parts(), work.clock, client)
+    assert work.num_parts == 2
 
 
 async def _unsent(message: Message) -> None:

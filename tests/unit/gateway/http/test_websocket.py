@@ -12,6 +12,7 @@ from baton.gateway.http.protocol import HttpLimits
 from baton.gateway.http.server import HttpServer
 from baton.gateway.http.websocket import LimitedSocket
 from baton.messages.workers import Address
+from tests.event_loop import on_loop
 
 HEAD = (
     b"GET /v1/stream HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: Upgrade\r\nupgrade: websocket\r\n"
@@ -70,27 +71,25 @@ async def _accept(scope: Scope, receive: Receive, send: Send) -> None:
     await _accept_never(scope, receive, send)
 
 
-def test_pings_of_a_client_that_does_not_read_are_not_answered() -> None:
-    async def run() -> None:
-        config = Config(_accept, ws_per_message_deflate=False, log_config=None)
-        config.load()
-        connection, transport = (
-            LimitedSocket(LIMITS, config=config, server_state=ServerState(), app_state={}),
-            _Transport(),
-        )
-        connection.connection_made(transport)
-        connection.data_received(HEAD)
-        async with asyncio.timeout(10):
-            while not connection.handshake_complete:
-                await asyncio.sleep(0)
-        num_written = len(transport.written)
-        connection.pause_writing()
-        connection.data_received(PING * 100)
-        assert len(transport.written) == num_written
-        connection.resume_writing()
-        connection.data_received(PING)
-        assert transport.written[num_written:] == PONG
-        connection.connection_lost(ConnectionResetError())
-        await asyncio.gather(*connection.tasks)
-
-    asyncio.run(run())
+@on_loop
+async def test_pings_of_a_client_that_does_not_read_are_not_answered() -> None:
+    config = Config(_accept, ws_per_message_deflate=False, log_config=None)
+    config.load()
+    connection, transport = (
+        LimitedSocket(LIMITS, config=config, server_state=ServerState(), app_state={}),
+        _Transport(),
+    )
+    connection.connection_made(transport)
+    connection.data_received(HEAD)
+    async with asyncio.timeout(10):
+        while not connection.handshake_complete:
+            await asyncio.sleep(0)
+    num_written = len(transport.written)
+    connection.pause_writing()
+    connection.data_received(PING * 100)
+    assert len(transport.written) == num_written
+    connection.resume_writing()
+    connection.data_received(PING)
+    assert transport.written[num_written:] == PONG
+    connection.connection_lost(ConnectionResetError())
+    await asyncio.gather(*connection.tasks)

@@ -70,24 +70,24 @@ def test_workers_tenants_and_gateways_are_shown() -> None:
     assert tile(shown, "wait at the router") == "7" and tile(shown, "overload") == "calm"
 
 
-def test_names_are_no_markup() -> None:
+def test_names_are_escaped() -> None:
     text = page().page([counts()], status())
     assert "<b>acme" not in text and "<b>acme</b>" in Text(text).texts
 
 
-def test_a_browser_runs_nothing_and_loads_nothing() -> None:
+def test_page_has_no_script_and_no_link() -> None:
     shown = Text(page().page([counts()], status()))
     assert not shown.links and "script" not in shown.tags
     assert HEADERS["content-security-policy"].startswith("default-src 'none'")
 
 
-def test_before_anything_is_known_it_says_so() -> None:
+def test_page_without_a_status_says_so() -> None:
     shown = Text(page().page([counts()], None))
     assert "None is there." in shown.texts and "Tenants" not in shown.texts
     assert tile(shown, "first token, 99 %") == "-"
 
 
-def test_rates_are_of_the_time_between_two_readings() -> None:
+def test_rates_cover_the_time_between_two_views() -> None:
     clock = ManualClock(10.0)
     dashboard = page(clock)
     dashboard.page([counts("g0", 10, 100)], None)
@@ -99,13 +99,13 @@ def test_rates_are_of_the_time_between_two_readings() -> None:
     assert (tile(shown, "requests/s"), tile(shown, "tokens/s")) == ("10.0", "200")
 
 
-def test_a_gateway_that_comes_or_goes_is_no_burst() -> None:
+def test_gateway_that_comes_or_goes_does_not_change_the_rates() -> None:
     assert rates(totals([counts("g0", 10)]), totals([counts("g1", 500)]), 1.0) == (0.0, 0.0)
     before, after = totals([counts("g0", 10), counts("g1", 7)]), totals([counts("g0", 13)])
     assert rates(before, after, 2.0) == (1.5, 0.0)
 
 
-def test_a_quantile_is_a_bound_of_all_gateways_together() -> None:
+def test_quantile_joins_all_gateways() -> None:
     one, other = Metrics(gateway="a"), Metrics(gateway="b")
     for _ in range(98):
         one.ttft.observe(0.015)
@@ -116,7 +116,7 @@ def test_a_quantile_is_a_bound_of_all_gateways_together() -> None:
     assert shown == ["\u2264 20 ms", "\u2264 2 s", "> 60 s"]
 
 
-def test_pages_fill_their_bar_in_proportion() -> None:
+def test_bar_shows_the_shares_of_pages() -> None:
     text = page().page([counts()], status())
     assert re.findall(r'class="(\w+)" style="width:([\d.]+)%"', text) == [
         ("active", "25.0"),

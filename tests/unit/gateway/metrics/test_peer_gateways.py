@@ -11,6 +11,7 @@ from baton.gateway.metrics.peer_gateways import PeerGateways
 from baton.messages.bounds import Kind
 from baton.messages.workers import Address
 from baton.rpc.auth import KeyRing
+from tests.event_loop import on_loop
 
 KEY = secrets.token_bytes(32)  # tests that run beside this one have another
 PORT = Address("127.0.0.1", 8000)
@@ -51,64 +52,55 @@ async def hung_up_on(reader: asyncio.StreamReader) -> None:
         assert await reader.read() == b""
 
 
-def test_each_hears_all_the_others() -> None:
-    async def run() -> None:
-        async with listening("a", "bb", "ccc") as (first, second, third):
-            assert await found_by(first) == {"bb": 2, "ccc": 3}
-            assert await found_by(second) == {"a": 1, "ccc": 3}
-            third.close()
-            assert await found_by(second) == {"a": 1}
-
-    asyncio.run(run())
+@on_loop
+async def test_each_gateway_hears_all_others() -> None:
+    async with listening("a", "bb", "ccc") as (first, second, third):
+        assert await found_by(first) == {"bb": 2, "ccc": 3}
+        assert await found_by(second) == {"a": 1, "ccc": 3}
+        third.close()
+        assert await found_by(second) == {"a": 1}
 
 
-def test_those_of_another_port_or_cluster_are_no_siblings() -> None:
-    async def run() -> None:
-        async with (
-            listening("a") as (one,),
-            listening("bb", address=Address("127.0.0.1", 8001)),
-            listening("ccc", key=b"another key, of another cluster!"),
-        ):
-            assert await found_by(one) == {}
-
-    asyncio.run(run())
+@on_loop
+async def test_gateways_of_another_port_or_cluster_are_left_out() -> None:
+    async with (
+        listening("a") as (one,),
+        listening("bb", address=Address("127.0.0.1", 8001)),
+        listening("ccc", key=b"another key, of another cluster!"),
+    ):
+        assert await found_by(one) == {}
 
 
-def test_who_does_not_hold_the_key_is_told_nothing_and_tells_nothing() -> None:
-    async def run() -> None:
-        async with listening("a", "bb") as (one, other):
-            path = f"\0{other._prefix}impostor"  # such a name is for all to see
-            async with await asyncio.start_unix_server(pretend, path):
-                assert await found_by(one) == {"bb": 2}
-            reader, writer = await asyncio.open_unix_connection(f"\0{one._name}")
-            writer.write(b"x" * 1000)
-            await hung_up_on(reader)
-            writer.close()
-            assert await found_by(other) == {"a": 1}
-            while one._answering:
-                await asyncio.sleep(0)
-
-    asyncio.run(run())
+@on_loop
+async def test_process_without_the_key_hears_and_tells_nothing() -> None:
+    async with listening("a", "bb") as (one, other):
+        path = f"\0{other._prefix}impostor"  # such a name is for all to see
+        async with await asyncio.start_unix_server(pretend, path):
+            assert await found_by(one) == {"bb": 2}
+        reader, writer = await asyncio.open_unix_connection(f"\0{one._name}")
+        writer.write(b"x" * 1000)
+        await hung_up_on(reader)
+        writer.close()
+        assert await found_by(other) == {"a": 1}
+        while one._answering:
+            await asyncio.sleep(0)
 
 
-def test_more_that_ask_at_once_than_are_answered_are_hung_up_on() -> None:
-    async def run() -> None:
-        async with listening("a") as (one,):
-            idle = [
-                await asyncio.open_unix_connection(f"\0{one._name}")
-                for _ in range(peer_gateways.MAX_ANSWERING)
-            ]
-            reader, writer = await asyncio.open_unix_connection(f"\0{one._name}")
-            await hung_up_on(reader)
-            for _, each in (*idle, (reader, writer)):
-                each.close()
-            while one._answering:  # they hear of it on threads, which close what they hold
-                await asyncio.sleep(0)
-
-    asyncio.run(run())
+@on_loop
+async def test_connections_above_the_limit_are_closed() -> None:
+    async with listening("a") as (one,):
+        idle = [
+            await asyncio.open_unix_connection(f"\0{one._name}") for _ in range(peer_gateways.MAX_ANSWERING)
+        ]
+        reader, writer = await asyncio.open_unix_connection(f"\0{one._name}")
+        await hung_up_on(reader)
+        for _, each in (*idle, (reader, writer)):
+            each.close()
+        while one._answering:  # they hear of it on threads, which close what they hold
+            await asyncio.sleep(0)
 
 
-def test_one_that_does_not_listen_has_none() -> None:
+def test_gateway_that_does_not_listen_has_no_others() -> None:
     alone = PeerGateways(KeyRing.of(KEY, Kind.GATEWAY), Metrics(gateway="a"))
 
     async def run() -> None:

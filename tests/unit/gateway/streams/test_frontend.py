@@ -331,3 +331,13 @@ def test_lower_count_of_another_router_shows_no_transfer() -> None:
     assert seen(g) is None
     g["router"].say(told(1, "d1"))  # another worker, whose former prompts are unknown
     assert seen(g) is None
+
+
+def test_answers_without_a_prefill_worker_show_no_prefill() -> None:
+    g = gateway("p0", "d0")
+    g.open()
+    g.route("d0")
+    g.say("d0", event(0), event(1))
+    g["router"].say(told(7))
+    g["router"].say(told(8))
+    assert seen(g) is None

@@ -138,7 +138,8 @@ def test_request_that_two_living_workers_cannot_answer_is_not_replayed(how: str)
         elif how == "gap":
             g.say(name, event(9, attempt=attempt))
         else:
-            g.say(name, event(3 + attempt, FinishReason.ERROR, attempt=attempt))
+            end = FinishReason.ABORT if attempt else FinishReason.ERROR
+            g.say(name, event(3 + attempt, end, attempt=attempt))
         assert g[name].take(Cancel)
     assert isinstance(sink.error, WorkerLost)
     assert sink.token_ids == [100, 101, 102, 103]

@@ -30,12 +30,12 @@ def refusal(ids: EventIds, text: str, tenant: str = "acme", now_s: float = NOW_S
     return raised.value.code, str(raised.value)
 
 
-def test_another_gateway_with_the_same_key_opens_an_id() -> None:
+def test_gateway_with_the_same_key_opens_an_id() -> None:
     text = EventIds([KEY]).seal(POINT, "acme").decode()
     assert EventIds([KEY]).open(text, "acme", NOW_S) == POINT
 
 
-def test_an_id_fits_a_header_at_its_largest() -> None:
+def test_largest_id_fits_a_header() -> None:
     shown = Shown(True, True, 2**24, 2**24, 2**32 - 1, 2**10, 2**24)
     largest = POINT.__class__(
         b"a" * 16, b"d" * 16, 2**63 - 1, 2**32, 2**32, True, (shown,) * MAX_RESUMABLE_CHOICES
@@ -45,12 +45,12 @@ def test_an_id_fits_a_header_at_its_largest() -> None:
     assert EventIds([KEY]).open(text.decode(), "t" * 256, NOW_S) == largest
 
 
-def test_nothing_of_an_id_can_be_read() -> None:
+def test_id_shows_nothing_of_the_stream() -> None:
     sealed = base64.urlsafe_b64decode(EventIds([KEY]).seal(POINT, "acme") + b"==")
     assert POINT.answer not in sealed and POINT.digest not in sealed and b"acme" not in sealed
 
 
-def test_ids_of_other_tenants_keys_and_hands_are_all_the_same_to_a_gateway() -> None:
+def test_foreign_ids_are_refused_with_one_error() -> None:
     ids = EventIds([KEY])
     text = ids.seal(POINT, "acme").decode()
     unknown = refusal(ids, "made up")
@@ -72,7 +72,7 @@ def test_each_changed_bit_makes_an_id_unknown() -> None:
         assert refusal(ids, text)[0] == "unknown_event_id"
 
 
-def test_garbage_is_unknown_and_cheap() -> None:
+def test_garbage_is_unknown() -> None:
     ids, random = EventIds([KEY]), Random(7)
     texts = ["", "=", "====", "\u00e9" * 8, "a" * 10_000_000, "%00", "A" * MAX_ID_CHARS, " ", "-_" * 20]
     texts += [random.randbytes(random.randrange(1, 200)).decode("latin-1") for _ in range(300)]
@@ -81,14 +81,14 @@ def test_garbage_is_unknown_and_cheap() -> None:
         assert refusal(ids, text)[0] == "unknown_event_id"
 
 
-def test_an_id_expires() -> None:
+def test_id_expires() -> None:
     ids = EventIds([KEY])
     text = ids.seal(POINT, "acme").decode()
     assert ids.open(text, "acme", POINT.expires_s - 0.5) == POINT
     assert refusal(ids, text, now_s=POINT.expires_s)[0] == "expired_event_id"
 
 
-def test_while_keys_are_rotated_ids_of_both_are_opened() -> None:
+def test_ids_of_both_keys_are_opened_during_a_rotation() -> None:
     before, between = EventIds([KEY]), EventIds([OTHER_KEY, KEY])
     text = before.seal(POINT, "acme").decode()
     assert between.open(text, "acme", NOW_S) == POINT
@@ -97,7 +97,7 @@ def test_while_keys_are_rotated_ids_of_both_are_opened() -> None:
     refusal(before, anew)
 
 
-def test_a_running_gateway_opens_ids_of_both_keys_until_one_is_retired() -> None:
+def test_running_gateway_follows_a_rotation() -> None:
     ring = KeyRing.of(KEY, Kind.GATEWAY)
     ids = EventIds(ring)
     text = ids.seal(POINT, "acme").decode()
@@ -108,6 +108,6 @@ def test_a_running_gateway_opens_ids_of_both_keys_until_one_is_retired() -> None
     assert refusal(ids, text)[0] == "unknown_event_id"
 
 
-def test_without_a_key_nothing_is_sealed() -> None:
+def test_without_a_key_no_id_is_sealed() -> None:
     with pytest.raises(ConfigError):
         EventIds([])

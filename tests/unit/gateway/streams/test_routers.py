@@ -241,6 +241,15 @@ def test_stream_outlives_its_router_and_the_other_router_hears_its_end() -> None
     assert g["other"].only(Ended).attempts == ((id_of("r"), 0),)
 
 
+def test_death_of_a_router_leaves_requests_of_the_other_alone() -> None:
+    g = with_two("d0")
+    g.open()
+    g["other"].leave()
+    assert len(g["router"].take(Submit)) == 1
+    g.tick()
+    assert not g["router"].take(Submit)
+
+
 def test_silent_router_is_given_up_while_another_answers() -> None:
     g = with_two("d0")
     g.open()
@@ -368,6 +377,7 @@ def test_questions_are_answered_in_the_order_of_asking() -> None:
     assert [each.request_id for each in g["router"].take(Explain)] == [id_of("a"), id_of("b")]
     for name in "ab":
         g["router"].say(Decisions(decisions=(a_decision(name),)))
+    g["router"].say(Decisions())  # an answer without a question changes nothing
     assert told == [(a_decision("a"),), (a_decision("b"),)]
 
 

@@ -78,11 +78,6 @@ def test_every_field_is_read() -> None:
     assert (file.rank(acme), file.rank(zeta)) == (0, 1)
 
 
-def test_a_file_without_classes_has_one() -> None:
-    file = entry("weight: 1")
-    assert file.classes == ("default",) and file.rank(file.tenants["acme"]) == 0
-
-
 @pytest.mark.parametrize(
     ("fields", "complaint"),
     [
@@ -98,13 +93,14 @@ def test_a_file_without_classes_has_one() -> None:
         ("quotas: [1]", "tenants.acme.quotas: expected a mapping"),
         ("sla: {ttft_ms: 0}", "tenants.acme.sla.ttft_ms: expected"),
         ("priority_class: gold", "tenants.acme.priority_class: there is no class 'gold'; known are default"),
+        ("priority_class: defalt", "there is no class 'defalt'; did you mean 'default'"),
         ("public_prefixes: [x]", "there is no public prefix 'x'; known are none"),
         ("admin: 1", "tenants.acme.admin: expected"),
-        ("weight: 1\n    weight: 2", "line 6, column 5: the key 'weight' stands twice"),
-        ("sla: {ttft_ms: 1, ttft_ms: 1}", "the key 'ttft_ms' stands twice"),
+        ("weight: 1\n    weight: 2", "line 6, column 5: the key 'weight' is repeated"),
+        ("sla: {ttft_ms: 1, ttft_ms: 1}", "the key 'ttft_ms' is repeated"),
     ],
 )
-def test_what_is_wrong_with_a_tenant_is_told_with_its_key(fields: str, complaint: str) -> None:
+def test_wrong_field_of_a_tenant_is_named(fields: str, complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint) as refused:
         entry(fields)
     assert str(refused.value).startswith("tenants.yaml: ")
@@ -114,36 +110,53 @@ def test_what_is_wrong_with_a_tenant_is_told_with_its_key(fields: str, complaint
     ("top", "complaint"),
     [
         ("classes: []", "classes: expected a list"),
-        ("classes: [a, a]", "classes: a name stands twice"),
+        ("classes: [a, a]", "classes: a name is repeated"),
         ("classes: ['a b']", "classes: a name matches"),
         (f"classes: {list(map(str, range(17)))}", "classes: expected a list of 1 to 16"),
         ("classes: fast", "classes: expected a list"),
         ("clases: [a]", "did you mean 'classes'"),
         ("public_prefixes: {a: ''}", "public_prefixes.a: expected the text"),
         ("public_prefixes: [a]", "public_prefixes: expected a mapping"),
-        ("tenants: {}", "the key 'tenants' stands twice"),
+        ("tenants: {}", "the key 'tenants' is repeated"),
     ],
 )
-def test_what_is_wrong_around_the_tenants_is_told(top: str, complaint: str) -> None:
+def test_wrong_field_of_the_file_is_named(top: str, complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
         entry("weight: 1", top=top)
 
 
-def test_an_unknown_class_is_answered_with_the_nearest() -> None:
-    with pytest.raises(ConfigError, match="no class 'interctive'; did you mean 'interactive'"):
-        entry("priority_class: interctive", top="classes: [interactive, batch]")
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("", "expected a mapping"),
+        ("[]", "expected a mapping"),
+        ("tenants: []", "tenants: expected a mapping"),
+        (f'tenants: {{a: {{key: ["{DIGEST}"]}}}}', "did you mean 'tenants.a.keys'"),
+        ("tenants: {a: {keys: [x]}}", r"keys\[0\]: expected 'sha256:'"),
+        ("tenants: {a: {}}", "tenants.a"),
+        ("tenants: {a: 1}", "tenants.a: expected a mapping"),
+        ("tenants: {1: {keys: []}}", "a name matches"),
+        ("tenants: [", "cannot be read"),
+        ("!!python/object/apply:os.system ['true']", "could not determine a constructor"),
+    ],
+)
+def test_wrong_file_is_refused(text: str, complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        parse(text)
 
 
 @pytest.mark.parametrize("second", ["acme", "zeta"])
-def test_one_key_stands_once(second: str) -> None:
+def test_repeated_key_is_refused_without_showing_it(second: str) -> None:
     keys = {"acme": {"keys": [DIGEST]}, "zeta": {"keys": [OTHER]}}
     keys[second]["keys"].append(DIGEST)
-    with pytest.raises(ConfigError, match=f"tenants.{second}.keys: sha256:aaaaaaaa... is there") as refused:
+    with pytest.raises(
+        ConfigError, match=f"tenants.{second}.keys: sha256:aaaaaaaa... is (listed|also)"
+    ) as refused:
         parse(json.dumps({"tenants": keys}))
     assert DIGEST not in str(refused.value)
 
 
-def test_what_may_be_a_key_itself_is_never_shown() -> None:
+def test_text_that_may_be_a_key_is_never_shown() -> None:
     secret = "sk-do-not-show"
     for keys in (f"[{secret}]", secret, f"[[{secret}]]", f"{{a: {secret}}}", f'["{secret}'):
         with pytest.raises(ConfigError) as refused:
@@ -151,15 +164,10 @@ def test_what_may_be_a_key_itself_is_never_shown() -> None:
         assert secret not in str(refused.value)
 
 
-def test_no_code_runs() -> None:
-    with pytest.raises(ConfigError, match="could not determine a constructor"):
-        parse("!!python/object/apply:os.system ['true']")
-
-
 @pytest.mark.parametrize(
     "tagged", ["!!bool sk-secret", "!!timestamp sk-secret", "!!set [sk-secret]", "!!map [a]"]
 )
-def test_a_tag_that_does_not_go_with_its_value_is_refused(tagged: str) -> None:
+def test_tag_that_does_not_fit_its_value_is_refused(tagged: str) -> None:
     with pytest.raises(ConfigError, match="a tag does not go with its value") as refused:
         parse(f"tenants: {{acme: {{keys: {tagged}}}}}")
     assert "sk-secret" not in str(refused.value)
@@ -181,44 +189,37 @@ MERGED = "\n".join(
         "tenants:\n  t0: &t0 {keys: []}\n" + MERGED,
     ],
 )
-def test_aliases_do_not_make_a_small_file_huge(text: str) -> None:
-    with pytest.raises(ConfigError, match="aliases spell out more"):
+def test_aliases_that_spell_out_a_huge_file_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="aliases expand to more"):
         parse(text)
 
 
 @pytest.mark.parametrize("text", ["tenants: &a {<<: *a}", "classes: &c [*c]\ntenants: {}"])
-def test_an_alias_in_what_it_names_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="line 1: what the anchor names is in itself"):
+def test_recursive_alias_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="line 1: the anchor contains an alias of itself"):
         parse(text)
 
 
-@pytest.mark.parametrize("value", ["x" * 10_000, "0x" + "f" * 10_000])
-def test_what_is_wrong_is_not_shown_at_full_length(value: str) -> None:
-    with pytest.raises(ConfigError, match=r"tenants\.acme\.weight: expected float") as refused:
-        entry(f"weight: {value}")
-    assert len(str(refused.value)) < 1000
-
-
-def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+def test_pipe_is_refused_without_waiting(tmp_path: Path) -> None:
     path = tmp_path / "tenants.yaml"
     os.mkfifo(path)
     with pytest.raises(ConfigError, match="expected a plain file"):
         read_tenants(path)
 
 
-def test_merged_mappings_are_no_duplicates() -> None:
+def test_merged_mappings_are_not_duplicates() -> None:
     file = parse(f"tenants:\n  a: &a {{keys: ['{DIGEST}'], weight: 2}}\n  b: {{<<: *a, keys: ['{OTHER}']}}\n")
     assert file.tenants["b"].weight == 2.0 and file.tenants["b"].keys == (OTHER,)
 
 
-def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
+def test_file_that_is_not_text_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "tenants.yaml"
     path.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match="cannot be read"):
         read_tenants(path)
 
 
-def test_the_documented_file_is_read_and_has_every_field() -> None:
+def test_documented_file_has_every_field() -> None:
     page = (Path(__file__).resolve().parents[4] / "docs" / "tenants.md").read_text(encoding="utf-8")
     (text,) = re.findall(r"```yaml\n(.*?)```", page, flags=re.DOTALL)
     acme = parse(text).tenants["acme"]
@@ -243,7 +244,7 @@ VALUES = st.recursive(
 
 @settings(max_examples=300, deadline=None)
 @given(st.dictionaries(st.one_of(st.just("tenants"), st.text()), VALUES, max_size=3))
-def test_any_tree_is_read_or_refused_in_words(tree: dict[str, Any]) -> None:
+def test_any_mapping_is_read_or_refused_with_config_error(tree: dict[str, Any]) -> None:
     try:
         parse(yaml.safe_dump(tree))
     except ConfigError as error:
@@ -252,7 +253,7 @@ def test_any_tree_is_read_or_refused_in_words(tree: dict[str, Any]) -> None:
 
 @settings(max_examples=300, deadline=None)
 @given(st.dictionaries(FIELDS, VALUES, max_size=4))
-def test_any_tenant_is_read_or_refused_in_words(fields: dict[str, Any]) -> None:
+def test_any_tenant_is_read_or_refused_with_config_error(fields: dict[str, Any]) -> None:
     try:
         file = parse(yaml.safe_dump({"tenants": {"acme": {"keys": [], **fields}}}))
     except ConfigError as error:
@@ -261,19 +262,7 @@ def test_any_tenant_is_read_or_refused_in_words(fields: dict[str, Any]) -> None:
         assert file.tenants["acme"].weight > 0
 
 
-@settings(max_examples=150, deadline=None)
-@given(st.integers(0, len(WHOLE)), st.text(max_size=3))
-def test_a_damaged_file_is_read_whole_or_refused(cut: int, inserted: str) -> None:
-    """Half of a file may be a file as well, of fewer tenants; it is never half of a tenant's field."""
-    for text in (WHOLE[:cut], WHOLE[:cut] + inserted + WHOLE[cut:]):
-        try:
-            file = parse(text)
-        except ConfigError:
-            continue
-        assert msgspec.convert(msgspec.to_builtins(file), TenantsFile) == file
-
-
-def test_the_published_schema_takes_what_the_reader_takes() -> None:
+def test_schema_accepts_the_same_file_as_the_reader() -> None:
     schema = msgspec.json.schema(TenantsFile)
     known = set(schema["$defs"]["TenantEntry"]["properties"])
     assert {"keys", "weight", "quotas", "sla", "degradation", "public_prefixes"} <= known
@@ -313,45 +302,27 @@ def keys_of(text: str, tenant: str) -> tuple[str, ...]:
     return parse_tenants(text, "").tenants[tenant].keys
 
 
-@pytest.mark.parametrize("text", [BLOCK, FLOW, BLOCK.rstrip("\n"), FLOW.rstrip("\n")])
 @pytest.mark.parametrize("tenant", ["acme", "zeta", "fresh"])
-def test_a_key_is_added_and_taken_out_again(text: str, tenant: str) -> None:
-    added = with_key(text, tenant, NEW)
-    before = keys_of(text, tenant) if tenant != "fresh" else ()
-    assert keys_of(added, tenant) == (*before, NEW)
-    back = without_keys(added, [NEW])
-    assert keys_of(back, tenant) == before
-    if tenant != "fresh":
-        assert parse_tenants(back, "") == parse_tenants(text, "")
-
-
-@pytest.mark.parametrize("tenant", ["acme", "zeta", "fresh"])
-def test_comments_and_order_stay(tenant: str) -> None:
+def test_adding_a_key_keeps_comments_and_order(tenant: str) -> None:
     added = with_key(BLOCK, tenant, NEW)
     lines = added.splitlines()
     assert not [line for line in difflib.ndiff(BLOCK.splitlines(), lines) if line.startswith("-")]
     assert sum(NEW in line for line in lines) == 1
 
 
-def test_the_other_keys_comments_stay_when_one_goes() -> None:
+def test_removing_a_key_keeps_the_comments_of_other_keys() -> None:
     left = without_keys(BLOCK, [B])
     assert "# alice" in left and "# carol" not in left and "# bob is gone" in left
 
 
-@pytest.mark.parametrize("text", [BLOCK, FLOW])
-def test_the_last_key_of_a_tenant_goes(text: str) -> None:
-    left = without_keys(text, [A, B])
-    assert keys_of(left, "acme") == () and keys_of(left, "zeta") == (C,)
-    assert keys_of(with_key(left, "acme", NEW), "acme") == (NEW,)
-
-
-def test_keys_of_several_tenants_go_at_once() -> None:
-    left = without_keys(BLOCK, [A, C])
-    assert keys_of(left, "acme") == (B,) and keys_of(left, "zeta") == ()
+@pytest.mark.parametrize("tenant", ["acme", "zeta"])
+def test_key_is_added_to_a_file_without_a_last_newline(tenant: str) -> None:
+    text = f"tenants:\n  acme:\n    keys:\n    - {A}"
+    assert keys_of(with_key(text, tenant, NEW), tenant)[-1] == NEW
 
 
 @pytest.mark.parametrize("text", ["", "\n", "tenants: {}", "tenants: {}\n", "# nobody yet\ntenants: {}\n"])
-def test_a_file_begins_with_its_first_key(text: str) -> None:
+def test_first_key_is_added_to_an_empty_file(text: str) -> None:
     first = with_key(text, "acme", NEW)
     assert keys_of(first, "acme") == (NEW,)
     assert keys_of(with_key(first, "acme", A), "acme") == (NEW, A)
@@ -367,12 +338,12 @@ def test_a_file_begins_with_its_first_key(text: str) -> None:
         "tenants: [",
     ],
 )
-def test_a_wrong_file_is_not_touched(text: str) -> None:
+def test_wrong_file_is_not_changed(text: str) -> None:
     with pytest.raises(ConfigError, match="the file: "):
         with_key(text, "acme", NEW)
 
 
-def test_what_is_written_too_cleverly_is_left_to_its_author() -> None:
+def test_keys_behind_an_alias_are_left_to_the_author() -> None:
     merged = (
         f"tenants:\n  a: &a {{keys: ['{A}']}}\n  b: {{<<: *a, keys: ['{B}']}}\n  c: {{<<: *a, keys: []}}\n"
     )
@@ -401,7 +372,7 @@ def files(draw: st.DrawFn) -> TenantsFile:
 
 @settings(max_examples=150, deadline=None)
 @given(files(), st.booleans(), st.integers(1, 6), NAMES, st.data())
-def test_any_layout_keeps_everything_else(
+def test_changing_keys_keeps_everything_else_in_any_layout(
     file: TenantsFile, flow: bool, indent: int, name: str, data: st.DataObject
 ) -> None:
     tree = {"tenants": {each: msgspec.to_builtins(entry) for each, entry in file.tenants.items()}}

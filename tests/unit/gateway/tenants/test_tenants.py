@@ -23,7 +23,7 @@ def salt_of(found: Tenants) -> bytes:
     return tenant.cache_salt
 
 
-def test_keys_find_their_tenant(tmp_path: Path) -> None:
+def test_key_finds_its_tenant(tmp_path: Path) -> None:
     found = tenants(
         tmp_path, f'tenants: {{acme: {{keys: ["{GOOD}"]}}, zeta: {{keys: ["{OTHER}"], models: [tiny]}}}}'
     )
@@ -35,7 +35,7 @@ def test_keys_find_their_tenant(tmp_path: Path) -> None:
         assert found.find(wrong) is None
 
 
-def test_admins_are_named(tmp_path: Path) -> None:
+def test_admin_tenant_is_marked(tmp_path: Path) -> None:
     found = tenants(
         tmp_path, f'tenants: {{acme: {{keys: ["{GOOD}"]}}, root: {{keys: ["{OTHER}"], admin: true}}}}'
     )
@@ -43,50 +43,24 @@ def test_admins_are_named(tmp_path: Path) -> None:
     assert acme is not None and not acme.is_admin and root is not None and root.is_admin
 
 
-def test_without_a_file_everybody_is_the_same() -> None:
+def test_without_a_file_every_client_is_one_tenant() -> None:
     found = Tenants.from_file(None, KEY)
     assert not found.need_keys
     assert found.find("") == found.find("anything") is not None
 
 
-def test_salts_depend_on_the_clusters_key() -> None:
+def test_salts_depend_on_the_cluster_key() -> None:
     assert cache_salt(KEY, "a") != cache_salt(b"x" * 32, "a")
     assert len(cache_salt(KEY, "a")) == 16
 
 
-@pytest.mark.parametrize(
-    ("text", "complaint"),
-    [
-        ("", "expected a mapping"),
-        ("[]", "expected a mapping"),
-        ("tenants: []", "tenants: expected a mapping"),
-        ("tenants: {}", "at least one tenant"),
-        ("tenants: {a: {keys: []}}", "at least one tenant"),
-        ("tennants: {}", "did you mean 'tenants'"),
-        (f'tenants: {{a: {{key: ["{GOOD}"]}}}}', "did you mean 'tenants.a.keys'"),
-        ("tenants: {a: {keys: [my-secret-key]}}", r"keys\[0\]: expected 'sha256:'"),
-        (f"tenants: {{a: {{keys: {GOOD}}}}}", "tenants.a"),
-        ("tenants: {a: {}}", "tenants.a"),
-        ("tenants: {a: 1}", "tenants.a: expected a mapping"),
-        (f'tenants: {{"a b": {{keys: ["{GOOD}"]}}}}', "a name matches"),
-        (f'tenants: {{1: {{keys: ["{GOOD}"]}}}}', "a name matches"),
-        (f'tenants: {{a: {{keys: ["{GOOD}"]}}, b: {{keys: ["{GOOD}"]}}}}', "belongs to two"),
-        ("tenants: [", "cannot be read"),
-        ("!!python/object/apply:os.system ['true']", "cannot be read"),
-    ],
-)
-def test_a_wrong_file_is_refused(tmp_path: Path, text: str, complaint: str) -> None:
-    with pytest.raises(ConfigError, match=complaint) as refused:
+@pytest.mark.parametrize("text", ["tenants: {}", "tenants: {a: {keys: []}}"])
+def test_file_without_keys_is_refused(tmp_path: Path, text: str) -> None:
+    with pytest.raises(ConfigError, match="at least one tenant"):
         tenants(tmp_path, text)
-    assert "my-secret-key" not in str(refused.value)
 
 
-def test_a_missing_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot be read"):
-        Tenants.from_file(tmp_path / "none.yaml", KEY)
-
-
-def test_after_a_rotation_the_salts_are_those_of_the_new_key(tmp_path: Path) -> None:
+def test_rotation_of_the_cluster_key_changes_the_salts(tmp_path: Path) -> None:
     (tmp_path / "tenants.yaml").write_text(f'tenants: {{acme: {{keys: ["{GOOD}"]}}}}')
     ring = KeyRing.of(KEY, Kind.GATEWAY)
     found = [Tenants.from_file(tmp_path / "tenants.yaml", ring), Tenants.from_file(None, ring)]

@@ -20,47 +20,47 @@ def headers(**given: str) -> AskedFor:
     return asked_for({"headers": names})
 
 
-def test_the_first_of_a_header_that_is_there_twice_counts() -> None:
+def test_first_of_repeated_headers_counts() -> None:
     twice = [(b"x-slo-ttft-ms", b"5"), (b"x-slo-ttft-ms", b"7"), (b"accept", b"x")]
     assert asked_for({"headers": twice}) == {b"x-slo-ttft-ms": "5"}
 
 
-def test_a_request_without_headers_has_what_its_tenant_was_promised() -> None:
+def test_request_without_headers_has_the_objectives_of_its_tenant() -> None:
     sla = Sla(ttft_ms=500, tpot_ms=50, deadline_ms=1000)
     assert sla_of(headers(), a_tenant(sla=sla)) == sla
 
 
 @pytest.mark.parametrize("prefix", ["x_slo", "x_llm_d_slo"])
-def test_headers_may_ask_for_less_but_not_for_more(prefix: str) -> None:
+def test_headers_loosen_and_never_tighten_objectives(prefix: str) -> None:
     tenant = a_tenant(sla=Sla(ttft_ms=500, tpot_ms=50, deadline_ms=1000))
     asked = headers(**{f"{prefix}_ttft_ms": "800", f"{prefix}_tpot_ms": "1"})
     assert sla_of(asked, tenant) == Sla(ttft_ms=800, tpot_ms=50, deadline_ms=1000)
 
 
-def test_where_nothing_was_promised_a_request_says_what_it_needs() -> None:
+def test_headers_set_objectives_that_the_tenant_lacks() -> None:
     assert sla_of(headers(x_slo_ttft_ms="1.5"), a_tenant()) == Sla(ttft_ms=1.5)
 
 
-def test_our_own_header_goes_before_the_others() -> None:
+def test_header_of_baton_precedes_the_header_of_llm_d() -> None:
     asked = headers(x_llm_d_slo_ttft_ms="7", x_slo_ttft_ms="9")
     assert sla_of(asked, a_tenant()) == Sla(ttft_ms=9)
 
 
 @pytest.mark.parametrize("value", ["", "0", "-1", "nan", "inf", "1e99", "fast", "86400001"])
 @pytest.mark.parametrize("name", ["x_slo_ttft_ms", "x_slo_tpot_ms", "x_llm_d_slo_ttft_ms"])
-def test_a_header_that_is_no_time_is_refused(name: str, value: str) -> None:
+def test_header_without_milliseconds_is_refused(name: str, value: str) -> None:
     with pytest.raises(ApiError, match="expected milliseconds") as refused:
         sla_of(headers(**{name: value}), a_tenant())
     assert refused.value.status == 400 and refused.value.param == name.replace("_", "-")
 
 
 @pytest.mark.parametrize(("asked_for", "rank"), [(None, 1), ("fast", 1), ("normal", 1), ("batch", 2)])
-def test_a_class_may_be_lower_than_the_tenants_but_not_higher(asked_for: str | None, rank: int) -> None:
+def test_header_lowers_and_never_raises_the_class(asked_for: str | None, rank: int) -> None:
     asked = headers(x_baton_priority=asked_for) if asked_for else headers()
     assert scheduling_key_of(asked, a_tenant()).rank == rank
 
 
-def test_an_unknown_class_is_refused_with_the_nearest() -> None:
+def test_unknown_class_is_refused_with_the_nearest() -> None:
     with pytest.raises(ApiError, match="no class 'bach'; did you mean 'batch'") as refused:
         scheduling_key_of(headers(x_baton_priority="bach"), a_tenant())
     assert refused.value.status == 400
@@ -70,12 +70,12 @@ def test_an_unknown_class_is_refused_with_the_nearest() -> None:
     ("name", "wishes"),
     [("x_slo_ttft_ms", False), ("x_llm_d_slo_ttft_ms", False), ("x_slo_tpot_ms", True), ("x_other", False)],
 )
-def test_only_what_the_tenant_is_not_promised_is_a_wish(name: str, wishes: bool) -> None:
+def test_objective_beyond_the_promises_of_the_tenant_is_marked(name: str, wishes: bool) -> None:
     tenant = a_tenant(sla=Sla(ttft_ms=500))
     assert scheduling_key_of(headers(**{name: "900"}), tenant).has_unpromised_sla is wishes
 
 
-def test_the_policy_is_in_the_standing() -> None:
+def test_scheduling_key_has_the_policy_of_the_tenant() -> None:
     tenant = a_tenant(
         rank=0,
         weight=4.0,
