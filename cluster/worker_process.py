@@ -29,10 +29,9 @@ from baton.config.environment import node_name
 from baton.decode_worker.worker import DecodeWorker
 from baton.engine.engine import Engine, load_engine
 from baton.errors import BatonError
-from baton.kvtransfer.endpoint import KvEndpoint
+from baton.kvtransfer.endpoint import EndpointSettings, KvEndpoint
 from baton.kvtransfer.links import KvLinks, Link
-from baton.kvtransfer.ranks.remote import RankAgents
-from baton.kvtransfer.settings import EndpointSettings
+from baton.kvtransfer.ranks.ranks import RankAgents
 from baton.kvtransfer.transports.pages import SharedPool
 from baton.messages.bounds import Kind
 from baton.messages.control import Hello
@@ -136,7 +135,7 @@ class HostedWorker:
             agents=agents,
             steps=self.engine.runner.steps,
         )
-        endpoint.lend = self.engine.pin
+        endpoint.pin = self.engine.pin
         return endpoint
 
     def _make_node(self, thread: RpcThread) -> PrefillWorker | DecodeWorker:

@@ -1,4 +1,4 @@
-"""One attempt at a request on the decode worker that answers it, and the order in which attempts start.
+"""Attempts at requests on the decode worker that answers them: their order, and the pages sent to them.
 
 The life of an attempt:
 
@@ -9,24 +9,33 @@ The life of an attempt:
 3. PULLING, instead: this worker computes the prompt, once a prefix that another worker holds has arrived.
 4. RUNNING: the engine has the sequence and its pages.
 
-An attempt may end in any stage; `DecodeWorker._drop` releases all that it holds.
+An attempt may end in any stage; `DecodeWorker._drop` releases all that it holds. `DecodeAdmission` orders
+the waiting attempts, and `IncomingPages` has the transfers to attempts.
 """
 
 from bisect import insort
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 from itertools import count
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import msgspec
 
-from baton.engine.replica import Replica
-from baton.engine.scheduler.sequence import due_s
+from baton.engine.replica import Replica, SoughtPrefix
+from baton.engine.scheduler.sequence import SequenceProgress, due_s
 from baton.errors import InvalidRequest
-from baton.kvtransfer.prefixes import PrefixPull
+from baton.kvtransfer.endpoint import PageEndpoint
+from baton.kvtransfer.links import Link
+from baton.kvtransfer.prefixes import PulledPrefixes
+from baton.kvtransfer.protocol.handoff import HandoffOutcome, TransferEnded
 from baton.messages.control import AttemptFailed, Cancel, Dispatch, Failure, PullSource
-from baton.request import FilledPages, Request, TokenEvent
+from baton.messages.workers import PrefillTimes
+from baton.request import FilledPages, Request, StepOutput, TokenEvent
 from baton.rpc.worker_node import check_one_choice
+
+# From the grant on; the time that the prompt waits in the prefill worker counts too.
+TRANSFER_TIMEOUT_S: Final = 600.0
 
 
 class AttemptStage(Enum):
@@ -53,7 +62,11 @@ class Attempt:
     num_wanted_pages: int = 0  # for which there was no room at the last try
     num_expected_pages: int = 0  # granted, and not here yet
     first: TokenEvent | None = None
-    pull: PrefixPull | None = None  # of a prefix, once it has ended
+    pulled_bytes: int = 0  # of the prefix, from a peer
+    pulled_s: float = 0.0
+    arrived_s: float = 0.0
+    progress: SequenceProgress | None = None  # of a prompt that is computed here, until its first token
+    started_s: float | None = None  # the beginning of its first step
 
     @classmethod
     def of(cls, dispatch: Dispatch) -> "Attempt":
@@ -108,6 +121,25 @@ class Attempt:
     def engine_id(self) -> str:
         """The attempt's name in the engine and the ledger, different for each attempt at a request."""
         return f"{self.request_id}.{self.number}"
+
+    def times(self, now_s: float, step_began_s: float, output: StepOutput) -> PrefillTimes:
+        """Return the times of a prompt that was computed here, at its first token.
+
+        step_began_s: the beginning of the step of that token.
+        """
+        assert self.progress is not None, "only a prompt that is computed here has times"
+        started_s = step_began_s if self.started_s is None else self.started_s
+        return PrefillTimes(
+            self.request_id,
+            self.number,
+            waited_s=started_s - self.arrived_s,
+            computed_s=now_s - started_s,
+            num_new_tokens=len(self.token_ids) - output.num_cached_tokens,
+            num_tokens=len(self.token_ids),
+            pulled_bytes=self.pulled_bytes,
+            pulled_s=self.pulled_s,
+            own_s=self.progress.own_s,
+        )
 
     @property
     def cancel(self) -> Cancel:
@@ -208,3 +240,105 @@ class DecodeAdmission:
 
 def _order(waiting: _Waiting) -> tuple[int, int, float, int]:
     return waiting.order
+
+
+class ReceivedPages(NamedTuple):
+    """The end of a transfer to an attempt, with the pages or without."""
+
+    attempt: Attempt
+    reason: str | None = None  # why the pages have not come; None: they are in `attempt.filled`
+    is_refused: bool = False  # the source lives, and does not send them
+
+
+class IncomingPages:
+    """Pages that other workers send to attempts: of a whole prompt, or of a prefix that they hold.
+
+    1. `grant` tells the prefill worker which pages to write. The caller has claimed the cached prefix and
+       made room.
+    2. `pull` instead fetches a prefix that another worker holds, of a prompt that this worker computes.
+    3. `poll` returns the attempts whose transfer has ended. `drop` ends a transfer; pages that arrive after
+       it are released.
+    """
+
+    def __init__(
+        self,
+        engine: Replica,
+        endpoint: PageEndpoint,
+        admission: DecodeAdmission,
+        prefixes: PulledPrefixes[Attempt],
+    ) -> None:
+        self._engine = engine
+        self._endpoint = endpoint
+        self._admission = admission
+        self._prefixes = prefixes
+        self._attempts: dict[bytes, Attempt] = {}  # by transfer, until the endpoint says that it has ended
+
+    def __len__(self) -> int:
+        return len(self._attempts)
+
+    def grant(self, attempt: Attempt, link: Link, claim: FilledPages) -> None:
+        """Tell the prefill worker which pages to write.
+
+        claim: the cached prefix, a whole number of pages of both workers; the attempt owns it from now on.
+        Raises ValueError for a prompt that no transfer can carry.
+        """
+        attempt.filled, attempt.stage = claim, AttemptStage.PREFILLING
+        unit_tokens = min(self._engine.pages.page_size, link.hello.layout.page_size)
+        num_missing_tokens = len(attempt.token_ids) - claim.num_tokens
+        self._endpoint.grant(
+            link,
+            attempt.transfer,
+            -(-num_missing_tokens // unit_tokens),
+            attempt.engine_id,
+            deadline_s=TRANSFER_TIMEOUT_S,
+            position=claim.num_tokens,
+        )
+        attempt.is_receiving = True
+        self._attempts[attempt.transfer] = attempt
+
+    def pull(self, attempt: Attempt) -> bool:
+        """Fetch the prefix that the router's source holds; False: there is none to fetch."""
+        prefix = SoughtPrefix(self._engine, attempt.request, attempt.engine_id)
+        if not self._prefixes.begin(attempt, attempt.source, prefix):
+            return False
+        attempt.stage = AttemptStage.PULLING
+        return True
+
+    def poll(self) -> Iterator[ReceivedPages]:
+        """Yield the transfers that have ended since the last call."""
+        for ended in self._endpoint.poll():
+            pulled = self._prefixes.take(ended)
+            if pulled is not None:
+                attempt = pulled.waiter
+                attempt.filled, attempt.pulled_bytes = pulled.filled, pulled.num_bytes
+                attempt.pulled_s = pulled.seconds
+                yield ReceivedPages(attempt)
+            elif ended.transfer in self._attempts:
+                yield from self._take(self._attempts.pop(ended.transfer), ended)
+
+    def drop(self, attempt: Attempt) -> None:
+        """Release all that the attempt holds, and end its transfers."""
+        self._prefixes.drop(attempt)
+        if attempt.is_receiving:
+            attempt.is_receiving = False
+            self._endpoint.abort(attempt.transfer, "the attempt is over")
+        self._admission.arrived(attempt)
+        filled, attempt.filled = attempt.filled, None
+        if filled is not None:
+            self._engine.release(filled)
+
+    def _take(self, attempt: Attempt, ended: TransferEnded) -> Iterator[ReceivedPages]:
+        has_come = ended.outcome is HandoffOutcome.ADOPTED
+        num_tokens, owner = len(attempt.token_ids), attempt.engine_id
+        if not attempt.is_receiving:  # dropped meanwhile
+            if has_come:
+                self._engine.release(FilledPages(ended.pages, num_tokens, owner))
+            return
+        attempt.is_receiving = False
+        self._admission.arrived(attempt)
+        if not has_come:
+            yield ReceivedPages(attempt, ended.reason, ended.outcome is HandoffOutcome.REFUSED)
+            return
+        assert attempt.filled is not None, "an attempt that receives pages has claimed a prefix"
+        attempt.filled = FilledPages(attempt.filled.pages + ended.pages, num_tokens, owner)
+        yield ReceivedPages(attempt)

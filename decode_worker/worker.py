@@ -19,19 +19,18 @@ All calls come from one thread, and none of them waits. `step` is the body of th
 
 import logging
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from typing import Final, NamedTuple, TypeAlias
 
 import msgspec
 
 from baton.clock import Clock
-from baton.decode_worker.attempt import Attempt, AttemptStage, DecodeAdmission
-from baton.decode_worker.incoming import IncomingPages
-from baton.decode_worker.reports import DecodeReports
+from baton.decode_worker.attempt import Attempt, AttemptStage, DecodeAdmission, IncomingPages
 from baton.engine.replica import Replica
+from baton.engine.scheduler.sequence import SequenceStatus
 from baton.errors import InvalidRequest, ProtocolError
+from baton.kvtransfer.endpoint import PageEndpoint
 from baton.kvtransfer.links import KvLinks
-from baton.kvtransfer.page_endpoint import PageEndpoint
 from baton.kvtransfer.prefixes import PulledPrefixes
 from baton.messages.bounds import LINK_TIMEOUT_S, Kind
 from baton.messages.codec import TOO_LARGE, AnyMessage, fits
@@ -40,24 +39,8 @@ from baton.messages.status import OverloadLevel
 from baton.messages.workers import REMOTE_PREFILLS, Load
 from baton.request import FinishReason, StepOutput, TokenEvent
 from baton.rpc.peers import Peer, PeerRegistry
-from baton.rpc.reports import load_of
+from baton.rpc.reports import WorkerReports, load_of
 from baton.rpc.worker_node import EndedAttempts, WorkerNode
-
-
-class LostGateways:
-    """Gateways that attempts name and that are not connected. A Dispatch may come just before its gateway."""
-
-    def __init__(self, peer_registry: PeerRegistry) -> None:
-        self._peer_registry = peer_registry
-        self._missing: set[str] = set()  # at the last tick
-
-    def tick(self, named: Iterable[str]) -> Collection[str]:
-        """Return the gateways, of those named by attempts, that are missing at two ticks in a row."""
-        missing = {id_ for id_ in named if self._peer_registry.peer(id_) is None}
-        lost = missing & self._missing
-        self._missing = missing
-        return lost
-
 
 PrefillResult: TypeAlias = Prefilled | PrefillFailed
 MAX_EARLY_S: Final = 10.0  # a Dispatch that is later than this comes over a link that is given up
@@ -93,26 +76,36 @@ class Ending(NamedTuple):
     reason: str = ""
 
 
-class Answers:
-    """The attempts that the engine runs; their tokens go to their gateways."""
+_QUEUED: Final = (SequenceStatus.WAITING, SequenceStatus.SWAPPED)
 
-    def __init__(self, engine: Replica, peer_registry: PeerRegistry, reports: DecodeReports) -> None:
+
+class Answers:
+    """The attempts that the engine runs; their tokens go to their gateways.
+
+    Reports the times of prompts that are computed here: the arrival, the first step, and the first token.
+    """
+
+    def __init__(self, engine: Replica, peer_registry: PeerRegistry, reports: WorkerReports) -> None:
         self.num_tokens = 0  # sent in all
         self._engine = engine
         self._peer_registry = peer_registry
         self._reports = reports
         self._attempts: dict[str, Attempt] = {}  # by engine id
+        self._queued: dict[str, Attempt] = {}  # attempts whose prompts the engine has not started
 
     def begin(self, attempt: Attempt) -> None:
         """Continue with all the KV that the attempt has. On InvalidRequest the attempt keeps its pages."""
         (progress,) = self._engine.add(attempt.engine_request, attempt.filled)
-        self._reports.begun(attempt, progress)
+        if attempt.first is None:
+            attempt.progress = progress
+            self._queued[attempt.engine_id] = attempt
         attempt.stage, attempt.filled = AttemptStage.RUNNING, None
         self._attempts[attempt.engine_id] = attempt
 
     def abort(self, attempt: Attempt) -> None:
         self._engine.abort(attempt.engine_id)
         self._attempts.pop(attempt.engine_id, None)
+        self._queued.pop(attempt.engine_id, None)
 
     def step(self) -> list[Ending]:
         """Run one step of the engine, if there is work; return the attempts that it ends."""
@@ -121,6 +114,10 @@ class Answers:
         self._reports.step_begins()
         endings = [self._emit(output) for output in self._engine.step()]
         self._reports.step_ended(self._engine)
+        for attempt in list(self._queued.values()):
+            if attempt.progress is not None and attempt.progress.status not in _QUEUED:
+                attempt.started_s = self._reports.step_began_s
+                del self._queued[attempt.engine_id]
         return [ending for ending in endings if ending is not None]
 
     def _emit(self, output: StepOutput) -> Ending | None:
@@ -131,7 +128,11 @@ class Answers:
         if not fits(event):
             return Ending(attempt, Failure.INVALID, TOO_LARGE)
         self.num_tokens += output.token_id is not None
-        self._reports.said(attempt, output)
+        if attempt.progress is not None:
+            now_s, began_s = self._reports.clock.now_s(), self._reports.step_began_s
+            self._reports.prefilled(attempt.times(now_s, began_s, output))
+            attempt.progress = None
+            self._queued.pop(attempt.engine_id, None)
         self._peer_registry.emit(attempt.gateway, event)
         return None if output.finish_reason is None else Ending(attempt)
 
@@ -158,7 +159,7 @@ class DecodeWorker(WorkerNode):
         """
         self.counters: Counter[str] = Counter()
         self._clock = clock
-        self._reports = DecodeReports(peer_registry, clock)
+        self._reports = WorkerReports(peer_registry, clock)
         super().__init__(peer_registry, links, self._reports)
         self._engine = engine
         self._endpoint = endpoint
@@ -171,7 +172,7 @@ class DecodeWorker(WorkerNode):
         self._attempts: dict[str, Attempt] = {}  # request_id -> its latest attempt here
         self._early = EarlyResults(clock)
         self._over = EndedAttempts()
-        self._lost_gateways = LostGateways(peer_registry)
+        self._missing_gateways: set[str] = set()  # at the last tick; a Dispatch may precede its gateway
 
     @property
     def is_idle(self) -> bool:
@@ -212,7 +213,10 @@ class DecodeWorker(WorkerNode):
     # Peers.
 
     def tick(self) -> None:
-        self._lose_gateways(self._lost_gateways.tick(each.gateway for each in self._attempts.values()))
+        gateways = {each.gateway for each in self._attempts.values()}
+        missing = {id_ for id_ in gateways if self._peer_registry.peer(id_) is None}
+        self._lose_gateways(missing & self._missing_gateways)
+        self._missing_gateways = missing
         self._give_up_silent_links()
         self._early.tick()
         super().tick()
@@ -278,7 +282,7 @@ class DecodeWorker(WorkerNode):
             self._drop(current)
         early = self._early.take(attempt.key)
         self._attempts[attempt.request_id] = attempt
-        self._reports.arrived(attempt)
+        attempt.arrived_s = self._clock.now_s()
         if self.is_draining:
             self._fail(attempt, Failure.BUSY, "the worker is about to end")
             return
@@ -404,6 +408,5 @@ class DecodeWorker(WorkerNode):
             self._admission.leave(attempt)
             self._peer_registry.tell(attempt.prefill, attempt.cancel)
             self._incoming.drop(attempt)
-        self._reports.forget(attempt)
         self._over.add(*attempt.key)
         del self._attempts[attempt.request_id]

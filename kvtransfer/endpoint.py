@@ -1,18 +1,28 @@
-"""The endpoint of one replica, with its sockets, rank executors and remote ranks.
+"""The endpoint of one replica: it starts, feeds and ends the page transfers of the replica.
 
-`PageEndpoint` documents the calls that a worker makes.
+The life of a transfer, in the calls of the two workers:
 
-The endpoint's threads move bytes, read sockets and compute digests. Each thread posts its results to an inbox
-as calls, and `poll` makes the calls. The ledger, the hand-offs and the callbacks therefore belong to one
-thread, the thread that calls `poll`. Workers connect to peers by `link`. Every peer holds the cluster key,
-and no transfer request contains a peer's address.
+1. Both workers know the transfer's id. The destination calls `grant`, which reserves pages and sends the
+   source a Grant.
+2. The source finds the grant in `take_granted`, and calls `offer` as pages are computed. A grant may arrive
+   before its request: the source keeps the transfer until `abort` or the end of the transfer.
+3. Both workers call `poll` in their loops. `poll` does all the work that touches the ledger and returns the
+   transfers that ended.
+4. `pull` is the alternative to `grant`: the destination requests pages that a peer already holds. The peer's
+   `pin` finds the pages by their keys.
+
+`PageEndpoint` is independent of sockets and device memory; the simulator adds simulated links and ranks.
+`KvEndpoint` adds sockets, rank executors and remote ranks. Its threads move bytes, read sockets and compute
+digests. Each thread posts its results to an inbox as calls, and `poll` makes the calls. The ledger, the
+hand-offs and the callbacks therefore belong to one thread, the thread that calls `poll`. Workers connect to
+peers by `link`. Every peer holds the cluster key, and no transfer request contains a peer's address.
 
 A replica of several ranks has its endpoint in rank 0. The ledger of rank 0 applies to all ranks: page p is
 page p of each rank's pool. An agent in the process of each other rank moves that rank's pages:
 
     agents = RankAgents(config.tensor_parallel_size)
     shared = SharedPool()
-    engine = load_engine(config, zeros_on_cpu=shared.zeros, companion=agents.companion)
+    engine = load_engine(config, zeros_on_cpu=shared.zeros, sidecar=agents.sidecar)
     endpoint = KvEndpoint(
         settings, engine.runner.pool.device, ledger,
         shared=shared, agents=agents, steps=engine.runner.steps,
@@ -27,29 +37,423 @@ ends once, and no new transfer begins: the replica has to be loaded again.
 
 import contextlib
 import secrets
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from itertools import count
 from queue import Empty, SimpleQueue
-from typing import Final
+from typing import Final, Protocol
 
+import msgspec
 from torch import Tensor
 
 from baton.clock import Clock, SystemClock
+from baton.errors import WireError
 from baton.kvtransfer.links import Link, Peers
-from baton.kvtransfer.page_endpoint import PageEndpoint
-from baton.kvtransfer.protocol.handoff import PageLedger, TransferEnded
-from baton.kvtransfer.protocol.pull import ID_BYTES
-from baton.kvtransfer.ranks.executor import RankExecutor
-from baton.kvtransfer.ranks.peer_transports import TransportCounters
-from baton.kvtransfer.ranks.ranks import Ranks
-from baton.kvtransfer.ranks.remote import RankAgents, RemoteRank
-from baton.kvtransfer.ranks.step_gate import CompletedSteps
-from baton.kvtransfer.settings import EndpointSettings
-from baton.kvtransfer.transports.message_stream import Call
+from baton.kvtransfer.protocol.destination import DestinationHandoff, TransferSize, check_pull
+from baton.kvtransfer.protocol.handoff import (
+    Finished,
+    GrantedTransfer,
+    HandoffContext,
+    Owner,
+    PageLedger,
+    Timing,
+    TransferEnded,
+    answer_to_unknown,
+)
+from baton.kvtransfer.protocol.messages import (
+    ID_BYTES,
+    PROTOCOL,
+    AnyMessage,
+    EndpointHello,
+    Grant,
+    PullRequest,
+    TransferRequest,
+    WantedPage,
+)
+from baton.kvtransfer.protocol.source import Pin, SourceHandoff, pin_nothing
+from baton.kvtransfer.protocol.transfer_plan import plan_transfer
+from baton.kvtransfer.ranks.executor import CompletedSteps, RankExecutor
+from baton.kvtransfer.ranks.messages import (
+    PartEvent,
+    Performer,
+    RankSettings,
+    Route,
+    default_layer_groups,
+)
+from baton.kvtransfer.ranks.ranks import RankAgents, Ranks, RemoteRank
+from baton.kvtransfer.transfers import End, Incoming, Outgoing
+from baton.kvtransfer.transports.base import AUTO
 from baton.kvtransfer.transports.pages import SharedPool
+from baton.kvtransfer.transports.receive_registration import ReceiveRegistrations
 from baton.kvtransfer.transports.registry import transport_set
-from baton.rpc.auth import KeyRing
-from baton.rpc.connection import DroppedPeers
+from baton.messages.bounds import LINK_TIMEOUT_S
+from baton.pages import PageLayout
+from baton.rpc.auth import PAGES, KeyRing, LinkKeys, LinkSecret
+from baton.rpc.connection import Call, DroppedPeers
 
 TICK_S: Final = 0.25  # between two checks of leases and heartbeats
+
+
+class EndpointSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The settings of one replica's endpoint: its keys, model, layout, address and limits."""
+
+    key: bytes | KeyRing  # of page links; bytes: a key that never changes
+    fingerprint: str  # of the model
+    layout: PageLayout
+    host: str = "127.0.0.1"
+    port: int = 0  # 0: any free port
+    transport: str = AUTO
+    timing: Timing = Timing()
+    num_hashing_threads: int = 1
+    link_timeout_s: float = LINK_TIMEOUT_S  # after which a silent link to another replica is dropped
+
+    @property
+    def secret(self) -> LinkSecret:
+        """Return the key or keys that prove links to other replicas."""
+        return self.key if isinstance(self.key, bytes) else LinkKeys(self.key, PAGES)
+
+    def hello(self, incarnation: bytes) -> EndpointHello:
+        """Return the first message over each link of the process with this incarnation."""
+        return EndpointHello(
+            protocol=PROTOCOL,
+            incarnation=incarnation,
+            fingerprint=self.fingerprint,
+            layout=self.layout,
+        )
+
+    def for_rank(self, rank: int) -> RankSettings:
+        """Return the settings of one rank of the replica."""
+        return RankSettings(
+            key=self.key if isinstance(self.key, bytes) else self.key.generations,
+            layout=self.layout,
+            rank=rank,
+            host=self.host,
+            transport=self.transport,
+            num_hashing_threads=self.num_hashing_threads,
+        )
+
+
+class Routing(Protocol):
+    """The ranks of a replica; `Ranks` implements it."""
+
+    @property
+    def registrations(self) -> ReceiveRegistrations:
+        """Return the receive registrations of rank 0."""
+        ...
+
+    def complaint(self) -> str | None:
+        """Return the reason why no transfer can begin; None when no rank is lost."""
+        ...
+
+    def routes(self, link: Link, num_layer_groups: int, *, is_source: bool) -> Sequence[Route]:
+        """Return one route for each part of a transfer over the link, in the order of the parts.
+
+        is_source: this replica is the source. Raises ValueError when there are more groups than layers.
+        """
+        ...
+
+    def drop(self, link: Link) -> None:
+        """Close the transports of a lost link."""
+        ...
+
+
+class PageEndpoint(ABC):
+    """The transfers of one replica; see the steps above.
+
+    Owns the open transfers: each stays open until no writer or reader uses its pages. The caller owns the
+    ledger and the ranks. The thread that owns the ledger makes all calls.
+    """
+
+    def __init__(
+        self,
+        settings: EndpointSettings,
+        incarnation: bytes,
+        ledger: PageLedger,
+        clock: Clock,
+        ranks: Routing,
+    ) -> None:
+        self.settings = settings
+        self.incarnation = incarnation
+        self.pin: Pin = pin_nothing  # a worker whose pages may be pulled replaces it
+        self._ledger = ledger
+        self._clock = clock
+        self._ranks = ranks
+        self._outgoing: dict[bytes, Outgoing] = {}
+        self._incoming: dict[bytes, Incoming] = {}
+        self._epochs = count(1)
+        self._next_tick_s = 0.0
+        self._ended: list[TransferEnded] = []
+        self._granted: list[GrantedTransfer] = []
+
+    @abstractmethod
+    def counts(self) -> dict[str, int]:
+        """Return event counts since the start, by name, for metrics."""
+
+    @abstractmethod
+    def _make_posted_calls(self) -> None:
+        """Make the calls that were posted to this thread, without blocking."""
+
+    @abstractmethod
+    def _link_to(self, incarnation: bytes) -> Link | None:
+        """Return an open link to the process of this incarnation, or None."""
+
+    @property
+    def num_open(self) -> int:
+        """Return the number of transfers that hold local pages, as source or as destination."""
+        return len(self._outgoing) + len(self._incoming)
+
+    # Calls of the worker.
+
+    def poll(self) -> list[TransferEnded]:
+        """Process received events and due timers without blocking; return the newly ended transfers."""
+        self._make_posted_calls()
+        if self._clock.now_s() >= self._next_tick_s:
+            self._next_tick_s = self._clock.now_s() + TICK_S
+            self._tick()
+        ended, self._ended = self._ended, []
+        return ended
+
+    def take_granted(self) -> list[GrantedTransfer]:
+        """Return the transfers that peers have granted pages for since the last call."""
+        granted, self._granted = self._granted, []
+        return granted
+
+    def grant(
+        self,
+        link: Link,
+        transfer: bytes,
+        num_units: int,
+        adopter: Owner,
+        *,
+        deadline_s: float,
+        position: int = 0,
+        num_layer_groups: int | None = None,
+    ) -> None:
+        """Reserve local pages and grant them to the peer. The caller has made room for the pages.
+
+        transfer: the id, 16 bytes, which the peer's worker also knows; an id must not be used twice.
+        position: the token of the sequence at which the units begin, a page boundary on both sides; the
+        caller holds the tokens before it. adopter: the owner of the pages once they are verified.
+        num_layer_groups: the source may offer pages separately for this many groups of layers, which
+        `layer_groups` cuts; None: a number that suits the source's layout.
+        Raises ValueError when a value is out of range or the id is in use.
+        """
+        if self._is_known(transfer):
+            raise ValueError(f"transfer {transfer.hex()} was started before")
+        if position % self._page_tokens(link):
+            raise ValueError(f"a transfer from token {position} on, which starts no page")
+        if num_layer_groups is None:
+            num_layer_groups = default_layer_groups(link.hello.layout)
+        incoming = self._arrive(link, transfer, num_units, deadline_s, position, num_layer_groups)
+        if self._can_begin(incoming):
+            incoming.perform(incoming.handoff.grant(adopter))
+
+    def offer(
+        self, transfer: bytes, pages: Sequence[int], num_units: int, *, group: int | None = None
+    ) -> None:
+        """Append pages to the transfer and send all units that are computed.
+
+        pages: the pages that follow the pages offered before. num_units: all units computed so far; on a GPU,
+        by the stream that is current here and in `poll`. Other ranks send their parts once they have computed
+        them. group: the group of layers that is computed; only the first group's offer contains the pages.
+        Does nothing when the transfer is not open.
+        """
+        outgoing = self._outgoing.get(transfer)
+        if outgoing is not None:
+            outgoing.offer(pages, num_units, group)
+
+    def pull(
+        self,
+        link: Link,
+        wanted: Sequence[WantedPage],
+        num_units: int,
+        adopter: Owner,
+        *,
+        deadline_s: float,
+    ) -> bytes:
+        """Request the peer's pages `wanted` and return the transfer's id. The caller has made room for them.
+
+        adopter: the owner of the local pages once they are verified. Raises ValueError when the request is
+        too large for one transfer.
+        """
+        check_pull(wanted, self._context(link, is_source=False).num_destination_pages(num_units))
+        incoming = self._arrive(link, self._new_id(), num_units, deadline_s)
+        if self._can_begin(incoming):
+            incoming.perform(incoming.handoff.pull(adopter, link.hello.incarnation, wanted))
+        return incoming.handoff.transfer
+
+    def abort(self, transfer: bytes, reason: str) -> None:
+        """Cancel the transfer and tell the peer; `poll` reports its end. Does nothing when it is not open."""
+        end = self._end_of(transfer)
+        if end is not None:
+            end.perform(end.handoff.abort(reason))
+
+    # Events from peers, ranks and the clock.
+
+    def _received(self, link: Link, message: AnyMessage) -> None:
+        if link.is_lost:
+            return
+        if isinstance(message, Grant | PullRequest):
+            self._requested(link, message)
+            return
+        end = self._end_of(getattr(message, "transfer", b""))
+        # Messages come over any link of the process that the transfer began with.
+        if end is not None and end.link.hello.incarnation == link.hello.incarnation:
+            end.receive(message)
+        elif (answer := answer_to_unknown(message)) is not None:
+            link.send(answer)
+
+    def _on_link_lost(self, link: Link) -> None:
+        for end in self._ends():
+            if end.link is link:
+                end.perform(end.handoff.peer_lost())
+        self._ranks.drop(link)
+
+    def _on_part_event(self, event: PartEvent) -> None:
+        end = self._end_of(event.transfer)
+        if end is not None:
+            end.on_part_event(event)
+
+    def _on_rank_lost(self, executor: Performer, reason: str, *, is_dead: bool) -> None:
+        """End the transfers that have a part at this rank of the replica."""
+        for end in self._ends():
+            end.on_rank_lost(executor, reason, is_dead=is_dead)
+
+    def _tick(self) -> None:
+        """Check leases and deadlines, send heartbeats, and remove the transfers that are over."""
+        for end in self._ends():
+            if end.link.is_lost:  # the remaining messages use another link to the same process
+                end.link = self._link_to(end.link.hello.incarnation) or end.link
+            end.perform(end.handoff.tick())
+        for end in self._ends():
+            if end.handoff.is_closed:
+                end.forget()
+                self._outgoing.pop(end.handoff.transfer, None)
+                self._incoming.pop(end.handoff.transfer, None)
+
+    def _finished(self, end: End, finished: Finished) -> None:
+        handoff, times = end.handoff, end.timeline.times() if isinstance(end, Outgoing) else None
+        self._ended.append(
+            TransferEnded(handoff.transfer, finished.outcome, finished.reason, tuple(handoff.pages), times)
+        )
+
+    # New transfers.
+
+    def _requested(self, link: Link, request: TransferRequest) -> None:
+        complaint = self._complaint(link, request)
+        if complaint is not None:
+            link.drop(WireError(complaint, reason="protocol"))
+            return
+        outgoing = self._depart(link, request)
+        if not self._can_begin(outgoing):
+            return
+        handoff = outgoing.handoff
+        if isinstance(request, Grant):
+            outgoing.start(request, handoff.opened)
+        else:
+            outgoing.start(request, lambda: handoff.accept_pull(self.incarnation, self.pin))
+
+    def _complaint(self, link: Link, request: TransferRequest) -> str | None:
+        """Return why the peer may not request this new transfer; None when it may."""
+        num_groups = _num_layer_groups(request)
+        if self._is_known(request.transfer):
+            return "the peer requested a transfer whose id is in use"
+        if num_groups > self.settings.layout.num_layers:
+            return f"the transfer has {num_groups} groups of {self.settings.layout.num_layers} layers"
+        num_parts = len(self._ranks.routes(link, num_groups, is_source=True))
+        if request.num_parts != num_parts:
+            return f"the transfer has {request.num_parts} parts, the ranks of both sides need {num_parts}"
+        if isinstance(request, PullRequest):
+            return None  # `accept_pull` checks the rest and refuses the pull without dropping the link
+        if request.position % self._page_tokens(link):
+            return f"a transfer from token {request.position} on, which starts no page"
+        num_pages = self._context(link, is_source=True).num_destination_pages(request.num_units)
+        if len(request.pages) != num_pages:
+            return f"the grant has {len(request.pages)} pages, the transfer needs {num_pages}"
+        return None
+
+    def _depart(self, link: Link, request: TransferRequest) -> Outgoing:
+        """Open an outgoing transfer for a peer's request, which `_complaint` has accepted."""
+        handoff = SourceHandoff(request, self._context(link, is_source=True))
+        routes = self._ranks.routes(link, _num_layer_groups(request), is_source=True)
+        outgoing = Outgoing(handoff, link, routes, request.num_units, self._clock, self._finished)
+        self._outgoing[request.transfer] = outgoing
+        if isinstance(request, Grant):
+            unit_tokens = min(self.settings.layout.page_size, link.hello.layout.page_size)
+            self._granted.append(
+                GrantedTransfer(
+                    request.transfer,
+                    request.position,
+                    request.num_units,
+                    unit_tokens,
+                    request.num_layer_groups,
+                )
+            )
+        return outgoing
+
+    def _arrive(
+        self,
+        link: Link,
+        transfer: bytes,
+        num_units: int,
+        deadline_s: float,
+        position: int = 0,
+        num_layer_groups: int = 1,
+    ) -> Incoming:
+        """Open an incoming transfer with a new epoch."""
+        routes = self._ranks.routes(link, num_layer_groups, is_source=False)
+        size = TransferSize(transfer, num_units, len(routes), deadline_s, position, num_layer_groups)
+        handoff = DestinationHandoff(size, next(self._epochs), self._context(link, is_source=False))
+        incoming = self._incoming[transfer] = Incoming(handoff, link, routes, num_units, self._finished)
+        return incoming
+
+    def _can_begin(self, end: End) -> bool:
+        """Return True when the link and all ranks are alive; otherwise end the transfer and return False."""
+        complaint = self._ranks.complaint()
+        if end.link.is_lost:
+            end.perform(end.handoff.peer_lost())
+        elif complaint is not None:
+            end.perform(end.handoff.fail(complaint))
+        return not end.link.is_lost and complaint is None
+
+    def _context(self, link: Link, *, is_source: bool) -> HandoffContext:
+        """Return the context of a new hand-off over the link. is_source: this replica is the source."""
+        ours, theirs = self.settings.layout, link.hello.layout
+        source, destination = (ours, theirs) if is_source else (theirs, ours)
+        plan = plan_transfer(source, destination, 0, 0)  # all parts count the same units
+        return HandoffContext(
+            ledger=self._ledger,
+            clock=self._clock,
+            timing=self.settings.timing,
+            source_units_per_page=plan.source.units_per_page,
+            destination_units_per_page=plan.destination.units_per_page,
+        )
+
+    def _page_tokens(self, link: Link) -> int:
+        """Return the larger of the two sides' page sizes, in tokens.
+
+        Page sizes are powers of two, so every multiple of the larger one is a page boundary on both sides.
+        """
+        return max(self.settings.layout.page_size, link.hello.layout.page_size)
+
+    def _new_id(self) -> bytes:
+        return secrets.token_bytes(ID_BYTES)
+
+    def _is_known(self, transfer: bytes) -> bool:
+        """Return True when the id belongs to an open transfer or to pages that a source may still write."""
+        return self._end_of(transfer) is not None or transfer in self._ranks.registrations
+
+    def _ends(self) -> list[End]:
+        """Return a copy of all open transfers."""
+        return [*self._outgoing.values(), *self._incoming.values()]
+
+    def _end_of(self, transfer: bytes) -> End | None:
+        return self._outgoing.get(transfer) or self._incoming.get(transfer)
+
+
+def _num_layer_groups(request: TransferRequest) -> int:
+    """Return the number of layer groups; 1 for a pull, whose pages are already computed in all layers."""
+    return request.num_layer_groups if isinstance(request, Grant) else 1
 
 
 class KvEndpoint(PageEndpoint):
@@ -79,9 +483,8 @@ class KvEndpoint(PageEndpoint):
         """
         own, incarnation = settings.for_rank(0), secrets.token_bytes(ID_BYTES)
         self.dropped = dropped = DroppedPeers()
-        self._clock = clock = clock or SystemClock()
+        clock = clock or SystemClock()
         self._inbox: SimpleQueue[Call] = SimpleQueue()
-        self._next_tick_s = 0.0
         inbox = self._inbox.put
         transports = transport_set(settings.transport)
         self._here = here = RankExecutor(
@@ -96,7 +499,7 @@ class KvEndpoint(PageEndpoint):
             dropped=dropped,
             steps=steps,
         )
-        self._replica = ranks = Ranks(settings, here, agents, clock)
+        self._replica = ranks = Ranks(own, here, agents, clock)
         super().__init__(settings, incarnation, ledger, clock, ranks)
         try:
             self._peers = Peers(
@@ -133,19 +536,12 @@ class KvEndpoint(PageEndpoint):
         """Return the host and the port that peers connect to."""
         return self._peers.address
 
-    @property
-    def counters(self) -> TransportCounters:
-        """Return the counters of rank 0's transports."""
-        return self._here.counters
-
     def counts(self) -> dict[str, int]:
         """Return event counts of all ranks since the start, by name, for metrics.
 
         The counts of remote ranks are as old as the previous call, which requested them.
         """
         return self._replica.counts()
-
-    # Calls of the worker.
 
     def link(self, address: tuple[str, int]) -> Link:
         """Connect to another endpoint; any thread may call. A link serves many transfers, in both directions.
@@ -154,16 +550,6 @@ class KvEndpoint(PageEndpoint):
         another model.
         """
         return self._peers.dial(address)
-
-    def poll(self) -> list[TransferEnded]:
-        """Process the inbox and the due timers without blocking; return the newly ended transfers."""
-        with contextlib.suppress(Empty):
-            for _ in range(self._inbox.qsize()):  # bounded: peers may post faster than this loop runs
-                self._inbox.get_nowait()()
-        if self._clock.now_s() >= self._next_tick_s:
-            self._next_tick_s = self._clock.now_s() + TICK_S
-            self._transfer_manager.tick(self._peers.link_to)
-        return self._transfer_manager.take_ended()
 
     def post(self, call: Call) -> None:
         """Queue a call for the next `poll` or `wait`; any thread may post. Calls run in the posted order."""
@@ -185,6 +571,14 @@ class KvEndpoint(PageEndpoint):
                 outgoing.send_released()
         self._peers.close()
         self._replica.close()
+
+    def _make_posted_calls(self) -> None:
+        with contextlib.suppress(Empty):
+            for _ in range(self._inbox.qsize()):  # bounded: peers may post faster than this loop runs
+                self._inbox.get_nowait()()
+
+    def _link_to(self, incarnation: bytes) -> Link | None:
+        return self._peers.link_to(incarnation)
 
     def _on_remote_rank_lost(self, rank: RemoteRank) -> None:
         """End the transfers of a rank that is lost; called again once the rank is known to be dead."""

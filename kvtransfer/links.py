@@ -6,7 +6,7 @@ The life of a link:
    says EndpointHello and, if the two are compatible, the addresses of its ranks' listeners. Two replicas of
    one model are compatible, whatever their tp_size and page_size. A mismatch is refused at both ends, with
    the reason, before any page moves.
-2. A link carries messages about transfers, both ways (kvtransfer/transports/message_stream.py).
+2. A link carries messages about transfers, both ways (baton/rpc/connection.py).
 3. A peer that breaks a rule, closes or dies ends the link. `on_lost` is called once, after everything that
    was received before. Links to other peers go on.
 """
@@ -27,11 +27,18 @@ from baton.kvtransfer.protocol.transfer_plan import check_same_model
 from baton.kvtransfer.ranks.messages import parts_of
 from baton.kvtransfer.transports.base import TransportSet
 from baton.kvtransfer.transports.listener import Listener, listen
-from baton.kvtransfer.transports.message_stream import Call, MessageStream, Post
 from baton.messages.bounds import LINK_TIMEOUT_S, schema_hash
 from baton.messages.workers import Address, Worker
 from baton.rpc.auth import LinkSecret
-from baton.rpc.connection import HANDSHAKE_TIMEOUT_S, Connection, DroppedPeers, Role
+from baton.rpc.connection import (
+    HANDSHAKE_TIMEOUT_S,
+    Call,
+    Connection,
+    DroppedPeers,
+    MessageStream,
+    Post,
+    Role,
+)
 
 logger = logging.getLogger(__name__)
 MAX_LINKS: Final = 1024

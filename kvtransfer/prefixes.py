@@ -17,9 +17,8 @@ from typing import Final, Generic, NamedTuple, Protocol, TypeVar
 
 from baton.clock import Clock
 from baton.kvtransfer.links import KvLinks, Link
-from baton.kvtransfer.page_endpoint import PageEndpoint
 from baton.kvtransfer.protocol.handoff import HandoffOutcome, Owner, TransferEnded
-from baton.kvtransfer.protocol.pull import WantedPage
+from baton.kvtransfer.protocol.messages import WantedPage
 from baton.messages.control import PullSource
 from baton.request import FilledPages
 
@@ -32,22 +31,20 @@ PATIENCE: Final = 3.0  # deadline, in multiples of the expected duration
 FIRST_BYTES_PER_S: Final = 100e6  # assumed before the first measurement
 LEAST_BYTES_PER_S: Final = 1e6
 NEWEST_SHARE: Final = 0.25  # weight of the latest pull in the bandwidth EWMA
+MAX_PULLS: Final = 64  # concurrent; requests beyond this limit compute their prefix
+
+WaiterT = TypeVar("WaiterT")
+logger = logging.getLogger(__name__)
 
 
-class Puller(Protocol):
-    """The part of an endpoint that pulls need; `PageEndpoint` implements it."""
+class PullingEndpoint(Protocol):
+    """The part of an endpoint that pulls need; `PageEndpoint` implements and documents it."""
 
     def pull(
-        self,
-        link: Link,
-        wanted: Sequence[WantedPage],
-        num_units: int,
-        adopter: Owner,
-        *,
-        deadline_s: float,
-    ) -> bytes:
-        """Request pages from the peer and return the transfer's id; see `PageEndpoint.pull`."""
-        ...
+        self, link: Link, wanted: Sequence[WantedPage], num_units: int, adopter: Owner, *, deadline_s: float
+    ) -> bytes: ...
+
+    def abort(self, transfer: bytes, reason: str) -> None: ...
 
 
 class PlannedPull(NamedTuple):
@@ -75,66 +72,6 @@ def plan_pull(
     wanted = tuple(held[first // theirs : -(-stop // theirs)])
     num_tokens = stop - first
     return PlannedPull(wanted, num_tokens // unit, -(-num_tokens // ours), num_tokens)
-
-
-class PrefixPull(NamedTuple):
-    """The result and the cost of a finished pull."""
-
-    transfer: bytes
-    pages: tuple[int, ...] | None  # None: the pull failed
-    num_bytes: int
-    seconds: float
-    reason: str
-
-
-class PrefixPulls:
-    """The running pulls, and the measured bandwidth that sets the deadline of the next pull."""
-
-    def __init__(self, endpoint: Puller, clock: Clock) -> None:
-        self._endpoint = endpoint
-        self._clock = clock
-        self._begun: dict[bytes, tuple[float, int]] = {}  # transfer -> (start time, bytes)
-        self._bytes_per_s = FIRST_BYTES_PER_S
-
-    def begin(self, link: Link, plan: PlannedPull, adopter: Owner) -> bytes:
-        """Start a pull and return its transfer id; `take` reports its end.
-
-        The caller has made room for the pages. Raises ValueError when the plan is too large for one transfer.
-        """
-        layout = link.hello.layout
-        num_bytes = plan.num_tokens * layout.token_bytes * layout.tp_size
-        deadline_s = self.deadline_s(num_bytes)
-        transfer = self._endpoint.pull(link, plan.wanted, plan.num_units, adopter, deadline_s=deadline_s)
-        self._begun[transfer] = self._clock.now_s(), num_bytes
-        return transfer
-
-    def deadline_s(self, num_bytes: int) -> float:
-        """Return the time limit for a pull of this size, in seconds from its start."""
-        return min(MOST_DEADLINE_S, max(LEAST_DEADLINE_S, PATIENCE * num_bytes / self._bytes_per_s))
-
-    def take(self, ended: TransferEnded) -> PrefixPull | None:
-        """Return the finished pull; None when the transfer is not a pull. Updates the measured bandwidth."""
-        begun = self._begun.pop(ended.transfer, None)
-        if begun is None:
-            return None
-        began_s, num_bytes = begun
-        seconds = max(1e-6, self._clock.now_s() - began_s)
-        is_adopted = ended.outcome is HandoffOutcome.ADOPTED
-        if is_adopted:
-            self._learn(num_bytes / seconds)
-        elif seconds >= LEAST_DEADLINE_S:  # the expected bandwidth may have been too high
-            self._learn(num_bytes / (PATIENCE * seconds))
-        pages = ended.pages if is_adopted else None
-        return PrefixPull(ended.transfer, pages, num_bytes, seconds, ended.reason)
-
-    def _learn(self, bytes_per_s: float) -> None:
-        expected = (1 - NEWEST_SHARE) * self._bytes_per_s + NEWEST_SHARE * bytes_per_s
-        self._bytes_per_s = max(LEAST_BYTES_PER_S, expected)
-
-
-MAX_PULLS: Final = 64  # concurrent; requests beyond this limit compute their prefix
-WaiterT = TypeVar("WaiterT")
-logger = logging.getLogger(__name__)
 
 
 class Prefix(Protocol):
@@ -182,34 +119,38 @@ class Store(Protocol):
 
 
 class Pulled(NamedTuple, Generic[WaiterT]):
-    """The end of a pull. `filled` is None when the pull failed and the engine computes the whole prefix."""
+    """The end of a pull."""
 
     waiter: WaiterT
-    filled: FilledPages | None
-    pull: PrefixPull
+    filled: FilledPages | None  # None: the pull failed, and the engine computes the whole prefix
+    num_bytes: int  # that were pulled; 0 after a failure
+    seconds: float
 
 
 class _Fetch(NamedTuple, Generic[WaiterT]):
     waiter: WaiterT
     claim: FilledPages
     plan: PlannedPull
+    began_s: float
+    num_bytes: int
 
 
 class PulledPrefixes(Generic[WaiterT]):
     """The prefix pulls of one worker, and the local pages that their requests claimed.
 
     WaiterT is the worker's handle of a request. `counters` counts successful, failed and skipped pulls, and
-    pulled bytes.
+    pulled bytes. The bandwidth of earlier pulls sets the deadline of the next pull.
     """
 
-    def __init__(self, store: Store, endpoint: PageEndpoint, links: KvLinks, clock: Clock) -> None:
+    def __init__(self, store: Store, endpoint: PullingEndpoint, links: KvLinks, clock: Clock) -> None:
         self.counters: Counter[str] = Counter()
         self._store = store
         self._endpoint = endpoint
         self._links = links
-        self._pulls = PrefixPulls(endpoint, clock)
+        self._clock = clock
         self._fetches: dict[bytes, _Fetch[WaiterT]] = {}  # transfer -> running pull
         self._dropped: set[bytes] = set()
+        self._bytes_per_s = FIRST_BYTES_PER_S
 
     def begin(self, waiter: WaiterT, source: PullSource | None, prefix: Prefix) -> bool:
         """Start a pull for the request; return False when none starts. `take` reports the end of the pull."""
@@ -223,26 +164,29 @@ class PulledPrefixes(Generic[WaiterT]):
 
     def take(self, ended: TransferEnded) -> Pulled[WaiterT] | None:
         """Return the finished pull; None when the transfer is not a pull or the pull was dropped."""
-        pull = self._pulls.take(ended)
-        if pull is None:
+        fetch = self._fetches.pop(ended.transfer, None)
+        if fetch is None:
             return None
-        waiter, claim, plan = self._fetches.pop(ended.transfer)
-        pages, owner = pull.pages or (), claim.owner
+        waiter, claim, plan, began_s, num_bytes = fetch
+        seconds = max(1e-6, self._clock.now_s() - began_s)
+        is_adopted = ended.outcome is HandoffOutcome.ADOPTED
+        pages, owner = ended.pages if is_adopted else (), claim.owner
+        self._learn(num_bytes, seconds, is_adopted=is_adopted)
         if ended.transfer in self._dropped:
             self._dropped.remove(ended.transfer)
             self._store.release(FilledPages(pages, plan.num_tokens, owner))
             return None
-        if pull.pages is None:
+        if not is_adopted:
             logger.info(
-                "request %s: the prefix pull failed, this worker computes the prefix: %s", owner, pull.reason
+                "request %s: the prefix pull failed, this worker computes the prefix: %s", owner, ended.reason
             )
             self.counters["pulls_failed"] += 1
             self._store.release(claim)
-            return Pulled(waiter, None, pull)
+            return Pulled(waiter, None, 0, seconds)
         self.counters["pulls"] += 1
-        self.counters["pulled_bytes"] += pull.num_bytes
+        self.counters["pulled_bytes"] += num_bytes
         filled = FilledPages(claim.pages + pages, claim.num_tokens + plan.num_tokens, owner)
-        return Pulled(waiter, filled, pull)
+        return Pulled(waiter, filled, num_bytes, seconds)
 
     def drop(self, waiter: WaiterT) -> None:
         """Cancel the request's pull, if one runs, and release its claimed pages."""
@@ -252,24 +196,36 @@ class PulledPrefixes(Generic[WaiterT]):
                 self._store.release(fetch.claim)
                 self._endpoint.abort(transfer, "the pull was cancelled")
 
+    def deadline_s(self, num_bytes: int) -> float:
+        """Return the time limit for a pull of this size, in seconds from its start."""
+        return min(MOST_DEADLINE_S, max(LEAST_DEADLINE_S, PATIENCE * num_bytes / self._bytes_per_s))
+
     def _fetch(self, waiter: WaiterT, source: PullSource, prefix: Prefix, link: Link) -> bool:
         page_sizes = self._store.pages.page_size, link.hello.layout.page_size
         claim = prefix.claim(max(page_sizes))
         hints = zip(source.pages, source.generations, prefix.keys(page_sizes[1]), strict=False)
         held = [WantedPage(*hint) for hint in hints]
         plan = plan_pull(held, page_sizes, claim.num_tokens, min(source.num_tokens, prefix.num_tokens))
-        transfer = None if plan is None else self._start_pull(link, plan, prefix.owner)
-        if plan is None or transfer is None:
+        if plan is None or not self._store.make_room(plan.num_pages):
             self._store.release(claim)
             return False
-        self._fetches[transfer] = _Fetch(waiter, claim, plan)
+        layout = link.hello.layout
+        num_bytes = plan.num_tokens * layout.token_bytes * layout.tp_size
+        try:
+            transfer = self._endpoint.pull(
+                link, plan.wanted, plan.num_units, prefix.owner, deadline_s=self.deadline_s(num_bytes)
+            )
+        except ValueError as error:
+            logger.warning("request %s: the prefix cannot be pulled: %s", prefix.owner, error)
+            self._store.release(claim)
+            return False
+        self._fetches[transfer] = _Fetch(waiter, claim, plan, self._clock.now_s(), num_bytes)
         return True
 
-    def _start_pull(self, link: Link, plan: PlannedPull, owner: str) -> bytes | None:
-        if not self._store.make_room(plan.num_pages):
-            return None
-        try:
-            return self._pulls.begin(link, plan, owner)
-        except ValueError as error:
-            logger.warning("request %s: the prefix cannot be pulled: %s", owner, error)
-            return None
+    def _learn(self, num_bytes: int, seconds: float, *, is_adopted: bool) -> None:
+        """Update the expected bandwidth. A failure that took long says that it was too high."""
+        if not is_adopted and seconds < LEAST_DEADLINE_S:
+            return
+        measured = num_bytes / seconds if is_adopted else num_bytes / (PATIENCE * seconds)
+        expected = (1 - NEWEST_SHARE) * self._bytes_per_s + NEWEST_SHARE * measured
+        self._bytes_per_s = max(LEAST_BYTES_PER_S, expected)

@@ -20,8 +20,8 @@ import msgspec
 from baton.clock import Clock
 from baton.engine.replica import Replica, SoughtPrefix
 from baton.errors import InvalidRequest, ProtocolError
+from baton.kvtransfer.endpoint import PageEndpoint
 from baton.kvtransfer.links import KvLinks
-from baton.kvtransfer.page_endpoint import PageEndpoint
 from baton.kvtransfer.prefixes import PulledPrefixes
 from baton.kvtransfer.protocol.handoff import GrantedTransfer, TransferEnded
 from baton.messages.codec import TOO_LARGE, AnyMessage, fits
@@ -29,10 +29,9 @@ from baton.messages.control import Cancel, Failure, Prefill, Prefilled, with_arr
 from baton.messages.status import OverloadLevel
 from baton.messages.workers import Load
 from baton.prefill_worker.prefill_job import LayerwiseSend, PrefillJob, PrefillStage, refusal
-from baton.prefill_worker.reports import PrefillReports
 from baton.request import FilledPages, FinishReason, StepOutput, TokenEvent
 from baton.rpc.peers import Peer, PeerRegistry
-from baton.rpc.reports import load_of
+from baton.rpc.reports import WorkerReports, load_of
 from baton.rpc.worker_node import EndedAttempts, WorkerNode, check_one_choice
 
 MAX_GRANT_WAIT_S: Final = 30.0  # of a computed prompt, for its decode worker to have free pages
@@ -52,7 +51,7 @@ class PrefillWorker(WorkerNode):
         links: KvLinks,
     ) -> None:
         self._clock = clock
-        self._reports = PrefillReports(peer_registry, clock)
+        self._reports = WorkerReports(peer_registry, clock)
         super().__init__(peer_registry, links, self._reports)
         self._engine = engine
         self._endpoint = endpoint
@@ -144,7 +143,8 @@ class PrefillWorker(WorkerNode):
     # A prompt arrives.
 
     def _begin(self, prefill: Prefill) -> None:
-        job = PrefillJob(with_arrival(prefill, self._clock.now_s()), self._engine.pages.page_size)
+        now_s = self._clock.now_s()
+        job = PrefillJob(with_arrival(prefill, now_s), self._engine.pages.page_size, now_s)
         if job.key in self._over or job.transfer in self._jobs:
             return
         if self.is_draining:
@@ -157,7 +157,6 @@ class PrefillWorker(WorkerNode):
             self._refuse(prefill, Failure.INVALID, str(error))
             return
         self._jobs[job.transfer] = job
-        self._reports.arrived(job)
         granted, _ = self._early_grants.pop(job.transfer, (None, 0.0))
         if granted is not None:
             self._granted(granted)
@@ -189,8 +188,9 @@ class PrefillWorker(WorkerNode):
         """Continue with the prefix that has come, or without."""
         pulled = self._prefixes.take(ended)
         if pulled is not None:
-            self._reports.pulled(pulled.waiter, pulled.pull)
-            self._start(pulled.waiter, pulled.filled)
+            job = pulled.waiter
+            job.pulled_bytes, job.pulled_s = pulled.num_bytes, pulled.seconds
+            self._start(job, pulled.filled)
 
     def _start(self, job: PrefillJob, filled: FilledPages | None) -> None:
         try:
@@ -209,7 +209,7 @@ class PrefillWorker(WorkerNode):
         for job in self._by_engine_id.values():
             if job.stage is PrefillStage.COMPUTING:
                 self._offer(job)
-                self._reports.computing(job)
+                job.note_step(self._reports.step_began_s)
 
     def _offer(self, job: PrefillJob) -> None:
         offer = job.take_offer()
@@ -227,11 +227,10 @@ class PrefillWorker(WorkerNode):
         if not fits(event):
             self._fail(job, Failure.INVALID, TOO_LARGE)
             return
-        self._reports.computed(job, output)
+        job.note_computed(self._clock.now_s(), self._reports.step_began_s, output)
         self._num_tokens += output.token_id is not None
         self._peer_registry.emit(job.prefill.gateway, event)
         self._peer_registry.tell(job.decode, Prefilled(event=event))
-        job.computed_s = self._clock.now_s()
         if reason is None and job.granted is None:
             job.stage = PrefillStage.COMPUTED
             return
@@ -247,7 +246,7 @@ class PrefillWorker(WorkerNode):
         """
         self._release_engine(job)
         if job.granted is None:
-            self._forget(job)
+            self._jobs.pop(job.transfer, None)
         else:
             job.stage = PrefillStage.LEAVING
 
@@ -258,7 +257,8 @@ class PrefillWorker(WorkerNode):
         job = self._jobs.pop(ended.transfer, None)
         if job is None:
             return
-        self._reports.ended(job, ended)
+        if (times := job.times(ended)) is not None:
+            self._reports.prefilled(times)
         if job.stage is not PrefillStage.LEAVING:
             self._release_engine(job)
             self._refuse(job.prefill, Failure.BUSY, ended.reason)
@@ -298,11 +298,7 @@ class PrefillWorker(WorkerNode):
         """Release everything that the job holds here."""
         self._endpoint.abort(job.transfer, reason)
         self._release_engine(job)
-        self._forget(job)
-
-    def _forget(self, job: PrefillJob) -> None:
         self._jobs.pop(job.transfer, None)
-        self._reports.forget(job)
 
     def _release_engine(self, job: PrefillJob) -> None:
         self._prefixes.drop(job)

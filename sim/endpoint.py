@@ -21,28 +21,27 @@ from random import Random
 from typing import Final, TypeAlias
 
 from baton.errors import WireError
+from baton.kvtransfer.endpoint import EndpointSettings, PageEndpoint
 from baton.kvtransfer.links import Link
-from baton.kvtransfer.page_endpoint import PageEndpoint
-from baton.kvtransfer.protocol.handoff import Timing, TransferEnded
+from baton.kvtransfer.protocol.handoff import Timing
 from baton.kvtransfer.protocol.messages import (
     DIGEST_BYTES,
+    ID_BYTES,
     AnyMessage,
     PeerRank,
     RankListenerAddresses,
     decode,
     encode,
 )
-from baton.kvtransfer.protocol.pull import ID_BYTES
 from baton.kvtransfer.protocol.transfer_plan import TransferPlan, plan_transfer
 from baton.kvtransfer.ranks import messages
 from baton.kvtransfer.ranks.digests import differing_units
-from baton.kvtransfer.settings import EndpointSettings
+from baton.kvtransfer.transports.base import PieceOutcome
 from baton.kvtransfer.transports.receive_registration import (
     ReceiveRegistration,
     ReceiveRegistrations,
     Writing,
 )
-from baton.kvtransfer.transports.transfer_queue import PieceOutcome
 from baton.messages.bounds import LINK_TIMEOUT_S
 from baton.pages import PageLayout
 from baton.sim.engine import ENTRY_BYTES, FINGERPRINT, SimEngine
@@ -232,16 +231,13 @@ class _Incoming:
 
 @dataclass(slots=True)
 class _Outgoing:
-    peer: PeerRank
+    order: messages.ReachPeer
     plan: TransferPlan
-    grant: messages.GrantPart | None = None
     pages: tuple[int, ...] = ()
 
 
 class SimRank:
     """A `Performer` that answers its commands by `emit`, and a `Routing` of one rank."""
-
-    transports = ("shm", "tcp")
 
     def __init__(
         self,
@@ -292,8 +288,6 @@ class SimRank:
                 self._verify(command)
             case messages.ReachPeer():
                 self._reach(command)
-            case messages.GrantPart():
-                self._outgoing[command.transfer].grant = command
             case messages.PushPart():
                 self._push(command)
             case messages.StopPart():
@@ -357,27 +351,26 @@ class SimRank:
     # The source's side.
 
     def _reach(self, order: messages.ReachPeer) -> None:
-        peer = order.destination
-        self._outgoing[order.transfer] = _Outgoing(peer, plan_transfer(self._layout, peer.layout, 0, 0))
+        plan = plan_transfer(self._layout, order.destination.layout, 0, 0)
+        self._outgoing[order.transfer] = _Outgoing(order, plan)
         reached = messages.PartReached(transfer=order.transfer, part=PART, transport="shm")
         self.process.later(self._network.delay_s(), lambda: self._emit_later(reached))
 
     def _push(self, order: messages.PushPart) -> None:
         part = self._outgoing[order.transfer]
-        assert part.grant is not None, "pages are granted before any is pushed"
         part.pages += order.more_pages
         piece = SimPiece(
             order.transfer,
-            part.grant.epoch,
+            part.order.epoch,
             order.first,
             order.stop,
             part.plan.unit_tokens,
             part.pages,
-            part.grant.pages,
-            part.grant.generations,
+            part.order.pages,
+            part.order.generations,
             lambda digests, reason: self._pushed(piece, digests, reason),
         )
-        self.pieces.push(self, part.peer.listeners.incarnation, piece)
+        self.pieces.push(self, part.order.destination.listeners.incarnation, piece)
 
     def _pushed(self, piece: SimPiece, digests: bytes | None, reason: str) -> None:
         """digests: of the piece's units; None when they were not written."""
@@ -406,7 +399,6 @@ class SimRank:
         self.process.post(lambda: self._emit(event))
 
 
-TICK_S: Final = 0.25
 TIMING: Final = Timing(lease_s=2.0, heartbeat_s=0.5)
 DEATH_IS_KNOWN_S: Final = (0.0, 0.5)  # after a process has died, to the processes that it could write to
 
@@ -461,14 +453,13 @@ class SimEndpoint(PageEndpoint):
         )
         self.rank = rank = SimRank(process, engine, settings.layout, self._on_part_event, network, random)
         super().__init__(settings, rank.incarnation, engine.pages, process.clock, rank)
-        self.lend = engine.pin
+        self.pin = engine.pin
         self.process = process
         self.recorder = recorder
         self.hello = settings.hello(rank.incarnation)
         self.links: list[SimLink] = []
         self._network = network
         self._random = random
-        self._next_tick_s = process.clock.now_s()
 
     @property
     def has_writers(self) -> bool:
@@ -477,16 +468,8 @@ class SimEndpoint(PageEndpoint):
 
     def counts(self) -> dict[str, int]:
         """See PageEndpoint."""
-        counters = self.rank.registrations.counters
-        return {"pieces": counters.num_pieces, "stale_pieces": counters.num_stale}
-
-    def poll(self) -> list[TransferEnded]:
-        """See PageEndpoint."""
-        self.process.hear()
-        if self.process.clock.now_s() >= self._next_tick_s:
-            self._next_tick_s = self.process.clock.now_s() + TICK_S
-            self._transfer_manager.tick(self._link_to)
-        return self._transfer_manager.take_ended()
+        counts = self.rank.registrations.counts()
+        return {"pieces": counts["landed_pieces"], "stale_pieces": counts["stale_pieces"]}
 
     def connect(self, other: SimEndpoint, *, is_direct: bool) -> SimLink:
         """Link two endpoints. is_direct: each side writes into the other's pages itself."""
@@ -511,6 +494,9 @@ class SimEndpoint(PageEndpoint):
         self.rank.registrations.writer_came(other.incarnation)
         other.process.on_death.append(lambda: self._died(other))
         return link
+
+    def _make_posted_calls(self) -> None:
+        self.process.hear()
 
     def _link_to(self, incarnation: bytes) -> SimLink | None:
         return next((link for link in self.links if link.hello.incarnation == incarnation), None)

@@ -50,7 +50,7 @@ SECTIONS: Final = {
             ("baton.engine.runner.sampler", "LogitsProcessor"),
             ("baton.gateway.metrics.exporter", "Metric"),
             ("baton.kvtransfer.transports.base", "Transport TransportListener Sender LocalRank"),
-            ("baton.kvtransfer.transports.transfer_queue", "Piece OutgoingTransfer PieceOutcome"),
+            ("baton.kvtransfer.transports.base", "Piece OutgoingTransfer PieceOutcome"),
         ),
     ),
 }

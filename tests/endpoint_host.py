@@ -20,10 +20,10 @@ import torch
 
 from baton.engine.cache.page_pool import PagePool, PageState
 from baton.errors import TransferFailed
+from baton.kvtransfer.endpoint import EndpointSettings
 from baton.kvtransfer.links import Link
 from baton.kvtransfer.protocol.handoff import GrantedTransfer, Timing, TransferEnded
-from baton.kvtransfer.ranks.remote import RankAgents
-from baton.kvtransfer.settings import EndpointSettings
+from baton.kvtransfer.ranks.ranks import RankAgents
 from baton.kvtransfer.transports.pages import SharedPool
 from tests.faulty_endpoint import FaultyEndpoint, layout
 from tests.numbered_pages import NumberedPages, wanted_pages
@@ -85,7 +85,7 @@ class Host:
             agents=agents,
             steps=self.steps,
         )
-        self.endpoint.lend = NumberedPages(self.ledger)
+        self.endpoint.pin = NumberedPages(self.ledger)
         self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._ended: dict[bytes, TransferEnded] = {}
         self._digests: dict[bytes, str] = {}
@@ -301,7 +301,9 @@ class Host:
         return counted
 
     def transports(self) -> dict[str, int]:
-        return dict(self.endpoint.counters.num_opened)
+        """How often each transport was opened."""
+        counts = self.endpoint.counts()
+        return {name.removeprefix("opened_"): n for name, n in counts.items() if name.startswith("opened_")}
 
     def close(self) -> None:
         self._is_closed = True

@@ -4,7 +4,7 @@ from typing import Any
 
 from baton.kvtransfer.endpoint import KvEndpoint
 from baton.kvtransfer.links import Link
-from baton.kvtransfer.protocol.messages import AnyMessage, Wrote
+from baton.kvtransfer.protocol.messages import AnyMessage, Commit, Wrote
 from baton.kvtransfer.ranks.messages import PartEvent, PartReached
 from baton.kvtransfer.transports.pages import PageMemory
 from baton.pages import PageLayout
@@ -35,17 +35,17 @@ class FaultyEndpoint(KvEndpoint):
         super().__init__(*arguments, **options)
 
     def _received(self, link: Link, message: AnyMessage) -> None:
-        if isinstance(message, Wrote) and message.part == 0 and self.num_flips:
+        if isinstance(message, Wrote | Commit) and message.part == 0 and self.num_flips:
             self._flip(message)
         transfer = getattr(message, "transfer", b"")
         self.come_to(f"before {type(message).__name__}", transfer)
         super()._received(link, message)
         self.come_to(f"after {type(message).__name__}", transfer)
 
-    def _flip(self, wrote: Wrote) -> None:
+    def _flip(self, wrote: Wrote | Commit) -> None:
         self.num_flips -= 1
         handoff, memory = self._incoming[wrote.transfer].handoff, PageMemory.of(self._here.rank.pool)
-        page = handoff.pages[(wrote.stop - 1) // handoff._timeouts.destination_units_per_page]
+        page = handoff.pages[(wrote.stop - 1) // handoff._context.destination_units_per_page]
         memory.view()[page * memory.page_bytes + 5] ^= 0x10
 
     def _on_part_event(self, event: PartEvent) -> None:

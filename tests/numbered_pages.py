@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 
 from baton.engine.cache.page_pool import PagePool
 from baton.kvtransfer.protocol.handoff import Owner
-from baton.kvtransfer.protocol.pull import WantedPage
+from baton.kvtransfer.protocol.messages import WantedPage
 from baton.pages import KEY_BYTES
 
 

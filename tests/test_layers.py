@@ -45,9 +45,8 @@ FACADES: Final = {
         | {"scheduler.sequence"}
     ),
     "kvtransfer": frozenset(
-        {"endpoint", "links", "page_endpoint", "prefixes", "settings", "ranks.remote", "transports.pages"}
+        {"endpoint", "links", "prefixes", "protocol.handoff", "ranks.ranks", "transports.pages"}
         | {"transports.registry"}
-        | {"protocol.handoff"}
     ),
     "prefill_worker": frozenset({"worker"}),
     "decode_worker": frozenset({"worker"}),

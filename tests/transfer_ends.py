@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import msgspec
 import torch
@@ -17,14 +17,20 @@ from torch import Tensor
 from baton.clock import Clock
 from baton.errors import TransferFailed
 from baton.kvtransfer.protocol.messages import PeerRank, RankListenerAddresses
-from baton.kvtransfer.protocol.transfer_plan import TransferPlan, plan_transfer
-from baton.kvtransfer.transports.base import LocalRank, Sender, TransportListener
+from baton.kvtransfer.protocol.transfer_plan import Offsets, Pages, TransferPlan, plan_transfer
+from baton.kvtransfer.transports.base import (
+    LocalRank,
+    OutgoingTransfer,
+    Piece,
+    PieceOutcome,
+    Sender,
+    TransportListener,
+)
 from baton.kvtransfer.transports.pages import SharedPool
 from baton.kvtransfer.transports.receive_registration import ReceiveRegistration
 from baton.kvtransfer.transports.registry import TRANSPORTS
 from baton.kvtransfer.transports.tcp import TcpReceiver, TcpSender, TcpSettings
 from baton.kvtransfer.transports.torch_distributed import GroupSender, GroupSettings, GroupTransport
-from baton.kvtransfer.transports.transfer_queue import OutgoingTransfer, Piece, PieceOutcome
 from baton.pages import PageLayout
 from baton.rpc.auth import LinkSecret
 
@@ -281,9 +287,30 @@ def grant_of(
     )
 
 
+class Runs(NamedTuple):
+    """The byte runs of one piece: run n copies `run_bytes` bytes between the two offsets of index n."""
+
+    source_offset_N: Offsets
+    destination_offset_N: Offsets
+    run_bytes: int
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.source_offset_N) * self.run_bytes
+
+
+def runs_of(plan: TransferPlan, first: int, stop: int, source_pages: Pages, destination_pages: Pages) -> Runs:
+    """The runs of units [first, stop) of a transfer between these pages."""
+    return Runs(
+        plan.source.offsets(first, stop, source_pages),
+        plan.destination.offsets(first, stop, destination_pages),
+        plan.run_bytes,
+    )
+
+
 def write(grant: Grant, source: Tensor, destination: Tensor, first: int, stop: int) -> None:
     """What a transfer of units [first, stop) must do, run by run."""
-    runs = grant.plan.runs(first, stop, grant.source_pages, grant.pages)
+    runs = runs_of(grant.plan, first, stop, grant.source_pages, grant.pages)
     flat, target = source.view(-1), destination.view(-1)
     for begin, end in zip(runs.source_offset_N.tolist(), runs.destination_offset_N.tolist(), strict=True):
         target[end : end + runs.run_bytes] = flat[begin : begin + runs.run_bytes]

@@ -1,4 +1,4 @@
-"""An agent whose pages a test can look at, in its own process; see kvtransfer/ranks/remote.py."""
+"""An agent whose pages a test can look at, in its own process; see kvtransfer/ranks/ranks.py."""
 
 import json
 import socket
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from baton.config.engine import RankSidecar
 from baton.kvtransfer.ranks.agent import RankAgent
-from baton.kvtransfer.ranks.step_gate import CompletedSteps
+from baton.kvtransfer.ranks.executor import CompletedSteps
 
 FACTORY = "tests.watched_agent:WatchedAgent"
 

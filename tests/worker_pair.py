@@ -17,10 +17,10 @@ from baton.decode_worker.worker import DecodeWorker
 from baton.engine.cache.page_pool import PageState
 from baton.engine.engine import load_engine
 from baton.errors import TransferFailed
+from baton.kvtransfer.endpoint import EndpointSettings
 from baton.kvtransfer.links import KvLinks, Link
 from baton.kvtransfer.protocol.handoff import Timing
 from baton.kvtransfer.protocol.messages import AnyMessage as TransferMessage
-from baton.kvtransfer.settings import EndpointSettings
 from baton.kvtransfer.transports.pages import SharedPool
 from baton.messages.bounds import Kind
 from baton.messages.codec import AnyMessage
@@ -96,7 +96,7 @@ class Host:
             timing=Timing(lease_s=3.0, heartbeat_s=0.5),
         )
         self.endpoint = HoldingEndpoint(endpoint_settings, pool, ledger, shared=self._shared)
-        self.endpoint.lend = self.engine.pin
+        self.endpoint.pin = self.engine.pin
         worker = Worker(
             id=PREFILL if role is WorkerRole.PREFILL else DECODE,
             name=f"{role.value}-0",

@@ -22,12 +22,11 @@ from baton.engine.cache.page_pool import PagePool
 from baton.errors import ConfigError
 from baton.kernels.huge_pages import huge_zeros
 from baton.kernels.native import TORCH_DTYPES
-from baton.kvtransfer.endpoint import KvEndpoint
+from baton.kvtransfer.endpoint import EndpointSettings, KvEndpoint
 from baton.kvtransfer.links import Link
 from baton.kvtransfer.protocol.handoff import HandoffOutcome, Timing, TransferEnded, TransferTimes
-from baton.kvtransfer.protocol.messages import AnyMessage, Wrote
+from baton.kvtransfer.protocol.messages import AnyMessage, Commit, Wrote
 from baton.kvtransfer.protocol.transfer_plan import plan_transfer
-from baton.kvtransfer.settings import EndpointSettings
 from baton.kvtransfer.transports.base import AUTO
 from baton.kvtransfer.transports.pages import SharedPool
 from baton.pages import PageLayout
@@ -226,9 +225,9 @@ class Ends:
         """Hand over the pages of so many tokens. RuntimeError: another transport moved them, or none."""
         source = self._sources[transport]
         times = source.send(self._destination, num_tokens)
-        opened = source.endpoint.counters.num_opened
-        if set(opened) != {transport}:
-            raise RuntimeError(f"{transport} did not move the pages: {source.endpoint.counters.by_name()}")
+        counts = source.endpoint.counts()
+        if {name for name in counts if name.startswith("opened_")} != {f"opened_{transport}"}:
+            raise RuntimeError(f"{transport} did not move the pages: {counts}")
         return times
 
 
@@ -237,7 +236,7 @@ class _DamagingEndpoint(KvEndpoint):
 
     def _received(self, link: Link, message: AnyMessage) -> None:
         unit = self.damaged_unit
-        if unit is not None and isinstance(message, Wrote) and message.first <= unit < message.stop:
+        if unit is not None and isinstance(message, Wrote | Commit) and message.first <= unit < message.stop:
             pages = self._incoming[message.transfer].handoff.pages
             memory = self._here.rank.memory
             assert memory is not None

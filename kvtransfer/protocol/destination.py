@@ -4,7 +4,8 @@ The life of a transfer at the destination:
 
 1. `grant` tells the source which pages to write, or `pull` requests pages that a holder has. The pages then
    have several owners: the request's lease, and one writer, another process, for each part.
-2. The source writes the bytes of each part. Wrote and Extend renew the lease.
+2. The source writes the bytes of each part. Wrote and Commit name units that are written, and the destination
+   takes their digests. Wrote and Extend renew the lease.
 3. Commit ends the writing of a part. The part's receive registration closes; once no byte can be written, the
    writer's hold ends and the destination compares the part's digests.
 4. When all parts are verified, the sequence adopts the pages, and the destination sends Verified. Corrupt
@@ -22,12 +23,13 @@ The life of a transfer at the destination:
     CLOSED      all; none has an effect
 
 Wrote and Commit are illegal for a part that has committed, unless its units were corrupt. Messages of another
-epoch are counted in `num_stale` and have no effect; an Abort of epoch 0 comes from a process that does not
-know the transfer and therefore never wrote. An illegal message raises ProtocolError and changes nothing: the
-caller drops the link and calls `peer_lost`.
+epoch have no effect; an Abort of epoch 0 comes from a process that does not know the transfer and therefore
+never wrote. An illegal message raises ProtocolError and changes nothing: the caller drops the link and calls
+`peer_lost`.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import Enum
 
 from baton.errors import ProtocolError
@@ -35,19 +37,23 @@ from baton.kvtransfer.protocol.handoff import (
     Action,
     CloseReceive,
     Finished,
+    Handoff,
+    HandoffContext,
     HandoffOutcome,
-    HandoffTimeouts,
-    LeaseTimer,
+    Hash,
     OpenReceive,
     Owner,
     Send,
-    TransferSize,
     Verify,
-    holds_lease,
-    release_lease,
 )
 from baton.kvtransfer.protocol.messages import (
     DIGEST_BYTES,
+    ID_BYTES,
+    MAX_DIGESTS,
+    MAX_DURATION_MS,
+    MAX_PAGES,
+    MAX_PARTS,
+    MAX_PULLED_PAGES,
     Abort,
     AnyMessage,
     Commit,
@@ -58,9 +64,59 @@ from baton.kvtransfer.protocol.messages import (
     PullRequest,
     Released,
     Verified,
+    WantedPage,
     Wrote,
 )
-from baton.kvtransfer.protocol.pull import WantedPage
+from baton.pages import KEY_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class TransferSize:
+    """The id and the extent of a transfer to request. Raises ValueError for values out of range.
+
+    A peer would drop the link, and all its transfers, because of an invalid request.
+    """
+
+    transfer: bytes  # its id, ID_BYTES bytes
+    num_units: int
+    num_parts: int
+    deadline_s: float  # the longest duration of the whole transfer
+    position: int = 0  # in its sequence, of the first token to move
+    num_layer_groups: int = 1
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.num_units <= MAX_PAGES or self.num_units * self.num_parts > MAX_DIGESTS:
+            raise ValueError(
+                f"a transfer has 1 to {MAX_PAGES} units, and at most {MAX_DIGESTS} in all parts together; "
+                f"got {self.num_units} units in {self.num_parts} parts"
+            )
+        if not 1 <= self.num_parts <= MAX_PARTS:
+            raise ValueError(f"a transfer has 1 to {MAX_PARTS} parts, got {self.num_parts}")
+        if not 0 < self.deadline_s <= MAX_DURATION_MS / 1000:
+            longest_s = MAX_DURATION_MS // 1000
+            raise ValueError(f"a transfer's deadline is in (0, {longest_s}] s, got {self.deadline_s}")
+        if len(self.transfer) != ID_BYTES:
+            raise ValueError(f"a transfer's id has {ID_BYTES} bytes, got {len(self.transfer)}")
+        if not 0 <= self.position < 2**31:
+            raise ValueError(f"the position is a token from 0 to 2^31 - 1, got {self.position}")
+
+    @property
+    def deadline_ms(self) -> int:
+        """Return the deadline as a message has it, at least 1 ms."""
+        return max(1, round(self.deadline_s * 1000))
+
+
+def check_pull(wanted: Sequence[WantedPage], num_pages: int) -> None:
+    """Raise ValueError when a pull of these pages into `num_pages` local pages is out of range."""
+    if not 1 <= len(wanted) <= MAX_PULLED_PAGES or num_pages > MAX_PULLED_PAGES:
+        raise ValueError(
+            f"a pull has 1 to {MAX_PULLED_PAGES} pages on each side, got {len(wanted)} into {num_pages}"
+        )
+    for page, generation, key in wanted:
+        if len(key) != KEY_BYTES:
+            raise ValueError(f"a page's key has {KEY_BYTES} bytes, got {len(key)}")
+        if not 0 <= page < 2**31 or not 0 <= generation < 2**32:
+            raise ValueError(f"page {page} of generation {generation} is out of range")
 
 
 class ReceivePart:
@@ -73,28 +129,24 @@ class ReceivePart:
         self.digests = b""
         self.corrupt: tuple[int, ...] | None = None  # corrupt units; None: digests not compared yet
         self.was_corrupt = False
-        self._num_announced = 0  # units in Wrote messages; each unit is then read and hashed
+        self._num_written = 0  # units that Wrote and Commit name; each unit is then read and hashed
 
     def accepts(self, message: Wrote | Commit, num_units: int) -> bool:
         """Return True when the message is legal for a part of `num_units` units.
 
-        A committed part accepts no message until `open_again`. Wrote messages announce each unit once, and
-        once more after `open_again`.
+        A committed part accepts no message until `open_again`. The source writes each unit once, and once
+        more after `open_again`.
         """
-        if self.is_committed:
+        num_written = self._num_written + message.stop - message.first
+        if self.is_committed or message.stop > num_units or num_written > num_units * (1 + self.was_corrupt):
             return False
-        if isinstance(message, Wrote):
-            num_announced = self._num_announced + message.stop - message.first
-            return message.stop <= num_units and num_announced <= num_units * (1 + self.was_corrupt)
-        return len(message.digests) == num_units * DIGEST_BYTES
+        return isinstance(message, Wrote) or len(message.digests) == num_units * DIGEST_BYTES
 
-    def announce(self, message: Wrote) -> None:
-        """Count the units that the source has written."""
-        self._num_announced += message.stop - message.first
-
-    def commit(self, digests: bytes) -> None:
-        """Record the source's digests and the end of the writing."""
-        self.is_committed, self.digests = True, digests
+    def take(self, message: Wrote | Commit) -> None:
+        """Count the written units; a Commit also ends the writing and has the source's digests."""
+        self._num_written += message.stop - message.first
+        if isinstance(message, Commit):
+            self.is_committed, self.digests = True, message.digests
 
     def open_again(self) -> tuple[int, ...]:
         """Accept a second write and return the corrupt units, which the source writes again."""
@@ -113,40 +165,35 @@ class DestinationState(Enum):
     CLOSED = "closed"
 
 
-_ENDED = (DestinationState.CLOSING, DestinationState.CLOSED)
+class DestinationHandoff(Handoff):
+    """The state machine of one incoming transfer."""
 
+    failure = HandoffOutcome.RECOMPUTE
 
-class DestinationHandoff:
-    """The state machine of one incoming transfer.
-
-    Each call returns the actions that the caller performs, in order. One thread makes all calls. Holds and
-    releases `pages` in the ledger.
-    """
-
-    def __init__(self, size: TransferSize, epoch: int, timeouts: HandoffTimeouts) -> None:
+    def __init__(self, size: TransferSize, epoch: int, context: HandoffContext) -> None:
         """Start in ASKING. epoch: higher than the epoch of any earlier transfer of this process."""
-        self.transfer = size.transfer
-        self.epoch = epoch
+        super().__init__(size.transfer, epoch, context, ("receive", size.transfer), size.deadline_ms)
         self.state = DestinationState.ASKING
-        self.outcome: HandoffOutcome | None = None
-        self.num_stale = 0
-        self.pages: list[int] = []
         self._size = size
-        self._timeouts = timeouts
-        self._ledger = timeouts.ledger
-        self._timer = LeaseTimer(timeouts.clock, timeouts.timing, size.deadline_ms / 1000)
         self._parts = [ReceivePart(number, self.transfer) for number in range(size.num_parts)]
         self._is_pull = False
-        self._lease_owner = ("receive", self.transfer)
         self._adopter: Owner = None
+
+    @property
+    def has_ended(self) -> bool:
+        return self.state in (DestinationState.CLOSING, DestinationState.CLOSED)
+
+    @property
+    def is_closed(self) -> bool:
+        return self.state is DestinationState.CLOSED
 
     # Local calls.
 
-    def grant(self, adopter: Owner, transports: tuple[str, ...] = ()) -> list[Action]:
+    def grant(self, adopter: Owner) -> list[Action]:
         """Reserve pages and tell the source to write them. The caller has made room.
 
-        adopter: the owner of the pages once they are verified. transports: the names of the transports that
-        this replica listens with. Without enough free pages, the transfer ends at once.
+        adopter: the owner of the pages once they are verified. Without enough free pages, the transfer ends
+        at once.
         """
         if not self._reserve(adopter):
             return [self._finish_without_pages()]
@@ -160,20 +207,13 @@ class DestinationHandoff:
             num_layer_groups=self._size.num_layer_groups,
             pages=tuple(self.pages),
             generations=self.generations(),
-            transports=transports,
         )
         return [*self._open_parts(), Send(grant)]
 
-    def pull(
-        self,
-        adopter: Owner,
-        holder: bytes,
-        wanted: Sequence[WantedPage],
-        transports: tuple[str, ...] = (),
-    ) -> list[Action]:
+    def pull(self, adopter: Owner, holder: bytes, wanted: Sequence[WantedPage]) -> list[Action]:
         """Reserve pages and request the contents of the holder's pages `wanted`, in order.
 
-        holder: the incarnation of the holder's process. adopter, transports: as for `grant`.
+        holder: the incarnation of the holder's process. adopter: as for `grant`.
         """
         if not self._reserve(adopter):
             return [self._finish_without_pages()]
@@ -190,7 +230,6 @@ class DestinationHandoff:
             wanted_keys=b"".join(each.key for each in wanted),
             pages=tuple(self.pages),
             generations=self.generations(),
-            transports=transports,
         )
         return [*self._open_parts(), Send(pull)]
 
@@ -206,7 +245,7 @@ class DestinationHandoff:
         actions = [] if state.is_committed else self.fail("the writer died")
         state.is_stopped = True
         self._ledger.release(self.pages, state.writer)
-        if self.state not in _ENDED:
+        if not self.has_ended:
             return [Verify(part, state.digests)]
         if all(other.is_stopped for other in self._parts):
             self.state = DestinationState.CLOSED
@@ -214,44 +253,15 @@ class DestinationHandoff:
 
     def verified(self, part: int, corrupt_units: tuple[int, ...]) -> list[Action]:
         """Record the part's corrupt units, the answer to Verify; the last part concludes the verification."""
-        if self.state in _ENDED:
+        if self.has_ended:
             return []
         self._parts[part].corrupt = corrupt_units
         return self._conclude_verification()
 
-    def abort(self, reason: str) -> list[Action]:
-        """End the transfer with the outcome CANCELLED and tell the source."""
-        return self.fail(reason, HandoffOutcome.CANCELLED)
-
-    def fail(
-        self, reason: str, outcome: HandoffOutcome = HandoffOutcome.RECOMPUTE, *, tells_peer: bool = True
-    ) -> list[Action]:
-        """End the transfer in any state; has no effect after its end. tells_peer: send an Abort."""
-        if self.state in _ENDED:
-            return []
-        self.outcome = outcome
-        release_lease(self._ledger, self.pages, self._lease_owner)
-        actions: list[Action] = [self._abort_message(reason)] if tells_peer else []
-        writing = [number for number, part in enumerate(self._parts) if not part.is_stopped]
-        self.state = DestinationState.CLOSING if writing else DestinationState.CLOSED
-        actions.append(Finished(outcome, reason))
-        return actions + [CloseReceive(number, is_confirmed=False) for number in writing]
-
-    def peer_lost(self) -> list[Action]:
-        """End the transfer after the loss of the link; writers may still write until `writer_stopped`."""
-        return self.fail("peer lost", tells_peer=False)
-
     def tick(self) -> list[Action]:
-        """Check the lease and send a due heartbeat. The caller calls it at least once a heartbeat."""
-        if self.state is DestinationState.CLOSING:
-            return [self._abort_message("not released yet")] if self._timer.takes_heartbeat() else []
-        if self.state is DestinationState.CLOSED:
-            return []
-        if self._timer.is_over or not self._holds_lease():
-            return self.fail("expired")
-        if self._timer.takes_heartbeat():
-            return [Send(Extend(transfer=self.transfer, epoch=self.epoch))]
-        return []
+        if self.state is DestinationState.CLOSING and self._takes_heartbeat():
+            return [self._abort_message("not released yet")]
+        return super().tick()
 
     def generations(self) -> tuple[int, ...]:
         """Return the generation of each page, in the order of `pages`."""
@@ -260,28 +270,23 @@ class DestinationHandoff:
     # Messages of the source.
 
     def receive(self, message: AnyMessage) -> list[Action]:
-        """Process a message of this transfer.
-
-        Raises ProtocolError, without an effect, when the message is illegal in this state.
-        """
         if isinstance(message, Abort) and message.epoch == 0:
-            return self._end_refused(f"aborted: {message.reason}") + self._confirm_all()
+            return [*self._end_refused(f"aborted: {message.reason}"), *self._confirm_writers(message)]
         if isinstance(message, Wrote | Commit | Extend | Released | PullRefused | Abort):
             if message.epoch != self.epoch:
-                self.num_stale += 1
                 return []
-            if self.state in _ENDED:
-                return self._confirm_writer(message)
+            if self.has_ended:
+                return self._confirm_writers(message)
         match message:
             case Abort():
                 return self._end_refused(f"aborted: {message.reason}")
             case PullRefused() if self._is_pull and self.state is DestinationState.ASKING:
-                return self._end_refused(f"refused: {message.reason}") + self._confirm_all()
+                return [*self._end_refused(f"refused: {message.reason}"), *self._confirm_writers(message)]
             case Released() if message.part < len(self._parts):
-                return self.fail("the source stopped writing") + self._confirm_writer(message)
+                return [*self.fail("the source stopped writing"), *self._confirm_writers(message)]
             case Extend() | Wrote() | Commit() if self._is_legal(message):
                 if not self._holds_lease():
-                    return self.fail("expired") + self._confirm_writer(message)
+                    return [*self.fail("expired"), *self._confirm_writers(message)]
                 return self._accept(message)
         raise ProtocolError(f"unexpected {type(message).__name__}: the destination is {self.state.value}")
 
@@ -290,11 +295,11 @@ class DestinationHandoff:
         return self.fail(reason, HandoffOutcome.REFUSED, tells_peer=False)
 
     def _reserve(self, adopter: Owner) -> bool:
-        num_pages = self._timeouts.num_destination_pages(self._size.num_units)
+        num_pages = self._context.num_destination_pages(self._size.num_units)
         if self._ledger.num_free < num_pages:
             return False
         self._adopter = adopter
-        self.pages = self._ledger.reserve(num_pages, self._lease_owner, self._timer.deadline_s)
+        self.pages = self._ledger.reserve(num_pages, self._lease_owner, self._deadline_s)
         return True
 
     def _open_parts(self) -> list[Action]:
@@ -315,18 +320,18 @@ class DestinationHandoff:
         return part is not None and part.accepts(message, self._size.num_units)
 
     def _accept(self, message: Wrote | Commit | Extend) -> list[Action]:
-        self._timer.extend()
-        self._ledger.extend(self._lease_owner, self._timer.deadline_s)
+        self._extend_lease()
         if self.state is DestinationState.ASKING:
             self.state = DestinationState.RECEIVING
-        if isinstance(message, Wrote):
-            self._parts[message.part].announce(message)
-        if not isinstance(message, Commit):
+        if isinstance(message, Extend):
             return []
-        self._parts[message.part].commit(message.digests)
+        self._parts[message.part].take(message)
+        hashes = Hash(message.part, message.first, message.stop)
+        if isinstance(message, Wrote):
+            return [hashes]
         if all(other.is_committed for other in self._parts):
             self.state = DestinationState.VERIFYING
-        return [CloseReceive(message.part, is_confirmed=True)]
+        return [hashes, CloseReceive(message.part, is_confirmed=True)]
 
     def _conclude_verification(self) -> list[Action]:
         """Adopt the pages, request corrupt units again, or give up; waits for the digests of all parts."""
@@ -354,20 +359,17 @@ class DestinationHandoff:
         corrupt = Corrupt(transfer=self.transfer, epoch=self.epoch, part=number, units=units)
         return [OpenReceive(number), Send(corrupt)]
 
-    def _holds_lease(self) -> bool:
-        return holds_lease(self._ledger, self.pages, self._lease_owner)
-
-    def _abort_message(self, reason: str) -> Send:
-        return Send(Abort(transfer=self.transfer, epoch=self.epoch, reason=reason[:256]))
-
-    def _confirm_writer(self, message: AnyMessage) -> list[Action]:
-        """Return the actions for a message that confirms, after the end, that a writer has stopped."""
-        if isinstance(message, PullRefused):
-            return self._confirm_all()
-        if not isinstance(message, Commit | Released) or message.part >= len(self._parts):
-            return []
-        return [] if self._parts[message.part].is_stopped else [CloseReceive(message.part, is_confirmed=True)]
-
-    def _confirm_all(self) -> list[Action]:
+    def _end(self) -> list[Action]:
         writing = [number for number, part in enumerate(self._parts) if not part.is_stopped]
+        self.state = DestinationState.CLOSING if writing else DestinationState.CLOSED
+        return [CloseReceive(number, is_confirmed=False) for number in writing]
+
+    def _confirm_writers(self, message: AnyMessage) -> list[Action]:
+        """Return the actions for a message that confirms, after the end, that writers have stopped."""
+        numbers = range(len(self._parts))
+        if isinstance(message, Commit | Released):
+            numbers = range(message.part, message.part + 1) if message.part in numbers else range(0)
+        elif not isinstance(message, PullRefused) and not (isinstance(message, Abort) and not message.epoch):
+            return []
+        writing = [number for number in numbers if not self._parts[number].is_stopped]
         return [CloseReceive(number, is_confirmed=True) for number in writing]

@@ -1,4 +1,4 @@
-"""Types that the source's and the destination's hand-off state machines share: actions, leases and timings.
+"""The parts that the source's and the destination's hand-off state machines share.
 
 A hand-off is a state machine without sockets, threads or device memory. Its caller reports each event by a
 call, and performs the actions that the call returns, in their order. The hand-off itself holds and releases
@@ -9,6 +9,7 @@ transfer's id and come from the process incarnation that the transfer began with
 know the writers that may have outlived its predecessor. `answer_to_unknown` answers all other messages.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
 from enum import Enum, StrEnum
 from typing import Final, NamedTuple, Protocol, TypeAlias
@@ -22,7 +23,6 @@ from baton.kvtransfer.protocol.messages import (
     Commit,
     Corrupt,
     Extend,
-    TransferRequest,
     Wrote,
 )
 
@@ -92,28 +92,6 @@ class PageLedger(Protocol):
         ...
 
 
-def holds_lease(ledger: PageLedger, pages: Sequence[int], owner: Owner) -> bool:
-    """Return True while the lease has not expired. A lease expires for all its pages at once."""
-    return not pages or owner in ledger.owners(pages[0])
-
-
-def release_lease(ledger: PageLedger, pages: Sequence[int], owner: Owner) -> None:
-    """End the owner's lease on all its pages, unless the lease has expired."""
-    if holds_lease(ledger, pages, owner):
-        ledger.release(pages, owner)
-
-
-class TransferSize(NamedTuple):
-    """The id and the extent of a requested transfer; `transfer_size` checks the values."""
-
-    transfer: bytes  # its id
-    num_units: int
-    num_parts: int
-    deadline_ms: int
-    position: int = 0  # in its sequence, of the first token to move
-    num_layer_groups: int = 1
-
-
 class Send(NamedTuple):
     """Send a message to the peer, in order.
 
@@ -121,12 +99,6 @@ class Send(NamedTuple):
     """
 
     message: AnyMessage
-
-
-class Granted(NamedTuple):
-    """Give the source's ranks the destination's pages, which they may now write."""
-
-    request: TransferRequest
 
 
 class Push(NamedTuple):
@@ -168,8 +140,16 @@ class CloseReceive(NamedTuple):
     is_confirmed: bool
 
 
+class Hash(NamedTuple):
+    """Take the digests of units [first, stop) of a part, which the source has written."""
+
+    part: int
+    first: int
+    stop: int
+
+
 class Verify(NamedTuple):
-    """Compare the pages with these digests, one for each unit; answer with `verified`."""
+    """Compare the digests that were taken with these, one for each unit; answer with `verified`."""
 
     part: int
     digests: bytes
@@ -199,7 +179,7 @@ class Finished(NamedTuple):
     reason: str
 
 
-Action: TypeAlias = Send | Granted | Push | StopPushes | OpenReceive | CloseReceive | Verify | Finished
+Action: TypeAlias = Send | Push | StopPushes | OpenReceive | CloseReceive | Hash | Verify | Finished
 
 
 class Timing(msgspec.Struct, frozen=True, kw_only=True):
@@ -209,7 +189,7 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True):
     heartbeat_s: float = 5.0
 
 
-class HandoffTimeouts(NamedTuple):
+class HandoffContext(NamedTuple):
     """The ledger, clock, timing and page sizes of one hand-off."""
 
     ledger: PageLedger
@@ -227,37 +207,103 @@ class HandoffTimeouts(NamedTuple):
         return -(-num_units // self.destination_units_per_page)
 
 
-class LeaseTimer:
-    """The lease and heartbeat deadlines of one hand-off.
+class Handoff(ABC):
+    """One side of a transfer: the lease on its pages, its heartbeats, and its one end.
 
     The lease ends `lease_s` after the peer's last message, and at the transfer's time limit at the latest.
+    Each call returns the actions that the caller performs, in order. One thread makes all calls.
     """
 
-    def __init__(self, clock: Clock, timing: Timing, limit_s: float) -> None:
-        """Start the lease. limit_s: the longest duration of the whole transfer, from now."""
-        self._clock = clock
-        self._timing = timing
-        self._limit_s = clock.now_s() + limit_s
-        self._next_heartbeat_s = clock.now_s() + timing.heartbeat_s
-        self.deadline_s = 0.0
-        self.extend()
+    failure: HandoffOutcome  # the outcome of a transfer that fails on this side
 
-    def extend(self) -> None:
-        """Renew the lease after a message from the peer."""
-        self.deadline_s = min(self._clock.now_s() + self._timing.lease_s, self._limit_s)
+    def __init__(
+        self, transfer: bytes, epoch: int, context: HandoffContext, lease_owner: Owner, deadline_ms: int
+    ) -> None:
+        """deadline_ms: the longest duration of the whole transfer, from now."""
+        self.transfer = transfer
+        self.epoch = epoch
+        self.outcome: HandoffOutcome | None = None
+        self.pages: list[int] = []  # of this side; the hand-off holds and releases them in the ledger
+        self._context = context
+        self._ledger = context.ledger
+        self._lease_owner = lease_owner
+        now_s = context.clock.now_s()
+        self._limit_s = now_s + deadline_ms / 1000
+        self._next_heartbeat_s = now_s + context.timing.heartbeat_s
+        self._deadline_s = min(now_s + context.timing.lease_s, self._limit_s)
 
     @property
-    def is_over(self) -> bool:
-        """Return True when the lease or the whole transfer has passed its deadline."""
-        return self._clock.now_s() >= self.deadline_s
+    @abstractmethod
+    def has_ended(self) -> bool:
+        """Return True after Finished; writers and readers may still use pages."""
 
-    def takes_heartbeat(self) -> bool:
+    @property
+    @abstractmethod
+    def is_closed(self) -> bool:
+        """Return True when the transfer has ended and no writer or reader of its pages is left."""
+
+    @abstractmethod
+    def receive(self, message: AnyMessage) -> list[Action]:
+        """Process a message of this transfer. Raises ProtocolError, without an effect, for an illegal one."""
+
+    @abstractmethod
+    def _end(self) -> list[Action]:
+        """Enter the state that follows a failure, and stop the readers or writers."""
+
+    def abort(self, reason: str) -> list[Action]:
+        """End the transfer with the outcome CANCELLED and tell the peer."""
+        return self.fail(reason, HandoffOutcome.CANCELLED)
+
+    def peer_lost(self) -> list[Action]:
+        """End the transfer after the loss of the link. The peer's process may still write."""
+        return self.fail("peer lost", tells_peer=False)
+
+    def fail(
+        self, reason: str, outcome: HandoffOutcome | None = None, *, tells_peer: bool = True
+    ) -> list[Action]:
+        """End the transfer in any state; has no effect after its end.
+
+        outcome: None for `failure`. tells_peer: send an Abort.
+        """
+        if self.has_ended:
+            return []
+        self.outcome = outcome or self.failure
+        self._release_lease()
+        aborts = [self._abort_message(reason)] if tells_peer else []
+        return [*aborts, Finished(self.outcome, reason), *self._end()]
+
+    def tick(self) -> list[Action]:
+        """Check the lease and send a due heartbeat. The caller calls it at least once a heartbeat."""
+        if self.has_ended:
+            return []
+        if self._context.clock.now_s() >= self._deadline_s or not self._holds_lease():
+            return self.fail("expired")
+        return [Send(Extend(transfer=self.transfer, epoch=self.epoch))] if self._takes_heartbeat() else []
+
+    def _extend_lease(self) -> None:
+        """Renew the lease after a message from the peer. The ledger must hold the lease."""
+        self._deadline_s = min(self._context.clock.now_s() + self._context.timing.lease_s, self._limit_s)
+        if self.pages:
+            self._ledger.extend(self._lease_owner, self._deadline_s)
+
+    def _holds_lease(self) -> bool:
+        """Return True while the lease has not expired. A lease expires for all its pages at once."""
+        return not self.pages or self._lease_owner in self._ledger.owners(self.pages[0])
+
+    def _release_lease(self) -> None:
+        if self._holds_lease():
+            self._ledger.release(self.pages, self._lease_owner)
+
+    def _takes_heartbeat(self) -> bool:
         """Return True when a heartbeat is due, and schedule the next heartbeat."""
-        now_s = self._clock.now_s()
+        now_s = self._context.clock.now_s()
         if now_s < self._next_heartbeat_s:
             return False
-        self._next_heartbeat_s = now_s + self._timing.heartbeat_s
+        self._next_heartbeat_s = now_s + self._context.timing.heartbeat_s
         return True
+
+    def _abort_message(self, reason: str) -> Send:
+        return Send(Abort(transfer=self.transfer, epoch=self.epoch, reason=reason[:256]))
 
 
 def answer_to_unknown(message: AnyMessage) -> Abort | None:

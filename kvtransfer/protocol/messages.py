@@ -11,7 +11,7 @@ rank, with all layers in one group, has one part.
 """
 
 from itertools import pairwise
-from typing import Annotated, Final, Literal, TypeAlias, TypeVar
+from typing import Annotated, Final, Literal, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -22,7 +22,7 @@ from baton.pages import KEY_BYTES, PageLayout
 
 KindT = TypeVar("KindT")
 
-PROTOCOL: Final = 6
+PROTOCOL: Final = 7
 MAX_PAGES: Final = 65_536  # pages of one transfer; also the limit of its units
 MAX_PULLED_PAGES: Final = 28_672  # on each side: one frame holds four lists of this length and the keys
 MAX_PARTS: Final = 256
@@ -31,7 +31,10 @@ MAX_DIGESTS: Final = 1 << 22  # in all parts of one transfer: 32 MiB
 DIGEST_BYTES: Final = 8  # for one unit, see kvtransfer/ranks/digests.py
 MAX_DURATION_MS: Final = 24 * 3600 * 1000
 
-TransferId: TypeAlias = Annotated[bytes, Meta(min_length=16, max_length=16)]
+ID_BYTES: Final = 16
+ON_HOST: Final = 0  # as a wanted generation: the page is in host memory, and only its key finds it
+
+TransferId: TypeAlias = Annotated[bytes, Meta(min_length=ID_BYTES, max_length=ID_BYTES)]
 Incarnation: TypeAlias = Annotated[bytes, Meta(min_length=16, max_length=16)]
 Epoch: TypeAlias = Annotated[int, Meta(ge=1, le=2**32 - 1)]
 Part: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_PARTS - 1)]
@@ -53,7 +56,6 @@ Digests: TypeAlias = Annotated[bytes, Meta(min_length=DIGEST_BYTES, max_length=M
 Reason: TypeAlias = Annotated[str, Meta(max_length=256)]
 TransportName: TypeAlias = Annotated[str, Meta(min_length=1, max_length=16)]
 ListenerAddress: TypeAlias = Annotated[str, Meta(min_length=1, max_length=107)]
-TransportNames: TypeAlias = Annotated[tuple[TransportName, ...], Meta(max_length=8)]
 
 
 class TransferMessage(
@@ -78,11 +80,6 @@ class RankListenerAddresses(msgspec.Struct, frozen=True, kw_only=True, forbid_un
     host: Annotated[str, Meta(min_length=1, max_length=64)]  # equal for ranks that share a kernel
     device: Literal["cpu", "cuda"]
     addresses: Annotated[dict[TransportName, ListenerAddress], Meta(max_length=8)] = {}
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Return the names of the transports that the rank listens with."""
-        return tuple(self.addresses)
 
 
 class PeerRank(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -116,7 +113,6 @@ class Grant(TransferMessage, frozen=True):
     position: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 0  # in its sequence, of the first token to move
     num_parts: NumParts = 1
     num_layer_groups: NumParts = 1  # each pair of ranks has this many parts, one a group of layers
-    transports: TransportNames = ()
 
 
 class PullRequest(TransferMessage, frozen=True):
@@ -128,14 +124,19 @@ class PullRequest(TransferMessage, frozen=True):
     num_units: NumUnits
     holder: Incarnation  # the process that holds the pages; a restarted process has other pages
     wanted_pages: PulledPages
-    wanted_generations: (
-        PulledGenerations  # ON_HOST (0): the page is in host memory, and only its key finds it
-    )
+    wanted_generations: PulledGenerations  # ON_HOST for pages in host memory
     wanted_keys: Keys  # identify the tokens of each page, see baton/pages.py
     pages: PulledPages
     generations: PulledGenerations
-    transports: TransportNames = ()
     num_parts: NumParts = 1
+
+
+class WantedPage(NamedTuple):
+    """One page of the holder that a pull requests."""
+
+    page: int
+    generation: int
+    key: bytes
 
 
 class PullRefused(TransferMessage, frozen=True):
@@ -150,7 +151,7 @@ TransferRequest: TypeAlias = Grant | PullRequest
 
 
 class Wrote(TransferMessage, frozen=True):
-    """Source to destination: units [first, stop) of a part are written to the destination's memory."""
+    """Source to destination: units [first, stop) of a part are written, and more units follow."""
 
     transfer: TransferId
     epoch: Epoch
@@ -160,10 +161,15 @@ class Wrote(TransferMessage, frozen=True):
 
 
 class Commit(TransferMessage, frozen=True):
-    """Source to destination: a part is completely written. Only a Corrupt makes the source write it again."""
+    """Source to destination: with units [first, stop) the whole part is written.
+
+    Only a Corrupt makes the source write units of the part again.
+    """
 
     transfer: TransferId
     epoch: Epoch
+    first: Unit
+    stop: Unit
     digests: Digests  # one for each unit, in order
     part: Part = 0
 
@@ -265,7 +271,7 @@ def _complaint(message: AnyMessage) -> str | None:
             return f"{len(message.wanted_pages)} pages have {len(message.wanted_generations)} generations"
         case PullRequest() if len(message.wanted_keys) != KEY_BYTES * len(message.wanted_pages):
             return f"{len(message.wanted_pages)} pages have {len(message.wanted_keys)} bytes of keys"
-        case Wrote() if message.first >= message.stop:
+        case Wrote() | Commit() if message.first >= message.stop:
             return f"the range of units [{message.first}, {message.stop}) is empty"
         case Commit() if len(message.digests) % DIGEST_BYTES:
             return f"{len(message.digests)} bytes are not a multiple of the digest size, {DIGEST_BYTES}"

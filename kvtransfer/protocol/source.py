@@ -7,7 +7,8 @@ The life of a transfer at the source:
    and writes them all.
 2. `offer` adds pages as the prompt is computed; a lease holds them. Each offer becomes a Push for every part.
    Pages under a push have a second owner, the reader, whose hold ends with the push and has no deadline.
-3. When all units of a part are written, Commit carries their digests and ends the writing of that part.
+3. Each push that has ended is a Wrote; the last push of a part is its Commit, which carries the digests of
+   all units and ends the writing of that part.
 4. Verified: the destination has adopted the pages, and the lease ends. Corrupt: the source writes the named
    units again.
 5. An abort, a lost peer or an expired lease ends the transfer in any state: one Finished, the lease released,
@@ -20,33 +21,37 @@ The life of a transfer at the source:
     STOPPING    all; none has an effect
     CLOSED      all; an Abort requests Released again, which may have been lost
 
-Each part may be Corrupt once. Messages of another epoch are counted in `num_stale` and have no effect. An
-illegal message raises ProtocolError and changes nothing: the caller drops the link and calls `peer_lost`.
+Each part may be Corrupt once. Messages of another epoch have no effect. An illegal message raises
+ProtocolError and changes nothing: the caller drops the link and calls `peer_lost`.
+
+A pull identifies each wanted page by page id, generation and key. The page id and the generation come from
+the router's hint, and show that the page was not written since. The key identifies the tokens of the page,
+and the peer derives the key from its own tokens. A wrong hint therefore never transfers the KV of other
+tokens.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 from itertools import pairwise
+from typing import TypeAlias
 
 from baton.errors import ProtocolError
 from baton.kvtransfer.protocol.handoff import (
     Action,
     Finished,
-    Granted,
+    Handoff,
+    HandoffContext,
     HandoffOutcome,
-    HandoffTimeouts,
-    LeaseTimer,
     Owner,
     PageLedger,
     Push,
     Send,
     StopPushes,
-    holds_lease,
-    release_lease,
 )
 from baton.kvtransfer.protocol.messages import (
     DIGEST_BYTES,
+    ON_HOST,
     Abort,
     AnyMessage,
     Commit,
@@ -60,7 +65,7 @@ from baton.kvtransfer.protocol.messages import (
     Verified,
     Wrote,
 )
-from baton.kvtransfer.protocol.pull import Lend, borrow
+from baton.pages import KEY_BYTES
 
 
 class SourcePart:
@@ -131,6 +136,17 @@ class PageReaders:
         self._num_pushes.clear()
 
 
+# Returns device pages with the contents of these keys and makes the owner a user of the pages. Pages that are
+# only in host memory are copied to the device. Returns None, with no page held, when a key is not found or
+# when no room is left on the device.
+Pin: TypeAlias = Callable[[Sequence[bytes], Owner], Sequence[int] | None]
+
+
+def pin_nothing(keys: Sequence[bytes], owner: Owner) -> Sequence[int] | None:
+    """Refuse every pull: the `pin` of a replica without a prefix cache for peers."""
+    return None
+
+
 class SourceState(Enum):
     """The states of a SourceHandoff; the module's table lists the legal messages of each state."""
 
@@ -141,66 +157,62 @@ class SourceState(Enum):
     CLOSED = "closed"
 
 
-_ENDED = (SourceState.STOPPING, SourceState.CLOSED)
+class SourceHandoff(Handoff):
+    """The state machine of one outgoing transfer."""
 
+    failure = HandoffOutcome.FAILED
 
-class SourceHandoff:
-    """The state machine of one outgoing transfer.
-
-    Each call returns the actions that the caller performs, in order. One thread makes all calls. Holds and
-    releases `pages` in the ledger.
-    """
-
-    def __init__(self, request: TransferRequest, timeouts: HandoffTimeouts) -> None:
+    def __init__(self, request: TransferRequest, context: HandoffContext) -> None:
         """Start in OPENING. request: the peer's Grant or PullRequest."""
-        self.transfer = request.transfer
-        self.epoch = request.epoch
+        lease_owner = ("source", request.transfer)
+        super().__init__(request.transfer, request.epoch, context, lease_owner, request.deadline_ms)
         self.state = SourceState.OPENING
-        self.outcome: HandoffOutcome | None = None
-        self.num_stale = 0
-        self.pages: list[int] = []
         self._request = request
-        self._timeouts = timeouts
-        self._ledger = timeouts.ledger
-        self._units_per_page = timeouts.source_units_per_page
-        self._timer = LeaseTimer(timeouts.clock, timeouts.timing, request.deadline_ms / 1000)
+        self._units_per_page = context.source_units_per_page
         self._parts = [SourcePart(request.num_units) for _ in range(request.num_parts)]
         num_groups = request.num_layer_groups if isinstance(request, Grant) else 1
         self._num_offered = [0] * num_groups  # layer group -> units
         self._num_pushed = [0] * num_groups  # units [pushed, offered) wait for the transports
-        self._lease_owner = ("source", self.transfer)
-        self._readers = PageReaders(timeouts.ledger, ("reader", self.transfer))
+        self._readers = PageReaders(context.ledger, ("reader", self.transfer))
+
+    @property
+    def has_ended(self) -> bool:
+        return self.state in (SourceState.STOPPING, SourceState.CLOSED)
+
+    @property
+    def is_closed(self) -> bool:
+        return self.state is SourceState.CLOSED
 
     # Local calls.
 
     def opened(self) -> list[Action]:
         """Start writing: the transports of every part are open. Pushes the units that are already offered."""
-        if self.state in _ENDED:
+        if self.has_ended:
             return []
         if not self._holds_lease():
             return self.fail("expired")
         self.state = SourceState.STREAMING
-        return [Granted(self._request), *self._push_offered()]
+        return self._push_offered()
 
-    def accept_pull(self, incarnation: bytes, lend: Lend) -> list[Action]:
+    def accept_pull(self, incarnation: bytes, pin: Pin) -> list[Action]:
         """Lease the wanted pages and write them all, or refuse the pull.
 
-        incarnation: the incarnation of this process. lend: finds the wanted pages by their keys.
+        incarnation: the incarnation of this process. pin: finds the wanted pages by their keys.
         """
         pull = self._request
         assert isinstance(pull, PullRequest)
-        if self.state in _ENDED:
+        if self.has_ended:
             return []
-        borrower = ("borrower", self.transfer)
-        pages = borrow(pull, incarnation, self._timeouts, lend, borrower)
+        owner = ("pin", self.transfer)
+        pages = self._complaint(pull, incarnation) or self._pin(pull, pin, owner)
         if isinstance(pages, str):
             self.state, self.outcome = SourceState.CLOSED, HandoffOutcome.FAILED
             refused = PullRefused(transfer=self.transfer, epoch=self.epoch, reason=pages)
             return [Send(refused), Finished(self.outcome, pages)]
         self.state = SourceState.STREAMING
         offered = self.offer(pages, pull.num_units)
-        self._ledger.release(pages, borrower)
-        return [Granted(pull), *offered]
+        self._ledger.release(pages, owner)
+        return offered
 
     def offer(self, pages: Sequence[int], num_units: int, group: int | None = None) -> list[Action]:
         """Add the next pages and push all newly computed units.
@@ -208,7 +220,7 @@ class SourceHandoff:
         num_units: the units computed so far, in this group of layers; group None: in all groups. Raises
         ValueError when `num_units` does not follow the earlier offers or does not match the pages.
         """
-        if self.state in _ENDED:
+        if self.has_ended:
             return []
         groups = range(len(self._num_offered)) if group is None else range(group, group + 1)
         stop = min(num_units, (len(self.pages) + len(pages)) * self._units_per_page)
@@ -221,7 +233,7 @@ class SourceHandoff:
         if not self._holds_lease():
             return self.fail("expired")
         if pages:
-            self._ledger.lease(pages, self._lease_owner, self._timer.deadline_s)
+            self._ledger.lease(pages, self._lease_owner, self._deadline_s)
             self.pages += pages
         for each in groups:
             self._num_offered[each] = num_units
@@ -230,11 +242,12 @@ class SourceHandoff:
     def pushed(self, part: int, first: int, stop: int, digests: bytes) -> list[Action]:
         """Record a successful push. digests: one for each unit of the push, computed from the bytes read."""
         self._end_push(part, first, stop)
-        if self.state in _ENDED:
+        if self.has_ended:
             return []
         self._parts[part].wrote(first, stop, digests)
-        wrote = Wrote(transfer=self.transfer, epoch=self.epoch, part=part, first=first, stop=stop)
-        return [Send(wrote), *self._commit(part)]
+        if self._parts[part].is_written:
+            return [self._commit(part, first, stop)]
+        return [Send(Wrote(transfer=self.transfer, epoch=self.epoch, part=part, first=first, stop=stop))]
 
     def push_failed(self, part: int, first: int, stop: int, reason: str) -> list[Action]:
         """Record a push that failed on every transport, which ends the transfer."""
@@ -251,63 +264,61 @@ class SourceHandoff:
         self.state = SourceState.CLOSED
         return self.released()
 
-    def abort(self, reason: str) -> list[Action]:
-        """End the transfer with the outcome CANCELLED and tell the destination."""
-        return self.fail(reason, HandoffOutcome.CANCELLED)
-
-    def fail(
-        self, reason: str, outcome: HandoffOutcome = HandoffOutcome.FAILED, *, tells_peer: bool = True
-    ) -> list[Action]:
-        """End the transfer in any state; has no effect after its end. tells_peer: send an Abort."""
-        if self.state in _ENDED:
-            return []
-        self.outcome = outcome
-        release_lease(self._ledger, self.pages, self._lease_owner)
-        abort = Abort(transfer=self.transfer, epoch=self.epoch, reason=reason[:256])
-        actions: list[Action] = [Send(abort)] if tells_peer else []
-        actions.append(Finished(outcome, reason))
-        self.state = SourceState.STOPPING
-        if any(part.in_flight for part in self._parts):
-            return [*actions, StopPushes()]
-        return [*actions, *self.pushes_stopped()]
-
-    def peer_lost(self) -> list[Action]:
-        """End the transfer after the loss of the link."""
-        return self.fail("peer lost", tells_peer=False)
-
-    def tick(self) -> list[Action]:
-        """Check the lease and send a due heartbeat. The caller calls it at least once a heartbeat."""
-        if self.state in _ENDED:
-            return []
-        if self._timer.is_over or not self._holds_lease():
-            return self.fail("expired")
-        if self._timer.takes_heartbeat():
-            return [Send(Extend(transfer=self.transfer, epoch=self.epoch))]
-        return []
-
     # Messages of the destination.
 
     def receive(self, message: AnyMessage) -> list[Action]:
-        """Process a message of this transfer.
-
-        Raises ProtocolError, without an effect, when the message is illegal in this state.
-        """
-        if self.state in _ENDED:
-            wants_released = isinstance(message, Abort) and self.state is SourceState.CLOSED
-            return self.released() if wants_released else []
+        if self.has_ended:
+            return self.released() if isinstance(message, Abort) and self.is_closed else []
         match message, self.state:
             case ((Verified() | Corrupt() | Extend() | Abort()), _) if message.epoch != self.epoch:
-                self.num_stale += 1
                 return []
             case Abort(), _:
                 return self.fail(f"aborted: {message.reason}", tells_peer=False)
             case Verified(), SourceState.COMMITTING:
-                return self._finish_handed_over()
+                self.state, self.outcome = SourceState.CLOSED, HandoffOutcome.HANDED_OVER
+                self._release_lease()
+                return [Finished(self.outcome, "")]
             case Corrupt(), SourceState.COMMITTING | SourceState.STREAMING:
                 return self._write_again(message)
             case Extend(), _:
-                return self._extend() if self._holds_lease() else self.fail("expired")
+                if not self._holds_lease():
+                    return self.fail("expired")
+                self._extend_lease()
+                return []
         raise ProtocolError(f"unexpected {type(message).__name__}: the source is {self.state.value}")
+
+    def _end(self) -> list[Action]:
+        self.state = SourceState.STOPPING
+        return [StopPushes()] if any(part.in_flight for part in self._parts) else self.pushes_stopped()
+
+    def _complaint(self, pull: PullRequest, incarnation: bytes) -> str | None:
+        """Return why the hint of the pull is wrong; None when each wanted page may be here."""
+        if pull.holder != incarnation:
+            return "the holder was restarted"
+        if len(pull.pages) != self._context.num_destination_pages(pull.num_units):
+            return f"{pull.num_units} units do not fit {len(pull.pages)} destination pages"
+        if len(pull.wanted_pages) != self._context.num_source_pages(pull.num_units):
+            return f"{pull.num_units} units do not match {len(pull.wanted_pages)} wanted pages"
+        for page, generation in zip(pull.wanted_pages, pull.wanted_generations, strict=True):
+            if generation == ON_HOST:
+                continue
+            if page >= self._ledger.num_pages or not self._ledger.is_known(page):
+                return f"page {page} is not in the prefix cache"
+            if self._ledger.generation(page) != generation:
+                return f"page {page} has generation {self._ledger.generation(page)}, not {generation}"
+        return None
+
+    def _pin(self, pull: PullRequest, pin: Pin, owner: Owner) -> Sequence[int] | str:
+        """Return the pages, which the owner then uses, or the reason why the pull is refused."""
+        keys = pull.wanted_keys
+        pages = pin([keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)], owner)
+        if pages is None:
+            return "a wanted page is not cached here, or there is no room to copy it from the host"
+        for page, wanted, generation in zip(pages, pull.wanted_pages, pull.wanted_generations, strict=True):
+            if generation != ON_HOST and page != wanted:
+                self._ledger.release(pages, owner)
+                return f"the contents of the wanted page {wanted} are in page {page}"
+        return pages
 
     def _push_offered(self) -> list[Action]:
         if self.state is SourceState.OPENING:
@@ -330,14 +341,21 @@ class SourceHandoff:
     def _pages_of(self, first: int, stop: int) -> list[int]:
         return self.pages[first // self._units_per_page : -(-stop // self._units_per_page)]
 
-    def _commit(self, part: int) -> list[Action]:
+    def _commit(self, part: int, first: int, stop: int) -> Send:
         state = self._parts[part]
-        if not state.is_written:
-            return []
         state.is_committed = True
         if all(other.is_committed for other in self._parts):
             self.state = SourceState.COMMITTING
-        return [Send(Commit(transfer=self.transfer, epoch=self.epoch, part=part, digests=state.digests))]
+        return Send(
+            Commit(
+                transfer=self.transfer,
+                epoch=self.epoch,
+                part=part,
+                first=first,
+                stop=stop,
+                digests=state.digests,
+            )
+        )
 
     def _write_again(self, corrupt: Corrupt) -> list[Action]:
         part = self._parts[corrupt.part] if corrupt.part < len(self._parts) else None
@@ -346,24 +364,10 @@ class SourceHandoff:
         if not self._holds_lease():
             return self.fail("expired")
         self.state = SourceState.STREAMING
-        self._extend()
+        self._extend_lease()
         return [self._push(corrupt.part, first, stop) for first, stop in part.open_again(corrupt.units)]
-
-    def _finish_handed_over(self) -> list[Action]:
-        self.state, self.outcome = SourceState.CLOSED, HandoffOutcome.HANDED_OVER
-        release_lease(self._ledger, self.pages, self._lease_owner)
-        return [Finished(self.outcome, "")]
-
-    def _extend(self) -> list[Action]:
-        self._timer.extend()
-        if self.pages:
-            self._ledger.extend(self._lease_owner, self._timer.deadline_s)
-        return []
 
     def released(self) -> list[Action]:
         """Return Released for every part: no push runs, and no push will start."""
         numbers = range(len(self._parts))
         return [Send(Released(transfer=self.transfer, epoch=self.epoch, part=part)) for part in numbers]
-
-    def _holds_lease(self) -> bool:
-        return holds_lease(self._ledger, self.pages, self._lease_owner)

@@ -32,24 +32,6 @@ MUST_AGREE: Final = ("num_layers", "num_kv_heads", "head_dim", "dtype")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Runs:
-    """The runs of one piece.
-
-    Run n copies `run_bytes` bytes from `source_offset_N[n]` to `destination_offset_N[n]`, offsets in bytes
-    from the start of each pool.
-    """
-
-    source_offset_N: Offsets
-    destination_offset_N: Offsets
-    run_bytes: int
-
-    @property
-    def num_bytes(self) -> int:
-        """Return the bytes of all runs together."""
-        return len(self.source_offset_N) * self.run_bytes
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class TransferSide:
     """The placement of a transfer's units in one rank's pages."""
 
@@ -111,14 +93,6 @@ class TransferPlan:
     def num_units(self, num_tokens: int) -> int:
         """Return the number of units that hold `num_tokens` tokens. A partly filled last unit moves whole."""
         return -(-num_tokens // self.unit_tokens)
-
-    def runs(self, first: int, stop: int, source_pages: Pages, destination_pages: Pages) -> Runs:
-        """Return the runs of units [first, stop); see `TransferSide.offsets` for the pages and the errors."""
-        return Runs(
-            self.source.offsets(first, stop, source_pages),
-            self.destination.offsets(first, stop, destination_pages),
-            self.run_bytes,
-        )
 
 
 @lru_cache(maxsize=256)

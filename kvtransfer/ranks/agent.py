@@ -2,7 +2,7 @@
 
 1. The rank's process makes the agent before its pool: `zeros_on_cpu` puts the pool of a CPU into shared
    memory.
-2. `start` connects to rank 0, whose address came with the arguments (kvtransfer/ranks/remote.py).
+2. `start` connects to rank 0, whose address came with the arguments (kvtransfer/ranks/ranks.py).
 3. SetUp makes it listen for sources. It performs the commands of rank 0, and nothing else.
 4. When the connection to rank 0 ends, for any reason, every push is stopped and every listener closed.
 """
@@ -21,7 +21,8 @@ from torch import Tensor
 
 from baton.clock import SystemClock
 from baton.errors import WireError, WorkerLost
-from baton.kvtransfer.ranks.executor import RankExecutor
+from baton.kvtransfer.protocol.messages import ID_BYTES
+from baton.kvtransfer.ranks.executor import CompletedSteps, RankExecutor
 from baton.kvtransfer.ranks.messages import (
     RANK_SCHEMA,
     AllStopped,
@@ -37,13 +38,10 @@ from baton.kvtransfer.ranks.messages import (
     decode_for_follower,
     encode,
 )
-from baton.kvtransfer.ranks.remote import AgentArguments
-from baton.kvtransfer.ranks.step_gate import CompletedSteps
-from baton.kvtransfer.transports.direct import INCARNATION_BYTES
-from baton.kvtransfer.transports.message_stream import Call, MessageStream
+from baton.kvtransfer.ranks.ranks import AgentArguments
 from baton.kvtransfer.transports.pages import SharedPool
 from baton.kvtransfer.transports.registry import transport_set
-from baton.rpc.connection import Connection, DroppedPeers, Role
+from baton.rpc.connection import Call, Connection, DroppedPeers, MessageStream, Role
 
 logger = logging.getLogger(__name__)
 CONNECT_S: Final = 30.0  # rank 0 may be busy with its own part of a large model
@@ -137,7 +135,7 @@ class RankAgent:
             settings,
             self._pool,
             self._shared,
-            secrets.token_bytes(INCARNATION_BYTES),
+            secrets.token_bytes(ID_BYTES),
             transport_set(settings.transport),
             self._inbox.put,
             self._say,

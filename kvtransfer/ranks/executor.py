@@ -6,23 +6,24 @@ listeners, transports and digests do the lengthy work, and report through `post`
 are made by one thread: the endpoint's in rank 0, the agent's in a follower.
 """
 
+import threading
+from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from functools import partial
-from typing import Final, NamedTuple, ParamSpec, Protocol, TypeAlias, TypeVar
+from typing import Final, NamedTuple, Protocol, TypeAlias
 
 from torch import Tensor
 
 from baton.clock import Clock
 from baton.kvtransfer.protocol.messages import DIGEST_BYTES, PeerRank, RankListenerAddresses
 from baton.kvtransfer.protocol.transfer_plan import TransferPlan, plan_transfer
-from baton.kvtransfer.ranks.digests import PartDigests, UnitDigests, differing_units, digests_of
+from baton.kvtransfer.ranks.digests import Hashing, PartDigests, UnitDigests, differing_units, digests_of
 from baton.kvtransfer.ranks.messages import (
     ClosePart,
     Command,
     DropLink,
     ForgetPart,
-    GrantPart,
     HashUnits,
     OfPart,
     OpenPart,
@@ -45,55 +46,23 @@ from baton.kvtransfer.ranks.messages import (
     WriterStopped,
     registration_id,
 )
-from baton.kvtransfer.ranks.peer_transports import PeerTransports, RankTransports, TransportCounters
-from baton.kvtransfer.ranks.step_gate import CompletedSteps, NoSteps, StepGate
-from baton.kvtransfer.transports.base import LocalRank, TransportSet, this_host
-from baton.kvtransfer.transports.message_stream import Post
+from baton.kvtransfer.ranks.peer_transports import PeerTransports, RankTransports
+from baton.kvtransfer.transports.base import (
+    MAX_REASON,
+    LocalRank,
+    OutgoingTransfer,
+    Piece,
+    PieceOutcome,
+    TransportSet,
+    this_host,
+)
 from baton.kvtransfer.transports.pages import SharedPool
 from baton.kvtransfer.transports.receive_registration import ReceiveRegistration
-from baton.kvtransfer.transports.transfer_queue import MAX_REASON, OutgoingTransfer, Piece, PieceOutcome
 from baton.messages.bounds import Kind
 from baton.rpc.auth import PAGES, KeyRing, LinkKeys, LinkSecret
-from baton.rpc.connection import DroppedPeers
+from baton.rpc.connection import DroppedPeers, Post
 
-Arguments = ParamSpec("Arguments")
-Result = TypeVar("Result")
 Emit: TypeAlias = Callable[[PartEvent], None]
-INLINE_BYTES: Final = 2**21  # hashed in 0.1 ms, the time that it takes to wake a thread and hear of its end
-
-
-class Hashing:
-    """Runs functions that take digests: short ones at once, longer ones in threads."""
-
-    def __init__(self, num_threads: int, *, may_inline: bool) -> None:
-        """may_inline: the pages are in this CPU's memory, so the caller waits for nothing but the hash."""
-        self.may_inline = may_inline
-        self._inline_bytes = INLINE_BYTES if may_inline else -1
-        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="kv-digest")
-
-    def submit(
-        self,
-        num_bytes: int,
-        function: Callable[Arguments, Result],
-        *args: Arguments.args,
-        **kwargs: Arguments.kwargs,
-    ) -> "Future[Result]":
-        """Call the function, which reads num_bytes; the future is done already where they are few.
-
-        Functions that go to threads begin in the order in which they were submitted.
-        """
-        if num_bytes > self._inline_bytes:
-            return self._threads.submit(function, *args, **kwargs)
-        future: Future[Result] = Future()
-        try:
-            future.set_result(function(*args, **kwargs))
-        except Exception as error:
-            future.set_exception(error)
-        return future
-
-    def close(self) -> None:
-        """Returns when no function runs any more; functions that have not begun are cancelled."""
-        self._threads.shutdown(cancel_futures=True)
 
 
 class RankTools(NamedTuple):
@@ -194,57 +163,51 @@ class SendShard:
     def __init__(
         self, order: ReachPeer, plan: TransferPlan, transports: PeerTransports, tools: RankTools
     ) -> None:
-        self._transfer = order.transfer
-        self._part = order.part
+        self._order = order
         self._registration_id = registration_id(order.transfer, order.part)
         self._plan = plan
         self._transports = transports
         self._tools = tools
         self._digests = PartDigests(tools.digests, order.digest_key, order.part)
         self._pages: tuple[int, ...] = ()
-        self._grant: GrantPart | None = None
 
     def reach(self) -> None:
         """Emits PartReached, at once or later."""
         self._transports.when_settled(self._reached)
 
-    def grant(self, grant: GrantPart) -> None:
-        self._grant = grant
-
     def push(self, order: PushPart) -> None:
-        """After the grant. Emits PartWritten, and PartHashed for a piece that was written."""
-        grant = self._grant
-        assert grant is not None, "pages are pushed without a grant"
+        """Emits PartWritten, and PartHashed for a piece that was written."""
+        reach = self._order
         self._pages += order.more_pages
         transfer = OutgoingTransfer(
             id=self._registration_id,
-            epoch=grant.epoch,
+            epoch=reach.epoch,
             plan=self._plan,
             source_pages=self._pages,
-            destination_pages=grant.pages,
-            destination_generations=grant.generations,
-            is_bulk=grant.is_bulk,
+            destination_pages=reach.pages,
+            destination_generations=reach.generations,
+            is_bulk=reach.is_bulk,
         )
         piece = Piece(transfer, order.first, order.stop)
         hashing, digests = self._tools.hashing, None
-        if grant.is_bulk and hashing.may_inline:
+        if reach.is_bulk and hashing.may_inline:
             digests = hashing.submit(piece.num_bytes, self._digest, piece)
         self._transports.push(piece, partial(self._written, piece, digests))
 
     def stop(self) -> None:
         """Emits PartStopped: on return nothing is read or written for the part."""
         self._transports.abort(self._registration_id)
-        self._tools.emit(PartStopped(transfer=self._transfer, part=self._part))
+        self._tools.emit(PartStopped(transfer=self._order.transfer, part=self._order.part))
 
     def _reached(self) -> None:
         name = self._transports.name or ""
-        self._tools.emit(PartReached(transfer=self._transfer, part=self._part, transport=name))
+        self._tools.emit(PartReached(transfer=self._order.transfer, part=self._order.part, transport=name))
 
     def _written(self, piece: Piece, digests: "Future[bytes] | None", outcome: PieceOutcome) -> None:
         self._tools.emit(
             PartWritten(
-                transfer=self._transfer,
-                part=self._part,
+                transfer=self._order.transfer,
+                part=self._order.part,
                 first=piece.first,
                 stop=piece.stop,
                 outcome=outcome,
@@ -262,8 +225,8 @@ class SendShard:
         error = taken.exception()
         self._tools.emit(
             PartHashed(
-                transfer=self._transfer,
-                part=self._part,
+                transfer=self._order.transfer,
+                part=self._order.part,
                 first=piece.first,
                 stop=piece.stop,
                 digests=b"" if error is not None else taken.result(),
@@ -297,6 +260,116 @@ class Executor(Performer, Protocol):
 
     def close(self) -> None:
         """On return no page of the rank is written, but by processes that have mapped it."""
+
+
+SHORTEST_SLEEP_S: Final = 2e-5  # between two checks of the marks; each sleep is twice as long, up to
+LONGEST_SLEEP_S: Final = 1e-3
+
+
+class CompletedSteps(Protocol):
+    """The progress of this rank's steps."""
+
+    def has_passed(self, mark: int) -> bool:
+        """Whether the work that was launched before the mark has ended. From any thread."""
+
+
+class NoSteps:
+    """The steps of a pool that no engine computes in: every mark has passed."""
+
+    def has_passed(self, mark: int) -> bool:
+        return True
+
+
+class StepGate:
+    """Delays commands until a step of this rank has come far enough (see engine/cache/page_pool.py).
+
+    A command whose mark has passed is carried out at once. Any other command waits, and so do all later
+    commands for the same part, so that each part gets its commands in the order in which they were given. A
+    thread checks the marks while a command waits, and sleeps otherwise.
+    """
+
+    def __init__(
+        self,
+        steps: CompletedSteps,
+        carry_out: Callable[[PartCommand], None],
+        post: Post,
+        *,
+        pushes_wait: bool = True,
+    ) -> None:
+        """carry_out: called by the rank's thread. pushes_wait: False where reads of pages follow their writes
+        anyway.
+        """
+        self._steps = steps
+        self._pushes_wait = pushes_wait
+        self._carry_out = carry_out
+        self._post = post
+        self._waiting: dict[tuple[bytes, int], deque[PartCommand]] = {}  # part -> its commands, at least one
+        self._marks: deque[tuple[int, tuple[bytes, int]]] = deque()  # (mark, the part that waits for it)
+        self._has_marks = threading.Condition()
+        self._is_closed = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def perform(self, command: PartCommand) -> None:
+        key = command.transfer, command.part
+        waiting = self._waiting.get(key)
+        if waiting is not None:
+            waiting.append(command)
+        elif self._may(command):
+            self._carry_out(command)
+        else:
+            self._waiting[key] = deque((command,))
+            self._watch(self._mark_before(command), key)
+
+    def close(self) -> None:
+        """Commands that wait are never carried out. From any thread."""
+        self._is_closed.set()
+        with self._has_marks:
+            self._has_marks.notify()
+
+    def _may(self, command: PartCommand) -> bool:
+        mark = self._mark_before(command)
+        return not mark or self._steps.has_passed(mark)
+
+    def _watch(self, mark: int, key: tuple[bytes, int]) -> None:
+        with self._has_marks:
+            self._marks.append((mark, key))
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._look, name="kv-steps", daemon=True)
+                self._thread.start()
+            self._has_marks.notify()
+
+    def _look(self) -> None:
+        sleep_s = SHORTEST_SLEEP_S
+        while not self._is_closed.is_set():
+            with self._has_marks:
+                if not self._marks:
+                    sleep_s = SHORTEST_SLEEP_S
+                    self._has_marks.wait()
+                    continue
+                found = [each for each in self._marks if self._steps.has_passed(each[0])]
+                for each in found:
+                    self._marks.remove(each)
+            for _, key in found:
+                self._post(partial(self._go_on, key))
+            if not found:
+                self._is_closed.wait(sleep_s)
+                sleep_s = min(2 * sleep_s, LONGEST_SLEEP_S)
+
+    def _go_on(self, key: tuple[bytes, int]) -> None:
+        """Carry out the part's commands up to the next one that has to wait."""
+        waiting = self._waiting.pop(key)
+        while waiting and not self._is_closed.is_set():
+            if not self._may(waiting[0]):
+                self._waiting[key] = waiting
+                self._watch(self._mark_before(waiting[0]), key)
+                return
+            self._carry_out(waiting.popleft())
+
+    def _mark_before(self, command: PartCommand) -> int:
+        """The mark that has to pass before the command; 0 for none."""
+        if isinstance(command, OpenPart) or (isinstance(command, PushPart) and self._pushes_wait):
+            return command.after
+        return 0
 
 
 class RankExecutor:
@@ -359,14 +432,9 @@ class RankExecutor:
         is_ordered = pool.is_cuda and settings.rank == 0
         self._gate = StepGate(steps or NoSteps(), self._carry_out, post, pushes_wait=not is_ordered)
 
-    @property
-    def counters(self) -> TransportCounters:
-        return self._transports.counters
-
     def counts(self) -> dict[str, int]:
-        received = self.rank.registrations.counters.by_name()
         dropped = {f"dropped_{reason}": number for reason, number in self.rank.dropped.counts().items()}
-        return {**self.counters.by_name(), **received, **dropped}
+        return {**self._transports.counts, **self.rank.registrations.counts(), **dropped}
 
     def perform(self, command: Command) -> None:
         match command:
@@ -404,8 +472,6 @@ class RankExecutor:
                 self._arriving[command.transfer][command.part].verify(command.digests)
             case ReachPeer():
                 self._reach(command)
-            case GrantPart():
-                self._leaving[command.transfer, command.part].grant(command)
             case PushPart():
                 self._leaving[command.transfer, command.part].push(command)
             case StopPart():

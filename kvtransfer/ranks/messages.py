@@ -2,7 +2,7 @@
 
 The state machines of a transfer run in rank 0. Each part of the transfer is carried out by one of the ranks:
 a command goes to that rank, and events come back. In rank 0 itself both are calls; to and from a follower
-they travel over a private connection (kvtransfer/ranks/remote.py).
+they travel over a private connection (kvtransfer/ranks/ranks.py).
 
 The life of a part at the destination:
 
@@ -12,8 +12,8 @@ The life of a part at the destination:
    source rank's process is dead, and the part must be closed.
 3. VerifyPart; PartVerified. Another OpenPart opens the part again for the units that were wrong.
 
-The life of a part at the source: ReachPeer opens a transport; PartReached, with or without one. GrantPart
-names the destination's pages. Each PushPart is answered by PartWritten and, if all went well, by PartHashed.
+The life of a part at the source: ReachPeer names the destination's pages and opens a transport; PartReached,
+with or without one. Each PushPart is answered by PartWritten and, if all went well, by PartHashed.
 StopPart ends the part's pushes; PartStopped when the rank reads and writes nothing for it any more.
 ForgetPart ends the life of a part at both ends.
 """
@@ -42,7 +42,7 @@ from baton.kvtransfer.protocol.messages import (
     decode_by,
 )
 from baton.kvtransfer.protocol.transfer_plan import peers_of
-from baton.kvtransfer.transports.transfer_queue import Count, PieceOutcome
+from baton.kvtransfer.transports.base import Count, PieceOutcome
 from baton.messages.bounds import schema_hash
 from baton.pages import PageLayout
 from baton.rpc.auth import Generations as KeyGenerations
@@ -118,17 +118,12 @@ class VerifyPart(OfPart, frozen=True):
 
 
 class ReachPeer(OfPart, frozen=True):
-    """Open a transport to the destination's rank."""
+    """Open a transport to the destination's rank. PushPart writes the pages that the destination granted."""
 
     link: Count  # a transport ends with its link to the peer
     destination: PeerRank
     layers: Layers
     digest_key: DigestKey
-
-
-class GrantPart(OfPart, frozen=True):
-    """The pages of the destination that the part may write."""
-
     epoch: Epoch
     pages: Pages
     generations: Generations
@@ -241,7 +236,7 @@ class PartStopped(OfPart, frozen=True):
 
 
 PartCommand: TypeAlias = (
-    OpenPart | ClosePart | HashUnits | VerifyPart | ReachPeer | GrantPart | PushPart | StopPart | ForgetPart
+    OpenPart | ClosePart | HashUnits | VerifyPart | ReachPeer | PushPart | StopPart | ForgetPart
 )
 Command: TypeAlias = PartCommand | DropLink | UseKeys
 PartEvent: TypeAlias = (

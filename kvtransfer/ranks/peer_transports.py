@@ -17,46 +17,18 @@ from functools import partial
 
 from baton.errors import TransferFailed
 from baton.kvtransfer.protocol.messages import PeerRank, RankListenerAddresses
-from baton.kvtransfer.transports.base import LocalRank, Sender, Transport, TransportSet
-from baton.kvtransfer.transports.message_stream import Call, Post
-from baton.kvtransfer.transports.transfer_queue import OnEnd, Piece, PieceOutcome
+from baton.kvtransfer.transports.base import (
+    LocalRank,
+    OnEnd,
+    Piece,
+    PieceOutcome,
+    Sender,
+    Transport,
+    TransportSet,
+)
+from baton.rpc.connection import Call, Post
 
 logger = logging.getLogger(__name__)
-
-
-class TransportCounters:
-    """The transports of one rank that opened and that did not, since the start. Safe from any thread."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self.num_opened: Counter[str] = Counter()
-        self.num_failed: Counter[str] = Counter()
-        self.num_fallbacks = 0  # peers that did not get their first choice
-        self.num_recomputes = 0  # peers that got no transport
-
-    def by_name(self) -> dict[str, int]:
-        """The counts that are not zero, with names like "opened_shm"."""
-        with self._lock:
-            counts = {f"opened_{name}": number for name, number in self.num_opened.items()}
-            counts |= {f"failed_{name}": number for name, number in self.num_failed.items()}
-            counts |= {"fallbacks": self.num_fallbacks, "recomputes": self.num_recomputes}
-        return {name: number for name, number in counts.items() if number}
-
-    def opened(self, name: str, num_before: int) -> None:
-        """num_before: of transports that were tried before this one."""
-        with self._lock:
-            self.num_opened[name] += 1
-            self.num_fallbacks += num_before > 0
-
-    def failed(self, name: str) -> None:
-        """The transport could not be opened, or broke later."""
-        with self._lock:
-            self.num_failed[name] += 1
-
-    def recomputed(self) -> None:
-        """No transport was left."""
-        with self._lock:
-            self.num_recomputes += 1
 
 
 class _Delivery:
@@ -75,14 +47,18 @@ class PeerTransports:
         transports: Sequence[Transport],
         connect: Callable[[Transport], Sender],
         post: Post,
-        counters: TransportCounters,
+        counts: Counter[str],
     ) -> None:
-        """transports: best first. connect: a sender that is not open; TransferFailed when there is none."""
+        """transports: best first. connect: a sender that is not open; TransferFailed when there is none.
+
+        counts: receives the events of these transports: opened_NAME, failed_NAME (did not open, or broke
+        later), fallbacks (not the first choice was opened) and recomputes (no transport was left).
+        """
         self._all = tuple(transports)
         self._left = list(transports)  # transports that have not failed
         self._connect = connect
         self._post = post
-        self._counters = counters
+        self._counts = counts
         self._sender: Sender | None = None
         self._opening: tuple[threading.Thread, Sender] | None = None
         self._waiting: list[_Delivery] = []  # for a sender to open
@@ -150,7 +126,7 @@ class PeerTransports:
         if self._opening is not None:
             return
         if not self._left or self._is_closed:
-            self._counters.recomputed()
+            self._counts["recomputes"] += 1
             self._settle()
             waiting, self._waiting = self._waiting, []
             for delivery in waiting:
@@ -191,7 +167,9 @@ class PeerTransports:
         if sender is None:
             self._use_next()
             return
-        self._counters.opened(self._left[0].name, len(self._all) - len(self._left))
+        self._counts[f"opened_{self._left[0].name}"] += 1
+        if len(self._left) < len(self._all):
+            self._counts["fallbacks"] += 1
         self._sender = sender
         self._settle()
         waiting, self._waiting = self._waiting, []
@@ -199,7 +177,7 @@ class PeerTransports:
             self._deliver(delivery)
 
     def _use_next(self) -> None:
-        self._counters.failed(self._left.pop(0).name)
+        self._counts[f"failed_{self._left.pop(0).name}"] += 1
         self._open_next()
 
     def _ended(self, sender: Sender, delivery: _Delivery, outcome: PieceOutcome) -> None:
@@ -217,7 +195,7 @@ class PeerTransports:
             self._deliver(delivery)
 
     def _give_up_sender(self, sender: Sender) -> None:
-        self._counters.failed(self._left.pop(0).name)
+        self._counts[f"failed_{self._left.pop(0).name}"] += 1
         sender.close()
         self._sender = None
         self._waiting += self._under_way
@@ -242,7 +220,7 @@ class RankTransports:
         self, rank: LocalRank, own: RankListenerAddresses, transports: TransportSet, post: Post
     ) -> None:
         """own: the rank's own listeners."""
-        self.counters = TransportCounters()
+        self.counts: Counter[str] = Counter()  # see PeerTransports
         self._rank = rank
         self._own = own
         self._transports = transports
@@ -258,7 +236,7 @@ class RankTransports:
             if found is None:
                 order = () if self._is_stopped else self._transports.order(self._own, peer.listeners)
                 found = self._peers[link, peer.rank] = PeerTransports(
-                    order, lambda transport: transport.connect(self._rank, peer), self._post, self.counters
+                    order, lambda transport: transport.connect(self._rank, peer), self._post, self.counts
                 )
         return found
 

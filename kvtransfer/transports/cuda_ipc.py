@@ -1,6 +1,6 @@
 """Page bytes between GPUs of one host: one copy, straight into the destination's pages.
 
-The source maps the destination's pool by its CUDA handle. See kvtransfer/transports/direct.py for the life of
+The source maps the destination's pool by its CUDA handle. See kvtransfer/transports/shm.py for the life of
 a transfer. A kernel on a stream of the sender's own copies a part, and has ended before the table of
 generations is looked at again.
 
@@ -20,9 +20,9 @@ from baton.kernels.pages import copy_pages
 from baton.kvtransfer.protocol.messages import PeerRank, RankListenerAddresses
 from baton.kvtransfer.protocol.transfer_plan import Offsets, TransferPlan
 from baton.kvtransfer.transports.base import LocalRank
-from baton.kvtransfer.transports.direct import DirectListener, DirectSender
 from baton.kvtransfer.transports.listener import decode_greeting
 from baton.kvtransfer.transports.pages import DevicePages
+from baton.kvtransfer.transports.shm import DirectListener, DirectSender
 from baton.messages.bounds import schema_hash
 
 PART_BYTES: Final = 2**29  # copied in a quarter of a millisecond, longer than a thread needs to prepare one

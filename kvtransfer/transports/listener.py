@@ -21,7 +21,7 @@ from typing import Final, TypeVar
 
 import msgspec
 
-from baton.errors import WireError
+from baton.errors import TransferFailed, WireError
 from baton.rpc.connection import DroppedPeers
 
 logger = logging.getLogger(__name__)
@@ -36,6 +36,13 @@ def listen(host: str, port: int = 0) -> socket.socket:
     """A TCP socket that listens at an address of this machine, IPv4 or IPv6. port: 0 for any free one."""
     family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
     return socket.create_server((host, port), family=family, backlog=BACKLOG)
+
+
+def port_of(address: str) -> int:
+    """Return the TCP port that a peer's listener has as its address; TransferFailed for any other address."""
+    if not (address.isascii() and address.isdecimal() and 0 < int(address) < 2**16):
+        raise TransferFailed(f"a TCP port is a number from 1 to 65535, the peer said {address!r}")
+    return int(address)
 
 
 def listen_on_host(name: str) -> tuple[socket.socket, str]:

@@ -3,7 +3,7 @@ pages.
 
 A shared pool is a file that has a descriptor but no name: it is freed when the last process that holds it has
 ended. A table of generations belongs to each pool, with one word a page, which only the owner can write: a
-writer in another process looks a page up there before it writes the page (kvtransfer/transports/direct.py).
+writer in another process looks a page up there before it writes the page (kvtransfer/transports/shm.py).
 """
 
 import contextlib
@@ -58,10 +58,6 @@ class PageMemory:
     def view(self) -> memoryview:
         """All pages as bytes, valid while this object lives."""
         return memoryview((ctypes.c_char * self.num_bytes).from_address(self.address)).cast("B")
-
-    def has(self, pages: Sequence[int]) -> bool:
-        """Whether all these pages are within the pool; empty lists are."""
-        return not pages or (min(pages) >= 0 and max(pages) < self.num_pages)
 
 
 class SharedFile:

@@ -15,7 +15,7 @@ The bytes of a piece that is not admitted are drained and counted; they never to
 """
 
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from typing import Final
 
@@ -40,30 +40,6 @@ class ReceiveRegistration(msgspec.Struct, frozen=True, kw_only=True):
     writer: bytes  # the incarnation of the source's process
     # Whether the writer's process writes without `begin` and `end` once it has mapped the pool.
     may_write_directly: bool = False
-
-
-class ReceiveCounters:
-    """Pieces that were admitted, and pieces that were not, since the start."""
-
-    def __init__(self) -> None:
-        self.num_pieces = 0
-        self.num_bytes = 0
-        self.num_stale = 0  # a transfer that has ended, or another epoch
-        self.num_unknown = 0  # a transfer that this process has never granted, or has forgotten
-        self.num_malformed = 0  # units or bytes outside the plan: the peer is dropped
-        self.num_broken = 0  # begun and not completed
-
-    def by_name(self) -> dict[str, int]:
-        """The counts that are not zero, with names like "landed_pieces"."""
-        counts = {
-            "landed_pieces": self.num_pieces,
-            "landed_bytes": self.num_bytes,
-            "stale_pieces": self.num_stale,
-            "unknown_pieces": self.num_unknown,
-            "malformed_pieces": self.num_malformed,
-            "broken_pieces": self.num_broken,
-        }
-        return {name: number for name, number in counts.items() if number}
 
 
 class _State:
@@ -104,7 +80,7 @@ class ReceiveRegistrations:
 
     def __init__(self, num_pages: int) -> None:
         """num_pages: of the pool."""
-        self.counters = ReceiveCounters()
+        self._counts: Counter[str] = Counter()
         self._num_pages = num_pages
         self._lock = threading.Lock()
         self._states: dict[bytes, _State] = {}
@@ -152,20 +128,18 @@ class ReceiveRegistrations:
 
     def begin(self, transfer: bytes, epoch: int, first: int, stop: int, num_bytes: int) -> Writing | None:
         """The permission to write a piece; None: drain its bytes. WireError: drop the peer."""
-        counters = self.counters
         with self._lock:
             state = self._states.get(transfer)
             if state is None:
-                counters.num_stale += transfer in self._ended
-                counters.num_unknown += transfer not in self._ended
+                self._counts["stale_pieces" if transfer in self._ended else "unknown_pieces"] += 1
                 return None
             registration = state.registration
             if state.is_closed or registration.epoch != epoch:
-                counters.num_stale += 1
+                self._counts["stale_pieces"] += 1
                 return None
             is_within = 0 <= first < stop <= registration.num_units
             if not is_within or num_bytes != (stop - first) * registration.plan.unit_bytes:
-                counters.num_malformed += 1
+                self._counts["malformed_pieces"] += 1
                 raise WireError(
                     f"units [{first}, {stop}) of {registration.num_units} in {num_bytes} bytes, "
                     f"a unit has {registration.plan.unit_bytes}",
@@ -180,12 +154,11 @@ class ReceiveRegistrations:
             state = writing._state
             state.num_inside -= 1
             if is_whole:
-                self.counters.num_pieces += 1
-                self.counters.num_bytes += (
-                    writing.stop - writing.first
-                ) * writing.registration.plan.unit_bytes
+                num_units = writing.stop - writing.first
+                self._counts["landed_pieces"] += 1
+                self._counts["landed_bytes"] += num_units * writing.registration.plan.unit_bytes
             else:
-                self.counters.num_broken += 1
+                self._counts["broken_pieces"] += 1
             callbacks = self._settle(state)
         _call(callbacks)
 
@@ -224,6 +197,16 @@ class ReceiveRegistrations:
 
     # Queries.
 
+    def counts(self) -> Counter[str]:
+        """Return counts of pieces since the start, for those that are not zero.
+
+        landed_pieces, landed_bytes: written whole. stale_pieces: of an ended transfer or another epoch.
+        unknown_pieces: of a transfer that was never granted here, or is forgotten. malformed_pieces: units or
+        bytes outside the plan; the peer is dropped. broken_pieces: begun and not completed.
+        """
+        with self._lock:
+            return self._counts.copy()
+
     def num_open(self) -> int:
         """The number of registrations that have not ended."""
         with self._lock:
@@ -233,11 +216,6 @@ class ReceiveRegistrations:
         """Whether this id is registered, or was not long ago."""
         with self._lock:
             return transfer in self._states or transfer in self._ended
-
-    def is_written(self, transfer: bytes) -> bool:
-        """Whether a writer may still be inside the transfer's pages."""
-        with self._lock:
-            return transfer in self._states
 
     def _settle(self, state: _State) -> list[OnSafe]:
         """Under the lock: the callbacks to make outside the lock."""

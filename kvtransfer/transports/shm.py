@@ -1,23 +1,277 @@
 """Page bytes between CPUs of one host: one copy, straight into the destination's pages.
 
-The destination's pool lies in shared memory and is given to the source by its descriptor. See
-kvtransfer/transports/direct.py for the life of a transfer. A copy runs outside the interpreter's lock.
+The destination's pool lies in shared memory and is given to the source by its descriptor. A copy runs
+outside the interpreter's lock. `DirectListener` and `DirectSender` are the base of both transports whose
+source writes into the destination's pages itself, this one and cuda_ipc:
+
+1. The destination's listener is a unix socket. A source proves that it holds the key of page links, and must
+   be a process of the same user. It says its incarnation, and gets the means to map the pool for writing and
+   the table of page generations for reading.
+2. The source's process is watched from then on. The registrations hear of its death, and of nothing less: a
+   connection that closes does not say that the pool is unmapped.
+3. The source's threads copy part after part. Before and after each copy a thread looks the part's pages up in
+   the table: pages that the destination has taken back are not written, and only a part whose pages were
+   granted all the time is finished.
+4. A source that is stopped between a look and the write may go on much later. Therefore the destination
+   keeps an ended transfer's pages out of use until the source has released them or its process is dead.
+
+The destination spends no time on the bytes.
 """
 
-from typing import Annotated, Final
+import contextlib
+import fcntl
+import logging
+import os
+import socket
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from functools import partial
+from typing import Annotated, Final, TypeAlias
 
 import msgspec
+import numpy as np
 from msgspec import Meta
 
-from baton.errors import WireError
+from baton.errors import BatonError, TransferFailed, WireError
 from baton.kernels.copy_runs import copy_runs
-from baton.kvtransfer.protocol.messages import PeerRank, RankListenerAddresses
+from baton.kvtransfer.protocol.messages import ID_BYTES, PeerRank, RankListenerAddresses
 from baton.kvtransfer.protocol.transfer_plan import Offsets, TransferPlan
-from baton.kvtransfer.transports.base import LocalRank
-from baton.kvtransfer.transports.direct import DirectListener, DirectSender, check_size
-from baton.kvtransfer.transports.listener import decode_greeting
-from baton.kvtransfer.transports.pages import PeerPages
+from baton.kvtransfer.transports.base import LocalRank, OnEnd, Part, Piece, QueueSender
+from baton.kvtransfer.transports.listener import (
+    Listener,
+    ProcessWatch,
+    decode_greeting,
+    listen_on_host,
+    peer_process,
+)
+from baton.kvtransfer.transports.pages import PeerGenerations, PeerPages, as_words
 from baton.messages.bounds import schema_hash
+from baton.rpc.connection import Connection, Role
+
+logger = logging.getLogger(__name__)
+HANDSHAKE_S: Final = 5.0
+MAX_WRITERS: Final = 256  # each is watched, which takes an open file; more sources use another transport
+_WORD_BYTES: Final = 4  # of the table of generations, a page
+
+# What a source needs to map the pages: a message and open descriptors, which stay the listener's.
+Offer: TypeAlias = Callable[[], tuple[bytes, tuple[int, ...]]]
+
+
+class DirectListener:
+    """A `TransportListener` that lets processes of this host and user map a rank's pool."""
+
+    def __init__(self, name: str, rank: LocalRank, schema: bytes, offer: Offer) -> None:
+        """schema: of the offer's message, which both ends must have. offer: called for each source."""
+        assert rank.generations is not None
+        self._rank = rank
+        self._schema = schema
+        self._offer = offer
+        self._read_only = rank.generations.file.read_only()
+        self._watch = ProcessWatch()
+        self._lock = threading.Lock()
+        self._incarnations: set[bytes] = set()  # of processes that are watched
+        self._is_closed = False
+        listener, self.address = listen_on_host("baton-kv")
+        self._acceptor = Listener(listener, self._greet, name, rank.dropped)
+
+    def close(self) -> None:
+        """Give the pool to no process any more. Processes that have mapped it are not watched any more."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+        self._acceptor.close()
+        self._watch.close()
+        os.close(self._read_only)
+
+    def _greet(self, sock: socket.socket) -> None:
+        rank = self._rank
+        try:
+            process = peer_process(sock, rank.dropped)
+            try:
+                connection = rank.connection(sock, Role.ACCEPTING, self._schema)
+                self._give(connection.handshake(HANDSHAKE_S), process)
+            finally:
+                os.close(process)
+        except WireError as error:
+            logger.warning("a source was not given the pool: %s", error)
+        except (BatonError, OSError) as error:
+            logger.info("a source was not given the pool: %s", error)
+        finally:
+            sock.close()
+
+    def _give(self, connection: Connection, process: int) -> None:
+        """process: a descriptor, which the caller closes."""
+        with contextlib.closing(connection):
+            incarnation = connection.recv(HANDSHAKE_S)
+            if len(incarnation) != ID_BYTES:
+                raise connection.drop(WireError("an incarnation has 16 bytes", reason="length"))
+            with self._lock:
+                is_new = incarnation not in self._incarnations
+                has_room = not is_new or len(self._incarnations) < MAX_WRITERS
+                if is_new and has_room:  # the process is watched before it can write
+                    watched = os.dup(process)  # OSError: no descriptor is free, and nothing has changed
+                    self._incarnations.add(incarnation)
+                    self._rank.registrations.writer_came(incarnation)
+                    self._watch.add(watched, partial(self._on_death, incarnation))
+            if not has_room:
+                raise connection.drop(WireError(f"{MAX_WRITERS} processes have the pool", reason="crowd"))
+            message, descriptors = self._offer()
+            connection.send(message, (*descriptors, self._read_only))
+            with contextlib.suppress(BatonError, TimeoutError):
+                connection.recv(HANDSHAKE_S)  # until the source has mapped the pool and closes
+
+    def _on_death(self, incarnation: bytes) -> None:
+        with self._lock:
+            self._incarnations.discard(incarnation)
+        self._rank.on_writer_death(self._rank.registrations.writer_died(incarnation))
+
+
+class DirectSender(QueueSender, ABC):
+    """A `Sender` that copies runs into the pool that it has mapped. A subclass says how."""
+
+    def __init__(
+        self,
+        name: str,
+        rank: LocalRank,
+        address: str,
+        *,
+        schema: bytes,
+        part_bytes: int,
+        num_threads: int,
+        inline_bytes: int,
+    ) -> None:
+        """address: of the destination's listener. schema: as of DirectListener.
+
+        part_bytes: about as much as is copied between two looks at the table. inline_bytes: pieces of at most
+        so many bytes are copied by the thread that pushes them.
+        """
+        super().__init__(rank, part_bytes, num_threads)
+        self._name = name
+        self._address = address
+        self._schema = schema
+        self._inline_bytes = inline_bytes
+        self._threads = [
+            threading.Thread(target=self._run, name=f"{name}-source", daemon=True) for _ in range(num_threads)
+        ]
+        self._connecting: socket.socket | None = None
+        self._generations: PeerGenerations | None = None
+
+    @abstractmethod
+    def map_pages(self, message: bytes, descriptors: list[int]) -> int:
+        """Map the pool of the listener's offer; the number of its pages. The caller closes descriptors."""
+
+    @abstractmethod
+    def copy(self, plan: TransferPlan, source_offset_N: Offsets, destination_offset_N: Offsets) -> None:
+        """Copy runs, and return when they are there. ValueError when they are not within the pools."""
+
+    @abstractmethod
+    def unmap_pages(self) -> None:
+        """Undo `map_pages`, if it was called."""
+
+    def open(self) -> None:
+        try:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+                sock.settimeout(HANDSHAKE_S)
+                self._connecting = sock
+                sock.connect(self._address)
+                self._map(sock)
+        except (OSError, BatonError) as error:
+            raise TransferFailed(f"{self._name}: {error}") from error
+        finally:
+            self._connecting = None
+        if self.is_broken:
+            raise TransferFailed(f"{self._name}: {self._queue.end_reason}")
+        for thread in self._threads:
+            thread.start()
+
+    def close(self) -> None:
+        self._queue.break_off("the transport was closed")
+        if (sock := self._connecting) is not None:
+            with contextlib.suppress(OSError):  # not connected yet
+                sock.shutdown(socket.SHUT_RDWR)
+        for thread in self._threads:
+            if thread.ident is not None:
+                thread.join()
+        self.unmap_pages()
+        self._generations = None
+
+    def _enqueue(self, piece: Piece, on_end: OnEnd) -> None:
+        transfer = piece.transfer
+        if len(transfer.destination_generations) != len(transfer.destination_pages):
+            raise ValueError("every destination page comes with its generation")
+        if piece.num_bytes > self._inline_bytes or not self._queue.is_idle:
+            self._queue.push(piece, on_end)
+            return
+        self._queue.push(piece, on_end, wakes=False)
+        while (part := self._queue.take(wait=False)) is not None:
+            self._copy(part)
+
+    def _map(self, sock: socket.socket) -> None:
+        rank = self._rank
+        connection = rank.connection(sock, Role.CONNECTING, self._schema)
+        with contextlib.closing(connection):
+            connection.handshake(HANDSHAKE_S)
+            connection.send(rank.incarnation)
+            message = connection.recv(HANDSHAKE_S)
+            descriptors = connection.take_descriptors()
+            try:
+                if not descriptors:
+                    raise WireError("a pool comes with the table of its generations", reason="pool")
+                num_pages = self.map_pages(message, descriptors[:-1])
+                check_size(descriptors[-1], num_pages * _WORD_BYTES)
+                self._generations = PeerGenerations(descriptors[-1], num_pages)
+            finally:
+                for descriptor in descriptors:
+                    os.close(descriptor)
+
+    def _run(self) -> None:
+        try:
+            while (part := self._queue.take(wait=True)) is not None:
+                self._copy(part)
+        except BaseException as error:
+            self._queue.break_off(f"{self._name}: {error!r}")
+            raise
+
+    def _copy(self, part: Part) -> None:
+        assert self._generations is not None
+        transfer, clock = part.transfer, self._rank.clock
+        side = transfer.plan.destination
+        begun_s = clock.now_s()
+        try:
+            used = slice(part.first // side.units_per_page, side.num_pages(part.stop))
+            pages = np.asarray(transfer.destination_pages[used], dtype=np.int64)
+            words = as_words(transfer.destination_generations[used])
+            source_offset_N = transfer.plan.source.offsets(part.first, part.stop, transfer.source_pages)
+            destination_offset_N = side.offsets(part.first, part.stop, transfer.destination_pages)
+            gather_s = clock.now_s() - begun_s
+            is_granted = self._generations.match(pages, words)
+            if is_granted:
+                self.copy(transfer.plan, source_offset_N, destination_offset_N)
+                is_granted = self._generations.match(pages, words)
+        except (ValueError, IndexError) as error:  # granted pages are not in the destination's pool
+            is_granted, reason = False, str(error)
+        else:
+            reason = "the destination has taken pages back"
+        finally:
+            self._queue.leave(part)
+        if is_granted:
+            self._queue.finish(part, 1, gather_s)
+        else:
+            self._queue.fail(part, reason)
+
+
+def check_size(descriptor: int, num_bytes: int) -> None:
+    """WireError unless the file has this size for good: reading past its end would kill this process."""
+    has_size = os.fstat(descriptor).st_size == num_bytes > 0
+    if not has_size or not fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+        raise WireError(
+            f"the offered pool is not a file of {num_bytes} bytes that keeps its size", reason="pool"
+        )
+
+
+# Between CPUs.
 
 PART_BYTES: Final = 8 * 2**20  # between two looks at the table of generations: half a millisecond
 INLINE_BYTES: Final = 2**21  # copied in 0.15 ms, less than it takes to wake a thread

@@ -33,8 +33,8 @@ from baton.clock import Clock
 from baton.errors import BatonError, ConfigError, PeerGone, TransferFailed, WireError
 from baton.kvtransfer.protocol.messages import PeerRank, RankListenerAddresses
 from baton.kvtransfer.protocol.transfer_plan import Offsets, TransferPlan
-from baton.kvtransfer.transports.base import LocalRank, QueueSender
-from baton.kvtransfer.transports.listener import Listener, listen
+from baton.kvtransfer.transports.base import LocalRank, OnEnd, Part, Piece, QueueSender, TransferQueue
+from baton.kvtransfer.transports.listener import Listener, listen, port_of
 from baton.kvtransfer.transports.page_socket import Buffer, MemoryRuns, PageSocket, Stopped, tune, unpace
 from baton.kvtransfer.transports.pages import PageMemory, PagePacking, StagedParts
 from baton.kvtransfer.transports.receive_registration import Writing
@@ -50,7 +50,6 @@ from baton.kvtransfer.transports.records import (
     encode_header,
     stream_key,
 )
-from baton.kvtransfer.transports.transfer_queue import OnEnd, Part, Piece, TransferQueue
 from baton.rpc.connection import Connection, Role
 
 logger = logging.getLogger(__name__)
@@ -85,13 +84,6 @@ class TcpTransport:
 
     def connect(self, rank: LocalRank, peer: PeerRank) -> "TcpSender":
         return TcpSender(rank, (peer.host, port_of(peer.listeners.addresses[self.name])))
-
-
-def port_of(address: str) -> int:
-    """The TCP port that a peer's listener said; TransferFailed for another address."""
-    if not (address.isascii() and address.isdecimal() and 0 < int(address) < 2**16):
-        raise TransferFailed(f"a TCP port is a number from 1 to 65535, the peer said {address!r}")
-    return int(address)
 
 
 class StreamPages(Protocol):
@@ -211,7 +203,7 @@ class TcpSender(QueueSender):
             sock.settimeout(self._settings.connect_s)
             on_socket(sock)
             sock.connect((host, port))
-            connection = Connection(sock, rank.key, Role.CONNECTING, dropped=rank.dropped, clock=rank.clock)
+            connection = rank.connection(sock, Role.CONNECTING)
             return _page_socket(connection, self._settings, rank.clock)
         except (OSError, BatonError) as error:
             if sock is not None:
@@ -397,7 +389,7 @@ class TcpReceiver:
         """In a thread of the listener: let a newcomer prove itself, then serve it in another thread."""
         rank = self._rank
         try:
-            connection = Connection(sock, rank.key, Role.ACCEPTING, dropped=rank.dropped, clock=rank.clock)
+            connection = rank.connection(sock, Role.ACCEPTING)
             page_socket, key = _page_socket(connection, self._settings, rank.clock)
         except (BatonError, OSError) as error:
             _log_end(error)

@@ -32,8 +32,8 @@ from torch import Tensor
 from baton.errors import BatonError, TransferFailed, WireError
 from baton.kvtransfer.protocol.messages import PeerRank, RankListenerAddresses, is_beyond
 from baton.kvtransfer.protocol.transfer_plan import TransferPlan, plan_transfer
-from baton.kvtransfer.transports.base import LocalRank, QueueSender
-from baton.kvtransfer.transports.listener import Listener, decode_greeting, listen
+from baton.kvtransfer.transports.base import LocalRank, Part, QueueSender
+from baton.kvtransfer.transports.listener import Listener, decode_greeting, listen, port_of
 from baton.kvtransfer.transports.pages import DevicePages, PagePacking
 from baton.kvtransfer.transports.rank_pair import (
     DESTINATION,
@@ -58,8 +58,6 @@ from baton.kvtransfer.transports.records import (
     encode_header,
     stream_key,
 )
-from baton.kvtransfer.transports.tcp import port_of
-from baton.kvtransfer.transports.transfer_queue import Part
 from baton.messages.bounds import schema_hash
 from baton.pages import PageLayout
 from baton.rpc.connection import Connection, Role
@@ -149,7 +147,8 @@ class NcclTransport(GroupTransport):
     def join(
         self, store: PairStore, rank: int, host: str, packing: PagePacking, num_bytes: int, timeout_s: float
     ) -> GlooChannel:
-        assert isinstance(packing, DevicePages)
+        if not isinstance(packing, DevicePages):
+            raise TransferFailed("nccl: the pages are not on a GPU")
         records, bulk = join_gloo(store, rank, host, timeout_s), join_nccl(store, rank, timeout_s)
         channel = NcclChannel(records, bulk, 1 - rank, num_bytes, packing)
         channel.connect(rank, timeout_s)
@@ -243,9 +242,7 @@ class GroupSender(QueueSender):
         connection: Connection | None = None
         try:
             sock = socket.create_connection(self._address, timeout_s)
-            connection = Connection(
-                sock, rank.key, Role.CONNECTING, dropped=rank.dropped, clock=rank.clock, schema=PAIR_SCHEMA
-            )
+            connection = rank.connection(sock, Role.CONNECTING, PAIR_SCHEMA)
             connection.handshake(timeout_s)
             connection.send(msgspec.msgpack.encode(request))
             reply = decode_greeting(connection.recv(timeout_s), PairReply, "pair")
@@ -348,9 +345,7 @@ class GroupListener:
     def _greet(self, sock: socket.socket) -> None:
         rank, timeout_s = self._rank, self._settings.connect_s
         try:
-            connection = Connection(
-                sock, rank.key, Role.ACCEPTING, dropped=rank.dropped, clock=rank.clock, schema=PAIR_SCHEMA
-            )
+            connection = rank.connection(sock, Role.ACCEPTING, PAIR_SCHEMA)
         except OSError as error:  # the peer has left already
             logger.info("a source has formed no pair: %s", error)
             sock.close()

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from baton.engine.engine import Engine, load_engine
-from baton.kvtransfer.endpoint import KvEndpoint
+from baton.kvtransfer.endpoint import EndpointSettings, KvEndpoint
 from baton.kvtransfer.protocol.handoff import HandoffOutcome, Timing, TransferEnded
-from baton.kvtransfer.ranks.remote import RankAgents
-from baton.kvtransfer.settings import EndpointSettings
+from baton.kvtransfer.ranks.ranks import RankAgents
 from baton.kvtransfer.transports.pages import SharedPool
 from baton.request import FilledPages, Request, SamplingParams
 from tests.endpoint_host import KEY

@@ -13,7 +13,7 @@ import pytest
 
 from baton.config.engine import EngineConfig, engine_config
 from baton.engine.engine import Engine, load_engine
-from baton.kvtransfer.protocol.pull import ON_HOST
+from baton.kvtransfer.protocol.messages import ON_HOST
 from baton.messages.control import PullSource
 from baton.messages.workers import WorkerRole
 from baton.request import Request, SamplingParams

@@ -39,15 +39,6 @@ def test_the_most_urgent_are_first_and_of_these_the_earliest(admission: DecodeAd
     assert not len(admission)
 
 
-def test_who_waits_may_leave_from_anywhere(admission: DecodeAdmission) -> None:
-    attempts = [an_attempt(number) for number in range(3)]
-    for attempt in attempts:
-        admission.wait(attempt)
-    admission.leave(attempts[1])
-    admission.leave(attempts[1])
-    assert len(admission) == 2 and admission.first() is attempts[0]
-
-
 def test_attempt_that_finds_no_room_is_tried_again_once_there_is(admission: DecodeAdmission) -> None:
     attempt, ledger = an_attempt(0), admission._engine.pages
     pages = ledger.allocate(10, "another")

@@ -63,29 +63,6 @@ def test_tokens_of_an_earlier_attempt_are_gone_on_from(make_pair: MakePair, alon
     assert pulls(pair, pulls=1)
 
 
-def test_pages_that_are_not_there_any_more_are_computed(make_pair: MakePair, alone: Engine) -> None:
-    pair = make_pair()
-    source = warm(pair)
-    pair.prefill.engine.scheduler.cache.make_room(96, keep=False)
-    request = a_request(1, PROMPT)
-    begin(pair, request, source)
-    pair.turns_until(lambda: pair.is_answered(request))
-    assert said(pair.heard(request)) == answer_alone(alone, request)
-    assert pulls(pair, pulls_failed=1)
-
-
-def test_a_pull_that_takes_too_long_is_given_up(make_pair: MakePair, alone: Engine) -> None:
-    pair = make_pair()
-    source = warm(pair)
-    pair.prefill.endpoint.holds = PullRequest
-    request = a_request(1, PROMPT)
-    begin(pair, request, source)
-    pair.turns_until(lambda: pair.is_answered(request))
-    assert said(pair.heard(request)) == answer_alone(alone, request)
-    assert pulls(pair, pulls_failed=1)
-    pair.prefill.endpoint.release()
-
-
 @pytest.mark.parametrize("is_asked", [True, False])
 def test_a_cancel_in_the_middle_gives_all_back(make_pair: MakePair, is_asked: bool) -> None:
     pair = make_pair()

@@ -57,12 +57,3 @@ def test_a_prompt_that_comes_from_elsewhere_has_none_here(make_pair: MakePair) -
     pair.dispatch(a_request(2, prompt=tuple(range(9))), is_local=True)
     pair.turns_until(lambda: bool(prefills(pair)))
     assert [times.request_id for times in prefills(pair)] == [a_request(2).request_id]
-
-
-def test_nothing_is_left_of_what_is_cancelled(make_pair: MakePair) -> None:
-    pair = make_pair(scheduler={"max_num_batched_tokens": 8})
-    pair.tell(pair.decode, ROUTER, KvEventsWanted())
-    pair.dispatch(a_request(1), is_local=True)
-    pair.turn()
-    pair.cancel(a_request(1))
-    assert not pair.decode_worker._reports._stamps and not pair.decode_worker._reports._computing

@@ -75,11 +75,10 @@ class TestPagesThatDoNotCome:
         assert not pair.failures()
         assert pair.decode_worker.counters["recomputed_prefills"] == 1
 
-    @pytest.mark.parametrize("point", ["before Commit", "after Grant", "before Wrote", "after Verified"])
+    @pytest.mark.parametrize("point", ["before Commit", "after Grant", "after Verified"])
     def test_a_broken_transfer(self, make_pair: MakePair, alone: Engine, point: str) -> None:
         pair = make_pair(**SMALL_STEPS)
-        at_decode = point in ("before Commit", "before Wrote")
-        (pair.decode if at_decode else pair.prefill).endpoint.abort_at = point
+        (pair.decode if point == "before Commit" else pair.prefill).endpoint.abort_at = point
         request = a_request()
         pair.dispatch(request)
         if point == "after Verified":  # too late to matter

@@ -89,7 +89,9 @@ def valid_message(rng: random.Random) -> m.AnyMessage:
         ),
         lambda: m.PullRefused(transfer=transfer, epoch=epoch, reason="gone"),
         lambda: m.Wrote(transfer=transfer, epoch=epoch, first=first, stop=num_units),
-        lambda: m.Commit(transfer=transfer, epoch=epoch, digests=bytes(8 * num_units)),
+        lambda: m.Commit(
+            transfer=transfer, epoch=epoch, first=first, stop=num_units, digests=bytes(8 * num_units)
+        ),
         lambda: m.Verified(transfer=transfer, epoch=epoch),
         lambda: m.Corrupt(transfer=transfer, epoch=epoch, units=units),
         lambda: m.Extend(transfer=transfer, epoch=epoch),

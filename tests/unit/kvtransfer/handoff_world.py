@@ -8,8 +8,7 @@ second end of a transfer.
 
 from typing import Final
 
-from baton.kvtransfer.protocol.destination import DestinationHandoff, DestinationState
-from baton.kvtransfer.protocol.handoff import TransferSize
+from baton.kvtransfer.protocol.destination import DestinationHandoff, DestinationState, TransferSize
 from baton.kvtransfer.protocol.source import SourceHandoff, SourceState
 from tests.numbered_pages import wanted_pages
 from tests.unit.kvtransfer.simulated_host import Hint, Host, Sequence
@@ -17,7 +16,7 @@ from tests.unit.kvtransfer.simulated_ranks import SimulatedRanks
 
 UNITS_PER_PAGE: Final = ((1, 1), (2, 1), (1, 2))  # source, destination
 MAX_UNITS: Final = 6
-DEADLINE_MS: Final = 60_000
+DEADLINE_S: Final = 60.0
 
 
 class HandoffWorld(SimulatedRanks):
@@ -36,7 +35,7 @@ class HandoffWorld(SimulatedRanks):
         transfer = self._number().to_bytes(16, "big")
         sequence = self._new_sequence(host, f"prompt-{self.num_made}", num_units)
         host.sequences[transfer.hex()] = sequence
-        size = TransferSize(transfer, num_units, self.num_parts, DEADLINE_MS)
+        size = TransferSize(transfer, num_units, self.num_parts, DEADLINE_S)
         self._expect(transfer, size, sequence.contents)
         destination = self.destination
         if destination.lost_rank is None and destination.make_room(destination.num_pages_for(num_units)):
@@ -134,7 +133,7 @@ class HandoffWorld(SimulatedRanks):
         if not host.make_room(host.num_pages_for(hint.num_units)):
             return
         transfer = self._number().to_bytes(16, "big")
-        size = TransferSize(transfer, hint.num_units, self.num_parts, DEADLINE_MS)
+        size = TransferSize(transfer, hint.num_units, self.num_parts, DEADLINE_S)
         self._expect(transfer, size, hint.contents)
         handoff = self._new_destination(size)
         self._do(

@@ -11,7 +11,7 @@ from typing import TypeAlias
 from baton.clock import ManualClock
 from baton.engine.cache.page_pool import PagePool
 from baton.kvtransfer.protocol.destination import DestinationHandoff
-from baton.kvtransfer.protocol.handoff import Action, HandoffTimeouts, Timing
+from baton.kvtransfer.protocol.handoff import Action, HandoffContext, Timing
 from baton.kvtransfer.protocol.source import SourceHandoff
 
 Pick: TypeAlias = Callable[[int], int]  # n -> a number in [0, n), by chance
@@ -142,8 +142,8 @@ class Host:
             self.pool.forget(page)
         return True
 
-    def timeouts(self, clock: ManualClock, units_per_page: tuple[int, int]) -> HandoffTimeouts:
-        return HandoffTimeouts(self.pool, clock, TIMING, *units_per_page)
+    def timeouts(self, clock: ManualClock, units_per_page: tuple[int, int]) -> HandoffContext:
+        return HandoffContext(self.pool, clock, TIMING, *units_per_page)
 
 
 @dataclass(frozen=True)

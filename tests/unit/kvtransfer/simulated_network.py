@@ -8,18 +8,16 @@ from collections.abc import Iterable
 from typing import Final
 
 from baton.clock import ManualClock
-from baton.kvtransfer.protocol.destination import DestinationHandoff
+from baton.kvtransfer.protocol.destination import DestinationHandoff, TransferSize
 from baton.kvtransfer.protocol.handoff import (
     Action,
     CloseReceive,
     Finished,
-    Granted,
     HandoffOutcome,
     OpenReceive,
     Push,
     Send,
     StopPushes,
-    TransferSize,
     Verify,
     answer_to_unknown,
 )
@@ -115,9 +113,9 @@ class SimulatedNetwork:
         elif isinstance(message, PullRequest):
             source = self._new_source(host, message)
             is_whole = host.lost_rank is None
-            lend = NumberedPages(host.pool)
+            pin = NumberedPages(host.pool)
             accepted = (
-                source.accept_pull(host.incarnation, lend) if is_whole else source.fail("a rank is lost")
+                source.accept_pull(host.incarnation, pin) if is_whole else source.fail("a rank is lost")
             )
             self._do(host, transfer, accepted)
         else:
@@ -132,6 +130,7 @@ class SimulatedNetwork:
     def _new_source(self, host: Host, request: Grant | PullRequest) -> SourceHandoff:
         source = SourceHandoff(request, host.timeouts(self.clock, self.units_per_page))
         host.sources[request.transfer] = source
+        self.grants[host, request.transfer] = request, self._peer(host)
         self.peers[host, request.transfer] = self.destination
         return source
 
@@ -294,8 +293,6 @@ class SimulatedNetwork:
         match action:
             case Send(message):
                 self._send(host, message)
-            case Granted(grant):
-                self.grants[host, transfer] = grant, self._peer(host)
             case Push():
                 self._push(host, transfer, action)
             case StopPushes():

@@ -1,6 +1,5 @@
 """Both ends of a transfer and the ranks that carry out its parts: who is told what, and when."""
 
-from collections.abc import Sequence
 from typing import cast
 
 import pytest
@@ -8,14 +7,12 @@ import pytest
 from baton.clock import ManualClock
 from baton.engine.cache.page_pool import PagePool
 from baton.kvtransfer.links import Link
-from baton.kvtransfer.protocol.destination import DestinationHandoff
+from baton.kvtransfer.protocol.destination import DestinationHandoff, TransferSize
 from baton.kvtransfer.protocol.handoff import (
     Finished,
+    HandoffContext,
     HandoffOutcome,
-    HandoffTimeouts,
-    Owner,
     Timing,
-    TransferSize,
 )
 from baton.kvtransfer.protocol.messages import (
     Abort,
@@ -31,12 +28,9 @@ from baton.kvtransfer.protocol.messages import (
 from baton.kvtransfer.protocol.source import SourceHandoff
 from baton.kvtransfer.ranks.executor import Executor
 from baton.kvtransfer.ranks.messages import (
-    ClosePart,
     Command,
     ForgetPart,
-    GrantPart,
     HashUnits,
-    OpenPart,
     PartHashed,
     PartOpened,
     PartReached,
@@ -46,11 +40,10 @@ from baton.kvtransfer.ranks.messages import (
     ReachPeer,
     Route,
     StopPart,
-    WriterDied,
     WriterStopped,
 )
 from baton.kvtransfer.transfers import Incoming, Outgoing
-from baton.kvtransfer.transports.transfer_queue import PieceOutcome
+from baton.kvtransfer.transports.base import PieceOutcome
 from baton.pages import PageLayout
 
 ID, EPOCH = b"t" * 16, 5
@@ -108,10 +101,10 @@ class Bench:
 
     def __init__(self) -> None:
         self.pool, self.clock = PagePool(NUM_PAGES, 16), ManualClock()
-        self.timeouts = HandoffTimeouts(self.pool, self.clock, Timing(lease_s=30.0, heartbeat_s=5.0), 1, 1)
+        self.timeouts = HandoffContext(self.pool, self.clock, Timing(lease_s=30.0, heartbeat_s=5.0), 1, 1)
         self.planes = [SilentPlane(), SilentPlane()]
         self.link = SaidLink()
-        self.size = TransferSize(ID, NUM_UNITS, num_parts=2, deadline_ms=60_000)
+        self.size = TransferSize(ID, NUM_UNITS, num_parts=2, deadline_s=60.0)
         self.finished: list[HandoffOutcome] = []
 
     def routes(self) -> list[Route]:
@@ -129,13 +122,6 @@ class Bench:
         incoming.perform(handoff.grant("sequence"))
         return incoming
 
-    def grants(self) -> list[GrantPart]:
-        """That all ranks were told of since the last look."""
-        told = [each for executor in self.planes for each in executor.told if isinstance(each, GrantPart)]
-        for executor in self.planes:
-            executor.told.clear()
-        return told
-
     def outgoing(self, request: TransferRequest = GRANT) -> Outgoing:
         handoff = SourceHandoff(request, self.timeouts)
         return Outgoing(
@@ -150,7 +136,7 @@ class Bench:
     def streaming(self) -> Outgoing:
         """All of it is computed, and on its way."""
         outgoing = self.outgoing()
-        outgoing.start()
+        outgoing.start(GRANT, outgoing.handoff.opened)
         for part in range(2):
             outgoing.on_part_event(PartReached(transfer=ID, part=part, transport="shm"))
         pages = self.pool.allocate(NUM_UNITS, "prompt")
@@ -202,9 +188,9 @@ def test_a_lost_rank_ends_it_and_its_death_frees_its_part(bench: Bench) -> None:
     incoming.on_rank_lost(cast(Executor, bench.planes[1]), "rank 1 is lost", is_dead=False)
     assert bench.finished == [HandoffOutcome.RECOMPUTE]
     incoming.on_part_event(WriterStopped(transfer=ID, part=0))
-    assert (incoming.is_over, bench.pool.num_free) == (False, NUM_PAGES - NUM_UNITS)
+    assert (incoming.handoff.is_closed, bench.pool.num_free) == (False, NUM_PAGES - NUM_UNITS)
     incoming.on_rank_lost(cast(Executor, bench.planes[1]), "rank 1 is lost", is_dead=True)
-    assert (incoming.is_over, bench.pool.num_free) == (True, NUM_PAGES)
+    assert (incoming.handoff.is_closed, bench.pool.num_free) == (True, NUM_PAGES)
     incoming.forget()
     assert [kinds[-1] for kinds in told(bench)] == ["ForgetPart", "ForgetPart"]
 
@@ -216,37 +202,30 @@ def test_a_lost_rank_without_a_part_of_it_changes_nothing(bench: Bench) -> None:
         assert end.handoff.outcome is None
 
 
-def test_a_dead_writer_ends_it(bench: Bench) -> None:
-    incoming = bench.incoming()
-    incoming.on_part_event(WriterDied(transfer=ID, part=0))
-    assert bench.finished == [HandoffOutcome.RECOMPUTE]
-    assert [each for each in bench.planes[1].told if isinstance(each, ClosePart)]
-
-
 # Where it leaves.
 
 
 def test_pages_leave_when_every_rank_has_opened_its_transports(bench: Bench) -> None:
     outgoing = bench.outgoing()
-    outgoing.start()
+    outgoing.start(GRANT, outgoing.handoff.opened)
     outgoing.offer(bench.pool.allocate(1, "prompt"), 1, None)
     assert told(bench) == [["ReachPeer"], ["ReachPeer"]]
     outgoing.on_part_event(PartReached(transfer=ID, part=1, transport=""))
     assert told(bench) == [[], []]
     outgoing.on_part_event(PartReached(transfer=ID, part=0, transport="tcp"))
-    assert told(bench) == [["GrantPart", "PushPart"], ["GrantPart", "PushPart"]]
+    assert told(bench) == [["PushPart"], ["PushPart"]]
 
 
 def test_every_rank_is_told_of_the_grant_and_of_each_page_once(bench: Bench) -> None:
     outgoing = bench.outgoing()
-    outgoing.start()
+    outgoing.start(GRANT, outgoing.handoff.opened)
     first, second = bench.pool.allocate(2, "prompt")
     outgoing.offer([first], 1, None)
     for part in range(2):
         outgoing.on_part_event(PartReached(transfer=ID, part=part, transport="shm"))
     outgoing.offer([second], 2, None)
     for executor in bench.planes:
-        assert [type(each) for each in executor.told] == [ReachPeer, GrantPart, PushPart, PushPart]
+        assert [type(each) for each in executor.told] == [ReachPeer, PushPart, PushPart]
         pushed = [each for each in executor.told if isinstance(each, PushPart)]
         assert [(each.first, each.stop, each.more_pages) for each in pushed] == [
             (0, 1, (first,)),
@@ -254,35 +233,27 @@ def test_every_rank_is_told_of_the_grant_and_of_each_page_once(bench: Bench) -> 
         ]
 
 
-def test_what_was_pulled_is_bulk_and_what_was_reserved_is_not(bench: Bench) -> None:
-    bench.streaming()
-    assert [each.is_bulk for each in bench.grants()] == [False, False]
-    held = bench.pool.allocate(2, "prompt")
-    for page in held:
-        bench.pool.mark_known(page)
-
-    def lend(keys: Sequence[bytes], borrower: Owner) -> list[int]:
-        bench.pool.share(held, borrower)
-        return held
-
+@pytest.mark.parametrize("is_pull", [False, True])
+def test_pulled_pages_are_bulk_and_prompts_are_not(bench: Bench, is_pull: bool) -> None:
     pull = PullRequest(
         transfer=ID,
         epoch=EPOCH,
         deadline_ms=60_000,
         num_units=NUM_UNITS,
         holder=b"h" * 16,
-        wanted_pages=tuple(held),
-        wanted_generations=tuple(bench.pool.generation(page) for page in held),
+        wanted_pages=(0, 1),
+        wanted_generations=(1, 1),
         wanted_keys=b"k" * 32,
         pages=(4, 5),
         generations=(1, 1),
         num_parts=2,
     )
-    pulled = bench.outgoing(pull)
-    pulled.accept_pull(pull.holder, lend)
-    for part in range(2):
-        pulled.on_part_event(PartReached(transfer=ID, part=part, transport="shm"))
-    assert [each.is_bulk for each in bench.grants()] == [True, True]
+    request = pull if is_pull else GRANT
+    bench.outgoing(request).start(request, lambda: [])
+    for executor in bench.planes:
+        (reach,) = executor.told
+        assert isinstance(reach, ReachPeer)
+        assert (reach.is_bulk, reach.pages) == (is_pull, (4, 5))
 
 
 def test_released_is_said_when_every_rank_has_stopped(bench: Bench) -> None:
@@ -295,7 +266,7 @@ def test_released_is_said_when_every_rank_has_stopped(bench: Bench) -> None:
     assert bench.link.kinds() == [] and bench.pool.num_free == NUM_PAGES - NUM_UNITS
     outgoing.on_part_event(PartStopped(transfer=ID, part=1))
     assert bench.link.said == [Released(transfer=ID, epoch=EPOCH, part=part) for part in range(2)]
-    assert outgoing.is_over and bench.pool.num_free == NUM_PAGES
+    assert outgoing.handoff.is_closed and bench.pool.num_free == NUM_PAGES
 
 
 def test_a_silent_rank_may_write_until_it_is_dead(bench: Bench) -> None:
@@ -305,9 +276,9 @@ def test_a_silent_rank_may_write_until_it_is_dead(bench: Bench) -> None:
     outgoing.on_rank_lost(executor, "rank 1 is lost", is_dead=False)
     outgoing.on_part_event(PartStopped(transfer=ID, part=0))
     assert bench.finished == [HandoffOutcome.FAILED] and bench.link.kinds() == ["Abort"]
-    assert [outgoing.is_over] == [False]
+    assert [outgoing.handoff.is_closed] == [False]
     outgoing.on_rank_lost(executor, "rank 1 is lost", is_dead=True)
-    assert outgoing.is_over and bench.link.kinds() == ["Released", "Released"]
+    assert outgoing.handoff.is_closed and bench.link.kinds() == ["Released", "Released"]
 
 
 def test_what_comes_after_the_end_changes_nothing(bench: Bench) -> None:
@@ -332,12 +303,4 @@ def test_what_comes_after_the_end_changes_nothing(bench: Bench) -> None:
     assert bench.pool.num_free == NUM_PAGES
     outgoing.forget()
     kinds = [type(each) for each in bench.planes[0].told]
-    assert kinds == [ReachPeer, GrantPart, PushPart, StopPart, ForgetPart]
-
-
-def test_a_part_is_opened_with_the_rank_that_it_comes_from(bench: Bench) -> None:
-    bench.incoming()
-    (opened,) = bench.planes[1].told
-    assert isinstance(opened, OpenPart)
-    assert (opened.part, opened.epoch, opened.source.listeners) == (1, EPOCH, LISTENERS)
-    assert not any(isinstance(each, StopPart) for each in bench.planes[0].told)
+    assert kinds == [ReachPeer, PushPart, StopPart, ForgetPart]

@@ -16,15 +16,14 @@ from baton.clock import ManualClock
 from baton.engine.cache.page_pool import PagePool
 from baton.errors import WireError
 from baton.kvtransfer.protocol import messages as m
-from baton.kvtransfer.protocol.destination import DestinationHandoff, DestinationState
+from baton.kvtransfer.protocol.destination import DestinationHandoff, DestinationState, TransferSize
 from baton.kvtransfer.protocol.handoff import (
     Action,
     CloseReceive,
-    HandoffTimeouts,
+    HandoffContext,
     Push,
     StopPushes,
     Timing,
-    TransferSize,
     Verify,
 )
 from baton.kvtransfer.protocol.source import SourceHandoff, SourceState
@@ -51,7 +50,7 @@ class Receiver:
         for page in known:
             self.pool.mark_known(page)
         self.pool.release(known, "cache")
-        self._timeouts = HandoffTimeouts(self.pool, self.clock, Timing(), 1, 1)
+        self._timeouts = HandoffContext(self.pool, self.clock, Timing(), 1, 1)
         self._num_epochs = 0
         self._sources: dict[bytes, SourceHandoff] = {}
         self._destinations: dict[bytes, DestinationHandoff] = {}
@@ -74,7 +73,7 @@ class Receiver:
 
     def _start_own(self) -> None:
         """A destination that has granted pages, of a transfer that messages name."""
-        size = TransferSize(bytes(16), num_units=2, num_parts=1, deadline_ms=1000)
+        size = TransferSize(bytes(16), num_units=2, num_parts=1, deadline_s=1.0)
         self._num_epochs = self._num_epochs % 3 + 1  # so that a random epoch is often the right one
         handoff = DestinationHandoff(size, self._num_epochs, self._timeouts)
         self._destinations[size.transfer] = handoff

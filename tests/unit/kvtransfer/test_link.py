@@ -23,11 +23,10 @@ from baton.kvtransfer.protocol.messages import (
     decode,
     encode,
 )
-from baton.kvtransfer.transports.message_stream import Call
 from baton.kvtransfer.transports.registry import transport_set
 from baton.messages.bounds import LINK_TIMEOUT_S
 from baton.pages import PageLayout
-from baton.rpc.connection import Connection, DroppedPeers, Role
+from baton.rpc.connection import Call, Connection, DroppedPeers, Role
 from baton.rpc.liveness import PING_S, LinkLife, is_ping
 from tests.fakes import refuse_threads
 from tests.transfer_ends import wait_for
@@ -38,7 +37,7 @@ HELLO = EndpointHello(protocol=PROTOCOL, incarnation=b"i" * 16, fingerprint="mod
 LISTENERS = ListenerAddresses(
     ranks=(RankListenerAddresses(incarnation=HELLO.incarnation, host="h", device="cpu"),)
 )
-LARGE = Commit(transfer=b"t" * 16, epoch=1, digests=bytes(2**19))
+LARGE = Commit(transfer=b"t" * 16, epoch=1, first=0, stop=2**16, digests=bytes(2**19))
 SMALL = Extend(transfer=b"t" * 16, epoch=1)
 AT_ONCE_S = 0.1  # far less than a peer may take for a frame
 

@@ -1,20 +1,28 @@
 """When a prefix is fetched and when not, and what is let go of. Workers' tests have real pages for it."""
 
 from collections.abc import Iterator, Sequence
-from typing import cast
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from baton.clock import ManualClock
 from baton.kvtransfer.links import KvLinks, Link
-from baton.kvtransfer.page_endpoint import PageEndpoint
-from baton.kvtransfer.prefixes import MAX_PULLS, PulledPrefixes
+from baton.kvtransfer.prefixes import (
+    FIRST_BYTES_PER_S,
+    LEAST_DEADLINE_S,
+    MAX_PULLS,
+    MOST_DEADLINE_S,
+    PATIENCE,
+    PulledPrefixes,
+    plan_pull,
+)
 from baton.kvtransfer.protocol.handoff import HandoffOutcome, Owner, TransferEnded
-from baton.kvtransfer.protocol.pull import WantedPage
+from baton.kvtransfer.protocol.messages import WantedPage
 from baton.messages.control import PullSource
 from baton.request import FilledPages
 from tests.endpoint_host import Host
-from tests.numbered_pages import key_of
+from tests.numbered_pages import key_of, wanted_pages
 
 HOLDER = "5" * 32
 SOURCE = PullSource(HOLDER, 64, (1, 2, 3, 4), (7, 7, 7, 7))
@@ -75,8 +83,8 @@ class Bench:
         self.endpoint, self.store = Endpoint(), Store()
         links = KvLinks(lambda address, answer: answer(link))
         links._wanted, links._links = frozenset([HOLDER]), {HOLDER: link}
-        endpoint = cast(PageEndpoint, self.endpoint)
-        self.prefixes = PulledPrefixes[str](self.store, endpoint, links, ManualClock())
+        self.clock = ManualClock()
+        self.prefixes = PulledPrefixes[str](self.store, self.endpoint, links, self.clock)
 
 
 @pytest.fixture(scope="module")
@@ -154,3 +162,46 @@ def test_so_many_go_on_at_a_time(bench: Bench) -> None:
     assert [bench.prefixes.begin(name, SOURCE, Prefix(name)) for name in names] == [True] * MAX_PULLS + [
         False
     ]
+
+
+SIZES = st.sampled_from([4, 8, 16, 64])
+
+
+@given(ours=SIZES, theirs=SIZES, held=st.integers(0, 12), first=st.integers(0, 5), stop=st.integers(0, 400))
+def test_a_plan_has_every_token_that_can_be_had(
+    ours: int, theirs: int, held: int, first: int, stop: int
+) -> None:
+    first *= max(ours, theirs)
+    pages = wanted_pages((100 + index, index) for index in range(held))
+    plan = plan_pull(pages, (ours, theirs), first, stop)
+    unit = min(ours, theirs)
+    units = [at for at in range(first, stop, unit) if at + unit <= stop and at // theirs < held]
+    if not units:
+        assert plan is None
+        return
+    assert plan is not None
+    assert (plan.num_units, plan.num_tokens) == (len(units), len(units) * unit)
+    assert plan.num_pages == len({at // ours for at in units})
+    assert plan.wanted == tuple(pages[index] for index in sorted({at // theirs for at in units}))
+
+
+def test_deadline_grows_with_the_bytes_between_two_bounds(bench: Bench) -> None:
+    deadline_s = bench.prefixes.deadline_s
+    assert deadline_s(1) == LEAST_DEADLINE_S
+    assert deadline_s(int(4 * FIRST_BYTES_PER_S)) == 4 * PATIENCE
+    assert deadline_s(int(1e15)) == MOST_DEADLINE_S
+
+
+def test_slow_pulls_extend_the_deadline_of_the_next(bench: Bench) -> None:
+    def pull(number: int, seconds: float, outcome: HandoffOutcome) -> float:
+        """The deadline of a large pull, after a pull of so many seconds."""
+        assert bench.prefixes.begin("a", SOURCE, Prefix())
+        bench.clock.advance(seconds)
+        bench.prefixes.take(TransferEnded(transfer(number), outcome, "", (8, 9), None))
+        return bench.prefixes.deadline_s(int(FIRST_BYTES_PER_S))
+
+    fast_s = bench.prefixes.deadline_s(int(FIRST_BYTES_PER_S))
+    slow_s = pull(1, 0.1, HandoffOutcome.ADOPTED)
+    slower_s = pull(2, LEAST_DEADLINE_S, HandoffOutcome.RECOMPUTE)
+    assert fast_s < slow_s < slower_s
+    assert pull(3, 0.001, HandoffOutcome.RECOMPUTE) == slower_s  # a refusal says nothing about bandwidth

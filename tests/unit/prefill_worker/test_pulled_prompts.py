@@ -11,8 +11,8 @@ import msgspec
 import pytest
 
 from baton.engine.engine import Engine
-from baton.kvtransfer.protocol.messages import Commit, PullRequest
-from baton.kvtransfer.protocol.pull import ON_HOST, lend_nothing
+from baton.kvtransfer.protocol.messages import ON_HOST, Commit, PullRequest
+from baton.kvtransfer.protocol.source import pin_nothing
 from baton.messages.control import Members, PullSource
 from baton.messages.workers import WorkerRole
 from baton.request import Request
@@ -187,7 +187,7 @@ def test_a_holder_that_cannot_bring_them_from_its_host_says_so(
 ) -> None:
     pair = make_pair()
     source = warm(pair)
-    pair.decode.endpoint.lend = lend_nothing
+    pair.decode.endpoint.pin = pin_nothing
     request = a_request(1, PROMPT)
     caplog.set_level("INFO")
     begin(pair, request, source)

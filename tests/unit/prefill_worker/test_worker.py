@@ -214,7 +214,7 @@ def test_prompt_that_no_transfer_can_carry_is_computed_by_the_decode_worker(
     make_pair: MakePair, alone: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pair, request = make_pair(), a_request()
-    monkeypatch.setattr("baton.kvtransfer.protocol.pull.MAX_PAGES", 10)
+    monkeypatch.setattr("baton.kvtransfer.protocol.destination.MAX_PAGES", 10)
     pair.dispatch(request)
     pair.turns_until(lambda: pair.is_answered(request))
     assert said(pair.heard(request)) == answer_alone(alone, request)

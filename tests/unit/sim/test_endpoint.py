@@ -180,7 +180,7 @@ def test_pages_are_pulled_by_their_generations(is_direct: bool) -> None:
     pool, sent = pair.source.engine.pages, pair.source.contents(pair.pages)
     for page in pair.pages:
         pool.mark_known(page)
-    pair.source.endpoint.lend = NumberedPages(pool)
+    pair.source.endpoint.pin = NumberedPages(pool)
     wanted = [(page, pool.generation(page)) for page in pair.pages]
     (back,) = pair.destination.endpoint.links
     pair.destination.endpoint.pull(back, wanted_pages(wanted), pair.num_units, OWNER, deadline_s=60.0)

@@ -69,7 +69,6 @@ def test_any_msgpack_reader_can_read_a_message() -> None:
         "position": 0,
         "num_parts": 1,
         "num_layer_groups": 1,
-        "transports": [],
     }
 
 
@@ -117,7 +116,7 @@ def test_what_is_out_of_bounds_is_refused(changes: dict[str, object]) -> None:
         (altered(pull(), generations=[1, 1]), "1 pages have 2 generations"),
         (altered(pull(), wanted_keys=bytes(32)), "1 pages have 32 bytes of keys"),
         (
-            altered(Commit(transfer=ID, epoch=1, digests=bytes(8)), digests=bytes(9)),
+            altered(Commit(transfer=ID, epoch=1, first=0, stop=1, digests=bytes(8)), digests=bytes(9)),
             "9 bytes are not a multiple",
         ),
         (altered(Corrupt(transfer=ID, epoch=1, units=(1,)), units=[1, 1]), "not in ascending order"),
@@ -157,11 +156,10 @@ def test_largest_messages_fit_a_frame() -> None:
         "wanted_pages": pages[:MAX_PULLED_PAGES],
         "wanted_generations": generations[:MAX_PULLED_PAGES],
         "wanted_keys": bytes(16 * MAX_PULLED_PAGES),
-        "transports": ("t" * 16,) * 8,
     }
     for message in (
-        grant(MAX_PAGES, epoch=2**32 - 1, pages=pages, generations=generations, transports=("t" * 16,) * 8),
-        Commit(transfer=ID, epoch=1, digests=bytes(MAX_PAGES * DIGEST_BYTES)),
+        grant(MAX_PAGES, epoch=2**32 - 1, pages=pages, generations=generations),
+        Commit(transfer=ID, epoch=1, first=0, stop=MAX_PAGES, digests=bytes(MAX_PAGES * DIGEST_BYTES)),
         Corrupt(transfer=ID, epoch=1, units=tuple(range(MAX_PAGES))),
         pull(**pulled),
     ):

@@ -13,6 +13,7 @@ from baton.errors import ConfigError
 from baton.kvtransfer.protocol.transfer_plan import Pages, TransferPlan, peers_of, plan_transfer
 from baton.kvtransfer.ranks.messages import layer_groups
 from baton.pages import PageLayout
+from tests.transfer_ends import runs_of
 
 NUM_HEADS = 12  # splits by 2 and by 3: ranks whose heads overlap in part
 TP_SIZES = (1, 2, 3, 4, 12)
@@ -42,7 +43,7 @@ def move(
     plan: TransferPlan, units: range, source: Pool, destination: Pool, pages: tuple[Pages, Pages]
 ) -> int:
     """Apply the plan's runs; the bytes moved."""
-    runs = plan.runs(units.start, units.stop, *pages)
+    runs = runs_of(plan, units.start, units.stop, *pages)
     from_bytes, to_bytes = source.reshape(-1).view(np.uint8), destination.reshape(-1).view(np.uint8)
     for begin, end in zip(runs.source_offset_N.tolist(), runs.destination_offset_N.tolist(), strict=True):
         to_bytes[end : end + runs.run_bytes] = from_bytes[begin : begin + runs.run_bytes]
@@ -167,7 +168,7 @@ def test_layers_that_do_not_exist_are_refused(layers: tuple[int, int]) -> None:
 def test_rows_divide_all_that_moves(one: tuple[PageLayout, int], other: tuple[PageLayout, int]) -> None:
     plan = plan_transfer(one[0], other[0], one[1], other[1])
     num_units = 2 * max(plan.source.units_per_page, plan.destination.units_per_page)
-    runs = plan.runs(0, num_units, list(range(num_units)), list(range(num_units))[::-1])
+    runs = runs_of(plan, 0, num_units, list(range(num_units)), list(range(num_units))[::-1])
     for offsets in (runs.source_offset_N, runs.destination_offset_N):
         assert not np.any(offsets % plan.row_bytes)
     assert runs.run_bytes % plan.row_bytes == 0
@@ -185,22 +186,10 @@ def test_peers_are_the_ranks_that_share_a_head(tp_size: int, other_tp_size: int)
 def test_equal_layouts_move_whole_pages() -> None:
     cut = layout(2, 16)
     plan = plan_transfer(cut, cut, 1, 1)
-    runs = plan.runs(1, 3, [7, 3, 5], [0, 9, 2])
+    runs = runs_of(plan, 1, 3, [7, 3, 5], [0, 9, 2])
     assert plan.run_bytes == plan.unit_bytes == plan.row_bytes == cut.page_bytes
     assert runs.source_offset_N.tolist() == [3 * cut.page_bytes, 5 * cut.page_bytes]
     assert runs.destination_offset_N.tolist() == [9 * cut.page_bytes, 2 * cut.page_bytes]
-
-
-def test_a_tp_slice_is_one_run_a_layer_and_kind() -> None:
-    one, two = layout(1, 16), layout(2, 16)
-    assert plan_transfer(one, two, 0, 1).run_bytes == 6 * 16 * 3 * 4
-    assert len(plan_transfer(one, two, 0, 1).source.run_offset_R) == 2 * 2
-
-
-def test_ranks_without_a_common_head_move_nothing() -> None:
-    plan = plan_transfer(layout(2, 16), layout(2, 16), 0, 1)
-    runs = plan.runs(0, 2, [0, 1], [0, 1])
-    assert plan.unit_bytes == 0 and runs.num_bytes == 0 and len(runs.source_offset_N) == 0
 
 
 @pytest.mark.parametrize(
@@ -236,10 +225,10 @@ def test_units_must_lie_in_the_pages(
 ) -> None:
     plan = plan_transfer(layout(1, 16), layout(1, 8), 0, 0)
     if (first, stop) == (0, 3):
-        assert plan.runs(first, stop, source_pages, destination_pages).num_bytes == 3 * plan.unit_bytes
+        assert runs_of(plan, first, stop, source_pages, destination_pages).num_bytes == 3 * plan.unit_bytes
         return
     with pytest.raises(ValueError, match="do not lie in|start at 0"):
-        plan.runs(first, stop, source_pages, destination_pages)
+        runs_of(plan, first, stop, source_pages, destination_pages)
 
 
 def test_a_million_runs_are_planned_within_50_ms() -> None:
@@ -250,7 +239,7 @@ def test_a_million_runs_are_planned_within_50_ms() -> None:
     for _ in range(5):
         start_s = time.perf_counter()
         plan = plan_transfer.__wrapped__(source, destination, 0, 0)
-        runs = plan.runs(0, plan.num_units(num_tokens), pages, pages[: num_tokens // 32])
+        runs = runs_of(plan, 0, plan.num_units(num_tokens), pages, pages[: num_tokens // 32])
         spans_s.append(time.perf_counter() - start_s)
     assert len(runs.source_offset_N) == 2**20 and runs.num_bytes == num_tokens * source.token_bytes
     assert min(spans_s) < 0.05, spans_s

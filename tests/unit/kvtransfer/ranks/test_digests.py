@@ -4,8 +4,6 @@ import numpy as np
 import pytest
 import torch
 import xxhash
-from hypothesis import given
-from hypothesis import strategies as st
 
 from baton.kvtransfer.protocol.transfer_plan import plan_transfer
 from baton.kvtransfer.ranks import digests
@@ -18,6 +16,7 @@ from baton.kvtransfer.ranks.digests import (
 )
 from baton.kvtransfer.transports.pages import PageMemory, packing_of
 from baton.pages import PageLayout
+from tests.transfer_ends import runs_of
 
 NUM_PAGES = 8
 
@@ -43,7 +42,7 @@ def test_both_ends_agree_however_their_pools_are_cut(
     plan = plan_transfer(source, destination, 0, 0)
     sent, received = pool_of(source), np.zeros(NUM_PAGES * destination.page_bytes, dtype=np.uint8)
     num_units = 4
-    runs = plan.runs(0, num_units, [3, 1, 4, 0], [2, 0, 5, 6])
+    runs = runs_of(plan, 0, num_units, [3, 1, 4, 0], [2, 0, 5, 6])
     for source_offset, offset in zip(runs.source_offset_N, runs.destination_offset_N, strict=True):
         received[offset : offset + runs.run_bytes] = sent[source_offset : source_offset + runs.run_bytes]
     expected = digest_units(sent.data, runs.source_offset_N, runs.run_bytes, num_units)
@@ -54,23 +53,6 @@ def test_both_ends_agree_however_their_pools_are_cut(
     received[damaged] ^= 1
     found = digest_units(received.data, runs.destination_offset_N, runs.run_bytes, num_units)
     assert differing_units(expected, found) == (num_units - 1,)
-
-
-@given(bit=st.integers(0, 64 * 8 - 1))
-def test_every_flipped_bit_is_found(bit: int) -> None:
-    sent = np.arange(64, dtype=np.uint8)
-    received = sent.copy()
-    received[bit // 8] ^= 1 << bit % 8
-    offsets = np.array([0, 16, 32, 48], dtype=np.int64)
-    expected, found = (digest_units(pool.data, offsets, 16, 2) for pool in (sent, received))
-    assert differing_units(expected, found) == (bit // 8 // 32,)
-
-
-def test_digest_is_xxh3_of_the_unit_in_plan_order() -> None:
-    pool = memoryview(bytes(range(100)))
-    offsets = np.array([50, 10], dtype=np.int64)
-    expected = xxhash.xxh3_64_digest(bytes([*range(50, 55), *range(10, 15)]))
-    assert digest_units(pool, offsets, 5, 1) == expected
 
 
 @pytest.mark.parametrize("offsets", [[10, 15, 60, 65], [10, 15, 60, 70], [15, 10, 60, 65], [10, 15, 10, 15]])
@@ -96,14 +78,6 @@ class Found(NamedTuple):
         )
         offsets = plan.source.offsets(first, stop, range(4))
         return PartDigests(HostDigests(memory), key, part).take(plan, offsets, first, stop)
-
-
-def test_keyed_digests_agree_under_one_key_and_find_damage() -> None:
-    sent = Found(np.arange(64, dtype=np.uint8))
-    received = Found(sent.pool.copy())
-    assert sent.digests(b"k" * 32) == received.digests(b"k" * 32)
-    received.pool[33] ^= 1
-    assert differing_units(sent.digests(b"k" * 32), received.digests(b"k" * 32)) == (2,)
 
 
 def test_digest_of_bytes_is_unknown_without_the_key() -> None:

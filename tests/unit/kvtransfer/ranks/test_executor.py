@@ -8,13 +8,14 @@ import pytest
 import torch
 
 from baton.clock import SystemClock
+from baton.kvtransfer.endpoint import EndpointSettings
 from baton.kvtransfer.protocol.messages import PeerRank
-from baton.kvtransfer.ranks.executor import INLINE_BYTES, Hashing, RankExecutor
+from baton.kvtransfer.ranks.digests import INLINE_BYTES, Hashing
+from baton.kvtransfer.ranks.executor import RankExecutor
 from baton.kvtransfer.ranks.messages import (
     ClosePart,
     DropLink,
     ForgetPart,
-    GrantPart,
     OpenPart,
     PartEvent,
     PartHashed,
@@ -30,12 +31,10 @@ from baton.kvtransfer.ranks.messages import (
     WriterDied,
     WriterStopped,
 )
-from baton.kvtransfer.settings import EndpointSettings
-from baton.kvtransfer.transports.message_stream import Call
 from baton.kvtransfer.transports.pages import SharedPool
 from baton.kvtransfer.transports.registry import transport_set
 from baton.pages import PageLayout
-from baton.rpc.connection import DroppedPeers
+from baton.rpc.connection import Call, DroppedPeers
 
 WHOLE = PageLayout(tp_size=1, page_size=4, num_layers=2, num_kv_heads=2, head_dim=8, dtype="float32")
 HALVES = PageLayout(tp_size=2, page_size=4, num_layers=2, num_kv_heads=2, head_dim=8, dtype="float32")
@@ -131,13 +130,13 @@ def reach(source: Rank, destination: Rank, part: int, *, is_bulk: bool = False) 
         destination=destination.peer(),
         layers=ALL_LAYERS,
         digest_key=DIGEST_KEY,
+        epoch=1,
+        pages=PAGES,
+        generations=GENERATIONS,
+        is_bulk=is_bulk,
     )
     source.executor.perform(order)
     assert source.hear(PartReached) == PartReached(transfer=TRANSFER, part=part, transport="shm")
-    grant = GrantPart(
-        transfer=TRANSFER, part=part, epoch=1, pages=PAGES, generations=GENERATIONS, is_bulk=is_bulk
-    )
-    source.executor.perform(grant)
 
 
 def push(source: Rank, part: int) -> PartWritten:

@@ -6,10 +6,10 @@ import msgspec
 import pytest
 
 from baton.errors import WireError
-from baton.kvtransfer.protocol.messages import MAX_PAGES, RankListenerAddresses
+from baton.kvtransfer.endpoint import EndpointSettings
+from baton.kvtransfer.protocol.messages import MAX_PAGES, PeerRank, RankListenerAddresses
 from baton.kvtransfer.ranks import messages as m
-from baton.kvtransfer.settings import EndpointSettings
-from baton.kvtransfer.transports.transfer_queue import PieceOutcome, Spans
+from baton.kvtransfer.transports.base import PieceOutcome, Spans
 from baton.messages.bounds import MAX_BODY_BYTES
 from baton.pages import PageLayout
 
@@ -18,6 +18,7 @@ SETTINGS = EndpointSettings(key=b"k" * 32, fingerprint="model", layout=LAYOUT)
 LISTENERS = RankListenerAddresses(
     incarnation=b"i" * 16, host="h", device="cpu", addresses={"tcp": "7", "shm": "\0pool"}
 )
+PEER = PeerRank(host="h", layout=LAYOUT, rank=1, listeners=LISTENERS)
 OF_PART: dict[str, Any] = {"transfer": b"t" * 16, "part": 3}
 ALL_PAGES = tuple(range(2**31 - MAX_PAGES, 2**31))
 ALL_GENERATIONS = tuple(range(2**32 - MAX_PAGES, 2**32))
@@ -48,7 +49,17 @@ COMMANDS: list[m.ToFollower] = [
     m.ClosePart(**OF_PART, is_confirmed=True),
     m.HashUnits(**OF_PART, first=1, stop=2),
     m.VerifyPart(**OF_PART, digests=bytes(8 * MAX_PAGES)),
-    m.GrantPart(**OF_PART, epoch=9, pages=ALL_PAGES, generations=ALL_GENERATIONS, is_bulk=True),
+    m.ReachPeer(
+        **OF_PART,
+        link=1,
+        destination=PEER,
+        layers=(0, 2),
+        digest_key=bytes(32),
+        epoch=9,
+        pages=ALL_PAGES,
+        generations=ALL_GENERATIONS,
+        is_bulk=True,
+    ),
     m.PushPart(**OF_PART, first=0, stop=MAX_PAGES, more_pages=ALL_PAGES),
     m.StopPart(**OF_PART),
     m.ForgetPart(**OF_PART),
@@ -94,9 +105,3 @@ def test_field_out_of_bounds_is_refused(field: str, value: object) -> None:
     with pytest.raises(WireError) as refused:
         m.decode_for_follower(msgspec.msgpack.encode({**plain, field: value}))
     assert refused.value.reason == "malformed"
-
-
-def test_message_longer_than_a_frame_is_refused() -> None:
-    with pytest.raises(WireError) as refused:
-        m.decode_for_rank_zero(bytes(MAX_BODY_BYTES + 1))
-    assert refused.value.reason == "length"

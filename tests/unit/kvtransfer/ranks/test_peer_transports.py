@@ -1,5 +1,6 @@
 """The choice of a transport when transports do not open, or break: every piece ends once."""
 
+from collections import Counter
 from queue import SimpleQueue
 
 import pytest
@@ -7,11 +8,18 @@ import pytest
 from baton.errors import TransferFailed
 from baton.kvtransfer.protocol.messages import PeerRank, RankListenerAddresses
 from baton.kvtransfer.protocol.transfer_plan import plan_transfer
-from baton.kvtransfer.ranks.peer_transports import PeerTransports, TransportCounters
-from baton.kvtransfer.transports.base import LocalRank, Sender, Transport
-from baton.kvtransfer.transports.message_stream import Call
-from baton.kvtransfer.transports.transfer_queue import OnEnd, OutgoingTransfer, Piece, PieceOutcome
+from baton.kvtransfer.ranks.peer_transports import PeerTransports
+from baton.kvtransfer.transports.base import (
+    LocalRank,
+    OnEnd,
+    OutgoingTransfer,
+    Piece,
+    PieceOutcome,
+    Sender,
+    Transport,
+)
 from baton.pages import PageLayout
+from baton.rpc.connection import Call
 from tests.fakes import refuse_threads
 
 LAYOUT = PageLayout(tp_size=1, page_size=16, num_layers=1, num_kv_heads=1, head_dim=16, dtype="bfloat16")
@@ -74,10 +82,10 @@ class Bench:
         self.made: list[ScriptedSender] = []
         self.ended: list[PieceOutcome] = []
         self.num_settled = 0
-        self.counters = TransportCounters()
+        self.counts: Counter[str] = Counter()
         self._inbox: SimpleQueue[Call] = SimpleQueue()
         transports = [NamedTransport(name) for name in names]
-        self.transports = PeerTransports(transports, self._connect, self._inbox.put, self.counters)
+        self.transports = PeerTransports(transports, self._connect, self._inbox.put, self.counts)
 
     def _connect(self, transport: Transport) -> ScriptedSender:
         if transport.name in self.cannot_connect:
@@ -110,7 +118,7 @@ def test_first_transport_that_opens_carries_all_pieces() -> None:
     bench.made[1].pushed[0](DONE)
     bench.poll()
     assert bench.ended == [DONE]
-    assert (bench.counters.num_failed["shm"], bench.counters.num_opened["tcp"]) == (1, 1)
+    assert (bench.counts["failed_shm"], bench.counts["opened_tcp"]) == (1, 1)
 
 
 def test_pieces_fail_when_no_thread_can_open_a_transport(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,7 +177,7 @@ def test_next_transfer_tries_all_transports_again(opens_again: bool) -> None:
     bench.settle()
     assert [each.name for each in bench.made] == ["shm", "tcp"] * 2
     assert bench.transports.name == ("tcp" if opens_again else None)
-    assert bench.counters.num_recomputes == 2 + (not opens_again)
+    assert bench.counts["recomputes"] == 2 + (not opens_again)
 
 
 def test_late_outcome_of_an_old_transport_is_ignored() -> None:
@@ -215,4 +223,4 @@ def test_transport_that_cannot_connect_is_passed_over() -> None:
     bench.cannot_connect = {"shm"}
     bench.settle()
     assert bench.transports.name == "tcp"
-    assert bench.counters.by_name() == {"opened_tcp": 1, "failed_shm": 1, "fallbacks": 1}
+    assert bench.counts == {"opened_tcp": 1, "failed_shm": 1, "fallbacks": 1}

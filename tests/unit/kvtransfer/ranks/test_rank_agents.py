@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from baton.errors import PeerGone, WireError, WorkerLost
+from baton.kvtransfer.endpoint import EndpointSettings
 from baton.kvtransfer.ranks.agent import RankAgent
 from baton.kvtransfer.ranks.messages import RANK_SCHEMA, Came, StopAll, encode
-from baton.kvtransfer.ranks.remote import AgentArguments, RankAgents, RemoteRank, _Newcomer
-from baton.kvtransfer.settings import EndpointSettings
+from baton.kvtransfer.ranks.ranks import AgentArguments, RankAgents, RemoteRank, _Newcomer
 from baton.pages import PageLayout
 from baton.rpc.connection import Connection, Role
 from tests.transfer_ends import open_files, wait_for
@@ -25,7 +25,7 @@ LAYOUT = PageLayout(
     tp_size=NUM_RANKS, page_size=4, num_layers=1, num_kv_heads=NUM_RANKS, head_dim=8, dtype="float32"
 )
 OTHER_SCHEMA = b"schema-2"
-SETTINGS = EndpointSettings(key=b"k" * 32, fingerprint="model", layout=LAYOUT)
+SETTINGS = EndpointSettings(key=b"k" * 32, fingerprint="model", layout=LAYOUT).for_rank(0)
 
 
 @pytest.fixture
@@ -64,11 +64,11 @@ def is_reachable(rank: RemoteRank) -> bool:
 
 def test_every_rank_connects_and_listens(agents: RankAgents) -> None:
     come(agents, 2), come(agents, 1)
-    ranks = agents.meet(SETTINGS)
+    ranks = agents.set_up(SETTINGS)
     assert [rank.rank for rank in ranks] == [1, 2]
     assert len({rank.listeners.incarnation for rank in ranks}) == 2
     assert len({address for rank in ranks for address in rank.listeners.addresses.values()}) == 4
-    assert all(set(rank.listeners.names) == {"shm", "tcp"} and is_reachable(rank) for rank in ranks)
+    assert all(set(rank.listeners.addresses) == {"shm", "tcp"} and is_reachable(rank) for rank in ranks)
     with pytest.raises(ConnectionRefusedError):
         connect(agents)
     for rank in ranks:
@@ -85,7 +85,7 @@ def test_last_agent_is_greeted_to_the_end(agents: RankAgents, monkeypatch: pytes
 
     monkeypatch.setattr(RankAgents, "_let_in", let_in_slowly)
     come(agents, 1), come(agents, 2)
-    assert len(agents.meet(SETTINGS)) == 2
+    assert len(agents.set_up(SETTINGS)) == 2
 
 
 def test_closed_agents_leave_nothing() -> None:
@@ -93,7 +93,7 @@ def test_closed_agents_leave_nothing() -> None:
     files, threads = Counter(open_files()), set(threading.enumerate())
     agents = RankAgents(NUM_RANKS)
     came = [come(agents, rank) for rank in (1, 2)]
-    for rank in agents.meet(SETTINGS):
+    for rank in agents.set_up(SETTINGS):
         rank.start(lambda call: call(), lambda event: None, lambda rank: None)
         rank.close()
     agents.close()
@@ -110,14 +110,14 @@ def test_closed_agents_leave_nothing() -> None:
 def test_replica_of_one_rank_waits_for_no_agent() -> None:
     threads = set(threading.enumerate())
     agents = RankAgents(1)
-    assert agents.meet(SETTINGS) == []
+    assert agents.set_up(SETTINGS) == []
     assert set(threading.enumerate()) <= threads
 
 
 def test_rank_that_does_not_connect_is_named(agents: RankAgents) -> None:
     agent = come(agents, 2)
     with pytest.raises(WorkerLost, match=r"ranks \[1\] did not connect within 0.1 s"):
-        agents.meet(SETTINGS, timeout_s=0.1)
+        agents.set_up(SETTINGS, timeout_s=0.1)
     agents.close()
     agent.close()
 
@@ -130,7 +130,7 @@ def test_agent_of_an_impossible_or_known_rank_is_dropped(agents: RankAgents, ran
     with pytest.raises(PeerGone):
         connection.recv(5.0)
     come(agents, 2)
-    assert len(agents.meet(SETTINGS)) == 2
+    assert len(agents.set_up(SETTINGS)) == 2
     first.close()
 
 
@@ -148,7 +148,7 @@ def test_agent_without_the_secret_is_dropped(agents: RankAgents) -> None:
     with pytest.raises(WireError):
         connect(agents, b"k" * 32).handshake()
     come(agents, 1), come(agents, 2)
-    assert len(agents.meet(SETTINGS)) == 2
+    assert len(agents.set_up(SETTINGS)) == 2
 
 
 def test_agent_obeys_nothing_before_set_up(agents: RankAgents) -> None:
@@ -166,22 +166,3 @@ def test_agent_raises_when_rank_0_is_gone() -> None:
     agents.close()
     with pytest.raises(WorkerLost, match="rank 0 cannot be reached"):
         come(agents, 1)
-
-
-def test_every_replica_has_a_secret_of_its_own(agents: RankAgents) -> None:
-    other = RankAgents(NUM_RANKS)
-    secrets = {msgspec.json.decode(each.sidecar.arguments)["secret"] for each in (agents, other)}
-    assert len(secrets) == 2
-    other.close()
-
-
-def test_stop_is_confirmed_without_a_poll(agents: RankAgents) -> None:
-    come(agents, 1), come(agents, 2)
-    ranks = agents.meet(SETTINGS)
-    calls: list[object] = []
-    for rank in ranks:
-        rank.start(calls.append, lambda event: None, lambda rank: None)
-        rank.stop()
-    assert all(rank.wait_until_stopped(5.0) for rank in ranks)
-    for rank in ranks:
-        rank.close()

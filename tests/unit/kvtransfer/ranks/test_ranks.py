@@ -11,11 +11,10 @@ import torch
 from baton.engine.cache.page_pool import PagePool
 from baton.errors import ConfigError
 from baton.kvtransfer import endpoint as endpoint_module
-from baton.kvtransfer.endpoint import KvEndpoint
+from baton.kvtransfer.endpoint import EndpointSettings, KvEndpoint
 from baton.kvtransfer.links import Peers
 from baton.kvtransfer.protocol.messages import ListenerAddresses
-from baton.kvtransfer.ranks.remote import RankAgents
-from baton.kvtransfer.settings import EndpointSettings
+from baton.kvtransfer.ranks.ranks import RankAgents
 from baton.messages.bounds import Kind
 from baton.pages import PageLayout
 from baton.rpc.auth import PAGES, KeyRing, LinkKeys, Role

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from baton.errors import WorkerLost
+from baton.kvtransfer.endpoint import EndpointSettings
 from baton.kvtransfer.protocol.messages import RankListenerAddresses
 from baton.kvtransfer.ranks.messages import (
     AllStopped,
@@ -29,11 +30,9 @@ from baton.kvtransfer.ranks.messages import (
     decode_for_follower,
     encode,
 )
-from baton.kvtransfer.ranks.remote import RemoteRank
-from baton.kvtransfer.settings import EndpointSettings
-from baton.kvtransfer.transports.message_stream import Call
+from baton.kvtransfer.ranks.ranks import RemoteRank
 from baton.pages import PageLayout
-from baton.rpc.connection import Connection, Role
+from baton.rpc.connection import Call, Connection, Role
 from tests.transfer_ends import wait_for
 
 LAYOUT = PageLayout(tp_size=2, page_size=4, num_layers=1, num_kv_heads=2, head_dim=8, dtype="float32")

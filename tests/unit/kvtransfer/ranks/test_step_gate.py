@@ -6,10 +6,10 @@ from queue import Empty, SimpleQueue
 import pytest
 
 from baton.kvtransfer.protocol.messages import PeerRank, RankListenerAddresses
+from baton.kvtransfer.ranks.executor import StepGate
 from baton.kvtransfer.ranks.messages import OpenPart, PartCommand, PushPart, StopPart
-from baton.kvtransfer.ranks.step_gate import StepGate
-from baton.kvtransfer.transports.message_stream import Call
 from baton.pages import PageLayout
+from baton.rpc.connection import Call
 from tests.rank_process import LateSteps
 
 LAYOUT = PageLayout(tp_size=1, page_size=4, num_layers=2, num_kv_heads=2, head_dim=8, dtype="float32")

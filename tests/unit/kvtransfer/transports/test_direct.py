@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from baton.kvtransfer.protocol.transfer_plan import Offsets, TransferPlan, plan_transfer
-from baton.kvtransfer.transports.base import LocalRank
+from baton.kvtransfer.transports.base import LocalRank, OutgoingTransfer, Piece
 from baton.kvtransfer.transports.shm import ShmSender
-from baton.kvtransfer.transports.transfer_queue import OutgoingTransfer, Piece
 from baton.pages import PageLayout
 from tests.transfer_ends import Destination, Grant, Push, local_rank
 

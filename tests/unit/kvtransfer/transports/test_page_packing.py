@@ -8,6 +8,7 @@ from baton.kernels.copy_runs import copy_runs_reference
 from baton.kvtransfer.protocol.transfer_plan import plan_transfer
 from baton.kvtransfer.transports.pages import DevicePages, PagePacking, StagedParts, packing_of
 from baton.pages import PageLayout
+from tests.transfer_ends import runs_of
 
 DEVICES = [
     "cpu",
@@ -52,7 +53,7 @@ def test_packed_runs_are_unpacked_where_the_plan_says(
     plan = plan_transfer(one, other, *ranks)
     source, destination = pool_of(one, 12, device), pool_of(other, 12, device, fill=0)
     pages = [5, 0, 11, 7, 2, 9, 1, 3], [6, 4, 10, 8, 0, 2, 3, 1]
-    runs = plan.runs(1, 8, *pages)
+    runs = runs_of(plan, 1, 8, *pages)
     expected = raw(destination).clone()
     copy_runs_reference(
         raw(source), expected, runs.source_offset_N, runs.destination_offset_N, runs.run_bytes
@@ -77,7 +78,7 @@ def test_parts_of_any_size_cross_host_memory(
     expected = raw(destination).clone()
     sender, receiver = (StagedParts(packing_of(pool)) for pool in (source, destination))
     for first, stop in ((2, 4), (0, 2), (4, 8)):
-        runs = plan.runs(first, stop, [5, 0, 11, 7, 2, 9, 1, 3], [6, 4, 10, 8, 0, 2, 3, 1])
+        runs = runs_of(plan, first, stop, [5, 0, 11, 7, 2, 9, 1, 3], [6, 4, 10, 8, 0, 2, 3, 1])
         fetched = sender.fetch(plan, runs.source_offset_N)
         assert fetched.device.type == "cpu" and len(fetched) == runs.num_bytes
         receiver.room(runs.num_bytes).copy_(fetched)
@@ -85,13 +86,6 @@ def test_parts_of_any_size_cross_host_memory(
         offsets = runs.source_offset_N, runs.destination_offset_N
         copy_runs_reference(raw(source), expected, *offsets, runs.run_bytes)
     assert torch.equal(raw(destination), expected)
-
-
-def test_room_is_allocated_once_for_the_largest_part() -> None:
-    parts = StagedParts(packing_of(torch.zeros(4, 1000)))
-    large = parts.room(1000).data_ptr()
-    assert parts.room(10).data_ptr() == large and len(parts.room(10)) == 10
-    assert parts.room(1000).data_ptr() == large
 
 
 def test_a_pool_must_be_contiguous() -> None:

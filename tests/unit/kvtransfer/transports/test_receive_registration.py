@@ -41,7 +41,7 @@ def test_a_writer_is_told_where_its_units_lie(registrations: ReceiveRegistration
     writing = registrations.begin(ID, 3, 1, 3, 2 * UNIT)
     assert writing is not None and writing.offsets().tolist() == [2 * UNIT, 5 * UNIT]
     registrations.end(writing, is_whole=True)
-    assert (registrations.counters.num_pieces, registrations.counters.num_bytes) == (1, 2 * UNIT)
+    assert registrations.counts() == {"landed_pieces": 1, "landed_bytes": 2 * UNIT}
 
 
 def test_writer_without_a_grant_is_not_admitted(registrations: ReceiveRegistrations) -> None:
@@ -50,7 +50,7 @@ def test_writer_without_a_grant_is_not_admitted(registrations: ReceiveRegistrati
     assert registrations.begin(ID, 2, 0, 1, UNIT) is None
     registrations.close(ID, lambda: None)
     assert registrations.begin(ID, 3, 0, 1, UNIT) is None
-    assert (registrations.counters.num_unknown, registrations.counters.num_stale) == (1, 2)
+    assert registrations.counts() == {"unknown_pieces": 1, "stale_pieces": 2}
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_a_piece_that_the_plan_does_not_have_drops_the_peer(
     registrations.add(registration())
     with pytest.raises(WireError):
         registrations.begin(ID, 3, first, stop, num_bytes)
-    assert registrations.counters.num_malformed == 1
+    assert registrations.counts() == {"malformed_pieces": 1}
     safe: list[int] = []
     registrations.close(ID, lambda: safe.append(1))
     assert safe == [1]
@@ -78,7 +78,7 @@ def test_pages_are_safe_when_the_last_writer_has_left(registrations: ReceiveRegi
     for writing in writings:
         assert not safe and writing is not None and writing.must_stop
         registrations.end(writing, is_whole=False)
-    assert safe == [1, 2] and registrations.counters.num_broken == 2
+    assert safe == [1, 2] and registrations.counts()["broken_pieces"] == 2
     registrations.close(ID, lambda: safe.append(3))
     assert safe == [1, 2, 3] and registrations.num_open() == 0
 
@@ -88,9 +88,9 @@ def test_direct_writer_holds_the_pages_until_it_releases_them(registrations: Rec
     registrations.add(registration(direct=True))
     safe: list[int] = []
     registrations.close(ID, lambda: safe.append(1))
-    assert not safe and registrations.is_written(ID)
+    assert not safe and registrations.num_open() == 1
     registrations.release(ID)
-    assert safe == [1] and not registrations.is_written(ID)
+    assert safe == [1] and registrations.num_open() == 0
     registrations.release(ID)
     assert safe == [1]
 
@@ -148,7 +148,7 @@ def test_memory_of_ended_transfers_is_bounded(registrations: ReceiveRegistration
         registrations.close(transfer, lambda: None)
     assert registrations.begin((0).to_bytes(16, "big"), 3, 0, 1, UNIT) is None
     assert registrations.begin((1).to_bytes(16, "big"), 3, 0, 1, UNIT) is None
-    assert (registrations.counters.num_unknown, registrations.counters.num_stale) == (1, 1)
+    assert registrations.counts() == {"unknown_pieces": 1, "stale_pieces": 1}
 
 
 def test_no_writer_is_inside_when_the_pages_are_safe() -> None:

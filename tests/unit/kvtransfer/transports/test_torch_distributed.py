@@ -17,6 +17,7 @@ from baton.errors import TransferFailed
 from baton.kvtransfer.protocol.messages import PeerRank
 from baton.kvtransfer.protocol.transfer_plan import plan_transfer
 from baton.kvtransfer.transports import torch_distributed
+from baton.kvtransfer.transports.base import OutgoingTransfer, Piece
 from baton.kvtransfer.transports.pages import DevicePages
 from baton.kvtransfer.transports.rank_pair import (
     DESTINATION,
@@ -35,10 +36,10 @@ from baton.kvtransfer.transports.torch_distributed import (
     GroupListener,
     GroupSender,
     GroupSettings,
+    NcclTransport,
     PairReply,
     PairRequest,
 )
-from baton.kvtransfer.transports.transfer_queue import OutgoingTransfer, Piece
 from baton.pages import PageLayout
 from baton.rpc.connection import Connection, Role
 from tests.fakes import refuse_threads
@@ -164,6 +165,16 @@ def test_destination_without_room_forms_no_pair(
     with pytest.raises(TransferFailed, match="gloo"):
         sender.open()
     assert num_pairs() == 0
+
+
+def test_nccl_is_refused_for_pages_of_a_cpu() -> None:
+    nccl = NcclTransport()
+    rank = local_rank(torch.zeros((1, LAYOUT.page_bytes), dtype=torch.uint8), layout=LAYOUT)
+    assert nccl.listen(rank) is None
+    with contextlib.closing(GroupListener(nccl, rank, SETTINGS)) as listener:
+        sender = GroupSender(nccl, rank, peer_rank("nccl", listener.address, LAYOUT), SETTINGS)
+        with contextlib.closing(sender), pytest.raises(TransferFailed, match="nccl: .* not on a GPU"):
+            sender.open()
 
 
 def test_closing_ends_an_open_whose_peer_never_joins() -> None:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from baton.clock import ManualClock
 from baton.kvtransfer.protocol.transfer_plan import plan_transfer
-from baton.kvtransfer.transports.transfer_queue import (
+from baton.kvtransfer.transports.base import (
     MAX_OVERTAKES,
     SPLIT_BYTES,
     OutgoingTransfer,

@@ -1,0 +1,607 @@
+"""The rules of each side's hand-off. test_handoff_interleavings.py checks page safety in random order."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import msgspec
+import pytest
+
+from baton.clock import ManualClock
+from baton.engine.cache.page_pool import PagePool, PageState
+from baton.errors import ProtocolError
+from baton.kvtransfer.protocol.destination import (
+    DestinationHandoff,
+    DestinationState,
+    TransferSize,
+    check_pull,
+)
+from baton.kvtransfer.protocol.handoff import (
+    Action,
+    CloseReceive,
+    Finished,
+    Handoff,
+    HandoffContext,
+    HandoffOutcome,
+    Hash,
+    OpenReceive,
+    Owner,
+    Push,
+    Send,
+    StopPushes,
+    Timing,
+    Verify,
+    answer_to_unknown,
+)
+from baton.kvtransfer.protocol.messages import (
+    MAX_DIGESTS,
+    MAX_PAGES,
+    MAX_PARTS,
+    ON_HOST,
+    Abort,
+    AnyMessage,
+    Commit,
+    Corrupt,
+    EndpointHello,
+    Extend,
+    Grant,
+    PullRefused,
+    PullRequest,
+    Released,
+    TransferRequest,
+    Verified,
+    WantedPage,
+    Wrote,
+)
+from baton.kvtransfer.protocol.source import SourceHandoff, SourceState
+from baton.pages import PageLayout
+from tests.numbered_pages import NumberedPages, key_of, wanted_pages
+
+ID, EPOCH, NUM_UNITS, NUM_PAGES = b"t" * 16, 7, 4, 8
+HOLDER = b"h" * 16
+DIGESTS = bytes(range(8 * NUM_UNITS))
+OF_TRANSFER: dict[str, Any] = {"transfer": ID, "epoch": EPOCH}
+EXTEND, VERIFIED = Extend(**OF_TRANSFER), Verified(**OF_TRANSFER)
+State: TypeAlias = SourceState | DestinationState
+
+
+def grant(num_parts: int = 1, num_groups: int = 1) -> Grant:
+    return Grant(
+        **OF_TRANSFER,
+        deadline_ms=100_000,
+        num_units=NUM_UNITS,
+        num_parts=num_parts,
+        num_layer_groups=num_groups,
+        pages=(20, 21, 22, 23),
+        generations=(1, 1, 1, 1),
+    )
+
+
+def pull(wanted: tuple[int, ...] = (0, 1, 2, 3), generations: tuple[int, ...] = (1, 1, 1, 1)) -> PullRequest:
+    return PullRequest(
+        **OF_TRANSFER,
+        deadline_ms=100_000,
+        num_units=NUM_UNITS,
+        holder=HOLDER,
+        wanted_pages=wanted,
+        wanted_generations=generations,
+        wanted_keys=b"".join(map(key_of, wanted)),
+        pages=(20, 21, 22, 23),
+        generations=(1,) * NUM_UNITS,
+    )
+
+
+def wrote(first: int = 0, stop: int = 2, **fields: int) -> Wrote:
+    return Wrote(**{**OF_TRANSFER, **fields}, first=first, stop=stop)
+
+
+def commit(first: int = 0, digests: bytes = DIGESTS, **fields: int) -> Commit:
+    return Commit(**{**OF_TRANSFER, **fields}, first=first, stop=NUM_UNITS, digests=digests)
+
+
+def sent(actions: Sequence[Action]) -> list[AnyMessage]:
+    return [action.message for action in actions if isinstance(action, Send)]
+
+
+def finished(actions: Sequence[Action]) -> list[HandoffOutcome]:
+    return [action.outcome for action in actions if isinstance(action, Finished)]
+
+
+class Side:
+    """One side of a transfer with one unit a page, and the ledger of its host."""
+
+    handoff: Handoff
+
+    def __init__(self) -> None:
+        self.clock = ManualClock()
+        self.pool = PagePool(NUM_PAGES, 16)
+        self.context = HandoffContext(self.pool, self.clock, Timing(lease_s=30, heartbeat_s=5), 1, 1)
+
+    def expire(self, seconds: float) -> None:
+        self.clock.advance(seconds)
+        self.pool.expire(self.clock.now_s())
+
+
+class Source(Side):
+    def __init__(self, request: TransferRequest | None = None) -> None:
+        super().__init__()
+        self.handoff: SourceHandoff = SourceHandoff(request or grant(), self.context)
+        self.pages = self.pool.allocate(NUM_UNITS, "sequence")
+
+    def to(self, state: SourceState) -> "Source":
+        source = self.handoff
+        if state is not SourceState.OPENING:
+            source.opened()
+            source.offer(self.pages, NUM_UNITS)
+        if state in (SourceState.COMMITTING, SourceState.CLOSED):
+            source.pushed(0, 0, NUM_UNITS, DIGESTS)
+        if state is SourceState.STOPPING:
+            source.abort("cancelled")
+        if state is SourceState.CLOSED:
+            source.receive(VERIFIED)
+        assert source.state is state
+        return self
+
+
+class Destination(Side):
+    def __init__(self, num_parts: int = 1) -> None:
+        super().__init__()
+        size = TransferSize(ID, NUM_UNITS, num_parts, deadline_s=100)
+        self.handoff: DestinationHandoff = DestinationHandoff(size, EPOCH, self.context)
+
+    def to(self, state: DestinationState) -> "Destination":
+        destination = self.handoff
+        if state is DestinationState.ASKING:
+            destination.pull("sequence", HOLDER, wanted_pages((page, 1) for page in range(NUM_UNITS)))
+        else:
+            destination.grant("sequence")
+            destination.receive(EXTEND)
+        if state in (DestinationState.VERIFYING, DestinationState.CLOSED):
+            destination.receive(commit())
+        if state is DestinationState.CLOSING:
+            destination.abort("cancelled")
+        if state is DestinationState.CLOSED:
+            destination.writer_stopped(0)
+            destination.verified(0, ())
+        assert destination.state is state
+        return self
+
+
+def in_state(state: State) -> Side:
+    return Source().to(state) if isinstance(state, SourceState) else Destination().to(state)
+
+
+EACH_STATE = pytest.mark.parametrize("state", [*SourceState, *DestinationState], ids=str)
+SILENT_SIDES = pytest.mark.parametrize("state", [SourceState.COMMITTING, DestinationState.RECEIVING], ids=str)
+LAYOUT = PageLayout(tp_size=1, page_size=1, num_layers=1, num_kv_heads=1, head_dim=1, dtype="float32")
+MESSAGES: list[AnyMessage] = [
+    EndpointHello(protocol=1, incarnation=HOLDER, fingerprint="f", layout=LAYOUT),
+    grant(),
+    pull(),
+    PullRefused(**OF_TRANSFER, reason="gone"),
+    wrote(),
+    commit(),
+    VERIFIED,
+    Corrupt(**OF_TRANSFER, units=(0,)),
+    EXTEND,
+    Abort(**OF_TRANSFER, reason="no more"),
+    Released(**OF_TRANSFER),
+]
+FROM_A_SOURCE = {"PullRefused", "Wrote", "Commit", "Extend", "Released", "Abort"}
+LEGAL: dict[State, set[str]] = {
+    SourceState.OPENING: {"Extend", "Abort"},
+    SourceState.STREAMING: {"Extend", "Abort"},
+    SourceState.COMMITTING: {"Verified", "Corrupt", "Extend", "Abort"},
+    SourceState.STOPPING: {type(message).__name__ for message in MESSAGES},
+    SourceState.CLOSED: {type(message).__name__ for message in MESSAGES},
+    DestinationState.ASKING: FROM_A_SOURCE,
+    DestinationState.RECEIVING: FROM_A_SOURCE - {"PullRefused"},
+    DestinationState.VERIFYING: {"Extend", "Released", "Abort"},
+    DestinationState.CLOSING: FROM_A_SOURCE,
+    DestinationState.CLOSED: FROM_A_SOURCE,
+}
+
+
+@EACH_STATE
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
+def test_table_of_legal_messages(state: State, message: AnyMessage) -> None:
+    handoff = in_state(state).handoff
+    has_ended, name = handoff.has_ended, type(message).__name__
+    if name not in LEGAL[state]:
+        with pytest.raises(ProtocolError, match=f"unexpected {name}"):
+            handoff.receive(message)
+        assert handoff.has_ended == has_ended
+        return
+    assert not (finished(handoff.receive(message)) and has_ended)
+
+
+@EACH_STATE
+@pytest.mark.parametrize("end", ["abort", "peer_lost", "Abort", "Released"])
+def test_transfer_can_end_in_every_state_once_and_frees_all_pages(state: State, end: str) -> None:
+    side = in_state(state)
+    handoff, actions = side.handoff, list[Action]()
+    had_ended = handoff.outcome is not None
+    for _ in range(2):
+        if end == "Released" and isinstance(handoff, DestinationHandoff):
+            actions += handoff.receive(Released(**OF_TRANSFER))
+        elif end in ("Abort", "Released"):
+            actions += handoff.receive(Abort(**OF_TRANSFER, reason="no more"))
+        else:
+            actions += handoff.abort("cancelled") if end == "abort" else handoff.peer_lost()
+    for _ in range(2):
+        if isinstance(handoff, SourceHandoff):
+            actions += handoff.pushes_stopped()
+        elif isinstance(handoff, DestinationHandoff):
+            actions += handoff.writer_stopped(0)
+    assert len(finished(actions)) == (not had_ended)
+    assert handoff.is_closed and handoff.outcome is not None
+    side.pool.release([page for page in range(NUM_PAGES) if "sequence" in side.pool.owners(page)], "sequence")
+    assert side.pool.num_free == NUM_PAGES
+    side.pool.check_integrity()
+
+
+@pytest.mark.parametrize(
+    ("state", "messages"),
+    [
+        (
+            SourceState.COMMITTING,
+            [
+                Verified(transfer=ID, epoch=1),
+                Corrupt(transfer=ID, epoch=8, units=(0,)),
+                Extend(transfer=ID, epoch=1),
+                Abort(transfer=ID, epoch=1, reason="old"),
+            ],
+        ),
+        (
+            DestinationState.RECEIVING,
+            [
+                wrote(epoch=6),
+                commit(epoch=8),
+                Extend(transfer=ID, epoch=1),
+                Released(transfer=ID, epoch=1),
+                Abort(transfer=ID, epoch=1, reason="old"),
+            ],
+        ),
+    ],
+    ids=str,
+)
+def test_messages_of_another_epoch_have_no_effect(state: State, messages: list[AnyMessage]) -> None:
+    handoff = in_state(state).handoff
+    assert [handoff.receive(message) for message in messages] == [[]] * len(messages)
+    assert not handoff.has_ended
+
+
+@SILENT_SIDES
+def test_messages_of_the_peer_renew_the_lease_up_to_the_transfers_time_limit(state: State) -> None:
+    side = in_state(state)
+    for _ in range(19):
+        side.expire(5)
+        assert sent(side.handoff.tick()) == [EXTEND]
+        assert side.handoff.tick() == []
+        side.handoff.receive(EXTEND)
+    assert not side.handoff.has_ended
+    side.expire(5)
+    assert len(finished(side.handoff.tick())) == 1
+
+
+@SILENT_SIDES
+def test_lease_expires_without_a_message_of_the_peer(state: State) -> None:
+    side = in_state(state)
+    side.clock.advance(29.9)
+    assert not finished(side.handoff.tick())
+    side.clock.advance(0.1)
+    (aborted, *_) = sent(side.handoff.tick())
+    assert aborted == Abort(**OF_TRANSFER, reason="expired")
+
+
+@pytest.mark.parametrize("message", [EXTEND, wrote(), commit()], ids=lambda message: type(message).__name__)
+def test_lease_that_the_ledger_ended_ends_the_transfer(message: AnyMessage) -> None:
+    side = Destination().to(DestinationState.RECEIVING)
+    side.expire(30)
+    assert finished(side.handoff.receive(message)) == [HandoffOutcome.RECOMPUTE]
+
+
+def test_pages_whose_lease_expired_while_transports_opened_are_not_sent() -> None:
+    side = Source()
+    side.handoff.offer(side.pages, NUM_UNITS)
+    side.expire(31)
+    assert finished(side.handoff.opened()) == [HandoffOutcome.FAILED]
+
+
+# The source.
+
+
+def test_last_push_of_a_part_is_its_commit() -> None:
+    source = Source()
+    assert source.handoff.offer(source.pages[:1], 1) == []  # no transport is open
+    assert source.handoff.opened() == [Push(0, 0, 1)]
+    assert source.handoff.offer(source.pages[1:], NUM_UNITS) == [Push(0, 1, NUM_UNITS)]
+    assert sent(source.handoff.pushed(0, 1, NUM_UNITS, DIGESTS[8:])) == [wrote(1, NUM_UNITS)]
+    committed = Commit(**OF_TRANSFER, first=0, stop=1, digests=DIGESTS)
+    assert sent(source.handoff.pushed(0, 0, 1, DIGESTS[:8])) == [committed]
+    assert source.handoff.receive(VERIFIED) == [Finished(HandoffOutcome.HANDED_OVER, "")]
+
+
+def test_page_under_a_push_is_held_beyond_the_lease() -> None:
+    source = Source().to(SourceState.STREAMING)
+    source.pool.release(source.pages, "sequence")
+    source.expire(31)
+    actions = source.handoff.tick()
+    assert finished(actions) == [HandoffOutcome.FAILED] and actions[-1] == StopPushes()
+    assert source.pool.num_free == NUM_PAGES - NUM_UNITS
+    assert sent(source.handoff.pushes_stopped()) == [Released(**OF_TRANSFER)]
+    assert source.pool.num_free == NUM_PAGES
+
+
+def test_groups_of_layers_are_pushed_separately() -> None:
+    source = Source(grant(num_parts=4, num_groups=2))  # two pairs of ranks
+    handoff, pages = source.handoff, source.pages
+    handoff.offer(pages[:2], 2)
+    handoff.offer(pages[2:], NUM_UNITS, 0)
+    assert handoff.opened() == [Push(0, 0, 4), Push(1, 0, 2), Push(2, 0, 4), Push(3, 0, 2)]
+    assert handoff.offer((), NUM_UNITS, 0) == []
+    assert handoff.offer((), NUM_UNITS, 1) == [Push(1, 2, 4), Push(3, 2, 4)]
+
+
+@pytest.mark.parametrize(
+    ("num_pages", "num_units", "group"),
+    [(0, 4, 2), (0, 4, -1), (0, 1, 1), (0, 5, 0), (0, 3, None), (0, 5, None), (1, 6, None)],
+)
+def test_impossible_offer_is_the_callers_mistake(num_pages: int, num_units: int, group: int | None) -> None:
+    source = Source(grant(num_parts=2, num_groups=2))
+    source.handoff.offer(source.pages[:2], 2)
+    source.handoff.offer(source.pages[2:], 4, 0)
+    with pytest.raises(ValueError, match=f"{num_units} units.* offered after"):
+        source.handoff.offer(source.pages[:num_pages], num_units, group)
+
+
+def test_corrupt_units_are_written_again_once_and_as_ranges() -> None:
+    source = Source().to(SourceState.COMMITTING)
+    corrupt = Corrupt(**OF_TRANSFER, units=(0, 2, 3))
+    assert source.handoff.receive(corrupt) == [Push(0, 0, 1), Push(0, 2, 4)]
+    source.handoff.pushed(0, 2, 4, DIGESTS[16:])
+    committed = Commit(**OF_TRANSFER, first=0, stop=1, digests=b"newwords" + DIGESTS[8:])
+    assert sent(source.handoff.pushed(0, 0, 1, b"newwords")) == [committed]
+    with pytest.raises(ProtocolError, match="unexpected Corrupt"):
+        source.handoff.receive(Corrupt(**OF_TRANSFER, units=(0,)))
+
+
+def test_failed_push_ends_the_transfer_with_the_reason() -> None:
+    source = Source().to(SourceState.STREAMING)
+    actions = source.handoff.push_failed(0, 0, NUM_UNITS, "cut")
+    assert sent(actions)[0] == Abort(**OF_TRANSFER, reason="transport: cut")
+    assert finished(actions) == [HandoffOutcome.FAILED]
+
+
+def test_wrong_number_of_digests_is_the_callers_mistake() -> None:
+    with pytest.raises(ValueError, match="7 bytes of digests"):
+        Source().to(SourceState.STREAMING).handoff.pushed(0, 0, NUM_UNITS, b"digests")
+
+
+def test_late_results_of_pushes_have_no_effect() -> None:
+    source = Source().to(SourceState.STOPPING)
+    assert source.handoff.pushed(0, 0, NUM_UNITS, DIGESTS) == []
+    source.handoff.pushes_stopped()
+    assert source.handoff.push_failed(0, 0, NUM_UNITS, "late") == []
+
+
+def holder(request: PullRequest) -> Source:
+    """A source whose first pages are in the prefix cache."""
+    side = Source(request)
+    for page in side.pages:
+        side.pool.mark_known(page)
+    side.pool.release(side.pages, "sequence")
+    return side
+
+
+def test_wanted_pages_are_pinned_while_they_are_pushed() -> None:
+    side = holder(pull())
+    assert side.handoff.accept_pull(HOLDER, NumberedPages(side.pool)) == [Push(0, 0, NUM_UNITS)]
+    assert not any(side.pool.is_available(page) for page in side.pages)
+    side.handoff.pushed(0, 0, NUM_UNITS, DIGESTS)
+    side.handoff.receive(VERIFIED)
+    assert side.pool.count(PageState.CACHED) == NUM_UNITS
+
+
+def test_wanted_pages_in_host_memory_are_found_by_their_keys() -> None:
+    keys = b"".join(map(key_of, (0, 1, 2, 3)))
+    wanted = pull((7, 1, 9, 8), (ON_HOST, 1, ON_HOST, ON_HOST))
+    side = holder(msgspec.structs.replace(wanted, wanted_keys=keys))
+    assert side.handoff.accept_pull(HOLDER, NumberedPages(side.pool)) == [Push(0, 0, NUM_UNITS)]
+    assert side.handoff.pages == [0, 1, 2, 3]
+
+
+def find_nothing(keys: Sequence[bytes], owner: Owner) -> None:
+    """The `pin` of a holder whose pages have other keys: the hint names another prompt's pages."""
+
+
+@pytest.mark.parametrize(
+    ("request_", "incarnation", "pin", "reason"),
+    [
+        (pull(), b"n" * 16, None, "was restarted"),
+        (pull((0, 1, 2, NUM_PAGES)), HOLDER, None, f"page {NUM_PAGES} is not in the prefix cache"),
+        (pull((0, 1, 2, 3), (1, 1, 9, 1)), HOLDER, None, "has generation 1, not 9"),
+        (pull((0, 1, 2, 6)), HOLDER, None, "page 6 is not in the prefix cache"),
+        (pull((0, 1, 2)), HOLDER, None, "4 units do not match 3 wanted pages"),
+        (pull((0, 1, 2, 2)), HOLDER, None, "a wanted page is not cached here"),
+        (pull(), HOLDER, find_nothing, "a wanted page is not cached here"),
+        (
+            msgspec.structs.replace(pull(), wanted_keys=b"".join(map(key_of, (0, 1, 3, 2)))),
+            HOLDER,
+            None,
+            "the contents of the wanted page 2 are in page 3",
+        ),
+    ],
+)
+def test_wrong_hint_is_refused_and_pins_nothing(
+    request_: PullRequest, incarnation: bytes, pin: Callable[..., None] | None, reason: str
+) -> None:
+    side = holder(request_)
+    actions = side.handoff.accept_pull(incarnation, pin or NumberedPages(side.pool))
+    (refused,) = sent(actions)
+    assert isinstance(refused, PullRefused) and reason in refused.reason
+    assert finished(actions) == [HandoffOutcome.FAILED] and side.handoff.is_closed
+    assert side.pool.num_available == NUM_PAGES
+
+
+# The destination.
+
+
+def test_granted_pages_have_two_owners_until_they_are_verified() -> None:
+    side = Destination()
+    destination = side.handoff
+    (opened, send) = destination.grant("sequence")
+    pages = tuple(destination.pages)
+    granted = msgspec.structs.replace(grant(), pages=pages)
+    assert (opened, send) == (OpenReceive(0), Send(granted))
+    assert side.pool.owners(pages[0]) == {("receive", ID), ("writer", ID, 0)}
+    assert destination.receive(wrote()) == [Hash(0, 0, 2)]
+    assert destination.receive(commit(2)) == [Hash(0, 2, 4), CloseReceive(0, is_confirmed=True)]
+    assert destination.writer_stopped(0) == [Verify(0, DIGESTS)]
+    assert destination.verified(0, ()) == [Finished(HandoffOutcome.ADOPTED, ""), Send(VERIFIED)]
+    assert side.pool.owners(pages[0]) == {"sequence"}
+
+
+def test_nothing_is_granted_without_free_pages() -> None:
+    side = Destination()
+    side.pool.allocate(NUM_PAGES - NUM_UNITS + 1, "others")
+    actions = side.handoff.grant("sequence")
+    assert not sent(actions) and finished(actions) == [HandoffOutcome.RECOMPUTE]
+
+
+def test_pull_is_under_way_once_the_holder_has_said_something() -> None:
+    side = Destination().to(DestinationState.ASKING)
+    side.handoff.receive(EXTEND)
+    with pytest.raises(ProtocolError):
+        side.handoff.receive(PullRefused(**OF_TRANSFER, reason="gone"))
+
+
+@pytest.mark.parametrize(
+    "message", [PullRefused(**OF_TRANSFER, reason="gone"), Abort(transfer=ID, epoch=0, reason="unknown")]
+)
+def test_refusal_confirms_that_nothing_was_written(message: AnyMessage) -> None:
+    side = Destination().to(DestinationState.ASKING)
+    actions = side.handoff.receive(message)
+    assert finished(actions) == [HandoffOutcome.REFUSED]
+    assert CloseReceive(0, is_confirmed=True) in actions
+
+
+def test_corrupt_units_are_requested_again_under_a_new_hold_and_once() -> None:
+    side = Destination(num_parts=2).to(DestinationState.RECEIVING)
+    destination = side.handoff
+    for part in (0, 1):
+        destination.receive(commit(part=part))
+        destination.writer_stopped(part)
+    assert destination.verified(0, ()) == []
+    corrupt = Corrupt(**OF_TRANSFER, units=(1, 3), part=1)
+    assert destination.verified(1, (1, 3)) == [OpenReceive(1), Send(corrupt)]
+    assert side.pool.owners(destination.pages[0]) == {("receive", ID), ("writer", ID, 1)}
+    with pytest.raises(ProtocolError):
+        destination.receive(commit(part=0))
+    destination.receive(commit(part=1))
+    destination.writer_stopped(1)
+    (aborted, end) = destination.verified(1, (3,))
+    assert aborted == Send(Abort(**OF_TRANSFER, reason="corrupt twice"))
+    assert end == Finished(HandoffOutcome.RECOMPUTE, "corrupt twice")
+
+
+def test_time_never_ends_a_writers_hold() -> None:
+    side = Destination().to(DestinationState.RECEIVING)
+    side.expire(31)
+    assert side.handoff.tick()[-1] == CloseReceive(0, is_confirmed=False)
+    for _ in range(3):
+        side.expire(10_000)
+        assert side.pool.count(PageState.QUARANTINED) == NUM_UNITS
+        assert sent(side.handoff.tick()) == [Abort(**OF_TRANSFER, reason="not released yet")]
+    assert side.handoff.receive(Released(**OF_TRANSFER)) == [CloseReceive(0, is_confirmed=True)]
+    side.handoff.writer_stopped(0)
+    assert side.pool.num_free == NUM_PAGES and side.handoff.tick() == []
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        wrote(stop=NUM_UNITS + 1),
+        wrote(part=1),
+        commit(digests=DIGESTS[8:]),
+        commit(part=1),
+        Released(**OF_TRANSFER, part=1),
+    ],
+)
+def test_message_about_units_that_the_transfer_does_not_have_is_illegal(message: AnyMessage) -> None:
+    side = Destination().to(DestinationState.RECEIVING)
+    with pytest.raises(ProtocolError):
+        side.handoff.receive(message)
+    assert side.handoff.state is DestinationState.RECEIVING
+
+
+def test_unit_is_written_once_before_the_commit() -> None:
+    side = Destination().to(DestinationState.RECEIVING)
+    side.handoff.receive(wrote(0, 3))
+    for message in (wrote(0, 2), commit()):
+        with pytest.raises(ProtocolError):
+            side.handoff.receive(message)
+    assert side.handoff.receive(commit(3)) == [Hash(0, 3, 4), CloseReceive(0, is_confirmed=True)]
+
+
+# Both.
+
+
+@pytest.mark.parametrize(
+    ("message", "epoch"),
+    [
+        # To a destination: this process writes nothing for the transfer.
+        (Corrupt(**OF_TRANSFER, units=(0,)), 0),
+        (Abort(**OF_TRANSFER, reason="expired"), 0),
+        # To a peer that continues: stop.
+        (wrote(), EPOCH),
+        (commit(), EPOCH),
+        (EXTEND, EPOCH),
+        # Two processes would answer each other without end.
+        (Abort(transfer=ID, epoch=0, reason="unknown transfer"), None),
+        (PullRefused(**OF_TRANSFER, reason="gone"), None),
+        (VERIFIED, None),
+        (Released(**OF_TRANSFER), None),
+    ],
+)
+def test_message_of_an_unknown_transfer_is_answered_by_abort(message: AnyMessage, epoch: int | None) -> None:
+    expected = None if epoch is None else Abort(transfer=ID, epoch=epoch, reason="unknown transfer")
+    assert answer_to_unknown(message) == expected
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"num_units": 0},
+        {"num_units": MAX_PAGES + 1},
+        {"num_parts": 0},
+        {"num_parts": MAX_PARTS + 1},
+        {"num_units": MAX_DIGESTS // MAX_PARTS + 1, "num_parts": MAX_PARTS},
+        {"deadline_s": 0.0},
+        {"deadline_s": 86_401.0},
+        {"transfer": b""},
+        {"transfer": b"t" * 17},
+        {"position": -1},
+        {"position": 2**31},
+    ],
+)
+def test_size_that_no_message_can_carry_is_the_callers_mistake(wrong: dict[str, Any]) -> None:
+    largest = {"num_units": MAX_DIGESTS // MAX_PARTS, "num_parts": MAX_PARTS, "position": 2**31 - 1}
+    assert TransferSize(transfer=ID, deadline_s=1e-6, **largest).deadline_ms == 1
+    fields = {"transfer": ID, "num_units": 1, "num_parts": 1, "deadline_s": 1.0, **wrong}
+    with pytest.raises(ValueError, match="transfer|token"):
+        TransferSize(**fields)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "num_pages"),
+    [
+        ([], 1),
+        ([WantedPage(0, 0, bytes(16))], 2**15 + 1),
+        ([WantedPage(-1, 0, bytes(16))], 1),
+        ([WantedPage(0, 2**32, bytes(16))], 1),
+        ([WantedPage(0, 1, bytes(15))], 1),
+    ],
+)
+def test_impossible_pull_is_the_callers_mistake(wanted: list[WantedPage], num_pages: int) -> None:
+    with pytest.raises(ValueError, match="page"):
+        check_pull(wanted, num_pages)
