@@ -49,6 +49,10 @@ class Child:
     def pid(self) -> int:
         return self._process.pid
 
+    @property
+    def has_ended(self) -> bool:
+        return self._process.poll() is not None
+
     def read(self) -> str:
         """Return the next line; "" when the process has ended."""
         assert self._process.stdout is not None

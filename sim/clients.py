@@ -43,13 +43,13 @@ class SimClient:
 
     @property
     def is_over(self) -> bool:
-        """The client hears nothing more; the death of its gateway ends its connection."""
+        """The client gets no more events; the death of its gateway ends its connection."""
         has_ended = self.finish_reason is not None or self.error is not None or self.has_cancelled
         return has_ended or (self.gateway is not None and self.gateway.process.is_dead)
 
     @property
     def is_settled(self) -> bool:
-        """The request was submitted, and the client hears nothing more."""
+        """The request was submitted, and the client gets no more events."""
         return self.gateway is not None and self.is_over
 
     @property
@@ -80,7 +80,7 @@ class SimClient:
         gateway.process.post(lambda: self._open(gateway, sticky_worker))
 
     def cancel(self) -> None:
-        """Cancel the request, unless the client hears nothing more."""
+        """Cancel the request, unless the stream is over."""
         if self.gateway is not None and not self.is_over:
             self.gateway.process.post(self._cancel)
 
@@ -126,7 +126,7 @@ class SimClient:
 
     def _check_open(self) -> None:
         if self.is_over:
-            self.complaints.append("it hears something after its end")
+            self.complaints.append("it gets an event after its end")
         self.ended_s = self._events.now_s
 
 
@@ -141,7 +141,7 @@ class Arrival:
 
     @property
     def has_ended(self) -> bool:
-        """Every client that submitted its choice hears nothing more."""
+        """Every submitted choice is settled."""
         first, *others = self.clients
         return first.is_settled and all(each.is_settled for each in others if each.gateway is not None)
 

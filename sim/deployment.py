@@ -66,7 +66,7 @@ class SharedStream:
         return self._loss_chance > 0
 
     def join(self, process: SimProcess, hear: Callable[[AnyShared], None]) -> "SharedLink":
-        """Return the link of one router, which hears the messages of the others until it dies."""
+        """Return the link of one router. The router gets the messages of the others until it dies."""
         self._readers[process] = End(process, self._network), hear
         process.on_death.append(partial(self._leave, process))
         return SharedLink(self, process)

@@ -32,7 +32,7 @@ from baton.sim.trace import Recorder
 PING_S: Final = 2.0  # at most, until an idle connection is used
 MIN_DELAY_S: Final = 0.0001
 MAX_DELAYS_S: Final = (0.002, 0.01, 0.1)  # one of these in each simulation
-MAX_DEATH_DELAY_S: Final = 0.05  # until the other end hears of a death
+MAX_DEATH_DELAY_S: Final = 0.05  # until the other end notices a death
 
 
 class End:

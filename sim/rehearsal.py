@@ -107,8 +107,8 @@ H200: Final = Machine(
 )
 
 
-class Call(msgspec.Struct, frozen=True, kw_only=True):
-    """A call that a client makes; `knows_sla` says whether the router is told of its objectives."""
+class ClientCall(msgspec.Struct, frozen=True, kw_only=True):
+    """A call that a client makes. Without `knows_sla` its objectives are hidden from the router."""
 
     at_s: float
     token_ids: tuple[int, ...]
@@ -124,10 +124,10 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
         return len(self.token_ids)
 
 
-class Outcome(msgspec.Struct, kw_only=True):
+class CallOutcome(msgspec.Struct, kw_only=True):
     """The course of one HTTP request. Moments are negative where there was none."""
 
-    call: Call
+    call: ClientCall
     asked_s: float
     retry: int = 0
     num_held: int = 0  # tokens of the prompt that were not computed
@@ -509,14 +509,14 @@ class Rehearsal:
         self.scale = scale
         self.events = Events()
         self.router = Router(config, OffsetClock(self.events, 0.0), f"{1:032x}")
-        self.outcomes: list[Outcome] = []
+        self.outcomes: list[CallOutcome] = []
         self.served: list[tuple[float, str, int]] = []  # time, tenant, tokens computed or answered
         self.levels: list[tuple[float, int]] = []  # time, overload level
         self.waiting_s = self.idle_s = 0.0  # worker-seconds in which a call waited; of these, idle
         self.workers: dict[str, RehearsedWorker] = {}
         self._random = Random(seed)
         self._numbers = count()
-        self._open: dict[str, Outcome] = {}
+        self._open: dict[str, CallOutcome] = {}
         self._num_to_come = 0  # calls that have not been made
         self._seen_s = 0.0
         self._prompt_keys = PromptKeys()
@@ -545,7 +545,7 @@ class Rehearsal:
         assert isinstance(policy, CostPolicy), "other policies have no candidates"
         policy.select = select
 
-    def run(self, calls: Iterable[Call], until_s: float | None = None) -> list[Outcome]:
+    def run(self, calls: Iterable[ClientCall], until_s: float | None = None) -> list[CallOutcome]:
         """Make all calls; simulate until then, or until all have ended. Return the outcomes, as asked."""
         for call in calls:
             self._num_to_come += 1
@@ -598,10 +598,10 @@ class Rehearsal:
 
     # The clients, and the gateway.
 
-    def _ask(self, call: Call, retry: int) -> None:
+    def _ask(self, call: ClientCall, retry: int) -> None:
         request_id = f"{next(self._numbers):032x}"
         self._num_to_come -= 1
-        self._open[request_id] = Outcome(call=call, asked_s=self.events.now_s, retry=retry)
+        self._open[request_id] = CallOutcome(call=call, asked_s=self.events.now_s, retry=retry)
         self.outcomes.append(self._open[request_id])
         self._submit(request_id, 0)
 

@@ -227,7 +227,7 @@ class Workload:
     repeats: int = 3
 
 
-class Point(NamedTuple):
+class SweepPoint(NamedTuple):
     """One variance of the sweep; `requests` are those of the first repeat."""
 
     requests: Requests
@@ -284,7 +284,7 @@ def latency_rows(name: str, outcomes: Outcomes, bar: float | None = None) -> lis
     return [*rows, at_least(f"{name}: mean latency, static / continuous", times_less, "x", bar)]
 
 
-def sweep_rows(points: Sequence[Point]) -> list[Row]:
+def sweep_rows(points: Sequence[SweepPoint]) -> list[Row]:
     """Return the gain at each variance, which must grow from one to the next."""
     rows = []
     for point in points:
@@ -324,7 +324,7 @@ def measure_workload(workload: Workload, report: Report, shape: LlamaShape = SHA
         report.tell(f"sweep, variation {variation:g}")
         size = (workload.sweep_requests, workload.sweep_mean, variation)
         requests = [burst(varied_lengths(*size, seed)) for seed in seeds]
-        points.append(Point(requests[0], take_turns(two, requests)))
+        points.append(SweepPoint(requests[0], take_turns(two, requests)))
     report.rows += sweep_rows(points)
     setting = {"workload": asdict(workload), "model": asdict(shape), "seats": NUM_SEATS}
     report.extra = {**setting, "prompt_tokens": PROMPT_TOKENS, "samples": samples}

@@ -41,7 +41,7 @@ NUM_DOCUMENTS: Final = 6
 DOCUMENT_TOKENS: Final = 240
 REFUSALS: Final = (429, 503)
 MAX_TOKENS: Final = (4, 24, 96, 200)
-STREAM_SHARE, CANCEL_SHARE = 0.65, 0.15  # of calls; of the streams, those that hang up
+STREAM_SHARE, CANCEL_SHARE = 0.65, 0.15  # of all calls; of the streams, calls that hang up
 CANCEL_S: Final = (0.02, 2.0)
 MAX_CALL_S: Final = 150.0
 RETRY_S: Final = 0.5
@@ -93,7 +93,7 @@ class WatchedCluster:
         return None
 
     def is_whole(self, status: Status) -> bool:
-        """Return whether every process is there and every worker has met its peers."""
+        """Return whether every process runs and every worker is connected to its peers."""
         num_processes = len(status.workers) + len(status.routers) + len(status.gateways)
         return num_processes == self._num_processes and status.num_met == len(status.workers)
 
@@ -229,7 +229,7 @@ class Clients:
                 is_over.set()
 
     async def run(self, seconds: float) -> None:
-        """Ask for so long, and hear every answer to its end."""
+        """Ask for so long, and read every answer to its end."""
         async with self.asking():
             await asyncio.sleep(seconds)
 
@@ -240,7 +240,7 @@ class Clients:
 
     @property
     def num_failed(self) -> int:
-        """Calls that were lost, or whose connection broke, where no fault may break one."""
+        """Lost calls and broken connections, for faults that may break no connection."""
         return self.outcomes["lost"] + self.outcomes["resumed"] + self.outcomes["asked again"]
 
     @property

@@ -34,7 +34,7 @@ NOTICED_S: Final = 5.0
 BACK_S: Final = 60.0
 LOAD_S: Final = 5.0  # of load before and after each fault
 HEAD, SERVE, FIRST, SECOND = "127.0.0.2", "127.0.0.3", "127.0.0.4", "127.0.0.5"
-# On one machine Ray takes other nodes' raylets for its own: each program is told which node it is on.
+# On one machine Ray takes other nodes' raylets for its own, so each program gets the address of its node.
 RAY: Final = """
 import sys
 import ray._private.services as services

@@ -7,7 +7,7 @@ starts them. Clients of three tenants stream, ask for whole answers and hang up 
 compared with the answer of one engine. Meanwhile processes are killed, or stopped and continued, in an order
 that the seed draws. At the end no answer may be lost or wrong, no page held, and no process grown.
 
-1. An accepted request has one terminal event. A stream whose gateway is killed is resumed at the other
+1. An accepted request has one terminal event. When a gateway is killed, its streams are resumed at the other
    gateway with the id of its last event; a call without a stream is asked again. Both are counted apart.
 2. A refusal (429, or 503 with Retry-After) is asked again, as openai-python does, and counted.
 3. One process of each kind is stopped now and then but never killed, so its memory can be watched. RSS counts
@@ -120,7 +120,7 @@ class FaultInjector:
 
 
 class Memory:
-    """Resident set sizes of each process, and the slope of those that lived long enough."""
+    """Resident set sizes of each process, and the slopes of processes that lived long enough."""
 
     def __init__(self) -> None:
         self._names: dict[int, str] = {}  # process id -> the name under which it was first seen

@@ -216,7 +216,7 @@ def _request(prompt: list[int], sampling: SamplingParams) -> Request:
     return Request(request_id=f"bench-{next(_request_ids)}", token_ids=tuple(prompt), sampling=sampling)
 
 
-class Rival:
+class TransformersRival:
     """A transformers model in bf16 with the engine's weights and SDPA attention."""
 
     def __init__(self, shape: LlamaShape, device: torch.device) -> None:
@@ -262,7 +262,7 @@ def against_transformers(session: Session) -> Iterator[Row]:
         yield Row("transformers", None, "", note="not installed")
         return
     sizes, rng = session.sizes, random.Random(2)
-    rival = Rival(sizes.model, session.device)
+    rival = TransformersRival(sizes.model, session.device)
     _check(session, rival, random_tokens(rng, sizes.model, CHECKED_TOKENS))
     for num_tokens, our_s in session.prefill_seconds.items():
         prompt = random_tokens(rng, sizes.model, num_tokens)
@@ -275,7 +275,7 @@ def against_transformers(session: Session) -> Iterator[Row]:
     yield from _mixed_rows(session, rival)
 
 
-def _decode_row(session: Session, rival: Rival, batch: int) -> Row:
+def _decode_row(session: Session, rival: TransformersRival, batch: int) -> Row:
     sizes, rng = session.sizes, random.Random(batch)
     prompts = [random_tokens(rng, sizes.model, sizes.step_context) for _ in range(batch)]
 
@@ -288,7 +288,7 @@ def _decode_row(session: Session, rival: Rival, batch: int) -> Row:
     return Row(name, rival_s / session.step_seconds[batch], "x", note=note)
 
 
-def _mixed_rows(session: Session, rival: Rival) -> Iterator[Row]:
+def _mixed_rows(session: Session, rival: TransformersRival) -> Iterator[Row]:
     """Run ragged requests: ours as they come, theirs as one padded batch up to the longest answer."""
     sizes, rng = session.sizes, random.Random(3)
     lengths = [rng.randint(*sizes.mixed_lengths) for _ in range(2 * sizes.num_mixed_requests)]
@@ -306,7 +306,7 @@ def _mixed_rows(session: Session, rival: Rival) -> Iterator[Row]:
     yield session.bar(f"{name}: times as fast", ours / theirs, "x", GENERATE_BAR)
 
 
-def _check(session: Session, rival: Rival, prompt: list[int]) -> None:
+def _check(session: Session, rival: TransformersRival, prompt: list[int]) -> None:
     ours_1V = session.replica.runner.execute(step_arrays([0], [prompt]))
     # Rounding in bf16 grows with the layers; another model's logits would be off by 1.4.
     require_close("logits against transformers", ours_1V, rival.last_logits(prompt), limit=0.1)

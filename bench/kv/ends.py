@@ -170,7 +170,10 @@ class DestinationProcess:
             raise RuntimeError("the destination's process has ended")
 
     def grant(self, source: KvEndpoint, num_units: int, num_layer_groups: int = 1) -> bytes:
-        """Have the process grant pages once it has room; return the transfer that the source has heard of."""
+        """Have the process grant pages once it has room; return the transfer that the source knows now.
+
+        RuntimeError: the process has ended, or TimeoutError after DEADLINE_S.
+        """
         transfer = secrets.token_bytes(16)
         order = _GrantOrder(source.address, transfer.hex(), num_units, num_layer_groups)
         self._child.tell(msgspec.json.encode(order).decode())
@@ -179,6 +182,8 @@ class DestinationProcess:
             source.poll()
             if any(granted.transfer == transfer for granted in source.take_granted()):
                 return transfer
+            if self._child.has_ended:
+                raise RuntimeError("the destination's process has ended")
             source.wait(WAIT_S)
         raise TimeoutError(f"no pages were granted within {DEADLINE_S:g} s")
 

@@ -59,7 +59,7 @@ ANSWER_S: Final = 120.0
 TOLD_S: Final = 10.0  # workers tell what their work took once a second
 NUM_WORKERS: Final = 2  # of either role
 PAGE_SIZE: Final = 16
-STEP_TOKENS: Final = 128  # a worker hears what is asked of it between two steps
+STEP_TOKENS: Final = 128  # a worker reads its messages between two steps
 ROOM_TOKENS: Final = 40_000  # in each worker's pages
 # Some three million weights: a prompt takes a CPU long enough to be worth keeping, and a bench not too long.
 SHAPE: Final = LlamaShape(
@@ -87,7 +87,7 @@ MOST_TTFT_SHARE: Final = 0.4
 MOST_ERROR: Final = 0.3
 
 
-class Answer:
+class AnswerSink:
     """The sink of one request. `ttft_s` counts from the call that asked."""
 
     def __init__(self, request: Request) -> None:
@@ -109,7 +109,7 @@ class Answer:
         """Take an error from the gateway."""
         self._end.set_exception(error)
 
-    async def end(self) -> "Answer":
+    async def end(self) -> "AnswerSink":
         """Wait for the end. Raises the error of the request, or TimeoutError."""
         await asyncio.wait_for(asyncio.shield(self._end), ANSWER_S)
         return self
@@ -134,18 +134,18 @@ class PrefixCluster:
         """Return how many changed pages the worker of this name has told the router of."""
         return self.router.cluster_state.index.next_number(self.worker_id(name)) or 0
 
-    async def ask(self, token_ids: Sequence[int], num_tokens: int, prefill: str = "") -> Answer:
+    async def ask(self, token_ids: Sequence[int], num_tokens: int, prefill: str = "") -> AnswerSink:
         """Ask and return once the request is routed. prefill: the name of the prefill worker to choose."""
         self._prefill = self.worker_id(prefill) if prefill else ""
         sampling = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
         request = Request(request_id=secrets.token_hex(16), token_ids=tuple(token_ids), sampling=sampling)
-        answer = Answer(request)
+        answer = AnswerSink(request)
         self._frontend.open(request, answer)
         await _until(lambda: self._decision(answer) is not None, ANSWER_S)
         self._prefill = ""
         return answer
 
-    async def decision(self, answer: Answer) -> Decision:
+    async def decision(self, answer: AnswerSink) -> Decision:
         """Return the decision about an answered request once the worker has told what the prompt took."""
         await answer.end()
         await _until(lambda: getattr(self._decision(answer), "measured", None) is not None, TOLD_S)
@@ -165,7 +165,7 @@ class PrefixCluster:
             )
         )
 
-    def _decision(self, answer: Answer) -> Decision | None:
+    def _decision(self, answer: AnswerSink) -> Decision | None:
         return self.router.cluster_state.decisions.get((answer.request.request_id, 0))
 
     def _narrowed(
@@ -232,26 +232,26 @@ def tokens(random: Random, num_tokens: int) -> list[int]:
     return [random.randrange(SHAPE.vocab_size) for _ in range(num_tokens)]
 
 
-async def ask_about_documents(cluster: PrefixCluster, random: Random) -> list[Answer]:
+async def ask_about_documents(cluster: PrefixCluster, random: Random) -> list[AnswerSink]:
     """Ask six questions about each of two documents, in turns, NUM_AT_ONCE at a time."""
     documents = [tokens(random, DOCUMENT_TOKENS) for _ in range(2)]
     prompts = [[*document, *tokens(random, QUESTION_TOKENS)] for _ in range(6) for document in documents]
     seats = asyncio.Semaphore(NUM_AT_ONCE)
 
-    async def ask(prompt: Sequence[int]) -> Answer:
+    async def ask(prompt: Sequence[int]) -> AnswerSink:
         async with seats:
             return await (await cluster.ask(prompt, ANSWER_TOKENS)).end()
 
     return await asyncio.gather(*map(ask, prompts))
 
 
-async def converse(cluster: PrefixCluster, random: Random) -> list[Answer]:
+async def converse(cluster: PrefixCluster, random: Random) -> list[AnswerSink]:
     """Hold two conversations of five turns side by side; each prompt is the history and a little more."""
     system = tokens(random, SYSTEM_TOKENS)
     turns = [[tokens(random, TURN_TOKENS) for _ in range(5)] for _ in range(2)]
 
-    async def hold(turns: Sequence[Sequence[int]]) -> list[Answer]:
-        history, answers = list(system), list[Answer]()
+    async def hold(turns: Sequence[Sequence[int]]) -> list[AnswerSink]:
+        history, answers = list(system), list[AnswerSink]()
         for turn in turns:
             history += turn
             answers.append(await (await cluster.ask(history, ANSWER_TOKENS)).end())
@@ -261,7 +261,7 @@ async def converse(cluster: PrefixCluster, random: Random) -> list[Answer]:
     return [answer for answers in await asyncio.gather(*map(hold, turns)) for answer in answers]
 
 
-Workload: TypeAlias = Callable[[PrefixCluster, Random], Awaitable[list[Answer]]]
+Workload: TypeAlias = Callable[[PrefixCluster, Random], Awaitable[list[AnswerSink]]]
 WORKLOADS: Final[dict[str, Workload]] = {"documents": ask_about_documents, "conversations": converse}
 
 
@@ -283,7 +283,7 @@ class Pull(NamedTuple):
     computed: Decision
     queue_s: float  # expected of the busy worker
     is_from_busy_worker: bool
-    answer: Answer  # after the pull
+    answer: AnswerSink  # after the pull
 
     @property
     def expected_margin_s(self) -> float:
@@ -306,7 +306,7 @@ async def pull(cluster: PrefixCluster, random: Random) -> Pull:
     await (await cluster.ask([*document, *tokens(random, QUESTION_TOKENS)], 1, FIRST)).end()
     await _until(lambda: cluster.num_changes(FIRST) >= num_changes, TOLD_S)
     question, cold = [*document, *tokens(random, QUESTION_TOKENS)], tokens(random, len(document))
-    queue_s, decisions, answers = 0.0, list[Decision](), list[Answer]()
+    queue_s, decisions, answers = 0.0, list[Decision](), list[AnswerSink]()
     for prompt in (question, [*cold, *tokens(random, QUESTION_TOKENS)]):
         busy = [await cluster.ask(tokens(random, DOCUMENT_TOKENS), 1, FIRST) for _ in range(BUSY_PROMPTS)]
         queue_s = queue_s or cluster.router.in_flight.wait_s(cluster.worker_id(FIRST))
@@ -424,7 +424,7 @@ async def _pull(model: Path, num_trials: int, seed: int) -> list[Pull]:
         return [await pull(cluster, random) for _ in range(num_trials + NUM_LESSONS)][NUM_LESSONS:]
 
 
-def _num_wrong(model: Path, answers: Sequence[Answer]) -> int:
+def _num_wrong(model: Path, answers: Sequence[AnswerSink]) -> int:
     """Count the answers that differ from those of one engine."""
     cache = {"kv_cache_memory_bytes": ROOM_TOKENS * KV_TOKEN_BYTES}
     with LLM(model, device="cpu", load_format="dummy", dtype="float32", cache=cache) as llm:

@@ -30,7 +30,7 @@ from baton.config.router import RouterConfig
 from baton.errors import ConfigError
 from baton.router.decisions import DispatchedLine, EndedLine, decode_lines, keys_in
 from baton.router.policies.cost_model import PairCandidate, Select, cheapest
-from baton.sim.rehearsal import Call, Fleet, Machine, Rehearsal
+from baton.sim.rehearsal import ClientCall, Fleet, Machine, Rehearsal
 
 
 class Log(NamedTuple):
@@ -194,7 +194,7 @@ def run_trace(
     if select is not None:
         rehearsal.select(select)
     outcomes = rehearsal.run(
-        Call(at_s=each.arrival_s, token_ids=tokens_of(each), num_answered=each.output_tokens)
+        ClientCall(at_s=each.arrival_s, token_ids=tokens_of(each), num_answered=each.output_tokens)
         for each in trace
     )
     given = [worker.given_tokens for worker in rehearsal.prefill_workers]

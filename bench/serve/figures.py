@@ -123,7 +123,7 @@ def streamed(answer: Answer, start_s: float, num_tokens: int) -> Sample:
 
 
 def unary(answer: Answer, start_s: float, num_tokens: int) -> Sample:
-    """Return the latencies of an answer in one piece, whose first token comes with its last.
+    """Return the latencies of an answer in one piece: its first token comes with its last.
 
     Bad: see above.
     """

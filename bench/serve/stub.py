@@ -79,7 +79,7 @@ class StubWorker:
         self._peer_registry = PeerRegistry(hello, (config.router,), dial, wanted)
         self._reports = WorkerReports(self._peer_registry, SystemClock())
         self._asked: dict[str, _Answer] = {}  # their first token is a prefill stub's
-        self._early: dict[str, TokenEvent] = {}  # first tokens whose Dispatch has not come
+        self._early: dict[str, TokenEvent] = {}  # first tokens that came before their Dispatch
         self._running: dict[str, _Answer] = {}
         self._is_stepping = False
         self._num_tokens = 0

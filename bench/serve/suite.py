@@ -80,7 +80,7 @@ LEAST_MS: Final = 1e-3
 NUM_REQUESTS: Final = 32
 WARM_UP_SEED: Final = 999
 NUM_WARM_UP: Final = 4
-VOCAB_SIZE: Final = 32_000  # of models whose servers do not list it
+VOCAB_SIZE: Final = 32_000  # where a server does not list it
 
 
 class Bars(NamedTuple):

@@ -14,7 +14,7 @@ import msgspec
 from baton.bench.report import Row, at_least, at_most
 from baton.bench.serve.figures import quantile
 from baton.bench.traces import TraceRequest
-from baton.sim.rehearsal import Call, Outcome
+from baton.sim.rehearsal import CallOutcome, ClientCall
 from baton.tenants import SchedulingKey, Sla
 
 NUM_VICTIMS: Final = 9
@@ -27,7 +27,7 @@ RECOVERY_BAR_S: Final = 10.0
 GOOD_SHARE: Final = 0.95
 NO_SLA: Final = Sla()
 Prompt: TypeAlias = Callable[[Random, int], tuple[int, ...]]  # draws so many tokens
-Size: TypeAlias = Callable[[Call], float]
+Size: TypeAlias = Callable[[ClientCall], float]
 
 
 def arrivals(rate: float, since_s: float, until_s: float, random: Random) -> Iterator[float]:
@@ -38,7 +38,7 @@ def arrivals(rate: float, since_s: float, until_s: float, random: Random) -> Ite
         at_s += random.expovariate(rate)
 
 
-class Workload(NamedTuple):
+class TenantWorkload(NamedTuple):
     """The lengths of prompts and answers; victims' prompts are log-normal, other lengths uniform."""
 
     prompt: Prompt
@@ -51,7 +51,7 @@ class Workload(NamedTuple):
     service_prompts: tuple[int, int]
     service_answers: tuple[int, int]
 
-    def victims(self, tokens_per_s: float, until_s: float, random: Random) -> list[Call]:
+    def victims(self, tokens_per_s: float, until_s: float, random: Random) -> list[ClientCall]:
         """Return calls of nine equal tenants together."""
         calls = []
         for at_s in arrivals(tokens_per_s / self.victim_mean, 0.0, until_s, random):
@@ -63,7 +63,7 @@ class Workload(NamedTuple):
             calls.append(self._call(at_s, tenant, num_tokens, num_answered, random, self.sla))
         return calls
 
-    def noisy(self, tokens_per_s: float, until_s: float, random: Random) -> list[Call]:
+    def noisy(self, tokens_per_s: float, until_s: float, random: Random) -> list[ClientCall]:
         """Return calls of a tenth tenant, with long prompts and without objectives."""
         return [
             self._call(at_s, NOISY, self.longest, self.noisy_answer, random)
@@ -72,7 +72,7 @@ class Workload(NamedTuple):
 
     def flood(
         self, weights: dict[str, float], tokens_per_s: float, until_s: float, random: Random
-    ) -> list[Call]:
+    ) -> list[ClientCall]:
         """Return calls of tenants with these weights, each at this rate."""
         calls = []
         for tenant, weight in weights.items():
@@ -82,9 +82,9 @@ class Workload(NamedTuple):
                 calls.append(msgspec.structs.replace(call, scheduling_key=SchedulingKey(weight=weight)))
         return calls
 
-    def service(self, loads: Sequence[tuple[float, float]], random: Random) -> list[Call]:
+    def service(self, loads: Sequence[tuple[float, float]], random: Random) -> list[ClientCall]:
         """Return calls of four tenants with objectives. loads: seconds, and tokens a second."""
-        calls, since_s = list[Call](), 0.0
+        calls, since_s = list[ClientCall](), 0.0
         for span_s, tokens_per_s in loads:
             rate = tokens_per_s / fmean(self.service_prompts)
             for at_s in arrivals(rate, since_s, since_s + span_s, random):
@@ -94,7 +94,7 @@ class Workload(NamedTuple):
             since_s += span_s
         return calls
 
-    def renewed(self, calls: Sequence[Call], random: Random) -> list[Call]:
+    def renewed(self, calls: Sequence[ClientCall], random: Random) -> list[ClientCall]:
         """Return the same calls in order of time, with other prompts as long, so that no prefix is cached."""
         return [
             msgspec.structs.replace(call, token_ids=self.prompt(random, call.num_tokens))
@@ -103,8 +103,8 @@ class Workload(NamedTuple):
 
     def _call(
         self, at_s: float, tenant: str, num_tokens: int, num_answered: int, random: Random, sla: Sla = NO_SLA
-    ) -> Call:
-        return Call(
+    ) -> ClientCall:
+        return ClientCall(
             at_s=at_s,
             token_ids=self.prompt(random, num_tokens),
             num_answered=num_answered,
@@ -121,11 +121,13 @@ CONVERSATION_SLAS: Final = (
 )
 
 
-def conversation(trace: Sequence[TraceRequest], speed: float, seed: int, *, knows_sla: bool) -> list[Call]:
+def conversation(
+    trace: Sequence[TraceRequest], speed: float, seed: int, *, knows_sla: bool
+) -> list[ClientCall]:
     """Return the trace at that speed, without shared prefixes; each request draws its objectives."""
     random = Random(seed)
     return [
-        Call(
+        ClientCall(
             at_s=each.arrival_s / speed,
             token_ids=(1,) * each.input_tokens,
             num_answered=each.output_tokens,
@@ -137,7 +139,7 @@ def conversation(trace: Sequence[TraceRequest], speed: float, seed: int, *, know
     ]
 
 
-def victims_among(outcomes: Sequence[Outcome], since_s: float, until_s: float) -> list[Outcome]:
+def victims_among(outcomes: Sequence[CallOutcome], since_s: float, until_s: float) -> list[CallOutcome]:
     """Return the first requests of the victims that were asked in this span."""
     return [
         each
@@ -146,23 +148,23 @@ def victims_among(outcomes: Sequence[Outcome], since_s: float, until_s: float) -
     ]
 
 
-def ttft_s(outcomes: Sequence[Outcome], percent: float) -> float:
+def ttft_s(outcomes: Sequence[CallOutcome], percent: float) -> float:
     """Return a percentile over the answers; inf where there is none."""
     found = [each.ttft_s for each in outcomes if each.first_token_s >= 0]
     return quantile(found, percent) if found else float("inf")
 
 
-def share_good(outcomes: Sequence[Outcome]) -> float:
+def share_good(outcomes: Sequence[CallOutcome]) -> float:
     """Return the share that met the objectives; 1.0 of none."""
     return fmean(each.is_good for each in outcomes) if outcomes else 1.0
 
 
-def _one(call: Call) -> float:
+def _one(call: ClientCall) -> float:
     return 1.0
 
 
 def goodput(
-    outcomes: Sequence[Outcome],
+    outcomes: Sequence[CallOutcome],
     since_s: float,
     until_s: float,
     size: Size = _one,
@@ -173,7 +175,7 @@ def goodput(
 
 
 def goodputs(
-    outcomes: Sequence[Outcome],
+    outcomes: Sequence[CallOutcome],
     since_s: float,
     until_s: float,
     size: Size = _one,
@@ -184,7 +186,7 @@ def goodputs(
     return [goodput(outcomes, start_s, start_s + width_s, size) for start_s in starts]
 
 
-def recovery_s(outcomes: Sequence[Outcome], end_s: float, until_s: float, span_s: float) -> float:
+def recovery_s(outcomes: Sequence[CallOutcome], end_s: float, until_s: float, span_s: float) -> float:
     """Return the seconds from `end_s` until nearly all requests of every later span are good."""
     recovered_s = 0.0
     for number in range(int((until_s - end_s) / span_s)):
@@ -212,7 +214,7 @@ class OverloadSpan(NamedTuple):
 
 
 def overload_rows(
-    outcomes: Sequence[Outcome],
+    outcomes: Sequence[CallOutcome],
     peak: float,
     span: OverloadSpan,
     *,

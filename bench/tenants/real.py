@@ -35,7 +35,7 @@ from baton.bench.tenants.calls import (
     NOISY,
     NUM_VICTIMS,
     OverloadSpan,
-    Workload,
+    TenantWorkload,
     goodput,
     goodputs,
     noisy_rows,
@@ -46,7 +46,7 @@ from baton.bench.tenants.calls import (
 )
 from baton.cluster.runtimes.base import descendants
 from baton.errors import PeerGone
-from baton.sim.rehearsal import MAX_RETRIES, Call, Outcome
+from baton.sim.rehearsal import MAX_RETRIES, CallOutcome, ClientCall
 from baton.tenants import Sla
 
 STEP_TOKENS: Final = 256  # between two steps a worker chooses the tenant that is due
@@ -72,7 +72,7 @@ while not select.select([sys.stdin], [], [], 0)[0]:
 """
 VOCAB_SIZE: Final = 1024
 # Lengths are about half of the simulation's: the model's context is short. No two prompts begin alike.
-WORKLOAD: Final = Workload(
+WORKLOAD: Final = TenantWorkload(
     prompt=lambda random, num_tokens: tuple(random.choices(range(FIRST_TOKEN, VOCAB_SIZE), k=num_tokens)),
     sla=Sla(ttft_ms=2000.0, tpot_ms=200.0),
     victim_mean=850,
@@ -149,9 +149,9 @@ class TenantServer:
         for client in self._clients.values():
             client.close()
 
-    async def load(self, calls: Sequence[Call], until_s: float) -> list[Outcome]:
+    async def load(self, calls: Sequence[ClientCall], until_s: float) -> list[CallOutcome]:
         """Make every call when it is due; give up calls that have not ended `until_s` after the begin."""
-        found: list[Outcome] = []
+        found: list[CallOutcome] = []
         begin_s = time.perf_counter()
         bodies = [_body(call) for call in calls]
         asking = [
@@ -166,9 +166,9 @@ class TenantServer:
                 raise ended
         return found
 
-    async def capacity(self, calls: Sequence[Call]) -> float:
+    async def capacity(self, calls: Sequence[ClientCall]) -> float:
         """Return the prompt tokens a second that a closed loop of AT_ONCE of these calls reaches."""
-        left, found = iter(calls), list[Outcome]()
+        left, found = iter(calls), list[CallOutcome]()
         begin_s = time.perf_counter()
 
         async def work() -> None:
@@ -179,16 +179,16 @@ class TenantServer:
         num_tokens = sum(each.call.num_tokens for each in found if each.ended_s >= 0)
         return num_tokens / (time.perf_counter() - begin_s)
 
-    async def settle(self, call: Call) -> None:
+    async def settle(self, call: ClientCall) -> None:
         """Wait until calls that were given up are out of the way: this call is answered at once."""
         while True:
-            found: list[Outcome] = []
+            found: list[CallOutcome] = []
             await self._ask(call, _body(call), time.perf_counter(), 0.0, 0, found)
             if found[0].ended_s >= 0 and found[0].ttft_s < IDLE_S:
                 return
             await asyncio.sleep(IDLE_S)
 
-    async def _call(self, call: Call, body: bytes, begin_s: float, found: list[Outcome]) -> None:
+    async def _call(self, call: ClientCall, body: bytes, begin_s: float, found: list[CallOutcome]) -> None:
         due_s = begin_s + call.at_s
         for retry in range(MAX_RETRIES + 1):
             await sleep_until(due_s)
@@ -200,13 +200,19 @@ class TenantServer:
             due_s = time.perf_counter() + wait_s
 
     async def _ask(
-        self, call: Call, body: bytes, due_s: float, begin_s: float, retry: int, found: list[Outcome]
-    ) -> tuple[Outcome, bool]:
+        self,
+        call: ClientCall,
+        body: bytes,
+        due_s: float,
+        begin_s: float,
+        retry: int,
+        found: list[CallOutcome],
+    ) -> tuple[CallOutcome, bool]:
         """Return the outcome, and whether a refused call may come again.
 
         Moments count from `begin_s`. The outcome is in `found` too, even where the load is over before.
         """
-        outcome, may_return = Outcome(call=call, asked_s=due_s - begin_s, retry=retry), True
+        outcome, may_return = CallOutcome(call=call, asked_s=due_s - begin_s, retry=retry), True
         found.append(outcome)
         try:
             answer = await self._clients[call.tenant].post("/v1/completions", body)
@@ -222,7 +228,7 @@ class TenantServer:
         return outcome, may_return
 
 
-def _body(call: Call) -> bytes:
+def _body(call: ClientCall) -> bytes:
     return Job(call.token_ids, call.num_answered).body(MODEL, stream=True)
 
 
@@ -255,9 +261,9 @@ class Size(NamedTuple):
 class Pair(NamedTuple):
     """The first requests of the victims in one round, by load."""
 
-    alone: list[Outcome]
-    beside: list[Outcome]  # beside the noisy tenant
-    apart: list[Outcome]  # beside the same requests, refused, and busy cores
+    alone: list[CallOutcome]
+    beside: list[CallOutcome]  # beside the noisy tenant
+    apart: list[CallOutcome]  # beside the same requests, refused, and busy cores
     stretches: Mapping[str, float] = {}  # by load: how much longer work took for want of a core
 
     @property

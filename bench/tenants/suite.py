@@ -35,7 +35,7 @@ from baton.bench.tenants.calls import (
     BIN_S,
     NUM_VICTIMS,
     OverloadSpan,
-    Workload,
+    TenantWorkload,
     conversation,
     goodput,
     goodputs,
@@ -52,7 +52,7 @@ from baton.messages.control import Submit
 from baton.request import Request
 from baton.router.queue.quotas import RequestWork
 from baton.router.queue.tenant_queues import QueuedAttempt, TenantQueues
-from baton.sim.rehearsal import H200, Call, Fleet, Rehearsal
+from baton.sim.rehearsal import H200, ClientCall, Fleet, Rehearsal
 from baton.tenants import SchedulingKey, Sla
 
 NUM_PREFILL: Final = 4
@@ -84,7 +84,7 @@ def _ones(num_tokens: int) -> tuple[int, ...]:
     return (1,) * num_tokens
 
 
-WORKLOAD: Final = Workload(
+WORKLOAD: Final = TenantWorkload(
     prompt=lambda random, num_tokens: _ones(num_tokens),
     sla=Sla(ttft_ms=2000.0, tpot_ms=50.0),
     victim_mean=1500,
@@ -97,7 +97,7 @@ WORKLOAD: Final = Workload(
 )
 
 
-def simulate(calls: Sequence[Call], until_s: float, seed: int) -> Rehearsal:
+def simulate(calls: Sequence[ClientCall], until_s: float, seed: int) -> Rehearsal:
     """Simulate all calls until then."""
     config = RouterConfig(policy="least-loaded", seed=seed, max_attempts=2**19)
     rehearsal = Rehearsal(config, FLEET, H200, seed=seed)
@@ -185,7 +185,7 @@ def measure_overload(seconds: float, seed: int, report: Report) -> None:
     report.plot = partial(plot_lines, panels=curves, x_label="simulated seconds", is_stepped=True)
 
 
-def _size(call: Call) -> int:
+def _size(call: ClientCall) -> int:
     return call.num_tokens + call.num_answered
 
 

@@ -55,7 +55,7 @@ def test_a_line_of_another_format_is_named(tmp_path: Path, name: str, text: str,
         read_trace(written(tmp_path, name, text))
 
 
-def test_a_missing_file_and_a_bad_scale_are_said(tmp_path: Path) -> None:
+def test_missing_file_and_bad_scale_are_config_errors(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
         read_trace(tmp_path / "none.jsonl")
     with pytest.raises(ConfigError, match="scale"):

@@ -78,7 +78,7 @@ def test_one_turn_takes_the_whole_inbox() -> None:
     assert process.num_unheard == 0
 
 
-def test_dead_process_neither_sends_nor_hears() -> None:
+def test_dead_process_neither_sends_nor_receives() -> None:
     events = Events()
     process, heard, deaths = Working(events, 0.5), list[int](), list[int]()
     process.on_death.append(lambda: deaths.append(1))

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from baton.bench.prefix.suite import Answer, Pull, pull_rows, workload_rows
+from baton.bench.prefix.suite import AnswerSink, Pull, pull_rows, workload_rows
 from baton.bench.report import Row
 from baton.messages.control import Decision, Weighed
 from baton.messages.workers import PrefillTimes
@@ -35,8 +35,8 @@ def decision(expected_s: float, measured_s: float, *, pulled_bytes: int = 0) -> 
 def a_pull(expected_s: float = 0.5, *, is_from_busy_worker: bool = True, pulled_bytes: int = 10**8) -> Pull:
     """Return a pull that takes 0.1 s, as expected; computing takes 0.5 s."""
 
-    async def answer() -> Answer:
-        return Answer(Request(request_id=NAME, token_ids=(1,), sampling=SamplingParams()))
+    async def answer() -> AnswerSink:
+        return AnswerSink(Request(request_id=NAME, token_ids=(1,), sampling=SamplingParams()))
 
     pulled, computed = decision(0.1, 0.1, pulled_bytes=pulled_bytes), decision(expected_s, 0.5)
     return Pull(pulled, computed, 0.7, is_from_busy_worker, asyncio.run(answer()))

@@ -67,7 +67,7 @@ def test_latencies_are_as_defined() -> None:
     assert sample.tbt_s == pytest.approx(0.5)
 
 
-def test_a_request_starts_when_it_was_due() -> None:
+def test_latency_counts_from_the_due_time() -> None:
     came = answer((10.5, event("a", "stop") + usage(1) + DONE))
     assert streamed(came, start_s=9.0, num_tokens=1).ttft_s == pytest.approx(1.5)
 
@@ -95,12 +95,12 @@ def test_without_a_usage_events_are_tokens() -> None:
         (usage(2) + DONE, "no finish_reason"),
     ],
 )
-def test_a_stream_counts_only_when_it_is_whole(body: bytes, message: str) -> None:
+def test_stream_counts_only_when_it_is_whole(body: bytes, message: str) -> None:
     with pytest.raises(Bad, match=message):
         streamed(answer((10.5, body)), start_s=10.0, num_tokens=2)
 
 
-def test_a_refusal_is_named_by_its_status_and_code() -> None:
+def test_refusal_has_its_status_and_code() -> None:
     refused = answer((10.1, b'{"error": {"code": "rate_limited", "type": "x"}}'), status=429)
     for read in (streamed, unary):
         with pytest.raises(Bad, match="status 429 rate_limited"):

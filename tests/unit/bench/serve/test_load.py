@@ -92,7 +92,7 @@ class TestClient:
         with pytest.raises(ConfigError, match="expected http://HOST:PORT"):
             Address(url)
 
-    def test_the_api_may_be_named_with_its_version_and_a_key(self) -> None:
+    def test_url_may_end_in_v1_and_requests_carry_the_key(self) -> None:
         request = Address("http://host:81/base/v1", api_key="sk-1").post("/v1/x", b"{}")
         head, _, body = request.partition(b"\r\n\r\n")
         assert head.startswith(b"POST /base/v1/x HTTP/1.1\r\nhost: host:81\r\n") and body == b"{}"
@@ -111,7 +111,7 @@ class TestClient:
 
 @pytest.mark.parametrize("kind", ["uvicorn", "asyncio"])
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_closed_loop_asks_for_everything_once(kind: str, stream: bool) -> None:
+def test_closed_loop_sends_every_job_once(kind: str, stream: bool) -> None:
     async def run() -> None:
         jobs, shape = random_jobs(20, 1, vocab_size=100), Shape(stream, concurrency=3, slo=Slo(e2el_s=60.0))
         with limit(kind) as url, closing(Client(Address(url))) as client:
@@ -125,7 +125,7 @@ def test_a_closed_loop_asks_for_everything_once(kind: str, stream: bool) -> None
     asyncio.run(run())
 
 
-def test_an_open_loop_keeps_to_its_moments() -> None:
+def test_open_loop_sends_jobs_when_they_are_due() -> None:
     async def run() -> None:
         jobs = poisson(random_jobs(10, 1, vocab_size=100), rate=100.0, seed=2)
         with limit("asyncio") as url, closing(Client(Address(url))) as client:
@@ -162,7 +162,7 @@ async def model_at(url: str) -> Model:
         return await model_of(client)
 
 
-def test_a_server_names_its_model() -> None:
+def test_model_is_the_first_that_the_server_lists() -> None:
     async def ask(card: bytes) -> Model:
         async with answering(whole(b'{"data": [' + card + b"]}")) as url:
             return await model_at(url)
@@ -172,7 +172,7 @@ def test_a_server_names_its_model() -> None:
     assert asyncio.run(ask(b'{"id": "tiny", "vocab_size": "many"}')) == Model("tiny", None)
 
 
-def test_a_server_that_wants_a_key_is_told_from_one_without_models() -> None:
+def test_server_that_wants_a_key_is_named_as_such() -> None:
     async def ask() -> None:
         async with answering(whole(b"{}", b"401 Unauthorized")) as url:
             await model_at(url)
@@ -181,7 +181,7 @@ def test_a_server_that_wants_a_key_is_told_from_one_without_models() -> None:
         asyncio.run(ask())
 
 
-def test_a_server_without_models_is_an_error_that_says_so() -> None:
+def test_server_without_models_is_an_error() -> None:
     async def ask() -> None:
         async with answering(WHOLE) as url:
             await model_at(url)

@@ -1,4 +1,4 @@
-"""The client does what vLLM's proxy does: one token there, the rest here, and word of where the KV is."""
+"""The client joins a vLLM pair as the proxy does: one token from the prefill server, the rest from decode."""
 
 import asyncio
 import json
@@ -43,7 +43,7 @@ async def ask(prefill_answer: bytes) -> tuple[Answer, list[Any], list[Any]]:
         return answer, asked, told
 
 
-def test_the_decode_server_is_told_what_the_prefill_server_said() -> None:
+def test_transfer_parameters_of_the_prefill_server_reach_the_decode_server() -> None:
     params = {"remote_engine_id": "e", "remote_block_ids": [1, 2]}
     answer, (asked,), (told,) = asyncio.run(ask(whole(json.dumps({"kv_transfer_params": params}).encode())))
     assert answer.body == b"rest"
@@ -53,6 +53,6 @@ def test_the_decode_server_is_told_what_the_prefill_server_said() -> None:
     assert told["max_tokens"] == 9 and told["stream"] is True and told["prompt"] == [5, 6]
 
 
-def test_a_prefill_server_that_refuses_is_the_answer() -> None:
+def test_refusal_of_the_prefill_server_is_the_answer() -> None:
     answer, asked, told = asyncio.run(ask(whole(b"{}", b"503 Busy")))
     assert answer.status == 503 and len(asked) == 1 and not told

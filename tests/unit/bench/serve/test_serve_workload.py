@@ -9,7 +9,7 @@ from baton.bench.traces import TraceRequest
 from baton.errors import ConfigError
 
 
-def test_the_default_is_what_other_engines_were_measured_with() -> None:
+def test_default_prompts_are_those_of_the_rivals() -> None:
     """Lengths and ids are drawn in the order of the client that measured them."""
     source = random.Random(3)
     expected = []
@@ -32,7 +32,7 @@ def test_lengths_are_read(text: str, expected: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "a", "5-3", "0-4", "-3", "1-2-3"])
-def test_what_is_no_length_is_refused(text: str) -> None:
+def test_invalid_lengths_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="LOW-HIGH"):
         Lengths.parse(text)
 
@@ -48,7 +48,7 @@ def test_arrivals_are_poisson() -> None:
     assert poisson([Job((5,), 1)] * 4000, rate=50.0, seed=1) == jobs
 
 
-def test_a_trace_shares_what_it_says_it_shares() -> None:
+def test_equal_block_ids_are_equal_prompt_tokens() -> None:
     requests = [
         TraceRequest(arrival_s=0.0, input_tokens=10, output_tokens=3, block_ids=(7, 8), block_tokens=4),
         TraceRequest(arrival_s=4.0, input_tokens=9, output_tokens=2, block_ids=(7, 9), block_tokens=4),
@@ -61,7 +61,7 @@ def test_a_trace_shares_what_it_says_it_shares() -> None:
     assert [job.num_tokens for job in (first, second, third)] == [3, 2, 1]
 
 
-def test_a_body_is_what_openais_api_takes() -> None:
+def test_body_is_an_openai_completion() -> None:
     job = Job((5, 6), 9)
     assert json.loads(job.body("m", stream=False)) == {
         "model": "m",

@@ -169,7 +169,7 @@ def test_a_cancelled_answer_ends() -> None:
     asyncio.run(run())
 
 
-def test_what_is_nothing_for_a_worker_is_refused() -> None:
+def test_message_for_another_process_is_refused() -> None:
     stub = Stub(WorkerRole.DECODE)
     with pytest.raises(WireError, match="nothing for a stub"):
         stub.node.received(stub.peers[ROUTER.id], StatusQuery())

@@ -23,7 +23,7 @@ from baton.bench.serve.suite import Bars, curves_of, rows_of
 from baton.cluster.cli.main import main
 
 
-def test_a_target_is_measured_beside_a_rival(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_target_and_rival_are_measured_in_turns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with limit("asyncio") as ours, limit("uvicorn") as theirs:
         status = main(
             f"bench serve --target {ours} --rival bare={theirs} --model m --requests 6 --rounds 2 "
@@ -42,7 +42,7 @@ def test_a_target_is_measured_beside_a_rival(tmp_path: Path, capsys: pytest.Capt
     assert (tmp_path / "serve.png").stat().st_size > 10_000
 
 
-def test_an_open_loop_and_answers_in_one_piece(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_open_loop_with_answers_in_one_piece(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with limit("asyncio") as url:
         main(
             f"bench serve --target {url} --model m --requests 5 --rounds 1 --rate 200 --unary "
@@ -76,7 +76,9 @@ def test_a_trace_is_replayed(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert round["out_tokens_per_s"] * round["duration_s"] == pytest.approx(2 + 4 + 6 + 8)
 
 
-def test_the_control_plane_is_measured_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_overhead_measures_the_control_plane_without_a_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """With a prefill and a decode worker that compute nothing."""
     options = "--overhead --prefill 1 --policy least-loaded --gateways 2 --rounds 1 --seconds 0.2"
     status = main(["bench", "serve", *options.split(), "--output", str(tmp_path)])
@@ -105,7 +107,9 @@ def test_the_control_plane_is_measured_alone(tmp_path: Path, capsys: pytest.Capt
         (["--target", "http://h", "--requsts", "2"], "did you mean --requests"),
     ],
 )
-def test_mistakes_are_named(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_options_are_named(
+    options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     try:
         status = main(["bench", "serve", *options])
     except SystemExit as ended:
@@ -135,7 +139,7 @@ class Refusing(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
 
-def test_prompts_are_of_the_vocabulary_that_is_listed_and_a_refusal_is_told_in_its_words(
+def test_prompts_use_the_listed_vocabulary_and_a_refusal_is_quoted(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with HTTPServer(("127.0.0.1", 0), Refusing) as server:
@@ -148,7 +152,7 @@ def test_prompts_are_of_the_vocabulary_that_is_listed_and_a_refusal_is_told_in_i
     assert "answers nothing that counts: status 400 no: the largest is 8\n" in capsys.readouterr().err
 
 
-def test_a_server_that_answers_nothing_that_counts_is_told(
+def test_server_without_a_valid_answer_is_an_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     server = HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler)  # it knows no POST
@@ -181,7 +185,7 @@ class TestRows:
         (failed, *_) = rows_of({"baton": [a_run(0.1), run]}, Bars())
         assert failed.met is False and failed.value == 2 and failed.note == "2 x late: come again"
 
-    def test_target_that_answered_nothing_is_no_rival(self) -> None:
+    def test_ratio_to_a_target_without_answers_fails(self) -> None:
         rows = rows_of({"baton": [a_run(0.1)], "rival": [a_run(0.1, num_ok=0)]}, Bars())
         assert rows[-1].value is None and rows[-1].met is False
 

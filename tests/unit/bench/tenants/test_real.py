@@ -13,19 +13,19 @@ from baton.bench.tenants.calls import OverloadSpan, goodputs, overload_rows, rec
 from baton.bench.tenants.real import SLAS, STOPPED, WORKLOAD, Pair, TenantServer, pair_rows, serving
 from baton.errors import WorkerLost
 from baton.gateway.tenants.file import parse_tenants
-from baton.sim.rehearsal import Call, Outcome
+from baton.sim.rehearsal import CallOutcome, ClientCall
 from baton.tenants import Sla
 
-CALL = Call(at_s=0.0, tenant="victim-0", token_ids=(5, 6, 7), num_answered=2, sla=WORKLOAD.sla)
+CALL = ClientCall(at_s=0.0, tenant="victim-0", token_ids=(5, 6, 7), num_answered=2, sla=WORKLOAD.sla)
 
 
-def answered(asked_s: float, ttft_s: float = 0.1) -> Outcome:
+def answered(asked_s: float, ttft_s: float = 0.1) -> CallOutcome:
     first_s = asked_s + ttft_s
-    return Outcome(call=CALL, asked_s=asked_s, first_token_s=first_s, ended_s=first_s + 0.1)
+    return CallOutcome(call=CALL, asked_s=asked_s, first_token_s=first_s, ended_s=first_s + 0.1)
 
 
-def refused(asked_s: float, retry_after_s: float = 3.0, retry: int = 0) -> Outcome:
-    return Outcome(call=CALL, asked_s=asked_s, retry=retry, refusal="429", retry_after_s=retry_after_s)
+def refused(asked_s: float, retry_after_s: float = 3.0, retry: int = 0) -> CallOutcome:
+    return CallOutcome(call=CALL, asked_s=asked_s, retry=retry, refusal="429", retry_after_s=retry_after_s)
 
 
 def test_goodput_counts_requests_within_their_objectives_by_when_they_were_asked() -> None:
@@ -40,7 +40,7 @@ def test_recovery_ends_when_no_later_request_is_bad() -> None:
     assert recovery_s([*good, refused(63.0), answered(70.5, ttft_s=5.0)], 60.0, 80.0, 2.0) == 12.0
 
 
-def rows_of(outcomes: Sequence[Outcome]) -> dict[str, Row]:
+def rows_of(outcomes: Sequence[CallOutcome]) -> dict[str, Row]:
     span = OverloadSpan(0.0, 20.0, 24.0)
     rows = overload_rows(outcomes, 10.0, span, moment_s=2.0, most_told_s=600.0, most_calls=None)
     return {row.name.removeprefix("overload: "): row for row in rows}
@@ -56,7 +56,7 @@ def test_rows_of_an_overload_have_their_bars_beside_them() -> None:
     assert rows["returned during it, and good"].value == 0.0
 
 
-def test_refusal_with_a_time_of_hours_was_told_none() -> None:
+def test_retry_time_of_hours_does_not_count() -> None:
     assert rows_of([answered(1.0), refused(1.0, 601.0)])["refused with a time"].value == 0.0
 
 
@@ -107,7 +107,7 @@ async def refuse(
 
 
 def test_refused_call_with_x_should_retry_false_does_not_come_again() -> None:
-    async def run() -> list[Outcome]:
+    async def run() -> list[CallOutcome]:
         headers = b"Retry-After: 1\r\nX-Should-Retry: false\r\n"
         refusing = await asyncio.start_server(
             lambda reader, writer: refuse(reader, writer, headers), "127.0.0.1", 0
@@ -124,7 +124,7 @@ def test_refused_call_with_x_should_retry_false_does_not_come_again() -> None:
 
 
 def test_refusal_has_its_time_and_an_unanswered_call_is_given_up_at_the_end() -> None:
-    async def run() -> list[Outcome]:
+    async def run() -> list[CallOutcome]:
         has_left = asyncio.Event()
 
         async def keep_silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
