@@ -203,6 +203,8 @@ def _rest_complaints(deployment: Deployment) -> Iterator[str]:
             case SimGateway():
                 if life.frontend.num_open:
                     yield f"{slot.name} has {life.frontend.num_open} open streams"
+                if life.frontend.counters["replays_silent"]:
+                    yield f"{slot.name} has waited in vain for workers that lived"
                 if life.frontend.counters["contradictions"]:
                     yield f"{slot.name} has been told two things of one token"
             case SimWorker():

@@ -429,7 +429,8 @@ class Frontend:
                 if not stream.is_decoding and now_s - stream.doubted_s > UNHEARD_S:
                     self._again(stream, "unheard")
                 elif silence_s > self._limits.max_silence_s and not self._is_behind_others(stream, now_s):
-                    self._fault(stream, stream.decode, f"it was silent for {silence_s:.0f} s")
+                    reason = f"it was silent for {silence_s:.0f} s"
+                    self._fault(stream, stream.decode, reason, replay="silent")
             elif stream.waits_too_long(self._limits, now_s) and not self._is_queued(stream, now_s):
                 self._end_if_due(stream, now_s)
 
@@ -497,12 +498,12 @@ class Frontend:
         if stream.retry_s <= self._clock.now_s():
             self._submit(stream)
 
-    def _fault(self, stream: RequestStream, worker: str, reason: str) -> None:
+    def _fault(self, stream: RequestStream, worker: str, reason: str, *, replay: str = "error") -> None:
         """Try again after a living worker failed. worker: "" when it is not known."""
         logger.warning("request %s: %s failed: %s", stream.request_id, worker or "a worker", reason)
         stream.num_errors += 1
         stream.blame(worker)
-        self._again(stream, "error")
+        self._again(stream, replay)
 
     def _lose(self, stream: RequestStream, worker: str) -> None:
         """Try again after a process with a part of the request has gone, or seems to have."""
