@@ -10,9 +10,8 @@ None of them knows tenants: a key is a string or bytes.
 counter (Sheng et al. 2024):
 
 1. A key that begins to wait joins. Each key has a virtual clock, in work divided by weight, which stands
-while the
-   key is not served. A key that was away starts at the present of CREDIT_AGES ages ago: it may use its share
-   of the time since then at once, as a burst, and has no credit for the time before.
+   while the key is not served. A key that was away starts at the present of CREDIT_AGES ages ago: it may use
+   its share of the time since then at once, as a burst, and has no credit for the time before.
 2. The key with the earliest clock comes next; the present is that clock. Served work is charged: the clock
    advances by the work divided by the weight.
 3. Expected work is charged at once, and corrected when the actual work is known.
@@ -214,7 +213,7 @@ class DecayedShares:
 
     @property
     def num_remembered(self) -> int:
-        """Keys without users whose work still counts."""
+        """The number of keys without users that are remembered."""
         return len(self._away)
 
     def clear(self) -> None:

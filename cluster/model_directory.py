@@ -1,12 +1,10 @@
 """The directory of a model name."""
 
-import time
 from os import PathLike
 from pathlib import Path
 from typing import Final
 
 import baton
-from baton.config.environment import cache_directory
 from baton.errors import ModelError
 
 TINY: Final = "tiny"
@@ -30,19 +28,3 @@ def resolve_model(model: str | PathLike[str]) -> Path:
             f"{'a file' if directory.exists() else 'a name that is no directory'}; nothing is downloaded"
         )
     return directory
-
-
-FOLDERS: Final = "compiling-*"  # the names that kernels/native.py gives to its temporary folders
-LONGEST_S: Final = 300.0  # an older folder was left by a killed process
-
-
-def are_compiled_now() -> bool:
-    """Return whether a process of this machine compiles kernels now, which takes long."""
-    return any(_age_s(folder) < LONGEST_S for folder in cache_directory().glob(FOLDERS))
-
-
-def _age_s(folder: Path) -> float:
-    try:
-        return time.time() - folder.stat().st_mtime
-    except OSError:  # done meanwhile
-        return LONGEST_S

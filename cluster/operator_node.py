@@ -1,5 +1,6 @@
 """A node that asks routers and serves nothing: the command line, and `baton serve` itself.
 
+`baton serve` also watches: `Verdicts` decides which workers to replace.
 `async with connected(...) as operator:` keeps a connection to each router, and dials a lost one again.
 """
 
@@ -7,9 +8,9 @@ import asyncio
 import contextlib
 import secrets
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from typing import Final, Protocol, TypeAlias
+from typing import Final, TypeAlias
 
 import msgspec
 
@@ -42,6 +43,12 @@ Answer: TypeAlias = "asyncio.Future[AnyMessage]"
 # Messages that a router sends to operators that start workers.
 WatcherMessage: TypeAlias = Members | WorkerRemoved | Undrain | RestartWorker
 
+# Worker's name, the reason, seconds since its first router removed it.
+Replace: TypeAlias = Callable[[str, str, float], None]
+Order: TypeAlias = Callable[[Undrain | RestartWorker], None]
+
+SILENCE_GRACE_S: Final = 3.0  # for a silent worker to come back: its successor has to load the model
+NOTHING_YET: Final = Members(workers=(), is_complete=False)
 # The effect when the last worker of a role has gone.
 ALONE: Final = {
     WorkerRole.PREFILL: "decode workers compute all prompts",
@@ -49,20 +56,76 @@ ALONE: Final = {
 }
 
 
-class Watcher(Protocol):
-    """Receives the messages to an operator that starts workers. `router`: the id of the sender."""
+class Verdicts:
+    """Decides which workers to replace, from the messages of all routers; passes on operators' orders.
+
+    1. A router removes a worker that is silent, or that hangs in a step. Its requests go elsewhere then.
+    2. The worker is replaced once no connected router lists it: a router that a partition cuts off from the
+       workers removes all of them, and the other routers keep them. A router that has just started and does
+       not know all workers yet is waited for.
+    3. A silent worker has SILENCE_GRACE_S more. If a router lists it again meanwhile, it is kept.
+    """
+
+    def __init__(self, now_s: Callable[[], float], replace: Replace, order: Order) -> None:
+        """replace: called once for each worker that all connected routers have lost."""
+        self._now_s = now_s
+        self._replace = replace
+        self._order = order
+        self._lists: dict[str, Members] = {}  # id of a connected router -> the workers that it lists
+        self._pending: dict[str, tuple[WorkerRemoved, str, float]] = {}  # id of a worker -> router, when
 
     def joined(self, router: str) -> None:
-        """The router is connected."""
+        """Wait for the list of this router, by its id."""
+        self._lists[router] = NOTHING_YET
 
     def left(self, router: str) -> None:
-        """The router's connection ended."""
+        """Drop the router's list. Its verdicts stand: it was connected when the worker was silent."""
+        self._lists.pop(router, None)
+        self._judge()
 
     def told(self, router: str, message: WatcherMessage) -> None:
-        """The router has sent a message."""
+        """Take a message of the router with this id."""
+        match message:
+            case Members():
+                self._listed(router, message)
+            case WorkerRemoved():
+                self._removed(router, message)
+            case _:
+                self._order(message)
+
+    def _listed(self, router: str, members: Members) -> None:
+        self._lists[router] = members
+        for worker in members.workers:
+            _, by, _ = self._pending.get(worker.id, (None, "", 0.0))
+            if by == router:
+                del self._pending[worker.id]
+        self._judge()
+
+    def _removed(self, router: str, removed: WorkerRemoved) -> None:
+        members = self._lists.get(router, NOTHING_YET)
+        others = tuple(worker for worker in members.workers if worker.id != removed.worker)
+        self._lists[router] = Members(workers=others, is_complete=members.is_complete)
+        _, _, since_s = self._pending.get(removed.worker, (None, "", self._now_s()))
+        self._pending[removed.worker] = (removed, router, since_s)
+        self._judge()
 
     def tick(self) -> None:
-        """Called several times a second."""
+        """Replace the workers after their grace; called several times a second."""
+        if self._pending:
+            self._judge()
+
+    def _judge(self) -> None:
+        if not all(members.is_complete for members in self._lists.values()):
+            return
+        listed = [worker for members in self._lists.values() for worker in members.workers]
+        ids, names = {worker.id for worker in listed}, {worker.name for worker in listed}
+        for worker, (removed, _, since_s) in list(self._pending.items()):
+            age_s = self._now_s() - since_s
+            if worker in ids or not (removed.is_hung or age_s >= SILENCE_GRACE_S):
+                continue
+            del self._pending[worker]
+            if removed.name not in names:  # else its successor is there already
+                self._replace(removed.name, removed.reason, age_s)
 
 
 class Operator:
@@ -71,7 +134,7 @@ class Operator:
     They raise PeerGone or TimeoutError when no router answers.
     """
 
-    def __init__(self, routers: Sequence[Address], dial: Dial, watcher: Watcher | None = None) -> None:
+    def __init__(self, routers: Sequence[Address], dial: Dial, watcher: Verdicts | None = None) -> None:
         self._watcher = watcher
         self.hello = Hello(process=Kind.OPERATOR, id=secrets.token_hex(16))
         self._addresses = routers
@@ -205,7 +268,7 @@ class Operator:
 
 @asynccontextmanager
 async def connected(
-    routers: Sequence[Address], keys: ClusterKeys, watcher: Watcher | None = None
+    routers: Sequence[Address], keys: ClusterKeys, watcher: Verdicts | None = None
 ) -> AsyncIterator[Operator]:
     """Connect an operator to each of these routers. Its first question waits for a connection.
 

@@ -28,7 +28,7 @@ from setproctitle import setproctitle
 
 from baton.cluster.logs import set_up_logging
 from baton.cluster.model_directory import resolve_model
-from baton.cluster.process_spec import (
+from baton.cluster.runtimes.base import (
     ALIVE_EVERY_S,
     DRAINED,
     USER_ERROR,
@@ -49,25 +49,21 @@ from baton.rpc.process import raise_descriptor_limit
 
 # Runs on an asyncio loop until the event is set, and then to the end of what it has begun.
 Serve: TypeAlias = Callable[[asyncio.Event], Coroutine[Any, Any, None]]
+Message: TypeAlias = Report | Loading | LoopAlive
+Tell: TypeAlias = Callable[[Message], None]
 
 LOADING_EVERY_S: Final = 0.5
 ORPHANED: Final = 3  # exit status
 STOPPED_TWICE: Final = 143  # as of a process that SIGTERM ends
 
 
-def run(
-    given: Assignment,
-    ring: KeyRing,
-    ready: Ready,
-    stop: threading.Event,
-    progress: Progress | None = None,
-    alive: Callable[[], None] = lambda: None,
-) -> None:
+def run(given: Assignment, ring: KeyRing, stop: threading.Event, tell: Tell) -> None:
     """Serve on the calling thread until `stop` is set, or until an operator has drained the worker.
 
-    ring: the process's keys, at first those of the assignment; the caller may replace them. progress: called
-    while a worker reads its weights. alive: called every ALIVE_EVERY_S on the event loop of a router or a
-    gateway that serves. Raises BatonError.
+    ring: the process's keys, at first those of the assignment; the caller may replace them. tell: called with
+    ProcessStarted when the process serves, every LOADING_EVERY_S with Loading while a worker reads its
+    weights, and every ALIVE_EVERY_S with LoopAlive on the event loop of a router or a gateway that serves.
+    Raises BatonError.
     """
     raise_descriptor_limit()
     match given.kind:
@@ -77,33 +73,46 @@ def run(
 
             router = msgspec.json.decode(given.config, type=RouterConfig)
             starts = given.incarnation
-            _run_loop(lambda end: serve_router(router, ring, _then(ready, alive), end, starts), stop)
+            _run_loop(lambda end: serve_router(router, ring, _tells_alive(tell), end, starts), stop)
         case "gateway":
             from baton.config.gateway import GatewayConfig
             from baton.gateway.process import serve_gateway
 
             gateway = msgspec.json.decode(given.config, type=GatewayConfig)
             gateway = msgspec.structs.replace(gateway, model=str(resolve_model(gateway.model)))
-            _run_loop(lambda end: serve_gateway(gateway, ring, _then(ready, alive), end), stop)
+            _run_loop(lambda end: serve_gateway(gateway, ring, _tells_alive(tell), end), stop)
         case "worker":
             from baton.cluster.worker_process import run_worker
 
             worker = msgspec.json.decode(given.config, type=WorkerConfig)
+            ready, progress = lambda address: tell(ProcessStarted(address)), _tells_progress(tell)
             run_worker(worker, ring, ready, stop, progress, given.incarnation)
 
 
-def _then(ready: Ready, alive: Callable[[], None]) -> Ready:
-    """Return `ready`, which then also calls `alive` every ALIVE_EVERY_S on the running event loop."""
+def _tells_alive(tell: Tell) -> Ready:
+    """Return a Ready that then tells every ALIVE_EVERY_S that the running event loop lives."""
 
-    def say_alive() -> None:
-        alive()
-        asyncio.get_running_loop().call_later(ALIVE_EVERY_S, say_alive)
+    def tell_alive() -> None:
+        tell(LoopAlive())
+        asyncio.get_running_loop().call_later(ALIVE_EVERY_S, tell_alive)
 
-    def say(address: Address) -> None:
-        ready(address)
-        say_alive()
+    def ready(address: Address) -> None:
+        tell(ProcessStarted(address))
+        tell_alive()
 
-    return say
+    return ready
+
+
+def _tells_progress(tell: Tell) -> Progress:
+    next_s = 0.0
+
+    def progress(num_bytes: int, total_bytes: int) -> None:
+        nonlocal next_s
+        if time.monotonic() >= next_s:
+            next_s = time.monotonic() + LOADING_EVERY_S
+            tell(Loading(num_bytes, total_bytes))
+
+    return progress
 
 
 def ring_of(given: Assignment) -> KeyRing:
@@ -141,36 +150,21 @@ def main() -> int:
     _drain_on_sigterm(stop)
     ring = ring_of(given)
     threading.Thread(target=hear_parent, args=(ring,), name="parent", daemon=True).start()
+
+    def tell(message: Message) -> None:
+        reports.write(msgspec.json.encode(message) + b"\n")
+        reports.flush()
+
     try:
-        run(
-            given,
-            ring,
-            ready=lambda address: _report(reports, ProcessStarted(address)),
-            stop=stop,
-            progress=_throttled(lambda loading: _report(reports, loading)),
-            alive=lambda: _report(reports, LoopAlive()),
-        )
+        run(given, ring, stop, tell)
     except BatonError as error:
-        _report(reports, ProcessFailed.of(error))
+        tell(ProcessFailed.of(error))
         logging.getLogger(__name__).error("%s", error)
         return USER_ERROR if isinstance(error, ValueError) else 1
     except BaseException as error:
-        _report(reports, ProcessFailed.of(error))
+        tell(ProcessFailed.of(error))
         raise
     return 0 if stop.is_set() else DRAINED
-
-
-def _throttled(say: Callable[[Loading], None]) -> Progress:
-    """Return a Progress that calls `say` every LOADING_EVERY_S at most."""
-    next_s = 0.0
-
-    def progress(num_bytes: int, total_bytes: int) -> None:
-        nonlocal next_s
-        if time.monotonic() >= next_s:
-            next_s = time.monotonic() + LOADING_EVERY_S
-            say(Loading(num_bytes, total_bytes))
-
-    return progress
 
 
 def _take_stdout() -> BinaryIO:
@@ -178,11 +172,6 @@ def _take_stdout() -> BinaryIO:
     reports = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     return reports
-
-
-def _report(reports: BinaryIO, report: Report | Loading | LoopAlive) -> None:
-    reports.write(msgspec.json.encode(report) + b"\n")
-    reports.flush()
 
 
 def _drain_on_sigterm(stop: threading.Event) -> None:

@@ -7,6 +7,7 @@
 """
 
 import asyncio
+import errno
 import importlib.util
 import itertools
 import logging
@@ -14,26 +15,22 @@ import socket
 import time
 from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
-from typing import Any, Final, TypeAlias, TypeVar
-
-import msgspec
+from pathlib import Path
+from typing import Any, Final, Self, TypeAlias, TypeVar
 
 from baton.clock import Clock, SystemClock
 from baton.cluster.cluster_key import READ_EVERY_S, KeyWatch
-from baton.cluster.cluster_record import url
-from baton.cluster.model_directory import are_compiled_now
-from baton.cluster.operator_node import Operator, connected
-from baton.cluster.ports import KeptPort
-from baton.cluster.private_redis import KeptRedis
-from baton.cluster.process_spec import generations_of
-from baton.cluster.runtimes.base import Runtime
+from baton.cluster.cluster_record import ClusterRecord
+from baton.cluster.operator_node import Operator, Verdicts, connected
+from baton.cluster.runtimes.base import Runtime, generations_of
 from baton.cluster.serve_plan import Topology, router_ports, specs
-from baton.cluster.supervisor import Supervised, Verdicts
+from baton.cluster.supervisor import KeptRedis, Supervised
 from baton.config.cluster import ServeConfig
+from baton.config.environment import cache_directory
 from baton.errors import ConfigError, PeerGone, WorkerLost
 from baton.messages.bounds import Kind
 from baton.messages.operations import RestartWorker, Status, Undrain
-from baton.messages.workers import Address, Routers
+from baton.messages.workers import Address
 from baton.router.policies.registry import policy_class
 from baton.router.redis.server import find_program
 from baton.rpc.auth import ClusterKeys, KeyRing
@@ -41,6 +38,8 @@ from baton.rpc.auth import ClusterKeys, KeyRing
 ASK_EVERY_S: Final = 0.1
 SAY_EVERY_S: Final = 3.0
 HEAD_LOOK_S: Final = 0.5
+COMPILING: Final = "compiling-*"  # the names that kernels/native.py gives to its temporary folders
+LONGEST_COMPILATION_S: Final = 300.0  # an older folder was left by a killed process
 # New requests stop first, then running requests end, then no process needs a router.
 STOPPING_ORDER: Final = ("gateway", "worker", "router")
 
@@ -50,17 +49,50 @@ Say: TypeAlias = Callable[[str], None]
 logger = logging.getLogger(__name__)
 
 
-class Serving(msgspec.Struct, frozen=True, kw_only=True):
-    """The addresses of a cluster that answers."""
+class KeptPort:
+    """A port that is bound and never listened on, so that the kernel gives it to no other program.
 
-    host: str
-    port: int  # of the API
-    routers: Routers
+    Processes that listen on it must set `option`: SO_REUSEADDR for one process, SO_REUSEPORT for several.
+    """
 
-    @property
-    def url(self) -> str:
-        """The API's address for clients on this machine, without /v1."""
-        return url(self.host, self.port)
+    def __init__(self, host: str, port: int, option: int) -> None:
+        """port: 0: any free one. ConfigError: the port is in use, or `host` is no address of this machine."""
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._socket = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            if port:
+                _check_unused(family, host, port)
+            self._socket.setsockopt(socket.SOL_SOCKET, option, 1)
+            self._socket.bind((host, port))
+        except OSError as error:
+            self._socket.close()
+            raise _cannot_bind(host, port, error) from None
+        self.number: int = self._socket.getsockname()[1]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Release the port."""
+        self._socket.close()
+
+
+def _check_unused(family: socket.AddressFamily, host: str, port: int) -> None:
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # closed connections may linger
+        probe.bind((host, port))
+        probe.listen(1)
+
+
+def _cannot_bind(host: str, port: int, error: OSError) -> ConfigError:
+    if error.errno == errno.EADDRINUSE:
+        return ConfigError(f"port: {port} on {host} is in use: choose another, or 0 for one that is free")
+    if error.errno == errno.EACCES:
+        return ConfigError(f"port: {port} is for privileged processes: choose one from 1024 on")
+    return ConfigError(f"host: {host} cannot be listened on: {error.strerror or error}")
 
 
 class Cluster:
@@ -78,7 +110,7 @@ class Cluster:
         self._resources = AsyncExitStack()
         self.redis: KeptRedis | None = None
 
-    async def start(self) -> Serving:
+    async def start(self) -> Topology:
         """Start all processes; return when a request would be answered. Raises ConfigError and WorkerLost."""
         topology = await self._make_topology()
         planned = specs(self._config, topology)
@@ -91,7 +123,7 @@ class Cluster:
             await self._start_in_time(topology)
         finally:
             reporting.cancel()
-        return Serving(host=self._config.host, port=topology.port, routers=topology.routers)
+        return topology
 
     async def drain(self) -> None:
         """Stop all processes in order; each has `drain_timeout_s` to finish its requests."""
@@ -250,6 +282,18 @@ class Cluster:
         return (", ".join(names) or "the processes to find each other") + why
 
 
+def are_compiled_now() -> bool:
+    """Return whether a process of this machine compiles kernels now, which takes long."""
+    return any(_age_s(folder) < LONGEST_COMPILATION_S for folder in cache_directory().glob(COMPILING))
+
+
+def _age_s(folder: Path) -> float:
+    try:
+        return time.time() - folder.stat().st_mtime
+    except OSError:  # done meanwhile
+        return LONGEST_COMPILATION_S
+
+
 async def _status(operator: Operator) -> Status | None:
     try:
         return await operator.status()
@@ -264,21 +308,29 @@ async def serve(
     *,
     stop: asyncio.Event,
     say: Say,
-    on_ready: Callable[[Serving], None],
-    on_keys: Callable[[Serving], None],
+    record: Callable[[ClusterRecord], None],
+    on_ready: Callable[[ClusterRecord], None],
 ) -> bool:
     """Serve until `stop` is set. Return False when `stop` was set before the cluster served.
 
-    on_ready: called once requests are answered. on_keys: called each time `keys` has changed.
-    Raises ConfigError and WorkerLost when the cluster cannot start.
+    record: called with the cluster's record once requests are answered, and each time `keys` has changed.
+    on_ready: called once, after the first `record`. Raises ConfigError and WorkerLost when the cluster cannot
+    start.
     """
     cluster = Cluster(config, runtime, keys.keys, say)
     try:
-        serving = await _unless(stop, cluster.start())
-        if serving is None:
+        topology = await _unless(stop, cluster.start())
+        if topology is None:
             return False
-        on_ready(serving)
-        cluster.follow_keys(keys, lambda: on_keys(serving))
+
+        def present() -> ClusterRecord:
+            return ClusterRecord(
+                host=config.host, port=topology.port, routers=topology.routers, keys=keys.keys
+            )
+
+        record(present())
+        on_ready(present())
+        cluster.follow_keys(keys, lambda: record(present()))
         await stop.wait()
         say("draining: running requests may end; interrupt once more to stop at once")
         await cluster.drain()

@@ -7,7 +7,7 @@ from typing import Final, Literal, TypeAlias
 import msgspec
 
 from baton.cluster.model_directory import resolve_model
-from baton.cluster.process_spec import ProcessSpec
+from baton.cluster.runtimes.base import ProcessSpec
 from baton.config.cluster import ServeConfig, WorkerConfig, WorkersConfig
 from baton.config.engine import EngineConfig, EngineSettings
 from baton.config.gateway import GatewayConfig

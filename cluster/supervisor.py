@@ -1,4 +1,4 @@
-"""Keeps one process of the cluster alive (`Supervised`), and decides which workers to replace (`Verdicts`).
+"""Keeps processes of the cluster alive: `Supervised`, and `KeptRedis`.
 
 1. `start` starts the process and waits until it serves.
 2. `keep` watches it. A process that ends is started again, also after a SIGTERM from elsewhere; while it
@@ -11,19 +11,16 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator
-from typing import Final, TypeAlias
+from collections.abc import Iterator
+from typing import Final
 
 import msgspec
 
 from baton.clock import Clock
-from baton.cluster.operator_node import WatcherMessage
-from baton.cluster.process_spec import ProcessSpec
-from baton.cluster.runtimes.base import ManagedProcess, Runtime
-from baton.errors import BatonError
-from baton.messages.control import Members
-from baton.messages.operations import RestartWorker, Undrain, WorkerRemoved
+from baton.cluster.runtimes.base import ManagedProcess, ProcessSpec, Runtime
+from baton.errors import BatonError, ConfigError
 from baton.messages.workers import Address
+from baton.router.redis.server import PrivateRedis
 
 FIRST_S: Final = 0.2  # pause before a process is started again
 LONGEST_S: Final = 10.0
@@ -33,12 +30,7 @@ HUNG_S: Final = 10.0  # silence of an event loop, longer than on any machine tha
 LOOK_S: Final = 1.0
 KILLED_S: Final = 1.0  # for SIGKILL to take effect, before the successor starts
 MIN_VERDICT_S: Final = 2.0  # no router gives a worker up sooner after its start
-SILENCE_GRACE_S: Final = 3.0  # for a silent worker to come back: its successor has to load the model
-NOTHING_YET: Final = Members(workers=(), is_complete=False)
-
-# Worker's name, the reason, seconds since its first router removed it.
-Replace: TypeAlias = Callable[[str, str, float], None]
-Order: TypeAlias = Callable[[Undrain | RestartWorker], None]
+REDIS_RETRY_S: Final = 10.0  # after a start of Redis that failed
 
 logger = logging.getLogger(__name__)
 
@@ -221,73 +213,56 @@ class Supervised:
                 self._process.kill()
 
 
-class Verdicts:
-    """Decides which workers to replace, from the messages of all routers; passes on operators' orders.
+class KeptRedis:
+    """The private Redis of a cluster with `--redis auto`: one URL over all its lives.
 
-    1. A router removes a worker that is silent, or that hangs in a step. Its requests go elsewhere then.
-    2. The worker is replaced once no connected router lists it: a router that a partition cuts off from the
-       workers removes all of them, and the other routers keep them. A router that has just started and does
-       not know all workers yet is waited for.
-    3. A silent worker has SILENCE_GRACE_S more. If a router lists it again meanwhile, it is kept.
+    A Redis that dies is started again, empty; the routers write their knowledge to it again. Without a Redis
+    the cluster runs too: its routers share nothing, and learn everything again after a restart.
     """
 
-    def __init__(self, now_s: Callable[[], float], replace: Replace, order: Order) -> None:
-        """replace: called once for each worker that all connected routers have lost."""
-        self._now_s = now_s
-        self._replace = replace
-        self._order = order
-        self._lists: dict[str, Members] = {}  # id of a connected router -> the workers that it lists
-        self._pending: dict[str, tuple[WorkerRemoved, str, float]] = {}  # id of a worker -> router, when
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._redis = PrivateRedis()
+        self._back_off = BackOff()
+        self._started_s = clock.now_s()
+        self._keeping: asyncio.Task[None] | None = None
 
-    def joined(self, router: str) -> None:
-        """Wait for the list of this router, by its id."""
-        self._lists[router] = NOTHING_YET
+    @property
+    def pid(self) -> int:
+        """The id of the present process."""
+        return self._redis.pid
 
-    def left(self, router: str) -> None:
-        """Drop the router's list. Its verdicts stand: it was connected when the worker was silent."""
-        self._lists.pop(router, None)
-        self._judge()
+    async def start(self) -> str:
+        """Start Redis and return its URL, which stays the same. Raises ConfigError."""
+        self._started_s = self._clock.now_s()
+        try:
+            await self._redis.start()
+        except OSError as error:
+            raise ConfigError(f"redis: {error}") from None
+        self._keeping = asyncio.create_task(self._keep())
+        return self._redis.url
 
-    def told(self, router: str, message: WatcherMessage) -> None:
-        """Take a message of the router with this id."""
-        match message:
-            case Members():
-                self._listed(router, message)
-            case WorkerRemoved():
-                self._removed(router, message)
-            case _:
-                self._order(message)
+    async def close(self) -> None:
+        """End Redis."""
+        if self._keeping is not None:
+            self._keeping.cancel()
+            await asyncio.gather(self._keeping, return_exceptions=True)
+        await self._redis.stop()
 
-    def _listed(self, router: str, members: Members) -> None:
-        self._lists[router] = members
-        for worker in members.workers:
-            _, by, _ = self._pending.get(worker.id, (None, "", 0.0))
-            if by == router:
-                del self._pending[worker.id]
-        self._judge()
+    async def _keep(self) -> None:
+        while True:
+            status = await self._redis.ended()
+            pause_s = self._back_off.after(self._clock.now_s() - self._started_s)
+            logger.warning("redis ended with status %d; it is started again in %.1f s", status, pause_s)
+            await asyncio.sleep(pause_s)
+            while not await self._has_started():
+                await asyncio.sleep(REDIS_RETRY_S)
 
-    def _removed(self, router: str, removed: WorkerRemoved) -> None:
-        members = self._lists.get(router, NOTHING_YET)
-        others = tuple(worker for worker in members.workers if worker.id != removed.worker)
-        self._lists[router] = Members(workers=others, is_complete=members.is_complete)
-        _, _, since_s = self._pending.get(removed.worker, (None, "", self._now_s()))
-        self._pending[removed.worker] = (removed, router, since_s)
-        self._judge()
-
-    def tick(self) -> None:
-        """Replace the workers after their grace; called several times a second."""
-        if self._pending:
-            self._judge()
-
-    def _judge(self) -> None:
-        if not all(members.is_complete for members in self._lists.values()):
-            return
-        listed = [worker for members in self._lists.values() for worker in members.workers]
-        ids, names = {worker.id for worker in listed}, {worker.name for worker in listed}
-        for worker, (removed, _, since_s) in list(self._pending.items()):
-            age_s = self._now_s() - since_s
-            if worker in ids or not (removed.is_hung or age_s >= SILENCE_GRACE_S):
-                continue
-            del self._pending[worker]
-            if removed.name not in names:  # else its successor is there already
-                self._replace(removed.name, removed.reason, age_s)
+    async def _has_started(self) -> bool:
+        self._started_s = self._clock.now_s()
+        try:
+            await self._redis.start()
+        except (ConfigError, OSError) as error:
+            logger.error("redis does not start again: %s", error)
+            return False
+        return True

@@ -23,7 +23,7 @@ import msgspec
 
 from baton.clock import SystemClock
 from baton.cluster.model_directory import resolve_model
-from baton.cluster.process_spec import Progress
+from baton.cluster.runtimes.base import Progress
 from baton.config.cluster import DRAIN_NOTICE_S, Ready, WorkerConfig
 from baton.config.environment import node_name
 from baton.decode_worker.worker import DecodeWorker

@@ -39,8 +39,7 @@ from baton.messages.status import OverloadLevel
 from baton.messages.workers import REMOTE_PREFILLS, Load
 from baton.request import FinishReason, StepOutput, TokenEvent
 from baton.rpc.peers import Peer, PeerRegistry
-from baton.rpc.reports import WorkerReports, load_of
-from baton.rpc.worker_node import EndedAttempts, WorkerNode
+from baton.rpc.worker_node import EndedAttempts, WorkerNode, WorkerReports
 
 PrefillResult: TypeAlias = Prefilled | PrefillFailed
 MAX_EARLY_S: Final = 10.0  # a Dispatch that is later than this comes over a link that is given up
@@ -183,7 +182,7 @@ class DecodeWorker(WorkerNode):
         return tuple((attempt.request_id, attempt.number) for attempt in self._attempts.values())
 
     def load(self) -> Load:
-        load = load_of(self._engine.stats())
+        load = self._engine.stats().load()
         return msgspec.structs.replace(
             load,
             num_waiting=load.num_waiting + len(self._admission),

@@ -25,6 +25,7 @@ from baton.engine.scheduler.sequence import (
     check_request,
 )
 from baton.engine.scheduler.step_planner import PressureMode
+from baton.messages.workers import Load, StepTimes
 from baton.request import FilledPages, Request, StepOutput, TokenLogprobs
 
 
@@ -64,14 +65,23 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     total_hit_tokens: int  # found there
     total_preemptions: int
 
-
-class StepFigures(NamedTuple):
-    """The size and the duration of one step."""
-
-    num_sequences: int
-    num_new_tokens: int  # of prompts
-    num_context_tokens: int  # that the sequences attend to, including their new tokens
-    step_s: float
+    def load(self) -> Load:
+        """Return the engine's part of a worker's load; the worker adds its own figures."""
+        pages = {
+            "free": self.num_free_pages,
+            "active": self.num_active_pages,
+            "cached": self.num_cached_pages,
+            "leased": self.num_leased_pages,
+            "quarantined": self.num_quarantined_pages,
+        }
+        return Load(
+            num_running=self.num_running,
+            num_waiting=self.num_waiting,
+            pages=pages,
+            prefix_queries_tokens=self.total_queried_tokens,
+            prefix_hits_tokens=self.total_hit_tokens,
+            num_preemptions=self.total_preemptions,
+        )
 
 
 class Replica(ABC):
@@ -221,12 +231,12 @@ class Replica(ABC):
             total_preemptions=scheduler.num_preemptions,
         )
 
-    def last_step(self) -> StepFigures | None:
+    def last_step(self) -> StepTimes | None:
         """The latest step that computed anything. Computed on each call."""
         if self._last_step is None:
             return None
         batch, step_s = self._last_step
-        return StepFigures(
+        return StepTimes(
             num_sequences=len(batch.chunks),
             num_new_tokens=sum(chunk.num_tokens for chunk in batch.prompt_chunks),
             num_context_tokens=sum(chunk.start + chunk.num_tokens for chunk in batch.chunks),

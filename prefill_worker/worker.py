@@ -31,8 +31,7 @@ from baton.messages.workers import Load
 from baton.prefill_worker.prefill_job import LayerwiseSend, PrefillJob, PrefillStage, refusal
 from baton.request import FilledPages, FinishReason, StepOutput, TokenEvent
 from baton.rpc.peers import Peer, PeerRegistry
-from baton.rpc.reports import WorkerReports, load_of
-from baton.rpc.worker_node import EndedAttempts, WorkerNode, check_one_choice
+from baton.rpc.worker_node import EndedAttempts, WorkerNode, WorkerReports, check_one_choice
 
 MAX_GRANT_WAIT_S: Final = 30.0  # of a computed prompt, for its decode worker to have free pages
 # Of a grant, for the router's order: the router may have died before sending it.
@@ -75,7 +74,7 @@ class PrefillWorker(WorkerNode):
 
     def load(self) -> Load:
         return msgspec.structs.replace(
-            load_of(self._engine.stats()),
+            self._engine.stats().load(),
             num_outgoing=self._endpoint.num_open,
             num_tokens=self._num_tokens,
             kv_bytes=self._kv_bytes,

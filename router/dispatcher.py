@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from baton.config.router import RouterSettings
+from baton.config.router import RouterConfig
 from baton.errors import ProtocolError
 from baton.messages.bounds import Attempt, Id
 from baton.messages.codec import fits_beside
@@ -95,7 +95,7 @@ class Pairing:
 
     def __init__(
         self,
-        config: RouterSettings,
+        config: RouterConfig,
         members: Membership,
         policy: RoutingPolicy,
         by_load: RoutingPolicy,

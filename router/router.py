@@ -25,7 +25,7 @@ from msgspec.structs import replace
 
 from baton.clock import Clock, SystemClock
 from baton.config.environment import node_name
-from baton.config.router import RouterConfig, RouterSettings
+from baton.config.router import RouterConfig
 from baton.errors import ConfigError, ProtocolError
 from baton.messages.bounds import MAX_BODY_BYTES, Kind
 from baton.messages.codec import AnyMessage
@@ -93,7 +93,7 @@ class Router:
     """The router of a cluster; see `Node` for the methods that its host calls."""
 
     def __init__(
-        self, config: RouterSettings, clock: Clock, id: str, *, max_index_pages: int = MAX_PAGES
+        self, config: RouterConfig, clock: Clock, id: str, *, max_index_pages: int = MAX_PAGES
     ) -> None:
         """id: identifies this run of the process; 32 hex digits.
 

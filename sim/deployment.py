@@ -12,7 +12,7 @@ from random import Random
 from typing import Final, NamedTuple, TypeAlias, TypeVar
 
 from baton.config.cluster import DRAIN_NOTICE_S
-from baton.config.router import RouterSettings
+from baton.config.router import RouterConfig
 from baton.decode_worker.worker import DecodeWorker
 from baton.gateway.streams.frontend import Frontend
 from baton.gateway.streams.request_stream import ReplayLimits
@@ -24,9 +24,8 @@ from baton.prefill_worker.worker import PrefillWorker
 from baton.router.decisions import DecisionLog
 from baton.router.redis.messages import AnyShared, Codec
 from baton.router.router import Router
-from baton.rpc.liveness import StepWatchdog
+from baton.rpc.liveness import BEAT_S, StepWatchdog
 from baton.rpc.peers import PeerRegistry, new_router_id
-from baton.rpc.reports import BEAT_S
 from baton.rpc.session import HANDSHAKE_TIMEOUT_S
 from baton.sim.endpoint import SimEndpoint
 from baton.sim.engine import FINGERPRINT, SimEngine, TokenMachine
@@ -159,7 +158,7 @@ class SimContext:
 class SimRouter:
     """One life of a router."""
 
-    def __init__(self, context: SimContext, name: str, settings: RouterSettings, address: Address) -> None:
+    def __init__(self, context: SimContext, name: str, settings: RouterConfig, address: Address) -> None:
         self.process = context.new_process(name)
         self._files = context.files
         id_, clock = context.new_router_id(name), self.process.clock
@@ -360,7 +359,7 @@ class Deployment:
 
     def __init__(self, context: SimContext, random: Random) -> None:
         self.context = context
-        settings = RouterSettings(
+        settings = RouterConfig(
             policy=random.choice(("least-loaded", "round-robin", "cost")),
             local_prefill_tokens=random.choice((0, 4, 8, 16)),
             seed=random.getrandbits(32),

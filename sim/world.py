@@ -16,7 +16,7 @@ from baton.engine.cache.page_pool import PageState
 from baton.errors import Overloaded, WorkerLost
 from baton.gateway.streams.request_stream import MAX_STRIKES, ReplayLimits
 from baton.router.in_flight import SILENCE_S
-from baton.rpc.reports import BEAT_S
+from baton.rpc.liveness import BEAT_S
 from baton.rpc.worker_node import EndedAttempts
 from baton.sim.clients import BAD_REQUEST_CHANCE, Arrival, ClientLoad, SimClient
 from baton.sim.deployment import Deployment, SimContext, SimGateway, SimRouter, SimWorker

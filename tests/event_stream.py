@@ -1,10 +1,14 @@
-"""A client of resumable streams: it reads server-sent events with their ids, and joins what they say."""
+"""Clients of resumable streams: they read server-sent events with their ids, and join their texts."""
 
 import http.client
 import json
+import threading
 from collections.abc import Iterator, Sequence
-from contextlib import closing
-from typing import Any, NamedTuple
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from typing import Any, Final, NamedTuple
+
+from tests.served import until
 
 PATHS = {True: "/v1/chat/completions", False: "/v1/completions"}
 
@@ -89,3 +93,58 @@ def _join(seen: dict[str, Any], choice: dict[str, Any]) -> None:
         seen.setdefault(name, []).extend(entries or [])
     if choice["finish_reason"] is not None:
         seen["ends"].append((choice["finish_reason"], choice.get("stop_reason")))
+
+
+NUM_CLIENTS: Final = 3
+PAUSE_S: Final = 0.3  # between an answer and the next request: workers start meanwhile
+MORE_S: Final = 120.0
+
+
+class SteadyClients:
+    """Clients that send one request again and again, to several ports in turn, and compare the answers."""
+
+    def __init__(self, port: int, body: dict[str, Any]) -> None:
+        self.num_answers = 0
+        self._body = body
+        self._ports = [port]
+        self._choosing = threading.Lock()
+        self._is_over = threading.Event()
+        self.expected = joined(list(stream(port, body)))["choices"]
+
+    def add(self, port: int) -> None:
+        with self._choosing:
+            self._ports.append(port)
+
+    def remove(self, port: int) -> None:
+        """Send no further request there; those that have begun go on."""
+        with self._choosing:
+            self._ports.remove(port)
+
+    def until_more(self) -> None:
+        """Wait until each client has been answered, and more."""
+        wanted = self.num_answers + 2 * NUM_CLIENTS
+        until(lambda: self.num_answers >= wanted or self._is_over.is_set(), MORE_S)
+
+    @contextmanager
+    def asking(self) -> Iterator[None]:
+        with ThreadPoolExecutor(NUM_CLIENTS) as pool:
+            clients = [pool.submit(self._ask) for _ in range(NUM_CLIENTS)]
+            try:
+                yield
+            finally:
+                self._is_over.set()
+            for client in clients:
+                client.result()
+
+    def _ask(self) -> None:
+        try:
+            while not self._is_over.wait(PAUSE_S):
+                with self._choosing:
+                    self._ports.append(self._ports.pop(0))
+                    events = stream(self._ports[-1], self._body)
+                    first = next(events)
+                assert joined([first, *events])["choices"] == self.expected
+                self.num_answers += 1
+        except BaseException:
+            self._is_over.set()
+            raise

@@ -43,16 +43,51 @@ def a_request(name: str = "r", num_tokens: int = 40, **changes: Any) -> Request:
     )
 
 
-class TestPeer:
-    """A peer that has joined a node; `received` has the node's messages."""
+def hello_of(worker: Worker) -> Hello:
+    return Hello(process=Kind.WORKER, id=worker.id, worker=worker)
 
-    __test__ = False
 
-    def __init__(self, node: Node, hello: Hello) -> None:
+class ListeningPeer:
+    """A peer that keeps the messages that it is sent, in `received`."""
+
+    def __init__(self, hello: Hello) -> None:
         self.hello = hello
         self.received: list[AnyMessage] = []
         self.is_open: bool = True
         self.silence_s = 0.0
+
+    @property
+    def id(self) -> str:
+        return self.hello.id
+
+    def send(self, message: AnyMessage) -> None:
+        """Take a message of the node; WireError for a message that fits no frame, as over a connection."""
+        encode(message)
+        if self.is_open:
+            self.received.append(message)
+
+    def close(self) -> None:
+        """By the node; `left` follows when the test calls `leave`."""
+        self.is_open = False
+
+    def take(self, kind: type[MessageT]) -> list[MessageT]:
+        """Return and forget the received messages of that kind."""
+        taken: list[MessageT] = [message for message in self.received if isinstance(message, kind)]
+        self.received = [message for message in self.received if not isinstance(message, kind)]
+        return taken
+
+    def only(self, kind: type[MessageT]) -> MessageT:
+        (message,) = self.take(kind)
+        return message
+
+
+class TestPeer(ListeningPeer):
+    """A peer that has joined a node."""
+
+    __test__ = False
+
+    def __init__(self, node: Node, hello: Hello) -> None:
+        super().__init__(hello)
         self._node = node
         node.joined(self)
 
@@ -70,21 +105,7 @@ class TestPeer:
 
     @classmethod
     def worker(cls, node: Node, worker: Worker) -> "TestPeer":
-        return cls(node, Hello(process=Kind.WORKER, id=worker.id, worker=worker))
-
-    @property
-    def id(self) -> str:
-        return self.hello.id
-
-    def send(self, message: AnyMessage) -> None:
-        """Take a message of the node; WireError for a message that fits no frame, as over a connection."""
-        encode(message)
-        if self.is_open:
-            self.received.append(message)
-
-    def close(self) -> None:
-        """By the node; `left` follows when the test calls `leave`."""
-        self.is_open = False
+        return cls(node, hello_of(worker))
 
     def say(self, message: AnyMessage) -> None:
         self._node.received(self, message)
@@ -92,13 +113,3 @@ class TestPeer:
     def leave(self) -> None:
         self.is_open = False
         self._node.left(self)
-
-    def take(self, kind: type[MessageT]) -> list[MessageT]:
-        """What has come of that kind since it was last taken."""
-        taken: list[MessageT] = [message for message in self.received if isinstance(message, kind)]
-        self.received = [message for message in self.received if not isinstance(message, kind)]
-        return taken
-
-    def only(self, kind: type[MessageT]) -> MessageT:
-        (message,) = self.take(kind)
-        return message

@@ -13,7 +13,8 @@ from typing import Any, Final, Self, TypeVar
 
 from baton.clock import SystemClock
 from baton.cluster.runtimes.local import COMMAND, LocalProcess, LocalRuntime
-from baton.cluster.serve import Cluster, Serving
+from baton.cluster.serve import Cluster
+from baton.cluster.serve_plan import Topology
 from baton.config.cluster import ServeConfig
 from baton.gateway.streams.frontend import Frontend
 from baton.messages.operations import Status
@@ -32,10 +33,10 @@ class ProcessCluster:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="cluster", daemon=True)
         self._thread.start()
-        self.serving: Serving
+        self.topology: Topology
         self._cluster = self._wait(self._start())
         self.gateway = Threads("gateway")
-        routers, dial = self.serving.routers, self.gateway.net.dial
+        routers, dial = self.topology.routers, self.gateway.net.dial
         self.frontend = Frontend(secrets.token_hex(16), routers, dial, SystemClock())
         self.gateway.net.serve(self.frontend)
         self.wait_until_whole()
@@ -92,7 +93,7 @@ class ProcessCluster:
     async def _start(self) -> Cluster:
         cluster = Cluster(self.config, LocalRuntime(KEY, command=self._command), KEY, lambda text: None)
         try:
-            self.serving = await cluster.start()
+            self.topology = await cluster.start()
         except BaseException:
             await cluster.close()
             raise

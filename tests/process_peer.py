@@ -17,7 +17,7 @@ from typing import Final
 
 import msgspec
 
-from baton.cluster.process_spec import (
+from baton.cluster.runtimes.base import (
     DRAINED,
     Assignment,
     Loading,

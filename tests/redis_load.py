@@ -1,4 +1,4 @@
-"""A Redis that a test can hurt, and requests that go on meanwhile, for the fault tests of both."""
+"""A Redis that a test can hurt, and requests that go on meanwhile."""
 
 import asyncio
 import os
@@ -27,7 +27,7 @@ ResultT = TypeVar("ResultT")
 
 
 class HurtRedis:
-    """Of the test's own; its calls wait."""
+    """A private Redis; its calls block."""
 
     def __init__(self) -> None:
         self._runner = asyncio.Runner()
@@ -54,7 +54,7 @@ class HurtRedis:
         self._runner.run(self._redis.start())
 
     def start_old(self) -> None:
-        """With what it held when `remember` was called."""
+        """Start with the contents at the last `remember`."""
         (self._folder / DUMP).write_bytes(self._snapshot)
         self._runner.run(self._redis.start())
 
@@ -64,7 +64,7 @@ class HurtRedis:
         (self._folder / DUMP).unlink()
 
     def stand_still(self, seconds: float) -> Callable[[], bool]:
-        """Stopped from now on. What is returned lets it go on once that time is over, and says if it is."""
+        """Stop Redis. The returned function continues Redis after this time, and returns whether it has."""
         until_s = time.monotonic() + seconds
         os.kill(self._redis.pid, signal.SIGSTOP)
 
@@ -99,7 +99,7 @@ class HurtRedis:
 
 
 class Load:
-    """Requests with prefixes in common, NUM_OPEN at a time, each compared with what one engine answers."""
+    """Requests with common prefixes, NUM_OPEN at a time, each compared with the answer of one engine."""
 
     def __init__(self, cluster: ProcessCluster, llm: LLM, seed: int, num_prompts: int = 12) -> None:
         rng = random.Random(seed)
@@ -121,7 +121,7 @@ class Load:
         self.num_answered = 0
 
     def until(self, condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
-        """Go on with it. AssertionError for a request that failed, or a token that differs."""
+        """Keep asking until the condition holds. AssertionError: a request failed, or a token differs."""
 
         def goes_on() -> bool:
             self._check_ended()
@@ -157,14 +157,14 @@ class Load:
 
 
 class RoutingShare:
-    """How many attempts the routers have sent out since this was made, and how fast."""
+    """The attempts that the routers have dispatched since this was made, by routing time."""
 
     def __init__(self, cluster: ProcessCluster) -> None:
         self._cluster = cluster
         self._before = self._counts()
 
     def within(self, seconds: float) -> float:
-        """The share of those that took no longer."""
+        """Return the share of attempts that took no longer."""
         counts = [now - before for now, before in zip(self._counts(), self._before, strict=True)]
         num_fast = sum(
             count for bound_s, count in zip(ROUTING_BOUNDS_S, counts, strict=False) if bound_s <= seconds

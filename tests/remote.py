@@ -27,7 +27,7 @@ END_S: Final = 20.0
 
 
 class Remote:
-    """`factory` makes the object; it, its arguments and what its methods take and return are pickled."""
+    """`factory` makes the object. The factory, arguments and results are pickled."""
 
     def __init__(self, factory: Callable[..., object], *arguments: object, **settings: object) -> None:
         self._connection, there = CONTEXT.Pipe()
@@ -42,7 +42,7 @@ class Remote:
         self.kill()
 
     def call(self, name: str, *arguments: object) -> Any:
-        """What the method returns. TransferFailed with the text of whatever it raises."""
+        """Return the method's result. TransferFailed, with the text of the error: the method raised."""
         self.begin(name, *arguments)
         result, error = self._connection.recv()
         if error is not None:
@@ -50,18 +50,18 @@ class Remote:
         return result
 
     def begin(self, name: str, *arguments: object) -> None:
-        """Call a method and wait for nothing; no other call may follow."""
+        """Call a method and do not wait; no other call may follow."""
         self._connection.send((name, arguments))
 
     def signal(self, number: signal.Signals) -> None:
-        """SIGSTOP and SIGCONT, whose effect is seen when this returns."""
+        """Send SIGSTOP or SIGCONT, and wait until it has taken effect."""
         process = psutil.Process(self.process.pid)
         process.send_signal(number)
         while (process.status() == psutil.STATUS_STOPPED) != (number == signal.SIGSTOP):
             time.sleep(0.001)
 
     def end_input(self) -> None:
-        """The object is closed there, and its process ends."""
+        """Close the object; its process ends."""
         self._connection.close()
 
     def wait(self) -> None:

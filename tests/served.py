@@ -20,6 +20,7 @@ import psutil
 
 from baton.cluster.cluster_record import find_record
 from baton.cluster.operator_node import connected
+from baton.cluster.runtimes import base as runtimes
 from baton.messages.operations import Status
 from baton.messages.status import RouterStatus
 from baton.messages.workers import WorkerStatus
@@ -120,7 +121,7 @@ class Served:
         return entry is not None and entry.worker.id != before
 
     def pid_of(self, worker: str) -> int:
-        """By the port that it listens on."""
+        """Return the pid of the process that listens on the worker's port."""
         return self.listening_on(self.status()[worker].worker.address.port)
 
     def listening_on(self, port: int) -> int:
@@ -128,12 +129,12 @@ class Served:
             with suppress(psutil.Error):  # it may end meanwhile
                 if port in _listens(psutil.Process(pid)):
                     return pid
-        raise AssertionError(f"nobody listens on port {port}")
+        raise AssertionError(f"no process of the cluster listens on port {port}")
 
 
 @contextmanager
 def served(*arguments: str, **environment: str) -> Iterator[Served]:
-    """`baton serve` with these; in the end it is told to stop, and must have left nothing behind."""
+    """Run `baton serve` with these arguments and variables, and stop it in the end."""
     command = [sys.executable, "-m", "baton", "serve", *arguments, "--port", "0"]
     process = subprocess.Popen(
         command,
@@ -169,7 +170,7 @@ def served(*arguments: str, **environment: str) -> Iterator[Served]:
 
 
 def stop(process: "subprocess.Popen[str]") -> int:
-    """Its exit status, after SIGTERM."""
+    """End the process with SIGTERM; return its exit status."""
     if process.poll() is None:
         process.send_signal(signal.SIGTERM)
     try:
@@ -195,7 +196,7 @@ def accepts(port: int) -> bool:
 def until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
-        assert time.monotonic() < deadline, "it has not come true in time"
+        assert time.monotonic() < deadline, "the condition has not come true in time"
         time.sleep(0.05)
 
 
@@ -204,21 +205,8 @@ def _listens(process: psutil.Process) -> set[int]:
 
 
 def descendants(pid: int) -> set[int]:
-    """Processes that this one has started, and theirs."""
-    children: dict[int, list[int]] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = stat.read_text().rpartition(")")[2].split()
-        except OSError:  # it has ended meanwhile
-            continue
-        children.setdefault(int(fields[1]), []).append(int(stat.parent.name))
-    found: set[int] = set()
-    unseen = [pid]
-    while unseen:
-        for child in children.get(unseen.pop(), ()):
-            found.add(child)
-            unseen.append(child)
-    return found
+    """Return the ids of the processes that this one has started, and of their descendants."""
+    return set(runtimes.descendants(pid))
 
 
 def command_line(pid: int) -> str:
@@ -228,13 +216,13 @@ def command_line(pid: int) -> str:
         return ""
 
 
+def is_alive(pid: int) -> bool:
+    """Return whether the process runs; a zombie does not."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 def are_gone(pids: set[int]) -> bool:
-    """Whether none of these runs any more; one that nobody has waited for does not."""
-    for pid in pids:
-        try:
-            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except OSError:
-            continue
-        if state != "Z":
-            return False
-    return True
+    return not any(map(is_alive, pids))

@@ -12,7 +12,7 @@ from types import FrameType
 from typing import Final
 
 from baton.cluster import process
-from baton.cluster.process_spec import Assignment
+from baton.cluster.runtimes.base import Assignment
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 LOOK_S: Final = 0.02

@@ -17,6 +17,7 @@ from baton.messages.bounds import (
     STEP_TIMEOUT_S,
     LinkTimeout,
     Name,
+    Port,
     StepTimeout,
 )
 from baton.messages.workers import Address, Routers, WorkerRole
@@ -46,7 +47,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     engine: EngineConfig
     routers: Routers  # addresses of all routers of the cluster
     host: str = "127.0.0.1"  # address to listen on, for control connections and KV pages
-    port: Annotated[int, Meta(ge=0, le=65_535)] = 0  # for control connections; 0: any that is free
+    port: Port = 0  # for control connections; 0: any that is free
     # How KV pages move between workers: auto, shm, cuda_ipc, nccl, gloo, tcp, or package.module:Class.
     transport: str = "auto"
     drain_timeout_s: Annotated[float, Meta(ge=0, le=3600)] = 30.0  # for running requests when draining
@@ -57,7 +58,6 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     step_timeout_s: StepTimeout = STEP_TIMEOUT_S
 
 
-Port: TypeAlias = Annotated[int, Meta(ge=0, le=65_535)]
 MAX_GATEWAYS = 64
 
 

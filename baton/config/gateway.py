@@ -1,22 +1,18 @@
 """The settings of a gateway process."""
 
 import ipaddress
-from typing import Annotated, Final, Literal
+from typing import Annotated, Final, Literal, TypeAlias
 
 import msgspec
+from msgspec import Meta
 
-from baton.config.loader import check_between
 from baton.errors import ConfigError
-from baton.messages.bounds import LINK_TIMEOUT_S, LinkTimeout
+from baton.messages.bounds import LINK_TIMEOUT_S, LinkTimeout, Port
 from baton.messages.workers import Routers
 
 OPERATOR_HOST: Final = "127.0.0.1"
-MAX_CONNECTIONS: Final = 2**16
-MAX_OPEN_REQUESTS: Final = 2**20
-MAX_ANSWER_ENTRIES: Final = 2**32
-MAX_BODY_BYTES: Final = 2**30
-MAX_HELD_BYTES: Final = 2**50
-MAX_TIMEOUT_S: Final = 86_400.0
+Timeout: TypeAlias = Annotated[float, Meta(ge=0.01, le=86_400)]
+HeldBytes: TypeAlias = Annotated[int, Meta(ge=1024, le=2**50)]
 
 
 class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -27,36 +23,28 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     # "auto": sampling defaults of the model's generation_config.json, as in vLLM; "vllm": vLLM's own defaults
     generation_config: Literal["auto", "vllm"] = "auto"
     vllm_metric_names: bool = False  # /metrics also serves vLLM's metric names, for dashboards and llm-d
-    max_connections: int = 4096  # open at once; the last tenth is kept for /health, /ping and /metrics
-    max_body_bytes: int = 4 * 2**20  # of one request
-    send_buffer_bytes: int = 128 * 2**10  # kernel send buffer of each client connection
-    header_timeout_s: float = 10.0  # for a client to send a request's headers
-    body_timeout_s: float = 30.0  # for a client to send a request's body
-    idle_timeout_s: float = 15.0  # a connection may idle between requests; a WebSocket four times as long
-    stall_timeout_s: float = 30.0  # a client may read nothing of what is written to it, then it is dropped
-    max_open_requests: int = 4096  # choices that one gateway answers at once
-    max_answer_entries: int = 2**22  # that one call may ask for: tokens x n x (logprobs + 1)
-    max_input_bytes: int = 256 * 2**20  # request bodies and prompts in memory, of all calls together
-    max_answer_bytes: int = 72 * 2**20  # answers in memory that are not streamed, of all calls together
-    max_wait_s: float = 30.0  # a request may wait for a worker with room; then it gets 503
-    max_begun_wait_s: float = 300.0  # an answer that has begun may wait for a worker in place of a lost one
-    ping_interval_s: float = 15.0  # silence in a stream until the gateway sends a keep-alive comment
+    # Open at once; the last tenth is kept for /health, /ping and /metrics.
+    max_connections: Annotated[int, Meta(ge=1, le=2**16)] = 4096
+    max_body_bytes: Annotated[int, Meta(ge=1024, le=2**30)] = 4 * 2**20  # of one request
+    # Kernel send buffer of each client connection.
+    send_buffer_bytes: Annotated[int, Meta(ge=4096, le=2**26)] = 128 * 2**10
+    header_timeout_s: Timeout = 10.0  # for a client to send a request's headers
+    body_timeout_s: Timeout = 30.0  # for a client to send a request's body
+    idle_timeout_s: Timeout = 15.0  # a connection may idle between requests; a WebSocket four times as long
+    stall_timeout_s: Timeout = 30.0  # a client may read nothing of what is written to it, then it is dropped
+    # Choices that one gateway answers at once.
+    max_open_requests: Annotated[int, Meta(ge=1, le=2**20)] = 4096
+    # Entries that one call may ask for: tokens x n x (logprobs + 1).
+    max_answer_entries: Annotated[int, Meta(ge=1, le=2**32)] = 2**22
+    max_input_bytes: HeldBytes = 256 * 2**20  # request bodies and prompts in memory, of all calls together
+    max_answer_bytes: HeldBytes = 72 * 2**20  # answers in memory that are not streamed, of all calls together
+    max_wait_s: Timeout = 30.0  # a request may wait for a worker with room; then it gets 503
+    max_begun_wait_s: Timeout = 300.0  # an answer that has begun may wait for a worker in place of a lost one
+    ping_interval_s: Timeout = 15.0  # silence in a stream until the gateway sends a keep-alive comment
     # A port of 127.0.0.1 that serves /metrics, /load, /ui and /admin/ without a key; None: there is none.
     # With tenants, the port for clients serves these to an admin's key alone, also on this machine.
-    operator_port: Annotated[int, msgspec.Meta(ge=1, le=65_535)] | None = None
-    resume_window_s: float = 600.0  # after an event of a resumable stream, in which it may be resumed there
-
-    def __post_init__(self) -> None:
-        check_between("gateway.max_connections", self.max_connections, 1, MAX_CONNECTIONS)
-        check_between("gateway.max_open_requests", self.max_open_requests, 1, MAX_OPEN_REQUESTS)
-        check_between("gateway.max_answer_entries", self.max_answer_entries, 1, MAX_ANSWER_ENTRIES)
-        check_between("gateway.max_body_bytes", self.max_body_bytes, 1024, MAX_BODY_BYTES)
-        check_between("gateway.max_input_bytes", self.max_input_bytes, 1024, MAX_HELD_BYTES)
-        check_between("gateway.max_answer_bytes", self.max_answer_bytes, 1024, MAX_HELD_BYTES)
-        check_between("gateway.send_buffer_bytes", self.send_buffer_bytes, 4096, 2**26)
-        for field in msgspec.structs.fields(type(self)):
-            if field.name.endswith("_s"):
-                check_between(f"gateway.{field.name}", getattr(self, field.name), 0.01, MAX_TIMEOUT_S)
+    operator_port: Annotated[int, Meta(ge=1, le=65_535)] | None = None
+    resume_window_s: Timeout = 600.0  # after an event of a resumable stream, in which it may be resumed there
 
 
 class GatewayConfig(GatewaySettings, frozen=True):
@@ -66,20 +54,18 @@ class GatewayConfig(GatewaySettings, frozen=True):
     routers: Routers  # addresses of all routers of the cluster
     served_model_name: str = ""  # as requests name the model; "": the directory's name
     host: str = "127.0.0.1"  # address to listen on for clients
-    port: int = 8000  # to listen on for clients; 0: any that is free
+    port: Port = 8000  # to listen on for clients; 0: any that is free
     shares_port: bool = False  # several gateway processes listen on one port (SO_REUSEPORT)
     # Whether prefill workers are configured: /health proves then that one works. None: once one was seen.
     expects_prefill: bool | None = None
     tenants_file: str | None = None  # tenants and their keys; None: no keys, and loopback only
-    drain_timeout_s: float = 60.0  # running requests may take after SIGTERM
+    drain_timeout_s: Timeout = 60.0  # running requests may take after SIGTERM
     # Seconds without a sign of life after which a connection to a router or a worker is dropped.
     link_timeout_s: LinkTimeout = LINK_TIMEOUT_S
 
     def __post_init__(self) -> None:
         if not self.model:
             raise ConfigError("gateway.model: expected a directory, got an empty string")
-        super().__post_init__()
-        check_between("gateway.port", self.port, 0, 65_535)
         if self.operator_port is not None and self.operator_port == self.port:
             raise ConfigError(f"gateway.operator_port: {self.port} is the port for clients; give another")
         if self.tenants_file is None and not is_loopback(self.host):

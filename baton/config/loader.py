@@ -7,7 +7,6 @@ key the nearest known one.
 import ast
 import difflib
 import inspect
-import math
 import re
 import textwrap
 from collections.abc import Collection, Iterator, Mapping
@@ -66,7 +65,7 @@ def _value(expected: Any, value: object, key: str) -> Any:
         return build(expected, value, key)
     if key.endswith("_bytes") and isinstance(value, str):
         try:
-            return parse_bytes(value)
+            value = parse_bytes(value)
         except ConfigError as error:
             raise ConfigError(f"{key}: {error}") from None
     try:
@@ -175,12 +174,6 @@ def _show(value: object) -> str:
         shown = "a number of too many digits"
     end = "..." if len(shown) > MAX_SHOWN else ""
     return f"{shown[:MAX_SHOWN]}{end} ({type(value).__name__})"
-
-
-def check_between(key: str, value: float, low: float, high: float) -> None:
-    """Raise ConfigError unless the value is a number from `low` to `high`, both included."""
-    if not (math.isfinite(value) and low <= value <= high):
-        raise ConfigError(f"{key}: expected {low} to {high}, got {value}")
 
 
 def parse_bytes(text: str) -> int:

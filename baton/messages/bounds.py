@@ -27,6 +27,7 @@ Attempt: TypeAlias = Annotated[int, Meta(ge=0, le=2**16)]
 Seconds: TypeAlias = Annotated[float, Meta(ge=0, le=86_400)]
 PageId: TypeAlias = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Generation: TypeAlias = Annotated[int, Meta(ge=0, le=2**32 - 1)]
+Port: TypeAlias = Annotated[int, Meta(ge=0, le=65_535)]  # 0: any that is free
 Ids: TypeAlias = Annotated[tuple[Id, ...], Meta(max_length=MAX_WORKERS)]
 LinkTimeout: TypeAlias = Annotated[float, Meta(ge=2, le=600)]  # seconds; see baton/rpc/liveness.py
 StepTimeout: TypeAlias = Annotated[float, Meta(ge=1, le=86_400)]  # seconds; see baton/rpc/liveness.py

@@ -234,7 +234,7 @@ class AttemptFailed(Message, frozen=True):
 
 
 class Cancel(Message, frozen=True):
-    """Nobody wants the attempt any more. It is not answered."""
+    """End the attempt. It is not answered."""
 
     request_id: Id
     attempt: Attempt
@@ -251,7 +251,7 @@ class Heartbeat(Message, frozen=True):
 class Alive(Message, frozen=True):
     """Worker to router, every second, from a thread that no step of its engine can delay.
 
-    Beat carries the worker's load, and waits for the step to end.
+    A Heartbeat carries the load, and waits for the step to end.
     """
 
     step: RunningStep

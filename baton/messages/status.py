@@ -2,11 +2,12 @@
 
 The overload levels, from the lowest. Each level adds a measure to those of the levels below:
 
-    CALM           nothing QUEUE          requests wait at the router, ordered by shares and deadlines
-    LOCAL_PREFILL  longer prompts are computed on their decode worker SMALL_CHUNKS   workers compute prompts
-    in smaller chunks, so that running answers wait less MAKE_ROOM      workers preempt sequences of the
-    lowest class; their KV is computed again later, or copied back
-                   from the host tier (cache.host_cache_memory_bytes, none by default)
+    CALM           nothing
+    QUEUE          requests wait at the router, ordered by shares and deadlines
+    LOCAL_PREFILL  longer prompts are computed on their decode worker
+    SMALL_CHUNKS   workers compute prompts in smaller chunks, so that running answers wait less
+    MAKE_ROOM      workers preempt sequences of the lowest class; their KV is computed again later, or copied
+                   back from the host tier (cache.host_cache_memory_bytes, none by default)
     CLIP           answers get shorter, and alternatives fewer, where the tenant allows it
     SHED           waiting requests of the lowest class are refused, where the tenant allows it
 """
@@ -27,7 +28,7 @@ MAX_TENANTS: Final = 1024  # in one status: the tenants with most queued request
 
 
 class OverloadLevel(IntEnum):
-    """See above."""
+    """An overload level; the module describes each."""
 
     CALM = 0
     QUEUE = 1
@@ -145,9 +146,7 @@ class RouterStatus(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         return self.counters.get("blind_decisions", 0) / max(1, self.counters.get("decisions", 0))
 
     def routing_quantile_s(self, share: float) -> float:
-        """Return the upper bound of the bucket in which that share of the choices is reached; inf beyond the
-        last.
-        """
+        """Return the upper bound of the bucket that holds this quantile of the times; inf beyond the last."""
         num_left = share * sum(self.routing_counts)
         for bound_s, count in zip((*ROUTING_BOUNDS_S, float("inf")), self.routing_counts, strict=True):
             num_left -= count

@@ -8,14 +8,11 @@ The peer registry:
 
 1. It keeps a connection to each router, and to the workers of the `wanted` roles that any router lists.
 2. Gateways and other workers connect to this process; each is known by the id in its Hello. A newer
-connection of
-   the same process takes the older one's place.
+   connection of the same process takes the older one's place.
 3. A worker is gone when no connected router lists it any more: one router alone may have lost the worker.
-Until a
-   router has a complete list, no listed worker is gone.
+   Until a router has a complete list, no listed worker is gone.
 4. Tokens are kept by gateway until `flush`, once a step, sends them in one message to each gateway; a failure
-leaves
-   at once. Both wait for a gateway that is not connected yet, over two ticks in a row.
+   leaves at once. Both wait for a gateway that is not connected yet, over two ticks in a row.
 """
 
 from collections.abc import Callable, Collection, Sequence

@@ -36,9 +36,8 @@ from baton.messages.control import Hello
 from baton.messages.workers import Address
 from baton.rpc.auth import ClusterKeys, KeyRing, LinkKeys, Role
 from baton.rpc.connection import DroppedPeers, keep_alive
-from baton.rpc.liveness import LinkLife, StepWatchdog
+from baton.rpc.liveness import LinkLife, SignsOfLife, StepWatchdog
 from baton.rpc.peers import TICK_S, Node, Peer
-from baton.rpc.reports import SignsOfLife
 from baton.rpc.session import HANDSHAKE_TIMEOUT_S, Session
 
 MAX_UNSENT_BYTES: Final = 16 << 20

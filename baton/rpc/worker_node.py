@@ -1,21 +1,168 @@
-"""The base of both worker roles: membership, drain, overload level, and reports to routers."""
+"""The base of both worker roles: membership, drain, overload level, and the reports to routers.
+
+A worker reports heartbeats, KV events and measured times (`WorkerReports`):
+
+1. `heartbeat`: the worker's load, every BEAT_S, between two steps of the engine.
+2. KV events, for routers that have asked (KvEventsWanted): first all pages that the worker holds, then the
+   changes, at most every EVENTS_S, numbered through the worker's whole life. When a router asks, all routers
+   that have asked get all pages again: every router gets the same messages.
+3. Measured times, at most every MEASURED_S, for the same routers. Of steps a sample is sent: one each
+   SAMPLE_S. Without a router the newest MAX_KEPT times are kept.
+
+`SignsOfLife` (baton/rpc/liveness.py) reports the age of the current step.
+"""
 
 from abc import ABC, abstractmethod
-from collections import OrderedDict
-from collections.abc import Collection
+from collections import OrderedDict, deque
+from collections.abc import Collection, Sequence
 from typing import Final, Protocol
 
+from baton.clock import Clock
 from baton.errors import InvalidRequest
+from baton.messages.bounds import MAX_EVENTS
 from baton.messages.codec import AnyMessage
-from baton.messages.control import KvEventsWanted, Members, Pressure
+from baton.messages.control import Heartbeat, KvEventBatch, KvEventsWanted, Measured, Members, Pressure
 from baton.messages.operations import Drain
 from baton.messages.status import OverloadLevel
-from baton.messages.workers import Load, Worker
+from baton.messages.workers import Load, PrefillTimes, StepTimes, Tier, Worker
 from baton.request import Request
+from baton.rpc.liveness import BEAT_S
 from baton.rpc.peers import Peer, PeerRegistry
-from baton.rpc.reports import WorkerReports
 
+EVENTS_S: Final = 0.05
+PAGES_PER_MESSAGE: Final = 8192  # a fifth of a frame
+MEASURED_S: Final = 1.0
+SAMPLE_S: Final = 1 / 32
+MAX_KEPT: Final = 1024  # as many as a message holds
 MAX_ENDED: Final = 4096  # requests that are remembered
+
+
+class ChangedPages(Protocol):
+    """Changes of an engine's pages since the last call: (key, page, generation) each."""
+
+    @property
+    def is_afresh(self) -> bool: ...
+    @property
+    def device(self) -> Sequence[tuple[bytes, int, int]]: ...
+    @property
+    def host(self) -> Sequence[tuple[bytes, int, int]]: ...
+
+
+class ReportedEngine(Protocol):
+    """The part of an engine that reports read: see engine/replica.py."""
+
+    def take_page_changes(self, *, is_afresh: bool = False) -> ChangedPages: ...
+    def last_step(self) -> StepTimes | None: ...
+
+
+class ReportedWorker(Protocol):
+    """The part of a worker that heartbeats read."""
+
+    @property
+    def is_draining(self) -> bool: ...
+    @property
+    def attempts(self) -> tuple[tuple[str, int], ...]: ...
+    def load(self) -> Load: ...
+
+
+class WorkerReports:
+    """Sends one worker's reports. All calls come from the worker's thread."""
+
+    def __init__(self, peer_registry: PeerRegistry, clock: Clock) -> None:
+        self.clock = clock
+        self.step_began_s = 0.0
+        self._peer_registry = peer_registry
+        self._asked: tuple[Peer, ...] = ()  # routers that asked for KV events; some may have left
+        self._must_tell_all = False
+        self._next_event = 0
+        self._prefills: deque[PrefillTimes] = deque(maxlen=MAX_KEPT)
+        self._steps: deque[StepTimes] = deque(maxlen=MAX_KEPT)
+        now_s = clock.now_s()
+        self._next_beat_s = self._next_events_s = self._next_measured_s = self._next_sample_s = now_s
+
+    def heartbeat(self, worker: ReportedWorker, *, at_once: bool = False) -> None:
+        """Send a heartbeat when one is due, or at once. Call at least every BEAT_S."""
+        routers, now_s = self._peer_registry.routers, self.clock.now_s()
+        if not routers or (now_s < self._next_beat_s and not at_once):
+            return
+        self._next_beat_s = now_s + BEAT_S
+        attempts = worker.attempts[:MAX_EVENTS]
+        beat = Heartbeat(load=worker.load(), is_draining=worker.is_draining, attempts=attempts)
+        for router in routers:
+            router.send(beat)
+
+    def want(self, router: Peer) -> None:
+        """Send this router, and those that asked before, all pages in the next `tell`."""
+        self._asked = tuple(dict.fromkeys((*self._readers, router)))
+        self._must_tell_all, self._next_events_s = True, self.clock.now_s()
+
+    def step_begins(self) -> None:
+        """Note the time at which a step of the engine begins."""
+        self.step_began_s = self.clock.now_s()
+
+    def step_ended(self, engine: ReportedEngine) -> None:
+        """Sample the engine's last step. Call after each step."""
+        now_s = self.clock.now_s()
+        step = engine.last_step() if now_s >= self._next_sample_s and self._readers else None
+        if step is not None:
+            self._next_sample_s = now_s + SAMPLE_S
+            self._steps.append(step)
+
+    def prefilled(self, times: PrefillTimes) -> None:
+        """Keep the times of a computed prompt for the next `tell`."""
+        self._prefills.append(times)
+
+    def tell(self, engine: ReportedEngine) -> None:
+        """Send the KV events and measured times that are due. Call after each step."""
+        now_s, routers = self.clock.now_s(), self._readers
+        if not routers:
+            return
+        if now_s >= self._next_events_s and self._tell_changes(routers, engine):
+            self._next_events_s = now_s + EVENTS_S
+        if now_s >= self._next_measured_s and (self._prefills or self._steps):
+            self._next_measured_s = now_s + MEASURED_S
+            measured = Measured(prefills=tuple(self._prefills), steps=tuple(self._steps))
+            for router in routers:
+                router.send(measured)
+            self._prefills.clear()
+            self._steps.clear()
+
+    @property
+    def _readers(self) -> list[Peer]:
+        """The connected routers that asked for KV events."""
+        return [router for router in self._asked if self._peer_registry.is_router(router)]
+
+    def _tell_changes(self, routers: Sequence[Peer], engine: ReportedEngine) -> bool:
+        """Return whether there was anything to send."""
+        changes = engine.take_page_changes(is_afresh=self._must_tell_all)
+        self._must_tell_all = False
+        if changes.is_afresh or changes.device:
+            self._send(routers, Tier.DEVICE, changes.device, is_afresh=changes.is_afresh)
+        if changes.host:
+            self._send(routers, Tier.HOST, changes.host, is_afresh=False)
+        return bool(changes.is_afresh or changes.device or changes.host)
+
+    def _send(
+        self,
+        routers: Sequence[Peer],
+        tier: Tier,
+        changes: Sequence[tuple[bytes, int, int]],
+        *,
+        is_afresh: bool,
+    ) -> None:
+        for first in range(0, max(1, len(changes)), PAGES_PER_MESSAGE):
+            part = changes[first : first + PAGES_PER_MESSAGE]
+            events = KvEventBatch(
+                first=self._next_event,
+                keys=b"".join([key for key, _, _ in part]),
+                pages=tuple([page for _, page, _ in part]),
+                generations=tuple([generation for _, _, generation in part]),
+                tier=tier,
+                is_afresh=is_afresh and not first,
+            )
+            for router in routers:
+                router.send(events)
+            self._next_event += len(part)
 
 
 class EndedAttempts:

@@ -27,6 +27,7 @@ from baton.bench.faults.cluster import Clients, WatchedCluster, make_questions
 from baton.bench.faults.link_proxy import LinkProxy, Switchboard
 from baton.bench.processes import redis_on_tcp
 from baton.bench.report import Report, Row, add_output_option, at_most, run_command, run_suite
+from baton.cluster.cluster_record import url
 from baton.cluster.operator_node import connected
 from baton.cluster.runtimes.local import LocalRuntime
 from baton.cluster.serve import Cluster
@@ -166,9 +167,9 @@ async def _open_cluster() -> AsyncIterator[ProxiedCluster]:
         command = (sys.executable, "-m", "baton.bench.faults.link_proxy", str(board.port))
         cluster = Cluster(config, LocalRuntime(key, command=command), key, say=lambda text: None)
         stack.push_async_callback(cluster.close)
-        serving = await cluster.start()
-        operator = await stack.enter_async_context(connected(serving.routers, key))
-        watched = WatchedCluster(serving.url, operator, 2 * WORKERS.num_workers + 4)
+        topology = await cluster.start()
+        operator = await stack.enter_async_context(connected(topology.routers, key))
+        watched = WatchedCluster(url(config.host, topology.port), operator, 2 * WORKERS.num_workers + 4)
         if await watched.seconds_until(watched.is_whole, WHOLE_S) is None:
             raise TimeoutError("the cluster has not come together")
         yield ProxiedCluster(watched, board, redis)

@@ -25,7 +25,7 @@ from types import TracebackType
 from typing import Any, Final, NamedTuple, Self
 
 from baton.cluster import process
-from baton.cluster.process_spec import Assignment
+from baton.cluster.runtimes.base import Assignment
 from baton.messages.workers import Address
 from baton.rpc.server import RpcServer
 

@@ -39,7 +39,7 @@ from baton.bench.report import (
 )
 from baton.clock import SystemClock
 from baton.cluster.offline.llm import LLM
-from baton.cluster.process_spec import ProcessSpec
+from baton.cluster.runtimes.base import ProcessSpec
 from baton.cluster.runtimes.local import LocalRuntime
 from baton.config.cluster import WorkerConfig
 from baton.config.engine import engine_config

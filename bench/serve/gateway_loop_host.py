@@ -8,15 +8,14 @@ core that other processes had. That wait is not a hold of the loop.
 import asyncio
 import os
 import sys
+import threading
 import time
-from typing import Any, Final, TextIO
+from typing import Final, TextIO
 
 import msgspec
 
 from baton.cluster import process
-from baton.cluster.process_spec import Assignment
-from baton.config.cluster import Ready
-from baton.messages.workers import Address
+from baton.cluster.runtimes.base import Assignment, ProcessStarted
 from baton.rpc.auth import KeyRing
 
 FILE_VARIABLE: Final = "BATON_BENCH_LOOP_FILE"
@@ -65,12 +64,13 @@ def main() -> int:
     run = process.run
     with open(os.environ[FILE_VARIABLE], "a", encoding="utf-8") as file:
 
-        def run_watched(given: Assignment, ring: KeyRing, ready: Ready, *rest: Any, **named: Any) -> None:
-            def ready_and_watched(address: Address) -> None:
-                LoopMonitor(file)
-                ready(address)
+        def run_watched(given: Assignment, ring: KeyRing, stop: threading.Event, tell: process.Tell) -> None:
+            def tell_and_watch(message: process.Message) -> None:
+                if isinstance(message, ProcessStarted):
+                    LoopMonitor(file)
+                tell(message)
 
-            run(given, ring, ready_and_watched, *rest, **named)
+            run(given, ring, stop, tell_and_watch)
 
         process.run = run_watched
         return process.main()

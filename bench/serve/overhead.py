@@ -31,7 +31,7 @@ from baton.bench.serve.figures import Run, quantile
 from baton.bench.serve.load import Hammer, Point, model_of
 from baton.bench.serve.stub import StubConfig
 from baton.cluster.model_directory import resolve_model
-from baton.cluster.process_spec import ProcessKind, ProcessSpec
+from baton.cluster.runtimes.base import ProcessKind, ProcessSpec
 from baton.cluster.runtimes.local import LocalProcess, LocalRuntime
 from baton.config.gateway import GatewayConfig
 from baton.config.router import RouterConfig

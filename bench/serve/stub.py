@@ -18,7 +18,7 @@ import msgspec
 
 from baton.clock import SystemClock
 from baton.cluster.process import hear_parent, ring_of
-from baton.cluster.process_spec import Assignment, ProcessStarted
+from baton.cluster.runtimes.base import Assignment, ProcessStarted
 from baton.errors import ProtocolError
 from baton.messages.bounds import Kind
 from baton.messages.codec import AnyMessage
@@ -36,8 +36,8 @@ from baton.messages.workers import Address, Load, Worker, WorkerRole
 from baton.request import FinishReason, Request, TokenEvent, TokenLogprobs
 from baton.rpc.auth import KeyRing
 from baton.rpc.peers import Dial, Peer, PeerRegistry
-from baton.rpc.reports import WorkerReports
 from baton.rpc.server import RpcServer
+from baton.rpc.worker_node import WorkerReports
 
 FIRST_TOKEN: Final = 10
 UNUSED_PORT: Final = 9  # no pages move

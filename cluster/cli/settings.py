@@ -117,11 +117,6 @@ def add_serve_options(parser: Parser) -> None:
     parser.add_settings("engine (of all workers)", [shown[key] for key in shown if key.startswith("engine.")])
 
 
-def serve_settings(arguments: argparse.Namespace) -> Settings[ServeConfig]:
-    """Read the settings of a cluster from arguments of `add_serve_options`. Raises ConfigError."""
-    return settings_from(ServeConfig, arguments)
-
-
 def variable(key: str) -> str:
     """Return the environment's name of a setting: engine.cache.page_size is BATON_ENGINE_CACHE_PAGE_SIZE."""
     return PREFIX + key.upper().replace(".", "_")

@@ -18,13 +18,14 @@ from pathlib import Path
 from typing import Any, Self, TypeAlias, TypeVar
 
 from baton.cluster.model_directory import resolve_model
-from baton.cluster.offline.generation import Completion, Generation, TextDelta
-from baton.cluster.offline.progress import watch
-from baton.cluster.offline.prompts import (
+from baton.cluster.offline.generation import (
+    Completion,
+    Generation,
     GivenPrompt,
     Prompts,
     Sampling,
     Stop,
+    TextDelta,
     items_of,
     list_prompts,
     list_sampling,
@@ -32,6 +33,7 @@ from baton.cluster.offline.prompts import (
     naming,
     read_prompt,
 )
+from baton.cluster.offline.progress import watch
 from baton.config.engine import engine_config
 from baton.engine.engine import load_engine
 from baton.engine.models.registry import read_model_config

@@ -12,7 +12,7 @@ from typing import Final
 import msgspec
 
 from baton.cluster.cluster_key import Keys
-from baton.cluster.process_spec import (
+from baton.cluster.runtimes.base import (
     DRAINED,
     Loading,
     LoopAlive,
@@ -22,9 +22,9 @@ from baton.cluster.process_spec import (
     address_in,
     assignment,
     generations_of,
+    kill_tree,
     share_out_threads,
 )
-from baton.cluster.runtimes.base import kill_tree
 from baton.config.environment import environment_of_child, visible_gpus
 from baton.errors import ConfigError
 from baton.messages.workers import Address

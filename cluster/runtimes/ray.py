@@ -30,16 +30,17 @@ from typing import Any, Final, NamedTuple, TypeVar
 import msgspec
 
 from baton.cluster.cluster_key import Keys
-from baton.cluster.process_spec import (
+from baton.cluster.runtimes.base import (
     Loading,
     ProcessSpec,
     Report,
     address_in,
     assignment,
     generations_of,
+    kill_tree,
     share_out,
+    started_at,
 )
-from baton.cluster.runtimes.base import kill_tree, started_at
 from baton.config.environment import prepare_ray
 from baton.errors import ConfigError, WorkerLost
 from baton.messages.workers import Address

@@ -13,8 +13,15 @@ import ray
 
 from baton.cluster.logs import set_up_logging
 from baton.cluster.process import ORPHANED, ring_of, run
-from baton.cluster.process_spec import Assignment, Loading, ProcessFailed, ProcessStarted, Report
-from baton.cluster.runtimes.base import started_at, wait_for_end
+from baton.cluster.runtimes.base import (
+    Assignment,
+    Loading,
+    LoopAlive,
+    ProcessFailed,
+    Report,
+    started_at,
+    wait_for_end,
+)
 from baton.config.environment import set_node_name
 from baton.errors import BatonError
 from baton.rpc.auth import Generations
@@ -48,14 +55,7 @@ class RayProcess:
     def serve(self) -> None:
         """Serve until `stop` is called. Raises only for bugs of Baton, and errors after the start."""
         try:
-            run(
-                self._given,
-                self._ring,
-                ready=lambda address: self._tell(ProcessStarted(address)),
-                stop=self._stop,
-                progress=self._keep_loading,
-                alive=self._keep_alive,
-            )
+            run(self._given, self._ring, self._stop, self._tell)
         except BatonError as error:
             if self._report is not None:
                 raise
@@ -89,16 +89,15 @@ class RayProcess:
         """Let the process drain and end."""
         self._stop.set()
 
-    def _keep_loading(self, num_bytes: int, total_bytes: int) -> None:
-        self._loading = Loading(num_bytes, total_bytes)
-
-    def _keep_alive(self) -> None:
-        self._alive_s = time.monotonic()
-
-    def _tell(self, report: Report) -> None:
-        if self._report is None:
-            self._report = report
-            self._has_reported.set()
+    def _tell(self, message: Report | Loading | LoopAlive) -> None:
+        match message:
+            case Loading():
+                self._loading = message
+            case LoopAlive():
+                self._alive_s = time.monotonic()
+            case _ if self._report is None:
+                self._report = message
+                self._has_reported.set()
 
 
 def _node_id() -> str:

@@ -34,6 +34,9 @@ SNAPSHOT_S: Final = 0.1  # the shortest time between two snapshots of any worker
 SETTLE_S: Final = 1.0
 LEAST_PAUSE_S: Final = 0.1
 MOST_PAUSE_S: Final = 3.0
+# A link that is down for so long is logged as a warning. A shorter failure costs nothing: on a machine that
+# loads models, a reply may take longer than a second.
+TOLD_AFTER_S: Final = 5.0
 IDLE_S: Final = 0.1
 CANCEL_AGAIN_S: Final = 0.1
 
@@ -94,6 +97,7 @@ class RedisLink:
     async def run(self) -> None:
         """Keep the link up until cancelled."""
         pause_s, loop = LEAST_PAUSE_S, asyncio.get_running_loop()
+        well_s, is_told = loop.time(), False
         while True:
             began_s = loop.time()
             try:
@@ -102,18 +106,21 @@ class RedisLink:
                 # With values of another type at our keys, each link comes up and fails at once.
                 was_well = self.is_up and loop.time() - began_s > MOST_PAUSE_S
                 pause_s = LEAST_PAUSE_S if was_well else min(2 * pause_s, MOST_PAUSE_S)
-                self._failed(error)
+                if was_well:
+                    well_s, is_told = loop.time(), False
+                is_news = not is_told and loop.time() - well_s >= TOLD_AFTER_S
+                self._failed(error, logging.WARNING if is_news else logging.DEBUG)
+                is_told = is_told or is_news
             finally:
                 self.is_up = False
                 self._outbox.close()
             await asyncio.sleep(pause_s)
 
-    def _failed(self, error: Exception) -> None:
+    def _failed(self, error: Exception, level: int) -> None:
         self.counters["redis_failures"] += 1
         self._num_full = self._num_full + 1 if is_full(error) else 0
-        level = logging.WARNING if self.is_up else logging.DEBUG
         unforeseen = None if isinstance(error, REDIS_FAILURES) else error
-        logger.log(level, "the link to Redis is down", extra={"error": str(error)}, exc_info=unforeseen)
+        logger.log(level, "the link to Redis is down: %s", error, exc_info=unforeseen)
 
     async def _stay_connected(self) -> None:
         async with AsyncExitStack() as stack:

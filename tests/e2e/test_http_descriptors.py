@@ -11,7 +11,7 @@ from contextlib import ExitStack, closing
 import msgspec
 
 from baton.cluster.model_directory import resolve_model
-from baton.cluster.process_spec import Assignment, generations_of
+from baton.cluster.runtimes.base import Assignment, generations_of
 from baton.config.gateway import GatewayConfig
 from baton.messages.workers import Address
 from tests.served import ROOT, stop

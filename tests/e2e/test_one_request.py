@@ -36,7 +36,7 @@ async def traced_cluster(folder: Path) -> AsyncIterator[str]:
     command = (sys.executable, "-m", "tests.traced_process", str(folder))
     cluster = Cluster(config, LocalRuntime(key, command=command), key, say=lambda text: None)
     try:
-        yield (await cluster.start()).url
+        yield f"http://127.0.0.1:{(await cluster.start()).port}"
     finally:
         await cluster.close()
 

@@ -10,8 +10,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,7 +18,7 @@ import pytest
 from baton.cluster.cluster_key import new_key, write_secret
 from baton.cluster.cluster_record import find_record
 from baton.messages.codec import CONTROL_SCHEMA
-from tests.event_stream import joined, stream
+from tests.event_stream import SteadyClients
 from tests.served import ROOT, served, stop, until
 
 OPTIONS: Final = ("tiny", "--runtime", "local", "--kv-cache-memory", "64MiB", "--drain-timeout", "60")
@@ -32,60 +30,9 @@ BODY: Final[dict[str, Any]] = {
     "ignore_eos": True,
     "stream": True,
 }
-NUM_CLIENTS: Final = 3
-PAUSE_S: Final = 0.3  # between an answer and the next request: workers start meanwhile
 SOON_S: Final = 120.0
 DIALS_S: Final = 10.0
 MOST_DIALS: Final = 8  # at 0 s, at once again, and after pauses of 0.5 s, 1 s, 2 s and 4 s; two to spare
-
-
-class Balancer:
-    """Clients that ask the same again and again, at the clusters in `ports` in turn."""
-
-    def __init__(self, port: int) -> None:
-        self.num_answers = 0
-        self._ports = [port]
-        self._choosing = threading.Lock()
-        self._is_over = threading.Event()
-        self._expected = joined(list(stream(port, BODY)))["choices"]
-
-    def add(self, port: int) -> None:
-        with self._choosing:
-            self._ports.append(port)
-
-    def remove(self, port: int) -> None:
-        """On return no request goes there; those that have begun go on."""
-        with self._choosing:
-            self._ports.remove(port)
-
-    def until_more(self) -> None:
-        """Wait until each client has been answered, and more."""
-        wanted = self.num_answers + 2 * NUM_CLIENTS
-        until(lambda: self.num_answers >= wanted or self._is_over.is_set(), SOON_S)
-
-    @contextlib.contextmanager
-    def asking(self) -> Iterator[None]:
-        with ThreadPoolExecutor(NUM_CLIENTS) as pool:
-            clients = [pool.submit(self._ask) for _ in range(NUM_CLIENTS)]
-            try:
-                yield
-            finally:
-                self._is_over.set()
-            for client in clients:
-                client.result()
-
-    def _ask(self) -> None:
-        try:
-            while not self._is_over.wait(PAUSE_S):
-                with self._choosing:
-                    self._ports.append(self._ports.pop(0))
-                    events = stream(self._ports[-1], BODY)
-                    first = next(events)
-                assert joined([first, *events])["choices"] == self._expected
-                self.num_answers += 1
-        except BaseException:
-            self._is_over.set()
-            raise
 
 
 @pytest.fixture(scope="module")
@@ -119,8 +66,8 @@ def test_a_cluster_of_another_build_takes_over_under_load(tmp_path: Path, other_
         write_secret(path, new_key())
     with contextlib.ExitStack() as clusters:
         old = clusters.enter_context(served(*OPTIONS, "--cluster-key-file", str(keys[0])))
-        balancer = Balancer(old.port)
-        with balancer.asking():
+        clients = SteadyClients(old.port, BODY)
+        with clients.asking():
             environment = {"PYTHONPATH": str(other_build), "PYTHONSAFEPATH": "1"}
             new_options = (*OPTIONS, "--cluster-key-file", str(keys[1]))
             new = clusters.enter_context(served(*new_options, **environment))
@@ -128,12 +75,12 @@ def test_a_cluster_of_another_build_takes_over_under_load(tmp_path: Path, other_
                 new.baton("status", "--port", str(new.port))  # by this build
             until(lambda: any("mixed builds" in line for line in new.said))
             until(lambda: is_healthy(new.port), SOON_S)
-            balancer.add(new.port)
-            balancer.until_more()
-            balancer.remove(old.port)
+            clients.add(new.port)
+            clients.until_more()
+            clients.remove(old.port)
             old.process.send_signal(signal.SIGTERM)
             assert old.process.wait(SOON_S) == 0
-            balancer.until_more()
+            clients.until_more()
 
 
 def test_a_worker_of_another_build_is_refused_by_name_and_dials_seldom(

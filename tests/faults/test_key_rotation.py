@@ -3,9 +3,7 @@
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -15,7 +13,7 @@ import pytest
 
 from baton.cluster.cluster_key import Keys, new_key, read_keys, write_secret
 from baton.cluster.cluster_record import find_record
-from tests.event_stream import joined, read_all, stream
+from tests.event_stream import SteadyClients, joined, read_all, stream
 from tests.served import Served, served, stop, until
 
 COMMON: Final = (
@@ -34,36 +32,8 @@ BODY: Final[dict[str, Any]] = {
     "stream": True,
     "stream_options": {"include_usage": True, "resumable": True},
 }
-NUM_CLIENTS: Final = 3
-PAUSE_S: Final = 0.3  # between an answer and the next request: workers start meanwhile
 RESTARTED_S: Final = 120.0
 REFUSED_FOR_S: Final = 8.0
-
-
-class Load:
-    """Clients that send the same request again and again, and compare the answers."""
-
-    def __init__(self, port: int) -> None:
-        self._port = port
-        self._expected = joined(read_all(port, BODY))["choices"]
-        self._is_over = threading.Event()
-        self.num_answers = 0
-
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        with ThreadPoolExecutor(NUM_CLIENTS) as pool:
-            clients = [pool.submit(self._ask) for _ in range(NUM_CLIENTS)]
-            try:
-                yield
-            finally:
-                self._is_over.set()
-            for client in clients:
-                client.result()
-
-    def _ask(self) -> None:
-        while not self._is_over.wait(PAUSE_S):
-            assert joined(read_all(self._port, BODY))["choices"] == self._expected
-            self.num_answers += 1
 
 
 def change(cluster: Served, action: str, path: Path) -> Keys:
@@ -118,8 +88,8 @@ def test_rotation_under_load_fails_no_request_and_refuses_the_retired_key(tmp_pa
     write_secret(path, old)
     write_secret(retired, old)
     with served(*OPTIONS, "--cluster-key-file", str(path)) as cluster:
-        load = Load(cluster.port)
-        with load.running():
+        clients = SteadyClients(cluster.port, BODY)
+        with clients.asking():
             events = stream(cluster.port, BODY)
             begun = [next(events) for _ in range(3)]
             events.close()  # type: ignore[attr-defined]
@@ -127,14 +97,13 @@ def test_rotation_under_load_fails_no_request_and_refuses_the_retired_key(tmp_pa
             new, second = change(cluster, "rotate", path)
             assert second == old != new
             resumed = joined([*begun, *read_all(cluster.port, BODY, begun[-1].id)])
-            assert resumed["choices"] == load._expected  # by an event id that the old key sealed
+            assert resumed["choices"] == clients.expected  # by an event id that the old key sealed
             restart(cluster, "prefill-1")
             restart(cluster, "decode-1")
 
             assert change(cluster, "retire", path) == (new,)
             restart(cluster, "decode-0")
-            num_before = load.num_answers
-            until(lambda: load.num_answers >= num_before + NUM_CLIENTS, RESTARTED_S)
+            clients.until_more()
 
             (router, *_) = find_record(cluster.port).routers
             command = [sys.executable, "-m", "baton", "worker", "decode", "tiny"]
@@ -142,7 +111,6 @@ def test_rotation_under_load_fails_no_request_and_refuses_the_retired_key(tmp_pa
             (complaint,) = complaints_of([*command, *where, "--cluster-key-file", str(retired)])
             assert "does not hold this cluster's key of a router" in complaint
             assert "stranger" not in cluster.status()
-    assert load.num_answers > NUM_CLIENTS
 
 
 @pytest.mark.slow

@@ -38,6 +38,7 @@ from baton.rpc.server import RpcThread
 from tests.cluster_threads import Answer, Cluster, Threads, wait_for
 from tests.node_peers import TestPeer, a_request
 from tests.process_cluster import ProcessCluster
+from tests.served import is_alive
 
 FIRST_TOKEN_S: Final = 10.0
 GAP_S: Final = 12.0  # between two tokens of a stream
@@ -337,15 +338,6 @@ def test_worker_process_that_hangs_in_a_native_call_is_killed_and_replaced(tmp_p
         assert bound_s - 0.5 < killed_s < bound_s + 2.0 + SLACK_S
         cluster.wait_until_whole()
         assert cluster.pid("decode-0") != pid
-
-
-def is_alive(pid: int) -> bool:
-    """Return whether the process runs; a zombie does not."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return False
-    return state != "Z"
 
 
 class OtherGateway:

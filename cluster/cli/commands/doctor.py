@@ -18,18 +18,18 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Final, Literal, NamedTuple, TypeAlias
+from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 import msgspec
+import psutil
 
 from baton.cluster.cli import output
 from baton.cluster.cli.options import FAILED, CliCommand, Parser
 from baton.cluster.cli.routers import addresses, key_file
-from baton.cluster.cli.settings import Given, add_serve_options, serve_settings
+from baton.cluster.cli.settings import Given, add_serve_options, settings_from
 from baton.cluster.cluster_key import Keys, read_keys
 from baton.cluster.cluster_record import is_served
 from baton.cluster.operator_node import connected
-from baton.cluster.ports import ListeningProcess, listeners
 from baton.cluster.runtimes.ray import MIN_RAY
 from baton.config.cluster import ServeConfig
 from baton.config.environment import prepare_ray, ray_asks_for_token, visible_gpus
@@ -81,7 +81,7 @@ def _add_options(parser: Parser) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    given = serve_settings(arguments)
+    given = settings_from(ServeConfig, arguments)
     given.given.setdefault("model", Given("tiny", "default"))
     config = given.build()
     findings = [finding for check in CHECKS for finding in check(config)]
@@ -271,56 +271,57 @@ def shared_redis(config: ServeConfig) -> Iterator[Finding]:
         )
 
 
-class RedisFacts(NamedTuple):
-    """The version and the eviction policy of a Redis."""
+class ListeningSocket(NamedTuple):
+    """The address of a process of this machine that listens."""
 
-    version: str
-    is_too_old: bool
-    eviction: str  # its maxmemory-policy; "": unknown
+    host: str
+    port: int
+
+
+def listeners() -> list[ListeningSocket]:
+    """Return the TCP listeners of this network namespace."""
+    found = {
+        ListeningSocket(each.laddr[0].removeprefix("::ffff:"), each.laddr[1])
+        for each in psutil.net_connections("tcp")
+        if each.laddr and each.status == psutil.CONN_LISTEN
+    }
+    return sorted(found)
 
 
 def _redis_at(url: str) -> Iterator[Finding]:
     try:
-        found = asyncio.run(_ask_redis(url))
+        facts = asyncio.run(_ask_redis(url))
     except ConfigError as error:
         yield _error(str(error), "give redis://HOST:PORT, unix:///PATH, auto or none")
         return
-    if found is None:
+    if facts is None:
         yield _warning("Redis does not answer: requests are routed without it", "start it, or mend --redis")
-    elif found.is_too_old:
-        yield _warning(f"Redis {found.version} is too old", "6.2 or newer, or Valkey")
-    elif found.eviction != KEEPS_ALL:
+        return
+    version = str(facts.get("valkey_version") or facts.get("redis_version", "0"))
+    eviction = facts.get("maxmemory_policy", "")
+    if tuple(int(part) for part in version.split(".")[:2] if part.isdecimal()) < MIN_REDIS:
+        yield _warning(f"Redis {version} is too old", "6.2 or newer, or Valkey")
+    elif eviction != KEEPS_ALL:
         yield _warning(
-            f"Redis {found.version} drops keys when its memory is full ({found.eviction})",
+            f"Redis {version} drops keys when its memory is full ({eviction})",
             f"redis-server --maxmemory-policy {KEEPS_ALL}",
         )
     else:
-        yield _ok(f"Redis {found.version} answers")
+        yield _ok(f"Redis {version} answers")
 
 
-async def _ask_redis(url: str) -> RedisFacts | None:
-    """Return the facts; None when no Redis answers. ConfigError: the URL is wrong."""
+async def _ask_redis(url: str) -> dict[str, Any] | None:
+    """Return the facts of INFO; None when no Redis answers. ConfigError: the URL is wrong."""
     from baton.router.redis.client import REDIS_FAILURES, Names, RedisConnection  # needs the library
 
     connection = RedisConnection(url, Names.of("none"))
     try:
-        return redis_facts(await connection.call("INFO"))
+        facts: dict[str, Any] = await connection.call("INFO")
+        return facts
     except REDIS_FAILURES:
         return None
     finally:
         await connection.aclose()
-
-
-def redis_facts(info: object) -> RedisFacts:
-    """Read the answer to INFO: bytes, or a mapping, as the version of the client library has it."""
-    if isinstance(info, dict):
-        facts = {str(name): str(value) for name, value in info.items()}
-    else:
-        lines = info.decode(errors="replace").splitlines() if isinstance(info, bytes) else []
-        facts = {name: value for name, colon, value in (line.partition(":") for line in lines) if colon}
-    version = facts.get("valkey_version") or facts.get("redis_version", "0")
-    numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdecimal())
-    return RedisFacts(version, numbers < MIN_REDIS, facts.get("maxmemory_policy", ""))
 
 
 def strangers(config: ServeConfig) -> Iterator[Finding]:
@@ -423,7 +424,7 @@ def _checkout() -> Path:
     return Path(__file__).resolve().parents[3]
 
 
-def _speaks_redis(where: ListeningProcess) -> bool:
+def _speaks_redis(where: ListeningSocket) -> bool:
     host = "127.0.0.1" if where.host == "0.0.0.0" else where.host
     try:
         with socket.create_connection((host, where.port), PROBE_TIMEOUT_S) as probe:

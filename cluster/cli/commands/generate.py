@@ -21,9 +21,8 @@ from baton.errors import BatonError, InvalidRequest
 from baton.request import SamplingParams
 
 if TYPE_CHECKING:
-    from baton.cluster.offline.generation import CompletionOutput, TextDelta
+    from baton.cluster.offline.generation import CompletionOutput, Prompt, TextDelta
     from baton.cluster.offline.llm import LLM
-    from baton.cluster.offline.prompts import Prompt
 
 DEFAULT_MAX_TOKENS: Final = 256  # that of SamplingParams, as in vLLM, is 16: half a sentence
 GPU_SHARE: Final = "engine.cache.gpu_memory_utilization"

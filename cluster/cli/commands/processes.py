@@ -26,13 +26,13 @@ from baton.cluster.cluster_key import READ_EVERY_S, Keys, KeyWatch, read_keys
 from baton.cluster.cluster_record import find_record
 from baton.cluster.logs import say
 from baton.cluster.process import STOPPED_TWICE, ring_of, run
-from baton.cluster.process_spec import Assignment, ProcessKind, generations_of
+from baton.cluster.runtimes.base import Assignment, ProcessKind, ProcessStarted, generations_of
 from baton.config.cluster import WorkerConfig
 from baton.config.gateway import GatewayConfig
 from baton.config.loader import leaves
 from baton.config.router import RouterConfig
 from baton.errors import ConfigError
-from baton.messages.workers import Address, WorkerRole
+from baton.messages.workers import WorkerRole
 from baton.rpc.auth import KeyRing
 
 logger = logging.getLogger(__name__)
@@ -91,15 +91,16 @@ def serve_here(
 
     setproctitle(f"baton {name}")
 
-    def ready(where: Address) -> None:
-        say(f"{name} serves at {where.host}:{where.port}", name)
+    def tell(message: object) -> None:
+        if isinstance(message, ProcessStarted):
+            say(f"{name} serves at {message.address.host}:{message.address.port}", name)
 
     raw = msgspec.Raw(msgspec.json.encode(config))
     keys = KeyWatch(_key_reader(config, key_option), SystemClock())
     given = Assignment(kind=kind, name=name, generations=generations_of(kind, keys.keys), config=raw)
     ring = ring_of(given)
     threading.Thread(target=_follow, args=(keys, ring), name="keys", daemon=True).start()
-    run(given, ring, ready, stop)
+    run(given, ring, stop, tell)
 
 
 def _follow(keys: KeyWatch, ring: KeyRing) -> None:

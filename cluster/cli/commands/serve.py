@@ -8,16 +8,16 @@ import argparse
 import asyncio
 import signal
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import msgspec
 
 from baton.clock import SystemClock
 from baton.cluster.cli.options import CliCommand
 from baton.cluster.cli.routers import has_no_key, key_file
-from baton.cluster.cli.settings import add_serve_options, serve_settings
+from baton.cluster.cli.settings import add_serve_options, settings_from
 from baton.cluster.cluster_key import Keys, KeyWatch, new_key, read_keys
-from baton.cluster.cluster_record import ClusterRecord, recorded
+from baton.cluster.cluster_record import recorded
 from baton.cluster.logs import say
 from baton.cluster.model_directory import TINY, resolve_model
 from baton.cluster.runtimes.base import Runtime
@@ -25,39 +25,36 @@ from baton.config.cluster import ServeConfig
 from baton.config.gateway import OPERATOR_HOST
 from baton.errors import ConfigError
 
-if TYPE_CHECKING:
-    from baton.cluster.serve import Serving
-
 RECALL_TOKENS: Final = 250
 RECALL_SEED: Final = 11
 
 
-def banner(config: ServeConfig, serving: "Serving") -> str:
+def banner(config: ServeConfig, url: str) -> str:
     """Return the text that `baton serve` prints when it serves: the addresses, and a request to paste."""
     plural = "s" * (config.decode.num_workers != 1)
     workers = f"{config.prefill.num_workers} prefill and {config.decode.num_workers} decode worker{plural}"
     where = "on Ray" if config.runtime == "ray" else "in processes of this machine"
     port = config.gateway.operator_port
-    operators = serving.url if port is None else f"http://{OPERATOR_HOST}:{port}"
+    operators = url if port is None else f"http://{OPERATOR_HOST}:{port}"
     if port is None and config.tenants is not None:
         operators = f"(an admin's key) {operators}"
     lines = [
         "",
         f"  Baton serves {config.model_name}: {workers}, {where}",
-        f"  API       {serving.url}/v1",
+        f"  API       {url}/v1",
         f"  metrics   {operators}/metrics",
         f"  workers   baton status, {operators}/ui",
         "",
-        *_example(config, serving),
+        *_example(config, url),
         "",
     ]
     return "\n".join(lines)
 
 
-def _example(config: ServeConfig, serving: "Serving") -> list[str]:
+def _example(config: ServeConfig, url: str) -> list[str]:
     key = " -H 'Authorization: Bearer YOUR_KEY'" if config.tenants else ""
     if config.model != TINY:
-        return ["  Try it:", "", _curl(config, serving, *_question(config), key)]
+        return ["  Try it:", "", _curl(config, url, *_question(config), key)]
     from baton.bench.tiny.tasks import recall_cases
 
     (case,) = recall_cases(1, RECALL_TOKENS, seed=RECALL_SEED)
@@ -66,7 +63,7 @@ def _example(config: ServeConfig, serving: "Serving") -> list[str]:
     return [
         f"  Try it. The answer to {question} is{case.answer}, as the prompt says:",
         "",
-        _curl(config, serving, "completions", body, key),
+        _curl(config, url, "completions", body, key),
     ]
 
 
@@ -83,14 +80,14 @@ def _question(config: ServeConfig) -> tuple[str, dict[str, object]]:
             return "completions", {"prompt": [1, 2, 3], "max_tokens": 8, "return_token_ids": True}
 
 
-def _curl(config: ServeConfig, serving: "Serving", route: str, body: dict[str, object], key: str) -> str:
+def _curl(config: ServeConfig, url: str, route: str, body: dict[str, object], key: str) -> str:
     text = msgspec.json.encode({"model": config.model_name, **body}).decode().replace("'", r"'\''")
-    return f"curl -s {serving.url}/v1/{route}{key} -H 'Content-Type: application/json' -d '{text}'"
+    return f"curl -s {url}/v1/{route}{key} -H 'Content-Type: application/json' -d '{text}'"
 
 
 def _run(arguments: argparse.Namespace) -> None:
     """Raise KeyboardInterrupt unless the cluster has served and has drained."""
-    given = serve_settings(arguments)
+    given = settings_from(ServeConfig, arguments)
     if "model" not in given.given:
         raise ConfigError('MODEL: expected a directory, or "tiny", got none')
     config = given.build()
@@ -135,21 +132,17 @@ async def _serve(config: ServeConfig, keys: KeyWatch) -> bool:
 
     stop = asyncio.Event()
     _stop_on_signals(stop)
+    runtime = _make_runtime(config, keys.keys)
+    say(f"starting {config.model_name} on {'Ray' if config.runtime == 'ray' else 'this machine'} ...")
     with recorded() as record:
-
-        def leave_record(serving: "Serving") -> None:
-            record(
-                ClusterRecord(host=serving.host, port=serving.port, routers=serving.routers, keys=keys.keys)
-            )
-
-        def on_ready(serving: "Serving") -> None:
-            leave_record(serving)
-            print(banner(config, serving), flush=True)
-
-        runtime = _make_runtime(config, keys.keys)
-        say(f"starting {config.model_name} on {'Ray' if config.runtime == 'ray' else 'this machine'} ...")
         return await serve_cluster(
-            config, runtime, keys, stop=stop, say=say, on_ready=on_ready, on_keys=leave_record
+            config,
+            runtime,
+            keys,
+            stop=stop,
+            say=say,
+            record=record,
+            on_ready=lambda serving: print(banner(config, serving.url), flush=True),
         )
 
 

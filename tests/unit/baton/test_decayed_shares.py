@@ -10,13 +10,6 @@ NUM_STEPS = 128  # in a half-life
 STEP_S = HALF_LIFE_S / NUM_STEPS
 
 
-def test_work_is_divided_by_the_weight() -> None:
-    shares = DecayedShares()
-    light, heavy = shares.join("light", 1.0), shares.join("heavy", 4.0)
-    shares.charge([(light, 8), (heavy, 8), (heavy, 8)], 0.0)
-    assert (light.work, heavy.work) == (8.0, 4.0)
-
-
 def test_work_counts_half_after_a_half_life_with_users_and_without() -> None:
     shares = DecayedShares()
     stays, leaves, busy = (shares.join(key, 1.0) for key in ("stays", "leaves", "busy"))
@@ -164,11 +157,3 @@ def test_number_of_remembered_keys_is_bounded() -> None:
     assert shares.num_remembered <= MAX_AWAY
     work_of_newcomer = shares.join("never seen", 1.0).work
     assert shares.join("0", 1.0).work == work_of_newcomer  # the longest away is forgotten
-
-
-@pytest.mark.parametrize("weight", [1e-6, 1e6])
-def test_extreme_weights_are_counted(weight: float) -> None:
-    shares = DecayedShares()
-    share = shares.join("a", weight)
-    shares.charge([(share, 2**20)], 0.0)
-    assert 0 < share.work < float("inf")

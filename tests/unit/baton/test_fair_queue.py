@@ -19,14 +19,6 @@ def serve_all(share: FairShare, costs: list[float]) -> dict[str, float]:
     return served
 
 
-def test_work_is_shared_by_weight() -> None:
-    share = FairShare()
-    for tenant, weight in (("a", 1.0), ("b", 2.0), ("c", 5.0)):
-        share.join(tenant, weight)
-    served = serve_all(share, [10.0] * 800)
-    assert served == {"a": 1000.0, "b": 2000.0, "c": 5000.0}
-
-
 @given(weights=st.lists(WEIGHTS, min_size=2, max_size=6), costs=COSTS)
 def test_no_key_is_behind_another_by_more_than_the_largest_items(
     weights: list[float], costs: list[float]

@@ -8,10 +8,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from baton.cluster.cli.main import main
-from baton.cluster.cli.options import USER_ERROR
 from baton.cluster.logs import JsonLines, say
-from baton.cluster.process_spec import Assignment, ProcessSpec, assignment, generations_of
+from baton.cluster.runtimes.base import Assignment, ProcessSpec, assignment, generations_of
 from baton.config.environment import LOG_FORMATS, LogFormat, log_format
 from baton.config.router import RouterConfig
 from baton.errors import ConfigError
@@ -108,10 +106,3 @@ def test_process_started_by_hand_says_everything_in_the_format_of_its_option(tmp
     messages = [json.loads(line)["message"] for line in said]
     assert messages[0].startswith("router serves at 127.0.0.1:")
     assert messages[-1] == "router drains; once more to stop at once"
-
-
-@pytest.mark.parametrize("command", ["serve", "router", "gateway", "worker"])
-def test_each_command_that_serves_has_the_option(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match=str(USER_ERROR)):
-        main([command, *["decode"][: command == "worker"], "--log-format", "xml"])
-    assert "--log-format" in capsys.readouterr().err

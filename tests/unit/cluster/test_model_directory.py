@@ -1,13 +1,10 @@
-import os
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from baton.cluster.model_directory import FOLDERS, LONGEST_S, are_compiled_now, resolve_model
+from baton.cluster.model_directory import resolve_model
 from baton.errors import ModelError
-from baton.kernels import native
 
 
 def test_tiny_comes_with_baton() -> None:
@@ -32,23 +29,7 @@ def test_a_file_is_no_directory(tmp_path: Path) -> None:
         resolve_model(tmp_path / "model.gguf")
 
 
-@pytest.mark.parametrize("model", [None, 5, "", b"tiny"])
+@pytest.mark.parametrize("model", [None, 5, ""])
 def test_value_that_is_no_model_name_is_refused(model: Any) -> None:
     with pytest.raises(ModelError, match='^model: expected "tiny" or a directory, got '):
         resolve_model(model)
-
-
-def test_kernels_are_compiled_while_their_folder_is_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("BATON_CACHE_DIR", str(tmp_path / "none"))
-    assert not are_compiled_now()
-    monkeypatch.setenv("BATON_CACHE_DIR", str(tmp_path))
-    (tmp_path / "kernels-0.so").touch()
-    assert not are_compiled_now()
-    folder = tmp_path / f"{native.COMPILING}x"
-    folder.mkdir()
-    assert folder.match(FOLDERS) and are_compiled_now()
-    left_s = time.time() - LONGEST_S - 1
-    os.utime(folder, (left_s, left_s))
-    assert not are_compiled_now()

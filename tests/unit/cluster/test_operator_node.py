@@ -1,17 +1,17 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import pytest
 
-from baton.clock import SystemClock
+from baton.clock import ManualClock, SystemClock
 from baton.cluster import operator_node
-from baton.cluster.operator_node import connected
+from baton.cluster.operator_node import SILENCE_GRACE_S, Verdicts, connected
 from baton.config.router import RouterConfig
 from baton.errors import ConfigError
 from baton.messages.control import Members
-from baton.messages.operations import Drain, Undrain
+from baton.messages.operations import Drain, Undrain, WorkerRemoved
 from baton.messages.workers import Address
 from baton.router.router import Router
 from baton.rpc.server import RpcServer
@@ -20,30 +20,24 @@ from tests.node_peers import TestPeer, a_worker, id_of
 KEY = b"k" * 32
 
 
+@asynccontextmanager
+async def a_router(name: str) -> AsyncIterator[tuple[Router, Address]]:
+    rpc_server = RpcServer(KEY)
+    router = Router(RouterConfig(), SystemClock(), id_of(name))
+    address = await rpc_server.listen()
+    rpc_server.serve(router)
+    try:
+        yield router, address
+    finally:
+        await rpc_server.close()
+
+
 def with_router(test: Callable[[Router, Address], Coroutine[Any, Any, None]]) -> None:
     async def run() -> None:
-        rpc_server = RpcServer(KEY)
-        router = Router(RouterConfig(), SystemClock(), "a" * 32)
-        address = await rpc_server.listen()
-        rpc_server.serve(router)
-        try:
+        async with a_router("a") as (router, address):
             await test(router, address)
-        finally:
-            await rpc_server.close()
 
     asyncio.run(run())
-
-
-def test_status_tells_of_every_worker() -> None:
-    async def test(router: Router, address: Address) -> None:
-        for name in ("d0", "p0"):
-            TestPeer.worker(router, a_worker(name))
-        async with connected([address], KEY) as operator:
-            first, second = await asyncio.gather(operator.status(), operator.status())
-        assert {entry.worker.name for entry in first.workers} == {"d0", "p0"}
-        assert {entry.worker.name for entry in second.workers} == {"d0", "p0"}
-
-    with_router(test)
 
 
 def test_a_drain_reaches_the_worker_before_it_returns() -> None:
@@ -68,21 +62,13 @@ def test_one_of_several_goes_without_being_asked_twice() -> None:
         async with connected([address], KEY) as operator:
             await operator.drain("d0")
             assert any(isinstance(message, Drain) for message in first.received)
+            with pytest.raises(ConfigError, match="there is no 'd2'; the cluster's workers are: d0, d1, p0"):
+                await operator.drain("d2")
             with pytest.raises(
                 ConfigError, match="d1 is the last decode worker"
             ):  # the other has begun to go
                 await operator.drain("d1")
         assert not any(isinstance(message, Drain) for message in second.received)
-
-    with_router(test)
-
-
-def test_unknown_worker_is_answered_with_the_known_ones() -> None:
-    async def test(router: Router, address: Address) -> None:
-        TestPeer.worker(router, a_worker("d0"))
-        async with connected([address], KEY) as operator:
-            with pytest.raises(ConfigError, match="there is no 'd1'; the cluster's workers are: d0"):
-                await operator.drain("d1")
 
     with_router(test)
 
@@ -117,25 +103,14 @@ def test_a_router_that_comes_back_is_asked_again() -> None:
     asyncio.run(run())
 
 
-@asynccontextmanager
-async def a_router(name: str) -> AsyncIterator[tuple[Router, Address]]:
-    rpc_server = RpcServer(KEY)
-    router = Router(RouterConfig(), SystemClock(), id_of(name))
-    address = await rpc_server.listen()
-    rpc_server.serve(router)
-    try:
-        yield router, address
-    finally:
-        await rpc_server.close()
-
-
 def test_all_routers_are_asked_and_told() -> None:
     async def run() -> None:
         async with a_router("a") as (one, first), a_router("b") as (other, second):
             workers = [TestPeer.worker(one, a_worker(name)) for name in ("d0", "d1")]
             workers.append(TestPeer.worker(other, a_worker("d0")))
             async with connected([first, second], KEY) as operator:
-                status = await operator.status()
+                status, same = await asyncio.gather(operator.status(), operator.status())
+                assert len(status.workers) == len(same.workers) == 2
                 assert {router.id for router in status.routers} == {id_of("a"), id_of("b")}
                 assert {entry.worker.name for entry in status.workers} == {"d0", "d1"}
                 assert await operator.explain(id_of("r")) == ()
@@ -146,45 +121,22 @@ def test_all_routers_are_asked_and_told() -> None:
     asyncio.run(run())
 
 
-class Recording:
-    """A Watcher that keeps what it is told."""
-
-    def __init__(self) -> None:
-        self.heard: list[tuple[str, object]] = []
-        self.num_ticks = 0
-
-    def joined(self, router: str) -> None:
-        self.heard.append((router, "joined"))
-
-    def left(self, router: str) -> None:
-        self.heard.append((router, "left"))
-
-    def tick(self) -> None:
-        self.num_ticks += 1
-
-    def told(self, router: str, message: object) -> None:
-        self.heard.append((router, message))
-
-
 def test_watcher_hears_of_members_and_orders_and_of_the_routers_end() -> None:
     async def run() -> None:
-        recording = Recording()
-        async with a_router("a") as (router, address):
+        judging = Judging()
+        async with AsyncExitStack() as router_ends, asyncio.timeout(20):
+            router, address = await router_ends.enter_async_context(a_router("a"))
             TestPeer.worker(router, a_worker("d0"))
-            asking = TestPeer.operator(router)
-            async with connected([address], KEY, recording), asyncio.timeout(10):
-                while len(recording.heard) < 2:
+            async with connected([address], KEY, judging.verdicts) as operator:
+                await operator.status()
+                TestPeer.operator(router).say(Undrain(worker="d1"))
+                while not judging.orders:
                     await asyncio.sleep(0.01)
-                asking.say(Undrain(worker="d1"))
-                while len(recording.heard) < 3:
-                    await asyncio.sleep(0.01)
-                (_, joined), (_, members), (_, order) = recording.heard
-                assert (joined, order) == ("joined", Undrain(worker="d1"))
-                assert recording.num_ticks > 0
-                assert isinstance(members, Members) and members.workers[0].name == "d0"
-                for peer in list(router._watchers):
-                    peer.close()
-                while recording.heard[3:4] != [(id_of("a"), "left")]:
+                judging.removes(id_of("a"), "d0")
+                # The router has just started: its list is not complete until it has left.
+                assert (judging.orders, judging.replaced) == ([Undrain(worker="d1")], [])
+                await router_ends.aclose()
+                while not judging.replaced:
                     await asyncio.sleep(0.01)
 
     asyncio.run(run())
@@ -201,3 +153,124 @@ def test_a_router_that_is_gone_keeps_no_other_from_answering(monkeypatch: pytest
                 assert [router.id for router in (await operator.status()).routers] == [id_of("a")]
 
     asyncio.run(run())
+
+
+class Judging:
+    """Verdicts, with what they led to."""
+
+    def __init__(self, *routers: str) -> None:
+        self.clock = ManualClock()
+        self.replaced: list[tuple[str, float]] = []
+        self.orders: list[object] = []
+        self.verdicts = Verdicts(
+            self.clock.now_s,
+            lambda name, why, age_s: self.replaced.append((name, age_s)),
+            self.orders.append,
+        )
+        for router in routers:
+            self.verdicts.joined(router)
+            self.lists(router, "d0", "d1")
+
+    def lists(self, router: str, *names: str, is_complete: bool = True) -> None:
+        workers = tuple(a_worker(name) for name in names)
+        self.verdicts.told(router, Members(workers=workers, is_complete=is_complete))
+
+    def removes(self, router: str, name: str, *, is_hung: bool = True) -> None:
+        removed = WorkerRemoved(worker=id_of(name), name=name, reason="for some reason", is_hung=is_hung)
+        self.verdicts.told(router, removed)
+
+    def passes(self, seconds: float) -> None:
+        self.clock.advance(seconds)
+        self.verdicts.tick()
+
+
+def test_worker_that_the_only_router_removes_is_replaced_at_once() -> None:
+    judging = Judging("a")
+    judging.removes("a", "d0")
+    assert judging.replaced == [("d0", 0.0)]
+    judging.lists("a", "d1")
+    assert len(judging.replaced) == 1
+
+
+def test_worker_that_another_router_lists_is_kept() -> None:
+    judging = Judging("a", "b")
+    judging.removes("a", "d0")
+    judging.lists("a", "d1")
+    judging.lists("b", "d0", "d1")
+    assert judging.replaced == []
+
+
+def test_worker_is_replaced_when_the_last_router_loses_it() -> None:
+    judging = Judging("a", "b")
+    judging.removes("a", "d0")
+    judging.clock.advance(2.0)
+    judging.lists("b", "d1")  # its connection ended there, which is no verdict
+    assert judging.replaced == [("d0", 2.0)]
+
+
+def test_worker_is_replaced_when_the_router_that_lists_it_leaves() -> None:
+    judging = Judging("a", "b")
+    judging.removes("a", "d0")
+    judging.verdicts.left("b")
+    assert judging.replaced == [("d0", 0.0)]
+
+
+def test_router_that_does_not_know_all_workers_yet_is_waited_for() -> None:
+    judging = Judging("a")
+    judging.verdicts.joined("b")
+    judging.removes("a", "d0")
+    judging.lists("b", "d1", is_complete=False)
+    assert judging.replaced == []
+    judging.lists("b", "d0", "d1")
+    assert judging.replaced == []
+    judging.lists("b", "d1")
+    assert judging.replaced == [("d0", 0.0)]
+
+
+def test_worker_that_its_router_lists_again_is_kept() -> None:
+    judging = Judging("a", "b")
+    judging.removes("a", "d0")
+    judging.lists("a", "d0", "d1")
+    judging.lists("b", "d1")
+    judging.lists("a", "d1")  # it left in order
+    assert judging.replaced == []
+
+
+def test_worker_with_a_listed_successor_is_not_replaced_again() -> None:
+    judging = Judging("a", "b")
+    judging.removes("a", "d0")
+    successor = a_worker("d0", id=id_of("d0, the second"))
+    judging.verdicts.told("b", Members(workers=(successor, a_worker("d1"))))
+    assert judging.replaced == []
+
+
+def test_silent_worker_is_replaced_after_a_grace() -> None:
+    judging = Judging("a")
+    judging.removes("a", "d0", is_hung=False)
+    judging.passes(SILENCE_GRACE_S - 0.1)
+    assert judging.replaced == []
+    judging.passes(0.1)
+    assert judging.replaced == [("d0", SILENCE_GRACE_S)]
+
+
+def test_silent_worker_that_comes_back_within_its_grace_is_kept() -> None:
+    judging = Judging("a")
+    judging.removes("a", "d0", is_hung=False)
+    judging.passes(1.0)
+    judging.lists("a", "d0", "d1")
+    judging.passes(SILENCE_GRACE_S)
+    assert judging.replaced == []
+
+
+def test_worker_that_hangs_in_its_grace_is_replaced_at_once() -> None:
+    judging = Judging("a", "b")
+    judging.removes("a", "d0", is_hung=False)
+    judging.passes(1.0)
+    judging.removes("b", "d0")
+    assert judging.replaced == [("d0", 1.0)]
+
+
+def test_order_of_an_operator_is_passed_on() -> None:
+    judging = Judging("a")
+    judging.verdicts.told("a", Undrain(worker="d0"))
+    assert (judging.orders, judging.replaced) == ([Undrain(worker="d0")], [])

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from baton.cluster.process import ring_of, run
-from baton.cluster.process_spec import (
+from baton.cluster.runtimes.base import (
     Assignment,
     ProcessFailed,
     ProcessSpec,
@@ -104,12 +104,13 @@ def test_a_router_needs_no_torch() -> None:
 def test_process_may_run_on_any_thread() -> None:
     stop, addresses = threading.Event(), []
 
-    def ready(address: Address) -> None:
-        addresses.append(address)
-        stop.set()
+    def tell(message: object) -> None:
+        if isinstance(message, ProcessStarted):
+            addresses.append(message.address)
+            stop.set()
 
     given = msgspec.json.decode(assignment(router(), KEY), type=Assignment)
-    thread = threading.Thread(target=run, args=(given, ring_of(given), ready, stop))
+    thread = threading.Thread(target=run, args=(given, ring_of(given), stop, tell))
     thread.start()
     thread.join(20)
     assert len(addresses) == 1 and not thread.is_alive()

@@ -10,7 +10,7 @@ import pytest
 
 from baton.cluster.cli.main import COMMANDS, main
 from baton.cluster.cli.options import Parser
-from baton.cluster.cli.settings import Settings, add_serve_options, serve_settings, variable
+from baton.cluster.cli.settings import Settings, add_serve_options, settings_from, variable
 from baton.config.cluster import ServeConfig
 from baton.config.environment import VARIABLES
 from baton.config.loader import known_keys
@@ -60,7 +60,7 @@ def test_serve_accepts_every_command_that_is_shown() -> None:
         parser = Parser("serve", None)
         add_serve_options(parser)
         words = shlex.split(command, comments=True)
-        serve_settings(parser.parse(words if words[0][0] != "-" else ["tiny", *words])).build()
+        settings_from(ServeConfig, parser.parse(words if words[0][0] != "-" else ["tiny", *words])).build()
 
 
 def test_the_settings_file_that_is_shown_is_read(tmp_path: Path) -> None:

@@ -243,3 +243,16 @@ def test_stats_count_sequences_pages_and_hits(engine: Engine) -> None:
     assert stats.num_reservable_pages == engine.num_available_pages
     drain(engine)
     assert engine.stats().num_running == 0 and engine.stats().total_preemptions == 0
+
+
+def test_load_has_the_engines_figures(tiny_model: Path) -> None:
+    engine = tiny_engine(tiny_model)
+    sampling = SamplingParams(temperature=0.0, max_tokens=4)
+    for name in ("a", "b"):
+        engine.add(Request(request_id=name, token_ids=tuple(range(10)), sampling=sampling))
+        engine.step()
+    load = engine.stats().load()
+    assert (load.num_running, load.num_waiting) == (2, 0)
+    assert load.pages["active"] == engine.pages.num_pages - load.pages["free"] == 4  # two are shared
+    assert sum(load.pages.values()) == engine.pages.num_pages
+    assert (load.prefix_queries_tokens, load.prefix_hits_tokens) == (20, 8)

@@ -22,7 +22,7 @@ from baton.messages.operations import Drain
 from baton.messages.workers import Address, Load, Worker, WorkerRole
 from baton.request import FinishReason, Request, TokenEvent
 from baton.rpc.peers import Dial, Peer, PeerRegistry
-from baton.rpc.reports import WorkerReports
+from baton.rpc.worker_node import WorkerReports
 
 
 def golden(request: Request) -> list[int]:

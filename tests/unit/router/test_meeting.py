@@ -1,14 +1,14 @@
 """Workers have met when whoever needs them reaches them, and they reach those that they need."""
 
 from baton.clock import ManualClock
-from baton.config.router import RouterSettings
+from baton.config.router import RouterConfig
 from baton.messages.control import Reachable
 from baton.router.router import Router
 from tests.node_peers import TestPeer, a_worker, id_of
 
 
 def test_all_must_reach_each_other_before_a_worker_has_met_them() -> None:
-    router = Router(RouterSettings(), ManualClock(), id_of("router"))
+    router = Router(RouterConfig(), ManualClock(), id_of("router"))
     p, d = (TestPeer.worker(router, a_worker(name)) for name in ("p", "d"))
     assert router.status().num_met == 0
     p.say(Reachable(workers=(d.id,)))
@@ -26,7 +26,7 @@ def test_all_must_reach_each_other_before_a_worker_has_met_them() -> None:
 
 
 def test_workers_of_other_weights_need_not_meet() -> None:
-    router = Router(RouterSettings(), ManualClock(), id_of("router"))
+    router = Router(RouterConfig(), ManualClock(), id_of("router"))
     for name, fingerprint in (("p", "f"), ("d", "others")):
         TestPeer.worker(router, a_worker(name, fingerprint=fingerprint))
     assert router.status().num_met == 2

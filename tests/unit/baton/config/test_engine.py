@@ -38,10 +38,6 @@ def test_a_part_may_be_its_struct_and_is_checked_all_the_same() -> None:
         engine_config({"model": "m", "cache": SchedulerConfig()})
 
 
-def test_defaults_stand_where_nothing_is_said() -> None:
-    assert engine_config({"model": "llama"}) == EngineConfig(model="llama")
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -69,77 +65,38 @@ def test_unknown_and_absent_keys(settings: dict[str, Any], message: str) -> None
     ("settings", "message"),
     [
         ({"model": 3}, "model: expected str, got 3 (int)"),
+        ({"model": ""}, "model: expected a directory, got an empty string"),
         (
             {"dtype": "fp8"},
             "dtype: expected one of 'auto', 'float32', 'bfloat16', 'float16', got 'fp8' (str)",
         ),
         ({"cache": 3}, "cache: expected a mapping, got 3 (int)"),
-        ({"cache": {"page_size": "16"}}, "cache.page_size: expected int, got '16' (str)"),
-        ({"cache": {"page_size": True}}, "cache.page_size: expected int, got True (bool)"),
-        ({"max_model_len": "8"}, "max_model_len: expected int | None, got '8' (str)"),
-    ],
-)
-def test_wrong_types_name_the_key(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        engine_config({"model": "x"} | settings)
-    assert str(error.value) == message
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"model": ""}, "model: expected a directory, got an empty string"),
-        ({"tensor_parallel_size": 0}, "tensor_parallel_size: expected at least 1, got 0"),
-        ({"max_model_len": 0}, "max_model_len: expected at least 2, got 0"),
-        ({"seed": -1}, "seed: expected 0 to 9223372036854775807, got -1"),
+        ({"cache": {"page_size": "16"}}, "cache.page_size: expected int, at least 1, got '16' (str)"),
+        ({"cache": {"page_size": True}}, "cache.page_size: expected int, at least 1, got True (bool)"),
         ({"cache": {"page_size": 24}}, "cache.page_size: expected a power of two, got 24"),
-        ({"cache": {"page_size": 0}}, "cache.page_size: expected at least 1, got 0"),
-        ({"cache": {"kv_cache_memory_bytes": 0}}, "cache.kv_cache_memory_bytes: expected at least 1, got 0"),
         (
-            {"cache": {"gpu_memory_utilization": 0}},
-            "cache.gpu_memory_utilization: expected more than 0, got 0",
-        ),
-        (
-            {"cache": {"gpu_memory_utilization": 1.1}},
-            "cache.gpu_memory_utilization: expected 0 to 1, got 1.1",
+            {"cache": {"kv_cache_memory_bytes": "0B"}},
+            "cache.kv_cache_memory_bytes: expected int, at least 1 | None, got 0 (int)",
         ),
         (
             {"cache": {"gpu_memory_utilization": float("nan")}},
-            "cache.gpu_memory_utilization: expected 0 to 1, got nan",
+            "cache.gpu_memory_utilization: expected float, more than 0, at most 1, got nan (float)",
         ),
+        ({"max_model_len": 1}, "max_model_len: expected int, at least 2 | None, got 1 (int)"),
         (
-            {"cache": {"host_cache_memory_bytes": -1}},
-            "cache.host_cache_memory_bytes: expected at least 0, got -1",
-        ),
-        ({"max_model_len": 1}, "max_model_len: expected at least 2, got 1"),
-        ({"scheduler": {"max_num_seqs": 0}}, "scheduler.max_num_seqs: expected 1 to 65536, got 0"),
-        ({"scheduler": {"max_num_seqs": 65537}}, "scheduler.max_num_seqs: expected 1 to 65536, got 65537"),
-        (
-            {"scheduler": {"max_num_batched_tokens": 10**12}},
-            "scheduler.max_num_batched_tokens: expected 1 to 1048576, got 1000000000000",
-        ),
-        (
-            {"scheduler": {"max_num_batched_tokens": 0}},
-            "scheduler.max_num_batched_tokens: expected 1 to 1048576, got 0",
-        ),
-        (
-            {"scheduler": {"max_queue_delay_ms": 1e300}},
-            "scheduler.max_queue_delay_ms: expected 0 to 60000, got 1e+300",
-        ),
-        (
-            {"scheduler": {"max_queue_delay_ms": float("inf")}},
-            "scheduler.max_queue_delay_ms: expected 0 to 60000, got inf",
+            {"scheduler": {"max_num_seqs": 65537}},
+            "scheduler.max_num_seqs: expected int, at least 1, at most 65536, got 65537 (int)",
         ),
         (
             {"scheduler": {"max_num_seqs": 8, "preferred_batch_sizes": [16]}},
-            "scheduler.preferred_batch_sizes: expected 1 to 8, got 16",
+            "scheduler.preferred_batch_sizes: expected at most 8 (max_num_seqs), got 16",
         ),
     ],
 )
-def test_values_out_of_range(settings: dict[str, Any], message: str) -> None:
+def test_wrong_values_are_answered_with_key_and_expectation(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as error:
         engine_config({"model": "x"} | settings)
-    assert str(error.value).startswith(message)
+    assert str(error.value) == message
 
 
 @pytest.mark.parametrize(

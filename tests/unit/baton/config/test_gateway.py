@@ -1,6 +1,7 @@
 import pytest
 
 from baton.config.gateway import GatewayConfig, is_loopback
+from baton.config.loader import build
 from baton.errors import ConfigError
 from baton.messages.workers import Address
 
@@ -23,20 +24,10 @@ def test_loopback_address_needs_no_keys(host: str) -> None:
     assert is_loopback(config(host=host).host)
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"model": ""},
-        {"port": -1},
-        {"port": 65_536},
-        {"max_connections": 0},
-        {"max_body_bytes": 1},
-        {"max_open_requests": 0},
-        {"header_timeout_s": 0.0},
-        {"body_timeout_s": float("nan")},
-        {"ping_interval_s": float("inf")},
-    ],
-)
-def test_values_out_of_range_are_refused(settings: dict[str, object]) -> None:
-    with pytest.raises(ConfigError, match=f"gateway.{next(iter(settings))}: expected"):
-        config(**settings)
+def test_values_out_of_range_are_refused() -> None:
+    routers = (("127.0.0.1", 1),)
+    for name, value in (("port", 65_536), ("max_body_bytes", 1), ("body_timeout_s", float("nan"))):
+        with pytest.raises(ConfigError, match=f"^{name}: expected .*, at least .*, at most .*, got {value}"):
+            build(GatewayConfig, {"model": "m", "routers": routers, name: value})
+    with pytest.raises(ConfigError, match="^gateway.model: expected a directory"):
+        config(model="")

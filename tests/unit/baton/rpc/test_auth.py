@@ -22,16 +22,6 @@ def challenge_pair(connecting_key: bytes, accepting_key: bytes) -> tuple[Challen
     return Challenge(connecting_key, Role.CONNECTING), Challenge(accepting_key, Role.ACCEPTING)
 
 
-def test_ends_with_one_key_agree_on_a_session_key() -> None:
-    connecting, accepting = challenge_pair(KEY, KEY)
-    answer = accepting.receive(connecting.first())
-    assert answer is not None and accepting.session_key is None
-    proof = connecting.receive(answer)
-    assert proof is not None
-    assert accepting.receive(proof) is None
-    assert connecting.session_key == accepting.session_key is not None
-
-
 def test_every_session_has_its_own_key() -> None:
     keys = set()
     for _ in range(3):
@@ -41,31 +31,12 @@ def test_every_session_has_its_own_key() -> None:
     assert len(keys) == 3
 
 
-def test_connecting_end_finds_a_wrong_key_first() -> None:
-    connecting, accepting = challenge_pair(KEY, OTHER_KEY)
-    with pytest.raises(WireError, match="does not hold this cluster's key") as caught:
-        connecting.receive(accepting.receive(connecting.first()) or b"")
-    assert caught.value.reason == "key"
-    assert connecting.session_key is None
-
-
 def test_accepting_end_finds_a_wrong_key() -> None:
     connecting, accepting = challenge_pair(KEY, KEY)
     accepting.receive(connecting.first())
     with pytest.raises(WireError, match="does not hold"):
         accepting.receive(b"p" * 32)
     assert accepting.session_key is None
-
-
-def test_recorded_handshake_proves_nothing_later() -> None:
-    connecting, accepting = challenge_pair(KEY, KEY)
-    nonce = connecting.first()
-    proof = connecting.receive(accepting.receive(nonce) or b"")
-    assert proof is not None
-    later = Challenge(KEY, Role.ACCEPTING)
-    later.receive(nonce)
-    with pytest.raises(WireError, match="does not hold"):
-        later.receive(proof)
 
 
 def test_recorded_answer_proves_nothing_later() -> None:
@@ -186,17 +157,6 @@ def test_old_key_is_refused_once_it_is_retired() -> None:
     with pytest.raises(WireError, match="does not hold"):
         run(*ends(keys_of(Kind.WORKER, KEY), accepting))
     run(*ends(keys_of(Kind.WORKER, OTHER_KEY), accepting))
-
-
-def test_both_ends_name_both_builds_when_their_schemas_differ() -> None:
-    connecting = Challenge(KEY, Role.CONNECTING, schema=b"schema-1")
-    accepting = Challenge(KEY, Role.ACCEPTING, schema=b"schema-2")
-    run(connecting, accepting)
-    for end in (connecting, accepting):
-        with pytest.raises(WireError) as caught:
-            end.check_version()
-        assert caught.value.reason == "version"
-        assert b"schema-1".hex() in str(caught.value) and b"schema-2".hex() in str(caught.value)
 
 
 def test_changed_preface_proves_nothing() -> None:

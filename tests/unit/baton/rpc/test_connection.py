@@ -81,23 +81,6 @@ def connected(sockets: Sockets, dropped: DroppedPeers | None = None) -> tuple[Co
     return connecting, accepting
 
 
-def relayed(dropped: DroppedPeers) -> tuple[Connection, Connection, socket.socket, socket.socket]:
-    """Return two authenticated ends and the relay between them.
-
-    (sender, receiver, from sender, to receiver).
-    """
-    sender_sock, from_sender = unix_sockets()
-    to_receiver, receiver_sock = unix_sockets()
-    sender = Connection(sender_sock, KEY, Role.CONNECTING)
-    receiver = Connection(receiver_sock, KEY, Role.ACCEPTING, dropped=dropped)
-    peers = [Peer(sender.handshake), Peer(receiver.handshake)]
-    to_receiver.sendall(from_sender.recv(1000))
-    from_sender.sendall(to_receiver.recv(1000))
-    to_receiver.sendall(from_sender.recv(1000))
-    assert all(peer.end().error is None for peer in peers)
-    return sender, receiver, from_sender, to_receiver
-
-
 def test_frames_travel_both_ways_in_order(sockets: Sockets) -> None:
     connecting, accepting = connected(sockets)
     for body in (b"one", b"", b"three" * 1000):
@@ -105,17 +88,6 @@ def test_frames_travel_both_ways_in_order(sockets: Sockets) -> None:
         accepting.send(body[::-1])
         assert accepting.recv(1) == body
         assert connecting.recv(1) == body[::-1]
-
-
-def test_largest_body_passes_and_a_larger_one_is_never_sent(sockets: Sockets) -> None:
-    connecting, accepting = connected(sockets)
-    peer = Peer(lambda: accepting.recv(10))
-    connecting.send(bytes(MAX_BODY_BYTES))
-    assert peer.end().result == bytes(MAX_BODY_BYTES)
-    with pytest.raises(WireError, match="do not fit"):
-        connecting.send(bytes(MAX_BODY_BYTES + 1))
-    connecting.send(b"as good as before")
-    assert accepting.recv(1) == b"as good as before"
 
 
 def test_threads_share_a_connection(sockets: Sockets) -> None:
@@ -194,17 +166,6 @@ def test_peer_that_drips_bytes_is_dropped_at_the_frame_deadline(
     assert dropped.counts() == {"slow": 1}
 
 
-def test_timeout_leaves_half_a_frame_for_the_next_call() -> None:
-    sender, receiver, from_sender, to_receiver = relayed(DroppedPeers())
-    sender.send(b"whole")
-    frame = from_sender.recv(1000)
-    to_receiver.sendall(frame[:8])
-    with pytest.raises(TimeoutError):
-        receiver.recv(0.05)
-    to_receiver.sendall(frame[8:])
-    assert receiver.recv(1) == b"whole"
-
-
 @pytest.mark.parametrize("cut", [0, 3, 9])
 def test_end_of_stream_is_a_peer_that_is_gone(sockets: Sockets, cut: int) -> None:
     dropped = DroppedPeers()
@@ -216,6 +177,17 @@ def test_end_of_stream_is_a_peer_that_is_gone(sockets: Sockets, cut: int) -> Non
         accepting.recv(1)
     assert accepting.is_closed
     assert dropped.counts() == {}
+
+
+def test_timeout_leaves_half_a_frame_for_the_next_call(sockets: Sockets) -> None:
+    connecting, accepting = connected(sockets)
+    frame = connecting.frame(b"whole")
+    raw = bare(connecting)
+    raw.sendall(frame[:8])
+    with pytest.raises(TimeoutError):
+        accepting.recv(0.05)
+    raw.sendall(frame[8:])
+    assert accepting.recv(1) == b"whole"
 
 
 def test_peer_that_reads_nothing_is_dropped(sockets: Sockets) -> None:

@@ -1,43 +1,45 @@
-"""The behaviour that both worker roles share."""
+"""The behaviour that both worker roles share: membership, orders of routers, and reports to routers."""
 
 from collections.abc import Collection
+from typing import NamedTuple, TypeVar
 
 import pytest
 
 from baton.clock import ManualClock
 from baton.errors import ProtocolError
-from baton.messages.bounds import Kind
+from baton.messages.bounds import MAX_EVENTS, Kind
 from baton.messages.codec import AnyMessage
-from baton.messages.control import Cancel, Heartbeat, Hello, KvEventsWanted, Members, Pressure, Reachable
+from baton.messages.control import (
+    Cancel,
+    Heartbeat,
+    Hello,
+    KvEventBatch,
+    KvEventsWanted,
+    Measured,
+    Members,
+    Pressure,
+    Reachable,
+)
 from baton.messages.operations import Drain
 from baton.messages.status import OverloadLevel
-from baton.messages.workers import Address, Load, Worker, WorkerRole
+from baton.messages.workers import Address, Load, PrefillTimes, StepTimes, Tier, Worker
+from baton.rpc.liveness import BEAT_S
 from baton.rpc.peers import Peer, PeerRegistry
-from baton.rpc.reports import WorkerReports
-from baton.rpc.worker_node import MAX_ENDED, EndedAttempts, WorkerNode
-from tests.fakes import Post, PostedPeer
+from baton.rpc.worker_node import (
+    EVENTS_S,
+    MAX_ENDED,
+    MAX_KEPT,
+    MEASURED_S,
+    PAGES_PER_MESSAGE,
+    SAMPLE_S,
+    EndedAttempts,
+    WorkerNode,
+    WorkerReports,
+)
+from tests.node_peers import ListeningPeer, TestPeer, a_worker, hello_of, id_of
 
-
-def a_worker(number: int) -> Worker:
-    return Worker(
-        id=f"{number:032x}",
-        name=f"prefill-{number}",
-        role=WorkerRole.PREFILL,
-        model="model",
-        fingerprint="f",
-        address=Address("127.0.0.1", number),
-        kv_address=Address("127.0.0.1", number),
-        page_size=16,
-        num_pages=8,
-        max_num_seqs=1,
-        max_model_len=64,
-    )
-
-
-OURS, OTHER = a_worker(1), a_worker(2)
-ROUTER = Hello(process=Kind.ROUTER, id="e" * 32)
-OTHER_ROUTER = Hello(process=Kind.ROUTER, id="c" * 32)
-GATEWAY = Hello(process=Kind.GATEWAY, id="d" * 32)
+MessageT = TypeVar("MessageT", Heartbeat, KvEventBatch, Measured)
+OURS, OTHER = a_worker("prefill-1"), a_worker("prefill-2")
 LISTED = Members(workers=(OURS, OTHER))
 
 
@@ -55,27 +57,13 @@ class SomeWorker(WorkerNode):
     attempts = (("f" * 32, 0),)
 
     def __init__(self) -> None:
-        self.post, self.links, self.wrote = Post(), Links(), list[object]()
+        self.links, self.wrote = Links(), list[object]()
         self.levels: list[OverloadLevel] = []
-        hello = Hello(process=Kind.WORKER, id=OURS.id, worker=OURS)
-        peer_registry = PeerRegistry(hello, [Address("127.0.0.1", 9)], lambda address: None)
-        clock = ManualClock()
-        super().__init__(
-            peer_registry,
-            self.links,
-            WorkerReports(peer_registry, clock),
-        )
+        peer_registry = PeerRegistry(hello_of(OURS), [Address("127.0.0.1", 9)], lambda address: None)
+        super().__init__(peer_registry, self.links, WorkerReports(peer_registry, ManualClock()))
 
     def load(self) -> Load:
         return Load(num_running=3)
-
-    def meet(self, hello: Hello) -> PostedPeer:
-        peer = PostedPeer(self.hello.id, hello, self.post)
-        self.joined(peer)
-        return peer
-
-    def said(self, kind: type[AnyMessage]) -> list[AnyMessage]:
-        return [letter.message for letter in self.post.take() if isinstance(letter.message, kind)]
 
     def _reachable(self) -> list[str]:
         return self.links.kept
@@ -101,54 +89,54 @@ def worker() -> SomeWorker:
 
 
 def test_listed_workers_get_links_and_reachable_ones_are_reported(worker: SomeWorker) -> None:
-    router = worker.meet(ROUTER)
-    worker.received(router, LISTED)
+    router = TestPeer.router(worker)
+    router.say(LISTED)
     assert worker.links.kept == [OTHER.id]
-    assert worker.said(Reachable)[-1] == Reachable(workers=(OTHER.id,))
-    worker.received(router, Members(workers=(OURS,)))
+    assert router.take(Reachable)[-1] == Reachable(workers=(OTHER.id,))
+    router.say(Members(workers=(OURS,)))
     assert worker.wrote == [OTHER.id] and worker.links.kept == []
 
 
 def test_end_of_a_replaced_connection_is_no_loss(worker: SomeWorker) -> None:
-    first, second = worker.meet(GATEWAY), worker.meet(GATEWAY)
-    worker.left(first)
+    first, second = TestPeer.gateway(worker), TestPeer.gateway(worker)
+    first.leave()
     assert not worker.wrote
-    worker.left(second)
-    assert worker.wrote == [GATEWAY.id]
+    second.leave()
+    assert worker.wrote == [second.id]
 
 
 def test_workers_of_a_lost_router_are_lost(worker: SomeWorker) -> None:
-    one, other = worker.meet(ROUTER), worker.meet(OTHER_ROUTER)
-    worker.received(one, LISTED)
-    worker.received(other, Members(workers=(OURS,)))
-    worker.left(one)
-    assert worker.wrote == [ROUTER.id, OTHER.id]
+    one, other = TestPeer.router(worker), TestPeer.router(worker, "other")
+    one.say(LISTED)
+    other.say(Members(workers=(OURS,)))
+    one.leave()
+    assert worker.wrote == [one.id, OTHER.id]
 
 
 def test_highest_overload_level_of_all_routers_holds(worker: SomeWorker) -> None:
-    one, other = worker.meet(ROUTER), worker.meet(OTHER_ROUTER)
+    one, other = TestPeer.router(worker), TestPeer.router(worker, "other")
     for router, level in (
         (one, OverloadLevel.MAKE_ROOM),
         (other, OverloadLevel.SMALL_CHUNKS),
         (other, OverloadLevel.CALM),
         (one, OverloadLevel.SHED),
     ):
-        worker.received(router, Pressure(level=level))
+        router.say(Pressure(level=level))
     assert worker.levels == [
         OverloadLevel.MAKE_ROOM,
         OverloadLevel.MAKE_ROOM,
         OverloadLevel.MAKE_ROOM,
         OverloadLevel.SHED,
     ]
-    worker.left(one)
+    one.leave()
     assert worker.levels[-1] is OverloadLevel.CALM
 
 
 def test_drain_is_reported_at_once(worker: SomeWorker) -> None:
-    router = worker.meet(ROUTER)
+    router = TestPeer.router(worker)
     worker.tick()
-    worker.received(router, Drain(worker="prefill-1"))
-    beats = worker.said(Heartbeat)
+    router.say(Drain(worker="prefill-1"))
+    beats = router.take(Heartbeat)
     assert beats == [
         Heartbeat(load=Load(num_running=3), is_draining=is_draining, attempts=worker.attempts)
         for is_draining in (False, True)
@@ -160,13 +148,13 @@ def test_drain_is_reported_at_once(worker: SomeWorker) -> None:
 )
 def test_only_routers_give_orders(worker: SomeWorker, message: AnyMessage) -> None:
     with pytest.raises(ProtocolError):
-        worker.received(worker.meet(GATEWAY), message)
+        TestPeer.gateway(worker).say(message)
     assert not worker.is_draining and not worker.links.kept
 
 
 def test_other_messages_go_to_the_role(worker: SomeWorker) -> None:
     cancel = Cancel(request_id="f" * 32, attempt=0)
-    worker.received(worker.meet(GATEWAY), cancel)
+    TestPeer.gateway(worker).say(cancel)
     assert worker.wrote == [cancel]
 
 
@@ -184,3 +172,224 @@ def test_oldest_ends_are_forgotten() -> None:
         ended.add(str(number), 0)
     assert ("0", 0) not in ended
     assert ("1", 0) in ended and (str(MAX_ENDED), 0) in ended
+
+
+class Beating:
+    """What heartbeats read of a worker."""
+
+    def __init__(self, num_attempts: int = 0) -> None:
+        self.is_draining = False
+        self.attempts = tuple((f"{number:032x}", 0) for number in range(num_attempts))
+
+    def load(self) -> Load:
+        return Load(num_running=3)
+
+
+class Changes(NamedTuple):
+    is_afresh: bool
+    device: list[tuple[bytes, int, int]]
+    host: list[tuple[bytes, int, int]]
+
+
+STEP = StepTimes(3, 40, 90, 0.25)
+
+
+class Engine:
+    """Has `num_new` changed pages at the next call, and the same step every time."""
+
+    def __init__(self) -> None:
+        self.num_new = 2
+        self.num_host = 0
+        self.step: StepTimes | None = None
+        self.asked: list[bool] = []
+
+    def take_page_changes(self, *, is_afresh: bool = False) -> Changes:
+        self.asked.append(is_afresh)
+        number, self.num_new = self.num_new, 0
+        device = [(bytes([each % 256]) * 16, each, 7) for each in range(number)]
+        return Changes(is_afresh, device, [(b"h" * 16, 1, 0)] * self.num_host)
+
+    def last_step(self) -> StepTimes | None:
+        return self.step
+
+
+class Desk:
+    """A worker's reports to its routers."""
+
+    def __init__(self, *, num_routers: int = 1) -> None:
+        self.clock, self.engine = ManualClock(5.0), Engine()
+        self.routers: list[ListeningPeer] = []
+        self.peer_registry = PeerRegistry(hello_of(OURS), [Address("127.0.0.1", 1)], lambda address: None)
+        self.reports = WorkerReports(self.peer_registry, self.clock)
+        for _ in range(num_routers):
+            self.join_router()
+
+    def join_router(self) -> ListeningPeer:
+        self.routers.append(ListeningPeer(Hello(process=Kind.ROUTER, id=id_of(f"r{len(self.routers)}"))))
+        self.peer_registry.joined(self.routers[-1])
+        return self.routers[-1]
+
+    def told(self, kind: type[MessageT]) -> list[MessageT]:
+        """Return the new messages of that kind to all routers."""
+        self.reports.tell(self.engine)
+        return [message for router in self.routers for message in router.take(kind)]
+
+
+@pytest.fixture
+def desk() -> Desk:
+    """One router has asked for KV events."""
+    desk = Desk()
+    desk.reports.want(desk.routers[0])
+    return desk
+
+
+def test_heartbeats_leave_once_a_second() -> None:
+    desk = Desk()
+    for _ in range(40):
+        desk.reports.heartbeat(Beating())
+        desk.clock.advance(BEAT_S / 4)
+    assert desk.told(Heartbeat) == [Heartbeat(load=Load(num_running=3))] * 10
+
+
+def test_heartbeat_without_a_router_is_not_saved_up() -> None:
+    desk = Desk(num_routers=0)
+    for _ in range(3):
+        desk.reports.heartbeat(Beating())
+        desk.clock.advance(BEAT_S)
+    desk.join_router()
+    desk.reports.heartbeat(Beating())
+    desk.reports.heartbeat(Beating())
+    assert len(desk.told(Heartbeat)) == 1
+
+
+def test_heartbeat_names_no_more_attempts_than_a_message_holds() -> None:
+    desk = Desk()
+    desk.reports.heartbeat(Beating(MAX_EVENTS + 1))
+    (beat,) = desk.told(Heartbeat)
+    assert len(beat.attempts) == MAX_EVENTS
+
+
+def test_router_that_has_not_asked_gets_neither_events_nor_times() -> None:
+    desk = Desk()
+    desk.engine.step = STEP
+    desk.reports.prefilled(times())
+    desk.reports.step_ended(desk.engine)
+    desk.reports.tell(desk.engine)
+    assert not desk.routers[0].received and not desk.engine.asked
+
+
+def test_router_that_asks_gets_all_pages(desk: Desk) -> None:
+    (events,) = desk.told(KvEventBatch)
+    assert events.is_afresh and events.first == 0 and events.tier is Tier.DEVICE
+    assert events.keys == b"\0" * 16 + b"\1" * 16
+    assert (events.pages, events.generations) == ((0, 1), (7, 7))
+
+
+def test_empty_cache_is_reported_too(desk: Desk) -> None:
+    desk.engine.num_new = 0
+    (events,) = desk.told(KvEventBatch)
+    assert events.is_afresh and not events.pages
+
+
+def test_changes_follow_at_intervals_and_are_numbered(desk: Desk) -> None:
+    desk.engine.num_host = 1
+    assert [(each.first, each.tier, each.is_afresh) for each in desk.told(KvEventBatch)] == [
+        (0, Tier.DEVICE, True),
+        (2, Tier.HOST, False),
+    ]
+    desk.engine.num_new = 3
+    desk.clock.advance(EVENTS_S / 2)
+    assert not desk.told(KvEventBatch)
+    desk.clock.advance(EVENTS_S)
+    events = desk.told(KvEventBatch)
+    assert [(each.first, each.tier) for each in events] == [(3, Tier.DEVICE), (6, Tier.HOST)]
+
+
+def test_unchanged_cache_is_not_reported_and_the_next_change_leaves_at_once(desk: Desk) -> None:
+    desk.told(KvEventBatch)
+    desk.clock.advance(EVENTS_S)
+    assert not desk.told(KvEventBatch)
+    desk.engine.num_new = 1
+    assert len(desk.told(KvEventBatch)) == 1
+
+
+def test_many_changes_are_cut_into_messages_that_fit_a_frame(desk: Desk) -> None:
+    desk.engine.num_new = 2 * PAGES_PER_MESSAGE + 1
+    told = desk.told(KvEventBatch)  # each was encoded
+    assert [(each.first, each.is_afresh) for each in told] == [
+        (0, True),
+        (PAGES_PER_MESSAGE, False),
+        (2 * PAGES_PER_MESSAGE, False),
+    ]
+
+
+def test_router_that_asks_again_gets_all_pages_at_once(desk: Desk) -> None:
+    desk.told(KvEventBatch)
+    desk.engine.num_new = 2
+    desk.reports.want(desk.routers[0])
+    (events,) = desk.told(KvEventBatch)
+    assert events.is_afresh and events.first == 2 and desk.engine.asked == [True, True]
+
+
+def test_new_router_gets_nothing_before_it_asks(desk: Desk) -> None:
+    desk.told(KvEventBatch)
+    desk.peer_registry.left(desk.routers[0])
+    router = desk.join_router()
+    desk.engine.num_new = 2
+    desk.clock.advance(1.0)
+    assert not desk.told(KvEventBatch)
+    desk.reports.want(router)
+    (events,) = desk.told(KvEventBatch)
+    assert events.is_afresh and events.first == 2
+
+
+def test_all_routers_that_asked_get_the_same_events(desk: Desk) -> None:
+    other = desk.join_router()
+    assert len(desk.told(KvEventBatch)) == 1
+    desk.engine.num_new = 2
+    desk.reports.want(other)
+    one, same = desk.told(KvEventBatch)
+    assert one == same and one.is_afresh and one.first == 2
+    desk.engine.num_new = 1
+    desk.clock.advance(EVENTS_S)
+    desk.peer_registry.left(other)
+    (events,) = desk.told(KvEventBatch)
+    assert events.first == 4
+
+
+def times(number: int = 0) -> PrefillTimes:
+    return PrefillTimes(f"{number:032x}", 0, 0.1, 0.2, 30, 40)
+
+
+def test_measured_times_leave_once_a_second(desk: Desk) -> None:
+    desk.engine.step = STEP
+    desk.reports.prefilled(times(1))
+    desk.reports.step_ended(desk.engine)
+    expected = Measured(prefills=(times(1),), steps=(STEP,))
+    assert desk.told(Measured) == [expected]
+    desk.reports.prefilled(times(2))
+    desk.clock.advance(MEASURED_S / 2)
+    assert not desk.told(Measured)
+    desk.clock.advance(MEASURED_S / 2)
+    assert [each.prefills for each in desk.told(Measured)] == [(times(2),)]
+
+
+def test_nothing_is_sent_without_measured_times(desk: Desk) -> None:
+    desk.reports.step_ended(desk.engine)
+    assert not desk.told(Measured)
+
+
+def test_steps_are_sampled(desk: Desk) -> None:
+    desk.engine.step = STEP
+    for _ in range(100):
+        desk.reports.step_ended(desk.engine)
+        desk.clock.advance(SAMPLE_S / 10)
+    (measured,) = desk.told(Measured)
+    assert len(measured.steps) == 10
+
+
+def test_only_the_newest_times_are_kept(desk: Desk) -> None:
+    for number in range(MAX_KEPT + 5):
+        desk.reports.prefilled(times(number))
+    (measured,) = desk.told(Measured)
+    assert len(measured.prefills) == MAX_KEPT and measured.prefills[-1] == times(MAX_KEPT + 4)

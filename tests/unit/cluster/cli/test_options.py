@@ -7,7 +7,7 @@ import pytest
 
 from baton.cluster.cli.commands.generate import engine_settings_of, generate, sampling_of
 from baton.cluster.cli.options import INSTEAD, Parser
-from baton.cluster.cli.settings import WITHOUT_OPTION, add_serve_options, serve_settings
+from baton.cluster.cli.settings import WITHOUT_OPTION, add_serve_options, settings_from
 from baton.config.cluster import ServeConfig
 from baton.config.engine import EngineConfig, engine_config
 from baton.config.loader import comments, leaves
@@ -38,7 +38,7 @@ GENERATE_FLAGS = """
 def served(options: str) -> ServeConfig:
     parser = Parser("serve", None)
     add_serve_options(parser)
-    return serve_settings(parser.parse(shlex.split(options))).build()
+    return settings_from(ServeConfig, parser.parse(shlex.split(options))).build()
 
 
 def generated(options: str) -> argparse.Namespace:

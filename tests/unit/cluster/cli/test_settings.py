@@ -15,7 +15,6 @@ from baton.config.cluster import ServeConfig
 from baton.config.environment import VARIABLES
 from baton.config.loader import leaves
 from baton.errors import ConfigError
-from tests.unit.cluster.conftest import Baton
 
 
 def settings(
@@ -113,12 +112,6 @@ def test_unreadable_file_is_refused(tmp_path: Path) -> None:
 
 def test_empty_file_sets_nothing(tmp_path: Path) -> None:
     assert read_mapping(write(tmp_path, "# nothing yet\n")) == {}
-
-
-def test_option_beats_the_file(tmp_path: Path, baton: Baton) -> None:
-    file = write(tmp_path, "model: tiny\nruntime: local\nport: 1\n")
-    lines = baton("config", "show", "--config", str(file), "--port", "2").out.splitlines()
-    assert {'model: "tiny"', 'runtime: "local"', "port: 2"} <= set(lines)
 
 
 @pytest.mark.parametrize(

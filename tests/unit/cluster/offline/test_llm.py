@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from baton.cluster.offline.generation import Completion, TextDelta
+from baton.cluster.offline.generation import Completion, Prompt, TextDelta
 from baton.cluster.offline.llm import LLM
-from baton.cluster.offline.prompts import Prompt
 from baton.engine.replica import LayerWatch
 from baton.errors import ConfigError, InvalidRequest
 from baton.request import FinishReason, SamplingParams, StepOutput
@@ -93,13 +92,6 @@ def test_stream_yields_each_token(llm: LLM) -> None:
     assert all(len(delta.token_ids) == 1 for delta in deltas)
 
 
-def test_choices_differ_and_a_seed_repeats_them(llm: LLM) -> None:
-    sampling = SamplingParams(temperature=2.0, max_tokens=12, n=3, seed=5, ignore_eos=True)
-    first, again = texts(llm.generate("sun", sampling)), texts(llm.generate("sun", sampling))
-    assert first == again
-    assert len(set(first)) == 3
-
-
 def test_answers_without_a_seed_differ(llm: LLM) -> None:
     sampling = SamplingParams(temperature=2.0, max_tokens=12, ignore_eos=True)
     assert len(set(texts(llm.generate(["sun"] * 3, sampling)))) == 3
@@ -148,13 +140,6 @@ def test_bad_prompt_is_named_and_nothing_runs(llm: LLM) -> None:
         with pytest.raises(InvalidRequest, match=message):
             llm.generate([COPY, bad, COPY], GREEDY)
         assert not llm.engine.has_work()
-
-
-def test_no_limit_of_tokens_is_the_models_own(llm: LLM) -> None:
-    endless = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)
-    (completion,) = llm.generate([[5] * 4090], endless)
-    assert len(completion.outputs[0].token_ids) == 6
-    assert completion.outputs[0].finish_reason is FinishReason.LENGTH
 
 
 def test_a_stream_checks_before_it_is_read(llm: LLM) -> None:
@@ -361,11 +346,6 @@ def test_cached_prompt_tokens_are_counted(llm: LLM) -> None:
     (again,) = llm.generate(prompt, GREEDY)
     page_size = llm.engine.runner.layout.page_size
     assert again.num_cached_tokens == (len(again.prompt_token_ids) - 1) // page_size * page_size > 0
-
-
-def test_unknown_setting_names_the_nearest() -> None:
-    with pytest.raises(ConfigError, match="'cache.pagesize'; did you mean 'cache.page_size'"):
-        LLM("tiny", cache={"pagesize": 16})
 
 
 def test_loading_reports_its_progress() -> None:

@@ -7,7 +7,7 @@ from typing import Any, Final
 import msgspec
 import pytest
 
-from baton.cluster.process_spec import Loading, ProcessFailed, share_out, share_out_threads
+from baton.cluster.runtimes.base import Loading, ProcessFailed, share_out, share_out_threads
 from baton.cluster.runtimes.local import MAX_REPORT_BYTES, LocalRuntime
 from baton.errors import ConfigError, WorkerLost
 from baton.messages.workers import Address

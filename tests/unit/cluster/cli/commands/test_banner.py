@@ -4,14 +4,12 @@ from pathlib import Path
 
 from baton.cluster.cli.commands.serve import banner
 from baton.cluster.offline.llm import LLM
-from baton.cluster.serve import Serving
 from baton.config.cluster import ServeConfig
 from baton.config.loader import build
-from baton.messages.workers import Address
 from baton.request import SamplingParams
 from tests.unit.cluster.model_directories import with_config_alone, without_weights
 
-SERVING = Serving(host="127.0.0.1", port=8123, routers=(Address("127.0.0.1", 7000),))
+URL = "http://127.0.0.1:8123"
 
 
 def curl(text: str) -> list[str]:
@@ -20,7 +18,7 @@ def curl(text: str) -> list[str]:
 
 
 def test_the_answer_that_is_promised_is_the_models() -> None:
-    text = banner(build(ServeConfig, {"model": "tiny"}), SERVING)
+    text = banner(build(ServeConfig, {"model": "tiny"}), URL)
     body = json.loads(curl(text)[-1])
     with LLM("tiny") as llm:
         greedy = SamplingParams(temperature=body["temperature"], max_tokens=body["max_tokens"])
@@ -35,7 +33,7 @@ def test_another_model_is_asked_in_a_chat(tmp_path: Path) -> None:
     directory.mkdir()
     without_weights(directory)
     config = build(ServeConfig, {"model": str(directory), "tenants": "tenants.yaml"})
-    command = curl(banner(config, SERVING))
+    command = curl(banner(config, URL))
     assert command[2] == "http://127.0.0.1:8123/v1/chat/completions"
     assert "Authorization: Bearer YOUR_KEY" in command
     assert json.loads(command[-1])["model"] == "it's mine"
@@ -43,8 +41,8 @@ def test_another_model_is_asked_in_a_chat(tmp_path: Path) -> None:
 
 def test_model_without_template_or_tokenizer_gets_a_matching_example(tmp_path: Path) -> None:
     config = build(ServeConfig, {"model": str(with_config_alone(tmp_path))})
-    assert json.loads(curl(banner(config, SERVING))[-1])["prompt"] == [1, 2, 3]
+    assert json.loads(curl(banner(config, URL))[-1])["prompt"] == [1, 2, 3]
     without_weights(tmp_path, chat_template=None)
-    command = curl(banner(config, SERVING))
+    command = curl(banner(config, URL))
     assert command[2] == "http://127.0.0.1:8123/v1/completions"
     assert json.loads(command[-1])["prompt"] == "A baton is"

@@ -29,6 +29,7 @@ def test_the_schema_describes_the_settings(baton: Baton) -> None:
     assert status == 0
     assert schema["$defs"]["ServeConfig"]["properties"]["port"]["maximum"] == 65_535
     assert schema["$defs"]["ServeConfig"]["required"] == ["model"]
+    assert json.loads(baton("config", "schema", "tenants").out)["$ref"] == "#/$defs/TenantsFile"
 
 
 def test_validate_names_the_error(tmp_path: Path, baton: Baton) -> None:

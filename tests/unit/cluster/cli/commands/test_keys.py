@@ -1,6 +1,5 @@
 import functools
 import hashlib
-import json
 import stat
 import threading
 from collections.abc import Callable
@@ -112,8 +111,3 @@ def test_keys_added_at_the_same_time_are_all_there(run: Run) -> None:
     for thread in adding:
         thread.join()
     assert sum(len(entry.keys) for entry in read_tenants(Path("tenants.yaml")).tenants.values()) == 12
-
-
-def test_schema_of_the_file_is_published(baton: Baton) -> None:
-    status, out, _ = baton("config", "schema", "tenants")
-    assert (status, json.loads(out)["$ref"]) == (0, "#/$defs/TenantsFile")

@@ -38,7 +38,7 @@ def test_router_serves_until_sigterm(key_file: Path, baton: Baton) -> None:
     ("arguments", "message"),
     [
         (["router"], "--cluster-key-file: expected the file with the cluster's key, got none"),
-        (["router", "--port", "-1"], "router.port: expected 0 to 65535, got -1"),
+        (["router", "--port", "-1"], "--port: expected int, at least 0, at most 65535, got '-1'"),
         (["router", "--router-policy", "best"], "--router-policy: expected one of"),
         (["router", "--redis", "localhost:6379"], "router.redis: expected auto, none or a URL (redis://"),
         (

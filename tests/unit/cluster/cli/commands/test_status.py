@@ -70,10 +70,6 @@ def test_workers_are_in_the_order_of_their_names_and_numbers() -> None:
     assert first_words == ["worker", "decode-2", "decode-10", "lone", "prefill-0", "0"]
 
 
-def test_a_cluster_without_workers_has_a_lines_of() -> None:
-    assert lines_of(Status())[-1] == "0 gateways, 0 requests under way"
-
-
 def test_each_router_has_a_line() -> None:
     routing = (0, 98, 0, 2, *[0] * 9)
     counters = {"decisions": 200, "blind_decisions": 1}
@@ -110,7 +106,8 @@ def test_calm_cluster_without_tenants_shows_no_queue() -> None:
 
 def test_overload_level_and_waiting_requests_are_shown() -> None:
     queue = QueueStatus(level=OverloadLevel.SMALL_CHUNKS, num_queued=12, oldest_wait_s=3.44)
-    assert queue_lines(queue) == ["overload: small chunks, 12 wait, the oldest 3.4 s"]
+    status = Status(routers=(RouterStatus(id="e" * 32, queue=queue),))
+    assert lines_of(status)[1] == "overload: small chunks, 12 wait, the oldest 3.4 s"
 
 
 def test_each_tenant_has_a_line_with_its_share_of_all_work() -> None:
@@ -128,24 +125,14 @@ def test_each_tenant_has_a_line_with_its_share_of_all_work() -> None:
 
 def test_first_of_many_tenants_are_shown() -> None:
     many = tuple(TenantStatus(tenant=f"t{number}") for number in range(MAX_LINES + 3))
-    lines = queue_lines(QueueStatus(tenants=many))
-    assert len(lines) == MAX_LINES + 3 and lines[-1] == "and 3 more tenants, see --json"
-
-
-def test_tenants_without_room_are_counted() -> None:
-    lines = queue_lines(QueueStatus(tenants=(ACME,), num_left_out=7))
-    assert lines[-1].startswith("and 7 more tenants, for which")
+    *lines, further, left_out = queue_lines(QueueStatus(tenants=many, num_left_out=7))
+    assert len(lines) == MAX_LINES + 2 and further == "and 3 more tenants, see --json"
+    assert left_out.startswith("and 7 more tenants, for which")
 
 
 def test_entries_without_room_are_counted() -> None:
     lines = lines_of(Status(left_out={"counters": 3, "workers": 2}))
     assert lines[-2] == "the status has no room for: 3 counters, 2 workers"
-
-
-def test_status_shows_the_queue_of_its_routers() -> None:
-    queue = QueueStatus(level=OverloadLevel.SHED, tenants=(ACME,))
-    lines = lines_of(Status(routers=(RouterStatus(id="e" * 32, queue=queue),)))
-    assert "overload: shed, no request waits" in lines and lines[-1] == "0 gateways, 0 requests under way"
 
 
 def test_refusals_of_all_gateways_are_summed() -> None:

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from baton.cluster.offline.prompts import (
+from baton.cluster.offline.generation import (
     GivenPrompt,
     list_prompts,
     list_sampling,
