@@ -254,7 +254,7 @@ def test_standstill_of_the_gateway_counts_neither_as_waiting_nor_as_silence() ->
     g.tick(20.0)
     g.tick(1.0)
     assert (running.error, waiting.error) == (None, None)
-    assert g.frontend.counters["replays_error"] == 0
+    assert g.frontend.counters["replays_silent"] == 0
 
 
 def test_death_reported_by_another_worker_counts_when_the_connection_ends() -> None:
@@ -334,7 +334,7 @@ def test_request_behind_others_at_a_worker_is_not_silent() -> None:
         g.tick(1.0)
     assert before.error is None and behind.error is None
     g.say("d0", event(0, FinishReason.STOP, name="b"))
-    assert behind.finish is FinishReason.STOP and g.frontend.counters["replays_error"] == 0
+    assert behind.finish is FinishReason.STOP and g.frontend.counters["replays_silent"] == 0
 
 
 def test_request_that_a_busy_worker_never_answers_fails_in_the_end() -> None:
