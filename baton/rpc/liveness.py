@@ -1,4 +1,4 @@
-"""Liveness of a connection (`LinkLife`) and of an engine's step (`StepWatchdog`, `SignsOfLife`).
+"""Liveness of a connection (`LinkLife`) and of an engine's step (`StepWatchdog`).
 
 A connection:
 
@@ -17,27 +17,20 @@ A step:
    comes from this process's own steps, by size in powers of two: the slowest recent step of the nearest
    measured size, scaled up from a smaller size by the number of tokens.
 3. The first step of a process may compile kernels, so it may take FIRST_STEP_S.
-4. Routers get the age of the step every BEAT_S, from a thread that no step delays.
+4. Routers get the age of the step every BEAT_S: see `SignsOfLife` in baton/rpc/server.py.
 
 `LinkLife` reads no clock: the owner of the connection calls `tick` several times a second.
 """
 
-import contextlib
-import faulthandler
-import logging
 import struct
-import sys
-from collections.abc import Sequence
 from typing import Final
 
 import msgspec
 
-from baton.clock import Clock, SystemClock
+from baton.clock import Clock
 from baton.errors import WireError
 from baton.messages.bounds import STEP_TIMEOUT_S
-from baton.messages.control import Alive
 from baton.messages.workers import RunningStep
-from baton.rpc.peers import Peer
 
 BEAT_S: Final = 1.0  # between two heartbeats, and two signs of life
 PING_S: Final = 0.5
@@ -47,8 +40,6 @@ LATE_TICK_S: Final = 1.0
 _PING: Final = struct.Struct(">BI")
 _MARK: Final = 0xC1
 _MAX_MS: Final = 2**32 - 1
-
-logger = logging.getLogger(__name__)
 
 
 def is_ping(body: bytes) -> bool:
@@ -158,33 +149,3 @@ class StepWatchdog:
         if smaller is not None:
             guesses_s.append(self._slowest_s[smaller] * 2 ** (size - smaller))
         return min(guesses_s, default=None)
-
-
-class SignsOfLife:
-    """Sends routers a sign of life with the age of the current step, from a thread that no step delays."""
-
-    def __init__(self, steps: StepWatchdog, clock: Clock | None = None) -> None:
-        self._steps = steps
-        self._clock = clock or SystemClock()
-        self._next_s = self._clock.now_s()
-        self._was_overdue = False
-
-    def give(self, routers: Sequence[Peer]) -> None:
-        """Send a sign of life every BEAT_S, and when the step becomes overdue; call it in every tick."""
-        now_s, step = self._clock.now_s(), self._steps.present
-        has_become_overdue = step.is_overdue and not self._was_overdue
-        self._was_overdue = step.is_overdue
-        if has_become_overdue:
-            _show_threads(step)
-        if now_s < self._next_s and not has_become_overdue:
-            return
-        self._next_s = now_s + BEAT_S
-        for router in routers:
-            router.send(Alive(step=step))
-
-
-def _show_threads(step: RunningStep) -> None:
-    """Log the stacks of all threads, so that the cause can be found after the process was killed."""
-    logger.error("%s; its threads are in:", step.complaint)
-    with contextlib.suppress(OSError, ValueError, AttributeError, RuntimeError):  # there may be no stderr
-        faulthandler.dump_traceback(sys.__stderr__)  # type: ignore[arg-type]

@@ -19,24 +19,28 @@ node with a thread that must never wait for the network.
 """
 
 import asyncio
+import contextlib
+import faulthandler
 import logging
 import socket
+import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, TypeAlias, TypeVar, cast
+from typing import Any, Final, TypeVar, cast
 
+from baton.clock import Clock, SystemClock
 from baton.errors import WireError
 from baton.messages.bounds import LINK_TIMEOUT_S, Kind
 from baton.messages.codec import CONTROL_SCHEMA, AnyMessage, decode, encode
-from baton.messages.control import Hello
-from baton.messages.workers import Address
+from baton.messages.control import Alive, Hello
+from baton.messages.workers import Address, RunningStep
 from baton.rpc.auth import ClusterKeys, KeyRing, LinkKeys, Role
-from baton.rpc.connection import DroppedPeers, keep_alive
-from baton.rpc.liveness import LinkLife, SignsOfLife, StepWatchdog
+from baton.rpc.connection import Call, DroppedPeers, Post, keep_alive
+from baton.rpc.liveness import BEAT_S, LinkLife, StepWatchdog
 from baton.rpc.peers import TICK_S, Node, Peer
 from baton.rpc.session import HANDSHAKE_TIMEOUT_S, Session
 
@@ -364,8 +368,6 @@ class RpcLink(asyncio.Protocol):
             self._handshake_timer.cancel()
 
 
-Call: TypeAlias = Callable[[], None]
-Post: TypeAlias = Callable[[Call], None]  # makes the call on the node's thread, soon
 ResultT = TypeVar("ResultT")
 
 
@@ -437,6 +439,36 @@ class RpcThread:
 
     def _wait(self, work: Coroutine[Any, Any, ResultT]) -> ResultT:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+
+class SignsOfLife:
+    """Sends routers a sign of life with the age of the current step, from a thread that no step delays."""
+
+    def __init__(self, steps: StepWatchdog, clock: Clock | None = None) -> None:
+        self._steps = steps
+        self._clock = clock or SystemClock()
+        self._next_s = self._clock.now_s()
+        self._was_overdue = False
+
+    def give(self, routers: Sequence[Peer]) -> None:
+        """Send a sign of life every BEAT_S, and when the step becomes overdue; call it in every tick."""
+        now_s, step = self._clock.now_s(), self._steps.present
+        has_become_overdue = step.is_overdue and not self._was_overdue
+        self._was_overdue = step.is_overdue
+        if has_become_overdue:
+            _show_threads(step)
+        if now_s < self._next_s and not has_become_overdue:
+            return
+        self._next_s = now_s + BEAT_S
+        for router in routers:
+            router.send(Alive(step=step))
+
+
+def _show_threads(step: RunningStep) -> None:
+    """Log the stacks of all threads, so that the cause can be found after the process was killed."""
+    logger.error("%s; its threads are in:", step.complaint)
+    with contextlib.suppress(OSError, ValueError, AttributeError, RuntimeError):  # there may be no stderr
+        faulthandler.dump_traceback(sys.__stderr__)  # type: ignore[arg-type]
 
 
 class _PeerProxy:

@@ -9,7 +9,7 @@ A worker reports heartbeats, KV events and measured times (`WorkerReports`):
 3. Measured times, at most every MEASURED_S, for the same routers. Of steps a sample is sent: one each
    SAMPLE_S. Without a router the newest MAX_KEPT times are kept.
 
-`SignsOfLife` (baton/rpc/liveness.py) reports the age of the current step.
+`SignsOfLife` (baton/rpc/server.py) reports the age of the current step.
 """
 
 from abc import ABC, abstractmethod

@@ -8,9 +8,9 @@ from baton.errors import WireError
 from baton.messages.bounds import Kind
 from baton.messages.codec import AnyMessage
 from baton.messages.control import Alive, Hello
-from baton.rpc.liveness import BEAT_S, FACTOR, FIRST_STEP_S, PING_S, LinkLife, SignsOfLife, StepWatchdog
+from baton.rpc.liveness import BEAT_S, FACTOR, FIRST_STEP_S, PING_S, LinkLife, StepWatchdog
 from baton.rpc.peers import Peer
-from baton.rpc.server import RpcThread
+from baton.rpc.server import RpcThread, SignsOfLife
 from tests.node_peers import ListeningPeer
 from tests.unit.baton.rpc.rpc_peers import KEY, Recorder
 
