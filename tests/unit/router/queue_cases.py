@@ -1,14 +1,18 @@
-"""Requests that wait, and a queue so plain that it can't be wrong."""
+"""Submissions of tenants to a router with a queue, and its answers."""
 
-from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
 
-from baton.fair_queue import CREDIT_AGES
-from baton.messages.control import Submit
+from baton.messages.control import Ended, Rejected, Routed, Started, Submit
+from baton.messages.operations import Status, StatusQuery
+from baton.messages.status import TenantStatus
 from baton.request import Request, SamplingParams
-from baton.router.queue.quotas import RequestWork
-from baton.router.queue.tenant_queues import QueuedAttempt
+from baton.router.in_flight import MIN_COMPUTING
 from baton.tenants import Degradation, Quotas, SchedulingKey, Sla
-from tests.node_peers import id_of
+from tests.node_peers import TestPeer, id_of
+from tests.unit.router.router_cluster import Cluster, cluster
+
+LONG = 3000  # tokens: MIN_COMPUTING prompts of this length take all slots of a worker
 
 
 def asked(
@@ -24,7 +28,7 @@ def asked(
     degradation: Degradation | None = None,
     **scheduling_key: float,
 ) -> Submit:
-    """By a gateway. standing: weight, rank, max_queue_delay_ms."""
+    """A submission by a gateway. scheduling_key: weight, rank, max_queue_delay_ms."""
     request = Request(
         request_id=id_of(name),
         token_ids=(1,) * num_tokens,
@@ -42,86 +46,63 @@ def asked(
     return Submit(request=request, is_begun=attempt > 0)
 
 
-def waits(
-    name: str,
-    tenant: str = "a",
-    *,
-    work: float = 10.0,
-    due_s: float = 0.0,
-    priority: int = 0,
-    weight: float = 1.0,
-    rank: int = 0,
-) -> QueuedAttempt:
-    submit = asked(name, tenant, num_tokens=1, priority=priority, weight=weight, rank=rank)
-    return QueuedAttempt(id_of("g"), submit, since_s=0.0, due_s=due_s, work=RequestWork(0.0, work))
+def a_cluster(**settings: Any) -> Iterator[Cluster]:
+    """Yield a router with a prefill and a decode worker; then check the router's integrity."""
+    made = cluster(**settings)
+    for name in ("p0", "d0"):
+        made.add(name, num_pages=10_000, max_num_seqs=64)
+    yield made
+    made.router.admission_queue.check_integrity()
+    made.router.in_flight.check_integrity()
 
 
-class PlainQueues:
-    """Everything is looked at, every time."""
+def submit(c: Cluster, *submits: Submit, gateway: str = "g") -> list[Routed | Rejected]:
+    """Submit, and return the answers that came at once."""
+    for each in submits:
+        c[gateway].say(each)
+    return answers(c, gateway)
 
-    def __init__(self) -> None:
-        self.waiting: list[tuple[int, QueuedAttempt]] = []  # number of coming
-        self.clocks: defaultdict[tuple[int, str], float] = defaultdict(float)
-        self.joined: dict[tuple[int, str], int] = {}  # when its clock last changed, or it came
-        self.present: defaultdict[int, float] = defaultdict(float)
-        self.ages: list[defaultdict[int, float]] = [defaultdict(float)]  # what the present was
-        self.weights: dict[tuple[int, str], float] = {}
-        self.held: set[str] = set()
-        self.served: set[tuple[int, str]] = set()
-        self._num = 0
 
-    def age(self) -> None:
-        self.ages.append(self.present.copy())
+def answers(c: Cluster, gateway: str = "g") -> list[Routed | Rejected]:
+    """The answers to submissions since the last call."""
+    found = [message for message in c[gateway].received if isinstance(message, Routed | Rejected)]
+    c[gateway].received.clear()
+    return found
 
-    def _turn(self) -> int:
-        self._num += 1
-        return self._num
 
-    def _begin(self, place: tuple[int, str]) -> None:
-        self.clocks[place] = max(self.clocks[place], self.ages[-CREDIT_AGES:][0][place[0]])
-        self.joined[place] = self._turn()
+def names(answered: list[Routed | Rejected]) -> list[str]:
+    return [bytes.fromhex(each.request_id).decode().rstrip("\0") for each in answered]
 
-    def _is_here(self, place: tuple[int, str]) -> bool:
-        return any((each.rank, each.tenant) == place for _, each in self.waiting)
 
-    def add(self, waiting: QueuedAttempt) -> None:
-        place = (waiting.rank, waiting.tenant)
-        self.weights[place] = waiting.scheduling_key.weight
-        if not self._is_here(place) and waiting.tenant not in self.held:
-            self._begin(place)
-        self.waiting.append((self._turn(), waiting))
+def fill(c: Cluster, tenant: str = "a", **fields: Any) -> None:
+    """Take all slots of the prefill worker with prompts f0, f1 ... of this tenant."""
+    filling = [asked(f"f{n}", tenant, num_tokens=LONG, **fields) for n in range(MIN_COMPUTING)]
+    assert all(isinstance(each, Routed) for each in submit(c, *filling))
 
-    def first(self) -> QueuedAttempt | None:
-        free = [(number, each) for number, each in self.waiting if each.tenant not in self.held]
-        if not free:
-            return None
-        rank = min(each.rank for _, each in free)
-        places = {(rank, each.tenant) for _, each in free if each.rank == rank}
-        place = min(places, key=lambda place: (self.clocks[place], self.joined[place]))
-        mine = [(number, each) for number, each in free if (each.rank, each.tenant) == place]
-        return min(mine, key=lambda entry: (entry[1].order[:2], entry[0]))[1]
 
-    def take(self, waiting: QueuedAttempt) -> None:
-        place = (waiting.rank, waiting.tenant)
-        self.present[waiting.rank] = max(self.present[waiting.rank], self.clocks[place])
-        self.served.add(place)
-        self.remove(waiting)
-        self.correct(waiting.rank, waiting.tenant, waiting.work)
+def start(c: Cluster, *named: str) -> None:
+    """Report the first tokens of these requests: their prompts take no slots any more."""
+    c["g"].say(Started(attempts=tuple((id_of(name), 0) for name in named)))
 
-    def remove(self, waiting: QueuedAttempt) -> None:
-        self.waiting = [entry for entry in self.waiting if entry[1] is not waiting]
 
-    def correct(self, rank: int, tenant: str, work: float) -> None:
-        place = (rank, tenant)
-        self.clocks[place] += work / self.weights.get(place, 1.0)
-        self.joined[place] = self._turn()
+def end(c: Cluster, *named: str, num_tokens: int = 5) -> None:
+    """Report the first tokens and the ends of these requests."""
+    start(c, *named)
+    keys = tuple((id_of(name), 0) for name in named)
+    c["g"].say(Ended(attempts=keys, num_tokens=(num_tokens,) * len(keys)))
 
-    def hold(self, tenant: str) -> None:
-        self.held.add(tenant)
 
-    def release(self, tenant: str) -> None:
-        if tenant in self.held:
-            self.held.remove(tenant)
-            for place in sorted({(each.rank, each.tenant) for _, each in self.waiting}):
-                if place[1] == tenant:
-                    self._begin(place)
+def run_while_filled(c: Cluster, num_ticks: int, *more: str) -> None:
+    """Let time pass while the prompts of `fill`, and `more`, are still being computed."""
+    at_work = tuple((id_of(name), 0) for name in ("f0", "f1", *more))
+    for _ in range(num_ticks):
+        c.beat("p0", "d0", attempts=at_work)
+        c.tick(0.5)
+
+
+def tenant_of(c: Cluster, tenant: str) -> TenantStatus:
+    """The tenant's part of the router's status."""
+    operator = TestPeer.operator(c.router)
+    operator.say(StatusQuery())
+    queue = operator.only(Status).queue
+    return next(each for each in queue.tenants if each.tenant == tenant)

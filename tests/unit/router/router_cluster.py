@@ -1,4 +1,4 @@
-"""A router and its peers, called by hand."""
+"""A router and its peers; the test sends each message itself."""
 
 import dataclasses
 from typing import Any
@@ -14,11 +14,19 @@ from baton.rpc.peers import TICK_S
 from tests.node_peers import TestPeer, a_request, a_worker, id_of
 
 
+class JumpingClock(ManualClock):
+    """A clock that may jump, as after a suspended machine."""
+
+    def jump(self, seconds: float) -> None:
+        """Move forward or back."""
+        self._now_s += seconds
+
+
 @dataclasses.dataclass
 class Cluster:
-    """A router and its peers; everybody reaches everybody unless told otherwise."""
+    """A router and its peers, which all reach each other."""
 
-    clock: ManualClock
+    clock: JumpingClock
     router: Router
     peers: dict[str, TestPeer]
 
@@ -51,8 +59,8 @@ class Cluster:
 
 
 def cluster(*workers: str, **settings: Any) -> Cluster:
-    """By the policy least-loaded, if nothing else is said: it can be followed without a pencil."""
-    clock = ManualClock(100.0)
+    """A router with these workers and a gateway "g"; its policy is `least-loaded` by default."""
+    clock = JumpingClock(100.0)
     router = Router(RouterConfig(**{"policy": "least-loaded", **settings}), clock, id_of("router"))
     made = Cluster(clock, router, {})
     made.peers["g"] = TestPeer.gateway(router)

@@ -1,18 +1,58 @@
-"""In-flight entries of dispatched attempts, and pull sources beside long prompts."""
+"""Dispatch of queued attempts: room, reservations, slots, and one end of every attempt."""
+
+from collections import defaultdict
+from collections.abc import Iterator
+from random import Random
+from typing import Final
+from zlib import crc32
 
 import msgspec
+import pytest
 
 from baton.messages.bounds import MAX_PULLED_PAGES
 from baton.messages.codec import encode, fits_beside, fits_request
-from baton.messages.control import Dispatch, PullSource
-from baton.request import SamplingParams
+from baton.messages.control import (
+    AttemptFailed,
+    Dispatch,
+    Ended,
+    Heartbeat,
+    KvEventBatch,
+    PullSource,
+    Reachable,
+    Rejected,
+    Routed,
+    Started,
+    Submit,
+)
+from baton.messages.workers import Load, Worker
+from baton.request import Request, SamplingParams
 from baton.router.dispatcher import make_entry
-from baton.router.in_flight import EXPECTED_OUTPUT_TOKENS
+from baton.router.in_flight import EXPECTED_OUTPUT_TOKENS, MIN_COMPUTING, Key, SchedulingClass
+from baton.router.index.prefix_index import PromptKeys, family_of
 from baton.router.membership import Member
 from baton.router.policies.base import Pair
 from baton.router.policies.cost_model import CostModel
+from baton.router.redis.messages import AnyShared, SharedDispatch, SharedEnded
+from baton.rpc.peers import TICK_S
+from baton.tenants import Degradation, Quotas, Refusal, Sla
 from tests.node_peers import TestPeer, a_request, a_worker, id_of
-from tests.unit.router.router_cluster import cluster
+from tests.unit.router.queue_cases import (
+    LONG,
+    a_cluster,
+    answers,
+    asked,
+    end,
+    fill,
+    names,
+    start,
+    submit,
+)
+from tests.unit.router.router_cluster import Cluster, cluster
+
+
+@pytest.fixture
+def c() -> Iterator[Cluster]:
+    yield from a_cluster()
 
 
 def a_source(num_pages: int) -> PullSource:
@@ -35,3 +75,373 @@ def test_pull_source_fits_beside_short_prompt_only() -> None:
     assert fits_request(long) and fits_beside(short, source) and not fits_beside(long, source)
     encode(Dispatch(request=short, gateway=id_of("g"), source=source))
     encode(Dispatch(request=long, gateway=id_of("g")))
+
+
+def decode_of(c: Cluster, submission: Submit) -> str:
+    """Submit, report the first token, and return the decode worker."""
+    (routed,) = submit(c, submission)
+    assert isinstance(routed, Routed)
+    c["g"].say(Started(attempts=((submission.request.request_id, submission.request.attempt),)))
+    return routed.decode
+
+
+def test_attempt_that_waits_for_full_workers_costs_no_choice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    c = cluster(policy="cost")
+    names = [f"d{n}" for n in range(4)]
+    c.add("p0", num_pages=10_000)
+    for name in names:
+        c.add(name, num_pages=64, page_size=16, max_num_seqs=1)
+    taken = submit(c, *(asked(f"r{n}", num_tokens=20) for n in range(4 * 2)))
+    num_routed = sum(isinstance(each, Routed) for each in taken)
+    assert 4 <= num_routed <= 8
+    while submit(c, asked(f"more{num_routed}", num_tokens=20)):
+        num_routed += 1
+    cost_policy = c.router.cluster_state.policy
+    chosen: list[object] = []
+    monkeypatch.setattr(cost_policy, "choose", lambda *arguments: chosen.append(arguments))
+    for _ in range(10):
+        c.beat(*names)
+        c.tick()
+    assert not chosen
+
+
+def test_small_requests_bypass_a_large_one_except_on_its_reserved_worker() -> None:
+    c = cluster()
+    c.add("p0", num_pages=10_000)
+    decoders = [f"d{n}" for n in range(3)]
+    for name in decoders:
+        c.add(name, num_pages=100, page_size=16, max_num_seqs=64)
+    first = [decode_of(c, asked(f"b{n}", "b", num_tokens=900)) for n in range(3)]
+    assert len(set(first)) == 3
+    assert submit(c, asked("large", "b", num_tokens=1500)) == []
+    past = {decode_of(c, asked(f"c{n}", "c", num_tokens=10)) for n in range(8)}
+    (kept,) = set(first) - past
+    end(c, f"b{first.index(kept)}")
+    (large,) = answers(c)
+    assert isinstance(large, Routed) and large.decode == kept
+
+
+def test_gateway_without_workers_does_not_delay_other_gateways(c: Cluster) -> None:
+    c.peers["h"] = TestPeer.gateway(c.router, "h")
+    c["h"].say(Reachable(workers=()))
+    (rejected,) = submit(c, asked("x", "x"), gateway="h")
+    assert isinstance(rejected, Rejected) and rejected.refusal is Refusal.NO_ROOM
+    assert isinstance(submit(c, asked("r"))[0], Routed)
+
+
+class DroppingLink:
+    """A link that drops all messages."""
+
+    def joined(self, worker: Worker) -> None: ...
+    def left(self, worker_id: str) -> None: ...
+    def pages(self, worker_id: str, events: KvEventBatch) -> None: ...
+    def share(self, message: AnyShared) -> None: ...
+
+
+def test_room_that_another_router_reports_is_used(c: Cluster) -> None:
+    other = SharedDispatch(
+        request_id=id_of("o"),
+        attempt=0,
+        decode=id_of("d0"),
+        prefill=id_of("p0"),
+        num_prompt_tokens=LONG,
+        num_tokens=LONG,
+        num_output_tokens=1,
+    )
+    fill(c)
+    c.router.cluster_state.link(DroppingLink())
+    end(c, "f0")
+    c.router.heard(other)
+    assert submit(c, asked("r", num_tokens=LONG)) == []
+    c.router.heard(SharedEnded(attempts=((id_of("o"), 0),)))
+    assert names(answers(c)) == ["r"]
+
+
+def test_earlier_due_attempt_takes_over_the_reservation() -> None:
+    """Both wait for the only worker; the attempt that is due earlier came later."""
+    c = cluster()
+    c.add("d0", num_pages=100, page_size=16, max_num_seqs=64)
+    assert isinstance(submit(c, asked("running", num_tokens=1200))[0], Routed)
+    assert submit(c, asked("late", num_tokens=1000, max_queue_delay_ms=50_000)) == []
+    assert submit(c, asked("early", num_tokens=1000, max_queue_delay_ms=1000)) == []
+    end(c, "running")
+    assert names(answers(c)) == ["early"]
+    end(c, "early")
+    assert names(answers(c)) == ["late"]
+
+
+# The slot of the best worker, by the policy `cost`.
+
+HELD = 8192  # tokens of a prompt that p0 holds: waiting for p0 is faster than computing them elsewhere
+
+
+@pytest.fixture
+def costs() -> Iterator[Cluster]:
+    yield from a_cluster(policy="cost")
+
+
+def a_prompt(
+    name: str, tenant: str = "a", *, num_tokens: int = LONG, weight: float = 1.0, rank: int = 0
+) -> Submit:
+    """A prompt unlike all others."""
+    asked_for = asked(name, tenant, num_tokens=num_tokens, weight=weight, rank=rank)
+    token_ids = (crc32(name.encode()) % 2**16,) * num_tokens
+    request = msgspec.structs.replace(asked_for.request, token_ids=token_ids)
+    return msgspec.structs.replace(asked_for, request=request)
+
+
+def best_at_p0(c: Cluster, name: str, tenant: str = "a", *, num_new: int = 16, weight: float = 1.0) -> Submit:
+    """A prompt whose prefix p0 holds, and nothing else. num_new: tokens after the prefix."""
+    asked_for = a_prompt(name, tenant, num_tokens=HELD + num_new, weight=weight)
+    hold(c, "p0", asked_for.request)
+    return asked_for
+
+
+def hold(c: Cluster, name: str, request: Request) -> None:
+    pages = tuple(range(HELD // 16))
+    keys = PromptKeys().keys(family_of(a_worker(name)), request)[: 16 * len(pages)]
+    c[name].say(KvEventBatch(first=0, keys=keys, pages=pages, generations=(7,) * len(pages), is_afresh=True))
+
+
+def computed_by(answered: list[Routed | Rejected]) -> list[tuple[str, str]]:
+    """The dispatched prompts, each with the worker that computes it."""
+    assert all(isinstance(each, Routed) for each in answered), answered
+    computers = {id_of(name): name for name in ("p0", "d0")}
+    routed = [each for each in answered if isinstance(each, Routed)]
+    return list(
+        zip(names(answered), (computers[each.prefill or each.decode] for each in routed), strict=True)
+    )
+
+
+def lead(c: Cluster, tenant: str, rank: int = 0) -> float:
+    """The virtual-time lead of a tenant."""
+    return c.router.admission_queue.queues.known_lead(SchedulingClass(tenant, 1.0, rank)) or 0.0
+
+
+def decode_many(c: Cluster) -> None:
+    """Make the decode worker busy, so that prompts are better computed elsewhere."""
+    others = tuple((id_of(f"other {number}"), 0) for number in range(32))
+    c["d0"].say(Heartbeat(load=Load(), attempts=others))
+
+
+def busy(c: Cluster, *, rank: int = 0) -> None:
+    """Prompts of "a" take all slots of p0; d0 has a prompt of "b", of this rank."""
+    decode_many(c)
+    filling = [a_prompt(f"a{n}", weight=8.0) for n in range(MIN_COMPUTING)]
+    assert computed_by(submit(c, *filling)) == [("a0", "p0"), ("a1", "p0")]
+    c["d0"].say(Heartbeat(load=Load()))
+    assert computed_by(submit(c, a_prompt("b0", "b", rank=rank))) == [("b0", "d0")]
+
+
+def test_prompt_waits_for_its_best_worker_though_another_worker_is_idle(costs: Cluster) -> None:
+    busy(costs)
+    assert submit(costs, best_at_p0(costs, "r")) == [] and len(costs.router.admission_queue) == 1
+    start(costs, "b0")
+    costs.tick(0.01)
+    assert answers(costs) == [], "the idle decode worker is not its best worker"
+    start(costs, "a0")
+    assert computed_by(answers(costs)) == [("r", "p0")]
+
+
+def test_later_prompts_bypass_it_to_a_decode_worker_with_a_slot(costs: Cluster) -> None:
+    busy(costs, rank=1)
+    assert submit(costs, best_at_p0(costs, "r")) == []
+    bypassing = submit(costs, a_prompt("b1", "b", rank=1))
+    assert computed_by(bypassing) == [("b1", "d0")], "no decode worker is reserved"
+    assert submit(costs, a_prompt("b2", "b", rank=1)) == [], "no slot is left"
+    costs.tick(0.01)
+    assert answers(costs) == [] and len(costs.router.admission_queue) == 2
+    end(costs, "b0", "b1")
+    assert computed_by(answers(costs)) == [("b2", "d0")]
+    start(costs, "a0")
+    assert computed_by(answers(costs)) == [("r", "p0")]
+
+
+def test_prompts_that_bypass_do_not_take_the_slot_that_is_waited_for(costs: Cluster) -> None:
+    busy(costs, rank=1)
+    assert submit(costs, best_at_p0(costs, "r")) == []
+    assert computed_by(submit(costs, a_prompt("b1", "b", rank=1))) == [("b1", "d0")]
+    others = submit(costs, *(a_prompt(f"x{n}", f"x{n}", rank=1) for n in range(9)))
+    costs.tick(0.01)
+    others += answers(costs)
+    assert {at for _, at in computed_by(others)} == {"d0"} and len(others) < 9
+    start(costs, "a0")
+    assert computed_by(answers(costs))[0] == ("r", "p0")
+
+
+def test_overtaking_prompts_do_not_take_the_slot_that_is_waited_for(costs: Cluster) -> None:
+    busy(costs)
+    submit(costs, a_prompt("x", "x", num_tokens=16))
+    end(costs, "x")
+    decode_many(costs)
+    assert submit(costs, best_at_p0(costs, "r", "r", num_new=LONG)) == []
+    assert lead(costs, "r") < lead(costs, "x"), "its turn comes first"
+    overtaking = submit(costs, a_prompt("x0", "x", num_tokens=300))
+    assert computed_by(overtaking) == [("x0", "d0")], "though p0 would compute it next, and be better for it"
+    costs.tick(0.01)
+    start(costs, "a0")
+    assert computed_by(answers(costs))[0] == ("r", "p0")
+
+
+def test_prompt_whose_best_worker_leaves_is_computed_by_another(costs: Cluster) -> None:
+    busy(costs)
+    assert submit(costs, best_at_p0(costs, "r")) == []
+    costs["p0"].leave()
+    costs.tick(0.01)
+    assert computed_by(answers(costs)) == [("r", "d0")]
+
+
+def test_prompt_does_not_wait_while_a_prefill_worker_has_a_slot(costs: Cluster) -> None:
+    busy(costs)
+    costs.add("p1", num_pages=10_000, max_num_seqs=64)
+    assert computed_by(submit(costs, best_at_p0(costs, "r"))) == [("r", "p0")]
+
+
+def test_tenant_with_a_deficit_has_slots_of_its_own(costs: Cluster) -> None:
+    busy(costs)
+    for name in ("x0", "x1"):
+        decode_many(costs)
+        submitted = submit(costs, best_at_p0(costs, name, "x", num_new=LONG, weight=100.0))
+        assert computed_by(submitted) == ([("x0", "p0")] if name == "x0" else [])
+    assert lead(costs, "x") < 0, "even a deficit does not exceed the slots"
+    start(costs, "x0")
+    assert computed_by(answers(costs)) == [("x1", "p0")]
+
+
+def test_claim_knows_the_leads_of_tenants_of_any_class(costs: Cluster) -> None:
+    busy(costs, rank=1)
+    assert submit(costs, best_at_p0(costs, "r")) == []
+    admission_queue = costs.router.admission_queue
+    (waiting,) = admission_queue.queues
+    lead_of = admission_queue.claim(waiting).lead_of
+    assert lead_of is not None
+    assert lead_of(SchedulingClass("a")) == lead(costs, "a") > 0
+    assert lead_of(SchedulingClass("b", 1.0, 1)) == lead(costs, "b", 1) > 0
+
+
+# Every attempt ends once.
+
+NUM_SEEDS: Final = 20
+ANSWERS: Final = (Routed, Rejected, AttemptFailed)
+SLAS: Final = (Sla(), Sla(ttft_ms=700), Sla(ttft_ms=60_000, tpot_ms=50), Sla(deadline_ms=2000))
+QUOTAS: Final = (Quotas(), Quotas(), Quotas(max_queued=2), Quotas(max_active_sequences=2))
+QUOTAS_OF_TOKENS: Final = Quotas(tokens_per_s=3000, burst_tokens=9000, max_concurrent_requests=5)
+
+
+class Storm:
+    """A router under random submissions, ends, ticks and lost workers; two gateways note what they hear."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = Random(seed)
+        self.c: Cluster = cluster(max_attempts=40)
+        self.c.peers["h"] = TestPeer.gateway(self.c.router, "h")
+        for name in ("p0", "d0", "d1"):
+            self.c.add(name, num_pages=2000, max_num_seqs=4)
+        self.asked: dict[Key, str] = {}  # attempt -> gateway
+        self.heard: defaultdict[Key, list[type]] = defaultdict(list)
+        self.closed: set[Key] = set()  # their gateways have reported their ends
+
+    def run(self) -> None:
+        steps = (*[self.ask] * 4, self.start, self.end, self.end, self.tick, self.lose_worker)
+        for _ in range(250):
+            self.random.choice(steps)()
+            self.listen()
+            self.c.router.admission_queue.check_integrity()
+            self.check_no_attempt_waits_needlessly()
+        self.finish()
+
+    def ask(self) -> None:
+        random, number = self.random, len(self.asked)
+        tenant, gateway = random.choice("abc"), random.choice("gh")
+        submit = asked(
+            f"r{number}",
+            tenant,
+            num_tokens=random.choice((10, 500, LONG)),
+            sla=random.choice(SLAS),
+            attempt=random.choice((0, 0, 0, 1)),
+            priority=random.randrange(2),
+            quotas=QUOTAS_OF_TOKENS if tenant == "a" else random.choice(QUOTAS),
+            degradation=Degradation(may_shed=random.random() < 0.7),
+            rank="abc".index(tenant),
+        )
+        self.asked[id_of(f"r{number}"), submit.request.attempt] = gateway
+        self.c[gateway].say(submit)
+
+    def start(self) -> None:
+        if key := self.any_routed():
+            self.c[self.asked[key]].say(Started(attempts=(key,)))
+
+    def end(self) -> None:
+        """Any open attempt ends, waiting or running."""
+        keys = [key for key in self.asked if self.may_end(key)]
+        if keys:
+            key = self.random.choice(keys)
+            self.closed.add(key)
+            self.c[self.asked[key]].say(Ended(attempts=(key,), num_tokens=(self.random.randrange(9),)))
+
+    def tick(self) -> None:
+        if self.random.random() < 0.5:
+            self.c.router.admission_queue.overload.count_hopeless()
+        at_work = tuple(key for key in self.asked if self.heard[key] == [Routed] and self.may_end(key))
+        for name in ("p0", "d0", "d1"):
+            self.c.beat(name, attempts=at_work)
+        self.c.tick(self.random.choice((TICK_S, 1.0)))
+
+    def lose_worker(self) -> None:
+        if self.random.random() < 0.1:
+            name = self.random.choice(("p0", "d0", "d1"))
+            self.c[name].leave()
+            self.listen()
+            self.c.add(name, num_pages=2000, max_num_seqs=4)
+
+    def may_end(self, key: Key) -> bool:
+        return key not in self.closed and Rejected not in self.heard[key]
+
+    def any_routed(self) -> Key | None:
+        keys = [key for key in self.asked if self.may_end(key) and self.heard[key] == [Routed]]
+        return self.random.choice(keys) if keys else None
+
+    def listen(self) -> None:
+        for gateway in "gh":
+            received = [each for each in self.c[gateway].received if isinstance(each, ANSWERS)]
+            self.c[gateway].received.clear()
+            for message in received:
+                key = (message.request_id, message.attempt)
+                assert self.asked[key] == gateway
+                self.heard[key].append(type(message))
+                if isinstance(message, AttemptFailed) and key not in self.closed:  # it is made again
+                    self.closed.add(key)
+                    self.c[gateway].say(Ended(attempts=(key,)))
+        for key, heard in self.heard.items():
+            assert heard in ([], [Routed], [Rejected], [Routed, AttemptFailed]), (key, heard)
+
+    def check_no_attempt_waits_needlessly(self) -> None:
+        """Assert that one more look at all queued attempts dispatches none."""
+        num_in_flight = len(self.c.router.in_flight)
+        self.c.all_reach_all()
+        assert len(self.c.router.in_flight) == num_in_flight
+        self.listen()
+
+    def finish(self) -> None:
+        """Both gateways leave: nothing is left."""
+        self.listen()
+        waiting = {key for key in self.asked if key in self.c.router.admission_queue}
+        silent = {key for key in self.asked if not self.heard[key] and key not in self.closed}
+        assert silent == waiting, "attempts without an answer wait"
+        for gateway in "gh":
+            self.c[gateway].leave()
+        assert len(self.c.router.admission_queue) == len(self.c.router.in_flight) == 0
+        self.c.router.admission_queue.check_integrity()
+        assert not any(self.c.router.admission_queue.quotas.num_requests(tenant) for tenant in "abc")
+
+
+def test_every_attempt_ends_once_and_none_waits_needlessly() -> None:
+    kinds, refusals = set[type](), set[Refusal]()
+    for seed in range(NUM_SEEDS):
+        storm = Storm(seed)
+        storm.run()
+        kinds |= {kind for heard in storm.heard.values() for kind in heard}
+        refusals |= {each for tenant in storm.c.router.status().queue.tenants for each in tenant.refused}
+    assert kinds == set(ANSWERS) and len(refusals) >= 6, "many kinds of ends occur"

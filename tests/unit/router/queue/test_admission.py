@@ -1,25 +1,33 @@
-"""The router with its queue: who is let out, and when, by what gateways and workers say."""
+"""The router with its queue: requests wait, are dispatched, refused and charged, as their gateway sees it."""
 
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 
 from baton.errors import ProtocolError
-from baton.messages.control import Dispatch, Ended, Queued, Rejected, Routed, Started
+from baton.messages.control import Dispatch, Ended, Measured, Queued, Rejected, Routed
+from baton.messages.operations import Status
+from baton.messages.workers import PrefillTimes
 from baton.router.in_flight import MIN_COMPUTING
-from baton.tenants import Refusal
-from tests.node_peers import TestPeer, id_of
-from tests.unit.router.queue_cases import asked
-from tests.unit.router.reception_cases import (
+from baton.router.queue.quotas import RequestWork
+from baton.router.queue.tenant_queues import QueuedAttempt
+from baton.tenants import Degradation, Quotas, Refusal, Sla
+from tests.node_peers import id_of
+from tests.unit.router.queue_cases import (
     LONG,
     a_cluster,
     answers,
+    asked,
     end,
     fill,
     names,
+    run_while_filled,
+    start,
     submit,
+    tenant_of,
 )
-from tests.unit.router.router_cluster import Cluster
+from tests.unit.router.router_cluster import Cluster, cluster
 
 
 @pytest.fixture
@@ -27,21 +35,19 @@ def c() -> Iterator[Cluster]:
     yield from a_cluster()
 
 
-def test_where_there_is_room_nobody_waits(c: Cluster) -> None:
-    assert isinstance(submit(c, asked("r"))[0], Routed)
-    assert len(c.router.admission_queue) == 0
+# Waiting and dispatch.
 
 
-def test_what_has_no_room_waits_and_is_let_out_when_a_prompt_is_done(c: Cluster) -> None:
+def test_request_without_a_slot_waits_until_a_prompt_is_computed(c: Cluster) -> None:
     fill(c)
     assert submit(c, asked("r", num_tokens=LONG)) == []
     assert len(c.router.admission_queue) == 1
-    c["g"].say(Started(attempts=((id_of("f0"), 0),)))
+    start(c, "f0")
     assert names(answers(c)) == ["r"]
     assert len(c["d0"].take(Dispatch)) == MIN_COMPUTING + 1
 
 
-def test_a_gateway_is_told_what_waits_and_nothing_of_what_does_not(c: Cluster) -> None:
+def test_gateway_hears_which_requests_wait(c: Cluster) -> None:
     c["g"].say(asked("s"))
     assert not c["g"].take(Queued)
     fill(c)
@@ -49,7 +55,7 @@ def test_a_gateway_is_told_what_waits_and_nothing_of_what_does_not(c: Cluster) -
     assert c["g"].only(Queued).request_id == id_of("r")
 
 
-def test_full_decode_workers_are_waited_for(c: Cluster) -> None:
+def test_requests_wait_for_full_decode_workers(c: Cluster) -> None:
     c["p0"].leave()
     c["d0"].leave()
     c.add("d1", num_pages=10_000, max_num_seqs=1)
@@ -59,10 +65,10 @@ def test_full_decode_workers_are_waited_for(c: Cluster) -> None:
     assert names(answers(c)) == ["c"]
 
 
-def test_those_that_wait_are_let_out_by_turns_of_tenants(c: Cluster) -> None:
+def test_tenants_take_turns(c: Cluster) -> None:
     fill(c)
     waiting = [asked(f"a{n}", "a", num_tokens=LONG) for n in range(3)]
-    submit(c, *waiting, asked("x0", "x", num_tokens=LONG))  # the first of "x" needs no place
+    submit(c, *waiting, asked("x0", "x", num_tokens=LONG))  # x0 overtakes the prompts of "a"
     submit(c, asked("x1", "x", num_tokens=LONG))
     for name in ("f0", "f1", "x0"):
         end(c, name)
@@ -71,46 +77,14 @@ def test_those_that_wait_are_let_out_by_turns_of_tenants(c: Cluster) -> None:
     end(c, "a1", "a2")
 
 
-def test_earliest_deadline_of_a_tenant_comes_first(c: Cluster) -> None:
-    fill(c)
-    submit(
-        c,
-        asked("late", num_tokens=LONG, max_queue_delay_ms=60_000),
-        asked("early", num_tokens=LONG, max_queue_delay_ms=1000),
-    )
-    end(c, "f0")
-    assert names(answers(c)) == ["early"]
-
-
-def test_request_that_ends_while_it_waits_is_gone(c: Cluster) -> None:
-    fill(c)
-    submit(c, asked("r", num_tokens=LONG))
-    c["g"].say(Ended(attempts=((id_of("r"), 0),)))
-    assert len(c.router.admission_queue) == 0
-    end(c, "f0", "f1")
-    assert answers(c) == []
-    assert not c["d0"].take(Dispatch)[MIN_COMPUTING:]
-
-
-def test_requests_of_a_gateway_that_leaves_wait_no_more(c: Cluster) -> None:
-    c.peers["h"] = TestPeer.gateway(c.router, "h")
-    c.all_reach_all()
-    fill(c)
-    submit(c, asked("h0", num_tokens=LONG), gateway="h")
-    submit(c, asked("r", num_tokens=LONG))
-    c["h"].leave()
-    end(c, "f0")
-    assert names(answers(c)) == ["r"] and len(c.router.admission_queue) == 0
-
-
-def test_same_attempt_twice_is_refused_while_it_waits_too(c: Cluster) -> None:
+def test_attempt_submitted_twice_while_it_waits_is_an_offence(c: Cluster) -> None:
     fill(c)
     submit(c, asked("r", num_tokens=LONG))
     with pytest.raises(ProtocolError, match="twice"):
         c["g"].say(asked("r", num_tokens=LONG))
 
 
-def test_what_nobody_can_take_any_more_is_told_so(c: Cluster) -> None:
+def test_waiting_request_is_rejected_when_no_decode_worker_is_left(c: Cluster) -> None:
     fill(c)
     submit(c, asked("r", num_tokens=LONG))
     c["d0"].leave()
@@ -119,8 +93,215 @@ def test_what_nobody_can_take_any_more_is_told_so(c: Cluster) -> None:
     assert isinstance(rejected, Rejected) and rejected.refusal is Refusal.NO_ROOM
 
 
-def test_room_that_a_newcomer_brings_is_used(c: Cluster) -> None:
+def test_new_worker_takes_waiting_requests(c: Cluster) -> None:
     fill(c)
     submit(c, asked("r", num_tokens=LONG))
     c.add("p1")
     assert names(answers(c)) == ["r"]
+
+
+# Quotas.
+
+QUOTAS = [
+    (Quotas(max_concurrent_requests=2), Refusal.MAX_CONCURRENT_REQUESTS),
+    (Quotas(max_queued=0), Refusal.MAX_QUEUED),
+    (Quotas(max_active_sequences=2, max_queued=0), Refusal.MAX_ACTIVE_SEQUENCES),
+    (Quotas(tokens_per_s=100, burst_tokens=2 * LONG + 20), Refusal.TOKENS_PER_S),
+]
+
+
+@pytest.mark.parametrize(("quotas", "named"), QUOTAS)
+def test_refusal_names_the_quota_and_other_tenants_are_admitted(
+    c: Cluster, quotas: Quotas, named: Refusal
+) -> None:
+    fill(c, quotas=quotas)
+    (refused,) = submit(c, asked("r", num_tokens=LONG, quotas=quotas))
+    assert isinstance(refused, Rejected) and refused.refusal is named
+    assert str(named) not in refused.reason, "the gateway names the quota before the reason"
+    assert refused.reason and refused.retry_after_s > 0
+    assert isinstance(submit(c, asked("x", "x", num_tokens=LONG, quotas=quotas))[0], Routed)
+    assert tenant_of(c, "a").refused == {named: 1}
+
+
+def test_one_tenant_cannot_take_all_attempts_of_the_router() -> None:
+    c = cluster(max_attempts=50)
+    c.add("d0", num_pages=10_000, max_num_seqs=64)
+    answered = submit(c, *(asked(f"n{n}", "noisy") for n in range(50)))
+    refused = [each for each in answered if isinstance(each, Rejected)]
+    assert len(refused) == 10 and {each.refusal for each in refused} == {Refusal.NO_ROOM}
+    assert "10 are free, 40 are the tenant's" in refused[0].reason
+    quiet = [asked("q0", "quiet"), asked("q1", "quiet"), asked("again", "noisy", attempt=1)]
+    assert all(isinstance(each, Routed) for each in submit(c, *quiet))
+
+
+def test_other_tenants_bypass_a_tenant_at_its_quota_of_active_sequences(c: Cluster) -> None:
+    one = Quotas(max_active_sequences=1)
+    submits = (asked("a0", quotas=one), asked("a1", quotas=one), asked("b0", "b"))
+    assert names(submit(c, *submits)) == ["a0", "b0"]
+    end(c, "a0")
+    assert names(answers(c)) == ["a1"]
+
+
+def test_wider_quota_holds_from_the_next_request_on(c: Cluster) -> None:
+    one, two = Quotas(max_active_sequences=1), Quotas(max_active_sequences=2)
+    submit(c, asked("a0", quotas=one), asked("a1", quotas=one))
+    assert names(submit(c, asked("a2", quotas=two))) == ["a1"]
+    end(c, "a0", "a1")
+    assert names(answers(c)) == ["a2"]
+
+
+def test_repeated_attempt_meets_the_quotas_unless_its_answer_has_begun(c: Cluster) -> None:
+    one = Quotas(max_concurrent_requests=1)
+    submit(c, asked("r", quotas=one))
+    again = msgspec.structs.replace(asked("s", quotas=one, attempt=1), is_begun=False)
+    (refused,) = submit(c, again)
+    assert isinstance(refused, Rejected) and refused.refusal is Refusal.MAX_CONCURRENT_REQUESTS
+    begun = asked("t", quotas=one, attempt=1)
+    assert isinstance(submit(c, begun)[0], Routed)
+
+
+# Objectives and deadlines.
+
+
+def test_request_that_would_miss_its_objective_is_refused_at_once(c: Cluster) -> None:
+    for number in range(8):
+        size = 100 + 300 * number
+        times = PrefillTimes(id_of(f"t{number}"), 0, 0.0, 1e-3 * size, size, size)
+        c["p0"].say(Measured(prefills=(times,)))
+    fill(c)
+    (refused,) = submit(c, asked("r", sla=Sla(ttft_ms=500)))
+    assert isinstance(refused, Rejected) and refused.refusal is Refusal.SLO
+    assert submit(c, asked("s", num_tokens=LONG, sla=Sla(ttft_ms=60_000))) == []
+    assert submit(c, asked("u", attempt=1, sla=Sla(ttft_ms=500))) == [], "a begun answer is never refused"
+
+
+def test_waiting_request_is_refused_when_its_time_has_passed(c: Cluster) -> None:
+    fill(c)
+    may_not = Degradation(may_shed=False)
+    submit(
+        c,
+        asked("first", num_tokens=LONG, sla=Sla(ttft_ms=1000)),
+        asked("dead", num_tokens=LONG, sla=Sla(deadline_ms=1000), degradation=may_not),
+        asked("kept", num_tokens=LONG, sla=Sla(ttft_ms=1000), degradation=may_not),
+    )
+    c.tick(0.9)
+    assert answers(c) == []
+    c.beat("p0", "d0")
+    c.tick(0.2)
+    refused = answers(c)
+    kinds = [each.refusal for each in refused if isinstance(each, Rejected)]
+    assert dict(zip(names(refused), kinds, strict=True)) == {
+        "first": Refusal.SLO,
+        "dead": Refusal.DEADLINE,
+    }
+
+
+def test_met_and_missed_objectives_are_counted(c: Cluster) -> None:
+    sla = Sla(ttft_ms=1000)
+    submit(c, asked("quick", sla=sla), asked("slow", sla=sla))
+    start(c, "quick")
+    c.tick(1.5)
+    start(c, "slow")
+    status = tenant_of(c, "a")
+    assert (status.num_met, status.num_missed, status.num_dispatched) == (1, 1, 2)
+
+
+def test_wait_at_an_earlier_router_counts(c: Cluster) -> None:
+    sla = Sla(ttft_ms=10_000.0)
+    fill(c)
+    old, new, late = (asked(name, "a", num_tokens=LONG, sla=sla) for name in ("old", "new", "late"))
+    c["g"].say(msgspec.structs.replace(old, age_s=8.0))
+    c["g"].say(new)
+    assert not answers(c)
+    (refused,) = submit(c, msgspec.structs.replace(late, age_s=9.9))
+    c.tick(2.5)
+    (expired,) = answers(c)
+    assert names([refused, expired]) == ["late", "old"]
+    for each in (refused, expired):
+        assert isinstance(each, Rejected) and each.refusal is Refusal.SLO
+
+
+def test_workers_receive_the_age_of_a_request(c: Cluster) -> None:
+    submit(c, msgspec.structs.replace(asked("r", "a"), age_s=3.0))
+    assert c["d0"].only(Dispatch).age_s == pytest.approx(3.0)
+
+
+def test_begun_answer_waits_from_its_new_submission_on(c: Cluster) -> None:
+    fill(c)
+    c["g"].say(msgspec.structs.replace(asked("again", num_tokens=LONG, attempt=1), age_s=60.0))
+    c.tick(0.5)
+    assert tenant_of(c, "a").oldest_wait_s == pytest.approx(0.5)
+    end(c, "f0", "f1")
+    assert names(answers(c)) == ["again"]
+    assert tenant_of(c, "a").waited_s == pytest.approx(0.5)
+    dispatched = [each for each in c["d0"].received if isinstance(each, Dispatch)]
+    assert dispatched[-1].age_s == pytest.approx(60.5)
+
+
+def test_rounding_makes_no_wait_negative() -> None:
+    submit = msgspec.structs.replace(asked("r", "a"), age_s=7.7, is_begun=True)
+    waiting = QueuedAttempt("g", submit, since_s=0.7 - 7.7, due_s=0.0, work=RequestWork(0.0, 1.0))
+    assert 0.7 - (waiting.since_s + 7.7) < 0.0, "this is why"
+    assert waiting.queued_s(0.7) == 0.0
+    assert waiting.queued_s(1.7) == pytest.approx(1.0)
+
+
+# Work.
+
+
+def test_tenant_is_charged_the_used_work_and_no_prompt_twice(c: Cluster) -> None:
+    submit(c, asked("r", num_tokens=100, max_tokens=50))
+    c["p0"].say(Measured(prefills=(PrefillTimes(id_of("r"), 0, 0.0, 0.1, 30, 100),)))
+    assert tenant_of(c, "a").work_tokens == 0, "the work of a running request is unknown"
+    c["g"].say(Ended(attempts=((id_of("r"), 0),), num_tokens=(7,)))
+    assert tenant_of(c, "a").work_tokens == 37
+    submit(c, asked("r", num_tokens=100, max_tokens=50, attempt=1))
+    c["g"].say(Ended(attempts=((id_of("r"), 1),), num_tokens=(50,)))
+    assert tenant_of(c, "a").work_tokens == 87
+
+
+# A clock that jumps, as after a suspended machine.
+
+BUCKET = Quotas(tokens_per_s=10, burst_tokens=2000)
+
+
+def test_clock_that_jumps_back_adds_no_tokens_and_loses_no_request(c: Cluster) -> None:
+    assert isinstance(submit(c, asked("spends", "t", num_tokens=1990, quotas=BUCKET))[0], Routed)
+    end(c, "spends", num_tokens=10)
+    fill(c)
+    sla = Sla(ttft_ms=60_000, deadline_ms=80_000)
+    assert submit(c, asked("waits", num_tokens=LONG, sla=sla)) == []
+    c.clock.jump(-5000.0)
+    run_while_filled(c, 8)
+    assert answers(c) == []
+    (refused,) = submit(c, asked("more", "t", num_tokens=1990, quotas=BUCKET))
+    assert isinstance(refused, Rejected) and refused.refusal is Refusal.TOKENS_PER_S
+    assert 100 < refused.retry_after_s < 250
+    status = msgspec.msgpack.encode(c.router.status())
+    assert msgspec.msgpack.decode(status, type=Status).queue.num_queued == 1
+    end(c, "f0")
+    assert names(answers(c)) == ["waits"]
+
+
+def test_clock_that_jumps_forward_ends_overdue_requests_only(c: Cluster) -> None:
+    fill(c)
+    waiting = [asked("due", num_tokens=LONG, sla=Sla(deadline_ms=1000)), asked("patient", num_tokens=LONG)]
+    assert submit(c, *waiting) == []
+    c.clock.jump(4.0)
+    run_while_filled(c, 1)
+    (expired,) = answers(c)
+    assert isinstance(expired, Rejected) and expired.refusal is Refusal.DEADLINE
+    end(c, "f0", "f1")
+    assert names(answers(c)) == ["patient"]
+
+
+def test_retry_time_stays_within_bounds_after_jumps(c: Cluster) -> None:
+    fill(c)
+    retries_s = []
+    for seconds in (0.0, -1000.0, 4.0, -50.0):
+        c.clock.jump(seconds)
+        run_while_filled(c, 1)
+        found = submit(c, asked(f"r{seconds}", num_tokens=LONG, sla=Sla(ttft_ms=1)))
+        run_while_filled(c, 2)
+        retries_s += [each.retry_after_s for each in (*found, *answers(c)) if isinstance(each, Rejected)]
+    assert len(retries_s) == 4 and all(0 < each <= 60 for each in retries_s)

@@ -1,3 +1,4 @@
+from collections import defaultdict
 from typing import Any
 
 from hypothesis import given, settings
@@ -5,12 +6,99 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from baton.fair_queue import CREDIT_AGES
+from baton.router.queue.quotas import RequestWork
 from baton.router.queue.tenant_queues import QueuedAttempt, TenantQueues
-from tests.unit.router.queue_cases import PlainQueues, waits
+from tests.node_peers import id_of
+from tests.unit.router.queue_cases import asked
+
+
+def waits(
+    name: str,
+    tenant: str = "a",
+    *,
+    work: float = 10.0,
+    due_s: float = 0.0,
+    priority: int = 0,
+    weight: float = 1.0,
+    rank: int = 0,
+) -> QueuedAttempt:
+    submit = asked(name, tenant, num_tokens=1, priority=priority, weight=weight, rank=rank)
+    return QueuedAttempt(id_of("g"), submit, since_s=0.0, due_s=due_s, work=RequestWork(0.0, work))
+
+
+class PlainQueues:
+    """The oracle: each call looks at all waiting requests."""
+
+    def __init__(self) -> None:
+        self.waiting: list[tuple[int, QueuedAttempt]] = []  # number of arrival
+        self.clocks: defaultdict[tuple[int, str], float] = defaultdict(float)
+        self.joined: dict[tuple[int, str], int] = {}  # number of the last change of the clock
+        self.present: defaultdict[int, float] = defaultdict(float)
+        self.ages: list[defaultdict[int, float]] = [defaultdict(float)]  # the present at each age
+        self.weights: dict[tuple[int, str], float] = {}
+        self.held: set[str] = set()
+        self.served: set[tuple[int, str]] = set()
+        self._num = 0
+
+    def age(self) -> None:
+        self.ages.append(self.present.copy())
+
+    def _turn(self) -> int:
+        self._num += 1
+        return self._num
+
+    def _begin(self, place: tuple[int, str]) -> None:
+        self.clocks[place] = max(self.clocks[place], self.ages[-CREDIT_AGES:][0][place[0]])
+        self.joined[place] = self._turn()
+
+    def _is_here(self, place: tuple[int, str]) -> bool:
+        return any((each.rank, each.tenant) == place for _, each in self.waiting)
+
+    def add(self, waiting: QueuedAttempt) -> None:
+        place = (waiting.rank, waiting.tenant)
+        self.weights[place] = waiting.scheduling_key.weight
+        if not self._is_here(place) and waiting.tenant not in self.held:
+            self._begin(place)
+        self.waiting.append((self._turn(), waiting))
+
+    def first(self) -> QueuedAttempt | None:
+        free = [(number, each) for number, each in self.waiting if each.tenant not in self.held]
+        if not free:
+            return None
+        rank = min(each.rank for _, each in free)
+        places = {(rank, each.tenant) for _, each in free if each.rank == rank}
+        place = min(places, key=lambda place: (self.clocks[place], self.joined[place]))
+        mine = [(number, each) for number, each in free if (each.rank, each.tenant) == place]
+        return min(mine, key=lambda entry: (entry[1].submit.request.priority, entry[1].due_s, entry[0]))[1]
+
+    def take(self, waiting: QueuedAttempt) -> None:
+        place = (waiting.rank, waiting.tenant)
+        self.present[waiting.rank] = max(self.present[waiting.rank], self.clocks[place])
+        self.served.add(place)
+        self.remove(waiting)
+        self.correct(waiting.rank, waiting.tenant, waiting.work)
+
+    def remove(self, waiting: QueuedAttempt) -> None:
+        self.waiting = [entry for entry in self.waiting if entry[1] is not waiting]
+
+    def correct(self, rank: int, tenant: str, work: float) -> None:
+        place = (rank, tenant)
+        self.clocks[place] += work / self.weights.get(place, 1.0)
+        self.joined[place] = self._turn()
+
+    def hold(self, tenant: str) -> None:
+        self.held.add(tenant)
+
+    def release(self, tenant: str) -> None:
+        if tenant in self.held:
+            self.held.remove(tenant)
+            for place in sorted({(each.rank, each.tenant) for _, each in self.waiting}):
+                if place[1] == tenant:
+                    self._begin(place)
 
 
 def order_of(queues: TenantQueues) -> list[str]:
-    """Names, as all are taken out."""
+    """The names of all requests, in the order in which they are taken."""
     names = []
     while (waiting := queues.first()) is not None:
         queues.take(waiting)
@@ -23,18 +111,6 @@ def queues_of(*waiting: QueuedAttempt) -> TenantQueues:
     for each in waiting:
         queues.add(each)
     return queues
-
-
-def test_earliest_due_request_of_a_tenant_comes_first() -> None:
-    queues = queues_of(waits("late", due_s=9), waits("early", due_s=1), waits("also early", due_s=1))
-    assert order_of(queues) == ["early", "also early", "late"]
-
-
-def test_priority_comes_before_the_due_time_within_a_tenant_and_not_between_tenants() -> None:
-    queues = queues_of(waits("due", due_s=1), waits("urgent", due_s=9, priority=-1))
-    assert order_of(queues) == ["urgent", "due"]
-    queues = queues_of(waits("a0"), waits("a1"), waits("b0", "b", priority=-5), waits("b1", "b", priority=-5))
-    assert order_of(queues) == ["a0", "b0", "a1", "b1"]
 
 
 def test_skipped_tenant_keeps_its_credit_and_an_absent_one_does_not() -> None:
@@ -76,7 +152,7 @@ TENANTS = st.sampled_from(["a", "b", "c"])
 
 
 class QueueMachine(RuleBasedStateMachine):
-    """Any sequence of what is done to the queues, against the plain ones."""
+    """Any sequence of operations, compared with the oracle."""
 
     def __init__(self) -> None:
         super().__init__()
