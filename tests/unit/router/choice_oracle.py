@@ -1,4 +1,4 @@
-"""What every pair of workers would cost, worker by worker and term by term: slow, and plainly right."""
+"""The cost of every pair of workers, term by term: a slow oracle."""
 
 from collections.abc import Callable, Sequence
 from math import inf
@@ -17,7 +17,7 @@ from baton.router.policies.cost_model import TIE, CandidateLoad, CostTerms
 
 
 class Weighed(NamedTuple):
-    """A Candidate, written out."""
+    """A candidate with all its terms."""
 
     decode: str
     prefill: str
@@ -28,7 +28,7 @@ class Weighed(NamedTuple):
 
 
 def cheapest_of(candidates: Sequence[Weighed], random: int) -> Weighed:
-    """Where nobody was given anything yet."""
+    """The choice where no worker was given anything yet."""
     tie_s = TIE * min(each.terms.total_s for each in candidates)
     equals = [each for each in candidates if each.terms.total_s <= tie_s / TIE + tie_s]
     least_s = min(each.terms.compute_s for each in equals)
@@ -37,7 +37,7 @@ def cheapest_of(candidates: Sequence[Weighed], random: int) -> Weighed:
 
 
 class ChoiceOracle:
-    """Of one prompt at one time. Pages that are expected somewhere count as there."""
+    """The candidates of one prompt at one time. Expected pages count as held."""
 
     def __init__(self, context: PolicyContext, request: Request, load: CandidateLoad, now_s: float) -> None:
         self._context = context
@@ -80,7 +80,7 @@ class ChoiceOracle:
         return wait_s
 
     def _filled(self, member: Member, sources: Sequence[Member]) -> Weighed:
-        """As if it decoded there, which costs nothing yet."""
+        """The cheapest way to compute the prompt there, without the decode."""
         held, last = self._held(member), self._load.num_tokens - 1
         choices = [self._computed(member, "", min(held, last), 0.0)]
         for source in sources:

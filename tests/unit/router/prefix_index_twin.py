@@ -1,4 +1,4 @@
-"""The prefix index as plain dicts: slow, and plainly right. It knows no bounds."""
+"""The prefix index as plain dicts, slow and without bounds: an oracle."""
 
 from dataclasses import dataclass, field
 

@@ -52,7 +52,7 @@ class Fleet:
         answer: int = 0,
         at: str = "p0",
     ) -> None:
-        """work: hundreds of tokens that have to be computed, each of which takes a second."""
+        """work: hundreds of tokens to compute; a hundred takes a second."""
         decode, prefill = (id_of(at), "") if at.startswith("d") else (id_of("d0"), id_of(at))
         entry = InFlightAttempt(
             "g", decode, prefill, work * 100, 10, float(work), scheduling_class, charged=work * 100 + answer
@@ -60,7 +60,7 @@ class Fleet:
         self.in_flight.enter((id_of(name), 0), entry)
 
     def fill(self, *names: str) -> None:
-        """All places of these workers are taken."""
+        """Take all slots of these workers."""
         for name in names:
             for number in range(MIN_COMPUTING):
                 self.dispatch(f"{name}-{number}", at=name)
@@ -88,7 +88,7 @@ def test_decode_worker_takes_a_quarter_more_than_it_runs() -> None:
     assert not fleet.can_decode(10)
 
 
-def test_decode_worker_takes_what_its_pages_hold() -> None:
+def test_decode_worker_takes_as_many_tokens_as_its_pages_hold() -> None:
     fleet = Fleet("p0", "d0")
     fleet.dispatch("first")
     assert fleet.can_decode(int(160 * OVERCOMMIT) - 10)
@@ -109,7 +109,7 @@ def test_prompts_wait_when_workers_have_two_each() -> None:
     assert fleet.can_compute()
 
 
-def test_prompts_that_are_done_in_a_moment_are_no_reason_to_wait() -> None:
+def test_prompts_of_little_work_take_no_slot() -> None:
     fleet = Fleet("p0", "d0")
     for number in range(9):
         key = (id_of(str(number)), 0)
@@ -119,7 +119,7 @@ def test_prompts_that_are_done_in_a_moment_are_no_reason_to_wait() -> None:
     assert fleet.can_compute()
 
 
-def test_prompts_that_fit_one_step_are_no_reason_to_wait() -> None:
+def test_prompts_that_fit_one_step_take_no_slot() -> None:
     fleet = Fleet("p0", "d0")
     for number in range(9):
         key = (id_of(str(number)), 0)
@@ -129,22 +129,22 @@ def test_prompts_that_fit_one_step_are_no_reason_to_wait() -> None:
     assert fleet.can_compute()
 
 
-def test_what_a_prompt_overtakes_takes_no_place_from_it() -> None:
+def test_overtaken_prompts_take_no_slot() -> None:
     fleet = Fleet("p0", "d0")
     fleet.dispatch("0", NOISY)
     fleet.dispatch("1", NOISY)
-    owed = NewPrompt(A, 10_000, -20_000.0, {NOISY: 20_000.0}.get)
+    deficit = NewPrompt(A, 10_000, -20_000.0, {NOISY: 20_000.0}.get)
     assert not fleet.can_compute(NewPrompt(NOISY, 10_000, 20_000.0))
-    assert fleet.can_compute(owed)
+    assert fleet.can_compute(deficit)
     fleet.dispatch("2")
-    assert fleet.can_compute(owed), "one of its own comes before it"
+    assert fleet.can_compute(deficit), "one prompt of its own comes first"
     fleet.dispatch("3")
-    assert not fleet.can_compute(owed), "and another"
+    assert not fleet.can_compute(deficit), "and another"
     fleet.start("2")
-    assert fleet.can_compute(owed)
+    assert fleet.can_compute(deficit)
 
 
-def test_of_two_that_have_had_as_much_as_much_comes_before() -> None:
+def test_equal_tenants_come_first_by_equal_shares() -> None:
     fleet = Fleet("p0", "d0")
     fleet.dispatch("0", NOISY)
     fleet.dispatch("1", NOISY)
@@ -153,7 +153,7 @@ def test_of_two_that_have_had_as_much_as_much_comes_before() -> None:
 
 
 @pytest.mark.parametrize(("rank", "has_place"), [(0, True), (1, False), (2, False)])
-def test_prompts_of_a_lower_class_take_no_place(rank: int, has_place: bool) -> None:
+def test_prompts_of_lower_ranks_take_no_slot(rank: int, has_place: bool) -> None:
     fleet = Fleet("p0", "d0")
     for number in range(9):
         fleet.dispatch(str(number), SchedulingClass("a", 1.0, 1))
@@ -164,22 +164,22 @@ def test_prompts_of_a_lower_class_take_no_place(rank: int, has_place: bool) -> N
     works=st.lists(st.integers(21, 2000), min_size=20, max_size=60),
     answers=st.lists(st.integers(0, 20_000), min_size=60, max_size=60),
 )
-def test_a_worker_is_given_little_ahead_though_many_tenants_are_owed_as_much(
+def test_worker_gets_few_prompts_ahead_though_many_tenants_have_equal_deficits(
     works: list[int], answers: list[int]
 ) -> None:
-    """Whoever has had least comes first, as in the queue."""
+    """The tenant that has had least comes first, as in the queue."""
     fleet, had = Fleet("p0", "d0"), dict.fromkeys([SchedulingClass(str(number)) for number in range(10)], 0.0)
-    num_let_out = 0
+    num_dispatched = 0
     for number, work in enumerate(works):
         scheduling_class = min(had, key=had.__getitem__)
         if fleet.can_compute(NewPrompt(scheduling_class, work * 100, had[scheduling_class], had.get)):
             fleet.dispatch(str(number), scheduling_class, work=work, answer=answers[number])
             had[scheduling_class] += work * 100 + answers[number]
-            num_let_out += 1
-    assert MIN_COMPUTING <= num_let_out <= 3 * MIN_COMPUTING
+            num_dispatched += 1
+    assert MIN_COMPUTING <= num_dispatched <= 3 * MIN_COMPUTING
 
 
-def test_a_worker_has_a_place_until_it_has_enough_to_do() -> None:
+def test_worker_has_a_slot_until_it_has_enough_prompts() -> None:
     fleet = Fleet("p0", "d0")
     for number in range(MIN_COMPUTING):
         assert fleet.capacity.has_slot(ANY, id_of("p0"))
@@ -189,7 +189,7 @@ def test_a_worker_has_a_place_until_it_has_enough_to_do() -> None:
 
 
 @pytest.mark.parametrize("decoders_compute", [False, True])
-def test_a_place_at_a_decode_worker_counts_if_it_would_compute_the_prompt(decoders_compute: bool) -> None:
+def test_slots_of_decode_workers_count_if_they_compute_prompts(decoders_compute: bool) -> None:
     fleet = Fleet("p0", "d0", "d1", decoders_compute=decoders_compute)
     fleet.fill("p0", "d0")
     assert fleet.can_compute() is decoders_compute
@@ -203,7 +203,7 @@ def test_a_place_at_a_decode_worker_counts_if_it_would_compute_the_prompt(decode
     assert fleet.can_compute()
 
 
-def test_places_of_prefill_workers_are_not_those_of_decode_workers() -> None:
+def test_slots_of_prefill_and_decode_workers_are_apart() -> None:
     fleet = Fleet("p0", "p1", "d0", decoders_compute=True)
     fleet.fill("d0", "p0")
     assert not fleet.prefills_are_full()
@@ -216,7 +216,7 @@ def test_places_of_prefill_workers_are_not_those_of_decode_workers() -> None:
     assert fleet.prefills_are_full()
 
 
-def test_decode_workers_are_asked_for_a_place_where_there_are_no_prefill_workers() -> None:
+def test_decode_workers_have_slots_where_there_are_no_prefill_workers() -> None:
     fleet = Fleet("p0", "d0")
     fleet.fill("d0")
     assert not fleet.prefills_are_full()
@@ -224,10 +224,10 @@ def test_decode_workers_are_asked_for_a_place_where_there_are_no_prefill_workers
     assert fleet.prefills_are_full()
     fleet.start("d0-0")
     assert not fleet.prefills_are_full()
-    assert not Fleet().prefills_are_full(), "who is to compute it is found out later"
+    assert not Fleet().prefills_are_full(), "an empty cluster has no full worker"
 
 
-def test_a_worker_that_drains_is_not_kept_for_anybody() -> None:
+def test_draining_worker_is_never_the_roomiest() -> None:
     fleet = Fleet("p0", "d0", "d1")
     reached = frozenset((id_of("d0"), id_of("d1")))
     fleet.dispatch("first")  # at d0
@@ -237,7 +237,7 @@ def test_a_worker_that_drains_is_not_kept_for_anybody() -> None:
     assert fleet.capacity.roomiest(frozenset()) == ""
 
 
-def test_a_worker_is_kept_for_whom_it_may_take() -> None:
+def test_roomiest_worker_is_reached_and_not_avoided() -> None:
     fleet = Fleet("p0", "d0", "d1")
     reached = frozenset((id_of("d0"), id_of("d1")))
     fleet.dispatch("first")  # at d0
@@ -248,17 +248,17 @@ def test_a_worker_is_kept_for_whom_it_may_take() -> None:
     assert not fleet.capacity.takes(id_of("d1"))
 
 
-def test_of_many_full_workers_each_is_asked_in_its_turn() -> None:
+def test_full_workers_are_looked_at_in_turn() -> None:
     names = [f"{role}{number}" for role in "pd" for number in range(2 * MAX_ASKED)]
     fleet = Fleet(*names, decoders_compute=True)
     for name in names:
         scheduling_class = NOISY if name in ("p40", "d20") else A
         for number in range(MIN_COMPUTING):
             fleet.dispatch(f"{name}-{number}", scheduling_class, at=name)
-    owed = NewPrompt(A, 10_000, -20_000.0, {NOISY: 20_000.0}.get)
+    deficit = NewPrompt(A, 10_000, -20_000.0, {NOISY: 20_000.0}.get)
     for only in ("p40", "d20"):
-        looks = [fleet.can_compute(owed) for _ in range(4)]
+        looks = [fleet.can_compute(deficit) for _ in range(4)]
         assert any(looks[:2]) and any(looks[2:]), only
         fleet.dispatch(f"{only}-a", at=only)
         fleet.dispatch(f"{only}-b", at=only)
-    assert not any(fleet.can_compute(owed) for _ in range(4))
+    assert not any(fleet.can_compute(deficit) for _ in range(4))

@@ -1,4 +1,4 @@
-"""The cost policy through the router's messages: what workers tell decides where prompts go."""
+"""The policy `cost` through the router's messages: workers' reports decide where prompts go."""
 
 import pytest
 
@@ -50,7 +50,7 @@ def route(c: Cluster, request: Request) -> tuple[Routed, Dispatch]:
 
 
 def busy(c: Cluster, name: str, num_attempts: int) -> None:
-    """Decoding, for a gateway of an earlier router."""
+    """Report running decodes of an earlier router."""
     attempts = tuple((id_of(f"{name} {number}"), 0) for number in range(num_attempts))
     c[name].say(Heartbeat(load=Load(pages={"active": 64}), attempts=attempts))
 
@@ -62,12 +62,12 @@ def explained(c: Cluster, request_id: str) -> Decision:
     return decision
 
 
-def test_workers_are_asked_for_their_pages_by_policies_that_look_at_them_alone() -> None:
+def test_only_policies_with_a_prefix_index_ask_for_pages() -> None:
     assert cost_cluster("d0")["d0"].only(KvEventsWanted)
     assert cluster("d0")["d0"].take(KvEventsWanted) == []
 
 
-def test_prompt_goes_where_it_is_held() -> None:
+def test_prompt_goes_to_the_worker_that_holds_it() -> None:
     c = cost_cluster("p0", "p1", "p2", "d0")
     busy(c, "d0", 32)
     holds(c, "p1", long_request("x"), 400)
@@ -75,7 +75,7 @@ def test_prompt_goes_where_it_is_held() -> None:
     assert (routed.prefill, dispatch.source) == (id_of("p1"), None)
 
 
-def test_sibling_of_a_prompt_that_is_under_way_goes_to_the_same_worker() -> None:
+def test_sibling_of_a_running_prompt_goes_to_the_same_worker() -> None:
     c = cost_cluster("p0", "p1", "p2", "d0")
     busy(c, "d0", 32)
     first, _ = route(c, long_request("a"))
@@ -100,13 +100,13 @@ def test_prefix_of_a_busy_worker_is_pulled_by_another() -> None:
     assert (source.num_tokens, source.pages[:3], source.generations[0]) == (6400, (0, 1, 2), 7)
 
 
-def test_worker_of_other_weights_serves_no_pages_to_this_one() -> None:
+def test_worker_of_other_weights_is_no_pull_source() -> None:
     c = cost_cluster("p0", "d0")
     for name in ("p1", "d1"):
         c.add(name, num_pages=16_384, max_model_len=65_536, max_num_seqs=128, fingerprint="other")
     keys = PromptKeys().keys(family_of(a_worker("p1", fingerprint="other")), long_request("x"))
     c["p1"].say(KvEventBatch(first=0, keys=keys, pages=tuple(range(500)), generations=(7,) * 500))
-    c.router.cluster_state.model.learn_size(1000, 1)  # so little that whoever can would pull them
+    c.router.cluster_state.model.learn_size(1000, 1)  # so few bytes that pulling would be cheapest
     c.submit(long_request("a"))
     sources = {(each.prefill or each.decode): each.source for each in explained(c, id_of("a")).weighed}
     assert sources == {id_of("p0"): "", id_of("d0"): "", id_of("p1"): "", id_of("d1"): id_of("p1")}
@@ -119,7 +119,7 @@ def test_idle_decode_worker_computes_a_short_prompt_and_a_busy_one_does_not() ->
     assert route(c, long_request("b"))[0].prefill == id_of("p0")
 
 
-def test_slow_worker_gets_less_once_it_has_been_measured() -> None:
+def test_measured_slow_worker_gets_fewer_requests() -> None:
     c = cost_cluster("p0", "p1", "d0")
     busy(c, "d0", 64)
     for number in range(32):
@@ -131,7 +131,7 @@ def test_slow_worker_gets_less_once_it_has_been_measured() -> None:
     } == {id_of("p1")}
 
 
-def test_gap_in_a_workers_news_is_asked_about() -> None:
+def test_gap_in_the_events_of_a_worker_is_asked_about() -> None:
     c = cost_cluster("d0")
     c["d0"].take(KvEventsWanted)
     holds(c, "d0", long_request("x"), 4)
@@ -140,7 +140,7 @@ def test_gap_in_a_workers_news_is_asked_about() -> None:
     assert c["d0"].only(KvEventsWanted)
 
 
-def test_gone_workers_pages_count_no_more() -> None:
+def test_pages_of_a_worker_that_left_do_not_count() -> None:
     c = cost_cluster("p0", "p1", "d0")
     busy(c, "d0", 32)
     holds(c, "p0", long_request("x"), 400)
@@ -149,7 +149,7 @@ def test_gone_workers_pages_count_no_more() -> None:
     assert (routed.prefill, dispatch.source) == (id_of("p1"), None)
 
 
-def test_decision_is_explained_and_the_truth_added() -> None:
+def test_decision_is_explained_with_its_measured_times() -> None:
     c = cost_cluster("p0", "p1", "d0")
     busy(c, "d0", 32)
     routed, _ = route(c, long_request("a"))
@@ -170,7 +170,7 @@ def test_decision_is_explained_and_the_truth_added() -> None:
     assert (decision.first_token_s, decision.age_s, decision.measured) == (0.5, 0.5, times)
 
 
-def test_nobody_can_tell_the_truth_of_another() -> None:
+def test_worker_cannot_report_times_of_another_worker() -> None:
     c = cost_cluster("p0", "p1", "d0")
     busy(c, "d0", 32)
     routed, _ = route(c, long_request("a"))
@@ -186,14 +186,14 @@ def test_unknown_request_has_no_decisions() -> None:
 
 
 @pytest.mark.parametrize("policy", ["least-loaded", "round-robin"])
-def test_other_policies_are_explained_by_their_name(policy: str) -> None:
+def test_decisions_of_other_policies_name_the_policy(policy: str) -> None:
     c = cost_cluster("p0", "d0", policy=policy)
     route(c, long_request("a"))
     decision = explained(c, id_of("a"))
     assert (decision.reason, decision.weighed) == (policy, ())
 
 
-def test_prefix_policy_follows_the_longest_prefix_into_any_queue() -> None:
+def test_prefix_policy_follows_the_longest_prefix_whatever_the_queue() -> None:
     c = cost_cluster("p0", "p1", "d0", policy="prefix")
     holds(c, "p0", long_request("x"), 400)
     for number in range(8):
@@ -201,7 +201,7 @@ def test_prefix_policy_follows_the_longest_prefix_into_any_queue() -> None:
         assert (routed.prefill, dispatch.source) == (id_of("p0"), None)
 
 
-def test_books_balance_under_the_cost_policy() -> None:
+def test_in_flight_load_is_exact_under_the_cost_policy() -> None:
     c = cost_cluster("p0", "p1", "d0", "d1")
     for number in range(16):
         route(c, long_request(str(number), 500 * (number + 1)))
@@ -222,7 +222,7 @@ def test_blind_decisions_are_counted() -> None:
 
 
 @pytest.mark.parametrize("num_left", [1, 3, 20])
-def test_who_is_left_out_of_a_large_fleet_is_never_chosen(num_left: int) -> None:
+def test_left_out_workers_of_a_large_cluster_are_never_chosen(num_left: int) -> None:
     decoders = [f"d{number}" for number in range(24)]
     c = cost_cluster(*decoders, *(f"p{number}" for number in range(20)))
     avoided = [id_of(name) for name in decoders[num_left:]]

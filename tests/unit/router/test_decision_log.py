@@ -1,4 +1,4 @@
-"""What a router appends to its decision log; logs that are damaged, and such that can not be written."""
+"""The decision log of a router, damaged logs, and logs that cannot be written."""
 
 import asyncio
 import base64
@@ -32,7 +32,7 @@ def logged() -> tuple[Cluster, list[bytes]]:
     return c, lines
 
 
-def test_attempt_has_a_line_when_it_is_sent_out_and_one_with_the_truth_at_its_end() -> None:
+def test_attempt_has_a_line_at_its_dispatch_and_a_line_at_its_end() -> None:
     c, lines = logged()
     c.clock.advance(0.5)
     c["g"].say(Started(attempts=(KEY,)))
@@ -47,7 +47,7 @@ def test_attempt_has_a_line_when_it_is_sent_out_and_one_with_the_truth_at_its_en
     assert (ended.first_token_s, ended.measured, ended.at_s - sent.at_s) == (0.5, times, 1.5)
 
 
-def test_line_tells_nothing_of_a_prompt_but_its_length_and_what_its_pages_are_called() -> None:
+def test_line_has_only_the_length_and_page_keys_of_a_prompt() -> None:
     secret, salt = 123_456_789, b"\xa7" * 16
     c, lines = cluster("p0", "d0", policy="cost"), list[bytes]()
     c.router.cluster_state.log_to(lines.append)
@@ -70,7 +70,7 @@ def test_damaged_line_is_named(damage: bytes) -> None:
     assert len(list(decode_lines([lines[0], damage], "log"))) == 1, "the last may have been cut off"
 
 
-def test_keys_that_are_none_are_refused() -> None:
+def test_malformed_keys_are_refused() -> None:
     _, lines = logged()
     (sent,) = decode_lines(lines, "log")
     assert isinstance(sent, DispatchedLine)
@@ -78,7 +78,7 @@ def test_keys_that_are_none_are_refused() -> None:
         keys_in(DispatchedLine(at_s=0, decision=sent.decision, page_size=16, num_output_tokens=1, keys="?"))
 
 
-def test_file_is_appended_to(tmp_path: Path) -> None:
+def test_existing_file_is_appended_to(tmp_path: Path) -> None:
     for line in (b"one\n", b"two\n"):
         log = DecisionLog(tmp_path / "log")
         log.write(line)
@@ -86,7 +86,7 @@ def test_file_is_appended_to(tmp_path: Path) -> None:
     assert (tmp_path / "log").read_bytes() == b"one\ntwo\n"
 
 
-def test_a_new_file_is_this_users_alone(tmp_path: Path) -> None:
+def test_new_file_is_readable_by_this_user_only(tmp_path: Path) -> None:
     before = os.umask(0o000)
     try:
         DecisionLog(tmp_path / "log").close()
@@ -95,7 +95,7 @@ def test_a_new_file_is_this_users_alone(tmp_path: Path) -> None:
     assert stat.S_IMODE((tmp_path / "log").stat().st_mode) == 0o600
 
 
-def test_a_line_that_a_full_disk_cut_off_costs_no_other(
+def test_line_cut_off_by_a_full_disk_costs_no_other_line(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     _, (line,) = logged()
@@ -118,7 +118,7 @@ def test_a_line_that_a_full_disk_cut_off_costs_no_other(
     assert [record.line for record in caplog.records] == [2]  # type: ignore[attr-defined]
 
 
-def test_what_a_disk_takes_in_pieces_is_whole(tmp_path: Path) -> None:
+def test_partial_writes_are_completed(tmp_path: Path) -> None:
     class Piecewise(io.FileIO):
         def write(self, data: Any, /) -> int:
             return super().write(data[:7])
@@ -151,7 +151,7 @@ def test_router_whose_log_cannot_be_written_does_not_start(tmp_path: Path) -> No
         asyncio.run(serve(tmp_path / "no folder" / "log"))
 
 
-def test_line_cut_off_at_any_byte_costs_no_other() -> None:
+def test_line_cut_off_at_any_byte_costs_no_other_line() -> None:
     _, (line,) = logged()
     for cut in range(1, len(line) - 1):
         assert list(decode_lines([line[:cut] + b"\n", line], "log")) == list(decode_lines([line], "log")), cut

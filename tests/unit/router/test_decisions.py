@@ -15,7 +15,7 @@ def a_decision(name: str, attempt: int = 0) -> Decision:
     )
 
 
-def test_the_last_ones_are_kept() -> None:
+def test_last_decisions_are_kept() -> None:
     decisions = DecisionHistory(ManualClock())
     for number in range(MAX_DECISIONS + 3):
         decisions.add(a_decision(str(number)))
@@ -24,7 +24,7 @@ def test_the_last_ones_are_kept() -> None:
     assert [each.request_id for each in decisions.of(id_of("3"))] == [id_of("3")]
 
 
-def test_attempts_of_a_request_are_told_together_with_their_age() -> None:
+def test_decisions_of_a_request_have_their_ages() -> None:
     clock = ManualClock()
     decisions = DecisionHistory(clock)
     decisions.add(a_decision("r", 0))
@@ -34,7 +34,7 @@ def test_attempts_of_a_request_are_told_together_with_their_age() -> None:
     assert [(each.attempt, each.age_s) for each in decisions.of(id_of("r"))] == [(0, 3.0), (1, 1.0)]
 
 
-def test_only_the_first_start_counts() -> None:
+def test_only_the_first_report_of_a_first_token_counts() -> None:
     clock = ManualClock()
     decisions = DecisionHistory(clock)
     decisions.add(a_decision("r"))

@@ -1,4 +1,4 @@
-"""Everybody hears which workers are going to end."""
+"""All peers hear which workers drain."""
 
 import pytest
 
@@ -10,7 +10,7 @@ from tests.unit.router.router_cluster import cluster
 
 
 @pytest.mark.parametrize("who", ["worker", "operator"])
-def test_members_name_those_that_drain(who: str) -> None:
+def test_members_name_draining_workers(who: str) -> None:
     c = cluster("p", "d")
     c.tick()
     assert c["g"].take(Members)[-1].draining == ()

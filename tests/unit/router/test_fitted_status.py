@@ -1,4 +1,4 @@
-"""A status of everything that a cluster may have at once has to fit one message."""
+"""The status of the largest cluster fits one message."""
 
 import msgspec
 import pytest
@@ -32,12 +32,12 @@ def a_status(num_workers: int, num_tenants: int, counters: dict[str, int] | None
     return Status(workers=workers, routers=(router,), num_gateways=2)
 
 
-def test_what_fits_is_left_alone() -> None:
+def test_status_that_fits_is_unchanged() -> None:
     status = a_status(100, 100)
     assert fitted(status) is status
 
 
-def test_of_the_largest_cluster_the_busiest_are_told() -> None:
+def test_busiest_tenants_and_workers_of_the_largest_cluster_stay() -> None:
     status = a_status(MAX_WORKERS, MAX_TENANTS)
     told = fitted(status)
     assert len(encode(told)) <= MAX_BODY_BYTES and decode(encode(told)) == told
@@ -46,7 +46,7 @@ def test_of_the_largest_cluster_the_busiest_are_told() -> None:
     assert told.queue.num_left_out == MAX_TENANTS - len(told.queue.tenants)
 
 
-def test_a_router_tells_no_more_than_a_message_carries() -> None:
+def test_status_of_a_router_fits_a_message() -> None:
     names = tuple(f"d{number}" for number in range(3))
     c = cluster(*names)
     counters = {f"{number:064}": 2**62 for number in range(6000)}
@@ -59,7 +59,7 @@ def test_a_router_tells_no_more_than_a_message_carries() -> None:
     assert told.left_out == {"counters": 1}
 
 
-def test_the_least_busy_tenants_go_first() -> None:
+def test_least_busy_tenants_are_left_out_first() -> None:
     status = a_status(800, MAX_TENANTS)
     told = fitted(status)
     num_left_out = told.queue.num_left_out
@@ -71,7 +71,7 @@ def test_the_least_busy_tenants_go_first() -> None:
 
 
 @pytest.mark.parametrize("most_bytes", [700, 5000, 20_000, 60_000])
-def test_whatever_the_bound_it_is_kept(most_bytes: int) -> None:
+def test_any_bound_is_kept(most_bytes: int) -> None:
     told = fitted(a_status(40, 40), most_bytes)
     assert len(msgspec.msgpack.encode(told)) <= most_bytes
     assert len(told.workers) + told.left_out.get("workers", 0) == 40

@@ -25,8 +25,8 @@ GATEWAYS = st.sampled_from("gh")
 KEYS = st.tuples(st.sampled_from(["a", "b", "c", "d"]), st.integers(0, 1))
 
 
-class BooksMachine(RuleBasedStateMachine):
-    """Against a list of what is open, from which all sums are made anew each time."""
+class InFlightMachine(RuleBasedStateMachine):
+    """The load, compared with sums over a list of all open attempts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,14 +86,14 @@ class BooksMachine(RuleBasedStateMachine):
             assert account.num_attempts == len(filling) + len(decoding)
 
 
-TestBooks: Any = BooksMachine.TestCase
-TestBooks.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestInFlight: Any = InFlightMachine.TestCase
+TestInFlight.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
 @pytest.mark.parametrize("gateway", ["g", OTHERS])
 @pytest.mark.parametrize("prefill", ["p0", ""])
 @pytest.mark.parametrize("is_started", [False, True])
-def test_decoding_are_those_that_have_their_first_token_and_no_end(
+def test_decoding_attempts_have_a_first_token_and_no_end(
     gateway: str, prefill: str, is_started: bool
 ) -> None:
     in_flight, key = InFlight(), (id_of("r"), 0)
@@ -112,7 +112,7 @@ def test_decoding_are_those_that_have_their_first_token_and_no_end(
     in_flight.check_integrity()
 
 
-def test_what_a_gateway_or_another_router_had_decoded_is_not_when_that_is_gone() -> None:
+def test_decoding_attempts_end_with_their_gateway_or_router() -> None:
     in_flight = InFlight()
     for gateway in ("g", "h", OTHERS):
         for name in ("begun", "waiting"):
@@ -127,7 +127,7 @@ def test_what_a_gateway_or_another_router_had_decoded_is_not_when_that_is_gone()
     in_flight.check_integrity()
 
 
-def test_share_is_of_what_is_scarcer() -> None:
+def test_share_is_of_the_scarcer_resource() -> None:
     in_flight, worker = InFlight(), a_worker("d0", num_pages=10, page_size=16, max_num_seqs=4)
     in_flight.enter((id_of("a"), 0), InFlightAttempt("g", worker.id, "", 10, 80))
     assert in_flight.account(worker.id).share_of(worker) == 0.5
@@ -136,7 +136,7 @@ def test_share_is_of_what_is_scarcer() -> None:
     assert in_flight.account(worker.id).share_of(worker) == 0.75
 
 
-def test_what_only_the_worker_knows_of_weighs_by_its_pages() -> None:
+def test_unknown_attempts_count_by_the_pages_of_the_worker() -> None:
     in_flight, worker = InFlight(), a_worker("d0", num_pages=100, page_size=16, max_num_seqs=1000)
     in_flight.enter((id_of("a"), 0), InFlightAttempt("g", worker.id, "", 10, 0))
     beat = Heartbeat(load=Load(pages={"active": 20}), attempts=((id_of("a"), 0), (id_of("b"), 0)))
@@ -146,7 +146,7 @@ def test_what_only_the_worker_knows_of_weighs_by_its_pages() -> None:
     assert in_flight.account(worker.id).share_of(worker) == 0.001
 
 
-def test_what_its_worker_does_not_name_for_long_has_ended() -> None:
+def test_attempt_that_its_worker_stops_reporting_has_ended() -> None:
     clock = ManualClock()
     in_flight, worker = InFlight(clock), a_worker("d0")
     kept, lost = (id_of("a"), 0), (id_of("b"), 0)
@@ -162,8 +162,8 @@ def test_what_its_worker_does_not_name_for_long_has_ended() -> None:
     in_flight.check_integrity()
 
 
-def test_end_that_its_worker_shows_first_is_left_to_the_gateway_to_tell() -> None:
-    """The gateway tells how many tokens there were as well: a Beat without the attempt may outrun it."""
+def test_gateway_may_report_an_end_after_the_worker() -> None:
+    """A heartbeat without the attempt may arrive before the gateway's report of its tokens."""
     clock = ManualClock()
     in_flight, worker, key = InFlight(clock), a_worker("d0"), (id_of("a"), 0)
     in_flight.enter(key, InFlightAttempt("g", worker.id, "", 10, 10))
@@ -177,7 +177,7 @@ def test_end_that_its_worker_shows_first_is_left_to_the_gateway_to_tell() -> Non
     assert in_flight.beat(worker, idle) == [key]
 
 
-def test_expected_tokens_are_bounded_by_what_was_asked_for() -> None:
+def test_expected_tokens_are_bounded_by_max_tokens() -> None:
     def expected(request: Request) -> int:
         return num_kv_tokens(request)
 

@@ -1,4 +1,4 @@
-"""Two processes of one name: the one that started last is the worker, in whatever order they come."""
+"""Two processes of one name: the process that started last is the worker, in any order of joining."""
 
 import msgspec
 import pytest
@@ -14,7 +14,7 @@ def join(c: Cluster, which: str, incarnation: int) -> TestPeer:
     return TestPeer.worker(c.router, worker)
 
 
-def test_later_one_takes_the_place_of_the_earlier() -> None:
+def test_later_process_replaces_the_earlier() -> None:
     c = cluster()
     earlier = join(c, "earlier", 1)
     join(c, "later", 2)
@@ -22,8 +22,8 @@ def test_later_one_takes_the_place_of_the_earlier() -> None:
     assert c.router.members.find("d") is c.router.members.get(id_of("later"))
 
 
-def test_earlier_one_that_comes_later_is_not_let_in() -> None:
-    """As after a restart of the router, when one that stood still wakes up."""
+def test_earlier_process_is_refused_while_the_later_is_connected() -> None:
+    """After a restart of the router, a suspended process wakes up."""
     c = cluster()
     later = join(c, "later", 2)
     with pytest.raises(WireError, match="has started after") as refused:
@@ -33,7 +33,7 @@ def test_earlier_one_that_comes_later_is_not_let_in() -> None:
     assert c.router.members.get(id_of("later")) is not None
 
 
-def test_earlier_one_is_let_in_while_the_later_is_away() -> None:
+def test_earlier_process_is_admitted_while_the_later_is_away() -> None:
     c = cluster()
     join(c, "later", 2).leave()
     earlier = join(c, "earlier", 1)
@@ -43,7 +43,7 @@ def test_earlier_one_is_let_in_while_the_later_is_away() -> None:
     assert c.router.members.get(id_of("later")) is not None
 
 
-def test_of_two_that_were_started_by_hand_the_last_to_join_is_the_worker() -> None:
+def test_of_two_processes_started_by_hand_the_last_to_join_stays() -> None:
     c = cluster()
     first = join(c, "first", 0)
     join(c, "second", 0)
@@ -52,7 +52,7 @@ def test_of_two_that_were_started_by_hand_the_last_to_join_is_the_worker() -> No
         join(c, "first", 0)
 
 
-def test_of_two_that_were_started_by_hand_the_later_stays_when_the_silent_earlier_one_wakes_up() -> None:
+def test_of_two_processes_started_by_hand_the_silent_one_is_refused() -> None:
     c = cluster()
     join(c, "earlier", 0).leave()  # as when the router gave it up for its silence
     later = join(c, "later", 0)
@@ -61,14 +61,14 @@ def test_of_two_that_were_started_by_hand_the_later_stays_when_the_silent_earlie
     assert later.is_open
 
 
-def test_one_that_lost_its_connection_may_come_back() -> None:
+def test_process_that_lost_its_connection_may_join_again() -> None:
     c = cluster()
     join(c, "only", 0).leave()
     join(c, "only", 0)
     assert c.router.members.find("d") is c.router.members.get(id_of("only")) is not None
 
 
-def test_names_that_are_gone_are_forgotten_before_those_that_are_here(
+def test_names_of_workers_that_left_are_forgotten_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(membership, "MAX_LATEST", 2)

@@ -7,7 +7,7 @@ from tests.node_peers import TestPeer, a_request, id_of
 from tests.unit.router.router_cluster import cluster
 
 
-def test_attempt_is_dispatched_to_a_pair_and_the_gateway_told() -> None:
+def test_attempt_is_dispatched_to_a_pair_and_its_gateway_hears() -> None:
     c = cluster("p0", "d0")
     routed = c.submit()
     assert isinstance(routed, Routed)
@@ -18,7 +18,7 @@ def test_attempt_is_dispatched_to_a_pair_and_the_gateway_told() -> None:
     assert c["p0"].take(Dispatch) == []
 
 
-def test_short_prompt_is_computed_where_it_is_decoded() -> None:
+def test_short_prompt_is_computed_by_its_decode_worker() -> None:
     c = cluster("p0", "d0", local_prefill_tokens=16)
     short = c.submit(a_request("s", num_tokens=16))
     longer = c.submit(a_request("l", num_tokens=17))
@@ -33,20 +33,20 @@ def test_tokens_of_earlier_attempts_are_part_of_the_prompt() -> None:
     assert isinstance(routed, Routed) and routed.prefill == id_of("p0")
 
 
-def test_without_prefill_workers_decode_workers_do_it_all() -> None:
+def test_without_prefill_workers_decode_workers_compute_prompts() -> None:
     c = cluster("d0")
     routed = c.submit()
     assert isinstance(routed, Routed) and routed.prefill == ""
 
 
-def test_without_decode_workers_it_is_rejected() -> None:
+def test_attempt_is_rejected_without_decode_workers() -> None:
     c = cluster("p0")
     rejected = c.submit()
     assert isinstance(rejected, Rejected) and rejected.retry_after_s > 0
     assert len(c.router.in_flight) == 0
 
 
-def test_holder_of_the_prompt_gets_it_and_needs_no_prefill_worker() -> None:
+def test_sticky_worker_computes_the_rest_of_the_prompt() -> None:
     c = cluster("p0", "d0", "d1", "d2")
     for name in ("a", "b", "c"):
         routed = c.submit(a_request(name), sticky_worker=id_of("d1"))
@@ -54,7 +54,7 @@ def test_holder_of_the_prompt_gets_it_and_needs_no_prefill_worker() -> None:
 
 
 @pytest.mark.parametrize("why", ["gone", "draining", "unreached", "failed it"])
-def test_holder_that_cannot_take_it_is_passed_over(why: str) -> None:
+def test_unusable_sticky_worker_is_ignored(why: str) -> None:
     c = cluster("p0", "d0", "d1")
     avoid: tuple[str, ...] = ()
     if why == "gone":
@@ -69,7 +69,7 @@ def test_holder_that_cannot_take_it_is_passed_over(why: str) -> None:
     assert isinstance(routed, Routed) and (routed.decode, routed.prefill) == (id_of("d0"), id_of("p0"))
 
 
-def test_workers_that_failed_it_are_avoided_while_there_are_others() -> None:
+def test_workers_that_failed_the_request_are_avoided_while_others_are_left() -> None:
     c = cluster("p0", "p1", "d0", "d1")
     for number in range(8):
         routed = c.submit(a_request(str(number)), avoid=(id_of("d0"), id_of("p1")))
@@ -89,9 +89,7 @@ def test_workers_that_failed_it_are_avoided_while_there_are_others() -> None:
         ("p0", ("d1",), ("d0 or d1", "p1 at d0")),  # p0 has no way for its pages
     ],
 )
-def test_pairs_are_made_of_those_who_reach_each_other(
-    who: str, reaches: tuple[str, ...], expected: tuple[str, str]
-) -> None:
+def test_pairs_reach_each_other(who: str, reaches: tuple[str, ...], expected: tuple[str, str]) -> None:
     c = cluster("p0", "p1", "d0", "d1")
     c[who].say(Reachable(workers=tuple(map(id_of, reaches))))
     for number in range(8):
@@ -104,7 +102,7 @@ def test_pairs_are_made_of_those_who_reach_each_other(
             assert prefill in expected[1]
 
 
-def test_decode_worker_with_a_partner_comes_before_one_without() -> None:
+def test_decode_worker_with_a_partner_is_preferred() -> None:
     c = cluster("p0", "d0", "d1")
     c["p0"].say(Reachable(workers=(id_of("d1"),)))
     for number in range(6):
@@ -112,7 +110,7 @@ def test_decode_worker_with_a_partner_comes_before_one_without() -> None:
         assert isinstance(routed, Routed) and routed.decode == id_of("d1")
 
 
-def test_other_weights_are_no_partner() -> None:
+def test_workers_of_other_weights_are_no_partners() -> None:
     c = cluster("d0")
     c.add("p0", fingerprint="another")
     routed = c.submit()
@@ -120,7 +118,7 @@ def test_other_weights_are_no_partner() -> None:
 
 
 @pytest.mark.parametrize("how", ["beat", "operator"])
-def test_draining_worker_gets_nothing_new(how: str) -> None:
+def test_draining_worker_gets_no_new_attempts(how: str) -> None:
     c = cluster("p0", "p1", "d0", "d1")
     for name in ("p0", "d0"):
         if how == "beat":
@@ -138,14 +136,14 @@ def test_draining_worker_gets_nothing_new(how: str) -> None:
     assert id_of("d0") in {worker.id for worker in c.router._list_members().workers}
 
 
-def test_draining_nobody_changes_nothing() -> None:
+def test_drain_of_an_unknown_worker_changes_nothing() -> None:
     c = cluster("d0")
     operator = TestPeer.operator(c.router)
     operator.say(Drain(worker="d7"))
     assert not any(worker.is_draining for worker in operator.only(Status).workers)
 
 
-def test_books_are_full_at_their_bound_and_free_after_the_end() -> None:
+def test_max_attempts_bounds_open_attempts() -> None:
     c = cluster("d0", max_attempts=2)
     assert isinstance(c.submit(a_request("a")), Routed)
     assert isinstance(c.submit(a_request("b")), Routed)
@@ -154,7 +152,7 @@ def test_books_are_full_at_their_bound_and_free_after_the_end() -> None:
     assert isinstance(c.submit(a_request("c")), Routed)
 
 
-def test_gateway_that_is_gone_frees_what_it_had() -> None:
+def test_attempts_end_when_their_gateway_leaves() -> None:
     c = cluster("p0", "d0")
     c.submit()
     c["g"].leave()
@@ -163,7 +161,7 @@ def test_gateway_that_is_gone_frees_what_it_had() -> None:
     c.router.in_flight.check_integrity()
 
 
-def test_gateway_that_connects_again_begins_anew() -> None:
+def test_gateway_that_connects_again_has_no_attempts() -> None:
     c = cluster("p0", "d0")
     c.submit()
     former = c["g"]
@@ -204,7 +202,7 @@ def test_round_robin_takes_turns_of_both_roles() -> None:
     assert pairs == expected
 
 
-def test_ties_are_broken_alike_for_one_seed_and_spread() -> None:
+def test_ties_are_broken_by_the_seed_and_spread() -> None:
     def run(seed: int) -> list[str]:
         chosen = []
         for number in range(12):
@@ -218,7 +216,7 @@ def test_ties_are_broken_alike_for_one_seed_and_spread() -> None:
     assert len(set(run(1))) == 3
 
 
-def test_attempts_of_an_earlier_router_weigh_by_the_workers_count() -> None:
+def test_attempts_of_an_earlier_router_count_by_the_workers_reports() -> None:
     c = cluster("d0", "d1")
     c["d0"].say(Heartbeat(load=Load(pages={"active": 30}), attempts=((id_of("old"), 0), (id_of("older"), 1))))
     for number in range(3):

@@ -1,4 +1,4 @@
-"""Any sequence of what workers say, against an index of plain dicts."""
+"""Any sequence of workers' reports, compared with an index of plain dicts."""
 
 from typing import Any
 

@@ -24,7 +24,7 @@ from tests.unit.gateway.scripted_workers import ScriptedWorker, golden
 
 @contextlib.asynccontextmanager
 async def a_router(port: int = 0) -> AsyncIterator[Address]:
-    """Serves until the block ends."""
+    """Serve until the block ends."""
     stopping, ready = asyncio.Event(), asyncio.get_running_loop().create_future()
     serving = asyncio.create_task(serve_router(RouterConfig(port=port), KEY, ready.set_result, stopping))
     try:
@@ -127,7 +127,7 @@ def test_next_router_on_the_port_takes_over() -> None:
     asyncio.run(run())
 
 
-def test_port_that_is_taken_is_an_error() -> None:
+def test_taken_port_is_an_error() -> None:
     async def run() -> None:
         with socket.create_server(("127.0.0.1", 0)) as taken:
             config = RouterConfig(port=taken.getsockname()[1])

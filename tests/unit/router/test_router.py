@@ -39,7 +39,7 @@ from tests.node_peers import TestPeer, a_request, a_worker, id_of
 from tests.unit.router.router_cluster import cluster
 
 
-def test_members_are_told_of_every_change() -> None:
+def test_peers_hear_every_change_of_the_members() -> None:
     c = cluster("p0")
     c.tick()
     c["p0"].take(Members)
@@ -53,7 +53,7 @@ def test_members_are_told_of_every_change() -> None:
         assert [worker.name for worker in c[name].only(Members).workers] == ["d0"]
 
 
-def test_list_is_complete_only_when_every_worker_had_time_to_come() -> None:
+def test_list_is_complete_once_every_worker_had_time_to_join() -> None:
     c = cluster("d0")
     c.tick()
     assert not c["g"].take(Members)[-1].is_complete
@@ -79,7 +79,7 @@ def test_silent_worker_is_dead_after_three_seconds() -> None:
     assert isinstance(c.submit(), Routed)
 
 
-def test_operators_that_watch_are_told_of_silent_workers() -> None:
+def test_watching_operators_hear_of_silent_workers() -> None:
     c = cluster("d0", "d1", "d2")
     watching, other = (
         TestPeer.operator(c.router),
@@ -95,7 +95,7 @@ def test_operators_that_watch_are_told_of_silent_workers() -> None:
     assert other.take(WorkerRemoved) == []
 
 
-def test_operators_that_watch_get_the_list_of_members() -> None:
+def test_watching_operators_get_the_list_of_members() -> None:
     c = cluster("d0", "d1")
     watching = TestPeer.operator(c.router)
     watching.say(WatchWorkers())
@@ -106,7 +106,7 @@ def test_operators_that_watch_get_the_list_of_members() -> None:
 
 
 @pytest.mark.parametrize("order", [Undrain(worker="d7"), RestartWorker(worker="d7")])
-def test_operators_that_watch_hear_which_worker_to_start_again(order: Undrain | RestartWorker) -> None:
+def test_watching_operators_hear_which_worker_to_restart(order: Undrain | RestartWorker) -> None:
     c = cluster("d0")
     asking = TestPeer.operator(c.router)
     asking.say(order)
@@ -118,7 +118,7 @@ def test_operators_that_watch_hear_which_worker_to_start_again(order: Undrain | 
     assert watching.only(type(order)) == order
 
 
-def test_status_says_since_when_rays_head_is_away_to_who_starts_workers() -> None:
+def test_status_tells_how_long_the_head_of_ray_is_away() -> None:
     c = cluster("d0")
     asking = TestPeer.operator(c.router)
     watching = TestPeer(c.router, Hello(process=Kind.OPERATOR, id="b" * 32))
@@ -137,7 +137,7 @@ def test_status_says_since_when_rays_head_is_away_to_who_starts_workers() -> Non
     assert away_s() == 0.0
 
 
-def test_operator_that_left_is_told_nothing() -> None:
+def test_operator_that_left_hears_nothing() -> None:
     c = cluster("d0")
     watching = TestPeer.operator(c.router)
     watching.say(WatchWorkers())
@@ -155,7 +155,7 @@ def test_only_operators_watch_workers(who: str) -> None:
         c[who].say(WatchWorkers())
 
 
-def test_worker_in_a_slow_step_stays_as_long_as_it_gives_signs_of_life() -> None:
+def test_worker_in_a_slow_step_stays_while_it_gives_signs_of_life() -> None:
     c = cluster("d0")
     watching = TestPeer.operator(c.router)
     watching.say(WatchWorkers())
@@ -183,7 +183,7 @@ def test_worker_whose_step_exceeds_its_bound_is_removed_at_the_next_tick() -> No
     assert c["g"].only(AttemptFailed).failure is Failure.LOST
 
 
-def test_routers_own_pause_is_nobodys_silence() -> None:
+def test_pause_of_the_router_does_not_count_as_silence() -> None:
     c = cluster("d0")
     c.tick()
     c.tick(30.0)
@@ -193,7 +193,7 @@ def test_routers_own_pause_is_nobodys_silence() -> None:
     assert c["g"].take(Members)[-1].workers == ()
 
 
-def test_worker_that_was_held_up_may_join_again() -> None:
+def test_silent_worker_may_join_again() -> None:
     c = cluster("d0")
     for _ in range(14):
         c.tick()
@@ -242,7 +242,7 @@ def test_attempts_on_a_lost_decode_worker_fail(how: str) -> None:
     assert {(each.attempt, each.failure, each.worker) for each in failed} == {(0, Failure.LOST, id_of("d0"))}
 
 
-def test_restarted_worker_starts_with_empty_books() -> None:
+def test_restarted_worker_starts_without_load() -> None:
     c = cluster("d0")
     c.submit()
     c["d0"].leave()
@@ -254,7 +254,7 @@ def test_restarted_worker_starts_with_empty_books() -> None:
     assert list(c.router.in_flight.workers()) == [id_of("d0 again")]
 
 
-def test_status_says_what_operators_ask() -> None:
+def test_status_has_workers_load_and_counters() -> None:
     c = cluster("p0", "d0")
     c.submit()
     c["d0"].say(Heartbeat(load=Load(num_running=3)))
@@ -284,7 +284,7 @@ def test_status_says_what_operators_ask() -> None:
         ("g", Submit(request=Request(request_id=id_of("r"), token_ids=(1,), attempt=-1))),
     ],
 )
-def test_what_a_peer_may_not_say_is_an_offence(who: str, message: AnyMessage) -> None:
+def test_forbidden_message_is_an_offence(who: str, message: AnyMessage) -> None:
     c = cluster("d0")
     with pytest.raises(ProtocolError):
         c[who].say(message)

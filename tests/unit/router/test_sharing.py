@@ -1,4 +1,4 @@
-"""Two routers over a wire that loses nothing: neither gives twice what the other has given."""
+"""Two routers that share their dispatches over a link that loses nothing."""
 
 from collections.abc import Sequence
 
@@ -18,7 +18,7 @@ WORKERS = ("p0", "p1", "d0", "d1")
 
 
 class Wire:
-    """A link whose other ends hear at once."""
+    """A link that delivers at once."""
 
     def __init__(self) -> None:
         self.others: list[Router] = []
@@ -75,7 +75,7 @@ def keys_of(names: Sequence[str]) -> tuple[tuple[str, int], ...]:
     return tuple((id_of(name), 0) for name in names)
 
 
-def test_what_one_sends_out_is_in_the_books_of_both_until_its_end() -> None:
+def test_dispatched_attempt_counts_at_both_routers_until_its_end() -> None:
     _, one, other = two_routers()
     for name in "rst":
         one.submit(name)
@@ -98,7 +98,7 @@ def test_sibling_at_the_other_router_goes_to_the_same_worker() -> None:
     assert other.submit("s", 8200).prefill == first.prefill
 
 
-def test_another_routers_word_changes_nothing_of_ones_own() -> None:
+def test_messages_of_another_router_do_not_change_own_attempts() -> None:
     _, one, other = two_routers()
     one.submit("r")
     other.wire.share(one.wire.told[0])
@@ -107,7 +107,7 @@ def test_another_routers_word_changes_nothing_of_ones_own() -> None:
     assert len(one.router.in_flight) == 1
 
 
-def test_attempts_of_a_router_that_died_are_given_up_when_workers_do_not_name_them() -> None:
+def test_attempts_of_a_dead_router_end_when_workers_stop_reporting_them() -> None:
     clock, one, other = two_routers()
     routed = one.submit("r")
     one.submit("s")
@@ -120,14 +120,14 @@ def test_attempts_of_a_router_that_died_are_given_up_when_workers_do_not_name_th
     other.router.in_flight.check_integrity()
 
 
-def test_gateway_that_comes_over_may_submit_its_attempt_again() -> None:
+def test_gateway_that_changes_routers_may_submit_its_attempt_again() -> None:
     _, one, other = two_routers()
     one.submit("r")
     other.submit("r")
     assert len(other.router.in_flight) == 1 and not other.router.in_flight.is_anothers(keys_of("r")[0])
 
 
-def test_anothers_attempts_end_with_the_worker_that_had_them() -> None:
+def test_attempts_of_another_router_end_with_their_worker() -> None:
     _, one, other = two_routers()
     one.submit("r")
     for name in ("d0", "d1"):
@@ -137,14 +137,14 @@ def test_anothers_attempts_end_with_the_worker_that_had_them() -> None:
     assert len(other.router.in_flight) == 0 and len(one.router.in_flight) == 1
 
 
-def test_nothing_of_a_prompt_but_its_pages_names_is_told() -> None:
+def test_only_page_keys_of_a_prompt_are_shared() -> None:
     _, one, _ = two_routers()
     one.submit("r", 800)
     (shared,) = one.wire.told
     assert isinstance(shared, SharedDispatch) and len(shared.keys) == 8 * (800 // 16)
 
 
-def test_there_is_an_end_to_what_others_can_make_a_router_keep(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attempts_of_other_routers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster_state, "MAX_OTHERS", 2)
     _, one, other = two_routers()
     for name in "rst":
@@ -155,7 +155,7 @@ def test_there_is_an_end_to_what_others_can_make_a_router_keep(monkeypatch: pyte
     other.router.in_flight.check_integrity()
 
 
-def test_attempt_at_a_worker_that_nobody_here_knows_weighs_nowhere_for_long() -> None:
+def test_attempt_at_an_unknown_worker_is_dropped_at_the_next_tick() -> None:
     _, one, _ = two_routers()
     stray = SharedDispatch(
         request_id=id_of("r"),

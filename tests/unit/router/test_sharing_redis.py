@@ -1,4 +1,4 @@
-"""Two routers over a real redis-server: what one gives out, the other sees, and does not give out as well."""
+"""Two routers over a real redis-server see each other's dispatches."""
 
 import asyncio
 import statistics
@@ -60,7 +60,7 @@ class Linked:
         self.workers["d0"].say(Heartbeat(load=Load(), attempts=running))  # so that it computes no prompt
 
     def submit(self, number: int, num_tokens: int = 8000) -> str:
-        """The prefill worker that it chose, for a prompt that no other is like."""
+        """Submit a prompt unlike all others, and return its prefill worker."""
         self.gateway.received.clear()
         request = Request(request_id=id_of(f"r{number}"), token_ids=tuple(range(number, number + num_tokens)))
         self.gateway.say(Submit(request=request))
@@ -80,7 +80,7 @@ async def two_routers(redis: PrivateRedis) -> AsyncIterator[tuple[Linked, Linked
         await asyncio.gather(*links, return_exceptions=True)
 
 
-def test_prompts_of_two_routers_do_not_meet_at_one_worker() -> None:
+def test_prompts_of_two_routers_go_to_different_workers() -> None:
     async def scene(redis: PrivateRedis) -> None:
         async with two_routers(redis) as (one, other):
             for number in range(2):  # more would wait at the routers
@@ -95,7 +95,7 @@ def test_prompts_of_two_routers_do_not_meet_at_one_worker() -> None:
     play(scene)
 
 
-def test_life_of_an_attempt_is_soon_seen_by_the_other_router() -> None:
+def test_first_token_and_end_soon_reach_the_other_router() -> None:
     async def scene(redis: PrivateRedis) -> None:
         async with two_routers(redis) as (one, other):
             took_s, in_flight = [], other.router.in_flight
@@ -116,7 +116,7 @@ def test_life_of_an_attempt_is_soon_seen_by_the_other_router() -> None:
     play(scene)
 
 
-def test_sibling_that_comes_to_the_other_router_finds_the_prompts_pages() -> None:
+def test_other_router_expects_the_pages_of_a_dispatched_prompt() -> None:
     async def scene(redis: PrivateRedis) -> None:
         async with two_routers(redis) as (one, other):
             prefill = one.submit(7)
@@ -133,8 +133,8 @@ def test_sibling_that_comes_to_the_other_router_finds_the_prompts_pages() -> Non
     play(scene)
 
 
-def test_what_comes_together_is_told_together() -> None:
-    """A hundred changes in a third of a second, one by one, cost Redis few reads, and few snapshots."""
+def test_changes_share_round_trips_and_snapshots() -> None:
+    """A hundred changes in a third of a second cost Redis few reads and few snapshots."""
 
     async def scene(redis: PrivateRedis) -> None:
         client = Redis.from_url(redis.url)
@@ -159,7 +159,7 @@ def test_what_comes_together_is_told_together() -> None:
 
 
 async def counts(client: Redis) -> Counter[str]:
-    """Reads from sockets, and calls of two commands."""
+    """The reads from sockets, and the calls of two commands."""
     stats, commands = await client.info("stats"), await client.info("commandstats")
     found = Counter({"reads": int(stats["total_reads_processed"])})
     for name in ("evalsha", "set"):

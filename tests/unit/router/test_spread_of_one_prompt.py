@@ -1,4 +1,4 @@
-"""Many requests of one prompt go to all decode workers, whatever the noise of what these have measured."""
+"""Many requests of one prompt spread over all decode workers, whatever noise their measurements have."""
 
 from random import Random
 
@@ -14,7 +14,7 @@ LEAST_SHARE = 0.3
 
 
 def measure(c: Cluster, random: Random) -> None:
-    """A few steps of small batches, some held up by others: they hardly tell what a sequence takes."""
+    """Report a few steps of small batches, some delayed: they hardly tell what a sequence takes."""
     for name in ("d0", "d1"):
         steps = []
         for _ in range(16):

@@ -2,12 +2,12 @@ import subprocess
 import sys
 
 
-def test_a_router_needs_no_redis_library_where_it_shares_nothing() -> None:
+def test_router_without_sharing_needs_no_redis_library() -> None:
     program = "import sys; sys.modules['redis'] = None; import baton.router.router, baton.cluster.serve"
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 
-def test_that_the_library_is_missing_is_said() -> None:
+def test_missing_redis_library_is_explained() -> None:
     program = """
 import sys; sys.modules['redis'] = None
 import asyncio

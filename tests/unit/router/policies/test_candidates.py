@@ -19,7 +19,7 @@ def members(num: int) -> list[Member]:
 
 
 def holdings(side: WorkerPool, index: PrefixIndex, held: list[int]) -> Holdings:
-    """Of the side's members in their order, who must be known."""
+    """The expected holders, by a sort of all members."""
     bits = [worker_view.slot_bit for worker_view in side.views(index)]
     assert all(bits)
     levels = sorted(set(filter(None, held)), reverse=True)
@@ -34,7 +34,7 @@ def names(stations: list[WorkerView], workers: list[Member]) -> list[str]:
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=12), st.integers(1, 12), st.integers(0, 11))
-def test_nobody_who_is_left_out_holds_more(held: list[int], limit: int, first: int) -> None:
+def test_holders_are_the_workers_that_hold_most(held: list[int], limit: int, first: int) -> None:
     workers, index = members(len(held)), PrefixIndex(ManualClock(), 1000)
     for each in workers:
         index.join(each.worker)
@@ -46,7 +46,7 @@ def test_nobody_who_is_left_out_holds_more(held: list[int], limit: int, first: i
     assert len({worker_view.id for worker_view in found}) == len(found)
 
 
-def test_among_equals_the_search_begins_with_the_one_that_is_named() -> None:
+def test_among_equals_holders_begin_at_the_first_view() -> None:
     workers, index = members(4), PrefixIndex(ManualClock(), 1000)
     for each in workers:
         index.join(each.worker)
@@ -56,7 +56,7 @@ def test_among_equals_the_search_begins_with_the_one_that_is_named() -> None:
     assert names(found, workers) == ["p3", "p1", "p2"]
 
 
-def test_worker_that_the_index_does_not_know_holds_nothing() -> None:
+def test_worker_unknown_to_the_index_holds_nothing() -> None:
     workers, index = members(3), PrefixIndex(ManualClock(), 1000)
     side, everybody = WorkerPool(workers), Holdings([(9, 0b1111)])
 
@@ -71,7 +71,7 @@ def test_worker_that_the_index_does_not_know_holds_nothing() -> None:
     assert found() == []
 
 
-def test_workers_that_name_pages_otherwise_are_another_family() -> None:
+def test_workers_with_other_page_keys_are_another_family() -> None:
     index, workers = PrefixIndex(ManualClock(), 1000), [member(a_worker("p0"))]
     workers.append(member(a_worker("p1", page_size=32)))
     side, everybody = WorkerPool(workers), Holdings([(1, 0b1111)])

@@ -129,12 +129,12 @@ class World:
 
 
 def load_of(request: Request) -> CandidateLoad:
-    """Of a chooser that has given out nothing yet."""
+    """The load of a prompt for a policy without arrivals."""
     return CandidateLoad(request.num_tokens, num_kv_tokens(request) - request.num_tokens, 0.0)
 
 
 def from_one_on(members: Sequence[Member], random: Random) -> Sequence[Member]:
-    """As a chooser goes round."""
+    """Candidates as the policy makes them."""
     first = int(random.random() * len(members))
     return [*members[first:], *members[:first]]
 
@@ -145,7 +145,7 @@ def pair_of(each: PairCandidate | Weighed) -> tuple[str, str, str, int, int]:
 
 @settings(max_examples=150, deadline=None)
 @given(st.integers(0, 2**32), st.integers(2, 2 * MAX_COMPARED))
-def test_candidates_are_those_of_the_slow_way(seed: int, num_workers: int) -> None:
+def test_candidates_equal_those_of_the_oracle(seed: int, num_workers: int) -> None:
     random = Random(seed)
     world = World(random, num_workers)
     decoders, fillers = world.side(WorkerRole.DECODE), world.side(WorkerRole.PREFILL)
@@ -168,7 +168,7 @@ def test_candidates_are_those_of_the_slow_way(seed: int, num_workers: int) -> No
 
 
 class Drawing(Random):
-    """Draws these, and then as ever."""
+    """Draws these numbers first, and then random ones."""
 
     def __init__(self, drawn: Sequence[float]) -> None:
         super().__init__(0)
@@ -178,8 +178,8 @@ class Drawing(Random):
         return self._drawn.pop(0) if self._drawn else super().random()
 
 
-def test_of_those_drawn_by_chance_the_ones_with_the_least_to_do_are_weighed() -> None:
-    """Beside four that hold some of the prompt, and have so much to do that nobody would take them."""
+def test_least_busy_workers_of_a_random_draw_are_compared() -> None:
+    """Four more workers hold some of the prompt, and are too busy to be chosen."""
     world, num = World(Random(0), 0), MAX_COMPARED + 4
     router, keys = cluster().router, b""
     for name in ("d0", *(f"p{number}" for number in range(num))):
@@ -203,7 +203,7 @@ def test_of_those_drawn_by_chance_the_ones_with_the_least_to_do_are_weighed() ->
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_decode_worker_without_a_place_leaves_a_prompt_to_a_prefill_worker(seed: int) -> None:
+def test_decode_worker_without_a_slot_leaves_the_prompt_to_a_prefill_worker(seed: int) -> None:
     world = World(Random(seed), 8)
     decoders, fillers = world.side(WorkerRole.DECODE), world.side(WorkerRole.PREFILL)
 
@@ -218,13 +218,13 @@ def test_a_decode_worker_without_a_place_leaves_a_prompt_to_a_prefill_worker(see
     first = choose(True)
     assert choose(False).prefill, "who computes prompts alone is chosen with or without a place"
     assert not first.prefill or choose(False) == first, "and whichever is cheapest"
-    assert not choose(False, fill=False).prefill, "nobody else can"
+    assert not choose(False, fill=False).prefill, "no other worker can"
     assert choose(False, rule=lambda *all: cheapest(*all)) == first, "another rule"
 
 
 @given(st.integers(0, 2**32), st.floats(-1e4, 1e4))
 @settings(max_examples=50, deadline=None)
-def test_who_is_owed_work_waits_no_longer_anywhere(seed: int, lead: float) -> None:
+def test_tenant_with_a_deficit_waits_no_longer_anywhere(seed: int, lead: float) -> None:
     world = World(Random(seed), 8)
     stations = world.side(WorkerRole.PREFILL).views(world.index)
     waits_s = []
@@ -234,8 +234,8 @@ def test_who_is_owed_work_waits_no_longer_anywhere(seed: int, lead: float) -> No
     assert all(sooner <= later for sooner, later in zip(*waits_s, strict=True))
 
 
-def test_who_is_owed_work_counts_no_harm_to_those_beyond_their_share() -> None:
-    """Nor to a lower class. Whoever has as much right to go on counts, and so does its own tenant."""
+def test_tenant_with_a_deficit_counts_no_harm_to_tenants_beyond_their_share() -> None:
+    """Nor to a lower rank. Tenants with a deficit of their own count, and so does the own tenant."""
     world = World(Random(3), 2)
     world.join("d9")
     own, equal, beyond = SchedulingClass(), SchedulingClass("equal"), SchedulingClass("beyond")
@@ -261,10 +261,8 @@ def test_who_is_owed_work_counts_no_harm_to_those_beyond_their_share() -> None:
 
 
 @pytest.mark.parametrize(("num_output_tokens", "patience"), [(20, 10.0), (200, 100.0), (2, 1.0)])
-def test_who_is_held_up_has_patience_for_what_is_left_of_the_answers(
-    num_output_tokens: int, patience: float
-) -> None:
-    """Theirs, and not of those who do not count."""
+def test_delay_of_running_decodes_ends_with_their_answers(num_output_tokens: int, patience: float) -> None:
+    """The answers of the delayed decodes count, others do not."""
     world = World(Random(3), 2)
     worker = a_worker("d9", num_pages=1000, max_num_seqs=64)
     worker = replace(worker, max_num_batched_tokens=256)
@@ -284,8 +282,8 @@ def test_who_is_held_up_has_patience_for_what_is_left_of_the_answers(
     assert decoder.num_delayed == 1 and decoder.patience_s == pytest.approx(patience * step_s)
 
 
-def test_a_crowd_comes_where_prompts_are_computed() -> None:
-    """To one of two workers all, or to each of them half; and to nobody where one is gone."""
+def test_arrival_rate_counts_where_prompts_are_computed() -> None:
+    """All prompts go to one worker, or half to each of two; none count once their worker has left."""
     rates = {}
     for num_workers in (1, 2):
         world = World(Random(0), 0)
@@ -301,18 +299,18 @@ def test_a_crowd_comes_where_prompts_are_computed() -> None:
     assert rates[1] > 1.9 * rates[2] > 0
 
 
-OWED, SERVED = TenantClaim(lead=-1.0), TenantClaim(lead=0.0)
+DEFICIT, SERVED = TenantClaim(lead=-1.0), TenantClaim(lead=0.0)
 
 
-@pytest.mark.parametrize(("turn", "is_owed"), [(OWED, True), (SERVED, False), (TenantClaim(), False)])
-def test_a_choice_says_whether_its_tenant_is_owed_work(turn: TenantClaim, is_owed: bool) -> None:
+@pytest.mark.parametrize(("turn", "has_deficit"), [(DEFICIT, True), (SERVED, False), (TenantClaim(), False)])
+def test_choice_tells_a_deficit_of_its_tenant(turn: TenantClaim, has_deficit: bool) -> None:
     world = World(Random(0), 8)
     cost_policy = CostPolicy(world.context(Random(0)))
-    assert cost_policy.choose(world.request, world.field(), turn).has_deficit is is_owed
+    assert cost_policy.choose(world.request, world.field(), turn).has_deficit is has_deficit
 
 
 @pytest.mark.parametrize("turn", [SERVED, TenantClaim(lead=1e6), TenantClaim()])
-def test_who_is_owed_work_is_not_held_up_by_a_flood_of_who_is_not(turn: TenantClaim) -> None:
+def test_flood_of_another_tenant_does_not_delay_a_tenant_with_a_deficit(turn: TenantClaim) -> None:
     world = World(Random(0), 8)
     field, cost_policy = world.field(), CostPolicy(world.context(Random(0)))
 
@@ -321,24 +319,24 @@ def test_who_is_owed_work_is_not_held_up_by_a_flood_of_who_is_not(turn: TenantCl
 
     for _ in range(50):
         cost_policy.expect(cost_policy.choose(world.request, field, turn), PROMPT_TOKENS)
-    assert crowds_s(OWED) == {0.0}
+    assert crowds_s(DEFICIT) == {0.0}
     assert min(crowds_s(SERVED) | crowds_s(TenantClaim())) > 0.0
-    cost_policy.expect(cost_policy.choose(world.request, field, OWED), PROMPT_TOKENS)
-    assert min(crowds_s(OWED)) > 0.0
+    cost_policy.expect(cost_policy.choose(world.request, field, DEFICIT), PROMPT_TOKENS)
+    assert min(crowds_s(DEFICIT)) > 0.0
 
 
-def test_who_is_owed_work_is_in_the_way_of_all() -> None:
+def test_prompts_of_a_tenant_with_a_deficit_delay_all_later_prompts() -> None:
     world = World(Random(0), 8)
     field, cost_policy = world.field(), CostPolicy(world.context(Random(0)))
-    cost_policy.expect(cost_policy.choose(world.request, field, OWED), PROMPT_TOKENS)
-    for turn in (OWED, SERVED, TenantClaim()):
+    cost_policy.expect(cost_policy.choose(world.request, field, DEFICIT), PROMPT_TOKENS)
+    for turn in (DEFICIT, SERVED, TenantClaim()):
         choice = cost_policy.choose(world.request, field, turn)
         assert all(each.terms.crowd_s > 0.0 for each in choice.candidates)
 
 
 @pytest.mark.parametrize("prefill", ["p0", ""])
-def test_computing_where_it_is_decoded_harms_those_that_decode_there(prefill: str) -> None:
-    """Those whose prompts are not computed yet, here or elsewhere, have no next token that would wait."""
+def test_local_prefill_harms_running_decodes(prefill: str) -> None:
+    """Attempts without a first token have no next token that would wait."""
     world, num = World(Random(0), 0), 3
     for name in ("d0", "p0"):
         world.join(name)
@@ -361,7 +359,7 @@ def test_computing_where_it_is_decoded_harms_those_that_decode_there(prefill: st
     assert local().terms.harm_s > after.terms.harm_s + compute_s, "what only the worker knows of decodes"
 
 
-def test_who_had_more_than_its_share_is_not_waited_for() -> None:
+def test_tenant_beyond_its_share_is_not_waited_for() -> None:
     world, other = World(Random(0), 0), SchedulingClass("another")
     for name in ("d0", "p0"):
         world.join(name)

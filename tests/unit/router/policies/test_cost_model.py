@@ -30,7 +30,7 @@ def test_prefill_is_predicted_within_a_tenth_from_any_prior(token_s: float) -> N
         assert predicted_s == pytest.approx(0.01 + token_s * num_tokens, rel=0.15)
 
 
-def test_what_computed_other_prompts_is_no_cost_of_a_prompt() -> None:
+def test_time_of_other_prompts_is_no_cost_of_a_prompt() -> None:
     alone, sticky_worker = CostModel(), CostModel()
     for num_new in (100, 500, 2000, 100, 500, 2000):
         alone.learn("p", Measured(prefills=(times(num_new, 1e-4 * num_new),)))
@@ -39,7 +39,7 @@ def test_what_computed_other_prompts_is_no_cost_of_a_prompt() -> None:
     assert sticky_worker.of("p").compute_s(1000, 1000) == pytest.approx(alone.of("p").compute_s(1000, 1000))
 
 
-def test_newcomer_begins_with_what_the_others_have_shown() -> None:
+def test_new_worker_begins_with_the_measurements_of_others() -> None:
     model = taught(CostModel(), "p", 1e-3)
     assert model.of("q").compute_s(1000, 1000) == pytest.approx(1.01, rel=0.2)
     assert CostModel().of("q").prefill.coefficients == PREFILL_PRIOR
@@ -52,20 +52,20 @@ def test_workers_have_their_own_speeds() -> None:
     assert model.of("slow").compute_s(1000, 1000) > 5 * model.of("quick").compute_s(1000, 1000)
 
 
-def test_one_stall_is_no_lesson() -> None:
+def test_one_stall_changes_little() -> None:
     model = taught(CostModel(), "p", 1e-4)
     before_s = model.of("p").compute_s(1000, 1000)
     model.learn("p", Measured(prefills=(times(1000, 60.0),)))
     assert model.of("p").compute_s(1000, 1000) < 2 * before_s
 
 
-def test_worker_that_has_become_slow_is_believed_in_the_end() -> None:
+def test_lasting_slowness_is_learnt() -> None:
     model = taught(CostModel(), "p", 1e-4)
     taught(model, "p", 2e-3)
     assert model.of("p").compute_s(1000, 1000) == pytest.approx(2.01, rel=0.25)
 
 
-def test_coefficients_are_never_negative_whatever_is_told() -> None:
+def test_coefficients_are_never_negative() -> None:
     random = Random(2)
     fit = Fit(PREFILL_PRIOR)
     for _ in range(500):
@@ -83,7 +83,7 @@ def test_steps_grow_with_sequences_and_context() -> None:
     assert predicted_s == pytest.approx(0.04, rel=0.15)
 
 
-def test_near_pair_is_cheaper_by_what_was_measured() -> None:
+def test_measured_transfers_tell_a_near_pair_from_a_far_pair() -> None:
     model = CostModel()
     for _ in range(64):
         model.learn_pull("a", "near", times(1, 1.0, pulled_bytes=10**9, pulled_s=0.1))
@@ -91,7 +91,7 @@ def test_near_pair_is_cheaper_by_what_was_measured() -> None:
     assert model.pulls_from("a")("near", 8000) < 0.25 * model.pulls_from("a")("far", 8000)
 
 
-def test_bytes_of_a_token_are_those_of_a_prompt_of_which_nothing_was_there_before() -> None:
+def test_bytes_of_a_token_come_from_prompts_without_cached_pages() -> None:
     model = CostModel()
     model.learn_size(1000 * 4096, 1000)
     assert model.bytes_a_token == 4096
@@ -100,21 +100,21 @@ def test_bytes_of_a_token_are_those_of_a_prompt_of_which_nothing_was_there_befor
     assert model.bytes_a_token == pytest.approx(4096, rel=0.03)
 
 
-def test_what_is_forgotten_begins_anew() -> None:
+def test_forgotten_worker_begins_anew() -> None:
     model = taught(CostModel(), "p", 1e-3)
     own = model.of("p").prefill.num_measured
     model.forget("p")
     assert own and model.of("p").prefill.num_measured == 0
 
 
-def test_looking_at_a_worker_keeps_nothing_of_it() -> None:
-    """Attempts of other routers name workers that are never said to have left here."""
+def test_looking_at_a_worker_keeps_no_state() -> None:
+    """Attempts of other routers name workers that never join or leave here."""
     model = taught(CostModel(), "p", 1e-3)
     looked_at = {id(model.of(f"gone-{number}")) for number in range(100)}
     assert len(looked_at) == 1 and set(model._workers) == {"p"}
 
 
-def test_what_is_learnt_of_one_newcomer_is_its_own() -> None:
+def test_measurements_of_one_new_worker_are_its_own() -> None:
     model, first = CostModel(), CostModel().of("p").compute_s(1000, 1000)
     assert model.of("p").compute_s(1000, 1000) == first
     taught(model, "p", 1e-3)
@@ -122,14 +122,14 @@ def test_what_is_learnt_of_one_newcomer_is_its_own() -> None:
     assert model.of("p") is not model.of("q")
 
 
-def test_prompts_of_one_length_teach_what_they_can() -> None:
+def test_prompts_of_one_length_are_enough_for_that_length() -> None:
     fit = Fit(PREFILL_PRIOR)
     for _ in range(2000):
         fit.learn(1e-3, 1.0, 1000, 500_000)
     assert fit.predict(1.0, 1000, 500_000) == pytest.approx(1e-3, rel=0.01)
 
 
-def test_what_was_nothing_elsewhere_can_be_something_here() -> None:
+def test_coefficient_of_zero_elsewhere_can_be_learnt_here() -> None:
     sizes = (10**6, 10**8, 10**9) * 20
     parent = Fit(PULL_PRIOR)
     for size in sizes:
@@ -140,7 +140,7 @@ def test_what_was_nothing_elsewhere_can_be_something_here() -> None:
     assert child.predict(1.0, 10**6) == pytest.approx(0.021, rel=0.05)
 
 
-def test_measurements_teach_the_same_in_one_message_as_in_many() -> None:
+def test_one_message_teaches_the_same_as_many() -> None:
     random, steps = Random(4), []
     for _ in range(100):
         num, context = random.randint(1, 200), random.randint(0, 200_000)
@@ -154,7 +154,7 @@ def test_measurements_teach_the_same_in_one_message_as_in_many() -> None:
         assert one_s == pytest.approx(other_s, rel=0.01)
 
 
-def test_nothing_that_was_added_up_is_left_out_once_it_is_settled() -> None:
+def test_settled_coefficients_include_all_measurements() -> None:
     fit = Fit(PULL_PRIOR)
     for size in (10**6, 10**6, 10**6, 10**9):  # only the last tells what a byte takes
         fit.learn(0.5 + 1e-8 * size, 1.0, size)
@@ -164,7 +164,7 @@ def test_nothing_that_was_added_up_is_left_out_once_it_is_settled() -> None:
 
 
 def steps_of(random: Random, num_sequences: int, pace: float = 1.0, noise: float = 0.2) -> Measured:
-    """Of a batch that hardly changes, on a machine that others use as well."""
+    """Steps of a batch that hardly changes, on a machine that other programs use too."""
     found = []
     for _ in range(16):
         num = max(1, num_sequences + random.randint(-1, 1))
@@ -175,7 +175,7 @@ def steps_of(random: Random, num_sequences: int, pace: float = 1.0, noise: float
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_steps_of_workers_that_are_alike_differ_by_their_pace_alone(seed: int) -> None:
+def test_steps_of_one_kind_differ_by_pace_alone(seed: int) -> None:
     model, random = CostModel(), Random(seed)
     for worker in ("d0", "d1", "slow"):
         model.join(worker, "alike")
@@ -190,7 +190,7 @@ def test_steps_of_workers_that_are_alike_differ_by_their_pace_alone(seed: int) -
     assert model.of("slow").step.predict(1.0, 10, 800, 0) == pytest.approx(3 * 3.4e-3, rel=0.2)
 
 
-def test_a_worker_that_has_just_joined_has_the_steps_of_those_like_it() -> None:
+def test_new_worker_has_the_steps_of_its_kind() -> None:
     model, random = CostModel(), Random(1)
     for worker in ("d0", "new"):
         model.join(worker, "decode")
@@ -202,14 +202,14 @@ def test_a_worker_that_has_just_joined_has_the_steps_of_those_like_it() -> None:
     assert model.of("p").step.predict(1.0, 20, 1600, 0) == pytest.approx(50 * 4.5e-3, rel=0.3)
 
 
-def test_no_sequence_is_free_whatever_was_measured() -> None:
+def test_no_sequence_is_free() -> None:
     model = CostModel()
     model.learn("d", Measured(steps=tuple(StepTimes(num, 0, 0, 0.01) for num in (1, 5, 10, 20) * 16)))
     fixed_s, sequence_s, _, _ = model.of("d").step.coefficients
     assert fixed_s == pytest.approx(0.01, rel=0.1) and sequence_s >= LEAST_SEQUENCE * fixed_s
 
 
-def test_nothing_is_kept_of_kinds_of_workers_that_are_gone() -> None:
+def test_kinds_without_workers_are_forgotten() -> None:
     model, random = CostModel(), Random(1)
     for number in range(10):
         model.join(f"d{number}", f"kind {number}")

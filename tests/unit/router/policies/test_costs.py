@@ -27,7 +27,7 @@ def compute_s(num_new: int, num_tokens: int) -> float:
 
 
 def nothing(worker: str) -> float:
-    """To nobody anything was given."""
+    """No worker was given anything."""
     return 0.0
 
 
@@ -58,24 +58,24 @@ def filled_at(
 
 
 def a_candidate(total_s: float, prefill: str = "p", num_held: int = 0, queue_s: float = 0.0) -> PairCandidate:
-    """It costs nothing to decode."""
+    """A decode worker that costs nothing."""
     computer, compute_s = a_computer(prefill or "d", queue_s), total_s - queue_s
     filled = FilledCandidate(total_s, computer, "", num_held, 100, 0.0, compute_s, 0.0)
     decoder = DecodeCandidate(a_computer("d"), num_delayed=0, room_s=0.0, join_s=0.0, harm_s=0.0)
     return remote(filled, decoder, 0.0) if prefill else local(filled, decoder)
 
 
-def test_only_what_is_not_held_is_computed() -> None:
+def test_held_tokens_are_not_computed() -> None:
     assert filled_at(a_computer(num_held=900)).compute_s == pytest.approx(compute_s(100, 1000))
 
 
-def test_the_last_token_is_computed_whatever_is_held() -> None:
+def test_last_token_is_always_computed() -> None:
     filled = filled_at(a_computer(num_held=1000), [a_source("q", 1000)])
     assert filled.num_held_tokens == 999
     assert filled.compute_s == pytest.approx(compute_s(1, 1000))
 
 
-def test_prefix_is_pulled_where_that_is_quicker_than_computing_it() -> None:
+def test_prefix_is_pulled_where_pulling_is_faster_than_computing() -> None:
     filled = filled_at(a_computer(), [a_source("q", 800)])
     assert (filled.source, filled.num_held_tokens) == ("q", 800)
     assert filled.pull_s == 0.005 + 1e-4 * 800
@@ -83,13 +83,13 @@ def test_prefix_is_pulled_where_that_is_quicker_than_computing_it() -> None:
     assert (slow.source, slow.num_held_tokens) == ("", 0)
 
 
-def test_nothing_is_pulled_from_who_has_other_weights() -> None:
+def test_nothing_is_pulled_from_a_worker_with_other_weights() -> None:
     source, computer = replace(a_source("q", 800), page_format=("old", "float32")), a_computer()
     assert filled_at(replace(computer, page_format=("new", "float32")), [source]).source == ""
     assert filled_at(replace(computer, page_format=("old", "float32")), [source]).source == "q"
 
 
-def test_nothing_is_pulled_from_oneself_or_that_is_there() -> None:
+def test_held_prefix_is_not_pulled() -> None:
     assert filled_at(a_computer("q"), [a_source("q", 800)]).source == ""
     assert filled_at(a_computer(num_held=800), [a_source("q", 800)]).source == ""
 
@@ -99,12 +99,12 @@ def test_pull_is_hidden_behind_the_queue() -> None:
     assert (filled.source, filled.pull_s, filled.computer.wait_s) == ("q", 0.0, 10.0)
 
 
-def test_of_two_sources_the_better_one_is_taken() -> None:
+def test_better_of_two_sources_is_used() -> None:
     near, far = a_source("near", 800, 1e-5), a_source("far", 900, 2e-3)
     assert filled_at(a_computer(), [far, near]).source == "near"
 
 
-def test_crowd_makes_computing_dearer_where_there_is_a_queue() -> None:
+def test_later_arrivals_make_computing_more_expensive_behind_a_queue() -> None:
     crowded = replace(IDLE, crowd_rate=2.0)
     short, long = (filled_at(a_computer(wait_s=wait_s), [], crowded).crowd_s for wait_s in (0.0, 5.0))
     assert 0 < short < long
@@ -117,7 +117,7 @@ def test_local_prefill_makes_the_batch_wait() -> None:
     assert alone.terms.handoff_s == full.terms.handoff_s == 0.0
 
 
-def test_who_decodes_waits_until_its_end_and_no_longer() -> None:
+def test_running_decode_is_delayed_until_its_end_at_most() -> None:
     compute_s = local_at(a_decoder()).terms.compute_s
     for patience_s, waits_s in ((0.0, 0.0), (0.5 * compute_s, 0.5 * compute_s), (9.0, compute_s)):
         decoder = replace(a_decoder(), num_delayed=8, patience_s=patience_s)
@@ -127,7 +127,7 @@ def test_who_decodes_waits_until_its_end_and_no_longer() -> None:
 
 
 @pytest.mark.parametrize("is_local", (True, False))
-def test_a_candidate_costs_what_its_terms_do(is_local: bool) -> None:
+def test_cost_of_a_candidate_is_the_sum_of_its_terms(is_local: bool) -> None:
     decoder = DecodeCandidate(a_computer("d", 0.5), num_delayed=3, room_s=0.25, join_s=0.3, harm_s=0.2)
     computer, load = decoder.computer if is_local else a_computer("p", 0.125), replace(IDLE, crowd_rate=2.0)
     filled = filled_at(computer, [a_source("q", 800)], load)
@@ -160,12 +160,12 @@ def test_cheapest_is_within_a_tie_of_the_least(totals_s: list[float], random: in
     assert chosen.terms.total_s <= min(totals_s) * 1.0201
 
 
-def test_ties_are_broken_by_chance() -> None:
+def test_ties_are_broken_at_random() -> None:
     candidates = [a_candidate(1.0, prefill) for prefill in "abc"]
     assert {cheapest(candidates, random, nothing).prefill for random in range(3)} == set("abc")
 
 
-def test_of_two_that_cost_the_same_the_one_that_was_given_less_is_taken() -> None:
+def test_of_equal_candidates_the_worker_that_was_given_less_wins() -> None:
     candidates = [a_candidate(1.0, prefill) for prefill in "abc"]
     lately = {"a": 3.0, "b": 1.0, "c": 2.0}
     taken = [cheapest(candidates, random, lately.__getitem__).prefill for random in range(9)]
@@ -174,7 +174,7 @@ def test_of_two_that_cost_the_same_the_one_that_was_given_less_is_taken() -> Non
     assert cheapest(dear, 1, lately.__getitem__).prefill == "a"
 
 
-def test_longest_looks_at_nothing_but_what_is_held() -> None:
+def test_longest_looks_at_held_tokens_only() -> None:
     candidates = [a_candidate(9.0, "p", 64), a_candidate(1.0, "q", 32), a_candidate(0.1, "", 128)]
     assert longest(candidates, 0, nothing).prefill == "p"
     equals = [a_candidate(1.0, "p", 64, queue_s=0.5), a_candidate(1.0, "q", 64, queue_s=0.1)]

@@ -16,19 +16,19 @@ def ahead(*prompts: tuple[SchedulingClass, int]) -> WaitingPrompts:
     return found
 
 
-def test_of_one_tenant_all_comes_before() -> None:
+def test_prompts_of_the_same_tenant_come_first() -> None:
     assert ahead((A, 100), (A, 50)).share_ahead_of(NewPrompt(A, 10)) == 1.0
     assert ahead().share_ahead_of(NewPrompt(A, 10)) == 1.0
 
 
-def test_of_another_no_more_than_its_share_meanwhile() -> None:
+def test_prompts_of_another_tenant_come_first_up_to_its_share() -> None:
     assert ahead((B, 1000)).share_ahead_of(NewPrompt(A, 100)) == 0.1
     assert ahead((B, 1000), (A, 100)).share_ahead_of(NewPrompt(A, 100)) == 300 / 1100
     assert ahead((SchedulingClass("b", 3.0), 1000)).share_ahead_of(NewPrompt(A, 100)) == 0.3
     assert ahead((B, 50)).share_ahead_of(NewPrompt(A, 100)) == 1.0
 
 
-def test_of_another_less_by_what_is_owed_and_more_by_what_was_had() -> None:
+def test_lead_of_the_tenant_changes_the_share_of_others() -> None:
     assert ahead((B, 1000)).share_ahead_of(NewPrompt(A, 100, lead=-40.0)) == 0.06
     assert ahead((B, 1000)).share_ahead_of(NewPrompt(A, 100, lead=-400.0)) == 0.0
     assert ahead((B, 1000)).share_ahead_of(NewPrompt(A, 100, lead=40.0)) == 0.14
@@ -36,15 +36,15 @@ def test_of_another_less_by_what_is_owed_and_more_by_what_was_had() -> None:
     assert ahead((B, 1000), (A, 100)).share_ahead_of(NewPrompt(A, 100, lead=100.0)) == 300 / 1100
 
 
-def test_higher_class_comes_before_and_a_lower_one_after() -> None:
+def test_higher_ranks_come_first_and_lower_ranks_later() -> None:
     high, low = SchedulingClass("h", 1.0, 0), SchedulingClass("l", 1.0, 2)
     assert (
         ahead((high, 100), (low, 300)).share_ahead_of(NewPrompt(SchedulingClass("m", 1.0, 1), 1000)) == 0.25
     )
 
 
-def test_what_others_had_has_them_wait_and_what_they_are_owed_does_not() -> None:
-    """What they have waiting here is charged to them: it comes later only by what they had besides."""
+def test_lead_of_another_tenant_delays_its_prompts() -> None:
+    """Prompts that wait here are charged already, so only the rest of a lead delays them."""
 
     def part(lead_of_b: float, lead: float = 0.0, weight: float = 1.0) -> float:
         other = SchedulingClass("b", weight)
@@ -61,7 +61,7 @@ def test_what_others_had_has_them_wait_and_what_they_are_owed_does_not() -> None
     assert part(1000.0, lead=200.0) == 0.3
 
 
-def test_nobody_asks_what_was_had_by_oneself_or_by_other_classes() -> None:
+def test_leads_of_the_own_tenant_and_of_other_ranks_are_not_read() -> None:
     scheduling_class = SchedulingClass("m", 1.0, 1)
     found = ahead(
         (SchedulingClass("h", 1.0, 0), 100),
@@ -80,7 +80,7 @@ def test_nobody_asks_what_was_had_by_oneself_or_by_other_classes() -> None:
 
 
 @given(prompts=st.lists(st.tuples(PARTIES, st.integers(0, 100)), max_size=20), leads=st.data())
-def test_the_more_others_had_the_less_comes_before(
+def test_less_comes_first_the_larger_the_leads_of_others(
     prompts: list[tuple[SchedulingClass, int]], leads: st.DataObject
 ) -> None:
     found, amounts = ahead(*prompts), st.floats(-1e3, 1e3)
@@ -96,7 +96,7 @@ def test_the_more_others_had_the_less_comes_before(
     scheduling_class=PARTIES,
     lead=st.none() | st.floats(-1e6, 1e6),
 )
-def test_part_is_a_part_and_what_is_removed_leaves_nothing(
+def test_share_is_between_0_and_1_and_removed_prompts_leave_nothing(
     prompts: list[tuple[SchedulingClass, int]], scheduling_class: SchedulingClass, lead: float | None
 ) -> None:
     found = ahead(*prompts)

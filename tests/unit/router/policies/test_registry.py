@@ -16,7 +16,7 @@ OUTSIDE = f"{__name__}:LastByName"
 
 
 class LastByName:
-    """Always the workers whose ids sort last."""
+    """Chooses the workers with the last ids."""
 
     uses_prefix_index: ClassVar[bool] = False
     weighs_local_prefill: ClassVar[bool] = False
@@ -46,7 +46,7 @@ def test_policy_from_outside_the_tree_routes_requests() -> None:
     assert isinstance(policy, LastByName) and policy.expected == [50, 50, 50]
 
 
-def test_every_policy_of_the_registry_is_whole() -> None:
+def test_every_policy_of_the_registry_implements_the_protocol() -> None:
     assert all(policy_class(name) is made for name, made in POLICIES.items())
 
 
@@ -60,6 +60,6 @@ def test_every_policy_of_the_registry_is_whole() -> None:
         (":", "cannot be imported"),
     ],
 )
-def test_name_of_no_policy_is_refused(name: str, message: str) -> None:
+def test_unknown_policy_is_refused(name: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         policy_class(name)

@@ -1,4 +1,4 @@
-"""What workers are given, by a brute force twin that remembers each piece of work."""
+"""The recent work of workers, compared with an oracle that remembers each piece of work."""
 
 from collections import defaultdict
 from math import exp
@@ -11,7 +11,7 @@ from baton.router.policies.cost import RecentWork
 MEMORY_S = 30.0
 
 
-def test_of_equals_it_is_what_each_was_given() -> None:
+def test_mean_of_equal_workers_is_the_work_of_each() -> None:
     spread = RecentWork(MEMORY_S, 0.0)
     assert spread.mean(0.0) == 0.0
     for worker in ("a", "b", "c", "d"):
@@ -24,7 +24,7 @@ def test_of_equals_it_is_what_each_was_given() -> None:
     assert spread.mean(0.0) == 0.0
 
 
-def test_who_is_given_nearly_all_is_nearly_all_that_counts() -> None:
+def test_mean_counts_busy_workers_more() -> None:
     spread = RecentWork(MEMORY_S, 0.0)
     for worker, amount in (("much", 970.0), ("little", 10.0), ("less", 20.0)):
         spread.add(worker, amount, 0.0)
@@ -32,7 +32,7 @@ def test_who_is_given_nearly_all_is_nearly_all_that_counts() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_it_is_what_every_piece_says(seed: int) -> None:
+def test_mean_equals_that_of_the_oracle(seed: int) -> None:
     random, spread, now_s = Random(seed), RecentWork(MEMORY_S, 0.0), 0.0
     given: list[tuple[str, float, float]] = []
     for _ in range(300):

@@ -35,7 +35,7 @@ def test_estimates_are_bounded_and_the_least_recent_is_forgotten() -> None:
     assert estimator.expect(a_request("first")).answer == EXPECTED_OUTPUT_TOKENS
 
 
-def test_one_odd_answer_changes_an_estimate_little() -> None:
+def test_one_unusual_answer_changes_an_estimate_little() -> None:
     estimator = WorkEstimator()
     for _ in range(100):
         estimator.learn_answer("a", 100)

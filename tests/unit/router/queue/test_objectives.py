@@ -1,4 +1,4 @@
-"""Admission, and the forecast that it goes by."""
+"""Objectives of requests, and the forecast that checks them."""
 
 import pytest
 
@@ -80,19 +80,19 @@ def request(sla: Sla | None = None, **fields: object) -> Request:
     return asked("r", sla=sla, **fields).request  # type: ignore[arg-type]
 
 
-def test_prompt_takes_what_such_prompts_have_taken() -> None:
+def test_forecast_follows_the_measured_prompts() -> None:
     found = Fleet().teach().predict(500)
     assert found.ttft_s == found.alone_s == pytest.approx(0.5, rel=0.15)
     assert found.queue_s == 0.0
     assert found.tpot_s == pytest.approx(0.011, rel=0.15)
 
 
-def test_what_was_never_measured_takes_no_time() -> None:
+def test_unmeasured_work_takes_no_time() -> None:
     assert Fleet().teach(KNOWN - 1).predict(10**6).ttft_s == 0.0
     assert Fleet().teach(KNOWN - 1).predict().tpot_s == 0.0
 
 
-def test_wait_at_the_workers_is_that_of_the_one_with_the_least_of_it() -> None:
+def test_wait_is_that_of_the_worker_with_the_least_work() -> None:
     fleet = Fleet().teach()
     fleet.enter("a", "p0", 1000)
     fleet.enter("b", "p0", 1000)
@@ -102,7 +102,7 @@ def test_wait_at_the_workers_is_that_of_the_one_with_the_least_of_it() -> None:
     assert fleet.predict().ttft_s > 0.5
 
 
-def test_anothers_prompts_are_waited_for_as_far_as_its_share() -> None:
+def test_prompts_of_another_tenant_count_up_to_its_share() -> None:
     fleet = Fleet().teach()
     for name, prefill in (("a", "p0"), ("b", "p0"), ("c", "p1"), ("d", "p1")):
         fleet.enter(name, prefill, 1000, tenant="noisy")
@@ -110,18 +110,18 @@ def test_anothers_prompts_are_waited_for_as_far_as_its_share() -> None:
     assert fleet.predict(100, tenant="quiet").ttft_s < 0.25
 
 
-def test_queue_takes_its_work_by_the_work_a_second_that_was_let_out() -> None:
+def test_queued_work_leaves_at_the_measured_rate() -> None:
     fleet = Fleet().teach()
     fleet.forecast.rate.observe(100.0, 0.0, is_busy=True)
     fleet.forecast.rate.observe(105.0, 5000.0, is_busy=True)
     assert fleet.predict(before=3000.0).queue_s == pytest.approx(3.0, rel=0.01)
 
 
-def test_where_no_rate_is_known_workers_speeds_are() -> None:
+def test_queued_work_leaves_at_the_workers_speeds_until_a_rate_is_known() -> None:
     assert Fleet().teach().predict(100, before=2000.0).queue_s == pytest.approx(1.0, rel=0.2)
 
 
-def test_rate_counts_only_the_time_in_which_somebody_waits() -> None:
+def test_rate_counts_only_time_with_waiting_requests() -> None:
     rate = ServiceRate(0.0)
     rate.observe(0.0, 999.0, is_busy=False)
     rate.observe(50.0, 0.0, is_busy=True)
@@ -130,8 +130,8 @@ def test_rate_counts_only_the_time_in_which_somebody_waits() -> None:
     assert rate.work_per_s == pytest.approx(100.0)
 
 
-def test_batch_is_that_of_the_time_when_the_prompt_is_done() -> None:
-    """Those that run now have ended by then; those before it in the queue have come."""
+def test_forecast_batch_is_that_of_the_first_token() -> None:
+    """Present requests have ended by then; requests before it in the queue have joined."""
     fleet = Fleet().teach()
     for number in range(32):
         fleet.enter(f"r{number}", "p0", 10)
@@ -153,7 +153,7 @@ OBJECTIVES = [
 
 
 @pytest.mark.parametrize(("sla", "found", "expected"), OBJECTIVES)
-def test_one_is_refused_for_what_can_not_be_kept(
+def test_request_is_refused_for_the_objective_that_it_would_miss(
     sla: Sla, found: Prediction, expected: Refusal | None
 ) -> None:
     refused = Fleet().admission.refusal(request(sla), WORK, 0.0, found)
@@ -162,19 +162,19 @@ def test_one_is_refused_for_what_can_not_be_kept(
         assert 0 < refused.retry_after_s <= MOST_RETRY_S
 
 
-def test_time_that_it_has_waited_counts() -> None:
+def test_time_already_waited_counts() -> None:
     admission = Fleet().admission
     assert admission.refusal(request(Sla(ttft_ms=1000)), WORK, 0.1, SOON) is None
     assert admission.refusal(request(Sla(ttft_ms=1000)), WORK, 0.95, SOON) is not None
 
 
-def test_who_may_not_be_shed_is_never_refused() -> None:
+def test_request_that_may_not_be_shed_is_never_refused() -> None:
     admission, late = Fleet().admission, SOON._replace(ttft_s=99.0)
     sla = Sla(ttft_ms=1000)
     assert admission.refusal(request(sla, degradation=Degradation(may_shed=False)), WORK, 0.0, late) is None
 
 
-def test_what_idle_workers_could_not_keep_is_not_asked_back_but_tried_now_and_then() -> None:
+def test_objective_that_idle_workers_would_miss_is_probed_now_and_then() -> None:
     fleet = Fleet()
     hopeless = Prediction(ttft_s=5.0, tpot_s=0.01, queue_s=0.0, alone_s=5.0, alone_tpot_s=0.01)
     assert fleet.admission.refusal(request(Sla(ttft_ms=1000)), WORK, 0.0, hopeless) is None
@@ -184,7 +184,7 @@ def test_what_idle_workers_could_not_keep_is_not_asked_back_but_tried_now_and_th
     assert fleet.admission.refusal(request(Sla(ttft_ms=1000)), WORK, 0.0, hopeless) is None
 
 
-def test_those_refused_are_asked_back_one_after_the_other() -> None:
+def test_refused_clients_return_one_after_the_other() -> None:
     fleet = Fleet()
     fleet.forecast.rate.observe(100.0, 0.0, is_busy=True)
     fleet.forecast.rate.observe(102.0, 2000.0, is_busy=True)  # 1000 a second, of which a quarter is kept

@@ -18,7 +18,7 @@ def refused_by(refused: QuotaRefusal | None) -> Refusal | None:
     return refused.refusal if refused is not None else None
 
 
-def test_without_quotas_nobody_is_refused() -> None:
+def test_without_quotas_no_request_is_refused() -> None:
     quotas, _ = quotas_at()
     for _ in range(100):
         assert quotas.refusal("a", Quotas(), 1e9) is None
@@ -40,7 +40,7 @@ def test_concurrent_requests_are_bounded() -> None:
     assert quotas.refusal("a", limit, 1) is None
 
 
-def test_tokens_a_second_are_bounded_and_the_wait_is_told_exactly() -> None:
+def test_tokens_a_second_are_bounded_and_the_wait_is_exact() -> None:
     quotas, clock = quotas_at()
     limit = Quotas(tokens_per_s=RATE, burst_tokens=100)
     quotas.enter("a", limit, 80)
@@ -64,7 +64,7 @@ def test_request_larger_than_the_burst_needs_a_full_bucket_and_leaves_it_in_debt
     assert quotas.refusal("a", limit, 1) is None
 
 
-def test_what_was_not_used_may_be_used_later() -> None:
+def test_unused_work_is_given_back() -> None:
     quotas, _ = quotas_at()
     limit = Quotas(tokens_per_s=RATE, burst_tokens=100)
     quotas.enter("a", limit, 100)
@@ -73,7 +73,7 @@ def test_what_was_not_used_may_be_used_later() -> None:
     assert quotas.refusal("a", limit, 61) is not None
 
 
-def test_tenant_with_all_its_active_ones_is_full() -> None:
+def test_tenant_at_its_active_sequences_is_full() -> None:
     quotas, _ = quotas_at()
     limit = Quotas(max_active_sequences=1)
     quotas.enter("a", limit, 1)
@@ -95,7 +95,7 @@ def test_tenant_with_all_its_active_ones_is_full() -> None:
         (Quotas(max_queued=2, max_active_sequences=1), 3, Refusal.MAX_QUEUED),
     ],
 )
-def test_queue_is_bounded_and_the_refusal_names_why(
+def test_queue_is_bounded_and_the_refusal_names_the_quota(
     limit: Quotas, num_queued: int, named: Refusal | None
 ) -> None:
     quotas, _ = quotas_at()
@@ -104,7 +104,7 @@ def test_queue_is_bounded_and_the_refusal_names_why(
     assert refused_by(quotas.queue_refusal("a", limit, num_queued)) is named
 
 
-def test_changed_quotas_hold_at_once_and_keep_what_is_in_the_bucket() -> None:
+def test_changed_quotas_hold_at_once_and_keep_the_level_of_the_bucket() -> None:
     quotas, _ = quotas_at()
     quotas.enter("a", Quotas(tokens_per_s=RATE, burst_tokens=100), 90)
     wider = Quotas(tokens_per_s=RATE, burst_tokens=1000)
@@ -113,7 +113,7 @@ def test_changed_quotas_hold_at_once_and_keep_what_is_in_the_bucket() -> None:
     assert quotas.refusal("a", Quotas(), 10**9) is None
 
 
-def test_clock_that_goes_back_fills_no_bucket() -> None:
+def test_clock_that_jumps_back_fills_no_bucket() -> None:
     bucket = Bucket(RATE, 100.0, 50.0)
     bucket.take(100.0)
     assert bucket.level(10.0) == 0.0
@@ -125,24 +125,24 @@ def test_clock_that_goes_back_fills_no_bucket() -> None:
     burst=st.integers(1, 120),
 )
 def test_quota_is_never_exceeded(steps: list[tuple[float, int]], burst: int) -> None:
-    """In any span of time: no more than its rate gives, and the burst, or the one that is larger."""
+    """In any span of time, at most the rate's tokens and the burst, or one larger request."""
     quotas, clock = quotas_at(0.0)
     limit = Quotas(tokens_per_s=RATE, burst_tokens=burst)
-    let_in: list[tuple[float, int]] = []
+    admitted: list[tuple[float, int]] = []
     for wait_s, work in steps:
         clock.advance(wait_s)
         if quotas.refusal("a", limit, work) is None:
             quotas.enter("a", limit, work)
-            let_in.append((clock.now_s(), work))
-    for first in range(len(let_in)):
+            admitted.append((clock.now_s(), work))
+    for first in range(len(admitted)):
         total = 0
-        for at_s, work in let_in[first:]:
+        for at_s, work in admitted[first:]:
             total += work
-            most = max(burst, *(each for _, each in let_in))
-            assert total <= RATE * (at_s - let_in[first][0]) + most + 1e-6
+            most = max(burst, *(each for _, each in admitted))
+            assert total <= RATE * (at_s - admitted[first][0]) + most + 1e-6
 
 
-def test_tenants_that_are_as_new_are_forgotten() -> None:
+def test_idle_tenants_with_full_buckets_are_forgotten() -> None:
     quotas, clock = quotas_at()
     limit = Quotas(tokens_per_s=RATE, burst_tokens=10)
     for number in range(MAX_IDLE + 2):

@@ -94,9 +94,18 @@ class Accounts(RuleBasedStateMachine):
     )
     def ask(self, tenant: str, gateway: str, num_tokens: int, max_tokens: int, sla: Sla) -> None:
         self.num_asked += 1
-        weight, size = WEIGHTS[tenant], {"num_tokens": num_tokens, "max_tokens": max_tokens}
-        request = asked(f"r{self.num_asked}", tenant, weight=weight, quotas=QUOTAS, sla=sla, **size)
-        self.say(gateway, request)
+        self.say(
+            gateway,
+            asked(
+                f"r{self.num_asked}",
+                tenant,
+                num_tokens=num_tokens,
+                max_tokens=max_tokens,
+                weight=WEIGHTS[tenant],
+                quotas=QUOTAS,
+                sla=sla,
+            ),
+        )
 
     @precondition(lambda self: self.open)
     @rule(data=st.data(), share=st.floats(0, 1))

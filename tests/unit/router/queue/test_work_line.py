@@ -27,7 +27,7 @@ def check(line: WorkLine[Order], plain: PlainLine) -> None:
 
 @settings(max_examples=150, deadline=None)
 @given(block_size=st.integers(1, 5), data=st.data())
-def test_it_is_a_sorted_list_that_knows_its_sums(block_size: int, data: st.DataObject) -> None:
+def test_line_equals_a_sorted_list_with_sums(block_size: int, data: st.DataObject) -> None:
     line: WorkLine[Order] = WorkLine(block_size)
     plain = PlainLine()
     for number in range(data.draw(st.integers(0, 60))):
@@ -46,7 +46,7 @@ def test_it_is_a_sorted_list_that_knows_its_sums(block_size: int, data: st.DataO
         assert not plain.entries or line.first() == plain.entries[0][0]
 
 
-def test_one_that_is_not_here_is_not_removed() -> None:
+def test_missing_item_is_not_removed() -> None:
     line: WorkLine[str] = WorkLine()
     line.add((0, 1.0, 1), "a", 1.0)
     with pytest.raises(AssertionError):
@@ -54,8 +54,8 @@ def test_one_that_is_not_here_is_not_removed() -> None:
 
 
 @pytest.mark.parametrize("is_backwards", [False, True])
-def test_many_that_go_leave_few_blocks(is_backwards: bool) -> None:
-    """What is left of a long line costs what a short one does."""
+def test_removals_leave_few_blocks(is_backwards: bool) -> None:
+    """The rest of a long line costs as much as a short line."""
     line: WorkLine[int] = WorkLine(8)
     numbers: Any = range(2000)
     for number in numbers:

@@ -35,7 +35,7 @@ SNAPSHOT = Snapshot(3, "1-0", bytes(8), bytes(8))
 PAGES = KvEventBatch(first=0, keys=bytes(16), pages=(1,), generations=(1,))
 
 
-def test_what_is_written_is_read() -> None:
+def test_written_values_are_read() -> None:
     assert [CODEC.decode_shared(CODEC.encode_shared(message)) for message in MESSAGES] == MESSAGES
     assert CODEC.decode_snapshot(W0.id, CODEC.encode_snapshot(W0.id, SNAPSHOT)) == SNAPSHOT
     assert CODEC.decode_worker(CODEC.encode_worker(W0)) == W0
@@ -43,7 +43,7 @@ def test_what_is_written_is_read() -> None:
 
 
 @given(st.binary(max_size=200))
-def test_anything_else_is_refused(body: bytes) -> None:
+def test_other_bytes_are_refused(body: bytes) -> None:
     for read in (
         CODEC.decode_shared,
         CODEC.decode_worker,
@@ -55,14 +55,14 @@ def test_anything_else_is_refused(body: bytes) -> None:
 
 
 @given(st.sampled_from(MESSAGES), st.integers(0, 200), st.integers(1, 255))
-def test_a_changed_message_is_refused(message: AnyShared, at: int, change: int) -> None:
+def test_changed_message_is_refused(message: AnyShared, at: int, change: int) -> None:
     sealed = bytearray(CODEC.encode_shared(message))
     sealed[at % len(sealed)] ^= change
     with pytest.raises(WireError, match="no router of this cluster"):
         CODEC.decode_shared(bytes(sealed))
 
 
-def test_what_another_cluster_has_written_or_belongs_elsewhere_is_refused() -> None:
+def test_value_of_another_cluster_or_place_is_refused() -> None:
     for read, sealed in (
         (CODEC.decode_worker, OTHER.encode_worker(W0)),
         (CODEC.decode_shared, CODEC.encode_worker(W0)),
@@ -84,14 +84,14 @@ def test_what_another_cluster_has_written_or_belongs_elsewhere_is_refused() -> N
         ({"next_number": 1, "stream_id": "1-0", "keys": bytes(7), "values": bytes(8)}, "7 bytes of keys"),
     ],
 )
-def test_a_sealed_snapshot_that_no_router_could_mean_is_refused(
+def test_sealed_but_invalid_snapshot_is_refused(
     snapshot: dict[str, int | str | bytes], complaint: str
 ) -> None:
-    """As from a router of another version."""
+    """A router of another version may write such a snapshot."""
     place = f"snapshot {W0.id}"
     with pytest.raises(WireError, match=complaint):
         CODEC.decode_snapshot(W0.id, CODEC._seal(place, msgspec.msgpack.encode(snapshot)))
 
 
-def test_a_seal_is_sixteen_bytes() -> None:
+def test_seal_has_sixteen_bytes() -> None:
     assert len(CODEC.encode_worker(W0)) - len(msgspec.msgpack.encode(W0)) == SEAL_BYTES == 16

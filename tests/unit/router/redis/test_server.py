@@ -21,7 +21,7 @@ needs_redis = pytest.mark.skipif(find_program() is None, reason="there is no red
 
 
 @needs_redis
-def test_only_this_user_can_reach_it_and_nothing_is_left_of_it() -> None:
+def test_only_this_user_reaches_the_server_and_stop_removes_its_folder() -> None:
     async def scene() -> Path:
         async with PrivateRedis() as redis:
             socket = Path(redis.url.removeprefix("unix://"))
@@ -36,7 +36,7 @@ def test_only_this_user_can_reach_it_and_nothing_is_left_of_it() -> None:
 
 
 @needs_redis
-def test_it_is_started_again_at_the_same_place() -> None:
+def test_server_starts_again_at_the_same_url() -> None:
     async def scene() -> None:
         async with PrivateRedis() as redis:
             url, pid = redis.url, redis.pid
@@ -50,20 +50,20 @@ def test_it_is_started_again_at_the_same_place() -> None:
     asyncio.run(scene())
 
 
-def test_without_a_program_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_program_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(redis_server, "PROGRAMS", ("no-such-server",))
     with pytest.raises(ConfigError, match="install one, or set redis to none"):
         asyncio.run(PrivateRedis().start())
 
 
-def test_a_program_that_ends_at_once_is_no_server(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_program_that_ends_at_once_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(redis_server, "PROGRAMS", ("false",))
     with pytest.raises(ConfigError, match="ended at once"):
         asyncio.run(PrivateRedis().start())
 
 
 @pytest.mark.parametrize("url", ["", "http://a", "sentinel://a:1", "sentinel://a/service", "redis://a:b"])
-def test_what_is_no_url_of_redis_is_refused(url: str) -> None:
+def test_invalid_url_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="redis"):
         RedisConnection(url, Names.of("f"))
 
@@ -71,7 +71,7 @@ def test_what_is_no_url_of_redis_is_refused(url: str) -> None:
 @pytest.mark.parametrize(
     "url", ["redis://h:1/0", "unix:///tmp/s", "sentinel://:word@a:26379,b:26379/mymaster?db=1"]
 )
-def test_all_kinds_of_urls_are_understood(url: str) -> None:
+def test_all_kinds_of_urls_are_accepted(url: str) -> None:
     RedisConnection(url, Names.of("f"))
 
 
@@ -91,7 +91,7 @@ asyncio.run(run())
 
 @pytest.fixture
 def own_tmp(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Short, as sockets lie in it. In the common one a server of another test would clear up meanwhile."""
+    """A short temporary folder of the test's own, where servers of other tests remove nothing."""
     with tempfile.TemporaryDirectory() as folder:
         monkeypatch.setenv("TMPDIR", folder)
         monkeypatch.setattr(tempfile, "tempdir", folder)
@@ -99,7 +99,7 @@ def own_tmp(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @needs_redis
-def test_it_ends_when_whoever_started_it_is_killed_and_the_next_one_clears_up(own_tmp: None) -> None:
+def test_server_ends_with_its_killed_owner_and_the_next_removes_its_folder(own_tmp: None) -> None:
     with subprocess.Popen([sys.executable, "-c", STARTS_ONE], stdout=subprocess.PIPE, text=True) as owner:
         assert owner.stdout is not None
         pid, url = owner.stdout.readline().split()
@@ -118,8 +118,8 @@ def test_it_ends_when_whoever_started_it_is_killed_and_the_next_one_clears_up(ow
 
 
 @needs_redis
-def test_one_that_is_in_use_is_left_whatever_process_ids_say() -> None:
-    """As in another container with the same /tmp, where its owner has an id that nobody has here."""
+def test_folder_in_use_is_kept_whatever_process_ids_say() -> None:
+    """In another container with the same /tmp, the owner has a process id that does not exist here."""
 
     async def scene() -> None:
         async with PrivateRedis() as here:
@@ -133,7 +133,7 @@ def test_one_that_is_in_use_is_left_whatever_process_ids_say() -> None:
     asyncio.run(scene())
 
 
-def test_what_is_no_folder_of_a_redis_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_folders_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     unlocked, dead = tmp_path / f"{redis_server.PREFIX}a", tmp_path / f"{redis_server.PREFIX}b"
     for folder in (unlocked, dead):
