@@ -7,13 +7,8 @@ from baton.router.router import Router
 from tests.node_peers import TestPeer, a_worker, id_of
 
 
-<<<<<<< HEAD:tests/unit/router/test_meeting.py
-def test_all_must_reach_each_other_before_a_worker_has_met_them() -> None:
-    router = Router(RouterConfig(), ManualClock(), id_of("router"))
-=======
 def test_worker_is_ready_when_gateways_and_partners_reach_it() -> None:
-    router = Router(RouterSettings(), ManualClock(), id_of("router"))
->>>>>>> f5149e8 (Plain names for the tests of the router):tests/unit/router/test_readiness.py
+    router = Router(RouterConfig(), ManualClock(), id_of("router"))
     p, d = (TestPeer.worker(router, a_worker(name)) for name in ("p", "d"))
     assert router.status().num_met == 0
     p.say(Reachable(workers=(d.id,)))
@@ -30,13 +25,8 @@ def test_worker_is_ready_when_gateways_and_partners_reach_it() -> None:
     assert router.status().num_met == 1
 
 
-<<<<<<< HEAD:tests/unit/router/test_meeting.py
-def test_workers_of_other_weights_need_not_meet() -> None:
-    router = Router(RouterConfig(), ManualClock(), id_of("router"))
-=======
 def test_workers_of_other_weights_need_not_reach_each_other() -> None:
-    router = Router(RouterSettings(), ManualClock(), id_of("router"))
->>>>>>> f5149e8 (Plain names for the tests of the router):tests/unit/router/test_readiness.py
+    router = Router(RouterConfig(), ManualClock(), id_of("router"))
     for name, fingerprint in (("p", "f"), ("d", "others")):
         TestPeer.worker(router, a_worker(name, fingerprint=fingerprint))
     assert router.status().num_met == 2
