@@ -1,4 +1,4 @@
-"""A Service that does what a test says: nothing is computed, every fault can be had."""
+"""A Service that follows the script of a test and computes nothing."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -30,7 +30,7 @@ def worker(*, max_model_len: int = 4096, page_size: int = 16) -> Worker:
 
 
 class ScriptedService:
-    """`play` is called with each request that is opened; it may speak to `service.sinks` then, or later."""
+    """`play` is called with each opened request, and may call `service.sinks` then or later."""
 
     def __init__(self, play: Callable[["ScriptedService", Request], None] | None = None) -> None:
         self.play = play
@@ -45,7 +45,7 @@ class ScriptedService:
         self.besides: list[str] = []
         self.sinks: dict[str, Sink] = {}  # of the requests that run
         self.cancelled: list[str] = []
-        self.refusal: BatonError | None = None  # of what is opened next
+        self.refusal: BatonError | None = None  # of the next request
 
     def open(self, request: Request, sink: Sink, *, sticky_worker: str = "") -> None:
         if self.refusal is not None:
@@ -64,7 +64,7 @@ class ScriptedService:
         return WORKER_ID if self.has_room and request_id in self.sinks else ""
 
     def emit(self, request_id: str, events: Sequence[TokenEvent]) -> None:
-        """As a worker would; nobody hears it once the request was cancelled."""
+        """Send events as a worker does; events of a cancelled request are dropped."""
         sink = self.sinks.get(request_id)
         if events[-1].finish_reason is not None:
             self.sinks.pop(request_id, None)
@@ -101,5 +101,5 @@ def events(
 
 
 def answer_at_once(token_ids: Sequence[int]) -> Callable[[ScriptedService, Request], None]:
-    """Every request is answered with these, in one batch, while it is being opened."""
+    """Return a script that answers every request with these tokens while it is opened."""
     return lambda service, request: service.emit(request.request_id, events(request, token_ids))

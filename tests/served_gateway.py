@@ -24,7 +24,7 @@ ResultT = TypeVar("ResultT")
 
 
 class ServedGateway(Generic[ServiceT]):
-    """`with` it. `make_service` is called on the gateway's loop, as everything of the service must be."""
+    """A context manager. `make_service` and all calls of the service run on the gateway's loop."""
 
     def __init__(self, make_service: Callable[[], ServiceT], **settings: Any) -> None:
         self._make_service = make_service
@@ -61,7 +61,7 @@ class ServedGateway(Generic[ServiceT]):
         return f"http://{self.address.host}:{self.address.port}"
 
     def on_loop(self, act: Callable[[], ResultT]) -> ResultT:
-        """Do it on the gateway's thread, and wait for what it returns."""
+        """Call `act` on the gateway's thread and return its result."""
 
         async def run() -> ResultT:
             return act()
@@ -69,7 +69,7 @@ class ServedGateway(Generic[ServiceT]):
         return self._wait(asyncio.run_coroutine_threadsafe(run(), self._loop))
 
     def until(self, holds: Callable[[], bool]) -> None:
-        """Return once `holds` is true on the gateway's thread; it is asked after every turn of the loop."""
+        """Return once `holds` is true on the gateway's thread."""
 
         async def watch() -> None:
             while not holds():

@@ -283,7 +283,7 @@ class Prompt(NamedTuple):
 
     text: str | None
     token_ids: tuple[int, ...]
-    num_public_tokens: int = 0  # the first of them, see gateway/tenants/public_prefixes.py
+    num_public_tokens: int = 0  # the first of them, see PublicPrefixes of gateway/api/body_reader.py
 
 
 class Call(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,4 +1,4 @@
-"""Who may come in, and what they hear: keys, tenants, other sites' pages, refusals."""
+"""Access control over real sockets: keys, tenants, pages of other sites, refusals."""
 
 import asyncio
 import hashlib
@@ -84,7 +84,7 @@ def test_get_under_a_foreign_name_is_refused(path: str) -> None:
 
 
 def test_host_header_opens_no_path(tenants: str) -> None:
-    """With keys any name may be asked for; no part of it becomes a path."""
+    """With keys any Host is accepted, and no part of it becomes a path."""
     with ServedGateway(lambda: ScriptedService(answer_at_once(SENTENCE)), tenants_file=tenants) as served:
         for host in ("a/ping?x", "a/ping#", "api.example"):
             assert httpx2.get(f"{served.url}/v1/models", headers={"host": host}).status_code == 401

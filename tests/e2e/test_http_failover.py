@@ -1,4 +1,4 @@
-"""A client's stream goes on, token for token, though the workers that make it are killed."""
+"""Streams of clients continue, token for token, after workers are killed."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""What the server refuses by itself, seen by a client that writes bytes."""
+"""Requests that the server refuses before any route sees them."""
 
 import json
 import socket
@@ -28,7 +28,7 @@ def served() -> Iterator[Served]:
 
 @pytest.fixture(scope="module")
 def hasty() -> Iterator[Served]:
-    """It gives up soon on those who never come to an end; nobody else asks here, who may just be held up."""
+    """A gateway with short timeouts, for requests that never end."""
     with ServedGateway(
         answering, header_timeout_s=TIMEOUT_S, body_timeout_s=TIMEOUT_S, idle_timeout_s=1.0
     ) as gateway:
@@ -41,7 +41,7 @@ def post(body: bytes = BODY, *headers: bytes, path: bytes = b"/v1/completions") 
 
 
 def read_all(client: socket.socket) -> bytes:
-    """Until the server closes; what it says before it gives up on us is what matters."""
+    """Return all bytes until the server closes the connection."""
     parts = []
     try:
         while data := client.recv(65_536):
@@ -156,7 +156,7 @@ def test_large_body_is_refused_by_its_length(served: Served) -> None:
 
 
 def test_large_body_is_refused_while_it_comes(served: Served) -> None:
-    """In chunks nobody says how large it will be."""
+    """A chunked body announces no size."""
     head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n"
     chunk = b"8000\r\n" + b" " * 0x8000 + b"\r\n"
     assert status(exchange(served, head, chunk, chunk, chunk)) == 413

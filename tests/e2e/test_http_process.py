@@ -1,4 +1,4 @@
-"""A gateway's own process code, without a cluster: what it does while there is no router."""
+"""The process code of a gateway without a router."""
 
 import asyncio
 import re

@@ -1,4 +1,4 @@
-"""A stream that one gateway began and another one ends, event by event: nothing is lost or doubled."""
+"""Another gateway ends a stream of the first one: no event is lost or repeated."""
 
 import asyncio
 from collections.abc import Iterator
@@ -130,7 +130,7 @@ def test_id_of_another_request_is_refused(gateways: tuple[Served, Served], chang
     port, body = gateways[0].address.port, CASES["sampled completion"]
     last_id = read_all(port, body)[3].id
     assert refused(port, {**body, **change}, last_id) == (400, "other_request", "Last-Event-ID")
-    # What changes when it is answered, or nothing at all, may differ.
+    # Fields that do not change the answer may differ.
     assert read_all(port, {**body, "priority": 3, "user": "me"}, last_id)
 
 
@@ -165,7 +165,7 @@ def test_id_of_another_tenant_is_refused(tmp_path: Path) -> None:
         assert len(served.service.requests) == num_requests  # no worker has heard of it
         rest = read_all(port, body, events[0].id, **headers("k-acme"))
         assert joined([events[0], *rest]) == joined(events)
-        assert served.service.requests[-1].tenant == "acme"  # who is charged for it
+        assert served.service.requests[-1].tenant == "acme"  # this tenant is charged
 
 
 def test_id_expires_with_its_window() -> None:

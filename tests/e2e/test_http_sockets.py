@@ -1,4 +1,4 @@
-"""WebSocket `/v1/stream`, as clients misuse it, and what a bug of ours does to one."""
+"""WebSocket `/v1/stream`: misuse by clients, and a bug of the gateway."""
 
 import asyncio
 import socket
@@ -76,7 +76,7 @@ GOING_AWAY = (1001).to_bytes(2)
 
 @pytest.fixture(scope="module")
 def impatient() -> Iterator[Served]:
-    """Which no connection may keep waiting."""
+    """A gateway with short timeouts."""
     play = answer_at_once(SENTENCE)
     with ServedGateway(lambda: ScriptedService(play), header_timeout_s=0.3, idle_timeout_s=0.3) as served:
         yield served
@@ -92,7 +92,7 @@ def upgraded(served: Served) -> socket.socket:
 
 
 def all_that_comes(served: Served, *sent: bytes) -> bytes:
-    """Until the server ends the connection; TimeoutError if it does not."""
+    """Return all bytes until the server ends the connection."""
     with served.connect() as client:
         client.settimeout(8)
         for data in sent:
@@ -185,7 +185,7 @@ def test_websocket_between_two_calls_may_be_idle_for_longer(impatient: Served) -
 
 
 def frame(data: bytes, first: int = 0x81) -> bytes:
-    """As a client sends it, under a mask of zeros. first: 0x81 is a whole text message, 0x89 a ping."""
+    """Return a masked frame of a client. first: 0x81 is a whole text message, 0x89 a ping."""
     size = len(data)
     if size < 126:
         length = bytes([0x80 | size])

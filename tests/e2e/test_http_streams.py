@@ -207,7 +207,7 @@ def test_draining_lets_a_stream_end_and_takes_no_new_request() -> None:
         read_until(stream, b"data:")
         draining = served.begin_drain()
         served.until(lambda: served.gateway.is_draining)
-        with pytest.raises(OSError):  # nobody listens any more
+        with pytest.raises(OSError):  # the gateway does not listen any more
             while True:
                 served.connect().close()
         emit(events(request, [303], start=3, end=FinishReason.LENGTH))

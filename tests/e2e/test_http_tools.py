@@ -1,4 +1,4 @@
-"""Tools, by the real `openai` client: what the model writes is scripted, all of the gateway is real."""
+"""Tools, with the real `openai` client: the gateway is real, the text of the model is scripted."""
 
 import json
 from collections.abc import Callable, Iterator

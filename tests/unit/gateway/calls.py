@@ -39,7 +39,7 @@ def ids(text: str) -> list[int]:
 
 
 class Client:
-    """An outlet whose reader is the test."""
+    """A ResponseWriter that keeps its writes for the test."""
 
     def __init__(self) -> None:
         self.on_gone: Callable[[], None] | None = None

@@ -1,4 +1,4 @@
-"""A stream of an answer, for tests that say what comes and what the client reads."""
+"""A stream of an answer: the test scripts the tokens and the pace of the client."""
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence

@@ -1,4 +1,4 @@
-"""The operators' routes, without the gate that keeps others out: see tests/e2e/test_http_access.py."""
+"""Routes of operators, without the auth middleware; tests/e2e/test_http_access.py tests the middleware."""
 
 import asyncio
 
@@ -39,7 +39,7 @@ def ask(explain: Explain, name: str) -> tuple[int, dict[str, object]]:
         async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://x") as client:
             try:
                 answer = await client.get(f"/admin/decisions/{name}")
-            except Exception as error:  # what the gate answers
+            except Exception as error:  # the middleware answers with this status
                 return as_api_error(error).status, {}
             return answer.status_code, answer.json()
 

@@ -89,7 +89,7 @@ def test_stop_string_cancels_the_request() -> None:
     assert heard.text() == "1 " and len(heard.ends) == 1
     assert service.cancelled == [request.request_id]
     assert answer.choices[0].stop_reason == "2"
-    assert answer.usage.completion == 3  # those after the match are nobody's
+    assert answer.usage.completion == 3  # tokens after the match do not count
 
 
 def test_failure_of_one_choice_ends_all_choices() -> None:
@@ -198,7 +198,7 @@ def test_listener_hears_nothing_after_cancel() -> None:
 
 
 def test_tokens_that_cannot_be_shown_fail_only_their_own_request(caplog: pytest.LogCaptureFixture) -> None:
-    """They come in a message with others': nothing may be raised there."""
+    """The message has tokens of other requests too, so the choice raises no error."""
     service = ScriptedService()
     answer, heard = started(service)
     (request,) = service.requests

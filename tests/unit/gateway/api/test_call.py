@@ -188,7 +188,7 @@ def test_tools_are_rendered_and_may_be_called() -> None:
 @pytest.mark.parametrize(
     ("fields", "num_entries"),
     [
-        ({}, 0),  # text that is generated comes as slowly as it is computed
+        ({}, 0),  # plain text has no entries
         ({"n": 8}, 0),
         ({"echo": True}, 2),
         ({"echo": True, "n": 8}, 16),

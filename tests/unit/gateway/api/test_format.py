@@ -31,13 +31,13 @@ def logprobs(token_id: int, logprob: float = -0.5) -> TokenLogprobs:
 
 
 def answered(text: str, **fields: Any) -> tuple[Answer, AnswerFormat, list[Delta]]:
-    """A call whose every choice got this text, in one batch, ending by a stop token."""
+    """Return an answer, its format and its deltas; every choice got this text in one batch."""
     service = ScriptedService()
     answer = calls.answer(service, **fields)
     kept = Kept(answer)
     answer.start(kept)
     has_logprobs = answer.call.sampling.logprobs is not None
-    for index in range(len(answer.choices)):  # the others of a prompt are opened by its first
+    for index in range(len(answer.choices)):  # the first choice of a prompt opens the other choices
         request = service.requests[index]
         prompt = (None, *(logprobs(token_id, -1.5) for token_id in request.token_ids[1:]))
         batch = [

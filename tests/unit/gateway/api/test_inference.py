@@ -8,7 +8,7 @@ from tests.event_loop import on_loop
 
 
 class Reader:
-    """The part of a WebSocket that is written to; it takes a message when the test lets it."""
+    """The writing side of a WebSocket; the test decides when a message is taken."""
 
     def __init__(self) -> None:
         self.read: list[str] = []

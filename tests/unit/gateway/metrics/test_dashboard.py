@@ -14,7 +14,7 @@ from tests.scripted_service import worker
 
 
 class Text(HTMLParser):
-    """What a reader sees, and what a browser would load."""
+    """The texts of a page, and the links that a browser would load."""
 
     def __init__(self, page: str) -> None:
         super().__init__()

@@ -96,7 +96,7 @@ async def test_connections_above_the_limit_are_closed() -> None:
         await hung_up_on(reader)
         for _, each in (*idle, (reader, writer)):
             each.close()
-        while one._answering:  # they hear of it on threads, which close what they hold
+        while one._answering:  # threads of the gateway close the connections
             await asyncio.sleep(0)
 
 

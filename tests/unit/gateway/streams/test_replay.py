@@ -88,7 +88,7 @@ def test_request_routed_to_an_absent_worker_is_replayed_at_once() -> None:
 
 
 def test_worker_whose_connection_broke_before_routed_must_answer_soon() -> None:
-    """It may have let the attempt go with the connection, and nobody else knows."""
+    """The worker may have dropped the attempt with the connection."""
     g = gateway("d0", "d1")
     sink = g.open()
     submit = g.submitted()
@@ -196,7 +196,7 @@ def test_answer_above_max_log_tokens_is_not_replayed() -> None:
 
 
 def test_answer_with_all_tokens_and_no_end_is_not_replayed() -> None:
-    g, sink = running("d0", "d1", num_tokens=8)  # as many as it may have
+    g, sink = running("d0", "d1", num_tokens=8)  # max_tokens
     g["d0"].leave()
     assert isinstance(sink.error, WorkerLost)
     assert g["router"].take(Submit) == []

@@ -58,7 +58,7 @@ def test_foreign_ids_are_refused_with_one_error() -> None:
     assert refusal(ids, text, tenant="other") == unknown
     assert refusal(ids, text, tenant="") == unknown
     assert refusal(EventIds([OTHER_KEY]), text) == unknown
-    # Expired, too: whether it was one of another tenant is not told.
+    # The error of an expired id does not tell its tenant either.
     assert refusal(ids, text, tenant="other", now_s=NOW_S + 10_000) == unknown
 
 

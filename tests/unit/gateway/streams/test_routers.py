@@ -1,4 +1,4 @@
-"""Requests while the router has no room, is gone, or is another one."""
+"""Requests while routers have no room, leave or join; questions to routers; the window of Submits."""
 
 from typing import Any
 
@@ -186,7 +186,7 @@ NAMES = ("router", "other")
 
 
 def with_two(*workers: str) -> Gateway:
-    """`router` is the one that is asked, `other` is beside it."""
+    """Return a gateway with two routers; requests go to `router`, not to `other`."""
     g = gateway(*workers)
     g.peers["other"] = TestPeer.router(g.frontend, "other")
     g["other"].say(Members(workers=tuple(map(a_worker, workers))))

@@ -276,7 +276,7 @@ def key(letter: str) -> str:
 
 A, B, C, NEW = (key(letter) for letter in "abce")
 
-BLOCK = f"""# who may come in
+BLOCK = f"""# keys of clients
 classes: [fast, slow]   # strict
 
 tenants:
@@ -321,7 +321,7 @@ def test_key_is_added_to_a_file_without_a_last_newline(tenant: str) -> None:
     assert keys_of(with_key(text, tenant, NEW), tenant)[-1] == NEW
 
 
-@pytest.mark.parametrize("text", ["", "\n", "tenants: {}", "tenants: {}\n", "# nobody yet\ntenants: {}\n"])
+@pytest.mark.parametrize("text", ["", "\n", "tenants: {}", "tenants: {}\n", "# no tenant yet\ntenants: {}\n"])
 def test_first_key_is_added_to_an_empty_file(text: str) -> None:
     first = with_key(text, "acme", NEW)
     assert keys_of(first, "acme") == (NEW,)
