@@ -99,7 +99,7 @@ class Attempt:
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """The tokens whose KV the next token needs."""
+        """The tokens before the next token: prompt and answer so far."""
         return self.request.all_token_ids
 
     @property
@@ -256,8 +256,8 @@ class IncomingPages:
     1. `grant` tells the prefill worker which pages to write. The caller has claimed the cached prefix and
        made room.
     2. `pull` instead fetches a prefix that another worker holds, of a prompt that this worker computes.
-    3. `poll` returns the attempts whose transfer has ended. `drop` ends a transfer; pages that arrive after
-       it are released.
+    3. `poll` returns the attempts with an ended transfer. `drop` ends a transfer; pages that arrive later are
+       released.
     """
 
     def __init__(

@@ -3,13 +3,13 @@
 `decode_worker/attempt.py` has the life of an attempt. The rules between its stages:
 
 - The first attempt in order that finds no free pages holds up the later ones.
-- A prompt whose pages do not come although its prefill worker lives is computed here: the tokens are the
+- When pages do not come although the prefill worker lives, the prompt is computed here: the tokens are the
   same.
 - Otherwise only one worker computes a prompt: a prompt that kills its worker must not kill two.
 - A transfer that ends before the first token may mean that the prefill worker died of this prompt: the
   attempt waits for that worker's message, or for the router to remove the worker. If the source itself
   refuses to send the pages, the prompt is computed here at once.
-- A prefill worker that routers list and whose link is silent for `prefill_patience_s` is behind a broken
+- A prefill worker that routers list, with a link that is silent for `prefill_patience_s`, is behind a broken
   link: its prompts are computed here.
 - The loss of a prefill worker ends its attempts that are incomplete; the gateway retries elsewhere.
 - The loss of a gateway ends its attempts.
@@ -61,7 +61,7 @@ class EarlyResults:
         return kept[1:] if kept is not None else None
 
     def tick(self) -> None:
-        """Forget results whose Dispatch has not come within MAX_EARLY_S."""
+        """Forget results after MAX_EARLY_S without their Dispatch."""
         now_s = self._clock.now_s()
         while self._results and now_s - next(iter(self._results.values()))[0] > MAX_EARLY_S:
             del self._results[next(iter(self._results))]
@@ -90,7 +90,7 @@ class Answers:
         self._peer_registry = peer_registry
         self._reports = reports
         self._attempts: dict[str, Attempt] = {}  # by engine id
-        self._queued: dict[str, Attempt] = {}  # attempts whose prompts the engine has not started
+        self._queued: dict[str, Attempt] = {}  # prompts that the engine has not started
 
     def begin(self, attempt: Attempt) -> None:
         """Continue with all the KV that the attempt has. On InvalidRequest the attempt keeps its pages."""
@@ -256,7 +256,7 @@ class DecodeWorker(WorkerNode):
                 self._fail(attempt, Failure.LOST, "its prefill worker is gone", worker=attempt.prefill)
 
     def _give_up_silent_links(self) -> None:
-        """Compute prompts here whose prefill worker lives, as routers say, while the link to it is silent."""
+        """Compute prompts here when routers list their prefill worker and the link to it is silent."""
         waiting = [each for each in self._attempts.values() if each.stage is AttemptStage.PREFILLING]
         for attempt in waiting:
             peer = self._peer_registry.peer(attempt.prefill)

@@ -174,7 +174,7 @@ class PageEndpoint(ABC):
     ) -> None:
         self.settings = settings
         self.incarnation = incarnation
-        self.pin: Pin = pin_nothing  # a worker whose pages may be pulled replaces it
+        self.pin: Pin = pin_nothing  # a worker that lets peers pull its pages replaces it
         self._ledger = ledger
         self._clock = clock
         self._ranks = ranks
@@ -452,7 +452,7 @@ class PageEndpoint(ABC):
 
 
 def _num_layer_groups(request: TransferRequest) -> int:
-    """Return the number of layer groups; 1 for a pull, whose pages are already computed in all layers."""
+    """Return the number of layer groups; 1 for a pull: all layers of its pages are computed."""
     return request.num_layer_groups if isinstance(request, Grant) else 1
 
 

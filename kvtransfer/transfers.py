@@ -210,7 +210,7 @@ class Outgoing(TransferEnd[SourceHandoff]):
         self.timeline = Timeline(clock, num_units * len(routes))
         self._on_finished = on_finished
         self._num_pages_told = [0] * len(routes)  # part -> source pages that its rank knows
-        self._unreached: set[int] = set()  # parts whose transports are not open yet
+        self._unreached: set[int] = set()  # parts without an open transport
         self._stopping: set[int] = set()  # parts that may still read or write
         self._begin: Callable[[], list[Action]] | None = None
 

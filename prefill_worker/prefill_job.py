@@ -128,7 +128,7 @@ class PrefillJob:
         self._own_s = self.progress.own_s if self.progress else 0.0
 
     def times(self, ended: TransferEnded) -> PrefillTimes | None:
-        """Return the times of a prompt whose pages the decode worker has verified; None for any other end."""
+        """Return the prompt's times when the decode worker has verified the pages; None otherwise."""
         is_handed_over = ended.outcome is HandoffOutcome.HANDED_OVER
         if self.started_s is None or self.computed_s == math.inf or not is_handed_over:
             return None

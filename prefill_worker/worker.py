@@ -5,8 +5,8 @@
 - The router orders a prompt, and the decode worker grants pages for it, in either order.
 - Full pages leave while the rest of the prompt is computed.
 - The first token goes to the gateway and to the decode worker at once.
-- A computed prompt whose grant does not come is given up after a time, or at once when its pages are all that
-  keeps other prompts from being computed. The decode worker then computes the prompt itself.
+- A computed prompt without a grant is given up after a time, or at once when other prompts cannot run without
+  its pages. The decode worker then computes the prompt itself.
 - The loss of the decode worker, or a failed transfer, ends the job. The engine keeps the KV as a cached
   prefix, so that a second attempt is cheap.
 
@@ -57,8 +57,8 @@ class PrefillWorker(WorkerNode):
         self._links = links
         self._prefixes = PulledPrefixes[PrefillJob](engine, endpoint, links, clock)
         self._jobs: dict[bytes, PrefillJob] = {}  # by transfer, until that has ended
-        self._by_engine_id: dict[str, PrefillJob] = {}  # whose pages the engine has
-        # transfer -> a grant whose order has not come, and since when
+        self._by_engine_id: dict[str, PrefillJob] = {}  # jobs with pages in the engine
+        # transfer -> (grant, arrival) before the router's order
         self._early_grants: dict[bytes, tuple[GrantedTransfer, float]] = {}
         self._over = EndedAttempts()
         self._layerwise_send = LayerwiseSend(endpoint, self._by_engine_id.get)

@@ -80,7 +80,7 @@ class PageLedger(Protocol):
         ...
 
     def quarantine(self, pages: Sequence[int], owner: Owner) -> None:
-        """Add a writer, whose hold has no deadline."""
+        """Add a writer. The hold of a writer has no deadline."""
         ...
 
     def adopt(self, pages: Sequence[int], lease_owner: Owner, owner: Owner) -> None:

@@ -6,7 +6,7 @@ The life of a transfer at the source:
    writing of the pages that a worker offers; `accept_pull` leases the wanted pages, if they are still here,
    and writes them all.
 2. `offer` adds pages as the prompt is computed; a lease holds them. Each offer becomes a Push for every part.
-   Pages under a push have a second owner, the reader, whose hold ends with the push and has no deadline.
+   Pages under a push have a second owner, the reader. The hold of the reader ends with the push.
 3. Each push that has ended is a Wrote; the last push of a part is its Commit, which carries the digests of
    all units and ends the writing of that part.
 4. Verified: the destination has adopted the pages, and the lease ends. Corrupt: the source writes the named

@@ -93,7 +93,7 @@ class RankAgent:
         self._thread.start()
 
     def close(self) -> None:
-        """On return no page of this rank moves any more."""
+        """Stop the agent. After the return, no page of this rank moves."""
         if self._stream is not None and self._thread is not None:
             self._stream.close()  # ends the thread
             self._thread.join()

@@ -1,4 +1,4 @@
-"""Digests by which a destination knows that it holds what the source has sent: one digest a unit.
+"""Digests that prove to a destination that its pages hold the bytes the source sent: one digest a unit.
 
 XXH3-64 over the unit's bytes in plan order, so both ends get the same digest however their pools are cut. The
 64-bit digests of the longest prompt fit one frame; a damaged unit is missed once in 2^64.
@@ -66,7 +66,7 @@ class PartDigests:
         self._seed = int.from_bytes(blake2b(key=self._key, digest_size=8, person=_SEED).digest(), "big")
 
     def take(self, plan: TransferPlan, offset_N: Offsets, first: int, stop: int) -> bytes:
-        """The masked digests of units [first, stop), whose runs begin at offset_N."""
+        """Return the masked digests of units [first, stop). offset_N: the offsets of their runs."""
         digests = self._units.take(plan, offset_N, stop - first, self._seed)
         return (_words(digests) ^ _words(self._mask(first, stop))).tobytes()
 
@@ -135,7 +135,7 @@ def digest_units(pool: memoryview, offset_N: Offsets, run_bytes: int, num_units:
 
 
 def differing_units(expected: bytes, found: bytes) -> tuple[int, ...]:
-    """The units whose digests differ. ValueError when the two have different numbers of units."""
+    """Return the units with different digests. Raises ValueError for different numbers of units."""
     if len(expected) != len(found) or len(expected) % DIGEST_BYTES:
         raise ValueError(f"digests of {len(expected)} and {len(found)} bytes")
     differs_U = _words(expected) != _words(found)

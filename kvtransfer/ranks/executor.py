@@ -83,7 +83,7 @@ class ReceiveShard:
 
     Threads take the digests of units as the source reports them written, so little is left to do when the
     last units come. The digests are compared once nothing can be written any more. Until then the source
-    writes nothing to those units but the same bytes again, so a unit whose digest is right stays right.
+    writes only the same bytes to these units again, so a unit with a right digest stays right.
     """
 
     def __init__(self, order: OpenPart, plan: TransferPlan, tools: RankTools) -> None:
@@ -247,19 +247,19 @@ class Executor(Performer, Protocol):
 
     @property
     def is_lost(self) -> bool:
-        """Whether the rank's process is gone, or going: no transfer begins with it any more."""
+        """Return True when the rank's process is gone or going: no further transfer begins with the rank."""
 
     def counts(self) -> dict[str, int]:
         """The rank's counters since its start, by name; those of another process may be a little old."""
 
     def stop(self) -> None:
-        """Send no page any more; `wait_until_stopped` says when that is certain. From any thread."""
+        """Send no further page; `wait_until_stopped` waits for the end. Any thread may call."""
 
     def wait_until_stopped(self, timeout_s: float) -> bool:
-        """Whether it is certain that no page leaves the rank."""
+        """Return True once no page can leave the rank; False after the timeout."""
 
     def close(self) -> None:
-        """On return no page of the rank is written, but by processes that have mapped it."""
+        """Stop the rank. After the return, only processes that have mapped the pool write its pages."""
 
 
 SHORTEST_SLEEP_S: Final = 2e-5  # between two checks of the marks; each sleep is twice as long, up to
@@ -270,11 +270,11 @@ class CompletedSteps(Protocol):
     """The progress of this rank's steps."""
 
     def has_passed(self, mark: int) -> bool:
-        """Whether the work that was launched before the mark has ended. From any thread."""
+        """Return True when the work that was launched before the mark has ended. Any thread may call."""
 
 
 class NoSteps:
-    """The steps of a pool that no engine computes in: every mark has passed."""
+    """The steps of a pool without an engine: every mark has passed."""
 
     def has_passed(self, mark: int) -> bool:
         return True
@@ -283,8 +283,8 @@ class NoSteps:
 class StepGate:
     """Delays commands until a step of this rank has come far enough (see engine/cache/page_pool.py).
 
-    A command whose mark has passed is carried out at once. Any other command waits, and so do all later
-    commands for the same part, so that each part gets its commands in the order in which they were given. A
+    A command is carried out at once when its mark has passed. Otherwise the command waits, and all later
+    commands for the same part wait behind it: each part gets its commands in the given order. A
     thread checks the marks while a command waits, and sleeps otherwise.
     """
 
@@ -321,7 +321,7 @@ class StepGate:
             self._watch(self._mark_before(command), key)
 
     def close(self) -> None:
-        """Commands that wait are never carried out. From any thread."""
+        """Drop the commands that wait. Any thread may call."""
         self._is_closed.set()
         with self._has_marks:
             self._has_marks.notify()

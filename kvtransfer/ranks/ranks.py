@@ -131,7 +131,7 @@ class RemoteRank:
             self._answer(PartStopped(transfer=command.transfer, part=command.part))
 
     def counts(self) -> dict[str, int]:
-        """The counts that came last; a later call will have newer ones."""
+        """Return the latest received counts, and request newer ones for a later call."""
         if not self._is_asked and not self.is_lost:
             self._is_asked = True
             self._stream.send(encode(TellCounts()))
@@ -144,7 +144,7 @@ class RemoteRank:
         return self._has_stopped.wait(max(0.0, timeout_s))
 
     def died(self) -> None:
-        """The rank's process is certainly gone. From any thread."""
+        """Record the certain death of the rank's process. Any thread may call."""
         self._has_stopped.set()
         self._post(self._on_death)
 
@@ -206,7 +206,10 @@ class RankAgents:
         return RankSidecar(factory=AGENT, arguments=msgspec.json.encode(arguments).decode())
 
     def set_up(self, settings: RankSettings, timeout_s: float = COME_S) -> list[RemoteRank]:
-        """Every other rank, in order, set up. WorkerLost when the agent of one does not connect in time."""
+        """Return every other rank, in order, ready for commands. settings: those of rank 0.
+
+        Raises WorkerLost when an agent does not connect in time.
+        """
         others = range(1, self.num_ranks)
         if not others:
             self.close()
@@ -227,7 +230,7 @@ class RankAgents:
         return ranks
 
     def watch(self, ranks: list[RemoteRank]) -> None:
-        """Tell each rank when its process has died."""
+        """Report the death of a rank's process to the rank, from now on."""
         for rank in ranks:
             self._watch.add(self._newcomers.pop(rank.rank).process, rank.died)
 
@@ -349,15 +352,15 @@ class Ranks:
         return found
 
     def drop(self, link: Link) -> None:
-        """Close the transports of a link whose transfers have ended."""
+        """Close the transports of a link after the end of its transfers."""
         self._perform(DropLink(link=link.number))
 
     def use(self, generations: KeyGenerations) -> None:
-        """Let every rank prove its new connections with these keys."""
+        """Give every rank these keys for new connections."""
         self._perform(UseKeys(generations=generations))
 
     def stop(self) -> bool:
-        """Let no page leave any rank, now and later. False when a rank does not confirm that in time."""
+        """Stop all sending of pages. Returns False when a rank does not confirm the stop in time."""
         for executor in self._executors:
             executor.stop()
         deadline_s = self._clock.now_s() + STOP_S

@@ -51,7 +51,7 @@ _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 
 
 def this_host() -> str:
-    """An id of this boot of this machine: two ranks have the same id only if they share a kernel."""
+    """Return an id of this boot of this machine. Ranks that share a kernel have the same id."""
     return _BOOT_ID.read_text().strip()
 
 
@@ -76,7 +76,7 @@ class LocalRank:
 
         host: the address to listen on. key: of page links. incarnation: 16 bytes that name this process.
         shared: has made `pool`, if other processes on this host may map the pool. on_writer_death: called
-        from any thread with the ids of open registrations whose writing process has died.
+        from any thread with the ids of open registrations after the death of their writing process.
         """
         self.pool = pool
         self.num_pages = len(pool)
@@ -122,8 +122,8 @@ Count: TypeAlias = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 class OutgoingTransfer(msgspec.Struct, frozen=True, kw_only=True):
     """One attempt to move one request's pages to one destination rank.
 
-    A sender that writes the destination's pages directly must not write a page whose generation is no longer
-    the one in `destination_generations`, which were granted with the pages.
+    A sender that writes the destination's pages directly must not write a page after its generation has
+    changed from the one in `destination_generations`, which were granted with the pages.
     """
 
     id: bytes  # 16 random bytes
@@ -160,7 +160,7 @@ class Spans(msgspec.Struct, frozen=True):
 
 
 class PieceOutcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How a piece ended; also sent by a follower's rank to rank 0."""
+    """The end of a piece; a follower also sends it to rank 0."""
 
     is_done: bool
     num_bytes: Count = 0  # that were moved
@@ -181,10 +181,10 @@ class Sender(Protocol):
 
     @property
     def is_broken(self) -> bool:
-        """Whether every piece of every transfer fails from now on."""
+        """Return True when every further piece fails."""
 
     def open(self) -> None:
-        """Connect. TransferFailed when the destination cannot be reached; `close` is still due."""
+        """Connect. Raises TransferFailed when the destination cannot be reached; the caller calls `close`."""
 
     def push(self, piece: Piece, on_end: OnEnd) -> None:
         """Queue a piece. A sender that is broken or closed fails it.
@@ -212,10 +212,10 @@ class TransportListener(Protocol):
 
     @property
     def address(self) -> str:
-        """The address for `Transport.connect`: at most 107 characters; the peer knows the host already."""
+        """Return the address for `Transport.connect`, at most 107 characters. The peer knows the host."""
 
     def close(self) -> None:
-        """Accept no source any more. On return no page is written, but by processes that have mapped it."""
+        """Accept no further source. Afterwards only processes that have mapped the pool write pages."""
 
 
 class Transport(Protocol):
@@ -225,25 +225,25 @@ class Transport(Protocol):
     is_automatic: bool  # False: only where the operator asks for the transport by name
 
     def can_serve(self, source: RankListenerAddresses, destination: RankListenerAddresses) -> bool:
-        """Whether pages can move between these two ranks; their `host` and `device` say where they are."""
+        """Return True when pages can move between these ranks, judged by `host` and `device`."""
 
     def listen(self, rank: LocalRank) -> TransportListener | None:
-        """Begin to admit sources; None when the rank's pool cannot be reached by this transport."""
+        """Begin to admit sources. Returns None when this transport cannot reach the rank's pool."""
 
     def connect(self, rank: LocalRank, peer: PeerRank) -> Sender:
-        """A sender to the peer's listener, not open yet. TransferFailed for an address that is none."""
+        """Return a sender to the peer's listener, not open yet. Raises TransferFailed for a bad address."""
 
 
 class TransportSet:
     """The transports that a rank uses, best first. The last one serves every pair of ranks."""
 
     def __init__(self, transports: Sequence[Transport], asked: Transport | None = None) -> None:
-        """asked: the transport to try first; None to go by where the two ranks are."""
+        """asked: the transport to try first; None: the places of the two ranks decide."""
         self._transports = transports
         self._asked = asked
 
     def listen(self, rank: LocalRank) -> dict[str, TransportListener]:
-        """The rank's listeners by the name of their transport. The caller closes them."""
+        """Return the rank's open listeners by transport name. The caller closes the listeners."""
         listeners: dict[str, TransportListener] = {}
         try:
             for transport in self._transports:
@@ -260,9 +260,9 @@ class TransportSet:
     def order(
         self, source: RankListenerAddresses, destination: RankListenerAddresses
     ) -> tuple[Transport, ...]:
-        """The transports to try, best first, of those that the destination listens with.
+        """Return the destination's transports that a source tries, best first.
 
-        ConfigError when the transport that was asked for cannot serve the two ranks.
+        Raises ConfigError when the operator's transport cannot serve the two ranks.
         """
         usable = [each for each in self._transports if each.can_serve(source, destination)]
         names = [each for each in usable if each.is_automatic]
@@ -337,17 +337,17 @@ class TransferQueue:
         self._due: deque[Part] = deque()
         self._bulk: deque[Part] = deque()
         self._num_overtakes = 0  # since a bulk part was taken last, or none waited
-        self._inside: Counter[bytes] = Counter()  # transfer id -> parts whose pages a thread may touch
+        self._inside: Counter[bytes] = Counter()  # transfer id -> parts in the hands of threads
         self._end_reason: str | None = None  # set once
 
     @property
     def end_reason(self) -> str | None:
-        """Why every piece fails from now on; None while the queue works."""
+        """Return why every further piece fails; None while the queue works."""
         return self._end_reason
 
     @property
     def is_idle(self) -> bool:
-        """Whether no part waits to be taken."""
+        """Return True when no part waits."""
         return not self._due and not self._bulk
 
     def push(self, piece: Piece, on_end: OnEnd, *, wakes: bool = True) -> None:
@@ -408,7 +408,7 @@ class TransferQueue:
             return None
 
     def leave(self, part: Part) -> None:
-        """The calling thread does not touch the part's pages any more."""
+        """Record that the calling thread no longer touches the part's pages."""
         with self._lock:
             self._inside[part.transfer.id] -= 1
             if not self._inside[part.transfer.id]:
@@ -416,7 +416,7 @@ class TransferQueue:
                 self._left.notify_all()
 
     def finish(self, part: Part, num_messages: int, gather_s: float) -> None:
-        """The part's bytes are at the destination."""
+        """Record that the part's bytes are at the destination."""
         piece = part.piece
         with self._lock:
             piece.num_open_parts -= 1
@@ -430,13 +430,13 @@ class TransferQueue:
         tell()
 
     def fail(self, part: Part, reason: str) -> None:
-        """The destination has refused the part, or it cannot be sent."""
+        """Fail the part's piece: the destination refused the part, or the part cannot be sent."""
         with self._lock:
             calls = self._fail([] if part.piece.is_over else [part.piece], reason)
         _call(calls)
 
     def requeue(self, part: Part) -> None:
-        """Let another thread take the part again, before all others."""
+        """Queue the part again, before all other parts."""
         with self._lock:
             if not part.piece.is_over:
                 (self._bulk if part.transfer.is_bulk else self._due).appendleft(part)

@@ -76,7 +76,7 @@ class Listener:
         self._thread.start()
 
     def let_in(self, sock: socket.socket) -> None:
-        """Never cut this newcomer off. `greet` calls this before it hands the connection to anybody else."""
+        """Exempt this newcomer from being cut off. `greet` calls it before it gives the connection away."""
         with self._lock:
             self._newcomers.pop(sock, None)
 
@@ -128,13 +128,13 @@ class Listener:
 
 
 def _shut(sock: socket.socket) -> None:
-    """Calls that wait for the socket find its peer gone."""
+    """Shut the socket down; calls that wait for the socket return."""
     with contextlib.suppress(OSError):  # closed already
         sock.shutdown(socket.SHUT_RDWR)
 
 
 def decode_greeting(body: bytes, kind: type[MessageT], reason: str) -> MessageT:
-    """The one message of a greeting. WireError, with this reason, for anything else."""
+    """Return the one message of a greeting. Raises WireError with this reason for any other body."""
     try:
         return msgspec.msgpack.decode(body, type=kind)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:  # ValueError: a key that is no text

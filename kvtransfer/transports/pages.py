@@ -116,7 +116,7 @@ class SharedPool:
 
 
 class PageGenerations:
-    """A shared table: page -> the generation whose writers may write the page, or REVOKED.
+    """A shared table: page -> the generation that may be written, or REVOKED.
 
     Only the owner of the pool writes the table, word by word: readers see the old word or the new word.
     """
@@ -131,7 +131,7 @@ class PageGenerations:
         self._words[list(pages)] = as_words(generations)
 
     def revoke(self, pages: Sequence[int]) -> None:
-        """Stop writers at their next look. A writer that looked before may still be writing."""
+        """Revoke the pages. A writer that looked the page up before may still write."""
         self._words[list(pages)] = REVOKED
 
 

@@ -176,8 +176,8 @@ def translated(library: str) -> Iterator[None]:
 # destination as many receives posted, so a message never waits for its receiver to become ready. An answer
 # says that the message's slot at the destination is free again.
 #
-# A record is a message of its own: gloo never ends a wait for a message whose sender dies in the middle of
-# it, so only records, which are sent in one go, are waited for without a limit.
+# A record is a separate message. gloo never ends a wait for a message when the sender dies within it, so
+# only the wait for a record, which is sent in one go, has no limit.
 
 PART_BYTES: Final = 8 * 2**20  # smaller parts wait longer for each other than they travel
 NUM_SLOTS: Final = 3  # one is packed, one on its way, one unpacked
@@ -246,7 +246,7 @@ class GlooChannel:
         return self._records[slot].numpy().tobytes()
 
     def fetch(self, slot: int, num_bytes: int, timeout_s: float) -> Tensor:
-        """The whole payload of the message whose record was received."""
+        """Return the whole payload of the message; its record was received before."""
         _wait(self._payload_work[slot], timedelta(seconds=timeout_s))
         return self.payload(slot, num_bytes)
 
@@ -281,7 +281,7 @@ def staging(num_bytes: int) -> list[Tensor]:
 
 
 class NcclChannel(GlooChannel):
-    """A pair whose payloads go from GPU to GPU over NCCL, and everything else over gloo.
+    """A pair that moves payloads from GPU to GPU over NCCL, and records and answers over gloo.
 
     Both ends know the payload's length before NCCL moves it. The work of NCCL is ordered by the packing's
     stream.
@@ -323,7 +323,7 @@ class NcclChannel(GlooChannel):
             self._bulk_work[slot] = self._bulk.send([self.payload(slot, num_bytes)], self._peer, 0)
 
     def _post_payload(self, slot: int) -> None:
-        """NCCL receives when `fetch` knows the payload's length."""
+        """Nothing to post: NCCL receives in `fetch`, which knows the payload's length."""
 
 
 def _wait(work: Work | None, timeout: timedelta) -> None:

@@ -24,7 +24,7 @@ import msgspec
 from baton.errors import TransferFailed, WireError
 from baton.kvtransfer.protocol.transfer_plan import Offsets, TransferPlan
 
-NUM_REMEMBERED: Final = 4096  # ended transfers, whose late pieces count as stale and not as unknown
+NUM_REMEMBERED: Final = 4096  # ended transfers; late pieces of these count as stale, not as unknown
 
 OnSafe = Callable[[], None]
 
@@ -66,11 +66,14 @@ class Writing:
 
     @property
     def must_stop(self) -> bool:
-        """Whether the registration was closed: leave the pages. Writers check this at least every second."""
+        """Return True once the registration is closed: the writer then leaves the pages.
+
+        Writers check at least once a second.
+        """
         return self._state.is_closed
 
     def offsets(self) -> Offsets:
-        """The offsets of the piece's runs in the pool, in plan order."""
+        """Return the offsets of the piece's runs in the pool, in plan order."""
         registration = self.registration
         return registration.plan.destination.offsets(self.first, self.stop, registration.pages)
 
@@ -90,7 +93,9 @@ class ReceiveRegistrations:
     # Grants.
 
     def add(self, registration: ReceiveRegistration) -> None:
-        """TransferFailed for an id that was registered before, ValueError for pages that do not hold the
+        """Register a granted transfer.
+
+        Raises TransferFailed for an id that was registered before, ValueError for pages that do not hold the
         units.
         """
         num_pages = registration.plan.destination.num_pages(registration.num_units)
@@ -113,7 +118,7 @@ class ReceiveRegistrations:
         self.add(registration)
 
     def close(self, transfer: bytes, on_safe: OnSafe) -> None:
-        """Admit no writer any more; `on_safe` is called when no writer is inside, perhaps at once."""
+        """Admit no further writer. Calls `on_safe` once no writer is inside, at the earliest at once."""
         with self._lock:
             state = self._states.get(transfer)
             if state is not None:
@@ -127,7 +132,10 @@ class ReceiveRegistrations:
     # Writers of this process.
 
     def begin(self, transfer: bytes, epoch: int, first: int, stop: int, num_bytes: int) -> Writing | None:
-        """The permission to write a piece; None: drain its bytes. WireError: drop the peer."""
+        """Return the permission to write a piece, or None: the caller then drains the piece's bytes.
+
+        Raises WireError for units or bytes outside the plan: the caller drops the peer.
+        """
         with self._lock:
             state = self._states.get(transfer)
             if state is None:
@@ -149,7 +157,7 @@ class ReceiveRegistrations:
         return Writing(state, first, stop)
 
     def end(self, writing: Writing, *, is_whole: bool) -> None:
-        """The writer has left the pages. is_whole: every byte of the piece was written."""
+        """Record that the writer has left the pages. is_whole: the writer wrote every byte of the piece."""
         with self._lock:
             state = writing._state
             state.num_inside -= 1
@@ -165,7 +173,7 @@ class ReceiveRegistrations:
     # Writers of other processes.
 
     def writer_came(self, writer: bytes) -> None:
-        """A process is about to map the pool; `writer_died` will report its death."""
+        """Record that a process is about to map the pool. `writer_died` reports the death of the process."""
         with self._lock:
             self._present_writers.add(writer)
             for state in self._states.values():
@@ -174,7 +182,7 @@ class ReceiveRegistrations:
                     state.has_outside_writer = True
 
     def release(self, transfer: bytes) -> None:
-        """The source has confirmed that it writes no more directly."""
+        """Record that the source has confirmed the end of its direct writes."""
         with self._lock:
             state = self._states.get(transfer)
             if state is None:
@@ -184,7 +192,7 @@ class ReceiveRegistrations:
         _call(callbacks)
 
     def writer_died(self, writer: bytes) -> list[bytes]:
-        """The process is certainly dead. Returns the transfers that the caller has yet to close."""
+        """Record the certain death of the process; return the transfers that the caller must close."""
         callbacks: list[OnSafe] = []
         with self._lock:
             self._present_writers.discard(writer)
@@ -213,7 +221,7 @@ class ReceiveRegistrations:
             return len(self._states)
 
     def __contains__(self, transfer: bytes) -> bool:
-        """Whether this id is registered, or was not long ago."""
+        """Return True for a registered id, and for one of the last NUM_REMEMBERED ids."""
         with self._lock:
             return transfer in self._states or transfer in self._ended
 

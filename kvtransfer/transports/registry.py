@@ -18,9 +18,9 @@ TRANSPORTS: Final[dict[str, Transport]] = {
 
 
 def transport_set(asked: str) -> TransportSet:
-    """The transports of a rank whose operator asked for this one: a name, `package.module:Class`, or auto.
+    """Return the transports of a rank. asked: the setting, a name, `package.module:Class` or auto.
 
-    ConfigError when there is no such transport.
+    Raises ConfigError when there is no such transport.
     """
     known = tuple(TRANSPORTS.values())
     if asked == AUTO:

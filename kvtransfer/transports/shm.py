@@ -1,17 +1,17 @@
 """Page bytes between CPUs of one host: one copy, straight into the destination's pages.
 
 The destination's pool lies in shared memory and is given to the source by its descriptor. A copy runs
-outside the interpreter's lock. `DirectListener` and `DirectSender` are the base of both transports whose
-source writes into the destination's pages itself, this one and cuda_ipc:
+outside the interpreter's lock. `DirectListener` and `DirectSender` are the base of both transports
+by which the source writes into the destination's pages itself, shm and cuda_ipc:
 
 1. The destination's listener is a unix socket. A source proves that it holds the key of page links, and must
    be a process of the same user. It says its incarnation, and gets the means to map the pool for writing and
    the table of page generations for reading.
 2. The source's process is watched from then on. The registrations hear of its death, and of nothing less: a
-   connection that closes does not say that the pool is unmapped.
+   closed connection does not prove that the pool is unmapped.
 3. The source's threads copy part after part. Before and after each copy a thread looks the part's pages up in
-   the table: pages that the destination has taken back are not written, and only a part whose pages were
-   granted all the time is finished.
+   the table: pages that the destination has taken back are not written, and a part is finished only if
+   its pages were granted before and after the copy.
 4. A source that is stopped between a look and the write may go on much later. Therefore the destination
    keeps an ended transfer's pages out of use until the source has released them or its process is dead.
 
@@ -278,7 +278,7 @@ INLINE_BYTES: Final = 2**21  # copied in 0.15 ms, less than it takes to wake a t
 
 
 class PoolOffer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The size of the pool whose descriptor comes with this message."""
+    """The size of a pool. The pool's descriptor comes with this message."""
 
     num_pages: Annotated[int, Meta(ge=1, le=2**31)]
     page_bytes: Annotated[int, Meta(ge=1, le=2**40)]
@@ -288,7 +288,7 @@ POOL_SCHEMA: Final = schema_hash(PoolOffer)
 
 
 class ShmTransport:
-    """Serves CPU ranks of one host whose destination pool lies in shared memory."""
+    """Serves CPU ranks of one host when the destination's pool lies in shared memory."""
 
     name = "shm"
     is_automatic = True

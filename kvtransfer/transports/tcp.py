@@ -3,15 +3,15 @@
 1. The source connects its streams. On each, both ends prove that they hold the key of page links.
 2. A piece is cut into parts. Each stream's thread takes the next part, sends its header and its bytes in one
    call, and is up to NUM_UNANSWERED parts ahead of the answers.
-3. The destination has a thread for each stream. A header says which units come; the registration of their
-   transfer says where the units go. The bytes are received into the pages, or drained where the registration
-   admits no writer, and the part is answered. A registration that closes in the middle of a part is left
-   within a slice of time, and the rest of the part is drained.
+3. The destination has a thread for each stream: the thread that greeted the source. A header says which units
+   come; the registration of their transfer says where the units go. The bytes are received into the pages, or
+   drained where the registration admits no writer, and the part is answered. When the registration closes in
+   the middle of a part, the thread leaves the pages within a slice of time and drains the rest of the part.
 4. An answer finishes its part, or fails the part where the destination refused it.
 5. `abort` in the middle of a part that the peer is slow to take gives up the stream's connection: a part
    cannot end early in another way. The thread connects again and sends again what was not answered.
-6. A record that is not the one due ends its stream. A peer that is gone, silent or too slow breaks the
-   sender: all its pieces fail, and no other sender's.
+6. A wrong record ends its stream. A peer that is gone, silent or too slow breaks the sender: all pieces of
+   this sender fail. Other senders are unaffected.
 
 A CPU's pages are sent from and received into in place. A GPU's pages go through pinned host memory, of which
 each stream has as much as its largest part.
@@ -230,7 +230,7 @@ class _SendStream:
         self._clock = clock
         self._socket: PageSocket | None = None
         self._dialling: socket.socket | None = None
-        self._sending: bytes | None = None  # the transfer whose pages the thread reads
+        self._sending: bytes | None = None  # the transfer of the pages that the thread reads
         self._is_cut = False  # the present connection
         self._key = b""
         self._is_closed = False
@@ -371,7 +371,7 @@ class TcpReceiver:
         return str(self.port)
 
     def num_streams(self) -> int:
-        """Streams that have proved that they hold the cluster key."""
+        """Return the number of streams that have proved that they hold the cluster key."""
         with self._lock:
             return len(self._threads)
 
@@ -386,44 +386,29 @@ class TcpReceiver:
             thread.join()
 
     def _greet(self, sock: socket.socket) -> None:
-        """In a thread of the listener: let a newcomer prove itself, then serve it in another thread."""
+        """Let a source prove itself, then serve its stream; called in a thread for this source."""
         rank = self._rank
         try:
-            connection = rank.connection(sock, Role.ACCEPTING)
-            page_socket, key = _page_socket(connection, self._settings, rank.clock)
+            page_socket, key = _page_socket(rank.connection(sock, Role.ACCEPTING), self._settings, rank.clock)
         except (BatonError, OSError) as error:
             _log_end(error)
             sock.close()
-        else:
-            self._start(page_socket, key)
-
-    def _start(self, page_socket: PageSocket, key: bytes) -> None:
-        thread = threading.Thread(
-            target=self._serve, args=(page_socket, key), name="tcp-receive", daemon=True
-        )
-        with self._lock:
-            if len(self._threads) >= MAX_STREAMS or self._is_closed:
-                self._rank.dropped.add("crowd")
-                page_socket.close()
-                return
-            try:
-                thread.start()
-            except RuntimeError as error:  # the process may have no more threads
-                logger.warning("no stream accepted: %s", error)
-                page_socket.close()
-                return
-            self._threads[thread] = page_socket
-
-    def _serve(self, page_socket: PageSocket, key: bytes) -> None:
-        try:
-            pages = stream_pages(self._rank, self._packing)
-            ReceiveStream(self._rank, page_socket, key, pages, lambda: self._is_closed).run()
-        except (BatonError, OSError) as error:
-            _log_end(error)
-        finally:
+            return
+        self._acceptor.let_in(sock)
+        with contextlib.closing(page_socket):
             with self._lock:
-                del self._threads[threading.current_thread()]
-                page_socket.close()
+                if len(self._threads) >= MAX_STREAMS or self._is_closed:
+                    rank.dropped.add("crowd")
+                    return
+                self._threads[threading.current_thread()] = page_socket
+            try:
+                pages = stream_pages(rank, self._packing)
+                ReceiveStream(rank, page_socket, key, pages, lambda: self._is_closed).run()
+            except (BatonError, OSError) as error:
+                _log_end(error)
+            finally:
+                with self._lock:
+                    del self._threads[threading.current_thread()]
 
 
 def _log_end(error: Exception) -> None:

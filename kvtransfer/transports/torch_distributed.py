@@ -3,7 +3,7 @@
 1. The source connects to the destination's listener. Both prove that they hold the key of page links. The
    source says which rank it is and how its pages are cut; the destination agrees or refuses.
 2. Over that connection the two form a process group of their own (kvtransfer/transports/rank_pair.py). Each
-   end does that in a thread, for torch does not let a thread go that waits for a peer.
+   end does so in a thread, because a thread that waits in torch for a peer cannot be stopped.
 3. A piece is cut into parts. The sending thread packs a part into a slot and starts its message. The
    destination's thread receives the message into staging memory, so a source that stops in the middle has
    written no page. It unpacks the bytes into the pages that the registration of the transfer names, or drops
@@ -11,7 +11,7 @@
 4. The answering thread of the source waits for each answer in turn. An answer finishes its part, or fails the
    part where the destination refused it, and frees the slot.
 5. A peer that is gone breaks the pair at once, one that is silent after `stall_s`: all pieces fail and the
-   group is aborted. A record that is not the one due ends the destination's pair. Other pairs never notice.
+   group is aborted. A wrong record ends the destination's pair. Other pairs are unaffected.
 """
 
 import contextlib
@@ -122,7 +122,7 @@ class GroupTransport(ABC):
 
 
 class GlooTransport(GroupTransport):
-    """Serves CPU ranks that ask for it: shm and tcp are faster, and gloo's sockets know no key."""
+    """Serves CPU ranks on request: shm and tcp are faster, and gloo's sockets have no key."""
 
     name = "gloo"
     is_automatic = False
@@ -265,7 +265,7 @@ class GroupSender(QueueSender):
             raise
 
     def _break(self, reason: str) -> None:
-        """Fail everything, now and later, and end both threads."""
+        """Fail all pieces, now and later, and end both threads."""
         self._queue.break_off(reason)
         with contextlib.suppress(InvalidStateError):
             self._joined.set_exception(TransferFailed(f"{self._name}: {reason}"))
@@ -316,7 +316,7 @@ class GroupSender(QueueSender):
 
 
 class GroupListener:
-    """A `TransportListener` whose sources each form a pair with the rank."""
+    """A `TransportListener`. Each source forms a pair with the rank."""
 
     def __init__(
         self, transport: GroupTransport, rank: LocalRank, settings: GroupSettings | None = None
@@ -325,7 +325,7 @@ class GroupListener:
         self._rank = rank
         self._settings = settings or GroupSettings()
         self._lock = threading.Lock()
-        self._pairs: set[ReceivePair] = set()
+        self._pairs: dict[ReceivePair, threading.Thread] = {}
         self._is_closed = False
         listener = listen(rank.host)
         self.address = str(listener.getsockname()[1])
@@ -336,13 +336,14 @@ class GroupListener:
             self._is_closed = True
         self._acceptor.close()
         with self._lock:
-            pairs = list(self._pairs)
+            pairs = dict(self._pairs)
         for pair in pairs:
             pair.stop()
-        for pair in pairs:
-            pair.thread.join()
+        for thread in pairs.values():
+            thread.join()
 
     def _greet(self, sock: socket.socket) -> None:
+        """Form a pair with a source that proves itself, and serve it; called in a thread for this source."""
         rank, timeout_s = self._rank, self._settings.connect_s
         try:
             connection = rank.connection(sock, Role.ACCEPTING, PAIR_SCHEMA)
@@ -352,13 +353,19 @@ class GroupListener:
             return
         try:
             connection.handshake(timeout_s)
-            self._form_pair(sock, connection, self._receive_request(connection))
-        except (BatonError, TimeoutError, OSError, RuntimeError) as error:
+            pair = self._form_pair(sock, connection, self._receive_request(connection))
+        except (BatonError, TimeoutError, OSError) as error:
             logger.warning("a source has formed no pair: %s", error)
             if isinstance(error, TransferFailed):
                 with contextlib.suppress(BatonError, TimeoutError):
                     connection.send(msgspec.msgpack.encode(PairReply(refusal=str(error)[:512])))
             connection.close()
+            return
+        try:
+            pair.run()
+        finally:
+            with self._lock:
+                del self._pairs[pair]
 
     def _receive_request(self, connection: Connection) -> PairRequest:
         try:
@@ -369,8 +376,8 @@ class GroupListener:
             raise connection.drop(error) from None
         return request
 
-    def _form_pair(self, sock: socket.socket, connection: Connection, request: PairRequest) -> None:
-        """TransferFailed, for the source to read, when the two ranks cannot form a pair."""
+    def _form_pair(self, sock: socket.socket, connection: Connection, request: PairRequest) -> "ReceivePair":
+        """Return the pair. Raises TransferFailed, for the source to read, when the ranks cannot form one."""
         rank, name = self._rank, self._transport.name
         try:
             plan = plan_transfer(request.layout, rank.layout, request.rank, rank.rank)
@@ -382,21 +389,17 @@ class GroupListener:
             raise TransferFailed(
                 f"messages of {payload_bytes(plan)} bytes here, of {request.payload_bytes} there"
             )
-        pair = ReceivePair(self._transport, rank, self._settings, plan, connection, self._forget)
+        pair = ReceivePair(self._transport, rank, self._settings, plan, connection)
+        self._acceptor.let_in(sock)
         with self._lock:
             if self._is_closed or len(self._pairs) >= MAX_PAIRS:
                 raise TransferFailed(f"{name}: no more than {MAX_PAIRS} pairs at once")
-            self._acceptor.let_in(sock)
-            pair.thread.start()  # RuntimeError: the process may have no more threads
-            self._pairs.add(pair)
-
-    def _forget(self, pair: "ReceivePair") -> None:
-        with self._lock:
-            self._pairs.discard(pair)
+            self._pairs[pair] = threading.current_thread()
+        return pair
 
 
 class ReceivePair:
-    """One source rank at the destination, in a thread of its own."""
+    """One source rank at the destination; one thread runs it."""
 
     def __init__(
         self,
@@ -405,16 +408,13 @@ class ReceivePair:
         settings: GroupSettings,
         plan: TransferPlan,
         connection: Connection,
-        on_end: "Callable[[ReceivePair], None]",
     ) -> None:
-        self.thread = threading.Thread(target=self.run, name=f"{transport.name}-receive", daemon=True)
         self._transport = transport
         self._rank = rank
         self._settings = settings
         self._plan = plan
         self._connection = connection
         self._key = stream_key(connection.session_key)
-        self._on_end = on_end
         self._packing = rank.packing()  # of its own: a stalled source holds up no other source
         self._lock = threading.Lock()
         self._channel: GlooChannel | None = None
@@ -441,7 +441,6 @@ class ReceivePair:
             logger.info("a %s pair ended: %s", name, error)
         finally:
             self.stop()
-            self._on_end(self)
 
     def join(self) -> GlooChannel:
         """Tell the source that the pair can be formed, and form it."""

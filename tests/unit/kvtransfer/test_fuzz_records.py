@@ -186,7 +186,7 @@ class GroupDestination(Destination):
 
     def serve(self, parts: list[SentPart]) -> bytes:
         group, connection = ScriptedGroup(parts), ProvedConnection()
-        pair = ScriptedPair(GlooTransport(), self.rank, GroupSettings(), WHOLE, connection, lambda pair: None)
+        pair = ScriptedPair(GlooTransport(), self.rank, GroupSettings(), WHOLE, connection)
         pair.channel = GlooChannel(group, SOURCE, self._payloads)
         pair.run()
         return group.answers
