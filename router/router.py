@@ -60,13 +60,13 @@ from baton.messages.workers import Address, WorkerStatus
 from baton.router.cluster_state import ClusterState
 from baton.router.decisions import DecisionLog
 from baton.router.dispatcher import Dispatcher, GatewayPeer, Pairing
-from baton.router.in_flight import Capacity, InFlight
+from baton.router.in_flight import InFlight
 from baton.router.index.prefix_index import MAX_PAGES, PrefixIndex, PromptKeys
 from baton.router.membership import BEAT_TIMEOUT_S, Member, Membership, Removed
 from baton.router.policies.base import PolicyContext
 from baton.router.policies.cost_model import CostModel
 from baton.router.policies.registry import load_policy, policy_class
-from baton.router.queue.admission import AdmissionQueue
+from baton.router.queue.admission import AdmissionQueue, Capacity
 from baton.router.redis.messages import AnyShared
 from baton.rpc import process
 from baton.rpc.auth import REDIS_NAMES, REDIS_VALUES, ClusterKeys, KeyRing

@@ -7,7 +7,7 @@ from baton.messages.control import Ended, Rejected, Routed, Started, Submit
 from baton.messages.operations import Status, StatusQuery
 from baton.messages.status import TenantStatus
 from baton.request import Request, SamplingParams
-from baton.router.in_flight import MIN_COMPUTING
+from baton.router.queue.admission import MIN_COMPUTING
 from baton.tenants import Degradation, Quotas, SchedulingKey, Sla
 from tests.node_peers import TestPeer, id_of
 from tests.unit.router.router_cluster import Cluster, cluster

@@ -27,11 +27,12 @@ from baton.messages.control import (
 from baton.messages.workers import Load, Worker
 from baton.request import Request, SamplingParams
 from baton.router.dispatcher import make_entry
-from baton.router.in_flight import EXPECTED_OUTPUT_TOKENS, MIN_COMPUTING, Key, SchedulingClass
+from baton.router.in_flight import EXPECTED_OUTPUT_TOKENS, Key, SchedulingClass
 from baton.router.index.prefix_index import PromptKeys, family_of
 from baton.router.membership import Member
 from baton.router.policies.base import Pair
 from baton.router.policies.cost_model import CostModel
+from baton.router.queue.admission import MIN_COMPUTING
 from baton.router.redis.messages import AnyShared, SharedDispatch, SharedEnded
 from baton.rpc.peers import TICK_S
 from baton.tenants import Degradation, Quotas, Refusal, Sla

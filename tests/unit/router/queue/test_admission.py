@@ -9,7 +9,7 @@ from baton.errors import ProtocolError
 from baton.messages.control import Dispatch, Ended, Measured, Queued, Rejected, Routed
 from baton.messages.operations import Status
 from baton.messages.workers import PrefillTimes
-from baton.router.in_flight import MIN_COMPUTING
+from baton.router.queue.admission import MIN_COMPUTING
 from baton.router.queue.quotas import RequestWork
 from baton.router.queue.tenant_queues import QueuedAttempt
 from baton.tenants import Degradation, Quotas, Refusal, Sla

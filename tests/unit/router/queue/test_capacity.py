@@ -5,19 +5,9 @@ from hypothesis import strategies as st
 from baton.clock import ManualClock
 from baton.messages.control import Heartbeat
 from baton.messages.workers import Load
-from baton.router.in_flight import (
-    AHEAD_S,
-    MAX_ASKED,
-    MIN_COMPUTING,
-    OVERCOMMIT,
-    STEP_TOKENS,
-    Capacity,
-    InFlight,
-    InFlightAttempt,
-    NewPrompt,
-    SchedulingClass,
-)
+from baton.router.in_flight import InFlight, InFlightAttempt, NewPrompt, SchedulingClass
 from baton.router.membership import Membership
+from baton.router.queue.admission import AHEAD_S, MAX_ASKED, MIN_COMPUTING, OVERCOMMIT, STEP_TOKENS, Capacity
 from tests.node_peers import TestPeer, a_worker, id_of
 from tests.unit.router.router_cluster import cluster
 
