@@ -265,7 +265,7 @@ def _time_swap(pool: KvPool) -> float:
 def _check_memory(model_config: ModelConfig, config: EngineConfig) -> None:
     """ModelError when a CPU has less memory in all than the weights of its ranks.
 
-    A kernel reports that only after it has filled the memory. A GPU refuses by itself.
+    Linux reports the shortage only after the memory is full. A GPU refuses at once.
     """
     device = choose_device(config.device, 0)
     if device.type != "cpu":

@@ -42,7 +42,7 @@ def attend_keys(
         token_N = page_N.to(tl.int64) * kv_stride_page + (key_N % PAGE_SIZE) * kv_stride_slot
         key_ptr_DN = kv_ptr + token_N[None, :] + dim_D[:, None]
         value_ptr_ND = kv_ptr + kv_stride_value + token_N[:, None] + dim_D[None, :]
-        # What lies past the last key is masked out of the loads: memory never written may hold NaN.
+        # Loads mask the slots past the last key: memory never written may hold NaN.
         if MASKED or not EVEN_D:
             inside_N = exists_N if MASKED else key_N >= 0
             inside_D = dim_D < head_dim

@@ -1,7 +1,7 @@
-"""Many byte ranges of one length from one area of memory to another, by their offsets. Shapes: N runs.
+"""Copies many byte ranges of one length from one area of memory to another. Shapes: N runs.
 
-The calling thread copies by itself and holds no lock of Python's meanwhile; it never waits for the thread
-pool of the other kernels, so moving pages and computing do not hold each other up.
+A copy releases Python's lock and does not use the thread pool of the other kernels, so moving pages and
+computing do not delay each other.
 """
 
 import ctypes
@@ -40,12 +40,12 @@ def copy_runs(
     """`run_bytes` bytes at `source_offset_N[n]` of source go to `destination_offset_N[n]` of destination.
 
     Offsets are int64, in bytes, in no order; tensors are contiguous and on the CPU. Runs that are written
-    must not overlap what another run reads or writes; the caller owns that. ValueError, before anything is
-    written, when a run is not within its area.
+    must not overlap the bytes that another run reads or writes; the caller guarantees that. ValueError,
+    before anything is written, when a run is not within its area.
 
-    keep_in_cache: what is written is read again next; otherwise it goes past the cache, which is faster
-    by a third and more when neither side is there yet.
-    num_threads: how many threads share the work; those beside the caller's live for this call alone.
+    keep_in_cache: the written bytes are read again next. Otherwise they bypass the cache, which is faster by
+    a third and more when neither side is in the cache yet. num_threads: threads that share the work; all but
+    the caller's live for this call alone.
     """
     source_start, source_bytes = _area(source)
     destination_start, destination_bytes = _area(destination)

@@ -19,7 +19,7 @@ from baton.kernels import native
 from baton.kernels.linear import LinearWeight
 from baton.kernels.ragged_attention import AttentionArguments, RaggedBatch, describe_heads, native_handles
 
-# A forward pass that stops now and then to say how far it is, so that what is written can leave early.
+# Reports during a forward pass, so that finished layers can be sent while later layers run.
 
 OnLayers: TypeAlias = Callable[[int, int], None]  # of layers [first, stop)
 
@@ -30,7 +30,7 @@ class LayerGroups(NamedTuple):
     On a GPU they are in their pages for all work that follows on the current stream.
     """
 
-    num_groups: int  # as equal as can be; one a layer at most
+    num_groups: int  # of nearly equal sizes; at most one for each layer
     on_layers: OnLayers
 
     def ranges(self, num_layers: int) -> list[tuple[int, int]]:
@@ -119,7 +119,7 @@ class DecoderStack:
         """Normed final states of rows_R, [R, E]; residual_TE holds the embeddings and is used up.
 
         kv_pool: [num_pages, num_layers, 2, K, page_size, D], contiguous. Positions, slots and rows: int64.
-        groups: stops after each of them and tells it.
+        groups: the run stops after each group and reports it.
         """
         self._check(residual_TE, rows_R, positions_T, slots_T, kv_pool)
         num_tokens, num_rows = len(residual_TE), len(rows_R)

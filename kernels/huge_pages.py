@@ -26,7 +26,7 @@ def huge_zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 class HugeArena:
     """Memory for many tensors that live and die together, small ones too: weights.
 
-    Each tensor keeps the chunk it lies in; what no tensor has touched takes no memory.
+    Each tensor keeps its chunk alive. Untouched parts of a chunk take no memory.
     """
 
     def __init__(self) -> None:

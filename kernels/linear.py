@@ -1,6 +1,6 @@
-"""y = x @ weight^T + bias, with the weight laid out once for the device that multiplies.
+"""y = x @ weight^T + bias, and rows of a table by token id. Both read weights laid out for their device.
 
-On CUDA that is the library's own kernel. On a CPU the C kernel packs the weight into panels and sums every
+On CUDA the library's own kernel multiplies. On a CPU the C kernel packs the weight into panels and sums every
 output in one fixed order, so a token's values do not depend on how many tokens share the step.
 
 Shapes: T tokens, N outputs, K inputs.
@@ -102,8 +102,8 @@ def linear_reference(
 
 # Rows of a table by token id.
 #
-# torch's own lookup wakes its thread pool, which then spins beside ours for the rest of the step: with two
-# cores, a prefill step spent up to 10 ms on what takes 0.1 ms.
+# torch's own lookup wakes its thread pool, which then spins beside ours for the rest of the step. With two
+# cores, the lookup took up to 10 ms of a prefill step, instead of 0.1 ms.
 #
 # Shapes: T tokens, V rows, E hidden.
 
@@ -111,7 +111,7 @@ def linear_reference(
 def embedding(token_ids_T: Tensor, table_VE: Tensor) -> Tensor:
     """A new [T, E]: row `token_ids_T[t]` of the table for each t.
 
-    token_ids_T: int64, each in [0, V); the caller owns that, the native lookup checks nothing.
+    token_ids_T: int64, each in [0, V). The caller guarantees that; the native lookup checks nothing.
     """
     if token_ids_T.dtype != torch.int64 or token_ids_T.dim() != 1 or table_VE.dim() != 2:
         raise ValueError(

@@ -1,6 +1,6 @@
 """Attention of a mixed batch, decodes first, then prefill chunks, over paged keys and values.
 
-On a GPU the two parts have a kernel each. The C kernel of the CPU takes both at once, and gives a query
+On a GPU each part has a kernel. The C kernel of the CPU computes both parts in one call, and gives a query
 the same bits in either part.
 
 Shapes: T query tokens, B sequences, P pages of the longest sequence, H query heads, K kv heads, D head dim,
@@ -82,7 +82,9 @@ class RaggedBatch:
         self.page_table_BP = page_table_BP
         self.num_decodes = num_decodes
         self.max_seqlen_q = max_seqlen_q
-        self.arguments = AttentionArguments()  # of the C kernel; what the layers share is filled in once
+        self.arguments = (
+            AttentionArguments()
+        )  # of the C kernel; fields that the layers share are filled in once
         self.scratch = torch.empty(0, dtype=torch.int64)
         if not cu_seqlens_B1.is_cuda:
             self._prepare_native()
@@ -141,7 +143,7 @@ def native_handles(dtype: torch.dtype, group_size: int, head_dim: int) -> bool:
 
 
 def describe_heads(arguments: AttentionArguments, num_heads: int, kv_pages: Tensor, scale: float) -> None:
-    """Fill in what is the same for every layer of a model."""
+    """Fill in the fields that are the same for every layer of a model."""
     _, _, num_kv_heads, page_size, head_dim = kv_pages.shape
     arguments.num_heads = num_heads
     arguments.num_kv_heads = num_kv_heads

@@ -21,7 +21,7 @@ def rope(query_THD: Tensor, key_TKD: Tensor, cos_sin_MD: Tensor, positions_T: Te
 
     query_THD, key_TKD: any strides over tokens and heads, so views of one fused projection will do.
     cos_sin_MD: fp32 [M, D] from `rope_table`; cosines in the first half of a row, sines in the second.
-    positions_T: integers in [0, M); the caller owns that. The rotation is fp32, rounded once.
+    positions_T: integers in [0, M); the caller guarantees that. The rotation is fp32, rounded once.
     """
     if query_THD.is_cuda:
         rope_triton(query_THD, key_TKD, cos_sin_MD, positions_T)
@@ -260,7 +260,7 @@ def scaled_frequencies(head_dim: int, theta: float, scaling: RopeScaling) -> Ten
 
 
 def _llama3(frequency_D: Tensor, scaling: RopeScaling) -> Tensor:
-    """Long waves are stretched by the factor, short ones kept, those between blended."""
+    """Stretch long waves by the factor, keep short ones, and blend the waves between."""
     wavelength_D = 2 * math.pi / frequency_D
     longest_kept = scaling.original_max_positions / scaling.high_freq_factor
     shortest_stretched = scaling.original_max_positions / scaling.low_freq_factor

@@ -16,7 +16,7 @@ def store_kv(key_TKD: Tensor, value_TKD: Tensor, kv_pages: Tensor, slots_T: Tens
     """Write one layer's new keys and values into the pool.
 
     kv_pages: [P, 2, K, S, D], strided over pages, modified in place. slots_T: int64 `page * S + offset`;
-    -1 is skipped (padding). The other slots must be distinct and inside the pool; the caller owns that.
+    -1 is skipped (padding). The other slots must be distinct and inside the pool; the caller guarantees that.
     """
     if key_TKD.is_cuda:
         store_kv_triton(key_TKD, value_TKD, kv_pages, slots_T)
@@ -155,7 +155,7 @@ def _store_kv_native(key_TKD: Tensor, value_TKD: Tensor, kv_pages: Tensor, slots
     )
 
 
-# What the ops that read paged keys and values share outside Triton.
+# Shared by the ops that read paged keys and values, outside Triton.
 #
 # Shapes: B sequences, H query heads, K kv heads, D head dim, P pages, S page size, N keys.
 

@@ -36,7 +36,7 @@ class Kernel:
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., object]:
         if self.jitted is None:
             raise RuntimeError(MISSING)
-        # Said aloud because the default differs between releases of Triton.
+        # Explicit, because the default differs between releases of Triton.
         return partial(self.jitted[grid], enable_fp_fusion=True)
 
 

@@ -52,7 +52,7 @@ class AccountHarness(Harness):
         assert counted == {name: len(pages) for name, pages in held.items() if pages}
 
     def _check_preempted(self, plan: Plan, asked: set[SequenceKey]) -> None:
-        """Lowest class first, and nobody within its share for somebody beyond it."""
+        """The lowest class gives first, and no key within its share gives to a key beyond its own."""
         victims = [self.live[key] for key in plan.preempted if key not in asked]
         others = [each for key, each in self.live.items() if key not in plan.preempted]
         holders = [each for each in others if each.page_table and each.key not in plan.admitted]

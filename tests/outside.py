@@ -65,7 +65,7 @@ class OpenHarness(Harness):
         self._release(delivery.claim)
 
     def fill(self, sequence: Sequence, table: tuple[int, ...], start: int, stop: int) -> None:
-        """What the model would have written for tokens [start, stop)."""
+        """Write the entries that the model would have written for tokens [start, stop)."""
         size = self.pool.page_size
         for position in range(start, stop):
             context = self.model.context_of(sequence.token_ids[: position + 1], sequence.cache_salt)

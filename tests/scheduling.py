@@ -55,8 +55,8 @@ class Harness:
         self.live: dict[SequenceKey, Sequence] = {}
         self.finished: list[Sequence] = []
         self.kept: dict[SequenceKey, list[int]] = {}  # page tables of ended sequences that keep them
-        self.used: dict[Owner, set[int]] = {}  # pages that somebody outside uses: claimed or received
-        self.leased: dict[Owner, set[int]] = {}  # reserved, or read by somebody
+        self.used: dict[Owner, set[int]] = {}  # pages used outside the scheduler: claimed or received
+        self.leased: dict[Owner, set[int]] = {}  # reserved, or leased by a reader
         self.num_steps = 0
 
     def add(
@@ -121,6 +121,8 @@ class Harness:
         assert not self.live
         assert self.pool.count(PageState.ACTIVE) == 0
         assert self.pool.num_available == self.pool.num_pages
+        self.host.begin_step()
+        assert self.host.num_available == self.host.num_pages
         assert self.cache.num_cut_pages == 0, "eviction took a page before the pages that follow it"
         self.check_answers()
 
@@ -179,7 +181,7 @@ class Harness:
             assert plan.scheduled.get(first, 0) >= share, f"{first} is starved"
 
     def _check_cost(self, plan: Plan) -> None:
-        """What accounts beyond their shares compute costs no more than it may, but for one token."""
+        """The work of accounts beyond their shares costs at most the limit, plus one token."""
         limit, total, dearest = MAX_STRETCH * self.settings.scheduler.max_num_batched_tokens, 0.0, 0.0
         for key, num_tokens in list(plan.scheduled.items())[plan.num_decodes :]:
             start = self.live[key].num_computed_tokens if self.live[key].page_table else 0  # or later

@@ -44,7 +44,7 @@ Owner: TypeAlias = Hashable
 # Two waits use marks. A writer outside the model's stream (a receiver, a peer that has mapped the pool) may
 # write a page only after the mark of its last release has passed on every rank. A page may be sent only after
 # every rank has written it: each rank reads its part once the mark that the push names has passed there. Work
-# on the model's own stream, including copies to and from the host, comes after earlier steps by itself.
+# on the model's own stream, including copies to and from the host, comes after earlier steps without a wait.
 
 NOTHING: Final = 0  # a mark that has always passed
 _LAYER_BITS: Final = 16
@@ -79,7 +79,7 @@ class PageState(IntEnum):
 
 @dataclass(slots=True)
 class Lease:
-    """A hold on pages that ends by itself."""
+    """A hold on pages that ends at a deadline."""
 
     deadline_s: float
     pages: set[int] = field(default_factory=set)
@@ -101,7 +101,7 @@ class PageAccounts:
 
     1. `book` sets the account of an owner before it takes pages. Owners without a booking count for no
        account.
-    2. The page pool reports what owners take and release.
+    2. The page pool reports the pages that owners take and release.
     3. `close` ends a booking once the owner has released all its pages, now or later.
     4. `expect` counts pages that an account is about to get, so that its quota keeps room for them.
 

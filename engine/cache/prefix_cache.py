@@ -6,7 +6,7 @@
 3. Pages without users stay CACHED in the pool until `make_room` evicts them, oldest leaf first, to the host
    tier if it has pages. The pages of one salt form a group in `FairLru`: a tenant that fills the cache evicts
    its own pages.
-4. `take_changes` reports what has become known or unknown since the last call.
+4. `take_changes` reports the pages that became known or unknown since the last call.
 
 Invariant: the holder of a known page holds the known page before it. Two sequences that compute the same page
 at the same time would break this, so the second one releases its copy and shares the first. Known pages are
@@ -381,7 +381,7 @@ class PrefixCache:
         for key, page in self._page_of.items():
             parent = self._parent[page]
             if self._key[page] != key or (parent != _NO_PAGE and self._key[parent] is None):
-                raise IntegrityError(f"page {page} is not what key {key.hex()} says, or its parent is lost")
+                raise IntegrityError(f"page {page} does not have key {key.hex()}, or its parent is lost")
             if key in self.host:
                 raise IntegrityError(f"key {key.hex()} is on the device and on the host")
             if parent != _NO_PAGE:

@@ -8,8 +8,8 @@ dim, V vocabulary. A tensor-parallel rank has its share of N, H, V and the kv he
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from typing import ClassVar, Final, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import ClassVar, Final
 
 import torch
 from torch import Tensor
@@ -183,16 +183,17 @@ class SwiGlu:
 # The frame.
 
 
-class Mlp(Protocol):
-    """The feed-forward part of a layer: [T, E] -> [T, E]."""
-
-    def __call__(self, x_TE: Tensor) -> Tensor: ...
-
-
 class DecoderLayer:
     """Norm, attention, norm, feed-forward."""
 
-    def __init__(self, config: ModelConfig, parameters: Parameters, attention: Attention, mlp: Mlp) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        parameters: Parameters,
+        attention: Attention,
+        mlp: Callable[[Tensor], Tensor],
+    ) -> None:
+        """mlp: the feed-forward part, [T, E] -> [T, E]."""
         eps, hidden = config.rms_norm_eps, config.hidden_size
         self.input_norm = RmsNorm(parameters, "input_layernorm", hidden, eps)
         self.attention = attention

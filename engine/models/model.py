@@ -83,7 +83,7 @@ def check_parameters(checkpoint: Checkpoint, config: ModelConfig) -> None:
             raise ModelError(f"tensor {name!r} should have shape {list(expected)}, got {list(got)}")
     ignored = {"lm_head.weight"} if config.tie_word_embeddings else set()
     for name in sorted(names - shapes.keys() - ignored):
-        if not name.endswith("rotary_emb.inv_freq"):  # older exports saved what the config says
+        if not name.endswith("rotary_emb.inv_freq"):  # older exports saved values of the config
             raise ModelError(
                 f"tensor {name!r} is not part of {config.architecture} as config.json describes it"
             )

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 JOIN_TIMEOUT: Final = timedelta(seconds=60)  # for all ranks to meet, once their processes are up
 STEP_TIMEOUT: Final = timedelta(seconds=60)  # a rank silent this long within a step is lost
 LOAD_TIMEOUT: Final = timedelta(minutes=10)  # between the first and the last rank to have loaded its part
-IDLE_TIMEOUT: Final = timedelta(days=365)  # between steps only a closed connection says so
+IDLE_TIMEOUT: Final = timedelta(days=365)  # between steps a lost rank shows by its closed connection alone
 
 
 class PendingCollective(Protocol):
@@ -78,8 +78,8 @@ class TensorParallel:
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over all ranks, in place, the same bits on every rank.
 
-        No rank has it before all have come here, even if there is nothing to sum: a step that yields no
-        logits ends with such sums, and what one rank tells of a step holds for the pages of all.
+        No rank returns before all ranks have called, even for an empty tensor. A step without logits ends
+        with such a sum, so that one rank's report about the step holds for the pages of all ranks.
         """
         if self.group is not None:
             self._wait(self.group.allreduce([x if x.numel() else x.new_zeros(1)]))

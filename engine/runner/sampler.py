@@ -12,7 +12,6 @@ import msgspec
 import torch
 from torch import Tensor
 
-from baton.engine.runner.step_inputs import wants_prompt_logits
 from baton.engine.scheduler.sequence import Batch, ScheduledChunk, Sequence, SequenceKey
 from baton.kernels.sample import NOT_A_TOKEN, SamplingTensors, sample
 from baton.request import SamplingParams, TokenLogprobs
@@ -177,8 +176,9 @@ class Sampler:
         """Record prompt log probabilities; return the rows that sample."""
         first, sampling_rows = 0, []
         for chunk in batch.chunks:
-            num_rows = chunk.num_tokens if wants_prompt_logits(chunk) else int(chunk.samples)
-            if wants_prompt_logits(chunk):
+            wants_prompt = chunk.sequence.needs_prompt_logprobs
+            num_rows = chunk.num_tokens if wants_prompt else int(chunk.samples)
+            if wants_prompt:
                 self._record_prompt(chunk, logits_RV[first : first + num_rows])
             first += num_rows
             if chunk.samples:

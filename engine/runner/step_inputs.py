@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from baton.engine.scheduler.sequence import Batch, PageCopy, ScheduledChunk, Sequence
+from baton.engine.scheduler.sequence import Batch, PageCopy, Sequence
 from baton.kernels.ragged_attention import RaggedBatch
 
 Int64s: TypeAlias = NDArray[np.int64]
@@ -61,25 +61,6 @@ _ENCODER = msgspec.msgpack.Encoder(
 _DECODER = msgspec.msgpack.Decoder(
     list, ext_hook=lambda itemsize, content: np.frombuffer(bytearray(content), f"i{itemsize}")
 )
-
-
-def padding_step(num_tokens: int, num_rows: int) -> StepArrays:
-    """A step of `num_tokens` padding tokens that asks for the logits of up to `num_rows` rows."""
-    nothing = np.zeros(0, np.int64)
-    empty = StepArrays(
-        token_ids=nothing,
-        positions=nothing,
-        slots=nothing,
-        cu_seqlens=np.zeros(1, np.int32),
-        context_lens=np.zeros(0, np.int32),
-        page_table=np.zeros((0, 1), np.int32),
-        logit_rows=np.arange(min(num_rows, num_tokens)),
-        num_decodes=0,
-        max_seqlen_q=0,
-        copies_to_host=(),
-        copies_to_device=(),
-    )
-    return pad(empty, num_tokens)
 
 
 def pad(arrays: StepArrays, num_rows: int) -> StepArrays:
@@ -158,7 +139,7 @@ class _Row:
 
 
 class PageTableRows:
-    """The page tables of running sequences as rows of one array, so that a step copies only what changed.
+    """The page tables of running sequences as rows of one array, so that a step copies only the changes.
 
     Of each row [0, num_pages) is valid; zeros or old entries follow.
     """
@@ -238,9 +219,11 @@ class StepBuilder:
         return pad(arrays, batch.num_padded_tokens) if batch.num_padded_tokens else arrays
 
 
-def wants_prompt_logits(chunk: ScheduledChunk) -> bool:
-    """Whether the logits of every position of the chunk are wanted, not only of the last one."""
-    return chunk.sequence.needs_prompt_logprobs
+def padding_step(num_tokens: int, num_rows: int) -> StepArrays:
+    """A step of `num_tokens` padding tokens that asks for the logits of up to `num_rows` rows."""
+    batch = Batch(chunks=(), num_decodes=0, num_padded_tokens=num_tokens)
+    arrays = StepBuilder(page_size=1, max_num_seqs=1, max_pages=1).build(batch)
+    return arrays._replace(logit_rows=np.arange(min(num_rows, num_tokens)))
 
 
 def _token_ids(batch: Batch) -> Int64s:
@@ -254,7 +237,7 @@ def _token_ids(batch: Batch) -> Int64s:
 def _logit_rows(batch: Batch, cu_seqlens: Int32s) -> Int64s:
     rows: list[int] = []
     for chunk, first, end in zip(batch.chunks, cu_seqlens.tolist(), cu_seqlens[1:].tolist(), strict=False):
-        if wants_prompt_logits(chunk):
+        if chunk.sequence.needs_prompt_logprobs:
             rows += range(first, end)
         elif chunk.samples:
             rows.append(end - 1)

@@ -33,7 +33,7 @@ class Opening(NamedTuple):
     """The queue window at one moment."""
 
     num_released: int  # how many new sequences may be admitted now, best rank first
-    wait_s: float | None  # until the window opens by itself; None: it holds no sequence
+    wait_s: float | None  # until the window opens without a new sequence; None: it holds none
 
 
 class QueueWindow:
@@ -155,14 +155,14 @@ class ContinuousPolicy:
     2. The first prefill that cannot be finished is the head. The head is sure of half of the rest in every
        step, so later sequences never starve it: it takes at most twice the steps that it would take alone.
     3. The other half goes to shorter prefills of the same scheduling key and priority, shortest first, so a
-       long prompt costs short ones at most half of each step. The head gets what they leave, so its chunks
-       stay large.
+       long prompt costs short ones at most half of each step. The head gets the tokens that they leave, so
+       its chunks stay large.
 
     A waiting sequence that finds no pages ends admission for the step: no later sequence overtakes it for
     memory. A sequence that finds no room in the quota of its key delays only sequences of that key.
 
     With several scheduling keys the order is that of `in_turn`; ranks order each key's own sequences. The
-    cost cap of the planner bounds what keys beyond their shares compute.
+    cost cap of the planner bounds the work of keys beyond their shares.
     """
 
     def __init__(self, window: QueueWindow) -> None:
@@ -217,7 +217,7 @@ class ContinuousPolicy:
             if _is_peer(sequence, head) and planner.remaining(sequence) < planner.remaining(head)
         ]
         for sequence in sorted(shorter, key=planner.remaining):
-            if not share:
+            if not share or not planner.budget:  # a capped token takes more than one token of the budget
                 break
             if seating.has(sequence):
                 share -= planner.grant(sequence, share)

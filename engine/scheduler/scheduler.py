@@ -573,7 +573,7 @@ def attribute_step_cost(batch: Batch, step_s: float, cost: Callable[[int, int], 
     """Add to `own_s` of each prompt in the batch its part of the step's time, in proportion to its cost.
 
     The time from a prompt's first step to its first token includes the prompts that were computed in between,
-    so `own_s` is what predictions use. Decodes count nothing; a batch without longer chunks is a step of
+    so predictions use `own_s`. Decodes count nothing; a batch without longer chunks is a step of
     decodes. cost: of so many tokens from a start on, as `CostCap.cost`.
     """
     if batch.num_decodes == len(batch.chunks):

@@ -6,7 +6,7 @@ generated) and how many of them have their KV in pages; each step lets `num_comp
 
     token_ids   [ prompt ................ | generated .... ]
                 [0, num_computed_tokens)    KV is in the pages of page_table
-                [num_computed_tokens, num_tokens)  still to compute; the last one is what samples
+                [num_computed_tokens, num_tokens)  still to compute; the last one yields the next token
 
 A prefill is a sequence that is far behind, a decode one that is behind by one token.
 """
@@ -190,6 +190,15 @@ class Sequence:
         )
 
 
+def due_s(request: Request) -> float:
+    """When the first token should come, by the clock of `request.arrival_s`."""
+    sla = request.sla
+    for limit_ms in (sla.ttft_ms, sla.deadline_ms, request.scheduling_key.max_queue_delay_ms):
+        if limit_ms is not None:
+            return request.arrival_s + limit_ms / 1e3
+    return request.arrival_s + DEFAULT_DUE_S
+
+
 # The values of one step: the scheduler's plan, the batch that the model runs, and the tokens that come of it.
 
 
@@ -368,15 +377,6 @@ class SequenceQueues:
 
 def _quota(sequence: Sequence) -> float:
     return inf if sequence.max_kv_pages is None else sequence.max_kv_pages
-
-
-def due_s(request: Request) -> float:
-    """When the first token should come, by the clock of `request.arrival_s`."""
-    sla = request.sla
-    for limit_ms in (sla.ttft_ms, sla.deadline_ms, request.scheduling_key.max_queue_delay_ms):
-        if limit_ms is not None:
-            return request.arrival_s + limit_ms / 1e3
-    return request.arrival_s + DEFAULT_DUE_S
 
 
 # Checks against the loaded model. SamplingParams refuses values that no model accepts.

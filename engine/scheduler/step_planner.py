@@ -3,7 +3,7 @@
 A planner reads the queues and the ledgers and never changes them. It counts the worst case: everything that
 it grants is available when the plan is applied to the same state.
 
-- `StepPlanner` keeps what is left while a policy schedules, admits and preempts.
+- `StepPlanner` counts the rest of the step while a policy schedules, admits and preempts.
 - `PreemptionCandidates` orders the sequences that give pages when pages are short.
 - `PageQuotas` bounds the pages of each scheduling key.
 - `PressureMode` is the behaviour of steps while the cluster is overloaded.
@@ -83,10 +83,6 @@ class HeldPages:
     def room(self, share: Share) -> float:
         """Pages that the key's quota leaves; negative when the key holds more."""
         return self._queues.max_pages(share.key) - self.num_pages(share)
-
-    def over_quota(self) -> list[Share]:
-        """The keys that hold more pages than their quotas."""
-        return [share for share in self._queues.shares.active.values() if self.room(share) < 0]
 
     def take(self, share: Share, num_pages: int) -> None:
         """Grant fresh pages; a negative number takes a grant back."""
@@ -267,14 +263,15 @@ class PageQuotas:
 
     def enforce(self) -> None:
         """Preempt sequences of keys that hold more than their quotas, which brought pages can cause."""
-        for share in self._held.over_quota() if self._held.have_quotas else ():
+        shares = self._planner.queues.shares.active.values()
+        for share in [share for share in shares if self._held.room(share) < 0]:
             for victim in self._candidates.of_key(share):
                 if self._held.room(share) < 0:
                     self._planner.drop(victim)
 
     def allow(self, sequence: Sequence, num_tokens: int = 0) -> bool:
-        """Whether all pages of a waiting sequence fit in the quota beside what the key's running sequences
-        need.
+        """Whether all pages of a waiting sequence fit in the quota beside the needs of the key's running
+        sequences.
 
         num_tokens: the length that the sequence may grow to.
         """
@@ -513,7 +510,7 @@ class StepPlanner:
     # Waiting sequences.
 
     def admit(self, sequence: Sequence, num_tokens: int = 0) -> bool:
-        """Give a seat to a waiting sequence if it fits beside what the running sequences will need.
+        """Give a seat to a waiting sequence if it fits beside the needs of the running sequences.
 
         num_tokens: the length that the sequence may grow to; all its present tokens count in any case.
         """

@@ -1,4 +1,4 @@
-"""What the launchers pass to their kernels at serving shapes, recorded instead of run."""
+"""Arguments of the launchers' kernels at serving shapes, recorded instead of run."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What a case of a kernel yields, and the random inputs it starts from."""
+"""The outcome of a kernel's case, and random inputs."""
 
 from dataclasses import dataclass
 

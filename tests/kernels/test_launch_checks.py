@@ -1,4 +1,4 @@
-"""What a launcher refuses, it refuses with the shape it expected and the one it got."""
+"""A launcher refuses arguments with the expected and the given shape."""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -69,16 +69,16 @@ def test_preemption_changes_no_bit(
     directory = model_directory(name, dtype)
     greedy, seeded = plain(directory)
     cache_settings = {"host_cache_memory_bytes": 2**22, "page_size": 8, "enable_prefix_caching": False}
-    somebody = PreemptInTurn(mode)
+    preempt = PreemptInTurn(mode)
     with engine(directory, cache=cache_settings) as made:
-        assert essence(run(made, prompts(), GREEDY, somebody)) == essence(greedy)
-        assert essence(run(made, prompts(1), SEEDED, somebody)) == essence(seeded)
-    assert somebody.num_preemptions > 100
+        assert essence(run(made, prompts(), GREEDY, preempt)) == essence(greedy)
+        assert essence(run(made, prompts(1), SEEDED, preempt)) == essence(seeded)
+    assert preempt.num_preemptions > 100
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", NAMES)
-def test_an_answer_that_is_cut_anywhere_goes_on_to_the_bit(
+def test_answer_that_is_cut_anywhere_goes_on_to_the_bit(
     name: str, dtype: torch.dtype, model_directory: Directory
 ) -> None:
     directory = model_directory(name, dtype)

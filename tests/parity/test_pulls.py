@@ -50,7 +50,7 @@ def on_its_thread(worker: WorkerThread, call: Callable[[], ResultT]) -> ResultT:
 
 
 def held(worker: WorkerThread, token_ids: Sequence[int]) -> PullSource:
-    """What the router would have been told of it."""
+    """The source that the worker would have reported to the router."""
 
     def look() -> PullSource:
         engine = worker.hosted.engine

@@ -27,7 +27,7 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(name: str, model_dir
     )
 
 
-def test_a_model_in_shards_is_the_same_model(model_directory: Directory, tmp_path: Path) -> None:
+def test_model_in_shards_is_the_same_model(model_directory: Directory, tmp_path: Path) -> None:
     directory = model_directory("qwen2")
     Oracle(directory).model.save_pretrained(tmp_path, max_shard_size="50KB")
     assert (tmp_path / "model.safetensors.index.json").exists()

@@ -1,4 +1,4 @@
-"""What a decode step launches can be captured once and replayed with other contents."""
+"""The launches of a decode step are captured once and replayed with other contents."""
 
 import pytest
 import torch

@@ -11,7 +11,7 @@ def test_interpreted_kernel_agrees_with_its_reference(case: Case) -> None:
     check(case, torch.device("cpu"))
 
 
-def test_a_long_sequence_is_split_inside_a_batch_that_fills_the_chip(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_sequence_is_split_inside_a_batch_that_fills_the_chip(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(paged_attention, "TARGET_PROGRAMS", 1)
     monkeypatch.setattr(paged_attention, "BALANCE_KEYS", 48)
     shape = Shape(page_size=16, num_kv_heads=1, group_size=2, head_dim=16)

@@ -1,4 +1,4 @@
-"""Sequences that start with pages which somebody else has filled."""
+"""Sequences that start with pages filled outside the scheduler."""
 
 import pytest
 
@@ -76,8 +76,8 @@ def test_running_sequence_is_not_held_up_by_one_that_waits_with_pages() -> None:
 def test_no_pages_are_taken_from_the_waiting_when_they_would_not_do() -> None:
     harness = make(num_pages=8)
     first, second, third = (begin(harness, name, [ord(name)] * 8) for name in "abc")
-    harness.pool.reserve(2, "somebody else", 1e9)
-    harness.leased["somebody else"] = set(range(8)) - {p for d in (first, second, third) for p in d.pages}
+    harness.pool.reserve(2, "another", 1e9)
+    harness.leased["another"] = set(range(8)) - {p for d in (first, second, third) for p in d.pages}
     harness.arrive(first)
     harness.arrive(second)
     long = harness.begun("long", [9] * 25, 0, 2)
@@ -88,7 +88,7 @@ def test_no_pages_are_taken_from_the_waiting_when_they_would_not_do() -> None:
     plan, _, _ = harness.step()
     assert not plan.preempted and not plan.scheduled
     harness.cancel(third)
-    harness.pool.release(sorted(harness.leased.pop("somebody else")), "somebody else")
+    harness.pool.release(sorted(harness.leased.pop("another")), "another")
     harness.run()
 
 
@@ -114,7 +114,7 @@ def test_pages_that_cannot_be_a_beginning_stay_the_callers(
     assert harness.pool.num_free == 16
 
 
-def test_a_table_with_a_page_twice_or_of_nowhere_is_refused() -> None:
+def test_table_with_a_page_twice_or_of_nowhere_is_refused() -> None:
     harness = make()
     page, other = harness.pool.allocate(2, "caller")
     sequence = harness.sequence_of(harness.begun("a", PROMPT[:8], 1, 4))
@@ -153,7 +153,7 @@ def test_pages_that_the_owner_does_not_use_alone_are_refused(trouble: str) -> No
     assert not harness.scheduler.has_work()
 
 
-def test_a_refused_release_releases_nothing() -> None:
+def test_refused_release_releases_nothing() -> None:
     harness = make()
     pages = tuple(harness.pool.allocate(2, "caller"))
     (foreign,) = harness.pool.allocate(1, "third")

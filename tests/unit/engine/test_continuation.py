@@ -64,7 +64,7 @@ def test_single_choices_equal_those_of_one_request(engine: Engine) -> None:
         assert [each.prompt_logprobs for each in alone] == [each.prompt_logprobs for each in of_it]
 
 
-def test_a_stop_id_that_the_answer_has_already_ends_nothing(engine: Engine) -> None:
+def test_stop_id_that_the_answer_has_already_ends_nothing(engine: Engine) -> None:
     free = token_ids(answer(engine, sampling=SamplingParams(temperature=0.0, max_tokens=8)))
     stop = free[0] or 0
     sampling = SamplingParams(temperature=0.0, max_tokens=8, stop_token_ids=(stop,))
@@ -73,7 +73,7 @@ def test_a_stop_id_that_the_answer_has_already_ends_nothing(engine: Engine) -> N
     assert token_ids(rest) == expected
 
 
-def test_the_models_length_ends_a_continued_answer_too(engine: Engine) -> None:
+def test_models_length_ends_a_continued_answer_too(engine: Engine) -> None:
     sampling = SamplingParams(temperature=0.0, max_tokens=None)
     begun = (7,) * (MAX_MODEL_LEN - len(PROMPT) - 2)
     rest = answer(engine, sampling=sampling, generated_token_ids=begun)

@@ -78,7 +78,7 @@ def test_without_a_seed_the_engines_own_decides(tiny_model: Path) -> None:
     assert first[0] != first[1]
 
 
-def test_an_aborted_request_ends_at_once_and_once(engine: Engine) -> None:
+def test_aborted_request_ends_at_once_and_once(engine: Engine) -> None:
     add(engine, "kept", PROMPT)
     add(engine, "aborted", PROMPT, n=2, max_tokens=50, prompt_logprobs=0)
     while not (first := [output for output in engine.step() if output.request_id == "aborted"]):
@@ -93,20 +93,20 @@ def test_an_aborted_request_ends_at_once_and_once(engine: Engine) -> None:
     assert all(request_id == "kept" for request_id, _ in drain(engine))
 
 
-def test_a_request_aborted_before_its_first_step_leaves_nothing(engine: Engine) -> None:
+def test_request_aborted_before_its_first_step_leaves_nothing(engine: Engine) -> None:
     add(engine, "early", PROMPT)
     assert [output.index for output in engine.abort("early")] == [0]
     assert engine.step() == []
 
 
-def test_a_request_aborted_within_its_prompt_leaves_nothing_to_one_of_its_name(tiny_model: Path) -> None:
+def test_request_aborted_within_its_prompt_leaves_nothing_to_one_of_its_name(tiny_model: Path) -> None:
     engine = tiny_engine(tiny_model, scheduler={"max_num_batched_tokens": 4})
     add(engine, "only", PROMPT, prompt_logprobs=0)
     assert engine.step() == [] and len(engine.abort("only")) == 1
     assert generate(engine, PROMPT[:1], prompt_logprobs=0)[0].prompt_logprobs == (None,)
 
 
-def test_a_refused_request_leaves_nothing(engine: Engine) -> None:
+def test_refused_request_leaves_nothing(engine: Engine) -> None:
     for prompt, sampling in (([], {}), ([VOCAB_SIZE], {}), (PROMPT, {"top_k": VOCAB_SIZE + 1})):
         with pytest.raises(InvalidRequest):
             add(engine, "refused", prompt, **sampling)
@@ -115,14 +115,14 @@ def test_a_refused_request_leaves_nothing(engine: Engine) -> None:
     drain(engine)
 
 
-def test_an_id_in_use_is_refused_and_the_first_goes_on(engine: Engine) -> None:
+def test_id_in_use_is_refused_and_the_first_goes_on(engine: Engine) -> None:
     add(engine, "same", PROMPT)
     with pytest.raises(ValueError, match="already here"):
         add(engine, "same", PROMPT[:2])
     assert len(drain(engine)["same", 0]) == 6
 
 
-def test_a_stop_id_ends_the_answer_but_not_before_min_tokens(engine: Engine) -> None:
+def test_stop_id_ends_the_answer_but_not_before_min_tokens(engine: Engine) -> None:
     free = token_ids(generate(engine, PROMPT, max_tokens=12))
     stop = free[2] or 0
     stopped = generate(engine, PROMPT, max_tokens=12, stop_token_ids=(stop,))
@@ -132,7 +132,7 @@ def test_a_stop_id_ends_the_answer_but_not_before_min_tokens(engine: Engine) -> 
     assert len(later) >= 8 and stop not in token_ids(later)[:8]
 
 
-def test_the_models_end_token_ends_the_answer_unless_ignored(tmp_path: Path, engine: Engine) -> None:
+def test_models_end_token_ends_the_answer_unless_ignored(tmp_path: Path, engine: Engine) -> None:
     free = token_ids(generate(engine, PROMPT, max_tokens=9))
     write_config(tmp_path, eos_token_id=free[3])
     ending = tiny_engine(tmp_path)
@@ -140,7 +140,7 @@ def test_the_models_end_token_ends_the_answer_unless_ignored(tmp_path: Path, eng
     assert token_ids(generate(ending, PROMPT, max_tokens=9, ignore_eos=True)) == free
 
 
-def test_an_answer_never_outgrows_the_model(engine: Engine) -> None:
+def test_answer_never_outgrows_the_model(engine: Engine) -> None:
     prompt = [i % VOCAB_SIZE for i in range(MAX_MODEL_LEN - 3)]
     outputs = generate(engine, prompt, max_tokens=1000)
     assert len(outputs) == 3 and outputs[-1].finish_reason is FinishReason.LENGTH
@@ -173,16 +173,6 @@ def test_one_choice_answers_for_the_prompt_and_the_others_share_its_pages(engine
     assert {tuple(token_ids(of_one)) for of_one in (first, *others)} == {tuple(token_ids(expected))}
 
 
-def test_a_cached_prefix_is_counted_and_changes_no_token(tiny_model: Path) -> None:
-    engine = tiny_engine(tiny_model)
-    first, second = (generate(engine, PROMPT, logprobs=1) for _ in range(2))
-    assert [output.logprobs for output in first] == [output.logprobs for output in second]
-    assert first[0].num_cached_tokens == 0
-    assert second[0].num_cached_tokens == 8  # two whole pages; the last token must be computed
-    asked = generate(engine, PROMPT, prompt_logprobs=1)
-    assert asked[0].num_cached_tokens == 0 and token_ids(asked) == token_ids(first)
-
-
 def test_step_that_waits_for_the_queue_window_says_how_long(tiny_model: Path) -> None:
     clock = ManualClock()
     engine = tiny_engine(tiny_model, clock, scheduler={"max_queue_delay_ms": 250.0})
@@ -193,25 +183,13 @@ def test_step_that_waits_for_the_queue_window_says_how_long(tiny_model: Path) ->
     drain(engine)
 
 
-def test_padding_changes_no_token(tiny_model: Path, engine: Engine) -> None:
-    static = tiny_engine(tiny_model, scheduler={"policy": "static"})
-    prompts = {"short": PROMPT[:2], "middle": PROMPT, "long": PROMPT * 4}
-    for other in (engine, static):
-        for name, prompt in prompts.items():
-            add(other, name, prompt)
-    expected, padded = drain(engine), drain(static)
-    assert {key: token_ids(of_one) for key, of_one in padded.items()} == {
-        key: token_ids(of_one) for key, of_one in expected.items()
-    }
-
-
 def test_engine_of_one_rank_can_be_closed_twice(tiny_model: Path) -> None:
     engine = tiny_engine(tiny_model)
     engine.close()
     engine.close()
 
 
-def test_the_largest_step_runs_and_leaves_no_trace(tiny_model: Path) -> None:
+def test_largest_step_runs_and_leaves_no_trace(tiny_model: Path) -> None:
     engine = tiny_engine(tiny_model)
     engine.runner.run_largest_step()
     assert not engine.runner.pool.device.any()

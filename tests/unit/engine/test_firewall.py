@@ -1,4 +1,4 @@
-"""What goes wrong with one request, or with a whole step, and what must survive it."""
+"""Failures of one request or of a whole step, and the state that survives them."""
 
 from pathlib import Path
 from typing import Any
@@ -89,7 +89,7 @@ class Interrupted(Exception):
 
 
 @pytest.mark.parametrize("where", ["build", "execute", "allocate", "release", "sample"])
-def test_a_step_that_fails_anywhere_leaves_others_their_pages(
+def test_step_that_fails_anywhere_leaves_others_their_pages(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     """Claims, leases, writers and kept pages are outside the step; what was known is forgotten."""

@@ -88,7 +88,7 @@ def test_watch_without_groups_gets_no_report(engine: Engine) -> None:
     assert [output.token_id for step in outputs for output in step] == token_ids(plain)
 
 
-def test_a_step_without_chunks_is_not_announced(engine: Engine) -> None:
+def test_step_without_chunks_is_not_announced(engine: Engine) -> None:
     watch = Watch(engine, 1)
     assert engine.step(watch) == [] and watch.chunks == []
 

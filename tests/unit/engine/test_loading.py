@@ -36,13 +36,7 @@ def test_no_process_of_an_engine_is_ended_by_a_dead_nccl_peer(
         engine.close()
 
 
-def test_progress_is_reported(tiny_model: Path) -> None:
-    reports: list[tuple[int, int]] = []
-    load_engine(tiny_config(tiny_model), progress=lambda done, total: reports.append((done, total)))
-    assert reports[0][0] == 0 and reports[-1][0] == reports[-1][1] > 0
-
-
-def test_a_directory_without_a_model_is_refused(tmp_path: Path, tiny_model: Path) -> None:
+def test_directory_without_a_model_is_refused(tmp_path: Path, tiny_model: Path) -> None:
     with pytest.raises(ModelError, match="config.json"):
         load_engine(msgspec.structs.replace(tiny_config(tiny_model), model=str(tmp_path / "missing")))
     with pytest.raises(ModelError, match=r"expected model.safetensors .* found no weights"):
@@ -56,7 +50,7 @@ def test_a_directory_without_a_model_is_refused(tmp_path: Path, tiny_model: Path
         ({"intermediate_size": 33}, r"intermediate_size: 33 cannot be split over 2"),
     ],
 )
-def test_a_model_that_cannot_be_split_is_refused_and_no_rank_is_left(
+def test_model_that_cannot_be_split_is_refused_and_no_rank_is_left(
     tmp_path: Path, keys: dict[str, int], message: str
 ) -> None:
     before = psutil.Process().children()

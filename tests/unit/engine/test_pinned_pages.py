@@ -1,4 +1,4 @@
-"""Pages that somebody asks for by their keys: the very contents, wherever they are kept."""
+"""Pages that a reader pins by their keys, on the device or on the host."""
 
 from pathlib import Path
 from typing import Final
@@ -69,7 +69,7 @@ def test_pages_on_the_host_are_lent_as_copies(engine: Engine) -> None:
     assert None in known and known[0] is not None  # the last ones have gone to the host
     pages = lend(engine, keys)
     assert torch.equal(contents(engine, pages), expected)
-    assert [engine.scheduler.cache.page_of(key) for key in keys] == known  # a copy is found by nobody
+    assert [engine.scheduler.cache.page_of(key) for key in keys] == known  # no lookup finds a copy
     engine.pages.release(pages, "a borrower")
     assert is_all_back(engine)
     assert engine.pages.num_free >= known.count(None)
@@ -91,11 +91,11 @@ def test_failed_copy_releases_the_pinned_pages(engine: Engine, monkeypatch: pyte
 def test_pin_without_room_for_copies_is_refused(engine: Engine) -> None:
     keys = engine.page_keys(PROMPT, b"", 4)
     run(engine, OTHER)
-    taken = engine.pages.allocate(engine.pages.num_free, "somebody")
+    taken = engine.pages.allocate(engine.pages.num_free, "another")
     held = [page for page in range(24) if engine.pages.state(page) is PageState.CACHED]
-    engine.pages.share(held, "somebody")
+    engine.pages.share(held, "another")
     assert engine.pin(keys, "a borrower") is None
-    engine.pages.release([*taken, *held], "somebody")
+    engine.pages.release([*taken, *held], "another")
     assert is_all_back(engine)
 
 

@@ -1,4 +1,4 @@
-"""What a request begins with, as others may bring it."""
+"""The prefix of a request that may be pulled from a peer."""
 
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ def sought(
     return SoughtPrefix(engine, request, "r.0")
 
 
-def test_the_last_token_is_always_computed(engine: Engine) -> None:
+def test_last_token_is_always_computed(engine: Engine) -> None:
     assert sought(engine).num_tokens == 39
     assert sought(engine, generated=(7, 8)).num_tokens == 41
 

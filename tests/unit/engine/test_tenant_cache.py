@@ -1,4 +1,4 @@
-"""What tenants keep in the prefix cache when others fill it, on the device and on the host."""
+"""A tenant's part of the prefix cache while other tenants fill it, on the device and on the host."""
 
 import pytest
 
@@ -35,7 +35,7 @@ class Cached:
 
 
 @pytest.mark.parametrize("num_host_pages", [0, 12])
-def test_a_flood_leaves_the_quiet_tenants_hot_prefix_in_place(num_host_pages: int) -> None:
+def test_flood_leaves_the_quiet_tenants_hot_prefix_in_place(num_host_pages: int) -> None:
     cached = Cached(num_host_pages)
     assert cached.ask("quiet", HOT) == 0
     cached.flood("noisy")
@@ -43,7 +43,7 @@ def test_a_flood_leaves_the_quiet_tenants_hot_prefix_in_place(num_host_pages: in
     assert cached.ask("quiet", HOT) == 20  # all whole pages but the last token's
 
 
-def test_a_flood_of_ones_own_pushes_out_the_oldest() -> None:
+def test_flood_of_ones_own_pushes_out_the_oldest() -> None:
     cached = Cached()
     cached.ask("quiet", HOT)
     cached.flood("quiet")

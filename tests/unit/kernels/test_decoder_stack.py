@@ -1,6 +1,4 @@
-"""What the native decoder refuses before it reads an address; its bits are tested with
-engine/models/decoder.py.
-"""
+"""Arguments that the native decoder refuses before it reads an address. tests/parity compares its bits."""
 
 import ctypes
 from typing import Any

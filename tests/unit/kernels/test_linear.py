@@ -31,7 +31,7 @@ def check(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     torch.testing.assert_close(out.double(), expected, rtol=tolerance, atol=largest * 1e-6)
 
 
-def test_the_native_kernels_are_there() -> None:
+def test_native_kernels_are_there() -> None:
     """Everything else in this folder would pass on the fallback too, and prove nothing."""
     assert all(native.handles(dtype) for dtype in DTYPES)
     assert not native.handles(torch.float16)

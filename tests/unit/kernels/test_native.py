@@ -1,4 +1,4 @@
-"""How the C kernels are built: once, whole or not at all, and missed by nothing but speed."""
+"""Builds of the C kernels: once, whole or not at all; without a build only speed is lost."""
 
 import ctypes
 import logging
@@ -7,6 +7,7 @@ import shutil
 import stat
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,10 @@ def write_header(folder: Path, number: int) -> None:
     (folder / "number.h").write_text(f"#define NUMBER {number}\n")
 
 
+def write_source(home: Path, source: str) -> None:
+    (home / "sources" / "number.c").write_text(source)
+
+
 def load() -> ctypes.CDLL | None:
     """As at the first use in a process, whatever this one has loaded already."""
     library: ctypes.CDLL | None = native.library.__wrapped__()
@@ -65,7 +70,7 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
 
 
-def test_a_build_is_kept_and_used_again(home: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_build_is_kept_and_used_again(home: Path, caplog: pytest.LogCaptureFixture) -> None:
     first = load()
     assert first is not None and first.number() == 1
     files = built(home)
@@ -75,12 +80,12 @@ def test_a_build_is_kept_and_used_again(home: Path, caplog: pytest.LogCaptureFix
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700  # what is loaded from it runs as this user
 
 
-def test_a_changed_source_or_header_is_built_anew(home: Path) -> None:
+def test_changed_source_or_header_is_built_anew(home: Path) -> None:
     load()
     write_header(home / "sources", 2)
     second = load()
     assert second is not None and second.number() == 2
-    (home / "sources" / "number.c").write_text(SOURCE.replace("return", "return 10 *"))
+    write_source(home, SOURCE.replace("return", "return 10 *"))
     third = load()
     assert third is not None and third.number() == 20
     assert len(built(home)) == 3
@@ -92,7 +97,7 @@ def forge(library: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", [0o722, 0o702, 0o720])
-def test_a_library_that_others_may_write_is_built_anew(
+def test_library_that_others_may_write_is_built_anew(
     home: Path, caplog: pytest.LogCaptureFixture, mode: int
 ) -> None:
     load()
@@ -106,7 +111,7 @@ def test_a_library_that_others_may_write_is_built_anew(
     assert "is not loaded" in warnings_of(caplog)[0]
 
 
-def test_a_link_in_place_of_the_library_is_replaced(home: Path, tmp_path: Path) -> None:
+def test_link_in_place_of_the_library_is_replaced(home: Path, tmp_path: Path) -> None:
     load()
     (library,) = (home / ".cache" / "baton").iterdir()
     forged = tmp_path / "forged.so"
@@ -132,7 +137,7 @@ def test_library_of_another_user_is_not_loaded(home: Path, caplog: pytest.LogCap
     assert "set BATON_CACHE_DIR" in warnings_of(caplog)[-1]
 
 
-def test_a_lenient_folder_and_umask_are_closed_to_others(home: Path) -> None:
+def test_lenient_folder_and_umask_are_closed_to_others(home: Path) -> None:
     folder = home / ".cache" / "baton"
     folder.mkdir(parents=True)
     folder.chmod(0o777)
@@ -145,43 +150,40 @@ def test_a_lenient_folder_and_umask_are_closed_to_others(home: Path) -> None:
     assert [stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()] == [0o700]
 
 
-def test_without_a_compiler_there_is_one_warning_and_no_library(
-    home: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+TROUBLES: dict[str, tuple[Callable[[Path, pytest.MonkeyPatch], None], str]] = {
+    "no compiler": (lambda home, patch: patch.setenv("PATH", str(home)), "no C compiler found"),
+    "compiler fails": (
+        lambda home, patch: put_compiler(home, patch, "echo 'unknown machine' >&2; exit 1"),
+        "failed: unknown machine",
+    ),
+    "source does not compile": (
+        lambda home, patch: write_source(home, "int number(void) { return nothing; }"),
+        "nothing",
+    ),
+    "home takes no files": (
+        lambda home, patch: patch.setenv("HOME", str(home / "sources" / "number.c")),
+        "not built",
+    ),
+    "library cannot be loaded": (
+        lambda home, patch: put_compiler(
+            home, patch, 'while [ "$1" != -o ]; do shift; done; echo ELF > "$2"'
+        ),
+        "not built",
+    ),
+}
+
+
+@pytest.mark.parametrize("trouble", TROUBLES)
+def test_missing_library_costs_speed_only_and_one_warning(
+    home: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, trouble: str
 ) -> None:
-    monkeypatch.setenv("PATH", str(home))
+    make, message = TROUBLES[trouble]
+    make(home, monkeypatch)
     assert load() is None
-    assert len(warnings_of(caplog)) == 1 and "no C compiler found" in warnings_of(caplog)[0]
-
-
-def test_a_compiler_that_fails_is_quoted(
-    home: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    put_compiler(home, monkeypatch, "echo 'unknown machine' >&2; exit 1")
-    assert load() is None
-    assert len(warnings_of(caplog)) == 1 and "failed: unknown machine" in warnings_of(caplog)[0]
-    assert built(home) == {}
-
-
-def test_a_source_that_does_not_compile_is_quoted(home: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (home / "sources" / "number.c").write_text("int number(void) { return nothing; }")
-    assert load() is None
-    assert len(warnings_of(caplog)) == 1 and "nothing" in warnings_of(caplog)[0]
-
-
-def test_a_home_that_takes_no_files_costs_speed_only(
-    home: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setenv("HOME", str(home / "sources" / "number.c"))
-    assert load() is None
-    assert len(warnings_of(caplog)) == 1
-
-
-def test_a_library_that_cannot_be_loaded_costs_speed_only(
-    home: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    put_compiler(home, monkeypatch, 'while [ "$1" != -o ]; do shift; done; echo ELF > "$2"')
-    assert load() is None
-    assert len(warnings_of(caplog)) == 1
+    (warning,) = warnings_of(caplog)
+    assert message in warning
+    folder = home / ".cache" / "baton"
+    assert not list(folder.glob("compiling-*")), "no temporary folder is left behind"
 
 
 def test_processes_that_build_at_once_all_load_a_whole_library(home: Path) -> None:

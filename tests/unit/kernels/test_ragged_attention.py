@@ -61,7 +61,8 @@ class Sequences:
         return fused[:length, :, : heads.head_dim].contiguous()
 
     def run(self, parts: Ordered[Part], page_size: int) -> list[Tensor]:
-        """[T, H, D] of each part, all computed in one call; pages scattered, NaN wherever no key is."""
+        """[T, H, D] of each part, all computed in one call; pages are scattered and hold NaN outside the
+        keys."""
         heads = self.heads
         num_tokens = [part.stop - part.start for part in parts]
         num_decodes = next((i for i, count in enumerate(num_tokens) if count != 1), len(parts))

@@ -1,4 +1,4 @@
-"""The thread pool of the C kernels: every part of a loop runs once, whoever else is at it."""
+"""The thread pool of the C kernels: every part of a loop runs once, with any number of callers."""
 
 import threading
 from collections.abc import Iterator

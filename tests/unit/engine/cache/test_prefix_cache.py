@@ -187,7 +187,7 @@ def test_forgotten_pages_and_later_pages_are_not_found() -> None:
     assert (cache.pool.num_free, cache.pool.count(PageState.CACHED)) == (7, 1)
 
 
-def test_a_chain_of_any_length_is_forgotten() -> None:
+def test_chain_of_any_length_is_forgotten() -> None:
     cache = make(num_pages=5_000)
     sequence = sequence_of("a", range(20_000))
     compute(cache, sequence)
@@ -196,7 +196,7 @@ def test_a_chain_of_any_length_is_forgotten() -> None:
     assert cache.num_cut_pages == 4_999
 
 
-def test_a_cleared_cache_knows_nothing_on_either_side() -> None:
+def test_cleared_cache_knows_nothing_on_either_side() -> None:
     cache = make(num_pages=4, num_host_pages=4)
     sequence = sequence_of("a", range(16))
     compute(cache, sequence)
@@ -227,6 +227,17 @@ def test_pages_of_one_tenant_are_one_group_however_much_of_them_is_public() -> N
         finish(cache, sequence)
     cache.weigh(with_public(b"one", 4), 2.0)
     assert dict(cache.pool.cached.weights) == {b"one": 2.0}
+
+
+def test_dropped_host_pages_and_ended_swaps_leave_no_copy() -> None:
+    host = HostTier(3)
+    host.store(b"key", 4)
+    host.swap_out("owner", [5])
+    host.drop(b"key")
+    host.give_up("owner")
+    assert host.take_copies() == ((), ()) and host.num_available == 3
+    with pytest.raises(IntegrityError, match="4 host pages asked for, 3 left"):
+        host.swap_out("owner", [1, 2, 3, 4])
 
 
 # Changes, read by a consumer that is compared with the cache.

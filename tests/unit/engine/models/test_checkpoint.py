@@ -11,7 +11,15 @@ import torch
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from baton.engine.models.checkpoint import SafetensorsCheckpoint, fingerprint, read_entries, weight_files
+from baton.engine.models.checkpoint import (
+    MAX_FILE_BYTES,
+    JsonObject,
+    SafetensorsCheckpoint,
+    fingerprint,
+    read_entries,
+    read_json,
+    weight_files,
+)
 from baton.errors import ModelError
 
 INDEX = "model.safetensors.index.json"
@@ -162,6 +170,39 @@ def test_headers_are_read_without_torch(tmp_path: Path) -> None:
     )
     ran = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True)
     assert ran.stdout == "(3, 2) False\n", ran.stderr
+
+
+# JSON files.
+
+
+def test_null_counts_as_absent_and_is_distinguishable() -> None:
+    keys = JsonObject({"one": 1, "none": None}, "f.json")
+    assert "none" not in keys and "absent" not in keys
+    assert keys.get("none", int) is None
+    assert keys.is_null("none") and not keys.is_null("absent") and not keys.is_null("one")
+    with pytest.raises(ModelError, match="f.json: key 'none' is missing"):
+        keys.require("none", int)
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", "", '{"a": NaN}', '{"a": 1} x', '{"a":' + "[" * 200_000])
+def test_damaged_files(tmp_path: Path, text: str) -> None:
+    (tmp_path / "f.json").write_text(text)
+    with pytest.raises(ModelError, match="f.json: is not a JSON object"):
+        read_json(tmp_path / "f.json")
+
+
+def test_absent_and_unreadable_files(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="f.json: there is no such file"):
+        read_json(tmp_path / "f.json")
+    with pytest.raises(ModelError, match="cannot be read: Is a directory"):
+        read_json(tmp_path)
+
+
+def test_huge_file_is_not_read(tmp_path: Path) -> None:
+    with (tmp_path / "f.json").open("wb") as file:
+        file.truncate(MAX_FILE_BYTES + 1)
+    with pytest.raises(ModelError, match=f"at most {MAX_FILE_BYTES} bytes"):
+        read_json(tmp_path / "f.json")
 
 
 # Fingerprints.

@@ -36,14 +36,14 @@ def test_all_gather_puts_the_ranks_side_by_side(pair: Pair, tiny_model: Path, dt
     assert torch.equal(pair.run("gather", tiny_model, dtype), torch.cat(parts, dim=1))
 
 
-def test_the_ranks_agree_on_the_smallest(pair: Pair, tiny_model: Path) -> None:
+def test_ranks_agree_on_the_smallest(pair: Pair, tiny_model: Path) -> None:
     assert pair.run("smallest", tiny_model).tolist() == [[9]]
 
 
-def test_a_group_of_one_exchanges_nothing() -> None:
+def test_group_of_one_exchanges_nothing() -> None:
     alone, x = TensorParallel(), values(0, 3, 4, dtype="float32")
     assert alone.all_reduce(x) is x and alone.all_gather(x) is x and alone.smallest(5) == 5
-    alone.send_command(b"nobody listens")
+    alone.send_command(b"no rank listens")
     with pytest.raises(ValueError, match="receives no commands"):
         alone.receive_command()
 
@@ -55,7 +55,7 @@ def test_shards_tile_the_whole() -> None:
         TensorParallel(0, 4).shard(10, what="heads")
 
 
-def test_a_killed_peer_is_reported_at_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_killed_peer_is_reported_at_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     lost = Pair(tmp_path)
     lost.process.kill()
     lost.process.join()
@@ -68,7 +68,7 @@ def test_a_killed_peer_is_reported_at_once(tmp_path: Path, caplog: pytest.LogCap
         lost.tp.smallest(1)
 
 
-def test_the_last_peer_ends_when_rank_0_goes_away(tmp_path: Path) -> None:
+def test_last_peer_ends_when_rank_0_goes_away(tmp_path: Path) -> None:
     left = Pair(tmp_path)
     del left.tp
     left.process.join(20)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from baton.engine.models.checkpoint import SafetensorsCheckpoint
 from baton.engine.models.parallel import TensorParallel
-from baton.engine.models.weights import DummyCheckpoint, Parameters, ReportingCheckpoint
+from baton.engine.models.weights import DummyCheckpoint, Parameters
 from baton.errors import ModelError
 from baton.kernels.native import TORCH_DTYPES
 
@@ -98,16 +98,3 @@ def test_tensor_that_is_not_finite_in_the_models_dtype_is_named(
         rank_0.whole("w", (4, 6))
     with pytest.raises(ModelError, match=f"tensor 'w' has a NaN or an infinity in torch.{dtype}"):
         rank_0.shard("w", (4, 6), 1)
-
-
-def test_progress_counts_the_bytes_of_the_given_names(tmp_path: Path) -> None:
-    tensors = {"v": torch.zeros(4), "w": torch.zeros(4, 2).half(), "unused": torch.zeros(9)}
-    save_file(tensors, tmp_path / "model.safetensors")
-    seen: list[tuple[int, int]] = []
-    checkpoint = ReportingCheckpoint(
-        SafetensorsCheckpoint(tmp_path), "vw", lambda done, total: seen.append((done, total))
-    )
-    assert (set(checkpoint.names()), checkpoint.shape("w")) == (set(tensors), (4, 2))
-    checkpoint.slice("v", 0, 0, 4)
-    checkpoint.slice("w", 1, 0, 1)
-    assert seen == [(0, 32), (16, 32), (32, 32)]

@@ -42,7 +42,7 @@ def test_memory_below_one_page_is_reported_in_bytes() -> None:
     [
         (80, 40 - 4),  # alone: its share, less what it holds and what a step needs
         (50, 40 - 4),  # another process holds its own share already
-        (20, 20 - 1),  # somebody took more than that: what is left, less what a step will take again
+        (20, 20 - 1),  # another process took more: the rest, less the memory of a later step
         (0, 0),
     ],
 )

@@ -33,7 +33,7 @@ def contents(pages: torch.Tensor) -> list[float]:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_the_pool_has_the_layout_of_one_rank_and_holds_zeros(dtype: str) -> None:
+def test_pool_has_the_layout_of_one_rank_and_holds_zeros(dtype: str) -> None:
     pool = KvPool(layout(dtype), 5, 2, CPU)
     assert pool.device.shape == (5, 3, 2, 2, 4, 6) and pool.host.shape == (2, 3, 2, 2, 4, 6)
     assert pool.device.is_contiguous() and not pool.device.any() and not pool.host.any()
@@ -61,7 +61,7 @@ def test_pages_leave_before_others_come_back(
     assert contents(pool.device) == device and contents(pool.host) == host
 
 
-def test_a_page_comes_back_bit_for_bit() -> None:
+def test_page_comes_back_bit_for_bit() -> None:
     pool = KvPool(layout("bfloat16"), 3, 1, CPU)
     pool.device.copy_(torch.randn(pool.device.shape, generator=torch.Generator().manual_seed(0)))
     before = pool.device.clone()

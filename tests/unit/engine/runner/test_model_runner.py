@@ -32,7 +32,7 @@ def test_devices() -> None:
         choose_device("cuda", 0)
 
 
-def test_the_models_length_may_be_lowered_never_raised(tiny_model: Path) -> None:
+def test_models_length_may_be_lowered_never_raised(tiny_model: Path) -> None:
     model = read_model_config(tiny_model)
     assert choose_max_model_len(tiny_config(tiny_model), model) == MAX_MODEL_LEN
     assert choose_max_model_len(tiny_config(tiny_model, max_model_len=5), model) == 5
@@ -40,7 +40,7 @@ def test_the_models_length_may_be_lowered_never_raised(tiny_model: Path) -> None
         choose_max_model_len(tiny_config(tiny_model, max_model_len=MAX_MODEL_LEN + 1), model)
 
 
-def test_the_pool_is_as_large_as_the_memory_given(tiny_model: Path) -> None:
+def test_pool_is_as_large_as_the_memory_given(tiny_model: Path) -> None:
     page_bytes = loaded_runner(tiny_model).layout.page_bytes
     cache = {"kv_cache_memory_bytes": 30 * page_bytes + 1, "host_cache_memory_bytes": 7 * page_bytes}
     runner = loaded_runner(tiny_model, cache=cache)
@@ -48,7 +48,7 @@ def test_the_pool_is_as_large_as_the_memory_given(tiny_model: Path) -> None:
     assert runner.describe_pool() == "KV cache: 120 tokens in 30 pages of 4 (0.00 GiB a rank), 7 host pages"
 
 
-def test_a_pool_too_small_for_one_sequence_is_refused(tiny_model: Path) -> None:
+def test_pool_too_small_for_one_sequence_is_refused(tiny_model: Path) -> None:
     with pytest.raises(ConfigError, match=f"one sequence of max_model_len {MAX_MODEL_LEN}"):
         loaded_runner(tiny_model, cache={"kv_cache_memory_bytes": 5000})
 
@@ -91,7 +91,7 @@ def test_tied_embeddings_share_one_unpacked_table(tmp_path: Path) -> None:
 
 
 @torch.inference_mode()  # as the pool was made
-def test_a_step_may_be_copies_alone(tiny_model: Path) -> None:
+def test_step_may_be_copies_alone(tiny_model: Path) -> None:
     runner = loaded_runner(tiny_model, cache={"host_cache_memory_bytes": 2**16})
     runner.pool.device[3] = 5.0
     arrays = StepBuilder(4, 4, 24).build(make_batch(copies_to_host=((3, 1),), copies_to_device=((6, 1),)))

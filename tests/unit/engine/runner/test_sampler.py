@@ -10,13 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from transformers import (
-    MinNewTokensLengthLogitsProcessor,
-    RepetitionPenaltyLogitsProcessor,
-    SequenceBiasLogitsProcessor,
-)
 
-from baton.engine.runner.sampler import LOGITS_PROCESSORS, Sampler
+from baton.engine.runner import sampler as sampler_module
+from baton.engine.runner.sampler import LOGITS_PROCESSORS, Sampler, token_logprobs
 from baton.engine.scheduler.sequence import ScheduledChunk, Sequence
 from baton.request import Request, SamplingParams
 from tests.batches import make_batch, make_sequence, rest_of
@@ -72,28 +68,6 @@ def test_processors_agree_with_a_loop_over_the_vocabulary(
     sequence, logits = make_sequence("s", prompt, generated, **sampling), random_logits(1)[0]
     expected = torch.tensor(by_definition(sequence, logits))
     torch.testing.assert_close(adjusted(sequence, logits), expected)
-
-
-def test_processors_agree_with_transformers() -> None:
-    prompt, generated, logits = [3, 5, 5, 9], [9, 1, 30], random_logits(1)
-    ids = torch.tensor([prompt + generated])
-    cases: list[tuple[dict[str, Any], Any]] = [
-        ({"repetition_penalty": 1.3}, RepetitionPenaltyLogitsProcessor(1.3)),
-        ({"logit_bias": {4: 2.5, 9: -7.0}}, SequenceBiasLogitsProcessor([[[4], 2.5], [[9], -7.0]])),
-        (
-            {"min_tokens": 4, "stop_token_ids": (2, 7)},
-            MinNewTokensLengthLogitsProcessor(len(prompt), 4, [2, 7]),
-        ),
-        (
-            {"min_tokens": 3, "stop_token_ids": (2, 7)},
-            MinNewTokensLengthLogitsProcessor(len(prompt), 3, [2, 7]),
-        ),
-    ]
-    for sampling, processor in cases:
-        expected = processor(ids, logits.clone())[0]
-        torch.testing.assert_close(
-            adjusted(make_sequence("s", prompt, generated, **sampling), logits[0]), expected
-        )
 
 
 class EvenSampling(SamplingParams, frozen=True):
@@ -152,18 +126,6 @@ def test_row_with_nan_fails_alone() -> None:
     assert sampled.logprobs == {key: whole.logprobs[key] for key in (("a", 0), ("c", 0))}
 
 
-def test_failed_rows_have_no_logprobs() -> None:
-    asking, other = make_sequence("asking", range(5), logprobs=2), make_sequence("other", range(5))
-    logits = random_logits(2)
-    logits[0] = float("nan")
-    sampled = Sampler(CPU).sample(make_batch(rest_of(asking), rest_of(other)), logits)
-    assert sampled.failed == [asking] and not sampled.logprobs
-
-
-def test_empty_batch_draws_no_token() -> None:
-    assert Sampler(CPU).sample(make_batch(), random_logits(0)).token_ids == []
-
-
 def drawn_beside(company: list[Sequence]) -> list[int | None]:
     """Five tokens of one sequence; at each step one of those before it has left."""
     sampler, ours = Sampler(CPU), make_sequence("ours", [1, 2, 3], temperature=1.0, seed=7, top_p=0.9)
@@ -180,12 +142,6 @@ def test_sequence_draws_the_same_tokens_in_any_batch() -> None:
     company = [make_sequence(str(i), [i], temperature=2.0 * (i % 2), seed=i) for i in range(4)]
     assert drawn_beside(company) == drawn_beside([])
     assert len(set(drawn_beside([]))) > 1
-
-
-def test_choices_of_one_request_draw_differently() -> None:
-    choices = [make_sequence("s", [1], choice=i, temperature=1.0, seed=3) for i in range(8)]
-    logits = random_logits(1).expand(8, -1).clone() / 3
-    assert len(set(Sampler(CPU).sample(make_batch(*map(rest_of, choices)), logits).token_ids)) > 3
 
 
 def test_reused_key_has_its_new_parameters() -> None:
@@ -267,3 +223,33 @@ def test_forgotten_sequence_leaves_no_logprobs_to_a_reused_key() -> None:
     sampler.forget(first)
     second = make_sequence("s", [9], prompt_logprobs=0)
     assert prompt_rows(sampler, second, [0, 1], random_logits(1)) == (None,)
+
+
+@given(
+    num_rows=st.integers(0, 9), vocab_size=st.integers(1, 40), num_top=st.integers(0, 45), tied=st.booleans()
+)
+def test_logprob_rank_and_alternatives_agree_with_log_softmax(
+    num_rows: int, vocab_size: int, num_top: int, tied: bool
+) -> None:
+    logits = torch.randn((num_rows, vocab_size), generator=torch.Generator().manual_seed(num_rows)) * 3
+    logits = logits.round() if tied else logits
+    token_ids = [row * 7 % vocab_size for row in range(num_rows)]
+    rows = token_logprobs(logits, token_ids, num_top)
+    assert [row.token_id for row in rows] == token_ids
+    for row, logprobs_V in zip(rows, logits.double().log_softmax(-1).tolist(), strict=True):
+        chosen = logprobs_V[row.token_id]
+        assert row.logprob == pytest.approx(chosen, abs=1e-5)
+        assert row.rank == 1 + sum(value > chosen for value in logprobs_V)
+        assert len(row.top) == min(num_top, vocab_size)
+        likeliest = sorted(logprobs_V, reverse=True)[: len(row.top)]
+        assert [value for _, value in row.top] == pytest.approx(likeliest, abs=1e-5)
+        assert all(value == pytest.approx(logprobs_V[token], abs=1e-5) for token, value in row.top)
+
+
+def test_many_rows_are_processed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = torch.randn((20, 11), generator=torch.Generator().manual_seed(0))
+    token_ids = [row % 11 for row in range(20)]
+    at_once = token_logprobs(logits, token_ids, 3)
+    for rows_at_once in (1, 7, 19, 20):
+        monkeypatch.setattr(sampler_module, "ROWS_AT_ONCE", rows_at_once)
+        assert token_logprobs(logits, token_ids, 3) == at_once

@@ -1,27 +1,28 @@
 """Ranks other than 0: they come up, follow, and never outlive or outwait rank 0."""
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import closing
 from pathlib import Path
+from typing import Final
 
 import msgspec
 import psutil
 import pytest
 import torch
 
-from baton.clock import ManualClock
+from baton.config.engine import RankSidecar
+from baton.engine.cache.page_pool import mark_of
 from baton.engine.engine import load_engine
 from baton.engine.runner import tp_worker
 from baton.engine.runner.step_inputs import StepBuilder, encode
-from baton.engine.runner.tp_worker import TpWorkers
+from baton.engine.runner.tp_worker import TpWorkers, make_sidecar
 from baton.engine.scheduler.sequence import Batch
 from baton.errors import ConfigError, ModelError, WorkerLost
-from baton.request import Request, SamplingParams
 from tests.tiny_models import generate, tiny_config, tiny_engine
 
 
@@ -31,7 +32,7 @@ def children() -> list[psutil.Process]:
 
 @pytest.fixture(autouse=True)
 def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where the ranks meet; empty again when they have parted."""
+    """The folder in which the ranks meet; empty again once they have ended."""
     folder = tmp_path / "temporary"
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
@@ -52,41 +53,22 @@ def test_two_ranks_generate_the_tokens_of_one_and_leave_nothing_behind(
     assert children() == before and not list(temporary.iterdir())
 
 
-def test_a_step_with_nothing_to_compute_is_followed_too(tiny_model: Path) -> None:
-    clock = ManualClock()
-    engine = tiny_engine(
-        tiny_model, clock, tensor_parallel_size=2, scheduler={"max_queue_delay_ms": 1000.0, "max_num_seqs": 4}
-    )
-    try:
-        sampling = SamplingParams(temperature=0.0, max_tokens=3)
-        engine.add(Request(request_id="gathered", token_ids=(1, 2, 3), sampling=sampling))
-        assert engine.step() == []  # the queue window is open
-        clock.advance(2.0)
-        assert len([*engine.step(), *engine.step(), *engine.step()]) == 3
-    finally:
-        engine.close()
-
-
-def test_a_step_that_computes_nothing_ends_when_every_rank_has_come_to_its_end(tiny_model: Path) -> None:
-    engine = tiny_engine(tiny_model, tensor_parallel_size=2)
+def test_step_that_computes_nothing_ends_when_every_rank_has_come_to_its_end(tiny_model: Path) -> None:
     step = StepBuilder(page_size=4, max_num_seqs=1, max_pages=1).build(Batch(chunks=(), num_decodes=0))
-    try:
-        with ThreadPoolExecutor(1) as thread:
-            early = thread.submit(engine.runner.execute, step)
-            assert not wait([early], timeout=0.3).done
-            engine.runner.tp.send_command(encode(step))
-            assert len(early.result()) == 0
-    finally:
-        engine.close()
+    with (
+        closing(tiny_engine(tiny_model, tensor_parallel_size=2)) as engine,
+        ThreadPoolExecutor(1) as thread,
+    ):
+        early = thread.submit(engine.runner.execute, step)
+        assert not wait([early], timeout=0.3).done
+        engine.runner.tp.send_command(encode(step))
+        assert len(early.result()) == 0
 
 
-def test_a_model_path_may_be_relative(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_path_may_be_relative(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tiny_model.parent)
-    engine = tiny_engine(Path(tiny_model.name), tensor_parallel_size=2)
-    try:
+    with closing(tiny_engine(Path(tiny_model.name), tensor_parallel_size=2)) as engine:
         assert len(generate(engine, [1, 2, 3])) == 8
-    finally:
-        engine.close()
 
 
 def test_tp_worker_killed_while_serving_is_reported_and_the_engine_still_closes(
@@ -120,7 +102,7 @@ def test_interrupted_step_leaves_the_ranks_apart_and_the_next_request_fails(
     assert children() == before and not list(temporary.iterdir())
 
 
-def test_a_copy_that_fails_leaves_the_ranks_apart_too(
+def test_copy_that_fails_leaves_the_ranks_apart_too(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object) -> None:
@@ -128,8 +110,7 @@ def test_a_copy_that_fails_leaves_the_ranks_apart_too(
 
     prompt, num_bytes = list(range(48)), 24 * 4 * 256  # 24 pages of 4 tokens on each rank, and on its host
     cache = {"kv_cache_memory_bytes": num_bytes, "host_cache_memory_bytes": num_bytes}
-    engine = tiny_engine(tiny_model, tensor_parallel_size=2, cache=cache)
-    try:
+    with closing(tiny_engine(tiny_model, tensor_parallel_size=2, cache=cache)) as engine:
         generate(engine, prompt)
         generate(engine, [*range(20, 60), *range(40)])  # some of the prompt's pages go to the host
         monkeypatch.setattr(engine.runner, "execute", fail)
@@ -137,18 +118,6 @@ def test_a_copy_that_fails_leaves_the_ranks_apart_too(
             engine.pin(engine.page_keys(prompt, b"", 4), "a borrower")
         with pytest.raises(WorkerLost, match="left the ranks apart: the engine must be loaded again"):
             generate(engine, [1, 2, 3])
-    finally:
-        engine.close()
-
-
-def test_tp_worker_that_dies_while_starting_is_reported(
-    tiny_model: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before = children()
-    monkeypatch.setattr(sys, "executable", shutil.which("false"))
-    with pytest.raises(WorkerLost, match="rank 1 ended with status 1 before it was ready"):
-        TpWorkers(tiny_config(tiny_model, tensor_parallel_size=3))
-    assert children() == before and not list(temporary.iterdir())
 
 
 def executable(path: Path, script: str) -> str:
@@ -157,13 +126,25 @@ def executable(path: Path, script: str) -> str:
     return str(path)
 
 
-def test_tp_worker_that_hangs_while_starting_is_killed(
-    tiny_model: Path, tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("script", "message"),
+    [
+        ("exit 1", "rank 1 ended with status 1 before it was ready"),
+        ("exec sleep 600", "rank 1 was not ready within 0.5 s"),
+    ],
+)
+def test_tp_worker_that_does_not_start_is_reported_and_none_is_left(
+    tiny_model: Path,
+    tmp_path: Path,
+    temporary: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    script: str,
+    message: str,
 ) -> None:
     before = children()
-    monkeypatch.setattr(sys, "executable", executable(tmp_path / "hangs", "exec sleep 600"))
-    monkeypatch.setattr(tp_worker, "START_TIMEOUT_S", 0.2)
-    with pytest.raises(WorkerLost, match=r"rank 1 was not ready within 0.2 s"):
+    monkeypatch.setattr(sys, "executable", executable(tmp_path / "rank", script))
+    monkeypatch.setattr(tp_worker, "START_TIMEOUT_S", 0.5 if "sleep" in script else 60.0)
+    with pytest.raises(WorkerLost, match=message):
         TpWorkers(tiny_config(tiny_model, tensor_parallel_size=3))
     assert children() == before and not list(temporary.iterdir())
 
@@ -212,13 +193,13 @@ def test_killed_tp_worker_without_an_error_is_worker_lost(
 ) -> None:
     before = children()
 
-    def kill_followers(*_: object) -> None:
+    def kill_tp_workers(*_: object) -> None:
         for process in set(children()) - set(before):
             process.kill()
 
     config = tiny_config(tiny_model, tensor_parallel_size=2)
     with pytest.raises(WorkerLost, match="rank 0 of 2 lost a peer"):
-        load_engine(config, progress=kill_followers)
+        load_engine(config, progress=kill_tp_workers)
     assert children() == before
 
 
@@ -233,7 +214,7 @@ if __name__ == "__main__":
 """
 
 
-def test_a_follower_ends_when_rank_0_is_killed(tiny_model: Path, temporary: Path) -> None:
+def test_tp_worker_ends_when_rank_0_is_killed(tiny_model: Path, temporary: Path) -> None:
     rank_0 = subprocess.Popen(
         [sys.executable, "-c", RANK_0, str(tiny_model)],
         cwd=Path(__file__).parents[4],
@@ -246,4 +227,53 @@ def test_a_follower_ends_when_rank_0_is_killed(tiny_model: Path, temporary: Path
         assert rank_0.stdout is not None and rank_0.stdout.readline() == b"loaded\n"
         assert len(psutil.Process(rank_0.pid).children()) == 1
         rank_0.send_signal(signal.SIGKILL)
-        rank_0.communicate(timeout=20)  # the follower has the same error output: it is at its end now
+        rank_0.communicate(timeout=20)  # the TP worker has the same error output: it is at its end now
+
+
+# Sidecars of the other ranks: made before their pools, started with them, closed after them.
+
+FACTORY: Final = "tests.recording_sidecar:RecordingSidecar"
+
+
+@pytest.mark.parametrize("factory", ["", "tests", "tests.nowhere:Nobody", "tests.fakes:Nobody", ":"])
+def test_unknown_factory_is_refused(factory: str) -> None:
+    with pytest.raises(ConfigError, match="sidecar: there is no"):
+        make_sidecar(RankSidecar(factory=factory, arguments=""))
+
+
+def test_sidecar_gives_the_pools_memory_and_lives_as_long_as_the_steps(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    sidecar = RankSidecar(factory=FACTORY, arguments=str(tmp_path))
+    engine = load_engine(tiny_config(tiny_model, tensor_parallel_size=2), sidecar=sidecar)
+    shape = list(engine.runner.pool.device.shape)  # this rank's, cut as the other's
+    notes = (tmp_path / "rank").read_text().splitlines()
+    assert notes == ["made", f"zeros {shape}", f"start 1 {shape}"]
+    assert len(generate(engine, [1, 2, 3])) == 8
+    engine.close()
+    assert (tmp_path / "rank").read_text().splitlines()[3:] == [
+        "close, steps have written: True",
+        f"steps have come to mark {engine.runner.steps.launched}",
+    ]
+    assert engine.runner.steps.launched == mark_of(8)  # a step for each token
+
+
+def test_sidecar_that_does_not_start_is_reported_to_the_caller(tiny_model: Path, tmp_path: Path) -> None:
+    before, folder = psutil.Process().children(), tmp_path / "fails"
+    folder.mkdir()
+    sidecar = RankSidecar(factory=FACTORY, arguments=str(folder))
+    with pytest.raises(ModelError, match="rank 1: this sidecar does not start"):
+        load_engine(tiny_config(tiny_model, tensor_parallel_size=2), sidecar=sidecar)
+    assert psutil.Process().children() == before
+
+
+def test_single_rank_has_no_sidecar(tiny_model: Path, temporary: Path) -> None:
+    sidecar = RankSidecar(factory=FACTORY, arguments=str(temporary))
+    load_engine(tiny_config(tiny_model), sidecar=sidecar).close()
+    assert not list(temporary.iterdir())
+
+
+def test_unexpected_error_of_a_rank_is_reported_as_worker_lost(tiny_model: Path) -> None:
+    sidecar = RankSidecar(factory="builtins:int", arguments="not a number")
+    with pytest.raises(WorkerLost, match="rank 1: ValueError: invalid literal"):
+        load_engine(tiny_config(tiny_model, tensor_parallel_size=2), sidecar=sidecar)

@@ -1,4 +1,4 @@
-"""Who gets the tokens of a step."""
+"""Continuous batching: the order in which sequences get the tokens of a step."""
 
 import pytest
 

@@ -38,7 +38,7 @@ def test_claims_keep_salts_apart_and_count_as_queries() -> None:
     assert (harness.cache.num_queried_tokens - queried, harness.cache.num_hit_tokens) == (20, 8)
 
 
-def test_a_claim_is_cut_to_a_multiple_that_both_sides_can_start_at() -> None:
+def test_claim_is_cut_to_a_multiple_that_both_sides_can_start_at() -> None:
     harness = make()
     harness.add("a", PROMPT * 2)
     harness.run()
@@ -49,7 +49,7 @@ def test_a_claim_is_cut_to_a_multiple_that_both_sides_can_start_at() -> None:
     assert taken == [16, 16, 16, 16, 16, 0]
 
 
-def test_an_owner_has_one_claim() -> None:
+def test_owner_has_one_claim() -> None:
     harness = make()
     harness.add("a", PROMPT)
     harness.run()
@@ -97,7 +97,7 @@ def test_kept_pages_hold_everything_computed_until_they_are_let_go(budget: int) 
     harness.run()
 
 
-def test_an_aborted_sequence_keeps_nothing() -> None:
+def test_aborted_sequence_keeps_nothing() -> None:
     harness = make()
     (sequence,) = harness.add("a", PROMPT)
     sequence.keeps_pages = True
@@ -110,7 +110,7 @@ def test_an_aborted_sequence_keeps_nothing() -> None:
 # Room for reservations.
 
 
-def test_a_failed_sequence_leaves_no_page_to_be_found() -> None:
+def test_failed_sequence_leaves_no_page_to_be_found() -> None:
     harness = make()
     (sequence,) = harness.add("a", PROMPT, SamplingParams(max_tokens=9))
     harness.step()

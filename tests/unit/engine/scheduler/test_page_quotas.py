@@ -73,14 +73,14 @@ def test_pages_that_two_sequences_share_count_once() -> None:
     harness.run()
 
 
-def test_an_answer_ends_where_its_quota_does() -> None:
+def test_answer_ends_where_its_quota_does() -> None:
     harness = make_harness()
     (sequence,) = harness.add("a", range(8), LONG, tenant="tight", scheduling_key=TIGHT)
     harness.run()
     assert sequence.num_tokens == 40
 
 
-def test_a_prompt_beyond_its_quota_is_refused_by_name() -> None:
+def test_prompt_beyond_its_quota_is_refused_by_name() -> None:
     with pytest.raises(InvalidRequest, match="quota max_kv_pages of 10 pages, and the model, hold 40"):
         make_harness().add("a", range(40), LONG, tenant="tight", scheduling_key=TIGHT)
 

@@ -76,28 +76,25 @@ def lane(share: Share, num_tokens: list[int], rank: int = 0) -> list[Sequence]:
     return sequences
 
 
-def names(*lanes: list[Sequence]) -> str:
+@pytest.mark.parametrize(
+    ("lanes", "expected"),
+    [
+        # The key with the least work comes next.
+        ([lane(Share("a"), [30, 30]), lane(Share("b"), [10] * 4)], "a0 b0 b1 b2 a1 b3"),
+        # Recent work counts.
+        ([lane(Share("a", work=25.0), [10, 10]), lane(Share("b"), [10] * 4)], "b0 b1 b2 a0 b3 a1"),
+        # A weight multiplies turns.
+        (
+            [lane(Share("h", weight=3.0), [10] * 6), lane(Share("l"), [10] * 2)],
+            "h0 l0 h1 h2 l1 h3 h4 h5",
+        ),
+        # A better class comes first.
+        ([lane(Share("l"), [10] * 2, rank=1), lane(Share("h", work=1e6), [10] * 2)], "h0 h1 l0 l1"),
+    ],
+)
+def test_order_follows_class_then_work_for_the_weight(lanes: list[list[Sequence]], expected: str) -> None:
     given = in_turn([iter(each) for each in lanes], lambda sequence: sequence.num_tokens)
-    return " ".join(sequence.request_id for sequence in given)
-
-
-def test_key_with_least_work_comes_next() -> None:
-    long, short = lane(Share("a"), [30, 30]), lane(Share("b"), [10, 10, 10, 10])
-    assert names(long, short) == "a0 b0 b1 b2 a1 b3"
-
-
-def test_recent_work_counts() -> None:
-    assert names(lane(Share("a", work=25.0), [10, 10]), lane(Share("b"), [10] * 4)) == "b0 b1 b2 a0 b3 a1"
-
-
-def test_weight_multiplies_turns() -> None:
-    heavy = lane(Share("h", weight=3.0), [10] * 6)
-    assert names(heavy, lane(Share("l"), [10] * 2)) == "h0 l0 h1 h2 l1 h3 h4 h5"
-
-
-def test_better_class_comes_first() -> None:
-    high = lane(Share("h", work=1e6), [10] * 2)
-    assert names(lane(Share("l"), [10] * 2, rank=1), high) == "h0 h1 l0 l1"
+    assert " ".join(sequence.request_id for sequence in given) == expected
 
 
 def test_sequence_without_tokens_costs_no_work() -> None:

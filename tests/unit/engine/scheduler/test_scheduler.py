@@ -55,27 +55,6 @@ def test_missing_sample_is_an_integrity_error() -> None:
         harness.scheduler.commit(batch, [None])
 
 
-def test_repeated_prompt_comes_from_the_cache() -> None:
-    harness = make_harness()
-    harness.add("a", PROMPT)
-    harness.run()
-    (again,) = harness.add("b", PROMPT)
-    plan, batch, _ = harness.step()
-    assert again.num_cached_tokens == 8
-    assert plan.page_needs == {again.key: 1} and batch.chunks[0].start == 8
-    harness.run()
-
-
-def test_generated_tokens_are_cached_too() -> None:
-    harness = make_harness()
-    (first,) = harness.add("a", PROMPT, SamplingParams(max_tokens=12))
-    harness.run()
-    (second,) = harness.add("b", [*first.token_ids, 5])
-    harness.step()
-    assert second.num_cached_tokens == 20  # 21 tokens have KV: the last one was never computed
-    harness.run()
-
-
 def test_prompt_logprobs_compute_the_whole_prompt_and_share_it_afterwards() -> None:
     harness = make_harness()
     (first,) = harness.add("a", PROMPT, SamplingParams(max_tokens=5))
