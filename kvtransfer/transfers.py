@@ -209,7 +209,7 @@ class Outgoing(TransferEnd[SourceHandoff]):
         super().__init__(handoff, link, routes)
         self.timeline = Timeline(clock, num_units * len(routes))
         self._on_finished = on_finished
-        self._num_pages_told = [0] * len(routes)  # part -> source pages that its rank knows
+        self._num_pages_sent = [0] * len(routes)  # part -> source pages that its rank knows
         self._unreached: set[int] = set()  # parts without an open transport
         self._stopping: set[int] = set()  # parts that may still read or write
         self._begin: Callable[[], list[Action]] | None = None
@@ -282,8 +282,8 @@ class Outgoing(TransferEnd[SourceHandoff]):
 
     def _push(self, push: Push) -> None:
         pages = self.handoff.pages
-        more_pages = tuple(pages[self._num_pages_told[push.part] :])
-        self._num_pages_told[push.part] = len(pages)
+        more_pages = tuple(pages[self._num_pages_sent[push.part] :])
+        self._num_pages_sent[push.part] = len(pages)
         self.timeline.pushed()
         self._command(
             PushPart(

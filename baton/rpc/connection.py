@@ -369,7 +369,7 @@ class Outbox:
 
 # A connection as a stream of messages, which the owner's thread handles.
 #
-# 1. A thread reads messages and posts each as a call for the owner's thread to make. While MAX_UNHEARD_BYTES
+# 1. A thread reads messages and posts each as a call for the owner's thread to make. While MAX_WAITING_BYTES
 #    wait for the owner, the thread reads no more. Sending never waits for the peer.
 # 2. With a link timeout both ends ping, from the reading thread, and drop a peer that is silent for so long
 #    (baton/rpc/liveness.py). While too much waits for the owner, nothing is read and no peer is dropped.
@@ -378,18 +378,18 @@ class Outbox:
 
 Call: TypeAlias = Callable[[], None]
 Post: TypeAlias = Callable[[Call], None]  # hands a call to the owner's thread, from any thread
-Heard = TypeVar("Heard")
+ReceivedT = TypeVar("ReceivedT")
 
-MAX_UNHEARD_BYTES: Final = 2 * MAX_BODY_BYTES  # room for the largest message, and for the one before it
+MAX_WAITING_BYTES: Final = 2 * MAX_BODY_BYTES  # room for the largest message, and for the one before it
 
 
-class MessageStream(Generic[Heard]):
+class MessageStream(Generic[ReceivedT]):
     """The messages over one connection; `start` begins to read."""
 
     def __init__(
         self,
         connection: Connection,
-        decode: Callable[[bytes], Heard],
+        decode: Callable[[bytes], ReceivedT],
         name: str,
         *,
         link_timeout_s: float | None = None,
@@ -402,11 +402,11 @@ class MessageStream(Generic[Heard]):
         self._name = name
         self._outbox = Outbox(connection)
         self._life = None if link_timeout_s is None else LinkLife(link_timeout_s, time.monotonic())
-        self._heard = threading.Condition()
-        self._num_unheard_bytes = 0  # of messages whose calls are still to be made
+        self._has_room = threading.Condition()
+        self._num_waiting_bytes = 0  # of messages whose calls are still to be made
         self._thread: threading.Thread | None = None
 
-    def start(self, post: Post, on_message: Callable[[Heard], None], on_lost: Call) -> None:
+    def start(self, post: Post, on_message: Callable[[ReceivedT], None], on_lost: Call) -> None:
         """The calls are posted, never made by the reading thread. RuntimeError: no thread can be had."""
         thread = threading.Thread(
             target=self._read, args=(post, on_message, on_lost), name=self._name, daemon=True
@@ -427,19 +427,19 @@ class MessageStream(Generic[Heard]):
     def close(self) -> None:
         """Returns when no thread is left; from the owner's thread or another."""
         self._connection.close()
-        with self._heard:
-            self._heard.notify()
+        with self._has_room:
+            self._has_room.notify()
         self._outbox.close()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
 
-    def _read(self, post: Post, on_message: Callable[[Heard], None], on_lost: Call) -> None:
+    def _read(self, post: Post, on_message: Callable[[ReceivedT], None], on_lost: Call) -> None:
         try:
             while True:
                 body = self._next_body()
                 message = self._decode(body)
                 self._make_room(len(body))
-                post(partial(self._hear, on_message, message, len(body)))
+                post(partial(self._deliver, on_message, message, len(body)))
         except WireError as error:
             self.drop(error)
         except PeerGone:
@@ -450,12 +450,12 @@ class MessageStream(Generic[Heard]):
 
     def _make_room(self, num_bytes: int) -> None:
         def has_room() -> bool:
-            return self._num_unheard_bytes + num_bytes <= MAX_UNHEARD_BYTES or self._connection.is_closed
+            return self._num_waiting_bytes + num_bytes <= MAX_WAITING_BYTES or self._connection.is_closed
 
-        with self._heard:
-            while not self._heard.wait_for(has_room, None if self._life is None else PING_S):
-                self._keep_alive(has_heard=True)
-            self._num_unheard_bytes += num_bytes
+        with self._has_room:
+            while not self._has_room.wait_for(has_room, None if self._life is None else PING_S):
+                self._keep_alive(has_received=True)
+            self._num_waiting_bytes += num_bytes
 
     def _next_body(self) -> bytes:
         """The next that is no ping."""
@@ -465,24 +465,24 @@ class MessageStream(Generic[Heard]):
             try:
                 body = self._connection.recv(PING_S)
             except TimeoutError:
-                self._keep_alive(has_heard=False)
+                self._keep_alive(has_received=False)
                 continue
-            self._keep_alive(has_heard=True)
+            self._keep_alive(has_received=True)
             if not self._life.take_ping(body):
                 return body
 
-    def _keep_alive(self, *, has_heard: bool) -> None:
+    def _keep_alive(self, *, has_received: bool) -> None:
         """Ping the peer when that is due; WireError when it is silent."""
         assert self._life is not None
         now_s = time.monotonic()
-        if has_heard:
+        if has_received:
             self._life.heard(now_s)
         ping = self._life.tick(now_s)
         if ping is not None:
             self.send(ping)
 
-    def _hear(self, on_message: Callable[[Heard], None], message: Heard, num_bytes: int) -> None:
-        with self._heard:
-            self._num_unheard_bytes -= num_bytes
-            self._heard.notify()
+    def _deliver(self, on_message: Callable[[ReceivedT], None], message: ReceivedT, num_bytes: int) -> None:
+        with self._has_room:
+            self._num_waiting_bytes -= num_bytes
+            self._has_room.notify()
         on_message(message)

@@ -2,7 +2,7 @@
 
 1. The rank's process makes the agent before its pool: `zeros_on_cpu` puts the pool of a CPU into shared
    memory.
-2. `start` connects to rank 0, whose address came with the arguments (kvtransfer/ranks/ranks.py).
+2. `start` connects to rank 0, at the address in the arguments (kvtransfer/ranks/ranks.py).
 3. SetUp makes it listen for sources. It performs the commands of rank 0, and nothing else.
 4. When the connection to rank 0 ends, for any reason, every push is stopped and every listener closed.
 """
@@ -25,8 +25,8 @@ from baton.kvtransfer.protocol.messages import ID_BYTES
 from baton.kvtransfer.ranks.executor import CompletedSteps, RankExecutor
 from baton.kvtransfer.ranks.messages import (
     RANK_SCHEMA,
+    AgentHello,
     AllStopped,
-    Came,
     Counted,
     RankSettings,
     Ready,
@@ -86,9 +86,9 @@ class RankAgent:
             sock, self._arguments.secret, Role.CONNECTING, dropped=self._dropped, schema=RANK_SCHEMA
         )
         connection.handshake(CONNECT_S)
-        connection.send(encode(Came(rank=rank)))
+        connection.send(encode(AgentHello(rank=rank)))
         self._stream = MessageStream(connection, decode_for_follower, "kv-rank-0")
-        self._stream.start(self._inbox.put, self._obey, self._end)
+        self._stream.start(self._inbox.put, self._perform, self._end)
         self._thread = threading.Thread(target=self._run, name="kv-agent", daemon=True)
         self._thread.start()
 
@@ -114,7 +114,7 @@ class RankAgent:
             if self._executor is not None:
                 self._executor.close()
 
-    def _obey(self, message: ToFollower) -> None:
+    def _perform(self, message: ToFollower) -> None:
         if isinstance(message, SetUp):
             self._set_up(message.settings)
             return
@@ -122,9 +122,9 @@ class RankAgent:
             raise WireError(f"{type(message).__name__} came before SetUp", reason="order")
         if isinstance(message, StopAll):
             self._executor.stop()
-            self._say(AllStopped())
+            self._send(AllStopped())
         elif isinstance(message, TellCounts):
-            self._say(Counted(counts=self._executor.counts()))
+            self._send(Counted(counts=self._executor.counts()))
         else:
             self._executor.perform(message)
 
@@ -138,14 +138,14 @@ class RankAgent:
             secrets.token_bytes(ID_BYTES),
             transport_set(settings.transport),
             self._inbox.put,
-            self._say,
+            self._send,
             clock=SystemClock(),
             dropped=self._dropped,
             steps=self._steps,
         )
-        self._say(Ready(listeners=self._executor.listeners))
+        self._send(Ready(listeners=self._executor.listeners))
 
-    def _say(self, message: ToRankZero) -> None:
+    def _send(self, message: ToRankZero) -> None:
         assert self._stream is not None
         self._stream.send(encode(message))
 

@@ -168,7 +168,7 @@ class StopAll(RankMessage, frozen=True):
 
 
 # Events.
-class Came(RankMessage, frozen=True):
+class AgentHello(RankMessage, frozen=True):
     """The first message of a follower."""
 
     rank: Rank
@@ -250,7 +250,7 @@ PartEvent: TypeAlias = (
     | PartStopped
 )
 ToFollower: TypeAlias = SetUp | Command | StopAll | TellCounts
-ToRankZero: TypeAlias = Came | Ready | AllStopped | Counted | PartEvent
+ToRankZero: TypeAlias = AgentHello | Ready | AllStopped | Counted | PartEvent
 RANK_SCHEMA: Final = schema_hash(ToFollower, ToRankZero)
 _ENCODER: Final = msgspec.msgpack.Encoder()
 _TO_FOLLOWER: Final[msgspec.msgpack.Decoder[ToFollower]] = msgspec.msgpack.Decoder(ToFollower)

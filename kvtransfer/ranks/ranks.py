@@ -37,8 +37,8 @@ from baton.kvtransfer.protocol.messages import ListenerAddresses, PeerRank, Rank
 from baton.kvtransfer.ranks.executor import Emit, Executor, RankExecutor
 from baton.kvtransfer.ranks.messages import (
     RANK_SCHEMA,
+    AgentHello,
     AllStopped,
-    Came,
     ClosePart,
     Command,
     Counted,
@@ -66,9 +66,9 @@ from baton.rpc.connection import Connection, DroppedPeers, MessageStream, Post, 
 
 logger = logging.getLogger(__name__)
 AGENT: Final = "baton.kvtransfer.ranks.agent:RankAgent"
-COME_S: Final = 60.0  # for all agents to connect; a loaded engine has started them all
+AGENTS_TIMEOUT_S: Final = 60.0  # for all agents to connect; a loaded engine has started them all
 # Listeners of a GPU's pool take a while: staging memory, the first CUDA call of a thread.
-SET_UP_S: Final = 60.0
+SET_UP_TIMEOUT_S: Final = 60.0
 STOP_S: Final = 5.0  # for followers to confirm that no page leaves them
 SECRET_BYTES: Final = 32
 
@@ -102,7 +102,7 @@ class RemoteRank:
         self._on_lost: OnLost
         try:
             connection.send(encode(SetUp(settings=settings)))
-            answer = decode_for_rank_zero(connection.recv(SET_UP_S))
+            answer = decode_for_rank_zero(connection.recv(SET_UP_TIMEOUT_S))
         except (BatonError, TimeoutError) as error:
             connection.close()
             raise WorkerLost(f"rank {self.rank} does not listen for sources: {error}") from error
@@ -116,7 +116,7 @@ class RemoteRank:
         has died.
         """
         self._post, self._emit, self._on_lost = post, emit, on_lost
-        self._stream.start(post, self._hear, self._lose)
+        self._stream.start(post, self._received, self._on_end)
 
     @property
     def is_dead(self) -> bool:
@@ -159,19 +159,19 @@ class RemoteRank:
             self._has_stopped.set()
         return message
 
-    def _hear(self, message: ToRankZero) -> None:
+    def _received(self, message: ToRankZero) -> None:
         if isinstance(message, Counted):
             self._counts, self._is_asked = message.counts, False
-        elif not isinstance(message, Came | Ready | AllStopped):
+        elif not isinstance(message, AgentHello | Ready | AllStopped):
             self._emit(message)
 
-    def _lose(self) -> None:
+    def _on_end(self) -> None:
         if not self.is_lost:
             self.is_lost = True
             self._on_lost(self)
 
     def _on_death(self) -> None:
-        self._lose()
+        self._on_end()
         self._is_dead = True
         self._on_lost(self)
 
@@ -192,7 +192,7 @@ class RankAgents:
         self.num_ranks = num_ranks
         self._dropped = dropped or DroppedPeers()
         self._secret = secrets.token_bytes(SECRET_BYTES)
-        self._came = threading.Condition()
+        self._has_connected = threading.Condition()
         self._newcomers: dict[int, _Newcomer] = {}  # by rank, until `watch`
         self._watch = ProcessWatch()
         listener, self._address = listen_on_host("baton-ranks")
@@ -205,7 +205,7 @@ class RankAgents:
         arguments = AgentArguments(address=self._address, secret=self._secret)
         return RankSidecar(factory=AGENT, arguments=msgspec.json.encode(arguments).decode())
 
-    def set_up(self, settings: RankSettings, timeout_s: float = COME_S) -> list[RemoteRank]:
+    def set_up(self, settings: RankSettings, timeout_s: float = AGENTS_TIMEOUT_S) -> list[RemoteRank]:
         """Return every other rank, in order, ready for commands. settings: those of rank 0.
 
         Raises WorkerLost when an agent does not connect in time.
@@ -213,8 +213,8 @@ class RankAgents:
         others = range(1, self.num_ranks)
         if not others:
             self.close()
-        with self._came:
-            if not self._came.wait_for(lambda: len(self._newcomers) == len(others), timeout_s):
+        with self._has_connected:
+            if not self._has_connected.wait_for(lambda: len(self._newcomers) == len(others), timeout_s):
                 missing = [rank for rank in others if rank not in self._newcomers]
                 raise WorkerLost(f"the agents of ranks {missing} did not connect within {timeout_s:g} s")
         self._close_listener()
@@ -237,7 +237,7 @@ class RankAgents:
     def close(self) -> None:
         self._close_listener()
         self._watch.close()
-        with self._came:
+        with self._has_connected:
             for newcomer in self._newcomers.values():
                 newcomer.connection.close()
                 os.close(newcomer.process)
@@ -256,7 +256,7 @@ class RankAgents:
             connection = Connection(
                 sock, self._secret, Role.ACCEPTING, dropped=self._dropped, schema=RANK_SCHEMA
             )
-            self._let_in(sock, _Newcomer(connection.handshake(COME_S), process))
+            self._let_in(sock, _Newcomer(connection.handshake(AGENTS_TIMEOUT_S), process))
         except (BatonError, TimeoutError, OSError) as error:
             logger.warning("an agent was not let in: %s", error)
             if connection is not None:
@@ -266,19 +266,19 @@ class RankAgents:
                 os.close(process)
 
     def _let_in(self, sock: socket.socket, newcomer: _Newcomer) -> None:
-        came = decode_for_rank_zero(newcomer.connection.recv(COME_S))
-        with self._came:
-            if not isinstance(came, Came) or not 1 <= came.rank < self.num_ranks:
+        hello = decode_for_rank_zero(newcomer.connection.recv(AGENTS_TIMEOUT_S))
+        with self._has_connected:
+            if not isinstance(hello, AgentHello) or not 1 <= hello.rank < self.num_ranks:
                 raise newcomer.connection.drop(
-                    WireError(f"{came} is not a rank of this replica", reason="rank")
+                    WireError(f"{hello} is not a rank of this replica", reason="rank")
                 )
-            if came.rank in self._newcomers:
+            if hello.rank in self._newcomers:
                 raise newcomer.connection.drop(
-                    WireError(f"rank {came.rank} has connected already", reason="rank")
+                    WireError(f"rank {hello.rank} has connected already", reason="rank")
                 )
             self._acceptor.let_in(sock)
-            self._newcomers[came.rank] = newcomer
-            self._came.notify_all()
+            self._newcomers[hello.rank] = newcomer
+            self._has_connected.notify_all()
 
 
 class Ranks:

@@ -365,6 +365,13 @@ def test_corrupt_units_are_written_again_once_and_as_ranges() -> None:
         source.handoff.receive(Corrupt(**OF_TRANSFER, units=(0,)))
 
 
+@pytest.mark.parametrize(("units", "part"), [((NUM_UNITS,), 0), ((0, 400), 0), ((0,), 1)])
+def test_units_that_the_transfer_does_not_have_cannot_be_corrupt(units: tuple[int, ...], part: int) -> None:
+    source = Source().to(SourceState.COMMITTING)
+    with pytest.raises(ProtocolError, match="unexpected Corrupt"):
+        source.handoff.receive(Corrupt(**OF_TRANSFER, units=units, part=part))
+
+
 def test_failed_push_ends_the_transfer_with_the_reason() -> None:
     source = Source().to(SourceState.STREAMING)
     actions = source.handoff.push_failed(0, 0, NUM_UNITS, "cut")

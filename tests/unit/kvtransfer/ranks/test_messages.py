@@ -23,7 +23,7 @@ OF_PART: dict[str, Any] = {"transfer": b"t" * 16, "part": 3}
 ALL_PAGES = tuple(range(2**31 - MAX_PAGES, 2**31))
 ALL_GENERATIONS = tuple(range(2**32 - MAX_PAGES, 2**32))
 EVENTS: list[m.ToRankZero] = [
-    m.Came(rank=1),
+    m.AgentHello(rank=1),
     m.Ready(listeners=LISTENERS),
     m.AllStopped(),
     m.PartOpened(**OF_PART),

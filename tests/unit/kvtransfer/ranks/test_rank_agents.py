@@ -13,7 +13,7 @@ import torch
 from baton.errors import PeerGone, WireError, WorkerLost
 from baton.kvtransfer.endpoint import EndpointSettings
 from baton.kvtransfer.ranks.agent import RankAgent
-from baton.kvtransfer.ranks.messages import RANK_SCHEMA, Came, StopAll, encode
+from baton.kvtransfer.ranks.messages import RANK_SCHEMA, AgentHello, StopAll, encode
 from baton.kvtransfer.ranks.ranks import AgentArguments, RankAgents, RemoteRank, _Newcomer
 from baton.pages import PageLayout
 from baton.rpc.connection import Connection, Role
@@ -126,7 +126,7 @@ def test_rank_that_does_not_connect_is_named(agents: RankAgents) -> None:
 def test_agent_of_an_impossible_or_known_rank_is_dropped(agents: RankAgents, rank: int) -> None:
     first = come(agents, 1)
     connection = connect(agents).handshake()
-    connection.send(encode(Came(rank=rank)))
+    connection.send(encode(AgentHello(rank=rank)))
     with pytest.raises(PeerGone):
         connection.recv(5.0)
     come(agents, 2)

@@ -10,8 +10,8 @@ from baton.errors import WorkerLost
 from baton.kvtransfer.endpoint import EndpointSettings
 from baton.kvtransfer.protocol.messages import RankListenerAddresses
 from baton.kvtransfer.ranks.messages import (
+    AgentHello,
     AllStopped,
-    Came,
     ClosePart,
     Counted,
     DropLink,
@@ -101,7 +101,7 @@ def test_events_are_reported_in_the_owners_thread(ends: Ends) -> None:
     assert ends.events == [opened]
 
 
-@pytest.mark.parametrize("word", [Came(rank=1), AllStopped()])
+@pytest.mark.parametrize("word", [AgentHello(rank=1), AllStopped()])
 def test_rank_that_does_not_listen_is_lost(word: ToRankZero) -> None:
     with pytest.raises(WorkerLost, match="rank 1 said"):
         Ends(word)
