@@ -1,6 +1,8 @@
 import msgspec
 import pytest
 
+from baton.clock import ManualClock
+from baton.config.router import RouterConfig
 from baton.errors import ProtocolError, WireError
 from baton.messages.bounds import Kind
 from baton.messages.codec import AnyMessage
@@ -13,6 +15,7 @@ from baton.messages.control import (
     Heartbeat,
     Hello,
     Members,
+    Reachable,
     Rejected,
     Routed,
     Started,
@@ -33,10 +36,11 @@ from baton.messages.operations import (
 )
 from baton.messages.workers import Load, RunningStep
 from baton.request import Request
-from baton.router.router import SETTLE_S
+from baton.router import membership
+from baton.router.router import SETTLE_S, Router
 from baton.tenants import Quotas, SchedulingKey
 from tests.node_peers import TestPeer, a_request, a_worker, id_of
-from tests.unit.router.router_cluster import cluster
+from tests.unit.router.router_cluster import Cluster, cluster
 
 
 def test_peers_hear_every_change_of_the_members() -> None:
@@ -343,3 +347,116 @@ def test_only_gateways_report_as_gateways() -> None:
     c = cluster("d0")
     with pytest.raises(ProtocolError):
         c["d0"].say(GatewayReport(status=GatewayStatus(id=id_of("g"))))
+
+
+@pytest.mark.parametrize("who", ["worker", "operator"])
+def test_members_name_draining_workers(who: str) -> None:
+    c = cluster("p", "d")
+    c.tick()
+    assert c["g"].take(Members)[-1].draining == ()
+    if who == "worker":
+        c["d"].say(Heartbeat(load=Load(), is_draining=True))
+    else:
+        TestPeer.operator(c.router).say(Drain(worker="d"))
+    c.tick()
+    assert c["g"].take(Members)[-1].draining == (id_of("d"),)
+    assert c["p"].take(Members)[-1].draining == (id_of("d"),)
+    c.tick()
+    assert c["g"].take(Members) == []
+
+
+def test_worker_is_ready_when_gateways_and_partners_reach_it() -> None:
+    router = Router(RouterConfig(), ManualClock(), id_of("router"))
+    p, d = (TestPeer.worker(router, a_worker(name)) for name in ("p", "d"))
+    assert router.status().num_met == 0
+    p.say(Reachable(workers=(d.id,)))
+    assert router.status().num_met == 0
+    d.say(Reachable(workers=(p.id,)))
+    assert router.status().num_met == 2
+    gateway = TestPeer.gateway(router)
+    assert router.status().num_met == 0
+    gateway.say(Reachable(workers=(d.id,)))
+    assert router.status().num_met == 1
+    gateway.say(Reachable(workers=(d.id, p.id)))
+    assert router.status().num_met == 2
+    d.leave()
+    assert router.status().num_met == 1
+
+
+def test_workers_of_other_weights_need_not_reach_each_other() -> None:
+    router = Router(RouterConfig(), ManualClock(), id_of("router"))
+    for name, fingerprint in (("p", "f"), ("d", "others")):
+        TestPeer.worker(router, a_worker(name, fingerprint=fingerprint))
+    assert router.status().num_met == 2
+
+
+def join(c: Cluster, which: str, incarnation: int) -> TestPeer:
+    worker = msgspec.structs.replace(a_worker(which), name="d", incarnation=incarnation)
+    return TestPeer.worker(c.router, worker)
+
+
+def test_later_process_replaces_the_earlier() -> None:
+    c = cluster()
+    earlier = join(c, "earlier", 1)
+    join(c, "later", 2)
+    assert not earlier.is_open
+    assert c.router.members.find("d") is c.router.members.get(id_of("later"))
+
+
+def test_earlier_process_is_refused_while_the_later_is_connected() -> None:
+    """After a restart of the router, a suspended process wakes up."""
+    c = cluster()
+    later = join(c, "later", 2)
+    with pytest.raises(WireError, match="has started after") as refused:
+        join(c, "earlier", 1)
+    assert refused.value.reason == "fenced"
+    assert later.is_open
+    assert c.router.members.get(id_of("later")) is not None
+
+
+def test_earlier_process_is_admitted_while_the_later_is_away() -> None:
+    c = cluster()
+    join(c, "later", 2).leave()
+    earlier = join(c, "earlier", 1)
+    assert c.router.members.get(id_of("earlier")) is not None
+    join(c, "later", 2)
+    assert not earlier.is_open
+    assert c.router.members.get(id_of("later")) is not None
+
+
+def test_of_two_processes_started_by_hand_the_last_to_join_stays() -> None:
+    c = cluster()
+    first = join(c, "first", 0)
+    join(c, "second", 0)
+    assert not first.is_open
+    with pytest.raises(WireError, match="has been replaced"):
+        join(c, "first", 0)
+
+
+def test_of_two_processes_started_by_hand_the_silent_one_is_refused() -> None:
+    c = cluster()
+    join(c, "earlier", 0).leave()  # as when the router gave it up for its silence
+    later = join(c, "later", 0)
+    with pytest.raises(WireError, match="has been replaced"):
+        join(c, "earlier", 0)
+    assert later.is_open
+
+
+def test_process_that_lost_its_connection_may_join_again() -> None:
+    c = cluster()
+    join(c, "only", 0).leave()
+    join(c, "only", 0)
+    assert c.router.members.find("d") is c.router.members.get(id_of("only")) is not None
+
+
+def test_names_of_workers_that_left_are_forgotten_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(membership, "MAX_LATEST", 2)
+    c = cluster()
+    here = TestPeer.worker(c.router, msgspec.structs.replace(a_worker("here"), name="here"))
+    for number in range(5):
+        worker = msgspec.structs.replace(a_worker(f"w{number}"), name=f"w{number}")
+        TestPeer.worker(c.router, worker).leave()
+    assert here.is_open
+    assert c.router.members.find("here") is c.router.members.get(id_of("here")) is not None

@@ -1,4 +1,6 @@
+from collections import defaultdict
 from collections.abc import Callable, Sequence
+from math import exp
 from random import Random
 
 import pytest
@@ -7,19 +9,19 @@ from hypothesis import strategies as st
 from msgspec.structs import astuple, replace
 
 from baton.clock import ManualClock
-from baton.messages.control import Heartbeat, KvEventBatch, Measured
+from baton.messages.control import Heartbeat, KvEventBatch, Measured, Routed, Started
 from baton.messages.workers import Load as WorkerLoad
-from baton.messages.workers import PrefillTimes, StepTimes, WorkerRole
+from baton.messages.workers import PrefillTimes, StepTimes, Worker, WorkerRole
 from baton.request import Request
 from baton.router.in_flight import InFlight, InFlightAttempt, LeadOf, SchedulingClass, num_kv_tokens
-from baton.router.index.prefix_index import PrefixIndex, PromptKeys, family_of
+from baton.router.index.prefix_index import Holdings, PrefixIndex, PromptKeys, family_of
 from baton.router.membership import Member
-from baton.router.policies.base import ClusterView, PolicyContext, TenantClaim, WorkerPool
-from baton.router.policies.cost import MAX_COMPARED, CostPolicy, PromptScorer
+from baton.router.policies.base import ClusterView, PolicyContext, TenantClaim, WorkerPool, WorkerView
+from baton.router.policies.cost import MAX_COMPARED, CostPolicy, PromptScorer, RecentWork
 from baton.router.policies.cost_model import CandidateLoad, CostModel, PairCandidate, Select, cheapest
 from tests.node_peers import TestPeer, a_request, a_worker, id_of
 from tests.unit.router.choice_oracle import ChoiceOracle, Weighed, cheapest_of
-from tests.unit.router.router_cluster import cluster
+from tests.unit.router.router_cluster import Cluster, cluster
 
 PROMPT_TOKENS = 400
 
@@ -377,3 +379,153 @@ def test_tenant_beyond_its_share_is_not_waited_for() -> None:
     charged = 2100.0  # with their answers
     assert queue_s(charged) == pytest.approx(20.0 * PROMPT_TOKENS / 2000)
     assert queue_s(charged + PROMPT_TOKENS) == 0.0
+
+
+MEMORY_S = 30.0
+
+
+def test_mean_of_equal_workers_is_the_work_of_each() -> None:
+    spread = RecentWork(MEMORY_S, 0.0)
+    assert spread.mean(0.0) == 0.0
+    for worker in ("a", "b", "c", "d"):
+        spread.add(worker, 100.0, 0.0)
+    assert spread.mean(0.0) == pytest.approx(100.0)
+    spread.forget("d", 0.0)
+    assert spread.mean(0.0) == pytest.approx(100.0)
+    for worker in ("a", "b", "c"):
+        spread.forget(worker, 0.0)
+    assert spread.mean(0.0) == 0.0
+
+
+def test_mean_counts_busy_workers_more() -> None:
+    spread = RecentWork(MEMORY_S, 0.0)
+    for worker, amount in (("much", 970.0), ("little", 10.0), ("less", 20.0)):
+        spread.add(worker, amount, 0.0)
+    assert 0.96 * 970 < spread.mean(0.0) < 970
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_mean_equals_that_of_the_oracle(seed: int) -> None:
+    random, spread, now_s = Random(seed), RecentWork(MEMORY_S, 0.0), 0.0
+    given: list[tuple[str, float, float]] = []
+    for _ in range(300):
+        now_s += random.expovariate(1 / random.choice([0.1, 6.0]))
+        worker = f"w{random.randrange(6)}"
+        if random.random() < 0.05:
+            spread.forget(worker, now_s)
+            given = [each for each in given if each[0] != worker]
+            continue
+        given.append((worker, random.uniform(0.0, 10.0), now_s))
+        spread.add(*given[-1])
+        had = defaultdict[str, float](float)
+        for name, amount, at_s in given:
+            had[name] += amount * exp((at_s - now_s) / MEMORY_S)
+        expected = sum(each * each for each in had.values()) / sum(had.values())
+        assert spread.mean(now_s) == pytest.approx(expected, rel=1e-6)
+
+
+def member(worker: Worker) -> Member:
+    return Member(worker, TestPeer.worker(cluster().router, worker), 0.0)
+
+
+def members(num: int) -> list[Member]:
+    return [member(a_worker(f"p{number}")) for number in range(num)]
+
+
+def holdings(side: WorkerPool, index: PrefixIndex, held: list[int]) -> Holdings:
+    """The expected holders, by a sort of all members."""
+    bits = [worker_view.slot_bit for worker_view in side.views(index)]
+    assert all(bits)
+    levels = sorted(set(filter(None, held)), reverse=True)
+    return Holdings(
+        [(num, sum(bit for bit, of in zip(bits, held, strict=True) if of >= num)) for num in levels]
+    )
+
+
+def names(stations: list[WorkerView], workers: list[Member]) -> list[str]:
+    of = {each.id: each.worker.name for each in workers}
+    return [of[worker_view.id] for worker_view in stations]
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=12), st.integers(1, 12), st.integers(0, 11))
+def test_holders_are_the_workers_that_hold_most(held: list[int], limit: int, first: int) -> None:
+    workers, index = members(len(held)), PrefixIndex(ManualClock(), 1000)
+    for each in workers:
+        index.join(each.worker)
+    side = WorkerPool(workers)
+    stations, lengths = side.views(index), holdings(side, index, held)
+    found = side.holders(side.families[0], lengths, limit, stations[first % len(held)])
+    lengths_found = [lengths.num_pages(worker_view.slot_bit) for worker_view in found]
+    assert lengths_found == sorted(filter(None, held), reverse=True)[:limit]
+    assert len({worker_view.id for worker_view in found}) == len(found)
+
+
+def test_among_equals_holders_begin_at_the_first_view() -> None:
+    workers, index = members(4), PrefixIndex(ManualClock(), 1000)
+    for each in workers:
+        index.join(each.worker)
+    side = WorkerPool(workers)
+    stations, lengths = side.views(index), holdings(side, index, [2, 2, 2, 7])
+    found = side.holders(side.families[0], lengths, 3, stations[1])
+    assert names(found, workers) == ["p3", "p1", "p2"]
+
+
+def test_worker_unknown_to_the_index_holds_nothing() -> None:
+    workers, index = members(3), PrefixIndex(ManualClock(), 1000)
+    side, everybody = WorkerPool(workers), Holdings([(9, 0b1111)])
+
+    def found() -> list[str]:
+        first = side.views(index)[0]
+        return names(side.holders(side.families[0], everybody, 2, first), workers)
+
+    assert found() == []
+    index.join(workers[1].worker)
+    assert found() == ["p1"]
+    index.forget(workers[1].id)
+    assert found() == []
+
+
+def test_workers_with_other_page_keys_are_another_family() -> None:
+    index, workers = PrefixIndex(ManualClock(), 1000), [member(a_worker("p0"))]
+    workers.append(member(a_worker("p1", page_size=32)))
+    side, everybody = WorkerPool(workers), Holdings([(1, 0b1111)])
+    for each in workers:
+        index.join(each.worker)
+    first = side.views(index)[0]
+    found = [side.holders(family, everybody, 4, first) for family in side.families]
+    assert [names(some, workers) for some in found] == [["p0"], ["p1"]]
+
+
+NUM_REQUESTS = 50
+LEAST_SHARE = 0.3
+
+
+def measure(c: Cluster, random: Random) -> None:
+    """Report a few steps of small batches, some delayed: they hardly tell what a sequence takes."""
+    for name in ("d0", "d1"):
+        steps = []
+        for _ in range(16):
+            num = random.randint(1, 4)
+            context = num * random.randint(40, 120)
+            held_up = random.uniform(2.0, 8.0) if random.random() < 0.2 else random.uniform(1.0, 3.0)
+            steps.append(StepTimes(num, 0, context, held_up * (2e-3 + 1e-4 * num + 1e-7 * context)))
+        c[name].say(Measured(steps=tuple(steps)))
+
+
+@pytest.mark.parametrize("num_tokens", [14, 400])
+@pytest.mark.parametrize("seed", range(8))
+def test_requests_of_one_prompt_spread_over_idle_decode_workers(seed: int, num_tokens: int) -> None:
+    random = Random(seed)
+    c = cluster(policy="cost", seed=seed)
+    for name in ("p0", "d0", "d1"):
+        c.add(name, num_pages=10_000, max_num_seqs=256)
+    measure(c, random)
+    chosen = {id_of("d0"): 0, id_of("d1"): 0}
+    for number in range(NUM_REQUESTS):
+        request = a_request(f"r{number}", num_tokens=num_tokens)
+        routed = c.submit(request)
+        assert isinstance(routed, Routed)
+        chosen[routed.decode] += 1
+        c.clock.advance(0.01)
+        c["g"].say(Started(attempts=((request.request_id, 0),)))
+    assert min(chosen.values()) >= LEAST_SHARE * NUM_REQUESTS, chosen

@@ -30,7 +30,7 @@ from baton.router.queue.overload import (
 from baton.router.queue.quotas import RequestWork
 from baton.router.queue.tenant_queues import QueuedAttempt, TenantQueues
 from baton.tenants import Degradation, Refusal, SchedulingKey, Sla
-from tests.node_peers import TestPeer, a_worker, id_of
+from tests.node_peers import TestPeer, a_request, a_worker, id_of
 from tests.unit.router.queue_cases import (
     LONG,
     a_cluster,
@@ -333,6 +333,8 @@ def test_all_short_prompts_are_computed_locally_under_pressure(policy: str) -> N
     overload(c, OverloadLevel.LOCAL_PREFILL)
     routed = submit(c, *(asked(f"r{n}", num_tokens=200) for n in range(20)))
     assert [each.prefill for each in routed if isinstance(each, Routed)] == [""] * 20
+    probe = c.submit(a_request("probe", is_probe=True))
+    assert isinstance(probe, Routed) and probe.prefill == id_of("p0"), "probes test prefill workers"
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.clock import ManualClock
-from baton.router.queue.quotas import MAX_IDLE, Bucket, QuotaRefusal, TenantQuotas
+from baton.request import Request
+from baton.router.in_flight import EXPECTED_OUTPUT_TOKENS
+from baton.router.queue.quotas import (
+    LEAST_GAIN,
+    MAX_IDLE,
+    MAX_TENANTS,
+    Bucket,
+    QuotaRefusal,
+    RequestWork,
+    TenantQuotas,
+    WorkEstimator,
+)
 from baton.tenants import Quotas, Refusal
+from tests.unit.router.queue_cases import asked
 
 RATE = 10.0
 
@@ -24,20 +36,6 @@ def test_without_quotas_no_request_is_refused() -> None:
         assert quotas.refusal("a", Quotas(), 1e9) is None
         quotas.enter("a", Quotas(), 1e9)
     assert not quotas.is_full("a") and quotas.queue_refusal("a", Quotas(), 10**6) is None
-
-
-def test_concurrent_requests_are_bounded() -> None:
-    quotas, _ = quotas_at()
-    limit = Quotas(max_concurrent_requests=2)
-    for _ in range(2):
-        assert quotas.refusal("a", limit, 1) is None
-        quotas.enter("a", limit, 1)
-    refused = quotas.refusal("a", limit, 1)
-    assert refused_by(refused) is Refusal.MAX_CONCURRENT_REQUESTS
-    assert refused is not None and "2 at most" in refused.reason
-    assert quotas.refusal("b", limit, 1) is None
-    quotas.leave("a", was_active=False)
-    assert quotas.refusal("a", limit, 1) is None
 
 
 def test_tokens_a_second_are_bounded_and_the_wait_is_exact() -> None:
@@ -71,18 +69,6 @@ def test_unused_work_is_given_back() -> None:
     quotas.correct("a", -60)
     assert quotas.refusal("a", limit, 60) is None
     assert quotas.refusal("a", limit, 61) is not None
-
-
-def test_tenant_at_its_active_sequences_is_full() -> None:
-    quotas, _ = quotas_at()
-    limit = Quotas(max_active_sequences=1)
-    quotas.enter("a", limit, 1)
-    quotas.enter("a", limit, 1)
-    assert not quotas.is_full("a")
-    quotas.activate("a")
-    assert quotas.is_full("a")
-    quotas.leave("a", was_active=True)
-    assert not quotas.is_full("a") and quotas.num_requests("a") == 1
 
 
 @pytest.mark.parametrize(
@@ -155,3 +141,42 @@ def test_idle_tenants_with_full_buckets_are_forgotten() -> None:
     quotas.forget_idle()
     assert len(quotas._tenants) == 2 and quotas.num_requests("here") == 1
     assert refused_by(quotas.refusal("owes", limit, 1)) is Refusal.TOKENS_PER_S
+
+
+def a_request(tenant: str = "a", num_tokens: int = 100, max_tokens: int = 1000) -> Request:
+    return asked("r", tenant, num_tokens=num_tokens, max_tokens=max_tokens).request
+
+
+def test_expected_answer_follows_the_answers_of_the_tenant() -> None:
+    estimator = WorkEstimator()
+    assert estimator.expect(a_request()) == RequestWork(100.0, float(EXPECTED_OUTPUT_TOKENS))
+    for _ in range(40):
+        estimator.learn_answer("a", 10)
+    assert estimator.expect(a_request()).answer == 10.0
+    assert estimator.expect(a_request(max_tokens=4)).answer == 4.0
+    assert estimator.expect(a_request("b")).answer == EXPECTED_OUTPUT_TOKENS
+
+
+def test_expected_prompt_follows_the_cache_hits_of_the_tenant() -> None:
+    estimator = WorkEstimator()
+    for _ in range(40):
+        estimator.learn_prompt("a", 25, 100)
+    assert estimator.expect(a_request(num_tokens=1000)).prompt == 250.0
+    assert estimator.expect(asked("r", attempt=1).request, is_begun=True).prompt == 0.0
+
+
+def test_estimates_are_bounded_and_the_least_recent_is_forgotten() -> None:
+    estimator = WorkEstimator()
+    estimator.learn_answer("first", 10)
+    for number in range(MAX_TENANTS):
+        estimator.learn_answer(str(number), 20)
+    assert estimator.expect(a_request(str(MAX_TENANTS - 1))).answer == 20.0
+    assert estimator.expect(a_request("first")).answer == EXPECTED_OUTPUT_TOKENS
+
+
+def test_one_unusual_answer_changes_an_estimate_little() -> None:
+    estimator = WorkEstimator()
+    for _ in range(100):
+        estimator.learn_answer("a", 100)
+    estimator.learn_answer("a", 0)
+    assert abs(estimator.expect(a_request()).answer - 100 * (1 - LEAST_GAIN)) < 1e-9
