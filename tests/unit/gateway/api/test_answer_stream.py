@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.config.gateway import GatewayConfig
-from baton.errors import IntegrityError, WorkerLost
+from baton.errors import IntegrityError, Refused, WorkerLost
 from baton.gateway.api import answer_stream
 from baton.gateway.api.answer import Answer
 from baton.gateway.api.answer_stream import (
@@ -373,6 +373,20 @@ def test_answer_with_the_most_logprobs_fits_the_bytes_of_kept_answers() -> None:
         charge.add(charge.amount * (config.max_answer_entries // 21 // num_tokens))
 
     run(scenario)
+
+
+@on_loop
+async def test_answer_above_the_quota_of_kept_bytes_is_refused_and_releases_its_bytes() -> None:
+    service = ScriptedService()
+    answer = calls.answer(service)
+    charge = Limiter(Metrics(), 1).answers.charge("acme", Quotas(max_answer_bytes=100))
+    collector = AnswerCollector(answer, lambda choice, delta: None, charge)
+    answer.start(collector)
+    (request,) = service.requests
+    service.emit(request.request_id, events(request, calls.ids("1 2 " * 100), end=None))
+    with pytest.raises(Refused):
+        await collector.wait()
+    assert charge.amount == 0 and service.cancelled == [request.request_id]
 
 
 # Streams that are resumed.

@@ -280,13 +280,6 @@ def test_without_workers_the_last_known_context_length_holds() -> None:
         model.read_policy(TENANT).check_length(0)
 
 
-def test_new_router_with_an_incomplete_list_keeps_the_context_length() -> None:
-    made = gateway("d0")
-    made.join_router("another")
-    made.list_members(is_complete=False)
-    policy(made).check_length(1)
-
-
 # Public texts.
 
 HOUSE = "You sort numbers. Answer with the numbers alone."

@@ -32,20 +32,10 @@ from baton.messages.control import (
 from baton.messages.operations import Decisions, Explain, Status, StatusQuery
 from baton.messages.status import RouterStatus
 from baton.request import FinishReason, Request
-from baton.tenants import Quotas, SchedulingKey
 from tests.node_peers import TestPeer, a_request, a_worker, id_of
 from tests.unit.gateway.frontend_peers import ROUTER, Gateway, ListSink, R, event, failed, gateway, running
 
 STOP = FinishReason.STOP
-
-
-def test_incomplete_list_of_a_new_router_gives_up_no_worker() -> None:
-    g, sink = running("d0", "d1")
-    g["router"].leave()
-    g.join_router("another")
-    g.list_members("d1", is_complete=False)
-    g.say("d0", event(3, STOP))
-    assert (sink.finish, g.frontend.counters["replays_lost"]) == (STOP, 0)
 
 
 @pytest.mark.parametrize("how", ["rejected", "busy"])
@@ -307,59 +297,20 @@ def test_status_joins_all_routers_once_all_have_answered() -> None:
     assert told == [None, both, Status(num_gateways=3, num_attempts=2, routers=(one,))]
 
 
-def test_requests_go_to_a_router_that_lists_all_workers() -> None:
-    g = with_two("d0")
-    g["router"].say(Members(workers=(a_worker("d0"),), is_complete=False))
-    g.open(a_request("s"))
-    assert not g["router"].take(Submit) and len(g["other"].take(Submit)) == 1
-
-
-ROUTER_NAMES = ("r0", "r1", "r2")
-LIMITED = SchedulingKey(quotas=Quotas(max_queued=5))
-
-
-def a_gateway(name: str) -> Gateway:
-    """With three routers, which all know one worker."""
-    clock = ManualClock(50.0)
-    g = Gateway(clock, Frontend(id_of(name), [ROUTER], lambda address: None, clock), [], {})
-    for router in ROUTER_NAMES:
-        g.peers[router] = TestPeer.router(g.frontend, router)
-        g[router].say(Members(workers=(a_worker("d0"),)))
-    g.join("d0")
-    return g
-
-
-def asked(g: Gateway, tenant: str, scheduling_key: SchedulingKey) -> str:
-    """The router that is asked for a request of the tenant's."""
-    g.frontend.open(
-        a_request(f"r{g.frontend.num_open}", tenant=tenant, scheduling_key=scheduling_key), ListSink()
-    )
-    (router,) = [name for name in ROUTER_NAMES if name in g.peers and g[name].take(Submit)]
-    return router
-
-
-TENANTS = [f"tenant-{number}" for number in range(8)]
-
-
 def test_tenants_of_all_gateways_queue_at_one_router() -> None:
-    gateways = [a_gateway(f"g{number}") for number in range(6)]
-    scheduling_keys = (SchedulingKey(), SchedulingKey(weight=2.0), LIMITED)
-    chosen = {asked(g, tenant, each) for g in gateways for tenant in TENANTS for each in scheduling_keys}
-    assert len(chosen) == 1
-
-
-def test_without_tenants_gateways_spread_over_the_routers() -> None:
-    gateways = [a_gateway(f"g{number}") for number in range(12)]
-    chosen = [{asked(g, "", SchedulingKey()) for _ in range(4)} for g in gateways]
-    assert all(len(routers) == 1 for routers in chosen)
-    assert set().union(*chosen) == set(ROUTER_NAMES)
-
-
-def test_tenants_leave_a_router_with_an_incomplete_list() -> None:
-    g = a_gateway("g0")
-    chosen = asked(g, TENANTS[0], LIMITED)
-    g[chosen].say(Members(workers=(), is_complete=False))
-    assert asked(g, TENANTS[0], LIMITED) != chosen
+    """Without tenants the gateways spread over the routers."""
+    chosen: dict[str, set[str]] = {"acme": set(), "": set()}
+    for number in range(8):
+        clock = ManualClock(50.0)
+        g = Gateway(clock, Frontend(id_of(f"g{number}"), [ROUTER], lambda address: None, clock), [], {})
+        routers = {name: TestPeer.router(g.frontend, name) for name in NAMES}
+        for router in routers.values():
+            router.say(Members(workers=(a_worker("d0"),)))
+        g.join("d0")
+        for tenant, names in chosen.items():
+            g.open(a_request(f"of {tenant}", tenant=tenant))
+            names |= {name for name, router in routers.items() if router.take(Submit)}
+    assert len(chosen["acme"]) == 1 and chosen[""] == set(NAMES)
 
 
 def a_decision(name: str, attempt: int = 0) -> Decision:
