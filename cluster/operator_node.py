@@ -292,7 +292,7 @@ def _joined(statuses: Sequence[Status]) -> Status:
         head_away_s=max(status.head_away_s for status in statuses),
         num_gateways=min(status.num_gateways for status in statuses),
         gateways=_latest([gateway for status in statuses for gateway in status.gateways]),
-        num_met=min(status.num_met for status in statuses),
+        num_ready=min(status.num_ready for status in statuses),
         num_attempts=sum(status.num_attempts for status in statuses),
         routers=tuple(router for status in statuses for router in status.routers),
     )

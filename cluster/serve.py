@@ -263,7 +263,7 @@ class Cluster:
 
     def _is_whole(self, status: Status | None) -> bool:
         num_workers = self._config.prefill.num_workers + self._config.decode.num_workers
-        if status is None or status.num_met < num_workers:
+        if status is None or status.num_ready < num_workers:
             return False
         has_all = len(status.routers) >= self._config.routers
         return has_all and status.num_gateways >= self._config.gateways

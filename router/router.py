@@ -205,7 +205,7 @@ class Router:
             workers=worker_statuses(self.members, self.in_flight, self._clock.now_s()),
             num_gateways=len(self._gateways),
             gateways=tuple(each.status for each in self._gateways.values() if each.status is not None),
-            num_met=self.members.num_ready(tuple(each.reached for each in self._gateways.values())),
+            num_ready=self.members.num_ready(tuple(each.reached for each in self._gateways.values())),
             num_attempts=self.in_flight.num_own,
             num_watchers=len(self._watchers),
             head_away_s=max(self._watchers.values(), default=0.0),

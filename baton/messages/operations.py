@@ -79,7 +79,7 @@ class Status(Message, frozen=True):
     workers: Annotated[tuple[WorkerStatus, ...], Meta(max_length=MAX_WORKERS)] = ()
     num_gateways: Count = 0
     gateways: Annotated[tuple[GatewayStatus, ...], Meta(max_length=MAX_GATEWAYS)] = ()  # that have reported
-    num_met: Count = 0  # workers that are ready: all gateways and all workers of the other role reach them
+    num_ready: Count = 0  # workers that are ready: all gateways and all workers of the other role reach them
     num_attempts: Count = 0
     num_watchers: Count = 0  # `baton serve` processes, which restart workers
     routers: Annotated[tuple[RouterStatus, ...], Meta(max_length=MAX_ROUTERS)] = ()  # the sender, or all

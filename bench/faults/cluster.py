@@ -95,7 +95,7 @@ class WatchedCluster:
     def is_whole(self, status: Status) -> bool:
         """Return whether every process runs and every worker is connected to its peers."""
         num_processes = len(status.workers) + len(status.routers) + len(status.gateways)
-        return num_processes == self._num_processes and status.num_met == len(status.workers)
+        return num_processes == self._num_processes and status.num_ready == len(status.workers)
 
     def is_at_rest(self, status: Status) -> bool:
         """Return whether every process is there and no worker holds a page for a request."""
