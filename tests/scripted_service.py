@@ -6,24 +6,19 @@ from collections.abc import Callable, Iterable, Sequence
 from baton.errors import BatonError
 from baton.gateway.streams.request_stream import Sink
 from baton.messages.operations import Status
-from baton.messages.workers import Address, Worker, WorkerRole
+from baton.messages.workers import Worker
 from baton.request import FinishReason, Request, TokenEvent
+from tests.node_peers import a_worker
 
 WORKER_ID = "d" * 32
 
 
 def worker(*, max_model_len: int = 4096, page_size: int = 16) -> Worker:
-    address = Address("127.0.0.1", 1)
-    return Worker(
+    return a_worker(
+        "decode-0",
         id=WORKER_ID,
-        name="decode-0",
-        role=WorkerRole.DECODE,
-        model="tiny",
         fingerprint="",
-        address=address,
-        kv_address=address,
         page_size=page_size,
-        num_pages=64,
         max_num_seqs=32,
         max_model_len=max_model_len,
     )

@@ -29,8 +29,9 @@ from baton.gateway.http.auth import PUBLIC_PATHS
 from baton.gateway.metrics.exporter import Exporter
 from baton.gateway.metrics.metrics import Metrics
 from baton.messages.operations import Status
-from baton.messages.workers import Address, Load, Worker, WorkerRole, WorkerStatus
+from baton.messages.workers import Address, Load, WorkerRole, WorkerStatus
 from tests.kubernetes_schemas import check_document
+from tests.node_peers import a_worker
 from tests.served import accepts, free_port, until
 
 ROOT: Final = Path(__file__).resolve().parents[3]
@@ -300,20 +301,7 @@ class Idle:
     status: Final = Status(
         workers=(
             WorkerStatus(
-                worker=Worker(
-                    id="0" * 32,
-                    name="decode-0",
-                    role=WorkerRole.DECODE,
-                    model="tiny",
-                    fingerprint="f",
-                    address=Address("h", 1),
-                    kv_address=Address("h", 2),
-                    page_size=16,
-                    num_pages=4,
-                    max_num_seqs=1,
-                    max_model_len=64,
-                    node="host-7",
-                ),
+                worker=a_worker("decode-0", node="host-7"),
                 load=Load(pages={"free": 4}, counters={"opened_shm": 1}),
                 num_attempts=0,
                 beat_age_s=0.0,

@@ -34,31 +34,17 @@ from baton.messages.workers import (
     StepTimes,
     Tier,
     Worker,
-    WorkerRole,
     WorkerStatus,
 )
 from baton.request import FinishReason, Request, SamplingParams, TokenEvent, TokenLogprobs
 from baton.tenants import Refusal
+from tests.node_peers import a_worker
 
 ID, OTHER_ID = "a" * 32, "b" * 32
 
 
 def worker(**changes: Any) -> Worker:
-    address = Address("127.0.0.1", 4000)
-    settings: dict[str, Any] = {
-        "id": OTHER_ID,
-        "name": "decode-0",
-        "role": WorkerRole.DECODE,
-        "model": "tiny",
-        "fingerprint": "f",
-        "address": address,
-        "kv_address": address,
-        "page_size": 16,
-        "num_pages": 100,
-        "max_num_seqs": 8,
-        "max_model_len": 1024,
-    }
-    return Worker(**{**settings, **changes})
+    return a_worker("decode-0", **{"id": OTHER_ID, **changes})
 
 
 def one_of_each(rng: random.Random) -> list[AnyMessage]:

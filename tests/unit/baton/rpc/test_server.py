@@ -17,7 +17,7 @@ from baton.messages.workers import Address
 from baton.rpc import server, session
 from baton.rpc.auth import KeyRing
 from baton.rpc.server import RpcServer
-from tests.unit.baton.messages.test_control import worker
+from tests.node_peers import a_worker
 from tests.unit.baton.rpc.rpc_peers import (
     KEY,
     Joined,
@@ -116,7 +116,7 @@ async def test_message_that_fits_no_frame_is_an_error_of_the_sender_alone() -> N
 @in_loop
 async def test_list_of_all_workers_fits_a_frame() -> None:
     async with Joined() as pair:
-        longest = worker(name="n" * 128, model="m" * 128, fingerprint="f" * 128)
+        longest = a_worker("n" * 128, model="m" * 128, fingerprint="f" * 128)
         members = Members(workers=(longest,) * 1024)
         pair.other.peers[0].send(members)
         await until(lambda: pair.one.messages == [members])
