@@ -194,3 +194,24 @@ def test_workers_of_a_killed_router_are_forgotten_when_their_leases_expire(
             assert found == [0, 1]
 
     play(scene)
+
+
+@pytest.mark.parametrize(("told_after_s", "num_warnings"), [(60.0, 0), (0.0, 1)])
+def test_redis_that_is_down_for_long_is_warned_of_once(
+    told_after_s: float,
+    num_warnings: int,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(link, "TOLD_AFTER_S", told_after_s)
+
+    async def scene(redis: PrivateRedis) -> None:
+        router = RouterStandIn(redis.url, "first")
+        async with running(router):
+            await until(lambda: router.link.is_up)
+            await redis.stop()
+            await until(lambda: router.link.counters["redis_failures"] >= 3)
+
+    play(scene)
+    warnings = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
+    assert len(warnings) == num_warnings and all("the link to Redis is down: " in each for each in warnings)
