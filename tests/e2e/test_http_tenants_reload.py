@@ -69,13 +69,6 @@ def test_websocket_of_a_revoked_key_is_closed_at_its_next_message(file: Path) ->
         assert len(served.service.requests) == 1
 
 
-def test_wrong_file_leaves_the_former_file_in_force(file: Path) -> None:
-    with served_with(file, ScriptedService(answer_at_once(SENTENCE))) as served:
-        file.write_text(file.read_text()[:-40])
-        served.until(lambda: served.gateway.metrics.tenants_file["refused"] == 1)
-        assert ask(served.url, "k-acme").status_code == 200 and ask(served.url, "k-zeta").status_code == 200
-
-
 def test_changed_policy_holds_from_the_next_request(file: Path) -> None:
     with served_with(file, ScriptedService(answer_at_once(SENTENCE))) as served:
         ask(served.url, "k-acme")

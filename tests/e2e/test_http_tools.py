@@ -124,16 +124,3 @@ def test_tool_call_that_was_cut_off_is_text(served: Served, client: openai.OpenA
     (choice,) = ask(client, tools=[TOOL]).choices
     assert choice.finish_reason == "length" and choice.message.tool_calls is None
     assert (choice.message.content or "").startswith(CALLED[:30])
-
-
-def test_model_without_tools_refuses_tools() -> None:
-    with ServedGateway(ScriptedService) as gateway, client_of(gateway.url) as client:
-        with pytest.raises(openai.BadRequestError, match="chat template has none") as refused:
-            ask(client, tools=[TOOL])
-        assert (refused.value.code, refused.value.param) == ("unsupported", "tools")
-
-
-def test_tool_choice_that_demands_a_call_is_refused(client: openai.OpenAI) -> None:
-    for choice in ("required", {"type": "function", "function": {"name": "weather"}}):
-        with pytest.raises(openai.BadRequestError, match="tool_choice"):
-            ask(client, tools=[TOOL], tool_choice=choice)
