@@ -61,7 +61,6 @@ class RedisLink:
         self.has_learned = asyncio.Event()  # set when the index of Redis was loaded for the first time
         self._url = url
         self._names = Names.of(namespace)
-        self._index = index
         self._outbox = RedisOutbox(self._names, codec, router_id, index, self.counters)
         self._feed = Feed(self._names, self._outbox, codec, router_id, index, self.counters, on_shared)
         self._publisher = asyncio.Event()

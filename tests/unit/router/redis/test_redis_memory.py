@@ -74,7 +74,13 @@ async def fill_workers(connection: RedisConnection, number: int) -> None:
     await connection.call("HSET", NAMES.workers, id_of(f"gone {number}"), Random(number).randbytes(2**15))
 
 
-@pytest.mark.parametrize("fill", [fill_stream, fill_workers])
+async def fill_snapshots(connection: RedisConnection, number: int) -> None:
+    worker_id = id_of(f"gone {number}")
+    await connection.call("HSET", NAMES.workers, worker_id, b"")
+    await connection.call("SET", NAMES.snapshot(worker_id), Random(number).randbytes(2**17))
+
+
+@pytest.mark.parametrize("fill", [fill_stream, fill_workers, fill_snapshots])
 def test_full_redis_is_relieved_and_gets_all_pages_again(
     fill: Callable[[RedisConnection, int], Awaitable[None]],
 ) -> None:
