@@ -1,15 +1,33 @@
-"""The client, the loads and the hammer against the bare servers that the bench has as its limits."""
+"""Clients, jobs and loads, before the bare servers that the bench has as its limits."""
 
 import asyncio
+import itertools
+import json
+import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing
+from typing import Any
 
 import pytest
 
-from baton.bench.serve.client import Address, Client, Connection
+from baton.bench.serve.client import Address, Answer, Client, Connection
 from baton.bench.serve.figures import Slo
-from baton.bench.serve.load import Hammer, Job, Load, Model, Point, Shape, model_of, poisson, random_jobs
+from baton.bench.serve.load import (
+    Hammer,
+    Job,
+    Lengths,
+    Load,
+    Model,
+    Point,
+    Shape,
+    VllmPair,
+    model_of,
+    poisson,
+    random_jobs,
+    trace_jobs,
+)
 from baton.bench.serve.overhead import limit
+from baton.bench.traces import TraceRequest
 from baton.errors import ConfigError, PeerGone
 
 
@@ -210,3 +228,116 @@ def test_hammer_ends_when_the_server_does() -> None:
         assert any("in the middle" in failure for failure in hammered.failures)
 
     asyncio.run(run())
+
+
+def test_default_prompts_are_those_of_the_rivals() -> None:
+    """Lengths and ids are drawn in the order of the client that measured them."""
+    source = random.Random(3)
+    expected = []
+    for _ in range(32):
+        num_input, num_output = source.randint(16, 256), source.randint(16, 128)
+        expected.append((tuple(source.randrange(4, 32_000) for _ in range(num_input)), num_output))
+    assert [(job.prompt, job.num_tokens) for job in random_jobs(32, 3, vocab_size=32_000)] == expected
+
+
+def test_lengths_are_within_their_bounds_and_reach_them() -> None:
+    jobs = random_jobs(200, 0, vocab_size=50, num_input=Lengths(1, 3), num_output=Lengths(5, 5))
+    assert {len(job.prompt) for job in jobs} == {1, 2, 3}
+    assert {job.num_tokens for job in jobs} == {5}
+    assert all(4 <= token < 50 for job in jobs for token in job.prompt)
+
+
+@pytest.mark.parametrize(("text", "expected"), [("16-256", (16, 256)), ("64", (64, 64))])
+def test_lengths_are_read(text: str, expected: tuple[int, int]) -> None:
+    assert Lengths.parse(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "a", "5-3", "0-4", "-3", "1-2-3"])
+def test_invalid_lengths_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="LOW-HIGH"):
+        Lengths.parse(text)
+
+
+def test_arrivals_are_poisson() -> None:
+    jobs = poisson([Job((5,), 1)] * 4000, rate=50.0, seed=1)
+    gaps = [later.arrival_s - job.arrival_s for job, later in itertools.pairwise(jobs)]
+    mean = sum(gaps) / len(gaps)
+    assert jobs[0].arrival_s == 0.0
+    assert mean == pytest.approx(1 / 50, rel=0.1)
+    variance = sum((gap - mean) ** 2 for gap in gaps) / len(gaps)
+    assert variance**0.5 == pytest.approx(mean, rel=0.1)  # as of no other distribution at hand
+    assert poisson([Job((5,), 1)] * 4000, rate=50.0, seed=1) == jobs
+
+
+def test_equal_block_ids_are_equal_prompt_tokens() -> None:
+    requests = [
+        TraceRequest(arrival_s=0.0, input_tokens=10, output_tokens=3, block_ids=(7, 8), block_tokens=4),
+        TraceRequest(arrival_s=4.0, input_tokens=9, output_tokens=2, block_ids=(7, 9), block_tokens=4),
+        TraceRequest(arrival_s=6.0, input_tokens=6, output_tokens=1),
+    ]
+    first, second, third = trace_jobs(requests, vocab_size=1000, speed=2.0)
+    assert [len(job.prompt) for job in (first, second, third)] == [10, 9, 6]
+    assert first.prompt[:4] == second.prompt[:4] and first.prompt[4:8] != second.prompt[4:8]
+    assert [job.arrival_s for job in (first, second, third)] == [0.0, 2.0, 3.0]
+    assert [job.num_tokens for job in (first, second, third)] == [3, 2, 1]
+
+
+def test_body_is_an_openai_completion() -> None:
+    job = Job((5, 6), 9)
+    assert json.loads(job.body("m", stream=False)) == {
+        "model": "m",
+        "prompt": [5, 6],
+        "max_tokens": 9,
+        "ignore_eos": True,
+        "temperature": 0,
+    }
+    streamed = json.loads(job.body("m", stream=True, as_text=True))
+    assert streamed["prompt"] == "w5 w6"
+    assert streamed["stream"] is True and streamed["stream_options"] == {"include_usage": True}
+
+
+class Heard(asyncio.Protocol):
+    """Keeps what it is asked and gives one answer to all of it."""
+
+    def __init__(self, bodies: list[Any], answer: bytes) -> None:
+        self._bodies, self._answer = bodies, answer
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self._bodies.append(json.loads(data.partition(b"\r\n\r\n")[2]))
+        self._transport.write(self._answer)
+
+
+@asynccontextmanager
+async def hearing(answer: bytes) -> AsyncIterator[tuple[Address, list[Any]]]:
+    bodies: list[Any] = []
+    loop = asyncio.get_running_loop()
+    server = await loop.create_server(lambda: Heard(bodies, answer), "127.0.0.1", 0)
+    async with server:
+        yield Address(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"), bodies
+    await asyncio.sleep(0)
+
+
+async def ask(prefill_answer: bytes) -> tuple[Answer, list[Any], list[Any]]:
+    async with hearing(prefill_answer) as (prefill, asked), hearing(whole(b"rest")) as (decode, told):
+        with closing(VllmPair(prefill, decode)) as pair:
+            answer = await pair.post("/v1/completions", Job((5, 6), 9).body("m", stream=True))
+        return answer, asked, told
+
+
+def test_transfer_parameters_of_the_prefill_server_reach_the_decode_server() -> None:
+    params = {"remote_engine_id": "e", "remote_block_ids": [1, 2]}
+    answer, (asked,), (told,) = asyncio.run(ask(whole(json.dumps({"kv_transfer_params": params}).encode())))
+    assert answer.body == b"rest"
+    assert asked["max_tokens"] == 1 and asked["stream"] is False and "stream_options" not in asked
+    assert asked["kv_transfer_params"]["do_remote_decode"] is True
+    assert told["kv_transfer_params"] == params
+    assert told["max_tokens"] == 9 and told["stream"] is True and told["prompt"] == [5, 6]
+
+
+def test_refusal_of_the_prefill_server_is_the_answer() -> None:
+    answer, asked, told = asyncio.run(ask(whole(b"{}", b"503 Busy")))
+    assert answer.status == 503 and len(asked) == 1 and not told
