@@ -163,3 +163,12 @@ def test_other_page_sizes_get_the_same_tokens(source: Host, transport: str, page
         num_units = NUM_UNITS * 16 // min(16, page_size)
         assert source.send(destination.call("address"), num_units) == "handed_over"
         assert destination.call("ended")[-1][2] == source.sent
+
+
+def test_destination_without_a_gloo_listener_is_served_by_tcp(destination: HostProcess) -> None:
+    source = Host(is_shared=False, transport="gloo")
+    source.fill(1)
+    assert source.send(destination.call("address"), NUM_UNITS) == "handed_over"
+    assert destination.call("ended")[-1][2] == source.sent
+    assert source.transports() == {"tcp": 1}
+    source.close()

@@ -44,7 +44,6 @@ CUTS: Final = (  # (source rank, destination rank) of each part
     ((0, 0), (0, 1), (1, 2), (1, 3)),
 )
 MAX_UNITS: Final = 6
-DEADLINE_MS: Final = 60_000
 
 
 class SimulatedNetwork:

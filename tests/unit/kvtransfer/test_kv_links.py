@@ -1,12 +1,9 @@
 """Links are asked for once, answered later, and forgotten with their workers."""
 
-from collections.abc import Callable, Iterator
-
-import pytest
+from collections.abc import Callable
 
 from baton.kvtransfer.links import KvLinks, Link
 from baton.messages.workers import Address, Worker, WorkerRole
-from tests.endpoint_host import Host
 
 Answer = Callable[[Link | None], None]
 
@@ -25,15 +22,14 @@ class Asked:
         answer(link)
 
 
-@pytest.fixture
-def hosts() -> Iterator[tuple[Host, Host]]:
-    made = Host(), Host()
-    yield made
-    for host in made:
-        host.close()
+class StubLink(Link):
+    """A live link without a connection."""
+
+    def __init__(self) -> None:
+        self.is_lost = False
 
 
-def a_worker(number: int, address: tuple[str, int] = ("127.0.0.1", 9)) -> Worker:
+def a_worker(number: int) -> Worker:
     return Worker(
         id=f"{number:032x}",
         name=f"decode-{number}",
@@ -41,7 +37,7 @@ def a_worker(number: int, address: tuple[str, int] = ("127.0.0.1", 9)) -> Worker
         model="tiny",
         fingerprint="model",
         address=Address("127.0.0.1", 9),
-        kv_address=Address(*address),
+        kv_address=Address("127.0.0.1", 10),
         page_size=16,
         num_pages=64,
         max_num_seqs=8,
@@ -49,14 +45,14 @@ def a_worker(number: int, address: tuple[str, int] = ("127.0.0.1", 9)) -> Worker
     )
 
 
-def test_a_link_is_asked_for_once(hosts: tuple[Host, Host]) -> None:
-    asked, worker = Asked(), a_worker(1, hosts[1].address())
+def test_a_link_is_asked_for_once() -> None:
+    asked, worker = Asked(), a_worker(1)
     links = KvLinks(asked)
     links.keep_up([worker])
     links.keep_up([worker])
     assert [address for address, _ in asked.waiting] == [worker.kv_address]
     assert links.to(worker.id) is None and links.reachable() == []
-    asked.answer(hosts[0].endpoint.link(hosts[1].address()))
+    asked.answer(StubLink())
     links.keep_up([worker])
     assert links.to(worker.id) is not None and links.reachable() == [worker.id]
     assert not asked.waiting
@@ -72,11 +68,11 @@ def test_a_failed_try_is_made_again() -> None:
     assert len(asked.waiting) == 1
 
 
-def test_a_lost_link_is_replaced(hosts: tuple[Host, Host]) -> None:
-    asked, worker = Asked(), a_worker(1, hosts[1].address())
+def test_a_lost_link_is_replaced() -> None:
+    asked, worker = Asked(), a_worker(1)
     links = KvLinks(asked)
     links.keep_up([worker])
-    link = hosts[0].endpoint.link(hosts[1].address())
+    link = StubLink()
     asked.answer(link)
     link.is_lost = True
     assert links.to(worker.id) is None and links.reachable() == []
@@ -84,20 +80,20 @@ def test_a_lost_link_is_replaced(hosts: tuple[Host, Host]) -> None:
     assert len(asked.waiting) == 1
 
 
-def test_unlisted_worker_is_unreachable(hosts: tuple[Host, Host]) -> None:
-    asked, worker = Asked(), a_worker(1, hosts[1].address())
+def test_unlisted_worker_is_unreachable() -> None:
+    asked, worker = Asked(), a_worker(1)
     links = KvLinks(asked)
     links.keep_up([worker])
-    asked.answer(hosts[0].endpoint.link(hosts[1].address()))
+    asked.answer(StubLink())
     links.keep_up([a_worker(2)])
     assert links.to(worker.id) is None and links.reachable() == []
 
 
-def test_worker_that_returns_to_the_list_keeps_its_link(hosts: tuple[Host, Host]) -> None:
-    asked, worker = Asked(), a_worker(1, hosts[1].address())
+def test_worker_that_returns_to_the_list_keeps_its_link() -> None:
+    asked, worker = Asked(), a_worker(1)
     links = KvLinks(asked)
     links.keep_up([worker])
-    link = hosts[0].endpoint.link(hosts[1].address())
+    link = StubLink()
     asked.answer(link)
     links.keep_up([])
     assert links.to(worker.id) is None and links.reachable() == []
