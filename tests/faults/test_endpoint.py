@@ -140,7 +140,7 @@ def test_a_flipped_bit_is_written_again_and_a_second_one_means_recompute(
 
 
 @pytest.mark.parametrize("transport", ["auto", "tcp"])
-def test_a_prefix_is_pulled_from_who_holds_it(transport: str) -> None:
+def test_prefix_is_pulled_from_its_holder(transport: str) -> None:
     puller = Host(transport=transport)
     with HostProcess(transport=transport) as holder:
         holder.call("fill", 3)

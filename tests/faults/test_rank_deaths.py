@@ -156,7 +156,7 @@ def test_a_rank_that_hangs_keeps_its_pages_until_it_goes_on(replicas: Replicas, 
         destination.close()
 
 
-def test_a_source_that_closes_gives_back_what_its_other_ranks_could_write(replicas: Replicas) -> None:
+def test_closing_source_releases_the_pages_of_its_other_ranks(replicas: Replicas) -> None:
     destination, source = replicas("destination", 2), new_replica(2)
     source.begin(destination.address(), NUM_UNITS, NUM_UNITS // 2)
     source.begin(destination.address(), NUM_UNITS)

@@ -144,7 +144,7 @@ def test_transfers_both_ways_at_once_keep_apart(replicas: Replicas, transport: s
     assert all_back_s(one, other) < BACK_S
 
 
-def test_what_has_landed_is_counted_in_every_rank(replicas: Replicas) -> None:
+def test_received_bytes_are_counted_in_every_rank(replicas: Replicas) -> None:
     source, destination = replicas("source", 1, transport="tcp"), replicas("destination", 2)
     endpoint = destination.endpoint
 

@@ -91,7 +91,7 @@ def test_transfer_that_goes_on_cannot_be_granted_again(host: Host) -> None:
     assert host.counts()["protocol"] == 1
 
 
-def test_a_way_to_a_peer_that_opens_never_holds_nobody_up(host: Host, silent_port: int) -> None:
+def test_transport_that_never_opens_delays_no_other_transfer(host: Host, silent_port: int) -> None:
     with RoguePeer(host.address(), addresses={"tcp": str(silent_port)}) as peer:
         ask_for_pages_of(host, peer)
         wait_for(lambda: host.counts()["open"] == 1)
@@ -132,7 +132,7 @@ def test_a_peer_that_joined_unseen_hears_of_the_end() -> None:
             peer.connection.recv(5.0)
 
 
-def test_strangers_that_say_nothing_keep_nobody_out(host: Host) -> None:
+def test_silent_strangers_keep_no_peer_out(host: Host) -> None:
     strangers = [socket.create_connection(host.address()) for _ in range(300)]
     try:
         wait_for(lambda: sum(thread.name == "kv-answer" for thread in threading.enumerate()) <= 64)

@@ -305,7 +305,7 @@ def test_another_clusters_key_opens_nothing(name: str, destination: Destination)
 
 
 @ALL
-def test_nobody_listens(name: str) -> None:
+def test_sender_without_a_listener_does_not_open(name: str) -> None:
     source = Source(LARGE, 1)
     with pytest.raises(TransferFailed, match=name):
         source.open(name, {"tcp": "1", "gloo": "1", "shm": "\0baton-kv-nobody"}, LARGE)

@@ -64,14 +64,14 @@ def of_tenant(number: int, tenant: str, **scheduling_key: Any) -> Attempt:
     return Attempt.of(Dispatch(request=request, gateway=GATEWAY.id, prefill=PREFILL))
 
 
-def test_a_better_class_is_first_whoever_came_before(admission: DecodeAdmission) -> None:
+def test_better_scheduling_class_is_first(admission: DecodeAdmission) -> None:
     attempts = [of_tenant(0, "low", rank=1), of_tenant(1, "high"), of_tenant(2, "high")]
     for attempt in attempts:
         admission.wait(attempt)
     assert order_of(admission, attempts) == [1, 2, 0]
 
 
-def test_of_one_class_the_tenant_with_fewest_pages_for_its_weight_is_first(
+def test_tenant_with_fewest_pages_for_its_weight_is_first_in_its_class(
     admission: DecodeAdmission,
 ) -> None:
     attempts = [of_tenant(number, "noisy") for number in range(3)]
@@ -101,7 +101,7 @@ def test_a_tenant_of_one_orders_its_own_by_priority_and_by_when_they_are_due(
     assert order_of(admission, attempts) == [2, 1, 0]
 
 
-def test_a_tenant_over_its_quota_waits_and_holds_up_nobody_else(admission: DecodeAdmission) -> None:
+def test_tenant_over_its_quota_does_not_delay_other_tenants(admission: DecodeAdmission) -> None:
     quotas = Quotas(max_kv_pages=12)
     first, second, other = (of_tenant(n, name, quotas=quotas) for n, name in enumerate(("a", "a", "b")))
     assert admission.make_room(first, 10)

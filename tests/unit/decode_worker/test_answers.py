@@ -26,7 +26,7 @@ WAYS: Final[dict[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_pair_says_what_one_engine_says(make_pair: MakePair, alone: Engine, way: str) -> None:
+def test_pair_answers_like_one_engine(make_pair: MakePair, alone: Engine, way: str) -> None:
     pair = make_pair()
     for number, num_tokens in enumerate((1, 3, 4, 5, 16, 41)):
         request = a_request(number, PROMPT[:num_tokens], **WAYS[way])

@@ -38,7 +38,7 @@ def pulls(pair: WorkerPair, **number: int) -> bool:
 
 
 @pytest.mark.parametrize("page_sizes", [(4, 4), (16, 4), (4, 16)])
-def test_what_was_pulled_is_not_computed_and_the_tokens_are_the_same(
+def test_pulled_prefix_is_not_computed_and_changes_no_token(
     make_pair: MakePair, alone: Engine, page_sizes: tuple[int, int]
 ) -> None:
     pair = make_pair(page_sizes=page_sizes)

@@ -38,7 +38,7 @@ def test_prompts_that_share_steps_have_parts_of_them(make_pair: MakePair) -> Non
     assert min(shares_s) > 0 and sum(shares_s) <= elapsed_s
 
 
-def test_what_was_known_or_answered_before_is_told_apart(make_pair: MakePair) -> None:
+def test_times_exclude_cached_and_answered_tokens(make_pair: MakePair) -> None:
     pair = make_pair()
     (answer,) = pair.answer(a_request())
     pair.tell(pair.decode, ROUTER, KvEventsWanted())

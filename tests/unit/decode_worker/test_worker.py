@@ -145,7 +145,7 @@ class TestPagesThatDoNotCome:
         pair.lose_prefill_worker(is_heard=False)  # its Commit has come, and is never heard
         self._is_recomputed(pair, request, alone)
 
-    def test_a_lost_link_for_pages_before_that_waits_for_what_became_of_the_worker(
+    def test_lost_page_link_before_the_first_token_waits_for_the_routers_verdict(
         self, make_pair: MakePair
     ) -> None:
         """It may have died of this very prompt, and one victim is enough."""
@@ -183,13 +183,13 @@ class TestPagesThatDoNotCome:
 
 
 class TestCancel:
-    def test_it_may_overtake_the_dispatch(self, make_pair: MakePair) -> None:
+    def test_cancel_may_overtake_the_dispatch(self, make_pair: MakePair) -> None:
         pair, request = make_pair(), a_request()
         pair.cancel(request)
         pair.dispatch(request)
         assert pair.decode_worker.is_idle
 
-    def test_it_is_of_an_attempt_and_of_earlier_ones(self, make_pair: MakePair) -> None:
+    def test_cancel_ends_the_attempt_and_earlier_attempts(self, make_pair: MakePair) -> None:
         pair = make_pair()
         first, second = a_request(), a_request(attempt=1)
         pair.dispatch(first)
@@ -238,20 +238,20 @@ class TestADispatchWithoutItsGateway:
         pair.decode_worker.tick()
         return pair, request
 
-    def test_it_may_come_a_moment_before(self, make_pair: MakePair, alone: Engine) -> None:
+    def test_gateway_may_connect_after_the_dispatch(self, make_pair: MakePair, alone: Engine) -> None:
         pair, request = self._dispatched(make_pair)
         pair.join(pair.decode, GATEWAY)
         pair.decode_worker.tick()
         pair.turns_until(lambda: pair.is_answered(request))
         assert said(pair.heard(request)) == answer_alone(alone, request)
 
-    def test_nobody_computes_for_one_that_does_not_come(self, make_pair: MakePair) -> None:
+    def test_attempt_of_a_missing_gateway_is_dropped(self, make_pair: MakePair) -> None:
         pair, _ = self._dispatched(make_pair)
         pair.decode_worker.tick()
         assert not pair.decode_worker.attempts
 
 
-def test_what_no_worker_could_run_is_refused_at_once(make_pair: MakePair) -> None:
+def test_prompt_beyond_the_models_length_is_refused_at_once(make_pair: MakePair) -> None:
     pair = make_pair()
     pair.dispatch(a_request(prompt=(1,) * MAX_MODEL_LEN))
     pair.turns_until(lambda: bool(pair.failures()))
@@ -290,7 +290,7 @@ def test_prefill_worker_that_is_gone_before_the_dispatch_may_have_died_of_the_pr
         (GATEWAY, Heartbeat(load={})),  # type: ignore[arg-type]
     ],
 )
-def test_who_asks_for_what_is_not_theirs_is_dropped(
+def test_peer_that_sends_a_message_of_another_role_is_dropped(
     make_pair: MakePair, sender: Hello, message: AnyMessage
 ) -> None:
     pair = make_pair()
@@ -301,7 +301,7 @@ def test_who_asks_for_what_is_not_theirs_is_dropped(
     assert not pair.decode_worker.is_draining and pair.decode_worker.is_idle
 
 
-def test_a_first_token_from_somebody_else_is_not_believed(make_pair: MakePair, alone: Engine) -> None:
+def test_first_token_from_another_process_is_ignored(make_pair: MakePair, alone: Engine) -> None:
     pair, request = make_pair(**SMALL_STEPS), a_request()
     bring_to(pair, request, "computing")
     for message in (
@@ -314,9 +314,7 @@ def test_a_first_token_from_somebody_else_is_not_believed(make_pair: MakePair, a
 
 
 @pytest.mark.parametrize("failure", [Failure.ERROR, Failure.INVALID])
-def test_what_the_prefill_worker_could_not_compute_is_the_requests_end(
-    make_pair: MakePair, failure: Failure
-) -> None:
+def test_failure_of_the_prefill_worker_fails_the_attempt(make_pair: MakePair, failure: Failure) -> None:
     pair, request = make_pair(**SMALL_STEPS), a_request()
     bring_to(pair, request, "computing")
     failed = PrefillFailed(request_id=request.request_id, attempt=0, failure=failure, reason="why")
@@ -327,7 +325,7 @@ def test_what_the_prefill_worker_could_not_compute_is_the_requests_end(
     ]
 
 
-def test_load_counts_what_is_here(make_pair: MakePair) -> None:
+def test_load_counts_incoming_pages_and_tokens(make_pair: MakePair) -> None:
     pair, request = make_pair(), a_request()
     pair.decode.endpoint.holds = Commit
     pair.dispatch(request)
@@ -355,7 +353,7 @@ class TestProbes:
         assert pair.prefill.engine.stats().total_queried_tokens
         assert pair.decode_worker.load().counters["remote_prefills"] == 1
 
-    def test_it_fails_where_pages_do_not_come(self, make_pair: MakePair) -> None:
+    def test_probe_fails_when_pages_do_not_come(self, make_pair: MakePair) -> None:
         pair = make_pair()
         pair.decode.endpoint.num_flips = 1000
         request = a_request(is_probe=True)
@@ -366,7 +364,7 @@ class TestProbes:
         assert not pair.decode_worker.load().counters.get("remote_prefills")
         pair.turns_until(lambda: pair.decode_worker.is_idle)
 
-    def test_it_fails_where_no_prefill_worker_was_chosen(self, make_pair: MakePair) -> None:
+    def test_probe_fails_without_a_prefill_worker(self, make_pair: MakePair) -> None:
         pair = make_pair()
         pair.dispatch(a_request(is_probe=True), is_local=True)
         pair.turns_until(lambda: bool(pair.failures()))

@@ -34,7 +34,7 @@ class Sequence:
 
 
 @dataclass(eq=False)
-class Landing:
+class Registration:
     """Whether bytes of one part may be written, and how many writers are inside."""
 
     epoch: int
@@ -86,7 +86,7 @@ class Host:
         self.sources: dict[bytes, SourceHandoff] = {}
         self.destinations: dict[bytes, DestinationHandoff] = {}
         self.unopened: set[bytes] = set()  # sources whose transports are being opened
-        self.registrations: dict[tuple[bytes, int], Landing] = {}
+        self.registrations: dict[tuple[bytes, int], Registration] = {}
         self.inbox: list[bytes] = []
         self.has_lost_peer = False  # and has not been told yet
         self.waiting: dict[bytes, list[Action]] = {}  # of transfers whose landing waits for the device

@@ -32,7 +32,7 @@ from baton.kvtransfer.protocol.messages import (
 )
 from baton.kvtransfer.protocol.source import SourceHandoff, SourceState
 from tests.numbered_pages import NumberedPages
-from tests.unit.kvtransfer.simulated_host import Hint, Host, Landing, Pick, Sequence
+from tests.unit.kvtransfer.simulated_host import Hint, Host, Pick, Registration, Sequence
 from tests.unit.kvtransfer.simulated_writes import FLIPPED, Flight, PushJob
 
 UNITS_PER_PAGE: Final = ((1, 1), (2, 1), (1, 2))  # source, destination
@@ -301,7 +301,7 @@ class SimulatedNetwork:
                 self.stopping.append((host, transfer))
                 self._end_stops()
             case OpenReceive(part):
-                host.registrations[transfer, part] = Landing(host.destinations[transfer].epoch)
+                host.registrations[transfer, part] = Registration(host.destinations[transfer].epoch)
             case CloseReceive(part, _) if host.is_lost(part):
                 if host.is_rank_dead:
                     self._writer_stopped(host, transfer, part)

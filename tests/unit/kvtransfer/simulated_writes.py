@@ -8,7 +8,7 @@ keep its page from being reused in between.
 
 from dataclasses import dataclass, field
 
-from tests.unit.kvtransfer.simulated_host import Host, Landing
+from tests.unit.kvtransfer.simulated_host import Host, Registration
 
 FLIPPED = 1 << 62
 
@@ -71,7 +71,7 @@ class Flight:
     job: PushJob
     unit: int
     contents: int
-    registration: Landing | None = None  # once it is being written
+    registration: Registration | None = None  # once it is being written
 
     def arrive(self) -> bool:
         """Whether it is over: written now, or drained."""

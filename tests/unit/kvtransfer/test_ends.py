@@ -28,6 +28,7 @@ from baton.kvtransfer.protocol.messages import (
 from baton.kvtransfer.protocol.source import SourceHandoff
 from baton.kvtransfer.ranks.executor import Executor
 from baton.kvtransfer.ranks.messages import (
+    ClosePart,
     Command,
     ForgetPart,
     HashUnits,
@@ -40,6 +41,7 @@ from baton.kvtransfer.ranks.messages import (
     ReachPeer,
     Route,
     StopPart,
+    WriterDied,
     WriterStopped,
 )
 from baton.kvtransfer.transfers import Incoming, Outgoing
@@ -62,8 +64,8 @@ GRANT = Grant(
 )
 
 
-class SilentPlane:
-    """Keeps what it is told, and answers nothing."""
+class SilentExecutor:
+    """Records its commands, and answers nothing."""
 
     def __init__(self) -> None:
         self.told: list[Command] = []
@@ -72,28 +74,28 @@ class SilentPlane:
         self.told.append(command)
 
     def kinds(self) -> list[str]:
-        """Of what it was told since the last look."""
+        """The kinds of the commands since the last call."""
         told, self.told = self.told, []
         return [type(command).__name__ for command in told]
 
 
-class SaidLink:
-    """Keeps what is sent over it."""
+class RecordingLink:
+    """Records the messages that are sent over the link."""
 
     number = 3
 
     def __init__(self) -> None:
-        self.said: list[AnyMessage] = []
+        self.sent: list[AnyMessage] = []
 
     def send(self, message: AnyMessage) -> None:
-        self.said.append(message)
+        self.sent.append(message)
 
     def digest_key(self, transfer: bytes) -> bytes:
         return bytes(32)
 
     def kinds(self) -> list[str]:
-        said, self.said = self.said, []
-        return [type(message).__name__ for message in said]
+        sent, self.sent = self.sent, []
+        return [type(message).__name__ for message in sent]
 
 
 class Bench:
@@ -102,15 +104,16 @@ class Bench:
     def __init__(self) -> None:
         self.pool, self.clock = PagePool(NUM_PAGES, 16), ManualClock()
         self.timeouts = HandoffContext(self.pool, self.clock, Timing(lease_s=30.0, heartbeat_s=5.0), 1, 1)
-        self.planes = [SilentPlane(), SilentPlane()]
-        self.link = SaidLink()
+        self.executors = [SilentExecutor(), SilentExecutor()]
+        self.link = RecordingLink()
         self.size = TransferSize(ID, NUM_UNITS, num_parts=2, deadline_s=60.0)
         self.finished: list[HandoffOutcome] = []
 
     def routes(self) -> list[Route]:
         peer = PeerRank(host="127.0.0.1", layout=LAYOUT, rank=0, listeners=LISTENERS)
         return [
-            Route(part, cast(Executor, executor), peer, (0, 2)) for part, executor in enumerate(self.planes)
+            Route(part, cast(Executor, executor), peer, (0, 2))
+            for part, executor in enumerate(self.executors)
         ]
 
     def finish(self, _: object, finished: Finished) -> None:
@@ -151,7 +154,7 @@ def bench() -> Bench:
 
 
 def told(bench: Bench) -> list[list[str]]:
-    return [executor.kinds() for executor in bench.planes]
+    return [executor.kinds() for executor in bench.executors]
 
 
 # Where it arrives.
@@ -174,22 +177,22 @@ def test_a_transfer_that_ends_before_every_rank_has_opened_is_told_in_order(benc
     assert told(bench) == [["OpenPart", "ClosePart"], ["OpenPart", "ClosePart"]]
 
 
-def test_each_rank_hashes_what_is_its_own(bench: Bench) -> None:
+def test_each_rank_hashes_its_own_part(bench: Bench) -> None:
     incoming = bench.incoming()
-    bench.planes[1].kinds()
+    bench.executors[1].kinds()
     incoming.receive(Wrote(transfer=ID, epoch=EPOCH, part=1, first=0, stop=1))
     incoming.receive(Wrote(transfer=ID, epoch=EPOCH + 1, part=1, first=0, stop=9))  # stale
-    assert bench.planes[1].told == [HashUnits(transfer=ID, part=1, first=0, stop=1)]
-    assert bench.planes[0].kinds() == ["OpenPart"]
+    assert bench.executors[1].told == [HashUnits(transfer=ID, part=1, first=0, stop=1)]
+    assert bench.executors[0].kinds() == ["OpenPart"]
 
 
 def test_a_lost_rank_ends_it_and_its_death_frees_its_part(bench: Bench) -> None:
     incoming = bench.incoming()
-    incoming.on_rank_lost(cast(Executor, bench.planes[1]), "rank 1 is lost", is_dead=False)
+    incoming.on_rank_lost(cast(Executor, bench.executors[1]), "rank 1 is lost", is_dead=False)
     assert bench.finished == [HandoffOutcome.RECOMPUTE]
     incoming.on_part_event(WriterStopped(transfer=ID, part=0))
     assert (incoming.handoff.is_closed, bench.pool.num_free) == (False, NUM_PAGES - NUM_UNITS)
-    incoming.on_rank_lost(cast(Executor, bench.planes[1]), "rank 1 is lost", is_dead=True)
+    incoming.on_rank_lost(cast(Executor, bench.executors[1]), "rank 1 is lost", is_dead=True)
     assert (incoming.handoff.is_closed, bench.pool.num_free) == (True, NUM_PAGES)
     incoming.forget()
     assert [kinds[-1] for kinds in told(bench)] == ["ForgetPart", "ForgetPart"]
@@ -198,8 +201,15 @@ def test_a_lost_rank_ends_it_and_its_death_frees_its_part(bench: Bench) -> None:
 def test_a_lost_rank_without_a_part_of_it_changes_nothing(bench: Bench) -> None:
     incoming, outgoing = bench.incoming(), Bench().streaming()
     for end in (incoming, outgoing):
-        end.on_rank_lost(cast(Executor, SilentPlane()), "rank 7 is lost", is_dead=True)
+        end.on_rank_lost(cast(Executor, SilentExecutor()), "rank 7 is lost", is_dead=True)
         assert end.handoff.outcome is None
+
+
+def test_death_of_the_writer_ends_the_transfer(bench: Bench) -> None:
+    incoming = bench.incoming()
+    incoming.on_part_event(WriterDied(transfer=ID, part=0))
+    assert bench.finished == [HandoffOutcome.RECOMPUTE]
+    assert [each for each in bench.executors[1].told if isinstance(each, ClosePart)]
 
 
 # Where it leaves.
@@ -224,7 +234,7 @@ def test_every_rank_is_told_of_the_grant_and_of_each_page_once(bench: Bench) -> 
     for part in range(2):
         outgoing.on_part_event(PartReached(transfer=ID, part=part, transport="shm"))
     outgoing.offer([second], 2, None)
-    for executor in bench.planes:
+    for executor in bench.executors:
         assert [type(each) for each in executor.told] == [ReachPeer, PushPart, PushPart]
         pushed = [each for each in executor.told if isinstance(each, PushPart)]
         assert [(each.first, each.stop, each.more_pages) for each in pushed] == [
@@ -250,13 +260,13 @@ def test_pulled_pages_are_bulk_and_prompts_are_not(bench: Bench, is_pull: bool) 
     )
     request = pull if is_pull else GRANT
     bench.outgoing(request).start(request, lambda: [])
-    for executor in bench.planes:
+    for executor in bench.executors:
         (reach,) = executor.told
         assert isinstance(reach, ReachPeer)
         assert (reach.is_bulk, reach.pages) == (is_pull, (4, 5))
 
 
-def test_released_is_said_when_every_rank_has_stopped(bench: Bench) -> None:
+def test_released_is_sent_when_every_rank_has_stopped(bench: Bench) -> None:
     outgoing = bench.streaming()
     bench.link.kinds()
     outgoing.receive(Abort(transfer=ID, epoch=EPOCH, reason="the test"))
@@ -265,13 +275,13 @@ def test_released_is_said_when_every_rank_has_stopped(bench: Bench) -> None:
     outgoing.on_part_event(PartStopped(transfer=ID, part=0))
     assert bench.link.kinds() == [] and bench.pool.num_free == NUM_PAGES - NUM_UNITS
     outgoing.on_part_event(PartStopped(transfer=ID, part=1))
-    assert bench.link.said == [Released(transfer=ID, epoch=EPOCH, part=part) for part in range(2)]
+    assert bench.link.sent == [Released(transfer=ID, epoch=EPOCH, part=part) for part in range(2)]
     assert outgoing.handoff.is_closed and bench.pool.num_free == NUM_PAGES
 
 
 def test_a_silent_rank_may_write_until_it_is_dead(bench: Bench) -> None:
     outgoing = bench.streaming()
-    executor = cast(Executor, bench.planes[1])
+    executor = cast(Executor, bench.executors[1])
     bench.link.kinds()
     outgoing.on_rank_lost(executor, "rank 1 is lost", is_dead=False)
     outgoing.on_part_event(PartStopped(transfer=ID, part=0))
@@ -281,7 +291,7 @@ def test_a_silent_rank_may_write_until_it_is_dead(bench: Bench) -> None:
     assert outgoing.handoff.is_closed and bench.link.kinds() == ["Released", "Released"]
 
 
-def test_what_comes_after_the_end_changes_nothing(bench: Bench) -> None:
+def test_late_events_have_no_effect(bench: Bench) -> None:
     outgoing = bench.streaming()
     outgoing.perform(outgoing.handoff.abort("the test"))
     times = outgoing.timeline.times()
@@ -302,5 +312,5 @@ def test_what_comes_after_the_end_changes_nothing(bench: Bench) -> None:
     assert outgoing.timeline.times() == times and bench.finished == [HandoffOutcome.CANCELLED]
     assert bench.pool.num_free == NUM_PAGES
     outgoing.forget()
-    kinds = [type(each) for each in bench.planes[0].told]
+    kinds = [type(each) for each in bench.executors[0].told]
     assert kinds == [ReachPeer, PushPart, StopPart, ForgetPart]

@@ -104,7 +104,7 @@ def transfer(number: int) -> bytes:
     return number.to_bytes(16, "big")
 
 
-def test_what_is_asked_for_follows_what_is_known_and_is_named_by_our_own_keys(bench: Bench) -> None:
+def test_pull_requests_the_pages_after_the_cached_prefix_by_local_keys(bench: Bench) -> None:
     prefix = Prefix()
     assert bench.prefixes.begin("a", SOURCE, prefix)
     assert bench.endpoint.asked == [(WantedPage(2, 7, key_of(12)), WantedPage(3, 7, key_of(13)))]
@@ -123,7 +123,7 @@ def test_a_pull_that_fails_leaves_nothing(bench: Bench) -> None:
     assert bench.prefixes.counters["pulls_failed"] == 1
 
 
-def test_what_comes_for_nobody_is_let_go_of(bench: Bench) -> None:
+def test_pages_of_a_dropped_pull_are_released(bench: Bench) -> None:
     prefix = Prefix()
     bench.prefixes.begin("a", SOURCE, prefix)
     bench.prefixes.drop("a")
@@ -135,7 +135,7 @@ def test_what_comes_for_nobody_is_let_go_of(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("case", ["no room", "all is known", "too much", "another holder", "none is wanted"])
-def test_what_can_not_be_pulled_is_not_asked_for_and_nothing_is_held(bench: Bench, case: str) -> None:
+def test_impossible_pull_is_not_begun_and_holds_nothing(bench: Bench, case: str) -> None:
     prefix, source = Prefix(), SOURCE
     bench.store.has_room = case != "no room"
     if case == "all is known":

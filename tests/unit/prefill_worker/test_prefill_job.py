@@ -76,7 +76,7 @@ def test_units_may_be_smaller_than_pages() -> None:
     assert job.take_offer() == ((102,), 11)
 
 
-def test_what_the_decode_worker_holds_stays() -> None:
+def test_pages_that_the_decode_worker_holds_are_not_offered() -> None:
     job, progress = a_job(position=16)
     progress.num_computed_tokens = 15  # less than is held: perhaps it found less in its own cache
     assert job.take_offer() is None

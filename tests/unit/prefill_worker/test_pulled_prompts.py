@@ -56,7 +56,7 @@ def pulls(pair: WorkerPair, **number: int) -> bool:
 
 @pytest.mark.parametrize("page_sizes", PAGE_SIZES)
 @pytest.mark.parametrize("num_more", [1, 9])
-def test_what_was_pulled_is_not_computed_and_the_tokens_are_the_same(
+def test_pulled_prefix_is_not_computed_and_changes_no_token(
     make_pair: MakePair, alone: Engine, page_sizes: tuple[int, int], num_more: int
 ) -> None:
     pair = make_pair(page_sizes=page_sizes)
@@ -69,7 +69,7 @@ def test_what_was_pulled_is_not_computed_and_the_tokens_are_the_same(
     assert pulls(pair, pulls=1) and events[0].num_cached_tokens == source.num_tokens >= 64
 
 
-def test_only_what_is_missing_here_is_pulled(make_pair: MakePair, alone: Engine) -> None:
+def test_only_missing_pages_are_pulled(make_pair: MakePair, alone: Engine) -> None:
     pair = make_pair()
     source = warm(pair)
     pair.answer(a_request(2, PROMPT[:41]))  # both know forty tokens now

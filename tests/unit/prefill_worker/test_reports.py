@@ -63,7 +63,7 @@ def test_prompts_that_share_steps_have_parts_of_them(make_pair: MakePair) -> Non
     assert all(0 < times.own_s < times.computed_s for times in prefills(pair))
 
 
-def test_what_was_pulled_is_told_too(make_pair: MakePair) -> None:
+def test_times_include_the_prefix_pull(make_pair: MakePair) -> None:
     pair = make_pair()
     source = warm(pair)
     pair.tell(pair.prefill, ROUTER, KvEventsWanted())

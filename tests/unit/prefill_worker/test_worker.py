@@ -137,7 +137,7 @@ def test_the_first_token_goes_to_the_gateway_before_the_pages_have_come(
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_what_was_computed_makes_a_second_try_cheap(make_pair: MakePair, stage: str) -> None:
+def test_computed_pages_make_a_second_attempt_cheap(make_pair: MakePair, stage: str) -> None:
     pair, request = make_pair(**SMALL_STEPS), a_request()
     bring_to(pair, request, stage)
     for _ in range(1 if stage == "computing" else 0):
@@ -261,7 +261,7 @@ def test_only_the_jobs_decode_worker_cancels_it(make_pair: MakePair) -> None:
         (GATEWAY, Members(workers=())),
     ],
 )
-def test_who_asks_for_what_is_not_theirs_is_dropped(
+def test_peer_that_sends_a_message_of_another_role_is_dropped(
     make_pair: MakePair, sender: Hello, message: AnyMessage
 ) -> None:
     pair = make_pair()

@@ -97,7 +97,7 @@ def test_any_msgpack_reader_can_read_a_message() -> None:
         {"kind": ...},
     ],
 )
-def test_what_is_out_of_bounds_is_refused(changes: dict[str, object]) -> None:
+def test_field_out_of_bounds_is_refused_by_decode(changes: dict[str, object]) -> None:
     with pytest.raises(WireError) as caught:
         decode(altered(grant(), **changes))
     assert caught.value.reason == "malformed"
@@ -127,7 +127,7 @@ def test_what_is_out_of_bounds_is_refused(changes: dict[str, object]) -> None:
         (encode(grant())[:-1], "truncated"),
     ],
 )
-def test_what_fields_cannot_say_alone_is_checked(body: bytes, complaint: str) -> None:
+def test_rules_between_fields_are_checked(body: bytes, complaint: str) -> None:
     with pytest.raises(WireError, match=complaint):
         decode(body)
 

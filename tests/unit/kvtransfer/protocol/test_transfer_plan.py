@@ -81,7 +81,7 @@ def move_slowly(
     list(product(product(TP_SIZES, repeat=2), product(PAGE_SIZES, repeat=2))),
     ids=str,
 )
-def test_every_pair_of_layouts_moves_what_the_definition_moves(
+def test_every_pair_of_layouts_moves_the_bytes_of_the_definition(
     tp_sizes: tuple[int, int], page_sizes: tuple[int, int]
 ) -> None:
     layouts = (layout(tp_sizes[0], page_sizes[0]), layout(tp_sizes[1], page_sizes[1]))
@@ -129,7 +129,7 @@ def test_any_piece_of_scattered_pages(
 
 
 @given(cuts(), cuts(), st.integers(1, 7), st.integers(1, 7))
-def test_groups_of_layers_together_move_what_all_layers_do(
+def test_groups_of_layers_together_move_all_layers(
     one: tuple[PageLayout, int], other: tuple[PageLayout, int], num_layers: int, num_groups: int
 ) -> None:
     layouts = tuple(layout(cut.tp_size, cut.page_size, num_layers=num_layers) for cut, _ in (one, other))
