@@ -90,6 +90,13 @@ def test_digest_of_bytes_is_unknown_without_the_key() -> None:
     assert len({secret[unit * 8 : unit * 8 + 8] for unit in range(4)}) == 4
 
 
+def test_hash_under_the_mask_is_seeded_by_the_key() -> None:
+    pools = [Found(np.full(64, content, dtype=np.uint8)) for content in (0, 1)]
+    masked = [int.from_bytes(pool.digests(b"k" * 32)[:8], "big") for pool in pools]
+    plain = [xxhash.xxh3_64_intdigest(pool.pool[:16].tobytes()) for pool in pools]
+    assert masked[0] ^ masked[1] != plain[0] ^ plain[1]  # the mask of both is the same
+
+
 def test_digests_of_some_units_equal_those_of_all_units() -> None:
     num_units = 40
     pool = torch.arange(num_units * 16, dtype=torch.int64).to(torch.uint8).view(num_units, 16)
