@@ -413,7 +413,6 @@ class StepPlanner:
         self._cost_cap = cost_cap or CostCap(queues.shares)
         self._cache = cache
         self._pool = cache.pool
-        self._low_water = int(cache.pool.num_pages * LOW_WATER)
         self.available = cache.pool.num_available
         self._host_available = cache.host.num_available
         self._tracks_keys = queues.shares.are_several or queues.have_quotas
@@ -550,7 +549,7 @@ class StepPlanner:
 
     def relieve_pressure(self) -> None:
         """Preempt sequences of the lowest class until the low-water mark is free."""
-        num_lacking = self._low_water - self.available
+        num_lacking = int(self._pool.num_pages * LOW_WATER) - self.available
         if num_lacking > 0:
             for victim in self._candidates.of_lowest_class(num_lacking):
                 self.preempt(victim, PreemptMode.SWAP)
@@ -560,7 +559,8 @@ class StepPlanner:
         class."""
         if all(each.scheduling_class >= sequence.scheduling_class for each in self.seated()):
             return True
-        return self.available - self.num_missing(sequence, sequence.num_tokens) >= self._low_water
+        num_left = self.available - self.num_missing(sequence, sequence.num_tokens)
+        return num_left >= int(self._pool.num_pages * LOW_WATER)
 
     # Preemption.
 

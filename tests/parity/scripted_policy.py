@@ -1,4 +1,5 @@
-"""A routing policy whose choices a test writes: `--router-policy tests.parity.scripted_policy:Scripted`."""
+"""A routing policy that makes the choices of a test: `--router-policy
+tests.parity.scripted_policy:Scripted`."""
 
 from typing import ClassVar, Final, NamedTuple
 

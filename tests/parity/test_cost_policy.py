@@ -1,4 +1,4 @@
-"""A whole cluster whose router predicts seconds: it learns from what workers tell, and no token differs."""
+"""The policy that predicts seconds learns from the workers' reports and changes no token."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path

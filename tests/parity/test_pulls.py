@@ -1,4 +1,4 @@
-"""Prompts whose prefix is fetched from a prefill worker that holds it: not one token may differ.
+"""Pulling a prompt's prefix from the prefill worker that holds the prefix changes no token.
 
 The test writes the router's choices: the pair of workers, and the worker to pull from.
 """

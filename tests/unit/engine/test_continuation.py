@@ -107,7 +107,7 @@ def test_answer_that_cannot_continue_is_refused(engine: Engine, fields: dict[str
 
 def test_too_few_pages_for_the_generated_tokens_are_reported(tiny_model: Path) -> None:
     engine = tiny_engine(tiny_model)
-    engine.max_model_len = 10**6  # as for a model whose length its pages do not hold
+    engine.max_model_len = 10**6  # as for a model with more positions than its pages hold
     sampling = SamplingParams(temperature=0.0, max_tokens=None)
     with pytest.raises(InvalidRequest, match="of the answer; the model and its KV pages hold"):
         answer(engine, sampling=sampling, generated_token_ids=(1,) * 5000)

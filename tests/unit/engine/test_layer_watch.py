@@ -1,4 +1,4 @@
-"""A step tells of layers whose keys and values are written while later ones are still to come."""
+"""A step reports layers with written keys and values while later layers are still to come."""
 
 from collections.abc import Sequence as Ordered
 from pathlib import Path

@@ -39,7 +39,7 @@ class Heads:
 
 @dataclass(frozen=True)
 class Part:
-    """Queries [start, stop) of a sequence whose keys [0, stop) are stored."""
+    """Queries [start, stop) of a sequence with stored keys [0, stop)."""
 
     sequence: int
     start: int

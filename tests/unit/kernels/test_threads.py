@@ -23,7 +23,7 @@ def num_threads(request: pytest.FixtureRequest) -> Iterator[int]:
 
 
 def case(seed: int) -> tuple[Tensor, LinearWeight, Tensor]:
-    """Whole numbers, whose sums are exact: any part left out, or run twice, shows."""
+    """Whole numbers have exact sums, so a part that is left out or run twice changes the result."""
     generator = torch.Generator().manual_seed(seed)
     x_TK = torch.randint(-4, 5, (37, 128), generator=generator).float()
     weight_NK = torch.randint(-4, 5, (1000, 128), generator=generator).float()

@@ -116,7 +116,7 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def lose(self, data: st.DataObject) -> None:
         """Lose owners, sometimes after a half-done call has damaged everything derived."""
-        lost = data.draw(st.sets(st.sampled_from(sorted(self.sequences) or ["nobody"])))
+        lost = data.draw(st.sets(st.sampled_from(sorted(self.sequences) or ["a stranger"])))
         if data.draw(st.booleans()):
             self.pool._free.clear()
             self.pool._counts = [7] * len(PageState)

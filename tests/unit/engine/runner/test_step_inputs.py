@@ -46,7 +46,7 @@ lives = st.lists(
 
 
 class Ledger:
-    """Pages that never repeat, so that every slot tells whose it is."""
+    """Pages that never repeat, so that every slot names its sequence."""
 
     def __init__(self, page_size: int) -> None:
         self.page_size = page_size
