@@ -380,6 +380,10 @@ class Deadlines:
         self._queues = queues
         self._times: list[tuple[float, Key]] = []  # a heap; entries of requests that do not wait are void
 
+    def __len__(self) -> int:
+        """The number of kept times, void ones included."""
+        return len(self._times)
+
     def add(self, at_s: float, key: Key) -> None:
         """Set the deadline of a waiting request."""
         heappush(self._times, (at_s, key))

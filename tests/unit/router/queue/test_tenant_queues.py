@@ -9,7 +9,14 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from baton.fair_queue import CREDIT_AGES
 from baton.router.queue.quotas import RequestWork
-from baton.router.queue.tenant_queues import Order, QueuedAttempt, TenantQueues, WorkLine
+from baton.router.queue.tenant_queues import (
+    MIN_KEPT,
+    Deadlines,
+    Order,
+    QueuedAttempt,
+    TenantQueues,
+    WorkLine,
+)
 from tests.node_peers import id_of
 from tests.unit.router.queue_cases import asked
 
@@ -151,6 +158,13 @@ def test_work_before_is_exact_among_many(dues: list[int]) -> None:
 
 
 TENANTS = st.sampled_from(["a", "b", "c"])
+
+
+def test_deadlines_of_dispatched_requests_are_dropped() -> None:
+    deadlines = Deadlines(queues_of())
+    for number in range(3 * MIN_KEPT):
+        deadlines.add(float(number), (id_of(f"r{number}"), 0))
+    assert len(deadlines) <= MIN_KEPT + 1
 
 
 class QueueMachine(RuleBasedStateMachine):
