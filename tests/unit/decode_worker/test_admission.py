@@ -217,3 +217,10 @@ def test_the_urgent_overtake_those_that_wait(make_pair: MakePair) -> None:
     pair.turns_until(lambda: pair.is_answered(urgent))
     assert not has_started(pair, requests[3])
     pair.turns_until(lambda: pair.is_answered(requests[3]))
+
+
+def test_two_attempts_at_a_request_have_different_names_in_the_engine() -> None:
+    first, second = (
+        Attempt.of(Dispatch(request=a_request(attempt=attempt), gateway=GATEWAY.id)) for attempt in range(2)
+    )
+    assert first.request_id == second.request_id and first.engine_id != second.engine_id
