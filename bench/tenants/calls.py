@@ -52,16 +52,14 @@ class TenantWorkload(NamedTuple):
     service_answers: tuple[int, int]
 
     def victims(self, tokens_per_s: float, until_s: float, random: Random) -> list[ClientCall]:
-        """Return calls of nine equal tenants together."""
-        calls = []
-        for at_s in arrivals(tokens_per_s / self.victim_mean, 0.0, until_s, random):
-            num_tokens = max(16, min(self.longest, round(random.lognormvariate(*self.victim_lognormal))))
-            tenant, num_answered = (
-                f"victim-{random.randrange(NUM_VICTIMS)}",
-                random.randint(*self.victim_answers),
-            )
-            calls.append(self._call(at_s, tenant, num_tokens, num_answered, random, self.sla))
-        return calls
+        """Return calls of nine equal tenants together, in order of time."""
+        calls, rate = list[ClientCall](), tokens_per_s / self.victim_mean / NUM_VICTIMS
+        for number in range(NUM_VICTIMS):
+            for at_s in arrivals(rate, 0.0, until_s, random):
+                num_tokens = round(random.lognormvariate(*self.victim_lognormal))
+                lengths = max(16, min(self.longest, num_tokens)), random.randint(*self.victim_answers)
+                calls.append(self._call(at_s, f"victim-{number}", *lengths, random, self.sla))
+        return sorted(calls, key=lambda call: call.at_s)
 
     def noisy(self, tokens_per_s: float, until_s: float, random: Random) -> list[ClientCall]:
         """Return calls of a tenth tenant, with long prompts and without objectives."""
@@ -88,8 +86,8 @@ class TenantWorkload(NamedTuple):
         for span_s, tokens_per_s in loads:
             rate = tokens_per_s / fmean(self.service_prompts)
             for at_s in arrivals(rate, since_s, since_s + span_s, random):
-                lengths = random.randint(*self.service_prompts), random.randint(*self.service_answers)
                 tenant = f"tenant-{random.randrange(4)}"
+                lengths = random.randint(*self.service_prompts), random.randint(*self.service_answers)
                 calls.append(self._call(at_s, tenant, *lengths, random, self.sla))
             since_s += span_s
         return calls
