@@ -122,6 +122,39 @@ def test_newcomer_leaves_headroom_for_running_sequences() -> None:
     assert sum(sequence.num_preemptions for sequence in harness.finished) == 0
 
 
+def reserve_all_but(harness: Harness, num_pages: int) -> None:
+    pages = harness.pool.reserve(harness.pool.num_free - num_pages, "transfer", 1e9)
+    harness.leased["transfer"] = set(pages)
+
+
+def end_reservation(harness: Harness) -> None:
+    harness.pool.release(sorted(harness.leased.pop("transfer")), "transfer")
+
+
+def test_last_page_goes_to_the_better_decode_and_the_other_waits_with_its_pages() -> None:
+    harness = make(num_pages=20)
+    for number, name in enumerate("ab"):
+        harness.add(name, prompt(7, number))
+    for _ in range(2):
+        harness.step()
+    reserve_all_but(harness, 1)
+    plan, _, _ = harness.step()
+    assert dict(plan.scheduled) == {("a", 0): 1} and not plan.preempted
+    end_reservation(harness)
+    harness.run()
+
+
+def test_chunk_is_cut_to_the_pages_that_are_left() -> None:
+    harness = make(num_pages=10, budget=16)
+    harness.add("long", prompt(36))
+    harness.step()
+    reserve_all_but(harness, 3)
+    plan, _, _ = harness.step()
+    assert dict(plan.scheduled) == {("long", 0): 12}
+    end_reservation(harness)
+    harness.run()
+
+
 @pytest.mark.parametrize("num_choices", [2, 4])
 def test_later_choices_share_the_prompt_pages_of_the_first(num_choices: int) -> None:
     harness = make()
@@ -134,6 +167,14 @@ def test_later_choices_share_the_prompt_pages_of_the_first(num_choices: int) -> 
     assert len({tuple(sequence.page_table[:5]) for sequence in sequences}) == 1
     harness.run()
     assert len({tuple(sequence.token_ids) for sequence in sequences}) == num_choices
+
+
+def test_choices_with_no_full_page_to_share_start_together() -> None:
+    harness = make()
+    harness.add("r", prompt(3), SamplingParams(n=3))
+    plan, _, _ = harness.step()
+    assert len(plan.admitted) == 3
+    harness.run()
 
 
 def test_later_choices_go_on_when_the_first_is_gone() -> None:
