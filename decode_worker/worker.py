@@ -46,7 +46,10 @@ MAX_EARLY_S: Final = 10.0  # a Dispatch that is later than this comes over a lin
 
 
 class EarlyResults:
-    """Results of prefill workers that arrived before the Dispatch of their attempt."""
+    """Results of prefill workers that arrived before the Dispatch of their attempt.
+
+    A prompt whose Dispatch does not come is cancelled at its prefill worker, where it holds pages.
+    """
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -61,10 +64,15 @@ class EarlyResults:
         return kept[1:] if kept is not None else None
 
     def tick(self) -> None:
-        """Forget results after MAX_EARLY_S without their Dispatch."""
+        """Cancel prompts after MAX_EARLY_S without their Dispatch."""
         now_s = self._clock.now_s()
         while self._results and now_s - next(iter(self._results.values()))[0] > MAX_EARLY_S:
-            del self._results[next(iter(self._results))]
+            self.cancel(next(iter(self._results)))
+
+    def cancel(self, key: tuple[str, int]) -> None:
+        """Forget the result of this attempt, if there is one, and cancel its prompt."""
+        if (kept := self.take(key)) is not None:
+            kept[0].send(Cancel(request_id=key[0], attempt=key[1]))
 
 
 class Ending(NamedTuple):
@@ -341,8 +349,9 @@ class DecodeWorker(WorkerNode):
         attempt = self._attempts.get(about.request_id)
         key = about.request_id, about.attempt
         if attempt is None or attempt.number < about.attempt:
-            if key not in self._over:
-                self._early.keep(key, peer, result)
+            self._early.keep(key, peer, result)
+            if key in self._over:
+                self._early.cancel(key)
         elif attempt.key != key or attempt.prefill != peer.hello.id:
             return  # of an attempt that is over
         elif attempt.stage in (AttemptStage.WAITING, AttemptStage.PREFILLING):
@@ -392,6 +401,7 @@ class DecodeWorker(WorkerNode):
         if attempt is not None and attempt.gateway != peer.hello.id:
             return
         self._over.add(cancel.request_id, cancel.attempt)
+        self._early.cancel((cancel.request_id, cancel.attempt))
         if attempt is not None and attempt.number <= cancel.attempt:
             self._drop(attempt)
 

@@ -230,6 +230,9 @@ class PrefillWorker(WorkerNode):
         self._num_tokens += output.token_id is not None
         self._peer_registry.emit(job.prefill.gateway, event)
         self._peer_registry.tell(job.decode, Prefilled(event=event))
+        if job.granted is None and self._peer_registry.peer(job.decode) is None:
+            self._give_up(job, "its decode worker is not connected")  # and has not got the first token
+            return
         if reason is None and job.granted is None:
             job.stage = PrefillStage.COMPUTED
             return

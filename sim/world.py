@@ -20,7 +20,7 @@ from baton.rpc.liveness import BEAT_S
 from baton.rpc.worker_node import EndedAttempts
 from baton.sim.clients import BAD_REQUEST_CHANCE, Arrival, ClientLoad, SimClient
 from baton.sim.deployment import Deployment, SimContext, SimGateway, SimRouter, SimWorker
-from baton.sim.faults import Faults, Trouble
+from baton.sim.faults import SLOW_STEPS_S, Faults, Trouble
 from baton.sim.network import Network
 from baton.sim.process import Events
 from baton.sim.trace import Recorder
@@ -141,7 +141,10 @@ class World:
     def _rest_s(self) -> float:
         if len(self._deployment.routers) > 1 and (self._was_troubled or self._context.stream.may_lose):
             return FORGET_S
-        return REST_S if self._was_troubled else QUIET_REST_S
+        if not self._was_troubled:
+            return QUIET_REST_S
+        # A slow step that began before the faults were over may still compute a cancelled attempt.
+        return REST_S + SLOW_STEPS_S[-1] if self._is_slow else REST_S
 
     def _check(self) -> None:
         drops = [each for each in self._recorder.drops if each[1].reason not in MAY_BE_DROPPED]

@@ -55,17 +55,44 @@ def test_first_token_may_come_before_the_dispatch(make_pair: MakePair, alone: En
     assert not pair.decode_worker.counters["recomputed_prefills"]
 
 
-def test_first_token_whose_dispatch_never_comes_is_forgotten(
-    make_pair: MakePair, monkeypatch: pytest.MonkeyPatch
+def test_late_dispatch_whose_prompt_was_cancelled_is_computed_here(
+    make_pair: MakePair, monkeypatch: pytest.MonkeyPatch, alone: Engine
 ) -> None:
     monkeypatch.setattr("baton.decode_worker.worker.MAX_EARLY_S", 0.0)
+    monkeypatch.setattr("baton.prefill_worker.worker.MAX_ORDER_WAIT_S", 0.0)
     pair, request = make_pair(), a_request()
-    event = TokenEvent(request.request_id, 0, 0, 7)
-    pair.tell(pair.decode, pair.prefill.hello, Prefilled(event=event))
+    pair.tell(pair.decode, pair.prefill.hello, Prefilled(event=TokenEvent(request.request_id, 0, 0, 7)))
     pair.decode_worker.tick()
+    pair.turn()  # the prefill worker is told to cancel
     pair.dispatch(request)
-    pair.turns_until(lambda: pair.is_answered(request))
-    assert pair.heard(request)[0].token_id != event.token_id
+
+    def is_answered() -> bool:
+        pair.prefill.node.tick()
+        return pair.is_answered(request)
+
+    pair.turns_until(is_answered)
+    assert said(pair.heard(request)) == answer_alone(alone, request)
+    assert pair.decode_worker.counters["recomputed_prefills"] == 1
+
+
+@pytest.mark.parametrize("end", ["cancelled before", "cancelled after", "no Dispatch", "no connection"])
+def test_prompt_whose_dispatch_does_not_come_frees_its_pages(
+    make_pair: MakePair, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    pair, request = make_pair(), a_request()
+    if end == "cancelled before":
+        pair.cancel(request)
+    elif end == "no connection":
+        pair.leave(pair.prefill, pair.decode.hello)
+    elif end == "no Dispatch":
+        monkeypatch.setattr("baton.decode_worker.worker.MAX_EARLY_S", 0.0)
+    pair.post.put(ROUTER.id, PREFILL, prefill_of(request, b"t" * 16))
+    pair.turns_until(lambda: bool(pair.heard(request)))
+    pair.turn()  # the first token reaches the decode worker
+    if end == "cancelled after":
+        pair.cancel(request)
+    pair.decode_worker.tick()
+    pair.quiet_down()
 
 
 class TestPagesThatDoNotCome:
