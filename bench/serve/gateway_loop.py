@@ -332,13 +332,13 @@ async def ask_without_reading(gateway: Gateway) -> None:
         await asyncio.sleep(5)
 
 
-async def ask_for_logprobs(gateway: Gateway, statuses: Counter[int]) -> None:
-    """Ask for whole answers of 20 log probabilities a token, four calls at once."""
+async def ask_for_logprobs(gateway: Gateway) -> Counter[int]:
+    """Ask for whole answers of 20 log probabilities a token, four calls at once; return the statuses."""
     fields = {"messages": [{"role": "user", "content": "a"}], "logprobs": True, "top_logprobs": 20}
     max_tokens = GatewayConfig(model="tiny", routers=()).max_answer_entries // (8 * 21)  # eight choices
     body = json.dumps(fields | {"n": 8, "max_tokens": max_tokens, "ignore_eos": True}).encode()
     with contextlib.closing(Client(gateway.hostile)) as client:
-        statuses.update(await asyncio.gather(*(ask(client, CHAT, body) for _ in range(4))))
+        return Counter(await asyncio.gather(*(ask(client, CHAT, body) for _ in range(4))))
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -390,12 +390,14 @@ async def _measure(
     async with running(folder, step_s=FAST_STEP_S) as gateway:
         report.tell("log probabilities")
         async with watched_growth(gateway.pid) as grown:
-            await ask_for_logprobs(gateway, statuses)
-        report.rows.append(_memory_row("four calls of 20 logprobs", grown))
+            answers = await ask_for_logprobs(gateway)
+        statuses.update(answers)
+        note = f"{answers[200]} answered, {answers[503]} refused with 503"  # the gateway bounds their memory
+        report.rows.append(_memory_row("four calls of 20 logprobs", grown, note))
 
 
-def _memory_row(name: str, grown_mb: list[float]) -> Row:
-    return at_most(f"RSS growth, {name}", grown_mb[0], "MB", MEMORY_BAR_MB)
+def _memory_row(name: str, grown_mb: list[float], note: str = "") -> Row:
+    return at_most(f"RSS growth, {name}", grown_mb[0], "MB", MEMORY_BAR_MB, note)
 
 
 run = partial(run_suite, measure, name="gateway_loop", title="Event loop of a gateway under hostile bodies")
