@@ -258,11 +258,12 @@ class Inference:
     async def _serve_text(self, kind: BodyKind, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer `/tokenize` and `/detokenize` as vLLM does; bytes are charged as those of calls are."""
         tenant = scope["state"]["tenant"]
-        policy, quotas = self._model.read_policy(tenant, is_strict=self._config.strict), tenant.policy.quotas
-        with self._limiter.answers.charge(tenant.name, quotas) as held:
+        with self._limiter.answers.charge(tenant.name, tenant.policy.quotas) as held:
             with self._charge(scope) as charge:
                 data = await read_body(scope, receive, charge.set)
+                policy = self._model.read_policy(tenant, is_strict=self._config.strict)
                 read = await self._model.bodies.read(kind, data, policy, tenant.name)
+                del data  # its charge ends here, and the client may take long to read the answer
             self._metrics.unknown_keys += read.num_unknown
             body = read.answer
             assert body is not None

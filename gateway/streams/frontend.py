@@ -15,7 +15,7 @@ from itertools import islice
 from typing import Final, TypeVar
 
 from baton.clock import Clock
-from baton.errors import BatonError, InvalidRequest, Overloaded, ProtocolError, Refused, WorkerLost
+from baton.errors import BatonError, InvalidRequest, Overloaded, ProtocolError, Refused, WireError, WorkerLost
 from baton.gateway.streams.request_stream import (
     RETRY_AFTER_S,
     AttemptKey,
@@ -87,7 +87,9 @@ class Frontend:
         self._clock = clock
         self._limits = limits or ReplayLimits()
         self._streams: dict[str, RequestStream] = {}
-        self._waiting: dict[str, RequestStream] = {}  # the streams that are WAITING
+        self._waiting: dict[
+            str, dict[str, RequestStream]
+        ] = {}  # tenant -> its WAITING streams; none is empty
         self._draining: dict[str, None] = {}  # workers, ended ones too, oldest first
         self._heard_s: dict[str, float] = {}  # routers and workers -> when each said anything
         self._left_s: dict[str, float] = {}  # workers -> when their connection ended
@@ -150,7 +152,8 @@ class Frontend:
         assert request.sampling.seed is not None or not request.sampling.temperature, request.request_id
         stream = RequestStream(request, sink, sticky_worker, self._clock.now_s())
         self.counters["opened"] += 1
-        self._streams[stream.request_id] = self._waiting[stream.request_id] = stream
+        self._streams[stream.request_id] = stream
+        self._wait(stream)
         self._submit(stream)
 
     def cancel(self, request_id: str) -> None:
@@ -252,7 +255,6 @@ class Frontend:
                 peer.send(Cancel(request_id=event.request_id, attempt=event.attempt))
                 continue
             stream.heard_s = now_s
-            stream.is_decoding |= peer.hello.id == stream.decode
             try:
                 due = stream.take(event) if event.finish_reason not in _NO_ANSWERS else None
             except ProtocolError as error:
@@ -441,7 +443,7 @@ class Frontend:
 
     def _is_behind_others(self, stream: RequestStream, now_s: float) -> bool:
         """The request may still wait at a worker that goes on with earlier ones."""
-        if stream.is_decoding or now_s - stream.heard_s > MAX_AHEAD * self._limits.max_silence_s:
+        if stream.has_started or now_s - stream.heard_s > MAX_AHEAD * self._limits.max_silence_s:
             return False
         heard_s = self._heard_s.get(stream.decode, -math.inf)
         return now_s - heard_s <= self._limits.max_silence_s
@@ -449,14 +451,24 @@ class Frontend:
     # Attempts.
 
     def _submit_waiting(self, tenant: str | None = None) -> None:
-        """Submit waiting streams that are due. tenant: streams of this tenant alone, until it is full."""
+        """Submit waiting streams that are due, of each tenant until it is full. tenant: of this one alone."""
         now_s = self._clock.now_s()
-        for stream in list(self._waiting.values()):
-            if tenant is not None and self._window.is_full(tenant):
-                return
-            is_due = stream.retry_s <= now_s and self._waiting.get(stream.request_id) is stream
-            if is_due and tenant in (None, stream.request.tenant):
-                self._submit(stream)
+        for name in list(self._waiting) if tenant is None else (tenant,):
+            for stream in list(self._waiting.get(name, {}).values()):
+                if self._window.is_full(name):
+                    break
+                if stream.retry_s <= now_s and stream.state is StreamState.WAITING and self._is_open(stream):
+                    self._submit(stream)
+
+    def _wait(self, stream: RequestStream) -> None:
+        self._waiting.setdefault(stream.request.tenant, {})[stream.request_id] = stream
+
+    def _stop_waiting(self, stream: RequestStream) -> None:
+        """Forget that the stream waits, if it does."""
+        waiting = self._waiting.get(stream.request.tenant, {})
+        waiting.pop(stream.request_id, None)
+        if not waiting:
+            self._waiting.pop(stream.request.tenant, None)
 
     def _submit(self, stream: RequestStream) -> None:
         """Submit a request if there is a router that its tenant does not keep busy; else it stays WAITING."""
@@ -476,25 +488,28 @@ class Frontend:
             self._fail(stream, WorkerLost(message))
             return
         self._reports.flush()
-        router.send(
-            Submit(
-                request=request,
-                sticky_worker=stream.sticky_worker,
-                avoid=tuple(stream.avoid),
-                age_s=age_s(request, now_s),
-                is_begun=stream.is_begun,
-            )
+        submit = Submit(
+            request=request,
+            sticky_worker=stream.sticky_worker,
+            avoid=tuple(stream.avoid),
+            age_s=age_s(request, now_s),
+            is_begun=stream.is_begun,
         )
+        try:
+            router.send(submit)
+        except WireError as error:  # this request alone: others must go on
+            self._fail(stream, InvalidRequest(f"the request can't be sent on: {error}"))
+            return
         self._window.submitted(router.hello.id, request)
         stream.state, stream.heard_s, stream.router = StreamState.SUBMITTED, now_s, router.hello.id
-        del self._waiting[stream.request_id]
+        self._stop_waiting(stream)
 
     def _again(self, stream: RequestStream, reason: str, *, at_once: bool = True) -> None:
         """Replace the present attempt by another."""
         self.counters[f"replays_{reason}"] += 1
         self._stop_attempt(stream)
         stream.next_attempt(self._clock.now_s(), at_once=at_once)
-        self._waiting[stream.request_id] = stream
+        self._wait(stream)
         if stream.retry_s <= self._clock.now_s():
             self._submit(stream)
 
@@ -543,7 +558,7 @@ class Frontend:
 
     def _forget(self, stream: RequestStream) -> None:
         del self._streams[stream.request_id]
-        self._waiting.pop(stream.request_id, None)
+        self._stop_waiting(stream)
 
     def _present(self, request_id: str, attempt: int) -> RequestStream | None:
         """Return the stream that has this attempt now."""

@@ -138,7 +138,6 @@ class RequestStream:
     early: dict[int, TokenEvent] = field(default_factory=dict)
     is_begun: bool = field(init=False)  # workers have had the request, in any attempt
     has_started: bool = False  # the present attempt
-    is_decoding: bool = False  # its decode worker has sent a token of the present attempt
     is_reported: bool = False  # its start, to the router
     decode: str = ""  # of the present attempt, once it is ROUTED
     prefill: str = ""
@@ -178,6 +177,11 @@ class RequestStream:
     def num_answered(self) -> int:
         """Tokens of the present attempt."""
         return self.next_index - self.first_index
+
+    @property
+    def is_decoding(self) -> bool:
+        """The decode worker has sent a token of this attempt: a prefill worker sends the first one alone."""
+        return self.num_answered > bool(self.prefill)
 
     def next_request(self) -> Request | None:
         """Return the request of the present attempt; None when it is too large or already complete."""
@@ -234,7 +238,7 @@ class RequestStream:
         self.attempt += 1
         self.first_index = self.next_index
         self.sticky_worker = self.decode = self.prefill = ""
-        self.has_started = self.is_decoding = self.is_reported = False
+        self.has_started = self.is_reported = False
         self.doubted_s = math.inf
         self.early.clear()
 

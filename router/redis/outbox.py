@@ -129,6 +129,7 @@ class RedisOutbox:
         elif command.script == "join" and reply == -2:
             self._counters["redis_fenced"] += 1
             self._drop(command.worker_id)
+            self._put(Command("", ("DEL", self._names.snapshot(command.worker_id)), command.worker_id))
         elif command.script == "publish" and reply < 0:
             self._counters["redis_gaps"] += 1
             self._mark_stale(command.worker_id)
@@ -210,8 +211,11 @@ class RedisOutbox:
         self._snapshots.pop(worker_id, None)
 
     def _mark_stale(self, worker_id: str) -> None:
+        """Have the worker's snapshot written next; it includes the events that wait here."""
         if worker_id in self.workers:
             self._stale[worker_id] = None
+            others = (each for each in self._queue if (each.script, each.worker_id) != ("publish", worker_id))
+            self._queue = deque(others)
 
     def _publish(self, worker_id: str, events: KvEventBatch, *, is_restart: bool) -> Command:
         body = self._codec.encode_pages(worker_id, events)
