@@ -74,7 +74,7 @@ class SamplingParams(
     logit_bias: Mapping[int, float] = {}  # token id -> amount added to its logit
     stop_token_ids: tuple[int, ...] = ()  # end a choice at any of these token ids
     ignore_eos: bool = False  # generate past the model's end token
-    seed: int | None = None  # the same seed gives the same tokens; None: the engine draws one
+    seed: int | None = None  # the same seed gives the same tokens; None: one is drawn
     logprobs: int | None = None  # number of likeliest tokens to report at each generated token
     prompt_logprobs: int | None = None  # number of likeliest tokens to report at each prompt token
 

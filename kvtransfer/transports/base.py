@@ -265,14 +265,15 @@ class TransportSet:
         Raises ConfigError when the operator's transport cannot serve the two ranks.
         """
         usable = [each for each in self._transports if each.can_serve(source, destination)]
-        names = [each for each in usable if each.is_automatic]
+        ordered = [each for each in usable if each.is_automatic]
         if self._asked is not None:
             if self._asked not in usable:
                 raise ConfigError(
                     f"transport: {self._asked.name} cannot serve {_place(source)} to {_place(destination)}"
                 )
-            names = [self._asked, *(each for each in names[-1:] if each is not self._asked)]
-        return tuple(each for each in names if each.name in destination.addresses)
+            fallback = [each for each in ordered[-1:] if each is not self._asked]
+            ordered = [self._asked, *fallback]
+        return tuple(each for each in ordered if each.name in destination.addresses)
 
 
 def _place(rank: RankListenerAddresses) -> str:

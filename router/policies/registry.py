@@ -1,4 +1,4 @@
-"""The routing policies by name. `--policy package.module:Class` names one from outside this tree."""
+"""The routing policies by name. `--router-policy package.module:Class` names one from outside this tree."""
 
 import difflib
 import importlib

@@ -1,4 +1,6 @@
-"""The quotas of each tenant in the whole cluster, as far as this router knows, and the work of its requests.
+"""The quotas of requests and tokens of each tenant, as far as this router knows, and the work of requests.
+
+Quotas of KV pages belong to the workers.
 
 1. A request is refused when its tenant has all that it may have; the refusal names the quota.
 2. Entered, it counts as one of the tenant's, and its expected work is taken from the tenant's token bucket.
