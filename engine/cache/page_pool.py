@@ -222,7 +222,7 @@ class PagePool:
         self._known = bytearray(num_pages)
         self.groups: list[Group] = [b""] * num_pages  # of known pages, read only
         self._counts = [num_pages, 0, 0, 0, 0]
-        self._owners: list[frozenset[Owner]] = [frozenset()] * num_pages  # nonempty iff ACTIVE
+        self._users: list[frozenset[Owner]] = [frozenset()] * num_pages  # nonempty iff ACTIVE
         self._generation = [0] * num_pages
         self._leases: dict[Owner, Lease] = {}  # at most one for each owner
         self._lessees: dict[int, set[Owner]] = {}  # page -> owners of leases, never an empty set
@@ -256,7 +256,7 @@ class PagePool:
 
     def owners(self, page: int) -> frozenset[Owner]:
         """All holders that must release the page before its reuse: users, leases and writers."""
-        return self._owners[page].union(self._lessees.get(page, ()), self._writers.get(page, ()))
+        return self._users[page].union(self._lessees.get(page, ()), self._writers.get(page, ()))
 
     def generation(self, page: int) -> int:
         return self._generation[page]
@@ -271,7 +271,7 @@ class PagePool:
     def is_freed_by(self, page: int, num_releases: int) -> bool:
         """Whether the page would be available if that many of its owners released it."""
         held_outside = page in self._lessees or page in self._writers
-        return len(self._owners[page]) == num_releases and not held_outside
+        return len(self._users[page]) == num_releases and not held_outside
 
     def held_outside(self) -> set[int]:
         """Pages with a lease or a writer, which no sequence can make available."""
@@ -279,7 +279,7 @@ class PagePool:
 
     def is_only_used_by(self, page: int, owner: Owner) -> bool:
         """Whether `owner` is the only user and no writer has the page. Leases do not count."""
-        return self._owners[page] == {owner} and page not in self._writers
+        return self._users[page] == {owner} and page not in self._writers
 
     def pages_for(self, num_tokens: int) -> int:
         """The number of pages that hold so many tokens."""
@@ -292,17 +292,17 @@ class PagePool:
         pages = self._take_free(num_pages, _ACTIVE)
         owners = frozenset((owner,))
         for page in pages:
-            self._owners[page] = owners
+            self._users[page] = owners
         self.accounts.took_fresh(owner, num_pages)
         return pages
 
     def share(self, pages: Iterable[int], owner: Owner) -> None:
         """Add an owner to pages that are in use, cached or leased."""
         for page in pages:
-            state, owners = self._state[page], self._owners[page]
+            state, owners = self._state[page], self._users[page]
             if state in (_FREE, _QUARANTINED) or owner in owners or page in self._writers:
                 raise IntegrityError(f"page {page} ({self.state(page).name}) cannot be shared with {owner}")
-            self._owners[page] = owners | {owner}
+            self._users[page] = owners | {owner}
             self.accounts.took(owner, owners)
             if state != _ACTIVE:
                 self._move(page, _ACTIVE)
@@ -310,14 +310,14 @@ class PagePool:
     def check_used_by(self, pages: Sequence[int], owner: Owner) -> None:
         """IntegrityError unless the owner uses every page and no writer has one. A lease is no use."""
         for page in pages:
-            if owner not in self._owners[page] or page in self._writers:
+            if owner not in self._users[page] or page in self._writers:
                 raise IntegrityError(f"page {page} is held by {set(self.owners(page))}, not used by {owner}")
 
     def hand_over(self, pages: Sequence[int], owner: Owner, new_owner: Owner) -> None:
         """Replace `owner` by `new_owner`, which uses none of these pages yet."""
         for page in pages:
-            others = self._owners[page] - {owner}
-            self._owners[page] = others | {new_owner}
+            others = self._users[page] - {owner}
+            self._users[page] = others | {new_owner}
             self.accounts.let_go(owner, others)
             self.accounts.took(new_owner, others)
 
@@ -329,9 +329,9 @@ class PagePool:
         """
         launched = self.launched
         for page in reversed(pages):
-            owners = self._owners[page]
+            owners = self._users[page]
             if owner in owners:
-                owners = self._owners[page] = owners - {owner}
+                owners = self._users[page] = owners - {owner}
                 self._released_at[page] = launched
                 self.accounts.let_go(owner, owners)
             else:
@@ -399,7 +399,7 @@ class PagePool:
             self.release(sorted(self._leases[owner].pages), owner)
         return expired
 
-    def quarantine(self, pages: Sequence[int], owner: Owner) -> None:
+    def add_writer(self, pages: Sequence[int], owner: Owner) -> None:
         """Record that a writer outside the process may write these held pages until it releases them."""
         for page in pages:
             if self._state[page] in (_FREE, _CACHED) or self._known[page] or owner in self.owners(page):
@@ -421,12 +421,12 @@ class PagePool:
         self._counts = [0] * len(PageState)
         self._released_at = [self.launched] * self.num_pages
         for page in reversed(range(self.num_pages)):
-            self._owners[page] -= gone
+            self._users[page] -= gone
             state = self._state[page] = self._state_by_holders(page)
             self._counts[state] += 1
             if state == _FREE:
                 self._free.append(page)
-        self.accounts.lose(gone, self._owners)
+        self.accounts.lose(gone, self._users)
 
     def check_integrity(self) -> None:
         """Derive every state from the holders and compare; raises IntegrityError."""
@@ -445,10 +445,10 @@ class PagePool:
                 raise IntegrityError(f"page {page} is {PageState(state).name} but its list disagrees")
         if counts != self._counts or sum(counts) != self.num_pages:
             raise IntegrityError(f"states add up to {counts}, the ledger says {self._counts}")
-        self.accounts.check_integrity(self._owners)
+        self.accounts.check_integrity(self._users)
 
     def _state_by_holders(self, page: int) -> int:
-        if self._owners[page]:
+        if self._users[page]:
             return _ACTIVE
         if page in self._lessees:
             return _LEASED

@@ -304,7 +304,7 @@ class DestinationHandoff(Handoff):
 
     def _open_parts(self) -> list[Action]:
         for state in self._parts:
-            self._ledger.quarantine(self.pages, state.writer)
+            self._ledger.add_writer(self.pages, state.writer)
             state.is_stopped = False
         after = self._ledger.free_after(self.pages)
         return [OpenReceive(part, after) for part in range(len(self._parts))]
@@ -355,7 +355,7 @@ class DestinationHandoff(Handoff):
 
     def _request_again(self, number: int, part: ReceivePart) -> list[Action]:
         units = part.open_again()
-        self._ledger.quarantine(self.pages, part.writer)
+        self._ledger.add_writer(self.pages, part.writer)
         corrupt = Corrupt(transfer=self.transfer, epoch=self.epoch, part=number, units=units)
         return [OpenReceive(number), Send(corrupt)]
 

@@ -79,7 +79,7 @@ class PageLedger(Protocol):
         """Add the owner as a user of pages that have other owners."""
         ...
 
-    def quarantine(self, pages: Sequence[int], owner: Owner) -> None:
+    def add_writer(self, pages: Sequence[int], owner: Owner) -> None:
         """Add a writer. The hold of a writer has no deadline."""
         ...
 

@@ -144,7 +144,7 @@ def test_pages_that_the_owner_does_not_use_alone_are_refused(trouble: str) -> No
     if trouble in ("still written", "shared"):
         pool.share([last], "caller")
     if trouble == "still written":
-        pool.quarantine([last], "writer")
+        pool.add_writer([last], "writer")
     before = [pool.owners(page) for page in (*pages, last)]
     sequence = harness.sequence_of(harness.begun("a", PROMPT, 1, 4))
     with pytest.raises(IntegrityError, match=f"page {last}"):

@@ -101,7 +101,7 @@ def test_step_that_fails_anywhere_leaves_others_their_pages(
     )
     drain(engine)
     reserved = engine.pages.reserve(2, "lease", deadline_s=50.0)
-    engine.pages.quarantine(reserved, "writer")
+    engine.pages.add_writer(reserved, "writer")
     add(engine, "lost", PROMPT, max_tokens=1)
     add(engine, "waits", PROMPT, max_tokens=1)
 

@@ -148,13 +148,13 @@ class PoolMachine(RuleBasedStateMachine):
             self.sequences[owner] = set(pages)
 
     @rule(data=st.data())
-    def quarantine(self, data: st.DataObject) -> None:
+    def add_writer(self, data: st.DataObject) -> None:
         states = (PageState.ACTIVE, PageState.LEASED, PageState.QUARANTINED)
         pages = [page for page in self.pages_in(*states) if page not in self.known]
         if pages:
             chosen = data.draw(st.lists(st.sampled_from(pages), min_size=1, unique=True))
             owner = self.name()
-            self.pool.quarantine(chosen, owner)
+            self.pool.add_writer(chosen, owner)
             self.writers[owner] = set(chosen)
 
     @rule(data=st.data())
@@ -222,7 +222,7 @@ class Crowd:
         (self.used,), (self.known,) = (self.pool.allocate(1, "a") for _ in range(2))
         self.pool.mark_known(self.known)
         (self.leased,), (self.written,) = (self.pool.reserve(1, "lease", 5.0) for _ in range(2))
-        self.pool.quarantine([self.written], "writer")
+        self.pool.add_writer([self.written], "writer")
         (self.free,) = {*range(5)} - {self.used, self.known, self.leased, self.written}
 
 
@@ -235,8 +235,8 @@ REFUSED: dict[str, tuple[Callable[[Crowd], object], str]] = {
     "lease again": (lambda c: c.pool.lease([c.leased], "lease", 1.0), "cannot be leased"),
     "know free": (lambda c: c.pool.mark_known(c.free), "no settled contents"),
     "know written": (lambda c: c.pool.mark_known(c.written), "no settled contents"),
-    "write free": (lambda c: c.pool.quarantine([c.free], "b"), "cannot be written"),
-    "write known": (lambda c: c.pool.quarantine([c.known], "b"), "cannot be written"),
+    "write free": (lambda c: c.pool.add_writer([c.free], "b"), "cannot be written"),
+    "write known": (lambda c: c.pool.add_writer([c.known], "b"), "cannot be written"),
     "adopt another's": (lambda c: c.pool.adopt([c.leased], "other", "b"), "not leased to other"),
     "adopt written": (lambda c: c.pool.adopt([c.written], "lease", "b"), "still has writers"),
     "release another's": (lambda c: c.pool.release([c.used], "b"), "released by b"),
@@ -294,7 +294,7 @@ def test_page_that_the_owner_does_not_use_is_named(trouble: str) -> None:
     other = pool.reserve(1, "a", 5.0) if trouble == "leased" else pool.allocate(1, "b")
     if trouble == "written":
         pool.share(other, "a")
-        pool.quarantine(other, "writer")
+        pool.add_writer(other, "writer")
     pool.check_used_by(used, "a")
     with pytest.raises(IntegrityError, match=f"page {other[0]} is held by .* not used by a"):
         pool.check_used_by([*used, *other], "a")
