@@ -25,6 +25,7 @@ from baton.messages.control import (
     AttemptFailed,
     Dispatch,
     Failure,
+    Heartbeat,
     Prefill,
     Queued,
     Rejected,
@@ -355,18 +356,24 @@ class Dispatcher:
         A gateway ignores the failure of an attempt whose decode worker has sent a token: the gateway is
         connected to that worker, and detects its loss itself.
         """
-        for (request_id, attempt), entry in self._in_flight.decoded_at(member.id):
-            gateway = self._gateways.get(entry.gateway)
-            if gateway is None:
-                continue  # another router dispatched this attempt, and fails it
-            failed = AttemptFailed(
-                request_id=request_id,
-                attempt=attempt,
-                failure=Failure.LOST,
-                reason=f"{member.worker.name} is gone: {reason}",
-                worker=member.id,
-            )
-            gateway.peer.send(failed)
+        for key, entry in self._in_flight.decoded_at(member.id):
+            self._fail(key, entry, member, f"{member.worker.name} is gone: {reason}")
+
+    def worker_beat(self, member: Member, beat: Heartbeat) -> None:
+        """Fail the attempts that a decode worker should report and does not: their Dispatch may be lost."""
+        dropped = self._in_flight.beat(member.worker, beat)
+        for key, entry in dropped:
+            self._fail(key, entry, member, f"{member.worker.name} does not report it")
+        self.ended([key for key, _ in dropped])
+
+    def _fail(self, key: Key, entry: InFlightAttempt, member: Member, reason: str) -> None:
+        gateway = self._gateways.get(entry.gateway)
+        if gateway is None:
+            return  # another router dispatched this attempt, and fails it
+        failed = AttemptFailed(
+            request_id=key[0], attempt=key[1], failure=Failure.LOST, reason=reason, worker=member.id
+        )
+        gateway.peer.send(failed)
 
     def tick(self) -> None:
         """Reject attempts that have waited too long, and follow the overload level."""

@@ -296,7 +296,7 @@ class InFlight:
             self.ended(key)
         self._by_gateway.pop(gateway_id, None)
 
-    def beat(self, worker: Worker, beat: Heartbeat) -> list[Key]:
+    def beat(self, worker: Worker, beat: Heartbeat) -> list[tuple[Key, InFlightAttempt]]:
         """Count the attempts of a heartbeat that no entry names; return those that the worker has dropped.
 
         A dropped attempt has an entry, and its decode worker has not reported the attempt for SILENCE_S.
@@ -308,7 +308,8 @@ class InFlight:
         account.num_unknown_tokens = num_active_tokens * account.num_unknown // max(1, len(beat.attempts))
         now_s, reported_s = self._clock.now_s(), self._reported_s.get(worker.id, {})
         reported_s.update(dict.fromkeys(reported_s.keys() & set(beat.attempts), now_s))
-        return [key for key, at_s in reported_s.items() if at_s < now_s - SILENCE_S]
+        dropped = [key for key, at_s in reported_s.items() if at_s < now_s - SILENCE_S]
+        return [(key, self._entries[key]) for key in dropped]
 
     def forget(self, worker_ids: Iterable[str]) -> None:
         """Drop the load of workers that have left, and the attempts of other routers there.

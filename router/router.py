@@ -283,7 +283,7 @@ class Router:
         match message:
             case Heartbeat():
                 self.members.beat(member, message)
-                self._dispatcher.ended(self.in_flight.beat(member.worker, message))
+                self._dispatcher.worker_beat(member, message)
             case Alive():
                 self.members.hear(member, message)
             case Reachable():

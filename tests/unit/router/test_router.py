@@ -37,6 +37,7 @@ from baton.messages.operations import (
 from baton.messages.workers import Load, RunningStep
 from baton.request import Request
 from baton.router import membership
+from baton.router.in_flight import SILENCE_S
 from baton.router.router import SETTLE_S, Router
 from baton.tenants import Quotas, SchedulingKey
 from tests.node_peers import TestPeer, a_request, a_worker, id_of
@@ -224,6 +225,18 @@ def test_id_of_another_name_is_refused() -> None:
     with pytest.raises(ProtocolError, match="has the id of d0"):
         TestPeer.worker(c.router, a_worker("d1", id=id_of("d0")))
     assert isinstance(c.submit(), Routed)
+
+
+def test_attempt_that_its_decode_worker_does_not_report_fails() -> None:
+    c = cluster("d0", "d1")
+    c.submit(a_request("lost"), sticky_worker=id_of("d0"))
+    c.submit(a_request("reported"), sticky_worker=id_of("d0"))
+    for _ in range(int(SILENCE_S) + 2):
+        c.beat("d0", attempts=((id_of("reported"), 0),))
+        c.beat("d1")
+        c.tick(1.0)
+    failed = c["g"].only(AttemptFailed)
+    assert (failed.request_id, failed.failure) == (id_of("lost"), Failure.LOST)
 
 
 @pytest.mark.parametrize("how", ["left", "silent", "connected again", "fenced"])
