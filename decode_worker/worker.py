@@ -51,8 +51,9 @@ class EarlyResults:
     A prompt whose Dispatch does not come is cancelled at its prefill worker, where it holds pages.
     """
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Clock, peer_registry: PeerRegistry) -> None:
         self._clock = clock
+        self._peer_registry = peer_registry
         self._results: dict[tuple[str, int], tuple[float, Peer, PrefillResult]] = {}  # oldest first
 
     def keep(self, key: tuple[str, int], peer: Peer, result: PrefillResult) -> None:
@@ -72,7 +73,7 @@ class EarlyResults:
     def cancel(self, key: tuple[str, int]) -> None:
         """Forget the result of this attempt, if there is one, and cancel its prompt."""
         if (kept := self.take(key)) is not None:
-            kept[0].send(Cancel(request_id=key[0], attempt=key[1]))
+            self._peer_registry.tell(kept[0].hello.id, Cancel(request_id=key[0], attempt=key[1]))
 
 
 class Ending(NamedTuple):
@@ -177,7 +178,7 @@ class DecodeWorker(WorkerNode):
         self._incoming = IncomingPages(engine, endpoint, self._admission, self._prefixes)
         self._answers = Answers(engine, peer_registry, self._reports)
         self._attempts: dict[str, Attempt] = {}  # request_id -> its latest attempt here
-        self._early = EarlyResults(clock)
+        self._early = EarlyResults(clock, peer_registry)
         self._over = EndedAttempts()
         self._missing_gateways: set[str] = set()  # at the last tick; a Dispatch may precede its gateway
 

@@ -3,13 +3,13 @@
 import os
 import select
 import signal
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Final, Literal, Protocol, TypeAlias
 
 import msgspec
-import psutil
 from msgspec import Meta
 
 from baton.cluster.cluster_key import Keys
@@ -210,11 +210,19 @@ class Runtime(Protocol):
 
 
 def descendants(pid: int) -> list[int]:
-    """Return the ids of the processes that `pid` has started, and of their descendants, parents first."""
-    try:
-        return [child.pid for child in psutil.Process(pid).children(recursive=True)]
-    except psutil.NoSuchProcess:
-        return []
+    """Return the ids of the processes that `pid` has started, and of their descendants, parents first.
+
+    Processes that this one may not read are left out; psutil raises AccessDenied for them.
+    """
+    children = defaultdict[int, list[int]](list)
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            children[parent].append(int(folder.name))
+    found = list(children[pid])
+    for child in found:
+        found += children[child]
+    return found
 
 
 def kill_tree(pid: int) -> None:

@@ -354,7 +354,7 @@ class GroupListener:
         try:
             connection.handshake(timeout_s)
             pair = self._form_pair(sock, connection, self._receive_request(connection))
-        except (BatonError, TimeoutError, OSError) as error:
+        except (BatonError, TimeoutError, OSError, RuntimeError) as error:  # CUDA raises RuntimeError
             logger.warning("a source has formed no pair: %s", error)
             if isinstance(error, TransferFailed):
                 with contextlib.suppress(BatonError, TimeoutError):
