@@ -154,7 +154,7 @@ class Pairing:
         return self._choose(self._policy, self._config.policy, submit, paired, reached, claim)
 
     def press(self, local_prefill_tokens: int) -> None:
-        """Prompts of up to so many tokens are computed on their decode worker, whatever the policy says."""
+        """Have decode workers compute prompts of up to this many tokens; the policy is not asked."""
         self._pressed_tokens = local_prefill_tokens
 
     def forget(self) -> None:

@@ -5,8 +5,8 @@ Pages of a pool are written in one of two ways, chosen for each pair of endpoint
 - through the destination's receiver, as over TCP: a piece travels by itself, is admitted by its registration
   or drained, and may be damaged on the way;
 - directly by the source, as in shared memory: the source checks that the registration is open and writes a
-  moment later, whatever has become of the destination meanwhile. Only the ledger keeps such a page from being
-  reused before.
+  moment later, even when the destination has ended meanwhile. Until then the ledger alone prevents the
+  reuse of the page.
 
 Links of a dead source end before its death is known; until then its writers may still write.
 """

@@ -142,7 +142,7 @@ class CallOutcome(msgspec.Struct, kw_only=True):
 
     @property
     def is_good(self) -> bool:
-        """Whether the answer met all objectives."""
+        """True when the answer met all objectives."""
         if self.ended_s < 0:
             return False
         sla, num_later = self.call.sla, max(1, self.call.num_answered - 1)

@@ -301,7 +301,7 @@ class Host:
         return counted
 
     def transports(self) -> dict[str, int]:
-        """How often each transport was opened."""
+        """Return the number of times that each transport was opened."""
         counts = self.endpoint.counts()
         return {name.removeprefix("opened_"): n for name, n in counts.items() if name.startswith("opened_")}
 

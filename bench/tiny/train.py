@@ -5,7 +5,7 @@
 The same seed gives the same files on the same machine and torch.
 
 The tokenizer is byte-level BPE in which a key and a value are one token each. A pair such as `k7=blue` must
-take the same number of tokens whatever its key, so the merges that make `k0` to `k399` come first; the rest
+take the same number of tokens for every key, so the merges that make `k0` to `k399` come first; the rest
 are trained on the words of the tasks.
 
 The starting weights lie near the weights that recall needs, so training takes minutes instead of hours.

@@ -32,7 +32,7 @@ class JsonObject:
         return self._values.get(key) is not None
 
     def is_null(self, key: str) -> bool:
-        """Whether the key is present with the value null."""
+        """Return True when the key is present with the value null."""
         return key in self._values and self._values[key] is None
 
     def get(self, key: str, kind: type[T]) -> T | None:

@@ -21,7 +21,7 @@ class LogitsProcessor(Protocol):
     """One sampling parameter, or several that belong together."""
 
     def applies(self, sampling: SamplingParams) -> bool:
-        """Whether these parameters change any logits. A step without such sequences is faster."""
+        """Return True when these parameters change any logits. A step without such sequences is faster."""
 
     def process(self, logits_V: Tensor, sequence: Sequence) -> None:
         """Change the fp32 logits of the sequence's next token in place.

@@ -238,7 +238,7 @@ class ScheduledChunk(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def samples(self) -> bool:
-        """Whether the last position of the chunk yields the next token; true until the token is committed."""
+        """True when the last position of the chunk yields the next token, until the token is committed."""
         return self.start + self.num_tokens == len(self.sequence.token_ids)
 
 

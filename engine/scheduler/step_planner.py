@@ -270,8 +270,8 @@ class PageQuotas:
                     self._planner.drop(victim)
 
     def allow(self, sequence: Sequence, num_tokens: int = 0) -> bool:
-        """Whether all pages of a waiting sequence fit in the quota beside the needs of the key's running
-        sequences.
+        """Return True when all pages of a waiting sequence fit in the quota beside the running sequences
+        of its key.
 
         num_tokens: the length that the sequence may grow to.
         """
@@ -555,8 +555,8 @@ class StepPlanner:
                 self.preempt(victim, PreemptMode.SWAP)
 
     def leaves_low_water(self, sequence: Sequence) -> bool:
-        """Whether a waiting sequence, once admitted, leaves the low-water mark free or is of the best
-        class."""
+        """Return True when admitting a waiting sequence leaves the low-water mark free, or the sequence
+        has the best class."""
         if all(each.scheduling_class >= sequence.scheduling_class for each in self.seated()):
             return True
         num_left = self.available - self.num_missing(sequence, sequence.num_tokens)

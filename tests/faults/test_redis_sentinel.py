@@ -90,7 +90,7 @@ def test_the_next_master_is_told_all(tmp_path: Path, free_ports: list[int]) -> N
                 assert await known_from(url) == {W0.id: 40}
                 master.kill()
                 await until(lambda: not router.link.is_up)
-                router.report(W0, CHAIN[:32])  # while nobody listens
+                router.report(W0, CHAIN[:32])  # while no Redis listens
                 async with asyncio.timeout(30):
                     while not router.link.is_up or router.link.num_unsent:
                         await asyncio.sleep(0.05)

@@ -123,7 +123,7 @@ async def connected(url: str) -> AsyncIterator[RedisConnection]:
 
 
 async def known_from(url: str, keys: bytes = CHAIN) -> dict[str, int]:
-    """What a new router learns from Redis: worker id -> first pages of the chain, without zeros."""
+    """Return what a new router learns from Redis: worker id -> first pages of the chain, without zeros."""
     index, counters = PrefixIndex(ManualClock(), 100_000), Counter[str]()
     outbox = RedisOutbox(NAMES, CODEC, id_of("reader"), index, counters)
     feed = Feed(NAMES, outbox, CODEC, id_of("reader"), index, counters, lambda message: None)

@@ -175,7 +175,7 @@ def test_oldest_ends_are_forgotten() -> None:
 
 
 class Beating:
-    """What heartbeats read of a worker."""
+    """A worker with the parts that heartbeats read."""
 
     def __init__(self, num_attempts: int = 0) -> None:
         self.is_draining = False

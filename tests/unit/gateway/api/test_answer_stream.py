@@ -419,7 +419,7 @@ class Script:
         return b"%d" % (len(self.points) - 1)
 
     async def play(self, texts: tuple[str, ...] = TEXTS) -> list[Event]:
-        """What the client has read in the end."""
+        """Return the events that the client has read at the end."""
         random, client = self._random, self._client
         self._answer.start(self.stream)
         self.stream.begin(client)

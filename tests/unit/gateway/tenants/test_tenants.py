@@ -178,7 +178,7 @@ def test_scheduling_key_has_the_policy_of_the_tenant() -> None:
 
 
 def text(**keys: str) -> str:
-    """Of tenants, each with one key."""
+    """Return the text of a tenants file in which each tenant has one key."""
     tenants = "".join(
         f"  {name}:\n    keys: ['sha256:{key_digest(key).hex()}']\n" for name, key in keys.items()
     )

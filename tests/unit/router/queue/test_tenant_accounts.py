@@ -1,4 +1,4 @@
-"""Shares, token buckets and counts of tenants stay exact, whatever happens to their requests."""
+"""Shares, token buckets and counts of tenants stay exact in any order of events."""
 
 from collections import defaultdict
 from typing import Any, Final, NamedTuple
