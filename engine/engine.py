@@ -28,9 +28,9 @@ from baton.engine.runner.model_runner import KvPool, ModelRunner, ZerosOnCpu, ch
 from baton.engine.runner.sampler import Sampler
 from baton.engine.runner.step_inputs import StepBuilder, encode
 from baton.engine.runner.tp_worker import STOP_COMMAND, TpWorkers
+from baton.engine.scheduler.preemption import PreemptionRates
 from baton.engine.scheduler.scheduler import Scheduler
 from baton.engine.scheduler.sequence import Batch, PageCopy, Sequence, SequenceProgress
-from baton.engine.scheduler.step_planner import PreemptionRates
 from baton.errors import ConfigError, ModelError, WorkerLost
 from baton.kernels import native
 from baton.kernels.huge_pages import huge_zeros

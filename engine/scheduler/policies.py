@@ -100,8 +100,8 @@ class StaticPolicy:
         prefilling = members or planner.prefills()
         if prefilling:
             width = max(1, planner.budget // num_rows)
-            granted = [planner.grant(sequence, width) for sequence in prefilling]
-            planner.num_padded_tokens = num_rows * max(granted) - sum(granted)
+            scheduled = [planner.schedule_prefill(sequence, width) for sequence in prefilling]
+            planner.num_padded_tokens = num_rows * max(scheduled) - sum(scheduled)
         elif queues.decoding:
             num_decodes = planner.schedule_decodes()
             planner.num_padded_tokens = num_rows - num_decodes
@@ -127,7 +127,7 @@ class DynamicPolicy:
             wait_s = opening.wait_s
             members = _admit_batch(planner, self._window.released(queues.waiting, opening))
         for sequence in members:
-            planner.grant(sequence, planner.budget)
+            planner.schedule_prefill(sequence, planner.budget)
         return wait_s
 
 
@@ -135,7 +135,7 @@ def _admit_batch(planner: StepPlanner, waiting: Iterable[Sequence]) -> list[Sequ
     """Admit, by rank, as many as have a seat and pages for their longest answers."""
     members = []
     for sequence in islice(waiting, planner.seats):
-        if not planner.quotas.allow(sequence, sequence.max_num_tokens):
+        if not planner.fits_quota(sequence, sequence.max_num_tokens):
             continue
         if not planner.admit(sequence, sequence.max_num_tokens):
             break
@@ -183,7 +183,7 @@ class ContinuousPolicy:
         if queues.shares.are_several:
             first = queues.next_in
             lanes = _lanes(each for each in ordered if each is not first)
-            ordered = chain([] if first is None else [first], in_turn(lanes, planner.granted))
+            ordered = chain([] if first is None else [first], in_turn(lanes, planner.num_scheduled))
         self._share_budget(seating, ordered)
         return opening.wait_s
 
@@ -205,12 +205,12 @@ class ContinuousPolicy:
             if planner.remaining(sequence) > planner.budget:
                 self._split(seating, sequence, ordered)
                 return
-            planner.grant(sequence, planner.budget)
+            planner.schedule_prefill(sequence, planner.budget)
 
     def _split(self, seating: "_Seating", head: Sequence, later: Iterator[Sequence]) -> None:
         planner = seating.planner
         share = planner.budget // 2
-        planner.grant(head, planner.budget - share)
+        planner.schedule_prefill(head, planner.budget - share)
         shorter = [
             sequence
             for sequence in islice(later, LOOKAHEAD)
@@ -220,8 +220,8 @@ class ContinuousPolicy:
             if not share or not planner.budget:  # a capped token takes more than one token of the budget
                 break
             if seating.has(sequence):
-                share -= planner.grant(sequence, share)
-        planner.grant(head, planner.budget)
+                share -= planner.schedule_prefill(sequence, share)
+        planner.schedule_prefill(head, planner.budget)
 
 
 class _Seating:
@@ -238,7 +238,7 @@ class _Seating:
         if self.planner.pressure_mode.makes_room and not self.planner.leaves_low_water(sequence):
             return False
         queues = self.planner.queues
-        if queues.have_quotas and not self.planner.quotas.allow(sequence):
+        if not self.planner.fits_quota(sequence):
             return False
         was_open = self.is_open
         self.is_open = was_open and self.planner.admit(sequence)

@@ -26,6 +26,7 @@ from baton.config.engine import SchedulerConfig
 from baton.engine.cache.page_pool import Owner, PagePool
 from baton.engine.cache.prefix_cache import PrefixCache
 from baton.engine.scheduler.policies import batch_policy
+from baton.engine.scheduler.preemption import PreemptionRates
 from baton.engine.scheduler.sequence import (
     Advance,
     Batch,
@@ -38,13 +39,7 @@ from baton.engine.scheduler.sequence import (
     SequenceQueues,
     SequenceStatus,
 )
-from baton.engine.scheduler.step_planner import (
-    HEADROOM_TOKENS,
-    CostCap,
-    PreemptionRates,
-    PressureMode,
-    StepPlanner,
-)
+from baton.engine.scheduler.step_planner import HEADROOM_TOKENS, CostCap, PressureMode, StepPlanner
 from baton.errors import IntegrityError, InvalidRequest
 from baton.request import MAX_CHOICES, FilledPages, FinishReason
 
@@ -196,8 +191,7 @@ class Scheduler:
             sequence = queues.by_key.get(key)
             if sequence is not None and sequence.is_running:
                 planner.preempt(sequence, mode)
-        if queues.have_quotas:
-            planner.quotas.enforce()
+        planner.enforce_quotas()
         wait_s = self._policy.fill(planner, self._clock.now_s())
         return planner.finish(self._version, wait_s)
 

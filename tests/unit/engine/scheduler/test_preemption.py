@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.engine.cache.page_pool import PagePool
+from baton.engine.scheduler.preemption import HeldPages, PreemptionCandidates, PreemptionRates, cheaper_mode
 from baton.engine.scheduler.sequence import PreemptMode, Sequence, SequenceKey, SequenceQueues, SequenceStatus
-from baton.engine.scheduler.step_planner import HeldPages, PreemptionCandidates, PreemptionRates, cheaper_mode
 from baton.request import Request, SamplingParams
 from tests.accounts import scheduling_key
 from tests.scheduling import PROMPT, make_harness

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.config.engine import SchedulerConfig
+from baton.engine.scheduler.preemption import PreemptionRates
 from baton.engine.scheduler.sequence import PreemptMode, Sequence, SequenceStatus
-from baton.engine.scheduler.step_planner import PreemptionRates, PressureMode
+from baton.engine.scheduler.step_planner import PressureMode
 from baton.errors import InvalidRequest
 from baton.request import SamplingParams
 from baton.tenants import Sla
