@@ -28,7 +28,7 @@ from baton.messages.control import Decision, Weighed
 from baton.messages.workers import PrefillTimes
 from baton.router.in_flight import Key
 from baton.router.index.prefix_index import SHORT_KEY_BYTES, first_halves
-from baton.router.policies.cost_model import PairCandidate
+from baton.router.policies.candidates import PairCandidate
 
 MAX_DECISIONS: Final = 4096
 MAX_ATTEMPTS: Final = 64  # of one request, in an answer

@@ -46,8 +46,8 @@ from baton.messages.workers import Address, Load, PrefillTimes, StepTimes, Worke
 from baton.pages import KEY_BYTES
 from baton.request import Request, SamplingParams
 from baton.router.index.prefix_index import PromptKeys, family_of
+from baton.router.policies.candidates import Select
 from baton.router.policies.cost import CostPolicy
-from baton.router.policies.cost_model import Select
 from baton.router.router import Router
 from baton.rpc.peers import TICK_S, Peer
 from baton.sim.process import Events, OffsetClock

@@ -49,8 +49,8 @@ from baton.gateway.streams.frontend import Frontend
 from baton.messages.control import Decision
 from baton.messages.workers import WorkerRole
 from baton.request import Request, SamplingParams, TokenEvent
+from baton.router.policies.candidates import PairCandidate
 from baton.router.policies.cost import CostPolicy
-from baton.router.policies.cost_model import PairCandidate
 from baton.router.router import Router
 from baton.rpc.server import RpcServer
 

@@ -29,7 +29,7 @@ from baton.bench.traces import TraceRequest, read_trace, tokens_of
 from baton.config.router import RouterConfig
 from baton.errors import ConfigError
 from baton.router.decisions import DispatchedLine, EndedLine, decode_lines, keys_in
-from baton.router.policies.cost_model import PairCandidate, Select, cheapest
+from baton.router.policies.candidates import PairCandidate, Select, cheapest
 from baton.sim.rehearsal import ClientCall, Fleet, Machine, Rehearsal
 
 

@@ -18,7 +18,8 @@ from baton.request import Request
 from baton.router.in_flight import InFlight, LeadOf
 from baton.router.index.prefix_index import Family, Holdings, PrefixIndex, PromptKeys, family_of
 from baton.router.membership import Member
-from baton.router.policies.cost_model import CostModel, PageFormat, PairCandidate
+from baton.router.policies.candidates import PageFormat, PairCandidate
+from baton.router.policies.cost_model import CostModel
 
 
 @dataclass(frozen=True)

@@ -32,21 +32,21 @@ from baton.router.policies.base import (
     WorkerPool,
     WorkerView,
 )
-from baton.router.policies.cost_model import (
+from baton.router.policies.candidates import (
     CandidateLoad,
     DecodeCandidate,
-    FilledCandidate,
     PairCandidate,
     PrefillCandidate,
+    PromptCost,
     PullCandidate,
     Select,
-    Speeds,
     cheapest,
-    fill,
-    local,
+    local_pair,
     longest,
-    remote,
+    prompt_costs,
+    remote_pair,
 )
+from baton.router.policies.cost_model import Speeds
 
 MAX_SOURCES: Final = 2
 MAX_COMPARED: Final = 16  # workers of a role; where there are more:
@@ -241,9 +241,9 @@ class CostPolicy:
         """See `RoutingPolicy.expect`. Later prompts find the pages; the index keeps the held ones longer."""
         chosen, now_s = choice.candidate, self._clock.now_s()
         assert chosen is not None, "this policy predicts the cost of what it chooses"
-        self._arrivals.add(chosen.computer, chosen.filled.compute_s, now_s)
+        self._arrivals.add(chosen.computer, chosen.prompt_cost.compute_s, now_s)
         if choice.has_deficit:
-            self._deficit_arrivals.add(chosen.computer, chosen.filled.compute_s, now_s)
+            self._deficit_arrivals.add(chosen.computer, chosen.prompt_cost.compute_s, now_s)
         self._given(chosen.computer).add(num_tokens, now_s)
         ttl_s = chosen.terms.ttft_s + EXPECTED_FOR_S
         for worker_id, keys in choice.keys.items():
@@ -255,9 +255,9 @@ class CostPolicy:
         for arrivals in (self._arrivals, self._deficit_arrivals):
             arrivals.forget(worker_id, self._clock.now_s())
 
-    def rank(self, filled: FilledCandidate) -> Rank:
+    def rank(self, cost: PromptCost) -> Rank:
         """The sort key of a worker that could compute the prompt; the lowest is best."""
-        return filled.total_s
+        return cost.total_s
 
     def _given(self, worker_id: str) -> "DecayedSum":
         if worker_id not in self._tokens:
@@ -303,16 +303,16 @@ class CostPolicy:
         load, handoff_s_of = scorer.load, self._context.model.handoff_s
         there = [decoder.computer for decoder in decoders]
         sources = scorer.sources([*there, *computers]) if self.pulls_prefixes else []
-        by_itself = map(local, fill(there, load, sources), decoders)
+        by_itself = map(local_pair, prompt_costs(there, load, sources), decoders)
         candidates = sorted(by_itself, key=_TOTAL_S)[:MAX_COMBINED]
-        best = sorted(fill(computers, load, sources), key=self.rank)[:MAX_COMBINED]
+        best = sorted(prompt_costs(computers, load, sources), key=self.rank)[:MAX_COMBINED]
         for decoder in sorted(decoders, key=_TOTAL_S)[:MAX_COMBINED]:
             computer = decoder.computer
             decode, num_moved = computer.worker, max(0, load.num_tokens - computer.num_held_tokens)
             for each in best:
                 prefill = each.computer.worker
                 if prefill in partners[decode]:
-                    candidates.append(remote(each, decoder, handoff_s_of(prefill, decode, num_moved)))
+                    candidates.append(remote_pair(each, decoder, handoff_s_of(prefill, decode, num_moved)))
         return candidates
 
     def _with_slots(self, candidates: list[PairCandidate], claim: TenantClaim) -> list[PairCandidate]:
@@ -337,9 +337,9 @@ class PrefixPolicy(CostPolicy):
         super().__init__(context)
         self.select = longest
 
-    def rank(self, filled: FilledCandidate) -> Rank:
+    def rank(self, cost: PromptCost) -> Rank:
         """See `CostPolicy.rank`."""
-        return -filled.num_held_tokens, filled.total_s
+        return -cost.num_held_tokens, cost.total_s
 
 
 def _without(left_out: Collection[str], views: Sequence[WorkerView]) -> list[WorkerView]:

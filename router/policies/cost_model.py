@@ -1,4 +1,4 @@
-"""The cost model: seconds of work at each worker, learnt from measurements, and the cost of pairs of workers.
+"""The cost model: seconds of work at each worker, learnt from measurements.
 
 A `Fit` is linear in a few known quantities, with coefficients of at least 0, in seconds per byte, token and
 so on. Each worker has fits of its own. They begin with what all workers have measured, and that begins with a
@@ -8,30 +8,18 @@ Steps are fitted over all workers of one kind, and each worker has a pace (`Step
 are too uniform to tell what a sequence takes: fits of equal workers differed tenfold by chance, and the
 worker with sequences that seemed to be free received every request until it had measured better.
 
-The cost of an attempt at a pair of workers, in seconds, is
-
-    wait for the prompts before it, and meanwhile for pages from a peer; compute the missing tokens;
-    hand the pages over, as far as computing does not hide that; join the batch;
-    plus the delay of all other requests: a second counts the same for every client.
-
-A prompt of a tenant with a deficit delays only later prompts of tenants with a deficit: all others come after
-it at any worker. Computing the prompt on its decode worker is one more candidate. Nothing is handed over
-then, and the running batch waits while the prompt is computed. A prefix that only a busy worker holds is
-pulled or computed elsewhere when that is cheaper, and later prompts find it there: hot prefixes spread by
-themselves.
+router/policies/candidates.py computes the cost of a pair of workers from these times.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from math import inf
-from typing import Final, TypeAlias
+from collections.abc import Callable
+from typing import Final
 
 import msgspec
 import numpy as np
 
 from baton.messages.control import Measured
 from baton.messages.workers import PrefillTimes, StepTimes
-from baton.router.in_flight import LeadOf
 
 MAX_PAIRS: Final = 4096
 _FADE: Final = 0.999  # at each measurement, of a token's size that is not measured again
@@ -56,11 +44,6 @@ _MOST_PACE: Final = 64.0  # a worker is at most so many times as slow as others 
 PULL_PRIOR: Final = (5e-3, 1e-9)
 HANDOFF_PRIOR: Final = (2e-3, 2e-11)
 BYTES_A_TOKEN_PRIOR: Final = 2**17
-
-TIE: Final = 0.02  # costs that differ by a smaller share are equal: predictions are no better
-# Fingerprint, kv_dtype: workers can use each other's pages of one format.
-PageFormat: TypeAlias = tuple[str, str]
-Coefficients: TypeAlias = tuple[float, ...]  # of a prefill, as PREFILL_PRIOR
 
 
 class Fit:
@@ -339,232 +322,3 @@ class CostModel:
         if len(self._pairs) > MAX_PAIRS:
             self._pairs.popitem(last=False)
         return self._pairs[key]
-
-
-class CostTerms(msgspec.Struct, frozen=True, gc=False):
-    """The parts of a pair's cost, in seconds."""
-
-    queue_s: float = 0.0  # behind other prompts
-    pull_s: float = 0.0  # of a prefix from a peer, as far as the queue does not hide it
-    compute_s: float = 0.0
-    handoff_s: float = 0.0
-    join_s: float = 0.0
-    harm_s: float = 0.0  # the delay of running requests, summed
-    crowd_s: float = 0.0  # the delay of later prompts behind this one
-
-    @property
-    def ttft_s(self) -> float:
-        """Seconds to the first token."""
-        return self.queue_s + self.pull_s + self.compute_s
-
-    @property
-    def total_s(self) -> float:
-        """The sum of all terms."""
-        return self.ttft_s + self.handoff_s + self.join_s + self.harm_s + self.crowd_s
-
-
-class PrefillCandidate(msgspec.Struct, frozen=True, gc=False):
-    """A worker that could compute the prompt."""
-
-    worker: str
-    wait_s: float  # until it could begin
-    num_held_tokens: int  # of the prompt, in its prefix cache
-    coefficients: Coefficients  # of its prefill time
-    page_format: PageFormat = ("", "")
-
-
-class PullCandidate(msgspec.Struct, frozen=True, gc=False):
-    """A worker that holds the first tokens of the prompt, for others to pull."""
-
-    worker: str
-    num_tokens: int
-    pull_s: Callable[[str, int], float]  # (pulling worker, number of tokens) -> seconds
-    page_format: PageFormat = ("", "")
-
-
-class DecodeCandidate(msgspec.Struct, frozen=True, gc=False):
-    """A worker that could decode, and perhaps compute the prompt too."""
-
-    computer: PrefillCandidate
-    num_delayed: int  # running sequences that a prompt computed here would delay
-    room_s: float  # until there is room for the attempt
-    join_s: float  # `room_s`, and until a step of the batch ends
-    harm_s: float  # the delay that the attempt's tokens cost the running sequences
-    patience_s: float = (
-        inf  # the longest delay of one of them: until they end, beyond what they wait for anyway
-    )
-
-    @property
-    def total_s(self) -> float:
-        """The cost of decoding here, without the prompt."""
-        return self.join_s + self.harm_s
-
-    def local_harm_s(self, compute_s: float) -> float:
-        """`harm_s` and the delay of running sequences while the prompt is computed here."""
-        return self.harm_s + self.num_delayed * min(compute_s, self.patience_s)
-
-
-class CandidateLoad(msgspec.Struct, frozen=True, gc=False):
-    """The prompt, and the arrivals that it competes with."""
-
-    num_tokens: int
-    num_output_tokens: int  # expected
-    crowd_rate: float  # prompts that arrive at a worker a second, and more where these delay others in turn
-    lead: float | None = None  # of its tenant; see `NewPrompt` in router/in_flight.py
-    lead_of: LeadOf | None = None
-
-
-class FilledCandidate(msgspec.Struct, frozen=True, gc=False):
-    """The cost of the prompt at the worker that computes it."""
-
-    total_s: float
-    computer: PrefillCandidate
-    source: str
-    num_held_tokens: int
-    num_new_tokens: int
-    pull_s: float
-    compute_s: float
-    crowd_s: float
-
-
-class PairCandidate(msgspec.Struct, frozen=True, gc=False):
-    """A pair of workers, or a decode worker alone, with their cost. `terms` is computed on demand."""
-
-    total_s: float
-    prefill: str  # "": the decode worker computes the prompt
-    computer: str  # the worker that computes it
-    filled: FilledCandidate
-    decoder: DecodeCandidate
-    handoff_s: float = 0.0
-
-    @property
-    def decode(self) -> str:
-        """The id of the decode worker."""
-        return self.decoder.computer.worker
-
-    @property
-    def source(self) -> str:
-        """The worker that a prefix is pulled from; "": none."""
-        return self.filled.source
-
-    @property
-    def num_held_tokens(self) -> int:
-        """Tokens of the prompt that are not computed."""
-        return self.filled.num_held_tokens
-
-    @property
-    def num_new_tokens(self) -> int:
-        """Tokens of the prompt that are computed."""
-        return self.filled.num_new_tokens
-
-    @property
-    def terms(self) -> CostTerms:
-        """The cost by its parts."""
-        filled, decoder = self.filled, self.decoder
-        join_s, harm_s = decoder.join_s, decoder.harm_s
-        if not self.prefill:  # the batch waits for the prompt, and the prompt for no step of the batch
-            join_s, harm_s = decoder.room_s, decoder.local_harm_s(filled.compute_s)
-        return CostTerms(
-            filled.computer.wait_s,
-            filled.pull_s,
-            filled.compute_s,
-            self.handoff_s,
-            join_s,
-            harm_s,
-            filled.crowd_s,
-        )
-
-
-def fill(
-    computers: Sequence[PrefillCandidate], load: CandidateLoad, sources: Sequence[PullCandidate]
-) -> list[FilledCandidate]:
-    """The cheapest way for each worker: compute all missing tokens, or pull some from one of `sources` first.
-
-    Calls are inlined: this function takes most of the time of a decision.
-    """
-    num_tokens, crowd_rate = load.num_tokens, load.crowd_rate
-    last = num_tokens - 1  # the last token is always computed
-    offers = []
-    for source in sources:
-        num_there = min(source.num_tokens, last)
-        num_left = num_tokens - num_there
-        num_pairs = num_left * (num_tokens - 0.5 * num_left)
-        offers.append((source.worker, source.page_format, num_there, num_left, num_pairs, source.pull_s))
-    filled = []
-    for computer in computers:
-        worker, wait_s, num_held = computer.worker, computer.wait_s, computer.num_held_tokens
-        fixed_s, token_s, pair_s = computer.coefficients
-        held = num_held if num_held < last else last
-        num_new, pull_s, pulled_from = num_tokens - held, 0.0, ""
-        compute_s = fixed_s + num_new * (token_s + pair_s * (num_tokens - 0.5 * num_new))
-        # Prompts that arrive before this one is done wait that much longer.
-        crowd_s = compute_s * (wait_s + compute_s) * crowd_rate
-        least_s = compute_s + crowd_s
-        for holder, page_format, num_there, num_left, num_pairs, pull_s_of in offers:
-            if num_there <= num_held or holder == worker or page_format != computer.page_format:
-                continue
-            left_s = fixed_s + num_left * token_s + num_pairs * pair_s
-            left_crowd_s = left_s * (wait_s + left_s) * crowd_rate
-            if left_s + left_crowd_s >= least_s:
-                continue  # however fast the pull is
-            shown_s = pull_s_of(worker, num_there - num_held) - wait_s
-            if shown_s < 0.0:
-                shown_s = 0.0
-            if shown_s + left_s + left_crowd_s < least_s:
-                held, num_new, pulled_from = num_there, num_left, holder
-                pull_s, compute_s, crowd_s = shown_s, left_s, left_crowd_s
-                least_s = pull_s + compute_s + crowd_s
-        total_s = wait_s + least_s
-        filled.append(
-            FilledCandidate(total_s, computer, pulled_from, held, num_new, pull_s, compute_s, crowd_s)
-        )
-    return filled
-
-
-def local(filled: FilledCandidate, decoder: DecodeCandidate) -> PairCandidate:
-    """The candidate that computes the prompt on its decode worker."""
-    total_s = filled.total_s + decoder.room_s + decoder.local_harm_s(filled.compute_s)
-    return PairCandidate(total_s, "", filled.computer.worker, filled, decoder)
-
-
-def remote(filled: FilledCandidate, decoder: DecodeCandidate, handoff_s: float) -> PairCandidate:
-    """The candidate that computes the prompt on a prefill worker and hands it over in `handoff_s`."""
-    total_s = filled.total_s + handoff_s + decoder.join_s + decoder.harm_s
-    prefill = filled.computer.worker
-    return PairCandidate(total_s, prefill, prefill, filled, decoder, handoff_s)
-
-
-# (candidates, random bits, tokens that a worker was given lately) -> the chosen candidate
-Select: TypeAlias = Callable[[Sequence[PairCandidate], int, Callable[[str], float]], PairCandidate]
-
-
-def cheapest(
-    candidates: Sequence[PairCandidate], random: int, given: Callable[[str], float]
-) -> PairCandidate:
-    """One of the cheapest candidates: of two drawn at random, the one with the computer that was given less.
-
-    A draw, because a worker that everybody finds best is soon not the best. Among equal totals the candidates
-    with less to compute come first: waiting for a sibling's prefix costs the same as computing the prefix
-    again.
-    """
-    least_s = min([each.total_s for each in candidates])
-    tie_s = least_s * TIE
-    most_s = least_s + tie_s
-    equals = [each for each in candidates if each.total_s <= most_s]
-    if len(equals) > 1:
-        most_s = min([each.filled.compute_s for each in equals]) + tie_s
-        equals = [each for each in equals if each.filled.compute_s <= most_s]
-    one, other = equals[random % len(equals)], equals[random // len(equals) % len(equals)]
-    return other if given(other.computer) < given(one.computer) else one
-
-
-def longest(candidates: Sequence[PairCandidate], random: int, given: Callable[[str], float]) -> PairCandidate:
-    """The candidate that holds most of the prompt; among equals the one that waits least.
-
-    Computing on the decode worker is chosen only when there is no other candidate.
-    """
-    remotes = [candidate for candidate in candidates if candidate.prefill] or candidates
-    ranks = [(-each.num_held_tokens, each.filled.computer.wait_s) for each in remotes]
-    best = min(ranks)
-    equals = [each for each, rank in zip(remotes, ranks, strict=True) if rank == best]
-    return equals[random % len(equals)]

@@ -12,8 +12,8 @@ from baton.router.in_flight import EXPECTED_OUTPUT_TOKENS, NewPrompt, num_kv_tok
 from baton.router.index.prefix_index import family_of
 from baton.router.membership import Member
 from baton.router.policies.base import PolicyContext
+from baton.router.policies.candidates import TIE, CandidateLoad, CostTerms
 from baton.router.policies.cost import MAX_COMBINED, MAX_SOURCES
-from baton.router.policies.cost_model import TIE, CandidateLoad, CostTerms
 
 
 class Weighed(NamedTuple):
@@ -52,13 +52,13 @@ class ChoiceOracle:
         held = sorted(((self._held(each), each.id) for each in everybody if self._held(each)), reverse=True)
         members = {each.id: each for each in everybody}
         sources = [members[worker] for _, worker in held[:MAX_SOURCES]]
-        locals_ = [self._local(each, self._filled(each, sources)) for each in decoding]
-        filled = sorted((self._filled(each, sources) for each in filling), key=_total_s)
+        locals_ = [self._local(each, self._cost(each, sources)) for each in decoding]
+        cost = sorted((self._cost(each, sources) for each in filling), key=_total_s)
         decoders = sorted(decoding, key=lambda each: self._decoding(each).total_s)
         remotes = [
             self._remote(decoder, each)
             for decoder in decoders[:MAX_COMBINED]
-            for each in filled[:MAX_COMBINED]
+            for each in cost[:MAX_COMBINED]
             if are_pair(decoder.id, each.decode)
         ]
         return [*sorted(locals_, key=_total_s)[:MAX_COMBINED], *remotes]
@@ -79,7 +79,7 @@ class ChoiceOracle:
             wait_s += account.num_unknown * self._context.model.of(member.id).mean_compute_s
         return wait_s
 
-    def _filled(self, member: Member, sources: Sequence[Member]) -> Weighed:
+    def _cost(self, member: Member, sources: Sequence[Member]) -> Weighed:
         """The cheapest way to compute the prompt there, without the decode."""
         held, last = self._held(member), self._load.num_tokens - 1
         choices = [self._computed(member, "", min(held, last), 0.0)]
@@ -121,7 +121,7 @@ class ChoiceOracle:
         account = self._context.in_flight.account(member.id)
         return account.num_attempts + account.num_unknown
 
-    def _local(self, decoder: Member, filled: Weighed) -> Weighed:
+    def _local(self, decoder: Member, cost: Weighed) -> Weighed:
         account = self._context.in_flight.account(decoder.id)
         num_decoding = account.num_decoding + account.num_unknown
         harm_s = self._decoding(decoder).harm_s
@@ -135,18 +135,18 @@ class ChoiceOracle:
             # What their tokens take where every step is full of prompts.
             last_s = left * (step_s + token_s * num_tokens) if num_tokens else inf
             anyway_s = account.wait_s(self._now_s)
-            with_it_s = anyway_s + filled.terms.compute_s
+            with_it_s = anyway_s + cost.terms.compute_s
             harm_s += num_decoding * (min(last_s, with_it_s) - min(last_s, anyway_s))
         join_s = self._room_and_step_s(decoder)[0]
-        return filled._replace(terms=replace(filled.terms, join_s=join_s, harm_s=harm_s))
+        return cost._replace(terms=replace(cost.terms, join_s=join_s, harm_s=harm_s))
 
-    def _remote(self, decoder: Member, filled: Weighed) -> Weighed:
+    def _remote(self, decoder: Member, cost: Weighed) -> Weighed:
         """Filled: its `decode` is where the prompt is computed."""
         num_moved = max(0, self._load.num_tokens - self._held(decoder))
-        handoff_s = self._context.model.handoff_s(filled.decode, decoder.id, num_moved)
+        handoff_s = self._context.model.handoff_s(cost.decode, decoder.id, num_moved)
         decoding = self._decoding(decoder)
-        terms = replace(filled.terms, handoff_s=handoff_s, join_s=decoding.join_s, harm_s=decoding.harm_s)
-        return filled._replace(decode=decoder.id, prefill=filled.decode, terms=terms)
+        terms = replace(cost.terms, handoff_s=handoff_s, join_s=decoding.join_s, harm_s=decoding.harm_s)
+        return cost._replace(decode=decoder.id, prefill=cost.decode, terms=terms)
 
 
 def _total_s(candidate: Weighed) -> float:

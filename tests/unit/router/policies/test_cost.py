@@ -17,8 +17,9 @@ from baton.router.in_flight import InFlight, InFlightAttempt, LeadOf, Scheduling
 from baton.router.index.prefix_index import Holdings, PrefixIndex, PromptKeys, family_of
 from baton.router.membership import Member
 from baton.router.policies.base import ClusterView, PolicyContext, TenantClaim, WorkerPool, WorkerView
+from baton.router.policies.candidates import CandidateLoad, PairCandidate, Select, cheapest
 from baton.router.policies.cost import MAX_COMPARED, CostPolicy, PromptScorer, RecentWork
-from baton.router.policies.cost_model import CandidateLoad, CostModel, PairCandidate, Select, cheapest
+from baton.router.policies.cost_model import CostModel
 from tests.node_peers import TestPeer, a_request, a_worker, id_of
 from tests.unit.router.choice_oracle import ChoiceOracle, Weighed, cheapest_of
 from tests.unit.router.router_cluster import Cluster, cluster
