@@ -7,8 +7,8 @@ plan are available when the plan is applied to the same state.
 - `PressureMode` is the behaviour of steps while the cluster is overloaded.
 - `CostCap` bounds how long a scheduling key beyond its share delays the others.
 
-preemption.py chooses the sequences that give pages when pages are short, page_quotas.py bounds the pages of
-each scheduling key.
+preemption.py chooses the sequences that give pages when pages are short, and bounds the pages of each
+scheduling key.
 """
 
 from collections import Counter
@@ -17,8 +17,13 @@ from math import ceil, inf, sqrt
 from typing import Final, NamedTuple
 
 from baton.engine.cache.prefix_cache import PrefixCache
-from baton.engine.scheduler.page_quotas import PageQuotas
-from baton.engine.scheduler.preemption import HeldPages, PreemptionCandidates, PreemptionRates, cheaper_mode
+from baton.engine.scheduler.preemption import (
+    HeldPages,
+    PageQuotas,
+    PreemptionCandidates,
+    PreemptionRates,
+    cheaper_mode,
+)
 from baton.engine.scheduler.sequence import (
     Plan,
     PreemptMode,
