@@ -12,7 +12,8 @@ The life of a connection, at either end:
 5. `close` sends the unsent frames; a peer that takes none of them for CLOSE_TIMEOUT_S loses them.
 
 At most MAX_STRANGERS sockets may be without a Hello; a further socket displaces the oldest of them. Frames
-that are sent during one turn of the loop leave in one write.
+that are sent during one turn of the loop leave in one write. When the node has handled messages of a peer for
+TURN_S, the next ones wait for the next turn: an answer never waits for the messages behind it.
 
 `RpcServer` lives on its node's loop. `RpcThread` runs a server on a thread of its own, for a
 node with a thread that must never wait for the network.
@@ -22,14 +23,16 @@ import asyncio
 import contextlib
 import faulthandler
 import logging
+import math
 import socket
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any, Final, TypeVar, cast
 
 from baton.clock import Clock, SystemClock
@@ -48,6 +51,7 @@ MAX_UNSENT_BYTES: Final = 16 << 20
 MAX_STRANGERS: Final = 256
 CLOSE_TIMEOUT_S: Final = 2.0
 LEAST_PAUSE_S, MOST_PAUSE_S = 0.5, 30.0
+TURN_S: Final = 0.001
 logger = logging.getLogger(__name__)
 
 
@@ -205,6 +209,8 @@ class RpcLink(asyncio.Protocol):
         self._hello: Hello | None = None
         self._life: LinkLife | None = None  # from the peer's Hello on
         self._unsent: list[bytes] = []
+        self._bodies: Iterator[bytes] = iter(())  # received and not handled yet
+        self._is_between_turns = False  # bodies wait for the next turn, and nothing is read meanwhile
         self._transport: asyncio.Transport | None = None
         self._handshake_timer: asyncio.TimerHandle | None = None
 
@@ -230,6 +236,7 @@ class RpcLink(asyncio.Protocol):
 
     def close(self) -> None:
         """See Peer."""
+        self._bodies = iter(())
         if self._transport is not None:
             self._flush()
             self._transport.close()
@@ -238,6 +245,7 @@ class RpcLink(asyncio.Protocol):
     def drop(self, error: WireError) -> None:
         """End the connection to a peer that broke a rule; the peer is counted."""
         self._rpc_server.complain(self._name, error)
+        self._bodies = iter(())
         if self._transport is None:
             return
         if error.reason == "version" and not self._transport.is_closing():
@@ -284,23 +292,53 @@ class RpcLink(asyncio.Protocol):
             self._life.heard(now_s)
         if self._session is None:
             return
-        try:
-            for body in self._session.receive(data, now_s):
-                self._say_hello()
-                self._take(body)
-                if not self._is_open:
-                    return
-            self._say_hello()
-        except WireError as error:
-            self.drop(error)
+        self._bodies = chain(self._bodies, self._session.receive(data, now_s))
+        if not self._is_between_turns:
+            self._handle(now_s + TURN_S)
 
     def connection_lost(self, error: Exception | None) -> None:
         self._stop_handshake_timer()
+        if self._is_between_turns:
+            self._handle(math.inf)
         self._unsent.clear()
         self._rpc_server.closed(self)
         self.ended.set()
         if self._hello is not None and self._rpc_server.node is not None:
             self._rpc_server.node.left(self)
+
+    def _next_turn(self) -> None:
+        if not self._is_between_turns or self._transport is None:
+            return
+        self._is_between_turns = False
+        try:
+            self._handle(time.monotonic() + TURN_S)
+        except Exception:  # a bug of ours: the connection ends, as when `data_received` fails
+            self._transport.abort()
+            raise
+        if not self._is_between_turns and self._is_open:
+            self._transport.resume_reading()
+
+    def _handle(self, until_s: float) -> None:
+        """Handle the bodies that have come; after `until_s` the rest waits for the loop's next turn.
+
+        Meanwhile other tasks run, and what the node has sent leaves.
+        """
+        try:
+            while (body := next(self._bodies, None)) is not None:
+                self._say_hello()
+                self._take(body)
+                if time.monotonic() > until_s and self._is_open:
+                    self._end_turn()
+                    return
+            self._say_hello()
+        except WireError as error:
+            self.drop(error)
+
+    def _end_turn(self) -> None:
+        assert self._transport is not None  # a link without one receives nothing
+        self._is_between_turns = True
+        self._transport.pause_reading()
+        asyncio.get_running_loop().call_soon(self._next_turn)
 
     @property
     def _is_open(self) -> bool:

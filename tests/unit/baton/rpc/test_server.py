@@ -10,12 +10,13 @@ import pytest
 from baton.bench.faults.link_proxy import Direction, LinkProxy
 from baton.errors import WireError
 from baton.messages.bounds import MAX_EVENTS, Kind
-from baton.messages.codec import CONTROL_SCHEMA
+from baton.messages.codec import CONTROL_SCHEMA, AnyMessage
 from baton.messages.control import Ended, Hello, Members, Started
 from baton.messages.operations import StatusQuery
 from baton.messages.workers import Address
 from baton.rpc import server, session
 from baton.rpc.auth import KeyRing
+from baton.rpc.peers import Peer
 from baton.rpc.server import RpcServer
 from tests.node_peers import a_worker
 from tests.unit.baton.rpc.rpc_peers import (
@@ -83,6 +84,74 @@ async def test_messages_sent_before_close_arrive() -> None:
         pair.other.peers[0].close()
         await until(lambda: pair.one.num_left == 1)
         assert pair.one.messages == [tokens(MAX_EVENTS)]
+
+
+class Slow(Recorder):
+    """A node that answers each Started, and takes longer than a turn for it."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.num_handled_at_turn: list[int] = []
+
+    def received(self, peer: Peer, message: AnyMessage) -> None:
+        super().received(peer, message)
+        time.sleep(2 * server.TURN_S)
+        peer.send(StatusQuery())
+
+    def watch(self) -> None:
+        """Record in each turn of the loop how many messages have been handled."""
+        if not self.num_handled_at_turn or self.num_handled_at_turn[-1] < len(self.messages):
+            self.num_handled_at_turn.append(len(self.messages))
+        if len(self.messages) < NUM_SENT:
+            asyncio.get_running_loop().call_soon(self.watch)
+
+
+NUM_SENT = 6
+
+
+@in_loop
+async def test_messages_that_take_long_are_handled_one_a_turn_and_answered_at_once() -> None:
+    slow, sender = Slow("a"), Recorder("b")
+    async with hosted(slow) as (_, address), hosted(sender) as (dialling, _):
+        dialling.dial(address)
+        await until(lambda: slow.num_joined == sender.num_joined == 1)
+        for number in range(NUM_SENT):
+            sender.peers[0].send(tokens(1, number))
+        slow.watch()
+        await until(lambda: len(sender.messages) == NUM_SENT)
+        assert slow.messages == [tokens(1, number) for number in range(NUM_SENT)]
+        assert slow.num_handled_at_turn[-NUM_SENT:] == list(range(1, NUM_SENT + 1))
+
+
+@in_loop
+async def test_messages_between_two_turns_arrive_when_the_peer_closes() -> None:
+    slow, sender = Slow("a"), Recorder("b")
+    async with hosted(slow) as (_, address), hosted(sender) as (dialling, _):
+        dialling.dial(address)
+        await until(lambda: slow.num_joined == sender.num_joined == 1)
+        for number in range(NUM_SENT):
+            sender.peers[0].send(tokens(1, number))
+        sender.peers[0].close()
+        await until(lambda: slow.num_left == 1)
+        assert slow.messages == [tokens(1, number) for number in range(NUM_SENT)]
+
+
+@in_loop
+async def test_connection_ends_when_the_node_fails_in_any_turn() -> None:
+    class Failing(Slow):
+        def received(self, peer: Peer, message: AnyMessage) -> None:
+            super().received(peer, message)
+            if len(self.messages) == NUM_SENT:
+                raise KeyError("a bug")
+
+    failing, sender = Failing("a"), Recorder("b")
+    asyncio.get_running_loop().set_exception_handler(lambda *_: None)
+    async with hosted(failing) as (_, address), hosted(sender) as (dialling, _):
+        dialling.dial(address)
+        await until(lambda: failing.num_joined == sender.num_joined == 1)
+        for number in range(NUM_SENT):
+            sender.peers[0].send(tokens(1, number))
+        await until(lambda: failing.num_left == sender.num_left == 1)
 
 
 def test_closing_does_not_wait_for_a_peer_that_reads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
