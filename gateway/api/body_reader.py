@@ -24,7 +24,6 @@ import logging
 import os
 import signal
 import sys
-from array import array
 from asyncio.subprocess import PIPE, Process
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -43,6 +42,7 @@ from baton.gateway.api.call import (
     CompletionBody,
     DetokenizeBody,
     GivenPrompt,
+    Prompt,
     TokenizeBody,
     check_sampled_ids,
     check_token_ids,
@@ -61,7 +61,6 @@ from baton.tenants import has_slots
 MAX_CHARS_PER_TOKEN: Final = 16  # on average; a longer prompt cannot fit the model and is not tokenised
 MAX_TEXT_ANSWER_BYTES: Final = 8 * 2**20  # of /tokenize and /detokenize
 NO_WORKERS_RETRY_S: Final = 2.0
-TOKEN_ID_TYPE: Final = "i"  # of array: four bytes
 SMALL_BYTES: Final = 4096  # a body of this size is read in well below a millisecond
 EXPRESS_BYTES: Final = 64 * 2**10
 MAX_WAITING: Final = 256  # jobs a helper
@@ -127,20 +126,8 @@ class ReadBody(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     answer: bytes | None = None  # JSON, of /tokenize and /detokenize
     chat: ChatBody | None = None
     completion: CompletionBody | None = None
-    prompts: list[tuple[str | None, bytes]] = []  # text where the call echoes it, and packed token ids
+    prompts: list[Prompt] = []
     has_tools: bool = False  # the model was told of tools
-
-
-def pack_token_ids(token_ids: Sequence[int]) -> bytes:
-    """Return the ids as four bytes each."""
-    return array(TOKEN_ID_TYPE, token_ids).tobytes()
-
-
-def unpack_token_ids(data: bytes) -> tuple[int, ...]:
-    """Return the ids that `pack_token_ids` has packed."""
-    token_ids = array(TOKEN_ID_TYPE)
-    token_ids.frombytes(data)
-    return tuple(token_ids)
 
 
 class PromptReader:
@@ -222,8 +209,8 @@ class PromptReader:
         rest = msgspec.structs.replace(
             body, messages=[{}], tools=None, tool_choice=None, chat_template_kwargs=None
         )
-        prompt = (None, pack_token_ids(token_ids))
-        return ReadBody(num_unknown=num_unknown, chat=rest, prompts=[prompt], has_tools=bool(tools))
+        prompts = [Prompt.pack(None, token_ids)]
+        return ReadBody(num_unknown=num_unknown, chat=rest, prompts=prompts, has_tools=bool(tools))
 
     def _completion(self, data: bytes, policy: ReadPolicy) -> ReadBody:
         body, num_unknown = _decode(data, CompletionBody, policy)
@@ -233,21 +220,18 @@ class PromptReader:
         rest = msgspec.structs.replace(body, prompt=None)
         return ReadBody(num_unknown=num_unknown, completion=rest, prompts=prompts)
 
-    def _prompt(
-        self, given: GivenPrompt, body: CompletionBody, policy: ReadPolicy
-    ) -> tuple[str | None, bytes]:
-        """Return the text where the call echoes it, and the packed token ids."""
+    def _prompt(self, given: GivenPrompt, body: CompletionBody, policy: ReadPolicy) -> Prompt:
         if isinstance(given, str):
             adds_special = body.add_special_tokens is not False
             token_ids = self.encode(given, max_tokens=policy.longest(), add_special_tokens=adds_special)
             policy.check_length(len(token_ids))
-            return (given if body.echo else None), pack_token_ids(token_ids)
+            return Prompt.pack(given if body.echo else None, token_ids)
         if body.add_special_tokens is not None:
             message = "add_special_tokens: it is about text, and the prompt is token ids"
             raise invalid(message, param="add_special_tokens")
         policy.check_length(len(given))
         check_token_ids(given, self.vocab_size, "prompt")
-        return (self.tokenizer.decode(given) if body.echo else None), pack_token_ids(given)
+        return Prompt.pack(self.tokenizer.decode(given) if body.echo else None, given)
 
     def _tokenize(self, data: bytes, policy: ReadPolicy) -> ReadBody:
         body, num_unknown = _decode(data, TokenizeBody, policy)

@@ -43,8 +43,8 @@ from baton.gateway.api.answer_stream import (
     StreamProgress,
     WriteCoalescer,
 )
-from baton.gateway.api.body_reader import BodyKind, PublicPrefixes, ServedModel, unpack_token_ids
-from baton.gateway.api.call import Call, Prompt, make_call
+from baton.gateway.api.body_reader import BodyKind, PublicPrefixes, ServedModel
+from baton.gateway.api.call import Call, make_call
 from baton.gateway.api.errors import ApiError, ClientGone, as_api_error, invalid, unsupported
 from baton.gateway.api.format import answer_format
 from baton.gateway.http.auth import log_failure
@@ -60,11 +60,10 @@ from baton.gateway.http.websocket import LIMITED_SOCKET, LimitedSocket
 from baton.gateway.metrics.metrics import Metrics
 from baton.gateway.streams.resume import HEADER, MAX_RESUMABLE_CHOICES, PARAM, EventIds, ResumePoint, Shown
 from baton.gateway.tenants.limiter import Charge, Limiter, Permit
-from baton.gateway.tenants.tenants import Tenant, asked_for, scheduling_key_of, sla_of
+from baton.gateway.tenants.tenants import asked_for, scheduling_key_of, sla_of
 from baton.tenants import Refusal
 
 SEED_BITS: Final = 63
-LARGE_PROMPT_BYTES: Final = 64 * 2**10  # packed; unpacking the longest prompt takes two milliseconds
 LAST_EVENT: Final = SERVER_SENT_EVENTS.before + DONE + SERVER_SENT_EVENTS.after
 HEADLESS_S: Final = 45.0  # the longest wait for the headers of a stream: proxies give up after a minute
 EVENT_STREAM: Final = [
@@ -152,9 +151,12 @@ class Inference:
         resumed = self._event_ids.open(event_id, tenant.name, self._calendar_s()) if event_id else None
         body = read.chat or read.completion
         assert body is not None
+        if tenant.public_texts:
+            for prompt in read.prompts:
+                prompt.num_public_tokens = await self._public.num_tokens(tenant.public_texts, prompt.ids)
         call = make_call(
             body,
-            tuple([await self._prompt(text, packed, tenant) for text, packed in read.prompts]),
+            tuple(read.prompts),
             new_seed=self._draw_seed() if resumed is None else resumed.seed,
             defaults=self._model.defaults,
             tool_form=self._model.bodies.tool_form if read.has_tools else None,
@@ -167,15 +169,6 @@ class Inference:
         )
         self._check(call, policy.longest())
         return call
-
-    async def _prompt(self, text: str | None, packed: bytes, tenant: Tenant) -> Prompt:
-        token_ids = unpack_token_ids(packed)
-        if len(packed) > LARGE_PROMPT_BYTES:
-            await asyncio.sleep(0)
-        num_public_tokens = (
-            await self._public.num_tokens(tenant.public_texts, token_ids) if tenant.public_texts else 0
-        )
-        return Prompt(text, token_ids, num_public_tokens)
 
     def _check(self, call: Call, longest: int) -> None:
         if call.is_resumable or call.resumed is not None:

@@ -13,7 +13,7 @@ from baton.gateway.text.tokenizer import Tokenizer
 from baton.request import SamplingParams
 
 TOKENIZER = Tokenizer.from_directory(resolve_model("tiny"))
-PROMPT = Prompt("sort(3 1 2)=", tuple(TOKENIZER.encode("sort(3 1 2)=")))
+PROMPT = Prompt.pack("sort(3 1 2)=", TOKENIZER.encode("sort(3 1 2)="))
 TENANT = Tenant(name="acme", cache_salt=b"s" * 16)
 
 

@@ -22,7 +22,6 @@ from baton.gateway.api.body_reader import (
     PublicPrefixes,
     ReadPolicy,
     ServedModel,
-    unpack_token_ids,
 )
 from baton.gateway.api.errors import ApiError
 from baton.gateway.text.chat_template import ChatTemplate
@@ -127,7 +126,7 @@ def test_cancelled_caller_does_not_confuse_the_next() -> None:
         for index in range(3):
             token_ids = [index] * SMALL_BYTES
             read = await work.read("completion", body(prompt=token_ids), POLICY)
-            assert unpack_token_ids(read.prompts[0][1]) == tuple(token_ids)
+            assert read.prompts[0].token_ids == tuple(token_ids)
 
     with_helpers(scenario)
 
