@@ -6,6 +6,7 @@ secret the key of a prompt cannot be computed. Python's `hash()` has none of the
 """
 
 import struct
+from collections.abc import Sequence
 from copy import copy
 from hashlib import blake2b
 from typing import Final
@@ -51,36 +52,37 @@ class PageKeys:
             identity.update(len(part).to_bytes(8, "little") + part)
         self._identity = identity.digest()
         self._page_hash = blake2b(digest_size=KEY_BYTES, key=self._identity, person=b"baton-page")
-        self._resize(page_size)
+        self._page_size = page_size
 
     def of_size(self, page_size: int) -> "PageKeys":
         """Return the keys of the same KV in pages of another size."""
         other = copy(self)
-        other._resize(page_size)
+        other._page_size = page_size
         return other
 
     def root(self, salt: bytes) -> bytes:
         """Return the parent of a first page."""
         return blake2b(salt, digest_size=KEY_BYTES, key=self._identity, person=b"baton-salt").digest()
 
-    def extend(self, keys: list[bytes], token_ids: list[int], num_pages: int, salt: bytes) -> None:
+    def extend(self, keys: list[bytes], token_ids: Sequence[int], num_pages: int, salt: bytes) -> None:
         """Append to `keys`, which names the first len(keys) full pages, until it names `num_pages`."""
         size = self._page_size
         num_public_tokens, salt = _split(salt)
         first_private = num_public_tokens // size * size
         # No tenant's salt leads to the public root: `_split` reads this salt as one without public tokens.
         parent = keys[-1] if keys else self.root(_PUBLIC + bytes(4) if first_private else salt)
-        for first in range(len(keys) * size, num_pages * size, size):
+        start, end = len(keys) * size, num_pages * size
+        if start >= end:
+            return
+        packed = struct.pack(f"<{end - start}I", *token_ids[start:end])
+        for first in range(start, end, size):
             if first == first_private and first:
                 parent = self.root(parent + salt)
             page_hash = self._page_hash.copy()
-            page_hash.update(parent + self._pack(*token_ids[first : first + size]))
+            page_hash.update(parent)
+            page_hash.update(packed[4 * (first - start) : 4 * (first - start + size)])
             parent = page_hash.digest()
             keys.append(parent)
-
-    def _resize(self, page_size: int) -> None:
-        self._pack = struct.Struct(f"<{page_size}I").pack
-        self._page_size = page_size
 
 
 DTYPE_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}

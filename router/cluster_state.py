@@ -14,11 +14,12 @@ Nothing waits for the link. Load that is not shared counts by the workers' own r
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final, Protocol
 
 from baton.messages.control import Decision, KvEventBatch, KvEventsWanted, Measured, Submit, Weighed
 from baton.messages.workers import Worker
+from baton.request import Request
 from baton.router.decisions import (
     DecisionHistory,
     DispatchedLine,
@@ -28,7 +29,7 @@ from baton.router.decisions import (
     weighed,
 )
 from baton.router.in_flight import OTHERS, InFlightAttempt, Key
-from baton.router.index.prefix_index import family_of, first_halves, with_zeros
+from baton.router.index.prefix_index import Family, family_of, first_halves, with_zeros
 from baton.router.policies.base import Pair, PolicyContext, RoutingChoice, RoutingPolicy
 from baton.router.policies.candidates import PairCandidate
 from baton.router.redis.messages import AnyShared, SharedDispatch, SharedEnded, SharedStarted
@@ -67,6 +68,8 @@ class ClusterState:
         self._clock = context.clock
         self._in_flight = context.in_flight
         self._keys = context.keys
+        self._expectations = context.expectations
+        self._families: dict[str, Family] = {}  # of each worker
         self._sharing: SharingLink | None = None
         self._log: Callable[[bytes], object] | None = None
 
@@ -81,6 +84,7 @@ class ClusterState:
     def joined(self, worker: Worker, peer: Peer) -> None:
         """A worker has joined."""
         self.model.join(worker.id, _kind_of(worker))
+        self._families[worker.id] = family_of(worker)
         if self.policy.uses_prefix_index:
             self.index.join(worker)
             if self._sharing is not None:
@@ -92,6 +96,7 @@ class ClusterState:
         if self._sharing is not None:
             self._sharing.left(worker_id)
         self.index.forget(worker_id)
+        self._families.pop(worker_id, None)
         self.model.forget(worker_id)
         self.policy.forget(worker_id)
 
@@ -119,6 +124,15 @@ class ClusterState:
                 self.model.learn_handoff(worker_id, chosen.decode, times)
                 self.model.learn_size(times.moved_bytes, times.num_tokens)
 
+    def has_keys(self, request: Request) -> bool:
+        """Whether the policy finds the page keys of a prompt in a short time."""
+        return not self.policy.uses_prefix_index or self._keys.are_ready(self._families.values(), request)
+
+    def prepare_keys(self, request: Request, prepared: Callable[[], None]) -> Iterator[None]:
+        """Compute the page keys of a long prompt, a slice at each step. prepared: called in the end."""
+        yield from self._keys.prepare(set(self._families.values()), request)
+        prepared()
+
     def decided(self, submit: Submit, pair: Pair) -> None:
         """Keep the decision for `baton explain`, and tell the policy that its choice was dispatched."""
         request, choice = submit.request, pair.choice
@@ -141,23 +155,10 @@ class ClusterState:
 
     def dispatched(self, submit: Submit, pair: Pair, entry: InFlightAttempt) -> None:
         """Share and log a dispatch, after `decided`."""
-        if self._sharing is None and self._log is None:
-            return
-        request, worker = submit.request, pair.computer.worker
-        known = pair.choice.keys.get(worker.id) if pair.choice is not None else None
-        keys = self._keys.keys(family_of(worker), request) if known is None else known
-        key = (request.request_id, request.attempt)
-        if self._sharing is not None:
-            self._sharing.share(_shared_dispatch(key, entry, keys))
-        if self._log is not None:
-            line = DispatchedLine(
-                at_s=self._clock.now_s(),
-                decision=self.decisions.full(key),
-                page_size=worker.page_size,
-                num_output_tokens=entry.num_tokens - request.num_tokens,
-                keys=keys_as_text(keys),
-            )
-            self._log(encode_line(line))
+        request = submit.request
+        if self._sharing is not None or self._log is not None:
+            self._share(request, pair, entry)
+        self._keys.forget(request.request_id, request.attempt)
 
     def started(self, attempts: Sequence[Key]) -> None:
         """Attempts have their first token."""
@@ -205,7 +206,25 @@ class ClusterState:
         )
         self._in_flight.enter(key, entry)
         ttl_s = self._in_flight.wait_s(entry.computer) + EXPECTED_FOR_S
-        self.index.expect(entry.computer, with_zeros(shared.keys), ttl_s)
+        keys, num_pages = with_zeros(shared.keys), self._expectations.num_pages
+        self._expectations.add(self.index.expect_in_slices(entry.computer, keys, ttl_s, num_pages))
+
+    def _share(self, request: Request, pair: Pair, entry: InFlightAttempt) -> None:
+        worker = pair.computer.worker
+        known = pair.choice.keys.get(worker.id) if pair.choice is not None else None
+        keys = self._keys.keys(family_of(worker), request) if known is None else known
+        key = (request.request_id, request.attempt)
+        if self._sharing is not None:
+            self._sharing.share(_shared_dispatch(key, entry, keys))
+        if self._log is not None:
+            line = DispatchedLine(
+                at_s=self._clock.now_s(),
+                decision=self.decisions.full(key),
+                page_size=worker.page_size,
+                num_output_tokens=entry.num_tokens - request.num_tokens,
+                keys=keys_as_text(keys),
+            )
+            self._log(encode_line(line))
 
     def _ended_line(self, request_id: str, attempt: int) -> EndedLine:
         decision = self.decisions.get((request_id, attempt))

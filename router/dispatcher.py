@@ -10,8 +10,9 @@
 
 import secrets
 from collections import Counter, defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from enum import Enum
+from math import inf
 from typing import Final, NamedTuple
 
 import msgspec
@@ -53,6 +54,7 @@ from baton.router.queue.admission import AdmissionQueue
 from baton.router.queue.overload import PRESSED_LOCAL_TOKENS
 from baton.router.queue.quotas import QuotaRefusal
 from baton.router.queue.tenant_queues import QueuedAttempt
+from baton.router.slices import Slices
 from baton.rpc.peers import Peer
 from baton.tenants import Refusal, has_slots
 
@@ -60,6 +62,7 @@ TRANSFER_BYTES: Final = 16
 RETRY_AFTER_S: Final = 1.0
 MAX_RETRY_AFTER_S: Final = 86_400.0
 MAX_REASON_CHARS: Final = 512
+MAX_DISPATCHED: Final = 2  # attempts in one turn of the host's loop
 
 _KEY: Final = tuple[Id, Attempt]
 
@@ -70,6 +73,7 @@ class Unpaired(Enum):
     UNREACHED = "no decode worker can be reached"
     NO_PREFILL = "no prefill worker can be reached"
     FULL = "no decode worker has room"
+    NO_KEYS = "the page keys of the prompt are being computed"
 
 
 class NoSlot(NamedTuple):
@@ -280,10 +284,12 @@ class Dispatcher:
         admission_queue: AdmissionQueue,
         gateways: Mapping[str, GatewayPeer],
         max_attempts: int,
+        slices: Slices | None = None,
     ) -> None:
         """gateways: the connected gateways by id; the router updates the mapping.
 
-        max_attempts: queued and in-flight attempts together; more are rejected.
+        max_attempts: queued and in-flight attempts together; more are rejected. slices: None dispatches the
+        whole queue in one call.
         """
         self._in_flight = admission_queue.in_flight
         self._pairing = pairing
@@ -295,6 +301,9 @@ class Dispatcher:
         self._reservation: _Reservation | None = None
         # Attempts that waited for a slot at their best worker in the last `dispatch_queued`; at most two.
         self._waiting_for_slot: dict[Key, NoSlot] = {}
+        self._slices = slices or Slices()
+        self._goes_on = False  # a later turn dispatches more of the queue
+        self._preparing: set[Key] = set()  # attempts with page keys that are being computed
         # A decode worker was full, so full workers are computed before the choice of a pair, not after.
         self._is_any_full = False
 
@@ -320,8 +329,8 @@ class Dispatcher:
             refused = self._admission_queue.overflow(key)
         if refused is not None:
             self._reject(gateway.id, key, refused)
-        elif key in self._admission_queue:
-            gateway.peer.send(Queued(request_id=key[0], attempt=key[1]))
+        else:
+            self._tell_queued(gateway.id, key)
         return refused is None
 
     def started(self, attempts: Sequence[Key]) -> None:
@@ -388,7 +397,8 @@ class Dispatcher:
 
         When the first attempt cannot be dispatched, later attempts of other tenants may bypass it: when no
         decode worker has room, on all decode workers except one reserved worker; when its best worker has no
-        slot for the prompt, on all other workers. A second attempt that cannot be dispatched ends the call.
+        slot for the prompt, on all other workers; while its page keys are computed, on all workers. A second
+        attempt that cannot be dispatched ends the call.
 
         slots_freed: False when no worker can have freed a slot since the last call, so an attempt that waited
         for a slot still waits.
@@ -397,13 +407,20 @@ class Dispatcher:
         waited_for_slot = {} if slots_freed else self._waiting_for_slot
         self._waiting_for_slot = {}
         bypassed: QueuedAttempt | None = None
+        num_left = MAX_DISPATCHED if self._slices.are_deferred else inf
         try:
             while (queued := self._admission_queue.first()) is not None:
+                if not num_left:
+                    self._go_on_later(slots_freed)
+                    break
                 obstacle = waited_for_slot.get(queued.key) or self._try_dispatch(queued)
                 if obstacle is None:
+                    num_left -= 1
                     continue
                 if isinstance(obstacle, NoSlot):
                     self._waiting_for_slot[queued.key] = obstacle
+                elif obstacle is Unpaired.NO_KEYS:
+                    pass
                 elif bypassed is None and not self._reserve_worker(queued):
                     continue  # the dropped reservation may make room for this attempt
                 if bypassed is not None:
@@ -415,12 +432,27 @@ class Dispatcher:
                 self._admission_queue.resume(bypassed.tenant)
         self._admission_queue.settle()
 
+    def _go_on_later(self, slots_freed: bool) -> None:
+        """Dispatch the rest of the queue in later turns of the host's loop."""
+
+        def go_on() -> Iterator[None]:
+            yield
+            self._goes_on = False
+            self.dispatch_queued(slots_freed=slots_freed)
+
+        if not self._goes_on:
+            self._goes_on = True
+            self._slices.add(go_on())
+
     def _try_dispatch(self, queued: QueuedAttempt) -> Unpaired | NoSlot | None:
         """Return the reason why the attempt must wait; None when it was dispatched or rejected."""
         refused = self._admission_queue.refuse_hopeless(queued)
         if refused is not None:
             self._reject(queued.gateway, queued.key, refused)
             return None
+        if not self._cluster_state.has_keys(queued.submit.request):
+            self._prepare_keys(queued)
+            return Unpaired.NO_KEYS
         gateway = self._gateways[queued.gateway]
         wanted = [no_slot.worker for no_slot in self._waiting_for_slot.values()]
         pair = self._pair(gateway, queued, self._admission_queue.claim(queued, wanted))
@@ -433,6 +465,27 @@ class Dispatcher:
             self._reject(queued.gateway, queued.key, refused)
             return None
         return pair
+
+    def _prepare_keys(self, queued: QueuedAttempt) -> None:
+        """Compute the page keys of a long prompt in slices, then dispatch."""
+
+        def dispatch() -> None:
+            self._preparing.discard(queued.key)
+            self.dispatch_queued(slots_freed=False)
+            self._tell_queued(queued.gateway, queued.key)
+
+        if queued.key not in self._preparing:
+            self._preparing.add(queued.key)
+            self._slices.add(self._cluster_state.prepare_keys(queued.submit.request, dispatch))
+
+    def _tell_queued(self, gateway_id: str, key: Key) -> None:
+        """Tell the gateway that the attempt waits, once its page keys are there.
+
+        A gateway sends one long prompt of a tenant at a time: it waits for this answer, or for another.
+        """
+        gateway = self._gateways.get(gateway_id)
+        if key in self._admission_queue and key not in self._preparing and gateway is not None:
+            gateway.peer.send(Queued(request_id=key[0], attempt=key[1]))
 
     def _drop_stale_reservation(self) -> None:
         """Drop the reservation when its attempt has left the queue, or its worker takes no more work."""

@@ -68,6 +68,7 @@ from baton.router.policies.cost_model import CostModel
 from baton.router.policies.registry import load_policy, policy_class
 from baton.router.queue.admission import AdmissionQueue, Capacity
 from baton.router.redis.messages import AnyShared
+from baton.router.slices import PAGES_PER_SLICE, CallSoon, Slices
 from baton.rpc import process
 from baton.rpc.auth import REDIS_NAMES, REDIS_VALUES, ClusterKeys, KeyRing
 from baton.rpc.peers import TICK_S, Peer, new_router_id
@@ -93,11 +94,19 @@ class Router:
     """The router of a cluster; see `Node` for the methods that its host calls."""
 
     def __init__(
-        self, config: RouterConfig, clock: Clock, id: str, *, max_index_pages: int = MAX_PAGES
+        self,
+        config: RouterConfig,
+        clock: Clock,
+        id: str,
+        *,
+        max_index_pages: int = MAX_PAGES,
+        call_soon: CallSoon | None = None,
+        pages_per_slice: int = PAGES_PER_SLICE,
     ) -> None:
         """id: identifies this run of the process; 32 hex digits.
 
-        max_index_pages: bound of the prefix index when the policy uses the index.
+        max_index_pages: bound of the prefix index when the policy uses the index. call_soon: has the host
+        make a call in its next turn, for long work in slices (router/slices.py); None: no work is deferred.
         """
         self.hello = Hello(process=Kind.ROUTER, id=id)
         self.counters: Counter[str] = Counter()
@@ -108,7 +117,10 @@ class Router:
         num_pages = max_index_pages if policy_type.uses_prefix_index else MIN_INDEX_PAGES
         index = PrefixIndex(clock, num_pages, seed=config.seed)
         random = Random(config.seed)
-        context = PolicyContext(clock, self.in_flight, index, CostModel(), PromptKeys(), random)
+        # Expected pages wait in a queue of their own: nothing that is dispatched waits behind them.
+        dispatches, expectations = (Slices(call_soon, num_pages=pages_per_slice) for _ in range(2))
+        keys = PromptKeys(dispatches)
+        context = PolicyContext(clock, self.in_flight, index, CostModel(), keys, random, expectations)
         policy = policy_type(context)
         self.cluster_state = ClusterState(context, policy, self.counters)
         self._clock = clock
@@ -120,7 +132,12 @@ class Router:
         capacity = Capacity(self.members, self.in_flight, decoders_compute=policy.weighs_local_prefill)
         self.admission_queue = AdmissionQueue(clock, self.members, capacity, self.cluster_state.model)
         self._dispatcher = Dispatcher(
-            self._pairing, self.cluster_state, self.admission_queue, self._gateways, config.max_attempts
+            self._pairing,
+            self.cluster_state,
+            self.admission_queue,
+            self._gateways,
+            config.max_attempts,
+            dispatches,
         )
         self._sent_level = OverloadLevel.CALM  # sent to the workers last
         self._start_s = clock.now_s()
@@ -443,7 +460,8 @@ async def serve_router(
     """
     ring = KeyRing.of(keys, Kind.ROUTER)
     rpc_server = RpcServer(keys, link_timeout_s=config.link_timeout_s)
-    router = Router(config, SystemClock(), new_router_id(incarnation, time.time(), secrets.token_bytes(16)))
+    id = new_router_id(incarnation, time.time(), secrets.token_bytes(16))
+    router = Router(config, SystemClock(), id, call_soon=asyncio.get_running_loop().call_soon)
     router.cluster_state.index.warm_up()
     async with AsyncExitStack() as ends:
         ends.push_async_callback(rpc_server.close)

@@ -39,6 +39,7 @@ FIRST_PORT: Final = 1  # of a router; the ports of other processes follow
 SLOW_DIAL_S: Final = 0.5  # until a link to a paused process is given up
 MAX_CLOCK_OFFSET_S: Final = 1e6
 MAX_INDEX_PAGES: Final = 4096  # more than all workers of a simulation have
+PAGES_PER_SLICE: Final = 2  # prompts are short here, and most of them take several slices
 FIRST_DATE_S: Final = 1.8e9
 FULL_DISK: Final = Path("/dev/full")  # every write fails for lack of room
 MAX_MODEL_LEN: Final = 96
@@ -162,7 +163,14 @@ class SimRouter:
         self.process = context.new_process(name)
         self._files = context.files
         id_, clock = context.new_router_id(name), self.process.clock
-        self.router = Router(settings, clock, id_, max_index_pages=MAX_INDEX_PAGES)
+        self.router = Router(
+            settings,
+            clock,
+            id_,
+            max_index_pages=MAX_INDEX_PAGES,
+            call_soon=partial(self.process.later, 0.0),
+            pages_per_slice=PAGES_PER_SLICE,
+        )
         if len(context.routers) > 1:
             self.router.cluster_state.link(context.stream.join(self.process, self.router.heard))
         context.new_host(self.process).serve(self.router, address)

@@ -19,7 +19,8 @@ between two that differ, however many workers there are. The place of a page is 
 Bounds: `max_pages` in all, an equal share of them for each worker, and never more than a worker has.
 """
 
-from collections import deque
+from collections import OrderedDict, deque
+from collections.abc import Collection, Iterator
 from heapq import heappop, heappush
 from typing import Final, NamedTuple, TypeAlias
 
@@ -43,9 +44,11 @@ from baton.router.index.table import (
     keys_of,
     without_zero,
 )
+from baton.router.slices import Slices
 
 # The index and Redis know pages by the first halves of their keys.
 SHORT_KEY_BYTES: Final = KEY_BYTES // 2
+MAX_PREPARED: Final = 64  # attempts with prepared keys
 Family: TypeAlias = tuple[str, str, int]  # fingerprint, kv_dtype, page_size: equal ones name pages alike
 
 
@@ -55,23 +58,66 @@ def family_of(worker: Worker) -> Family:
 
 
 class PromptKeys:
-    """Computes page keys. Keeps a `PageKeys` for each family, and nothing of prompts."""
+    """Computes the page keys of prompts.
 
-    def __init__(self) -> None:
+    `prepare` computes the keys of a long prompt in slices. They are kept while the attempt waits in the
+    queue: each try to dispatch it needs them.
+    """
+
+    def __init__(self, slices: Slices | None = None) -> None:
+        """slices: None computes the keys of every prompt at once."""
         self._families: dict[Family, PageKeys] = {}
+        self._slices = slices or Slices()
+        self._kept: OrderedDict[tuple[str, int], dict[Family, bytes]] = OrderedDict()  # by attempt
 
     def keys(self, family: Family, request: Request) -> bytes:
         """16 bytes for each full page of the prompt and of the tokens that earlier attempts generated."""
+        kept = self._kept.get((request.request_id, request.attempt), {}).get(family)
+        if kept is not None:
+            return kept
+        keys: list[bytes] = []
+        for _ in self._extend(keys, family, request):
+            pass
+        return b"".join(keys)
+
+    def are_ready(self, families: Collection[Family], request: Request) -> bool:
+        """Whether `keys` takes a short time: the prompt is short, or `prepare` has done it."""
+        if not self._slices.are_deferred or not families:
+            return True
+        if request.num_tokens <= self._slices.num_pages * min(page_size for _, _, page_size in families):
+            return True
+        return self._kept.get((request.request_id, request.attempt), {}).keys() >= set(families)
+
+    def prepare(self, families: Collection[Family], request: Request) -> Iterator[None]:
+        """Compute and keep the keys of a prompt; yields after each slice."""
+        kept: dict[Family, bytes] = {}
+        for family in families:
+            keys: list[bytes] = []
+            for _ in self._extend(keys, family, request):
+                yield
+            kept[family] = b"".join(keys)
+        self._kept[request.request_id, request.attempt] = kept
+        if len(self._kept) > MAX_PREPARED:
+            self._kept.popitem(last=False)
+
+    def forget(self, request_id: str, attempt: int) -> None:
+        """Drop the keys of an attempt that has left the queue."""
+        self._kept.pop((request_id, attempt), None)
+
+    def _extend(self, keys: list[bytes], family: Family, request: Request) -> Iterator[None]:
         fingerprint, dtype, page_size = family
         namer = self._families.get(family)
         if namer is None:
             namer = PageKeys(model_fingerprint=fingerprint, dtype=dtype, page_size=page_size)
             self._families[family] = namer
-        token_ids = [*request.token_ids, *request.generated_token_ids]
-        keys: list[bytes] = []
+        token_ids = request.token_ids
+        if request.generated_token_ids:
+            token_ids = (*token_ids, *request.generated_token_ids)
         num_pages = min(len(token_ids) // page_size, MAX_PULLED_PAGES)
-        namer.extend(keys, token_ids, num_pages, request.cache_salt)
-        return b"".join(keys)
+        while len(keys) < num_pages:
+            until = min(num_pages, len(keys) + self._slices.num_pages)
+            namer.extend(keys, token_ids, until, request.cache_salt)
+            yield
 
 
 def first_halves(page_keys: bytes) -> bytes:
@@ -430,6 +476,14 @@ class PrefixIndex:
         now_s = self._clock.now_s()
         heappush(self._expectations, _Expectation(now_s + ttl_s, number, holder, distinct))
         self._end_expectations(now_s)
+
+    def expect_in_slices(
+        self, worker_id: str, keys: bytes, ttl_s: float, pages_per_slice: int
+    ) -> Iterator[None]:
+        """Call `expect` for a slice of the pages at each step."""
+        for first in range(0, len(keys), KEY_BYTES * pages_per_slice):
+            self.expect(worker_id, keys[first : first + KEY_BYTES * pages_per_slice], ttl_s)
+            yield
 
     def tick(self) -> None:
         """End the expectations that have expired, and remove some entries of workers that left."""

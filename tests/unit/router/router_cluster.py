@@ -1,6 +1,7 @@
 """A router and its peers; the test sends each message itself."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 from baton.clock import ManualClock
@@ -58,10 +59,38 @@ class Cluster:
         return answer
 
 
-def cluster(*workers: str, **settings: Any) -> Cluster:
-    """A router with these workers and a gateway "g"; its policy is `least-loaded` by default."""
+class Turns:
+    """The turns of a host's loop, which the test makes."""
+
+    def __init__(self) -> None:
+        self.calls: list[Callable[[], None]] = []
+
+    def call_soon(self, call: Callable[[], None]) -> None:
+        self.calls.append(call)
+
+    def next(self) -> None:
+        calls, self.calls = self.calls, []
+        for call in calls:
+            call()
+
+    def all(self) -> int:
+        """Make turns until no call is left; return their number."""
+        num_turns = 0
+        while self.calls:
+            self.next()
+            num_turns += 1
+        return num_turns
+
+
+def cluster(*workers: str, turns: Turns | None = None, **settings: Any) -> Cluster:
+    """A router with these workers and a gateway "g"; its policy is `least-loaded` by default.
+
+    turns: with them the router does long work in slices of 4 pages.
+    """
     clock = JumpingClock(100.0)
-    router = Router(RouterConfig(**{"policy": "least-loaded", **settings}), clock, id_of("router"))
+    config = RouterConfig(**{"policy": "least-loaded", **settings})
+    call_soon = None if turns is None else turns.call_soon
+    router = Router(config, clock, id_of("router"), call_soon=call_soon, pages_per_slice=4)
     made = Cluster(clock, router, {})
     made.peers["g"] = TestPeer.gateway(router)
     for name in workers:

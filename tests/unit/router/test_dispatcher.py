@@ -1,5 +1,6 @@
 """Dispatch of queued attempts: room, reservations, slots, and one end of every attempt."""
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterator
 from random import Random
@@ -18,6 +19,7 @@ from baton.messages.control import (
     Heartbeat,
     KvEventBatch,
     PullSource,
+    Queued,
     Reachable,
     Rejected,
     Routed,
@@ -26,7 +28,7 @@ from baton.messages.control import (
 )
 from baton.messages.workers import Load, Worker
 from baton.request import Request, SamplingParams
-from baton.router.dispatcher import make_entry
+from baton.router.dispatcher import MAX_DISPATCHED, make_entry
 from baton.router.in_flight import EXPECTED_OUTPUT_TOKENS, Key, SchedulingClass
 from baton.router.index.prefix_index import PromptKeys, family_of
 from baton.router.membership import Member
@@ -48,7 +50,7 @@ from tests.unit.router.queue_cases import (
     start,
     submit,
 )
-from tests.unit.router.router_cluster import Cluster, cluster
+from tests.unit.router.router_cluster import Cluster, Turns, cluster
 
 
 @pytest.fixture
@@ -446,3 +448,93 @@ def test_every_attempt_ends_once_and_none_waits_needlessly() -> None:
         kinds |= {kind for heard in storm.heard.values() for kind in heard}
         refusals |= {each for tenant in storm.c.router.status().queue.tenants for each in tenant.refused}
     assert kinds == set(ANSWERS) and len(refusals) >= 6, "many kinds of ends occur"
+
+
+# Long work in slices.
+
+NUM_SLICES: Final = LONG // (4 * 16)  # of a long prompt: four pages a slice
+
+
+@pytest.fixture
+def turns() -> Turns:
+    return Turns()
+
+
+@pytest.fixture
+def sliced(turns: Turns) -> Iterator[Cluster]:
+    yield from a_cluster(policy="cost", turns=turns)
+
+
+def dispatches(c: Cluster) -> list[Dispatch]:
+    return [message for message in c["d0"].received if isinstance(message, Dispatch)]
+
+
+def test_short_prompt_goes_past_a_long_one_whose_keys_are_computed(sliced: Cluster, turns: Turns) -> None:
+    assert submit(sliced, a_prompt("long")) == []
+    assert names(submit(sliced, a_prompt("short", "b", num_tokens=64))) == ["short"]
+    turns.next()
+    assert names(submit(sliced, a_prompt("other", "c", num_tokens=64))) == ["other"]
+    assert NUM_SLICES - 1 <= turns.all() <= 2 * NUM_SLICES + 2, "the keys, and the expected pages"
+    assert names(answers(sliced)) == ["long"]
+
+
+def test_slices_change_no_choice_and_no_expected_page(sliced: Cluster, turns: Turns, costs: Cluster) -> None:
+    prompts = [best_at_p0(c, "long", num_new=2048) for c in (sliced, costs)]
+    routed = submit(costs, prompts[1])
+    assert submit(sliced, prompts[0]) == [] and turns.all()
+    assert answers(sliced) == routed
+    keys = PromptKeys().keys(family_of(a_worker("d0")), prompts[0].request)
+    indexes = [c.router.cluster_state.index for c in (sliced, costs)]
+    assert len(indexes[0].holdings(keys).levels) == len(indexes[1].holdings(keys).levels) > 0
+    for name in ("p0", "d0"):
+        held = [index.holdings(keys).num_pages(1 << (index.slot(id_of(name)) or 0)) for index in indexes]
+        assert held[0] == held[1] == len(keys) // 16
+
+
+def test_gateway_is_told_of_a_queued_long_prompt_once_its_keys_are_there(
+    sliced: Cluster, turns: Turns
+) -> None:
+    decode_many(sliced)
+    for number in range(MIN_COMPUTING):
+        assert submit(sliced, a_prompt(f"a{number}", weight=8.0)) == []
+        assert turns.all() and len(answers(sliced)) == 1
+    sliced["d0"].say(Heartbeat(load=Load()))
+    sliced["g"].say(a_prompt("waiting", num_tokens=2 * LONG))
+    turns.next()
+    assert not sliced["g"].received
+    turns.all()
+    told = sliced["g"].received
+    assert [type(each) for each in told] in ([Queued], [Routed]), (
+        "one answer, whatever the worker has room for"
+    )
+
+
+def test_attempt_that_ends_while_its_keys_are_computed_is_not_dispatched(
+    sliced: Cluster, turns: Turns
+) -> None:
+    submit(sliced, a_prompt("long"))
+    end(sliced, "long")
+    turns.all()
+    assert answers(sliced) == [] and not dispatches(sliced)
+    assert names(submit(sliced, a_prompt("next", num_tokens=64))) == ["next"]
+
+
+def test_gateway_that_leaves_while_keys_are_computed(sliced: Cluster, turns: Turns) -> None:
+    submit(sliced, a_prompt("long"))
+    sliced["g"].leave()
+    turns.all()
+    assert not dispatches(sliced)
+
+
+def test_long_queue_is_dispatched_in_several_turns(turns: Turns) -> None:
+    c = cluster(*(f"d{number}" for number in range(3 * MAX_DISPATCHED)), turns=turns)
+    names_ = (f"r{number}" for number in itertools.count())
+    running = list(itertools.takewhile(lambda name: submit(c, asked(name, num_tokens=1000)), names_))
+    assert len(running) >= 3 * MAX_DISPATCHED
+    for name in itertools.islice(names_, 3 * MAX_DISPATCHED - 1):
+        assert submit(c, asked(name, num_tokens=1000)) == []
+    end(c, *running)
+    for _ in range(3):
+        assert len(answers(c)) == MAX_DISPATCHED
+        turns.next()
+    assert not turns.calls and not answers(c)
