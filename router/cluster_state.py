@@ -69,7 +69,8 @@ class ClusterState:
         self._in_flight = context.in_flight
         self._keys = context.keys
         self._expectations = context.expectations
-        self._families: dict[str, Family] = {}  # of each worker
+        self._family_of: dict[str, Family] = {}  # by worker
+        self._families: frozenset[Family] = frozenset()
         self._sharing: SharingLink | None = None
         self._log: Callable[[bytes], object] | None = None
 
@@ -84,7 +85,8 @@ class ClusterState:
     def joined(self, worker: Worker, peer: Peer) -> None:
         """A worker has joined."""
         self.model.join(worker.id, _kind_of(worker))
-        self._families[worker.id] = family_of(worker)
+        self._family_of[worker.id] = family_of(worker)
+        self._families = frozenset(self._family_of.values())
         if self.policy.uses_prefix_index:
             self.index.join(worker)
             if self._sharing is not None:
@@ -96,7 +98,8 @@ class ClusterState:
         if self._sharing is not None:
             self._sharing.left(worker_id)
         self.index.forget(worker_id)
-        self._families.pop(worker_id, None)
+        self._family_of.pop(worker_id, None)
+        self._families = frozenset(self._family_of.values())
         self.model.forget(worker_id)
         self.policy.forget(worker_id)
 
@@ -124,13 +127,16 @@ class ClusterState:
                 self.model.learn_handoff(worker_id, chosen.decode, times)
                 self.model.learn_size(times.moved_bytes, times.num_tokens)
 
-    def has_keys(self, request: Request) -> bool:
-        """Whether the policy finds the page keys of a prompt in a short time."""
-        return not self.policy.uses_prefix_index or self._keys.are_ready(self._families.values(), request)
+    def has_keys(self, submit: Submit) -> bool:
+        """Whether a dispatch of the attempt needs no page keys, or finds them in a short time."""
+        is_unrecorded = self._sharing is None and self._log is None
+        if not self.policy.uses_prefix_index or (submit.sticky_worker and is_unrecorded):
+            return True
+        return self._keys.are_ready(self._families, submit.request)
 
     def prepare_keys(self, request: Request, prepared: Callable[[], None]) -> Iterator[None]:
         """Compute the page keys of a long prompt, a slice at each step. prepared: called in the end."""
-        yield from self._keys.prepare(set(self._families.values()), request)
+        yield from self._keys.prepare(self._families, request)
         prepared()
 
     def decided(self, submit: Submit, pair: Pair) -> None:

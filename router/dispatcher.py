@@ -450,7 +450,7 @@ class Dispatcher:
         if refused is not None:
             self._reject(queued.gateway, queued.key, refused)
             return None
-        if not self._cluster_state.has_keys(queued.submit.request):
+        if not self._cluster_state.has_keys(queued.submit):
             self._prepare_keys(queued)
             return Unpaired.NO_KEYS
         gateway = self._gateways[queued.gateway]

@@ -31,7 +31,7 @@ from baton.gateway.text.tool_calls import ToolCall, reader_of
 from baton.pages import with_public
 from baton.request import FinishReason, Request, TokenEvent, TokenLogprobs
 
-OPENING_S: Final = 0.002  # opening choices may hold the event loop for this long
+OPENING_S: Final = 0.001  # opening choices may hold the event loop for this long
 
 logger = logging.getLogger(__name__)
 

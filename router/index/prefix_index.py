@@ -20,7 +20,7 @@ Bounds: `max_pages` in all, an equal share of them for each worker, and never mo
 """
 
 from collections import OrderedDict, deque
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Set
 from heapq import heappop, heappush
 from typing import Final, NamedTuple, TypeAlias
 
@@ -80,13 +80,13 @@ class PromptKeys:
             pass
         return b"".join(keys)
 
-    def are_ready(self, families: Collection[Family], request: Request) -> bool:
+    def are_ready(self, families: Set[Family], request: Request) -> bool:
         """Whether `keys` takes a short time: the prompt is short, or `prepare` has done it."""
         if not self._slices.are_deferred or not families:
             return True
         if request.num_tokens <= self._slices.num_pages * min(page_size for _, _, page_size in families):
             return True
-        return self._kept.get((request.request_id, request.attempt), {}).keys() >= set(families)
+        return self._kept.get((request.request_id, request.attempt), {}).keys() >= families
 
     def prepare(self, families: Collection[Family], request: Request) -> Iterator[None]:
         """Compute and keep the keys of a prompt; yields after each slice."""

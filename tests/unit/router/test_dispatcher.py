@@ -526,6 +526,11 @@ def test_gateway_that_leaves_while_keys_are_computed(sliced: Cluster, turns: Tur
     assert not dispatches(sliced)
 
 
+def test_choice_that_goes_where_its_prompt_is_needs_no_keys(sliced: Cluster) -> None:
+    further = msgspec.structs.replace(a_prompt("choice"), sticky_worker=id_of("d0"))
+    assert computed_by(submit(sliced, further)) == [("choice", "d0")]
+
+
 def test_long_queue_is_dispatched_in_several_turns(turns: Turns) -> None:
     c = cluster(*(f"d{number}" for number in range(3 * MAX_DISPATCHED)), turns=turns)
     names_ = (f"r{number}" for number in itertools.count())
