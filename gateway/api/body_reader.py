@@ -7,8 +7,9 @@ event loop, and large ones in two helper processes:
 1. `BodyReader.read` chooses a helper. One of the two takes no job above EXPRESS_BYTES: ordinary prompts never
    wait for the largest ones alone.
 2. The job waits in the helper's queue: tenants share a helper fairly, by bytes (baton/fair_queue.py).
-3. The gateway writes a frame to the helper's standard input: the length, then a `ReadJob`. The helper answers
-   on its standard output with a frame that holds a `ReadBody` or a `ReadFailed`.
+3. The gateway writes a frame with a `ReadJob` to the helper's standard input, then the body as it is. The
+   helper answers on its standard output with a frame that holds a `ReadBody` or a `ReadFailed`. A frame is a
+   length and a message in msgpack.
 4. The helper takes the next job when the result is there, also when the caller has been cancelled meanwhile.
 5. A job that takes longer than MAX_JOB_S fails, and so does the job of a helper that ends. The gateway kills
    that helper, and the next job starts another one.
@@ -352,7 +353,7 @@ class ReadJob(msgspec.Struct, frozen=True):
 
     kind: BodyKind
     policy: ReadPolicy
-    data: bytes
+    num_bytes: int  # of the body, which follows
 
 
 class ReadFailed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -409,7 +410,7 @@ class BodyReader:
             return self.reader.read(kind, data, policy)
         express, largest = self._helpers
         is_express = len(data) <= EXPRESS_BYTES and express.turns.num_taken <= largest.turns.num_taken
-        result = await (express if is_express else largest).do(tenant, ReadJob(kind, policy, data))
+        result = await (express if is_express else largest).do(tenant, ReadJob(kind, policy, len(data)), data)
         if isinstance(result, ReadBody):
             return result
         if result.status == 500:
@@ -553,9 +554,9 @@ class _Helper:
             )
         return self._process
 
-    async def do(self, tenant: str, job: ReadJob) -> ReadResult:
-        await self.turns.take(tenant, len(job.data))
-        self._running = task = asyncio.create_task(self._do(job))
+    async def do(self, tenant: str, job: ReadJob, data: bytes) -> ReadResult:
+        await self.turns.take(tenant, len(data))
+        self._running = task = asyncio.create_task(self._do(job, data))
         task.add_done_callback(lambda _: self.turns.leave())
         return await asyncio.shield(task)  # the helper is busy until the result is there
 
@@ -563,12 +564,12 @@ class _Helper:
         self._is_closed = True
         await self._kill()
 
-    async def _do(self, job: ReadJob) -> ReadResult:
+    async def _do(self, job: ReadJob, data: bytes) -> ReadResult:
         process = await self.start()
         assert process.stdin is not None and process.stdout is not None
         try:
             async with asyncio.timeout(MAX_JOB_S):
-                process.stdin.write(_frame(job))
+                process.stdin.writelines((_frame(job), data))  # no copy of a large body
                 await process.stdin.drain()
                 head = await process.stdout.readexactly(LENGTH_BYTES)
                 return _RESULTS.decode(await process.stdout.readexactly(int.from_bytes(head, "big")))
@@ -599,14 +600,13 @@ def serve_jobs(reader: PromptReader, jobs: BinaryIO, results: BinaryIO) -> None:
     """Read the bodies of `jobs` until it ends; a failure ends one job alone."""
     while len(head := jobs.read(LENGTH_BYTES)) == LENGTH_BYTES:
         job = _JOBS.decode(jobs.read(int.from_bytes(head, "big")))
-        results.write(_frame(_read(reader, job)))
-        del job
+        results.write(_frame(_read(reader, job, jobs.read(job.num_bytes))))
         results.flush()
 
 
-def _read(reader: PromptReader, job: ReadJob) -> ReadResult:
+def _read(reader: PromptReader, job: ReadJob, data: bytes) -> ReadResult:
     try:
-        return reader.read(job.kind, job.data, job.policy)
+        return reader.read(job.kind, data, job.policy)
     except (RecursionError, MemoryError) as error:
         message = f"the body is too much to be read: {type(error).__name__}"
         return ReadFailed(status=400, message=message)
