@@ -419,9 +419,7 @@ class Dispatcher:
                     continue
                 if isinstance(obstacle, NoSlot):
                     self._waiting_for_slot[queued.key] = obstacle
-                elif obstacle is Unpaired.NO_KEYS:
-                    pass
-                elif bypassed is None and not self._reserve_worker(queued):
+                elif obstacle is Unpaired.FULL and bypassed is None and not self._reserve_worker(queued):
                     continue  # the dropped reservation may make room for this attempt
                 if bypassed is not None:
                     break
