@@ -134,10 +134,13 @@ class ClusterState:
             return True
         return self._keys.are_ready(self._families, submit.request)
 
-    def prepare_keys(self, request: Request, prepared: Callable[[], None]) -> Iterator[None]:
-        """Compute the page keys of a long prompt, a slice at each step. prepared: called in the end."""
-        yield from self._keys.prepare(self._families, request)
-        prepared()
+    def prepare_keys(self, request: Request) -> Iterator[None]:
+        """Compute the page keys of a long prompt, a slice at each step."""
+        return self._keys.prepare(self._families, request)
+
+    def forget_keys(self, key: Key) -> None:
+        """Drop the page keys of an attempt that is not dispatched."""
+        self._keys.forget(*key)
 
     def decided(self, submit: Submit, pair: Pair) -> None:
         """Keep the decision for `baton explain`, and tell the policy that its choice was dispatched."""
@@ -175,6 +178,8 @@ class ClusterState:
 
     def ended(self, attempts: Sequence[Key]) -> None:
         """Attempts have ended."""
+        for key in attempts:
+            self._keys.forget(*key)
         if self._sharing is not None:
             self._sharing.share(SharedEnded(attempts=tuple(attempts)))
         if self._log is not None:

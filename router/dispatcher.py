@@ -73,7 +73,6 @@ class Unpaired(Enum):
     UNREACHED = "no decode worker can be reached"
     NO_PREFILL = "no prefill worker can be reached"
     FULL = "no decode worker has room"
-    NO_KEYS = "the page keys of the prompt are being computed"
 
 
 class NoSlot(NamedTuple):
@@ -274,6 +273,13 @@ class _Reservation(NamedTuple):
     worker: str  # "": the gateway reaches no decode worker that takes work
 
 
+class _Arrival(NamedTuple):
+    """An attempt on its way to the queue."""
+
+    gateway: GatewayPeer
+    submit: Submit
+
+
 class Dispatcher:
     """Owns each attempt of this router's gateways from its submission to its end."""
 
@@ -303,7 +309,8 @@ class Dispatcher:
         self._waiting_for_slot: dict[Key, NoSlot] = {}
         self._slices = slices or Slices()
         self._goes_on = False  # a later turn dispatches more of the queue
-        self._preparing: set[Key] = set()  # attempts with page keys that are being computed
+        self._unchecked: dict[Key, str] = {}  # attempts that came meanwhile, and may overflow -> gateway
+        self._arriving: dict[Key, _Arrival] = {}  # the page keys of these prompts are being computed
         # A decode worker was full, so full workers are computed before the choice of a pair, not after.
         self._is_any_full = False
 
@@ -315,23 +322,20 @@ class Dispatcher:
         key = _valid_key(submit.request)
         if self._in_flight.is_anothers(key):
             self._in_flight.ended(key)  # the gateway has left the other router, or that router is gone
-        if key in self._in_flight or key in self._admission_queue:
+        if key in self._in_flight or key in self._admission_queue or key in self._arriving:
             raise ProtocolError(f"attempt {key[1]} of {key[0]} was submitted twice")
-        num_free = self._max_attempts - len(self._in_flight) - len(self._admission_queue)
+        num_open = len(self._in_flight) + len(self._admission_queue) + len(self._arriving)
+        num_free = self._max_attempts - num_open
         num_own = 0 if submit.is_begun else self._admission_queue.quotas.num_requests(submit.request.tenant)
         if not has_slots(submit.request.tenant, 1, num_own, num_free):
             reason = f"of {self._max_attempts} attempts {num_free} are free, {num_own} are the tenant's"
             self._reject(gateway.id, key, _no_room(reason))
             return False
-        refused = self._admission_queue.submit(gateway.id, submit)
-        if refused is None:
-            self.dispatch_queued(slots_freed=False)
-            refused = self._admission_queue.overflow(key)
-        if refused is not None:
-            self._reject(gateway.id, key, refused)
-        else:
-            self._tell_queued(gateway.id, key)
-        return refused is None
+        if self._cluster_state.has_keys(submit):
+            return self._enqueue(gateway, submit)
+        arrival = self._arriving[key] = _Arrival(gateway, submit)
+        self._slices.add(self._prepare(key, arrival))
+        return True
 
     def started(self, attempts: Sequence[Key]) -> None:
         """These attempts have their first token, so their prompts are computed."""
@@ -347,6 +351,7 @@ class Dispatcher:
         num_tokens: tokens of each attempt's answer; unknown for attempts beyond its length.
         """
         for number, key in enumerate(attempts):
+            self._arriving.pop(key, None)
             self._in_flight.ended(key)
             self._admission_queue.ended(key, num_tokens[number] if number < len(num_tokens) else None)
         self._cluster_state.ended(attempts)
@@ -354,6 +359,8 @@ class Dispatcher:
 
     def gateway_left(self, gateway_id: str) -> None:
         """Drop all attempts of a gateway."""
+        others = ((key, each) for key, each in self._arriving.items() if each.gateway.id != gateway_id)
+        self._arriving = dict(others)
         self._in_flight.gateway_left(gateway_id)
         self._admission_queue.gateway_left(gateway_id)
         self.dispatch_queued()
@@ -397,8 +404,7 @@ class Dispatcher:
 
         When the first attempt cannot be dispatched, later attempts of other tenants may bypass it: when no
         decode worker has room, on all decode workers except one reserved worker; when its best worker has no
-        slot for the prompt, on all other workers; while its page keys are computed, on all workers. A second
-        attempt that cannot be dispatched ends the call.
+        slot for the prompt, on all other workers. A second attempt that cannot be dispatched ends the call.
 
         slots_freed: False when no worker can have freed a slot since the last call, so an attempt that waited
         for a slot still waits.
@@ -419,7 +425,7 @@ class Dispatcher:
                     continue
                 if isinstance(obstacle, NoSlot):
                     self._waiting_for_slot[queued.key] = obstacle
-                elif obstacle is Unpaired.FULL and bypassed is None and not self._reserve_worker(queued):
+                elif bypassed is None and not self._reserve_worker(queued):
                     continue  # the dropped reservation may make room for this attempt
                 if bypassed is not None:
                     break
@@ -430,6 +436,46 @@ class Dispatcher:
                 self._admission_queue.resume(bypassed.tenant)
         self._admission_queue.settle()
 
+    def _prepare(self, key: Key, arrival: _Arrival) -> Iterator[None]:
+        """Compute the page keys of a long prompt, a slice at each step; then queue the attempt.
+
+        The gateway gets an answer in any case: it sends no further long prompt of the tenant before.
+        """
+        gateway, submit = arrival
+        try:
+            yield from self._cluster_state.prepare_keys(submit.request)
+        except Exception:  # a bug of ours, or a token id that no gateway lets pass
+            gateway.peer.close()
+            raise
+        if self._arriving.get(key) is arrival:
+            del self._arriving[key]
+            self._enqueue(gateway, submit)
+        elif self._gateways.get(gateway.id) is gateway:  # the attempt has ended
+            gateway.peer.send(Queued(request_id=key[0], attempt=key[1]))
+            self._cluster_state.forget_keys(key)
+
+    def _enqueue(self, gateway: GatewayPeer, submit: Submit) -> bool:
+        key = (submit.request.request_id, submit.request.attempt)
+        refused = self._admission_queue.submit(gateway.id, submit)
+        if refused is not None:
+            self._reject(gateway.id, key, refused)
+            return False
+        self.dispatch_queued(slots_freed=False)
+        if self._goes_on:
+            self._unchecked[key] = gateway.id
+        elif not self._check_overflow(gateway.id, key):
+            return False
+        if key in self._admission_queue:
+            gateway.peer.send(Queued(request_id=key[0], attempt=key[1]))
+        return True
+
+    def _check_overflow(self, gateway_id: str, key: Key) -> bool:
+        """Reject an attempt that waits although too many of its tenant do. Returns False when it was."""
+        refused = self._admission_queue.overflow(key)
+        if refused is not None:
+            self._reject(gateway_id, key, refused)
+        return refused is None
+
     def _go_on_later(self, slots_freed: bool) -> None:
         """Dispatch the rest of the queue in later turns of the host's loop."""
 
@@ -437,6 +483,10 @@ class Dispatcher:
             yield
             self._goes_on = False
             self.dispatch_queued(slots_freed=slots_freed)
+            if not self._goes_on:
+                unchecked, self._unchecked = self._unchecked, {}
+                for key, gateway_id in unchecked.items():
+                    self._check_overflow(gateway_id, key)
 
         if not self._goes_on:
             self._goes_on = True
@@ -448,9 +498,6 @@ class Dispatcher:
         if refused is not None:
             self._reject(queued.gateway, queued.key, refused)
             return None
-        if not self._cluster_state.has_keys(queued.submit):
-            self._prepare_keys(queued)
-            return Unpaired.NO_KEYS
         gateway = self._gateways[queued.gateway]
         wanted = [no_slot.worker for no_slot in self._waiting_for_slot.values()]
         pair = self._pair(gateway, queued, self._admission_queue.claim(queued, wanted))
@@ -463,27 +510,6 @@ class Dispatcher:
             self._reject(queued.gateway, queued.key, refused)
             return None
         return pair
-
-    def _prepare_keys(self, queued: QueuedAttempt) -> None:
-        """Compute the page keys of a long prompt in slices, then dispatch."""
-
-        def dispatch() -> None:
-            self._preparing.discard(queued.key)
-            self.dispatch_queued(slots_freed=False)
-            self._tell_queued(queued.gateway, queued.key)
-
-        if queued.key not in self._preparing:
-            self._preparing.add(queued.key)
-            self._slices.add(self._cluster_state.prepare_keys(queued.submit.request, dispatch))
-
-    def _tell_queued(self, gateway_id: str, key: Key) -> None:
-        """Tell the gateway that the attempt waits, once its page keys are there.
-
-        A gateway sends one long prompt of a tenant at a time: it waits for this answer, or for another.
-        """
-        gateway = self._gateways.get(gateway_id)
-        if key in self._admission_queue and key not in self._preparing and gateway is not None:
-            gateway.peer.send(Queued(request_id=key[0], attempt=key[1]))
 
     def _drop_stale_reservation(self) -> None:
         """Drop the reservation when its attempt has left the queue, or its worker takes no more work."""
@@ -547,6 +573,7 @@ class Dispatcher:
 
     def _reject(self, gateway_id: str, key: Key, refused: QuotaRefusal) -> None:
         self._counters["rejected"] += 1
+        self._cluster_state.forget_keys(key)
         rejected = Rejected(
             request_id=key[0],
             attempt=key[1],

@@ -5,14 +5,15 @@ from collections.abc import Callable, Iterator
 from typing import Final, TypeAlias
 
 PAGES_PER_SLICE: Final = 512  # computing or expecting their keys takes less than half a millisecond
+BACKLOG: Final = 8  # pieces of work that may get a slice in turn; more get more in each turn
 CallSoon: TypeAlias = Callable[[Callable[[], None]], object]
 
 
 class Slices:
     """Does work in turns of the host's event loop.
 
-    Work is an iterator, and each of its steps is a slice. Each turn does one slice; several pieces of work
-    take turns.
+    Work is an iterator, and each of its steps is a slice. Several pieces of work take turns: each turn of the
+    loop does a slice of one in BACKLOG of them, at least of one.
     """
 
     def __init__(self, call_soon: CallSoon | None = None, *, num_pages: int = PAGES_PER_SLICE) -> None:
@@ -41,10 +42,11 @@ class Slices:
 
     def _turn(self) -> None:
         self._has_turn = False
-        work = self._work.popleft()
         try:
-            if _advance(work):
-                self._work.append(work)
+            for _ in range(1 + len(self._work) // BACKLOG):
+                work = self._work.popleft()
+                if _advance(work):
+                    self._work.append(work)
         finally:  # work that failed is dropped, and holds up no other
             self._order_turn()
 

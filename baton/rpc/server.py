@@ -258,6 +258,9 @@ class RpcLink(asyncio.Protocol):
         if self._life is None or self._session is None or not self._is_open:
             return
         now_s = time.monotonic()
+        if self._is_between_turns:  # the peer may have sent more, which is not read yet
+            self._life.heard(now_s)
+            return
         try:
             self._session.check_deadline(now_s)
             ping = self._life.tick(now_s)
@@ -298,8 +301,15 @@ class RpcLink(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self._stop_handshake_timer()
-        if self._is_between_turns:
-            self._handle(math.inf)
+        try:
+            if self._is_between_turns:
+                self._is_between_turns = False
+                self._handle(math.inf)
+        finally:
+            self._lost()
+
+    def _lost(self) -> None:
+        self._bodies = iter(())
         self._unsent.clear()
         self._rpc_server.closed(self)
         self.ended.set()

@@ -246,6 +246,8 @@ class Inference:
             with self._answering(call) as answer:
                 if call.num_answers > MANY_ANSWERS:
                     await asyncio.sleep(0)
+                if answer.error is not None:  # the gateway is being stopped
+                    raise answer.error
                 if writer.is_gone:
                     raise ClientGone
                 if call.is_streamed:

@@ -60,8 +60,8 @@ def family_of(worker: Worker) -> Family:
 class PromptKeys:
     """Computes the page keys of prompts.
 
-    `prepare` computes the keys of a long prompt in slices. They are kept while the attempt waits in the
-    queue: each try to dispatch it needs them.
+    `prepare` computes the keys of a long prompt in slices, before its attempt is queued. They are kept until
+    the attempt leaves the queue: each try to dispatch it needs them.
     """
 
     def __init__(self, slices: Slices | None = None) -> None:
@@ -481,9 +481,11 @@ class PrefixIndex:
         self, worker_id: str, keys: bytes, ttl_s: float, pages_per_slice: int
     ) -> Iterator[None]:
         """Call `expect` for a slice of the pages at each step."""
-        for first in range(0, len(keys), KEY_BYTES * pages_per_slice):
-            self.expect(worker_id, keys[first : first + KEY_BYTES * pages_per_slice], ttl_s)
-            yield
+        num_bytes = KEY_BYTES * pages_per_slice
+        for first in range(0, len(keys), num_bytes):
+            if first:
+                yield
+            self.expect(worker_id, keys[first : first + num_bytes], ttl_s)
 
     def tick(self) -> None:
         """End the expectations that have expired, and remove some entries of workers that left."""

@@ -1,6 +1,7 @@
 """Dispatch of queued attempts: room, reservations, slots, and one end of every attempt."""
 
 import itertools
+import struct
 from collections import defaultdict
 from collections.abc import Iterator
 from random import Random
@@ -509,21 +510,48 @@ def test_gateway_is_told_of_a_queued_long_prompt_once_its_keys_are_there(
     )
 
 
-def test_attempt_that_ends_while_its_keys_are_computed_is_not_dispatched(
+def test_attempt_that_ends_while_its_keys_are_computed_is_answered_and_not_dispatched(
     sliced: Cluster, turns: Turns
 ) -> None:
     submit(sliced, a_prompt("long"))
     end(sliced, "long")
+    assert not sliced["g"].received
     turns.all()
-    assert answers(sliced) == [] and not dispatches(sliced)
+    (told,) = sliced["g"].received
+    assert isinstance(told, Queued), "the gateway waits for an answer to each Submit"
+    assert not dispatches(sliced)
     assert names(submit(sliced, a_prompt("next", num_tokens=64))) == ["next"]
 
 
-def test_gateway_that_leaves_while_keys_are_computed(sliced: Cluster, turns: Turns) -> None:
+def test_gateway_that_leaves_while_keys_are_computed_may_submit_again(sliced: Cluster, turns: Turns) -> None:
     submit(sliced, a_prompt("long"))
     sliced["g"].leave()
+    sliced.peers["g"] = TestPeer.gateway(sliced.router)
+    sliced.all_reach_all()
+    submit(sliced, a_prompt("long"))
     turns.all()
-    assert not dispatches(sliced)
+    assert names(answers(sliced)) == ["long"] and len(dispatches(sliced)) == 1
+
+
+def test_prompt_whose_keys_are_computed_does_not_wait_in_the_queue(sliced: Cluster, turns: Turns) -> None:
+    for number in range(3):
+        long = a_prompt(f"long {number}")
+        quotas = msgspec.structs.replace(long.request.scheduling_key, quotas=Quotas(max_queued=0))
+        request = msgspec.structs.replace(long.request, scheduling_key=quotas)
+        assert submit(sliced, msgspec.structs.replace(long, request=request)) == []
+        assert turns.all() and names(answers(sliced)) == [f"long {number}"]
+        end(sliced, f"long {number}")
+
+
+def test_failure_of_a_slice_ends_the_connection_of_the_gateway(sliced: Cluster, turns: Turns) -> None:
+    long = a_prompt("long")
+    request = msgspec.structs.replace(
+        long.request, token_ids=(*long.request.token_ids[:100], 2**40, *long.request.token_ids[101:])
+    )
+    submit(sliced, msgspec.structs.replace(long, request=request))
+    with pytest.raises(struct.error):
+        turns.all()
+    assert not sliced["g"].is_open
 
 
 def test_choice_that_goes_where_its_prompt_is_needs_no_keys(sliced: Cluster) -> None:
