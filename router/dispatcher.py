@@ -1,7 +1,8 @@
 """The dispatcher: takes submitted attempts from the admission queue to workers, until each attempt ends.
 
-1. `submit`: a gateway submits an attempt. The admission queue (router/queue/admission.py) takes the attempt,
-   or the gateway gets `Rejected`: too many attempts are open, or a quota or an objective forbids this one.
+1. `submit`: a gateway submits an attempt. The page keys of a long prompt are computed first, in slices. The
+   admission queue (router/queue/admission.py) takes the attempt, or the gateway gets `Rejected`: too many
+   attempts are open, or a quota or an objective forbids this one.
 2. `dispatch_queued`: each attempt whose turn has come is dispatched to a pair of workers with room. The
    attempt is entered as in-flight load, both workers get their messages, and other routers are told.
 3. `started`, `ended`: the gateway reports the first token and the end. When the decode worker leaves before
