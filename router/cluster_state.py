@@ -129,8 +129,9 @@ class ClusterState:
 
     def has_keys(self, submit: Submit) -> bool:
         """Whether a dispatch of the attempt needs no page keys, or finds them in a short time."""
-        is_unrecorded = self._sharing is None and self._log is None
-        if not self.policy.uses_prefix_index or (submit.sticky_worker and is_unrecorded):
+        is_recording = self._sharing is not None or self._log is not None
+        needs_lookup = self.policy.uses_prefix_index and not submit.sticky_worker
+        if not needs_lookup and not is_recording:
             return True
         return self._keys.are_ready(self._families, submit.request)
 

@@ -63,7 +63,7 @@ TRANSFER_BYTES: Final = 16
 RETRY_AFTER_S: Final = 1.0
 MAX_RETRY_AFTER_S: Final = 86_400.0
 MAX_REASON_CHARS: Final = 512
-MAX_DISPATCHED: Final = 2  # attempts in one turn of the host's loop
+MAX_DISPATCHED: Final = 2  # attempts in one call of `dispatch_queued`; later turns of the loop go on
 
 _KEY: Final = tuple[Id, Attempt]
 
@@ -316,7 +316,9 @@ class Dispatcher:
         self._is_any_full = False
 
     def submit(self, gateway: GatewayPeer, submit: Submit) -> bool:
-        """Dispatch, queue or reject an attempt, and tell the gateway. Returns False when it was rejected.
+        """Dispatch, queue or reject an attempt, and tell the gateway.
+
+        Returns True when the attempt was dispatched or queued in this call; a long prompt is queued later.
 
         Raises ProtocolError for an invalid key, or for an attempt that is already open here.
         """
@@ -336,7 +338,7 @@ class Dispatcher:
             return self._enqueue(gateway, submit)
         arrival = self._arriving[key] = _Arrival(gateway, submit)
         self._slices.add(self._prepare(key, arrival))
-        return True
+        return False
 
     def started(self, attempts: Sequence[Key]) -> None:
         """These attempts have their first token, so their prompts are computed."""
@@ -435,7 +437,8 @@ class Dispatcher:
         finally:
             if bypassed is not None:
                 self._admission_queue.resume(bypassed.tenant)
-        self._admission_queue.settle()
+        if not self._goes_on:  # else the queue may hold attempts that workers have room for
+            self._admission_queue.settle()
 
     def _prepare(self, key: Key, arrival: _Arrival) -> Iterator[None]:
         """Compute the page keys of a long prompt, a slice at each step; then queue the attempt.
@@ -451,9 +454,10 @@ class Dispatcher:
         if self._arriving.get(key) is arrival:
             del self._arriving[key]
             self._enqueue(gateway, submit)
-        elif self._gateways.get(gateway.id) is gateway:  # the attempt has ended
+            return
+        self._cluster_state.forget_keys(key)
+        if self._gateways.get(gateway.id) is gateway:  # the attempt has ended
             gateway.peer.send(Queued(request_id=key[0], attempt=key[1]))
-            self._cluster_state.forget_keys(key)
 
     def _enqueue(self, gateway: GatewayPeer, submit: Submit) -> bool:
         key = (submit.request.request_id, submit.request.attempt)
@@ -486,7 +490,7 @@ class Dispatcher:
             self.dispatch_queued(slots_freed=slots_freed)
             if not self._goes_on:
                 unchecked, self._unchecked = self._unchecked, {}
-                for key, gateway_id in unchecked.items():
+                for key, gateway_id in reversed(unchecked.items()):  # the latest are refused
                     self._check_overflow(gateway_id, key)
 
         if not self._goes_on:

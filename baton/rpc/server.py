@@ -258,11 +258,11 @@ class RpcLink(asyncio.Protocol):
         if self._life is None or self._session is None or not self._is_open:
             return
         now_s = time.monotonic()
-        if self._is_between_turns:  # the peer may have sent more, which is not read yet
-            self._life.heard(now_s)
-            return
         try:
-            self._session.check_deadline(now_s)
+            if self._is_between_turns:  # the peer may have sent more, which is not read yet
+                self._life.heard(now_s)
+            else:
+                self._session.check_deadline(now_s)
             ping = self._life.tick(now_s)
         except WireError as error:
             self.drop(error)

@@ -202,7 +202,7 @@ class PromptScorer:
 
 
 class CostPolicy:
-    """Chooses the pair with the lowest predicted cost in seconds (router/policies/cost_model.py)."""
+    """Chooses the pair with the lowest predicted cost in seconds (router/policies/candidates.py)."""
 
     uses_prefix_index: ClassVar[bool] = True
     weighs_local_prefill: ClassVar[bool] = True

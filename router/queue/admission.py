@@ -295,7 +295,7 @@ class AdmissionQueue:
         return None
 
     def overflow(self, key: Key) -> QuotaRefusal | None:
-        """Refuse the attempt that was submitted last when too many of its tenant wait, and return why."""
+        """Refuse a queued attempt when too many of its tenant wait, and return why. The latest comes first."""
         attempt = self._attempts.get(key)
         if attempt is None or attempt.is_dispatched or attempt.submit.is_begun:
             return None
