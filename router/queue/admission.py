@@ -295,7 +295,7 @@ class AdmissionQueue:
         return None
 
     def overflow(self, key: Key) -> QuotaRefusal | None:
-        """Refuse a queued attempt when too many of its tenant wait, and return why; ask of the latest first."""
+        """Refuse a queued attempt when too many of its tenant wait, and return why; the latest first."""
         attempt = self._attempts.get(key)
         if attempt is None or attempt.is_dispatched or attempt.submit.is_begun:
             return None
