@@ -68,7 +68,6 @@ class ClusterState:
         self._clock = context.clock
         self._in_flight = context.in_flight
         self._keys = context.keys
-        self._expectations = context.expectations
         self._family_of: dict[str, Family] = {}  # by worker
         self._families: frozenset[Family] = frozenset()
         self._sharing: SharingLink | None = None
@@ -128,7 +127,7 @@ class ClusterState:
                 self.model.learn_size(times.moved_bytes, times.num_tokens)
 
     def has_keys(self, submit: Submit) -> bool:
-        """Whether a dispatch of the attempt needs no page keys, or finds them in a short time."""
+        """Return True when dispatching the attempt needs no page keys, or only keys that are quick to get."""
         is_recording = self._sharing is not None or self._log is not None
         needs_lookup = self.policy.uses_prefix_index and not submit.sticky_worker
         if not needs_lookup and not is_recording:
@@ -218,8 +217,7 @@ class ClusterState:
         )
         self._in_flight.enter(key, entry)
         ttl_s = self._in_flight.wait_s(entry.computer) + EXPECTED_FOR_S
-        keys, num_pages = with_zeros(shared.keys), self._expectations.num_pages
-        self._expectations.add(self.index.expect_in_slices(entry.computer, keys, ttl_s, num_pages))
+        self.index.expect(entry.computer, with_zeros(shared.keys), ttl_s)
 
     def _share(self, request: Request, pair: Pair, entry: InFlightAttempt) -> None:
         worker = pair.computer.worker

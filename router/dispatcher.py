@@ -309,7 +309,7 @@ class Dispatcher:
         # Attempts that waited for a slot at their best worker in the last `dispatch_queued`; at most two.
         self._waiting_for_slot: dict[Key, NoSlot] = {}
         self._slices = slices or Slices()
-        self._goes_on = False  # a later turn dispatches more of the queue
+        self._is_dispatch_scheduled = False  # a later turn dispatches more of the queue
         self._unchecked: dict[Key, str] = {}  # attempts that came meanwhile, and may overflow -> gateway
         self._arriving: dict[Key, _Arrival] = {}  # the page keys of these prompts are being computed
         # A decode worker was full, so full workers are computed before the choice of a pair, not after.
@@ -420,7 +420,7 @@ class Dispatcher:
         try:
             while (queued := self._admission_queue.first()) is not None:
                 if not num_left:
-                    self._go_on_later(slots_freed)
+                    self._schedule_dispatch()
                     break
                 obstacle = waited_for_slot.get(queued.key) or self._try_dispatch(queued)
                 if obstacle is None:
@@ -437,7 +437,7 @@ class Dispatcher:
         finally:
             if bypassed is not None:
                 self._admission_queue.resume(bypassed.tenant)
-        if not self._goes_on:  # else the queue may hold attempts that workers have room for
+        if not self._is_dispatch_scheduled:  # else the queue may hold attempts that workers have room for
             self._admission_queue.settle()
 
     def _prepare(self, key: Key, arrival: _Arrival) -> Iterator[None]:
@@ -466,7 +466,7 @@ class Dispatcher:
             self._reject(gateway.id, key, refused)
             return False
         self.dispatch_queued(slots_freed=False)
-        if self._goes_on:
+        if self._is_dispatch_scheduled:
             self._unchecked[key] = gateway.id
         elif not self._check_overflow(gateway.id, key):
             return False
@@ -481,21 +481,20 @@ class Dispatcher:
             self._reject(gateway_id, key, refused)
         return refused is None
 
-    def _go_on_later(self, slots_freed: bool) -> None:
+    def _schedule_dispatch(self) -> None:
         """Dispatch the rest of the queue in later turns of the host's loop."""
+        if not self._is_dispatch_scheduled:
+            self._is_dispatch_scheduled = True
+            self._slices.add(self._dispatch_rest())
 
-        def go_on() -> Iterator[None]:
-            yield
-            self._goes_on = False
-            self.dispatch_queued(slots_freed=slots_freed)
-            if not self._goes_on:
-                unchecked, self._unchecked = self._unchecked, {}
-                for key, gateway_id in reversed(unchecked.items()):  # the latest are refused
-                    self._check_overflow(gateway_id, key)
-
-        if not self._goes_on:
-            self._goes_on = True
-            self._slices.add(go_on())
+    def _dispatch_rest(self) -> Iterator[None]:
+        yield
+        self._is_dispatch_scheduled = False
+        self.dispatch_queued(slots_freed=False)  # attempts that wait for a slot were tried in the last call
+        if not self._is_dispatch_scheduled:
+            unchecked, self._unchecked = self._unchecked, {}
+            for key, gateway_id in reversed(unchecked.items()):  # the latest are refused
+                self._check_overflow(gateway_id, key)
 
     def _try_dispatch(self, queued: QueuedAttempt) -> Unpaired | NoSlot | None:
         """Return the reason why the attempt must wait; None when it was dispatched or rejected."""

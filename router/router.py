@@ -107,6 +107,7 @@ class Router:
 
         max_index_pages: bound of the prefix index when the policy uses the index. call_soon: has the host
         make a call in its next turn, for long work in slices (router/slices.py); None: no work is deferred.
+        pages_per_slice: see `Slices`.
         """
         self.hello = Hello(process=Kind.ROUTER, id=id)
         self.counters: Counter[str] = Counter()
@@ -115,12 +116,12 @@ class Router:
         self.members = Membership(clock)
         policy_type = policy_class(config.policy)
         num_pages = max_index_pages if policy_type.uses_prefix_index else MIN_INDEX_PAGES
-        index = PrefixIndex(clock, num_pages, seed=config.seed)
-        random = Random(config.seed)
-        # Expected pages wait in a queue of their own: nothing that is dispatched waits behind them.
-        dispatches, expectations = (Slices(call_soon, num_pages=pages_per_slice) for _ in range(2))
-        keys = PromptKeys(dispatches)
-        context = PolicyContext(clock, self.in_flight, index, CostModel(), keys, random, expectations)
+        # Expected pages have slices of their own, so that no dispatch waits behind them.
+        expectations = Slices(call_soon, num_pages=pages_per_slice)
+        dispatches = Slices(call_soon, num_pages=pages_per_slice)
+        index = PrefixIndex(clock, num_pages, seed=config.seed, slices=expectations)
+        random, keys = Random(config.seed), PromptKeys(dispatches)
+        context = PolicyContext(clock, self.in_flight, index, CostModel(), keys, random)
         policy = policy_type(context)
         self.cluster_state = ClusterState(context, policy, self.counters)
         self._clock = clock

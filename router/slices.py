@@ -5,15 +5,15 @@ from collections.abc import Callable, Iterator
 from typing import Final, TypeAlias
 
 PAGES_PER_SLICE: Final = 512  # computing or expecting their keys takes less than half a millisecond
-BACKLOG: Final = 8  # pieces of work that may get a slice in turn; more get more in each turn
+BACKLOG: Final = 8  # pieces of work
 CallSoon: TypeAlias = Callable[[Callable[[], None]], object]
 
 
 class Slices:
     """Does work in turns of the host's event loop.
 
-    Work is an iterator, and each of its steps is a slice. Several pieces of work take turns: each turn of the
-    loop does a slice of one in BACKLOG of them, at least of one.
+    Work is an iterator, and each of its steps is a slice. A turn does one slice, and one more for every
+    BACKLOG pieces of work that wait; the pieces of work take turns.
     """
 
     def __init__(self, call_soon: CallSoon | None = None, *, num_pages: int = PAGES_PER_SLICE) -> None:
@@ -57,8 +57,7 @@ class Slices:
 
 
 def _advance(work: Iterator[None]) -> bool:
-    """Do one slice; returns False when no work is left."""
-    return next(work, _OVER) is not _OVER
-
-
-_OVER: Final = object()
+    """Do one slice. Returns False when no work is left."""
+    for _ in work:
+        return True
+    return False

@@ -37,8 +37,7 @@ class HeldPages:
 
     def __init__(self, queues: SequenceQueues, pool: PagePool) -> None:
         self.are_several = queues.shares.are_several
-        self.have_quotas = queues.have_quotas
-        self.are_tracked = self.are_several or self.have_quotas
+        self.are_tracked = self.are_several or queues.have_quotas
         self._queues = queues
         self._pool = pool
         self._change: Counter[str] = Counter()  # scheduling key -> pages that the plan adds or takes
@@ -261,12 +260,12 @@ class PageQuotas:
             self._take(self._candidates.of_key(share), share, 0)
 
     def is_full(self, share: Share) -> bool:
-        """Whether an earlier sequence of the key has found no room."""
+        """Return True when the quota had no room for an earlier sequence of the key."""
         return share.key in self._full
 
     def has_limit(self, share: Share) -> bool:
-        """Whether the key has a quota."""
-        return self._held.have_quotas and self._held.room(share) < inf
+        """Return True when the key has a quota."""
+        return self._held.room(share) < inf
 
     def admit(self, sequence: Sequence, num_pages: int, num_reserved: int | None) -> bool:
         """Return True when a waiting sequence may have `num_pages` pages; else its key is full.
@@ -285,21 +284,17 @@ class PageQuotas:
     def make_room(self, sequence: Sequence, num_pages: int) -> bool:
         """Return whether a running sequence may have so many pages; preempt others of its key if needed."""
         share = sequence.share
-        if self._held.have_quotas and num_pages > self._held.room(share):
+        if num_pages > self._held.room(share):
             self._take(self._candidates.of_same_key(sequence), share, num_pages)
-        return not self._held.have_quotas or num_pages <= self._held.room(share)
+        return num_pages <= self._held.room(share)
 
     def allow_page_each(self, sequences: Collection[Sequence]) -> bool:
-        """Whether each sequence may have a page without preemption."""
-        if not self._held.have_quotas:
-            return True
+        """Return True when the quotas allow each sequence a page without preemption."""
         needs = Counter(sequence.share for sequence in sequences)
         return all(num_pages <= self._held.room(share) for share, num_pages in needs.items())
 
     def limit(self, share: Share, num_pages: int) -> int:
         """The part of `num_pages` that the key may have."""
-        if not self._held.have_quotas:
-            return num_pages
         return int(max(0, min(num_pages, self._held.room(share))))
 
     def _take(self, candidates: Collection[Sequence], share: Share, num_pages: int) -> None:

@@ -178,7 +178,7 @@ class StepPlanner:
         decoding, page_size = self.queues.decoding, self._pool.page_size
         at_page_end = [s for s in decoding.values() if not s.num_computed_tokens % page_size]
         has_pages = len(at_page_end) <= self.available
-        has_pages = has_pages and (not self._tracks_keys or self._quotas.allow_page_each(at_page_end))
+        has_pages = has_pages and (not self.queues.have_quotas or self._quotas.allow_page_each(at_page_end))
         if has_pages and len(decoding) <= self.budget and not self._preempted:
             self._decodes = dict.fromkeys(decoding, 1)
             self.budget -= len(decoding)
@@ -215,7 +215,7 @@ class StepPlanner:
         )
         if num_tokens < 1 or self.is_preempted(sequence) or not self._find_pages(sequence, 1):
             return 0
-        num_pages = self._quotas.limit(share, self.available) if self._tracks_keys else self.available
+        num_pages = self._quotas.limit(share, self.available) if self.queues.have_quotas else self.available
         num_pages += self._num_held(sequence)
         num_tokens = min(num_tokens, num_pages * self._pool.page_size - start)
         self._committed -= self._take_pages(sequence, num_tokens)
@@ -396,7 +396,7 @@ class StepPlanner:
         best-ranked sequence always gets its pages, so every step advances some sequence.
         """
         need = self._num_new_pages(sequence, num_tokens)
-        if self._tracks_keys and not self._quotas.make_room(sequence, need):
+        if self.queues.have_quotas and not self._quotas.make_room(sequence, need):
             return False
         if need <= self.available:
             return True

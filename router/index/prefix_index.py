@@ -81,7 +81,7 @@ class PromptKeys:
         return b"".join(keys)
 
     def are_ready(self, families: Set[Family], request: Request) -> bool:
-        """Whether `keys` takes a short time: the prompt is short, or `prepare` has done it."""
+        """Return True when `keys` is quick: the prompt is short, or `prepare` has computed its keys."""
         if not self._slices.are_deferred or not families:
             return True
         if request.num_tokens <= self._slices.num_pages * min(page_size for _, _, page_size in families):
@@ -353,8 +353,12 @@ class _Expectation(NamedTuple):
 class PrefixIndex:
     """Which worker holds which pages. `version` changes whenever a worker's slot may have."""
 
-    def __init__(self, clock: Clock, max_pages: int = MAX_PAGES, *, seed: int = 0) -> None:
+    def __init__(
+        self, clock: Clock, max_pages: int = MAX_PAGES, *, seed: int = 0, slices: Slices | None = None
+    ) -> None:
+        """slices: of expected pages; None expects all pages of a prompt at once."""
         self.version = 0
+        self._slices = slices or Slices()
         self._clock = clock
         self._max_pages = max_pages
         self._seed = seed
@@ -464,28 +468,10 @@ class PrefixIndex:
     def expect(self, worker_id: str, keys: bytes, ttl_s: float) -> None:
         """Expect the pages of a dispatched prompt at a worker for `ttl_s`, and keep its held ones longer.
 
-        To be called for all dispatches; otherwise a worker's share is given up in the wrong order.
+        Many pages are expected in slices. To be called for all dispatches; otherwise a worker's share is
+        given up in the wrong order.
         """
-        holder = self._holders.get(worker_id)
-        if holder is None or not keys:
-            return
-        self._stamp += 1
-        self._num_expectations = (self._num_expectations + 1) % 2**32  # it fits a generation's bits
-        distinct, number = np.unique(keys_of(keys)), self._num_expectations
-        self._change(holder.slot, holder.expect(distinct, number, self._stamp))
-        now_s = self._clock.now_s()
-        heappush(self._expectations, _Expectation(now_s + ttl_s, number, holder, distinct))
-        self._end_expectations(now_s)
-
-    def expect_in_slices(
-        self, worker_id: str, keys: bytes, ttl_s: float, pages_per_slice: int
-    ) -> Iterator[None]:
-        """Call `expect` for a slice of the pages at each step."""
-        num_bytes = KEY_BYTES * pages_per_slice
-        for first in range(0, len(keys), num_bytes):
-            if first:
-                yield
-            self.expect(worker_id, keys[first : first + num_bytes], ttl_s)
+        self._slices.add(self._expect(worker_id, keys, ttl_s))
 
     def tick(self) -> None:
         """End the expectations that have expired, and remove some entries of workers that left."""
@@ -520,6 +506,22 @@ class PrefixIndex:
             for set_id in self._table.values[cells[cells >= 0]].tolist():
                 assert self._sets.slots(set_id) >> holder.slot & 1
         assert not (self._table.values[self._table.taken()] == EMPTY).any()
+
+    def _expect(self, worker_id: str, keys: bytes, ttl_s: float) -> Iterator[None]:
+        num_bytes = KEY_BYTES * self._slices.num_pages
+        for first in range(0, len(keys), num_bytes):
+            if first:
+                yield
+            holder = self._holders.get(worker_id)
+            if holder is None:
+                return
+            self._stamp += 1
+            self._num_expectations = (self._num_expectations + 1) % 2**32  # it fits a generation's bits
+            distinct, number = np.unique(keys_of(keys[first : first + num_bytes])), self._num_expectations
+            self._change(holder.slot, holder.expect(distinct, number, self._stamp))
+            now_s = self._clock.now_s()
+            heappush(self._expectations, _Expectation(now_s + ttl_s, number, holder, distinct))
+            self._end_expectations(now_s)
 
     def _runs(self, keys: Keys) -> list[Run]:
         """The runs of pages with the same holders, and the end: by a few numpy calls over all pages."""

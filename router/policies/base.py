@@ -5,7 +5,7 @@ but the random state; `expect` tells the policy that its choice was dispatched.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from random import Random
 from typing import ClassVar, Final, NamedTuple, Protocol, TypeAlias
 
@@ -20,7 +20,6 @@ from baton.router.index.prefix_index import Family, Holdings, PrefixIndex, Promp
 from baton.router.membership import Member
 from baton.router.policies.candidates import PageFormat, PairCandidate
 from baton.router.policies.cost_model import CostModel
-from baton.router.slices import Slices
 
 
 @dataclass(frozen=True)
@@ -33,7 +32,6 @@ class PolicyContext:
     model: CostModel
     keys: PromptKeys
     random: Random
-    expectations: Slices = field(default_factory=Slices)  # of pages that workers will hold
 
 
 class RoutingChoice(NamedTuple):

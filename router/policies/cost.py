@@ -246,9 +246,8 @@ class CostPolicy:
             self._deficit_arrivals.add(chosen.computer, chosen.prompt_cost.compute_s, now_s)
         self._given(chosen.computer).add(num_tokens, now_s)
         ttl_s = chosen.terms.ttft_s + EXPECTED_FOR_S
-        index, expectations = self._context.index, self._context.expectations
         for worker_id, keys in choice.keys.items():
-            expectations.add(index.expect_in_slices(worker_id, keys, ttl_s, expectations.num_pages))
+            self._context.index.expect(worker_id, keys, ttl_s)
 
     def forget(self, worker_id: str) -> None:
         """See `RoutingPolicy.forget`."""

@@ -1,9 +1,10 @@
 """RPC servers over real sockets; tests/unit/baton/rpc/test_session.py has the rules of the wire."""
 
 import asyncio
+import contextlib
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 
 import pytest
 
@@ -109,14 +110,22 @@ class Slow(Recorder):
 NUM_SENT = 6
 
 
-@in_loop
-async def test_messages_that_take_long_are_handled_one_a_turn_and_answered_at_once() -> None:
-    slow, sender = Slow("a"), Recorder("b")
+@contextlib.asynccontextmanager
+async def sending_to(slow: Slow) -> AsyncIterator[Recorder]:
+    """Yield a peer that has just sent NUM_SENT messages in one piece."""
+    sender = Recorder("b")
     async with hosted(slow) as (_, address), hosted(sender) as (dialling, _):
         dialling.dial(address)
         await until(lambda: slow.num_joined == sender.num_joined == 1)
         for number in range(NUM_SENT):
             sender.peers[0].send(tokens(1, number))
+        yield sender
+
+
+@in_loop
+async def test_messages_that_take_long_are_handled_one_a_turn_and_answered_at_once() -> None:
+    slow = Slow("a")
+    async with sending_to(slow) as sender:
         slow.watch()
         await until(lambda: len(sender.messages) == NUM_SENT)
         assert slow.messages == [tokens(1, number) for number in range(NUM_SENT)]
@@ -125,12 +134,8 @@ async def test_messages_that_take_long_are_handled_one_a_turn_and_answered_at_on
 
 @in_loop
 async def test_messages_between_two_turns_arrive_when_the_peer_closes() -> None:
-    slow, sender = Slow("a"), Recorder("b")
-    async with hosted(slow) as (_, address), hosted(sender) as (dialling, _):
-        dialling.dial(address)
-        await until(lambda: slow.num_joined == sender.num_joined == 1)
-        for number in range(NUM_SENT):
-            sender.peers[0].send(tokens(1, number))
+    slow = Slow("a")
+    async with sending_to(slow) as sender:
         sender.peers[0].close()
         await until(lambda: slow.num_left == 1)
         assert slow.messages == [tokens(1, number) for number in range(NUM_SENT)]
@@ -144,14 +149,11 @@ async def test_connection_ends_when_the_node_fails_in_any_turn() -> None:
             if len(self.messages) == NUM_SENT:
                 raise KeyError("a bug")
 
-    failing, sender = Failing("a"), Recorder("b")
+    failing = Failing("a")
     asyncio.get_running_loop().set_exception_handler(lambda *_: None)
-    async with hosted(failing) as (_, address), hosted(sender) as (dialling, _):
-        dialling.dial(address)
-        await until(lambda: failing.num_joined == sender.num_joined == 1)
-        for number in range(NUM_SENT):
-            sender.peers[0].send(tokens(1, number))
+    async with sending_to(failing) as sender:
         await until(lambda: failing.num_left == sender.num_left == 1)
+        assert len(failing.messages) == NUM_SENT
 
 
 def test_closing_does_not_wait_for_a_peer_that_reads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
