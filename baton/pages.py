@@ -14,6 +14,7 @@ from typing import Final
 import msgspec
 
 from baton.errors import ConfigError
+from baton.token_ids import TOKEN_ID_BYTES, TokenIds
 
 KEY_BYTES = 16
 _PUBLIC = b"baton public:"  # the start of a salt with public tokens; their number follows, as u32
@@ -74,13 +75,13 @@ class PageKeys:
         start, end = len(keys) * size, num_pages * size
         if start >= end:
             return
-        packed = struct.pack(f"<{end - start}I", *token_ids[start:end])
-        for first in range(start, end, size):
+        packed, page_bytes = TokenIds(token_ids[start:end]).packed, size * TOKEN_ID_BYTES
+        for first, offset in zip(range(start, end, size), range(0, len(packed), page_bytes), strict=True):
             if first == first_private and first:
                 parent = self.root(parent + salt)
             page_hash = self._page_hash.copy()
             page_hash.update(parent)
-            page_hash.update(packed[4 * (first - start) : 4 * (first - start + size)])
+            page_hash.update(packed[offset : offset + page_bytes])
             parent = page_hash.digest()
             keys.append(parent)
 

@@ -12,6 +12,7 @@ from msgspec import Meta
 from baton.errors import InvalidRequest
 from baton.messages.bounds import Attempt, Count, Id
 from baton.tenants import SchedulingKey, Sla
+from baton.token_ids import TokenIds
 
 MAX_CHOICES = 8
 MAX_LOGPROBS = 20
@@ -160,7 +161,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """
 
     request_id: str
-    token_ids: tuple[int, ...]
+    token_ids: TokenIds
     sampling: SamplingParams = SamplingParams()
     tenant: str = ""
     cache_salt: bytes = b""  # derived from the tenant by the gateway; only requests of one salt share pages
@@ -187,7 +188,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             )
 
     @property
-    def all_token_ids(self) -> tuple[int, ...]:
+    def all_token_ids(self) -> TokenIds:
         """The prompt and the tokens of earlier attempts: the next token attends to them."""
         return self.token_ids + self.generated_token_ids
 

@@ -33,6 +33,7 @@ from baton.messages.control import AttemptFailed, Cancel, Dispatch, Failure, Pul
 from baton.messages.workers import PrefillTimes
 from baton.request import FilledPages, Request, StepOutput, TokenEvent
 from baton.rpc.worker_node import check_one_choice
+from baton.token_ids import TokenIds
 
 # From the grant on; the time that the prompt waits in the prefill worker counts too.
 TRANSFER_TIMEOUT_S: Final = 600.0
@@ -98,7 +99,7 @@ class Attempt:
         return self.request.request_id, self.request.attempt
 
     @property
-    def token_ids(self) -> tuple[int, ...]:
+    def token_ids(self) -> TokenIds:
         """The tokens before the next token: prompt and answer so far."""
         return self.request.all_token_ids
 

@@ -12,6 +12,7 @@ from baton.request import FinishReason, Request, SamplingParams, TokenEvent
 from baton.sim.deployment import MAX_MODEL_LEN, START_S, SimGateway
 from baton.sim.engine import NUM_WORDS, POISON, UNSAMPLEABLE, golden
 from baton.sim.process import Events
+from baton.token_ids import TokenIds
 
 LOADS_S: Final = (0.5, 1.5, 4.0)  # all requests come within one of these times
 MAX_CHOICES: Final = 3
@@ -193,7 +194,7 @@ class ClientLoad:
         )
         return Request(
             request_id="0" * 32,
-            token_ids=tuple(self._prompt()),
+            token_ids=TokenIds(self._prompt()),
             sampling=sampling,
             cache_salt=random.choice((b"", b"tenant")),
             priority=random.choice((0, 0, 0, 1, -1)),

@@ -52,6 +52,7 @@ from baton.router.router import Router
 from baton.rpc.peers import TICK_S, Peer
 from baton.sim.process import Events, OffsetClock
 from baton.tenants import Refusal, SchedulingKey, Sla
+from baton.token_ids import TokenIds
 
 STEPS_A_REPORT: Final = 64
 MOST_STEPS_S: Final = 0.1  # decode steps in which nothing changes are simulated together for so long
@@ -609,7 +610,7 @@ class Rehearsal:
         call = self._open[request_id].call
         request = Request(
             request_id=request_id,
-            token_ids=call.token_ids,
+            token_ids=TokenIds(call.token_ids),
             sampling=SamplingParams(max_tokens=call.max_tokens),
             tenant=call.tenant,
             sla=call.sla if call.knows_sla else Sla(),

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from baton.engine.scheduler.sequence import Advance, Batch, Plan, Sequence, SequenceStatus
 from baton.errors import InvalidRequest
 from baton.request import FilledPages, Request, SamplingParams
+from baton.token_ids import TokenIds
 from tests.fakes import KVEntry
 from tests.scheduling import Harness
 
@@ -119,12 +120,12 @@ class OpenHarness(Harness):
     def begun(self, request_id: str, prompt: list[int], num_generated: int, max_tokens: int) -> Request:
         """A request of which the model has given so many tokens already."""
         request = Request(
-            request_id=request_id, token_ids=tuple(prompt), sampling=SamplingParams(max_tokens=max_tokens)
+            request_id=request_id, token_ids=TokenIds(prompt), sampling=SamplingParams(max_tokens=max_tokens)
         )
         tokens = self.model.generate(self.sequence_of(request), len(prompt) + num_generated)
         return Request(
             request_id=request_id,
-            token_ids=tuple(prompt),
+            token_ids=TokenIds(prompt),
             sampling=request.sampling,
             generated_token_ids=tuple(tokens[len(prompt) :]),
         )

@@ -15,6 +15,7 @@ from baton.messages.status import ROUTING_BOUNDS_S
 from baton.request import Request, SamplingParams
 from baton.router.redis.client import REDIS_FAILURES, Names, RedisConnection
 from baton.router.redis.server import PrivateRedis
+from baton.token_ids import TokenIds
 from tests.cluster_threads import Answer, wait_for
 from tests.process_cluster import ProcessCluster
 
@@ -144,7 +145,7 @@ class Load:
         self._num_asked += 1
         request = Request(
             request_id=secrets.token_hex(16),
-            token_ids=tuple(self._prompts[number]),
+            token_ids=TokenIds(self._prompts[number]),
             sampling=self._sampling[number],
         )
         self._open.append((number, self._cluster.begin(request)))

@@ -22,6 +22,7 @@ from baton.engine.scheduler.sequence import (
 from baton.engine.scheduler.step_planner import CHUNK_DIVISOR, MAX_STRETCH
 from baton.pages import PageKeys
 from baton.request import FinishReason, Request, SamplingParams
+from baton.token_ids import TokenIds
 from tests.fakes import HashModel
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]
@@ -69,7 +70,7 @@ class Harness:
         """Add every choice of a request; `fields` are further fields of Request."""
         request = Request(
             request_id=request_id,
-            token_ids=tuple(token_ids),
+            token_ids=TokenIds(token_ids),
             sampling=sampling or SamplingParams(max_tokens=4),
             **fields,  # type: ignore[arg-type]
         )
@@ -316,7 +317,7 @@ class BareScheduler:
         self.num_asked += 1
         request = Request(
             request_id=str(self.num_asked),
-            token_ids=(5,) * num_tokens,
+            token_ids=TokenIds((5,) * num_tokens),
             tenant=tenant,
             sampling=SamplingParams(max_tokens=max_tokens, ignore_eos=True),
         )

@@ -15,6 +15,7 @@ from baton.engine.models.registry import read_model_config
 from baton.engine.models.weights import Parameters
 from baton.kernels.native import TORCH_DTYPES
 from baton.request import Request, SamplingParams, StepOutput
+from baton.token_ids import TokenIds
 
 VOCAB_SIZE: Final = 131  # odd: the ranks' parts of the vocabulary differ
 MAX_MODEL_LEN: Final = 96
@@ -63,7 +64,7 @@ def dummy_parameters(directory: Path, tp: TensorParallel, dtype: str = "float32"
 def generate(engine: Engine, prompt: list[int], **sampling: Any) -> list[StepOutput]:
     """Every output of one request, greedy unless said otherwise."""
     params = SamplingParams(**{"temperature": 0.0, "max_tokens": 8, **sampling})
-    engine.add(Request(request_id="only", token_ids=tuple(prompt), sampling=params))
+    engine.add(Request(request_id="only", token_ids=TokenIds(prompt), sampling=params))
     outputs: list[StepOutput] = []
     while engine.has_work():
         outputs += engine.step()

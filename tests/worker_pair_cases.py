@@ -11,6 +11,7 @@ from baton.kvtransfer.protocol.messages import Commit, Grant
 from baton.messages.codec import AnyMessage
 from baton.messages.control import Prefill, Prefilled
 from baton.request import FinishReason, Request, SamplingParams, StepOutput, TokenEvent
+from baton.token_ids import TokenIds
 from tests.tiny_models import VOCAB_SIZE, tiny_engine, write_config
 from tests.worker_pair import WorkerPair
 
@@ -54,7 +55,9 @@ def a_request(number: int = 0, prompt: tuple[int, ...] = PROMPT, **fields: Any) 
     of_request = {name: fields.pop(name) for name in list(fields) if name in Request.__struct_fields__}
     sampling = {"max_tokens": 8, "temperature": 1.0, "seed": number + 1, "ignore_eos": True, **fields}
     name = f"{number + 10:032x}"
-    return Request(request_id=name, token_ids=prompt, sampling=SamplingParams(**sampling), **of_request)
+    return Request(
+        request_id=name, token_ids=TokenIds(prompt), sampling=SamplingParams(**sampling), **of_request
+    )
 
 
 class Said(NamedTuple):

@@ -1,6 +1,5 @@
 """Encodes and decodes control messages, and checks whether requests and events fit a message."""
 
-import gc
 from typing import Final, TypeAlias
 
 import msgspec
@@ -9,6 +8,7 @@ from baton.errors import WireError
 from baton.messages import control, operations
 from baton.messages.bounds import MAX_BODY_BYTES, schema_hash
 from baton.request import Request, TokenEvent
+from baton.token_ids import TOKEN_ID_BYTES, decode_hook, encode_hook
 
 MAX_REQUEST_BYTES: Final = MAX_BODY_BYTES - 4096
 
@@ -53,10 +53,12 @@ AnyMessage: TypeAlias = (
 # The ends of a control link exchange this hash in their prefaces: see baton/rpc/auth.py.
 CONTROL_SCHEMA: Final = schema_hash(AnyMessage)
 
-_ENCODER: Final = msgspec.msgpack.Encoder()
+_ENCODER: Final = msgspec.msgpack.Encoder(enc_hook=encode_hook)
 
 
-_DECODER: Final[msgspec.msgpack.Decoder[AnyMessage]] = msgspec.msgpack.Decoder(AnyMessage)
+_DECODER: Final[msgspec.msgpack.Decoder[AnyMessage]] = msgspec.msgpack.Decoder(
+    AnyMessage, dec_hook=decode_hook
+)
 
 
 def encode(message: AnyMessage) -> bytes:
@@ -73,7 +75,6 @@ def encode(message: AnyMessage) -> bytes:
     return body
 
 
-LONG_BODY_BYTES: Final = 2**13
 TOO_LARGE: Final = "its log probabilities do not fit one message: ask for fewer, or for a shorter prompt's"
 
 
@@ -88,8 +89,8 @@ def fits(event: TokenEvent) -> bool:
 def fits_request(request: Request) -> bool:
     """Return whether every message that carries a request can carry this one beside its other fields."""
     sampling = request.sampling
-    num_integers = request.num_tokens + len(sampling.stop_token_ids)
-    most_bytes = 9 * num_integers + 18 * len(sampling.logit_bias)
+    num_integers = len(request.generated_token_ids) + len(sampling.stop_token_ids)
+    most_bytes = TOKEN_ID_BYTES * len(request.token_ids) + 9 * num_integers + 18 * len(sampling.logit_bias)
     return most_bytes <= MAX_REQUEST_BYTES // 2 or len(_ENCODER.encode(request)) <= MAX_REQUEST_BYTES
 
 
@@ -101,18 +102,6 @@ def fits_beside(request: Request, source: control.PullSource) -> bool:
 def decode(body: bytes) -> AnyMessage:
     """Return the message in a body. WireError for an unknown message, or a value out of its bounds."""
     try:
-        message = _DECODER.decode(body)
+        return _DECODER.decode(body)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise WireError(f"a message that can't be read: {error}", reason="message") from error
-    collect_after(len(body))
-    return message
-
-
-def collect_after(num_bytes: int) -> None:
-    """Let the garbage collector look at a new tuple of token ids now, if the tuple is a long one.
-
-    The collector looks at each token id of a new tuple once. Otherwise it would look at those of many
-    messages together: 20 prompts of 80,000 tokens hold the process for 11 ms.
-    """
-    if num_bytes > LONG_BODY_BYTES:
-        gc.collect(0)

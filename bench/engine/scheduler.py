@@ -29,6 +29,7 @@ from baton.engine.scheduler.scheduler import Scheduler
 from baton.engine.scheduler.sequence import Batch, Sequence
 from baton.pages import PageKeys
 from baton.request import Request, SamplingParams
+from baton.token_ids import TokenIds
 
 PAGE_SIZE = 16
 LIMITS_US = {32: 50.0, 256: 200.0}  # p50 of plan + apply in a decode step
@@ -61,7 +62,7 @@ def _scheduler(num_seqs: int, num_pages: int, *, prefix_caching: bool) -> Schedu
 
 def _sequence(number: int, prompt: list[int], max_tokens: int) -> Sequence:
     sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-    request = Request(request_id=f"request-{number}", token_ids=tuple(prompt), sampling=sampling)
+    request = Request(request_id=f"request-{number}", token_ids=TokenIds(prompt), sampling=sampling)
     return Sequence.from_request(request, 0, max_model_len=1 << 20)
 
 

@@ -35,6 +35,7 @@ from baton.kernels.native import TORCH_DTYPES
 from baton.pages import DTYPE_BYTES
 from baton.request import Request, SamplingParams
 from baton.rpc import process
+from baton.token_ids import TokenIds
 
 NUM_REQUESTS: Final = 32
 MAX_BATCHED_TOKENS: Final = 512
@@ -50,7 +51,9 @@ def generate(engine: Engine, jobs: Sequence[Job], round_name: str) -> float:
     started_s = perf_counter()
     for index, job in enumerate(jobs):
         sampling = SamplingParams(temperature=0.0, max_tokens=job.num_tokens, ignore_eos=True)
-        engine.add(Request(request_id=f"{round_name}-{index}", token_ids=job.prompt, sampling=sampling))
+        engine.add(
+            Request(request_id=f"{round_name}-{index}", token_ids=TokenIds(job.prompt), sampling=sampling)
+        )
     num_tokens, num_expected = 0, sum(job.num_tokens for job in jobs)
     while engine.has_work():
         num_tokens += len(engine.step())

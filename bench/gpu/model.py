@@ -34,6 +34,7 @@ from baton.engine.models.model import dummy_checkpoint
 from baton.engine.models.registry import read_model_config
 from baton.engine.runner.step_inputs import StepArrays
 from baton.request import Request, SamplingParams, StepOutput
+from baton.token_ids import TokenIds
 
 GENERATE_BAR: Final = 8.0  # our throughput / padded generate on ragged requests
 NUM_DECODE_TOKENS: Final = 33
@@ -213,7 +214,7 @@ def _model_seconds(session: Session) -> float:
 
 def _request(prompt: list[int], sampling: SamplingParams) -> Request:
     """Return a request that ends by length alone: the models here have no end token."""
-    return Request(request_id=f"bench-{next(_request_ids)}", token_ids=tuple(prompt), sampling=sampling)
+    return Request(request_id=f"bench-{next(_request_ids)}", token_ids=TokenIds(prompt), sampling=sampling)
 
 
 class TransformersRival:

@@ -33,6 +33,7 @@ from baton.kvtransfer.endpoint import KvEndpoint
 from baton.kvtransfer.protocol.handoff import HandoffOutcome, Timing, TransferTimes
 from baton.pages import PageLayout
 from baton.request import Request, SamplingParams
+from baton.token_ids import TokenIds
 
 Progress = Callable[[str], None]
 CHUNK_TOKENS: Final = 512
@@ -115,7 +116,7 @@ class _StreamingPrefill:
         sampling = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
         num_groups = NUM_LAYER_GROUPS if leaving is Leaving.BY_LAYERS else 1
         transfer = self._destination.grant(endpoint, num_pages, num_groups)
-        (sequence,) = engine.add(Request(request_id=name, token_ids=token_ids, sampling=sampling))
+        (sequence,) = engine.add(Request(request_id=name, token_ids=TokenIds(token_ids), sampling=sampling))
         pages = _PromptPages(endpoint, transfer, num_tokens, num_pages)
         started_s, ended = perf_counter(), None
         while sequence.num_computed_tokens < num_tokens:

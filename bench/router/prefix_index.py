@@ -43,6 +43,7 @@ from baton.router.membership import Member
 from baton.router.policies.base import ClusterView, PolicyContext, WorkerPool
 from baton.router.policies.cost import CostPolicy
 from baton.router.policies.cost_model import CostModel
+from baton.token_ids import TokenIds
 
 PROMPT_PAGES: Final = 752  # 12,000 tokens
 SHARED_PAGES: Final = 200  # of every prompt, as of an operator's instructions
@@ -202,7 +203,7 @@ def decision_times_us(loaded: Loaded, num_decisions: int, rng: np.random.Generat
     everyone = frozenset(member.id for member in prefill.members)
     view = ClusterView(decode, prefill, {member.id: everyone for member in decode.members})
     prompt, sampling = tuple(range(PROMPT_PAGES * 16)), SamplingParams(max_tokens=100)
-    request = Request(request_id="0" * 32, token_ids=prompt, sampling=sampling)
+    request = Request(request_id="0" * 32, token_ids=TokenIds(prompt), sampling=sampling)
     times_us = []
     for number in rng.integers(0, len(loaded.prompts), num_decisions).tolist():
         keys.now = loaded.prompts[number]

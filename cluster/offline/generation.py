@@ -221,7 +221,7 @@ class Generation:
         """Return the whole answer. Every choice must have finished."""
         return Completion(
             prompt=self._prompt,
-            prompt_token_ids=self.request.token_ids,
+            prompt_token_ids=tuple(self.request.token_ids),
             outputs=tuple(choice.completion_output(index) for index, choice in enumerate(self._choices)),
             num_cached_tokens=self._num_cached_tokens,
             prompt_logprobs=self._prompt_logprobs,

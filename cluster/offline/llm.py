@@ -44,6 +44,7 @@ from baton.gateway.text.model_files import read_sampling_defaults
 from baton.gateway.text.tokenizer import Tokenizer
 from baton.request import Request, SamplingParams, StepOutput
 from baton.rpc import process
+from baton.token_ids import TokenIds
 
 ItemT = TypeVar("ItemT")
 
@@ -258,7 +259,7 @@ class LLM:
         token_ids = prompt.token_ids
         if token_ids is None:
             token_ids = tuple(self.tokenizer.encode(prompt.text or ""))
-        request = Request(request_id=uuid.uuid4().hex, token_ids=token_ids, sampling=sampling)
+        request = Request(request_id=uuid.uuid4().hex, token_ids=TokenIds(token_ids), sampling=sampling)
         self.engine.check(request)
         return request
 

@@ -22,6 +22,7 @@ from baton.messages.control import Decision
 from baton.messages.workers import Worker, WorkerRole
 from baton.request import Request, SamplingParams, TokenEvent
 from baton.router.decisions import regret_s
+from baton.token_ids import TokenIds
 
 ANSWER_TIMEOUT_S: Final = 5.0
 _ID: Final = re.compile("[0-9a-f]{32}")
@@ -143,12 +144,12 @@ class Canary:
             self._service.cancel(request.request_id)
         self._checked_s = self._clock.now_s()
 
-    def _prompt(self, workers: Sequence[Worker]) -> tuple[int, ...]:
+    def _prompt(self, workers: Sequence[Worker]) -> TokenIds:
         """Return a new prompt each time, so that no cache has it, of ids that every vocabulary has."""
         longest = min(worker.max_model_len for worker in workers) - 2
         length = max(1, min(NUM_PAGES * max(worker.page_size for worker in workers) + 1, longest))
         drawn = secrets.randbits(length)
-        return tuple(drawn >> index & 1 for index in range(length))
+        return TokenIds(drawn >> index & 1 for index in range(length))
 
 
 class _ProbeSink:

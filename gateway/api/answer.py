@@ -263,7 +263,7 @@ class AnswerChoice:
         self._answer = answer
         call = answer.call
         detokenizer = detokenizer_of(
-            answer.tokenizer, prompt.ids, skip_special_tokens=call.skips_special_tokens
+            answer.tokenizer, prompt.token_ids, skip_special_tokens=call.skips_special_tokens
         )
         self._text = ChoiceText(detokenizer, call.stops, call.sampling)
         self._tools = None

@@ -58,6 +58,7 @@ from baton.gateway.text.model_files import SamplingDefaults, read_vocab_size
 from baton.gateway.text.tokenizer import Tokenizer
 from baton.gateway.text.tool_calls import ToolForm
 from baton.tenants import has_slots
+from baton.token_ids import TokenIds, decode_hook, encode_hook
 
 MAX_CHARS_PER_TOKEN: Final = 16  # on average; a longer prompt cannot fit the model and is not tokenised
 MAX_TEXT_ANSWER_BYTES: Final = 8 * 2**20  # of /tokenize and /detokenize
@@ -210,7 +211,7 @@ class PromptReader:
         rest = msgspec.structs.replace(
             body, messages=[{}], tools=None, tool_choice=None, chat_template_kwargs=None
         )
-        prompts = [Prompt.pack(None, token_ids)]
+        prompts = [Prompt(None, TokenIds(token_ids))]
         return ReadBody(num_unknown=num_unknown, chat=rest, prompts=prompts, has_tools=bool(tools))
 
     def _completion(self, data: bytes, policy: ReadPolicy) -> ReadBody:
@@ -226,13 +227,13 @@ class PromptReader:
             adds_special = body.add_special_tokens is not False
             token_ids = self.encode(given, max_tokens=policy.longest(), add_special_tokens=adds_special)
             policy.check_length(len(token_ids))
-            return Prompt.pack(given if body.echo else None, token_ids)
+            return Prompt(given if body.echo else None, TokenIds(token_ids))
         if body.add_special_tokens is not None:
             message = "add_special_tokens: it is about text, and the prompt is token ids"
             raise invalid(message, param="add_special_tokens")
         policy.check_length(len(given))
         check_token_ids(given, self.vocab_size, "prompt")
-        return Prompt.pack(self.tokenizer.decode(given) if body.echo else None, given)
+        return Prompt(self.tokenizer.decode(given) if body.echo else None, TokenIds(given))
 
     def _tokenize(self, data: bytes, policy: ReadPolicy) -> ReadBody:
         body, num_unknown = _decode(data, TokenizeBody, policy)
@@ -368,7 +369,9 @@ class ReadFailed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 ReadResult: TypeAlias = ReadBody | ReadFailed
 _JOBS: Final = msgspec.msgpack.Decoder(ReadJob)
-_RESULTS: Final[msgspec.msgpack.Decoder[ReadResult]] = msgspec.msgpack.Decoder(ReadResult)
+_RESULTS: Final[msgspec.msgpack.Decoder[ReadResult]] = msgspec.msgpack.Decoder(
+    ReadResult, dec_hook=decode_hook
+)
 
 
 class HelperSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -592,7 +595,7 @@ class _Helper:
 
 
 def _frame(message: ReadJob | ReadResult) -> bytes:
-    data = msgspec.msgpack.encode(message)
+    data = msgspec.msgpack.encode(message, enc_hook=encode_hook)
     return len(data).to_bytes(LENGTH_BYTES, "big") + data
 
 

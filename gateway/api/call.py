@@ -14,9 +14,7 @@ A sampling parameter of the API is a field of `Body` with the name of its field 
 
 import hashlib
 import re
-from array import array
-from collections.abc import Collection, Sequence
-from functools import cached_property
+from collections.abc import Collection
 from typing import Annotated, Any, Final, TypeAlias, TypeVar
 
 import msgspec
@@ -28,9 +26,9 @@ from baton.gateway.streams.resume import DIGEST_BYTES, ResumePoint
 from baton.gateway.tenants.tenants import Tenant
 from baton.gateway.text.model_files import SamplingDefaults
 from baton.gateway.text.tool_calls import ToolForm
-from baton.messages.codec import collect_after
 from baton.request import MAX_CHOICES, MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_SEED, SamplingParams
 from baton.tenants import SchedulingKey, Sla
+from baton.token_ids import TOKEN_ID_BYTES, TokenIds
 
 MAX_MESSAGES: Final = 2048
 MAX_STOPS: Final = 16
@@ -40,9 +38,7 @@ MAX_DEPTH: Final = 64  # of client JSON; no template or tool needs more
 MAX_KWARGS: Final = 64
 MAX_PROMPTS: Final = 128
 MAX_TOKEN_ID: Final = 2**31 - 1
-TOKEN_ID_TYPE: Final = "i"  # of array and memoryview
 DEFAULT_COMPLETION_TOKENS: Final = 16  # as in OpenAI's API; a chat ends where the model ends it
-BYTES_PER_TOKEN_ID: Final = 36  # of a tuple: the integer and a pointer to it
 BYTES_PER_LOGPROB: Final = 150  # of one alternative: a tuple, an integer and a float
 
 StopString: TypeAlias = Annotated[str, Meta(max_length=MAX_STOP_CHARS)]
@@ -282,32 +278,15 @@ def check_sampled_ids(body: Body, vocab_size: int | None) -> None:
     check_token_ids(body.stop_token_ids or (), vocab_size, "stop_token_ids")
 
 
-class Prompt(msgspec.Struct, dict=True):
-    """One prompt of a call. The token ids are packed until a choice opens.
+class Prompt(msgspec.Struct):
+    """One prompt of a call.
 
     `text` is None for a prompt of token ids, unless the call asks for its prompt back.
     """
 
     text: str | None
-    packed_ids: bytes  # four bytes a token id
+    token_ids: TokenIds
     num_public_tokens: int = 0  # the first of them, see PublicPrefixes of gateway/api/body_reader.py
-
-    @classmethod
-    def pack(cls, text: str | None, token_ids: Sequence[int]) -> "Prompt":
-        """Return a prompt of these token ids."""
-        return cls(text, array(TOKEN_ID_TYPE, token_ids).tobytes())
-
-    @property
-    def ids(self) -> Sequence[int]:
-        """The token ids without unpacking them."""
-        return memoryview(self.packed_ids).cast(TOKEN_ID_TYPE)
-
-    @cached_property
-    def token_ids(self) -> tuple[int, ...]:
-        """The token ids; unpacking the longest prompt takes two milliseconds."""
-        token_ids = tuple(self.ids)
-        collect_after(len(self.packed_ids))
-        return token_ids
 
 
 class Call(msgspec.Struct, frozen=True, kw_only=True):
@@ -344,16 +323,16 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def num_prompt_tokens(self) -> int:
         """Tokens over all prompts."""
-        return sum(len(prompt.ids) for prompt in self.prompts)
+        return sum(len(prompt.token_ids) for prompt in self.prompts)
 
     @property
     def held_bytes(self) -> int:
         """Approximate memory of the prompts while the call is answered."""
         num_chars = sum(len(prompt.text or "") for prompt in self.prompts)
-        return self.num_prompt_tokens * BYTES_PER_TOKEN_ID + num_chars * 2
+        return self.num_prompt_tokens * TOKEN_ID_BYTES + num_chars * 2
 
     @property
-    def unpacked_bytes(self) -> int:
+    def prompt_logprob_bytes(self) -> int:
         """Approximate memory of the prompts' log probabilities, which arrive in one message."""
         asked = self.sampling.prompt_logprobs
         return 0 if asked is None else self.num_prompt_tokens * (asked + 1) * BYTES_PER_LOGPROB
@@ -366,7 +345,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
         num_tokens = self.num_prompt_tokens if self.has_echo else 0
         if sampling.logprobs is not None:
             for prompt in self.prompts:
-                room = max_model_len - len(prompt.ids)
+                room = max_model_len - len(prompt.token_ids)
                 num_tokens += room if sampling.max_tokens is None else min(room, sampling.max_tokens)
         return num_tokens * self.num_choices * ((sampling.logprobs or 0) + 1)
 
@@ -377,7 +356,9 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
         """
         fields = msgspec.structs.asdict(self)
         answered = {name: value for name, value in fields.items() if name not in _NOT_OF_THE_ANSWER}
-        prompts = [(prompt.text if self.has_echo else None, prompt.packed_ids) for prompt in self.prompts]
+        prompts = [
+            (prompt.text if self.has_echo else None, prompt.token_ids.packed) for prompt in self.prompts
+        ]
         content = msgspec.msgpack.encode([fingerprint, prompts, answered], order="deterministic")
         return hashlib.blake2b(content, digest_size=DIGEST_BYTES).digest()
 

@@ -231,7 +231,7 @@ class ChatFormat(_Format):
         if not self._call.returns_token_ids:
             return self._chunk(body)
         chunk = orjson.loads(self._chunk(body))
-        return orjson.dumps({**chunk, "prompt_token_ids": choice.prompt.token_ids})
+        return orjson.dumps({**chunk, "prompt_token_ids": tuple(choice.prompt.token_ids)})
 
     def delta(self, choice: AnswerChoice, delta: Delta) -> bytes:
         if self._has_plain_deltas:
@@ -260,7 +260,7 @@ class ChatFormat(_Format):
         choices = map(self._whole_choice, self._answer.choices, deltas)
         if not self._call.returns_token_ids:
             return self._in_one(choices)
-        return self._in_one(choices, prompt_token_ids=self._call.prompts[0].token_ids)
+        return self._in_one(choices, prompt_token_ids=tuple(self._call.prompts[0].token_ids))
 
     def _whole_choice(self, choice: AnswerChoice, delta: Delta) -> Iterator[bytes]:
         body: Json = {
@@ -351,7 +351,7 @@ class CompletionFormat(_Format):
         if self._call.returns_token_ids:
             body["token_ids"] = delta.token_ids
             if is_first:
-                body["prompt_token_ids"] = choice.prompt.token_ids
+                body["prompt_token_ids"] = tuple(choice.prompt.token_ids)
         return body
 
     def _echo(self, choice: AnswerChoice) -> Generator[bytes, None, Columns]:

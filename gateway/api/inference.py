@@ -153,8 +153,9 @@ class Inference:
         body = read.chat or read.completion
         assert body is not None
         if tenant.public_texts:
+            public_texts = tenant.public_texts
             for prompt in read.prompts:
-                prompt.num_public_tokens = await self._public.num_tokens(tenant.public_texts, prompt.ids)
+                prompt.num_public_tokens = await self._public.num_tokens(public_texts, prompt.token_ids)
         call = make_call(
             body,
             tuple(read.prompts),
@@ -275,7 +276,7 @@ class Inference:
         call = answer.call
         quotas = call.scheduling_key.quotas
         with self._limiter.answers.charge(call.tenant.name, quotas, is_counted=False) as charge:
-            charge.add(call.unpacked_bytes)
+            charge.add(call.prompt_logprob_bytes)
             collector = AnswerCollector(answer, self._observer(answer), charge)
             writer.on_gone = collector.gone
             answer.start(collector)

@@ -110,9 +110,7 @@ class PromptKeys:
         if namer is None:
             namer = PageKeys(model_fingerprint=fingerprint, dtype=dtype, page_size=page_size)
             self._families[family] = namer
-        token_ids = request.token_ids
-        if request.generated_token_ids:
-            token_ids = (*token_ids, *request.generated_token_ids)
+        token_ids = request.all_token_ids
         num_pages = min(len(token_ids) // page_size, MAX_PULLED_PAGES)
         while len(keys) < num_pages:
             until = min(num_pages, len(keys) + self._slices.num_pages)

@@ -56,7 +56,7 @@ def prompt_of(served: Served, path: str, **fields: Any) -> tuple[int, ...]:
     """What the cluster was asked for."""
     status, answer = post(served, path, **fields)
     assert status == 200, answer
-    return served.service.requests[-1].token_ids
+    return tuple(served.service.requests[-1].token_ids)
 
 
 def test_template_variables_change_the_prompt(served: Served) -> None:

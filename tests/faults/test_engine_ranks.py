@@ -16,6 +16,7 @@ from baton.kvtransfer.protocol.handoff import HandoffOutcome, Timing, TransferEn
 from baton.kvtransfer.ranks.ranks import RankAgents
 from baton.kvtransfer.transports.pages import SharedPool
 from baton.request import FilledPages, Request, SamplingParams
+from baton.token_ids import TokenIds
 from tests.endpoint_host import KEY
 from tests.tiny_models import tiny_config, tiny_engine, write_config
 from tests.transfer_ends import wait_for
@@ -92,7 +93,7 @@ def make(model: Path) -> Iterator[Make]:
 
 def a_request(name: str, num_tokens: int = NEW_TOKENS) -> Request:
     sampling = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
-    return Request(request_id=name, token_ids=PROMPT, sampling=sampling)
+    return Request(request_id=name, token_ids=TokenIds(PROMPT), sampling=sampling)
 
 
 def run(engine: Engine) -> list[int | None]:

@@ -16,6 +16,7 @@ from baton.engine.runner.step_inputs import StepArrays
 from baton.engine.scheduler.sequence import PreemptMode, Sequence, SequenceStatus
 from baton.pages import PageLayout
 from baton.request import Request, SamplingParams, StepOutput
+from baton.token_ids import TokenIds
 from tests.parity.models import VOCAB_SIZE
 
 NUM_NEW_TOKENS: Final = 64
@@ -73,7 +74,7 @@ def run(
     for index, token_ids in enumerate(token_lists):
         request = Request(
             request_id=str(index),
-            token_ids=tuple(token_ids),
+            token_ids=TokenIds(token_ids),
             sampling=sampling,
             generated_token_ids=tuple(begun[index]) if begun else (),
         )

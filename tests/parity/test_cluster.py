@@ -19,6 +19,7 @@ from baton.engine.replica import LayerWatch
 from baton.kvtransfer.ranks import messages as rank_messages
 from baton.messages.workers import WorkerRole
 from baton.request import Request, SamplingParams, StepOutput
+from baton.token_ids import TokenIds
 from tests.cluster_threads import Answer, Cluster
 from tests.parity.models import VOCAB_SIZE
 
@@ -91,7 +92,7 @@ def requests(seed: int) -> list[Request]:
         made.append(
             Request(
                 request_id=secrets.token_hex(16),
-                token_ids=(*shared, *own),
+                token_ids=TokenIds((*shared, *own)),
                 sampling=SamplingParams(**settings),
                 choice=index % 3,
             )
@@ -105,7 +106,7 @@ def long_answers() -> list[Request]:
     return [
         Request(
             request_id=secrets.token_hex(16),
-            token_ids=tuple(rng.randrange(VOCAB_SIZE) for _ in range(40)),
+            token_ids=TokenIds(tuple(rng.randrange(VOCAB_SIZE) for _ in range(40))),
             sampling=SamplingParams(temperature=0.0, max_tokens=120, min_tokens=120),
         )
         for _ in range(4)

@@ -17,6 +17,7 @@ from baton.kvtransfer.protocol.messages import ON_HOST
 from baton.messages.control import PullSource
 from baton.messages.workers import WorkerRole
 from baton.request import Request, SamplingParams
+from baton.token_ids import TokenIds
 from tests.cluster_threads import TIMEOUT_S, Cluster, WorkerThread
 from tests.parity.models import VOCAB_SIZE
 from tests.parity.scripted_policy import WORDS, Words
@@ -95,7 +96,7 @@ def prompts() -> list[tuple[int, ...]]:
 
 def a_request(name: str, token_ids: tuple[int, ...], temperature: float) -> Request:
     sampling = SamplingParams(temperature=temperature, seed=7, max_tokens=24, ignore_eos=True)
-    return Request(request_id=name * 32, token_ids=token_ids, sampling=sampling)
+    return Request(request_id=name * 32, token_ids=TokenIds(token_ids), sampling=sampling)
 
 
 @pytest.mark.parametrize(

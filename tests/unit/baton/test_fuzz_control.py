@@ -24,6 +24,7 @@ from baton.request import Request, SamplingParams, TokenEvent
 from baton.router.router import Router
 from baton.rpc.peers import Node
 from baton.rpc.session import FrameReader, encode_frame
+from baton.token_ids import TokenIds
 from tests.node_peers import TestPeer, a_worker, id_of
 from tests.unit.baton.messages.test_control import one_of_each
 from tests.unit.kvtransfer.frame_mutations import BOMBS, mutated
@@ -94,7 +95,9 @@ def message_for(rng: random.Random) -> AnyMessage:
         index = rng.randrange(4)
         fields["events"] = (TokenEvent(OPEN_ID, rng.randrange(3), index, rng.randrange(5)),)
     if isinstance(message, c.Submit):
-        fields["request"] = Request(request_id=OPEN_ID, token_ids=(1,) * 40, attempt=rng.randrange(3))
+        fields["request"] = Request(
+            request_id=OPEN_ID, token_ids=TokenIds((1,) * 40), attempt=rng.randrange(3)
+        )
     return type(message)(**fields)
 
 
@@ -107,7 +110,7 @@ def open_one(process: Process) -> None:
     frontend = process.node
     if isinstance(frontend, Frontend) and not frontend.num_open:
         sampling = SamplingParams(max_tokens=64, temperature=0.0)
-        frontend.open(Request(request_id=OPEN_ID, token_ids=(1, 2, 3), sampling=sampling), Reader())
+        frontend.open(Request(request_id=OPEN_ID, token_ids=TokenIds((1, 2, 3)), sampling=sampling), Reader())
 
 
 def fuzz(process: Process, seed: int, num_frames: int) -> None:

@@ -7,6 +7,7 @@ from baton.engine.cache.page_pool import PageState
 from baton.engine.scheduler.sequence import SequenceStatus
 from baton.errors import IntegrityError
 from baton.request import FilledPages, Request, SamplingParams
+from baton.token_ids import TokenIds
 from tests.outside import Delivery, OpenHarness
 from tests.scheduling import PROMPT, Settings
 
@@ -129,7 +130,7 @@ def test_prompt_logprobs_and_brought_pages_exclude_each_other() -> None:
     harness = make()
     pages = tuple(harness.pool.allocate(2, "caller"))
     request = Request(
-        request_id="a", token_ids=tuple(PROMPT), sampling=SamplingParams(prompt_logprobs=0, max_tokens=4)
+        request_id="a", token_ids=TokenIds(PROMPT), sampling=SamplingParams(prompt_logprobs=0, max_tokens=4)
     )
     with pytest.raises(ValueError, match="prompt_logprobs need the whole prompt"):
         harness.scheduler.add(harness.sequence_of(request), FilledPages(pages, 8, "caller"))

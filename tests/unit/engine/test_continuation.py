@@ -8,6 +8,7 @@ import pytest
 from baton.engine.engine import Engine
 from baton.errors import InvalidRequest
 from baton.request import FinishReason, Request, SamplingParams, StepOutput
+from baton.token_ids import TokenIds
 from tests.tiny_models import MAX_MODEL_LEN, VOCAB_SIZE, generate, tiny_engine, token_ids
 
 PROMPT = (3, 1, 4, 1, 5, 9, 2, 6, 5, 3)
@@ -31,7 +32,7 @@ def engine(request: pytest.FixtureRequest, tiny_model: Path) -> Engine:
 
 
 def answer(engine: Engine, *, sampling: SamplingParams, **fields: Any) -> list[StepOutput]:
-    engine.add(Request(request_id="r", token_ids=PROMPT, sampling=sampling, **fields))
+    engine.add(Request(request_id="r", token_ids=TokenIds(PROMPT), sampling=sampling, **fields))
     outputs: list[StepOutput] = []
     while engine.has_work():
         outputs += engine.step()

@@ -11,6 +11,7 @@ from baton.clock import ManualClock
 from baton.engine.engine import Engine
 from baton.errors import InvalidRequest
 from baton.request import FinishReason, Request, SamplingParams, StepOutput
+from baton.token_ids import TokenIds
 from tests.tiny_models import MAX_MODEL_LEN, VOCAB_SIZE, generate, tiny_engine, token_ids, write_config
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]
@@ -31,7 +32,7 @@ def engine(loaded: Engine) -> Iterator[Engine]:
 
 def add(engine: Engine, request_id: str, prompt: list[int], **sampling: Any) -> None:
     params = SamplingParams(**{"temperature": 0.0, "max_tokens": 6, **sampling})
-    engine.add(Request(request_id=request_id, token_ids=tuple(prompt), sampling=params))
+    engine.add(Request(request_id=request_id, token_ids=TokenIds(prompt), sampling=params))
 
 
 def drain(engine: Engine) -> dict[tuple[str, int], list[StepOutput]]:

@@ -12,6 +12,7 @@ from baton.engine.models.decoder import Decoder
 from baton.engine.scheduler.sequence import ScheduledChunk
 from baton.kernels.decoder_stack import LayerGroups
 from baton.request import Request, SamplingParams
+from baton.token_ids import TokenIds
 from tests.tiny_models import generate, tiny_engine, token_ids, write_config
 
 NUM_LAYERS = 5
@@ -52,7 +53,7 @@ def engine(request: pytest.FixtureRequest, tmp_path: Path) -> Engine:
 
 def add(engine: Engine, max_tokens: int = 1) -> None:
     sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens)
-    engine.add(Request(request_id="r", token_ids=PROMPT, sampling=sampling))
+    engine.add(Request(request_id="r", token_ids=TokenIds(PROMPT), sampling=sampling))
 
 
 @pytest.mark.parametrize("native", [True, False])

@@ -10,6 +10,7 @@ from baton.engine.cache.page_pool import PageState
 from baton.engine.engine import Engine
 from baton.pages import PageKeys
 from baton.request import Request, SamplingParams
+from baton.token_ids import TokenIds
 from tests.tiny_models import VOCAB_SIZE, tiny_engine
 
 PAGE_BYTES: Final = 4 * 512
@@ -19,7 +20,7 @@ OTHER: Final = tuple((7 * i + i * i) % VOCAB_SIZE for i in range(80))
 
 def run(engine: Engine, prompt: tuple[int, ...]) -> None:
     sampling = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
-    engine.add(Request(request_id="a request", token_ids=prompt, sampling=sampling))
+    engine.add(Request(request_id="a request", token_ids=TokenIds(prompt), sampling=sampling))
     while engine.has_work():
         engine.step()
 

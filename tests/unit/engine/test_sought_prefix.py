@@ -8,6 +8,7 @@ import pytest
 from baton.engine.engine import Engine
 from baton.engine.replica import SoughtPrefix
 from baton.request import Request, SamplingParams
+from baton.token_ids import TokenIds
 from tests.tiny_models import tiny_engine
 
 PROMPT = tuple(range(40))
@@ -23,7 +24,7 @@ def sought(
 ) -> SoughtPrefix:
     request = Request(
         request_id="r",
-        token_ids=PROMPT,
+        token_ids=TokenIds(PROMPT),
         sampling=SamplingParams(**sampling),
         cache_salt=salt,
         generated_token_ids=generated,
@@ -47,7 +48,9 @@ def test_keys_cover_generated_tokens_and_the_salt(engine: Engine) -> None:
 
 
 def test_claim_belongs_to_the_owner_and_ends_at_a_page_of_both_sizes(engine: Engine) -> None:
-    engine.add(Request(request_id="before", token_ids=PROMPT, sampling=SamplingParams(max_tokens=1)))
+    engine.add(
+        Request(request_id="before", token_ids=TokenIds(PROMPT), sampling=SamplingParams(max_tokens=1))
+    )
     while engine.has_work():
         engine.step()
     claim = sought(engine).claim(16)

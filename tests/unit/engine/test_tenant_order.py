@@ -4,6 +4,7 @@ from baton.config.engine import SchedulerConfig
 from baton.engine.scheduler.sequence import DEFAULT_DUE_S, SequenceStatus, due_s
 from baton.request import Request, SamplingParams
 from baton.tenants import SchedulingKey, Sla
+from baton.token_ids import TokenIds
 from tests.accounts import AccountHarness, scheduling_key
 from tests.scheduling import Settings
 
@@ -25,7 +26,7 @@ def first_tokens(harness: AccountHarness) -> str:
 def request_with(sla: Sla, delay_ms: float | None = None) -> Request:
     return Request(
         request_id="r",
-        token_ids=(1,),
+        token_ids=TokenIds((1,)),
         arrival_s=100.0,
         sla=sla,
         scheduling_key=SchedulingKey(max_queue_delay_ms=delay_ms),

@@ -11,9 +11,10 @@ from baton.gateway.streams.request_stream import Service
 from baton.gateway.tenants.tenants import Tenant
 from baton.gateway.text.tokenizer import Tokenizer
 from baton.request import SamplingParams
+from baton.token_ids import TokenIds
 
 TOKENIZER = Tokenizer.from_directory(resolve_model("tiny"))
-PROMPT = Prompt.pack("sort(3 1 2)=", TOKENIZER.encode("sort(3 1 2)="))
+PROMPT = Prompt("sort(3 1 2)=", TokenIds(TOKENIZER.encode("sort(3 1 2)=")))
 TENANT = Tenant(name="acme", cache_salt=b"s" * 16)
 
 

@@ -9,6 +9,7 @@ from baton.messages.status import TenantStatus
 from baton.request import Request, SamplingParams
 from baton.router.queue.admission import MIN_COMPUTING
 from baton.tenants import Degradation, Quotas, SchedulingKey, Sla
+from baton.token_ids import TokenIds
 from tests.node_peers import TestPeer, id_of
 from tests.unit.router.router_cluster import Cluster, cluster
 
@@ -31,7 +32,7 @@ def asked(
     """A submission by a gateway. scheduling_key: weight, rank, max_queue_delay_ms."""
     request = Request(
         request_id=id_of(name),
-        token_ids=(1,) * num_tokens,
+        token_ids=TokenIds((1,) * num_tokens),
         sampling=SamplingParams(max_tokens=max_tokens),
         tenant=tenant,
         sla=sla or Sla(),

@@ -28,6 +28,7 @@ from baton.router.decisions import (
     keys_in,
 )
 from baton.router.router import serve_router
+from baton.token_ids import TokenIds
 from tests.node_peers import a_request, id_of
 from tests.unit.router.router_cluster import Cluster, cluster
 
@@ -60,7 +61,9 @@ def test_line_has_only_the_length_and_page_keys_of_a_prompt() -> None:
     secret, salt = 123_456_789, b"\xa7" * 16
     c, lines = cluster("p0", "d0", policy="cost"), list[bytes]()
     c.router.cluster_state.log_to(lines.append)
-    c.submit(Request(request_id=id_of("a"), token_ids=(secret,) * 40, tenant="acme", cache_salt=salt))
+    c.submit(
+        Request(request_id=id_of("a"), token_ids=TokenIds((secret,) * 40), tenant="acme", cache_salt=salt)
+    )
     (line,) = map(json.loads, lines)
     assert set(line) == {"kind", "at_s", "decision", "page_size", "num_output_tokens", "keys"}
     assert line["decision"]["num_tokens"] == 40

@@ -1,7 +1,6 @@
 """Dispatch of queued attempts: room, reservations, slots, and one end of every attempt."""
 
 import itertools
-import struct
 from collections import defaultdict
 from collections.abc import Iterator
 from random import Random
@@ -28,6 +27,7 @@ from baton.messages.control import (
     Submit,
 )
 from baton.messages.workers import Load, Worker
+from baton.pages import PageKeys
 from baton.request import Request, SamplingParams
 from baton.router.dispatcher import MAX_DISPATCHED, make_entry
 from baton.router.in_flight import EXPECTED_OUTPUT_TOKENS, Key, SchedulingClass
@@ -39,6 +39,7 @@ from baton.router.queue.admission import MIN_COMPUTING
 from baton.router.redis.messages import AnyShared, SharedDispatch, SharedEnded
 from baton.rpc.peers import TICK_S
 from baton.tenants import Degradation, Quotas, Refusal, Sla
+from baton.token_ids import TokenIds
 from tests.node_peers import TestPeer, a_request, a_worker, id_of
 from tests.unit.router.queue_cases import (
     LONG,
@@ -74,7 +75,7 @@ def test_entry_counts_the_expected_answer() -> None:
 
 def test_pull_source_fits_beside_short_prompt_only() -> None:
     short = a_request(num_tokens=1000)
-    long = msgspec.structs.replace(short, token_ids=(2**31 - 1,) * 180_000)
+    long = msgspec.structs.replace(short, token_ids=TokenIds((2**31 - 1,) * 200_000))
     source = a_source(MAX_PULLED_PAGES)
     assert fits_request(long) and fits_beside(short, source) and not fits_beside(long, source)
     encode(Dispatch(request=short, gateway=id_of("g"), source=source))
@@ -191,7 +192,7 @@ def a_prompt(
 ) -> Submit:
     """A prompt unlike all others."""
     asked_for = asked(name, tenant, num_tokens=num_tokens, weight=weight, rank=rank)
-    token_ids = (crc32(name.encode()) % 2**16,) * num_tokens
+    token_ids = TokenIds((crc32(name.encode()) % 2**16,) * num_tokens)
     request = msgspec.structs.replace(asked_for.request, token_ids=token_ids)
     return msgspec.structs.replace(asked_for, request=request)
 
@@ -545,13 +546,12 @@ def test_prompt_whose_keys_are_computed_does_not_wait_in_the_queue(sliced: Clust
         end(sliced, f"long {number}")
 
 
-def test_failure_of_a_slice_ends_the_connection_of_the_gateway(sliced: Cluster, turns: Turns) -> None:
-    long = a_prompt("long")
-    request = msgspec.structs.replace(
-        long.request, token_ids=(*long.request.token_ids[:100], 2**40, *long.request.token_ids[101:])
-    )
-    submit(sliced, msgspec.structs.replace(long, request=request))
-    with pytest.raises(struct.error):
+def test_failure_of_a_slice_ends_the_connection_of_the_gateway(
+    sliced: Cluster, turns: Turns, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submit(sliced, a_prompt("long"))
+    monkeypatch.setattr(PageKeys, "extend", None)  # a bug of ours: no request has ids that cannot be hashed
+    with pytest.raises(TypeError):
         turns.all()
     assert not sliced["g"].is_open
 

@@ -29,6 +29,7 @@ from baton.router.index.prefix_index import PromptKeys, family_of
 from baton.router.redis.link import PAUSE_S, SNAPSHOT_EVERY_S, RedisLink
 from baton.router.redis.server import PrivateRedis, find_program
 from baton.router.router import Router
+from baton.token_ids import TokenIds
 from tests.node_peers import TestPeer, a_worker, id_of
 from tests.unit.router.redis_routers import CHAIN, CODEC, SEEN_S, RouterStandIn, play, running, until
 
@@ -62,7 +63,9 @@ class Linked:
     def submit(self, number: int, num_tokens: int = 8000) -> str:
         """Submit a prompt unlike all others, and return its prefill worker."""
         self.gateway.received.clear()
-        request = Request(request_id=id_of(f"r{number}"), token_ids=tuple(range(number, number + num_tokens)))
+        request = Request(
+            request_id=id_of(f"r{number}"), token_ids=TokenIds(range(number, number + num_tokens))
+        )
         self.gateway.say(Submit(request=request))
         return self.gateway.only(Routed).prefill
 
@@ -121,7 +124,7 @@ def test_other_router_expects_the_pages_of_a_dispatched_prompt() -> None:
         async with two_routers(redis) as (one, other):
             prefill = one.submit(7)
             await until(lambda: len(other.router.in_flight) == 1)
-            request = Request(request_id=id_of("sibling"), token_ids=tuple(range(7, 7 + 8200)))
+            request = Request(request_id=id_of("sibling"), token_ids=TokenIds(range(7, 7 + 8200)))
             keys = PromptKeys().keys(family_of(WORKERS["p0"]), request)
             index = other.router.cluster_state.index
             held = {

@@ -20,6 +20,7 @@ from baton.sim.engine import (
     sample,
 )
 from baton.sim.process import Crash
+from baton.token_ids import TokenIds
 from tests.node_peers import id_of
 
 MAX_MODEL_LEN = 64
@@ -49,7 +50,7 @@ def a_request(
     fields = {"seed": 3, "max_tokens": max_tokens, **sampling}
     params = SamplingParams(**fields)
     return Request(
-        request_id=id_of(name), token_ids=token_ids, sampling=params, cache_salt=salt, choice=choice
+        request_id=id_of(name), token_ids=TokenIds(token_ids), sampling=params, cache_salt=salt, choice=choice
     )
 
 

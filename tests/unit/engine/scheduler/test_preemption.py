@@ -11,6 +11,7 @@ from baton.engine.cache.page_pool import PagePool
 from baton.engine.scheduler.preemption import HeldPages, PreemptionCandidates, PreemptionRates, cheaper_mode
 from baton.engine.scheduler.sequence import PreemptMode, Sequence, SequenceKey, SequenceQueues, SequenceStatus
 from baton.request import Request, SamplingParams
+from baton.token_ids import TokenIds
 from tests.accounts import scheduling_key
 from tests.scheduling import PROMPT, make_harness
 
@@ -40,7 +41,7 @@ class Room:
         num_tokens = member.num_pages * PAGE_SIZE
         request = Request(
             request_id=str(number),
-            token_ids=(1,) * (num_tokens + 1),
+            token_ids=TokenIds((1,) * (num_tokens + 1)),
             tenant=member.tenant,
             scheduling_key=scheduling_key(self.weights.get(member.tenant, 1.0), member.rank),
         )

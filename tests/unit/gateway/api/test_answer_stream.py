@@ -30,6 +30,7 @@ from baton.gateway.streams.resume import ResumePoint, Shown
 from baton.gateway.tenants.limiter import Limiter
 from baton.request import FinishReason, TokenEvent, TokenLogprobs
 from baton.tenants import Quotas
+from baton.token_ids import TokenIds
 from tests.event_loop import on_loop
 from tests.event_stream import Event, joined
 from tests.scripted_service import ScriptedService, events
@@ -219,7 +220,7 @@ def test_stream_that_cannot_be_written_does_not_harm_other_streams(
 
 @on_loop
 async def test_long_echoes_are_written_choice_by_choice() -> None:
-    prompt = Prompt.pack("a" * (MAX_TURN_BYTES + 1), (5, 6))
+    prompt = Prompt("a" * (MAX_TURN_BYTES + 1), TokenIds((5, 6)))
     streaming = Streaming(prompts=(prompt, prompt, prompt), has_echo=True)
     client = streaming.client
     for choice in range(3):

@@ -27,6 +27,7 @@ from baton.gateway.api.errors import ApiError
 from baton.gateway.text.chat_template import ChatTemplate
 from baton.gateway.text.model_files import read_vocab_size
 from baton.gateway.text.tokenizer import Tokenizer
+from baton.token_ids import TokenIds
 from tests.unit.gateway.calls import TENANT, ids
 from tests.unit.gateway.frontend_peers import Gateway, gateway
 
@@ -126,7 +127,7 @@ def test_cancelled_caller_does_not_confuse_the_next() -> None:
         for index in range(3):
             token_ids = [index] * SMALL_BYTES
             read = await work.read("completion", body(prompt=token_ids), POLICY)
-            assert read.prompts[0].token_ids == tuple(token_ids)
+            assert read.prompts[0].token_ids == TokenIds(token_ids)
 
     with_helpers(scenario)
 

@@ -5,6 +5,7 @@ from baton.gateway.api.answer import Answer, AnswerChoice, AnswerFormat, Delta
 from baton.gateway.api.call import Prompt
 from baton.gateway.api.format import LogprobsFormat, answer_format
 from baton.request import FinishReason, TokenEvent, TokenLogprobs
+from baton.token_ids import TokenIds
 from tests.scripted_service import ScriptedService
 from tests.unit.gateway import calls
 
@@ -135,7 +136,7 @@ def test_impossible_token_has_a_finite_logprob() -> None:
     assert json.loads(chunk)["choices"][0]["logprobs"]["content"][0]["logprob"] == -9999.0
 
 
-LONG = Prompt.pack(" ".join(["12"] * 700), calls.ids(" ".join(["12"] * 700)))
+LONG = Prompt(" ".join(["12"] * 700), TokenIds(calls.ids(" ".join(["12"] * 700))))
 
 
 def test_long_logprobs_of_a_completion_are_written_in_slices() -> None:

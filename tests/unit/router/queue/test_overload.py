@@ -30,6 +30,7 @@ from baton.router.queue.overload import (
 from baton.router.queue.quotas import RequestWork
 from baton.router.queue.tenant_queues import QueuedAttempt, TenantQueues
 from baton.tenants import Degradation, Refusal, SchedulingKey, Sla
+from baton.token_ids import TokenIds
 from tests.node_peers import TestPeer, a_request, a_worker, id_of
 from tests.unit.router.queue_cases import (
     LONG,
@@ -238,7 +239,9 @@ def test_requests_are_degraded_as_far_as_their_tenant_allows(
     rights: Degradation, sampling: SamplingParams, expected: SamplingParams
 ) -> None:
     scheduling_key = SchedulingKey(degradation=rights)
-    request = Request(request_id=id_of("r"), token_ids=(1,), sampling=sampling, scheduling_key=scheduling_key)
+    request = Request(
+        request_id=id_of("r"), token_ids=TokenIds((1,)), sampling=sampling, scheduling_key=scheduling_key
+    )
     found = degraded(request)
     assert found.sampling == expected and (found is request) == (sampling == expected)
 
@@ -247,7 +250,7 @@ def test_begun_answer_is_not_degraded() -> None:
     scheduling_key = SchedulingKey(degradation=Degradation(clip_max_tokens_to=2))
     request = Request(
         request_id=id_of("r"),
-        token_ids=(1,),
+        token_ids=TokenIds((1,)),
         generated_token_ids=(5, 6, 7),
         attempt=1,
         sampling=SamplingParams(max_tokens=100),
