@@ -626,10 +626,17 @@ def _read(reader: PromptReader, job: ReadJob, data: bytes) -> ReadResult:
         )
 
 
-def _main(directory: str, template: str | None = None) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group: the gateway ends a helper
+def _lower_priority() -> None:
+    """Leave the cores to the gateway; on Linux, a batch process that wakes up does not interrupt another."""
     with contextlib.suppress(OSError):
         os.nice(NICENESS)
+        if sys.platform == "linux":
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+
+
+def _main(directory: str, template: str | None = None) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group: the gateway ends a helper
+    _lower_priority()
     path = Path(directory)
     try:
         chat_template = ChatTemplate.from_directory(path, template)
