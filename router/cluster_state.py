@@ -216,11 +216,11 @@ class ClusterState:
             num_output_tokens=shared.num_output_tokens,
         )
         self._in_flight.enter(key, entry)
-        ttl_s = self._in_flight.wait_s(entry.computer) + EXPECTED_FOR_S
-        self.index.expect(entry.computer, with_zeros(shared.keys), ttl_s)
+        ttl_s = self._in_flight.wait_s(entry.computed_by) + EXPECTED_FOR_S
+        self.index.expect(entry.computed_by, with_zeros(shared.keys), ttl_s)
 
     def _share(self, request: Request, pair: Pair, entry: InFlightAttempt) -> None:
-        worker = pair.computer.worker
+        worker = pair.computed_by.worker
         known = pair.choice.keys.get(worker.id) if pair.choice is not None else None
         keys = self._keys.keys(family_of(worker), request) if known is None else known
         key = (request.request_id, request.attempt)

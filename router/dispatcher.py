@@ -55,7 +55,7 @@ from baton.router.queue.admission import AdmissionQueue
 from baton.router.queue.overload import PRESSED_LOCAL_TOKENS
 from baton.router.queue.quotas import QuotaRefusal
 from baton.router.queue.tenant_queues import QueuedAttempt
-from baton.router.slices import Slices
+from baton.router.sliced_work import SlicedWork
 from baton.rpc.peers import Peer
 from baton.tenants import Refusal, has_slots
 
@@ -189,8 +189,8 @@ class Pairing:
         elif submit.avoid and any(member.id not in submit.avoid for member in view.prefills.members):
             view = view._replace(avoided=submit.avoid)
         choice = policy.choose(submit.request, view, claim)
-        if choice.candidate is not None and claim.needs_slot and not claim.has_slot_at(choice.computer):
-            return NoSlot(choice.computer)
+        if choice.candidate is not None and claim.needs_slot and not claim.has_slot_at(choice.computed_by):
+            return NoSlot(choice.computed_by)
         decode = self._members.get(choice.decode)
         assert decode is not None, "the view has members alone"
         is_own = policy is self._policy and not is_local  # else the policy has nothing to take note of
@@ -242,7 +242,7 @@ def make_entry(
         num_prompt_tokens -= pair.choice.candidate.num_held_tokens
         compute_s = pair.choice.candidate.terms.compute_s
     else:
-        compute_s = model.of(pair.computer.id).compute_s(num_prompt_tokens, num_prompt_tokens)
+        compute_s = model.of(pair.computed_by.id).compute_s(num_prompt_tokens, num_prompt_tokens)
     num_tokens = num_kv_tokens(request)
     return InFlightAttempt(
         gateway=gateway_id,
@@ -291,12 +291,12 @@ class Dispatcher:
         admission_queue: AdmissionQueue,
         gateways: Mapping[str, GatewayPeer],
         max_attempts: int,
-        slices: Slices | None = None,
+        sliced_work: SlicedWork | None = None,
     ) -> None:
         """gateways: the connected gateways by id; the router updates the mapping.
 
-        max_attempts: queued and in-flight attempts together; more are rejected. slices: None dispatches the
-        whole queue in one call.
+        max_attempts: queued and in-flight attempts together; more are rejected. sliced_work: None dispatches
+        the whole queue in one call.
         """
         self._in_flight = admission_queue.in_flight
         self._pairing = pairing
@@ -308,7 +308,7 @@ class Dispatcher:
         self._reservation: _Reservation | None = None
         # Attempts that waited for a slot at their best worker in the last `dispatch_queued`; at most two.
         self._waiting_for_slot: dict[Key, NoSlot] = {}
-        self._slices = slices or Slices()
+        self._sliced_work = sliced_work or SlicedWork()
         self._is_dispatch_scheduled = False  # a later turn dispatches more of the queue
         self._unchecked: dict[Key, str] = {}  # attempts that came meanwhile, and may overflow -> gateway
         self._arriving: dict[Key, _Arrival] = {}  # the page keys of these prompts are being computed
@@ -337,7 +337,7 @@ class Dispatcher:
         if self._cluster_state.has_keys(submit):
             return self._enqueue(gateway, submit)
         arrival = self._arriving[key] = _Arrival(gateway, submit)
-        self._slices.add(self._prepare(key, arrival))
+        self._sliced_work.add(self._prepare(key, arrival))
         return False
 
     def started(self, attempts: Sequence[Key]) -> None:
@@ -416,7 +416,7 @@ class Dispatcher:
         waited_for_slot = {} if slots_freed else self._waiting_for_slot
         self._waiting_for_slot = {}
         bypassed: QueuedAttempt | None = None
-        num_left = MAX_DISPATCHED if self._slices.are_deferred else inf
+        num_left = MAX_DISPATCHED if self._sliced_work.is_deferred else inf
         try:
             while (queued := self._admission_queue.first()) is not None:
                 if not num_left:
@@ -485,7 +485,7 @@ class Dispatcher:
         """Dispatch the rest of the queue in later turns of the host's loop."""
         if not self._is_dispatch_scheduled:
             self._is_dispatch_scheduled = True
-            self._slices.add(self._dispatch_rest())
+            self._sliced_work.add(self._dispatch_rest())
 
     def _dispatch_rest(self) -> Iterator[None]:
         yield

@@ -134,7 +134,7 @@ class InFlightAttempt(NamedTuple):
     charged: float = 0.0  # work that its tenant was charged; see router/queue/quotas.py
 
     @property
-    def computer(self) -> str:
+    def computed_by(self) -> str:
         """The worker that computes the prompt."""
         return self.prefill or self.decode
 
@@ -229,12 +229,12 @@ class InFlight:
             prefill.num_attempts += 1
             prefill.num_prompt_tokens += entry.num_prompt_tokens
         self._waiting.add(key)
-        computer = self._accounts[entry.computer]
-        if not computer.num_computing:
-            computer.since_s = self._clock.now_s()
-        computer.num_computing += 1
-        computer.work_s += entry.compute_s
-        computer.prompts.add(entry.scheduling_class, entry.num_prompt_tokens, entry.charged)
+        computing = self._accounts[entry.computed_by]
+        if not computing.num_computing:
+            computing.since_s = self._clock.now_s()
+        computing.num_computing += 1
+        computing.work_s += entry.compute_s
+        computing.prompts.add(entry.scheduling_class, entry.num_prompt_tokens, entry.charged)
 
     def started(self, key: Key) -> None:
         """Move an attempt with its first token from the prefill to the decode load.
@@ -249,11 +249,11 @@ class InFlight:
         decode.num_decoding += 1
         num, num_tokens = decode.decoding.get(entry.scheduling_class, _NONE_DECODING)
         decode.decoding[entry.scheduling_class] = Decoding(num + 1, num_tokens + entry.num_output_tokens)
-        computer = self._accounts[entry.computer]
-        computer.num_computing -= 1
-        computer.since_s = self._clock.now_s()
-        computer.work_s = computer.work_s - entry.compute_s if computer.num_computing else 0.0
-        computer.prompts.remove(entry.scheduling_class, entry.num_prompt_tokens, entry.charged)
+        computing = self._accounts[entry.computed_by]
+        computing.num_computing -= 1
+        computing.since_s = self._clock.now_s()
+        computing.work_s = computing.work_s - entry.compute_s if computing.num_computing else 0.0
+        computing.prompts.remove(entry.scheduling_class, entry.num_prompt_tokens, entry.charged)
         if entry.prefill:
             prefill = self._accounts[entry.prefill]
             prefill.num_attempts -= 1
@@ -334,7 +334,9 @@ class InFlight:
         """Raise AssertionError when an account is not the sum of its entries."""
         for worker_id, account in self._accounts.items():
             decoded = {key: each for key, each in self._entries.items() if each.decode == worker_id}
-            computed = [each for key in self._waiting if (each := self._entries[key]).computer == worker_id]
+            computed = [
+                each for key in self._waiting if (each := self._entries[key]).computed_by == worker_id
+            ]
             prefilled = [each for each in computed if each.prefill]
             assert account.num_attempts == len(decoded) + len(prefilled), worker_id
             assert account.num_tokens == sum(entry.num_tokens for entry in decoded.values()), worker_id

@@ -68,7 +68,7 @@ from baton.router.policies.cost_model import CostModel
 from baton.router.policies.registry import load_policy, policy_class
 from baton.router.queue.admission import AdmissionQueue, Capacity
 from baton.router.redis.messages import AnyShared
-from baton.router.slices import PAGES_PER_SLICE, CallSoon, Slices
+from baton.router.sliced_work import PAGES_PER_SLICE, CallSoon, SlicedWork
 from baton.rpc import process
 from baton.rpc.auth import REDIS_NAMES, REDIS_VALUES, ClusterKeys, KeyRing
 from baton.rpc.peers import TICK_S, Peer, new_router_id
@@ -106,8 +106,8 @@ class Router:
         """id: identifies this run of the process; 32 hex digits.
 
         max_index_pages: bound of the prefix index when the policy uses the index. call_soon: has the host
-        make a call in its next turn, for long work in slices (router/slices.py); None: no work is deferred.
-        pages_per_slice: see `Slices`.
+        make a call in its next turn, for long work (router/sliced_work.py); None: no work is deferred.
+        pages_per_slice: see `SlicedWork`.
         """
         self.hello = Hello(process=Kind.ROUTER, id=id)
         self.counters: Counter[str] = Counter()
@@ -117,10 +117,10 @@ class Router:
         policy_type = policy_class(config.policy)
         num_pages = max_index_pages if policy_type.uses_prefix_index else MIN_INDEX_PAGES
         # Expected pages have slices of their own, so that no dispatch waits behind them.
-        expectations = Slices(call_soon, num_pages=pages_per_slice)
-        dispatches = Slices(call_soon, num_pages=pages_per_slice)
-        index = PrefixIndex(clock, num_pages, seed=config.seed, slices=expectations)
-        random, keys = Random(config.seed), PromptKeys(dispatches)
+        expectations = SlicedWork(call_soon, num_pages=pages_per_slice)
+        dispatches = SlicedWork(call_soon, num_pages=pages_per_slice)
+        index = PrefixIndex(clock, num_pages, seed=config.seed, sliced_work=expectations)
+        random, keys = Random(config.seed), PromptKeys(None if call_soon is None else pages_per_slice)
         context = PolicyContext(clock, self.in_flight, index, CostModel(), keys, random)
         policy = policy_type(context)
         self.cluster_state = ClusterState(context, policy, self.counters)

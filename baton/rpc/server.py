@@ -210,7 +210,7 @@ class RpcLink(asyncio.Protocol):
         self._life: LinkLife | None = None  # from the peer's Hello on
         self._unsent: list[bytes] = []
         self._bodies: Iterator[bytes] = iter(())  # received and not handled yet
-        self._is_between_turns = False  # bodies wait for the next turn, and nothing is read meanwhile
+        self._is_paused = False  # bodies wait for the next turn, and nothing is read meanwhile
         self._transport: asyncio.Transport | None = None
         self._handshake_timer: asyncio.TimerHandle | None = None
 
@@ -259,7 +259,7 @@ class RpcLink(asyncio.Protocol):
             return
         now_s = time.monotonic()
         try:
-            if self._is_between_turns:  # the peer may have sent more, which is not read yet
+            if self._is_paused:  # the peer may have sent more, which is not read yet
                 self._life.heard(now_s)
             else:
                 self._session.check_deadline(now_s)
@@ -296,14 +296,14 @@ class RpcLink(asyncio.Protocol):
         if self._session is None:
             return
         self._bodies = chain(self._bodies, self._session.receive(data, now_s))
-        if not self._is_between_turns:
+        if not self._is_paused:
             self._handle(now_s + TURN_S)
 
     def connection_lost(self, error: Exception | None) -> None:
         self._stop_handshake_timer()
         try:
-            if self._is_between_turns:
-                self._is_between_turns = False
+            if self._is_paused:
+                self._is_paused = False
                 self._handle(math.inf)
         finally:
             self._lost()
@@ -316,16 +316,16 @@ class RpcLink(asyncio.Protocol):
         if self._hello is not None and self._rpc_server.node is not None:
             self._rpc_server.node.left(self)
 
-    def _next_turn(self) -> None:
-        if not self._is_between_turns or self._transport is None:
+    def _resume(self) -> None:
+        if not self._is_paused or self._transport is None:
             return
-        self._is_between_turns = False
+        self._is_paused = False
         try:
             self._handle(time.monotonic() + TURN_S)
         except Exception:  # a bug of ours: the connection ends, as when `data_received` fails
             self._transport.abort()
             raise
-        if not self._is_between_turns and self._is_open:
+        if not self._is_paused and self._is_open:
             self._transport.resume_reading()
 
     def _handle(self, until_s: float) -> None:
@@ -338,17 +338,17 @@ class RpcLink(asyncio.Protocol):
                 self._say_hello()
                 self._take(body)
                 if time.monotonic() > until_s and self._is_open:
-                    self._end_turn()
+                    self._pause()
                     return
             self._say_hello()
         except WireError as error:
             self.drop(error)
 
-    def _end_turn(self) -> None:
+    def _pause(self) -> None:
         assert self._transport is not None  # a link without one receives nothing
-        self._is_between_turns = True
+        self._is_paused = True
         self._transport.pause_reading()
-        asyncio.get_running_loop().call_soon(self._next_turn)
+        asyncio.get_running_loop().call_soon(self._resume)
 
     @property
     def _is_open(self) -> bool:

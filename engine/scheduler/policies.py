@@ -135,7 +135,7 @@ def _admit_batch(planner: StepPlanner, waiting: Iterable[Sequence]) -> list[Sequ
     """Admit, by rank, as many as have a seat and pages for their longest answers."""
     members = []
     for sequence in islice(waiting, planner.seats):
-        if not planner.fits_quota(sequence, sequence.max_num_tokens):
+        if not planner.make_room_in_quota(sequence, sequence.max_num_tokens):
             continue
         if not planner.admit(sequence, sequence.max_num_tokens):
             break
@@ -238,7 +238,7 @@ class _Seating:
         if self.planner.pressure_mode.makes_room and not self.planner.leaves_low_water(sequence):
             return False
         queues = self.planner.queues
-        if not self.planner.fits_quota(sequence):
+        if not self.planner.make_room_in_quota(sequence):
             return False
         was_open = self.is_open
         self.is_open = was_open and self.planner.admit(sequence)

@@ -60,7 +60,7 @@ class HeldPages:
         """Pages that the key holds, or expects."""
         return self._pool.accounts.held(share.key) + self._change[share.key]
 
-    def due(self, share: Share) -> float:
+    def fair_pages(self, share: Share) -> float:
         """Pages that are the key's share of the pool."""
         return self._pool.num_pages * share.weight / self._queues.shares.total_weight
 
@@ -68,7 +68,7 @@ class HeldPages:
         """Pages, divided by the weight, that the key holds beyond its share after losing `num_lost`; 0 if
         none.
         """
-        return max(0.0, self.num_pages(share) - num_lost - self.due(share)) / share.weight
+        return max(0.0, self.num_pages(share) - num_lost - self.fair_pages(share)) / share.weight
 
     def room(self, share: Share) -> float:
         """Pages that the key's quota leaves; negative when the key holds more."""
@@ -177,11 +177,11 @@ class PreemptionCandidates:
         sequence.
         """
         held, share = self._held, sequence.share
-        is_due = held.num_pages(share) + num_pages <= held.due(share)
+        is_within_share = held.num_pages(share) + num_pages <= held.fair_pages(share)
         num_lost = Counter[str]()
         candidates = []
         for other in sorted(self._holders(), key=held.preemption_order, reverse=True):
-            is_over = is_due and held.excess(other.share, num_lost[other.share.key]) > 0
+            is_over = is_within_share and held.excess(other.share, num_lost[other.share.key]) > 0
             same_class = other.scheduling_class == sequence.scheduling_class
             if other.scheduling_class > sequence.scheduling_class or (same_class and is_over):
                 candidates.append(other)
@@ -267,7 +267,7 @@ class PageQuotas:
         """Return True when the key has a quota."""
         return self._held.room(share) < inf
 
-    def admit(self, sequence: Sequence, num_pages: int, num_reserved: int | None) -> bool:
+    def make_room_for_waiting(self, sequence: Sequence, num_pages: int, num_reserved: int | None) -> bool:
         """Return True when a waiting sequence may have `num_pages` pages; else its key is full.
 
         num_reserved: pages for the running sequences of the key, which preempt none for a newcomer; None when
@@ -281,7 +281,7 @@ class PageQuotas:
             self._take(self._candidates.of_same_key(sequence), share, num_pages)
         return False
 
-    def make_room(self, sequence: Sequence, num_pages: int) -> bool:
+    def make_room_for_running(self, sequence: Sequence, num_pages: int) -> bool:
         """Return whether a running sequence may have so many pages; preempt others of its key if needed."""
         share = sequence.share
         if num_pages > self._held.room(share):

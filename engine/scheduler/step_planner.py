@@ -270,9 +270,9 @@ class StepPlanner:
             for share in list(self.queues.shares.active.values()):
                 self._quotas.enforce(share)
 
-    def fits_quota(self, sequence: Sequence, num_tokens: int = 0) -> bool:
+    def make_room_in_quota(self, sequence: Sequence, num_tokens: int = 0) -> bool:
         """Return True when all pages of a waiting sequence fit in the quota of its key, beside the running
-        sequences of the key.
+        sequences of the key. Waiting sequences of the key may be preempted for it when none runs.
 
         num_tokens: the length that the sequence may grow to.
         """
@@ -286,7 +286,7 @@ class StepPlanner:
         num_pages = max(0, num_missing - len(shared)) + self._held.num_new(share, shared)
         seated = [each for each in self._seated() if each.share is share]
         growth = (self._num_missing(each, each.num_tokens) + self._headroom_pages for each in seated)
-        return self._quotas.admit(sequence, num_pages, sum(growth) if seated else None)
+        return self._quotas.make_room_for_waiting(sequence, num_pages, sum(growth) if seated else None)
 
     # Pressure mode.
 
@@ -396,7 +396,7 @@ class StepPlanner:
         best-ranked sequence always gets its pages, so every step advances some sequence.
         """
         need = self._num_new_pages(sequence, num_tokens)
-        if self.queues.have_quotas and not self._quotas.make_room(sequence, need):
+        if self.queues.have_quotas and not self._quotas.make_room_for_running(sequence, need):
             return False
         if need <= self.available:
             return True

@@ -44,7 +44,7 @@ from baton.router.index.table import (
     keys_of,
     without_zero,
 )
-from baton.router.slices import Slices
+from baton.router.sliced_work import SlicedWork
 
 # The index and Redis know pages by the first halves of their keys.
 SHORT_KEY_BYTES: Final = KEY_BYTES // 2
@@ -64,10 +64,10 @@ class PromptKeys:
     the attempt leaves the queue: each try to dispatch it needs them.
     """
 
-    def __init__(self, slices: Slices | None = None) -> None:
-        """slices: None computes the keys of every prompt at once."""
+    def __init__(self, pages_per_slice: int | None = None) -> None:
+        """pages_per_slice: None computes the keys of every prompt at once."""
         self._families: dict[Family, PageKeys] = {}
-        self._slices = slices or Slices()
+        self._pages_per_slice = pages_per_slice
         self._kept: OrderedDict[tuple[str, int], dict[Family, bytes]] = OrderedDict()  # by attempt
 
     def keys(self, family: Family, request: Request) -> bytes:
@@ -82,9 +82,9 @@ class PromptKeys:
 
     def are_ready(self, families: Set[Family], request: Request) -> bool:
         """Return True when `keys` is quick: the prompt is short, or `prepare` has computed its keys."""
-        if not self._slices.are_deferred or not families:
+        if self._pages_per_slice is None or not families:
             return True
-        if request.num_tokens <= self._slices.num_pages * min(page_size for _, _, page_size in families):
+        if request.num_tokens <= self._pages_per_slice * min(page_size for _, _, page_size in families):
             return True
         return self._kept.get((request.request_id, request.attempt), {}).keys() >= families
 
@@ -113,7 +113,7 @@ class PromptKeys:
         token_ids = request.all_token_ids
         num_pages = min(len(token_ids) // page_size, MAX_PULLED_PAGES)
         while len(keys) < num_pages:
-            until = min(num_pages, len(keys) + self._slices.num_pages)
+            until = min(num_pages, len(keys) + (self._pages_per_slice or num_pages))
             namer.extend(keys, token_ids, until, request.cache_salt)
             yield
 
@@ -352,11 +352,16 @@ class PrefixIndex:
     """Which worker holds which pages. `version` changes whenever a worker's slot may have."""
 
     def __init__(
-        self, clock: Clock, max_pages: int = MAX_PAGES, *, seed: int = 0, slices: Slices | None = None
+        self,
+        clock: Clock,
+        max_pages: int = MAX_PAGES,
+        *,
+        seed: int = 0,
+        sliced_work: SlicedWork | None = None,
     ) -> None:
-        """slices: of expected pages; None expects all pages of a prompt at once."""
+        """sliced_work: takes the expected pages; None expects all pages of a prompt at once."""
         self.version = 0
-        self._slices = slices or Slices()
+        self._sliced_work = sliced_work or SlicedWork()
         self._clock = clock
         self._max_pages = max_pages
         self._seed = seed
@@ -469,7 +474,7 @@ class PrefixIndex:
         Many pages are expected in slices. To be called for all dispatches; otherwise a worker's share is
         given up in the wrong order.
         """
-        self._slices.add(self._expect(worker_id, keys, ttl_s))
+        self._sliced_work.add(self._expect(worker_id, keys, ttl_s))
 
     def tick(self) -> None:
         """End the expectations that have expired, and remove some entries of workers that left."""
@@ -506,7 +511,7 @@ class PrefixIndex:
         assert not (self._table.values[self._table.taken()] == EMPTY).any()
 
     def _expect(self, worker_id: str, keys: bytes, ttl_s: float) -> Iterator[None]:
-        num_bytes = KEY_BYTES * self._slices.num_pages
+        num_bytes = KEY_BYTES * self._sliced_work.num_pages
         for first in range(0, len(keys), num_bytes):
             if first:
                 yield

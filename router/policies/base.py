@@ -47,7 +47,7 @@ class RoutingChoice(NamedTuple):
     has_deficit: bool = False  # the tenant has had less than its share
 
     @property
-    def computer(self) -> str:
+    def computed_by(self) -> str:
         """The worker that computes the prompt."""
         return self.prefill or self.decode
 
@@ -66,7 +66,7 @@ class Pair(NamedTuple):
         return self.prefill.id if self.prefill is not None else ""
 
     @property
-    def computer(self) -> Member:
+    def computed_by(self) -> Member:
         """The worker that computes the prompt."""
         return self.prefill or self.decode
 

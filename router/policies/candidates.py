@@ -71,7 +71,7 @@ class PullCandidate(msgspec.Struct, frozen=True, gc=False):
 class DecodeCandidate(msgspec.Struct, frozen=True, gc=False):
     """A worker that could decode, and perhaps compute the prompt too."""
 
-    computer: PrefillCandidate
+    prefill: PrefillCandidate  # the same worker, as the one that computes the prompt
     num_delayed: int  # running sequences that a prompt computed here would delay
     room_s: float  # until there is room for the attempt
     join_s: float  # `room_s`, and until a step of the batch ends
@@ -104,7 +104,7 @@ class PromptCost(msgspec.Struct, frozen=True, gc=False):
     """The cost of the prompt at the worker that computes it."""
 
     total_s: float
-    computer: PrefillCandidate
+    prefill: PrefillCandidate
     source: str
     num_held_tokens: int
     num_new_tokens: int
@@ -118,7 +118,7 @@ class PairCandidate(msgspec.Struct, frozen=True, gc=False):
 
     total_s: float
     prefill: str  # "": the decode worker computes the prompt
-    computer: str  # the worker that computes it
+    computed_by: str  # the worker that computes it
     prompt_cost: PromptCost
     decoder: DecodeCandidate
     handoff_s: float = 0.0
@@ -126,7 +126,7 @@ class PairCandidate(msgspec.Struct, frozen=True, gc=False):
     @property
     def decode(self) -> str:
         """The id of the decode worker."""
-        return self.decoder.computer.worker
+        return self.decoder.prefill.worker
 
     @property
     def source(self) -> str:
@@ -151,7 +151,7 @@ class PairCandidate(msgspec.Struct, frozen=True, gc=False):
         if not self.prefill:  # the batch waits for the prompt, and the prompt for no step of the batch
             join_s, harm_s = decoder.room_s, decoder.local_harm_s(prompt_cost.compute_s)
         return CostTerms(
-            prompt_cost.computer.wait_s,
+            prompt_cost.prefill.wait_s,
             prompt_cost.pull_s,
             prompt_cost.compute_s,
             self.handoff_s,
@@ -162,7 +162,7 @@ class PairCandidate(msgspec.Struct, frozen=True, gc=False):
 
 
 def prompt_costs(
-    computers: Sequence[PrefillCandidate], load: CandidateLoad, sources: Sequence[PullCandidate]
+    prefills: Sequence[PrefillCandidate], load: CandidateLoad, sources: Sequence[PullCandidate]
 ) -> list[PromptCost]:
     """The cheapest way for each worker: compute all missing tokens, or pull some from one of `sources` first.
 
@@ -177,9 +177,9 @@ def prompt_costs(
         num_pairs = num_left * (num_tokens - 0.5 * num_left)
         offers.append((source.worker, source.page_format, num_there, num_left, num_pairs, source.pull_s))
     costs = []
-    for computer in computers:
-        worker, wait_s, num_held = computer.worker, computer.wait_s, computer.num_held_tokens
-        fixed_s, token_s, pair_s = computer.coefficients
+    for prefill in prefills:
+        worker, wait_s, num_held = prefill.worker, prefill.wait_s, prefill.num_held_tokens
+        fixed_s, token_s, pair_s = prefill.coefficients
         held = num_held if num_held < last else last
         num_new, pull_s, pulled_from = num_tokens - held, 0.0, ""
         compute_s = fixed_s + num_new * (token_s + pair_s * (num_tokens - 0.5 * num_new))
@@ -187,7 +187,7 @@ def prompt_costs(
         crowd_s = compute_s * (wait_s + compute_s) * crowd_rate
         least_s = compute_s + crowd_s
         for holder, page_format, num_there, num_left, num_pairs, pull_s_of in offers:
-            if num_there <= num_held or holder == worker or page_format != computer.page_format:
+            if num_there <= num_held or holder == worker or page_format != prefill.page_format:
                 continue
             left_s = fixed_s + num_left * token_s + num_pairs * pair_s
             left_crowd_s = left_s * (wait_s + left_s) * crowd_rate
@@ -201,20 +201,20 @@ def prompt_costs(
                 pull_s, compute_s, crowd_s = shown_s, left_s, left_crowd_s
                 least_s = pull_s + compute_s + crowd_s
         total_s = wait_s + least_s
-        costs.append(PromptCost(total_s, computer, pulled_from, held, num_new, pull_s, compute_s, crowd_s))
+        costs.append(PromptCost(total_s, prefill, pulled_from, held, num_new, pull_s, compute_s, crowd_s))
     return costs
 
 
 def local_pair(prompt_cost: PromptCost, decoder: DecodeCandidate) -> PairCandidate:
     """The candidate that computes the prompt on its decode worker."""
     total_s = prompt_cost.total_s + decoder.room_s + decoder.local_harm_s(prompt_cost.compute_s)
-    return PairCandidate(total_s, "", prompt_cost.computer.worker, prompt_cost, decoder)
+    return PairCandidate(total_s, "", prompt_cost.prefill.worker, prompt_cost, decoder)
 
 
 def remote_pair(prompt_cost: PromptCost, decoder: DecodeCandidate, handoff_s: float) -> PairCandidate:
     """The candidate that computes the prompt on a prefill worker and hands it over in `handoff_s`."""
     total_s = prompt_cost.total_s + handoff_s + decoder.join_s + decoder.harm_s
-    prefill = prompt_cost.computer.worker
+    prefill = prompt_cost.prefill.worker
     return PairCandidate(total_s, prefill, prefill, prompt_cost, decoder, handoff_s)
 
 
@@ -225,7 +225,7 @@ Select: TypeAlias = Callable[[Sequence[PairCandidate], int, Callable[[str], floa
 def cheapest(
     candidates: Sequence[PairCandidate], random: int, given: Callable[[str], float]
 ) -> PairCandidate:
-    """One of the cheapest candidates: of two drawn at random, the one with the computer that was given less.
+    """One of the cheapest candidates: of two drawn at random, the one whose worker was given less.
 
     A draw, because a worker that everybody finds best is soon not the best. Among equal totals the candidates
     with less to compute come first: waiting for a sibling's prefix costs the same as computing the prefix
@@ -239,7 +239,7 @@ def cheapest(
         most_s = min([each.prompt_cost.compute_s for each in equals]) + tie_s
         equals = [each for each in equals if each.prompt_cost.compute_s <= most_s]
     one, other = equals[random % len(equals)], equals[random // len(equals) % len(equals)]
-    return other if given(other.computer) < given(one.computer) else one
+    return other if given(other.computed_by) < given(one.computed_by) else one
 
 
 def longest(candidates: Sequence[PairCandidate], random: int, given: Callable[[str], float]) -> PairCandidate:
@@ -248,7 +248,7 @@ def longest(candidates: Sequence[PairCandidate], random: int, given: Callable[[s
     Computing on the decode worker is chosen only when there is no other candidate.
     """
     remotes = [candidate for candidate in candidates if candidate.prefill] or candidates
-    ranks = [(-each.num_held_tokens, each.prompt_cost.computer.wait_s) for each in remotes]
+    ranks = [(-each.num_held_tokens, each.prompt_cost.prefill.wait_s) for each in remotes]
     best = min(ranks)
     equals = [each for each, rank in zip(remotes, ranks, strict=True) if rank == best]
     return equals[random % len(equals)]

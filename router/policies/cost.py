@@ -91,13 +91,13 @@ class PromptScorer:
 
     def prefill_candidates(self, views: Sequence[WorkerView]) -> list[PrefillCandidate]:
         """A candidate for each worker, in order."""
-        return [computer for computer, _, _ in self._score(views)]
+        return [prefill for prefill, _, _ in self._score(views)]
 
     def decode_candidates(self, views: Sequence[WorkerView]) -> list[DecodeCandidate]:
         """A candidate for each worker, in order."""
         load, decoders = self.load, []
         num_tokens_more = load.num_tokens + load.num_output_tokens
-        for view, (computer, account, speeds) in zip(views, self._score(views), strict=True):
+        for view, (prefill, account, speeds) in zip(views, self._score(views), strict=True):
             num_running = account.num_attempts + account.num_unknown
             num_tokens = account.num_tokens + account.num_unknown_tokens
             fixed_s, sequence_s, context_s, token_s = speeds.step.coefficients
@@ -114,14 +114,14 @@ class PromptScorer:
                 longest_s = step_s + token_s * view.max_num_batched_tokens
                 patience_s = max(0.0, num_left * longest_s - account.wait_s(self._now_s))
             join_s = room_s + 0.5 * step_s
-            decoders.append(DecodeCandidate(computer, delayed.num, room_s, join_s, harm_s, patience_s))
+            decoders.append(DecodeCandidate(prefill, delayed.num, room_s, join_s, harm_s, patience_s))
         return decoders
 
-    def sources(self, computers: Sequence[PrefillCandidate]) -> list[PullCandidate]:
+    def sources(self, prefills: Sequence[PrefillCandidate]) -> list[PullCandidate]:
         """The workers that hold most of the prompt; expected pages count until `locate` was called."""
-        held = [each.num_held_tokens for each in computers]
+        held = [each.num_held_tokens for each in prefills]
         least = min(held)  # a worker that holds no more has nothing to pull
-        able = [each for each, num in zip(computers, held, strict=True) if num > least]
+        able = [each for each, num in zip(prefills, held, strict=True) if num > least]
         most = [(self._num_located(each), each.worker, each.page_format) for each in able]
         most.sort(reverse=True)
         pulls_from = self._context.model.pulls_from
@@ -154,8 +154,8 @@ class PromptScorer:
             if account.num_unknown and view.is_prefill:
                 wait_s += account.num_unknown * speeds.mean_compute_s
             coefficients = speeds.prefill.coefficients
-            computer = PrefillCandidate(view.id, wait_s, num_held_tokens, coefficients, view.page_format)
-            found.append((computer, account, speeds))
+            prefill = PrefillCandidate(view.id, wait_s, num_held_tokens, coefficients, view.page_format)
+            found.append((prefill, account, speeds))
         return found
 
     def _wait_s(self, account: WorkerInFlight, num_held_tokens: int) -> float:
@@ -187,10 +187,10 @@ class PromptScorer:
         lead = lead_of(scheduling_class)
         return lead is not None and lead >= 0
 
-    def _num_located(self, computer: PrefillCandidate) -> int:
-        if computer.worker not in self._located:
-            return computer.num_held_tokens
-        source = self._located[computer.worker]
+    def _num_located(self, prefill: PrefillCandidate) -> int:
+        if prefill.worker not in self._located:
+            return prefill.num_held_tokens
+        source = self._located[prefill.worker]
         return 0 if source is None else source.num_tokens
 
     def _holdings(self, family: Family) -> Holdings:
@@ -232,7 +232,7 @@ class CostPolicy:
             if not chosen.source or (source and source.num_tokens >= chosen.num_held_tokens):
                 break  # else the source is only expected to hold so much, and the scorer knows that now
         keys = {each: scorer.keys(view.worker_view(each)) for each in (chosen.prefill, chosen.decode) if each}
-        is_known = self._context.index.is_known(chosen.computer)
+        is_known = self._context.index.is_known(chosen.computed_by)
         return RoutingChoice(
             chosen.decode, chosen.prefill, chosen, candidates, source, keys, not is_known, claim.has_deficit
         )
@@ -241,10 +241,10 @@ class CostPolicy:
         """See `RoutingPolicy.expect`. Later prompts find the pages; the index keeps the held ones longer."""
         chosen, now_s = choice.candidate, self._clock.now_s()
         assert chosen is not None, "this policy predicts the cost of what it chooses"
-        self._arrivals.add(chosen.computer, chosen.prompt_cost.compute_s, now_s)
+        self._arrivals.add(chosen.computed_by, chosen.prompt_cost.compute_s, now_s)
         if choice.has_deficit:
-            self._deficit_arrivals.add(chosen.computer, chosen.prompt_cost.compute_s, now_s)
-        self._given(chosen.computer).add(num_tokens, now_s)
+            self._deficit_arrivals.add(chosen.computed_by, chosen.prompt_cost.compute_s, now_s)
+        self._given(chosen.computed_by).add(num_tokens, now_s)
         ttl_s = chosen.terms.ttft_s + EXPECTED_FOR_S
         for worker_id, keys in choice.keys.items():
             self._context.index.expect(worker_id, keys, ttl_s)
@@ -297,20 +297,20 @@ class CostPolicy:
         self,
         scorer: PromptScorer,
         decoders: Sequence[DecodeCandidate],
-        computers: Sequence[PrefillCandidate],
+        prefills: Sequence[PrefillCandidate],
         partners: Mapping[str, Collection[str]],
     ) -> list[PairCandidate]:
         load, handoff_s_of = scorer.load, self._context.model.handoff_s
-        there = [decoder.computer for decoder in decoders]
-        sources = scorer.sources([*there, *computers]) if self.pulls_prefixes else []
+        there = [decoder.prefill for decoder in decoders]
+        sources = scorer.sources([*there, *prefills]) if self.pulls_prefixes else []
         by_itself = map(local_pair, prompt_costs(there, load, sources), decoders)
         candidates = sorted(by_itself, key=_TOTAL_S)[:MAX_COMBINED]
-        best = sorted(prompt_costs(computers, load, sources), key=self.rank)[:MAX_COMBINED]
+        best = sorted(prompt_costs(prefills, load, sources), key=self.rank)[:MAX_COMBINED]
         for decoder in sorted(decoders, key=_TOTAL_S)[:MAX_COMBINED]:
-            computer = decoder.computer
-            decode, num_moved = computer.worker, max(0, load.num_tokens - computer.num_held_tokens)
+            here = decoder.prefill
+            decode, num_moved = here.worker, max(0, load.num_tokens - here.num_held_tokens)
             for each in best:
-                prefill = each.computer.worker
+                prefill = each.prefill.worker
                 if prefill in partners[decode]:
                     candidates.append(remote_pair(each, decoder, handoff_s_of(prefill, decode, num_moved)))
         return candidates
@@ -324,7 +324,7 @@ class CostPolicy:
             return candidates
         wanted, has_slot_at = claim.wanted, claim.has_slot_at
         placed = [each for each in candidates if each.prefill or has_slot_at(each.decode)]
-        return [each for each in placed if each.computer not in wanted] or placed or candidates
+        return [each for each in placed if each.computed_by not in wanted] or placed or candidates
 
 
 class PrefixPolicy(CostPolicy):

@@ -40,7 +40,7 @@ MEMORY_S: Final = 10.0  # of the time in which requests waited
 KNOWN: Final = 4  # measurements before a fit is worth a refusal
 KNOWN_S: Final = 1.0  # of waiting time before a rate is known
 MAX_AGE_S: Final = 0.05  # of the view of the workers: there may be a thousand
-MAX_COMPUTERS: Final = 16  # workers that each prediction compares
+MAX_LEAST_BUSY: Final = 16  # workers that each prediction compares
 LEAST_STEP_S: Final = 1e-6
 HEADROOM: Final = 0.9  # share of a promised time that a prediction may take
 LEAST_RETRY_S: Final = 0.5
@@ -131,8 +131,8 @@ class _Outlook(NamedTuple):
     """The workers at one time."""
 
     at_s: float
-    computers: Sequence[str]  # ids of those with the least work
-    num_computers: int
+    least_busy: Sequence[str]  # ids of workers that compute prompts
+    num_computing: int  # of these
     decoder: Member | None  # with the least load
     num_decoders: int
 
@@ -156,10 +156,10 @@ class Forecast:
         prompt: with the tokens that have to be computed.
         """
         outlook = self._look()
-        waits = [(self._wait_s(computer, prompt), computer) for computer in outlook.computers]
-        wait_s, computer = min(waits, default=(0.0, ""))
+        waits = [(self._wait_s(worker_id, prompt), worker_id) for worker_id in outlook.least_busy]
+        wait_s, worker_id = min(waits, default=(0.0, ""))
         num_tokens = prompt.num_tokens
-        compute_s = self._compute_s(computer, num_tokens)
+        compute_s = self._compute_s(worker_id, num_tokens)
         queue_s = self._queue_s(work_before, num_tokens, compute_s, outlook)
         ttft_s = queue_s + wait_s + compute_s
         return Prediction(
@@ -174,12 +174,12 @@ class Forecast:
         """The time of a step of the decode worker with the least load, now."""
         return self._step_s(self._look(), 1.0, 0.0, 0.0)
 
-    def _wait_s(self, computer: str, prompt: NewPrompt) -> float:
-        prompts = self._in_flight.account(computer).prompts
-        return self._in_flight.wait_s(computer) * prompts.share_ahead_of(prompt)
+    def _wait_s(self, worker_id: str, prompt: NewPrompt) -> float:
+        prompts = self._in_flight.account(worker_id).prompts
+        return self._in_flight.wait_s(worker_id) * prompts.share_ahead_of(prompt)
 
-    def _compute_s(self, computer: str, num_tokens: int) -> float:
-        speeds = self._model.of(computer) if computer else None
+    def _compute_s(self, worker_id: str, num_tokens: int) -> float:
+        speeds = self._model.of(worker_id) if worker_id else None
         if speeds is None or speeds.prefill.num_measured < KNOWN:
             return 0.0
         return speeds.compute_s(num_tokens, num_tokens)
@@ -193,7 +193,7 @@ class Forecast:
             return 0.0
         rate = self.rate.work_per_s
         if rate is None:  # as if all of the work were prompts like this one
-            return work * compute_s / (outlook.num_computers * max(1, num_tokens))
+            return work * compute_s / (outlook.num_computing * max(1, num_tokens))
         return work / rate
 
     def _step_s(self, outlook: _Outlook, num_answer_tokens: float, in_s: float, num_before: float) -> float:
@@ -220,13 +220,13 @@ class Forecast:
     def _look_again(self, now_s: float) -> _Outlook:
         members = [member for member in self._members.all() if not member.is_draining]
         decoders = [member for member in members if member.worker.role is WorkerRole.DECODE]
-        computers = [member for member in members if member.worker.role is WorkerRole.PREFILL] or decoders
-        waits = {member.id: self._in_flight.wait_s(member.id) for member in computers}
-        least = nsmallest(MAX_COMPUTERS, waits, key=lambda id: waits[id])
+        computing = [member for member in members if member.worker.role is WorkerRole.PREFILL] or decoders
+        waits = {member.id: self._in_flight.wait_s(member.id) for member in computing}
+        least = nsmallest(MAX_LEAST_BUSY, waits, key=lambda id: waits[id])
         decoder = min(
             decoders, key=lambda each: self._in_flight.account(each.id).share_of(each.worker), default=None
         )
-        return _Outlook(now_s, least, max(1, len(computers)), decoder, max(1, len(decoders)))
+        return _Outlook(now_s, least, max(1, len(computing)), decoder, max(1, len(decoders)))
 
 
 class _Miss(NamedTuple):

@@ -31,82 +31,82 @@ def nothing(worker: str) -> float:
     return 0.0
 
 
-def a_computer(worker: str = "p", wait_s: float = 0.0, num_held: int = 0) -> PrefillCandidate:
+def a_prefill(worker: str = "p", wait_s: float = 0.0, num_held: int = 0) -> PrefillCandidate:
     return PrefillCandidate(worker, wait_s, num_held, (0.01, 1e-3, 0.0))
 
 
 def a_source(worker: str, num_tokens: int, token_s: float = 1e-4) -> PullCandidate:
-    return PullCandidate(worker, num_tokens, lambda computer, num: 0.005 + token_s * num)
+    return PullCandidate(worker, num_tokens, lambda prefill, num: 0.005 + token_s * num)
 
 
 def a_decoder(
     worker: str = "d", num_delayed: int = 0, num_held: int = 0, wait_s: float = 0.0
 ) -> DecodeCandidate:
-    computer = a_computer(worker, wait_s, num_held)
-    return DecodeCandidate(computer, num_delayed, room_s=0.0, join_s=0.01, harm_s=1e-3 * num_delayed)
+    prefill = a_prefill(worker, wait_s, num_held)
+    return DecodeCandidate(prefill, num_delayed, room_s=0.0, join_s=0.01, harm_s=1e-3 * num_delayed)
 
 
 def local_at(decoder: DecodeCandidate) -> PairCandidate:
-    return local_pair(cost_at(decoder.computer), decoder)
+    return local_pair(cost_at(decoder.prefill), decoder)
 
 
 def cost_at(
-    computer: PrefillCandidate, sources: Sequence[PullCandidate] = (), load: CandidateLoad = IDLE
+    prefill: PrefillCandidate, sources: Sequence[PullCandidate] = (), load: CandidateLoad = IDLE
 ) -> PromptCost:
-    (cost,) = prompt_costs([computer], load, sources)
+    (cost,) = prompt_costs([prefill], load, sources)
     return cost
 
 
 def a_candidate(total_s: float, prefill: str = "p", num_held: int = 0, queue_s: float = 0.0) -> PairCandidate:
     """A decode worker that costs nothing."""
-    computer, compute_s = a_computer(prefill or "d", queue_s), total_s - queue_s
-    cost = PromptCost(total_s, computer, "", num_held, 100, 0.0, compute_s, 0.0)
-    decoder = DecodeCandidate(a_computer("d"), num_delayed=0, room_s=0.0, join_s=0.0, harm_s=0.0)
+    compute_s = total_s - queue_s
+    cost = PromptCost(total_s, a_prefill(prefill or "d", queue_s), "", num_held, 100, 0.0, compute_s, 0.0)
+    decoder = DecodeCandidate(a_prefill("d"), num_delayed=0, room_s=0.0, join_s=0.0, harm_s=0.0)
     return remote_pair(cost, decoder, 0.0) if prefill else local_pair(cost, decoder)
 
 
 def test_held_tokens_are_not_computed() -> None:
-    assert cost_at(a_computer(num_held=900)).compute_s == pytest.approx(compute_s(100, 1000))
+    assert cost_at(a_prefill(num_held=900)).compute_s == pytest.approx(compute_s(100, 1000))
 
 
 def test_last_token_is_always_computed() -> None:
-    cost = cost_at(a_computer(num_held=1000), [a_source("q", 1000)])
+    cost = cost_at(a_prefill(num_held=1000), [a_source("q", 1000)])
     assert cost.num_held_tokens == 999
     assert cost.compute_s == pytest.approx(compute_s(1, 1000))
 
 
 def test_prefix_is_pulled_where_pulling_is_faster_than_computing() -> None:
-    cost = cost_at(a_computer(), [a_source("q", 800)])
+    cost = cost_at(a_prefill(), [a_source("q", 800)])
     assert (cost.source, cost.num_held_tokens) == ("q", 800)
     assert cost.pull_s == 0.005 + 1e-4 * 800
-    slow = cost_at(a_computer(), [a_source("q", 800, token_s=2e-3)])
+    slow = cost_at(a_prefill(), [a_source("q", 800, token_s=2e-3)])
     assert (slow.source, slow.num_held_tokens) == ("", 0)
 
 
 def test_nothing_is_pulled_from_a_worker_with_other_weights() -> None:
-    source, computer = replace(a_source("q", 800), page_format=("old", "float32")), a_computer()
-    assert cost_at(replace(computer, page_format=("new", "float32")), [source]).source == ""
-    assert cost_at(replace(computer, page_format=("old", "float32")), [source]).source == "q"
+    source, prefill = replace(a_source("q", 800), page_format=("old", "float32")), a_prefill()
+    assert cost_at(replace(prefill, page_format=("new", "float32")), [source]).source == ""
+    assert cost_at(replace(prefill, page_format=("old", "float32")), [source]).source == "q"
 
 
 def test_held_prefix_is_not_pulled() -> None:
-    assert cost_at(a_computer("q"), [a_source("q", 800)]).source == ""
-    assert cost_at(a_computer(num_held=800), [a_source("q", 800)]).source == ""
+    assert cost_at(a_prefill("q"), [a_source("q", 800)]).source == ""
+    assert cost_at(a_prefill(num_held=800), [a_source("q", 800)]).source == ""
 
 
 def test_pull_is_hidden_behind_the_queue() -> None:
-    cost = cost_at(a_computer(wait_s=10.0), [a_source("q", 800)])
-    assert (cost.source, cost.pull_s, cost.computer.wait_s) == ("q", 0.0, 10.0)
+    cost = cost_at(a_prefill(wait_s=10.0), [a_source("q", 800)])
+    assert (cost.source, cost.pull_s, cost.prefill.wait_s) == ("q", 0.0, 10.0)
 
 
 def test_better_of_two_sources_is_used() -> None:
     near, far = a_source("near", 800, 1e-5), a_source("far", 900, 2e-3)
-    assert cost_at(a_computer(), [far, near]).source == "near"
+    assert cost_at(a_prefill(), [far, near]).source == "near"
 
 
 def test_later_arrivals_make_computing_more_expensive_behind_a_queue() -> None:
     crowded = replace(IDLE, crowd_rate=2.0)
-    short, long = (cost_at(a_computer(wait_s=wait_s), [], crowded).crowd_s for wait_s in (0.0, 5.0))
+    short, long = (cost_at(a_prefill(wait_s=wait_s), [], crowded).crowd_s for wait_s in (0.0, 5.0))
     assert 0 < short < long
 
 
@@ -128,9 +128,9 @@ def test_running_decode_is_delayed_until_its_end_at_most() -> None:
 
 @pytest.mark.parametrize("is_local", (True, False))
 def test_cost_of_a_candidate_is_the_sum_of_its_terms(is_local: bool) -> None:
-    decoder = DecodeCandidate(a_computer("d", 0.5), num_delayed=3, room_s=0.25, join_s=0.3, harm_s=0.2)
-    computer, load = decoder.computer if is_local else a_computer("p", 0.125), replace(IDLE, crowd_rate=2.0)
-    cost = cost_at(computer, [a_source("q", 800)], load)
+    decoder = DecodeCandidate(a_prefill("d", 0.5), num_delayed=3, room_s=0.25, join_s=0.3, harm_s=0.2)
+    prefill, load = decoder.prefill if is_local else a_prefill("p", 0.125), replace(IDLE, crowd_rate=2.0)
+    cost = cost_at(prefill, [a_source("q", 800)], load)
     candidate = local_pair(cost, decoder) if is_local else remote_pair(cost, decoder, 0.05)
     assert candidate.total_s == pytest.approx(candidate.terms.total_s)
     assert (candidate.decode, candidate.prefill) == ("d", "" if is_local else "p")
@@ -141,13 +141,13 @@ def test_cost_of_a_candidate_is_the_sum_of_its_terms(is_local: bool) -> None:
 def test_busy_batch_sends_the_prompt_away_and_an_idle_one_keeps_it() -> None:
     for num_delayed, expected in ((0, ""), (16, "p")):
         decoder = a_decoder(num_delayed=num_delayed)
-        away = remote_pair(cost_at(a_computer()), decoder, 0.05)
+        away = remote_pair(cost_at(a_prefill()), decoder, 0.05)
         assert cheapest([local_at(decoder), away], 0, nothing).prefill == expected
 
 
 def test_hot_prefix_is_used_elsewhere_when_its_holder_is_busy() -> None:
     sources = [a_source("holder", 900)]
-    holder, other = a_computer("holder", wait_s=3.0, num_held=900), a_computer("other")
+    holder, other = a_prefill("holder", wait_s=3.0, num_held=900), a_prefill("other")
     cost = prompt_costs([holder, other], IDLE, sources)
     candidates = [remote_pair(each, a_decoder(), 0.0) for each in cost]
     chosen = cheapest(candidates, 0, nothing)

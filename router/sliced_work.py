@@ -9,7 +9,7 @@ BACKLOG: Final = 8  # pieces of work
 CallSoon: TypeAlias = Callable[[Callable[[], None]], object]
 
 
-class Slices:
+class SlicedWork:
     """Does work in turns of the host's event loop.
 
     Work is an iterator, and each of its steps is a slice. A turn does one slice, and one more for every
@@ -27,7 +27,7 @@ class Slices:
         self._has_turn = False  # the next turn is ordered
 
     @property
-    def are_deferred(self) -> bool:
+    def is_deferred(self) -> bool:
         """Work that is added may be done later."""
         return self._call_soon is not None
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from baton.router.slices import Slices
+from baton.router.sliced_work import SlicedWork
 from tests.unit.router.router_cluster import Turns
 
 
@@ -18,13 +18,13 @@ def steps(name: str, done: list[str], num: int, fails_at: int = -1) -> Iterator[
 
 def test_without_a_host_all_work_is_done_at_once() -> None:
     done: list[str] = []
-    Slices().add(steps("a", done, 3))
+    SlicedWork().add(steps("a", done, 3))
     assert done == ["a0", "a1", "a2"]
 
 
 def test_each_turn_does_one_slice_and_work_takes_turns() -> None:
     turns, done = Turns(), list[str]()
-    slices = Slices(turns.call_soon)
+    slices = SlicedWork(turns.call_soon)
     slices.add(steps("a", done, 3))
     slices.add(steps("b", done, 2))
     assert done == ["a0", "b0"] and len(turns.calls) == 1
@@ -36,7 +36,7 @@ def test_each_turn_does_one_slice_and_work_takes_turns() -> None:
 
 def test_work_that_adds_work_orders_one_turn() -> None:
     turns, done = Turns(), list[str]()
-    slices = Slices(turns.call_soon)
+    slices = SlicedWork(turns.call_soon)
 
     def adding() -> Iterator[None]:
         yield
@@ -52,7 +52,7 @@ def test_work_that_adds_work_orders_one_turn() -> None:
 
 def test_failed_work_is_dropped_and_other_work_goes_on() -> None:
     turns, done = Turns(), list[str]()
-    slices = Slices(turns.call_soon)
+    slices = SlicedWork(turns.call_soon)
     slices.add(steps("a", done, 3, fails_at=1))
     slices.add(steps("b", done, 2))
     with pytest.raises(KeyError):
