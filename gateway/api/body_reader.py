@@ -63,7 +63,7 @@ from baton.token_ids import TokenIds, decode_hook, encode_hook
 MAX_CHARS_PER_TOKEN: Final = 16  # on average; a longer prompt cannot fit the model and is not tokenised
 MAX_TEXT_ANSWER_BYTES: Final = 8 * 2**20  # of /tokenize and /detokenize
 NO_WORKERS_RETRY_S: Final = 2.0
-SMALL_BYTES: Final = 4096  # a body of this size is read in well below a millisecond
+SMALL_BYTES: Final = 4096  # bodies and chats of this size are read on the event loop, in a millisecond or two
 EXPRESS_BYTES: Final = 64 * 2**10
 MAX_WAITING: Final = 256  # jobs a helper
 MAX_JOB_S: Final = 30.0
@@ -88,6 +88,7 @@ class ReadPolicy(msgspec.Struct, frozen=True, kw_only=True):
     may_use: bool  # the tenant may use the model
     max_model_len: int | None  # None: no worker has joined yet
     is_strict: bool = False  # unknown keys are refused
+    max_chars: int | None = None  # of a chat's text; see `LongText`
 
     def longest(self) -> int:
         """Return the model's context length in tokens. Raises ApiError 503 while it is not known."""
@@ -132,6 +133,10 @@ class ReadBody(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     has_tools: bool = False  # the model was told of tools
 
 
+class LongText(Exception):
+    """The chat template made a long text of a small body; a helper reads that body."""
+
+
 class PromptReader:
     """Reads bodies for one model. Raises InvalidRequest and ApiError for faults of the client."""
 
@@ -151,7 +156,10 @@ class PromptReader:
         return self._tokenizer
 
     def read(self, kind: BodyKind, data: bytes, policy: ReadPolicy) -> ReadBody:
-        """Read a body. kind: "either" is a chat when the body has messages, else a completion."""
+        """Read a body. kind: "either" is a chat when the body has messages, else a completion.
+
+        Raises LongText for a chat whose text is longer than the policy's `max_chars`.
+        """
         if kind == "either":
             kind = "chat" if _has_messages(data) else "completion"
         read = {
@@ -173,6 +181,7 @@ class PromptReader:
         messages: Sequence[Message],
         *,
         max_tokens: int,
+        max_chars: int | None = None,
         tools: Sequence[Tool] | None = None,
         add_generation_prompt: bool = True,
         add_special_tokens: bool = False,
@@ -189,6 +198,8 @@ class PromptReader:
         _check_length(sum(len(str(message.get("content"))) for message in read), max_tokens)
         text = template.render(read, tools=tools, add_generation_prompt=add_generation_prompt, kwargs=kwargs)
         _check_length(len(text), max_tokens)
+        if max_chars is not None and len(text) > max_chars:
+            raise LongText
         return tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def _chat(self, data: bytes, policy: ReadPolicy) -> ReadBody:
@@ -202,6 +213,7 @@ class PromptReader:
         token_ids = self.encode_chat(
             body.messages,
             max_tokens=policy.longest(),
+            max_chars=policy.max_chars,
             tools=tools,
             add_generation_prompt=body.add_generation_prompt is not False,
             add_special_tokens=bool(body.add_special_tokens),
@@ -249,6 +261,7 @@ class PromptReader:
             token_ids = self.encode_chat(
                 body.messages or (),
                 max_tokens=longest,
+                max_chars=policy.max_chars,
                 tools=usable_tools(body.tools, None),
                 add_generation_prompt=body.add_generation_prompt is not False,
                 add_special_tokens=bool(body.add_special_tokens),
@@ -409,8 +422,12 @@ class BodyReader:
         Raises InvalidRequest and ApiError for faults of the client, Overloaded when too many bodies wait or a
         helper fails, and ModelError for a fault of the model's files.
         """
-        if len(data) <= SMALL_BYTES or not self._helpers:
+        if not self._helpers:
             return self.reader.read(kind, data, policy)
+        if len(data) <= SMALL_BYTES:
+            with contextlib.suppress(LongText):
+                small = msgspec.structs.replace(policy, max_chars=SMALL_BYTES)
+                return self.reader.read(kind, data, small)
         express, largest = self._helpers
         is_express = len(data) <= EXPRESS_BYTES and express.turns.num_taken <= largest.turns.num_taken
         result = await (express if is_express else largest).do(tenant, ReadJob(kind, policy, len(data)), data)

@@ -118,6 +118,42 @@ def test_helper_that_died_is_replaced() -> None:
     with_helpers(scenario)
 
 
+@pytest.mark.parametrize("kind", ["chat", "tokenize"])
+def test_small_chat_with_a_long_text_is_tokenised_by_a_helper(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: BodyKind
+) -> None:
+    template = tmp_path / "template.jinja"
+    template.write_text("{% for each in messages %}{{ 'the sun ' * 500 }}{{ each.content }}{% endfor %}")
+    here, encode = list[int](), Tokenizer.encode
+
+    def recorded(tokenizer: Tokenizer, text: str, **options: bool) -> list[int]:
+        here.append(len(text))
+        return encode(tokenizer, text, **options)
+
+    monkeypatch.setattr(Tokenizer, "encode", recorded)  # of this process, which has the event loop
+
+    async def scenario() -> None:
+        chat_template = ChatTemplate.from_directory(DIRECTORY, str(template))
+        helpers = HelperSpec(directory=DIRECTORY, chat_template=str(template))
+        work, on_loop = (
+            BodyReader(TOKENIZER, chat_template, helpers=helpers),
+            BodyReader(TOKENIZER, chat_template),
+        )
+        try:
+            for num_messages in (1, 2):
+                data = body(messages=[{"role": "user", "content": "a"}] * num_messages)
+                here.clear()
+                read = await work.read(kind, data, POLICY)
+                assert here == [4001] * (num_messages == 1), (
+                    "a text of 8002 characters is no work for the loop"
+                )
+                assert read == await on_loop.read(kind, data, POLICY)
+        finally:
+            await work.close()
+
+    asyncio.run(scenario())
+
+
 def test_cancelled_caller_does_not_confuse_the_next() -> None:
     async def scenario(work: BodyReader) -> None:
         await work.start()
