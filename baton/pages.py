@@ -69,15 +69,17 @@ class PageKeys:
         """Append to `keys`, which names the first len(keys) full pages, until it names `num_pages`."""
         size = self._page_size
         num_public_tokens, salt = _split(salt)
-        first_private = num_public_tokens // size * size
+        first_private = num_public_tokens // size
         # No tenant's salt leads to the public root: `_split` reads this salt as one without public tokens.
         parent = keys[-1] if keys else self.root(_PUBLIC + bytes(4) if first_private else salt)
         start, end = len(keys) * size, num_pages * size
         if start >= end:
             return
-        packed, page_bytes = TokenIds(token_ids[start:end]).packed, size * TOKEN_ID_BYTES
-        for first, offset in zip(range(start, end, size), range(0, len(packed), page_bytes), strict=True):
-            if first == first_private and first:
+        if end > len(token_ids):
+            raise ValueError(f"{len(token_ids)} tokens do not fill {num_pages} pages of {size}")
+        packed, page_bytes = TokenIds.of(token_ids[start:end]).packed, size * TOKEN_ID_BYTES
+        for offset in range(0, len(packed), page_bytes):
+            if len(keys) == first_private and keys:
                 parent = self.root(parent + salt)
             page_hash = self._page_hash.copy()
             page_hash.update(parent)

@@ -4,7 +4,7 @@ import difflib
 import sys
 from collections.abc import Hashable, Mapping
 from enum import StrEnum
-from typing import Annotated, Any, NamedTuple, Self
+from typing import Annotated, Any, NamedTuple, Self, TypeAlias
 
 import msgspec
 from msgspec import Meta
@@ -14,6 +14,7 @@ from baton.messages.bounds import Attempt, Count, Id
 from baton.tenants import SchedulingKey, Sla
 from baton.token_ids import TokenIds
 
+TokenId: TypeAlias = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 MAX_CHOICES = 8
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
@@ -170,7 +171,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     scheduling_key: SchedulingKey = SchedulingKey()  # of the tenant; written by the gateway
     arrival_s: float = 0.0
     attempt: int = 0
-    generated_token_ids: tuple[int, ...] = ()
+    generated_token_ids: tuple[TokenId, ...] = ()
     choice: int = 0
     # A gateway's health check, never a client's request: a prefill worker computes the prompt and its pages
     # are transferred, or the request fails; its decode worker never computes the prompt.
@@ -238,7 +239,7 @@ class TokenEvent(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     request_id: Id
     attempt: Attempt
     index: Count
-    token_id: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None
+    token_id: TokenId | None
     finish_reason: FinishReason | None = None
     num_cached_tokens: Count = 0  # of the prompt; in the first event of an attempt
     logprobs: TokenLogprobs | None = None

@@ -1,46 +1,54 @@
 """Token ids as they travel between processes."""
 
 import struct
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import Any, Self, overload
+from abc import ABCMeta
+from collections.abc import Iterable, Iterator, Sequence
+from operator import index as as_integer
+from typing import Self, overload
+
+import msgspec
 
 from baton.errors import InvalidRequest
 
 TOKEN_ID_BYTES = 4
 
 
-class TokenIds(Sequence[int]):
-    """An immutable sequence of token ids in four bytes each, as u32 little endian.
+class _SequenceMeta(msgspec.StructMeta, ABCMeta):
+    """Makes a struct that is a `collections.abc.Sequence`."""
 
-    A process that only passes a long prompt on copies its bytes: it makes no integers, and its garbage
-    collector has none to visit. An engine unpacks the prompt when a sequence starts.
+
+class TokenIds(
+    msgspec.Struct,
+    Sequence[int],
+    frozen=True,
+    array_like=True,
+    forbid_unknown_fields=True,
+    gc=False,
+    metaclass=_SequenceMeta,
+):
+    """An immutable sequence of token ids, packed as little-endian u32.
+
+    A process that only forwards a long prompt copies its bytes: it creates no integers for its garbage
+    collector to visit. An engine unpacks the prompt when a sequence starts.
     """
 
-    __slots__ = ("packed",)
     packed: bytes
 
-    def __init__(self, token_ids: Iterable[int] = ()) -> None:
-        """Raises InvalidRequest for an id that does not fit 32 bits."""
-        if isinstance(token_ids, TokenIds):
-            self.packed = token_ids.packed
-            return
-        unpacked = tuple(token_ids)
-        try:
-            self.packed = struct.pack(f"<{len(unpacked)}I", *unpacked)
-        except struct.error:
-            bad = next(each for each in unpacked if not isinstance(each, int) or not 0 <= each < 2**32)
-            raise InvalidRequest(
-                f"token id {bad!r} is outside the vocabulary: ids are integers from 0 to {2**32 - 1}"
-            ) from None
+    def __post_init__(self) -> None:
+        if len(self.packed) % TOKEN_ID_BYTES:
+            raise ValueError(f"{len(self.packed)} bytes are not a whole number of token ids")
 
     @classmethod
-    def of_packed(cls, packed: bytes) -> Self:
-        """Return the token ids in these bytes. ValueError for a part of an id."""
-        if len(packed) % TOKEN_ID_BYTES:
-            raise ValueError(f"{len(packed)} bytes are no whole number of token ids")
-        token_ids = cls.__new__(cls)
-        token_ids.packed = packed
-        return token_ids
+    def of(cls, token_ids: Iterable[int]) -> Self:
+        """Pack token ids. Raises InvalidRequest for an id that does not fit 32 bits."""
+        if isinstance(token_ids, cls):
+            return token_ids
+        ids = tuple(token_ids)
+        try:
+            return cls(struct.pack(f"<{len(ids)}I", *ids))
+        except struct.error:
+            bad = next(each for each in ids if not _fits(each))
+            raise InvalidRequest(f"token id {bad!r}: expected an integer from 0 to {2**32 - 1}") from None
 
     def __len__(self) -> int:
         return len(self.packed) // TOKEN_ID_BYTES
@@ -56,46 +64,24 @@ class TokenIds(Sequence[int]):
         if isinstance(index, slice):
             start, stop, step = index.indices(len(self))
             if step == 1:
-                return self.of_packed(self.packed[TOKEN_ID_BYTES * start : TOKEN_ID_BYTES * stop])
-            return type(self)(tuple(self)[index])
+                return type(self)(self.packed[TOKEN_ID_BYTES * start : TOKEN_ID_BYTES * stop])
+            return self.of(tuple(self)[index])
         position = index + len(self) if index < 0 else index
         if not 0 <= position < len(self):
-            raise IndexError(f"{len(self)} token ids have none at {index}")
+            raise IndexError(f"index {index} is out of range for {len(self)} token ids")
         token_id: int
         (token_id,) = struct.unpack_from("<I", self.packed, TOKEN_ID_BYTES * position)
         return token_id
 
-    def __add__(self, more: Collection[int]) -> Self:
-        return self.of_packed(self.packed + TokenIds(more).packed) if more else self
-
-    def __eq__(self, other: object) -> bool:
-        return self.packed == other.packed if isinstance(other, TokenIds) else NotImplemented
-
-    def __hash__(self) -> int:
-        return hash(self.packed)
+    def __add__(self, more: Sequence[int]) -> Self:
+        return type(self)(self.packed + self.of(more).packed) if more else self
 
     def __repr__(self) -> str:
-        return f"TokenIds({tuple(self)})"
+        return f"TokenIds.of({tuple(self)})"
 
 
-def encode_hook(value: object) -> bytes:
-    """Let a msgspec encoder write TokenIds as bytes."""
-    if isinstance(value, TokenIds):
-        return value.packed
-    raise NotImplementedError(f"a {type(value).__name__} cannot be sent")
-
-
-def decode_hook(kind: type, value: Any) -> Any:
-    """Let a msgspec decoder read TokenIds from bytes."""
-    if kind is not TokenIds:
-        return value  # the decoder checks that it is of that kind
-    if not isinstance(value, bytes):
-        raise TypeError(f"token ids come as bytes, not as {type(value).__name__}")
-    return TokenIds.of_packed(value)
-
-
-def schema_hook(kind: type) -> dict[str, str]:
-    """Describe TokenIds in a JSON schema."""
-    if kind is TokenIds:
-        return {"type": "string", "contentEncoding": "u32 little endian"}
-    raise NotImplementedError(f"a {type(kind).__name__} has no schema")
+def _fits(token_id: object) -> bool:
+    try:
+        return 0 <= as_integer(token_id) < 2**32  # type: ignore[arg-type]
+    except TypeError:
+        return False

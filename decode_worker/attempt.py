@@ -33,7 +33,6 @@ from baton.messages.control import AttemptFailed, Cancel, Dispatch, Failure, Pul
 from baton.messages.workers import PrefillTimes
 from baton.request import FilledPages, Request, StepOutput, TokenEvent
 from baton.rpc.worker_node import check_one_choice
-from baton.token_ids import TokenIds
 
 # From the grant on; the time that the prompt waits in the prefill worker counts too.
 TRANSFER_TIMEOUT_S: Final = 600.0
@@ -99,15 +98,10 @@ class Attempt:
         return self.request.request_id, self.request.attempt
 
     @property
-    def token_ids(self) -> TokenIds:
-        """The tokens before the next token: prompt and answer so far."""
-        return self.request.all_token_ids
-
-    @property
     def is_complete(self) -> bool:
         """True when all KV of the prompt is here, and the token that follows."""
         filled = self.filled
-        return self.first is not None and filled is not None and filled.num_tokens == len(self.token_ids)
+        return self.first is not None and filled is not None and filled.num_tokens == self.request.num_tokens
 
     @property
     def engine_request(self) -> Request:
@@ -135,8 +129,8 @@ class Attempt:
             self.number,
             waited_s=started_s - self.arrived_s,
             computed_s=now_s - started_s,
-            num_new_tokens=len(self.token_ids) - output.num_cached_tokens,
-            num_tokens=len(self.token_ids),
+            num_new_tokens=self.request.num_tokens - output.num_cached_tokens,
+            num_tokens=self.request.num_tokens,
             pulled_bytes=self.pulled_bytes,
             pulled_s=self.pulled_s,
             own_s=self.progress.own_s,
@@ -285,7 +279,7 @@ class IncomingPages:
         """
         attempt.filled, attempt.stage = claim, AttemptStage.PREFILLING
         unit_tokens = min(self._engine.pages.page_size, link.hello.layout.page_size)
-        num_missing_tokens = len(attempt.token_ids) - claim.num_tokens
+        num_missing_tokens = attempt.request.num_tokens - claim.num_tokens
         self._endpoint.grant(
             link,
             attempt.transfer,
@@ -330,7 +324,7 @@ class IncomingPages:
 
     def _take(self, attempt: Attempt, ended: TransferEnded) -> Iterator[ReceivedPages]:
         has_come = ended.outcome is HandoffOutcome.ADOPTED
-        num_tokens, owner = len(attempt.token_ids), attempt.engine_id
+        num_tokens, owner = attempt.request.num_tokens, attempt.engine_id
         if not attempt.is_receiving:  # dropped meanwhile
             if has_come:
                 self._engine.release(FilledPages(ended.pages, num_tokens, owner))

@@ -327,12 +327,12 @@ class DecodeWorker(WorkerNode):
             return False
         self._engine.pages.accounts.book(attempt.engine_id, attempt.request.tenant)
         claim = self._engine.claim_prefix(
-            attempt.token_ids,
+            attempt.request.all_token_ids,
             attempt.request.cache_salt,
             attempt.engine_id,
             multiple_of=max(prefill.page_size, self._engine.pages.page_size),
         )
-        num_missing = len(attempt.token_ids) - claim.num_tokens
+        num_missing = attempt.request.num_tokens - claim.num_tokens
         if not self._admission.make_room(attempt, self._engine.pages.pages_for(num_missing)):
             self._engine.release(claim)
             return False

@@ -448,7 +448,7 @@ class Dispatcher:
         gateway, submit = arrival
         try:
             yield from self._cluster_state.prepare_keys(submit.request)
-        except Exception:  # a bug of ours, or a token id that no gateway lets pass
+        except Exception:  # a bug of ours
             gateway.peer.close()
             raise
         if self._arriving.get(key) is arrival:

@@ -62,9 +62,8 @@ class WaitingPrompts:
 
     def __init__(self) -> None:
         self._tokens: dict[SchedulingClass, int] = {}
-        self._charged: dict[
-            SchedulingClass, float
-        ] = {}  # work that the tenants were charged for these prompts
+        # Work that the tenants were charged for these prompts.
+        self._charged: dict[SchedulingClass, float] = {}
         self._num: dict[SchedulingClass, int] = {}
         self.total = 0  # tokens
 
@@ -94,23 +93,24 @@ class WaitingPrompts:
         scheduling_class, num_tokens, lead, lead_of = prompt
         own, num = self._tokens.get(scheduling_class, 0), self._num.get(scheduling_class, 0)
         ahead = float(own)
-        turn = (own if lead is None else lead * scheduling_class.weight) + num_tokens
-        turn /= scheduling_class.weight
+        # The virtual time at which `prompt` is computed.
+        finish = (own if lead is None else lead * scheduling_class.weight) + num_tokens
+        finish /= scheduling_class.weight
         for other, waiting in self._tokens.items():
             if other.rank < scheduling_class.rank:
                 ahead += waiting
                 num += self._num[other]
             elif other.rank == scheduling_class.rank and other != scheduling_class:
-                due = turn * other.weight
+                tokens_ahead = finish * other.weight
                 others_lead = lead_of(other) if lead_of is not None else None
                 if others_lead is not None:
-                    due += self._charged[other] - others_lead * other.weight
-                if due >= waiting:
+                    tokens_ahead += self._charged[other] - others_lead * other.weight
+                if tokens_ahead >= waiting:
                     ahead += waiting
                     num += self._num[other]
-                elif due > 0.0:
-                    ahead += due
-                    num += ceil(self._num[other] * due / waiting)
+                elif tokens_ahead > 0.0:
+                    ahead += tokens_ahead
+                    num += ceil(self._num[other] * tokens_ahead / waiting)
         return num, ahead
 
     def share_ahead_of(self, prompt: NewPrompt) -> float:
@@ -229,12 +229,12 @@ class InFlight:
             prefill.num_attempts += 1
             prefill.num_prompt_tokens += entry.num_prompt_tokens
         self._waiting.add(key)
-        computing = self._accounts[entry.computed_by]
-        if not computing.num_computing:
-            computing.since_s = self._clock.now_s()
-        computing.num_computing += 1
-        computing.work_s += entry.compute_s
-        computing.prompts.add(entry.scheduling_class, entry.num_prompt_tokens, entry.charged)
+        account = self._accounts[entry.computed_by]
+        if not account.num_computing:
+            account.since_s = self._clock.now_s()
+        account.num_computing += 1
+        account.work_s += entry.compute_s
+        account.prompts.add(entry.scheduling_class, entry.num_prompt_tokens, entry.charged)
 
     def started(self, key: Key) -> None:
         """Move an attempt with its first token from the prefill to the decode load.
@@ -249,11 +249,11 @@ class InFlight:
         decode.num_decoding += 1
         num, num_tokens = decode.decoding.get(entry.scheduling_class, _NONE_DECODING)
         decode.decoding[entry.scheduling_class] = Decoding(num + 1, num_tokens + entry.num_output_tokens)
-        computing = self._accounts[entry.computed_by]
-        computing.num_computing -= 1
-        computing.since_s = self._clock.now_s()
-        computing.work_s = computing.work_s - entry.compute_s if computing.num_computing else 0.0
-        computing.prompts.remove(entry.scheduling_class, entry.num_prompt_tokens, entry.charged)
+        account = self._accounts[entry.computed_by]
+        account.num_computing -= 1
+        account.since_s = self._clock.now_s()
+        account.work_s = account.work_s - entry.compute_s if account.num_computing else 0.0
+        account.prompts.remove(entry.scheduling_class, entry.num_prompt_tokens, entry.charged)
         if entry.prefill:
             prefill = self._accounts[entry.prefill]
             prefill.num_attempts -= 1

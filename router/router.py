@@ -61,14 +61,14 @@ from baton.router.cluster_state import ClusterState
 from baton.router.decisions import DecisionLog
 from baton.router.dispatcher import Dispatcher, GatewayPeer, Pairing
 from baton.router.in_flight import InFlight
-from baton.router.index.prefix_index import MAX_PAGES, PrefixIndex, PromptKeys
+from baton.router.index.prefix_index import MAX_PAGES, PAGES_PER_SLICE, PrefixIndex, PromptKeys
 from baton.router.membership import BEAT_TIMEOUT_S, Member, Membership, Removed
 from baton.router.policies.base import PolicyContext
 from baton.router.policies.cost_model import CostModel
 from baton.router.policies.registry import load_policy, policy_class
 from baton.router.queue.admission import AdmissionQueue, Capacity
 from baton.router.redis.messages import AnyShared
-from baton.router.sliced_work import PAGES_PER_SLICE, CallSoon, SlicedWork
+from baton.router.sliced_work import CallSoon, SlicedWork
 from baton.rpc import process
 from baton.rpc.auth import REDIS_NAMES, REDIS_VALUES, ClusterKeys, KeyRing
 from baton.rpc.peers import TICK_S, Peer, new_router_id
@@ -107,7 +107,7 @@ class Router:
 
         max_index_pages: bound of the prefix index when the policy uses the index. call_soon: has the host
         make a call in its next turn, for long work (router/sliced_work.py); None: no work is deferred.
-        pages_per_slice: see `SlicedWork`.
+        pages_per_slice: of page keys that are computed, or expected, in one piece.
         """
         self.hello = Hello(process=Kind.ROUTER, id=id)
         self.counters: Counter[str] = Counter()
@@ -116,10 +116,11 @@ class Router:
         self.members = Membership(clock)
         policy_type = policy_class(config.policy)
         num_pages = max_index_pages if policy_type.uses_prefix_index else MIN_INDEX_PAGES
-        # Expected pages have slices of their own, so that no dispatch waits behind them.
-        expectations = SlicedWork(call_soon, num_pages=pages_per_slice)
-        dispatches = SlicedWork(call_soon, num_pages=pages_per_slice)
-        index = PrefixIndex(clock, num_pages, seed=config.seed, sliced_work=expectations)
+        # Expected pages have a queue of their own, so that no dispatch waits behind them.
+        expectations, dispatches = SlicedWork(call_soon), SlicedWork(call_soon)
+        index = PrefixIndex(
+            clock, num_pages, seed=config.seed, sliced_work=expectations, pages_per_slice=pages_per_slice
+        )
         random, keys = Random(config.seed), PromptKeys(None if call_soon is None else pages_per_slice)
         context = PolicyContext(clock, self.in_flight, index, CostModel(), keys, random)
         policy = policy_type(context)

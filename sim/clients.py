@@ -194,7 +194,7 @@ class ClientLoad:
         )
         return Request(
             request_id="0" * 32,
-            token_ids=TokenIds(self._prompt()),
+            token_ids=TokenIds.of(self._prompt()),
             sampling=sampling,
             cache_salt=random.choice((b"", b"tenant")),
             priority=random.choice((0, 0, 0, 1, -1)),

@@ -610,7 +610,7 @@ class Rehearsal:
         call = self._open[request_id].call
         request = Request(
             request_id=request_id,
-            token_ids=TokenIds(call.token_ids),
+            token_ids=TokenIds.of(call.token_ids),
             sampling=SamplingParams(max_tokens=call.max_tokens),
             tenant=call.tenant,
             sla=call.sla if call.knows_sla else Sla(),

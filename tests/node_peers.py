@@ -40,7 +40,7 @@ def a_worker(name: str, role: WorkerRole = WorkerRole.DECODE, **changes: Any) ->
 def a_request(name: str = "r", num_tokens: int = 40, **changes: Any) -> Request:
     sampling = changes.pop("sampling", SamplingParams(max_tokens=8, temperature=0.0))
     return Request(
-        request_id=id_of(name), token_ids=TokenIds(range(1, num_tokens + 1)), sampling=sampling, **changes
+        request_id=id_of(name), token_ids=TokenIds.of(range(1, num_tokens + 1)), sampling=sampling, **changes
     )
 
 

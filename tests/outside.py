@@ -120,12 +120,14 @@ class OpenHarness(Harness):
     def begun(self, request_id: str, prompt: list[int], num_generated: int, max_tokens: int) -> Request:
         """A request of which the model has given so many tokens already."""
         request = Request(
-            request_id=request_id, token_ids=TokenIds(prompt), sampling=SamplingParams(max_tokens=max_tokens)
+            request_id=request_id,
+            token_ids=TokenIds.of(prompt),
+            sampling=SamplingParams(max_tokens=max_tokens),
         )
         tokens = self.model.generate(self.sequence_of(request), len(prompt) + num_generated)
         return Request(
             request_id=request_id,
-            token_ids=TokenIds(prompt),
+            token_ids=TokenIds.of(prompt),
             sampling=request.sampling,
             generated_token_ids=tuple(tokens[len(prompt) :]),
         )

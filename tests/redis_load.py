@@ -145,7 +145,7 @@ class Load:
         self._num_asked += 1
         request = Request(
             request_id=secrets.token_hex(16),
-            token_ids=TokenIds(self._prompts[number]),
+            token_ids=TokenIds.of(self._prompts[number]),
             sampling=self._sampling[number],
         )
         self._open.append((number, self._cluster.begin(request)))

@@ -70,7 +70,7 @@ class Harness:
         """Add every choice of a request; `fields` are further fields of Request."""
         request = Request(
             request_id=request_id,
-            token_ids=TokenIds(token_ids),
+            token_ids=TokenIds.of(token_ids),
             sampling=sampling or SamplingParams(max_tokens=4),
             **fields,  # type: ignore[arg-type]
         )
@@ -317,7 +317,7 @@ class BareScheduler:
         self.num_asked += 1
         request = Request(
             request_id=str(self.num_asked),
-            token_ids=TokenIds((5,) * num_tokens),
+            token_ids=TokenIds.of((5,) * num_tokens),
             tenant=tenant,
             sampling=SamplingParams(max_tokens=max_tokens, ignore_eos=True),
         )

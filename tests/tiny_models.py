@@ -64,7 +64,7 @@ def dummy_parameters(directory: Path, tp: TensorParallel, dtype: str = "float32"
 def generate(engine: Engine, prompt: list[int], **sampling: Any) -> list[StepOutput]:
     """Every output of one request, greedy unless said otherwise."""
     params = SamplingParams(**{"temperature": 0.0, "max_tokens": 8, **sampling})
-    engine.add(Request(request_id="only", token_ids=TokenIds(prompt), sampling=params))
+    engine.add(Request(request_id="only", token_ids=TokenIds.of(prompt), sampling=params))
     outputs: list[StepOutput] = []
     while engine.has_work():
         outputs += engine.step()

@@ -56,7 +56,7 @@ def a_request(number: int = 0, prompt: tuple[int, ...] = PROMPT, **fields: Any) 
     sampling = {"max_tokens": 8, "temperature": 1.0, "seed": number + 1, "ignore_eos": True, **fields}
     name = f"{number + 10:032x}"
     return Request(
-        request_id=name, token_ids=TokenIds(prompt), sampling=SamplingParams(**sampling), **of_request
+        request_id=name, token_ids=TokenIds.of(prompt), sampling=SamplingParams(**sampling), **of_request
     )
 
 

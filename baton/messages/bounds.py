@@ -9,8 +9,6 @@ from typing import Annotated, Any, Final, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from baton.token_ids import schema_hook
-
 MAX_WORKERS: Final = 1024
 MAX_ROUTERS: Final = 8  # of one cluster
 MAX_EVENTS: Final = 16_384  # in one message
@@ -55,7 +53,7 @@ def schema_hash(*types: Any) -> bytes:
 
     Two builds with equal hashes can decode each other's messages. The hash covers the sealing method too.
     """
-    schemas, components = msgspec.json.schema_components(types, schema_hook=schema_hook)
+    schemas, components = msgspec.json.schema_components(types)
     described = json.dumps([_SEALS, *map(_bare, (*schemas, components))], sort_keys=True)
     return hashlib.blake2b(described.encode(), digest_size=SCHEMA_BYTES).digest()
 

@@ -8,10 +8,8 @@ from baton.errors import WireError
 from baton.messages import control, operations
 from baton.messages.bounds import MAX_BODY_BYTES, schema_hash
 from baton.request import Request, TokenEvent
-from baton.token_ids import TOKEN_ID_BYTES, decode_hook, encode_hook
 
 MAX_REQUEST_BYTES: Final = MAX_BODY_BYTES - 4096
-
 
 AnyMessage: TypeAlias = (
     control.Hello
@@ -53,12 +51,8 @@ AnyMessage: TypeAlias = (
 # The ends of a control link exchange this hash in their prefaces: see baton/rpc/auth.py.
 CONTROL_SCHEMA: Final = schema_hash(AnyMessage)
 
-_ENCODER: Final = msgspec.msgpack.Encoder(enc_hook=encode_hook)
-
-
-_DECODER: Final[msgspec.msgpack.Decoder[AnyMessage]] = msgspec.msgpack.Decoder(
-    AnyMessage, dec_hook=decode_hook
-)
+_ENCODER: Final = msgspec.msgpack.Encoder()
+_DECODER: Final[msgspec.msgpack.Decoder[AnyMessage]] = msgspec.msgpack.Decoder(AnyMessage)
 
 
 def encode(message: AnyMessage) -> bytes:
@@ -87,11 +81,8 @@ def fits(event: TokenEvent) -> bool:
 
 
 def fits_request(request: Request) -> bool:
-    """Return whether every message that carries a request can carry this one beside its other fields."""
-    sampling = request.sampling
-    num_integers = len(request.generated_token_ids) + len(sampling.stop_token_ids)
-    most_bytes = TOKEN_ID_BYTES * len(request.token_ids) + 9 * num_integers + 18 * len(sampling.logit_bias)
-    return most_bytes <= MAX_REQUEST_BYTES // 2 or len(_ENCODER.encode(request)) <= MAX_REQUEST_BYTES
+    """Return whether the request fits every message that carries one."""
+    return len(_ENCODER.encode(request)) <= MAX_REQUEST_BYTES
 
 
 def fits_beside(request: Request, source: control.PullSource) -> bool:

@@ -50,16 +50,16 @@ from baton.rpc.session import HANDSHAKE_TIMEOUT_S, Session
 MAX_UNSENT_BYTES: Final = 16 << 20
 MAX_STRANGERS: Final = 256
 CLOSE_TIMEOUT_S: Final = 2.0
-LEAST_PAUSE_S, MOST_PAUSE_S = 0.5, 30.0
+LEAST_BACKOFF_S, MOST_BACKOFF_S = 0.5, 30.0
 TURN_S: Final = 0.001
 logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class _DialPause:
+class _DialBackoff:
     """The growing pause between dials of an address with failing handshakes."""
 
-    pause_s: float = 0.0
+    backoff_s: float = 0.0
     not_before_s: float = 0.0  # by the loop's clock
 
 
@@ -79,7 +79,7 @@ class RpcServer:
         self.node: Node | None = None
         self.keys: LinkKeys | None = None  # as long as there is a node
         self._cluster_keys = keys
-        self._pauses: dict[Address, _DialPause] = {}
+        self._backoffs: dict[Address, _DialBackoff] = {}
         self._complaints: dict[str, None] = {}  # that were logged
         self._server: asyncio.Server | None = None
         self._links: set[RpcLink] = set()
@@ -108,8 +108,8 @@ class RpcServer:
         """See Dial in baton/rpc/peers.py."""
         if address in self._dialing or self._is_closed:
             return
-        pause = self._pauses.get(address)
-        if pause is None or asyncio.get_running_loop().time() >= pause.not_before_s:
+        backoff = self._backoffs.get(address)
+        if backoff is None or asyncio.get_running_loop().time() >= backoff.not_before_s:
             self._dialing[address] = asyncio.get_running_loop().create_task(self._connect(address))
 
     async def close(self) -> None:
@@ -168,23 +168,23 @@ class RpcServer:
             async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
                 await loop.create_connection(lambda: link, address.host, address.port)
             await link.ended.wait()
-            self._set_pause(address, link)
+            self._set_backoff(address, link)
         except (OSError, TimeoutError) as error:
             logger.debug("%s:%d cannot be reached: %s", address.host, address.port, error)
         finally:
             del self._dialing[address]
 
-    def _set_pause(self, address: Address, link: "RpcLink") -> None:
+    def _set_backoff(self, address: Address, link: "RpcLink") -> None:
         """Lengthen an address's pause after each failed handshake but the first; a good one ends it."""
         if link.is_introduced or self.keys is None:
-            self._pauses.pop(address, None)
+            self._backoffs.pop(address, None)
             return
-        pause = self._pauses.get(address)
-        if pause is None:
-            self._pauses[address] = _DialPause()
+        backoff = self._backoffs.get(address)
+        if backoff is None:
+            self._backoffs[address] = _DialBackoff()
             return
-        pause.pause_s = min(MOST_PAUSE_S, max(LEAST_PAUSE_S, 2 * pause.pause_s))
-        pause.not_before_s = asyncio.get_running_loop().time() + pause.pause_s
+        backoff.backoff_s = min(MOST_BACKOFF_S, max(LEAST_BACKOFF_S, 2 * backoff.backoff_s))
+        backoff.not_before_s = asyncio.get_running_loop().time() + backoff.backoff_s
 
     async def _tick(self, node: Node) -> None:
         while True:

@@ -182,7 +182,7 @@ def serve(replica: Replica, requests: Requests) -> Outcome:
 def _request(index: int, num_tokens: int, rng: random.Random) -> Request:
     prompt = tuple(rng.randrange(SHAPE.vocab_size) for _ in range(PROMPT_TOKENS))
     sampling = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
-    return Request(request_id=str(index), token_ids=TokenIds(prompt), sampling=sampling)
+    return Request(request_id=str(index), token_ids=TokenIds.of(prompt), sampling=sampling)
 
 
 def _load(policy: str, shape: LlamaShape) -> Replica:

@@ -62,7 +62,7 @@ def _scheduler(num_seqs: int, num_pages: int, *, prefix_caching: bool) -> Schedu
 
 def _sequence(number: int, prompt: list[int], max_tokens: int) -> Sequence:
     sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-    request = Request(request_id=f"request-{number}", token_ids=TokenIds(prompt), sampling=sampling)
+    request = Request(request_id=f"request-{number}", token_ids=TokenIds.of(prompt), sampling=sampling)
     return Sequence.from_request(request, 0, max_model_len=1 << 20)
 
 

@@ -52,7 +52,7 @@ def generate(engine: Engine, jobs: Sequence[Job], round_name: str) -> float:
     for index, job in enumerate(jobs):
         sampling = SamplingParams(temperature=0.0, max_tokens=job.num_tokens, ignore_eos=True)
         engine.add(
-            Request(request_id=f"{round_name}-{index}", token_ids=TokenIds(job.prompt), sampling=sampling)
+            Request(request_id=f"{round_name}-{index}", token_ids=TokenIds.of(job.prompt), sampling=sampling)
         )
     num_tokens, num_expected = 0, sum(job.num_tokens for job in jobs)
     while engine.has_work():

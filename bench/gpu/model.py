@@ -214,7 +214,7 @@ def _model_seconds(session: Session) -> float:
 
 def _request(prompt: list[int], sampling: SamplingParams) -> Request:
     """Return a request that ends by length alone: the models here have no end token."""
-    return Request(request_id=f"bench-{next(_request_ids)}", token_ids=TokenIds(prompt), sampling=sampling)
+    return Request(request_id=f"bench-{next(_request_ids)}", token_ids=TokenIds.of(prompt), sampling=sampling)
 
 
 class TransformersRival:

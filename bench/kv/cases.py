@@ -116,7 +116,9 @@ class _StreamingPrefill:
         sampling = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
         num_groups = NUM_LAYER_GROUPS if leaving is Leaving.BY_LAYERS else 1
         transfer = self._destination.grant(endpoint, num_pages, num_groups)
-        (sequence,) = engine.add(Request(request_id=name, token_ids=TokenIds(token_ids), sampling=sampling))
+        (sequence,) = engine.add(
+            Request(request_id=name, token_ids=TokenIds.of(token_ids), sampling=sampling)
+        )
         pages = _PromptPages(endpoint, transfer, num_tokens, num_pages)
         started_s, ended = perf_counter(), None
         while sequence.num_computed_tokens < num_tokens:

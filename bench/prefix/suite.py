@@ -139,7 +139,9 @@ class PrefixCluster:
         """Ask and return once the request is routed. prefill: the name of the prefill worker to choose."""
         self._prefill = self.worker_id(prefill) if prefill else ""
         sampling = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
-        request = Request(request_id=secrets.token_hex(16), token_ids=TokenIds(token_ids), sampling=sampling)
+        request = Request(
+            request_id=secrets.token_hex(16), token_ids=TokenIds.of(token_ids), sampling=sampling
+        )
         answer = AnswerSink(request)
         self._frontend.open(request, answer)
         await _until(lambda: self._decision(answer) is not None, ANSWER_S)

@@ -203,7 +203,7 @@ def decision_times_us(loaded: Loaded, num_decisions: int, rng: np.random.Generat
     everyone = frozenset(member.id for member in prefill.members)
     view = ClusterView(decode, prefill, {member.id: everyone for member in decode.members})
     prompt, sampling = tuple(range(PROMPT_PAGES * 16)), SamplingParams(max_tokens=100)
-    request = Request(request_id="0" * 32, token_ids=TokenIds(prompt), sampling=sampling)
+    request = Request(request_id="0" * 32, token_ids=TokenIds.of(prompt), sampling=sampling)
     times_us = []
     for number in rng.integers(0, len(loaded.prompts), num_decisions).tolist():
         keys.now = loaded.prompts[number]

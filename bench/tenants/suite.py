@@ -220,7 +220,7 @@ def operation_times_us(num_tenants: int, num_each: int, seed: int = 0) -> dict[s
     submits = []
     for number in range(num_tenants):
         key = SchedulingKey(weight=float(1 + number % 7))
-        request = Request(request_id="", token_ids=TokenIds((1,)), tenant=f"t{number}", scheduling_key=key)
+        request = Request(request_id="", token_ids=TokenIds.of((1,)), tenant=f"t{number}", scheduling_key=key)
         submits.append(Submit(request=request))
     for number in range(num_tenants * num_each):
         queues.add(_queued(submits[number % num_tenants], number, random))

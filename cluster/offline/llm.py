@@ -256,10 +256,9 @@ class LLM:
         return generations
 
     def _request(self, prompt: GivenPrompt, sampling: SamplingParams) -> Request:
-        token_ids = prompt.token_ids
-        if token_ids is None:
-            token_ids = tuple(self.tokenizer.encode(prompt.text or ""))
-        request = Request(request_id=uuid.uuid4().hex, token_ids=TokenIds(token_ids), sampling=sampling)
+        given = prompt.token_ids
+        token_ids = TokenIds.of(self.tokenizer.encode(prompt.text or "") if given is None else given)
+        request = Request(request_id=uuid.uuid4().hex, token_ids=token_ids, sampling=sampling)
         self.engine.check(request)
         return request
 

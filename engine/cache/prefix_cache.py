@@ -297,7 +297,7 @@ class PrefixCache:
         keys: list[bytes] = []
         if self._page_keys is not None and token_ids:
             num_pages = (len(token_ids) - 1) // self.pool.page_size
-            self._page_keys.extend(keys, list(token_ids), num_pages, salt)
+            self._page_keys.extend(keys, token_ids, num_pages, salt)
         return self._known_pages(keys)
 
     def name(self, token_ids: Ordered[int], salt: bytes, page_size: int) -> list[bytes]:
@@ -305,7 +305,7 @@ class PrefixCache:
         keys: list[bytes] = []
         if self._page_keys is not None:
             names = self._page_keys.of_size(page_size)
-            names.extend(keys, list(token_ids), len(token_ids) // page_size, salt)
+            names.extend(keys, token_ids, len(token_ids) // page_size, salt)
         return keys
 
     def count(self, num_queried_tokens: int, num_hit_tokens: int) -> None:

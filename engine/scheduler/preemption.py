@@ -234,9 +234,6 @@ class PreemptionCandidates:
         ]
 
 
-# Page quotas.
-
-
 class PageQuotas:
     """Keeps one plan within the page quotas: a key at its quota takes pages from its own sequences, or waits.
 
@@ -270,8 +267,9 @@ class PageQuotas:
     def make_room_for_waiting(self, sequence: Sequence, num_pages: int, num_reserved: int | None) -> bool:
         """Return True when a waiting sequence may have `num_pages` pages; else its key is full.
 
-        num_reserved: pages for the running sequences of the key, which preempt none for a newcomer; None when
-        the key has none that run. It may preempt its own waiting sequences then.
+        False also when sequences were preempted for it: their pages are free in the next plan. num_reserved:
+        pages that the key's running sequences still need; None when it has none, and its waiting sequences
+        may be preempted.
         """
         share = sequence.share
         if num_pages + (num_reserved or 0) <= self._held.room(share):

@@ -271,8 +271,9 @@ class StepPlanner:
                 self._quotas.enforce(share)
 
     def make_room_in_quota(self, sequence: Sequence, num_tokens: int = 0) -> bool:
-        """Return True when all pages of a waiting sequence fit in the quota of its key, beside the running
-        sequences of the key. Waiting sequences of the key may be preempted for it when none runs.
+        """Return whether the quota of the sequence's key has room for all its pages beside the key's running
+        sequences. When none of these run, waiting sequences of the key are preempted to make room for the
+        next plan.
 
         num_tokens: the length that the sequence may grow to.
         """

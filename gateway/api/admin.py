@@ -149,7 +149,7 @@ class Canary:
         longest = min(worker.max_model_len for worker in workers) - 2
         length = max(1, min(NUM_PAGES * max(worker.page_size for worker in workers) + 1, longest))
         drawn = secrets.randbits(length)
-        return TokenIds(drawn >> index & 1 for index in range(length))
+        return TokenIds.of(drawn >> index & 1 for index in range(length))
 
 
 class _ProbeSink:

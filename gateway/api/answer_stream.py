@@ -36,6 +36,7 @@ from baton.gateway.streams.resume import ResumePoint, Shown
 from baton.gateway.tenants.limiter import Charge
 from baton.gateway.text.tool_calls import ToolCall
 from baton.request import TokenLogprobs
+from baton.token_ids import TOKEN_ID_BYTES, TokenIds
 
 MAX_HELD_BYTES: Final = 64 * 2**10  # a stream
 MAX_TURN_BYTES: Final = 64 * 2**10  # then other streams have their turn
@@ -45,7 +46,6 @@ CALM_SENTENCES: Final = 4
 DONE: Final = b"[DONE]"
 BLOCK_TOKENS: Final = 256  # of PackedLogprobs
 BYTES_PER_CHARACTER: Final = 4
-BYTES_PER_TOKEN_ID: Final = 4
 logger = logging.getLogger(__name__)
 
 
@@ -166,7 +166,7 @@ class _Skip:
 
 
 def _checksum(token_ids: Sequence[int], before: int) -> int:
-    return zlib.crc32(array("I", token_ids).tobytes(), before)
+    return zlib.crc32(TokenIds.of(token_ids).packed, before)
 
 
 class AnswerStream:
@@ -440,14 +440,14 @@ class _Kept:
 
     def add(self, delta: Delta) -> int:
         """Keep a delta; returns the approximate bytes that it takes."""
-        before = self._logprobs.num_bytes + BYTES_PER_TOKEN_ID * len(self._token_ids)
+        before = self._logprobs.num_bytes + TOKEN_ID_BYTES * len(self._token_ids)
         self._text.write(delta.text)
         if self._keeps_ids:
             self._token_ids.extend(delta.token_ids)
         self._logprobs.extend(delta.logprobs)
         self._tool_calls += delta.tool_calls
         num_chars = len(delta.text) + sum(len(call.arguments) for call in delta.tool_calls)
-        after = self._logprobs.num_bytes + BYTES_PER_TOKEN_ID * len(self._token_ids)
+        after = self._logprobs.num_bytes + TOKEN_ID_BYTES * len(self._token_ids)
         return BYTES_PER_CHARACTER * num_chars + after - before
 
     def joined(self) -> Delta:

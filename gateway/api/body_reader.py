@@ -58,7 +58,7 @@ from baton.gateway.text.model_files import SamplingDefaults, read_vocab_size
 from baton.gateway.text.tokenizer import Tokenizer
 from baton.gateway.text.tool_calls import ToolForm
 from baton.tenants import has_slots
-from baton.token_ids import TokenIds, decode_hook, encode_hook
+from baton.token_ids import TokenIds
 
 MAX_CHARS_PER_TOKEN: Final = 16  # on average; a longer prompt cannot fit the model and is not tokenised
 MAX_TEXT_ANSWER_BYTES: Final = 8 * 2**20  # of /tokenize and /detokenize
@@ -223,7 +223,7 @@ class PromptReader:
         rest = msgspec.structs.replace(
             body, messages=[{}], tools=None, tool_choice=None, chat_template_kwargs=None
         )
-        prompts = [Prompt(None, TokenIds(token_ids))]
+        prompts = [Prompt(None, TokenIds.of(token_ids))]
         return ReadBody(num_unknown=num_unknown, chat=rest, prompts=prompts, has_tools=bool(tools))
 
     def _completion(self, data: bytes, policy: ReadPolicy) -> ReadBody:
@@ -239,13 +239,13 @@ class PromptReader:
             adds_special = body.add_special_tokens is not False
             token_ids = self.encode(given, max_tokens=policy.longest(), add_special_tokens=adds_special)
             policy.check_length(len(token_ids))
-            return Prompt(given if body.echo else None, TokenIds(token_ids))
+            return Prompt(given if body.echo else None, TokenIds.of(token_ids))
         if body.add_special_tokens is not None:
             message = "add_special_tokens: it is about text, and the prompt is token ids"
             raise invalid(message, param="add_special_tokens")
         policy.check_length(len(given))
         check_token_ids(given, self.vocab_size, "prompt")
-        return Prompt(self.tokenizer.decode(given) if body.echo else None, TokenIds(given))
+        return Prompt(self.tokenizer.decode(given) if body.echo else None, TokenIds.of(given))
 
     def _tokenize(self, data: bytes, policy: ReadPolicy) -> ReadBody:
         body, num_unknown = _decode(data, TokenizeBody, policy)
@@ -332,7 +332,7 @@ class PublicPrefixes:
         longest = 0
         for text in texts:
             for form in await asyncio.shield(self._forms_of(text)):
-                pairs = zip(form, token_ids, strict=False)
+                pairs = zip(form, token_ids[: len(form)], strict=False)
                 longest = max(longest, sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs)))
         return longest
 
@@ -382,9 +382,7 @@ class ReadFailed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 ReadResult: TypeAlias = ReadBody | ReadFailed
 _JOBS: Final = msgspec.msgpack.Decoder(ReadJob)
-_RESULTS: Final[msgspec.msgpack.Decoder[ReadResult]] = msgspec.msgpack.Decoder(
-    ReadResult, dec_hook=decode_hook
-)
+_RESULTS: Final[msgspec.msgpack.Decoder[ReadResult]] = msgspec.msgpack.Decoder(ReadResult)
 
 
 class HelperSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -612,7 +610,7 @@ class _Helper:
 
 
 def _frame(message: ReadJob | ReadResult) -> bytes:
-    data = msgspec.msgpack.encode(message, enc_hook=encode_hook)
+    data = msgspec.msgpack.encode(message)
     return len(data).to_bytes(LENGTH_BYTES, "big") + data
 
 
@@ -644,10 +642,11 @@ def _read(reader: PromptReader, job: ReadJob, data: bytes) -> ReadResult:
 
 
 def _lower_priority() -> None:
-    """Leave the cores to the gateway; on Linux, a batch process that wakes up does not interrupt another."""
+    """Give the gateway precedence. On Linux, SCHED_BATCH also keeps a waking helper from preempting it."""
     with contextlib.suppress(OSError):
         os.nice(NICENESS)
-        if sys.platform == "linux":
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 

@@ -279,10 +279,7 @@ def check_sampled_ids(body: Body, vocab_size: int | None) -> None:
 
 
 class Prompt(msgspec.Struct):
-    """One prompt of a call.
-
-    `text` is None for a prompt of token ids, unless the call asks for its prompt back.
-    """
+    """One prompt of a call. `text` is None unless the call asks for its prompt back."""
 
     text: str | None
     token_ids: TokenIds
@@ -356,9 +353,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
         """
         fields = msgspec.structs.asdict(self)
         answered = {name: value for name, value in fields.items() if name not in _NOT_OF_THE_ANSWER}
-        prompts = [
-            (prompt.text if self.has_echo else None, prompt.token_ids.packed) for prompt in self.prompts
-        ]
+        prompts = [(prompt.text, prompt.token_ids.packed) for prompt in self.prompts]
         content = msgspec.msgpack.encode([fingerprint, prompts, answered], order="deterministic")
         return hashlib.blake2b(content, digest_size=DIGEST_BYTES).digest()
 

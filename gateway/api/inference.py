@@ -152,10 +152,8 @@ class Inference:
         resumed = self._event_ids.open(event_id, tenant.name, self._calendar_s()) if event_id else None
         body = read.chat or read.completion
         assert body is not None
-        if tenant.public_texts:
-            public_texts = tenant.public_texts
-            for prompt in read.prompts:
-                prompt.num_public_tokens = await self._public.num_tokens(public_texts, prompt.token_ids)
+        for prompt in read.prompts:
+            prompt.num_public_tokens = await self._public.num_tokens(tenant.public_texts, prompt.token_ids)
         call = make_call(
             body,
             tuple(read.prompts),

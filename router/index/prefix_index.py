@@ -57,6 +57,9 @@ def family_of(worker: Worker) -> Family:
     return (worker.fingerprint, worker.kv_dtype, worker.page_size)
 
 
+PAGES_PER_SLICE: Final = 512  # computing or expecting their keys takes less than half a millisecond
+
+
 class PromptKeys:
     """Computes the page keys of prompts.
 
@@ -106,15 +109,15 @@ class PromptKeys:
 
     def _extend(self, keys: list[bytes], family: Family, request: Request) -> Iterator[None]:
         fingerprint, dtype, page_size = family
-        namer = self._families.get(family)
-        if namer is None:
-            namer = PageKeys(model_fingerprint=fingerprint, dtype=dtype, page_size=page_size)
-            self._families[family] = namer
+        page_keys = self._families.get(family)
+        if page_keys is None:
+            page_keys = PageKeys(model_fingerprint=fingerprint, dtype=dtype, page_size=page_size)
+            self._families[family] = page_keys
         token_ids = request.all_token_ids
         num_pages = min(len(token_ids) // page_size, MAX_PULLED_PAGES)
         while len(keys) < num_pages:
             until = min(num_pages, len(keys) + (self._pages_per_slice or num_pages))
-            namer.extend(keys, token_ids, until, request.cache_salt)
+            page_keys.extend(keys, token_ids, until, request.cache_salt)
             yield
 
 
@@ -358,10 +361,12 @@ class PrefixIndex:
         *,
         seed: int = 0,
         sliced_work: SlicedWork | None = None,
+        pages_per_slice: int = PAGES_PER_SLICE,
     ) -> None:
-        """sliced_work: takes the expected pages; None expects all pages of a prompt at once."""
+        """sliced_work: does the work of `expect`; None does it at once. pages_per_slice: of that work."""
         self.version = 0
         self._sliced_work = sliced_work or SlicedWork()
+        self._pages_per_slice = pages_per_slice
         self._clock = clock
         self._max_pages = max_pages
         self._seed = seed
@@ -511,7 +516,7 @@ class PrefixIndex:
         assert not (self._table.values[self._table.taken()] == EMPTY).any()
 
     def _expect(self, worker_id: str, keys: bytes, ttl_s: float) -> Iterator[None]:
-        num_bytes = KEY_BYTES * self._sliced_work.num_pages
+        num_bytes = KEY_BYTES * self._pages_per_slice
         for first in range(0, len(keys), num_bytes):
             if first:
                 yield

@@ -19,15 +19,13 @@ from typing import Final, TypeAlias
 
 import msgspec
 
-from baton.router.in_flight import LeadOf
-
 TIE: Final = 0.02  # costs that differ by a smaller share are equal: predictions are no better
 # Fingerprint, kv_dtype: workers can use each other's pages of one format.
 PageFormat: TypeAlias = tuple[str, str]
 Coefficients: TypeAlias = tuple[float, ...]  # of a prefill, as PREFILL_PRIOR of cost_model.py
 
 
-class CostTerms(msgspec.Struct, frozen=True, gc=False):
+class CostTerms(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """The parts of a pair's cost, in seconds."""
 
     queue_s: float = 0.0  # behind other prompts
@@ -71,14 +69,12 @@ class PullCandidate(msgspec.Struct, frozen=True, gc=False):
 class DecodeCandidate(msgspec.Struct, frozen=True, gc=False):
     """A worker that could decode, and perhaps compute the prompt too."""
 
-    prefill: PrefillCandidate  # the same worker, as the one that computes the prompt
+    as_prefill: PrefillCandidate  # the same worker, as the one that computes the prompt
     num_delayed: int  # running sequences that a prompt computed here would delay
     room_s: float  # until there is room for the attempt
     join_s: float  # `room_s`, and until a step of the batch ends
     harm_s: float  # the delay that the attempt's tokens cost the running sequences
-    patience_s: float = (
-        inf  # the longest delay of one of them: until they end, beyond what they wait for anyway
-    )
+    patience_s: float = inf  # the longest delay of one of them, beyond the wait that it has anyway
 
     @property
     def total_s(self) -> float:
@@ -90,21 +86,11 @@ class DecodeCandidate(msgspec.Struct, frozen=True, gc=False):
         return self.harm_s + self.num_delayed * min(compute_s, self.patience_s)
 
 
-class CandidateLoad(msgspec.Struct, frozen=True, gc=False):
-    """The prompt, and the arrivals that it competes with."""
-
-    num_tokens: int
-    num_output_tokens: int  # expected
-    crowd_rate: float  # prompts that arrive at a worker a second, and more where these delay others in turn
-    lead: float | None = None  # of its tenant; see `NewPrompt` in router/in_flight.py
-    lead_of: LeadOf | None = None
-
-
 class PromptCost(msgspec.Struct, frozen=True, gc=False):
     """The cost of the prompt at the worker that computes it."""
 
     total_s: float
-    prefill: PrefillCandidate
+    candidate: PrefillCandidate
     source: str
     num_held_tokens: int
     num_new_tokens: int
@@ -118,15 +104,19 @@ class PairCandidate(msgspec.Struct, frozen=True, gc=False):
 
     total_s: float
     prefill: str  # "": the decode worker computes the prompt
-    computed_by: str  # the worker that computes it
     prompt_cost: PromptCost
-    decoder: DecodeCandidate
+    decode_candidate: DecodeCandidate
     handoff_s: float = 0.0
 
     @property
     def decode(self) -> str:
         """The id of the decode worker."""
-        return self.decoder.prefill.worker
+        return self.decode_candidate.as_prefill.worker
+
+    @property
+    def computed_by(self) -> str:
+        """The id of the worker that computes the prompt."""
+        return self.prompt_cost.candidate.worker
 
     @property
     def source(self) -> str:
@@ -146,29 +136,32 @@ class PairCandidate(msgspec.Struct, frozen=True, gc=False):
     @property
     def terms(self) -> CostTerms:
         """The cost by its parts."""
-        prompt_cost, decoder = self.prompt_cost, self.decoder
-        join_s, harm_s = decoder.join_s, decoder.harm_s
+        prompt_cost, decode_candidate = self.prompt_cost, self.decode_candidate
+        join_s, harm_s = decode_candidate.join_s, decode_candidate.harm_s
         if not self.prefill:  # the batch waits for the prompt, and the prompt for no step of the batch
-            join_s, harm_s = decoder.room_s, decoder.local_harm_s(prompt_cost.compute_s)
+            join_s, harm_s = decode_candidate.room_s, decode_candidate.local_harm_s(prompt_cost.compute_s)
         return CostTerms(
-            prompt_cost.prefill.wait_s,
-            prompt_cost.pull_s,
-            prompt_cost.compute_s,
-            self.handoff_s,
-            join_s,
-            harm_s,
-            prompt_cost.crowd_s,
+            queue_s=prompt_cost.candidate.wait_s,
+            pull_s=prompt_cost.pull_s,
+            compute_s=prompt_cost.compute_s,
+            handoff_s=self.handoff_s,
+            join_s=join_s,
+            harm_s=harm_s,
+            crowd_s=prompt_cost.crowd_s,
         )
 
 
 def prompt_costs(
-    prefills: Sequence[PrefillCandidate], load: CandidateLoad, sources: Sequence[PullCandidate]
+    prefills: Sequence[PrefillCandidate],
+    num_tokens: int,
+    sources: Sequence[PullCandidate] = (),
+    crowd_rate: float = 0.0,
 ) -> list[PromptCost]:
     """The cheapest way for each worker: compute all missing tokens, or pull some from one of `sources` first.
 
-    Calls are inlined: this function takes most of the time of a decision.
+    crowd_rate: prompts that arrive at a worker a second, and more where these delay others in turn. Calls
+    are inlined: this function takes most of the time of a decision.
     """
-    num_tokens, crowd_rate = load.num_tokens, load.crowd_rate
     last = num_tokens - 1  # the last token is always computed
     offers = []
     for source in sources:
@@ -205,17 +198,16 @@ def prompt_costs(
     return costs
 
 
-def local_pair(prompt_cost: PromptCost, decoder: DecodeCandidate) -> PairCandidate:
+def local_pair(cost: PromptCost, decode: DecodeCandidate) -> PairCandidate:
     """The candidate that computes the prompt on its decode worker."""
-    total_s = prompt_cost.total_s + decoder.room_s + decoder.local_harm_s(prompt_cost.compute_s)
-    return PairCandidate(total_s, "", prompt_cost.prefill.worker, prompt_cost, decoder)
+    total_s = cost.total_s + decode.room_s + decode.local_harm_s(cost.compute_s)
+    return PairCandidate(total_s, "", cost, decode)
 
 
-def remote_pair(prompt_cost: PromptCost, decoder: DecodeCandidate, handoff_s: float) -> PairCandidate:
+def remote_pair(cost: PromptCost, decode: DecodeCandidate, handoff_s: float) -> PairCandidate:
     """The candidate that computes the prompt on a prefill worker and hands it over in `handoff_s`."""
-    total_s = prompt_cost.total_s + handoff_s + decoder.join_s + decoder.harm_s
-    prefill = prompt_cost.prefill.worker
-    return PairCandidate(total_s, prefill, prefill, prompt_cost, decoder, handoff_s)
+    total_s = cost.total_s + handoff_s + decode.join_s + decode.harm_s
+    return PairCandidate(total_s, cost.candidate.worker, cost, decode, handoff_s)
 
 
 # (candidates, random bits, tokens that a worker was given lately) -> the chosen candidate
@@ -248,7 +240,7 @@ def longest(candidates: Sequence[PairCandidate], random: int, given: Callable[[s
     Computing on the decode worker is chosen only when there is no other candidate.
     """
     remotes = [candidate for candidate in candidates if candidate.prefill] or candidates
-    ranks = [(-each.num_held_tokens, each.prompt_cost.prefill.wait_s) for each in remotes]
+    ranks = [(-each.num_held_tokens, each.prompt_cost.candidate.wait_s) for each in remotes]
     best = min(ranks)
     equals = [each for each, rank in zip(remotes, ranks, strict=True) if rank == best]
     return equals[random % len(equals)]

@@ -33,7 +33,6 @@ from baton.router.policies.base import (
     WorkerView,
 )
 from baton.router.policies.candidates import (
-    CandidateLoad,
     DecodeCandidate,
     PairCandidate,
     PrefillCandidate,
@@ -67,10 +66,21 @@ _TOTAL_S: Final = attrgetter("total_s")
 class PromptScorer:
     """Makes the candidates of one prompt: what each worker holds of it, its wait there, the time it takes."""
 
-    def __init__(self, context: PolicyContext, request: Request, load: CandidateLoad, now_s: float) -> None:
+    def __init__(
+        self,
+        context: PolicyContext,
+        request: Request,
+        now_s: float,
+        claim: TenantClaim = NO_CLAIM,
+        crowd_rate: float = 0.0,
+    ) -> None:
+        """crowd_rate: see `prompt_costs`."""
+        self.num_tokens = request.num_tokens
+        self.crowd_rate = crowd_rate
+        self._num_output_tokens = num_kv_tokens(request) - request.num_tokens  # expected
+        self._claim = claim
         self._context = context
         self._request = request
-        self.load = load
         self._now_s = now_s
         self._scheduling_class = scheduling_class_of(request)
         self._found: dict[Family, tuple[bytes, Holdings]] = {}
@@ -95,8 +105,8 @@ class PromptScorer:
 
     def decode_candidates(self, views: Sequence[WorkerView]) -> list[DecodeCandidate]:
         """A candidate for each worker, in order."""
-        load, decoders = self.load, []
-        num_tokens_more = load.num_tokens + load.num_output_tokens
+        candidates, num_output_tokens = [], self._num_output_tokens
+        num_tokens_more = self.num_tokens + num_output_tokens
         for view, (prefill, account, speeds) in zip(views, self._score(views), strict=True):
             num_running = account.num_attempts + account.num_unknown
             num_tokens = account.num_tokens + account.num_unknown_tokens
@@ -106,16 +116,16 @@ class PromptScorer:
             seats = (num_running + 1) / view.max_num_seqs
             excess = (seats if seats > share else share) - 1.0
             room_s = excess * EXPECTED_OUTPUT_TOKENS * step_s if excess > 0.0 else 0.0
-            token_harm_s = sequence_s + context_s * load.num_tokens
-            harm_s = num_running * load.num_output_tokens * token_harm_s
+            token_harm_s = sequence_s + context_s * self.num_tokens
+            harm_s = num_running * num_output_tokens * token_harm_s
             delayed, patience_s = self._delayed(account), inf
             if delayed.num and view.max_num_batched_tokens:
                 num_left = 0.5 * delayed.num_output_tokens / delayed.num  # of each, on average
                 longest_s = step_s + token_s * view.max_num_batched_tokens
                 patience_s = max(0.0, num_left * longest_s - account.wait_s(self._now_s))
             join_s = room_s + 0.5 * step_s
-            decoders.append(DecodeCandidate(prefill, delayed.num, room_s, join_s, harm_s, patience_s))
-        return decoders
+            candidates.append(DecodeCandidate(prefill, delayed.num, room_s, join_s, harm_s, patience_s))
+        return candidates
 
     def sources(self, prefills: Sequence[PrefillCandidate]) -> list[PullCandidate]:
         """The workers that hold most of the prompt; expected pages count until `locate` was called."""
@@ -159,9 +169,8 @@ class PromptScorer:
         return found
 
     def _wait_s(self, account: WorkerInFlight, num_held_tokens: int) -> float:
-        load = self.load
-        num_new_tokens = max(1, load.num_tokens - num_held_tokens)
-        prompt = NewPrompt(self._scheduling_class, num_new_tokens, load.lead, load.lead_of)
+        num_new_tokens = max(1, self.num_tokens - num_held_tokens)
+        prompt = NewPrompt(self._scheduling_class, num_new_tokens, self._claim.lead, self._claim.lead_of)
         return account.wait_s(self._now_s) * account.prompts.share_ahead_of(prompt)
 
     def _delayed(self, account: WorkerInFlight) -> Decoding:
@@ -169,8 +178,7 @@ class PromptScorer:
 
         Decodes yield to the prompt of a tenant with a deficit when their tenant has none, or a lower rank.
         """
-        yields, lead = self._yields, self.load.lead
-        has_deficit = lead is not None and lead < 0
+        yields, has_deficit = self._yields, self._claim.has_deficit
         num, num_tokens = account.num_unknown, EXPECTED_OUTPUT_TOKENS * account.num_unknown
         for scheduling_class, decoding in account.decoding.items():
             if has_deficit and scheduling_class not in yields:
@@ -181,7 +189,7 @@ class PromptScorer:
         return Decoding(num, num_tokens)
 
     def _yields_to_deficit(self, scheduling_class: SchedulingClass) -> bool:
-        own, lead_of = self._scheduling_class, self.load.lead_of
+        own, lead_of = self._scheduling_class, self._claim.lead_of
         if scheduling_class == own or scheduling_class.rank != own.rank or lead_of is None:
             return scheduling_class.rank > own.rank
         lead = lead_of(scheduling_class)
@@ -220,21 +228,29 @@ class CostPolicy:
     def choose(self, request: Request, view: ClusterView, claim: TenantClaim = NO_CLAIM) -> RoutingChoice:
         """See `RoutingPolicy.choose`."""
         now_s = self._clock.now_s()
-        scorer = PromptScorer(self._context, request, self._load(request, claim, now_s), now_s)
-        decoders = scorer.decode_candidates(self._compared(scorer, view.decoders, view.left_out))
+        arrivals = self._deficit_arrivals if claim.has_deficit else self._arrivals
+        scorer = PromptScorer(self._context, request, now_s, claim, arrivals.rate(now_s))
+        decodes = scorer.decode_candidates(self._compared(scorer, view.decoders, view.left_out))
         prefills = scorer.prefill_candidates(self._compared(scorer, view.prefills, view.avoided))
         random, source = self._random.getrandbits(32), None
         for _ in range(MAX_SOURCES + 1):
-            candidates = self._candidates(scorer, decoders, prefills, view.partners)
+            candidates = self._candidates(scorer, decodes, prefills, view.partners)
             candidates = self._with_slots(candidates, claim)
             chosen = self.select(candidates, random, lambda worker_id: self._given(worker_id).at(now_s))
             source = scorer.locate(view.worker_view(chosen.source)) if chosen.source else None
             if not chosen.source or (source and source.num_tokens >= chosen.num_held_tokens):
-                break  # else the source is only expected to hold so much, and the scorer knows that now
+                break  # else the source does not hold the expected pages yet; the scorer has noted that
         keys = {each: scorer.keys(view.worker_view(each)) for each in (chosen.prefill, chosen.decode) if each}
         is_known = self._context.index.is_known(chosen.computed_by)
         return RoutingChoice(
-            chosen.decode, chosen.prefill, chosen, candidates, source, keys, not is_known, claim.has_deficit
+            chosen.decode,
+            chosen.prefill,
+            chosen,
+            candidates,
+            source=source,
+            keys=keys,
+            is_blind=not is_known,
+            has_deficit=claim.has_deficit,
         )
 
     def expect(self, choice: RoutingChoice, num_tokens: int) -> None:
@@ -264,12 +280,6 @@ class CostPolicy:
             self._tokens[worker_id] = DecayedSum(BALANCE_S, self._clock.now_s())
         return self._tokens[worker_id]
 
-    def _load(self, request: Request, claim: TenantClaim, now_s: float) -> CandidateLoad:
-        arrivals = self._deficit_arrivals if claim.has_deficit else self._arrivals
-        num_tokens = request.num_tokens
-        num_output_tokens = num_kv_tokens(request) - num_tokens
-        return CandidateLoad(num_tokens, num_output_tokens, arrivals.rate(now_s), claim.lead, claim.lead_of)
-
     def _compared(
         self, scorer: PromptScorer, pool: WorkerPool, left_out: Collection[str]
     ) -> list[WorkerView]:
@@ -296,29 +306,36 @@ class CostPolicy:
     def _candidates(
         self,
         scorer: PromptScorer,
-        decoders: Sequence[DecodeCandidate],
+        decodes: Sequence[DecodeCandidate],
         prefills: Sequence[PrefillCandidate],
         partners: Mapping[str, Collection[str]],
     ) -> list[PairCandidate]:
-        load, handoff_s_of = scorer.load, self._context.model.handoff_s
-        there = [decoder.prefill for decoder in decoders]
-        sources = scorer.sources([*there, *prefills]) if self.pulls_prefixes else []
-        by_itself = map(local_pair, prompt_costs(there, load, sources), decoders)
-        candidates = sorted(by_itself, key=_TOTAL_S)[:MAX_COMBINED]
-        best = sorted(prompt_costs(prefills, load, sources), key=self.rank)[:MAX_COMBINED]
-        for decoder in sorted(decoders, key=_TOTAL_S)[:MAX_COMBINED]:
-            here = decoder.prefill
-            decode, num_moved = here.worker, max(0, load.num_tokens - here.num_held_tokens)
-            for each in best:
-                prefill = each.prefill.worker
-                if prefill in partners[decode]:
-                    candidates.append(remote_pair(each, decoder, handoff_s_of(prefill, decode, num_moved)))
+        handoff_s_of, num_tokens, crowd_rate = (
+            self._context.model.handoff_s,
+            scorer.num_tokens,
+            scorer.crowd_rate,
+        )
+        local_prefills = [each.as_prefill for each in decodes]
+        sources = scorer.sources([*local_prefills, *prefills]) if self.pulls_prefixes else []
+        local_costs = prompt_costs(local_prefills, num_tokens, sources, crowd_rate)
+        candidates = sorted(map(local_pair, local_costs, decodes), key=_TOTAL_S)[:MAX_COMBINED]
+        remote_costs = prompt_costs(prefills, num_tokens, sources, crowd_rate)
+        best = sorted(remote_costs, key=self.rank)[:MAX_COMBINED]
+        for decode in sorted(decodes, key=_TOTAL_S)[:MAX_COMBINED]:
+            worker, num_moved = (
+                decode.as_prefill.worker,
+                max(0, num_tokens - decode.as_prefill.num_held_tokens),
+            )
+            for cost in best:
+                prefill = cost.candidate.worker
+                if prefill in partners[worker]:
+                    candidates.append(remote_pair(cost, decode, handoff_s_of(prefill, worker, num_moved)))
         return candidates
 
     def _with_slots(self, candidates: list[PairCandidate], claim: TenantClaim) -> list[PairCandidate]:
         """The candidates without decode workers that lack a slot for the prompt, and without wanted workers.
 
-        All candidates where none would be left, and where another rule than `cheapest` selects.
+        Returns all candidates when none would be left, or when `select` is not `cheapest`.
         """
         if claim.has_slot is None or self.select is not cheapest:
             return candidates

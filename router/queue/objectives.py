@@ -40,7 +40,7 @@ MEMORY_S: Final = 10.0  # of the time in which requests waited
 KNOWN: Final = 4  # measurements before a fit is worth a refusal
 KNOWN_S: Final = 1.0  # of waiting time before a rate is known
 MAX_AGE_S: Final = 0.05  # of the view of the workers: there may be a thousand
-MAX_LEAST_BUSY: Final = 16  # workers that each prediction compares
+MAX_COMPARED: Final = 16  # workers that each prediction compares
 LEAST_STEP_S: Final = 1e-6
 HEADROOM: Final = 0.9  # share of a promised time that a prediction may take
 LEAST_RETRY_S: Final = 0.5
@@ -132,7 +132,7 @@ class _Outlook(NamedTuple):
 
     at_s: float
     least_busy: Sequence[str]  # ids of workers that compute prompts
-    num_computing: int  # of these
+    num_prompt_workers: int  # all of them, at least 1
     decoder: Member | None  # with the least load
     num_decoders: int
 
@@ -155,7 +155,7 @@ class Forecast:
 
         prompt: with the tokens that have to be computed.
         """
-        outlook = self._look()
+        outlook = self._current_outlook()
         waits = [(self._wait_s(worker_id, prompt), worker_id) for worker_id in outlook.least_busy]
         wait_s, worker_id = min(waits, default=(0.0, ""))
         num_tokens = prompt.num_tokens
@@ -172,7 +172,7 @@ class Forecast:
 
     def step_s(self) -> float:
         """The time of a step of the decode worker with the least load, now."""
-        return self._step_s(self._look(), 1.0, 0.0, 0.0)
+        return self._step_s(self._current_outlook(), 1.0, 0.0, 0.0)
 
     def _wait_s(self, worker_id: str, prompt: NewPrompt) -> float:
         prompts = self._in_flight.account(worker_id).prompts
@@ -193,7 +193,7 @@ class Forecast:
             return 0.0
         rate = self.rate.work_per_s
         if rate is None:  # as if all of the work were prompts like this one
-            return work * compute_s / (outlook.num_computing * max(1, num_tokens))
+            return work * compute_s / (outlook.num_prompt_workers * max(1, num_tokens))
         return work / rate
 
     def _step_s(self, outlook: _Outlook, num_answer_tokens: float, in_s: float, num_before: float) -> float:
@@ -211,22 +211,24 @@ class Forecast:
         num_then = min(num_then, float(max(1, decoder.worker.max_num_seqs)))
         return fit.predict(1.0, num_then, num_then * tokens_each, 0.0)
 
-    def _look(self) -> _Outlook:
+    def _current_outlook(self) -> _Outlook:
         now_s = self._clock.now_s()
         if self._outlook is None or not 0 <= now_s - self._outlook.at_s < MAX_AGE_S:
-            self._outlook = self._look_again(now_s)
+            self._outlook = self._new_outlook(now_s)
         return self._outlook
 
-    def _look_again(self, now_s: float) -> _Outlook:
+    def _new_outlook(self, now_s: float) -> _Outlook:
         members = [member for member in self._members.all() if not member.is_draining]
         decoders = [member for member in members if member.worker.role is WorkerRole.DECODE]
-        computing = [member for member in members if member.worker.role is WorkerRole.PREFILL] or decoders
-        waits = {member.id: self._in_flight.wait_s(member.id) for member in computing}
-        least = nsmallest(MAX_LEAST_BUSY, waits, key=lambda id: waits[id])
+        prompt_workers = [
+            member for member in members if member.worker.role is WorkerRole.PREFILL
+        ] or decoders
+        waits = {member.id: self._in_flight.wait_s(member.id) for member in prompt_workers}
+        least = nsmallest(MAX_COMPARED, waits, key=lambda id: waits[id])
         decoder = min(
             decoders, key=lambda each: self._in_flight.account(each.id).share_of(each.worker), default=None
         )
-        return _Outlook(now_s, least, max(1, len(computing)), decoder, max(1, len(decoders)))
+        return _Outlook(now_s, least, max(1, len(prompt_workers)), decoder, max(1, len(decoders)))
 
 
 class _Miss(NamedTuple):

@@ -93,7 +93,7 @@ def make(model: Path) -> Iterator[Make]:
 
 def a_request(name: str, num_tokens: int = NEW_TOKENS) -> Request:
     sampling = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
-    return Request(request_id=name, token_ids=TokenIds(PROMPT), sampling=sampling)
+    return Request(request_id=name, token_ids=TokenIds.of(PROMPT), sampling=sampling)
 
 
 def run(engine: Engine) -> list[int | None]:

@@ -82,7 +82,7 @@ def request(seed: int, *, num_prompt_tokens: int, max_tokens: int) -> Request:
     rng = random.Random(seed)
     sampling = SamplingParams(max_tokens=max_tokens, temperature=float(seed % 2), seed=seed, ignore_eos=True)
     token_ids = tuple(rng.randrange(2, VOCAB_SIZE) for _ in range(num_prompt_tokens))
-    return Request(request_id=secrets.token_hex(16), token_ids=TokenIds(token_ids), sampling=sampling)
+    return Request(request_id=secrets.token_hex(16), token_ids=TokenIds.of(token_ids), sampling=sampling)
 
 
 def expected(llm: LLM, request: Request) -> list[int]:

@@ -74,7 +74,7 @@ def run(
     for index, token_ids in enumerate(token_lists):
         request = Request(
             request_id=str(index),
-            token_ids=TokenIds(token_ids),
+            token_ids=TokenIds.of(token_ids),
             sampling=sampling,
             generated_token_ids=tuple(begun[index]) if begun else (),
         )

@@ -92,7 +92,7 @@ def requests(seed: int) -> list[Request]:
         made.append(
             Request(
                 request_id=secrets.token_hex(16),
-                token_ids=TokenIds((*shared, *own)),
+                token_ids=TokenIds.of((*shared, *own)),
                 sampling=SamplingParams(**settings),
                 choice=index % 3,
             )
@@ -106,7 +106,7 @@ def long_answers() -> list[Request]:
     return [
         Request(
             request_id=secrets.token_hex(16),
-            token_ids=TokenIds(tuple(rng.randrange(VOCAB_SIZE) for _ in range(40))),
+            token_ids=TokenIds.of(tuple(rng.randrange(VOCAB_SIZE) for _ in range(40))),
             sampling=SamplingParams(temperature=0.0, max_tokens=120, min_tokens=120),
         )
         for _ in range(4)

@@ -96,7 +96,7 @@ def prompts() -> list[tuple[int, ...]]:
 
 def a_request(name: str, token_ids: tuple[int, ...], temperature: float) -> Request:
     sampling = SamplingParams(temperature=temperature, seed=7, max_tokens=24, ignore_eos=True)
-    return Request(request_id=name * 32, token_ids=TokenIds(token_ids), sampling=sampling)
+    return Request(request_id=name * 32, token_ids=TokenIds.of(token_ids), sampling=sampling)
 
 
 @pytest.mark.parametrize(

@@ -96,7 +96,7 @@ def message_for(rng: random.Random) -> AnyMessage:
         fields["events"] = (TokenEvent(OPEN_ID, rng.randrange(3), index, rng.randrange(5)),)
     if isinstance(message, c.Submit):
         fields["request"] = Request(
-            request_id=OPEN_ID, token_ids=TokenIds((1,) * 40), attempt=rng.randrange(3)
+            request_id=OPEN_ID, token_ids=TokenIds.of((1,) * 40), attempt=rng.randrange(3)
         )
     return type(message)(**fields)
 
@@ -110,7 +110,9 @@ def open_one(process: Process) -> None:
     frontend = process.node
     if isinstance(frontend, Frontend) and not frontend.num_open:
         sampling = SamplingParams(max_tokens=64, temperature=0.0)
-        frontend.open(Request(request_id=OPEN_ID, token_ids=TokenIds((1, 2, 3)), sampling=sampling), Reader())
+        frontend.open(
+            Request(request_id=OPEN_ID, token_ids=TokenIds.of((1, 2, 3)), sampling=sampling), Reader()
+        )
 
 
 def fuzz(process: Process, seed: int, num_frames: int) -> None:

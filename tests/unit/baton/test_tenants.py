@@ -5,12 +5,12 @@ import pytest
 
 from baton.request import Request
 from baton.tenants import Degradation, Quotas, Refusal, SchedulingKey, Sla, TenantPolicy, has_slots
-from baton.token_ids import TokenIds, encode_hook
+from baton.token_ids import TokenIds
 
 
 def test_request_without_tenant_has_an_empty_scheduling_key() -> None:
-    request = Request(request_id="r", token_ids=TokenIds((1,)))
-    message = msgspec.msgpack.decode(msgspec.msgpack.encode(request, enc_hook=encode_hook))
+    request = Request(request_id="r", token_ids=TokenIds.of((1,)))
+    message = msgspec.msgpack.decode(msgspec.msgpack.encode(request))
     assert message["scheduling_key"] == {}
     assert message["sla"] == {}
 

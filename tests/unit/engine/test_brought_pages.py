@@ -130,7 +130,9 @@ def test_prompt_logprobs_and_brought_pages_exclude_each_other() -> None:
     harness = make()
     pages = tuple(harness.pool.allocate(2, "caller"))
     request = Request(
-        request_id="a", token_ids=TokenIds(PROMPT), sampling=SamplingParams(prompt_logprobs=0, max_tokens=4)
+        request_id="a",
+        token_ids=TokenIds.of(PROMPT),
+        sampling=SamplingParams(prompt_logprobs=0, max_tokens=4),
     )
     with pytest.raises(ValueError, match="prompt_logprobs need the whole prompt"):
         harness.scheduler.add(harness.sequence_of(request), FilledPages(pages, 8, "caller"))

@@ -32,7 +32,7 @@ def engine(request: pytest.FixtureRequest, tiny_model: Path) -> Engine:
 
 
 def answer(engine: Engine, *, sampling: SamplingParams, **fields: Any) -> list[StepOutput]:
-    engine.add(Request(request_id="r", token_ids=TokenIds(PROMPT), sampling=sampling, **fields))
+    engine.add(Request(request_id="r", token_ids=TokenIds.of(PROMPT), sampling=sampling, **fields))
     outputs: list[StepOutput] = []
     while engine.has_work():
         outputs += engine.step()

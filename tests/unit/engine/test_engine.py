@@ -32,7 +32,7 @@ def engine(loaded: Engine) -> Iterator[Engine]:
 
 def add(engine: Engine, request_id: str, prompt: list[int], **sampling: Any) -> None:
     params = SamplingParams(**{"temperature": 0.0, "max_tokens": 6, **sampling})
-    engine.add(Request(request_id=request_id, token_ids=TokenIds(prompt), sampling=params))
+    engine.add(Request(request_id=request_id, token_ids=TokenIds.of(prompt), sampling=params))
 
 
 def drain(engine: Engine) -> dict[tuple[str, int], list[StepOutput]]:

@@ -25,7 +25,7 @@ def engine(request: pytest.FixtureRequest, tiny_model: Path) -> Engine:
 
 def add(engine: Engine, name: str, prompt: list[int], **sampling: Any) -> None:
     params = SamplingParams(**{"temperature": 0.0, "max_tokens": 6, **sampling})
-    engine.add(Request(request_id=name, token_ids=TokenIds(prompt), sampling=params))
+    engine.add(Request(request_id=name, token_ids=TokenIds.of(prompt), sampling=params))
 
 
 def drain(engine: Engine) -> dict[str, list[StepOutput]]:
@@ -97,7 +97,7 @@ def test_step_that_fails_anywhere_leaves_others_their_pages(
     expected = token_ids(generate(engine, PROMPT * 3))
     claim = engine.claim_prefix(PROMPT * 3, b"", "claim")
     (kept,) = engine.add(
-        Request(request_id="kept", token_ids=TokenIds((7,) * 9), sampling=SamplingParams(max_tokens=1)),
+        Request(request_id="kept", token_ids=TokenIds.of((7,) * 9), sampling=SamplingParams(max_tokens=1)),
         keeps_pages=True,
     )
     drain(engine)
@@ -144,7 +144,7 @@ def test_failing_step_loses_pages_that_it_was_about_to_keep(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (kept,) = engine.add(
-        Request(request_id="r", token_ids=TokenIds((7,) * 9), sampling=SamplingParams(max_tokens=1)),
+        Request(request_id="r", token_ids=TokenIds.of((7,) * 9), sampling=SamplingParams(max_tokens=1)),
         keeps_pages=True,
     )
     commit = engine.scheduler.commit
@@ -168,7 +168,7 @@ def test_pages_of_one_engine_go_on_in_another(tiny_model: Path) -> None:
     prefill, decode = tiny_engine(tiny_model), tiny_engine(tiny_model)
     sampling = SamplingParams(temperature=1.0, seed=5, max_tokens=12, logprobs=1)
     prompt = tuple(PROMPT * 2)
-    prefill.add(Request(request_id="whole", token_ids=TokenIds(prompt), sampling=sampling))
+    prefill.add(Request(request_id="whole", token_ids=TokenIds.of(prompt), sampling=sampling))
     whole = drain(prefill)["whole"]
     generate(decode, PROMPT)  # decode knows the first pages
     claim = decode.claim_prefix(prompt, b"", "r")
@@ -176,7 +176,7 @@ def test_pages_of_one_engine_go_on_in_another(tiny_model: Path) -> None:
 
     first_only = SamplingParams(temperature=1.0, seed=5, max_tokens=1, logprobs=1)
     (kept,) = prefill.add(
-        Request(request_id="r", token_ids=TokenIds(prompt), sampling=first_only), keeps_pages=True
+        Request(request_id="r", token_ids=TokenIds.of(prompt), sampling=first_only), keeps_pages=True
     )
     (first,) = drain(prefill)["r"]
     num_pages = decode.pages.pages_for(len(prompt)) - len(claim.pages)
@@ -190,7 +190,7 @@ def test_pages_of_one_engine_go_on_in_another(tiny_model: Path) -> None:
 
     request = Request(
         request_id="r",
-        token_ids=TokenIds(prompt),
+        token_ids=TokenIds.of(prompt),
         sampling=sampling,
         generated_token_ids=(first.token_id or 0,),
     )
@@ -205,7 +205,7 @@ def test_pages_of_one_engine_go_on_in_another(tiny_model: Path) -> None:
 
 def test_several_choices_cannot_bring_the_same_pages(engine: Engine) -> None:
     pages = tuple(engine.pages.allocate(1, "mine"))
-    request = Request(request_id="r", token_ids=TokenIds((1,) * 5), sampling=SamplingParams(n=2))
+    request = Request(request_id="r", token_ids=TokenIds.of((1,) * 5), sampling=SamplingParams(n=2))
     with pytest.raises(ValueError, match="2 choices cannot share"):
         engine.add(request, FilledPages(pages, 4, "mine"))
     engine.release(FilledPages(pages, 4, "mine"))
@@ -256,7 +256,7 @@ def test_load_has_the_engines_figures(tiny_model: Path) -> None:
     engine = tiny_engine(tiny_model)
     sampling = SamplingParams(temperature=0.0, max_tokens=4)
     for name in ("a", "b"):
-        engine.add(Request(request_id=name, token_ids=TokenIds(range(10)), sampling=sampling))
+        engine.add(Request(request_id=name, token_ids=TokenIds.of(range(10)), sampling=sampling))
         engine.step()
     load = engine.stats().load()
     assert (load.num_running, load.num_waiting) == (2, 0)

@@ -53,7 +53,7 @@ def engine(request: pytest.FixtureRequest, tmp_path: Path) -> Engine:
 
 def add(engine: Engine, max_tokens: int = 1) -> None:
     sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens)
-    engine.add(Request(request_id="r", token_ids=TokenIds(PROMPT), sampling=sampling))
+    engine.add(Request(request_id="r", token_ids=TokenIds.of(PROMPT), sampling=sampling))
 
 
 @pytest.mark.parametrize("native", [True, False])

@@ -20,7 +20,7 @@ OTHER: Final = tuple((7 * i + i * i) % VOCAB_SIZE for i in range(80))
 
 def run(engine: Engine, prompt: tuple[int, ...]) -> None:
     sampling = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
-    engine.add(Request(request_id="a request", token_ids=TokenIds(prompt), sampling=sampling))
+    engine.add(Request(request_id="a request", token_ids=TokenIds.of(prompt), sampling=sampling))
     while engine.has_work():
         engine.step()
 

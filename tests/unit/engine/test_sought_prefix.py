@@ -24,7 +24,7 @@ def sought(
 ) -> SoughtPrefix:
     request = Request(
         request_id="r",
-        token_ids=TokenIds(PROMPT),
+        token_ids=TokenIds.of(PROMPT),
         sampling=SamplingParams(**sampling),
         cache_salt=salt,
         generated_token_ids=generated,
@@ -49,7 +49,7 @@ def test_keys_cover_generated_tokens_and_the_salt(engine: Engine) -> None:
 
 def test_claim_belongs_to_the_owner_and_ends_at_a_page_of_both_sizes(engine: Engine) -> None:
     engine.add(
-        Request(request_id="before", token_ids=TokenIds(PROMPT), sampling=SamplingParams(max_tokens=1))
+        Request(request_id="before", token_ids=TokenIds.of(PROMPT), sampling=SamplingParams(max_tokens=1))
     )
     while engine.has_work():
         engine.step()

@@ -26,7 +26,7 @@ def first_tokens(harness: AccountHarness) -> str:
 def request_with(sla: Sla, delay_ms: float | None = None) -> Request:
     return Request(
         request_id="r",
-        token_ids=TokenIds((1,)),
+        token_ids=TokenIds.of((1,)),
         arrival_s=100.0,
         sla=sla,
         scheduling_key=SchedulingKey(max_queue_delay_ms=delay_ms),

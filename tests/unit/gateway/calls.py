@@ -14,7 +14,7 @@ from baton.request import SamplingParams
 from baton.token_ids import TokenIds
 
 TOKENIZER = Tokenizer.from_directory(resolve_model("tiny"))
-PROMPT = Prompt("sort(3 1 2)=", TokenIds(TOKENIZER.encode("sort(3 1 2)=")))
+PROMPT = Prompt("sort(3 1 2)=", TokenIds.of(TOKENIZER.encode("sort(3 1 2)=")))
 TENANT = Tenant(name="acme", cache_salt=b"s" * 16)
 
 

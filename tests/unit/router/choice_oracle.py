@@ -12,7 +12,7 @@ from baton.router.in_flight import EXPECTED_OUTPUT_TOKENS, NewPrompt, num_kv_tok
 from baton.router.index.prefix_index import family_of
 from baton.router.membership import Member
 from baton.router.policies.base import PolicyContext
-from baton.router.policies.candidates import TIE, CandidateLoad, CostTerms
+from baton.router.policies.candidates import TIE, CostTerms
 from baton.router.policies.cost import MAX_COMBINED, MAX_SOURCES
 
 
@@ -39,10 +39,10 @@ def cheapest_of(candidates: Sequence[Weighed], random: int) -> Weighed:
 class ChoiceOracle:
     """The candidates of one prompt at one time. Expected pages count as held."""
 
-    def __init__(self, context: PolicyContext, request: Request, load: CandidateLoad, now_s: float) -> None:
+    def __init__(self, context: PolicyContext, request: Request, now_s: float) -> None:
         self._context = context
         self._request = request
-        self._load = load
+        self._num_tokens = request.num_tokens
         self._now_s = now_s
 
     def candidates(
@@ -72,7 +72,7 @@ class ChoiceOracle:
 
     def _wait_s(self, member: Member) -> float:
         account = self._context.in_flight.account(member.id)
-        num_new_tokens = max(1, self._load.num_tokens - self._held(member))
+        num_new_tokens = max(1, self._num_tokens - self._held(member))
         before = account.prompts.share_ahead_of(NewPrompt(scheduling_class_of(self._request), num_new_tokens))
         wait_s = account.wait_s(self._now_s) * before
         if member.worker.role is WorkerRole.PREFILL:
@@ -81,7 +81,7 @@ class ChoiceOracle:
 
     def _cost(self, member: Member, sources: Sequence[Member]) -> Weighed:
         """The cheapest way to compute the prompt there, without the decode."""
-        held, last = self._held(member), self._load.num_tokens - 1
+        held, last = self._held(member), self._num_tokens - 1
         choices = [self._computed(member, "", min(held, last), 0.0)]
         for source in sources:
             num_tokens = min(self._held(source), last)
@@ -95,17 +95,16 @@ class ChoiceOracle:
         return min(choices, key=_total_s)
 
     def _computed(self, member: Member, source: str, held: int, pull_s: float) -> Weighed:
-        wait_s, num_new = self._wait_s(member), self._load.num_tokens - held
-        compute_s = self._context.model.of(member.id).compute_s(num_new, self._load.num_tokens)
-        crowd_s = compute_s * (wait_s + compute_s) * self._load.crowd_rate
-        terms = CostTerms(queue_s=wait_s, pull_s=pull_s, compute_s=compute_s, crowd_s=crowd_s)
+        wait_s, num_new = self._wait_s(member), self._num_tokens - held
+        compute_s = self._context.model.of(member.id).compute_s(num_new, self._num_tokens)
+        terms = CostTerms(queue_s=wait_s, pull_s=pull_s, compute_s=compute_s)
         return Weighed(member.id, "", source, held, num_new, terms)
 
     def _decoding(self, member: Member) -> CostTerms:
         room_s, step_s = self._room_and_step_s(member)
         _, sequence_s, context_s, _ = self._context.model.of(member.id).step.coefficients
-        token_harm_s = sequence_s + context_s * self._load.num_tokens
-        harm_s = self._num_running(member) * self._load.num_output_tokens * token_harm_s
+        token_harm_s = sequence_s + context_s * self._num_tokens
+        harm_s = self._num_running(member) * (num_kv_tokens(self._request) - self._num_tokens) * token_harm_s
         return CostTerms(join_s=room_s + 0.5 * step_s, harm_s=harm_s)
 
     def _room_and_step_s(self, member: Member) -> tuple[float, float]:
@@ -142,7 +141,7 @@ class ChoiceOracle:
 
     def _remote(self, decoder: Member, cost: Weighed) -> Weighed:
         """Filled: its `decode` is where the prompt is computed."""
-        num_moved = max(0, self._load.num_tokens - self._held(decoder))
+        num_moved = max(0, self._num_tokens - self._held(decoder))
         handoff_s = self._context.model.handoff_s(cost.decode, decoder.id, num_moved)
         decoding = self._decoding(decoder)
         terms = replace(cost.terms, handoff_s=handoff_s, join_s=decoding.join_s, harm_s=decoding.harm_s)

@@ -32,7 +32,7 @@ def asked(
     """A submission by a gateway. scheduling_key: weight, rank, max_queue_delay_ms."""
     request = Request(
         request_id=id_of(name),
-        token_ids=TokenIds((1,) * num_tokens),
+        token_ids=TokenIds.of((1,) * num_tokens),
         sampling=SamplingParams(max_tokens=max_tokens),
         tenant=tenant,
         sla=sla or Sla(),

@@ -90,7 +90,7 @@ def test_prefix_of_a_busy_worker_is_pulled_by_another() -> None:
     holds(c, "p0", long_request("x"), 400)
     for number, num_tokens in enumerate((18_000, 27_000, 27_000)):
         tokens = tuple(range(10**6 * (number + 1), 10**6 * (number + 1) + num_tokens))
-        other = Request(request_id=id_of(f"o{number}"), token_ids=TokenIds(tokens))
+        other = Request(request_id=id_of(f"o{number}"), token_ids=TokenIds.of(tokens))
         c.submit(other, avoid=(id_of("p0" if number == 0 else "p1"),))  # p1 waits long enough to hide a pull
     for name in ("p1", "d0"):
         c[name].received.clear()

@@ -62,7 +62,7 @@ def test_line_has_only_the_length_and_page_keys_of_a_prompt() -> None:
     c, lines = cluster("p0", "d0", policy="cost"), list[bytes]()
     c.router.cluster_state.log_to(lines.append)
     c.submit(
-        Request(request_id=id_of("a"), token_ids=TokenIds((secret,) * 40), tenant="acme", cache_salt=salt)
+        Request(request_id=id_of("a"), token_ids=TokenIds.of((secret,) * 40), tenant="acme", cache_salt=salt)
     )
     (line,) = map(json.loads, lines)
     assert set(line) == {"kind", "at_s", "decision", "page_size", "num_output_tokens", "keys"}

@@ -75,7 +75,7 @@ def test_entry_counts_the_expected_answer() -> None:
 
 def test_pull_source_fits_beside_short_prompt_only() -> None:
     short = a_request(num_tokens=1000)
-    long = msgspec.structs.replace(short, token_ids=TokenIds((2**31 - 1,) * 200_000))
+    long = msgspec.structs.replace(short, token_ids=TokenIds.of((2**31 - 1,) * 200_000))
     source = a_source(MAX_PULLED_PAGES)
     assert fits_request(long) and fits_beside(short, source) and not fits_beside(long, source)
     encode(Dispatch(request=short, gateway=id_of("g"), source=source))
@@ -192,7 +192,7 @@ def a_prompt(
 ) -> Submit:
     """A prompt unlike all others."""
     asked_for = asked(name, tenant, num_tokens=num_tokens, weight=weight, rank=rank)
-    token_ids = TokenIds((crc32(name.encode()) % 2**16,) * num_tokens)
+    token_ids = TokenIds.of((crc32(name.encode()) % 2**16,) * num_tokens)
     request = msgspec.structs.replace(asked_for.request, token_ids=token_ids)
     return msgspec.structs.replace(asked_for, request=request)
 

@@ -297,9 +297,9 @@ def test_status_has_workers_load_and_counters() -> None:
         ("d0", Submit(request=a_request())),
         ("d0", Cancel(request_id=id_of("r"), attempt=0)),
         ("d0", Drain(worker="d0")),
-        ("g", Submit(request=Request(request_id="../etc/passwd", token_ids=TokenIds((1,))))),
-        ("g", Submit(request=Request(request_id=id_of("r"), token_ids=TokenIds((1,)), attempt=2**17))),
-        ("g", Submit(request=Request(request_id=id_of("r"), token_ids=TokenIds((1,)), attempt=-1))),
+        ("g", Submit(request=Request(request_id="../etc/passwd", token_ids=TokenIds.of((1,))))),
+        ("g", Submit(request=Request(request_id=id_of("r"), token_ids=TokenIds.of((1,)), attempt=2**17))),
+        ("g", Submit(request=Request(request_id=id_of("r"), token_ids=TokenIds.of((1,)), attempt=-1))),
     ],
 )
 def test_forbidden_message_is_an_offence(who: str, message: AnyMessage) -> None:

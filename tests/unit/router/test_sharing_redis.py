@@ -64,7 +64,7 @@ class Linked:
         """Submit a prompt unlike all others, and return its prefill worker."""
         self.gateway.received.clear()
         request = Request(
-            request_id=id_of(f"r{number}"), token_ids=TokenIds(range(number, number + num_tokens))
+            request_id=id_of(f"r{number}"), token_ids=TokenIds.of(range(number, number + num_tokens))
         )
         self.gateway.say(Submit(request=request))
         return self.gateway.only(Routed).prefill
@@ -124,7 +124,7 @@ def test_other_router_expects_the_pages_of_a_dispatched_prompt() -> None:
         async with two_routers(redis) as (one, other):
             prefill = one.submit(7)
             await until(lambda: len(other.router.in_flight) == 1)
-            request = Request(request_id=id_of("sibling"), token_ids=TokenIds(range(7, 7 + 8200)))
+            request = Request(request_id=id_of("sibling"), token_ids=TokenIds.of(range(7, 7 + 8200)))
             keys = PromptKeys().keys(family_of(WORKERS["p0"]), request)
             index = other.router.cluster_state.index
             held = {

@@ -50,7 +50,11 @@ def a_request(
     fields = {"seed": 3, "max_tokens": max_tokens, **sampling}
     params = SamplingParams(**fields)
     return Request(
-        request_id=id_of(name), token_ids=TokenIds(token_ids), sampling=params, cache_salt=salt, choice=choice
+        request_id=id_of(name),
+        token_ids=TokenIds.of(token_ids),
+        sampling=params,
+        cache_salt=salt,
+        choice=choice,
     )
 
 

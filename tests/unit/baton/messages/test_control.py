@@ -51,7 +51,7 @@ def worker(**changes: Any) -> Worker:
 def one_of_each(rng: random.Random) -> list[AnyMessage]:
     request = Request(
         request_id=ID,
-        token_ids=TokenIds(tuple(rng.randrange(2**17) for _ in range(rng.randrange(1, 50)))),
+        token_ids=TokenIds.of(tuple(rng.randrange(2**17) for _ in range(rng.randrange(1, 50)))),
         sampling=SamplingParams(seed=rng.randrange(2**63), logit_bias={3: 1.5}, stop_token_ids=(1, 2)),
         cache_salt=rng.randbytes(8),
         generated_token_ids=tuple(range(rng.randrange(5))),
@@ -175,8 +175,13 @@ def test_value_out_of_its_bounds_is_refused(changes: dict[str, object]) -> None:
         c.Tokens(events=(TokenEvent(ID, 0, 0, 2**31),)),
         c.Tokens(events=(TokenEvent(ID, 0, 2**53 + 1, 1),)),
         c.Prefill(
-            request=Request(request_id=ID, token_ids=TokenIds((1,))), gateway=ID, decode=ID, transfer=b"short"
+            request=Request(request_id=ID, token_ids=TokenIds.of((1,))),
+            gateway=ID,
+            decode=ID,
+            transfer=b"short",
         ),
+        c.Submit(request=Request(request_id=ID, token_ids=TokenIds.of((1,)), generated_token_ids=(-1,))),
+        c.Submit(request=Request(request_id=ID, token_ids=TokenIds.of((1,)), generated_token_ids=(2**31,))),
         c.Rejected(request_id=ID, attempt=0, reason="", retry_after_s=float("nan")),
         c.Rejected(request_id=ID, attempt=0, reason="", retry_after_s=-1.0),
         c.Hello(process=Kind.WORKER, id=ID, worker=worker(address=Address("", 1))),
@@ -190,14 +195,14 @@ def test_receiver_refuses_values_that_the_sender_does_not_check(message: AnyMess
 
 
 def test_sampling_out_of_range_is_refused() -> None:
-    message = c.Submit(request=Request(request_id=ID, token_ids=TokenIds((1,))))
+    message = c.Submit(request=Request(request_id=ID, token_ids=TokenIds.of((1,))))
     fields = msgspec.msgpack.decode(encode(message), type=dict[str, Any])
     fields["request"]["sampling"]["temperature"] = -1.0
     with pytest.raises(WireError, match="temperature"):
         decode(msgspec.msgpack.encode(fields))
 
 
-@pytest.mark.parametrize("reason", [2**64, "half a pair: \ud800"])
+@pytest.mark.parametrize("reason", [2**64, "half a pair: \ud800", object()])
 def test_unencodable_value_is_refused_by_the_sender(reason: Any) -> None:
     failed = c.AttemptFailed(request_id=ID, attempt=0, failure=c.Failure.LOST, reason=reason)
     with pytest.raises(WireError, match="an? AttemptFailed that can't be written") as caught:
@@ -206,7 +211,7 @@ def test_unencodable_value_is_refused_by_the_sender(reason: Any) -> None:
 
 
 def test_longest_prompt_of_a_large_context_fits_a_frame() -> None:
-    request = Request(request_id=ID, token_ids=TokenIds((150_000,) * 131_072))
+    request = Request(request_id=ID, token_ids=TokenIds.of((150_000,) * 131_072))
     assert decode(encode(c.Submit(request=request))) == c.Submit(request=request)
     with pytest.raises(WireError, match="is most"):
-        encode(c.Submit(request=Request(request_id=ID, token_ids=TokenIds((150_000,) * 262_144))))
+        encode(c.Submit(request=Request(request_id=ID, token_ids=TokenIds.of((150_000,) * 262_144))))

@@ -238,7 +238,7 @@ def test_peers_of_another_schema_are_refused_and_logged_once(caplog: pytest.LogC
 def test_address_with_another_key_is_dialled_again_after_growing_pauses(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(server, "LEAST_PAUSE_S", 60.0)
+    monkeypatch.setattr(server, "LEAST_BACKOFF_S", 60.0)
 
     @in_loop
     async def run() -> None:

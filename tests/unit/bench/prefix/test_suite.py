@@ -37,7 +37,7 @@ def a_pull(expected_s: float = 0.5, *, is_from_busy_worker: bool = True, pulled_
     """Return a pull that takes 0.1 s, as expected; computing takes 0.5 s."""
 
     async def answer() -> AnswerSink:
-        return AnswerSink(Request(request_id=NAME, token_ids=TokenIds((1,)), sampling=SamplingParams()))
+        return AnswerSink(Request(request_id=NAME, token_ids=TokenIds.of((1,)), sampling=SamplingParams()))
 
     pulled, computed = decision(0.1, 0.1, pulled_bytes=pulled_bytes), decision(expected_s, 0.5)
     return Pull(pulled, computed, 0.7, is_from_busy_worker, asyncio.run(answer()))

@@ -23,6 +23,7 @@ from baton.messages.control import (
 from baton.messages.operations import StatusQuery
 from baton.messages.workers import Address, WorkerRole
 from baton.request import FinishReason, Request, SamplingParams, TokenEvent
+from baton.token_ids import TokenIds
 from tests.fakes import Post, PostedPeer
 
 ROUTER = Hello(process=Kind.ROUTER, id="1" * 32)
@@ -72,7 +73,8 @@ def hello(role: WorkerRole) -> Hello:
 
 def a_request(number: int = 0, max_tokens: int = 5, **fields: object) -> Request:
     sampling = SamplingParams(max_tokens=max_tokens)
-    return Request(request_id=f"{number:032x}", token_ids=(1, 2, number), sampling=sampling, **fields)  # type: ignore[arg-type]
+    token_ids = TokenIds.of((1, 2, number))
+    return Request(request_id=f"{number:032x}", token_ids=token_ids, sampling=sampling, **fields)  # type: ignore[arg-type]
 
 
 def test_an_answer_has_all_its_tokens_and_an_end() -> None:

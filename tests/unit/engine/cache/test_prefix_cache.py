@@ -23,7 +23,7 @@ def sequence_of(
     name: str, token_ids: Iterable[int], *, salt: bytes = b"", prompt_logprobs: int | None = None
 ) -> Sequence:
     sampling = SamplingParams(prompt_logprobs=prompt_logprobs)
-    request = Request(request_id=name, token_ids=TokenIds(token_ids), cache_salt=salt, sampling=sampling)
+    request = Request(request_id=name, token_ids=TokenIds.of(token_ids), cache_salt=salt, sampling=sampling)
     return Sequence.from_request(request, 0, max_model_len=1_000)
 
 

@@ -94,8 +94,8 @@ def test_outside_sampling_parameter_changes_only_its_own_requests(
     engine = tiny_engine(tiny_model)
     even = EvenSampling(even_only=True, temperature=0.0, max_tokens=12)
     plain = SamplingParams(temperature=0.0, max_tokens=12)
-    engine.add(Request(request_id="even", token_ids=TokenIds((1, 2, 3)), sampling=even))
-    engine.add(Request(request_id="any", token_ids=TokenIds((1, 2, 3)), sampling=plain))
+    engine.add(Request(request_id="even", token_ids=TokenIds.of((1, 2, 3)), sampling=even))
+    engine.add(Request(request_id="any", token_ids=TokenIds.of((1, 2, 3)), sampling=plain))
     answers: dict[str, list[int]] = {"even": [], "any": []}
     while engine.has_work():
         for output in engine.step():

@@ -17,7 +17,7 @@ from tests.scheduling import Harness, Settings
 def waiting(*enqueued_s: float) -> list[Sequence]:
     sequences = []
     for number, now_s in enumerate(enqueued_s):
-        request = Request(request_id=str(number), token_ids=TokenIds((1, 2)))
+        request = Request(request_id=str(number), token_ids=TokenIds.of((1, 2)))
         sequences.append(Sequence.from_request(request, 0, max_model_len=100))
         sequences[-1].enqueued_s = now_s
     return sequences
@@ -69,7 +69,7 @@ def test_shorter_delay_of_a_sequence_opens_the_window_and_a_longer_one_does_not_
 def lane(share: Share, num_tokens: list[int], rank: int = 0) -> list[Sequence]:
     sequences = []
     for number, num in enumerate(num_tokens):
-        request = Request(request_id=f"{share.key}{number}", token_ids=TokenIds((1,) * num))
+        request = Request(request_id=f"{share.key}{number}", token_ids=TokenIds.of((1,) * num))
         sequence = Sequence.from_request(request, 0, max_model_len=1000)
         sequence.share, sequence.scheduling_class = share, rank
         sequence.rank = (rank, 0, float(number), float(ord(share.key)), 0)

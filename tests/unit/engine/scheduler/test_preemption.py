@@ -41,7 +41,7 @@ class Room:
         num_tokens = member.num_pages * PAGE_SIZE
         request = Request(
             request_id=str(number),
-            token_ids=TokenIds((1,) * (num_tokens + 1)),
+            token_ids=TokenIds.of((1,) * (num_tokens + 1)),
             tenant=member.tenant,
             scheduling_key=scheduling_key(self.weights.get(member.tenant, 1.0), member.rank),
         )

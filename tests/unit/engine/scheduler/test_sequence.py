@@ -15,7 +15,7 @@ def sequence_of(
     sampling: SamplingParams, *, choice: int = 1, num_prompt_tokens: int = 3, max_model_len: int = 100
 ) -> Sequence:
     request = Request(
-        request_id="r", token_ids=TokenIds(range(num_prompt_tokens)), sampling=sampling, priority=2
+        request_id="r", token_ids=TokenIds.of(range(num_prompt_tokens)), sampling=sampling, priority=2
     )
     return Sequence.from_request(request, choice, max_model_len=max_model_len, eos_token_ids=(9,))
 
@@ -59,7 +59,7 @@ VOCAB_SIZE, MAX_MODEL_LEN = 50, 20
 
 
 def check(token_ids: tuple[int, ...] = (1, 2), **sampling: Any) -> None:
-    request = Request(request_id="r", token_ids=TokenIds(token_ids), sampling=SamplingParams(**sampling))
+    request = Request(request_id="r", token_ids=TokenIds.of(token_ids), sampling=SamplingParams(**sampling))
     check_request(request, vocab_size=VOCAB_SIZE, max_model_len=MAX_MODEL_LEN)
 
 
@@ -68,7 +68,7 @@ BAD: dict[str, tuple[Callable[[], None], str]] = {
     "prompt as long as the model": (lambda: check((1,) * 20), "the prompt has 20 tokens; the model takes 20"),
     "prompt longer than the model": (lambda: check((1,) * 999), "the prompt has 999 tokens"),
     "token beyond the vocabulary": (lambda: check((1, 50)), "prompt token: token id 50 is outside"),
-    "negative token": (lambda: check((-1,)), "token id -1 is outside"),
+    "negative token": (lambda: check((-1,)), "token id -1: expected an integer from 0"),
     "top_k beyond the vocabulary": (lambda: check(top_k=51), "top_k must be at most the vocabulary of 50"),
     "stop id": (lambda: check(stop_token_ids=(3, 77)), "stop_token_ids: token id 77 is outside"),
     "biased id": (lambda: check(logit_bias={50: 1.0}), "logit_bias: token id 50 is outside"),

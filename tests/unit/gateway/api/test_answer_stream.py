@@ -220,7 +220,7 @@ def test_stream_that_cannot_be_written_does_not_harm_other_streams(
 
 @on_loop
 async def test_long_echoes_are_written_choice_by_choice() -> None:
-    prompt = Prompt("a" * (MAX_TURN_BYTES + 1), TokenIds((5, 6)))
+    prompt = Prompt("a" * (MAX_TURN_BYTES + 1), TokenIds.of((5, 6)))
     streaming = Streaming(prompts=(prompt, prompt, prompt), has_echo=True)
     client = streaming.client
     for choice in range(3):

@@ -163,7 +163,7 @@ def test_cancelled_caller_does_not_confuse_the_next() -> None:
         for index in range(3):
             token_ids = [index] * SMALL_BYTES
             read = await work.read("completion", body(prompt=token_ids), POLICY)
-            assert read.prompts[0].token_ids == TokenIds(token_ids)
+            assert read.prompts[0].token_ids == TokenIds.of(token_ids)
 
     with_helpers(scenario)
 

@@ -136,7 +136,7 @@ def test_impossible_token_has_a_finite_logprob() -> None:
     assert json.loads(chunk)["choices"][0]["logprobs"]["content"][0]["logprob"] == -9999.0
 
 
-LONG = Prompt(" ".join(["12"] * 700), TokenIds(calls.ids(" ".join(["12"] * 700))))
+LONG = Prompt(" ".join(["12"] * 700), TokenIds.of(calls.ids(" ".join(["12"] * 700))))
 
 
 def test_long_logprobs_of_a_completion_are_written_in_slices() -> None:

@@ -184,7 +184,7 @@ def test_too_many_streams_are_refused_and_leave_nothing() -> None:
 @pytest.mark.parametrize(
     "request_",
     [
-        Request(request_id=id_of("r"), token_ids=TokenIds((150_000,) * 270_000)),
+        Request(request_id=id_of("r"), token_ids=TokenIds.of((150_000,) * 270_000)),
         a_request(sampling=SamplingParams(stop_token_ids=(150_000,) * 220_000)),
     ],
 )
@@ -200,7 +200,7 @@ def test_largest_request_fits_every_message_that_carries_it() -> None:
     greedy = SamplingParams(temperature=0.0)
     while not fits_request(
         largest := Request(
-            request_id=id_of("r"), token_ids=TokenIds((150_000,) * num_tokens), sampling=greedy
+            request_id=id_of("r"), token_ids=TokenIds.of((150_000,) * num_tokens), sampling=greedy
         )
     ):
         num_tokens -= 10

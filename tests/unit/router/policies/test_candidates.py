@@ -6,7 +6,6 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from baton.router.policies.candidates import (
-    CandidateLoad,
     DecodeCandidate,
     PairCandidate,
     PrefillCandidate,
@@ -19,7 +18,7 @@ from baton.router.policies.candidates import (
     remote_pair,
 )
 
-IDLE = CandidateLoad(num_tokens=1000, num_output_tokens=100, crowd_rate=0.0)
+NUM_TOKENS = 1000  # of the prompt
 
 
 def compute_s(num_new: int, num_tokens: int) -> float:
@@ -47,13 +46,13 @@ def a_decoder(
 
 
 def local_at(decoder: DecodeCandidate) -> PairCandidate:
-    return local_pair(cost_at(decoder.prefill), decoder)
+    return local_pair(cost_at(decoder.as_prefill), decoder)
 
 
 def cost_at(
-    prefill: PrefillCandidate, sources: Sequence[PullCandidate] = (), load: CandidateLoad = IDLE
+    prefill: PrefillCandidate, sources: Sequence[PullCandidate] = (), crowd_rate: float = 0.0
 ) -> PromptCost:
-    (cost,) = prompt_costs([prefill], load, sources)
+    (cost,) = prompt_costs([prefill], NUM_TOKENS, sources, crowd_rate)
     return cost
 
 
@@ -96,7 +95,7 @@ def test_held_prefix_is_not_pulled() -> None:
 
 def test_pull_is_hidden_behind_the_queue() -> None:
     cost = cost_at(a_prefill(wait_s=10.0), [a_source("q", 800)])
-    assert (cost.source, cost.pull_s, cost.prefill.wait_s) == ("q", 0.0, 10.0)
+    assert (cost.source, cost.pull_s, cost.candidate.wait_s) == ("q", 0.0, 10.0)
 
 
 def test_better_of_two_sources_is_used() -> None:
@@ -105,8 +104,7 @@ def test_better_of_two_sources_is_used() -> None:
 
 
 def test_later_arrivals_make_computing_more_expensive_behind_a_queue() -> None:
-    crowded = replace(IDLE, crowd_rate=2.0)
-    short, long = (cost_at(a_prefill(wait_s=wait_s), [], crowded).crowd_s for wait_s in (0.0, 5.0))
+    short, long = (cost_at(a_prefill(wait_s=wait_s), crowd_rate=2.0).crowd_s for wait_s in (0.0, 5.0))
     assert 0 < short < long
 
 
@@ -129,12 +127,12 @@ def test_running_decode_is_delayed_until_its_end_at_most() -> None:
 @pytest.mark.parametrize("is_local", (True, False))
 def test_cost_of_a_candidate_is_the_sum_of_its_terms(is_local: bool) -> None:
     decoder = DecodeCandidate(a_prefill("d", 0.5), num_delayed=3, room_s=0.25, join_s=0.3, harm_s=0.2)
-    prefill, load = decoder.prefill if is_local else a_prefill("p", 0.125), replace(IDLE, crowd_rate=2.0)
-    cost = cost_at(prefill, [a_source("q", 800)], load)
+    prefill = decoder.as_prefill if is_local else a_prefill("p", 0.125)
+    cost = cost_at(prefill, [a_source("q", 800)], crowd_rate=2.0)
     candidate = local_pair(cost, decoder) if is_local else remote_pair(cost, decoder, 0.05)
     assert candidate.total_s == pytest.approx(candidate.terms.total_s)
     assert (candidate.decode, candidate.prefill) == ("d", "" if is_local else "p")
-    assert candidate.num_held_tokens + candidate.num_new_tokens == load.num_tokens
+    assert candidate.num_held_tokens + candidate.num_new_tokens == NUM_TOKENS
     assert candidate.terms.handoff_s == (0.0 if is_local else 0.05)
 
 
@@ -148,7 +146,7 @@ def test_busy_batch_sends_the_prompt_away_and_an_idle_one_keeps_it() -> None:
 def test_hot_prefix_is_used_elsewhere_when_its_holder_is_busy() -> None:
     sources = [a_source("holder", 900)]
     holder, other = a_prefill("holder", wait_s=3.0, num_held=900), a_prefill("other")
-    cost = prompt_costs([holder, other], IDLE, sources)
+    cost = prompt_costs([holder, other], NUM_TOKENS, sources)
     candidates = [remote_pair(each, a_decoder(), 0.0) for each in cost]
     chosen = cheapest(candidates, 0, nothing)
     assert (chosen.prefill, chosen.source) == ("other", "holder")

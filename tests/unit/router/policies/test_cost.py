@@ -12,12 +12,11 @@ from baton.clock import ManualClock
 from baton.messages.control import Heartbeat, KvEventBatch, Measured, Routed, Started
 from baton.messages.workers import Load as WorkerLoad
 from baton.messages.workers import PrefillTimes, StepTimes, Worker, WorkerRole
-from baton.request import Request
-from baton.router.in_flight import InFlight, InFlightAttempt, LeadOf, SchedulingClass, num_kv_tokens
+from baton.router.in_flight import InFlight, InFlightAttempt, LeadOf, SchedulingClass
 from baton.router.index.prefix_index import Holdings, PrefixIndex, PromptKeys, family_of
 from baton.router.membership import Member
 from baton.router.policies.base import ClusterView, PolicyContext, TenantClaim, WorkerPool, WorkerView
-from baton.router.policies.candidates import CandidateLoad, PairCandidate, Select, cheapest
+from baton.router.policies.candidates import PairCandidate, Select, cheapest
 from baton.router.policies.cost import MAX_COMPARED, CostPolicy, PromptScorer, RecentWork
 from baton.router.policies.cost_model import CostModel
 from tests.node_peers import TestPeer, a_request, a_worker, id_of
@@ -67,8 +66,8 @@ class World:
         return PolicyContext(self.clock, self.in_flight, self.index, self.model, self.keys, random)
 
     def scorer(self, lead: float | None, lead_of: LeadOf | None = None) -> PromptScorer:
-        load = replace(load_of(self.request), lead=lead, lead_of=lead_of)
-        return PromptScorer(self.context(Random(0)), self.request, load, self.clock.now_s())
+        claim = TenantClaim(lead, lead_of)
+        return PromptScorer(self.context(Random(0)), self.request, self.clock.now_s(), claim)
 
     def join(self, name: str) -> None:
         """It has nothing, and room for much."""
@@ -131,11 +130,6 @@ class World:
             self.in_flight.beat(member.worker, Heartbeat(load=load, attempts=attempts))
 
 
-def load_of(request: Request) -> CandidateLoad:
-    """The load of a prompt for a policy without arrivals."""
-    return CandidateLoad(request.num_tokens, num_kv_tokens(request) - request.num_tokens, 0.0)
-
-
 def from_one_on(members: Sequence[Member], random: Random) -> Sequence[Member]:
     """Candidates as the policy makes them."""
     first = int(random.random() * len(members))
@@ -158,7 +152,7 @@ def test_candidates_equal_those_of_the_oracle(seed: int, num_workers: int) -> No
         return (decode, prefill) not in strangers
 
     order = Random(seed)
-    oracle = ChoiceOracle(world.context(order), world.request, load_of(world.request), world.clock.now_s())
+    oracle = ChoiceOracle(world.context(order), world.request, world.clock.now_s())
     decoding, filling = (from_one_on(side.members, order) for side in (decoders, fillers))
     expected = oracle.candidates(decoding, filling, are_pair)
     cost_policy = CostPolicy(world.context(Random(seed)))

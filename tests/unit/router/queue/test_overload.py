@@ -240,7 +240,7 @@ def test_requests_are_degraded_as_far_as_their_tenant_allows(
 ) -> None:
     scheduling_key = SchedulingKey(degradation=rights)
     request = Request(
-        request_id=id_of("r"), token_ids=TokenIds((1,)), sampling=sampling, scheduling_key=scheduling_key
+        request_id=id_of("r"), token_ids=TokenIds.of((1,)), sampling=sampling, scheduling_key=scheduling_key
     )
     found = degraded(request)
     assert found.sampling == expected and (found is request) == (sampling == expected)
@@ -250,7 +250,7 @@ def test_begun_answer_is_not_degraded() -> None:
     scheduling_key = SchedulingKey(degradation=Degradation(clip_max_tokens_to=2))
     request = Request(
         request_id=id_of("r"),
-        token_ids=TokenIds((1,)),
+        token_ids=TokenIds.of((1,)),
         generated_token_ids=(5, 6, 7),
         attempt=1,
         sampling=SamplingParams(max_tokens=100),
