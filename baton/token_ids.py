@@ -35,6 +35,8 @@ class TokenIds(
     packed: bytes
 
     def __post_init__(self) -> None:
+        if not isinstance(self.packed, bytes):
+            raise TypeError("TokenIds.of packs a sequence of token ids")
         if len(self.packed) % TOKEN_ID_BYTES:
             raise ValueError(f"{len(self.packed)} bytes are not a whole number of token ids")
 

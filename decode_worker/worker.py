@@ -35,7 +35,6 @@ from baton.kvtransfer.prefixes import PulledPrefixes
 from baton.messages.bounds import LINK_TIMEOUT_S, Kind
 from baton.messages.codec import TOO_LARGE, AnyMessage, fits
 from baton.messages.control import Cancel, Dispatch, Failure, Prefilled, PrefillFailed, with_arrival
-from baton.messages.status import OverloadLevel
 from baton.messages.workers import REMOTE_PREFILLS, Load
 from baton.request import FinishReason, StepOutput, TokenEvent
 from baton.rpc.peers import Peer, PeerRegistry
@@ -167,8 +166,7 @@ class DecodeWorker(WorkerNode):
         """
         self.counters: Counter[str] = Counter()
         self._clock = clock
-        self._reports = WorkerReports(peer_registry, clock)
-        super().__init__(peer_registry, links, self._reports)
+        super().__init__(engine, peer_registry, links, WorkerReports(peer_registry, clock))
         self._engine = engine
         self._endpoint = endpoint
         self._prefill_patience_s = max(prefill_patience_s, MIN_PREFILL_PATIENCE_S)
@@ -228,9 +226,6 @@ class DecodeWorker(WorkerNode):
         self._give_up_silent_links()
         self._early.tick()
         super().tick()
-
-    def _pressed(self, level: OverloadLevel) -> None:
-        self._engine.set_pressure(small_chunks=level.small_chunks, makes_room=level.makes_room)
 
     def _reachable(self) -> list[str]:
         return [id_ for id_ in self._peer_registry.connected() if self._links.to(id_) is not None]

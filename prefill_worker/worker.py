@@ -26,7 +26,6 @@ from baton.kvtransfer.prefixes import PulledPrefixes
 from baton.kvtransfer.protocol.handoff import GrantedTransfer, TransferEnded
 from baton.messages.codec import TOO_LARGE, AnyMessage, fits
 from baton.messages.control import Cancel, Failure, Prefill, Prefilled, with_arrival
-from baton.messages.status import OverloadLevel
 from baton.messages.workers import Load
 from baton.prefill_worker.prefill_job import LayerwiseSend, PrefillJob, PrefillStage, refusal
 from baton.request import FilledPages, FinishReason, StepOutput, TokenEvent
@@ -50,8 +49,7 @@ class PrefillWorker(WorkerNode):
         links: KvLinks,
     ) -> None:
         self._clock = clock
-        self._reports = WorkerReports(peer_registry, clock)
-        super().__init__(peer_registry, links, self._reports)
+        super().__init__(engine, peer_registry, links, WorkerReports(peer_registry, clock))
         self._engine = engine
         self._endpoint = endpoint
         self._links = links
@@ -106,9 +104,6 @@ class PrefillWorker(WorkerNode):
         super().tick()
 
     # Peers.
-
-    def _pressed(self, level: OverloadLevel) -> None:
-        self._engine.set_pressure(small_chunks=level.small_chunks, makes_room=level.makes_room)
 
     def _reachable(self) -> list[str]:
         return self._links.reachable()

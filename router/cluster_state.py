@@ -29,13 +29,12 @@ from baton.router.decisions import (
     weighed,
 )
 from baton.router.in_flight import OTHERS, InFlightAttempt, Key
-from baton.router.index.prefix_index import Family, family_of, first_halves, with_zeros
+from baton.router.index.prefix_index import EXPECTED_FOR_S, Family, family_of, first_halves, with_zeros
 from baton.router.policies.base import Pair, PolicyContext, RoutingChoice, RoutingPolicy
 from baton.router.policies.candidates import PairCandidate
 from baton.router.redis.messages import AnyShared, SharedDispatch, SharedEnded, SharedStarted
 from baton.rpc.peers import Peer
 
-EXPECTED_FOR_S: Final = 2.0  # pages of another router's dispatch, after the prompt should be computed
 MAX_OTHERS: Final = 2**16  # attempts of other routers that are entered
 
 
@@ -142,8 +141,8 @@ class ClusterState:
         """Drop the page keys of an attempt that is not dispatched."""
         self._keys.forget(*key)
 
-    def decided(self, submit: Submit, pair: Pair) -> None:
-        """Keep the decision for `baton explain`, and tell the policy that its choice was dispatched."""
+    def dispatched(self, submit: Submit, pair: Pair, entry: InFlightAttempt) -> None:
+        """Tell the policy about its choice, keep the decision, share and log the dispatch."""
         request, choice = submit.request, pair.choice
         chosen = Weighed(decode=pair.decode.id, prefill=pair.prefill_id)
         candidates: Sequence[PairCandidate] = ()
@@ -161,10 +160,6 @@ class ClusterState:
             chosen=chosen,
         )
         self.decisions.add(decision, candidates)
-
-    def dispatched(self, submit: Submit, pair: Pair, entry: InFlightAttempt) -> None:
-        """Share and log a dispatch, after `decided`."""
-        request = submit.request
         if self._sharing is not None or self._log is not None:
             self._share(request, pair, entry)
         self._keys.forget(request.request_id, request.attempt)

@@ -572,7 +572,6 @@ class Dispatcher:
         self._counters["dispatched" if pair.prefill is not None else "dispatched_local"] += 1
         _send(gateway, request, pair, self._admission_queue.waited_s(queued))
         # The workers have their messages: the rest adds nothing to the latency of the request.
-        self._cluster_state.decided(submit, pair)
         self._cluster_state.dispatched(submit, pair, entry)
 
     def _reject(self, gateway_id: str, key: Key, refused: QuotaRefusal) -> None:

@@ -49,8 +49,9 @@ class ChangedPages(Protocol):
 
 
 class ReportedEngine(Protocol):
-    """The part of an engine that reports read: see engine/replica.py."""
+    """The part of an engine that every worker uses: see engine/replica.py."""
 
+    def set_pressure(self, *, small_chunks: bool, makes_room: bool) -> None: ...
     def take_page_changes(self, *, is_afresh: bool = False) -> ChangedPages: ...
     def last_step(self) -> StepTimes | None: ...
 
@@ -200,12 +201,15 @@ class PageLinks(Protocol):
 class WorkerNode(ABC):
     """A Node. All calls come from one thread."""
 
-    def __init__(self, peer_registry: PeerRegistry, links: PageLinks, reports: WorkerReports) -> None:
+    def __init__(
+        self, engine: ReportedEngine, peer_registry: PeerRegistry, links: PageLinks, reports: WorkerReports
+    ) -> None:
         self.hello = peer_registry.hello
         self.is_draining = False
         self._peer_registry = peer_registry
         self._page_links = links
-        self._worker_reports = reports
+        self._pressed_engine = engine
+        self._reports = reports
         self._levels: dict[str, OverloadLevel] = {}  # router's id -> its overload level
 
     @property
@@ -220,7 +224,7 @@ class WorkerNode(ABC):
     def drain(self) -> None:
         """Take no new attempts, finish the running ones."""
         self.is_draining = True
-        self._worker_reports.heartbeat(self, at_once=True)
+        self._reports.heartbeat(self, at_once=True)
 
     def joined(self, peer: Peer) -> None:
         """See Node."""
@@ -231,7 +235,7 @@ class WorkerNode(ABC):
         """See Node."""
         if self._peer_registry.left(peer):
             if self._levels.pop(peer.hello.id, None) is not None:
-                self._pressed(self.level)
+                self._set_pressure()
             self._lost(peer)
             self._lost_workers(self._peer_registry.recount())
             self._peer_registry.report(self._reachable())
@@ -252,24 +256,21 @@ class WorkerNode(ABC):
                 self.drain()
             case Pressure() if self._peer_registry.is_router(peer):
                 self._levels[peer.hello.id] = message.level
-                self._pressed(self.level)
+                self._set_pressure()
             case KvEventsWanted() if self._peer_registry.is_router(peer):
-                self._worker_reports.want(peer)
+                self._reports.want(peer)
             case _:
                 self._heard(peer, message)
 
     def _keep_up(self) -> None:
         self._page_links.keep_up(self._peer_registry.with_pages())
         self._peer_registry.report(self._reachable())
-        self._worker_reports.heartbeat(self)
+        self._reports.heartbeat(self)
 
-    @property
-    def level(self) -> OverloadLevel:
-        """The highest overload level of any router."""
-        return max(self._levels.values(), default=OverloadLevel.CALM)
-
-    def _pressed(self, level: OverloadLevel) -> None:  # noqa: B027  (a role may have nothing to do)
-        """Apply the cluster's overload level."""
+    def _set_pressure(self) -> None:
+        """Apply the highest overload level of any router."""
+        level = max(self._levels.values(), default=OverloadLevel.CALM)
+        self._pressed_engine.set_pressure(small_chunks=level.small_chunks, makes_room=level.makes_room)
 
     @abstractmethod
     def _reachable(self) -> list[str]:

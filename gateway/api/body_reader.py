@@ -2,7 +2,7 @@
 
 `PromptReader` reads one body; reading is pure. Decoding JSON and rendering templates hold the interpreter's
 lock, so a thread that read a large body would delay the event loop. `BodyReader` reads small bodies on the
-event loop, and large ones in two helper processes:
+event loop. Two helper processes read the large ones, and small chats of which the template makes a long text:
 
 1. `BodyReader.read` chooses a helper. One of the two takes no job above EXPRESS_BYTES: ordinary prompts never
    wait for the largest ones alone.
@@ -136,6 +136,10 @@ class ReadBody(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class LongText(Exception):
     """The chat template made a long text of a small body; a helper reads that body."""
 
+    def __init__(self, num_chars: int) -> None:
+        super().__init__(num_chars)
+        self.num_chars = num_chars
+
 
 class PromptReader:
     """Reads bodies for one model. Raises InvalidRequest and ApiError for faults of the client."""
@@ -199,7 +203,7 @@ class PromptReader:
         text = template.render(read, tools=tools, add_generation_prompt=add_generation_prompt, kwargs=kwargs)
         _check_length(len(text), max_tokens)
         if max_chars is not None and len(text) > max_chars:
-            raise LongText
+            raise LongText(len(text))
         return tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def _chat(self, data: bytes, policy: ReadPolicy) -> ReadBody:
@@ -422,13 +426,17 @@ class BodyReader:
         """
         if not self._helpers:
             return self.reader.read(kind, data, policy)
-        if len(data) <= SMALL_BYTES:
-            with contextlib.suppress(LongText):
+        size = len(data)
+        if size <= SMALL_BYTES:
+            try:
                 small = msgspec.structs.replace(policy, max_chars=SMALL_BYTES)
                 return self.reader.read(kind, data, small)
+            except LongText as found:
+                size = found.num_chars
         express, largest = self._helpers
-        is_express = len(data) <= EXPRESS_BYTES and express.turns.num_taken <= largest.turns.num_taken
-        result = await (express if is_express else largest).do(tenant, ReadJob(kind, policy, len(data)), data)
+        is_express = size <= EXPRESS_BYTES and express.turns.num_taken <= largest.turns.num_taken
+        helper = express if is_express else largest
+        result = await helper.do(tenant, size, ReadJob(kind, policy, len(data)), data)
         if isinstance(result, ReadBody):
             return result
         if result.status == 500:
@@ -572,8 +580,9 @@ class _Helper:
             )
         return self._process
 
-    async def do(self, tenant: str, job: ReadJob, data: bytes) -> ReadResult:
-        await self.turns.take(tenant, len(data))
+    async def do(self, tenant: str, size: int, job: ReadJob, data: bytes) -> ReadResult:
+        """size: what the tenant is charged for the job: bytes, or the characters of a longer text."""
+        await self.turns.take(tenant, size)
         self._running = task = asyncio.create_task(self._do(job, data))
         task.add_done_callback(lambda _: self.turns.leave())
         return await asyncio.shield(task)  # the helper is busy until the result is there

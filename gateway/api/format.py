@@ -192,7 +192,7 @@ class _Format:
             if index:
                 yield b","
             yield from parts
-        yield b"]," + orjson.dumps({"usage": self._usage(), **particulars}, default=tuple)[1:]
+        yield b"]," + orjson.dumps({"usage": self._usage(), **particulars})[1:]
 
     def _usage(self) -> Json:
         num_prompt, num_completion, num_cached = self._answer.usage
@@ -259,7 +259,7 @@ class ChatFormat(_Format):
         choices = map(self._whole_choice, self._answer.choices, deltas)
         if not self._call.returns_token_ids:
             return self._in_one(choices)
-        return self._in_one(choices, prompt_token_ids=self._call.prompts[0].token_ids)
+        return self._in_one(choices, prompt_token_ids=tuple(self._call.prompts[0].token_ids))
 
     def _whole_choice(self, choice: AnswerChoice, delta: Delta) -> Iterator[bytes]:
         body: Json = {

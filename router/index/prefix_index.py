@@ -298,6 +298,7 @@ MAX_SETS: Final = 2**17
 NUM_SPARE_PAGES: Final = 1024  # of a worker's share: expected pages come on top of held ones
 PURGED_AT_ONCE: Final = 8192  # entries of workers that left, in one tick
 MAX_EXPECTATIONS: Final = 2**16
+EXPECTED_FOR_S: Final = 2.0  # after their prompt should be computed, pages are still expected
 STRIDE: Final = 16  # between two pages of a prompt that are looked up first
 MAX_BISECTED: Final = 32  # pages; then all are looked up at once
 MAX_RUN_ENDS: Final = 2**14

@@ -22,7 +22,7 @@ from baton.router.in_flight import (
     num_kv_tokens,
     scheduling_class_of,
 )
-from baton.router.index.prefix_index import Family, Holdings
+from baton.router.index.prefix_index import EXPECTED_FOR_S, Family, Holdings
 from baton.router.policies.base import (
     NO_CLAIM,
     ClusterView,
@@ -57,7 +57,6 @@ MAX_COMBINED: Final = 3  # workers of a role in pairs
 MEMORY_S: Final = 30.0  # over which the cluster's arrivals are averaged
 BALANCE_S: Final = 300.0  # over which workers that cost the same are given the same
 MOST_BUSY: Final = 0.9
-EXPECTED_FOR_S: Final = 2.0  # after the prompt should be computed, its pages are still expected
 
 Rank: TypeAlias = float | tuple[float, float]  # each policy uses one of the two
 _TOTAL_S: Final = attrgetter("total_s")

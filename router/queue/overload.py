@@ -23,7 +23,6 @@ HIGH: Final = 0.9
 LOW: Final = 0.6
 CLIMB_S: Final = 1.0
 DESCEND_S: Final = 1.0
-MAX_KEPT_CHANGES: Final = 64
 MAX_LOOKED_AT: Final = 4096  # tenants, of each the request that is due first
 USED: Final = ("active", "leased", "quarantined")  # states of KV pages
 PRESSED_LOCAL_TOKENS: Final = 256  # prompts up to here are computed on their decode worker at LOCAL_PREFILL
@@ -46,21 +45,12 @@ class PressureReading(NamedTuple):
         return max(self.lateness, self.pages, self.itl)
 
 
-class LevelChange(NamedTuple):
-    """A change of the level, with the reading that caused it."""
-
-    at_s: float
-    level: OverloadLevel
-    reading: PressureReading
-
-
 class OverloadController:
     """Derives the level from readings."""
 
     def __init__(self, now_s: float) -> None:
         self.level = OverloadLevel.CALM
         self.escalations: Counter[OverloadLevel] = Counter()  # how often each level was reached from below
-        self.changes: list[LevelChange] = []  # the latest
         self._since_s = now_s  # the pressure has been in this zone since then
         self._zone = 0  # 1: above HIGH, -1: below LOW
 
@@ -76,8 +66,6 @@ class OverloadController:
             self.escalations[level] += 1
         self.level = level
         self._since_s = now_s
-        self.changes.append(LevelChange(now_s, level, reading))
-        del self.changes[:-MAX_KEPT_CHANGES]
         return True
 
     def _next(self, reading: PressureReading, now_s: float) -> OverloadLevel:

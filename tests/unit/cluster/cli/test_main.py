@@ -165,7 +165,7 @@ def test_model_without_tokenizer_answers_with_token_ids(tmp_path: Path, baton: B
         ("", "expected one prompt"),
         ("sun --prompt-file x", "expected one prompt"),
         ("--token-ids 1 --chat", "--chat: the user's message is text"),
-        ("--token-ids=-1", "token id -1 is outside the vocabulary"),
+        ("--token-ids=-1", "token id -1: expected an integer from 0"),
         ("--prompt-file /nowhere", "/nowhere cannot be read"),
         ("sun --temperature nan", "temperature must be at least 0.0, got nan"),
         ("sun --max-tokens 0", "error: --max-tokens must be at least 1, got 0"),
