@@ -58,7 +58,7 @@ def test_stream_survives_the_death_of_its_decode_worker(
     until(lambda: len(cluster.status()) == 3)
     replays = num_replays(cluster)
     chunks = cluster.stream(PROMPT, **given, stream_options={"include_usage": True})
-    texts = [next(chunks)["choices"][0]["text"] for _ in range(5)]
+    texts = [next(chunks)["choices"][0]["text"]]  # one: a greedy answer has few visible tokens
     os.kill(cluster.pid_of(busy_decode(cluster)), signal.SIGKILL)
     rest = list(chunks)
     usage = rest[-1]["usage"]
