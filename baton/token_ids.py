@@ -3,8 +3,7 @@
 import struct
 from abc import ABCMeta
 from collections.abc import Iterable, Iterator, Sequence
-from operator import index as as_integer
-from typing import Self, overload
+from typing import Self, SupportsIndex, overload
 
 import msgspec
 
@@ -49,7 +48,7 @@ class TokenIds(
         try:
             return cls(struct.pack(f"<{len(ids)}I", *ids))
         except struct.error:
-            bad = next(each for each in ids if not _fits(each))
+            bad = next(each for each in ids if not isinstance(each, SupportsIndex) or not 0 <= each < 2**32)
             raise InvalidRequest(f"token id {bad!r}: expected an integer from 0 to {2**32 - 1}") from None
 
     def __len__(self) -> int:
@@ -80,10 +79,3 @@ class TokenIds(
 
     def __repr__(self) -> str:
         return f"TokenIds.of({tuple(self)})"
-
-
-def _fits(token_id: object) -> bool:
-    try:
-        return 0 <= as_integer(token_id) < 2**32  # type: ignore[arg-type]
-    except TypeError:
-        return False

@@ -220,9 +220,8 @@ class Forecast:
     def _new_outlook(self, now_s: float) -> _Outlook:
         members = [member for member in self._members.all() if not member.is_draining]
         decoders = [member for member in members if member.worker.role is WorkerRole.DECODE]
-        prompt_workers = [
-            member for member in members if member.worker.role is WorkerRole.PREFILL
-        ] or decoders
+        prefills = [member for member in members if member.worker.role is WorkerRole.PREFILL]
+        prompt_workers = prefills or decoders
         waits = {member.id: self._in_flight.wait_s(member.id) for member in prompt_workers}
         least = nsmallest(MAX_COMPARED, waits, key=lambda id: waits[id])
         decoder = min(
