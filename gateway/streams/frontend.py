@@ -12,7 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
-from typing import Final, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
 from baton.clock import Clock
 from baton.errors import BatonError, InvalidRequest, Overloaded, ProtocolError, Refused, WireError, WorkerLost
@@ -61,6 +61,13 @@ ItemT = TypeVar("ItemT")
 logger = logging.getLogger(__name__)
 
 
+class _Left(NamedTuple):
+    """A worker whose connection ended."""
+
+    left_s: float
+    heard_s: float  # its last sign of life, a ping or more
+
+
 class Frontend:
     """A Node for its host and a Service for the HTTP side; all calls come from one thread.
 
@@ -92,7 +99,7 @@ class Frontend:
         ] = {}  # tenant -> its WAITING streams; none is empty
         self._draining: dict[str, None] = {}  # workers, ended ones too, oldest first
         self._heard_s: dict[str, float] = {}  # routers and workers -> when each said anything
-        self._left_s: dict[str, float] = {}  # workers -> when their connection ended
+        self._left: dict[str, _Left] = {}  # workers whose connection ended, the earliest first
         self._looked_s = clock.now_s() - STATUS_S
         self._ticked_s = clock.now_s()
         self._answered_s: float | None = None  # a decode worker, with a prompt of a prefill worker
@@ -203,7 +210,7 @@ class Frontend:
             self._close_workers(self._peer_registry.recount())
         else:
             self._report_connections()  # before anything is submitted again
-            self._lose_worker(peer.hello.id)
+            self._lose_worker(peer)
 
     def received(self, peer: Peer, message: AnyMessage) -> None:
         """See Node."""
@@ -309,11 +316,13 @@ class Frontend:
         else:
             self._fault(stream, worker, failed.reason)
 
-    def _lose_worker(self, worker: str) -> None:
+    def _lose_worker(self, peer: Peer) -> None:
+        worker, now_s = peer.hello.id, self._clock.now_s()
         self._heard_s.pop(worker, None)
-        self._left_s[worker] = self._clock.now_s()
-        if len(self._left_s) > MAX_REMEMBERED:
-            del self._left_s[next(iter(self._left_s))]
+        self._left.pop(worker, None)
+        self._left[worker] = _Left(left_s=now_s, heard_s=now_s - peer.silence_s)
+        if len(self._left) > MAX_REMEMBERED:
+            del self._left[next(iter(self._left))]
         for stream in self._each():
             if stream.state is StreamState.ROUTED and stream.needs(worker):
                 self._lose(stream, worker)
@@ -360,7 +369,8 @@ class Frontend:
         asked_s, now_s = stream.heard_s, self._clock.now_s()
         stream.routed(routed.decode, routed.prefill, now_s)
         for worker in (routed.decode, routed.prefill):
-            has_left = self._left_s.get(worker, asked_s - 1) >= asked_s  # since the router was asked
+            left = self._left.get(worker)
+            has_left = left is not None and left.left_s >= asked_s  # since the router was asked
             if worker and has_left and self._is_connected(worker):
                 stream.doubted_s = now_s  # the worker may have dropped the attempt with the connection
             if worker and not self._is_connected(worker) and stream.needs(worker):
@@ -501,7 +511,7 @@ class Frontend:
             self._fail(stream, InvalidRequest(f"the request can't be sent on: {error}"))
             return
         self._window.submitted(router.hello.id, request)
-        stream.state, stream.heard_s, stream.router = StreamState.SUBMITTED, now_s, router.hello.id
+        stream.submitted(router.hello.id, now_s)
         self._stop_waiting(stream)
 
     def _again(self, stream: RequestStream, reason: str, *, at_once: bool = True) -> None:
@@ -526,8 +536,15 @@ class Frontend:
         if worker in self._draining:  # the request had nothing to do with the end of the process
             self._again(stream, "drained")
             return
-        stream.lose(worker, self._is_connected, self._clock.now_s())
+        stream.lose(worker, self._last_sign_s(worker), self._is_connected, self._clock.now_s())
         self._again(stream, "lost")
+
+    def _last_sign_s(self, worker: str) -> float:
+        """Return when something last came over the connection to a worker, pings included."""
+        now_s, peer = self._clock.now_s(), self._peer_registry.peer(worker)
+        if peer is not None:
+            return now_s - peer.silence_s
+        return self._left[worker].heard_s if worker in self._left else now_s
 
     def _end_if_due(self, stream: RequestStream, now_s: float) -> bool:
         """Fail a request that may have no other attempt. Returns False when it may."""

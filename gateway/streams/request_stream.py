@@ -19,7 +19,8 @@ A request that has lost its worker may have another attempt under these rules:
    the cause. Nor when its tokens are more than `max_log_tokens`.
 
 A process that died and a connection that broke look alike until the connection is back. Where that decides,
-the verdict waits for DOUBT_S.
+the verdict waits for DOUBT_S. A worker that was silent before it had the request did not die of it: when a
+machine freezes, the request may go from one of its workers to another.
 """
 
 import math
@@ -139,6 +140,7 @@ class RequestStream:
     is_begun: bool = field(init=False)  # workers have had the request, in any attempt
     has_started: bool = False  # the present attempt
     is_reported: bool = False  # its start, to the router
+    given_s: float = field(init=False)  # when the router, and then its workers, were given the attempt
     decode: str = ""  # of the present attempt, once it is ROUTED
     prefill: str = ""
     doubted_s: float = math.inf  # since when the workers may never have heard of the attempt
@@ -156,7 +158,7 @@ class RequestStream:
         self.log = list(self.request.generated_token_ids)
         self.next_index = self.first_index = len(self.log)
         self.is_begun = bool(self.log)
-        self.lost_s = self.retry_s = self.homeless_s = self.heard_s = opened_s
+        self.lost_s = self.retry_s = self.homeless_s = self.heard_s = self.given_s = opened_s
 
     @property
     def request_id(self) -> str:
@@ -217,12 +219,17 @@ class RequestStream:
         """A token that came again is the same as before."""
         return event.token_id is None or self.log[event.index] == event.token_id
 
+    def submitted(self, router: str, now_s: float) -> None:
+        """Enter SUBMITTED."""
+        self.state, self.router = StreamState.SUBMITTED, router
+        self.heard_s = self.given_s = now_s
+
     def routed(self, decode: str, prefill: str, now_s: float) -> None:
         """Enter ROUTED."""
         self.state, self.is_begun = StreamState.ROUTED, True
         self.decode, self.prefill = decode, prefill
         self.homeless_s += max(0.0, now_s - self.heard_s)  # the wait in the router's queue does not count
-        self.heard_s = now_s
+        self.heard_s = self.given_s = now_s
 
     def next_attempt(self, now_s: float, *, at_once: bool) -> None:
         """Go back to WAITING; for longer the more attempts in a row found no worker, unless `at_once`."""
@@ -255,8 +262,12 @@ class RequestStream:
         self.avoid.append(worker)
         del self.avoid[:-MAX_AVOIDED]
 
-    def lose(self, worker: str, is_connected: Callable[[str], bool], now_s: float) -> None:
-        """Count a process that seems to have died with the request."""
+    def lose(
+        self, worker: str, worker_heard_s: float, is_connected: Callable[[str], bool], now_s: float
+    ) -> None:
+        """Count a process that seems to have died with the request. worker_heard_s: its last sign of life."""
+        if worker_heard_s < self.given_s - DOUBT_S:
+            return
         # A connected process lives; but different processes hear of one death at different times.
         self.lost = {
             other: lost_s

@@ -113,6 +113,39 @@ def test_request_that_killed_two_workers_is_not_replayed() -> None:
     assert g.frontend.num_open == 0
 
 
+@pytest.mark.parametrize("reporter", ["gateway", "router"])
+def test_worker_that_was_silent_before_it_had_the_request_did_not_die_of_it(reporter: str) -> None:
+    """A machine freezes: its workers are given up one after the other, and the request had both."""
+    g = gateway("p0", "d0", "d1")
+    sink = g.open()
+    g.route("d0", "p0")
+    g.tick(3.0)
+    g["p0"].silence_s = g["d0"].silence_s = 3.0
+    g["p0"].leave()
+    g.route("d0")
+    g.tick(0.5)
+    g["d0"].silence_s += 0.5
+    if reporter == "router":
+        g["router"].say(failed(Failure.LOST, worker="d0", attempt=1))
+    g["d0"].leave()
+    g.tick(DOUBT_S)
+    assert sink.error is None
+    assert g.submitted().request.attempt == 2
+
+
+def test_worker_that_fell_silent_with_the_request_counts_as_a_death() -> None:
+    g, sink = running("d0", "d1", "d2")
+    for number, name in enumerate(("d0", "d1")):
+        if number:
+            g.route(name)
+        g.tick(DOUBT_S)
+        g.tick(DOUBT_S)
+        g[name].silence_s = 2 * DOUBT_S
+        g[name].leave()
+    g.tick(DOUBT_S)
+    assert isinstance(sink.error, WorkerLost)
+
+
 def test_connections_that_come_back_are_not_deaths() -> None:
     g, sink = running("d0", "d1", "d2")
     for number, name in enumerate(("d0", "d1", "d0", "d1"), start=1):
