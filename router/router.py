@@ -16,6 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import AsyncExitStack, closing, suppress
+from copy import deepcopy
 from pathlib import Path
 from random import Random
 from typing import Final, Protocol
@@ -55,7 +56,7 @@ from baton.messages.operations import (
     WatchWorkers,
     WorkerRemoved,
 )
-from baton.messages.status import OverloadLevel, RouterStatus, RoutingTimes
+from baton.messages.status import ROUTING_BOUNDS_S, Histogram, OverloadLevel, RouterStatus
 from baton.messages.workers import Address, WorkerStatus
 from baton.router.cluster_state import ClusterState
 from baton.router.decisions import DecisionLog
@@ -126,7 +127,7 @@ class Router:
         policy = policy_type(context)
         self.cluster_state = ClusterState(context, policy, self.counters)
         self._clock = clock
-        self._routing_times = RoutingTimes()
+        self._routing_times = Histogram(ROUTING_BOUNDS_S)
         self._pairing = Pairing(config, self.members, policy, load_policy(policy, context))
         self._gateways: dict[str, GatewayPeer] = {}
         # Operators that start workers -> seconds since Ray's head became unreachable.
@@ -240,8 +241,7 @@ class Router:
             pid=os.getpid(),
             num_attempts=self.in_flight.num_own,
             redis="none" if redis is None else "up" if redis.is_up else "down",
-            routing_counts=tuple(self._routing_times.counts),
-            routing_s=self._routing_times.total_s,
+            routing=deepcopy(self._routing_times),
             counters={**self.counters, **({} if redis is None else redis.counters)},
             queue=self.admission_queue.status(),
         )
@@ -256,7 +256,7 @@ class Router:
             case Submit():
                 begun_s = self._clock.now_s()
                 if self._dispatcher.submit(gateway, message):
-                    self._routing_times.add(self._clock.now_s() - begun_s)
+                    self._routing_times.observe(self._clock.now_s() - begun_s)
             case Started():
                 self._dispatcher.started(message.attempts)
             case Ended():

@@ -177,7 +177,7 @@ class RoutingShare:
         wait_for(lambda: self._cluster.frontend.status is not None)
         status = self._cluster.frontend.status
         assert status is not None
-        return [sum(counts) for counts in zip(*(each.routing_counts for each in status.routers), strict=True)]
+        return [sum(counts) for counts in zip(*(each.routing.counts for each in status.routers), strict=True)]
 
 
 def _tokens(rng: random.Random, number: int) -> list[int]:

@@ -16,6 +16,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable
 from enum import IntEnum
+from math import inf
 from typing import Annotated, Final, Literal, TypeAlias
 
 import msgspec
@@ -123,8 +124,39 @@ _COUNTS: Final = (
 # Upper bounds of the buckets of routing times; one more bucket counts longer times.
 ROUTING_BOUNDS_S: Final = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1.0)
 RedisState: TypeAlias = Literal["none", "up", "down"]
-_NUM_COUNTS: Final = len(ROUTING_BOUNDS_S) + 1
-Counts: TypeAlias = Annotated[tuple[Count, ...], Meta(min_length=_NUM_COUNTS, max_length=_NUM_COUNTS)]
+
+
+class Histogram(msgspec.Struct, array_like=True):
+    """Values counted in buckets: bucket i has the values in (bounds[i - 1], bounds[i]], the last the rest."""
+
+    bounds: Annotated[tuple[float, ...], Meta(max_length=64)]
+    counts: Annotated[list[Count], Meta(max_length=65)] = []
+    sum: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.counts:
+            self.counts = [0] * (len(self.bounds) + 1)
+        elif len(self.counts) != len(self.bounds) + 1:
+            raise ValueError(f"{len(self.bounds)} bounds need one more count, got {len(self.counts)}")
+
+    @property
+    def num(self) -> int:
+        """The number of values."""
+        return sum(self.counts)
+
+    def observe(self, value: float) -> None:
+        """Count one value."""
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.sum += value
+
+    def quantile(self, share: float) -> float:
+        """Return the upper bound of the bucket with this quantile; inf beyond the last bound."""
+        num_left = share * self.num
+        for bound, count in zip((*self.bounds, inf), self.counts, strict=True):
+            num_left -= count
+            if count and num_left <= 0:
+                return bound
+        return 0.0  # there are no values
 
 
 class RouterStatus(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -135,8 +167,8 @@ class RouterStatus(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     pid: Count = 0
     num_attempts: Count = 0  # dispatched by this router and not ended
     redis: RedisState = "none"
-    routing_counts: Counts = (0,) * _NUM_COUNTS  # attempts by the time of the choice
-    routing_s: Annotated[float, Meta(ge=0)] = 0.0  # sum of the times
+    # Seconds to choose the workers of an attempt.
+    routing: Histogram = msgspec.field(default_factory=lambda: Histogram(ROUTING_BOUNDS_S))
     counters: dict[Annotated[str, Meta(max_length=64)], Count] = {}
     queue: QueueStatus = QueueStatus()
 
@@ -144,25 +176,3 @@ class RouterStatus(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     def blind_share(self) -> float:
         """The share of decisions about a worker that had not reported its pages."""
         return self.counters.get("blind_decisions", 0) / max(1, self.counters.get("decisions", 0))
-
-    def routing_quantile_s(self, share: float) -> float:
-        """Return the upper bound of the bucket that holds this quantile of the times; inf beyond the last."""
-        num_left = share * sum(self.routing_counts)
-        for bound_s, count in zip((*ROUTING_BOUNDS_S, float("inf")), self.routing_counts, strict=True):
-            num_left -= count
-            if num_left <= 0:
-                return bound_s
-        return 0.0
-
-
-class RoutingTimes:
-    """A histogram of the times of routing choices."""
-
-    def __init__(self) -> None:
-        self.counts = [0] * _NUM_COUNTS
-        self.total_s = 0.0
-
-    def add(self, seconds: float) -> None:
-        """Count one choice."""
-        self.counts[bisect_left(ROUTING_BOUNDS_S, seconds)] += 1
-        self.total_s += seconds

@@ -21,11 +21,9 @@ from pathlib import Path
 from time import perf_counter
 from typing import Final, TypeAlias
 
-import msgspec
-
 from baton.bench.faults.cluster import Clients, Question, WatchedCluster, make_questions, served_cluster
 from baton.bench.report import Report, Row, add_output_option, at_least, at_most, run_command, run_suite
-from baton.messages.status import RouterStatus
+from baton.messages.status import ROUTING_BOUNDS_S, Histogram, RouterStatus
 from baton.router.redis.client import REDIS_FAILURES, Names, RedisConnection, Reply
 from baton.router.redis.server import PrivateRedis
 
@@ -177,7 +175,7 @@ async def _hurt(
         routing = routed_between(before, await _routers(cluster))
     return [
         *_answer_rows(name, clients),
-        at_most(f"{name}: routing p99", 1000 * routing.routing_quantile_s(0.99), "ms", ROUTING_MS),
+        at_most(f"{name}: routing p99", 1000 * routing.quantile(0.99), "ms", ROUTING_MS),
         at_most(f"{name}: rewarmed after", rewarmed_s, "s", REWARMED_S, f"{snapshot_bytes:,} bytes"),
     ]
 
@@ -215,12 +213,12 @@ def _answer_rows(name: str, clients: Clients) -> list[Row]:
     return [at_least(f"{name}: requests", num_answered, "", LEAST_ANSWERED), *clients.answer_rows(name)]
 
 
-def routed_between(before: Sequence[RouterStatus], after: Sequence[RouterStatus]) -> RouterStatus:
-    """Return a status with the routing times of all routers between two moments."""
-    was = [sum(counts) for counts in zip(*(each.routing_counts for each in before), strict=True)]
-    now = [sum(counts) for counts in zip(*(each.routing_counts for each in after), strict=True)]
-    counts = tuple(late - early for early, late in zip(was, now, strict=True))
-    return msgspec.structs.replace(after[0], routing_counts=counts)
+def routed_between(before: Sequence[RouterStatus], after: Sequence[RouterStatus]) -> Histogram:
+    """Return the routing times of all routers between two moments."""
+    was = [sum(counts) for counts in zip(*(each.routing.counts for each in before), strict=True)]
+    now = [sum(counts) for counts in zip(*(each.routing.counts for each in after), strict=True)]
+    counts = [late - early for early, late in zip(was, now, strict=True)]
+    return Histogram(ROUTING_BOUNDS_S, counts)
 
 
 run = partial(run_suite, measure, name="router_faults", title="Faults of Redis and routers under load")

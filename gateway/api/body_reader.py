@@ -48,6 +48,7 @@ from baton.gateway.api.call import (
     check_sampled_ids,
     check_token_ids,
     decode_body,
+    fields_of,
     list_prompts,
 )
 from baton.gateway.api.errors import ApiError, as_api_error, invalid
@@ -76,7 +77,6 @@ MAX_PUBLIC_TEXTS: Final = 1024  # that are kept, those of former tenants files i
 
 BodyKind: TypeAlias = Literal["chat", "completion", "either", "tokenize", "detokenize"]
 PublicForms: TypeAlias = tuple[tuple[int, ...], ...]  # token ids of each form of a public text
-_FIELDS: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 logger = logging.getLogger(__name__)
 
@@ -165,7 +165,7 @@ class PromptReader:
         Raises LongText for a chat whose text is longer than the policy's `max_chars`.
         """
         if kind == "either":
-            kind = "chat" if _has_messages(data) else "completion"
+            kind = "chat" if "messages" in fields_of(data) else "completion"
         read = {
             "chat": self._chat,
             "completion": self._completion,
@@ -287,14 +287,6 @@ class PromptReader:
         check_token_ids(body.tokens, self.vocab_size, "tokens")
         answer = _written({"prompt": self.tokenizer.decode(body.tokens)})
         return ReadBody(num_unknown=num_unknown, answer=answer)
-
-
-def _has_messages(data: bytes) -> bool:
-    """Return whether a body is a chat; a body that is no JSON object counts as a completion."""
-    try:
-        return "messages" in _FIELDS.decode(data)
-    except (msgspec.MsgspecError, ValueError, RecursionError):
-        return False
 
 
 def _decode(data: bytes, kind: type[AnyBody], policy: ReadPolicy) -> tuple[AnyBody, int]:

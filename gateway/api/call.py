@@ -211,6 +211,14 @@ def decode_body(data: bytes, kind: type[AnyBody]) -> tuple[AnyBody, list[str]]:
     return body, [key for key in keys if key in unknown]
 
 
+def fields_of(data: bytes) -> dict[str, msgspec.Raw]:
+    """Return the fields of a JSON object, not decoded; none for any other data."""
+    try:
+        return _KEYS.decode(data)
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        return {}
+
+
 def _check_supported(keys: dict[str, msgspec.Raw], asked: set[str], kind: type[msgspec.Struct]) -> None:
     for key in asked:
         value = bytes(keys[key])

@@ -1,6 +1,7 @@
 """`/ui`: the cluster on one page for operators. It needs no script and no other file, and reloads itself."""
 
 from collections.abc import Mapping, Sequence
+from math import inf
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
@@ -8,9 +9,9 @@ import minijinja
 
 import baton
 from baton.clock import Clock
-from baton.gateway.metrics.metrics import Histogram, Metrics
+from baton.gateway.metrics.metrics import Metrics
 from baton.messages.operations import Status
-from baton.messages.status import TenantStatus
+from baton.messages.status import Histogram, TenantStatus
 from baton.messages.workers import WorkerStatus
 
 REFRESH_S: Final = 2
@@ -95,13 +96,13 @@ def quantile(histograms: Sequence[Histogram], share: float) -> str:
     """Return the bound that at least this share of all values is below, since the gateways started."""
     bounds = histograms[0].bounds
     alike = [each.counts for each in histograms if each.bounds == bounds]
-    total = [sum(column) for column in zip(*alike, strict=True)]
-    num_below = 0
-    for bound, count in zip(bounds, total, strict=False):
-        num_below += count
-        if num_below and num_below >= share * sum(total):
-            return f"\u2264 {bound:g} s" if bound >= 1 else f"\u2264 {bound * 1000:g} ms"
-    return f"> {bounds[-1]:g} s" if sum(total) else "-"
+    total = Histogram(bounds, [sum(column) for column in zip(*alike, strict=True)])
+    if not total.num:
+        return "-"
+    bound = total.quantile(share)
+    if bound == inf:
+        return f"> {bounds[-1]:g} s"
+    return f"\u2264 {bound:g} s" if bound >= 1 else f"\u2264 {bound * 1000:g} ms"
 
 
 def _worker(status: WorkerStatus) -> dict[str, Any]:

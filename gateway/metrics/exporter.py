@@ -21,11 +21,11 @@ from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
 import baton
-from baton.gateway.metrics.metrics import MAX_TENANTS, Histogram, Metrics, TenantCounts
+from baton.gateway.metrics.metrics import MAX_TENANTS, Metrics, TenantCounts
 from baton.gateway.metrics.peer_gateways import PeerGateways
 from baton.gateway.streams.request_stream import Service
 from baton.messages.operations import Status
-from baton.messages.status import ROUTING_BOUNDS_S, QueueStatus, RouterStatus, TenantStatus
+from baton.messages.status import Histogram, QueueStatus, RouterStatus, TenantStatus
 from baton.messages.workers import WorkerStatus
 
 
@@ -168,10 +168,6 @@ def _redis_up(router: RouterStatus) -> Value | None:
     return None if router.redis == "none" else float(router.redis == "up")
 
 
-def _routing(router: RouterStatus) -> Value:
-    return Histogram(ROUTING_BOUNDS_S, list(router.routing_counts), router.routing_s)
-
-
 def _router_events(router: RouterStatus) -> Value:
     return {name: count for name, count in router.counters.items() if name not in OWN_ROUTER_COUNTERS}
 
@@ -241,7 +237,7 @@ METRICS: Final[list[Metric[Any]]] = [
     # A worker names these itself: a new one needs no change here (docs/extending.md).
     gauge("baton_worker_gauge", WORKERS, "Gauges by name.", "load.gauges", "name"),
     # Routers
-    histogram("baton_router_routing_seconds", ROUTERS, "Time to choose workers.", _routing),
+    histogram("baton_router_routing_seconds", ROUTERS, "Time to choose workers.", "routing"),
     gauge("baton_router_attempts", ROUTERS, "Dispatched attempts under way.", "num_attempts"),
     gauge("baton_router_redis_up", ROUTERS, "1 when the link to Redis is up.", _redis_up),
     gauge("baton_ray_head_away_seconds", CLUSTER, "Silence of Ray's head; 0: it answers.", "head_away_s"),
@@ -376,8 +372,7 @@ def _family(metric: Metric[RowT], scrape: Scrape) -> Any:
         value: Value | None = read(row)
         if isinstance(value, Histogram):
             bounds = (*map(str, value.bounds), "+Inf")
-            if len(bounds) == len(value.counts):  # else of another release of Baton
-                family.add_metric(values, list(zip(bounds, accumulate(value.counts), strict=True)), value.sum)
+            family.add_metric(values, list(zip(bounds, accumulate(value.counts), strict=True)), value.sum)
         elif isinstance(value, Mapping):
             for key, number in value.items():
                 names = key if isinstance(key, tuple) else (key,)

@@ -4,13 +4,13 @@ They are plain integers and lists, written on the event loop alone: docs/decisio
 metric objects of prometheus-client. Labels have few values, and no client chooses them.
 """
 
-from bisect import bisect_left
 from collections import Counter
 from typing import Annotated, Final, TypeAlias
 
 import msgspec
 from msgspec import Meta
 
+from baton.messages.status import Histogram
 from baton.tenants import Refusal
 
 MAX_TENANTS: Final = 256  # that are counted by name; the others are counted together
@@ -28,23 +28,6 @@ ROUTES: Final = frozenset(
 Count: TypeAlias = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Name: TypeAlias = Annotated[str, Meta(max_length=64)]
 ByName: TypeAlias = Annotated[dict[Name, Count], Meta(max_length=MAX_SERIES)]
-
-
-class Histogram(msgspec.Struct, array_like=True):
-    """Values counted in buckets: bucket i has the values in (bounds[i - 1], bounds[i]], the last the rest."""
-
-    bounds: Annotated[tuple[float, ...], Meta(max_length=64)]
-    counts: Annotated[list[Count], Meta(max_length=65)] = []
-    sum: float = 0.0
-
-    def __post_init__(self) -> None:
-        if not self.counts:
-            self.counts = [0] * (len(self.bounds) + 1)
-
-    def observe(self, value: float) -> None:
-        """Count one value."""
-        self.counts[bisect_left(self.bounds, value)] += 1
-        self.sum += value
 
 
 class TenantCounts(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

@@ -129,10 +129,10 @@ def _place_of(node: str, pid: int) -> str:
 
 
 def _router_line(router: RouterStatus) -> str:
-    num_routed = sum(router.routing_counts)
+    num_routed = router.routing.num
     said = f"router {router.id[:8]}{_place_of(router.node, router.pid)}: {num_routed} routed"
     if num_routed:
-        said += f", 99% of them in {1000 * router.routing_quantile_s(0.99):g} ms"
+        said += f", 99% of them in {1000 * router.routing.quantile(0.99):g} ms"
     if router.counters.get("decisions"):
         said += f", {router.blind_share:.1%} blindly"
     return said + {"none": "", "up": ", Redis is up", "down": ", REDIS IS DOWN"}[router.redis]

@@ -5,10 +5,10 @@ import pytest
 from baton.messages.status import (
     MAX_TENANTS,
     ROUTING_BOUNDS_S,
+    Histogram,
     OverloadLevel,
     QueueStatus,
     RouterStatus,
-    RoutingTimes,
     TenantStatus,
     joined,
 )
@@ -75,28 +75,29 @@ def test_every_count_of_a_tenant_is_added() -> None:
         assert getattr(both, field) != getattr(one, field), field
 
 
-def routed(*times_s: float) -> RouterStatus:
-    times = RoutingTimes()
+def routed(*times_s: float) -> Histogram:
+    times = Histogram(ROUTING_BOUNDS_S)
     for seconds in times_s:
-        times.add(seconds)
-    return RouterStatus(id="a" * 32, routing_counts=tuple(times.counts), routing_s=times.total_s)
+        times.observe(seconds)
+    return times
 
 
 def test_time_counts_in_the_bucket_of_its_upper_bound() -> None:
-    status = routed(ROUTING_BOUNDS_S[0], 0.9 * ROUTING_BOUNDS_S[2], 2 * ROUTING_BOUNDS_S[-1])
-    assert [number for number, count in enumerate(status.routing_counts) if count] == [
-        0,
-        2,
-        len(ROUTING_BOUNDS_S),
-    ]
-    assert status.routing_s == pytest.approx(ROUTING_BOUNDS_S[0] + 0.9 * ROUTING_BOUNDS_S[2] + 2)
+    times = routed(ROUTING_BOUNDS_S[0], 0.9 * ROUTING_BOUNDS_S[2], 2 * ROUTING_BOUNDS_S[-1])
+    assert [number for number, count in enumerate(times.counts) if count] == [0, 2, len(ROUTING_BOUNDS_S)]
+    assert times.sum == pytest.approx(ROUTING_BOUNDS_S[0] + 0.9 * ROUTING_BOUNDS_S[2] + 2)
+
+
+def test_histogram_with_too_few_counts_is_refused() -> None:
+    with pytest.raises(ValueError, match="2 bounds need one more count, got 2"):
+        Histogram((1.0, 2.0), [1, 2])
 
 
 @pytest.mark.parametrize(("share", "bound_s"), [(0.5, 0.001), (0.9, 0.001), (0.99, 0.02), (1.0, math.inf)])
 def test_quantile_is_an_upper_bound(share: float, bound_s: float) -> None:
-    assert routed(*[0.0009] * 950, *[0.015] * 45, *[3.0] * 5).routing_quantile_s(share) == bound_s
+    assert routed(*[0.0009] * 950, *[0.015] * 45, *[3.0] * 5).quantile(share) == bound_s
 
 
 def test_router_without_decisions_is_neither_slow_nor_blind() -> None:
-    assert routed().routing_quantile_s(0.99) <= ROUTING_BOUNDS_S[0]
-    assert routed().blind_share == 0.0
+    assert routed().quantile(0.99) == 0.0
+    assert RouterStatus(id="a" * 32).blind_share == 0.0

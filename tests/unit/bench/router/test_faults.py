@@ -1,18 +1,18 @@
 from baton.bench.router.faults import routed_between
-from baton.messages.status import RouterStatus, RoutingTimes
+from baton.messages.status import ROUTING_BOUNDS_S, Histogram, RouterStatus
 from tests.node_peers import id_of
 
 
 def routed(name: str, *times_s: float) -> RouterStatus:
-    times = RoutingTimes()
+    times = Histogram(ROUTING_BOUNDS_S)
     for seconds in times_s:
-        times.add(seconds)
-    return RouterStatus(id=id_of(name), routing_counts=tuple(times.counts))
+        times.observe(seconds)
+    return RouterStatus(id=id_of(name), routing=times)
 
 
 def test_only_requests_routed_between_two_moments_count() -> None:
     before = [routed("a", 0.5, 0.5), routed("b", 0.5)]
     after = [routed("a", 0.5, 0.5, *[0.0009] * 99), routed("b", 0.5, 0.0019)]
     between = routed_between(before, after)
-    assert sum(between.routing_counts) == 100
-    assert [between.routing_quantile_s(share) for share in (0.99, 1.0)] == [0.001, 0.002]
+    assert between.num == 100
+    assert [between.quantile(share) for share in (0.99, 1.0)] == [0.001, 0.002]

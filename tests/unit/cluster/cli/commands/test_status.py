@@ -5,7 +5,14 @@ import msgspec
 from baton.cluster.cli import output
 from baton.cluster.cli.commands.status import MAX_LINES, parts_of, queue_parts, refusals
 from baton.messages.operations import GatewayStatus, Status
-from baton.messages.status import OverloadLevel, QueueStatus, RouterStatus, TenantStatus
+from baton.messages.status import (
+    ROUTING_BOUNDS_S,
+    Histogram,
+    OverloadLevel,
+    QueueStatus,
+    RouterStatus,
+    TenantStatus,
+)
 from baton.messages.workers import Address, Load, WorkerStatus
 from baton.tenants import Refusal
 from tests.node_peers import a_worker, id_of
@@ -71,10 +78,10 @@ def test_workers_are_in_the_order_of_their_names_and_numbers() -> None:
 
 
 def test_each_router_has_a_line() -> None:
-    routing = (0, 98, 0, 2, *[0] * 9)
+    routing = Histogram(ROUTING_BOUNDS_S, [0, 98, 0, 2, *[0] * 9])
     counters = {"decisions": 200, "blind_decisions": 1}
     routers = (
-        RouterStatus(id=id_of("a"), redis="up", routing_counts=routing, counters=counters),
+        RouterStatus(id=id_of("a"), redis="up", routing=routing, counters=counters),
         RouterStatus(id=id_of("b"), redis="down"),
         RouterStatus(id=id_of("c")),
     )
