@@ -30,9 +30,8 @@ from baton.kvtransfer.links import Link
 from baton.kvtransfer.prefixes import PulledPrefixes
 from baton.kvtransfer.protocol.handoff import HandoffOutcome, TransferEnded
 from baton.messages.control import AttemptFailed, Cancel, Dispatch, Failure, PullSource
-from baton.messages.workers import PrefillTimes
-from baton.request import FilledPages, Request, StepOutput, TokenEvent
-from baton.rpc.worker_node import check_one_choice
+from baton.request import FilledPages, Request, TokenEvent
+from baton.rpc.worker_node import PromptTimer, check_one_choice
 
 # From the grant on; the time that the prompt waits in the prefill worker counts too.
 TRANSFER_TIMEOUT_S: Final = 600.0
@@ -54,6 +53,7 @@ class Attempt:
     request: Request  # as dispatched
     gateway: str
     prefill: str  # the worker that computes the prompt; "": this one
+    timer: PromptTimer  # of a prompt that is computed here
     transfer: bytes = b""  # the id of the pages that the prefill worker sends
     source: PullSource | None = None  # without a prefill worker: a peer that holds a prefix
     stage: AttemptStage = AttemptStage.WAITING
@@ -62,15 +62,13 @@ class Attempt:
     num_wanted_pages: int = 0  # for which there was no room at the last try
     num_expected_pages: int = 0  # granted, and not here yet
     first: TokenEvent | None = None
-    pulled_bytes: int = 0  # of the prefix, from a peer
-    pulled_s: float = 0.0
-    arrived_s: float = 0.0
     progress: SequenceProgress | None = None  # of a prompt that is computed here, until its first token
-    started_s: float | None = None  # the beginning of its first step
 
     @classmethod
-    def of(cls, dispatch: Dispatch) -> "Attempt":
-        return cls(dispatch.request, dispatch.gateway, dispatch.prefill, dispatch.transfer, dispatch.source)
+    def of(cls, dispatch: Dispatch, now_s: float) -> "Attempt":
+        """now_s: the arrival of the message."""
+        request, timer = dispatch.request, PromptTimer(dispatch.request, now_s)
+        return cls(request, dispatch.gateway, dispatch.prefill, timer, dispatch.transfer, dispatch.source)
 
     def check(self, engine: Replica) -> None:
         """Raise InvalidRequest for a request that the engine could not run as one attempt."""
@@ -116,25 +114,6 @@ class Attempt:
     def engine_id(self) -> str:
         """The attempt's name in the engine and the ledger, different for each attempt at a request."""
         return f"{self.request_id}.{self.number}"
-
-    def times(self, now_s: float, step_began_s: float, output: StepOutput) -> PrefillTimes:
-        """Return the times of a prompt that was computed here, at its first token.
-
-        step_began_s: the beginning of the step of that token.
-        """
-        assert self.progress is not None, "only a prompt that is computed here has times"
-        started_s = step_began_s if self.started_s is None else self.started_s
-        return PrefillTimes(
-            self.request_id,
-            self.number,
-            waited_s=started_s - self.arrived_s,
-            computed_s=now_s - started_s,
-            num_new_tokens=self.request.num_tokens - output.num_cached_tokens,
-            num_tokens=self.request.num_tokens,
-            pulled_bytes=self.pulled_bytes,
-            pulled_s=self.pulled_s,
-            own_s=self.progress.own_s,
-        )
 
     @property
     def cancel(self) -> Cancel:
@@ -305,8 +284,8 @@ class IncomingPages:
             pulled = self._prefixes.take(ended)
             if pulled is not None:
                 attempt = pulled.waiter
-                attempt.filled, attempt.pulled_bytes = pulled.filled, pulled.num_bytes
-                attempt.pulled_s = pulled.seconds
+                attempt.filled = pulled.filled
+                attempt.timer.pulled(pulled.num_bytes, pulled.seconds)
                 yield ReceivedPages(attempt)
             elif ended.transfer in self._attempts:
                 yield from self._take(self._attempts.pop(ended.transfer), ended)

@@ -27,7 +27,6 @@ import msgspec
 from baton.clock import Clock
 from baton.decode_worker.attempt import Attempt, AttemptStage, DecodeAdmission, IncomingPages
 from baton.engine.replica import Replica
-from baton.engine.scheduler.sequence import SequenceStatus
 from baton.errors import InvalidRequest, ProtocolError
 from baton.kvtransfer.endpoint import PageEndpoint
 from baton.kvtransfer.links import KvLinks
@@ -83,9 +82,6 @@ class Ending(NamedTuple):
     reason: str = ""
 
 
-_QUEUED: Final = (SequenceStatus.WAITING, SequenceStatus.SWAPPED)
-
-
 class Answers:
     """The attempts that the engine runs; their tokens go to their gateways.
 
@@ -122,8 +118,8 @@ class Answers:
         endings = [self._emit(output) for output in self._engine.step()]
         self._reports.step_ended(self._engine)
         for attempt in list(self._queued.values()):
-            if attempt.progress is not None and attempt.progress.status not in _QUEUED:
-                attempt.started_s = self._reports.step_began_s
+            if attempt.progress is not None and not attempt.progress.is_queued:
+                attempt.timer.step_ended(attempt.progress, self._reports.step_began_s)
                 del self._queued[attempt.engine_id]
         return [ending for ending in endings if ending is not None]
 
@@ -137,7 +133,7 @@ class Answers:
         self.num_tokens += output.token_id is not None
         if attempt.progress is not None:
             now_s, began_s = self._reports.clock.now_s(), self._reports.step_began_s
-            self._reports.prefilled(attempt.times(now_s, began_s, output))
+            self._reports.prefilled(attempt.timer.computed(attempt.progress, output, now_s, began_s))
             attempt.progress = None
             self._queued.pop(attempt.engine_id, None)
         self._peer_registry.emit(attempt.gateway, event)
@@ -273,7 +269,8 @@ class DecodeWorker(WorkerNode):
     # An attempt starts.
 
     def _dispatch(self, dispatch: Dispatch) -> None:
-        attempt = Attempt.of(with_arrival(dispatch, self._clock.now_s()))
+        now_s = self._clock.now_s()
+        attempt = Attempt.of(with_arrival(dispatch, now_s), now_s)
         current = self._attempts.get(attempt.request_id)
         if current is not None and current.number == attempt.number:
             return  # ordered twice
@@ -285,7 +282,6 @@ class DecodeWorker(WorkerNode):
             self._drop(current)
         early = self._early.take(attempt.key)
         self._attempts[attempt.request_id] = attempt
-        attempt.arrived_s = self._clock.now_s()
         if self.is_draining:
             self._fail(attempt, Failure.BUSY, "the worker is about to end")
             return

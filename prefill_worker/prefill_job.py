@@ -11,7 +11,6 @@ A sequence computes [0, num_tokens) and samples one token. The decode worker hol
 the transfer counts units of `unit_tokens` from there on.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -19,14 +18,13 @@ from typing import NamedTuple
 
 import msgspec
 
-from baton.engine.scheduler.sequence import ScheduledChunk, SequenceProgress, SequenceStatus
+from baton.engine.scheduler.sequence import ScheduledChunk, SequenceProgress
 from baton.kvtransfer.endpoint import PageEndpoint
 from baton.kvtransfer.protocol.handoff import GrantedTransfer, HandoffOutcome, TransferEnded
 from baton.messages.control import Failure, Prefill, PrefillFailed
 from baton.messages.workers import PrefillTimes
-from baton.request import FinishReason, Request, StepOutput
-
-_QUEUED = (SequenceStatus.WAITING, SequenceStatus.SWAPPED)
+from baton.request import FinishReason, Request
+from baton.rpc.worker_node import PromptTimer
 
 
 class PrefillStage(Enum):
@@ -47,20 +45,14 @@ class Offer(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class PrefillJob:
-    """A prompt to compute, the state of its pages, and its times."""
+    """A prompt to compute, and the state of its pages."""
 
     prefill: Prefill
     page_size: int  # of the pages here
-    arrived_s: float = 0.0
+    timer: PromptTimer
     stage: PrefillStage = PrefillStage.COMPUTING
     granted: GrantedTransfer | None = None
     progress: SequenceProgress | None = None  # from COMPUTING on
-    pulled_bytes: int = 0  # of the prefix, from a peer
-    pulled_s: float = 0.0
-    started_s: float | None = None  # the beginning of the first step
-    computed_s: float = math.inf  # the arrival of the first token
-    _num_cached_tokens: int = 0
-    _own_s: float = 0.0
     _num_taken_pages: int = 0
 
     @property
@@ -115,35 +107,15 @@ class PrefillJob:
         is_last = most == num_answered or len(self.request.token_ids) + num_answered >= max_model_len
         return FinishReason.LENGTH if is_last else None
 
-    def note_step(self, began_s: float) -> None:
-        """Record a step of the engine that has ended; the first step after the queue starts the prompt."""
-        if self.started_s is None and self.progress and self.progress.status not in _QUEUED:
-            self.started_s = began_s
-
-    def note_computed(self, now_s: float, step_began_s: float, output: StepOutput) -> None:
-        """Record the first token."""
-        self.started_s = step_began_s if self.started_s is None else self.started_s
-        self.computed_s = now_s
-        self._num_cached_tokens = output.num_cached_tokens
-        self._own_s = self.progress.own_s if self.progress else 0.0
-
     def times(self, ended: TransferEnded) -> PrefillTimes | None:
         """Return the prompt's times when the decode worker has verified the pages; None otherwise."""
-        is_handed_over = ended.outcome is HandoffOutcome.HANDED_OVER
-        if self.started_s is None or self.computed_s == math.inf or not is_handed_over:
+        if self.timer.times is None or ended.outcome is not HandoffOutcome.HANDED_OVER:
             return None
-        return PrefillTimes(
-            self.request.request_id,
-            self.request.attempt,
-            waited_s=self.started_s - self.arrived_s,
-            computed_s=self.computed_s - self.started_s,
-            num_new_tokens=self.num_tokens - self._num_cached_tokens,
-            num_tokens=self.num_tokens,
-            pulled_bytes=self.pulled_bytes,
-            pulled_s=self.pulled_s,
-            moved_bytes=ended.times.num_bytes if ended.times is not None else 0,
-            exposed_s=ended.times.exposed_s if ended.times is not None else 0.0,
-            own_s=self._own_s,
+        moved = ended.times
+        return msgspec.structs.replace(
+            self.timer.times,
+            moved_bytes=moved.num_bytes if moved is not None else 0,
+            exposed_s=moved.exposed_s if moved is not None else 0.0,
         )
 
     def take_offer(self, *, is_last: bool = False) -> Offer | None:

@@ -30,7 +30,7 @@ from baton.messages.workers import Load
 from baton.prefill_worker.prefill_job import LayerwiseSend, PrefillJob, PrefillStage, refusal
 from baton.request import FilledPages, FinishReason, StepOutput, TokenEvent
 from baton.rpc.peers import Peer, PeerRegistry
-from baton.rpc.worker_node import EndedAttempts, WorkerNode, WorkerReports, check_one_choice
+from baton.rpc.worker_node import EndedAttempts, PromptTimer, WorkerNode, WorkerReports, check_one_choice
 
 MAX_GRANT_WAIT_S: Final = 30.0  # of a computed prompt, for its decode worker to have free pages
 # Of a grant, for the router's order: the router may have died before sending it.
@@ -138,7 +138,8 @@ class PrefillWorker(WorkerNode):
 
     def _begin(self, prefill: Prefill) -> None:
         now_s = self._clock.now_s()
-        job = PrefillJob(with_arrival(prefill, now_s), self._engine.pages.page_size, now_s)
+        prefill = with_arrival(prefill, now_s)
+        job = PrefillJob(prefill, self._engine.pages.page_size, PromptTimer(prefill.request, now_s))
         if job.key in self._over or job.transfer in self._jobs:
             return
         if self.is_draining:
@@ -183,7 +184,7 @@ class PrefillWorker(WorkerNode):
         pulled = self._prefixes.take(ended)
         if pulled is not None:
             job = pulled.waiter
-            job.pulled_bytes, job.pulled_s = pulled.num_bytes, pulled.seconds
+            job.timer.pulled(pulled.num_bytes, pulled.seconds)
             self._start(job, pulled.filled)
 
     def _start(self, job: PrefillJob, filled: FilledPages | None) -> None:
@@ -201,9 +202,9 @@ class PrefillWorker(WorkerNode):
 
     def _offer_what_is_computed(self) -> None:
         for job in self._by_engine_id.values():
-            if job.stage is PrefillStage.COMPUTING:
+            if job.stage is PrefillStage.COMPUTING and job.progress is not None:
                 self._offer(job)
-                job.note_step(self._reports.step_began_s)
+                job.timer.step_ended(job.progress, self._reports.step_began_s)
 
     def _offer(self, job: PrefillJob) -> None:
         offer = job.take_offer()
@@ -221,7 +222,8 @@ class PrefillWorker(WorkerNode):
         if not fits(event):
             self._fail(job, Failure.INVALID, TOO_LARGE)
             return
-        job.note_computed(self._clock.now_s(), self._reports.step_began_s, output)
+        assert job.progress is not None, "the engine has the sequence"
+        job.timer.computed(job.progress, output, self._clock.now_s(), self._reports.step_began_s)
         self._num_tokens += output.token_id is not None
         self._peer_registry.emit(job.prefill.gateway, event)
         self._peer_registry.tell(job.decode, Prefilled(event=event))
@@ -266,7 +268,7 @@ class PrefillWorker(WorkerNode):
         """End computed prompts without a grant, and grants without a prompt."""
         now_s = self._clock.now_s()
         for job in list(self._jobs.values()):
-            if job.stage is PrefillStage.COMPUTED and now_s - job.computed_s > MAX_GRANT_WAIT_S:
+            if job.stage is PrefillStage.COMPUTED and now_s - job.timer.computed_s > MAX_GRANT_WAIT_S:
                 self._fail(job, Failure.BUSY, f"no pages were granted for {MAX_GRANT_WAIT_S:.0f} s")
         for transfer, (_, since_s) in list(self._early_grants.items()):
             if now_s - since_s > MAX_ORDER_WAIT_S:

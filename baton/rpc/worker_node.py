@@ -15,6 +15,7 @@ A worker reports heartbeats, KV events and measured times (`WorkerReports`):
 from abc import ABC, abstractmethod
 from collections import OrderedDict, deque
 from collections.abc import Collection, Sequence
+from math import inf
 from typing import Final, Protocol
 
 from baton.clock import Clock
@@ -25,7 +26,7 @@ from baton.messages.control import Heartbeat, KvEventBatch, KvEventsWanted, Meas
 from baton.messages.operations import Drain
 from baton.messages.status import OverloadLevel
 from baton.messages.workers import Load, PrefillTimes, StepTimes, Tier, Worker
-from baton.request import Request
+from baton.request import Request, StepOutput
 from baton.rpc.liveness import BEAT_S
 from baton.rpc.peers import Peer, PeerRegistry
 
@@ -64,6 +65,55 @@ class ReportedWorker(Protocol):
     @property
     def attempts(self) -> tuple[tuple[str, int], ...]: ...
     def load(self) -> Load: ...
+
+
+class ComputedPrompt(Protocol):
+    """The part of an engine's sequence that a `PromptTimer` reads."""
+
+    @property
+    def is_queued(self) -> bool: ...
+    @property
+    def own_s(self) -> float: ...
+
+
+class PromptTimer:
+    """Measures a prompt that a worker computes, from its arrival to its first token."""
+
+    def __init__(self, request: Request, arrived_s: float) -> None:
+        self.computed_s = inf  # the first token
+        self.times: PrefillTimes | None = None  # from the first token on
+        self._request = request
+        self._arrived_s = arrived_s
+        self._started_s: float | None = None  # the beginning of the first step
+        self._pulled = (0, 0.0)
+
+    def pulled(self, num_bytes: int, seconds: float) -> None:
+        """Record the prefix that came from a peer."""
+        self._pulled = num_bytes, seconds
+
+    def step_ended(self, sequence: ComputedPrompt, began_s: float) -> None:
+        """Record a step of the engine; the first step after the queue starts the prompt."""
+        if self._started_s is None and not sequence.is_queued:
+            self._started_s = began_s
+
+    def computed(
+        self, sequence: ComputedPrompt, output: StepOutput, now_s: float, step_began_s: float
+    ) -> PrefillTimes:
+        """Record the first token and return the times. step_began_s: the beginning of the token's step."""
+        started_s = step_began_s if self._started_s is None else self._started_s
+        self.computed_s = now_s
+        self.times = PrefillTimes(
+            self._request.request_id,
+            self._request.attempt,
+            waited_s=started_s - self._arrived_s,
+            computed_s=now_s - started_s,
+            num_new_tokens=self._request.num_tokens - output.num_cached_tokens,
+            num_tokens=self._request.num_tokens,
+            pulled_bytes=self._pulled[0],
+            pulled_s=self._pulled[1],
+            own_s=sequence.own_s,
+        )
+        return self.times
 
 
 class WorkerReports:

@@ -64,7 +64,7 @@ class SequenceProgress(Protocol):
     def table_version(self) -> int: ...
 
     @property
-    def status(self) -> SequenceStatus: ...
+    def is_queued(self) -> bool: ...
 
     @property
     def finish_reason(self) -> FinishReason | None: ...
@@ -164,6 +164,10 @@ class Sequence:
     @property
     def is_running(self) -> bool:
         return self.status is SequenceStatus.RUNNING
+
+    @property
+    def is_queued(self) -> bool:
+        return self.status in (SequenceStatus.WAITING, SequenceStatus.SWAPPED)
 
     @property
     def num_tokens(self) -> int:

@@ -19,7 +19,7 @@ NUM_PAGES = 30
 
 def an_attempt(number: int, priority: int = 0) -> Attempt:
     request = a_request(number, priority=priority)
-    return Attempt.of(Dispatch(request=request, gateway=GATEWAY.id, prefill=PREFILL))
+    return Attempt.of(Dispatch(request=request, gateway=GATEWAY.id, prefill=PREFILL), 0.0)
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def order_of(admission: DecodeAdmission, attempts: list[Attempt]) -> list[int]:
 
 def of_tenant(number: int, tenant: str, **scheduling_key: Any) -> Attempt:
     request = a_request(number, tenant=tenant, scheduling_key=SchedulingKey(**scheduling_key))
-    return Attempt.of(Dispatch(request=request, gateway=GATEWAY.id, prefill=PREFILL))
+    return Attempt.of(Dispatch(request=request, gateway=GATEWAY.id, prefill=PREFILL), 0.0)
 
 
 def test_better_scheduling_class_is_first(admission: DecodeAdmission) -> None:
@@ -95,7 +95,7 @@ def test_a_tenant_of_one_orders_its_own_by_priority_and_by_when_they_are_due(
 ) -> None:
     slack, due = a_request(0, arrival_s=5.0), a_request(1, arrival_s=6.0, sla=Sla(ttft_ms=100.0))
     first = a_request(2, arrival_s=9.0, priority=-1)
-    attempts = [Attempt.of(Dispatch(request=each, gateway=GATEWAY.id)) for each in (slack, due, first)]
+    attempts = [Attempt.of(Dispatch(request=each, gateway=GATEWAY.id), 0.0) for each in (slack, due, first)]
     for attempt in attempts:
         admission.wait(attempt)
     assert order_of(admission, attempts) == [2, 1, 0]
@@ -221,6 +221,7 @@ def test_the_urgent_overtake_those_that_wait(make_pair: MakePair) -> None:
 
 def test_two_attempts_at_a_request_have_different_names_in_the_engine() -> None:
     first, second = (
-        Attempt.of(Dispatch(request=a_request(attempt=attempt), gateway=GATEWAY.id)) for attempt in range(2)
+        Attempt.of(Dispatch(request=a_request(attempt=attempt), gateway=GATEWAY.id), 0.0)
+        for attempt in range(2)
     )
     assert first.request_id == second.request_id and first.engine_id != second.engine_id

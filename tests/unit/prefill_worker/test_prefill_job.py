@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from baton.engine.scheduler.sequence import SequenceStatus
 from baton.kvtransfer.protocol.handoff import GrantedTransfer
 from baton.prefill_worker.prefill_job import PrefillJob
 from baton.request import FinishReason
+from baton.rpc.worker_node import PromptTimer
 from tests.worker_pair import prefill_of
 from tests.worker_pair_cases import PROMPT, a_request
 
@@ -21,7 +21,7 @@ class Computed:
     num_computed_tokens: int = 0
     page_table: list[int] = field(default_factory=lambda: list(range(100, 200)))
     table_version: int = 0
-    status: SequenceStatus = SequenceStatus.RUNNING
+    is_queued: bool = False
     finish_reason: FinishReason | None = None
     own_s: float = 0.0
 
@@ -31,7 +31,7 @@ def a_job(
 ) -> tuple[PrefillJob, Computed]:
     """A job whose pages are granted from the token `position` on."""
     request = a_request(**fields)
-    job = PrefillJob(prefill_of(request, b"t" * 16), page_size)
+    job = PrefillJob(prefill_of(request, b"t" * 16), page_size, PromptTimer(request, 0.0))
     num_units = -(-(job.num_tokens - position) // unit_tokens)
     job.granted = GrantedTransfer(job.transfer, position, num_units, unit_tokens, num_layer_groups=1)
     job.progress = progress = Computed()
