@@ -107,7 +107,7 @@ def _router(config: ServeConfig, topology: Topology, index: int) -> ProcessSpec:
         host=address.host,
         port=address.port,
         redis=topology.redis,
-        seed=config.router.seed + index,
+        seed=config.router.seed ^ index,  # another one each, within the bounds
         link_timeout_s=config.link_timeout_s,
     )
     return ProcessSpec(kind="router", name=f"router-{index}", config=settings)

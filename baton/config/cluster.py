@@ -15,6 +15,7 @@ from baton.messages.bounds import (
     MAX_ROUTERS,
     MAX_WORKERS,
     STEP_TIMEOUT_S,
+    DrainTimeout,
     LinkTimeout,
     Name,
     Port,
@@ -50,7 +51,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     port: Port = 0  # for control connections; 0: any that is free
     # How KV pages move between workers: auto, shm, cuda_ipc, nccl, gloo, tcp, or package.module:Class.
     transport: str = "auto"
-    drain_timeout_s: Annotated[float, Meta(ge=0, le=3600)] = 30.0  # for running requests when draining
+    drain_timeout_s: DrainTimeout = 30.0  # for running requests when draining
     # Seconds without a sign of life after which a connection to another process is dropped.
     link_timeout_s: LinkTimeout = LINK_TIMEOUT_S
     # Seconds that any step of the model may take before the worker is taken for hung; a step that should
@@ -100,7 +101,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     cluster_key_file: str | None = None  # the cluster's key; None: BATON_CLUSTER_KEY_FILE, or a new key
     start_timeout_s: Annotated[float, Meta(gt=0, le=86_400)] = 600.0  # for workers to load the model
     # Running requests may take this long after SIGTERM, SIGINT or `baton drain`.
-    drain_timeout_s: Annotated[float, Meta(gt=0, le=3600)] = 30.0
+    drain_timeout_s: DrainTimeout = 30.0
     # Seconds without a sign of life after which processes drop a connection between them.
     link_timeout_s: LinkTimeout = LINK_TIMEOUT_S
     # Seconds that any step of the model may take before its worker is taken for hung, killed and replaced;

@@ -30,6 +30,7 @@ Generation: TypeAlias = Annotated[int, Meta(ge=0, le=2**32 - 1)]
 Port: TypeAlias = Annotated[int, Meta(ge=0, le=65_535)]  # 0: any that is free
 Ids: TypeAlias = Annotated[tuple[Id, ...], Meta(max_length=MAX_WORKERS)]
 LinkTimeout: TypeAlias = Annotated[float, Meta(ge=2, le=600)]  # seconds; see baton/rpc/liveness.py
+DrainTimeout: TypeAlias = Annotated[float, Meta(ge=0, le=3600)]  # seconds for running requests
 StepTimeout: TypeAlias = Annotated[float, Meta(ge=1, le=86_400)]  # seconds; see baton/rpc/liveness.py
 
 

@@ -2,6 +2,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from baton.cluster.model_directory import resolve_model
@@ -46,6 +47,14 @@ def test_every_process_knows_the_router() -> None:
         else:
             assert isinstance(spec.config, WorkerConfig | GatewayConfig)
             assert spec.config.routers == (ROUTER,)
+
+
+def test_settings_that_serve_accepts_are_accepted_by_every_process() -> None:
+    most = {"drain_timeout_s": 0.0, "link_timeout_s": 600.0, "step_timeout_s": 86_400.0, "routers": 2}
+    config = build(ServeConfig, {"model": "tiny", "router": {"seed": 2**63 - 1}, **most})
+    topology = Topology(routers=(ROUTER, Address("127.0.0.1", 7001)), host="", port=8000, num_gpus=0)
+    for spec in specs(config, topology):
+        assert msgspec.json.decode(msgspec.json.encode(spec.config), type=type(spec.config)) == spec.config
 
 
 def test_routers_have_ports_of_their_own_and_one_redis() -> None:
