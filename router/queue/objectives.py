@@ -6,8 +6,8 @@
 3. A request that waits past its deadline is refused.
 
 Only tenants that may be shed are refused for an objective, and never an attempt that continues a stream. An
-objective that even idle workers could not keep is refused too, except for a probe now and then: predictions
-are learnt from dispatched requests.
+objective that even idle workers could not keep is refused too, except for a trial now and then: predictions
+are learnt from dispatched requests. A request that is on trial is not refused at its turn either.
 
 A refusal says when to retry: after the present work and the work of all earlier refusals, for which a share
 of the cluster's time is kept; and not before the overload may be over, which is expected to last as long
@@ -30,7 +30,7 @@ from typing import Final, NamedTuple
 from baton.clock import Clock
 from baton.messages.workers import WorkerRole
 from baton.request import Request
-from baton.router.in_flight import InFlight, NewPrompt
+from baton.router.in_flight import InFlight, Key, NewPrompt
 from baton.router.membership import Member, Membership
 from baton.router.policies.cost_model import CostModel
 from baton.router.queue.quotas import QuotaRefusal, RequestWork
@@ -49,7 +49,7 @@ PROMISED_S: Final = 15.0
 OVER_S: Final = 5.0  # without a refusal, an overload is over
 KEPT: Final = 0.25  # share of the cluster's time for requests that return
 SPREAD: Final = 0.618034  # of the golden ratio: the fractional parts of its multiples are spread evenly
-PROBE_S: Final = 2.0  # between two requests that are admitted against the prediction
+TRIAL_S: Final = 2.0  # between two requests that are admitted against the prediction
 DEFAULT_DELAY_S: Final = 60.0  # of a request without any objective
 
 
@@ -245,7 +245,8 @@ class ObjectiveChecker:
     def __init__(self, clock: Clock, forecast: Forecast) -> None:
         self._clock = clock
         self._forecast = forecast
-        self._probed_s = -inf
+        self._trial: Key | None = None  # the latest request that was admitted against the prediction
+        self._trial_s = -inf
         self._promised_s = -inf  # all room until then was promised to earlier refusals
         self._began_s = self._refused_s = -inf  # the present overload; its latest refusal
         self._num_not_returning = 0
@@ -258,7 +259,7 @@ class ObjectiveChecker:
         if not objective.is_promised or not request.scheduling_key.degradation.may_shed:
             return None
         miss = _miss(objective, waited_s, prediction)
-        if miss is None or (miss.is_never and self._may_probe()):
+        if miss is None or (miss.is_never and self._may_try(request)):
             return None
         predicted = (
             f"a first token in {prediction.ttft_s:.3g} s, then one every {1e3 * prediction.tpot_s:.3g} ms"
@@ -295,11 +296,13 @@ class ObjectiveChecker:
         spread_s = (MOST_RETRY_S - PROMISED_S) * (self._num_not_returning * SPREAD % 1.0)
         return QuotaRefusal(refusal, reason, PROMISED_S + spread_s, may_return=False)
 
-    def _may_probe(self) -> bool:
-        now_s = self._clock.now_s()
-        if 0 <= now_s - self._probed_s < PROBE_S:
+    def _may_try(self, request: Request) -> bool:
+        key, now_s = (request.request_id, request.attempt), self._clock.now_s()
+        if key == self._trial:
+            return True
+        if 0 <= now_s - self._trial_s < TRIAL_S:
             return False
-        self._probed_s = now_s
+        self._trial, self._trial_s = key, now_s
         return True
 
 

@@ -163,11 +163,28 @@ def test_repeated_attempt_meets_the_quotas_unless_its_answer_has_begun(c: Cluste
 # Objectives and deadlines.
 
 
-def test_request_that_would_miss_its_objective_is_refused_at_once(c: Cluster) -> None:
-    for number in range(8):
-        size = 100 + 300 * number
-        times = PrefillTimes(id_of(f"t{number}"), 0, 0.0, 1e-3 * size, size, size)
+def teach(c: Cluster, *, token_s: float) -> None:
+    """Have a prefill worker report what prompts took."""
+    for size in range(100, 2500, 300):
+        times = PrefillTimes(id_of(f"t{size}"), 0, 0.0, token_s * size, size, size)
         c["p0"].say(Measured(prefills=(times,)))
+
+
+def test_request_on_trial_is_dispatched_at_its_turn(c: Cluster) -> None:
+    """No idle worker keeps the objective as predicted; predictions are learnt from dispatched requests."""
+    teach(c, token_s=1e-3)
+    fill(c)
+    sla = Sla(ttft_ms=500)
+    (refused,) = submit(c, *(asked(name, num_tokens=LONG, sla=sla) for name in ("trial", "second")))
+    assert isinstance(refused, Rejected) and names([refused]) == ["second"]
+    c.tick(0.1)
+    start(c, "f0")
+    (routed,) = answers(c)
+    assert isinstance(routed, Routed) and names([routed]) == ["trial"]
+
+
+def test_request_that_would_miss_its_objective_is_refused_at_once(c: Cluster) -> None:
+    teach(c, token_s=1e-3)
     fill(c)
     (refused,) = submit(c, asked("r", sla=Sla(ttft_ms=500)))
     assert isinstance(refused, Rejected) and refused.refusal is Refusal.SLO

@@ -13,8 +13,8 @@ from baton.router.queue.objectives import (
     HEADROOM,
     KNOWN,
     MOST_RETRY_S,
-    PROBE_S,
     PROMISED_S,
+    TRIAL_S,
     Forecast,
     ObjectiveChecker,
     Prediction,
@@ -174,14 +174,16 @@ def test_request_that_may_not_be_shed_is_never_refused() -> None:
     assert admission.refusal(request(sla, degradation=Degradation(may_shed=False)), WORK, 0.0, late) is None
 
 
-def test_objective_that_idle_workers_would_miss_is_probed_now_and_then() -> None:
+def test_objective_that_idle_workers_would_miss_is_tried_now_and_then() -> None:
     fleet = Fleet()
     hopeless = Prediction(ttft_s=5.0, tpot_s=0.01, queue_s=0.0, alone_s=5.0, alone_tpot_s=0.01)
-    assert fleet.admission.refusal(request(Sla(ttft_ms=1000)), WORK, 0.0, hopeless) is None
-    refused = fleet.admission.refusal(request(Sla(ttft_ms=1000)), WORK, 0.0, hopeless)
+    first, second = (asked(name, sla=Sla(ttft_ms=1000)).request for name in ("first", "second"))
+    assert fleet.admission.refusal(first, WORK, 0.0, hopeless) is None
+    refused = fleet.admission.refusal(second, WORK, 0.0, hopeless)
     assert refused is not None and not refused.may_return
-    fleet.clock.advance(PROBE_S)
-    assert fleet.admission.refusal(request(Sla(ttft_ms=1000)), WORK, 0.0, hopeless) is None
+    assert fleet.admission.refusal(first, WORK, 0.2, hopeless) is None, "it is on trial at its turn too"
+    fleet.clock.advance(TRIAL_S)
+    assert fleet.admission.refusal(second, WORK, 0.0, hopeless) is None
 
 
 def test_refused_clients_return_one_after_the_other() -> None:
