@@ -12,17 +12,19 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
-from typing import Final, NamedTuple, TypeVar
+from typing import Final, TypeVar
 
 from baton.clock import Clock
 from baton.errors import BatonError, InvalidRequest, Overloaded, ProtocolError, Refused, WireError, WorkerLost
 from baton.gateway.streams.request_stream import (
+    MAX_REMEMBERED,
     RETRY_AFTER_S,
     AttemptKey,
     ReplayLimits,
     RequestStream,
     Sink,
     StreamState,
+    WorkerConnections,
 )
 from baton.gateway.streams.routers import SILENT_S, Explained, Explanations, RouterWatch
 from baton.messages.bounds import MAX_EVENTS, Kind
@@ -52,20 +54,12 @@ LATE_TICK_S: Final = 1.0  # this process stood still
 STATUS_S: Final = 1.0
 UNHEARD_S: Final = 3.0  # for the first token of the decode worker after the router of the attempt has left
 MAX_AHEAD: Final = 10  # times `max_silence_s`, for the first token of a worker that talks
-MAX_REMEMBERED: Final = 4096  # workers that are gone
 MAX_UNANSWERED_TOKENS: Final = 3_072
 TOKENS_PER_SUBMIT: Final = 1024  # beside the prompt's: a router takes as long for an empty prompt
 ACTIVE_S: Final = 60.0  # since a tenant's last Submit
 _NO_ANSWERS: Final = frozenset({FinishReason.ABORT, FinishReason.ERROR})
 ItemT = TypeVar("ItemT")
 logger = logging.getLogger(__name__)
-
-
-class _Left(NamedTuple):
-    """A worker whose connection ended."""
-
-    left_s: float
-    heard_s: float  # its last sign of life, a ping or more
 
 
 class Frontend:
@@ -87,6 +81,7 @@ class Frontend:
         self.counters: Counter[str] = Counter()
         self.report: Callable[[], GatewayStatus] | None = None  # sent to routers each second
         self._peer_registry = PeerRegistry(self.hello, routers, dial, wanted=list(WorkerRole))
+        self._connections = WorkerConnections(self._peer_registry, clock)
         self._watch = RouterWatch(self._peer_registry, clock)
         self._explanations = Explanations(self._peer_registry)
         self._reports = AttemptReports(self._peer_registry)
@@ -99,7 +94,6 @@ class Frontend:
         ] = {}  # tenant -> its WAITING streams; none is empty
         self._draining: dict[str, None] = {}  # workers, ended ones too, oldest first
         self._heard_s: dict[str, float] = {}  # routers and workers -> when each said anything
-        self._left: dict[str, _Left] = {}  # workers whose connection ended, the earliest first
         self._looked_s = clock.now_s() - STATUS_S
         self._ticked_s = clock.now_s()
         self._answered_s: float | None = None  # a decode worker, with a prompt of a prefill worker
@@ -120,7 +114,7 @@ class Frontend:
         if self._peer_registry.router is None:
             return "no router is connected"
         decoders = self._peer_registry.of_role(WorkerRole.DECODE)
-        return "" if any(map(self._is_connected, decoders)) else "no decode worker is connected"
+        return "" if any(map(self._connections.has, decoders)) else "no decode worker is connected"
 
     @property
     def status(self) -> Status | None:
@@ -317,12 +311,9 @@ class Frontend:
             self._fault(stream, worker, failed.reason)
 
     def _lose_worker(self, peer: Peer) -> None:
-        worker, now_s = peer.hello.id, self._clock.now_s()
+        worker = peer.hello.id
         self._heard_s.pop(worker, None)
-        self._left.pop(worker, None)
-        self._left[worker] = _Left(left_s=now_s, heard_s=now_s - peer.silence_s)
-        if len(self._left) > MAX_REMEMBERED:
-            del self._left[next(iter(self._left))]
+        self._connections.lose(peer)
         for stream in self._each():
             if stream.state is StreamState.ROUTED and stream.needs(worker):
                 self._lose(stream, worker)
@@ -369,11 +360,11 @@ class Frontend:
         asked_s, now_s = stream.heard_s, self._clock.now_s()
         stream.routed(routed.decode, routed.prefill, now_s)
         for worker in (routed.decode, routed.prefill):
-            left = self._left.get(worker)
-            has_left = left is not None and left.left_s >= asked_s  # since the router was asked
-            if worker and has_left and self._is_connected(worker):
+            has_left = self._connections.left_s(worker) >= asked_s  # since the router was asked
+            is_here = self._connections.has(worker)
+            if worker and has_left and is_here:
                 stream.doubted_s = now_s  # the worker may have dropped the attempt with the connection
-            if worker and not self._is_connected(worker) and stream.needs(worker):
+            if worker and not is_here and stream.needs(worker):
                 if has_left:  # perhaps it died of this very request
                     self._lose(stream, worker)
                 else:
@@ -536,20 +527,14 @@ class Frontend:
         if worker in self._draining:  # the request had nothing to do with the end of the process
             self._again(stream, "drained")
             return
-        stream.lose(worker, self._last_sign_s(worker), self._is_connected, self._clock.now_s())
+        stream.lose(worker, self._connections, self._clock.now_s())
         self._again(stream, "lost")
-
-    def _last_sign_s(self, worker: str) -> float:
-        """Return when something last came over the connection to a worker, pings included."""
-        now_s, peer = self._clock.now_s(), self._peer_registry.peer(worker)
-        if peer is not None:
-            return now_s - peer.silence_s
-        return self._left[worker].heard_s if worker in self._left else now_s
 
     def _end_if_due(self, stream: RequestStream, now_s: float) -> bool:
         """Fail a request that may have no other attempt. Returns False when it may."""
         has_router = self._peer_registry.router is not None
-        error = stream.why_not_again(self._is_connected, self._limits, now_s, has_router=has_router)
+        stream.forgive_machines(self._connections)
+        error = stream.why_not_again(self._connections, self._limits, now_s, has_router=has_router)
         if error is not None:
             self._fail(stream, error)
         return error is not None
@@ -590,9 +575,6 @@ class Frontend:
 
     def _is_open(self, stream: RequestStream) -> bool:
         return self._streams.get(stream.request_id) is stream
-
-    def _is_connected(self, worker: str) -> bool:
-        return self._peer_registry.peer(worker) is not None
 
 
 class AttemptReports:

@@ -19,33 +19,87 @@ A request that has lost its worker may have another attempt under these rules:
    the cause. Nor when its tokens are more than `max_log_tokens`.
 
 A process that died and a connection that broke look alike until the connection is back. Where that decides,
-the verdict waits for DOUBT_S. A worker that was silent before it had the request did not die of it: when a
-machine freezes, the request may go from one of its workers to another.
+the verdict waits for DOUBT_S. When a machine ends or freezes, the request may go from one of its workers to
+another: a worker that was silent before it had the request did not die of it, and the workers of a machine
+that is lost as a whole count as one process.
 """
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import InitVar, dataclass, field
 from enum import Enum
 from typing import Final, NamedTuple, Protocol, TypeAlias
 
 import msgspec
 
+from baton.clock import Clock
 from baton.errors import BatonError, InvalidRequest, Overloaded, ProtocolError, Refused, WorkerLost
 from baton.messages.codec import fits_request
 from baton.messages.operations import Status
 from baton.messages.workers import Worker
 from baton.request import Request, TokenEvent
+from baton.rpc.peers import Peer, PeerRegistry
 from baton.tenants import Refusal
 
 MAX_EARLY: Final = 1024  # events of one attempt that wait for its first token
 MAX_AVOIDED: Final = 8
+MAX_REMEMBERED: Final = 4096  # workers that are gone
 BACK_OFF_S: Final = 0.05
 MAX_BACK_OFF_S: Final = 1.0
 MAX_STRIKES: Final = 2
 RETRY_AFTER_S: Final = 1.0
 DOUBT_S: Final = 1.0  # a broken connection is back by then
+
+
+class _LostWorker(NamedTuple):
+    machine: str
+    left_s: float  # when its connection ended
+    heard_s: float  # the last sign of life, a ping or more
+
+
+class WorkerConnections:
+    """The gateway's connections to workers, and those that have ended."""
+
+    def __init__(self, peer_registry: PeerRegistry, clock: Clock) -> None:
+        self._peer_registry = peer_registry
+        self._clock = clock
+        self._lost: dict[str, _LostWorker] = {}  # by id, the earliest first
+
+    def has(self, worker: str) -> bool:
+        """Return whether the worker is connected."""
+        return self._peer_registry.peer(worker) is not None
+
+    def lose(self, peer: Peer) -> None:
+        """Record the end of a worker's connection."""
+        now_s, worker = self._clock.now_s(), peer.hello.worker
+        self._lost.pop(peer.hello.id, None)
+        self._lost[peer.hello.id] = _LostWorker(
+            worker.node if worker is not None else "", left_s=now_s, heard_s=now_s - peer.silence_s
+        )
+        if len(self._lost) > MAX_REMEMBERED:
+            del self._lost[next(iter(self._lost))]
+
+    def left_s(self, worker: str) -> float:
+        """Return when the worker's connection last ended; -inf when it never did."""
+        lost = self._lost.get(worker)
+        return -math.inf if lost is None else lost.left_s
+
+    def heard_s(self, worker: str) -> float:
+        """Return when the worker gave its last sign of life."""
+        now_s, peer, lost = self._clock.now_s(), self._peer_registry.peer(worker), self._lost.get(worker)
+        if peer is not None:
+            return now_s - peer.silence_s
+        return now_s if lost is None else lost.heard_s
+
+    def lost_machine(self, worker: str) -> str:
+        """Return the machine of a lost worker when all workers there are gone and others are not; else ""."""
+        lost = self._lost.get(worker)
+        if lost is None or not lost.machine or self.has(worker):
+            return ""
+        workers = self._peer_registry.members
+        left = {workers[id_].node for id_ in self._peer_registry.connected()}
+        return lost.machine if left and lost.machine not in left else ""
 
 
 class Sink(Protocol):
@@ -262,19 +316,23 @@ class RequestStream:
         self.avoid.append(worker)
         del self.avoid[:-MAX_AVOIDED]
 
-    def lose(
-        self, worker: str, worker_heard_s: float, is_connected: Callable[[str], bool], now_s: float
-    ) -> None:
-        """Count a process that seems to have died with the request. worker_heard_s: its last sign of life."""
-        if worker_heard_s < self.given_s - DOUBT_S:
+    def lose(self, worker: str, connections: WorkerConnections, now_s: float) -> None:
+        """Count a process that seems to have died with the request."""
+        if connections.heard_s(worker) < self.given_s - DOUBT_S:
             return
         # A connected process lives; but different processes hear of one death at different times.
         self.lost = {
             other: lost_s
             for other, lost_s in self.lost.items()
-            if now_s - lost_s < DOUBT_S or not is_connected(other)
+            if now_s - lost_s < DOUBT_S or not connections.has(other)
         }
         self.lost[worker] = self.lost_s = now_s
+
+    def forgive_machines(self, connections: WorkerConnections) -> None:
+        """Count the workers of each lost machine as one process."""
+        if len(self.lost) > 1:
+            one_each = {connections.lost_machine(worker) or worker: worker for worker in self.lost}
+            self.lost = {worker: self.lost[worker] for worker in one_each.values()}
 
     def is_too_late(self, now_s: float) -> bool:
         """The deadline has passed without a token; other choices follow the deadline of the first one."""
@@ -288,7 +346,7 @@ class RequestStream:
         return now_s - self.homeless_s > self._max_wait_s(limits)
 
     def why_not_again(
-        self, is_connected: Callable[[str], bool], limits: ReplayLimits, now_s: float, *, has_router: bool
+        self, connections: WorkerConnections, limits: ReplayLimits, now_s: float, *, has_router: bool
     ) -> BatonError | None:
         """Return the error that ends the request, or None when it may have another attempt.
 
@@ -301,7 +359,7 @@ class RequestStream:
                 refusal=Refusal.DEADLINE,
                 retry_after_s=0.0,
             )
-        num_died = sum(not is_connected(worker) for worker in self.lost)
+        num_died = sum(not connections.has(worker) for worker in self.lost)
         if num_died + self.num_errors >= MAX_STRIKES:
             return WorkerLost(
                 f"request {self.request_id}: {num_died} workers died and {self.num_errors} failed "

@@ -9,7 +9,7 @@ from baton.errors import BatonError
 from baton.gateway.streams.frontend import Frontend
 from baton.gateway.streams.request_stream import ReplayLimits
 from baton.messages.control import AttemptFailed, Failure, Members, Routed, Submit, Tokens
-from baton.messages.workers import Address
+from baton.messages.workers import Address, Worker
 from baton.request import FinishReason, Request, TokenEvent
 from baton.rpc.peers import TICK_S
 from tests.node_peers import TestPeer, a_request, a_worker, id_of
@@ -39,6 +39,11 @@ class ListSink:
         self.error = error
 
 
+def worker_at(name: str) -> Worker:
+    """Return a worker; "d0@a" is on the machine "a"."""
+    return a_worker(name, node=name.partition("@")[2])
+
+
 @dataclasses.dataclass
 class Gateway:
     """`dialled` has every address that was asked for."""
@@ -57,10 +62,10 @@ class Gateway:
 
     def join(self, *names: str) -> None:
         for name in names:
-            self.peers[name] = TestPeer.worker(self.frontend, a_worker(name))
+            self.peers[name] = TestPeer.worker(self.frontend, worker_at(name))
 
     def list_members(self, *names: str, is_complete: bool = True) -> None:
-        self["router"].say(Members(workers=tuple(map(a_worker, names)), is_complete=is_complete))
+        self["router"].say(Members(workers=tuple(map(worker_at, names)), is_complete=is_complete))
 
     def tick(self, seconds: float = TICK_S) -> None:
         self.clock.advance(seconds)

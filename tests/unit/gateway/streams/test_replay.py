@@ -146,6 +146,34 @@ def test_worker_that_fell_silent_with_the_request_counts_as_a_death() -> None:
     assert isinstance(sink.error, WorkerLost)
 
 
+def test_workers_of_a_lost_machine_count_as_one_death() -> None:
+    g = gateway("p@a", "d0@a", "p@b", "d1@b")
+    sink = g.open()
+    g.route("d1@b", "p@a")
+    g["p@a"].leave()
+    g.route("d0@a", "p@b")
+    g["d0@a"].leave()
+    g.tick(DOUBT_S)
+    assert sink.error is None
+    g.list_members("p@b", "d1@b", "d2@a")  # a new process on the machine changes nothing any more
+    g.join("d2@a")
+    g.route("d1@b", "p@b")
+    g["router"].say(failed(Failure.BUSY, attempt=2))
+    g.tick(DOUBT_S)
+    assert sink.error is None
+    assert g.submitted().request.attempt == 3
+
+
+def test_request_that_killed_two_workers_of_a_machine_that_lives_is_not_replayed() -> None:
+    g = gateway("d0@a", "d1@a", "d2@a", "d3@b")
+    sink = g.open()
+    for name in ("d0@a", "d1@a"):
+        g.route(name)
+        g[name].leave()
+    g.tick(DOUBT_S)
+    assert isinstance(sink.error, WorkerLost)
+
+
 def test_connections_that_come_back_are_not_deaths() -> None:
     g, sink = running("d0", "d1", "d2")
     for number, name in enumerate(("d0", "d1", "d0", "d1"), start=1):
