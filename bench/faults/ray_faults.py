@@ -1,11 +1,13 @@
-"""The effect on streams when a node of Ray freezes and when Ray's head dies: four nodes on one machine.
+"""The effect on streams when a node of Ray freezes or dies, or Ray's head dies: four nodes on one machine.
 
 python -m baton.bench.faults.ray_faults [--streams 30] [--head-away 300] [--output FOLDER]
 
 The head, a node without cores where `baton serve` runs, and two nodes for its workers, on loopback addresses
 of their own; Ray keeps its tables in a Redis of this benchmark. First SIGSTOP freezes every process of the
-node that has the only decode worker, under load. Then the head is killed under load, a prefill worker while
-the head is away, and a head comes back. Every answer is compared with the answer of one engine.
+node that has the only decode worker and a prefill worker, under load. Then the head is killed under load, a
+prefill worker while the head is away, and a head comes back. In a second cluster the raylet of the node with
+the decode worker is killed, and its actors end one after the other. Every answer is compared with the answer
+of one engine.
 """
 
 import argparse
@@ -100,6 +102,12 @@ class RayNodes:
         """Return the address of the node that a process belongs to."""
         return next(address for address in self._processes if pid in self.pids(address))
 
+    def kill_raylet(self, address: str) -> None:
+        """Kill the process that keeps a node; Ray's other processes there end by themselves."""
+        for pid in self.pids(address):
+            if b"/raylet" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0]:
+                os.kill(pid, signal.SIGKILL)
+
     def kill(self, address: str) -> None:
         """End a node at once."""
         kill_tree(self._processes[address].pid)
@@ -168,6 +176,23 @@ async def frozen_node(
     ]
 
 
+async def killed_node(
+    nodes: RayNodes, cluster: WatchedCluster, questions: Sequence[Question], num_streams: int
+) -> list[Row]:
+    """Kill the raylet of the node with the decode worker, under load."""
+    clients = Clients(cluster.url, questions, 2, num_streams)
+    async with clients.asking():
+        await asyncio.sleep(LOAD_S)
+        before = await cluster.worker_id("decode-0")
+        nodes.kill_raylet(nodes.node_of((await cluster.pids())["decode-0"]))
+        replaced_s = await _seconds_until_replaced(cluster, "decode-0", before)
+        await asyncio.sleep(LOAD_S)
+    return [
+        *clients.answer_rows("killed node"),
+        at_most("killed node: new worker after", replaced_s, "s", REPLACED_S),
+    ]
+
+
 async def head_away(
     nodes: RayNodes, cluster: WatchedCluster, questions: Sequence[Question], num_streams: int, away_s: float
 ) -> list[Row]:
@@ -199,7 +224,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(options: argparse.Namespace, report: Report) -> None:
-    """Freeze a node, then kill the head."""
+    """Freeze a node, kill the head, and kill a node of another cluster."""
     report.extra = {"streams": options.streams}
     asyncio.run(_measure(options, report))
 
@@ -212,10 +237,17 @@ async def _measure(options: argparse.Namespace, report: Report) -> None:
         report.rows += await frozen_node(nodes, cluster, questions, options.streams)
         report.tell("the head is away")
         report.rows += await head_away(nodes, cluster, questions, options.streams, options.head_away)
+    report.tell("starting Ray again")
+    async with ray_cluster() as (nodes, cluster):
+        report.tell("a node dies")
+        report.rows += await killed_node(nodes, cluster, questions, options.streams)
 
 
 run = partial(
-    run_suite, measure, name="ray_faults", title="A node of Ray that stands still, and a head that is away"
+    run_suite,
+    measure,
+    name="ray_faults",
+    title="Nodes of Ray that stand still and die, and a head that is away",
 )
 
 if __name__ == "__main__":

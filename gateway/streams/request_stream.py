@@ -21,7 +21,7 @@ A request that has lost its worker may have another attempt under these rules:
 A process that died and a connection that broke look alike until the connection is back. Where that decides,
 the verdict waits for DOUBT_S. When a machine ends or freezes, the request may go from one of its workers to
 another: a worker that was silent before it had the request did not die of it, and the workers of a machine
-that is lost as a whole count as one process.
+that is lost as a whole, within MACHINE_ENDS_S, count as one process.
 """
 
 import math
@@ -50,6 +50,7 @@ MAX_BACK_OFF_S: Final = 1.0
 MAX_STRIKES: Final = 2
 RETRY_AFTER_S: Final = 1.0
 DOUBT_S: Final = 1.0  # a broken connection is back by then
+MACHINE_ENDS_S: Final = 1.0  # from the first worker of a lost machine to the last; no worker starts so fast
 
 
 class _LostWorker(NamedTuple):
@@ -329,10 +330,14 @@ class RequestStream:
         self.lost[worker] = self.lost_s = now_s
 
     def forgive_machines(self, connections: WorkerConnections) -> None:
-        """Count the workers of each lost machine as one process."""
-        if len(self.lost) > 1:
-            one_each = {connections.lost_machine(worker) or worker: worker for worker in self.lost}
-            self.lost = {worker: self.lost[worker] for worker in one_each.values()}
+        """Count workers that ended with their machine as one process."""
+        machines: dict[str, float] = {}  # when the first worker of each was lost
+        for worker, lost_s in list(self.lost.items()):
+            machine = connections.lost_machine(worker)
+            if machine in machines and lost_s - machines[machine] <= MACHINE_ENDS_S:
+                del self.lost[worker]
+            elif machine:
+                machines[machine] = lost_s
 
     def is_too_late(self, now_s: float) -> bool:
         """The deadline has passed without a token; other choices follow the deadline of the first one."""

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from baton.errors import Refused, WorkerLost
-from baton.gateway.streams.request_stream import DOUBT_S
+from baton.gateway.streams.request_stream import DOUBT_S, MACHINE_ENDS_S
 from baton.messages.control import AttemptFailed, Cancel, Ended, Failure, Members, Rejected, Submit
 from baton.request import FinishReason, SamplingParams
 from baton.tenants import Refusal, Sla
@@ -162,6 +162,20 @@ def test_workers_of_a_lost_machine_count_as_one_death() -> None:
     g.tick(DOUBT_S)
     assert sink.error is None
     assert g.submitted().request.attempt == 3
+
+
+def test_request_that_killed_the_only_worker_of_a_machine_and_its_successor_is_not_replayed() -> None:
+    g = gateway("d0@a", "p@b")
+    sink = g.open()
+    g.route("d0@a")
+    g["d0@a"].leave()
+    g.tick(MACHINE_ENDS_S + 1.0)
+    g.list_members("d1@a", "p@b")
+    g.join("d1@a")
+    g.route("d1@a")
+    g["d1@a"].leave()
+    g.tick(DOUBT_S)
+    assert isinstance(sink.error, WorkerLost)
 
 
 def test_request_that_killed_two_workers_of_a_machine_that_lives_is_not_replayed() -> None:
