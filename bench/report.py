@@ -1,19 +1,20 @@
 """The report of a suite: figures beside their limits, as a table, as JSON and as a plot.
 
-A suite is a function `measure(options, report)`. It adds rows to the report and tells what it measures.
-`run_suite` prints the machine, the progress and the table, and writes NAME.json and NAME.png into the folder
-that `--output` names.
+A suite has a function `measure(options, report)`, which may be a coroutine function. It adds rows to the
+report and tells what it measures. `Suite` prints the machine, the progress and the table, and writes
+NAME.json and NAME.png into the folder that `--output` names.
 """
 
 import argparse
+import asyncio
 import importlib.util
 import json
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Final, Self, TypeAlias
+from typing import Any, Final, Self, TypeAlias
 
 from rich.console import Console
 from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -215,38 +216,41 @@ def plot_lines(
     figure.savefig(path, dpi=150)
 
 
-Measure: TypeAlias = Callable[[argparse.Namespace, Report], None]
+@dataclass(frozen=True)
+class Suite:
+    """A suite, and how to run it as a command. `name` names the files."""
 
+    name: str
+    title: str
+    add_options: Callable[[argparse.ArgumentParser], None]  # its own; --output is added to them
+    measure: Callable[[argparse.Namespace, Report], Coroutine[Any, Any, None] | None]
+    fails_on_miss: bool = False  # the exit status is 1 when a limit was missed, too
+    output: Path = RESULTS
 
-def add_output_option(parser: argparse.ArgumentParser, default: Path = RESULTS) -> None:
-    """Add the option that every suite has."""
-    parser.add_argument("--output", type=Path, default=default, metavar="FOLDER", help="of JSON and plot")
+    def main(self, doc: str | None, words: Sequence[str] | None = None) -> int:
+        """Run the suite as a command; return its exit status, 1 when a figure failed."""
+        parser = argparse.ArgumentParser(
+            description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
+        self.add_all_options(parser)
+        report = self.run(parser.parse_args(words))
+        has_failed = any(row.has_failed for row in report.rows)
+        return 1 if has_failed or (self.fails_on_miss and report.has_missed) else 0
 
+    def add_all_options(self, parser: argparse.ArgumentParser) -> None:
+        """Add the options that `run` needs."""
+        self.add_options(parser)
+        parser.add_argument(
+            "--output", type=Path, default=self.output, metavar="FOLDER", help="of JSON and plot"
+        )
 
-def run_suite(measure: Measure, options: argparse.Namespace, name: str, title: str) -> Report:
-    """Measure, print and keep; `options.output` is the folder. Raises what `measure` raises."""
-    print(one_line(machine_description()), flush=True)
-    report = Report(name, title, options.output)
-    with report.tell:
-        measure(options, report)
-    report.finish()
-    return report
-
-
-def run_command(
-    doc: str | None,
-    add_options: Callable[[argparse.ArgumentParser], None],
-    run: Callable[[argparse.Namespace], Report],
-    words: Sequence[str] | None = None,
-    *,
-    fails_on_miss: bool = False,
-) -> int:
-    """Run a suite as a command; return its exit status.
-
-    The status is 1 when a figure failed, and with `fails_on_miss` when a limit was missed.
-    """
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_options(parser)
-    report = run(parser.parse_args(words))
-    has_failed = any(row.has_failed for row in report.rows)
-    return 1 if has_failed or (fails_on_miss and report.has_missed) else 0
+    def run(self, options: argparse.Namespace) -> Report:
+        """Measure, print and keep. Raises what `measure` raises."""
+        print(one_line(machine_description()), flush=True)
+        report = Report(self.name, self.title, options.output)
+        with report.tell:
+            measuring = self.measure(options, report)
+            if measuring is not None:
+                asyncio.run(measuring)
+        report.finish()
+        return report

@@ -27,16 +27,7 @@ from statistics import fmean, median, pstdev
 from typing import Final, NamedTuple, TypeAlias
 
 from baton.bench.engine.replica import LlamaShape, Replica, load_replica
-from baton.bench.report import (
-    Report,
-    Row,
-    add_output_option,
-    at_least,
-    format_number,
-    plot_lines,
-    run_command,
-    run_suite,
-)
+from baton.bench.report import Report, Row, Suite, at_least, format_number, plot_lines
 from baton.request import Request, SamplingParams
 from baton.token_ids import TokenIds
 
@@ -352,7 +343,6 @@ def _samples(outcomes: Outcomes) -> dict[str, list[dict[str, object]]]:
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the suite's options."""
     parser.add_argument("--repeats", type=int, default=Workload.repeats, help="of every load (3)")
-    add_output_option(parser)
 
 
 def measure(options: argparse.Namespace, report: Report) -> None:
@@ -360,7 +350,7 @@ def measure(options: argparse.Namespace, report: Report) -> None:
     measure_workload(Workload(repeats=options.repeats), report)
 
 
-run = partial(run_suite, measure, name="batching", title="batching")
+SUITE: Final = Suite("batching", "batching", add_options, measure)
 
 if __name__ == "__main__":
-    sys.exit(run_command(__doc__, add_options, run))
+    sys.exit(SUITE.main(__doc__))

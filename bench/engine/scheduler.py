@@ -7,20 +7,11 @@ import argparse
 import gc
 import random
 import sys
-from functools import partial
 from statistics import median, quantiles
 from time import perf_counter_ns
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
-from baton.bench.report import (
-    Report,
-    Row,
-    add_output_option,
-    at_most,
-    format_number,
-    run_command,
-    run_suite,
-)
+from baton.bench.report import Report, Row, Suite, at_most, format_number
 from baton.clock import SystemClock
 from baton.config.engine import SchedulerConfig
 from baton.engine.cache.page_pool import PagePool
@@ -155,7 +146,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--requests", type=int, default=300, help="scheduled with and without the cache (300)"
     )
-    add_output_option(parser)
 
 
 def measure(options: argparse.Namespace, report: Report) -> None:
@@ -175,7 +165,7 @@ def measure(options: argparse.Namespace, report: Report) -> None:
     report.extra = {"cache_s": {names[key]: [work.seconds for work in works] for key, works in runs.items()}}
 
 
-run = partial(run_suite, measure, name="scheduler", title="Scheduling")
+SUITE: Final = Suite("scheduler", "Scheduling", add_options, measure)
 
 if __name__ == "__main__":
-    sys.exit(run_command(__doc__, add_options, run))
+    sys.exit(SUITE.main(__doc__))

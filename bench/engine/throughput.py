@@ -14,7 +14,6 @@ import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from functools import partial
 from statistics import median, quantiles
 from time import perf_counter
 from typing import Final, NamedTuple
@@ -23,7 +22,7 @@ import torch
 
 from baton.bench.engine.replica import num_head_parameters, num_layer_parameters
 from baton.bench.machine import matmul_peak_tflops, read_bandwidth_gbps
-from baton.bench.report import Report, Row, add_output_option, at_least, at_most, run_command, run_suite
+from baton.bench.report import Report, Row, Suite, at_least, at_most
 from baton.bench.serve.load import Job, random_jobs
 from baton.cluster.model_directory import resolve_model
 from baton.config.engine import engine_config
@@ -179,7 +178,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rival", action="append", default=[], metavar="NAME=COMMAND")
     parser.add_argument("--rounds", type=int, default=5, help="of Baton and every rival (5)")
     parser.add_argument("--pairs", type=int, default=40, help="runs with and without the prefix cache (40)")
-    add_output_option(parser)
 
 
 def measure(options: argparse.Namespace, report: Report) -> None:
@@ -220,7 +218,7 @@ def measure(options: argparse.Namespace, report: Report) -> None:
     report.extra = {"tokens_per_s": figures, "seconds": parts}
 
 
-run = partial(run_suite, measure, name="engine", title="Engine throughput")
+SUITE: Final = Suite("engine", "Engine throughput", add_options, measure)
 
 if __name__ == "__main__":
-    sys.exit(run_command(__doc__, add_options, run))
+    sys.exit(SUITE.main(__doc__))

@@ -16,7 +16,6 @@ import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
-from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -26,7 +25,7 @@ import psutil
 from baton.bench.faults.cluster import Clients, WatchedCluster, make_questions
 from baton.bench.faults.link_proxy import LinkProxy, Switchboard
 from baton.bench.processes import redis_on_tcp
-from baton.bench.report import Report, Row, add_output_option, at_most, run_command, run_suite
+from baton.bench.report import Report, Row, Suite, at_most
 from baton.cluster.cluster_record import url
 from baton.cluster.operator_node import connected
 from baton.cluster.runtimes.local import LocalRuntime
@@ -105,16 +104,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--troubles", default="", metavar="TEXT", help="only troubles with this in their name"
     )
-    add_output_option(parser)
 
 
-def measure(options: argparse.Namespace, report: Report) -> None:
+async def measure(options: argparse.Namespace, report: Report) -> None:
     """Trouble one kind of link after the other."""
     report.extra = {"seconds": options.seconds}
-    asyncio.run(_measure(options, report))
-
-
-async def _measure(options: argparse.Namespace, report: Report) -> None:
     questions = make_questions(seed=1)
     async with _open_cluster() as cluster:
         url = cluster.watched.url
@@ -185,7 +179,9 @@ def _role(name: str) -> str:
     return name.partition("-")[0]
 
 
-run = partial(run_suite, measure, name="black_holes", title="One link swallows everything, or is slow")
+SUITE: Final = Suite(
+    "black_holes", "One link swallows everything, or is slow", add_options, measure, fails_on_miss=True
+)
 
 if __name__ == "__main__":
-    sys.exit(run_command(__doc__, add_options, run, fails_on_miss=True))
+    sys.exit(SUITE.main(__doc__))

@@ -21,13 +21,12 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import ExitStack, asynccontextmanager, suppress
-from functools import partial
 from pathlib import Path
 from typing import Final
 
 from baton.bench.faults.cluster import Clients, Question, WatchedCluster, make_questions, served_cluster
 from baton.bench.processes import free_port, redis_on_tcp
-from baton.bench.report import Report, Row, add_output_option, at_most, run_command, run_suite
+from baton.bench.report import Report, Row, Suite, at_most
 from baton.cluster.runtimes.base import descendants, kill_tree
 
 START_S: Final = 180.0
@@ -220,16 +219,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the suite's options."""
     parser.add_argument("--streams", type=int, default=30, help="clients at once (30)")
     parser.add_argument("--head-away", type=float, default=300.0, metavar="SECONDS", help="(300)")
-    add_output_option(parser)
 
 
-def measure(options: argparse.Namespace, report: Report) -> None:
+async def measure(options: argparse.Namespace, report: Report) -> None:
     """Freeze a node, kill the head, and kill a node of another cluster."""
     report.extra = {"streams": options.streams}
-    asyncio.run(_measure(options, report))
-
-
-async def _measure(options: argparse.Namespace, report: Report) -> None:
     questions = make_questions(seed=1)
     report.tell("starting Ray")
     async with ray_cluster() as (nodes, cluster):
@@ -243,12 +237,13 @@ async def _measure(options: argparse.Namespace, report: Report) -> None:
         report.rows += await killed_node(nodes, cluster, questions, options.streams)
 
 
-run = partial(
-    run_suite,
+SUITE: Final = Suite(
+    "ray_faults",
+    "Nodes of Ray that stand still and die, and a head that is away",
+    add_options,
     measure,
-    name="ray_faults",
-    title="Nodes of Ray that stand still and die, and a head that is away",
+    fails_on_miss=True,
 )
 
 if __name__ == "__main__":
-    sys.exit(run_command(__doc__, add_options, run, fails_on_miss=True))
+    sys.exit(SUITE.main(__doc__))

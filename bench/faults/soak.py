@@ -28,13 +28,12 @@ import tempfile
 import time
 from collections import Counter, defaultdict
 from collections.abc import Collection, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from baton.bench.faults.cluster import Clients, WatchedCluster, make_questions, served_cluster
+from baton.bench.faults.cluster import Clients, Question, WatchedCluster, make_questions, served_cluster
 from baton.bench.processes import resident_mib, tenants_yaml
-from baton.bench.report import Report, Row, add_output_option, at_least, at_most, run_command, run_suite
+from baton.bench.report import Report, Row, Suite, at_least, at_most
 
 STOPPED_S: Final = (1.0, 4.0, 12.0)
 ENDED_BY_S: Final = 2.0  # a worker that is silent for 3 s is given up and replaced
@@ -176,18 +175,19 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--runtime", choices=("ray", "local"), default="ray", help="of the processes (ray)")
     parser.add_argument("--clients", type=int, default=8, help="at once (8)")
     parser.add_argument("--fault-every", type=float, default=FAULT_EVERY_S, metavar="S", help="seconds (10)")
-    add_output_option(parser)
 
 
-def measure(options: argparse.Namespace, report: Report) -> None:
+async def measure(options: argparse.Namespace, report: Report) -> None:
     """Run the cluster, the clients and the faults."""
     report.tell("questions")
-    with tempfile.TemporaryDirectory(prefix="baton-soak-") as folder:
-        asyncio.run(_soak(Path(folder), options, report))
-
-
-async def _soak(folder: Path, options: argparse.Namespace, report: Report) -> None:
     questions = make_questions(options.seed)
+    with tempfile.TemporaryDirectory(prefix="baton-soak-") as folder:
+        await _soak(Path(folder), questions, options, report)
+
+
+async def _soak(
+    folder: Path, questions: Sequence[Question], options: argparse.Namespace, report: Report
+) -> None:
     keys = {tenant: secrets.token_hex(16) for tenant in TENANTS}
     tenants = folder / "tenants.yaml"
     tenants.write_text(tenants_yaml(keys))
@@ -267,7 +267,9 @@ def _rows(clients: Clients, faults: FaultInjector, is_whole: bool, pages_s: floa
     ]
 
 
-run = partial(run_suite, measure, name="soak", title="Mixed load with a fault every few seconds")
+SUITE: Final = Suite(
+    "soak", "Mixed load with a fault every few seconds", add_options, measure, fails_on_miss=True
+)
 
 if __name__ == "__main__":
-    sys.exit(run_command(__doc__, add_options, run, fails_on_miss=True))
+    sys.exit(SUITE.main(__doc__))

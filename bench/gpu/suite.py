@@ -20,7 +20,7 @@ import torch
 
 from baton.bench.gpu import kernels, kv, model
 from baton.bench.gpu.session import FULL, TOY, Session
-from baton.bench.report import Report, Row, add_output_option, run_command, run_suite
+from baton.bench.report import Report, Row, Suite
 
 
 @dataclass(frozen=True)
@@ -91,22 +91,19 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the suite's options."""
     parser.add_argument("--budget-s", type=float, default=540.0, help="seconds (540)")
     parser.add_argument("--toy", action="store_true", help="toy size on the CPU, GPU or not")
-    add_output_option(parser)
 
 
 def measure(options: argparse.Namespace, report: Report) -> None:
-    """Run all stages."""
-    is_toy = report.name == "gpu-toy"
+    """Run all stages; the results are in gpu-DEVICE.json."""
+    is_toy = options.toy or not torch.cuda.is_available()
+    device = "toy" if is_toy else torch.cuda.get_device_name().lower().replace(" ", "-")
+    report.name, report.title = f"gpu-{device}", f"gpu: {device}"
     session = Session(torch.device("cpu" if is_toy else "cuda"), TOY if is_toy else FULL)
     run_stages(STAGES, session, options.budget_s, report)
 
 
-def run(options: argparse.Namespace) -> Report:
-    """Measure, print and keep in gpu-DEVICE.json."""
-    is_toy = options.toy or not torch.cuda.is_available()
-    name = "toy" if is_toy else torch.cuda.get_device_name().lower().replace(" ", "-")
-    return run_suite(measure, options, f"gpu-{name}", f"gpu: {name}")
+SUITE: Final = Suite("gpu", "gpu", add_options, measure)
 
 
 if __name__ == "__main__":
-    sys.exit(run_command(__doc__, add_options, run))
+    sys.exit(SUITE.main(__doc__))

@@ -28,7 +28,7 @@ from baton.bench.kv.sweep import (
     rival_rows,
     sweep_rows,
 )
-from baton.bench.report import Report, add_output_option, run_command, run_suite
+from baton.bench.report import Report, Suite
 from baton.bench.traces import read_trace
 
 SIZES: Final = (128, 512, 2048, 8192, 32768)
@@ -117,7 +117,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prefill", type=int, default=2, help="prefill workers of a replay")
     parser.add_argument("--decode", type=int, default=2, help="decode workers of a replay")
     parser.add_argument("--faults", action="store_true", help="break transfers instead")
-    add_output_option(parser)
 
 
 def measure(options: argparse.Namespace, report: Report) -> None:
@@ -130,7 +129,7 @@ def measure(options: argparse.Namespace, report: Report) -> None:
         measure_sweep(options, report)
 
 
-run = partial(run_suite, measure, name="kv", title="KV transfer")
+SUITE: Final = Suite("kv", "KV transfer", add_options, measure)
 
 if __name__ == "__main__":
-    sys.exit(run_command(__doc__, add_options, run))
+    sys.exit(SUITE.main(__doc__))

@@ -27,16 +27,7 @@ from time import perf_counter
 from typing import Final, NamedTuple, TypeAlias
 
 from baton.bench.engine.replica import LlamaShape
-from baton.bench.report import (
-    Report,
-    Row,
-    add_output_option,
-    at_least,
-    at_most,
-    plot_lines,
-    ranked_shares,
-    run_suite,
-)
+from baton.bench.report import Report, Row, Suite, at_least, at_most, plot_lines, ranked_shares
 from baton.clock import SystemClock
 from baton.cluster.offline.llm import LLM
 from baton.cluster.runtimes.base import ProcessSpec
@@ -364,17 +355,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--trials", type=int, default=8, help="of a pull (8)")
     parser.add_argument("--quick", action="store_true", help="one round, two trials: no figures to believe")
     parser.add_argument("--seed", type=int, default=0)
-    add_output_option(parser)
 
 
-def measure(options: argparse.Namespace, report: Report) -> None:
+async def measure(options: argparse.Namespace, report: Report) -> None:
     """Compare workloads, then pulls. TimeoutError: workers do not come, or do not answer."""
     num_rounds, num_trials = (1, 2) if options.quick else (options.rounds, options.trials)
     with tempfile.TemporaryDirectory() as folder:
         SHAPE.write(Path(folder))
-        asyncio.run(_compare(Path(folder), num_rounds, options.seed, report))
+        await _compare(Path(folder), num_rounds, options.seed, report)
         report.tell("pulls")
-        pulls = asyncio.run(_pull(Path(folder), num_trials, options.seed))
+        pulls = await _pull(Path(folder), num_trials, options.seed)
         num_wrong = _num_wrong(Path(folder), [each.answer for each in pulls])
     report.rows += pull_rows(pulls, num_wrong)
 
@@ -439,4 +429,4 @@ def _num_wrong(model: Path, answers: Sequence[AnswerSink]) -> int:
     return sum(answer.token_ids != token_ids for answer, token_ids in zip(answers, right, strict=True))
 
 
-run = partial(run_suite, measure, name="prefix", title="Prefix reuse between processes")
+SUITE: Final = Suite("prefix", "Prefix reuse between processes", add_options, measure)

@@ -16,13 +16,12 @@ import sys
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Final, TypeAlias
 
 from baton.bench.faults.cluster import Clients, Question, WatchedCluster, make_questions, served_cluster
-from baton.bench.report import Report, Row, add_output_option, at_least, at_most, run_command, run_suite
+from baton.bench.report import Report, Row, Suite, at_least, at_most
 from baton.messages.status import ROUTING_BOUNDS_S, Histogram, RouterStatus
 from baton.router.redis.client import REDIS_FAILURES, Names, RedisConnection, Reply
 from baton.router.redis.server import PrivateRedis
@@ -116,16 +115,12 @@ FAULTS: Final[dict[str, Fault]] = {
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the suite's options."""
     parser.add_argument("--rest", type=float, default=8.0, help="seconds of load around each fault (8)")
-    add_output_option(parser)
 
 
-def measure(options: argparse.Namespace, report: Report) -> None:
+async def measure(options: argparse.Namespace, report: Report) -> None:
     """Hurt Redis, then kill routers."""
     report.tell("questions")
-    asyncio.run(_measure(make_questions(1, MAX_TOKENS), options.rest, report))
-
-
-async def _measure(questions: Sequence[Question], rest_s: float, report: Report) -> None:
+    questions, rest_s = make_questions(1, MAX_TOKENS), options.rest
     async with PrivateRedis() as server:
         redis = HurtRedis(server)
         async with _cluster(redis, num_routers=2) as cluster:
@@ -221,7 +216,7 @@ def routed_between(before: Sequence[RouterStatus], after: Sequence[RouterStatus]
     return Histogram(ROUTING_BOUNDS_S, counts)
 
 
-run = partial(run_suite, measure, name="router_faults", title="Faults of Redis and routers under load")
+SUITE: Final = Suite("router_faults", "Faults of Redis and routers under load", add_options, measure)
 
 if __name__ == "__main__":
-    sys.exit(run_command(__doc__, add_options, run))
+    sys.exit(SUITE.main(__doc__))

@@ -11,7 +11,6 @@ import argparse
 import os
 import sys
 from collections.abc import Iterator
-from functools import partial
 from random import Random
 from statistics import median, quantiles
 from time import process_time, thread_time_ns
@@ -21,15 +20,7 @@ import msgspec
 import numpy as np
 
 from baton.bench.processes import resident_mib
-from baton.bench.report import (
-    Report,
-    Row,
-    add_output_option,
-    at_least,
-    at_most,
-    run_command,
-    run_suite,
-)
+from baton.bench.report import Report, Row, Suite, at_least, at_most
 from baton.clock import ManualClock
 from baton.messages.bounds import Kind
 from baton.messages.codec import AnyMessage
@@ -266,7 +257,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--matches", type=int, default=3000, help="look-ups and decisions that are timed (3000)"
     )
-    add_output_option(parser)
 
 
 def measure(options: argparse.Namespace, report: Report) -> None:
@@ -274,7 +264,7 @@ def measure(options: argparse.Namespace, report: Report) -> None:
     report.rows += index_rows(options.pages, options.workers, options.matches, report)
 
 
-run = partial(run_suite, measure, name="prefix_index", title="prefix index")
+SUITE: Final = Suite("prefix_index", "prefix index", add_options, measure)
 
 if __name__ == "__main__":
-    sys.exit(run_command(__doc__, add_options, run))
+    sys.exit(SUITE.main(__doc__))

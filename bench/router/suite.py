@@ -14,7 +14,6 @@ of the time model in sim/rehearsal.py.
 import argparse
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from itertools import groupby
 from math import floor
 from pathlib import Path
@@ -24,7 +23,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from baton.bench.report import Report, Row, add_output_option, at_least, at_most, run_command, run_suite
+from baton.bench.report import Report, Row, Suite, at_least, at_most
 from baton.bench.traces import TraceRequest, read_trace, tokens_of
 from baton.config.router import RouterConfig
 from baton.errors import ConfigError
@@ -304,7 +303,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--limit", type=int, metavar="N", help="the trace's first N requests (all)")
     parser.add_argument("--requests", type=int, default=600, metavar="N", help="of each workload (600)")
     parser.add_argument("--seed", type=int, default=0, metavar="N")
-    add_output_option(parser)
 
 
 def measure(options: argparse.Namespace, report: Report) -> None:
@@ -324,7 +322,7 @@ def measure(options: argparse.Namespace, report: Report) -> None:
         report.rows += workload_rows(name, options.requests, options.seed)
 
 
-run = partial(run_suite, measure, name="router", title="the router on simulated workers")
+SUITE: Final = Suite("router", "the router on simulated workers", add_options, measure)
 
 if __name__ == "__main__":
-    sys.exit(run_command(__doc__, add_options, run))
+    sys.exit(SUITE.main(__doc__))

@@ -24,14 +24,13 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import msgspec
 
 from baton.bench.processes import resident_mib, tenants_yaml
-from baton.bench.report import Report, Row, add_output_option, at_most, run_command, run_suite
+from baton.bench.report import Report, Row, Suite, at_most
 from baton.bench.serve.client import Address, Client
 from baton.bench.serve.figures import quantile
 from baton.bench.serve.gateway_loop_host import FILE_VARIABLE, Held
@@ -345,17 +344,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the suite's options."""
     parser.add_argument("--generated", type=int, default=200, help="bodies that are drawn (200)")
     parser.add_argument("--seed", type=int, default=1)
-    add_output_option(parser)
 
 
-def measure(options: argparse.Namespace, report: Report) -> None:
+async def measure(options: argparse.Namespace, report: Report) -> None:
     """Send every hostile body beside the quiet tenant, then measure memory."""
     statuses = Counter[int]()
     with (
         tempfile.TemporaryDirectory() as folder,
         ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as sender,
     ):
-        asyncio.run(_measure(options, report, Path(folder), sender, statuses))
+        await _measure(options, report, Path(folder), sender, statuses)
     report.rows.append(at_most("answers of status 500 or none", statuses[500] + statuses[0], "", 0))
     counts = {str(status): num for status, num in sorted(statuses.items())}
     report.extra = {"statuses": counts, "seed": options.seed}
@@ -400,7 +398,9 @@ def _memory_row(name: str, grown_mb: list[float], note: str = "") -> Row:
     return at_most(f"RSS growth, {name}", grown_mb[0], "MB", MEMORY_BAR_MB, note)
 
 
-run = partial(run_suite, measure, name="gateway_loop", title="Event loop of a gateway under hostile bodies")
+SUITE: Final = Suite(
+    "gateway_loop", "Event loop of a gateway under hostile bodies", add_options, measure, fails_on_miss=True
+)
 
 if __name__ == "__main__":
-    sys.exit(run_command(__doc__, add_options, run, fails_on_miss=True))
+    sys.exit(SUITE.main(__doc__))

@@ -26,13 +26,12 @@ from baton.bench.report import (
     Curve,
     Report,
     Row,
-    add_output_option,
+    Suite,
     at_least,
     at_most,
     format_number,
     plot_lines,
     ranked_shares,
-    run_suite,
 )
 from baton.bench.serve.client import Address, Client
 from baton.bench.serve.figures import FIGURES, QUANTILES, Run, Slo, quantile
@@ -214,7 +213,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     overhead.add_argument("--policy", choices=POLICIES, default=policy, help=f"({policy})")
     overhead.add_argument("--step-ms", type=float, default=0.0, help="a stub's step (0)")
     overhead.add_argument("--seconds", type=float, default=3.0, help="a point, a round (3)")
-    add_output_option(parser, Path())
 
 
 def measure(options: argparse.Namespace, report: Report) -> None:
@@ -375,4 +373,4 @@ def _rivals(given: Sequence[str]) -> dict[str, str]:
     return rivals
 
 
-run = partial(run_suite, measure, name="serve", title="Serving over HTTP")
+SUITE: Final = Suite("serve", "Serving over HTTP", add_options, measure, output=Path())

@@ -9,7 +9,6 @@ a second that meet both objectives, TTFT and TPOT, from when their client sent t
 """
 
 import argparse
-import asyncio
 import gc
 import sys
 from collections import Counter, defaultdict
@@ -20,16 +19,7 @@ from random import Random
 from time import perf_counter_ns
 from typing import Final, TypeVar
 
-from baton.bench.report import (
-    Report,
-    Row,
-    add_output_option,
-    at_least,
-    at_most,
-    plot_lines,
-    run_command,
-    run_suite,
-)
+from baton.bench.report import Report, Row, Suite, at_least, at_most, plot_lines
 from baton.bench.serve.figures import quantile
 from baton.bench.tenants.calls import (
     BIN_S,
@@ -268,16 +258,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quick", action="store_true", help="a minute of each case, fewer requests")
     parser.add_argument("--real", action="store_true", help="processes, HTTP and keys: a quarter of an hour")
     parser.add_argument("--seed", type=int, default=0, metavar="N")
-    add_output_option(parser)
 
 
-def measure(options: argparse.Namespace, report: Report) -> None:
-    """Simulate every case, or run two of them for real."""
+async def measure(options: argparse.Namespace, report: Report) -> None:
+    """Simulate every case, or run two of them for real, whose results have a file of their own."""
     seed, is_quick = options.seed, options.quick
     report.extra = {"seed": seed}
     if options.real:
+        report.name, report.title = "tenants_real", "tenants of real processes"
         size = Size(rounds=1, round_s=8.0, point_s=4.0, overload_s=20.0, after_s=10.0) if is_quick else Size()
-        asyncio.run(measure_real(size, seed, report))
+        await measure_real(size, seed, report)
         return
     report.tell("noisy tenant")
     report.rows += measure_noisy(60.0 if is_quick else 120.0, seed)
@@ -293,12 +283,8 @@ def measure(options: argparse.Namespace, report: Report) -> None:
     report.rows += measure_queue(100, 1000 if is_quick else 10_000)
 
 
-def run(options: argparse.Namespace) -> Report:
-    """Measure, print and keep; results of real processes have a file of their own."""
-    if options.real:
-        return run_suite(measure, options, "tenants_real", "tenants of real processes")
-    return run_suite(measure, options, "tenants", "tenants on simulated workers")
+SUITE: Final = Suite("tenants", "tenants on simulated workers", add_options, measure)
 
 
 if __name__ == "__main__":
-    sys.exit(run_command(__doc__, add_options, run))
+    sys.exit(SUITE.main(__doc__))

@@ -26,10 +26,10 @@ def _run(arguments: argparse.Namespace) -> None:
     if arguments.suite not in SUITES:
         got = "none" if arguments.suite is None else repr(arguments.suite)
         raise ConfigError(f"baton bench SUITE: expected {', '.join(SUITES)}, got {got}")
-    suite = importlib.import_module(f"baton.bench.{arguments.suite}.suite")
-    parser = Parser(f"bench {arguments.suite}", suite.__doc__)
-    suite.add_options(parser)
-    suite.run(parser.parse(arguments.rest))
+    module = importlib.import_module(f"baton.bench.{arguments.suite}.suite")
+    parser = Parser(f"bench {arguments.suite}", module.__doc__)
+    module.SUITE.add_all_options(parser)
+    module.SUITE.run(parser.parse(arguments.rest))
 
 
 bench = CliCommand(__doc__, _add_options, _run)

@@ -14,7 +14,7 @@ from baton.bench.machine import (
     read_bandwidth_gbps,
     seconds_per_call,
 )
-from baton.bench.report import Report, Row, at_least, at_most, format_number, run_command, run_suite
+from baton.bench.report import Report, Row, Suite, at_least, at_most, format_number
 
 CPU = torch.device("cpu")
 
@@ -27,16 +27,8 @@ def run(rows: list[Row], folder: Path, *, fails_on_miss: bool = False) -> int:
         report.rows += rows
         report.extra = {"samples": [1, 2]}
 
-    def add_options(parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--output", type=Path)
-
-    return run_command(
-        "A suite.",
-        add_options,
-        lambda options: run_suite(measure, options, "speed", "speed"),
-        ["--output", str(folder)],
-        fails_on_miss=fails_on_miss,
-    )
+    suite = Suite("speed", "speed", lambda parser: None, measure, fails_on_miss=fails_on_miss)
+    return suite.main("A suite.", ["--output", str(folder)])
 
 
 def test_table_shows_each_limit_and_whether_it_is_met(

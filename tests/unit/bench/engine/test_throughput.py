@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from baton.bench.engine import throughput as bench
-from baton.bench.report import run_command
 from baton.config.engine import EngineConfig
 
 
@@ -23,5 +22,5 @@ def test_models_are_named_as_for_the_command(name: str, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(bench, "load_engine", load)
     with pytest.raises(Loaded):
-        run_command(None, bench.add_options, bench.run, [name])
+        bench.SUITE.main(None, [name])
     assert (Path(models[0]) / "model.safetensors").is_file() == (name == "tiny")

@@ -11,8 +11,8 @@ from baton.bench.engine.replica import num_head_parameters, num_layer_parameters
 from baton.bench.gpu import kernels, model
 from baton.bench.gpu.model import prefill_flops, step_arrays
 from baton.bench.gpu.session import FULL, LLAMA_8B, TOY, Session, WrongResult, require_close, require_equal
-from baton.bench.gpu.suite import STAGES, Stage, add_options, run, run_stages
-from baton.bench.report import Report, Row, run_command
+from baton.bench.gpu.suite import STAGES, SUITE, Stage, run_stages
+from baton.bench.report import Report, Row
 from tests.unit.bench.gpu.toy import CPU, run_toy
 
 
@@ -26,7 +26,7 @@ def bad(session: Session) -> Iterator[Row]:
 
 
 def test_whole_command_runs_at_toy_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    status = run_command(None, add_options, run, ["--toy", "--output", str(tmp_path)])
+    status = SUITE.main(None, ["--toy", "--output", str(tmp_path)])
     assert status == 0, capsys.readouterr()
     content = json.loads((tmp_path / "gpu-toy.json").read_text())
     assert set(content["seconds"]) == {stage.name for stage in STAGES}

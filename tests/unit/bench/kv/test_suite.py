@@ -12,7 +12,7 @@ import pytest
 from baton.bench.kv import cases, limits, suite, sweep
 from baton.bench.kv.limits import Rival, scattered_moves
 from baton.bench.kv.sweep import Point, rival_rows, sweep_rows
-from baton.bench.report import Row, run_command
+from baton.bench.report import Row
 from baton.kvtransfer.protocol.handoff import TransferTimes
 from baton.pages import PageLayout
 
@@ -56,7 +56,7 @@ def command(script: str, *arguments: str) -> str:
 def run(folder: Path, *words: str) -> dict[str, Row]:
     """Run the suite as a command; return its rows by name."""
     options = ["--shapes", "tiny", "--rounds", "1", "--output", str(folder), *words]
-    assert run_command(None, suite.add_options, suite.run, options) == 0
+    assert suite.SUITE.main(None, options) == 0
     (path,) = folder.glob("*.json")
     return {row["name"]: Row(**row) for row in json.loads(path.read_text())["rows"]}
 

@@ -4,17 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.bench.report import run_command
-from baton.bench.router.suite import (
-    WORKLOADS,
-    add_options,
-    documents,
-    read_log,
-    run,
-    run_trace,
-    spread,
-    up_to,
-)
+from baton.bench.router.suite import SUITE, WORKLOADS, documents, read_log, run_trace, spread, up_to
 from baton.bench.traces import TraceRequest, tokens_of
 from baton.errors import ConfigError
 from baton.messages.control import Ended, Started
@@ -119,7 +109,7 @@ def test_log_without_requests_is_refused(tmp_path: Path) -> None:
 def test_log_is_replayed_under_other_policies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     logged(tmp_path / "log")
     words = ["--replay", str(tmp_path / "log"), "--policy", "prefix", "--output", str(tmp_path)]
-    run_command(None, add_options, run, words)
+    SUITE.main(None, words)
     table = capsys.readouterr().out
     for row in ("as it was: TTFT mean", "prefix: TTFT mean", "round-robin: hit", "cost: mean latency"):
         assert row in table
