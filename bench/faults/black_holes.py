@@ -11,7 +11,6 @@ whole answers and hang up; every answer is compared with the answer of one engin
 
 import argparse
 import asyncio
-import secrets
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable
@@ -22,14 +21,11 @@ from typing import Final, NamedTuple
 
 import psutil
 
-from baton.bench.faults.cluster import Clients, WatchedCluster, make_questions
+from baton.bench.clusters import WatchedCluster, local_cluster
+from baton.bench.faults.clients import Clients, make_questions
 from baton.bench.faults.link_proxy import LinkProxy, Switchboard
 from baton.bench.processes import redis_on_tcp
 from baton.bench.report import Report, Row, Suite, at_most
-from baton.cluster.cluster_record import url
-from baton.cluster.operator_node import connected
-from baton.cluster.runtimes.local import LocalRuntime
-from baton.cluster.serve import Cluster
 from baton.config.cluster import ServeConfig, WorkersConfig
 from baton.config.engine import CacheConfig, EngineSettings
 from baton.config.router import RouterConfig
@@ -141,7 +137,6 @@ async def measure(options: argparse.Namespace, report: Report) -> None:
 
 @asynccontextmanager
 async def _open_cluster() -> AsyncIterator[ProxiedCluster]:
-    key = secrets.token_bytes(32)
     async with AsyncExitStack() as stack:
         board = stack.enter_context(Switchboard())
         folder = stack.enter_context(tempfile.TemporaryDirectory())
@@ -159,13 +154,7 @@ async def _open_cluster() -> AsyncIterator[ProxiedCluster]:
             engine=ENGINE,
         )
         command = (sys.executable, "-m", "baton.bench.faults.link_proxy", str(board.port))
-        cluster = Cluster(config, LocalRuntime(key, command=command), key, say=lambda text: None)
-        stack.push_async_callback(cluster.close)
-        topology = await cluster.start()
-        operator = await stack.enter_async_context(connected(topology.routers, key))
-        watched = WatchedCluster(url(config.host, topology.port), operator, 2 * WORKERS.num_workers + 4)
-        if await watched.seconds_until(watched.is_whole, WHOLE_S) is None:
-            raise TimeoutError("the cluster has not come together")
+        watched = await stack.enter_async_context(local_cluster(config, command))
         yield ProxiedCluster(watched, board, redis)
 
 

@@ -24,7 +24,8 @@ from contextlib import ExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Final
 
-from baton.bench.faults.cluster import Clients, Question, WatchedCluster, make_questions, served_cluster
+from baton.bench.clusters import WatchedCluster, served_cluster
+from baton.bench.faults.clients import Clients, Question, make_questions
 from baton.bench.processes import free_port, redis_on_tcp
 from baton.bench.report import Report, Row, Suite, at_most
 from baton.cluster.runtimes.base import descendants, kill_tree

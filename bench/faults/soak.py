@@ -31,8 +31,9 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from baton.bench.faults.cluster import Clients, Question, WatchedCluster, make_questions, served_cluster
-from baton.bench.processes import resident_mib, tenants_yaml
+from baton.bench.clusters import WatchedCluster, served_cluster, tenants_yaml
+from baton.bench.faults.clients import Clients, Question, make_questions
+from baton.bench.processes import resident_mib
 from baton.bench.report import Report, Row, Suite, at_least, at_most
 
 STOPPED_S: Final = (1.0, 4.0, 12.0)

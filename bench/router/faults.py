@@ -20,7 +20,8 @@ from pathlib import Path
 from time import perf_counter
 from typing import Final, TypeAlias
 
-from baton.bench.faults.cluster import Clients, Question, WatchedCluster, make_questions, served_cluster
+from baton.bench.clusters import WatchedCluster, served_cluster
+from baton.bench.faults.clients import Clients, Question, make_questions
 from baton.bench.report import Report, Row, Suite, at_least, at_most
 from baton.messages.status import ROUTING_BOUNDS_S, Histogram, RouterStatus
 from baton.router.redis.client import REDIS_FAILURES, Names, RedisConnection, Reply

@@ -29,12 +29,13 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from baton.bench.processes import resident_mib, tenants_yaml
+from baton.bench.clusters import tenants_yaml
+from baton.bench.processes import resident_mib
 from baton.bench.report import Report, Row, Suite, at_most
 from baton.bench.serve.client import Address, Client
 from baton.bench.serve.figures import quantile
 from baton.bench.serve.gateway_loop_host import FILE_VARIABLE, Held
-from baton.bench.serve.overhead import Plane, started
+from baton.bench.serve.overhead import Plane, stub_cluster
 from baton.cluster.model_directory import resolve_model
 from baton.config.gateway import GatewayConfig
 from baton.errors import PeerGone
@@ -224,11 +225,10 @@ async def running(folder: Path, step_s: float = 0.0) -> AsyncIterator[Gateway]:
     (directory / "config.json").write_text(json.dumps(config | {"max_position_embeddings": CONTEXT_TOKENS}))
     tenants.write_text(tenants_yaml(KEYS))
     os.environ[FILE_VARIABLE] = str(held_file)
-    command = (sys.executable, "-m", "baton.bench.serve.gateway_loop_host")
     plane = Plane(str(directory), step_s=step_s)
-    async with started(plane, command, tenants_file=str(tenants)) as address:
-        hostile, quiet = (Address(address.url, key) for key in KEYS.values())
-        yield Gateway(hostile, quiet, address.gateway_pid, held_file)
+    async with stub_cluster(plane, "baton.bench.serve.gateway_loop_host", str(tenants)) as cluster:
+        hostile, quiet = (Address(cluster.url, key) for key in KEYS.values())
+        yield Gateway(hostile, quiet, (await cluster.pids())["gateway-0"], held_file)
 
 
 async def ask(client: Client, path: str, body: bytes) -> int:

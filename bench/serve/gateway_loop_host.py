@@ -1,4 +1,4 @@
-"""A real gateway process, started by bench/serve/gateway_loop.py, that records how long its loop was held.
+"""A process of a cluster of stubs, whose gateway records how long its loop was held: see gateway_loop.py.
 
 A timer is due every TICK_S. A tick that is late by more than REPORTED_S becomes a line of the file that the
 environment names: when the tick ran, how late it was, and how long the loop's thread waited meanwhile for a
@@ -14,6 +14,7 @@ from typing import Final, TextIO
 
 import msgspec
 
+from baton.bench.serve import stub
 from baton.cluster import process
 from baton.cluster.runtimes.base import Assignment, ProcessStarted
 from baton.rpc.auth import KeyRing
@@ -60,17 +61,16 @@ class LoopMonitor:
 
 
 def main() -> int:
-    """Run the gateway of the assignment on stdin; its loop is watched from when it serves."""
-    run = process.run
+    """Run the process of the assignment on stdin; a gateway's loop is watched from when it serves."""
     with open(os.environ[FILE_VARIABLE], "a", encoding="utf-8") as file:
 
         def run_watched(given: Assignment, ring: KeyRing, stop: threading.Event, tell: process.Tell) -> None:
             def tell_and_watch(message: process.Message) -> None:
-                if isinstance(message, ProcessStarted):
+                if isinstance(message, ProcessStarted) and given.kind == "gateway":
                     LoopMonitor(file)
                 tell(message)
 
-            run(given, ring, stop, tell_and_watch)
+            stub.run(given, ring, stop, tell_and_watch)
 
         process.run = run_watched
         return process.main()

@@ -14,29 +14,25 @@ import contextlib
 import json
 import os
 import re
-import secrets
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from statistics import median
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
-import msgspec
 import psutil
 
+from baton.bench.clusters import WatchedCluster, local_cluster
 from baton.bench.processes import Child
 from baton.bench.report import Row, at_least, at_most, format_number
 from baton.bench.serve.client import Address, Client
 from baton.bench.serve.figures import Run, quantile
 from baton.bench.serve.load import Job, Load, Shape, model_of
-from baton.bench.serve.stub import StubConfig
-from baton.cluster.model_directory import resolve_model
-from baton.cluster.runtimes.base import ProcessKind, ProcessSpec
-from baton.cluster.runtimes.local import LocalProcess, LocalRuntime
-from baton.config.gateway import GatewayConfig
+from baton.config.cluster import ServeConfig, WorkersConfig
+from baton.config.engine import EngineSettings
 from baton.config.router import RouterConfig
-from baton.errors import ConfigError, PeerGone
-from baton.messages.workers import WorkerRole
+from baton.errors import ConfigError
 
 BATON: Final = "baton"
 BEFORE: Final = "before"
@@ -71,7 +67,8 @@ PREFILLED: Final = re.compile(
 )
 PREFILLED_BAR: Final = 0.99
 CPU_BAR: Final = 1.03  # CPU time a request, over that of the checkout before
-START_TIMEOUT_S: Final = 60.0
+STUB: Final = "baton.bench.serve.stub"
+STUB_TITLE: Final = re.compile(r"^baton (prefill|decode)-|" + STUB)  # the second: of an older checkout
 # Runs in a checkout and serves its control plane; the checkout needs `Plane` and `served`.
 HOST: Final = """
 import asyncio, json, sys
@@ -100,84 +97,32 @@ class Plane(NamedTuple):
     policy: str = RouterConfig().policy
 
 
-class PlaneAddress(NamedTuple):
-    """The port of the gateways, and the process id of the last one."""
+def stub_cluster(
+    plane: Plane, program: str = STUB, tenants: str | None = None
+) -> AbstractAsyncContextManager[WatchedCluster]:
+    """Run a router, stub workers and gateways.
 
-    url: str
-    gateway_pid: int
-
-
-@contextlib.asynccontextmanager
-async def started(
-    plane: Plane, gateway_command: tuple[str, ...] = (), **gateway_settings: Any
-) -> AsyncIterator[PlaneAddress]:
-    """Run the router, the stub workers and the gateways.
-
-    gateway_command: in place of the gateway's own. gateway_settings: further fields of GatewayConfig.
+    program: the module that runs each process; its argument is the step of the stubs. tenants: a file.
     """
-    key = secrets.token_bytes(32)
-    runtime = LocalRuntime(key)
-    stubs = LocalRuntime(key, command=(sys.executable, "-m", "baton.bench.serve.stub"))
-    gateways = LocalRuntime(key, command=gateway_command) if gateway_command else runtime
-    try:
-        choosing = RouterConfig(policy=plane.policy, redis="none")
-        router = await (await _spawn(runtime, "router", "router", choosing)).ready()
-        directory = resolve_model(plane.model)
-        facts = json.loads((directory / "config.json").read_text())
-        roles = [WorkerRole.PREFILL] * plane.num_prefill + [WorkerRole.DECODE] * plane.num_decode
-        for number, role in enumerate(roles):
-            config = StubConfig(
-                id=secrets.token_hex(16),
-                name=f"{role.value}-{number}",
-                role=role,
-                model=directory.name,
-                router=router,
-                vocab_size=facts["vocab_size"],
-                max_model_len=facts["max_position_embeddings"],
-                step_s=plane.step_s,
-            )
-            await (await _spawn(stubs, "worker", config.name, config)).ready()
-        port = pid = 0
-        for number in range(plane.num_gateways):
-            gateway = GatewayConfig(
-                model=str(directory),
-                routers=(router,),
-                port=port,
-                shares_port=plane.num_gateways > 1,
-                **gateway_settings,
-            )
-            process = await _spawn(gateways, "gateway", f"gateway-{number}", gateway)
-            port, pid = (await process.ready()).port, process.pid
-        url = f"http://127.0.0.1:{port}"
-        await _until_it_answers(url, plane.num_gateways)
-        yield PlaneAddress(url, pid)
-    finally:
-        for each in dict.fromkeys((gateways, stubs, runtime)):
-            await each.close()
+    config = ServeConfig(
+        model=plane.model,
+        runtime="local",
+        port=0,
+        gateways=plane.num_gateways,
+        prefill=WorkersConfig(num_workers=plane.num_prefill),
+        decode=WorkersConfig(num_workers=plane.num_decode),
+        tenants=tenants,
+        router=RouterConfig(policy=plane.policy, redis="none"),
+        engine=EngineSettings(device="cpu"),
+    )
+    return local_cluster(config, (sys.executable, "-m", program, str(plane.step_s)))
 
 
 @contextlib.asynccontextmanager
 async def served(plane: Plane) -> AsyncIterator[str]:
     """Run a control plane; yield the URL of its gateways. HOST calls this in every checkout."""
-    async with started(plane) as address:
-        yield address.url
-
-
-async def _spawn(runtime: LocalRuntime, kind: ProcessKind, name: str, config: msgspec.Struct) -> LocalProcess:
-    return await runtime.spawn(ProcessSpec(kind=kind, name=name, config=config))
-
-
-async def _until_it_answers(url: str, num_gateways: int) -> None:
-    """Try many connections, which are spread over gateways by chance. TimeoutError: some answer never."""
-    address, num_good = Address(url), 0
-    async with asyncio.timeout(START_TIMEOUT_S):
-        while num_good < (1 if num_gateways == 1 else 16 * num_gateways):
-            client = Client(address)
-            with contextlib.suppress(OSError, PeerGone):
-                answer = await client.get("/health")
-                num_good = num_good + 1 if answer.status == 200 else 0
-            client.close()
-            await asyncio.sleep(0 if num_good else 0.1)
+    async with stub_cluster(plane) as cluster:
+        yield cluster.url
 
 
 async def prefilled(url: str) -> int:
@@ -200,7 +145,7 @@ class Target(NamedTuple):
             return 0.0
         total = 0.0
         for process in psutil.Process(self.pid).children(recursive=True):
-            if "baton.bench.serve.stub" not in process.cmdline():
+            if not STUB_TITLE.search(" ".join(process.cmdline())):
                 used = process.cpu_times()
                 total += used.user + used.system
         return total

@@ -3,12 +3,14 @@
 To routers and gateways a stub is a worker like any other, prefill or decode, with the same messages over the
 same server. A decode stub answers every attempt with the tokens of a hash, one a step for all attempts, in
 one message a gateway as the real worker does. No pages move, and torch is not imported.
-bench/serve/overhead.py starts stubs and writes the assignment to their stdin.
+
+`python -m baton.bench.serve.stub STEP_S` is a process of a cluster, like `baton.cluster.process`: a worker is
+a stub with at least STEP_S seconds between two tokens of an answer, another process is as it always is.
 """
 
 import asyncio
-import logging
-import signal
+import json
+import secrets
 import sys
 import threading
 from dataclasses import dataclass
@@ -17,8 +19,10 @@ from typing import Final
 import msgspec
 
 from baton.clock import SystemClock
-from baton.cluster.process import hear_parent, ring_of
+from baton.cluster import process
+from baton.cluster.model_directory import resolve_model
 from baton.cluster.runtimes.base import Assignment, ProcessStarted
+from baton.config.cluster import WorkerConfig
 from baton.errors import ProtocolError
 from baton.messages.bounds import Kind
 from baton.messages.codec import AnyMessage
@@ -32,7 +36,7 @@ from baton.messages.control import (
     Prefill,
     Prefilled,
 )
-from baton.messages.workers import Address, Load, Worker, WorkerRole
+from baton.messages.workers import Address, Load, Routers, Worker, WorkerRole
 from baton.request import FinishReason, Request, TokenEvent, TokenLogprobs
 from baton.rpc.auth import KeyRing
 from baton.rpc.peers import Dial, Peer, PeerRegistry
@@ -43,19 +47,7 @@ FIRST_TOKEN: Final = 10
 UNUSED_PORT: Final = 9  # no pages move
 MAX_NUM_SEQS: Final = 256
 NUM_PAGES: Final = 1 << 20
-
-
-class StubConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The settings of one stub."""
-
-    id: str  # 32 hex digits
-    name: str
-    role: WorkerRole
-    model: str
-    router: Address
-    vocab_size: int
-    max_model_len: int
-    step_s: float = 0.0  # between two tokens of an answer, at least
+RUN: Final = process.run
 
 
 @dataclass(slots=True)
@@ -71,12 +63,15 @@ class _Answer:
 class StubWorker:
     """The node of a stub. A decode stub asks a prefill stub for the first token when the router says so."""
 
-    def __init__(self, config: StubConfig, hello: Hello, dial: Dial) -> None:
-        self.hello = hello
+    def __init__(
+        self, worker: Worker, routers: Routers, dial: Dial, vocab_size: int, step_s: float = 0.0
+    ) -> None:
+        """step_s: between two tokens of an answer, at least."""
+        self.hello = Hello(process=Kind.WORKER, id=worker.id, worker=worker)
         self.is_draining = False
-        wanted = (WorkerRole.PREFILL,) if config.role is WorkerRole.DECODE else ()
-        self._config = config
-        self._peer_registry = PeerRegistry(hello, (config.router,), dial, wanted)
+        self._role, self._vocab_size, self._step_s = worker.role, vocab_size, step_s
+        wanted = (WorkerRole.PREFILL,) if worker.role is WorkerRole.DECODE else ()
+        self._peer_registry = PeerRegistry(self.hello, routers, dial, wanted)
         self._reports = WorkerReports(self._peer_registry, SystemClock())
         self._asked: dict[str, _Answer] = {}  # their first token is a prefill stub's
         self._early: dict[str, TokenEvent] = {}  # first tokens that came before their Dispatch
@@ -130,7 +125,7 @@ class StubWorker:
 
     def _report(self) -> None:
         """Report the workers that this stub reaches."""
-        is_prefill = self._config.role is WorkerRole.PREFILL
+        is_prefill = self._role is WorkerRole.PREFILL
         others = (
             self._peer_registry.of_role(WorkerRole.DECODE) if is_prefill else self._peer_registry.connected()
         )
@@ -177,7 +172,7 @@ class StubWorker:
         self._peer_registry.flush()
         self._is_stepping = bool(self._running)
         if self._is_stepping:
-            asyncio.get_running_loop().call_later(self._config.step_s, self._step)
+            asyncio.get_running_loop().call_later(self._step_s, self._step)
 
     def _next(self, answer: _Answer) -> TokenEvent:
         request, index = answer.request, answer.index
@@ -185,7 +180,7 @@ class StubWorker:
         self._num_tokens += 1
         is_last = answer.index >= (request.sampling.max_tokens or 1)
         number = (len(request.token_ids) * 31 + request.token_ids[-1] * 7919 + index * 104_729) & 0xFFFFFFFF
-        token_id = FIRST_TOKEN + number % (self._config.vocab_size - FIRST_TOKEN)
+        token_id = FIRST_TOKEN + number % (self._vocab_size - FIRST_TOKEN)
         finish_reason = FinishReason.LENGTH if is_last else None
         return TokenEvent(
             request.request_id,
@@ -205,45 +200,46 @@ def _logprobs(token_id: int, num_top: int | None) -> TokenLogprobs | None:
     return TokenLogprobs(token_id=token_id, logprob=-1.5, rank=2, top=top)
 
 
-def hello_of(config: StubConfig, address: Address) -> Hello:
+def worker_of(config: WorkerConfig, address: Address, max_model_len: int) -> Worker:
     """Return how the stub introduces itself."""
-    worker = Worker(
-        id=config.id,
+    return Worker(
+        id=secrets.token_hex(16),
         name=config.name,
         role=config.role,
-        model=config.model,
+        model=config.model_name,
         fingerprint="stub",
         address=address,
         kv_address=Address(address.host, UNUSED_PORT),
         page_size=16,
         num_pages=NUM_PAGES,
         max_num_seqs=MAX_NUM_SEQS,
-        max_model_len=config.max_model_len,
+        max_model_len=max_model_len,
     )
-    return Hello(process=Kind.WORKER, id=config.id, worker=worker)
 
 
-async def serve(given: Assignment) -> None:
-    """Serve until SIGTERM."""
-    config = msgspec.json.decode(given.config, type=StubConfig)
-    rpc_server = RpcServer(KeyRing(Kind.WORKER, given.generations))
+async def serve(
+    config: WorkerConfig, ring: KeyRing, step_s: float, stop: threading.Event, tell: process.Tell
+) -> None:
+    """Serve as the worker of this configuration until `stop` is set."""
+    facts = json.loads((resolve_model(config.engine.model) / "config.json").read_text())
+    rpc_server = RpcServer(ring)
     address = await rpc_server.listen()
-    rpc_server.serve(StubWorker(config, hello_of(config, address), rpc_server.dial))
-    sys.stdout.buffer.write(msgspec.json.encode(ProcessStarted(address)) + b"\n")
-    sys.stdout.buffer.flush()
-    stopping = asyncio.Event()
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopping.set)
-    await stopping.wait()
+    worker = worker_of(config, address, facts["max_position_embeddings"])
+    rpc_server.serve(StubWorker(worker, config.routers, rpc_server.dial, facts["vocab_size"], step_s))
+    tell(ProcessStarted(address))
+    await asyncio.to_thread(stop.wait)
     await rpc_server.close()
 
 
-def main() -> None:
-    """Run the stub of the assignment on stdin."""
-    logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
-    given = msgspec.json.decode(sys.stdin.buffer.readline(), type=Assignment)
-    threading.Thread(target=hear_parent, args=(ring_of(given),), name="parent", daemon=True).start()
-    asyncio.run(serve(given))
+def run(given: Assignment, ring: KeyRing, stop: threading.Event, tell: process.Tell) -> None:
+    """Run a worker as a stub, and any other process as it is."""
+    if given.kind == "worker":
+        config = msgspec.json.decode(given.config, type=WorkerConfig)
+        asyncio.run(serve(config, ring, float(sys.argv[1]), stop, tell))
+    else:
+        RUN(given, ring, stop, tell)
 
 
 if __name__ == "__main__":
-    main()
+    process.run = run
+    sys.exit(process.main())

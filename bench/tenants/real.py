@@ -26,7 +26,8 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from baton.bench.processes import MODEL, Child, serve, tenants_yaml
+from baton.bench.clusters import MODEL, serve, tenants_yaml
+from baton.bench.processes import Child
 from baton.bench.report import Report, Row
 from baton.bench.serve.client import Address, Client, sleep_until
 from baton.bench.serve.figures import Bad, streamed

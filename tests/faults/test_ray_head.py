@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from baton.bench.faults.cluster import make_questions
+from baton.bench.faults.clients import make_questions
 from baton.bench.faults.ray_faults import head_away, ray_cluster
 from baton.bench.report import Row
 

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from baton.bench.faults.cluster import Clients, make_questions
+from baton.bench.faults.clients import Clients, make_questions
 from tests.served import Served, command_line, descendants, served, until
 
 NUM_CLIENTS = 4

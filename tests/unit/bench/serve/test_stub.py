@@ -6,7 +6,9 @@ import sys
 
 import pytest
 
-from baton.bench.serve.stub import StubConfig, StubWorker, hello_of
+from baton.bench.serve.stub import StubWorker, worker_of
+from baton.config.cluster import WorkerConfig
+from baton.config.engine import EngineConfig
 from baton.errors import WireError
 from baton.messages.bounds import Kind
 from baton.messages.control import (
@@ -21,22 +23,21 @@ from baton.messages.control import (
     Tokens,
 )
 from baton.messages.operations import StatusQuery
-from baton.messages.workers import Address, WorkerRole
+from baton.messages.workers import Address, Worker, WorkerRole
 from baton.request import FinishReason, Request, SamplingParams, TokenEvent
 from baton.token_ids import TokenIds
 from tests.fakes import Post, PostedPeer
 
 ROUTER = Hello(process=Kind.ROUTER, id="1" * 32)
 GATEWAY = Hello(process=Kind.GATEWAY, id="2" * 32)
-IDS = {WorkerRole.PREFILL: "3" * 32, WorkerRole.DECODE: "4" * 32}
 
 
 class Stub:
     def __init__(self, role: WorkerRole) -> None:
         self.post = Post()
         self.dialled: list[Address] = []
-        self.hello = hello(role)
-        self.node = StubWorker(config(role), self.hello, self.dialled.append)
+        self.node = StubWorker(a_stub(role), (Address("127.0.0.1", 1),), self.dialled.append, vocab_size=50)
+        self.hello = self.node.hello
         self.peers = {each.id: PostedPeer(self.hello.id, each, self.post) for each in (ROUTER, GATEWAY)}
         for peer in self.peers.values():
             self.node.joined(peer)
@@ -55,20 +56,10 @@ class Stub:
             await asyncio.sleep(0)
 
 
-def config(role: WorkerRole) -> StubConfig:
-    return StubConfig(
-        id=IDS[role],
-        name=f"{role.value}-0",
-        role=role,
-        model="tiny",
-        router=Address("127.0.0.1", 1),
-        vocab_size=50,
-        max_model_len=96,
-    )
-
-
-def hello(role: WorkerRole) -> Hello:
-    return hello_of(config(role), Address("127.0.0.1", 2))
+def a_stub(role: WorkerRole) -> Worker:
+    engine, routers = EngineConfig(model="tiny"), (Address("127.0.0.1", 1),)
+    config = WorkerConfig(role=role, name=f"{role}-0", model_name="tiny", engine=engine, routers=routers)
+    return worker_of(config, Address("127.0.0.1", 2), 96)
 
 
 def a_request(number: int = 0, max_tokens: int = 5, **fields: object) -> Request:
@@ -147,10 +138,9 @@ def test_a_pair_of_stubs_shares_an_answer(max_tokens: int) -> None:
 def test_they_say_who_can_be_reached_and_that_they_live() -> None:
     for role in WorkerRole:
         stub = Stub(role)
-        other = hello(WorkerRole.DECODE if role is WorkerRole.PREFILL else WorkerRole.PREFILL)
-        assert other.worker is not None
-        stub.join(other)
-        stub.node.received(stub.peers[ROUTER.id], Members(workers=(other.worker,)))
+        other = a_stub(WorkerRole.DECODE if role is WorkerRole.PREFILL else WorkerRole.PREFILL)
+        stub.join(Hello(process=Kind.WORKER, id=other.id, worker=other))
+        stub.node.received(stub.peers[ROUTER.id], Members(workers=(other,)))
         said = [letter.message for letter in stub.post.take()]
         assert Reachable(workers=(other.id,)) in said
         assert any(isinstance(each, Heartbeat) for each in said)

@@ -12,7 +12,7 @@ from random import Random
 import psutil
 import pytest
 
-from baton.bench.processes import tenants_yaml
+from baton.bench.clusters import tenants_yaml
 from baton.bench.report import Row
 from baton.bench.tenants.calls import OverloadSpan, goodputs, overload_rows, recovery_s
 from baton.bench.tenants.real import (

@@ -1,0 +1,227 @@
+"""Clusters on this machine, by `baton serve` or supervised by the present process, and their state."""
+
+import asyncio
+import contextlib
+import re
+import secrets
+import sys
+import time
+from asyncio.subprocess import DEVNULL, PIPE
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from hashlib import sha256
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import yaml
+
+from baton.bench.processes import HOST
+from baton.cluster.cluster_record import find_record
+from baton.cluster.operator_node import Operator, connected
+from baton.cluster.runtimes.base import descendants
+from baton.cluster.runtimes.local import COMMAND, LocalRuntime
+from baton.cluster.serve import Cluster
+from baton.config.cluster import ServeConfig
+from baton.config.environment import environment_of_child
+from baton.errors import PeerGone, WorkerLost
+from baton.messages.operations import Status
+from baton.tenants import Sla
+
+MODEL: Final = "tiny"
+SERVE: Final = (sys.executable, "-m", "baton")
+BANNER: Final = re.compile(rb"http://127\.0\.0\.1:(\d+)/v1")
+START_S: Final = 180.0
+STOP_S: Final = 60.0
+LOOK_S: Final = 0.2
+HELD: Final = ("active", "leased", "quarantined")  # states of pages that an idle cluster has none of
+
+
+class Served(NamedTuple):
+    """A running `baton serve`."""
+
+    port: int
+    pid: int
+    log: Path
+
+    @property
+    def url(self) -> str:
+        return f"http://{HOST}:{self.port}"
+
+
+@asynccontextmanager
+async def serve(
+    folder: Path,
+    options: Sequence[str],
+    *,
+    command: Sequence[str] = SERVE,
+    environment: Mapping[str, str] | None = None,
+) -> AsyncIterator[Served]:
+    """Run `baton serve tiny` on a free port; serve.log in the folder has its stderr.
+
+    Every process computes with one thread, for on few cores more would get in each other's way. WorkerLost:
+    it ended before it served.
+    """
+    log_path = folder / "serve.log"
+    with log_path.open("wb") as log:
+        process = await asyncio.create_subprocess_exec(
+            *(*command, "serve", MODEL, "--port", "0", *options),
+            stdin=DEVNULL,
+            stdout=PIPE,
+            stderr=log,
+            env=environment or environment_of_child(num_threads=1),
+        )
+    try:
+        async with asyncio.timeout(START_S):
+            port = await _port(process, log_path)
+        yield Served(port, process.pid, log_path)
+    finally:
+        await _stop(process)
+
+
+async def _port(process: asyncio.subprocess.Process, log: Path) -> int:
+    assert process.stdout is not None
+    port = 0
+    async for line in process.stdout:
+        found = BANNER.search(line)
+        port = int(found[1]) if found else port
+        if line.startswith(b"curl"):
+            return port
+    text = log.read_text()[-2000:]
+    raise WorkerLost(f"baton serve ended before it served; {log.name} says: {text}")
+
+
+async def _stop(process: asyncio.subprocess.Process) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        process.terminate()
+    try:
+        async with asyncio.timeout(STOP_S):
+            await process.communicate()
+    except TimeoutError:
+        process.kill()
+        await process.communicate()
+
+
+def tenants_yaml(
+    keys: Mapping[str, str], slas: Mapping[str, Sla] | None = None, stopped: Collection[str] = ()
+) -> str:
+    """Return a tenants file: equal weights, and no quota except a token a second for `stopped`."""
+    tenants: dict[str, object] = {}
+    for name, key in keys.items():
+        sla = (slas or {}).get(name, Sla())
+        limits = {"ttft_ms": sla.ttft_ms, "tpot_ms": sla.tpot_ms}
+        digest = sha256(key.encode()).hexdigest()
+        tenants[name] = {
+            "keys": [f"sha256:{digest}"],
+            "sla": {limit: limit_ms for limit, limit_ms in limits.items() if limit_ms is not None},
+            "quotas": {"tokens_per_s": 1, "burst_tokens": 1} if name in stopped else {},
+        }
+    return yaml.safe_dump({"tenants": tenants}, sort_keys=False)
+
+
+class WatchedCluster:
+    """The processes of a cluster, as its routers list them."""
+
+    def __init__(self, url: str, operator: Operator, num_processes: int, serve_pid: int = 0) -> None:
+        """num_processes: workers, routers and gateways together."""
+        self.url = url
+        self._operator = operator
+        self._num_processes = num_processes
+        self._serve_pid = serve_pid
+
+    async def status(self) -> Status | None:
+        """Return what the routers know; None where no router answers."""
+        try:
+            return await self._operator.status()
+        except (PeerGone, TimeoutError):
+            return None
+
+    async def pids(self) -> dict[str, int]:
+        """Return process ids by name, `serve` and `redis` included."""
+        found = {"serve": self._serve_pid, "redis": _redis_pid(self._serve_pid)}
+        if (status := await self.status()) is not None:
+            found |= {each.worker.name: each.worker.pid for each in status.workers}
+            found |= {f"router-{n}": pid for n, pid in enumerate(sorted(each.pid for each in status.routers))}
+            found |= {
+                f"gateway-{n}": pid for n, pid in enumerate(sorted(each.pid for each in status.gateways))
+            }
+        return {name: pid for name, pid in found.items() if pid}
+
+    async def worker_id(self, name: str) -> str | None:
+        """Return the id of the worker of this name; a worker that was started again has another."""
+        status = await self.status()
+        workers = status.workers if status is not None else ()
+        return next((each.worker.id for each in workers if each.worker.name == name), None)
+
+    async def seconds_until(self, is_so: Callable[[Status], bool], timeout_s: float) -> float | None:
+        """Return how long until a status says so; None: longer than `timeout_s`."""
+        begin_s = time.perf_counter()
+        while time.perf_counter() < begin_s + timeout_s:
+            status = await self.status()
+            if status is not None and is_so(status):
+                return time.perf_counter() - begin_s
+            await asyncio.sleep(LOOK_S)
+        return None
+
+    def is_whole(self, status: Status) -> bool:
+        """Return whether every process runs and every worker is connected to its peers."""
+        num_processes = len(status.workers) + len(status.routers) + len(status.gateways)
+        return num_processes == self._num_processes and status.num_ready == len(status.workers)
+
+    def is_at_rest(self, status: Status) -> bool:
+        """Return whether every process is there and no worker holds a page for a request."""
+        pages = [each.load.pages for each in status.workers]
+        return self.is_whole(status) and all(
+            each and not any(each[state] for state in HELD) for each in pages
+        )
+
+
+def _redis_pid(root: int) -> int:
+    """Return the redis-server among the descendants of a process; 0: there is none."""
+    for pid in descendants(root) if root else ():
+        with suppress(OSError):
+            program = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0]
+            if b"redis-server" in program or b"valkey-server" in program:
+                return pid
+    return 0
+
+
+@asynccontextmanager
+async def served_cluster(
+    folder: Path,
+    options: Sequence[str],
+    *,
+    prefill: int = 2,
+    decode: int = 2,
+    routers: int = 1,
+    gateways: int = 1,
+    command: Sequence[str] = SERVE,
+    environment: Mapping[str, str] | None = None,
+) -> AsyncIterator[WatchedCluster]:
+    """Run `baton serve` in a process of its own. WorkerLost: it ended before it served."""
+    counts = {"--prefill": prefill, "--decode": decode, "--routers": routers, "--gateways": gateways}
+    numbers = [word for flag, count in counts.items() for word in (flag, str(count))]
+    words = [*numbers, "--drain-timeout", "5", *options]
+    async with serve(folder, words, command=command, environment=environment) as served:
+        record = find_record(served.port)
+        async with connected(record.routers, record.keys) as operator:
+            yield WatchedCluster(served.url, operator, sum(counts.values()), served.pid)
+
+
+@asynccontextmanager
+async def local_cluster(
+    config: ServeConfig, command: Sequence[str] = COMMAND
+) -> AsyncIterator[WatchedCluster]:
+    """Run a cluster that the present process supervises. ConfigError or WorkerLost: it does not come up.
+
+    command: starts each process, see LocalRuntime.
+    """
+    key = secrets.token_bytes(32)
+    cluster = Cluster(config, LocalRuntime(key, command=command), key, say=lambda text: None)
+    num_workers = config.prefill.num_workers + config.decode.num_workers
+    try:
+        topology = await cluster.start()
+        async with connected(topology.routers, key) as operator:
+            url = f"http://{HOST}:{topology.port}"
+            yield WatchedCluster(url, operator, num_workers + config.routers + config.gateways)
+    finally:
+        await cluster.close()
