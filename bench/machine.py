@@ -100,11 +100,6 @@ def machine_description() -> dict[str, str | int | float]:
     return description
 
 
-def one_line(description: dict[str, str | int | float]) -> str:
-    """Return the description as a line of text."""
-    return ", ".join(f"{key} {value}" for key, value in description.items())
-
-
 @torch.inference_mode()
 def read_bandwidth_gbps(device: torch.device, num_bytes: int | None = None) -> float:
     """Return the GB/s (10^9) at which a plain reduction reads memory: the better of two kinds."""

@@ -16,13 +16,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final, Self, TypeAlias
 
+import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as RichProgress
 from rich.table import Table
 from rich.text import Text
 
-from baton.bench.machine import machine_description, one_line
+from baton.bench.machine import machine_description
 
 _TREE: Final = Path(__file__).resolve().parents[1]
 # In a checkout, bench/results; an installed Baton writes into the current folder, not among the libraries.
@@ -60,6 +61,11 @@ def at_most(name: str, value: float, unit: str, limit: float | None, note: str =
     if limit is None:
         return Row(name, value, unit, note=note)
     return Row(name, value, unit, f"<= {limit:g}", value <= limit, note)
+
+
+def quantile(values: Sequence[float], percent: float) -> float:
+    """Return the percentile, interpolated between the two nearest values; `values` must not be empty."""
+    return float(np.percentile(values, percent))
 
 
 def format_number(value: float) -> str:
@@ -146,8 +152,10 @@ class Report:
 
     def save(self) -> Path:
         """Write what there is into NAME.json; return its path. Folders are made as needed."""
-        path = self.folder / f"{self.name}.json"
-        write_json(path, self.title, self.rows, self.extra)
+        path, rows = self.folder / f"{self.name}.json", [asdict(row) for row in self.rows]
+        content = {"title": self.title, "machine": machine_description(), "rows": rows, **self.extra}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(content, indent=1) + "\n")
         return path
 
     def finish(self) -> None:
@@ -165,13 +173,6 @@ class Report:
         self.tell.clear()
         print_table(title, self.rows[self._num_shown :])
         self._num_shown = len(self.rows)
-
-
-def write_json(path: Path, title: str, rows: Sequence[Row], extra: Mapping[str, object]) -> None:
-    """Write the title, the machine, the rows and `extra` as one JSON object."""
-    content = {"title": title, "machine": machine_description(), "rows": [asdict(row) for row in rows]}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({**content, **extra}, indent=1) + "\n")
 
 
 Curve: TypeAlias = Sequence[tuple[float, float]]
@@ -246,7 +247,7 @@ class Suite:
 
     def run(self, options: argparse.Namespace) -> Report:
         """Measure, print and keep. Raises what `measure` raises."""
-        print(one_line(machine_description()), flush=True)
+        print(", ".join(f"{key} {value}" for key, value in machine_description().items()), flush=True)
         report = Report(self.name, self.title, options.output)
         with report.tell:
             measuring = self.measure(options, report)

@@ -29,7 +29,6 @@ from baton.bench.report import Report, Row, Suite, at_most
 from baton.config.cluster import ServeConfig, WorkersConfig
 from baton.config.engine import CacheConfig, EngineSettings
 from baton.config.router import RouterConfig
-from baton.messages.operations import Status
 from baton.messages.workers import REMOTE_PREFILLS
 
 NUM_CLIENTS: Final = 6
@@ -65,15 +64,9 @@ class ProxiedCluster(NamedTuple):
     board: Switchboard
     redis: LinkProxy
 
-    async def status(self) -> Status:
-        """Return the status of a cluster that is well."""
-        status = await self.watched.status()
-        assert status is not None, "no router answers"
-        return status
-
     async def links(self) -> dict[str, LinkProxy]:
         """Return one link of each kind between living processes: the one with most connections so far."""
-        names = _names_by_pid(await self.status())
+        names = {pid: name for name, pid in (await self.watched.pids()).items()}
         sockets = psutil.net_connections("tcp")
         listening = [each for each in sockets if each.status == psutil.CONN_LISTEN]
         owners = {tuple(each.laddr): names.get(each.pid or 0, "") for each in listening}
@@ -89,8 +82,9 @@ class ProxiedCluster(NamedTuple):
 
     async def num_transferred(self) -> int:
         """Return how many prompts' pages went from prefill workers to decode workers so far."""
-        workers = (await self.status()).workers
-        return sum(each.load.counters.get(REMOTE_PREFILLS, 0) for each in workers)
+        status = await self.watched.status()
+        assert status is not None, "no router answers"
+        return sum(each.load.counters.get(REMOTE_PREFILLS, 0) for each in status.workers)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -156,12 +150,6 @@ async def _open_cluster() -> AsyncIterator[ProxiedCluster]:
         command = (sys.executable, "-m", "baton.bench.faults.link_proxy", str(board.port))
         watched = await stack.enter_async_context(local_cluster(config, command))
         yield ProxiedCluster(watched, board, redis)
-
-
-def _names_by_pid(status: Status) -> dict[int, str]:
-    names = {each.worker.pid: each.worker.name for each in status.workers}
-    names |= {each.pid: "router" for each in status.routers}
-    return names | {each.pid: "gateway" for each in status.gateways}
 
 
 def _role(name: str) -> str:

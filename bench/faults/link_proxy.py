@@ -1,4 +1,4 @@
-"""TCP proxies between the processes of a cluster, which swallow, delay, throttle or cut connections.
+"""TCP proxies between the processes of a cluster, which swallow, delay or throttle connections.
 
 A proxy that swallows holds bytes back, like a network that drops packets: the sender's kernel takes some
 more, nothing arrives, no stream ends, and new connections get no answer. When the proxy passes bytes again,
@@ -21,7 +21,6 @@ import threading
 from collections.abc import Callable
 from enum import Enum
 from functools import cache
-from types import TracebackType
 from typing import Any, Final, NamedTuple, Self
 
 from baton.cluster import process
@@ -63,9 +62,7 @@ class LinkProxy:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def swallow(self, *directions: Direction) -> None:
@@ -84,10 +81,6 @@ class LinkProxy:
         """Let everything through again at full speed, held bytes first."""
         self.slow()
         self._set(BOTH, passes=True)
-
-    def cut(self) -> None:
-        """Reset every connection; new connections are served."""
-        self._call(self._abort_all)
 
     def close(self) -> None:
         """End the proxy and its connections."""
@@ -214,9 +207,7 @@ class Switchboard:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()

@@ -19,13 +19,13 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from enum import Enum
-from statistics import median, quantiles
+from statistics import median
 from time import perf_counter
 from typing import Final
 
 from baton.bench.engine.replica import LlamaShape, load_replica
 from baton.bench.kv.ends import DestinationProcess, SourceEnd, moving_s, times_of, wait_for
-from baton.bench.report import Row, at_least, at_most
+from baton.bench.report import Row, at_least, at_most, quantile
 from baton.bench.traces import TraceRequest
 from baton.engine.cache.page_pool import PageState
 from baton.engine.scheduler.sequence import ScheduledChunk
@@ -220,7 +220,7 @@ def trace_rows(
             decode.process.close()
     totals_ms = [1e3 * times.total_s for times in taken]
     gbps = sum(times.num_bytes for times in taken) / sum(map(moving_s, taken)) / 1e9
-    p99_ms = quantiles(totals_ms, n=100)[98] if len(totals_ms) > 1 else totals_ms[0]
+    p99_ms = quantile(totals_ms, 99)
     exposed_shares = [
         times.exposed_s / (times.exposed_s + request.input_tokens / PREFILL_TOKENS_PER_S)
         for request, times in zip(requests, taken, strict=True)

@@ -19,7 +19,6 @@ from baton.errors import ConfigError, PeerGone
 class Answer:
     """An answer as far as it has come; moments are of `time.perf_counter`."""
 
-    sent_s: float
     status: int = 0
     pieces: list[tuple[float, bytes]] = field(default_factory=list)  # of the body
     ended_s: float = 0.0
@@ -85,7 +84,7 @@ class Connection(asyncio.Protocol):
     async def exchange(self, request: bytes) -> tuple[Answer, PeerGone | None]:
         """Return the answer as far as it came, and the error if the connection broke before its end."""
         assert self._answer is None and self._transport is not None, "one request at a time"
-        answer = self._answer = Answer(time.perf_counter())
+        answer = self._answer = Answer()
         self._ended = asyncio.get_running_loop().create_future()
         self._transport.write(request)
         return answer, await self._ended

@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
+from baton.bench.report import quantile
 from baton.bench.serve.client import Answer
 
 QUANTILES: Final = (50, 90, 99)
@@ -222,12 +223,3 @@ class Run(NamedTuple):
                 for percent in QUANTILES
             },
         }
-
-
-def quantile(values: Sequence[float], percent: float) -> float:
-    """Return the percentile, interpolated between the two nearest values; `values` must not be empty."""
-    ranked = sorted(values)
-    place = (len(ranked) - 1) * percent / 100
-    below = int(place)
-    above = min(below + 1, len(ranked) - 1)
-    return ranked[below] + (ranked[above] - ranked[below]) * (place - below)

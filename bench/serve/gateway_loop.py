@@ -31,9 +31,8 @@ import msgspec
 
 from baton.bench.clusters import tenants_yaml
 from baton.bench.processes import resident_mib
-from baton.bench.report import Report, Row, Suite, at_most
+from baton.bench.report import Report, Row, Suite, at_most, quantile
 from baton.bench.serve.client import Address, Client
-from baton.bench.serve.figures import quantile
 from baton.bench.serve.gateway_loop_host import FILE_VARIABLE, Held
 from baton.bench.serve.overhead import Plane, stub_cluster
 from baton.cluster.model_directory import resolve_model

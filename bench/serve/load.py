@@ -9,6 +9,7 @@ import itertools
 import json
 import random
 import time
+from argparse import ArgumentTypeError
 from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple, TypeAlias
 
@@ -28,14 +29,14 @@ class Lengths(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> "Lengths":
-        """Read "16-256" or "64". ConfigError: the text is anything else."""
+        """Read an option, "16-256" or "64". ArgumentTypeError: the text is anything else."""
         low, _, high = text.partition("-")
         try:
             lengths = cls(int(low), int(high or low))
         except ValueError:
             lengths = cls(0, 0)
         if not 1 <= lengths.low <= lengths.high:
-            raise ConfigError(f"lengths: expected LOW-HIGH with 1 <= LOW <= HIGH, got {text!r}")
+            raise ArgumentTypeError(f"lengths: expected LOW-HIGH with 1 <= LOW <= HIGH, got {text!r}")
         return lengths
 
 

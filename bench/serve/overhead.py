@@ -25,9 +25,9 @@ import psutil
 
 from baton.bench.clusters import WatchedCluster, local_cluster
 from baton.bench.processes import Child
-from baton.bench.report import Row, at_least, at_most, format_number
+from baton.bench.report import Row, at_least, at_most, format_number, quantile
 from baton.bench.serve.client import Address, Client
-from baton.bench.serve.figures import Run, quantile
+from baton.bench.serve.figures import Run
 from baton.bench.serve.load import Job, Load, Shape, model_of
 from baton.config.cluster import ServeConfig, WorkersConfig
 from baton.config.engine import EngineSettings

@@ -31,10 +31,11 @@ from baton.bench.report import (
     at_most,
     format_number,
     plot_lines,
+    quantile,
     ranked_shares,
 )
 from baton.bench.serve.client import Address, Client
-from baton.bench.serve.figures import FIGURES, QUANTILES, Run, Slo, quantile
+from baton.bench.serve.figures import FIGURES, QUANTILES, Run, Slo
 from baton.bench.serve.load import (
     INPUT,
     OUTPUT,
@@ -184,8 +185,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     load.add_argument("--rounds", type=int, default=5, help="of which the medians are taken (5)")
     load.add_argument("--concurrency", type=int, help="closed loop: requests at once (all)")
     load.add_argument("--rate", type=float, help="open loop: requests a second on average, Poisson")
-    load.add_argument("--input", type=_lengths, default=INPUT, metavar="LOW-HIGH", help="tokens (16-256)")
-    load.add_argument("--output-tokens", type=_lengths, default=OUTPUT, metavar="LOW-HIGH", help="(16-128)")
+    load.add_argument(
+        "--input", type=Lengths.parse, default=INPUT, metavar="LOW-HIGH", help="tokens (16-256)"
+    )
+    load.add_argument(
+        "--output-tokens", type=Lengths.parse, default=OUTPUT, metavar="LOW-HIGH", help="(16-128)"
+    )
     load.add_argument("--vocab-size", type=int, help="prompts have ids below (what servers list, or 32000)")
     load.add_argument("--seed", type=int, default=0, help="of the first round; the next has the next")
     load.add_argument("--trace", type=Path, help="a Mooncake JSON-lines or an Azure CSV file, open loop")
@@ -231,13 +236,6 @@ def measure(options: argparse.Namespace, report: Report) -> None:
         _measure_overhead(options, report)
     else:
         _measure_servers(options, report)
-
-
-def _lengths(text: str) -> Lengths:
-    try:
-        return Lengths.parse(text)
-    except ConfigError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _measure_servers(options: argparse.Namespace, report: Report) -> None:

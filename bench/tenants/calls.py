@@ -11,8 +11,7 @@ from typing import Final, NamedTuple, TypeAlias
 
 import msgspec
 
-from baton.bench.report import Row, at_least, at_most
-from baton.bench.serve.figures import quantile
+from baton.bench.report import Row, at_least, at_most, quantile
 from baton.bench.traces import TraceRequest
 from baton.sim.rehearsal import CallOutcome, ClientCall
 from baton.tenants import SchedulingKey, Sla

@@ -169,52 +169,40 @@ class TenantServer:
 
     async def capacity(self, calls: Sequence[ClientCall]) -> float:
         """Return the prompt tokens a second that a closed loop of AT_ONCE of these calls reaches."""
-        left, found = iter(calls), list[CallOutcome]()
-        begin_s = time.perf_counter()
+        left, begin_s = iter(calls), time.perf_counter()
 
-        async def work() -> None:
-            for call in left:
-                await self._ask(call, _body(call), time.perf_counter(), 0.0, 0, found)
+        async def work() -> int:
+            return sum([call.num_tokens for call in left if (await self._ask_now(call)).ended_s >= 0])
 
-        await asyncio.gather(*(work() for _ in range(AT_ONCE)))
-        num_tokens = sum(each.call.num_tokens for each in found if each.ended_s >= 0)
+        num_tokens = sum(await asyncio.gather(*(work() for _ in range(AT_ONCE))))
         return num_tokens / (time.perf_counter() - begin_s)
 
     async def settle(self, call: ClientCall) -> None:
         """Wait until calls that were given up are out of the way: this call is answered at once."""
-        while True:
-            found: list[CallOutcome] = []
-            await self._ask(call, _body(call), time.perf_counter(), 0.0, 0, found)
-            if found[0].ended_s >= 0 and found[0].ttft_s < IDLE_S:
-                return
+        while not ((outcome := await self._ask_now(call)).ended_s >= 0 and outcome.ttft_s < IDLE_S):
             await asyncio.sleep(IDLE_S)
+
+    async def _ask_now(self, call: ClientCall) -> CallOutcome:
+        outcome = CallOutcome(call=call, asked_s=0.0)
+        await self._ask(outcome, _body(call), time.perf_counter())
+        return outcome
 
     async def _call(self, call: ClientCall, body: bytes, begin_s: float, found: list[CallOutcome]) -> None:
         due_s = begin_s + call.at_s
         for retry in range(MAX_RETRIES + 1):
             await sleep_until(due_s)
-            outcome, may_return = await self._ask(call, body, due_s, begin_s, retry, found)
+            outcome = CallOutcome(call=call, asked_s=due_s - begin_s, retry=retry)
+            found.append(outcome)  # also where the load is over before the answer
+            may_return = await self._ask(outcome, body, due_s)
             if not outcome.refusal or not may_return:
                 return
             is_believed = 0 < outcome.retry_after_s <= MAX_HONOURED_S
             wait_s = outcome.retry_after_s if is_believed else BACK_OFF_S * 2**retry
             due_s = time.perf_counter() + wait_s
 
-    async def _ask(
-        self,
-        call: ClientCall,
-        body: bytes,
-        due_s: float,
-        begin_s: float,
-        retry: int,
-        found: list[CallOutcome],
-    ) -> tuple[CallOutcome, bool]:
-        """Return the outcome, and whether a refused call may come again.
-
-        Moments count from `begin_s`. The outcome is in `found` too, even where the load is over before.
-        """
-        outcome, may_return = CallOutcome(call=call, asked_s=due_s - begin_s, retry=retry), True
-        found.append(outcome)
+    async def _ask(self, outcome: CallOutcome, body: bytes, due_s: float) -> bool:
+        """Ask, and complete the outcome; return whether a refused call may come again."""
+        call, may_return = outcome.call, True
         try:
             answer = await self._clients[call.tenant].post("/v1/completions", body)
             if answer.status in REFUSALS:
@@ -226,7 +214,7 @@ class TenantServer:
             outcome.ended_s = outcome.asked_s + sample.e2el_s
         except (Bad, PeerGone):
             pass
-        return outcome, may_return
+        return may_return
 
 
 def _body(call: ClientCall) -> bytes:

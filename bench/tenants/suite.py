@@ -19,8 +19,7 @@ from random import Random
 from time import perf_counter_ns
 from typing import Final, TypeVar
 
-from baton.bench.report import Report, Row, Suite, at_least, at_most, plot_lines
-from baton.bench.serve.figures import quantile
+from baton.bench.report import Report, Row, Suite, at_least, at_most, plot_lines, quantile
 from baton.bench.tenants.calls import (
     BIN_S,
     NUM_VICTIMS,

@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
+from baton.bench.report import quantile
 from baton.bench.serve.client import Answer
-from baton.bench.serve.figures import Bad, Run, Sample, Slo, events_of, quantile, streamed, unary
+from baton.bench.serve.figures import Bad, Run, Sample, Slo, events_of, streamed, unary
 
 
 def event(text: str, reason: str | None = None, **fields: Any) -> bytes:
@@ -24,7 +25,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 def answer(*pieces: tuple[float, bytes], status: int = 200) -> Answer:
-    return Answer(10.0, status, list(pieces), pieces[-1][0] if pieces else 10.0)
+    return Answer(status, list(pieces), pieces[-1][0] if pieces else 10.0)
 
 
 class TestEvents:

@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import json
 import random
+from argparse import ArgumentTypeError
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing
 from typing import Any
@@ -253,7 +254,7 @@ def test_lengths_are_read(text: str, expected: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("text", ["", "a", "5-3", "0-4", "-3", "1-2-3"])
 def test_invalid_lengths_are_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="LOW-HIGH"):
+    with pytest.raises(ArgumentTypeError, match="LOW-HIGH"):
         Lengths.parse(text)
 
 
