@@ -1,8 +1,9 @@
 """An engine to measure: a Llama of any shape with dummy weights, and a runner that records its steps."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -17,6 +18,10 @@ from baton.engine.models.registry import ModelConfig, read_model_config
 from baton.engine.runner.model_runner import ModelRunner
 from baton.engine.runner.step_inputs import StepArrays
 from baton.kernels.decoder_stack import OnLayers
+from baton.request import Request, SamplingParams
+from baton.token_ids import TokenIds
+
+_numbers = count()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +71,22 @@ def num_layer_parameters(shape: LlamaShape | ModelConfig) -> int:
 def num_head_parameters(shape: LlamaShape | ModelConfig) -> int:
     """Return the parameters of the output head, by which the rows that sample are multiplied."""
     return shape.vocab_size * shape.hidden_size
+
+
+def request_of(prompt: Sequence[int], sampling: SamplingParams) -> Request:
+    """Return a request with an id of its own."""
+    return Request(request_id=f"bench-{next(_numbers)}", token_ids=TokenIds.of(prompt), sampling=sampling)
+
+
+def generate(engine: Engine, prompts: Sequence[Sequence[int]], num_new_tokens: Sequence[int]) -> int:
+    """Run greedy requests of these prompts and answer lengths to the end; return the tokens generated."""
+    for prompt, num_tokens in zip(prompts, num_new_tokens, strict=True):
+        sampling = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
+        engine.add(request_of(prompt, sampling))
+    num_generated = 0
+    while engine.has_work():
+        num_generated += len(engine.step())
+    return num_generated
 
 
 class RecordingRunner(ModelRunner):

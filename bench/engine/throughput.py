@@ -20,7 +20,7 @@ from typing import Final, NamedTuple
 
 import torch
 
-from baton.bench.engine.replica import num_head_parameters, num_layer_parameters
+from baton.bench.engine.replica import generate, num_head_parameters, num_layer_parameters
 from baton.bench.machine import matmul_peak_tflops, read_bandwidth_gbps
 from baton.bench.report import Report, Row, Suite, at_least, at_most
 from baton.bench.serve.load import Job, random_jobs
@@ -32,9 +32,7 @@ from baton.engine.models.registry import ModelConfig
 from baton.engine.runner.step_inputs import StepArrays
 from baton.kernels.native import TORCH_DTYPES
 from baton.pages import DTYPE_BYTES
-from baton.request import Request, SamplingParams
 from baton.rpc import process
-from baton.token_ids import TokenIds
 
 NUM_REQUESTS: Final = 32
 MAX_BATCHED_TOKENS: Final = 512
@@ -45,17 +43,10 @@ BARS: Final = {"vllm": 1.3, "transformers-cb": 3.0, "transformers-padded": 2.5, 
 CPU: Final = torch.device("cpu")
 
 
-def generate(engine: Engine, jobs: Sequence[Job], round_name: str) -> float:
+def run_jobs(engine: Engine, jobs: Sequence[Job]) -> float:
     """Return the seconds until the last answer is complete; RuntimeError if an answer is too short."""
-    started_s = perf_counter()
-    for index, job in enumerate(jobs):
-        sampling = SamplingParams(temperature=0.0, max_tokens=job.num_tokens, ignore_eos=True)
-        engine.add(
-            Request(request_id=f"{round_name}-{index}", token_ids=TokenIds.of(job.prompt), sampling=sampling)
-        )
-    num_tokens, num_expected = 0, sum(job.num_tokens for job in jobs)
-    while engine.has_work():
-        num_tokens += len(engine.step())
+    started_s, num_expected = perf_counter(), sum(job.num_tokens for job in jobs)
+    num_tokens = generate(engine, [job.prompt for job in jobs], [job.num_tokens for job in jobs])
     if num_tokens != num_expected:
         raise RuntimeError(f"{num_tokens} tokens came, {num_expected} were asked for")
     return perf_counter() - started_s
@@ -144,7 +135,7 @@ def prefix_cache_cost(load: Callable[[bool], Engine], num_pairs: int, report: Re
         report.tell(f"prefix cache, pair {pair + 1} of {num_pairs + NUM_WARMUP_PAIRS}")
         jobs = random_jobs(NUM_REQUESTS, pair, vocab_size=vocab_size)
         order = (False, True) if pair % 2 else (True, False)
-        seconds = {caching: generate(engines[caching], jobs, f"pair {pair}") for caching in order}
+        seconds = {caching: run_jobs(engines[caching], jobs) for caching in order}
         losses.append(100 * (seconds[True] / seconds[False] - 1))
     del losses[:NUM_WARMUP_PAIRS]
     for engine in engines.values():
@@ -198,14 +189,14 @@ def measure(options: argparse.Namespace, report: Report) -> None:
     num_tokens = sum(job.num_tokens for job in jobs)
     figures: dict[str, list[float]] = {"baton": [], **{name: [] for name in rivals}}
     with process.freeze_gc():
-        generate(engine, jobs, "warm-up")
+        run_jobs(engine, jobs)
         for index in range(options.rounds):
             report.tell(f"round {index + 1} of {options.rounds}")
-            figures["baton"] += [num_tokens / generate(engine, jobs, f"{index}.{n}") for n in range(3)]
+            figures["baton"] += [num_tokens / run_jobs(engine, jobs) for _ in range(3)]
             for name, command in rivals.items():
                 figures[name].append(rival_tokens_per_s(command))
         clock = StepClock(engine)
-        parts = clock.shares(generate(engine, jobs, "timed"))
+        parts = clock.shares(run_jobs(engine, jobs))
     report.rows += rows_of(figures, measure_limit(engine.runner.model_config, clock.steps), num_tokens)
     total_s = sum(parts.values())
     report.rows += [

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
-from itertools import count
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -22,10 +21,11 @@ from torch import Tensor
 
 from baton.bench.engine.replica import (
     LlamaShape,
-    Replica,
+    generate,
     load_replica,
     num_head_parameters,
     num_layer_parameters,
+    request_of,
 )
 from baton.bench.gpu.session import TOY_LLAMA, Session, WrongResult, require_close
 from baton.bench.machine import Call, wall_seconds
@@ -33,8 +33,7 @@ from baton.bench.report import Row, format_number
 from baton.engine.models.model import dummy_checkpoint
 from baton.engine.models.registry import read_model_config
 from baton.engine.runner.step_inputs import StepArrays
-from baton.request import Request, SamplingParams, StepOutput
-from baton.token_ids import TokenIds
+from baton.request import SamplingParams, StepOutput
 
 GENERATE_BAR: Final = 8.0  # our throughput / padded generate on ragged requests
 NUM_DECODE_TOKENS: Final = 33
@@ -46,7 +45,6 @@ NUM_WARMUP_STEPS: Final = 5  # the first captures the batch size's graph
 NUM_PREFILLS: Final = 5
 CHECKED_SHAPE: Final = replace(TOY_LLAMA, hidden_size=256, intermediate_size=512, head_dim=128)
 CHECKED_LENGTHS: Final = (5, 33, 70)
-_request_ids = count()
 
 
 def check(session: Session) -> Iterator[Row]:
@@ -82,13 +80,9 @@ def prefill(session: Session) -> Iterator[Row]:
     for num_tokens in session.sizes.model_prefill_lengths:
         seconds = []
         for _ in range(1 + NUM_PREFILLS):
-            request = _request(
-                random_tokens(rng, session.sizes.model, num_tokens), SamplingParams(max_tokens=1)
-            )
+            prompt = random_tokens(rng, session.sizes.model, num_tokens)
             started_s = perf_counter()
-            engine.add(request)
-            while engine.has_work():
-                engine.step()
+            generate(engine, [prompt], [1])
             seconds.append(perf_counter() - started_s)
         median_s = session.prefill_seconds[num_tokens] = median(seconds[1:])
         tflops = prefill_flops(session.sizes.model, num_tokens) / median_s / 1e12
@@ -116,16 +110,6 @@ def roofline_seconds(session: Session, batch: int, num_context_tokens: int) -> f
 def random_tokens(rng: random.Random, shape: LlamaShape, num_tokens: int) -> list[int]:
     """Return random tokens of the vocabulary."""
     return rng.choices(range(shape.vocab_size), k=num_tokens)
-
-
-def generate(replica: Replica, prompts: Sequence[list[int]], num_new_tokens: Sequence[int]) -> int:
-    """Run requests of these prompts and answer lengths to the end; return the tokens generated."""
-    for prompt, num_tokens in zip(prompts, num_new_tokens, strict=True):
-        replica.engine.add(_request(prompt, SamplingParams(max_tokens=num_tokens, temperature=0.0)))
-    num_generated = 0
-    while replica.engine.has_work():
-        num_generated += len(replica.engine.step())
-    return num_generated
 
 
 def step_arrays(starts: Sequence[int], tokens: Sequence[list[int]], page_size: int = 16) -> StepArrays:
@@ -188,7 +172,8 @@ def _fill(session: Session, batch: int, sampling: SamplingParams) -> list[str]:
     engine, rng, sizes = session.replica.engine, random.Random(batch), session.sizes
     # Long enough that no request ends while the others are prefilled or timed.
     sampling = msgspec.structs.replace(sampling, max_tokens=sizes.max_model_len - sizes.step_context)
-    requests = [_request(random_tokens(rng, sizes.model, sizes.step_context), sampling) for _ in range(batch)]
+    prompts = [random_tokens(rng, sizes.model, sizes.step_context) for _ in range(batch)]
+    requests = [request_of(prompt, sampling) for prompt in prompts]
     for request in requests:
         engine.add(request)
     started: set[str] = set()
@@ -210,11 +195,6 @@ def _model_seconds(session: Session) -> float:
             runner.execute(arrays)
 
     return wall_seconds(run, session.device) / num_runs
-
-
-def _request(prompt: list[int], sampling: SamplingParams) -> Request:
-    """Return a request that ends by length alone: the models here have no end token."""
-    return Request(request_id=f"bench-{next(_request_ids)}", token_ids=TokenIds.of(prompt), sampling=sampling)
 
 
 class TransformersRival:
@@ -295,8 +275,9 @@ def _mixed_rows(session: Session, rival: TransformersRival) -> Iterator[Row]:
     lengths = [rng.randint(*sizes.mixed_lengths) for _ in range(2 * sizes.num_mixed_requests)]
     prompts = [random_tokens(rng, sizes.model, length) for length in lengths[::2]]
     num_new_tokens = lengths[1::2]
-    generate(session.replica, prompts, num_new_tokens)  # captures the graph of every batch size on the way
-    our_s = wall_seconds(lambda: generate(session.replica, prompts, num_new_tokens), session.device)
+    generate_all = partial(generate, session.replica.engine, prompts, num_new_tokens)
+    generate_all()  # captures the graph of every batch size on the way
+    our_s = wall_seconds(generate_all, session.device)
     ours = sum(num_new_tokens) / our_s
     name = f"{len(prompts)} ragged requests"
     yield Row(f"{name}: Baton", ours, "tok/s", note=f"{sizes.mixed_lengths} tokens in and out")

@@ -23,7 +23,7 @@ from statistics import median
 from time import perf_counter
 from typing import Final
 
-from baton.bench.engine.replica import LlamaShape, load_replica
+from baton.bench.engine.replica import LlamaShape, load_replica, request_of
 from baton.bench.kv.ends import DestinationProcess, SourceEnd, moving_s, times_of, wait_for
 from baton.bench.report import Row, at_least, at_most, quantile
 from baton.bench.traces import TraceRequest
@@ -32,8 +32,7 @@ from baton.engine.scheduler.sequence import ScheduledChunk
 from baton.kvtransfer.endpoint import KvEndpoint
 from baton.kvtransfer.protocol.handoff import HandoffOutcome, Timing, TransferTimes
 from baton.pages import PageLayout
-from baton.request import Request, SamplingParams
-from baton.token_ids import TokenIds
+from baton.request import SamplingParams
 
 Progress = Callable[[str], None]
 CHUNK_TOKENS: Final = 512
@@ -108,7 +107,7 @@ class _StreamingPrefill:
         self._destination = DestinationProcess(runner.layout, len(pool))
         self._source = SourceEnd(runner.layout, transport, pool, self._engine.scheduler.pool)
 
-    def run(self, name: str, num_tokens: int, leaving: Leaving) -> tuple[float, float]:
+    def run(self, num_tokens: int, leaving: Leaving) -> tuple[float, float]:
         """Return the seconds of the prefill, and the exposed seconds."""
         engine, endpoint = self._engine, self._source.endpoint
         num_pages = self._layout.num_pages(num_tokens)
@@ -116,9 +115,8 @@ class _StreamingPrefill:
         sampling = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
         num_groups = NUM_LAYER_GROUPS if leaving is Leaving.BY_LAYERS else 1
         transfer = self._destination.grant(endpoint, num_pages, num_groups)
-        (sequence,) = engine.add(
-            Request(request_id=name, token_ids=TokenIds.of(token_ids), sampling=sampling)
-        )
+        request = request_of(token_ids, sampling)
+        (sequence,) = engine.add(request)
         pages = _PromptPages(endpoint, transfer, num_tokens, num_pages)
         started_s, ended = perf_counter(), None
         while sequence.num_computed_tokens < num_tokens:
@@ -130,7 +128,7 @@ class _StreamingPrefill:
             ended = next((each for each in endpoint.poll() if each.transfer == transfer), ended)
         prefill_s = perf_counter() - started_s
         times = times_of(ended or wait_for(endpoint, transfer))
-        engine.abort(name)
+        engine.abort(request.request_id)
         return prefill_s, times.exposed_s
 
     def close(self) -> None:
@@ -143,10 +141,10 @@ def stream_rows(num_tokens: int, transport: str, num_rounds: int, progress: Prog
     """Measure every way to leave in turns; the first round warms up. A request waits for the exposed time."""
     taken: dict[Leaving, list[tuple[float, float]]] = {leaving: [] for leaving in Leaving}
     with closing(_StreamingPrefill(transport, num_tokens)) as prefill:
-        for number in range(num_rounds + 1):
+        for _ in range(num_rounds + 1):
             progress(f"streaming {num_tokens} tokens over {transport}")
             for leaving in Leaving:
-                taken[leaving].append(prefill.run(f"{number}-{leaving.value}", num_tokens, leaving))
+                taken[leaving].append(prefill.run(num_tokens, leaving))
     prefill_s, exposed_s = (
         {way: median(run[part] for run in runs[1:]) for way, runs in taken.items()} for part in range(2)
     )
