@@ -3,17 +3,39 @@
 from collections.abc import Iterator
 from typing import Any
 
-from baton.messages.control import Ended, Rejected, Routed, Started, Submit
+from baton.clock import ManualClock
+from baton.messages.control import Ended, Heartbeat, Rejected, Routed, Started, Submit
 from baton.messages.operations import Status, StatusQuery
 from baton.messages.status import TenantStatus
+from baton.messages.workers import Load
 from baton.request import Request, SamplingParams
+from baton.router.in_flight import InFlight
+from baton.router.membership import Membership
 from baton.router.queue.admission import MIN_COMPUTING
 from baton.tenants import Degradation, Quotas, SchedulingKey, Sla
 from baton.token_ids import TokenIds
-from tests.node_peers import TestPeer, id_of
+from tests.node_peers import TestPeer, a_worker, id_of
 from tests.unit.router.router_cluster import Cluster, cluster
 
 LONG = 3000  # tokens: MIN_COMPUTING prompts of this length take all slots of a worker
+
+
+class Fleet:
+    """Workers that have joined, and their load: what the parts of the queue read."""
+
+    def __init__(self) -> None:
+        self.clock = ManualClock(100.0)
+        self.members = Membership(self.clock)
+        self.in_flight = InFlight(self.clock)
+
+    def join(self, name: str, **changes: Any) -> None:
+        worker = a_worker(name, **changes)
+        self.members.join(worker, TestPeer.worker(cluster().router, worker))
+
+    def beat(self, name: str, *, is_draining: bool = False, **pages: int) -> None:
+        member = self.members.get(id_of(name))
+        assert member is not None
+        self.members.beat(member, Heartbeat(load=Load(pages=pages), is_draining=is_draining))
 
 
 def asked(

@@ -2,36 +2,29 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.clock import ManualClock
-from baton.messages.control import Heartbeat
-from baton.messages.workers import Load
-from baton.router.in_flight import InFlight, InFlightAttempt, NewPrompt, SchedulingClass
-from baton.router.membership import Membership
+from baton.router.in_flight import InFlightAttempt, NewPrompt, SchedulingClass
 from baton.router.queue.admission import AHEAD_S, MAX_ASKED, MIN_COMPUTING, OVERCOMMIT, STEP_TOKENS, Capacity
-from tests.node_peers import TestPeer, a_worker, id_of
-from tests.unit.router.router_cluster import cluster
+from tests.node_peers import id_of
+from tests.unit.router.queue_cases import Fleet
 
 A, NOISY = SchedulingClass("a"), SchedulingClass("noisy")
 ANY = NewPrompt(A, 10_000)
 
 
-class Fleet:
+class SmallWorkers(Fleet):
+    """Workers of ten pages and four sequences."""
+
     def __init__(self, *names: str, decoders_compute: bool = False) -> None:
-        self.clock = ManualClock()
-        self.members = Membership(self.clock)
-        self.in_flight = InFlight(self.clock)
+        super().__init__()
         self.capacity = Capacity(self.members, self.in_flight, decoders_compute=decoders_compute)
         for name in names:
-            self.join(name)
+            self.add(name)
 
-    def join(self, name: str) -> None:
-        worker = a_worker(name, max_num_seqs=4, num_pages=10, page_size=16)
-        self.members.join(worker, TestPeer.worker(cluster().router, worker))
+    def add(self, name: str) -> None:
+        self.join(name, max_num_seqs=4, num_pages=10, page_size=16)
 
     def drain(self, name: str) -> None:
-        member = self.members.get(id_of(name))
-        assert member is not None
-        self.members.beat(member, Heartbeat(load=Load(), is_draining=True))
+        self.beat(name, is_draining=True)
 
     def dispatch(
         self,
@@ -71,7 +64,7 @@ class Fleet:
 
 
 def test_decode_worker_takes_a_quarter_more_than_it_runs() -> None:
-    fleet = Fleet("p0", "d0")
+    fleet = SmallWorkers("p0", "d0")
     for number in range(int(4 * OVERCOMMIT)):
         assert fleet.can_decode(10)
         fleet.dispatch(str(number))
@@ -79,18 +72,18 @@ def test_decode_worker_takes_a_quarter_more_than_it_runs() -> None:
 
 
 def test_decode_worker_takes_as_many_tokens_as_its_pages_hold() -> None:
-    fleet = Fleet("p0", "d0")
+    fleet = SmallWorkers("p0", "d0")
     fleet.dispatch("first")
     assert fleet.can_decode(int(160 * OVERCOMMIT) - 10)
     assert not fleet.can_decode(int(160 * OVERCOMMIT) - 9)
 
 
 def test_idle_worker_takes_anything() -> None:
-    assert Fleet("p0", "d0").can_decode(10**9)
+    assert SmallWorkers("p0", "d0").can_decode(10**9)
 
 
 def test_prompts_wait_when_workers_have_two_each() -> None:
-    fleet = Fleet("p0", "p1", "d0")
+    fleet = SmallWorkers("p0", "p1", "d0")
     for number in range(2 * MIN_COMPUTING):
         assert fleet.can_compute()
         fleet.dispatch(str(number), at=f"p{number % 2}")
@@ -100,7 +93,7 @@ def test_prompts_wait_when_workers_have_two_each() -> None:
 
 
 def test_prompts_of_little_work_take_no_slot() -> None:
-    fleet = Fleet("p0", "d0")
+    fleet = SmallWorkers("p0", "d0")
     for number in range(9):
         key = (id_of(str(number)), 0)
         fleet.in_flight.enter(
@@ -110,7 +103,7 @@ def test_prompts_of_little_work_take_no_slot() -> None:
 
 
 def test_prompts_that_fit_one_step_take_no_slot() -> None:
-    fleet = Fleet("p0", "d0")
+    fleet = SmallWorkers("p0", "d0")
     for number in range(9):
         key = (id_of(str(number)), 0)
         fleet.in_flight.enter(
@@ -120,7 +113,7 @@ def test_prompts_that_fit_one_step_take_no_slot() -> None:
 
 
 def test_overtaken_prompts_take_no_slot() -> None:
-    fleet = Fleet("p0", "d0")
+    fleet = SmallWorkers("p0", "d0")
     fleet.dispatch("0", NOISY)
     fleet.dispatch("1", NOISY)
     deficit = NewPrompt(A, 10_000, -20_000.0, {NOISY: 20_000.0}.get)
@@ -135,7 +128,7 @@ def test_overtaken_prompts_take_no_slot() -> None:
 
 
 def test_equal_tenants_come_first_by_equal_shares() -> None:
-    fleet = Fleet("p0", "d0")
+    fleet = SmallWorkers("p0", "d0")
     fleet.dispatch("0", NOISY)
     fleet.dispatch("1", NOISY)
     assert not fleet.can_compute(NewPrompt(A, 11_000)), "one, and a part of the other"
@@ -144,7 +137,7 @@ def test_equal_tenants_come_first_by_equal_shares() -> None:
 
 @pytest.mark.parametrize(("rank", "has_place"), [(0, True), (1, False), (2, False)])
 def test_prompts_of_lower_ranks_take_no_slot(rank: int, has_place: bool) -> None:
-    fleet = Fleet("p0", "d0")
+    fleet = SmallWorkers("p0", "d0")
     for number in range(9):
         fleet.dispatch(str(number), SchedulingClass("a", 1.0, 1))
     assert fleet.can_compute(NewPrompt(SchedulingClass("b", 1.0, rank), 100_000)) is has_place
@@ -158,7 +151,8 @@ def test_worker_gets_few_prompts_ahead_though_many_tenants_have_equal_deficits(
     works: list[int], answers: list[int]
 ) -> None:
     """The tenant that has had least comes first, as in the queue."""
-    fleet, had = Fleet("p0", "d0"), dict.fromkeys([SchedulingClass(str(number)) for number in range(10)], 0.0)
+    fleet = SmallWorkers("p0", "d0")
+    had = dict.fromkeys([SchedulingClass(str(number)) for number in range(10)], 0.0)
     num_dispatched = 0
     for number, work in enumerate(works):
         scheduling_class = min(had, key=had.__getitem__)
@@ -170,7 +164,7 @@ def test_worker_gets_few_prompts_ahead_though_many_tenants_have_equal_deficits(
 
 
 def test_worker_has_a_slot_until_it_has_enough_prompts() -> None:
-    fleet = Fleet("p0", "d0")
+    fleet = SmallWorkers("p0", "d0")
     for number in range(MIN_COMPUTING):
         assert fleet.capacity.has_slot(ANY, id_of("p0"))
         fleet.dispatch(str(number))
@@ -180,7 +174,7 @@ def test_worker_has_a_slot_until_it_has_enough_prompts() -> None:
 
 @pytest.mark.parametrize("decoders_compute", [False, True])
 def test_slots_of_decode_workers_count_if_they_compute_prompts(decoders_compute: bool) -> None:
-    fleet = Fleet("p0", "d0", "d1", decoders_compute=decoders_compute)
+    fleet = SmallWorkers("p0", "d0", "d1", decoders_compute=decoders_compute)
     fleet.fill("p0", "d0")
     assert fleet.can_compute() is decoders_compute
     fleet.fill("d1")
@@ -194,31 +188,31 @@ def test_slots_of_decode_workers_count_if_they_compute_prompts(decoders_compute:
 
 
 def test_slots_of_prefill_and_decode_workers_are_apart() -> None:
-    fleet = Fleet("p0", "p1", "d0", decoders_compute=True)
+    fleet = SmallWorkers("p0", "p1", "d0", decoders_compute=True)
     fleet.fill("d0", "p0")
     assert not fleet.prefills_are_full()
     fleet.fill("p1")
     fleet.start("d0-0")
     assert fleet.prefills_are_full()
-    fleet.join("p2")
+    fleet.add("p2")
     assert not fleet.prefills_are_full()
     fleet.drain("p2")
     assert fleet.prefills_are_full()
 
 
 def test_decode_workers_have_slots_where_there_are_no_prefill_workers() -> None:
-    fleet = Fleet("p0", "d0")
+    fleet = SmallWorkers("p0", "d0")
     fleet.fill("d0")
     assert not fleet.prefills_are_full()
     fleet.drain("p0")
     assert fleet.prefills_are_full()
     fleet.start("d0-0")
     assert not fleet.prefills_are_full()
-    assert not Fleet().prefills_are_full(), "an empty cluster has no full worker"
+    assert not SmallWorkers().prefills_are_full(), "an empty cluster has no full worker"
 
 
 def test_draining_worker_is_never_the_roomiest() -> None:
-    fleet = Fleet("p0", "d0", "d1")
+    fleet = SmallWorkers("p0", "d0", "d1")
     reached = frozenset((id_of("d0"), id_of("d1")))
     fleet.dispatch("first")  # at d0
     assert fleet.capacity.roomiest(reached) == id_of("d1")
@@ -228,7 +222,7 @@ def test_draining_worker_is_never_the_roomiest() -> None:
 
 
 def test_roomiest_worker_is_reached_and_not_avoided() -> None:
-    fleet = Fleet("p0", "d0", "d1")
+    fleet = SmallWorkers("p0", "d0", "d1")
     reached = frozenset((id_of("d0"), id_of("d1")))
     fleet.dispatch("first")  # at d0
     assert fleet.capacity.roomiest(reached, avoid=(id_of("d1"),)) == id_of("d0")
@@ -240,7 +234,7 @@ def test_roomiest_worker_is_reached_and_not_avoided() -> None:
 
 def test_full_workers_are_looked_at_in_turn() -> None:
     names = [f"{role}{number}" for role in "pd" for number in range(2 * MAX_ASKED)]
-    fleet = Fleet(*names, decoders_compute=True)
+    fleet = SmallWorkers(*names, decoders_compute=True)
     for name in names:
         scheduling_class = NOISY if name in ("p40", "d20") else A
         for number in range(MIN_COMPUTING):

@@ -2,12 +2,10 @@
 
 import pytest
 
-from baton.clock import ManualClock
 from baton.messages.control import Measured
 from baton.messages.workers import PrefillTimes, StepTimes
 from baton.request import Request
-from baton.router.in_flight import InFlight, InFlightAttempt, NewPrompt, SchedulingClass, scheduling_class_of
-from baton.router.membership import Membership
+from baton.router.in_flight import InFlightAttempt, NewPrompt, SchedulingClass, scheduling_class_of
 from baton.router.policies.cost_model import CostModel
 from baton.router.queue.objectives import (
     HEADROOM,
@@ -23,31 +21,26 @@ from baton.router.queue.objectives import (
 )
 from baton.router.queue.quotas import RequestWork
 from baton.tenants import Degradation, Refusal, Sla
-from tests.node_peers import TestPeer, a_worker, id_of
-from tests.unit.router.queue_cases import asked
-from tests.unit.router.router_cluster import cluster
+from tests.node_peers import id_of
+from tests.unit.router.queue_cases import Fleet, asked
 
 TOKEN_S = 1e-3  # of a prompt
 WORK = RequestWork(100.0, 10.0)
 SOON = Prediction(ttft_s=0.1, tpot_s=0.01, queue_s=0.05, alone_s=0.05, alone_tpot_s=0.005)
 
 
-class Fleet:
+class MeasuredWorkers(Fleet):
     """Two prefill workers and a decode worker whose times are known."""
 
     def __init__(self) -> None:
-        self.clock = ManualClock(100.0)
-        self.members = Membership(self.clock)
-        self.in_flight = InFlight(self.clock)
+        super().__init__()
         self.model = CostModel()
-        node = cluster().router
         for name in ("p0", "p1", "d0"):
-            worker = a_worker(name, max_num_seqs=64, num_pages=4096)
-            self.members.join(worker, TestPeer.worker(node, worker))
+            self.join(name, max_num_seqs=64, num_pages=4096)
         self.forecast = Forecast(self.clock, self.members, self.in_flight, self.model)
         self.admission = ObjectiveChecker(self.clock, self.forecast)
 
-    def teach(self, num: int = 64) -> "Fleet":
+    def teach(self, num: int = 64) -> "MeasuredWorkers":
         for number in range(num):
             size = 50 + 37 * (number % 20)
             prefill = PrefillTimes(id_of("r"), 0, 0.0, TOKEN_S * size, size, size)
@@ -81,19 +74,19 @@ def request(sla: Sla | None = None, **fields: object) -> Request:
 
 
 def test_forecast_follows_the_measured_prompts() -> None:
-    found = Fleet().teach().predict(500)
+    found = MeasuredWorkers().teach().predict(500)
     assert found.ttft_s == found.alone_s == pytest.approx(0.5, rel=0.15)
     assert found.queue_s == 0.0
     assert found.tpot_s == pytest.approx(0.011, rel=0.15)
 
 
 def test_unmeasured_work_takes_no_time() -> None:
-    assert Fleet().teach(KNOWN - 1).predict(10**6).ttft_s == 0.0
-    assert Fleet().teach(KNOWN - 1).predict().tpot_s == 0.0
+    assert MeasuredWorkers().teach(KNOWN - 1).predict(10**6).ttft_s == 0.0
+    assert MeasuredWorkers().teach(KNOWN - 1).predict().tpot_s == 0.0
 
 
 def test_wait_is_that_of_the_worker_with_the_least_work() -> None:
-    fleet = Fleet().teach()
+    fleet = MeasuredWorkers().teach()
     fleet.enter("a", "p0", 1000)
     fleet.enter("b", "p0", 1000)
     assert fleet.predict().ttft_s == pytest.approx(0.1, rel=0.2)
@@ -103,7 +96,7 @@ def test_wait_is_that_of_the_worker_with_the_least_work() -> None:
 
 
 def test_prompts_of_another_tenant_count_up_to_its_share() -> None:
-    fleet = Fleet().teach()
+    fleet = MeasuredWorkers().teach()
     for name, prefill in (("a", "p0"), ("b", "p0"), ("c", "p1"), ("d", "p1")):
         fleet.enter(name, prefill, 1000, tenant="noisy")
     assert fleet.predict(100, tenant="noisy").ttft_s > 1.0
@@ -111,14 +104,14 @@ def test_prompts_of_another_tenant_count_up_to_its_share() -> None:
 
 
 def test_queued_work_leaves_at_the_measured_rate() -> None:
-    fleet = Fleet().teach()
+    fleet = MeasuredWorkers().teach()
     fleet.forecast.rate.observe(100.0, 0.0, is_busy=True)
     fleet.forecast.rate.observe(105.0, 5000.0, is_busy=True)
     assert fleet.predict(before=3000.0).queue_s == pytest.approx(3.0, rel=0.01)
 
 
 def test_queued_work_leaves_at_the_workers_speeds_until_a_rate_is_known() -> None:
-    assert Fleet().teach().predict(100, before=2000.0).queue_s == pytest.approx(1.0, rel=0.2)
+    assert MeasuredWorkers().teach().predict(100, before=2000.0).queue_s == pytest.approx(1.0, rel=0.2)
 
 
 def test_rate_counts_only_time_with_waiting_requests() -> None:
@@ -132,7 +125,7 @@ def test_rate_counts_only_time_with_waiting_requests() -> None:
 
 def test_forecast_batch_is_that_of_the_first_token() -> None:
     """Present requests have ended by then; requests before it in the queue have joined."""
-    fleet = Fleet().teach()
+    fleet = MeasuredWorkers().teach()
     for number in range(32):
         fleet.enter(f"r{number}", "p0", 10)
         fleet.in_flight.started((id_of(f"r{number}"), 0))
@@ -156,26 +149,26 @@ OBJECTIVES = [
 def test_request_is_refused_for_the_objective_that_it_would_miss(
     sla: Sla, found: Prediction, expected: Refusal | None
 ) -> None:
-    refused = Fleet().admission.refusal(request(sla), WORK, 0.0, found)
+    refused = MeasuredWorkers().admission.refusal(request(sla), WORK, 0.0, found)
     assert (refused and refused.refusal) == expected
     if refused is not None:
         assert 0 < refused.retry_after_s <= MOST_RETRY_S
 
 
 def test_time_already_waited_counts() -> None:
-    admission = Fleet().admission
+    admission = MeasuredWorkers().admission
     assert admission.refusal(request(Sla(ttft_ms=1000)), WORK, 0.1, SOON) is None
     assert admission.refusal(request(Sla(ttft_ms=1000)), WORK, 0.95, SOON) is not None
 
 
 def test_request_that_may_not_be_shed_is_never_refused() -> None:
-    admission, late = Fleet().admission, SOON._replace(ttft_s=99.0)
+    admission, late = MeasuredWorkers().admission, SOON._replace(ttft_s=99.0)
     sla = Sla(ttft_ms=1000)
     assert admission.refusal(request(sla, degradation=Degradation(may_shed=False)), WORK, 0.0, late) is None
 
 
 def test_objective_that_idle_workers_would_miss_is_tried_now_and_then() -> None:
-    fleet = Fleet()
+    fleet = MeasuredWorkers()
     hopeless = Prediction(ttft_s=5.0, tpot_s=0.01, queue_s=0.0, alone_s=5.0, alone_tpot_s=0.01)
     first, second = (asked(name, sla=Sla(ttft_ms=1000)).request for name in ("first", "second"))
     assert fleet.admission.refusal(first, WORK, 0.0, hopeless) is None
@@ -187,7 +180,7 @@ def test_objective_that_idle_workers_would_miss_is_tried_now_and_then() -> None:
 
 
 def test_refused_clients_return_one_after_the_other() -> None:
-    fleet = Fleet()
+    fleet = MeasuredWorkers()
     fleet.forecast.rate.observe(100.0, 0.0, is_busy=True)
     fleet.forecast.rate.observe(102.0, 2000.0, is_busy=True)  # 1000 a second, of which a quarter is kept
     times = [fleet.admission.invite(Refusal.SLO, "", 250.0, 2.0) for _ in range(100)]

@@ -8,13 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.clock import ManualClock
-from baton.messages.control import Dispatch, Heartbeat, Measured, Pressure, Rejected, Routed
+from baton.messages.control import Dispatch, Measured, Pressure, Rejected, Routed
 from baton.messages.status import OverloadLevel
-from baton.messages.workers import Load, StepTimes
+from baton.messages.workers import StepTimes
 from baton.request import Request, SamplingParams
-from baton.router.in_flight import InFlight
-from baton.router.membership import Membership
 from baton.router.policies.cost_model import CostModel
 from baton.router.queue.admission import degraded
 from baton.router.queue.objectives import Forecast
@@ -31,9 +28,10 @@ from baton.router.queue.quotas import RequestWork
 from baton.router.queue.tenant_queues import QueuedAttempt, TenantQueues
 from baton.tenants import Degradation, Refusal, SchedulingKey, Sla
 from baton.token_ids import TokenIds
-from tests.node_peers import TestPeer, a_request, a_worker, id_of
+from tests.node_peers import a_request, id_of
 from tests.unit.router.queue_cases import (
     LONG,
+    Fleet,
     a_cluster,
     answers,
     asked,
@@ -43,7 +41,7 @@ from tests.unit.router.queue_cases import (
     submit,
     tenant_of,
 )
-from tests.unit.router.router_cluster import Cluster, cluster
+from tests.unit.router.router_cluster import Cluster
 
 TICK_S = 0.5
 CALM = PressureReading(has_waiting=False, has_objectives=False, lateness=0.0, pages=0.0, itl=0.0)
@@ -138,18 +136,15 @@ def test_level_changes_by_one_at_most_once_in_its_time(pressures: list[float]) -
             moved_s = tick * TICK_S
 
 
-class OverloadCase:
+class OverloadCase(Fleet):
     """An overload manager with one decode worker, and the queues that the manager reads."""
 
     def __init__(self) -> None:
-        self.clock = ManualClock(100.0)
-        self.members = Membership(self.clock)
+        super().__init__()
         self.queues = TenantQueues()
-        self.forecast = Forecast(self.clock, self.members, InFlight(self.clock), CostModel())
-        worker = a_worker("d0", num_pages=100)
-        peer = TestPeer.worker(cluster().router, worker)
-        self.members.join(worker, peer)
-        self.overload = OverloadManager(self.members, self.forecast, 100.0)
+        self.join("d0", num_pages=100)
+        forecast = Forecast(self.clock, self.members, self.in_flight, CostModel())
+        self.overload = OverloadManager(self.members, forecast, 100.0)
 
     def wait(
         self, name: str, tenant: str = "a", *, due_in_s: float = 10.0, sla: Sla | None = None
@@ -162,11 +157,6 @@ class OverloadCase:
         self.queues.add(waiting)
         self.overload.opened(submit.request)
         return waiting
-
-    def beat(self, **pages: int) -> None:
-        member = self.members.get(id_of("d0"))
-        assert member is not None
-        self.members.beat(member, Heartbeat(load=Load(pages=pages)))
 
     def lateness(self) -> float:
         return self.reading().lateness
@@ -201,7 +191,7 @@ def test_request_that_waits_for_its_own_quota_is_not_late() -> None:
 
 def test_cached_pages_are_not_in_use() -> None:
     case = OverloadCase()
-    case.beat(active=40, cached=50, leased=5, quarantined=5, free=0)
+    case.beat("d0", active=40, cached=50, leased=5, quarantined=5, free=0)
     reading = case.reading()
     assert reading.pages == 0.5 and not reading.has_waiting and reading.itl == 0.0
 
