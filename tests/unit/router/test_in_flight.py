@@ -1,6 +1,5 @@
 from typing import Any
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -91,43 +90,6 @@ class InFlightMachine(RuleBasedStateMachine):
 
 TestInFlight: Any = InFlightMachine.TestCase
 TestInFlight.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
-
-
-@pytest.mark.parametrize("gateway", ["g", OTHERS])
-@pytest.mark.parametrize("prefill", ["p0", ""])
-@pytest.mark.parametrize("is_started", [False, True])
-def test_decoding_attempts_have_a_first_token_and_no_end(
-    gateway: str, prefill: str, is_started: bool
-) -> None:
-    in_flight, key = InFlight(), (id_of("r"), 0)
-    in_flight.enter((id_of("another"), 0), InFlightAttempt("h", "d0", prefill, 10, 10))
-    in_flight.enter(key, InFlightAttempt(gateway, "d0", prefill, 10, 10))
-    assert in_flight.account("d0").num_decoding == 0
-    if is_started:
-        in_flight.started(key)
-        in_flight.started(key)
-        assert in_flight.account("d0").num_decoding == 1
-    in_flight.check_integrity()
-    in_flight.ended(key)
-    in_flight.ended(key)
-    in_flight.started(key)
-    assert in_flight.account("d0").num_decoding == in_flight.account("p0").num_decoding == 0
-    in_flight.check_integrity()
-
-
-def test_decoding_attempts_end_with_their_gateway_or_router() -> None:
-    in_flight = InFlight()
-    for gateway in ("g", "h", OTHERS):
-        for name in ("begun", "waiting"):
-            in_flight.enter((id_of(gateway + name), 0), InFlightAttempt(gateway, "d0", "p0", 10, 10))
-        in_flight.started((id_of(f"{gateway}begun"), 0))
-    assert in_flight.account("d0").num_decoding == 3
-    in_flight.gateway_left("g")
-    assert in_flight.account("d0").num_decoding == 2
-    in_flight.check_integrity()
-    in_flight.forget(["d0"])  # the gateway that is left is still to say what has ended
-    assert in_flight.account("d0").num_decoding == 1
-    in_flight.check_integrity()
 
 
 def test_share_is_of_the_scarcer_resource() -> None:
