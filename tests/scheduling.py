@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import inf
+from typing import Any, Self
 
 from baton.clock import ManualClock
 from baton.config.engine import SchedulerConfig
@@ -59,6 +60,20 @@ class Harness:
         self.used: dict[Owner, set[int]] = {}  # pages used outside the scheduler: claimed or received
         self.leased: dict[Owner, set[int]] = {}  # reserved, or leased by a reader
         self.num_steps = 0
+
+    @classmethod
+    def of(
+        cls, num_pages: int = 64, *, num_host_pages: int = 0, prefix_caching: bool = True, **config: Any
+    ) -> Self:
+        """Return a harness with pages of 4 tokens; without `config`, 8 sequences and 64 tokens a step."""
+        scheduler = SchedulerConfig(**{"max_num_seqs": 8, "max_num_batched_tokens": 64, **config})
+        settings = Settings(
+            num_pages=num_pages,
+            num_host_pages=num_host_pages,
+            prefix_caching=prefix_caching,
+            scheduler=scheduler,
+        )
+        return cls(settings)
 
     def add(
         self,
@@ -278,21 +293,6 @@ class Harness:
         assert self.pool.num_available == self.pool.num_pages - sum(map(bool, owners.values()))
         num_swapped = sum(len(s.host_pages) for s in self.live.values())
         assert self.host.num_available >= 0 and num_swapped <= self.host.num_pages
-
-
-def make_harness(
-    *, num_pages: int = 64, num_host_pages: int = 0, budget: int = 64, prefix_caching: bool = True
-) -> Harness:
-    config = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=budget)
-    return Harness(
-        Settings(
-            num_pages=num_pages,
-            page_size=4,
-            num_host_pages=num_host_pages,
-            prefix_caching=prefix_caching,
-            scheduler=config,
-        )
-    )
 
 
 class BareScheduler:

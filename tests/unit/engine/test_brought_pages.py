@@ -2,19 +2,13 @@
 
 import pytest
 
-from baton.config.engine import SchedulerConfig
 from baton.engine.cache.page_pool import PageState
 from baton.engine.scheduler.sequence import SequenceStatus
 from baton.errors import IntegrityError
 from baton.request import FilledPages, Request, SamplingParams
 from baton.token_ids import TokenIds
 from tests.outside import Delivery, OpenHarness
-from tests.scheduling import PROMPT, Settings
-
-
-def make(num_pages: int = 16, *, seats: int = 8, budget: int = 64, caching: bool = True) -> OpenHarness:
-    config = SchedulerConfig(max_num_seqs=seats, max_num_batched_tokens=budget)
-    return OpenHarness(Settings(num_pages=num_pages, page_size=4, prefix_caching=caching, scheduler=config))
+from tests.scheduling import PROMPT
 
 
 def begin(harness: OpenHarness, name: str, prompt: list[int], num_new: int = 4) -> Delivery:
@@ -25,7 +19,7 @@ def begin(harness: OpenHarness, name: str, prompt: list[int], num_new: int = 4) 
 
 
 def test_sequence_continues_after_the_pages_that_it_brings() -> None:
-    harness = make()
+    harness = OpenHarness.of(16)
     delivery = begin(harness, "a", PROMPT)
     harness.arrive(delivery)
     plan, batch, advances = harness.step()
@@ -37,7 +31,7 @@ def test_sequence_continues_after_the_pages_that_it_brings() -> None:
 
 
 def test_full_pages_that_came_are_known_to_the_next_sequence_before_any_step() -> None:
-    harness = make()
+    harness = OpenHarness.of(16)
     harness.arrive(begin(harness, "a", PROMPT))
     (second,) = harness.add("b", [*PROMPT[:9], 7])
     harness.step()
@@ -47,7 +41,7 @@ def test_full_pages_that_came_are_known_to_the_next_sequence_before_any_step() -
 
 
 def test_sequences_that_wait_with_all_the_pages_do_not_block_each_other() -> None:
-    harness = make(num_pages=4)
+    harness = OpenHarness.of(4)
     deliveries = [begin(harness, name, [ord(name)] * 8) for name in "ab"]
     for delivery in deliveries:
         harness.arrive(delivery)
@@ -60,7 +54,7 @@ def test_sequences_that_wait_with_all_the_pages_do_not_block_each_other() -> Non
 
 
 def test_running_sequence_is_not_held_up_by_one_that_waits_with_pages() -> None:
-    harness = make(num_pages=5, seats=1)
+    harness = OpenHarness.of(5, max_num_seqs=1)
     runs = begin(harness, "a", [1] * 8, num_new=9)
     waits = begin(harness, "b", [2] * 8)
     waits.sequence.priority = -1
@@ -75,7 +69,7 @@ def test_running_sequence_is_not_held_up_by_one_that_waits_with_pages() -> None:
 
 
 def test_no_pages_are_taken_from_the_waiting_when_they_would_not_do() -> None:
-    harness = make(num_pages=8)
+    harness = OpenHarness.of(8)
     first, second, third = (begin(harness, name, [ord(name)] * 8) for name in "abc")
     harness.pool.reserve(2, "another", 1e9)
     harness.leased["another"] = set(range(8)) - {p for d in (first, second, third) for p in d.pages}
@@ -105,7 +99,7 @@ def test_no_pages_are_taken_from_the_waiting_when_they_would_not_do() -> None:
 def test_pages_that_cannot_be_a_beginning_stay_the_callers(
     num_pages: int, num_tokens: int, message: str
 ) -> None:
-    harness = make()
+    harness = OpenHarness.of(16)
     pages = tuple(harness.pool.allocate(num_pages, "caller"))
     sequence = harness.sequence_of(harness.begun("a", PROMPT, 1, 4))
     with pytest.raises(ValueError, match=message):
@@ -116,7 +110,7 @@ def test_pages_that_cannot_be_a_beginning_stay_the_callers(
 
 
 def test_table_with_a_page_twice_or_of_nowhere_is_refused() -> None:
-    harness = make()
+    harness = OpenHarness.of(16)
     page, other = harness.pool.allocate(2, "caller")
     sequence = harness.sequence_of(harness.begun("a", PROMPT[:8], 1, 4))
     with pytest.raises(ValueError, match="got 1 in a table of 2"):
@@ -127,7 +121,7 @@ def test_table_with_a_page_twice_or_of_nowhere_is_refused() -> None:
 
 
 def test_prompt_logprobs_and_brought_pages_exclude_each_other() -> None:
-    harness = make()
+    harness = OpenHarness.of(16)
     pages = tuple(harness.pool.allocate(2, "caller"))
     request = Request(
         request_id="a",
@@ -140,7 +134,7 @@ def test_prompt_logprobs_and_brought_pages_exclude_each_other() -> None:
 
 @pytest.mark.parametrize("trouble", ["another's", "only leased", "still written", "shared"])
 def test_pages_that_the_owner_does_not_use_alone_are_refused(trouble: str) -> None:
-    harness = make()
+    harness = OpenHarness.of(16)
     pool = harness.pool
     pages = tuple(pool.allocate(2, "caller"))
     (last,) = pool.reserve(1, "lease", 5.0) if trouble == "only leased" else pool.allocate(1, "third")
@@ -157,7 +151,7 @@ def test_pages_that_the_owner_does_not_use_alone_are_refused(trouble: str) -> No
 
 
 def test_refused_release_releases_nothing() -> None:
-    harness = make()
+    harness = OpenHarness.of(16)
     pages = tuple(harness.pool.allocate(2, "caller"))
     (foreign,) = harness.pool.allocate(1, "third")
     with pytest.raises(IntegrityError, match=f"page {foreign}"):

@@ -5,14 +5,13 @@ import pytest
 from baton.engine.cache.page_pool import PageState
 from baton.request import SamplingParams
 from tests.accounts import AccountHarness, scheduling_key
-from tests.scheduling import Settings
 
 HOT = [9, 8, 7, 6, 5, 4, 3, 2] * 3  # six pages
 
 
 class Cached:
     def __init__(self, num_host_pages: int = 0) -> None:
-        self.harness = AccountHarness(Settings(num_pages=32, page_size=4, num_host_pages=num_host_pages))
+        self.harness = AccountHarness.of(32, num_host_pages=num_host_pages)
         self.num_asked = 0
 
     def ask(self, tenant: str, prompt: list[int], weight: float = 1.0) -> int:

@@ -1,17 +1,14 @@
 """The order of prompts: class, share, priority, deadline, arrival."""
 
-from baton.config.engine import SchedulerConfig
 from baton.engine.scheduler.sequence import DEFAULT_DUE_S, SequenceStatus, due_s
 from baton.request import Request, SamplingParams
 from baton.tenants import SchedulingKey, Sla
 from baton.token_ids import TokenIds
 from tests.accounts import AccountHarness, scheduling_key
-from tests.scheduling import Settings
 
 
-def make_harness(num_pages: int = 400, max_num_seqs: int = 8) -> AccountHarness:
-    config = SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=64)
-    return AccountHarness(Settings(num_pages=num_pages, page_size=4, prefix_caching=False, scheduler=config))
+def make_harness(num_pages: int = 400) -> AccountHarness:
+    return AccountHarness.of(num_pages, prefix_caching=False)
 
 
 def first_tokens(harness: AccountHarness) -> str:

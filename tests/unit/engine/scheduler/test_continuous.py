@@ -1,21 +1,17 @@
 """Continuous batching: the order in which sequences get the tokens of a step."""
 
+from typing import Any
+
 import pytest
 
-from baton.config.engine import SchedulerConfig
 from baton.request import SamplingParams
-from tests.scheduling import Harness, Settings
+from tests.scheduling import Harness
 
 BUDGET = 64
 
 
-def make(
-    *, num_pages: int = 1_000, num_seqs: int = 16, budget: int = BUDGET, delay_ms: float = 0.0
-) -> Harness:
-    config = SchedulerConfig(
-        max_num_seqs=num_seqs, max_num_batched_tokens=budget, max_queue_delay_ms=delay_ms
-    )
-    return Harness(Settings(num_pages=num_pages, page_size=4, scheduler=config))
+def make(num_pages: int = 1_000, *, max_num_seqs: int = 16, **config: Any) -> Harness:
+    return Harness.of(num_pages, max_num_seqs=max_num_seqs, **config)
 
 
 def prompt(num_tokens: int, first: int = 0) -> list[int]:
@@ -64,7 +60,7 @@ def test_shortest_of_the_later_ones_goes_first() -> None:
 
 
 def test_stream_of_short_prompts_cannot_starve_a_long_one() -> None:
-    harness = make(num_seqs=64)
+    harness = make(max_num_seqs=64)
     harness.add("long", prompt(640))
     (long,) = (s for s in harness.live.values())
     num_steps = 0
@@ -145,7 +141,7 @@ def test_last_page_goes_to_the_better_decode_and_the_other_waits_with_its_pages(
 
 
 def test_chunk_is_cut_to_the_pages_that_are_left() -> None:
-    harness = make(num_pages=10, budget=16)
+    harness = make(num_pages=10, max_num_batched_tokens=16)
     harness.add("long", prompt(36))
     harness.step()
     reserve_all_but(harness, 3)
@@ -178,7 +174,7 @@ def test_choices_with_no_full_page_to_share_start_together() -> None:
 
 
 def test_later_choices_go_on_when_the_first_is_gone() -> None:
-    harness = make(budget=8)
+    harness = make(max_num_batched_tokens=8)
     _, second = harness.add("r", prompt(22), SamplingParams(n=2, max_tokens=1))
     for _ in range(3):
         assert not second.page_table
@@ -189,7 +185,7 @@ def test_later_choices_go_on_when_the_first_is_gone() -> None:
 
 
 def test_window_does_not_hold_decodes() -> None:
-    harness = make(delay_ms=50.0)
+    harness = make(max_queue_delay_ms=50.0)
     harness.add("a", prompt(5))
     harness.clock.advance(0.05)
     harness.step()

@@ -1,22 +1,15 @@
 import pytest
 
-from baton.config.engine import SchedulerConfig
 from baton.engine.cache.page_pool import PageState
 from baton.request import FinishReason, SamplingParams
 from tests.outside import OpenHarness
-from tests.scheduling import PROMPT, Settings
-
-
-def make(num_pages: int = 16, *, seats: int = 8, budget: int = 64, caching: bool = True) -> OpenHarness:
-    config = SchedulerConfig(max_num_seqs=seats, max_num_batched_tokens=budget)
-    return OpenHarness(Settings(num_pages=num_pages, page_size=4, prefix_caching=caching, scheduler=config))
-
+from tests.scheduling import PROMPT
 
 # Claims.
 
 
 def test_claim_holds_whole_pages_without_the_last_token() -> None:
-    harness = make()
+    harness = OpenHarness.of(16)
     harness.add("a", PROMPT[:8], SamplingParams(max_tokens=6))
     harness.run()
     claims = [harness.scheduler.claim(PROMPT[:length], b"", length) for length in range(1, 11)]
@@ -29,7 +22,7 @@ def test_claim_holds_whole_pages_without_the_last_token() -> None:
 
 
 def test_claims_keep_salts_apart_and_count_as_queries() -> None:
-    harness = make()
+    harness = OpenHarness.of(16)
     harness.add("a", PROMPT, cache_salt=b"tenant")
     harness.run()
     queried = harness.cache.num_queried_tokens
@@ -39,7 +32,7 @@ def test_claims_keep_salts_apart_and_count_as_queries() -> None:
 
 
 def test_claim_is_cut_to_a_multiple_that_both_sides_can_start_at() -> None:
-    harness = make()
+    harness = OpenHarness.of(16)
     harness.add("a", PROMPT * 2)
     harness.run()
     taken = [
@@ -50,7 +43,7 @@ def test_claim_is_cut_to_a_multiple_that_both_sides_can_start_at() -> None:
 
 
 def test_owner_has_one_claim() -> None:
-    harness = make()
+    harness = OpenHarness.of(16)
     harness.add("a", PROMPT)
     harness.run()
     claim = harness.scheduler.claim(PROMPT, b"", "owner")
@@ -64,7 +57,7 @@ def test_owner_has_one_claim() -> None:
 
 
 def test_claimed_pages_are_not_evicted() -> None:
-    harness = make(num_pages=6)
+    harness = OpenHarness.of(6)
     harness.add("a", PROMPT)
     harness.run()
     claim = harness.scheduler.claim(PROMPT, b"", "owner")
@@ -80,7 +73,7 @@ def test_claimed_pages_are_not_evicted() -> None:
 
 @pytest.mark.parametrize("budget", [3, 64])
 def test_kept_pages_hold_everything_computed_until_they_are_let_go(budget: int) -> None:
-    harness = make(budget=budget)
+    harness = OpenHarness.of(16, max_num_batched_tokens=budget)
     (sequence,) = harness.add("a", PROMPT, SamplingParams(max_tokens=1))
     sequence.keeps_pages = True
     while harness.scheduler.has_work():
@@ -98,7 +91,7 @@ def test_kept_pages_hold_everything_computed_until_they_are_let_go(budget: int) 
 
 
 def test_aborted_sequence_keeps_nothing() -> None:
-    harness = make()
+    harness = OpenHarness.of(16)
     (sequence,) = harness.add("a", PROMPT)
     sequence.keeps_pages = True
     harness.step()
@@ -111,7 +104,7 @@ def test_aborted_sequence_keeps_nothing() -> None:
 
 
 def test_failed_sequence_leaves_no_page_to_be_found() -> None:
-    harness = make()
+    harness = OpenHarness.of(16)
     (sequence,) = harness.add("a", PROMPT, SamplingParams(max_tokens=9))
     harness.step()
     harness.scheduler.fail(sequence)

@@ -2,20 +2,17 @@
 
 import pytest
 
-from baton.config.engine import SchedulerConfig
 from baton.engine.scheduler.sequence import SequenceStatus
 from baton.errors import InvalidRequest
 from baton.request import SamplingParams
 from tests.accounts import AccountHarness, scheduling_key
-from tests.scheduling import Settings
 
 LONG = SamplingParams(max_tokens=100)
 TIGHT = scheduling_key(max_kv_pages=10)  # 40 tokens
 
 
-def make_harness(num_pages: int = 200, policy: str = "continuous") -> AccountHarness:
-    config = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=256, policy=policy)  # type: ignore[arg-type]
-    return AccountHarness(Settings(num_pages=num_pages, page_size=4, prefix_caching=False, scheduler=config))
+def make_harness(*, prefix_caching: bool = False, policy: str = "continuous") -> AccountHarness:
+    return AccountHarness.of(200, prefix_caching=prefix_caching, max_num_batched_tokens=256, policy=policy)
 
 
 def test_quota_preempts_only_sequences_of_its_own_key() -> None:
@@ -60,8 +57,7 @@ def test_no_sequence_overtakes_one_of_its_own_key() -> None:
 
 
 def test_pages_that_two_sequences_share_count_once() -> None:
-    config = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=256)
-    harness = AccountHarness(Settings(num_pages=200, page_size=4, scheduler=config))
+    harness = make_harness(prefix_caching=True)
     short = SamplingParams(max_tokens=2)
     harness.add("first", range(33), LONG, tenant="t", scheduling_key=scheduling_key(max_kv_pages=18))
     harness.step()

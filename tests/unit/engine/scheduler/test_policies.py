@@ -1,17 +1,16 @@
 """Batching policies: the queue window, the order among scheduling keys, and batches by request."""
 
-from typing import Literal
+from typing import Any
 
 import pytest
 
-from baton.config.engine import SchedulerConfig
 from baton.engine.scheduler.policies import QueueWindow, in_turn
 from baton.engine.scheduler.sequence import Sequence
 from baton.fair_queue import Share
 from baton.request import Request, SamplingParams
 from baton.token_ids import TokenIds
 from tests.accounts import AccountHarness, scheduling_key
-from tests.scheduling import Harness, Settings
+from tests.scheduling import Harness
 
 
 def waiting(*enqueued_s: float) -> list[Sequence]:
@@ -106,8 +105,7 @@ def test_sequence_without_tokens_costs_no_work() -> None:
 
 def test_prompts_of_two_keys_share_the_steps_by_weight() -> None:
     """Both keys have more than fits; the noisy one came first, with more prompts of a better priority."""
-    config = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=100)
-    harness = AccountHarness(Settings(num_pages=4000, page_size=4, scheduler=config))
+    harness = AccountHarness.of(4000, max_num_batched_tokens=100)
     for number in range(200):
         prompt = [number, *range(39)]
         harness.add(f"n{number}", prompt, SamplingParams(max_tokens=1), tenant="noisy", cache_salt=b"n")
@@ -129,13 +127,8 @@ def test_prompts_of_two_keys_share_the_steps_by_weight() -> None:
     assert abs(computed["quiet"] / sum(computed.values()) - 0.75) < 0.0375  # 5 % of its share
 
 
-def make_by_request(
-    policy: Literal["static", "dynamic"], *, num_pages: int = 200, delay_ms: float = 0.0
-) -> Harness:
-    config = SchedulerConfig(
-        policy=policy, max_num_seqs=3, max_num_batched_tokens=60, max_queue_delay_ms=delay_ms
-    )
-    return Harness(Settings(num_pages=num_pages, page_size=4, scheduler=config))
+def make_by_request(policy: str, num_pages: int = 200, **config: Any) -> Harness:
+    return Harness.of(num_pages, policy=policy, max_num_seqs=3, max_num_batched_tokens=60, **config)
 
 
 def add(harness: Harness, name: str, num_prompt_tokens: int, max_tokens: int) -> None:
@@ -181,7 +174,7 @@ def test_static_rows_that_finished_are_padding_until_the_slowest_finishes() -> N
 
 
 def test_dynamic_batch_gathers_in_its_window_and_pads_nothing() -> None:
-    harness = make_by_request("dynamic", delay_ms=100.0)
+    harness = make_by_request("dynamic", max_queue_delay_ms=100.0)
     add(harness, "a", 4, 4)
     plan, _, _ = harness.step()
     assert not plan.scheduled and plan.wait_s == pytest.approx(0.1)
@@ -203,9 +196,7 @@ def test_no_sequence_joins_a_running_dynamic_batch() -> None:
 
 
 @pytest.mark.parametrize("policy", ["static", "dynamic"])
-def test_batch_takes_only_members_with_room_for_their_longest_answers(
-    policy: Literal["static", "dynamic"],
-) -> None:
+def test_batch_takes_only_members_with_room_for_their_longest_answers(policy: str) -> None:
     harness = make_by_request(policy, num_pages=10)
     for name in "abc":
         add(harness, name, 4, 12)  # 4 pages each in the end

@@ -13,7 +13,7 @@ from baton.engine.scheduler.sequence import PreemptMode, Sequence, SequenceKey, 
 from baton.request import Request, SamplingParams
 from baton.token_ids import TokenIds
 from tests.accounts import scheduling_key
-from tests.scheduling import PROMPT, make_harness
+from tests.scheduling import PROMPT, Harness
 
 PAGE_SIZE = 4
 NUM_PAGES = 40
@@ -171,7 +171,7 @@ def test_cheaper_mode_wins(num_tokens: int, num_pages: int, expected: PreemptMod
 
 
 def test_abort_of_a_swapped_sequence_frees_its_host_pages() -> None:
-    harness = make_harness(num_host_pages=8)
+    harness = Harness.of(num_host_pages=8)
     (sequence,) = harness.add("a", PROMPT)
     harness.step()
     harness.scheduler.preempt(sequence.key, PreemptMode.SWAP)
@@ -183,7 +183,7 @@ def test_abort_of_a_swapped_sequence_frees_its_host_pages() -> None:
 
 
 def test_recompute_drops_pages_and_computes_the_same_answer() -> None:
-    harness = make_harness(prefix_caching=False)
+    harness = Harness.of(prefix_caching=False)
     (sequence,) = harness.add("a", PROMPT)
     harness.step()
     harness.scheduler.preempt(sequence.key, PreemptMode.RECOMPUTE)
@@ -196,7 +196,7 @@ def test_recompute_drops_pages_and_computes_the_same_answer() -> None:
 
 
 def test_prefix_found_after_a_preemption_does_not_count_as_cached() -> None:
-    harness = make_harness()
+    harness = Harness.of()
     (sequence,) = harness.add("a", PROMPT)
     harness.step()
     version = sequence.table_version
@@ -209,7 +209,7 @@ def test_prefix_found_after_a_preemption_does_not_count_as_cached() -> None:
 
 
 def test_swap_copies_out_and_back_and_computes_nothing_twice() -> None:
-    harness = make_harness(num_host_pages=8, prefix_caching=False)
+    harness = Harness.of(num_host_pages=8, prefix_caching=False)
     (sequence,) = harness.add("a", PROMPT)
     harness.step()
     harness.scheduler.preempt(sequence.key, PreemptMode.SWAP)
@@ -223,7 +223,7 @@ def test_swap_copies_out_and_back_and_computes_nothing_twice() -> None:
 
 
 def test_swap_brings_back_only_what_the_device_has_lost() -> None:
-    harness = make_harness(num_host_pages=8)
+    harness = Harness.of(num_host_pages=8)
     (sequence,) = harness.add("a", PROMPT)
     harness.step()
     harness.scheduler.preempt(sequence.key, PreemptMode.SWAP)
@@ -234,7 +234,7 @@ def test_swap_brings_back_only_what_the_device_has_lost() -> None:
 
 
 def test_swap_without_host_pages_recomputes() -> None:
-    harness = make_harness(num_host_pages=2)
+    harness = Harness.of(num_host_pages=2)
     (sequence,) = harness.add("a", PROMPT)
     harness.step()
     harness.scheduler.preempt(sequence.key, PreemptMode.SWAP)
@@ -254,7 +254,7 @@ def test_swap_without_host_pages_recomputes() -> None:
 def test_shortage_preempts_by_measured_cost(
     rates: PreemptionRates | None, expected: set[PreemptMode]
 ) -> None:
-    harness = make_harness(num_pages=12, num_host_pages=20)
+    harness = Harness.of(num_pages=12, num_host_pages=20)
     harness.scheduler.rates = rates
     for name in "ab":
         harness.add(name, [ord(name) % 50] * 4, SamplingParams(max_tokens=35))
@@ -270,7 +270,7 @@ def test_shortage_preempts_by_measured_cost(
 def test_preemption_of_everything_before_every_step_changes_no_token(
     mode: PreemptMode, prefix_caching: bool
 ) -> None:
-    harness = make_harness(num_host_pages=64, prefix_caching=prefix_caching)
+    harness = Harness.of(num_host_pages=64, prefix_caching=prefix_caching)
     for name in "abc":
         harness.add(name, PROMPT * 2 + [ord(name) % 50], SamplingParams(max_tokens=6))
     while harness.scheduler.has_work():
@@ -283,7 +283,7 @@ def test_preemption_of_everything_before_every_step_changes_no_token(
 
 
 def test_only_a_running_sequence_can_be_preempted() -> None:
-    harness = make_harness()
+    harness = Harness.of()
     (sequence,) = harness.add("a", PROMPT)
     with pytest.raises(ValueError, match="is waiting, not running"):
         harness.scheduler.preempt(sequence.key, PreemptMode.SWAP)

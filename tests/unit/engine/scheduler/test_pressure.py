@@ -1,26 +1,16 @@
 import pytest
 
-from baton.config.engine import SchedulerConfig
 from baton.engine.scheduler.sequence import PreemptMode, SequenceStatus
 from baton.engine.scheduler.step_planner import CHUNK_DIVISOR, PressureMode
 from baton.request import SamplingParams
 from tests.accounts import AccountHarness, scheduling_key
-from tests.scheduling import Settings
 
 BUDGET = 64
 LONG = SamplingParams(max_tokens=60)
 
 
 def harness_of(num_pages: int = 40, num_host_pages: int = 0) -> AccountHarness:
-    config = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=BUDGET)
-    settings = Settings(
-        num_pages=num_pages,
-        page_size=4,
-        num_host_pages=num_host_pages,
-        prefix_caching=False,
-        scheduler=config,
-    )
-    return AccountHarness(settings)
+    return AccountHarness.of(num_pages, num_host_pages=num_host_pages, prefix_caching=False)
 
 
 def test_small_chunks_give_prompts_a_part_of_a_step_while_others_decode() -> None:

@@ -4,7 +4,7 @@ from baton.engine.cache.page_pool import PageState
 from baton.engine.scheduler.sequence import Advance
 from baton.errors import IntegrityError, InvalidRequest
 from baton.request import FinishReason, SamplingParams
-from tests.scheduling import PROMPT, Harness, make_harness
+from tests.scheduling import PROMPT, Harness
 
 
 def sample(harness: Harness, token_id: int) -> list[Advance]:
@@ -14,13 +14,13 @@ def sample(harness: Harness, token_id: int) -> list[Advance]:
 
 
 def test_stop_id_at_the_last_token_is_a_stop() -> None:
-    harness = make_harness()
+    harness = Harness.of()
     harness.add("a", PROMPT, SamplingParams(max_tokens=1, stop_token_ids=(8,)))
     assert sample(harness, 8)[0].finish_reason is FinishReason.STOP
 
 
 def test_sequence_that_fills_the_pool_ends_by_length() -> None:
-    harness = make_harness(num_pages=4)
+    harness = Harness.of(num_pages=4)
     (sequence,) = harness.add("a", PROMPT, SamplingParams(max_tokens=1_000))
     harness.run()
     assert sequence.num_tokens == 16
@@ -28,7 +28,7 @@ def test_sequence_that_fills_the_pool_ends_by_length() -> None:
 
 @pytest.mark.parametrize("num_tokens", [0, 16, 100])
 def test_prompt_that_can_never_run_is_refused(num_tokens: int) -> None:
-    harness = make_harness(num_pages=4)
+    harness = Harness.of(num_pages=4)
     with pytest.raises(InvalidRequest, match="request a"):
         harness.add("a", range(num_tokens))
     assert not harness.scheduler.has_work()
@@ -36,7 +36,7 @@ def test_prompt_that_can_never_run_is_refused(num_tokens: int) -> None:
 
 @pytest.mark.parametrize("change", ["add", "apply"])
 def test_stale_plan_is_refused(change: str) -> None:
-    harness = make_harness()
+    harness = Harness.of()
     harness.add("a", PROMPT)
     plan = harness.scheduler.plan()
     if change == "add":
@@ -48,7 +48,7 @@ def test_stale_plan_is_refused(change: str) -> None:
 
 
 def test_missing_sample_is_an_integrity_error() -> None:
-    harness = make_harness()
+    harness = Harness.of()
     harness.add("a", PROMPT)
     batch = harness.scheduler.apply(harness.scheduler.plan())
     with pytest.raises(IntegrityError, match="no token at position 10"):
@@ -56,7 +56,7 @@ def test_missing_sample_is_an_integrity_error() -> None:
 
 
 def test_prompt_logprobs_compute_the_whole_prompt_and_share_it_afterwards() -> None:
-    harness = make_harness()
+    harness = Harness.of()
     (first,) = harness.add("a", PROMPT, SamplingParams(max_tokens=5))
     harness.step()
     (second,) = harness.add("b", PROMPT, SamplingParams(prompt_logprobs=0, max_tokens=5))
@@ -67,7 +67,7 @@ def test_prompt_logprobs_compute_the_whole_prompt_and_share_it_afterwards() -> N
 
 
 def test_abort_while_the_batch_runs_drops_its_token() -> None:
-    harness = make_harness()
+    harness = Harness.of()
     harness.add("a", PROMPT)
     harness.add("b", PROMPT[::-1])
     batch = harness.scheduler.apply(harness.scheduler.plan())
@@ -78,7 +78,7 @@ def test_abort_while_the_batch_runs_drops_its_token() -> None:
 
 
 def test_evicted_pages_return_from_the_host_for_a_hit() -> None:
-    harness = make_harness(num_pages=6, num_host_pages=12)
+    harness = Harness.of(num_pages=6, num_host_pages=12)
     harness.add("a", PROMPT + PROMPT)
     harness.run()
     harness.add("b", [40 + token for token in PROMPT + PROMPT])
@@ -90,7 +90,7 @@ def test_evicted_pages_return_from_the_host_for_a_hit() -> None:
 
 
 def test_leased_pages_delay_sequences_until_the_lease_expires() -> None:
-    harness = make_harness(num_pages=4)
+    harness = Harness.of(num_pages=4)
     harness.pool.reserve(3, "transfer", deadline_s=1.0)
     harness.add("a", PROMPT)
     assert not harness.scheduler.plan().scheduled
@@ -99,7 +99,7 @@ def test_leased_pages_delay_sequences_until_the_lease_expires() -> None:
 
 
 def test_table_versions_of_different_sequences_never_meet() -> None:
-    harness = make_harness()
+    harness = Harness.of()
     (first,) = harness.add("a", PROMPT)
     harness.run()
     (second,) = harness.add("a", PROMPT)
@@ -108,7 +108,7 @@ def test_table_versions_of_different_sequences_never_meet() -> None:
 
 
 def test_wrong_page_is_noticed() -> None:
-    harness = make_harness()
+    harness = Harness.of()
     (first,) = harness.add("a", PROMPT)
     (second,) = harness.add("b", PROMPT[::-1])
     harness.step()
