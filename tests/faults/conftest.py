@@ -1,8 +1,10 @@
 import socket
+from collections.abc import Iterator
 from contextlib import ExitStack
 
 import pytest
 
+from tests.endpoint_host import Host
 from tests.replicas import replicas
 
 __all__ = ["replicas"]
@@ -14,3 +16,12 @@ def free_ports() -> list[int]:
     with ExitStack() as ends:
         held = [ends.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(3)]
         return [each.getsockname()[1] for each in held]
+
+
+@pytest.fixture
+def source(transport: str) -> Iterator[Host]:
+    """A source in this process, over the transport of the test's parameter."""
+    host = Host(is_shared=False, transport=transport)
+    host.fill(1)
+    yield host
+    host.close()

@@ -11,14 +11,6 @@ from tests.transfer_ends import wait_for
 POINTS = ("start", "after Grant", "half", "all", "before Verified")
 
 
-@pytest.fixture
-def source(transport: str) -> Iterator[Host]:
-    host = Host(is_shared=False, transport=transport)
-    host.fill(1)
-    yield host
-    host.close()
-
-
 @pytest.fixture(scope="module")
 def destination() -> Iterator[HostProcess]:
     with HostProcess() as process:

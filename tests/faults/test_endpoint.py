@@ -18,14 +18,6 @@ ALL_FREE = {"FREE": NUM_PAGES, "ACTIVE": 0, "CACHED": 0, "LEASED": 0, "QUARANTIN
 
 
 @pytest.fixture
-def source(transport: str) -> Iterator[Host]:
-    host = Host(is_shared=False, transport=transport)
-    host.fill(1)
-    yield host
-    host.close()
-
-
-@pytest.fixture
 def destination() -> Iterator[HostProcess]:
     with HostProcess() as process:
         yield process

@@ -6,10 +6,8 @@ from collections.abc import Iterator
 import pytest
 
 from tests.endpoint_host import NUM_PAGES, Host
-from tests.transfer_ends import wait_for
+from tests.replicas import BACK_S, NUM_UNITS, all_back_s
 
-NUM_UNITS = 24
-BACK_S = 1.0
 POINTS = ("after Grant", "half", "all", "before Verified")
 
 
@@ -29,14 +27,6 @@ def destination(request: pytest.FixtureRequest) -> Iterator[Host]:
     host = Host(page_size, NUM_PAGES * 16 // page_size, num_ranks=num_ranks)
     yield host
     host.close()
-
-
-def all_back_s(*hosts: Host) -> float:
-    def is_back(host: Host) -> bool:
-        counts = host.counts()
-        return counts["FREE"] == host.ledger.num_pages and not counts["open"]
-
-    return wait_for(lambda: all(is_back(host) for host in hosts))
 
 
 def test_pages_arrive_exactly(source: Host, destination: Host) -> None:

@@ -1,10 +1,12 @@
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.parity.models import CASES, save_model
+from baton.config.engine import engine_config
+from baton.engine.engine import Engine, load_engine
+from tests.parity.models import CASES, MODEL, save_model
 
 
 @pytest.fixture(scope="session")
@@ -20,3 +22,14 @@ def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, 
         return made[name, dtype]
 
     return directory
+
+
+@pytest.fixture
+def oracle(model_directory: Callable[..., Path]) -> Iterator[Engine]:
+    """One engine, with which clusters of the same model are compared."""
+    directory = model_directory(MODEL)
+    engine = load_engine(
+        engine_config({"model": str(directory), "device": "cpu", "cache": {"kv_cache_memory_bytes": 2**22}})
+    )
+    yield engine
+    engine.close()

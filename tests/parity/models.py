@@ -12,6 +12,7 @@ import transformers
 from torch import Tensor
 
 VOCAB_SIZE: Final = 331  # odd, so that vocabulary-parallel parts differ in size
+MODEL: Final = "llama-gqa7-biased"  # of clusters: its two KV heads can be split over two ranks
 _COMMON: Final = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 64,

@@ -5,7 +5,7 @@ A failure names the first layer and page of the prompt's KV that differ.
 
 import random
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -14,16 +14,14 @@ import pytest
 import torch
 
 from baton.config.engine import EngineConfig, engine_config
-from baton.engine.engine import Engine, load_engine
+from baton.engine.engine import Engine
 from baton.engine.replica import LayerWatch
 from baton.kvtransfer.ranks import messages as rank_messages
 from baton.messages.workers import WorkerRole
 from baton.request import Request, SamplingParams, StepOutput
 from baton.token_ids import TokenIds
 from tests.cluster_threads import Answer, Cluster
-from tests.parity.models import VOCAB_SIZE
-
-MODEL: Final = "llama-gqa7-biased"  # its two KV heads can be split over two ranks
+from tests.parity.models import MODEL, VOCAB_SIZE
 
 
 @dataclass(frozen=True)
@@ -120,16 +118,6 @@ def alone(engine: Engine, request: Request) -> list[int | None]:
     while engine.has_work():
         tokens += [output.token_id for output in engine.step()]
     return tokens
-
-
-@pytest.fixture
-def oracle(model_directory: Callable[..., Path]) -> Iterator[Engine]:
-    directory = model_directory(MODEL)
-    engine = load_engine(
-        engine_config({"model": str(directory), "device": "cpu", "cache": {"kv_cache_memory_bytes": 2**22}})
-    )
-    yield engine
-    engine.close()
 
 
 def check(topology: Topology, oracle: Engine, directory: Path) -> None:

@@ -1,24 +1,14 @@
 """The policy that predicts seconds learns from the workers' reports and changes no token."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from baton.config.engine import engine_config
-from baton.engine.engine import Engine, load_engine
+from baton.engine.engine import Engine
 from tests.cluster_threads import Cluster, wait_for
-from tests.parity.test_cluster import MODEL, Topology, alone, requests
-
-
-@pytest.fixture
-def oracle(model_directory: Callable[..., Path]) -> Iterator[Engine]:
-    directory = model_directory(MODEL)
-    engine = load_engine(
-        engine_config({"model": str(directory), "device": "cpu", "cache": {"kv_cache_memory_bytes": 2**22}})
-    )
-    yield engine
-    engine.close()
+from tests.parity.models import MODEL
+from tests.parity.test_cluster import Topology, alone, requests
 
 
 @pytest.mark.parametrize("page_size", [16, 64])

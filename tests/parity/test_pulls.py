@@ -19,9 +19,9 @@ from baton.messages.workers import WorkerRole
 from baton.request import Request, SamplingParams
 from baton.token_ids import TokenIds
 from tests.cluster_threads import TIMEOUT_S, Cluster, WorkerThread
-from tests.parity.models import VOCAB_SIZE
+from tests.parity.models import MODEL, VOCAB_SIZE
 from tests.parity.scripted_policy import WORDS, Words
-from tests.parity.test_cluster import MODEL, alone
+from tests.parity.test_cluster import alone
 
 NUM_TOKENS: Final = 200
 SMALL: Final = 24 * 16 * 512  # bytes of all ranks: little more than one prompt has room
