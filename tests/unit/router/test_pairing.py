@@ -152,15 +152,6 @@ def test_max_attempts_bounds_open_attempts() -> None:
     assert isinstance(c.submit(a_request("c")), Routed)
 
 
-def test_attempts_end_when_their_gateway_leaves() -> None:
-    c = cluster("p0", "d0")
-    c.submit()
-    c["g"].leave()
-    assert len(c.router.in_flight) == 0
-    assert c.router.in_flight.account(id_of("d0")).num_attempts == 0
-    c.router.in_flight.check_integrity()
-
-
 def test_gateway_that_connects_again_has_no_attempts() -> None:
     c = cluster("p0", "d0")
     c.submit()

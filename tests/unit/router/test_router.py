@@ -409,14 +409,6 @@ def join(c: Cluster, which: str, incarnation: int) -> TestPeer:
     return TestPeer.worker(c.router, worker)
 
 
-def test_later_process_replaces_the_earlier() -> None:
-    c = cluster()
-    earlier = join(c, "earlier", 1)
-    join(c, "later", 2)
-    assert not earlier.is_open
-    assert c.router.members.find("d") is c.router.members.get(id_of("later"))
-
-
 def test_earlier_process_is_refused_while_the_later_is_connected() -> None:
     """After a restart of the router, a suspended process wakes up."""
     c = cluster()
@@ -436,15 +428,6 @@ def test_earlier_process_is_admitted_while_the_later_is_away() -> None:
     join(c, "later", 2)
     assert not earlier.is_open
     assert c.router.members.get(id_of("later")) is not None
-
-
-def test_of_two_processes_started_by_hand_the_last_to_join_stays() -> None:
-    c = cluster()
-    first = join(c, "first", 0)
-    join(c, "second", 0)
-    assert not first.is_open
-    with pytest.raises(WireError, match="has been replaced"):
-        join(c, "first", 0)
 
 
 def test_of_two_processes_started_by_hand_the_silent_one_is_refused() -> None:
