@@ -9,11 +9,12 @@ import pytest
 from baton.engine.engine import Engine
 from baton.kvtransfer.protocol.messages import Commit, Grant
 from baton.messages.codec import AnyMessage
-from baton.messages.control import Prefill, Prefilled
+from baton.messages.control import Measured, Prefill, Prefilled, PullSource
+from baton.messages.workers import PrefillTimes
 from baton.request import FinishReason, Request, SamplingParams, StepOutput, TokenEvent
 from baton.token_ids import TokenIds
 from tests.tiny_models import VOCAB_SIZE, tiny_engine, write_config
-from tests.worker_pair import WorkerPair
+from tests.worker_pair import ROUTER, Host, WorkerPair
 
 MakePair: TypeAlias = Callable[..., WorkerPair]
 PROMPT: Final = tuple((7 * i + i * i) % VOCAB_SIZE for i in range(41))
@@ -82,6 +83,33 @@ def answer_alone(engine: Engine, request: Request) -> list[Said]:
     while engine.has_work():
         outputs += engine.step()
     return [Said.of(output) for output in outputs]
+
+
+def answer_of(pair: WorkerPair, request: Request) -> list[Said]:
+    """Make turns until the dispatched request is answered; return its answer."""
+    pair.turns_until(lambda: pair.is_answered(request))
+    return said(pair.heard(request))
+
+
+def prefills(pair: WorkerPair) -> list[PrefillTimes]:
+    """Times of prompts that the router has been told."""
+    told = [each for each in pair.said[ROUTER.id] if isinstance(each, Measured)]
+    return [times for each in told for times in each.prefills]
+
+
+def known_at(host: Host, prompt: tuple[int, ...]) -> PullSource:
+    """The source that the router would have learned of this worker's pages."""
+    claim = host.engine.claim_prefix(prompt, b"", "the router")
+    generations = tuple(map(host.engine.pages.generation, claim.pages))
+    host.engine.release(claim)
+    return PullSource(host.id, claim.num_tokens, claim.pages, generations)
+
+
+def has_pulled(host: Host, **number: int) -> bool:
+    """Return whether the worker has counted these pulls and no others."""
+    counters = host.node.load().counters
+    names = ("pulls", "pulls_failed", "pulls_not_begun")
+    return {name: counters.get(name, 0) for name in names} == dict.fromkeys(names, 0) | number
 
 
 def begun(answer: list[Said], num_tokens: int) -> tuple[int, ...]:

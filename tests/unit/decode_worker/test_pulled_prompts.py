@@ -4,12 +4,11 @@ import pytest
 
 from baton.engine.engine import Engine
 from baton.kvtransfer.protocol.messages import Commit, PullRequest
-from baton.messages.control import Dispatch, KvEventsWanted, Measured, PullSource
-from baton.messages.workers import PrefillTimes
+from baton.messages.control import Dispatch, KvEventsWanted, PullSource
 from baton.request import Request
 from tests.tiny_models import VOCAB_SIZE
-from tests.worker_pair import GATEWAY, PREFILL, ROUTER, WorkerPair
-from tests.worker_pair_cases import MakePair, a_request, answer_alone, said
+from tests.worker_pair import GATEWAY, ROUTER, WorkerPair
+from tests.worker_pair_cases import MakePair, a_request, answer_alone, has_pulled, known_at, prefills, said
 
 PROMPT = tuple((3 * i + i * i) % VOCAB_SIZE for i in range(70))
 
@@ -24,17 +23,7 @@ def warm(pair: WorkerPair) -> PullSource:
     pair.quiet_down()
     ledger = pair.decode.engine.pages
     pair.decode.engine.scheduler.cache.make_room(ledger.num_pages, keep=False)
-    engine = pair.prefill.engine
-    claim = engine.claim_prefix(PROMPT, b"", "the router")
-    generations = tuple(map(engine.pages.generation, claim.pages))
-    engine.release(claim)
-    return PullSource(PREFILL, claim.num_tokens, claim.pages, generations)
-
-
-def pulls(pair: WorkerPair, **number: int) -> bool:
-    counters = pair.decode.node.load().counters
-    names = ("pulls", "pulls_failed", "pulls_not_begun")
-    return {name: counters.get(name, 0) for name in names} == dict.fromkeys(names, 0) | number
+    return known_at(pair.prefill, PROMPT)
 
 
 @pytest.mark.parametrize("page_sizes", [(4, 4), (16, 4), (4, 16)])
@@ -48,7 +37,7 @@ def test_pulled_prefix_is_not_computed_and_changes_no_token(
     pair.turns_until(lambda: pair.is_answered(request))
     events = pair.heard(request)
     assert said(events) == answer_alone(alone, request)
-    assert pulls(pair, pulls=1) and events[0].num_cached_tokens == source.num_tokens >= 64
+    assert has_pulled(pair.decode, pulls=1) and events[0].num_cached_tokens == source.num_tokens >= 64
 
 
 def test_tokens_of_an_earlier_attempt_are_gone_on_from(make_pair: MakePair, alone: Engine) -> None:
@@ -60,7 +49,7 @@ def test_tokens_of_an_earlier_attempt_are_gone_on_from(make_pair: MakePair, alon
     begin(pair, request, source)
     pair.turns_until(lambda: pair.is_answered(request))
     assert said(pair.heard(request)) == whole[3:]
-    assert pulls(pair, pulls=1)
+    assert has_pulled(pair.decode, pulls=1)
 
 
 @pytest.mark.parametrize("is_asked", [True, False])
@@ -83,12 +72,7 @@ def test_the_pull_is_told_with_the_prompts_times(make_pair: MakePair) -> None:
     source = warm(pair)
     pair.tell(pair.decode, ROUTER, KvEventsWanted())
     begin(pair, a_request(1, PROMPT), source)
-
-    def prefills() -> list[PrefillTimes]:
-        told = [each for each in pair.said[ROUTER.id] if isinstance(each, Measured)]
-        return [times for each in told for times in each.prefills]
-
-    pair.turns_until(lambda: bool(prefills()))
-    (times,) = prefills()
+    pair.turns_until(lambda: bool(prefills(pair)))
+    (times,) = prefills(pair)
     assert (times.num_tokens, times.num_new_tokens, times.pulled_bytes) == (70, 2, 68 * 512)
     assert 0 < times.pulled_s <= times.waited_s

@@ -2,15 +2,9 @@
 
 from time import perf_counter
 
-from baton.messages.control import KvEventsWanted, Measured
-from baton.messages.workers import PrefillTimes
-from tests.worker_pair import ROUTER, WorkerPair
-from tests.worker_pair_cases import MakePair, a_request
-
-
-def prefills(pair: WorkerPair) -> list[PrefillTimes]:
-    told = [each for each in pair.said[ROUTER.id] if isinstance(each, Measured)]
-    return [times for each in told for times in each.prefills]
+from baton.messages.control import KvEventsWanted
+from tests.worker_pair import ROUTER
+from tests.worker_pair_cases import MakePair, a_request, prefills
 
 
 def test_a_prompt_that_is_computed_here_has_times(make_pair: MakePair) -> None:

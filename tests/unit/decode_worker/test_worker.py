@@ -26,6 +26,7 @@ from tests.worker_pair_cases import (
     MakePair,
     a_request,
     answer_alone,
+    answer_of,
     bring_to,
     said,
 )
@@ -38,8 +39,7 @@ def test_prompt_without_a_prefill_worker_is_computed_here(make_pair: MakePair, a
     pair = make_pair()
     request = a_request()
     pair.dispatch(request, is_local=True)
-    pair.turns_until(lambda: pair.is_answered(request))
-    assert said(pair.heard(request)) == answer_alone(alone, request)
+    assert answer_of(pair, request) == answer_alone(alone, request)
     assert not pair.prefill.engine.stats().total_queried_tokens
 
 
@@ -50,8 +50,7 @@ def test_first_token_may_come_before_the_dispatch(make_pair: MakePair, alone: En
     pair.turn()  # the first token reaches the decode worker, which does not know of the attempt
     dispatch = Dispatch(request=request, gateway=GATEWAY.id, prefill=PREFILL, transfer=transfer)
     pair.tell(pair.decode, ROUTER, dispatch)
-    pair.turns_until(lambda: pair.is_answered(request))
-    assert said(pair.heard(request)) == answer_alone(alone, request)
+    assert answer_of(pair, request) == answer_alone(alone, request)
     assert not pair.decode_worker.counters["recomputed_prefills"]
 
 
@@ -97,8 +96,7 @@ def test_prompt_whose_dispatch_does_not_come_frees_its_pages(
 
 class TestPagesThatDoNotCome:
     def _is_recomputed(self, pair: WorkerPair, request: Request, alone: Engine) -> None:
-        pair.turns_until(lambda: pair.is_answered(request))
-        assert said(pair.heard(request)) == answer_alone(alone, request)
+        assert answer_of(pair, request) == answer_alone(alone, request)
         assert not pair.failures()
         assert pair.decode_worker.counters["recomputed_prefills"] == 1
 
@@ -109,8 +107,7 @@ class TestPagesThatDoNotCome:
         request = a_request()
         pair.dispatch(request)
         if point == "after Verified":  # too late to matter
-            pair.turns_until(lambda: pair.is_answered(request))
-            assert said(pair.heard(request)) == answer_alone(alone, request)
+            assert answer_of(pair, request) == answer_alone(alone, request)
             assert not pair.decode_worker.counters["recomputed_prefills"]
         else:
             self._is_recomputed(pair, request, alone)
@@ -205,8 +202,7 @@ class TestPagesThatDoNotCome:
         pair.turn()
         assert not pair.heard(request)
         ledger.release(pages, "somebody else")
-        pair.turns_until(lambda: pair.is_answered(request))
-        assert said(pair.heard(request)) == answer_alone(alone, request)
+        assert answer_of(pair, request) == answer_alone(alone, request)
 
 
 class TestCancel:
@@ -269,8 +265,7 @@ class TestADispatchWithoutItsGateway:
         pair, request = self._dispatched(make_pair)
         pair.join(pair.decode, GATEWAY)
         pair.decode_worker.tick()
-        pair.turns_until(lambda: pair.is_answered(request))
-        assert said(pair.heard(request)) == answer_alone(alone, request)
+        assert answer_of(pair, request) == answer_alone(alone, request)
 
     def test_attempt_of_a_missing_gateway_is_dropped(self, make_pair: MakePair) -> None:
         pair, _ = self._dispatched(make_pair)
@@ -336,8 +331,7 @@ def test_first_token_from_another_process_is_ignored(make_pair: MakePair, alone:
         PrefillFailed(request_id=request.request_id, attempt=0, failure=Failure.ERROR, reason="a lie"),
     ):
         pair.tell(pair.decode, GATEWAY, message)
-    pair.turns_until(lambda: pair.is_answered(request))
-    assert said(pair.heard(request)) == answer_alone(alone, request)
+    assert answer_of(pair, request) == answer_alone(alone, request)
 
 
 @pytest.mark.parametrize("failure", [Failure.ERROR, Failure.INVALID])
@@ -375,8 +369,7 @@ class TestProbes:
         pair = make_pair()
         request = a_request(is_probe=True)
         pair.dispatch(request)
-        pair.turns_until(lambda: pair.is_answered(request))
-        assert said(pair.heard(request)) == answer_alone(alone, request)
+        assert answer_of(pair, request) == answer_alone(alone, request)
         assert pair.prefill.engine.stats().total_queried_tokens
         assert pair.decode_worker.load().counters["remote_prefills"] == 1
 

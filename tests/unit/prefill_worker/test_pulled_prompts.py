@@ -18,19 +18,10 @@ from baton.messages.workers import WorkerRole
 from baton.request import Request
 from tests.tiny_models import VOCAB_SIZE
 from tests.worker_pair import DECODE, ROUTER, Host, WorkerPair
-from tests.worker_pair_cases import MakePair, a_request, answer_alone, said
+from tests.worker_pair_cases import MakePair, a_request, answer_alone, answer_of, has_pulled, known_at, said
 
 PROMPT: Final = tuple((3 * i + i * i) % VOCAB_SIZE for i in range(70))
 PAGE_SIZES: Final = [(4, 4), (16, 4), (4, 16)]
-
-
-def known(pair: WorkerPair, prompt: tuple[int, ...] = PROMPT) -> PullSource:
-    """What the router would have learned of the decode worker."""
-    engine = pair.decode.engine
-    claim = engine.claim_prefix(prompt, b"", "the router")
-    generations = tuple(map(engine.pages.generation, claim.pages))
-    engine.release(claim)
-    return PullSource(DECODE, claim.num_tokens, claim.pages, generations)
 
 
 def begin(pair: WorkerPair, request: Request, source: PullSource) -> None:
@@ -42,16 +33,7 @@ def warm(pair: WorkerPair) -> PullSource:
     pair.dispatch(a_request(90, PROMPT), is_local=True)
     pair.turns_until(lambda: pair.is_answered(a_request(90, PROMPT)))
     pair.quiet_down()
-    return known(pair)
-
-
-def counts(pair: WorkerPair) -> dict[str, int]:
-    counters = pair.prefill.node.load().counters
-    return {name: counters.get(name, 0) for name in ("pulls", "pulls_failed", "pulls_not_begun")}
-
-
-def pulls(pair: WorkerPair, **number: int) -> bool:
-    return counts(pair) == {"pulls": 0, "pulls_failed": 0, "pulls_not_begun": 0, **number}
+    return known_at(pair.decode, PROMPT)
 
 
 @pytest.mark.parametrize("page_sizes", PAGE_SIZES)
@@ -66,7 +48,7 @@ def test_pulled_prefix_is_not_computed_and_changes_no_token(
     pair.turns_until(lambda: pair.is_answered(request))
     events = pair.heard(request)
     assert said(events) == answer_alone(alone, request)
-    assert pulls(pair, pulls=1) and events[0].num_cached_tokens == source.num_tokens >= 64
+    assert has_pulled(pair.prefill, pulls=1) and events[0].num_cached_tokens == source.num_tokens >= 64
 
 
 def test_only_missing_pages_are_pulled(make_pair: MakePair, alone: Engine) -> None:
@@ -80,8 +62,7 @@ def test_only_missing_pages_are_pulled(make_pair: MakePair, alone: Engine) -> No
     ((_, pull),) = pair.decode.endpoint._held
     assert isinstance(pull, PullRequest) and pull.num_units == (68 - 40) // 4
     pair.decode.endpoint.release()
-    pair.turns_until(lambda: pair.is_answered(request))
-    assert said(pair.heard(request)) == answer_alone(alone, request)
+    assert answer_of(pair, request) == answer_alone(alone, request)
 
 
 def _reuse_all(pair: WorkerPair, source: PullSource) -> PullSource:
@@ -109,7 +90,7 @@ def _mix_up(pair: WorkerPair, source: PullSource) -> PullSource:
     """The very pages that the worker has, with their generations: of another prompt."""
     pair.dispatch(a_request(91, PROMPT[::-1]), is_local=True)
     pair.turns_until(lambda: pair.is_answered(a_request(91, PROMPT[::-1])))
-    return known(pair, PROMPT[::-1])
+    return known_at(pair.decode, PROMPT[::-1])
 
 
 def _swap(pair: WorkerPair, source: PullSource) -> PullSource:
@@ -150,9 +131,8 @@ def test_a_hint_that_is_wrong_costs_nothing_but_time(
     source = spoil(pair, warm(pair))
     request = a_request(1, PROMPT)
     begin(pair, request, source)
-    pair.turns_until(lambda: pair.is_answered(request))
-    assert said(pair.heard(request)) == answer_alone(alone, request)
-    assert pulls(pair, **number)
+    assert answer_of(pair, request) == answer_alone(alone, request)
+    assert has_pulled(pair.prefill, **number)
 
 
 def on_host(pair: WorkerPair, source: PullSource) -> PullSource:
@@ -179,7 +159,7 @@ def test_pages_that_the_holder_keeps_on_its_host_are_pulled_too(make_pair: MakeP
     pair.turns_until(lambda: pair.is_answered(request))
     events = pair.heard(request)
     assert said(events) == answer_alone(alone, request)
-    assert pulls(pair, pulls=1) and events[0].num_cached_tokens == 68
+    assert has_pulled(pair.prefill, pulls=1) and events[0].num_cached_tokens == 68
 
 
 def test_a_holder_that_cannot_bring_them_from_its_host_says_so(
@@ -191,9 +171,8 @@ def test_a_holder_that_cannot_bring_them_from_its_host_says_so(
     request = a_request(1, PROMPT)
     caplog.set_level("INFO")
     begin(pair, request, source)
-    pair.turns_until(lambda: pair.is_answered(request))
-    assert said(pair.heard(request)) == answer_alone(alone, request)
-    assert pulls(pair, pulls_failed=1) and "no room to copy it from the host" in caplog.text
+    assert answer_of(pair, request) == answer_alone(alone, request)
+    assert has_pulled(pair.prefill, pulls_failed=1) and "no room to copy it from the host" in caplog.text
 
 
 def test_without_room_for_the_pages_all_is_computed(make_pair: MakePair, alone: Engine) -> None:
@@ -203,10 +182,9 @@ def test_without_room_for_the_pages_all_is_computed(make_pair: MakePair, alone: 
     taken = ledger.reserve(12, "somebody", 1e12)
     request = a_request(1, PROMPT)
     begin(pair, request, source)
-    pair.turns_until(lambda: counts(pair)["pulls_not_begun"] == 1)
+    pair.turns_until(lambda: has_pulled(pair.prefill, pulls_not_begun=1))
     ledger.release(taken, "somebody")
-    pair.turns_until(lambda: pair.is_answered(request))
-    assert said(pair.heard(request)) == answer_alone(alone, request)
+    assert answer_of(pair, request) == answer_alone(alone, request)
 
 
 def test_prompt_logprobs_need_all_of_the_prompt(make_pair: MakePair, alone: Engine) -> None:
@@ -214,9 +192,8 @@ def test_prompt_logprobs_need_all_of_the_prompt(make_pair: MakePair, alone: Engi
     source = warm(pair)
     request = a_request(1, PROMPT, prompt_logprobs=1)
     begin(pair, request, source)
-    pair.turns_until(lambda: pair.is_answered(request))
-    assert said(pair.heard(request)) == answer_alone(alone, request)
-    assert pulls(pair, pulls_not_begun=1)
+    assert answer_of(pair, request) == answer_alone(alone, request)
+    assert has_pulled(pair.prefill, pulls_not_begun=1)
 
 
 @pytest.mark.parametrize("holds", [PullRequest, None])
@@ -271,9 +248,8 @@ def test_a_holder_that_dies_is_not_waited_for(
 
     pair.turns_until(is_asked)
     holder.close()
-    pair.turns_until(lambda: pair.is_answered(request))
-    assert said(pair.heard(request)) == answer_alone(alone, request)
-    assert pulls(pair, pulls_failed=1)
+    assert answer_of(pair, request) == answer_alone(alone, request)
+    assert has_pulled(pair.prefill, pulls_failed=1)
 
 
 def test_a_pull_that_takes_too_long_is_given_up(make_pair: MakePair, alone: Engine) -> None:
@@ -282,9 +258,8 @@ def test_a_pull_that_takes_too_long_is_given_up(make_pair: MakePair, alone: Engi
     pair.decode.endpoint.holds = PullRequest
     request = a_request(1, PROMPT)
     begin(pair, request, source)
-    pair.turns_until(lambda: pair.is_answered(request))
-    assert said(pair.heard(request)) == answer_alone(alone, request)
-    assert pulls(pair, pulls_failed=1)
+    assert answer_of(pair, request) == answer_alone(alone, request)
+    assert has_pulled(pair.prefill, pulls_failed=1)
 
 
 def test_a_holder_that_is_not_listed_is_not_asked(make_pair: MakePair) -> None:

@@ -2,19 +2,14 @@
 
 from baton.kvtransfer.protocol.messages import Commit
 from baton.messages.control import KvEventBatch, KvEventsWanted, Measured
-from baton.messages.workers import PrefillTimes, StepTimes
+from baton.messages.workers import StepTimes
 from tests.unit.prefill_worker.test_pulled_prompts import PROMPT, begin, warm
 from tests.worker_pair import ROUTER, WorkerPair
-from tests.worker_pair_cases import MakePair, a_request
+from tests.worker_pair_cases import MakePair, a_request, prefills
 
 
 def events(pair: WorkerPair) -> list[KvEventBatch]:
     return [each for each in pair.said[ROUTER.id] if isinstance(each, KvEventBatch)]
-
-
-def prefills(pair: WorkerPair) -> list[PrefillTimes]:
-    told = [each for each in pair.said[ROUTER.id] if isinstance(each, Measured)]
-    return [times for each in told for times in each.prefills]
 
 
 def test_a_router_that_does_not_ask_is_told_nothing(make_pair: MakePair) -> None:

@@ -24,7 +24,16 @@ from baton.messages.operations import Drain
 from baton.request import Request
 from tests.tiny_models import MAX_MODEL_LEN
 from tests.worker_pair import GATEWAY, PREFILL, ROUTER, WorkerPair, prefill_of
-from tests.worker_pair_cases import PROMPT, STAGES, MakePair, a_request, answer_alone, bring_to, said
+from tests.worker_pair_cases import (
+    PROMPT,
+    STAGES,
+    MakePair,
+    a_request,
+    answer_alone,
+    answer_of,
+    bring_to,
+    said,
+)
 
 SMALL_STEPS = {"scheduler": {"max_num_batched_tokens": 8}}
 
@@ -45,8 +54,7 @@ def test_prompt_is_computed_before_pages_are_granted(make_pair: MakePair, alone:
     bring_to(pair, request, "ungranted")
     assert len(pair.heard(request)) == 1
     pair.release()
-    pair.turns_until(lambda: pair.is_answered(request))
-    assert said(pair.heard(request)) == answer_alone(alone, request)
+    assert answer_of(pair, request) == answer_alone(alone, request)
     assert not pair.decode_worker.counters["recomputed_prefills"]
 
 
@@ -56,8 +64,7 @@ def test_grant_may_come_before_its_order(make_pair: MakePair, alone: Engine) -> 
     pair.turns_until(lambda: bool(pair.prefill.endpoint.num_open))
     pair.turn()
     pair.hold()
-    pair.turns_until(lambda: pair.is_answered(request))
-    assert said(pair.heard(request)) == answer_alone(alone, request)
+    assert answer_of(pair, request) == answer_alone(alone, request)
     assert not pair.decode_worker.counters["recomputed_prefills"]
 
 
@@ -216,8 +223,7 @@ def test_prompt_that_no_transfer_can_carry_is_computed_by_the_decode_worker(
     pair, request = make_pair(), a_request()
     monkeypatch.setattr("baton.kvtransfer.protocol.destination.MAX_PAGES", 10)
     pair.dispatch(request)
-    pair.turns_until(lambda: pair.is_answered(request))
-    assert said(pair.heard(request)) == answer_alone(alone, request)
+    assert answer_of(pair, request) == answer_alone(alone, request)
     assert pair.decode_worker.counters["recomputed_prefills"] == 1
 
 
@@ -227,8 +233,7 @@ def test_grant_for_another_prompt_is_refused(make_pair: MakePair, alone: Engine)
     (ordered,) = (each.message for each in pair.post.held())
     assert isinstance(ordered, Prefill)
     order(pair, a_request(1, PROMPT[:20]), ordered.transfer)
-    pair.turns_until(lambda: pair.is_answered(request))
-    assert said(pair.heard(request)) == answer_alone(alone, request)
+    assert answer_of(pair, request) == answer_alone(alone, request)
     assert pair.decode_worker.counters["recomputed_prefills"] == 1
     pair.tell(pair.prefill, pair.decode.hello, Cancel(request_id=a_request(1).request_id, attempt=0))
 
