@@ -18,6 +18,11 @@ def id_of(name: str) -> str:
     return name.encode().hex().ljust(32, "0")[:32]
 
 
+def name_of(id_: str) -> str:
+    """Return the name that `id_of` made the id of; "" of ""."""
+    return bytes.fromhex(id_).decode().rstrip("\0")
+
+
 def a_worker(name: str, role: WorkerRole = WorkerRole.DECODE, **changes: Any) -> Worker:
     """Return a worker; its role is PREFILL if the name begins with "p"."""
     number = sum(map(ord, name))

@@ -14,7 +14,7 @@ from baton.router.membership import Membership
 from baton.router.queue.admission import MIN_COMPUTING
 from baton.tenants import Degradation, Quotas, SchedulingKey, Sla
 from baton.token_ids import TokenIds
-from tests.node_peers import TestPeer, a_worker, id_of
+from tests.node_peers import TestPeer, a_worker, id_of, name_of
 from tests.unit.router.router_cluster import Cluster, cluster
 
 LONG = 3000  # tokens: MIN_COMPUTING prompts of this length take all slots of a worker
@@ -94,7 +94,7 @@ def answers(c: Cluster, gateway: str = "g") -> list[Routed | Rejected]:
 
 
 def names(answered: list[Routed | Rejected]) -> list[str]:
-    return [bytes.fromhex(each.request_id).decode().rstrip("\0") for each in answered]
+    return [name_of(each.request_id) for each in answered]
 
 
 def fill(c: Cluster, tenant: str = "a", **fields: Any) -> None:

@@ -12,7 +12,7 @@ from baton.messages.workers import Load
 from baton.request import Request
 from baton.router.router import Router
 from baton.rpc.peers import TICK_S
-from tests.node_peers import TestPeer, a_request, a_worker, id_of
+from tests.node_peers import TestPeer, a_request, a_worker, id_of, name_of
 
 
 class JumpingClock(ManualClock):
@@ -57,6 +57,12 @@ class Cluster:
         answer = self[gateway].received.pop()
         assert isinstance(answer, Routed | Rejected)
         return answer
+
+    def pair(self, request: Request | None = None, **fields: Any) -> tuple[str, str]:
+        """Submit; return the names of the decode and the prefill worker, "" for none."""
+        routed = self.submit(request, **fields)
+        assert isinstance(routed, Routed)
+        return name_of(routed.decode), name_of(routed.prefill)
 
 
 class Turns:

@@ -9,9 +9,7 @@ from tests.unit.router.router_cluster import cluster
 
 def test_attempt_is_dispatched_to_a_pair_and_its_gateway_hears() -> None:
     c = cluster("p0", "d0")
-    routed = c.submit()
-    assert isinstance(routed, Routed)
-    assert (routed.decode, routed.prefill) == (id_of("d0"), id_of("p0"))
+    assert c.pair() == ("d0", "p0")
     dispatch = c["d0"].only(Dispatch)
     assert (dispatch.request, dispatch.gateway, dispatch.prefill) == (a_request(), id_of("g"), id_of("p0"))
     assert dispatch.transfer, "the router names the transfer"
@@ -20,23 +18,18 @@ def test_attempt_is_dispatched_to_a_pair_and_its_gateway_hears() -> None:
 
 def test_short_prompt_is_computed_by_its_decode_worker() -> None:
     c = cluster("p0", "d0", local_prefill_tokens=16)
-    short = c.submit(a_request("s", num_tokens=16))
-    longer = c.submit(a_request("l", num_tokens=17))
-    assert isinstance(short, Routed) and isinstance(longer, Routed)
-    assert (short.prefill, longer.prefill) == ("", id_of("p0"))
+    assert c.pair(a_request("s", num_tokens=16)) == ("d0", "")
+    assert c.pair(a_request("l", num_tokens=17)) == ("d0", "p0")
 
 
 def test_tokens_of_earlier_attempts_are_part_of_the_prompt() -> None:
     c = cluster("p0", "d0", local_prefill_tokens=16)
     replayed = a_request(num_tokens=14, attempt=1, generated_token_ids=(5, 6, 7))
-    routed = c.submit(replayed)
-    assert isinstance(routed, Routed) and routed.prefill == id_of("p0")
+    assert c.pair(replayed) == ("d0", "p0")
 
 
 def test_without_prefill_workers_decode_workers_compute_prompts() -> None:
-    c = cluster("d0")
-    routed = c.submit()
-    assert isinstance(routed, Routed) and routed.prefill == ""
+    assert cluster("d0").pair() == ("d0", "")
 
 
 def test_attempt_is_rejected_without_decode_workers() -> None:
@@ -49,8 +42,7 @@ def test_attempt_is_rejected_without_decode_workers() -> None:
 def test_sticky_worker_computes_the_rest_of_the_prompt() -> None:
     c = cluster("p0", "d0", "d1", "d2")
     for name in ("a", "b", "c"):
-        routed = c.submit(a_request(name), sticky_worker=id_of("d1"))
-        assert isinstance(routed, Routed) and (routed.decode, routed.prefill) == (id_of("d1"), "")
+        assert c.pair(a_request(name), sticky_worker=id_of("d1")) == ("d1", "")
 
 
 @pytest.mark.parametrize("why", ["gone", "draining", "unreached", "failed it"])
@@ -65,19 +57,17 @@ def test_unusable_sticky_worker_is_ignored(why: str) -> None:
         c["g"].say(Reachable(workers=(id_of("p0"), id_of("d0"))))
     else:
         avoid = (id_of("d1"),)
-    routed = c.submit(sticky_worker=id_of("d1"), avoid=avoid)
-    assert isinstance(routed, Routed) and (routed.decode, routed.prefill) == (id_of("d0"), id_of("p0"))
+    assert c.pair(sticky_worker=id_of("d1"), avoid=avoid) == ("d0", "p0")
 
 
 def test_workers_that_failed_the_request_are_avoided_while_others_are_left() -> None:
     c = cluster("p0", "p1", "d0", "d1")
+    failed = id_of("d0"), id_of("p1")
     for number in range(8):
-        routed = c.submit(a_request(str(number)), avoid=(id_of("d0"), id_of("p1")))
-        assert isinstance(routed, Routed) and (routed.decode, routed.prefill) == (id_of("d1"), id_of("p0"))
+        assert c.pair(a_request(str(number)), avoid=failed) == ("d1", "p0")
     c["d1"].leave()
     c["p0"].leave()
-    routed = c.submit(a_request("last"), avoid=(id_of("d0"), id_of("p1")))
-    assert isinstance(routed, Routed) and (routed.decode, routed.prefill) == (id_of("d0"), id_of("p1"))
+    assert c.pair(a_request("last"), avoid=failed) == ("d0", "p1")
 
 
 @pytest.mark.parametrize(
@@ -93,11 +83,8 @@ def test_pairs_reach_each_other(who: str, reaches: tuple[str, ...], expected: tu
     c = cluster("p0", "p1", "d0", "d1")
     c[who].say(Reachable(workers=tuple(map(id_of, reaches))))
     for number in range(8):
-        routed = c.submit(a_request(str(number)))
-        assert isinstance(routed, Routed)
-        names = {id_of(name): name for name in ("p0", "p1", "d0", "d1")}
-        decode, prefill = names[routed.decode], names[routed.prefill]
-        assert decode in expected[0]
+        decode, prefill = c.pair(a_request(str(number)))
+        assert decode in expected[0] and prefill
         if "at" not in expected[1] or decode == "d0":
             assert prefill in expected[1]
 
@@ -106,15 +93,13 @@ def test_decode_worker_with_a_partner_is_preferred() -> None:
     c = cluster("p0", "d0", "d1")
     c["p0"].say(Reachable(workers=(id_of("d1"),)))
     for number in range(6):
-        routed = c.submit(a_request(str(number)))
-        assert isinstance(routed, Routed) and routed.decode == id_of("d1")
+        assert c.pair(a_request(str(number))) == ("d1", "p0")
 
 
 def test_workers_of_other_weights_are_no_partners() -> None:
     c = cluster("d0")
     c.add("p0", fingerprint="another")
-    routed = c.submit()
-    assert isinstance(routed, Routed) and routed.prefill == ""
+    assert c.pair() == ("d0", "")
 
 
 @pytest.mark.parametrize("how", ["beat", "operator"])
@@ -131,8 +116,7 @@ def test_draining_worker_gets_no_new_attempts(how: str) -> None:
             assert {w.worker.name for w in status.workers if w.is_draining} >= {name}
             c.beat(name, is_draining=False)  # it was on its way
     for number in range(8):
-        routed = c.submit(a_request(str(number)))
-        assert isinstance(routed, Routed) and (routed.decode, routed.prefill) == (id_of("d1"), id_of("p1"))
+        assert c.pair(a_request(str(number))) == ("d1", "p1")
     assert id_of("d0") in {each.worker.id for each in c.router.status().workers}
 
 
@@ -167,41 +151,30 @@ def test_gateway_that_connects_again_has_no_attempts() -> None:
 
 def test_least_loaded_prefill_has_the_fewest_prompt_tokens_to_compute() -> None:
     c = cluster("p0", "p1", "d0", policy="least-loaded")
-    first = c.submit(a_request("a", num_tokens=500))
-    assert isinstance(first, Routed)
-    others = [c.submit(a_request(f"b{number}", num_tokens=100)) for number in range(5)]
-    assert all(isinstance(other, Routed) and other.prefill != first.prefill for other in others)
+    first = c.pair(a_request("a", num_tokens=500))
+    assert first not in [c.pair(a_request(f"b{number}", num_tokens=100)) for number in range(5)]
     c["g"].say(Started(attempts=((id_of("a"), 0),)))
-    routed = c.submit(a_request("c", num_tokens=100))
-    assert isinstance(routed, Routed) and routed.prefill == first.prefill
+    assert c.pair(a_request("c", num_tokens=100)) == first
 
 
 def test_least_loaded_decode_has_the_smallest_share_of_its_pages_in_use() -> None:
     c = cluster(policy="least-loaded")
     c.add("d0", max_num_seqs=64)
     c.add("d1", max_num_seqs=64, num_pages=640)
-    decoders = [c.submit(a_request(str(number), num_tokens=200)) for number in range(4)]
-    names = [answer.decode for answer in decoders if isinstance(answer, Routed)]
-    assert names.count(id_of("d1")) >= 3
+    pairs = [c.pair(a_request(str(number), num_tokens=200)) for number in range(4)]
+    assert pairs.count(("d1", "")) >= 3
 
 
 def test_round_robin_takes_turns_of_both_roles() -> None:
     c = cluster("p0", "p1", "p2", "d0", "d1", policy="round-robin")
-    answers = [c.submit(a_request(str(number))) for number in range(6)]
-    pairs = [(answer.prefill, answer.decode) for answer in answers if isinstance(answer, Routed)]
-    expected = [(id_of(f"p{number % 3}"), id_of(f"d{number % 2}")) for number in range(6)]
-    assert pairs == expected
+    pairs = [c.pair(a_request(str(number))) for number in range(6)]
+    assert pairs == [(f"d{number % 2}", f"p{number % 3}") for number in range(6)]
 
 
 def test_ties_are_broken_by_the_seed_and_spread() -> None:
     def run(seed: int) -> list[str]:
-        chosen = []
-        for number in range(12):
-            c = cluster("d0", "d1", "d2", seed=seed * 100 + number)
-            answer = c.submit()
-            assert isinstance(answer, Routed)
-            chosen.append(answer.decode)
-        return chosen
+        seeds = range(seed * 100, seed * 100 + 12)
+        return [cluster("d0", "d1", "d2", seed=each).pair()[0] for each in seeds]
 
     assert run(1) == run(1)
     assert len(set(run(1))) == 3
@@ -211,19 +184,17 @@ def test_attempts_of_an_earlier_router_count_by_the_workers_reports() -> None:
     c = cluster("d0", "d1")
     c["d0"].say(Heartbeat(load=Load(pages={"active": 30}), attempts=((id_of("old"), 0), (id_of("older"), 1))))
     for number in range(3):
-        routed = c.submit(a_request(str(number)))
-        assert isinstance(routed, Routed) and routed.decode == id_of("d1")
+        assert c.pair(a_request(str(number))) == ("d1", "")
     c["d0"].say(Heartbeat(load=Load(), attempts=()))
-    routed = c.submit(a_request("after"))
-    assert isinstance(routed, Routed) and routed.decode == id_of("d0")
+    assert c.pair(a_request("after")) == ("d0", "")
 
 
 @pytest.mark.parametrize("policy", ["round-robin", "least-loaded", "prefix", "cost"])
 def test_probe_is_computed_by_a_prefill_worker_whatever_the_policy(policy: str) -> None:
     c = cluster("p0", "d0", "d1", policy=policy, local_prefill_tokens=64)
     for number in range(4):
-        routed = c.submit(a_request(f"probe {number}", num_tokens=2, is_probe=True))
-        assert isinstance(routed, Routed) and routed.prefill == id_of("p0")
+        _, prefill = c.pair(a_request(f"probe {number}", num_tokens=2, is_probe=True))
+        assert prefill == "p0"
 
 
 def test_probe_without_a_prefill_worker_is_rejected() -> None:

@@ -30,7 +30,7 @@ from baton.router.redis.link import PAUSE_S, SNAPSHOT_EVERY_S, RedisLink
 from baton.router.redis.server import PrivateRedis, find_program
 from baton.router.router import Router
 from baton.token_ids import TokenIds
-from tests.node_peers import TestPeer, a_worker, id_of
+from tests.node_peers import TestPeer, a_worker, id_of, name_of
 from tests.unit.router.redis_routers import CHAIN, CODEC, SEEN_S, RouterStandIn, play, running, until
 
 pytestmark = pytest.mark.skipif(find_program() is None, reason="there is no redis-server on PATH")
@@ -131,7 +131,7 @@ def test_other_router_expects_the_pages_of_a_dispatched_prompt() -> None:
                 name: index.holdings(keys).num_pages(1 << (index.slot(id_of(name)) or 0))
                 for name in ("p0", "p1")
             }
-            assert held[bytes.fromhex(prefill).rstrip(b"\0").decode()] == 500 and sum(held.values()) == 500
+            assert held[name_of(prefill)] == 500 and sum(held.values()) == 500
 
     play(scene)
 

@@ -17,7 +17,7 @@ from baton.router.queue.tenant_queues import (
     TenantQueues,
     WorkLine,
 )
-from tests.node_peers import id_of
+from tests.node_peers import id_of, name_of
 from tests.unit.router.queue_cases import asked
 
 
@@ -111,7 +111,7 @@ def order_of(queues: TenantQueues) -> list[str]:
     names = []
     while (waiting := queues.first()) is not None:
         queues.take(waiting)
-        names.append(bytes.fromhex(waiting.key[0]).decode().rstrip("\0"))
+        names.append(name_of(waiting.key[0]))
     return names
 
 
