@@ -38,7 +38,8 @@ ends once, and no new transfer begins: the replica has to be loaded again.
 import contextlib
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import count
 from queue import Empty, SimpleQueue
 from typing import Final, Protocol
@@ -47,15 +48,17 @@ import msgspec
 from torch import Tensor
 
 from baton.clock import Clock, SystemClock
-from baton.errors import WireError
+from baton.errors import ProtocolError, WireError
 from baton.kvtransfer.links import Link, Peers
 from baton.kvtransfer.protocol.destination import DestinationHandoff, TransferSize, check_pull
 from baton.kvtransfer.protocol.handoff import (
+    Action,
     Finished,
     GrantedTransfer,
     HandoffContext,
     Owner,
     PageLedger,
+    Send,
     Timing,
     TransferEnded,
     answer_to_unknown,
@@ -74,14 +77,14 @@ from baton.kvtransfer.protocol.source import Pin, SourceHandoff, pin_nothing
 from baton.kvtransfer.protocol.transfer_plan import plan_transfer
 from baton.kvtransfer.ranks.executor import CompletedSteps, RankExecutor
 from baton.kvtransfer.ranks.messages import (
+    Command,
+    ForgetPart,
     PartEvent,
-    Performer,
     RankSettings,
     Route,
     default_layer_groups,
 )
 from baton.kvtransfer.ranks.ranks import RankAgents, Ranks, RemoteRank
-from baton.kvtransfer.transfers import End, Incoming, Outgoing
 from baton.kvtransfer.transports.base import AUTO
 from baton.kvtransfer.transports.pages import SharedPool
 from baton.kvtransfer.transports.receive_registration import ReceiveRegistrations
@@ -152,9 +155,21 @@ class Routing(Protocol):
         """
         ...
 
+    def perform(self, rank: int, command: Command) -> None:
+        """Have one rank perform the command. Returns at once; the events that follow are reported later."""
+        ...
+
     def drop(self, link: Link) -> None:
         """Close the transports of a lost link."""
         ...
+
+
+@dataclass(slots=True, eq=False)
+class OpenTransfer:
+    """A transfer that arrives or leaves, and the link that carries its messages."""
+
+    handoff: SourceHandoff | DestinationHandoff
+    link: Link
 
 
 class PageEndpoint(ABC):
@@ -178,8 +193,7 @@ class PageEndpoint(ABC):
         self._ledger = ledger
         self._clock = clock
         self._ranks = ranks
-        self._outgoing: dict[bytes, Outgoing] = {}
-        self._incoming: dict[bytes, Incoming] = {}
+        self._transfers: dict[bytes, OpenTransfer] = {}
         self._epochs = count(1)
         self._next_tick_s = 0.0
         self._ended: list[TransferEnded] = []
@@ -200,7 +214,7 @@ class PageEndpoint(ABC):
     @property
     def num_open(self) -> int:
         """Return the number of transfers that hold local pages, as source or as destination."""
-        return len(self._outgoing) + len(self._incoming)
+        return len(self._transfers)
 
     # Calls of the worker.
 
@@ -244,9 +258,10 @@ class PageEndpoint(ABC):
             raise ValueError(f"a transfer from token {position} on, which starts no page")
         if num_layer_groups is None:
             num_layer_groups = default_layer_groups(link.hello.layout)
-        incoming = self._arrive(link, transfer, num_units, deadline_s, position, num_layer_groups)
-        if self._can_begin(incoming):
-            incoming.perform(incoming.handoff.grant(adopter))
+        context = self._context(link, transfer, num_layer_groups, is_source=False)
+        size = TransferSize(transfer, num_units, len(context.routes), deadline_s, position, num_layer_groups)
+        handoff = DestinationHandoff(size, next(self._epochs), context)
+        self._begin(link, handoff, lambda: handoff.grant(adopter))
 
     def offer(
         self, transfer: bytes, pages: Sequence[int], num_units: int, *, group: int | None = None
@@ -258,9 +273,9 @@ class PageEndpoint(ABC):
         them. group: the group of layers that is computed; only the first group's offer contains the pages.
         Does nothing when the transfer is not open.
         """
-        outgoing = self._outgoing.get(transfer)
-        if outgoing is not None:
-            outgoing.offer(pages, num_units, group)
+        opened = self._transfers.get(transfer)
+        if opened is not None and isinstance(opened.handoff, SourceHandoff):
+            self._perform(opened, opened.handoff.offer(pages, num_units, group))
 
     def pull(
         self,
@@ -276,17 +291,19 @@ class PageEndpoint(ABC):
         adopter: the owner of the local pages once they are verified. Raises ValueError when the request is
         too large for one transfer.
         """
-        check_pull(wanted, self._context(link, is_source=False).num_destination_pages(num_units))
-        incoming = self._arrive(link, self._new_id(), num_units, deadline_s)
-        if self._can_begin(incoming):
-            incoming.perform(incoming.handoff.pull(adopter, link.hello.incarnation, wanted))
-        return incoming.handoff.transfer
+        transfer = self._new_id()
+        context = self._context(link, transfer, is_source=False)
+        check_pull(wanted, context.num_destination_pages(num_units))
+        size = TransferSize(transfer, num_units, len(context.routes), deadline_s)
+        handoff = DestinationHandoff(size, next(self._epochs), context)
+        self._begin(link, handoff, lambda: handoff.pull(adopter, link.hello.incarnation, wanted))
+        return transfer
 
     def abort(self, transfer: bytes, reason: str) -> None:
         """Cancel the transfer and tell the peer; `poll` reports its end. Does nothing when it is not open."""
-        end = self._end_of(transfer)
-        if end is not None:
-            end.perform(end.handoff.abort(reason))
+        opened = self._transfers.get(transfer)
+        if opened is not None:
+            self._perform(opened, opened.handoff.abort(reason))
 
     # Events from peers, ranks and the clock.
 
@@ -296,43 +313,60 @@ class PageEndpoint(ABC):
         if isinstance(message, Grant | PullRequest):
             self._requested(link, message)
             return
-        end = self._end_of(getattr(message, "transfer", b""))
+        opened = self._transfers.get(getattr(message, "transfer", b""))
         # Messages come over any link of the process that the transfer began with.
-        if end is not None and end.link.hello.incarnation == link.hello.incarnation:
-            end.receive(message)
+        if opened is not None and opened.link.hello.incarnation == link.hello.incarnation:
+            self._receive(opened, message)
         elif (answer := answer_to_unknown(message)) is not None:
             link.send(answer)
 
+    def _receive(self, opened: OpenTransfer, message: AnyMessage) -> None:
+        """Process a message of the peer. An illegal message drops the link and ends the transfer."""
+        try:
+            actions = opened.handoff.receive(message)
+        except ProtocolError as error:
+            opened.link.drop(error)
+            actions = opened.handoff.peer_lost()
+        self._perform(opened, actions)
+
     def _on_link_lost(self, link: Link) -> None:
-        for end in self._ends():
-            if end.link is link:
-                end.perform(end.handoff.peer_lost())
+        for opened in self._open_transfers():
+            if opened.link is link:
+                self._perform(opened, opened.handoff.peer_lost())
         self._ranks.drop(link)
 
     def _on_part_event(self, event: PartEvent) -> None:
-        end = self._end_of(event.transfer)
-        if end is not None:
-            end.on_part_event(event)
-
-    def _on_rank_lost(self, executor: Performer, reason: str, *, is_dead: bool) -> None:
-        """End the transfers that have a part at this rank of the replica."""
-        for end in self._ends():
-            end.on_rank_lost(executor, reason, is_dead=is_dead)
+        opened = self._transfers.get(event.transfer)
+        if opened is not None:
+            self._perform(opened, opened.handoff.on_part_event(event))
 
     def _tick(self) -> None:
         """Check leases and deadlines, send heartbeats, and remove the transfers that are over."""
-        for end in self._ends():
-            if end.link.is_lost:  # the remaining messages use another link to the same process
-                end.link = self._link_to(end.link.hello.incarnation) or end.link
-            end.perform(end.handoff.tick())
-        for end in self._ends():
-            if end.handoff.is_closed:
-                end.forget()
-                self._outgoing.pop(end.handoff.transfer, None)
-                self._incoming.pop(end.handoff.transfer, None)
+        for opened in self._open_transfers():
+            if opened.link.is_lost:  # the remaining messages use another link to the same process
+                opened.link = self._link_to(opened.link.hello.incarnation) or opened.link
+            self._perform(opened, opened.handoff.tick())
+        for opened in self._open_transfers():
+            handoff = opened.handoff
+            if handoff.is_closed:
+                for part, route in enumerate(handoff.routes):
+                    self._ranks.perform(route.rank, ForgetPart(transfer=handoff.transfer, part=part))
+                del self._transfers[handoff.transfer]
 
-    def _finished(self, end: End, finished: Finished) -> None:
-        handoff, times = end.handoff, end.timeline.times() if isinstance(end, Outgoing) else None
+    # Actions of the hand-offs.
+
+    def _perform(self, opened: OpenTransfer, actions: Sequence[Action]) -> None:
+        for action in actions:
+            match action:
+                case Send(message):
+                    opened.link.send(message)
+                case Finished():
+                    self._finished(opened.handoff, action)
+                case _:
+                    self._ranks.perform(opened.handoff.routes[action.part].rank, action)
+
+    def _finished(self, handoff: SourceHandoff | DestinationHandoff, finished: Finished) -> None:
+        times = handoff.timeline.end() if isinstance(handoff, SourceHandoff) else None
         self._ended.append(
             TransferEnded(handoff.transfer, finished.outcome, finished.reason, tuple(handoff.pages), times)
         )
@@ -344,14 +378,11 @@ class PageEndpoint(ABC):
         if complaint is not None:
             link.drop(WireError(complaint, reason="protocol"))
             return
-        outgoing = self._depart(link, request)
-        if not self._can_begin(outgoing):
-            return
-        handoff = outgoing.handoff
         if isinstance(request, Grant):
-            outgoing.start(request, handoff.opened)
-        else:
-            outgoing.start(request, lambda: handoff.accept_pull(self.incarnation, self.pin))
+            self._note_granted(link, request)
+        context = self._context(link, request.transfer, _num_layer_groups(request), is_source=True)
+        handoff = SourceHandoff(request, context, self.incarnation, self.pin)
+        self._begin(link, handoff, handoff.begin)
 
     def _complaint(self, link: Link, request: TransferRequest) -> str | None:
         """Return why the peer may not request this new transfer; None when it may."""
@@ -360,63 +391,46 @@ class PageEndpoint(ABC):
             return "the peer requested a transfer whose id is in use"
         if num_groups > self.settings.layout.num_layers:
             return f"the transfer has {num_groups} groups of {self.settings.layout.num_layers} layers"
-        num_parts = len(self._ranks.routes(link, num_groups, is_source=True))
+        context = self._context(link, request.transfer, num_groups, is_source=True)
+        num_parts = len(context.routes)
         if request.num_parts != num_parts:
             return f"the transfer has {request.num_parts} parts, the ranks of both sides need {num_parts}"
         if isinstance(request, PullRequest):
-            return None  # `accept_pull` checks the rest and refuses the pull without dropping the link
+            return None  # the hand-off checks the rest and refuses the pull without dropping the link
         if request.position % self._page_tokens(link):
             return f"a transfer from token {request.position} on, which starts no page"
-        num_pages = self._context(link, is_source=True).num_destination_pages(request.num_units)
+        num_pages = context.num_destination_pages(request.num_units)
         if len(request.pages) != num_pages:
             return f"the grant has {len(request.pages)} pages, the transfer needs {num_pages}"
         return None
 
-    def _depart(self, link: Link, request: TransferRequest) -> Outgoing:
-        """Open an outgoing transfer for a peer's request, which `_complaint` has accepted."""
-        handoff = SourceHandoff(request, self._context(link, is_source=True))
-        routes = self._ranks.routes(link, _num_layer_groups(request), is_source=True)
-        outgoing = Outgoing(handoff, link, routes, request.num_units, self._clock, self._finished)
-        self._outgoing[request.transfer] = outgoing
-        if isinstance(request, Grant):
-            unit_tokens = min(self.settings.layout.page_size, link.hello.layout.page_size)
-            self._granted.append(
-                GrantedTransfer(
-                    request.transfer,
-                    request.position,
-                    request.num_units,
-                    unit_tokens,
-                    request.num_layer_groups,
-                )
+    def _note_granted(self, link: Link, grant: Grant) -> None:
+        unit_tokens = min(self.settings.layout.page_size, link.hello.layout.page_size)
+        self._granted.append(
+            GrantedTransfer(
+                grant.transfer, grant.position, grant.num_units, unit_tokens, grant.num_layer_groups
             )
-        return outgoing
+        )
 
-    def _arrive(
+    def _begin(
         self,
         link: Link,
-        transfer: bytes,
-        num_units: int,
-        deadline_s: float,
-        position: int = 0,
-        num_layer_groups: int = 1,
-    ) -> Incoming:
-        """Open an incoming transfer with a new epoch."""
-        routes = self._ranks.routes(link, num_layer_groups, is_source=False)
-        size = TransferSize(transfer, num_units, len(routes), deadline_s, position, num_layer_groups)
-        handoff = DestinationHandoff(size, next(self._epochs), self._context(link, is_source=False))
-        incoming = self._incoming[transfer] = Incoming(handoff, link, routes, num_units, self._finished)
-        return incoming
-
-    def _can_begin(self, end: End) -> bool:
-        """Return True when the link and all ranks are alive; otherwise end the transfer and return False."""
+        handoff: SourceHandoff | DestinationHandoff,
+        begin: Callable[[], Sequence[Action]],
+    ) -> None:
+        """Open the transfer, and begin it when the link and all ranks are alive; otherwise end it."""
+        opened = self._transfers[handoff.transfer] = OpenTransfer(handoff, link)
         complaint = self._ranks.complaint()
-        if end.link.is_lost:
-            end.perform(end.handoff.peer_lost())
+        if link.is_lost:
+            self._perform(opened, handoff.peer_lost())
         elif complaint is not None:
-            end.perform(end.handoff.fail(complaint))
-        return not end.link.is_lost and complaint is None
+            self._perform(opened, handoff.fail(complaint))
+        else:
+            self._perform(opened, begin())
 
-    def _context(self, link: Link, *, is_source: bool) -> HandoffContext:
+    def _context(
+        self, link: Link, transfer: bytes, num_layer_groups: int = 1, *, is_source: bool
+    ) -> HandoffContext:
         """Return the context of a new hand-off over the link. is_source: this replica is the source."""
         ours, theirs = self.settings.layout, link.hello.layout
         source, destination = (ours, theirs) if is_source else (theirs, ours)
@@ -427,6 +441,9 @@ class PageEndpoint(ABC):
             timing=self.settings.timing,
             source_units_per_page=plan.source.units_per_page,
             destination_units_per_page=plan.destination.units_per_page,
+            routes=self._ranks.routes(link, num_layer_groups, is_source=is_source),
+            link=link.number,
+            digest_key=link.digest_key(transfer),
         )
 
     def _page_tokens(self, link: Link) -> int:
@@ -441,14 +458,11 @@ class PageEndpoint(ABC):
 
     def _is_known(self, transfer: bytes) -> bool:
         """Return True when the id belongs to an open transfer or to pages that a source may still write."""
-        return self._end_of(transfer) is not None or transfer in self._ranks.registrations
+        return transfer in self._transfers or transfer in self._ranks.registrations
 
-    def _ends(self) -> list[End]:
+    def _open_transfers(self) -> list[OpenTransfer]:
         """Return a copy of all open transfers."""
-        return [*self._outgoing.values(), *self._incoming.values()]
-
-    def _end_of(self, transfer: bytes) -> End | None:
-        return self._outgoing.get(transfer) or self._incoming.get(transfer)
+        return list(self._transfers.values())
 
 
 def _num_layer_groups(request: TransferRequest) -> int:
@@ -518,7 +532,7 @@ class KvEndpoint(PageEndpoint):
         except OSError:  # the address is in use
             ranks.close()
             raise
-        ranks.start(inbox, self._on_part_event, self._on_remote_rank_lost)
+        ranks.start(inbox, self._on_part_event, self._on_rank_lost)
         if isinstance(ring := settings.key, KeyRing):
             self._follow_keys(ring)
 
@@ -567,8 +581,9 @@ class KvEndpoint(PageEndpoint):
         """
         self._peers.stop()
         if self._replica.stop():
-            for outgoing in list(self._outgoing.values()):
-                outgoing.send_released()
+            for opened in self._open_transfers():
+                if isinstance(opened.handoff, SourceHandoff):
+                    self._perform(opened, opened.handoff.released())
         self._peers.close()
         self._replica.close()
 
@@ -580,6 +595,15 @@ class KvEndpoint(PageEndpoint):
     def _link_to(self, incarnation: bytes) -> Link | None:
         return self._peers.link_to(incarnation)
 
-    def _on_remote_rank_lost(self, rank: RemoteRank) -> None:
-        """End the transfers of a rank that is lost; called again once the rank is known to be dead."""
-        self._on_rank_lost(rank, f"rank {rank.rank} is lost", is_dead=rank.is_dead)
+    def _on_rank_lost(self, rank: RemoteRank) -> None:
+        """End the transfers of a rank that is lost; called again once the rank is known to be dead.
+
+        Then its pages and their writers no longer exist.
+        """
+        for opened in self._open_transfers():
+            handoff = opened.handoff
+            parts = [part for part, route in enumerate(handoff.routes) if route.rank == rank.rank]
+            if parts:
+                self._perform(opened, handoff.fail(f"rank {rank.rank} is lost"))
+            for part in parts if rank.is_dead else ():
+                self._perform(opened, handoff.rank_died(part))

@@ -237,7 +237,7 @@ class _Outgoing:
 
 
 class SimRank:
-    """A `Performer` that answers its commands by `emit`, and a `Routing` of one rank."""
+    """A `Routing` of one rank, which answers its commands by `emit`."""
 
     def __init__(
         self,
@@ -270,13 +270,13 @@ class SimRank:
         assert num_layer_groups == 1, "the model has one layer"
         listeners = RankListenerAddresses(incarnation=link.hello.incarnation, host="simulated", device="cpu")
         peer = PeerRank(host="", layout=link.hello.layout, rank=0, listeners=listeners)
-        return [messages.Route(PART, self, peer, LAYERS)]
+        return [messages.Route(0, peer, LAYERS)]
 
     def drop(self, link: Link) -> None:
         """See Routing. The work for a link ends with its transfers."""
 
-    def perform(self, command: messages.Command) -> None:
-        """See Performer."""
+    def perform(self, rank: int, command: messages.Command) -> None:
+        """See Routing."""
         match command:
             case messages.OpenPart():
                 self._open(command)

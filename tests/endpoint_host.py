@@ -166,7 +166,7 @@ class Host:
             raise TransferFailed("the destination grants nothing")
 
         def begin() -> None:
-            units_per_page = self.endpoint._outgoing[transfer].handoff._units_per_page
+            units_per_page = self.endpoint.units_per_page(transfer)
             pages = self.ledger.allocate(-(-num_units // units_per_page), "prompt")
             num_pages = num_offered // units_per_page
             self._prompts[transfer] = pages, pages[num_pages:], num_units
@@ -256,7 +256,7 @@ class Host:
         if transfer in self._ended:
             return
         num_groups = self._num_layer_groups
-        units_per_page = endpoint._outgoing[transfer].handoff._units_per_page
+        units_per_page = endpoint.units_per_page(transfer)
         pages = ledger.allocate(-(-num_units // units_per_page), ("prompt", transfer))
         self.sent = self._digest(pages)
         endpoint.come_to("start", transfer)

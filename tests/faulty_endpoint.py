@@ -44,7 +44,7 @@ class FaultyEndpoint(KvEndpoint):
 
     def _flip(self, wrote: Wrote | Commit) -> None:
         self.num_flips -= 1
-        handoff, memory = self._incoming[wrote.transfer].handoff, PageMemory.of(self._here.rank.pool)
+        handoff, memory = self._transfers[wrote.transfer].handoff, PageMemory.of(self._here.rank.pool)
         page = handoff.pages[(wrote.stop - 1) // handoff._context.destination_units_per_page]
         memory.view()[page * memory.page_bytes + 5] ^= 0x10
 
@@ -52,6 +52,14 @@ class FaultyEndpoint(KvEndpoint):
         if isinstance(event, PartReached):
             self.transport_of[event.part] = event.transport
         super()._on_part_event(event)
+
+    def units_per_page(self, transfer: bytes) -> int:
+        """Of the source."""
+        return self._transfers[transfer].handoff._context.source_units_per_page
+
+    def link_of(self, transfer: bytes) -> Link:
+        """The link that carries the messages of a transfer."""
+        return self._transfers[transfer].link
 
     def come_to(self, point: str, transfer: bytes) -> None:
         if point == self.abort_at:

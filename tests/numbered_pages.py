@@ -1,11 +1,34 @@
 """Pages whose keys are their numbers, for transfers that no engine is behind."""
 
 from collections.abc import Iterable, Sequence
+from typing import Final
 
+from baton.clock import ManualClock
 from baton.engine.cache.page_pool import PagePool
-from baton.kvtransfer.protocol.handoff import Owner
-from baton.kvtransfer.protocol.messages import WantedPage
-from baton.pages import KEY_BYTES
+from baton.kvtransfer.protocol.handoff import HandoffContext, Owner, Timing
+from baton.kvtransfer.protocol.messages import PeerRank, RankListenerAddresses, WantedPage
+from baton.kvtransfer.ranks.messages import Route
+from baton.pages import KEY_BYTES, PageLayout
+
+TIMING: Final = Timing(lease_s=30.0, heartbeat_s=5.0)
+# The peer of transfers whose bytes no transport moves.
+PEER_RANK: Final = PeerRank(
+    host="127.0.0.1",
+    layout=PageLayout(tp_size=1, page_size=1, num_layers=1, num_kv_heads=1, head_dim=1, dtype="float32"),
+    rank=0,
+    listeners=RankListenerAddresses(incarnation=bytes(16), host="h", device="cpu"),
+)
+
+
+def handoff_context(
+    ledger: PagePool,
+    clock: ManualClock,
+    ranks: Sequence[int] = (0,),
+    units_per_page: tuple[int, int] = (1, 1),
+) -> HandoffContext:
+    """ranks: of ours that carry out the parts. units_per_page: of the source and the destination."""
+    routes = [Route(rank, PEER_RANK, (0, 1)) for rank in ranks]
+    return HandoffContext(ledger, clock, TIMING, *units_per_page, routes=routes, link=1, digest_key=bytes(32))
 
 
 def key_of(page: int) -> bytes:

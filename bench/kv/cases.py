@@ -281,7 +281,7 @@ def _break(
             case "abort":
                 endpoint.abort(transfer, "a bench of faults")
             case "cut":
-                endpoint._outgoing[transfer].link.close()
+                endpoint._transfers[transfer].link.close()
         endpoint.offer(transfer, pages[num_first:], len(pages))
         ledger.release(pages, "prompt")
         ended = wait_for(endpoint, transfer)

@@ -242,7 +242,7 @@ class _DamagingEndpoint(KvEndpoint):
     def _received(self, link: Link, message: AnyMessage) -> None:
         unit = self.damaged_unit
         if unit is not None and isinstance(message, Wrote | Commit) and message.first <= unit < message.stop:
-            pages = self._incoming[message.transfer].handoff.pages
+            pages = self._transfers[message.transfer].handoff.pages
             memory = self._here.rank.memory
             assert memory is not None
             memory.view()[pages[unit] * memory.page_bytes] ^= 1

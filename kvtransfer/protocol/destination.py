@@ -3,7 +3,9 @@
 The life of a transfer at the destination:
 
 1. `grant` tells the source which pages to write, or `pull` requests pages that a holder has. The pages then
-   have several owners: the request's lease, and one writer, another process, for each part.
+   have several owners: the request's lease, and one writer, another process, for each part. The message waits
+   until every rank has opened its part: a rank in another process has to receive its order first, and on a
+   GPU the steps that may still write the pages have to end.
 2. The source writes the bytes of each part. Wrote and Commit name units that are written, and the destination
    takes their digests. Wrote and Extend renew the lease.
 3. Commit ends the writing of a part. The part's receive registration closes; once no byte can be written, the
@@ -35,16 +37,11 @@ from enum import Enum
 from baton.errors import ProtocolError
 from baton.kvtransfer.protocol.handoff import (
     Action,
-    CloseReceive,
     Finished,
     Handoff,
     HandoffContext,
     HandoffOutcome,
-    Hash,
-    OpenReceive,
     Owner,
-    Send,
-    Verify,
 )
 from baton.kvtransfer.protocol.messages import (
     DIGEST_BYTES,
@@ -66,6 +63,17 @@ from baton.kvtransfer.protocol.messages import (
     Verified,
     WantedPage,
     Wrote,
+)
+from baton.kvtransfer.ranks.messages import (
+    ClosePart,
+    HashUnits,
+    OpenPart,
+    PartEvent,
+    PartOpened,
+    PartVerified,
+    VerifyPart,
+    WriterDied,
+    WriterStopped,
 )
 from baton.pages import KEY_BYTES
 
@@ -206,9 +214,9 @@ class DestinationHandoff(Handoff):
             num_parts=self._size.num_parts,
             num_layer_groups=self._size.num_layer_groups,
             pages=tuple(self.pages),
-            generations=self.generations(),
+            generations=self._generations(),
         )
-        return [*self._open_parts(), Send(grant)]
+        return [*self._open_parts(), *self._send(grant)]
 
     def pull(self, adopter: Owner, holder: bytes, wanted: Sequence[WantedPage]) -> list[Action]:
         """Reserve pages and request the contents of the holder's pages `wanted`, in order.
@@ -229,15 +237,31 @@ class DestinationHandoff(Handoff):
             wanted_generations=tuple(each.generation for each in wanted),
             wanted_keys=b"".join(each.key for each in wanted),
             pages=tuple(self.pages),
-            generations=self.generations(),
+            generations=self._generations(),
         )
-        return [*self._open_parts(), Send(pull)]
+        return [*self._open_parts(), *self._send(pull)]
 
-    def writer_stopped(self, part: int) -> list[Action]:
+    def on_part_event(self, event: PartEvent) -> list[Action]:
+        match event:
+            case PartOpened(part=part):
+                self._opening.discard(part)
+                return self._send()
+            case WriterStopped(part=part):
+                return self._writer_stopped(part)
+            case WriterDied():
+                return self.fail("the source's process died")
+            case PartVerified() if not self.has_ended:
+                self._parts[event.part].corrupt = event.corrupt_units
+                return self._conclude_verification()
+        return []
+
+    def rank_died(self, part: int) -> list[Action]:
+        return self._writer_stopped(part)
+
+    def _writer_stopped(self, part: int) -> list[Action]:
         """Release the writer's hold: no byte of the part can be written any more.
 
-        The caller calls it as the answer to CloseReceive, or when the writer's process is dead. A writer that
-        stops before its Commit ends the transfer.
+        A writer that stops before its Commit ends the transfer.
         """
         state = self._parts[part]
         if state.is_stopped:
@@ -246,24 +270,17 @@ class DestinationHandoff(Handoff):
         state.is_stopped = True
         self._ledger.release(self.pages, state.writer)
         if not self.has_ended:
-            return [Verify(part, state.digests)]
+            return [VerifyPart(transfer=self.transfer, part=part, digests=state.digests)]
         if all(other.is_stopped for other in self._parts):
             self.state = DestinationState.CLOSED
         return actions
 
-    def verified(self, part: int, corrupt_units: tuple[int, ...]) -> list[Action]:
-        """Record the part's corrupt units, the answer to Verify; the last part concludes the verification."""
-        if self.has_ended:
-            return []
-        self._parts[part].corrupt = corrupt_units
-        return self._conclude_verification()
-
     def tick(self) -> list[Action]:
         if self.state is DestinationState.CLOSING and self._takes_heartbeat():
-            return [self._abort_message("not released yet")]
+            return self._send(self._abort_message("not released yet"))
         return super().tick()
 
-    def generations(self) -> tuple[int, ...]:
+    def _generations(self) -> tuple[int, ...]:
         """Return the generation of each page, in the order of `pages`."""
         return tuple(self._ledger.generation(page) for page in self.pages)
 
@@ -307,7 +324,23 @@ class DestinationHandoff(Handoff):
             self._ledger.add_writer(self.pages, state.writer)
             state.is_stopped = False
         after = self._ledger.free_after(self.pages)
-        return [OpenReceive(part, after) for part in range(len(self._parts))]
+        return [self._open_part(part, after) for part in range(len(self._parts))]
+
+    def _open_part(self, part: int, after: int = 0) -> OpenPart:
+        self._opening.add(part)
+        route = self._context.routes[part]
+        return OpenPart(
+            transfer=self.transfer,
+            part=part,
+            epoch=self.epoch,
+            num_units=self._size.num_units,
+            pages=tuple(self.pages),
+            generations=self._generations(),
+            source=route.peer,
+            layers=route.layers,
+            digest_key=self._context.digest_key,
+            after=after,
+        )
 
     def _finish_without_pages(self) -> Finished:
         self.state, self.outcome = DestinationState.CLOSED, HandoffOutcome.RECOMPUTE
@@ -326,12 +359,15 @@ class DestinationHandoff(Handoff):
         if isinstance(message, Extend):
             return []
         self._parts[message.part].take(message)
-        hashes = Hash(message.part, message.first, message.stop)
+        hashes = HashUnits(transfer=self.transfer, part=message.part, first=message.first, stop=message.stop)
         if isinstance(message, Wrote):
             return [hashes]
         if all(other.is_committed for other in self._parts):
             self.state = DestinationState.VERIFYING
-        return [hashes, CloseReceive(message.part, is_confirmed=True)]
+        return [hashes, self._close_part(message.part, is_confirmed=True)]
+
+    def _close_part(self, part: int, *, is_confirmed: bool) -> ClosePart:
+        return ClosePart(transfer=self.transfer, part=part, is_confirmed=is_confirmed)
 
     def _conclude_verification(self) -> list[Action]:
         """Adopt the pages, request corrupt units again, or give up; waits for the digests of all parts."""
@@ -350,19 +386,20 @@ class DestinationHandoff(Handoff):
     def _adopt(self) -> list[Action]:
         self._ledger.adopt(self.pages, self._lease_owner, self._adopter)
         self.state, self.outcome = DestinationState.CLOSED, HandoffOutcome.ADOPTED
+        self._opening.clear()
         verified = Verified(transfer=self.transfer, epoch=self.epoch)
-        return [Finished(self.outcome, ""), Send(verified)]
+        return [Finished(self.outcome, ""), *self._send(verified)]
 
     def _request_again(self, number: int, part: ReceivePart) -> list[Action]:
         units = part.open_again()
         self._ledger.add_writer(self.pages, part.writer)
         corrupt = Corrupt(transfer=self.transfer, epoch=self.epoch, part=number, units=units)
-        return [OpenReceive(number), Send(corrupt)]
+        return [self._open_part(number), *self._send(corrupt)]
 
     def _end(self) -> list[Action]:
         writing = [number for number, part in enumerate(self._parts) if not part.is_stopped]
         self.state = DestinationState.CLOSING if writing else DestinationState.CLOSED
-        return [CloseReceive(number, is_confirmed=False) for number in writing]
+        return [self._close_part(number, is_confirmed=False) for number in writing]
 
     def _confirm_writers(self, message: AnyMessage) -> list[Action]:
         """Return the actions for a message that confirms, after the end, that writers have stopped."""
@@ -372,4 +409,4 @@ class DestinationHandoff(Handoff):
         elif not isinstance(message, PullRefused) and not (isinstance(message, Abort) and not message.epoch):
             return []
         writing = [number for number in numbers if not self._parts[number].is_stopped]
-        return [CloseReceive(number, is_confirmed=True) for number in writing]
+        return [self._close_part(number, is_confirmed=True) for number in writing]

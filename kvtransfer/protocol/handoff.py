@@ -1,8 +1,9 @@
 """The parts that the source's and the destination's hand-off state machines share.
 
 A hand-off is a state machine without sockets, threads or device memory. Its caller reports each event by a
-call, and performs the actions that the call returns, in their order. The hand-off itself holds and releases
-its pages in the ledger.
+call, and performs the actions that the call returns, in their order: messages to the peer, and commands to
+the ranks that carry out the parts (kvtransfer/ranks/messages.py). The hand-off itself holds and releases its
+pages in the ledger.
 
 The caller keeps each hand-off until the hand-off is CLOSED. The caller passes on only messages that have the
 transfer's id and come from the process incarnation that the transfer began with: a restarted process does not
@@ -25,6 +26,8 @@ from baton.kvtransfer.protocol.messages import (
     Extend,
     Wrote,
 )
+from baton.kvtransfer.ranks.messages import PartCommand, PartEvent, Route
+from baton.kvtransfer.transports.base import PieceOutcome
 
 Owner: TypeAlias = Hashable
 
@@ -101,60 +104,6 @@ class Send(NamedTuple):
     message: AnyMessage
 
 
-class Push(NamedTuple):
-    """Write units [first, stop) of a part; answer with `pushed` or `push_failed`.
-
-    after: the rank reads the pages once its steps have passed this mark.
-    """
-
-    part: int
-    first: int
-    stop: int
-    after: int = 0
-
-
-class StopPushes(NamedTuple):
-    """Stop every push of the transfer; answer with `pushes_stopped` once no push reads or writes."""
-
-
-class OpenReceive(NamedTuple):
-    """Let the source write this part into the destination's pages.
-
-    after: the part opens once the steps of its rank have passed this mark, because earlier steps may write
-    the pages. The caller holds later messages to the source back until the part is open.
-    """
-
-    part: int
-    after: int = 0
-
-
-class CloseReceive(NamedTuple):
-    """Refuse further bytes of this part; answer with `writer_stopped` once no byte can be written.
-
-    is_confirmed: the source has confirmed that its writer stopped. A source that writes into local memory
-    directly has stopped only after this confirmation or the death of its process. With a local receiver,
-    `writer_stopped` may follow as soon as the receiver has left the pages.
-    """
-
-    part: int
-    is_confirmed: bool
-
-
-class Hash(NamedTuple):
-    """Take the digests of units [first, stop) of a part, which the source has written."""
-
-    part: int
-    first: int
-    stop: int
-
-
-class Verify(NamedTuple):
-    """Compare the digests that were taken with these, one for each unit; answer with `verified`."""
-
-    part: int
-    digests: bytes
-
-
 class HandoffOutcome(StrEnum):
     """The result of a transfer, as one side knows it. The two sides may disagree after a lost message."""
 
@@ -179,7 +128,7 @@ class Finished(NamedTuple):
     reason: str
 
 
-Action: TypeAlias = Send | Push | StopPushes | OpenReceive | CloseReceive | Hash | Verify | Finished
+Action: TypeAlias = Send | PartCommand | Finished
 
 
 class Timing(msgspec.Struct, frozen=True, kw_only=True):
@@ -190,13 +139,16 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HandoffContext(NamedTuple):
-    """The ledger, clock, timing and page sizes of one hand-off."""
+    """The ledger, clock, timing, page sizes and parts of one hand-off."""
 
     ledger: PageLedger
     clock: Clock
     timing: Timing
     source_units_per_page: int
     destination_units_per_page: int
+    routes: Sequence[Route]  # of each part
+    link: int  # the number of the link to the peer
+    digest_key: bytes
 
     def num_source_pages(self, num_units: int) -> int:
         """Return the number of source pages that hold `num_units` units."""
@@ -212,6 +164,9 @@ class Handoff(ABC):
 
     The lease ends `lease_s` after the peer's last message, and at the transfer's time limit at the latest.
     Each call returns the actions that the caller performs, in order. One thread makes all calls.
+
+    Messages to the peer are held back while ranks open their parts. When the transfer ends, the held messages
+    are sent.
     """
 
     failure: HandoffOutcome  # the outcome of a transfer that fails on this side
@@ -223,10 +178,13 @@ class Handoff(ABC):
         self.transfer = transfer
         self.epoch = epoch
         self.outcome: HandoffOutcome | None = None
+        self.routes = context.routes
         self.pages: list[int] = []  # of this side; the hand-off holds and releases them in the ledger
         self._context = context
         self._ledger = context.ledger
         self._lease_owner = lease_owner
+        self._opening: set[int] = set()  # parts that their ranks have not opened yet
+        self._held_messages: list[AnyMessage] = []
         now_s = context.clock.now_s()
         self._limit_s = now_s + deadline_ms / 1000
         self._next_heartbeat_s = now_s + context.timing.heartbeat_s
@@ -245,6 +203,14 @@ class Handoff(ABC):
     @abstractmethod
     def receive(self, message: AnyMessage) -> list[Action]:
         """Process a message of this transfer. Raises ProtocolError, without an effect, for an illegal one."""
+
+    @abstractmethod
+    def on_part_event(self, event: PartEvent) -> list[Action]:
+        """Process an event from the rank of one of the parts."""
+
+    @abstractmethod
+    def rank_died(self, part: int) -> list[Action]:
+        """Process the death of the process that had this part: the process reads and writes no more."""
 
     @abstractmethod
     def _end(self) -> list[Action]:
@@ -269,8 +235,9 @@ class Handoff(ABC):
             return []
         self.outcome = outcome or self.failure
         self._release_lease()
+        self._opening.clear()
         aborts = [self._abort_message(reason)] if tells_peer else []
-        return [*aborts, Finished(self.outcome, reason), *self._end()]
+        return [*self._send(*aborts), Finished(self.outcome, reason), *self._end()]
 
     def tick(self) -> list[Action]:
         """Check the lease and send a due heartbeat. The caller calls it at least once a heartbeat."""
@@ -278,7 +245,17 @@ class Handoff(ABC):
             return []
         if self._context.clock.now_s() >= self._deadline_s or not self._holds_lease():
             return self.fail("expired")
-        return [Send(Extend(transfer=self.transfer, epoch=self.epoch))] if self._takes_heartbeat() else []
+        if not self._takes_heartbeat():
+            return []
+        return self._send(Extend(transfer=self.transfer, epoch=self.epoch))
+
+    def _send(self, *messages: AnyMessage) -> list[Action]:
+        """Return the messages that may be sent now: none while a part is being opened."""
+        self._held_messages += messages
+        if self._opening:
+            return []
+        held, self._held_messages = self._held_messages, []
+        return [Send(message) for message in held]
 
     def _extend_lease(self) -> None:
         """Renew the lease after a message from the peer. The ledger must hold the lease."""
@@ -302,8 +279,8 @@ class Handoff(ABC):
         self._next_heartbeat_s = now_s + self._context.timing.heartbeat_s
         return True
 
-    def _abort_message(self, reason: str) -> Send:
-        return Send(Abort(transfer=self.transfer, epoch=self.epoch, reason=reason[:256]))
+    def _abort_message(self, reason: str) -> Abort:
+        return Abort(transfer=self.transfer, epoch=self.epoch, reason=reason[:256])
 
 
 def answer_to_unknown(message: AnyMessage) -> Abort | None:
@@ -370,7 +347,6 @@ class Timeline:
         self._num_units = num_units
         self._started_s = self._changed_s = clock.now_s()
         self._last_offer_s = self._started_s
-        self._ended_s: float | None = None
         self._phase = Phase.HANDSHAKE
         self._seconds = dict.fromkeys(Phase, _NOTHING)
         self._num_in_flight = 0
@@ -391,40 +367,30 @@ class Timeline:
         self._num_in_flight += 1
         self._enter(Phase.MOVING)
 
-    def wrote(
-        self, num_units: int, *, gather_s: float, moving_s: float, num_bytes: int, num_messages: int
-    ) -> None:
-        """Record the end of a piece, successful or not.
-
-        num_units: the units of the piece. moving_s: from the push to the end, including gather_s.
-        """
+    def wrote(self, num_units: int, outcome: PieceOutcome) -> None:
+        """Record the end of a piece, successful or not. num_units: the units of the piece."""
         self._num_in_flight -= 1
         self._num_unwritten -= num_units
-        self._gather_s += gather_s
-        self._moving_s += moving_s
-        self._num_bytes += num_bytes
-        self._num_messages += num_messages
+        self._gather_s += outcome.spans.gather_s
+        self._moving_s += outcome.spans.total_s
+        self._num_bytes += outcome.num_bytes
+        self._num_messages += outcome.num_messages
         if not self._num_in_flight:
             self._enter(Phase.VERIFY if self._num_unwritten <= 0 else Phase.WAITING)
 
-    def finished(self) -> None:
-        """Record the end of the transfer."""
+    def end(self) -> TransferTimes:
+        """Record the end of the transfer and return its durations."""
         self._enter(self._phase)
-        self._ended_s = self._changed_s
-
-    def times(self) -> TransferTimes:
-        """Return the durations; the transfer must have finished."""
-        assert self._ended_s is not None
         moving_s = self._seconds[Phase.MOVING]
         gather_s = moving_s * self._gather_s / self._moving_s if self._moving_s else _NOTHING
         return TransferTimes(
-            total_s=self._ended_s - self._started_s,
+            total_s=self._changed_s - self._started_s,
             handshake_s=self._seconds[Phase.HANDSHAKE],
             gather_s=gather_s,
             wire_s=moving_s - gather_s,
             waiting_s=self._seconds[Phase.WAITING],
             verify_s=self._seconds[Phase.VERIFY],
-            exposed_s=self._ended_s - self._last_offer_s,
+            exposed_s=self._changed_s - self._last_offer_s,
             num_bytes=self._num_bytes,
             num_messages=self._num_messages,
         )

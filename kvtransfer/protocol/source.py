@@ -2,10 +2,10 @@
 
 The life of a transfer at the source:
 
-1. A Grant or a PullRequest begins the transfer, and the ranks open the transports. `opened` starts the
-   writing of the pages that a worker offers; `accept_pull` leases the wanted pages, if they are still here,
-   and writes them all.
-2. `offer` adds pages as the prompt is computed; a lease holds them. Each offer becomes a Push for every part.
+1. A Grant or a PullRequest begins the transfer, and the ranks open the transports. Once they are open, the
+   pages that a worker offers are written; for a pull, the source leases the wanted pages, if they are still
+   here, and writes them all.
+2. `offer` adds pages as the prompt is computed; a lease holds them. Each offer is pushed for every part.
    Pages under a push have a second owner, the reader. The hold of the reader ends with the push.
 3. Each push that has ended is a Wrote; the last push of a part is its Commit, which carries the digests of
    all units and ends the writing of that part.
@@ -45,9 +45,8 @@ from baton.kvtransfer.protocol.handoff import (
     HandoffOutcome,
     Owner,
     PageLedger,
-    Push,
     Send,
-    StopPushes,
+    Timeline,
 )
 from baton.kvtransfer.protocol.messages import (
     DIGEST_BYTES,
@@ -65,6 +64,16 @@ from baton.kvtransfer.protocol.messages import (
     Verified,
     Wrote,
 )
+from baton.kvtransfer.ranks.messages import (
+    PartEvent,
+    PartHashed,
+    PartReached,
+    PartStopped,
+    PartWritten,
+    PushPart,
+    ReachPeer,
+    StopPart,
+)
 from baton.pages import KEY_BYTES
 
 
@@ -75,6 +84,9 @@ class SourcePart:
         self.in_flight: set[tuple[int, int]] = set()  # pushes: (first, stop)
         self.is_committed = False
         self.was_corrupt = False
+        self.is_reached = False  # its rank has opened a transport, or none can be opened
+        self.is_stopping = False  # its rank may still read or write
+        self.num_pages_told = 0  # source pages that its rank knows
         self._num_units = num_units
         self._num_missing = num_units
         self._digests = bytearray()  # allocated by the first push, so that an unused grant takes no memory
@@ -162,12 +174,20 @@ class SourceHandoff(Handoff):
 
     failure = HandoffOutcome.FAILED
 
-    def __init__(self, request: TransferRequest, context: HandoffContext) -> None:
-        """Start in OPENING. request: the peer's Grant or PullRequest."""
+    def __init__(
+        self, request: TransferRequest, context: HandoffContext, incarnation: bytes, pin: Pin
+    ) -> None:
+        """Start in OPENING. request: the peer's Grant or PullRequest.
+
+        incarnation: the incarnation of this process. pin: finds the wanted pages of a pull by their keys.
+        """
         lease_owner = ("source", request.transfer)
         super().__init__(request.transfer, request.epoch, context, lease_owner, request.deadline_ms)
         self.state = SourceState.OPENING
+        self.timeline = Timeline(context.clock, request.num_units * request.num_parts)
         self._request = request
+        self._incarnation = incarnation
+        self._pin = pin
         self._units_per_page = context.source_units_per_page
         self._parts = [SourcePart(request.num_units) for _ in range(request.num_parts)]
         num_groups = request.num_layer_groups if isinstance(request, Grant) else 1
@@ -185,34 +205,24 @@ class SourceHandoff(Handoff):
 
     # Local calls.
 
-    def opened(self) -> list[Action]:
-        """Start writing: the transports of every part are open. Pushes the units that are already offered."""
-        if self.has_ended:
-            return []
-        if not self._holds_lease():
-            return self.fail("expired")
-        self.state = SourceState.STREAMING
-        return self._push_offered()
-
-    def accept_pull(self, incarnation: bytes, pin: Pin) -> list[Action]:
-        """Lease the wanted pages and write them all, or refuse the pull.
-
-        incarnation: the incarnation of this process. pin: finds the wanted pages by their keys.
-        """
-        pull = self._request
-        assert isinstance(pull, PullRequest)
-        if self.has_ended:
-            return []
-        owner = ("pin", self.transfer)
-        pages = self._complaint(pull, incarnation) or self._pin(pull, pin, owner)
-        if isinstance(pages, str):
-            self.state, self.outcome = SourceState.CLOSED, HandoffOutcome.FAILED
-            refused = PullRefused(transfer=self.transfer, epoch=self.epoch, reason=pages)
-            return [Send(refused), Finished(self.outcome, pages)]
-        self.state = SourceState.STREAMING
-        offered = self.offer(pages, pull.num_units)
-        self._ledger.release(pages, owner)
-        return offered
+    def begin(self) -> list[Action]:
+        """Tell the ranks the destination's pages and open the transports of all parts, as far as possible."""
+        request, context = self._request, self._context
+        return [
+            ReachPeer(
+                transfer=self.transfer,
+                part=part,
+                link=context.link,
+                destination=route.peer,
+                layers=route.layers,
+                digest_key=context.digest_key,
+                epoch=self.epoch,
+                pages=request.pages,
+                generations=request.generations,
+                is_bulk=isinstance(request, PullRequest),  # no first token waits for these pages
+            )
+            for part, route in enumerate(context.routes)
+        ]
 
     def offer(self, pages: Sequence[int], num_units: int, group: int | None = None) -> list[Action]:
         """Add the next pages and push all newly computed units.
@@ -222,6 +232,10 @@ class SourceHandoff(Handoff):
         """
         if self.has_ended:
             return []
+        self.timeline.offered()
+        return self._offer(pages, num_units, group)
+
+    def _offer(self, pages: Sequence[int], num_units: int, group: int | None = None) -> list[Action]:
         groups = range(len(self._num_offered)) if group is None else range(group, group + 1)
         stop = min(num_units, (len(self.pages) + len(pages)) * self._units_per_page)
         before = max(self._num_offered[groups.start : groups.stop], default=self._request.num_units + 1)
@@ -239,7 +253,60 @@ class SourceHandoff(Handoff):
             self._num_offered[each] = num_units
         return self._push_offered()
 
-    def pushed(self, part: int, first: int, stop: int, digests: bytes) -> list[Action]:
+    # Events of the ranks.
+
+    def on_part_event(self, event: PartEvent) -> list[Action]:
+        match event:
+            case PartReached(part=part):
+                return self._reached(part)
+            case PartWritten():
+                return self._written(event)
+            case PartHashed(part=part, first=first, stop=stop, digests=digests, reason=""):
+                return self._pushed(part, first, stop, digests)
+            case PartHashed(part=part, first=first, stop=stop, reason=reason):
+                return self._push_failed(part, first, stop, reason)
+            case PartStopped(part=part):
+                return self._stopped(part)
+        return []
+
+    def rank_died(self, part: int) -> list[Action]:
+        return self._stopped(part)
+
+    def _reached(self, part: int) -> list[Action]:
+        """Start writing once the transports of every part are open."""
+        self._parts[part].is_reached = True
+        if self.state is not SourceState.OPENING or not all(each.is_reached for each in self._parts):
+            return []
+        self.timeline.opened()
+        if isinstance(self._request, PullRequest):
+            return self._accept_pull(self._request)
+        if not self._holds_lease():
+            return self.fail("expired")
+        self.state = SourceState.STREAMING
+        return self._push_offered()
+
+    def _accept_pull(self, pull: PullRequest) -> list[Action]:
+        """Lease the wanted pages and write them all, or refuse the pull."""
+        owner = ("pin", self.transfer)
+        pages = self._complaint(pull) or self._find(pull, owner)
+        if isinstance(pages, str):
+            self.state, self.outcome = SourceState.CLOSED, HandoffOutcome.FAILED
+            refused = PullRefused(transfer=self.transfer, epoch=self.epoch, reason=pages)
+            return [Send(refused), Finished(self.outcome, pages)]
+        self.state = SourceState.STREAMING
+        offered = self._offer(pages, pull.num_units)
+        self._ledger.release(pages, owner)
+        return offered
+
+    def _written(self, event: PartWritten) -> list[Action]:
+        outcome = event.outcome
+        if self.outcome is None:
+            self.timeline.wrote(event.stop - event.first, outcome)
+        if outcome.is_done:
+            return []
+        return self._push_failed(event.part, event.first, event.stop, outcome.reason)
+
+    def _pushed(self, part: int, first: int, stop: int, digests: bytes) -> list[Action]:
         """Record a successful push. digests: one for each unit of the push, computed from the bytes read."""
         self._end_push(part, first, stop)
         if self.has_ended:
@@ -249,15 +316,19 @@ class SourceHandoff(Handoff):
             return [self._commit(part, first, stop)]
         return [Send(Wrote(transfer=self.transfer, epoch=self.epoch, part=part, first=first, stop=stop))]
 
-    def push_failed(self, part: int, first: int, stop: int, reason: str) -> list[Action]:
+    def _push_failed(self, part: int, first: int, stop: int, reason: str) -> list[Action]:
         """Record a push that failed on every transport, which ends the transfer."""
         self._end_push(part, first, stop)
         return self.fail(f"transport: {reason}")
 
-    def pushes_stopped(self) -> list[Action]:
-        """Close the transfer, as the answer to StopPushes: no push reads or writes, successful or not."""
-        if self.state is not SourceState.STOPPING:
+    def _stopped(self, part: int) -> list[Action]:
+        """Close the transfer once no rank reads or writes for any of its parts."""
+        self._parts[part].is_stopping = False
+        if self.state is not SourceState.STOPPING or any(each.is_stopping for each in self._parts):
             return []
+        return self._close()
+
+    def _close(self) -> list[Action]:
         for part in self._parts:
             part.in_flight.clear()
         self._readers.leave_all()
@@ -289,11 +360,15 @@ class SourceHandoff(Handoff):
 
     def _end(self) -> list[Action]:
         self.state = SourceState.STOPPING
-        return [StopPushes()] if any(part.in_flight for part in self._parts) else self.pushes_stopped()
+        if not any(part.in_flight for part in self._parts):
+            return self._close()
+        for part in self._parts:
+            part.is_stopping = True
+        return [StopPart(transfer=self.transfer, part=part) for part in range(len(self._parts))]
 
-    def _complaint(self, pull: PullRequest, incarnation: bytes) -> str | None:
+    def _complaint(self, pull: PullRequest) -> str | None:
         """Return why the hint of the pull is wrong; None when each wanted page may be here."""
-        if pull.holder != incarnation:
+        if pull.holder != self._incarnation:
             return "the holder was restarted"
         if len(pull.pages) != self._context.num_destination_pages(pull.num_units):
             return f"{pull.num_units} units do not fit {len(pull.pages)} destination pages"
@@ -308,10 +383,10 @@ class SourceHandoff(Handoff):
                 return f"page {page} has generation {self._ledger.generation(page)}, not {generation}"
         return None
 
-    def _pin(self, pull: PullRequest, pin: Pin, owner: Owner) -> Sequence[int] | str:
+    def _find(self, pull: PullRequest, owner: Owner) -> Sequence[int] | str:
         """Return the pages, which the owner then uses, or the reason why the pull is refused."""
         keys = pull.wanted_keys
-        pages = pin([keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)], owner)
+        pages = self._pin([keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)], owner)
         if pages is None:
             return "a wanted page is not cached here, or there is no room to copy it from the host"
         for page, wanted, generation in zip(pages, pull.wanted_pages, pull.wanted_generations, strict=True):
@@ -327,10 +402,20 @@ class SourceHandoff(Handoff):
         due = list(zip(pushed, self._num_offered, strict=True)) * (len(self._parts) // len(pushed))
         return [self._push(part, first, stop) for part, (first, stop) in enumerate(due) if first < stop]
 
-    def _push(self, part: int, first: int, stop: int) -> Push:
-        self._parts[part].in_flight.add((first, stop))
+    def _push(self, part: int, first: int, stop: int) -> PushPart:
+        state = self._parts[part]
+        state.in_flight.add((first, stop))
         self._readers.enter(self._pages_of(first, stop))
-        return Push(part, first, stop, self._ledger.launched)
+        more_pages, state.num_pages_told = tuple(self.pages[state.num_pages_told :]), len(self.pages)
+        self.timeline.pushed()
+        return PushPart(
+            transfer=self.transfer,
+            part=part,
+            first=first,
+            stop=stop,
+            more_pages=more_pages,
+            after=self._ledger.launched,
+        )
 
     def _end_push(self, part: int, first: int, stop: int) -> None:
         if self.state is SourceState.CLOSED:

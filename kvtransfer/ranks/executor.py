@@ -35,7 +35,6 @@ from baton.kvtransfer.ranks.messages import (
     PartStopped,
     PartVerified,
     PartWritten,
-    Performer,
     PushPart,
     RankSettings,
     ReachPeer,
@@ -239,7 +238,7 @@ class SendShard:
         return self._digests.take(self._plan, offset_N, piece.first, piece.stop)
 
 
-class Executor(Performer, Protocol):
+class Executor(Protocol):
     """Any rank of a replica, as its rank 0 sees it. All but `stop` and `close` are called by one thread."""
 
     @property
@@ -248,6 +247,9 @@ class Executor(Performer, Protocol):
     @property
     def is_lost(self) -> bool:
         """Return True when the rank's process is gone or going: no further transfer begins with the rank."""
+
+    def perform(self, command: Command) -> None:
+        """Returns at once; the events that follow are reported later."""
 
     def counts(self) -> dict[str, int]:
         """The rank's counters since its start, by name; those of another process may be a little old."""

@@ -21,7 +21,7 @@ ForgetPart ends the life of a part at both ends.
 import hashlib
 from functools import lru_cache
 from itertools import pairwise
-from typing import Annotated, Final, NamedTuple, Protocol, TypeAlias
+from typing import Annotated, Final, NamedTuple, TypeAlias
 
 import msgspec
 from msgspec import Meta
@@ -272,18 +272,10 @@ def decode_for_rank_zero(body: bytes) -> ToRankZero:
     return decode_by(_TO_RANK_ZERO, body)
 
 
-class Performer(Protocol):
-    """Any rank of a replica, as the transfers see it."""
-
-    def perform(self, command: Command) -> None:
-        """Returns at once; the events that follow are reported later."""
-
-
 class Route(NamedTuple):
     """A part of a transfer: the rank of this replica that carries it out, and the peer's rank."""
 
-    part: int
-    executor: Performer
+    rank: int
     peer: PeerRank
     layers: tuple[int, int]
 

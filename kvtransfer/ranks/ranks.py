@@ -343,21 +343,24 @@ class Ranks:
         own, peer = self._settings.layout, link.hello.layout
         source, destination = (own, peer) if is_source else (peer, own)
         found = []
-        parts = parts_of(source, destination, num_layer_groups)
-        for part, (source_rank, rank, layers) in enumerate(parts):
+        for source_rank, rank, layers in parts_of(source, destination, num_layer_groups):
             ours, theirs = (source_rank, rank) if is_source else (rank, source_rank)
             listeners = link.listeners.ranks[theirs]
             peer_rank = PeerRank(host=link.host, layout=peer, rank=theirs, listeners=listeners)
-            found.append(Route(part, self._executors[ours], peer_rank, layers))
+            found.append(Route(ours, peer_rank, layers))
         return found
+
+    def perform(self, rank: int, command: Command) -> None:
+        """Have one rank perform the command."""
+        self._executors[rank].perform(command)
 
     def drop(self, link: Link) -> None:
         """Close the transports of a link after the end of its transfers."""
-        self._perform(DropLink(link=link.number))
+        self._perform_all(DropLink(link=link.number))
 
     def use(self, generations: KeyGenerations) -> None:
         """Give every rank these keys for new connections."""
-        self._perform(UseKeys(generations=generations))
+        self._perform_all(UseKeys(generations=generations))
 
     def stop(self) -> bool:
         """Stop all sending of pages. Returns False when a rank does not confirm the stop in time."""
@@ -374,6 +377,6 @@ class Ranks:
         for executor in self._executors:
             executor.close()
 
-    def _perform(self, command: Command) -> None:
+    def _perform_all(self, command: Command) -> None:
         for executor in self._executors:
             executor.perform(command)

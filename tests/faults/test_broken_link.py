@@ -23,7 +23,7 @@ def test_pages_come_back_over_the_next_link(
     source: Host, destination: HostProcess, point: str, transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def cut(transfer: bytes, reason: str) -> None:
-        source.endpoint._outgoing[transfer].link._stream._connection.close()
+        source.endpoint.link_of(transfer)._stream._connection.close()
 
     address = destination.call("address")
     assert source.send(address, NUM_UNITS) == "handed_over"

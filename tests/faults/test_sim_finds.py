@@ -9,8 +9,7 @@ import pytest
 from baton.decode_worker.attempt import DecodeAdmission
 from baton.engine.scheduler.scheduler import ExternalPageHolds
 from baton.gateway.streams.request_stream import RequestStream
-from baton.kvtransfer.protocol.destination import DestinationHandoff
-from baton.kvtransfer.ranks.messages import ClosePart
+from baton.kvtransfer.ranks.messages import ClosePart, PartVerified, VerifyPart
 from baton.prefill_worker.prefill_job import Offer, PrefillJob
 from baton.request import Request
 from baton.router.in_flight import InFlight
@@ -33,10 +32,10 @@ def finding(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, broken: Cal
 
 
 def test_unverified_pages_give_wrong_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    verified = DestinationHandoff.verified
-    found = finding(
-        monkeypatch, DestinationHandoff, "verified", lambda self, part, _: verified(self, part, ())
-    )
+    def unverified(self: SimRank, command: VerifyPart) -> None:
+        self._emit_later(PartVerified(transfer=command.transfer, part=command.part, corrupt_units=()))
+
+    found = finding(monkeypatch, SimRank, "_verify", unverified)
     assert "an undisturbed run says" in found
 
 

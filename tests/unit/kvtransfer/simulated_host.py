@@ -11,14 +11,15 @@ from typing import TypeAlias
 from baton.clock import ManualClock
 from baton.engine.cache.page_pool import PagePool
 from baton.kvtransfer.protocol.destination import DestinationHandoff
-from baton.kvtransfer.protocol.handoff import Action, HandoffContext, Timing
+from baton.kvtransfer.protocol.handoff import HandoffContext
 from baton.kvtransfer.protocol.source import SourceHandoff
+from baton.kvtransfer.ranks.messages import PartCommand
+from tests.numbered_pages import handoff_context
 
 Pick: TypeAlias = Callable[[int], int]  # n -> a number in [0, n), by chance
 Ranks: TypeAlias = tuple[int, ...]
 Place: TypeAlias = tuple[int, int]  # page, slot in it
 Slot: TypeAlias = tuple[int, int, int]  # page, slot in it, part
-TIMING = Timing(lease_s=30.0, heartbeat_s=5.0)
 NUM_PAGES = 10
 
 
@@ -89,7 +90,7 @@ class Host:
         self.registrations: dict[tuple[bytes, int], Registration] = {}
         self.inbox: list[bytes] = []
         self.has_lost_peer = False  # and has not been told yet
-        self.waiting: dict[bytes, list[Action]] = {}  # of transfers whose landing waits for the device
+        self.waiting: dict[bytes, list[PartCommand]] = {}  # of transfers whose landing waits for the device
         self.verifications: list[tuple[bytes, int, bytes]] = []
         self.finished: dict[bytes, str] = {}
         self.num_epochs = 0
@@ -142,8 +143,8 @@ class Host:
             self.pool.forget(page)
         return True
 
-    def timeouts(self, clock: ManualClock, units_per_page: tuple[int, int]) -> HandoffContext:
-        return HandoffContext(self.pool, clock, TIMING, *units_per_page)
+    def context(self, clock: ManualClock, units_per_page: tuple[int, int]) -> HandoffContext:
+        return handoff_context(self.pool, clock, self.ranks, units_per_page)
 
 
 @dataclass(frozen=True)

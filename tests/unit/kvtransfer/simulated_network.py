@@ -11,14 +11,9 @@ from baton.clock import ManualClock
 from baton.kvtransfer.protocol.destination import DestinationHandoff, TransferSize
 from baton.kvtransfer.protocol.handoff import (
     Action,
-    CloseReceive,
     Finished,
     HandoffOutcome,
-    OpenReceive,
-    Push,
     Send,
-    StopPushes,
-    Verify,
     answer_to_unknown,
 )
 from baton.kvtransfer.protocol.messages import (
@@ -31,6 +26,24 @@ from baton.kvtransfer.protocol.messages import (
     encode,
 )
 from baton.kvtransfer.protocol.source import SourceHandoff, SourceState
+from baton.kvtransfer.ranks.messages import (
+    ClosePart,
+    OpenPart,
+    PartCommand,
+    PartEvent,
+    PartHashed,
+    PartOpened,
+    PartReached,
+    PartStopped,
+    PartVerified,
+    PartWritten,
+    PushPart,
+    ReachPeer,
+    StopPart,
+    VerifyPart,
+    WriterStopped,
+)
+from baton.kvtransfer.transports.base import PieceOutcome
 from tests.numbered_pages import NumberedPages
 from tests.unit.kvtransfer.simulated_host import Hint, Host, Pick, Registration, Sequence
 from tests.unit.kvtransfer.simulated_writes import FLIPPED, Flight, PushJob
@@ -108,15 +121,12 @@ class SimulatedNetwork:
             elif transfer.hex() not in host.sequences:
                 self._do(host, transfer, source.abort("the prompt is not here"))
             else:
-                host.unopened.add(transfer)
+                self._do(host, transfer, source.begin())
         elif isinstance(message, PullRequest):
             source = self._new_source(host, message)
             is_whole = host.lost_rank is None
-            pin = NumberedPages(host.pool)
-            accepted = (
-                source.accept_pull(host.incarnation, pin) if is_whole else source.fail("a rank is lost")
-            )
-            self._do(host, transfer, accepted)
+            self._do(host, transfer, source.begin() if is_whole else source.fail("a rank is lost"))
+            self._open(host, transfer)
         else:
             known: SourceHandoff | DestinationHandoff | None = host.sources.get(transfer)
             known = known or host.destinations.get(transfer)
@@ -127,7 +137,8 @@ class SimulatedNetwork:
                 self._do(host, transfer, known.receive(message))
 
     def _new_source(self, host: Host, request: Grant | PullRequest) -> SourceHandoff:
-        source = SourceHandoff(request, host.timeouts(self.clock, self.units_per_page))
+        context = host.context(self.clock, self.units_per_page)
+        source = SourceHandoff(request, context, host.incarnation, NumberedPages(host.pool))
         host.sources[request.transfer] = source
         self.grants[host, request.transfer] = request, self._peer(host)
         self.peers[host, request.transfer] = self.destination
@@ -137,7 +148,8 @@ class SimulatedNetwork:
         """The transports of a source are open, if they are being opened."""
         if transfer in host.unopened:
             host.unopened.remove(transfer)
-            self._do(host, transfer, host.sources[transfer].opened())
+            for part in range(self.num_parts):
+                self._emit(host, PartReached(transfer=transfer, part=part, transport=""))
 
     def step_cut(self) -> None:
         """The link breaks; what it held is lost. Each host hears of it in its own time."""
@@ -185,12 +197,17 @@ class SimulatedNetwork:
                     self._writer_stopped(survivor, transfer, part)
 
     def _writer_stopped(self, host: Host, transfer: bytes, part: int) -> None:
-        self._do(host, transfer, host.destinations[transfer].writer_stopped(part))
+        self._emit(host, WriterStopped(transfer=transfer, part=part))
+
+    def _emit(self, host: Host, event: PartEvent) -> None:
+        """Have the host's hand-off process an event of one of its ranks."""
+        handoff = host.sources.get(event.transfer) or host.destinations[event.transfer]
+        self._do(host, event.transfer, handoff.on_part_event(event))
 
     def _new_destination(self, size: TransferSize) -> DestinationHandoff:
         host = self.destination
-        timeouts = host.timeouts(self.clock, self.units_per_page)
-        handoff = DestinationHandoff(size, host.next_epoch(), timeouts)
+        context = host.context(self.clock, self.units_per_page)
+        handoff = DestinationHandoff(size, host.next_epoch(), context)
         host.destinations[size.transfer] = handoff
         self.peers[host, size.transfer] = self.source
         return handoff
@@ -221,12 +238,10 @@ class SimulatedNetwork:
             return  # nobody hears of it
         handoff = job.source.sources[job.transfer]
         if job.is_written:
-            actions = handoff.pushed(job.part, job.first, job.stop, bytes(job.digests))
-        elif handoff.state is SourceState.STOPPING:
-            actions = []  # `pushes_stopped` tells of all at once
-        else:
-            actions = handoff.push_failed(job.part, job.first, job.stop, "refused")
-        self._do(job.source, job.transfer, actions)
+            self._emit(job.source, PartHashed(**job.units, digests=bytes(job.digests)))
+        elif handoff.state is not SourceState.STOPPING:  # else PartStopped tells of all at once
+            refused = PieceOutcome(is_done=False, reason="refused")
+            self._emit(job.source, PartWritten(**job.units, outcome=refused))
         self._end_stops()
 
     def _end_stops(self) -> None:
@@ -235,7 +250,8 @@ class SimulatedNetwork:
             jobs = (job for job in self.jobs if job.source is host and job.transfer == transfer)
             if not is_unheard and not any(jobs):
                 self.stopping.remove((host, transfer))
-                self._do(host, transfer, host.sources[transfer].pushes_stopped())
+                for part in range(self.num_parts):
+                    self._emit(host, PartStopped(transfer=transfer, part=part))
 
     def step_arrive(self) -> None:
         flight = self._any(self.flights)
@@ -258,25 +274,28 @@ class SimulatedNetwork:
         if not host.verifications:
             return
         transfer, part, digests = host.verifications.pop(self.pick(len(host.verifications)))
-        handoff = host.destinations[transfer]
-        found = [host.read(handoff.pages, unit, part) for unit in range(len(digests) // 8)]
+        pages = host.destinations[transfer].pages
+        found = [host.read(pages, unit, part) for unit in range(len(digests) // 8)]
         corrupt = [
             unit for unit, value in enumerate(found) if value.to_bytes(8, "big") != digests[unit * 8 :][:8]
         ]
-        self._do(host, transfer, handoff.verified(part, tuple(corrupt)))
+        self._emit(host, PartVerified(transfer=transfer, part=part, corrupt_units=tuple(corrupt)))
 
     # What the machines ask for.
 
     def _do(self, host: Host, transfer: bytes, actions: list[Action]) -> None:
-        """Carry the actions out in their order, which those behind a landing that has to wait do, too."""
-        if transfer in host.waiting:
-            host.waiting[transfer] += actions
-            return
-        for number, action in enumerate(actions):
-            if isinstance(action, OpenReceive) and not host.device.has_passed(action.after):
-                host.waiting[transfer] = actions[number:]
-                return
-            self._carry_out(host, transfer, action)
+        """Carry the actions out in order; commands behind one that waits for the device wait too."""
+        for action in actions:
+            if isinstance(action, Send):
+                self._send(host, action.message)
+            elif isinstance(action, Finished):
+                self._finish(host, transfer, action.outcome)
+            elif transfer in host.waiting:
+                host.waiting[transfer].append(action)
+            elif isinstance(action, OpenPart) and not host.device.has_passed(action.after):
+                host.waiting[transfer] = [action]
+            else:
+                self._carry_out(host, transfer, action)
 
     def step_device(self) -> None:
         """A device gets further with what it was told to write."""
@@ -286,40 +305,39 @@ class SimulatedNetwork:
         if host.device.unwritten:
             host.device.write(1 + self.pick(len(host.device.unwritten)))
         for transfer in list(host.waiting):
-            self._do(host, transfer, host.waiting.pop(transfer))
+            self._do(host, transfer, [*host.waiting.pop(transfer)])
 
-    def _carry_out(self, host: Host, transfer: bytes, action: Action) -> None:
-        match action:
-            case Send(message):
-                self._send(host, message)
-            case Push():
-                self._push(host, transfer, action)
-            case StopPushes():
+    def _carry_out(self, host: Host, transfer: bytes, command: PartCommand) -> None:
+        match command:
+            case ReachPeer():
+                host.unopened.add(transfer)
+            case PushPart():
+                self._push(host, transfer, command)
+            case StopPart(part=0):  # the other parts are stopped with it
                 for job in self.jobs:
                     is_told = job.source is host and not host.is_lost(job.part)
                     job.must_stop |= is_told and job.transfer == transfer
                 self.stopping.append((host, transfer))
                 self._end_stops()
-            case OpenReceive(part):
-                host.registrations[transfer, part] = Registration(host.destinations[transfer].epoch)
-            case CloseReceive(part, _) if host.is_lost(part):
+            case OpenPart(part=part):
+                host.registrations[transfer, part] = Registration(command.epoch)
+                self._emit(host, PartOpened(transfer=transfer, part=part))
+            case ClosePart(part=part) if host.is_lost(part):
                 if host.is_rank_dead:
                     self._writer_stopped(host, transfer, part)
-            case CloseReceive(part, is_confirmed):
+            case ClosePart(part=part, is_confirmed=is_confirmed):
                 registration = host.registrations[transfer, part]
                 registration.is_open = False
                 if is_confirmed if self.is_direct[transfer] else not registration.num_inside:
                     self._writer_stopped(host, transfer, part)
-            case Verify(part, digests) if not host.is_lost(part):
+            case VerifyPart(part=part, digests=digests) if not host.is_lost(part):
                 host.verifications.append((transfer, part, digests))
-            case Finished(outcome, _):
-                self._finish(host, transfer, outcome)
 
     def _send(self, host: Host, message: AnyMessage) -> None:
         if self.is_linked:
             self._peer(host).inbox.append(encode(message))
 
-    def _push(self, host: Host, transfer: bytes, push: Push) -> None:
+    def _push(self, host: Host, transfer: bytes, push: PushPart) -> None:
         grant, destination = self.grants[host, transfer]
         handoff = host.sources[transfer]
         job = PushJob(

@@ -7,6 +7,7 @@ keep its page from being reused in between.
 """
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from tests.unit.kvtransfer.simulated_host import Host, Registration
 
@@ -36,6 +37,11 @@ class PushJob:
 
     def __post_init__(self) -> None:
         self.next_unit = self.first
+
+    @property
+    def units(self) -> dict[str, Any]:
+        """The fields of an event about the job."""
+        return {"transfer": self.transfer, "part": self.part, "first": self.first, "stop": self.stop}
 
     @property
     def is_written(self) -> bool:

@@ -17,19 +17,26 @@ from baton.engine.cache.page_pool import PagePool
 from baton.errors import WireError
 from baton.kvtransfer.protocol import messages as m
 from baton.kvtransfer.protocol.destination import DestinationHandoff, DestinationState, TransferSize
-from baton.kvtransfer.protocol.handoff import (
-    Action,
-    CloseReceive,
-    HandoffContext,
-    Push,
-    StopPushes,
-    Timing,
-    Verify,
-)
+from baton.kvtransfer.protocol.handoff import Action
 from baton.kvtransfer.protocol.source import SourceHandoff, SourceState
+from baton.kvtransfer.ranks.messages import (
+    ClosePart,
+    OpenPart,
+    PartEvent,
+    PartHashed,
+    PartOpened,
+    PartReached,
+    PartStopped,
+    PartVerified,
+    PushPart,
+    ReachPeer,
+    StopPart,
+    VerifyPart,
+    WriterStopped,
+)
 from baton.rpc.connection import DroppedPeers
 from baton.rpc.session import FrameReader, encode_frame
-from tests.numbered_pages import NumberedPages
+from tests.numbered_pages import NumberedPages, handoff_context
 from tests.unit.kvtransfer.frame_mutations import BOMBS, mutated, valid_frames, valid_message
 
 NUM_PAGES = 64
@@ -50,7 +57,6 @@ class Receiver:
         for page in known:
             self.pool.mark_known(page)
         self.pool.release(known, "cache")
-        self._timeouts = HandoffContext(self.pool, self.clock, Timing(), 1, 1)
         self._num_epochs = 0
         self._sources: dict[bytes, SourceHandoff] = {}
         self._destinations: dict[bytes, DestinationHandoff] = {}
@@ -75,7 +81,7 @@ class Receiver:
         """A destination that has granted pages, of a transfer that messages name."""
         size = TransferSize(bytes(16), num_units=2, num_parts=1, deadline_s=1.0)
         self._num_epochs = self._num_epochs % 3 + 1  # so that a random epoch is often the right one
-        handoff = DestinationHandoff(size, self._num_epochs, self._timeouts)
+        handoff = DestinationHandoff(size, self._num_epochs, handoff_context(self.pool, self.clock))
         self._destinations[size.transfer] = handoff
         self._do(handoff, handoff.grant("adopter"))
 
@@ -86,35 +92,25 @@ class Receiver:
         is_known = transfer in self._destinations or transfer in self._sources
         if isinstance(message, m.Grant | m.PullRequest) and is_known:
             raise WireError("a transfer that exists already", reason="protocol")
+        if isinstance(message, m.Grant | m.PullRequest):
+            context = handoff_context(self.pool, self.clock, range(message.num_parts))
+            source = SourceHandoff(message, context, INCARNATION, NumberedPages(self.pool))
+            self._sources[transfer] = source
+            self._do(source, source.begin())
         if isinstance(message, m.Grant):
-            self._sources[transfer] = source = SourceHandoff(message, self._timeouts)
-            self._do(source, source.opened())
             num_units = min(message.num_units, self.pool.num_free)
             pages = self.pool.allocate(num_units, "own")
             self._do(source, source.offer(pages, num_units))
             self.pool.release(pages, "own")
-        elif isinstance(message, m.PullRequest):
-            self._sources[transfer] = source = SourceHandoff(message, self._timeouts)
-            self._do(source, source.accept_pull(INCARNATION, NumberedPages(self.pool)))
         elif is_known:
             known = self._sources.get(transfer) or self._destinations[transfer]
             self._do(known, known.receive(message))
 
     def _do(self, handoff: SourceHandoff | DestinationHandoff, actions: list[Action]) -> None:
         for action in actions:
-            if isinstance(handoff, SourceHandoff):
-                match action:
-                    case Push(part, first, stop):
-                        self._do(handoff, handoff.pushed(part, first, stop, bytes(8 * (stop - first))))
-                    case StopPushes():
-                        self._do(handoff, handoff.pushes_stopped())
-            else:
-                match action:
-                    case CloseReceive(part, _):
-                        self._do(handoff, handoff.writer_stopped(part))
-                    case Verify(part, digests):
-                        corrupt = () if not any(digests) else (0,)
-                        self._do(handoff, handoff.verified(part, corrupt))
+            event = answer(action)
+            if event is not None:
+                self._do(handoff, handoff.on_part_event(event))
 
     def _end_all(self) -> None:
         for source in self._sources.values():
@@ -127,6 +123,26 @@ class Receiver:
         self._sources.clear()
         self._destinations.clear()
         assert self.pool.num_available == NUM_PAGES, "pages are held after the peer is gone"
+
+
+def answer(action: Action) -> PartEvent | None:
+    """The event by which a rank answers a command, at once."""
+    match action:
+        case ReachPeer(transfer=transfer, part=part):
+            return PartReached(transfer=transfer, part=part, transport="")
+        case PushPart(transfer=transfer, part=part, first=first, stop=stop):
+            digests = bytes(8 * (stop - first))
+            return PartHashed(transfer=transfer, part=part, first=first, stop=stop, digests=digests)
+        case StopPart(transfer=transfer, part=part):
+            return PartStopped(transfer=transfer, part=part)
+        case OpenPart(transfer=transfer, part=part):
+            return PartOpened(transfer=transfer, part=part)
+        case ClosePart(transfer=transfer, part=part):
+            return WriterStopped(transfer=transfer, part=part)
+        case VerifyPart(transfer=transfer, part=part, digests=digests):
+            corrupt_units = (0,) if any(digests) else ()
+            return PartVerified(transfer=transfer, part=part, corrupt_units=corrupt_units)
+    return None
 
 
 def fuzz(seed: int, num_frames: int) -> tuple[Receiver, int]:

@@ -17,19 +17,10 @@ from baton.kvtransfer.protocol.destination import (
 )
 from baton.kvtransfer.protocol.handoff import (
     Action,
-    CloseReceive,
     Finished,
-    Handoff,
-    HandoffContext,
     HandoffOutcome,
-    Hash,
-    OpenReceive,
     Owner,
-    Push,
     Send,
-    StopPushes,
-    Timing,
-    Verify,
     answer_to_unknown,
 )
 from baton.kvtransfer.protocol.messages import (
@@ -52,9 +43,28 @@ from baton.kvtransfer.protocol.messages import (
     WantedPage,
     Wrote,
 )
-from baton.kvtransfer.protocol.source import SourceHandoff, SourceState
+from baton.kvtransfer.protocol.source import Pin, SourceHandoff, SourceState
+from baton.kvtransfer.ranks.messages import (
+    ClosePart,
+    HashUnits,
+    OpenPart,
+    PartEvent,
+    PartHashed,
+    PartOpened,
+    PartReached,
+    PartStopped,
+    PartVerified,
+    PartWritten,
+    PushPart,
+    ReachPeer,
+    StopPart,
+    VerifyPart,
+    WriterDied,
+    WriterStopped,
+)
+from baton.kvtransfer.transports.base import PieceOutcome
 from baton.pages import PageLayout
-from tests.numbered_pages import NumberedPages, key_of, wanted_pages
+from tests.numbered_pages import PEER_RANK, NumberedPages, handoff_context, key_of, wanted_pages
 
 ID, EPOCH, NUM_UNITS, NUM_PAGES = b"t" * 16, 7, 4, 8
 HOLDER = b"h" * 16
@@ -106,15 +116,34 @@ def finished(actions: Sequence[Action]) -> list[HandoffOutcome]:
     return [action.outcome for action in actions if isinstance(action, Finished)]
 
 
+def pushes(actions: Sequence[Action]) -> list[tuple[int, int, int]]:
+    """(part, first unit, end) of each."""
+    assert all(isinstance(action, PushPart) for action in actions)
+    return [(each.part, each.first, each.stop) for each in actions if isinstance(each, PushPart)]
+
+
+def closing(part: int = 0, *, is_confirmed: bool) -> ClosePart:
+    return ClosePart(transfer=ID, part=part, is_confirmed=is_confirmed)
+
+
 class Side:
-    """One side of a transfer with one unit a page, and the ledger of its host."""
+    """One side of a transfer with one unit a page, and the ledger of its host.
 
-    handoff: Handoff
+    Each part has a rank of its own.
+    """
 
-    def __init__(self) -> None:
+    handoff: SourceHandoff | DestinationHandoff
+
+    def __init__(self, num_parts: int) -> None:
+        self.num_parts = num_parts
         self.clock = ManualClock()
         self.pool = PagePool(NUM_PAGES, 16)
-        self.context = HandoffContext(self.pool, self.clock, Timing(lease_s=30, heartbeat_s=5), 1, 1)
+        self.context = handoff_context(self.pool, self.clock, range(num_parts))
+
+    def hear(self, kind: Callable[..., PartEvent], *parts: int, **fields: Any) -> list[Action]:
+        """Have the hand-off process an event of each of these parts; none: of all parts."""
+        events = [kind(transfer=ID, part=part, **fields) for part in parts or range(self.num_parts)]
+        return [action for event in events for action in self.handoff.on_part_event(event)]
 
     def expire(self, seconds: float) -> None:
         self.clock.advance(seconds)
@@ -122,18 +151,30 @@ class Side:
 
 
 class Source(Side):
-    def __init__(self, request: TransferRequest | None = None) -> None:
-        super().__init__()
-        self.handoff: SourceHandoff = SourceHandoff(request or grant(), self.context)
+    def __init__(self, request: TransferRequest | None = None, pin: Pin | None = None) -> None:
+        request = request or grant()
+        super().__init__(request.num_parts)
+        pin = pin or NumberedPages(self.pool)
+        self.handoff: SourceHandoff = SourceHandoff(request, self.context, HOLDER, pin)
         self.pages = self.pool.allocate(NUM_UNITS, "sequence")
+
+    def reached(self) -> list[Action]:
+        return self.hear(PartReached, transport="")
+
+    def pushed(self, part: int, first: int, stop: int, digests: bytes) -> list[Action]:
+        return self.hear(PartHashed, part, first=first, stop=stop, digests=digests)
+
+    def push_failed(self, reason: str) -> list[Action]:
+        outcome = PieceOutcome(is_done=False, reason=reason)
+        return self.hear(PartWritten, 0, first=0, stop=NUM_UNITS, outcome=outcome)
 
     def to(self, state: SourceState) -> "Source":
         source = self.handoff
         if state is not SourceState.OPENING:
-            source.opened()
+            self.reached()
             source.offer(self.pages, NUM_UNITS)
         if state in (SourceState.COMMITTING, SourceState.CLOSED):
-            source.pushed(0, 0, NUM_UNITS, DIGESTS)
+            self.pushed(0, 0, NUM_UNITS, DIGESTS)
         if state is SourceState.STOPPING:
             source.abort("cancelled")
         if state is SourceState.CLOSED:
@@ -144,24 +185,29 @@ class Source(Side):
 
 class Destination(Side):
     def __init__(self, num_parts: int = 1) -> None:
-        super().__init__()
+        super().__init__(num_parts)
         size = TransferSize(ID, NUM_UNITS, num_parts, deadline_s=100)
         self.handoff: DestinationHandoff = DestinationHandoff(size, EPOCH, self.context)
+
+    def verified(self, part: int, corrupt_units: tuple[int, ...]) -> list[Action]:
+        return self.hear(PartVerified, part, corrupt_units=corrupt_units)
 
     def to(self, state: DestinationState) -> "Destination":
         destination = self.handoff
         if state is DestinationState.ASKING:
             destination.pull("sequence", HOLDER, wanted_pages((page, 1) for page in range(NUM_UNITS)))
+            self.hear(PartOpened)
         else:
             destination.grant("sequence")
+            self.hear(PartOpened)
             destination.receive(EXTEND)
         if state in (DestinationState.VERIFYING, DestinationState.CLOSED):
             destination.receive(commit())
         if state is DestinationState.CLOSING:
             destination.abort("cancelled")
         if state is DestinationState.CLOSED:
-            destination.writer_stopped(0)
-            destination.verified(0, ())
+            self.hear(WriterStopped)
+            self.verified(0, ())
         assert destination.state is state
         return self
 
@@ -219,19 +265,17 @@ def test_table_of_legal_messages(state: State, message: AnyMessage) -> None:
 def test_transfer_can_end_in_every_state_once_and_frees_all_pages(state: State, end: str) -> None:
     side = in_state(state)
     handoff, actions = side.handoff, list[Action]()
+    is_source = isinstance(handoff, SourceHandoff)
     had_ended = handoff.outcome is not None
     for _ in range(2):
-        if end == "Released" and isinstance(handoff, DestinationHandoff):
+        if end == "Released" and not is_source:
             actions += handoff.receive(Released(**OF_TRANSFER))
         elif end in ("Abort", "Released"):
             actions += handoff.receive(Abort(**OF_TRANSFER, reason="no more"))
         else:
             actions += handoff.abort("cancelled") if end == "abort" else handoff.peer_lost()
     for _ in range(2):
-        if isinstance(handoff, SourceHandoff):
-            actions += handoff.pushes_stopped()
-        elif isinstance(handoff, DestinationHandoff):
-            actions += handoff.writer_stopped(0)
+        actions += side.hear(PartStopped if is_source else WriterStopped)
     assert len(finished(actions)) == (not had_ended)
     assert handoff.is_closed and handoff.outcome is not None
     side.pool.release([page for page in range(NUM_PAGES) if "sequence" in side.pool.owners(page)], "sequence")
@@ -304,7 +348,7 @@ def test_pages_whose_lease_expired_while_transports_opened_are_not_sent() -> Non
     side = Source()
     side.handoff.offer(side.pages, NUM_UNITS)
     side.expire(31)
-    assert finished(side.handoff.opened()) == [HandoffOutcome.FAILED]
+    assert finished(side.reached()) == [HandoffOutcome.FAILED]
 
 
 # The source.
@@ -313,11 +357,11 @@ def test_pages_whose_lease_expired_while_transports_opened_are_not_sent() -> Non
 def test_last_push_of_a_part_is_its_commit() -> None:
     source = Source()
     assert source.handoff.offer(source.pages[:1], 1) == []  # no transport is open
-    assert source.handoff.opened() == [Push(0, 0, 1)]
-    assert source.handoff.offer(source.pages[1:], NUM_UNITS) == [Push(0, 1, NUM_UNITS)]
-    assert sent(source.handoff.pushed(0, 1, NUM_UNITS, DIGESTS[8:])) == [wrote(1, NUM_UNITS)]
+    assert pushes(source.reached()) == [(0, 0, 1)]
+    assert pushes(source.handoff.offer(source.pages[1:], NUM_UNITS)) == [(0, 1, NUM_UNITS)]
+    assert sent(source.pushed(0, 1, NUM_UNITS, DIGESTS[8:])) == [wrote(1, NUM_UNITS)]
     committed = Commit(**OF_TRANSFER, first=0, stop=1, digests=DIGESTS)
-    assert sent(source.handoff.pushed(0, 0, 1, DIGESTS[:8])) == [committed]
+    assert sent(source.pushed(0, 0, 1, DIGESTS[:8])) == [committed]
     assert source.handoff.receive(VERIFIED) == [Finished(HandoffOutcome.HANDED_OVER, "")]
 
 
@@ -326,9 +370,9 @@ def test_page_under_a_push_is_held_beyond_the_lease() -> None:
     source.pool.release(source.pages, "sequence")
     source.expire(31)
     actions = source.handoff.tick()
-    assert finished(actions) == [HandoffOutcome.FAILED] and actions[-1] == StopPushes()
+    assert finished(actions) == [HandoffOutcome.FAILED] and actions[-1] == StopPart(transfer=ID, part=0)
     assert source.pool.num_free == NUM_PAGES - NUM_UNITS
-    assert sent(source.handoff.pushes_stopped()) == [Released(**OF_TRANSFER)]
+    assert sent(source.hear(PartStopped)) == [Released(**OF_TRANSFER)]
     assert source.pool.num_free == NUM_PAGES
 
 
@@ -337,9 +381,9 @@ def test_groups_of_layers_are_pushed_separately() -> None:
     handoff, pages = source.handoff, source.pages
     handoff.offer(pages[:2], 2)
     handoff.offer(pages[2:], NUM_UNITS, 0)
-    assert handoff.opened() == [Push(0, 0, 4), Push(1, 0, 2), Push(2, 0, 4), Push(3, 0, 2)]
+    assert pushes(source.reached()) == [(0, 0, 4), (1, 0, 2), (2, 0, 4), (3, 0, 2)]
     assert handoff.offer((), NUM_UNITS, 0) == []
-    assert handoff.offer((), NUM_UNITS, 1) == [Push(1, 2, 4), Push(3, 2, 4)]
+    assert pushes(handoff.offer((), NUM_UNITS, 1)) == [(1, 2, 4), (3, 2, 4)]
 
 
 @pytest.mark.parametrize(
@@ -357,10 +401,10 @@ def test_impossible_offer_is_the_callers_mistake(num_pages: int, num_units: int,
 def test_corrupt_units_are_written_again_once_and_as_ranges() -> None:
     source = Source().to(SourceState.COMMITTING)
     corrupt = Corrupt(**OF_TRANSFER, units=(0, 2, 3))
-    assert source.handoff.receive(corrupt) == [Push(0, 0, 1), Push(0, 2, 4)]
-    source.handoff.pushed(0, 2, 4, DIGESTS[16:])
+    assert pushes(source.handoff.receive(corrupt)) == [(0, 0, 1), (0, 2, 4)]
+    source.pushed(0, 2, 4, DIGESTS[16:])
     committed = Commit(**OF_TRANSFER, first=0, stop=1, digests=b"newwords" + DIGESTS[8:])
-    assert sent(source.handoff.pushed(0, 0, 1, b"newwords")) == [committed]
+    assert sent(source.pushed(0, 0, 1, b"newwords")) == [committed]
     with pytest.raises(ProtocolError, match="unexpected Corrupt"):
         source.handoff.receive(Corrupt(**OF_TRANSFER, units=(0,)))
 
@@ -374,26 +418,61 @@ def test_units_that_the_transfer_does_not_have_cannot_be_corrupt(units: tuple[in
 
 def test_failed_push_ends_the_transfer_with_the_reason() -> None:
     source = Source().to(SourceState.STREAMING)
-    actions = source.handoff.push_failed(0, 0, NUM_UNITS, "cut")
+    actions = source.push_failed("cut")
     assert sent(actions)[0] == Abort(**OF_TRANSFER, reason="transport: cut")
     assert finished(actions) == [HandoffOutcome.FAILED]
 
 
 def test_wrong_number_of_digests_is_the_callers_mistake() -> None:
     with pytest.raises(ValueError, match="7 bytes of digests"):
-        Source().to(SourceState.STREAMING).handoff.pushed(0, 0, NUM_UNITS, b"digests")
+        Source().to(SourceState.STREAMING).pushed(0, 0, NUM_UNITS, b"digests")
 
 
 def test_late_results_of_pushes_have_no_effect() -> None:
     source = Source().to(SourceState.STOPPING)
-    assert source.handoff.pushed(0, 0, NUM_UNITS, DIGESTS) == []
-    source.handoff.pushes_stopped()
-    assert source.handoff.push_failed(0, 0, NUM_UNITS, "late") == []
+    assert source.pushed(0, 0, NUM_UNITS, DIGESTS) == []
+    source.hear(PartStopped)
+    assert source.push_failed("late") == []
 
 
-def holder(request: PullRequest) -> Source:
+def test_each_rank_is_told_of_the_destination_and_of_each_source_page_once() -> None:
+    source = Source(grant(num_parts=2))
+    reaches = source.handoff.begin()
+    assert reaches == [
+        ReachPeer(
+            transfer=ID,
+            part=part,
+            link=1,
+            destination=PEER_RANK,
+            layers=(0, 1),
+            digest_key=bytes(32),
+            epoch=EPOCH,
+            pages=grant().pages,
+            generations=grant().generations,
+        )
+        for part in (0, 1)
+    ]
+    source.handoff.offer(source.pages[:1], 1)
+    assert source.hear(PartReached, 1, transport="") == []  # the other rank's transport is not open
+    told = [*source.hear(PartReached, 0, transport="tcp"), *source.handoff.offer(source.pages[1:], NUM_UNITS)]
+    pages = [each.more_pages for each in told if isinstance(each, PushPart)]
+    assert pages == [tuple(source.pages[:1])] * 2 + [tuple(source.pages[1:])] * 2
+
+
+def test_released_is_sent_when_every_rank_has_stopped_or_is_dead() -> None:
+    source = Source(grant(num_parts=2)).to(SourceState.STREAMING)
+    source.pool.release(source.pages, "sequence")
+    source.handoff.fail("rank 1 is lost")
+    assert source.hear(PartStopped, 0, 0) == []  # the other rank may still read
+    assert source.pool.num_free == NUM_PAGES - NUM_UNITS
+    released = [Released(**OF_TRANSFER, part=part) for part in (0, 1)]
+    assert sent(source.handoff.rank_died(1)) == released
+    assert source.handoff.is_closed and source.pool.num_free == NUM_PAGES
+
+
+def holder(request: PullRequest, pin: Pin | None = None) -> Source:
     """A source whose first pages are in the prefix cache."""
-    side = Source(request)
+    side = Source(request, pin)
     for page in side.pages:
         side.pool.mark_known(page)
     side.pool.release(side.pages, "sequence")
@@ -402,9 +481,11 @@ def holder(request: PullRequest) -> Source:
 
 def test_wanted_pages_are_pinned_while_they_are_pushed() -> None:
     side = holder(pull())
-    assert side.handoff.accept_pull(HOLDER, NumberedPages(side.pool)) == [Push(0, 0, NUM_UNITS)]
+    (reach,) = side.handoff.begin()
+    assert isinstance(reach, ReachPeer) and reach.is_bulk
+    assert pushes(side.reached()) == [(0, 0, NUM_UNITS)]
     assert not any(side.pool.is_available(page) for page in side.pages)
-    side.handoff.pushed(0, 0, NUM_UNITS, DIGESTS)
+    side.pushed(0, 0, NUM_UNITS, DIGESTS)
     side.handoff.receive(VERIFIED)
     assert side.pool.count(PageState.CACHED) == NUM_UNITS
 
@@ -413,7 +494,7 @@ def test_wanted_pages_in_host_memory_are_found_by_their_keys() -> None:
     keys = b"".join(map(key_of, (0, 1, 2, 3)))
     wanted = pull((7, 1, 9, 8), (ON_HOST, 1, ON_HOST, ON_HOST))
     side = holder(msgspec.structs.replace(wanted, wanted_keys=keys))
-    assert side.handoff.accept_pull(HOLDER, NumberedPages(side.pool)) == [Push(0, 0, NUM_UNITS)]
+    assert pushes(side.reached()) == [(0, 0, NUM_UNITS)]
     assert side.handoff.pages == [0, 1, 2, 3]
 
 
@@ -422,7 +503,7 @@ def find_nothing(keys: Sequence[bytes], owner: Owner) -> None:
 
 
 @pytest.mark.parametrize(
-    ("request_", "incarnation", "pin", "reason"),
+    ("request_", "holder_", "pin", "reason"),
     [
         (pull(), b"n" * 16, None, "was restarted"),
         (pull((0, 1, 2, NUM_PAGES)), HOLDER, None, f"page {NUM_PAGES} is not in the prefix cache"),
@@ -440,10 +521,10 @@ def find_nothing(keys: Sequence[bytes], owner: Owner) -> None:
     ],
 )
 def test_wrong_hint_is_refused_and_pins_nothing(
-    request_: PullRequest, incarnation: bytes, pin: Callable[..., None] | None, reason: str
+    request_: PullRequest, holder_: bytes, pin: Pin | None, reason: str
 ) -> None:
-    side = holder(request_)
-    actions = side.handoff.accept_pull(incarnation, pin or NumberedPages(side.pool))
+    side = holder(msgspec.structs.replace(request_, holder=holder_), pin)
+    actions = side.reached()
     (refused,) = sent(actions)
     assert isinstance(refused, PullRefused) and reason in refused.reason
     assert finished(actions) == [HandoffOutcome.FAILED] and side.handoff.is_closed
@@ -456,16 +537,64 @@ def test_wrong_hint_is_refused_and_pins_nothing(
 def test_granted_pages_have_two_owners_until_they_are_verified() -> None:
     side = Destination()
     destination = side.handoff
-    (opened, send) = destination.grant("sequence")
+    (opened,) = destination.grant("sequence")
     pages = tuple(destination.pages)
     granted = msgspec.structs.replace(grant(), pages=pages)
-    assert (opened, send) == (OpenReceive(0), Send(granted))
+    assert opened == OpenPart(
+        transfer=ID,
+        part=0,
+        epoch=EPOCH,
+        num_units=NUM_UNITS,
+        pages=pages,
+        generations=granted.generations,
+        source=PEER_RANK,
+        layers=(0, 1),
+        digest_key=bytes(32),
+    )
+    assert side.hear(PartOpened) == [Send(granted)]
     assert side.pool.owners(pages[0]) == {("receive", ID), ("writer", ID, 0)}
-    assert destination.receive(wrote()) == [Hash(0, 0, 2)]
-    assert destination.receive(commit(2)) == [Hash(0, 2, 4), CloseReceive(0, is_confirmed=True)]
-    assert destination.writer_stopped(0) == [Verify(0, DIGESTS)]
-    assert destination.verified(0, ()) == [Finished(HandoffOutcome.ADOPTED, ""), Send(VERIFIED)]
+    assert destination.receive(wrote()) == [HashUnits(transfer=ID, part=0, first=0, stop=2)]
+    last = HashUnits(transfer=ID, part=0, first=2, stop=4)
+    assert destination.receive(commit(2)) == [last, closing(is_confirmed=True)]
+    assert side.hear(WriterStopped) == [VerifyPart(transfer=ID, part=0, digests=DIGESTS)]
+    assert side.verified(0, ()) == [Finished(HandoffOutcome.ADOPTED, ""), Send(VERIFIED)]
     assert side.pool.owners(pages[0]) == {"sequence"}
+
+
+def test_source_hears_of_its_grant_when_every_rank_has_opened_its_part() -> None:
+    side = Destination(num_parts=2)
+    side.handoff.grant("sequence")
+    side.clock.advance(5)
+    assert side.handoff.tick() == side.hear(PartOpened, 1) == []
+    granted, beat = sent(side.hear(PartOpened, 0))
+    assert isinstance(granted, Grant) and beat == EXTEND
+
+
+def test_transfer_that_ends_before_every_rank_has_opened_is_told_in_order() -> None:
+    side = Destination(num_parts=2)
+    side.handoff.grant("sequence")
+    side.hear(PartOpened, 0)
+    actions = side.handoff.abort("the test")
+    assert [type(message) for message in sent(actions)] == [Grant, Abort]
+    assert actions[2:] == [
+        Finished(HandoffOutcome.CANCELLED, "the test"),
+        *(closing(part, is_confirmed=False) for part in (0, 1)),
+    ]
+    assert side.hear(PartOpened, 1) == []
+
+
+@pytest.mark.parametrize("is_rank_lost", [False, True])
+def test_lost_rank_or_dead_writer_ends_it_and_the_end_of_every_writer_frees_the_pages(
+    is_rank_lost: bool,
+) -> None:
+    side = Destination(num_parts=2).to(DestinationState.RECEIVING)
+    ended = side.handoff.fail("rank 1 is lost") if is_rank_lost else side.hear(WriterDied, 0)
+    assert finished(ended) == [HandoffOutcome.RECOMPUTE]
+    assert [each.part for each in ended if isinstance(each, ClosePart)] == [0, 1]
+    side.hear(WriterStopped, 0)
+    assert (side.handoff.is_closed, side.pool.num_free) == (False, NUM_PAGES - NUM_UNITS)
+    side.handoff.rank_died(1)
+    assert (side.handoff.is_closed, side.pool.num_free) == (True, NUM_PAGES)
 
 
 def test_nothing_is_granted_without_free_pages() -> None:
@@ -489,7 +618,7 @@ def test_refusal_confirms_that_nothing_was_written(message: AnyMessage) -> None:
     side = Destination().to(DestinationState.ASKING)
     actions = side.handoff.receive(message)
     assert finished(actions) == [HandoffOutcome.REFUSED]
-    assert CloseReceive(0, is_confirmed=True) in actions
+    assert closing(is_confirmed=True) in actions
 
 
 def test_corrupt_units_are_requested_again_under_a_new_hold_and_once() -> None:
@@ -497,16 +626,18 @@ def test_corrupt_units_are_requested_again_under_a_new_hold_and_once() -> None:
     destination = side.handoff
     for part in (0, 1):
         destination.receive(commit(part=part))
-        destination.writer_stopped(part)
-    assert destination.verified(0, ()) == []
+        side.hear(WriterStopped, part)
+    assert side.verified(0, ()) == []
     corrupt = Corrupt(**OF_TRANSFER, units=(1, 3), part=1)
-    assert destination.verified(1, (1, 3)) == [OpenReceive(1), Send(corrupt)]
+    (opened,) = side.verified(1, (1, 3))
+    assert isinstance(opened, OpenPart) and opened.part == 1
+    assert side.hear(PartOpened, 1) == [Send(corrupt)]
     assert side.pool.owners(destination.pages[0]) == {("receive", ID), ("writer", ID, 1)}
     with pytest.raises(ProtocolError):
         destination.receive(commit(part=0))
     destination.receive(commit(part=1))
-    destination.writer_stopped(1)
-    (aborted, end) = destination.verified(1, (3,))
+    side.hear(WriterStopped, 1)
+    (aborted, end) = side.verified(1, (3,))
     assert aborted == Send(Abort(**OF_TRANSFER, reason="corrupt twice"))
     assert end == Finished(HandoffOutcome.RECOMPUTE, "corrupt twice")
 
@@ -514,13 +645,13 @@ def test_corrupt_units_are_requested_again_under_a_new_hold_and_once() -> None:
 def test_time_never_ends_a_writers_hold() -> None:
     side = Destination().to(DestinationState.RECEIVING)
     side.expire(31)
-    assert side.handoff.tick()[-1] == CloseReceive(0, is_confirmed=False)
+    assert side.handoff.tick()[-1] == closing(is_confirmed=False)
     for _ in range(3):
         side.expire(10_000)
         assert side.pool.count(PageState.QUARANTINED) == NUM_UNITS
         assert sent(side.handoff.tick()) == [Abort(**OF_TRANSFER, reason="not released yet")]
-    assert side.handoff.receive(Released(**OF_TRANSFER)) == [CloseReceive(0, is_confirmed=True)]
-    side.handoff.writer_stopped(0)
+    assert side.handoff.receive(Released(**OF_TRANSFER)) == [closing(is_confirmed=True)]
+    side.hear(WriterStopped)
     assert side.pool.num_free == NUM_PAGES and side.handoff.tick() == []
 
 
@@ -547,7 +678,8 @@ def test_unit_is_written_once_before_the_commit() -> None:
     for message in (wrote(0, 2), commit()):
         with pytest.raises(ProtocolError):
             side.handoff.receive(message)
-    assert side.handoff.receive(commit(3)) == [Hash(0, 3, 4), CloseReceive(0, is_confirmed=True)]
+    last = HashUnits(transfer=ID, part=0, first=3, stop=4)
+    assert side.handoff.receive(commit(3)) == [last, closing(is_confirmed=True)]
 
 
 # Both.

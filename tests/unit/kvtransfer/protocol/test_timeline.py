@@ -6,6 +6,12 @@ from hypothesis import strategies as st
 
 from baton.clock import ManualClock
 from baton.kvtransfer.protocol.handoff import Timeline, TransferTimes
+from baton.kvtransfer.transports.base import PieceOutcome, Spans
+
+
+def piece(gather_s: float, moving_s: float) -> PieceOutcome:
+    spans = Spans(gather_s=gather_s, wire_s=moving_s - gather_s)
+    return PieceOutcome(is_done=True, num_bytes=10, num_messages=1, spans=spans)
 
 
 def sum_of_spans(times: TransferTimes) -> float:
@@ -21,15 +27,14 @@ def test_a_transfer_that_streams_while_it_is_computed() -> None:
     timeline.offered()
     timeline.pushed()
     clock.advance(8)
-    timeline.wrote(2, gather_s=2, moving_s=8, num_bytes=10, num_messages=1)
+    timeline.wrote(2, piece(gather_s=2, moving_s=8))
     clock.advance(16)  # the second one
     timeline.offered()
     timeline.pushed()
     clock.advance(32)
-    timeline.wrote(2, gather_s=8, moving_s=32, num_bytes=10, num_messages=1)
+    timeline.wrote(2, piece(gather_s=8, moving_s=32))
     clock.advance(64)
-    timeline.finished()
-    times = timeline.times()
+    times = timeline.end()
     assert (times.handshake_s, times.waiting_s, times.verify_s) == (1, 20, 64)
     assert (times.gather_s, times.wire_s) == (10, 30)
     assert times.exposed_s == 96
@@ -45,9 +50,8 @@ def test_pieces_side_by_side_count_once() -> None:
     timeline.pushed()
     clock.advance(10)
     for _ in range(2):
-        timeline.wrote(1, gather_s=5, moving_s=10, num_bytes=0, num_messages=0)
-    timeline.finished()
-    times = timeline.times()
+        timeline.wrote(1, piece(gather_s=5, moving_s=10))
+    times = timeline.end()
     assert times.total_s == 10
     assert times.gather_s == times.wire_s == 5
 
@@ -63,11 +67,10 @@ def test_spans_always_add_up(happenings: list[tuple[str, float]]) -> None:
             timeline.pushed()
             num_in_flight += 1
         elif kind == "w" and num_in_flight:
-            timeline.wrote(1, gather_s=seconds / 2, moving_s=2.5 * seconds, num_bytes=0, num_messages=0)
+            timeline.wrote(1, piece(gather_s=seconds / 2, moving_s=2.5 * seconds))
             num_in_flight -= 1
         elif kind in "so":
             {"s": timeline.opened, "o": timeline.offered}[kind]()
-    timeline.finished()
-    times = timeline.times()
+    times = timeline.end()
     assert sum_of_spans(times) == pytest.approx(times.total_s, abs=1e-6)
     assert 0 <= times.exposed_s <= times.total_s
