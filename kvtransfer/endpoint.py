@@ -293,7 +293,7 @@ class PageEndpoint(ABC):
         """
         transfer = self._new_id()
         context = self._context(link, transfer, is_source=False)
-        check_pull(wanted, context.num_destination_pages(num_units))
+        check_pull(wanted, context.plan.destination.num_pages(num_units))
         size = TransferSize(transfer, num_units, len(context.routes), deadline_s)
         handoff = DestinationHandoff(size, next(self._epochs), context)
         self._begin(link, handoff, lambda: handoff.pull(adopter, link.hello.incarnation, wanted))
@@ -378,9 +378,17 @@ class PageEndpoint(ABC):
         if complaint is not None:
             link.drop(WireError(complaint, reason="protocol"))
             return
-        if isinstance(request, Grant):
-            self._note_granted(link, request)
         context = self._context(link, request.transfer, _num_layer_groups(request), is_source=True)
+        if isinstance(request, Grant):
+            self._granted.append(
+                GrantedTransfer(
+                    request.transfer,
+                    request.position,
+                    request.num_units,
+                    context.plan.unit_tokens,
+                    request.num_layer_groups,
+                )
+            )
         handoff = SourceHandoff(request, context, self.incarnation, self.pin)
         self._begin(link, handoff, handoff.begin)
 
@@ -399,18 +407,10 @@ class PageEndpoint(ABC):
             return None  # the hand-off checks the rest and refuses the pull without dropping the link
         if request.position % self._page_tokens(link):
             return f"a transfer from token {request.position} on, which starts no page"
-        num_pages = context.num_destination_pages(request.num_units)
+        num_pages = context.plan.destination.num_pages(request.num_units)
         if len(request.pages) != num_pages:
             return f"the grant has {len(request.pages)} pages, the transfer needs {num_pages}"
         return None
-
-    def _note_granted(self, link: Link, grant: Grant) -> None:
-        unit_tokens = min(self.settings.layout.page_size, link.hello.layout.page_size)
-        self._granted.append(
-            GrantedTransfer(
-                grant.transfer, grant.position, grant.num_units, unit_tokens, grant.num_layer_groups
-            )
-        )
 
     def _begin(
         self,
@@ -434,13 +434,11 @@ class PageEndpoint(ABC):
         """Return the context of a new hand-off over the link. is_source: this replica is the source."""
         ours, theirs = self.settings.layout, link.hello.layout
         source, destination = (ours, theirs) if is_source else (theirs, ours)
-        plan = plan_transfer(source, destination, 0, 0)  # all parts count the same units
         return HandoffContext(
             ledger=self._ledger,
             clock=self._clock,
             timing=self.settings.timing,
-            source_units_per_page=plan.source.units_per_page,
-            destination_units_per_page=plan.destination.units_per_page,
+            plan=plan_transfer(source, destination, 0, 0),
             routes=self._ranks.routes(link, num_layer_groups, is_source=is_source),
             link=link.number,
             digest_key=link.digest_key(transfer),

@@ -45,7 +45,7 @@ class FaultyEndpoint(KvEndpoint):
     def _flip(self, wrote: Wrote | Commit) -> None:
         self.num_flips -= 1
         handoff, memory = self._transfers[wrote.transfer].handoff, PageMemory.of(self._here.rank.pool)
-        page = handoff.pages[(wrote.stop - 1) // handoff._context.destination_units_per_page]
+        page = handoff.pages[(wrote.stop - 1) // handoff._context.plan.destination.units_per_page]
         memory.view()[page * memory.page_bytes + 5] ^= 0x10
 
     def _on_part_event(self, event: PartEvent) -> None:
@@ -55,7 +55,7 @@ class FaultyEndpoint(KvEndpoint):
 
     def units_per_page(self, transfer: bytes) -> int:
         """Of the source."""
-        return self._transfers[transfer].handoff._context.source_units_per_page
+        return self._transfers[transfer].handoff._context.plan.source.units_per_page
 
     def link_of(self, transfer: bytes) -> Link:
         """The link that carries the messages of a transfer."""

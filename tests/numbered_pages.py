@@ -3,10 +3,13 @@
 from collections.abc import Iterable, Sequence
 from typing import Final
 
+import msgspec
+
 from baton.clock import ManualClock
 from baton.engine.cache.page_pool import PagePool
 from baton.kvtransfer.protocol.handoff import HandoffContext, Owner, Timing
 from baton.kvtransfer.protocol.messages import PeerRank, RankListenerAddresses, WantedPage
+from baton.kvtransfer.protocol.transfer_plan import plan_transfer
 from baton.kvtransfer.ranks.messages import Route
 from baton.pages import KEY_BYTES, PageLayout
 
@@ -27,8 +30,9 @@ def handoff_context(
     units_per_page: tuple[int, int] = (1, 1),
 ) -> HandoffContext:
     """ranks: of ours that carry out the parts. units_per_page: of the source and the destination."""
+    sides = [msgspec.structs.replace(PEER_RANK.layout, page_size=num_units) for num_units in units_per_page]
     routes = [Route(rank, PEER_RANK, (0, 1)) for rank in ranks]
-    return HandoffContext(ledger, clock, TIMING, *units_per_page, routes=routes, link=1, digest_key=bytes(32))
+    return HandoffContext(ledger, clock, TIMING, plan_transfer(*sides, 0, 0), routes, 1, bytes(32))
 
 
 def key_of(page: int) -> bytes:

@@ -188,10 +188,6 @@ class DestinationHandoff(Handoff):
         self._adopter: Owner = None
 
     @property
-    def has_ended(self) -> bool:
-        return self.state in (DestinationState.CLOSING, DestinationState.CLOSED)
-
-    @property
     def is_closed(self) -> bool:
         return self.state is DestinationState.CLOSED
 
@@ -312,7 +308,7 @@ class DestinationHandoff(Handoff):
         return self.fail(reason, HandoffOutcome.REFUSED, tells_peer=False)
 
     def _reserve(self, adopter: Owner) -> bool:
-        num_pages = self._context.num_destination_pages(self._size.num_units)
+        num_pages = self._context.plan.destination.num_pages(self._size.num_units)
         if self._ledger.num_free < num_pages:
             return False
         self._adopter = adopter

@@ -26,6 +26,7 @@ from baton.kvtransfer.protocol.messages import (
     Extend,
     Wrote,
 )
+from baton.kvtransfer.protocol.transfer_plan import TransferPlan
 from baton.kvtransfer.ranks.messages import PartCommand, PartEvent, Route
 from baton.kvtransfer.transports.base import PieceOutcome
 
@@ -139,24 +140,15 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HandoffContext(NamedTuple):
-    """The ledger, clock, timing, page sizes and parts of one hand-off."""
+    """The ledger, clock, timing and parts of one hand-off."""
 
     ledger: PageLedger
     clock: Clock
     timing: Timing
-    source_units_per_page: int
-    destination_units_per_page: int
+    plan: TransferPlan  # of part 0; all parts count the same units and pages
     routes: Sequence[Route]  # of each part
     link: int  # the number of the link to the peer
     digest_key: bytes
-
-    def num_source_pages(self, num_units: int) -> int:
-        """Return the number of source pages that hold `num_units` units."""
-        return -(-num_units // self.source_units_per_page)
-
-    def num_destination_pages(self, num_units: int) -> int:
-        """Return the number of destination pages that hold `num_units` units."""
-        return -(-num_units // self.destination_units_per_page)
 
 
 class Handoff(ABC):
@@ -191,9 +183,9 @@ class Handoff(ABC):
         self._deadline_s = min(now_s + context.timing.lease_s, self._limit_s)
 
     @property
-    @abstractmethod
     def has_ended(self) -> bool:
         """Return True after Finished; writers and readers may still use pages."""
+        return self.outcome is not None
 
     @property
     @abstractmethod

@@ -64,6 +64,13 @@ class TransferMessage(
     """The base of all control messages; the tag `kind` is the class name."""
 
 
+class OfTransfer(TransferMessage, frozen=True):
+    """A message of one attempt at a transfer."""
+
+    transfer: TransferId
+    epoch: Epoch
+
+
 class EndpointHello(TransferMessage, frozen=True):
     """The first message in each direction of every link; see kvtransfer/links.py."""
 
@@ -97,15 +104,13 @@ class ListenerAddresses(TransferMessage, frozen=True):
     ranks: Annotated[tuple[RankListenerAddresses, ...], Meta(min_length=1, max_length=MAX_RANKS)]
 
 
-class Grant(TransferMessage, frozen=True):
+class Grant(OfTransfer, frozen=True):
     """Destination to source: the destination's pages, which the source fills with the KV that it computes.
 
     The destination sends a grant without a request: the router gives the transfer's id to both sides. Each
     transfer of a destination has a new epoch. The whole transfer ends within `deadline_ms`.
     """
 
-    transfer: TransferId
-    epoch: Epoch
     deadline_ms: DurationMs
     num_units: NumUnits
     pages: Pages
@@ -115,11 +120,9 @@ class Grant(TransferMessage, frozen=True):
     num_layer_groups: NumParts = 1  # each pair of ranks has this many parts, one a group of layers
 
 
-class PullRequest(TransferMessage, frozen=True):
+class PullRequest(OfTransfer, frozen=True):
     """Destination to holder: write the KV of these cached pages into the destination's pages."""
 
-    transfer: TransferId
-    epoch: Epoch
     deadline_ms: DurationMs
     num_units: NumUnits
     holder: Incarnation  # the process that holds the pages; a restarted process has other pages
@@ -139,62 +142,48 @@ class WantedPage(NamedTuple):
     key: bytes
 
 
-class PullRefused(TransferMessage, frozen=True):
+class PullRefused(OfTransfer, frozen=True):
     """Holder to destination: the wanted pages are not here, or have other contents; nothing was written."""
 
-    transfer: TransferId
-    epoch: Epoch
     reason: Reason
 
 
 TransferRequest: TypeAlias = Grant | PullRequest
 
 
-class Wrote(TransferMessage, frozen=True):
+class Wrote(OfTransfer, frozen=True):
     """Source to destination: units [first, stop) of a part are written, and more units follow."""
 
-    transfer: TransferId
-    epoch: Epoch
     first: Unit
     stop: Unit
     part: Part = 0
 
 
-class Commit(TransferMessage, frozen=True):
+class Commit(OfTransfer, frozen=True):
     """Source to destination: with units [first, stop) the whole part is written.
 
     Only a Corrupt makes the source write units of the part again.
     """
 
-    transfer: TransferId
-    epoch: Epoch
     first: Unit
     stop: Unit
     digests: Digests  # one for each unit, in order
     part: Part = 0
 
 
-class Verified(TransferMessage, frozen=True):
+class Verified(OfTransfer, frozen=True):
     """Destination to source: all digests match and the pages are adopted. The source may free its pages."""
 
-    transfer: TransferId
-    epoch: Epoch
 
-
-class Corrupt(TransferMessage, frozen=True):
+class Corrupt(OfTransfer, frozen=True):
     """Destination to source: the digests of these units do not match. The source writes and commits again."""
 
-    transfer: TransferId
-    epoch: Epoch
     units: Units  # in ascending order
     part: Part = 0
 
 
-class Extend(TransferMessage, frozen=True):
+class Extend(OfTransfer, frozen=True):
     """Either direction: the heartbeat of an open transfer, which renews the receiver's lease."""
-
-    transfer: TransferId
-    epoch: Epoch
 
 
 class Abort(TransferMessage, frozen=True):
@@ -205,11 +194,9 @@ class Abort(TransferMessage, frozen=True):
     reason: Reason
 
 
-class Released(TransferMessage, frozen=True):
+class Released(OfTransfer, frozen=True):
     """Source to destination: the source writes no further byte of this part."""
 
-    transfer: TransferId
-    epoch: Epoch
     part: Part = 0
 
 

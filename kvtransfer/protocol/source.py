@@ -188,16 +188,12 @@ class SourceHandoff(Handoff):
         self._request = request
         self._incarnation = incarnation
         self._pin = pin
-        self._units_per_page = context.source_units_per_page
+        self._units_per_page = context.plan.source.units_per_page
         self._parts = [SourcePart(request.num_units) for _ in range(request.num_parts)]
         num_groups = request.num_layer_groups if isinstance(request, Grant) else 1
         self._num_offered = [0] * num_groups  # layer group -> units
         self._num_pushed = [0] * num_groups  # units [pushed, offered) wait for the transports
         self._readers = PageReaders(context.ledger, ("reader", self.transfer))
-
-    @property
-    def has_ended(self) -> bool:
-        return self.state in (SourceState.STOPPING, SourceState.CLOSED)
 
     @property
     def is_closed(self) -> bool:
@@ -370,9 +366,9 @@ class SourceHandoff(Handoff):
         """Return why the hint of the pull is wrong; None when each wanted page may be here."""
         if pull.holder != self._incarnation:
             return "the holder was restarted"
-        if len(pull.pages) != self._context.num_destination_pages(pull.num_units):
+        if len(pull.pages) != self._context.plan.destination.num_pages(pull.num_units):
             return f"{pull.num_units} units do not fit {len(pull.pages)} destination pages"
-        if len(pull.wanted_pages) != self._context.num_source_pages(pull.num_units):
+        if len(pull.wanted_pages) != self._context.plan.source.num_pages(pull.num_units):
             return f"{pull.num_units} units do not match {len(pull.wanted_pages)} wanted pages"
         for page, generation in zip(pull.wanted_pages, pull.wanted_generations, strict=True):
             if generation == ON_HOST:
