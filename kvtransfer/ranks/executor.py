@@ -238,32 +238,6 @@ class SendShard:
         return self._digests.take(self._plan, offset_N, piece.first, piece.stop)
 
 
-class Executor(Protocol):
-    """Any rank of a replica, as its rank 0 sees it. All but `stop` and `close` are called by one thread."""
-
-    @property
-    def listeners(self) -> RankListenerAddresses: ...
-
-    @property
-    def is_lost(self) -> bool:
-        """Return True when the rank's process is gone or going: no further transfer begins with the rank."""
-
-    def perform(self, command: Command) -> None:
-        """Returns at once; the events that follow are reported later."""
-
-    def counts(self) -> dict[str, int]:
-        """The rank's counters since its start, by name; those of another process may be a little old."""
-
-    def stop(self) -> None:
-        """Send no further page; `wait_until_stopped` waits for the end. Any thread may call."""
-
-    def wait_until_stopped(self, timeout_s: float) -> bool:
-        """Return True once no page can leave the rank; False after the timeout."""
-
-    def close(self) -> None:
-        """Stop the rank. After the return, only processes that have mapped the pool write its pages."""
-
-
 SHORTEST_SLEEP_S: Final = 2e-5  # between two checks of the marks; each sleep is twice as long, up to
 LONGEST_SLEEP_S: Final = 1e-3
 
@@ -375,7 +349,7 @@ class StepGate:
 
 
 class RankExecutor:
-    """The rank of this process: an `Executor`."""
+    """The rank of this process. All calls but `stop` and `close` are made by one thread."""
 
     def __init__(
         self,
@@ -396,7 +370,7 @@ class RankExecutor:
 
         steps: those that write the pool; None: only transfers write the pool.
         """
-        self.is_lost = False  # a process never finds itself lost
+        self.is_lost = False  # a rank of another process may be: no further transfer begins with it then
         self._settings = settings
         self._ring: KeyRing | None = None  # None: the key never changes
         key: LinkSecret
@@ -435,10 +409,12 @@ class RankExecutor:
         self._gate = StepGate(steps or NoSteps(), self._carry_out, post, pushes_wait=not is_ordered)
 
     def counts(self) -> dict[str, int]:
+        """The rank's counters since its start, by name; those of another process may be a little old."""
         dropped = {f"dropped_{reason}": number for reason, number in self.rank.dropped.counts().items()}
         return {**self._transports.counts, **self.rank.registrations.counts(), **dropped}
 
     def perform(self, command: Command) -> None:
+        """Returns at once; the events that follow are reported later."""
         match command:
             case DropLink(link=link):
                 self._transports.drop(link)
@@ -449,12 +425,15 @@ class RankExecutor:
                 self._gate.perform(command)
 
     def stop(self) -> None:
+        """Send no further page; `wait_until_stopped` waits for the end. Any thread may call."""
         self._transports.stop()
 
     def wait_until_stopped(self, timeout_s: float) -> bool:
+        """Return True once no page can leave the rank; False after the timeout."""
         return True  # `stop` has waited
 
     def close(self) -> None:
+        """Stop the rank. After the return, only processes that have mapped the pool write its pages."""
         self.stop()
         self._gate.close()
         for listener in self._open_listeners.values():
