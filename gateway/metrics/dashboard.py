@@ -11,7 +11,7 @@ import baton
 from baton.clock import Clock
 from baton.gateway.metrics.metrics import Metrics
 from baton.messages.operations import Status
-from baton.messages.status import Histogram, TenantStatus
+from baton.messages.status import Histogram
 from baton.messages.workers import WorkerStatus
 
 REFRESH_S: Final = 2
@@ -49,7 +49,7 @@ class Dashboard:
             refresh_s=REFRESH_S,
             tiles=self._tiles(gateways, shown),
             workers=[_worker(worker) for worker in shown.workers],
-            tenants=[_tenant(tenant) for tenant in shown.queue.tenants if tenant.tenant],
+            tenants=[tenant for tenant in shown.queue.tenants if tenant.tenant],
             gateways=[_gateway(counts) for counts in gateways],
         )
 
@@ -120,16 +120,6 @@ def _worker(status: WorkerStatus) -> dict[str, Any]:
         "in_use": f"{num_active / num_pages:.0%}",
         "found": "-" if found is None else f"{found:.0%}",
         "note": "drains" if status.is_draining else "",
-    }
-
-
-def _tenant(status: TenantStatus) -> dict[str, Any]:
-    return {
-        "name": status.tenant,
-        "num_active": status.num_active,
-        "num_queued": status.num_queued,
-        "wait": f"{status.oldest_wait_s:.1f} s",
-        "weight": f"{status.weight:g}",
     }
 
 

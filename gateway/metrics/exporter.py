@@ -15,7 +15,7 @@ from itertools import accumulate
 from operator import attrgetter
 from typing import Any, Final, Generic, Literal, NamedTuple, TypeAlias, TypeVar
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
@@ -340,9 +340,7 @@ class Exporter:
         """Return this gateway's metrics and those of the others in Prometheus' text format."""
         scrape = Scrape(self._model, [self.metrics, *others], self._service.status)
         shown = (each for each in METRICS if self._vllm_names or not each.name.startswith("vllm:"))
-        registry = CollectorRegistry()
-        registry.register(_Families([_family(metric, scrape) for metric in shown]))
-        return generate_latest(registry)
+        return generate_latest(_Families([_family(metric, scrape) for metric in shown]))
 
 
 class _Families(Collector):
@@ -351,10 +349,6 @@ class _Families(Collector):
 
     def collect(self) -> Iterable[Family]:
         return self._families
-
-    def describe(self) -> Iterable[Family]:
-        """Return nothing: without it the registry would collect once more to learn the names."""
-        return ()
 
 
 _FAMILIES: Final = {

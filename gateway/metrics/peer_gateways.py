@@ -114,10 +114,7 @@ class PeerGateways:
             sock, _ = self._listener.accept()
         except OSError:
             return
-        if not _is_ours(sock):
-            sock.close()
-            return
-        if len(self._answering) >= MAX_ANSWERING:
+        if not _is_ours(sock) or len(self._answering) >= MAX_ANSWERING:
             sock.close()
             return
         told = msgspec.msgpack.encode(self._own)
