@@ -229,13 +229,16 @@ def _keys(where: str, given: object) -> tuple[str, ...]:
     return tuple(given)
 
 
-def _check_known(where: str, name: str, known: Iterable[str], what: str) -> None:
-    names = list(known)
-    if name in names:
-        return
-    nearest = difflib.get_close_matches(name, names, n=1)
-    hint = f"did you mean {nearest[0]!r}?" if nearest else f"known are {', '.join(names) or 'none'}"
-    raise ConfigError(f"{where}: there is no {what} {name!r}; {hint}")
+def _check_known(where: str, name: str, known: Collection[str], what: str) -> None:
+    if name not in known:
+        raise ConfigError(f"{where}: {unknown_name(what, name, known)}")
+
+
+def unknown_name(what: str, name: str, known: Collection[str]) -> str:
+    """Return the error message for a name that is not among the known ones."""
+    nearest = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean {nearest[0]!r}?" if nearest else f"known are {', '.join(known) or 'none'}"
+    return f"there is no {what} {name!r}; {hint}"
 
 
 def _check_keys_are_distinct(entries: Mapping[str, TenantEntry]) -> None:

@@ -13,7 +13,6 @@ Running requests are not affected: a revoked key opens nothing new.
 """
 
 import asyncio
-import difflib
 import hashlib
 import hmac
 import logging
@@ -31,7 +30,7 @@ from starlette.types import Scope
 from baton.clock import Clock
 from baton.errors import ConfigError
 from baton.gateway.api.errors import Headers, invalid
-from baton.gateway.tenants.file import TenantsFile, read_tenants
+from baton.gateway.tenants.file import TenantsFile, read_tenants, unknown_name
 from baton.messages.bounds import Kind
 from baton.rpc.auth import CACHE_SALTS, ClusterKeys, KeyRing
 from baton.tenants import ONLY_CLASS, SchedulingKey, Sla, TenantPolicy
@@ -70,10 +69,8 @@ class Tenants:
         self._make()
 
     @classmethod
-    def from_file(cls, path: Path | None, keys: ClusterKeys) -> "Tenants":
+    def from_file(cls, path: Path, keys: ClusterKeys) -> "Tenants":
         """Read a tenants file. Raises ConfigError for a wrong file and for a file without keys."""
-        if path is None:
-            return cls(keys)
         file = read_tenants(path)
         if not any(entry.keys for entry in file.tenants.values()):
             raise ConfigError(f"{path}: expected at least one tenant with a key, got none")
@@ -129,11 +126,10 @@ def cache_salt(key: bytes, tenant: str) -> bytes:
 
 def _tenant(name: str, file: TenantsFile, key: bytes) -> Tenant:
     entry = file.tenants[name]
-    policy = {field: getattr(entry, field) for field in TenantPolicy.__struct_fields__}
     return Tenant(
         name=name,
         cache_salt=cache_salt(key, name),
-        policy=TenantPolicy(**policy),
+        policy=entry,
         classes=file.classes,
         rank=file.rank(entry),
         public_texts=tuple(file.public_prefixes[prefix] for prefix in entry.public_prefixes),
@@ -188,10 +184,8 @@ def _rank_of(asked: AskedFor, tenant: Tenant) -> int:
     if name is None:
         return tenant.rank
     if name not in tenant.classes:
-        nearest = difflib.get_close_matches(name[:64], tenant.classes, n=1)
-        hint = f"did you mean {nearest[0]!r}?" if nearest else f"known are {', '.join(tenant.classes)}"
-        param = PRIORITY_HEADER.decode()
-        raise invalid(f"the header {param}: there is no class {name[:64]!r}; {hint}", param=param)
+        param, message = PRIORITY_HEADER.decode(), unknown_name("class", name[:64], tenant.classes)
+        raise invalid(f"the header {param}: {message}", param=param)
     return max(tenant.rank, tenant.classes.index(name))
 
 

@@ -60,7 +60,7 @@ def test_admin_tenant_is_marked(tmp_path: Path) -> None:
 
 
 def test_without_a_file_every_client_is_one_tenant() -> None:
-    found = Tenants.from_file(None, KEY)
+    found = Tenants(KEY)
     assert not found.need_keys
     assert found.find("") == found.find("anything") is not None
 
@@ -79,7 +79,7 @@ def test_file_without_keys_is_refused(tmp_path: Path, text: str) -> None:
 def test_rotation_of_the_cluster_key_changes_the_salts(tmp_path: Path) -> None:
     (tmp_path / "tenants.yaml").write_text(f'tenants: {{acme: {{keys: ["{GOOD}"]}}}}')
     ring = KeyRing.of(KEY, Kind.GATEWAY)
-    found = [Tenants.from_file(tmp_path / "tenants.yaml", ring), Tenants.from_file(None, ring)]
+    found = [Tenants.from_file(tmp_path / "tenants.yaml", ring), Tenants(ring)]
     before = [salt_of(each) for each in found]
     ring.replace(KeyRing.of((NEW_KEY, KEY), Kind.GATEWAY).generations)
     after = [salt_of(each) for each in found]
