@@ -9,7 +9,6 @@ from typing import Any, Final
 import msgspec
 import orjson
 from fastapi import FastAPI, Request, Response
-from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.routing import Route, WebSocketRoute
 from starlette.types import ASGIApp
@@ -21,7 +20,7 @@ from baton.gateway.api.admin import Canary, Explain, add_admin_routes
 from baton.gateway.api.body_reader import ServedModel
 from baton.gateway.api.call import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from baton.gateway.api.errors import ApiError, as_api_error
-from baton.gateway.http.auth import AuthMiddleware, log_failure
+from baton.gateway.http.auth import AuthMiddleware
 from baton.gateway.metrics.dashboard import HEADERS as PAGE_HEADERS
 from baton.gateway.metrics.dashboard import Dashboard
 from baton.gateway.metrics.exporter import Exporter
@@ -175,6 +174,7 @@ def _add_models(app: FastAPI, model: ServedModel) -> None:
 
 def _card(model: ServedModel) -> dict[str, Any]:
     lengths = [worker.max_model_len for worker in model.service.workers]
+    tokenizer = model.bodies.reader.tokenizer
     return {
         "id": model.name,
         "object": "model",
@@ -183,7 +183,7 @@ def _card(model: ServedModel) -> dict[str, Any]:
         "root": model.name,
         "parent": None,
         "max_model_len": min(lengths, default=None),
-        "vocab_size": None if model.bodies.tokenizer is None else model.bodies.tokenizer.vocab_size,
+        "vocab_size": None if tokenizer is None else tokenizer.vocab_size,
     }
 
 
@@ -200,20 +200,9 @@ def _answer_errors(app: FastAPI) -> None:
         response.headers.update(error.headers or {})  # such as the methods that are allowed
         return response
 
-    @app.exception_handler(RequestValidationError)
-    async def invalid(request: Request, error: RequestValidationError) -> Response:
-        return _response(ApiError(400, "the request's parameters are not valid", code="invalid_value"))
-
-    @app.exception_handler(BatonError)
-    async def failed(request: Request, error: BatonError) -> Response:
-        answer = as_api_error(error)
-        if answer.status >= 500:
-            log_failure(error, request.state.request_id)
-        return _response(answer)
-
     @app.exception_handler(Exception)
-    async def broken(request: Request, error: Exception) -> Response:
-        return _response(as_api_error(error))  # the middleware gets it next
+    async def failed(request: Request, error: Exception) -> Response:
+        return _response(as_api_error(error))  # the middleware gets it next, and logs it
 
 
 def _response(error: ApiError) -> Response:

@@ -17,7 +17,7 @@ from baton.config.environment import node_name
 from baton.config.gateway import GatewayConfig
 from baton.errors import Overloaded
 from baton.gateway.api.admin import Canary
-from baton.gateway.api.body_reader import BodyReader, HelperSpec, ServedModel
+from baton.gateway.api.body_reader import BodyReader, ServedModel
 from baton.gateway.api.inference import Inference
 from baton.gateway.app import make_app
 from baton.gateway.http.server import HttpServer
@@ -31,9 +31,7 @@ from baton.gateway.streams.request_stream import Service
 from baton.gateway.streams.resume import EventIds
 from baton.gateway.tenants.limiter import Limiter
 from baton.gateway.tenants.tenants import Tenants, TenantsWatch
-from baton.gateway.text.chat_template import ChatTemplate
-from baton.gateway.text.model_files import read_sampling_defaults, read_vocab_size
-from baton.gateway.text.tokenizer import Tokenizer
+from baton.gateway.text.model_files import read_sampling_defaults
 from baton.messages.bounds import Kind
 from baton.messages.operations import MAX_TENANTS_TOLD, GatewayStatus
 from baton.messages.workers import Address
@@ -194,15 +192,9 @@ async def _until_ready(frontend: Frontend, stopping: asyncio.Event) -> None:
 
 def _served_model(config: GatewayConfig, service: Service) -> ServedModel:
     directory = Path(config.model)
-    bodies = BodyReader(
-        Tokenizer.find(directory),
-        ChatTemplate.from_directory(directory, config.chat_template),
-        vocab_size=read_vocab_size(directory),
-        helpers=HelperSpec(directory=directory, chat_template=config.chat_template),
-    )
     return ServedModel(
         name=config.served_model_name or directory.name,
-        bodies=bodies,
+        bodies=BodyReader.from_directory(directory, config.chat_template),
         service=service,
         created_s=int(time.time()),
         defaults=read_sampling_defaults(directory, config.generation_config),

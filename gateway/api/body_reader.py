@@ -26,7 +26,6 @@ import os
 import signal
 import sys
 from asyncio.subprocess import PIPE, Process
-from collections import deque
 from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
@@ -48,8 +47,8 @@ from baton.gateway.api.call import (
     check_sampled_ids,
     check_token_ids,
     decode_body,
-    fields_of,
     list_prompts,
+    raw_fields,
 )
 from baton.gateway.api.errors import ApiError, as_api_error, invalid
 from baton.gateway.streams.request_stream import Service
@@ -130,7 +129,7 @@ class ReadBody(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     chat: ChatBody | None = None
     completion: CompletionBody | None = None
     prompts: list[Prompt] = []
-    has_tools: bool = False  # the model was told of tools
+    tool_form: ToolForm | None = None  # of the model; None: the model was told of no tools
 
 
 class LongText(Exception):
@@ -148,16 +147,24 @@ class PromptReader:
         self, tokenizer: Tokenizer | None, chat_template: ChatTemplate | None, vocab_size: int | None = None
     ) -> None:
         """vocab_size: of the model; None when it is not known."""
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer  # None when the model has none
         self._chat_template = chat_template
-        self.vocab_size = vocab_size
+        self._vocab_size = vocab_size
+
+    @classmethod
+    def from_directory(cls, directory: Path, template: str | None = None) -> "PromptReader":
+        """Read the model's files. template: a file in place of the model's own chat template.
+
+        Raises ModelError and ConfigError.
+        """
+        chat_template = ChatTemplate.from_directory(directory, template)
+        return cls(Tokenizer.find(directory), chat_template, read_vocab_size(directory))
 
     @property
-    def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer. Raises InvalidRequest when the model has none."""
-        if self._tokenizer is None:
+    def _needed_tokenizer(self) -> Tokenizer:
+        if self.tokenizer is None:
             raise InvalidRequest("the model has no tokenizer: prompts are token ids")
-        return self._tokenizer
+        return self.tokenizer
 
     def read(self, kind: BodyKind, data: bytes, policy: ReadPolicy) -> ReadBody:
         """Read a body. kind: "either" is a chat when the body has messages, else a completion.
@@ -165,7 +172,7 @@ class PromptReader:
         Raises LongText for a chat whose text is longer than the policy's `max_chars`.
         """
         if kind == "either":
-            kind = "chat" if "messages" in fields_of(data) else "completion"
+            kind = "chat" if "messages" in raw_fields(data) else "completion"
         read = {
             "chat": self._chat,
             "completion": self._completion,
@@ -176,7 +183,7 @@ class PromptReader:
 
     def encode(self, text: str, *, max_tokens: int, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text. Text that cannot fit `max_tokens` raises before it is tokenised."""
-        tokenizer = self.tokenizer
+        tokenizer = self._needed_tokenizer
         _check_length(len(text), max_tokens)
         return tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
@@ -192,7 +199,7 @@ class PromptReader:
         kwargs: Message | None = None,
     ) -> list[int]:
         """Return the token ids of a conversation as the model's template renders it."""
-        tokenizer, template = self.tokenizer, self._chat_template
+        tokenizer, template = self._needed_tokenizer, self._chat_template
         if template is None:
             raise InvalidRequest("the model has no chat template: it completes text and cannot chat")
         if tools and template.tool_form is None:
@@ -208,14 +215,30 @@ class PromptReader:
 
     def _chat(self, data: bytes, policy: ReadPolicy) -> ReadBody:
         body, num_unknown = _decode(data, ChatBody, policy)
-        check_sampled_ids(body, self.vocab_size)
+        check_sampled_ids(body, self._vocab_size)
         tools = usable_tools(body.tools, body.tool_choice)
         policy.check_model(body.model)
         kwargs = dict(body.chat_template_kwargs or {})
         if body.reasoning_effort is not None:
             kwargs["reasoning_effort"] = body.reasoning_effort  # a variable of the template, as in vLLM
-        token_ids = self.encode_chat(
-            body.messages,
+        token_ids = self._chat_ids(body, policy, tools, kwargs)
+        policy.check_length(len(token_ids))
+        rest = msgspec.structs.replace(
+            body, messages=[{}], tools=None, tool_choice=None, chat_template_kwargs=None
+        )
+        prompts = [Prompt(None, TokenIds.of(token_ids))]
+        tool_form = self._chat_template.tool_form if tools and self._chat_template else None
+        return ReadBody(num_unknown=num_unknown, chat=rest, prompts=prompts, tool_form=tool_form)
+
+    def _chat_ids(
+        self,
+        body: ChatBody | TokenizeBody,
+        policy: ReadPolicy,
+        tools: Sequence[Tool] | None,
+        kwargs: Message | None,
+    ) -> list[int]:
+        return self.encode_chat(
+            body.messages or (),
             max_tokens=policy.longest(),
             max_chars=policy.max_chars,
             tools=tools,
@@ -223,16 +246,10 @@ class PromptReader:
             add_special_tokens=bool(body.add_special_tokens),
             kwargs=kwargs,
         )
-        policy.check_length(len(token_ids))
-        rest = msgspec.structs.replace(
-            body, messages=[{}], tools=None, tool_choice=None, chat_template_kwargs=None
-        )
-        prompts = [Prompt(None, TokenIds.of(token_ids))]
-        return ReadBody(num_unknown=num_unknown, chat=rest, prompts=prompts, has_tools=bool(tools))
 
     def _completion(self, data: bytes, policy: ReadPolicy) -> ReadBody:
         body, num_unknown = _decode(data, CompletionBody, policy)
-        check_sampled_ids(body, self.vocab_size)
+        check_sampled_ids(body, self._vocab_size)
         policy.check_model(body.model)
         prompts = [self._prompt(given, body, policy) for given in list_prompts(body.prompt)]
         rest = msgspec.structs.replace(body, prompt=None)
@@ -248,8 +265,8 @@ class PromptReader:
             message = "add_special_tokens: it is about text, and the prompt is token ids"
             raise invalid(message, param="add_special_tokens")
         policy.check_length(len(given))
-        check_token_ids(given, self.vocab_size, "prompt")
-        return Prompt(self.tokenizer.decode(given) if body.echo else None, TokenIds.of(given))
+        check_token_ids(given, self._vocab_size, "prompt")
+        return Prompt(self._needed_tokenizer.decode(given) if body.echo else None, TokenIds.of(given))
 
     def _tokenize(self, data: bytes, policy: ReadPolicy) -> ReadBody:
         body, num_unknown = _decode(data, TokenizeBody, policy)
@@ -262,18 +279,11 @@ class PromptReader:
                 body.prompt, max_tokens=longest, add_special_tokens=body.add_special_tokens is not False
             )
         else:
-            token_ids = self.encode_chat(
-                body.messages or (),
-                max_tokens=longest,
-                max_chars=policy.max_chars,
-                tools=usable_tools(body.tools, None),
-                add_generation_prompt=body.add_generation_prompt is not False,
-                add_special_tokens=bool(body.add_special_tokens),
-                kwargs=body.chat_template_kwargs,
-            )
+            tools = usable_tools(body.tools, None)
+            token_ids = self._chat_ids(body, policy, tools, body.chat_template_kwargs)
         answer = {"count": len(token_ids), "max_model_len": longest, "tokens": token_ids}
         if body.return_token_strs:
-            token_bytes = self.tokenizer.token_bytes
+            token_bytes = self._needed_tokenizer.token_bytes
             answer["token_strs"] = [token_bytes(each).decode("utf-8", "replace") for each in token_ids]
         return ReadBody(num_unknown=num_unknown, answer=_written(answer))
 
@@ -284,8 +294,8 @@ class PromptReader:
         if num_tokens > longest:
             message = f"tokens: at most {longest}, which the model takes, got {num_tokens}"
             raise invalid(message, param="tokens")
-        check_token_ids(body.tokens, self.vocab_size, "tokens")
-        answer = _written({"prompt": self.tokenizer.decode(body.tokens)})
+        check_token_ids(body.tokens, self._vocab_size, "tokens")
+        answer = _written({"prompt": self._needed_tokenizer.decode(body.tokens)})
         return ReadBody(num_unknown=num_unknown, answer=answer)
 
 
@@ -381,30 +391,19 @@ _JOBS: Final = msgspec.msgpack.Decoder(ReadJob)
 _RESULTS: Final[msgspec.msgpack.Decoder[ReadResult]] = msgspec.msgpack.Decoder(ReadResult)
 
 
-class HelperSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """The model that a helper reads for."""
-
-    directory: Path
-    chat_template: str | None = None  # a file in place of the model's own
-
-
 class BodyReader:
     """Reads the bodies of one gateway, on one event loop; `close` ends its helpers."""
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer | None,
-        chat_template: ChatTemplate | None,
-        *,
-        vocab_size: int | None = None,
-        helpers: HelperSpec | None = None,
-    ) -> None:
-        """helpers: how to start them; None: every body is read on the event loop."""
-        self.reader = PromptReader(tokenizer, chat_template, vocab_size)
-        self.tokenizer = tokenizer  # None when the model has none
-        # The form in which the model calls tools; None when Baton does not read that form.
-        self.tool_form: ToolForm | None = None if chat_template is None else chat_template.tool_form
-        self._helpers = () if helpers is None else (_Helper(helpers), _Helper(helpers))
+    def __init__(self, reader: PromptReader, helper_arguments: Sequence[str] = ()) -> None:
+        """helper_arguments: of a helper's program; none: every body is read on the event loop."""
+        self.reader = reader
+        self._helpers = (_Helper(helper_arguments), _Helper(helper_arguments)) if helper_arguments else ()
+
+    @classmethod
+    def from_directory(cls, directory: Path, template: str | None = None) -> "BodyReader":
+        """Return the reader for the model of `PromptReader.from_directory`, with helpers."""
+        reader = PromptReader.from_directory(directory, template)
+        return cls(reader, [str(directory), *([] if template is None else [template])])
 
     async def start(self) -> None:
         """Start the helpers, so that no request waits for their start."""
@@ -433,13 +432,7 @@ class BodyReader:
             return result
         if result.status == 500:
             raise ModelError(f"a text helper failed: {result.message}")
-        raise ApiError(
-            result.status,
-            result.message,
-            code=result.code,
-            param=result.param,
-            retry_after_s=result.retry_after_s,
-        )
+        raise ApiError(**msgspec.structs.asdict(result))
 
     async def close(self) -> None:
         """Kill the helpers; their jobs fail. May be called twice."""
@@ -479,14 +472,6 @@ class ServedModel(msgspec.Struct, kw_only=True):
         )
 
 
-class _Waiting:
-    __slots__ = ("num_bytes", "turn")
-
-    def __init__(self, num_bytes: int) -> None:
-        self.num_bytes = num_bytes
-        self.turn = asyncio.get_running_loop().create_future()
-
-
 class HelperQueue:
     """The jobs that wait for one helper: tenants take turns, by bytes."""
 
@@ -494,7 +479,8 @@ class HelperQueue:
         self._is_free = True
         self._num_waiting = 0
         self._share = FairShare()
-        self._lanes: dict[str, deque[_Waiting]] = {}  # by tenant, none empty
+        # By tenant, none empty: the turn of each job that waits, oldest first -> the job's bytes.
+        self._lanes: dict[str, dict[asyncio.Future[None], int]] = {}
 
     @property
     def num_taken(self) -> int:
@@ -509,41 +495,41 @@ class HelperQueue:
         if self._is_free:
             self._is_free = False
             return
-        lane = self._lanes.get(tenant, deque[_Waiting]())
+        lane = self._lanes.get(tenant, {})
         if not has_slots(tenant, 1, len(lane), MAX_WAITING - self._num_waiting):
             message = f"{self._num_waiting} texts wait for their turn, {len(lane)} of them the tenant's"
             raise Overloaded(message, retry_after_s=RETRY_AFTER_S)
-        waiting = _Waiting(num_bytes)
-        lane.append(waiting)
+        turn = asyncio.get_running_loop().create_future()
+        lane[turn] = num_bytes
         self._lanes[tenant] = lane
         self._num_waiting += 1
         self._share.join(tenant, 1.0)
         try:
-            await waiting.turn
+            await turn
         except asyncio.CancelledError:
-            if not waiting.turn.cancelled():
+            if not turn.cancelled():
                 self.leave()  # the turn came in the same moment; the next job has it
-            elif waiting in self._lanes.get(tenant, ()):
-                self._remove(tenant, waiting)
+            elif turn in self._lanes.get(tenant, ()):
+                self._remove(tenant, turn)
             raise
 
     def leave(self) -> None:
         """Give the helper to the waiting tenant that has had least of it."""
         self._share.age()  # a tenant that was away may have its share of the last few turns
         while (tenant := self._share.first()) is not None:
-            waiting = self._lanes[tenant][0]
-            is_there = not waiting.turn.cancelled()  # a cancelled job's task may not have run since
+            turn, num_bytes = next(iter(self._lanes[tenant].items()))
+            is_there = not turn.cancelled()  # a cancelled job's task may not have run since
             if is_there:
-                self._share.serve(tenant, waiting.num_bytes)
-                waiting.turn.set_result(None)
-            self._remove(tenant, waiting)
+                self._share.serve(tenant, num_bytes)
+                turn.set_result(None)
+            self._remove(tenant, turn)
             if is_there:
                 return
         self._is_free = True
 
-    def _remove(self, tenant: str, waiting: _Waiting) -> None:
+    def _remove(self, tenant: str, turn: asyncio.Future[None]) -> None:
         lane = self._lanes[tenant]
-        lane.remove(waiting)
+        del lane[turn]
         self._num_waiting -= 1
         if not lane:
             del self._lanes[tenant]
@@ -553,9 +539,9 @@ class HelperQueue:
 class _Helper:
     """One helper process, started when it is first needed, and the jobs that wait for it."""
 
-    def __init__(self, spec: HelperSpec) -> None:
+    def __init__(self, arguments: Sequence[str]) -> None:
         self.turns = HelperQueue()
-        self._spec = spec
+        self._arguments = arguments
         self._process: Process | None = None
         self._running: asyncio.Task[ReadResult] | None = None
         self._is_closed = False
@@ -564,12 +550,8 @@ class _Helper:
         if self._process is None or self._process.returncode is not None:
             if self._is_closed:
                 raise Overloaded("the gateway is being stopped", retry_after_s=RETRY_AFTER_S)
-            arguments = [str(self._spec.directory)]
-            if self._spec.chat_template is not None:
-                arguments.append(self._spec.chat_template)
-            self._process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "baton.gateway.api.body_reader", *arguments, stdin=PIPE, stdout=PIPE
-            )
+            command = (sys.executable, "-m", "baton.gateway.api.body_reader", *self._arguments)
+            self._process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE)
         return self._process
 
     async def do(self, tenant: str, size: int, job: ReadJob, data: bytes) -> ReadResult:
@@ -654,10 +636,8 @@ def _lower_priority() -> None:
 def _main(directory: str, template: str | None = None) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group: the gateway ends a helper
     _lower_priority()
-    path = Path(directory)
     try:
-        chat_template = ChatTemplate.from_directory(path, template)
-        reader = PromptReader(Tokenizer.find(path), chat_template, read_vocab_size(path))
+        reader = PromptReader.from_directory(Path(directory), template)
         serve_jobs(reader, sys.stdin.buffer, sys.stdout.buffer)
     except (BrokenPipeError, BatonError) as error:
         sys.exit(f"text helper: {error}")

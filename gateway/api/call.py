@@ -211,8 +211,8 @@ def decode_body(data: bytes, kind: type[AnyBody]) -> tuple[AnyBody, list[str]]:
     return body, [key for key in keys if key in unknown]
 
 
-def fields_of(data: bytes) -> dict[str, msgspec.Raw]:
-    """Return the fields of a JSON object, not decoded; none for any other data."""
+def raw_fields(data: bytes) -> dict[str, msgspec.Raw]:
+    """Return the values of a JSON object as they stand, by key; none for data that is no JSON object."""
     try:
         return _KEYS.decode(data)
     except (msgspec.MsgspecError, ValueError, RecursionError):
@@ -441,16 +441,19 @@ def _sampling(
         raise invalid(f"logprobs: at most {MAX_LOGPROBS} alternatives, got {logprobs}", param="logprobs")
     if isinstance(body, CompletionBody):
         max_tokens = max_tokens or 1  # the token is not shown
+    caps = [each for each in (max_tokens, defaults.max_tokens) if each is not None]
     given = {name: value for name in SAMPLING_FIELDS if (value := getattr(body, name)) is not None}
-    return SamplingParams(
-        max_tokens=defaults.capped(max_tokens),
-        logprobs=logprobs,
-        prompt_logprobs=logprobs if has_echo else None,
-        logit_bias=_logit_bias(body),
-        stop_token_ids=tuple(body.stop_token_ids or ()),
-        seed=new_seed if body.seed is None else body.seed & MAX_SEED,  # a negative number is a seed as well
-        **(defaults.given() | given),
-    )
+    converted = {
+        "max_tokens": min(caps, default=None),
+        "logprobs": logprobs,
+        "prompt_logprobs": logprobs if has_echo else None,
+        "logit_bias": _logit_bias(body),
+        "stop_token_ids": tuple(body.stop_token_ids or ()),
+        "seed": new_seed
+        if body.seed is None
+        else body.seed & MAX_SEED,  # a negative number is a seed as well
+    }
+    return SamplingParams(**(defaults.given() | given | converted))
 
 
 def _logit_bias(body: Body) -> dict[int, float]:

@@ -21,8 +21,8 @@ import math
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import Final
 
@@ -44,7 +44,7 @@ from baton.gateway.api.answer_stream import (
     WriteCoalescer,
 )
 from baton.gateway.api.body_reader import BodyKind, PublicPrefixes, ServedModel
-from baton.gateway.api.call import Call, fields_of, make_call
+from baton.gateway.api.call import Call, make_call, raw_fields
 from baton.gateway.api.errors import ApiError, ClientGone, as_api_error, invalid, unsupported
 from baton.gateway.api.format import AnswerFormat, answer_format
 from baton.gateway.http.auth import log_failure
@@ -158,7 +158,7 @@ class Inference:
             tuple(read.prompts),
             new_seed=self._draw_seed() if resumed is None else resumed.seed,
             defaults=self._model.defaults,
-            tool_form=self._model.bodies.tool_form if read.has_tools else None,
+            tool_form=read.tool_form,
             model=self._model.name,
             tenant=tenant,
             sla=sla,
@@ -202,18 +202,20 @@ class Inference:
         tenant = scope["state"]["tenant"]
         return self._limiter.inputs.charge(tenant.name, tenant.policy.quotas)
 
-    @contextmanager
-    def _answering(self, call: Call) -> Iterator[Answer]:
+    @asynccontextmanager
+    async def _answering(self, call: Call) -> AsyncIterator[Answer]:
         """Give an answer that has not started. At the end of the `with` the answer is counted and cancelled.
 
-        Raises the errors of Limiter.enter.
+        Raises the errors of Limiter.enter, and the error of `give_up`.
         """
-        answer = Answer(call, self._model.service, self._model.bodies.tokenizer)
+        await self._turn_for(call)
+        answer = Answer(call, self._model.service, self._model.bodies.reader.tokenizer)
         permit = self._open[answer] = self._limiter.enter(call)
         failure: Exception | None = None
-        self._metrics.num_open += 1
-        self._metrics.prompt_tokens += call.num_prompt_tokens
         try:
+            await self._turn_for(call)
+            if answer.error is not None:  # the gateway is being stopped
+                raise answer.error
             yield answer
         except ClientGone:
             self._metrics.clients_gone += 1
@@ -224,11 +226,14 @@ class Inference:
         finally:
             answer.cancel()
             del self._open[answer]
-            permit.leave(_outcome(answer, failure or answer.error))
-            self._metrics.num_open -= 1
-            self._metrics.cached_tokens += answer.num_cached_tokens
+            outcome = _outcome(answer, failure or answer.error)
+            permit.leave(outcome, answer.num_cached_tokens, self._clock.now_s())
             answer.choices.clear()  # they refer to the answer: the ring would wait for the collector
-            self._metrics.duration.observe(self._clock.now_s() - call.arrival_s)
+
+    async def _turn_for(self, call: Call) -> None:
+        """End this turn of the event loop before a call of many answers takes the next one."""
+        if call.num_answers > MANY_ANSWERS:
+            await asyncio.sleep(0)
 
     async def _serve(self, kind: BodyKind, scope: Scope, receive: Receive, send: Send) -> None:
         with self._charge(scope) as charge:
@@ -239,13 +244,7 @@ class Inference:
                 await send({"type": "http.response.start", "status": 200, "headers": EVENT_STREAM})
                 await send({"type": "http.response.body", "body": LAST_EVENT, "more_body": False})
                 return
-            if call.num_answers > MANY_ANSWERS:
-                await asyncio.sleep(0)
-            with self._answering(call) as answer:
-                if call.num_answers > MANY_ANSWERS:
-                    await asyncio.sleep(0)
-                if answer.error is not None:  # the gateway is being stopped
-                    raise answer.error
+            async with self._answering(call) as answer:
                 if writer.is_gone:
                     raise ClientGone
                 if call.is_streamed:
@@ -342,22 +341,9 @@ class Inference:
         return StreamProgress(point, form, seal)
 
     def _observer(self, answer: Answer) -> Callable[[AnswerChoice, Delta], None]:
-        """Return the function that counts tokens and their times."""
-        metrics, now_s, call, permit = self._metrics, self._clock.now_s, answer.call, self._open[answer]
-        last_s: dict[int, float] = {}
-
-        def observe(choice: AnswerChoice, delta: Delta) -> None:
-            at_s = now_s()
-            metrics.generated_tokens += len(delta.token_ids)
-            permit.tokens(len(delta.token_ids), at_s)
-            before_s = last_s.get(choice.index)
-            if before_s is not None:
-                metrics.itl.observe(at_s - before_s)
-            elif not last_s:
-                metrics.ttft.observe(at_s - call.arrival_s)
-            last_s[choice.index] = at_s
-
-        return observe
+        """Return the function that counts the tokens of each delta."""
+        permit, now_s = self._open[answer], self._clock.now_s
+        return lambda choice, delta: permit.tokens(choice.index, len(delta.token_ids), now_s())
 
     async def _serve_socket(self, websocket: WebSocket, connection: LimitedSocket) -> None:
         writer = WebSocketWriter(websocket)
@@ -406,7 +392,7 @@ class Inference:
     async def _stream_messages(
         self, call: Call, writer: "WebSocketWriter", receiving: "asyncio.Task[bytes]"
     ) -> None:
-        with self._answering(call) as answer:
+        async with self._answering(call) as answer:
             stream = self._stream(answer, LINES)
             receiving.add_done_callback(lambda _: stream.gone())
             writer.on_gone = stream.gone
@@ -489,4 +475,4 @@ async def _receive(websocket: WebSocket) -> bytes:
 
 def _is_cancel(data: bytes) -> bool:
     """Tell `{"cancel": true}` from a body; a message above MAX_CANCEL_BYTES is a body and is not decoded."""
-    return len(data) <= MAX_CANCEL_BYTES and bytes(fields_of(data).get("cancel", b"")) == b"true"
+    return len(data) <= MAX_CANCEL_BYTES and bytes(raw_fields(data).get("cancel", b"")) == b"true"

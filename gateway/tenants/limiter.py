@@ -15,7 +15,7 @@ from typing import Final
 from baton.errors import Overloaded, Refused
 from baton.gateway.api.call import Call
 from baton.gateway.api.errors import invalid
-from baton.gateway.metrics.metrics import Metrics, TenantCounts
+from baton.gateway.metrics.metrics import Metrics
 from baton.tenants import Quotas, Refusal, has_slots
 
 FULL_RETRY_S: Final = 1.0  # the end of a call cannot be predicted
@@ -24,32 +24,42 @@ FULL_RETRY_S: Final = 1.0  # the end of a call cannot be predicted
 class Permit:
     """The admission of one call: report each batch of `tokens`, then `leave` once."""
 
-    __slots__ = ("_call", "_counts", "_first_s", "_last_s", "_num_choices", "_num_tokens", "_slots")
+    __slots__ = ("_call", "_counts", "_first_s", "_last_s", "_metrics", "_num_tokens", "_slots")
 
-    def __init__(self, call: Call, counts: TenantCounts, slots: "Charge") -> None:
+    def __init__(self, call: Call, metrics: Metrics, slots: "Charge") -> None:
         """slots: those of the call; they are released when the call ends."""
         self._call = call
-        self._counts = counts
+        self._metrics = metrics
+        self._counts = metrics.tenant(call.tenant.name)
         self._slots = slots
-        self._num_choices = call.num_answers
         self._num_tokens = 0
         self._first_s: float | None = None
-        self._last_s = 0.0
-        counts.num_open += self._num_choices
-        counts.prompt_tokens += call.num_prompt_tokens
+        self._last_s: dict[int, float] = {}  # of each choice, by its index
+        metrics.num_open += 1
+        metrics.prompt_tokens += call.num_prompt_tokens
+        self._counts.num_open += call.num_answers
+        self._counts.prompt_tokens += call.num_prompt_tokens
 
-    def tokens(self, num_tokens: int, now_s: float) -> None:
-        """Count a batch of tokens."""
-        if self._first_s is None:
+    def tokens(self, choice: int, num_tokens: int, now_s: float) -> None:
+        """Count a batch of tokens of a choice."""
+        before_s = self._last_s.get(choice)
+        if before_s is not None:
+            self._metrics.itl.observe(now_s - before_s)
+        elif self._first_s is None:
             self._first_s = now_s
-        self._last_s = now_s
+            self._metrics.ttft.observe(now_s - self._call.arrival_s)
+        self._last_s[choice] = now_s
         self._num_tokens += num_tokens
+        self._metrics.generated_tokens += num_tokens
         self._counts.generated_tokens += num_tokens
 
-    def leave(self, outcome: str) -> None:
-        """Count the end. outcome: a key of TenantCounts.calls."""
+    def leave(self, outcome: str, num_cached_tokens: int, now_s: float) -> None:
+        """Count the end. outcome: a key of TenantCounts.calls. num_cached_tokens: of the prompts."""
+        self._metrics.num_open -= 1
+        self._metrics.cached_tokens += num_cached_tokens
+        self._metrics.duration.observe(now_s - self._call.arrival_s)
         counts = self._counts
-        counts.num_open -= self._num_choices
+        counts.num_open -= self._call.num_answers
         counts.calls[outcome] += 1
         for objective, is_met in self._verdicts(is_over=outcome != "gone"):
             (counts.met if is_met else counts.missed)[objective] += 1
@@ -63,9 +73,10 @@ class Permit:
             for objective, limit_ms in (("ttft", sla.ttft_ms), ("deadline", sla.deadline_ms)):
                 if limit_ms is not None:
                     yield objective, ttft_ms <= limit_ms
-        num_later = self._num_tokens - self._num_choices
+        num_choices = self._call.num_answers
+        num_later = self._num_tokens - num_choices
         if sla.tpot_ms is not None and first_s is not None and num_later > 0:
-            tpot_ms = (self._last_s - first_s) * 1000 * self._num_choices / num_later
+            tpot_ms = (max(self._last_s.values()) - first_s) * 1000 * num_choices / num_later
             yield "tpot", tpot_ms <= sla.tpot_ms
 
 
@@ -182,4 +193,4 @@ class Limiter:
             raise invalid(f"n: the call has {call.num_answers} answers, its tenant may have {most} at once")
         slots = self.slots.charge(call.tenant.name, quotas)
         slots.add(call.num_answers)
-        return Permit(call, self._metrics.tenant(call.tenant.name), slots)
+        return Permit(call, self._metrics, slots)

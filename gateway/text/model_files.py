@@ -30,26 +30,15 @@ class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
-    max_new_tokens: int | None = None  # caps every answer
+    max_tokens: int | None = msgspec.field(name="max_new_tokens", default=None)  # caps every answer
 
     def given(self) -> dict[str, Any]:
-        """Return the defaults that the model names as fields of SamplingParams, without the cap."""
-        fields = msgspec.structs.asdict(self)
-        del fields["max_new_tokens"]
-        return {name: value for name, value in fields.items() if value is not None}
-
-    def capped(self, max_tokens: int | None) -> int | None:
-        """Return `max_tokens` of a request under the model's cap; None: the model's context length."""
-        if self.max_new_tokens is None:
-            return max_tokens
-        return self.max_new_tokens if max_tokens is None else min(max_tokens, self.max_new_tokens)
+        """Return the defaults that the model names, as fields of SamplingParams."""
+        return {name: value for name, value in msgspec.structs.asdict(self).items() if value is not None}
 
     def sampling(self) -> SamplingParams:
         """Return the parameters of a request without any, as vLLM's `LLM.generate(prompt)`."""
-        fields = self.given()
-        if self.max_new_tokens is not None:
-            fields["max_tokens"] = self.max_new_tokens
-        return SamplingParams(**fields)
+        return SamplingParams(**self.given())
 
 
 def read_sampling_defaults(directory: Path, generation_config: str = "auto") -> SamplingDefaults:

@@ -17,15 +17,12 @@ from baton.gateway.api.body_reader import (
     BodyKind,
     BodyReader,
     HelperQueue,
-    HelperSpec,
     PromptReader,
     PublicPrefixes,
     ReadPolicy,
     ServedModel,
 )
 from baton.gateway.api.errors import ApiError
-from baton.gateway.text.chat_template import ChatTemplate
-from baton.gateway.text.model_files import read_vocab_size
 from baton.gateway.text.tokenizer import Tokenizer
 from baton.token_ids import TokenIds
 from tests.unit.gateway.calls import TENANT, ids
@@ -40,16 +37,15 @@ ResultT = TypeVar("ResultT")
 Order = list[str]
 
 
-def body_reader(helpers: HelperSpec | None = None) -> BodyReader:
-    template = ChatTemplate.from_directory(DIRECTORY)
-    return BodyReader(TOKENIZER, template, vocab_size=read_vocab_size(DIRECTORY), helpers=helpers)
+def body_reader() -> BodyReader:
+    return BodyReader(PromptReader.from_directory(DIRECTORY))
 
 
 def with_helpers(act: Callable[[BodyReader], Awaitable[ResultT]]) -> ResultT:
     """The result of `act` with real helper processes, which are gone afterwards."""
 
     async def run() -> ResultT:
-        work = body_reader(HelperSpec(directory=DIRECTORY))
+        work = BodyReader.from_directory(DIRECTORY)
         try:
             return await act(work)
         finally:
@@ -133,12 +129,8 @@ def test_small_chat_with_a_long_text_is_tokenised_by_a_helper(
     monkeypatch.setattr(Tokenizer, "encode", recorded)  # of this process, which has the event loop
 
     async def scenario() -> None:
-        chat_template = ChatTemplate.from_directory(DIRECTORY, str(template))
-        helpers = HelperSpec(directory=DIRECTORY, chat_template=str(template))
-        work, on_loop = (
-            BodyReader(TOKENIZER, chat_template, helpers=helpers),
-            BodyReader(TOKENIZER, chat_template),
-        )
+        work = BodyReader.from_directory(DIRECTORY, str(template))
+        on_loop = BodyReader(work.reader)
         try:
             for num_messages in (1, 2):
                 data = body(messages=[{"role": "user", "content": "a"}] * num_messages)
@@ -169,12 +161,14 @@ def test_cancelled_caller_does_not_confuse_the_next() -> None:
 
 
 def test_model_without_a_tokenizer_takes_token_ids() -> None:
-    work = BodyReader(None, None)
+    work = BodyReader(PromptReader(None, None))
     with pytest.raises(InvalidRequest, match="no tokenizer"):
         asyncio.run(work.read("completion", body(prompt="a"), POLICY))
     with pytest.raises(InvalidRequest, match="no chat template"):
         asyncio.run(
-            BodyReader(TOKENIZER, None).read("chat", body(messages=[{"role": "user", "content": ""}]), POLICY)
+            BodyReader(PromptReader(TOKENIZER, None)).read(
+                "chat", body(messages=[{"role": "user", "content": ""}]), POLICY
+            )
         )
     assert asyncio.run(work.read("completion", body(prompt=[5, 6]), POLICY)).prompts
 
@@ -287,12 +281,14 @@ def test_tenant_with_many_waiting_bodies_is_refused_before_others() -> None:
 
 
 def served_model(made: Gateway) -> ServedModel:
-    return ServedModel(name="tiny", bodies=BodyReader(None, None), service=made.frontend, created_s=0)
+    return ServedModel(
+        name="tiny", bodies=BodyReader(PromptReader(None, None)), service=made.frontend, created_s=0
+    )
 
 
 def policy(made: Gateway) -> ReadPolicy:
     return ServedModel(
-        name="tiny", bodies=BodyReader(None, None), service=made.frontend, created_s=0
+        name="tiny", bodies=BodyReader(PromptReader(None, None)), service=made.frontend, created_s=0
     ).read_policy(TENANT)
 
 
@@ -321,12 +317,10 @@ def test_without_workers_the_last_known_context_length_holds() -> None:
 HOUSE = "You sort numbers. Answer with the numbers alone."
 
 
-def a_reader() -> PromptReader:
-    return PromptReader(TOKENIZER, ChatTemplate.from_directory(resolve_model("tiny")))
-
-
 def num_public(token_ids: Sequence[int], *texts: str, reader: PromptReader | None = None) -> int:
-    return asyncio.run(PublicPrefixes(reader or a_reader()).num_tokens(texts, token_ids))
+    return asyncio.run(
+        PublicPrefixes(reader or PromptReader.from_directory(DIRECTORY)).num_tokens(texts, token_ids)
+    )
 
 
 def chat(*contents: str) -> list[int]:
@@ -334,7 +328,7 @@ def chat(*contents: str) -> list[int]:
         {"role": role, "content": content}
         for role, content in zip(("system", "user"), contents, strict=False)
     ]
-    return a_reader().encode_chat(messages, max_tokens=1000)
+    return PromptReader.from_directory(DIRECTORY).encode_chat(messages, max_tokens=1000)
 
 
 def test_prompt_that_begins_with_a_public_text_shares_its_tokens() -> None:

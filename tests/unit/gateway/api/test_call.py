@@ -7,7 +7,7 @@ import pytest
 from baton.clock import ManualClock
 from baton.config.gateway import GatewayConfig
 from baton.errors import InvalidRequest
-from baton.gateway.api.body_reader import BodyReader, ServedModel
+from baton.gateway.api.body_reader import BodyReader, PromptReader, ServedModel
 from baton.gateway.api.call import (
     MAX_PROMPTS,
     SAMPLING_FIELDS,
@@ -27,6 +27,7 @@ from baton.gateway.metrics.metrics import Metrics
 from baton.gateway.streams.resume import EventIds
 from baton.gateway.tenants.limiter import Limiter
 from baton.gateway.text.chat_template import ChatTemplate
+from baton.gateway.text.model_files import SamplingDefaults
 from tests.scripted_service import ScriptedService
 from tests.unit.gateway.calls import TENANT, TOKENIZER
 
@@ -39,9 +40,9 @@ TEMPLATE = (
 )
 
 
-def read(kind: Any, fields: dict[str, Any]) -> Call:
-    bodies = BodyReader(TOKENIZER, ChatTemplate(TEMPLATE, {}))
-    model = ServedModel(name="tiny", bodies=bodies, service=ScriptedService(), created_s=0)
+def read(kind: Any, fields: dict[str, Any], **of_model: Any) -> Call:
+    bodies = BodyReader(PromptReader(TOKENIZER, ChatTemplate(TEMPLATE, {})))
+    model = ServedModel(name="tiny", bodies=bodies, service=ScriptedService(), created_s=0, **of_model)
     config, event_ids, metrics = GatewayConfig(model="tiny", routers=()), EventIds([b"k" * 32]), Metrics()
     scope = {"type": "http", "headers": [], "state": {"tenant": TENANT}}
 
@@ -77,6 +78,13 @@ def test_every_sampling_field_of_a_body_reaches_the_sampler() -> None:
     sampling = completion(**fields, max_tokens=9).sampling
     assert {name: getattr(sampling, name) for name in fields} == fields
     assert len(fields) == 9
+
+
+def test_model_caps_the_tokens_of_an_answer() -> None:
+    capped = SamplingDefaults(max_tokens=9)
+    for asked, given in ((None, 9), (4, 4), (100, 9)):
+        call = read("chat", {"messages": MESSAGES, "max_tokens": asked}, defaults=capped)
+        assert call.sampling.max_tokens == given
 
 
 def test_max_completion_tokens_wins() -> None:

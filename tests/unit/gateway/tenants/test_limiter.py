@@ -56,7 +56,7 @@ def test_greedy_tenant_leaves_slots_to_others(limiter: Limiter, metrics: Metrics
     assert full.value.retry_after_s > 0
     assert counted(metrics, "noisy").calls == {"no_room": 2}
     for permit in noisy[:100]:
-        permit.leave("answered")
+        permit.leave("answered", 0, 0.0)
     limiter.enter(a_call("noisy"))
 
 
@@ -70,10 +70,10 @@ def test_tenant_at_its_quota_is_refused_until_a_call_ends(limiter: Limiter, metr
         limiter.enter(a_call(most=2))
     assert refused.value.refusal is Refusal.MAX_CONCURRENT_REQUESTS and refused.value.retry_after_s > 0
     limiter.enter(a_call("zeta", most=1))
-    first.leave("answered")
+    first.leave("answered", 0, 0.0)
     third = limiter.enter(a_call(most=2))
     for permit in (second, third):
-        permit.leave("gone")
+        permit.leave("gone", 0, 0.0)
     assert metrics.tenant("acme").num_open == 0 and metrics.tenant("zeta").num_open == 1
 
 
@@ -90,10 +90,10 @@ def counted(metrics: Metrics, tenant: str = "acme") -> TenantCounts:
 
 def test_tokens_and_ends_are_counted(limiter: Limiter, metrics: Metrics) -> None:
     permit = limiter.enter(a_call())
-    permit.tokens(3, 1.0)
+    permit.tokens(0, 3, 1.0)
     assert counted(metrics).num_open == 1
-    permit.leave("answered")
-    limiter.enter(a_call()).leave("failed")
+    permit.leave("answered", 0, 0.0)
+    limiter.enter(a_call()).leave("failed", 0, 0.0)
     counts = counted(metrics)
     assert (counts.num_open, counts.generated_tokens) == (0, 3)
     assert counts.prompt_tokens == 2 * len(PROMPT.token_ids)
@@ -119,26 +119,26 @@ def test_objectives_are_kept_or_missed(
 ) -> None:
     sla = Sla(ttft_ms=500, tpot_ms=100, deadline_ms=2000)
     permit = limiter.enter(a_call(sla=sla, arrival_s=10.0))
-    permit.tokens(1, first_s)
-    permit.tokens(4, last_s)
-    permit.leave("answered")
+    permit.tokens(0, 1, first_s)
+    permit.tokens(0, 4, last_s)
+    permit.leave("answered", 0, 0.0)
     assert (counted(metrics).met, counted(metrics).missed) == (met, missed)
 
 
 def test_refused_or_failed_call_misses_its_objective(limiter: Limiter, metrics: Metrics) -> None:
     for outcome in ("shed", "failed"):
-        limiter.enter(a_call(sla=Sla(ttft_ms=500, tpot_ms=50))).leave(outcome)
+        limiter.enter(a_call(sla=Sla(ttft_ms=500, tpot_ms=50))).leave(outcome, 0, 0.0)
     assert counted(metrics).missed == {"ttft": 2} and not counted(metrics).met
 
 
 def test_client_that_left_early_misses_no_objective(limiter: Limiter, metrics: Metrics) -> None:
-    limiter.enter(a_call(sla=Sla(ttft_ms=500))).leave("gone")
+    limiter.enter(a_call(sla=Sla(ttft_ms=500))).leave("gone", 0, 0.0)
     assert not counted(metrics).missed and counted(metrics).calls == {"gone": 1}
 
 
 def test_tenants_above_max_tenants_are_counted_together(limiter: Limiter, metrics: Metrics) -> None:
     for number in range(MAX_TENANTS + 50):
-        limiter.enter(a_call(f"t{number}")).leave("answered")
+        limiter.enter(a_call(f"t{number}")).leave("answered", 0, 0.0)
     counts = metrics.tenants
     assert len(counts) == MAX_TENANTS + 1
     assert counts[OTHERS].calls == {"answered": 50}
@@ -169,7 +169,7 @@ def test_quota_is_never_exceeded_and_every_call_is_counted(
             assert before + num_choices <= most
             visits.append((tenant, num_choices, permit))
         if ends_one and visits:
-            visits.pop(0)[2].leave("answered")
+            visits.pop(0)[2].leave("answered", 0, 0.0)
         for name, counts in metrics.tenants.items():
             num_open = sum(number for owner, number, _ in visits if owner == name)
             assert counts.num_open == num_open

@@ -9,18 +9,16 @@ from baton.request import SamplingParams
 FILE = '{"do_sample": true, "temperature": 0.6, "top_k": 20, "top_p": null, "max_new_tokens": 9, "x": 1}'
 
 
-def test_generation_config_gives_defaults_and_a_cap(tmp_path: Path) -> None:
+def test_generation_config_gives_defaults(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text(FILE)
     defaults = read_sampling_defaults(tmp_path)
-    assert defaults.given() == {"temperature": 0.6, "top_k": 20}
-    assert [defaults.capped(asked) for asked in (None, 4, 100)] == [9, 4, 9]
+    assert defaults.given() == {"temperature": 0.6, "top_k": 20, "max_tokens": 9}
     assert defaults.sampling() == SamplingParams(temperature=0.6, top_k=20, max_tokens=9)
 
 
 def test_setting_ignores_the_generation_config(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text(FILE)
-    defaults = read_sampling_defaults(tmp_path, "vllm")
-    assert defaults.given() == {} and defaults.capped(None) is None and defaults.capped(100) == 100
+    assert read_sampling_defaults(tmp_path, "vllm").given() == {}
 
 
 def test_model_without_files_has_the_defaults_of_vllm(tmp_path: Path) -> None:
