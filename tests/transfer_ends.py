@@ -187,7 +187,8 @@ class Destination:
         return digest(self.pages.cpu())
 
     def num_streams(self) -> int:
-        return self.receiver.num_streams()
+        """Streams and strangers that the tcp receiver serves now."""
+        return sum(thread.name == "tcp-answer" for thread in threading.enumerate())
 
     def close(self) -> None:
         for listener in self._listeners.values():

@@ -5,7 +5,8 @@ socket.
    the greeting.
 2. With more than MAX_NEWCOMERS at once, the one that has waited longest is cut off. A peer that holds the
    cluster's key proves it in milliseconds, so only peers without the key are cut off.
-3. When the process has no file or no thread left, nothing is accepted for a moment and newcomers wait.
+3. A peer that has proved itself may be served in the same thread, as long as `keep` finds room for it.
+4. When the process has no file or no thread left, nothing is accepted for a moment and newcomers wait.
 """
 
 import contextlib
@@ -66,6 +67,7 @@ class Listener:
     ) -> None:
         """listener: listens; the Listener owns it. greet: owns the newcomer's socket, and raises nothing."""
         self._greet = greet
+        self._kept: dict[threading.Thread, Callable[[], None]] = {}  # thread -> the call that ends its work
         self._name = name
         self._dropped = dropped
         self._lock = threading.Lock()
@@ -80,8 +82,29 @@ class Listener:
         with self._lock:
             self._newcomers.pop(sock, None)
 
+    def keep(self, sock: socket.socket, stop: Callable[[], None], max_kept: int) -> bool:
+        """Let this newcomer in, to be served in the calling thread, which has greeted it.
+
+        Returns False when the listener is closed or keeps max_kept peers. stop: called by `close`, from
+        another thread; the calling thread then returns from `greet` soon.
+        """
+        with self._lock:
+            self._newcomers.pop(sock, None)
+            if self.is_closing or len(self._kept) >= max_kept:
+                return False
+            self._kept[threading.current_thread()] = stop
+            return True
+
+    @property
+    def is_closing(self) -> bool:
+        """Return True once `close` was called."""
+        return self._closing.is_set()
+
     def close(self) -> None:
-        """Cut off the newcomers that were not let in; returns when their greetings have ended."""
+        """Cut off the newcomers that were not let in, and stop the peers that are served.
+
+        Returns when their greetings have ended.
+        """
         self._closing.set()
         _shut(self._listener)
         self._thread.join()
@@ -90,6 +113,12 @@ class Listener:
             newcomers = dict(self._newcomers)
         for sock, thread in newcomers.items():
             _shut(sock)
+            thread.join()
+        with self._lock:
+            kept = dict(self._kept)
+        for stop in kept.values():
+            stop()
+        for thread in kept:
             thread.join()
 
     def _run(self) -> None:
@@ -124,7 +153,9 @@ class Listener:
         try:
             self._greet(sock)
         finally:
-            self.let_in(sock)
+            with self._lock:
+                self._newcomers.pop(sock, None)
+                self._kept.pop(threading.current_thread(), None)
 
 
 def _shut(sock: socket.socket) -> None:

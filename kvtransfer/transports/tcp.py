@@ -358,9 +358,6 @@ class TcpReceiver:
         self._rank = rank
         self._packing = rank.packing()
         self._settings = settings or TcpSettings()
-        self._is_closed = False
-        self._lock = threading.Lock()
-        self._threads: dict[threading.Thread, PageSocket] = {}
         listener = listen(rank.host, port)
         tune(listener)
         self.port: int = listener.getsockname()[1]
@@ -370,20 +367,8 @@ class TcpReceiver:
     def address(self) -> str:
         return str(self.port)
 
-    def num_streams(self) -> int:
-        """Return the number of streams that have proved that they hold the cluster key."""
-        with self._lock:
-            return len(self._threads)
-
     def close(self) -> None:
-        with self._lock:
-            self._is_closed = True
         self._acceptor.close()
-        with self._lock:
-            streams = list(self._threads.items())
-        for thread, page_socket in streams:
-            page_socket.wake()
-            thread.join()
 
     def _greet(self, sock: socket.socket) -> None:
         """Let a source prove itself, then serve its stream; called in a thread for this source."""
@@ -394,21 +379,15 @@ class TcpReceiver:
             _log_end(error)
             sock.close()
             return
-        self._acceptor.let_in(sock)
         with contextlib.closing(page_socket):
-            with self._lock:
-                if len(self._threads) >= MAX_STREAMS or self._is_closed:
-                    rank.dropped.add("crowd")
-                    return
-                self._threads[threading.current_thread()] = page_socket
+            if not self._acceptor.keep(sock, page_socket.wake, MAX_STREAMS):
+                rank.dropped.add("crowd")
+                return
+            pages = stream_pages(rank, self._packing)
             try:
-                pages = stream_pages(rank, self._packing)
-                ReceiveStream(rank, page_socket, key, pages, lambda: self._is_closed).run()
+                ReceiveStream(rank, page_socket, key, pages, lambda: self._acceptor.is_closing).run()
             except (BatonError, OSError) as error:
                 _log_end(error)
-            finally:
-                with self._lock:
-                    del self._threads[threading.current_thread()]
 
 
 def _log_end(error: Exception) -> None:

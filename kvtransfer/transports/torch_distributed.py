@@ -324,23 +324,12 @@ class GroupListener:
         self._transport = transport
         self._rank = rank
         self._settings = settings or GroupSettings()
-        self._lock = threading.Lock()
-        self._pairs: dict[ReceivePair, threading.Thread] = {}
-        self._is_closed = False
         listener = listen(rank.host)
         self.address = str(listener.getsockname()[1])
         self._acceptor = Listener(listener, self._greet, transport.name, rank.dropped)
 
     def close(self) -> None:
-        with self._lock:
-            self._is_closed = True
         self._acceptor.close()
-        with self._lock:
-            pairs = dict(self._pairs)
-        for pair in pairs:
-            pair.stop()
-        for thread in pairs.values():
-            thread.join()
 
     def _greet(self, sock: socket.socket) -> None:
         """Form a pair with a source that proves itself, and serve it; called in a thread for this source."""
@@ -361,11 +350,7 @@ class GroupListener:
                     connection.send(msgspec.msgpack.encode(PairReply(refusal=str(error)[:512])))
             connection.close()
             return
-        try:
-            pair.run()
-        finally:
-            with self._lock:
-                del self._pairs[pair]
+        pair.run()
 
     def _receive_request(self, connection: Connection) -> PairRequest:
         try:
@@ -390,11 +375,8 @@ class GroupListener:
                 f"messages of {payload_bytes(plan)} bytes here, of {request.payload_bytes} there"
             )
         pair = ReceivePair(self._transport, rank, self._settings, plan, connection)
-        self._acceptor.let_in(sock)
-        with self._lock:
-            if self._is_closed or len(self._pairs) >= MAX_PAIRS:
-                raise TransferFailed(f"{name}: no more than {MAX_PAIRS} pairs at once")
-            self._pairs[pair] = threading.current_thread()
+        if not self._acceptor.keep(sock, pair.stop, MAX_PAIRS):
+            raise TransferFailed(f"{name}: no more than {MAX_PAIRS} pairs at once")
         return pair
 
 

@@ -301,7 +301,7 @@ def test_another_clusters_key_opens_nothing(name: str, destination: Destination)
     source = Source(LARGE, POOL, key=(b"another key of 16 bytes").hex())
     with pytest.raises(TransferFailed, match="key"):
         source.open(name, destination.addresses(), LARGE)
-    wait_for(lambda: destination.receiver.num_streams() == 0, 2.0)
+    wait_for(lambda: destination.num_streams() == 0, 2.0)
 
 
 @ALL
