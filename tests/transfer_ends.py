@@ -97,6 +97,41 @@ def local_rank(
     )
 
 
+def piece_of(
+    plan: TransferPlan,
+    source_pages: tuple[int, ...],
+    pages: tuple[int, ...] | None = None,
+    *,
+    first: int = 0,
+    transfer: bytes = b"a" * 16,
+    is_bulk: bool = False,
+) -> Piece:
+    """The last units of a transfer with a unit a page. pages: the destination's, if not the same."""
+    pages = source_pages if pages is None else pages
+    outgoing = OutgoingTransfer(
+        id=transfer,
+        epoch=1,
+        plan=plan,
+        source_pages=source_pages,
+        destination_pages=pages,
+        destination_generations=(1,) * len(pages),
+        is_bulk=is_bulk,
+    )
+    return Piece(outgoing, first, len(pages))
+
+
+def registration_of(transfer: OutgoingTransfer) -> ReceiveRegistration:
+    """The transfer as its destination grants it, with a unit a page."""
+    return ReceiveRegistration(
+        id=transfer.id,
+        epoch=transfer.epoch,
+        plan=transfer.plan,
+        num_units=len(transfer.destination_pages),
+        pages=transfer.destination_pages,
+        writer=WRITER,
+    )
+
+
 class Push:
     """A piece that was pushed, and its outcome once it has ended."""
 

@@ -12,7 +12,6 @@ from baton.kvtransfer.ranks.peer_transports import PeerTransports
 from baton.kvtransfer.transports.base import (
     LocalRank,
     OnEnd,
-    OutgoingTransfer,
     Piece,
     PieceOutcome,
     Sender,
@@ -21,17 +20,10 @@ from baton.kvtransfer.transports.base import (
 from baton.pages import PageLayout
 from baton.rpc.connection import Call
 from tests.fakes import refuse_threads
+from tests.transfer_ends import piece_of
 
 LAYOUT = PageLayout(tp_size=1, page_size=16, num_layers=1, num_kv_heads=1, head_dim=16, dtype="bfloat16")
-TRANSFER = OutgoingTransfer(
-    id=b"t" * 16,
-    epoch=1,
-    plan=plan_transfer(LAYOUT, LAYOUT, 0, 0),
-    source_pages=(0,),
-    destination_pages=(0,),
-    destination_generations=(1,),
-)
-PIECE = Piece(TRANSFER, 0, 1)
+PIECE = piece_of(plan_transfer(LAYOUT, LAYOUT, 0, 0), (0,))
 DONE, FAILED = PieceOutcome(is_done=True), PieceOutcome(is_done=False, reason="broken")
 
 
@@ -203,7 +195,7 @@ def test_aborted_pieces_are_not_reported() -> None:
     bench = Bench("shm", "tcp")
     bench.settle()
     bench.push()
-    bench.transports.abort(TRANSFER.id)
+    bench.transports.abort(PIECE.transfer.id)
     bench.made[0].pushed[0](FAILED)
     bench.poll()
     assert not bench.ended and len(bench.made[0].pushed) == 1

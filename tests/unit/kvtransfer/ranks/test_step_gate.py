@@ -5,20 +5,12 @@ from queue import Empty, SimpleQueue
 
 import pytest
 
-from baton.kvtransfer.protocol.messages import PeerRank, RankListenerAddresses
 from baton.kvtransfer.ranks.executor import StepGate
 from baton.kvtransfer.ranks.messages import OpenPart, PartCommand, PushPart, StopPart
-from baton.pages import PageLayout
 from baton.rpc.connection import Call
+from tests.numbered_pages import PEER_RANK
 from tests.rank_process import LateSteps
 
-LAYOUT = PageLayout(tp_size=1, page_size=4, num_layers=2, num_kv_heads=2, head_dim=8, dtype="float32")
-PEER = PeerRank(
-    host="127.0.0.1",
-    layout=LAYOUT,
-    rank=0,
-    listeners=RankListenerAddresses(incarnation=b"i" * 16, host="a host", device="cpu"),
-)
 TRANSFER = b"t" * 16
 
 
@@ -36,7 +28,7 @@ def open_part(after: int) -> OpenPart:
         num_units=1,
         pages=(0,),
         generations=(1,),
-        source=PEER,
+        source=PEER_RANK,
         layers=(0, 2),
         digest_key=bytes(32),
         after=after,

@@ -12,14 +12,10 @@ import torch
 from baton.clock import SystemClock
 from baton.errors import ConfigError, PeerGone, TransferFailed
 from baton.kvtransfer.protocol.transfer_plan import plan_transfer
-from baton.kvtransfer.transports.base import LocalRank, OutgoingTransfer, Piece
+from baton.kvtransfer.transports.base import LocalRank, Piece
 from baton.kvtransfer.transports.listener import port_of
 from baton.kvtransfer.transports.page_socket import SLICE_S, PageSocket
-from baton.kvtransfer.transports.receive_registration import (
-    ReceiveRegistration,
-    ReceiveRegistrations,
-    Writing,
-)
+from baton.kvtransfer.transports.receive_registration import ReceiveRegistrations, Writing
 from baton.kvtransfer.transports.records import (
     ANSWER_BYTES,
     PartHeader,
@@ -32,7 +28,7 @@ from baton.kvtransfer.transports.records import (
 from baton.kvtransfer.transports.tcp import TcpReceiver, TcpSender, TcpSettings
 from baton.pages import PageLayout
 from baton.rpc.connection import Connection, Role
-from tests.transfer_ends import KEY, Push, local_rank, wait_for
+from tests.transfer_ends import KEY, Push, local_rank, piece_of, registration_of, wait_for
 
 LAYOUT = PageLayout(tp_size=1, page_size=16, num_layers=16, num_kv_heads=8, head_dim=128, dtype="bfloat16")
 PLAN = plan_transfer(LAYOUT, LAYOUT, 0, 0)
@@ -43,16 +39,7 @@ Answering = Callable[[socket.socket, bytes], None]  # (stream, its key)
 
 
 def piece(num_units: int = 2, transfer: bytes = b"a" * 16) -> Piece:
-    pages = tuple(range(num_units))
-    outgoing = OutgoingTransfer(
-        id=transfer,
-        epoch=1,
-        plan=PLAN,
-        source_pages=pages,
-        destination_pages=pages,
-        destination_generations=pages,
-    )
-    return Piece(outgoing, 0, num_units)
+    return piece_of(PLAN, tuple(range(num_units)), transfer=transfer)
 
 
 @pytest.fixture(scope="module")
@@ -176,16 +163,7 @@ def test_abort_in_the_middle_of_a_part_costs_other_transfers_nothing_but_time(so
     receiver = TcpReceiver(rank, settings=SETTINGS)
     pieces = [piece(1), piece(NUM_PAGES, b"b" * 16), piece(3, b"c" * 16)]
     for each in pieces:
-        held.add(
-            ReceiveRegistration(
-                id=each.transfer.id,
-                epoch=1,
-                plan=PLAN,
-                num_units=each.stop,
-                pages=each.transfer.destination_pages,
-                writer=b"w" * 16,
-            )
-        )
+        held.add(registration_of(each.transfer))
     sender = open_sender(source, ("127.0.0.1", receiver.port), PATIENT)
     blocking, large, small = [Push(sender, each) for each in pieces]
     time.sleep(0.1)  # until the buffers are full
@@ -262,11 +240,7 @@ class Receiver:
         self.rank = local_rank(self.pages)
         self.registrations = self.rank.registrations
         self.tcp = TcpReceiver(self.rank, settings=STRICT)
-        self.registrations.add(
-            ReceiveRegistration(
-                id=ID, epoch=3, plan=SMALL_PLAN, num_units=4, pages=(5, 1, 6, 2), writer=b"w" * 16
-            )
-        )
+        self.registrations.add(registration_of(piece_of(SMALL_PLAN, (5, 1, 6, 2), transfer=ID).transfer))
 
     def dropped(self) -> dict[str, int]:
         return dict(self.rank.dropped.counts())
@@ -280,7 +254,7 @@ def receiver() -> Iterator[Receiver]:
     assert not any(thread.name == "tcp-answer" for thread in threading.enumerate())
 
 
-def header(first: int = 0, stop: int = 1, *, transfer: bytes = ID, epoch: int = 3) -> PartHeader:
+def header(first: int = 0, stop: int = 1, *, transfer: bytes = ID, epoch: int = 1) -> PartHeader:
     return PartHeader(transfer, epoch, first, stop, (stop - first) * UNIT)
 
 

@@ -17,7 +17,6 @@ from baton.errors import TransferFailed
 from baton.kvtransfer.protocol.messages import PeerRank
 from baton.kvtransfer.protocol.transfer_plan import plan_transfer
 from baton.kvtransfer.transports import torch_distributed
-from baton.kvtransfer.transports.base import OutgoingTransfer, Piece
 from baton.kvtransfer.transports.pages import DevicePages
 from baton.kvtransfer.transports.rank_pair import (
     DESTINATION,
@@ -28,7 +27,6 @@ from baton.kvtransfer.transports.rank_pair import (
     join_nccl,
     payload_bytes,
 )
-from baton.kvtransfer.transports.receive_registration import ReceiveRegistration
 from baton.kvtransfer.transports.records import ANSWER_BYTES, HEADER_BYTES
 from baton.kvtransfer.transports.torch_distributed import (
     PAIR_SCHEMA,
@@ -42,7 +40,7 @@ from baton.kvtransfer.transports.torch_distributed import (
 )
 from baton.pages import PageLayout
 from baton.rpc.connection import Connection, Role
-from tests.transfer_ends import KEY, Push, local_rank, peer_rank, wait_for
+from tests.transfer_ends import KEY, Push, local_rank, peer_rank, piece_of, registration_of, wait_for
 
 LAYOUT = PageLayout(tp_size=1, page_size=16, num_layers=3, num_kv_heads=4, head_dim=1024, dtype="bfloat16")
 OTHER_MODEL = msgspec.structs.replace(LAYOUT, num_layers=2)
@@ -51,18 +49,7 @@ NUM_PAGES = 60  # of 768 KiB: many parts
 SETTINGS = GroupSettings(connect_s=5.0, stall_s=2.0)
 GLOO = GlooTransport()
 REQUEST = PairRequest(transport="gloo", layout=LAYOUT, rank=0, payload_bytes=payload_bytes(PLAN))
-PIECE = Piece(
-    OutgoingTransfer(
-        id=b"t" * 16,
-        epoch=1,
-        plan=PLAN,
-        source_pages=tuple(range(50)),
-        destination_pages=tuple(range(50))[::-1],
-        destination_generations=(1,) * 50,
-    ),
-    0,
-    50,
-)
+PIECE = piece_of(PLAN, tuple(range(50)), tuple(range(50))[::-1])
 
 
 class Destination:
@@ -70,17 +57,7 @@ class Destination:
         self.pages = torch.zeros((NUM_PAGES, LAYOUT.page_bytes), dtype=torch.uint8)
         self.rank = local_rank(self.pages, layout=LAYOUT)
         self.listener = GroupListener(GLOO, self.rank, SETTINGS)
-        transfer = PIECE.transfer
-        self.rank.registrations.add(
-            ReceiveRegistration(
-                id=transfer.id,
-                epoch=1,
-                plan=PLAN,
-                num_units=50,
-                pages=transfer.destination_pages,
-                writer=b"w" * 16,
-            )
-        )
+        self.rank.registrations.add(registration_of(PIECE.transfer))
 
     def peer(self) -> PeerRank:
         return peer_rank("gloo", self.listener.address, LAYOUT)

@@ -11,31 +11,16 @@ from baton.kvtransfer.protocol.transfer_plan import plan_transfer
 from baton.kvtransfer.transports.base import (
     MAX_OVERTAKES,
     SPLIT_BYTES,
-    OutgoingTransfer,
     Part,
-    Piece,
     PieceOutcome,
     TransferQueue,
 )
 from baton.pages import PageLayout
+from tests.transfer_ends import piece_of
 
 LAYOUT = PageLayout(tp_size=1, page_size=16, num_layers=8, num_kv_heads=8, head_dim=128, dtype="bfloat16")
 PLAN = plan_transfer(LAYOUT, LAYOUT, 0, 0)
 UNIT = PLAN.unit_bytes
-
-
-def piece(num_units: int = 4, first: int = 0, transfer: bytes = b"a" * 16, *, is_bulk: bool = False) -> Piece:
-    pages = tuple(range(first + num_units))
-    outgoing = OutgoingTransfer(
-        id=transfer,
-        epoch=1,
-        plan=PLAN,
-        source_pages=pages,
-        destination_pages=pages,
-        destination_generations=pages,
-        is_bulk=is_bulk,
-    )
-    return Piece(outgoing, first, first + num_units)
 
 
 class Bench:
@@ -52,8 +37,9 @@ class Bench:
             assert name not in self.ended, "a piece ends once"
             self.ended[name] = outcome
 
-        transfer = name.encode().ljust(16)
-        self.queue.push(piece(num_units, first, transfer, is_bulk=is_bulk), note)
+        pages, transfer = tuple(range(first + num_units)), name.encode().ljust(16)
+        piece = piece_of(PLAN, pages, first=first, transfer=transfer, is_bulk=is_bulk)
+        self.queue.push(piece, note)
 
     def take(self) -> Part:
         part = self.queue.take(wait=False)
