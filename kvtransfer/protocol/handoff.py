@@ -13,7 +13,7 @@ know the writers that may have outlived its predecessor. `answer_to_unknown` ans
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
 from enum import Enum, StrEnum
-from typing import Final, NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 import msgspec
 
@@ -327,9 +327,6 @@ class TransferTimes(msgspec.Struct, frozen=True, kw_only=True):
     num_messages: int
 
 
-_NOTHING: Final = 0.0
-
-
 class Timeline:
     """Measures the phases of one transfer. The caller reports each event when it happens."""
 
@@ -340,10 +337,10 @@ class Timeline:
         self._started_s = self._changed_s = clock.now_s()
         self._last_offer_s = self._started_s
         self._phase = Phase.HANDSHAKE
-        self._seconds = dict.fromkeys(Phase, _NOTHING)
+        self._seconds = dict.fromkeys(Phase, 0.0)
         self._num_in_flight = 0
         self._num_unwritten = num_units
-        self._gather_s = self._moving_s = _NOTHING  # sums over all pieces, which may overlap in time
+        self._gather_s = self._moving_s = 0.0  # sums over all pieces, which may overlap in time
         self._num_bytes = self._num_messages = 0
 
     def opened(self) -> None:
@@ -374,7 +371,7 @@ class Timeline:
         """Record the end of the transfer and return its durations."""
         self._enter(self._phase)
         moving_s = self._seconds[Phase.MOVING]
-        gather_s = moving_s * self._gather_s / self._moving_s if self._moving_s else _NOTHING
+        gather_s = moving_s * self._gather_s / self._moving_s if self._moving_s else 0.0
         return TransferTimes(
             total_s=self._changed_s - self._started_s,
             handshake_s=self._seconds[Phase.HANDSHAKE],

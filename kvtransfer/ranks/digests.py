@@ -22,7 +22,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from hashlib import blake2b
-from typing import Final, ParamSpec, Protocol, TypeVar
+from typing import Final, ParamSpec, TypeVar
 
 import numpy as np
 import xxhash
@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from baton.kvtransfer.protocol.messages import DIGEST_BYTES
 from baton.kvtransfer.protocol.transfer_plan import Offsets, TransferPlan
 from baton.kvtransfer.transports.base import LocalRank
-from baton.kvtransfer.transports.pages import PageMemory, PagePacking, StagedParts
+from baton.kvtransfer.transports.pages import StagedParts
 
 PIECE_BYTES: Final = 16 * 2**20  # hashed in a millisecond, the longest wait for the staging memory
 
@@ -41,16 +41,36 @@ _MASK: Final = b"baton kv mask 1"
 _UNITS_PER_BLOCK: Final = 64 // DIGEST_BYTES  # a block is a whole BLAKE2b
 
 
-class UnitDigests(Protocol):
-    """Takes the digests of units of one rank's pool. From any thread."""
+class UnitDigests:
+    """Takes the digests of units of one rank's pool, in place on a CPU, piece by piece from a GPU.
+
+    From any thread.
+    """
+
+    def __init__(self, rank: LocalRank) -> None:
+        self._memory = rank.memory
+        self._lock = threading.Lock()  # of the host memory to which a GPU's pages are copied
+        if self._memory is None:
+            self._parts = StagedParts(rank.packing())
+            self._parts.room(PIECE_BYTES)  # allocated now: later the pool may leave no memory
 
     def take(self, plan: TransferPlan, offset_N: Offsets, num_units: int, seed: int = 0) -> bytes:
         """As `digest_units`. The units must not be written meanwhile."""
+        if self._memory is not None or not len(offset_N):
+            content = memoryview(b"") if self._memory is None else self._memory.view()
+            return digest_units(content, offset_N, plan.run_bytes, num_units, seed)
+        offset_UR = offset_N.reshape(num_units, -1)
+        units_per_piece = max(1, PIECE_BYTES // plan.unit_bytes)
+        pieces = range(0, num_units, units_per_piece)
+        return b"".join(
+            self._take_piece(plan, offset_UR[first : first + units_per_piece], seed) for first in pieces
+        )
 
-
-def digests_of(rank: LocalRank) -> UnitDigests:
-    """The digests of a rank's pool: in place on a CPU, by way of host memory on a GPU."""
-    return HostDigests(rank.memory) if rank.memory is not None else StagedDigests(rank.packing())
+    def _take_piece(self, plan: TransferPlan, offset_UR: Offsets, seed: int) -> bytes:
+        unit_offset_U = np.arange(len(offset_UR), dtype=np.int64) * plan.unit_bytes
+        with self._lock:
+            content = self._parts.fetch(plan, offset_UR.reshape(-1)).numpy().data
+            return digest_units(content, unit_offset_U, plan.unit_bytes, len(offset_UR), seed)
 
 
 class PartDigests:
@@ -78,41 +98,6 @@ class PartDigests:
         )
         start = (first - first_block * _UNITS_PER_BLOCK) * DIGEST_BYTES
         return b"".join(blocks)[start : start + (stop - first) * DIGEST_BYTES]
-
-
-class HostDigests:
-    """`UnitDigests` of pages in this process's memory."""
-
-    def __init__(self, memory: PageMemory) -> None:
-        self._memory = memory
-
-    def take(self, plan: TransferPlan, offset_N: Offsets, num_units: int, seed: int = 0) -> bytes:
-        return digest_units(self._memory.view(), offset_N, plan.run_bytes, num_units, seed)
-
-
-class StagedDigests:
-    """`UnitDigests` of pages that are copied to host memory, piece by piece."""
-
-    def __init__(self, packing: PagePacking) -> None:
-        self._lock = threading.Lock()
-        self._parts = StagedParts(packing)
-        self._parts.room(PIECE_BYTES)  # allocated now: later the pool may leave no memory
-
-    def take(self, plan: TransferPlan, offset_N: Offsets, num_units: int, seed: int = 0) -> bytes:
-        if not len(offset_N):
-            return digest_units(memoryview(b""), offset_N, 0, num_units, seed)
-        offset_UR = offset_N.reshape(num_units, -1)
-        units_per_piece = max(1, PIECE_BYTES // plan.unit_bytes)
-        pieces = range(0, num_units, units_per_piece)
-        return b"".join(
-            self._take_piece(plan, offset_UR[first : first + units_per_piece], seed) for first in pieces
-        )
-
-    def _take_piece(self, plan: TransferPlan, offset_UR: Offsets, seed: int) -> bytes:
-        unit_offset_U = np.arange(len(offset_UR), dtype=np.int64) * plan.unit_bytes
-        with self._lock:
-            content = self._parts.fetch(plan, offset_UR.reshape(-1)).numpy().data
-            return digest_units(content, unit_offset_U, plan.unit_bytes, len(offset_UR), seed)
 
 
 def digest_units(pool: memoryview, offset_N: Offsets, run_bytes: int, num_units: int, seed: int = 0) -> bytes:

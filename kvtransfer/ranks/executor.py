@@ -18,7 +18,7 @@ from torch import Tensor
 from baton.clock import Clock
 from baton.kvtransfer.protocol.messages import DIGEST_BYTES, PeerRank, RankListenerAddresses
 from baton.kvtransfer.protocol.transfer_plan import TransferPlan, plan_transfer
-from baton.kvtransfer.ranks.digests import Hashing, PartDigests, UnitDigests, differing_units, digests_of
+from baton.kvtransfer.ranks.digests import Hashing, PartDigests, UnitDigests, differing_units
 from baton.kvtransfer.ranks.messages import (
     ClosePart,
     Command,
@@ -401,7 +401,7 @@ class RankExecutor:
         self._hashing = Hashing(settings.num_hashing_threads, may_inline=self.rank.memory is not None)
         self._transports = RankTransports(self.rank, self.listeners, transports, post)
         self._emit = emit
-        self._tools = RankTools(self.rank, digests_of(self.rank), self._hashing, post, emit)
+        self._tools = RankTools(self.rank, UnitDigests(self.rank), self._hashing, post, emit)
         self._arriving: dict[bytes, dict[int, ReceiveShard]] = {}  # transfer -> part -> shard
         self._leaving: dict[tuple[bytes, int], SendShard] = {}  # (transfer, part) -> shard
         # On a GPU rank 0 pushes from the thread of its steps, and the stream that reads follows theirs.

@@ -24,7 +24,7 @@ import socket
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple
 
 import msgspec
 import numpy as np
@@ -36,7 +36,7 @@ from baton.kvtransfer.protocol.transfer_plan import Offsets, TransferPlan
 from baton.kvtransfer.transports.base import LocalRank, OnEnd, Part, Piece, QueueSender, TransferQueue
 from baton.kvtransfer.transports.listener import Listener, listen, port_of
 from baton.kvtransfer.transports.page_socket import Buffer, MemoryRuns, PageSocket, Stopped, tune, unpace
-from baton.kvtransfer.transports.pages import PageMemory, PagePacking, StagedParts
+from baton.kvtransfer.transports.pages import PagePacking, StagedParts
 from baton.kvtransfer.transports.receive_registration import Writing
 from baton.kvtransfer.transports.records import (
     ANSWER_BYTES,
@@ -86,52 +86,32 @@ class TcpTransport:
         return TcpSender(rank, (peer.host, port_of(peer.listeners.addresses[self.name])))
 
 
-class StreamPages(Protocol):
-    """A rank's pool, for the thread of one stream."""
+class StreamPages:
+    """A rank's pool, for the thread of one stream: in place on a CPU, by way of host memory on a GPU."""
 
-    def outgoing(self, plan: TransferPlan, offset_N: Offsets, head: Buffer) -> MemoryRuns:
-        """The head, then the runs' bytes; valid until the next call."""
-
-    def incoming(self, plan: TransferPlan, offset_N: Offsets) -> MemoryRuns:
-        """The memory into which the runs' bytes are to be received."""
-
-    def received(self, plan: TransferPlan, offset_N: Offsets) -> None:
-        """All of them were received: they are in the pages on return."""
-
-
-class _InPlace:
-    def __init__(self, memory: PageMemory) -> None:
-        self._address = memory.address
-
-    def outgoing(self, plan: TransferPlan, offset_N: Offsets, head: Buffer) -> MemoryRuns:
-        return MemoryRuns.of_runs(self._address, offset_N, plan.run_bytes, head)
-
-    def incoming(self, plan: TransferPlan, offset_N: Offsets) -> MemoryRuns:
-        return MemoryRuns.of_runs(self._address, offset_N, plan.run_bytes)
-
-    def received(self, plan: TransferPlan, offset_N: Offsets) -> None:
-        """The bytes were received where they belong."""
-
-
-class _Staged:
-    def __init__(self, packing: PagePacking) -> None:
+    def __init__(self, rank: LocalRank, packing: PagePacking) -> None:
+        """packing: of the rank; all streams of a sender or receiver share it."""
+        self._memory = rank.memory
         self._parts = StagedParts(packing)
 
     def outgoing(self, plan: TransferPlan, offset_N: Offsets, head: Buffer) -> MemoryRuns:
+        """The head, then the runs' bytes; valid until the next call."""
+        if self._memory is not None:
+            return MemoryRuns.of_runs(self._memory.address, offset_N, plan.run_bytes, head)
         host = self._parts.fetch(plan, offset_N)
         return MemoryRuns.of_runs(host.data_ptr(), _START, len(host), head)
 
     def incoming(self, plan: TransferPlan, offset_N: Offsets) -> MemoryRuns:
+        """The memory into which the runs' bytes are to be received."""
+        if self._memory is not None:
+            return MemoryRuns.of_runs(self._memory.address, offset_N, plan.run_bytes)
         host = self._parts.room(len(offset_N) * plan.run_bytes)
         return MemoryRuns.of_runs(host.data_ptr(), _START, len(host))
 
     def received(self, plan: TransferPlan, offset_N: Offsets) -> None:
-        self._parts.store(plan, offset_N)
-
-
-def stream_pages(rank: LocalRank, packing: PagePacking) -> StreamPages:
-    """A new stream's access to the pool; all streams of a sender or receiver share the packing."""
-    return _InPlace(rank.memory) if rank.memory is not None else _Staged(packing)
+        """All of them were received: they are in the pages on return."""
+        if self._memory is None:
+            self._parts.store(plan, offset_N)
 
 
 def _page_socket(connection: Connection, settings: TcpSettings, clock: Clock) -> tuple[PageSocket, bytes]:
@@ -161,7 +141,7 @@ class TcpSender(QueueSender):
 
     def open(self) -> None:
         for number in range(self._settings.num_streams):
-            pages = stream_pages(self._rank, self._packing)
+            pages = StreamPages(self._rank, self._packing)
             self._streams.append(_SendStream(self, self._queue, pages, self._rank.clock, number))
         for stream in self._streams:
             stream.connect()
@@ -383,7 +363,7 @@ class TcpReceiver:
             if not self._acceptor.keep(sock, page_socket.wake, MAX_STREAMS):
                 rank.dropped.add("crowd")
                 return
-            pages = stream_pages(rank, self._packing)
+            pages = StreamPages(rank, self._packing)
             try:
                 ReceiveStream(rank, page_socket, key, pages, lambda: self._acceptor.is_closing).run()
             except (BatonError, OSError) as error:

@@ -41,7 +41,7 @@ from baton.kvtransfer.transports.records import (
     decode_answer,
     stream_key,
 )
-from baton.kvtransfer.transports.tcp import ReceiveStream, stream_pages
+from baton.kvtransfer.transports.tcp import ReceiveStream, StreamPages
 from baton.kvtransfer.transports.torch_distributed import GlooTransport, GroupSettings, ReceivePair
 from baton.pages import PageLayout
 from baton.rpc.connection import Connection
@@ -117,7 +117,7 @@ class TcpDestination(Destination):
     def serve(self, parts: list[SentPart]) -> bytes:
         ours, theirs = socket.socketpair()
         end = PageSocket(ours, SystemClock(), stall_s=5.0, limit_s=10.0)
-        pages = stream_pages(self.rank, self.rank.packing())
+        pages = StreamPages(self.rank, self.rank.packing())
         with theirs, contextlib.closing(end):
             theirs.sendall(b"".join(record + body for record, body in parts))
             theirs.shutdown(socket.SHUT_WR)

@@ -8,15 +8,13 @@ import xxhash
 from baton.kvtransfer.protocol.transfer_plan import plan_transfer
 from baton.kvtransfer.ranks import digests
 from baton.kvtransfer.ranks.digests import (
-    HostDigests,
     PartDigests,
-    StagedDigests,
+    UnitDigests,
     differing_units,
     digest_units,
 )
-from baton.kvtransfer.transports.pages import PageMemory, packing_of
 from baton.pages import PageLayout
-from tests.transfer_ends import runs_of
+from tests.transfer_ends import local_rank, runs_of
 
 NUM_PAGES = 8
 
@@ -69,7 +67,7 @@ class Found(NamedTuple):
     pool: np.ndarray[tuple[int], np.dtype[np.uint8]]
 
     def digests(self, key: bytes, part: int = 0, first: int = 0, stop: int = 4) -> bytes:
-        memory = PageMemory.of(torch.from_numpy(self.pool).view(4, 16))
+        rank = local_rank(torch.from_numpy(self.pool).view(4, 16))
         plan = plan_transfer(
             PageLayout(tp_size=1, page_size=1, num_layers=1, num_kv_heads=1, head_dim=2, dtype="float32"),
             PageLayout(tp_size=1, page_size=1, num_layers=1, num_kv_heads=1, head_dim=2, dtype="float32"),
@@ -77,7 +75,7 @@ class Found(NamedTuple):
             0,
         )
         offsets = plan.source.offsets(first, stop, range(4))
-        return PartDigests(HostDigests(memory), key, part).take(plan, offsets, first, stop)
+        return PartDigests(UnitDigests(rank), key, part).take(plan, offsets, first, stop)
 
 
 def test_digest_of_bytes_is_unknown_without_the_key() -> None:
@@ -102,7 +100,7 @@ def test_digests_of_some_units_equal_those_of_all_units() -> None:
     pool = torch.arange(num_units * 16, dtype=torch.int64).to(torch.uint8).view(num_units, 16)
     cut = PageLayout(tp_size=1, page_size=1, num_layers=1, num_kv_heads=1, head_dim=2, dtype="float32")
     plan = plan_transfer(cut, cut, 0, 0)
-    part = PartDigests(HostDigests(PageMemory.of(pool)), b"k" * 32, 3)
+    part = PartDigests(UnitDigests(local_rank(pool)), b"k" * 32, 3)
 
     def take(first: int, stop: int) -> bytes:
         return part.take(plan, plan.source.offsets(first, stop, range(num_units)), first, stop)
@@ -143,8 +141,10 @@ def test_pages_that_are_staged_have_the_digests_of_pages_in_place(
     plan = plan_transfer(source, layout(destination_tp, destination_page), 0, 0)
     pool = torch.from_numpy(pool_of(source)).view(NUM_PAGES, -1)
     offsets = plan.source.offsets(0, 5, [3, 1, 4, 0, 6])
-    in_place, staged = HostDigests(PageMemory.of(pool)), StagedDigests(packing_of(pool))
-    expected = in_place.take(plan, offsets, 5)
+    rank = local_rank(pool)
+    expected = UnitDigests(rank).take(plan, offsets, 5)
+    rank.memory = None
+    staged = UnitDigests(rank)
     assert staged.take(plan, offsets, 5) == expected
     pool.view(-1)[int(offsets[-1])] ^= 1
     assert differing_units(expected, staged.take(plan, offsets, 5)) == (4,)
