@@ -133,7 +133,9 @@ class LLM:
         read_model_config(directory)  # its errors come first, before minutes of loading
         if generation_config not in ("auto", "vllm"):
             raise ConfigError(f"generation_config: expected 'auto' or 'vllm', got {generation_config!r}")
-        self._default_sampling = read_sampling_defaults(directory, generation_config).sampling()
+        self._default_sampling = read_sampling_defaults(
+            directory, generation_config, max_tokens=SamplingParams().max_tokens
+        )
         may_lack_text = config.load_format == "dummy"
         self._tokenizer = (Tokenizer.find if may_lack_text else Tokenizer.from_directory)(directory)
         self._chat_template = ChatTemplate.from_directory(directory)

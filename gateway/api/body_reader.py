@@ -54,9 +54,10 @@ from baton.gateway.api.errors import ApiError, as_api_error, invalid
 from baton.gateway.streams.request_stream import Service
 from baton.gateway.tenants.tenants import Tenant
 from baton.gateway.text.chat_template import ChatTemplate, Message, Tool, read_messages, usable_tools
-from baton.gateway.text.model_files import SamplingDefaults, read_vocab_size
+from baton.gateway.text.model_files import read_vocab_size
 from baton.gateway.text.tokenizer import Tokenizer
 from baton.gateway.text.tool_calls import ToolForm
+from baton.request import SamplingParams
 from baton.tenants import has_slots
 from baton.token_ids import TokenIds
 
@@ -447,7 +448,7 @@ class ServedModel(msgspec.Struct, kw_only=True):
     bodies: BodyReader
     service: Service
     created_s: int  # start of serving, in seconds since 1970
-    defaults: SamplingDefaults = SamplingDefaults()
+    defaults: SamplingParams = SamplingParams(max_tokens=None)  # max_tokens caps every answer
     known_length: int | None = None  # the last known context length of the workers
 
     @property

@@ -24,7 +24,6 @@ from baton.errors import InvalidRequest, shown
 from baton.gateway.api.errors import ApiError, invalid, unsupported
 from baton.gateway.streams.resume import DIGEST_BYTES, ResumePoint
 from baton.gateway.tenants.tenants import Tenant
-from baton.gateway.text.model_files import SamplingDefaults
 from baton.gateway.text.tool_calls import ToolForm
 from baton.request import MAX_CHOICES, MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_SEED, SamplingParams
 from baton.tenants import SchedulingKey, Sla
@@ -380,14 +379,15 @@ def make_call(
     prompts: tuple[Prompt, ...],
     *,
     new_seed: int,
-    defaults: SamplingDefaults | None = None,
+    defaults: SamplingParams,
     tool_form: ToolForm | None = None,
     **fields: Any,
 ) -> Call:
     """Return the call that a body asks for. Raises InvalidRequest or ApiError, which name the field.
 
     new_seed: for a body without a seed; choices differ by their number, not by their seed.
-    defaults: the model's. tool_form: None unless the model was told of tools.
+    defaults: the model's; their max_tokens caps every answer.
+    tool_form: None unless the model was told of tools.
     fields: fields of Call that do not come from the body.
     """
     options = body.stream_options or StreamOptions()
@@ -399,7 +399,7 @@ def make_call(
     max_tokens, logprobs = _num_asked(body)
     return Call(
         prompts=prompts,
-        sampling=_sampling(body, defaults or SamplingDefaults(), max_tokens, logprobs, new_seed, has_echo),
+        sampling=_sampling(body, defaults, max_tokens, logprobs, new_seed, has_echo),
         num_choices=num_choices,
         stops=stops,
         is_chat=isinstance(body, ChatBody),
@@ -431,7 +431,7 @@ def _num_asked(body: ChatBody | CompletionBody) -> tuple[int | None, int | None]
 
 def _sampling(
     body: ChatBody | CompletionBody,
-    defaults: SamplingDefaults,
+    defaults: SamplingParams,
     max_tokens: int | None,
     logprobs: int | None,
     new_seed: int,
@@ -443,17 +443,16 @@ def _sampling(
         max_tokens = max_tokens or 1  # the token is not shown
     caps = [each for each in (max_tokens, defaults.max_tokens) if each is not None]
     given = {name: value for name in SAMPLING_FIELDS if (value := getattr(body, name)) is not None}
-    converted = {
-        "max_tokens": min(caps, default=None),
-        "logprobs": logprobs,
-        "prompt_logprobs": logprobs if has_echo else None,
-        "logit_bias": _logit_bias(body),
-        "stop_token_ids": tuple(body.stop_token_ids or ()),
-        "seed": new_seed
-        if body.seed is None
-        else body.seed & MAX_SEED,  # a negative number is a seed as well
-    }
-    return SamplingParams(**(defaults.given() | given | converted))
+    return msgspec.structs.replace(
+        defaults,
+        max_tokens=min(caps, default=None),
+        logprobs=logprobs,
+        prompt_logprobs=logprobs if has_echo else None,
+        logit_bias=_logit_bias(body),
+        stop_token_ids=tuple(body.stop_token_ids or ()),
+        seed=new_seed if body.seed is None else body.seed & MAX_SEED,  # a negative number is a seed as well
+        **given,
+    )
 
 
 def _logit_bias(body: Body) -> dict[int, float]:

@@ -10,7 +10,7 @@ The engine reads end tokens with either setting, as in vLLM.
 """
 
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 
@@ -22,41 +22,33 @@ GENERATION_FILE: Final = "generation_config.json"
 CONFIG_FILE: Final = "config.json"
 
 
-class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
-    """The model's own sampling defaults. None: vLLM's default holds."""
-
+class _GenerationFile(msgspec.Struct, frozen=True, kw_only=True):
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
-    max_tokens: int | None = msgspec.field(name="max_new_tokens", default=None)  # caps every answer
-
-    def given(self) -> dict[str, Any]:
-        """Return the defaults that the model names, as fields of SamplingParams."""
-        return {name: value for name, value in msgspec.structs.asdict(self).items() if value is not None}
-
-    def sampling(self) -> SamplingParams:
-        """Return the parameters of a request without any, as vLLM's `LLM.generate(prompt)`."""
-        return SamplingParams(**self.given())
+    max_tokens: int | None = msgspec.field(name="max_new_tokens", default=None)
 
 
-def read_sampling_defaults(directory: Path, generation_config: str = "auto") -> SamplingDefaults:
-    """Return the defaults of `generation_config.json`.
+def read_sampling_defaults(
+    directory: Path, generation_config: str = "auto", *, max_tokens: int | None = None
+) -> SamplingParams:
+    """Return the parameters of a request without any; vLLM's, where `generation_config.json` names none.
 
-    generation_config: "auto", or "vllm" to ignore the file. Raises ModelError that names the file and the
-    key.
+    generation_config: "auto", or "vllm" to ignore the file. max_tokens: for a model that caps no answer.
+    Raises ModelError that names the file and the key.
     """
     path = directory / GENERATION_FILE
     text = None if generation_config == "vllm" else read_text(path)
     if text is None:
-        return SamplingDefaults()
+        return SamplingParams(max_tokens=max_tokens)
     try:
-        defaults = msgspec.json.decode(text, type=SamplingDefaults)
-        defaults.sampling()
+        fields = msgspec.structs.asdict(msgspec.json.decode(text, type=_GenerationFile))
+        given = {name: value for name, value in fields.items() if value is not None}
+        return SamplingParams(**{"max_tokens": max_tokens, **given})
     except (msgspec.DecodeError, InvalidRequest, RecursionError) as error:
         raise ModelError(f"{path}: {error}; start with generation_config=vllm to serve without it") from None
-    return defaults
 
 
 class _Vocabulary(msgspec.Struct, frozen=True):

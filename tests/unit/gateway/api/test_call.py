@@ -27,7 +27,7 @@ from baton.gateway.metrics.metrics import Metrics
 from baton.gateway.streams.resume import EventIds
 from baton.gateway.tenants.limiter import Limiter
 from baton.gateway.text.chat_template import ChatTemplate
-from baton.gateway.text.model_files import SamplingDefaults
+from baton.request import SamplingParams
 from tests.scripted_service import ScriptedService
 from tests.unit.gateway.calls import TENANT, TOKENIZER
 
@@ -81,7 +81,7 @@ def test_every_sampling_field_of_a_body_reaches_the_sampler() -> None:
 
 
 def test_model_caps_the_tokens_of_an_answer() -> None:
-    capped = SamplingDefaults(max_tokens=9)
+    capped = SamplingParams(max_tokens=9)
     for asked, given in ((None, 9), (4, 4), (100, 9)):
         call = read("chat", {"messages": MESSAGES, "max_tokens": asked}, defaults=capped)
         assert call.sampling.max_tokens == given

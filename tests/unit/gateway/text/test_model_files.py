@@ -11,18 +11,17 @@ FILE = '{"do_sample": true, "temperature": 0.6, "top_k": 20, "top_p": null, "max
 
 def test_generation_config_gives_defaults(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text(FILE)
-    defaults = read_sampling_defaults(tmp_path)
-    assert defaults.given() == {"temperature": 0.6, "top_k": 20, "max_tokens": 9}
-    assert defaults.sampling() == SamplingParams(temperature=0.6, top_k=20, max_tokens=9)
+    expected = SamplingParams(temperature=0.6, top_k=20, max_tokens=9)
+    assert read_sampling_defaults(tmp_path) == read_sampling_defaults(tmp_path, max_tokens=16) == expected
 
 
 def test_setting_ignores_the_generation_config(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text(FILE)
-    assert read_sampling_defaults(tmp_path, "vllm").given() == {}
+    assert read_sampling_defaults(tmp_path, "vllm") == SamplingParams(max_tokens=None)
 
 
 def test_model_without_files_has_the_defaults_of_vllm(tmp_path: Path) -> None:
-    assert read_sampling_defaults(tmp_path).sampling() == SamplingParams()
+    assert read_sampling_defaults(tmp_path, max_tokens=16) == SamplingParams()
     assert read_vocab_size(tmp_path) is None
 
 
