@@ -1,7 +1,6 @@
 """The Helm chart, rendered by Helm's own engine, and its documents against Kubernetes' schemas."""
 
 import copy
-import json
 from pathlib import Path
 from typing import Any, Final
 
@@ -116,15 +115,6 @@ def test_values_arrive() -> None:
 
 def test_network_policy_can_be_left_out() -> None:
     assert len(render({"networkPolicy": {"enabled": False}})) == 3
-
-
-def test_resources_in_ray_match_the_settings() -> None:
-    cluster, config, *_ = render({})
-    settings = settings_of(config)
-    for group, pool in zip(
-        cluster["spec"]["workerGroupSpecs"], (settings.prefill, settings.decode), strict=True
-    ):
-        assert json.loads(json.loads(group["rayStartParams"]["resources"].strip("'"))) == pool.ray_resources
 
 
 @pytest.mark.parametrize("key", ["version", "appVersion"])
