@@ -284,31 +284,12 @@ def test_no_key_is_noted_before_the_first_take() -> None:
     assert not len(cache.changed)
 
 
-def test_everything_can_be_taken_again() -> None:
-    cache, reader = make(), Reader()
-    computed(cache, "a", list(range(8)))
-    cache.take_changes()
-    reader.read(cache.take_changes(is_afresh=True))
-    reader.check(cache)
-    assert len(reader.device) == 2
-
-
 def test_page_that_came_and_went_is_nowhere() -> None:
     cache = make()
     cache.take_changes()
     finish(cache, computed(cache, "a", list(range(4))))
     cache.make_room(8)
     assert [change.page for change in cache.take_changes().device] == [NOWHERE]
-
-
-def test_refilled_page_has_another_generation() -> None:
-    cache, reader = make(num_pages=1), Reader()
-    for _ in range(3):
-        finish(cache, computed(cache, "a", list(range(4))))
-        reader.read(cache.take_changes())
-        reader.check(cache)
-        cache.make_room(1)
-    assert [generation for _, generation in reader.device.values()] == [3]
 
 
 def test_cleared_cache_is_reported_afresh() -> None:
