@@ -62,15 +62,6 @@ def test_request_larger_than_the_burst_needs_a_full_bucket_and_leaves_it_in_debt
     assert quotas.refusal("a", limit, 1) is None
 
 
-def test_unused_work_is_given_back() -> None:
-    quotas, _ = quotas_at()
-    limit = Quotas(tokens_per_s=RATE, burst_tokens=100)
-    quotas.enter("a", limit, 100)
-    quotas.correct("a", -60)
-    assert quotas.refusal("a", limit, 60) is None
-    assert quotas.refusal("a", limit, 61) is not None
-
-
 @pytest.mark.parametrize(
     ("limit", "num_queued", "named"),
     [
