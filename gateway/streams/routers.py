@@ -99,28 +99,13 @@ class RouterWatch:
         return silent if len(silent) < len(routers) else []
 
 
-class _Question:
-    def __init__(self, explained: Explained, num_asked: int) -> None:
-        self._explained = explained
-        self._num_waiting = num_asked
-        self._found: list[Decision] | None = None  # None: no router has answered
-
-    def answered(self, decisions: Sequence[Decision] | None) -> None:
-        """Take the answer of one router; None: the router is gone."""
-        self._num_waiting -= 1
-        if decisions is not None:
-            self._found = [*(self._found or ()), *decisions]
-        if not self._num_waiting:
-            found = self._found
-            self._explained(None if found is None else tuple(sorted(found, key=lambda each: each.attempt)))
-
-
 class Explanations:
     """Questions how a request was routed. Each router knows its own attempts and answers in order."""
 
     def __init__(self, peer_registry: PeerRegistry) -> None:
         self._peer_registry = peer_registry
-        self._asked: dict[str, deque[_Question]] = {}  # by router, oldest first
+        # By router, the oldest first: called with the router's answer; None: the router is gone.
+        self._asked: dict[str, deque[Callable[[Sequence[Decision] | None], None]]] = {}
 
     def ask(self, request_id: str, explained: Explained) -> None:
         """Ask every router. Too many questions at once are answered with None."""
@@ -128,9 +113,17 @@ class Explanations:
         if not routers or any(len(waiting) >= MAX_ASKED for waiting in self._asked.values()):
             explained(None)
             return
-        question = _Question(explained, len(routers))
+        num_asked, answers = len(routers), list[Sequence[Decision] | None]()
+
+        def answered(decisions: Sequence[Decision] | None) -> None:
+            answers.append(decisions)
+            if len(answers) == num_asked:
+                found = [decision for answer in answers for decision in answer or ()]
+                is_known = any(answer is not None for answer in answers)
+                explained(tuple(sorted(found, key=lambda each: each.attempt)) if is_known else None)
+
         for router in routers:
-            self._asked.setdefault(router.hello.id, deque()).append(question)
+            self._asked.setdefault(router.hello.id, deque()).append(answered)
         for router in routers:
             router.send(Explain(request_id=request_id))
 
@@ -138,9 +131,9 @@ class Explanations:
         """Take a router's answer to its oldest question."""
         waiting = self._asked.get(router.hello.id)
         if waiting:
-            waiting.popleft().answered(decisions)
+            waiting.popleft()(decisions)
 
     def lose(self, router: Peer) -> None:
         """Expect no more answers of a router."""
-        for question in self._asked.pop(router.hello.id, ()):
-            question.answered(None)
+        for answered in self._asked.pop(router.hello.id, ()):
+            answered(None)
