@@ -45,9 +45,9 @@ from baton.gateway.api.answer_stream import (
 )
 from baton.gateway.api.body_reader import BodyKind, PublicPrefixes, ServedModel
 from baton.gateway.api.call import Call, make_call, raw_fields
-from baton.gateway.api.errors import ApiError, ClientGone, as_api_error, invalid, unsupported
+from baton.gateway.api.errors import ApiError, ClientGone, invalid, unsupported
 from baton.gateway.api.format import AnswerFormat, answer_format
-from baton.gateway.http.auth import log_failure
+from baton.gateway.http.auth import answer_to
 from baton.gateway.http.protocol import (
     BLOCK_BYTES,
     RESPONSE_WRITER,
@@ -384,9 +384,7 @@ class Inference:
         except (ClientGone, WebSocketDisconnect):
             raise
         except Exception as error:  # a bug of ours too ends this answer, not the connection
-            answered = as_api_error(error)
-            if answered.status >= 500:
-                log_failure(error, scope["state"]["request_id"])
+            answered = answer_to(error, scope["state"]["request_id"])
             writer.write(answered.body() + b"\n" + DONE + b"\n")
 
     async def _stream_messages(

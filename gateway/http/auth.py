@@ -110,9 +110,7 @@ class AuthMiddleware:
         except ClientGone:
             pass  # the metrics have the status
         except Exception as error:
-            answer = as_api_error(error)
-            if answer.status >= 500:
-                log_failure(error, label)
+            answer = answer_to(error, label)
             if status == UNANSWERED:
                 await respond_error(send_labelled, answer)
         finally:
@@ -175,12 +173,17 @@ class AuthMiddleware:
         return tenant
 
 
-def log_failure(error: Exception, request_id: str) -> None:
-    """Log an error with a status of 500 or more; only a bug is logged with its traceback."""
-    if as_api_error(error).status in NO_BUGS:
+def answer_to(error: Exception, request_id: str) -> ApiError:
+    """Return an error as the client sees it, and log it where the status is 500 or more.
+
+    Only a bug is logged with its traceback.
+    """
+    answer = as_api_error(error)
+    if answer.status in NO_BUGS:
         logger.info("request %s found no room: %s", request_id, error)
-    else:
+    elif answer.status >= 500:
         logger.error("request %s failed: %s", request_id, error, exc_info=error)
+    return answer
 
 
 def _label(scope: Scope) -> str:
