@@ -248,10 +248,11 @@ class Receiver:
 
 @pytest.fixture
 def receiver() -> Iterator[Receiver]:
+    threads = set(threading.enumerate())
     made = Receiver()
     yield made
     made.tcp.close()
-    assert not any(thread.name == "tcp-answer" for thread in threading.enumerate())
+    assert set(threading.enumerate()) <= threads
 
 
 def header(first: int = 0, stop: int = 1, *, transfer: bytes = ID, epoch: int = 1) -> PartHeader:
