@@ -162,6 +162,12 @@ class WatchedCluster:
             await asyncio.sleep(LOOK_S)
         return None
 
+    async def come_together(self) -> "WatchedCluster":
+        """Wait until the cluster is whole and routers know all processes. WorkerLost after START_S."""
+        if await self.seconds_until(self.is_whole, START_S) is None:
+            raise WorkerLost("the cluster has not come together")
+        return self
+
     def is_whole(self, status: Status) -> bool:
         """Return whether every process runs and every worker is connected to its peers."""
         num_processes = len(status.workers) + len(status.routers) + len(status.gateways)
@@ -197,14 +203,14 @@ async def served_cluster(
     command: Sequence[str] = SERVE,
     environment: Mapping[str, str] | None = None,
 ) -> AsyncIterator[WatchedCluster]:
-    """Run `baton serve` in a process of its own. WorkerLost: it ended before it served."""
+    """Run `baton serve` in a process of its own. WorkerLost: it does not come up."""
     counts = {"--prefill": prefill, "--decode": decode, "--routers": routers, "--gateways": gateways}
     numbers = [word for flag, count in counts.items() for word in (flag, str(count))]
     words = [*numbers, "--drain-timeout", "5", *options]
     async with serve(folder, words, command=command, environment=environment) as served:
         record = find_record(served.port)
         async with connected(record.routers, record.keys) as operator:
-            yield WatchedCluster(served.url, operator, sum(counts.values()), served.pid)
+            yield await WatchedCluster(served.url, operator, sum(counts.values()), served.pid).come_together()
 
 
 @asynccontextmanager
@@ -221,7 +227,8 @@ async def local_cluster(
     try:
         topology = await cluster.start()
         async with connected(topology.routers, key) as operator:
+            num_processes = num_workers + config.routers + config.gateways
             url = f"http://{HOST}:{topology.port}"
-            yield WatchedCluster(url, operator, num_workers + config.routers + config.gateways)
+            yield await WatchedCluster(url, operator, num_processes).come_together()
     finally:
         await cluster.close()
