@@ -6,19 +6,23 @@ other answers. Connections are kept and used again, the latest free one first.
 
 import asyncio
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Self, cast
+from typing import Self, TypeAlias, cast
 from urllib.parse import urlsplit
 
 import httptools
 
 from baton.errors import ConfigError, PeerGone
 
+Done: TypeAlias = Callable[["Answer | PeerGone"], None]
+
 
 @dataclass(slots=True)
 class Answer:
     """An answer as far as it has come; moments are of `time.perf_counter`."""
 
+    sent_s: float = 0.0
     status: int = 0
     pieces: list[tuple[float, bytes]] = field(default_factory=list)  # of the body
     ended_s: float = 0.0
@@ -71,7 +75,7 @@ class Connection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._parser = httptools.HttpResponseParser(self)
         self._answer: Answer | None = None
-        self._ended: asyncio.Future[PeerGone | None] | None = None
+        self._done: Done | None = None
         self._now_s = 0.0
 
     @classmethod
@@ -81,13 +85,22 @@ class Connection(asyncio.Protocol):
         _, connection = await loop.create_connection(cls, address.host, address.port)
         return connection
 
+    def send(self, request: bytes, done: Done) -> Answer:
+        """Return the answer, which fills while it comes.
+
+        `done` is called with the whole answer, or with the error that ended the connection.
+        """
+        assert self._answer is None and self._transport is not None, "one request at a time"
+        self._done, self._answer = done, Answer(time.perf_counter())
+        self._transport.write(request)
+        return self._answer
+
     async def exchange(self, request: bytes) -> tuple[Answer, PeerGone | None]:
         """Return the answer as far as it came, and the error if the connection broke before its end."""
-        assert self._answer is None and self._transport is not None, "one request at a time"
-        answer = self._answer = Answer()
-        self._ended = asyncio.get_running_loop().create_future()
-        self._transport.write(request)
-        return answer, await self._ended
+        future: asyncio.Future[Answer | PeerGone] = asyncio.get_running_loop().create_future()
+        answer = self.send(request, lambda end: None if future.done() else future.set_result(end))
+        end = await future
+        return answer, end if isinstance(end, PeerGone) else None
 
     def close(self) -> None:
         """Close the connection; an answer that is still coming ends."""
@@ -140,12 +153,12 @@ class Connection(asyncio.Protocol):
             self.close()
         else:
             self._parser = httptools.HttpResponseParser(self)
-        self._end(None)
+        self._end(answer)
 
-    def _end(self, error: PeerGone | None) -> None:
-        ended, self._ended, self._answer = self._ended, None, None
-        if ended is not None and not ended.done():
-            ended.set_result(error)
+    def _end(self, answer: Answer | PeerGone) -> None:
+        done, self._done, self._answer = self._done, None, None
+        if done is not None:
+            done(answer)
 
 
 class Client:

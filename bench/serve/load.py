@@ -10,10 +10,10 @@ import json
 import random
 import time
 from argparse import ArgumentTypeError
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final, NamedTuple, TypeAlias
 
-from baton.bench.serve.client import Address, Answer, Client, sleep_until
+from baton.bench.serve.client import Address, Answer, Client, Connection, sleep_until
 from baton.bench.serve.figures import Bad, Run, Sample, Slo, streamed, unary
 from baton.bench.traces import TraceRequest
 from baton.errors import ConfigError, PeerGone
@@ -156,8 +156,6 @@ class VllmPair:
 
 
 Server: TypeAlias = Client | VllmPair  # under load
-EncodedJob: TypeAlias = tuple[Job, bytes]  # with its body
-PATIENCE_S: Final = 30.0  # with requests under way when the time is over
 
 
 class Shape(NamedTuple):
@@ -170,46 +168,37 @@ class Shape(NamedTuple):
 
 
 class Load:
-    """Puts jobs on one server. Answers are parsed when the load is over, not before."""
+    """Puts jobs on one server."""
 
     def __init__(self, client: Server, model: str, shape: Shape) -> None:
         self._client = client
         self._model = model
         self._shape = shape
-        self._answers: list[tuple[Answer, float, Job]] = []  # with the moment that latencies count from
+        self._samples: list[Sample] = []
         self._failures: list[str] = []
+        self._said = ""
         self._max_lag_s = 0.0
         self._ended_s = 0.0
 
-    async def run(self, jobs: Sequence[Job], seconds: float | None = None) -> Run:
-        """Run every job once, to its end. The duration is from the load's begin to the last answer's end.
-
-        seconds: a closed loop repeats the jobs until that time is over or the server is gone.
-        """
+    async def run(self, jobs: Sequence[Job]) -> Run:
+        """Run every job once, to its end. The duration is from the load's begin to the last answer's end."""
         shape = self._shape
-        requests = [(job, job.body(self._model, stream=shape.stream, as_text=shape.as_text)) for job in jobs]
-        begin_s = self._ended_s = time.perf_counter()
+        bodies = [job.body(self._model, stream=shape.stream, as_text=shape.as_text) for job in jobs]
+        begin_s = time.perf_counter()
         if shape.concurrency is None:
-            asking = [self._when_due(job, body, begin_s) for job, body in requests]
+            await asyncio.gather(
+                *(self._when_due(job, body, begin_s) for job, body in zip(jobs, bodies, strict=True))
+            )
         else:
-            waiting = iter(requests) if seconds is None else self._repeated(requests, begin_s + seconds)
-            asking = [self._in_turn(waiting) for _ in range(shape.concurrency)]
-        try:
-            async with asyncio.timeout(None if seconds is None else seconds + PATIENCE_S):
-                await asyncio.gather(*asking)
-        except TimeoutError:
-            self._failures.append(f"no answer within {PATIENCE_S:g} s")
-        return self._read(max(self._ended_s - begin_s, 1e-9))
+            waiting = iter(list(zip(jobs, bodies, strict=True)))
 
-    def _repeated(self, requests: Sequence[EncodedJob], until_s: float) -> Iterator[EncodedJob]:
-        for request in itertools.cycle(requests):
-            if self._failures or time.perf_counter() >= until_s:
-                return
-            yield request
+            async def work() -> None:
+                for job, body in waiting:
+                    await self._one(job, body, time.perf_counter())
 
-    async def _in_turn(self, waiting: Iterator[EncodedJob]) -> None:
-        for job, body in waiting:
-            await self._one(job, body, time.perf_counter())
+            await asyncio.gather(*(work() for _ in range(shape.concurrency)))
+        duration_s = max(self._ended_s - begin_s, 1e-9)
+        return Run(self._samples, self._failures, duration_s, shape.slo, self._max_lag_s, self._said)
 
     async def _when_due(self, job: Job, body: bytes, begin_s: float) -> None:
         due_s = begin_s + job.arrival_s
@@ -218,21 +207,14 @@ class Load:
         await self._one(job, body, due_s)
 
     async def _one(self, job: Job, body: bytes, start_s: float) -> None:
+        read = streamed if self._shape.stream else unary
         try:
-            self._answers.append((await self._client.post("/v1/completions", body), start_s, job))
-        except (PeerGone, OSError) as error:
+            answer = await self._client.post("/v1/completions", body)
+            self._samples.append(read(answer, start_s, job.num_tokens))
+        except (Bad, PeerGone, OSError) as error:
             self._failures.append(str(error) or type(error).__name__)
+            self._said = self._said or getattr(error, "said", "")
         self._ended_s = time.perf_counter()
-
-    def _read(self, duration_s: float) -> Run:
-        read, samples, said = streamed if self._shape.stream else unary, list[Sample](), ""
-        for answer, start_s, job in self._answers:
-            try:
-                samples.append(read(answer, start_s, job.num_tokens))
-            except Bad as error:
-                self._failures.append(str(error))
-                said = said or error.said
-        return Run(samples, self._failures, duration_s, self._shape.slo, self._max_lag_s, said)
 
 
 class Model(NamedTuple):
@@ -254,3 +236,90 @@ async def model_of(client: Server) -> Model:
         message = f"{client.address.url} lists no model at /v1/models: {error!r}; is it up? Or name --model"
         raise ConfigError(message) from error
     raise ConfigError(f"{client.address.url} wants a key that it knows: --api-key KEY, or BATON_API_KEY")
+
+
+PATH: Final = "/v1/completions"
+NUM_WORDS: Final = 32
+PATIENCE_S: Final = 30.0  # with requests under way when the time is over
+
+
+class Point(NamedTuple):
+    """A load of one kind of request from a fixed number of connections."""
+
+    num_tokens: int
+    stream: bool
+    num_connections: int
+
+    @property
+    def name(self) -> str:
+        kind = "SSE" if self.stream else "unary"
+        return f"{kind}, {self.num_tokens} tokens, {self.num_connections} connections"
+
+
+def requests_to(address: Address, model: str, point: Point) -> Iterator[bytes]:
+    """Yield requests with prompts of words that do not repeat soon."""
+    for number in itertools.count():
+        words = " ".join(f"w{(number * 7919 + place * 31) % 1000}" for place in range(NUM_WORDS))
+        fields: dict[str, object] = {"model": model, "prompt": words, "max_tokens": point.num_tokens}
+        fields["ignore_eos"] = True
+        if point.stream:
+            fields |= {"stream": True, "stream_options": {"include_usage": True}}
+        yield address.post(PATH, json.dumps(fields).encode())
+
+
+class Hammer:
+    """Sends as many requests as a server takes. Answers are parsed when the time is over, not before."""
+
+    def __init__(self, address: Address, model: str, point: Point) -> None:
+        self._address = address
+        self._point = point
+        self._requests = requests_to(address, model, point)
+        self._answers: list[Answer] = []
+        self._failures: list[str] = []
+        self._until_s = 0.0
+        self._num_active = 0
+        self._all_done = asyncio.Event()
+
+    async def run(self, seconds: float) -> Run:
+        """Have every connection ask on until the time is over; rates are over the time until the last end."""
+        connections = [await Connection.open(self._address) for _ in range(self._point.num_connections)]
+        begin_s = time.perf_counter()
+        self._until_s, self._num_active = begin_s + seconds, len(connections)
+        for connection in connections:
+            self._ask(connection)
+        try:
+            async with asyncio.timeout(seconds + PATIENCE_S):
+                await self._all_done.wait()
+        except TimeoutError:
+            self._failures.append(f"no answer within {PATIENCE_S:g} s")
+        duration_s = time.perf_counter() - begin_s
+        for connection in connections:
+            connection.close()
+        return self._read(duration_s)
+
+    def _ask(self, connection: Connection) -> None:
+        connection.send(next(self._requests), self._asked_by(connection))
+
+    def _asked_by(self, connection: Connection) -> Callable[[Answer | PeerGone], None]:
+        def done(answer: Answer | PeerGone) -> None:
+            if isinstance(answer, PeerGone):
+                self._failures.append(str(answer))
+            else:
+                self._answers.append(answer)
+            if connection.is_open and time.perf_counter() < self._until_s:
+                self._ask(connection)
+                return
+            self._num_active -= 1
+            if not self._num_active:
+                self._all_done.set()
+
+        return done
+
+    def _read(self, duration_s: float) -> Run:
+        read, samples = streamed if self._point.stream else unary, []
+        for answer in self._answers:
+            try:
+                samples.append(read(answer, answer.sent_s, self._point.num_tokens))
+            except Bad as error:
+                self._failures.append(str(error))
+        return Run(samples, self._failures, duration_s)

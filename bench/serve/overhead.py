@@ -28,7 +28,7 @@ from baton.bench.processes import Child
 from baton.bench.report import Row, at_least, at_most, format_number, quantile
 from baton.bench.serve.client import Address, Client
 from baton.bench.serve.figures import Run
-from baton.bench.serve.load import Job, Load, Shape, model_of
+from baton.bench.serve.load import Hammer, Point, model_of
 from baton.config.cluster import ServeConfig, WorkersConfig
 from baton.config.engine import EngineSettings
 from baton.config.router import RouterConfig
@@ -38,21 +38,6 @@ BATON: Final = "baton"
 BEFORE: Final = "before"
 UVICORN: Final = "bare uvicorn"
 SOCKET: Final = "bare asyncio"
-
-
-class Point(NamedTuple):
-    """A load of one kind of request from a fixed number of connections."""
-
-    num_tokens: int
-    stream: bool
-    num_connections: int
-
-    @property
-    def name(self) -> str:
-        kind = "SSE" if self.stream else "unary"
-        return f"{kind}, {self.num_tokens} tokens, {self.num_connections} connections"
-
-
 UNARY: Final = tuple(Point(1, stream=False, num_connections=number) for number in (1, 16, 64))
 SSE: Final = tuple(Point(64, stream=True, num_connections=number) for number in (1, 16, 64))
 IDLE: Final = Point(2, stream=True, num_connections=1)
@@ -60,7 +45,6 @@ POINTS: Final = (IDLE, *UNARY, *SSE)
 UNARY_BAR, SSE_BAR = 2_000, 50_000  # requests/s and tokens/s, of the largest number of connections
 TTFT_BARS_MS: Final = {50: 3.0, 99: 10.0}
 WARM_UP_S: Final = 0.5
-NUM_WORDS: Final = 32  # of a prompt
 STATUS_S: Final = 3.0
 PREFILLED: Final = re.compile(
     r'^baton_worker_generated_tokens_total\{[^}]*role="prefill"[^}]*\} (\S+)$', re.MULTILINE
@@ -181,23 +165,14 @@ async def measure_round(
         with contextlib.closing(Client(Address(target.url))) as client:
             models[name] = "limit" if name in (UVICORN, SOCKET) else (await model_of(client)).name
         for point in points:
-            await _load(target, models[name], point, min(WARM_UP_S, seconds))
+            await Hammer(Address(target.url), models[name], point).run(min(WARM_UP_S, seconds))
     for point in points:
         for name, target in servers.items():
             progress(f"{name}, {point.name}")
             before_s = target.cpu_s()
-            run = await _load(target, models[name], point, seconds)
+            run = await Hammer(Address(target.url), models[name], point).run(seconds)
             results[name, point] = run._replace(cpu_s=target.cpu_s() - before_s)
     return results
-
-
-async def _load(target: Target, model: str, point: Point, seconds: float) -> Run:
-    """Ask from as many new connections for so long, with prompts of words that do not repeat soon."""
-    prompts = [[(n * 7919 + place * 31) % 1000 for place in range(NUM_WORDS)] for n in range(1000)]
-    jobs = [Job(tuple(prompt), point.num_tokens) for prompt in prompts]
-    shape = Shape(point.stream, as_text=True, concurrency=point.num_connections)
-    with contextlib.closing(Client(Address(target.url))) as client:
-        return await Load(client, model, shape).run(jobs, seconds)
 
 
 def cpu_rows(results: Results) -> list[Row]:

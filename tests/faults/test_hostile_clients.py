@@ -19,6 +19,7 @@ import psutil
 import pytest
 
 from baton.bench.serve.client import Address, Answer, Connection
+from baton.errors import PeerGone
 from baton.request import Request
 from tests.scripted_service import ScriptedService, events
 from tests.served import Served, descendants, served, until
@@ -70,10 +71,14 @@ def body_of(rng: random.Random, max_tokens: int, *, streams: bool = True) -> dic
 async def ask(address: Address, body: dict[str, Any]) -> Answer:
     """Return a whole answer over a new connection. Raises PeerGone when the connection breaks."""
     connection = await Connection.open(address)
-    with contextlib.closing(connection):
-        answer, error = await connection.exchange(address.post("/v1/completions", json.dumps(body).encode()))
-    if error is not None:
-        raise error
+    future: asyncio.Future[Answer | PeerGone] = asyncio.get_running_loop().create_future()
+    connection.send(address.post("/v1/completions", json.dumps(body).encode()), future.set_result)
+    try:
+        answer = await future
+    finally:
+        connection.close()
+    if isinstance(answer, PeerGone):
+        raise answer
     return answer
 
 
@@ -115,9 +120,9 @@ def test_storm_of_cancels_leaks_nothing_and_changes_no_other_answer(cluster: Ser
 
     async def hang_up(number: int) -> None:
         connection = await Connection.open(address)
-        with contextlib.closing(connection), contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(number % 10 / 100):
-                await connection.exchange(posts[number % len(posts)])
+        connection.send(posts[number % len(posts)], lambda end: None)
+        await asyncio.sleep(number % 10 / 100)
+        connection.close()
 
     async def storm() -> tuple[list[Answer], float]:
         streams = [asyncio.create_task(ask(address, body)) for body in asked]

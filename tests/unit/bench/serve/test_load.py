@@ -14,10 +14,12 @@ import pytest
 from baton.bench.serve.client import Address, Answer, Client, Connection
 from baton.bench.serve.figures import Slo
 from baton.bench.serve.load import (
+    Hammer,
     Job,
     Lengths,
     Load,
     Model,
+    Point,
     Shape,
     VllmPair,
     model_of,
@@ -119,8 +121,8 @@ class TestClient:
         async def ask() -> None:
             async with answering(WHOLE) as url:
                 with closing(await Connection.open(Address(url))) as connection:
-                    request = Address(url).get("/")
-                    await asyncio.gather(connection.exchange(request), connection.exchange(request))
+                    connection.send(Address(url).get("/"), lambda answer: None)
+                    connection.send(Address(url).get("/"), lambda answer: None)
 
         with pytest.raises(AssertionError, match="one request at a time"):
             asyncio.run(ask())
@@ -208,24 +210,23 @@ def test_server_without_models_is_an_error() -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_jobs_are_repeated_for_the_time(stream: bool) -> None:
+def test_hammer_counts_whole_answers(stream: bool) -> None:
     async def run() -> None:
-        with limit("asyncio") as url, closing(Client(Address(url))) as client:
-            ran = await Load(client, "m", Shape(stream, concurrency=4)).run([Job((1,), 5)], 0.2)
-        assert not ran.failures and len(ran.samples) >= 4
-        assert ran.duration_s >= 0.2
-        assert ran.tokens_per_s == pytest.approx(5 * ran.requests_per_s)
+        with limit("asyncio") as url:
+            point = Point(num_tokens=5, stream=stream, num_connections=4)
+            hammered = await Hammer(Address(url), "m", point).run(0.2)
+        assert not hammered.failures and len(hammered.samples) >= 4
+        assert hammered.tokens_per_s == pytest.approx(5 * hammered.requests_per_s)
 
     asyncio.run(run())
 
 
-def test_repeated_jobs_end_when_the_server_does() -> None:
+def test_hammer_ends_when_the_server_does() -> None:
     async def run() -> None:
         async with answering(WHOLE, WHOLE[:-1]) as url:
-            with closing(Client(Address(url))) as client:
-                ran = await Load(client, "m", Shape(stream=False, concurrency=2)).run([Job((1,), 1)], 5.0)
-        assert not ran.samples and ran.duration_s < 5.0
-        assert any("in the middle" in failure for failure in ran.failures)
+            hammered = await Hammer(Address(url), "m", Point(1, stream=False, num_connections=2)).run(5.0)
+        assert not hammered.samples
+        assert any("in the middle" in failure for failure in hammered.failures)
 
     asyncio.run(run())
 
