@@ -136,7 +136,7 @@ class WatchedCluster:
             return None
 
     async def pids(self) -> dict[str, int]:
-        """Return process ids by name, `serve` and `redis` included."""
+        """Return process ids by name, with `serve` and `redis`; routers and gateways are numbered by pid."""
         found = {"serve": self._serve_pid, "redis": _redis_pid(self._serve_pid)}
         if (status := await self.status()) is not None:
             found |= {each.worker.name: each.worker.pid for each in status.workers}
@@ -163,7 +163,7 @@ class WatchedCluster:
         return None
 
     async def come_together(self) -> "WatchedCluster":
-        """Wait until the cluster is whole and routers know all processes. WorkerLost after START_S."""
+        """Wait until routers list every process and workers are connected. WorkerLost after START_S."""
         if await self.seconds_until(self.is_whole, START_S) is None:
             raise WorkerLost("the cluster has not come together")
         return self

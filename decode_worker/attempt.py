@@ -23,7 +23,7 @@ from typing import Final, NamedTuple
 import msgspec
 
 from baton.engine.replica import Replica, SoughtPrefix
-from baton.engine.scheduler.sequence import SequenceProgress, due_s
+from baton.engine.scheduler.sequence import due_s
 from baton.errors import InvalidRequest
 from baton.kvtransfer.endpoint import PageEndpoint
 from baton.kvtransfer.links import Link
@@ -53,7 +53,7 @@ class Attempt:
     request: Request  # as dispatched
     gateway: str
     prefill: str  # the worker that computes the prompt; "": this one
-    timer: PromptTimer  # of a prompt that is computed here
+    timer: PromptTimer  # used when the prompt is computed here
     transfer: bytes = b""  # the id of the pages that the prefill worker sends
     source: PullSource | None = None  # without a prefill worker: a peer that holds a prefix
     stage: AttemptStage = AttemptStage.WAITING
@@ -62,7 +62,6 @@ class Attempt:
     num_wanted_pages: int = 0  # for which there was no room at the last try
     num_expected_pages: int = 0  # granted, and not here yet
     first: TokenEvent | None = None
-    progress: SequenceProgress | None = None  # of a prompt that is computed here, until its first token
 
     @classmethod
     def of(cls, dispatch: Dispatch, now_s: float) -> "Attempt":

@@ -100,7 +100,7 @@ class Answers:
         """Continue with all the KV that the attempt has. On InvalidRequest the attempt keeps its pages."""
         (progress,) = self._engine.add(attempt.engine_request, attempt.filled)
         if attempt.first is None:
-            attempt.progress = progress
+            attempt.timer.run(progress)
             self._queued[attempt.engine_id] = attempt
         attempt.stage, attempt.filled = AttemptStage.RUNNING, None
         self._attempts[attempt.engine_id] = attempt
@@ -118,8 +118,8 @@ class Answers:
         endings = [self._emit(output) for output in self._engine.step()]
         self._reports.step_ended(self._engine)
         for attempt in list(self._queued.values()):
-            if attempt.progress is not None and not attempt.progress.is_queued:
-                attempt.timer.step_ended(attempt.progress, self._reports.step_began_s)
+            attempt.timer.step_ended(self._reports.step_began_s)
+            if attempt.timer.has_started:
                 del self._queued[attempt.engine_id]
         return [ending for ending in endings if ending is not None]
 
@@ -131,10 +131,9 @@ class Answers:
         if not fits(event):
             return Ending(attempt, Failure.INVALID, TOO_LARGE)
         self.num_tokens += output.token_id is not None
-        if attempt.progress is not None:
+        if attempt.timer.is_running:
             now_s, began_s = self._reports.clock.now_s(), self._reports.step_began_s
-            self._reports.prefilled(attempt.timer.computed(attempt.progress, output, now_s, began_s))
-            attempt.progress = None
+            self._reports.prefilled(attempt.timer.computed(output, now_s, began_s))
             self._queued.pop(attempt.engine_id, None)
         self._peer_registry.emit(attempt.gateway, event)
         return None if output.finish_reason is None else Ending(attempt)

@@ -173,7 +173,6 @@ def _add_models(app: FastAPI, model: ServedModel) -> None:
 
 
 def _card(model: ServedModel) -> dict[str, Any]:
-    lengths = [worker.max_model_len for worker in model.service.workers]
     tokenizer = model.bodies.reader.tokenizer
     return {
         "id": model.name,
@@ -182,7 +181,7 @@ def _card(model: ServedModel) -> dict[str, Any]:
         "owned_by": "baton",
         "root": model.name,
         "parent": None,
-        "max_model_len": min(lengths, default=None),
+        "max_model_len": model.max_model_len,
         "vocab_size": None if tokenizer is None else tokenizer.vocab_size,
     }
 

@@ -378,7 +378,7 @@ class PageEndpoint(ABC):
         if complaint is not None:
             link.drop(WireError(complaint, reason="protocol"))
             return
-        context = self._context(link, request.transfer, _num_layer_groups(request), is_source=True)
+        context = self._context(link, request.transfer, request.num_layer_groups, is_source=True)
         if isinstance(request, Grant):
             self._granted.append(
                 GrantedTransfer(
@@ -394,7 +394,7 @@ class PageEndpoint(ABC):
 
     def _complaint(self, link: Link, request: TransferRequest) -> str | None:
         """Return why the peer may not request this new transfer; None when it may."""
-        num_groups = _num_layer_groups(request)
+        num_groups = request.num_layer_groups
         if self._is_known(request.transfer):
             return "the peer requested a transfer whose id is in use"
         if num_groups > self.settings.layout.num_layers:
@@ -461,11 +461,6 @@ class PageEndpoint(ABC):
     def _open_transfers(self) -> list[OpenTransfer]:
         """Return a copy of all open transfers."""
         return list(self._transfers.values())
-
-
-def _num_layer_groups(request: TransferRequest) -> int:
-    """Return the number of layer groups; 1 for a pull: all layers of its pages are computed."""
-    return request.num_layer_groups if isinstance(request, Grant) else 1
 
 
 class KvEndpoint(PageEndpoint):

@@ -52,7 +52,7 @@ class PrefillJob:
     timer: PromptTimer
     stage: PrefillStage = PrefillStage.COMPUTING
     granted: GrantedTransfer | None = None
-    progress: SequenceProgress | None = None  # from COMPUTING on
+    progress: SequenceProgress | None = None  # once the engine has the sequence
     _num_taken_pages: int = 0
 
     @property

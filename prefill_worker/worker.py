@@ -195,6 +195,7 @@ class PrefillWorker(WorkerNode):
                 self._engine.release(filled)
             self._fail(job, Failure.BUSY, str(error))
             return
+        job.timer.run(job.progress)
         job.stage = PrefillStage.COMPUTING
         self._by_engine_id[job.engine_id] = job
 
@@ -202,9 +203,9 @@ class PrefillWorker(WorkerNode):
 
     def _offer_what_is_computed(self) -> None:
         for job in self._by_engine_id.values():
-            if job.stage is PrefillStage.COMPUTING and job.progress is not None:
+            if job.stage is PrefillStage.COMPUTING:
                 self._offer(job)
-                job.timer.step_ended(job.progress, self._reports.step_began_s)
+                job.timer.step_ended(self._reports.step_began_s)
 
     def _offer(self, job: PrefillJob) -> None:
         offer = job.take_offer()
@@ -222,8 +223,7 @@ class PrefillWorker(WorkerNode):
         if not fits(event):
             self._fail(job, Failure.INVALID, TOO_LARGE)
             return
-        assert job.progress is not None, "the engine has the sequence"
-        job.timer.computed(job.progress, output, self._clock.now_s(), self._reports.step_began_s)
+        job.timer.computed(output, self._clock.now_s(), self._reports.step_began_s)
         self._num_tokens += output.token_id is not None
         self._peer_registry.emit(job.prefill.gateway, event)
         self._peer_registry.tell(job.decode, Prefilled(event=event))
@@ -268,7 +268,7 @@ class PrefillWorker(WorkerNode):
         """End computed prompts without a grant, and grants without a prompt."""
         now_s = self._clock.now_s()
         for job in list(self._jobs.values()):
-            if job.stage is PrefillStage.COMPUTED and now_s - job.timer.computed_s > MAX_GRANT_WAIT_S:
+            if job.stage is PrefillStage.COMPUTED and now_s - job.timer.first_token_s > MAX_GRANT_WAIT_S:
                 self._fail(job, Failure.BUSY, f"no pages were granted for {MAX_GRANT_WAIT_S:.0f} s")
         for transfer, (_, since_s) in list(self._early_grants.items()):
             if now_s - since_s > MAX_ORDER_WAIT_S:

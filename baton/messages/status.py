@@ -137,7 +137,8 @@ class Histogram(msgspec.Struct, array_like=True):
         if not self.counts:
             self.counts = [0] * (len(self.bounds) + 1)
         elif len(self.counts) != len(self.bounds) + 1:
-            raise ValueError(f"{len(self.bounds)} bounds need one more count, got {len(self.counts)}")
+            expected = len(self.bounds) + 1
+            raise ValueError(f"{len(self.bounds)} bounds need {expected} counts, got {len(self.counts)}")
 
     @property
     def num(self) -> int:
@@ -150,13 +151,13 @@ class Histogram(msgspec.Struct, array_like=True):
         self.sum += value
 
     def quantile(self, share: float) -> float:
-        """Return the upper bound of the bucket with this quantile; inf beyond the last bound."""
+        """Return the upper bound of the quantile's bucket: inf beyond the last bound, 0 without values."""
         num_left = share * self.num
         for bound, count in zip((*self.bounds, inf), self.counts, strict=True):
             num_left -= count
             if count and num_left <= 0:
                 return bound
-        return 0.0  # there are no values
+        return 0.0
 
 
 class RouterStatus(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

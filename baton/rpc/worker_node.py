@@ -67,7 +67,7 @@ class ReportedWorker(Protocol):
     def load(self) -> Load: ...
 
 
-class ComputedPrompt(Protocol):
+class TimedSequence(Protocol):
     """The part of an engine's sequence that a `PromptTimer` reads."""
 
     @property
@@ -80,28 +80,41 @@ class PromptTimer:
     """Measures a prompt that a worker computes, from its arrival to its first token."""
 
     def __init__(self, request: Request, arrived_s: float) -> None:
-        self.computed_s = inf  # the first token
+        self.first_token_s = inf
         self.times: PrefillTimes | None = None  # from the first token on
         self._request = request
         self._arrived_s = arrived_s
+        self._sequence: TimedSequence | None = None
         self._started_s: float | None = None  # the beginning of the first step
         self._pulled = (0, 0.0)
+
+    @property
+    def is_running(self) -> bool:
+        """The engine has the sequence, and its first token has not come."""
+        return self._sequence is not None and self.times is None
+
+    @property
+    def has_started(self) -> bool:
+        """A step has computed a part of the prompt."""
+        return self._started_s is not None
 
     def pulled(self, num_bytes: int, seconds: float) -> None:
         """Record the prefix that came from a peer."""
         self._pulled = num_bytes, seconds
 
-    def step_ended(self, sequence: ComputedPrompt, began_s: float) -> None:
+    def run(self, sequence: TimedSequence) -> None:
+        """Follow the prompt's sequence in the engine."""
+        self._sequence = sequence
+
+    def step_ended(self, began_s: float) -> None:
         """Record a step of the engine; the first step after the queue starts the prompt."""
-        if self._started_s is None and not sequence.is_queued:
+        if self._started_s is None and self._sequence is not None and not self._sequence.is_queued:
             self._started_s = began_s
 
-    def computed(
-        self, sequence: ComputedPrompt, output: StepOutput, now_s: float, step_began_s: float
-    ) -> PrefillTimes:
+    def computed(self, output: StepOutput, now_s: float, step_began_s: float) -> PrefillTimes:
         """Record the first token and return the times. step_began_s: the beginning of the token's step."""
         started_s = step_began_s if self._started_s is None else self._started_s
-        self.computed_s = now_s
+        self.first_token_s = now_s
         self.times = PrefillTimes(
             self._request.request_id,
             self._request.attempt,
@@ -111,7 +124,7 @@ class PromptTimer:
             num_tokens=self._request.num_tokens,
             pulled_bytes=self._pulled[0],
             pulled_s=self._pulled[1],
-            own_s=sequence.own_s,
+            own_s=self._sequence.own_s if self._sequence is not None else 0.0,
         )
         return self.times
 

@@ -2,8 +2,8 @@
 
 python -m baton.bench.faults.ray_faults [--streams 30] [--head-away 300] [--output FOLDER]
 
-The head, a node without cores where `baton serve` runs, and two nodes for its workers, on loopback addresses
-of their own; Ray keeps its tables in a Redis of this benchmark. First SIGSTOP freezes every process of the
+The head, a node without cores where `baton serve` runs, and two nodes for its workers have loopback addresses
+of their own. Ray keeps its tables in a Redis of this benchmark. First SIGSTOP freezes every process of the
 node that has the only decode worker and a prefill worker, under load. Then the head is killed under load, a
 prefill worker while the head is away, and a head comes back. In a second cluster the raylet of the node with
 the decode worker is killed, and its actors end one after the other. Every answer is compared with the answer
@@ -103,7 +103,7 @@ class RayNodes:
         return next(address for address in self._processes if pid in self.pids(address))
 
     def kill_raylet(self, address: str) -> None:
-        """Kill the process that keeps a node; Ray's other processes there end by themselves."""
+        """Kill a node's raylet; the node's other processes of Ray end by themselves."""
         for pid in self.pids(address):
             if b"/raylet" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0]:
                 os.kill(pid, signal.SIGKILL)

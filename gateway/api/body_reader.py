@@ -456,19 +456,22 @@ class ServedModel(msgspec.Struct, kw_only=True):
         """The fingerprint of the weights; several while workers are being replaced."""
         return " ".join(sorted({worker.fingerprint for worker in self.service.workers}))
 
-    def read_policy(self, tenant: Tenant, *, is_strict: bool = False) -> ReadPolicy:
-        """Return the limits for a body of the tenant.
+    @property
+    def max_model_len(self) -> int | None:
+        """The shortest context length of all workers, so that any worker may be chosen.
 
-        The context length is the shortest of all workers, so that any worker may be chosen. While there are
-        no workers the last known length holds: a restarted worker takes as many tokens.
+        While there are no workers the last known length holds: a restarted worker takes as many tokens.
         """
-        self.known_length = min(
-            (worker.max_model_len for worker in self.service.workers), default=self.known_length
-        )
+        lengths = (worker.max_model_len for worker in self.service.workers)
+        self.known_length = min(lengths, default=self.known_length)
+        return self.known_length
+
+    def read_policy(self, tenant: Tenant, *, is_strict: bool = False) -> ReadPolicy:
+        """Return the limits for a body of the tenant."""
         return ReadPolicy(
             model=self.name,
             may_use=tenant.may_use(self.name),
-            max_model_len=self.known_length,
+            max_model_len=self.max_model_len,
             is_strict=is_strict,
         )
 

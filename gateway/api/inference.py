@@ -228,7 +228,7 @@ class Inference:
             del self._open[answer]
             outcome = _outcome(answer, failure or answer.error)
             permit.leave(outcome, answer.num_cached_tokens, self._clock.now_s())
-            answer.choices.clear()  # they refer to the answer: the ring would wait for the collector
+            answer.choices.clear()  # a reference cycle: it would wait for the garbage collector
 
     async def _turn_for(self, call: Call) -> None:
         """End this turn of the event loop before a call of many answers takes the next one."""

@@ -89,9 +89,8 @@ class Frontend:
         self._clock = clock
         self._limits = limits or ReplayLimits()
         self._streams: dict[str, RequestStream] = {}
-        self._waiting: dict[
-            str, dict[str, RequestStream]
-        ] = {}  # tenant -> its WAITING streams; none is empty
+        # tenant -> its WAITING streams, by request id; none is empty
+        self._waiting: dict[str, dict[str, RequestStream]] = {}
         self._draining: dict[str, None] = {}  # workers, ended ones too, oldest first
         self._heard_s: dict[str, float] = {}  # routers and workers -> when each said anything
         self._looked_s = clock.now_s() - STATUS_S
@@ -533,7 +532,7 @@ class Frontend:
     def _end_if_due(self, stream: RequestStream, now_s: float) -> bool:
         """Fail a request that may have no other attempt. Returns False when it may."""
         has_router = self._peer_registry.router is not None
-        stream.forgive_machines(self._connections)
+        stream.forgive_nodes(self._connections)
         error = stream.why_not_again(self._connections, self._limits, now_s, has_router=has_router)
         if error is not None:
             self._fail(stream, error)

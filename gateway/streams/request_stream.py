@@ -6,8 +6,7 @@
 3. ROUTED: workers have the request. Every token goes into the log, then to the sink, once and in order.
 
 An attempt that fails leads back to WAITING, and the next attempt goes on after the tokens of the log. The
-first token of an attempt may come from another worker than the later ones, and after them: the later tokens
-are early then.
+decode worker's tokens may come before the first token, which the prefill worker sends; they wait in `early`.
 
 A request that has lost its worker may have another attempt under these rules:
 
@@ -19,9 +18,9 @@ A request that has lost its worker may have another attempt under these rules:
    the cause. Nor when its tokens are more than `max_log_tokens`.
 
 A process that died and a connection that broke look alike until the connection is back. Where that decides,
-the verdict waits for DOUBT_S. When a machine ends or freezes, the request may go from one of its workers to
-another: a worker that was silent before it had the request did not die of it, and the workers of a machine
-that is lost as a whole, within MACHINE_ENDS_S, count as one process.
+the verdict waits for DOUBT_S. When a node ends or freezes, the request may go from one of its workers to
+another: a worker that was silent before it had the request did not die of it, and the workers of a node that
+is lost as a whole, within NODE_ENDS_S, count as one process.
 """
 
 import math
@@ -50,13 +49,14 @@ MAX_BACK_OFF_S: Final = 1.0
 MAX_STRIKES: Final = 2
 RETRY_AFTER_S: Final = 1.0
 DOUBT_S: Final = 1.0  # a broken connection is back by then
-MACHINE_ENDS_S: Final = 1.0  # from the first worker of a lost machine to the last; no worker starts so fast
+SILENT_BEFORE_S: Final = 1.0  # longer than the pause between two pings
+NODE_ENDS_S: Final = 1.0  # from the first worker of a lost node to the last; no worker starts so fast
 
 
 class _LostWorker(NamedTuple):
-    machine: str
+    node: str
     left_s: float  # when its connection ended
-    heard_s: float  # the last sign of life, a ping or more
+    silent_since_s: float
 
 
 class WorkerConnections:
@@ -76,7 +76,7 @@ class WorkerConnections:
         now_s, worker = self._clock.now_s(), peer.hello.worker
         self._lost.pop(peer.hello.id, None)
         self._lost[peer.hello.id] = _LostWorker(
-            worker.node if worker is not None else "", left_s=now_s, heard_s=now_s - peer.silence_s
+            worker.node if worker is not None else "", now_s, silent_since_s=now_s - peer.silence_s
         )
         if len(self._lost) > MAX_REMEMBERED:
             del self._lost[next(iter(self._lost))]
@@ -86,21 +86,23 @@ class WorkerConnections:
         lost = self._lost.get(worker)
         return -math.inf if lost is None else lost.left_s
 
-    def heard_s(self, worker: str) -> float:
-        """Return when the worker gave its last sign of life."""
+    def silent_since_s(self, worker: str) -> float:
+        """Return since when nothing has come from the worker, or has reached the worker; now when that is
+        not known.
+        """
         now_s, peer, lost = self._clock.now_s(), self._peer_registry.peer(worker), self._lost.get(worker)
         if peer is not None:
             return now_s - peer.silence_s
-        return now_s if lost is None else lost.heard_s
+        return now_s if lost is None else lost.silent_since_s
 
-    def lost_machine(self, worker: str) -> str:
-        """Return the machine of a lost worker when all workers there are gone and others are not; else ""."""
+    def lost_node(self, worker: str) -> str:
+        """Return the node of a lost worker when all workers there are gone and others are not; else ""."""
         lost = self._lost.get(worker)
-        if lost is None or not lost.machine or self.has(worker):
+        if lost is None or not lost.node or self.has(worker):
             return ""
         workers = self._peer_registry.members
-        left = {workers[id_].node for id_ in self._peer_registry.connected()}
-        return lost.machine if left and lost.machine not in left else ""
+        live_nodes = {workers[id_].node for id_ in self._peer_registry.connected()}
+        return lost.node if live_nodes and lost.node not in live_nodes else ""
 
 
 class Sink(Protocol):
@@ -275,12 +277,12 @@ class RequestStream:
         return event.token_id is None or self.log[event.index] == event.token_id
 
     def submitted(self, router: str, now_s: float) -> None:
-        """Enter SUBMITTED."""
+        """Enter SUBMITTED: this router has been asked."""
         self.state, self.router = StreamState.SUBMITTED, router
         self.heard_s = self.given_s = now_s
 
     def routed(self, decode: str, prefill: str, now_s: float) -> None:
-        """Enter ROUTED."""
+        """Enter ROUTED: these workers have the attempt."""
         self.state, self.is_begun = StreamState.ROUTED, True
         self.decode, self.prefill = decode, prefill
         self.homeless_s += max(0.0, now_s - self.heard_s)  # the wait in the router's queue does not count
@@ -319,8 +321,8 @@ class RequestStream:
 
     def lose(self, worker: str, connections: WorkerConnections, now_s: float) -> None:
         """Count a process that seems to have died with the request."""
-        if connections.heard_s(worker) < self.given_s - DOUBT_S:
-            return
+        if connections.silent_since_s(worker) < self.given_s - SILENT_BEFORE_S:
+            return  # the worker stood still before it had the request
         # A connected process lives; but different processes hear of one death at different times.
         self.lost = {
             other: lost_s
@@ -329,15 +331,15 @@ class RequestStream:
         }
         self.lost[worker] = self.lost_s = now_s
 
-    def forgive_machines(self, connections: WorkerConnections) -> None:
-        """Count workers that ended with their machine as one process."""
-        machines: dict[str, float] = {}  # when the first worker of each was lost
+    def forgive_nodes(self, connections: WorkerConnections) -> None:
+        """Count workers that ended with their node as one process, for good: new workers may start there."""
+        nodes: dict[str, float] = {}  # when the first worker of each was lost
         for worker, lost_s in list(self.lost.items()):
-            machine = connections.lost_machine(worker)
-            if machine in machines and lost_s - machines[machine] <= MACHINE_ENDS_S:
+            node = connections.lost_node(worker)
+            if node in nodes and lost_s - nodes[node] <= NODE_ENDS_S:
                 del self.lost[worker]
-            elif machine:
-                machines[machine] = lost_s
+            elif node:
+                nodes[node] = lost_s
 
     def is_too_late(self, now_s: float) -> bool:
         """The deadline has passed without a token; other choices follow the deadline of the first one."""

@@ -133,6 +133,11 @@ class PullRequest(OfTransfer, frozen=True):
     generations: PulledGenerations
     num_parts: NumParts = 1
 
+    @property
+    def num_layer_groups(self) -> int:
+        """See Grant: all layers of the wanted pages are computed."""
+        return 1
+
 
 class WantedPage(NamedTuple):
     """One page of the holder that a pull requests."""

@@ -56,7 +56,6 @@ from baton.kvtransfer.protocol.messages import (
     Commit,
     Corrupt,
     Extend,
-    Grant,
     PullRefused,
     PullRequest,
     Released,
@@ -85,7 +84,7 @@ class SourcePart:
         self.is_committed = False
         self.was_corrupt = False
         self.is_reached = False  # its rank has opened a transport, or none can be opened
-        self.is_stopping = False  # its rank may still read or write
+        self.is_stopping = False  # StopPart is sent, and PartStopped has not come
         self.num_pages_told = 0  # source pages that its rank knows
         self._num_units = num_units
         self._num_missing = num_units
@@ -190,9 +189,8 @@ class SourceHandoff(Handoff):
         self._pin = pin
         self._units_per_page = context.plan.source.units_per_page
         self._parts = [SourcePart(request.num_units) for _ in range(request.num_parts)]
-        num_groups = request.num_layer_groups if isinstance(request, Grant) else 1
-        self._num_offered = [0] * num_groups  # layer group -> units
-        self._num_pushed = [0] * num_groups  # units [pushed, offered) wait for the transports
+        self._num_offered = [0] * request.num_layer_groups  # layer group -> units
+        self._num_pushed = [0] * request.num_layer_groups  # units [pushed, offered) wait for the transports
         self._readers = PageReaders(context.ledger, ("reader", self.transfer))
 
     @property
@@ -202,7 +200,7 @@ class SourceHandoff(Handoff):
     # Local calls.
 
     def begin(self) -> list[Action]:
-        """Tell the ranks the destination's pages and open the transports of all parts, as far as possible."""
+        """Have each part's rank open a transport; the rank learns the destination's pages."""
         request, context = self._request, self._context
         return [
             ReachPeer(

@@ -1,5 +1,5 @@
-"""All ranks of one replica: rank 0 commands them, and an agent beside each other rank's steps performs
-(kvtransfer/ranks/agent.py).
+"""The ranks of one replica. Rank 0 gives the commands; in the process of every other rank an agent
+(kvtransfer/ranks/agent.py) carries them out.
 
 The life of a remote rank:
 

@@ -39,7 +39,7 @@ from baton.router.in_flight import InFlight, Key, NewPrompt, scheduling_class_of
 from baton.router.membership import Member, Membership
 from baton.router.policies.base import TenantClaim
 from baton.router.policies.cost_model import CostModel
-from baton.router.queue.objectives import MAX_AGE_S, Forecast, ObjectiveChecker, Prediction, objective_of
+from baton.router.queue.objectives import OUTLOOK_AGE_S, Forecast, ObjectiveChecker, Prediction, objective_of
 from baton.router.queue.overload import OverloadManager
 from baton.router.queue.quotas import QuotaRefusal, RequestWork, TenantQuotas, WorkEstimator
 from baton.router.queue.tenant_queues import Deadlines, QueuedAttempt, TenantQueues
@@ -335,9 +335,8 @@ class AdmissionQueue:
     def refuse_hopeless(self, waiting: QueuedAttempt) -> QuotaRefusal | None:
         """Refuse an attempt that gets its turn too late for its objective, and return why."""
         waited_s = self.waited_s(waiting)
-        has_waited = (
-            waited_s > waiting.submit.age_s + MAX_AGE_S
-        )  # else the prediction is as at its submission
+        # An attempt that was submitted just now would be predicted as at its submission.
+        has_waited = waited_s > waiting.submit.age_s + OUTLOOK_AGE_S
         if waiting.submit.is_begun or not has_waited or not objective_of(waiting.request).is_promised:
             return None
         prediction = self._predict(waiting)

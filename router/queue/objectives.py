@@ -7,7 +7,7 @@
 
 Only tenants that may be shed are refused for an objective, and never an attempt that continues a stream. An
 objective that even idle workers could not keep is refused too, except for a trial now and then: predictions
-are learnt from dispatched requests. A request that is on trial is not refused at its turn either.
+are learnt from dispatched requests. The latest request on trial is not refused at its turn either.
 
 A refusal says when to retry: after the present work and the work of all earlier refusals, for which a share
 of the cluster's time is kept; and not before the overload may be over, which is expected to last as long
@@ -39,7 +39,7 @@ from baton.tenants import Refusal, Sla
 MEMORY_S: Final = 10.0  # of the time in which requests waited
 KNOWN: Final = 4  # measurements before a fit is worth a refusal
 KNOWN_S: Final = 1.0  # of waiting time before a rate is known
-MAX_AGE_S: Final = 0.05  # of the view of the workers: there may be a thousand
+OUTLOOK_AGE_S: Final = 0.05  # of the view of the workers: there may be a thousand
 MAX_COMPARED: Final = 16  # workers that each prediction compares
 LEAST_STEP_S: Final = 1e-6
 HEADROOM: Final = 0.9  # share of a promised time that a prediction may take
@@ -213,7 +213,7 @@ class Forecast:
 
     def _current_outlook(self) -> _Outlook:
         now_s = self._clock.now_s()
-        if self._outlook is None or not 0 <= now_s - self._outlook.at_s < MAX_AGE_S:
+        if self._outlook is None or not 0 <= now_s - self._outlook.at_s < OUTLOOK_AGE_S:
             self._outlook = self._new_outlook(now_s)
         return self._outlook
 

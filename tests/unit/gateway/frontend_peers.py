@@ -40,7 +40,7 @@ class ListSink:
 
 
 def worker_at(name: str) -> Worker:
-    """Return a worker; "d0@a" is on the machine "a"."""
+    """Return a worker; "d0@a" is on the node "a"."""
     return a_worker(name, node=name.partition("@")[2])
 
 

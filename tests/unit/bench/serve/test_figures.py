@@ -25,7 +25,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 def answer(*pieces: tuple[float, bytes], status: int = 200) -> Answer:
-    return Answer(status, list(pieces), pieces[-1][0] if pieces else 10.0)
+    return Answer(10.0, status, list(pieces), pieces[-1][0] if pieces else 10.0)
 
 
 class TestEvents:

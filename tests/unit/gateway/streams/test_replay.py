@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from baton.errors import Refused, WorkerLost
-from baton.gateway.streams.request_stream import DOUBT_S, MACHINE_ENDS_S
+from baton.gateway.streams.request_stream import DOUBT_S, NODE_ENDS_S
 from baton.messages.control import AttemptFailed, Cancel, Ended, Failure, Members, Rejected, Submit
 from baton.request import FinishReason, SamplingParams
 from baton.tenants import Refusal, Sla
@@ -115,7 +115,7 @@ def test_request_that_killed_two_workers_is_not_replayed() -> None:
 
 @pytest.mark.parametrize("reporter", ["gateway", "router"])
 def test_worker_that_was_silent_before_it_had_the_request_did_not_die_of_it(reporter: str) -> None:
-    """A machine freezes: its workers are given up one after the other, and the request had both."""
+    """A node freezes: its workers are given up one after the other, and the request had both."""
     g = gateway("p0", "d0", "d1")
     sink = g.open()
     g.route("d0", "p0")
@@ -146,7 +146,7 @@ def test_worker_that_fell_silent_with_the_request_counts_as_a_death() -> None:
     assert isinstance(sink.error, WorkerLost)
 
 
-def test_workers_of_a_lost_machine_count_as_one_death() -> None:
+def test_workers_of_a_lost_node_count_as_one_death() -> None:
     g = gateway("p@a", "d0@a", "p@b", "d1@b")
     sink = g.open()
     g.route("d1@b", "p@a")
@@ -155,7 +155,7 @@ def test_workers_of_a_lost_machine_count_as_one_death() -> None:
     g["d0@a"].leave()
     g.tick(DOUBT_S)
     assert sink.error is None
-    g.list_members("p@b", "d1@b", "d2@a")  # a new process on the machine changes nothing any more
+    g.list_members("p@b", "d1@b", "d2@a")  # a new process on the node changes nothing any more
     g.join("d2@a")
     g.route("d1@b", "p@b")
     g["router"].say(failed(Failure.BUSY, attempt=2))
@@ -164,12 +164,12 @@ def test_workers_of_a_lost_machine_count_as_one_death() -> None:
     assert g.submitted().request.attempt == 3
 
 
-def test_request_that_killed_the_only_worker_of_a_machine_and_its_successor_is_not_replayed() -> None:
+def test_request_that_killed_the_only_worker_of_a_node_and_its_successor_is_not_replayed() -> None:
     g = gateway("d0@a", "p@b")
     sink = g.open()
     g.route("d0@a")
     g["d0@a"].leave()
-    g.tick(MACHINE_ENDS_S + 1.0)
+    g.tick(NODE_ENDS_S + 1.0)
     g.list_members("d1@a", "p@b")
     g.join("d1@a")
     g.route("d1@a")
@@ -178,7 +178,7 @@ def test_request_that_killed_the_only_worker_of_a_machine_and_its_successor_is_n
     assert isinstance(sink.error, WorkerLost)
 
 
-def test_request_that_killed_two_workers_of_a_machine_that_lives_is_not_replayed() -> None:
+def test_request_that_killed_two_workers_of_a_living_node_is_not_replayed() -> None:
     g = gateway("d0@a", "d1@a", "d2@a", "d3@b")
     sink = g.open()
     for name in ("d0@a", "d1@a"):
