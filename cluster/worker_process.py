@@ -105,8 +105,8 @@ class HostedWorker:
             node.step()
             if (stop.is_set() or node.is_draining) and until_s == math.inf:
                 node.drain()
-                until_s = clock.now_s() + self._config.drain_timeout_s
                 notice_s = clock.now_s() + DRAIN_NOTICE_S
+                until_s = max(notice_s, clock.now_s() + self._config.drain_timeout_s)
             if not engine.has_work():
                 self.endpoint.wait(IDLE_S)
             elif engine.wait_s is not None:

@@ -349,7 +349,7 @@ class HostPeer:
     """See Peer in baton/rpc/peers.py. The node knows a peer once the peer's Hello has come."""
 
     hello: Hello
-    silence_s = 0.0
+    silence_s = quiet_s = 0.0
 
     def __init__(self, host: Host, end: End, on_gone: Call = lambda: None) -> None:
         self._host = host

@@ -231,7 +231,7 @@ class PromptJob:
 class RehearsedWorker:
     """A worker as a peer of the router."""
 
-    silence_s = 0.0
+    silence_s = quiet_s = 0.0
 
     def __init__(self, cluster: "Rehearsal", hello: Hello) -> None:
         assert hello.worker is not None
@@ -479,7 +479,7 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
 class RehearsedGateway:
     """The router's peer that submits requests."""
 
-    silence_s = 0.0
+    silence_s = quiet_s = 0.0
 
     def __init__(self, rejected: Callable[[Rejected], None]) -> None:
         self.hello = Hello(process=Kind.GATEWAY, id=GATEWAY)

@@ -146,7 +146,7 @@ class PostedPeer:
         self._hello = hello
         self._post = post
         self.is_closed = False
-        self.silence_s = 0.0
+        self.silence_s = self.quiet_s = 0.0
 
     @property
     def hello(self) -> Hello:

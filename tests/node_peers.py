@@ -60,7 +60,7 @@ class ListeningPeer:
         self.hello = hello
         self.received: list[AnyMessage] = []
         self.is_open: bool = True
-        self.silence_s = 0.0
+        self.silence_s = self.quiet_s = 0.0
 
     @property
     def id(self) -> str:

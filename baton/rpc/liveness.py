@@ -68,7 +68,11 @@ class LinkLife:
 
     def silence_s(self, now_s: float) -> float:
         """Return the seconds since a byte came from the peer or reached the peer, the longer of both."""
-        return max(now_s - self._heard_s, self._unheard_s, 0.0)
+        return max(self.quiet_s(now_s), self._unheard_s)
+
+    def quiet_s(self, now_s: float) -> float:
+        """Return the seconds since a byte came from the peer."""
+        return max(now_s - self._heard_s, 0.0)
 
     def tick(self, now_s: float) -> bytes | None:
         """Return the body of a ping when one is due. Raises WireError when the link must be dropped."""

@@ -47,6 +47,10 @@ class Peer(Protocol):
     def silence_s(self) -> float:
         """Seconds since bytes, pings included, came from the peer or reached the peer, the longer of both."""
 
+    @property
+    def quiet_s(self) -> float:
+        """Seconds since bytes, pings included, came from the peer."""
+
     def send(self, message: AnyMessage) -> None:
         """Send without waiting. Messages to a peer that is gone are lost; the node hears `left`."""
 

@@ -220,6 +220,11 @@ class RpcLink(asyncio.Protocol):
         return self._life.silence_s(time.monotonic()) if self._life is not None else 0.0
 
     @property
+    def quiet_s(self) -> float:
+        """See Peer."""
+        return self._life.quiet_s(time.monotonic()) if self._life is not None else 0.0
+
+    @property
     def is_introduced(self) -> bool:
         """The peer's Hello was accepted."""
         return self._hello is not None
@@ -533,6 +538,10 @@ class _PeerProxy:
     @property
     def silence_s(self) -> float:
         return self._link.silence_s
+
+    @property
+    def quiet_s(self) -> float:
+        return self._link.quiet_s
 
     def send(self, message: AnyMessage) -> None:
         self._thread.call(partial(self._link.send, message))

@@ -158,7 +158,7 @@ def _resident_bytes() -> float:
 class _ClosedPeer:
     """A peer that nothing is sent to."""
 
-    silence_s = 0.0
+    silence_s = quiet_s = 0.0
 
     def __init__(self, hello: Hello) -> None:
         self.hello = hello

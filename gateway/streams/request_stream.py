@@ -49,14 +49,14 @@ MAX_BACK_OFF_S: Final = 1.0
 MAX_STRIKES: Final = 2
 RETRY_AFTER_S: Final = 1.0
 DOUBT_S: Final = 1.0  # a broken connection is back by then
-SILENT_BEFORE_S: Final = 1.0  # longer than the pause between two pings
-NODE_ENDS_S: Final = 1.0  # from the first worker of a lost node to the last; no worker starts so fast
+SILENT_BEFORE_S: Final = 1.0  # longer than between two pings
+NODE_ENDS_S: Final = 1.0  # from one worker of a lost node to the next; no worker starts so fast
 
 
 class _LostWorker(NamedTuple):
     node: str
     left_s: float  # when its connection ended
-    silent_since_s: float
+    heard_s: float  # when bytes last came, a ping or more
 
 
 class WorkerConnections:
@@ -76,7 +76,7 @@ class WorkerConnections:
         now_s, worker = self._clock.now_s(), peer.hello.worker
         self._lost.pop(peer.hello.id, None)
         self._lost[peer.hello.id] = _LostWorker(
-            worker.node if worker is not None else "", now_s, silent_since_s=now_s - peer.silence_s
+            worker.node if worker is not None else "", now_s, heard_s=now_s - peer.quiet_s
         )
         if len(self._lost) > MAX_REMEMBERED:
             del self._lost[next(iter(self._lost))]
@@ -86,14 +86,20 @@ class WorkerConnections:
         lost = self._lost.get(worker)
         return -math.inf if lost is None else lost.left_s
 
-    def silent_since_s(self, worker: str) -> float:
-        """Return since when nothing has come from the worker, or has reached the worker; now when that is
-        not known.
+    def was_silent(self, worker: str, given_s: float) -> bool:
+        """Return whether the worker stood still before it was given an attempt.
+
+        given_s: when this gateway heard of that; a worker that is gone had the attempt before it left.
         """
+        if not self.has(worker) and worker in self._lost:
+            given_s = min(given_s, self._lost[worker].left_s)
+        return self._heard_s(worker) < given_s - SILENT_BEFORE_S
+
+    def _heard_s(self, worker: str) -> float:
         now_s, peer, lost = self._clock.now_s(), self._peer_registry.peer(worker), self._lost.get(worker)
         if peer is not None:
-            return now_s - peer.silence_s
-        return now_s if lost is None else lost.silent_since_s
+            return now_s - peer.quiet_s
+        return now_s if lost is None else lost.heard_s
 
     def lost_node(self, worker: str) -> str:
         """Return the node of a lost worker when all workers there are gone and others are not; else ""."""
@@ -321,8 +327,8 @@ class RequestStream:
 
     def lose(self, worker: str, connections: WorkerConnections, now_s: float) -> None:
         """Count a process that seems to have died with the request."""
-        if connections.silent_since_s(worker) < self.given_s - SILENT_BEFORE_S:
-            return  # the worker stood still before it had the request
+        if connections.was_silent(worker, self.given_s):
+            return
         # A connected process lives; but different processes hear of one death at different times.
         self.lost = {
             other: lost_s
@@ -333,12 +339,14 @@ class RequestStream:
 
     def forgive_nodes(self, connections: WorkerConnections) -> None:
         """Count workers that ended with their node as one process, for good: new workers may start there."""
-        nodes: dict[str, float] = {}  # when the first worker of each was lost
+        if len(self.lost) < 2:
+            return
+        nodes: dict[str, float] = {}  # when the latest worker of each was lost
         for worker, lost_s in list(self.lost.items()):
             node = connections.lost_node(worker)
             if node in nodes and lost_s - nodes[node] <= NODE_ENDS_S:
                 del self.lost[worker]
-            elif node:
+            if node:
                 nodes[node] = lost_s
 
     def is_too_late(self, now_s: float) -> bool:

@@ -27,6 +27,8 @@ import msgspec
 from msgspec import Meta
 
 from baton.kvtransfer.protocol.messages import (
+    DIGEST_BYTES,
+    MAX_PAGES,
     Digests,
     Epoch,
     Generations,
@@ -227,7 +229,7 @@ class PartHashed(OfPart, frozen=True):
 
     first: Unit
     stop: NumUnits
-    digests: Digests
+    digests: Annotated[bytes, Meta(max_length=MAX_PAGES * DIGEST_BYTES)]
     reason: Reason = ""  # for which there are no digests
 
 

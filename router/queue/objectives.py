@@ -7,7 +7,7 @@
 
 Only tenants that may be shed are refused for an objective, and never an attempt that continues a stream. An
 objective that even idle workers could not keep is refused too, except for a trial now and then: predictions
-are learnt from dispatched requests. The latest request on trial is not refused at its turn either.
+are learnt from dispatched requests. A request on trial is not refused at its turn either.
 
 A refusal says when to retry: after the present work and the work of all earlier refusals, for which a share
 of the cluster's time is kept; and not before the overload may be over, which is expected to last as long
@@ -21,6 +21,7 @@ The batch that the request joins is that of the time when its prompt is computed
 requests that usually ends by then has ended, and the requests that wait before it have come.
 """
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from functools import lru_cache
 from heapq import nsmallest
@@ -50,6 +51,7 @@ OVER_S: Final = 5.0  # without a refusal, an overload is over
 KEPT: Final = 0.25  # share of the cluster's time for requests that return
 SPREAD: Final = 0.618034  # of the golden ratio: the fractional parts of its multiples are spread evenly
 TRIAL_S: Final = 2.0  # between two requests that are admitted against the prediction
+MAX_TRIALS: Final = 64
 DEFAULT_DELAY_S: Final = 60.0  # of a request without any objective
 
 
@@ -245,7 +247,7 @@ class ObjectiveChecker:
     def __init__(self, clock: Clock, forecast: Forecast) -> None:
         self._clock = clock
         self._forecast = forecast
-        self._trial: Key | None = None  # the latest request that was admitted against the prediction
+        self._trials: OrderedDict[Key, None] = OrderedDict()  # the latest MAX_TRIALS, oldest first
         self._trial_s = -inf
         self._promised_s = -inf  # all room until then was promised to earlier refusals
         self._began_s = self._refused_s = -inf  # the present overload; its latest refusal
@@ -298,11 +300,13 @@ class ObjectiveChecker:
 
     def _may_try(self, request: Request) -> bool:
         key, now_s = (request.request_id, request.attempt), self._clock.now_s()
-        if key == self._trial:
+        if key in self._trials:
             return True
         if 0 <= now_s - self._trial_s < TRIAL_S:
             return False
-        self._trial, self._trial_s = key, now_s
+        self._trials[key], self._trial_s = None, now_s
+        if len(self._trials) > MAX_TRIALS:
+            self._trials.popitem(last=False)
         return True
 
 

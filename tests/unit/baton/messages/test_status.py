@@ -89,7 +89,7 @@ def test_time_counts_in_the_bucket_of_its_upper_bound() -> None:
 
 
 def test_histogram_with_too_few_counts_is_refused() -> None:
-    with pytest.raises(ValueError, match="2 bounds need one more count, got 2"):
+    with pytest.raises(ValueError, match="2 bounds need 3 counts, got 2"):
         Histogram((1.0, 2.0), [1, 2])
 
 

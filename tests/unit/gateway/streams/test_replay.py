@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from baton.errors import Refused, WorkerLost
-from baton.gateway.streams.request_stream import DOUBT_S, NODE_ENDS_S
+from baton.gateway.streams.request_stream import DOUBT_S, NODE_ENDS_S, SILENT_BEFORE_S
 from baton.messages.control import AttemptFailed, Cancel, Ended, Failure, Members, Rejected, Submit
 from baton.request import FinishReason, SamplingParams
 from baton.tenants import Refusal, Sla
@@ -120,11 +120,11 @@ def test_worker_that_was_silent_before_it_had_the_request_did_not_die_of_it(repo
     sink = g.open()
     g.route("d0", "p0")
     g.tick(3.0)
-    g["p0"].silence_s = g["d0"].silence_s = 3.0
+    g["p0"].quiet_s = g["d0"].quiet_s = 3.0
     g["p0"].leave()
     g.route("d0")
     g.tick(0.5)
-    g["d0"].silence_s += 0.5
+    g["d0"].quiet_s += 0.5
     if reporter == "router":
         g["router"].say(failed(Failure.LOST, worker="d0", attempt=1))
     g["d0"].leave()
@@ -140,10 +140,46 @@ def test_worker_that_fell_silent_with_the_request_counts_as_a_death() -> None:
             g.route(name)
         g.tick(DOUBT_S)
         g.tick(DOUBT_S)
-        g[name].silence_s = 2 * DOUBT_S
+        g[name].quiet_s = 2 * DOUBT_S
         g[name].leave()
     g.tick(DOUBT_S)
     assert isinstance(sink.error, WorkerLost)
+
+
+def test_worker_that_was_heard_counts_as_a_death_though_nothing_reached_it() -> None:
+    g, sink = running("d0", "d1", "d2")
+    for number, name in enumerate(("d0", "d1")):
+        if number:
+            g.route(name)
+        g[name].silence_s = 2 * SILENT_BEFORE_S
+        g[name].leave()
+    g.tick(DOUBT_S)
+    assert isinstance(sink.error, WorkerLost)
+
+
+def test_death_counts_though_the_gateway_hears_late_that_the_worker_had_the_request() -> None:
+    g = gateway("d0", "d1", "d2")
+    sink = g.open()
+    for name in ("d0", "d1"):
+        submit = g.submitted()
+        g[name].leave()
+        for _ in range(4):
+            g.tick(SILENT_BEFORE_S / 2)
+        g.route(name, request=submit.request)
+    g.tick(DOUBT_S)
+    assert isinstance(sink.error, WorkerLost)
+
+
+def test_workers_of_a_node_that_ends_slowly_count_as_one_death() -> None:
+    g = gateway("d0@a", "d1@a", "d3@b")
+    sink = g.open()
+    for name in ("d0@a", "d1@a"):
+        g.route(name)
+        g.tick(0.9 * NODE_ENDS_S)
+        g[name].leave()
+    g.tick(DOUBT_S)
+    assert sink.error is None
+    assert g.submitted().request.attempt == 2
 
 
 def test_workers_of_a_lost_node_count_as_one_death() -> None:

@@ -38,6 +38,7 @@ EVENTS: list[m.ToRankZero] = [
         outcome=PieceOutcome(False, 2**40, 2**20, "r" * 256, Spans(0.5, 0.25, 2.0)),
     ),
     m.PartHashed(**OF_PART, first=0, stop=MAX_PAGES, digests=bytes(8 * MAX_PAGES)),
+    m.PartHashed(**OF_PART, first=0, stop=1, digests=b"", reason="the digest of a piece failed"),
     m.PartStopped(**OF_PART),
     m.Counted(counts={f"{number:064}": 2**63 - 1 for number in range(m.MAX_COUNTS)}),
 ]
