@@ -58,7 +58,15 @@ from baton.gateway.http.protocol import (
 )
 from baton.gateway.http.websocket import LIMITED_SOCKET, LimitedSocket
 from baton.gateway.metrics.metrics import Metrics
-from baton.gateway.streams.resume import HEADER, MAX_RESUMABLE_CHOICES, PARAM, EventIds, ResumePoint, Shown
+from baton.gateway.streams.resume import (
+    HEADER,
+    MAX_RESUMABLE_CHOICES,
+    PARAM,
+    EventIds,
+    RefusedEventId,
+    ResumePoint,
+    Shown,
+)
 from baton.gateway.tenants.limiter import Charge, Limiter, Permit
 from baton.gateway.tenants.tenants import asked_for, scheduling_key_of, sla_of
 from baton.tenants import Refusal
@@ -148,7 +156,7 @@ class Inference:
         del data
         self._metrics.unknown_keys += read.num_unknown
         event_id = header(scope, HEADER) if scope["type"] == "http" else None
-        resumed = self._event_ids.open(event_id, tenant.name, self._calendar_s()) if event_id else None
+        resumed = self._resume_point(event_id, tenant.name) if event_id else None
         body = read.chat or read.completion
         assert body is not None
         for prompt in read.prompts:
@@ -201,6 +209,12 @@ class Inference:
         """Return a charge for the tenant's input bytes, for a `with`."""
         tenant = scope["state"]["tenant"]
         return self._limiter.inputs.charge(tenant.name, tenant.policy.quotas)
+
+    def _resume_point(self, event_id: str, tenant: str) -> ResumePoint:
+        try:
+            return self._event_ids.open(event_id, tenant, self._calendar_s())
+        except RefusedEventId as error:
+            raise ApiError(400, str(error), code=error.code, param=PARAM) from error
 
     @asynccontextmanager
     async def _answering(self, call: Call) -> AsyncIterator[Answer]:

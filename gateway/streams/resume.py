@@ -21,7 +21,7 @@ from typing import Final
 
 import msgspec
 
-from baton.gateway.api.errors import ApiError
+from baton.errors import InvalidRequest
 from baton.messages.bounds import Kind
 from baton.request import MAX_CHOICES
 from baton.rpc.auth import EVENT_IDS, ClusterKeys, KeyRing
@@ -35,6 +35,14 @@ HEADER: Final = b"last-event-id"
 PARAM: Final = "Last-Event-ID"
 
 _CONTEXT: Final = b"baton event id 1"
+
+
+class RefusedEventId(InvalidRequest):
+    """An event id after which no stream is resumed. `code`: the reason, for clients' programs."""
+
+    def __init__(self, message: str, code: str) -> None:
+        super().__init__(f"{PARAM}: {message}")
+        self.code = code
 
 
 class Shown(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
@@ -86,19 +94,15 @@ class EventIds:
     def open(self, text: str, tenant: str, now_s: float) -> ResumePoint:
         """Return the point that was sealed for this tenant. now_s: seconds since 1970.
 
-        Raises ApiError 400. The error does not tell an id of another tenant from a forged one.
+        Raises RefusedEventId. The error does not tell an id of another tenant from a forged one.
         """
         point = self._point(text, tenant)
         if point is None:
-            message = f"{PARAM}: the id is not one of this service; send no id to begin anew"
-            raise ApiError(400, message, code="unknown_event_id", param=PARAM)
+            message = "the id is not one of this service; send no id to begin anew"
+            raise RefusedEventId(message, "unknown_event_id")
         if now_s >= point.expires_s:
-            raise ApiError(
-                400,
-                f"{PARAM}: the id has expired; send the request without it to begin anew",
-                code="expired_event_id",
-                param=PARAM,
-            )
+            message = "the id has expired; send the request without it to begin anew"
+            raise RefusedEventId(message, "expired_event_id")
         return point
 
     def _use_keys(self) -> None:

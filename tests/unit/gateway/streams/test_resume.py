@@ -5,8 +5,14 @@ from random import Random
 import pytest
 
 from baton.errors import ConfigError
-from baton.gateway.api.errors import ApiError
-from baton.gateway.streams.resume import MAX_ID_CHARS, MAX_RESUMABLE_CHOICES, EventIds, ResumePoint, Shown
+from baton.gateway.streams.resume import (
+    MAX_ID_CHARS,
+    MAX_RESUMABLE_CHOICES,
+    EventIds,
+    RefusedEventId,
+    ResumePoint,
+    Shown,
+)
 from baton.messages.bounds import Kind
 from baton.rpc.auth import KeyRing
 
@@ -23,10 +29,9 @@ POINT = ResumePoint(
 )
 
 
-def refusal(ids: EventIds, text: str, tenant: str = "acme", now_s: float = NOW_S) -> tuple[str | None, str]:
-    with pytest.raises(ApiError) as raised:
+def refusal(ids: EventIds, text: str, tenant: str = "acme", now_s: float = NOW_S) -> tuple[str, str]:
+    with pytest.raises(RefusedEventId, match="^Last-Event-ID: ") as raised:
         ids.open(text, tenant, now_s)
-    assert raised.value.status == 400 and raised.value.param == "Last-Event-ID"
     return raised.value.code, str(raised.value)
 
 
