@@ -28,10 +28,9 @@ from typing import Final, NamedTuple, overload
 import msgspec
 
 from baton.errors import BatonError, IntegrityError
-from baton.gateway.api.answer import Answer, AnswerChoice, Delta
+from baton.gateway.api.answer import Answer, AnswerChoice, AnswerFormat, Delta
 from baton.gateway.api.call import BYTES_PER_LOGPROB
 from baton.gateway.api.errors import ClientGone, as_api_error
-from baton.gateway.api.format import AnswerFormat
 from baton.gateway.http.protocol import ResponseWriter
 from baton.gateway.streams.resume import ResumePoint, Shown
 from baton.gateway.tenants.limiter import Charge

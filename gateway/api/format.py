@@ -8,7 +8,6 @@ first chunk may be empty.
 Logprobs may be long: they are written in slices that take about a millisecond.
 """
 
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
@@ -16,7 +15,7 @@ from typing import Any, Final
 
 import orjson
 
-from baton.gateway.api.answer import Answer, AnswerChoice, Delta
+from baton.gateway.api.answer import Answer, AnswerChoice, AnswerFormat, Delta
 from baton.gateway.text.tokenizer import Tokenizer
 from baton.gateway.text.tool_calls import ToolCall
 from baton.request import FinishReason, TokenLogprobs
@@ -143,18 +142,23 @@ def _finite(logprob: float) -> float:
 Json = dict[str, Any]
 
 
-class AnswerFormat(ABC):
-    """The wire format of an answer: of a chat or of a completion. A chunk of b"" is not sent."""
+def answer_format(answer: Answer, created_s: int) -> AnswerFormat:
+    """Return the wire format of a chat or of a completion. created_s: in seconds since 1970."""
+    kind = ChatFormat if answer.call.is_chat else CompletionFormat
+    return kind(answer, LogprobsFormat(answer.tokenizer), created_s)
+
+
+class _Format:
+    """The parts that chats and completions share."""
 
     ID_PREFIX = ""
     CHUNK = ""
     WHOLE = ""
 
-    def __init__(self, answer: Answer, created_s: int) -> None:
-        """created_s: in seconds since 1970."""
+    def __init__(self, answer: Answer, logprobs: LogprobsFormat, created_s: int) -> None:
         self._answer = answer
         self._call = answer.call
-        self._logprobs = LogprobsFormat(answer.tokenizer)
+        self._logprobs = logprobs
         self._head: Json = {
             "id": f"{self.ID_PREFIX}{answer.name.hex()}",
             "object": self.CHUNK,
@@ -173,32 +177,7 @@ class AnswerFormat(ABC):
         start = orjson.dumps(self._head)[:-1] + b',"choices":[{"index":'
         return [b"%s%d," % (start, choice.index) for choice in self._answer.choices]
 
-    @abstractmethod
-    def first(self, choice: AnswerChoice) -> bytes:
-        """Return the chunk before the first text of a choice."""
-
-    @abstractmethod
-    def delta(self, choice: AnswerChoice, delta: Delta) -> bytes:
-        """Return the chunk of some text."""
-
-    @abstractmethod
-    def last(self, choice: AnswerChoice) -> bytes:
-        """Return the chunk with the finish reason."""
-
-    @abstractmethod
-    def whole(self, deltas: Sequence[Delta]) -> Iterator[bytes]:
-        """Return the answer in one piece, as parts that take about a millisecond each; some are empty.
-
-        deltas: by the index of their choice.
-        """
-
-    def tool_call(self, choice: AnswerChoice, tool_call: ToolCall) -> bytes:
-        """Return the chunk of one whole tool call; only chats are told of tools."""
-        delta = {"tool_calls": [{"index": tool_call.index, **_called(tool_call)}]}
-        return self._chunk({"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None})
-
     def usage(self) -> bytes:
-        """Return the chunk with the usage."""
         return orjson.dumps({**self._head, "choices": [], "usage": self._usage()})
 
     def _chunk(self, choice: Json) -> bytes:
@@ -234,8 +213,8 @@ class AnswerFormat(ABC):
         return {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
 
 
-class ChatFormat(AnswerFormat):
-    """The format of `/v1/chat/completions`."""
+class ChatFormat(_Format):
+    """An AnswerFormat for `/v1/chat/completions`."""
 
     ID_PREFIX = "chatcmpl-"
     CHUNK = "chat.completion.chunk"
@@ -269,6 +248,10 @@ class ChatFormat(AnswerFormat):
             body["token_ids"] = delta.token_ids
         return self._chunk(body)
 
+    def tool_call(self, choice: AnswerChoice, tool_call: ToolCall) -> bytes:
+        delta = {"tool_calls": [{"index": tool_call.index, **_called(tool_call)}]}
+        return self._chunk({"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None})
+
     def last(self, choice: AnswerChoice) -> bytes:
         return self._chunk({"index": choice.index, "delta": {}, "logprobs": None, **self._end(choice)})
 
@@ -299,15 +282,15 @@ class ChatFormat(AnswerFormat):
         return {"content": self._logprobs.chat(delta.logprobs), "refusal": None}
 
 
-class CompletionFormat(AnswerFormat):
-    """The format of `/v1/completions`."""
+class CompletionFormat(_Format):
+    """An AnswerFormat for `/v1/completions`."""
 
     ID_PREFIX = "cmpl-"
     CHUNK = "text_completion"
     WHOLE = "text_completion"
 
-    def __init__(self, answer: Answer, created_s: int) -> None:
-        super().__init__(answer, created_s)
+    def __init__(self, answer: Answer, logprobs: LogprobsFormat, created_s: int) -> None:
+        super().__init__(answer, logprobs, created_s)
         self._num_chars = [0] * len(answer.choices)  # shown of each choice, by the texts of single tokens
         self._echoes: dict[int, Columns] = {}  # by the first choice of the prompt, for its other choices
         self._num_echoed: Counter[int] = Counter()  # by the same
@@ -335,6 +318,9 @@ class CompletionFormat(AnswerFormat):
         if self._call.sampling.logprobs is not None:
             body["logprobs"] = self._logprobs_of(choice, delta)
         return self._chunk(body | {"finish_reason": None})
+
+    def tool_call(self, choice: AnswerChoice, tool_call: ToolCall) -> bytes:
+        raise AssertionError("a completion calls no tools")
 
     def last(self, choice: AnswerChoice) -> bytes:
         return self._chunk({"index": choice.index, "text": "", "logprobs": None, **self._end(choice)})
@@ -410,8 +396,3 @@ def _result(work: Generator[bytes, None, Columns]) -> Columns:
         except StopIteration as end:
             assert isinstance(end.value, Columns)
             return end.value
-
-
-def answer_format(answer: Answer, created_s: int) -> AnswerFormat:
-    """Return the wire format of a chat or of a completion. created_s: in seconds since 1970."""
-    return (ChatFormat if answer.call.is_chat else CompletionFormat)(answer, created_s)
