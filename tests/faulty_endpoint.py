@@ -54,7 +54,7 @@ class FaultyEndpoint(KvEndpoint):
         super()._on_part_event(event)
 
     def units_per_page(self, transfer: bytes) -> int:
-        """Of the source."""
+        """Return how many units one page of the source holds."""
         return self._transfers[transfer].handoff._context.plan.source.units_per_page
 
     def link_of(self, transfer: bytes) -> Link:

@@ -19,10 +19,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import ExitStack, asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, contextmanager, suppress
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeAlias
 
 from baton.bench.clusters import WatchedCluster, served_cluster
 from baton.bench.faults.clients import Clients, Question, make_questions
@@ -103,7 +103,7 @@ class RayNodes:
         return next(address for address in self._processes if pid in self.pids(address))
 
     def kill_raylet(self, address: str) -> None:
-        """Kill a node's raylet; the node's other processes of Ray end by themselves."""
+        """Kill the raylet of a node."""
         for pid in self.pids(address):
             if b"/raylet" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0]:
                 os.kill(pid, signal.SIGKILL)
@@ -152,44 +152,44 @@ async def _seconds_until_replaced(cluster: WatchedCluster, name: str, before: st
     return time.perf_counter() - begin_s
 
 
-async def frozen_node(
-    nodes: RayNodes, cluster: WatchedCluster, questions: Sequence[Question], num_streams: int
+@contextmanager
+def frozen(nodes: RayNodes, address: str) -> Iterator[None]:
+    """Freeze every process of a node."""
+    pids = nodes.pids(address)
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+
+
+@contextmanager
+def killed(nodes: RayNodes, address: str) -> Iterator[None]:
+    """Kill a node's raylet; the node's other processes of Ray end by themselves."""
+    nodes.kill_raylet(address)
+    yield
+
+
+NodeFault: TypeAlias = Callable[[RayNodes, str], AbstractContextManager[None]]
+
+
+async def lost_node(
+    nodes: RayNodes, cluster: WatchedCluster, clients: Clients, fault: NodeFault
 ) -> list[Row]:
-    """Freeze every process of the node with the decode worker, under load."""
-    clients = Clients(cluster.url, questions, 0, num_streams)
+    """Have the node with the decode worker fail, under load."""
+    name = f"{fault.__name__} node"
     async with clients.asking():
         await asyncio.sleep(LOAD_S)
         before = await cluster.worker_id("decode-0")
-        frozen = nodes.pids(nodes.node_of((await cluster.pids())["decode-0"]))
-        for pid in frozen:
-            os.kill(pid, signal.SIGSTOP)
-        try:
+        with fault(nodes, nodes.node_of((await cluster.pids())["decode-0"])):
             replaced_s = await _seconds_until_replaced(cluster, "decode-0", before)
             await asyncio.sleep(LOAD_S)
-        finally:
-            for pid in frozen:
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGCONT)
     return [
-        *clients.answer_rows("frozen node"),
-        at_most("frozen node: new worker after", replaced_s, "s", REPLACED_S),
-    ]
-
-
-async def killed_node(
-    nodes: RayNodes, cluster: WatchedCluster, questions: Sequence[Question], num_streams: int
-) -> list[Row]:
-    """Kill the raylet of the node with the decode worker, under load."""
-    clients = Clients(cluster.url, questions, 2, num_streams)
-    async with clients.asking():
-        await asyncio.sleep(LOAD_S)
-        before = await cluster.worker_id("decode-0")
-        nodes.kill_raylet(nodes.node_of((await cluster.pids())["decode-0"]))
-        replaced_s = await _seconds_until_replaced(cluster, "decode-0", before)
-        await asyncio.sleep(LOAD_S)
-    return [
-        *clients.answer_rows("killed node"),
-        at_most("killed node: new worker after", replaced_s, "s", REPLACED_S),
+        *clients.answer_rows(name),
+        at_most(f"{name}: new worker after", replaced_s, "s", REPLACED_S),
     ]
 
 
@@ -229,13 +229,15 @@ async def measure(options: argparse.Namespace, report: Report) -> None:
     report.tell("starting Ray")
     async with ray_cluster() as (nodes, cluster):
         report.tell("a node freezes")
-        report.rows += await frozen_node(nodes, cluster, questions, options.streams)
+        clients = Clients(cluster.url, questions, 0, options.streams)
+        report.rows += await lost_node(nodes, cluster, clients, frozen)
         report.tell("the head is away")
         report.rows += await head_away(nodes, cluster, questions, options.streams, options.head_away)
     report.tell("starting Ray again")
     async with ray_cluster() as (nodes, cluster):
         report.tell("a node dies")
-        report.rows += await killed_node(nodes, cluster, questions, options.streams)
+        clients = Clients(cluster.url, questions, 2, options.streams)
+        report.rows += await lost_node(nodes, cluster, clients, killed)
 
 
 SUITE: Final = Suite(

@@ -49,7 +49,7 @@ MAX_BACK_OFF_S: Final = 1.0
 MAX_STRIKES: Final = 2
 RETRY_AFTER_S: Final = 1.0
 DOUBT_S: Final = 1.0  # a broken connection is back by then
-SILENT_BEFORE_S: Final = 1.0  # longer than between two pings
+SILENT_BEFORE_S: Final = 1.0  # of silence; more than between two pings
 NODE_ENDS_S: Final = 1.0  # from one worker of a lost node to the next; no worker starts so fast
 
 
