@@ -51,6 +51,7 @@ from baton.rpc.process import raise_descriptor_limit
 Serve: TypeAlias = Callable[[asyncio.Event], Coroutine[Any, Any, None]]
 Message: TypeAlias = Report | Loading | LoopAlive
 Tell: TypeAlias = Callable[[Message], None]
+Run: TypeAlias = Callable[[Assignment, KeyRing, threading.Event, Tell], None]  # see `run`
 
 LOADING_EVERY_S: Final = 0.5
 ORPHANED: Final = 3  # exit status
@@ -140,8 +141,8 @@ def _run_loop(serve: Serve, stop: threading.Event) -> None:
         stop.set()  # lets the thread go
 
 
-def main() -> int:
-    """Run the process that stdin describes, and return its exit status."""
+def main(run: Run = run) -> int:
+    """Run the process that stdin describes, and return its exit status. run: as the `run` of this module."""
     given = msgspec.json.decode(_stdin().readline(), type=Assignment)
     reports = _take_stdout()
     setproctitle(f"baton {given.name}")

@@ -13,6 +13,7 @@ from typing import Final
 
 from baton.cluster import process
 from baton.cluster.runtimes.base import Assignment
+from baton.rpc.auth import KeyRing
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 LOOK_S: Final = 0.02
@@ -60,16 +61,13 @@ def modules_of(files: set[str]) -> set[str]:
 
 
 def main() -> int:
-    run = process.run
-
-    def run_named(given: Assignment, *rest: object, **named: object) -> None:
+    def run_named(given: Assignment, ring: KeyRing, stop: threading.Event, tell: process.Tell) -> None:
         global process_name
         process_name = given.name
-        run(given, *rest, **named)  # type: ignore[arg-type]
+        process.run(given, ring, stop, tell)
 
-    process.run = run_named
     Recorder(Path(sys.argv[1])).install()
-    return process.main()
+    return process.main(run_named)
 
 
 if __name__ == "__main__":

@@ -21,11 +21,12 @@ import threading
 from collections.abc import Callable
 from enum import Enum
 from functools import cache
-from typing import Any, Final, NamedTuple, Self
+from typing import Final, NamedTuple, Self
 
 from baton.cluster import process
 from baton.cluster.runtimes.base import Assignment
 from baton.messages.workers import Address
+from baton.rpc.auth import KeyRing
 from baton.rpc.server import RpcServer
 
 CHUNK_BYTES: Final = 1 << 16
@@ -284,14 +285,15 @@ def _lead_through_proxies(dialer: str, port: int, kind: str) -> None:
 
 def main() -> int:
     """Run a process of the cluster behind proxies; the argument is the switchboard's port."""
-    port, run = int(sys.argv[1]), process.run
+    port = int(sys.argv[1])
 
-    def run_behind_proxies(given: Assignment, *rest: Any, **named: Any) -> None:
+    def run_behind_proxies(
+        given: Assignment, ring: KeyRing, stop: threading.Event, tell: process.Tell
+    ) -> None:
         _lead_through_proxies(given.name, port, given.kind)
-        run(given, *rest, **named)
+        process.run(given, ring, stop, tell)
 
-    process.run = run_behind_proxies
-    return process.main()
+    return process.main(run_behind_proxies)
 
 
 if __name__ == "__main__":

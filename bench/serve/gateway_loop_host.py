@@ -72,8 +72,7 @@ def main() -> int:
 
             stub.run(given, ring, stop, tell_and_watch)
 
-        process.run = run_watched
-        return process.main()
+        return process.main(run_watched)
 
 
 if __name__ == "__main__":

@@ -47,7 +47,6 @@ FIRST_TOKEN: Final = 10
 UNUSED_PORT: Final = 9  # no pages move
 MAX_NUM_SEQS: Final = 256
 NUM_PAGES: Final = 1 << 20
-RUN: Final = process.run
 
 
 @dataclass(slots=True)
@@ -237,9 +236,8 @@ def run(given: Assignment, ring: KeyRing, stop: threading.Event, tell: process.T
         config = msgspec.json.decode(given.config, type=WorkerConfig)
         asyncio.run(serve(config, ring, float(sys.argv[1]), stop, tell))
     else:
-        RUN(given, ring, stop, tell)
+        process.run(given, ring, stop, tell)
 
 
 if __name__ == "__main__":
-    process.run = run
-    sys.exit(process.main())
+    sys.exit(process.main(run))
