@@ -31,7 +31,7 @@ page p of each rank's pool. An agent in the process of each other rank moves tha
     endpoint.close()
     engine.close()
 
-The endpoint owns the agents and closes them. When a rank is lost, each transfer that has a part at this rank
+The endpoint owns the agents and closes them. When a rank is lost, each transfer that has a shard at this rank
 ends once, and no new transfer begins: the replica has to be loaded again.
 """
 
@@ -74,15 +74,14 @@ from baton.kvtransfer.protocol.messages import (
     WantedPage,
 )
 from baton.kvtransfer.protocol.source import Pin, SourceHandoff, pin_nothing
-from baton.kvtransfer.protocol.transfer_plan import plan_transfer
+from baton.kvtransfer.protocol.transfer_plan import default_layer_groups, plan_transfer
 from baton.kvtransfer.ranks.executor import CompletedSteps, RankExecutor
 from baton.kvtransfer.ranks.messages import (
     Command,
-    ForgetPart,
-    PartEvent,
+    ForgetShard,
     RankSettings,
     Route,
-    default_layer_groups,
+    ShardEvent,
 )
 from baton.kvtransfer.ranks.ranks import RankAgents, Ranks, RemoteRank
 from baton.kvtransfer.transports.base import AUTO
@@ -149,7 +148,7 @@ class Routing(Protocol):
         ...
 
     def routes(self, link: Link, num_layer_groups: int, *, is_source: bool) -> Sequence[Route]:
-        """Return one route for each part of a transfer over the link, in the order of the parts.
+        """Return one route for each shard of a transfer over the link, in the order of the shards.
 
         is_source: this replica is the source. Raises ValueError when there are more groups than layers.
         """
@@ -269,9 +268,9 @@ class PageEndpoint(ABC):
         """Append pages to the transfer and send all units that are computed.
 
         pages: the pages that follow the pages offered before. num_units: all units computed so far; on a GPU,
-        by the stream that is current here and in `poll`. Other ranks send their parts once they have computed
-        them. group: the group of layers that is computed; only the first group's offer contains the pages.
-        Does nothing when the transfer is not open.
+        by the stream that is current here and in `poll`. Other ranks send their shards once they have
+        computed them. group: the group of layers that is computed; only the first group's offer contains the
+        pages. Does nothing when the transfer is not open.
         """
         opened = self._transfers.get(transfer)
         if opened is not None and isinstance(opened.handoff, SourceHandoff):
@@ -335,10 +334,10 @@ class PageEndpoint(ABC):
                 self._perform(opened, opened.handoff.peer_lost())
         self._ranks.drop(link)
 
-    def _on_part_event(self, event: PartEvent) -> None:
+    def _on_shard_event(self, event: ShardEvent) -> None:
         opened = self._transfers.get(event.transfer)
         if opened is not None:
-            self._perform(opened, opened.handoff.on_part_event(event))
+            self._perform(opened, opened.handoff.on_shard_event(event))
 
     def _tick(self) -> None:
         """Check leases and deadlines, send heartbeats, and remove the transfers that are over."""
@@ -349,8 +348,8 @@ class PageEndpoint(ABC):
         for opened in self._open_transfers():
             handoff = opened.handoff
             if handoff.is_closed:
-                for part, route in enumerate(handoff.routes):
-                    self._ranks.perform(route.rank, ForgetPart(transfer=handoff.transfer, part=part))
+                for shard, route in enumerate(handoff.routes):
+                    self._ranks.perform(route.rank, ForgetShard(transfer=handoff.transfer, shard=shard))
                 del self._transfers[handoff.transfer]
 
     # Actions of the hand-offs.
@@ -363,7 +362,7 @@ class PageEndpoint(ABC):
                 case Finished():
                     self._finished(opened.handoff, action)
                 case _:
-                    self._ranks.perform(opened.handoff.routes[action.part].rank, action)
+                    self._ranks.perform(opened.handoff.routes[action.shard].rank, action)
 
     def _finished(self, handoff: SourceHandoff | DestinationHandoff, finished: Finished) -> None:
         times = handoff.timeline.end() if isinstance(handoff, SourceHandoff) else None
@@ -400,9 +399,9 @@ class PageEndpoint(ABC):
         if num_groups > self.settings.layout.num_layers:
             return f"the transfer has {num_groups} groups of {self.settings.layout.num_layers} layers"
         context = self._context(link, request.transfer, num_groups, is_source=True)
-        num_parts = len(context.routes)
-        if request.num_parts != num_parts:
-            return f"the transfer has {request.num_parts} parts, the ranks of both sides need {num_parts}"
+        num_shards = len(context.routes)
+        if request.num_shards != num_shards:
+            return f"the transfer has {request.num_shards} shards, the ranks of both sides need {num_shards}"
         if isinstance(request, PullRequest):
             return None  # the hand-off checks the rest and refuses the pull without dropping the link
         if request.position % self._page_tokens(link):
@@ -501,7 +500,7 @@ class KvEndpoint(PageEndpoint):
             incarnation,
             transports,
             inbox,
-            self._on_part_event,
+            self._on_shard_event,
             clock=clock,
             dropped=dropped,
             steps=steps,
@@ -525,7 +524,7 @@ class KvEndpoint(PageEndpoint):
         except OSError:  # the address is in use
             ranks.close()
             raise
-        ranks.start(inbox, self._on_part_event, self._on_rank_lost)
+        ranks.start(inbox, self._on_shard_event, self._on_rank_lost)
         if isinstance(ring := settings.key, KeyRing):
             self._follow_keys(ring)
 
@@ -595,8 +594,8 @@ class KvEndpoint(PageEndpoint):
         """
         for opened in self._open_transfers():
             handoff = opened.handoff
-            parts = [part for part, route in enumerate(handoff.routes) if route.rank == rank.rank]
-            if parts:
+            shards = [shard for shard, route in enumerate(handoff.routes) if route.rank == rank.rank]
+            if shards:
                 self._perform(opened, handoff.fail(f"rank {rank.rank} is lost"))
-            for part in parts if rank.is_dead else ():
-                self._perform(opened, handoff.rank_died(part))
+            for shard in shards if rank.is_dead else ():
+                self._perform(opened, handoff.rank_died(shard))

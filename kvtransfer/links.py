@@ -23,8 +23,7 @@ from typing import Final, TypeAlias, TypeVar
 from baton.clock import Clock
 from baton.errors import BatonError, ConfigError, TransferFailed, WireError
 from baton.kvtransfer.protocol.messages import AnyMessage, EndpointHello, ListenerAddresses, decode, encode
-from baton.kvtransfer.protocol.transfer_plan import check_same_model
-from baton.kvtransfer.ranks.messages import parts_of
+from baton.kvtransfer.protocol.transfer_plan import check_same_model, shards_of
 from baton.kvtransfer.transports.base import TransportSet
 from baton.kvtransfer.transports.listener import Listener, listen
 from baton.messages.bounds import LINK_TIMEOUT_S, schema_hash
@@ -241,7 +240,7 @@ class Peers:
         `close` or without another thread.
         """
         try:
-            for ranks in parts_of(self._hello.layout, link.hello.layout):
+            for ranks in shards_of(self._hello.layout, link.hello.layout):
                 self._transports.order(
                     self._listeners.ranks[ranks.source], link.listeners.ranks[ranks.destination]
                 )

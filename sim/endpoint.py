@@ -217,13 +217,13 @@ class Pieces:
             self._process.post(lambda: piece.on_end(digests, reason))
 
 
-PART: Final = 0  # the only part: one rank at either end, one group of layers
+SHARD: Final = 0  # the only shard: one rank at either end, one group of layers
 LAYERS: Final = (0, 1)
 
 
 @dataclass(slots=True)
 class _Incoming:
-    order: messages.OpenPart
+    order: messages.OpenShard
     plan: TransferPlan
     found: bytearray  # digests of the units that came
     is_registered: bool = False
@@ -244,7 +244,7 @@ class SimRank:
         process: SimProcess,
         engine: SimEngine,
         layout: PageLayout,
-        emit: Callable[[messages.PartEvent], None],
+        emit: Callable[[messages.ShardEvent], None],
         network: Network,
         random: Random,
     ) -> None:
@@ -278,22 +278,22 @@ class SimRank:
     def perform(self, rank: int, command: messages.Command) -> None:
         """See Routing."""
         match command:
-            case messages.OpenPart():
+            case messages.OpenShard():
                 self._open(command)
-            case messages.ClosePart():
+            case messages.CloseShard():
                 self._close(command)
             case messages.HashUnits():
                 self._hash(self._incoming[command.transfer], command.first, command.stop)
-            case messages.VerifyPart():
+            case messages.VerifyShard():
                 self._verify(command)
             case messages.ReachPeer():
                 self._reach(command)
-            case messages.PushPart():
+            case messages.PushShard():
                 self._push(command)
-            case messages.StopPart():
+            case messages.StopShard():
                 self.pieces.stop(command.transfer)
-                self._emit(messages.PartStopped(transfer=command.transfer, part=PART))
-            case messages.ForgetPart():
+                self._emit(messages.ShardStopped(transfer=command.transfer, shard=SHARD))
+            case messages.ForgetShard():
                 self._incoming.pop(command.transfer, None)
                 self._outgoing.pop(command.transfer, None)
             case messages.DropLink():
@@ -303,82 +303,84 @@ class SimRank:
         """A peer's process is known to be dead: it reads and writes no more."""
         self.pieces.target_died(incarnation)
         for transfer in self.registrations.writer_died(incarnation):
-            self._emit(messages.WriterDied(transfer=transfer, part=PART))
+            self._emit(messages.WriterDied(transfer=transfer, shard=SHARD))
 
     # The destination's side.
 
-    def _open(self, order: messages.OpenPart) -> None:
-        part = self._incoming.get(order.transfer)
-        if part is None:
+    def _open(self, order: messages.OpenShard) -> None:
+        shard = self._incoming.get(order.transfer)
+        if shard is None:
             plan = plan_transfer(order.source.layout, self._layout, 0, 0)
-            part = _Incoming(order, plan, bytearray(order.num_units * DIGEST_BYTES))
-            self._incoming[order.transfer] = part
+            shard = _Incoming(order, plan, bytearray(order.num_units * DIGEST_BYTES))
+            self._incoming[order.transfer] = shard
         registration = ReceiveRegistration(
             id=order.transfer,
             epoch=order.epoch,
-            plan=part.plan,
+            plan=shard.plan,
             num_units=order.num_units,
             pages=order.pages,
             writer=order.source.listeners.incarnation,
             may_write_directly=self.pieces.is_direct(order.source.listeners.incarnation),
         )
-        if part.is_registered:
+        if shard.is_registered:
             self.registrations.reopen(registration)
         else:
             self.registrations.add(registration)
-        part.is_registered = True
+        shard.is_registered = True
         self.open_pages.update(zip(order.pages, order.generations, strict=True))
-        self._emit(messages.PartOpened(transfer=order.transfer, part=PART))
+        self._emit(messages.ShardOpened(transfer=order.transfer, shard=SHARD))
 
-    def _close(self, command: messages.ClosePart) -> None:
+    def _close(self, command: messages.CloseShard) -> None:
         transfer = command.transfer
         for page in self._incoming[transfer].order.pages:
             self.open_pages.pop(page, None)
         if command.is_confirmed:
             self.registrations.release(transfer)
-        stopped = messages.WriterStopped(transfer=transfer, part=PART)
+        stopped = messages.WriterStopped(transfer=transfer, shard=SHARD)
         self.registrations.close(transfer, on_safe=lambda: self._emit_later(stopped))
 
-    def _hash(self, part: _Incoming, first: int, stop: int) -> None:
+    def _hash(self, shard: _Incoming, first: int, stop: int) -> None:
         for unit in range(first, stop):
-            _, place = self.memory.place(part.order.pages, unit, part.plan.unit_tokens)
-            part.found[unit * DIGEST_BYTES : (unit + 1) * DIGEST_BYTES] = digest(self.memory.bytes[place])
+            _, place = self.memory.place(shard.order.pages, unit, shard.plan.unit_tokens)
+            shard.found[unit * DIGEST_BYTES : (unit + 1) * DIGEST_BYTES] = digest(self.memory.bytes[place])
 
-    def _verify(self, command: messages.VerifyPart) -> None:
+    def _verify(self, command: messages.VerifyShard) -> None:
         corrupt = tuple(differing_units(command.digests, bytes(self._incoming[command.transfer].found)))
-        self._emit_later(messages.PartVerified(transfer=command.transfer, part=PART, corrupt_units=corrupt))
+        self._emit_later(
+            messages.ShardVerified(transfer=command.transfer, shard=SHARD, corrupt_units=corrupt)
+        )
 
     # The source's side.
 
     def _reach(self, order: messages.ReachPeer) -> None:
         plan = plan_transfer(self._layout, order.destination.layout, 0, 0)
         self._outgoing[order.transfer] = _Outgoing(order, plan)
-        reached = messages.PartReached(transfer=order.transfer, part=PART, transport="shm")
+        reached = messages.ShardReached(transfer=order.transfer, shard=SHARD, transport="shm")
         self.process.later(self._network.delay_s(), lambda: self._emit_later(reached))
 
-    def _push(self, order: messages.PushPart) -> None:
-        part = self._outgoing[order.transfer]
-        part.pages += order.more_pages
+    def _push(self, order: messages.PushShard) -> None:
+        shard = self._outgoing[order.transfer]
+        shard.pages += order.more_pages
         piece = SimPiece(
             order.transfer,
-            part.order.epoch,
+            shard.order.epoch,
             order.first,
             order.stop,
-            part.plan.unit_tokens,
-            part.pages,
-            part.order.pages,
-            part.order.generations,
+            shard.plan.unit_tokens,
+            shard.pages,
+            shard.order.pages,
+            shard.order.generations,
             lambda digests, reason: self._pushed(piece, digests, reason),
         )
-        self.pieces.push(self, part.order.destination.listeners.incarnation, piece)
+        self.pieces.push(self, shard.order.destination.listeners.incarnation, piece)
 
     def _pushed(self, piece: SimPiece, digests: bytes | None, reason: str) -> None:
         """digests: of the piece's units; None when they were not written."""
         is_done = digests is not None
         self._emit(
-            messages.PartWritten(
+            messages.ShardWritten(
                 transfer=piece.transfer,
-                part=PART,
+                shard=SHARD,
                 first=piece.first,
                 stop=piece.stop,
                 outcome=PieceOutcome(
@@ -390,12 +392,12 @@ class SimRank:
             )
         )
         if digests is not None:
-            hashed = messages.PartHashed(
-                transfer=piece.transfer, part=PART, first=piece.first, stop=piece.stop, digests=digests
+            hashed = messages.ShardHashed(
+                transfer=piece.transfer, shard=SHARD, first=piece.first, stop=piece.stop, digests=digests
             )
             self._emit(hashed)
 
-    def _emit_later(self, event: messages.PartEvent) -> None:
+    def _emit_later(self, event: messages.ShardEvent) -> None:
         self.process.post(lambda: self._emit(event))
 
 
@@ -451,7 +453,7 @@ class SimEndpoint(PageEndpoint):
         settings = EndpointSettings(
             key=b"", fingerprint=FINGERPRINT, layout=_layout(engine.machine.page_size), timing=TIMING
         )
-        self.rank = rank = SimRank(process, engine, settings.layout, self._on_part_event, network, random)
+        self.rank = rank = SimRank(process, engine, settings.layout, self._on_shard_event, network, random)
         super().__init__(settings, rank.incarnation, engine.pages, process.clock, rank)
         self.pin = engine.pin
         self.process = process

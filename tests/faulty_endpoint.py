@@ -5,7 +5,7 @@ from typing import Any
 from baton.kvtransfer.endpoint import KvEndpoint
 from baton.kvtransfer.links import Link
 from baton.kvtransfer.protocol.messages import AnyMessage, Commit, Wrote
-from baton.kvtransfer.ranks.messages import PartEvent, PartReached
+from baton.kvtransfer.ranks.messages import ShardEvent, ShardReached
 from baton.kvtransfer.transports.pages import PageMemory
 from baton.pages import PageLayout
 
@@ -24,18 +24,18 @@ def layout(page_size: int = 16, head_dim: int = 32, num_ranks: int = 1, num_kv_h
 class FaultyEndpoint(KvEndpoint):
     """Aborts a transfer when it comes to a point: "before Commit", "after Grant" and the like.
 
-    Of each of the next `num_flips` pieces of part 0 one bit is flipped when it arrives.
+    Of each of the next `num_flips` pieces of shard 0 one bit is flipped when it arrives.
     """
 
     abort_at = ""
     num_flips = 0
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        self.transport_of: dict[int, str] = {}  # part -> by which it left last
+        self.transport_of: dict[int, str] = {}  # shard -> by which it left last
         super().__init__(*arguments, **options)
 
     def _received(self, link: Link, message: AnyMessage) -> None:
-        if isinstance(message, Wrote | Commit) and message.part == 0 and self.num_flips:
+        if isinstance(message, Wrote | Commit) and message.shard == 0 and self.num_flips:
             self._flip(message)
         transfer = getattr(message, "transfer", b"")
         self.come_to(f"before {type(message).__name__}", transfer)
@@ -48,10 +48,10 @@ class FaultyEndpoint(KvEndpoint):
         page = handoff.pages[(wrote.stop - 1) // handoff._context.plan.destination.units_per_page]
         memory.view()[page * memory.page_bytes + 5] ^= 0x10
 
-    def _on_part_event(self, event: PartEvent) -> None:
-        if isinstance(event, PartReached):
-            self.transport_of[event.part] = event.transport
-        super()._on_part_event(event)
+    def _on_shard_event(self, event: ShardEvent) -> None:
+        if isinstance(event, ShardReached):
+            self.transport_of[event.shard] = event.transport
+        super()._on_shard_event(event)
 
     def units_per_page(self, transfer: bytes) -> int:
         """Return how many units one page of the source holds."""

@@ -29,7 +29,7 @@ def handoff_context(
     ranks: Sequence[int] = (0,),
     units_per_page: tuple[int, int] = (1, 1),
 ) -> HandoffContext:
-    """ranks: of ours that carry out the parts. units_per_page: of the source and the destination."""
+    """ranks: of ours that carry out the shards. units_per_page: of the source and the destination."""
     sides = [msgspec.structs.replace(PEER_RANK.layout, page_size=num_units) for num_units in units_per_page]
     routes = [Route(rank, PEER_RANK, (0, 1)) for rank in ranks]
     return HandoffContext(ledger, clock, TIMING, plan_transfer(*sides, 0, 0), routes, 1, bytes(32))

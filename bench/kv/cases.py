@@ -30,7 +30,8 @@ from baton.bench.traces import TraceRequest
 from baton.engine.cache.page_pool import PageState
 from baton.engine.scheduler.sequence import ScheduledChunk
 from baton.kvtransfer.endpoint import KvEndpoint
-from baton.kvtransfer.protocol.handoff import HandoffOutcome, Timing, TransferTimes
+from baton.kvtransfer.protocol.handoff import HandoffOutcome, Timing
+from baton.kvtransfer.protocol.timeline import TransferTimes
 from baton.pages import PageLayout
 from baton.request import SamplingParams
 

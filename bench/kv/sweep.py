@@ -27,7 +27,7 @@ from baton.bench.kv.limits import (
 from baton.bench.report import Row, at_least, plot_lines
 from baton.kernels.copy_runs import copy_runs
 from baton.kernels.huge_pages import huge_zeros
-from baton.kvtransfer.protocol.handoff import TransferTimes
+from baton.kvtransfer.protocol.timeline import TransferTimes
 from baton.kvtransfer.protocol.transfer_plan import plan_transfer
 
 MEBIBYTE: Final = 2**20

@@ -3,14 +3,14 @@
 The life of a transfer at the destination:
 
 1. `grant` tells the source which pages to write, or `pull` requests pages that a holder has. The pages then
-   have several owners: the request's lease, and one writer, another process, for each part. The message waits
-   until every rank has opened its part: a rank in another process has to receive its order first, and on a
-   GPU the steps that may still write the pages have to end.
-2. The source writes the bytes of each part. Wrote and Commit name units that are written, and the destination
-   takes their digests. Wrote and Extend renew the lease.
-3. Commit ends the writing of a part. The part's receive registration closes; once no byte can be written, the
-   writer's hold ends and the destination compares the part's digests.
-4. When all parts are verified, the sequence adopts the pages, and the destination sends Verified. Corrupt
+   have several owners: the request's lease, and one writer, another process, for each shard. The message
+   waits until every rank has opened its shard: a rank in another process has to receive its order first, and
+   on a GPU the steps that may still write the pages have to end.
+2. The source writes the bytes of each shard. Wrote and Commit name units that are written, and the
+   destination takes their digests. Wrote and Extend renew the lease.
+3. Commit ends the writing of a shard. The shard's receive registration closes; once no byte can be written,
+   the writer's hold ends and the destination compares the shard's digests.
+4. When all shards are verified, the sequence adopts the pages, and the destination sends Verified. Corrupt
    units are requested once more, under a new writer's hold. If they are corrupt again, the engine computes
    the tokens.
 5. An abort, a lost peer or an expired lease ends the transfer in any state: one Finished, the lease released.
@@ -24,10 +24,10 @@ The life of a transfer at the destination:
     CLOSING     all; Commit, Released and PullRefused confirm that a writer has stopped
     CLOSED      all; none has an effect
 
-Wrote and Commit are illegal for a part that has committed, unless its units were corrupt. Messages of another
-epoch have no effect; an Abort of epoch 0 comes from a process that does not know the transfer and therefore
-never wrote. An illegal message raises ProtocolError and changes nothing: the caller drops the link and calls
-`peer_lost`.
+Wrote and Commit are illegal for a shard that has committed, unless its units were corrupt. Messages of
+another epoch have no effect; an Abort of epoch 0 comes from a process that does not know the transfer and
+therefore never wrote. An illegal message raises ProtocolError and changes nothing: the caller drops the link
+and calls `peer_lost`.
 """
 
 from collections.abc import Sequence
@@ -49,8 +49,8 @@ from baton.kvtransfer.protocol.messages import (
     MAX_DIGESTS,
     MAX_DURATION_MS,
     MAX_PAGES,
-    MAX_PARTS,
     MAX_PULLED_PAGES,
+    MAX_SHARDS,
     Abort,
     AnyMessage,
     Commit,
@@ -65,13 +65,13 @@ from baton.kvtransfer.protocol.messages import (
     Wrote,
 )
 from baton.kvtransfer.ranks.messages import (
-    ClosePart,
+    CloseShard,
     HashUnits,
-    OpenPart,
-    PartEvent,
-    PartOpened,
-    PartVerified,
-    VerifyPart,
+    OpenShard,
+    ShardEvent,
+    ShardOpened,
+    ShardVerified,
+    VerifyShard,
     WriterDied,
     WriterStopped,
 )
@@ -87,19 +87,19 @@ class TransferSize:
 
     transfer: bytes  # its id, ID_BYTES bytes
     num_units: int
-    num_parts: int
+    num_shards: int
     deadline_s: float  # the longest duration of the whole transfer
     position: int = 0  # in its sequence, of the first token to move
     num_layer_groups: int = 1
 
     def __post_init__(self) -> None:
-        if not 1 <= self.num_units <= MAX_PAGES or self.num_units * self.num_parts > MAX_DIGESTS:
+        if not 1 <= self.num_units <= MAX_PAGES or self.num_units * self.num_shards > MAX_DIGESTS:
             raise ValueError(
-                f"a transfer has 1 to {MAX_PAGES} units, and at most {MAX_DIGESTS} in all parts together; "
-                f"got {self.num_units} units in {self.num_parts} parts"
+                f"a transfer has 1 to {MAX_PAGES} units, and at most {MAX_DIGESTS} in all shards together; "
+                f"got {self.num_units} units in {self.num_shards} shards"
             )
-        if not 1 <= self.num_parts <= MAX_PARTS:
-            raise ValueError(f"a transfer has 1 to {MAX_PARTS} parts, got {self.num_parts}")
+        if not 1 <= self.num_shards <= MAX_SHARDS:
+            raise ValueError(f"a transfer has 1 to {MAX_SHARDS} shards, got {self.num_shards}")
         if not 0 < self.deadline_s <= MAX_DURATION_MS / 1000:
             longest_s = MAX_DURATION_MS // 1000
             raise ValueError(f"a transfer's deadline is in (0, {longest_s}] s, got {self.deadline_s}")
@@ -127,8 +127,8 @@ def check_pull(wanted: Sequence[WantedPage], num_pages: int) -> None:
             raise ValueError(f"page {page} of generation {generation} is out of range")
 
 
-class ReceivePart:
-    """One part of an incoming transfer: the state of its writer, its digests and its corrupt units."""
+class DestinationShard:
+    """One shard of an incoming transfer: the state of its writer, its digests and its corrupt units."""
 
     def __init__(self, number: int, transfer: bytes) -> None:
         self.writer: Owner = ("writer", transfer, number)  # the writer's owner id in the ledger
@@ -140,9 +140,9 @@ class ReceivePart:
         self._num_written = 0  # units that Wrote and Commit name; each unit is then read and hashed
 
     def accepts(self, message: Wrote | Commit, num_units: int) -> bool:
-        """Return True when the message is legal for a part of `num_units` units.
+        """Return True when the message is legal for a shard of `num_units` units.
 
-        A committed part accepts no message until `open_again`. The source writes each unit once, and once
+        A committed shard accepts no message until `open_again`. The source writes each unit once, and once
         more after `open_again`.
         """
         num_written = self._num_written + message.stop - message.first
@@ -183,7 +183,7 @@ class DestinationHandoff(Handoff):
         super().__init__(size.transfer, epoch, context, ("receive", size.transfer), size.deadline_ms)
         self.state = DestinationState.ASKING
         self._size = size
-        self._parts = [ReceivePart(number, self.transfer) for number in range(size.num_parts)]
+        self._shards = [DestinationShard(number, self.transfer) for number in range(size.num_shards)]
         self._is_pull = False
         self._adopter: Owner = None
 
@@ -207,12 +207,12 @@ class DestinationHandoff(Handoff):
             deadline_ms=self._size.deadline_ms,
             num_units=self._size.num_units,
             position=self._size.position,
-            num_parts=self._size.num_parts,
+            num_shards=self._size.num_shards,
             num_layer_groups=self._size.num_layer_groups,
             pages=tuple(self.pages),
             generations=self._generations(),
         )
-        return [*self._open_parts(), *self._send(grant)]
+        return [*self._open_shards(), *self._send(grant)]
 
     def pull(self, adopter: Owner, holder: bytes, wanted: Sequence[WantedPage]) -> list[Action]:
         """Reserve pages and request the contents of the holder's pages `wanted`, in order.
@@ -227,7 +227,7 @@ class DestinationHandoff(Handoff):
             epoch=self.epoch,
             deadline_ms=self._size.deadline_ms,
             num_units=self._size.num_units,
-            num_parts=self._size.num_parts,
+            num_shards=self._size.num_shards,
             holder=holder,
             wanted_pages=tuple(each.page for each in wanted),
             wanted_generations=tuple(each.generation for each in wanted),
@@ -235,39 +235,39 @@ class DestinationHandoff(Handoff):
             pages=tuple(self.pages),
             generations=self._generations(),
         )
-        return [*self._open_parts(), *self._send(pull)]
+        return [*self._open_shards(), *self._send(pull)]
 
-    def on_part_event(self, event: PartEvent) -> list[Action]:
+    def on_shard_event(self, event: ShardEvent) -> list[Action]:
         match event:
-            case PartOpened(part=part):
-                self._opening.discard(part)
+            case ShardOpened(shard=shard):
+                self._opening.discard(shard)
                 return self._send()
-            case WriterStopped(part=part):
-                return self._writer_stopped(part)
+            case WriterStopped(shard=shard):
+                return self._writer_stopped(shard)
             case WriterDied():
                 return self.fail("the source's process died")
-            case PartVerified() if not self.has_ended:
-                self._parts[event.part].corrupt = event.corrupt_units
+            case ShardVerified() if not self.has_ended:
+                self._shards[event.shard].corrupt = event.corrupt_units
                 return self._conclude_verification()
         return []
 
-    def rank_died(self, part: int) -> list[Action]:
-        return self._writer_stopped(part)
+    def rank_died(self, shard: int) -> list[Action]:
+        return self._writer_stopped(shard)
 
-    def _writer_stopped(self, part: int) -> list[Action]:
-        """Release the writer's hold: no byte of the part can be written any more.
+    def _writer_stopped(self, shard: int) -> list[Action]:
+        """Release the writer's hold: no byte of the shard can be written any more.
 
         A writer that stops before its Commit ends the transfer.
         """
-        state = self._parts[part]
+        state = self._shards[shard]
         if state.is_stopped:
             return []
         actions = [] if state.is_committed else self.fail("the writer died")
         state.is_stopped = True
         self._ledger.release(self.pages, state.writer)
         if not self.has_ended:
-            return [VerifyPart(transfer=self.transfer, part=part, digests=state.digests)]
-        if all(other.is_stopped for other in self._parts):
+            return [VerifyShard(transfer=self.transfer, shard=shard, digests=state.digests)]
+        if all(other.is_stopped for other in self._shards):
             self.state = DestinationState.CLOSED
         return actions
 
@@ -295,7 +295,7 @@ class DestinationHandoff(Handoff):
                 return self._end_refused(f"aborted: {message.reason}")
             case PullRefused() if self._is_pull and self.state is DestinationState.ASKING:
                 return [*self._end_refused(f"refused: {message.reason}"), *self._confirm_writers(message)]
-            case Released() if message.part < len(self._parts):
+            case Released() if message.shard < len(self._shards):
                 return [*self.fail("the source stopped writing"), *self._confirm_writers(message)]
             case Extend() | Wrote() | Commit() if self._is_legal(message):
                 if not self._holds_lease():
@@ -315,19 +315,19 @@ class DestinationHandoff(Handoff):
         self.pages = self._ledger.reserve(num_pages, self._lease_owner, self._deadline_s)
         return True
 
-    def _open_parts(self) -> list[Action]:
-        for state in self._parts:
+    def _open_shards(self) -> list[Action]:
+        for state in self._shards:
             self._ledger.add_writer(self.pages, state.writer)
             state.is_stopped = False
         after = self._ledger.free_after(self.pages)
-        return [self._open_part(part, after) for part in range(len(self._parts))]
+        return [self._open_shard(shard, after) for shard in range(len(self._shards))]
 
-    def _open_part(self, part: int, after: int = 0) -> OpenPart:
-        self._opening.add(part)
-        route = self._context.routes[part]
-        return OpenPart(
+    def _open_shard(self, shard: int, after: int = 0) -> OpenShard:
+        self._opening.add(shard)
+        route = self._context.routes[shard]
+        return OpenShard(
             transfer=self.transfer,
-            part=part,
+            shard=shard,
             epoch=self.epoch,
             num_units=self._size.num_units,
             pages=tuple(self.pages),
@@ -345,8 +345,8 @@ class DestinationHandoff(Handoff):
     def _is_legal(self, message: Wrote | Commit | Extend) -> bool:
         if isinstance(message, Extend):
             return True
-        part = self._parts[message.part] if message.part < len(self._parts) else None
-        return part is not None and part.accepts(message, self._size.num_units)
+        shard = self._shards[message.shard] if message.shard < len(self._shards) else None
+        return shard is not None and shard.accepts(message, self._size.num_units)
 
     def _accept(self, message: Wrote | Commit | Extend) -> list[Action]:
         self._extend_lease()
@@ -354,30 +354,32 @@ class DestinationHandoff(Handoff):
             self.state = DestinationState.RECEIVING
         if isinstance(message, Extend):
             return []
-        self._parts[message.part].take(message)
-        hashes = HashUnits(transfer=self.transfer, part=message.part, first=message.first, stop=message.stop)
+        self._shards[message.shard].take(message)
+        hashes = HashUnits(
+            transfer=self.transfer, shard=message.shard, first=message.first, stop=message.stop
+        )
         if isinstance(message, Wrote):
             return [hashes]
-        if all(other.is_committed for other in self._parts):
+        if all(other.is_committed for other in self._shards):
             self.state = DestinationState.VERIFYING
-        return [hashes, self._close_part(message.part, is_confirmed=True)]
+        return [hashes, self._close_shard(message.shard, is_confirmed=True)]
 
-    def _close_part(self, part: int, *, is_confirmed: bool) -> ClosePart:
-        return ClosePart(transfer=self.transfer, part=part, is_confirmed=is_confirmed)
+    def _close_shard(self, shard: int, *, is_confirmed: bool) -> CloseShard:
+        return CloseShard(transfer=self.transfer, shard=shard, is_confirmed=is_confirmed)
 
     def _conclude_verification(self) -> list[Action]:
-        """Adopt the pages, request corrupt units again, or give up; waits for the digests of all parts."""
-        if any(part.corrupt is None for part in self._parts):
+        """Adopt the pages, request corrupt units again, or give up; waits for the digests of all shards."""
+        if any(shard.corrupt is None for shard in self._shards):
             return []
         if not self._holds_lease():
             return self.fail("expired")
-        corrupt = [(number, part) for number, part in enumerate(self._parts) if part.corrupt]
+        corrupt = [(number, shard) for number, shard in enumerate(self._shards) if shard.corrupt]
         if not corrupt:
             return self._adopt()
-        if any(part.was_corrupt for _, part in corrupt):
+        if any(shard.was_corrupt for _, shard in corrupt):
             return self.fail("corrupt twice")
         self.state = DestinationState.RECEIVING
-        return [action for number, part in corrupt for action in self._request_again(number, part)]
+        return [action for number, shard in corrupt for action in self._request_again(number, shard)]
 
     def _adopt(self) -> list[Action]:
         self._ledger.adopt(self.pages, self._lease_owner, self._adopter)
@@ -386,23 +388,23 @@ class DestinationHandoff(Handoff):
         verified = Verified(transfer=self.transfer, epoch=self.epoch)
         return [Finished(self.outcome, ""), *self._send(verified)]
 
-    def _request_again(self, number: int, part: ReceivePart) -> list[Action]:
-        units = part.open_again()
-        self._ledger.add_writer(self.pages, part.writer)
-        corrupt = Corrupt(transfer=self.transfer, epoch=self.epoch, part=number, units=units)
-        return [self._open_part(number), *self._send(corrupt)]
+    def _request_again(self, number: int, shard: DestinationShard) -> list[Action]:
+        units = shard.open_again()
+        self._ledger.add_writer(self.pages, shard.writer)
+        corrupt = Corrupt(transfer=self.transfer, epoch=self.epoch, shard=number, units=units)
+        return [self._open_shard(number), *self._send(corrupt)]
 
     def _end(self) -> list[Action]:
-        writing = [number for number, part in enumerate(self._parts) if not part.is_stopped]
+        writing = [number for number, shard in enumerate(self._shards) if not shard.is_stopped]
         self.state = DestinationState.CLOSING if writing else DestinationState.CLOSED
-        return [self._close_part(number, is_confirmed=False) for number in writing]
+        return [self._close_shard(number, is_confirmed=False) for number in writing]
 
     def _confirm_writers(self, message: AnyMessage) -> list[Action]:
         """Return the actions for a message that confirms, after the end, that writers have stopped."""
-        numbers = range(len(self._parts))
+        numbers = range(len(self._shards))
         if isinstance(message, Commit | Released):
-            numbers = range(message.part, message.part + 1) if message.part in numbers else range(0)
+            numbers = range(message.shard, message.shard + 1) if message.shard in numbers else range(0)
         elif not isinstance(message, PullRefused) and not (isinstance(message, Abort) and not message.epoch):
             return []
-        writing = [number for number in numbers if not self._parts[number].is_stopped]
-        return [self._close_part(number, is_confirmed=True) for number in writing]
+        writing = [number for number in numbers if not self._shards[number].is_stopped]
+        return [self._close_shard(number, is_confirmed=True) for number in writing]

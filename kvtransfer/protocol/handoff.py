@@ -1,8 +1,8 @@
-"""The parts that the source's and the destination's hand-off state machines share.
+"""What the hand-off state machines of the source and the destination share.
 
 A hand-off is a state machine without sockets, threads or device memory. Its caller reports each event by a
 call, and performs the actions that the call returns, in their order: messages to the peer, and commands to
-the ranks that carry out the parts (kvtransfer/ranks/messages.py). The hand-off itself holds and releases its
+the ranks that carry out the shards (kvtransfer/ranks/messages.py). The hand-off itself holds and releases its
 pages in the ledger.
 
 The caller keeps each hand-off until the hand-off is CLOSED. The caller passes on only messages that have the
@@ -12,7 +12,7 @@ know the writers that may have outlived its predecessor. `answer_to_unknown` ans
 
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
-from enum import Enum, StrEnum
+from enum import StrEnum
 from typing import NamedTuple, Protocol, TypeAlias
 
 import msgspec
@@ -26,9 +26,9 @@ from baton.kvtransfer.protocol.messages import (
     Extend,
     Wrote,
 )
+from baton.kvtransfer.protocol.timeline import TransferTimes
 from baton.kvtransfer.protocol.transfer_plan import TransferPlan
-from baton.kvtransfer.ranks.messages import PartCommand, PartEvent, Route
-from baton.kvtransfer.transports.base import PieceOutcome
+from baton.kvtransfer.ranks.messages import Route, ShardCommand, ShardEvent
 
 Owner: TypeAlias = Hashable
 
@@ -129,7 +129,7 @@ class Finished(NamedTuple):
     reason: str
 
 
-Action: TypeAlias = Send | PartCommand | Finished
+Action: TypeAlias = Send | ShardCommand | Finished
 
 
 class Timing(msgspec.Struct, frozen=True, kw_only=True):
@@ -140,13 +140,13 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HandoffContext(NamedTuple):
-    """The ledger, clock, timing and parts of one hand-off."""
+    """The ledger, clock, timing and shards of one hand-off."""
 
     ledger: PageLedger
     clock: Clock
     timing: Timing
-    plan: TransferPlan  # of part 0; all parts count the same units and pages
-    routes: Sequence[Route]  # of each part
+    plan: TransferPlan  # of shard 0; all shards count the same units and pages
+    routes: Sequence[Route]  # of each shard
     link: int  # the number of the link to the peer
     digest_key: bytes
 
@@ -157,8 +157,8 @@ class Handoff(ABC):
     The lease ends `lease_s` after the peer's last message, and at the transfer's time limit at the latest.
     Each call returns the actions that the caller performs, in order. One thread makes all calls.
 
-    Messages to the peer are held back while ranks open their parts. When the transfer ends, the held messages
-    are sent.
+    Messages to the peer are held back while ranks open their shards. When the transfer ends, the held
+    messages are sent.
     """
 
     failure: HandoffOutcome  # the outcome of a transfer that fails on this side
@@ -175,7 +175,7 @@ class Handoff(ABC):
         self._context = context
         self._ledger = context.ledger
         self._lease_owner = lease_owner
-        self._opening: set[int] = set()  # parts that their ranks have not opened yet
+        self._opening: set[int] = set()  # shards that their ranks have not opened yet
         self._held_messages: list[AnyMessage] = []
         now_s = context.clock.now_s()
         self._limit_s = now_s + deadline_ms / 1000
@@ -197,12 +197,12 @@ class Handoff(ABC):
         """Process a message of this transfer. Raises ProtocolError, without an effect, for an illegal one."""
 
     @abstractmethod
-    def on_part_event(self, event: PartEvent) -> list[Action]:
-        """Process an event from the rank of one of the parts."""
+    def on_shard_event(self, event: ShardEvent) -> list[Action]:
+        """Process an event from the rank of one of the shards."""
 
     @abstractmethod
-    def rank_died(self, part: int) -> list[Action]:
-        """Process the death of the process that had this part: the process reads and writes no more."""
+    def rank_died(self, shard: int) -> list[Action]:
+        """Process the death of the process that had this shard: the process reads and writes no more."""
 
     @abstractmethod
     def _end(self) -> list[Action]:
@@ -242,7 +242,7 @@ class Handoff(ABC):
         return self._send(Extend(transfer=self.transfer, epoch=self.epoch))
 
     def _send(self, *messages: AnyMessage) -> list[Action]:
-        """Return the messages that may be sent now: none while a part is being opened."""
+        """Return the messages that may be sent now: none while a shard is being opened."""
         self._held_messages += messages
         if self._opening:
             return []
@@ -288,107 +288,6 @@ def answer_to_unknown(message: AnyMessage) -> Abort | None:
         case Wrote() | Commit() | Extend():
             return Abort(transfer=message.transfer, epoch=message.epoch, reason="unknown transfer")
     return None
-
-
-# The duration of one transfer, by phase, measured at the source.
-#
-# At every moment a transfer is in exactly one phase, the first phase in this list that applies. The phases'
-# durations add up to the total:
-#
-# handshake   the transports are being opened
-# moving      at least one piece is being sent; the pieces' measurements split the phase into gather and wire
-# waiting     all offered units are written, and more units follow
-# verify      all units are written; the destination compares digests
-#
-# `exposed_s` is not a phase: it is the rest of the transfer after the last page was computed, which is the
-# delay that the request sees.
-
-
-class Phase(Enum):
-    """The phases of an outgoing transfer, as listed above."""
-
-    HANDSHAKE = "handshake"
-    MOVING = "moving"
-    WAITING = "waiting"
-    VERIFY = "verify"
-
-
-class TransferTimes(msgspec.Struct, frozen=True, kw_only=True):
-    """Durations and counts of one transfer. The durations of the phases add up to total_s."""
-
-    total_s: float
-    handshake_s: float
-    gather_s: float
-    wire_s: float
-    waiting_s: float
-    verify_s: float
-    exposed_s: float
-    num_bytes: int
-    num_messages: int
-
-
-class Timeline:
-    """Measures the phases of one transfer. The caller reports each event when it happens."""
-
-    def __init__(self, clock: Clock, num_units: int) -> None:
-        """Start in HANDSHAKE. num_units: the units of all parts together, as `wrote` counts them."""
-        self._clock = clock
-        self._num_units = num_units
-        self._started_s = self._changed_s = clock.now_s()
-        self._last_offer_s = self._started_s
-        self._phase = Phase.HANDSHAKE
-        self._seconds = dict.fromkeys(Phase, 0.0)
-        self._num_in_flight = 0
-        self._num_unwritten = num_units
-        self._gather_s = self._moving_s = 0.0  # sums over all pieces, which may overlap in time
-        self._num_bytes = self._num_messages = 0
-
-    def opened(self) -> None:
-        """Record that the transports are open."""
-        self._enter(Phase.WAITING)
-
-    def offered(self) -> None:
-        """Record that pages were offered."""
-        self._last_offer_s = self._clock.now_s()
-
-    def pushed(self) -> None:
-        """Record that a piece is being sent."""
-        self._num_in_flight += 1
-        self._enter(Phase.MOVING)
-
-    def wrote(self, num_units: int, outcome: PieceOutcome) -> None:
-        """Record the end of a piece, successful or not. num_units: the units of the piece."""
-        self._num_in_flight -= 1
-        self._num_unwritten -= num_units
-        self._gather_s += outcome.spans.gather_s
-        self._moving_s += outcome.spans.total_s
-        self._num_bytes += outcome.num_bytes
-        self._num_messages += outcome.num_messages
-        if not self._num_in_flight:
-            self._enter(Phase.VERIFY if self._num_unwritten <= 0 else Phase.WAITING)
-
-    def end(self) -> TransferTimes:
-        """Record the end of the transfer and return its durations."""
-        self._enter(self._phase)
-        moving_s = self._seconds[Phase.MOVING]
-        gather_s = moving_s * self._gather_s / self._moving_s if self._moving_s else 0.0
-        return TransferTimes(
-            total_s=self._changed_s - self._started_s,
-            handshake_s=self._seconds[Phase.HANDSHAKE],
-            gather_s=gather_s,
-            wire_s=moving_s - gather_s,
-            waiting_s=self._seconds[Phase.WAITING],
-            verify_s=self._seconds[Phase.VERIFY],
-            exposed_s=self._changed_s - self._last_offer_s,
-            num_bytes=self._num_bytes,
-            num_messages=self._num_messages,
-        )
-
-    def _enter(self, phase: Phase) -> None:
-        now_s = self._clock.now_s()
-        self._seconds[self._phase] += now_s - self._changed_s
-        self._changed_s = now_s
-        self._phase = phase
 
 
 # Reports of an endpoint to its worker.

@@ -4,10 +4,10 @@ The type of every integer and every list has a bound, so decoding refuses values
 to memory by page id and generation, never by address or offset. Times are durations, so the clocks of two
 machines need not agree.
 
-A transfer is one attempt to move one request's pages from one replica to another. It has a part for every
+A transfer is one attempt to move one request's pages from one replica to another. It has a shard for every
 pair of a source rank and a destination rank that share heads, and for each group of layers that is sent
-separately (kvtransfer/ranks/messages.py); parts are numbered from 0. A transfer between two replicas of one
-rank, with all layers in one group, has one part.
+separately (kvtransfer/ranks/messages.py); shards are numbered from 0. A transfer between two replicas of one
+rank, with all layers in one group, has one shard.
 """
 
 from itertools import pairwise
@@ -25,9 +25,9 @@ KindT = TypeVar("KindT")
 PROTOCOL: Final = 7
 MAX_PAGES: Final = 65_536  # pages of one transfer; also the limit of its units
 MAX_PULLED_PAGES: Final = 28_672  # on each side: one frame holds four lists of this length and the keys
-MAX_PARTS: Final = 256
-MAX_RANKS: Final = 128  # in one replica: two such replicas have at most MAX_PARTS parts
-MAX_DIGESTS: Final = 1 << 22  # in all parts of one transfer: 32 MiB
+MAX_SHARDS: Final = 256
+MAX_RANKS: Final = 128  # in one replica: two such replicas have at most MAX_SHARDS shards
+MAX_DIGESTS: Final = 1 << 22  # in all shards of one transfer: 32 MiB
 DIGEST_BYTES: Final = 8  # for one unit, see kvtransfer/ranks/digests.py
 MAX_DURATION_MS: Final = 24 * 3600 * 1000
 
@@ -37,8 +37,8 @@ ON_HOST: Final = 0  # as a wanted generation: the page is in host memory, and on
 TransferId: TypeAlias = Annotated[bytes, Meta(min_length=ID_BYTES, max_length=ID_BYTES)]
 Incarnation: TypeAlias = Annotated[bytes, Meta(min_length=16, max_length=16)]
 Epoch: TypeAlias = Annotated[int, Meta(ge=1, le=2**32 - 1)]
-Part: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_PARTS - 1)]
-NumParts: TypeAlias = Annotated[int, Meta(ge=1, le=MAX_PARTS)]
+Shard: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_SHARDS - 1)]
+NumShards: TypeAlias = Annotated[int, Meta(ge=1, le=MAX_SHARDS)]
 NumUnits: TypeAlias = Annotated[int, Meta(ge=1, le=MAX_PAGES)]
 Unit: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_PAGES)]
 Units: TypeAlias = Annotated[tuple[Unit, ...], Meta(min_length=1, max_length=MAX_PAGES)]
@@ -90,7 +90,7 @@ class RankListenerAddresses(msgspec.Struct, frozen=True, kw_only=True, forbid_un
 
 
 class PeerRank(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A rank of the peer replica, which sends or receives one part of a transfer."""
+    """A rank of the peer replica, which sends or receives one shard of a transfer."""
 
     host: str  # the address by which this replica reaches the rank
     layout: PageLayout
@@ -116,8 +116,8 @@ class Grant(OfTransfer, frozen=True):
     pages: Pages
     generations: Generations
     position: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 0  # in its sequence, of the first token to move
-    num_parts: NumParts = 1
-    num_layer_groups: NumParts = 1  # each pair of ranks has this many parts, one a group of layers
+    num_shards: NumShards = 1
+    num_layer_groups: NumShards = 1  # each pair of ranks has this many shards, one a group of layers
 
 
 class PullRequest(OfTransfer, frozen=True):
@@ -131,7 +131,7 @@ class PullRequest(OfTransfer, frozen=True):
     wanted_keys: Keys  # identify the tokens of each page, see baton/pages.py
     pages: PulledPages
     generations: PulledGenerations
-    num_parts: NumParts = 1
+    num_shards: NumShards = 1
 
     @property
     def num_layer_groups(self) -> int:
@@ -157,23 +157,23 @@ TransferRequest: TypeAlias = Grant | PullRequest
 
 
 class Wrote(OfTransfer, frozen=True):
-    """Source to destination: units [first, stop) of a part are written, and more units follow."""
+    """Source to destination: units [first, stop) of a shard are written, and more units follow."""
 
     first: Unit
     stop: Unit
-    part: Part = 0
+    shard: Shard = 0
 
 
 class Commit(OfTransfer, frozen=True):
-    """Source to destination: with units [first, stop) the whole part is written.
+    """Source to destination: with units [first, stop) the whole shard is written.
 
-    Only a Corrupt makes the source write units of the part again.
+    Only a Corrupt makes the source write units of the shard again.
     """
 
     first: Unit
     stop: Unit
     digests: Digests  # one for each unit, in order
-    part: Part = 0
+    shard: Shard = 0
 
 
 class Verified(OfTransfer, frozen=True):
@@ -184,7 +184,7 @@ class Corrupt(OfTransfer, frozen=True):
     """Destination to source: the digests of these units do not match. The source writes and commits again."""
 
     units: Units  # in ascending order
-    part: Part = 0
+    shard: Shard = 0
 
 
 class Extend(OfTransfer, frozen=True):
@@ -200,9 +200,9 @@ class Abort(TransferMessage, frozen=True):
 
 
 class Released(OfTransfer, frozen=True):
-    """Source to destination: the source writes no further byte of this part."""
+    """Source to destination: the source writes no further byte of this shard."""
 
-    part: Part = 0
+    shard: Shard = 0
 
 
 AnyMessage: TypeAlias = (
@@ -251,8 +251,10 @@ def decode_by(decoder: "msgspec.msgpack.Decoder[KindT]", body: bytes) -> KindT:
 def _complaint(message: AnyMessage) -> str | None:
     """Check the rules that involve several fields; return the first violation, or None."""
     match message:
-        case Grant() | PullRequest() if message.num_units * message.num_parts > MAX_DIGESTS:
-            return f"{message.num_units} units in {message.num_parts} parts exceed the limit of {MAX_DIGESTS}"
+        case Grant() | PullRequest() if message.num_units * message.num_shards > MAX_DIGESTS:
+            return (
+                f"{message.num_units} units in {message.num_shards} shards exceed the limit of {MAX_DIGESTS}"
+            )
         case EndpointHello() if is_beyond(message.layout):
             return f"the layout exceeds the limits: {message.layout}"
         case Grant() | PullRequest() if len(message.pages) != len(message.generations):

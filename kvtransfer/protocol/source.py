@@ -5,23 +5,23 @@ The life of a transfer at the source:
 1. A Grant or a PullRequest begins the transfer, and the ranks open the transports. Once they are open, the
    pages that a worker offers are written; for a pull, the source leases the wanted pages, if they are still
    here, and writes them all.
-2. `offer` adds pages as the prompt is computed; a lease holds them. Each offer is pushed for every part.
+2. `offer` adds pages as the prompt is computed; a lease holds them. Each offer is pushed for every shard.
    Pages under a push have a second owner, the reader. The hold of the reader ends with the push.
-3. Each push that has ended is a Wrote; the last push of a part is its Commit, which carries the digests of
-   all units and ends the writing of that part.
+3. Each push that has ended is a Wrote; the last push of a shard is its Commit, which carries the digests of
+   all units and ends the writing of that shard.
 4. Verified: the destination has adopted the pages, and the lease ends. Corrupt: the source writes the named
    units again.
 5. An abort, a lost peer or an expired lease ends the transfer in any state: one Finished, the lease released,
-   and, once no push runs, Released for every part.
+   and, once no push runs, Released for every shard.
 
     state       legal messages
     OPENING     Extend, Abort
-    STREAMING   Extend, Abort; Corrupt of a part that has committed
+    STREAMING   Extend, Abort; Corrupt of a shard that has committed
     COMMITTING  Verified, Corrupt, Extend, Abort
     STOPPING    all; none has an effect
     CLOSED      all; an Abort requests Released again, which may have been lost
 
-Each part may be Corrupt once. Messages of another epoch have no effect. An illegal message raises
+Each shard may be Corrupt once. Messages of another epoch have no effect. An illegal message raises
 ProtocolError and changes nothing: the caller drops the link and calls `peer_lost`.
 
 A pull identifies each wanted page by page id, generation and key. The page id and the generation come from
@@ -46,7 +46,6 @@ from baton.kvtransfer.protocol.handoff import (
     Owner,
     PageLedger,
     Send,
-    Timeline,
 )
 from baton.kvtransfer.protocol.messages import (
     DIGEST_BYTES,
@@ -63,28 +62,29 @@ from baton.kvtransfer.protocol.messages import (
     Verified,
     Wrote,
 )
+from baton.kvtransfer.protocol.timeline import Timeline
 from baton.kvtransfer.ranks.messages import (
-    PartEvent,
-    PartHashed,
-    PartReached,
-    PartStopped,
-    PartWritten,
-    PushPart,
+    PushShard,
     ReachPeer,
-    StopPart,
+    ShardEvent,
+    ShardHashed,
+    ShardReached,
+    ShardStopped,
+    ShardWritten,
+    StopShard,
 )
 from baton.pages import KEY_BYTES
 
 
-class SourcePart:
-    """One part of an outgoing transfer: its running pushes, its missing units and its digests."""
+class SourceShard:
+    """One shard of an outgoing transfer: its running pushes, its missing units and its digests."""
 
     def __init__(self, num_units: int) -> None:
         self.in_flight: set[tuple[int, int]] = set()  # pushes: (first, stop)
         self.is_committed = False
         self.was_corrupt = False
         self.is_reached = False  # its rank has opened a transport, or none can be opened
-        self.is_stopping = False  # StopPart is sent, and PartStopped has not come
+        self.is_stopping = False  # StopShard is sent, and ShardStopped has not come
         self.num_pages_told = 0  # source pages that its rank knows
         self._num_units = num_units
         self._num_missing = num_units
@@ -183,12 +183,12 @@ class SourceHandoff(Handoff):
         lease_owner = ("source", request.transfer)
         super().__init__(request.transfer, request.epoch, context, lease_owner, request.deadline_ms)
         self.state = SourceState.OPENING
-        self.timeline = Timeline(context.clock, request.num_units * request.num_parts)
+        self.timeline = Timeline(context.clock, request.num_units * request.num_shards)
         self._request = request
         self._incarnation = incarnation
         self._pin = pin
         self._units_per_page = context.plan.source.units_per_page
-        self._parts = [SourcePart(request.num_units) for _ in range(request.num_parts)]
+        self._shards = [SourceShard(request.num_units) for _ in range(request.num_shards)]
         self._num_offered = [0] * request.num_layer_groups  # layer group -> units
         self._num_pushed = [0] * request.num_layer_groups  # units [pushed, offered) wait for the transports
         self._readers = PageReaders(context.ledger, ("reader", self.transfer))
@@ -200,12 +200,12 @@ class SourceHandoff(Handoff):
     # Local calls.
 
     def begin(self) -> list[Action]:
-        """Have each part's rank open a transport; the rank learns the destination's pages."""
+        """Have each shard's rank open a transport; the rank learns the destination's pages."""
         request, context = self._request, self._context
         return [
             ReachPeer(
                 transfer=self.transfer,
-                part=part,
+                shard=shard,
                 link=context.link,
                 destination=route.peer,
                 layers=route.layers,
@@ -215,7 +215,7 @@ class SourceHandoff(Handoff):
                 generations=request.generations,
                 is_bulk=isinstance(request, PullRequest),  # no first token waits for these pages
             )
-            for part, route in enumerate(context.routes)
+            for shard, route in enumerate(context.routes)
         ]
 
     def offer(self, pages: Sequence[int], num_units: int, group: int | None = None) -> list[Action]:
@@ -249,27 +249,27 @@ class SourceHandoff(Handoff):
 
     # Events of the ranks.
 
-    def on_part_event(self, event: PartEvent) -> list[Action]:
+    def on_shard_event(self, event: ShardEvent) -> list[Action]:
         match event:
-            case PartReached(part=part):
-                return self._reached(part)
-            case PartWritten():
+            case ShardReached(shard=shard):
+                return self._reached(shard)
+            case ShardWritten():
                 return self._written(event)
-            case PartHashed(part=part, first=first, stop=stop, digests=digests, reason=""):
-                return self._pushed(part, first, stop, digests)
-            case PartHashed(part=part, first=first, stop=stop, reason=reason):
-                return self._push_failed(part, first, stop, reason)
-            case PartStopped(part=part):
-                return self._stopped(part)
+            case ShardHashed(shard=shard, first=first, stop=stop, digests=digests, reason=""):
+                return self._pushed(shard, first, stop, digests)
+            case ShardHashed(shard=shard, first=first, stop=stop, reason=reason):
+                return self._push_failed(shard, first, stop, reason)
+            case ShardStopped(shard=shard):
+                return self._stopped(shard)
         return []
 
-    def rank_died(self, part: int) -> list[Action]:
-        return self._stopped(part)
+    def rank_died(self, shard: int) -> list[Action]:
+        return self._stopped(shard)
 
-    def _reached(self, part: int) -> list[Action]:
-        """Start writing once the transports of every part are open."""
-        self._parts[part].is_reached = True
-        if self.state is not SourceState.OPENING or not all(each.is_reached for each in self._parts):
+    def _reached(self, shard: int) -> list[Action]:
+        """Start writing once the transports of every shard are open."""
+        self._shards[shard].is_reached = True
+        if self.state is not SourceState.OPENING or not all(each.is_reached for each in self._shards):
             return []
         self.timeline.opened()
         if isinstance(self._request, PullRequest):
@@ -292,39 +292,39 @@ class SourceHandoff(Handoff):
         self._ledger.release(pages, owner)
         return offered
 
-    def _written(self, event: PartWritten) -> list[Action]:
+    def _written(self, event: ShardWritten) -> list[Action]:
         outcome = event.outcome
         if self.outcome is None:
             self.timeline.wrote(event.stop - event.first, outcome)
         if outcome.is_done:
             return []
-        return self._push_failed(event.part, event.first, event.stop, outcome.reason)
+        return self._push_failed(event.shard, event.first, event.stop, outcome.reason)
 
-    def _pushed(self, part: int, first: int, stop: int, digests: bytes) -> list[Action]:
+    def _pushed(self, shard: int, first: int, stop: int, digests: bytes) -> list[Action]:
         """Record a successful push. digests: one for each unit of the push, computed from the bytes read."""
-        self._end_push(part, first, stop)
+        self._end_push(shard, first, stop)
         if self.has_ended:
             return []
-        self._parts[part].wrote(first, stop, digests)
-        if self._parts[part].is_written:
-            return [self._commit(part, first, stop)]
-        return [Send(Wrote(transfer=self.transfer, epoch=self.epoch, part=part, first=first, stop=stop))]
+        self._shards[shard].wrote(first, stop, digests)
+        if self._shards[shard].is_written:
+            return [self._commit(shard, first, stop)]
+        return [Send(Wrote(transfer=self.transfer, epoch=self.epoch, shard=shard, first=first, stop=stop))]
 
-    def _push_failed(self, part: int, first: int, stop: int, reason: str) -> list[Action]:
+    def _push_failed(self, shard: int, first: int, stop: int, reason: str) -> list[Action]:
         """Record a push that failed on every transport, which ends the transfer."""
-        self._end_push(part, first, stop)
+        self._end_push(shard, first, stop)
         return self.fail(f"transport: {reason}")
 
-    def _stopped(self, part: int) -> list[Action]:
-        """Close the transfer once no rank reads or writes for any of its parts."""
-        self._parts[part].is_stopping = False
-        if self.state is not SourceState.STOPPING or any(each.is_stopping for each in self._parts):
+    def _stopped(self, shard: int) -> list[Action]:
+        """Close the transfer once no rank reads or writes for any of its shards."""
+        self._shards[shard].is_stopping = False
+        if self.state is not SourceState.STOPPING or any(each.is_stopping for each in self._shards):
             return []
         return self._close()
 
     def _close(self) -> list[Action]:
-        for part in self._parts:
-            part.in_flight.clear()
+        for shard in self._shards:
+            shard.in_flight.clear()
         self._readers.leave_all()
         self.state = SourceState.CLOSED
         return self.released()
@@ -354,11 +354,11 @@ class SourceHandoff(Handoff):
 
     def _end(self) -> list[Action]:
         self.state = SourceState.STOPPING
-        if not any(part.in_flight for part in self._parts):
+        if not any(shard.in_flight for shard in self._shards):
             return self._close()
-        for part in self._parts:
-            part.is_stopping = True
-        return [StopPart(transfer=self.transfer, part=part) for part in range(len(self._parts))]
+        for shard in self._shards:
+            shard.is_stopping = True
+        return [StopShard(transfer=self.transfer, shard=shard) for shard in range(len(self._shards))]
 
     def _complaint(self, pull: PullRequest) -> str | None:
         """Return why the hint of the pull is wrong; None when each wanted page may be here."""
@@ -393,43 +393,43 @@ class SourceHandoff(Handoff):
         if self.state is SourceState.OPENING:
             return []
         pushed, self._num_pushed = self._num_pushed, list(self._num_offered)
-        due = list(zip(pushed, self._num_offered, strict=True)) * (len(self._parts) // len(pushed))
-        return [self._push(part, first, stop) for part, (first, stop) in enumerate(due) if first < stop]
+        due = list(zip(pushed, self._num_offered, strict=True)) * (len(self._shards) // len(pushed))
+        return [self._push(shard, first, stop) for shard, (first, stop) in enumerate(due) if first < stop]
 
-    def _push(self, part: int, first: int, stop: int) -> PushPart:
-        state = self._parts[part]
+    def _push(self, shard: int, first: int, stop: int) -> PushShard:
+        state = self._shards[shard]
         state.in_flight.add((first, stop))
         self._readers.enter(self._pages_of(first, stop))
         more_pages, state.num_pages_told = tuple(self.pages[state.num_pages_told :]), len(self.pages)
         self.timeline.pushed()
-        return PushPart(
+        return PushShard(
             transfer=self.transfer,
-            part=part,
+            shard=shard,
             first=first,
             stop=stop,
             more_pages=more_pages,
             after=self._ledger.launched,
         )
 
-    def _end_push(self, part: int, first: int, stop: int) -> None:
+    def _end_push(self, shard: int, first: int, stop: int) -> None:
         if self.state is SourceState.CLOSED:
             return
-        self._parts[part].in_flight.remove((first, stop))
+        self._shards[shard].in_flight.remove((first, stop))
         self._readers.leave(self._pages_of(first, stop))
 
     def _pages_of(self, first: int, stop: int) -> list[int]:
         return self.pages[first // self._units_per_page : -(-stop // self._units_per_page)]
 
-    def _commit(self, part: int, first: int, stop: int) -> Send:
-        state = self._parts[part]
+    def _commit(self, shard: int, first: int, stop: int) -> Send:
+        state = self._shards[shard]
         state.is_committed = True
-        if all(other.is_committed for other in self._parts):
+        if all(other.is_committed for other in self._shards):
             self.state = SourceState.COMMITTING
         return Send(
             Commit(
                 transfer=self.transfer,
                 epoch=self.epoch,
-                part=part,
+                shard=shard,
                 first=first,
                 stop=stop,
                 digests=state.digests,
@@ -437,16 +437,16 @@ class SourceHandoff(Handoff):
         )
 
     def _write_again(self, corrupt: Corrupt) -> list[Action]:
-        part = self._parts[corrupt.part] if corrupt.part < len(self._parts) else None
-        if part is None or not part.can_be_corrupt(corrupt.units):
-            raise ProtocolError(f"unexpected Corrupt of part {corrupt.part}")
+        shard = self._shards[corrupt.shard] if corrupt.shard < len(self._shards) else None
+        if shard is None or not shard.can_be_corrupt(corrupt.units):
+            raise ProtocolError(f"unexpected Corrupt of shard {corrupt.shard}")
         if not self._holds_lease():
             return self.fail("expired")
         self.state = SourceState.STREAMING
         self._extend_lease()
-        return [self._push(corrupt.part, first, stop) for first, stop in part.open_again(corrupt.units)]
+        return [self._push(corrupt.shard, first, stop) for first, stop in shard.open_again(corrupt.units)]
 
     def released(self) -> list[Action]:
-        """Return Released for every part: no push runs, and no push will start."""
-        numbers = range(len(self._parts))
-        return [Send(Released(transfer=self.transfer, epoch=self.epoch, part=part)) for part in numbers]
+        """Return Released for every shard: no push runs, and no push will start."""
+        numbers = range(len(self._shards))
+        return [Send(Released(transfer=self.transfer, epoch=self.epoch, shard=shard)) for shard in numbers]

@@ -1,9 +1,10 @@
-"""The byte ranges that a transfer copies between two ranks with different page layouts.
+"""The shards of a transfer, and the byte ranges that a shard copies between two ranks.
 
-A transfer consists of units of `min(source page_size, destination page_size)` tokens. The first token of a
-transfer is a page boundary on both sides. A piece, units [first, stop), is a list of runs: byte ranges of one
-length that are contiguous on both sides. Runs are ordered by unit, then layer, keys before values, then head.
-Bytes on the wire and the bytes of a unit's digest have the same order.
+The page layouts of the two replicas may differ. A transfer consists of units of `min(source page_size,
+destination page_size)` tokens. Its first token is a page boundary on both sides. A piece, units [first,
+stop), is a list of runs: byte ranges of one length that are contiguous on both sides. Runs are ordered by
+unit, then layer, keys before values, then head. Bytes on the wire and the bytes of a unit's digest have the
+same order.
 
     what differs             a run is                              8B model, 16 tokens a page
     nothing                  a page                                2 MiB
@@ -17,7 +18,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Final, TypeAlias
+from itertools import pairwise
+from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +30,8 @@ from baton.pages import DTYPE_BYTES, PageLayout
 Offsets: TypeAlias = NDArray[np.int64]
 Pages: TypeAlias = Sequence[int] | NDArray[np.int64]  # page ids of one side, in token order
 
+MAX_GROUPS: Final = 4
+MIN_RUN_BYTES: Final = 256 << 10  # a page's share of one group: shorter runs cost more than they hide
 MUST_AGREE: Final = ("num_layers", "num_kv_heads", "head_dim", "dtype")
 
 
@@ -103,10 +107,10 @@ def plan_transfer(
     destination_rank: int,
     layers: tuple[int, int] | None = None,
 ) -> TransferPlan:
-    """Return the plan of a part between two ranks; a grant and a pull have the same plan.
+    """Return the plan of a shard between two ranks; a grant and a pull have the same plan.
 
-    layers: the layers [first, stop) of the part; None: all layers. Raises ConfigError, with the field's name,
-    when the layouts belong to different models; ValueError for a rank or layers out of range.
+    layers: the layers [first, stop) of the shard; None: all layers. Raises ConfigError, with the field's
+    name, when the layouts belong to different models; ValueError for a rank or layers out of range.
     """
     check_same_model(source, destination)
     first_layer, stop_layer = layers or (0, source.num_layers)
@@ -153,6 +157,50 @@ def check_same_model(source: PageLayout, destination: PageLayout) -> None:
         ours, theirs = getattr(source, name), getattr(destination, name)
         if ours != theirs:
             raise ConfigError(f"pages cannot move between {name} {ours} and {name} {theirs}")
+
+
+class ShardRanks(NamedTuple):
+    """The ranks and layers of one shard of a transfer.
+
+    There is a shard for each pair of a source rank and a destination rank that share heads, and for each
+    group of layers that leaves by itself. Both replicas number the shards from 0 in the same order:
+    destination rank by destination rank, and within a pair of ranks group by group. Shard 0 is between the
+    two ranks 0.
+    """
+
+    source: int
+    destination: int
+    layers: tuple[int, int]  # [first, stop)
+
+
+@lru_cache(maxsize=64)
+def shards_of(
+    source: PageLayout, destination: PageLayout, num_layer_groups: int = 1
+) -> tuple[ShardRanks, ...]:
+    """Every shard of a transfer from one replica to another.
+
+    ConfigError when the two serve different models, ValueError when they have fewer layers than groups.
+    """
+    groups = layer_groups(source.num_layers, num_layer_groups)
+    return tuple(
+        ShardRanks(source_rank, rank, layers)
+        for rank in range(destination.tp_size)
+        for source_rank in peers_of(destination, source, rank)
+        for layers in groups
+    )
+
+
+def layer_groups(num_layers: int, num_groups: int) -> list[tuple[int, int]]:
+    """[first, stop) of each group, as equal as possible. Engines finish a step's layers group by group."""
+    if not 1 <= num_groups <= num_layers:
+        raise ValueError(f"{num_layers} layers make no {num_groups} groups")
+    bounds = [group * num_layers // num_groups for group in range(num_groups + 1)]
+    return list(pairwise(bounds))
+
+
+def default_layer_groups(source: PageLayout) -> int:
+    """Return the number of groups of layers in which a source of this layout sends its last pages."""
+    return max(1, min(MAX_GROUPS, source.num_layers, source.page_bytes // MIN_RUN_BYTES))
 
 
 def _heads(layout: PageLayout, rank: int) -> range:

@@ -25,9 +25,9 @@ from baton.kvtransfer.ranks.messages import (
     SetUp,
     StopAll,
     TellCounts,
-    ToFollower,
+    ToAgent,
     ToRankZero,
-    decode_for_follower,
+    decode_for_agent,
     encode,
 )
 from baton.kvtransfer.ranks.ranks import CONNECT_S, AgentArguments
@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 
 class RankAgent:
-    """A thread beside a rank's steps that moves the rank's pages: the sidecar of an engine's follower."""
+    """A thread beside a rank's steps that moves the rank's pages: the sidecar of a TP worker."""
 
     def __init__(self, arguments: str) -> None:
         """arguments: AgentArguments as JSON."""
@@ -49,7 +49,7 @@ class RankAgent:
         self._dropped = DroppedPeers()
         self._pool: Tensor
         self._steps: CompletedSteps | None = None
-        self._stream: MessageStream[ToFollower] | None = None
+        self._stream: MessageStream[ToAgent] | None = None
         self._thread: threading.Thread | None = None
         self._executor: RankExecutor | None = None
         self._is_over = False
@@ -78,7 +78,7 @@ class RankAgent:
         )
         connection.handshake(CONNECT_S)
         connection.send(encode(AgentHello(rank=rank)))
-        self._stream = MessageStream(connection, decode_for_follower, "kv-rank-0")
+        self._stream = MessageStream(connection, decode_for_agent, "kv-rank-0")
         self._stream.start(self._inbox.put, self._perform, self._end)
         self._thread = threading.Thread(target=self._run, name="kv-agent", daemon=True)
         self._thread.start()
@@ -105,7 +105,7 @@ class RankAgent:
             if self._executor is not None:
                 self._executor.close()
 
-    def _perform(self, message: ToFollower) -> None:
+    def _perform(self, message: ToAgent) -> None:
         if isinstance(message, SetUp):
             self._set_up(message.settings)
             return

@@ -5,7 +5,7 @@ XXH3-64 over the unit's bytes in plan order, so both ends get the same digest ho
 
 Page bytes come over sockets where a stranger may put other bytes in their place: gloo and NCCL do not
 authenticate their peers, and a host on the way can change what TCP carries. So the digests are keyed
-(PartDigests). Each part of a transfer has a secret that its two ends derive from the session of their link.
+(ShardDigests). Each shard of a transfer has a secret that its two ends derive from the session of their link.
 From the secret come the seed of the hash, and a mask as long as all digests that is XORed onto them before
 they are sent over the link, which is sealed. A forger knows neither the seed nor, because of the mask, any
 hash under it, so he cannot tell which other bytes have the same hash. A guess is right once in 2^64, and the
@@ -35,7 +35,7 @@ from baton.kvtransfer.transports.pages import StagedParts
 
 PIECE_BYTES: Final = 16 * 2**20  # hashed in a millisecond, the longest wait for the staging memory
 
-_PART: Final = b"baton kv part 1"
+_SHARD: Final = b"baton kv shard 1"
 _SEED: Final = b"baton kv seed 1"
 _MASK: Final = b"baton kv mask 1"
 _UNITS_PER_BLOCK: Final = 64 // DIGEST_BYTES  # a block is a whole BLAKE2b
@@ -73,16 +73,16 @@ class UnitDigests:
             return digest_units(content, unit_offset_U, plan.unit_bytes, len(offset_UR), seed)
 
 
-class PartDigests:
-    """The digests of one part of a transfer, under the part's own key. From any thread.
+class ShardDigests:
+    """The digests of one shard of a transfer, under the shard's own key. From any thread.
 
-    Both ends of the part get the same digests.
+    Both ends of the shard get the same digests.
     """
 
-    def __init__(self, units: UnitDigests, key: bytes, part: int) -> None:
+    def __init__(self, units: UnitDigests, key: bytes, shard: int) -> None:
         """key: the transfer's, known to its two ends alone."""
         self._units = units
-        self._key = blake2b(part.to_bytes(8, "big"), key=key, digest_size=32, person=_PART).digest()
+        self._key = blake2b(shard.to_bytes(8, "big"), key=key, digest_size=32, person=_SHARD).digest()
         self._seed = int.from_bytes(blake2b(key=self._key, digest_size=8, person=_SEED).digest(), "big")
 
     def take(self, plan: TransferPlan, offset_N: Offsets, first: int, stop: int) -> bytes:

@@ -1,9 +1,9 @@
-"""One rank's share of all transfers: the rank's pool and listeners, and the parts that leave and arrive.
+"""One rank's share of all transfers: the rank's pool and listeners, and the shards that leave and arrive.
 
 The executor decides nothing. It performs the commands of rank 0 (kvtransfer/ranks/messages.py) in the order
 in which they were given: at once, except for pages that a step of this rank still writes. Threads of
 listeners, transports and digests do the lengthy work, and report through `post`. All of an executor's calls
-are made by one thread: the endpoint's in rank 0, the agent's in a follower.
+are made by one thread: the endpoint's in rank 0, the agent's in another rank.
 """
 
 import threading
@@ -18,29 +18,29 @@ from torch import Tensor
 from baton.clock import Clock
 from baton.kvtransfer.protocol.messages import DIGEST_BYTES, PeerRank, RankListenerAddresses
 from baton.kvtransfer.protocol.transfer_plan import TransferPlan, plan_transfer
-from baton.kvtransfer.ranks.digests import Hashing, PartDigests, UnitDigests, differing_units
+from baton.kvtransfer.ranks.digests import Hashing, ShardDigests, UnitDigests, differing_units
 from baton.kvtransfer.ranks.messages import (
-    ClosePart,
+    CloseShard,
     Command,
     DropLink,
-    ForgetPart,
+    ForgetShard,
     HashUnits,
-    OfPart,
-    OpenPart,
-    PartCommand,
-    PartEvent,
-    PartHashed,
-    PartOpened,
-    PartReached,
-    PartStopped,
-    PartVerified,
-    PartWritten,
-    PushPart,
+    OfShard,
+    OpenShard,
+    PushShard,
     RankSettings,
     ReachPeer,
-    StopPart,
+    ShardCommand,
+    ShardEvent,
+    ShardHashed,
+    ShardOpened,
+    ShardReached,
+    ShardStopped,
+    ShardVerified,
+    ShardWritten,
+    StopShard,
     UseKeys,
-    VerifyPart,
+    VerifyShard,
     WriterDied,
     WriterStopped,
     registration_id,
@@ -61,7 +61,7 @@ from baton.messages.bounds import Kind
 from baton.rpc.auth import PAGES, KeyRing, LinkKeys, LinkSecret
 from baton.rpc.connection import DroppedPeers, Post
 
-Emit: TypeAlias = Callable[[PartEvent], None]
+Emit: TypeAlias = Callable[[ShardEvent], None]
 
 
 class RankTools(NamedTuple):
@@ -75,9 +75,9 @@ class RankTools(NamedTuple):
 
 
 class ReceiveShard:
-    """A part that arrives. All calls are made by the rank's thread.
+    """A shard that arrives. All calls are made by the rank's thread.
 
-    The registrations say under the part's id which bytes are admitted; for sources that write shared memory
+    The registrations say under the shard's id which bytes are admitted; for sources that write shared memory
     directly, the table of generations says the same.
 
     Threads take the digests of units as the source reports them written, so little is left to do when the
@@ -85,21 +85,21 @@ class ReceiveShard:
     writes only the same bytes to these units again, so a unit with a right digest stays right.
     """
 
-    def __init__(self, order: OpenPart, plan: TransferPlan, tools: RankTools) -> None:
+    def __init__(self, order: OpenShard, plan: TransferPlan, tools: RankTools) -> None:
         self.pages = order.pages
-        self.registration_id = registration_id(order.transfer, order.part)
+        self.registration_id = registration_id(order.transfer, order.shard)
         self.is_open = False
         self._order = order
         self._plan = plan
         self._tools = tools
-        self._digests = PartDigests(tools.digests, order.digest_key, order.part)
+        self._digests = ShardDigests(tools.digests, order.digest_key, order.shard)
         self._registrations = tools.rank.registrations
         self._was_opened = False
         self._found = bytearray(order.num_units * DIGEST_BYTES)
         self._hashes: list[Future[None]] = []  # in the order in which units were written
 
     def open(self) -> None:
-        """Admit the part's bytes, for the first time or again."""
+        """Admit the shard's bytes, for the first time or again."""
         generations, order = self._tools.rank.generations, self._order
         registration = ReceiveRegistration(
             id=self.registration_id,
@@ -119,11 +119,11 @@ class ReceiveShard:
             generations.grant(order.pages, order.generations)
 
     def close(self, *, is_confirmed: bool) -> None:
-        """Emits WriterStopped, later, when nothing of the part can be written any more."""
+        """Emits WriterStopped, later, when nothing of the shard can be written any more."""
         self.is_open = False
         if is_confirmed:
             self._registrations.release(self.registration_id)
-        stopped = WriterStopped(transfer=self._order.transfer, part=self._order.part)
+        stopped = WriterStopped(transfer=self._order.transfer, shard=self._order.shard)
         self._registrations.close(self.registration_id, on_safe=lambda: self._emit_later(stopped))
 
     def hash(self, first: int, stop: int) -> None:
@@ -132,14 +132,14 @@ class ReceiveShard:
         self._hashes.append(self._tools.hashing.submit(num_bytes, self._take_digests, first, stop))
 
     def verify(self, expected: bytes) -> None:
-        """Compare when the last digest is taken; emits PartVerified, later."""
+        """Compare when the last digest is taken; emits ShardVerified, later."""
         waiting = [each for each in self._hashes if not each.done()]
         if waiting:
             waiting[-1].add_done_callback(lambda _: self._tools.post(lambda: self.verify(expected)))
             return
         corrupt_units = differing_units(expected, bytes(self._found))
         self._emit_later(
-            PartVerified(transfer=self._order.transfer, part=self._order.part, corrupt_units=corrupt_units)
+            ShardVerified(transfer=self._order.transfer, shard=self._order.shard, corrupt_units=corrupt_units)
         )
 
     def _take_digests(self, first: int, stop: int) -> None:
@@ -147,12 +147,12 @@ class ReceiveShard:
         digests = self._digests.take(self._plan, offset_N, first, stop)
         self._found[first * DIGEST_BYTES : stop * DIGEST_BYTES] = digests
 
-    def _emit_later(self, event: PartEvent) -> None:
+    def _emit_later(self, event: ShardEvent) -> None:
         self._tools.post(lambda: self._tools.emit(event))
 
 
 class SendShard:
-    """A part that leaves. All calls are made by the rank's thread.
+    """A shard that leaves. All calls are made by the rank's thread.
 
     The digests of a piece are taken from the pages that it was read from, once it is written. For a bulk
     transfer from a CPU's memory they are taken while the piece is written: its pages were computed long ago,
@@ -163,19 +163,19 @@ class SendShard:
         self, order: ReachPeer, plan: TransferPlan, transports: PeerTransports, tools: RankTools
     ) -> None:
         self._order = order
-        self._registration_id = registration_id(order.transfer, order.part)
+        self._registration_id = registration_id(order.transfer, order.shard)
         self._plan = plan
         self._transports = transports
         self._tools = tools
-        self._digests = PartDigests(tools.digests, order.digest_key, order.part)
+        self._digests = ShardDigests(tools.digests, order.digest_key, order.shard)
         self._pages: tuple[int, ...] = ()
 
     def reach(self) -> None:
-        """Emits PartReached, at once or later."""
+        """Emits ShardReached, at once or later."""
         self._transports.when_settled(self._reached)
 
-    def push(self, order: PushPart) -> None:
-        """Emits PartWritten, and PartHashed for a piece that was written."""
+    def push(self, order: PushShard) -> None:
+        """Emits ShardWritten, and ShardHashed for a piece that was written."""
         reach = self._order
         self._pages += order.more_pages
         transfer = OutgoingTransfer(
@@ -194,19 +194,19 @@ class SendShard:
         self._transports.push(piece, partial(self._written, piece, digests))
 
     def stop(self) -> None:
-        """Emits PartStopped: on return nothing is read or written for the part."""
+        """Emits ShardStopped: on return nothing is read or written for the shard."""
         self._transports.abort(self._registration_id)
-        self._tools.emit(PartStopped(transfer=self._order.transfer, part=self._order.part))
+        self._tools.emit(ShardStopped(transfer=self._order.transfer, shard=self._order.shard))
 
     def _reached(self) -> None:
         name = self._transports.name or ""
-        self._tools.emit(PartReached(transfer=self._order.transfer, part=self._order.part, transport=name))
+        self._tools.emit(ShardReached(transfer=self._order.transfer, shard=self._order.shard, transport=name))
 
     def _written(self, piece: Piece, digests: "Future[bytes] | None", outcome: PieceOutcome) -> None:
         self._tools.emit(
-            PartWritten(
+            ShardWritten(
                 transfer=self._order.transfer,
-                part=self._order.part,
+                shard=self._order.shard,
                 first=piece.first,
                 stop=piece.stop,
                 outcome=outcome,
@@ -223,9 +223,9 @@ class SendShard:
     def _hashed(self, piece: Piece, taken: "Future[bytes]") -> None:
         error = taken.exception()
         self._tools.emit(
-            PartHashed(
+            ShardHashed(
                 transfer=self._order.transfer,
-                part=self._order.part,
+                shard=self._order.shard,
                 first=piece.first,
                 stop=piece.stop,
                 digests=b"" if error is not None else taken.result(),
@@ -260,14 +260,14 @@ class StepGate:
     """Delays commands until a step of this rank has come far enough (see engine/cache/page_pool.py).
 
     A command is carried out at once when its mark has passed. Otherwise the command waits, and all later
-    commands for the same part wait behind it: each part gets its commands in the given order. A
+    commands for the same shard wait behind it: each shard gets its commands in the given order. A
     thread checks the marks while a command waits, and sleeps otherwise.
     """
 
     def __init__(
         self,
         steps: CompletedSteps,
-        carry_out: Callable[[PartCommand], None],
+        carry_out: Callable[[ShardCommand], None],
         post: Post,
         *,
         pushes_wait: bool = True,
@@ -279,14 +279,14 @@ class StepGate:
         self._pushes_wait = pushes_wait
         self._carry_out = carry_out
         self._post = post
-        self._waiting: dict[tuple[bytes, int], deque[PartCommand]] = {}  # part -> its commands, at least one
-        self._marks: deque[tuple[int, tuple[bytes, int]]] = deque()  # (mark, the part that waits for it)
+        self._waiting: dict[tuple[bytes, int], deque[ShardCommand]] = {}  # by shard; none is empty
+        self._marks: deque[tuple[int, tuple[bytes, int]]] = deque()  # (mark, the shard that waits for it)
         self._has_marks = threading.Condition()
         self._is_closed = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def perform(self, command: PartCommand) -> None:
-        key = command.transfer, command.part
+    def perform(self, command: ShardCommand) -> None:
+        key = command.transfer, command.shard
         waiting = self._waiting.get(key)
         if waiting is not None:
             waiting.append(command)
@@ -302,7 +302,7 @@ class StepGate:
         with self._has_marks:
             self._has_marks.notify()
 
-    def _may(self, command: PartCommand) -> bool:
+    def _may(self, command: ShardCommand) -> bool:
         mark = self._mark_before(command)
         return not mark or self._steps.has_passed(mark)
 
@@ -332,7 +332,7 @@ class StepGate:
                 sleep_s = min(2 * sleep_s, LONGEST_SLEEP_S)
 
     def _go_on(self, key: tuple[bytes, int]) -> None:
-        """Carry out the part's commands up to the next one that has to wait."""
+        """Carry out the shard's commands up to the next one that has to wait."""
         waiting = self._waiting.pop(key)
         while waiting and not self._is_closed.is_set():
             if not self._may(waiting[0]):
@@ -341,9 +341,9 @@ class StepGate:
                 return
             self._carry_out(waiting.popleft())
 
-    def _mark_before(self, command: PartCommand) -> int:
+    def _mark_before(self, command: ShardCommand) -> int:
         """The mark that has to pass before the command; 0 for none."""
-        if isinstance(command, OpenPart) or (isinstance(command, PushPart) and self._pushes_wait):
+        if isinstance(command, OpenShard) or (isinstance(command, PushShard) and self._pushes_wait):
             return command.after
         return 0
 
@@ -402,8 +402,8 @@ class RankExecutor:
         self._transports = RankTransports(self.rank, self.listeners, transports, post)
         self._emit = emit
         self._tools = RankTools(self.rank, UnitDigests(self.rank), self._hashing, post, emit)
-        self._arriving: dict[bytes, dict[int, ReceiveShard]] = {}  # transfer -> part -> shard
-        self._leaving: dict[tuple[bytes, int], SendShard] = {}  # (transfer, part) -> shard
+        self._arriving: dict[bytes, dict[int, ReceiveShard]] = {}  # transfer -> number -> shard
+        self._leaving: dict[tuple[bytes, int], SendShard] = {}  # (transfer, number) -> shard
         # On a GPU rank 0 pushes from the thread of its steps, and the stream that reads follows theirs.
         is_ordered = pool.is_cuda and settings.rank == 0
         self._gate = StepGate(steps or NoSteps(), self._carry_out, post, pushes_wait=not is_ordered)
@@ -441,49 +441,49 @@ class RankExecutor:
         self.rank.close()
         self._hashing.close()
 
-    def _carry_out(self, command: PartCommand) -> None:
+    def _carry_out(self, command: ShardCommand) -> None:
         match command:
-            case OpenPart():
+            case OpenShard():
                 self._open(command)
-            case ClosePart():
-                self._close_part(command)
+            case CloseShard():
+                self._close_shard(command)
             case HashUnits():
-                self._arriving[command.transfer][command.part].hash(command.first, command.stop)
-            case VerifyPart():
-                self._arriving[command.transfer][command.part].verify(command.digests)
+                self._arriving[command.transfer][command.shard].hash(command.first, command.stop)
+            case VerifyShard():
+                self._arriving[command.transfer][command.shard].verify(command.digests)
             case ReachPeer():
                 self._reach(command)
-            case PushPart():
-                self._leaving[command.transfer, command.part].push(command)
-            case StopPart():
-                self._leaving[command.transfer, command.part].stop()
-            case ForgetPart():
+            case PushShard():
+                self._leaving[command.transfer, command.shard].push(command)
+            case StopShard():
+                self._leaving[command.transfer, command.shard].stop()
+            case ForgetShard():
                 self._forget(command)
 
-    def _open(self, order: OpenPart) -> None:
-        parts = self._arriving.setdefault(order.transfer, {})
-        part = parts.get(order.part)
-        if part is None:
+    def _open(self, order: OpenShard) -> None:
+        shards = self._arriving.setdefault(order.transfer, {})
+        shard = shards.get(order.shard)
+        if shard is None:
             plan = self._plan(order.source, order.layers, is_source=False)
-            part = parts[order.part] = ReceiveShard(order, plan, self._tools)
-        part.open()
-        self._emit(PartOpened(transfer=order.transfer, part=order.part))
+            shard = shards[order.shard] = ReceiveShard(order, plan, self._tools)
+        shard.open()
+        self._emit(ShardOpened(transfer=order.transfer, shard=order.shard))
 
-    def _close_part(self, command: ClosePart) -> None:
-        """Other parts may have the same pages, with other heads: pages are revoked with the last part."""
-        parts, generations = self._arriving[command.transfer], self.rank.generations
-        part = parts[command.part]
-        others = (other for other in parts.values() if other is not part)
+    def _close_shard(self, command: CloseShard) -> None:
+        """Other shards may have the same pages, with other heads: pages are revoked with the last shard."""
+        shards, generations = self._arriving[command.transfer], self.rank.generations
+        shard = shards[command.shard]
+        others = (other for other in shards.values() if other is not shard)
         if generations is not None and not any(other.is_open for other in others):
-            generations.revoke(part.pages)
-        part.close(is_confirmed=command.is_confirmed)
+            generations.revoke(shard.pages)
+        shard.close(is_confirmed=command.is_confirmed)
 
     def _on_writer_death(self, registrations: list[bytes]) -> None:
         dead = [
-            WriterDied(transfer=transfer, part=number)
-            for transfer, parts in self._arriving.items()
-            for number, part in parts.items()
-            if part.registration_id in registrations
+            WriterDied(transfer=transfer, shard=number)
+            for transfer, shards in self._arriving.items()
+            for number, shard in shards.items()
+            if shard.registration_id in registrations
         ]
         for event in dead:
             self._emit(event)
@@ -491,16 +491,16 @@ class RankExecutor:
     def _reach(self, order: ReachPeer) -> None:
         transports = self._transports.to(order.link, order.destination)
         plan = self._plan(order.destination, order.layers, is_source=True)
-        part = SendShard(order, plan, transports, self._tools)
-        self._leaving[order.transfer, order.part] = part
-        part.reach()
+        shard = SendShard(order, plan, transports, self._tools)
+        self._leaving[order.transfer, order.shard] = shard
+        shard.reach()
 
-    def _forget(self, command: OfPart) -> None:
-        self._leaving.pop((command.transfer, command.part), None)
-        parts = self._arriving.get(command.transfer)
-        if parts is not None:
-            parts.pop(command.part, None)
-            if not parts:
+    def _forget(self, command: OfShard) -> None:
+        self._leaving.pop((command.transfer, command.shard), None)
+        shards = self._arriving.get(command.transfer)
+        if shards is not None:
+            shards.pop(command.shard, None)
+            if not shards:
                 del self._arriving[command.transfer]
 
     def _plan(self, peer: PeerRank, layers: tuple[int, int], *, is_source: bool) -> TransferPlan:

@@ -4,7 +4,7 @@
 The life of a remote rank:
 
 1. Rank 0's process makes a `RankAgents` and loads the engine with its sidecar, which makes a `RankAgent`
-   beside every follower: `load_engine(config, sidecar=agents.sidecar)`. The agent is made before the rank's
+   beside every TP worker: `load_engine(config, sidecar=agents.sidecar)`. The agent is made before the rank's
    pool: `zeros_on_cpu` puts the pool of a CPU into shared memory.
 2. Each agent connects to a unix socket, and proves that it holds a secret made for this replica. It must be a
    process of the same user. When all have connected, `set_up` sets them up, which makes them listen for
@@ -13,7 +13,7 @@ The life of a remote rank:
    and nothing else.
 4. The connection ends: the rank is lost. No transfer begins with it, and its open transfers fail. Its agent
    stops every push and closes every listener then, but only its death proves that: until then the pages of
-   its parts stay reserved.
+   its shards stay reserved.
 5. The rank's process has died, as a pidfd tells: everything that was asked of the rank counts as done.
 
 A push names the step that writes its pages, and each rank waits until its own part of that step is written
@@ -37,32 +37,33 @@ from baton.config.engine import RankSidecar
 from baton.errors import BatonError, ConfigError, WireError, WorkerLost
 from baton.kvtransfer.links import Link
 from baton.kvtransfer.protocol.messages import ListenerAddresses, PeerRank, RankListenerAddresses
+from baton.kvtransfer.protocol.transfer_plan import shards_of
 from baton.kvtransfer.ranks.executor import Emit, RankExecutor
 from baton.kvtransfer.ranks.messages import (
     RANK_SCHEMA,
     AgentHello,
     AllStopped,
-    ClosePart,
+    CloseShard,
     Command,
     Counted,
     DropLink,
-    PartEvent,
-    PartStopped,
     RankSettings,
     Ready,
     Route,
     SetUp,
+    ShardEvent,
+    ShardStopped,
     StopAll,
-    StopPart,
+    StopShard,
     TellCounts,
     ToRankZero,
     UseKeys,
     WriterStopped,
     decode_for_rank_zero,
     encode,
-    parts_of,
 )
-from baton.kvtransfer.transports.listener import Listener, ProcessWatch, listen_on_host, peer_process
+from baton.kvtransfer.transports.listener import Listener, listen_on_host
+from baton.kvtransfer.transports.process_watch import ProcessWatch, peer_process
 from baton.kvtransfer.transports.receive_registration import ReceiveRegistrations
 from baton.rpc.auth import Generations as KeyGenerations
 from baton.rpc.connection import Connection, DroppedPeers, MessageStream, Post, Role
@@ -73,7 +74,7 @@ CONNECT_S: Final = 30.0  # for an agent; rank 0 may be busy with its own part of
 AGENTS_TIMEOUT_S: Final = 60.0  # for all agents to connect; a loaded engine has started them all
 # Listeners of a GPU's pool take a while: staging memory, the first CUDA call of a thread.
 SET_UP_TIMEOUT_S: Final = 60.0
-STOP_S: Final = 5.0  # for followers to confirm that no page leaves them
+STOP_S: Final = 5.0  # for agents to confirm that no page leaves them
 SECRET_BYTES: Final = 32
 
 OnLost: TypeAlias = Callable[["RemoteRank"], None]
@@ -132,10 +133,10 @@ class RemoteRank:
     def perform(self, command: Command) -> None:
         if not self._is_dead:
             self._stream.send(encode(command))
-        elif isinstance(command, ClosePart):
-            self._answer(WriterStopped(transfer=command.transfer, part=command.part))
-        elif isinstance(command, StopPart):
-            self._answer(PartStopped(transfer=command.transfer, part=command.part))
+        elif isinstance(command, CloseShard):
+            self._answer(WriterStopped(transfer=command.transfer, shard=command.shard))
+        elif isinstance(command, StopShard):
+            self._answer(ShardStopped(transfer=command.transfer, shard=command.shard))
 
     def counts(self) -> dict[str, int]:
         """Return the latest received counts, and request newer ones for a later call."""
@@ -182,7 +183,7 @@ class RemoteRank:
         self._is_dead = True
         self._on_lost(self)
 
-    def _answer(self, event: PartEvent) -> None:
+    def _answer(self, event: ShardEvent) -> None:
         self._post(partial(self._emit, event))
 
 
@@ -326,7 +327,7 @@ class Ranks:
 
     @property
     def registrations(self) -> ReceiveRegistrations:
-        """The registrations of rank 0, which include part 0 of every transfer that arrives."""
+        """The registrations of rank 0, which include shard 0 of every transfer that arrives."""
         return self._here.rank.registrations
 
     @property
@@ -346,11 +347,11 @@ class Ranks:
         return f"rank {', '.join(lost)} is lost" if lost else None
 
     def routes(self, link: Link, num_layer_groups: int, *, is_source: bool) -> list[Route]:
-        """One route for each part of a transfer over the link. is_source: this replica is the source."""
+        """One route for each shard of a transfer over the link. is_source: this replica is the source."""
         own, peer = self._settings.layout, link.hello.layout
         source, destination = (own, peer) if is_source else (peer, own)
         found = []
-        for source_rank, rank, layers in parts_of(source, destination, num_layer_groups):
+        for source_rank, rank, layers in shards_of(source, destination, num_layer_groups):
             ours, theirs = (source_rank, rank) if is_source else (rank, source_rank)
             listeners = link.listeners.ranks[theirs]
             peer_rank = PeerRank(host=link.host, layout=peer, rank=theirs, listeners=listeners)

@@ -160,7 +160,7 @@ class Spans(msgspec.Struct, frozen=True):
 
 
 class PieceOutcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The end of a piece; a follower also sends it to rank 0."""
+    """The end of a piece; an agent also sends it to rank 0."""
 
     is_done: bool
     num_bytes: Count = 0  # that were moved

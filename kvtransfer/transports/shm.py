@@ -40,12 +40,11 @@ from baton.kvtransfer.protocol.transfer_plan import Offsets, TransferPlan
 from baton.kvtransfer.transports.base import LocalRank, OnEnd, Part, Piece, QueueSender
 from baton.kvtransfer.transports.listener import (
     Listener,
-    ProcessWatch,
     decode_greeting,
     listen_on_host,
-    peer_process,
 )
 from baton.kvtransfer.transports.pages import PeerGenerations, PeerPages, as_words
+from baton.kvtransfer.transports.process_watch import ProcessWatch, peer_process
 from baton.messages.bounds import schema_hash
 from baton.rpc.connection import Connection, Role
 

@@ -60,7 +60,7 @@ def test_position_beyond_all_sequences_is_refused(source: Host, destination: Hos
 
 
 CHANGES: list[Callable[[Host], dict[str, Any]]] = [
-    lambda _: {"num_parts": 2},
+    lambda _: {"num_shards": 2},
     lambda host: {"position": host.endpoint.settings.layout.page_size // 2},
     lambda _: {"pages": (0, 1), "generations": (1, 1)},
     lambda _: {"num_layer_groups": 3},

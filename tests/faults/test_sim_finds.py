@@ -9,7 +9,7 @@ import pytest
 from baton.decode_worker.attempt import DecodeAdmission
 from baton.engine.scheduler.scheduler import ExternalPageHolds
 from baton.gateway.streams.request_stream import RequestStream
-from baton.kvtransfer.ranks.messages import ClosePart, PartVerified, VerifyPart
+from baton.kvtransfer.ranks.messages import CloseShard, ShardVerified, VerifyShard
 from baton.prefill_worker.prefill_job import Offer, PrefillJob
 from baton.request import Request
 from baton.router.in_flight import InFlight
@@ -32,8 +32,8 @@ def finding(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, broken: Cal
 
 
 def test_unverified_pages_give_wrong_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    def unverified(self: SimRank, command: VerifyPart) -> None:
-        self._emit_later(PartVerified(transfer=command.transfer, part=command.part, corrupt_units=()))
+    def unverified(self: SimRank, command: VerifyShard) -> None:
+        self._emit_later(ShardVerified(transfer=command.transfer, shard=command.shard, corrupt_units=()))
 
     found = finding(monkeypatch, SimRank, "_verify", unverified)
     assert "an undisturbed run says" in found
@@ -42,7 +42,7 @@ def test_unverified_pages_give_wrong_tokens(monkeypatch: pytest.MonkeyPatch) -> 
 def test_pages_freed_under_their_writer_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     close = SimRank._close
 
-    def confirmed(self: SimRank, command: ClosePart) -> None:
+    def confirmed(self: SimRank, command: CloseShard) -> None:
         close(self, msgspec.structs.replace(command, is_confirmed=True))
 
     found = finding(monkeypatch, SimRank, "_close", confirmed)

@@ -27,7 +27,7 @@ class HandoffWorld(SimulatedRanks):
     def step_request(self) -> None:
         """A prompt arrives at both hosts: the source allocates pages, the destination grants as many.
 
-        A host that has no room, or has lost a rank, takes no part: the other one is given up after a time.
+        A host that has no room, or has lost a rank, takes no shard: the other one is given up after a time.
         """
         host, num_units = self.source, 1 + self.pick(MAX_UNITS)
         if host.lost_rank is not None or not host.make_room(host.num_pages_for(num_units)):
@@ -35,7 +35,7 @@ class HandoffWorld(SimulatedRanks):
         transfer = self._number().to_bytes(16, "big")
         sequence = self._new_sequence(host, f"prompt-{self.num_made}", num_units)
         host.sequences[transfer.hex()] = sequence
-        size = TransferSize(transfer, num_units, self.num_parts, DEADLINE_S)
+        size = TransferSize(transfer, num_units, self.num_shards, DEADLINE_S)
         self._expect(transfer, size, sequence.contents)
         destination = self.destination
         if destination.lost_rank is None and destination.make_room(destination.num_pages_for(num_units)):
@@ -70,10 +70,10 @@ class HandoffWorld(SimulatedRanks):
     def _new_sequence(self, host: Host, name: str, num_units: int) -> Sequence:
         pages = host.pool.allocate(host.num_pages_for(num_units), name)
         contents = {
-            (unit, part): self._number() for unit in range(num_units) for part in range(self.num_parts)
+            (unit, shard): self._number() for unit in range(num_units) for shard in range(self.num_shards)
         }
-        for (unit, part), value in contents.items():
-            host.launch(pages, unit, part, value)
+        for (unit, shard), value in contents.items():
+            host.launch(pages, unit, shard, value)
         return Sequence(name, pages, contents)
 
     def _let_go(self, host: Host, key: str) -> None:
@@ -83,7 +83,7 @@ class HandoffWorld(SimulatedRanks):
             for page in sequence.pages:
                 host.pool.mark_known(page)
             pages = tuple((page, host.pool.generation(page)) for page in sequence.pages)
-            num_units = len(sequence.contents) // self.num_parts
+            num_units = len(sequence.contents) // self.num_shards
             if host.name == "source":
                 self.hints.append(Hint(host.incarnation, pages, sequence.contents, num_units))
         host.pool.release(sequence.pages, sequence.name)
@@ -133,7 +133,7 @@ class HandoffWorld(SimulatedRanks):
         if not host.make_room(host.num_pages_for(hint.num_units)):
             return
         transfer = self._number().to_bytes(16, "big")
-        size = TransferSize(transfer, hint.num_units, self.num_parts, DEADLINE_S)
+        size = TransferSize(transfer, hint.num_units, self.num_shards, DEADLINE_S)
         self._expect(transfer, size, hint.contents)
         handoff = self._new_destination(size)
         self._do(

@@ -13,13 +13,13 @@ from baton.engine.cache.page_pool import PagePool
 from baton.kvtransfer.protocol.destination import DestinationHandoff
 from baton.kvtransfer.protocol.handoff import HandoffContext
 from baton.kvtransfer.protocol.source import SourceHandoff
-from baton.kvtransfer.ranks.messages import PartCommand
+from baton.kvtransfer.ranks.messages import ShardCommand
 from tests.numbered_pages import handoff_context
 
 Pick: TypeAlias = Callable[[int], int]  # n -> a number in [0, n), by chance
 Ranks: TypeAlias = tuple[int, ...]
 Place: TypeAlias = tuple[int, int]  # page, slot in it
-Slot: TypeAlias = tuple[int, int, int]  # page, slot in it, part
+Slot: TypeAlias = tuple[int, int, int]  # page, slot in it, shard
 NUM_PAGES = 10
 
 
@@ -29,14 +29,14 @@ class Sequence:
 
     name: str
     pages: list[int]
-    contents: dict[tuple[int, int], int]  # (unit, part) -> what it must find
+    contents: dict[tuple[int, int], int]  # (unit, shard) -> what it must find
     num_computed: int = 0  # units that may be offered
     num_offered: int = 0
 
 
 @dataclass(eq=False)
 class Registration:
-    """Whether bytes of one part may be written, and how many writers are inside."""
+    """Whether bytes of one shard may be written, and how many writers are inside."""
 
     epoch: int
     is_open: bool = True
@@ -74,7 +74,7 @@ class Host:
     """Dies as a whole: a new Host takes its place, with nothing of the old one. Or one of its ranks dies."""
 
     def __init__(self, name: str, incarnation: int, units_per_page: int, ranks: Ranks) -> None:
-        """ranks: of ours that moves each part. Rank 0 is where the host's calls are made."""
+        """ranks: of ours that moves each shard. Rank 0 is where the host's calls are made."""
         self.name = name
         self.incarnation = incarnation.to_bytes(16, "big")
         self.device = Device()
@@ -90,7 +90,7 @@ class Host:
         self.registrations: dict[tuple[bytes, int], Registration] = {}
         self.inbox: list[bytes] = []
         self.has_lost_peer = False  # and has not been told yet
-        self.waiting: dict[bytes, list[PartCommand]] = {}  # of transfers whose landing waits for the device
+        self.waiting: dict[bytes, list[ShardCommand]] = {}  # of transfers whose landing waits for the device
         self.verifications: list[tuple[bytes, int, bytes]] = []
         self.finished: dict[bytes, str] = {}
         self.num_epochs = 0
@@ -106,28 +106,28 @@ class Host:
     def place(self, pages: list[int] | tuple[int, ...], unit: int) -> Place:
         return pages[unit // self.units_per_page], unit % self.units_per_page
 
-    def read(self, pages: list[int] | tuple[int, ...], unit: int, part: int) -> int:
-        return self.device.memory.get((*self.place(pages, unit), part), 0)
+    def read(self, pages: list[int] | tuple[int, ...], unit: int, shard: int) -> int:
+        return self.device.memory.get((*self.place(pages, unit), shard), 0)
 
-    def write(self, pages: list[int] | tuple[int, ...], unit: int, part: int, contents: int) -> None:
-        self.device.memory[(*self.place(pages, unit), part)] = contents
+    def write(self, pages: list[int] | tuple[int, ...], unit: int, shard: int, contents: int) -> None:
+        self.device.memory[(*self.place(pages, unit), shard)] = contents
 
-    def launch(self, pages: list[int], unit: int, part: int, contents: int) -> None:
+    def launch(self, pages: list[int], unit: int, shard: int, contents: int) -> None:
         """Have a step write it."""
-        self.device.launch((*self.place(pages, unit), part), contents)
+        self.device.launch((*self.place(pages, unit), shard), contents)
 
-    def is_lost(self, part: int) -> bool:
-        return self.ranks[part] == self.lost_rank
+    def is_lost(self, shard: int) -> bool:
+        return self.ranks[shard] == self.lost_rank
 
-    def is_gone(self, part: int) -> bool:
-        """The memory that the part is in is nobody's any more."""
-        return self.is_dead or (self.is_lost(part) and self.is_rank_dead)
+    def is_gone(self, shard: int) -> bool:
+        """The memory that the shard is in is nobody's any more."""
+        return self.is_dead or (self.is_lost(shard) and self.is_rank_dead)
 
     def check_reads(self, sequence: Sequence) -> None:
-        for (unit, part), expected in sequence.contents.items():
-            if self.is_lost(part):
+        for (unit, shard), expected in sequence.contents.items():
+            if self.is_lost(shard):
                 continue
-            found = self.device.read_by_step((*self.place(sequence.pages, unit), part))
+            found = self.device.read_by_step((*self.place(sequence.pages, unit), shard))
             page, _ = self.place(sequence.pages, unit)
             assert sequence.name in self.pool.owners(page), f"{sequence.name} does not own page {page}"
             assert found == expected, f"{sequence.name} reads {found} in page {page}, {expected} was written"

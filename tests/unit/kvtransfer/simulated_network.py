@@ -27,20 +27,20 @@ from baton.kvtransfer.protocol.messages import (
 )
 from baton.kvtransfer.protocol.source import SourceHandoff, SourceState
 from baton.kvtransfer.ranks.messages import (
-    ClosePart,
-    OpenPart,
-    PartCommand,
-    PartEvent,
-    PartHashed,
-    PartOpened,
-    PartReached,
-    PartStopped,
-    PartVerified,
-    PartWritten,
-    PushPart,
+    CloseShard,
+    OpenShard,
+    PushShard,
     ReachPeer,
-    StopPart,
-    VerifyPart,
+    ShardCommand,
+    ShardEvent,
+    ShardHashed,
+    ShardOpened,
+    ShardReached,
+    ShardStopped,
+    ShardVerified,
+    ShardWritten,
+    StopShard,
+    VerifyShard,
     WriterStopped,
 )
 from baton.kvtransfer.transports.base import PieceOutcome
@@ -49,7 +49,7 @@ from tests.unit.kvtransfer.simulated_host import Hint, Host, Pick, Registration,
 from tests.unit.kvtransfer.simulated_writes import FLIPPED, Flight, PushJob
 
 UNITS_PER_PAGE: Final = ((1, 1), (2, 1), (1, 2))  # source, destination
-CUTS: Final = (  # (source rank, destination rank) of each part
+CUTS: Final = (  # (source rank, destination rank) of each shard
     ((0, 0),),
     ((0, 0), (0, 1)),
     ((0, 0), (1, 0)),
@@ -67,7 +67,7 @@ class SimulatedNetwork:
         self.clock = ManualClock()
         self.units_per_page = UNITS_PER_PAGE[pick(len(UNITS_PER_PAGE))]
         self.cut = CUTS[pick(len(CUTS))]
-        self.num_parts = len(self.cut)
+        self.num_shards = len(self.cut)
         self.num_made = 0
         self.outcomes: dict[HandoffOutcome, int] = {}
         self.is_direct: dict[bytes, bool] = {}
@@ -148,8 +148,8 @@ class SimulatedNetwork:
         """The transports of a source are open, if they are being opened."""
         if transfer in host.unopened:
             host.unopened.remove(transfer)
-            for part in range(self.num_parts):
-                self._emit(host, PartReached(transfer=transfer, part=part, transport=""))
+            for shard in range(self.num_shards):
+                self._emit(host, ShardReached(transfer=transfer, shard=shard, transport=""))
 
     def step_cut(self) -> None:
         """The link breaks; what it held is lost. Each host hears of it in its own time."""
@@ -193,16 +193,16 @@ class SimulatedNetwork:
         survivor, dead = self.fences.pop(self.pick(len(self.fences)))
         for transfer in list(survivor.destinations):
             if self.peers[survivor, transfer] is dead and self.is_direct[transfer]:
-                for part in range(self.num_parts):
-                    self._writer_stopped(survivor, transfer, part)
+                for shard in range(self.num_shards):
+                    self._writer_stopped(survivor, transfer, shard)
 
-    def _writer_stopped(self, host: Host, transfer: bytes, part: int) -> None:
-        self._emit(host, WriterStopped(transfer=transfer, part=part))
+    def _writer_stopped(self, host: Host, transfer: bytes, shard: int) -> None:
+        self._emit(host, WriterStopped(transfer=transfer, shard=shard))
 
-    def _emit(self, host: Host, event: PartEvent) -> None:
+    def _emit(self, host: Host, event: ShardEvent) -> None:
         """Have the host's hand-off process an event of one of its ranks."""
         handoff = host.sources.get(event.transfer) or host.destinations[event.transfer]
-        self._do(host, event.transfer, handoff.on_part_event(event))
+        self._do(host, event.transfer, handoff.on_shard_event(event))
 
     def _new_destination(self, size: TransferSize) -> DestinationHandoff:
         host = self.destination
@@ -233,15 +233,15 @@ class SimulatedNetwork:
         if job not in self.jobs:
             return
         self.jobs.remove(job)
-        if job.source.is_lost(job.part):
+        if job.source.is_lost(job.shard):
             self._end_stops()
             return  # nobody hears of it
         handoff = job.source.sources[job.transfer]
         if job.is_written:
-            self._emit(job.source, PartHashed(**job.units, digests=bytes(job.digests)))
-        elif handoff.state is not SourceState.STOPPING:  # else PartStopped tells of all at once
+            self._emit(job.source, ShardHashed(**job.units, digests=bytes(job.digests)))
+        elif handoff.state is not SourceState.STOPPING:  # else ShardStopped tells of all at once
             refused = PieceOutcome(is_done=False, reason="refused")
-            self._emit(job.source, PartWritten(**job.units, outcome=refused))
+            self._emit(job.source, ShardWritten(**job.units, outcome=refused))
         self._end_stops()
 
     def _end_stops(self) -> None:
@@ -250,8 +250,8 @@ class SimulatedNetwork:
             jobs = (job for job in self.jobs if job.source is host and job.transfer == transfer)
             if not is_unheard and not any(jobs):
                 self.stopping.remove((host, transfer))
-                for part in range(self.num_parts):
-                    self._emit(host, PartStopped(transfer=transfer, part=part))
+                for shard in range(self.num_shards):
+                    self._emit(host, ShardStopped(transfer=transfer, shard=shard))
 
     def step_arrive(self) -> None:
         flight = self._any(self.flights)
@@ -265,21 +265,21 @@ class SimulatedNetwork:
 
     def _leave(self, flight: Flight) -> None:
         registration, job = flight.registration, flight.job
-        is_heard = not job.destination.is_lost(job.part)
+        is_heard = not job.destination.is_lost(job.shard)
         if registration is not None and not registration.is_open and not registration.num_inside and is_heard:
-            self._writer_stopped(job.destination, job.transfer, job.part)
+            self._writer_stopped(job.destination, job.transfer, job.shard)
 
     def step_verify(self) -> None:
         host = self.destination
         if not host.verifications:
             return
-        transfer, part, digests = host.verifications.pop(self.pick(len(host.verifications)))
+        transfer, shard, digests = host.verifications.pop(self.pick(len(host.verifications)))
         pages = host.destinations[transfer].pages
-        found = [host.read(pages, unit, part) for unit in range(len(digests) // 8)]
+        found = [host.read(pages, unit, shard) for unit in range(len(digests) // 8)]
         corrupt = [
             unit for unit, value in enumerate(found) if value.to_bytes(8, "big") != digests[unit * 8 :][:8]
         ]
-        self._emit(host, PartVerified(transfer=transfer, part=part, corrupt_units=tuple(corrupt)))
+        self._emit(host, ShardVerified(transfer=transfer, shard=shard, corrupt_units=tuple(corrupt)))
 
     # What the machines ask for.
 
@@ -292,7 +292,7 @@ class SimulatedNetwork:
                 self._finish(host, transfer, action.outcome)
             elif transfer in host.waiting:
                 host.waiting[transfer].append(action)
-            elif isinstance(action, OpenPart) and not host.device.has_passed(action.after):
+            elif isinstance(action, OpenShard) and not host.device.has_passed(action.after):
                 host.waiting[transfer] = [action]
             else:
                 self._carry_out(host, transfer, action)
@@ -307,37 +307,37 @@ class SimulatedNetwork:
         for transfer in list(host.waiting):
             self._do(host, transfer, [*host.waiting.pop(transfer)])
 
-    def _carry_out(self, host: Host, transfer: bytes, command: PartCommand) -> None:
+    def _carry_out(self, host: Host, transfer: bytes, command: ShardCommand) -> None:
         match command:
             case ReachPeer():
                 host.unopened.add(transfer)
-            case PushPart():
+            case PushShard():
                 self._push(host, transfer, command)
-            case StopPart(part=0):  # the other parts are stopped with it
+            case StopShard(shard=0):  # the other shards are stopped with it
                 for job in self.jobs:
-                    is_told = job.source is host and not host.is_lost(job.part)
+                    is_told = job.source is host and not host.is_lost(job.shard)
                     job.must_stop |= is_told and job.transfer == transfer
                 self.stopping.append((host, transfer))
                 self._end_stops()
-            case OpenPart(part=part):
-                host.registrations[transfer, part] = Registration(command.epoch)
-                self._emit(host, PartOpened(transfer=transfer, part=part))
-            case ClosePart(part=part) if host.is_lost(part):
+            case OpenShard(shard=shard):
+                host.registrations[transfer, shard] = Registration(command.epoch)
+                self._emit(host, ShardOpened(transfer=transfer, shard=shard))
+            case CloseShard(shard=shard) if host.is_lost(shard):
                 if host.is_rank_dead:
-                    self._writer_stopped(host, transfer, part)
-            case ClosePart(part=part, is_confirmed=is_confirmed):
-                registration = host.registrations[transfer, part]
+                    self._writer_stopped(host, transfer, shard)
+            case CloseShard(shard=shard, is_confirmed=is_confirmed):
+                registration = host.registrations[transfer, shard]
                 registration.is_open = False
                 if is_confirmed if self.is_direct[transfer] else not registration.num_inside:
-                    self._writer_stopped(host, transfer, part)
-            case VerifyPart(part=part, digests=digests) if not host.is_lost(part):
-                host.verifications.append((transfer, part, digests))
+                    self._writer_stopped(host, transfer, shard)
+            case VerifyShard(shard=shard, digests=digests) if not host.is_lost(shard):
+                host.verifications.append((transfer, shard, digests))
 
     def _send(self, host: Host, message: AnyMessage) -> None:
         if self.is_linked:
             self._peer(host).inbox.append(encode(message))
 
-    def _push(self, host: Host, transfer: bytes, push: PushPart) -> None:
+    def _push(self, host: Host, transfer: bytes, push: PushShard) -> None:
         grant, destination = self.grants[host, transfer]
         handoff = host.sources[transfer]
         job = PushJob(
@@ -345,7 +345,7 @@ class SimulatedNetwork:
             destination,
             transfer,
             handoff.epoch,
-            push.part,
+            push.shard,
             push.first,
             push.stop,
             list(handoff.pages),

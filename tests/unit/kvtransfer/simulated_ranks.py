@@ -30,29 +30,29 @@ class SimulatedRanks(SimulatedNetwork):
         if host.lost_rank is None or host.is_rank_dead:
             return
         host.is_rank_dead = True
-        parts = [part for part in range(self.num_parts) if host.is_lost(part)]
-        self.jobs = [job for job in self.jobs if job.source is not host or job.part not in parts]
-        self._end_landings(host, parts)
-        self._tell_peer(host, parts)
+        shards = [shard for shard in range(self.num_shards) if host.is_lost(shard)]
+        self.jobs = [job for job in self.jobs if job.source is not host or job.shard not in shards]
+        self._end_landings(host, shards)
+        self._tell_peer(host, shards)
         self._end_stops()
 
-    def _end_landings(self, host: Host, parts: list[int]) -> None:
+    def _end_landings(self, host: Host, shards: list[int]) -> None:
         """Its memory is gone, and whoever wrote there writes nowhere."""
-        ended = [each for each in self.flights if each.job.destination is host and each.job.part in parts]
+        ended = [each for each in self.flights if each.job.destination is host and each.job.shard in shards]
         for flight in ended:
             self.flights.remove(flight)
             flight.job.has_failed = True
         for job in self.jobs:
-            job.has_failed |= job.destination is host and job.part in parts and not job.is_direct
+            job.has_failed |= job.destination is host and job.shard in shards and not job.is_direct
         for transfer in list(host.destinations):
-            for part in parts:
-                self._writer_stopped(host, transfer, part)
+            for shard in shards:
+                self._writer_stopped(host, transfer, shard)
 
-    def _tell_peer(self, host: Host, parts: list[int]) -> None:
+    def _tell_peer(self, host: Host, shards: list[int]) -> None:
         """Where it wrote into a peer's memory, the peer knows of its death by itself."""
         peer = self._peer(host)
         for transfer, handoff in list(peer.destinations.items()):
             if self.peers[peer, transfer] is host and self.is_direct[transfer] and self.pick(2):
                 self._do(peer, transfer, handoff.fail("the source's process died"))
-                for part in parts:
-                    self._writer_stopped(peer, transfer, part)
+                for shard in shards:
+                    self._writer_stopped(peer, transfer, shard)

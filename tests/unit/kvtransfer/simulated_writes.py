@@ -20,7 +20,7 @@ class PushJob:
     destination: Host  # the one whose memory is mapped or connected, even when it is dead
     transfer: bytes
     epoch: int
-    part: int
+    shard: int
     first: int
     stop: int
     source_pages: list[int]
@@ -41,7 +41,7 @@ class PushJob:
     @property
     def units(self) -> dict[str, Any]:
         """The fields of an event about the job."""
-        return {"transfer": self.transfer, "part": self.part, "first": self.first, "stop": self.stop}
+        return {"transfer": self.transfer, "shard": self.shard, "first": self.first, "stop": self.stop}
 
     @property
     def is_written(self) -> bool:
@@ -50,7 +50,7 @@ class PushJob:
     def read_next(self) -> int:
         page, _ = self.source.place(self.source_pages, self.next_unit)
         assert ("reader", self.transfer) in self.source.pool.owners(page), f"page {page} is read unheld"
-        contents = self.source.read(self.source_pages, self.next_unit, self.part)
+        contents = self.source.read(self.source_pages, self.next_unit, self.shard)
         self.digests += contents.to_bytes(8, "big")
         return contents
 
@@ -64,7 +64,7 @@ class PushJob:
                 return
             self.carried = self.read_next()
             return
-        write(self.destination, self.transfer, self.part, self.pages, self.next_unit, self.carried)
+        write(self.destination, self.transfer, self.shard, self.pages, self.next_unit, self.carried)
         self.carried = None
         self.next_unit += 1
         self.num_written += 1
@@ -83,22 +83,22 @@ class Flight:
         """Whether it is over: written now, or drained."""
         job, host = self.job, self.job.destination
         if self.registration is None:
-            registration = host.registrations.get((job.transfer, job.part))
+            registration = host.registrations.get((job.transfer, job.shard))
             if registration is None or not registration.is_open or registration.epoch != job.epoch:
                 job.has_failed = True
                 return True
             registration.num_inside += 1
             self.registration = registration
             return False
-        write(host, job.transfer, job.part, job.pages, self.unit, self.contents)
+        write(host, job.transfer, job.shard, job.pages, self.unit, self.contents)
         self.registration.num_inside -= 1
         job.num_written += 1
         return True
 
 
-def write(host: Host, transfer: bytes, part: int, pages: tuple[int, ...], unit: int, contents: int) -> None:
+def write(host: Host, transfer: bytes, shard: int, pages: tuple[int, ...], unit: int, contents: int) -> None:
     page, _ = host.place(pages, unit)
-    if not host.is_gone(part):
+    if not host.is_gone(shard):
         owners = host.pool.owners(page)
-        assert ("writer", transfer, part) in owners, f"page {page} is {owners}'s while a writer is in it"
-    host.write(pages, unit, part, contents)
+        assert ("writer", transfer, shard) in owners, f"page {page} is {owners}'s while a writer is in it"
+    host.write(pages, unit, shard, contents)

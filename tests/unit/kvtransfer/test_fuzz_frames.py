@@ -20,18 +20,18 @@ from baton.kvtransfer.protocol.destination import DestinationHandoff, Destinatio
 from baton.kvtransfer.protocol.handoff import Action
 from baton.kvtransfer.protocol.source import SourceHandoff, SourceState
 from baton.kvtransfer.ranks.messages import (
-    ClosePart,
-    OpenPart,
-    PartEvent,
-    PartHashed,
-    PartOpened,
-    PartReached,
-    PartStopped,
-    PartVerified,
-    PushPart,
+    CloseShard,
+    OpenShard,
+    PushShard,
     ReachPeer,
-    StopPart,
-    VerifyPart,
+    ShardEvent,
+    ShardHashed,
+    ShardOpened,
+    ShardReached,
+    ShardStopped,
+    ShardVerified,
+    StopShard,
+    VerifyShard,
     WriterStopped,
 )
 from baton.rpc.connection import DroppedPeers
@@ -79,7 +79,7 @@ class Receiver:
 
     def _start_own(self) -> None:
         """A destination that has granted pages, of a transfer that messages name."""
-        size = TransferSize(bytes(16), num_units=2, num_parts=1, deadline_s=1.0)
+        size = TransferSize(bytes(16), num_units=2, num_shards=1, deadline_s=1.0)
         self._num_epochs = self._num_epochs % 3 + 1  # so that a random epoch is often the right one
         handoff = DestinationHandoff(size, self._num_epochs, handoff_context(self.pool, self.clock))
         self._destinations[size.transfer] = handoff
@@ -93,7 +93,7 @@ class Receiver:
         if isinstance(message, m.Grant | m.PullRequest) and is_known:
             raise WireError("a transfer that exists already", reason="protocol")
         if isinstance(message, m.Grant | m.PullRequest):
-            context = handoff_context(self.pool, self.clock, range(message.num_parts))
+            context = handoff_context(self.pool, self.clock, range(message.num_shards))
             source = SourceHandoff(message, context, INCARNATION, NumberedPages(self.pool))
             self._sources[transfer] = source
             self._do(source, source.begin())
@@ -110,7 +110,7 @@ class Receiver:
         for action in actions:
             event = answer(action)
             if event is not None:
-                self._do(handoff, handoff.on_part_event(event))
+                self._do(handoff, handoff.on_shard_event(event))
 
     def _end_all(self) -> None:
         for source in self._sources.values():
@@ -125,23 +125,23 @@ class Receiver:
         assert self.pool.num_available == NUM_PAGES, "pages are held after the peer is gone"
 
 
-def answer(action: Action) -> PartEvent | None:
+def answer(action: Action) -> ShardEvent | None:
     """The event by which a rank answers a command, at once."""
     match action:
-        case ReachPeer(transfer=transfer, part=part):
-            return PartReached(transfer=transfer, part=part, transport="")
-        case PushPart(transfer=transfer, part=part, first=first, stop=stop):
+        case ReachPeer(transfer=transfer, shard=shard):
+            return ShardReached(transfer=transfer, shard=shard, transport="")
+        case PushShard(transfer=transfer, shard=shard, first=first, stop=stop):
             digests = bytes(8 * (stop - first))
-            return PartHashed(transfer=transfer, part=part, first=first, stop=stop, digests=digests)
-        case StopPart(transfer=transfer, part=part):
-            return PartStopped(transfer=transfer, part=part)
-        case OpenPart(transfer=transfer, part=part):
-            return PartOpened(transfer=transfer, part=part)
-        case ClosePart(transfer=transfer, part=part):
-            return WriterStopped(transfer=transfer, part=part)
-        case VerifyPart(transfer=transfer, part=part, digests=digests):
+            return ShardHashed(transfer=transfer, shard=shard, first=first, stop=stop, digests=digests)
+        case StopShard(transfer=transfer, shard=shard):
+            return ShardStopped(transfer=transfer, shard=shard)
+        case OpenShard(transfer=transfer, shard=shard):
+            return ShardOpened(transfer=transfer, shard=shard)
+        case CloseShard(transfer=transfer, shard=shard):
+            return WriterStopped(transfer=transfer, shard=shard)
+        case VerifyShard(transfer=transfer, shard=shard, digests=digests):
             corrupt_units = (0,) if any(digests) else ()
-            return PartVerified(transfer=transfer, part=part, corrupt_units=corrupt_units)
+            return ShardVerified(transfer=transfer, shard=shard, corrupt_units=corrupt_units)
     return None
 
 

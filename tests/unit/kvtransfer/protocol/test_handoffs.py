@@ -26,7 +26,7 @@ from baton.kvtransfer.protocol.handoff import (
 from baton.kvtransfer.protocol.messages import (
     MAX_DIGESTS,
     MAX_PAGES,
-    MAX_PARTS,
+    MAX_SHARDS,
     ON_HOST,
     Abort,
     AnyMessage,
@@ -45,20 +45,20 @@ from baton.kvtransfer.protocol.messages import (
 )
 from baton.kvtransfer.protocol.source import Pin, SourceHandoff, SourceState
 from baton.kvtransfer.ranks.messages import (
-    ClosePart,
+    CloseShard,
     HashUnits,
-    OpenPart,
-    PartEvent,
-    PartHashed,
-    PartOpened,
-    PartReached,
-    PartStopped,
-    PartVerified,
-    PartWritten,
-    PushPart,
+    OpenShard,
+    PushShard,
     ReachPeer,
-    StopPart,
-    VerifyPart,
+    ShardEvent,
+    ShardHashed,
+    ShardOpened,
+    ShardReached,
+    ShardStopped,
+    ShardVerified,
+    ShardWritten,
+    StopShard,
+    VerifyShard,
     WriterDied,
     WriterStopped,
 )
@@ -74,12 +74,12 @@ EXTEND, VERIFIED = Extend(**OF_TRANSFER), Verified(**OF_TRANSFER)
 State: TypeAlias = SourceState | DestinationState
 
 
-def grant(num_parts: int = 1, num_groups: int = 1) -> Grant:
+def grant(num_shards: int = 1, num_groups: int = 1) -> Grant:
     return Grant(
         **OF_TRANSFER,
         deadline_ms=100_000,
         num_units=NUM_UNITS,
-        num_parts=num_parts,
+        num_shards=num_shards,
         num_layer_groups=num_groups,
         pages=(20, 21, 22, 23),
         generations=(1, 1, 1, 1),
@@ -117,33 +117,33 @@ def finished(actions: Sequence[Action]) -> list[HandoffOutcome]:
 
 
 def pushes(actions: Sequence[Action]) -> list[tuple[int, int, int]]:
-    """(part, first unit, end) of each."""
-    assert all(isinstance(action, PushPart) for action in actions)
-    return [(each.part, each.first, each.stop) for each in actions if isinstance(each, PushPart)]
+    """(shard, first unit, end) of each."""
+    assert all(isinstance(action, PushShard) for action in actions)
+    return [(each.shard, each.first, each.stop) for each in actions if isinstance(each, PushShard)]
 
 
-def closing(part: int = 0, *, is_confirmed: bool) -> ClosePart:
-    return ClosePart(transfer=ID, part=part, is_confirmed=is_confirmed)
+def closing(shard: int = 0, *, is_confirmed: bool) -> CloseShard:
+    return CloseShard(transfer=ID, shard=shard, is_confirmed=is_confirmed)
 
 
 class Side:
     """One side of a transfer with one unit a page, and the ledger of its host.
 
-    Each part has a rank of its own.
+    Each shard has a rank of its own.
     """
 
     handoff: SourceHandoff | DestinationHandoff
 
-    def __init__(self, num_parts: int) -> None:
-        self.num_parts = num_parts
+    def __init__(self, num_shards: int) -> None:
+        self.num_shards = num_shards
         self.clock = ManualClock()
         self.pool = PagePool(NUM_PAGES, 16)
-        self.context = handoff_context(self.pool, self.clock, range(num_parts))
+        self.context = handoff_context(self.pool, self.clock, range(num_shards))
 
-    def hear(self, kind: Callable[..., PartEvent], *parts: int, **fields: Any) -> list[Action]:
-        """Have the hand-off process an event of each of these parts; none: of all parts."""
-        events = [kind(transfer=ID, part=part, **fields) for part in parts or range(self.num_parts)]
-        return [action for event in events for action in self.handoff.on_part_event(event)]
+    def hear(self, kind: Callable[..., ShardEvent], *shards: int, **fields: Any) -> list[Action]:
+        """Have the hand-off process an event of each of these shards; none: of all shards."""
+        events = [kind(transfer=ID, shard=shard, **fields) for shard in shards or range(self.num_shards)]
+        return [action for event in events for action in self.handoff.on_shard_event(event)]
 
     def expire(self, seconds: float) -> None:
         self.clock.advance(seconds)
@@ -153,20 +153,20 @@ class Side:
 class Source(Side):
     def __init__(self, request: TransferRequest | None = None, pin: Pin | None = None) -> None:
         request = request or grant()
-        super().__init__(request.num_parts)
+        super().__init__(request.num_shards)
         pin = pin or NumberedPages(self.pool)
         self.handoff: SourceHandoff = SourceHandoff(request, self.context, HOLDER, pin)
         self.pages = self.pool.allocate(NUM_UNITS, "sequence")
 
     def reached(self) -> list[Action]:
-        return self.hear(PartReached, transport="")
+        return self.hear(ShardReached, transport="")
 
-    def pushed(self, part: int, first: int, stop: int, digests: bytes) -> list[Action]:
-        return self.hear(PartHashed, part, first=first, stop=stop, digests=digests)
+    def pushed(self, shard: int, first: int, stop: int, digests: bytes) -> list[Action]:
+        return self.hear(ShardHashed, shard, first=first, stop=stop, digests=digests)
 
     def push_failed(self, reason: str) -> list[Action]:
         outcome = PieceOutcome(is_done=False, reason=reason)
-        return self.hear(PartWritten, 0, first=0, stop=NUM_UNITS, outcome=outcome)
+        return self.hear(ShardWritten, 0, first=0, stop=NUM_UNITS, outcome=outcome)
 
     def to(self, state: SourceState) -> "Source":
         source = self.handoff
@@ -184,22 +184,22 @@ class Source(Side):
 
 
 class Destination(Side):
-    def __init__(self, num_parts: int = 1) -> None:
-        super().__init__(num_parts)
-        size = TransferSize(ID, NUM_UNITS, num_parts, deadline_s=100)
+    def __init__(self, num_shards: int = 1) -> None:
+        super().__init__(num_shards)
+        size = TransferSize(ID, NUM_UNITS, num_shards, deadline_s=100)
         self.handoff: DestinationHandoff = DestinationHandoff(size, EPOCH, self.context)
 
-    def verified(self, part: int, corrupt_units: tuple[int, ...]) -> list[Action]:
-        return self.hear(PartVerified, part, corrupt_units=corrupt_units)
+    def verified(self, shard: int, corrupt_units: tuple[int, ...]) -> list[Action]:
+        return self.hear(ShardVerified, shard, corrupt_units=corrupt_units)
 
     def to(self, state: DestinationState) -> "Destination":
         destination = self.handoff
         if state is DestinationState.ASKING:
             destination.pull("sequence", HOLDER, wanted_pages((page, 1) for page in range(NUM_UNITS)))
-            self.hear(PartOpened)
+            self.hear(ShardOpened)
         else:
             destination.grant("sequence")
-            self.hear(PartOpened)
+            self.hear(ShardOpened)
             destination.receive(EXTEND)
         if state in (DestinationState.VERIFYING, DestinationState.CLOSED):
             destination.receive(commit())
@@ -275,7 +275,7 @@ def test_transfer_can_end_in_every_state_once_and_frees_all_pages(state: State, 
         else:
             actions += handoff.abort("cancelled") if end == "abort" else handoff.peer_lost()
     for _ in range(2):
-        actions += side.hear(PartStopped if is_source else WriterStopped)
+        actions += side.hear(ShardStopped if is_source else WriterStopped)
     assert len(finished(actions)) == (not had_ended)
     assert handoff.is_closed and handoff.outcome is not None
     side.pool.release([page for page in range(NUM_PAGES) if "sequence" in side.pool.owners(page)], "sequence")
@@ -354,7 +354,7 @@ def test_pages_whose_lease_expired_while_transports_opened_are_not_sent() -> Non
 # The source.
 
 
-def test_last_push_of_a_part_is_its_commit() -> None:
+def test_last_push_of_a_shard_is_its_commit() -> None:
     source = Source()
     assert source.handoff.offer(source.pages[:1], 1) == []  # no transport is open
     assert pushes(source.reached()) == [(0, 0, 1)]
@@ -370,14 +370,14 @@ def test_page_under_a_push_is_held_beyond_the_lease() -> None:
     source.pool.release(source.pages, "sequence")
     source.expire(31)
     actions = source.handoff.tick()
-    assert finished(actions) == [HandoffOutcome.FAILED] and actions[-1] == StopPart(transfer=ID, part=0)
+    assert finished(actions) == [HandoffOutcome.FAILED] and actions[-1] == StopShard(transfer=ID, shard=0)
     assert source.pool.num_free == NUM_PAGES - NUM_UNITS
-    assert sent(source.hear(PartStopped)) == [Released(**OF_TRANSFER)]
+    assert sent(source.hear(ShardStopped)) == [Released(**OF_TRANSFER)]
     assert source.pool.num_free == NUM_PAGES
 
 
 def test_groups_of_layers_are_pushed_separately() -> None:
-    source = Source(grant(num_parts=4, num_groups=2))  # two pairs of ranks
+    source = Source(grant(num_shards=4, num_groups=2))  # two pairs of ranks
     handoff, pages = source.handoff, source.pages
     handoff.offer(pages[:2], 2)
     handoff.offer(pages[2:], NUM_UNITS, 0)
@@ -391,7 +391,7 @@ def test_groups_of_layers_are_pushed_separately() -> None:
     [(0, 4, 2), (0, 4, -1), (0, 1, 1), (0, 5, 0), (0, 3, None), (0, 5, None), (1, 6, None)],
 )
 def test_impossible_offer_is_the_callers_mistake(num_pages: int, num_units: int, group: int | None) -> None:
-    source = Source(grant(num_parts=2, num_groups=2))
+    source = Source(grant(num_shards=2, num_groups=2))
     source.handoff.offer(source.pages[:2], 2)
     source.handoff.offer(source.pages[2:], 4, 0)
     with pytest.raises(ValueError, match=f"{num_units} units.* offered after"):
@@ -409,11 +409,11 @@ def test_corrupt_units_are_written_again_once_and_as_ranges() -> None:
         source.handoff.receive(Corrupt(**OF_TRANSFER, units=(0,)))
 
 
-@pytest.mark.parametrize(("units", "part"), [((NUM_UNITS,), 0), ((0, 400), 0), ((0,), 1)])
-def test_units_that_the_transfer_does_not_have_cannot_be_corrupt(units: tuple[int, ...], part: int) -> None:
+@pytest.mark.parametrize(("units", "shard"), [((NUM_UNITS,), 0), ((0, 400), 0), ((0,), 1)])
+def test_units_that_the_transfer_does_not_have_cannot_be_corrupt(units: tuple[int, ...], shard: int) -> None:
     source = Source().to(SourceState.COMMITTING)
     with pytest.raises(ProtocolError, match="unexpected Corrupt"):
-        source.handoff.receive(Corrupt(**OF_TRANSFER, units=units, part=part))
+        source.handoff.receive(Corrupt(**OF_TRANSFER, units=units, shard=shard))
 
 
 def test_failed_push_ends_the_transfer_with_the_reason() -> None:
@@ -431,17 +431,17 @@ def test_wrong_number_of_digests_is_the_callers_mistake() -> None:
 def test_late_results_of_pushes_have_no_effect() -> None:
     source = Source().to(SourceState.STOPPING)
     assert source.pushed(0, 0, NUM_UNITS, DIGESTS) == []
-    source.hear(PartStopped)
+    source.hear(ShardStopped)
     assert source.push_failed("late") == []
 
 
 def test_each_rank_is_told_of_the_destination_and_of_each_source_page_once() -> None:
-    source = Source(grant(num_parts=2))
+    source = Source(grant(num_shards=2))
     reaches = source.handoff.begin()
     assert reaches == [
         ReachPeer(
             transfer=ID,
-            part=part,
+            shard=shard,
             link=1,
             destination=PEER_RANK,
             layers=(0, 1),
@@ -450,22 +450,25 @@ def test_each_rank_is_told_of_the_destination_and_of_each_source_page_once() -> 
             pages=grant().pages,
             generations=grant().generations,
         )
-        for part in (0, 1)
+        for shard in (0, 1)
     ]
     source.handoff.offer(source.pages[:1], 1)
-    assert source.hear(PartReached, 1, transport="") == []  # the other rank's transport is not open
-    told = [*source.hear(PartReached, 0, transport="tcp"), *source.handoff.offer(source.pages[1:], NUM_UNITS)]
-    pages = [each.more_pages for each in told if isinstance(each, PushPart)]
+    assert source.hear(ShardReached, 1, transport="") == []  # the other rank's transport is not open
+    told = [
+        *source.hear(ShardReached, 0, transport="tcp"),
+        *source.handoff.offer(source.pages[1:], NUM_UNITS),
+    ]
+    pages = [each.more_pages for each in told if isinstance(each, PushShard)]
     assert pages == [tuple(source.pages[:1])] * 2 + [tuple(source.pages[1:])] * 2
 
 
 def test_released_is_sent_when_every_rank_has_stopped_or_is_dead() -> None:
-    source = Source(grant(num_parts=2)).to(SourceState.STREAMING)
+    source = Source(grant(num_shards=2)).to(SourceState.STREAMING)
     source.pool.release(source.pages, "sequence")
     source.handoff.fail("rank 1 is lost")
-    assert source.hear(PartStopped, 0, 0) == []  # the other rank may still read
+    assert source.hear(ShardStopped, 0, 0) == []  # the other rank may still read
     assert source.pool.num_free == NUM_PAGES - NUM_UNITS
-    released = [Released(**OF_TRANSFER, part=part) for part in (0, 1)]
+    released = [Released(**OF_TRANSFER, shard=shard) for shard in (0, 1)]
     assert sent(source.handoff.rank_died(1)) == released
     assert source.handoff.is_closed and source.pool.num_free == NUM_PAGES
 
@@ -540,9 +543,9 @@ def test_granted_pages_have_two_owners_until_they_are_verified() -> None:
     (opened,) = destination.grant("sequence")
     pages = tuple(destination.pages)
     granted = msgspec.structs.replace(grant(), pages=pages)
-    assert opened == OpenPart(
+    assert opened == OpenShard(
         transfer=ID,
-        part=0,
+        shard=0,
         epoch=EPOCH,
         num_units=NUM_UNITS,
         pages=pages,
@@ -551,46 +554,46 @@ def test_granted_pages_have_two_owners_until_they_are_verified() -> None:
         layers=(0, 1),
         digest_key=bytes(32),
     )
-    assert side.hear(PartOpened) == [Send(granted)]
+    assert side.hear(ShardOpened) == [Send(granted)]
     assert side.pool.owners(pages[0]) == {("receive", ID), ("writer", ID, 0)}
-    assert destination.receive(wrote()) == [HashUnits(transfer=ID, part=0, first=0, stop=2)]
-    last = HashUnits(transfer=ID, part=0, first=2, stop=4)
+    assert destination.receive(wrote()) == [HashUnits(transfer=ID, shard=0, first=0, stop=2)]
+    last = HashUnits(transfer=ID, shard=0, first=2, stop=4)
     assert destination.receive(commit(2)) == [last, closing(is_confirmed=True)]
-    assert side.hear(WriterStopped) == [VerifyPart(transfer=ID, part=0, digests=DIGESTS)]
+    assert side.hear(WriterStopped) == [VerifyShard(transfer=ID, shard=0, digests=DIGESTS)]
     assert side.verified(0, ()) == [Finished(HandoffOutcome.ADOPTED, ""), Send(VERIFIED)]
     assert side.pool.owners(pages[0]) == {"sequence"}
 
 
-def test_source_hears_of_its_grant_when_every_rank_has_opened_its_part() -> None:
-    side = Destination(num_parts=2)
+def test_source_hears_of_its_grant_when_every_rank_has_opened_its_shard() -> None:
+    side = Destination(num_shards=2)
     side.handoff.grant("sequence")
     side.clock.advance(5)
-    assert side.handoff.tick() == side.hear(PartOpened, 1) == []
-    granted, beat = sent(side.hear(PartOpened, 0))
+    assert side.handoff.tick() == side.hear(ShardOpened, 1) == []
+    granted, beat = sent(side.hear(ShardOpened, 0))
     assert isinstance(granted, Grant) and beat == EXTEND
 
 
 def test_transfer_that_ends_before_every_rank_has_opened_is_told_in_order() -> None:
-    side = Destination(num_parts=2)
+    side = Destination(num_shards=2)
     side.handoff.grant("sequence")
-    side.hear(PartOpened, 0)
+    side.hear(ShardOpened, 0)
     actions = side.handoff.abort("the test")
     assert [type(message) for message in sent(actions)] == [Grant, Abort]
     assert actions[2:] == [
         Finished(HandoffOutcome.CANCELLED, "the test"),
-        *(closing(part, is_confirmed=False) for part in (0, 1)),
+        *(closing(shard, is_confirmed=False) for shard in (0, 1)),
     ]
-    assert side.hear(PartOpened, 1) == []
+    assert side.hear(ShardOpened, 1) == []
 
 
 @pytest.mark.parametrize("is_rank_lost", [False, True])
 def test_lost_rank_or_dead_writer_ends_it_and_the_end_of_every_writer_frees_the_pages(
     is_rank_lost: bool,
 ) -> None:
-    side = Destination(num_parts=2).to(DestinationState.RECEIVING)
+    side = Destination(num_shards=2).to(DestinationState.RECEIVING)
     ended = side.handoff.fail("rank 1 is lost") if is_rank_lost else side.hear(WriterDied, 0)
     assert finished(ended) == [HandoffOutcome.RECOMPUTE]
-    assert [each.part for each in ended if isinstance(each, ClosePart)] == [0, 1]
+    assert [each.shard for each in ended if isinstance(each, CloseShard)] == [0, 1]
     side.hear(WriterStopped, 0)
     assert (side.handoff.is_closed, side.pool.num_free) == (False, NUM_PAGES - NUM_UNITS)
     side.handoff.rank_died(1)
@@ -622,20 +625,20 @@ def test_refusal_confirms_that_nothing_was_written(message: AnyMessage) -> None:
 
 
 def test_corrupt_units_are_requested_again_under_a_new_hold_and_once() -> None:
-    side = Destination(num_parts=2).to(DestinationState.RECEIVING)
+    side = Destination(num_shards=2).to(DestinationState.RECEIVING)
     destination = side.handoff
-    for part in (0, 1):
-        destination.receive(commit(part=part))
-        side.hear(WriterStopped, part)
+    for shard in (0, 1):
+        destination.receive(commit(shard=shard))
+        side.hear(WriterStopped, shard)
     assert side.verified(0, ()) == []
-    corrupt = Corrupt(**OF_TRANSFER, units=(1, 3), part=1)
+    corrupt = Corrupt(**OF_TRANSFER, units=(1, 3), shard=1)
     (opened,) = side.verified(1, (1, 3))
-    assert isinstance(opened, OpenPart) and opened.part == 1
-    assert side.hear(PartOpened, 1) == [Send(corrupt)]
+    assert isinstance(opened, OpenShard) and opened.shard == 1
+    assert side.hear(ShardOpened, 1) == [Send(corrupt)]
     assert side.pool.owners(destination.pages[0]) == {("receive", ID), ("writer", ID, 1)}
     with pytest.raises(ProtocolError):
-        destination.receive(commit(part=0))
-    destination.receive(commit(part=1))
+        destination.receive(commit(shard=0))
+    destination.receive(commit(shard=1))
     side.hear(WriterStopped, 1)
     (aborted, end) = side.verified(1, (3,))
     assert aborted == Send(Abort(**OF_TRANSFER, reason="corrupt twice"))
@@ -659,10 +662,10 @@ def test_time_never_ends_a_writers_hold() -> None:
     "message",
     [
         wrote(stop=NUM_UNITS + 1),
-        wrote(part=1),
+        wrote(shard=1),
         commit(digests=DIGESTS[8:]),
-        commit(part=1),
-        Released(**OF_TRANSFER, part=1),
+        commit(shard=1),
+        Released(**OF_TRANSFER, shard=1),
     ],
 )
 def test_message_about_units_that_the_transfer_does_not_have_is_illegal(message: AnyMessage) -> None:
@@ -678,7 +681,7 @@ def test_unit_is_written_once_before_the_commit() -> None:
     for message in (wrote(0, 2), commit()):
         with pytest.raises(ProtocolError):
             side.handoff.receive(message)
-    last = HashUnits(transfer=ID, part=0, first=3, stop=4)
+    last = HashUnits(transfer=ID, shard=0, first=3, stop=4)
     assert side.handoff.receive(commit(3)) == [last, closing(is_confirmed=True)]
 
 
@@ -712,9 +715,9 @@ def test_message_of_an_unknown_transfer_is_answered_by_abort(message: AnyMessage
     [
         {"num_units": 0},
         {"num_units": MAX_PAGES + 1},
-        {"num_parts": 0},
-        {"num_parts": MAX_PARTS + 1},
-        {"num_units": MAX_DIGESTS // MAX_PARTS + 1, "num_parts": MAX_PARTS},
+        {"num_shards": 0},
+        {"num_shards": MAX_SHARDS + 1},
+        {"num_units": MAX_DIGESTS // MAX_SHARDS + 1, "num_shards": MAX_SHARDS},
         {"deadline_s": 0.0},
         {"deadline_s": 86_401.0},
         {"transfer": b""},
@@ -724,9 +727,9 @@ def test_message_of_an_unknown_transfer_is_answered_by_abort(message: AnyMessage
     ],
 )
 def test_size_that_no_message_can_carry_is_the_callers_mistake(wrong: dict[str, Any]) -> None:
-    largest = {"num_units": MAX_DIGESTS // MAX_PARTS, "num_parts": MAX_PARTS, "position": 2**31 - 1}
+    largest = {"num_units": MAX_DIGESTS // MAX_SHARDS, "num_shards": MAX_SHARDS, "position": 2**31 - 1}
     assert TransferSize(transfer=ID, deadline_s=1e-6, **largest).deadline_ms == 1
-    fields = {"transfer": ID, "num_units": 1, "num_parts": 1, "deadline_s": 1.0, **wrong}
+    fields = {"transfer": ID, "num_units": 1, "num_shards": 1, "deadline_s": 1.0, **wrong}
     with pytest.raises(ValueError, match="transfer|token"):
         TransferSize(**fields)
 

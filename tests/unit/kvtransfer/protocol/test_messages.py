@@ -67,7 +67,7 @@ def test_any_msgpack_reader_can_read_a_message() -> None:
         "pages": [0],
         "generations": [1],
         "position": 0,
-        "num_parts": 1,
+        "num_shards": 1,
         "num_layer_groups": 1,
     }
 
@@ -88,9 +88,9 @@ def test_any_msgpack_reader_can_read_a_message() -> None:
         {"deadline_ms": 0},
         {"deadline_ms": 2**40},
         {"position": 2**31},
-        {"num_parts": 0},
-        {"num_parts": 257},
-        {"num_units": MAX_PAGES, "num_parts": 256},
+        {"num_shards": 0},
+        {"num_shards": 257},
+        {"num_units": MAX_PAGES, "num_shards": 256},
         {"extra": 1},
         {"num_units": ...},
         {"kind": "Unknown"},

@@ -10,12 +10,11 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from baton.errors import ConfigError
-from baton.kvtransfer.protocol.transfer_plan import Pages, TransferPlan, peers_of, plan_transfer
-from baton.kvtransfer.ranks.messages import layer_groups
+from baton.kvtransfer.protocol.transfer_plan import Pages, TransferPlan, layer_groups, peers_of, plan_transfer
 from baton.pages import PageLayout
 from tests.transfer_ends import runs_of
 
-NUM_HEADS = 12  # splits by 2 and by 3: ranks whose heads overlap in part
+NUM_HEADS = 12  # splits by 2 and by 3: ranks whose heads overlap in shard
 TP_SIZES = (1, 2, 3, 4, 12)
 PAGE_SIZES = (1, 2, 4, 8)
 Pool = NDArray[np.int32]  # [pages, layers, 2, heads of the rank, page_size, head_dim]

@@ -8,7 +8,7 @@ import xxhash
 from baton.kvtransfer.protocol.transfer_plan import plan_transfer
 from baton.kvtransfer.ranks import digests
 from baton.kvtransfer.ranks.digests import (
-    PartDigests,
+    ShardDigests,
     UnitDigests,
     differing_units,
     digest_units,
@@ -66,7 +66,7 @@ class Found(NamedTuple):
 
     pool: np.ndarray[tuple[int], np.dtype[np.uint8]]
 
-    def digests(self, key: bytes, part: int = 0, first: int = 0, stop: int = 4) -> bytes:
+    def digests(self, key: bytes, shard: int = 0, first: int = 0, stop: int = 4) -> bytes:
         rank = local_rank(torch.from_numpy(self.pool).view(4, 16))
         plan = plan_transfer(
             PageLayout(tp_size=1, page_size=1, num_layers=1, num_kv_heads=1, head_dim=2, dtype="float32"),
@@ -75,13 +75,13 @@ class Found(NamedTuple):
             0,
         )
         offsets = plan.source.offsets(first, stop, range(4))
-        return PartDigests(UnitDigests(rank), key, part).take(plan, offsets, first, stop)
+        return ShardDigests(UnitDigests(rank), key, shard).take(plan, offsets, first, stop)
 
 
 def test_digest_of_bytes_is_unknown_without_the_key() -> None:
     known = Found(np.zeros(64, dtype=np.uint8))
     secret = known.digests(b"k" * 32)
-    assert secret not in (known.digests(b"x" * 32), known.digests(b"k" * 32, part=1))
+    assert secret not in (known.digests(b"x" * 32), known.digests(b"k" * 32, shard=1))
     plain = digest_units(known.pool.data, np.arange(0, 64, 16), 16, 4)
     assert plain != secret
     # Units that are alike do not have digests that are: what is sent says nothing of the hash under the seed.
@@ -100,10 +100,10 @@ def test_digests_of_some_units_equal_those_of_all_units() -> None:
     pool = torch.arange(num_units * 16, dtype=torch.int64).to(torch.uint8).view(num_units, 16)
     cut = PageLayout(tp_size=1, page_size=1, num_layers=1, num_kv_heads=1, head_dim=2, dtype="float32")
     plan = plan_transfer(cut, cut, 0, 0)
-    part = PartDigests(UnitDigests(local_rank(pool)), b"k" * 32, 3)
+    shard = ShardDigests(UnitDigests(local_rank(pool)), b"k" * 32, 3)
 
     def take(first: int, stop: int) -> bytes:
-        return part.take(plan, plan.source.offsets(first, stop, range(num_units)), first, stop)
+        return shard.take(plan, plan.source.offsets(first, stop, range(num_units)), first, stop)
 
     whole = take(0, num_units)
     for first, stop in [(0, 1), (7, 9), (8, 16), (13, 40), (5, 5)]:

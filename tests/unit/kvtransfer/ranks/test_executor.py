@@ -1,4 +1,4 @@
-"""One rank's share of transfers, with parts that have the same pages."""
+"""One rank's share of transfers, with shards that have the same pages."""
 
 import threading
 from collections.abc import Iterator
@@ -13,21 +13,21 @@ from baton.kvtransfer.protocol.messages import PeerRank
 from baton.kvtransfer.ranks.digests import INLINE_BYTES, Hashing
 from baton.kvtransfer.ranks.executor import RankExecutor
 from baton.kvtransfer.ranks.messages import (
-    ClosePart,
+    CloseShard,
     DropLink,
-    ForgetPart,
-    OpenPart,
-    PartEvent,
-    PartHashed,
-    PartOpened,
-    PartReached,
-    PartStopped,
-    PartVerified,
-    PartWritten,
-    PushPart,
+    ForgetShard,
+    OpenShard,
+    PushShard,
     ReachPeer,
-    StopPart,
-    VerifyPart,
+    ShardEvent,
+    ShardHashed,
+    ShardOpened,
+    ShardReached,
+    ShardStopped,
+    ShardVerified,
+    ShardWritten,
+    StopShard,
+    VerifyShard,
     WriterDied,
     WriterStopped,
 )
@@ -54,7 +54,7 @@ class Rank:
         shape = (NUM_PAGES, layout.num_layers, 2, layout.heads_per_rank, layout.page_size, layout.head_dim)
         self.pool = self.shared.zeros(shape, torch.float32)
         self.layout, self.rank = layout, rank
-        self.events: list[PartEvent] = []
+        self.events: list[ShardEvent] = []
         self._inbox: SimpleQueue[Call] = SimpleQueue()
         settings = EndpointSettings(key=b"k" * 32, fingerprint="model", layout=layout)
         self.executor = RankExecutor(
@@ -74,7 +74,7 @@ class Rank:
             host="127.0.0.1", layout=self.layout, rank=self.rank, listeners=self.executor.listeners
         )
 
-    def hear(self, wanted: type[PartEvent]) -> PartEvent:
+    def hear(self, wanted: type[ShardEvent]) -> ShardEvent:
         """The next event of this kind, after those before it."""
         while not any(isinstance(event, wanted) for event in self.events):
             self._inbox.get(timeout=5.0)()
@@ -106,10 +106,10 @@ def sources() -> Iterator[list[Rank]]:
         executor.close()
 
 
-def open_part(destination: Rank, source: Rank, part: int) -> None:
-    order = OpenPart(
+def open_shard(destination: Rank, source: Rank, shard: int) -> None:
+    order = OpenShard(
         transfer=TRANSFER,
-        part=part,
+        shard=shard,
         epoch=1,
         num_units=NUM_UNITS,
         pages=PAGES,
@@ -119,13 +119,13 @@ def open_part(destination: Rank, source: Rank, part: int) -> None:
         digest_key=DIGEST_KEY,
     )
     destination.executor.perform(order)
-    assert destination.hear(PartOpened) == PartOpened(transfer=TRANSFER, part=part)
+    assert destination.hear(ShardOpened) == ShardOpened(transfer=TRANSFER, shard=shard)
 
 
-def reach(source: Rank, destination: Rank, part: int, *, is_bulk: bool = False) -> None:
+def reach(source: Rank, destination: Rank, shard: int, *, is_bulk: bool = False) -> None:
     order = ReachPeer(
         transfer=TRANSFER,
-        part=part,
+        shard=shard,
         link=1,
         destination=destination.peer(),
         layers=ALL_LAYERS,
@@ -136,37 +136,37 @@ def reach(source: Rank, destination: Rank, part: int, *, is_bulk: bool = False) 
         is_bulk=is_bulk,
     )
     source.executor.perform(order)
-    assert source.hear(PartReached) == PartReached(transfer=TRANSFER, part=part, transport="shm")
+    assert source.hear(ShardReached) == ShardReached(transfer=TRANSFER, shard=shard, transport="shm")
 
 
-def push(source: Rank, part: int) -> PartWritten:
+def push(source: Rank, shard: int) -> ShardWritten:
     source.executor.perform(
-        PushPart(transfer=TRANSFER, part=part, first=0, stop=NUM_UNITS, more_pages=(0, 2, 5))
+        PushShard(transfer=TRANSFER, shard=shard, first=0, stop=NUM_UNITS, more_pages=(0, 2, 5))
     )
-    written = source.hear(PartWritten)
-    assert isinstance(written, PartWritten)
+    written = source.hear(ShardWritten)
+    assert isinstance(written, ShardWritten)
     return written
 
 
-def test_pages_of_two_parts_are_granted_until_the_last_of_them_closes(
+def test_pages_of_two_shards_are_granted_until_the_last_of_them_closes(
     destination: Rank, sources: list[Rank]
 ) -> None:
-    for part, source in enumerate(sources):
-        open_part(destination, source, part)
+    for shard, source in enumerate(sources):
+        open_shard(destination, source, shard)
     assert destination.granted() == sorted(PAGES)
-    for part, left in ((0, sorted(PAGES)), (1, [])):
-        destination.executor.perform(ClosePart(transfer=TRANSFER, part=part, is_confirmed=True))
-        assert destination.hear(WriterStopped) == WriterStopped(transfer=TRANSFER, part=part)
+    for shard, left in ((0, sorted(PAGES)), (1, [])):
+        destination.executor.perform(CloseShard(transfer=TRANSFER, shard=shard, is_confirmed=True))
+        assert destination.hear(WriterStopped) == WriterStopped(transfer=TRANSFER, shard=shard)
         assert destination.granted() == left
 
 
-def test_part_goes_on_when_the_other_has_ended(destination: Rank, sources: list[Rank]) -> None:
-    for part, source in enumerate(sources):
-        source.pool.fill_(part + 1)
-        open_part(destination, source, part)
-        reach(source, destination, part)
+def test_shard_goes_on_when_the_other_has_ended(destination: Rank, sources: list[Rank]) -> None:
+    for shard, source in enumerate(sources):
+        source.pool.fill_(shard + 1)
+        open_shard(destination, source, shard)
+        reach(source, destination, shard)
     assert push(sources[0], 0).outcome.is_done
-    destination.executor.perform(ClosePart(transfer=TRANSFER, part=0, is_confirmed=True))
+    destination.executor.perform(CloseShard(transfer=TRANSFER, shard=0, is_confirmed=True))
     destination.hear(WriterStopped)
     assert push(sources[1], 1).outcome.is_done
     for head in range(2):
@@ -175,20 +175,20 @@ def test_part_goes_on_when_the_other_has_ended(destination: Rank, sources: list[
 
 
 def test_unwritten_units_are_found(destination: Rank, sources: list[Rank]) -> None:
-    open_part(destination, sources[0], 0)
-    destination.executor.perform(ClosePart(transfer=TRANSFER, part=0, is_confirmed=True))
+    open_shard(destination, sources[0], 0)
+    destination.executor.perform(CloseShard(transfer=TRANSFER, shard=0, is_confirmed=True))
     destination.hear(WriterStopped)
-    destination.executor.perform(VerifyPart(transfer=TRANSFER, part=0, digests=bytes(range(8)) * NUM_UNITS))
-    verified = destination.hear(PartVerified)
-    assert verified == PartVerified(transfer=TRANSFER, part=0, corrupt_units=tuple(range(NUM_UNITS)))
+    destination.executor.perform(VerifyShard(transfer=TRANSFER, shard=0, digests=bytes(range(8)) * NUM_UNITS))
+    verified = destination.hear(ShardVerified)
+    assert verified == ShardVerified(transfer=TRANSFER, shard=0, corrupt_units=tuple(range(NUM_UNITS)))
 
 
-def test_stopped_part_writes_no_more(destination: Rank, sources: list[Rank]) -> None:
+def test_stopped_shard_writes_no_more(destination: Rank, sources: list[Rank]) -> None:
     source = sources[1]
-    open_part(destination, source, 1)
+    open_shard(destination, source, 1)
     reach(source, destination, 1)
-    source.executor.perform(StopPart(transfer=TRANSFER, part=1))
-    assert source.hear(PartStopped) == PartStopped(transfer=TRANSFER, part=1)
+    source.executor.perform(StopShard(transfer=TRANSFER, shard=1))
+    assert source.hear(ShardStopped) == ShardStopped(transfer=TRANSFER, shard=1)
     source.executor.stop()
     assert source.executor.wait_until_stopped(0.0)
     assert not push(source, 1).outcome.is_done
@@ -197,30 +197,30 @@ def test_stopped_part_writes_no_more(destination: Rank, sources: list[Rank]) -> 
 
 def test_end_of_a_link_closes_its_transports(destination: Rank, sources: list[Rank]) -> None:
     source, threads = sources[0], set(threading.enumerate())
-    open_part(destination, source, 0)
+    open_shard(destination, source, 0)
     reach(source, destination, 0)
     assert any(thread.name == "shm-source" for thread in set(threading.enumerate()) - threads)
     source.executor.perform(DropLink(link=1))
     assert not any(thread.name == "shm-source" for thread in set(threading.enumerate()) - threads)
 
 
-def test_death_of_a_writer_is_reported_for_its_open_parts(destination: Rank, sources: list[Rank]) -> None:
-    for part, source in enumerate(sources):
-        open_part(destination, source, part)
+def test_death_of_a_writer_is_reported_for_its_open_shards(destination: Rank, sources: list[Rank]) -> None:
+    for shard, source in enumerate(sources):
+        open_shard(destination, source, shard)
     incarnation = sources[1].executor.listeners.incarnation
     destination.executor.rank.registrations.writer_came(incarnation)
     rank = destination.executor.rank
     rank.on_writer_death(rank.registrations.writer_died(incarnation))
-    assert destination.hear(WriterDied) == WriterDied(transfer=TRANSFER, part=1)
+    assert destination.hear(WriterDied) == WriterDied(transfer=TRANSFER, shard=1)
     assert not any(isinstance(event, WriterDied) for event in destination.events)
 
 
-def test_forgotten_parts_leave_nothing(destination: Rank, sources: list[Rank]) -> None:
-    for part, source in enumerate(sources):
-        open_part(destination, source, part)
-        reach(source, destination, part)
-        source.executor.perform(ForgetPart(transfer=TRANSFER, part=part))
-        destination.executor.perform(ForgetPart(transfer=TRANSFER, part=part))
+def test_forgotten_shards_leave_nothing(destination: Rank, sources: list[Rank]) -> None:
+    for shard, source in enumerate(sources):
+        open_shard(destination, source, shard)
+        reach(source, destination, shard)
+        source.executor.perform(ForgetShard(transfer=TRANSFER, shard=shard))
+        destination.executor.perform(ForgetShard(transfer=TRANSFER, shard=shard))
         assert not source.executor._leaving
     assert not destination.executor._arriving
 
@@ -233,25 +233,25 @@ def test_failed_digest_is_reported(
 
     source = sources[0]
     monkeypatch.setattr(source.executor._tools.digests, "take", take)
-    open_part(destination, source, 0)
+    open_shard(destination, source, 0)
     reach(source, destination, 0)
     assert push(source, 0).outcome.is_done
-    hashed = source.hear(PartHashed)
-    assert isinstance(hashed, PartHashed)
+    hashed = source.hear(ShardHashed)
+    assert isinstance(hashed, ShardHashed)
     assert hashed.digests == b"" and "no room for the digests" in hashed.reason
 
 
 def digests_of(source: Rank) -> bytes:
-    hashed = source.hear(PartHashed)
-    assert isinstance(hashed, PartHashed) and not hashed.reason
+    hashed = source.hear(ShardHashed)
+    assert isinstance(hashed, ShardHashed) and not hashed.reason
     return hashed.digests
 
 
 def test_few_digests_are_reported_with_the_written_piece(destination: Rank, sources: list[Rank]) -> None:
-    open_part(destination, sources[0], 0)
+    open_shard(destination, sources[0], 0)
     reach(sources[0], destination, 0)
     push(sources[0], 0)
-    assert [type(event) for event in sources[0].events] == [PartHashed]
+    assert [type(event) for event in sources[0].events] == [ShardHashed]
 
 
 @pytest.mark.parametrize("is_inline", [True, False])
@@ -260,11 +260,11 @@ def test_bulk_pieces_have_the_digests_of_other_pieces(
 ) -> None:
     source = sources[0]
     source.pool.copy_(torch.rand(source.pool.shape))
-    open_part(destination, source, 0)
+    open_shard(destination, source, 0)
     reach(source, destination, 0)
     assert push(source, 0).outcome.is_done
     expected = digests_of(source)
-    source.executor.perform(ForgetPart(transfer=TRANSFER, part=0))
+    source.executor.perform(ForgetShard(transfer=TRANSFER, shard=0))
     if not is_inline:
         source.executor._hashing._inline_bytes = 0
     reach(source, destination, 0, is_bulk=True)

@@ -19,39 +19,39 @@ LISTENERS = RankListenerAddresses(
     incarnation=b"i" * 16, host="h", device="cpu", addresses={"tcp": "7", "shm": "\0pool"}
 )
 PEER = PeerRank(host="h", layout=LAYOUT, rank=1, listeners=LISTENERS)
-OF_PART: dict[str, Any] = {"transfer": b"t" * 16, "part": 3}
+OF_SHARD: dict[str, Any] = {"transfer": b"t" * 16, "shard": 3}
 ALL_PAGES = tuple(range(2**31 - MAX_PAGES, 2**31))
 ALL_GENERATIONS = tuple(range(2**32 - MAX_PAGES, 2**32))
 EVENTS: list[m.ToRankZero] = [
     m.AgentHello(rank=1),
     m.Ready(listeners=LISTENERS),
     m.AllStopped(),
-    m.PartOpened(**OF_PART),
-    m.WriterStopped(**OF_PART),
-    m.WriterDied(**OF_PART),
-    m.PartVerified(**OF_PART, corrupt_units=tuple(range(MAX_PAGES))),
-    m.PartReached(**OF_PART, transport="shm"),
-    m.PartWritten(
-        **OF_PART,
+    m.ShardOpened(**OF_SHARD),
+    m.WriterStopped(**OF_SHARD),
+    m.WriterDied(**OF_SHARD),
+    m.ShardVerified(**OF_SHARD, corrupt_units=tuple(range(MAX_PAGES))),
+    m.ShardReached(**OF_SHARD, transport="shm"),
+    m.ShardWritten(
+        **OF_SHARD,
         first=0,
         stop=MAX_PAGES,
         outcome=PieceOutcome(False, 2**40, 2**20, "r" * 256, Spans(0.5, 0.25, 2.0)),
     ),
-    m.PartHashed(**OF_PART, first=0, stop=MAX_PAGES, digests=bytes(8 * MAX_PAGES)),
-    m.PartHashed(**OF_PART, first=0, stop=1, digests=b"", reason="the digest of a piece failed"),
-    m.PartStopped(**OF_PART),
+    m.ShardHashed(**OF_SHARD, first=0, stop=MAX_PAGES, digests=bytes(8 * MAX_PAGES)),
+    m.ShardHashed(**OF_SHARD, first=0, stop=1, digests=b"", reason="the digest of a piece failed"),
+    m.ShardStopped(**OF_SHARD),
     m.Counted(counts={f"{number:064}": 2**63 - 1 for number in range(m.MAX_COUNTS)}),
 ]
-COMMANDS: list[m.ToFollower] = [
+COMMANDS: list[m.ToAgent] = [
     m.SetUp(settings=SETTINGS.for_rank(1)),
     m.StopAll(),
     m.TellCounts(),
     m.DropLink(link=1),
-    m.ClosePart(**OF_PART, is_confirmed=True),
-    m.HashUnits(**OF_PART, first=1, stop=2),
-    m.VerifyPart(**OF_PART, digests=bytes(8 * MAX_PAGES)),
+    m.CloseShard(**OF_SHARD, is_confirmed=True),
+    m.HashUnits(**OF_SHARD, first=1, stop=2),
+    m.VerifyShard(**OF_SHARD, digests=bytes(8 * MAX_PAGES)),
     m.ReachPeer(
-        **OF_PART,
+        **OF_SHARD,
         link=1,
         destination=PEER,
         layers=(0, 2),
@@ -61,17 +61,17 @@ COMMANDS: list[m.ToFollower] = [
         generations=ALL_GENERATIONS,
         is_bulk=True,
     ),
-    m.PushPart(**OF_PART, first=0, stop=MAX_PAGES, more_pages=ALL_PAGES),
-    m.StopPart(**OF_PART),
-    m.ForgetPart(**OF_PART),
+    m.PushShard(**OF_SHARD, first=0, stop=MAX_PAGES, more_pages=ALL_PAGES),
+    m.StopShard(**OF_SHARD),
+    m.ForgetShard(**OF_SHARD),
 ]
 
 
 @pytest.mark.parametrize("message", COMMANDS, ids=lambda each: type(each).__name__)
-def test_command_of_any_length_survives_the_wire(message: m.ToFollower) -> None:
+def test_command_of_any_length_survives_the_wire(message: m.ToAgent) -> None:
     body = m.encode(message)
     assert len(body) <= MAX_BODY_BYTES
-    assert m.decode_for_follower(body) == message
+    assert m.decode_for_agent(body) == message
     with pytest.raises(WireError, match="cannot decode the message"):
         m.decode_for_rank_zero(body)
 
@@ -82,15 +82,15 @@ def test_event_of_any_length_survives_the_wire(message: m.ToRankZero) -> None:
     assert len(body) <= MAX_BODY_BYTES
     assert m.decode_for_rank_zero(body) == message
     with pytest.raises(WireError, match="cannot decode the message"):
-        m.decode_for_follower(body)
+        m.decode_for_agent(body)
 
 
 @pytest.mark.parametrize(
     ("field", "value"),
     [
         ("transfer", b"short"),
-        ("part", -1),
-        ("part", 256),
+        ("shard", -1),
+        ("shard", 256),
         ("first", -1),
         ("stop", 0),
         ("stop", MAX_PAGES + 1),
@@ -101,8 +101,8 @@ def test_event_of_any_length_survives_the_wire(message: m.ToRankZero) -> None:
 )
 def test_field_out_of_bounds_is_refused(field: str, value: object) -> None:
     plain = msgspec.to_builtins(
-        m.PushPart(**OF_PART, first=0, stop=1, more_pages=(0,)), builtin_types=(bytes,)
+        m.PushShard(**OF_SHARD, first=0, stop=1, more_pages=(0,)), builtin_types=(bytes,)
     )
     with pytest.raises(WireError) as refused:
-        m.decode_for_follower(msgspec.msgpack.encode({**plain, field: value}))
+        m.decode_for_agent(msgspec.msgpack.encode({**plain, field: value}))
     assert refused.value.reason == "malformed"

@@ -12,22 +12,22 @@ from baton.kvtransfer.protocol.messages import RankListenerAddresses
 from baton.kvtransfer.ranks.messages import (
     AgentHello,
     AllStopped,
-    ClosePart,
+    CloseShard,
     Counted,
     DropLink,
-    ForgetPart,
-    PartEvent,
-    PartOpened,
-    PartStopped,
+    ForgetShard,
     Ready,
     SetUp,
+    ShardEvent,
+    ShardOpened,
+    ShardStopped,
     StopAll,
-    StopPart,
+    StopShard,
     TellCounts,
-    ToFollower,
+    ToAgent,
     ToRankZero,
     WriterStopped,
-    decode_for_follower,
+    decode_for_agent,
     encode,
 )
 from baton.kvtransfer.ranks.ranks import RemoteRank
@@ -56,7 +56,7 @@ class Ends:
         for word in first_words:
             self.agent.send(encode(word))
         self.calls: list[Call] = []
-        self.events: list[PartEvent] = []
+        self.events: list[ShardEvent] = []
         self.losses: list[tuple[bool, bool]] = []
         try:
             self.rank = RemoteRank(SETTINGS, connection)
@@ -72,8 +72,8 @@ class Ends:
         while self.calls:
             self.calls.pop(0)()
 
-    def told(self) -> ToFollower:
-        return decode_for_follower(self.agent.recv(5.0))
+    def told(self) -> ToAgent:
+        return decode_for_agent(self.agent.recv(5.0))
 
 
 @pytest.fixture
@@ -87,13 +87,13 @@ def ends() -> Iterator[Ends]:
 def test_rank_is_set_up_before_its_commands(ends: Ends) -> None:
     assert ends.told() == SetUp(settings=SETTINGS)
     assert ends.rank.listeners == LISTENERS
-    for command in (DropLink(link=3), ForgetPart(transfer=ID, part=1)):
+    for command in (DropLink(link=3), ForgetShard(transfer=ID, shard=1)):
         ends.rank.perform(command)
         assert ends.told() == command
 
 
 def test_events_are_reported_in_the_owners_thread(ends: Ends) -> None:
-    opened = PartOpened(transfer=ID, part=0)
+    opened = ShardOpened(transfer=ID, shard=0)
     ends.agent.send(encode(opened))
     wait_for(lambda: bool(ends.calls))
     assert not ends.events
@@ -112,8 +112,8 @@ def test_end_of_the_connection_is_no_death(ends: Ends) -> None:
     wait_for(lambda: bool(ends.calls))
     ends.poll()
     assert ends.losses == [(True, False)]
-    ends.rank.perform(ClosePart(transfer=ID, part=0, is_confirmed=True))
-    ends.rank.perform(StopPart(transfer=ID, part=0))
+    ends.rank.perform(CloseShard(transfer=ID, shard=0, is_confirmed=True))
+    ends.rank.perform(StopShard(transfer=ID, shard=0))
     ends.poll()
     assert not ends.events
     assert not ends.rank.wait_until_stopped(0.0)
@@ -124,12 +124,12 @@ def test_commands_to_a_dead_rank_count_as_done(ends: Ends) -> None:
     assert ends.rank.wait_until_stopped(0.0)
     ends.poll()
     assert ends.losses == [(True, False), (True, True)]
-    ends.rank.perform(ClosePart(transfer=ID, part=0, is_confirmed=False))
-    ends.rank.perform(StopPart(transfer=ID, part=1))
-    ends.rank.perform(ForgetPart(transfer=ID, part=1))
+    ends.rank.perform(CloseShard(transfer=ID, shard=0, is_confirmed=False))
+    ends.rank.perform(StopShard(transfer=ID, shard=1))
+    ends.rank.perform(ForgetShard(transfer=ID, shard=1))
     assert not ends.events  # later, as any answer
     ends.poll()
-    assert ends.events == [WriterStopped(transfer=ID, part=0), PartStopped(transfer=ID, part=1)]
+    assert ends.events == [WriterStopped(transfer=ID, shard=0), ShardStopped(transfer=ID, shard=1)]
 
 
 def test_stop_is_confirmed_without_a_poll(ends: Ends) -> None:

@@ -1,4 +1,4 @@
-"""Commands that wait for a step, in the order of their part."""
+"""Commands that wait for a step, in the order of their shard."""
 
 from collections.abc import Iterator
 from queue import Empty, SimpleQueue
@@ -6,7 +6,7 @@ from queue import Empty, SimpleQueue
 import pytest
 
 from baton.kvtransfer.ranks.executor import StepGate
-from baton.kvtransfer.ranks.messages import OpenPart, PartCommand, PushPart, StopPart
+from baton.kvtransfer.ranks.messages import OpenShard, PushShard, ShardCommand, StopShard
 from baton.rpc.connection import Call
 from tests.numbered_pages import PEER_RANK
 from tests.rank_process import LateSteps
@@ -14,16 +14,16 @@ from tests.rank_process import LateSteps
 TRANSFER = b"t" * 16
 
 
-def push(after: int, part: int = 0, first: int = 0) -> PushPart:
-    return PushPart(
-        transfer=TRANSFER, part=part, first=first, stop=first + 1, more_pages=(first,), after=after
+def push(after: int, shard: int = 0, first: int = 0) -> PushShard:
+    return PushShard(
+        transfer=TRANSFER, shard=shard, first=first, stop=first + 1, more_pages=(first,), after=after
     )
 
 
-def open_part(after: int) -> OpenPart:
-    return OpenPart(
+def open_shard(after: int) -> OpenShard:
+    return OpenShard(
         transfer=TRANSFER,
-        part=0,
+        shard=0,
         epoch=1,
         num_units=1,
         pages=(0,),
@@ -40,7 +40,7 @@ class Gated:
 
     def __init__(self, *, pushes_wait: bool = True) -> None:
         self.steps = LateSteps()
-        self.done: list[PartCommand] = []
+        self.done: list[ShardCommand] = []
         self._inbox: SimpleQueue[Call] = SimpleQueue()
         self.gate = StepGate(self.steps, self.done.append, self._inbox.put, pushes_wait=pushes_wait)
 
@@ -63,7 +63,7 @@ def gated() -> Iterator[Gated]:
 
 
 def test_command_without_a_mark_is_carried_out_at_once(gated: Gated) -> None:
-    commands: list[PartCommand] = [push(0), open_part(0), StopPart(transfer=TRANSFER, part=0)]
+    commands: list[ShardCommand] = [push(0), open_shard(0), StopShard(transfer=TRANSFER, shard=0)]
     for command in commands:
         gated.gate.perform(command)
     assert gated.done == commands
@@ -75,8 +75,8 @@ def test_a_step_that_has_passed_holds_nothing_up(gated: Gated) -> None:
     assert gated.done == [push(7)]
 
 
-@pytest.mark.parametrize("command", [push(7), open_part(7)])
-def test_a_step_that_has_not_passed_is_waited_for(gated: Gated, command: PartCommand) -> None:
+@pytest.mark.parametrize("command", [push(7), open_shard(7)])
+def test_a_step_that_has_not_passed_is_waited_for(gated: Gated, command: ShardCommand) -> None:
     gated.gate.perform(command)
     gated.steps.passed = 6
     assert gated.hears_nothing() and gated.done == []
@@ -85,11 +85,11 @@ def test_a_step_that_has_not_passed_is_waited_for(gated: Gated, command: PartCom
     assert gated.done == [command]
 
 
-def test_a_part_hears_its_commands_in_order_and_other_parts_do_not_wait(gated: Gated) -> None:
-    stop = StopPart(transfer=TRANSFER, part=0)
-    for command in (push(5), push(0, first=1), push(9, first=2), stop, push(0, part=1)):
+def test_a_shard_hears_its_commands_in_order_and_other_shards_do_not_wait(gated: Gated) -> None:
+    stop = StopShard(transfer=TRANSFER, shard=0)
+    for command in (push(5), push(0, first=1), push(9, first=2), stop, push(0, shard=1)):
         gated.gate.perform(command)
-    assert gated.done == [push(0, part=1)]
+    assert gated.done == [push(0, shard=1)]
     gated.steps.passed = 5
     gated.run_one()
     assert gated.done[1:] == [push(5), push(0, first=1)]
@@ -100,21 +100,21 @@ def test_a_part_hears_its_commands_in_order_and_other_parts_do_not_wait(gated: G
     assert gated.done[5:] == [push(0, first=3)]
 
 
-def test_parts_do_not_wait_for_the_steps_of_other_parts(gated: Gated) -> None:
-    gated.gate.perform(push(9, part=0))
-    gated.gate.perform(push(5, part=1))
+def test_shards_do_not_wait_for_the_steps_of_other_shards(gated: Gated) -> None:
+    gated.gate.perform(push(9, shard=0))
+    gated.gate.perform(push(5, shard=1))
     gated.steps.passed = 5
     gated.run_one()
-    assert gated.done == [push(5, part=1)]
+    assert gated.done == [push(5, shard=1)]
     gated.steps.passed = 9
     gated.run_one()
-    assert gated.done[1:] == [push(9, part=0)]
+    assert gated.done[1:] == [push(9, shard=0)]
 
 
 def test_pushes_do_not_wait_where_the_reading_stream_does() -> None:
     gated = Gated(pushes_wait=False)
     gated.gate.perform(push(9))
-    gated.gate.perform(open_part(9))
+    gated.gate.perform(open_shard(9))
     assert gated.done == [push(9)]
     gated.gate.close()
 

@@ -9,7 +9,7 @@ import threading
 import pytest
 
 from baton.errors import WireError
-from baton.kvtransfer.transports.listener import ProcessWatch, peer_process
+from baton.kvtransfer.transports.process_watch import ProcessWatch, peer_process
 from baton.rpc.connection import DroppedPeers
 from tests.transfer_ends import open_files
 

@@ -25,13 +25,13 @@ def test_pages_arrive_exactly_whatever_the_number_of_ranks(
     for _ in range(2):
         assert source.send(destination.address(), NUM_UNITS) == "handed_over"
         assert destination.ended()[-1] == ("adopted", "", source.sent)
-    num_parts = max(num_sources, num_destinations)
-    used = {part: source.endpoint.transport_of[part] for part in range(num_parts)}
-    assert used == dict.fromkeys(range(num_parts), "shm" if transport == "auto" else "tcp")
+    num_shards = max(num_sources, num_destinations)
+    used = {shard: source.endpoint.transport_of[shard] for shard in range(num_shards)}
+    assert used == dict.fromkeys(range(num_shards), "shm" if transport == "auto" else "tcp")
     assert all_back_s(source, destination) < BACK_S
 
 
-def test_the_spans_of_a_transfer_of_many_parts_add_up(replicas: Replicas) -> None:
+def test_the_spans_of_a_transfer_of_many_shards_add_up(replicas: Replicas) -> None:
     source, destination = replicas("source", 2), replicas("destination", 4)
     transfer = source.begin(destination.address(), NUM_UNITS, NUM_UNITS // 2)
     source.go_on(transfer)
@@ -52,7 +52,7 @@ def test_the_spans_of_a_transfer_of_many_parts_add_up(replicas: Replicas) -> Non
 
 
 @pytest.mark.parametrize(("num_sources", "num_destinations"), [(1, 2), (2, 1)])
-def test_gloo_has_a_pair_for_every_part(num_sources: int, num_destinations: int) -> None:
+def test_gloo_has_a_pair_for_every_shard(num_sources: int, num_destinations: int) -> None:
     source, destination = (new_replica(number, 16, "gloo") for number in (num_sources, num_destinations))
     try:
         source.fill(1)
@@ -110,12 +110,12 @@ def test_an_abort_anywhere_gives_all_pages_back(replicas: Replicas, point: str, 
     assert destination.ended()[-1][2] == source.sent
 
 
-def test_a_flipped_bit_of_one_part_is_written_again(replicas: Replicas) -> None:
+def test_a_flipped_bit_of_one_shard_is_written_again(replicas: Replicas) -> None:
     source, destination = replicas("source", 2), replicas("destination", 1)
     destination.flip_bits(1)
     assert source.send(destination.address(), NUM_UNITS) == "handed_over"
     assert destination.ended()[-1] == ("adopted", "", source.sent)
-    destination.flip_bits(3)  # both pieces of the part, and then what is written again
+    destination.flip_bits(3)  # both pieces of the shard, and then what is written again
     assert source.send(destination.address(), NUM_UNITS) == "failed"
     assert destination.ended()[-1][:2] == ("recompute", "corrupt twice")
     assert all_back_s(source, destination) < BACK_S
