@@ -51,7 +51,7 @@ MAX_UNSENT_BYTES: Final = 16 << 20
 MAX_STRANGERS: Final = 256
 CLOSE_TIMEOUT_S: Final = 2.0
 LEAST_BACKOFF_S, MOST_BACKOFF_S = 0.5, 30.0
-TURN_S: Final = 0.004  # a shorter turn has a busy gateway write tokens in more and smaller pieces
+TURN_S: Final = 0.012  # shorter turns split bursts of requests, and then worker steps have fewer tokens
 logger = logging.getLogger(__name__)
 
 

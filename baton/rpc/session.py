@@ -65,19 +65,26 @@ class FrameReader:
         while view:
             if self._error is not None:
                 raise self._error
+            if not self._buffer and len(view) >= _HEADER.size:
+                frame_bytes = self._judge(view)
+                if frame_bytes <= len(view):  # the frame is whole, and need not be buffered
+                    body, view = bytes(view[_HEADER.size : frame_bytes]), view[frame_bytes:]
+                    yield body
+                    continue
             taken = min(self.num_wanted, len(view))
             self._buffer += view[:taken]
             view = view[taken:]
             if len(self._buffer) == _HEADER.size and not self._frame_bytes:
-                self._judge_header()
+                self._frame_bytes = self._judge(self._buffer)
             if len(self._buffer) == self._frame_bytes:
                 body = bytes(memoryview(self._buffer)[_HEADER.size :])
                 self._buffer = bytearray()
                 self._frame_bytes = 0
                 yield body
 
-    def _judge_header(self) -> None:
-        length, version = _HEADER.unpack(self._buffer)
+    def _judge(self, frame: bytearray | memoryview) -> int:
+        """Return the bytes of the frame that begins so, header included; WireError when it may not be."""
+        length, version = _HEADER.unpack_from(frame)
         if not 1 <= length <= self.max_bytes:
             message = f"a frame of {length} bytes was announced, 1 to {self.max_bytes} are allowed"
             self._error = WireError(message, reason="length")
@@ -86,7 +93,7 @@ class FrameReader:
             self._error = WireError(message, reason="version")
         if self._error is not None:
             raise self._error
-        self._frame_bytes = _HEADER.size - 1 + length
+        return _HEADER.size - 1 + int(length)
 
 
 class Seals:

@@ -27,7 +27,7 @@ from baton.gateway.api.call import Call, Prompt
 from baton.gateway.streams.request_stream import Service
 from baton.gateway.streams.resume import NAME_BYTES
 from baton.gateway.text.tokenizer import ChoiceText, Tokenizer, detokenizer_of
-from baton.gateway.text.tool_calls import ToolCall, reader_of
+from baton.gateway.text.tool_calls import ToolCall, ToolCallReader, reader_of
 from baton.pages import with_public
 from baton.request import FinishReason, Request, TokenEvent, TokenLogprobs
 
@@ -298,7 +298,7 @@ class AnswerChoice:
             self._answer.fail(error)
 
     def _accept(self, events: Sequence[TokenEvent]) -> None:
-        texts, token_ids, logprobs = [], [], []
+        text, token_ids, logprobs = "", [], []
         by_worker = False
         for event in events:
             if event.finish_reason not in _GOOD_ENDS:
@@ -310,23 +310,23 @@ class AnswerChoice:
             if event.index == 0:
                 self.num_cached_tokens = event.num_cached_tokens
                 self.prompt_logprobs = event.prompt_logprobs
-            texts.append(self._text.accept(event.token_id, event.finish_reason))
+            text += self._text.accept(event.token_id, event.finish_reason)
             if self._text.finish_reason is not None:
                 by_worker = event.finish_reason is not None
                 break
         self.num_tokens += len(token_ids)
-        text, tool_calls = self._without_tool_calls("".join(texts))
+        tool_calls: list[ToolCall] = []
+        if self._tools is not None:
+            text, tool_calls = self._without_tool_calls(text, self._tools)
         delta = Delta(text, token_ids, logprobs, tool_calls)
         self._answer.advanced(self, delta, by_worker=by_worker)
 
-    def _without_tool_calls(self, text: str) -> tuple[str, list[ToolCall]]:
+    def _without_tool_calls(self, text: str, tools: ToolCallReader) -> tuple[str, list[ToolCall]]:
         """Return the text to be shown, and the tool calls that have become whole."""
-        if self._tools is None:
-            return text, []
-        text = self._tools.push(text)
+        text = tools.push(text)
         if self._text.finish_reason is not None:
-            text += self._tools.finish()
-        calls = self._tools.found[self.num_tool_calls :]
+            text += tools.finish()
+        calls = tools.found[self.num_tool_calls :]
         self.num_tool_calls += len(calls)
         return text, calls
 
