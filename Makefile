@@ -8,7 +8,7 @@
 # Longer suites; make test runs a part of each:
 # make parity  every combination of the tests that compare tokens across topologies
 # make faults  aborts in every state; kills and stalls of real processes; broken and slow links
-# make sim     two thousand simulated clusters with faults, in virtual time
+# make sim     2,500 simulated clusters with faults, in virtual time
 # make soak    half an hour of mixed load on a cluster on Ray, a fault every ten seconds
 # make fuzz    a million damaged frames, a million damaged records, 100,000 interleavings of hand-offs
 #

@@ -15,7 +15,7 @@ from baton.config.cluster import DRAIN_NOTICE_S
 from baton.config.router import RouterConfig
 from baton.decode_worker.worker import DecodeWorker
 from baton.gateway.streams.frontend import Frontend
-from baton.gateway.streams.request_stream import ReplayLimits
+from baton.gateway.streams.request_stream import NODE_ENDS_S, ReplayLimits
 from baton.kvtransfer.links import KvLinks, Link
 from baton.messages.bounds import Kind
 from baton.messages.control import Alive, Hello, KvEventBatch
@@ -125,10 +125,18 @@ class SimContext:
         self.starts = itertools.count(1)  # of workers, as their supervisor counts them
         self.listeners: dict[Address, Host] = {}
         self.endpoints: dict[Address, SimEndpoint] = {}
-        self.killers: Counter[str] = Counter()  # request id -> workers that it has killed
+        self.killers: Counter[str] = Counter()  # request id -> kills; those of a node together count once
+        self._killed_s: dict[tuple[str, str], float] = {}  # (request id, node) -> when it killed last
         self.routers = [Address("sim", FIRST_PORT + number) for number in range(num_routers)]
         self.stream = SharedStream(network, random)
         self._last_port = FIRST_PORT + num_routers
+
+    def killed(self, culprit: str, node: str) -> None:
+        """Count a death. culprit: the request that caused it; "" for none."""
+        killed_s = self._killed_s.get((culprit, node), -math.inf)
+        if self.events.now_s - killed_s > NODE_ENDS_S + MAX_DEATH_DELAY_S:
+            self.killers[culprit] += 1
+        self._killed_s[culprit, node] = self.events.now_s
 
     def new_process(self, name: str) -> SimProcess:
         """Start a process with a clock that begins anywhere."""
@@ -197,6 +205,7 @@ class WorkerPlan(NamedTuple):
     name: str
     role: WorkerRole
     machine: TokenMachine
+    node: str
 
 
 class SimWorker:
@@ -248,6 +257,7 @@ class SimWorker:
             incarnation=next(self._context.starts),
             role=plan.role,
             model="numbers",
+            node=plan.node,
             fingerprint=FINGERPRINT,
             address=address,
             kv_address=kv_address,
@@ -289,17 +299,26 @@ Life: TypeAlias = SimRouter | SimGateway | SimWorker
 LifeT = TypeVar("LifeT", bound=Life)
 
 
+class Absence(NamedTuple):
+    """A time in which a process was dead, or seemed to be."""
+
+    since_s: float
+    until_s: float
+    cause: str  # absences of one cause, such as the end of a node, count once
+
+
 class Slot:
     """A name that one process at a time has, and the supervisor of that process."""
 
     def __init__(self, name: str, start: Callable[[], Life], context: SimContext) -> None:
         self.name = name
         self.life = start()
-        self.absences: list[tuple[float, float]] = []  # times in which it was dead, or seemed to be
+        self.absences: list[Absence] = []
         self._replaced: list[SimProcess] = []  # processes that may still live
         self._start = start
         self._context = context
         self._restart_s: float | None = None
+        self._cause = ""  # of the next death
         self._watch()
 
     @property
@@ -309,16 +328,18 @@ class Slot:
         is_alone = all(replaced.is_dead for replaced in self._replaced)
         return is_alone and not process.is_dead and not process.is_paused
 
-    def kill(self, restart_s: float | None = None) -> None:
-        """restart_s: until the supervisor starts the process again; None: a random time."""
-        self._restart_s = restart_s
+    def kill(self, restart_s: float | None = None, cause: str = "") -> None:
+        """restart_s: until the supervisor starts the process again; None: a random time. cause: see Absence;
+        "": one of its own.
+        """
+        self._restart_s, self._cause = restart_s, cause
         self.life.process.die()
 
-    def pause(self, seconds: float) -> None:
-        """Pause the process, unless it is paused already."""
+    def pause(self, seconds: float, cause: str = "") -> None:
+        """Pause the process, unless it is paused already. cause: as for `kill`."""
         process = self.life.process
         if self._stop(process, seconds) and seconds >= SEEMS_DEAD_S:
-            self.seems_gone(seconds)
+            self.seems_gone(seconds, cause)
 
     def replace(self, seconds: float) -> None:
         """Start another process as if this host did not answer; the old process resumes, and dies."""
@@ -329,10 +350,11 @@ class Slot:
             self._restart()
             self._context.events.after(seconds + ZOMBIE_S, process.die)
 
-    def seems_gone(self, seconds: float) -> None:
-        """Note that peers may take the process for dead, for so long from now on."""
+    def seems_gone(self, seconds: float, cause: str = "") -> None:
+        """Note that peers may take the process for dead, for so long from now on. cause: as for `kill`."""
         now_s = self._context.events.now_s
-        self.absences.append((now_s, now_s + seconds))
+        cause = cause or f"{self.name} {len(self.absences)}"
+        self.absences.append(Absence(now_s, now_s + seconds, cause))
 
     def _stop(self, process: SimProcess, seconds: float) -> bool:
         """Return whether the process was not paused before."""
@@ -348,13 +370,15 @@ class Slot:
 
     def _died(self, life: Life) -> None:
         self._context.recorder.say(f"{self.name} has died")
-        self._context.killers[life.process.killed_by[:REQUEST_ID_LENGTH]] += 1
+        node = life.plan.node if isinstance(life, SimWorker) else ""
+        self._context.killed(life.process.killed_by[:REQUEST_ID_LENGTH], node)
         if life is not self.life:
             return
         restart_s, self._restart_s = self._restart_s, None
         if restart_s is None:
             restart_s = self._context.random.uniform(*RESTART_S)
-        self.seems_gone(max(restart_s, MAX_DEATH_DELAY_S))
+        self.seems_gone(max(restart_s, MAX_DEATH_DELAY_S), self._cause)
+        self._cause = ""
         self._context.events.after(restart_s, self._restart)
 
     def _restart(self) -> None:
@@ -365,15 +389,17 @@ class Slot:
 class Deployment:
     """A cluster of random size and settings."""
 
-    def __init__(self, context: SimContext, random: Random) -> None:
+    def __init__(self, context: SimContext, random: Random, placement: Random) -> None:
+        """placement: draws the node of each worker."""
         self.context = context
+        nodes = [f"node-{number}" for number in range(placement.randint(1, 3))]
         settings = RouterConfig(
             policy=random.choice(("least-loaded", "round-robin", "cost")),
             local_prefill_tokens=random.choice((0, 4, 8, 16)),
             seed=random.getrandbits(32),
         )
         plans = [
-            _worker_plan(role, number, random)
+            _worker_plan(role, number, random, placement.choice(nodes))
             for role in WorkerRole
             for number in range(random.randint(1, 3))
         ]
@@ -399,11 +425,25 @@ class Deployment:
         """Return the present lives of one kind."""
         return [slot.life for slot in self.slots if isinstance(slot.life, kind)]
 
+    def workers_of(self, node: str) -> list[Slot]:
+        """Return the slots of a node's workers."""
+        return [slot for slot in self.workers if _node_of(slot) == node]
+
+    @property
+    def nodes(self) -> list[str]:
+        """Return the nodes with workers."""
+        return sorted(set(map(_node_of, self.workers)))
+
     def _slot(self, name: str, start: Callable[[], Life]) -> Slot:
         return Slot(name, start, self.context)
 
 
-def _worker_plan(role: WorkerRole, number: int, random: Random) -> WorkerPlan:
+def _node_of(slot: Slot) -> str:
+    assert isinstance(slot.life, SimWorker)
+    return slot.life.plan.node
+
+
+def _worker_plan(role: WorkerRole, number: int, random: Random, node: str) -> WorkerPlan:
     page_size = random.choice((4, 4, 8, 16))
     machine = TokenMachine(
         page_size=page_size,
@@ -414,4 +454,4 @@ def _worker_plan(role: WorkerRole, number: int, random: Random) -> WorkerPlan:
         step_s=random.uniform(0.01, 0.06),
         token_s=random.uniform(0.0001, 0.003),
     )
-    return WorkerPlan(f"{role.value}-{number}", role, machine)
+    return WorkerPlan(f"{role.value}-{number}", role, machine, node)

@@ -237,7 +237,7 @@ class _Outgoing:
 
 
 class SimRank:
-    """A `Routing` of one rank, which answers its commands by `emit`."""
+    """The `ReplicaRanks` of one rank, which answers its commands by `emit`."""
 
     def __init__(
         self,
@@ -262,21 +262,21 @@ class SimRank:
         self._outgoing: dict[bytes, _Outgoing] = {}
 
     def complaint(self) -> str | None:
-        """See Routing."""
+        """See ReplicaRanks."""
         return None
 
     def routes(self, link: Link, num_layer_groups: int, *, is_source: bool) -> list[messages.Route]:
-        """See Routing."""
+        """See ReplicaRanks."""
         assert num_layer_groups == 1, "the model has one layer"
         listeners = RankListenerAddresses(incarnation=link.hello.incarnation, host="simulated", device="cpu")
         peer = PeerRank(host="", layout=link.hello.layout, rank=0, listeners=listeners)
         return [messages.Route(0, peer, LAYERS)]
 
     def drop(self, link: Link) -> None:
-        """See Routing. The work for a link ends with its transfers."""
+        """See ReplicaRanks. The work for a link ends with its transfers."""
 
     def perform(self, rank: int, command: messages.Command) -> None:
-        """See Routing."""
+        """See ReplicaRanks."""
         match command:
             case messages.OpenShard():
                 self._open(command)

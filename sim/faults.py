@@ -23,6 +23,8 @@ STOPPED_S: Final = (12.0, 30.0)
 SLOW_RESTARTS_S: Final = (20.0, 60.0, 150.0)
 SLOW_STEPS_S: Final = (1.0, 6.0)  # that each step takes longer
 SLOW_FOR_S: Final = (10.0, 60.0)
+NODE_ENDS_S: Final = 0.3  # from the first process of a node to the last
+NODE_IS_AWAY_S: Final = (4.0, 15.0)
 HOUR_S: Final = 3600.0
 
 Fault = Callable[[], str]  # makes the fault, and returns a line for the trace
@@ -34,6 +36,7 @@ class Trouble(StrEnum):
     ANY = "any"  # all faults that close connections or kill, and requests that cannot be answered
     SILENCE = "silence"  # faults that close nothing: black holes, pauses, slow steps, slow restarts
     SLOW_STEPS = "slow-steps"
+    LOST_NODE = "lost-node"  # all workers of a node end or freeze, while other nodes have workers
     ROLLING_RESTART = "rolling-restart"
     NONE = "none"
 
@@ -62,6 +65,8 @@ class Faults:
             for slot in self._deployment.workers:
                 slow = partial(self._slow_slot, slot, SLOW_STEPS_S[-1], SLOW_FOR_S[-1])
                 self._schedule(self._random.uniform(0.0, START_S), slow)
+        elif trouble is Trouble.LOST_NODE:
+            self._schedule(self._random.uniform(START_S, end_s), self._lose_node)
         elif trouble is Trouble.ROLLING_RESTART:
             for number, slot in enumerate(self._deployment.workers):
                 self._schedule(START_S + number * ROLLING_S, partial(self._drain, slot))
@@ -164,6 +169,21 @@ class Faults:
     def _drain(self, slot: Slot) -> str:
         _worker_of(slot).drain()
         return f"SIGTERM {slot.name}"
+
+    def _lose_node(self) -> str:
+        nodes = self._deployment.nodes
+        if len(nodes) == 1:
+            return f"{nodes[0]} is the only node, and stays"
+        node = self._random.choice(nodes)
+        freezes = self._random.random() < 0.5
+        seconds = self._lasts(STOPPED_S if freezes else (NODE_ENDS_S,))
+        for slot in self._deployment.workers_of(node):
+            if freezes:
+                slot.pause(seconds, cause=node)
+            else:
+                kill = partial(slot.kill, self._random.uniform(*NODE_IS_AWAY_S), cause=node)
+                self._events.after(self._random.uniform(0.0, NODE_ENDS_S), kill)
+        return f"{node} freezes for {seconds:g} s" if freezes else f"{node} ends"
 
     def _part(self) -> str:
         one, other = self._random.sample(self._deployment.slots, 2)

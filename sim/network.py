@@ -9,30 +9,38 @@
 6. A black hole swallows the messages from one process to another, and closes nothing. TCP sends them again
    when the hole has closed. Links ping: an end that hears nothing, or gets nothing acknowledged, for
    LINK_TIMEOUT_S gives the connection up, as does an end with a paused peer. Swallowed bodies
-   are lost then.
+   are lost then. Pings are not simulated one by one: a peer is silent from the moment when none would come.
 
 `Host` is the end of a node: it listens, dials and carries messages as baton/rpc/server.py does with sockets.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from random import Random
-from typing import Final
+from typing import Final, NamedTuple
 
 from baton.errors import WireError
 from baton.messages.bounds import LINK_TIMEOUT_S, Kind
 from baton.messages.codec import AnyMessage, decode, encode
 from baton.messages.control import Hello
 from baton.messages.workers import Address
+from baton.rpc.liveness import PING_S
 from baton.rpc.peers import TICK_S, Node
 from baton.rpc.session import HANDSHAKE_TIMEOUT_S
 from baton.sim.process import Call, Events, SimProcess
 from baton.sim.trace import Recorder
 
-PING_S: Final = 2.0  # at most, until an idle connection is used
+NOTICE_S: Final = PING_S + TICK_S  # at most, from the end of a link's patience until the link is given up
 MIN_DELAY_S: Final = 0.0001
 MAX_DELAYS_S: Final = (0.002, 0.01, 0.1)  # one of these in each simulation
 MAX_DEATH_DELAY_S: Final = 0.05  # until the other end notices a death
+
+
+class Silence(NamedTuple):
+    """A time in which nothing that a process sends arrives, by virtual time."""
+
+    since_s: float
+    until_s: float
 
 
 class End:
@@ -47,6 +55,18 @@ class End:
         self.wire: Wire | None = None
         self.last_s = 0.0  # arrival of the last body under way to this end
         self._network = network
+
+    @property
+    def quiet_s(self) -> float:
+        """Return for how long no ping of the other end has come."""
+        return 0.0 if self.wire is None else self._network.silent_for_s(self.wire.other(self), self)
+
+    @property
+    def silence_s(self) -> float:
+        """Return the longer of `quiet_s` and the time for which no ping of this end has reached the other."""
+        if self.wire is None or self.quiet_s:  # nothing tells of the other end
+            return self.quiet_s
+        return self._network.silent_for_s(self, self.wire.other(self))
 
     def send(self, body: bytes) -> None:
         """Send a body when the owner's turn is over."""
@@ -98,7 +118,7 @@ class Wire:
         self.ends = ends
         self.is_cut = False
         self.stalled_until_s = 0.0
-        self.swallows_until_s: dict[End, float] = {}  # bodies of these ends, on this wire alone
+        self.swallowed: dict[End, Silence] = {}  # of these ends, on this wire alone
         self._network = network
         for end in ends:
             end.wire = self
@@ -128,7 +148,7 @@ class Wire:
         if self._cut_now():
             self._network.has_been_cut = True
             for end in self.ends:
-                self._network.end_within(end, PING_S)
+                self._network.end_within(end, MAX_DEATH_DELAY_S)
 
     def cut(self) -> None:
         """End as by a fault."""
@@ -153,7 +173,8 @@ class Network:
         self.wires: dict[Wire, None] = {}  # that are whole, oldest first
         self.has_been_cut = False  # between two living processes, perhaps unnoticed
         self._parted_until_s: dict[frozenset[str], float] = {}
-        self._swallows_until_s: dict[tuple[str, str], float] = {}  # (sender, receiver)
+        self._swallowed: dict[tuple[str, str], Silence] = {}  # (sender, receiver)
+        self._paused: dict[SimProcess, Silence] = {}
         self._events = events
         self._random = random
         self._max_delay_s = random.choice(MAX_DELAYS_S)
@@ -182,8 +203,7 @@ class Network:
         """Open a black hole for everything that one process sends the other."""
         self.has_been_cut = True  # a process that dies behind the hole dies unseen
         until_s = self._events.now_s + seconds
-        key = sender, receiver
-        self._swallows_until_s[key] = max(until_s, self._swallows_until_s.get(key, 0.0))
+        self._swallowed[sender, receiver] = self._lasting(self._swallowed.get((sender, receiver)), until_s)
         for wire in self.wires:
             if wire.joins({sender, receiver}):
                 self._watch_silence(wire, until_s)
@@ -193,27 +213,33 @@ class Network:
         self.has_been_cut = True
         until_s = self._events.now_s + seconds
         for end in ends:
-            wire.swallows_until_s[end] = max(until_s, wire.swallows_until_s.get(end, 0.0))
+            wire.swallowed[end] = self._lasting(wire.swallowed.get(end), until_s)
         self._watch_silence(wire, until_s)
 
     def stands_still(self, process: SimProcess, until_s: float) -> None:
         """A process is paused until then: its links end when it has not answered for too long."""
+        self._paused[process] = self._lasting(self._paused.get(process), until_s)
         for wire in self.wires:
             if any(end.owner is process for end in wire.ends):
                 self._watch_silence(wire, until_s)
 
     def swallowed_until_s(self, sender: End, receiver: End) -> float:
         """Return the earliest arrival of a body sent now; 0 without a black hole."""
-        until_s = self._swallows_until_s.get((sender.owner.name, receiver.owner.name), 0.0)
-        if sender.wire is not None:
-            until_s = max(until_s, sender.wire.swallows_until_s.get(sender, 0.0))
-        return until_s if until_s > self._events.now_s else 0.0
+        return max((each.until_s for each in self._black_holes(sender, receiver)), default=0.0)
+
+    def silent_for_s(self, sender: End, receiver: End) -> float:
+        """Return for how long no ping of the sender has come to the receiver; 0 when they come."""
+        now_s, paused = self._events.now_s, self._paused.get(sender.owner)
+        begun_s = [each.since_s for each in self._black_holes(sender, receiver)]
+        if paused is not None and now_s < paused.until_s:
+            begun_s.append(paused.since_s)
+        return now_s - min(begun_s, default=now_s)
 
     def connects_in_s(self, caller: SimProcess, callee: SimProcess) -> float:
         """Return how long a new connection waits for black holes in either direction."""
         pairs = (caller.name, callee.name), (callee.name, caller.name)
-        until_s = max(self._swallows_until_s.get(pair, 0.0) for pair in pairs)
-        return max(0.0, until_s - self._events.now_s)
+        ends_s = [self._swallowed[pair].until_s for pair in pairs if pair in self._swallowed]
+        return max(0.0, max(ends_s, default=0.0) - self._events.now_s)
 
     def close_all(self, process: SimProcess) -> None:
         """Close a process's wires in order."""
@@ -233,7 +259,7 @@ class Network:
         """Tell an end of the wire's end: before, after or between the bodies under way from the other end."""
         heals_s = self.swallowed_until_s(other, end)
         if heals_s:  # the end is not told, and finds out
-            self._end_at(end, min(heals_s, self._events.now_s + LINK_TIMEOUT_S), PING_S)
+            self._end_at(end, min(heals_s, self._events.now_s + LINK_TIMEOUT_S), NOTICE_S)
         else:
             self.end_within(end, MAX_DEATH_DELAY_S)
 
@@ -241,13 +267,27 @@ class Network:
         """Tell an end of the wire's end at a random time within `seconds`."""
         self._end_at(end, self._events.now_s, seconds)
 
+    def _black_holes(self, sender: End, receiver: End) -> Iterator[Silence]:
+        """Yield the black holes that swallow a body sent now."""
+        on_wire = sender.wire.swallowed.get(sender) if sender.wire is not None else None
+        for hole in (self._swallowed.get((sender.owner.name, receiver.owner.name)), on_wire):
+            if hole is not None and self._events.now_s < hole.until_s:
+                yield hole
+
+    def _lasting(self, before: Silence | None, until_s: float) -> Silence:
+        """Return a silence that begins now, or the one that lasts already, until then at least."""
+        now_s = self._events.now_s
+        if before is None or before.until_s <= now_s:
+            return Silence(now_s, until_s)
+        return Silence(before.since_s, max(until_s, before.until_s))
+
     def _end_at(self, end: End, time_s: float, within_s: float) -> None:
         time_s += self._random.uniform(0.0, within_s)
         self._events.at(time_s, lambda: end.owner.post(end.hear_end))
 
     def _watch_silence(self, wire: Wire, until_s: float) -> None:
         """End a wire after LINK_TIMEOUT_S of silence, if the silence lasts until then."""
-        delay_s = LINK_TIMEOUT_S + self._random.uniform(0.0, PING_S)
+        delay_s = LINK_TIMEOUT_S + self._random.uniform(0.0, NOTICE_S)
         if self._events.now_s + delay_s < until_s:
             self._events.after(delay_s, wire.give_up)
 
@@ -349,7 +389,6 @@ class HostPeer:
     """See Peer in baton/rpc/peers.py. The node knows a peer once the peer's Hello has come."""
 
     hello: Hello
-    silence_s = quiet_s = 0.0
 
     def __init__(self, host: Host, end: End, on_gone: Call = lambda: None) -> None:
         self._host = host
@@ -357,6 +396,16 @@ class HostPeer:
         self._on_gone = on_gone
         end.on_body = lambda body: host.heard(self, decode(body))
         end.on_end = self._ended
+
+    @property
+    def silence_s(self) -> float:
+        """See Peer."""
+        return self._end.silence_s
+
+    @property
+    def quiet_s(self) -> float:
+        """See Peer."""
+        return self._end.quiet_s
 
     def send(self, message: AnyMessage) -> None:
         """See Peer."""

@@ -54,8 +54,8 @@ class World:
         self._replay = f"baton sim --seed {seed}"
         if trouble is not Trouble.ANY:
             self._replay += f" --trouble {trouble}"
-        self._is_slow = trouble in (Trouble.SILENCE, Trouble.SLOW_STEPS)
-        draws = ("cluster", "load", "faults", "network", "ids", "routers")
+        self._is_slow = trouble in (Trouble.SILENCE, Trouble.SLOW_STEPS, Trouble.LOST_NODE)
+        draws = ("cluster", "load", "faults", "network", "ids", "routers", "placement")
         draw = {name: Random(f"{seed} {name}") for name in draws}
         self._recorder = Recorder(self.events, write)
         self._context = SimContext(
@@ -66,7 +66,7 @@ class World:
             LIMITS,
             draw["routers"].choice((1, 1, 2)),
         )
-        self._deployment = Deployment(self._context, draw["cluster"])
+        self._deployment = Deployment(self._context, draw["cluster"], draw["placement"])
         self._faults = Faults(self._deployment, draw["faults"], self._recorder.say)
         may_be_bad = trouble in (Trouble.ANY, Trouble.SILENCE)
         load = ClientLoad(self.events, draw["load"], BAD_REQUEST_CHANCE if may_be_bad else 0.0)
@@ -186,10 +186,14 @@ def _error_complaints(client: SimClient, deployment: Deployment) -> Iterator[str
             if lasted_s < deployment.context.limits.max_wait_s:
                 yield f"{client.name} was given up after {lasted_s:.2f} s: {error}"
         case WorkerLost():
-            absences = [absence for slot in deployment.workers for absence in slot.absences]
-            num_gone = sum(first <= client.ended_s and client.opened_s <= last for first, last in absences)
-            if num_gone < 2:
-                yield f"{client.name} was given up after {num_gone} deaths: {error}"
+            absences = [each for slot in deployment.workers for each in slot.absences]
+            causes = {
+                each.cause
+                for each in absences
+                if each.since_s <= client.ended_s and client.opened_s <= each.until_s
+            }
+            if len(causes) < MAX_STRIKES:
+                yield f"{client.name} was given up after {len(causes)} deaths: {error}"
         case _:
             yield f"{client.name} failed: {error!r}"
 

@@ -98,6 +98,22 @@ def test_without_faults_nothing_is_done_twice_and_all_pages_are_free_within_a_se
     assert set(fates) <= {"length", "stop", "cancelled", "never asked for"}, fates
 
 
+def check_no_request_dies_with_a_node(seeds: range) -> None:
+    """A node counts as one death. A request may still wait too long while no decode worker is left."""
+    fates = run_all(seeds, Trouble.LOST_NODE)
+    assert "WorkerLost" not in fates and fates["length"] + fates["stop"] > 30 * fates["Overloaded"], fates
+
+
+def test_lost_node_fails_no_request() -> None:
+    check_no_request_dies_with_a_node(range(40))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_five_hundred_lost_nodes_fail_no_request() -> None:
+    check_no_request_dies_with_a_node(range(1_000, 1_500))
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_thousand_seeds_lose_nothing_within_a_minute_of_one_core() -> None:

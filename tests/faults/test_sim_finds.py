@@ -9,24 +9,33 @@ import pytest
 from baton.decode_worker.attempt import DecodeAdmission
 from baton.engine.scheduler.scheduler import ExternalPageHolds
 from baton.gateway.streams.request_stream import RequestStream
+from baton.gateway.streams.workers import WorkerConnections
 from baton.kvtransfer.ranks.messages import CloseShard, ShardVerified, VerifyShard
 from baton.prefill_worker.prefill_job import Offer, PrefillJob
 from baton.request import Request
 from baton.router.in_flight import InFlight
 from baton.sim.endpoint import SimRank
+from baton.sim.faults import Trouble
 from baton.sim.world import World
 
 MAX_SEEDS = 150
 
 
-def finding(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, broken: Callable[..., Any]) -> str:
+def finding(
+    monkeypatch: pytest.MonkeyPatch,
+    owner: type,
+    name: str,
+    broken: Callable[..., Any],
+    trouble: Trouble = Trouble.ANY,
+) -> str:
     """Return the message of the first seed that fails."""
     monkeypatch.setattr(owner, name, broken)
+    option = "" if trouble is Trouble.ANY else f" --trouble {trouble}"
     for seed in range(MAX_SEEDS):
         try:
-            World(seed).run()
+            World(seed, trouble=trouble).run()
         except AssertionError as error:
-            assert error.__notes__ == [f"replay: baton sim --seed {seed}"]
+            assert error.__notes__ == [f"replay: baton sim --seed {seed}{option}"]
             return str(error)
     return f"nothing in {MAX_SEEDS} seeds"
 
@@ -87,3 +96,8 @@ def test_replays_with_another_seed_are_found(monkeypatch: pytest.MonkeyPatch) ->
         return msgspec.structs.replace(request, sampling=sampling)
 
     assert "an undisturbed run says" in finding(monkeypatch, RequestStream, "next_request", other_seed)
+
+
+def test_node_that_ends_is_found_where_each_of_its_workers_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = finding(monkeypatch, WorkerConnections, "lost_node", lambda self, worker: "", Trouble.LOST_NODE)
+    assert "was given up after 1 deaths" in found
