@@ -48,7 +48,7 @@ import msgspec
 from torch import Tensor
 
 from baton.clock import Clock, SystemClock
-from baton.errors import ProtocolError, WireError
+from baton.errors import ProtocolError
 from baton.kvtransfer.links import Link, Peers
 from baton.kvtransfer.protocol.destination import DestinationHandoff, TransferSize, check_pull
 from baton.kvtransfer.protocol.handoff import (
@@ -135,8 +135,8 @@ class EndpointSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         )
 
 
-class Routing(Protocol):
-    """The ranks of a replica; `Ranks` implements it."""
+class ReplicaRanks(Protocol):
+    """The ranks of one replica, to which hand-offs give commands; `Ranks` implements it."""
 
     @property
     def registrations(self) -> ReceiveRegistrations:
@@ -184,7 +184,7 @@ class PageEndpoint(ABC):
         incarnation: bytes,
         ledger: PageLedger,
         clock: Clock,
-        ranks: Routing,
+        ranks: ReplicaRanks,
     ) -> None:
         self.settings = settings
         self.incarnation = incarnation
@@ -373,11 +373,11 @@ class PageEndpoint(ABC):
     # New transfers.
 
     def _requested(self, link: Link, request: TransferRequest) -> None:
-        complaint = self._complaint(link, request)
-        if complaint is not None:
-            link.drop(WireError(complaint, reason="protocol"))
+        try:
+            context = self._checked_context(link, request)
+        except ProtocolError as error:
+            link.drop(error)
             return
-        context = self._context(link, request.transfer, request.num_layer_groups, is_source=True)
         if isinstance(request, Grant):
             self._granted.append(
                 GrantedTransfer(
@@ -391,25 +391,25 @@ class PageEndpoint(ABC):
         handoff = SourceHandoff(request, context, self.incarnation, self.pin)
         self._begin(link, handoff, handoff.begin)
 
-    def _complaint(self, link: Link, request: TransferRequest) -> str | None:
-        """Return why the peer may not request this new transfer; None when it may."""
+    def _checked_context(self, link: Link, request: TransferRequest) -> HandoffContext:
+        """Return the context of a transfer that the peer requests; ProtocolError when it may not do so."""
         num_groups = request.num_layer_groups
         if self._is_known(request.transfer):
-            return "the peer requested a transfer whose id is in use"
+            raise ProtocolError("the peer requested a transfer whose id is in use")
         if num_groups > self.settings.layout.num_layers:
-            return f"the transfer has {num_groups} groups of {self.settings.layout.num_layers} layers"
+            raise ProtocolError(f"{num_groups} groups of {self.settings.layout.num_layers} layers")
         context = self._context(link, request.transfer, num_groups, is_source=True)
         num_shards = len(context.routes)
         if request.num_shards != num_shards:
-            return f"the transfer has {request.num_shards} shards, the ranks of both sides need {num_shards}"
+            raise ProtocolError(f"{request.num_shards} shards, the ranks of both sides need {num_shards}")
         if isinstance(request, PullRequest):
-            return None  # the hand-off checks the rest and refuses the pull without dropping the link
+            return context  # the hand-off checks the rest and refuses the pull without dropping the link
         if request.position % self._page_tokens(link):
-            return f"a transfer from token {request.position} on, which starts no page"
+            raise ProtocolError(f"a transfer from token {request.position} on, which starts no page")
         num_pages = context.plan.destination.num_pages(request.num_units)
         if len(request.pages) != num_pages:
-            return f"the grant has {len(request.pages)} pages, the transfer needs {num_pages}"
-        return None
+            raise ProtocolError(f"a grant of {len(request.pages)} pages, the transfer needs {num_pages}")
+        return context
 
     def _begin(
         self,
@@ -468,6 +468,8 @@ class KvEndpoint(PageEndpoint):
     The thread that owns the ledger makes all calls; any thread may call `close`, `link` and `post`.
     """
 
+    _ranks: Ranks
+
     def __init__(
         self,
         settings: EndpointSettings,
@@ -505,7 +507,7 @@ class KvEndpoint(PageEndpoint):
             dropped=dropped,
             steps=steps,
         )
-        self._replica = ranks = Ranks(own, here, agents, clock)
+        ranks = Ranks(own, here, agents, clock)
         super().__init__(settings, incarnation, ledger, clock, ranks)
         try:
             self._peers = Peers(
@@ -532,7 +534,7 @@ class KvEndpoint(PageEndpoint):
         """Give the ranks every new key of the ring, including keys added while the ranks connected."""
 
         def use() -> None:
-            self.post(lambda: self._replica.use(ring.generations))
+            self.post(lambda: self._ranks.use(ring.generations))
 
         ring.follow(use)
         use()
@@ -547,7 +549,7 @@ class KvEndpoint(PageEndpoint):
 
         The counts of remote ranks are as old as the previous call, which requested them.
         """
-        return self._replica.counts()
+        return self._ranks.counts()
 
     def link(self, address: tuple[str, int]) -> Link:
         """Connect to another endpoint; any thread may call. A link serves many transfers, in both directions.
@@ -572,12 +574,12 @@ class KvEndpoint(PageEndpoint):
         After the return, no transfer writes the pages of rank 0; writes at other ranks stop shortly after.
         """
         self._peers.stop()
-        if self._replica.stop():
+        if self._ranks.stop():
             for opened in self._open_transfers():
                 if isinstance(opened.handoff, SourceHandoff):
                     self._perform(opened, opened.handoff.released())
         self._peers.close()
-        self._replica.close()
+        self._ranks.close()
 
     def _make_posted_calls(self) -> None:
         with contextlib.suppress(Empty):
