@@ -63,7 +63,7 @@ def at_most(name: str, value: float, unit: str, limit: float | None, note: str =
     return Row(name, value, unit, f"<= {limit:g}", value <= limit, note)
 
 
-def quantile(values: Sequence[float], percent: float) -> float:
+def percentile(values: Sequence[float], percent: float) -> float:
     """Return the percentile, interpolated between the two nearest values; `values` must not be empty."""
     return float(np.percentile(values, percent))
 

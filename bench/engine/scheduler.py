@@ -11,7 +11,7 @@ from statistics import median
 from time import perf_counter_ns
 from typing import Final, NamedTuple
 
-from baton.bench.report import Report, Row, Suite, at_most, format_number, quantile
+from baton.bench.report import Report, Row, Suite, at_most, format_number, percentile
 from baton.clock import SystemClock
 from baton.config.engine import SchedulerConfig
 from baton.engine.cache.page_pool import PagePool
@@ -118,7 +118,7 @@ def step_rows(num_seqs: int, times: StepTimes) -> list[Row]:
             median(values_us),
             "us a step",
             LIMITS_US[num_seqs] if values_us is both else None,
-            f"p99 {format_number(quantile(values_us, 99))} us",
+            f"p99 {format_number(percentile(values_us, 99))} us",
         )
         for name, values_us in parts.items()
     ]

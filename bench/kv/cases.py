@@ -25,7 +25,7 @@ from typing import Final
 
 from baton.bench.engine.replica import LlamaShape, load_replica, request_of
 from baton.bench.kv.ends import DestinationProcess, SourceEnd, moving_s, times_of, wait_for
-from baton.bench.report import Row, at_least, at_most, quantile
+from baton.bench.report import Row, at_least, at_most, percentile
 from baton.bench.traces import TraceRequest
 from baton.engine.cache.page_pool import PageState
 from baton.engine.scheduler.sequence import ScheduledChunk
@@ -219,7 +219,7 @@ def trace_rows(
             decode.process.close()
     totals_ms = [1e3 * times.total_s for times in taken]
     gbps = sum(times.num_bytes for times in taken) / sum(map(moving_s, taken)) / 1e9
-    p99_ms = quantile(totals_ms, 99)
+    p99_ms = percentile(totals_ms, 99)
     exposed_shares = [
         times.exposed_s / (times.exposed_s + request.input_tokens / PREFILL_TOKENS_PER_S)
         for request, times in zip(requests, taken, strict=True)

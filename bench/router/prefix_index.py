@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 
 from baton.bench.processes import resident_mib
-from baton.bench.report import Report, Row, Suite, at_least, at_most, quantile
+from baton.bench.report import Report, Row, Suite, at_least, at_most, percentile
 from baton.clock import ManualClock
 from baton.messages.bounds import Kind
 from baton.messages.codec import AnyMessage
@@ -216,7 +216,7 @@ def decision_rows(loaded: Loaded, num_decisions: int, rng: np.random.Generator) 
     )
     return [
         at_most(f"{name}: p50", median(times_us), "us", p50_us, note),
-        at_most(f"{name}: p99", quantile(times_us, 99), "us", p99_us),
+        at_most(f"{name}: p99", percentile(times_us, 99), "us", p99_us),
     ]
 
 
@@ -231,7 +231,7 @@ def index_rows(num_pages: int, num_workers: int, num_matches: int, report: Repor
     name, filled_per_s = f"match of {PROMPT_PAGES} pages", loaded.stores.events_per_s
     rows = [
         at_most(f"{name}, p50", median(times_us), "us", 100, note),
-        at_most(f"{name}, p99", quantile(times_us, 99), "us", 500),
+        at_most(f"{name}, p99", percentile(times_us, 99), "us", 500),
         at_most("memory", loaded.index_bytes / 1e9, "GB", LIMIT_BYTES / 1e9, note),
         at_least("events, while filling", filled_per_s / 1e6, "M/s", 0.5, "a prompt's pages a message"),
     ]

@@ -23,7 +23,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from baton.bench.report import Report, Row, Suite, at_least, at_most, quantile
+from baton.bench.report import Report, Row, Suite, at_least, at_most, percentile
 from baton.bench.traces import TraceRequest, read_trace, tokens_of
 from baton.config.router import RouterConfig
 from baton.errors import ConfigError
@@ -202,7 +202,7 @@ def run_trace(
         hit=sum(each.num_held for each in outcomes) / sum(each.call.num_tokens for each in outcomes),
         imbalance=max(given) / fmean(given) if sum(given) else 1.0,
         ttft_mean_s=fmean(waits_s),
-        ttft_p99_s=quantile(waits_s, 99),
+        ttft_p99_s=percentile(waits_s, 99),
         latency_mean_s=fmean(each.ended_s - each.asked_s for each in outcomes),
         counters=dict(rehearsal.router.counters),
     )

@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
-from baton.bench.report import quantile
+from baton.bench.report import percentile
 from baton.bench.serve.client import Answer
 
 QUANTILES: Final = (50, 90, 99)
@@ -217,7 +217,7 @@ class Run(NamedTuple):
             "requests_per_s": self.requests_per_s,
             "goodput_requests_per_s": self.goodput,
             **{
-                f"{figure}_p{percent}_ms": 1e3 * quantile(values, percent)
+                f"{figure}_p{percent}_ms": 1e3 * percentile(values, percent)
                 for figure, values in values_s.items()
                 if values
                 for percent in QUANTILES

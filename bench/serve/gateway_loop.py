@@ -31,7 +31,7 @@ import msgspec
 
 from baton.bench.clusters import tenants_yaml
 from baton.bench.processes import resident_mib
-from baton.bench.report import Report, Row, Suite, at_most, quantile
+from baton.bench.report import Report, Row, Suite, at_most, percentile
 from baton.bench.serve.client import Address, Client
 from baton.bench.serve.gateway_loop_host import FILE_VARIABLE, Held
 from baton.bench.serve.overhead import Plane, stub_cluster
@@ -377,7 +377,7 @@ async def _measure(
             note = f"{1e3 * hold.late_s:.1f} ms with the wait for a core"
             report.rows.append(at_most(f"loop held: {name}", 1e3 * hold.held_s, "ms", HELD_BAR_MS, note))
         alone += await chat_alone(gateway)  # before and after: the machine's other load varies
-        alone_ms, beside_ms = quantile(alone, 99) * 1e3, quantile(beside, 99) * 1e3
+        alone_ms, beside_ms = percentile(alone, 99) * 1e3, percentile(beside, 99) * 1e3
         note = f"{alone_ms:.1f} ms alone, {beside_ms:.1f} ms beside"
         report.rows.append(at_most("other tenant's p99", beside_ms / alone_ms, "times", P99_BAR, note))
         report.tell("clients that do not read")

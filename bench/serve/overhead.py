@@ -25,7 +25,7 @@ import psutil
 
 from baton.bench.clusters import WatchedCluster, local_cluster
 from baton.bench.processes import Child
-from baton.bench.report import Row, at_least, at_most, format_number, quantile
+from baton.bench.report import Row, at_least, at_most, format_number, percentile
 from baton.bench.serve.client import Address, Client
 from baton.bench.serve.figures import Run
 from baton.bench.serve.load import Hammer, Point, model_of
@@ -232,7 +232,7 @@ def _ttft(results: Results, percent: int) -> Row:
 
 def _ttft_ms(runs: Sequence[Run], percent: int) -> float:
     values = [sample.ttft_s for each in runs for sample in each.samples]
-    return 1e3 * quantile(values, percent) if values else float("inf")
+    return 1e3 * percentile(values, percent) if values else float("inf")
 
 
 def _rate(runs: Sequence[Run]) -> float:
@@ -244,7 +244,7 @@ def _beside(results: Results, servers: Sequence[str], point: Point, rate: float)
     samples = [sample for each in results[BATON, point] for sample in each.samples]
     notes = []
     if samples:
-        notes.append(f"p50 {format_number(1e3 * quantile([sample.e2el_s for sample in samples], 50))} ms")
+        notes.append(f"p50 {format_number(1e3 * percentile([sample.e2el_s for sample in samples], 50))} ms")
     if point.stream and samples:
         num_events = sum(len(sample.gaps_s) + 1 for sample in samples)
         notes.append(f"{sum(sample.num_tokens for sample in samples) / num_events:.2f} tokens an event")

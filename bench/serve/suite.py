@@ -30,8 +30,8 @@ from baton.bench.report import (
     at_least,
     at_most,
     format_number,
+    percentile,
     plot_lines,
-    quantile,
     ranked_shares,
 )
 from baton.bench.serve.client import Address, Client
@@ -126,7 +126,7 @@ def _target_rows(name: str, runs: Sequence[Run]) -> list[Row]:
 def _latency_row(name: str, figure: str, runs: Sequence[Run]) -> Row:
     """Return medians over the rounds, in milliseconds."""
     p50, p90, p99 = (
-        1e3 * median(quantile(run.values_s(figure), percent) for run in runs) for percent in QUANTILES
+        1e3 * median(percentile(run.values_s(figure), percent) for run in runs) for percent in QUANTILES
     )
     note = f"p90 {format_number(p90)}, p99 {format_number(p99)}"
     if figure == "itl" and p50:
@@ -143,7 +143,8 @@ def _ratio_rows(ours: str, rival: str, runs: Mapping[str, Sequence[Run]], bars: 
     pairs = list(zip(runs[ours], runs[rival], strict=True))
     throughput = median(mine.tokens_per_s / theirs.tokens_per_s for mine, theirs in pairs)
     ttft = median(
-        quantile(mine.values_s("ttft"), 50) / quantile(theirs.values_s("ttft"), 50) for mine, theirs in pairs
+        percentile(mine.values_s("ttft"), 50) / percentile(theirs.values_s("ttft"), 50)
+        for mine, theirs in pairs
     )
     return [
         at_least(f"{name}: output", throughput, "x", bars.throughput),

@@ -11,7 +11,7 @@ from typing import Final, NamedTuple, TypeAlias
 
 import msgspec
 
-from baton.bench.report import Row, at_least, at_most, quantile
+from baton.bench.report import Row, at_least, at_most, percentile
 from baton.bench.traces import TraceRequest
 from baton.sim.rehearsal import CallOutcome, ClientCall
 from baton.tenants import SchedulingKey, Sla
@@ -148,7 +148,7 @@ def victims_among(outcomes: Sequence[CallOutcome], since_s: float, until_s: floa
 def ttft_s(outcomes: Sequence[CallOutcome], percent: float) -> float:
     """Return a percentile over the answers; inf where there is none."""
     found = [each.ttft_s for each in outcomes if each.first_token_s >= 0]
-    return quantile(found, percent) if found else float("inf")
+    return percentile(found, percent) if found else float("inf")
 
 
 def share_good(outcomes: Sequence[CallOutcome]) -> float:

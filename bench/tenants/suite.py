@@ -19,7 +19,7 @@ from random import Random
 from time import perf_counter_ns
 from typing import Final, TypeVar
 
-from baton.bench.report import Report, Row, Suite, at_least, at_most, plot_lines, quantile
+from baton.bench.report import Report, Row, Suite, at_least, at_most, percentile, plot_lines
 from baton.bench.tenants.calls import (
     BIN_S,
     NUM_VICTIMS,
@@ -245,8 +245,8 @@ def measure_queue(num_tenants: int, num_each: int) -> list[Row]:
     gc.collect()
     rows = []
     for name, times_us in operation_times_us(num_tenants, num_each).items():
-        note = f"p50 {quantile(times_us, 50):.1f} us; {num_tenants} tenants x {num_each:,}"
-        rows.append(at_most(f"queue: {name} p99", quantile(times_us, 99), "us", 20.0, note))
+        note = f"p50 {percentile(times_us, 50):.1f} us; {num_tenants} tenants x {num_each:,}"
+        rows.append(at_most(f"queue: {name} p99", percentile(times_us, 99), "us", 20.0, note))
     return rows
 
 

@@ -7,6 +7,7 @@
 Texts are fixed or made from the client's own input. The log has the cause, under the id in every response.
 """
 
+import logging
 import math
 from typing import Final
 
@@ -25,7 +26,9 @@ KINDS: Final = {
     404: "not_found_error",
     429: "rate_limit_error",
 }
+NO_BUGS: Final = frozenset({503, 504})  # of the statuses of 500 and more
 Headers = list[tuple[bytes, bytes]]
+logger = logging.getLogger(__name__)
 
 
 class ApiError(BatonError):
@@ -109,6 +112,19 @@ def as_api_error(error: Exception) -> ApiError:
     if isinstance(error, WorkerLost):
         return ApiError(500, "the workers that held this request failed", code="worker_crash")
     return ApiError(500, "an internal error ended this request", code="internal_error")
+
+
+def answer_to(error: Exception, request_id: str) -> ApiError:
+    """Return an error as the client sees it, and log it where the status is 500 or more.
+
+    Only a bug is logged with its traceback.
+    """
+    answer = as_api_error(error)
+    if answer.status in NO_BUGS:
+        logger.info("request %s found no room: %s", request_id, error)
+    elif answer.status >= 500:
+        logger.error("request %s failed: %s", request_id, error, exc_info=error)
+    return answer
 
 
 def _refused(error: Refused) -> ApiError:

@@ -45,9 +45,8 @@ from baton.gateway.api.answer_stream import (
 )
 from baton.gateway.api.body_reader import BodyKind, PublicPrefixes, ServedModel
 from baton.gateway.api.call import Call, make_call, raw_fields
-from baton.gateway.api.errors import ApiError, ClientGone, invalid, unsupported
+from baton.gateway.api.errors import ApiError, ClientGone, answer_to, invalid, unsupported
 from baton.gateway.api.format import answer_format
-from baton.gateway.http.auth import answer_to
 from baton.gateway.http.protocol import (
     BLOCK_BYTES,
     RESPONSE_WRITER,
@@ -222,12 +221,12 @@ class Inference:
 
         Raises the errors of Limiter.enter, and the error of `give_up`.
         """
-        await self._turn_for(call)
+        await self._yield_for(call)
         answer = Answer(call, self._model.service, self._model.bodies.reader.tokenizer)
         permit = self._open[answer] = self._limiter.enter(call)
         failure: Exception | None = None
         try:
-            await self._turn_for(call)
+            await self._yield_for(call)
             if answer.error is not None:  # the gateway is being stopped
                 raise answer.error
             yield answer
@@ -244,7 +243,7 @@ class Inference:
             permit.leave(outcome, answer.num_cached_tokens, self._clock.now_s())
             answer.choices.clear()  # a reference cycle: it would wait for the garbage collector
 
-    async def _turn_for(self, call: Call) -> None:
+    async def _yield_for(self, call: Call) -> None:
         """End this turn of the event loop before a call of many answers takes the next one."""
         if call.num_answers > MANY_ANSWERS:
             await asyncio.sleep(0)

@@ -15,7 +15,6 @@ requests to every port of 127.0.0.1. The browser names the page's site in Origin
 and the requested name in Host. A foreign name that resolves to 127.0.0.1 is not a name of this machine.
 """
 
-import logging
 import re
 import secrets
 from collections.abc import Callable, Mapping
@@ -24,7 +23,7 @@ from typing import Final
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from baton.config.gateway import OPERATOR_HOST, is_loopback
-from baton.gateway.api.errors import ApiError, ClientGone, as_api_error
+from baton.gateway.api.errors import ApiError, ClientGone, answer_to
 from baton.gateway.http.protocol import header, respond_error
 from baton.gateway.tenants.tenants import Tenant, Tenants
 
@@ -34,10 +33,8 @@ OPERATORS_FOLDER: Final = "/admin/"  # its paths do as well
 LABEL: Final = re.compile(r"[A-Za-z0-9._:-]{1,128}")  # a client's own id: only shown
 BEARER: Final = "bearer "
 POLICY_VIOLATION: Final = 1008
-NO_BUGS: Final = frozenset({503, 504})  # of the statuses of 500 and more
 SWITCHED: Final = 101  # the status of a request that became a WebSocket
 UNANSWERED: Final = 499  # the client left before an answer
-logger = logging.getLogger(__name__)
 
 
 def check_site(scope: Scope) -> None:
@@ -171,19 +168,6 @@ class AuthMiddleware:
                 code="admin_only",
             )
         return tenant
-
-
-def answer_to(error: Exception, request_id: str) -> ApiError:
-    """Return an error as the client sees it, and log it where the status is 500 or more.
-
-    Only a bug is logged with its traceback.
-    """
-    answer = as_api_error(error)
-    if answer.status in NO_BUGS:
-        logger.info("request %s found no room: %s", request_id, error)
-    elif answer.status >= 500:
-        logger.error("request %s failed: %s", request_id, error, exc_info=error)
-    return answer
 
 
 def _label(scope: Scope) -> str:

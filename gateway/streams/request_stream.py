@@ -153,7 +153,7 @@ class RequestStream:
     num_retries: int = 0  # in a row, since the request last had a worker
     retry_s: float = field(init=False)
     homeless_s: float = field(init=False)  # since when no worker has answered the request
-    heard_s: float = field(init=False)
+    heard_s: float = field(init=False)  # when its router or its workers last took it on or answered
 
     def __post_init__(self, opened_s: float) -> None:
         self.attempt = self.request.attempt

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from baton.bench.report import quantile
+from baton.bench.report import percentile
 from baton.bench.serve.client import Answer
 from baton.bench.serve.figures import Bad, Run, Sample, Slo, events_of, streamed, unary
 
@@ -158,4 +158,4 @@ def test_run_without_answers_has_no_quantiles() -> None:
 
 @pytest.mark.parametrize(("percent", "expected"), [(0, 1.0), (50, 2.5), (100, 4.0), (99, 3.97)])
 def test_quantiles_lie_between_their_neighbours(percent: float, expected: float) -> None:
-    assert quantile([4.0, 1.0, 3.0, 2.0], percent) == pytest.approx(expected)
+    assert percentile([4.0, 1.0, 3.0, 2.0], percent) == pytest.approx(expected)
