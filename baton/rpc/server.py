@@ -12,8 +12,8 @@ The life of a connection, at either end:
 5. `close` sends the unsent frames; a peer that takes none of them for CLOSE_TIMEOUT_S loses them.
 
 At most MAX_STRANGERS sockets may be without a Hello; a further socket displaces the oldest of them. Frames
-that are sent during one turn of the loop leave in one write. When the node has handled messages of a peer for
-TURN_S, the next ones wait for the next turn: an answer never waits for the messages behind it.
+that are sent during one turn of the loop leave in one write. When the node has handled messages for TURN_S,
+the next ones, of all peers, wait for the next turn: an answer never waits for the messages behind it.
 
 `RpcServer` lives on its node's loop. `RpcThread` runs a server on a thread of its own, for a
 node with a thread that must never wait for the network.
@@ -51,7 +51,7 @@ MAX_UNSENT_BYTES: Final = 16 << 20
 MAX_STRANGERS: Final = 256
 CLOSE_TIMEOUT_S: Final = 2.0
 LEAST_BACKOFF_S, MOST_BACKOFF_S = 0.5, 30.0
-TURN_S: Final = 0.012  # shorter turns split bursts of requests, and then worker steps have fewer tokens
+TURN_S: Final = 0.012  # shorter turns split bursts of requests, and a worker's steps then batch fewer tokens
 logger = logging.getLogger(__name__)
 
 
@@ -85,6 +85,7 @@ class RpcServer:
         self._links: set[RpcLink] = set()
         self._strangers: dict[RpcLink, None] = {}  # accepted, without a Hello yet, oldest first
         self._is_closed = False
+        self._turn_ends_s: float | None = None  # once this turn has handled a message
         self._dialing: dict[Address, asyncio.Task[None]] = {}  # until its connection has ended
         self._ticker: asyncio.Task[None] | None = None
 
@@ -148,6 +149,16 @@ class RpcServer:
         """Forget a closed link."""
         self._links.discard(link)
         self._strangers.pop(link, None)
+
+    def turn_ends_s(self, now_s: float) -> float:
+        """Return until when links may handle messages in this turn of the loop."""
+        if self._turn_ends_s is None:
+            self._turn_ends_s = now_s + TURN_S
+            asyncio.get_running_loop().call_soon(self._end_turn)
+        return self._turn_ends_s
+
+    def _end_turn(self) -> None:
+        self._turn_ends_s = None
 
     def complain(self, name: str, error: WireError) -> None:
         """Count a dropped peer and log the reason; mixed builds and keys are logged once a message."""
@@ -302,7 +313,7 @@ class RpcLink(asyncio.Protocol):
             return
         self._bodies = chain(self._bodies, self._session.receive(data, now_s))
         if not self._is_paused:
-            self._handle(now_s + TURN_S)
+            self._handle(self._rpc_server.turn_ends_s(now_s))
 
     def connection_lost(self, error: Exception | None) -> None:
         self._stop_handshake_timer()
@@ -326,7 +337,7 @@ class RpcLink(asyncio.Protocol):
             return
         self._is_paused = False
         try:
-            self._handle(time.monotonic() + TURN_S)
+            self._handle(self._rpc_server.turn_ends_s(time.monotonic()))
         except Exception:  # a bug of ours: the connection ends, as when `data_received` fails
             self._transport.abort()
             raise

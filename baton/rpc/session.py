@@ -66,8 +66,8 @@ class FrameReader:
             if self._error is not None:
                 raise self._error
             if not self._buffer and len(view) >= _HEADER.size:
-                frame_bytes = self._judge(view)
-                if frame_bytes <= len(view):  # the frame is whole, and need not be buffered
+                frame_bytes = self._judge_header(view)
+                if frame_bytes <= len(view):  # a whole frame needs no buffer
                     body, view = bytes(view[_HEADER.size : frame_bytes]), view[frame_bytes:]
                     yield body
                     continue
@@ -75,16 +75,16 @@ class FrameReader:
             self._buffer += view[:taken]
             view = view[taken:]
             if len(self._buffer) == _HEADER.size and not self._frame_bytes:
-                self._frame_bytes = self._judge(self._buffer)
+                self._frame_bytes = self._judge_header(self._buffer)
             if len(self._buffer) == self._frame_bytes:
                 body = bytes(memoryview(self._buffer)[_HEADER.size :])
                 self._buffer = bytearray()
                 self._frame_bytes = 0
                 yield body
 
-    def _judge(self, frame: bytearray | memoryview) -> int:
-        """Return the bytes of the frame that begins so, header included; WireError when it may not be."""
-        length, version = _HEADER.unpack_from(frame)
+    def _judge_header(self, header: bytearray | memoryview) -> int:
+        """Return the bytes of the whole frame with this header. Raises WireError for an illegal header."""
+        length, version = _HEADER.unpack_from(header)
         if not 1 <= length <= self.max_bytes:
             message = f"a frame of {length} bytes was announced, 1 to {self.max_bytes} are allowed"
             self._error = WireError(message, reason="length")

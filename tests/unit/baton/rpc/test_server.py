@@ -5,6 +5,7 @@ import contextlib
 import socket
 import time
 from collections.abc import AsyncIterator, Callable
+from itertools import pairwise, product
 
 import pytest
 
@@ -88,23 +89,24 @@ async def test_messages_sent_before_close_arrive() -> None:
 
 
 class Slow(Recorder):
-    """A node that answers each Started, and takes longer than a turn for it."""
+    """A node that answers each message, after `takes_s`: by default longer than a turn."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, takes_s: float = 2 * server.TURN_S) -> None:
         super().__init__(name)
+        self.takes_s = takes_s
         self.num_handled_at_turn: list[int] = []
 
     def received(self, peer: Peer, message: AnyMessage) -> None:
         super().received(peer, message)
-        time.sleep(2 * server.TURN_S)
+        time.sleep(self.takes_s)
         peer.send(StatusQuery())
 
-    def watch(self) -> None:
-        """Record in each turn of the loop how many messages have been handled."""
+    def watch(self, num_messages: int) -> None:
+        """Record in each turn of the loop how many messages have been handled, until there are so many."""
         if not self.num_handled_at_turn or self.num_handled_at_turn[-1] < len(self.messages):
             self.num_handled_at_turn.append(len(self.messages))
-        if len(self.messages) < NUM_SENT:
-            asyncio.get_running_loop().call_soon(self.watch)
+        if len(self.messages) < num_messages:
+            asyncio.get_running_loop().call_soon(self.watch, num_messages)
 
 
 NUM_SENT = 6
@@ -126,10 +128,26 @@ async def sending_to(slow: Slow) -> AsyncIterator[Recorder]:
 async def test_messages_that_take_long_are_handled_one_a_turn_and_answered_at_once() -> None:
     slow = Slow("a")
     async with sending_to(slow) as sender:
-        slow.watch()
+        slow.watch(NUM_SENT)
         await until(lambda: len(sender.messages) == NUM_SENT)
         assert slow.messages == [tokens(1, number) for number in range(NUM_SENT)]
         assert slow.num_handled_at_turn[-NUM_SENT:] == list(range(1, NUM_SENT + 1))
+
+
+@in_loop
+async def test_turn_is_shared_by_all_peers() -> None:
+    slow, senders = Slow("a", server.TURN_S / 2), [Recorder(name) for name in "bcd"]
+    async with contextlib.AsyncExitStack() as stack:
+        _, address = await stack.enter_async_context(hosted(slow))
+        for sender in senders:
+            (await stack.enter_async_context(hosted(sender)))[0].dial(address)
+        await until(lambda: slow.num_joined == len(senders) == sum(each.num_joined for each in senders))
+        for sender, number in product(senders, range(NUM_SENT)):
+            sender.peers[0].send(tokens(1, number))
+        slow.watch(len(senders) * NUM_SENT)
+        await until(lambda: len(slow.messages) == len(senders) * NUM_SENT)
+    steps = [after - before for before, after in pairwise(slow.num_handled_at_turn)]
+    assert max(steps) <= 3 + len(senders) - 1  # as many as a turn takes, and one more for each other peer
 
 
 @in_loop
