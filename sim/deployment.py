@@ -114,6 +114,7 @@ class SimContext:
         recorder: Recorder,
         limits: ReplayLimits,
         num_routers: int = 1,
+        num_nodes: int = 1,
     ) -> None:
         self.events = events
         self.network = network
@@ -125,18 +126,23 @@ class SimContext:
         self.starts = itertools.count(1)  # of workers, as their supervisor counts them
         self.listeners: dict[Address, Host] = {}
         self.endpoints: dict[Address, SimEndpoint] = {}
-        self.killers: Counter[str] = Counter()  # request id -> kills; those of a node together count once
+        self.num_nodes = num_nodes  # with workers, at most
+        self.killers: Counter[str] = Counter()  # request id -> deaths that it has caused, see `count_death`
         self._killed_s: dict[tuple[str, str], float] = {}  # (request id, node) -> when it killed last
         self.routers = [Address("sim", FIRST_PORT + number) for number in range(num_routers)]
         self.stream = SharedStream(network, random)
         self._last_port = FIRST_PORT + num_routers
 
-    def killed(self, culprit: str, node: str) -> None:
-        """Count a death. culprit: the request that caused it; "" for none."""
-        killed_s = self._killed_s.get((culprit, node), -math.inf)
-        if self.events.now_s - killed_s > NODE_ENDS_S + MAX_DEATH_DELAY_S:
+    def count_death(self, culprit: str, node: str) -> None:
+        """Count a death. Deaths by one culprit on one node of several, close together, count once.
+
+        culprit: the request that caused the death; "" for none.
+        """
+        now_s, key = self.events.now_s, (culprit, node)
+        is_close = now_s - self._killed_s.get(key, -math.inf) <= NODE_ENDS_S + MAX_DEATH_DELAY_S
+        if self.num_nodes == 1 or not is_close:
             self.killers[culprit] += 1
-        self._killed_s[culprit, node] = self.events.now_s
+        self._killed_s[key] = now_s
 
     def new_process(self, name: str) -> SimProcess:
         """Start a process with a clock that begins anywhere."""
@@ -205,7 +211,7 @@ class WorkerPlan(NamedTuple):
     name: str
     role: WorkerRole
     machine: TokenMachine
-    node: str
+    node: str = ""
 
 
 class SimWorker:
@@ -371,7 +377,7 @@ class Slot:
     def _died(self, life: Life) -> None:
         self._context.recorder.say(f"{self.name} has died")
         node = life.plan.node if isinstance(life, SimWorker) else ""
-        self._context.killed(life.process.killed_by[:REQUEST_ID_LENGTH], node)
+        self._context.count_death(life.process.killed_by[:REQUEST_ID_LENGTH], node)
         if life is not self.life:
             return
         restart_s, self._restart_s = self._restart_s, None
@@ -392,17 +398,19 @@ class Deployment:
     def __init__(self, context: SimContext, random: Random, placement: Random) -> None:
         """placement: draws the node of each worker."""
         self.context = context
-        nodes = [f"node-{number}" for number in range(placement.randint(1, 3))]
         settings = RouterConfig(
             policy=random.choice(("least-loaded", "round-robin", "cost")),
             local_prefill_tokens=random.choice((0, 4, 8, 16)),
             seed=random.getrandbits(32),
         )
         plans = [
-            _worker_plan(role, number, random, placement.choice(nodes))
+            _worker_plan(role, number, random)
             for role in WorkerRole
             for number in range(random.randint(1, 3))
         ]
+        nodes = [f"node-{number % context.num_nodes}" for number in range(len(plans))]
+        placement.shuffle(nodes)
+        plans = [plan._replace(node=node) for plan, node in zip(plans, nodes, strict=True)]
         self.routers = [
             self._slot(f"router-{number}", partial(SimRouter, context, f"router-{number}", settings, address))
             for number, address in enumerate(context.routers)
@@ -443,7 +451,7 @@ def _node_of(slot: Slot) -> str:
     return slot.life.plan.node
 
 
-def _worker_plan(role: WorkerRole, number: int, random: Random, node: str) -> WorkerPlan:
+def _worker_plan(role: WorkerRole, number: int, random: Random) -> WorkerPlan:
     page_size = random.choice((4, 4, 8, 16))
     machine = TokenMachine(
         page_size=page_size,
@@ -454,4 +462,4 @@ def _worker_plan(role: WorkerRole, number: int, random: Random, node: str) -> Wo
         step_s=random.uniform(0.01, 0.06),
         token_s=random.uniform(0.0001, 0.003),
     )
-    return WorkerPlan(f"{role.value}-{number}", role, machine, node)
+    return WorkerPlan(f"{role.value}-{number}", role, machine)

@@ -288,7 +288,7 @@ class SimRank:
                 self._verify(command)
             case messages.ReachPeer():
                 self._reach(command)
-            case messages.PushShard():
+            case messages.PushUnits():
                 self._push(command)
             case messages.StopShard():
                 self.pieces.stop(command.transfer)
@@ -358,7 +358,7 @@ class SimRank:
         reached = messages.ShardReached(transfer=order.transfer, shard=SHARD, transport="shm")
         self.process.later(self._network.delay_s(), lambda: self._emit_later(reached))
 
-    def _push(self, order: messages.PushShard) -> None:
+    def _push(self, order: messages.PushUnits) -> None:
         shard = self._outgoing[order.transfer]
         shard.pages += order.more_pages
         piece = SimPiece(
@@ -378,7 +378,7 @@ class SimRank:
         """digests: of the piece's units; None when they were not written."""
         is_done = digests is not None
         self._emit(
-            messages.ShardWritten(
+            messages.PushEnded(
                 transfer=piece.transfer,
                 shard=SHARD,
                 first=piece.first,
@@ -392,7 +392,7 @@ class SimRank:
             )
         )
         if digests is not None:
-            hashed = messages.ShardHashed(
+            hashed = messages.UnitsHashed(
                 transfer=piece.transfer, shard=SHARD, first=piece.first, stop=piece.stop, digests=digests
             )
             self._emit(hashed)

@@ -23,8 +23,8 @@ STOPPED_S: Final = (12.0, 30.0)
 SLOW_RESTARTS_S: Final = (20.0, 60.0, 150.0)
 SLOW_STEPS_S: Final = (1.0, 6.0)  # that each step takes longer
 SLOW_FOR_S: Final = (10.0, 60.0)
-NODE_ENDS_S: Final = 0.3  # from the first process of a node to the last
-NODE_IS_AWAY_S: Final = (4.0, 15.0)
+NODE_DEATHS_S: Final = 0.3  # from the first death on a lost node to the last
+NODE_IS_AWAY_S: Final = (4.0, 15.0)  # until a lost worker is started again
 HOUR_S: Final = 3600.0
 
 Fault = Callable[[], str]  # makes the fault, and returns a line for the trace
@@ -171,19 +171,21 @@ class Faults:
         return f"SIGTERM {slot.name}"
 
     def _lose_node(self) -> str:
-        nodes = self._deployment.nodes
-        if len(nodes) == 1:
-            return f"{nodes[0]} is the only node, and stays"
-        node = self._random.choice(nodes)
-        freezes = self._random.random() < 0.5
-        seconds = self._lasts(STOPPED_S if freezes else (NODE_ENDS_S,))
+        node = self._random.choice(self._deployment.nodes)
+        return self._random.choice((self._freeze_node, self._end_node))(node)
+
+    def _freeze_node(self, node: str) -> str:
+        seconds = self._lasts(STOPPED_S)
         for slot in self._deployment.workers_of(node):
-            if freezes:
-                slot.pause(seconds, cause=node)
-            else:
-                kill = partial(slot.kill, self._random.uniform(*NODE_IS_AWAY_S), cause=node)
-                self._events.after(self._random.uniform(0.0, NODE_ENDS_S), kill)
-        return f"{node} freezes for {seconds:g} s" if freezes else f"{node} ends"
+            slot.pause(seconds, cause=node)
+        return f"{node} freezes for {seconds:g} s"
+
+    def _end_node(self, node: str) -> str:
+        self._lasts((NODE_DEATHS_S,))
+        for slot in self._deployment.workers_of(node):
+            kill = partial(slot.kill, self._random.uniform(*NODE_IS_AWAY_S), cause=node)
+            self._events.after(self._random.uniform(0.0, NODE_DEATHS_S), kill)
+        return f"{node} ends"
 
     def _part(self) -> str:
         one, other = self._random.sample(self._deployment.slots, 2)

@@ -30,7 +30,7 @@ from baton.rpc.session import HANDSHAKE_TIMEOUT_S
 from baton.sim.process import Call, Events, SimProcess
 from baton.sim.trace import Recorder
 
-NOTICE_S: Final = PING_S + TICK_S  # at most, from the end of a link's patience until the link is given up
+NOTICE_S: Final = PING_S + TICK_S  # at most, from LINK_TIMEOUT_S of silence until an end drops the link
 MIN_DELAY_S: Final = 0.0001
 MAX_DELAYS_S: Final = (0.002, 0.01, 0.1)  # one of these in each simulation
 MAX_DEATH_DELAY_S: Final = 0.05  # until the other end notices a death
@@ -53,20 +53,24 @@ class End:
         self.is_over = False  # `on_end` was called
         self.has_gap = False  # a body was lost on its way here, and with it all later bodies
         self.wire: Wire | None = None
+        self.quiet_since_s: float | None = None  # once the wire is cut: when the last ping came
         self.last_s = 0.0  # arrival of the last body under way to this end
         self._network = network
 
     @property
     def quiet_s(self) -> float:
         """Return for how long no ping of the other end has come."""
+        if self.quiet_since_s is not None:
+            return self._network.now_s - self.quiet_since_s
         return 0.0 if self.wire is None else self._network.silent_for_s(self.wire.other(self), self)
 
     @property
     def silence_s(self) -> float:
-        """Return the longer of `quiet_s` and the time for which no ping of this end has reached the other."""
-        if self.wire is None or self.quiet_s:  # nothing tells of the other end
-            return self.quiet_s
-        return self._network.silent_for_s(self, self.wire.other(self))
+        """Return the longer of `quiet_s` and the silence that the other end's last ping told of."""
+        if self.wire is None:
+            return 0.0
+        quiet_s = self.quiet_s  # the last ping is as old
+        return max(quiet_s, self._network.silent_for_s(self, self.wire.other(self)) - quiet_s)
 
     def send(self, body: bytes) -> None:
         """Send a body when the owner's turn is over."""
@@ -144,11 +148,11 @@ class Wire:
                 self._network.deliver(end, end.hear_end, max(heals_s, self.stalled_until_s))
 
     def give_up(self) -> None:
-        """End as links do that heard nothing for LINK_TIMEOUT_S, each by its own pings."""
+        """End a silent wire: each end drops it at a time of its own, within NOTICE_S."""
         if self._cut_now():
             self._network.has_been_cut = True
             for end in self.ends:
-                self._network.end_within(end, MAX_DEATH_DELAY_S)
+                self._network.end_within(end, NOTICE_S)
 
     def cut(self) -> None:
         """End as by a fault."""
@@ -162,6 +166,8 @@ class Wire:
         if self.is_cut:
             return False
         self.is_cut = True
+        for end in self.ends:
+            end.quiet_since_s = self._network.now_s - self._network.silent_for_s(self.other(end), end)
         del self._network.wires[self]
         return True
 
@@ -178,6 +184,11 @@ class Network:
         self._events = events
         self._random = random
         self._max_delay_s = random.choice(MAX_DELAYS_S)
+
+    @property
+    def now_s(self) -> float:
+        """Virtual time."""
+        return self._events.now_s
 
     def connect(self, caller: SimProcess, callee: SimProcess) -> tuple[End, End]:
         """Join two processes; returns the caller's end and the callee's end."""
@@ -203,10 +214,11 @@ class Network:
         """Open a black hole for everything that one process sends the other."""
         self.has_been_cut = True  # a process that dies behind the hole dies unseen
         until_s = self._events.now_s + seconds
-        self._swallowed[sender, receiver] = self._lasting(self._swallowed.get((sender, receiver)), until_s)
+        silence = self._lasting(self._swallowed.get((sender, receiver)), until_s)
+        self._swallowed[sender, receiver] = silence
         for wire in self.wires:
             if wire.joins({sender, receiver}):
-                self._watch_silence(wire, until_s)
+                self._watch_silence(wire, silence)
 
     def swallow_wire(self, wire: Wire, ends: Sequence[End], seconds: float) -> None:
         """Open a black hole for bodies that these ends send over one wire; other wires work."""
@@ -214,14 +226,14 @@ class Network:
         until_s = self._events.now_s + seconds
         for end in ends:
             wire.swallowed[end] = self._lasting(wire.swallowed.get(end), until_s)
-        self._watch_silence(wire, until_s)
+            self._watch_silence(wire, wire.swallowed[end])
 
     def stands_still(self, process: SimProcess, until_s: float) -> None:
         """A process is paused until then: its links end when it has not answered for too long."""
-        self._paused[process] = self._lasting(self._paused.get(process), until_s)
+        silence = self._paused[process] = self._lasting(self._paused.get(process), until_s)
         for wire in self.wires:
             if any(end.owner is process for end in wire.ends):
-                self._watch_silence(wire, until_s)
+                self._watch_silence(wire, silence)
 
     def swallowed_until_s(self, sender: End, receiver: End) -> float:
         """Return the earliest arrival of a body sent now; 0 without a black hole."""
@@ -285,11 +297,10 @@ class Network:
         time_s += self._random.uniform(0.0, within_s)
         self._events.at(time_s, lambda: end.owner.post(end.hear_end))
 
-    def _watch_silence(self, wire: Wire, until_s: float) -> None:
+    def _watch_silence(self, wire: Wire, silence: Silence) -> None:
         """End a wire after LINK_TIMEOUT_S of silence, if the silence lasts until then."""
-        delay_s = LINK_TIMEOUT_S + self._random.uniform(0.0, NOTICE_S)
-        if self._events.now_s + delay_s < until_s:
-            self._events.after(delay_s, wire.give_up)
+        if silence.since_s + LINK_TIMEOUT_S < silence.until_s:
+            self._events.at(silence.since_s + LINK_TIMEOUT_S, wire.give_up)
 
 
 class Host:

@@ -65,6 +65,7 @@ class World:
             self._recorder,
             LIMITS,
             draw["routers"].choice((1, 1, 2)),
+            draw["placement"].randint(2 if trouble is Trouble.LOST_NODE else 1, 3),
         )
         self._deployment = Deployment(self._context, draw["cluster"], draw["placement"])
         self._faults = Faults(self._deployment, draw["faults"], self._recorder.say)

@@ -98,20 +98,21 @@ def test_without_faults_nothing_is_done_twice_and_all_pages_are_free_within_a_se
     assert set(fates) <= {"length", "stop", "cancelled", "never asked for"}, fates
 
 
-def check_no_request_dies_with_a_node(seeds: range) -> None:
-    """A node counts as one death. A request may still wait too long while no decode worker is left."""
+def check_lost_nodes(seeds: range) -> None:
+    """A request may wait too long while no decode worker is left, and fails for no other reason."""
     fates = run_all(seeds, Trouble.LOST_NODE)
-    assert "WorkerLost" not in fates and fates["length"] + fates["stop"] > 30 * fates["Overloaded"], fates
+    assert set(fates) <= {"length", "stop", "cancelled", "never asked for", "Overloaded"}, fates
+    assert fates["length"] + fates["stop"] > 30 * fates["Overloaded"], fates
 
 
-def test_lost_node_fails_no_request() -> None:
-    check_no_request_dies_with_a_node(range(40))
+def test_workers_of_a_lost_node_count_as_one_death() -> None:
+    check_lost_nodes(range(40))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_five_hundred_lost_nodes_fail_no_request() -> None:
-    check_no_request_dies_with_a_node(range(1_000, 1_500))
+def test_workers_of_five_hundred_lost_nodes_count_as_one_death() -> None:
+    check_lost_nodes(range(1_000, 1_500))
 
 
 @pytest.mark.slow

@@ -3,7 +3,7 @@
 from random import Random
 
 from baton.errors import ProtocolError
-from baton.messages.bounds import Kind
+from baton.messages.bounds import LINK_TIMEOUT_S, Kind
 from baton.messages.codec import AnyMessage
 from baton.messages.control import Hello, Started
 from baton.messages.operations import StatusQuery
@@ -11,7 +11,7 @@ from baton.messages.workers import Address
 from baton.router.redis.messages import AnyShared, SharedEnded
 from baton.rpc.peers import TICK_S, Peer
 from baton.sim.deployment import SharedStream
-from baton.sim.network import MAX_DEATH_DELAY_S, End, Host, Network
+from baton.sim.network import MAX_DEATH_DELAY_S, NOTICE_S, End, Host, Network
 from baton.sim.process import Events, SimProcess
 from baton.sim.trace import Recorder
 from tests.node_peers import id_of
@@ -93,6 +93,48 @@ def test_stalled_wire_delivers_late_and_in_order() -> None:
     assert wired.heard["b"] == []
     wired.run()
     assert wired.heard["b"] == ["1", "2"]
+
+
+def quiet(wired: Wired, seconds: float) -> tuple[float, float]:
+    """Return `quiet_s` and `silence_s` at end b after some seconds."""
+    wired.run(seconds)
+    return wired.at_b.quiet_s, wired.at_b.silence_s
+
+
+def test_peer_is_silent_while_its_pings_are_swallowed_or_it_is_paused() -> None:
+    wired = Wired()
+    assert quiet(wired, 1.0) == (0.0, 0.0)
+    wired.network.swallow("a", "b", 5.0)
+    assert quiet(wired, 4.0) == (4.0, 4.0)
+    wired.network.stands_still(wired.a, wired.events.now_s + 3.0)
+    assert quiet(wired, 2.0) == (2.0, 2.0)  # the hole has closed, the pause lasts
+    assert quiet(wired, 2.0) == (0.0, 0.0)
+
+
+def test_peer_tells_of_silence_that_it_hears() -> None:
+    wired = Wired()
+    wired.network.swallow("b", "a", 5.0)
+    assert quiet(wired, 4.0) == (0.0, 4.0)
+    wired.network.swallow("a", "b", 5.0)
+    assert quiet(wired, 0.5) == (0.5, 4.0)  # its last ping told of four seconds
+
+
+def test_silence_that_is_extended_ends_the_wire_as_a_long_one() -> None:
+    wired = Wired()
+    wired.network.swallow("a", "b", 5.0)
+    wired.run(4.0)
+    wired.network.swallow("a", "b", 10.0)
+    wired.run(LINK_TIMEOUT_S - 4.0 + NOTICE_S)
+    assert wired.heard == {"a": ["end"], "b": ["end"]}
+
+
+def test_death_behind_a_black_hole_leaves_the_peer_silent_from_the_beginning_of_the_hole() -> None:
+    wired = Wired()
+    wired.network.swallow("a", "b", 3.0)
+    wired.run(2.0)
+    wired.a.die()
+    assert quiet(wired, 2.0 + NOTICE_S) == (4.0 + NOTICE_S, 4.0 + NOTICE_S)
+    assert wired.heard["b"] == ["end"]
 
 
 class Node:
