@@ -392,23 +392,26 @@ class PageEndpoint(ABC):
         self._begin(link, handoff, handoff.begin)
 
     def _checked_context(self, link: Link, request: TransferRequest) -> HandoffContext:
-        """Return the context of a transfer that the peer requests; ProtocolError when it may not do so."""
-        num_groups = request.num_layer_groups
+        """Return the context of the transfer that the peer requests. Raises ProtocolError for an illegal
+        request.
+        """
+        name, num_groups = f"transfer {request.transfer.hex()}", request.num_layer_groups
         if self._is_known(request.transfer):
-            raise ProtocolError("the peer requested a transfer whose id is in use")
+            raise ProtocolError(f"{name} was requested twice")
         if num_groups > self.settings.layout.num_layers:
-            raise ProtocolError(f"{num_groups} groups of {self.settings.layout.num_layers} layers")
+            layers = f"{self.settings.layout.num_layers} layers"
+            raise ProtocolError(f"{name} has {num_groups} groups of layers, the model has {layers}")
         context = self._context(link, request.transfer, num_groups, is_source=True)
         num_shards = len(context.routes)
         if request.num_shards != num_shards:
-            raise ProtocolError(f"{request.num_shards} shards, the ranks of both sides need {num_shards}")
+            raise ProtocolError(f"{name} has {request.num_shards} shards, expected {num_shards}")
         if isinstance(request, PullRequest):
             return context  # the hand-off checks the rest and refuses the pull without dropping the link
         if request.position % self._page_tokens(link):
-            raise ProtocolError(f"a transfer from token {request.position} on, which starts no page")
+            raise ProtocolError(f"{name} begins at token {request.position}, which starts no page")
         num_pages = context.plan.destination.num_pages(request.num_units)
         if len(request.pages) != num_pages:
-            raise ProtocolError(f"a grant of {len(request.pages)} pages, the transfer needs {num_pages}")
+            raise ProtocolError(f"{name} is granted {len(request.pages)} pages, expected {num_pages}")
         return context
 
     def _begin(
@@ -590,9 +593,9 @@ class KvEndpoint(PageEndpoint):
         return self._peers.link_to(incarnation)
 
     def _on_rank_lost(self, rank: RemoteRank) -> None:
-        """End the transfers of a rank that is lost; called again once the rank is known to be dead.
+        """End the transfers of a lost rank.
 
-        Then its pages and their writers no longer exist.
+        The second call, when `rank.is_dead`, also ends its writers: they and its pages no longer exist.
         """
         for opened in self._open_transfers():
             handoff = opened.handoff

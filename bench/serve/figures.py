@@ -21,7 +21,7 @@ from typing import Any, Final, NamedTuple
 from baton.bench.report import percentile
 from baton.bench.serve.client import Answer
 
-QUANTILES: Final = (50, 90, 99)
+PERCENTILES: Final = (50, 90, 99)
 WORST_SHARE: Final = 0.1
 
 
@@ -220,6 +220,6 @@ class Run(NamedTuple):
                 f"{figure}_p{percent}_ms": 1e3 * percentile(values, percent)
                 for figure, values in values_s.items()
                 if values
-                for percent in QUANTILES
+                for percent in PERCENTILES
             },
         }

@@ -35,7 +35,7 @@ from baton.bench.report import (
     ranked_shares,
 )
 from baton.bench.serve.client import Address, Client
-from baton.bench.serve.figures import FIGURES, QUANTILES, Run, Slo
+from baton.bench.serve.figures import FIGURES, PERCENTILES, Run, Slo
 from baton.bench.serve.load import (
     INPUT,
     OUTPUT,
@@ -126,7 +126,7 @@ def _target_rows(name: str, runs: Sequence[Run]) -> list[Row]:
 def _latency_row(name: str, figure: str, runs: Sequence[Run]) -> Row:
     """Return medians over the rounds, in milliseconds."""
     p50, p90, p99 = (
-        1e3 * median(percentile(run.values_s(figure), percent) for run in runs) for percent in QUANTILES
+        1e3 * median(percentile(run.values_s(figure), percent) for run in runs) for percent in PERCENTILES
     )
     note = f"p90 {format_number(p90)}, p99 {format_number(p99)}"
     if figure == "itl" and p50:

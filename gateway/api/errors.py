@@ -26,7 +26,7 @@ KINDS: Final = {
     404: "not_found_error",
     429: "rate_limit_error",
 }
-NO_BUGS: Final = frozenset({503, 504})  # of the statuses of 500 and more
+EXPECTED: Final = frozenset({503, 504})  # server errors that are no bugs: logged without a traceback
 Headers = list[tuple[bytes, bytes]]
 logger = logging.getLogger(__name__)
 
@@ -120,7 +120,7 @@ def answer_to(error: Exception, request_id: str) -> ApiError:
     Only a bug is logged with its traceback.
     """
     answer = as_api_error(error)
-    if answer.status in NO_BUGS:
+    if answer.status in EXPECTED:
         logger.info("request %s found no room: %s", request_id, error)
     elif answer.status >= 500:
         logger.error("request %s failed: %s", request_id, error, exc_info=error)

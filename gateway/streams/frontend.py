@@ -275,7 +275,7 @@ class Frontend:
             logger.exception("request %s: its sink failed, it is cancelled", stream.request_id)
             self.cancel(stream.request_id)
             return
-        if self._streams.get(stream.request.request_id) is not stream:
+        if not self._is_open(stream):
             return  # the sink has cancelled it
         if not stream.is_reported and stream.num_answered:
             stream.is_reported = True

@@ -1,4 +1,4 @@
-"""The workers that a gateway is connected to, and what it remembers of those that have left."""
+"""A gateway's connections to workers, and a record of the connections that have ended."""
 
 import math
 from typing import Final, NamedTuple

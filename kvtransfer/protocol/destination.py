@@ -401,10 +401,13 @@ class DestinationHandoff(Handoff):
 
     def _confirm_writers(self, message: AnyMessage) -> list[Action]:
         """Return the actions for a message that confirms, after the end, that writers have stopped."""
-        numbers = range(len(self._shards))
-        if isinstance(message, Commit | Released):
-            numbers = range(message.shard, message.shard + 1) if message.shard in numbers else range(0)
-        elif not isinstance(message, PullRefused) and not (isinstance(message, Abort) and not message.epoch):
-            return []
+        numbers: Sequence[int] = range(len(self._shards))
+        match message:
+            case Commit() | Released():
+                numbers = [message.shard] if message.shard in numbers else []
+            case PullRefused() | Abort(epoch=0):
+                pass
+            case _:
+                return []
         writing = [number for number in numbers if not self._shards[number].is_stopped]
         return [self._close_shard(number, is_confirmed=True) for number in writing]

@@ -1,4 +1,4 @@
-"""What the hand-off state machines of the source and the destination share.
+"""The common base of the hand-off state machines of the source and the destination.
 
 A hand-off is a state machine without sockets, threads or device memory. Its caller reports each event by a
 call, and performs the actions that the call returns, in their order: messages to the peer, and commands to
@@ -278,7 +278,8 @@ class Handoff(ABC):
 def answer_to_unknown(message: AnyMessage) -> Abort | None:
     """Return the answer to a message of a transfer that is not open here; None for no answer.
 
-    The Abort assures a destination that no writer is left: a source stays open while a push runs.
+    A source hand-off stays open while a push runs, so an unknown transfer has no writer here. The Abort tells
+    the destination that.
     """
     match message:
         case Corrupt():

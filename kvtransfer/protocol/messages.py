@@ -6,8 +6,8 @@ machines need not agree.
 
 A transfer is one attempt to move one request's pages from one replica to another. It has a shard for every
 pair of a source rank and a destination rank that share heads, and for each group of layers that is sent
-separately (kvtransfer/ranks/messages.py); shards are numbered from 0. A transfer between two replicas of one
-rank, with all layers in one group, has one shard.
+separately (ShardRanks in kvtransfer/protocol/transfer_plan.py); shards are numbered from 0. A transfer
+between two replicas of one rank, with all layers in one group, has one shard.
 """
 
 from itertools import pairwise

@@ -64,14 +64,14 @@ from baton.kvtransfer.protocol.messages import (
 )
 from baton.kvtransfer.protocol.timeline import Timeline
 from baton.kvtransfer.ranks.messages import (
-    PushShard,
+    PushEnded,
+    PushUnits,
     ReachPeer,
     ShardEvent,
-    ShardHashed,
     ShardReached,
     ShardStopped,
-    ShardWritten,
     StopShard,
+    UnitsHashed,
 )
 from baton.pages import KEY_BYTES
 
@@ -253,11 +253,11 @@ class SourceHandoff(Handoff):
         match event:
             case ShardReached(shard=shard):
                 return self._reached(shard)
-            case ShardWritten():
-                return self._written(event)
-            case ShardHashed(shard=shard, first=first, stop=stop, digests=digests, reason=""):
+            case PushEnded():
+                return self._push_ended(event)
+            case UnitsHashed(shard=shard, first=first, stop=stop, digests=digests, reason=""):
                 return self._pushed(shard, first, stop, digests)
-            case ShardHashed(shard=shard, first=first, stop=stop, reason=reason):
+            case UnitsHashed(shard=shard, first=first, stop=stop, reason=reason):
                 return self._push_failed(shard, first, stop, reason)
             case ShardStopped(shard=shard):
                 return self._stopped(shard)
@@ -292,9 +292,9 @@ class SourceHandoff(Handoff):
         self._ledger.release(pages, owner)
         return offered
 
-    def _written(self, event: ShardWritten) -> list[Action]:
+    def _push_ended(self, event: PushEnded) -> list[Action]:
         outcome = event.outcome
-        if self.outcome is None:
+        if not self.has_ended:
             self.timeline.wrote(event.stop - event.first, outcome)
         if outcome.is_done:
             return []
@@ -396,13 +396,13 @@ class SourceHandoff(Handoff):
         due = list(zip(pushed, self._num_offered, strict=True)) * (len(self._shards) // len(pushed))
         return [self._push(shard, first, stop) for shard, (first, stop) in enumerate(due) if first < stop]
 
-    def _push(self, shard: int, first: int, stop: int) -> PushShard:
+    def _push(self, shard: int, first: int, stop: int) -> PushUnits:
         state = self._shards[shard]
         state.in_flight.add((first, stop))
         self._readers.enter(self._pages_of(first, stop))
         more_pages, state.num_pages_told = tuple(self.pages[state.num_pages_told :]), len(self.pages)
         self.timeline.pushed()
-        return PushShard(
+        return PushUnits(
             transfer=self.transfer,
             shard=shard,
             first=first,

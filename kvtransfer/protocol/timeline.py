@@ -49,7 +49,6 @@ class Timeline:
     def __init__(self, clock: Clock, num_units: int) -> None:
         """Start in HANDSHAKE. num_units: the units of all shards together, as `wrote` counts them."""
         self._clock = clock
-        self._num_units = num_units
         self._started_s = self._changed_s = clock.now_s()
         self._last_offer_s = self._started_s
         self._phase = Phase.HANDSHAKE

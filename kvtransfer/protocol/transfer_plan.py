@@ -30,8 +30,8 @@ from baton.pages import DTYPE_BYTES, PageLayout
 Offsets: TypeAlias = NDArray[np.int64]
 Pages: TypeAlias = Sequence[int] | NDArray[np.int64]  # page ids of one side, in token order
 
-MAX_GROUPS: Final = 4
-MIN_RUN_BYTES: Final = 256 << 10  # a page's share of one group: shorter runs cost more than they hide
+MAX_DEFAULT_GROUPS: Final = 4
+MIN_GROUP_BYTES: Final = 256 << 10  # of one page; smaller groups cost more than the overlap saves
 MUST_AGREE: Final = ("num_layers", "num_kv_heads", "head_dim", "dtype")
 
 
@@ -163,9 +163,8 @@ class ShardRanks(NamedTuple):
     """The ranks and layers of one shard of a transfer.
 
     There is a shard for each pair of a source rank and a destination rank that share heads, and for each
-    group of layers that leaves by itself. Both replicas number the shards from 0 in the same order:
-    destination rank by destination rank, and within a pair of ranks group by group. Shard 0 is between the
-    two ranks 0.
+    group of layers that leaves by itself. Both replicas number the shards from 0, ordered by destination
+    rank, source rank and group. Shard 0 is between the two ranks 0.
     """
 
     source: int
@@ -177,9 +176,9 @@ class ShardRanks(NamedTuple):
 def shards_of(
     source: PageLayout, destination: PageLayout, num_layer_groups: int = 1
 ) -> tuple[ShardRanks, ...]:
-    """Every shard of a transfer from one replica to another.
+    """Return every shard of a transfer between two replicas, in order.
 
-    ConfigError when the two serve different models, ValueError when they have fewer layers than groups.
+    Raises ConfigError for different models, ValueError for more groups than layers.
     """
     groups = layer_groups(source.num_layers, num_layer_groups)
     return tuple(
@@ -191,16 +190,16 @@ def shards_of(
 
 
 def layer_groups(num_layers: int, num_groups: int) -> list[tuple[int, int]]:
-    """[first, stop) of each group, as equal as possible. Engines finish a step's layers group by group."""
+    """Return the layers [first, stop) of each group, in groups as equal as possible."""
     if not 1 <= num_groups <= num_layers:
-        raise ValueError(f"{num_layers} layers make no {num_groups} groups")
+        raise ValueError(f"{num_layers} layers cannot form {num_groups} groups, expected 1 to {num_layers}")
     bounds = [group * num_layers // num_groups for group in range(num_groups + 1)]
     return list(pairwise(bounds))
 
 
 def default_layer_groups(source: PageLayout) -> int:
     """Return the number of groups of layers in which a source of this layout sends its last pages."""
-    return max(1, min(MAX_GROUPS, source.num_layers, source.page_bytes // MIN_RUN_BYTES))
+    return max(1, min(MAX_DEFAULT_GROUPS, source.num_layers, source.page_bytes // MIN_GROUP_BYTES))
 
 
 def _heads(layout: PageLayout, rank: int) -> range:

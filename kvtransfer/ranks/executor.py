@@ -6,6 +6,7 @@ listeners, transports and digests do the lengthy work, and report through `post`
 are made by one thread: the endpoint's in rank 0, the agent's in another rank.
 """
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -25,20 +26,19 @@ from baton.kvtransfer.ranks.messages import (
     DropLink,
     ForgetShard,
     HashUnits,
-    OfShard,
     OpenShard,
-    PushShard,
+    PushEnded,
+    PushUnits,
     RankSettings,
     ReachPeer,
     ShardCommand,
     ShardEvent,
-    ShardHashed,
     ShardOpened,
     ShardReached,
     ShardStopped,
     ShardVerified,
-    ShardWritten,
     StopShard,
+    UnitsHashed,
     UseKeys,
     VerifyShard,
     WriterDied,
@@ -61,6 +61,7 @@ from baton.messages.bounds import Kind
 from baton.rpc.auth import PAGES, KeyRing, LinkKeys, LinkSecret
 from baton.rpc.connection import DroppedPeers, Post
 
+logger = logging.getLogger(__name__)
 Emit: TypeAlias = Callable[[ShardEvent], None]
 
 
@@ -75,7 +76,7 @@ class RankTools(NamedTuple):
 
 
 class ReceiveShard:
-    """A shard that arrives. All calls are made by the rank's thread.
+    """A shard that this rank receives. All calls are made by the rank's thread.
 
     The registrations say under the shard's id which bytes are admitted; for sources that write shared memory
     directly, the table of generations says the same.
@@ -119,7 +120,7 @@ class ReceiveShard:
             generations.grant(order.pages, order.generations)
 
     def close(self, *, is_confirmed: bool) -> None:
-        """Emits WriterStopped, later, when nothing of the shard can be written any more."""
+        """Close the shard; emits WriterStopped once no byte of the shard can be written."""
         self.is_open = False
         if is_confirmed:
             self._registrations.release(self.registration_id)
@@ -137,6 +138,10 @@ class ReceiveShard:
         if waiting:
             waiting[-1].add_done_callback(lambda _: self._tools.post(lambda: self.verify(expected)))
             return
+        for each in self._hashes:
+            if not each.cancelled() and (error := each.exception()) is not None:
+                logger.error("the digest of received units failed, they count as corrupt: %r", error)
+        self._hashes.clear()
         corrupt_units = differing_units(expected, bytes(self._found))
         self._emit_later(
             ShardVerified(transfer=self._order.transfer, shard=self._order.shard, corrupt_units=corrupt_units)
@@ -152,7 +157,7 @@ class ReceiveShard:
 
 
 class SendShard:
-    """A shard that leaves. All calls are made by the rank's thread.
+    """A shard that this rank sends. All calls are made by the rank's thread.
 
     The digests of a piece are taken from the pages that it was read from, once it is written. For a bulk
     transfer from a CPU's memory they are taken while the piece is written: its pages were computed long ago,
@@ -174,8 +179,8 @@ class SendShard:
         """Emits ShardReached, at once or later."""
         self._transports.when_settled(self._reached)
 
-    def push(self, order: PushShard) -> None:
-        """Emits ShardWritten, and ShardHashed for a piece that was written."""
+    def push(self, order: PushUnits) -> None:
+        """Emits PushEnded, and UnitsHashed for a piece that was written."""
         reach = self._order
         self._pages += order.more_pages
         transfer = OutgoingTransfer(
@@ -204,7 +209,7 @@ class SendShard:
 
     def _written(self, piece: Piece, digests: "Future[bytes] | None", outcome: PieceOutcome) -> None:
         self._tools.emit(
-            ShardWritten(
+            PushEnded(
                 transfer=self._order.transfer,
                 shard=self._order.shard,
                 first=piece.first,
@@ -223,7 +228,7 @@ class SendShard:
     def _hashed(self, piece: Piece, taken: "Future[bytes]") -> None:
         error = taken.exception()
         self._tools.emit(
-            ShardHashed(
+            UnitsHashed(
                 transfer=self._order.transfer,
                 shard=self._order.shard,
                 first=piece.first,
@@ -238,7 +243,7 @@ class SendShard:
         return self._digests.take(self._plan, offset_N, piece.first, piece.stop)
 
 
-SHORTEST_SLEEP_S: Final = 2e-5  # between two checks of the marks; each sleep is twice as long, up to
+SHORTEST_SLEEP_S: Final = 2e-5  # the first between two checks of the marks; each further one is twice as long
 LONGEST_SLEEP_S: Final = 1e-3
 
 
@@ -343,7 +348,7 @@ class StepGate:
 
     def _mark_before(self, command: ShardCommand) -> int:
         """The mark that has to pass before the command; 0 for none."""
-        if isinstance(command, OpenShard) or (isinstance(command, PushShard) and self._pushes_wait):
+        if isinstance(command, OpenShard) or (isinstance(command, PushUnits) and self._pushes_wait):
             return command.after
         return 0
 
@@ -402,8 +407,8 @@ class RankExecutor:
         self._transports = RankTransports(self.rank, self.listeners, transports, post)
         self._emit = emit
         self._tools = RankTools(self.rank, UnitDigests(self.rank), self._hashing, post, emit)
-        self._arriving: dict[bytes, dict[int, ReceiveShard]] = {}  # transfer -> number -> shard
-        self._leaving: dict[tuple[bytes, int], SendShard] = {}  # (transfer, number) -> shard
+        self._receiving: dict[bytes, dict[int, ReceiveShard]] = {}  # transfer -> number -> shard
+        self._sending: dict[tuple[bytes, int], SendShard] = {}  # (transfer, number) -> shard
         # On a GPU rank 0 pushes from the thread of its steps, and the stream that reads follows theirs.
         is_ordered = pool.is_cuda and settings.rank == 0
         self._gate = StepGate(steps or NoSteps(), self._carry_out, post, pushes_wait=not is_ordered)
@@ -448,20 +453,20 @@ class RankExecutor:
             case CloseShard():
                 self._close_shard(command)
             case HashUnits():
-                self._arriving[command.transfer][command.shard].hash(command.first, command.stop)
+                self._receiving[command.transfer][command.shard].hash(command.first, command.stop)
             case VerifyShard():
-                self._arriving[command.transfer][command.shard].verify(command.digests)
+                self._receiving[command.transfer][command.shard].verify(command.digests)
             case ReachPeer():
                 self._reach(command)
-            case PushShard():
-                self._leaving[command.transfer, command.shard].push(command)
+            case PushUnits():
+                self._sending[command.transfer, command.shard].push(command)
             case StopShard():
-                self._leaving[command.transfer, command.shard].stop()
+                self._sending[command.transfer, command.shard].stop()
             case ForgetShard():
                 self._forget(command)
 
     def _open(self, order: OpenShard) -> None:
-        shards = self._arriving.setdefault(order.transfer, {})
+        shards = self._receiving.setdefault(order.transfer, {})
         shard = shards.get(order.shard)
         if shard is None:
             plan = self._plan(order.source, order.layers, is_source=False)
@@ -471,7 +476,7 @@ class RankExecutor:
 
     def _close_shard(self, command: CloseShard) -> None:
         """Other shards may have the same pages, with other heads: pages are revoked with the last shard."""
-        shards, generations = self._arriving[command.transfer], self.rank.generations
+        shards, generations = self._receiving[command.transfer], self.rank.generations
         shard = shards[command.shard]
         others = (other for other in shards.values() if other is not shard)
         if generations is not None and not any(other.is_open for other in others):
@@ -481,7 +486,7 @@ class RankExecutor:
     def _on_writer_death(self, registrations: list[bytes]) -> None:
         dead = [
             WriterDied(transfer=transfer, shard=number)
-            for transfer, shards in self._arriving.items()
+            for transfer, shards in self._receiving.items()
             for number, shard in shards.items()
             if shard.registration_id in registrations
         ]
@@ -492,16 +497,16 @@ class RankExecutor:
         transports = self._transports.to(order.link, order.destination)
         plan = self._plan(order.destination, order.layers, is_source=True)
         shard = SendShard(order, plan, transports, self._tools)
-        self._leaving[order.transfer, order.shard] = shard
+        self._sending[order.transfer, order.shard] = shard
         shard.reach()
 
-    def _forget(self, command: OfShard) -> None:
-        self._leaving.pop((command.transfer, command.shard), None)
-        shards = self._arriving.get(command.transfer)
+    def _forget(self, command: ForgetShard) -> None:
+        self._sending.pop((command.transfer, command.shard), None)
+        shards = self._receiving.get(command.transfer)
         if shards is not None:
             shards.pop(command.shard, None)
             if not shards:
-                del self._arriving[command.transfer]
+                del self._receiving[command.transfer]
 
     def _plan(self, peer: PeerRank, layers: tuple[int, int], *, is_source: bool) -> TransferPlan:
         ours, theirs = (self._settings.layout, self._settings.rank), (peer.layout, peer.rank)

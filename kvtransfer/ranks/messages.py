@@ -6,15 +6,16 @@ they travel over a private connection (kvtransfer/ranks/ranks.py).
 
 The life of a shard at the destination:
 
-1. OpenShard admits the shard's bytes to the pages; ShardOpened. HashUnits says which units are written: the
-   rank takes their digests.
-2. CloseShard ends that; WriterStopped when nothing can be written any more. WriterDied comes unasked: the
-   source rank's process is dead, and the shard must be closed.
-3. VerifyShard; ShardVerified. Another OpenShard opens the shard again for the units that were wrong.
+1. OpenShard admits the source's bytes to the pages; the answer is ShardOpened. HashUnits names written units:
+   the rank takes their digests.
+2. CloseShard admits no more bytes; the answer, once none can be written, is WriterStopped. A rank reports
+   WriterDied when the source rank's process has died; the shard must then be closed.
+3. VerifyShard compares the digests; the answer is ShardVerified. Another OpenShard admits the corrupt units
+   again.
 
 The life of a shard at the source: ReachPeer names the destination's pages and opens a transport;
-ShardReached, with or without one. Each PushShard is answered by ShardWritten and, if all went well, by
-ShardHashed. StopShard ends the shard's pushes; ShardStopped when the rank reads and writes nothing for it any
+ShardReached, with or without one. Each PushUnits is answered by PushEnded and, if all went well, by
+UnitsHashed. StopShard ends the shard's pushes; ShardStopped when the rank reads and writes nothing for it any
 more. ForgetShard ends the life of a shard at both ends.
 """
 
@@ -117,7 +118,7 @@ class VerifyShard(OfShard, frozen=True):
 
 
 class ReachPeer(OfShard, frozen=True):
-    """Open a transport to the destination's rank. PushShard writes the pages that the destination granted."""
+    """Open a transport to the destination's rank. PushUnits writes the pages that the destination granted."""
 
     link: Count  # a transport ends with its link to the peer
     destination: PeerRank
@@ -129,7 +130,7 @@ class ReachPeer(OfShard, frozen=True):
     is_bulk: bool = False  # as of OutgoingTransfer
 
 
-class PushShard(OfShard, frozen=True):
+class PushUnits(OfShard, frozen=True):
     """Write units [first, stop) into the granted pages."""
 
     first: Unit
@@ -159,7 +160,7 @@ class UseKeys(RankMessage, frozen=True):
 
 
 class TellCounts(RankMessage, frozen=True):
-    """Asks for Counted."""
+    """Ask for the rank's counters; the answer is Counted."""
 
 
 class StopAll(RankMessage, frozen=True):
@@ -213,7 +214,7 @@ class ShardReached(OfShard, frozen=True):
     transport: str  # "" for none
 
 
-class ShardWritten(OfShard, frozen=True):
+class PushEnded(OfShard, frozen=True):
     """The push of units [first, stop) has ended."""
 
     first: Unit
@@ -221,13 +222,13 @@ class ShardWritten(OfShard, frozen=True):
     outcome: PieceOutcome
 
 
-class ShardHashed(OfShard, frozen=True):
+class UnitsHashed(OfShard, frozen=True):
     """The digests of units that were written."""
 
     first: Unit
     stop: NumUnits
     digests: Annotated[bytes, Meta(max_length=MAX_PAGES * DIGEST_BYTES)]
-    reason: Reason = ""  # for which there are no digests
+    reason: Reason = ""  # why there are no digests; "" when there are
 
 
 class ShardStopped(OfShard, frozen=True):
@@ -235,7 +236,7 @@ class ShardStopped(OfShard, frozen=True):
 
 
 ShardCommand: TypeAlias = (
-    OpenShard | CloseShard | HashUnits | VerifyShard | ReachPeer | PushShard | StopShard | ForgetShard
+    OpenShard | CloseShard | HashUnits | VerifyShard | ReachPeer | PushUnits | StopShard | ForgetShard
 )
 Command: TypeAlias = ShardCommand | DropLink | UseKeys
 ShardEvent: TypeAlias = (
@@ -244,8 +245,8 @@ ShardEvent: TypeAlias = (
     | WriterDied
     | ShardVerified
     | ShardReached
-    | ShardWritten
-    | ShardHashed
+    | PushEnded
+    | UnitsHashed
     | ShardStopped
 )
 ToAgent: TypeAlias = SetUp | Command | StopAll | TellCounts
@@ -262,12 +263,12 @@ def encode(message: ToAgent | ToRankZero) -> bytes:
 
 
 def decode_for_agent(body: bytes) -> ToAgent:
-    """WireError for anything but a command of rank 0."""
+    """Decode a command of rank 0. Raises WireError for anything else."""
     return decode_by(_TO_AGENT, body)
 
 
 def decode_for_rank_zero(body: bytes) -> ToRankZero:
-    """WireError for anything but a message of an agent."""
+    """Decode a message of an agent. Raises WireError for anything else."""
     return decode_by(_TO_RANK_ZERO, body)
 
 
@@ -280,9 +281,9 @@ class Route(NamedTuple):
 
 
 def registration_id(transfer: bytes, shard: int) -> bytes:
-    """The 16 bytes under which a shard's bytes are admitted: for shard 0 the transfer's own id.
+    """Return the 16-byte id of the shard's receive registration; shard 0 has the transfer's id.
 
-    To the registrations of a rank, and so in data streams, each shard is a transfer of its own.
+    Registrations and data streams treat each shard as a transfer.
     """
     if shard == 0:
         return transfer

@@ -11,12 +11,12 @@ The life of a remote rank:
    sources, and closes the socket.
 3. Commands and events go over each agent's connection, in order. The agent performs the commands of rank 0,
    and nothing else.
-4. The connection ends: the rank is lost. No transfer begins with it, and its open transfers fail. Its agent
-   stops every push and closes every listener then, but only its death proves that: until then the pages of
+4. When the connection ends, the rank is lost: its open transfers fail and no transfer begins. The agent stops
+   its pushes and closes its listeners, but only the death of its process proves that: until then the pages of
    its shards stay reserved.
-5. The rank's process has died, as a pidfd tells: everything that was asked of the rank counts as done.
+5. When a pidfd reports that death, all commands to the rank count as done.
 
-A push names the step that writes its pages, and each rank waits until its own part of that step is written
+A push names the step that writes its pages, and each rank waits until that step has written its own pages
 (kvtransfer/ranks/executor.py): a digest would not show that a page was sent too early.
 """
 
@@ -100,7 +100,7 @@ class RemoteRank:
         """
         self.rank = settings.rank
         self.is_lost = False
-        self._is_dead = False
+        self.is_dead = False
         self._has_stopped = threading.Event()
         self._counts: dict[str, int] = {}
         self._is_asked = False  # for newer counts
@@ -120,18 +120,14 @@ class RemoteRank:
         self.listeners: RankListenerAddresses = answer.listeners
 
     def start(self, post: Post, emit: Emit, on_lost: OnLost) -> None:
-        """on_lost: called with `is_lost` when the connection has ended, and with `is_dead` when the process
-        has died.
+        """Start reading. on_lost: called when the connection has ended (`is_lost`), and again when the
+        process has died (`is_dead`).
         """
         self._post, self._emit, self._on_lost = post, emit, on_lost
         self._stream.start(post, self._received, self._on_end)
 
-    @property
-    def is_dead(self) -> bool:
-        return self._is_dead
-
     def perform(self, command: Command) -> None:
-        if not self._is_dead:
+        if not self.is_dead:
             self._stream.send(encode(command))
         elif isinstance(command, CloseShard):
             self._answer(WriterStopped(transfer=command.transfer, shard=command.shard))
@@ -180,7 +176,7 @@ class RemoteRank:
 
     def _on_death(self) -> None:
         self._on_end()
-        self._is_dead = True
+        self.is_dead = True
         self._on_lost(self)
 
     def _answer(self, event: ShardEvent) -> None:
@@ -319,7 +315,7 @@ class Ranks:
         self._executors: list[RankExecutor | RemoteRank] = [here, *self._others]
 
     def start(self, post: Post, emit: Emit, on_lost: OnLost) -> None:
-        """Hear the other ranks. on_lost: as of RemoteRank.start."""
+        """Start reading from the other ranks, and watch their processes. on_lost: as of RemoteRank.start."""
         for rank in self._others:
             rank.start(post, emit, on_lost)
         if self._agents is not None:

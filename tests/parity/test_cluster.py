@@ -16,7 +16,7 @@ import torch
 from baton.config.engine import EngineConfig, engine_config
 from baton.engine.engine import Engine
 from baton.engine.replica import LayerWatch
-from baton.kvtransfer.ranks import messages as rank_messages
+from baton.kvtransfer.protocol import transfer_plan
 from baton.messages.workers import WorkerRole
 from baton.request import Request, SamplingParams, StepOutput
 from baton.token_ids import TokenIds
@@ -228,5 +228,5 @@ def test_layerwise_transfers_give_the_tokens_of_one_engine(
     model_directory: Callable[..., Path],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(rank_messages, "MIN_RUN_BYTES", 1)  # otherwise the model's pages are too short
+    monkeypatch.setattr(transfer_plan, "MIN_GROUP_BYTES", 1)  # otherwise the model's pages are too short
     check(topology, oracle, model_directory(MODEL))

@@ -27,7 +27,7 @@ class HandoffWorld(SimulatedRanks):
     def step_request(self) -> None:
         """A prompt arrives at both hosts: the source allocates pages, the destination grants as many.
 
-        A host that has no room, or has lost a rank, takes no shard: the other one is given up after a time.
+        A host that has no room, or has lost a rank, does not join in: the other gives the transfer up.
         """
         host, num_units = self.source, 1 + self.pick(MAX_UNITS)
         if host.lost_rank is not None or not host.make_room(host.num_pages_for(num_units)):

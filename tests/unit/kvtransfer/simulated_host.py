@@ -90,7 +90,7 @@ class Host:
         self.registrations: dict[tuple[bytes, int], Registration] = {}
         self.inbox: list[bytes] = []
         self.has_lost_peer = False  # and has not been told yet
-        self.waiting: dict[bytes, list[ShardCommand]] = {}  # of transfers whose landing waits for the device
+        self.waiting: dict[bytes, list[ShardCommand]] = {}  # they wait for the device
         self.verifications: list[tuple[bytes, int, bytes]] = []
         self.finished: dict[bytes, str] = {}
         self.num_epochs = 0

@@ -29,17 +29,17 @@ from baton.kvtransfer.protocol.source import SourceHandoff, SourceState
 from baton.kvtransfer.ranks.messages import (
     CloseShard,
     OpenShard,
-    PushShard,
+    PushEnded,
+    PushUnits,
     ReachPeer,
     ShardCommand,
     ShardEvent,
-    ShardHashed,
     ShardOpened,
     ShardReached,
     ShardStopped,
     ShardVerified,
-    ShardWritten,
     StopShard,
+    UnitsHashed,
     VerifyShard,
     WriterStopped,
 )
@@ -238,10 +238,10 @@ class SimulatedNetwork:
             return  # nobody hears of it
         handoff = job.source.sources[job.transfer]
         if job.is_written:
-            self._emit(job.source, ShardHashed(**job.units, digests=bytes(job.digests)))
+            self._emit(job.source, UnitsHashed(**job.units, digests=bytes(job.digests)))
         elif handoff.state is not SourceState.STOPPING:  # else ShardStopped tells of all at once
             refused = PieceOutcome(is_done=False, reason="refused")
-            self._emit(job.source, ShardWritten(**job.units, outcome=refused))
+            self._emit(job.source, PushEnded(**job.units, outcome=refused))
         self._end_stops()
 
     def _end_stops(self) -> None:
@@ -311,7 +311,7 @@ class SimulatedNetwork:
         match command:
             case ReachPeer():
                 host.unopened.add(transfer)
-            case PushShard():
+            case PushUnits():
                 self._push(host, transfer, command)
             case StopShard(shard=0):  # the other shards are stopped with it
                 for job in self.jobs:
@@ -337,7 +337,7 @@ class SimulatedNetwork:
         if self.is_linked:
             self._peer(host).inbox.append(encode(message))
 
-    def _push(self, host: Host, transfer: bytes, push: PushShard) -> None:
+    def _push(self, host: Host, transfer: bytes, push: PushUnits) -> None:
         grant, destination = self.grants[host, transfer]
         handoff = host.sources[transfer]
         job = PushJob(

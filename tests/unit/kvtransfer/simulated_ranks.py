@@ -32,11 +32,11 @@ class SimulatedRanks(SimulatedNetwork):
         host.is_rank_dead = True
         shards = [shard for shard in range(self.num_shards) if host.is_lost(shard)]
         self.jobs = [job for job in self.jobs if job.source is not host or job.shard not in shards]
-        self._end_landings(host, shards)
+        self._end_registrations(host, shards)
         self._tell_peer(host, shards)
         self._end_stops()
 
-    def _end_landings(self, host: Host, shards: list[int]) -> None:
+    def _end_registrations(self, host: Host, shards: list[int]) -> None:
         """Its memory is gone, and whoever wrote there writes nowhere."""
         ended = [each for each in self.flights if each.job.destination is host and each.job.shard in shards]
         for flight in ended:

@@ -1,7 +1,7 @@
 """How bytes travel in the simulation: by a receiver at the destination, or by the source's own hand.
 
 A push moves one unit a step. Through a receiver, a unit is read, travels alone and in any order, is let into
-the landing or drained there, and is written in a step of its own. A direct writer looks at the page's
+its registration or drained there, and is written in a step of its own. A direct writer looks at the page's
 generation in one step and writes in the next, so it may look, sleep and write late: only the ledger can
 keep its page from being reused in between.
 """

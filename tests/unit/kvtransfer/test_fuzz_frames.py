@@ -22,15 +22,15 @@ from baton.kvtransfer.protocol.source import SourceHandoff, SourceState
 from baton.kvtransfer.ranks.messages import (
     CloseShard,
     OpenShard,
-    PushShard,
+    PushUnits,
     ReachPeer,
     ShardEvent,
-    ShardHashed,
     ShardOpened,
     ShardReached,
     ShardStopped,
     ShardVerified,
     StopShard,
+    UnitsHashed,
     VerifyShard,
     WriterStopped,
 )
@@ -130,9 +130,9 @@ def answer(action: Action) -> ShardEvent | None:
     match action:
         case ReachPeer(transfer=transfer, shard=shard):
             return ShardReached(transfer=transfer, shard=shard, transport="")
-        case PushShard(transfer=transfer, shard=shard, first=first, stop=stop):
+        case PushUnits(transfer=transfer, shard=shard, first=first, stop=stop):
             digests = bytes(8 * (stop - first))
-            return ShardHashed(transfer=transfer, shard=shard, first=first, stop=stop, digests=digests)
+            return UnitsHashed(transfer=transfer, shard=shard, first=first, stop=stop, digests=digests)
         case StopShard(transfer=transfer, shard=shard):
             return ShardStopped(transfer=transfer, shard=shard)
         case OpenShard(transfer=transfer, shard=shard):

@@ -152,10 +152,10 @@ def test_goodput_needs_every_limit_met() -> None:
     assert Slo(tpot_s=0.1).is_met(Sample(1, 0.1, 0.1, ()))  # an answer of one token has no TPOT
 
 
-def test_run_without_answers_has_no_quantiles() -> None:
+def test_run_without_answers_has_no_percentiles() -> None:
     assert "ttft_p50_ms" not in Run([], ["lost"], 1.0).as_json()
 
 
 @pytest.mark.parametrize(("percent", "expected"), [(0, 1.0), (50, 2.5), (100, 4.0), (99, 3.97)])
-def test_quantiles_lie_between_their_neighbours(percent: float, expected: float) -> None:
+def test_percentiles_lie_between_their_neighbours(percent: float, expected: float) -> None:
     assert percentile([4.0, 1.0, 3.0, 2.0], percent) == pytest.approx(expected)

@@ -48,16 +48,16 @@ from baton.kvtransfer.ranks.messages import (
     CloseShard,
     HashUnits,
     OpenShard,
-    PushShard,
+    PushEnded,
+    PushUnits,
     ReachPeer,
     ShardEvent,
-    ShardHashed,
     ShardOpened,
     ShardReached,
     ShardStopped,
     ShardVerified,
-    ShardWritten,
     StopShard,
+    UnitsHashed,
     VerifyShard,
     WriterDied,
     WriterStopped,
@@ -118,8 +118,8 @@ def finished(actions: Sequence[Action]) -> list[HandoffOutcome]:
 
 def pushes(actions: Sequence[Action]) -> list[tuple[int, int, int]]:
     """(shard, first unit, end) of each."""
-    assert all(isinstance(action, PushShard) for action in actions)
-    return [(each.shard, each.first, each.stop) for each in actions if isinstance(each, PushShard)]
+    assert all(isinstance(action, PushUnits) for action in actions)
+    return [(each.shard, each.first, each.stop) for each in actions if isinstance(each, PushUnits)]
 
 
 def closing(shard: int = 0, *, is_confirmed: bool) -> CloseShard:
@@ -162,11 +162,11 @@ class Source(Side):
         return self.hear(ShardReached, transport="")
 
     def pushed(self, shard: int, first: int, stop: int, digests: bytes) -> list[Action]:
-        return self.hear(ShardHashed, shard, first=first, stop=stop, digests=digests)
+        return self.hear(UnitsHashed, shard, first=first, stop=stop, digests=digests)
 
     def push_failed(self, reason: str) -> list[Action]:
         outcome = PieceOutcome(is_done=False, reason=reason)
-        return self.hear(ShardWritten, 0, first=0, stop=NUM_UNITS, outcome=outcome)
+        return self.hear(PushEnded, 0, first=0, stop=NUM_UNITS, outcome=outcome)
 
     def to(self, state: SourceState) -> "Source":
         source = self.handoff
@@ -458,7 +458,7 @@ def test_each_rank_is_told_of_the_destination_and_of_each_source_page_once() -> 
         *source.hear(ShardReached, 0, transport="tcp"),
         *source.handoff.offer(source.pages[1:], NUM_UNITS),
     ]
-    pages = [each.more_pages for each in told if isinstance(each, PushShard)]
+    pages = [each.more_pages for each in told if isinstance(each, PushUnits)]
     assert pages == [tuple(source.pages[:1])] * 2 + [tuple(source.pages[1:])] * 2
 
 

@@ -14,7 +14,7 @@ from baton.kvtransfer.protocol.transfer_plan import Pages, TransferPlan, layer_g
 from baton.pages import PageLayout
 from tests.transfer_ends import runs_of
 
-NUM_HEADS = 12  # splits by 2 and by 3: ranks whose heads overlap in shard
+NUM_HEADS = 12  # splits by 2 and by 3: ranks whose heads overlap partly
 TP_SIZES = (1, 2, 3, 4, 12)
 PAGE_SIZES = (1, 2, 4, 8)
 Pool = NDArray[np.int32]  # [pages, layers, 2, heads of the rank, page_size, head_dim]

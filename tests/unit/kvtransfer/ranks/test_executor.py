@@ -17,16 +17,16 @@ from baton.kvtransfer.ranks.messages import (
     DropLink,
     ForgetShard,
     OpenShard,
-    PushShard,
+    PushEnded,
+    PushUnits,
     ReachPeer,
     ShardEvent,
-    ShardHashed,
     ShardOpened,
     ShardReached,
     ShardStopped,
     ShardVerified,
-    ShardWritten,
     StopShard,
+    UnitsHashed,
     VerifyShard,
     WriterDied,
     WriterStopped,
@@ -139,12 +139,12 @@ def reach(source: Rank, destination: Rank, shard: int, *, is_bulk: bool = False)
     assert source.hear(ShardReached) == ShardReached(transfer=TRANSFER, shard=shard, transport="shm")
 
 
-def push(source: Rank, shard: int) -> ShardWritten:
+def push(source: Rank, shard: int) -> PushEnded:
     source.executor.perform(
-        PushShard(transfer=TRANSFER, shard=shard, first=0, stop=NUM_UNITS, more_pages=(0, 2, 5))
+        PushUnits(transfer=TRANSFER, shard=shard, first=0, stop=NUM_UNITS, more_pages=(0, 2, 5))
     )
-    written = source.hear(ShardWritten)
-    assert isinstance(written, ShardWritten)
+    written = source.hear(PushEnded)
+    assert isinstance(written, PushEnded)
     return written
 
 
@@ -221,8 +221,8 @@ def test_forgotten_shards_leave_nothing(destination: Rank, sources: list[Rank]) 
         reach(source, destination, shard)
         source.executor.perform(ForgetShard(transfer=TRANSFER, shard=shard))
         destination.executor.perform(ForgetShard(transfer=TRANSFER, shard=shard))
-        assert not source.executor._leaving
-    assert not destination.executor._arriving
+        assert not source.executor._sending
+    assert not destination.executor._receiving
 
 
 def test_failed_digest_is_reported(
@@ -236,14 +236,14 @@ def test_failed_digest_is_reported(
     open_shard(destination, source, 0)
     reach(source, destination, 0)
     assert push(source, 0).outcome.is_done
-    hashed = source.hear(ShardHashed)
-    assert isinstance(hashed, ShardHashed)
+    hashed = source.hear(UnitsHashed)
+    assert isinstance(hashed, UnitsHashed)
     assert hashed.digests == b"" and "no room for the digests" in hashed.reason
 
 
 def digests_of(source: Rank) -> bytes:
-    hashed = source.hear(ShardHashed)
-    assert isinstance(hashed, ShardHashed) and not hashed.reason
+    hashed = source.hear(UnitsHashed)
+    assert isinstance(hashed, UnitsHashed) and not hashed.reason
     return hashed.digests
 
 
@@ -251,7 +251,7 @@ def test_few_digests_are_reported_with_the_written_piece(destination: Rank, sour
     open_shard(destination, sources[0], 0)
     reach(sources[0], destination, 0)
     push(sources[0], 0)
-    assert [type(event) for event in sources[0].events] == [ShardHashed]
+    assert [type(event) for event in sources[0].events] == [UnitsHashed]
 
 
 @pytest.mark.parametrize("is_inline", [True, False])

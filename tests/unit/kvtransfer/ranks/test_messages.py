@@ -31,14 +31,14 @@ EVENTS: list[m.ToRankZero] = [
     m.WriterDied(**OF_SHARD),
     m.ShardVerified(**OF_SHARD, corrupt_units=tuple(range(MAX_PAGES))),
     m.ShardReached(**OF_SHARD, transport="shm"),
-    m.ShardWritten(
+    m.PushEnded(
         **OF_SHARD,
         first=0,
         stop=MAX_PAGES,
         outcome=PieceOutcome(False, 2**40, 2**20, "r" * 256, Spans(0.5, 0.25, 2.0)),
     ),
-    m.ShardHashed(**OF_SHARD, first=0, stop=MAX_PAGES, digests=bytes(8 * MAX_PAGES)),
-    m.ShardHashed(**OF_SHARD, first=0, stop=1, digests=b"", reason="the digest of a piece failed"),
+    m.UnitsHashed(**OF_SHARD, first=0, stop=MAX_PAGES, digests=bytes(8 * MAX_PAGES)),
+    m.UnitsHashed(**OF_SHARD, first=0, stop=1, digests=b"", reason="the digest of a piece failed"),
     m.ShardStopped(**OF_SHARD),
     m.Counted(counts={f"{number:064}": 2**63 - 1 for number in range(m.MAX_COUNTS)}),
 ]
@@ -61,7 +61,7 @@ COMMANDS: list[m.ToAgent] = [
         generations=ALL_GENERATIONS,
         is_bulk=True,
     ),
-    m.PushShard(**OF_SHARD, first=0, stop=MAX_PAGES, more_pages=ALL_PAGES),
+    m.PushUnits(**OF_SHARD, first=0, stop=MAX_PAGES, more_pages=ALL_PAGES),
     m.StopShard(**OF_SHARD),
     m.ForgetShard(**OF_SHARD),
 ]
@@ -101,7 +101,7 @@ def test_event_of_any_length_survives_the_wire(message: m.ToRankZero) -> None:
 )
 def test_field_out_of_bounds_is_refused(field: str, value: object) -> None:
     plain = msgspec.to_builtins(
-        m.PushShard(**OF_SHARD, first=0, stop=1, more_pages=(0,)), builtin_types=(bytes,)
+        m.PushUnits(**OF_SHARD, first=0, stop=1, more_pages=(0,)), builtin_types=(bytes,)
     )
     with pytest.raises(WireError) as refused:
         m.decode_for_agent(msgspec.msgpack.encode({**plain, field: value}))

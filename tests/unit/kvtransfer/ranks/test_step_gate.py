@@ -6,7 +6,7 @@ from queue import Empty, SimpleQueue
 import pytest
 
 from baton.kvtransfer.ranks.executor import StepGate
-from baton.kvtransfer.ranks.messages import OpenShard, PushShard, ShardCommand, StopShard
+from baton.kvtransfer.ranks.messages import OpenShard, PushUnits, ShardCommand, StopShard
 from baton.rpc.connection import Call
 from tests.numbered_pages import PEER_RANK
 from tests.rank_process import LateSteps
@@ -14,8 +14,8 @@ from tests.rank_process import LateSteps
 TRANSFER = b"t" * 16
 
 
-def push(after: int, shard: int = 0, first: int = 0) -> PushShard:
-    return PushShard(
+def push(after: int, shard: int = 0, first: int = 0) -> PushUnits:
+    return PushUnits(
         transfer=TRANSFER, shard=shard, first=first, stop=first + 1, more_pages=(first,), after=after
     )
 
