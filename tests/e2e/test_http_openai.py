@@ -171,11 +171,12 @@ def test_every_form_of_prompt(client: openai.OpenAI, llm: LLM) -> None:
 
 
 def test_cached_tokens_are_reported(client: openai.OpenAI) -> None:
-    prompt = "the moon and the sun " * 8
-    client.completions.create(model="tiny", prompt=prompt, max_tokens=1)
-    answer = client.completions.create(model="tiny", prompt=prompt, max_tokens=1)
-    assert answer.usage is not None and answer.usage.prompt_tokens_details is not None
-    assert (answer.usage.prompt_tokens_details.cached_tokens or 0) >= 16
+    prompt, cached_tokens = "the moon and the sun " * 8, []
+    for _ in range(3):  # of two workers that may compute the prompt, the third time one has it for certain
+        answer = client.completions.create(model="tiny", prompt=prompt, max_tokens=1)
+        assert answer.usage is not None and answer.usage.prompt_tokens_details is not None
+        cached_tokens.append(answer.usage.prompt_tokens_details.cached_tokens or 0)
+    assert max(cached_tokens) >= 16
 
 
 def test_extra_fields_of_vllm(client: openai.OpenAI) -> None:

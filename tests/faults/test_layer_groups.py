@@ -58,6 +58,7 @@ def test_a_flipped_bit_of_one_group_is_written_again(source: Host, destination: 
 
 @pytest.mark.parametrize("num_groups", [0, 3])
 def test_more_groups_than_layers_are_no_transfer(source: Host, destination: Host, num_groups: int) -> None:
-    with pytest.raises(ValueError, match=f"2 layers make no {num_groups} groups"):
+    assert all_back_s(source, destination) < BACK_S  # of the transfer before
+    with pytest.raises(ValueError, match=f"2 layers cannot form {num_groups} groups"):
         destination.grant(source.address(), "ab" * 16, NUM_UNITS, num_layer_groups=num_groups)
     assert destination.counts()["open"] == 0

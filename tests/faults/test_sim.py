@@ -102,7 +102,7 @@ def check_lost_nodes(seeds: range) -> None:
     """A request may wait too long while no decode worker is left, and fails for no other reason."""
     fates = run_all(seeds, Trouble.LOST_NODE)
     assert set(fates) <= {"length", "stop", "cancelled", "never asked for", "Overloaded"}, fates
-    assert fates["length"] + fates["stop"] > 30 * fates["Overloaded"], fates
+    check_most_are_answered(fates)
 
 
 def test_workers_of_a_lost_node_count_as_one_death() -> None:
