@@ -36,7 +36,7 @@ class Sequence:
 
 @dataclass(eq=False)
 class Registration:
-    """Whether bytes of one shard may be written, and how many writers are inside."""
+    """The receive registration of one shard: whether it is open, and the number of its active writers."""
 
     epoch: int
     is_open: bool = True
@@ -120,7 +120,7 @@ class Host:
         return self.ranks[shard] == self.lost_rank
 
     def is_gone(self, shard: int) -> bool:
-        """The memory that the shard is in is nobody's any more."""
+        """Return True when no process has the shard's memory any more."""
         return self.is_dead or (self.is_lost(shard) and self.is_rank_dead)
 
     def check_reads(self, sequence: Sequence) -> None:
