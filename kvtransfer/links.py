@@ -1,14 +1,14 @@
-"""Connections between endpoints: links that this endpoint has dialled, and links that it has answered.
+"""Connections between endpoints: links that this endpoint dials, and links that it accepts.
 
 The life of a link:
 
-1. Both ends prove that they hold the key of page links and are of one build (baton/rpc/connection.py). Each
-   says EndpointHello and, if the two are compatible, the addresses of its ranks' listeners. Two replicas of
-   one model are compatible, whatever their tp_size and page_size. A mismatch is refused at both ends, with
-   the reason, before any page moves.
-2. A link carries messages about transfers, both ways (baton/rpc/connection.py).
-3. A peer that breaks a rule, closes or dies ends the link. `on_lost` is called once, after everything that
-   was received before. Links to other peers go on.
+1. Each end proves that it has the key of page links and that it runs the same build as the other
+   (baton/rpc/connection.py). Each then sends EndpointHello and, if the two replicas are compatible, the
+   addresses of its ranks' listeners. Replicas of the same model are compatible, also with different tp_size
+   or page_size. Otherwise both ends close the link and report the reason, before any page moves.
+2. The link carries messages about transfers in both directions.
+3. The link ends when the peer breaks a rule, closes the connection or dies. `on_lost` is called once, after
+   all messages that arrived before. Links to other peers stay open.
 """
 
 import hmac
@@ -28,16 +28,9 @@ from baton.kvtransfer.transports.base import TransportSet
 from baton.kvtransfer.transports.listener import Listener, listen
 from baton.messages.bounds import LINK_TIMEOUT_S, schema_hash
 from baton.messages.workers import Address, Worker
-from baton.rpc.auth import LinkSecret
-from baton.rpc.connection import (
-    HANDSHAKE_TIMEOUT_S,
-    Call,
-    Connection,
-    DroppedPeers,
-    MessageStream,
-    Post,
-    Role,
-)
+from baton.rpc.auth import LinkSecret, Role
+from baton.rpc.connection import Call, Connection, DroppedPeers, MessageStream, Post
+from baton.rpc.session import HANDSHAKE_TIMEOUT_S
 
 logger = logging.getLogger(__name__)
 MAX_LINKS: Final = 1024
@@ -46,7 +39,7 @@ KV_SCHEMA: Final = schema_hash(AnyMessage)
 
 
 def incompatibility(ours: EndpointHello, theirs: EndpointHello) -> str | None:
-    """The reason why two replicas cannot move pages between each other, naming the field, or None."""
+    """Return why two replicas cannot exchange pages, with the name of the field, or None."""
     if ours.protocol != theirs.protocol:
         return f"we speak version {ours.protocol} of the transfer protocol, the peer {theirs.protocol}"
     if ours.fingerprint != theirs.fingerprint:
@@ -61,7 +54,7 @@ def incompatibility(ours: EndpointHello, theirs: EndpointHello) -> str | None:
 
 
 def listener_mismatch(hello: EndpointHello, listeners: ListenerAddresses) -> str | None:
-    """The reason why these are not the listeners of the peer's ranks; None when each rank has its own."""
+    """Return why these cannot be the listeners of the peer's ranks; None when each rank has its own."""
     num_ranks = hello.layout.tp_size
     if len(listeners.ranks) != num_ranks:
         return f"{len(listeners.ranks)} ranks listen in a layout of tp_size {num_ranks}"
@@ -74,7 +67,7 @@ OnMessage: TypeAlias = Callable[["Link", AnyMessage], None]
 
 
 class Link:
-    """One authenticated connection between two endpoints; `start` begins to read."""
+    """One authenticated connection between two endpoints. It reads nothing before `start`."""
 
     def __init__(
         self,
@@ -84,29 +77,29 @@ class Link:
         listeners: ListenerAddresses,
         link_timeout_s: float,
     ) -> None:
-        """host: the peer's address. hello, listeners: the peer's."""
+        """host, hello, listeners: of the peer."""
         self.host = host
         self.hello = hello
         self.listeners = listeners
-        self.number = 0  # among the links of this endpoint, which sets it
+        self.number = 0  # the link's id within this endpoint, which sets it
         self.is_lost = False
         self._digest_root = hmac.digest(connection.session_key, b"baton kv digests 1", "sha256")
         self._stream = MessageStream(connection, decode, "kv-link", link_timeout_s=link_timeout_s)
 
     def start(self, post: Post, on_message: OnMessage, on_lost: Call) -> None:
-        """The calls are posted, never made by the reading thread."""
+        """Begin to read. The callbacks go through `post`; the reading thread never calls them."""
         self._stream.start(post, partial(on_message, self), on_lost)
 
     def send(self, message: AnyMessage) -> None:
-        """Send to a peer, which may be gone: `on_lost` tells."""
+        """Send a message. If the peer is gone, nothing is raised: `on_lost` reports it."""
         self._stream.send(encode(message))
 
     def digest_key(self, transfer: bytes) -> bytes:
-        """The key for the digests of a transfer, which only the two ends of this link know."""
+        """Return the key for the digests of a transfer; only the two ends of this link know it."""
         return hmac.digest(self._digest_root, transfer, "sha256")
 
     def drop(self, error: WireError) -> None:
-        """End the link to a peer that broke a rule, and count it."""
+        """Close the link because the peer broke a rule, and count the error."""
         self._stream.drop(error)
 
     def close(self) -> None:
@@ -114,9 +107,9 @@ class Link:
 
 
 class Peers:
-    """All links of an endpoint, and the listener for more, at `address`.
+    """All links of an endpoint, and the listener at `address` that accepts more.
 
-    Links join and leave in the endpoint's thread; `post` brings the news there.
+    The endpoint's thread adds and removes links; other threads reach it through `post`.
     """
 
     def __init__(
@@ -134,7 +127,7 @@ class Peers:
         dropped: DroppedPeers,
         link_timeout_s: float = LINK_TIMEOUT_S,
     ) -> None:
-        """address: host and port to listen on. hello, listeners, transports: this endpoint's."""
+        """address: host and port to listen on. hello, listeners, transports: of this endpoint."""
         self._key = key
         self._hello = hello
         self._listeners = listeners
@@ -147,7 +140,7 @@ class Peers:
         self._link_timeout_s = link_timeout_s
         self._links: set[Link] = set()
         self._numbers = count(1)
-        self._joining: set[Link] = set()  # greeted, and not yet among the links
+        self._joining: set[Link] = set()  # after the handshake, and not yet in `_links`
         self._lock = threading.Lock()  # a link is started before it is closed
         self._is_closed = False
         listener = listen(*address)
@@ -155,10 +148,10 @@ class Peers:
         self._acceptor = Listener(listener, self._answer, "kv", dropped)
 
     def dial(self, address: tuple[str, int]) -> Link:
-        """Link to the endpoint at this address, from any thread.
+        """Open a link to the endpoint at this address. Any thread may call.
 
-        TransferFailed when it cannot be reached or is incompatible. ConfigError when the transport that the
-        operator asked for cannot serve it.
+        Raises TransferFailed when the endpoint cannot be reached or is incompatible, ConfigError when the
+        configured transport does not work between the two.
         """
         host, port = address
         try:
@@ -170,12 +163,12 @@ class Peers:
         return link
 
     def link_to(self, incarnation: bytes) -> Link | None:
-        """Any link to that very process."""
+        """Return any link to the process with this incarnation, or None."""
         links = (link for link in list(self._links) if link.hello.incarnation == incarnation)
         return next(links, None)
 
     def stop(self) -> None:
-        """Let no link join any more; open links live on. From any thread."""
+        """Accept and open no further links; open links stay. Any thread may call."""
         with self._lock:
             self._is_closed = True
 
@@ -187,18 +180,18 @@ class Peers:
         self._links.clear()
 
     def _answer(self, sock: socket.socket) -> None:
-        """In a thread of the listener: greet a newcomer."""
+        """Do the handshake with a peer that has connected. Runs in a thread of the listener."""
         try:
             link = self._greet(sock, sock.getpeername()[0], Role.ACCEPTING)
         except (BatonError, OSError) as error:
-            logger.warning("a peer was not let in: %s", error)
+            logger.warning("a peer was refused: %s", error)
             sock.close()
             return
         self._joining.add(link)
-        self._post(lambda: self._let_in(link))
+        self._post(lambda: self._admit(link))
 
     def _greet(self, sock: socket.socket, host: str, role: Role) -> Link:
-        """A link to a compatible peer, not started. The socket is closed if this raises."""
+        """Do the handshake and return a link, not started. Closes the socket if it raises."""
         connection = Connection(
             sock,
             self._key,
@@ -221,23 +214,23 @@ class Peers:
             connection.close()
             raise
 
-    def _let_in(self, link: Link) -> None:
+    def _admit(self, link: Link) -> None:
         self._joining.discard(link)
         num_theirs = sum(link.hello.incarnation == other.hello.incarnation for other in list(self._links))
         if len(self._links) >= MAX_LINKS or num_theirs >= MAX_LINKS_OF_PEER:
-            link.drop(WireError(f"{len(self._links)} links, {num_theirs} to this peer", reason="crowd"))
+            link.drop(WireError(f"{len(self._links)} links, {num_theirs} to this peer", reason="limit"))
             link.close()
             return
         try:
             self._add(link)
         except (BatonError, OSError) as error:
-            logger.warning("a peer was not let in: %s", error)
+            logger.warning("a peer was refused: %s", error)
 
     def _add(self, link: Link) -> None:
         """Start the link, or close it and raise.
 
-        ConfigError when the transport that the operator asked for cannot serve the peer, TransferFailed after
-        `close` or without another thread.
+        Raises ConfigError when the configured transport does not work with the peer, TransferFailed after
+        `close` or when no thread can be started.
         """
         try:
             for ranks in shards_of(self._hello.layout, link.hello.layout):
@@ -284,15 +277,13 @@ def _drop_if(connection: Connection, complaint: str | None) -> None:
         raise connection.drop(WireError(complaint, reason="incompatible"))
 
 
-# Asks for a link to an endpoint, without waiting. The answer comes on the worker's thread: None for no link
-# now.
+# Begins to open a link to an endpoint and returns at once. The callback is called by the worker's thread with
+# the link, or with None when it cannot be opened now.
 Connect: TypeAlias = Callable[[Address, Callable[[Link | None], None]], None]
 
 
 class KvLinks:
-    """The links over which a worker's pages leave: one to every worker that the router lists as a
-    destination.
-    """
+    """The links over which a worker sends pages: one to each destination that the router lists."""
 
     def __init__(self, connect: Connect) -> None:
         self._connect = connect
@@ -301,15 +292,15 @@ class KvLinks:
         self._wanted: frozenset[str] = frozenset()
 
     def to(self, worker: str) -> Link | None:
-        """The live link to a listed worker."""
+        """Return the open link to a listed worker, or None."""
         link = self._links.get(worker) if worker in self._wanted else None
         return None if link is None or link.is_lost else link
 
     def keep_up(self, workers: Collection[Worker]) -> None:
-        """Ask for the links that are missing. workers: the present list.
+        """Open the links that are missing. workers: the current list.
 
-        A link to a worker that has left the list is kept, unused, while it lives: the worker may return to
-        the list, as after a moment of silence.
+        The link to a worker that has left the list stays open, unused: the worker may return to the list, for
+        example after a short silence.
         """
         self._wanted = frozenset(worker.id for worker in workers)
         self._links = {id_: link for id_, link in self._links.items() if not link.is_lost}
@@ -319,7 +310,7 @@ class KvLinks:
                 self._connect(worker.kv_address, partial(self._answered, worker.id))
 
     def reachable(self) -> list[str]:
-        """The ids of listed workers with a live link."""
+        """Return the ids of the listed workers that have an open link."""
         return [id_ for id_ in self._links if self.to(id_) is not None]
 
     def _answered(self, worker: str, link: Link | None) -> None:

@@ -130,8 +130,8 @@ def check_pull(wanted: Sequence[WantedPage], num_pages: int) -> None:
 class DestinationShard:
     """One shard of an incoming transfer: the state of its writer, its digests and its corrupt units."""
 
-    def __init__(self, number: int, transfer: bytes) -> None:
-        self.writer: Owner = ("writer", transfer, number)  # the writer's owner id in the ledger
+    def __init__(self, shard: int, transfer: bytes) -> None:
+        self.writer: Owner = ("writer", transfer, shard)  # the writer's owner id in the ledger
         self.is_stopped = True  # the writer holds no page
         self.is_committed = False
         self.digests = b""
@@ -183,7 +183,7 @@ class DestinationHandoff(Handoff):
         super().__init__(size.transfer, epoch, context, ("receive", size.transfer), size.deadline_ms)
         self.state = DestinationState.ASKING
         self._size = size
-        self._shards = [DestinationShard(number, self.transfer) for number in range(size.num_shards)]
+        self._shards = [DestinationShard(shard, self.transfer) for shard in range(size.num_shards)]
         self._is_pull = False
         self._adopter: Owner = None
 
@@ -345,8 +345,8 @@ class DestinationHandoff(Handoff):
     def _is_legal(self, message: Wrote | Commit | Extend) -> bool:
         if isinstance(message, Extend):
             return True
-        shard = self._shards[message.shard] if message.shard < len(self._shards) else None
-        return shard is not None and shard.accepts(message, self._size.num_units)
+        state = self._shards[message.shard] if message.shard < len(self._shards) else None
+        return state is not None and state.accepts(message, self._size.num_units)
 
     def _accept(self, message: Wrote | Commit | Extend) -> list[Action]:
         self._extend_lease()
@@ -369,17 +369,17 @@ class DestinationHandoff(Handoff):
 
     def _conclude_verification(self) -> list[Action]:
         """Adopt the pages, request corrupt units again, or give up; waits for the digests of all shards."""
-        if any(shard.corrupt is None for shard in self._shards):
+        if any(state.corrupt is None for state in self._shards):
             return []
         if not self._holds_lease():
             return self.fail("expired")
-        corrupt = [(number, shard) for number, shard in enumerate(self._shards) if shard.corrupt]
+        corrupt = [(shard, state) for shard, state in enumerate(self._shards) if state.corrupt]
         if not corrupt:
             return self._adopt()
-        if any(shard.was_corrupt for _, shard in corrupt):
+        if any(state.was_corrupt for _, state in corrupt):
             return self.fail("corrupt twice")
         self.state = DestinationState.RECEIVING
-        return [action for number, shard in corrupt for action in self._request_again(number, shard)]
+        return [action for shard, state in corrupt for action in self._request_again(shard, state)]
 
     def _adopt(self) -> list[Action]:
         self._ledger.adopt(self.pages, self._lease_owner, self._adopter)
@@ -388,26 +388,26 @@ class DestinationHandoff(Handoff):
         verified = Verified(transfer=self.transfer, epoch=self.epoch)
         return [Finished(self.outcome, ""), *self._send(verified)]
 
-    def _request_again(self, number: int, shard: DestinationShard) -> list[Action]:
-        units = shard.open_again()
-        self._ledger.add_writer(self.pages, shard.writer)
-        corrupt = Corrupt(transfer=self.transfer, epoch=self.epoch, shard=number, units=units)
-        return [self._open_shard(number), *self._send(corrupt)]
+    def _request_again(self, shard: int, state: DestinationShard) -> list[Action]:
+        units = state.open_again()
+        self._ledger.add_writer(self.pages, state.writer)
+        corrupt = Corrupt(transfer=self.transfer, epoch=self.epoch, shard=shard, units=units)
+        return [self._open_shard(shard), *self._send(corrupt)]
 
     def _end(self) -> list[Action]:
-        writing = [number for number, shard in enumerate(self._shards) if not shard.is_stopped]
+        writing = [shard for shard, state in enumerate(self._shards) if not state.is_stopped]
         self.state = DestinationState.CLOSING if writing else DestinationState.CLOSED
-        return [self._close_shard(number, is_confirmed=False) for number in writing]
+        return [self._close_shard(shard, is_confirmed=False) for shard in writing]
 
     def _confirm_writers(self, message: AnyMessage) -> list[Action]:
         """Return the actions for a message that confirms, after the end, that writers have stopped."""
-        numbers: Sequence[int] = range(len(self._shards))
+        shards: Sequence[int] = range(len(self._shards))
         match message:
             case Commit() | Released():
-                numbers = [message.shard] if message.shard in numbers else []
+                shards = [message.shard] if message.shard in shards else []
             case PullRefused() | Abort(epoch=0):
                 pass
             case _:
                 return []
-        writing = [number for number in numbers if not self._shards[number].is_stopped]
-        return [self._close_shard(number, is_confirmed=True) for number in writing]
+        writing = [shard for shard in shards if not self._shards[shard].is_stopped]
+        return [self._close_shard(shard, is_confirmed=True) for shard in writing]

@@ -323,8 +323,8 @@ class SourceHandoff(Handoff):
         return self._close()
 
     def _close(self) -> list[Action]:
-        for shard in self._shards:
-            shard.in_flight.clear()
+        for state in self._shards:
+            state.in_flight.clear()
         self._readers.leave_all()
         self.state = SourceState.CLOSED
         return self.released()
@@ -354,10 +354,10 @@ class SourceHandoff(Handoff):
 
     def _end(self) -> list[Action]:
         self.state = SourceState.STOPPING
-        if not any(shard.in_flight for shard in self._shards):
+        if not any(state.in_flight for state in self._shards):
             return self._close()
-        for shard in self._shards:
-            shard.is_stopping = True
+        for state in self._shards:
+            state.is_stopping = True
         return [StopShard(transfer=self.transfer, shard=shard) for shard in range(len(self._shards))]
 
     def _complaint(self, pull: PullRequest) -> str | None:
@@ -437,16 +437,16 @@ class SourceHandoff(Handoff):
         )
 
     def _write_again(self, corrupt: Corrupt) -> list[Action]:
-        shard = self._shards[corrupt.shard] if corrupt.shard < len(self._shards) else None
-        if shard is None or not shard.can_be_corrupt(corrupt.units):
+        state = self._shards[corrupt.shard] if corrupt.shard < len(self._shards) else None
+        if state is None or not state.can_be_corrupt(corrupt.units):
             raise ProtocolError(f"unexpected Corrupt of shard {corrupt.shard}")
         if not self._holds_lease():
             return self.fail("expired")
         self.state = SourceState.STREAMING
         self._extend_lease()
-        return [self._push(corrupt.shard, first, stop) for first, stop in shard.open_again(corrupt.units)]
+        return [self._push(corrupt.shard, first, stop) for first, stop in state.open_again(corrupt.units)]
 
     def released(self) -> list[Action]:
         """Return Released for every shard: no push runs, and no push will start."""
-        numbers = range(len(self._shards))
-        return [Send(Released(transfer=self.transfer, epoch=self.epoch, shard=shard)) for shard in numbers]
+        shards = range(len(self._shards))
+        return [Send(Released(transfer=self.transfer, epoch=self.epoch, shard=shard)) for shard in shards]

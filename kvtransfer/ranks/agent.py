@@ -33,7 +33,8 @@ from baton.kvtransfer.ranks.messages import (
 from baton.kvtransfer.ranks.ranks import CONNECT_S, AgentArguments
 from baton.kvtransfer.transports.pages import SharedPool
 from baton.kvtransfer.transports.registry import transport_set
-from baton.rpc.connection import Call, Connection, DroppedPeers, MessageStream, Role
+from baton.rpc.auth import Role
+from baton.rpc.connection import Call, Connection, DroppedPeers, MessageStream
 
 logger = logging.getLogger(__name__)
 

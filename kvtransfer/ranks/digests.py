@@ -13,7 +13,7 @@ second wrong guess ends the transfer. This is the construction of Wegman and Car
 a universal hash; that XXH3 is one is unproved. Keyed BLAKE2b would be proof and takes thirty times as long:
 more than a link of 1 GB/s. A peer that holds the cluster key is trusted.
 
-A GPU's pages are hashed by the CPU too, from host memory to which they are copied piece by piece, so a GPU
+A GPU's pages are hashed by the CPU too, from host memory to which they are copied chunk by chunk, so a GPU
 and a CPU agree by construction. That costs a pass over the bus, 20 ms a GiB at 50 GB/s, and the hash, as long
 again and more on one core; for pages that stream, only the last piece's cost is not hidden.
 """
@@ -33,7 +33,7 @@ from baton.kvtransfer.protocol.transfer_plan import Offsets, TransferPlan
 from baton.kvtransfer.transports.base import LocalRank
 from baton.kvtransfer.transports.pages import StagedParts
 
-PIECE_BYTES: Final = 16 * 2**20  # hashed in a millisecond, the longest wait for the staging memory
+CHUNK_BYTES: Final = 16 * 2**20  # hashed in a millisecond, the longest wait for the staging memory
 
 _SHARD: Final = b"baton kv shard 1"
 _SEED: Final = b"baton kv seed 1"
@@ -42,7 +42,7 @@ _UNITS_PER_BLOCK: Final = 64 // DIGEST_BYTES  # a block is a whole BLAKE2b
 
 
 class UnitDigests:
-    """Takes the digests of units of one rank's pool, in place on a CPU, piece by piece from a GPU.
+    """Takes the digests of units of one rank's pool, in place on a CPU, chunk by chunk from a GPU.
 
     From any thread.
     """
@@ -52,7 +52,7 @@ class UnitDigests:
         self._lock = threading.Lock()  # of the host memory to which a GPU's pages are copied
         if self._memory is None:
             self._parts = StagedParts(rank.packing())
-            self._parts.room(PIECE_BYTES)  # allocated now: later the pool may leave no memory
+            self._parts.room(CHUNK_BYTES)  # allocated now: later the pool may leave no memory
 
     def take(self, plan: TransferPlan, offset_N: Offsets, num_units: int, seed: int = 0) -> bytes:
         """As `digest_units`. The units must not be written meanwhile."""
@@ -60,13 +60,13 @@ class UnitDigests:
             content = memoryview(b"") if self._memory is None else self._memory.view()
             return digest_units(content, offset_N, plan.run_bytes, num_units, seed)
         offset_UR = offset_N.reshape(num_units, -1)
-        units_per_piece = max(1, PIECE_BYTES // plan.unit_bytes)
-        pieces = range(0, num_units, units_per_piece)
+        units_per_chunk = max(1, CHUNK_BYTES // plan.unit_bytes)
+        chunks = range(0, num_units, units_per_chunk)
         return b"".join(
-            self._take_piece(plan, offset_UR[first : first + units_per_piece], seed) for first in pieces
+            self._take_chunk(plan, offset_UR[first : first + units_per_chunk], seed) for first in chunks
         )
 
-    def _take_piece(self, plan: TransferPlan, offset_UR: Offsets, seed: int) -> bytes:
+    def _take_chunk(self, plan: TransferPlan, offset_UR: Offsets, seed: int) -> bytes:
         unit_offset_U = np.arange(len(offset_UR), dtype=np.int64) * plan.unit_bytes
         with self._lock:
             content = self._parts.fetch(plan, offset_UR.reshape(-1)).numpy().data

@@ -1,9 +1,9 @@
-"""One rank's share of all transfers: the rank's pool and listeners, and the shards that leave and arrive.
+"""One rank's part of all transfers: its pool, its listeners, and the shards that it sends and receives.
 
-The executor decides nothing. It performs the commands of rank 0 (kvtransfer/ranks/messages.py) in the order
-in which they were given: at once, except for pages that a step of this rank still writes. Threads of
-listeners, transports and digests do the lengthy work, and report through `post`. All of an executor's calls
-are made by one thread: the endpoint's in rank 0, the agent's in another rank.
+The executor makes no decisions. It carries out the commands of rank 0 (kvtransfer/ranks/messages.py) in
+order, each at once unless a step of this rank still writes the pages. Listeners, transports and digests do
+the slow work in threads of their own and report through `post`. One thread makes all calls to an executor:
+the endpoint's in rank 0, the agent's in any other rank.
 """
 
 import logging
@@ -76,14 +76,14 @@ class RankTools(NamedTuple):
 
 
 class ReceiveShard:
-    """A shard that this rank receives. All calls are made by the rank's thread.
+    """A shard that this rank receives. The rank's thread makes all calls.
 
-    The registrations say under the shard's id which bytes are admitted; for sources that write shared memory
-    directly, the table of generations says the same.
+    The shard's registration says which bytes the rank accepts. For sources that write shared memory directly,
+    the table of page generations says it too.
 
-    Threads take the digests of units as the source reports them written, so little is left to do when the
-    last units come. The digests are compared once nothing can be written any more. Until then the source
-    writes only the same bytes to these units again, so a unit with a right digest stays right.
+    Threads hash units as soon as the source reports them written, so little is left to do after the last
+    units. The digests are compared when nothing can write the shard any more. Until then the source can only
+    write the same bytes to these units again, so a correct digest stays correct.
     """
 
     def __init__(self, order: OpenShard, plan: TransferPlan, tools: RankTools) -> None:
@@ -100,7 +100,7 @@ class ReceiveShard:
         self._hashes: list[Future[None]] = []  # in the order in which units were written
 
     def open(self) -> None:
-        """Admit the shard's bytes, for the first time or again."""
+        """Accept the shard's bytes, for the first time or again."""
         generations, order = self._tools.rank.generations, self._order
         registration = ReceiveRegistration(
             id=self.registration_id,
@@ -120,7 +120,7 @@ class ReceiveShard:
             generations.grant(order.pages, order.generations)
 
     def close(self, *, is_confirmed: bool) -> None:
-        """Close the shard; emits WriterStopped once no byte of the shard can be written."""
+        """Accept no more bytes; WriterStopped follows once no byte of the shard can be written."""
         self.is_open = False
         if is_confirmed:
             self._registrations.release(self.registration_id)
@@ -128,12 +128,12 @@ class ReceiveShard:
         self._registrations.close(self.registration_id, on_safe=lambda: self._emit_later(stopped))
 
     def hash(self, first: int, stop: int) -> None:
-        """Take the digests of units [first, stop), which are written."""
+        """Hash units [first, stop), which are written."""
         num_bytes = (stop - first) * self._plan.unit_bytes
         self._hashes.append(self._tools.hashing.submit(num_bytes, self._take_digests, first, stop))
 
     def verify(self, expected: bytes) -> None:
-        """Compare when the last digest is taken; emits ShardVerified, later."""
+        """Compare the digests once all are taken; ShardVerified follows later."""
         waiting = [each for each in self._hashes if not each.done()]
         if waiting:
             waiting[-1].add_done_callback(lambda _: self._tools.post(lambda: self.verify(expected)))
@@ -157,11 +157,11 @@ class ReceiveShard:
 
 
 class SendShard:
-    """A shard that this rank sends. All calls are made by the rank's thread.
+    """A shard that this rank sends. The rank's thread makes all calls.
 
-    The digests of a piece are taken from the pages that it was read from, once it is written. For a bulk
-    transfer from a CPU's memory they are taken while the piece is written: its pages were computed long ago,
-    and a busy rank hears of events only once a step.
+    A piece is hashed from its source pages after it is written. In a bulk transfer from CPU memory it is
+    hashed while it is written: its pages were computed long ago, and a busy rank handles events only once a
+    step.
     """
 
     def __init__(
@@ -176,11 +176,11 @@ class SendShard:
         self._pages: tuple[int, ...] = ()
 
     def reach(self) -> None:
-        """Emits ShardReached, at once or later."""
+        """ShardReached follows, at once or later."""
         self._transports.when_settled(self._reached)
 
     def push(self, order: PushUnits) -> None:
-        """Emits PushEnded, and UnitsHashed for a piece that was written."""
+        """Write a piece. PushEnded follows and, if the piece was written, UnitsHashed."""
         reach = self._order
         self._pages += order.more_pages
         transfer = OutgoingTransfer(
@@ -199,7 +199,7 @@ class SendShard:
         self._transports.push(piece, partial(self._written, piece, digests))
 
     def stop(self) -> None:
-        """Emits ShardStopped: on return nothing is read or written for the shard."""
+        """Abort all pushes and emit ShardStopped: after the return nothing reads or writes for the shard."""
         self._transports.abort(self._registration_id)
         self._tools.emit(ShardStopped(transfer=self._order.transfer, shard=self._order.shard))
 
@@ -262,11 +262,11 @@ class NoSteps:
 
 
 class StepGate:
-    """Delays commands until a step of this rank has come far enough (see engine/cache/page_pool.py).
+    """Delays commands until the steps of this rank have passed their marks (see engine/cache/page_pool.py).
 
-    A command is carried out at once when its mark has passed. Otherwise the command waits, and all later
-    commands for the same shard wait behind it: each shard gets its commands in the given order. A
-    thread checks the marks while a command waits, and sleeps otherwise.
+    A command whose mark has passed runs at once. Otherwise it waits, and all later commands for the same
+    shard wait behind it, so each shard gets its commands in order. While commands wait, a thread checks
+    their marks.
     """
 
     def __init__(
@@ -277,8 +277,9 @@ class StepGate:
         *,
         pushes_wait: bool = True,
     ) -> None:
-        """carry_out: called by the rank's thread. pushes_wait: False where reads of pages follow their writes
-        anyway.
+        """carry_out: called by the rank's thread.
+
+        pushes_wait: False when reads of pages are ordered after their writes in any case.
         """
         self._steps = steps
         self._pushes_wait = pushes_wait
@@ -295,7 +296,7 @@ class StepGate:
         waiting = self._waiting.get(key)
         if waiting is not None:
             waiting.append(command)
-        elif self._may(command):
+        elif self._can_run(command):
             self._carry_out(command)
         else:
             self._waiting[key] = deque((command,))
@@ -307,7 +308,7 @@ class StepGate:
         with self._has_marks:
             self._has_marks.notify()
 
-    def _may(self, command: ShardCommand) -> bool:
+    def _can_run(self, command: ShardCommand) -> bool:
         mark = self._mark_before(command)
         return not mark or self._steps.has_passed(mark)
 
@@ -315,11 +316,11 @@ class StepGate:
         with self._has_marks:
             self._marks.append((mark, key))
             if self._thread is None:
-                self._thread = threading.Thread(target=self._look, name="kv-steps", daemon=True)
+                self._thread = threading.Thread(target=self._check_marks, name="kv-steps", daemon=True)
                 self._thread.start()
             self._has_marks.notify()
 
-    def _look(self) -> None:
+    def _check_marks(self) -> None:
         sleep_s = SHORTEST_SLEEP_S
         while not self._is_closed.is_set():
             with self._has_marks:
@@ -331,30 +332,30 @@ class StepGate:
                 for each in found:
                     self._marks.remove(each)
             for _, key in found:
-                self._post(partial(self._go_on, key))
+                self._post(partial(self._resume, key))
             if not found:
                 self._is_closed.wait(sleep_s)
                 sleep_s = min(2 * sleep_s, LONGEST_SLEEP_S)
 
-    def _go_on(self, key: tuple[bytes, int]) -> None:
-        """Carry out the shard's commands up to the next one that has to wait."""
+    def _resume(self, key: tuple[bytes, int]) -> None:
+        """Run the shard's commands up to the next one that has to wait."""
         waiting = self._waiting.pop(key)
         while waiting and not self._is_closed.is_set():
-            if not self._may(waiting[0]):
+            if not self._can_run(waiting[0]):
                 self._waiting[key] = waiting
                 self._watch(self._mark_before(waiting[0]), key)
                 return
             self._carry_out(waiting.popleft())
 
     def _mark_before(self, command: ShardCommand) -> int:
-        """The mark that has to pass before the command; 0 for none."""
+        """Return the mark that has to pass before the command can run; 0 for none."""
         if isinstance(command, OpenShard) or (isinstance(command, PushUnits) and self._pushes_wait):
             return command.after
         return 0
 
 
 class RankExecutor:
-    """The rank of this process. All calls but `stop` and `close` are made by one thread."""
+    """The executor of the rank in this process. One thread makes all calls except `stop` and `close`."""
 
     def __init__(
         self,
@@ -370,14 +371,14 @@ class RankExecutor:
         dropped: DroppedPeers,
         steps: CompletedSteps | None = None,
     ) -> None:
-        """pool, shared, incarnation: as of LocalRank. emit: called by the rank's thread, which `post`
-        reaches.
+        """pool, shared, incarnation: see LocalRank. emit: called by the rank's thread. post: hands a call to
+        that thread.
 
-        steps: those that write the pool; None: only transfers write the pool.
+        steps: the steps that write the pool; None: only transfers write it.
         """
-        self.is_lost = False  # a rank of another process may be: no further transfer begins with it then
+        self.is_lost = False  # True only for a rank of another process: no new transfer begins with it
         self._settings = settings
-        self._ring: KeyRing | None = None  # None: the key never changes
+        self._ring: KeyRing | None = None  # None when the key never changes
         key: LinkSecret
         if isinstance(settings.key, bytes):
             key = settings.key
@@ -407,19 +408,19 @@ class RankExecutor:
         self._transports = RankTransports(self.rank, self.listeners, transports, post)
         self._emit = emit
         self._tools = RankTools(self.rank, UnitDigests(self.rank), self._hashing, post, emit)
-        self._receiving: dict[bytes, dict[int, ReceiveShard]] = {}  # transfer -> number -> shard
-        self._sending: dict[tuple[bytes, int], SendShard] = {}  # (transfer, number) -> shard
-        # On a GPU rank 0 pushes from the thread of its steps, and the stream that reads follows theirs.
+        self._receiving: dict[bytes, dict[int, ReceiveShard]] = {}  # transfer -> shard
+        self._sending: dict[tuple[bytes, int], SendShard] = {}  # (transfer, shard)
+        # On a GPU, rank 0 pushes from the thread of its steps, on a stream that is ordered after theirs.
         is_ordered = pool.is_cuda and settings.rank == 0
         self._gate = StepGate(steps or NoSteps(), self._carry_out, post, pushes_wait=not is_ordered)
 
     def counts(self) -> dict[str, int]:
-        """The rank's counters since its start, by name; those of another process may be a little old."""
+        """Return the rank's counters since its start, by name."""
         dropped = {f"dropped_{reason}": number for reason, number in self.rank.dropped.counts().items()}
         return {**self._transports.counts, **self.rank.registrations.counts(), **dropped}
 
     def perform(self, command: Command) -> None:
-        """Returns at once; the events that follow are reported later."""
+        """Begin to carry out a command; its events follow later."""
         match command:
             case DropLink(link=link):
                 self._transports.drop(link)
@@ -430,7 +431,7 @@ class RankExecutor:
                 self._gate.perform(command)
 
     def stop(self) -> None:
-        """Send no further page; `wait_until_stopped` waits for the end. Any thread may call."""
+        """Stop sending pages; `wait_until_stopped` waits for the end. Any thread may call."""
         self._transports.stop()
 
     def wait_until_stopped(self, timeout_s: float) -> bool:
@@ -438,7 +439,7 @@ class RankExecutor:
         return True  # `stop` has waited
 
     def close(self) -> None:
-        """Stop the rank. After the return, only processes that have mapped the pool write its pages."""
+        """Stop the rank. After the return only processes that have mapped the pool can write its pages."""
         self.stop()
         self._gate.close()
         for listener in self._open_listeners.values():
@@ -475,7 +476,7 @@ class RankExecutor:
         self._emit(ShardOpened(transfer=order.transfer, shard=order.shard))
 
     def _close_shard(self, command: CloseShard) -> None:
-        """Other shards may have the same pages, with other heads: pages are revoked with the last shard."""
+        """Close one shard. Shards share pages (each has other heads), so the last one revokes the pages."""
         shards, generations = self._receiving[command.transfer], self.rank.generations
         shard = shards[command.shard]
         others = (other for other in shards.values() if other is not shard)
@@ -485,10 +486,10 @@ class RankExecutor:
 
     def _on_writer_death(self, registrations: list[bytes]) -> None:
         dead = [
-            WriterDied(transfer=transfer, shard=number)
+            WriterDied(transfer=transfer, shard=shard)
             for transfer, shards in self._receiving.items()
-            for number, shard in shards.items()
-            if shard.registration_id in registrations
+            for shard, state in shards.items()
+            if state.registration_id in registrations
         ]
         for event in dead:
             self._emit(event)

@@ -50,7 +50,8 @@ from baton.rpc.auth import Generations as KeyGenerations
 MAX_COUNTS: Final = 256  # of a rank, each with a name
 Rank: TypeAlias = Annotated[int, Meta(ge=0, le=2**16 - 1)]
 DigestKey: TypeAlias = Annotated[bytes, Meta(min_length=32, max_length=32)]  # see Link.digest_key
-Layers: TypeAlias = tuple[Rank, Rank]  # [first, stop)
+Layer: TypeAlias = Annotated[int, Meta(ge=0, le=2**16 - 1)]
+Layers: TypeAlias = tuple[Layer, Layer]  # [first, stop)
 Mark: TypeAlias = Count  # a place in a step, see engine/cache/page_pool.py; 0: before all steps
 
 

@@ -66,7 +66,8 @@ from baton.kvtransfer.transports.listener import Listener, listen_on_host
 from baton.kvtransfer.transports.process_watch import ProcessWatch, peer_process
 from baton.kvtransfer.transports.receive_registration import ReceiveRegistrations
 from baton.rpc.auth import Generations as KeyGenerations
-from baton.rpc.connection import Connection, DroppedPeers, MessageStream, Post, Role
+from baton.rpc.auth import Role
+from baton.rpc.connection import Connection, DroppedPeers, MessageStream, Post
 
 logger = logging.getLogger(__name__)
 AGENT: Final = "baton.kvtransfer.ranks.agent:RankAgent"
@@ -262,7 +263,7 @@ class RankAgents:
             )
             self._let_in(sock, _Newcomer(connection.handshake(AGENTS_TIMEOUT_S), process))
         except (BatonError, TimeoutError, OSError) as error:
-            logger.warning("an agent was not let in: %s", error)
+            logger.warning("an agent was refused: %s", error)
             if connection is not None:
                 connection.close()
             sock.close()

@@ -130,7 +130,7 @@ class Listener:
                 self._admit(sock)
             except RuntimeError as error:  # the process may have no more threads
                 logger.warning("a connection cannot be greeted: %s", error)
-                self._dropped.add("crowd")
+                self._dropped.add("limit")
                 sock.close()
                 self._closing.wait(PAUSE_S)
 
@@ -140,7 +140,7 @@ class Listener:
             if len(self._newcomers) >= MAX_NEWCOMERS:
                 oldest = next(iter(self._newcomers))
                 del self._newcomers[oldest]
-                self._dropped.add("crowd")
+                self._dropped.add("limit")
                 _shut(oldest)
             thread.start()
             self._newcomers[sock] = thread

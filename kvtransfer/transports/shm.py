@@ -46,7 +46,8 @@ from baton.kvtransfer.transports.listener import (
 from baton.kvtransfer.transports.pages import PeerGenerations, PeerPages, as_words
 from baton.kvtransfer.transports.process_watch import ProcessWatch, peer_process
 from baton.messages.bounds import schema_hash
-from baton.rpc.connection import Connection, Role
+from baton.rpc.auth import Role
+from baton.rpc.connection import Connection
 
 logger = logging.getLogger(__name__)
 HANDSHAKE_S: Final = 5.0
@@ -115,7 +116,7 @@ class DirectListener:
                     self._rank.registrations.writer_came(incarnation)
                     self._watch.add(watched, partial(self._on_death, incarnation))
             if not has_room:
-                raise connection.drop(WireError(f"{MAX_WRITERS} processes have the pool", reason="crowd"))
+                raise connection.drop(WireError(f"{MAX_WRITERS} processes have the pool", reason="limit"))
             message, descriptors = self._offer()
             connection.send(message, (*descriptors, self._read_only))
             with contextlib.suppress(BatonError, TimeoutError):

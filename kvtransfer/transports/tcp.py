@@ -50,7 +50,8 @@ from baton.kvtransfer.transports.records import (
     encode_header,
     stream_key,
 )
-from baton.rpc.connection import Connection, Role
+from baton.rpc.auth import Role
+from baton.rpc.connection import Connection
 
 logger = logging.getLogger(__name__)
 
@@ -361,7 +362,7 @@ class TcpReceiver:
             return
         with contextlib.closing(page_socket):
             if not self._acceptor.keep(sock, page_socket.wake, MAX_STREAMS):
-                rank.dropped.add("crowd")
+                rank.dropped.add("limit")
                 return
             pages = StreamPages(rank, self._packing)
             try:

@@ -30,7 +30,7 @@ from msgspec import Meta
 from torch import Tensor
 
 from baton.errors import BatonError, TransferFailed, WireError
-from baton.kvtransfer.protocol.messages import PeerRank, RankListenerAddresses, is_beyond
+from baton.kvtransfer.protocol.messages import PeerRank, RankListenerAddresses, exceeds_limits
 from baton.kvtransfer.protocol.transfer_plan import TransferPlan, plan_transfer
 from baton.kvtransfer.transports.base import LocalRank, Part, QueueSender
 from baton.kvtransfer.transports.listener import Listener, decode_greeting, listen, port_of
@@ -60,7 +60,8 @@ from baton.kvtransfer.transports.records import (
 )
 from baton.messages.bounds import schema_hash
 from baton.pages import PageLayout
-from baton.rpc.connection import Connection, Role
+from baton.rpc.auth import Role
+from baton.rpc.connection import Connection
 
 logger = logging.getLogger(__name__)
 MAX_PAIRS: Final = 256  # of one destination rank; each has some 40 MiB of staging memory
@@ -355,7 +356,7 @@ class GroupListener:
     def _receive_request(self, connection: Connection) -> PairRequest:
         try:
             request = decode_greeting(connection.recv(self._settings.connect_s), PairRequest, "pair")
-            if is_beyond(request.layout):
+            if exceeds_limits(request.layout):
                 raise WireError(f"a layout beyond all models: {request.layout}", reason="pair")
         except WireError as error:
             raise connection.drop(error) from None

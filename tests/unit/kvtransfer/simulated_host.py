@@ -137,7 +137,7 @@ class Host:
 
     def make_room(self, num_pages: int) -> bool:
         while self.pool.num_free < num_pages:
-            page = self.pool.oldest_cached()
+            page = self.pool.cached.next_out()
             if page is None:
                 return False
             self.pool.forget(page)

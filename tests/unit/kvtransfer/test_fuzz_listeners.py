@@ -33,7 +33,8 @@ from baton.kvtransfer.transports.torch_distributed import (
     PairRequest,
 )
 from baton.pages import PageLayout
-from baton.rpc.connection import Connection, Role
+from baton.rpc.auth import Role
+from baton.rpc.connection import Connection
 from tests.transfer_ends import KEY, local_rank, wait_for
 from tests.unit.kvtransfer.frame_mutations import BOMBS, ODD_VALUES
 
@@ -185,7 +186,7 @@ def test_new_processes_cannot_take_all_files(
     monkeypatch.setattr(shm, "MAX_WRITERS", 3)
     given = [pool_listener.ask(bytes([number]) * 16) for number in range(5)]
     assert given == [True, True, True, False, False]
-    wait_for(lambda: pool_listener.dropped.counts() == {"crowd": 2})
+    wait_for(lambda: pool_listener.dropped.counts() == {"limit": 2})
     assert pool_listener.ask(bytes(16)), "a known process may come again"
 
 

@@ -26,7 +26,8 @@ from baton.kvtransfer.protocol.messages import (
 from baton.kvtransfer.transports.registry import transport_set
 from baton.messages.bounds import LINK_TIMEOUT_S
 from baton.pages import PageLayout
-from baton.rpc.connection import Call, Connection, DroppedPeers, Role
+from baton.rpc.auth import Role
+from baton.rpc.connection import Call, Connection, DroppedPeers
 from baton.rpc.liveness import PING_S, LinkLife, is_ping
 from tests.fakes import refuse_threads
 from tests.transfer_ends import wait_for

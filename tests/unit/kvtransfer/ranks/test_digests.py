@@ -131,12 +131,12 @@ def test_digests_of_other_lengths_cannot_be_compared() -> None:
 
 @pytest.mark.parametrize("destination_tp", [1, 2])
 @pytest.mark.parametrize("destination_page", [4, 2, 8])
-@pytest.mark.parametrize("piece_bytes", [1, 300, digests.PIECE_BYTES])
+@pytest.mark.parametrize("chunk_bytes", [1, 300, digests.CHUNK_BYTES])
 def test_pages_that_are_staged_have_the_digests_of_pages_in_place(
-    destination_tp: int, destination_page: int, piece_bytes: int, monkeypatch: pytest.MonkeyPatch
+    destination_tp: int, destination_page: int, chunk_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a GPU's pages would have, with a CPU's packing in its place."""
-    monkeypatch.setattr(digests, "PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr(digests, "CHUNK_BYTES", chunk_bytes)
     source = layout(1, 4)
     plan = plan_transfer(source, layout(destination_tp, destination_page), 0, 0)
     pool = torch.from_numpy(pool_of(source)).view(NUM_PAGES, -1)

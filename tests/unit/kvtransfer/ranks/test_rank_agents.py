@@ -16,7 +16,8 @@ from baton.kvtransfer.ranks.agent import RankAgent
 from baton.kvtransfer.ranks.messages import RANK_SCHEMA, AgentHello, StopAll, encode
 from baton.kvtransfer.ranks.ranks import AgentArguments, RankAgents, RemoteRank, _Newcomer
 from baton.pages import PageLayout
-from baton.rpc.connection import Connection, Role
+from baton.rpc.auth import Role
+from baton.rpc.connection import Connection
 from tests.transfer_ends import open_files, wait_for
 
 NUM_RANKS = 3

@@ -32,7 +32,8 @@ from baton.kvtransfer.ranks.messages import (
 )
 from baton.kvtransfer.ranks.ranks import RemoteRank
 from baton.pages import PageLayout
-from baton.rpc.connection import Call, Connection, Role
+from baton.rpc.auth import Role
+from baton.rpc.connection import Call, Connection
 from tests.transfer_ends import wait_for
 
 LAYOUT = PageLayout(tp_size=2, page_size=4, num_layers=1, num_kv_heads=2, head_dim=8, dtype="float32")

@@ -45,7 +45,7 @@ def test_silent_newcomers_are_cut_off(greeter: Greeter) -> None:
     silent = [socket.create_connection(greeter.address) for _ in range(3 * MAX_NEWCOMERS)]
     assert greeter.is_welcome()
     wait_for(lambda: threading.active_count() <= num_threads + MAX_NEWCOMERS + 1)
-    assert greeter.dropped.counts()["crowd"] >= 2 * MAX_NEWCOMERS
+    assert greeter.dropped.counts()["limit"] >= 2 * MAX_NEWCOMERS
     for sock in silent:
         sock.close()
 
