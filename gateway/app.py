@@ -16,7 +16,7 @@ from starlette.websockets import WebSocket
 
 import baton
 from baton.errors import BatonError
-from baton.gateway.api.admin import Canary, Explain, add_admin_routes
+from baton.gateway.api.admin import Canary, add_admin_routes
 from baton.gateway.api.body_reader import ServedModel
 from baton.gateway.api.call import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from baton.gateway.api.errors import ApiError, as_api_error
@@ -41,9 +41,11 @@ STATUSES: Final = {
     "404": "There is no such model",
     "408": "The request did not arrive in time",
     "413": "The body is too large",
+    "429": "A quota is used up, or an objective cannot be kept",
     "431": "The headers are too large",
     "500": "A worker failed",
     "503": "There is no room now; retry-after says when to retry",
+    "504": "The deadline passed before the first token",
 }
 REFERENCE: Final = "#/components/schemas/{name}"
 
@@ -79,11 +81,10 @@ def make_app(
     exporter: Exporter,
     dashboard: Dashboard,
     operator_port: int | None,
-    explain: Explain | None,
 ) -> ASGIApp:
     """Return the whole gateway as one ASGI application.
 
-    posts: by path. websocket: answers `/v1/stream`. explain: None for a service without routing decisions.
+    posts: by path. websocket: answers `/v1/stream`.
     """
     app = FastAPI(
         title="Baton",
@@ -98,8 +99,7 @@ def make_app(
     _add_health(app, model, canary)
     _add_operator_pages(app, model, exporter, dashboard)
     _add_models(app, model)
-    if explain is not None:
-        add_admin_routes(app, explain)
+    add_admin_routes(app, model.service.explain)
     _answer_errors(app)
     describe_routes(app.openapi())  # made once and kept
     return AuthMiddleware(
@@ -145,7 +145,8 @@ def _add_operator_pages(app: FastAPI, model: ServedModel, exporter: Exporter, da
     @app.get("/metrics")
     async def metrics() -> Response:
         """Return the metrics of every gateway behind the port in Prometheus' text format."""
-        return Response(await exporter.scraped(), headers={"content-type": METRICS_TYPE})
+        text = exporter.text(await exporter.gateways())
+        return Response(text, headers={"content-type": METRICS_TYPE})
 
     @app.get("/load")
     async def load() -> dict[str, int]:

@@ -88,7 +88,6 @@ class GatewayProcess:
             ),
             dashboard=Dashboard(model.name, clock),
             operator_port=config.operator_port,
-            explain=service.explain if isinstance(service, Frontend) else None,
         )
         self._server = HttpServer(app, config, self._refused)
 
@@ -186,7 +185,7 @@ async def _until_ready(frontend: Frontend, stopping: asyncio.Event) -> None:
     """Wait a moment for a router and workers: behind a shared port other gateways can answer meanwhile."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(READY_S):
-            while not (frontend.is_ready or stopping.is_set()):
+            while frontend.why_not_ready and not stopping.is_set():
                 await asyncio.sleep(LOOK_EVERY_S)
 
 

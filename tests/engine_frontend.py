@@ -12,11 +12,12 @@ from collections.abc import Callable, Sequence
 from baton.cluster.model_directory import resolve_model
 from baton.config.engine import EngineConfig, SchedulerConfig
 from baton.engine.engine import Engine, load_engine
-from baton.errors import BatonError, InvalidRequest
+from baton.errors import BatonError, InvalidRequest, WorkerLost
 from baton.gateway.streams.request_stream import Sink
+from baton.gateway.streams.routers import Explained
 from baton.messages.operations import Status
 from baton.messages.workers import Address, Worker, WorkerRole
-from baton.request import Request, StepOutput, TokenEvent
+from baton.request import FinishReason, Request, StepOutput, TokenEvent
 
 WORKER_ID = "d" * 32
 
@@ -39,7 +40,6 @@ class EngineFrontend:
         self.status: Status | None = None
         self.opened: list[tuple[Request, str]] = []  # with the worker that it was asked to run beside
         self.cancelled: list[str] = []
-        self.is_ready = True
         self.why_not_ready = ""
         self.prefill_seen_s: float | None = None
         self._engine = engine
@@ -84,6 +84,9 @@ class EngineFrontend:
 
     def decode_worker(self, request_id: str) -> str:
         return WORKER_ID if request_id in self._sinks else ""
+
+    def explain(self, request_id: str, explained: Explained) -> None:
+        explained(None)
 
     def close(self) -> None:
         self._work.put(None)
@@ -131,8 +134,12 @@ class EngineFrontend:
         for output in outputs:
             events[output.request_id].append(token_event(output))
         for request_id, batch in events.items():
+            reason = batch[-1].finish_reason
+            if reason not in (None, FinishReason.STOP, FinishReason.LENGTH):
+                self._fail(request_id, WorkerLost(f"the engine ended the request: {reason}"))
+                continue
             sink = self._sinks.get(request_id)
-            if batch[-1].finish_reason is not None:
+            if reason is not None:
                 self._sinks.pop(request_id, None)
             if sink is not None:
                 sink.tokens(batch)

@@ -20,6 +20,7 @@ from baton.gateway.streams.frontend import Frontend
 from baton.messages.operations import Status
 from baton.request import Request
 from tests.cluster_threads import KEY, Answer, Threads, wait_for
+from tests.new_status import new_status
 
 START_S: Final = 60.0
 ResultT = TypeVar("ResultT")
@@ -75,16 +76,16 @@ class ProcessCluster:
 
     def wait_until_whole(self, timeout_s: float = START_S) -> None:
         """Wait until all workers are connected and idle."""
+        new = new_status(self.frontend)
 
         def is_whole() -> bool:
-            status = self.frontend.status
-            return self.frontend.is_ready and status is not None and self._is_whole(status)
+            status = new()
+            return not self.frontend.why_not_ready and status is not None and self._is_whole(status)
 
-        self.frontend._watch.forget()
         wait_for(is_whole, timeout_s)
 
     def _is_whole(self, status: Status) -> bool:
-        expected = self.config.prefill.num_workers + self.config.decode.num_workers
+        expected = self.config.num_workers
         connected = self.frontend._peer_registry.connected()
         if len(status.workers) != expected or len(connected) != expected or status.num_attempts:
             return False

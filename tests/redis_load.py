@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any, Final, Self, TypeVar
 
 from baton.cluster.offline.llm import LLM
+from baton.cluster.redis_server import RedisServer
 from baton.messages.status import ROUTING_BOUNDS_S
 from baton.request import Request, SamplingParams
 from baton.router.redis.client import REDIS_FAILURES, Names, RedisConnection
-from baton.router.redis.server import PrivateRedis
 from baton.token_ids import TokenIds
 from tests.cluster_threads import Answer, wait_for
+from tests.new_status import new_status
 from tests.process_cluster import ProcessCluster
 
 VOCAB_SIZE: Final = 1024
@@ -32,7 +33,7 @@ class HurtRedis:
 
     def __init__(self) -> None:
         self._runner = asyncio.Runner()
-        self._redis = PrivateRedis()
+        self._redis = RedisServer()
         self._snapshot = b""
 
     def __enter__(self) -> Self:
@@ -173,9 +174,9 @@ class RoutingShare:
         return num_fast / max(1, sum(counts))
 
     def _counts(self) -> Sequence[int]:
-        self._cluster.frontend._watch.forget()
-        wait_for(lambda: self._cluster.frontend.status is not None)
-        status = self._cluster.frontend.status
+        new = new_status(self._cluster.frontend)
+        wait_for(lambda: new() is not None)
+        status = new()
         assert status is not None
         return [sum(counts) for counts in zip(*(each.routing.counts for each in status.routers), strict=True)]
 

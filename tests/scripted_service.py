@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from baton.errors import BatonError
 from baton.gateway.streams.request_stream import Sink
+from baton.gateway.streams.routers import Explained
 from baton.messages.operations import Status
 from baton.messages.workers import Worker
 from baton.request import FinishReason, Request, TokenEvent
@@ -31,7 +32,6 @@ class ScriptedService:
         self.play = play
         self.counters: Counter[str] = Counter()
         self.status: Status | None = None
-        self.is_ready = True
         self.why_not_ready = ""
         self.prefill_seen_s: float | None = None
         self.has_room = True  # a worker takes what is opened
@@ -57,6 +57,9 @@ class ScriptedService:
 
     def decode_worker(self, request_id: str) -> str:
         return WORKER_ID if self.has_room and request_id in self.sinks else ""
+
+    def explain(self, request_id: str, explained: Explained) -> None:
+        explained(None)
 
     def emit(self, request_id: str, events: Sequence[TokenEvent]) -> None:
         """Send events as a worker does; events of a cancelled request are dropped."""

@@ -21,7 +21,6 @@ from baton.gateway.streams.routers import Explained
 from baton.messages.control import Decision
 from baton.messages.workers import Worker, WorkerRole
 from baton.request import Request, SamplingParams, TokenEvent
-from baton.router.decisions import regret_s
 from baton.token_ids import TokenIds
 
 ANSWER_TIMEOUT_S: Final = 5.0
@@ -61,7 +60,7 @@ async def _ask(explain: Explain, request_id: str) -> tuple[Decision, ...] | None
 
 
 def _shown(decision: Decision) -> dict[str, Any]:
-    return {**msgspec.to_builtins(decision), "regret_s": regret_s(decision)}
+    return {**msgspec.to_builtins(decision), "regret_s": decision.regret_s}
 
 
 TIMEOUT_S: Final = 5.0
@@ -117,9 +116,9 @@ class Canary:
         return any(worker.role is WorkerRole.PREFILL for worker in self._service.workers)
 
     async def _probe(self) -> None:
-        workers = self._service.workers
-        if not workers or not self._service.is_ready:
-            raise Overloaded(self._service.why_not_ready or "no worker is ready", retry_after_s=FRESH_S)
+        workers, missing = self._service.workers, self._service.why_not_ready
+        if not workers or missing:
+            raise Overloaded(missing or "no worker is ready", retry_after_s=FRESH_S)
         is_probe = self._needs_prefill()
         if is_probe and not self._has_prefill():
             message = "no prefill worker is connected; decode workers compute prompts themselves meanwhile"

@@ -78,31 +78,6 @@ class AnswerListener(Protocol):
         """The error has ended every choice."""
 
 
-class AnswerFormat(Protocol):
-    """The wire format of an answer: of a chat or of a completion. A chunk of b"" is not sent."""
-
-    def first(self, choice: "AnswerChoice") -> bytes:
-        """Return the chunk before the first text of a choice."""
-
-    def delta(self, choice: "AnswerChoice", delta: Delta) -> bytes:
-        """Return the chunk of some text."""
-
-    def tool_call(self, choice: "AnswerChoice", tool_call: ToolCall) -> bytes:
-        """Return the chunk of one whole tool call; only chats have any."""
-
-    def last(self, choice: "AnswerChoice") -> bytes:
-        """Return the chunk with the finish reason."""
-
-    def usage(self) -> bytes:
-        """Return the chunk with the usage."""
-
-    def whole(self, deltas: Sequence[Delta]) -> Iterator[bytes]:
-        """Return the answer in one piece, as parts that take about a millisecond each; some are empty.
-
-        deltas: by the index of their choice.
-        """
-
-
 class Answer:
     """The running answer to one call. `choices` are ordered by prompt, then by number."""
 
@@ -301,8 +276,6 @@ class AnswerChoice:
         text, token_ids, logprobs = "", [], []
         by_worker = False
         for event in events:
-            if event.finish_reason not in _GOOD_ENDS:
-                raise IntegrityError(f"it was ended as {event.finish_reason}")
             if event.token_id is not None:
                 token_ids.append(event.token_id)
             if event.logprobs is not None:
@@ -336,6 +309,3 @@ def _tool_call_ids(answer: bytes, choice: int) -> Iterator[str]:
     for number in itertools.count():
         content = b"%s tool call %d of choice %d" % (answer, number, choice)
         yield f"call_{hashlib.blake2b(content, digest_size=12).hexdigest()}"
-
-
-_GOOD_ENDS: Final = frozenset({None, FinishReason.STOP, FinishReason.LENGTH})

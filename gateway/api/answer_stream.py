@@ -5,15 +5,14 @@
 1. Tokens come in batches, by callbacks. The chunks of one turn of the event loop are written at its end, in
    one piece. More than MAX_TURN_BYTES, such as echoed prompts, are written choice by choice in later turns.
 2. While the client lags, text is held and joined. From then on, until the client has kept up for
-   CALM_SENTENCES, only whole sentences are written.
+   RECOVERY_SENTENCES, only whole sentences are written.
 3. A client that lags by more than MAX_HELD_BYTES is given up: the answer is cancelled.
 
 So a slow client costs a bounded amount of memory and delays no other client.
 
-A resumed stream is generated again from its first token, by the same seed. `StreamProgress` takes off the
-part that the client has; from there on the stream is the undisturbed one. `Shown` counts characters, tokens
-and tool calls apart, since text may lag behind its tokens: half a character, the beginning of a stop string,
-the part of a sentence that a slow client gets later.
+A resumed stream is generated again from its first token with the same seed, and `StreamProgress` drops the
+part that the client has. `DeliveredChoice` counts characters, tokens and tool calls separately, because text
+may be held back: an incomplete character, a possible stop string, a sentence for a slow client.
 """
 
 import asyncio
@@ -28,11 +27,12 @@ from typing import Final, NamedTuple, overload
 import msgspec
 
 from baton.errors import BatonError, IntegrityError
-from baton.gateway.api.answer import Answer, AnswerChoice, AnswerFormat, Delta
+from baton.gateway.api.answer import Answer, AnswerChoice, Delta
 from baton.gateway.api.call import BYTES_PER_LOGPROB
 from baton.gateway.api.errors import ClientGone, as_api_error
+from baton.gateway.api.format import AnswerFormat
 from baton.gateway.http.protocol import ResponseWriter
-from baton.gateway.streams.resume import ResumePoint, Shown
+from baton.gateway.streams.resume import DeliveredChoice, ResumePoint
 from baton.gateway.tenants.limiter import Charge
 from baton.gateway.text.tool_calls import ToolCall
 from baton.request import TokenLogprobs
@@ -42,7 +42,7 @@ MAX_HELD_BYTES: Final = 64 * 2**10  # a stream
 MAX_TURN_BYTES: Final = 64 * 2**10  # then other streams have their turn
 SENTENCE_END: Final = re.compile(r"[.!?\u2026\u3002\uff01\uff1f]['\")\]]*\s|\n")
 MAX_SENTENCE_CHARS: Final = 400  # longer text is written without an end
-CALM_SENTENCES: Final = 4
+RECOVERY_SENTENCES: Final = 4
 DONE: Final = b"[DONE]"
 BLOCK_TOKENS: Final = 256  # of PackedLogprobs
 BYTES_PER_CHARACTER: Final = 4
@@ -84,7 +84,7 @@ class WriteCoalescer:
 
 
 class StreamProgress:
-    """The part of one stream that its client has; the ids of its events tell it.
+    """Tracks how much of a resumable stream its client has received; each event's id carries that state.
 
     `shown[index]` of a choice must be up to date before `event_id` is called.
     """
@@ -131,7 +131,7 @@ class StreamProgress:
 class _Skip:
     """The part of one choice that is still to be taken off."""
 
-    def __init__(self, shown: Shown) -> None:
+    def __init__(self, shown: DeliveredChoice) -> None:
         self.has_started = False
         self._num_chars = shown.num_chars
         self._num_tokens = shown.num_tokens
@@ -193,10 +193,11 @@ class AnswerStream:
         self._writer: ResponseWriter | None = None
         self._held: list[list[Delta]] = [[] for _ in answer.choices]
         self._num_held_bytes = 0  # while the client lags
-        self._num_calm = CALM_SENTENCES  # sentences written since the client lagged
+        self._num_recovered = RECOVERY_SENTENCES  # sentences that were written since the client lagged
         self._progress = progress
         shown = progress.shown if progress is not None else ()
-        self._greeted = {index for index, each in enumerate(shown) if each.is_begun}
+        # The choices whose chunk before the first text was written.
+        self._begun = {index for index, each in enumerate(shown) if each.is_begun}
         self._chunks: list[bytes] = []
         self._num_put_bytes = 0  # of the chunks
         self._has_news = asyncio.Event()
@@ -280,10 +281,11 @@ class AnswerStream:
             self.gone()
 
     def _hold(self, delta: Delta) -> None:
-        self._num_calm = 0
+        self._num_recovered = 0
         num_logprobs = sum(len(entry.top) + 1 for entry in delta.logprobs)
         num_chars = len(delta.text) + sum(len(call.arguments) for call in delta.tool_calls)
-        self._num_held_bytes += (num_chars + len(delta.token_ids)) * 4 + num_logprobs * BYTES_PER_LOGPROB
+        self._num_held_bytes += BYTES_PER_CHARACTER * num_chars + TOKEN_ID_BYTES * len(delta.token_ids)
+        self._num_held_bytes += BYTES_PER_LOGPROB * num_logprobs
         if self._num_held_bytes > MAX_HELD_BYTES:
             self.is_given_up = True
             self.gone()
@@ -314,15 +316,15 @@ class AnswerStream:
         delta, has_ended = Delta.joined(held), choice.finish_reason is not None
         held.clear()
         shows_arrival = False  # of the first tokens, even when no character is whole yet
-        if index not in self._greeted:
-            self._greeted.add(index)
+        if index not in self._begun:
+            self._begun.add(index)
             first = self._form.first(choice)
             shows_arrival = not first and not has_ended
             if progress is not None:
                 shown = progress.shown[index]
                 shown.is_begun, shown.num_cached_tokens = True, choice.num_cached_tokens
             self._put(first)
-        if self._num_calm < CALM_SENTENCES and not has_ended and not self._answer.is_over:
+        if self._num_recovered < RECOVERY_SENTENCES and not has_ended and not self._answer.is_over:
             delta = self._whole_sentences(delta, held)
         has_ids = delta.token_ids and self._answer.call.returns_token_ids
         if progress is not None:
@@ -345,7 +347,7 @@ class AnswerStream:
         if is_of_tokens or delta.tool_calls or len(delta.text) > MAX_SENTENCE_CHARS:
             return delta
         end = ends[-1].end() if ends else 0
-        self._num_calm += len(ends)
+        self._num_recovered += len(ends)
         if end == len(delta.text):
             return delta
         held.append(Delta(delta.text[end:], delta.token_ids))

@@ -356,7 +356,8 @@ class PublicPrefixes:
         for encode in (self._as_prompt, self._as_system_message):
             try:
                 forms.append(tuple(encode(text)))
-            except InvalidRequest as error:  # no tokenizer, no template, or one without system messages
+            # No tokenizer, no template, one without system messages, or a damaged one.
+            except (InvalidRequest, ModelError) as error:
                 told = {"form": encode.__name__, "num_chars": len(text), "error": str(error)}
                 logger.info("a public text lacks a form", extra=told)
         return tuple(forms)

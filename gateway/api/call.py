@@ -58,7 +58,7 @@ WITHOUT_MEANING: Final = {
     "prompt_cache_retention": "how long OpenAI caches a prompt",
 }
 # Keys that would change the answer and are not served -> values that change nothing.
-# A value of NOTHING asks for nothing, whatever the key.
+# An unsupported key with one of these values has no effect and is accepted.
 NOTHING: Final = frozenset({b"null", b"false", b"[]", b"{}", b'""', b"0"})
 UNSUPPORTED: Final[dict[str, frozenset[bytes]]] = {
     # Structured output of vLLM and SGLang

@@ -137,12 +137,12 @@ def _refused(error: Refused) -> ApiError:
     if refusal is Refusal.SLO:
         message = "the request would miss its latency objective now"
         return ApiError(
-            429, message, code="slo_infeasible", retry_after_s=retry_after_s, should_retry=error.may_return
+            429, message, code="slo_infeasible", retry_after_s=retry_after_s, should_retry=error.should_retry
         )
     if refusal is Refusal.DEADLINE:
         return ApiError(504, "the request's deadline passed before its first token", code="deadline_passed")
     message = "the service is overloaded, and the request's class gives way to others"
-    return ApiError(503, message, code="shed", retry_after_s=retry_after_s, should_retry=error.may_return)
+    return ApiError(503, message, code="shed", retry_after_s=retry_after_s, should_retry=error.should_retry)
 
 
 def _encodable(text: str) -> str:

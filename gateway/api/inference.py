@@ -33,7 +33,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 from baton.clock import Clock
 from baton.config.gateway import GatewayConfig
 from baton.errors import BatonError, Overloaded, Refused
-from baton.gateway.api.answer import Answer, AnswerChoice, AnswerFormat, Delta
+from baton.gateway.api.answer import Answer, AnswerChoice, Delta
 from baton.gateway.api.answer_stream import (
     DONE,
     SERVER_SENT_EVENTS,
@@ -46,7 +46,7 @@ from baton.gateway.api.answer_stream import (
 from baton.gateway.api.body_reader import BodyKind, PublicPrefixes, ServedModel
 from baton.gateway.api.call import Call, make_call, raw_fields
 from baton.gateway.api.errors import ApiError, ClientGone, answer_to, invalid, unsupported
-from baton.gateway.api.format import answer_format
+from baton.gateway.api.format import AnswerFormat, answer_format
 from baton.gateway.http.protocol import (
     BLOCK_BYTES,
     RESPONSE_WRITER,
@@ -61,17 +61,17 @@ from baton.gateway.streams.resume import (
     HEADER,
     MAX_RESUMABLE_CHOICES,
     PARAM,
+    DeliveredChoice,
     EventIds,
     RefusedEventId,
     ResumePoint,
-    Shown,
 )
 from baton.gateway.tenants.limiter import Charge, Limiter, Permit
-from baton.gateway.tenants.tenants import asked_for, scheduling_key_of, sla_of
+from baton.gateway.tenants.tenants import read_objectives
 from baton.tenants import Refusal
 
 SEED_BITS: Final = 63
-MANY_ANSWERS: Final = 64  # to create more takes milliseconds, and gets a turn of the event loop to itself
+MANY_ANSWERS: Final = 64  # creating more takes milliseconds, so the call yields to the event loop first
 LAST_EVENT: Final = SERVER_SENT_EVENTS.before + DONE + SERVER_SENT_EVENTS.after
 HEADLESS_S: Final = 45.0  # the longest wait for the headers of a stream: proxies give up after a minute
 EVENT_STREAM: Final = [
@@ -147,8 +147,7 @@ class Inference:
         Raises InvalidRequest and ApiError for a fault of the client.
         """
         tenant = scope["state"]["tenant"]
-        asked = asked_for(scope)
-        sla, scheduling_key = sla_of(asked, tenant), scheduling_key_of(asked, tenant)
+        sla, scheduling_key = read_objectives(scope, tenant)
         arrival_s = self._clock.now_s()
         policy = self._model.read_policy(tenant, is_strict=self._config.strict)
         read = await self._model.bodies.read(kind, data, policy, tenant.name)
@@ -173,6 +172,8 @@ class Inference:
             arrival_s=arrival_s,
             resumed=resumed,
         )
+        if call.is_resumable and scope["type"] == "websocket":
+            raise unsupported("resuming an answer of a WebSocket", param="stream_options.resumable")
         self._check(call, policy.longest())
         return call
 
@@ -344,7 +345,7 @@ class Inference:
                 created_s=created_s,
                 expires_s=0,
                 has_shown_usage=False,
-                choices=(Shown(),) * len(answer.choices),
+                choices=(DeliveredChoice(),) * len(answer.choices),
             )
 
         def seal(point: ResumePoint) -> bytes:
@@ -388,9 +389,6 @@ class Inference:
             with self._charge(scope) as charge:
                 charge.add(len(data))
                 call = await self.read_call("either", data, scope)
-                if call.is_resumable:
-                    name = "stream_options.resumable"
-                    raise unsupported("resuming an answer of a WebSocket", param=name)
                 charge.set(call.held_bytes)
                 del data
                 await self._stream_messages(call, writer, receiving)

@@ -12,7 +12,8 @@ one that the server parsed from the request line; a Host header cannot change it
 
 Without keys the middleware refuses pages of other sites. A page in a browser of this machine can send
 requests to every port of 127.0.0.1. The browser names the page's site in Origin, though not with every GET,
-and the requested name in Host. A foreign name that resolves to 127.0.0.1 is not a name of this machine.
+and the requested name in Host. The Host check also stops DNS rebinding, where a foreign name resolves to
+127.0.0.1.
 """
 
 import re
@@ -121,8 +122,10 @@ class AuthMiddleware:
             await send({"type": "websocket.close", "code": POLICY_VIOLATION, "reason": str(error)})
             self._answered(scope["path"], error.status)
             return
-        await self._app(scope, self._checking(scope, receive, send), send)
-        self._answered(scope["path"], SWITCHED)
+        try:
+            await self._app(scope, self._checking(scope, receive, send), send)
+        finally:
+            self._answered(scope["path"], SWITCHED)
 
     def _checking(self, scope: Scope, receive: Receive, send: Send) -> Receive:
         """Check the key with each message: it may have been revoked since the connection was made."""

@@ -174,7 +174,7 @@ def response(error: ApiError) -> bytes:
     """Return the bytes of a response after which the connection ends."""
     body = error.body()
     headers = [
-        (b"content-type", b"application/json"),
+        *JSON_HEADERS,
         (b"content-length", b"%d" % len(body)),
         (b"connection", b"close"),
         (b"x-request-id", f"req-{uuid.uuid4().hex}".encode()),
@@ -183,6 +183,27 @@ def response(error: ApiError) -> bytes:
     lines = [b"HTTP/1.1 %d %s" % (error.status, REASONS[error.status])]
     lines += [b"%s: %s" % entry for entry in headers]
     return b"\r\n".join([*lines, b"", body])
+
+
+class Deadline:
+    """A timer of one connection."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, passed: Callable[[], None]) -> None:
+        """passed: called when the time is over."""
+        self._loop = loop
+        self._passed = passed
+        self._timer: asyncio.TimerHandle | None = None
+
+    def set(self, seconds: float) -> None:
+        """Start the timer, or start it again."""
+        self.clear()
+        self._timer = self._loop.call_later(seconds, self._passed)
+
+    def clear(self) -> None:
+        """Stop the timer."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
 
 class HttpLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -208,8 +229,8 @@ class LimitedProtocol(HttpToolsProtocol):
         super().__init__(config, server_state, app_state, _loop)
         self._limits = limits
         self._settings = limits.config
-        self._deadline: asyncio.TimerHandle | None = None
-        self._stall: asyncio.TimerHandle | None = None
+        self._deadline = Deadline(self.loop, self._late)
+        self._stall = Deadline(self.loop, self._stalled)
         self._refusal: ApiError | None = None  # nothing is parsed or answered any more
         self._in_header = True
         self._num_raw_bytes = 0  # that came while a header block was not whole
@@ -222,7 +243,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         transport.set_write_buffer_limits(WRITE_HIGH_BYTES, WRITE_LOW_BYTES)
-        self._must_come_within(self._settings.header_timeout_s)
+        self._deadline.set(self._settings.header_timeout_s)
         is_full = len(self.connections) > self._settings.max_connections
         if is_full and not self._evict():
             self._refuse(TOO_MANY)
@@ -231,8 +252,8 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._limits.waiting.pop(self, None)
-        self._forget_deadline()
-        self._forget_stall()
+        self._deadline.clear()
+        self._stall.clear()
         super().connection_lost(exc)
         self._unset_keepalive_if_required()
         self._leave_bodies()
@@ -253,12 +274,11 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._forget_stall()
-        self._stall = self.loop.call_later(self._settings.stall_timeout_s, self._stalled)
+        self._stall.set(self._settings.stall_timeout_s)
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        self._forget_stall()
+        self._stall.clear()
         for writer in self._bodies[:1]:  # later responses have not begun
             writer.writable()
 
@@ -272,7 +292,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._in_header = True
         self._num_header_bytes = 0
         self._num_body_bytes = 0
-        self._must_come_within(self._settings.header_timeout_s)
+        self._deadline.set(self._settings.header_timeout_s)
         self.scope["extensions"] = {}
 
     def on_url(self, url: bytes) -> None:
@@ -305,7 +325,7 @@ class LimitedProtocol(HttpToolsProtocol):
         if is_upgrade and not self._may_upgrade():
             self._refuse(BAD_UPGRADE)
             return
-        self._must_come_within(self._settings.body_timeout_s)
+        self._deadline.set(self._settings.body_timeout_s)
         super().on_headers_complete()
         if is_upgrade:
             return
@@ -325,7 +345,7 @@ class LimitedProtocol(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        self._forget_deadline()
+        self._deadline.clear()
         self._num_raw_bytes = 0
         if self._refusal is None:
             super().on_message_complete()
@@ -376,18 +396,13 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def _upgrade(self) -> None:
         """Hand the connection on to the WebSocket protocol, which has a deadline of its own."""
-        self._forget_deadline()
+        self._deadline.clear()
         if self._refusal is None and self._should_upgrade():
             self.handle_websocket_upgrade()
 
-    def _must_come_within(self, seconds: float) -> None:
-        self._forget_deadline()
-        self._deadline = self.loop.call_later(seconds, self._late)
-
     def _late(self) -> None:
-        self._deadline = None
         if self.flow.read_paused:  # an earlier answer is on its way: the client is not to blame
-            self._must_come_within(self._settings.body_timeout_s)
+            self._deadline.set(self._settings.body_timeout_s)
         elif self._num_raw_bytes or not self._in_header:
             self._refuse(TOO_SLOW)
         else:
@@ -402,7 +417,7 @@ class LimitedProtocol(HttpToolsProtocol):
             return
         self._refusal = error
         self._limits.refused(error.code or "")
-        self._forget_deadline()
+        self._deadline.clear()
         has_begun = any(writer.has_begun for writer in self._bodies)
         self._leave_bodies()
         self.pipeline.clear()
@@ -415,16 +430,6 @@ class LimitedProtocol(HttpToolsProtocol):
         bodies, self._bodies = self._bodies, []
         for body in bodies:
             body.leave()
-
-    def _forget_deadline(self) -> None:
-        if self._deadline is not None:
-            self._deadline.cancel()
-            self._deadline = None
-
-    def _forget_stall(self) -> None:
-        if self._stall is not None:
-            self._stall.cancel()
-            self._stall = None
 
 
 def _length(value: bytes) -> int:

@@ -1,4 +1,4 @@
-"""uvicorn's WebSocket with the limits that a server on its own is not safe without.
+"""uvicorn's WebSocket protocol with limits on time, memory and frame rate.
 
 1. The handshake must end within `header_timeout_s`: the library drops some handshakes silently.
 2. Bytes that the application has not received yet are charged to the tenant, from the first byte of a frame
@@ -21,7 +21,7 @@ from websockets.frames import CloseCode, Frame
 from websockets.http11 import Request
 
 from baton.errors import Overloaded, Refused
-from baton.gateway.http.protocol import BAD_UPGRADE, HttpLimits, end, response
+from baton.gateway.http.protocol import BAD_UPGRADE, Deadline, HttpLimits, end, response
 
 LIMITED_SOCKET: Final = "baton.socket"  # the extension of an ASGI scope that has the LimitedSocket
 CLOSE_TIMEOUT_S: Final = 2.0  # for a client to say that it has heard of the end
@@ -49,7 +49,7 @@ class LimitedSocket(WebSocketsSansIOProtocol):
         self.charge: Callable[[int], None] | None = None  # called with the bytes that are held
         self.close_timeout = CLOSE_TIMEOUT_S
         self._limits = limits
-        self._deadline: asyncio.TimerHandle | None = None
+        self._deadline = Deadline(self.loop, self._late)
         self._is_ended = False  # incoming bytes are ignored
         self._is_message_timed = False  # the deadline is that of a message
         self._queued: deque[int] = deque()  # the bytes of each message that the application has not received
@@ -66,10 +66,10 @@ class LimitedSocket(WebSocketsSansIOProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        self._must_come_within(self._limits.config.header_timeout_s)
+        self._deadline.set(self._limits.config.header_timeout_s)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._forget_deadline()
+        self._deadline.clear()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -160,20 +160,16 @@ class LimitedSocket(WebSocketsSansIOProtocol):
     def _watch_message(self) -> None:
         has_begun = bool(self.conn.reader.buffer or self.frames)
         if has_begun and not self._is_message_timed:
-            self._must_come_within(self._limits.config.body_timeout_s)
+            self._deadline.set(self._limits.config.body_timeout_s)
         elif self._is_message_timed and not has_begun:
-            self._forget_deadline()
+            self._deadline.clear()
         self._is_message_timed = has_begun
-
-    def _must_come_within(self, seconds: float) -> None:
-        self._forget_deadline()
-        self._deadline = self.loop.call_later(seconds, self._late)
 
     def _late(self) -> None:
         if not self.handshake_complete:
             self.transport.abort()
         elif self._is_message_timed and self.read_paused:  # for the application: the client is not to blame
-            self._must_come_within(self._limits.config.body_timeout_s)
+            self._deadline.set(self._limits.config.body_timeout_s)
         elif self._is_message_timed:
             self._end(CloseCode.POLICY_VIOLATION, "a message did not arrive in time")
 
@@ -183,7 +179,7 @@ class LimitedSocket(WebSocketsSansIOProtocol):
             return
         self._is_ended = True
         self._limits.refused(f"websocket_{code.name.lower()}")
-        self._forget_deadline()
+        self._deadline.clear()
         self.stop_keepalive()
         self.conn.fail(code, reason)
         if self.handshake_complete:
@@ -191,8 +187,3 @@ class LimitedSocket(WebSocketsSansIOProtocol):
         self.close_sent = True
         self.queue.put_nowait({"type": "websocket.disconnect", "code": int(code)})
         end(self.transport, self.loop)
-
-    def _forget_deadline(self) -> None:
-        if self._deadline is not None:
-            self._deadline.cancel()
-            self._deadline = None

@@ -70,10 +70,10 @@ class Dashboard:
             "calls being answered": str(sum(counts.num_open for counts in gateways)),
             "requests/s": f"{requests_per_s:,.1f}",
             "tokens/s": f"{tokens_per_s:,.0f}",
-            "first token, half of all": quantile(ttft, 0.5),
-            "first token, 99 %": quantile(ttft, 0.99),
-            "between tokens, 99 %": quantile(itl, 0.99),
-            "wait at the router": str(status.queue.num_queued),
+            "TTFT p50": quantile(ttft, 0.5),
+            "TTFT p99": quantile(ttft, 0.99),
+            "ITL p99": quantile(itl, 0.99),
+            "queued requests": str(status.queue.num_queued),
             "overload": status.queue.level.name.lower(),
         }
         return [{"name": name, "value": value} for name, value in shown.items()]

@@ -3,8 +3,8 @@
 A `Metric` says its name, its help text, the rows that it has (a `Source`), and how to read a row. METRICS is
 the registry: an entry more is a metric more. `prometheus_client` writes the text format.
 
-A scrape of any gateway shows all gateways of its port, each with its name in a label: sums are sums, and no
-series goes back from one scrape to the next. The names that begin with `vllm:` are those that vLLM's
+A scrape of any gateway returns the counts of every gateway behind the port under its own `gateway` label, so
+sums are complete and no counter decreases. The names that begin with `vllm:` are those that vLLM's
 dashboards and llm-d's endpoint picker read; they are off unless asked for.
 """
 
@@ -95,13 +95,13 @@ def _tenant_rows(scrape: Scrape) -> Iterator[tuple[Labels, TenantCounts]]:
             yield (each.gateway, name), counts
 
 
-def _queued_tenant_rows(scrape: Scrape) -> Iterator[tuple[Labels, TenantStatus]]:
+def _router_tenant_rows(scrape: Scrape) -> Iterator[tuple[Labels, TenantStatus]]:
     for router in scrape.routers:
         for tenant in router.queue.tenants[:MAX_TENANTS]:
             yield (router.id[:8], tenant.tenant), tenant
 
 
-def _joined_tenant_rows(scrape: Scrape) -> Iterator[tuple[Labels, TenantStatus]]:
+def _queued_tenant_rows(scrape: Scrape) -> Iterator[tuple[Labels, TenantStatus]]:
     if scrape.status is not None:
         for tenant in scrape.status.queue.tenants[:MAX_TENANTS]:
             yield (tenant.tenant,), tenant
@@ -130,12 +130,12 @@ WORKERS: Final = Source[WorkerStatus](
 ROUTERS: Final = Source[RouterStatus](
     ("router",), lambda scrape: [((each.id[:8],), each) for each in scrape.routers]
 )
-# The queues of all routers together: nothing of this is counted, so it may fall when a router dies.
+# Sums over the queues of all routers; gauges only, because a sum drops when a router dies.
 QUEUE: Final = Source[QueueStatus]((), _queue_rows)
-QUEUED_TENANTS: Final = Source[TenantStatus](("tenant",), _joined_tenant_rows)
-# The counts of each router since it started: a router that dies takes its series along and lowers no other.
+QUEUED_TENANTS: Final = Source[TenantStatus](("tenant",), _queued_tenant_rows)
+# Counts of each router since its start. When a router dies, its series ends and no other series decreases.
 # A tenant's share is its part of work_tokens. The tenant of a cluster without a tenants file has no name.
-ROUTER_TENANTS: Final = Source[TenantStatus](("router", "tenant"), _queued_tenant_rows)
+ROUTER_TENANTS: Final = Source[TenantStatus](("router", "tenant"), _router_tenant_rows)
 # vLLM's label `engine`, for one of several, names the gateway or the worker that has counted.
 ENGINES: Final = Source[Metrics](
     ("model_name", "engine"),
@@ -223,13 +223,25 @@ METRICS: Final[list[Metric[Any]]] = [
     gauge("baton_workers", CLUSTER, "Workers, serving or draining.", _num_workers, "role", "node", "state"),
     gauge("baton_worker_running_sequences", WORKERS, "Sequences that have pages.", "load.num_running"),
     gauge("baton_worker_waiting_sequences", WORKERS, "Sequences without pages.", "load.num_waiting"),
-    gauge("baton_worker_incoming_transfers", WORKERS, "Transfers that hold pages.", "load.num_incoming"),
-    gauge("baton_worker_outgoing_transfers", WORKERS, "Transfers that hold pages.", "load.num_outgoing"),
+    gauge(
+        "baton_worker_incoming_transfers", WORKERS, "Incoming transfers that hold pages.", "load.num_incoming"
+    ),
+    gauge(
+        "baton_worker_outgoing_transfers", WORKERS, "Outgoing transfers that hold pages.", "load.num_outgoing"
+    ),
     counter("baton_worker_generated_tokens", WORKERS, "Generated tokens.", "load.num_tokens"),
     counter(
-        "baton_worker_prefix_queries_tokens", WORKERS, "Looked up in a cache.", "load.prefix_queries_tokens"
+        "baton_worker_prefix_queries_tokens",
+        WORKERS,
+        "Tokens looked up in the prefix cache.",
+        "load.prefix_queries_tokens",
     ),
-    counter("baton_worker_prefix_hits_tokens", WORKERS, "Found in a cache.", "load.prefix_hits_tokens"),
+    counter(
+        "baton_worker_prefix_hits_tokens",
+        WORKERS,
+        "Tokens found in the prefix cache.",
+        "load.prefix_hits_tokens",
+    ),
     counter("baton_worker_preemptions", WORKERS, "Preempted sequences.", "load.num_preemptions"),
     counter("baton_worker_kv_sent_bytes", WORKERS, "Bytes of KV sent to other workers.", "load.kv_bytes"),
     gauge("baton_kv_pages", WORKERS, "KV pages by state.", "load.pages", "state"),
@@ -258,7 +270,7 @@ METRICS: Final[list[Metric[Any]]] = [
         "baton_overload_escalations", ROUTERS, "Escalations to each level.", "queue.escalations", "level"
     ),
     # The queue
-    gauge("baton_overload_level", QUEUE, "Overload level; 0 is calm.", lambda q: int(q.level)),
+    gauge("baton_overload_level", QUEUE, "Overload level; 0 is normal.", lambda q: int(q.level)),
     gauge("baton_queued_requests", QUEUE, "Requests queued at routers.", "num_queued"),
     gauge("baton_oldest_wait_seconds", QUEUE, "Longest wait in the queue.", "oldest_wait_s"),
     gauge("baton_tenant_queued_requests", QUEUED_TENANTS, "Requests queued at routers.", "num_queued"),
@@ -296,7 +308,14 @@ METRICS: Final[list[Metric[Any]]] = [
         "load.prefix_queries_tokens",
     ),
     counter("vllm:prefix_cache_hits", WORKER_ENGINES, "Tokens that were found.", "load.prefix_hits_tokens"),
-    gauge("vllm:cache_config_info", CLUSTER, "Of the cache.", _cache_config, "block_size", "num_gpu_blocks"),
+    gauge(
+        "vllm:cache_config_info",
+        CLUSTER,
+        "KV cache configuration; always 1.",
+        _cache_config,
+        "block_size",
+        "num_gpu_blocks",
+    ),
     gauge(
         "vllm:lora_requests_info",
         CLUSTER,
@@ -328,17 +347,13 @@ class Exporter:
         self._model = model
         self._vllm_names = vllm_names
 
-    async def scraped(self) -> bytes:
-        """Return the metrics of all gateways of the port in Prometheus' text format."""
-        return self.text((await self.gateways())[1:])
-
     async def gateways(self) -> list[Metrics]:
         """Return the counts of every gateway of the port, of this one first."""
         return [self.metrics, *([] if self._peers is None else await self._peers.others())]
 
-    def text(self, others: Iterable[Metrics] = ()) -> bytes:
-        """Return this gateway's metrics and those of the others in Prometheus' text format."""
-        scrape = Scrape(self._model, [self.metrics, *others], self._service.status)
+    def text(self, gateways: Sequence[Metrics]) -> bytes:
+        """Return the metrics of these gateways and of the cluster in Prometheus' text format."""
+        scrape = Scrape(self._model, gateways, self._service.status)
         shown = (each for each in METRICS if self._vllm_names or not each.name.startswith("vllm:"))
         return generate_latest(_Families([_family(metric, scrape) for metric in shown]))
 

@@ -22,8 +22,8 @@ from baton.errors import PeerGone, WireError
 from baton.gateway.metrics.metrics import Metrics
 from baton.messages.bounds import schema_hash
 from baton.messages.workers import Address
-from baton.rpc.auth import GATEWAYS, KeyRing, LinkKeys
-from baton.rpc.connection import Connection, Role
+from baton.rpc.auth import GATEWAYS, KeyRing, LinkKeys, Role
+from baton.rpc.connection import Connection
 
 SOCKETS: Final = Path("/proc/net/unix")
 _SCHEMA: Final = schema_hash(Metrics)
@@ -45,7 +45,7 @@ class PeerGateways:
         self._prefix = self._name = ""
         self._listener: socket.socket | None = None
         self._answering: set[asyncio.Future[None]] = set()
-        # Apart from the loop's own threads, which may all be asking while others ask this gateway.
+        # Not the loop's default pool: all its threads may wait in `_ask` while peers ask this gateway.
         self._threads = ThreadPoolExecutor(MAX_ANSWERING, thread_name_prefix="peer-gateway")
 
     def listen(self, address: Address) -> None:

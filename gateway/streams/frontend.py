@@ -14,11 +14,10 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Final, TypeVar
 
-from baton.clock import Clock
+from baton.clock import Clock, PauseDetector
 from baton.errors import BatonError, InvalidRequest, Overloaded, ProtocolError, Refused, WireError, WorkerLost
 from baton.gateway.streams.request_stream import (
     RETRY_AFTER_S,
-    AttemptKey,
     ReplayLimits,
     RequestStream,
     Sink,
@@ -45,14 +44,14 @@ from baton.messages.control import (
 )
 from baton.messages.operations import Decisions, GatewayStatus, Status
 from baton.messages.workers import Address, Worker, WorkerRole
-from baton.request import FinishReason, Request, TokenEvent
+from baton.request import AttemptKey, FinishReason, Request, TokenEvent
 from baton.rpc.peers import Dial, Peer, PeerRegistry
 from baton.tenants import Refusal
 
-LATE_TICK_S: Final = 1.0  # this process stood still
 STATUS_S: Final = 1.0
 UNHEARD_S: Final = 3.0  # for the first token of the decode worker after the router of the attempt has left
-MAX_AHEAD: Final = 10  # times `max_silence_s`, for the first token of a worker that talks
+# multiple of max_silence_s that a first token may take while its worker sends other tokens
+MAX_AHEAD: Final = 10
 MAX_UNANSWERED_TOKENS: Final = 3_072
 TOKENS_PER_SUBMIT: Final = 1024  # beside the prompt's: a router takes as long for an empty prompt
 ACTIVE_S: Final = 60.0  # since a tenant's last Submit
@@ -91,17 +90,12 @@ class Frontend:
         # tenant -> its WAITING streams, by request id; none is empty
         self._waiting: dict[str, dict[str, RequestStream]] = {}
         self._draining: dict[str, None] = {}  # workers, ended ones too, oldest first
-        self._heard_s: dict[str, float] = {}  # routers and workers -> when each said anything
+        self._heard_s: dict[str, float] = {}  # worker -> when it last sent anything
         self._looked_s = clock.now_s() - STATUS_S
-        self._ticked_s = clock.now_s()
+        self._pauses = PauseDetector(clock.now_s())
         self._answered_s: float | None = None  # a decode worker, with a prompt of a prefill worker
 
     # The HTTP side: see Service.
-
-    @property
-    def is_ready(self) -> bool:
-        """See Service."""
-        return not self.why_not_ready
 
     @property
     def why_not_ready(self) -> str:
@@ -169,7 +163,7 @@ class Frontend:
         return stream.decode if stream is not None else ""
 
     def explain(self, request_id: str, explained: Explained) -> None:
-        """Ask the routers how the request was routed."""
+        """See Service."""
         self._explanations.ask(request_id, explained)
 
     # The host: see Node.
@@ -211,7 +205,6 @@ class Frontend:
             self._from_worker(peer, message)
         elif self._peer_registry.is_router(peer):
             self._watch.heard(peer)
-            self._heard_s[peer.hello.id] = self._clock.now_s()
             self._from_router(peer, message)
         self._reports.flush()
 
@@ -220,9 +213,8 @@ class Frontend:
         self._peer_registry.keep_up()
         self._report_connections()
         now_s = self._clock.now_s()
-        held_up_s, self._ticked_s = now_s - self._ticked_s, now_s
-        if held_up_s > LATE_TICK_S:
-            self._excuse(held_up_s)
+        if pause_s := self._pauses.pause_s(now_s):
+            self._excuse(pause_s)
         if now_s - self._looked_s >= STATUS_S:
             self._looked_s = now_s
             self._watch.ask(self.report() if self.report is not None else None)
@@ -301,7 +293,7 @@ class Frontend:
         if failed.failure is Failure.INVALID and not stream.log:
             self._fail(stream, InvalidRequest(failed.reason))
         elif failed.failure is Failure.BUSY:
-            stream.blame(worker)
+            stream.avoid_worker(worker)
             self._again(stream, "busy", at_once=False)
         elif failed.failure is Failure.LOST:
             self._lose(stream, worker)
@@ -361,12 +353,13 @@ class Frontend:
             has_left = self._connections.left_s(worker) >= asked_s  # since the router was asked
             is_here = self._connections.has(worker)
             if worker and has_left and is_here:
-                stream.doubted_s = now_s  # the worker may have dropped the attempt with the connection
+                # The worker may have dropped the attempt with the connection.
+                stream.unconfirmed_since_s = now_s
             if worker and not is_here and stream.needs(worker):
                 if has_left:  # perhaps it died of this very request
                     self._lose(stream, worker)
                 else:
-                    stream.blame(worker)
+                    stream.avoid_worker(worker)
                     self._again(stream, "unreached", at_once=False)
                 return
 
@@ -382,7 +375,7 @@ class Frontend:
             rejected.reason,
             refusal=rejected.refusal,
             retry_after_s=rejected.retry_after_s,
-            may_return=rejected.may_return,
+            should_retry=rejected.should_retry,
         )
         self._fail(stream, refused)
 
@@ -397,7 +390,6 @@ class Frontend:
     def _lose_router(self, router: str) -> None:
         """Submit the unanswered requests of the router again, and doubt its dispatched requests."""
         now_s = self._clock.now_s()
-        self._heard_s.pop(router, None)
         self._window.lose(router)
         for stream in self._each():
             if stream.router != router:
@@ -405,7 +397,7 @@ class Frontend:
             if stream.state is StreamState.SUBMITTED:
                 self._again(stream, "router")
             elif stream.state is StreamState.ROUTED and not stream.is_decoding:
-                stream.doubted_s = min(stream.doubted_s, now_s)
+                stream.unconfirmed_since_s = min(stream.unconfirmed_since_s, now_s)
 
     def _report_connections(self) -> None:
         self._peer_registry.report(self._peer_registry.connected())
@@ -413,13 +405,13 @@ class Frontend:
     # Time.
 
     def _excuse(self, seconds: float) -> None:
-        """Do not count this time as silence of other processes: this process stood still and read nothing."""
+        """Do not count this time, in which this process did not run, as silence of other processes."""
         for stream in self._streams.values():
             stream.heard_s += seconds
-            stream.homeless_s += seconds
+            stream.unserved_since_s += seconds
             if stream.lost:
                 stream.retry_s += seconds
-        self._watch.held_up(seconds)
+        self._watch.excuse(seconds)
 
     def _find_overdue(self, now_s: float) -> None:
         for stream in self._each():
@@ -427,7 +419,7 @@ class Frontend:
                 self._end_if_due(stream, now_s)
             elif stream.state is StreamState.ROUTED:
                 silence_s = now_s - stream.heard_s
-                if not stream.is_decoding and now_s - stream.doubted_s > UNHEARD_S:
+                if not stream.is_decoding and now_s - stream.unconfirmed_since_s > UNHEARD_S:
                     self._again(stream, "unheard")
                 elif silence_s > self._limits.max_silence_s and not self._is_behind_others(stream, now_s):
                     reason = f"it was silent for {silence_s:.0f} s"
@@ -437,7 +429,7 @@ class Frontend:
 
     def _is_queued(self, stream: RequestStream, now_s: float) -> bool:
         """A router that answers has the request: a long queue is no lack of workers."""
-        heard_s = max(stream.heard_s, self._heard_s.get(stream.router, 0.0))
+        heard_s = max(stream.heard_s, self._watch.heard_s(stream.router))
         return stream.state is StreamState.SUBMITTED and now_s - heard_s <= self._limits.max_silence_s
 
     def _is_behind_others(self, stream: RequestStream, now_s: float) -> bool:
@@ -516,12 +508,12 @@ class Frontend:
         """Try again after a living worker failed. worker: "" when it is not known."""
         logger.warning("request %s: %s failed: %s", stream.request_id, worker or "a worker", reason)
         stream.num_errors += 1
-        stream.blame(worker)
+        stream.avoid_worker(worker)
         self._again(stream, replay)
 
     def _lose(self, stream: RequestStream, worker: str) -> None:
         """Try again after a process with a part of the request has gone, or seems to have."""
-        stream.blame(worker)
+        stream.avoid_worker(worker)
         if worker in self._draining:  # the request had nothing to do with the end of the process
             self._again(stream, "drained")
             return
@@ -531,7 +523,7 @@ class Frontend:
     def _end_if_due(self, stream: RequestStream, now_s: float) -> bool:
         """Fail a request that may have no other attempt. Returns False when it may."""
         has_router = self._peer_registry.router is not None
-        stream.forgive_nodes(self._connections)
+        stream.merge_node_losses(self._connections)
         error = stream.why_not_again(self._connections, self._limits, now_s, has_router=has_router)
         if error is not None:
             self._fail(stream, error)
@@ -638,8 +630,7 @@ class SubmitWindow:
     def submitted(self, router: str, request: Request) -> None:
         """Count a request that has been submitted to a router."""
         num_tokens = TOKENS_PER_SUBMIT + request.num_tokens
-        key = (request.request_id, request.attempt)
-        self._unanswered.setdefault(router, {})[key] = (request.tenant, num_tokens)
+        self._unanswered.setdefault(router, {})[request.key] = (request.tenant, num_tokens)
         self._num_tokens[request.tenant] += num_tokens
         if not request.is_probe:
             self._submitted_s.pop(request.tenant, None)

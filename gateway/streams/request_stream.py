@@ -10,17 +10,18 @@ decode worker's tokens may come before the first token, which the prefill worker
 
 A request that has lost its worker may have another attempt under these rules:
 
-1. At once, and elsewhere, when the worker is gone, broke the protocol, made an error or fell silent.
-2. Again and again, later each time, while no worker has room: until `max_wait_s` has passed, or
+1. It is submitted at once, and avoids the worker, when the worker is gone, breaks the protocol, reports an
+   error or falls silent.
+2. It is submitted with exponential back-off while no worker has room, for at most `max_wait_s`, or
    `max_begun_wait_s` once its answer has begun. The successor of a lost worker may take minutes to load.
-3. Not after its deadline, if it has no token by then.
-4. Never with a third worker after two processes died with it, or two could not compute it: the request may be
-   the cause. Nor when its tokens are more than `max_log_tokens`.
+3. It fails at its deadline if it has no token by then.
+4. It fails after two processes died with it or two workers could not compute it, because the request may be
+   the cause, and when its answer exceeds `max_log_tokens`.
 
-A process that died and a connection that broke look alike until the connection is back. Where that decides,
-the verdict waits for DOUBT_S. When a node ends or freezes, the request may go from one of its workers to
-another: a worker that was silent before it had the request did not die of it, and the workers of a node that
-is lost as a whole, within NODE_ENDS_S, count as one process.
+A process that died and a connection that broke look alike until the connection is back. Where rule 4 depends
+on the difference, the next attempt waits for DOUBT_S. When a node ends or freezes, the request may go from
+one of its workers to another: a worker that was silent before it had the request did not die of it, and the
+workers of a node that is lost as a whole, within NODE_ENDS_S, count as one process.
 """
 
 import math
@@ -28,16 +29,17 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import InitVar, dataclass, field
 from enum import Enum
-from typing import Final, NamedTuple, Protocol, TypeAlias
+from typing import Final, NamedTuple, Protocol
 
 import msgspec
 
 from baton.errors import BatonError, InvalidRequest, Overloaded, ProtocolError, Refused, WorkerLost
+from baton.gateway.streams.routers import Explained
 from baton.gateway.streams.workers import WorkerConnections
 from baton.messages.codec import fits_request
 from baton.messages.operations import Status
 from baton.messages.workers import Worker
-from baton.request import Request, TokenEvent
+from baton.request import AttemptKey, Request, TokenEvent
 from baton.tenants import Refusal
 
 MAX_EARLY: Final = 1024  # events of one attempt that wait for its first token
@@ -54,7 +56,7 @@ class Sink(Protocol):
     """The reader of one request's tokens, called on the loop's thread."""
 
     def tokens(self, events: Sequence[TokenEvent]) -> None:
-        """Take tokens in order, each once; a finish reason on the last one is the end."""
+        """Take tokens in order, each once. The end is a finish reason on the last one: STOP or LENGTH."""
 
     def failed(self, error: BatonError) -> None:
         """Take the end without an answer."""
@@ -76,13 +78,14 @@ class Service(Protocol):
     def decode_worker(self, request_id: str) -> str:
         """Return the worker that the request runs on now; "" for none."""
 
-    @property
-    def is_ready(self) -> bool:
-        """A request that came now could be dispatched."""
+    def explain(self, request_id: str, explained: Explained) -> None:
+        """Ask how a request was routed, and call `explained` once."""
 
     @property
     def why_not_ready(self) -> str:
-        """The missing part, for operators and clients to read; "" when the service is ready."""
+        """The part without which no request can be dispatched, for operators and clients to read; "" when
+        none is missing.
+        """
 
     @property
     def workers(self) -> Sequence[Worker]:
@@ -101,9 +104,6 @@ class Service(Protocol):
     @property
     def counters(self) -> Counter[str]:
         """Replays, drops and the like, by name."""
-
-
-AttemptKey: TypeAlias = tuple[str, int]  # request id, attempt
 
 
 class ReplayLimits(NamedTuple):
@@ -142,17 +142,17 @@ class RequestStream:
     is_begun: bool = field(init=False)  # workers have had the request, in any attempt
     has_started: bool = False  # the present attempt
     is_reported: bool = False  # its start, to the router
-    given_s: float = field(init=False)  # when the router, and then its workers, were given the attempt
+    assigned_s: float = field(init=False)  # when the router, and then its workers, were given the attempt
     decode: str = ""  # of the present attempt, once it is ROUTED
     prefill: str = ""
-    doubted_s: float = math.inf  # since when the workers may never have heard of the attempt
+    unconfirmed_since_s: float = math.inf  # since when the workers may never have heard of the attempt
     avoid: list[str] = field(default_factory=list)  # workers that failed the request, the latest last
     lost: dict[str, float] = field(default_factory=dict)  # processes that seemed to die with it, and when
     lost_s: float = field(init=False)  # when the latest of them did
     num_errors: int = 0  # attempts that a living worker failed
     num_retries: int = 0  # in a row, since the request last had a worker
     retry_s: float = field(init=False)
-    homeless_s: float = field(init=False)  # since when no worker has answered the request
+    unserved_since_s: float = field(init=False)  # since when no worker has answered the request
     heard_s: float = field(init=False)  # when its router or its workers last took it on or answered
 
     def __post_init__(self, opened_s: float) -> None:
@@ -160,7 +160,7 @@ class RequestStream:
         self.log = list(self.request.generated_token_ids)
         self.next_index = self.first_index = len(self.log)
         self.is_begun = bool(self.log)
-        self.lost_s = self.retry_s = self.homeless_s = self.heard_s = self.given_s = opened_s
+        self.lost_s = self.retry_s = self.unserved_since_s = self.heard_s = self.assigned_s = opened_s
 
     @property
     def request_id(self) -> str:
@@ -224,19 +224,20 @@ class RequestStream:
     def submitted(self, router: str, now_s: float) -> None:
         """Enter SUBMITTED: this router has been asked."""
         self.state, self.router = StreamState.SUBMITTED, router
-        self.heard_s = self.given_s = now_s
+        self.heard_s = self.assigned_s = now_s
 
     def routed(self, decode: str, prefill: str, now_s: float) -> None:
         """Enter ROUTED: these workers have the attempt."""
         self.state, self.is_begun = StreamState.ROUTED, True
         self.decode, self.prefill = decode, prefill
-        self.homeless_s += max(0.0, now_s - self.heard_s)  # the wait in the router's queue does not count
-        self.heard_s = self.given_s = now_s
+        # The wait in the router's queue does not count.
+        self.unserved_since_s += max(0.0, now_s - self.heard_s)
+        self.heard_s = self.assigned_s = now_s
 
     def next_attempt(self, now_s: float, *, at_once: bool) -> None:
         """Go back to WAITING; for longer the more attempts in a row found no worker, unless `at_once`."""
         if self.has_started:
-            self.homeless_s, self.num_retries = now_s, 0
+            self.unserved_since_s, self.num_retries = now_s, 0
         if at_once:
             self.retry_s = now_s
         else:
@@ -248,14 +249,14 @@ class RequestStream:
         self.first_index = self.next_index
         self.sticky_worker = self.decode = self.prefill = ""
         self.has_started = self.is_reported = False
-        self.doubted_s = math.inf
+        self.unconfirmed_since_s = math.inf
         self.early.clear()
 
     def needs(self, worker: str) -> bool:
         """The loss of this worker can lose tokens of the present attempt."""
         return self.decode == worker or (self.prefill == worker and not self.has_started)
 
-    def blame(self, worker: str) -> None:
+    def avoid_worker(self, worker: str) -> None:
         """Have the next attempts avoid a worker, if they can; "" is no worker."""
         if not worker:
             return
@@ -266,7 +267,7 @@ class RequestStream:
 
     def lose(self, worker: str, connections: WorkerConnections, now_s: float) -> None:
         """Count a process that seems to have died with the request."""
-        if connections.was_silent(worker, self.given_s):
+        if connections.was_silent(worker, self.assigned_s):
             return
         # A connected process lives; but different processes hear of one death at different times.
         self.lost = {
@@ -276,7 +277,7 @@ class RequestStream:
         }
         self.lost[worker] = self.lost_s = now_s
 
-    def forgive_nodes(self, connections: WorkerConnections) -> None:
+    def merge_node_losses(self, connections: WorkerConnections) -> None:
         """Count workers that ended with their node as one process, for good: new workers may start there."""
         if len(self.lost) < 2:
             return
@@ -297,7 +298,7 @@ class RequestStream:
 
     def waits_too_long(self, limits: ReplayLimits, now_s: float) -> bool:
         """The request has been without any worker for longer than it may be."""
-        return now_s - self.homeless_s > self._max_wait_s(limits)
+        return now_s - self.unserved_since_s > self._max_wait_s(limits)
 
     def why_not_again(
         self, connections: WorkerConnections, limits: ReplayLimits, now_s: float, *, has_router: bool

@@ -45,7 +45,7 @@ class RefusedEventId(InvalidRequest):
         self.code = code
 
 
-class Shown(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+class DeliveredChoice(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     """The part of one choice that its client has."""
 
     is_begun: bool = False  # the chunk before its first text was sent
@@ -66,7 +66,7 @@ class ResumePoint(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
     created_s: int  # in each chunk, in seconds since 1970
     expires_s: int  # in seconds since 1970
     has_shown_usage: bool
-    choices: tuple[Shown, ...]
+    choices: tuple[DeliveredChoice, ...]
 
     def is_whole(self, *, has_usage: bool) -> bool:
         """Tell whether only the end of the stream is missing. has_usage: the client asked for the usage."""

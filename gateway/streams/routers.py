@@ -1,5 +1,6 @@
 """A gateway's dealings with its routers apart from requests: their status, their silence, their decisions."""
 
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Final, TypeAlias
@@ -53,10 +54,6 @@ class RouterWatch:
             routers=tuple(router for each in self._statuses.values() for router in each.routers),
         )
 
-    def forget(self) -> None:
-        """Have no `status` until all routers have answered again."""
-        self._statuses.clear()
-
     def ask(self, own: GatewayStatus | None = None) -> None:
         """Ask every router for its status, after reporting this gateway's own."""
         for router in self._peer_registry.routers:
@@ -81,13 +78,17 @@ class RouterWatch:
         """Take note that a router has said something."""
         self._heard_s[router.hello.id] = self._any_heard_s = self._clock.now_s()
 
+    def heard_s(self, router: str) -> float:
+        """Return the time of the router's last message; -inf for a router that is not connected."""
+        return self._heard_s.get(router, -math.inf)
+
     def left(self, router: Peer) -> None:
         """Forget a router."""
         self._heard_s.pop(router.hello.id, None)
         self._statuses.pop(router.hello.id, None)
 
-    def held_up(self, seconds: float) -> None:
-        """Excuse routers for a time in which this process stood still and read nothing."""
+    def excuse(self, seconds: float) -> None:
+        """Do not count this time, in which this process did not run, as silence of routers."""
         self._any_heard_s += seconds
         for router in self._heard_s:
             self._heard_s[router] += seconds

@@ -43,14 +43,14 @@ class WorkerConnections:
         lost = self._lost.get(worker)
         return -math.inf if lost is None else lost.left_s
 
-    def was_silent(self, worker: str, given_s: float) -> bool:
+    def was_silent(self, worker: str, assigned_s: float) -> bool:
         """Return whether the worker stood still before it was given an attempt.
 
-        given_s: when this gateway heard of that; a worker that is gone had the attempt before it left.
+        assigned_s: when this gateway heard of that; a worker that is gone had the attempt before it left.
         """
         if not self.has(worker) and worker in self._lost:
-            given_s = min(given_s, self._lost[worker].left_s)
-        return self._heard_s(worker) < given_s - SILENT_BEFORE_S
+            assigned_s = min(assigned_s, self._lost[worker].left_s)
+        return self._heard_s(worker) < assigned_s - SILENT_BEFORE_S
 
     def _heard_s(self, worker: str) -> float:
         now_s, peer, lost = self._clock.now_s(), self._peer_registry.peer(worker), self._lost.get(worker)

@@ -102,7 +102,7 @@ class Tenants:
     def find(self, key: str) -> Tenant | None:
         """Return the tenant of a client's key; None for an unknown key.
 
-        The time of the look-up does not tell how near a guess is: its place depends on a secret.
+        The look-up leaks no timing: the table is indexed by a keyed hash of the digest.
         """
         if not self.need_keys:
             return self._anyone
@@ -150,33 +150,28 @@ _HEADERS: Final = frozenset({*TTFT_HEADERS, *TPOT_HEADERS, PRIORITY_HEADER})
 AskedFor: TypeAlias = Mapping[bytes, str]  # name of a header above -> its value
 
 
-def asked_for(scope: Scope) -> AskedFor:
-    """Return the headers above that a request has; of repeated ones the first counts."""
-    headers: Headers = scope["headers"]
-    return {name: value.decode("latin-1") for name, value in reversed(headers) if name in _HEADERS}
+def read_objectives(scope: Scope, tenant: Tenant) -> tuple[Sla, SchedulingKey]:
+    """Return the latency objectives and the scheduling key of a request.
 
-
-def sla_of(asked: AskedFor, tenant: Tenant) -> Sla:
-    """Return the objectives: the tenant's, or looser ones of the headers. Raises ApiError 400."""
+    Both are the tenant's unless the headers ask for looser objectives, for objectives that the tenant is not
+    promised, or for a lower class. Raises ApiError 400, which names the header.
+    """
+    headers: Headers = scope["headers"]  # of repeated ones the first counts
+    asked = {name: value.decode("latin-1") for name, value in reversed(headers) if name in _HEADERS}
     promised = tenant.policy.sla
     if not asked:
-        return promised
+        return promised, tenant.policy.scheduling_key(tenant.rank)
     ttft_ms, tpot_ms = _milliseconds(asked, TTFT_HEADERS), _milliseconds(asked, TPOT_HEADERS)
-    return Sla(
+    sla = Sla(
         ttft_ms=_looser(promised.ttft_ms, ttft_ms),
         tpot_ms=_looser(promised.tpot_ms, tpot_ms),
         deadline_ms=promised.deadline_ms,
     )
-
-
-def scheduling_key_of(asked: AskedFor, tenant: Tenant) -> SchedulingKey:
-    """Return the scheduling key in the class of the headers or the tenant's. Raises ApiError 400."""
     scheduling_key = tenant.policy.scheduling_key(_rank_of(asked, tenant))
-    return (
-        msgspec.structs.replace(scheduling_key, has_unpromised_sla=True)
-        if _wishes(asked, tenant.policy.sla)
-        else scheduling_key
-    )
+    wishes = ((promised.ttft_ms, ttft_ms), (promised.tpot_ms, tpot_ms))
+    if any(own is None and wish is not None for own, wish in wishes):
+        scheduling_key = msgspec.structs.replace(scheduling_key, has_unpromised_sla=True)
+    return sla, scheduling_key
 
 
 def _rank_of(asked: AskedFor, tenant: Tenant) -> int:
@@ -189,16 +184,10 @@ def _rank_of(asked: AskedFor, tenant: Tenant) -> int:
     return max(tenant.rank, tenant.classes.index(name))
 
 
-def _wishes(asked: AskedFor, promised: Sla) -> bool:
-    """The headers ask for an objective that the tenant is not promised."""
-    kinds = ((promised.ttft_ms, TTFT_HEADERS), (promised.tpot_ms, TPOT_HEADERS))
-    return bool(asked) and any(own is None and not asked.keys().isdisjoint(names) for own, names in kinds)
-
-
-def _looser(promised: float | None, asked_for: float | None) -> float | None:
-    if promised is None or asked_for is None:
-        return promised if asked_for is None else asked_for
-    return max(promised, asked_for)
+def _looser(promised: float | None, asked: float | None) -> float | None:
+    if promised is None or asked is None:
+        return promised if asked is None else asked
+    return max(promised, asked)
 
 
 def _milliseconds(asked: AskedFor, names: tuple[bytes, ...]) -> float | None:

@@ -1,4 +1,4 @@
-"""Text to token ids and back, from `tokenizer.json` and `tokenizer_config.json` of a model directory.
+"""Text to token ids and back, from `tokenizer.json` of a model directory.
 
 `Tokenizer` encodes whole texts and decodes whole answers. A `Detokenizer` decodes one stream token by token,
 without half a character. `ChoiceText` cuts that text before the first stop string.
@@ -24,7 +24,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final, Protocol
 
-import msgspec
 import tokenizers
 
 from baton.errors import InvalidRequest, ModelError
@@ -48,53 +47,6 @@ def read_text(path: Path) -> str | None:
         return None
     except (OSError, UnicodeDecodeError) as error:
         raise ModelError(f"{path}: cannot be read: {error}") from error
-
-
-class _AddedToken(msgspec.Struct, frozen=True):
-    content: str
-
-
-class _NamedTemplate(msgspec.Struct, frozen=True):
-    name: str
-    template: str
-
-
-class TokenizerConfig(msgspec.Struct, frozen=True):
-    """The keys of `tokenizer_config.json` that Baton uses; the file has dozens for training alone."""
-
-    bos_token: str | _AddedToken | None = None
-    eos_token: str | _AddedToken | None = None
-    unk_token: str | _AddedToken | None = None
-    pad_token: str | _AddedToken | None = None
-    chat_template: str | list[_NamedTemplate] | None = None
-
-    def special_tokens(self) -> dict[str, str]:
-        """Return the model's special tokens by the names that templates use: `{"bos_token": "<s>", ...}`."""
-        names = ("bos_token", "eos_token", "unk_token", "pad_token")
-        named = {name: getattr(self, name) for name in names}
-        return {
-            name: token.content if isinstance(token, _AddedToken) else token
-            for name, token in named.items()
-            if token is not None
-        }
-
-    def template(self, name: str) -> str | None:
-        """Return a named chat template; one without a name is the "default"."""
-        if isinstance(self.chat_template, list):
-            return {entry.name: entry.template for entry in self.chat_template}.get(name)
-        return self.chat_template if name == "default" else None
-
-
-def read_tokenizer_config(directory: Path) -> TokenizerConfig:
-    """Return the tokenizer's settings, empty for an absent file. Raises ModelError for a damaged one."""
-    path = directory / "tokenizer_config.json"
-    text = read_text(path)
-    if text is None:
-        return TokenizerConfig()
-    try:
-        return msgspec.json.decode(text, type=TokenizerConfig)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ModelError(f"{path}: {error}") from None
 
 
 class Detokenizer(Protocol):
@@ -191,12 +143,11 @@ class ByteLevelDetokenizer:
 class Tokenizer:
     """The tokenizer of a model. Threads may share it; a long prompt must not be encoded on the event loop."""
 
-    def __init__(self, inner: tokenizers.Tokenizer, config: TokenizerConfig) -> None:
+    def __init__(self, inner: tokenizers.Tokenizer) -> None:
         # A file may ask for truncation or padding as it was used in training; serving must do neither.
         inner.no_truncation()
         inner.no_padding()
         self._inner = inner
-        self._special_tokens = config.special_tokens()
         self._bytes_of_tokens = _bytes_of_tokens(inner)
 
     @classmethod
@@ -217,23 +168,12 @@ class Tokenizer:
             return None
         with _library_faults(f"{path}: is not a tokenizer"):
             inner = tokenizers.Tokenizer.from_str(text)
-        return cls(inner, read_tokenizer_config(directory))
+        return cls(inner)
 
     @property
     def vocab_size(self) -> int:
         """The bound of the ids; the model's own vocabulary may be padded beyond it."""
         return self._inner.get_vocab_size(with_added_tokens=True)
-
-    @property
-    def special_tokens(self) -> dict[str, str]:
-        """The special tokens by the names in `tokenizer_config.json`: `{"eos_token": "</s>", ...}`."""
-        return dict(self._special_tokens)
-
-    @property
-    def eos_token_id(self) -> int | None:
-        """The id of the end token; None when the files name none."""
-        token = self._special_tokens.get("eos_token")
-        return None if token is None else self._inner.token_to_id(token)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text.

@@ -141,6 +141,7 @@ def test_operator_port_needs_no_key_for_operator_paths_alone(tenants: str) -> No
         for path in ("/metrics", "/load", "/ui", "/ping", "/health"):
             assert web.get(path).status_code == 200
         assert web.get("/admin/decisions/x").status_code == 404, "it is let in"
+        assert web.get(f"/admin/decisions/{'a' * 32}").status_code == 503, "no router has answered"
         assert web.get("/v1/models").status_code == 401
         assert web.get("/v1/models", headers={"authorization": "Bearer k-acme"}).status_code == 200
         # Another site's page in a browser of this machine.

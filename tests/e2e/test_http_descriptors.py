@@ -13,6 +13,7 @@ import msgspec
 from baton.cluster.model_directory import resolve_model
 from baton.cluster.runtimes.base import Assignment, generations_of
 from baton.config.gateway import GatewayConfig
+from baton.messages.bounds import Kind
 from baton.messages.workers import Address
 from tests.served import ROOT, stop
 
@@ -23,9 +24,9 @@ NUM_SLOW = 400
 def test_ping_is_answered_despite_many_slow_connections() -> None:
     config = GatewayConfig(model=str(resolve_model("tiny")), routers=(Address("127.0.0.1", 1),), port=0)
     given = Assignment(
-        kind="gateway",
+        kind=Kind.GATEWAY,
         name="gateway-0",
-        generations=generations_of("gateway", b"k" * 32),
+        generations=generations_of(Kind.GATEWAY, b"k" * 32),
         config=msgspec.Raw(msgspec.json.encode(config)),
     )
     process = subprocess.Popen(

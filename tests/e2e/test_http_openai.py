@@ -69,7 +69,7 @@ def test_usage_may_come_with_every_chunk(client: openai.OpenAI) -> None:
 
 
 def test_answer_that_ends_with_its_first_token_counts_one(client: openai.OpenAI, llm: LLM) -> None:
-    end = llm.tokenizer.eos_token_id
+    (end,) = llm.tokenizer.encode("<|end|>")
     answer = chat(client, logit_bias={str(end): 100})
     assert answer.choices[0].message.content == "" and answer.choices[0].finish_reason == "stop"
     assert answer.usage is not None and answer.usage.completion_tokens == 1

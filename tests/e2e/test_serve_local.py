@@ -16,8 +16,8 @@ import pytest
 
 from baton.bench.tiny.tasks import recall_cases
 from baton.cluster.cluster_record import find_record
+from baton.cluster.redis_server import find_program
 from baton.config.environment import cache_directory
-from baton.router.redis.server import find_program
 from tests.served import Served, are_gone, descendants, served, until
 
 OPTIONS = ("tiny", "--runtime", "local", "--kv-cache-memory", "64MiB", "--drain-timeout", "5")

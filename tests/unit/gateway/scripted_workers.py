@@ -106,7 +106,7 @@ class ScriptedWorker:
             case Cancel():
                 self._cancel(message)
             case KvEventsWanted():
-                peer.send(KvEventBatch(first=0, keys=b"", pages=(), generations=(), is_afresh=True))
+                peer.send(KvEventBatch(first=0, keys=b"", pages=(), generations=(), is_snapshot=True))
             case Drain():
                 self.is_draining = True
             case _:

@@ -17,8 +17,8 @@ from baton.messages.workers import WorkerRole
 from tests.node_peers import id_of
 from tests.scripted_service import ScriptedService, answer_at_once, worker
 
-BEST = Weighed(decode=id_of("d1"), terms={"queue_s": 0.1, "compute_s": 0.4, "harm_s": 9.0})
-CHOSEN = Weighed(decode=id_of("d0"), terms={"queue_s": 0.0, "compute_s": 0.8, "harm_s": 0.0})
+BEST = Weighed(decode=id_of("d1"), terms={"queue_s": 0.1, "compute_s": 0.4, "decode_delay_s": 9.0})
+CHOSEN = Weighed(decode=id_of("d0"), terms={"queue_s": 0.0, "compute_s": 0.8, "decode_delay_s": 0.0})
 DECISION = Decision(
     request_id=id_of("a"),
     attempt=0,

@@ -7,7 +7,7 @@ import pytest
 
 from baton.errors import BatonError, IntegrityError, Overloaded, WorkerLost
 from baton.gateway.api.answer import OPENING_S, Answer, AnswerChoice, Delta
-from baton.request import FinishReason, TokenEvent
+from baton.request import FinishReason
 from tests.event_loop import on_loop
 from tests.scripted_service import WORKER_ID, ScriptedService, answer_at_once, events
 from tests.unit.gateway import calls
@@ -101,15 +101,6 @@ def test_failure_of_one_choice_ends_all_choices() -> None:
     service.fail(service.requests[1].request_id, error)
     assert heard.error is error and answer.is_over and not heard.ends
     assert service.cancelled == [first.request_id]
-
-
-@pytest.mark.parametrize("reason", [FinishReason.ABORT])
-def test_aborted_choice_is_a_failure(reason: FinishReason) -> None:
-    service = ScriptedService()
-    _, heard = started(service)
-    (request,) = service.requests
-    service.emit(request.request_id, [TokenEvent(request.request_id, 0, 0, None, reason)])
-    assert isinstance(heard.error, IntegrityError) and not heard.deltas
 
 
 def test_answer_that_cannot_be_opened_cancels_its_choices() -> None:

@@ -13,9 +13,9 @@ from baton.errors import IntegrityError, Refused, WorkerLost
 from baton.gateway.api import answer_stream
 from baton.gateway.api.answer import Answer
 from baton.gateway.api.answer_stream import (
-    CALM_SENTENCES,
     MAX_HELD_BYTES,
     MAX_TURN_BYTES,
+    RECOVERY_SENTENCES,
     SERVER_SENT_EVENTS,
     AnswerCollector,
     AnswerStream,
@@ -26,7 +26,7 @@ from baton.gateway.api.answer_stream import (
 from baton.gateway.api.call import Prompt
 from baton.gateway.api.format import answer_format
 from baton.gateway.metrics.metrics import Metrics
-from baton.gateway.streams.resume import ResumePoint, Shown
+from baton.gateway.streams.resume import DeliveredChoice, ResumePoint
 from baton.gateway.tenants.limiter import Limiter
 from baton.request import FinishReason, TokenEvent, TokenLogprobs
 from baton.tenants import Quotas
@@ -107,7 +107,7 @@ async def test_lagging_client_gets_whole_sentences_until_it_keeps_up() -> None:
     assert client.texts()[3:] == ["seven"]  # calm again
     await streaming.emit("!", is_end=True)
     assert "".join(client.texts()) == "one two. three. four five. six. seven!"
-    assert CALM_SENTENCES == 4 and client.is_done
+    assert RECOVERY_SENTENCES == 4 and client.is_done
 
 
 @on_loop
@@ -302,8 +302,8 @@ async def test_lagging_client_gets_the_empty_chunk_once() -> None:
 @on_loop
 async def test_answer_without_text_is_its_end_alone() -> None:
     streaming = await begun()
-    assert calls.TOKENIZER.eos_token_id is not None
-    await emit_id(streaming, calls.TOKENIZER.eos_token_id, end=FinishReason.STOP)
+    (end,) = calls.ids("<|end|>")
+    await emit_id(streaming, end, end=FinishReason.STOP)
     assert shown(streaming) == [("", "stop")] and streaming.client.is_done
 
 
@@ -396,7 +396,7 @@ TEXTS = (
     "One. Two two two! Three; then caf\u00e9 \U0001f600\U0001f680 and so on. Four?\nFive. Six. Seven sevens.",
     "\U0001f680\U0001f680. A b c. D e f! <stop inside> no end. More of it. And more of that. Done",
 )
-POINT = ResumePoint(b"a" * 16, b"d" * 16, 7, 1_700_000_000, 2_000_000_000, False, (Shown(),) * 2)
+POINT = ResumePoint(b"a" * 16, b"d" * 16, 7, 1_700_000_000, 2_000_000_000, False, (DeliveredChoice(),) * 2)
 
 
 class Script:

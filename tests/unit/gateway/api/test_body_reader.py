@@ -23,6 +23,7 @@ from baton.gateway.api.body_reader import (
     ServedModel,
 )
 from baton.gateway.api.errors import ApiError
+from baton.gateway.text.chat_template import ChatTemplate
 from baton.gateway.text.tokenizer import Tokenizer
 from baton.token_ids import TokenIds
 from tests.unit.gateway.calls import TENANT, ids
@@ -369,3 +370,8 @@ def test_missing_form_of_a_public_text_is_logged_once(caplog: pytest.LogCaptureF
     with caplog.at_level("INFO"):
         asyncio.run(twice())
     assert len(caplog.records) == 1 and HOUSE not in str(vars(caplog.records[0]))
+
+
+def test_public_text_that_the_template_fails_on_shares_the_tokens_of_its_prompt() -> None:
+    reader = PromptReader(TOKENIZER, ChatTemplate("{{ messages | no_such_filter }}", {}))
+    assert num_public(ids(HOUSE), HOUSE, reader=reader) == len(ids(HOUSE))

@@ -4,6 +4,7 @@ import pytest
 
 from baton.errors import IntegrityError, InvalidRequest, Overloaded, Refused, TransferFailed, WorkerLost
 from baton.gateway.api.errors import ApiError, as_api_error, unsupported
+from baton.gateway.app import STATUSES
 from baton.tenants import Refusal
 
 
@@ -51,6 +52,11 @@ def test_refusals_name_the_quota_and_the_time_to_retry(
         assert body["type"] == "rate_limit_error"
 
 
+@pytest.mark.parametrize("refusal", Refusal)
+def test_openapi_document_has_the_status_of_every_refusal(refusal: Refusal) -> None:
+    assert str(as_api_error(Refused("no", refusal=refusal, retry_after_s=1.0)).status) in STATUSES
+
+
 def test_request_that_never_fits_is_not_retried() -> None:
     answer = as_api_error(Refused("too long a prompt", refusal=Refusal.SLO, retry_after_s=0.0))
     assert dict(answer.headers()) == {b"x-should-retry": b"false"}
@@ -82,6 +88,6 @@ def test_half_a_surrogate_pair_in_a_message_is_escaped() -> None:
 
 @pytest.mark.parametrize("refusal", [Refusal.SLO, Refusal.SHED])
 def test_refusal_without_return_is_not_retried_automatically(refusal: Refusal) -> None:
-    answer = as_api_error(Refused("no", refusal=refusal, retry_after_s=30.0, may_return=False))
+    answer = as_api_error(Refused("no", refusal=refusal, retry_after_s=30.0, should_retry=False))
     headers = dict(answer.headers())
     assert headers[b"x-should-retry"] == b"false" and headers[b"retry-after"] == b"30"

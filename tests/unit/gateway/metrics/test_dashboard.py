@@ -67,7 +67,7 @@ def tile(shown: Text, name: str) -> str:
 def test_workers_tenants_and_gateways_are_shown() -> None:
     shown = Text(page().page([counts("g0", 12, 90), counts("g1")], status()))
     assert {"decode-0", "decode", "25%", "g0", "g1", "12", "90"} <= set(shown.texts)
-    assert tile(shown, "wait at the router") == "7" and tile(shown, "overload") == "calm"
+    assert tile(shown, "queued requests") == "7" and tile(shown, "overload") == "calm"
 
 
 def test_names_are_escaped() -> None:
@@ -83,8 +83,8 @@ def test_page_has_no_script_and_no_link() -> None:
 
 def test_page_without_a_status_says_so() -> None:
     shown = Text(page().page([counts()], None))
-    assert "None is there." in shown.texts and "Tenants" not in shown.texts
-    assert tile(shown, "first token, 99 %") == "-"
+    assert "No workers." in shown.texts and "Tenants" not in shown.texts
+    assert tile(shown, "TTFT p99") == "-"
 
 
 def test_rates_cover_the_time_between_two_views() -> None:

@@ -23,7 +23,7 @@ from tests.scripted_service import ScriptedService, worker
 
 
 def samples(exporter: Exporter, *others: Metrics) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
-    families = text_string_to_metric_families(exporter.text(others).decode())
+    families = text_string_to_metric_families(exporter.text([exporter.metrics, *others]).decode())
     return {
         (sample.name, tuple(sorted(sample.labels.items()))): sample.value
         for family in families

@@ -250,13 +250,13 @@ def test_router_hears_the_workers_that_the_gateway_reaches() -> None:
 
 def test_ready_means_a_router_and_a_decode_worker() -> None:
     g = gateway("p0")
-    assert not g.frontend.is_ready
+    assert g.frontend.why_not_ready
     g.list_members("p0", "d0")
-    assert not g.frontend.is_ready
+    assert g.frontend.why_not_ready
     g.join("d0")
-    ready = [g.frontend.is_ready]
+    ready = [not g.frontend.why_not_ready]
     g["router"].leave()
-    ready.append(g.frontend.is_ready)
+    ready.append(not g.frontend.why_not_ready)
     assert ready == [True, False]
     assert [worker.name for worker in g.frontend.workers] == ["p0", "d0"]
 

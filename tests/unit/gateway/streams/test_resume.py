@@ -8,10 +8,10 @@ from baton.errors import ConfigError
 from baton.gateway.streams.resume import (
     MAX_ID_CHARS,
     MAX_RESUMABLE_CHOICES,
+    DeliveredChoice,
     EventIds,
     RefusedEventId,
     ResumePoint,
-    Shown,
 )
 from baton.messages.bounds import Kind
 from baton.rpc.auth import KeyRing
@@ -25,7 +25,7 @@ POINT = ResumePoint(
     created_s=int(NOW_S),
     expires_s=int(NOW_S) + 600,
     has_shown_usage=False,
-    choices=(Shown(True, True, 10, 4, 7, 1, 16), Shown()),
+    choices=(DeliveredChoice(True, True, 10, 4, 7, 1, 16), DeliveredChoice()),
 )
 
 
@@ -41,7 +41,7 @@ def test_gateway_with_the_same_key_opens_an_id() -> None:
 
 
 def test_largest_id_fits_a_header() -> None:
-    shown = Shown(True, True, 2**24, 2**24, 2**32 - 1, 2**10, 2**24)
+    shown = DeliveredChoice(True, True, 2**24, 2**24, 2**32 - 1, 2**10, 2**24)
     largest = POINT.__class__(
         b"a" * 16, b"d" * 16, 2**63 - 1, 2**32, 2**32, True, (shown,) * MAX_RESUMABLE_CHOICES
     )

@@ -111,6 +111,25 @@ def test_template_of_the_settings_replaces_the_models_own(tmp_path: Path) -> Non
             ChatTemplate.from_directory(tmp_path, str(tmp_path / wrong))
 
 
+def test_special_tokens_are_strings_or_objects_with_their_content(tmp_path: Path) -> None:
+    config = {
+        "bos_token": "<s>",
+        "eos_token": {"__type": "AddedToken", "content": "</s>", "lstrip": False},
+        "unk_token": None,
+        "model_max_length": 1e30,
+        "chat_template": "{{ bos_token }} {{ eos_token }} {{ unk_token is defined }}",
+    }
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    assert from_directory(tmp_path).render(MESSAGES) == "<s> </s> False"
+
+
+@pytest.mark.parametrize("content", ['{"eos_token": 3}', '{"eos_token"', "[" * 100_000])
+def test_damaged_tokenizer_config_is_named(tmp_path: Path, content: str) -> None:
+    (tmp_path / "tokenizer_config.json").write_text(content)
+    with pytest.raises(ModelError, match="tokenizer_config.json: "):
+        ChatTemplate.from_directory(tmp_path)
+
+
 def test_date_is_an_argument() -> None:
     template = ChatTemplate("{{ strftime_now('%d %b %Y') }}", {}, now=lambda: datetime(2026, 1, 2))
     assert template.render([]) == "02 Jan 2026"

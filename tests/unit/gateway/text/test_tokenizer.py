@@ -17,16 +17,14 @@ from baton.gateway.text.tokenizer import (
     ChoiceText,
     StopStrings,
     Tokenizer,
-    TokenizerConfig,
     WindowDetokenizer,
     read_text,
-    read_tokenizer_config,
 )
 from baton.request import FinishReason, SamplingParams
 from tests.unit.gateway import tiny_tokenizers
 
-BYTE_LEVEL = Tokenizer(tiny_tokenizers.byte_level(), TokenizerConfig())
-BYTE_FALLBACK = Tokenizer(tiny_tokenizers.byte_fallback(), TokenizerConfig())
+BYTE_LEVEL = Tokenizer(tiny_tokenizers.byte_level())
+BYTE_FALLBACK = Tokenizer(tiny_tokenizers.byte_fallback())
 TINY = Tokenizer.from_directory(resolve_model("tiny"))
 BOTH = pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, BYTE_FALLBACK], ids=["byte_level", "byte_fallback"])
 
@@ -34,9 +32,6 @@ BOTH = pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, BYTE_FALLBACK], ids=["b
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
     tiny_tokenizers.byte_level().save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / "tokenizer_config.json").write_text(
-        json.dumps({"eos_token": {"content": "</s>", "lstrip": False}, "bos_token": "<s>", "pad_token": None})
-    )
     return tmp_path
 
 
@@ -56,26 +51,21 @@ def test_directory_of_transformers_is_read_as_transformers_reads_it(tmp_path: Pa
     tokenizer = Tokenizer.from_directory(tmp_path)
     text = "the café 😀</s>"
     assert tokenizer.encode(text) == oracle.encode(text)
-    assert tokenizer.eos_token_id == oracle.eos_token_id
     assert tokenizer.vocab_size == len(oracle)
 
 
-def test_special_tokens_come_from_the_tokenizer_config(directory: Path) -> None:
+def test_special_tokens_are_skipped_unless_asked_for(directory: Path) -> None:
     tokenizer = Tokenizer.from_directory(directory)
-    assert tokenizer.special_tokens == {"bos_token": "<s>", "eos_token": "</s>"}
     token_ids = tokenizer.encode("a</s>")
-    assert token_ids[-1] == tokenizer.eos_token_id
     assert tokenizer.decode(token_ids) == "a"
     assert tokenizer.decode(token_ids, skip_special_tokens=False) == "a</s>"
-    (directory / "tokenizer_config.json").unlink()
-    assert Tokenizer.from_directory(directory).eos_token_id is None
 
 
 def test_truncation_and_padding_of_the_file_are_ignored() -> None:
     inner = tiny_tokenizers.byte_level()
     inner.enable_truncation(4)
     inner.enable_padding(length=64)
-    tokenizer = Tokenizer(inner, TokenizerConfig())
+    tokenizer = Tokenizer(inner)
     text = "a long enough text"
     assert tokenizer.decode(tokenizer.encode(text), skip_special_tokens=False) == text
 
@@ -105,33 +95,19 @@ def test_tokenizer_that_fails_inside_is_a_model_error(directory: Path, part: str
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "message"),
+    ("content", "message"),
     [
-        ("tokenizer.json", b"{}", "tokenizer.json: is not a tokenizer"),
-        ("tokenizer.json", b"\xff\xfe", "tokenizer.json: cannot be read"),
-        ("tokenizer.json", None, "tokenizer.json: there is no such file"),
-        ("tokenizer_config.json", b'{"eos_token": 3}', "tokenizer_config.json: "),
+        (b"{}", "tokenizer.json: is not a tokenizer"),
+        (b"\xff\xfe", "tokenizer.json: cannot be read"),
+        (None, "tokenizer.json: there is no such file"),
     ],
 )
-def test_missing_or_damaged_file_is_named(
-    directory: Path, name: str, content: bytes | None, message: str
-) -> None:
-    (directory / name).unlink()
+def test_missing_or_damaged_file_is_named(directory: Path, content: bytes | None, message: str) -> None:
+    (directory / "tokenizer.json").unlink()
     if content is not None:
-        (directory / name).write_bytes(content)
+        (directory / "tokenizer.json").write_bytes(content)
     with pytest.raises(ModelError, match=message):
         Tokenizer.from_directory(directory)
-
-
-def test_special_tokens_are_strings_or_objects_with_their_content(tmp_path: Path) -> None:
-    config = {
-        "bos_token": "<s>",
-        "eos_token": {"__type": "AddedToken", "content": "</s>", "lstrip": False},
-        "unk_token": None,
-        "model_max_length": 1e30,
-    }
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    assert read_tokenizer_config(tmp_path).special_tokens() == {"bos_token": "<s>", "eos_token": "</s>"}
 
 
 def test_files_are_bounded_and_must_be_utf8(tmp_path: Path) -> None:
