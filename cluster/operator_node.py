@@ -1,7 +1,7 @@
-"""A node that asks routers and serves nothing: the command line, and `baton serve` itself.
+"""The node of the command line and of `baton serve`, which asks routers and serves nothing.
 
-`baton serve` also watches: `Verdicts` decides which workers to replace.
-`async with connected(...) as operator:` keeps a connection to each router, and dials a lost one again.
+`async with connected(...) as operator:` keeps a connection to each router, and dials a lost router again.
+In `baton serve`, `Verdicts` decides which workers to replace.
 """
 
 import asyncio
@@ -15,9 +15,9 @@ from typing import Final, TypeAlias
 import msgspec
 
 from baton.errors import ConfigError, PeerGone, WireError
-from baton.messages.bounds import Kind
+from baton.messages.bounds import MAX_SECONDS, Kind
 from baton.messages.codec import AnyMessage
-from baton.messages.control import MAX_AGE_S, Decision, Hello, Members
+from baton.messages.control import Decision, Hello, Members
 from baton.messages.operations import (
     Decisions,
     Drain,
@@ -33,7 +33,7 @@ from baton.messages.operations import (
 )
 from baton.messages.workers import Address, WorkerRole, WorkerStatus
 from baton.rpc.auth import ClusterKeys
-from baton.rpc.peers import Dial, Peer
+from baton.rpc.peers import EMPTY_LIST, Dial, Peer
 from baton.rpc.server import RpcServer
 
 ANSWER_TIMEOUT_S: Final = 5.0
@@ -48,7 +48,6 @@ Replace: TypeAlias = Callable[[str, str, float], None]
 Order: TypeAlias = Callable[[Undrain | RestartWorker], None]
 
 SILENCE_GRACE_S: Final = 3.0  # for a silent worker to come back: its successor has to load the model
-NOTHING_YET: Final = Members(workers=(), is_complete=False)
 # The effect when the last worker of a role has gone.
 ALONE: Final = {
     WorkerRole.PREFILL: "decode workers compute all prompts",
@@ -59,10 +58,10 @@ ALONE: Final = {
 class Verdicts:
     """Decides which workers to replace, from the messages of all routers; passes on operators' orders.
 
-    1. A router removes a worker that is silent, or that hangs in a step. Its requests go elsewhere then.
-    2. The worker is replaced once no connected router lists it: a router that a partition cuts off from the
-       workers removes all of them, and the other routers keep them. A router that has just started and does
-       not know all workers yet is waited for.
+    1. A router removes a worker that is silent or hangs in a step, and moves its requests to other workers.
+    2. The worker is replaced when no connected router lists it. A router that a partition separates from the
+       workers removes all of them while the other routers keep them. Replacement waits until every connected
+       router has a complete list.
     3. A silent worker has SILENCE_GRACE_S more. If a router lists it again meanwhile, it is kept.
     """
 
@@ -75,11 +74,11 @@ class Verdicts:
         self._pending: dict[str, tuple[WorkerRemoved, str, float]] = {}  # id of a worker -> router, when
 
     def joined(self, router: str) -> None:
-        """Wait for the list of this router, by its id."""
-        self._lists[router] = NOTHING_YET
+        """Expect a list of the router with this id."""
+        self._lists[router] = EMPTY_LIST
 
     def left(self, router: str) -> None:
-        """Drop the router's list. Its verdicts stand: it was connected when the worker was silent."""
+        """Drop the router's list. Workers that the router has removed may still be replaced."""
         self._lists.pop(router, None)
         self._judge()
 
@@ -102,7 +101,7 @@ class Verdicts:
         self._judge()
 
     def _removed(self, router: str, removed: WorkerRemoved) -> None:
-        members = self._lists.get(router, NOTHING_YET)
+        members = self._lists.get(router, EMPTY_LIST)
         others = tuple(worker for worker in members.workers if worker.id != removed.worker)
         self._lists[router] = Members(workers=others, is_complete=members.is_complete)
         _, _, since_s = self._pending.get(removed.worker, (None, "", self._now_s()))
@@ -110,7 +109,7 @@ class Verdicts:
         self._judge()
 
     def tick(self) -> None:
-        """Replace the workers after their grace; called several times a second."""
+        """Replace the workers whose grace has ended. Call several times a second."""
         if self._pending:
             self._judge()
 
@@ -129,9 +128,9 @@ class Verdicts:
 
 
 class Operator:
-    """A node of the RPC server. Its coroutines run on the server's event loop.
+    """A Node that asks routers. Its coroutines run on the RPC server's event loop.
 
-    They raise PeerGone or TimeoutError when no router answers.
+    The coroutines raise PeerGone or TimeoutError when no router answers.
     """
 
     def __init__(self, routers: Sequence[Address], dial: Dial, watcher: Verdicts | None = None) -> None:
@@ -154,25 +153,25 @@ class Operator:
         return tuple(sorted(decisions, key=lambda decision: decision.attempt))
 
     async def drain(self, worker: str, *, may_be_last: bool = False) -> None:
-        """Drain a worker. ConfigError: no worker has that name or id, or it is the last of its role."""
+        """Drain a worker, by name or id. ConfigError: there is no such worker, or no other of its role."""
         _check_drain(worker, (await self.status()).workers, may_be_last)
         await self._ask(Drain(worker=worker))
 
     def tell_head_away(self, seconds: float) -> None:
-        """Tell all connected routers for how many seconds Ray's head has not answered; 0: it answers."""
+        """Tell all connected routers the seconds since Ray's head last answered; 0: the head answers."""
         for router in self._routers:
-            router.send(HeadAway(seconds=min(seconds, MAX_AGE_S)))
+            router.send(HeadAway(seconds=min(seconds, MAX_SECONDS)))
 
     async def undrain(self, worker: str) -> None:
-        """Call a drained worker back. ConfigError when no `baton serve` is there to start it."""
+        """Call a drained worker back. ConfigError: no `baton serve` supervises the worker."""
         await self._order(Undrain(worker=worker))
 
     async def restart(self, worker: str) -> None:
-        """Drain a worker and start it again. ConfigError when no `baton serve` is there to start it."""
+        """Drain a worker and start it again. ConfigError: no `baton serve` supervises the worker."""
         await self._order(RestartWorker(worker=worker))
 
     async def _order(self, order: Undrain | RestartWorker) -> None:
-        """Give an order through one router: two routers would pass it on twice, and a second stop kills."""
+        """Send an order to one router. Two routers would pass it on twice, and a second stop kills."""
         await self._until_connected()
         for router in list(self._routers):
             answers = await self._ask(order, router)
@@ -183,7 +182,7 @@ class Operator:
         )
 
     async def _ask(self, question: AnyMessage, only: Peer | None = None) -> list[AnyMessage]:
-        """Return the answers of the routers that answer in time. only: the one router to ask."""
+        """Ask all routers, or `only` one. Return the answers that come in time."""
         await self._until_connected()
         asked: list[Answer] = []
         for router, answers in self._routers.items():
@@ -205,7 +204,7 @@ class Operator:
         return heard
 
     async def _until_connected(self) -> None:
-        """Wait for one router, and a moment longer for all."""
+        """Wait for one router, and at most MOMENT_S longer for all routers."""
         async with asyncio.timeout(ANSWER_TIMEOUT_S):
             await self._is_connected.wait()
         with contextlib.suppress(TimeoutError):
@@ -270,7 +269,7 @@ class Operator:
 async def connected(
     routers: Sequence[Address], keys: ClusterKeys, watcher: Verdicts | None = None
 ) -> AsyncIterator[Operator]:
-    """Connect an operator to each of these routers. Its first question waits for a connection.
+    """Connect an operator to each of these routers. The first question waits for a connection.
 
     watcher: receives removed workers, and orders to start workers again.
     """
@@ -285,7 +284,7 @@ async def connected(
 
 
 def _joined(statuses: Sequence[Status]) -> Status:
-    """Join the statuses of several routers. The workers are those of the router that lists most."""
+    """Join the statuses of several routers. The workers come from the router with the most workers."""
     most = max(statuses, key=lambda status: len(status.workers))
     return msgspec.structs.replace(
         most,

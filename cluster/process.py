@@ -4,11 +4,11 @@
    keys that replace those of the Assignment.
 2. The process writes lines to stdout: Loading, any number of times, then a Report when it serves or has
    failed. A router or a gateway that serves writes LoopAlive every second, as long as its event loop runs.
-3. SIGTERM lets the process drain, and end with status 0; a second SIGTERM ends it at once. Only a worker that
-   `baton drain` has drained ends with DRAINED: a machine that shuts down also sends SIGTERM.
-4. When stdin ends, the parent has died: the process dies at once, and its ranks with it.
+3. After SIGTERM the process drains and ends with status 0; a second SIGTERM ends the process at once. Only a
+   worker that `baton drain` has drained ends with DRAINED: a machine that shuts down also sends SIGTERM.
+4. When stdin ends, the parent has died: the process ends at once, and its ranks with it.
 
-The code of routers, gateways and workers is imported when the kind is known: a router needs no torch.
+A process imports the code of its own kind only: a router needs no torch.
 """
 
 import asyncio
@@ -26,22 +26,21 @@ import msgspec
 import uvloop
 from setproctitle import setproctitle
 
+from baton.cluster.exit_status import DRAINED, ORPHANED, STOPPED_TWICE, status_of
 from baton.cluster.logs import set_up_logging
 from baton.cluster.model_directory import resolve_model
 from baton.cluster.runtimes.base import (
     ALIVE_EVERY_S,
-    DRAINED,
-    USER_ERROR,
     Assignment,
     Loading,
     LoopAlive,
     ProcessFailed,
+    ProcessMessage,
     ProcessStarted,
     Progress,
-    Report,
 )
 from baton.config.cluster import Ready, WorkerConfig
-from baton.errors import BatonError
+from baton.errors import BatonError, ConfigError
 from baton.messages.bounds import Kind
 from baton.messages.workers import Address
 from baton.rpc.auth import Generations, KeyRing
@@ -49,49 +48,47 @@ from baton.rpc.process import raise_descriptor_limit
 
 # Runs on an asyncio loop until the event is set, and then to the end of what it has begun.
 Serve: TypeAlias = Callable[[asyncio.Event], Coroutine[Any, Any, None]]
-Message: TypeAlias = Report | Loading | LoopAlive
-Tell: TypeAlias = Callable[[Message], None]
+Tell: TypeAlias = Callable[[ProcessMessage], None]
 Run: TypeAlias = Callable[[Assignment, KeyRing, threading.Event, Tell], None]  # see `run`
 
 LOADING_EVERY_S: Final = 0.5
-ORPHANED: Final = 3  # exit status
-STOPPED_TWICE: Final = 143  # as of a process that SIGTERM ends
 
 
 def run(given: Assignment, ring: KeyRing, stop: threading.Event, tell: Tell) -> None:
     """Serve on the calling thread until `stop` is set, or until an operator has drained the worker.
 
-    ring: the process's keys, at first those of the assignment; the caller may replace them. tell: called with
-    ProcessStarted when the process serves, every LOADING_EVERY_S with Loading while a worker reads its
-    weights, and every ALIVE_EVERY_S with LoopAlive on the event loop of a router or a gateway that serves.
-    Raises BatonError.
+    ring: the process's keys; the caller may replace them. tell: called with ProcessStarted when the process
+    serves, every LOADING_EVERY_S with Loading while a worker reads its weights, and every ALIVE_EVERY_S with
+    LoopAlive while the event loop of a router or a gateway runs. Raises BatonError.
     """
     raise_descriptor_limit()
     match given.kind:
-        case "router":
+        case Kind.ROUTER:
             from baton.config.router import RouterConfig
             from baton.router.router import serve_router
 
             router = msgspec.json.decode(given.config, type=RouterConfig)
             starts = given.incarnation
             _run_loop(lambda end: serve_router(router, ring, _tells_alive(tell), end, starts), stop)
-        case "gateway":
+        case Kind.GATEWAY:
             from baton.config.gateway import GatewayConfig
             from baton.gateway.process import serve_gateway
 
             gateway = msgspec.json.decode(given.config, type=GatewayConfig)
             gateway = msgspec.structs.replace(gateway, model=str(resolve_model(gateway.model)))
             _run_loop(lambda end: serve_gateway(gateway, ring, _tells_alive(tell), end), stop)
-        case "worker":
+        case Kind.WORKER:
             from baton.cluster.worker_process import run_worker
 
             worker = msgspec.json.decode(given.config, type=WorkerConfig)
             ready, progress = lambda address: tell(ProcessStarted(address)), _tells_progress(tell)
             run_worker(worker, ring, ready, stop, progress, given.incarnation)
+        case Kind.OPERATOR:
+            raise ConfigError(f"kind: expected router, gateway or worker, got {given.kind}")
 
 
 def _tells_alive(tell: Tell) -> Ready:
-    """Return a Ready that then tells every ALIVE_EVERY_S that the running event loop lives."""
+    """Return a Ready that tells ProcessStarted, then LoopAlive every ALIVE_EVERY_S on the running loop."""
 
     def tell_alive() -> None:
         tell(LoopAlive())
@@ -116,11 +113,6 @@ def _tells_progress(tell: Tell) -> Progress:
     return progress
 
 
-def ring_of(given: Assignment) -> KeyRing:
-    """Return a ring of the process's keys."""
-    return KeyRing(Kind(given.kind), given.generations)
-
-
 def _run_loop(serve: Serve, stop: threading.Event) -> None:
     async def until_stopped() -> None:
         stopping = asyncio.Event()
@@ -142,17 +134,17 @@ def _run_loop(serve: Serve, stop: threading.Event) -> None:
 
 
 def main(run: Run = run) -> int:
-    """Run the process that stdin describes, and return its exit status. run: as the `run` of this module."""
+    """Run the process that stdin describes, and return its exit status. run: replaces `run` above."""
     given = msgspec.json.decode(_stdin().readline(), type=Assignment)
     reports = _take_stdout()
     setproctitle(f"baton {given.name}")
     set_up_logging(given.name, format=given.log_format)
     stop = threading.Event()
-    _drain_on_sigterm(stop)
-    ring = ring_of(given)
+    drain_on_signals(stop, signal.SIGTERM)
+    ring = KeyRing(given.kind, given.generations)
     threading.Thread(target=hear_parent, args=(ring,), name="parent", daemon=True).start()
 
-    def tell(message: Message) -> None:
+    def tell(message: ProcessMessage) -> None:
         reports.write(msgspec.json.encode(message) + b"\n")
         reports.flush()
 
@@ -161,7 +153,7 @@ def main(run: Run = run) -> int:
     except BatonError as error:
         tell(ProcessFailed.of(error))
         logging.getLogger(__name__).error("%s", error)
-        return USER_ERROR if isinstance(error, ValueError) else 1
+        return status_of(error)
     except BaseException as error:
         tell(ProcessFailed.of(error))
         raise
@@ -169,28 +161,35 @@ def main(run: Run = run) -> int:
 
 
 def _take_stdout() -> BinaryIO:
-    """Return stdout for reports. All other output of the process goes to stderr from now on."""
+    """Return stdout for reports, and send all other output of the process to stderr from now on."""
     reports = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     return reports
 
 
-def _drain_on_sigterm(stop: threading.Event) -> None:
+def drain_on_signals(
+    stop: threading.Event, *numbers: signal.Signals, on_first: Callable[[], None] | None = None
+) -> None:
+    """Let the first of these signals call `on_first` and set `stop`. A second one ends the process."""
+
     def drain(number: int, frame: object) -> None:
         if stop.is_set():
             os._exit(STOPPED_TWICE)
+        if on_first is not None:
+            on_first()
         stop.set()
 
-    signal.signal(signal.SIGTERM, drain)
+    for number in numbers:
+        signal.signal(number, drain)
 
 
 def _stdin() -> io.FileIO:
-    """Return stdin without a buffer. A process that ends would wait for the lock of a buffer."""
+    """Return unbuffered stdin. With a buffer, the end of the process would wait for the buffer's lock."""
     return io.FileIO(0, closefd=False)
 
 
 def hear_parent(ring: KeyRing) -> None:
-    """Take new keys from stdin. Never return: at the end of stdin the process dies."""
+    """Take new keys from stdin. At the end of stdin, end the process; never return."""
     for line in _stdin():
         ring.replace(msgspec.json.decode(line, type=Generations))
     os._exit(ORPHANED)

@@ -22,9 +22,10 @@ from baton.clock import Clock, SystemClock
 from baton.cluster.cluster_key import READ_EVERY_S, KeyWatch
 from baton.cluster.cluster_record import ClusterRecord
 from baton.cluster.operator_node import Operator, Verdicts, connected
+from baton.cluster.redis_server import RedisServer, find_program
 from baton.cluster.runtimes.base import Runtime, generations_of
 from baton.cluster.serve_plan import Topology, router_ports, specs
-from baton.cluster.supervisor import KeptRedis, Supervised
+from baton.cluster.supervisor import Supervised
 from baton.config.cluster import ServeConfig
 from baton.config.environment import cache_directory
 from baton.errors import ConfigError, PeerGone, WorkerLost
@@ -32,7 +33,6 @@ from baton.messages.bounds import Kind
 from baton.messages.operations import RestartWorker, Status, Undrain
 from baton.messages.workers import Address
 from baton.router.policies.registry import policy_class
-from baton.router.redis.server import find_program
 from baton.rpc.auth import ClusterKeys, KeyRing
 
 ASK_EVERY_S: Final = 0.1
@@ -41,7 +41,7 @@ HEAD_LOOK_S: Final = 0.5
 COMPILING: Final = "compiling-*"  # the names that kernels/native.py gives to its temporary folders
 LONGEST_COMPILATION_S: Final = 300.0  # an older folder was left by a killed process
 # New requests stop first, then running requests end, then no process needs a router.
-STOPPING_ORDER: Final = ("gateway", "worker", "router")
+STOPPING_ORDER: Final = (Kind.GATEWAY, Kind.WORKER, Kind.ROUTER)
 
 ResultT = TypeVar("ResultT")
 Say: TypeAlias = Callable[[str], None]
@@ -50,13 +50,14 @@ logger = logging.getLogger(__name__)
 
 
 class KeptPort:
-    """A port that is bound and never listened on, so that the kernel gives it to no other program.
+    """Binds a port without listening, so that the kernel gives the port to no other program.
 
-    Processes that listen on it must set `option`: SO_REUSEADDR for one process, SO_REUSEPORT for several.
+    Processes that listen on the port must set `option`: SO_REUSEADDR for one process, SO_REUSEPORT for
+    several.
     """
 
     def __init__(self, host: str, port: int, option: int) -> None:
-        """port: 0: any free one. ConfigError: the port is in use, or `host` is no address of this machine."""
+        """port: 0 binds any free port. ConfigError: the port is in use, or `host` is not of this machine."""
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.socket(family, socket.SOCK_STREAM)
         try:
@@ -108,7 +109,7 @@ class Cluster:
         self._keeping: set[asyncio.Task[None]] = set()
         self._verdicts = Verdicts(self._clock.now_s, self._replace, self._order)
         self._resources = AsyncExitStack()
-        self.redis: KeptRedis | None = None
+        self.redis: RedisServer | None = None
 
     async def start(self) -> Topology:
         """Start all processes; return when a request would be answered. Raises ConfigError and WorkerLost."""
@@ -128,7 +129,7 @@ class Cluster:
     async def drain(self) -> None:
         """Stop all processes in order; each has `drain_timeout_s` to finish its requests."""
         for kind in STOPPING_ORDER:
-            of_kind = [process for process in self._processes if process.spec.kind == kind]
+            of_kind = [process for process in self._processes if process.spec.kind is kind]
             await asyncio.gather(*(process.stop(self._config.drain_timeout_s) for process in of_kind))
 
     def follow_keys(self, watch: KeyWatch, changed: Callable[[], None]) -> None:
@@ -150,7 +151,7 @@ class Cluster:
         self._keep(look())
 
     async def _watch_head(self, operator: Operator) -> None:
-        """Tell the log and the routers when Ray's head stops answering, and when it answers again."""
+        """Log when Ray's head stops answering and when it answers again, and tell the routers."""
         was_away_s = 0.0
         while True:
             away_s = self._runtime.head_away_s
@@ -167,11 +168,11 @@ class Cluster:
             await asyncio.sleep(HEAD_LOOK_S)
 
     def _order(self, order: Undrain | RestartWorker) -> None:
-        """Follow an operator's order, which a router has passed on."""
+        """Carry out an operator's order that a router has passed on."""
         if (process := self._worker(order.worker)) is not None:
-            restart = isinstance(order, RestartWorker) and not process.is_away
+            restart = isinstance(order, RestartWorker) and not process.is_drained
             timeout_s = self._config.drain_timeout_s
-            self._keep(process.restart(timeout_s) if restart else process.recall())
+            self._keep(process.restart(timeout_s) if restart else process.undrain())
 
     def _replace(self, name: str, reason: str, age_s: float) -> None:
         if (process := self._worker(name)) is not None:
@@ -179,7 +180,7 @@ class Cluster:
 
     def _worker(self, name: str) -> Supervised | None:
         for process in self._processes:
-            if process.name == name and process.spec.kind == "worker":
+            if process.name == name and process.spec.kind is Kind.WORKER:
                 return process
         logger.warning("this cluster has started no worker %r", name)
         return None
@@ -229,13 +230,15 @@ class Cluster:
             return settings.redis
         if find_program() is None or importlib.util.find_spec("redis") is None:
             return "none"  # `baton doctor` warns of this
-        self.redis = KeptRedis(self._clock)
-        self._resources.push_async_callback(self.redis.close)
+        self.redis = RedisServer(clock=self._clock)
+        self._resources.push_async_callback(self.redis.stop)
         try:
-            return await self.redis.start()
+            await self.redis.start()
         except ConfigError as error:
             self._say(f"warning: routers share nothing, and know nothing after a restart: {error}")
             return "none"
+        self._keep(self.redis.keep())
+        return self.redis.url
 
     async def _start_in_time(self, topology: Topology) -> None:
         try:
@@ -253,7 +256,7 @@ class Cluster:
             raise WorkerLost(f"{late} {await self._missing()}") from None
 
     async def _start_all(self) -> None:
-        """Start all at once, so that other processes start while the workers load the model."""
+        """Start all processes at once: the others start while the workers load the model."""
         try:
             async with asyncio.TaskGroup() as group:
                 for process in self._processes:
@@ -262,8 +265,7 @@ class Cluster:
             raise errors.exceptions[0] from None  # the others are cancellations
 
     def _is_whole(self, status: Status | None) -> bool:
-        num_workers = self._config.prefill.num_workers + self._config.decode.num_workers
-        if status is None or status.num_ready < num_workers:
+        if status is None or status.num_ready < self._config.num_workers:
             return False
         has_all = len(status.routers) >= self._config.routers
         return has_all and status.num_gateways >= self._config.gateways
@@ -283,7 +285,7 @@ class Cluster:
 
 
 def are_compiled_now() -> bool:
-    """Return whether a process of this machine compiles kernels now, which takes long."""
+    """Return whether a process of this machine compiles kernels now, which may take minutes."""
     return any(_age_s(folder) < LONGEST_COMPILATION_S for folder in cache_directory().glob(COMPILING))
 
 

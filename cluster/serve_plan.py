@@ -8,7 +8,7 @@ import msgspec
 
 from baton.cluster.model_directory import resolve_model
 from baton.cluster.runtimes.base import ProcessSpec
-from baton.config.cluster import ServeConfig, WorkerConfig, WorkersConfig
+from baton.config.cluster import ServeConfig, WorkerConfig
 from baton.config.engine import EngineConfig, EngineSettings
 from baton.config.gateway import GatewayConfig
 from baton.engine.models.checkpoint import read_entries
@@ -16,6 +16,7 @@ from baton.engine.models.registry import check_split, choose_max_model_len, read
 from baton.errors import ConfigError
 from baton.gateway.tenants.tenants import Tenants
 from baton.gateway.text.chat_template import ChatTemplate
+from baton.messages.bounds import Kind
 from baton.messages.workers import Routers, WorkerRole
 
 
@@ -30,52 +31,44 @@ class Topology(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def specs(config: ServeConfig, topology: Topology) -> list[ProcessSpec]:
-    """Return workers, which take seconds to start, then routers, then gateways."""
+    """Return the processes of the cluster: workers, which start slowest, then routers, then gateways."""
     gpus_per_rank = _gpus_per_rank(config, topology.num_gpus)
     workers = [
         _worker(config, topology, role, index, gpus_per_rank)
-        for role, of_role in ((WorkerRole.PREFILL, config.prefill), (WorkerRole.DECODE, config.decode))
-        for index in range(of_role.num_workers)
+        for role, pool in config.pools.items()
+        for index in range(pool.num_workers)
     ]
     routers = [_router(config, topology, index) for index in range(len(topology.routers))]
     return [*workers, *routers, *(_gateway(config, topology, i) for i in range(config.gateways))]
 
 
 def router_ports(config: ServeConfig) -> list[int]:
-    """Return the port of each router; 0: any free one. Routers after the first have the next ports."""
+    """Return consecutive ports, one for each router; 0s when the first port is 0 (any free port)."""
     first = config.router.port
     return [first + index if first else 0 for index in range(config.routers)]
 
 
-def _of_role(config: ServeConfig, role: WorkerRole) -> WorkersConfig:
-    return config.prefill if role is WorkerRole.PREFILL else config.decode
-
-
 def _gpus_per_rank(config: ServeConfig, num_gpus: int) -> float:
-    """Return 0 on CPUs, and less than 1 where ranks must share a GPU."""
+    """Return the share of a GPU for each rank: 0 on CPUs, below 1 when ranks must share GPUs."""
     if config.engine.device == "cpu" or (config.engine.device == "auto" and not num_gpus):
         return 0.0
-    num_ranks = sum(
-        _of_role(config, role).num_workers * _of_role(config, role).engine(config.engine).tensor_parallel_size
-        for role in WorkerRole
-    )
-    return 1.0 if num_ranks <= num_gpus else 1 / math.ceil(num_ranks / max(1, num_gpus))
+    return 1.0 if config.num_ranks <= num_gpus else 1 / math.ceil(config.num_ranks / max(1, num_gpus))
 
 
 def _worker(
     config: ServeConfig, topology: Topology, role: WorkerRole, index: int, gpus_per_rank: float
 ) -> ProcessSpec:
-    of_role = _of_role(config, role)
-    settings = _share_of_gpu(of_role.engine(config.engine), gpus_per_rank)
+    pool = config.pools[role]
+    settings = _share_of_gpu(pool.engine(config.engine), gpus_per_rank)
     name = f"{role}-{index}"
     return ProcessSpec(
-        kind="worker",
+        kind=Kind.WORKER,
         name=name,
         role=role,
         num_ranks=settings.tensor_parallel_size,
-        cores_per_rank=of_role.cores_per_rank,
+        cores_per_rank=pool.cores_per_rank,
         gpus_per_rank=gpus_per_rank,
-        resources=of_role.ray_resources,
+        resources=pool.ray_resources,
         config=WorkerConfig(
             role=role,
             name=name,
@@ -110,12 +103,12 @@ def _router(config: ServeConfig, topology: Topology, index: int) -> ProcessSpec:
         seed=config.router.seed ^ index,  # another one each, within the bounds
         link_timeout_s=config.link_timeout_s,
     )
-    return ProcessSpec(kind="router", name=f"router-{index}", config=settings)
+    return ProcessSpec(kind=Kind.ROUTER, name=f"router-{index}", config=settings)
 
 
 def _gateway(config: ServeConfig, topology: Topology, index: int) -> ProcessSpec:
     return ProcessSpec(
-        kind="gateway",
+        kind=Kind.GATEWAY,
         name=f"gateway-{index}",
         config=GatewayConfig(
             model=config.model,
@@ -140,33 +133,36 @@ NO_KEY: Final = bytes(16)  # the check does not use the tenants' cache salts
 
 
 def check_model(config: ServeConfig) -> Path:
-    """Return the model's directory. ModelError or ConfigError, which begins with the setting: some worker
-    could not load its part of the model.
+    """Return the model's directory.
+
+    Raises ModelError or ConfigError when some worker could not load its part of the model. The message of a
+    ConfigError begins with the setting.
     """
     directory = resolve_model(config.model)
     model = read_model_config(directory)
     if config.engine.load_format != "dummy":
         read_entries(directory)
     choose_max_model_len(config.engine, model)
-    for role, workers in ((WorkerRole.PREFILL, config.prefill), (WorkerRole.DECODE, config.decode)):
-        if workers.num_workers:
+    for role, pool in config.pools.items():
+        if pool.num_workers:
             try:
-                check_split(model, workers.engine(config.engine).tensor_parallel_size)
+                check_split(model, pool.engine(config.engine).tensor_parallel_size)
             except ConfigError as error:
-                owner = "engine" if workers.tensor_parallel_size is None else role
+                owner = "engine" if pool.tensor_parallel_size is None else role
                 raise ConfigError(f"{owner}.tensor_parallel_size: {error}") from None
     return directory
 
 
 def check_tenants(config: ServeConfig) -> None:
-    """ConfigError: a file of tenants is given and cannot be read."""
+    """Read the file of tenants, if there is one. Raises ConfigError for a file that cannot be read."""
     if config.tenants is not None:
         Tenants.from_file(Path(config.tenants), NO_KEY)
 
 
 def speech_of(directory: Path, chat_template: str | None = None) -> Speech:
-    """Return the form of prompts that the model takes. ModelError: a damaged file. ConfigError: a
-    `chat_template` that cannot be read.
+    """Return the form of the model's prompts.
+
+    Raises ModelError for a damaged file, and ConfigError for a `chat_template` that cannot be read.
     """
     if not (directory / "tokenizer.json").exists():
         return "token ids"

@@ -1,10 +1,10 @@
-"""Keeps processes of the cluster alive: `Supervised`, and `KeptRedis`.
+"""Keeps processes of the cluster alive.
 
 1. `start` starts the process and waits until it serves.
 2. `keep` watches it. A process that ends is started again, also after a SIGTERM from elsewhere; while it
    keeps ending, the pause before the next start grows. A process that hangs is killed and replaced: a worker
    when the routers agree (`replace`), a router or a gateway when its event loop has been silent for HUNG_S.
-3. A worker that has drained, because an operator ran `baton drain`, stays away until `recall`. `restart` lets
+3. A worker that an operator has drained (`baton drain`) is not started again until `undrain`. `restart` lets
    a worker drain and starts it again.
 4. `stop` lets the process drain within its time, and then ends it.
 """
@@ -18,9 +18,8 @@ import msgspec
 
 from baton.clock import Clock
 from baton.cluster.runtimes.base import ManagedProcess, ProcessSpec, Runtime
-from baton.errors import BatonError, ConfigError
+from baton.errors import BatonError
 from baton.messages.workers import Address
-from baton.router.redis.server import PrivateRedis
 
 FIRST_S: Final = 0.2  # pause before a process is started again
 LONGEST_S: Final = 10.0
@@ -30,13 +29,12 @@ HUNG_S: Final = 10.0  # silence of an event loop, longer than on any machine tha
 LOOK_S: Final = 1.0
 KILLED_S: Final = 1.0  # for SIGKILL to take effect, before the successor starts
 MIN_VERDICT_S: Final = 2.0  # no router gives a worker up sooner after its start
-REDIS_RETRY_S: Final = 10.0  # after a start of Redis that failed
 
 logger = logging.getLogger(__name__)
 
 
 class BackOff:
-    """A pause that doubles from FIRST_S to LONGEST_S, and starts anew after a life of WELL_AFTER_S."""
+    """A pause that doubles from FIRST_S to LONGEST_S, and is FIRST_S again after a life of WELL_AFTER_S."""
 
     def __init__(self) -> None:
         self._next_s = FIRST_S
@@ -50,13 +48,13 @@ class BackOff:
 
 
 class Supervised:
-    """One process of the cluster under one name, over all its lives."""
+    """A process of the cluster that is started again, under the same name, each time it ends."""
 
     def __init__(self, spec: ProcessSpec, runtime: Runtime, clock: Clock, starts: Iterator[int]) -> None:
-        """starts: incarnation numbers, shared by all processes of the cluster."""
+        """starts: yields incarnation numbers, and is shared by all processes of the cluster."""
         self.spec = spec
         self.is_ready = False
-        self.is_away = False  # the process has drained and waits for `recall`
+        self.is_drained = False  # the process has drained and waits for `undrain`
         self.num_restarts = 0
         self._runtime = runtime
         self._clock = clock
@@ -64,7 +62,7 @@ class Supervised:
         self._back_off = BackOff()
         self._process: ManagedProcess | None = None
         self._is_stopping = False
-        self._comes_back = False  # when it has drained
+        self._restarts_after_drain = False
         self._started_s = self._ready_s = 0.0
         self._hangs = asyncio.Event()  # `_verdict` says why
         self._verdict = ""
@@ -75,7 +73,10 @@ class Supervised:
         return self.spec.name
 
     async def start(self) -> Address:
-        """Return the process's address when it serves. ConfigError or WorkerLost: it ended before."""
+        """Start the process, wait until it serves, and return its address.
+
+        Raises ConfigError or WorkerLost when the process ends before it serves.
+        """
         self._started_s = self._clock.now_s()
         self._hangs.clear()
         self._process = await self._runtime.spawn(
@@ -96,7 +97,7 @@ class Supervised:
         return f"{self.name} ({share:.0%} of {amount} of weights)"
 
     async def keep(self) -> None:
-        """Keep the process alive; return when it was stopped, or has drained."""
+        """Keep the process alive. Return when the process was stopped or has drained."""
         assert self._process is not None, "start comes first"
         while True:
             try:
@@ -108,42 +109,46 @@ class Supervised:
             self.is_ready = False
             if self._is_stopping:
                 return
-            if not why and not self._comes_back:
+            if not why and not self._restarts_after_drain:
                 logger.warning("%s has drained and stays away", self.name)
-                self.is_away = True
+                self.is_drained = True
                 return
             await self._start_again(why or "has drained")
 
     def replace(self, reason: str, age_s: float) -> None:
-        """Kill the process, which may not answer, and start its successor. The routers lost it `age_s` ago.
+        """Kill the process, which may not answer, and start its successor.
 
-        Nothing happens when they lost an earlier process of the name.
+        age_s: seconds since the routers removed the process. When the present process is younger, the routers
+        mean an earlier process of the name, and nothing happens.
         """
         if self.is_ready and self._clock.now_s() - self._ready_s >= age_s + MIN_VERDICT_S:
             self._verdict = reason
             self._hangs.set()
 
-    async def recall(self) -> None:
-        """Start a drained process again, and keep it. A process that still drains comes back when it ends."""
-        if not self.is_away:
-            self._comes_back = True
+    async def undrain(self) -> None:
+        """Start a drained process again, and keep it alive.
+
+        A process that still drains is started again when it has ended.
+        """
+        if not self.is_drained:
+            self._restarts_after_drain = True
             return
-        self.is_away = False
+        self.is_drained = False
         await self._start_again("is called back")
         if not self._is_stopping:
             await self.keep()
 
     async def restart(self, drain_timeout_s: float) -> None:
-        """Let the process drain, and end it after its time; `keep` starts it again."""
+        """Let the process drain for `drain_timeout_s`, then end it; `keep` starts it again."""
         if self._process is None or not self.is_ready:
             return
-        self._comes_back = True
+        self._restarts_after_drain = True
         process = self._process
         process.stop()
         await self._end_in_time(process, drain_timeout_s)
 
     async def stop(self, drain_timeout_s: float) -> None:
-        """Let the process drain, and end it after its time. It is not started again."""
+        """Let the process drain for `drain_timeout_s`, then end it for good."""
         self._is_stopping = True
         if self._process is None:
             return
@@ -159,7 +164,7 @@ class Supervised:
             process.kill()
 
     async def _until_over(self, process: ManagedProcess) -> str:
-        """Wait until the process ends or hangs. Return the reason; "": it has drained or was stopped."""
+        """Wait until the process ends or hangs. Return the reason; "" after a drain or a stop."""
         ending = asyncio.create_task(process.watch())
         hanging = asyncio.create_task(self._until_it_hangs(process))
         try:
@@ -175,9 +180,10 @@ class Supervised:
             await asyncio.gather(ending, hanging, return_exceptions=True)
 
     async def _until_it_hangs(self, process: ManagedProcess) -> str:
-        """Return the reason: the routers' verdict, or silence at two looks in a row.
+        """Wait for the routers' verdict, or for silence at two looks in a row. Return the reason.
 
-        One look may follow a pause of the present process, which has not read the newest messages then.
+        A pause of the present process also looks like silence, because the newest messages are unread. So one
+        look is not enough.
         """
         num_silent = 0
         while True:
@@ -192,8 +198,8 @@ class Supervised:
                 return f"its event loop has been silent for {silent_s:.0f} s"
 
     async def _start_again(self, why: str) -> None:
-        """Try until the process serves, or is to stop."""
-        self._comes_back = False
+        """Start the process, as often as necessary, until it serves or `stop` was called."""
+        self._restarts_after_drain = False
         while True:
             pause_s = self._back_off.after(self._clock.now_s() - self._started_s)
             logger.warning("%s %s; it is started again in %.1f s", self.name, why, pause_s)
@@ -211,58 +217,3 @@ class Supervised:
                 why = f"did not start: {type(error).__name__}"
             if self._process is not None:
                 self._process.kill()
-
-
-class KeptRedis:
-    """The private Redis of a cluster with `--redis auto`: one URL over all its lives.
-
-    A Redis that dies is started again, empty; the routers write their knowledge to it again. Without a Redis
-    the cluster runs too: its routers share nothing, and learn everything again after a restart.
-    """
-
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-        self._redis = PrivateRedis()
-        self._back_off = BackOff()
-        self._started_s = clock.now_s()
-        self._keeping: asyncio.Task[None] | None = None
-
-    @property
-    def pid(self) -> int:
-        """The id of the present process."""
-        return self._redis.pid
-
-    async def start(self) -> str:
-        """Start Redis and return its URL, which stays the same. Raises ConfigError."""
-        self._started_s = self._clock.now_s()
-        try:
-            await self._redis.start()
-        except OSError as error:
-            raise ConfigError(f"redis: {error}") from None
-        self._keeping = asyncio.create_task(self._keep())
-        return self._redis.url
-
-    async def close(self) -> None:
-        """End Redis."""
-        if self._keeping is not None:
-            self._keeping.cancel()
-            await asyncio.gather(self._keeping, return_exceptions=True)
-        await self._redis.stop()
-
-    async def _keep(self) -> None:
-        while True:
-            status = await self._redis.ended()
-            pause_s = self._back_off.after(self._clock.now_s() - self._started_s)
-            logger.warning("redis ended with status %d; it is started again in %.1f s", status, pause_s)
-            await asyncio.sleep(pause_s)
-            while not await self._has_started():
-                await asyncio.sleep(REDIS_RETRY_S)
-
-    async def _has_started(self) -> bool:
-        self._started_s = self._clock.now_s()
-        try:
-            await self._redis.start()
-        except (ConfigError, OSError) as error:
-            logger.error("redis does not start again: %s", error)
-            return False
-        return True

@@ -1,12 +1,12 @@
-"""A prefill or decode worker as a process: engine and endpoint on one thread, connections on others.
+"""Runs a prefill or decode worker: the engine and the KV endpoint on one thread, connections on others.
 
 1. The model is loaded, the KV endpoint opens its listeners, the RPC server listens; then `ready` gets the
    address.
 2. The loop takes messages, steps the engine, and sleeps only while there is nothing to do.
-3. A worker that is to stop tells the routers, takes nothing new, and ends when all its work is done,
-   including pages that wait to be fetched, or after `drain_timeout_s`.
+3. A worker that drains tells the routers and takes no new attempts. It ends when all its work is done,
+   including pages that other workers will fetch, or after `drain_timeout_s`.
 
-An error that is not of one request ends the process and all its work: the runtime starts another process.
+An error that concerns more than one request ends the process: the supervisor starts another process.
 """
 
 import contextlib
@@ -56,10 +56,10 @@ def run_worker(
     progress: Progress | None = None,
     incarnation: int = 0,
 ) -> None:
-    """Run a worker until `stop` is set or an operator drains it, see baton/config/cluster.py.
+    """Run a worker until `stop` is set or an operator drains the worker; see baton/config/cluster.py.
 
-    incarnation: as in messages/workers.Worker. Raises ModelError, ConfigError and WorkerLost as
-    `load_engine`.
+    incarnation: see messages/workers.Worker. Raises ModelError, ConfigError and WorkerLost, as `load_engine`
+    does.
     """
     with contextlib.closing(HostedWorker(config, keys, progress, incarnation)) as worker, process.freeze_gc():
         ready(worker.address)
@@ -67,7 +67,7 @@ def run_worker(
 
 
 class HostedWorker:
-    """A worker, its engine, endpoint and connections. One thread makes, serves and closes it."""
+    """Owns a worker, its engine, endpoint and connections. One thread makes, serves and closes it."""
 
     def __init__(
         self,
@@ -89,7 +89,12 @@ class HostedWorker:
             self.engine.on_batch = self._steps.sized
             self.endpoint = self._open_endpoint(ring, shared, agents)
             ends.callback(self.endpoint.close)
-            thread = RpcThread(ring, self.endpoint.post, link_timeout_s=config.link_timeout_s)
+            thread = RpcThread(
+                ring,
+                self.endpoint.post,
+                dropped=self.endpoint.dropped,  # the endpoint reports the counts
+                link_timeout_s=config.link_timeout_s,
+            )
             ends.callback(thread.close)
             self.address = thread.listen(config.host, config.port)
             self.node = self._make_node(thread)
@@ -186,7 +191,7 @@ def _load(config: WorkerConfig, shared: SharedPool, agents: RankAgents, progress
 
 
 def _connect(endpoint: KvEndpoint, address: Address, answer: Callable[[Link | None], None]) -> None:
-    """Dial on a thread: dialling may take seconds."""
+    """Connect to a KV endpoint on a new thread, since that may take seconds; `answer` gets the link."""
 
     def dial() -> None:
         link: Link | None = None

@@ -31,7 +31,7 @@ MAY_IMPORT: Final = {
     "prefill_worker": CONTRACT | {"engine", "kvtransfer"},
     "decode_worker": CONTRACT | {"engine", "kvtransfer"},
     "router": CONTRACT,
-    "gateway": CONTRACT | {"router"},
+    "gateway": CONTRACT,
     "sim": EVERYTHING - {"cluster", "bench"},
     "cluster": EVERYTHING,
     "bench": EVERYTHING,
@@ -50,7 +50,7 @@ FACADES: Final = {
     ),
     "prefill_worker": frozenset({"worker"}),
     "decode_worker": frozenset({"worker"}),
-    "router": frozenset({"decisions", "router", "policies.registry", "redis.client", "redis.server"}),
+    "router": frozenset({"router", "policies.registry", "redis.client"}),
     "gateway": frozenset(
         {"process", "tenants.file", "tenants.tenants"}
         | {"text.chat_template", "text.model_files", "text.tokenizer"}

@@ -125,8 +125,25 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             )
         if self.router.link_timeout_s != LINK_TIMEOUT_S:
             raise ConfigError("router.link_timeout_s: set link_timeout_s, which all processes share")
-        self.prefill.engine(self.engine)
-        self.decode.engine(self.engine)
+        for pool in self.pools.values():
+            pool.engine(self.engine)
+
+    @property
+    def pools(self) -> dict[WorkerRole, WorkersConfig]:
+        """The workers of each role."""
+        return {WorkerRole.PREFILL: self.prefill, WorkerRole.DECODE: self.decode}
+
+    @property
+    def num_workers(self) -> int:
+        """The number of workers of both roles."""
+        return sum(pool.num_workers for pool in self.pools.values())
+
+    @property
+    def num_ranks(self) -> int:
+        """The number of ranks of all workers."""
+        return sum(
+            pool.num_workers * pool.engine(self.engine).tensor_parallel_size for pool in self.pools.values()
+        )
 
     @property
     def model_name(self) -> str:

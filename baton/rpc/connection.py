@@ -2,11 +2,12 @@
 
 The life of a connection:
 
-1. A connected socket, TCP or unix, is wrapped at both ends. `handshake` lets both ends prove that they hold
-   the cluster key, within a deadline (baton/rpc/session.py).
+1. Each end wraps its connected socket, TCP or unix. In `handshake` both ends prove, within a deadline, that
+   they hold the cluster key (baton/rpc/session.py).
 2. `send` and `recv` whole frames, from any threads. A frame that has begun must end within its deadline.
-3. A peer that breaks a rule is dropped: closed, counted by reason, and the caller gets the WireError. A peer
-   that closes or dies is PeerGone. `close` may be called from any thread, any number of times.
+3. A peer that breaks a rule is dropped: the connection is closed, the peer is counted by reason, and the
+   caller gets the WireError. When a peer closes or dies, the caller gets PeerGone. Any thread may call
+   `close`, any number of times.
 
 An `Outbox` sends without waiting for the peer. A `MessageStream` also reads, in a thread of its own.
 """
@@ -32,18 +33,6 @@ from baton.rpc.auth import NO_SCHEMA, LinkSecret, Role
 from baton.rpc.liveness import PING_S, LinkLife
 from baton.rpc.session import FRAME_TIMEOUT_S, HANDSHAKE_TIMEOUT_S, Session
 
-__all__ = [
-    "HANDSHAKE_TIMEOUT_S",
-    "Call",
-    "Connection",
-    "DroppedPeers",
-    "MessageStream",
-    "Outbox",
-    "Post",
-    "Role",
-    "keep_alive",
-]
-
 logger = logging.getLogger(__name__)
 Rights: TypeAlias = "list[tuple[int, int, array.array[int]]]"  # ancillary data, as sendmsg takes it
 MAX_DESCRIPTORS: Final = 4  # open files that come with one frame, over unix sockets only
@@ -54,7 +43,7 @@ _RIGHTS_BYTES: Final = socket.CMSG_SPACE(MAX_DESCRIPTORS * array.array("i").item
 def keep_alive(sock: socket.socket, timeout_s: float = LINK_TIMEOUT_S) -> None:
     """Have the kernel end a TCP connection when the peer's host acknowledges nothing for `timeout_s`.
 
-    TCP_USER_TIMEOUT bounds data that was sent and is not acknowledged, keepalive a connection that is idle.
+    TCP_USER_TIMEOUT covers unacknowledged data. Keepalive covers an idle connection.
     """
     pause_s = max(1, int(timeout_s / (NUM_PROBES + 1)))
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -123,11 +112,11 @@ class Connection:
 
     @property
     def session_key(self) -> bytes:
-        """32 bytes that only the two ends know, to derive other keys from. WireError before the handshake."""
+        """32 secret bytes that both ends share, to derive other keys from. WireError before the handshake."""
         return self._session.session_key
 
     def handshake(self, timeout_s: float = HANDSHAKE_TIMEOUT_S) -> Self:
-        """Raises WireError, PeerGone or TimeoutError, and the connection is closed then."""
+        """Prove both ends to each other. Raises WireError when that fails; the connection is closed then."""
         try:
             with self._send_lock, self._recv_lock:
                 self._handshake_deadline_s = self._clock.now_s() + timeout_s
@@ -146,7 +135,7 @@ class Connection:
     def send(
         self, body: bytes, descriptors: Sequence[int] = (), *, timeout_s: float = FRAME_TIMEOUT_S
     ) -> None:
-        """Send one frame whole. descriptors: open files of which the peer gets its own; ValueError: too many.
+        """Send one whole frame, and duplicates of these open files. ValueError: too many descriptors.
 
         A peer that does not take the frame within the timeout is dropped: half a frame cannot be taken back.
         """
@@ -164,13 +153,13 @@ class Connection:
                 raise self.drop(WireError(message, reason="slow")) from None
 
     def frame(self, body: bytes) -> bytes:
-        """Return the next frame; it must be written whole and before the one after it."""
+        """Return the sealed frame of a body. Frames must be written whole and in the order of the calls."""
         if self._is_closed:
             raise PeerGone("the connection is closed")
         return self._session.frame(body)
 
     def write_some(self, view: memoryview) -> int:
-        """Return how many bytes the kernel took, without waiting; 0 when it has no room."""
+        """Write without waiting. Return the number of written bytes; 0 when the kernel has no room."""
         with self._send_lock:
             try:
                 return self._socket.send(view)
@@ -180,7 +169,7 @@ class Connection:
                 self._gone(error)
 
     def wait_for_room(self, timeout_s: float) -> None:
-        """Return as soon as the kernel takes bytes. A peer that takes none within the timeout is dropped."""
+        """Wait until the kernel has room for bytes. A peer that takes none within the timeout is dropped."""
         try:
             if self._wait(select.POLLOUT, self._clock.now_s() + timeout_s):
                 return
@@ -189,10 +178,10 @@ class Connection:
         raise self.drop(WireError(f"the peer took no byte within {timeout_s:g} s", reason="slow"))
 
     def recv(self, timeout_s: float | None = None) -> bytes:
-        """Return the next body. timeout_s None: wait as long as the peer lives. PeerGone: there is no next
-        body.
+        """Return the next body. timeout_s: None waits as long as the peer lives.
 
-        TimeoutError when no frame has ended in time: the connection is as good as before, call again.
+        Raises PeerGone when the peer has closed the connection or died, and TimeoutError when no frame is
+        complete in time; after a TimeoutError `recv` may be called again.
         """
         with self._recv_lock:
             deadline_s = math.inf if timeout_s is None else self._clock.now_s() + timeout_s
@@ -204,13 +193,13 @@ class Connection:
                 raise self.drop(error) from None
 
     def take_descriptors(self) -> list[int]:
-        """Return the open files that came with the frames received so far; the caller must close them."""
+        """Return the open files of the frames received so far. The caller must close them."""
         with self._recv_lock:
             taken, self._descriptors = self._descriptors, []
             return taken
 
     def drop(self, error: WireError) -> WireError:
-        """Close and count, once a connection; returns the error, for the caller to raise."""
+        """Close the connection, and count the peer once. Return the error, for the caller to raise."""
         with self._close_lock:
             is_first, self._is_dropped = not self._is_dropped, True
         if is_first:
@@ -232,9 +221,9 @@ class Connection:
                 os.close(descriptor)
 
     def detach(self) -> socket.socket:
-        """Return the bare non-blocking socket, for bytes that are no frames; the connection is closed then.
+        """Close the connection, and return its non-blocking socket for bytes without frames.
 
-        No byte is lost: a connection never reads beyond the frame that it waits for.
+        No byte is lost: a connection never reads beyond the present frame.
         """
         with self._send_lock, self._recv_lock, self._close_lock:
             self._is_closed = True
@@ -255,7 +244,7 @@ class Connection:
                 self._gone(error)
 
     def _receive(self, deadline_s: float) -> list[bytes]:
-        """Receive some bytes; return the body that they complete, if any."""
+        """Receive some bytes. Return the bodies that they complete, at most one."""
         while True:
             try:
                 received = self._recv_some()
@@ -305,9 +294,9 @@ MAX_UNSENT_BYTES: Final = 4 * MAX_FRAME_BYTES
 class Outbox:
     """Sends over a connection without waiting for the peer. Nothing else may send over that connection.
 
-    1. `send` gives the kernel the bytes that it takes at once, mostly the whole frame.
-    2. The rest is kept, and a thread sends it as the peer takes it; the thread ends with the last byte.
-    3. A peer that lets too much wait, or takes nothing for too long, is dropped.
+    1. `send` writes the bytes that the kernel takes at once, mostly the whole frame.
+    2. A thread sends the other bytes as the peer takes them. The thread ends with the last byte.
+    3. A peer is dropped when too many bytes wait for it, or when it takes none for too long.
     """
 
     def __init__(self, connection: Connection) -> None:
@@ -318,7 +307,7 @@ class Outbox:
         self._thread: threading.Thread | None = None  # while something is unsent
 
     def send(self, body: bytes) -> None:
-        """Returns at once. PeerGone, or WireError where the peer had to be dropped."""
+        """Send a body without waiting. Raises PeerGone, or WireError when the peer had to be dropped."""
         with self._lock:
             frame = memoryview(self._connection.frame(body))
             if self._num_bytes + len(frame) > MAX_UNSENT_BYTES:
@@ -329,15 +318,15 @@ class Outbox:
             if self._thread is None:
                 self._push()
                 if self._unsent:
-                    self._thread = self._started()
+                    self._thread = self._start_thread()
 
     def close(self) -> None:
-        """Return when the thread has ended. Close the connection before."""
+        """Wait until the thread has ended. Close the connection first."""
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():
             thread.join()
 
-    def _started(self) -> threading.Thread:
+    def _start_thread(self) -> threading.Thread:
         thread = threading.Thread(target=self._run, name="rpc-outbox", daemon=True)
         try:
             thread.start()
@@ -394,8 +383,10 @@ class MessageStream(Generic[ReceivedT]):
         *,
         link_timeout_s: float | None = None,
     ) -> None:
-        """connection: after its handshake. decode: raises WireError. name: of the thread. link_timeout_s: the
-        peer pings too; None: over a unix socket a process does not vanish without its end.
+        """connection: after its handshake. decode: may raise WireError. name: of the reading thread.
+
+        link_timeout_s: both ends ping, and drop a silent peer. None: neither pings; a unix socket always
+        reports the end of its peer.
         """
         self._connection = connection
         self._decode = decode
@@ -407,7 +398,7 @@ class MessageStream(Generic[ReceivedT]):
         self._thread: threading.Thread | None = None
 
     def start(self, post: Post, on_message: Callable[[ReceivedT], None], on_lost: Call) -> None:
-        """The calls are posted, never made by the reading thread. RuntimeError: no thread can be had."""
+        """Start to read; the calls are posted to the owner's thread. RuntimeError: no thread can start."""
         thread = threading.Thread(
             target=self._read, args=(post, on_message, on_lost), name=self._name, daemon=True
         )
@@ -415,7 +406,7 @@ class MessageStream(Generic[ReceivedT]):
         self._thread = thread
 
     def send(self, body: bytes) -> None:
-        """A peer that is gone gets nothing: the reading thread finds out and `on_lost` tells."""
+        """Send a body without waiting. When the peer is gone, the body is lost and `on_lost` follows."""
         with contextlib.suppress(PeerGone, WireError):
             self._outbox.send(body)
 
@@ -425,7 +416,7 @@ class MessageStream(Generic[ReceivedT]):
         self._connection.drop(error)
 
     def close(self) -> None:
-        """Returns when no thread is left; from the owner's thread or another."""
+        """Close the connection, and wait for the stream's threads. Any thread may call."""
         self._connection.close()
         with self._has_room:
             self._has_room.notify()
@@ -458,7 +449,7 @@ class MessageStream(Generic[ReceivedT]):
             self._num_waiting_bytes += num_bytes
 
     def _next_body(self) -> bytes:
-        """The next that is no ping."""
+        """Return the next body that is no ping."""
         if self._life is None:
             return self._connection.recv()
         while True:
@@ -472,7 +463,7 @@ class MessageStream(Generic[ReceivedT]):
                 return body
 
     def _keep_alive(self, *, has_received: bool) -> None:
-        """Ping the peer when that is due; WireError when it is silent."""
+        """Ping the peer when a ping is due. Raises WireError when the peer is silent."""
         assert self._life is not None
         now_s = time.monotonic()
         if has_received:

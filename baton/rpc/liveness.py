@@ -27,14 +27,13 @@ from typing import Final
 
 import msgspec
 
-from baton.clock import Clock
+from baton.clock import Clock, PauseDetector
 from baton.errors import WireError
-from baton.messages.bounds import STEP_TIMEOUT_S
+from baton.messages.bounds import MAX_SECONDS, STEP_TIMEOUT_S
 from baton.messages.workers import RunningStep
 
 BEAT_S: Final = 1.0  # between two heartbeats, and two signs of life
 PING_S: Final = 0.5
-LATE_TICK_S: Final = 1.0
 
 # The first byte is one that no msgpack value begins with, so that a ping is never taken for a message.
 _PING: Final = struct.Struct(">BI")
@@ -52,7 +51,8 @@ class LinkLife:
 
     def __init__(self, timeout_s: float, now_s: float) -> None:
         self._timeout_s = timeout_s
-        self._heard_s = self._looked_s = self._pinged_s = now_s
+        self._heard_s = self._pinged_s = now_s
+        self._pauses = PauseDetector(now_s)
         self._unheard_s = 0.0  # how long the peer had heard nothing, by its last ping
 
     def heard(self, now_s: float) -> None:
@@ -76,9 +76,8 @@ class LinkLife:
 
     def tick(self, now_s: float) -> bytes | None:
         """Return the body of a ping when one is due. Raises WireError when the link must be dropped."""
-        held_up_s, self._looked_s = now_s - self._looked_s, now_s
-        if held_up_s > LATE_TICK_S:
-            self._heard_s = min(now_s, self._heard_s + held_up_s)
+        if pause_s := self._pauses.pause_s(now_s):
+            self._heard_s = min(now_s, self._heard_s + pause_s)
             self._unheard_s = 0.0
         if now_s - self._heard_s > self._timeout_s:
             raise WireError(f"nothing has come from the peer for {self._timeout_s:g} s", reason="silent")
@@ -92,7 +91,6 @@ class LinkLife:
 
 FACTOR: Final = 8.0
 FIRST_STEP_S: Final = 600.0
-MAX_BOUND_S: Final = 86_400.0
 _FADE: Final = 0.02  # of the slowest step, with each faster step of its size
 
 
@@ -128,14 +126,14 @@ class StepWatchdog:
     def present(self) -> RunningStep:
         """The current step. Any thread may ask."""
         present = self._present
-        age_s = min(MAX_BOUND_S, max(0.0, self._clock.now_s() - present.began_s))
+        age_s = min(MAX_SECONDS, max(0.0, self._clock.now_s() - present.began_s))
         return RunningStep(age_s=age_s, num_tokens=present.num_tokens, bound_s=present.bound_s)
 
     def bound_s(self, num_tokens: int) -> float:
         """Return the seconds that a step of this many tokens may take."""
         expected_s = self._expected_s(num_tokens)
         allowed_s = FIRST_STEP_S if expected_s is None else FACTOR * expected_s
-        return min(MAX_BOUND_S, max(self._timeout_s, allowed_s))
+        return min(MAX_SECONDS, max(self._timeout_s, allowed_s))
 
     def _learn(self, num_tokens: int, step_s: float) -> None:
         size = num_tokens.bit_length()
@@ -143,7 +141,7 @@ class StepWatchdog:
         self._slowest_s[size] = max(step_s, slowest_s + _FADE * (step_s - slowest_s))
 
     def _expected_s(self, num_tokens: int) -> float | None:
-        """Return None before the first step has ended. The result is never less than that of fewer tokens."""
+        """Return the expected seconds of a step of this many tokens; None before the first step has ended."""
         size = num_tokens.bit_length()
         if size in self._slowest_s:
             return self._slowest_s[size]

@@ -13,10 +13,10 @@ The life of a connection, at either end:
 
 At most MAX_STRANGERS sockets may be without a Hello; a further socket displaces the oldest of them. Frames
 that are sent during one turn of the loop leave in one write. When the node has handled messages for TURN_S,
-the next ones, of all peers, wait for the next turn: an answer never waits for the messages behind it.
+the next messages of all peers wait for the next turn, so an answer never waits for later messages.
 
-`RpcServer` lives on its node's loop. `RpcThread` runs a server on a thread of its own, for a
-node with a thread that must never wait for the network.
+`RpcServer` runs on its node's loop. `RpcThread` runs a server on a thread of its own, for a node whose thread
+must never wait for the network.
 """
 
 import asyncio
@@ -73,7 +73,7 @@ class RpcServer:
         dropped: DroppedPeers | None = None,
         link_timeout_s: float = LINK_TIMEOUT_S,
     ) -> None:
-        """keys: of the node's process kind."""
+        """keys: of the node's process kind. dropped: counts the peers that the server drops."""
         self.dropped = dropped or DroppedPeers()
         self.link_timeout_s = link_timeout_s
         self.node: Node | None = None
@@ -90,7 +90,7 @@ class RpcServer:
         self._ticker: asyncio.Task[None] | None = None
 
     async def listen(self, host: str = "127.0.0.1", port: int = 0) -> Address:
-        """Return the address that peers reach from now on. They are dropped until `serve` is called.
+        """Listen, and return the address. Peers that connect before `serve` are dropped.
 
         Raises OSError when another process has the port.
         """
@@ -100,7 +100,7 @@ class RpcServer:
         return Address(bound[0], bound[1])
 
     def serve(self, node: Node) -> None:
-        """Let peers in. ConfigError when the keys are not those of the node's kind."""
+        """Accept peers for this node. ConfigError: the keys belong to another kind of process."""
         self.node = node
         self.keys = LinkKeys(KeyRing.of(self._cluster_keys, node.hello.process))
         self._ticker = asyncio.get_running_loop().create_task(self._tick(node))
@@ -132,17 +132,17 @@ class RpcServer:
     # Called by links.
 
     def opened(self, link: "RpcLink") -> None:
-        """Take in a connected link."""
+        """Add a connected link."""
         self._links.add(link)
         if link.role is Role.ACCEPTING:
             self._strangers[link] = None
             if len(self._strangers) > MAX_STRANGERS:
                 oldest = next(iter(self._strangers))
                 del self._strangers[oldest]  # at once: further sockets may come before its end is reported
-                oldest.drop(WireError(f"{MAX_STRANGERS} others have not said Hello yet", reason="crowd"))
+                oldest.drop(WireError(f"{MAX_STRANGERS} others have not said Hello yet", reason="limit"))
 
     def introduced(self, link: "RpcLink") -> None:
-        """The link's peer has said Hello."""
+        """Note that the link's peer has said Hello."""
         self._strangers.pop(link, None)
 
     def closed(self, link: "RpcLink") -> None:
@@ -151,7 +151,7 @@ class RpcServer:
         self._strangers.pop(link, None)
 
     def turn_ends_s(self, now_s: float) -> float:
-        """Return until when links may handle messages in this turn of the loop."""
+        """Return the time at which links stop handling messages in this turn of the loop."""
         if self._turn_ends_s is None:
             self._turn_ends_s = now_s + TURN_S
             asyncio.get_running_loop().call_soon(self._end_turn)
@@ -161,7 +161,7 @@ class RpcServer:
         self._turn_ends_s = None
 
     def complain(self, name: str, error: WireError) -> None:
-        """Count a dropped peer and log the reason; mixed builds and keys are logged once a message."""
+        """Count a dropped peer and log the reason. Each message about another build or key is logged once."""
         self.dropped.add(error.reason)
         message = str(error)
         if error.reason not in ("version", "key"):
@@ -186,7 +186,10 @@ class RpcServer:
             del self._dialing[address]
 
     def _set_backoff(self, address: Address, link: "RpcLink") -> None:
-        """Lengthen an address's pause after each failed handshake but the first; a good one ends it."""
+        """Lengthen the pause of an address after every failed handshake but the first.
+
+        A handshake that succeeds ends the pause.
+        """
         if link.is_introduced or self.keys is None:
             self._backoffs.pop(address, None)
             return
@@ -237,7 +240,7 @@ class RpcLink(asyncio.Protocol):
 
     @property
     def is_introduced(self) -> bool:
-        """The peer's Hello was accepted."""
+        """Whether the peer's Hello was accepted."""
         return self._hello is not None
 
     @property
@@ -247,7 +250,7 @@ class RpcLink(asyncio.Protocol):
         return self._hello
 
     def send(self, message: AnyMessage) -> None:
-        """See Peer. WireError, and nothing is sent, for a message that fits no frame."""
+        """See Peer. Raises WireError for a message that fits no frame; nothing is sent then."""
         self._send_body(encode(message))
 
     def close(self) -> None:
@@ -345,9 +348,9 @@ class RpcLink(asyncio.Protocol):
             self._transport.resume_reading()
 
     def _handle(self, until_s: float) -> None:
-        """Handle the bodies that have come; after `until_s` the rest waits for the loop's next turn.
+        """Handle received bodies until `until_s`; the rest waits for the loop's next turn.
 
-        Meanwhile other tasks run, and what the node has sent leaves.
+        Between two turns other tasks run, and the node's sent frames leave.
         """
         try:
             while (body := next(self._bodies, None)) is not None:
@@ -436,7 +439,7 @@ ResultT = TypeVar("ResultT")
 
 
 class RpcThread:
-    """Runs an `RpcServer` on a thread beside its node's. Made, and called, on the node's thread.
+    """Runs an `RpcServer` on a thread of its own. The node's thread makes it and calls it.
 
     1. Events of the loop become calls that are posted to the node's thread: `joined`, `received`, `left` and
        `tick`, in order.
@@ -445,26 +448,29 @@ class RpcThread:
     4. A peer that the node refuses (WireError) is dropped as if the server had refused it.
     """
 
-    def __init__(self, keys: ClusterKeys, post: Post, *, link_timeout_s: float = LINK_TIMEOUT_S) -> None:
+    def __init__(
+        self,
+        keys: ClusterKeys,
+        post: Post,
+        *,
+        dropped: DroppedPeers | None = None,
+        link_timeout_s: float = LINK_TIMEOUT_S,
+    ) -> None:
+        """post: hands calls to the node's thread. dropped: counts the peers that the server drops."""
         self.post = post
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rpc", daemon=True)
         self._thread.start()
-        self._rpc_server = RpcServer(keys, link_timeout_s=link_timeout_s)
+        self._rpc_server = RpcServer(keys, dropped=dropped, link_timeout_s=link_timeout_s)
         self._calls: deque[Call] = deque()  # for the loop; it is woken when this was empty
         self._is_closed = False
-
-    @property
-    def dropped(self) -> dict[str, int]:
-        """Dropped peers by reason."""
-        return dict(self._rpc_server.dropped.counts())
 
     def listen(self, host: str, port: int = 0) -> Address:
         """See RpcServer."""
         return self._wait(self._rpc_server.listen(host, port))
 
     def serve(self, node: Node, steps: StepWatchdog | None = None) -> None:
-        """steps: of a worker's engine; routers get the age of its current step from the loop's thread."""
+        """Accept peers for this node. steps: of a worker; the loop's thread reports the step's age."""
         life = None if steps is None else SignsOfLife(steps)
         self._loop.call_soon_threadsafe(self._rpc_server.serve, _NodeProxy(node, self, life))
 
@@ -483,7 +489,7 @@ class RpcThread:
             self._loop.close()
 
     def call(self, call: Call) -> None:
-        """Have the loop make the call; after `close` nothing happens."""
+        """Have the loop's thread make the call. After `close` the call is dropped."""
         if self._is_closed:
             return
         self._calls.append(call)
@@ -596,7 +602,7 @@ class _NodeProxy:
         self._thread.post(self._node.tick)
 
     def _guarded(self, peer: _PeerProxy, call: Call) -> None:
-        """Make the call on the node's thread."""
+        """Make the call on the node's thread; a WireError drops the peer."""
         try:
             call()
         except WireError as error:

@@ -26,7 +26,7 @@ from baton.messages.control import Heartbeat, KvEventBatch, KvEventsWanted, Meas
 from baton.messages.operations import Drain
 from baton.messages.status import OverloadLevel
 from baton.messages.workers import Load, PrefillTimes, StepTimes, Tier, Worker
-from baton.request import Request, StepOutput
+from baton.request import AttemptKey, Request, StepOutput
 from baton.rpc.liveness import BEAT_S
 from baton.rpc.peers import Peer, PeerRegistry
 
@@ -42,7 +42,7 @@ class ChangedPages(Protocol):
     """Changes of an engine's pages since the last call: (key, page, generation) each."""
 
     @property
-    def is_afresh(self) -> bool: ...
+    def is_snapshot(self) -> bool: ...
     @property
     def device(self) -> Sequence[tuple[bytes, int, int]]: ...
     @property
@@ -53,7 +53,7 @@ class ReportedEngine(Protocol):
     """The part of an engine that every worker uses: see engine/replica.py."""
 
     def set_pressure(self, *, small_chunks: bool, makes_room: bool) -> None: ...
-    def take_page_changes(self, *, is_afresh: bool = False) -> ChangedPages: ...
+    def take_page_changes(self, *, is_snapshot: bool = False) -> ChangedPages: ...
     def last_step(self) -> StepTimes | None: ...
 
 
@@ -63,7 +63,7 @@ class ReportedWorker(Protocol):
     @property
     def is_draining(self) -> bool: ...
     @property
-    def attempts(self) -> tuple[tuple[str, int], ...]: ...
+    def attempts(self) -> tuple[AttemptKey, ...]: ...
     def load(self) -> Load: ...
 
 
@@ -198,13 +198,13 @@ class WorkerReports:
 
     def _tell_changes(self, routers: Sequence[Peer], engine: ReportedEngine) -> bool:
         """Return whether there was anything to send."""
-        changes = engine.take_page_changes(is_afresh=self._must_tell_all)
+        changes = engine.take_page_changes(is_snapshot=self._must_tell_all)
         self._must_tell_all = False
-        if changes.is_afresh or changes.device:
-            self._send(routers, Tier.DEVICE, changes.device, is_afresh=changes.is_afresh)
+        if changes.is_snapshot or changes.device:
+            self._send(routers, Tier.DEVICE, changes.device, is_snapshot=changes.is_snapshot)
         if changes.host:
-            self._send(routers, Tier.HOST, changes.host, is_afresh=False)
-        return bool(changes.is_afresh or changes.device or changes.host)
+            self._send(routers, Tier.HOST, changes.host, is_snapshot=False)
+        return bool(changes.is_snapshot or changes.device or changes.host)
 
     def _send(
         self,
@@ -212,7 +212,7 @@ class WorkerReports:
         tier: Tier,
         changes: Sequence[tuple[bytes, int, int]],
         *,
-        is_afresh: bool,
+        is_snapshot: bool,
     ) -> None:
         for first in range(0, max(1, len(changes)), PAGES_PER_MESSAGE):
             part = changes[first : first + PAGES_PER_MESSAGE]
@@ -222,7 +222,7 @@ class WorkerReports:
                 pages=tuple([page for _, page, _ in part]),
                 generations=tuple([generation for _, _, generation in part]),
                 tier=tier,
-                is_afresh=is_afresh and not first,
+                is_snapshot=is_snapshot and not first,
             )
             for router in routers:
                 router.send(events)
@@ -230,9 +230,9 @@ class WorkerReports:
 
 
 class EndedAttempts:
-    """Attempts that are over. A router that stood still may send the order for one of them late.
+    """Attempts that have ended here. A router that was suspended may send Dispatch or Prefill of one late.
 
-    The end of an attempt is also the end of all earlier attempts at its request.
+    The end of an attempt is also the end of all earlier attempts of its request.
     """
 
     def __init__(self) -> None:
@@ -243,8 +243,7 @@ class EndedAttempts:
         if len(self._last) > MAX_ENDED:
             self._last.popitem(last=False)
 
-    def __contains__(self, key: tuple[str, int]) -> bool:
-        """key: request id and attempt."""
+    def __contains__(self, key: AttemptKey) -> bool:
         return key[1] <= self._last.get(key[0], -1)
 
 
@@ -270,15 +269,15 @@ class WorkerNode(ABC):
         self.hello = peer_registry.hello
         self.is_draining = False
         self._peer_registry = peer_registry
-        self._page_links = links
-        self._pressed_engine = engine
+        self._links = links
+        self._engine = engine
         self._reports = reports
         self._levels: dict[str, OverloadLevel] = {}  # router's id -> its overload level
 
     @property
     @abstractmethod
-    def attempts(self) -> tuple[tuple[str, int], ...]:
-        """The attempts that the worker works on: (request_id, attempt) each."""
+    def attempts(self) -> tuple[AttemptKey, ...]:
+        """The attempts that the worker works on."""
 
     @abstractmethod
     def load(self) -> Load:
@@ -326,14 +325,14 @@ class WorkerNode(ABC):
                 self._heard(peer, message)
 
     def _keep_up(self) -> None:
-        self._page_links.keep_up(self._peer_registry.with_pages())
+        self._links.keep_up(self._peer_registry.with_pages())
         self._peer_registry.report(self._reachable())
         self._reports.heartbeat(self)
 
     def _set_pressure(self) -> None:
         """Apply the highest overload level of any router."""
         level = max(self._levels.values(), default=OverloadLevel.CALM)
-        self._pressed_engine.set_pressure(small_chunks=level.small_chunks, makes_room=level.makes_room)
+        self._engine.set_pressure(small_chunks=level.small_chunks, makes_room=level.makes_room)
 
     @abstractmethod
     def _reachable(self) -> list[str]:

@@ -1,8 +1,7 @@
 """The command line: `baton serve MODEL`, `baton generate MODEL PROMPT` and the other commands of COMMANDS.
 
-Exit status: 0, also after a cluster was told to stop and has drained; 1 when Baton could not do what was
-asked, or a part broke later; 2 when the user must change something. One line on stderr says why. 130 after an
-interrupt; 141 when the reader of the output has gone, as for a process that a broken pipe ends.
+A command ends with 0, also after a cluster was told to stop and has drained, or with a status of
+cluster/exit_status.py. One line on stderr gives the reason for 1 and 2.
 """
 
 import argparse
@@ -15,13 +14,12 @@ from typing import Final
 
 import baton
 from baton.cluster.cli import output
-from baton.cluster.cli.options import FAILED, USER_ERROR, CliCommand, Parser
+from baton.cluster.cli.options import CliCommand, Parser
+from baton.cluster.exit_status import BROKEN_PIPE, INTERRUPTED, USER_ERROR, status_of
 from baton.cluster.logs import set_up_logging
 from baton.config.environment import set_log_format
 from baton.errors import BatonError
 
-INTERRUPTED: Final = 130
-BROKEN_PIPE: Final = 141
 WORKER_LIBRARIES: Final = ("numpy", "safetensors", "torch")  # the extra that routers and gateways do without
 
 # command -> its module of cli/commands, imported when the command runs, and its help
@@ -57,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         set_up_logging()
         return command.run(arguments) or 0
     except BatonError as error:
-        return _fail(str(error), USER_ERROR if isinstance(error, ValueError) else FAILED)
+        return _fail(str(error), status_of(error))
     except ModuleNotFoundError as error:
         if error.name not in WORKER_LIBRARIES:
             raise

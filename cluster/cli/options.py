@@ -1,8 +1,8 @@
-"""The options of commands, generated from the structs that hold the settings.
+"""Generates the options of commands from the structs that hold the settings.
 
-An option sets one key of a struct. Its name follows from the key unless FLAGS names it, its help is the
-setting's comment, and its text is read as an environment variable of that setting is. Options that are not
-given stay absent from the parsed arguments: defaults and limits live with the structs alone.
+An option sets one key of a struct. The option's name follows from the key unless FLAGS names the option. Its
+help is the setting's comment. Its text is read like an environment variable of the setting. Options that are
+not given stay absent from the parsed arguments: only the structs have defaults and limits.
 """
 
 import argparse
@@ -26,11 +26,9 @@ from typing import (
 
 import msgspec
 
+from baton.cluster.exit_status import USER_ERROR
 from baton.config.loader import comments, from_text, leaves
 from baton.errors import ConfigError
-
-FAILED: Final = 1  # exit status: Baton could not do what was asked, or a part broke later
-USER_ERROR: Final = 2  # exit status: the user must change an argument, a file or a variable
 
 # A setting's key -> its flags, where they do not follow from the key.
 FLAGS: Final = {
@@ -173,7 +171,7 @@ class Setting(NamedTuple):
         return f"{text} (default: {default})" if is_shown else text
 
     def read(self, text: str) -> object:
-        """Return the value that the option's text stands for. ArgumentTypeError: for none."""
+        """Return the option's value. Raises ArgumentTypeError for text that is no value."""
         try:
             return READERS[self.key](text) if self.key in READERS else from_text(self.field, text, self.key)
         except ConfigError as error:
@@ -225,7 +223,7 @@ class Parser(argparse.ArgumentParser):
     def add_settings(self, title: str, settings: Iterable[Setting]) -> None:
         """Add an option for each of these settings, in a group of this title.
 
-        A flag that an earlier setting has taken, as --seed of `baton generate`, is left to that setting.
+        A flag that an earlier setting has, such as --seed of `baton generate`, stays with that setting.
         """
         group = self.add_argument_group(title)
         for setting in settings:
@@ -243,7 +241,7 @@ class Parser(argparse.ArgumentParser):
             action.setting = setting
 
     def format_help(self) -> str:
-        """Read the comments of the settings now: other calls need not wait for them."""
+        """Fill in the help of the settings, which is read from source only here, and format the help."""
         for action in self._actions:
             if isinstance(action, _Store):
                 action.help = action.setting.help()
@@ -265,7 +263,7 @@ class Parser(argparse.ArgumentParser):
     def _take_late_positional(
         self, argv: Sequence[str], arguments: argparse.Namespace, unknown: list[str]
     ) -> None:
-        """Move an optional positional out of `unknown`: argparse finds none behind an option."""
+        """Move an optional positional out of `unknown`: argparse finds none after an option."""
         literal = list(argv)[argv.index("--") + 1 :] if "--" in argv else []
         if unknown[:1] == ["--"]:
             del unknown[0]
@@ -289,9 +287,9 @@ class Parser(argparse.ArgumentParser):
 
 
 def in_flags(message: str, settings: Iterable[Setting], arguments: argparse.Namespace) -> str:
-    """Write flags for the settings that an error names.
+    """Replace the names of settings in an error message by their flags.
 
-    A setting with a part, such as cache.page_size, is found anywhere, another where the message starts.
+    A dotted name, such as cache.page_size, is replaced anywhere; other names only at the start.
     """
     spelled = getattr(arguments, SPELLED, {})
     for setting in settings:
@@ -302,7 +300,7 @@ def in_flags(message: str, settings: Iterable[Setting], arguments: argparse.Name
 
 
 class CliCommand(NamedTuple):
-    """One command of `baton`: what a module of cli/commands defines under the command's name."""
+    """One command of `baton`, which a module of cli/commands defines under the command's name."""
 
     description: str | None
     add_options: Callable[[Parser], None]

@@ -58,7 +58,7 @@ class Settings(Generic[StructT]):
         file: Path | None = None,
         environment: Mapping[str, str],
     ) -> None:
-        """flags: key -> the value on the command line. ConfigError: the file or a variable is wrong."""
+        """flags: key -> the value on the command line. Raises ConfigError for a wrong file or variable."""
         self._struct_type = struct_type
         self.given: dict[str, Given] = {
             **(_from_file(struct_type, file) if file else {}),
@@ -67,7 +67,7 @@ class Settings(Generic[StructT]):
         }
 
     def build(self) -> StructT:
-        """Return the struct. ConfigError names the origin of the value that is wrong."""
+        """Return the struct. Raises ConfigError, which names the origin of the wrong value."""
         try:
             return build(self._struct_type, nest({key: given.value for key, given in self.given.items()}))
         except ConfigError as error:
@@ -88,7 +88,7 @@ class Settings(Generic[StructT]):
 
 
 def settings_from(struct_type: type[StructT], arguments: argparse.Namespace) -> Settings[StructT]:
-    """Read options, then the environment, then the file of --config. Raises ConfigError."""
+    """Read the options, the environment and the file of --config. Raises ConfigError."""
     spelled, known = getattr(arguments, SPELLED, {}), leaves(struct_type)
     flags = {
         key: Given(value, spelled.get(key, key)) for key, value in vars(arguments).items() if key in known
@@ -118,14 +118,14 @@ def add_serve_options(parser: Parser) -> None:
 
 
 def variable(key: str) -> str:
-    """Return the environment's name of a setting: engine.cache.page_size is BATON_ENGINE_CACHE_PAGE_SIZE."""
+    """Return the variable of a setting: BATON_ENGINE_CACHE_PAGE_SIZE for engine.cache.page_size."""
     return PREFIX + key.upper().replace(".", "_")
 
 
 def check_variables(environment: Mapping[str, str]) -> None:
-    """ConfigError: a variable sets nothing and its name is nearly that of one that does.
+    """Raises ConfigError for an unknown variable whose name is close to a known one.
 
-    A variable may be meant for another command than the present one.
+    Variables of all commands are known, since a variable may be meant for another command.
     """
     structs = (ServeConfig, WorkerConfig, GatewayConfig, RouterConfig)
     known = [variable(key) for struct in structs for key in leaves(struct)]
@@ -139,7 +139,10 @@ def check_variables(environment: Mapping[str, str]) -> None:
 
 
 def _nearest(name: str, known: list[str]) -> str | None:
-    """Compare names without the prefix, which makes any two alike. A part of names means the first one."""
+    """Return the known name nearest to `name`. Names are compared without PREFIX.
+
+    A name that is the beginning or end of known names matches the first of them.
+    """
     stem = name.removeprefix(PREFIX)
     stems = [other.removeprefix(PREFIX) for other in known]
     parts = [other for other in stems if other.startswith(f"{stem}_") or other.endswith(f"_{stem}")]
@@ -171,7 +174,7 @@ def _from_file(struct_type: type[msgspec.Struct], file: Path) -> dict[str, Given
 
 
 def read_mapping(file: Path) -> Mapping[str, object]:
-    """Read a YAML or JSON file. ConfigError: it is no mapping with names for keys."""
+    """Read a YAML or JSON file. Raises ConfigError unless the file holds a mapping with names for keys."""
     try:
         with file.open("rb") as opened:
             content = opened.read(MAX_FILE_BYTES + 1)

@@ -1,4 +1,4 @@
-"""The interface of runtimes, and their messages with the processes that they start, one JSON line each."""
+"""The interface of runtimes, and the messages between a runtime and its processes, one JSON line each."""
 
 import os
 import select
@@ -7,31 +7,28 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Final, Literal, Protocol, TypeAlias
+from typing import Annotated, Final, Protocol, TypeAlias
 
 import msgspec
 from msgspec import Meta
 
 from baton.cluster.cluster_key import Keys
+from baton.cluster.exit_status import is_users_error
 from baton.config.environment import LogFormat, log_format
 from baton.errors import BatonError, ConfigError, WorkerLost
 from baton.messages.bounds import Kind, Name
 from baton.messages.workers import Address
 from baton.rpc.auth import ClusterKeys, Generations, KeyRing
 
-ProcessKind: TypeAlias = Literal["router", "gateway", "worker"]
-
-# Exit statuses. A process that was told to end, by any process, ends with 0.
-USER_ERROR: Final = 2  # the operator must change something, as for the command line
-DRAINED: Final = 4  # an operator has drained the process, and no signal has told it to end
+LOOPBACK: Final = "127.0.0.1"
 ALIVE_EVERY_S: Final = 1.0
-MAX_REASON_CHARS: Final = 8192  # a compiler's output can be longer than a report may be
+MAX_REPORT_CHARS: Final = 8192  # a compiler's output can be longer than a report may be
 
 
 class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
     """A process and the resources that it needs."""
 
-    kind: ProcessKind
+    kind: Kind  # never OPERATOR
     name: Name  # unique in the cluster, and the same after a restart
     config: msgspec.Struct  # the struct of its kind, without any secret
     num_ranks: int = 0  # ranks of a model; 0: a router or gateway, which needs no cores of its own
@@ -43,9 +40,9 @@ class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Assignment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The first line that a process reads. It holds the keys of the process's kind."""
+    """The first line of a process's stdin, with the keys of the process's kind."""
 
-    kind: ProcessKind
+    kind: Kind  # never OPERATOR
     name: Name
     generations: Annotated[Generations, Meta(min_length=1, max_length=2)]
     config: msgspec.Raw
@@ -54,42 +51,45 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class Loading(msgspec.Struct, frozen=True, tag=True):
-    """A worker's progress of reading weights, any number of times before the report."""
+    """Reports a worker's progress of reading weights, any number of times before the Report."""
 
     num_bytes: int
     total_bytes: int
 
 
 class LoopAlive(msgspec.Struct, frozen=True, tag=True):
-    """The event loop of a router or a gateway runs; once every ALIVE_EVERY_S, from its start on."""
+    """Reports every ALIVE_EVERY_S that the event loop of a router or a gateway runs."""
 
 
 class ProcessStarted(msgspec.Struct, frozen=True, tag=True):
-    """The process serves at this address."""
+    """Reports that the process serves at this address."""
 
     address: Address
 
 
 class ProcessFailed(msgspec.Struct, frozen=True, tag=True):
-    """The process could not start."""
+    """Reports that the process could not start."""
 
-    reason: str  # at most MAX_REASON_CHARS
+    reason: str  # at most MAX_REPORT_CHARS
     is_users_error: bool  # it will fail again unless the operator changes something
 
     @classmethod
     def of(cls, error: BaseException) -> "ProcessFailed":
         """Describe an error. The text of an error that is not Baton's begins with its type."""
         reason = str(error) if isinstance(error, BatonError) else f"{type(error).__name__}: {error}"
-        is_users_error = isinstance(error, BatonError) and isinstance(error, ValueError)
-        return cls(reason[:MAX_REASON_CHARS], is_users_error)
+        return cls(reason[:MAX_REPORT_CHARS], is_users_error(error))
 
 
 Report: TypeAlias = ProcessStarted | ProcessFailed
+ProcessMessage: TypeAlias = Report | Loading | LoopAlive  # one line of a process
 Progress: TypeAlias = Callable[[int, int], None]  # called with the bytes read so far, and in all
 
 
 def address_in(report: Report, name: str) -> Address:
-    """Return the address of the process `name`. ConfigError or WorkerLost: the process has not started."""
+    """Return the address in the report of the process `name`.
+
+    Raises ConfigError or WorkerLost when the process has failed.
+    """
     match report:
         case ProcessStarted(address):
             return address
@@ -97,9 +97,9 @@ def address_in(report: Report, name: str) -> Address:
             raise (ConfigError if is_users_error else WorkerLost)(f"{name}: {reason}")
 
 
-def generations_of(kind: str, keys: ClusterKeys) -> Generations:
-    """Derive the keys of a process of this kind (a ProcessKind or an operator) from the cluster's keys."""
-    return KeyRing.of(keys, Kind(kind)).generations
+def generations_of(kind: Kind, keys: ClusterKeys) -> Generations:
+    """Derive the keys of a process of this kind from the cluster's keys."""
+    return KeyRing.of(keys, kind).generations
 
 
 def assignment(spec: ProcessSpec, keys: ClusterKeys) -> bytes:
@@ -118,7 +118,7 @@ def assignment(spec: ProcessSpec, keys: ClusterKeys) -> bytes:
 
 
 def share_out(specs: Sequence[ProcessSpec], num_cores: int) -> dict[str, int]:
-    """Return name -> cores of each worker. Workers that share a core would slow each other down."""
+    """Return name -> cores of each worker: its `cores_per_rank`, or an even share, for each of its ranks."""
     num_ranks = sum(spec.num_ranks for spec in specs)
     return {
         spec.name: spec.num_ranks * (spec.cores_per_rank or max(1, num_cores // num_ranks))
@@ -128,11 +128,11 @@ def share_out(specs: Sequence[ProcessSpec], num_cores: int) -> dict[str, int]:
 
 
 def share_out_threads(specs: Sequence[ProcessSpec], num_cores: int) -> dict[str, int]:
-    """Return name -> threads of each worker, where all workers may use all cores.
+    """Return name -> threads of each worker. The workers of one role share all cores.
 
-    The workers of each role share all cores: prefill and decode workers are seldom busy together for long,
-    and an idle thread sleeps. On two cores, one prefill and one decode worker answer a fifth more requests, a
-    third sooner, than with a core each (`baton bench serve`).
+    Prefill and decode workers are seldom busy together for long, and idle threads sleep. On two cores, one
+    prefill and one decode worker answer a fifth more requests, and a third sooner, than with one core each
+    (`baton bench serve`).
     """
     threads: dict[str, int] = {}
     for role in {spec.role for spec in specs}:
@@ -141,16 +141,16 @@ def share_out_threads(specs: Sequence[ProcessSpec], num_cores: int) -> dict[str,
 
 
 class ManagedProcess(Protocol):
-    """One life of a process. Its calls may be repeated, and come from one asyncio loop."""
+    """One life of a process. Calls may be repeated, and come from one asyncio loop."""
 
     async def ready(self) -> Address:
-        """Wait until the process serves, and return its address. ConfigError or WorkerLost: it failed."""
+        """Wait until the process serves, and return its address. Raises ConfigError or WorkerLost."""
 
     async def loading(self) -> Loading | None:
         """Return the progress of loading weights; None: unknown."""
 
     async def watch(self) -> str:
-        """Wait for the end of the process, and return its cause; "": it was drained, or told to by `stop`."""
+        """Wait for the end of the process. Return the cause; "" after `stop` or a drain by an operator."""
 
     def stop(self) -> None:
         """Ask the process to drain and end."""
@@ -159,9 +159,9 @@ class ManagedProcess(Protocol):
         """End the process now, and all processes that it has started."""
 
     def give_up(self) -> None:
-        """End a process that may not answer, as on a machine that hangs; wait for nothing.
+        """End a process that may not answer, as on a machine that hangs. Returns at once.
 
-        The next process of its name is placed on another machine if one has room.
+        The next process of the same name is placed on another machine if one has room.
         """
 
     async def silent_s(self) -> float:
@@ -181,23 +181,23 @@ class Runtime(Protocol):
 
     @property
     def worker_host(self) -> str:
-        """The address that workers listen on; "": that of the machine of each."""
+        """The address that workers listen on; "": each worker listens on its own machine's address."""
 
     @property
     def head_away_s(self) -> float:
-        """Seconds since Ray's head last answered; 0 while it answers, and without Ray.
+        """Seconds since Ray's head last answered; 0 while the head answers, and without Ray.
 
-        Meanwhile running processes go on, and none can be started.
+        While the head is away, running processes go on and no process can be started.
         """
 
     async def open(self) -> None:
         """Prepare the machines. Raises ConfigError."""
 
     async def place(self, specs: list[ProcessSpec]) -> None:
-        """Reserve resources for all of these before any is started. ConfigError: there are too few."""
+        """Reserve resources for all these processes. Call before `spawn`. ConfigError: too few resources."""
 
     async def spawn(self, spec: ProcessSpec) -> ManagedProcess:
-        """Start a process; do not wait for `ready`."""
+        """Start a process without waiting until it serves."""
 
     def use_keys(self, keys: Keys) -> None:
         """Give these cluster keys to all running and later processes. Returns at once."""
@@ -210,9 +210,9 @@ class Runtime(Protocol):
 
 
 def descendants(pid: int) -> list[int]:
-    """Return the ids of the processes that `pid` has started, and of their descendants, parents first.
+    """Return the ids of all descendants of `pid`, parents first.
 
-    Processes that this one may not read are left out; psutil raises AccessDenied for them.
+    Processes that the present process may not read are left out; psutil raises AccessDenied for them.
     """
     children = defaultdict[int, list[int]](list)
     for folder in Path("/proc").glob("[0-9]*"):
@@ -226,7 +226,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def kill_tree(pid: int) -> None:
-    """Send SIGKILL to `pid` and its descendants, such as a worker's ranks; stopped processes die too.
+    """Send SIGKILL to `pid` and its descendants, such as a worker's ranks. Stopped processes die too.
 
     Nothing happens when `pid` has ended.
     """
@@ -236,7 +236,10 @@ def kill_tree(pid: int) -> None:
 
 
 def started_at(pid: int) -> int:
-    """Return the clock ticks at the process's start, which identify it with its id; 0: it has ended."""
+    """Return the clock tick at which the process started; 0: the process has ended.
+
+    A process id and this tick together identify one process.
+    """
     try:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
     except OSError:
@@ -244,7 +247,7 @@ def started_at(pid: int) -> int:
 
 
 def wait_for_end(pid: int, started: int) -> None:
-    """Return when the process has ended for which `started_at` returned `started`."""
+    """Block until the process `pid` that started at clock tick `started` has ended."""
     try:
         descriptor = os.pidfd_open(pid)
     except ProcessLookupError:

@@ -1,4 +1,4 @@
-"""The local runtime: subprocesses of this machine, which end when the present process ends."""
+"""The local runtime: each process is a subprocess of this machine and ends with the present process."""
 
 import asyncio
 import logging
@@ -12,11 +12,13 @@ from typing import Final
 import msgspec
 
 from baton.cluster.cluster_key import Keys
+from baton.cluster.exit_status import DRAINED
 from baton.cluster.runtimes.base import (
-    DRAINED,
+    LOOPBACK,
     Loading,
     LoopAlive,
     ProcessFailed,
+    ProcessMessage,
     ProcessSpec,
     Report,
     address_in,
@@ -33,11 +35,8 @@ from baton.rpc.auth import ClusterKeys
 logger = logging.getLogger(__name__)
 
 COMMAND: Final = (sys.executable, "-m", "baton.cluster.process")
-LOOPBACK: Final = "127.0.0.1"
 MAX_REPORT_BYTES: Final = 1 << 16
-_LINES: Final[msgspec.json.Decoder[Report | Loading | LoopAlive]] = msgspec.json.Decoder(
-    Report | Loading | LoopAlive
-)
+_LINES: Final[msgspec.json.Decoder[ProcessMessage]] = msgspec.json.Decoder(ProcessMessage)
 
 
 class LocalProcess:
@@ -78,7 +77,7 @@ class LocalProcess:
             self._process.terminate()
 
     def use_keys(self, keys: Keys) -> None:
-        """Replace the process's keys by those of its kind, derived from these."""
+        """Derive the keys of the process's kind from these cluster keys, and send them to the process."""
         assert self._process.stdin is not None
         if self._process.returncode is None:
             self._process.stdin.write(msgspec.json.encode(generations_of(self._kind, keys)) + b"\n")
@@ -94,7 +93,7 @@ class LocalProcess:
         return 0.0 if self._alive_s is None else asyncio.get_running_loop().time() - self._alive_s
 
     async def _read(self) -> None:
-        """Take the process's lines until it has ended."""
+        """Take the process's lines until the process has ended."""
         assert self._process.stdout is not None
         while True:
             try:
@@ -108,7 +107,7 @@ class LocalProcess:
         if not self._report.done():
             self._report.set_result(ProcessFailed(why, is_users_error=False))
 
-    def _take(self, said: Report | Loading | LoopAlive) -> None:
+    def _take(self, said: ProcessMessage) -> None:
         match said:
             case Loading():
                 self._loading = said
@@ -122,7 +121,7 @@ class LocalRuntime:
     """A Runtime of subprocesses on this machine."""
 
     def __init__(self, keys: ClusterKeys, *, command: Sequence[str] = COMMAND) -> None:
-        """command: starts a process that reads an assignment, as cluster/process.py does."""
+        """command: starts a process that reads an Assignment from stdin, as cluster/process.py does."""
         self.host = self.worker_host = LOOPBACK
         self.num_gpus = 0
         self.head_away_s = 0.0

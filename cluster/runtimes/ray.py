@@ -1,14 +1,13 @@
-"""The Ray runtime: processes are Ray actors, on a Ray that is started for this machine or on one that is
-joined.
+"""The Ray runtime: each process is a Ray actor, on an existing Ray or on one that Baton starts.
 
-1. `open` joins the Ray at an address, or starts one for this machine alone. Ray's own ports answer only
+1. `open` joins the Ray at an address, or starts a Ray for this machine alone. Ray's own ports answer only
    clients with its token.
-2. `place` takes a placement group for each worker, and spreads each role over the nodes. A worker's ranks are
-   in one bundle, so they share a node.
+2. `place` creates a placement group for each worker, and spreads each role over the nodes. A worker's ranks
+   are in one bundle, so they share a node.
 3. `spawn` starts a worker in its placement group; a router or a gateway runs on the present node, where
    clients connect. Ray restarts nothing: the supervisor starts a process again, in the same placement group.
-   A worker that was given up, or that was on a node that does not answer, moves to another node if one has
-   room: Ray itself takes a minute to notice that a node hangs.
+   A worker that was given up, or whose node does not answer, moves to another node with room, if there is
+   one: Ray itself takes a minute to notice that a node hangs.
 4. While Ray's head is away no process can be started, and calls that ask the head hang. Running processes go
    on: `spawn` waits for the head, and no call that asks the head runs on the event loop.
 5. `close` ends the actors, removes the placement groups, and leaves Ray, which ends if it was started here.
@@ -31,6 +30,7 @@ import msgspec
 
 from baton.cluster.cluster_key import Keys
 from baton.cluster.runtimes.base import (
+    LOOPBACK,
     Loading,
     ProcessSpec,
     Report,
@@ -46,7 +46,6 @@ from baton.errors import ConfigError, WorkerLost
 from baton.messages.workers import Address
 from baton.rpc.auth import ClusterKeys
 
-LOOPBACK: Final = "127.0.0.1"
 OBJECT_STORE_BYTES: Final = 80 << 20  # the least that Ray accepts: Baton stores no objects
 # For a Ray that is started here. By default its workers have niceness 15: other programs can starve them.
 SYSTEM_CONFIG: Final = {"worker_niceness": 0}
@@ -77,8 +76,8 @@ class RayNode(NamedTuple):
     resources: Mapping[str, float]  # free and used together
 
 
-class RayCapacity(NamedTuple):
-    """A placement group of one bundle, and the node that it is on."""
+class Placement(NamedTuple):
+    """A placement group of one bundle, and its node."""
 
     group: Any
     node_id: str
@@ -95,9 +94,9 @@ class RayRuntime:
         num_cpus: int = 0,
         place_timeout_s: float = 60.0,
     ) -> None:
-        """address: of the Ray to join; None: start one, with at least `num_cpus` cores in its books.
+        """address: of the Ray to join; None: start a Ray that counts at least `num_cpus` cores.
 
-        place_timeout_s: for a cluster to have room: an autoscaler may add nodes.
+        place_timeout_s: for Ray to have room for all workers; meanwhile an autoscaler may add nodes.
         """
         self._keys = keys
         self._address = address
@@ -105,7 +104,7 @@ class RayRuntime:
         self._place_timeout_s = place_timeout_s
         self._ray: Any = None  # the module: its import takes half a second
         self._actor_class: Any = None
-        self._rooms: dict[str, RayCapacity] = {}  # by the name of a worker
+        self._placements: dict[str, Placement] = {}  # by the name of a worker
         self._needs: dict[str, dict[str, float]] = {}  # of Ray's resources, by the name of a worker
         self._roles: dict[str, str] = {}  # by the name of a worker
         self._suspects: dict[str, float] = {}  # id of a node -> when a worker on it was given up
@@ -113,7 +112,7 @@ class RayRuntime:
         self._node_id = ""  # of this machine
         self._head_s = 0.0  # when Ray's head last answered
         self._is_closed = False
-        self._alive: set[RayActor] = set()
+        self._alive: set[RayProcess] = set()
         self.num_gpus = 0
         self.host = LOOPBACK
 
@@ -148,10 +147,10 @@ class RayRuntime:
         try:
             async with asyncio.timeout(self._place_timeout_s):
                 for spec in workers:
-                    await self._take_room(spec.name, self._preferred(spec.name, nodes), TRY_S)
-                # The rest is asked for at once, so that an autoscaler sees all of it.
-                late = [spec.name for spec in workers if spec.name not in self._rooms]
-                await asyncio.gather(*(self._take_room(name, None, self._place_timeout_s) for name in late))
+                    await self._place(spec.name, self._preferred(spec.name, nodes), TRY_S)
+                # The other groups are requested together, so that an autoscaler sees all of them.
+                late = [spec.name for spec in workers if spec.name not in self._placements]
+                await asyncio.gather(*(self._place(name, None, self._place_timeout_s) for name in late))
         except TimeoutError:
             bundles = [self._needs[spec.name] for spec in workers]
             raise ConfigError(
@@ -159,7 +158,7 @@ class RayRuntime:
                 "set cores_per_rank of prefill and decode lower, start fewer workers, or add nodes"
             ) from None
 
-    async def spawn(self, spec: ProcessSpec) -> "RayActor":
+    async def spawn(self, spec: ProcessSpec) -> "RayProcess":
         if self.head_away_s:
             logger.warning("%s is started when Ray's head answers again", spec.name)
         while self.head_away_s:
@@ -168,7 +167,7 @@ class RayRuntime:
             await self._move_if_needed(spec.name)
         given = self._keys
         actor = await _in_thread(self._start_actor, spec)
-        process = RayActor(spec, actor, self)
+        process = RayProcess(spec, actor, self)
         self._alive.add(process)
         if self._keys is not given:  # they have changed meanwhile
             process.use_keys(self._keys)
@@ -193,9 +192,9 @@ class RayRuntime:
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
                 await _in_thread(self._close)
 
-    # RayActors call these.
+    # RayProcesses call these.
 
-    def ended(self, process: "RayActor") -> None:
+    def ended(self, process: "RayProcess") -> None:
         """Forget a process that has ended."""
         self._alive.discard(process)
 
@@ -205,7 +204,7 @@ class RayRuntime:
             _in_background(self._ray.kill, actor)
 
     def give_up(self, name: str, actor: Any, pid: int, node_id: str) -> None:
-        """End an actor that may not answer, through Ray and by a signal to its process and its ranks."""
+        """End an actor that may not answer: through Ray, and by SIGKILL to its process and its ranks."""
         self._given_up.add(name)
         if node_id:
             self._suspects[node_id] = time.monotonic()
@@ -215,60 +214,60 @@ class RayRuntime:
         elif pid:
             _in_background(self._kill_there, node_id, pid)
 
-    # Room for workers.
+    # Placement groups of workers.
 
     async def _move_if_needed(self, name: str) -> None:
-        """Move the worker's placement group if its node does not answer, or may hang."""
-        room = self._rooms[name]
+        """Place the worker on another node if its node does not answer, or if the worker was given up."""
+        old = self._placements[name]
         nodes = await _in_thread(self._nodes)
-        here = next((node for node in nodes if node.id == room.node_id), None)
+        here = next((node for node in nodes if node.id == old.node_id), None)
         if name not in self._given_up and here is not None and await _listens(here):
             return
         now_s = time.monotonic()
         avoided = {node_id for node_id, since_s in self._suspects.items() if now_s - since_s < SUSPECT_S}
-        others = [node for node in nodes if node.id not in avoided | {room.node_id}]
+        others = [node for node in nodes if node.id not in avoided | {old.node_id}]
         for node_ids in (self._preferred(name, others), [node.id for node in others]):
-            if await self._take_room(name, node_ids, MOVE_S):
+            if await self._place(name, node_ids, MOVE_S):
                 self._given_up.discard(name)
                 logger.warning("%s moves to another node of Ray", name)
-                _in_background(self._ray.util.remove_placement_group, room.group)
+                _in_background(self._ray.util.remove_placement_group, old.group)
                 return
-        self._given_up.discard(
-            name
-        )  # no other node has room: Ray starts the worker on its old node as soon as it can
+        # No other node has room: Ray starts the worker on its old node as soon as possible.
+        self._given_up.discard(name)
 
     def _preferred(self, name: str, nodes: Sequence[RayNode]) -> list[str]:
+        """Return the ids of the nodes with the fewest workers of the worker's role."""
         role = self._roles[name]
         used = Counter(
-            room.node_id
-            for other, room in self._rooms.items()
+            placement.node_id
+            for other, placement in self._placements.items()
             if other != name and self._roles[other] == role
         )
         return least_used(self._needs[name], nodes, used)
 
-    async def _take_room(self, name: str, node_ids: Sequence[str] | None, timeout_s: float) -> bool:
-        """Take room on one of these nodes (None: on any node). Return False when there is none in time."""
+    async def _place(self, name: str, node_ids: Sequence[str] | None, timeout_s: float) -> bool:
+        """Place the worker on one of these nodes; None: on any node. Return False when no room is found."""
         if node_ids is not None and not node_ids:
             return False
         labels = None if node_ids is None else [{NODE_ID_LABEL: f"in({','.join(node_ids)})"}]
-        room = await _in_thread(self._room, self._needs[name], labels, timeout_s)
-        if room is not None:
-            self._rooms[name] = room
-        return room is not None
+        placement = await _in_thread(self._create_placement_group, self._needs[name], labels, timeout_s)
+        if placement is not None:
+            self._placements[name] = placement
+        return placement is not None
 
-    def _room(
+    def _create_placement_group(
         self, needs: dict[str, float], labels: list[dict[str, str]] | None, timeout_s: float
-    ) -> RayCapacity | None:
+    ) -> Placement | None:
         group = self._ray.util.placement_group([needs], bundle_label_selector=labels)
         if not group.wait(timeout_s):
             self._ray.util.remove_placement_group(group)
             return None
-        return RayCapacity(group, self._ray.util.placement_group_table(group)["bundles_to_node_id"][0])
+        return Placement(group, self._ray.util.placement_group_table(group)["bundles_to_node_id"][0])
 
     # On threads: Ray's own calls, which may wait for its head.
 
     def _watch_head(self) -> None:
-        """Ask the head for its nodes again and again; the call hangs while the head is away."""
+        """Ask the head for its nodes every HEAD_LOOK_S; the call hangs while the head is away."""
         while not self._is_closed and self._ray.is_initialized():
             with suppress(Exception):  # Ray gives up after a minute, with one of many errors
                 self._ray.nodes()
@@ -322,12 +321,12 @@ class RayRuntime:
         except (OSError, RuntimeError, ValueError) as error:
             where = f"Ray at {self._address} cannot be joined" if self._address else "Ray cannot be started"
             raise ConfigError(f"{where}: {' '.join(str(error).split())}") from None
-        from baton.cluster.runtimes.ray_process import NUM_THREADS, RayProcess
+        from baton.cluster.runtimes.ray_process import NUM_THREADS, ProcessActor
 
         remote = ray.remote(max_restarts=0, max_task_retries=0, max_concurrency=NUM_THREADS)
         # Ray shows the name of the class in ps and top, and overwrites any other title.
         self._actor_class = lambda name: remote(
-            type(f"baton-{name}", (RayProcess,), {"__module__": RayProcess.__module__})
+            type(f"baton-{name}", (ProcessActor,), {"__module__": ProcessActor.__module__})
         )
         self.num_gpus = int(ray.cluster_resources().get("GPU", 0))
 
@@ -342,8 +341,8 @@ class RayRuntime:
         if self._ray.is_initialized():
             for process in self._alive:
                 self._ray.kill(process.actor, no_restart=True)
-            for room in self._rooms.values():
-                self._ray.util.remove_placement_group(room.group)
+            for placement in self._placements.values():
+                self._ray.util.remove_placement_group(placement.group)
             self._ray.shutdown()
 
     def _where(self, spec: ProcessSpec) -> dict[str, Any]:
@@ -356,17 +355,17 @@ class RayRuntime:
                 "num_gpus": needs.pop("GPU", 0),
                 "resources": needs,
                 "scheduling_strategy": scheduling_strategies.PlacementGroupSchedulingStrategy(
-                    self._rooms[spec.name].group, placement_group_bundle_index=0
+                    self._placements[spec.name].group, placement_group_bundle_index=0
                 ),
             }
         strategy = scheduling_strategies.NodeAffinitySchedulingStrategy(self._node_id, soft=False)
         return {"num_cpus": 0, "scheduling_strategy": strategy}
 
 
-class RayActor:
-    """A ManagedProcess that is an actor.
+class RayProcess:
+    """A ManagedProcess that runs in a ProcessActor.
 
-    Its calls use connections of their own, and never wait for the head.
+    The calls of the actor use connections of their own, and never wait for Ray's head.
     """
 
     def __init__(self, spec: ProcessSpec, actor: Any, runtime: RayRuntime) -> None:
@@ -408,7 +407,7 @@ class RayActor:
         self.actor.stop.remote()
 
     def use_keys(self, keys: ClusterKeys) -> None:
-        """Replace the process's keys by those of its kind, derived from these."""
+        """Derive the keys of the process's kind from these cluster keys, and send them to the process."""
         self.actor.use_keys.remote(msgspec.json.encode(generations_of(self._kind, keys)))
 
     def kill(self) -> None:
@@ -433,7 +432,7 @@ class RayActor:
 
 
 def _in_thread(call: Callable[..., ResultT], *arguments: Any) -> asyncio.Future[ResultT]:
-    """Make a call of Ray that may hang, on a thread that does not keep the process from ending."""
+    """Make a call of Ray that may hang on a daemon thread, so that the process can still end."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[ResultT] = loop.create_future()
 
@@ -455,7 +454,7 @@ def _in_thread(call: Callable[..., ResultT], *arguments: Any) -> asyncio.Future[
 
 
 def _in_background(call: Callable[..., Any], *arguments: Any) -> None:
-    """Make a call of Ray that may hang, and do not wait for its result."""
+    """Make a call of Ray that may hang, without waiting for the result; a failure is logged."""
 
     def log_failure(future: asyncio.Future[Any]) -> None:
         if not future.cancelled() and (error := future.exception()) is not None:
@@ -465,7 +464,7 @@ def _in_background(call: Callable[..., Any], *arguments: Any) -> None:
 
 
 async def _listens(node: RayNode) -> bool:
-    """Return whether the node's raylet accepts connections, as also a node that hangs does."""
+    """Return whether the node's raylet accepts connections. A hung node may still accept them."""
     try:
         async with asyncio.timeout(PROBE_TIMEOUT_S):
             _, writer = await asyncio.open_connection(node.address, node.port)
@@ -476,7 +475,10 @@ async def _listens(node: RayNode) -> bool:
 
 
 def _check_reachable(address: str) -> None:
-    """OSError: no process listens, where Ray itself would try for minutes. ValueError: it is no address."""
+    """Raises OSError when no process listens at the address; Ray itself would retry for minutes.
+
+    Raises ValueError for a malformed address.
+    """
     if address == AUTO:
         return
     host, colon, port = address.rpartition(":")
@@ -486,7 +488,7 @@ def _check_reachable(address: str) -> None:
 
 
 def _take_signals_back() -> None:
-    """Install Baton's handlers again: Ray's handler, which comes first, dumps its stack on SIGTERM."""
+    """Install Baton's signal handlers again: Ray has put its own, which dumps a stack, before them."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.getsignal(number))
 
@@ -505,9 +507,9 @@ def _import_ray() -> Any:
 
 
 def cores_for(num_ranks: int, cores_of_nodes: Sequence[int]) -> int:
-    """Return the cores for all ranks together when they are spread evenly over the nodes.
+    """Return the number of cores for all ranks together, spread evenly over the nodes.
 
-    Ray gives a process as many threads as it takes cores.
+    Ray gives a process one thread for each of its cores.
     """
     usable = [cores for cores in cores_of_nodes if cores]
     if not usable or not num_ranks:
@@ -517,9 +519,9 @@ def cores_for(num_ranks: int, cores_of_nodes: Sequence[int]) -> int:
 
 
 def least_used(needs: Mapping[str, float], nodes: Sequence[RayNode], used: Mapping[str, int]) -> list[str]:
-    """Return the ids of the large enough nodes with the fewest workers of a role.
+    """Return the ids of the nodes with the fewest workers, of those that have the needed resources.
 
-    used: node id -> workers.
+    used: node id -> number of workers.
     """
     fitting = [
         node.id
@@ -531,7 +533,7 @@ def least_used(needs: Mapping[str, float], nodes: Sequence[RayNode], used: Mappi
 
 
 def _needs(spec: ProcessSpec, num_cores: int) -> dict[str, float]:
-    """Return the resources for all ranks of a worker, on one node."""
+    """Return the resources that all ranks of a worker need on one node."""
     if spec.gpus_per_rank:
         return {"GPU": spec.num_ranks * spec.gpus_per_rank, "CPU": 1.0, **spec.resources}
     return {"CPU": float(num_cores), **spec.resources}
@@ -543,7 +545,7 @@ def _sum(bundles: list[dict[str, float]]) -> dict[str, float]:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error of Ray; for an exception in an actor, that of the exception."""
+    """Return the first line of an error of Ray, or of the exception in an actor that caused the error."""
     cause = getattr(error, "cause", None)
     said = f"{type(cause).__name__}: {cause}" if isinstance(cause, BaseException) else str(error)
     return next(iter(said.strip().splitlines()), type(error).__name__).rstrip(".")[:400]

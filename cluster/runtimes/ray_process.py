@@ -1,4 +1,4 @@
-"""One process of the cluster as a Ray actor; Ray's workers import this module, on any node.
+"""One process of the cluster as a Ray actor. Ray's workers import this module on every node.
 
 Ray places the actor, starts it and notices its death. Requests, tokens and pages use Baton's own connections.
 """
@@ -11,37 +11,39 @@ import time
 import msgspec
 import ray
 
+from baton.cluster.exit_status import ORPHANED
 from baton.cluster.logs import set_up_logging
-from baton.cluster.process import ORPHANED, ring_of, run
+from baton.cluster.process import run
 from baton.cluster.runtimes.base import (
     Assignment,
     Loading,
     LoopAlive,
     ProcessFailed,
+    ProcessMessage,
     Report,
     started_at,
     wait_for_end,
 )
 from baton.config.environment import set_node_name
 from baton.errors import BatonError
-from baton.rpc.auth import Generations
+from baton.rpc.auth import Generations, KeyRing
 
 # `serve` blocks one thread, `report` another; the other calls run meanwhile.
 NUM_THREADS = 4
 
 
-class RayProcess:
-    """The actor. `serve` is called once, first."""
+class ProcessActor:
+    """A Ray actor that runs one process of the cluster. Call `serve` once, first."""
 
     def __init__(self, assignment: bytes, *, is_alone: bool, parent: tuple[int, int] | None) -> None:
         """is_alone: the whole cluster is on this machine, and processes listen on loopback only.
 
-        parent: id and start (`started_at`) of a process of this machine: the actor ends with it. While Ray's
-        head is away, no other process would end the actors of a killed `baton serve`.
+        parent: the id and the start (`started_at`) of a process of this machine. The actor ends when the
+        parent ends: while Ray's head is away, no other process ends the actors of a killed `baton serve`.
         """
         given = msgspec.json.decode(assignment, type=Assignment)
         self._given = given if is_alone else _on_this_node(given)
-        self._ring = ring_of(given)
+        self._ring = KeyRing(given.kind, given.generations)
         self._stop = threading.Event()
         self._has_reported = threading.Event()
         self._report: Report | None = None
@@ -53,7 +55,7 @@ class RayProcess:
         set_up_logging(given.name, format=given.log_format, force=True)
 
     def serve(self) -> None:
-        """Serve until `stop` is called. Raises only for bugs of Baton, and errors after the start."""
+        """Serve until `stop` is called. Raises bugs, and a BatonError after the process has served."""
         try:
             run(self._given, self._ring, self._stop, self._tell)
         except BatonError as error:
@@ -82,14 +84,14 @@ class RayProcess:
         return 0.0 if self._alive_s is None else time.monotonic() - self._alive_s
 
     def use_keys(self, generations: bytes) -> None:
-        """Replace the keys by these Generations, as JSON."""
+        """Replace the process's keys. generations: Generations, as JSON."""
         self._ring.replace(msgspec.json.decode(generations, type=Generations))
 
     def stop(self) -> None:
         """Let the process drain and end."""
         self._stop.set()
 
-    def _tell(self, message: Report | Loading | LoopAlive) -> None:
+    def _tell(self, message: ProcessMessage) -> None:
         match message:
             case Loading():
                 self._loading = message

@@ -14,7 +14,8 @@ import time
 from collections.abc import Mapping
 from typing import Any, Final
 
-LOOPBACK: Final = "127.0.0.1"
+from baton.cluster.runtimes.base import LOOPBACK
+
 LOOK_EVERY_S: Final = 1.0
 TIMEOUT_S: Final = 10.0
 
@@ -22,17 +23,17 @@ logger = logging.getLogger(__name__)
 
 
 class Watch:
-    """The actor: watches the gateways at a port of its machine, the head."""
+    """Ray Serve's actor, which watches the gateways at a port of its machine, the head."""
 
     def __init__(self, port: int) -> None:
-        """Return when the gateways answer; Ray Serve waits."""
+        """Wait until the gateways answer. Ray Serve waits for this call."""
         self._port = port
         while (reason := self._why_not("/health")) is not None:
             logger.info("Baton does not answer yet: %s", reason)
             time.sleep(LOOK_EVERY_S)
 
     def check_health(self) -> None:
-        """Ray Serve calls this every few seconds. RuntimeError: no gateway answers."""
+        """Raise RuntimeError when no gateway answers. Ray Serve calls this every few seconds."""
         reason = self._why_not("/ping")
         if reason is not None:
             raise RuntimeError(f"no gateway of Baton lives at port {self._port}: {reason}")

@@ -1,7 +1,7 @@
 """The reader of Redis: other routers' workers, their pages, and the dispatches of those routers.
 
 1. `learn`: read the live workers, and the snapshot of each worker that is not connected to this router.
-2. `follow`: read the stream from the oldest of these snapshots on. Events that a snapshot includes are
+2. `read`: read the stream from the oldest of these snapshots on. Events that a snapshot includes are
    skipped by their numbers.
 3. After a gap, the worker's snapshot is read again until one is new enough.
 """
@@ -51,8 +51,8 @@ class Feed:
         self._doubtful: set[str] = set()  # foreign workers with a gap
 
     async def learn(self, redis: RedisConnection) -> str:
-        """Read workers and snapshots. Returns the id of the stream entry to follow from."""
-        follow_from = await last_stream_id(redis, self._names)
+        """Read workers and snapshots. Returns the id of the stream entry to read from."""
+        read_from = await last_stream_id(redis, self._names)
         alive: dict[bytes, bytes] = await redis.call("HGETALL", self._names.workers)
         self._forget_all_but({worker_id.decode(errors="replace") for worker_id in alive})
         for body in alive.values():
@@ -62,10 +62,10 @@ class Feed:
             self._index.join(worker)
             self._foreign.add(worker.id)
             seen = await self._restore(redis, worker.id)
-            follow_from = min(follow_from, seen, key=_order)
-        return follow_from
+            read_from = min(read_from, seen, key=_order)
+        return read_from
 
-    async def follow(self, redis: RedisConnection, after: str) -> str:
+    async def read(self, redis: RedisConnection, after: str) -> str:
         """Apply the next entries. Returns the id of the last one; `after` if none has come for BLOCK_MS."""
         limits = ("COUNT", MAX_ENTRIES, "BLOCK", BLOCK_MS)
         reply = await redis.call("XREAD", *limits, "STREAMS", self._names.events, after)
@@ -150,7 +150,7 @@ class Feed:
 
 
 async def last_stream_id(redis: RedisConnection, names: Names) -> str:
-    """The id of the newest stream entry."""
+    """Return the id of the newest stream entry."""
     words = ("XREVRANGE", names.events, "+", "-", "COUNT", 1)
     newest: list[tuple[bytes, Fields]] = await redis.call(*words)
     return newest[0][0].decode() if newest else FROM_THE_START

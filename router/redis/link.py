@@ -1,15 +1,15 @@
 """A router's link to Redis: the prefix index that outlives this process, and messages between routers.
 
-1. `run` connects twice: one connection sends (router/redis/outbox.py), the other follows the stream
+1. `run` opens two connections: one sends (router/redis/outbox.py), the other reads the stream
    (router/redis/feed.py).
-2. The router calls `joined`, `left`, `pages` and `share`, none of which waits. Routing reads the index of
-   this process alone, and works the same without Redis.
-3. A failure, or a reply that takes longer than a second, ends both connections. After a pause they are made
-   again. The workers that are connected here join Redis again, and the snapshots of workers with lost events
-   are written again; then 1.
+2. The router calls `joined`, `left`, `pages` and `share`, none of which waits. Routing reads only the index
+   of this process, and works the same without Redis.
+3. A failure, or a reply that takes longer than a second, closes both connections. After a pause `run` opens
+   them again, adds the workers of this router to Redis again, and writes new snapshots of the workers whose
+   events were lost.
 
-A Redis that is gone, hung, empty or old costs hints about other routers' workers, and this process a try
-every few seconds.
+Without Redis, or with a Redis that hangs or lost its data, routers lack hints about each other's workers.
+This process tries to connect every few seconds.
 """
 
 import asyncio
@@ -63,30 +63,30 @@ class RedisLink:
         self._names = Names.of(namespace)
         self._outbox = RedisOutbox(self._names, codec, router_id, index, self.counters)
         self._feed = Feed(self._names, self._outbox, codec, router_id, index, self.counters, on_shared)
-        self._publisher = asyncio.Event()
+        self._has_unsent = asyncio.Event()
         self._num_full = 0  # times in a row that Redis was out of memory before all was sent
-        RedisConnection(url, self._names)
+        RedisConnection(url, self._names)  # raises ConfigError for an invalid url
 
     def joined(self, worker: Worker) -> None:
         """See `SharingLink.joined`."""
         self._outbox.joined(worker)
         self._feed.adopted(worker.id)
-        self._publisher.set()
+        self._has_unsent.set()
 
     def left(self, worker_id: str) -> None:
         """See `SharingLink.left`."""
         self._outbox.left(worker_id)
-        self._publisher.set()
+        self._has_unsent.set()
 
     def pages(self, worker_id: str, events: KvEventBatch) -> None:
         """See `SharingLink.pages`."""
         self._outbox.pages(worker_id, events)
-        self._publisher.set()
+        self._has_unsent.set()
 
     def share(self, message: AnyShared) -> None:
         """See `SharingLink.share`. Messages are dropped while the link is down."""
         self._outbox.share(message)
-        self._publisher.set()
+        self._has_unsent.set()
 
     @property
     def num_unsent(self) -> int:
@@ -102,7 +102,8 @@ class RedisLink:
             try:
                 await _until_one_fails(self._stay_connected())
             except Exception as error:  # junk in Redis must not end the link for good
-                # With values of another type at our keys, each link comes up and fails at once.
+                # Keys of another type in Redis make every link fail right after it came up, so only a longer
+                # life resets the pause.
                 was_well = self.is_up and loop.time() - began_s > MOST_PAUSE_S
                 pause_s = LEAST_PAUSE_S if was_well else min(2 * pause_s, MOST_PAUSE_S)
                 if was_well:
@@ -123,59 +124,59 @@ class RedisLink:
 
     async def _stay_connected(self) -> None:
         async with AsyncExitStack() as stack:
-            teller, follower = (RedisConnection(self._url, self._names) for _ in range(2))
-            stack.push_async_callback(teller.aclose)
-            stack.push_async_callback(follower.aclose)
-            await teller.load()
-            self._outbox.budget_bytes = stream_budget(await teller.max_memory_bytes())
-            await self._relieve(teller)
-            await self._rejoin(teller)
-            after = await self._feed.learn(follower)
+            writer, reader = (RedisConnection(self._url, self._names) for _ in range(2))
+            stack.push_async_callback(writer.aclose)
+            stack.push_async_callback(reader.aclose)
+            await writer.load()
+            self._outbox.budget_bytes = stream_budget(await writer.max_memory_bytes())
+            await self._relieve(writer)
+            await self._rejoin(writer)
+            after = await self._feed.learn(reader)
             self.is_up = True
             self.has_learned.set()
             logger.info("the link to Redis is up")
-            await _until_one_fails(self._tell(teller), self._follow(follower, after))
+            await _until_one_fails(self._write(writer), self._read(reader, after))
 
-    async def _relieve(self, teller: RedisConnection) -> None:
+    async def _relieve(self, writer: RedisConnection) -> None:
         """Free memory of a full Redis: old events and snapshots first, then everything; all is sent again."""
         if self._num_full:
             self.counters["redis_reliefs"] += 1
-            for reply in await teller.run_all([self._outbox.relieve(of_all=self._num_full > 1)]):
+            for reply in await writer.run_all([self._outbox.relieve(of_all=self._num_full > 1)]):
                 self._check(reply)
 
-    async def _rejoin(self, teller: RedisConnection) -> None:
+    async def _rejoin(self, writer: RedisConnection) -> None:
         self._outbox.open()
         workers = list(self._outbox.workers.values())
-        replies = await teller.run_all(map(self._outbox.join, workers))
+        replies = await writer.run_all(map(self._outbox.join, workers))
         for worker, reply in zip(workers, replies, strict=True):
             self._check(reply)
             self._outbox.rejoined(worker, int(reply))
 
-    async def _tell(self, teller: RedisConnection) -> None:
+    async def _write(self, writer: RedisConnection) -> None:
         loop = asyncio.get_running_loop()
         renew_at_s = snapshot_at_s = loop.time()
         while True:
             if self._outbox.has_stale:
-                await self._write_snapshot(teller)
+                await self._write_snapshot(writer)
             elif batch := self._outbox.take_batch():
-                await self._send(teller, batch)
+                await self._send(writer, batch)
                 if not len(self._outbox):
                     await asyncio.sleep(PAUSE_S)
             if loop.time() >= renew_at_s:
                 renew_at_s = loop.time() + RENEW_S
-                await self._renew(teller)
+                await self._renew(writer)
             if loop.time() >= snapshot_at_s:
                 num_workers = max(1, len(self._outbox.workers))
                 snapshot_at_s = loop.time() + max(SNAPSHOT_S, SNAPSHOT_EVERY_S / num_workers)
-                await self._write_snapshot(teller)
+                await self._write_snapshot(writer)
             if not self.num_unsent:
                 self._num_full = 0
             if not len(self._outbox):
-                self._publisher.clear()
+                self._has_unsent.clear()
                 await self._wait_for_news()
 
-    async def _send(self, teller: RedisConnection, commands: Sequence[Command]) -> None:
-        for command, reply in zip(commands, await teller.run_all(commands), strict=True):
+    async def _send(self, writer: RedisConnection, commands: Sequence[Command]) -> None:
+        for command, reply in zip(commands, await writer.run_all(commands), strict=True):
             self._outbox.answered(command, reply)
             self._check(reply)
 
@@ -188,31 +189,31 @@ class RedisLink:
     async def _wait_for_news(self) -> None:
         try:
             async with asyncio.timeout(IDLE_S):
-                await self._publisher.wait()
+                await self._has_unsent.wait()
         except TimeoutError:
             return  # leases may be due
 
-    async def _renew(self, teller: RedisConnection) -> None:
-        (dead,) = await teller.run_all([self._outbox.renew()])
+    async def _renew(self, writer: RedisConnection) -> None:
+        (dead,) = await writer.run_all([self._outbox.renew()])
         self._check(dead)
         for worker_id in dead:
             self._feed.forget(worker_id.decode(errors="replace"))
             self._outbox.expired(worker_id.decode(errors="replace"))
 
-    async def _write_snapshot(self, teller: RedisConnection) -> None:
+    async def _write_snapshot(self, writer: RedisConnection) -> None:
         worker_id = self._outbox.next_to_snapshot()
         if worker_id is not None:
-            stream_id = await last_stream_id(teller, self._names)
-            await self._send(teller, self._outbox.snapshot(worker_id, stream_id))
+            stream_id = await last_stream_id(writer, self._names)
+            await self._send(writer, self._outbox.snapshot(worker_id, stream_id))
 
-    async def _follow(self, follower: RedisConnection, after: str) -> None:
+    async def _read(self, reader: RedisConnection, after: str) -> None:
         loop = asyncio.get_running_loop()
         settle_at_s = loop.time()
         while True:
-            after = await self._feed.follow(follower, after)
+            after = await self._feed.read(reader, after)
             if loop.time() >= settle_at_s:
                 settle_at_s = loop.time() + SETTLE_S
-                await self._feed.settle_doubts(follower)
+                await self._feed.settle_doubts(reader)
 
 
 async def _until_one_fails(*endless: Coroutine[Any, Any, None]) -> None:

@@ -4,9 +4,9 @@
 2. While the link is up, commands queue here. While the link is down, or when too many have queued, commands
    are dropped, and their workers are stale: Redis may lack some of their events.
 3. A stale worker's events are dropped until its snapshot is written, before anything else. The snapshot has
-   the dropped events too: the router applies events to its index before it calls `pages`. Routers that follow
-   find a gap in the worker's numbers, and read the snapshot.
-4. Every few seconds leases are renewed, and a snapshot is written of a worker that has changed.
+   the dropped events too: the router applies events to its index before it calls `pages`. Other routers find
+   a gap in the worker's numbers and read the snapshot.
+4. Leases are renewed every few seconds. Workers with changed pages get new snapshots in turn.
 """
 
 from collections import Counter, deque
@@ -98,7 +98,7 @@ class RedisOutbox:
     def pages(self, worker_id: str, events: KvEventBatch) -> None:
         """Send events that have been applied to the index."""
         if worker_id in self.workers and worker_id not in self._stale:
-            self._put(self._publish(worker_id, events, is_restart=events.is_afresh))
+            self._put(self._publish(worker_id, events, is_restart=events.is_snapshot))
 
     def share(self, message: AnyShared) -> None:
         """Send a message to the other routers."""

@@ -370,7 +370,7 @@ def test_first_token_lost_in_a_swallowed_link_comes_from_another_attempt() -> No
         contextlib.closing(OtherGateway(cluster, links, ReplayLimits())) as other,
     ):
         tokens = expected(cluster, named("before"))
-        wait_for(lambda: len(other.frontend.workers) == 2 and other.frontend.is_ready)
+        wait_for(lambda: len(other.frontend.workers) == 2 and not other.frontend.why_not_ready)
         (prefill,) = (m.worker for m in cluster.router.members.all() if m.worker.role is WorkerRole.PREFILL)
         links.swallow_to(prefill.address)
         begun_s = time.monotonic()
@@ -390,7 +390,7 @@ def test_gateway_with_swallowed_links_reports_it_is_dropped_and_recovers() -> No
         contextlib.closing(Links()) as links,
         contextlib.closing(OtherGateway(cluster, links)) as other,
     ):
-        wait_for(lambda: other.frontend.is_ready)
+        wait_for(lambda: not other.frontend.why_not_ready)
         (decode,) = hosted(cluster, WorkerRole.DECODE)
         decode.step_s = 0.05
         ends.callback(setattr, decode, "step_s", 0.0)
@@ -398,7 +398,7 @@ def test_gateway_with_swallowed_links_reports_it_is_dropped_and_recovers() -> No
         wait_for(lambda: bool(stream.events))
         links.swallow()
         begun_s = time.monotonic()
-        wait_for(lambda: not other.frontend.is_ready)
+        wait_for(lambda: bool(other.frontend.why_not_ready))
         assert time.monotonic() - begun_s < SILENT_S + SLACK_S
         assert "no router has answered" in other.frontend.why_not_ready
         # Workers drop the gateway within the links' timeout, and end its attempts.
@@ -410,7 +410,7 @@ def test_gateway_with_swallowed_links_reports_it_is_dropped_and_recovers() -> No
         assert isinstance(refused.error, Overloaded) and refused.error.retry_after_s > 0
         assert "no router answered" in str(refused.error)
         links.restore()
-        wait_for(lambda: other.frontend.is_ready)
+        wait_for(lambda: not other.frontend.why_not_ready)
         decode.step_s = 0.0
         wait_for(lambda: stream.has_ended)
         assert len(stream.token_ids) == 700

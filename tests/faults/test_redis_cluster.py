@@ -10,11 +10,11 @@ import pytest
 from _pytest.mark import ParameterSet
 
 from baton.cluster.offline.llm import LLM
+from baton.cluster.redis_server import find_program
 from baton.config.cluster import ServeConfig, WorkersConfig
 from baton.config.engine import CacheConfig, EngineSettings
 from baton.config.router import RouterConfig
 from baton.gateway.streams.routers import SILENT_S
-from baton.router.redis.server import find_program
 from tests.cluster_threads import wait_for
 from tests.process_cluster import ProcessCluster
 from tests.redis_load import NUM_OPEN, HurtRedis, Load, RoutingShare

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from baton.cluster.redis_server import find_program
 from baton.router.redis.client import REDIS_FAILURES, Names, RedisConnection
-from baton.router.redis.server import find_program
 from tests.node_peers import a_worker
 from tests.unit.router.redis_routers import CHAIN, RouterStandIn, known_from, running, until
 

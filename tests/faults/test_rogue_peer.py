@@ -16,7 +16,8 @@ from baton.errors import PeerGone, TransferFailed
 from baton.kvtransfer.endpoint import KvEndpoint
 from baton.kvtransfer.links import MAX_LINKS_OF_PEER
 from baton.kvtransfer.protocol.messages import Abort, Grant, PullRequest, Released, Wrote
-from baton.rpc.connection import Connection, Role
+from baton.rpc.auth import Role
+from baton.rpc.connection import Connection
 from baton.rpc.liveness import is_ping
 from tests.endpoint_host import KEY, NUM_PAGES, Host, HostProcess
 from tests.numbered_pages import key_of, wanted_pages
@@ -194,7 +195,7 @@ def test_thousands_of_links_of_one_peer_keep_no_other_out(host: Host) -> None:
         first = stack.enter_context(RoguePeer(host.address()))
         for _ in range(MAX_LINKS_OF_PEER + 3):
             stack.enter_context(RoguePeer(host.address(), incarnation=first.incarnation))
-        wait_for(lambda: host.counts().get("crowd") == 4)
+        wait_for(lambda: host.counts().get("limit") == 4)
         grant_to(stack.enter_context(RoguePeer(host.address())), host, 1)
         first.say(Wrote(transfer=bytes(16), epoch=1, first=0, stop=1))
         assert first.hear(Abort).reason == "unknown transfer"

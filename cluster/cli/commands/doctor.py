@@ -1,7 +1,7 @@
-"""Look at this machine for what `baton serve` with the same options would miss, and say how to mend it.
+"""Find problems of this machine that `baton serve` with the same options would have, and print remedies.
 
-Each check only looks. Addresses are really asked: Ray's head (--ray-address), Redis (--redis), and the
-routers of --router.
+Checks change nothing. They connect to Ray's head (--ray-address), Redis (--redis) and the routers of
+--router.
 
 Exit status: 0, or 1 when a problem would keep `baton serve` from serving.
 """
@@ -18,18 +18,21 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Final, Literal, NamedTuple, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 import msgspec
 import psutil
 
 from baton.cluster.cli import output
-from baton.cluster.cli.options import FAILED, CliCommand, Parser
+from baton.cluster.cli.options import CliCommand, Parser
 from baton.cluster.cli.routers import addresses, key_file
 from baton.cluster.cli.settings import Given, add_serve_options, settings_from
 from baton.cluster.cluster_key import Keys, read_keys
 from baton.cluster.cluster_record import is_served
+from baton.cluster.exit_status import FAILED
 from baton.cluster.operator_node import connected
+from baton.cluster.redis_server import find_program
+from baton.cluster.runtimes.base import LOOPBACK
 from baton.cluster.runtimes.ray import MIN_RAY
 from baton.config.cluster import ServeConfig
 from baton.config.environment import prepare_ray, ray_asks_for_token, visible_gpus
@@ -38,7 +41,6 @@ from baton.errors import BatonError, ConfigError, PeerGone
 from baton.messages.operations import Status
 from baton.messages.workers import Address, Routers
 from baton.router.policies.registry import policy_class
-from baton.router.redis.server import find_program
 
 Verdict: TypeAlias = Literal["ok", "warning", "error"]
 
@@ -48,11 +50,9 @@ MIN_REDIS: Final = (6, 2)
 KEEPS_ALL: Final = "noeviction"  # the maxmemory-policy of a Redis that never forgets
 REDIS_PORT: Final = 6379  # the default port of Redis, and of Ray's GCS
 # Ray's servers at these ports run code for every client that reaches them.
-RAY_PORTS: Final = {8265: "dashboard and job API", 10001: "client server", REDIS_PORT: "GCS"}
+RAY_PORTS: Final = {8265: "dashboard and job API", 10001: "client server"}
 PROBE_TIMEOUT_S: Final = 0.5
 RAY_TIMEOUT_S: Final = 20.0  # most of it to import Ray on a busy machine
-
-
 MARKS: Final = {"ok": "ok     ", "warning": "WARNING", "error": "ERROR  "}
 
 
@@ -118,7 +118,7 @@ def _judge(is_well: bool, well: str, what: str, mend: str, verdict: Verdict = "w
 
 
 def libraries(config: ServeConfig) -> Iterator[Finding]:
-    """Are the needed Python packages installed?"""
+    """Check that the needed Python packages are installed."""
     needed = {"torch": "worker", "safetensors": "worker", "fastapi": "", "uvicorn": "", "tokenizers": ""}
     if config.runtime == "ray":
         needed["ray"] = "ray"
@@ -135,7 +135,7 @@ def libraries(config: ServeConfig) -> Iterator[Finding]:
 
 
 def compiler(config: ServeConfig) -> Iterator[Finding]:
-    """Is there a C compiler for the CPU kernels?"""
+    """Check that there is a C compiler for the CPU kernels."""
     found = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
     yield _judge(
         bool(found) or config.engine.device == "cuda",
@@ -146,7 +146,7 @@ def compiler(config: ServeConfig) -> Iterator[Finding]:
 
 
 def model(config: ServeConfig) -> Iterator[Finding]:
-    """Can the workers load the model with these settings?"""
+    """Check that the workers can load the model with these settings."""
     from baton.cluster.serve_plan import check_model, speech_of  # torch: --help does not wait for it
 
     try:
@@ -167,7 +167,7 @@ def model(config: ServeConfig) -> Iterator[Finding]:
 
 
 def tenants(config: ServeConfig) -> Iterator[Finding]:
-    """Can the file of tenants be read?"""
+    """Check that the file of tenants can be read."""
     from baton.cluster.serve_plan import check_tenants
 
     if config.tenants is None:
@@ -181,7 +181,7 @@ def tenants(config: ServeConfig) -> Iterator[Finding]:
 
 
 def gpus(config: ServeConfig) -> Iterator[Finding]:
-    """Are there GPUs, and NCCL beside them?"""
+    """Check that there are GPUs if the engine needs them, and NCCL with them."""
     found = visible_gpus()
     if config.engine.device == "cuda" and not found:
         yield _error(
@@ -206,7 +206,7 @@ def _nccl() -> Iterator[Finding]:
 
 
 def shared_memory(config: ServeConfig) -> Iterator[Finding]:
-    """Has /dev/shm enough room?"""
+    """Check that /dev/shm has enough room."""
     path = Path("/dev/shm")
     free = shutil.disk_usage(path).free if path.exists() else 0
     yield _judge(
@@ -218,7 +218,7 @@ def shared_memory(config: ServeConfig) -> Iterator[Finding]:
 
 
 def open_files(config: ServeConfig) -> Iterator[Finding]:
-    """May a process open enough files?"""
+    """Check that a process may open enough files."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     yield _judge(
         soft >= MIN_OPEN_FILES,
@@ -229,7 +229,7 @@ def open_files(config: ServeConfig) -> Iterator[Finding]:
 
 
 def port(config: ServeConfig) -> Iterator[Finding]:
-    """Is the port for clients free?"""
+    """Check that the port for clients is free."""
     taken = [one for one in listeners() if config.port and one.port == config.port]
     if taken and is_served(config.port):
         yield _ok(f"port {config.port} is that of a cluster of yours, which runs")
@@ -240,7 +240,7 @@ def port(config: ServeConfig) -> Iterator[Finding]:
 
 
 def redis_and_ray(config: ServeConfig) -> Iterator[Finding]:
-    """Does a Redis have the port of Ray's GCS?"""
+    """Check that no Redis listens on the port of Ray's GCS."""
     here = [one for one in listeners() if one.port == REDIS_PORT]
     if not here:
         return
@@ -253,7 +253,7 @@ def redis_and_ray(config: ServeConfig) -> Iterator[Finding]:
 
 
 def shared_redis(config: ServeConfig) -> Iterator[Finding]:
-    """Can routers share a Redis?"""
+    """Check that routers can share a Redis."""
     url = config.router.redis
     if url == "none" or not policy_class(config.router.policy).uses_prefix_index:
         return
@@ -271,21 +271,14 @@ def shared_redis(config: ServeConfig) -> Iterator[Finding]:
         )
 
 
-class ListeningSocket(NamedTuple):
-    """The address of a process of this machine that listens."""
-
-    host: str
-    port: int
-
-
-def listeners() -> list[ListeningSocket]:
-    """Return the TCP listeners of this network namespace."""
+def listeners() -> list[Address]:
+    """Return the addresses of the TCP listeners of this network namespace."""
     found = {
-        ListeningSocket(each.laddr[0].removeprefix("::ffff:"), each.laddr[1])
+        Address(each.laddr[0].removeprefix("::ffff:"), each.laddr[1])
         for each in psutil.net_connections("tcp")
         if each.laddr and each.status == psutil.CONN_LISTEN
     }
-    return sorted(found)
+    return sorted(found, key=msgspec.structs.astuple)
 
 
 def _redis_at(url: str) -> Iterator[Finding]:
@@ -325,11 +318,11 @@ async def _ask_redis(url: str) -> dict[str, Any] | None:
 
 
 def strangers(config: ServeConfig) -> Iterator[Finding]:
-    """Can other machines reach ports that run code?"""
+    """Check that other machines cannot reach ports that run code."""
     if not is_loopback(config.host):
         yield _ok(f"clients of other machines reach {config.host}: tenants' keys are in {config.tenants}")
     for one in listeners():
-        if one.port in RAY_PORTS and not is_loopback(one.host) and one.port != REDIS_PORT:
+        if one.port in RAY_PORTS and not is_loopback(one.host):
             yield _error(
                 f"Ray's {RAY_PORTS[one.port]} can be reached from other machines at port {one.port}: "
                 "its clients may run code here",
@@ -338,7 +331,7 @@ def strangers(config: ServeConfig) -> Iterator[Finding]:
 
 
 def rays_token(config: ServeConfig) -> Iterator[Finding]:
-    """Do Ray's ports ask for a token?"""
+    """Check that Ray's ports ask for a token."""
     if config.runtime != "ray":
         return
     yield _judge(
@@ -351,7 +344,7 @@ def rays_token(config: ServeConfig) -> Iterator[Finding]:
 
 
 def ray_head(config: ServeConfig) -> Iterator[Finding]:
-    """Ask the GCS at `ray_address` for its health, with this machine's token."""
+    """Check the health of the GCS at `ray_address`, with this machine's token."""
     if config.runtime != "ray" or config.ray_address is None or importlib.util.find_spec("ray") is None:
         return
     prepare_ray()
@@ -375,7 +368,7 @@ def ray_head(config: ServeConfig) -> Iterator[Finding]:
 
 
 def routers(addresses: Routers, keys: Keys) -> list[Finding]:
-    """Ask each router for its status."""
+    """Check that each router answers."""
     return [_router_at(address, keys) for address in addresses]
 
 
@@ -402,7 +395,7 @@ def _router_at(address: Address, keys: Keys) -> Finding:
 
 
 def shadowed_kernels(config: ServeConfig) -> Iterator[Finding]:
-    """Does a folder of Baton hide Hugging Face's `kernels`?"""
+    """Check that no folder of Baton hides Hugging Face's `kernels`."""
     spec = importlib.util.find_spec("kernels")
     origin = spec.origin if spec else None
     yield _judge(
@@ -424,8 +417,8 @@ def _checkout() -> Path:
     return Path(__file__).resolve().parents[3]
 
 
-def _speaks_redis(where: ListeningSocket) -> bool:
-    host = "127.0.0.1" if where.host == "0.0.0.0" else where.host
+def _speaks_redis(where: Address) -> bool:
+    host = LOOPBACK if where.host == "0.0.0.0" else where.host
     try:
         with socket.create_connection((host, where.port), PROBE_TIMEOUT_S) as probe:
             probe.settimeout(PROBE_TIMEOUT_S)

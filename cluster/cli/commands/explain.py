@@ -5,6 +5,7 @@ REQUEST_ID is the `id` of the answer, such as chatcmpl-4f0c..., or its 32 hex di
 
 import argparse
 import re
+from operator import attrgetter
 from typing import Final
 
 import msgspec
@@ -16,7 +17,6 @@ from baton.cluster.operator_node import Operator
 from baton.errors import ConfigError
 from baton.messages.control import Decision, Weighed
 from baton.messages.operations import Status
-from baton.router.decisions import regret_s, total_s, ttft_s
 
 MAX_SHOWN: Final = 16  # pairs, the cheapest first
 
@@ -51,7 +51,7 @@ def parts_of(decision: Decision, names: dict[str, str]) -> list[output.Part]:
         f"attempt {decision.attempt}: {decision.num_tokens} tokens, {decision.age_s:.1f} s ago, "
         f"by {decision.reason}: {_pair(decision.chosen, names)}"
     )
-    cheapest = sorted(decision.weighed, key=total_s)[:MAX_SHOWN]
+    cheapest = sorted(decision.weighed, key=attrgetter("total_s"))[:MAX_SHOWN]
     if not cheapest:
         return [head, *_truth(decision)]
     terms = list(cheapest[0].terms)
@@ -59,7 +59,7 @@ def parts_of(decision: Decision, names: dict[str, str]) -> list[output.Part]:
     for each in cheapest:
         costs = [f"{each.terms.get(name, 0.0):.4f}" for name in terms]
         mark = "*" if each == decision.chosen else ""
-        rows.append((mark, _pair(each, names), str(each.num_held_tokens), *costs, f"{total_s(each):.4f}"))
+        rows.append((mark, _pair(each, names), str(each.num_held_tokens), *costs, f"{each.total_s:.4f}"))
     columns = ("", "pair", "held", *(name.removesuffix("_s") for name in terms), "total s")
     return [head, output.table(columns, rows), *_truth(decision)]
 
@@ -67,11 +67,10 @@ def parts_of(decision: Decision, names: dict[str, str]) -> list[output.Part]:
 def _truth(decision: Decision) -> list[str]:
     lines = []
     if decision.first_token_s is not None:
-        expected = f", {ttft_s(decision.chosen):.4f} s expected" if decision.chosen.terms else ""
+        expected = f", {decision.chosen.ttft_s:.4f} s expected" if decision.chosen.terms else ""
         lines.append(f"first token after {decision.first_token_s:.4f} s{expected}")
-    regretted_s = regret_s(decision)
-    if regretted_s is not None:
-        lines.append(f"regret {regretted_s:+.4f} s, against the best other pair as it was predicted")
+    if decision.regret_s is not None:
+        lines.append(f"regret {decision.regret_s:+.4f} s, against the best other pair as it was predicted")
     times = decision.measured
     if times is not None:
         lines.append(

@@ -6,7 +6,6 @@ key, a worker or gateway joins the cluster that `baton serve` runs on this machi
 
 import argparse
 import logging
-import os
 import signal
 import socket
 import threading
@@ -25,13 +24,14 @@ from baton.cluster.cli.settings import Given, StructT, add_file_options, setting
 from baton.cluster.cluster_key import READ_EVERY_S, Keys, KeyWatch, read_keys
 from baton.cluster.cluster_record import find_record
 from baton.cluster.logs import say
-from baton.cluster.process import STOPPED_TWICE, ring_of, run
-from baton.cluster.runtimes.base import Assignment, ProcessKind, ProcessStarted, generations_of
+from baton.cluster.process import drain_on_signals, run
+from baton.cluster.runtimes.base import Assignment, ProcessStarted, generations_of
 from baton.config.cluster import WorkerConfig
 from baton.config.gateway import GatewayConfig
 from baton.config.loader import leaves
 from baton.config.router import RouterConfig
 from baton.errors import ConfigError
+from baton.messages.bounds import Kind
 from baton.messages.workers import WorkerRole
 from baton.rpc.auth import KeyRing
 
@@ -66,7 +66,7 @@ def config_of(struct_type: type[StructT], arguments: argparse.Namespace) -> Stru
 
 
 def worker_config(arguments: argparse.Namespace) -> WorkerConfig:
-    """Read a worker's settings. A worker without a name is called after its role and machine."""
+    """Read a worker's settings. The default name consists of the worker's role and the host's name."""
     given = vars(arguments)
     given.setdefault("name", f"{arguments.role}-{socket.gethostname()}")
     if "engine.model" in given:
@@ -75,20 +75,12 @@ def worker_config(arguments: argparse.Namespace) -> WorkerConfig:
 
 
 def serve_here(
-    kind: ProcessKind, name: str, config: RouterConfig | GatewayConfig | WorkerConfig, key_option: str | None
+    kind: Kind, name: str, config: RouterConfig | GatewayConfig | WorkerConfig, key_option: str | None
 ) -> None:
-    """Serve until SIGTERM or an interrupt; a second one ends the process at once. Raises BatonError."""
+    """Serve until SIGTERM or SIGINT; a second signal ends the process at once. Raises BatonError."""
     stop = threading.Event()
-
-    def drain(number: int, frame: object) -> None:
-        if stop.is_set():
-            os._exit(STOPPED_TWICE)
-        say(f"{name} drains; once more to stop at once", name)
-        stop.set()
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, drain)
-
+    notice = f"{name} drains; once more to stop at once"
+    drain_on_signals(stop, signal.SIGTERM, signal.SIGINT, on_first=lambda: say(notice, name))
     setproctitle(f"baton {name}")
 
     def tell(message: object) -> None:
@@ -98,13 +90,13 @@ def serve_here(
     raw = msgspec.Raw(msgspec.json.encode(config))
     keys = KeyWatch(_key_reader(config, key_option), SystemClock())
     given = Assignment(kind=kind, name=name, generations=generations_of(kind, keys.keys), config=raw)
-    ring = ring_of(given)
+    ring = KeyRing(given.kind, given.generations)
     threading.Thread(target=_follow, args=(keys, ring), name="keys", daemon=True).start()
     run(given, ring, stop, tell)
 
 
 def _follow(keys: KeyWatch, ring: KeyRing) -> None:
-    """Never return."""
+    """Replace the process's keys each time the watched keys change; never return."""
     while True:
         time.sleep(READ_EVERY_S)
         if keys.look():
@@ -113,7 +105,10 @@ def _follow(keys: KeyWatch, ring: KeyRing) -> None:
 
 
 def _key_reader(config: object, key_option: str | None) -> Callable[[], Keys]:
-    """Read the named file, or the record of this machine's cluster when the process joins that cluster."""
+    """Return a function that reads the process's keys from the named file.
+
+    Without a named file, a process that joins the cluster of this machine reads that cluster's record.
+    """
     if has_no_key(key_option) and isinstance(config, WorkerConfig | GatewayConfig):
         record = find_record()
         if record.routers == config.routers:
@@ -157,16 +152,16 @@ def _add_worker_options(parser: Parser) -> None:
 
 
 def _run_router(arguments: argparse.Namespace) -> None:
-    serve_here("router", "router", config_of(RouterConfig, arguments), arguments.cluster_key_file)
+    serve_here(Kind.ROUTER, "router", config_of(RouterConfig, arguments), arguments.cluster_key_file)
 
 
 def _run_gateway(arguments: argparse.Namespace) -> None:
-    serve_here("gateway", "gateway", config_of(GatewayConfig, arguments), arguments.cluster_key_file)
+    serve_here(Kind.GATEWAY, "gateway", config_of(GatewayConfig, arguments), arguments.cluster_key_file)
 
 
 def _run_worker(arguments: argparse.Namespace) -> None:
     config = worker_config(arguments)
-    serve_here("worker", config.name, config, arguments.cluster_key_file)
+    serve_here(Kind.WORKER, config.name, config, arguments.cluster_key_file)
 
 
 router = CliCommand(

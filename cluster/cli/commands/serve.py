@@ -86,7 +86,7 @@ def _curl(config: ServeConfig, url: str, route: str, body: dict[str, object], ke
 
 
 def _run(arguments: argparse.Namespace) -> None:
-    """Raise KeyboardInterrupt unless the cluster has served and has drained."""
+    """Serve until a signal. Raises KeyboardInterrupt when the cluster has not served, or has not drained."""
     given = settings_from(ServeConfig, arguments)
     if "model" not in given.given:
         raise ConfigError('MODEL: expected a directory, or "tiny", got none')
@@ -104,7 +104,10 @@ def _run(arguments: argparse.Namespace) -> None:
 
 
 def _check(config: ServeConfig) -> None:
-    """Find errors before any process starts. On a Ray cluster this machine may lack the model."""
+    """Raise a BatonError for wrong settings before any process starts.
+
+    The model is not checked when this machine lacks it, as it may on a Ray cluster.
+    """
     from baton.cluster.serve_plan import check_model, check_tenants, speech_of  # torch: --help does not wait
     from baton.kvtransfer.transports.registry import transport_set
     from baton.router.policies.registry import policy_class
@@ -119,7 +122,7 @@ def _check(config: ServeConfig) -> None:
 
 
 def _keys(config: ServeConfig) -> KeyWatch:
-    """Watch the key file, or keep a new key where none is named."""
+    """Return a watch of the key file; without a key file, a watch of one new key."""
     if has_no_key(config.cluster_key_file):
         keys = (new_key(),)
         return KeyWatch(lambda: keys, SystemClock())
@@ -152,10 +155,8 @@ def _make_runtime(config: ServeConfig, keys: Keys) -> Runtime:
 
     if config.runtime == "local":
         return LocalRuntime(keys)
-    pools = (config.prefill, config.decode)
-    num_ranks = sum(pool.num_workers * pool.engine(config.engine).tensor_parallel_size for pool in pools)
     return RayRuntime(
-        keys, address=config.ray_address, num_cpus=num_ranks, place_timeout_s=config.start_timeout_s
+        keys, address=config.ray_address, num_cpus=config.num_ranks, place_timeout_s=config.start_timeout_s
     )
 
 

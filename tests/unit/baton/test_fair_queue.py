@@ -196,7 +196,7 @@ def test_flood_evicts_its_own_items() -> None:
 
 def test_heavier_group_keeps_more() -> None:
     lru = lru_of(*((item, b"light") for item in range(40)), *((item, b"heavy") for item in range(40, 80)))
-    lru.weights[b"heavy"] = 3.0
+    lru.set_weight(b"heavy", 3.0)
     for _ in range(40):
         out = lru.next_out()
         assert out is not None
@@ -211,7 +211,8 @@ def test_eviction_equals_that_of_a_plain_list(steps: list[tuple[bytes | None, in
     Else the group's item at that place is removed, or a new item is added.
     """
     lru: FairLru[int] = FairLru()
-    lru.weights.update(GROUP_WEIGHTS)
+    for each, weight in GROUP_WEIGHTS.items():
+        lru.set_weight(each, weight)
     plain: list[tuple[int, bytes]] = []
     for number, (group, place) in enumerate(steps):
         own = [item for item, of in plain if of == group]

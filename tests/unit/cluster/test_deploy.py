@@ -297,7 +297,6 @@ class Idle:
 
     counters: Final = {"replays": 1}
     workers: Final = ()
-    is_ready = True
     status: Final = Status(
         workers=(
             WorkerStatus(
@@ -311,7 +310,7 @@ class Idle:
 
 
 def test_the_dashboard_asks_for_metrics_that_there_are() -> None:
-    exported = Exporter(Metrics(), Idle(), model="tiny", vllm_names=False).text().decode()  # type: ignore[arg-type]
+    exported = Exporter(Metrics(), Idle(), model="tiny", vllm_names=False).text([Metrics()]).decode()  # type: ignore[arg-type]
     there = set()
     for name, kind in re.findall(r"^# TYPE (\w+) (\w+)$", exported, re.MULTILINE):
         there |= {f"{name}_bucket"} if kind == "histogram" else {name}
@@ -333,6 +332,6 @@ def test_the_dashboards_panels_do_not_cover_each_other() -> None:
 
 
 def test_metrics_tell_the_build_and_workers_by_role_and_node() -> None:
-    text = Exporter(Metrics(), Idle(), model="tiny", vllm_names=False).text().decode()  # type: ignore[arg-type]
+    text = Exporter(Metrics(), Idle(), model="tiny", vllm_names=False).text([Metrics()]).decode()  # type: ignore[arg-type]
     assert 'baton_workers{node="host-7",role="decode",state="serving"} 1.0' in text
     assert re.search(r'^baton_build_info\{python="3\.\d+\.\d+",version="[\d.]+"\} 1\.0$', text, re.MULTILINE)

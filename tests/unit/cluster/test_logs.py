@@ -13,6 +13,7 @@ from baton.cluster.runtimes.base import Assignment, ProcessSpec, assignment, gen
 from baton.config.environment import LOG_FORMATS, LogFormat, log_format
 from baton.config.router import RouterConfig
 from baton.errors import ConfigError
+from baton.messages.bounds import Kind
 
 
 def test_json_line_has_message_logger_and_attached_fields() -> None:
@@ -63,9 +64,9 @@ def test_process_logs_in_json_and_shows_its_name(
     log_format: LogFormat | None, variables: dict[str, str]
 ) -> None:
     router = Assignment(
-        kind="router",
+        kind=Kind.ROUTER,
         name="router-7",
-        generations=generations_of("router", bytes(16)),
+        generations=generations_of(Kind.ROUTER, bytes(16)),
         config=msgspec.Raw(b'{"redis":"none"}'),
         log_format=log_format,
     )
@@ -86,7 +87,7 @@ def test_process_logs_in_json_and_shows_its_name(
 
 
 def test_processes_are_told_the_format_of_serve(monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = ProcessSpec(kind="router", name="router-0", config=RouterConfig())
+    spec = ProcessSpec(kind=Kind.ROUTER, name="router-0", config=RouterConfig())
     for name in LOG_FORMATS:
         monkeypatch.setenv("BATON_LOG_FORMAT", name)
         assert msgspec.json.decode(assignment(spec, bytes(16)), type=Assignment).log_format == name

@@ -33,7 +33,7 @@ def check(*command: str) -> None:
 
 def exported_metrics() -> set[str]:
     """Return the names of all metrics that a gateway exports."""
-    text = Exporter(Metrics(), Idle(), model="tiny", vllm_names=False).text().decode()  # type: ignore[arg-type]
+    text = Exporter(Metrics(), Idle(), model="tiny", vllm_names=False).text([Metrics()]).decode()  # type: ignore[arg-type]
     return set(re.findall(r"^# TYPE (\w+) ", text, re.MULTILINE))
 
 

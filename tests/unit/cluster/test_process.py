@@ -12,7 +12,7 @@ from subprocess import PIPE
 import msgspec
 import pytest
 
-from baton.cluster.process import ring_of, run
+from baton.cluster.process import run
 from baton.cluster.runtimes.base import (
     Assignment,
     ProcessFailed,
@@ -23,7 +23,10 @@ from baton.cluster.runtimes.base import (
 )
 from baton.config.gateway import GatewayConfig
 from baton.config.router import RouterConfig
+from baton.errors import ConfigError
+from baton.messages.bounds import Kind
 from baton.messages.workers import Address
+from baton.rpc.auth import KeyRing
 from baton.rpc.process import WANTED
 
 KEY = b"k" * 32
@@ -31,7 +34,7 @@ COMMAND = (sys.executable, "-m", "baton.cluster.process")
 
 
 def router(port: int = 0) -> ProcessSpec:
-    return ProcessSpec(kind="router", name="router", config=RouterConfig(port=port))
+    return ProcessSpec(kind=Kind.ROUTER, name="router", config=RouterConfig(port=port))
 
 
 @pytest.fixture
@@ -75,7 +78,7 @@ def test_process_dies_with_its_parent(process: "subprocess.Popen[bytes]") -> Non
 
 def test_users_error_is_marked(process: "subprocess.Popen[bytes]") -> None:
     config = GatewayConfig(model="/nowhere", routers=(Address("127.0.0.1", 1),))
-    report = give(process, ProcessSpec(kind="gateway", name="gateway-0", config=config))
+    report = give(process, ProcessSpec(kind=Kind.GATEWAY, name="gateway-0", config=config))
     assert isinstance(report, ProcessFailed) and report.is_users_error
     assert report.reason.startswith("model '/nowhere'")
     assert process.wait(20) == 2
@@ -110,10 +113,21 @@ def test_process_may_run_on_any_thread() -> None:
             stop.set()
 
     given = msgspec.json.decode(assignment(router(), KEY), type=Assignment)
-    thread = threading.Thread(target=run, args=(given, ring_of(given), stop, tell))
+    thread = threading.Thread(target=run, args=(given, KeyRing(given.kind, given.generations), stop, tell))
     thread.start()
     thread.join(20)
     assert len(addresses) == 1 and not thread.is_alive()
+
+
+def test_operator_is_no_process_of_the_cluster() -> None:
+    given = Assignment(
+        kind=Kind.OPERATOR,
+        name="operator",
+        generations=KeyRing.of(KEY, Kind.OPERATOR).generations,
+        config=msgspec.Raw(b"{}"),
+    )
+    with pytest.raises(ConfigError, match="kind: expected router, gateway or worker, got operator"):
+        run(given, KeyRing(given.kind, given.generations), threading.Event(), lambda message: None)
 
 
 def test_an_assignment_has_bounds() -> None:

@@ -98,6 +98,20 @@ def test_ranks_share_gpus_that_are_fewer(num_gpus: int, gpus_per_rank: float, sh
     assert [worker.engine.cache.gpu_memory_utilization for worker in workers(planned)] == [share] * 2
 
 
+def test_workers_and_ranks_of_both_roles_are_counted() -> None:
+    config = build(
+        ServeConfig,
+        {
+            "model": "tiny",
+            "prefill": {"num_workers": 2, "tensor_parallel_size": 3},
+            "decode": {"num_workers": 4},
+            "engine": {"tensor_parallel_size": 2},
+        },
+    )
+    assert list(config.pools) == list(WorkerRole)
+    assert (config.num_workers, config.num_ranks) == (6, 2 * 3 + 4 * 2)
+
+
 def test_device_cpu_is_used_beside_gpus() -> None:
     planned = plan(8, engine=EngineSettings(device="cpu"))
     assert [spec.gpus_per_rank for spec in planned] == [0.0] * 4

@@ -16,13 +16,8 @@ from baton.cluster.supervisor import (
     LONGEST_S,
     WELL_AFTER_S,
     BackOff,
-    KeptRedis,
     Supervised,
 )
-from baton.errors import ConfigError
-from baton.router.redis import server
-from baton.router.redis.client import REDIS_FAILURES, Names, RedisConnection
-from baton.router.redis.server import find_program
 from tests.process_peer import PEER, PeerConfig, spec
 
 KEY = b"k" * 20
@@ -159,27 +154,27 @@ def test_process_whose_loop_is_silent_is_killed_and_replaced(monkeypatch: pytest
     kept(spec("lives"), test)
 
 
-def test_drained_process_stays_away_until_it_is_recalled() -> None:
+def test_drained_process_stays_away_until_undrained() -> None:
     async def test(process: Supervised, runtime: Watched) -> None:
         await process.start()
         await asyncio.wait_for(process.keep(), 10)
-        assert (len(runtime.spawned), process.is_ready, process.is_away) == (1, False, True)
-        await asyncio.wait_for(process.recall(), 20)  # which keeps it: this peer drains again
-        assert (len(runtime.spawned), process.is_away) == (2, True)
+        assert (len(runtime.spawned), process.is_ready, process.is_drained) == (1, False, True)
+        await asyncio.wait_for(process.undrain(), 20)  # which keeps it: this peer drains again
+        assert (len(runtime.spawned), process.is_drained) == (2, True)
 
     supervised(spec("drains"), test)
 
 
-def test_process_that_still_drains_comes_back_when_it_was_recalled() -> None:
+def test_process_that_still_drains_is_started_again_after_undrain() -> None:
     async def test(process: Supervised, runtime: Watched) -> None:
         await process.start()
         keeping = asyncio.create_task(process.keep())
-        await process.recall()
+        await process.undrain()
         os.kill(runtime.spawned[0].pid, signal.SIGUSR1)
         await until_replaced(process, runtime)
         os.kill(runtime.spawned[1].pid, signal.SIGUSR1)
-        await asyncio.wait_for(keeping, 10)  # recalled once, it stays away now
-        assert process.is_away
+        await asyncio.wait_for(keeping, 10)  # one undrain starts one process
+        assert process.is_drained
 
     supervised(spec("drains-later"), test)
 
@@ -234,47 +229,3 @@ def test_pause_starts_anew_after_a_long_life() -> None:
         back_off.after(1.0)
     assert back_off.after(WELL_AFTER_S) == FIRST_S
     assert back_off.after(WELL_AFTER_S - 1) == 2 * FIRST_S
-
-
-needs_redis = pytest.mark.skipif(find_program() is None, reason="there is no redis-server on PATH")
-
-
-async def answers(url: str) -> bool:
-    connection = RedisConnection(url, Names.of("f"))
-    try:
-        return bool(await connection.call("PING"))
-    except REDIS_FAILURES:
-        return False
-    finally:
-        await connection.aclose()
-
-
-@needs_redis
-def test_killed_redis_is_started_again_at_the_same_url() -> None:
-    async def scene() -> None:
-        kept = KeptRedis(SystemClock())
-        url = await kept.start()
-        try:
-            first = kept.pid
-            os.kill(first, signal.SIGKILL)
-            async with asyncio.timeout(20):
-                while not await answers(url) or kept.pid == first:
-                    await asyncio.sleep(0.02)
-        finally:
-            await kept.close()
-        assert not await answers(url)
-
-    asyncio.run(scene())
-
-
-def test_missing_redis_server_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scene() -> None:
-        kept = KeptRedis(SystemClock())
-        try:
-            with pytest.raises(ConfigError, match="set redis to none"):
-                await kept.start()
-        finally:
-            await kept.close()
-
-    monkeypatch.setattr(server, "PROGRAMS", ("no-such-server",))
-    asyncio.run(scene())

@@ -80,7 +80,7 @@ def one_of_each(rng: random.Random) -> list[AnyMessage]:
         c.Alive(step=RunningStep(age_s=6.0, num_tokens=2048, bound_s=30.0)),
         c.Heartbeat(load=load, is_draining=True, attempts=attempts),
         c.KvEventBatch(
-            first=7, keys=bytes(32), pages=(3, -1), generations=(9, 0), tier=Tier.HOST, is_afresh=True
+            first=7, keys=bytes(32), pages=(3, -1), generations=(9, 0), tier=Tier.HOST, is_snapshot=True
         ),
         c.KvEventsWanted(),
         c.Measured(

@@ -11,7 +11,8 @@ import pytest
 from baton.errors import PeerGone, WireError
 from baton.messages.bounds import MAX_BODY_BYTES
 from baton.rpc import session
-from baton.rpc.connection import Connection, DroppedPeers, Role
+from baton.rpc.auth import Role
+from baton.rpc.connection import Connection, DroppedPeers
 from baton.rpc.session import encode_frame
 
 KEY, OTHER_KEY = b"k" * 16, b"o" * 16

@@ -10,6 +10,7 @@ import pytest
 
 from baton.errors import WireError
 from baton.messages.control import Cancel
+from baton.rpc.connection import DroppedPeers
 from baton.rpc.peers import Peer
 from baton.rpc.server import RpcThread
 from tests.unit.baton.rpc.rpc_peers import KEY, Recorder, tokens
@@ -23,7 +24,8 @@ class Site:
     def __init__(self, name: str, *, key: bytes = KEY, node: Recorder | None = None) -> None:
         self.calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self.node = node or Recorder(name)
-        self.thread = RpcThread(key, self.calls.put)
+        self.dropped = DroppedPeers()
+        self.thread = RpcThread(key, self.calls.put, dropped=self.dropped)
         self.address = self.thread.listen("127.0.0.1")
         self.thread.serve(self.node)
 
@@ -90,7 +92,7 @@ def test_peer_that_the_node_refuses_is_dropped_and_counted(make_site: Callable[.
     one.node.peers[0].send(Cancel(request_id="a" * 32, attempt=0))
     pump_until(lambda: one.node.num_left == other.node.num_left == 1, one, other)
     assert other.node.messages == [tokens(1)]
-    assert other.thread.dropped == {"protocol": 1} and one.thread.dropped == {}
+    assert other.dropped.counts() == {"protocol": 1} and one.dropped.counts() == {}
 
 
 class Unwelcoming(Recorder):
@@ -103,7 +105,7 @@ def test_node_may_refuse_a_peer_that_joins(make_site: Callable[..., Site]) -> No
     one, other = make_site("a"), make_site("b", node=Unwelcoming("b"))
     one.thread.dial(other.address)
     pump_until(lambda: one.node.num_left == 1 and other.node.num_left == 1, one, other)
-    assert other.thread.dropped == {"stranger": 1}
+    assert other.dropped.counts() == {"stranger": 1}
 
 
 def test_message_that_fits_no_frame_is_lost_alone(make_site: Callable[..., Site]) -> None:

@@ -399,9 +399,9 @@ def test_strangers_displace_each_other_and_keep_no_peer_out(monkeypatch: pytest.
         one, other = Recorder("a"), Recorder("b")
         async with hosted(one) as (accepting, address), hosted(other) as (rpc_server, _):
             strangers = [socket.create_connection((address.host, address.port)) for _ in range(40)]
-            await until(lambda: accepting.dropped.counts().get("crowd", 0) >= 32)
+            await until(lambda: accepting.dropped.counts().get("limit", 0) >= 32)
             await asyncio.sleep(0.05)
-            assert accepting.dropped.counts() == {"crowd": 32}
+            assert accepting.dropped.counts() == {"limit": 32}
             rpc_server.dial(address)
             await until(lambda: one.num_joined == 1)
             for stranger in strangers:

@@ -52,7 +52,7 @@ class Links:
 
 
 class Changes(NamedTuple):
-    is_afresh: bool
+    is_snapshot: bool
     device: list[tuple[bytes, int, int]]
     host: list[tuple[bytes, int, int]]
 
@@ -70,11 +70,11 @@ class Engine:
     def set_pressure(self, *, small_chunks: bool, makes_room: bool) -> None:
         self.pressures.append((small_chunks, makes_room))
 
-    def take_page_changes(self, *, is_afresh: bool = False) -> Changes:
-        self.asked.append(is_afresh)
+    def take_page_changes(self, *, is_snapshot: bool = False) -> Changes:
+        self.asked.append(is_snapshot)
         number, self.num_new = self.num_new, 0
         device = [(bytes([each % 256]) * 16, each, 7) for each in range(number)]
-        return Changes(is_afresh, device, [(b"h" * 16, 1, 0)] * self.num_host)
+        return Changes(is_snapshot, device, [(b"h" * 16, 1, 0)] * self.num_host)
 
     def last_step(self) -> StepTimes | None:
         return self.step
@@ -275,7 +275,7 @@ def test_router_that_has_not_asked_gets_neither_events_nor_times() -> None:
 
 def test_router_that_asks_gets_all_pages(desk: Desk) -> None:
     (events,) = desk.told(KvEventBatch)
-    assert events.is_afresh and events.first == 0 and events.tier is Tier.DEVICE
+    assert events.is_snapshot and events.first == 0 and events.tier is Tier.DEVICE
     assert events.keys == b"\0" * 16 + b"\1" * 16
     assert (events.pages, events.generations) == ((0, 1), (7, 7))
 
@@ -283,12 +283,12 @@ def test_router_that_asks_gets_all_pages(desk: Desk) -> None:
 def test_empty_cache_is_reported_too(desk: Desk) -> None:
     desk.engine.num_new = 0
     (events,) = desk.told(KvEventBatch)
-    assert events.is_afresh and not events.pages
+    assert events.is_snapshot and not events.pages
 
 
 def test_changes_follow_at_intervals_and_are_numbered(desk: Desk) -> None:
     desk.engine.num_host = 1
-    assert [(each.first, each.tier, each.is_afresh) for each in desk.told(KvEventBatch)] == [
+    assert [(each.first, each.tier, each.is_snapshot) for each in desk.told(KvEventBatch)] == [
         (0, Tier.DEVICE, True),
         (2, Tier.HOST, False),
     ]
@@ -311,7 +311,7 @@ def test_unchanged_cache_is_not_reported_and_the_next_change_leaves_at_once(desk
 def test_many_changes_are_cut_into_messages_that_fit_a_frame(desk: Desk) -> None:
     desk.engine.num_new = 2 * PAGES_PER_MESSAGE + 1
     told = desk.told(KvEventBatch)  # each was encoded
-    assert [(each.first, each.is_afresh) for each in told] == [
+    assert [(each.first, each.is_snapshot) for each in told] == [
         (0, True),
         (PAGES_PER_MESSAGE, False),
         (2 * PAGES_PER_MESSAGE, False),
@@ -323,7 +323,7 @@ def test_router_that_asks_again_gets_all_pages_at_once(desk: Desk) -> None:
     desk.engine.num_new = 2
     desk.reports.want(desk.routers[0])
     (events,) = desk.told(KvEventBatch)
-    assert events.is_afresh and events.first == 2 and desk.engine.asked == [True, True]
+    assert events.is_snapshot and events.first == 2 and desk.engine.asked == [True, True]
 
 
 def test_new_router_gets_nothing_before_it_asks(desk: Desk) -> None:
@@ -335,7 +335,7 @@ def test_new_router_gets_nothing_before_it_asks(desk: Desk) -> None:
     assert not desk.told(KvEventBatch)
     desk.reports.want(router)
     (events,) = desk.told(KvEventBatch)
-    assert events.is_afresh and events.first == 2
+    assert events.is_snapshot and events.first == 2
 
 
 def test_all_routers_that_asked_get_the_same_events(desk: Desk) -> None:
@@ -344,7 +344,7 @@ def test_all_routers_that_asked_get_the_same_events(desk: Desk) -> None:
     desk.engine.num_new = 2
     desk.reports.want(other)
     one, same = desk.told(KvEventBatch)
-    assert one == same and one.is_afresh and one.first == 2
+    assert one == same and one.is_snapshot and one.first == 2
     desk.engine.num_new = 1
     desk.clock.advance(EVENTS_S)
     desk.peer_registry.left(other)

@@ -58,7 +58,7 @@ def test_one_prompt_gives_one_answer(llm: LLM) -> None:
     assert list(completion.prompt_token_ids) == llm.tokenizer.encode(COPY)
     (answer,) = completion.outputs
     assert (answer.index, answer.text, answer.finish_reason) == (0, COPIED, FinishReason.STOP)
-    assert answer.token_ids[-1] == llm.tokenizer.eos_token_id
+    assert list(answer.token_ids[-1:]) == llm.tokenizer.encode("<|end|>")
     assert answer.logprobs is None
 
 

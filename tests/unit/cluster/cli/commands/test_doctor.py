@@ -9,17 +9,19 @@ from threading import Event, Thread
 import msgspec
 import pytest
 
+from baton.cluster import redis_server
 from baton.cluster.cli.commands import doctor
-from baton.cluster.cli.commands.doctor import CHECKS, Finding, ListeningSocket
+from baton.cluster.cli.commands.doctor import CHECKS, Finding
 from baton.cluster.cluster_key import write_secret
 from baton.cluster.cluster_record import ClusterRecord, recorded
-from baton.cluster.process import ring_of, run
+from baton.cluster.process import run
+from baton.cluster.redis_server import find_program
 from baton.cluster.runtimes.base import Assignment, ProcessStarted, generations_of
 from baton.config.cluster import ServeConfig
 from baton.config.loader import build
+from baton.messages.bounds import Kind
 from baton.messages.workers import Address
-from baton.router.redis import server as redis_server
-from baton.router.redis.server import find_program
+from baton.rpc.auth import KeyRing
 from tests.redis_load import HurtRedis
 from tests.unit.cluster.conftest import Baton
 from tests.unit.cluster.model_directories import with_config_alone
@@ -92,19 +94,19 @@ def test_listening_socket_is_found_and_bound_one_is_not() -> None:
         bound.bind(("127.0.0.1", 0))
         with mapped:
             found = doctor.listeners()
-            assert ListeningSocket(*server.getsockname()) in found
-            assert ListeningSocket("127.0.0.1", mapped.getsockname()[1]) in found
-            assert ListeningSocket(*bound.getsockname()) not in found
+            assert Address(*server.getsockname()) in found
+            assert Address("127.0.0.1", mapped.getsockname()[1]) in found
+            assert Address(*bound.getsockname()) not in found
 
 
 def test_rays_ports_must_not_be_open_to_strangers(monkeypatch: pytest.MonkeyPatch) -> None:
-    def found(*which: ListeningSocket) -> list[str]:
+    def found(*which: Address) -> list[str]:
         monkeypatch.setattr(doctor, "listeners", lambda: list(which))
         return [finding.verdict for finding in findings(doctor.strangers)]
 
-    assert found(ListeningSocket("0.0.0.0", 8265)) == ["error"]
-    assert found(ListeningSocket("10.0.0.1", 10001)) == ["error"]
-    assert found(ListeningSocket("127.0.0.1", 8265), ListeningSocket("0.0.0.0", 80)) == []
+    assert found(Address("0.0.0.0", 8265)) == ["error"]
+    assert found(Address("10.0.0.1", 10001)) == ["error"]
+    assert found(Address("127.0.0.1", 8265), Address("0.0.0.0", 80)) == []
 
 
 def test_a_ray_without_its_token_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,11 +230,11 @@ def test_routers_are_asked(tmp_path: Path, baton: Baton) -> None:
             where.append(message.address)
             ready.set()
 
-    generations = generations_of("router", key)
+    generations = generations_of(Kind.ROUTER, key)
     given = Assignment(
-        kind="router", name="router-0", generations=generations, config=msgspec.Raw(b'{"redis":"none"}')
+        kind=Kind.ROUTER, name="router-0", generations=generations, config=msgspec.Raw(b'{"redis":"none"}')
     )
-    thread = Thread(target=run, args=(given, ring_of(given), stop, tell))
+    thread = Thread(target=run, args=(given, KeyRing(given.kind, given.generations), stop, tell))
     thread.start()
     try:
         assert ready.wait(60)

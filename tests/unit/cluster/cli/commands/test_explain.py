@@ -2,7 +2,6 @@ from baton.cluster.cli import output
 from baton.cluster.cli.commands.explain import parts_of
 from baton.messages.control import Decision, Weighed
 from baton.messages.workers import PrefillTimes
-from baton.router.decisions import regret_s
 from tests.node_peers import id_of
 from tests.unit.cluster.conftest import Baton
 
@@ -51,8 +50,8 @@ def test_truth_and_regret_are_told_when_they_are_known() -> None:
 
 
 def test_without_another_pair_or_a_first_token_there_is_no_regret() -> None:
-    assert regret_s(decision()) is None
-    assert regret_s(decision(first_token_s=1.0, weighed=(CHOSEN,))) is None
+    assert decision().regret_s is None
+    assert decision(first_token_s=1.0, weighed=(CHOSEN,)).regret_s is None
 
 
 def test_worker_that_is_gone_is_named_by_its_id() -> None:

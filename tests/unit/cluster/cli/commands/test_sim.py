@@ -3,7 +3,8 @@
 import pytest
 
 from baton.cluster.cli.main import main
-from baton.router.in_flight import InFlight, InFlightAttempt, Key
+from baton.request import AttemptKey
+from baton.router.in_flight import InFlight
 
 
 def test_quiet_run_says_how_requests_ended(capsys: pytest.CaptureFixture[str]) -> None:
@@ -25,12 +26,13 @@ def test_trace_has_messages_with_their_times(capsys: pytest.CaptureFixture[str])
 def test_violation_names_its_command(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    end, kept = InFlight.ended, set[Key]()
+    end, kept = InFlight.ended, set[AttemptKey]()
 
-    def ended(books: InFlight, key: Key) -> InFlightAttempt | None:
+    def ended(books: InFlight, key: AttemptKey) -> None:
         """The first that ends stays."""
         kept.update(() if kept else (key,))
-        return None if key in kept else end(books, key)
+        if key not in kept:
+            end(books, key)
 
     monkeypatch.setattr(InFlight, "ended", ended)
     assert main(["sim", "--seed", "3", "--trouble", "none", "--quiet"]) == 1

@@ -1,11 +1,16 @@
-"""A redis-server of Baton's own, on a socket file that only this user can reach; it keeps nothing on disk.
+"""The private redis-server of a cluster with `--redis auto`.
 
-The server ends with the process that started it, even when that process is killed. The folder of a killed
-process is removed by the next one.
+1. `start` starts the server on a socket file that only this user can reach. The server keeps nothing on disk.
+2. `keep` starts the server again each time it ends: at the same URL, and empty. The routers write their state
+   to the new server. Without a server the cluster also runs: its routers share nothing, and learn everything
+   again after a restart.
+3. `stop` ends the server and removes its folder. The server also ends when the process that started it is
+   killed; the next server removes the folder then.
 """
 
 import asyncio
 import fcntl
+import logging
 import os
 import shutil
 import sys
@@ -14,10 +19,13 @@ from asyncio.subprocess import DEVNULL
 from pathlib import Path
 from typing import Final, Self
 
+from baton.clock import Clock, SystemClock
+from baton.cluster.supervisor import BackOff
 from baton.errors import ConfigError
 
 START_DEADLINE_S: Final = 10.0
 STOP_DEADLINE_S: Final = 5.0
+RETRY_S: Final = 10.0  # after a start that failed
 PROGRAMS: Final = ("redis-server", "valkey-server")
 PREFIX: Final = "baton-redis-"
 NEW_PREFIX: Final = "baton-new-redis-"
@@ -29,18 +37,23 @@ WRAPPER: Final = (
     str(Path(__file__).with_name("end_with_parent.py")),
 )
 
+logger = logging.getLogger(__name__)
+
 
 def find_program() -> str | None:
-    """The path of a server program; None when PATH has none."""
+    """Return the path of a server program; None when PATH has none."""
     return next(filter(None, map(shutil.which, PROGRAMS)), None)
 
 
-class PrivateRedis:
-    """`async with PrivateRedis() as redis: redis.url`. The owner starts it again when it dies."""
+class RedisServer:
+    """A redis-server with one URL over all its lives: `async with RedisServer() as redis: redis.url`."""
 
-    def __init__(self, max_memory_bytes: int = 2**30) -> None:
+    def __init__(self, max_memory_bytes: int = 2**30, *, clock: Clock | None = None) -> None:
         """max_memory_bytes: beyond this limit Redis refuses writes."""
         self._max_memory_bytes = max_memory_bytes
+        self._clock = clock or SystemClock()
+        self._back_off = BackOff()
+        self._started_s = 0.0
         self._folder: str | None = None
         self._lock: int | None = None  # held on a file in the folder while the folder is in use
         self._process: asyncio.subprocess.Process | None = None
@@ -54,26 +67,69 @@ class PrivateRedis:
 
     @property
     def url(self) -> str:
-        assert self._folder is not None, "it has not been started"
+        """The server's URL, once it has started."""
+        assert self._folder is not None, "call start first"
         return f"unix://{self._folder}/redis.sock"
 
     @property
     def pid(self) -> int:
-        assert self._process is not None, "it has not been started"
+        """The id of the server's present process."""
+        assert self._process is not None, "call start first"
         return self._process.pid
 
     @property
     def is_running(self) -> bool:
+        """Whether the server's process runs."""
         return self._process is not None and self._process.returncode is None
 
     async def start(self) -> None:
-        """Start the server, and return when it answers. May be called again after it died; the url stays.
+        """Start the server, and return when it answers. May be called again after the server has ended.
 
         Raises ConfigError when there is no program, or the server does not start.
         """
         program = find_program()
         if program is None:
             raise ConfigError(f"none of {', '.join(PROGRAMS)} is on PATH: install one, or set redis to none")
+        self._started_s = self._clock.now_s()
+        try:
+            await self._start(program)
+        except OSError as error:
+            raise ConfigError(f"{program} cannot be started: {error}") from None
+
+    async def keep(self) -> None:
+        """Start the server again each time it ends, until cancelled. Call after `start`."""
+        while True:
+            status = await self.ended()
+            pause_s = self._back_off.after(self._clock.now_s() - self._started_s)
+            logger.warning("redis ended with status %d; it is started again in %.1f s", status, pause_s)
+            await asyncio.sleep(pause_s)
+            while not await self._has_started():
+                await asyncio.sleep(RETRY_S)
+
+    async def ended(self) -> int:
+        """Wait for the end of the server. Returns its exit status, negative for a signal."""
+        assert self._process is not None, "call start first"
+        return await self._process.wait()
+
+    async def stop(self) -> None:
+        """Stop the server and remove its folder."""
+        await self._end()
+        if self._folder is not None:
+            await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
+        self._folder = None
+        if self._lock is not None:
+            os.close(self._lock)
+        self._lock = None
+
+    async def _has_started(self) -> bool:
+        try:
+            await self.start()
+        except ConfigError as error:
+            logger.error("redis does not start again: %s", error)
+            return False
+        return True
+
+    async def _start(self, program: str) -> None:
         if self._folder is None:
             await asyncio.to_thread(_remove_abandoned_folders)
             folder, self._lock = await asyncio.to_thread(_new_folder)
@@ -97,21 +153,6 @@ class PrivateRedis:
             await self._end()
             raise ConfigError(f"{program} did not answer in {START_DEADLINE_S:.0f} s") from None
 
-    async def ended(self) -> int:
-        """Wait for the end of the server. Returns its exit status, negative for a signal."""
-        assert self._process is not None, "it has not been started"
-        return await self._process.wait()
-
-    async def stop(self) -> None:
-        """Stop the server and remove its folder."""
-        await self._end()
-        if self._folder is not None:
-            await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
-        self._folder = None
-        if self._lock is not None:
-            os.close(self._lock)
-        self._lock = None
-
     async def _end(self) -> None:
         if self._process is not None and self._process.returncode is None:
             self._process.kill()
@@ -134,7 +175,10 @@ class PrivateRedis:
 
 
 def _new_folder() -> tuple[str, int]:
-    """A new folder and the open file of its lock. The folder is renamed to its final name once locked."""
+    """Create a folder with a held lock. Return the folder's path and the open lock file.
+
+    The folder gets its final name when the lock is held, so that no other process removes it.
+    """
     made = Path(tempfile.mkdtemp(prefix=NEW_PREFIX))
     lock = os.open(made / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     fcntl.flock(lock, fcntl.LOCK_EX)
@@ -144,7 +188,7 @@ def _new_folder() -> tuple[str, int]:
 
 
 def _remove_abandoned_folders() -> None:
-    """Remove the folders of this user without a held lock.
+    """Remove this user's folders with a lock that no process holds.
 
     Process ids do not identify owners: containers that share the temporary folder use the same ids.
     """

@@ -2,8 +2,8 @@
 
     python end_with_parent.py PID PROGRAM ARGUMENT ...
 
-PID: of the parent. The program replaces this process and keeps its id. A script of its own, without imports
-of Baton, so that it starts within a few milliseconds.
+PID: of the parent. The program replaces this process and keeps its id. The script imports nothing of Baton,
+so it starts within a few milliseconds.
 """
 
 import ctypes
@@ -15,7 +15,7 @@ SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG, which outlasts exec
 
 
 def main() -> None:
-    """Ask for the signal, then become the program."""
+    """Request the signal at the parent's end, then become the program."""
     parent, program, *arguments = sys.argv[1:]
     ctypes.CDLL(None).prctl(SET_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != int(parent):  # the parent died before the signal was requested
