@@ -1,7 +1,9 @@
 """Time as an argument, so that the simulator and the tests own it."""
 
 import time
-from typing import Protocol
+from typing import Final, Protocol
+
+LATE_TICK_S: Final = 1.0
 
 
 class Clock(Protocol):
@@ -32,3 +34,18 @@ class ManualClock:
         if seconds < 0:
             raise ValueError(f"time cannot go back: advance({seconds})")
         self._now_s += seconds
+
+
+class PauseDetector:
+    """Measures how long this process itself did not run, by the times of its ticks.
+
+    Messages that arrived meanwhile are unread, so such a time does not count as silence of another process.
+    """
+
+    def __init__(self, now_s: float) -> None:
+        self._ticked_s = now_s
+
+    def pause_s(self, now_s: float) -> float:
+        """Return the seconds since the last tick if they exceed LATE_TICK_S, else 0. Call in each tick."""
+        since_s, self._ticked_s = now_s - self._ticked_s, now_s
+        return since_s if since_s > LATE_TICK_S else 0.0

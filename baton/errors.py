@@ -33,12 +33,12 @@ class Refused(Overloaded):
     """The tenant's quota or latency objectives, or the overload level, forbid the request now."""
 
     def __init__(
-        self, message: str, *, refusal: Refusal, retry_after_s: float, may_return: bool = True
+        self, message: str, *, refusal: Refusal, retry_after_s: float, should_retry: bool = True
     ) -> None:
-        """may_return: False: the client should not try again by itself."""
+        """should_retry: the client may try again by itself after `retry_after_s`."""
         super().__init__(message, retry_after_s=retry_after_s)
         self.refusal = refusal
-        self.may_return = may_return
+        self.should_retry = should_retry
 
 
 class WorkerLost(BatonError):

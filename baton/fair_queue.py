@@ -299,7 +299,7 @@ class FairLru(Generic[Item]):
     """
 
     def __init__(self) -> None:
-        self.weights: dict[Group, float] = {}  # 1.0 for groups that are absent
+        self._weights: dict[Group, float] = {}  # other than 1.0
         self._groups: dict[Group, OrderedDict[Item, None]] = {}  # oldest first, none empty
 
     def add(self, item: Item, group: Group) -> None:
@@ -317,7 +317,15 @@ class FairLru(Generic[Item]):
             del self._groups[group]
 
     def clear(self) -> None:
+        """Remove all items; the weights stay."""
         self._groups.clear()
+
+    def set_weight(self, group: Group, weight: float) -> None:
+        """Set the weight of a group; 1.0 is that of all others."""
+        if weight == 1.0:
+            self._weights.pop(group, None)
+        else:
+            self._weights[group] = weight
 
     def has(self, item: Item, group: Group) -> bool:
         """Return whether the item is in the group."""
@@ -337,4 +345,4 @@ class FairLru(Generic[Item]):
         return None
 
     def _num_for_weight(self, group: Group) -> float:
-        return len(self._groups[group]) / self.weights.get(group, 1.0)
+        return len(self._groups[group]) / self._weights.get(group, 1.0)

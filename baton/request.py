@@ -152,6 +152,9 @@ def _bound(value: float, low: float, high: float | None) -> str:
     return "finite" if value > low else f"at least {low}"
 
 
+AttemptKey: TypeAlias = tuple[str, int]  # request id, attempt
+
+
 class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One accepted request. `request_id` and `attempt` are minted inside Baton, never by a client.
 
@@ -187,6 +190,11 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             raise InvalidRequest(
                 f"generated_token_ids: {num_generated} tokens fill max_tokens {sampling.max_tokens} already"
             )
+
+    @property
+    def key(self) -> AttemptKey:
+        """The attempt that this request is."""
+        return self.request_id, self.attempt
 
     @property
     def all_token_ids(self) -> TokenIds:

@@ -223,11 +223,10 @@ async def local_cluster(
     """
     key = secrets.token_bytes(32)
     cluster = Cluster(config, LocalRuntime(key, command=command), key, say=lambda text: None)
-    num_workers = config.prefill.num_workers + config.decode.num_workers
     try:
         topology = await cluster.start()
         async with connected(topology.routers, key) as operator:
-            num_processes = num_workers + config.routers + config.gateways
+            num_processes = config.num_workers + config.routers + config.gateways
             url = f"http://{HOST}:{topology.port}"
             yield await WatchedCluster(url, operator, num_processes).come_together()
     finally:

@@ -29,8 +29,9 @@ from baton.kvtransfer.endpoint import PageEndpoint
 from baton.kvtransfer.links import Link
 from baton.kvtransfer.prefixes import PulledPrefixes
 from baton.kvtransfer.protocol.handoff import HandoffOutcome, TransferEnded
+from baton.messages.bounds import MAX_REASON_CHARS
 from baton.messages.control import AttemptFailed, Cancel, Dispatch, Failure, PullSource
-from baton.request import FilledPages, Request, TokenEvent
+from baton.request import AttemptKey, FilledPages, Request, TokenEvent
 from baton.rpc.worker_node import PromptTimer, check_one_choice
 
 # From the grant on; the time that the prompt waits in the prefill worker counts too.
@@ -91,8 +92,8 @@ class Attempt:
         return self.request.attempt
 
     @property
-    def key(self) -> tuple[str, int]:
-        return self.request.request_id, self.request.attempt
+    def key(self) -> AttemptKey:
+        return self.request.key
 
     @property
     def is_complete(self) -> bool:
@@ -123,7 +124,7 @@ class Attempt:
             request_id=self.request_id,
             attempt=self.number,
             failure=failure,
-            reason=reason[:512],
+            reason=reason[:MAX_REASON_CHARS],
             worker=worker,
         )
 
@@ -132,13 +133,8 @@ class _Waiting(NamedTuple):
     rank: int  # of its scheduling class
     priority: int
     due_s: float
-    serial: int
+    serial: int  # unique, so that two attempts are never compared
     attempt: Attempt
-
-    @property
-    def order(self) -> tuple[int, int, float, int]:
-        """The order within one tenant."""
-        return self[:4]
 
 
 class DecodeAdmission:
@@ -163,7 +159,7 @@ class DecodeAdmission:
         waiting = _Waiting(
             request.scheduling_key.rank, request.priority, due_s(request), next(self._serials), attempt
         )
-        insort(self._waiting.setdefault(request.tenant, []), waiting, key=_order)
+        insort(self._waiting.setdefault(request.tenant, []), waiting)
 
     def first(self) -> Attempt | None:
         """Return the next attempt to start."""
@@ -205,14 +201,10 @@ class DecodeAdmission:
         held = self._engine.pages.accounts.held(request.tenant)
         return quota is None or attempt.num_wanted_pages + held <= quota
 
-    def _priority(self, waiting: _Waiting) -> tuple[int, float, tuple[int, int, float, int]]:
+    def _priority(self, waiting: _Waiting) -> tuple[int, float, _Waiting]:
         request = waiting.attempt.request
         num_pages = self._engine.pages.accounts.held(request.tenant)
-        return waiting.rank, num_pages / request.scheduling_key.weight, waiting.order
-
-
-def _order(waiting: _Waiting) -> tuple[int, int, float, int]:
-    return waiting.order
+        return waiting.rank, num_pages / request.scheduling_key.weight, waiting
 
 
 class ReceivedPages(NamedTuple):
@@ -245,9 +237,6 @@ class IncomingPages:
         self._admission = admission
         self._prefixes = prefixes
         self._attempts: dict[bytes, Attempt] = {}  # by transfer, until the endpoint says that it has ended
-
-    def __len__(self) -> int:
-        return len(self._attempts)
 
     def grant(self, attempt: Attempt, link: Link, claim: FilledPages) -> None:
         """Tell the prefill worker which pages to write.

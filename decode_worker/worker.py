@@ -35,7 +35,7 @@ from baton.messages.bounds import LINK_TIMEOUT_S, Kind
 from baton.messages.codec import TOO_LARGE, AnyMessage, fits
 from baton.messages.control import Cancel, Dispatch, Failure, Prefilled, PrefillFailed, with_arrival
 from baton.messages.workers import REMOTE_PREFILLS, Load
-from baton.request import FinishReason, StepOutput, TokenEvent
+from baton.request import AttemptKey, FinishReason, StepOutput, TokenEvent
 from baton.rpc.peers import Peer, PeerRegistry
 from baton.rpc.worker_node import EndedAttempts, WorkerNode, WorkerReports
 
@@ -52,12 +52,12 @@ class EarlyResults:
     def __init__(self, clock: Clock, peer_registry: PeerRegistry) -> None:
         self._clock = clock
         self._peer_registry = peer_registry
-        self._results: dict[tuple[str, int], tuple[float, Peer, PrefillResult]] = {}  # oldest first
+        self._results: dict[AttemptKey, tuple[float, Peer, PrefillResult]] = {}  # oldest first
 
-    def keep(self, key: tuple[str, int], peer: Peer, result: PrefillResult) -> None:
+    def keep(self, key: AttemptKey, peer: Peer, result: PrefillResult) -> None:
         self._results.setdefault(key, (self._clock.now_s(), peer, result))
 
-    def take(self, key: tuple[str, int]) -> tuple[Peer, PrefillResult] | None:
+    def take(self, key: AttemptKey) -> tuple[Peer, PrefillResult] | None:
         """Return the result of this attempt and the prefill worker that sent it."""
         kept = self._results.pop(key, None)
         return kept[1:] if kept is not None else None
@@ -68,7 +68,7 @@ class EarlyResults:
         while self._results and now_s - next(iter(self._results.values()))[0] > MAX_EARLY_S:
             self.cancel(next(iter(self._results)))
 
-    def cancel(self, key: tuple[str, int]) -> None:
+    def cancel(self, key: AttemptKey) -> None:
         """Forget the result of this attempt, if there is one, and cancel its prompt."""
         if (kept := self.take(key)) is not None:
             self._peer_registry.tell(kept[0].hello.id, Cancel(request_id=key[0], attempt=key[1]))
@@ -82,7 +82,7 @@ class Ending(NamedTuple):
     reason: str = ""
 
 
-class Answers:
+class RunningAttempts:
     """The attempts that the engine runs; their tokens go to their gateways.
 
     Reports the times of prompts that are computed here: the arrival, the first step, and the first token.
@@ -146,6 +146,9 @@ logger = logging.getLogger(__name__)
 class DecodeWorker(WorkerNode):
     """A worker that answers requests: it receives or computes their prompts, and decodes."""
 
+    _engine: Replica
+    _links: KvLinks
+
     def __init__(
         self,
         engine: Replica,
@@ -162,14 +165,12 @@ class DecodeWorker(WorkerNode):
         self.counters: Counter[str] = Counter()
         self._clock = clock
         super().__init__(engine, peer_registry, links, WorkerReports(peer_registry, clock))
-        self._engine = engine
         self._endpoint = endpoint
         self._prefill_patience_s = max(prefill_patience_s, MIN_PREFILL_PATIENCE_S)
         self._admission = DecodeAdmission(engine)
         self._prefixes = PulledPrefixes[Attempt](engine, endpoint, links, clock)
-        self._links = links
         self._incoming = IncomingPages(engine, endpoint, self._admission, self._prefixes)
-        self._answers = Answers(engine, peer_registry, self._reports)
+        self._running = RunningAttempts(engine, peer_registry, self._reports)
         self._attempts: dict[str, Attempt] = {}  # request_id -> its latest attempt here
         self._early = EarlyResults(clock, peer_registry)
         self._over = EndedAttempts()
@@ -180,16 +181,16 @@ class DecodeWorker(WorkerNode):
         return not self._attempts and not self._endpoint.num_open
 
     @property
-    def attempts(self) -> tuple[tuple[str, int], ...]:
-        return tuple((attempt.request_id, attempt.number) for attempt in self._attempts.values())
+    def attempts(self) -> tuple[AttemptKey, ...]:
+        return tuple(attempt.key for attempt in self._attempts.values())
 
     def load(self) -> Load:
-        load = self._engine.stats().load()
+        load = self._engine.load()
         return msgspec.structs.replace(
             load,
             num_waiting=load.num_waiting + len(self._admission),
             num_incoming=self._endpoint.num_open,
-            num_tokens=self._answers.num_tokens,
+            num_tokens=self._running.num_tokens,
             counters={**self._endpoint.counts(), **self._prefixes.counters, **self.counters},
         )
 
@@ -203,7 +204,7 @@ class DecodeWorker(WorkerNode):
             elif reason is not None and (attempt.first is not None or is_refused):
                 self._recompute(attempt, reason)
         self._admit()
-        for attempt, failure, reason in self._answers.step():
+        for attempt, failure, reason in self._running.step():
             if failure is None:
                 self._drop(attempt)
             else:
@@ -381,7 +382,7 @@ class DecodeWorker(WorkerNode):
         """Continue here, with the KV that the attempt has."""
         self.counters[REMOTE_PREFILLS] += attempt.is_complete
         try:
-            self._answers.begin(attempt)
+            self._running.begin(attempt)
         except InvalidRequest as error:
             self._fail(attempt, Failure.INVALID, str(error))
 
@@ -403,7 +404,7 @@ class DecodeWorker(WorkerNode):
     def _drop(self, attempt: Attempt) -> None:
         """Release everything that the attempt holds, here and at its prefill worker."""
         if attempt.stage is AttemptStage.RUNNING:
-            self._answers.abort(attempt)
+            self._running.abort(attempt)
         else:
             self._admission.leave(attempt)
             self._peer_registry.tell(attempt.prefill, attempt.cancel)

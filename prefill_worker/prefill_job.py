@@ -5,7 +5,7 @@
 2. PULLING: a prefix comes from another worker that holds it. Most prompts skip this stage.
 3. COMPUTING: the engine has the sequence. After each step, full pages leave if pages are granted.
 4. COMPUTED: the first token is sent; the pages wait for the grant.
-5. LEAVING: all pages are offered to the transfer, which lasts until the decode worker ends it.
+5. TRANSFERRING: all pages are offered to the transfer, which lasts until the decode worker ends it.
 
 A sequence computes [0, num_tokens) and samples one token. The decode worker holds [0, position) of the grant;
 the transfer counts units of `unit_tokens` from there on.
@@ -21,9 +21,10 @@ import msgspec
 from baton.engine.scheduler.sequence import ScheduledChunk, SequenceProgress
 from baton.kvtransfer.endpoint import PageEndpoint
 from baton.kvtransfer.protocol.handoff import GrantedTransfer, HandoffOutcome, TransferEnded
+from baton.messages.bounds import MAX_REASON_CHARS
 from baton.messages.control import Failure, Prefill, PrefillFailed
 from baton.messages.workers import PrefillTimes
-from baton.request import FinishReason, Request
+from baton.request import AttemptKey, FinishReason, Request
 from baton.rpc.worker_node import PromptTimer
 
 
@@ -33,7 +34,7 @@ class PrefillStage(Enum):
     PULLING = "pulling"
     COMPUTING = "computing"
     COMPUTED = "computed"
-    LEAVING = "leaving"
+    TRANSFERRING = "transferring"
 
 
 class Offer(NamedTuple):
@@ -64,9 +65,8 @@ class PrefillJob:
         return self.prefill.decode
 
     @property
-    def key(self) -> tuple[str, int]:
-        """The request's id and the attempt."""
-        return self.request.request_id, self.request.attempt
+    def key(self) -> AttemptKey:
+        return self.request.key
 
     @property
     def transfer(self) -> bytes:
@@ -145,7 +145,10 @@ class PrefillJob:
 def refusal(request: Request, failure: Failure, reason: str) -> PrefillFailed:
     """Return the message that tells the decode worker that there will be no first token."""
     return PrefillFailed(
-        request_id=request.request_id, attempt=request.attempt, failure=failure, reason=reason[:512]
+        request_id=request.request_id,
+        attempt=request.attempt,
+        failure=failure,
+        reason=reason[:MAX_REASON_CHARS],
     )
 
 

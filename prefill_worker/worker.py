@@ -28,7 +28,7 @@ from baton.messages.codec import TOO_LARGE, AnyMessage, fits
 from baton.messages.control import Cancel, Failure, Prefill, Prefilled, with_arrival
 from baton.messages.workers import Load
 from baton.prefill_worker.prefill_job import LayerwiseSend, PrefillJob, PrefillStage, refusal
-from baton.request import FilledPages, FinishReason, StepOutput, TokenEvent
+from baton.request import AttemptKey, FilledPages, FinishReason, StepOutput, TokenEvent
 from baton.rpc.peers import Peer, PeerRegistry
 from baton.rpc.worker_node import EndedAttempts, PromptTimer, WorkerNode, WorkerReports, check_one_choice
 
@@ -40,6 +40,9 @@ MAX_ORDER_WAIT_S: Final = 5.0
 class PrefillWorker(WorkerNode):
     """A worker that computes prompts; a decode worker answers the rest."""
 
+    _engine: Replica
+    _links: KvLinks
+
     def __init__(
         self,
         engine: Replica,
@@ -50,9 +53,7 @@ class PrefillWorker(WorkerNode):
     ) -> None:
         self._clock = clock
         super().__init__(engine, peer_registry, links, WorkerReports(peer_registry, clock))
-        self._engine = engine
         self._endpoint = endpoint
-        self._links = links
         self._prefixes = PulledPrefixes[PrefillJob](engine, endpoint, links, clock)
         self._jobs: dict[bytes, PrefillJob] = {}  # by transfer, until that has ended
         self._by_engine_id: dict[str, PrefillJob] = {}  # jobs with pages in the engine
@@ -67,12 +68,12 @@ class PrefillWorker(WorkerNode):
         return not self._jobs and not self._endpoint.num_open  # no peer pulls pages, either
 
     @property
-    def attempts(self) -> tuple[tuple[str, int], ...]:
+    def attempts(self) -> tuple[AttemptKey, ...]:
         return tuple(job.key for job in self._jobs.values())
 
     def load(self) -> Load:
         return msgspec.structs.replace(
-            self._engine.stats().load(),
+            self._engine.load(),
             num_outgoing=self._endpoint.num_open,
             num_tokens=self._num_tokens,
             kv_bytes=self._kv_bytes,
@@ -167,7 +168,7 @@ class PrefillWorker(WorkerNode):
             job.granted = granted
             if job.stage is PrefillStage.COMPUTED:
                 self._offer(job)
-                self._leave(job)
+                self._finish_compute(job)
             elif job.stage is PrefillStage.COMPUTING:
                 self._offer(job)
 
@@ -235,9 +236,9 @@ class PrefillWorker(WorkerNode):
             return
         if reason is None:
             self._offer(job)
-        self._leave(job)
+        self._finish_compute(job)
 
-    def _leave(self, job: PrefillJob) -> None:
+    def _finish_compute(self, job: PrefillJob) -> None:
         """The transfer has all pages, or needs none: the decode worker ends it.
 
         An end from here could arrive before the first token, over another connection, and the decode worker
@@ -247,7 +248,7 @@ class PrefillWorker(WorkerNode):
         if job.granted is None:
             self._jobs.pop(job.transfer, None)
         else:
-            job.stage = PrefillStage.LEAVING
+            job.stage = PrefillStage.TRANSFERRING
 
     def _transfer_ended(self, ended: TransferEnded) -> None:
         if ended.times is not None:
@@ -258,7 +259,7 @@ class PrefillWorker(WorkerNode):
             return
         if (times := job.times(ended)) is not None:
             self._reports.prefilled(times)
-        if job.stage is not PrefillStage.LEAVING:
+        if job.stage is not PrefillStage.TRANSFERRING:
             self._release_engine(job)
             self._refuse(job.prefill, Failure.BUSY, ended.reason)
 
@@ -282,12 +283,12 @@ class PrefillWorker(WorkerNode):
         """
         waiting = [each for each in self._by_engine_id.values() if each.stage is PrefillStage.COMPUTED]
         if waiting:
-            stats = self._engine.stats()
-            if stats.num_waiting and not stats.num_running:
+            load = self._engine.load()
+            if load.num_waiting and not load.num_running:
                 self._fail(waiting[-1], Failure.BUSY, "other prompts needed its pages")
 
     def _fail(self, job: PrefillJob, failure: Failure, reason: str) -> None:
-        self._leave(job)
+        self._finish_compute(job)
         self._refuse(job.prefill, failure, reason)
 
     def _refuse(self, prefill: Prefill, failure: Failure, reason: str) -> None:

@@ -19,7 +19,7 @@ from typing import Final, Protocol
 
 from baton.messages.control import Decision, KvEventBatch, KvEventsWanted, Measured, Submit, Weighed
 from baton.messages.workers import Worker
-from baton.request import Request
+from baton.request import AttemptKey, Request
 from baton.router.decisions import (
     DecisionHistory,
     DispatchedLine,
@@ -28,7 +28,7 @@ from baton.router.decisions import (
     keys_as_text,
     weighed,
 )
-from baton.router.in_flight import OTHERS, InFlightAttempt, Key
+from baton.router.in_flight import OTHERS, InFlightAttempt
 from baton.router.index.prefix_index import EXPECTED_FOR_S, Family, family_of, first_halves, with_zeros
 from baton.router.policies.base import Pair, PolicyContext, RoutingChoice, RoutingPolicy
 from baton.router.policies.candidates import PairCandidate
@@ -137,9 +137,9 @@ class ClusterState:
         """Compute the page keys of a long prompt, a slice at each step."""
         return self._keys.prepare(self._families, request)
 
-    def forget_keys(self, key: Key) -> None:
+    def forget_keys(self, key: AttemptKey) -> None:
         """Drop the page keys of an attempt that is not dispatched."""
-        self._keys.forget(*key)
+        self._keys.forget(key)
 
     def dispatched(self, submit: Submit, pair: Pair, entry: InFlightAttempt) -> None:
         """Tell the policy about its choice, keep the decision, share and log the dispatch."""
@@ -162,20 +162,20 @@ class ClusterState:
         self.decisions.add(decision, candidates)
         if self._sharing is not None or self._log is not None:
             self._share(request, pair, entry)
-        self._keys.forget(request.request_id, request.attempt)
+        self._keys.forget(request.key)
 
-    def started(self, attempts: Sequence[Key]) -> None:
+    def started(self, attempts: Sequence[AttemptKey]) -> None:
         """Attempts have their first token."""
         for key in attempts:
             self.decisions.started(key)
-        if self._sharing is not None:
+        if self._sharing is not None and attempts:
             self._sharing.share(SharedStarted(attempts=tuple(attempts)))
 
-    def ended(self, attempts: Sequence[Key]) -> None:
+    def ended(self, attempts: Sequence[AttemptKey]) -> None:
         """Attempts have ended."""
         for key in attempts:
-            self._keys.forget(*key)
-        if self._sharing is not None:
+            self._keys.forget(key)
+        if self._sharing is not None and attempts:
             self._sharing.share(SharedEnded(attempts=tuple(attempts)))
         if self._log is not None:
             for request_id, attempt in attempts:
@@ -218,15 +218,14 @@ class ClusterState:
         worker = pair.computed_by.worker
         known = pair.choice.keys.get(worker.id) if pair.choice is not None else None
         keys = self._keys.keys(family_of(worker), request) if known is None else known
-        key = (request.request_id, request.attempt)
         if self._sharing is not None:
-            self._sharing.share(_shared_dispatch(key, entry, keys))
+            self._sharing.share(_shared_dispatch(request.key, entry, keys))
         if self._log is not None:
             line = DispatchedLine(
                 at_s=self._clock.now_s(),
-                decision=self.decisions.full(key),
+                decision=self.decisions.full(request.key),
                 page_size=worker.page_size,
-                num_output_tokens=entry.num_tokens - request.num_tokens,
+                num_output_tokens=entry.num_output_tokens,
                 keys=keys_as_text(keys),
             )
             self._log(encode_line(line))
@@ -248,7 +247,7 @@ class ClusterState:
         self.counters["computed_locally"] += not choice.prefill
 
 
-def _shared_dispatch(key: Key, entry: InFlightAttempt, keys: bytes) -> SharedDispatch:
+def _shared_dispatch(key: AttemptKey, entry: InFlightAttempt, keys: bytes) -> SharedDispatch:
     return SharedDispatch(
         request_id=key[0],
         attempt=key[1],

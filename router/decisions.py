@@ -3,9 +3,9 @@
 A decision has the compared pairs with their predicted costs, and afterwards the measured times.
 
 The log has a line, a JSON object, for each dispatch and each end; bench/router/suite.py replays it under
-another policy. Of a prompt a line has only the length and the first 64 bits of its page keys, which cannot be
-made without the prompt and the salt. Several routers of one machine may share a file: each line is one write,
-and their clock is one.
+another policy. A line has the length of the prompt and the first 64 bits of its page keys, never tokens; the
+keys cannot be computed without the prompt and the salt. Several routers of one machine may share a file: each
+line is one write, and all use the same clock.
 """
 
 import base64
@@ -23,16 +23,15 @@ from msgspec.structs import asdict
 
 from baton.clock import Clock
 from baton.errors import ConfigError
-from baton.messages.bounds import Attempt, Count, Id, Seconds
+from baton.messages.bounds import MAX_SECONDS, Attempt, Count, Id, Seconds
 from baton.messages.control import Decision, Weighed
 from baton.messages.workers import PrefillTimes
-from baton.router.in_flight import Key
+from baton.request import AttemptKey
 from baton.router.index.prefix_index import SHORT_KEY_BYTES, first_halves
 from baton.router.policies.candidates import PairCandidate
 
 MAX_DECISIONS: Final = 4096
 MAX_ATTEMPTS: Final = 64  # of one request, in an answer
-_DAY_S: Final = 86_400.0
 Moment: TypeAlias = Annotated[float, Meta(ge=0)]  # seconds, by the router's clock
 
 logger = logging.getLogger(__name__)
@@ -45,26 +44,8 @@ def weighed(candidate: PairCandidate) -> Weighed:
         prefill=candidate.prefill,
         source=candidate.source,
         num_held_tokens=candidate.num_held_tokens,
-        terms={name: min(max(value, 0.0), _DAY_S) for name, value in asdict(candidate.terms).items()},
+        terms={name: min(max(value, 0.0), MAX_SECONDS) for name, value in asdict(candidate.terms).items()},
     )
-
-
-def total_s(weighed: Weighed) -> float:
-    """The predicted cost of a pair."""
-    return sum(weighed.terms.values())
-
-
-def regret_s(decision: Decision) -> float | None:
-    """The measured time to the first token less that predicted for the best other pair; None: unknown."""
-    others = [ttft_s(each) for each in decision.weighed if each != decision.chosen]
-    if decision.first_token_s is None or not others:
-        return None
-    return decision.first_token_s - min(others)
-
-
-def ttft_s(weighed: Weighed) -> float:
-    """The predicted time to the first token."""
-    return sum(weighed.terms.get(name, 0.0) for name in ("queue_s", "pull_s", "compute_s"))
 
 
 class _Kept(NamedTuple):
@@ -78,8 +59,8 @@ class DecisionHistory:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._kept: OrderedDict[Key, _Kept] = OrderedDict()
-        self._attempts: dict[str, list[Key]] = {}
+        self._kept: OrderedDict[AttemptKey, _Kept] = OrderedDict()
+        self._attempts: dict[str, list[AttemptKey]] = {}
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -93,22 +74,22 @@ class DecisionHistory:
         if len(self._kept) > MAX_DECISIONS:
             self._forget(next(iter(self._kept)))
 
-    def get(self, key: Key) -> Decision | None:
+    def get(self, key: AttemptKey) -> Decision | None:
         """The decision without the other compared pairs; None when it is not kept."""
         kept = self._kept.get(key)
         return None if kept is None else kept.decision
 
-    def full(self, key: Key) -> Decision:
+    def full(self, key: AttemptKey) -> Decision:
         """A kept decision with all compared pairs."""
         now_s, kept = self._clock.now_s(), self._kept[key]
-        age_s, others = min(now_s - kept.decided_s, _DAY_S), tuple(map(weighed, kept.candidates))
+        age_s, others = min(now_s - kept.decided_s, MAX_SECONDS), tuple(map(weighed, kept.candidates))
         return msgspec.structs.replace(kept.decision, age_s=age_s, weighed=others)
 
-    def started(self, key: Key) -> None:
+    def started(self, key: AttemptKey) -> None:
         """Note the time of the first token."""
         kept = self._kept.get(key)
         if kept is not None and kept.decision.first_token_s is None:
-            taken_s = min(self._clock.now_s() - kept.decided_s, _DAY_S)
+            taken_s = min(self._clock.now_s() - kept.decided_s, MAX_SECONDS)
             decision = msgspec.structs.replace(kept.decision, first_token_s=taken_s)
             self._kept[key] = kept._replace(decision=decision)
 
@@ -124,7 +105,7 @@ class DecisionHistory:
         for key in self._attempts.get(request_id, ())[-MAX_ATTEMPTS:]:
             yield self.full(key)
 
-    def _forget(self, key: Key) -> None:
+    def _forget(self, key: AttemptKey) -> None:
         if self._kept.pop(key, None) is None:
             return
         keys = self._attempts[key[0]]

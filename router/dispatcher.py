@@ -20,10 +20,9 @@ import msgspec
 
 from baton.config.router import RouterConfig
 from baton.errors import ProtocolError
-from baton.messages.bounds import Attempt, Id
+from baton.messages.bounds import MAX_REASON_CHARS, MAX_SECONDS, Attempt, Id
 from baton.messages.codec import fits_beside
 from baton.messages.control import (
-    MAX_AGE_S,
     AttemptFailed,
     Dispatch,
     Failure,
@@ -35,11 +34,10 @@ from baton.messages.control import (
     Submit,
 )
 from baton.messages.operations import GatewayStatus
-from baton.messages.status import OverloadLevel
 from baton.messages.workers import WorkerRole
-from baton.request import Request
+from baton.request import AttemptKey, Request
 from baton.router.cluster_state import ClusterState
-from baton.router.in_flight import InFlightAttempt, Key, num_kv_tokens, scheduling_class_of
+from baton.router.in_flight import InFlightAttempt, num_kv_tokens, num_output_tokens, scheduling_class_of
 from baton.router.membership import Member, Membership
 from baton.router.policies.base import (
     NO_CLAIM,
@@ -52,7 +50,6 @@ from baton.router.policies.base import (
 )
 from baton.router.policies.cost_model import CostModel
 from baton.router.queue.admission import AdmissionQueue
-from baton.router.queue.overload import PRESSED_LOCAL_TOKENS
 from baton.router.queue.quotas import QuotaRefusal
 from baton.router.queue.tenant_queues import QueuedAttempt
 from baton.router.sliced_work import SlicedWork
@@ -61,8 +58,6 @@ from baton.tenants import Refusal, has_slots
 
 TRANSFER_BYTES: Final = 16
 RETRY_AFTER_S: Final = 1.0
-MAX_RETRY_AFTER_S: Final = 86_400.0
-MAX_REASON_CHARS: Final = 512
 MAX_DISPATCHED: Final = 2  # attempts in one call of `dispatch_queued`; later turns of the loop go on
 
 _KEY: Final = tuple[Id, Attempt]
@@ -106,7 +101,6 @@ class Pairing:
         by_load: RoutingPolicy,
     ) -> None:
         """by_load: chooses for probes, and for prompts that any decode worker may compute."""
-        self._pressed_tokens = 0
         self._config = config
         self._policy = policy
         self._by_load = by_load
@@ -123,11 +117,13 @@ class Pairing:
         reached: frozenset[str],
         full: Collection[str] = (),
         claim: TenantClaim = NO_CLAIM,
+        local_tokens: int = 0,
     ) -> Pair | Unpaired | NoSlot:
         """Choose the workers of an attempt, or return why there are none now.
 
         reached: the workers that the gateway reaches. full: decode workers without room; they are chosen only
-        when they hold the prompt already.
+        when they hold the prompt already. local_tokens: shorter prompts, or equal ones, are computed by their
+        decode worker, whatever the policy says.
         """
         if self._version != self._members.version:
             self._version = self._members.version
@@ -148,7 +144,7 @@ class Pairing:
             if not paired:
                 return Unpaired.NO_PREFILL
             return self._choose(self._by_load, "a probe", submit, paired, reached)
-        if submit.request.num_tokens <= max(self._pressed_tokens, self._local_tokens):
+        if submit.request.num_tokens <= max(local_tokens, self._local_tokens):
             return self._choose(self._by_load, "a short prompt", submit, decoders, reached, is_local=True)
         if self._policy.weighs_local_prefill:
             return self._choose(self._policy, self._config.policy, submit, decoders, reached, claim)
@@ -156,10 +152,6 @@ class Pairing:
         if not paired:
             return self._choose(self._by_load, "no prefill worker", submit, decoders, reached, is_local=True)
         return self._choose(self._policy, self._config.policy, submit, paired, reached, claim)
-
-    def press(self, local_prefill_tokens: int) -> None:
-        """Have decode workers compute prompts of up to this many tokens; the policy is not asked."""
-        self._pressed_tokens = local_prefill_tokens
 
     def forget(self) -> None:
         """Drop the cache; to be called when a gateway reaches other workers."""
@@ -243,16 +235,15 @@ def make_entry(
         compute_s = pair.choice.candidate.terms.compute_s
     else:
         compute_s = model.of(pair.computed_by.id).compute_s(num_prompt_tokens, num_prompt_tokens)
-    num_tokens = num_kv_tokens(request)
     return InFlightAttempt(
         gateway=gateway_id,
         decode=pair.decode.id,
         prefill=pair.prefill_id,
         num_prompt_tokens=num_prompt_tokens,
-        num_tokens=num_tokens,
+        num_tokens=num_kv_tokens(request),
         compute_s=compute_s,
         scheduling_class=scheduling_class_of(request),
-        num_output_tokens=num_tokens - request.num_tokens,
+        num_output_tokens=num_output_tokens(request),
         charged=charged,
     )
 
@@ -270,7 +261,7 @@ class GatewayPeer:
 class _Reservation(NamedTuple):
     """A decode worker that gets no other attempts until it has room for this one."""
 
-    key: Key
+    key: AttemptKey
     worker: str  # "": the gateway reaches no decode worker that takes work
 
 
@@ -307,11 +298,13 @@ class Dispatcher:
         self._counters: Counter[str] = cluster_state.counters
         self._reservation: _Reservation | None = None
         # Attempts that waited for a slot at their best worker in the last `dispatch_queued`; at most two.
-        self._waiting_for_slot: dict[Key, NoSlot] = {}
+        self._waiting_for_slot: dict[AttemptKey, NoSlot] = {}
         self._sliced_work = sliced_work or SlicedWork()
         self._is_dispatch_scheduled = False  # a later turn dispatches more of the queue
-        self._unchecked: dict[Key, str] = {}  # attempts that came meanwhile, and may overflow -> gateway
-        self._arriving: dict[Key, _Arrival] = {}  # the page keys of these prompts are being computed
+        self._unchecked: dict[
+            AttemptKey, str
+        ] = {}  # attempts that came meanwhile, and may overflow -> gateway
+        self._arriving: dict[AttemptKey, _Arrival] = {}  # the page keys of these prompts are being computed
         # A decode worker was full, so full workers are computed before the choice of a pair, not after.
         self._is_any_full = False
 
@@ -340,7 +333,7 @@ class Dispatcher:
         self._sliced_work.add(self._prepare(key, arrival))
         return False
 
-    def started(self, attempts: Sequence[Key]) -> None:
+    def started(self, attempts: Sequence[AttemptKey]) -> None:
         """These attempts have their first token, so their prompts are computed."""
         for key in attempts:
             self._in_flight.started(key)
@@ -348,8 +341,8 @@ class Dispatcher:
         self._cluster_state.started(attempts)
         self.dispatch_queued()
 
-    def ended(self, attempts: Sequence[Key], num_tokens: Sequence[int] = ()) -> None:
-        """These attempts have ended; none have when a heartbeat only shows that its worker is well.
+    def ended(self, attempts: Sequence[AttemptKey], num_tokens: Sequence[int] = ()) -> None:
+        """These attempts have ended.
 
         num_tokens: tokens of each attempt's answer; unknown for attempts beyond its length.
         """
@@ -358,7 +351,7 @@ class Dispatcher:
             self._in_flight.ended(key)
             self._admission_queue.ended(key, num_tokens[number] if number < len(num_tokens) else None)
         self._cluster_state.ended(attempts)
-        self.dispatch_queued(slots_freed=bool(attempts))
+        self.dispatch_queued()
 
     def gateway_left(self, gateway_id: str) -> None:
         """Drop all attempts of a gateway."""
@@ -383,9 +376,12 @@ class Dispatcher:
         dropped = self._in_flight.beat(member.worker, beat)
         for key, entry in dropped:
             self._fail(key, entry, member, f"{member.worker.name} does not report it")
-        self.ended([key for key, _ in dropped])
+        if dropped:
+            self.ended([key for key, _ in dropped])
+        else:  # the worker may have taken room or given it back by itself
+            self.dispatch_queued(slots_freed=False)
 
-    def _fail(self, key: Key, entry: InFlightAttempt, member: Member, reason: str) -> None:
+    def _fail(self, key: AttemptKey, entry: InFlightAttempt, member: Member, reason: str) -> None:
         gateway = self._gateways.get(entry.gateway)
         if gateway is None:
             return  # another router dispatched this attempt, and fails it
@@ -398,8 +394,6 @@ class Dispatcher:
         """Reject attempts that have waited too long, and follow the overload level."""
         for queued, refused in self._admission_queue.tick():
             self._reject(queued.gateway, queued.key, refused)
-        is_pressed = self._admission_queue.overload.level >= OverloadLevel.LOCAL_PREFILL
-        self._pairing.press(PRESSED_LOCAL_TOKENS if is_pressed else 0)
         self.dispatch_queued()
 
     def dispatch_queued(self, *, slots_freed: bool = True) -> None:
@@ -440,7 +434,7 @@ class Dispatcher:
         if not self._is_dispatch_scheduled:  # else the queue may hold attempts that workers have room for
             self._admission_queue.settle()
 
-    def _prepare(self, key: Key, arrival: _Arrival) -> Iterator[None]:
+    def _prepare(self, key: AttemptKey, arrival: _Arrival) -> Iterator[None]:
         """Compute the page keys of a long prompt, a slice at each step; then queue the attempt.
 
         The gateway gets an answer in any case: it sends no further long prompt of the tenant before.
@@ -460,7 +454,7 @@ class Dispatcher:
             gateway.peer.send(Queued(request_id=key[0], attempt=key[1]))
 
     def _enqueue(self, gateway: GatewayPeer, submit: Submit) -> bool:
-        key = (submit.request.request_id, submit.request.attempt)
+        key = submit.request.key
         refused = self._admission_queue.submit(gateway.id, submit)
         if refused is not None:
             self._reject(gateway.id, key, refused)
@@ -474,7 +468,7 @@ class Dispatcher:
             gateway.peer.send(Queued(request_id=key[0], attempt=key[1]))
         return True
 
-    def _check_overflow(self, gateway_id: str, key: Key) -> bool:
+    def _check_overflow(self, gateway_id: str, key: AttemptKey) -> bool:
         """Reject an attempt that waits although too many of its tenant do. Returns False when it was."""
         refused = self._admission_queue.overflow(key)
         if refused is not None:
@@ -554,13 +548,14 @@ class Dispatcher:
             self._is_any_full = bool(full)
             if reservation is not None and reservation.key != queued.key:
                 full |= {reservation.worker}
-        pair = self._pairing.pair(submit, gateway.reached, full, claim)
+        local_tokens = self._admission_queue.overload.local_prefill_tokens
+        pair = self._pairing.pair(submit, gateway.reached, full, claim, local_tokens)
         if full or not isinstance(pair, Pair) or pair.decode.id == submit.sticky_worker:
             return pair
         if capacity.can_decode(pair.decode, num_tokens):
             return pair
         self._is_any_full = True
-        return self._pairing.pair(submit, gateway.reached, capacity.full(num_tokens), claim)
+        return self._pairing.pair(submit, gateway.reached, capacity.full(num_tokens), claim, local_tokens)
 
     def _dispatch(self, gateway: GatewayPeer, queued: QueuedAttempt, pair: Pair) -> None:
         """Take the attempt out of the queue, enter its load, and tell workers, gateway and other routers."""
@@ -574,27 +569,28 @@ class Dispatcher:
         # The workers have their messages: the rest adds nothing to the latency of the request.
         self._cluster_state.dispatched(submit, pair, entry)
 
-    def _reject(self, gateway_id: str, key: Key, refused: QuotaRefusal) -> None:
+    def _reject(self, gateway_id: str, key: AttemptKey, refused: QuotaRefusal) -> None:
         self._counters["rejected"] += 1
         self._cluster_state.forget_keys(key)
         rejected = Rejected(
             request_id=key[0],
             attempt=key[1],
             reason=refused.reason[:MAX_REASON_CHARS],
-            retry_after_s=min(refused.retry_after_s, MAX_RETRY_AFTER_S),
-            may_return=refused.may_return,
+            retry_after_s=min(refused.retry_after_s, MAX_SECONDS),
+            should_retry=refused.should_retry,
             refusal=refused.refusal,
         )
         self._gateways[gateway_id].peer.send(rejected)
 
 
-def _valid_key(request: Request) -> Key:
+def _valid_key(request: Request) -> AttemptKey:
     """Return the attempt's key. Raises ProtocolError when messages could not carry the key."""
-    key = (request.request_id, request.attempt)
     try:
-        return msgspec.convert(key, _KEY)
+        return msgspec.convert(request.key, _KEY)
     except msgspec.ValidationError as error:
-        message = f"request id {key[0][:64]!r} with attempt {key[1]} is not valid: {error}"
+        message = (
+            f"request id {request.request_id[:64]!r} with attempt {request.attempt} is not valid: {error}"
+        )
         raise ProtocolError(message) from error
 
 
@@ -603,7 +599,7 @@ def _send(gateway: GatewayPeer, request: Request, pair: Pair, age_s: float) -> N
 
     A pull source that does not fit beside a long prompt is left out: the prompt is then computed whole.
     """
-    age_s = min(MAX_AGE_S, age_s)
+    age_s = min(MAX_SECONDS, age_s)
     source = pair.choice.source if pair.choice is not None else None
     if source is not None and not fits_beside(request, source):
         source = None

@@ -16,12 +16,10 @@ from collections.abc import Callable, Iterable
 from math import ceil
 from typing import Final, NamedTuple, TypeAlias
 
-from baton.clock import Clock, ManualClock
+from baton.clock import Clock
 from baton.messages.control import Heartbeat
 from baton.messages.workers import Worker
-from baton.request import Request
-
-Key: TypeAlias = tuple[str, int]  # request id, attempt
+from baton.request import AttemptKey, Request
 
 OTHERS: Final = ""  # the gateway of an attempt that another router dispatched
 SILENCE_S: Final = 5.0  # an attempt that its decode worker has not reported for so long has ended there
@@ -36,23 +34,23 @@ class SchedulingClass(NamedTuple):
     rank: int = 0
 
 
-# A tenant's virtual-time lead: tokens, divided by its weight, that the tenant has had more than others of its
-# rank. Negative: the tenant has a deficit. None: nothing was charged to the tenant.
-LeadOf: TypeAlias = Callable[[SchedulingClass], float | None]
+# A tenant's virtual-time lag: tokens, divided by its weight, that the tenant has had less than others of its
+# rank. Positive: the tenant has a deficit. None: nothing was charged to the tenant.
+LagOf: TypeAlias = Callable[[SchedulingClass], float | None]
 
 
 class NewPrompt(NamedTuple):
     """A prompt that could be sent to a worker.
 
-    lead: of its tenant; None: as if the tenant had been charged only for its prompts at the same worker.
-    lead_of: the leads of other tenants, which already include their prompts at the worker; None: as if
+    lag: of its tenant; None: as if the tenant had been charged only for its prompts at the same worker.
+    lag_of: the lags of other tenants, which already include their prompts at the worker; None: as if
     unknown.
     """
 
     scheduling_class: SchedulingClass
     num_tokens: int
-    lead: float | None = None
-    lead_of: LeadOf | None = None
+    lag: float | None = None
+    lag_of: LagOf | None = None
 
 
 class WaitingPrompts:
@@ -84,17 +82,17 @@ class WaitingPrompts:
             del self._num[scheduling_class], self._tokens[scheduling_class], self._charged[scheduling_class]
 
     def ahead_of(self, prompt: NewPrompt) -> tuple[int, float]:
-        """The number of prompts, counting parts of a prompt as one, and of tokens computed before `prompt`.
+        """Return the numbers of prompts and of tokens that the worker computes before `prompt`.
 
-        All prompts of higher ranks and of the same class come first, none of lower ranks. Another tenant of
-        the same rank gets at most its share of the time until `prompt` is computed, less what that tenant has
-        had.
+        A prompt of which only a part comes first counts as one. All prompts of higher ranks and of the same
+        class come first, none of lower ranks. Another tenant of the same rank comes first with at most its
+        share of the time until `prompt` is computed, minus the work that the tenant has had.
         """
-        scheduling_class, num_tokens, lead, lead_of = prompt
+        scheduling_class, num_tokens, lag, lag_of = prompt
         own, num = self._tokens.get(scheduling_class, 0), self._num.get(scheduling_class, 0)
         ahead = float(own)
         # The virtual time at which `prompt` is computed.
-        finish = (own if lead is None else lead * scheduling_class.weight) + num_tokens
+        finish = (own if lag is None else -lag * scheduling_class.weight) + num_tokens
         finish /= scheduling_class.weight
         for other, waiting in self._tokens.items():
             if other.rank < scheduling_class.rank:
@@ -102,9 +100,9 @@ class WaitingPrompts:
                 num += self._num[other]
             elif other.rank == scheduling_class.rank and other != scheduling_class:
                 tokens_ahead = finish * other.weight
-                others_lead = lead_of(other) if lead_of is not None else None
-                if others_lead is not None:
-                    tokens_ahead += self._charged[other] - others_lead * other.weight
+                others_lag = lag_of(other) if lag_of is not None else None
+                if others_lag is not None:
+                    tokens_ahead += self._charged[other] + others_lag * other.weight
                 if tokens_ahead >= waiting:
                     ahead += waiting
                     num += self._num[other]
@@ -189,14 +187,13 @@ class WorkerInFlight:
 class InFlight:
     """All dispatched attempts, and the load of each worker as their sum."""
 
-    def __init__(self, clock: Clock | None = None) -> None:
-        """clock: without one, no time passes."""
-        self._clock = clock or ManualClock()
-        self._entries: dict[Key, InFlightAttempt] = {}
-        self._by_gateway: defaultdict[str, set[Key]] = defaultdict(set)
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._entries: dict[AttemptKey, InFlightAttempt] = {}
+        self._by_gateway: defaultdict[str, set[AttemptKey]] = defaultdict(set)
         self._accounts: defaultdict[str, WorkerInFlight] = defaultdict(WorkerInFlight)
-        self._waiting: set[Key] = set()  # without a first token
-        self._reported_s: defaultdict[str, dict[Key, float]] = defaultdict(dict)  # by decode worker
+        self._waiting: set[AttemptKey] = set()  # without a first token
+        self._reported_s: defaultdict[str, dict[AttemptKey, float]] = defaultdict(dict)  # by decode worker
         self.num_others = 0
 
     def __len__(self) -> int:
@@ -207,14 +204,14 @@ class InFlight:
         """Attempts that this router dispatched."""
         return len(self._entries) - self.num_others
 
-    def __contains__(self, key: Key) -> bool:
+    def __contains__(self, key: AttemptKey) -> bool:
         return key in self._entries
 
     def account(self, worker_id: str) -> WorkerInFlight:
         """The load of a worker; empty for an unknown one."""
         return self._accounts[worker_id]
 
-    def enter(self, key: Key, entry: InFlightAttempt) -> None:
+    def enter(self, key: AttemptKey, entry: InFlightAttempt) -> None:
         """Add the load of a dispatched attempt. The key must be new."""
         assert key not in self._entries, key
         self._entries[key] = entry
@@ -236,7 +233,7 @@ class InFlight:
         account.work_s += entry.compute_s
         account.prompts.add(entry.scheduling_class, entry.num_prompt_tokens, entry.charged)
 
-    def started(self, key: Key) -> None:
+    def started(self, key: AttemptKey) -> None:
         """Move an attempt with its first token from the prefill to the decode load.
 
         Unknown keys are ignored, here and below: the attempt may be another router's.
@@ -259,12 +256,12 @@ class InFlight:
             prefill.num_attempts -= 1
             prefill.num_prompt_tokens -= entry.num_prompt_tokens
 
-    def ended(self, key: Key) -> InFlightAttempt | None:
-        """Remove an attempt and return its entry; None for an unknown key."""
+    def ended(self, key: AttemptKey) -> None:
+        """Remove an attempt."""
         self.started(key)
         entry = self._entries.pop(key, None)
         if entry is None:
-            return None
+            return
         del self._reported_s[entry.decode][key]
         self.num_others -= entry.gateway == OTHERS
         self._by_gateway[entry.gateway].discard(key)
@@ -275,9 +272,8 @@ class InFlight:
         if num > 1:
             decode.decoding[entry.scheduling_class] = Decoding(num - 1, num_tokens - entry.num_output_tokens)
         decode.num_tokens -= entry.num_tokens
-        return entry
 
-    def is_anothers(self, key: Key) -> bool:
+    def is_anothers(self, key: AttemptKey) -> bool:
         """True for an attempt that another router dispatched."""
         entry = self._entries.get(key)
         return entry is not None and entry.gateway == OTHERS
@@ -286,7 +282,7 @@ class InFlight:
         """`WorkerInFlight.wait_s` at the present time."""
         return self._accounts[worker_id].wait_s(self._clock.now_s())
 
-    def decoded_at(self, worker: str) -> list[tuple[Key, InFlightAttempt]]:
+    def decoded_at(self, worker: str) -> list[tuple[AttemptKey, InFlightAttempt]]:
         """The attempts of a decode worker, sorted by key."""
         return sorted((key, self._entries[key]) for key in self._reported_s.get(worker, ()))
 
@@ -296,7 +292,7 @@ class InFlight:
             self.ended(key)
         self._by_gateway.pop(gateway_id, None)
 
-    def beat(self, worker: Worker, beat: Heartbeat) -> list[tuple[Key, InFlightAttempt]]:
+    def beat(self, worker: Worker, beat: Heartbeat) -> list[tuple[AttemptKey, InFlightAttempt]]:
         """Count the attempts of a heartbeat that no entry names; return those that the worker has dropped.
 
         A dropped attempt has an entry, and its decode worker has not reported the attempt for SILENCE_S.
@@ -359,11 +355,14 @@ def scheduling_class_of(request: Request) -> SchedulingClass:
     return SchedulingClass(request.tenant, request.scheduling_key.weight, request.scheduling_key.rank)
 
 
-def num_kv_tokens(request: Request) -> int:
-    """The number of tokens that the request's KV is expected to hold at its end."""
-    num_generated = len(request.generated_token_ids)
+def num_output_tokens(request: Request) -> int:
+    """Return the number of tokens that the request is expected to generate from here."""
     limit = request.sampling.max_tokens
-    num_left = EXPECTED_OUTPUT_TOKENS
-    if limit is not None:
-        num_left = min(num_left, max(0, limit - num_generated))
-    return len(request.token_ids) + num_generated + num_left
+    if limit is None:
+        return EXPECTED_OUTPUT_TOKENS
+    return min(EXPECTED_OUTPUT_TOKENS, max(0, limit - len(request.generated_token_ids)))
+
+
+def num_kv_tokens(request: Request) -> int:
+    """Return the number of tokens that the request's KV is expected to hold at its end."""
+    return request.num_tokens + num_output_tokens(request)

@@ -16,7 +16,7 @@ The life of a member:
 from collections.abc import Iterable, Sequence
 from typing import Final, NamedTuple, TypeAlias
 
-from baton.clock import Clock
+from baton.clock import Clock, PauseDetector
 from baton.errors import ProtocolError, WireError
 from baton.messages.bounds import MAX_WORKERS
 from baton.messages.control import Alive, Heartbeat
@@ -24,7 +24,6 @@ from baton.messages.workers import Load, RunningStep, Worker, WorkerRole
 from baton.rpc.peers import Peer
 
 BEAT_TIMEOUT_S: Final = 3.0
-LATE_TICK_S: Final = 1.0
 MAX_FENCED: Final = 4096
 MAX_LATEST: Final = 4096  # names; more than there can be workers
 Reached: TypeAlias = tuple[frozenset[str], ...]  # the workers that each gateway reaches
@@ -67,7 +66,7 @@ class Membership:
         self._members: dict[str, Member] = {}  # by id, in order of joining
         self._latest: dict[str, Worker] = {}  # name -> the last worker that joined; it may have left
         self._fenced: dict[str, None] = {}  # ids, oldest first
-        self._last_look_s = clock.now_s()
+        self._pauses = PauseDetector(clock.now_s())
         self._counted: tuple[int, Reached] | None = None
         self._num_ready = 0
 
@@ -149,15 +148,12 @@ class Membership:
     def remove_dead(self) -> list[Removed]:
         """Remove the members that are silent or hung, and return them with the reasons. Call in every tick.
 
-        Time in which this process itself was held up does not count as silence: the messages of that time are
-        unread.
+        Time in which this process itself did not run is not counted as silence.
         """
         now_s = self._clock.now_s()
-        held_up_s = now_s - self._last_look_s
-        self._last_look_s = now_s
-        if held_up_s > LATE_TICK_S:
+        if pause_s := self._pauses.pause_s(now_s):
             for member in self._members.values():
-                member.beat_s = min(now_s, member.beat_s + held_up_s)
+                member.beat_s = min(now_s, member.beat_s + pause_s)
         dead = []
         for member in list(self._members.values()):
             if now_s - member.beat_s > BEAT_TIMEOUT_S:

@@ -44,7 +44,7 @@ from baton.messages.control import (
 )
 from baton.messages.workers import Address, Load, PrefillTimes, StepTimes, Worker, WorkerRole
 from baton.pages import KEY_BYTES
-from baton.request import Request, SamplingParams
+from baton.request import AttemptKey, Request, SamplingParams
 from baton.router.index.prefix_index import PromptKeys, family_of
 from baton.router.policies.candidates import Select
 from baton.router.policies.cost import CostPolicy
@@ -241,13 +241,13 @@ class RehearsedWorker:
         self.store = PageStore(self.worker.num_pages)
         self.is_keeping = True  # pages, for later prompts
         self.given_tokens = 0
-        self.attempts: dict[tuple[str, int], None] = {}  # dispatched here and not ended
+        self.attempts: dict[AttemptKey, None] = {}  # dispatched here and not ended
         self._num_changes = 0
 
     def send(self, message: AnyMessage) -> None:
         """Take a message of the router."""
         if isinstance(message, KvEventsWanted):
-            events = KvEventBatch(first=0, keys=b"", pages=(), generations=(), is_afresh=True)
+            events = KvEventBatch(first=0, keys=b"", pages=(), generations=(), is_snapshot=True)
             self.cluster.router.received(self, events)
         elif isinstance(message, Dispatch):
             self.attempts[message.request.request_id, message.request.attempt] = None
@@ -626,7 +626,7 @@ class Rehearsal:
             return
         del self._open[rejected.request_id]
         outcome.refusal, outcome.retry_after_s = str(rejected.refusal), rejected.retry_after_s
-        if outcome.retry < MAX_RETRIES and rejected.may_return:
+        if outcome.retry < MAX_RETRIES and rejected.should_retry:
             wait_s = rejected.retry_after_s
             if wait_s > MAX_HONOURED_S:
                 back_off_s = min(BACK_OFF_S * 2.0**outcome.retry, MAX_BACK_OFF_S)

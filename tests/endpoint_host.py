@@ -185,7 +185,7 @@ class Host:
         """Nobody can pull the pages any more that were known."""
 
         def forget() -> None:
-            while (page := self.ledger.oldest_cached()) is not None:
+            while (page := self.ledger.cached.next_out()) is not None:
                 self.ledger.forget(page)
 
         self._call(forget)

@@ -27,7 +27,7 @@ class OpenHarness(Harness):
         sequence = self.sequence_of(request)
         name = request.request_id
         tokens = sequence.token_ids[: num_tokens + 1]
-        claim = self.scheduler.claim(tokens, request.cache_salt, name)
+        claim = self.scheduler.holds.claim(tokens, request.cache_salt, name)
         if claim.pages:
             self.used[name] = set(claim.pages)
         num_pages = self.pool.pages_for(num_tokens) - len(claim.pages)

@@ -17,16 +17,17 @@ from typing import Final
 
 import msgspec
 
+from baton.cluster.exit_status import DRAINED
 from baton.cluster.runtimes.base import (
-    DRAINED,
     Assignment,
     Loading,
     LoopAlive,
     ProcessFailed,
+    ProcessMessage,
     ProcessSpec,
     ProcessStarted,
-    Report,
 )
+from baton.messages.bounds import Kind
 from baton.messages.workers import Address
 
 PEER: Final = (sys.executable, str(Path(__file__)))
@@ -39,10 +40,10 @@ class PeerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 def spec(name: str, *, num_ranks: int = 0, config: PeerConfig | None = None) -> ProcessSpec:
     """Return the spec of a process of this name."""
-    return ProcessSpec(kind="worker", name=name, config=config or PeerConfig(), num_ranks=num_ranks)
+    return ProcessSpec(kind=Kind.WORKER, name=name, config=config or PeerConfig(), num_ranks=num_ranks)
 
 
-def say(what: Report | Loading | LoopAlive) -> None:
+def say(what: ProcessMessage) -> None:
     sys.stdout.write(msgspec.json.encode(what).decode() + "\n")
     sys.stdout.flush()
 

@@ -18,7 +18,8 @@ from baton.kvtransfer.protocol.messages import (
     decode,
     encode,
 )
-from baton.rpc.connection import Connection, Role
+from baton.rpc.auth import Role
+from baton.rpc.connection import Connection
 from baton.rpc.liveness import is_ping
 from tests.endpoint_host import KEY, layout
 

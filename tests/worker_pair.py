@@ -138,8 +138,6 @@ class Host:
         held = {state.name: pages.count(state) for state in states}
         held["bookings"] = pages.accounts.num_open
         held |= {"transfers": self.endpoint.num_open, "attempts": len(self.node.attempts)}
-        if isinstance(self.node, DecodeWorker):
-            held["incoming"] = len(self.node._incoming)
         return {name: count for name, count in held.items() if count}
 
     def close(self) -> None:

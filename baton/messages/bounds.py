@@ -21,10 +21,12 @@ STEP_TIMEOUT_S: Final = 30.0  # default of the setting `step_timeout_s`
 Name: TypeAlias = Annotated[str, Meta(max_length=128)]
 Id: TypeAlias = Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
 TransferId: TypeAlias = Annotated[bytes, Meta(min_length=16, max_length=16)]
-Reason: TypeAlias = Annotated[str, Meta(max_length=512)]
+MAX_REASON_CHARS: Final = 512
+Reason: TypeAlias = Annotated[str, Meta(max_length=MAX_REASON_CHARS)]
 Count: TypeAlias = Annotated[int, Meta(ge=0, le=2**53)]
 Attempt: TypeAlias = Annotated[int, Meta(ge=0, le=2**16)]
-Seconds: TypeAlias = Annotated[float, Meta(ge=0, le=86_400)]
+MAX_SECONDS: Final = 86_400.0  # longer times are cut to this before they are sent
+Seconds: TypeAlias = Annotated[float, Meta(ge=0, le=MAX_SECONDS)]
 PageId: TypeAlias = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Generation: TypeAlias = Annotated[int, Meta(ge=0, le=2**32 - 1)]
 Port: TypeAlias = Annotated[int, Meta(ge=0, le=65_535)]  # 0: any that is free

@@ -22,7 +22,7 @@ integer has a bound in its type, so it is refused while it is decoded. Times are
 """
 
 from enum import StrEnum
-from typing import Annotated, Final, TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -30,6 +30,7 @@ from msgspec import Meta
 from baton.messages.bounds import (
     MAX_EVENTS,
     MAX_PULLED_PAGES,
+    MAX_SECONDS,
     MAX_WORKERS,
     Attempt,
     Count,
@@ -58,13 +59,23 @@ class PullSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Weighed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The expected cost of an attempt at a pair of workers: see router/policies/cost_model.py."""
+    """The expected cost of an attempt at a pair of workers, by the terms of router/policies/candidates.py."""
 
     decode: Id
     prefill: Annotated[str, Meta(max_length=32)] = ""  # "": the decode worker computes the prompt
     source: Annotated[str, Meta(max_length=32)] = ""  # the worker that a prefix is pulled from
     num_held_tokens: Count = 0  # with KV that need not be computed
     terms: Annotated[dict[Annotated[str, Meta(max_length=16)], Seconds], Meta(max_length=16)] = {}
+
+    @property
+    def total_s(self) -> float:
+        """The predicted cost of the pair."""
+        return sum(self.terms.values())
+
+    @property
+    def ttft_s(self) -> float:
+        """The predicted time to the first token."""
+        return sum(self.terms.get(name, 0.0) for name in ("queue_s", "pull_s", "compute_s"))
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -80,8 +91,11 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     first_token_s: Seconds | None = None  # after the decision
     measured: PrefillTimes | None = None
 
-
-MAX_AGE_S: Final = 86_400.0  # as Seconds allows
+    @property
+    def regret_s(self) -> float | None:
+        """The measured time to the first token less that predicted for the best other pair; None: unknown."""
+        others = [each.ttft_s for each in self.weighed if each != self.chosen]
+        return self.first_token_s - min(others) if self.first_token_s is not None and others else None
 
 
 class Message(
@@ -151,7 +165,7 @@ class Rejected(Message, frozen=True):
     reason: Reason
     retry_after_s: Seconds
     refusal: Refusal = Refusal.NO_ROOM  # any other refusal ends the request, and its client is told why
-    may_return: bool = True  # the client may try again by itself
+    should_retry: bool = True  # the client may try again by itself
 
 
 class Started(Message, frozen=True):
@@ -263,7 +277,7 @@ class KvEventBatch(Message, frozen=True):
     Change i is about the page named `keys[16 * i : 16 * i + 16]` (see baton/pages.py): it is in page
     `pages[i]` of that generation, or nowhere any more where `pages[i]` is -1. Changes are numbered from 0 in
     each life of a worker, `first` is this message's first number: a gap means that some were lost.
-    `is_afresh`: before these there is nothing, in any tier.
+    `is_snapshot`: before these there is nothing, in any tier.
     """
 
     first: Count
@@ -271,7 +285,7 @@ class KvEventBatch(Message, frozen=True):
     pages: Annotated[tuple[Annotated[int, Meta(ge=-1, le=2**31 - 1)], ...], Meta(max_length=MAX_EVENTS)]
     generations: Annotated[tuple[Generation, ...], Meta(max_length=MAX_EVENTS)]
     tier: Tier = Tier.DEVICE
-    is_afresh: bool = False
+    is_snapshot: bool = False
 
 
 class KvEventsWanted(Message, frozen=True):
@@ -293,7 +307,7 @@ class Pressure(Message, frozen=True):
 
 def age_s(request: Request, now_s: float) -> float:
     """Return the age of a request, as messages carry it. now_s: by the clock of `arrival_s`."""
-    return min(MAX_AGE_S, max(0.0, now_s - request.arrival_s))
+    return min(MAX_SECONDS, max(0.0, now_s - request.arrival_s))
 
 
 _Dated = TypeVar("_Dated", Dispatch, Prefill)

@@ -25,6 +25,7 @@ from typing import Final, NamedTuple, Self
 
 from baton.cluster import process
 from baton.cluster.runtimes.base import Assignment
+from baton.messages.bounds import Kind
 from baton.messages.workers import Address
 from baton.rpc.auth import KeyRing
 from baton.rpc.server import RpcServer
@@ -240,7 +241,7 @@ class Switchboard:
         return Handler
 
 
-def _lead_through_proxies(dialer: str, port: int, kind: str) -> None:
+def _lead_through_proxies(dialer: str, port: int, kind: Kind) -> None:
     """Lead control connections of this process through proxies, and page connections of a worker.
 
     dialer: the name of this process. port: of the switchboard, which is asked once for each address.
@@ -264,7 +265,7 @@ def _lead_through_proxies(dialer: str, port: int, kind: str) -> None:
         dial(self, Address(*through((address.host, address.port), "control")))
 
     RpcServer.dial = dial_through  # type: ignore[method-assign]
-    if kind != "worker":  # a router and a gateway need no torch
+    if kind is not Kind.WORKER:  # a router and a gateway need no torch
         return
     from baton.kvtransfer.endpoint import KvEndpoint
     from baton.kvtransfer.links import Link

@@ -37,6 +37,7 @@ from baton.config.engine import engine_config
 from baton.config.router import RouterConfig
 from baton.errors import BatonError
 from baton.gateway.streams.frontend import Frontend
+from baton.messages.bounds import Kind
 from baton.messages.control import Decision
 from baton.messages.workers import WorkerRole
 from baton.request import Request, SamplingParams, TokenEvent
@@ -151,7 +152,7 @@ class PrefixCluster:
         """Return whether all workers reach each other and the gateway."""
         members = list(self.router.members.all())
         return (
-            self._frontend.is_ready
+            not self._frontend.why_not_ready
             and len(members) == len(self._frontend.workers) == 2 * NUM_WORKERS
             and all(
                 len(member.reached) >= (NUM_WORKERS if member.worker.role is WorkerRole.DECODE else 3)
@@ -206,7 +207,7 @@ async def open_cluster(
             for name in (f"{role.value}-{index}" for index in range(NUM_WORKERS)):
                 config = WorkerConfig(role=role, name=name, model_name="m", engine=engine, routers=(address,))
                 specs.append(
-                    ProcessSpec(kind="worker", name=name, config=config, num_ranks=1, role=role.value)
+                    ProcessSpec(kind=Kind.WORKER, name=name, config=config, num_ranks=1, role=role.value)
                 )
         await runtime.place(specs)
         processes = [await runtime.spawn(spec) for spec in specs]

@@ -23,11 +23,13 @@ from typing import Final, TypeAlias
 from baton.bench.clusters import WatchedCluster, served_cluster
 from baton.bench.faults.clients import Clients, Question, make_questions
 from baton.bench.report import Report, Row, Suite, at_least, at_most
+from baton.cluster.redis_server import RedisServer
 from baton.messages.status import ROUTING_BOUNDS_S, Histogram, RouterStatus
+from baton.pages import KEY_BYTES
 from baton.router.redis.client import REDIS_FAILURES, Names, RedisConnection, Reply
-from baton.router.redis.server import PrivateRedis
 
 NUM_CLIENTS: Final = 6
+NUM_WORKERS: Final = 4
 MAX_TOKENS: Final = (12,)
 DUMP: Final = "dump.rdb"
 LEAST_ANSWERED: Final = 100
@@ -43,7 +45,7 @@ NEW_ROUTER_S: Final = 60.0
 class HurtRedis:
     """A redis-server, and the faults that happen to one."""
 
-    def __init__(self, redis: PrivateRedis) -> None:
+    def __init__(self, redis: RedisServer) -> None:
         self._redis = redis
         self._folder = Path(redis.url.removeprefix("unix://")).parent
         self._snapshot = b""
@@ -84,11 +86,14 @@ class HurtRedis:
         await self._redis.start()
         (self._folder / DUMP).unlink()
 
-    async def snapshot_bytes(self) -> int:
-        """Return the size of the workers' snapshots, 16 bytes a page; 0 where Redis does not answer."""
+    async def num_pages(self) -> int:
+        """Return the number of pages in the workers' snapshots; 0 where Redis does not answer.
+
+        It may be one less for each worker: a snapshot also has a stream id, of variable length.
+        """
         try:
             keys = await self._ask("KEYS", "baton:*:workers:*")
-            return sum([int(await self._ask("STRLEN", key)) for key in keys])
+            return sum([int(await self._ask("STRLEN", key)) // KEY_BYTES for key in keys])
         except REDIS_FAILURES:
             return 0
 
@@ -122,7 +127,7 @@ async def measure(options: argparse.Namespace, report: Report) -> None:
     """Hurt Redis, then kill routers."""
     report.tell("questions")
     questions, rest_s = make_questions(1, MAX_TOKENS), options.rest
-    async with PrivateRedis() as server:
+    async with RedisServer() as server:
         redis = HurtRedis(server)
         async with _cluster(redis, num_routers=2) as cluster:
             await redis.remember()
@@ -161,10 +166,11 @@ async def _hurt(
     clients = Clients(cluster.url, questions, 0, NUM_CLIENTS)
     async with clients.asking():
         await asyncio.sleep(rest_s)  # until routers and Redis know the pages of workers
-        snapshot_bytes, before = await redis.snapshot_bytes(), await _routers(cluster)
+        num_pages, before = await redis.num_pages(), await _routers(cluster)
         await fault(redis)
         begin_s = perf_counter()
-        while await redis.snapshot_bytes() < snapshot_bytes and perf_counter() - begin_s <= 2 * REWARMED_S:
+        least = num_pages - NUM_WORKERS
+        while await redis.num_pages() < least and perf_counter() - begin_s <= 2 * REWARMED_S:
             await asyncio.sleep(0.02)
         rewarmed_s = perf_counter() - begin_s
         await asyncio.sleep(rest_s)
@@ -172,7 +178,7 @@ async def _hurt(
     return [
         *_answer_rows(name, clients),
         at_most(f"{name}: routing p99", 1000 * routing.quantile(0.99), "ms", ROUTING_MS),
-        at_most(f"{name}: rewarmed after", rewarmed_s, "s", REWARMED_S, f"{snapshot_bytes:,} bytes"),
+        at_most(f"{name}: rewarmed after", rewarmed_s, "s", REWARMED_S, f"{num_pages:,} pages"),
     ]
 
 

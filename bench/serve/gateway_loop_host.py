@@ -16,7 +16,8 @@ import msgspec
 
 from baton.bench.serve import stub
 from baton.cluster import process
-from baton.cluster.runtimes.base import Assignment, ProcessStarted
+from baton.cluster.runtimes.base import Assignment, ProcessMessage, ProcessStarted
+from baton.messages.bounds import Kind
 from baton.rpc.auth import KeyRing
 
 FILE_VARIABLE: Final = "BATON_BENCH_LOOP_FILE"
@@ -65,8 +66,8 @@ def main() -> int:
     with open(os.environ[FILE_VARIABLE], "a", encoding="utf-8") as file:
 
         def run_watched(given: Assignment, ring: KeyRing, stop: threading.Event, tell: process.Tell) -> None:
-            def tell_and_watch(message: process.Message) -> None:
-                if isinstance(message, ProcessStarted) and given.kind == "gateway":
+            def tell_and_watch(message: ProcessMessage) -> None:
+                if isinstance(message, ProcessStarted) and given.kind is Kind.GATEWAY:
                     LoopMonitor(file)
                 tell(message)
 

@@ -37,7 +37,7 @@ from baton.messages.control import (
     Prefilled,
 )
 from baton.messages.workers import Address, Load, Routers, Worker, WorkerRole
-from baton.request import FinishReason, Request, TokenEvent, TokenLogprobs
+from baton.request import AttemptKey, FinishReason, Request, TokenEvent, TokenLogprobs
 from baton.rpc.auth import KeyRing
 from baton.rpc.peers import Dial, Peer, PeerRegistry
 from baton.rpc.server import RpcServer
@@ -79,7 +79,7 @@ class StubWorker:
         self._num_tokens = 0
 
     @property
-    def attempts(self) -> tuple[tuple[str, int], ...]:
+    def attempts(self) -> tuple[AttemptKey, ...]:
         answers = (*self._asked.values(), *self._running.values())
         return tuple((answer.request.request_id, answer.request.attempt) for answer in answers)
 
@@ -114,7 +114,7 @@ class StubWorker:
             case Prefilled(event):
                 self._go_on(event)
             case KvEventsWanted():
-                peer.send(KvEventBatch(first=0, keys=b"", pages=(), generations=(), is_afresh=True))
+                peer.send(KvEventBatch(first=0, keys=b"", pages=(), generations=(), is_snapshot=True))
             case Cancel():
                 self._asked.pop(message.request_id, None)
                 self._early.pop(message.request_id, None)
@@ -232,7 +232,7 @@ async def serve(
 
 def run(given: Assignment, ring: KeyRing, stop: threading.Event, tell: process.Tell) -> None:
     """Run a worker as a stub, and any other process as it is."""
-    if given.kind == "worker":
+    if given.kind is Kind.WORKER:
         config = msgspec.json.decode(given.config, type=WorkerConfig)
         asyncio.run(serve(config, ring, float(sys.argv[1]), stop, tell))
     else:

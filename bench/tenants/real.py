@@ -193,8 +193,8 @@ class TenantServer:
             await sleep_until(due_s)
             outcome = CallOutcome(call=call, asked_s=due_s - begin_s, retry=retry)
             found.append(outcome)  # also where the load is over before the answer
-            may_return = await self._ask(outcome, body, due_s)
-            if not outcome.refusal or not may_return:
+            should_retry = await self._ask(outcome, body, due_s)
+            if not outcome.refusal or not should_retry:
                 return
             is_believed = 0 < outcome.retry_after_s <= MAX_HONOURED_S
             wait_s = outcome.retry_after_s if is_believed else BACK_OFF_S * 2**retry
@@ -202,11 +202,11 @@ class TenantServer:
 
     async def _ask(self, outcome: CallOutcome, body: bytes, due_s: float) -> bool:
         """Ask, and complete the outcome; return whether a refused call may come again."""
-        call, may_return = outcome.call, True
+        call, should_retry = outcome.call, True
         try:
             answer = await self._clients[call.tenant].post("/v1/completions", body)
             if answer.status in REFUSALS:
-                outcome.refusal, may_return = str(answer.status), answer.should_retry != "false"
+                outcome.refusal, should_retry = str(answer.status), answer.should_retry != "false"
                 told = answer.retry_after
                 outcome.retry_after_s = float(told) if told.isdecimal() else -1.0
             sample = streamed(answer, due_s, call.num_answered)
@@ -214,7 +214,7 @@ class TenantServer:
             outcome.ended_s = outcome.asked_s + sample.e2el_s
         except (Bad, PeerGone):
             pass
-        return may_return
+        return should_retry
 
 
 def _body(call: ClientCall) -> bytes:

@@ -222,13 +222,13 @@ def operation_times_us(num_tenants: int, num_each: int, seed: int = 0) -> dict[s
         return result
 
     for number in range(NUM_MEASURED):
-        added = _queued(random.choice(submits), 10**9 + number, random)
-        timed("add", partial(queues.add, added))
         first = timed("first", queues.first)
         assert first is not None
+        added = _queued(random.choice(submits), 10**9 + number, random)
+        timed("add", partial(queues.add, added))
+        timed("remove", partial(queues.remove, added))
         timed("take", partial(queues.take, first))
         timed("correct", partial(queues.correct, 0, first.tenant, -0.1 * first.work))
-        timed("remove", partial(queues.remove, added.key))
         timed("work before", partial(queues.work_before, added))
     return times
 

@@ -32,7 +32,7 @@ from baton.messages.bounds import MAX_PULLED_PAGES
 from baton.messages.control import KvEventBatch
 from baton.messages.workers import Tier, Worker
 from baton.pages import KEY_BYTES, PageKeys
-from baton.request import Request
+from baton.request import AttemptKey, Request
 from baton.router.index.table import (
     EMPTY,
     MAX_SLOTS,
@@ -71,11 +71,11 @@ class PromptKeys:
         """pages_per_slice: None computes the keys of every prompt at once."""
         self._families: dict[Family, PageKeys] = {}
         self._pages_per_slice = pages_per_slice
-        self._kept: OrderedDict[tuple[str, int], dict[Family, bytes]] = OrderedDict()  # by attempt
+        self._kept: OrderedDict[AttemptKey, dict[Family, bytes]] = OrderedDict()
 
     def keys(self, family: Family, request: Request) -> bytes:
         """16 bytes for each full page of the prompt and of the tokens that earlier attempts generated."""
-        kept = self._kept.get((request.request_id, request.attempt), {}).get(family)
+        kept = self._kept.get(request.key, {}).get(family)
         if kept is not None:
             return kept
         keys: list[bytes] = []
@@ -89,7 +89,7 @@ class PromptKeys:
             return True
         if request.num_tokens <= self._pages_per_slice * min(page_size for _, _, page_size in families):
             return True
-        return self._kept.get((request.request_id, request.attempt), {}).keys() >= families
+        return self._kept.get(request.key, {}).keys() >= families
 
     def prepare(self, families: Collection[Family], request: Request) -> Iterator[None]:
         """Compute and keep the keys of a prompt; yields after each slice."""
@@ -99,13 +99,13 @@ class PromptKeys:
             for _ in self._extend(keys, family, request):
                 yield
             kept[family] = b"".join(keys)
-        self._kept[request.request_id, request.attempt] = kept
+        self._kept[request.key] = kept
         if len(self._kept) > MAX_PREPARED:
             self._kept.popitem(last=False)
 
-    def forget(self, request_id: str, attempt: int) -> None:
+    def forget(self, key: AttemptKey) -> None:
         """Drop the keys of an attempt that has left the queue."""
-        self._kept.pop((request_id, attempt), None)
+        self._kept.pop(key, None)
 
     def _extend(self, keys: list[bytes], family: Family, request: Request) -> Iterator[None]:
         fingerprint, dtype, page_size = family
@@ -227,7 +227,7 @@ class Holder:
         self._write(cells, values, stamp)
         return Change(keys[new[cells[new] >= 0]], self._shrink())
 
-    def disappoint(self, keys: Keys, number: int) -> Change:
+    def expire(self, keys: Keys, number: int) -> Change:
         """Drop the pages of an expectation that the worker has not reported."""
         cells = self._table.find(keys)
         is_open = (cells >= 0) & (self._table.values[cells] == EXPECTED | np.uint64(number))
@@ -441,7 +441,7 @@ class PrefixIndex:
         self._stamp += 1
         is_in_order = True
         num_stale = 0
-        if events.is_afresh:
+        if events.is_snapshot:
             self._change(holder.slot, holder.clear())
         elif holder.next_number is not None:
             num_stale = min(max(0, holder.next_number - events.first), num_changes)
@@ -450,7 +450,7 @@ class PrefixIndex:
             is_in_order = events.first == 0 and not holder.is_asked
         self._follow(holder, events, num_stale)
         if is_in_order:
-            known = 0 if events.is_afresh else holder.next_number or 0
+            known = 0 if events.is_snapshot else holder.next_number or 0
             holder.next_number = max(events.first + num_changes, known)
             holder.is_asked = False
             return True
@@ -648,7 +648,7 @@ class PrefixIndex:
         heap = self._expectations
         while heap and (heap[0].until_s <= now_s or len(heap) > MAX_EXPECTATIONS):
             _, number, holder, keys = heappop(heap)
-            self._change(holder.slot, holder.disappoint(keys, number))  # a forgotten holder has nothing left
+            self._change(holder.slot, holder.expire(keys, number))  # a forgotten holder has nothing left
 
     def _purge(self, num_entries: int) -> None:
         while self._purges and num_entries > 0:

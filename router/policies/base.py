@@ -15,7 +15,7 @@ from baton.clock import Clock
 from baton.messages.control import PullSource
 from baton.messages.workers import WorkerRole
 from baton.request import Request
-from baton.router.in_flight import InFlight, LeadOf
+from baton.router.in_flight import InFlight, LagOf
 from baton.router.index.prefix_index import Family, Holdings, PrefixIndex, PromptKeys, family_of
 from baton.router.membership import Member
 from baton.router.policies.candidates import PageFormat, PairCandidate
@@ -172,8 +172,8 @@ HasSlot: TypeAlias = Callable[[str], bool]  # id of a worker
 class TenantClaim(NamedTuple):
     """The rights of a request's tenant at the workers now."""
 
-    lead: float | None = None  # see `NewPrompt` in router/in_flight.py
-    lead_of: LeadOf | None = None
+    lag: float | None = None  # see `NewPrompt` in router/in_flight.py
+    lag_of: LagOf | None = None
     has_slot: HasSlot | None = None  # a worker would compute the prompt at once; None: all would
     needs_slot: bool = False  # the prompt waits at the router when the best prefill worker has no slot either
     wanted: Collection[str] = ()  # workers where earlier requests wait for a slot
@@ -185,7 +185,7 @@ class TenantClaim(NamedTuple):
     @property
     def has_deficit(self) -> bool:
         """True when the tenant has had less than its share."""
-        return self.lead is not None and self.lead < 0
+        return self.lag is not None and self.lag > 0
 
 
 NO_CLAIM: Final = TenantClaim()

@@ -33,8 +33,8 @@ class CostTerms(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     compute_s: float = 0.0
     handoff_s: float = 0.0
     join_s: float = 0.0
-    harm_s: float = 0.0  # the delay of running requests, summed
-    crowd_s: float = 0.0  # the delay of later prompts behind this one
+    decode_delay_s: float = 0.0  # the delay of running requests, summed
+    queue_delay_s: float = 0.0  # the delay of later prompts behind this one
 
     @property
     def ttft_s(self) -> float:
@@ -44,7 +44,7 @@ class CostTerms(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     @property
     def total_s(self) -> float:
         """The sum of all terms."""
-        return self.ttft_s + self.handoff_s + self.join_s + self.harm_s + self.crowd_s
+        return self.ttft_s + self.handoff_s + self.join_s + self.decode_delay_s + self.queue_delay_s
 
 
 class PrefillCandidate(msgspec.Struct, frozen=True, gc=False):
@@ -73,17 +73,17 @@ class DecodeCandidate(msgspec.Struct, frozen=True, gc=False):
     num_delayed: int  # running sequences that a prompt computed here would delay
     room_s: float  # until there is room for the attempt
     join_s: float  # `room_s`, and until a step of the batch ends
-    harm_s: float  # the delay that the attempt's tokens cost the running sequences
+    decode_delay_s: float  # the delay that the attempt's tokens cost the running sequences
     patience_s: float = inf  # the longest delay of one of them, beyond the wait that it has anyway
 
     @property
     def total_s(self) -> float:
         """The cost of decoding here, without the prompt."""
-        return self.join_s + self.harm_s
+        return self.join_s + self.decode_delay_s
 
-    def local_harm_s(self, compute_s: float) -> float:
-        """`harm_s` and the delay of running sequences while the prompt is computed here."""
-        return self.harm_s + self.num_delayed * min(compute_s, self.patience_s)
+    def local_decode_delay_s(self, compute_s: float) -> float:
+        """`decode_delay_s` and the delay of running sequences while the prompt is computed here."""
+        return self.decode_delay_s + self.num_delayed * min(compute_s, self.patience_s)
 
 
 class PromptCost(msgspec.Struct, frozen=True, gc=False):
@@ -96,7 +96,7 @@ class PromptCost(msgspec.Struct, frozen=True, gc=False):
     num_new_tokens: int
     pull_s: float
     compute_s: float
-    crowd_s: float
+    queue_delay_s: float
 
 
 class PairCandidate(msgspec.Struct, frozen=True, gc=False):
@@ -136,18 +136,18 @@ class PairCandidate(msgspec.Struct, frozen=True, gc=False):
     @property
     def terms(self) -> CostTerms:
         """The cost by its parts."""
-        prompt_cost, decode_candidate = self.prompt_cost, self.decode_candidate
-        join_s, harm_s = decode_candidate.join_s, decode_candidate.harm_s
+        prompt_cost, decode = self.prompt_cost, self.decode_candidate
+        join_s, decode_delay_s = decode.join_s, decode.decode_delay_s
         if not self.prefill:  # the batch waits for the prompt, and the prompt for no step of the batch
-            join_s, harm_s = decode_candidate.room_s, decode_candidate.local_harm_s(prompt_cost.compute_s)
+            join_s, decode_delay_s = decode.room_s, decode.local_decode_delay_s(prompt_cost.compute_s)
         return CostTerms(
             queue_s=prompt_cost.candidate.wait_s,
             pull_s=prompt_cost.pull_s,
             compute_s=prompt_cost.compute_s,
             handoff_s=self.handoff_s,
             join_s=join_s,
-            harm_s=harm_s,
-            crowd_s=prompt_cost.crowd_s,
+            decode_delay_s=decode_delay_s,
+            queue_delay_s=prompt_cost.queue_delay_s,
         )
 
 
@@ -155,11 +155,11 @@ def prompt_costs(
     prefills: Sequence[PrefillCandidate],
     num_tokens: int,
     sources: Sequence[PullCandidate] = (),
-    crowd_rate: float = 0.0,
+    arrival_rate: float = 0.0,
 ) -> list[PromptCost]:
-    """The cheapest way for each worker: compute all missing tokens, or pull some from one of `sources` first.
+    """Return the cheapest way for each worker: compute all missing tokens, or first pull some from a source.
 
-    crowd_rate: prompts that arrive at a worker a second, and more where these delay others in turn. Calls
+    arrival_rate: prompts that arrive at a worker a second, and more where these delay others in turn. Calls
     are inlined: this function takes most of the time of a decision.
     """
     last = num_tokens - 1  # the last token is always computed
@@ -177,36 +177,38 @@ def prompt_costs(
         num_new, pull_s, pulled_from = num_tokens - held, 0.0, ""
         compute_s = fixed_s + num_new * (token_s + pair_s * (num_tokens - 0.5 * num_new))
         # Prompts that arrive before this one is done wait that much longer.
-        crowd_s = compute_s * (wait_s + compute_s) * crowd_rate
-        least_s = compute_s + crowd_s
+        queue_delay_s = compute_s * (wait_s + compute_s) * arrival_rate
+        least_s = compute_s + queue_delay_s
         for holder, page_format, num_there, num_left, num_pairs, pull_s_of in offers:
             if num_there <= num_held or holder == worker or page_format != prefill.page_format:
                 continue
             left_s = fixed_s + num_left * token_s + num_pairs * pair_s
-            left_crowd_s = left_s * (wait_s + left_s) * crowd_rate
-            if left_s + left_crowd_s >= least_s:
+            left_queue_delay_s = left_s * (wait_s + left_s) * arrival_rate
+            if left_s + left_queue_delay_s >= least_s:
                 continue  # however fast the pull is
             shown_s = pull_s_of(worker, num_there - num_held) - wait_s
             if shown_s < 0.0:
                 shown_s = 0.0
-            if shown_s + left_s + left_crowd_s < least_s:
+            if shown_s + left_s + left_queue_delay_s < least_s:
                 held, num_new, pulled_from = num_there, num_left, holder
-                pull_s, compute_s, crowd_s = shown_s, left_s, left_crowd_s
-                least_s = pull_s + compute_s + crowd_s
+                pull_s, compute_s, queue_delay_s = shown_s, left_s, left_queue_delay_s
+                least_s = pull_s + compute_s + queue_delay_s
         total_s = wait_s + least_s
-        costs.append(PromptCost(total_s, prefill, pulled_from, held, num_new, pull_s, compute_s, crowd_s))
+        costs.append(
+            PromptCost(total_s, prefill, pulled_from, held, num_new, pull_s, compute_s, queue_delay_s)
+        )
     return costs
 
 
 def local_pair(cost: PromptCost, decode: DecodeCandidate) -> PairCandidate:
-    """The candidate that computes the prompt on its decode worker."""
-    total_s = cost.total_s + decode.room_s + decode.local_harm_s(cost.compute_s)
+    """Return the candidate that computes the prompt on its decode worker."""
+    total_s = cost.total_s + decode.room_s + decode.local_decode_delay_s(cost.compute_s)
     return PairCandidate(total_s, "", cost, decode)
 
 
 def remote_pair(cost: PromptCost, decode: DecodeCandidate, handoff_s: float) -> PairCandidate:
-    """The candidate that computes the prompt on a prefill worker and hands it over in `handoff_s`."""
-    total_s = cost.total_s + handoff_s + decode.join_s + decode.harm_s
+    """Return the candidate that computes the prompt on a prefill worker and hands it over in `handoff_s`."""
+    total_s = cost.total_s + handoff_s + decode.join_s + decode.decode_delay_s
     return PairCandidate(total_s, cost.candidate.worker, cost, decode, handoff_s)
 
 
@@ -217,11 +219,11 @@ Select: TypeAlias = Callable[[Sequence[PairCandidate], int, Callable[[str], floa
 def cheapest(
     candidates: Sequence[PairCandidate], random: int, given: Callable[[str], float]
 ) -> PairCandidate:
-    """One of the cheapest candidates: of two drawn at random, the one whose worker was given less.
+    """Return one of the cheapest candidates: of two drawn at random, the one whose worker was given less.
 
-    A draw, because a worker that everybody finds best is soon not the best. Among equal totals the candidates
-    with less to compute come first: waiting for a sibling's prefix costs the same as computing the prefix
-    again.
+    Two candidates are drawn because every router would otherwise send to the one best worker. Among equal
+    totals the candidates with less to compute come first: waiting for a sibling's prefix costs the same as
+    computing the prefix again.
     """
     least_s = min([each.total_s for each in candidates])
     tie_s = least_s * TIE
@@ -235,7 +237,7 @@ def cheapest(
 
 
 def longest(candidates: Sequence[PairCandidate], random: int, given: Callable[[str], float]) -> PairCandidate:
-    """The candidate that holds most of the prompt; among equals the one that waits least.
+    """Return the candidate that holds most of the prompt; among equals the one that waits least.
 
     Computing on the decode worker is chosen only when there is no other candidate.
     """

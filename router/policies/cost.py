@@ -19,7 +19,7 @@ from baton.router.in_flight import (
     NewPrompt,
     SchedulingClass,
     WorkerInFlight,
-    num_kv_tokens,
+    num_output_tokens,
     scheduling_class_of,
 )
 from baton.router.index.prefix_index import EXPECTED_FOR_S, Family, Holdings
@@ -48,14 +48,14 @@ from baton.router.policies.candidates import (
 from baton.router.policies.cost_model import Speeds
 
 MAX_SOURCES: Final = 2
-MAX_COMPARED: Final = 16  # workers of a role; where there are more:
-MAX_HOLDERS: Final = 3  # of each family, those that hold most of the prompt
-NUM_DRAWN: Final = 4  # and some drawn at random,
-NUM_KEPT: Final = 2  # of which the least busy are kept, more where fewer hold any; see decision 11
-MAX_DRAWS: Final = 32  # instead of NUM_DRAWN, where some workers are left out
+MAX_COMPARED: Final = 16  # up to this number, all workers of a role are scored; above it, a sample
+MAX_HOLDERS: Final = 3  # in the sample: workers of each family that hold most of the prompt
+NUM_DRAWN: Final = 4  # workers drawn at random for the sample
+NUM_KEPT: Final = 2  # the least busy drawn workers are scored; more when there are few holders (decision 11)
+MAX_DRAWS: Final = 32  # draws when some workers are left out
 MAX_COMBINED: Final = 3  # workers of a role in pairs
 MEMORY_S: Final = 30.0  # over which the cluster's arrivals are averaged
-BALANCE_S: Final = 300.0  # over which workers that cost the same are given the same
+BALANCE_S: Final = 300.0  # over which workers of equal cost get equal numbers of tokens
 MOST_BUSY: Final = 0.9
 
 Rank: TypeAlias = float | tuple[float, float]  # each policy uses one of the two
@@ -71,12 +71,12 @@ class PromptScorer:
         request: Request,
         now_s: float,
         claim: TenantClaim = NO_CLAIM,
-        crowd_rate: float = 0.0,
+        arrival_rate: float = 0.0,
     ) -> None:
-        """crowd_rate: see `prompt_costs`."""
+        """arrival_rate: see `prompt_costs`."""
         self.num_tokens = request.num_tokens
-        self.crowd_rate = crowd_rate
-        self._num_output_tokens = num_kv_tokens(request) - request.num_tokens  # expected
+        self.arrival_rate = arrival_rate
+        self._num_output_tokens = num_output_tokens(request)
         self._claim = claim
         self._context = context
         self._request = request
@@ -115,15 +115,17 @@ class PromptScorer:
             seats = (num_running + 1) / view.max_num_seqs
             excess = (seats if seats > share else share) - 1.0
             room_s = excess * EXPECTED_OUTPUT_TOKENS * step_s if excess > 0.0 else 0.0
-            token_harm_s = sequence_s + context_s * self.num_tokens
-            harm_s = num_running * num_output_tokens * token_harm_s
+            token_delay_s = sequence_s + context_s * self.num_tokens
+            decode_delay_s = num_running * num_output_tokens * token_delay_s
             delayed, patience_s = self._delayed(account), inf
             if delayed.num and view.max_num_batched_tokens:
                 num_left = 0.5 * delayed.num_output_tokens / delayed.num  # of each, on average
                 longest_s = step_s + token_s * view.max_num_batched_tokens
                 patience_s = max(0.0, num_left * longest_s - account.wait_s(self._now_s))
             join_s = room_s + 0.5 * step_s
-            candidates.append(DecodeCandidate(prefill, delayed.num, room_s, join_s, harm_s, patience_s))
+            candidates.append(
+                DecodeCandidate(prefill, delayed.num, room_s, join_s, decode_delay_s, patience_s)
+            )
         return candidates
 
     def sources(self, prefills: Sequence[PrefillCandidate]) -> list[PullCandidate]:
@@ -169,7 +171,7 @@ class PromptScorer:
 
     def _wait_s(self, account: WorkerInFlight, num_held_tokens: int) -> float:
         num_new_tokens = max(1, self.num_tokens - num_held_tokens)
-        prompt = NewPrompt(self._scheduling_class, num_new_tokens, self._claim.lead, self._claim.lead_of)
+        prompt = NewPrompt(self._scheduling_class, num_new_tokens, self._claim.lag, self._claim.lag_of)
         return account.wait_s(self._now_s) * account.prompts.share_ahead_of(prompt)
 
     def _delayed(self, account: WorkerInFlight) -> Decoding:
@@ -188,11 +190,11 @@ class PromptScorer:
         return Decoding(num, num_tokens)
 
     def _yields_to_deficit(self, scheduling_class: SchedulingClass) -> bool:
-        own, lead_of = self._scheduling_class, self._claim.lead_of
-        if scheduling_class == own or scheduling_class.rank != own.rank or lead_of is None:
+        own, lag_of = self._scheduling_class, self._claim.lag_of
+        if scheduling_class == own or scheduling_class.rank != own.rank or lag_of is None:
             return scheduling_class.rank > own.rank
-        lead = lead_of(scheduling_class)
-        return lead is not None and lead >= 0
+        lag = lag_of(scheduling_class)
+        return lag is not None and lag <= 0
 
     def _num_located(self, prefill: PrefillCandidate) -> int:
         if prefill.worker not in self._located:
@@ -309,16 +311,16 @@ class CostPolicy:
         prefills: Sequence[PrefillCandidate],
         partners: Mapping[str, Collection[str]],
     ) -> list[PairCandidate]:
-        handoff_s_of, num_tokens, crowd_rate = (
+        handoff_s_of, num_tokens, arrival_rate = (
             self._context.model.handoff_s,
             scorer.num_tokens,
-            scorer.crowd_rate,
+            scorer.arrival_rate,
         )
         local_prefills = [each.as_prefill for each in decodes]
         sources = scorer.sources([*local_prefills, *prefills]) if self.pulls_prefixes else []
-        local_costs = prompt_costs(local_prefills, num_tokens, sources, crowd_rate)
+        local_costs = prompt_costs(local_prefills, num_tokens, sources, arrival_rate)
         candidates = sorted(map(local_pair, local_costs, decodes), key=_TOTAL_S)[:MAX_COMBINED]
-        remote_costs = prompt_costs(prefills, num_tokens, sources, crowd_rate)
+        remote_costs = prompt_costs(prefills, num_tokens, sources, arrival_rate)
         best = sorted(remote_costs, key=self.rank)[:MAX_COMBINED]
         for decode in sorted(decodes, key=_TOTAL_S)[:MAX_COMBINED]:
             worker, num_moved = (

@@ -1,8 +1,7 @@
 """The cost model: seconds of work at each worker, learnt from measurements.
 
 A `Fit` is linear in a few known quantities, with coefficients of at least 0, in seconds per byte, token and
-so on. Each worker has fits of its own. They begin with what all workers have measured, and that begins with a
-guess (the PRIORs).
+so on. Each worker has fits of its own, which start from the fits of all workers; those start from the PRIORs.
 
 Steps are fitted over all workers of one kind, and each worker has a pace (`StepFit`). The steps of one worker
 are too uniform to tell what a sequence takes: fits of equal workers differed tenfold by chance, and the
@@ -39,7 +38,7 @@ PREFILL_PRIOR: Final = (5e-3, 1e-4, 2e-9)
 STEP_PRIOR: Final = (8e-3, 5e-5, 5e-8, 1e-4)
 LEAST_SEQUENCE: Final = 0.002  # time that a sequence adds to a step, as a share of the fixed part
 _PACE_GAIN: Final = 1 / 64  # weight of one step in its worker's pace
-_MOST_PACE: Final = 64.0  # a worker is at most so many times as slow as others of its kind, or as fast
+_MOST_PACE: Final = 64.0  # bound of the pace, and 1 / bound: times as slow as other workers of its kind
 # seconds: fixed; a byte
 PULL_PRIOR: Final = (5e-3, 1e-9)
 HANDOFF_PRIOR: Final = (2e-3, 2e-11)
@@ -101,7 +100,7 @@ class Fit:
             self._num_pending = 0
             self._solve()
 
-    def heir(self) -> "Fit":
+    def successor(self) -> "Fit":
         """A new fit that starts from these coefficients."""
         return Fit(self.coefficients, tuple(self._scales))
 
@@ -133,7 +132,7 @@ class Fit:
         self.coefficients = tuple((state * self._scales).tolist())
 
 
-class Transfer(msgspec.Struct, frozen=True):
+class PairSpeeds(msgspec.Struct, frozen=True):
     """Times of page transfers between two workers."""
 
     pull: Fit
@@ -143,12 +142,12 @@ class Transfer(msgspec.Struct, frozen=True):
 class StepFit:
     """The time of one worker's steps: that of all workers of its kind, times its pace."""
 
-    __slots__ = ("_alike", "num_measured", "pace")
+    __slots__ = ("_kind_fit", "num_measured", "pace")
 
-    def __init__(self, alike: Fit) -> None:
+    def __init__(self, kind_fit: Fit) -> None:
         self.num_measured = 0
         self.pace = 1.0
-        self._alike = alike
+        self._kind_fit = kind_fit
 
     @property
     def coefficients(self) -> tuple[float, float, float, float]:
@@ -156,7 +155,7 @@ class StepFit:
 
         A sequence is never free, so a worker with more sequences is never as cheap as one with fewer.
         """
-        fixed_s, sequence_s, context_s, token_s = self._alike.coefficients
+        fixed_s, sequence_s, context_s, token_s = self._kind_fit.coefficients
         pace, least_s = self.pace, fixed_s * LEAST_SEQUENCE
         if sequence_s < least_s:
             sequence_s = least_s
@@ -169,19 +168,19 @@ class StepFit:
     def learn(self, taken_s: float, *quantities: float) -> None:
         """Add a measured step."""
         self.num_measured += 1
-        self._alike.learn(taken_s / self.pace, *quantities)
-        predicted_s = max(_LEAST_NOISE_S, self._alike.predict(*quantities))
+        self._kind_fit.learn(taken_s / self.pace, *quantities)
+        predicted_s = max(_LEAST_NOISE_S, self._kind_fit.predict(*quantities))
         pace = max(_LEAST_NOISE_S, taken_s) / predicted_s
         self.pace *= (pace / self.pace) ** _PACE_GAIN
         self.pace = min(_MOST_PACE, max(1 / _MOST_PACE, self.pace))
 
     def settle(self) -> None:
         """See `Fit.settle`."""
-        self._alike.settle()
+        self._kind_fit.settle()
 
-    def heir(self) -> Fit:
+    def successor(self) -> Fit:
         """A new fit for workers of another kind, which starts from these coefficients."""
-        return self._alike.heir()
+        return self._kind_fit.successor()
 
 
 class Speeds:
@@ -224,19 +223,19 @@ class CostModel:
         self._all = Speeds(Fit(PREFILL_PRIOR), StepFit(Fit(STEP_PRIOR)))
         self._steps: dict[str, Fit] = {}  # kind of worker -> fit of its steps
         self._kinds: dict[str, str] = {}  # worker -> its kind; "" before it joins
-        self._between_all = Transfer(Fit(PULL_PRIOR), Fit(HANDOFF_PRIOR))
+        self._between_all = PairSpeeds(Fit(PULL_PRIOR), Fit(HANDOFF_PRIOR))
         self._workers: dict[str, Speeds] = {}  # workers with measurements
-        self._newcomers: dict[str, Speeds] = {}  # kind -> the start of its workers; made on demand
-        self._pairs: OrderedDict[tuple[str, str], Transfer] = OrderedDict()  # least recently measured first
+        self._untrained: dict[str, Speeds] = {}  # kind -> the start of its workers; made on demand
+        self._pairs: OrderedDict[tuple[str, str], PairSpeeds] = OrderedDict()  # least recently measured first
 
     def of(self, worker_id: str) -> Speeds:
         """The speeds of a worker, read-only; those that new workers start with until it has measured."""
         speeds = self._workers.get(worker_id)
         if speeds is None:
             kind = self._kinds.get(worker_id, "")
-            speeds = self._newcomers.get(kind)
+            speeds = self._untrained.get(kind)
             if speeds is None:
-                speeds = self._newcomers[kind] = self._heir(kind)
+                speeds = self._untrained[kind] = self._speeds_of_new(kind)
         return speeds
 
     def join(self, worker_id: str, kind: str) -> None:
@@ -249,7 +248,7 @@ class CostModel:
         kind = self._kinds.pop(worker_id, "")
         if kind and kind not in self._kinds.values():
             self._steps.pop(kind, None)
-            self._newcomers.pop(kind, None)
+            self._untrained.pop(kind, None)
 
     def pulls_from(self, source: str) -> Callable[[str, int], float]:
         """A function (pulling worker, number of tokens) -> seconds of a pull from `source`."""
@@ -270,7 +269,7 @@ class CostModel:
     def learn(self, worker_id: str, measured: Measured) -> None:
         """Add what a worker has measured of its prefills and steps."""
         speeds = self._own(worker_id)
-        self._newcomers.clear()
+        self._untrained.clear()
         for prefill in measured.prefills:
             if prefill.num_new_tokens:
                 speeds.learn_prefill(prefill)
@@ -304,20 +303,22 @@ class CostModel:
 
     def _own(self, worker_id: str) -> Speeds:
         if worker_id not in self._workers:
-            self._workers[worker_id] = self._heir(self._kinds.get(worker_id, ""))
+            self._workers[worker_id] = self._speeds_of_new(self._kinds.get(worker_id, ""))
         return self._workers[worker_id]
 
-    def _heir(self, kind: str) -> Speeds:
+    def _speeds_of_new(self, kind: str) -> Speeds:
         if kind not in self._steps:
-            self._steps[kind] = self._all.step.heir()
-        speeds = Speeds(self._all.prefill.heir(), StepFit(self._steps[kind]))
+            self._steps[kind] = self._all.step.successor()
+        speeds = Speeds(self._all.prefill.successor(), StepFit(self._steps[kind]))
         speeds.mean_compute_s = self._all.mean_compute_s
         return speeds
 
-    def _pair(self, one: str, other: str) -> Transfer:
+    def _pair(self, one: str, other: str) -> PairSpeeds:
         key = (one, other)
         if key not in self._pairs:
-            self._pairs[key] = Transfer(self._between_all.pull.heir(), self._between_all.handoff.heir())
+            self._pairs[key] = PairSpeeds(
+                self._between_all.pull.successor(), self._between_all.handoff.successor()
+            )
         self._pairs.move_to_end(key)
         if len(self._pairs) > MAX_PAIRS:
             self._pairs.popitem(last=False)

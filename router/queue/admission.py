@@ -31,11 +31,12 @@ from typing import Final
 import msgspec
 
 from baton.clock import Clock
+from baton.messages.bounds import MAX_SECONDS
 from baton.messages.control import Submit
 from baton.messages.status import MAX_TENANTS, OverloadLevel, QueueStatus, TenantStatus
 from baton.messages.workers import PrefillTimes, WorkerRole
-from baton.request import Request, SamplingParams
-from baton.router.in_flight import InFlight, Key, NewPrompt, scheduling_class_of
+from baton.request import AttemptKey, Request, SamplingParams
+from baton.router.in_flight import InFlight, NewPrompt, scheduling_class_of
 from baton.router.membership import Member, Membership
 from baton.router.policies.base import TenantClaim
 from baton.router.policies.cost_model import CostModel
@@ -64,7 +65,7 @@ class Capacity:
         self.in_flight = in_flight
         self._decoders_compute = decoders_compute
         self._first_asked: Counter[WorkerRole] = Counter()
-        self._taking_now: dict[WorkerRole, Sequence[Member]] = {}
+        self._taking: dict[WorkerRole, Sequence[Member]] = {}
         self._version = -1
 
     def can_decode(self, member: Member, num_tokens: int) -> bool:
@@ -87,14 +88,14 @@ class Capacity:
 
     def takes(self, worker_id: str) -> bool:
         """True for a decode worker that takes work."""
-        return any(each.id == worker_id for each in self._taking(WorkerRole.DECODE))
+        return any(each.id == worker_id for each in self._workers()[WorkerRole.DECODE])
 
     def roomiest(self, reached: frozenset[str], avoid: Collection[str] = ()) -> str:
         """The reached decode worker with the most room; "" when there is none.
 
         A worker of `avoid` is returned only when there is no other.
         """
-        decoders = [each for each in self._taking(WorkerRole.DECODE) if each.id in reached]
+        decoders = [each for each in self._workers()[WorkerRole.DECODE] if each.id in reached]
         decoders = [each for each in decoders if each.id not in avoid] or decoders
         in_flight = self.in_flight
         shares = {each.id: in_flight.account(each.id).share_of(each.worker) for each in decoders}
@@ -144,11 +145,11 @@ class Capacity:
     def _workers(self) -> dict[WorkerRole, Sequence[Member]]:
         if self._version != self._members.version:
             self._version = self._members.version
-            self._taking_now = {role: self._taking(role) for role in WorkerRole}
-        return self._taking_now
-
-    def _taking(self, role: WorkerRole) -> list[Member]:
-        return [member for member in self._members.of_role(role) if not member.is_draining]
+            self._taking = {
+                role: [member for member in self._members.of_role(role) if not member.is_draining]
+                for role in WorkerRole
+            }
+        return self._taking
 
 
 class TenantTally:
@@ -209,7 +210,7 @@ def _status(tenant: str, tally: TenantTally, waits_s: Sequence[float], num_activ
         weight=tally.weight,
         num_queued=len(waits_s),
         num_active=num_active,
-        oldest_wait_s=min(86_400.0, max(waits_s, default=0.0)),
+        oldest_wait_s=min(MAX_SECONDS, max(waits_s, default=0.0)),
         work_tokens=round(max(0.0, tally.work)),
         num_dispatched=tally.num_dispatched,
         waited_s=tally.waited_s,
@@ -258,7 +259,7 @@ class AdmissionQueue:
         self.tallies = TenantTallies()
         self._clock = clock
         self._estimator = WorkEstimator()
-        self._attempts: dict[Key, QueuedAttempt] = {}
+        self._attempts: dict[AttemptKey, QueuedAttempt] = {}
         self._deadlines = Deadlines(self.queues)
         self._work_out = 0.0  # dispatched since the forecast was last told
 
@@ -266,7 +267,7 @@ class AdmissionQueue:
         """The number of waiting attempts."""
         return len(self.queues)
 
-    def __contains__(self, key: Key) -> bool:
+    def __contains__(self, key: AttemptKey) -> bool:
         """True when the attempt waits."""
         return key in self.queues
 
@@ -294,7 +295,7 @@ class AdmissionQueue:
             self._deadlines.add(since_s + end_s, attempt.key)
         return None
 
-    def overflow(self, key: Key) -> QuotaRefusal | None:
+    def overflow(self, key: AttemptKey) -> QuotaRefusal | None:
         """Refuse a queued attempt when too many of its tenant wait, and return why; the latest first."""
         attempt = self._attempts.get(key)
         if attempt is None or attempt.is_dispatched or attempt.submit.is_begun:
@@ -317,7 +318,7 @@ class AdmissionQueue:
         prompt = self._prompt(waiting)
         needs_slot = bool(wanted) or self.capacity.prefills_are_full(prompt)
         has_slot = partial(self.capacity.has_slot, prompt)
-        return TenantClaim(prompt.lead, prompt.lead_of, has_slot, needs_slot, wanted)
+        return TenantClaim(prompt.lag, prompt.lag_of, has_slot, needs_slot, wanted)
 
     def waited_s(self, waiting: QueuedAttempt) -> float:
         """Seconds since it came to its gateway; it may have waited at another router before."""
@@ -361,7 +362,7 @@ class AdmissionQueue:
         tally.num_degraded += request is not waiting.request
         return request
 
-    def refuse(self, key: Key, refused: QuotaRefusal) -> None:
+    def refuse(self, key: AttemptKey, refused: QuotaRefusal) -> None:
         """Take a waiting attempt out of the queue, and count the refusal."""
         attempt = self._attempts[key]
         assert not attempt.is_dispatched, key
@@ -375,7 +376,7 @@ class AdmissionQueue:
 
     # Reports on attempts. Unknown keys are ignored: the attempt may be another router's.
 
-    def started(self, key: Key) -> None:
+    def started(self, key: AttemptKey) -> None:
         """The attempt has its first token."""
         attempt = self._attempts.get(key)
         if attempt is not None and attempt.is_dispatched and not attempt.submit.is_begun:
@@ -399,7 +400,7 @@ class AdmissionQueue:
             )
             self._correct(attempt, used - expected.prompt)
 
-    def ended(self, key: Key, num_answered: int | None) -> None:
+    def ended(self, key: AttemptKey, num_answered: int | None) -> None:
         """The attempt has ended. num_answered: tokens of its answer; None: unknown, the charge stands."""
         if key in self._attempts:
             self._end(self._attempts[key], num_answered)
@@ -428,7 +429,7 @@ class AdmissionQueue:
             level=self.overload.level,
             escalations={level.name.lower(): count for level, count in escalations.items()},
             num_queued=len(self.queues),
-            oldest_wait_s=min(86_400.0, max(map(max, waits_s.values()), default=0.0)),
+            oldest_wait_s=min(MAX_SECONDS, max(map(max, waits_s.values()), default=0.0)),
             tenants=self.tallies.statuses(waits_s, self.quotas.num_active),
         )
 
@@ -462,9 +463,8 @@ class AdmissionQueue:
 
     def _predict(self, attempt: QueuedAttempt, work_before: float = 0.0) -> Prediction:
         mean_work = self.queues.work / max(1, len(self.queues))
-        lead = self.queues.lead_of(attempt) + work_before / attempt.scheduling_key.weight
-        scheduling_class, num_tokens = scheduling_class_of(attempt.request), round(attempt.charged.prompt)
-        prompt = NewPrompt(scheduling_class, num_tokens, lead, self.queues.known_lead)
+        lag = self.queues.lag_of(attempt) - work_before / attempt.scheduling_key.weight
+        prompt = self._prompt(attempt)._replace(lag=lag)
         num_before = work_before / max(1.0, mean_work)
         return self.forecast.predict(prompt, attempt.charged.answer, work_before, num_before)
 
@@ -477,7 +477,7 @@ class AdmissionQueue:
         tenant, charged = attempt.tenant, attempt.charged
         self.overload.closed(attempt.request)
         if not attempt.is_dispatched:
-            self.queues.remove(attempt.key)
+            self.queues.remove(attempt)
             self.quotas.correct(tenant, -charged.total)
         else:
             if num_answered is not None:
@@ -493,8 +493,8 @@ class AdmissionQueue:
         submit, num_tokens = waiting.submit, round(waiting.charged.prompt)
         if submit.is_begun and not submit.sticky_worker:
             num_tokens = waiting.request.num_tokens  # paid for, and has to be computed again
-        lead = self.queues.lead_of(waiting)
-        return NewPrompt(scheduling_class_of(waiting.request), num_tokens, lead, self.queues.known_lead)
+        lag = self.queues.lag_of(waiting)
+        return NewPrompt(scheduling_class_of(waiting.request), num_tokens, lag, self.queues.known_lag)
 
     def _hold_or_release(self, tenant: str) -> None:
         if self.quotas.is_full(tenant):

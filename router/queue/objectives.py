@@ -9,10 +9,10 @@ Only tenants that may be shed are refused for an objective, and never an attempt
 objective that even idle workers could not keep is refused too, except for a trial now and then: predictions
 are learnt from dispatched requests. A request on trial is not refused at its turn either.
 
-A refusal says when to retry: after the present work and the work of all earlier refusals, for which a share
-of the cluster's time is kept; and not before the overload may be over, which is expected to last as long
-again as it has lasted. So clients return one after the other and find the room that they were promised.
-Beyond PROMISED_S, clients are told not to return by themselves: they would be refused again.
+A refusal has a time to retry, the latest of three: the end of the work that earlier refusals were promised,
+which gets the share KEPT of the cluster's time; the time by which the request would be late; and the expected
+end of the overload, after twice the time that the overload has lasted so far. So clients return one after
+another and find room. Beyond PROMISED_S a refusal tells its client not to retry automatically.
 
     time to the first token = wait for the work before it at the router, at the rate of recently dispatched
     work + wait at the worker, and computing: the least of any prefill worker
@@ -30,8 +30,8 @@ from typing import Final, NamedTuple
 
 from baton.clock import Clock
 from baton.messages.workers import WorkerRole
-from baton.request import Request
-from baton.router.in_flight import InFlight, Key, NewPrompt
+from baton.request import AttemptKey, Request
+from baton.router.in_flight import InFlight, NewPrompt
 from baton.router.membership import Member, Membership
 from baton.router.policies.cost_model import CostModel
 from baton.router.queue.quotas import QuotaRefusal, RequestWork
@@ -247,7 +247,7 @@ class ObjectiveChecker:
     def __init__(self, clock: Clock, forecast: Forecast) -> None:
         self._clock = clock
         self._forecast = forecast
-        self._trials: OrderedDict[Key, None] = OrderedDict()  # the latest MAX_TRIALS, oldest first
+        self._trials: OrderedDict[AttemptKey, None] = OrderedDict()  # the latest MAX_TRIALS, oldest first
         self._trial_s = -inf
         self._promised_s = -inf  # all room until then was promised to earlier refusals
         self._began_s = self._refused_s = -inf  # the present overload; its latest refusal
@@ -268,7 +268,7 @@ class ObjectiveChecker:
         )
         reason = f"{miss.objective} can't be kept: predicted is {predicted}"
         if miss.is_never:
-            return QuotaRefusal(miss.refusal, reason, MOST_RETRY_S, may_return=False, is_overload=False)
+            return QuotaRefusal(miss.refusal, reason, MOST_RETRY_S, should_retry=False, is_overload=False)
         return self.invite(miss.refusal, reason, work.total, miss.excess_s)
 
     def shed(self, work: RequestWork, excess_s: float) -> QuotaRefusal:
@@ -279,7 +279,7 @@ class ObjectiveChecker:
         """The refusal of a request that waited too long: for its deadline (`is_over`), or its first token."""
         if is_over:  # the client is told that the request is over, and does not return
             reason = "its deadline_ms has passed while it waited"
-            return QuotaRefusal(Refusal.DEADLINE, reason, LEAST_RETRY_S, may_return=False)
+            return QuotaRefusal(Refusal.DEADLINE, reason, LEAST_RETRY_S, should_retry=False)
         return self.invite(Refusal.SLO, "its ttft_ms has passed while it waited", work.total, 0.0)
 
     def invite(self, refusal: Refusal, reason: str, work: float, excess_s: float) -> QuotaRefusal:
@@ -296,10 +296,10 @@ class ObjectiveChecker:
             return QuotaRefusal(refusal, reason, room_s - now_s)
         self._num_not_returning += 1
         spread_s = (MOST_RETRY_S - PROMISED_S) * (self._num_not_returning * SPREAD % 1.0)
-        return QuotaRefusal(refusal, reason, PROMISED_S + spread_s, may_return=False)
+        return QuotaRefusal(refusal, reason, PROMISED_S + spread_s, should_retry=False)
 
     def _may_try(self, request: Request) -> bool:
-        key, now_s = (request.request_id, request.attempt), self._clock.now_s()
+        key, now_s = request.key, self._clock.now_s()
         if key in self._trials:
             return True
         if 0 <= now_s - self._trial_s < TRIAL_S:

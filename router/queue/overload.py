@@ -25,7 +25,7 @@ CLIMB_S: Final = 1.0
 DESCEND_S: Final = 1.0
 MAX_LOOKED_AT: Final = 4096  # tenants, of each the request that is due first
 USED: Final = ("active", "leased", "quarantined")  # states of KV pages
-PRESSED_LOCAL_TOKENS: Final = 256  # prompts up to here are computed on their decode worker at LOCAL_PREFILL
+LOCAL_PREFILL_TOKENS: Final = 256  # the longest prompt that level LOCAL_PREFILL moves to decode workers
 
 logger = logging.getLogger(__name__)
 
@@ -140,9 +140,14 @@ class OverloadManager:
             told = {"num_queued": len(queues), **reading._asdict()}
             logger.info("the overload level is %s", self.level.name, extra=told)
 
+    @property
+    def local_prefill_tokens(self) -> int:
+        """Prompts of up to this many tokens are computed on their decode worker because of the level."""
+        return LOCAL_PREFILL_TOKENS if self.level >= OverloadLevel.LOCAL_PREFILL else 0
+
     def is_local(self, request: Request) -> bool:
         """True when the prompt is computed on its decode worker because of the level."""
-        return self.level >= OverloadLevel.LOCAL_PREFILL and request.num_tokens <= PRESSED_LOCAL_TOKENS
+        return request.num_tokens <= self.local_prefill_tokens
 
     def is_to_be_shed(self, waiting: QueuedAttempt) -> bool:
         """True for a request of the lowest class, when others are open, at the level SHED."""

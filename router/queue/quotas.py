@@ -38,7 +38,7 @@ class QuotaRefusal(NamedTuple):
     refusal: Refusal
     reason: str
     retry_after_s: float
-    may_return: bool = True  # the client should retry by itself
+    should_retry: bool = True  # the client should retry by itself
     is_overload: bool = True  # other tenants' work is the cause
 
 
@@ -201,7 +201,7 @@ class RequestWork(NamedTuple):
         return self.prompt + self.answer
 
 
-class _Habit:
+class _TenantMeans:
     __slots__ = ("answer", "num_answers", "num_prompts", "share")
 
     def __init__(self) -> None:
@@ -215,37 +215,37 @@ class WorkEstimator:
     """Estimates the work of requests from the means of their tenants' earlier requests."""
 
     def __init__(self) -> None:
-        self._habits: OrderedDict[str, _Habit] = OrderedDict()
+        self._means: OrderedDict[str, _TenantMeans] = OrderedDict()
 
     def expect(self, request: Request, *, is_begun: bool = False) -> RequestWork:
         """The expected work. is_begun: the attempt continues a stream."""
-        habit = self._habit(request.tenant)
-        prompt = 0.0 if is_begun else request.num_tokens * habit.share
+        means = self._means_of(request.tenant)
+        prompt = 0.0 if is_begun else request.num_tokens * means.share
         limit = request.sampling.max_tokens
-        answer = habit.answer
+        answer = means.answer
         if limit is not None:
             answer = min(answer, max(0, limit - len(request.generated_token_ids)))
         return RequestWork(prompt, answer)
 
     def learn_prompt(self, tenant: str, num_new_tokens: int, num_tokens: int) -> None:
         """A prompt of `num_tokens` had `num_new_tokens` to compute."""
-        habit = self._habit(tenant)
-        habit.num_prompts += 1
+        means = self._means_of(tenant)
+        means.num_prompts += 1
         share = num_new_tokens / max(1, num_tokens)
-        habit.share += (min(1.0, share) - habit.share) * max(LEAST_GAIN, 1 / habit.num_prompts)
+        means.share += (min(1.0, share) - means.share) * max(LEAST_GAIN, 1 / means.num_prompts)
 
     def learn_answer(self, tenant: str, num_tokens: int) -> None:
         """An answer had `num_tokens`."""
-        habit = self._habit(tenant)
-        habit.num_answers += 1
-        habit.answer += (num_tokens - habit.answer) * max(LEAST_GAIN, 1 / habit.num_answers)
+        means = self._means_of(tenant)
+        means.num_answers += 1
+        means.answer += (num_tokens - means.answer) * max(LEAST_GAIN, 1 / means.num_answers)
 
-    def _habit(self, tenant: str) -> _Habit:
-        habit = self._habits.get(tenant)
-        if habit is None:
-            habit = self._habits[tenant] = _Habit()
-            if len(self._habits) > MAX_TENANTS:
-                self._habits.popitem(last=False)
+    def _means_of(self, tenant: str) -> _TenantMeans:
+        means = self._means.get(tenant)
+        if means is None:
+            means = self._means[tenant] = _TenantMeans()
+            if len(self._means) > MAX_TENANTS:
+                self._means.popitem(last=False)
         else:
-            self._habits.move_to_end(tenant)
-        return habit
+            self._means.move_to_end(tenant)
+        return means

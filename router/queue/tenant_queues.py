@@ -21,7 +21,8 @@ from typing import Final, Generic, TypeAlias, TypeVar
 
 from baton.fair_queue import FairShare
 from baton.messages.control import Submit
-from baton.router.in_flight import Key, SchedulingClass
+from baton.request import AttemptKey
+from baton.router.in_flight import SchedulingClass
 from baton.router.queue.quotas import RequestWork
 from baton.tenants import MAX_CLASSES, SchedulingKey
 
@@ -55,9 +56,9 @@ class _Block(Generic[Item]):
 class WorkLine(Generic[Item]):
     """Items in order, each with its work, and the sum of the work before any place among them.
 
-    The items are kept in blocks, each in order, of about `block_size`. Adding or removing an item touches one
-    block. The work before a place is that of the blocks before it and of a part of one. So each operation
-    takes a few microseconds, with ten items or a million, and none is ever put off for a later one to pay.
+    The items are kept in sorted blocks of about `block_size`. `add` and `remove` change one block;
+    `work_before` sums the blocks before the order and a part of one. Each operation takes a few microseconds,
+    with ten items or a million, and leaves no work to a later one.
     """
 
     __slots__ = ("_block_size", "_blocks", "_lasts", "_works", "num", "work")
@@ -170,7 +171,7 @@ class QueuedAttempt:
         self.gateway = gateway
         self.submit = submit
         self.request = request
-        self.key: Key = (request.request_id, request.attempt)
+        self.key = request.key
         self.tenant = request.tenant
         self.scheduling_key: SchedulingKey = request.scheduling_key
         self.rank = request.scheduling_key.rank
@@ -208,7 +209,7 @@ class TenantQueues:
         self._lanes: dict[tuple[int, str], _Lane] = {}
         self._ranks: dict[str, list[int]] = {}  # tenant -> ranks of its lanes
         self._held: set[str] = set()  # tenants
-        self._queued: dict[Key, QueuedAttempt] = {}  # in the order of arrival
+        self._queued: dict[AttemptKey, QueuedAttempt] = {}  # in the order of arrival
         self._num_added = 0
         self._busy: list[int] = []  # ranks with waiting requests, the highest class first
         self._work = [0.0] * MAX_CLASSES
@@ -217,7 +218,7 @@ class TenantQueues:
     def __len__(self) -> int:
         return len(self._queued)
 
-    def __contains__(self, key: Key) -> bool:
+    def __contains__(self, key: AttemptKey) -> bool:
         return key in self._queued
 
     def __iter__(self) -> Iterator[QueuedAttempt]:
@@ -262,14 +263,7 @@ class TenantQueues:
     def take(self, waiting: QueuedAttempt) -> None:
         """Remove the first request, and charge its tenant its work."""
         self._shares[waiting.rank].serve(waiting.tenant, waiting.work)
-        self._remove(waiting)
-
-    def remove(self, key: Key) -> QueuedAttempt | None:
-        """Remove a request without a charge and return it; None when it does not wait."""
-        waiting = self._queued.get(key)
-        if waiting is not None:
-            self._remove(waiting)
-        return waiting
+        self.remove(waiting)
 
     def correct(self, rank: int, tenant: str, work: float) -> None:
         """Charge a tenant `work` more than before; less if negative."""
@@ -301,18 +295,18 @@ class TenantQueues:
         """The work of all waiting requests."""
         return sum(self._work)
 
-    def lead_of(self, waiting: QueuedAttempt) -> float:
-        """The virtual-time lead of the request's tenant over the tenant that was served last.
+    def lag_of(self, waiting: QueuedAttempt) -> float:
+        """Return the virtual-time lag of the request's tenant behind the tenant that was served last.
 
-        In work divided by weight; negative: the tenant has a deficit.
+        In work divided by weight; positive: the tenant has a deficit.
         """
         share = self._shares[waiting.rank]
-        return share.clock(waiting.tenant) - share.present
+        return share.present - share.clock(waiting.tenant)
 
-    def known_lead(self, scheduling_class: SchedulingClass) -> float | None:
-        """The virtual-time lead of any tenant; None when nothing was charged to the tenant here."""
+    def known_lag(self, scheduling_class: SchedulingClass) -> float | None:
+        """Return the virtual-time lag of any tenant; None when nothing was charged to the tenant here."""
         share, tenant = self._shares[scheduling_class.rank], scheduling_class.tenant
-        return share.clock(tenant) - share.present if share.is_known(tenant) else None
+        return share.present - share.clock(tenant) if share.is_known(tenant) else None
 
     def num_of(self, tenant: str) -> int:
         """The number of a tenant's waiting requests."""
@@ -327,10 +321,10 @@ class TenantQueues:
         return self._busy[-1] if self._busy else None
 
     def work_before(self, waiting: QueuedAttempt) -> float:
-        """The work that would be dispatched before this request if nothing else arrived.
+        """Return the work that is dispatched before this request if nothing else arrives.
 
-        The work of higher classes, its tenant's own before it, and the share of other tenants until its turn
-        comes.
+        This is all work of higher classes, the earlier work of its tenant, and other tenants' shares until
+        its turn.
         """
         rank, weight = waiting.rank, waiting.scheduling_key.weight
         share, lane = self._shares[rank], self._lanes.get((rank, waiting.tenant))
@@ -340,8 +334,8 @@ class TenantQueues:
             own = lane.line.work_before((priority, due_s, number or self._num_added + 1))
             others -= lane.line.work
             weights -= lane.weight
-        due = max(0.0, own / weight + self.lead_of(waiting)) * max(0.0, weights)
-        return sum(self._work[:rank]) + own + min(max(0.0, others), due)
+        until_turn = max(0.0, own / weight - self.lag_of(waiting)) * max(0.0, weights)
+        return sum(self._work[:rank]) + own + min(max(0.0, others), until_turn)
 
     def check_integrity(self) -> None:
         """Raise AssertionError when the counts are not those of the waiting requests."""
@@ -354,7 +348,8 @@ class TenantQueues:
             open_lanes = {tenant for of, tenant in self._lanes if of == rank and tenant not in self._held}
             assert len(share) == len(open_lanes), rank
 
-    def _remove(self, waiting: QueuedAttempt) -> None:
+    def remove(self, waiting: QueuedAttempt) -> None:
+        """Remove a waiting request without a charge."""
         del self._queued[waiting.key]
         self._num[waiting.rank] -= 1
         rest = self._work[waiting.rank] - waiting.work
@@ -378,20 +373,21 @@ class Deadlines:
 
     def __init__(self, queues: TenantQueues) -> None:
         self._queues = queues
-        self._times: list[tuple[float, Key]] = []  # a heap; entries of requests that do not wait are void
+        # A heap. Entries of requests that do not wait are void.
+        self._times: list[tuple[float, AttemptKey]] = []
 
     def __len__(self) -> int:
         """The number of kept times, void ones included."""
         return len(self._times)
 
-    def add(self, at_s: float, key: Key) -> None:
+    def add(self, at_s: float, key: AttemptKey) -> None:
         """Set the deadline of a waiting request."""
         heappush(self._times, (at_s, key))
         if len(self._times) > 2 * len(self._queues) + MIN_KEPT:  # most are void
             self._times = [entry for entry in self._times if entry[1] in self._queues]
             heapify(self._times)
 
-    def passed(self, now_s: float) -> Iterator[Key]:
+    def passed(self, now_s: float) -> Iterator[AttemptKey]:
         """The waiting requests past their deadline, each once."""
         while self._times and self._times[0][0] <= now_s:
             _, key = heappop(self._times)

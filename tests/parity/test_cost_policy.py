@@ -31,7 +31,7 @@ def test_cost_policy_learns_from_its_workers_and_changes_no_token(
         counters = cluster.router.counters
         assert counters["decisions"] == 3 * len(asked)
         assert counters["blind_decisions"] <= len(asked)
-        hits = [worker.hosted.engine.stats().total_hit_tokens for worker in cluster.workers]
+        hits = [worker.hosted.engine.load().prefix_hits_tokens for worker in cluster.workers]
         assert sum(hits) > 0
         cluster.check_nothing_is_held()
         cluster.router.in_flight.check_integrity()

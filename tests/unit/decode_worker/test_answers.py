@@ -59,7 +59,7 @@ def test_page_sizes_may_differ(
         request = a_request(number, prompt[:num_tokens])
         (answer,) = pair.answer(request)
         assert said(answer) == answer_alone(alone, request)
-    assert pair.decode.engine.stats().total_hit_tokens
+    assert pair.decode.engine.load().prefix_hits_tokens
     assert not pair.decode_worker.counters["recomputed_prefills"]
 
 
@@ -75,7 +75,7 @@ def test_a_pool_too_small_for_all_preempts_and_changes_no_token(make_pair: MakeP
     requests = [a_request(number, PROMPT[number : number + 20], max_tokens=40) for number in range(6)]
     answers = pair.answer(*requests)
     assert [said(answer) for answer in answers] == [answer_alone(alone, each) for each in requests]
-    assert pair.decode.engine.stats().total_preemptions
+    assert pair.decode.engine.load().num_preemptions
 
 
 def test_a_step_says_its_tokens_to_a_gateway_in_one_message(make_pair: MakePair) -> None:

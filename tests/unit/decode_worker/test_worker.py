@@ -40,7 +40,7 @@ def test_prompt_without_a_prefill_worker_is_computed_here(make_pair: MakePair, a
     request = a_request()
     pair.dispatch(request, is_local=True)
     assert answer_of(pair, request) == answer_alone(alone, request)
-    assert not pair.prefill.engine.stats().total_queried_tokens
+    assert not pair.prefill.engine.load().prefix_queries_tokens
 
 
 def test_first_token_may_come_before_the_dispatch(make_pair: MakePair, alone: Engine) -> None:
@@ -370,7 +370,7 @@ class TestProbes:
         request = a_request(is_probe=True)
         pair.dispatch(request)
         assert answer_of(pair, request) == answer_alone(alone, request)
-        assert pair.prefill.engine.stats().total_queried_tokens
+        assert pair.prefill.engine.load().prefix_queries_tokens
         assert pair.decode_worker.load().counters["remote_prefills"] == 1
 
     def test_probe_fails_when_pages_do_not_come(self, make_pair: MakePair) -> None:

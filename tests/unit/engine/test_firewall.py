@@ -64,7 +64,7 @@ def test_request_with_nan_logits_ends_alone_in_an_error(
     assert (last.finish_reason, last.token_id, last.index) == (FinishReason.ERROR, None, 3)
     assert last.error == BAD_LOGITS
     engine.scheduler.check_integrity()
-    assert engine.stats().num_active_pages == 0
+    assert engine.load().pages["active"] == 0
     assert generate(engine, PROMPT)[0].num_cached_tokens == 0  # its pages are not trusted
 
 
@@ -137,7 +137,7 @@ def test_step_that_fails_anywhere_leaves_others_their_pages(
     pages.release(reserved, "writer")
     again = generate(engine, PROMPT * 3)
     assert token_ids(again) == expected and again[0].num_cached_tokens == 0
-    assert engine.stats().num_active_pages == 0
+    assert engine.load().pages["active"] == 0
 
 
 def test_failing_step_loses_pages_that_it_was_about_to_keep(
@@ -200,7 +200,7 @@ def test_pages_of_one_engine_go_on_in_another(tiny_model: Path) -> None:
     assert [output.index for output in rest] == list(range(1, 12))
     for engine in (prefill, decode):
         engine.scheduler.check_integrity()
-        assert engine.stats().num_active_pages == 0
+        assert engine.load().pages["active"] == 0
 
 
 def test_several_choices_cannot_bring_the_same_pages(engine: Engine) -> None:
@@ -214,19 +214,19 @@ def test_several_choices_cannot_bring_the_same_pages(engine: Engine) -> None:
 
 def test_make_room_evicts_up_to_the_available_pages(engine: Engine) -> None:
     generate(engine, PROMPT * 4)
-    assert engine.stats().num_cached_pages
+    assert engine.load().pages["cached"]
     num_pages = engine.num_available_pages
     assert num_pages == engine.pages.num_pages
     assert not engine.make_room(num_pages + 1) and engine.pages.num_free < num_pages
     assert engine.make_room(num_pages) and engine.pages.num_free == num_pages
-    assert engine.stats().num_cached_pages == 0
+    assert engine.load().pages["cached"] == 0
 
 
 def test_leases_end_by_the_engines_clock(tiny_model: Path) -> None:
     clock = ManualClock()
     engine = tiny_engine(tiny_model, clock)
     everything = engine.pages.num_pages
-    for ask in (lambda: engine.num_available_pages, lambda: engine.make_room(1), engine.stats, engine.step):
+    for ask in (lambda: engine.num_available_pages, lambda: engine.make_room(1), engine.load, engine.step):
         engine.pages.reserve(everything, "lease", clock.now_s() + 5.0)
         assert engine.num_available_pages == 0 and not engine.make_room(1)
         clock.advance(5.0)
@@ -241,15 +241,14 @@ def test_stats_count_sequences_pages_and_hits(engine: Engine) -> None:
     add(engine, "waits", PROMPT[::-1])
     engine.step()
     engine.pages.reserve(3, "lease", 5.0)
-    stats = engine.stats()
-    assert (stats.num_running, stats.num_waiting) == (2, 0)
-    states = ("free", "active", "cached", "leased", "quarantined")
-    assert sum(getattr(stats, f"num_{state}_pages") for state in states) == stats.num_pages
-    assert stats.num_leased_pages == 3
-    assert (stats.total_queried_tokens, stats.total_hit_tokens) == (40, 16)
-    assert stats.num_reservable_pages == engine.num_available_pages
+    load = engine.load()
+    assert (load.num_running, load.num_waiting) == (2, 0)
+    assert list(load.pages) == ["free", "active", "cached", "leased", "quarantined"]
+    assert sum(load.pages.values()) == engine.pages.num_pages
+    assert load.pages["leased"] == 3
+    assert (load.prefix_queries_tokens, load.prefix_hits_tokens) == (40, 16)
     drain(engine)
-    assert engine.stats().num_running == 0 and engine.stats().total_preemptions == 0
+    assert engine.load().num_running == 0 and engine.load().num_preemptions == 0
 
 
 def test_load_has_the_engines_figures(tiny_model: Path) -> None:
@@ -258,7 +257,7 @@ def test_load_has_the_engines_figures(tiny_model: Path) -> None:
     for name in ("a", "b"):
         engine.add(Request(request_id=name, token_ids=TokenIds.of(range(10)), sampling=sampling))
         engine.step()
-    load = engine.stats().load()
+    load = engine.load()
     assert (load.num_running, load.num_waiting) == (2, 0)
     assert load.pages["active"] == engine.pages.num_pages - load.pages["free"] == 4  # two are shared
     assert sum(load.pages.values()) == engine.pages.num_pages

@@ -24,7 +24,7 @@ def test_pages_are_told_as_they_become_known(make_pair: MakePair) -> None:
     for host in (pair.prefill, pair.decode):
         pair.tell(host, ROUTER, KvEventsWanted())
     pair.turns_until(lambda: len(events(pair)) == 2)
-    assert all(each.is_afresh and not each.pages for each in events(pair))
+    assert all(each.is_snapshot and not each.pages for each in events(pair))
     pair.answer(a_request())
     # Forty of the prompt's tokens at one, all whole pages of prompt and answer at the other.
     pair.turns_until(lambda: sorted({len(each.pages) for each in events(pair)})[1:] != [])

@@ -103,9 +103,11 @@ class ChoiceOracle:
     def _decoding(self, member: Member) -> CostTerms:
         room_s, step_s = self._room_and_step_s(member)
         _, sequence_s, context_s, _ = self._context.model.of(member.id).step.coefficients
-        token_harm_s = sequence_s + context_s * self._num_tokens
-        harm_s = self._num_running(member) * (num_kv_tokens(self._request) - self._num_tokens) * token_harm_s
-        return CostTerms(join_s=room_s + 0.5 * step_s, harm_s=harm_s)
+        token_delay_s = sequence_s + context_s * self._num_tokens
+        decode_delay_s = (
+            self._num_running(member) * (num_kv_tokens(self._request) - self._num_tokens) * token_delay_s
+        )
+        return CostTerms(join_s=room_s + 0.5 * step_s, decode_delay_s=decode_delay_s)
 
     def _room_and_step_s(self, member: Member) -> tuple[float, float]:
         worker, account = member.worker, self._context.in_flight.account(member.id)
@@ -123,7 +125,7 @@ class ChoiceOracle:
     def _local(self, decoder: Member, cost: Weighed) -> Weighed:
         account = self._context.in_flight.account(decoder.id)
         num_decoding = account.num_decoding + account.num_unknown
-        harm_s = self._decoding(decoder).harm_s
+        decode_delay_s = self._decoding(decoder).decode_delay_s
         if num_decoding:
             num_output_tokens = sum(each.num_output_tokens for each in account.decoding.values())
             num_output_tokens += EXPECTED_OUTPUT_TOKENS * account.num_unknown
@@ -135,16 +137,18 @@ class ChoiceOracle:
             last_s = left * (step_s + token_s * num_tokens) if num_tokens else inf
             anyway_s = account.wait_s(self._now_s)
             with_it_s = anyway_s + cost.terms.compute_s
-            harm_s += num_decoding * (min(last_s, with_it_s) - min(last_s, anyway_s))
+            decode_delay_s += num_decoding * (min(last_s, with_it_s) - min(last_s, anyway_s))
         join_s = self._room_and_step_s(decoder)[0]
-        return cost._replace(terms=replace(cost.terms, join_s=join_s, harm_s=harm_s))
+        return cost._replace(terms=replace(cost.terms, join_s=join_s, decode_delay_s=decode_delay_s))
 
     def _remote(self, decoder: Member, cost: Weighed) -> Weighed:
         """Filled: its `decode` is where the prompt is computed."""
         num_moved = max(0, self._num_tokens - self._held(decoder))
         handoff_s = self._context.model.handoff_s(cost.decode, decoder.id, num_moved)
         decoding = self._decoding(decoder)
-        terms = replace(cost.terms, handoff_s=handoff_s, join_s=decoding.join_s, harm_s=decoding.harm_s)
+        terms = replace(
+            cost.terms, handoff_s=handoff_s, join_s=decoding.join_s, decode_delay_s=decoding.decode_delay_s
+        )
         return cost._replace(decode=decoder.id, prefill=cost.decode, terms=terms)
 
 

@@ -25,7 +25,7 @@ class Twin:
     def apply(self, worker_id: str, events: KvEventBatch) -> bool:
         worker = self.workers[worker_id]
         changes = list(zip(split(events.keys), events.pages, events.generations, strict=True))
-        if events.is_afresh:
+        if events.is_snapshot:
             worker.held.clear()
             worker.expected.clear()
             is_in_order, num_stale = True, 0
@@ -48,7 +48,7 @@ class Twin:
         worker.is_asked = False
         end = events.first + len(changes)
         known = worker.next_number
-        worker.next_number = end if known is None or events.is_afresh else max(known, end)
+        worker.next_number = end if known is None or events.is_snapshot else max(known, end)
         return True
 
     def expect(self, worker_id: str, keys: bytes, until_s: float) -> None:

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from baton.clock import ManualClock, SystemClock
+from baton.cluster.redis_server import RedisServer
 from baton.messages.control import KvEventBatch
 from baton.messages.workers import Tier, Worker
 from baton.pages import KEY_BYTES
@@ -18,7 +19,6 @@ from baton.router.redis.feed import Feed, last_stream_id
 from baton.router.redis.link import RedisLink
 from baton.router.redis.messages import AnyShared, Codec
 from baton.router.redis.outbox import RedisOutbox
-from baton.router.redis.server import PrivateRedis
 from tests.node_peers import id_of
 
 CODEC = Codec(b"k" * 32)
@@ -53,7 +53,7 @@ class RouterStandIn:
         *,
         is_stored: bool = True,
         tier: Tier = Tier.DEVICE,
-        is_afresh: bool = False,
+        is_snapshot: bool = False,
     ) -> None:
         """Take the worker's report that it has stored these pages, or removed them."""
         num_pages = len(keys) // KEY_BYTES
@@ -65,7 +65,7 @@ class RouterStandIn:
             pages=tuple(range(num_pages)) if is_stored else (-1,) * num_pages,
             generations=(first + 1,) * num_pages,
             tier=tier,
-            is_afresh=is_afresh,
+            is_snapshot=is_snapshot,
         )
         assert self.index.apply(worker.id, events)
         self.link.pages(worker.id, events)
@@ -99,14 +99,14 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.005)
 
 
-Scene: TypeAlias = Callable[[PrivateRedis], Coroutine[Any, Any, None]]
+Scene: TypeAlias = Callable[[RedisServer], Coroutine[Any, Any, None]]
 
 
 def play(scene: Scene) -> None:
     """Run a scene with a redis-server of its own."""
 
     async def with_redis() -> None:
-        async with PrivateRedis() as redis:
+        async with RedisServer() as redis:
             await scene(redis)
 
     asyncio.run(with_redis())
@@ -130,14 +130,14 @@ async def known_from(url: str, keys: bytes = CHAIN) -> dict[str, int]:
     async with connected(url) as connection:
         after = await feed.learn(connection)
         while after != await last_stream_id(connection, NAMES):
-            after = await feed.follow(connection, after)
+            after = await feed.read(connection, after)
         await feed.settle_doubts(connection)
         workers: list[bytes] = await connection.call("HKEYS", NAMES.workers)
     held = {worker.decode(): num_held(index, worker.decode(), keys) for worker in workers}
     return {worker_id: num_pages for worker_id, num_pages in held.items() if num_pages}
 
 
-async def until_known(redis: PrivateRedis, expected: dict[str, int]) -> None:
+async def until_known(redis: RedisServer, expected: dict[str, int]) -> None:
     """Wait until a new router would learn this from Redis."""
     async with asyncio.timeout(DEADLINE_S):
         while await known_from(redis.url) != expected:

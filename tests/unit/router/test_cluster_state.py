@@ -38,7 +38,7 @@ def holds(c: Cluster, name: str, request: Request, num_pages: int) -> None:
     keys = PromptKeys().keys(family_of(a_worker(name)), request)[: 16 * num_pages]
     pages = tuple(range(num_pages))
     events = KvEventBatch(
-        first=0, keys=keys, pages=pages, generations=tuple(7 for _ in pages), is_afresh=True
+        first=0, keys=keys, pages=pages, generations=tuple(7 for _ in pages), is_snapshot=True
     )
     c[name].say(events)
 

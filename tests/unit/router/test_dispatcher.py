@@ -28,9 +28,9 @@ from baton.messages.control import (
 )
 from baton.messages.workers import Load, Worker
 from baton.pages import PageKeys
-from baton.request import Request, SamplingParams
+from baton.request import AttemptKey, Request, SamplingParams
 from baton.router.dispatcher import MAX_DISPATCHED, make_entry
-from baton.router.in_flight import EXPECTED_OUTPUT_TOKENS, Key, SchedulingClass
+from baton.router.in_flight import EXPECTED_OUTPUT_TOKENS, SchedulingClass
 from baton.router.index.prefix_index import PromptKeys, family_of
 from baton.router.membership import Member
 from baton.router.policies.base import Pair
@@ -136,13 +136,25 @@ def test_gateway_without_workers_does_not_delay_other_gateways(c: Cluster) -> No
     assert isinstance(submit(c, asked("r"))[0], Routed)
 
 
-class DroppingLink:
-    """A link that drops all messages."""
+class RecordingLink:
+    """A link that keeps all messages and sends none."""
+
+    def __init__(self) -> None:
+        self.shared: list[AnyShared] = []
 
     def joined(self, worker: Worker) -> None: ...
     def left(self, worker_id: str) -> None: ...
     def pages(self, worker_id: str, events: KvEventBatch) -> None: ...
-    def share(self, message: AnyShared) -> None: ...
+
+    def share(self, message: AnyShared) -> None:
+        self.shared.append(message)
+
+
+def test_heartbeats_without_an_ended_attempt_are_not_shared(c: Cluster) -> None:
+    link = RecordingLink()
+    c.router.cluster_state.link(link)
+    c.beat("p0", "d0")
+    assert link.shared == []
 
 
 def test_room_that_another_router_reports_is_used(c: Cluster) -> None:
@@ -156,7 +168,7 @@ def test_room_that_another_router_reports_is_used(c: Cluster) -> None:
         num_output_tokens=1,
     )
     fill(c)
-    c.router.cluster_state.link(DroppingLink())
+    c.router.cluster_state.link(RecordingLink())
     end(c, "f0")
     c.router.heard(other)
     assert submit(c, asked("r", num_tokens=LONG)) == []
@@ -207,7 +219,9 @@ def best_at_p0(c: Cluster, name: str, tenant: str = "a", *, num_new: int = 16, w
 def hold(c: Cluster, name: str, request: Request) -> None:
     pages = tuple(range(HELD // 16))
     keys = PromptKeys().keys(family_of(a_worker(name)), request)[: 16 * len(pages)]
-    c[name].say(KvEventBatch(first=0, keys=keys, pages=pages, generations=(7,) * len(pages), is_afresh=True))
+    c[name].say(
+        KvEventBatch(first=0, keys=keys, pages=pages, generations=(7,) * len(pages), is_snapshot=True)
+    )
 
 
 def computed_by(answered: list[Routed | Rejected]) -> list[tuple[str, str]]:
@@ -220,9 +234,9 @@ def computed_by(answered: list[Routed | Rejected]) -> list[tuple[str, str]]:
     )
 
 
-def lead(c: Cluster, tenant: str, rank: int = 0) -> float:
-    """The virtual-time lead of a tenant."""
-    return c.router.admission_queue.queues.known_lead(SchedulingClass(tenant, 1.0, rank)) or 0.0
+def lag(c: Cluster, tenant: str, rank: int = 0) -> float:
+    """The virtual-time lag of a tenant."""
+    return c.router.admission_queue.queues.known_lag(SchedulingClass(tenant, 1.0, rank)) or 0.0
 
 
 def decode_many(c: Cluster) -> None:
@@ -282,7 +296,7 @@ def test_overtaking_prompts_do_not_take_the_slot_that_is_waited_for(costs: Clust
     end(costs, "x")
     decode_many(costs)
     assert submit(costs, best_at_p0(costs, "r", "r", num_new=LONG)) == []
-    assert lead(costs, "r") < lead(costs, "x"), "its turn comes first"
+    assert lag(costs, "r") > lag(costs, "x"), "its turn comes first"
     overtaking = submit(costs, a_prompt("x0", "x", num_tokens=300))
     assert computed_by(overtaking) == [("x0", "d0")], "though p0 would compute it next, and be better for it"
     costs.tick(0.01)
@@ -310,20 +324,20 @@ def test_tenant_with_a_deficit_has_slots_of_its_own(costs: Cluster) -> None:
         decode_many(costs)
         submitted = submit(costs, best_at_p0(costs, name, "x", num_new=LONG, weight=100.0))
         assert computed_by(submitted) == ([("x0", "p0")] if name == "x0" else [])
-    assert lead(costs, "x") < 0, "even a deficit does not exceed the slots"
+    assert lag(costs, "x") > 0, "even a deficit does not exceed the slots"
     start(costs, "x0")
     assert computed_by(answers(costs)) == [("x1", "p0")]
 
 
-def test_claim_knows_the_leads_of_tenants_of_any_class(costs: Cluster) -> None:
+def test_claim_knows_the_lags_of_tenants_of_any_class(costs: Cluster) -> None:
     busy(costs, rank=1)
     assert submit(costs, best_at_p0(costs, "r")) == []
     admission_queue = costs.router.admission_queue
     (waiting,) = admission_queue.queues
-    lead_of = admission_queue.claim(waiting).lead_of
-    assert lead_of is not None
-    assert lead_of(SchedulingClass("a")) == lead(costs, "a") > 0
-    assert lead_of(SchedulingClass("b", 1.0, 1)) == lead(costs, "b", 1) > 0
+    lag_of = admission_queue.claim(waiting).lag_of
+    assert lag_of is not None
+    assert lag_of(SchedulingClass("a")) == lag(costs, "a") < 0
+    assert lag_of(SchedulingClass("b", 1.0, 1)) == lag(costs, "b", 1) < 0
 
 
 # Every attempt ends once.
@@ -344,9 +358,9 @@ class Storm:
         self.c.peers["h"] = TestPeer.gateway(self.c.router, "h")
         for name in ("p0", "d0", "d1"):
             self.c.add(name, num_pages=2000, max_num_seqs=4)
-        self.asked: dict[Key, str] = {}  # attempt -> gateway
-        self.heard: defaultdict[Key, list[type]] = defaultdict(list)
-        self.closed: set[Key] = set()  # their gateways have reported their ends
+        self.asked: dict[AttemptKey, str] = {}  # attempt -> gateway
+        self.heard: defaultdict[AttemptKey, list[type]] = defaultdict(list)
+        self.closed: set[AttemptKey] = set()  # their gateways have reported their ends
 
     def run(self) -> None:
         steps = (*[self.ask] * 4, self.start, self.end, self.end, self.tick, self.lose_worker)
@@ -401,10 +415,10 @@ class Storm:
             self.listen()
             self.c.add(name, num_pages=2000, max_num_seqs=4)
 
-    def may_end(self, key: Key) -> bool:
+    def may_end(self, key: AttemptKey) -> bool:
         return key not in self.closed and Rejected not in self.heard[key]
 
-    def any_routed(self) -> Key | None:
+    def any_routed(self) -> AttemptKey | None:
         keys = [key for key in self.asked if self.may_end(key) and self.heard[key] == [Routed]]
         return self.random.choice(keys) if keys else None
 

@@ -7,14 +7,13 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from baton.clock import ManualClock
 from baton.messages.control import Heartbeat
 from baton.messages.workers import Load
-from baton.request import Request, SamplingParams
+from baton.request import AttemptKey, Request, SamplingParams
 from baton.router.in_flight import (
     EXPECTED_OUTPUT_TOKENS,
     OTHERS,
     SILENCE_S,
     InFlight,
     InFlightAttempt,
-    Key,
     NewPrompt,
     SchedulingClass,
     WaitingPrompts,
@@ -32,12 +31,12 @@ class InFlightMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.in_flight = InFlight()
-        self.open: dict[Key, InFlightAttempt] = {}
-        self.waiting: set[Key] = set()
+        self.in_flight = InFlight(ManualClock())
+        self.open: dict[AttemptKey, InFlightAttempt] = {}
+        self.waiting: set[AttemptKey] = set()
 
     @rule(key=KEYS, gateway=GATEWAYS | st.just(OTHERS), decode=WORKERS, prefill=WORKERS | st.just(""))
-    def enter(self, key: Key, gateway: str, decode: str, prefill: str) -> None:
+    def enter(self, key: AttemptKey, gateway: str, decode: str, prefill: str) -> None:
         if key not in self.open:
             entry = InFlightAttempt(gateway, decode, prefill, 10 + len(self.open), 100 + len(self.open))
             self.in_flight.enter(key, entry)
@@ -45,12 +44,12 @@ class InFlightMachine(RuleBasedStateMachine):
             self.waiting.add(key)
 
     @rule(key=KEYS)
-    def start(self, key: Key) -> None:
+    def start(self, key: AttemptKey) -> None:
         self.in_flight.started(key)
         self.waiting.discard(key)
 
     @rule(key=KEYS)
-    def end(self, key: Key) -> None:
+    def end(self, key: AttemptKey) -> None:
         self.in_flight.ended(key)
         self._forget(key)
 
@@ -66,7 +65,7 @@ class InFlightMachine(RuleBasedStateMachine):
         for key in [key for key, entry in self.open.items() if entry[:2] == (OTHERS, worker)]:
             self._forget(key)
 
-    def _forget(self, key: Key) -> None:
+    def _forget(self, key: AttemptKey) -> None:
         self.open.pop(key, None)
         self.waiting.discard(key)
 
@@ -93,7 +92,7 @@ TestInFlight.settings = settings(max_examples=60, stateful_step_count=40, deadli
 
 
 def test_share_is_of_the_scarcer_resource() -> None:
-    in_flight, worker = InFlight(), a_worker("d0", num_pages=10, page_size=16, max_num_seqs=4)
+    in_flight, worker = InFlight(ManualClock()), a_worker("d0", num_pages=10, page_size=16, max_num_seqs=4)
     in_flight.enter((id_of("a"), 0), InFlightAttempt("g", worker.id, "", 10, 80))
     assert in_flight.account(worker.id).share_of(worker) == 0.5
     in_flight.enter((id_of("b"), 0), InFlightAttempt("g", worker.id, "", 1, 1))
@@ -102,7 +101,10 @@ def test_share_is_of_the_scarcer_resource() -> None:
 
 
 def test_unknown_attempts_count_by_the_pages_of_the_worker() -> None:
-    in_flight, worker = InFlight(), a_worker("d0", num_pages=100, page_size=16, max_num_seqs=1000)
+    in_flight, worker = (
+        InFlight(ManualClock()),
+        a_worker("d0", num_pages=100, page_size=16, max_num_seqs=1000),
+    )
     in_flight.enter((id_of("a"), 0), InFlightAttempt("g", worker.id, "", 10, 0))
     beat = Heartbeat(load=Load(pages={"active": 20}), attempts=((id_of("a"), 0), (id_of("b"), 0)))
     in_flight.beat(worker, beat)
@@ -180,12 +182,12 @@ def test_prompts_of_another_tenant_come_first_up_to_its_share() -> None:
     assert ahead((B, 50)).share_ahead_of(NewPrompt(A, 100)) == 1.0
 
 
-def test_lead_of_the_tenant_changes_the_share_of_others() -> None:
-    assert ahead((B, 1000)).share_ahead_of(NewPrompt(A, 100, lead=-40.0)) == 0.06
-    assert ahead((B, 1000)).share_ahead_of(NewPrompt(A, 100, lead=-400.0)) == 0.0
-    assert ahead((B, 1000)).share_ahead_of(NewPrompt(A, 100, lead=40.0)) == 0.14
-    assert ahead((B, 1000)).share_ahead_of(NewPrompt(SchedulingClass("a", 4.0), 100, lead=10.0)) == 0.035
-    assert ahead((B, 1000), (A, 100)).share_ahead_of(NewPrompt(A, 100, lead=100.0)) == 300 / 1100
+def test_lag_of_the_tenant_changes_the_share_of_others() -> None:
+    assert ahead((B, 1000)).share_ahead_of(NewPrompt(A, 100, lag=40.0)) == 0.06
+    assert ahead((B, 1000)).share_ahead_of(NewPrompt(A, 100, lag=400.0)) == 0.0
+    assert ahead((B, 1000)).share_ahead_of(NewPrompt(A, 100, lag=-40.0)) == 0.14
+    assert ahead((B, 1000)).share_ahead_of(NewPrompt(SchedulingClass("a", 4.0), 100, lag=-10.0)) == 0.035
+    assert ahead((B, 1000), (A, 100)).share_ahead_of(NewPrompt(A, 100, lag=-100.0)) == 300 / 1100
 
 
 def test_higher_ranks_come_first_and_lower_ranks_later() -> None:
@@ -195,25 +197,25 @@ def test_higher_ranks_come_first_and_lower_ranks_later() -> None:
     )
 
 
-def test_lead_of_another_tenant_delays_its_prompts() -> None:
-    """Prompts that wait here are charged already, so only the rest of a lead delays them."""
+def test_another_tenant_that_has_had_more_comes_later() -> None:
+    """Prompts that wait here are charged already, so only what the tenant has had beyond them delays them."""
 
-    def part(lead_of_b: float, lead: float = 0.0, weight: float = 1.0) -> float:
+    def part(lag_of_b: float, lag: float = 0.0, weight: float = 1.0) -> float:
         other = SchedulingClass("b", weight)
-        return ahead((other, 1000)).share_ahead_of(NewPrompt(A, 100, lead, {other: lead_of_b}.__getitem__))
+        return ahead((other, 1000)).share_ahead_of(NewPrompt(A, 100, lag, {other: lag_of_b}.__getitem__))
 
-    assert part(1000.0) == ahead((B, 1000)).share_ahead_of(NewPrompt(A, 100, 0.0)) == 0.1
-    assert part(1040.0) == 0.06
-    assert part(500.0) == 0.6
-    assert part(2000.0) == 0.0
-    assert part(0.0) == part(-500.0) == 1.0
-    assert part(400.0, weight=2.0) == 0.4
-    assert part(500.0, lead=-300.0) == 0.3
-    assert part(500.0, lead=-700.0) == 0.0
-    assert part(1000.0, lead=200.0) == 0.3
+    assert part(-1000.0) == ahead((B, 1000)).share_ahead_of(NewPrompt(A, 100, 0.0)) == 0.1
+    assert part(-1040.0) == 0.06
+    assert part(-500.0) == 0.6
+    assert part(-2000.0) == 0.0
+    assert part(0.0) == part(500.0) == 1.0
+    assert part(-400.0, weight=2.0) == 0.4
+    assert part(-500.0, lag=300.0) == 0.3
+    assert part(-500.0, lag=700.0) == 0.0
+    assert part(-1000.0, lag=-200.0) == 0.3
 
 
-def test_leads_of_the_own_tenant_and_of_other_ranks_are_not_read() -> None:
+def test_lags_of_the_own_tenant_and_of_other_ranks_are_not_read() -> None:
     scheduling_class = SchedulingClass("m", 1.0, 1)
     found = ahead(
         (SchedulingClass("h", 1.0, 0), 100),
@@ -223,36 +225,36 @@ def test_leads_of_the_own_tenant_and_of_other_ranks_are_not_read() -> None:
     )
     asked: list[SchedulingClass] = []
 
-    def lead_of(other: SchedulingClass) -> float:
+    def lag_of(other: SchedulingClass) -> float:
         asked.append(other)
-        return 9000.0
+        return -9000.0
 
-    assert found.share_ahead_of(NewPrompt(scheduling_class, 100, 0.0, lead_of)) == 150 / 500
+    assert found.share_ahead_of(NewPrompt(scheduling_class, 100, 0.0, lag_of)) == 150 / 500
     assert asked == [SchedulingClass("b", 1.0, 1)]
 
 
-@given(prompts=st.lists(st.tuples(PARTIES, st.integers(0, 100)), max_size=20), leads=st.data())
-def test_less_comes_first_the_larger_the_leads_of_others(
-    prompts: list[tuple[SchedulingClass, int]], leads: st.DataObject
+@given(prompts=st.lists(st.tuples(PARTIES, st.integers(0, 100)), max_size=20), lags=st.data())
+def test_less_comes_first_the_smaller_the_lags_of_others(
+    prompts: list[tuple[SchedulingClass, int]], lags: st.DataObject
 ) -> None:
     found, amounts = ahead(*prompts), st.floats(-1e3, 1e3)
-    had = {scheduling_class: leads.draw(amounts) for scheduling_class, _ in prompts}
-    more = {scheduling_class: lead + leads.draw(st.floats(0, 1e3)) for scheduling_class, lead in had.items()}
-    lead = leads.draw(amounts)
-    parts = [found.share_ahead_of(NewPrompt(A, 10, lead, each.__getitem__)) for each in (more, had)]
+    had = {scheduling_class: lags.draw(amounts) for scheduling_class, _ in prompts}
+    more = {scheduling_class: lag - lags.draw(st.floats(0, 1e3)) for scheduling_class, lag in had.items()}
+    lag = lags.draw(amounts)
+    parts = [found.share_ahead_of(NewPrompt(A, 10, lag, each.__getitem__)) for each in (more, had)]
     assert 0.0 <= parts[0] <= parts[1] <= 1.0
 
 
 @given(
     prompts=st.lists(st.tuples(PARTIES, st.integers(0, 100)), max_size=20),
     scheduling_class=PARTIES,
-    lead=st.none() | st.floats(-1e6, 1e6),
+    lag=st.none() | st.floats(-1e6, 1e6),
 )
 def test_share_is_between_0_and_1_and_removed_prompts_leave_nothing(
-    prompts: list[tuple[SchedulingClass, int]], scheduling_class: SchedulingClass, lead: float | None
+    prompts: list[tuple[SchedulingClass, int]], scheduling_class: SchedulingClass, lag: float | None
 ) -> None:
     found = ahead(*prompts)
-    assert 0.0 <= found.share_ahead_of(NewPrompt(scheduling_class, 10, lead)) <= 1.0
+    assert 0.0 <= found.share_ahead_of(NewPrompt(scheduling_class, 10, lag)) <= 1.0
     for each, num_tokens in prompts:
         found.remove(each, num_tokens, num_tokens)
     assert found.share_ahead_of(NewPrompt(scheduling_class, 10)) == 1.0 and not found._num

@@ -18,6 +18,7 @@ from baton.messages.workers import Address, WorkerRole
 from baton.request import Request, SamplingParams
 from baton.router.router import serve_router
 from baton.rpc.server import RpcServer
+from tests.new_status import new_status
 from tests.node_peers import a_request, a_worker, id_of
 from tests.unit.baton.rpc.rpc_peers import KEY, until
 from tests.unit.gateway.frontend_peers import ListSink
@@ -65,7 +66,7 @@ async def a_frontend(router: Address, num_workers: int) -> AsyncIterator[Fronten
     frontend = Frontend(id_of("g"), [router], rpc_server.dial, SystemClock())
     rpc_server.serve(frontend)
     try:
-        await until(lambda: frontend.is_ready and len(frontend.workers) == num_workers)
+        await until(lambda: not frontend.why_not_ready and len(frontend.workers) == num_workers)
         yield frontend
     finally:
         await rpc_server.close()
@@ -100,8 +101,8 @@ def test_requests_are_answered_through_pairs() -> None:
             clients = open_some(frontend, 50, 20)
             await until(lambda: not frontend.num_open)
             assert all(client.token_ids == golden(client.request) for client in clients)
-            frontend._watch.forget()
-            await until(lambda: frontend.status is not None and frontend.status.num_attempts == 0)
+            status = new_status(frontend)
+            await until(lambda: (new := status()) is not None and new.num_attempts == 0)
 
     asyncio.run(run())
 
@@ -116,7 +117,7 @@ def test_next_router_on_the_port_takes_over() -> None:
             running = open_some(frontend, 3, 2_000)
             await until(lambda: all(client.token_ids for client in running))
             await first.aclose()
-            await until(lambda: not frontend.is_ready)
+            await until(lambda: bool(frontend.why_not_ready))
             waiting = open_some(frontend, 5, 10, start=3)
             num_tokens = len(running[0].token_ids)
             await until(lambda: len(running[0].token_ids) > num_tokens)

@@ -11,6 +11,7 @@ import pytest
 from redis.asyncio import Redis
 
 from baton.clock import SystemClock
+from baton.cluster.redis_server import RedisServer, find_program
 from baton.config.router import RouterConfig
 from baton.messages.control import (
     Ended,
@@ -27,7 +28,6 @@ from baton.pages import KEY_BYTES
 from baton.request import Request
 from baton.router.index.prefix_index import PromptKeys, family_of
 from baton.router.redis.link import PAUSE_S, SNAPSHOT_EVERY_S, RedisLink
-from baton.router.redis.server import PrivateRedis, find_program
 from baton.router.router import Router
 from baton.token_ids import TokenIds
 from tests.node_peers import TestPeer, a_worker, id_of, name_of
@@ -45,7 +45,7 @@ IDS = tuple(worker.id for worker in WORKERS.values())
 class Linked:
     """A router with a gateway of its own, to which all workers are connected."""
 
-    def __init__(self, name: str, redis: PrivateRedis) -> None:
+    def __init__(self, name: str, redis: RedisServer) -> None:
         self.router = Router(RouterConfig(seed=ord(name)), SystemClock(), id_of(name))
         cluster_state = self.router.cluster_state
         self.link = RedisLink(redis.url, "f", CODEC, id_of(name), cluster_state.index, cluster_state.heard)
@@ -56,7 +56,7 @@ class Linked:
             peer.say(Reachable(workers=IDS))
         for peer in self.workers.values():
             peer.take(KvEventsWanted)
-            peer.say(KvEventBatch(first=0, keys=b"", pages=(), generations=(), is_afresh=True))
+            peer.say(KvEventBatch(first=0, keys=b"", pages=(), generations=(), is_snapshot=True))
         running = tuple((id_of(f"running {number}"), 0) for number in range(64))
         self.workers["d0"].say(Heartbeat(load=Load(), attempts=running))  # so that it computes no prompt
 
@@ -71,7 +71,7 @@ class Linked:
 
 
 @asynccontextmanager
-async def two_routers(redis: PrivateRedis) -> AsyncIterator[tuple[Linked, Linked]]:
+async def two_routers(redis: RedisServer) -> AsyncIterator[tuple[Linked, Linked]]:
     both = Linked("a", redis), Linked("b", redis)
     links = [asyncio.create_task(each.link.run()) for each in both]
     try:
@@ -84,7 +84,7 @@ async def two_routers(redis: PrivateRedis) -> AsyncIterator[tuple[Linked, Linked
 
 
 def test_prompts_of_two_routers_go_to_different_workers() -> None:
-    async def scene(redis: PrivateRedis) -> None:
+    async def scene(redis: RedisServer) -> None:
         async with two_routers(redis) as (one, other):
             for number in range(2):  # more would wait at the routers
                 first = one.submit(10_000 * (2 * number))
@@ -99,7 +99,7 @@ def test_prompts_of_two_routers_go_to_different_workers() -> None:
 
 
 def test_first_token_and_end_soon_reach_the_other_router() -> None:
-    async def scene(redis: PrivateRedis) -> None:
+    async def scene(redis: RedisServer) -> None:
         async with two_routers(redis) as (one, other):
             took_s, in_flight = [], other.router.in_flight
             for number in range(9):
@@ -120,7 +120,7 @@ def test_first_token_and_end_soon_reach_the_other_router() -> None:
 
 
 def test_other_router_expects_the_pages_of_a_dispatched_prompt() -> None:
-    async def scene(redis: PrivateRedis) -> None:
+    async def scene(redis: RedisServer) -> None:
         async with two_routers(redis) as (one, other):
             prefill = one.submit(7)
             await until(lambda: len(other.router.in_flight) == 1)
@@ -139,7 +139,7 @@ def test_other_router_expects_the_pages_of_a_dispatched_prompt() -> None:
 def test_changes_share_round_trips_and_snapshots() -> None:
     """A hundred changes in a third of a second cost Redis few reads and few snapshots."""
 
-    async def scene(redis: PrivateRedis) -> None:
+    async def scene(redis: RedisServer) -> None:
         client = Redis.from_url(redis.url)
         one = RouterStandIn(redis.url, "a")
         async with running(one):
@@ -148,7 +148,9 @@ def test_changes_share_round_trips_and_snapshots() -> None:
             await until(lambda: not one.link.num_unsent)
             before, begun_s = await counts(client), time.monotonic()
             for number in range(100):
-                one.report(WORKERS["p0"], CHAIN[number % 40 * KEY_BYTES :][:KEY_BYTES], is_afresh=number == 0)
+                one.report(
+                    WORKERS["p0"], CHAIN[number % 40 * KEY_BYTES :][:KEY_BYTES], is_snapshot=number == 0
+                )
                 await asyncio.sleep(0.003)
             await until(lambda: not one.link.num_unsent)
             grown, took_s = await counts(client), time.monotonic() - begun_s

@@ -136,9 +136,9 @@ def test_batches_chunks_prefixes_and_preemption_change_no_token() -> None:
     known = tuple(range(24))
     requests = [a_request(str(number), *known[: 4 * number], number, max_tokens=30) for number in range(8)]
     assert running.answers(*requests) == list(map(answer, requests))
-    stats = running.engine.stats()
-    assert stats.total_preemptions and stats.total_hit_tokens
-    assert stats.num_free_pages + stats.num_cached_pages == running.engine.pages.num_pages
+    load = running.engine.load()
+    assert load.num_preemptions and load.prefix_hits_tokens
+    assert load.pages["free"] + load.pages["cached"] == running.engine.pages.num_pages
 
 
 def test_steps_take_longer_with_more_tokens() -> None:

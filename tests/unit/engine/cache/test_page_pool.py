@@ -179,7 +179,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule()
     def evict(self) -> None:
-        page = self.pool.oldest_cached()
+        page = self.pool.cached.next_out()
         assert (page is None) == (not self.pages_in(PageState.CACHED))
         if page is not None:
             self.pool.forget(page)
@@ -280,7 +280,7 @@ def test_last_page_of_a_released_table_is_evicted_first() -> None:
         pool.mark_known(page)
     pool.release(pages, "a")
     evicted = []
-    while (oldest := pool.oldest_cached()) is not None:
+    while (oldest := pool.cached.next_out()) is not None:
         evicted.append(oldest)
         pool.forget(oldest)
     assert evicted == pages[::-1]

@@ -127,9 +127,9 @@ def test_recomputed_page_replaces_the_copy_on_the_host() -> None:
     compute(cache, sequence)
     finish(cache, sequence)
     cache.make_room(4)
-    assert cache.host.num_cached == 1
+    assert len(cache.host.known_keys()) == 1
     compute(cache, sequence_of("b", range(4)))
-    assert cache.host.num_cached == 0
+    assert not cache.host.known_keys()
 
 
 def test_lease_that_ends_front_to_back_cannot_leave_a_chain_without_its_start() -> None:
@@ -207,7 +207,7 @@ def test_cleared_cache_knows_nothing_on_either_side() -> None:
     cache.clear()
     cache.check_integrity()
     cache.host.check_integrity()
-    assert cache.pool.num_free == 4 and cache.host.num_available == 4 and not cache.host.num_cached
+    assert cache.pool.num_free == 4 and cache.host.num_available == 4 and not cache.host.known_keys()
     assert cache.host.take_copies() == ((), ())
     assert matched(cache, sequence_of("b", range(17))) == 0
 
@@ -226,8 +226,7 @@ def test_pages_of_one_tenant_are_one_group_however_much_of_them_is_public() -> N
         sequence = sequence_of(name, range(8), salt=with_public(b"one", num_public))
         compute(cache, sequence)
         finish(cache, sequence)
-    cache.weigh(with_public(b"one", 4), 2.0)
-    assert dict(cache.pool.cached.weights) == {b"one": 2.0}
+    assert cache.pool.cached.num_of(b"one") == cache.pool.count(PageState.CACHED) == 5
 
 
 def test_dropped_host_pages_and_ended_swaps_leave_no_copy() -> None:
@@ -235,7 +234,7 @@ def test_dropped_host_pages_and_ended_swaps_leave_no_copy() -> None:
     host.store(b"key", 4)
     host.swap_out("owner", [5])
     host.drop(b"key")
-    host.give_up("owner")
+    host.release_swapped("owner")
     assert host.take_copies() == ((), ()) and host.num_available == 3
     with pytest.raises(IntegrityError, match="4 host pages asked for, 3 left"):
         host.swap_out("owner", [1, 2, 3, 4])
@@ -252,7 +251,7 @@ class Reader:
         self.host: dict[bytes, tuple[int, int]] = {}
 
     def read(self, changes: PageChanges) -> None:
-        if changes.is_afresh:
+        if changes.is_snapshot:
             self.device.clear()
             self.host.clear()
         for tier, told in ((self.device, changes.device), (self.host, changes.host)):
@@ -271,17 +270,11 @@ class Reader:
 def test_first_take_has_everything_and_later_ones_the_changes() -> None:
     cache = make()
     computed(cache, "a", list(range(8)))
-    assert cache.take_changes().is_afresh
+    assert cache.take_changes().is_snapshot
     computed(cache, "b", list(range(100, 108)))
     changes = cache.take_changes()
-    assert not changes.is_afresh and len(changes.device) == 2
+    assert not changes.is_snapshot and len(changes.device) == 2
     assert cache.take_changes() == PageChanges(False, [], [])
-
-
-def test_no_key_is_noted_before_the_first_take() -> None:
-    cache = make()
-    computed(cache, "a", list(range(8)))
-    assert not len(cache.changed)
 
 
 def test_page_that_came_and_went_is_nowhere() -> None:
@@ -300,7 +293,7 @@ def test_cleared_cache_is_reported_afresh() -> None:
     cache.clear()
     changes = cache.take_changes()
     reader.read(changes)
-    assert changes.is_afresh and not reader.device
+    assert changes.is_snapshot and not reader.device
 
 
 def test_too_many_changes_count_as_everything() -> None:
@@ -309,8 +302,7 @@ def test_too_many_changes_count_as_everything() -> None:
     for number in range(3):
         keys.note(bytes([number]))
         keys.note(b"again")
-    assert len(keys) == 0  # the fourth was one too many
-    assert keys.take() is None and keys.take() == []
+    assert keys.take() is None and keys.take() == []  # the fourth was one too many
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -328,6 +320,6 @@ def test_reader_agrees_with_the_cache(seed: int, num_host_pages: int) -> None:
         if live and source.random() < 0.1:
             cache.forget(live[-1].page_table)
         if source.random() < 0.5:
-            reader.read(cache.take_changes(is_afresh=source.random() < 0.1))
+            reader.read(cache.take_changes(is_snapshot=source.random() < 0.1))
             reader.check(cache)
             cache.check_integrity()

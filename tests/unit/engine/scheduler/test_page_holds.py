@@ -12,7 +12,7 @@ def test_claim_holds_whole_pages_without_the_last_token() -> None:
     harness = OpenHarness.of(16)
     harness.add("a", PROMPT[:8], SamplingParams(max_tokens=6))
     harness.run()
-    claims = [harness.scheduler.claim(PROMPT[:length], b"", length) for length in range(1, 11)]
+    claims = [harness.scheduler.holds.claim(PROMPT[:length], b"", length) for length in range(1, 11)]
     assert [claim.num_tokens for claim in claims] == [0, 0, 0, 0, 4, 4, 4, 4, 8, 8]
     assert harness.pool.count(PageState.ACTIVE) == 2
     for claim in claims:
@@ -26,8 +26,8 @@ def test_claims_keep_salts_apart_and_count_as_queries() -> None:
     harness.add("a", PROMPT, cache_salt=b"tenant")
     harness.run()
     queried = harness.cache.num_queried_tokens
-    assert harness.scheduler.claim(PROMPT, b"other", "x").pages == ()
-    assert harness.scheduler.claim(PROMPT, b"tenant", "y").num_tokens == 8
+    assert harness.scheduler.holds.claim(PROMPT, b"other", "x").pages == ()
+    assert harness.scheduler.holds.claim(PROMPT, b"tenant", "y").num_tokens == 8
     assert (harness.cache.num_queried_tokens - queried, harness.cache.num_hit_tokens) == (20, 8)
 
 
@@ -36,7 +36,7 @@ def test_claim_is_cut_to_a_multiple_that_both_sides_can_start_at() -> None:
     harness.add("a", PROMPT * 2)
     harness.run()
     taken = [
-        harness.scheduler.claim(PROMPT * 2, b"", multiple, multiple_of=multiple).num_tokens
+        harness.scheduler.holds.claim(PROMPT * 2, b"", multiple, multiple_of=multiple).num_tokens
         for multiple in (1, 2, 4, 8, 16, 32)
     ]
     assert taken == [16, 16, 16, 16, 16, 0]
@@ -46,21 +46,21 @@ def test_owner_has_one_claim() -> None:
     harness = OpenHarness.of(16)
     harness.add("a", PROMPT)
     harness.run()
-    claim = harness.scheduler.claim(PROMPT, b"", "owner")
+    claim = harness.scheduler.holds.claim(PROMPT, b"", "owner")
     with pytest.raises(ValueError, match="owner has claimed pages already"):
-        harness.scheduler.claim(PROMPT, b"", "owner")
+        harness.scheduler.holds.claim(PROMPT, b"", "owner")
     harness.scheduler.holds.release(claim.pages[1:], "owner")
     with pytest.raises(ValueError, match="owner has claimed"):
-        harness.scheduler.claim(PROMPT, b"", "owner")
+        harness.scheduler.holds.claim(PROMPT, b"", "owner")
     harness.scheduler.holds.release(claim.pages[:1], "owner")
-    assert harness.scheduler.claim(PROMPT, b"", "owner") == claim
+    assert harness.scheduler.holds.claim(PROMPT, b"", "owner") == claim
 
 
 def test_claimed_pages_are_not_evicted() -> None:
     harness = OpenHarness.of(6)
     harness.add("a", PROMPT)
     harness.run()
-    claim = harness.scheduler.claim(PROMPT, b"", "owner")
+    claim = harness.scheduler.holds.claim(PROMPT, b"", "owner")
     harness.used["owner"] = set(claim.pages)
     harness.add("b", [40] * 9, SamplingParams(max_tokens=6))
     while harness.scheduler.has_work():

@@ -286,9 +286,9 @@ class IndexMachine(RuleBasedStateMachine):
         self.index.forget(worker.id)
         self.twin.workers.pop(worker.id, None)
 
-    @rule(worker=LIVES, changes=CHANGES, tier=TIERS, skipped=st.integers(-3, 1), is_afresh=st.booleans())
+    @rule(worker=LIVES, changes=CHANGES, tier=TIERS, skipped=st.integers(-3, 1), is_snapshot=st.booleans())
     def say(
-        self, worker: Any, changes: list[tuple[bytes, int]], tier: Tier, skipped: int, is_afresh: bool
+        self, worker: Any, changes: list[tuple[bytes, int]], tier: Tier, skipped: int, is_snapshot: bool
     ) -> None:
         """skipped: below 0 some were told before, above 0 some were lost."""
         if worker.id not in self.twin.workers:
@@ -300,7 +300,7 @@ class IndexMachine(RuleBasedStateMachine):
             pages=tuple(page for _, page in changes),
             generations=tuple(page % 7 + 1 for _, page in changes),
             tier=tier,
-            is_afresh=is_afresh,
+            is_snapshot=is_snapshot,
         )
         assert self.index.apply(worker.id, events) == self.twin.apply(worker.id, events)
 

@@ -42,7 +42,7 @@ def a_decoder(
     worker: str = "d", num_delayed: int = 0, num_held: int = 0, wait_s: float = 0.0
 ) -> DecodeCandidate:
     prefill = a_prefill(worker, wait_s, num_held)
-    return DecodeCandidate(prefill, num_delayed, room_s=0.0, join_s=0.01, harm_s=1e-3 * num_delayed)
+    return DecodeCandidate(prefill, num_delayed, room_s=0.0, join_s=0.01, decode_delay_s=1e-3 * num_delayed)
 
 
 def local_at(decoder: DecodeCandidate) -> PairCandidate:
@@ -50,9 +50,9 @@ def local_at(decoder: DecodeCandidate) -> PairCandidate:
 
 
 def cost_at(
-    prefill: PrefillCandidate, sources: Sequence[PullCandidate] = (), crowd_rate: float = 0.0
+    prefill: PrefillCandidate, sources: Sequence[PullCandidate] = (), arrival_rate: float = 0.0
 ) -> PromptCost:
-    (cost,) = prompt_costs([prefill], NUM_TOKENS, sources, crowd_rate)
+    (cost,) = prompt_costs([prefill], NUM_TOKENS, sources, arrival_rate)
     return cost
 
 
@@ -60,7 +60,7 @@ def a_candidate(total_s: float, prefill: str = "p", num_held: int = 0, queue_s: 
     """A decode worker that costs nothing."""
     compute_s = total_s - queue_s
     cost = PromptCost(total_s, a_prefill(prefill or "d", queue_s), "", num_held, 100, 0.0, compute_s, 0.0)
-    decoder = DecodeCandidate(a_prefill("d"), num_delayed=0, room_s=0.0, join_s=0.0, harm_s=0.0)
+    decoder = DecodeCandidate(a_prefill("d"), num_delayed=0, room_s=0.0, join_s=0.0, decode_delay_s=0.0)
     return remote_pair(cost, decoder, 0.0) if prefill else local_pair(cost, decoder)
 
 
@@ -104,14 +104,14 @@ def test_better_of_two_sources_is_used() -> None:
 
 
 def test_later_arrivals_make_computing_more_expensive_behind_a_queue() -> None:
-    short, long = (cost_at(a_prefill(wait_s=wait_s), crowd_rate=2.0).crowd_s for wait_s in (0.0, 5.0))
+    short, long = (cost_at(a_prefill(wait_s=wait_s), arrival_rate=2.0).queue_delay_s for wait_s in (0.0, 5.0))
     assert 0 < short < long
 
 
 def test_local_prefill_makes_the_batch_wait() -> None:
     alone, full = local_at(a_decoder()), local_at(a_decoder(num_delayed=8))
-    assert alone.terms.harm_s == 0.0
-    assert full.terms.harm_s >= 8 * full.terms.compute_s
+    assert alone.terms.decode_delay_s == 0.0
+    assert full.terms.decode_delay_s >= 8 * full.terms.compute_s
     assert alone.terms.handoff_s == full.terms.handoff_s == 0.0
 
 
@@ -120,15 +120,15 @@ def test_running_decode_is_delayed_until_its_end_at_most() -> None:
     for patience_s, waits_s in ((0.0, 0.0), (0.5 * compute_s, 0.5 * compute_s), (9.0, compute_s)):
         decoder = replace(a_decoder(), num_delayed=8, patience_s=patience_s)
         terms = local_at(decoder).terms
-        assert terms.harm_s == pytest.approx(decoder.harm_s + 8 * waits_s)
+        assert terms.decode_delay_s == pytest.approx(decoder.decode_delay_s + 8 * waits_s)
         assert terms.total_s == pytest.approx(local_at(decoder).total_s)
 
 
 @pytest.mark.parametrize("is_local", (True, False))
 def test_cost_of_a_candidate_is_the_sum_of_its_terms(is_local: bool) -> None:
-    decoder = DecodeCandidate(a_prefill("d", 0.5), num_delayed=3, room_s=0.25, join_s=0.3, harm_s=0.2)
+    decoder = DecodeCandidate(a_prefill("d", 0.5), num_delayed=3, room_s=0.25, join_s=0.3, decode_delay_s=0.2)
     prefill = decoder.as_prefill if is_local else a_prefill("p", 0.125)
-    cost = cost_at(prefill, [a_source("q", 800)], crowd_rate=2.0)
+    cost = cost_at(prefill, [a_source("q", 800)], arrival_rate=2.0)
     candidate = local_pair(cost, decoder) if is_local else remote_pair(cost, decoder, 0.05)
     assert candidate.total_s == pytest.approx(candidate.terms.total_s)
     assert (candidate.decode, candidate.prefill) == ("d", "" if is_local else "p")

@@ -12,7 +12,7 @@ from baton.clock import ManualClock
 from baton.messages.control import Heartbeat, KvEventBatch, Measured, Routed, Started
 from baton.messages.workers import Load as WorkerLoad
 from baton.messages.workers import PrefillTimes, StepTimes, Worker, WorkerRole
-from baton.router.in_flight import InFlight, InFlightAttempt, LeadOf, SchedulingClass
+from baton.router.in_flight import InFlight, InFlightAttempt, LagOf, SchedulingClass
 from baton.router.index.prefix_index import Holdings, PrefixIndex, PromptKeys, family_of
 from baton.router.membership import Member
 from baton.router.policies.base import ClusterView, PolicyContext, TenantClaim, WorkerPool, WorkerView
@@ -65,8 +65,8 @@ class World:
     def context(self, random: Random) -> PolicyContext:
         return PolicyContext(self.clock, self.in_flight, self.index, self.model, self.keys, random)
 
-    def scorer(self, lead: float | None, lead_of: LeadOf | None = None) -> PromptScorer:
-        claim = TenantClaim(lead, lead_of)
+    def scorer(self, lag: float | None, lag_of: LagOf | None = None) -> PromptScorer:
+        claim = TenantClaim(lag, lag_of)
         return PromptScorer(self.context(Random(0)), self.request, self.clock.now_s(), claim)
 
     def join(self, name: str) -> None:
@@ -221,11 +221,11 @@ def test_decode_worker_without_a_slot_leaves_the_prompt_to_a_prefill_worker(seed
 
 @given(st.integers(0, 2**32), st.floats(-1e4, 1e4))
 @settings(max_examples=50, deadline=None)
-def test_tenant_with_a_deficit_waits_no_longer_anywhere(seed: int, lead: float) -> None:
+def test_tenant_with_a_deficit_waits_no_longer_anywhere(seed: int, lag: float) -> None:
     world = World(Random(seed), 8)
     stations = world.side(WorkerRole.PREFILL).views(world.index)
     waits_s = []
-    for each in (lead, lead + 100.0):
+    for each in (lag, lag - 100.0):
         candidates = world.scorer(each).prefill_candidates(stations)
         waits_s.append([candidate.wait_s for candidate in candidates])
     assert all(sooner <= later for sooner, later in zip(*waits_s, strict=True))
@@ -244,16 +244,16 @@ def test_tenant_with_a_deficit_counts_no_harm_to_tenants_beyond_their_share() ->
         world.in_flight.enter(key, InFlightAttempt("g", id_of("d9"), "", 10, 20, 0.1, scheduling_class))
         world.in_flight.started(key)
     world.in_flight.check_integrity()
-    leads = {own: -5.0, equal: -1.0, beyond: 0.0, lower: -9.0, higher: 9.0}
+    lags = {own: 5.0, equal: 1.0, beyond: 0.0, lower: 9.0, higher: -9.0}
 
-    def num_delayed(lead: float | None) -> int:
+    def num_delayed(lag: float | None) -> int:
         views = world.side(WorkerRole.DECODE).views(world.index)
-        (decoder,) = world.scorer(lead, leads.get).decode_candidates(
+        (decoder,) = world.scorer(lag, lags.get).decode_candidates(
             [view for view in views if view.id == id_of("d9")]
         )
         return decoder.num_delayed
 
-    assert num_delayed(-5.0) == 1 + 2 + 16
+    assert num_delayed(5.0) == 1 + 2 + 16
     assert num_delayed(0.0) == num_delayed(None) == 1 + 2 + 4 + 8 + 16
 
 
@@ -271,7 +271,7 @@ def test_delay_of_running_decodes_ends_with_their_answers(num_output_tokens: int
         world.in_flight.enter((scheduling_class.tenant, 0), entry)
         world.in_flight.started((scheduling_class.tenant, 0))
     views = world.side(WorkerRole.DECODE).views(world.index)
-    (decoder,) = world.scorer(-1.0, {beyond: 5.0}.get).decode_candidates(
+    (decoder,) = world.scorer(1.0, {beyond: -5.0}.get).decode_candidates(
         [view for view in views if view.id == worker.id]
     )
     fixed_s, sequence_s, context_s, token_s = world.model.of(worker.id).step.coefficients
@@ -296,7 +296,7 @@ def test_arrival_rate_counts_where_prompts_are_computed() -> None:
     assert rates[1] > 1.9 * rates[2] > 0
 
 
-DEFICIT, SERVED = TenantClaim(lead=-1.0), TenantClaim(lead=0.0)
+DEFICIT, SERVED = TenantClaim(lag=1.0), TenantClaim(lag=0.0)
 
 
 @pytest.mark.parametrize(("turn", "has_deficit"), [(DEFICIT, True), (SERVED, False), (TenantClaim(), False)])
@@ -306,13 +306,15 @@ def test_choice_tells_a_deficit_of_its_tenant(turn: TenantClaim, has_deficit: bo
     assert cost_policy.choose(world.request, world.field(), turn).has_deficit is has_deficit
 
 
-@pytest.mark.parametrize("turn", [SERVED, TenantClaim(lead=1e6), TenantClaim()])
+@pytest.mark.parametrize("turn", [SERVED, TenantClaim(lag=-1e6), TenantClaim()])
 def test_flood_of_another_tenant_does_not_delay_a_tenant_with_a_deficit(turn: TenantClaim) -> None:
     world = World(Random(0), 8)
     field, cost_policy = world.field(), CostPolicy(world.context(Random(0)))
 
     def crowds_s(turn: TenantClaim) -> set[float]:
-        return {each.terms.crowd_s for each in cost_policy.choose(world.request, field, turn).candidates}
+        return {
+            each.terms.queue_delay_s for each in cost_policy.choose(world.request, field, turn).candidates
+        }
 
     for _ in range(50):
         cost_policy.expect(cost_policy.choose(world.request, field, turn), PROMPT_TOKENS)
@@ -328,7 +330,7 @@ def test_prompts_of_a_tenant_with_a_deficit_delay_all_later_prompts() -> None:
     cost_policy.expect(cost_policy.choose(world.request, field, DEFICIT), PROMPT_TOKENS)
     for turn in (DEFICIT, SERVED, TenantClaim()):
         choice = cost_policy.choose(world.request, field, turn)
-        assert all(each.terms.crowd_s > 0.0 for each in choice.candidates)
+        assert all(each.terms.queue_delay_s > 0.0 for each in choice.candidates)
 
 
 @pytest.mark.parametrize("prefill", ["p0", ""])
@@ -350,10 +352,14 @@ def test_local_prefill_harms_running_decodes(prefill: str) -> None:
     for key in keys:
         world.in_flight.started(key)
     after, compute_s = local(), before.compute_s
-    assert compute_s > 0.0 and after.terms.harm_s == pytest.approx(before.harm_s + num * compute_s)
+    assert compute_s > 0.0 and after.terms.decode_delay_s == pytest.approx(
+        before.decode_delay_s + num * compute_s
+    )
     assert after.total_s == pytest.approx(after.terms.total_s)
     world.in_flight.beat(world.members[0].worker, Heartbeat(load=WorkerLoad(), attempts=((id_of("old"), 0),)))
-    assert local().terms.harm_s > after.terms.harm_s + compute_s, "what only the worker knows of decodes"
+    assert local().terms.decode_delay_s > after.terms.decode_delay_s + compute_s, (
+        "what only the worker knows of decodes"
+    )
 
 
 def test_tenant_beyond_its_share_is_not_waited_for() -> None:
@@ -365,8 +371,8 @@ def test_tenant_beyond_its_share_is_not_waited_for() -> None:
         world.in_flight.enter((id_of(name), 0), entry)
     cost_policy = CostPolicy(world.context(Random(0)))
 
-    def queue_s(lead_of_other: float) -> float:
-        turn = TenantClaim(lead=0.0, lead_of={other: lead_of_other}.__getitem__)
+    def queue_s(had_by_other: float) -> float:
+        turn = TenantClaim(lag=0.0, lag_of={other: -had_by_other}.__getitem__)
         choice = cost_policy.choose(world.request, world.field(), turn)
         return next(each for each in choice.candidates if each.prefill).terms.queue_s
 

@@ -134,7 +134,7 @@ def test_coefficient_of_zero_elsewhere_can_be_learnt_here() -> None:
     parent = Fit(PULL_PRIOR)
     for size in sizes:
         parent.learn(1e-9 * size, 1.0, size)
-    child = parent.heir()
+    child = parent.successor()
     for size in sizes:
         child.learn(0.02 + 1e-9 * size, 1.0, size)
     assert child.predict(1.0, 10**6) == pytest.approx(0.021, rel=0.05)

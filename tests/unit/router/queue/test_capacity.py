@@ -116,8 +116,8 @@ def test_overtaken_prompts_take_no_slot() -> None:
     fleet = SmallWorkers("p0", "d0")
     fleet.dispatch("0", NOISY)
     fleet.dispatch("1", NOISY)
-    deficit = NewPrompt(A, 10_000, -20_000.0, {NOISY: 20_000.0}.get)
-    assert not fleet.can_compute(NewPrompt(NOISY, 10_000, 20_000.0))
+    deficit = NewPrompt(A, 10_000, 20_000.0, {NOISY: -20_000.0}.get)
+    assert not fleet.can_compute(NewPrompt(NOISY, 10_000, -20_000.0))
     assert fleet.can_compute(deficit)
     fleet.dispatch("2")
     assert fleet.can_compute(deficit), "one prompt of its own comes first"
@@ -152,13 +152,13 @@ def test_worker_gets_few_prompts_ahead_though_many_tenants_have_equal_deficits(
 ) -> None:
     """The tenant that has had least comes first, as in the queue."""
     fleet = SmallWorkers("p0", "d0")
-    had = dict.fromkeys([SchedulingClass(str(number)) for number in range(10)], 0.0)
+    lags = dict.fromkeys([SchedulingClass(str(number)) for number in range(10)], 0.0)
     num_dispatched = 0
     for number, work in enumerate(works):
-        scheduling_class = min(had, key=had.__getitem__)
-        if fleet.can_compute(NewPrompt(scheduling_class, work * 100, had[scheduling_class], had.get)):
+        scheduling_class = max(lags, key=lags.__getitem__)
+        if fleet.can_compute(NewPrompt(scheduling_class, work * 100, lags[scheduling_class], lags.get)):
             fleet.dispatch(str(number), scheduling_class, work=work, answer=answers[number])
-            had[scheduling_class] += work * 100 + answers[number]
+            lags[scheduling_class] -= work * 100 + answers[number]
             num_dispatched += 1
     assert MIN_COMPUTING <= num_dispatched <= 3 * MIN_COMPUTING
 
@@ -239,7 +239,7 @@ def test_full_workers_are_looked_at_in_turn() -> None:
         scheduling_class = NOISY if name in ("p40", "d20") else A
         for number in range(MIN_COMPUTING):
             fleet.dispatch(f"{name}-{number}", scheduling_class, at=name)
-    deficit = NewPrompt(A, 10_000, -20_000.0, {NOISY: 20_000.0}.get)
+    deficit = NewPrompt(A, 10_000, 20_000.0, {NOISY: -20_000.0}.get)
     for only in ("p40", "d20"):
         looks = [fleet.can_compute(deficit) for _ in range(4)]
         assert any(looks[:2]) and any(looks[2:]), only

@@ -173,7 +173,7 @@ def test_objective_that_idle_workers_would_miss_is_tried_now_and_then() -> None:
     first, second = (asked(name, sla=Sla(ttft_ms=1000)).request for name in ("first", "second"))
     assert fleet.admission.refusal(first, WORK, 0.0, hopeless) is None
     refused = fleet.admission.refusal(second, WORK, 0.0, hopeless)
-    assert refused is not None and not refused.may_return
+    assert refused is not None and not refused.should_retry
     assert fleet.admission.refusal(first, WORK, 0.2, hopeless) is None, "it is on trial at its turn too"
     fleet.clock.advance(TRIAL_S)
     assert fleet.admission.refusal(second, WORK, 0.0, hopeless) is None
@@ -184,10 +184,10 @@ def test_refused_clients_return_one_after_the_other() -> None:
     fleet.forecast.rate.observe(100.0, 0.0, is_busy=True)
     fleet.forecast.rate.observe(102.0, 2000.0, is_busy=True)  # 1000 a second, of which a quarter is kept
     times = [fleet.admission.invite(Refusal.SLO, "", 250.0, 2.0) for _ in range(100)]
-    returning = [each.retry_after_s for each in times if each.may_return]
+    returning = [each.retry_after_s for each in times if each.should_retry]
     assert returning == pytest.approx([2.0 + number for number in range(len(returning))])
     assert PROMISED_S - 2 <= len(returning) <= PROMISED_S
-    others = [each.retry_after_s for each in times if not each.may_return]
+    others = [each.retry_after_s for each in times if not each.should_retry]
     assert min(others) >= PROMISED_S and max(others) <= MOST_RETRY_S
     assert len({round(each) for each in others}) > 30  # they do not come all at once either
 

@@ -200,7 +200,7 @@ def test_objectives_of_ended_requests_do_not_count() -> None:
     case = OverloadCase()
     waiting = case.wait("r", sla=Sla(tpot_ms=50))
     assert case.reading().has_objectives
-    case.queues.remove(waiting.key)
+    case.queues.remove(waiting)
     case.overload.closed(waiting.request)
     assert not case.reading().has_objectives and case.reading().itl == 0.0
 

@@ -11,7 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from baton.fair_queue import CREDIT_AGES
 from baton.messages.control import Ended, Measured, Rejected, Routed, Started, Submit
 from baton.messages.workers import PrefillTimes
-from baton.router.in_flight import Key, SchedulingClass
+from baton.request import AttemptKey
+from baton.router.in_flight import SchedulingClass
 from baton.router.queue.quotas import RequestWork, WorkEstimator
 from baton.router.queue.tenant_queues import QueuedAttempt
 from baton.tenants import Quotas, Refusal, Sla
@@ -49,7 +50,7 @@ class Accounts(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.c = next(a_cluster())
-        self.open: dict[Key, OpenAttempt] = {}
+        self.open: dict[AttemptKey, OpenAttempt] = {}
         self.used: defaultdict[str, float] = defaultdict(float)  # by attempts that have ended
         self.estimator = WorkEstimator()  # a twin of the queue's
         self.num_asked = 0
@@ -61,11 +62,13 @@ class Accounts(RuleBasedStateMachine):
         self.c.peers["h"] = TestPeer.gateway(self.c.router, "h")
         self.c.all_reach_all()
 
-    def is_active(self, key: Key) -> bool:
+    def is_active(self, key: AttemptKey) -> bool:
         return key in self.open and key not in self.c.router.admission_queue
 
-    def draw(self, data: Any, *, active: bool = False) -> Key:
-        key: Key = data.draw(st.sampled_from([key for key in self.open if not active or self.is_active(key)]))
+    def draw(self, data: Any, *, active: bool = False) -> AttemptKey:
+        key: AttemptKey = data.draw(
+            st.sampled_from([key for key in self.open if not active or self.is_active(key)])
+        )
         return key
 
     def say(self, gateway: str, asked_for: Submit) -> None:
@@ -76,7 +79,7 @@ class Accounts(RuleBasedStateMachine):
         if key[0] not in rejected:
             self.open[key] = OpenAttempt(asked_for, gateway, work.prompt, work.answer)
 
-    def close(self, key: Key, num_answered: int | None) -> None:
+    def close(self, key: AttemptKey, num_answered: int | None) -> None:
         """An attempt ends. A waiting attempt has used nothing; an unknown answer counts as expected."""
         was_active, attempt = self.is_active(key), self.open.pop(key)
         if was_active:
@@ -160,7 +163,7 @@ class Accounts(RuleBasedStateMachine):
     def sums_are_exact(self) -> None:
         admission_queue = self.c.router.admission_queue
         admission_queue.check_integrity()
-        clocks, leads = [], []
+        clocks, lags = [], []
         for tenant, weight in WEIGHTS.items():
             of_tenant = {key: each for key, each in self.open.items() if each.tenant == tenant}
             active = [each.charge for key, each in of_tenant.items() if self.is_active(key)]
@@ -172,8 +175,8 @@ class Accounts(RuleBasedStateMachine):
             refused = quotas.refusal(tenant, BUCKET, level + 1e-3)
             assert level > BURST - 1 or (refused and refused.refusal is Refusal.TOKENS_PER_S), tenant
             clocks.append((self.used[tenant] + sum(active)) / weight)
-            leads.append(admission_queue.queues.known_lead(SchedulingClass(tenant, weight)) or 0.0)
-        assert abs((leads[0] - leads[1]) - (clocks[0] - clocks[1])) < 1e-3
+            lags.append(admission_queue.queues.known_lag(SchedulingClass(tenant, weight)) or 0.0)
+        assert abs((lags[1] - lags[0]) - (clocks[0] - clocks[1])) < 1e-3
 
     def teardown(self) -> None:
         for key in list(self.open):
@@ -197,7 +200,7 @@ def test_credit_of_an_absent_tenant_ends_with_ticks() -> None:
     submit(c, *(asked(f"a{n}", num_tokens=LONG) for n in range(3)))
     start(c, "f0", "f1")
     late = QueuedAttempt("g", asked("l", "late"), since_s=0.0, due_s=0.0, work=RequestWork(0.0, 1.0))
-    assert c.router.admission_queue.queues.lead_of(late) < 0
+    assert c.router.admission_queue.queues.lag_of(late) > 0
     for _ in range(CREDIT_AGES):
         c.tick(0.5)
-    assert c.router.admission_queue.queues.lead_of(late) == 0
+    assert c.router.admission_queue.queues.lag_of(late) == 0

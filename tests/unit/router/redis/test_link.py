@@ -5,12 +5,12 @@ import time
 
 import pytest
 
+from baton.cluster.redis_server import RedisServer, find_program
 from baton.messages.control import KvEventBatch
 from baton.messages.workers import Tier
 from baton.pages import KEY_BYTES
 from baton.router.redis import link, outbox
 from baton.router.redis.messages import SharedDispatch, SharedEnded
-from baton.router.redis.server import PrivateRedis, find_program
 from tests.node_peers import a_worker, id_of
 from tests.unit.router.redis_routers import (
     CHAIN,
@@ -31,7 +31,7 @@ W0, W1 = a_worker("w0", num_pages=5000), a_worker("w1", num_pages=5000)
 
 
 def test_router_learns_of_the_workers_of_another_router() -> None:
-    async def scene(redis: PrivateRedis) -> None:
+    async def scene(redis: RedisServer) -> None:
         first, second = RouterStandIn(redis.url, "first"), RouterStandIn(redis.url, "second")
         async with running(first, second):
             await until(lambda: first.link.is_up and second.link.is_up)
@@ -48,7 +48,7 @@ def test_router_learns_of_the_workers_of_another_router() -> None:
 
 
 def test_dispatch_is_soon_known_to_the_other_router() -> None:
-    async def scene(redis: PrivateRedis) -> None:
+    async def scene(redis: RedisServer) -> None:
         first, second = RouterStandIn(redis.url, "first"), RouterStandIn(redis.url, "second")
         dispatch = SharedDispatch(
             request_id=id_of("r"),
@@ -76,7 +76,7 @@ def test_dispatch_is_soon_known_to_the_other_router() -> None:
 
 
 def test_new_router_starts_with_the_pages_that_the_last_router_knew() -> None:
-    async def scene(redis: PrivateRedis) -> None:
+    async def scene(redis: RedisServer) -> None:
         first = RouterStandIn(redis.url, "first")
         async with running(first):
             await until(lambda: first.link.is_up)
@@ -100,7 +100,7 @@ def test_new_router_starts_with_the_pages_that_the_last_router_knew() -> None:
 
 
 def test_redis_holds_pages_of_both_tiers_and_of_live_workers_only() -> None:
-    async def scene(redis: PrivateRedis) -> None:
+    async def scene(redis: RedisServer) -> None:
         router = RouterStandIn(redis.url, "first")
         async with running(router):
             await until(lambda: router.link.is_up)
@@ -111,7 +111,7 @@ def test_redis_holds_pages_of_both_tiers_and_of_live_workers_only() -> None:
             router.report(W0, CHAIN[6 * KEY_BYTES : 8 * KEY_BYTES], is_stored=False)
             router.report(W1, CHAIN)
             await until_known(redis, {W0.id: 8, W1.id: 40})
-            router.report(W0, CHAIN[: 3 * KEY_BYTES], is_afresh=True)
+            router.report(W0, CHAIN[: 3 * KEY_BYTES], is_snapshot=True)
             await until_known(redis, {W0.id: 3, W1.id: 40})
             router.leave(W1)
             await until_known(redis, {W0.id: 3})
@@ -120,7 +120,7 @@ def test_redis_holds_pages_of_both_tiers_and_of_live_workers_only() -> None:
 
 
 def test_events_that_two_routers_report_count_once_and_the_worker_stays_for_the_other_router() -> None:
-    async def scene(redis: PrivateRedis) -> None:
+    async def scene(redis: RedisServer) -> None:
         first, second = RouterStandIn(redis.url, "first"), RouterStandIn(redis.url, "second")
         async with running(first, second):
             await until(lambda: first.link.is_up and second.link.is_up)
@@ -151,7 +151,7 @@ def test_events_that_two_routers_report_count_once_and_the_worker_stays_for_the_
 
 
 def test_later_incarnation_fences_the_earlier_one() -> None:
-    async def scene(redis: PrivateRedis) -> None:
+    async def scene(redis: RedisServer) -> None:
         first, second = RouterStandIn(redis.url, "first"), RouterStandIn(redis.url, "second")
         later = a_worker("w0", id=id_of("later"), num_pages=5000)
         async with running(first, second):
@@ -175,7 +175,7 @@ def test_workers_of_a_killed_router_are_forgotten_when_their_leases_expire(
     monkeypatch.setattr(outbox, "LEASE_MS", 300)
     monkeypatch.setattr(link, "RENEW_S", 0.05)
 
-    async def scene(redis: PrivateRedis) -> None:
+    async def scene(redis: RedisServer) -> None:
         first, second = RouterStandIn(redis.url, "first"), RouterStandIn(redis.url, "second")
         async with running(second):
             async with running(first):
@@ -205,7 +205,7 @@ def test_redis_that_is_down_for_long_is_warned_of_once(
 ) -> None:
     monkeypatch.setattr(link, "TOLD_AFTER_S", told_after_s)
 
-    async def scene(redis: PrivateRedis) -> None:
+    async def scene(redis: RedisServer) -> None:
         router = RouterStandIn(redis.url, "first")
         async with running(router):
             await until(lambda: router.link.is_up)

@@ -10,10 +10,10 @@ from functools import partial
 
 import pytest
 
+from baton.cluster.redis_server import RedisServer, find_program
 from baton.messages.control import KvEventBatch
 from baton.pages import KEY_BYTES
 from baton.router.redis.messages import Codec, SharedEnded, SharedJoined, SharedLeft, Snapshot
-from baton.router.redis.server import PrivateRedis, find_program
 from tests.node_peers import a_worker, id_of
 from tests.unit.router.redis_routers import (
     CHAIN,
@@ -35,7 +35,7 @@ W0, W1, W2 = (a_worker(name, num_pages=5000) for name in ("w0", "w1", "w2"))
 
 
 def test_killed_redis_that_comes_back_empty_gets_all_pages_again() -> None:
-    async def scene(redis: PrivateRedis) -> None:
+    async def scene(redis: RedisServer) -> None:
         first, second = RouterStandIn(redis.url, "first"), RouterStandIn(redis.url, "second")
         async with running(first, second):
             await until(lambda: first.link.is_up and second.link.is_up)
@@ -56,7 +56,7 @@ def test_killed_redis_that_comes_back_empty_gets_all_pages_again() -> None:
 
 
 def test_stopped_redis_delays_no_decision() -> None:
-    async def scene(redis: PrivateRedis) -> None:
+    async def scene(redis: RedisServer) -> None:
         router = RouterStandIn(redis.url, "first")
         async with running(router):
             await until(lambda: router.link.is_up)
@@ -80,7 +80,7 @@ def test_stopped_redis_delays_no_decision() -> None:
 
 
 def test_redis_set_back_to_an_old_state_is_brought_up_to_date() -> None:
-    async def scene(redis: PrivateRedis) -> None:
+    async def scene(redis: RedisServer) -> None:
         router = RouterStandIn(redis.url, "first")
         folder = redis.url.removeprefix("unix://").removesuffix("/redis.sock")
         async with running(router):
@@ -107,7 +107,7 @@ def test_redis_set_back_to_an_old_state_is_brought_up_to_date() -> None:
 
 
 def test_redis_without_memory_refuses_and_routing_goes_on() -> None:
-    async def scene(redis: PrivateRedis) -> None:
+    async def scene(redis: RedisServer) -> None:
         router = RouterStandIn(redis.url, "first")
         async with running(router):
             await until(lambda: router.link.is_up)
@@ -124,7 +124,7 @@ def test_redis_without_memory_refuses_and_routing_goes_on() -> None:
 
 
 def test_redis_without_memory_is_counted_when_nothing_changes() -> None:
-    async def scene(redis: PrivateRedis) -> None:
+    async def scene(redis: RedisServer) -> None:
         router = RouterStandIn(redis.url, "first")
         async with running(router):
             await until(lambda: router.link.is_up)
@@ -140,7 +140,7 @@ def test_redis_without_memory_is_counted_when_nothing_changes() -> None:
 
 
 def test_junk_in_redis_is_counted_and_ignored() -> None:
-    async def scene(redis: PrivateRedis) -> None:
+    async def scene(redis: RedisServer) -> None:
         first, second = RouterStandIn(redis.url, "first"), RouterStandIn(redis.url, "second")
         async with connected(redis.url) as connection:
             await connection.call("HSET", NAMES.workers, id_of("x"), b"\x00nonsense")
@@ -159,7 +159,7 @@ def test_junk_in_redis_is_counted_and_ignored() -> None:
 
 
 def test_values_that_no_router_of_the_cluster_has_written_are_ignored() -> None:
-    async def scene(redis: PrivateRedis) -> None:
+    async def scene(redis: RedisServer) -> None:
         first, second = RouterStandIn(redis.url, "first"), RouterStandIn(redis.url, "second")
         forger = Codec(b"another key" * 3)
         forged = KvEventBatch(first=0, keys=CHAIN, pages=tuple(range(40)), generations=(1,) * 40)
@@ -205,7 +205,7 @@ def counts(router: RouterStandIn, counter: str, number: int) -> bool:
 
 
 def test_junk_in_place_of_every_value_does_not_end_the_link() -> None:
-    async def scene(redis: PrivateRedis) -> None:
+    async def scene(redis: RedisServer) -> None:
         first, second = RouterStandIn(redis.url, "first"), RouterStandIn(redis.url, "second")
         async with connected(redis.url) as connection, running(first, second):
             await until(lambda: first.link.is_up and second.link.is_up)
@@ -233,7 +233,7 @@ def test_junk_in_place_of_every_value_does_not_end_the_link() -> None:
 
 
 def test_link_that_fails_as_soon_as_it_is_up_is_made_less_and_less_often() -> None:
-    async def scene(redis: PrivateRedis) -> None:
+    async def scene(redis: RedisServer) -> None:
         router = RouterStandIn(redis.url, "first")
         async with connected(redis.url) as connection:
             last_id = f"{2**64 - 1}-{2**64 - 1}"
@@ -252,7 +252,7 @@ def test_link_that_fails_as_soon_as_it_is_up_is_made_less_and_less_often() -> No
 
 
 def test_scripts_that_redis_has_lost_are_loaded_again() -> None:
-    async def scene(redis: PrivateRedis) -> None:
+    async def scene(redis: RedisServer) -> None:
         router = RouterStandIn(redis.url, "first")
         async with running(router):
             await until(lambda: router.link.is_up)
@@ -283,7 +283,7 @@ def test_without_redis_the_index_in_memory_is_enough() -> None:
 
 
 def test_routing_stays_quick_while_redis_dies_and_gets_all_pages_again() -> None:
-    async def scene(redis: PrivateRedis) -> None:
+    async def scene(redis: RedisServer) -> None:
         router = RouterStandIn(redis.url, "first")
         workers = [a_worker(f"w{number}", num_pages=5000) for number in range(4)]
         turns_s: list[float] = []

@@ -8,11 +8,11 @@ from random import Random
 import pytest
 from redis.exceptions import ResponseError
 
+from baton.cluster.redis_server import RedisServer, find_program
 from baton.messages.bounds import MAX_PULLED_PAGES
 from baton.router.index.prefix_index import SHORT_KEY_BYTES
 from baton.router.redis.client import Command, RedisConnection, is_full
 from baton.router.redis.messages import SharedDispatch
-from baton.router.redis.server import PrivateRedis, find_program
 from tests.node_peers import a_worker, id_of
 from tests.unit.router.redis_routers import (
     CHAIN,
@@ -48,7 +48,7 @@ def dispatch(number: int) -> SharedDispatch:
 
 def test_long_prompts_do_not_fill_redis() -> None:
     async def scene() -> None:
-        async with PrivateRedis(SMALL_BYTES) as redis:
+        async with RedisServer(SMALL_BYTES) as redis:
             router, other = RouterStandIn(redis.url, "first"), RouterStandIn(redis.url, "second")
             async with running(router, other):
                 await until(lambda: router.link.is_up and other.link.is_up)
@@ -85,7 +85,7 @@ def test_full_redis_is_relieved_and_gets_all_pages_again(
     fill: Callable[[RedisConnection, int], Awaitable[None]],
 ) -> None:
     async def scene() -> None:
-        async with PrivateRedis(SMALL_BYTES) as redis, connected(redis.url) as connection:
+        async with RedisServer(SMALL_BYTES) as redis, connected(redis.url) as connection:
             router = RouterStandIn(redis.url, "first")
             with pytest.raises(ResponseError) as refused:
                 for number in count():
@@ -102,7 +102,7 @@ def test_full_redis_is_relieved_and_gets_all_pages_again(
 
 
 def test_fenced_workers_stay_fenced_when_everything_else_is_dropped() -> None:
-    async def scene(redis: PrivateRedis) -> None:
+    async def scene(redis: RedisServer) -> None:
         former, newer = id_of("former"), id_of("newer")
 
         def join(worker_id: str) -> Command:
