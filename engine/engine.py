@@ -106,7 +106,7 @@ class Engine(Replica):
         self.wait_s: float | None = None  # after a step that computed nothing: the time until one can
         self.on_batch: Callable[[int], None] = lambda num_tokens: None  # called before each batch runs
         self._tp_workers = tp_workers
-        self._why_lost: str | None = None  # the reason why the ranks are out of step with each other
+        self._why_lost: str | None = None  # the failure after which the ranks may have different states
         self._busy_since_s: float | None = None  # the end of the last step, if there was more work
         self._seeds = random.Random(config.seed)
         self._meter = PreemptionMeter(runner.pool)
@@ -123,9 +123,9 @@ class Engine(Replica):
     def add(
         self, request: Request, filled: FilledPages | None = None, *, keeps_pages: bool = False
     ) -> tuple[SequenceProgress, ...]:
-        """As `Replica.add`; draws missing seeds. Raises WorkerLost when the ranks are apart."""
+        """As `Replica.add`; draws missing seeds. Raises WorkerLost after a step that failed on some ranks."""
         if self._why_lost is not None:
-            raise WorkerLost(f"{self._why_lost} and left the ranks apart: the engine must be loaded again")
+            raise WorkerLost(f"{self._why_lost}: the ranks may differ, the engine must be loaded again")
         self.check(request)
         sampling = request.sampling
         if sampling.seed is None:
@@ -229,7 +229,8 @@ NUM_PROBE_PAGES: Final = 4
 class PreemptionMeter:
     """Measures the costs of preemption on this machine while the engine runs.
 
-    `rates` is None until a prefill has been seen, and without host pages, where there is no choice of modes.
+    `rates` is None until the second step that computes a prompt, and always without host pages: preemption
+    then recomputes.
     """
 
     def __init__(self, pool: KvPool) -> None:

@@ -9,8 +9,6 @@ from collections.abc import Collection
 from collections.abc import Sequence as Ordered
 from typing import NamedTuple, Protocol
 
-import msgspec
-
 from baton.clock import Clock
 from baton.engine.cache.page_pool import Owner, PagePool, PageState
 from baton.engine.cache.prefix_cache import PageChanges
@@ -47,41 +45,6 @@ class LayerWatch(Protocol):
         On a GPU this holds for work that follows on the current stream.
         """
         ...
-
-
-class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
-    """Sequences and pages at this moment; `total_` fields count since the engine was loaded."""
-
-    num_running: int
-    num_waiting: int
-    num_pages: int
-    num_free_pages: int
-    num_active_pages: int
-    num_cached_pages: int
-    num_leased_pages: int
-    num_quarantined_pages: int
-    num_reservable_pages: int
-    total_queried_tokens: int  # looked up in the prefix cache
-    total_hit_tokens: int  # found there
-    total_preemptions: int
-
-    def load(self) -> Load:
-        """Return the engine's part of a worker's load; the worker adds its own figures."""
-        pages = {
-            "free": self.num_free_pages,
-            "active": self.num_active_pages,
-            "cached": self.num_cached_pages,
-            "leased": self.num_leased_pages,
-            "quarantined": self.num_quarantined_pages,
-        }
-        return Load(
-            num_running=self.num_running,
-            num_waiting=self.num_waiting,
-            pages=pages,
-            prefix_queries_tokens=self.total_queried_tokens,
-            prefix_hits_tokens=self.total_hit_tokens,
-            num_preemptions=self.total_preemptions,
-        )
 
 
 class Replica(ABC):
@@ -162,7 +125,7 @@ class Replica(ABC):
         tokens. The pages are given to `add`, alone or followed by other pages of `owner`, or to `release`.
         ValueError when the owner has a claim already.
         """
-        return self.scheduler.claim(token_ids, salt, owner, multiple_of=multiple_of)
+        return self.scheduler.holds.claim(token_ids, salt, owner, multiple_of=multiple_of)
 
     def release(self, filled: FilledPages) -> None:
         """Release pages that were not added. IntegrityError when the owner does not use them all."""
@@ -190,7 +153,7 @@ class Replica(ABC):
 
     def page_keys(self, token_ids: Ordered[int], salt: bytes, page_size: int) -> list[bytes]:
         """The keys of the full pages of these tokens in a replica of this model with `page_size`."""
-        return self.scheduler.cache.name(token_ids, salt, page_size)
+        return self.scheduler.cache.keys_of(token_ids, salt, page_size)
 
     def pin(self, keys: Ordered[bytes], reader: Owner) -> list[int] | None:
         """Device pages with these keys, which the reader uses until it releases them in the ledger.
@@ -206,29 +169,23 @@ class Replica(ABC):
             self._copy_to_device(tuple(copies), pages, reader)
         return pages
 
-    def take_page_changes(self, *, is_afresh: bool = False) -> PageChanges:
-        """Prefix-cache changes since the last call; with is_afresh, the whole cache."""
-        return self.scheduler.cache.take_changes(is_afresh=is_afresh)
+    def take_page_changes(self, *, is_snapshot: bool = False) -> PageChanges:
+        """Prefix-cache changes since the last call; with is_snapshot, the whole cache."""
+        return self.scheduler.cache.take_changes(is_snapshot=is_snapshot)
 
     # Figures.
 
-    def stats(self) -> EngineStats:
-        """Counts for load reports and metrics."""
+    def load(self) -> Load:
+        """Return the engine's part of a worker's load."""
         self._expire()
         scheduler, pool, cache = self.scheduler, self.scheduler.pool, self.scheduler.cache
-        return EngineStats(
+        return Load(
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
-            num_pages=pool.num_pages,
-            num_free_pages=pool.count(PageState.FREE),
-            num_active_pages=pool.count(PageState.ACTIVE),
-            num_cached_pages=pool.count(PageState.CACHED),
-            num_leased_pages=pool.count(PageState.LEASED),
-            num_quarantined_pages=pool.count(PageState.QUARANTINED),
-            num_reservable_pages=scheduler.holds.num_reservable(),
-            total_queried_tokens=cache.num_queried_tokens,
-            total_hit_tokens=cache.num_hit_tokens,
-            total_preemptions=scheduler.num_preemptions,
+            pages={state.name.lower(): pool.count(state) for state in PageState},
+            prefix_queries_tokens=cache.num_queried_tokens,
+            prefix_hits_tokens=cache.num_hit_tokens,
+            num_preemptions=scheduler.num_preemptions,
         )
 
     def last_step(self) -> StepTimes | None:

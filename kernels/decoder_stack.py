@@ -1,6 +1,6 @@
 """All layers of a decoder in one native call, for a CPU rank that works alone.
 
-Called one by one from Python, the kernels of a small model's decode step take less time than the calls.
+In a decode step of a small model, calling the kernels one by one from Python takes longer than the kernels.
 The result is the same to the bit as that of the single kernels.
 
 Shapes: T tokens, R wanted rows, E hidden, H query heads, K kv heads, D head dim, M positions.

@@ -46,7 +46,7 @@ Owner: TypeAlias = Hashable
 # every rank has written it: each rank reads its part once the mark that the push names has passed there. Work
 # on the model's own stream, including copies to and from the host, comes after earlier steps without a wait.
 
-NOTHING: Final = 0  # a mark that has always passed
+ALWAYS_PASSED: Final = 0  # a mark that has always passed
 _LAYER_BITS: Final = 16
 _WHOLE_STEP: Final = 2**_LAYER_BITS - 1
 
@@ -212,7 +212,7 @@ class PagePool:
     def __init__(self, num_pages: int, page_size: int, steps: StepMarks | None = None) -> None:
         """steps: of the rank that writes the pages; None: every write has ended when a page is released."""
         self._steps = steps
-        self._released_at = [NOTHING] * num_pages  # the latest mark when a sequence released the page
+        self._released_at = [ALWAYS_PASSED] * num_pages  # the latest mark when a sequence released the page
         self.num_pages = num_pages
         self.page_size = page_size
         self._free = list(range(num_pages - 1, -1, -1))
@@ -231,11 +231,11 @@ class PagePool:
     @property
     def launched(self) -> int:
         """The mark of everything launched so far."""
-        return NOTHING if self._steps is None else self._steps.launched
+        return ALWAYS_PASSED if self._steps is None else self._steps.launched
 
     def free_after(self, pages: Iterable[int]) -> int:
         """The mark after which no step writes these pages. No sequence may use them now."""
-        return max((self._released_at[page] for page in pages), default=NOTHING)
+        return max((self._released_at[page] for page in pages), default=ALWAYS_PASSED)
 
     @property
     def num_free(self) -> int:
@@ -353,10 +353,6 @@ class PagePool:
         self._known[page] = 0
         if self._state[page] == _CACHED:
             self._settle(page)
-
-    def oldest_cached(self) -> int | None:
-        """The page to evict next; see `FairLru`."""
-        return self.cached.next_out()
 
     # Leases and quarantine.
 

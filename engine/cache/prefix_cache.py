@@ -42,9 +42,6 @@ class ChangedKeys:
         self._limit = limit
         self._keys: dict[bytes, None] | None = None  # in order; None: everything may have changed
 
-    def __len__(self) -> int:
-        return len(self._keys or ())
-
     def note(self, key: bytes) -> None:
         """Record a changed key."""
         if self._keys is None:
@@ -100,10 +97,6 @@ class HostTier:
     def num_available(self) -> int:
         return len(self._free) + len(self._cached)
 
-    @property
-    def num_cached(self) -> int:
-        return len(self._cached)
-
     def __contains__(self, key: bytes) -> bool:
         return key in self._cached or key in self._pinned
 
@@ -142,7 +135,7 @@ class HostTier:
     def pin(self, key: bytes) -> None:
         """Keep a cached page until it is fetched. Idempotent."""
         if key in self._cached:
-            self._pinned[key] = self._give_up(key)
+            self._pinned[key] = self._uncache(key)
 
     def fetch(self, key: bytes, device_page: int) -> None:
         """Move a pinned page back to the device."""
@@ -151,7 +144,7 @@ class HostTier:
     def drop(self, key: bytes) -> None:
         """Forget a page that is on the device again, if it is here."""
         if key in self:
-            host_page = self._give_up(key) if key in self._cached else self._pinned.pop(key)
+            host_page = self._uncache(key) if key in self._cached else self._pinned.pop(key)
             self._to_host.pop(host_page, None)
             self._free.append(host_page)
 
@@ -174,7 +167,7 @@ class HostTier:
         for host_page, device_page in zip(host_pages[num_dropped:], device_pages, strict=True):
             self._copy_to_device(host_page, device_page)
 
-    def give_up(self, owner: Hashable) -> None:
+    def release_swapped(self, owner: Hashable) -> None:
         """Release the pages of an owner that ended while swapped out."""
         for host_page in self._swapped.pop(owner):
             self._to_host.pop(host_page, None)
@@ -200,9 +193,9 @@ class HostTier:
         if key is None:
             raise IntegrityError("no host page is left although room was promised")
         self.changed.note(key)
-        return self._give_up(key)
+        return self._uncache(key)
 
-    def _give_up(self, key: bytes) -> int:
+    def _uncache(self, key: bytes) -> int:
         """Remove a key from the cached pages; return its host page."""
         host_page, group = self._cached.pop(key)
         self.cached.remove(key, group)
@@ -228,7 +221,7 @@ class PageChange(NamedTuple):
 class PageChanges(NamedTuple):
     """Changed keys, each at most once a tier. A page that has moved is NOWHERE in the tier that it left."""
 
-    is_afresh: bool  # the lists are complete: a key that they lack is not known
+    is_snapshot: bool  # the lists are complete: a key that they lack is not known
     device: list[PageChange]
     host: list[PageChange]
 
@@ -300,12 +293,11 @@ class PrefixCache:
             self._page_keys.extend(keys, token_ids, num_pages, salt)
         return self._known_pages(keys)
 
-    def name(self, token_ids: Ordered[int], salt: bytes, page_size: int) -> list[bytes]:
+    def keys_of(self, token_ids: Ordered[int], salt: bytes, page_size: int) -> list[bytes]:
         """The keys of all full pages of that size; empty when the cache is off."""
         keys: list[bytes] = []
         if self._page_keys is not None:
-            names = self._page_keys.of_size(page_size)
-            names.extend(keys, token_ids, len(token_ids) // page_size, salt)
+            self._page_keys.of_size(page_size).extend(keys, token_ids, len(token_ids) // page_size, salt)
         return keys
 
     def count(self, num_queried_tokens: int, num_hit_tokens: int) -> None:
@@ -318,19 +310,19 @@ class PrefixCache:
         """The device page with this key."""
         return self._page_of.get(key)
 
-    def take_changes(self, *, is_afresh: bool = False) -> PageChanges:
-        """Changes since the last call; everything known if is_afresh or if the changes were not recorded."""
+    def take_changes(self, *, is_snapshot: bool = False) -> PageChanges:
+        """Return the changes since the last call, or all known pages (is_snapshot, or after lost changes)."""
         changed = self.changed.take()
-        if changed is None or is_afresh:
-            device = [self._place(key) for key in self._page_of]
-            return PageChanges(True, device, [self._host_place(key) for key in self.host.known_keys()])
-        host = [self._host_place(key) for key in changed] if self.host.num_pages else []
-        return PageChanges(False, [self._place(key) for key in changed], host)
+        if changed is None or is_snapshot:
+            device = [self._device_change(key) for key in self._page_of]
+            return PageChanges(True, device, [self._host_change(key) for key in self.host.known_keys()])
+        host = [self._host_change(key) for key in changed] if self.host.num_pages else []
+        return PageChanges(False, [self._device_change(key) for key in changed], host)
 
-    def weigh(self, salt: bytes, weight: float) -> None:
+    def set_weight(self, salt: bytes, weight: float) -> None:
         """Set the eviction weight of the pages of this salt."""
-        group = without_public(salt)
-        self.pool.cached.weights[group] = self.host.cached.weights[group] = weight
+        for cached in (self.pool.cached, self.host.cached):
+            cached.set_weight(without_public(salt), weight)
 
     def learn_fetched(self, sequence: Sequence, key: bytes) -> None:
         """Register the last page of the sequence's table, which has just come from the host."""
@@ -370,7 +362,7 @@ class PrefixCache:
         keep: copy evicted pages to the host tier. False for pages that are written outside the step.
         """
         while self.pool.num_free < num_pages:
-            page = self.pool.oldest_cached()
+            page = self.pool.cached.next_out()
             if page is None:
                 raise IntegrityError(f"{num_pages} pages were promised, {self.pool.num_free} are available")
             self._evict(page, keep)
@@ -392,11 +384,11 @@ class PrefixCache:
             if self.pool.state(page) is PageState.CACHED and self._key[page] is None:
                 raise IntegrityError(f"page {page} is cached without a key")
 
-    def _place(self, key: bytes) -> PageChange:
+    def _device_change(self, key: bytes) -> PageChange:
         page = self._page_of.get(key, NOWHERE)
         return PageChange(key, page, 0 if page == NOWHERE else self.pool.generation(page))
 
-    def _host_place(self, key: bytes) -> PageChange:
+    def _host_change(self, key: bytes) -> PageChange:
         page = self.host.page_of(key)
         return PageChange(key, NOWHERE if page is None else page, 0)
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from baton.config.engine import CacheConfig, EngineConfig
-from baton.engine.cache.page_pool import NOTHING, mark_of
+from baton.engine.cache.page_pool import ALWAYS_PASSED, mark_of
 from baton.engine.models.checkpoint import SafetensorsCheckpoint
 from baton.engine.models.model import (
     Model,
@@ -152,8 +152,8 @@ class DeviceSteps:
     """The StepMarks of one rank. The thread that runs the steps calls `make` with growing marks."""
 
     def __init__(self, device: torch.device) -> None:
-        self.launched = NOTHING
-        self._passed = NOTHING
+        self.launched = ALWAYS_PASSED
+        self._passed = ALWAYS_PASSED
         self._is_cuda = device.type == "cuda"
         self._events: deque[tuple[int, torch.cuda.Event]] = deque()  # oldest first
         self._lock = threading.Lock()

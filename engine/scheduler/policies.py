@@ -81,16 +81,16 @@ class QueueWindow:
         return self._max_delay_s if own_s is None else min(self._max_delay_s, own_s)
 
 
-# Batching by request instead of by step, kept for comparison only. Both policies take a batch when the batch
-# before has ended completely: the slowest member holds every seat. Pages for the longest possible answer are
-# set aside at once, so members are not preempted.
+# Batching by request instead of by step, for comparison only. Both policies start a batch only when every
+# sequence of the previous batch has finished, so the slowest sequence blocks all seats. At once they reserve
+# pages for the longest possible answer, so no sequence is preempted.
 
 
 class StaticPolicy:
     """Runs the waiting sequences as one dense tensor.
 
     Prompts are padded to the longest, and a row that has finished is computed as padding until the last row
-    has finished. `num_padded_tokens` is the price.
+    has finished. `num_padded_tokens` counts that work.
     """
 
     def fill(self, planner: StepPlanner, now_s: float) -> float | None:

@@ -37,7 +37,6 @@ class HeldPages:
 
     def __init__(self, queues: SequenceQueues, pool: PagePool) -> None:
         self.are_several = queues.shares.are_several
-        self.are_tracked = self.are_several or queues.have_quotas
         self._queues = queues
         self._pool = pool
         self._change: Counter[str] = Counter()  # scheduling key -> pages that the plan adds or takes
@@ -76,8 +75,7 @@ class HeldPages:
 
     def add(self, share: Share, num_pages: int) -> None:
         """Count so many more fresh pages for the key; fewer if negative."""
-        if self.are_tracked:
-            self._change[share.key] += num_pages
+        self._change[share.key] += num_pages
 
     def num_new(self, share: Share, pages: Iterable[int]) -> int:
         """The number of these pages that the key does not use yet."""
@@ -85,19 +83,17 @@ class HeldPages:
 
     def claim(self, share: Share, pages: Iterable[int]) -> None:
         """Let one of the key's sequences share known pages."""
-        if self.are_tracked:
-            for page in pages:
-                self._change[share.key] += not self._uses(share, page)
-                self._claimed.add((share.key, page))
+        for page in pages:
+            self._change[share.key] += not self._uses(share, page)
+            self._claimed.add((share.key, page))
 
     def release(self, sequence: Sequence) -> None:
         """Take all pages of the sequence's table."""
-        if self.are_tracked:
-            share = sequence.share
-            for page in sequence.page_table:
-                used = self._uses(share, page)
-                self._released[share.key, page] += 1
-                self._change[share.key] -= used and not self._uses(share, page)
+        share = sequence.share
+        for page in sequence.page_table:
+            used = self._uses(share, page)
+            self._released[share.key, page] += 1
+            self._change[share.key] -= used and not self._uses(share, page)
 
     def _uses(self, share: Share, page: int) -> bool:
         key = share.key, page
@@ -162,7 +158,7 @@ class PreemptionCandidates:
     def of_waiting(self, sequence: Sequence, num_lacking: int) -> list[Sequence]:
         """Candidates for a sequence that does not fit although none runs; empty if all together are too few.
 
-        Then holders outside the scheduler have the rest, and will release it.
+        If the list is empty, external holders have the missing pages and will release them.
         """
         others = [other for other in self._waiting_with_pages() if other is not sequence]
         return self._enough(sorted(others, key=self._held.preemption_order, reverse=True), num_lacking)

@@ -96,25 +96,13 @@ class Scheduler:
         )
         sequence.table_version = serial << 32
         self.cache.extend_keys(sequence, sequence.num_tokens // self.pool.page_size)
-        self.cache.weigh(sequence.cache_salt, sequence.weight)
+        self.cache.set_weight(sequence.cache_salt, sequence.weight)
         if filled is not None:
             self.holds.settle(filled, sequence)
         else:
             self.pool.accounts.book(sequence.key, sequence.scheduling_key)
         self._queues.wait(sequence)
         self._version += 1
-
-    def claim(
-        self, token_ids: Ordered[int], salt: bytes, owner: Owner, *, multiple_of: int = 1
-    ) -> FilledPages:
-        """Hold the known prefix of a prompt before there is a sequence; see `Replica.claim_prefix`."""
-        known = self.cache.find(token_ids, salt)
-        while len(known) * self.pool.page_size % multiple_of:
-            known.pop()
-        claim = self.holds.claim(known, owner)
-        self.cache.count(len(token_ids), claim.num_tokens)
-        self._version += 1
-        return claim
 
     def abort(self, request_id: str, choice: int | None = None) -> list[Sequence]:
         """End the live choices of the request, or one choice, and return them; unknown ids return none."""
@@ -372,7 +360,7 @@ class SequencePages:
     def drop(self, sequence: Sequence) -> None:
         """Release everything that the sequence holds, on the device and on the host."""
         if sequence.status is SequenceStatus.SWAPPED:
-            self._host.give_up(sequence.key)
+            self._host.release_swapped(sequence.key)
             sequence.host_pages.clear()
         self._pool.release(sequence.page_table, sequence.key)
         self._clear_table(sequence)
@@ -433,10 +421,10 @@ class ExternalPageHolds:
 
     The watermark: the pages that are not held outside are always enough for the longest live sequence alone,
     at its greatest length. Preemption frees all pages except those held outside, so live sequences can end
-    one after another however long a transfer takes. A reservation also leaves the pages that a newcomer would
-    have to leave: those that running prefills still need, the headroom of running sequences, and those that
-    the first waiting sequence waits for, so that small reservations do not starve that sequence. A sequence
-    that comes after a reservation may have to wait for the reservation, which ends by its deadline.
+    one after another however long a transfer takes. A reservation also leaves the pages that admission keeps
+    back: those that running prefills still need, the headroom of running sequences, and those of the first
+    waiting sequence, so that small reservations do not starve that sequence. A later sequence may wait until
+    the reservation ends, at the latest at its deadline.
     """
 
     def __init__(self, cache: PrefixCache, queues: SequenceQueues) -> None:
@@ -446,16 +434,24 @@ class ExternalPageHolds:
         self._pool = cache.pool
         self._queues = queues
 
-    def claim(self, known: Ordered[int], owner: Owner) -> FilledPages:
-        """Hold `known`, cached pages of the beginning of a prompt. ValueError if the owner has a claim
-        already.
+    def claim(
+        self, token_ids: Ordered[int], salt: bytes, owner: Owner, *, multiple_of: int = 1
+    ) -> FilledPages:
+        """Hold the known prefix of a prompt, in a multiple of `multiple_of` tokens.
+
+        Raises ValueError if the owner has a claim already.
         """
         if owner in self._claims:
             raise ValueError(f"{owner} has claimed pages already")
+        known = self._cache.find(token_ids, salt)
+        while len(known) * self._pool.page_size % multiple_of:
+            known.pop()
         self._pool.share(known, owner)
         if known:
             self._claims[owner] = frozenset(known)
-        return FilledPages(tuple(known), len(known) * self._pool.page_size, owner)
+        num_tokens = len(known) * self._pool.page_size
+        self._cache.count(len(token_ids), num_tokens)
+        return FilledPages(tuple(known), num_tokens, owner)
 
     def release(self, pages: Ordered[int], owner: Owner) -> None:
         """Release claimed or pinned pages. IntegrityError, with nothing released, if the owner lacks one."""

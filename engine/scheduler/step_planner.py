@@ -58,18 +58,15 @@ class PressureMode(NamedTuple):
     makes_room: bool = False
 
 
-NO_PRESSURE: Final = PressureMode()
-
-
 # Cost cap.
 
-# The cost of an over-share key's part of a step, in full steps of first tokens. A lower value cuts long
-# prompts of that key into more steps; a higher value delays the other keys longer.
+# The largest cost of an over-share key's tokens in a step, as a multiple of a full step at context length 0.
+# A lower value cuts long prompts of that key into more steps; a higher value delays the other keys longer.
 MAX_STRETCH: Final = 2.0
 
 
 class CostCap:
-    """Caps how long a step of a key beyond its share delays the sequences that come before it next.
+    """Caps how long one step of an over-share scheduling key delays the other keys.
 
     Each token attends to all tokens before it, so a step full of the last tokens of a long prompt takes
     several times as long as a step of first tokens. Tokens of a key beyond its share therefore take as much
@@ -116,18 +113,18 @@ class StepPlanner:
         *,
         max_num_seqs: int,
         max_num_batched_tokens: int,
-        rates: PreemptionRates | None = None,
-        pressure_mode: PressureMode = NO_PRESSURE,
-        cost_cap: CostCap | None = None,
+        rates: PreemptionRates | None,
+        pressure_mode: PressureMode,
+        cost_cap: CostCap,
     ) -> None:
-        """rates: None preempts by recomputing. cost_cap: None lets all tokens cost the same."""
+        """rates: None preempts by recomputing."""
         self.queues = queues
         self.budget = max_num_batched_tokens
         self.seats = max_num_seqs - queues.num_running
         self.pressure_mode = pressure_mode
         self.num_padded_tokens = 0
         self._rates = rates
-        self._cost_cap = cost_cap or CostCap(queues.shares)
+        self._cost_cap = cost_cap
         self._cache = cache
         self._pool = cache.pool
         self.available = cache.pool.num_available
@@ -323,8 +320,9 @@ class StepPlanner:
         self.budget += self._decodes.pop(key, 0) + self._chunks.pop(key, 0)
         num_taken = self._page_needs.pop(key, 0)
         self.available += num_taken
-        self._held.add(sequence.share, -num_taken)
-        self._held.release(sequence)
+        if self._tracks_keys:
+            self._held.add(sequence.share, -num_taken)
+            self._held.release(sequence)
         if key in self.queues.prefilling:
             self._committed -= self._num_missing_before(sequence) - num_taken
         if not 0 < num_pages <= self._host_available:
