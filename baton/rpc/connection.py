@@ -394,7 +394,7 @@ class MessageStream(Generic[ReceivedT]):
         self._outbox = Outbox(connection)
         self._life = None if link_timeout_s is None else LinkLife(link_timeout_s, time.monotonic())
         self._has_room = threading.Condition()
-        self._num_waiting_bytes = 0  # of messages whose calls are still to be made
+        self._num_waiting_bytes = 0  # of messages with calls that are still to be made
         self._thread: threading.Thread | None = None
 
     def start(self, post: Post, on_message: Callable[[ReceivedT], None], on_lost: Call) -> None:

@@ -15,8 +15,8 @@ At most MAX_STRANGERS sockets may be without a Hello; a further socket displaces
 that are sent during one turn of the loop leave in one write. When the node has handled messages for TURN_S,
 the next messages of all peers wait for the next turn, so an answer never waits for later messages.
 
-`RpcServer` runs on its node's loop. `RpcThread` runs a server on a thread of its own, for a node whose thread
-must never wait for the network.
+`RpcServer` runs on its node's loop. `RpcThread` runs a server on a thread of its own, for a node that must
+never wait for the network.
 """
 
 import asyncio

@@ -123,7 +123,7 @@ def variable(key: str) -> str:
 
 
 def check_variables(environment: Mapping[str, str]) -> None:
-    """Raises ConfigError for an unknown variable whose name is close to a known one.
+    """Raises ConfigError for an unknown variable with a name like a known one.
 
     Variables of all commands are known, since a variable may be meant for another command.
     """

@@ -78,6 +78,31 @@ class AnswerListener(Protocol):
         """The error has ended every choice."""
 
 
+class AnswerFormat(Protocol):
+    """The wire format of an answer: of a chat or of a completion. A chunk of b"" is not sent."""
+
+    def first(self, choice: "AnswerChoice") -> bytes:
+        """Return the chunk before the first text of a choice."""
+
+    def delta(self, choice: "AnswerChoice", delta: Delta) -> bytes:
+        """Return the chunk of some text."""
+
+    def tool_call(self, choice: "AnswerChoice", tool_call: ToolCall) -> bytes:
+        """Return the chunk of one whole tool call; only chats have any."""
+
+    def last(self, choice: "AnswerChoice") -> bytes:
+        """Return the chunk with the finish reason."""
+
+    def usage(self) -> bytes:
+        """Return the chunk with the usage."""
+
+    def whole(self, deltas: Sequence[Delta]) -> Iterator[bytes]:
+        """Return the answer in one piece, as parts that take about a millisecond each; some are empty.
+
+        deltas: by the index of their choice.
+        """
+
+
 class Answer:
     """The running answer to one call. `choices` are ordered by prompt, then by number."""
 

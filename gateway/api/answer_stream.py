@@ -27,10 +27,9 @@ from typing import Final, NamedTuple, overload
 import msgspec
 
 from baton.errors import BatonError, IntegrityError
-from baton.gateway.api.answer import Answer, AnswerChoice, Delta
+from baton.gateway.api.answer import Answer, AnswerChoice, AnswerFormat, Delta
 from baton.gateway.api.call import BYTES_PER_LOGPROB
 from baton.gateway.api.errors import ClientGone, as_api_error
-from baton.gateway.api.format import AnswerFormat
 from baton.gateway.http.protocol import ResponseWriter
 from baton.gateway.streams.resume import DeliveredChoice, ResumePoint
 from baton.gateway.tenants.limiter import Charge
@@ -196,7 +195,7 @@ class AnswerStream:
         self._num_recovered = RECOVERY_SENTENCES  # sentences that were written since the client lagged
         self._progress = progress
         shown = progress.shown if progress is not None else ()
-        # The choices whose chunk before the first text was written.
+        # Choices with a written chunk before their first text.
         self._begun = {index for index, each in enumerate(shown) if each.is_begun}
         self._chunks: list[bytes] = []
         self._num_put_bytes = 0  # of the chunks

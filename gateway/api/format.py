@@ -8,7 +8,6 @@ first chunk may be empty.
 Logprobs may be long: they are written in slices that take about a millisecond.
 """
 
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
@@ -16,7 +15,7 @@ from typing import Any, Final
 
 import orjson
 
-from baton.gateway.api.answer import Answer, AnswerChoice, Delta
+from baton.gateway.api.answer import Answer, AnswerChoice, AnswerFormat, Delta
 from baton.gateway.text.tokenizer import Tokenizer
 from baton.gateway.text.tool_calls import ToolCall
 from baton.request import FinishReason, TokenLogprobs
@@ -143,8 +142,14 @@ def _finite(logprob: float) -> float:
 Json = dict[str, Any]
 
 
-class AnswerFormat(ABC):
-    """The wire format of an answer: of a chat or of a completion. A chunk of b"" is not sent."""
+def answer_format(answer: Answer, created_s: int) -> AnswerFormat:
+    """Return the wire format of a chat or of a completion. created_s: in seconds since 1970."""
+    kind = ChatFormat if answer.call.is_chat else CompletionFormat
+    return kind(answer, LogprobsFormat(answer.tokenizer), created_s)
+
+
+class _Format:
+    """The parts that chats and completions share."""
 
     ID_PREFIX = ""
     CHUNK = ""
@@ -166,38 +171,14 @@ class AnswerFormat(ABC):
             and not self._call.returns_token_ids
         )
 
-    @abstractmethod
-    def first(self, choice: AnswerChoice) -> bytes:
-        """Return the chunk before the first text of a choice."""
-
-    @abstractmethod
-    def delta(self, choice: AnswerChoice, delta: Delta) -> bytes:
-        """Return the chunk of some text."""
-
-    @abstractmethod
-    def tool_call(self, choice: AnswerChoice, tool_call: ToolCall) -> bytes:
-        """Return the chunk of one whole tool call; only chats have any."""
-
-    @abstractmethod
-    def last(self, choice: AnswerChoice) -> bytes:
-        """Return the chunk with the finish reason."""
-
-    @abstractmethod
-    def whole(self, deltas: Sequence[Delta]) -> Iterator[bytes]:
-        """Return the answer in one piece, as parts that take about a millisecond each; some are empty.
-
-        deltas: by the index of their choice.
-        """
-
-    def usage(self) -> bytes:
-        """Return the chunk with the usage."""
-        return orjson.dumps({**self._head, "choices": [], "usage": self._usage()})
-
     @cached_property
     def _starts(self) -> list[bytes]:
         """The start of a chunk with a plain delta, for each choice."""
         start = orjson.dumps(self._head)[:-1] + b',"choices":[{"index":'
         return [b"%s%d," % (start, choice.index) for choice in self._answer.choices]
+
+    def usage(self) -> bytes:
+        return orjson.dumps({**self._head, "choices": [], "usage": self._usage()})
 
     def _chunk(self, choice: Json) -> bytes:
         chunk = {**self._head, "choices": [choice]}
@@ -232,8 +213,8 @@ class AnswerFormat(ABC):
         return {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
 
 
-class ChatFormat(AnswerFormat):
-    """The format of `/v1/chat/completions`."""
+class ChatFormat(_Format):
+    """An AnswerFormat for `/v1/chat/completions`."""
 
     ID_PREFIX = "chatcmpl-"
     CHUNK = "chat.completion.chunk"
@@ -301,8 +282,8 @@ class ChatFormat(AnswerFormat):
         return {"content": self._logprobs.chat(delta.logprobs), "refusal": None}
 
 
-class CompletionFormat(AnswerFormat):
-    """The format of `/v1/completions`."""
+class CompletionFormat(_Format):
+    """An AnswerFormat for `/v1/completions`."""
 
     ID_PREFIX = "cmpl-"
     CHUNK = "text_completion"
@@ -393,12 +374,6 @@ class CompletionFormat(AnswerFormat):
         if delta.token_ids:
             self._num_chars[choice.index] = shown["text_offset"][-1] + len(shown["tokens"][-1])
         return shown
-
-
-def answer_format(answer: Answer, created_s: int) -> AnswerFormat:
-    """Return the wire format of a chat or of a completion. created_s: in seconds since 1970."""
-    kind = ChatFormat if answer.call.is_chat else CompletionFormat
-    return kind(answer, LogprobsFormat(answer.tokenizer), created_s)
 
 
 def _message(delta: Delta) -> Json:

@@ -33,7 +33,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 from baton.clock import Clock
 from baton.config.gateway import GatewayConfig
 from baton.errors import BatonError, Overloaded, Refused
-from baton.gateway.api.answer import Answer, AnswerChoice, Delta
+from baton.gateway.api.answer import Answer, AnswerChoice, AnswerFormat, Delta
 from baton.gateway.api.answer_stream import (
     DONE,
     SERVER_SENT_EVENTS,
@@ -46,7 +46,7 @@ from baton.gateway.api.answer_stream import (
 from baton.gateway.api.body_reader import BodyKind, PublicPrefixes, ServedModel
 from baton.gateway.api.call import Call, make_call, raw_fields
 from baton.gateway.api.errors import ApiError, ClientGone, answer_to, invalid, unsupported
-from baton.gateway.api.format import AnswerFormat, answer_format
+from baton.gateway.api.format import answer_format
 from baton.gateway.http.protocol import (
     BLOCK_BYTES,
     RESPONSE_WRITER,

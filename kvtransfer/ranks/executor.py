@@ -264,7 +264,7 @@ class NoSteps:
 class StepGate:
     """Delays commands until the steps of this rank have passed their marks (see engine/cache/page_pool.py).
 
-    A command whose mark has passed runs at once. Otherwise it waits, and all later commands for the same
+    A command runs at once when its mark has passed. Otherwise it waits, and all later commands for the same
     shard wait behind it, so each shard gets its commands in order. While commands wait, a thread checks
     their marks.
     """

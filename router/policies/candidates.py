@@ -219,7 +219,7 @@ Select: TypeAlias = Callable[[Sequence[PairCandidate], int, Callable[[str], floa
 def cheapest(
     candidates: Sequence[PairCandidate], random: int, given: Callable[[str], float]
 ) -> PairCandidate:
-    """Return one of the cheapest candidates: of two drawn at random, the one whose worker was given less.
+    """Return one of the cheapest candidates: of two drawn at random, that with the less used worker.
 
     Two candidates are drawn because every router would otherwise send to the one best worker. Among equal
     totals the candidates with less to compute come first: waiting for a sibling's prefix costs the same as

@@ -5,8 +5,8 @@
 2. The router calls `joined`, `left`, `pages` and `share`, none of which waits. Routing reads only the index
    of this process, and works the same without Redis.
 3. A failure, or a reply that takes longer than a second, closes both connections. After a pause `run` opens
-   them again, adds the workers of this router to Redis again, and writes new snapshots of the workers whose
-   events were lost.
+   them again, adds the workers of this router to Redis again, and writes new snapshots of the workers with
+   lost events.
 
 Without Redis, or with a Redis that hangs or lost its data, routers lack hints about each other's workers.
 This process tries to connect every few seconds.

@@ -1,9 +1,9 @@
 import json
 from typing import Any
 
-from baton.gateway.api.answer import Answer, AnswerChoice, Delta
+from baton.gateway.api.answer import Answer, AnswerChoice, AnswerFormat, Delta
 from baton.gateway.api.call import Prompt
-from baton.gateway.api.format import AnswerFormat, LogprobsFormat, answer_format
+from baton.gateway.api.format import LogprobsFormat, answer_format
 from baton.request import FinishReason, TokenEvent, TokenLogprobs
 from baton.token_ids import TokenIds
 from tests.scripted_service import ScriptedService
