@@ -35,7 +35,7 @@ class Refused(Overloaded):
     def __init__(
         self, message: str, *, refusal: Refusal, retry_after_s: float, should_retry: bool = True
     ) -> None:
-        """should_retry: the client may try again by itself after `retry_after_s`."""
+        """should_retry: the client may retry by itself after `retry_after_s`."""
         super().__init__(message, retry_after_s=retry_after_s)
         self.refusal = refusal
         self.should_retry = should_retry

@@ -321,7 +321,7 @@ class FairLru(Generic[Item]):
         self._groups.clear()
 
     def set_weight(self, group: Group, weight: float) -> None:
-        """Set the weight of a group; 1.0 is that of all others."""
+        """Set the weight of a group; a group without one has 1.0."""
         if weight == 1.0:
             self._weights.pop(group, None)
         else:

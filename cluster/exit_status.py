@@ -1,6 +1,6 @@
 """The exit statuses of Baton's commands and processes.
 
-A process of the cluster that was told to end, by any process, ends with 0.
+A process of the cluster drains and ends with 0 when it is told once to end.
 """
 
 from typing import Final

@@ -4,8 +4,8 @@
 2. `keep` starts the server again each time it ends: at the same URL, and empty. The routers write their state
    to the new server. Without a server the cluster also runs: its routers share nothing, and learn everything
    again after a restart.
-3. `stop` ends the server and removes its folder. The server also ends when the process that started it is
-   killed; the next server removes the folder then.
+3. `stop` ends the server and removes its folder. The server also ends when its starter is killed; the next
+   RedisServer that starts removes the folder then.
 """
 
 import asyncio
@@ -46,7 +46,7 @@ def find_program() -> str | None:
 
 
 class RedisServer:
-    """A redis-server with one URL over all its lives: `async with RedisServer() as redis: redis.url`."""
+    """A redis-server that keeps its URL when it is started again."""
 
     def __init__(self, max_memory_bytes: int = 2**30, *, clock: Clock | None = None) -> None:
         """max_memory_bytes: beyond this limit Redis refuses writes."""
@@ -112,7 +112,7 @@ class RedisServer:
         return await self._process.wait()
 
     async def stop(self) -> None:
-        """Stop the server and remove its folder."""
+        """Stop the server and remove its folder. Cancel `keep` first."""
         await self._end()
         if self._folder is not None:
             await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
@@ -149,8 +149,10 @@ class RedisServer:
             async with asyncio.timeout(START_DEADLINE_S):
                 while not await self._answers(socket):
                     await asyncio.sleep(0.01)
-        except TimeoutError:
+        except BaseException as error:
             await self._end()
+            if not isinstance(error, TimeoutError):
+                raise
             raise ConfigError(f"{program} did not answer in {START_DEADLINE_S:.0f} s") from None
 
     async def _end(self) -> None:

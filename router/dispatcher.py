@@ -122,8 +122,8 @@ class Pairing:
         """Choose the workers of an attempt, or return why there are none now.
 
         reached: the workers that the gateway reaches. full: decode workers without room; they are chosen only
-        when they hold the prompt already. local_tokens: shorter prompts, or equal ones, are computed by their
-        decode worker, whatever the policy says.
+        when they hold the prompt already. local_tokens: prompts of up to so many tokens are computed
+        by their decode worker, whatever the policy says.
         """
         if self._version != self._members.version:
             self._version = self._members.version
@@ -391,7 +391,7 @@ class Dispatcher:
         gateway.peer.send(failed)
 
     def tick(self) -> None:
-        """Reject attempts that have waited too long, and follow the overload level."""
+        """Update the overload level, and reject attempts that have waited too long or are shed."""
         for queued, refused in self._admission_queue.tick():
             self._reject(queued.gateway, queued.key, refused)
         self.dispatch_queued()

@@ -34,8 +34,8 @@ class SchedulingClass(NamedTuple):
     rank: int = 0
 
 
-# A tenant's virtual-time lag: tokens, divided by its weight, that the tenant has had less than others of its
-# rank. Positive: the tenant has a deficit. None: nothing was charged to the tenant.
+# A tenant's virtual-time lag: tokens, divided by its weight, that the tenant has had less than the tenant
+# of its rank that was served last. Positive: the tenant has a deficit. None: it was charged nothing.
 LagOf: TypeAlias = Callable[[SchedulingClass], float | None]
 
 

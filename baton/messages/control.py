@@ -165,7 +165,7 @@ class Rejected(Message, frozen=True):
     reason: Reason
     retry_after_s: Seconds
     refusal: Refusal = Refusal.NO_ROOM  # any other refusal ends the request, and its client is told why
-    should_retry: bool = True  # the client may try again by itself
+    should_retry: bool = True  # the client may retry by itself after `retry_after_s`
 
 
 class Started(Message, frozen=True):

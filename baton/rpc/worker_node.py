@@ -230,7 +230,7 @@ class WorkerReports:
 
 
 class EndedAttempts:
-    """Attempts that have ended here. A router that was suspended may send Dispatch or Prefill of one late.
+    """Attempts that have ended here. A router that was suspended may still send Dispatch or Prefill for one.
 
     The end of an attempt is also the end of all earlier attempts of its request.
     """

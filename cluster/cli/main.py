@@ -1,6 +1,6 @@
 """The command line: `baton serve MODEL`, `baton generate MODEL PROMPT` and the other commands of COMMANDS.
 
-A command ends with 0, also after a cluster was told to stop and has drained, or with a status of
+The exit status is 0, also after a cluster was told to stop and has drained; all others are in
 cluster/exit_status.py. One line on stderr gives the reason for 1 and 2.
 """
 

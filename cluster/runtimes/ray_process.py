@@ -55,7 +55,7 @@ class ProcessActor:
         set_up_logging(given.name, format=given.log_format, force=True)
 
     def serve(self) -> None:
-        """Serve until `stop` is called. Raises bugs, and a BatonError after the process has served."""
+        """Serve until `stop` is called. Raises BatonError only after the process has served."""
         try:
             run(self._given, self._ring, self._stop, self._tell)
         except BatonError as error:

@@ -311,7 +311,7 @@ class PrefixCache:
         return self._page_of.get(key)
 
     def take_changes(self, *, is_snapshot: bool = False) -> PageChanges:
-        """Return the changes since the last call, or all known pages (is_snapshot, or after lost changes)."""
+        """Return the changes since the last call; all pages with is_snapshot or after too many changes."""
         changed = self.changed.take()
         if changed is None or is_snapshot:
             device = [self._device_change(key) for key in self._page_of]

@@ -82,8 +82,8 @@ class QueueWindow:
 
 
 # Batching by request instead of by step, for comparison only. Both policies start a batch only when every
-# sequence of the previous batch has finished, so the slowest sequence blocks all seats. At once they reserve
-# pages for the longest possible answer, so no sequence is preempted.
+# sequence of the previous batch has finished, so the slowest sequence blocks all seats. Each sequence
+# reserves the pages of its longest possible answer, so none is preempted.
 
 
 class StaticPolicy:

@@ -437,7 +437,7 @@ class ExternalPageHolds:
     def claim(
         self, token_ids: Ordered[int], salt: bytes, owner: Owner, *, multiple_of: int = 1
     ) -> FilledPages:
-        """Hold the known prefix of a prompt, in a multiple of `multiple_of` tokens.
+        """Hold the known prefix of a prompt, cut to a multiple of `multiple_of` tokens.
 
         Raises ValueError if the owner has a claim already.
         """

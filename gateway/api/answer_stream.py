@@ -195,7 +195,7 @@ class AnswerStream:
         self._num_recovered = RECOVERY_SENTENCES  # sentences that were written since the client lagged
         self._progress = progress
         shown = progress.shown if progress is not None else ()
-        # Choices with a written chunk before their first text.
+        # Choices with a written first chunk, which comes before any text.
         self._begun = {index for index, each in enumerate(shown) if each.is_begun}
         self._chunks: list[bytes] = []
         self._num_put_bytes = 0  # of the chunks

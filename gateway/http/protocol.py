@@ -186,18 +186,16 @@ def response(error: ApiError) -> bytes:
 
 
 class Deadline:
-    """A timer of one connection."""
+    """A timer of one connection. Only the running timer refers to the connection, so no cycle outlives it."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, passed: Callable[[], None]) -> None:
-        """passed: called when the time is over."""
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._passed = passed
         self._timer: asyncio.TimerHandle | None = None
 
-    def set(self, seconds: float) -> None:
-        """Start the timer, or start it again."""
+    def set(self, seconds: float, passed: Callable[[], None]) -> None:
+        """Start the timer, or start it again. passed: called when the time is over."""
         self.clear()
-        self._timer = self._loop.call_later(seconds, self._passed)
+        self._timer = self._loop.call_later(seconds, passed)
 
     def clear(self) -> None:
         """Stop the timer."""
@@ -229,8 +227,8 @@ class LimitedProtocol(HttpToolsProtocol):
         super().__init__(config, server_state, app_state, _loop)
         self._limits = limits
         self._settings = limits.config
-        self._deadline = Deadline(self.loop, self._late)
-        self._stall = Deadline(self.loop, self._stalled)
+        self._deadline = Deadline(self.loop)
+        self._stall = Deadline(self.loop)
         self._refusal: ApiError | None = None  # nothing is parsed or answered any more
         self._in_header = True
         self._num_raw_bytes = 0  # that came while a header block was not whole
@@ -243,7 +241,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         transport.set_write_buffer_limits(WRITE_HIGH_BYTES, WRITE_LOW_BYTES)
-        self._deadline.set(self._settings.header_timeout_s)
+        self._deadline.set(self._settings.header_timeout_s, self._late)
         is_full = len(self.connections) > self._settings.max_connections
         if is_full and not self._evict():
             self._refuse(TOO_MANY)
@@ -274,7 +272,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._stall.set(self._settings.stall_timeout_s)
+        self._stall.set(self._settings.stall_timeout_s, self._stalled)
 
     def resume_writing(self) -> None:
         super().resume_writing()
@@ -292,7 +290,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._in_header = True
         self._num_header_bytes = 0
         self._num_body_bytes = 0
-        self._deadline.set(self._settings.header_timeout_s)
+        self._deadline.set(self._settings.header_timeout_s, self._late)
         self.scope["extensions"] = {}
 
     def on_url(self, url: bytes) -> None:
@@ -325,7 +323,7 @@ class LimitedProtocol(HttpToolsProtocol):
         if is_upgrade and not self._may_upgrade():
             self._refuse(BAD_UPGRADE)
             return
-        self._deadline.set(self._settings.body_timeout_s)
+        self._deadline.set(self._settings.body_timeout_s, self._late)
         super().on_headers_complete()
         if is_upgrade:
             return
@@ -402,7 +400,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def _late(self) -> None:
         if self.flow.read_paused:  # an earlier answer is on its way: the client is not to blame
-            self._deadline.set(self._settings.body_timeout_s)
+            self._deadline.set(self._settings.body_timeout_s, self._late)
         elif self._num_raw_bytes or not self._in_header:
             self._refuse(TOO_SLOW)
         else:

@@ -49,7 +49,7 @@ class LimitedSocket(WebSocketsSansIOProtocol):
         self.charge: Callable[[int], None] | None = None  # called with the bytes that are held
         self.close_timeout = CLOSE_TIMEOUT_S
         self._limits = limits
-        self._deadline = Deadline(self.loop, self._late)
+        self._deadline = Deadline(self.loop)
         self._is_ended = False  # incoming bytes are ignored
         self._is_message_timed = False  # the deadline is that of a message
         self._queued: deque[int] = deque()  # the bytes of each message that the application has not received
@@ -66,7 +66,7 @@ class LimitedSocket(WebSocketsSansIOProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        self._deadline.set(self._limits.config.header_timeout_s)
+        self._deadline.set(self._limits.config.header_timeout_s, self._late)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._deadline.clear()
@@ -160,7 +160,7 @@ class LimitedSocket(WebSocketsSansIOProtocol):
     def _watch_message(self) -> None:
         has_begun = bool(self.conn.reader.buffer or self.frames)
         if has_begun and not self._is_message_timed:
-            self._deadline.set(self._limits.config.body_timeout_s)
+            self._deadline.set(self._limits.config.body_timeout_s, self._late)
         elif self._is_message_timed and not has_begun:
             self._deadline.clear()
         self._is_message_timed = has_begun
@@ -169,7 +169,7 @@ class LimitedSocket(WebSocketsSansIOProtocol):
         if not self.handshake_complete:
             self.transport.abort()
         elif self._is_message_timed and self.read_paused:  # for the application: the client is not to blame
-            self._deadline.set(self._limits.config.body_timeout_s)
+            self._deadline.set(self._limits.config.body_timeout_s, self._late)
         elif self._is_message_timed:
             self._end(CloseCode.POLICY_VIOLATION, "a message did not arrive in time")
 

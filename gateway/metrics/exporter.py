@@ -3,7 +3,7 @@
 A `Metric` says its name, its help text, the rows that it has (a `Source`), and how to read a row. METRICS is
 the registry: an entry more is a metric more. `prometheus_client` writes the text format.
 
-A scrape of any gateway returns the counts of every gateway behind the port under its own `gateway` label, so
+A scrape of any gateway returns the counts of every gateway behind the port, each with the label `gateway`, so
 sums are complete and no counter decreases. The names that begin with `vllm:` are those that vLLM's
 dashboards and llm-d's endpoint picker read; they are off unless asked for.
 """
@@ -130,7 +130,8 @@ WORKERS: Final = Source[WorkerStatus](
 ROUTERS: Final = Source[RouterStatus](
     ("router",), lambda scrape: [((each.id[:8],), each) for each in scrape.routers]
 )
-# Sums over the queues of all routers; gauges only, because a sum drops when a router dies.
+# The queues of all routers together: sums, and the maximum of levels and waits. All are gauges, because they
+# drop when a router dies.
 QUEUE: Final = Source[QueueStatus]((), _queue_rows)
 QUEUED_TENANTS: Final = Source[TenantStatus](("tenant",), _queued_tenant_rows)
 # Counts of each router since its start. When a router dies, its series ends and no other series decreases.
@@ -270,7 +271,7 @@ METRICS: Final[list[Metric[Any]]] = [
         "baton_overload_escalations", ROUTERS, "Escalations to each level.", "queue.escalations", "level"
     ),
     # The queue
-    gauge("baton_overload_level", QUEUE, "Overload level; 0 is normal.", lambda q: int(q.level)),
+    gauge("baton_overload_level", QUEUE, "Overload level; 0 is calm.", lambda q: int(q.level)),
     gauge("baton_queued_requests", QUEUE, "Requests queued at routers.", "num_queued"),
     gauge("baton_oldest_wait_seconds", QUEUE, "Longest wait in the queue.", "oldest_wait_s"),
     gauge("baton_tenant_queued_requests", QUEUED_TENANTS, "Requests queued at routers.", "num_queued"),

@@ -15,8 +15,8 @@ A request that has lost its worker may have another attempt under these rules:
 2. It is submitted with exponential back-off while no worker has room, for at most `max_wait_s`, or
    `max_begun_wait_s` once its answer has begun. The successor of a lost worker may take minutes to load.
 3. It fails at its deadline if it has no token by then.
-4. It fails after two processes died with it or two workers could not compute it, because the request may be
-   the cause, and when its answer exceeds `max_log_tokens`.
+4. It fails when its answer exceeds `max_log_tokens`. It also fails after two processes died with it or two
+   workers could not compute it, because the request may be the cause.
 
 A process that died and a connection that broke look alike until the connection is back. Where rule 4 depends
 on the difference, the next attempt waits for DOUBT_S. When a node ends or freezes, the request may go from
@@ -56,7 +56,7 @@ class Sink(Protocol):
     """The reader of one request's tokens, called on the loop's thread."""
 
     def tokens(self, events: Sequence[TokenEvent]) -> None:
-        """Take tokens in order, each once. The end is a finish reason on the last one: STOP or LENGTH."""
+        """Take tokens in order, each once. The last one has a finish reason, STOP or LENGTH."""
 
     def failed(self, error: BatonError) -> None:
         """Take the end without an answer."""
@@ -83,9 +83,7 @@ class Service(Protocol):
 
     @property
     def why_not_ready(self) -> str:
-        """The part without which no request can be dispatched, for operators and clients to read; "" when
-        none is missing.
-        """
+        """The part that is missing to dispatch requests, for operators and clients; "" when none is."""
 
     @property
     def workers(self) -> Sequence[Worker]:

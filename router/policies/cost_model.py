@@ -38,7 +38,7 @@ PREFILL_PRIOR: Final = (5e-3, 1e-4, 2e-9)
 STEP_PRIOR: Final = (8e-3, 5e-5, 5e-8, 1e-4)
 LEAST_SEQUENCE: Final = 0.002  # time that a sequence adds to a step, as a share of the fixed part
 _PACE_GAIN: Final = 1 / 64  # weight of one step in its worker's pace
-_MOST_PACE: Final = 64.0  # bound of the pace, and 1 / bound: times as slow as other workers of its kind
+_MOST_PACE: Final = 64.0  # a worker is at most this many times as slow, or as fast, as its kind
 # seconds: fixed; a byte
 PULL_PRIOR: Final = (5e-3, 1e-9)
 HANDOFF_PRIOR: Final = (2e-3, 2e-11)

@@ -9,10 +9,10 @@ Only tenants that may be shed are refused for an objective, and never an attempt
 objective that even idle workers could not keep is refused too, except for a trial now and then: predictions
 are learnt from dispatched requests. A request on trial is not refused at its turn either.
 
-A refusal has a time to retry, the latest of three: the end of the work that earlier refusals were promised,
-which gets the share KEPT of the cluster's time; the time by which the request would be late; and the expected
-end of the overload, after twice the time that the overload has lasted so far. So clients return one after
-another and find room. Beyond PROMISED_S a refusal tells its client not to retry automatically.
+A refusal has a time to retry, the latest of three: when the clients of earlier refusals have had their turns,
+for which the share KEPT of the cluster's time is reserved; when the request would no longer be late; and the
+expected end of the overload, which is expected to go on for twice as long as it has lasted. So clients return
+one after another and find room. Beyond PROMISED_S a refusal tells its client not to retry automatically.
 
     time to the first token = wait for the work before it at the router, at the rate of recently dispatched
     work + wait at the worker, and computing: the least of any prefill worker

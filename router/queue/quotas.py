@@ -38,7 +38,7 @@ class QuotaRefusal(NamedTuple):
     refusal: Refusal
     reason: str
     retry_after_s: float
-    should_retry: bool = True  # the client should retry by itself
+    should_retry: bool = True  # the client may retry by itself after `retry_after_s`
     is_overload: bool = True  # other tenants' work is the cause
 
 

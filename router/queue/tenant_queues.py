@@ -57,8 +57,8 @@ class WorkLine(Generic[Item]):
     """Items in order, each with its work, and the sum of the work before any place among them.
 
     The items are kept in sorted blocks of about `block_size`. `add` and `remove` change one block;
-    `work_before` sums the blocks before the order and a part of one. Each operation takes a few microseconds,
-    with ten items or a million, and leaves no work to a later one.
+    `work_before` sums the blocks before a place and a part of one block. Each operation takes a few
+    microseconds, with ten items or a million, and leaves no work to a later one.
     """
 
     __slots__ = ("_block_size", "_blocks", "_lasts", "_works", "num", "work")

@@ -1,12 +1,18 @@
 import asyncio
+import gc
+import weakref
 from collections.abc import Iterator
 
 import pytest
-from starlette.types import Message
+from starlette.types import Message, Receive, Scope, Send
+from uvicorn.config import Config
+from uvicorn.server import ServerState
 
 from baton.clock import ManualClock
+from baton.config.gateway import GatewayConfig
 from baton.gateway.api.errors import ClientGone
-from baton.gateway.http.protocol import BLOCK_BYTES, TURN_S, respond_in_turns
+from baton.gateway.http.protocol import BLOCK_BYTES, TURN_S, HttpLimits, LimitedProtocol, respond_in_turns
+from baton.messages.workers import Address
 from tests.event_loop import on_loop
 from tests.unit.gateway.calls import Client
 
@@ -78,3 +84,38 @@ def test_long_answer_is_sent_while_it_is_made() -> None:
     assert sum(len(message.get("body", b"")) for message in sent) == 1_000_000
     assert max(num_ahead) <= BLOCK_BYTES + 10_000
     assert sent[-1]["more_body"] is False
+
+
+async def _answer(scope: Scope, receive: Receive, send: Send) -> None:
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+    await send({"type": "http.response.body", "body": b"ok"})
+
+
+@on_loop
+async def test_closed_connection_is_freed_without_the_collector() -> None:
+    gateway = GatewayConfig(model="tiny", routers=(Address("127.0.0.1", 1),), port=0)
+    limits = HttpLimits(config=gateway, refused=lambda code: None)
+    config = Config(_answer, log_config=None, lifespan="off")
+    config.load()
+    connections = list[weakref.ref[LimitedProtocol]]()
+
+    def connect() -> LimitedProtocol:
+        made = LimitedProtocol(limits, config=config, server_state=ServerState(), app_state={})
+        connections.append(weakref.ref(made))
+        return made
+
+    server = await asyncio.get_running_loop().create_server(connect, "127.0.0.1", 0)
+    gc.collect()
+    gc.disable()
+    try:
+        reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+        writer.write(b"GET / HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n")
+        assert (await reader.readuntil(b"ok")).startswith(b"HTTP/1.1 200")
+        writer.close()
+        await writer.wait_closed()
+        async with asyncio.timeout(10):
+            while connections[0]() is not None:
+                await asyncio.sleep(0.01)
+    finally:
+        gc.enable()
+        server.close()
