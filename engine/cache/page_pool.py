@@ -10,7 +10,7 @@ The life of a page:
 5. `reserve` and `lease` hold pages until a deadline. A page that only leases hold is LEASED, so time alone
    frees it. `reserve` takes free pages for incoming data, and `adopt` hands them to a sequence. `lease` keeps
    existing pages for a reader.
-6. `quarantine` names a writer outside this process (a transfer). When the last other holder has released the
+6. `add_writer` names a writer outside this process (a transfer). When the last other holder has released the
    page or its lease has expired, the page is QUARANTINED until every writer has released it. It is never
    reused before.
 7. A sequence may release a page that a launched step has yet to write; the pool then notes the latest step
