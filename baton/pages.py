@@ -14,7 +14,7 @@ from typing import Final
 import msgspec
 
 from baton.errors import ConfigError
-from baton.token_ids import TOKEN_ID_BYTES, TokenIds
+from baton.token_ids import TOKEN_ID_BYTES, pack
 
 KEY_BYTES = 16
 _PUBLIC = b"baton public:"  # the start of a salt with public tokens; their number follows, as u32
@@ -77,13 +77,12 @@ class PageKeys:
             return
         if end > len(token_ids):
             raise ValueError(f"{len(token_ids)} tokens do not fill {num_pages} pages of {size}")
-        packed, page_bytes = TokenIds.of(token_ids[start:end]).packed, size * TOKEN_ID_BYTES
+        packed, page_bytes = pack(token_ids[start:end]), size * TOKEN_ID_BYTES
         for offset in range(0, len(packed), page_bytes):
             if len(keys) == first_private and keys:
                 parent = self.root(parent + salt)
             page_hash = self._page_hash.copy()
-            page_hash.update(parent)
-            page_hash.update(packed[offset : offset + page_bytes])
+            page_hash.update(parent + packed[offset : offset + page_bytes])
             parent = page_hash.digest()
             keys.append(parent)
 

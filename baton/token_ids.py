@@ -1,7 +1,9 @@
 """Token ids as they travel between processes."""
 
 import struct
+import sys
 from abc import ABCMeta
+from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Self, SupportsIndex, overload
 
@@ -10,6 +12,20 @@ import msgspec
 from baton.errors import InvalidRequest
 
 TOKEN_ID_BYTES = 4
+
+
+def pack(token_ids: Sequence[int]) -> bytes:
+    """Return token ids as little-endian u32. Raises InvalidRequest for an id that does not fit 32 bits."""
+    if type(token_ids) is TokenIds:  # isinstance is slow for a class with an ABC's metaclass
+        return token_ids.packed
+    try:
+        packed = array("I", token_ids)
+    except (OverflowError, TypeError):
+        bad = next(each for each in token_ids if not isinstance(each, SupportsIndex) or not 0 <= each < 2**32)
+        raise InvalidRequest(f"token id {bad!r}: expected an integer from 0 to {2**32 - 1}") from None
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()
 
 
 class _SequenceMeta(msgspec.StructMeta, ABCMeta):
@@ -42,14 +58,7 @@ class TokenIds(
     @classmethod
     def of(cls, token_ids: Iterable[int]) -> Self:
         """Pack token ids. Raises InvalidRequest for an id that does not fit 32 bits."""
-        if isinstance(token_ids, cls):
-            return token_ids
-        ids = tuple(token_ids)
-        try:
-            return cls(struct.pack(f"<{len(ids)}I", *ids))
-        except struct.error:
-            bad = next(each for each in ids if not isinstance(each, SupportsIndex) or not 0 <= each < 2**32)
-            raise InvalidRequest(f"token id {bad!r}: expected an integer from 0 to {2**32 - 1}") from None
+        return token_ids if isinstance(token_ids, cls) else cls(pack(tuple(token_ids)))
 
     def __len__(self) -> int:
         return len(self.packed) // TOKEN_ID_BYTES
