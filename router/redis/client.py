@@ -12,6 +12,7 @@ A namespace that no router has renewed for a day expires.
 Each script of scripts/ is one atomic step and uses commands of Redis 6.2: EVALSHA, not functions.
 """
 
+import asyncio
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeAlias
@@ -152,9 +153,21 @@ class RedisConnection:
         return replies
 
     async def aclose(self) -> None:
-        """Close the connection."""
-        for client in (self._client, *self._guards):
-            await client.aclose()
+        """Close the connection, and raise a cancellation only after that.
+
+        The clients close their sockets in tasks, which a cancellation would end before they begin.
+        """
+        closing = [asyncio.ensure_future(client.aclose()) for client in (self._client, *self._guards)]
+        cancelled: asyncio.CancelledError | None = None
+        while pending := [each for each in closing if not each.done()]:
+            try:
+                await asyncio.wait(pending)
+            except asyncio.CancelledError as error:
+                cancelled = error
+        if cancelled is not None:
+            raise cancelled
+        for each in closing:
+            each.result()
 
     def _words(self, command: Command) -> tuple[Argument, ...]:
         if not command.script:
