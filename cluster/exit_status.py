@@ -1,6 +1,7 @@
 """The exit statuses of Baton's commands and processes.
 
-A process of the cluster drains and ends with 0 when it is told once to end.
+A process of the cluster drains and ends with 0 when it is told once to end. The command line
+and every process import this module, so it imports nothing but the errors.
 """
 
 from typing import Final

@@ -79,7 +79,7 @@ class RedisServer:
 
     @property
     def is_running(self) -> bool:
-        """Whether the server's process runs."""
+        """True while the server's process runs."""
         return self._process is not None and self._process.returncode is None
 
     async def start(self) -> None:

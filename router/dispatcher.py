@@ -122,8 +122,8 @@ class Pairing:
         """Choose the workers of an attempt, or return why there are none now.
 
         reached: the workers that the gateway reaches. full: decode workers without room; they are chosen only
-        when they hold the prompt already. local_tokens: prompts of up to so many tokens are computed
-        by their decode worker, whatever the policy says.
+        when they hold the prompt already. local_tokens: the decode worker computes prompts of up to
+        this many tokens, and the policy is not asked.
         """
         if self._version != self._members.version:
             self._version = self._members.version

@@ -240,7 +240,7 @@ class RpcLink(asyncio.Protocol):
 
     @property
     def is_introduced(self) -> bool:
-        """Whether the peer's Hello was accepted."""
+        """True when this end has accepted the peer's Hello."""
         return self._hello is not None
 
     @property

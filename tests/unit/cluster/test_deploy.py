@@ -309,8 +309,14 @@ class Idle:
     )
 
 
+def metrics_text() -> str:
+    """Return what a gateway with this service exports."""
+    exporter = Exporter(Metrics(), Idle(), model="tiny", vllm_names=False)  # type: ignore[arg-type]
+    return exporter.text([Metrics()]).decode()
+
+
 def test_the_dashboard_asks_for_metrics_that_there_are() -> None:
-    exported = Exporter(Metrics(), Idle(), model="tiny", vllm_names=False).text([Metrics()]).decode()  # type: ignore[arg-type]
+    exported = metrics_text()
     there = set()
     for name, kind in re.findall(r"^# TYPE (\w+) (\w+)$", exported, re.MULTILINE):
         there |= {f"{name}_bucket"} if kind == "histogram" else {name}
@@ -332,6 +338,6 @@ def test_the_dashboards_panels_do_not_cover_each_other() -> None:
 
 
 def test_metrics_tell_the_build_and_workers_by_role_and_node() -> None:
-    text = Exporter(Metrics(), Idle(), model="tiny", vllm_names=False).text([Metrics()]).decode()  # type: ignore[arg-type]
+    text = metrics_text()
     assert 'baton_workers{node="host-7",role="decode",state="serving"} 1.0' in text
     assert re.search(r'^baton_build_info\{python="3\.\d+\.\d+",version="[\d.]+"\} 1\.0$', text, re.MULTILINE)

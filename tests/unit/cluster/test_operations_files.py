@@ -10,9 +10,7 @@ from typing import Any, Final
 import pytest
 import yaml
 
-from baton.gateway.metrics.exporter import Exporter
-from baton.gateway.metrics.metrics import Metrics
-from tests.unit.cluster.test_deploy import DEPLOY, ROOT, Idle
+from tests.unit.cluster.test_deploy import DEPLOY, ROOT, metrics_text
 
 RULES: Final = DEPLOY / "prometheus/baton-rules.yml"
 RUNBOOK: Final = ROOT / "docs/operations.md"
@@ -33,7 +31,7 @@ def check(*command: str) -> None:
 
 def exported_metrics() -> set[str]:
     """Return the names of all metrics that a gateway exports."""
-    text = Exporter(Metrics(), Idle(), model="tiny", vllm_names=False).text([Metrics()]).decode()  # type: ignore[arg-type]
+    text = metrics_text()
     return set(re.findall(r"^# TYPE (\w+) ", text, re.MULTILINE))
 
 
