@@ -301,9 +301,8 @@ class Dispatcher:
         self._waiting_for_slot: dict[AttemptKey, NoSlot] = {}
         self._sliced_work = sliced_work or SlicedWork()
         self._is_dispatch_scheduled = False  # a later turn dispatches more of the queue
-        self._unchecked: dict[
-            AttemptKey, str
-        ] = {}  # attempts that came meanwhile, and may overflow -> gateway
+        # Attempts that came meanwhile and may overflow -> gateway
+        self._unchecked: dict[AttemptKey, str] = {}
         self._arriving: dict[AttemptKey, _Arrival] = {}  # the page keys of these prompts are being computed
         # A decode worker was full, so full workers are computed before the choice of a pair, not after.
         self._is_any_full = False

@@ -311,11 +311,8 @@ class CostPolicy:
         prefills: Sequence[PrefillCandidate],
         partners: Mapping[str, Collection[str]],
     ) -> list[PairCandidate]:
-        handoff_s_of, num_tokens, arrival_rate = (
-            self._context.model.handoff_s,
-            scorer.num_tokens,
-            scorer.arrival_rate,
-        )
+        handoff_s_of = self._context.model.handoff_s
+        num_tokens, arrival_rate = scorer.num_tokens, scorer.arrival_rate
         local_prefills = [each.as_prefill for each in decodes]
         sources = scorer.sources([*local_prefills, *prefills]) if self.pulls_prefixes else []
         local_costs = prompt_costs(local_prefills, num_tokens, sources, arrival_rate)
@@ -323,10 +320,8 @@ class CostPolicy:
         remote_costs = prompt_costs(prefills, num_tokens, sources, arrival_rate)
         best = sorted(remote_costs, key=self.rank)[:MAX_COMBINED]
         for decode in sorted(decodes, key=_TOTAL_S)[:MAX_COMBINED]:
-            worker, num_moved = (
-                decode.as_prefill.worker,
-                max(0, num_tokens - decode.as_prefill.num_held_tokens),
-            )
+            worker = decode.as_prefill.worker
+            num_moved = max(0, num_tokens - decode.as_prefill.num_held_tokens)
             for cost in best:
                 prefill = cost.candidate.worker
                 if prefill in partners[worker]:
