@@ -175,6 +175,10 @@ class Host:
         self._call(begin)
         return transfer.hex()
 
+    def is_streaming(self, transfer: str) -> bool:
+        """Return True when what is offered for the transfer is pushed at once."""
+        return bool(self._call(lambda: self.endpoint.is_streaming(bytes.fromhex(transfer))))
+
     def go_on(self, transfer: str) -> None:
         """The rest of it is offered."""
         key = bytes.fromhex(transfer)

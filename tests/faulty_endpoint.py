@@ -5,6 +5,7 @@ from typing import Any
 from baton.kvtransfer.endpoint import KvEndpoint
 from baton.kvtransfer.links import Link
 from baton.kvtransfer.protocol.messages import AnyMessage, Commit, Wrote
+from baton.kvtransfer.protocol.source import SourceHandoff, SourceState
 from baton.kvtransfer.ranks.messages import ShardEvent, ShardReached
 from baton.kvtransfer.transports.pages import PageMemory
 from baton.pages import PageLayout
@@ -56,6 +57,11 @@ class FaultyEndpoint(KvEndpoint):
     def units_per_page(self, transfer: bytes) -> int:
         """Return how many units one page of the source holds."""
         return self._transfers[transfer].handoff._context.plan.source.units_per_page
+
+    def is_streaming(self, transfer: bytes) -> bool:
+        """Return True when every rank of this source has opened its transport, so that offers are pushed."""
+        handoff = self._transfers[transfer].handoff
+        return isinstance(handoff, SourceHandoff) and handoff.state is SourceState.STREAMING
 
     def link_of(self, transfer: bytes) -> Link:
         """The link that carries the messages of a transfer."""

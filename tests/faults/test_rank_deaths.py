@@ -140,7 +140,7 @@ def test_a_rank_that_hangs_keeps_its_pages_until_it_goes_on(replicas: Replicas, 
     try:
         assert source.send(destination.address(), NUM_UNITS) == "handed_over"
         transfer = source.begin(destination.address(), NUM_UNITS, deadline_s=2.0)
-        wait_for(lambda: destination.counts()["FREE"] < NUM_PAGES)
+        wait_for(lambda: source.is_streaming(transfer))
         hanging.signal(signal.SIGSTOP)
         source.go_on(transfer)
         assert source.outcome(transfer) == "failed"
