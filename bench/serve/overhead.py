@@ -5,8 +5,9 @@ same rounds, a bare uvicorn and a bare socket that give the same answers, any ri
 named, and the control plane of an earlier checkout. The checkouts are compared by CPU time a request, which
 other programs on the machine disturb less than rates.
 
-Every round starts the processes anew: of two that run the same code, one takes up to a tenth more CPU time
-than the other for as long as they live.
+In a round the servers run one after the other, each alone on the machine, and every round starts them anew:
+of two control planes of the same code, one takes up to a tenth more CPU time than the other for as long as
+they live.
 """
 
 import asyncio
@@ -18,7 +19,7 @@ import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
-from statistics import median
+from statistics import mean, median, stdev
 from typing import Final, NamedTuple
 
 import psutil
@@ -118,10 +119,11 @@ async def prefilled(url: str) -> int:
 
 
 class Target(NamedTuple):
-    """A server to measure, and the process that has started its processes; None: not known."""
+    """A server to measure."""
 
     url: str
-    pid: int | None = None
+    pid: int | None = None  # of the process that has started the server's processes; None: not known
+    model: str | None = None  # None: the first that the server lists
 
     def cpu_s(self) -> float:
         """Return the CPU time so far of gateways, router and their helpers: all but the stubs."""
@@ -150,44 +152,57 @@ def hosted(plane: Plane, checkout: Path | None = None) -> Iterator[Target]:
 
 
 @contextlib.contextmanager
-def limit(kind: str) -> Iterator[str]:
-    """Run a server that does nothing but answer (bench/serve/limit.py); yield its URL."""
+def limit(kind: str) -> Iterator[Target]:
+    """Run a server that does nothing but answer (bench/serve/limit.py)."""
     with Child("-m", "baton.bench.serve.limit", kind) as child:
-        yield f"http://127.0.0.1:{child.read()}"
+        yield Target(f"http://127.0.0.1:{child.read()}", model="limit")
 
 
-async def measure_round(
-    servers: Mapping[str, Target], points: Sequence[Point], seconds: float, progress: Callable[[str], None]
-) -> dict[tuple[str, Point], Run]:
-    """Measure one round: at every point the servers take turns, in their order."""
-    results, models = {}, {}
-    for name, target in servers.items():
-        with contextlib.closing(Client(Address(target.url))) as client:
-            models[name] = "limit" if name in (UVICORN, SOCKET) else (await model_of(client)).name
-        for point in points:
-            await Hammer(Address(target.url), models[name], point).run(min(WARM_UP_S, seconds))
+@contextlib.contextmanager
+def started(url: str) -> Iterator[Target]:
+    """Yield a server that the user has started."""
+    yield Target(url)
+
+
+async def measure_points(
+    target: Target, points: Sequence[Point], seconds: float, progress: Callable[[str], None]
+) -> dict[Point, Run]:
+    """Measure a server at every point, after a warm-up at each."""
+    with contextlib.closing(Client(Address(target.url))) as client:
+        model = target.model or (await model_of(client)).name
     for point in points:
-        for name, target in servers.items():
-            progress(f"{name}, {point.name}")
-            before_s = target.cpu_s()
-            run = await Hammer(Address(target.url), models[name], point).run(seconds)
-            results[name, point] = run._replace(cpu_s=target.cpu_s() - before_s)
-    return results
+        await Hammer(Address(target.url), model, point).run(min(WARM_UP_S, seconds))
+    runs = {}
+    for point in points:
+        progress(point.name)
+        before_s = target.cpu_s()
+        run = await Hammer(Address(target.url), model, point).run(seconds)
+        runs[point] = run._replace(cpu_s=target.cpu_s() - before_s)
+    return runs
 
 
 def cpu_rows(results: Results) -> list[Row]:
-    """Return the CPU time a request at each point over that of the checkout before, if there is one."""
+    """Return the CPU time a request at each point over that of the checkout before, if there is one.
+
+    The value is the ratio of the medians. The note has the mean of the rounds' ratios too, and the standard
+    error of the mean.
+    """
     rows = []
     for name, point in results:
-        if name == BEFORE:
-            ours_us, before_us = (_cpu_us(results[server, point]) for server in (BATON, BEFORE))
-            note = f"{format_number(ours_us)} us a request, before {format_number(before_us)}"
-            rows.append(at_most(f"CPU time: {point.name}", ours_us / before_us, "times", CPU_BAR, note))
+        if name != BEFORE:
+            continue
+        ours_us, before_us = (_cpu_us(results[server, point]) for server in (BATON, BEFORE))
+        note = f"{format_number(median(ours_us))} us a request, before {format_number(median(before_us))}"
+        ratios = [ours / before for ours, before in zip(ours_us, before_us, strict=False)]
+        if len(ratios) > 1:
+            note += f"; mean of the rounds {mean(ratios):.2f} +- {stdev(ratios) / len(ratios) ** 0.5:.2f}"
+        ratio = median(ours_us) / median(before_us)
+        rows.append(at_most(f"CPU time: {point.name}", ratio, "times", CPU_BAR, note))
     return rows
 
 
-def _cpu_us(runs: Sequence[Run]) -> float:
-    return 1e6 * median(each.cpu_s / len(each.samples) for each in runs if each.samples)
+def _cpu_us(runs: Sequence[Run]) -> list[float]:
+    return [1e6 * each.cpu_s / len(each.samples) for each in runs if each.samples]
 
 
 def path_row(plane: Plane, results: Results, num_prefilled: int) -> Row:

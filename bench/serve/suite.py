@@ -12,9 +12,9 @@ answer counts if it has a finish reason and all its tokens. docs/benchmarks.md e
 
 import argparse
 import asyncio
-import contextlib
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -64,10 +64,11 @@ from baton.bench.serve.overhead import (
     cpu_rows,
     hosted,
     limit,
-    measure_round,
+    measure_points,
     overhead_rows,
     path_row,
     prefilled,
+    started,
 )
 from baton.bench.traces import read_trace
 from baton.config.environment import api_key
@@ -338,30 +339,33 @@ def _measure_overhead(options: argparse.Namespace, report: Report) -> None:
         f"Control plane: {plane.num_gateways} gateways, a router, {plane.num_prefill} prefill and "
         f"{plane.num_decode} decode workers of no model, and the client"
     )
+    servers: dict[str, Callable[[], AbstractContextManager[Target]]] = {
+        BATON: partial(hosted, plane),
+        **{name: partial(started, url) for name, url in _rivals(options.rival).items()},
+        UVICORN: partial(limit, "uvicorn"),
+        SOCKET: partial(limit, "asyncio"),
+    }
+    if options.before is not None:
+        servers[BEFORE] = partial(hosted, plane, options.before)
     results: defaultdict[tuple[str, Point], list[Run]] = defaultdict(list)
     num_prefilled = 0
     for number in range(options.rounds):
-        with contextlib.ExitStack() as stack:
-            ours = stack.enter_context(hosted(plane))
-            servers = {BATON: ours} | {name: Target(url) for name, url in _rivals(options.rival).items()}
-            for name, kind in ((UVICORN, "uvicorn"), (SOCKET, "asyncio")):
-                servers[name] = Target(stack.enter_context(limit(kind)))
-            if options.before is not None:
-                servers[BEFORE] = stack.enter_context(hosted(plane, options.before))
-            in_turn = dict(list(servers.items())[:: 1 if number % 2 == 0 else -1])
-            tell = partial(_tell_round, report, number, options.rounds)
-            measured = uvloop.run(measure_round(in_turn, POINTS, options.seconds, tell))
-            for at, run in measured.items():
-                results[at].append(run)
-            num_prefilled += asyncio.run(prefilled(ours.url)) if plane.num_prefill else 0
+        for name in list(servers)[:: 1 if number % 2 == 0 else -1]:
+            tell = partial(_tell_round, report, number, options.rounds, name)
+            with servers[name]() as target:
+                measured = uvloop.run(measure_points(target, POINTS, options.seconds, tell))
+                if name == BATON and plane.num_prefill:
+                    num_prefilled += asyncio.run(prefilled(target.url))
+            for point, run in measured.items():
+                results[name, point].append(run)
     report.rows += overhead_rows(results, list(servers)) + cpu_rows(results)
     if plane.num_prefill:
         report.rows.append(path_row(plane, results, num_prefilled))
     report.extra = {"plane": plane._asdict(), "rounds": options.rounds, "points": as_json(results)}
 
 
-def _tell_round(report: Report, number: int, num_rounds: int, text: str) -> None:
-    report.tell(f"round {number + 1} of {num_rounds}: {text}", number / num_rounds)
+def _tell_round(report: Report, number: int, num_rounds: int, server: str, point: str) -> None:
+    report.tell(f"round {number + 1} of {num_rounds}: {server}, {point}", number / num_rounds)
 
 
 def _rivals(given: Sequence[str]) -> dict[str, str]:

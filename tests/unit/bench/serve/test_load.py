@@ -133,7 +133,7 @@ class TestClient:
 def test_closed_loop_sends_every_job_once(kind: str, stream: bool) -> None:
     async def run() -> None:
         jobs, shape = random_jobs(20, 1, vocab_size=100), Shape(stream, concurrency=3, slo=Slo(e2el_s=60.0))
-        with limit(kind) as url, closing(Client(Address(url))) as client:
+        with limit(kind) as server, closing(Client(Address(server.url))) as client:
             ran = await Load(client, "m", shape).run(jobs)
         assert len(ran.samples) == 20 and not ran.failures
         assert ran.goodput == pytest.approx(20 / ran.duration_s)
@@ -147,7 +147,7 @@ def test_closed_loop_sends_every_job_once(kind: str, stream: bool) -> None:
 def test_open_loop_sends_jobs_when_they_are_due() -> None:
     async def run() -> None:
         jobs = poisson(random_jobs(10, 1, vocab_size=100), rate=100.0, seed=2)
-        with limit("asyncio") as url, closing(Client(Address(url))) as client:
+        with limit("asyncio") as server, closing(Client(Address(server.url))) as client:
             ran = await Load(client, "m", Shape()).run(jobs)
         assert len(ran.samples) == 10
         assert ran.duration_s >= jobs[-1].arrival_s
@@ -212,9 +212,9 @@ def test_server_without_models_is_an_error() -> None:
 @pytest.mark.parametrize("stream", [True, False])
 def test_hammer_counts_whole_answers(stream: bool) -> None:
     async def run() -> None:
-        with limit("asyncio") as url:
+        with limit("asyncio") as server:
             point = Point(num_tokens=5, stream=stream, num_connections=4)
-            hammered = await Hammer(Address(url), "m", point).run(0.2)
+            hammered = await Hammer(Address(server.url), "m", point).run(0.2)
         assert not hammered.failures and len(hammered.samples) >= 4
         assert hammered.tokens_per_s == pytest.approx(5 * hammered.requests_per_s)
 

@@ -26,7 +26,7 @@ from baton.cluster.cli.main import main
 def test_target_and_rival_are_measured_in_turns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with limit("asyncio") as ours, limit("uvicorn") as theirs:
         status = main(
-            f"bench serve --target {ours} --rival bare={theirs} --model m --requests 6 --rounds 2 "
+            f"bench serve --target {ours.url} --rival bare={theirs.url} --model m --requests 6 --rounds 2 "
             f"--bar-throughput 0.0001 --output {tmp_path}".split()
         )
     assert status == 0
@@ -43,9 +43,9 @@ def test_target_and_rival_are_measured_in_turns(tmp_path: Path, capsys: pytest.C
 
 
 def test_open_loop_with_answers_in_one_piece(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with limit("asyncio") as url:
+    with limit("asyncio") as server:
         main(
-            f"bench serve --target {url} --model m --requests 5 --rounds 1 --rate 200 --unary "
+            f"bench serve --target {server.url} --model m --requests 5 --rounds 1 --rate 200 --unary "
             f"--slo-ttft-ms 60000 --output {tmp_path}".split()
         )
     output = capsys.readouterr().out
@@ -65,9 +65,9 @@ def test_a_trace_is_replayed(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     ]
     trace = tmp_path / "trace.jsonl"
     trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    with limit("asyncio") as url:
+    with limit("asyncio") as server:
         main(
-            f"bench serve --target {url} --model m --trace {trace} --scale 4 --speed 2 --requests 4 "
+            f"bench serve --target {server.url} --model m --trace {trace} --scale 4 --speed 2 --requests 4 "
             f"--rounds 1 --output {tmp_path}".split()
         )
     assert "SSE, open loop, trace.jsonl" in capsys.readouterr().out
@@ -207,6 +207,7 @@ def test_cpu_time_is_compared_with_the_checkout_before() -> None:
     before = [Run([sample] * 20, [], 1.0, cpu_s=cpu_s) for cpu_s in (0.020, 0.019, 0.021)]
     (row,) = cpu_rows({(BATON, IDLE): ours, (BEFORE, IDLE): before})
     assert row.value == pytest.approx(1.1) and row.met is False
+    assert row.note.endswith("; mean of the rounds 29.29 +- 28.21")
     assert cpu_rows({(BATON, IDLE): ours}) == []
 
 
