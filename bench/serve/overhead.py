@@ -184,25 +184,30 @@ async def measure_points(
 def cpu_rows(results: Results) -> list[Row]:
     """Return the CPU time a request at each point over that of the checkout before, if there is one.
 
-    The value is the ratio of the medians. The note has the mean of the rounds' ratios too, and the standard
-    error of the mean.
+    The value is the median of the rounds' ratios; the two servers of a round run one right after the other.
+    The note has the mean of the ratios and its standard error.
     """
     rows = []
     for name, point in results:
         if name != BEFORE:
             continue
-        ours_us, before_us = (_cpu_us(results[server, point]) for server in (BATON, BEFORE))
-        note = f"{format_number(median(ours_us))} us a request, before {format_number(median(before_us))}"
-        ratios = [ours / before for ours, before in zip(ours_us, before_us, strict=False)]
+        rounds = zip(results[BATON, point], results[BEFORE, point], strict=True)
+        pairs_us = [
+            (_cpu_us(ours), _cpu_us(before)) for ours, before in rounds if ours.samples and before.samples
+        ]
+        if not pairs_us:
+            continue  # the row of the answers that do not count says why
+        ratios = [ours_us / before_us for ours_us, before_us in pairs_us]
+        ours_us, before_us = (median(each) for each in zip(*pairs_us, strict=True))
+        note = f"{format_number(ours_us)} us a request, before {format_number(before_us)}"
         if len(ratios) > 1:
             note += f"; mean of the rounds {mean(ratios):.2f} +- {stdev(ratios) / len(ratios) ** 0.5:.2f}"
-        ratio = median(ours_us) / median(before_us)
-        rows.append(at_most(f"CPU time: {point.name}", ratio, "times", CPU_BAR, note))
+        rows.append(at_most(f"CPU time: {point.name}", median(ratios), "times", CPU_BAR, note))
     return rows
 
 
-def _cpu_us(runs: Sequence[Run]) -> list[float]:
-    return [1e6 * each.cpu_s / len(each.samples) for each in runs if each.samples]
+def _cpu_us(run: Run) -> float:
+    return 1e6 * run.cpu_s / len(run.samples)
 
 
 def path_row(plane: Plane, results: Results, num_prefilled: int) -> Row:

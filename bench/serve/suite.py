@@ -339,14 +339,11 @@ def _measure_overhead(options: argparse.Namespace, report: Report) -> None:
         f"Control plane: {plane.num_gateways} gateways, a router, {plane.num_prefill} prefill and "
         f"{plane.num_decode} decode workers of no model, and the client"
     )
-    servers: dict[str, Callable[[], AbstractContextManager[Target]]] = {
-        BATON: partial(hosted, plane),
-        **{name: partial(started, url) for name, url in _rivals(options.rival).items()},
-        UVICORN: partial(limit, "uvicorn"),
-        SOCKET: partial(limit, "asyncio"),
-    }
-    if options.before is not None:
+    servers: dict[str, Callable[[], AbstractContextManager[Target]]] = {BATON: partial(hosted, plane)}
+    if options.before is not None:  # next to the one that it is compared with
         servers[BEFORE] = partial(hosted, plane, options.before)
+    servers |= {name: partial(started, url) for name, url in _rivals(options.rival).items()}
+    servers |= {UVICORN: partial(limit, "uvicorn"), SOCKET: partial(limit, "asyncio")}
     results: defaultdict[tuple[str, Point], list[Run]] = defaultdict(list)
     num_prefilled = 0
     for number in range(options.rounds):

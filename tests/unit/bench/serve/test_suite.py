@@ -209,6 +209,7 @@ def test_cpu_time_is_compared_with_the_checkout_before() -> None:
     assert row.value == pytest.approx(1.1) and row.met is False
     assert row.note.endswith("; mean of the rounds 29.29 +- 28.21")
     assert cpu_rows({(BATON, IDLE): ours}) == []
+    assert cpu_rows({(BATON, IDLE): ours[:1], (BEFORE, IDLE): [Run([], ["late"], 1.0)]}) == []
 
 
 def test_curves_have_no_zero_and_skip_latencies_of_answers_in_one_piece() -> None:
