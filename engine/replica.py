@@ -106,7 +106,7 @@ class Replica(ABC):
         self.scheduler.pressure_mode = PressureMode(small_chunks=small_chunks, makes_room=makes_room)
 
     def has_work(self) -> bool:
-        """Whether any sequence is live."""
+        """True when any sequence is live."""
         return self.scheduler.has_work()
 
     # KV that comes from elsewhere or goes there.

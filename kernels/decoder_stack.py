@@ -172,7 +172,7 @@ class DecoderStack:
 
 
 def can_stack(layers: Sequence[StackLayer], shape: StackShape) -> bool:
-    """Whether the native call takes these weights: packed, and heads it has room for."""
+    """True when the native call takes these weights: packed, and heads it has room for."""
     weights = [linear[0] for layer in layers for linear in (layer.qkv, layer.out, layer.gate_up, layer.down)]
     return all(weight.is_packed for weight in weights) and native_handles(
         weights[0].dtype, shape.num_heads // shape.num_kv_heads, shape.head_dim

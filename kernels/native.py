@@ -128,7 +128,7 @@ def _built_library(compiler: str) -> Path:
 
 
 def _is_trusted_file(path: Path) -> bool:
-    """Whether the file is there and only this user or root can have written it."""
+    """True when the file is there and only this user or root can have written it."""
     try:
         status = path.lstat()
     except FileNotFoundError:
@@ -145,7 +145,7 @@ def _is_trusted_file(path: Path) -> bool:
 
 
 def _is_only_ours(status: os.stat_result) -> bool:
-    """Whether this user or root owns the file and no other user may write it."""
+    """True when this user or root owns the file and no other user may write it."""
     return status.st_uid in (os.geteuid(), 0) and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 

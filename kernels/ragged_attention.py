@@ -136,7 +136,7 @@ def ragged_attention(
 
 
 def native_handles(dtype: torch.dtype, group_size: int, head_dim: int) -> bool:
-    """Whether the C kernel takes heads of this kind; it has room for so many query heads a kv head."""
+    """True when the C kernel takes heads of this kind; it has room for so many query heads a kv head."""
     return (
         native.handles(dtype) and head_dim % 2 == 0 and head_dim <= MAX_HEAD_DIM and group_size <= MAX_GROUP
     )

@@ -120,7 +120,7 @@ def store_kv_reference(key_TKD: Tensor, value_TKD: Tensor, kv_pages: Tensor, slo
 
 
 def _rows_are_whole(key_TKD: Tensor, value_TKD: Tensor, kv_pages: Tensor) -> bool:
-    """Whether every token's heads, and every page's rows, are adjacent and of one dtype."""
+    """True when every token's heads, and every page's rows, are adjacent and of one dtype."""
     head_dim = key_TKD.shape[2]
     return (
         key_TKD.stride()[1:] == value_TKD.stride()[1:] == (head_dim, 1)

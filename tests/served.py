@@ -188,7 +188,7 @@ def free_port() -> int:
 
 
 def accepts(port: int) -> bool:
-    """Whether a process listens on this port of 127.0.0.1."""
+    """True when a process listens on this port of 127.0.0.1."""
     with socket.socket() as probe:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 

@@ -281,7 +281,7 @@ class WorkerPair:
                     host.endpoint.wait(0.001)
 
     def holds(self, kind: type[AnyMessage]) -> bool:
-        """Whether such a message is held back."""
+        """True when such a message is held back."""
         return any(isinstance(letter.message, kind) for letter in self.post.held())
 
     def heard(self, request: Request) -> list[TokenEvent]:

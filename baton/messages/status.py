@@ -41,12 +41,12 @@ class OverloadLevel(IntEnum):
 
     @property
     def small_chunks(self) -> bool:
-        """Whether workers compute prompts in smaller chunks."""
+        """True when workers compute prompts in smaller chunks."""
         return self >= OverloadLevel.SMALL_CHUNKS
 
     @property
     def makes_room(self) -> bool:
-        """Whether workers preempt sequences of the lowest class while pages are short."""
+        """True when workers preempt sequences of the lowest class while pages are short."""
         return self >= OverloadLevel.MAKE_ROOM
 
 

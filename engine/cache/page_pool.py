@@ -64,7 +64,7 @@ class StepMarks(Protocol):
         """The latest mark. Only for the thread that runs the steps."""
 
     def has_passed(self, mark: int) -> bool:
-        """Whether everything launched before the mark is written. From any thread."""
+        """True when everything launched before the mark is written. From any thread."""
 
 
 class PageState(IntEnum):
@@ -262,14 +262,14 @@ class PagePool:
         return self._generation[page]
 
     def is_known(self, page: int) -> bool:
-        """Whether the prefix cache can find the contents, which must not be written then."""
+        """True when the prefix cache can find the contents, which must not be written then."""
         return bool(self._known[page])
 
     def is_available(self, page: int) -> bool:
         return self._state[page] in (_FREE, _CACHED)
 
     def is_freed_by(self, page: int, num_releases: int) -> bool:
-        """Whether the page would be available if that many of its owners released it."""
+        """True when the page would be available if that many of its owners released it."""
         held_outside = page in self._lessees or page in self._writers
         return len(self._users[page]) == num_releases and not held_outside
 
@@ -278,7 +278,7 @@ class PagePool:
         return self._lessees.keys() | self._writers.keys()
 
     def is_only_used_by(self, page: int, owner: Owner) -> bool:
-        """Whether `owner` is the only user and no writer has the page. Leases do not count."""
+        """True when `owner` is the only user and no writer has the page. Leases do not count."""
         return self._users[page] == {owner} and page not in self._writers
 
     def pages_for(self, num_tokens: int) -> int:

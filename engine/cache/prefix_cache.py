@@ -25,7 +25,7 @@ from baton.engine.cache.page_pool import PagePool, PageState
 from baton.engine.scheduler.sequence import PageCopy, Sequence
 from baton.errors import IntegrityError
 from baton.fair_queue import FairLru, Group
-from baton.pages import PageKeys, without_public
+from baton.pages import PageKeys
 
 MAX_CHANGED_KEYS: Final = 1 << 16  # some eight megabytes
 
@@ -319,16 +319,15 @@ class PrefixCache:
         host = [self._host_change(key) for key in changed] if self.host.num_pages else []
         return PageChanges(False, [self._device_change(key) for key in changed], host)
 
-    def set_weight(self, salt: bytes, weight: float) -> None:
-        """Set the eviction weight of the pages of this salt."""
+    def set_weight(self, group: Group, weight: float) -> None:
+        """Set the eviction weight of the pages of this group."""
         for cached in (self.pool.cached, self.host.cached):
-            cached.set_weight(without_public(salt), weight)
+            cached.set_weight(group, weight)
 
     def learn_fetched(self, sequence: Sequence, key: bytes) -> None:
         """Register the last page of the sequence's table, which has just come from the host."""
         table = sequence.page_table
-        group = without_public(sequence.cache_salt)
-        self._learn(table[-1], key, table[-2] if len(table) > 1 else _NO_PAGE, group)
+        self._learn(table[-1], key, table[-2] if len(table) > 1 else _NO_PAGE, sequence.cache_group)
 
     def register(self, sequence: Sequence) -> None:
         """Make the full, computed pages of the sequence known; where a page is known already, share that
@@ -339,14 +338,13 @@ class PrefixCache:
         num_full = sequence.num_computed_tokens // self.pool.page_size
         self.extend_keys(sequence, num_full)
         table, keys = sequence.page_table, sequence.page_keys
-        group = without_public(sequence.cache_salt)
         for index in range(sequence.num_known_pages, num_full):
             parent = table[index - 1] if index else _NO_PAGE
             if index and self._key[parent] != keys[index - 1]:
                 break  # the chain is cut before this page: no lookup could find it
             page, known = table[index], self._page_of.get(keys[index])
             if known is None:
-                self._learn(page, keys[index], parent, group)
+                self._learn(page, keys[index], parent, sequence.cache_group)
             elif known != page:
                 self._replace(sequence, index, known)
         sequence.num_known_pages = num_full

@@ -42,7 +42,7 @@ class DecodeGraphs:
         self._memory = torch.cuda.graph_pool_handle()
 
     def can_replay(self, arrays: StepArrays) -> bool:
-        """Whether the step is a decode step of at most the largest captured size."""
+        """True when the step is a decode step of at most the largest captured size."""
         num_rows = len(arrays.token_ids)
         return arrays.num_decodes == num_rows == len(arrays.logit_rows) and num_rows <= self._sizes[-1]
 

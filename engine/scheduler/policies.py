@@ -232,7 +232,7 @@ class _Seating:
         self.is_open = planner.seats > 0
 
     def has(self, sequence: Sequence) -> bool:
-        """Whether the sequence runs in this step; a waiting sequence is admitted if it fits."""
+        """True when the sequence runs in this step; a waiting sequence is admitted if it fits."""
         if sequence.is_running:
             return not self.planner.is_preempted(sequence)
         if self.planner.pressure_mode.makes_room and not self.planner.leaves_low_water(sequence):
@@ -248,12 +248,12 @@ class _Seating:
 
 
 def _is_peer(sequence: Sequence, other: Sequence) -> bool:
-    """Whether the two have the same scheduling key, class and priority."""
+    """True when the two have the same scheduling key, class and priority."""
     return sequence.share is other.share and sequence.rank[:2] == other.rank[:2]
 
 
 def _waits_for_first_choice(sequence: Sequence, queues: SequenceQueues) -> bool:
-    """Whether a later choice should wait: the first one computes the prompt pages that both will share."""
+    """True when a later choice should wait: the first one computes the prompt pages that both will share."""
     if not sequence.choice or not sequence.page_keys:
         return False
     first = queues.by_key.get((sequence.request_id, 0))

@@ -96,7 +96,7 @@ class Scheduler:
         )
         sequence.table_version = serial << 32
         self.cache.extend_keys(sequence, sequence.num_tokens // self.pool.page_size)
-        self.cache.set_weight(sequence.cache_salt, sequence.weight)
+        self.cache.set_weight(sequence.cache_group, sequence.weight)
         if filled is not None:
             self.holds.settle(filled, sequence)
         else:

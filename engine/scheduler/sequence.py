@@ -24,6 +24,7 @@ import msgspec
 
 from baton.errors import InvalidRequest
 from baton.fair_queue import DecayedShares, Share
+from baton.pages import without_public
 from baton.request import FinishReason, Request, SamplingParams
 
 SequenceKey: TypeAlias = tuple[str, int]  # (request_id, choice)
@@ -119,6 +120,10 @@ class Sequence:
     )  # of the scheduling key, while the sequence is live
     enqueued_s: float = 0.0
     own_s: float = 0.0  # the prompt's part of the step times, see `attribute_step_cost`
+    cache_group: bytes = field(init=False)  # the tenant's own salt; eviction is fair among groups
+
+    def __post_init__(self) -> None:
+        self.cache_group = without_public(self.cache_salt)
 
     @classmethod
     def from_request(
@@ -183,7 +188,7 @@ class Sequence:
 
     @property
     def needs_prompt_logprobs(self) -> bool:
-        """Whether every prompt position must still pass through the model, so that no cached prefix helps.
+        """True when every prompt position must still pass through the model, so that no cached prefix helps.
 
         All choices have the same prompt: only the first choice returns its logprobs, as in vLLM.
         """

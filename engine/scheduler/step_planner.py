@@ -306,7 +306,7 @@ class StepPlanner:
     # Preemption.
 
     def is_preempted(self, sequence: Sequence) -> bool:
-        """Whether this plan preempts the sequence."""
+        """True when this plan preempts the sequence."""
         return sequence.key in self._preempted
 
     def preempt(self, sequence: Sequence, mode: PreemptMode | None = None) -> None:

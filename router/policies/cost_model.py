@@ -142,12 +142,14 @@ class PairSpeeds(msgspec.Struct, frozen=True):
 class StepFit:
     """The time of one worker's steps: that of all workers of its kind, times its pace."""
 
-    __slots__ = ("_kind_fit", "num_measured", "pace")
+    __slots__ = ("_coefficients", "_kind_coefficients", "_kind_fit", "num_measured", "pace")
 
     def __init__(self, kind_fit: Fit) -> None:
         self.num_measured = 0
         self.pace = 1.0
         self._kind_fit = kind_fit
+        self._kind_coefficients: tuple[float, ...] | None = None  # those that `_coefficients` were made of
+        self._coefficients = (0.0, 0.0, 0.0, 0.0)
 
     @property
     def coefficients(self) -> tuple[float, float, float, float]:
@@ -155,11 +157,12 @@ class StepFit:
 
         A sequence is never free, so a worker with more sequences is never as cheap as one with fewer.
         """
-        fixed_s, sequence_s, context_s, token_s = self._kind_fit.coefficients
-        pace, least_s = self.pace, fixed_s * LEAST_SEQUENCE
-        if sequence_s < least_s:
-            sequence_s = least_s
-        return pace * fixed_s, pace * sequence_s, pace * context_s, pace * token_s
+        if self._kind_coefficients is not self._kind_fit.coefficients:
+            self._kind_coefficients = self._kind_fit.coefficients
+            fixed_s, sequence_s, context_s, token_s = self._kind_coefficients
+            sequence_s, pace = max(sequence_s, fixed_s * LEAST_SEQUENCE), self.pace
+            self._coefficients = (pace * fixed_s, pace * sequence_s, pace * context_s, pace * token_s)
+        return self._coefficients
 
     def predict(self, *quantities: float) -> float:
         """Seconds of a step with these quantities."""
@@ -173,6 +176,7 @@ class StepFit:
         pace = max(_LEAST_NOISE_S, taken_s) / predicted_s
         self.pace *= (pace / self.pace) ** _PACE_GAIN
         self.pace = min(_MOST_PACE, max(1 / _MOST_PACE, self.pace))
+        self._kind_coefficients = None
 
     def settle(self) -> None:
         """See `Fit.settle`."""

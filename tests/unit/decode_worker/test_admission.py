@@ -188,7 +188,7 @@ def test_cancelled_grant_makes_room(make_pair: MakePair) -> None:
 
 
 def has_started(pair: WorkerPair, request: Request) -> bool:
-    """Whether the decode worker has answered: the first token is the prefill worker's."""
+    """True when the decode worker has answered: the first token is the prefill worker's."""
     return len(pair.heard(request)) > 1
 
 

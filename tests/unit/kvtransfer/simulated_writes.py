@@ -80,7 +80,7 @@ class Flight:
     registration: Registration | None = None  # once it is being written
 
     def arrive(self) -> bool:
-        """Whether it is over: written now, or drained."""
+        """True when the write is over: written now, or drained."""
         job, host = self.job, self.job.destination
         if self.registration is None:
             registration = host.registrations.get((job.transfer, job.shard))

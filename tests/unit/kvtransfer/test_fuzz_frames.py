@@ -62,7 +62,7 @@ class Receiver:
         self._destinations: dict[bytes, DestinationHandoff] = {}
 
     def serve(self, stream: bytes) -> bool:
-        """Whether the peer was dropped. It hangs up at the end of its stream."""
+        """True when the peer was dropped. It hangs up at the end of its stream."""
         reader = FrameReader()
         self._start_own()
         try:

@@ -150,7 +150,7 @@ class PoolListener:
         self.listener = listener
 
     def ask(self, incarnation: bytes) -> bool:
-        """Whether the pool was given."""
+        """True when the pool was given."""
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
             sock.connect(self.listener.address)
             connection = Connection(sock, KEY, Role.CONNECTING, schema=POOL_SCHEMA)

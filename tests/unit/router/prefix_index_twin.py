@@ -71,7 +71,7 @@ class Twin:
         return held.index(False) if False in held else len(held)
 
     def is_prefix_closed(self, keys: bytes) -> bool:
-        """Whether every worker holds a first part of these pages and none after it, as real workers do."""
+        """True when every worker holds a first part of these pages and none after it, as real workers do."""
         return all(
             self.num_pages(worker_id, keys)
             == sum(key in each.expected or key in each.held for key in split(keys))
