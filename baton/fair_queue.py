@@ -258,7 +258,7 @@ class DecayedShares:
         self.charge(((share, amount) for share in self.active.values()), now_s)
 
     def is_beyond_share(self, share: Share) -> bool:
-        """True when the recent work of the key exceeds its share of all remembered keys by EXCESS of the rest."""
+        """True when the key's recent work exceeds its share of all remembered keys by EXCESS of the rest."""
         if not self._away and not self.are_several:
             return False
         due = share.weight / (self.total_weight + self._away_weight)
