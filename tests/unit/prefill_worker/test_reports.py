@@ -1,5 +1,7 @@
 """What a prefill worker tells a router that asks for it."""
 
+import time
+
 from baton.kvtransfer.protocol.messages import Commit
 from baton.messages.control import KvEventBatch, KvEventsWanted, Measured
 from baton.messages.workers import StepTimes
@@ -52,10 +54,12 @@ def test_prompts_that_share_steps_have_parts_of_them(make_pair: MakePair) -> Non
     pair = make_pair(scheduler={"max_num_batched_tokens": 8})
     pair.tell(pair.prefill, ROUTER, KvEventsWanted())
     prompts = tuple(range(41)), tuple(range(1, 41))
+    began_s = time.monotonic()
     for number, prompt in enumerate(prompts):
         pair.dispatch(a_request(number, prompt))
     pair.turns_until(lambda: len(prefills(pair)) == 2)
-    assert all(0 < times.own_s < times.computed_s for times in prefills(pair))
+    own_s = [times.own_s for times in prefills(pair)]
+    assert min(own_s) > 0 and sum(own_s) < time.monotonic() - began_s
 
 
 def test_times_include_the_prefix_pull(make_pair: MakePair) -> None:
