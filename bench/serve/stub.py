@@ -178,8 +178,7 @@ class StubWorker:
         answer.index += 1
         self._num_tokens += 1
         is_last = answer.index >= (request.sampling.max_tokens or 1)
-        number = (len(request.token_ids) * 31 + request.token_ids[-1] * 7919 + index * 104_729) & 0xFFFFFFFF
-        token_id = FIRST_TOKEN + number % (self._vocab_size - FIRST_TOKEN)
+        token_id = token_at(request, index, self._vocab_size)
         finish_reason = FinishReason.LENGTH if is_last else None
         return TokenEvent(
             request.request_id,
@@ -189,6 +188,13 @@ class StubWorker:
             finish_reason,
             logprobs=_logprobs(token_id, request.sampling.logprobs),
         )
+
+
+def token_at(request: Request, index: int, vocab_size: int) -> int:
+    """Return the token of a stub's answer at this index: a hash of the prompt and the seed."""
+    number = len(request.token_ids) * 31 + request.token_ids[-1] * 7919 + index * 104_729
+    number = (number + (request.sampling.seed or 0) * 15_485_863) & 0xFFFFFFFF
+    return FIRST_TOKEN + number % (vocab_size - FIRST_TOKEN)
 
 
 def _logprobs(token_id: int, num_top: int | None) -> TokenLogprobs | None:

@@ -1,4 +1,4 @@
-"""The router's process, a gateway's end and scripted workers over real sockets."""
+"""The router's process, a gateway's end and stub workers over real sockets."""
 
 import asyncio
 import contextlib
@@ -6,10 +6,10 @@ import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator
-from random import Random
 
 import pytest
 
+from baton.bench.serve.stub import StubWorker, token_at
 from baton.clock import SystemClock
 from baton.config.router import RouterConfig
 from baton.errors import ConfigError
@@ -22,7 +22,8 @@ from tests.new_status import new_status
 from tests.node_peers import a_request, a_worker, id_of
 from tests.unit.baton.rpc.rpc_peers import KEY, until
 from tests.unit.gateway.frontend_peers import ListSink
-from tests.unit.gateway.scripted_workers import ScriptedWorker, golden
+
+VOCAB_SIZE = 50_000
 
 
 @contextlib.asynccontextmanager
@@ -38,26 +39,22 @@ async def a_router(port: int = 0) -> AsyncIterator[Address]:
 
 
 @contextlib.asynccontextmanager
-async def a_scripted_worker(name: str, router: Address) -> AsyncIterator[None]:
+async def a_stub(name: str, router: Address) -> AsyncIterator[None]:
+    """Run a worker that computes nothing until the block ends."""
     role = WorkerRole.PREFILL if name.startswith("p") else WorkerRole.DECODE
     rpc_server = RpcServer(KEY)
     address = await rpc_server.listen()
-    hello = a_worker(name, role, address=address, kv_address=address)
-    worker = ScriptedWorker(hello, router, rpc_server.dial, SystemClock(), Random(1))
-    rpc_server.serve(worker)
-
-    async def work() -> None:
-        while True:
-            worker.step()
-            await asyncio.sleep(0.001)
-
-    working = asyncio.create_task(work())
+    worker = a_worker(name, role, address=address, kv_address=address)
+    rpc_server.serve(StubWorker(worker, (router,), rpc_server.dial, VOCAB_SIZE, step_s=0.001))
     try:
         yield
     finally:
-        working.cancel()
-        await asyncio.gather(working, return_exceptions=True)
         await rpc_server.close()
+
+
+def answer(request: Request) -> list[int]:
+    """Return every token of the whole answer."""
+    return [token_at(request, index, VOCAB_SIZE) for index in range(request.sampling.max_tokens or 0)]
 
 
 @contextlib.asynccontextmanager
@@ -94,13 +91,13 @@ def test_requests_are_answered_through_pairs() -> None:
     async def run() -> None:
         async with (
             a_router() as router,
-            a_scripted_worker("p0", router),
-            a_scripted_worker("d0", router),
+            a_stub("p0", router),
+            a_stub("d0", router),
             a_frontend(router, 2) as frontend,
         ):
             clients = open_some(frontend, 50, 20)
             await until(lambda: not frontend.num_open)
-            assert all(client.token_ids == golden(client.request) for client in clients)
+            assert all(client.token_ids == answer(client.request) for client in clients)
             status = new_status(frontend)
             await until(lambda: (new := status()) is not None and new.num_attempts == 0)
 
@@ -112,7 +109,7 @@ def test_next_router_on_the_port_takes_over() -> None:
         async with contextlib.AsyncExitStack() as stack:
             first = contextlib.AsyncExitStack()
             router = await first.enter_async_context(a_router())
-            await stack.enter_async_context(a_scripted_worker("d0", router))
+            await stack.enter_async_context(a_stub("d0", router))
             frontend = await stack.enter_async_context(a_frontend(router, 1))
             running = open_some(frontend, 3, 2_000)
             await until(lambda: all(client.token_ids for client in running))
@@ -125,7 +122,7 @@ def test_next_router_on_the_port_takes_over() -> None:
             await until(lambda: all(client.finish for client in waiting), timeout_s=10)
             for client in running:
                 frontend.cancel(client.request.request_id)
-            assert all(client.token_ids == golden(client.request) for client in waiting)
+            assert all(client.token_ids == answer(client.request) for client in waiting)
 
     asyncio.run(run())
 
