@@ -19,7 +19,6 @@ import msgspec
 from baton.clock import Clock
 from baton.cluster.runtimes.base import ManagedProcess, ProcessSpec, Runtime
 from baton.errors import BatonError
-from baton.messages.workers import Address
 
 FIRST_S: Final = 0.2  # pause before a process is started again
 LONGEST_S: Final = 10.0
@@ -72,8 +71,8 @@ class Supervised:
         """The name of the process, the same in every life."""
         return self.spec.name
 
-    async def start(self) -> Address:
-        """Start the process, wait until it serves, and return its address.
+    async def start(self) -> None:
+        """Start the process, and wait until it serves.
 
         Raises ConfigError or WorkerLost when the process ends before it serves.
         """
@@ -82,10 +81,9 @@ class Supervised:
         self._process = await self._runtime.spawn(
             msgspec.structs.replace(self.spec, incarnation=next(self._starts))
         )
-        address = await self._process.ready()
+        await self._process.ready()
         self._ready_s = self._clock.now_s()
         self.is_ready = True
-        return address
 
     async def describe(self) -> str:
         """Return the process's name, and its progress while it loads weights."""

@@ -21,8 +21,7 @@ import msgspec
 from baton.engine.scheduler.sequence import ScheduledChunk, SequenceProgress
 from baton.kvtransfer.endpoint import PageEndpoint
 from baton.kvtransfer.protocol.handoff import GrantedTransfer, HandoffOutcome, TransferEnded
-from baton.messages.bounds import MAX_REASON_CHARS
-from baton.messages.control import Failure, Prefill, PrefillFailed
+from baton.messages.control import Prefill
 from baton.messages.workers import PrefillTimes
 from baton.request import AttemptKey, FinishReason, Request
 from baton.rpc.worker_node import PromptTimer
@@ -61,10 +60,6 @@ class PrefillJob:
         return self.prefill.request
 
     @property
-    def decode(self) -> str:
-        return self.prefill.decode
-
-    @property
     def key(self) -> AttemptKey:
         return self.request.key
 
@@ -77,13 +72,9 @@ class PrefillJob:
         """The job's name in the engine: an attempt that two routers dispatched has two jobs."""
         return f"{self.request.request_id}.{self.request.attempt}.{self.transfer.hex()}"
 
-    @property
-    def num_tokens(self) -> int:
-        return self.request.num_tokens
-
     def accepts(self, granted: GrantedTransfer) -> bool:
         """Return whether the grant is for the rest of this prompt, from a page border on."""
-        num_missing = self.num_tokens - granted.position
+        num_missing = self.request.num_tokens - granted.position
         is_rest = num_missing > 0 and granted.num_units == -(-num_missing // granted.unit_tokens)
         return is_rest and not granted.position % self.page_size
 
@@ -129,27 +120,20 @@ class PrefillJob:
         if granted is None or self.progress is None:
             return None
         num_held, num_computed = granted.position, self.progress.num_computed_tokens
-        if num_computed < self.num_tokens and not is_last:
+        if num_computed < self.request.num_tokens and not is_last:
             num_pages = (num_computed - num_held) // self.page_size
             num_units = num_pages * (self.page_size // granted.unit_tokens)
         else:
-            num_pages, num_units = -(-(self.num_tokens - num_held) // self.page_size), granted.num_units
+            num_pages, num_units = (
+                -(-(self.request.num_tokens - num_held) // self.page_size),
+                granted.num_units,
+            )
         if num_pages <= self._num_taken_pages:
             return None
         first = num_held // self.page_size
         pages = self.progress.page_table[first + self._num_taken_pages : first + num_pages]
         self._num_taken_pages = num_pages
         return Offer(tuple(pages), num_units)
-
-
-def refusal(request: Request, failure: Failure, reason: str) -> PrefillFailed:
-    """Return the message that tells the decode worker that there will be no first token."""
-    return PrefillFailed(
-        request_id=request.request_id,
-        attempt=request.attempt,
-        failure=failure,
-        reason=reason[:MAX_REASON_CHARS],
-    )
 
 
 class LayerwiseSend:

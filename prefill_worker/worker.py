@@ -24,10 +24,11 @@ from baton.kvtransfer.endpoint import PageEndpoint
 from baton.kvtransfer.links import KvLinks
 from baton.kvtransfer.prefixes import PulledPrefixes
 from baton.kvtransfer.protocol.handoff import GrantedTransfer, TransferEnded
+from baton.messages.bounds import MAX_REASON_CHARS
 from baton.messages.codec import TOO_LARGE, AnyMessage, fits
-from baton.messages.control import Cancel, Failure, Prefill, Prefilled, with_arrival
+from baton.messages.control import Cancel, Failure, Prefill, Prefilled, PrefillFailed, with_arrival
 from baton.messages.workers import Load
-from baton.prefill_worker.prefill_job import LayerwiseSend, PrefillJob, PrefillStage, refusal
+from baton.prefill_worker.prefill_job import LayerwiseSend, PrefillJob, PrefillStage
 from baton.request import AttemptKey, FilledPages, FinishReason, StepOutput, TokenEvent
 from baton.rpc.peers import Peer, PeerRegistry
 from baton.rpc.worker_node import EndedAttempts, PromptTimer, WorkerNode, WorkerReports, check_one_choice
@@ -123,7 +124,7 @@ class PrefillWorker(WorkerNode):
 
     def _lost_workers(self, ids: list[str]) -> None:
         for job in list(self._jobs.values()):
-            if job.decode in ids:  # the router removed it, but its connection may be up
+            if job.prefill.decode in ids:  # the router removed it, but its connection may be up
                 self._give_up(job, "its decode worker is gone")
                 self._refuse(job.prefill, Failure.BUSY, "the router removed this worker")
 
@@ -132,7 +133,7 @@ class PrefillWorker(WorkerNode):
             return  # a gateway cancels at the decode worker
         self._over.add(cancel.request_id, cancel.attempt)
         for job in list(self._jobs.values()):
-            if job.key == (cancel.request_id, cancel.attempt) and job.decode == peer.hello.id:
+            if job.key == (cancel.request_id, cancel.attempt) and job.prefill.decode == peer.hello.id:
                 self._give_up(job, "the attempt is cancelled")
 
     # A prompt arrives.
@@ -227,8 +228,8 @@ class PrefillWorker(WorkerNode):
         job.timer.computed(output, self._clock.now_s(), self._reports.step_began_s)
         self._num_tokens += output.token_id is not None
         self._peer_registry.emit(job.prefill.gateway, event)
-        self._peer_registry.tell(job.decode, Prefilled(event=event))
-        if job.granted is None and self._peer_registry.peer(job.decode) is None:
+        self._peer_registry.tell(job.prefill.decode, Prefilled(event=event))
+        if job.granted is None and self._peer_registry.peer(job.prefill.decode) is None:
             self._give_up(job, "its decode worker is not connected")  # and has not got the first token
             return
         if reason is None and job.granted is None:
@@ -292,7 +293,13 @@ class PrefillWorker(WorkerNode):
         self._refuse(job.prefill, failure, reason)
 
     def _refuse(self, prefill: Prefill, failure: Failure, reason: str) -> None:
-        self._peer_registry.tell(prefill.decode, refusal(prefill.request, failure, reason))
+        refused = PrefillFailed(
+            request_id=prefill.request.request_id,
+            attempt=prefill.request.attempt,
+            failure=failure,
+            reason=reason[:MAX_REASON_CHARS],
+        )
+        self._peer_registry.tell(prefill.decode, refused)
 
     def _give_up(self, job: PrefillJob, reason: str) -> None:
         """Release everything that the job holds here."""

@@ -193,11 +193,6 @@ class Generation:
         """All choices have ended."""
         return all(choice.finish_reason is not None for choice in self._choices)
 
-    @property
-    def num_generated_tokens(self) -> int:
-        """Tokens of all choices together."""
-        return sum(len(choice.token_ids) for choice in self._choices)
-
     def accept(self, output: StepOutput) -> TextDelta | None:
         """Return the addition to the text; None for a choice that has ended at a stop string."""
         choice = self._choices[output.choice]

@@ -32,7 +32,7 @@ def a_job(
     """A job whose pages are granted from the token `position` on."""
     request = a_request(**fields)
     job = PrefillJob(prefill_of(request, b"t" * 16), page_size, PromptTimer(request, 0.0))
-    num_units = -(-(job.num_tokens - position) // unit_tokens)
+    num_units = -(-(request.num_tokens - position) // unit_tokens)
     job.granted = GrantedTransfer(job.transfer, position, num_units, unit_tokens, num_layer_groups=1)
     job.progress = progress = Computed()
     return job, progress
@@ -107,7 +107,7 @@ def test_nothing_leaves_before_pages_are_granted() -> None:
 
 def test_the_answer_so_far_leaves_with_the_prompt() -> None:
     job, progress = a_job(attempt=1, generated_token_ids=(1, 2, 3, 4))
-    assert job.num_tokens == 45
+    assert job.request.num_tokens == 45
     progress.num_computed_tokens = 41
     assert job.take_offer() == (tuple(range(100, 110)), 10)
 

@@ -5,9 +5,7 @@ A node that records what it hears, and a peer that breaks rules.
 
 import asyncio
 import contextlib
-import functools
-from collections.abc import AsyncIterator, Callable, Coroutine
-from typing import Any, ParamSpec
+from collections.abc import AsyncIterator, Callable
 
 from baton.errors import WireError
 from baton.messages.bounds import LINK_TIMEOUT_S, Kind
@@ -23,18 +21,7 @@ from baton.rpc.session import Session
 
 KEY = b"k" * 16
 HELLO = Hello(process=Kind.WORKER, id="c" * 32)
-Arguments = ParamSpec("Arguments")
 _rogues: list["Rogue"] = []  # closed with the server
-
-
-def in_loop(test: Callable[Arguments, Coroutine[Any, Any, None]]) -> Callable[Arguments, None]:
-    """Run an async test in a new event loop."""
-
-    @functools.wraps(test)
-    def run(*arguments: Arguments.args, **named: Arguments.kwargs) -> None:
-        asyncio.run(test(*arguments, **named))
-
-    return run
 
 
 class Recorder:

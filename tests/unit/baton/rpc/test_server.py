@@ -20,6 +20,7 @@ from baton.rpc import server, session
 from baton.rpc.auth import KeyRing
 from baton.rpc.peers import Peer
 from baton.rpc.server import RpcServer
+from tests.event_loop import on_loop
 from tests.node_peers import a_worker
 from tests.unit.baton.rpc.rpc_peers import (
     KEY,
@@ -27,7 +28,6 @@ from tests.unit.baton.rpc.rpc_peers import (
     Recorder,
     Rogue,
     hosted,
-    in_loop,
     rogue_after_hello,
     tokens,
     until,
@@ -37,7 +37,7 @@ TIMEOUT_S = 2.0
 PATIENCE_S = 20.0  # of a test on a busy machine
 
 
-@in_loop
+@on_loop
 async def test_messages_travel_both_ways_in_order() -> None:
     async with Joined() as pair:
         assert pair.one.peers[0].hello == pair.other.hello and pair.other.peers[0].hello == pair.one.hello
@@ -50,7 +50,7 @@ async def test_messages_travel_both_ways_in_order() -> None:
     assert pair.one.num_left == pair.other.num_left == 1
 
 
-@in_loop
+@on_loop
 async def test_dialling_again_connects_only_after_the_connection_has_ended() -> None:
     async with Joined() as pair:
         pair.dialling.dial(pair.address)
@@ -62,7 +62,7 @@ async def test_dialling_again_connects_only_after_the_connection_has_ended() -> 
         await until(lambda: pair.one.messages == [StatusQuery()])
 
 
-@in_loop
+@on_loop
 async def test_peer_of_a_process_that_is_not_ready_may_dial_again() -> None:
     one, other, early = Recorder("a"), Recorder("b"), RpcServer(KEY)
     address = await early.listen()
@@ -79,7 +79,7 @@ async def test_peer_of_a_process_that_is_not_ready_may_dial_again() -> None:
     await early.close()
 
 
-@in_loop
+@on_loop
 async def test_messages_sent_before_close_arrive() -> None:
     async with Joined() as pair:
         pair.other.peers[0].send(tokens(MAX_EVENTS))
@@ -124,7 +124,7 @@ async def sending_to(slow: Slow) -> AsyncIterator[Recorder]:
         yield sender
 
 
-@in_loop
+@on_loop
 async def test_messages_that_take_long_are_handled_one_a_turn_and_answered_at_once() -> None:
     slow = Slow("a")
     async with sending_to(slow) as sender:
@@ -134,7 +134,7 @@ async def test_messages_that_take_long_are_handled_one_a_turn_and_answered_at_on
         assert slow.num_handled_at_turn[-NUM_SENT:] == list(range(1, NUM_SENT + 1))
 
 
-@in_loop
+@on_loop
 async def test_turn_is_shared_by_all_peers() -> None:
     slow, senders = Slow("a", server.TURN_S / 2), [Recorder(name) for name in "bcd"]
     async with contextlib.AsyncExitStack() as stack:
@@ -150,7 +150,7 @@ async def test_turn_is_shared_by_all_peers() -> None:
     assert max(steps) <= 3 + len(senders) - 1  # as many as a turn takes, and one more for each other peer
 
 
-@in_loop
+@on_loop
 async def test_messages_between_two_turns_arrive_when_the_peer_closes() -> None:
     slow = Slow("a")
     async with sending_to(slow) as sender:
@@ -159,7 +159,7 @@ async def test_messages_between_two_turns_arrive_when_the_peer_closes() -> None:
         assert slow.messages == [tokens(1, number) for number in range(NUM_SENT)]
 
 
-@in_loop
+@on_loop
 async def test_connection_ends_when_the_node_fails_in_any_turn() -> None:
     class Failing(Slow):
         def received(self, peer: Peer, message: AnyMessage) -> None:
@@ -177,7 +177,7 @@ async def test_connection_ends_when_the_node_fails_in_any_turn() -> None:
 def test_closing_does_not_wait_for_a_peer_that_reads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "CLOSE_TIMEOUT_S", 0.1)
 
-    @in_loop
+    @on_loop
     async def run() -> None:
         node = Recorder("a")
         async with hosted(node) as (rpc_server, address):
@@ -192,7 +192,7 @@ def test_closing_does_not_wait_for_a_peer_that_reads_nothing(monkeypatch: pytest
     run()
 
 
-@in_loop
+@on_loop
 async def test_message_that_fits_no_frame_is_an_error_of_the_sender_alone() -> None:
     async with Joined() as pair:
         attempts = (("a" * 32, 0),) * (2 * MAX_EVENTS)
@@ -202,7 +202,7 @@ async def test_message_that_fits_no_frame_is_an_error_of_the_sender_alone() -> N
         await until(lambda: pair.one.messages == [Started(attempts=attempts[:1])])
 
 
-@in_loop
+@on_loop
 async def test_list_of_all_workers_fits_a_frame() -> None:
     async with Joined() as pair:
         longest = a_worker("n" * 128, model="m" * 128, fingerprint="f" * 128)
@@ -222,7 +222,7 @@ def test_ticks_go_on_after_one_that_failed(
             if self.num_ticks == 1:
                 raise KeyError("a bug")
 
-    @in_loop
+    @on_loop
     async def run() -> None:
         node = Stumbling("a")
         async with hosted(node):
@@ -232,14 +232,14 @@ def test_ticks_go_on_after_one_that_failed(
     assert "a tick of Stumbling failed" in caplog.text
 
 
-@in_loop
+@on_loop
 async def test_port_of_another_process_is_an_error() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(OSError):
         await RpcServer(KEY).listen(port=taken.getsockname()[1])
 
 
 def test_peers_of_another_schema_are_refused_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    @in_loop
+    @on_loop
     async def run() -> None:
         node = Recorder("a")
         async with hosted(node) as (rpc_server, address):
@@ -258,7 +258,7 @@ def test_address_with_another_key_is_dialled_again_after_growing_pauses(
 ) -> None:
     monkeypatch.setattr(server, "LEAST_BACKOFF_S", 60.0)
 
-    @in_loop
+    @on_loop
     async def run() -> None:
         one, other = Recorder("a"), Recorder("b")
         async with hosted(one, b"o" * 16) as (_, address), hosted(other) as (rpc_server, _):
@@ -277,7 +277,7 @@ def test_address_with_another_key_is_dialled_again_after_growing_pauses(
     run()
 
 
-@in_loop
+@on_loop
 async def test_process_cannot_pose_as_one_of_another_kind() -> None:
     node = Recorder("a")
     async with hosted(node) as (rpc_server, address):
@@ -287,7 +287,7 @@ async def test_process_cannot_pose_as_one_of_another_kind() -> None:
         assert node.num_joined == 0
 
 
-@in_loop
+@on_loop
 async def test_rotated_key_keeps_connections_and_refuses_the_old_key() -> None:
     old, new = KEY, b"n" * 32
     one, other, late = Recorder("a"), Recorder("b"), Recorder("c")
@@ -311,7 +311,7 @@ async def test_rotated_key_keeps_connections_and_refuses_the_old_key() -> None:
         assert late.num_joined == 0
 
 
-@in_loop
+@on_loop
 async def test_message_before_the_hello_is_refused() -> None:
     node = Recorder("a")
     async with hosted(node) as (rpc_server, address):
@@ -333,7 +333,7 @@ async def test_message_before_the_hello_is_refused() -> None:
     ],
     ids=["seal", "message", "length", "protocol"],
 )
-@in_loop
+@on_loop
 async def test_rule_breaker_is_dropped_and_counted_after_its_good_messages(
     offence: Callable[[Rogue], bytes], reason: str
 ) -> None:
@@ -351,7 +351,7 @@ async def test_rule_breaker_is_dropped_and_counted_after_its_good_messages(
 def test_half_a_frame_must_be_finished_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session, "FRAME_TIMEOUT_S", 0.1)
 
-    @in_loop
+    @on_loop
     async def run() -> None:
         node = Recorder("a")
         async with hosted(node) as (rpc_server, address):
@@ -364,7 +364,7 @@ def test_half_a_frame_must_be_finished_in_time(monkeypatch: pytest.MonkeyPatch) 
     run()
 
 
-@in_loop
+@on_loop
 async def test_peer_that_leaves_in_a_frame_is_not_counted() -> None:
     node = Recorder("a")
     async with hosted(node) as (rpc_server, address):
@@ -378,7 +378,7 @@ async def test_peer_that_leaves_in_a_frame_is_not_counted() -> None:
 def test_silent_stranger_is_dropped_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "HANDSHAKE_TIMEOUT_S", 0.1)
 
-    @in_loop
+    @on_loop
     async def run() -> None:
         async with hosted(Recorder("a")) as (rpc_server, address):
             for first in (b"", b"\0\0\0\x21"):
@@ -394,7 +394,7 @@ def test_silent_stranger_is_dropped_in_time(monkeypatch: pytest.MonkeyPatch) -> 
 def test_strangers_displace_each_other_and_keep_no_peer_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "MAX_STRANGERS", 8)
 
-    @in_loop
+    @on_loop
     async def run() -> None:
         one, other = Recorder("a"), Recorder("b")
         async with hosted(one) as (accepting, address), hosted(other) as (rpc_server, _):
@@ -413,7 +413,7 @@ def test_strangers_displace_each_other_and_keep_no_peer_out(monkeypatch: pytest.
 def test_peer_that_reads_nothing_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "MAX_UNSENT_BYTES", 1 << 20)
 
-    @in_loop
+    @on_loop
     async def run() -> None:
         node = Recorder("a")
         async with hosted(node) as (rpc_server, address):
@@ -434,7 +434,7 @@ def test_peer_that_reads_nothing_is_dropped(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize(
     "swallowed", [(Direction.FORTH, Direction.BACK), (Direction.FORTH,), (Direction.BACK,)]
 )
-@in_loop
+@on_loop
 async def test_swallowed_link_is_dropped_at_both_ends(swallowed: tuple[Direction, ...]) -> None:
     one, other = Recorder("a"), Recorder("b")
     async with (
@@ -453,7 +453,7 @@ async def test_swallowed_link_is_dropped_at_both_ends(swallowed: tuple[Direction
             assert accepting.dropped.counts() or dialling.dropped.counts()
 
 
-@in_loop
+@on_loop
 async def test_idle_link_lives_on() -> None:
     async with Joined(TIMEOUT_S) as pair:
         num_ticks = pair.one.num_ticks
@@ -464,7 +464,7 @@ async def test_idle_link_lives_on() -> None:
         assert max(pair.one.peers[0].silence_s, pair.other.peers[0].silence_s) < TIMEOUT_S
 
 
-@in_loop
+@on_loop
 async def test_silence_of_a_peer_that_never_pings_is_seen_before_its_drop() -> None:
     node = Recorder("a")
     async with hosted(node, link_timeout_s=TIMEOUT_S) as (rpc_server, address):
