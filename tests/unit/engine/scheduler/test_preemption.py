@@ -150,6 +150,19 @@ def test_single_class_makes_no_room() -> None:
     assert Room([Member("a", 1, 9), Member("b", 1, 20)], {}).candidates.of_lowest_class(5) == []
 
 
+def test_newcomer_of_another_key_preempts_no_more_than_it_lacks() -> None:
+    harness = Harness.of(60)
+    for number in range(3):
+        harness.add(f"a{number}", range(number, number + 46), SamplingParams(max_tokens=40), tenant="a")
+    for _ in range(4):
+        harness.step()
+    harness.add("b", range(100, 160), tenant="b")
+    (first, _, _), (second, _, _) = harness.step(), harness.step()
+    assert first.preempted.keys() == {("a2", 0)} and not second.preempted
+    assert second.admitted == (("b", 0),)
+    harness.run()
+
+
 def test_without_measured_rates_preemption_recomputes() -> None:
     assert cheaper_mode(10_000, 1, None) is PreemptMode.RECOMPUTE
 
