@@ -1,6 +1,6 @@
 """Weighted fair shares among opaque keys.
 
-- `FairShare` orders work that waits: the router's queues and the gateway's tokenising.
+- `FairShare` orders work that waits: the router's queues, and the gateway's tokenising with equal weights.
 - `DecayedShares` orders keys by their recent work: the steps of an engine.
 - `FairLru` evicts: the page pool, the prefix cache and the host tier.
 

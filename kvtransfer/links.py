@@ -283,7 +283,7 @@ Connect: TypeAlias = Callable[[Address, Callable[[Link | None], None]], None]
 
 
 class KvLinks:
-    """The links over which a worker sends pages: one to each destination that the router lists."""
+    """A worker's links to the workers of its weights, for grants and for requests of prefixes."""
 
     def __init__(self, connect: Connect) -> None:
         self._connect = connect

@@ -6,8 +6,8 @@ Each key of a body is one of four kinds:
 2. A key of WITHOUT_MEANING. It changes no answer, here or elsewhere; the table says why.
 3. A key of UNSUPPORTED. It would change the answer and is not served: `decode_body` refuses it with 400.
 4. An unknown key. It is ignored and counted, as in vLLM: clients send new keys every month, and keys that are
-   meant for the inside of a cluster (`kv_transfer_params`, `cache_salt`) must have no effect. `--strict`
-   refuses every unknown key.
+   meant for the inside of a cluster (`kv_transfer_params`, `cache_salt`) must have no effect. With
+   the setting `gateway.strict`, every unknown key is refused.
 
 A sampling parameter of the API is a field of `Body` with the name of its field in `SamplingParams`.
 """
@@ -57,9 +57,9 @@ WITHOUT_MEANING: Final = {
     "prompt_cache_key": "a hint where a prompt may be cached; pages are found by their content here",
     "prompt_cache_retention": "how long OpenAI caches a prompt",
 }
-# Keys that would change the answer and are not served -> values that change nothing.
 # An unsupported key with one of these values has no effect and is accepted.
 NOTHING: Final = frozenset({b"null", b"false", b"[]", b"{}", b'""', b"0"})
+# Keys that would change the answer and are not served -> further values that change nothing.
 UNSUPPORTED: Final[dict[str, frozenset[bytes]]] = {
     # Structured output of vLLM and SGLang
     **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), frozenset()),
