@@ -120,14 +120,12 @@ class PrefillJob:
         if granted is None or self.progress is None:
             return None
         num_held, num_computed = granted.position, self.progress.num_computed_tokens
-        if num_computed < self.request.num_tokens and not is_last:
+        num_tokens = self.request.num_tokens
+        if num_computed < num_tokens and not is_last:
             num_pages = (num_computed - num_held) // self.page_size
             num_units = num_pages * (self.page_size // granted.unit_tokens)
         else:
-            num_pages, num_units = (
-                -(-(self.request.num_tokens - num_held) // self.page_size),
-                granted.num_units,
-            )
+            num_pages, num_units = -(-(num_tokens - num_held) // self.page_size), granted.num_units
         if num_pages <= self._num_taken_pages:
             return None
         first = num_held // self.page_size

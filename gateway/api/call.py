@@ -6,8 +6,8 @@ Each key of a body is one of four kinds:
 2. A key of WITHOUT_MEANING. It changes no answer, here or elsewhere; the table says why.
 3. A key of UNSUPPORTED. It would change the answer and is not served: `decode_body` refuses it with 400.
 4. An unknown key. It is ignored and counted, as in vLLM: clients send new keys every month, and keys that are
-   meant for the inside of a cluster (`kv_transfer_params`, `cache_salt`) must have no effect. With
-   the setting `gateway.strict`, every unknown key is refused.
+   meant for the inside of a cluster (`kv_transfer_params`, `cache_salt`) must have no effect. The
+   setting `gateway.strict` refuses every unknown key.
 
 A sampling parameter of the API is a field of `Body` with the name of its field in `SamplingParams`.
 """
