@@ -117,14 +117,16 @@ class PromptScorer:
             room_s = excess * EXPECTED_OUTPUT_TOKENS * step_s if excess > 0.0 else 0.0
             token_delay_s = sequence_s + context_s * self.num_tokens
             decode_delay_s = num_running * num_output_tokens * token_delay_s
-            delayed, patience_s = self._delayed(account), inf
-            if delayed.num and view.max_num_batched_tokens:
-                num_left = 0.5 * delayed.num_output_tokens / delayed.num  # of each, on average
-                longest_s = step_s + token_s * view.max_num_batched_tokens
-                patience_s = max(0.0, num_left * longest_s - account.wait_s(self._now_s))
+            num_delayed, patience_s = 0, inf
+            if account.decoding or account.num_unknown:
+                num_delayed, num_left = self._delayed(account)
+                if num_delayed and view.max_num_batched_tokens:
+                    longest_s = step_s + token_s * view.max_num_batched_tokens
+                    mean_left = 0.5 * num_left / num_delayed
+                    patience_s = max(0.0, mean_left * longest_s - account.wait_s(self._now_s))
             join_s = room_s + 0.5 * step_s
             candidates.append(
-                DecodeCandidate(prefill, delayed.num, room_s, join_s, decode_delay_s, patience_s)
+                DecodeCandidate(prefill, num_delayed, room_s, join_s, decode_delay_s, patience_s)
             )
         return candidates
 
@@ -355,8 +357,8 @@ class PrefixPolicy(CostPolicy):
         return -cost.num_held_tokens, cost.total_s
 
 
-def _without(left_out: Collection[str], views: Sequence[WorkerView]) -> list[WorkerView]:
-    return [each for each in views if each.id not in left_out] if left_out else list(views)
+def _without(left_out: Collection[str], views: list[WorkerView]) -> list[WorkerView]:
+    return [each for each in views if each.id not in left_out] if left_out else views
 
 
 class DecayedSum:
