@@ -231,7 +231,12 @@ class Scheduler:
             if num_computed == len(sequence.token_ids):
                 if token_id is None:
                     raise IntegrityError(f"sequence {sequence.key} got no token at position {num_computed}")
-                advances.append(self._append(sequence, token_id))
+                sequence.token_ids.append(token_id)
+                reason = None
+                if token_id in sequence.stop_ids or num_computed + 1 >= sequence.max_num_tokens:
+                    reason = self._finish_if_done(sequence)
+                index = num_computed - sequence.num_prompt_tokens
+                advances.append(Advance(sequence, token_id, index, reason))
         if self._queues.prefilling:
             self._queues.promote()
         self._version += 1
@@ -287,17 +292,16 @@ class Scheduler:
         for sequence, num_pages in missing:
             sequence.page_table += self.pool.allocate(num_pages, sequence.key)
 
-    def _append(self, sequence: Sequence, token_id: int) -> Advance:
-        token_ids = sequence.token_ids
-        token_ids.append(token_id)
-        num_tokens, reason = len(token_ids), None
-        if token_id in sequence.stop_ids and num_tokens >= sequence.min_num_tokens:
+    def _finish_if_done(self, sequence: Sequence) -> FinishReason | None:
+        """Finish a sequence that ends with a stop token, once it has its minimum of tokens, or is full."""
+        if sequence.num_tokens >= sequence.min_num_tokens and sequence.token_ids[-1] in sequence.stop_ids:
             reason = FinishReason.STOP
-        elif num_tokens >= sequence.max_num_tokens:
+        elif sequence.num_tokens >= sequence.max_num_tokens:
             reason = FinishReason.LENGTH
-        if reason is not None:
-            self._finish(sequence, reason)
-        return Advance(sequence, token_id, num_tokens - sequence.num_prompt_tokens - 1, reason)
+        else:
+            return None
+        self._finish(sequence, reason)
+        return reason
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
         self._queues.remove(sequence)

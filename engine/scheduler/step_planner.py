@@ -139,7 +139,6 @@ class StepPlanner:
         self._preempted: dict[SequenceKey, PreemptMode] = {}
         self._lacking: tuple[Sequence, int] | None = None  # found no room, and the pages that it wants
         self._preempted_for: SequenceKey | None = None
-        self._released: Counter[int] = Counter()  # page -> owners that the preemptions remove
         self._num_leaving = 0  # running sequences that this plan preempts
         self._freed: set[int] = set()  # pages without a holder after the preemptions
         self._claimed: set[int] = set()  # cached pages that admitted sequences will share
@@ -162,6 +161,11 @@ class StepPlanner:
         return HeldPages(self.queues, self._pool)
 
     @cached_property
+    def _released(self) -> Counter[int]:
+        """Page -> owners that the preemptions remove."""
+        return Counter()
+
+    @cached_property
     def _candidates(self) -> PreemptionCandidates:
         return PreemptionCandidates(self.queues, self._pool, self._held, self._admitted, self._preempted)
 
@@ -174,13 +178,17 @@ class StepPlanner:
         """
         decoding, page_size = self.queues.decoding, self._pool.page_size
         at_page_end = [s for s in decoding.values() if not s.num_computed_tokens % page_size]
-        has_pages = len(at_page_end) <= self.available
-        has_pages = has_pages and (not self.queues.have_quotas or self._quotas.allow_page_each(at_page_end))
+        full = [s for s in at_page_end if s.num_computed_tokens == len(s.page_table) * page_size]
+        has_pages = len(full) <= self.available
+        has_pages = has_pages and (not self.queues.have_quotas or self._quotas.allow_page_each(full))
         if has_pages and len(decoding) <= self.budget and not self._preempted:
             self._decodes = dict.fromkeys(decoding, 1)
             self.budget -= len(decoding)
-            for sequence in at_page_end:
-                self._take_pages(sequence, 1)
+            self._page_needs.update({sequence.key: 1 for sequence in full})
+            self.available -= len(full)
+            if self._tracks_keys:
+                for sequence in full:
+                    self._held.add(sequence.share, 1)
             return len(decoding)
         for sequence in sorted(decoding.values(), key=self._held.preemption_order):
             if self.budget and not self.is_preempted(sequence) and self._find_pages(sequence, 1):
