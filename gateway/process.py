@@ -37,6 +37,7 @@ from baton.messages.operations import MAX_TENANTS_TOLD, GatewayStatus
 from baton.messages.workers import Address
 from baton.rpc import process
 from baton.rpc.auth import ClusterKeys, KeyRing
+from baton.rpc.connection import DroppedPeers
 from baton.rpc.process import connections_within, raise_descriptor_limit
 from baton.rpc.server import RpcServer
 
@@ -149,6 +150,7 @@ async def serve_gateway(
     )
     identity = secrets.token_hex(16)
     frontend = Frontend(identity, config.routers, rpc_server.dial, clock, limits)
+    rpc_server.dropped = DroppedPeers(frontend.counters)
     gateway = GatewayProcess(config, keys, frontend, clock, name=identity[:8])
     frontend.report = lambda: gateway.status(identity)
     with contextlib.ExitStack() as ends:

@@ -72,6 +72,7 @@ from baton.router.redis.messages import AnyShared
 from baton.router.sliced_work import CallSoon, SlicedWork
 from baton.rpc import process
 from baton.rpc.auth import REDIS_NAMES, REDIS_VALUES, ClusterKeys, KeyRing
+from baton.rpc.connection import DroppedPeers
 from baton.rpc.peers import TICK_S, Peer, new_router_id
 from baton.rpc.server import RpcServer
 
@@ -461,9 +462,10 @@ async def serve_router(
     Raises OSError when the port is taken, ConfigError when the URL of Redis is not valid.
     """
     ring = KeyRing.of(keys, Kind.ROUTER)
-    rpc_server = RpcServer(keys, link_timeout_s=config.link_timeout_s)
     id = new_router_id(incarnation, time.time(), secrets.token_bytes(16))
     router = Router(config, SystemClock(), id, call_soon=asyncio.get_running_loop().call_soon)
+    dropped = DroppedPeers(router.counters)
+    rpc_server = RpcServer(keys, dropped=dropped, link_timeout_s=config.link_timeout_s)
     router.cluster_state.index.warm_up()
     async with AsyncExitStack() as ends:
         ends.push_async_callback(rpc_server.close)

@@ -59,14 +59,18 @@ def keep_alive(sock: socket.socket, timeout_s: float = LINK_TIMEOUT_S) -> None:
 class DroppedPeers:
     """Counts of dropped peers by reason, shared by all connections of a process."""
 
-    def __init__(self) -> None:
+    def __init__(self, counters: Counter[str] | None = None) -> None:
+        """counters: of the process, which has them as `dropped_REASON`; None: only `counts` has them."""
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
+        self._counters = counters
 
     def add(self, reason: str) -> None:
         """Count one dropped peer."""
         with self._lock:
             self._counts[reason] += 1
+            if self._counters is not None:
+                self._counters[f"dropped_{reason}"] += 1
 
     def counts(self) -> Mapping[str, int]:
         """Return a copy: reason -> number of peers."""

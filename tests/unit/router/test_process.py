@@ -18,6 +18,7 @@ from baton.messages.workers import Address, WorkerRole
 from baton.request import Request, SamplingParams
 from baton.router.router import serve_router
 from baton.rpc.server import RpcServer
+from tests.event_loop import on_loop
 from tests.new_status import new_status
 from tests.node_peers import a_request, a_worker, id_of
 from tests.unit.baton.rpc.rpc_peers import KEY, until
@@ -125,6 +126,23 @@ def test_next_router_on_the_port_takes_over() -> None:
             assert all(client.token_ids == answer(client.request) for client in waiting)
 
     asyncio.run(run())
+
+
+@on_loop
+async def test_stranger_is_dropped_and_its_reason_is_in_the_status() -> None:
+    async with a_router() as router, a_stub("d0", router), a_frontend(router, 1) as frontend:
+        reader, writer = await asyncio.open_connection(router.host, router.port)
+        writer.write(b"GET / HTTP/1.1\r\n\r\n" * 100)
+        await until(lambda: reader.at_eof() or reader.exception() is not None)
+        status = new_status(frontend)
+
+        def num_dropped() -> int:
+            new = status()
+            counters = {} if new is None else new.routers[0].counters
+            return sum(number for name, number in counters.items() if name.startswith("dropped_"))
+
+        await until(lambda: num_dropped() == 1)
+        writer.close()
 
 
 def test_taken_port_is_an_error() -> None:
