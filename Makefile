@@ -68,7 +68,7 @@ bench: setup
 	$(BIN)/python -m baton.bench.router.faults
 	$(BIN)/python -m baton.bench.engine.batching
 	$(BIN)/python -m baton.bench.kv.suite
-	$(BIN)/python -m baton.bench.gpu.suite
+	$(BIN)/python -m baton.bench.gpu
 
 parity: setup
 	$(BIN)/python -m pytest tests/parity tests/e2e/test_recall.py -m "slow or not slow"

@@ -5,6 +5,7 @@ The rates are the denominators of other figures, so every run measures them anew
 
 import os
 import platform
+import subprocess
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -98,6 +99,41 @@ def machine_description() -> dict[str, str | int | float]:
         description["gpu"] = torch.cuda.get_device_name()
         description["cuda"] = str(torch.version.cuda)
     return description
+
+
+GPU_STATE: Final = (
+    *("driver_version", "clocks.sm", "clocks.mem", "power.draw", "temperature.gpu"),
+    *("memory.used", "memory.total"),
+)
+
+
+def gpu_state(device: torch.device) -> dict[str, str | float]:
+    """Return what nvidia-smi says of a GPU now, in its own units (MHz, W, °C, MiB), and NCCL's version.
+
+    Empty without a GPU. A figure that the driver does not give is left out.
+    """
+    if device.type != "cuda":
+        return {}
+    state: dict[str, str | float] = {}
+    if torch.distributed.is_nccl_available():
+        state["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+    command = [
+        "nvidia-smi",
+        f"--id={uuid}",
+        f"--query-gpu={','.join(GPU_STATE)}",
+        "--format=csv,noheader,nounits",
+    ]
+    try:
+        said = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return state
+    for name, value in zip(GPU_STATE, said.strip().split(", "), strict=False):
+        try:
+            state[name] = value if name == "driver_version" else float(value)
+        except ValueError:
+            continue
+    return state
 
 
 @torch.inference_mode()

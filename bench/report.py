@@ -14,22 +14,22 @@ import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Self, TypeAlias
 
 import numpy as np
-from rich.console import Console
-from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
-from rich.progress import Progress as RichProgress
-from rich.table import Table
-from rich.text import Text
 
 from baton.bench.machine import machine_description
+
+if TYPE_CHECKING:
+    from rich.progress import Progress as RichProgress
 
 _TREE: Final = Path(__file__).resolve().parents[1]
 # In a checkout, bench/results; an installed Baton writes into the current folder, not among the libraries.
 RESULTS: Final = _TREE / "bench" / "results" if (_TREE / "pyproject.toml").exists() else Path()
 TELL_EVERY_S: Final = 10.0  # where stderr is no terminal
 WIDTH: Final = 1000  # columns where stdout is no terminal: a note is never wrapped
+HEADINGS: Final = ("figure", "value", "unit", "bar", "", "note")
+HAS_RICH: Final = importlib.util.find_spec("rich") is not None  # the GPU suite runs without it
 STYLES: Final = {"ok": "green", "MISSED": "bold red", "FAILED": "bold red"}
 
 
@@ -80,31 +80,46 @@ def format_number(value: float) -> str:
 
 def print_table(title: str, rows: Iterable[Row]) -> None:
     """Print one line a row: figure, value, unit, limit, verdict, note."""
+    lines = [_cells(row) for row in rows]
+    if not HAS_RICH:
+        _print_plain(title, lines)
+        return
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    for heading in ("figure", "value", "unit", "bar", "", "note"):
+    for heading in HEADINGS:
         table.add_column(
             heading, justify="right" if heading == "value" else "left", no_wrap=heading != "note"
         )
-    for row in rows:
-        missing = "FAILED" if row.has_failed else "-"
-        value = missing if row.value is None else format_number(row.value)
-        verdict = "" if row.value is None or row.met is None else "ok" if row.met else "MISSED"
-        cells = (row.name, value, row.unit, row.limit or "", verdict, row.note)
+    for cells in lines:
         table.add_row(*(Text(cell, STYLES.get(cell, "")) for cell in cells))
     console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else WIDTH)
     console.print(Text(title, "bold"))
     console.print(table)
 
 
+def _cells(row: Row) -> tuple[str, ...]:
+    missing = "FAILED" if row.has_failed else "-"
+    value = missing if row.value is None else format_number(row.value)
+    verdict = "" if row.value is None or row.met is None else "ok" if row.met else "MISSED"
+    return row.name, value, row.unit, row.limit or "", verdict, row.note
+
+
+def _print_plain(title: str, lines: Iterable[Sequence[str]]) -> None:
+    print(title)
+    every = [HEADINGS, *lines]
+    widths = [max(map(len, column)) for column in zip(*every, strict=True)]
+    for line in every:
+        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+
+
 class Progress:
     """Shows on stderr what is measured: a live line on a terminal, else a line every TELL_EVERY_S."""
 
     def __init__(self) -> None:
-        console = Console(stderr=True)
-        columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-        self._bar = RichProgress(*columns, console=console, transient=True)
-        self._task = self._bar.add_task("starting", total=None)
-        self._is_live = console.is_terminal
+        self._bar = _live_bar() if HAS_RICH and sys.stderr.isatty() else None
         self._begin_s = self._told_s = time.monotonic()
 
     def __enter__(self) -> Self:
@@ -115,10 +130,10 @@ class Progress:
 
     def __call__(self, text: str, share: float | None = None) -> None:
         """Tell what is measured now. share: how much is done, from 0 to 1, where that is known."""
-        if self._is_live:
+        if self._bar is not None:
             self._bar.start()
             total = None if share is None else 1.0
-            self._bar.update(self._task, description=text, completed=share or 0.0, total=total)
+            self._bar.update(self._bar.task_ids[0], description=text, completed=share or 0.0, total=total)
         elif (now_s := time.monotonic()) - self._told_s >= TELL_EVERY_S:
             self._told_s = now_s
             done = "" if share is None else f"{share:4.0%} "
@@ -126,7 +141,18 @@ class Progress:
 
     def clear(self) -> None:
         """Take the live line off the terminal, until the next call."""
-        self._bar.stop()
+        if self._bar is not None:
+            self._bar.stop()
+
+
+def _live_bar() -> "RichProgress":
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    bar = Progress(*columns, console=Console(stderr=True), transient=True)
+    bar.add_task("starting", total=None)
+    return bar
 
 
 class Report:

@@ -6,6 +6,8 @@ Shapes: B sequences, T tokens, H query heads, K kv heads, D head dim, P pages, L
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from importlib.metadata import version
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -15,6 +17,8 @@ from baton.bench.gpu.session import Rates, Session, require_close, require_equal
 from baton.bench.machine import (
     Call,
     copy_bandwidth_gbps,
+    gpu_state,
+    machine_description,
     matmul_peak_tflops,
     read_bandwidth_gbps,
     seconds_per_call,
@@ -44,6 +48,24 @@ class PagedKv:
         return pages, table, self.context_lens[sequence : sequence + 1]
 
 
+def environment(session: Session) -> Iterator[Row]:
+    """Name the GPU and the versions; the notes are the figures."""
+    machine, state = machine_description(), gpu_state(session.device)
+    versions = {
+        "GPU": machine.get("gpu", "none: its stand-ins run on the CPU"),
+        "torch": f"{machine['torch']}, CUDA {machine.get('cuda', 'none')}",
+        "triton": version("triton") if find_spec("triton") is not None else "none",
+        "driver": state.get("driver_version", "none"),
+        "NCCL": state.get("nccl", "none"),
+    }
+    for name, what in versions.items():
+        yield Row(name, None, "", note=str(what))
+    if session.device.type == "cuda":
+        free_bytes, total_bytes = torch.cuda.mem_get_info(session.device)
+        note = f"of {format_number(total_bytes / 2**30)}"
+        yield Row("free memory", free_bytes / 2**30, "GiB", note=note)
+
+
 def rates(session: Session) -> Iterator[Row]:
     """Measure the rates of the device and leave them in the session."""
     device, sizes = session.device, session.sizes
@@ -53,7 +75,7 @@ def rates(session: Session) -> Iterator[Row]:
     yield Row("copy bandwidth", copy_gbps, "GB/s", note="read and written bytes")
     peak_tflops = matmul_peak_tflops(device, DTYPE, sizes.matmul_size)
     yield Row("matmul peak, bf16", peak_tflops, "TFLOP/s", note=f"{sizes.matmul_size} cubed, random data")
-    session.measured_rates = Rates(read_gbps, copy_gbps, peak_tflops)
+    session.figures.rates = Rates(read_gbps, copy_gbps, peak_tflops)
 
 
 def decode_kernel(session: Session) -> Iterator[Row]:

@@ -84,7 +84,7 @@ def prefill(session: Session) -> Iterator[Row]:
             started_s = perf_counter()
             generate(engine, [prompt], [1])
             seconds.append(perf_counter() - started_s)
-        median_s = session.prefill_seconds[num_tokens] = median(seconds[1:])
+        median_s = session.figures.prefill_seconds[num_tokens] = median(seconds[1:])
         tflops = prefill_flops(session.sizes.model, num_tokens) / median_s / 1e12
         note = f"{format_number(median_s * 1e3)} ms, {format_number(num_tokens / median_s)} tok/s"
         percent = 100 * tflops / session.rates.peak_tflops
@@ -163,7 +163,7 @@ def _decode_rows(session: Session, batch: int, sampling: SamplingParams, bar: fl
     if sampling != SamplingParams():
         yield Row(f"{name}, top-k and top-p", percent, "% of roofline", note=note)
         return
-    session.step_seconds[batch] = step_s
+    session.figures.step_seconds[batch] = step_s
     yield session.bar(name, percent, "% of roofline", bar, note)
 
 
@@ -245,13 +245,13 @@ def against_transformers(session: Session) -> Iterator[Row]:
     sizes, rng = session.sizes, random.Random(2)
     rival = TransformersRival(sizes.model, session.device)
     _check(session, rival, random_tokens(rng, sizes.model, CHECKED_TOKENS))
-    for num_tokens, our_s in session.prefill_seconds.items():
+    for num_tokens, our_s in session.figures.prefill_seconds.items():
         prompt = random_tokens(rng, sizes.model, num_tokens)
         rival_s = _median_seconds(session, partial(rival.last_logits, prompt))
         note = f"theirs {format_number(rival_s * 1e3)} ms"
         yield Row(f"prefill, {num_tokens:,} tokens: times as fast", rival_s / our_s, "x", note=note)
     for batch in sizes.step_batches[:2]:
-        if batch in session.step_seconds:
+        if batch in session.figures.step_seconds:
             yield _decode_row(session, rival, batch)
     yield from _mixed_rows(session, rival)
 
@@ -266,7 +266,7 @@ def _decode_row(session: Session, rival: TransformersRival, batch: int) -> Row:
     rival_s = (seconds(NUM_DECODE_TOKENS) - seconds(1)) / (NUM_DECODE_TOKENS - 1)
     note = f"theirs {format_number(rival_s * 1e3)} ms"
     name = f"decode step, {batch} x {sizes.step_context:,}: times as fast as generate"
-    return Row(name, rival_s / session.step_seconds[batch], "x", note=note)
+    return Row(name, rival_s / session.figures.step_seconds[batch], "x", note=note)
 
 
 def _mixed_rows(session: Session, rival: TransformersRival) -> Iterator[Row]:

@@ -1,6 +1,6 @@
 """The state that stages of the GPU suite share: sizes, rates of the device, one loaded engine; and checks."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -57,6 +57,31 @@ class Sizes:
     num_mixed_requests: int
     mixed_lengths: tuple[int, int]  # of prompts and answers, uniform in this range
 
+    def halved(self) -> "Sizes":
+        """The sizes for a second attempt at a failed stage. Its figures have no bars."""
+
+        def half(numbers: tuple[int, ...]) -> tuple[int, ...]:
+            return tuple(max(1, number // 2) for number in numbers)
+
+        return replace(
+            self,
+            has_bars=False,
+            buffer_bytes=self.buffer_bytes // 2,
+            matmul_size=self.matmul_size // 2,
+            decode_batches=tuple(
+                (max(1, batch // 2), context // 2) for batch, context in self.decode_batches
+            ),
+            prefill_lengths=half(self.prefill_lengths),
+            num_kv_pages=self.num_kv_pages // 2,
+            kv_units=half(self.kv_units),
+            kv_moved_units=half(self.kv_moved_units),
+            kv_cache_bytes=self.kv_cache_bytes // 2,
+            step_batches=half(self.step_batches),
+            step_context=self.step_context // 2,
+            model_prefill_lengths=half(self.model_prefill_lengths),
+            num_mixed_requests=self.num_mixed_requests // 2,
+        )
+
 
 FULL = Sizes(
     has_bars=True,
@@ -110,21 +135,28 @@ class Rates:
 
 
 @dataclass
+class Figures:
+    """What stages leave for later stages."""
+
+    rates: Rates | None = None
+    step_seconds: dict[int, float] = field(default_factory=dict)  # batch -> our decode step
+    prefill_seconds: dict[int, float] = field(default_factory=dict)  # tokens -> our prefill
+
+
+@dataclass
 class Session:
-    """One run on one device; stages leave figures here for later stages."""
+    """The device and the sizes of a stage, and the figures of earlier stages."""
 
     device: torch.device
     sizes: Sizes
-    measured_rates: Rates | None = None
-    step_seconds: dict[int, float] = field(default_factory=dict)  # batch -> our decode step
-    prefill_seconds: dict[int, float] = field(default_factory=dict)  # tokens -> our prefill
+    figures: Figures = field(default_factory=Figures)
     _replica: Replica | None = None
 
     @property
     def rates(self) -> Rates:
-        if self.measured_rates is None:
+        if self.figures.rates is None:
             raise RuntimeError("the device's rates were not measured: there is nothing to compare with")
-        return self.measured_rates
+        return self.figures.rates
 
     @property
     def replica(self) -> Replica:

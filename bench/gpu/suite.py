@@ -1,26 +1,27 @@
-"""Kernels and engine on one GPU, beside the rates of the device, in under ten minutes.
-
-python -m baton.bench.gpu.suite [--budget-s 540] [--toy] [--output FOLDER]
-
-Stages run in order, each on its own: a stage that fails is reported as FAILED and the others go on; a stage
-that may not end within the budget is not started. The file is written after every stage. Exit code 1 when a
-stage failed. Without CUDA, or with --toy, the same code runs at toy size on the CPU.
-"""
+"""The stages of the GPU suite and their order; bench/gpu/__main__.py is the command."""
 
 import argparse
-import gc
+import os
+import shutil
+import signal
+import subprocess
 import sys
-import traceback
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from time import perf_counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from time import monotonic
 from typing import Final
 
 import torch
 
-from baton.bench.gpu import kernels, kv, model
-from baton.bench.gpu.session import FULL, TOY, Session
+from baton.bench.gpu.stage import Record, SizeName, StageBegan, StageEnded, StageRow, append, read
 from baton.bench.report import Report, Row, Suite
+
+SLOWEST: Final = 4.0  # times its usual time, after which a stage has hung
+START_S: Final = 60.0  # in which a process imports torch and compiles kernels
+TOY_LIMIT_S: Final = 300.0
+LOG_LINES: Final = 40  # of a failed stage's log, in the JSON
+SANITIZER: Final = "compute-sanitizer"
 
 
 @dataclass(frozen=True)
@@ -28,68 +29,163 @@ class Stage:
     """A part of the suite; `needs_s` is its rough time at full size."""
 
     name: str
-    run: Callable[[Session], Iterable[Row]]
+    function: str  # MODULE:FUNCTION, called with a Session; returns rows
     needs_s: float
 
+    def limit_s(self, size: SizeName) -> float:
+        """Return the time after which the stage is taken for hung."""
+        return TOY_LIMIT_S if size == "toy" else START_S + SLOWEST * self.needs_s
 
+
+_GPU: Final = "baton.bench.gpu"
+# Correctness first, then the rates that all percentages are of.
 STAGES: Final = (
-    Stage("rates of the device", kernels.rates, 15),
-    Stage("decode kernel", kernels.decode_kernel, 30),
-    Stage("prefill kernel", kernels.prefill_kernel, 30),
-    Stage("pages", kernels.pages, 10),
-    Stage("kv gather", kv.gather, 15),
-    Stage("kv scatter", kv.scatter, 15),
-    Stage("cuda_ipc", kv.cuda_ipc, 45),
-    Stage("nccl", kv.nccl, 60),
-    Stage("engine against the CPU", model.check, 20),
-    Stage("decode step", model.decode_steps, 90),
-    Stage("prefill", model.prefill, 20),
-    Stage("transformers", model.against_transformers, 180),
+    Stage("environment", f"{_GPU}.kernels:environment", 5),
+    Stage("engine against the CPU", f"{_GPU}.model:check", 20),
+    Stage("rates of the device", f"{_GPU}.kernels:rates", 15),
+    Stage("decode kernel", f"{_GPU}.kernels:decode_kernel", 30),
+    Stage("prefill kernel", f"{_GPU}.kernels:prefill_kernel", 30),
+    Stage("pages", f"{_GPU}.kernels:pages", 10),
+    Stage("decode step", f"{_GPU}.model:decode_steps", 90),
+    Stage("prefill", f"{_GPU}.model:prefill", 40),
+    Stage("kv gather", f"{_GPU}.kv:gather", 15),
+    Stage("kv scatter", f"{_GPU}.kv:scatter", 15),
+    Stage("cuda_ipc", f"{_GPU}.kv:cuda_ipc", 45),
+    Stage("nccl", f"{_GPU}.kv:nccl", 60),
+    Stage("transformers", f"{_GPU}.model:against_transformers", 180),
 )
 
 
-def run_stages(stages: Sequence[Stage], session: Session, budget_s: float, report: Report) -> None:
-    """Run the stages that fit the budget; the JSON has their seconds, and the traceback of each failure."""
+@dataclass(frozen=True)
+class Attempt:
+    """The records of one attempt at a stage."""
+
+    began: StageBegan
+    rows: tuple[StageRow, ...] = ()
+    ended: StageEnded | None = None  # None: it runs, or its process was killed with the suite
+
+    @property
+    def has_failed(self) -> bool:
+        """True when a figure was wrong, or its process failed."""
+        return self.ended is not None and self.ended.outcome == "failed"
+
+
+def attempts(records: Iterable[Record]) -> dict[StageBegan, Attempt]:
+    """Return the attempts in order, without those that were begun again before they had ended."""
+    found: dict[StageBegan, Attempt] = {}
+    last = StageBegan("", "toy")
+    for record in records:
+        match record:
+            case StageBegan():
+                last = record
+                found.pop(last, None)
+                found[last] = Attempt(last)
+            case StageRow():
+                found[last] = replace(found[last], rows=(*found[last].rows, record))
+            case StageEnded():
+                found[last] = replace(found[last], ended=record)
+    return found
+
+
+class StageRunner:
+    """Runs stages in processes of their own. `path` has the records of a run; logs lie beside it."""
+
+    def __init__(self, folder: Path, device: str, size: SizeName) -> None:
+        self.path = folder / "gpu.jsonl"
+        self.size = size
+        self._device = device
+
+    def attempts(self, stage: Stage) -> list[Attempt]:
+        """Return the attempts at the stage that have ended, the first one first."""
+        every = attempts(read(self.path)).values()
+        return [each for each in every if each.began.stage == stage.name and each.ended is not None]
+
+    def run(self, stage: Stage, left_s: float) -> None:
+        """Run a stage; one that fails again at half size, and at half size under compute-sanitizer."""
+        until_s = monotonic() + left_s
+        if self._run(stage, StageBegan(stage.name, self.size), left_s).outcome != "failed":
+            return
+        tools = ["", SANITIZER] if self._device == "cuda" and shutil.which(SANITIZER) else [""]
+        for tool in tools:
+            if self.size == "full" and (left_s := until_s - monotonic()) > 0:
+                self._run(stage, StageBegan(stage.name, "half", tool), left_s)
+
+    def log(self, stage: Stage) -> Path:
+        """The file with what the processes of the stage print."""
+        return self.path.parent / f"gpu-{stage.name.replace(' ', '-')}.log"
+
+    def _run(self, stage: Stage, began: StageBegan, left_s: float) -> StageEnded:
+        append(self.path, began)
+        command = [*([began.tool] if began.tool else []), sys.executable, "-m", "baton.bench.gpu.stage"]
+        command += [stage.function, str(self.path), "--size", began.size, "--device", self._device]
+        began_s, limit_s = monotonic(), min(left_s, stage.limit_s(began.size))
+        with self.log(stage).open("a") as log:
+            print(f"$ {' '.join(command)}", file=log, flush=True)
+            process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+            try:
+                process.wait(limit_s)
+                note = f"its process ended with exit code {process.returncode}"
+            except subprocess.TimeoutExpired:
+                note = f"killed after {limit_s:.0f} s"
+            finally:
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGKILL)  # with the processes that it started
+                    process.wait()
+        ended = attempts(read(self.path))[began].ended
+        if ended is None:
+            ended = StageEnded(monotonic() - began_s, "failed", note)
+            append(self.path, ended)
+        return ended
+
+
+def run_stages(
+    stages: Sequence[Stage], runner: StageRunner, minutes: float, report: Report, *, resumes: bool = False
+) -> None:
+    """Run the stages that fit. resumes: those that have ended in the runner's records are not run again.
+
+    The JSON has the seconds of each stage, the state of the GPU at each row, and the logs of failed stages.
+    """
     seconds: dict[str, float] = {}
     failures: dict[str, str] = {}
-    report.extra = {"seconds": seconds, "failures": failures}
-    started_s = perf_counter()
+    states: list[dict[str, str | float]] = []  # one a row
+    report.extra = {"seconds": seconds, "gpu": states, "failures": failures}
+    until_s = monotonic() + 60 * minutes
     for number, stage in enumerate(stages):
         report.tell(stage.name, number / len(stages))
-        left_s = budget_s - (perf_counter() - started_s)
-        if left_s < (stage.needs_s if session.sizes.has_bars else 0):
-            note = f"not started: {max(0.0, left_s):.0f} s of {budget_s:.0f} are left"
-            report.rows.append(Row(stage.name, None, "", note=note))
-        else:
-            stage_started_s = perf_counter()
-            _run_stage(stage, session, report, failures)
-            _release_memory(session.device)
-            seconds[stage.name] = perf_counter() - stage_started_s
+        left_s = until_s - monotonic()
+        if not (resumes and runner.attempts(stage)):
+            if left_s < (stage.needs_s if runner.size == "full" else 1.0):
+                note = f"not started: {max(0.0, left_s):.0f} s are left, it needs {stage.needs_s:.0f}"
+                report.rows.append(Row(stage.name, None, "", note=note))
+                states.append({})
+                continue
+            runner.run(stage, left_s)
+        for attempt in runner.attempts(stage):
+            for row, state in _rows_of(attempt):
+                report.rows.append(row)
+                states.append(state)
+            if attempt.ended is not None:
+                seconds[stage.name] = seconds.get(stage.name, 0.0) + attempt.ended.seconds
+        if any(each.has_failed for each in runner.attempts(stage)):
+            failures[stage.name] = "\n".join(runner.log(stage).read_text().splitlines()[-LOG_LINES:])
         report.save()
 
 
-def _run_stage(stage: Stage, session: Session, report: Report, failures: dict[str, str]) -> None:
-    try:
-        with torch.no_grad():
-            for row in stage.run(session):
-                report.rows.append(row)
-    except Exception as error:  # any failure leaves the other stages worth their time
-        failures[stage.name] = traceback.format_exc()
-        first_line = (str(error).splitlines() or [""])[0]
-        failed = Row(stage.name, None, "", met=False, note=f"{type(error).__name__}: {first_line}")
-        report.rows.append(failed)
-        print(f"{stage.name}:\n{failures[stage.name]}", file=sys.stderr)
-
-
-def _release_memory(device: torch.device) -> None:
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+def _rows_of(attempt: Attempt) -> list[tuple[Row, dict[str, str | float]]]:
+    began, ended = attempt.began, attempt.ended
+    how = " at half size" if began.size == "half" else ""
+    how += f" under {began.tool}" if began.tool else ""
+    rows = [(replace(each.row, name=each.row.name + how), each.gpu) for each in attempt.rows]
+    if ended is not None and ended.outcome != "done":
+        met = False if attempt.has_failed else None
+        rows.append((Row(began.stage + how, None, "", met=met, note=ended.note), {}))
+    return rows
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the suite's options."""
-    parser.add_argument("--budget-s", type=float, default=540.0, help="seconds (540)")
+    parser.add_argument("--minutes", type=float, default=9.0, help="for all stages (9)")
+    parser.add_argument("--resume", action="store_true", help="go on after the stages that have ended")
     parser.add_argument("--toy", action="store_true", help="toy size on the CPU, GPU or not")
 
 
@@ -98,12 +194,11 @@ def measure(options: argparse.Namespace, report: Report) -> None:
     is_toy = options.toy or not torch.cuda.is_available()
     device = "toy" if is_toy else torch.cuda.get_device_name().lower().replace(" ", "-")
     report.name, report.title = f"gpu-{device}", f"gpu: {device}"
-    session = Session(torch.device("cpu" if is_toy else "cuda"), TOY if is_toy else FULL)
-    run_stages(STAGES, session, options.budget_s, report)
+    report.folder.mkdir(parents=True, exist_ok=True)
+    runner = StageRunner(report.folder, "cpu" if is_toy else "cuda", "toy" if is_toy else "full")
+    if not options.resume:
+        runner.path.unlink(missing_ok=True)
+    run_stages(STAGES, runner, options.minutes, report, resumes=options.resume)
 
 
 SUITE: Final = Suite("gpu", "gpu", add_options, measure)
-
-
-if __name__ == "__main__":
-    sys.exit(SUITE.main(__doc__))

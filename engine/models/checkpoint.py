@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 import msgspec
-from safetensors import SafetensorError, safe_open
 
 from baton.errors import ModelError
 
@@ -197,6 +196,8 @@ class SafetensorsCheckpoint:
 
 
 def _open(path: Path, framework: str) -> Any:
+    from safetensors import SafetensorError, safe_open  # dummy weights run without it
+
     try:
         return safe_open(path, framework=framework)
     except FileNotFoundError:

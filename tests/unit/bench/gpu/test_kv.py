@@ -1,38 +1,35 @@
 """The KV part of the GPU suite, with its stand-ins on a CPU."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
 
 from baton.bench.gpu import kv
 from baton.bench.gpu.kv import Moved
-from baton.bench.gpu.session import FULL, TOY, Session
-from baton.bench.gpu.suite import STAGES
+from baton.bench.gpu.session import FULL, TOY, Session, WrongResult
 from baton.kvtransfer.protocol.transfer_plan import Offsets, TransferPlan
 from baton.kvtransfer.transports.pages import HostPages
-from tests.unit.bench.gpu.toy import run_toy
 
-KV_STAGES = [stage for stage in STAGES if stage.name in ("kv gather", "kv scatter", "cuda_ipc", "nccl")]
+TOY_SESSION = Session(torch.device("cpu"), TOY)
 
 
-def test_every_row_names_its_stand_in_for_the_gpu(tmp_path: Path) -> None:
-    report = run_toy(KV_STAGES, tmp_path)
-    assert not report.extra["failures"]
-    assert len(report.rows) == 12
-    for row in report.rows:
+def test_every_row_names_its_stand_in_for_the_gpu() -> None:
+    stages = (kv.gather, kv.scatter, kv.cuda_ipc, kv.nccl)
+    rows = [row for stage in stages for row in stage(TOY_SESSION)]
+    assert len(rows) == 12
+    for row in rows:
         assert row.value is not None and row.limit is None and "stands in" in row.note
-    assert [row.note for row in report.rows if "gloo" in row.note]
+    assert [row.note for row in rows if "gloo" in row.note]
 
 
-def test_wrong_pages_have_no_figure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_wrong_pages_have_no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
     def pack(self: HostPages, plan: TransferPlan, offset_N: Offsets, staging: torch.Tensor) -> None:
         staging.zero_()
 
     monkeypatch.setattr(HostPages, "pack", pack)
-    (row,) = run_toy([stage for stage in KV_STAGES if stage.name == "kv gather"], tmp_path).rows
-    assert (row.value, row.note) == (None, "WrongResult: gather of pages: the bytes differ")
+    with pytest.raises(WrongResult, match="gather of pages: the bytes differ"):
+        next(kv.gather(TOY_SESSION))
 
 
 def test_bar_is_on_the_largest_push_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,4 +60,4 @@ def test_without_the_right_nccl_a_row_says_why(
 
 def test_transport_that_does_not_open_is_a_failure() -> None:
     with pytest.raises(RuntimeError, match="the destination's process has ended"):
-        next(kv.move(Session(torch.device("cpu"), TOY), "nccl"))
+        next(kv.move(TOY_SESSION, "nccl"))

@@ -1,37 +1,61 @@
-"""The GPU suite at toy size: every stage end to end, failures on their own, the budget kept."""
+"""The GPU suite at toy size: every stage, and what its runner does when a stage fails, crashes or hangs."""
 
 import json
-from collections.abc import Iterator
+import subprocess
+import venv
 from pathlib import Path
 
 import pytest
 import torch
 
 from baton.bench.engine.replica import num_head_parameters, num_layer_parameters
-from baton.bench.gpu import kernels, model
+from baton.bench.gpu import kernels, model, suite
 from baton.bench.gpu.model import prefill_flops, step_arrays
 from baton.bench.gpu.session import FULL, LLAMA_8B, TOY, Session, WrongResult, require_close, require_equal
-from baton.bench.gpu.suite import STAGES, SUITE, Stage, run_stages
+from baton.bench.gpu.stage import SizeName, StageBegan, StageRow, append, function_named
+from baton.bench.gpu.suite import STAGES, StageRunner, run_stages
 from baton.bench.report import Report, Row
-from tests.unit.bench.gpu.toy import CPU, run_toy
+from tests.unit.bench.gpu.toy_stages import toy_stage
+
+CPU = torch.device("cpu")
+ROOT = Path(__file__).resolve().parents[4]
+GPU_PACKAGES = ("torch", "triton", "numpy", "msgspec")
+# What torch itself imports.
+TORCH_PACKAGES = (
+    *("torchgen", "numpy.libs", "typing_extensions.py", "sympy", "mpmath", "networkx", "jinja2"),
+    *("markupsafe", "fsspec", "filelock"),
+)
 
 
-def good(session: Session) -> Iterator[Row]:
-    yield Row("figure", 1.0, "s")
+@pytest.fixture(autouse=True)
+def stages_can_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
 
 
-def bad(session: Session) -> Iterator[Row]:
-    yield Row("before", 1.0, "s")
-    raise WrongResult("kernel: off by one\nsecond line")
+def run_toy(
+    folder: Path,
+    *names: str,
+    size: SizeName = "toy",
+    device: str = "cpu",
+    minutes: float = 9.0,
+    resumes: bool = False,
+) -> Report:
+    """Run stages of toy_stages.py in processes of their own; toy.json in the folder has the figures."""
+    report, runner = Report("toy", "toy", folder), StageRunner(folder, device, size)
+    run_stages([toy_stage(name) for name in names], runner, minutes, report, resumes=resumes)
+    return report
 
 
-def test_whole_command_runs_at_toy_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    status = SUITE.main(None, ["--toy", "--output", str(tmp_path)])
-    assert status == 0, capsys.readouterr()
-    content = json.loads((tmp_path / "gpu-toy.json").read_text())
-    assert set(content["seconds"]) == {stage.name for stage in STAGES}
-    assert all(row["value"] is not None for row in content["rows"])
-    names = "\n".join(row["name"] for row in content["rows"])
+def values_of(report: Report) -> list[tuple[str, float | None]]:
+    return [(row.name, row.value) for row in report.rows]
+
+
+def test_every_stage_runs_at_toy_size() -> None:
+    session, rows = Session(CPU, TOY), list[Row]()
+    with torch.no_grad():
+        for stage in STAGES:
+            rows += function_named(stage.function)(session)
+    names = "\n".join(row.name for row in rows)
     for part in ("read bandwidth", "pages of 64", "prefill kernel", "kv gather", "cuda_ipc", "nccl"):
         assert part in names
     assert "decode step, 4" in names and "ragged" in names
@@ -39,38 +63,114 @@ def test_whole_command_runs_at_toy_size(tmp_path: Path, capsys: pytest.CaptureFi
         assert part in names
 
 
-def test_failed_stage_is_named_and_the_rest_goes_on(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    report = run_toy([Stage("bad", bad, 0), Stage("good", good, 0)], tmp_path)
-    values = [(row.name, row.value) for row in report.rows]
-    assert values == [("before", 1.0), ("bad", None), ("figure", 1.0)]
+@pytest.mark.slow
+def test_command_needs_only_four_packages(tmp_path: Path) -> None:
+    site_packages = Path(torch.__file__).parents[1]
+    packages = tmp_path / "packages"
+    packages.mkdir()
+    for name in GPU_PACKAGES + TORCH_PACKAGES:
+        for path in (site_packages / name, *site_packages.glob(f"{name}-*.dist-info")):
+            if path.exists():
+                (packages / path.name).symlink_to(path)
+    environment = tmp_path / "environment"
+    venv.create(environment, symlinks=True)
+    python = environment / "bin" / "python"
+    paths = f"{ROOT}\n{packages}\n"
+    next(environment.glob("lib/python*/site-packages")).joinpath("packages.pth").write_text(paths)
+    command = [str(python), "-m", "baton.bench.gpu", "--toy", "--output", str(tmp_path)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    content = json.loads((tmp_path / "gpu-toy.json").read_text())
+    assert set(content["seconds"]) == {stage.name for stage in STAGES}
+    assert all(row["value"] is not None or row["note"] for row in content["rows"])
+    assert sum(row["value"] is not None for row in content["rows"]) > 25
+
+
+def test_failed_stage_is_named_and_the_rest_goes_on(tmp_path: Path) -> None:
+    report = run_toy(tmp_path, "bad", "good")
+    assert values_of(report) == [("before", 1.0), ("bad", None), ("figure", 1.0)]
     assert report.rows[1].note == "WrongResult: kernel: off by one" and report.rows[1].has_failed
-    assert "second line" in capsys.readouterr().err
-    assert "second line" in json.loads((tmp_path / "toy.json").read_text())["failures"]["bad"]
+    failures = json.loads((tmp_path / "toy.json").read_text())["failures"]
+    assert list(failures) == ["bad"] and "second line" in failures["bad"]
+
+
+@pytest.mark.parametrize(
+    ("name", "note"), [("crashes", "its process ended with exit code -11"), ("hangs", "killed after 5 s")]
+)
+def test_rows_before_a_crash_or_a_hang_are_kept(
+    name: str, note: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    if name == "hangs":
+        monkeypatch.setattr(suite, "TOY_LIMIT_S", 5.0)
+    report = run_toy(tmp_path, name, "good")
+    assert values_of(report) == [("before", 1.0), (name, None), ("figure", 1.0)]
+    assert report.rows[1].note == note and report.rows[1].has_failed
+
+
+def test_stage_without_a_package_gives_the_reason_and_is_no_failure(tmp_path: Path) -> None:
+    (row,) = run_toy(tmp_path, "lacks").rows
+    assert (row.value, row.met) == (None, None)
+    assert row.note.startswith("needs no_such_package, which is not installed")
+
+
+def test_failed_stage_runs_again_at_half_size_and_under_the_sanitizer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tool = tmp_path / "compute-sanitizer"
+    tool.write_text('#!/bin/sh\necho "checked by the sanitizer"\nexec "$@"\n')
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    report = run_toy(tmp_path, "too_large", size="full", device="cuda")
+    assert values_of(report) == [("too_large", None)]
+    attempts = StageRunner(tmp_path, "cuda", "full").attempts(toy_stage("too_large"))
+    assert [(each.began.size, each.began.tool, each.has_failed) for each in attempts] == [
+        ("full", "", True),
+        ("half", "", False),
+        ("half", "compute-sanitizer", False),
+    ]
+    assert "checked by the sanitizer" in (tmp_path / "gpu-too_large.log").read_text()
+
+
+def test_figures_of_a_stage_reach_later_stages(tmp_path: Path) -> None:
+    report = run_toy(tmp_path, "measures", "compares")
+    assert values_of(report) == [("copy", 2.0), ("step", 0.5)]
+
+
+def test_resumed_run_repeats_only_what_has_not_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = tmp_path / "counted"
+    monkeypatch.setenv("TOY_STAGES_FILE", str(counted))
+    first = run_toy(tmp_path, "counts")
+    path = StageRunner(tmp_path, "cpu", "toy").path
+    append(path, StageBegan("good", "toy"))
+    append(path, StageRow(Row("void", 7.0, "s"), {}))
+    with path.open("ab") as file:
+        file.write(b'{"type":"row","row":{"na')  # the suite was killed in the middle of a record
+    report = run_toy(tmp_path, "counts", "good", resumes=True)
+    assert values_of(first) == [("size", 1.0)]
+    assert values_of(report) == [("size", 1.0), ("figure", 1.0)]
+    assert counted.read_text() == "run\n"
 
 
 def test_stage_that_may_not_end_in_time_is_not_started(tmp_path: Path) -> None:
-    report = Report("full", "full", tmp_path)
-    run_stages([Stage("long", bad, 100), Stage("short", good, 1)], Session(CPU, FULL), 50, report)
-    assert [(row.name, row.value) for row in report.rows] == [("long", None), ("figure", 1.0)]
-    assert report.rows[0].note.startswith("not started") and not report.extra["failures"]
+    report, runner = Report("full", "full", tmp_path), StageRunner(tmp_path, "cpu", "full")
+    run_stages([toy_stage("bad", 100), toy_stage("good", 1)], runner, 50 / 60, report)
+    assert values_of(report) == [("bad", None), ("figure", 1.0)]
+    assert report.rows[0].note == "not started: 50 s are left, it needs 100" and not report.extra["failures"]
 
 
-def test_missing_transformers_is_no_failure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_missing_transformers_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model, "find_spec", lambda name: None)
-    (row,) = run_toy([Stage("rival", model.against_transformers, 0)], tmp_path).rows
+    (row,) = model.against_transformers(Session(CPU, TOY))
     assert (row.value, row.met, row.note) == (None, None, "not installed")
 
 
-def test_wrong_kernel_is_not_timed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_wrong_kernel_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     def zeros(query_BHD: torch.Tensor, *arguments: object, **settings: object) -> torch.Tensor:
         return torch.zeros_like(query_BHD)
 
     monkeypatch.setattr(kernels, "paged_attention_decode", zeros)
-    (row,) = run_toy([Stage("decode", kernels.decode_kernel, 0)], tmp_path).rows
-    assert (row.name, row.value, row.met) == ("decode", None, False)
-    assert "decode kernel: relative error" in row.note
+    with pytest.raises(WrongResult, match="decode kernel: relative error"):
+        next(kernels.decode_kernel(Session(CPU, TOY)))
 
 
 def test_stages_that_need_the_rates_say_so() -> None:

@@ -1,0 +1,65 @@
+"""Stages that end in every way; their processes import this module."""
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from baton.bench.gpu.session import FULL, TOY, Rates, Session, WrongResult
+from baton.bench.gpu.suite import Stage
+from baton.bench.report import Row
+
+
+def good(session: Session) -> Iterator[Row]:
+    yield Row("figure", 1.0, "s")
+
+
+def bad(session: Session) -> Iterator[Row]:
+    yield Row("before", 1.0, "s")
+    raise WrongResult("kernel: off by one\nsecond line")
+
+
+def too_large(session: Session) -> Iterator[Row]:
+    if session.sizes.buffer_bytes == FULL.buffer_bytes:
+        raise MemoryError("no memory")
+    yield from ()
+
+
+def crashes(session: Session) -> Iterator[Row]:
+    yield Row("before", 1.0, "s")
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def hangs(session: Session) -> Iterator[Row]:
+    yield Row("before", 1.0, "s")
+    time.sleep(600)
+
+
+def lacks(session: Session) -> Iterator[Row]:
+    import no_such_package  # type: ignore[import-not-found]  # noqa: F401
+
+    yield from ()
+
+
+def measures(session: Session) -> Iterator[Row]:
+    session.figures.rates = Rates(1.0, 2.0, 3.0)
+    session.figures.step_seconds[64] = 0.5
+    yield from ()
+
+
+def compares(session: Session) -> Iterator[Row]:
+    yield Row("copy", session.rates.copy_gbps, "GB/s")
+    yield Row("step", session.figures.step_seconds[64], "s")
+
+
+def counts(session: Session) -> Iterator[Row]:
+    """Add a line to a file at each run."""
+    with Path(os.environ["TOY_STAGES_FILE"]).open("a") as file:
+        file.write("run\n")
+    yield Row("size", float(session.sizes == TOY), "")
+
+
+def toy_stage(name: str, needs_s: float = 0.0) -> Stage:
+    """Return the stage that calls the function of this name."""
+    return Stage(name, f"{__name__}:{name}", needs_s)
