@@ -221,7 +221,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, kw_only=True):
     top: tuple[tuple[int, float], ...] = ()  # (token id, logprob) of the likeliest tokens, likeliest first
 
 
-class StepOutput(msgspec.Struct, frozen=True, kw_only=True):
+class StepOutput(msgspec.Struct, frozen=True, gc=False):
     """One token of one choice of one request, the last one if it has a `finish_reason`.
 
     `token_id` is None only when a sequence ended without sampling (abort, error).
@@ -231,10 +231,10 @@ class StepOutput(msgspec.Struct, frozen=True, kw_only=True):
     choice: int
     index: int  # 0 is the first generated token of the first attempt
     token_id: int | None
-    logprobs: TokenLogprobs | None = None
-    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None  # with index 0 of choice 0 only
     finish_reason: FinishReason | None = None
     num_cached_tokens: int = 0  # prompt tokens with KV that was cached, or came from another worker
+    logprobs: TokenLogprobs | None = None
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None  # with index 0 of choice 0 only
     error: str | None = None  # with FinishReason.ERROR
 
 

@@ -23,7 +23,7 @@ from baton.engine.models.model import attention_mlp_crossover, parameter_bytes
 from baton.engine.models.parallel import TensorParallel
 from baton.engine.models.registry import ModelConfig, check_split, read_model_config
 from baton.engine.models.weights import Progress
-from baton.engine.replica import LayerWatch, Replica, last_output, step_output
+from baton.engine.replica import LayerWatch, Replica, last_output
 from baton.engine.runner.model_runner import KvPool, ModelRunner, ZerosOnCpu, choose_device, choose_dtype
 from baton.engine.runner.sampler import Sampler
 from baton.engine.runner.step_inputs import StepBuilder, encode
@@ -168,14 +168,10 @@ class Engine(Replica):
         for sequence in sampled.failed:
             logger.error("logits that are not numbers", extra={"request_id": sequence.request_id})
             self.scheduler.fail(sequence)
-        advances = self.scheduler.commit(batch, sampled.token_ids, ended_s - began_s)
+        outputs = self.scheduler.commit(batch, sampled.token_ids, ended_s - began_s)
         self._busy_since_s = ended_s if self.scheduler.has_work() else None
-        outputs = [
-            step_output(
-                each, sampled.logprobs.get(each.sequence.key), sampled.prompt_logprobs.get(each.sequence.key)
-            )
-            for each in advances
-        ]
+        if sampled.logprobs or sampled.prompt_logprobs:
+            outputs = [sampled.with_logprobs(each) for each in outputs]
         return outputs + [last_output(sequence, BAD_LOGITS) for sequence in sampled.failed]
 
     def close(self) -> None:

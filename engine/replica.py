@@ -14,7 +14,6 @@ from baton.engine.cache.page_pool import Owner, PagePool, PageState
 from baton.engine.cache.prefix_cache import PageChanges
 from baton.engine.scheduler.scheduler import Scheduler
 from baton.engine.scheduler.sequence import (
-    Advance,
     Batch,
     PageCopy,
     ScheduledChunk,
@@ -24,7 +23,7 @@ from baton.engine.scheduler.sequence import (
 )
 from baton.engine.scheduler.step_planner import PressureMode
 from baton.messages.workers import Load, StepTimes
-from baton.request import FilledPages, Request, StepOutput, TokenLogprobs
+from baton.request import FilledPages, Request, StepOutput
 
 
 class LayerWatch(Protocol):
@@ -230,25 +229,6 @@ class Replica(ABC):
 
     def _expire(self) -> None:
         self.pages.expire(self._clock.now_s())
-
-
-def step_output(
-    advance: Advance,
-    logprobs: TokenLogprobs | None = None,
-    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None,
-) -> StepOutput:
-    """The output for one new token."""
-    sequence = advance.sequence
-    return StepOutput(
-        request_id=sequence.request_id,
-        choice=sequence.choice,
-        index=advance.index,
-        token_id=advance.token_id,
-        logprobs=logprobs,
-        prompt_logprobs=prompt_logprobs,
-        finish_reason=advance.finish_reason,
-        num_cached_tokens=sequence.num_cached_tokens,
-    )
 
 
 def last_output(sequence: Sequence, error: str | None = None) -> StepOutput:

@@ -15,7 +15,7 @@ from baton.clock import Clock
 from baton.config.engine import SchedulerConfig
 from baton.engine.cache.page_pool import PagePool
 from baton.engine.cache.prefix_cache import HostTier, PrefixCache
-from baton.engine.replica import LayerWatch, Replica, last_output, step_output
+from baton.engine.replica import LayerWatch, Replica, last_output
 from baton.engine.scheduler.scheduler import Scheduler
 from baton.engine.scheduler.sequence import Batch, ScheduledChunk, SequenceProgress
 from baton.engine.scheduler.sequence import Sequence as EngineSequence
@@ -195,11 +195,11 @@ class SimEngine(Replica):
         sampled = [self._run(chunk) for chunk in batch.chunks]
         for sequence in failed:
             self.scheduler.fail(sequence)
-        advances = self.scheduler.commit(batch, sampled, duration_s)
+        outputs = self.scheduler.commit(batch, sampled, duration_s)
         self._num_steps += 1
         if not self._num_steps % STEPS_PER_CHECK:
             self.scheduler.check_integrity()
-        return [step_output(advance) for advance in advances] + [last_output(sequence) for sequence in failed]
+        return outputs + [last_output(sequence) for sequence in failed]
 
     def _duration_s(self, batch: Batch) -> float:
         if not batch.chunks:

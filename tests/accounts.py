@@ -2,7 +2,8 @@
 
 from collections import defaultdict
 
-from baton.engine.scheduler.sequence import Advance, Batch, Plan, Sequence, SequenceKey, SequenceStatus
+from baton.engine.scheduler.sequence import Batch, Plan, Sequence, SequenceKey, SequenceStatus
+from baton.request import StepOutput
 from baton.tenants import Quotas, SchedulingKey
 from tests.scheduling import Harness
 
@@ -14,7 +15,7 @@ def scheduling_key(weight: float = 1.0, rank: int = 0, max_kv_pages: int | None 
 class AccountHarness(Harness):
     """Sequences come with their pages to be computed here; nothing is brought, kept or leased."""
 
-    def step(self) -> tuple[Plan, Batch, list[Advance]]:
+    def step(self) -> tuple[Plan, Batch, list[StepOutput]]:
         asked = set(self.scheduler._to_preempt)
         self._check_preempted(self.scheduler.plan(), asked)
         quotas = self.quotas()  # a sequence that ends in the step takes its own along

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from baton.engine.scheduler.sequence import Advance, Batch, Plan, Sequence, SequenceStatus
+from baton.engine.scheduler.sequence import Batch, Plan, Sequence, SequenceStatus
 from baton.errors import InvalidRequest
-from baton.request import FilledPages, Request, SamplingParams
+from baton.request import FilledPages, Request, SamplingParams, StepOutput
 from baton.token_ids import TokenIds
 from tests.fakes import KVEntry
 from tests.scheduling import Harness
@@ -73,7 +73,7 @@ class OpenHarness(Harness):
             entry = KVEntry(position, sequence.token_ids[position], context)
             self.model.device[table[position // size]][position % size] = entry
 
-    def step(self) -> tuple[Plan, Batch, list[Advance]]:
+    def step(self) -> tuple[Plan, Batch, list[StepOutput]]:
         stepped = super().step()
         assert self.scheduler.holds.num_reservable() == self.num_reservable()
         return stepped

@@ -12,7 +12,6 @@ from baton.engine.cache.page_pool import Owner, PagePool, PageState
 from baton.engine.cache.prefix_cache import HostTier, PrefixCache
 from baton.engine.scheduler.scheduler import Scheduler
 from baton.engine.scheduler.sequence import (
-    Advance,
     Batch,
     Plan,
     Sequence,
@@ -22,7 +21,7 @@ from baton.engine.scheduler.sequence import (
 )
 from baton.engine.scheduler.step_planner import CHUNK_DIVISOR, MAX_STRETCH
 from baton.pages import PageKeys
-from baton.request import FinishReason, Request, SamplingParams
+from baton.request import FinishReason, Request, SamplingParams, StepOutput
 from baton.token_ids import TokenIds
 from tests.fakes import HashModel
 
@@ -108,23 +107,23 @@ class Harness:
         self._check_plan(plan)
         return plan
 
-    def step(self) -> tuple[Plan, Batch, list[Advance]]:
+    def step(self) -> tuple[Plan, Batch, list[StepOutput]]:
         plan = self.plan()
         expected_hits = self._expected_hits(plan)
         batch = self.scheduler.apply(plan)
         self._check_batch(plan, batch, expected_hits)
         self.scheduler.check_integrity()
-        advances = self.scheduler.commit(batch, self.model.run(batch))
-        for advance in advances:
-            if advance.finish_reason is not None:
-                sequence = self.live.pop(advance.sequence.key)
+        outputs = self.scheduler.commit(batch, self.model.run(batch))
+        for output in outputs:
+            if output.finish_reason is not None:
+                sequence = self.live.pop((output.request_id, output.choice))
                 self.finished.append(sequence)
                 if sequence.keeps_pages:
                     self.kept[sequence.key] = list(sequence.page_table)
         self._check_books()
         self.num_steps += 1
         self.clock.advance(self.step_s)
-        return plan, batch, advances
+        return plan, batch, outputs
 
     def run(self, max_steps: int = 10_000) -> None:
         """Step until everything has finished, then check that every page is back and every answer right."""
@@ -325,6 +324,6 @@ class BareScheduler:
         self.scheduler.add(sequence)
         return sequence
 
-    def step(self, step_s: float = 0.0) -> tuple[Batch, list[Advance]]:
+    def step(self, step_s: float = 0.0) -> tuple[Batch, list[StepOutput]]:
         batch = self.scheduler.apply(self.scheduler.plan())
         return batch, self.scheduler.commit(batch, [7] * len(batch.chunks), step_s)

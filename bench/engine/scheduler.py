@@ -1,5 +1,8 @@
 """The cost of scheduling: microseconds a step, and the price of the prefix cache when nothing hits.
 
+Host time is all that the engine does for a step of decodes, but for the model and the draw of the tokens:
+plan, inputs, sampling parameters, commit, outputs.
+
 python -m baton.bench.engine.scheduler [--steps 3000] [--requests 300]
 """
 
@@ -7,15 +10,21 @@ import argparse
 import gc
 import random
 import sys
+from collections.abc import Iterator
 from statistics import median
 from time import perf_counter_ns
 from typing import Final, NamedTuple
+from unittest.mock import patch
 
+import torch
+
+from baton.bench.engine.replica import LlamaShape, load_replica, request_of
 from baton.bench.report import Report, Row, Suite, at_most, format_number, percentile
 from baton.clock import SystemClock
 from baton.config.engine import SchedulerConfig
 from baton.engine.cache.page_pool import PagePool
 from baton.engine.cache.prefix_cache import PrefixCache
+from baton.engine.runner import sampler
 from baton.engine.scheduler.scheduler import Scheduler
 from baton.engine.scheduler.sequence import Batch, Sequence
 from baton.pages import PageKeys
@@ -24,6 +33,17 @@ from baton.token_ids import TokenIds
 
 PAGE_SIZE = 16
 LIMITS_US = {32: 50.0, 256: 200.0}  # p50 of plan + apply in a decode step
+HOST_LIMITS_US = {1: 60.0, 64: 120.0, 256: 250.0}  # p50 of the host time of a decode step
+HOST_SHAPE = LlamaShape(
+    hidden_size=64,
+    intermediate_size=128,
+    num_layers=2,
+    num_heads=8,
+    num_kv_heads=2,
+    head_dim=32,
+    vocab_size=512,
+    max_positions=8192,
+)
 MODEL_TOKENS_PER_S = 40_000  # prompt and generated: about what one H200 computes of an 8B model
 CACHE_LIMIT_PERCENT = 1.0
 NUM_CACHE_RUNS = 7
@@ -90,6 +110,39 @@ def decode_steps(num_seqs: int, num_steps: int) -> StepTimes:
     return times
 
 
+def host_times_us(num_steps: int) -> Iterator[tuple[int, list[float]]]:
+    """Yield a batch size and the time of each step of as many decodes, without the model and the draw."""
+    most = max(HOST_LIMITS_US)
+    settings = {
+        "max_model_len": HOST_SHAPE.max_positions,
+        "cache": {"kv_cache_memory_bytes": 2**30},
+        "scheduler": {"max_num_seqs": most},
+    }
+    engine, rng = load_replica(HOST_SHAPE, {"device": "cpu", **settings}).engine, random.Random(0)
+    logits_BV, tokens_B = torch.zeros((most, HOST_SHAPE.vocab_size)), torch.full((most,), 7)
+    with (
+        patch.object(engine.runner, "execute", lambda arrays: logits_BV[: len(arrays.logit_rows)]),
+        patch.object(sampler, "sample", lambda rows_BV, tensors: tokens_B[: len(rows_BV)]),
+    ):
+        for num_seqs in HOST_LIMITS_US:
+            # Every sequence is still decoding after the last step.
+            sampling = SamplingParams(max_tokens=num_steps + 1000, ignore_eos=True)
+            prompts = [[rng.randrange(512) for _ in range(rng.randint(50, 200))] for _ in range(num_seqs)]
+            requests = [request_of(prompt, sampling) for prompt in prompts]
+            for request in requests:
+                engine.add(request)
+            while len(engine.step()) < num_seqs:
+                pass
+            times_us = []
+            for _ in range(num_steps):
+                started = perf_counter_ns()
+                engine.step()
+                times_us.append((perf_counter_ns() - started) / 1e3)
+            for request in requests:
+                engine.abort(request.request_id)
+            yield num_seqs, times_us
+
+
 def schedule_unshared(num_requests: int, *, prefix_caching: bool) -> Work:
     """Schedule requests that share nothing, in a pool so small that it evicts all the time."""
     rng = random.Random(0)
@@ -154,6 +207,11 @@ def measure(options: argparse.Namespace, report: Report) -> None:
     for num_seqs in LIMITS_US:
         report.tell(f"{num_seqs} decodes")
         report.rows += step_rows(num_seqs, decode_steps(num_seqs, options.steps))
+    report.tell("host time")
+    report.rows += [
+        at_most(f"host time of {number} decodes", median(times_us), "us a step", HOST_LIMITS_US[number])
+        for number, times_us in host_times_us(options.steps)
+    ]
     runs: dict[bool, list[Work]] = {False: [], True: []}
     for prefix_caching, works in runs.items():
         for number in range(NUM_CACHE_RUNS):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from baton.engine.scheduler.sequence import Batch, ScheduledChunk, Sequence, SequenceKey
 from baton.kernels.sample import NOT_A_TOKEN, SamplingTensors, sample
-from baton.request import SamplingParams, TokenLogprobs
+from baton.request import SamplingParams, StepOutput, TokenLogprobs
 
 
 class LogitsProcessor(Protocol):
@@ -128,6 +128,13 @@ class Sampled:
     logprobs: dict[SequenceKey, TokenLogprobs]
     prompt_logprobs: dict[SequenceKey, PromptLogprobs]  # with the first token
 
+    def with_logprobs(self, output: StepOutput) -> StepOutput:
+        """Return the output of a token with its log probabilities, where they are asked for."""
+        key = output.request_id, output.choice
+        return msgspec.structs.replace(
+            output, logprobs=self.logprobs.get(key), prompt_logprobs=self.prompt_logprobs.get(key)
+        )
+
 
 class Sampler:
     """Draws tokens. Keeps the sampling parameters as tensors as long as the same sequences sample."""
@@ -137,34 +144,39 @@ class Sampler:
         self._sequences: list[Sequence] = []  # by identity: a key may be used again
         self._tensors: SamplingTensors | None = None
         self._processed: dict[int, list[str]] = {}  # row -> names of the processors that apply
+        self._asking: list[int] = []  # rows that want log probabilities
+        self._asking_prompt: list[int] = []  # rows that want those of their prompt
         self._prompts: dict[SequenceKey, list[TokenLogprobs | None]] = {}
 
     @torch.inference_mode()
     def sample(self, batch: Batch, logits_RV: Tensor) -> Sampled:
         """Draw a token for each chunk that samples; logits_RV has the rows that StepArrays asked for."""
         chunks = batch.chunks
-        sequences = [chunk.sequence for chunk in chunks if chunk.samples]
+        sequences = [each.sequence for each in chunks if batch.is_pure_decode or each.samples]
         if len(logits_RV) != len(sequences):
             logits_RV = self._take_prompt_rows(batch, logits_RV)
         tensors = self._parameters(sequences)
-        asking = [row for row, sequence in enumerate(sequences) if sequence.sampling.logprobs is not None]
-        raw_RV = logits_RV[asking]  # a copy, before the logits processors
+        raw_RV = logits_RV[self._asking] if self._asking else logits_RV[:0]  # a copy, before the processors
         for row, names in self._processed.items():
             for name in names:
                 LOGITS_PROCESSORS[name].process(logits_RV[row], sequences[row])
         drawn: list[int | None] = sample(logits_RV, tensors).tolist()
-        failed = [row for row, token_id in enumerate(drawn) if token_id == NOT_A_TOKEN]
-        for row in failed:
-            drawn[row] = None
+        failed = []
+        if NOT_A_TOKEN in drawn:
+            failed = [row for row, token_id in enumerate(drawn) if token_id == NOT_A_TOKEN]
+            for row in failed:
+                drawn[row] = None
         each = iter(drawn)
         return Sampled(
-            token_ids=[next(each) if chunk.samples else None for chunk in chunks],
+            token_ids=drawn
+            if batch.is_pure_decode
+            else [next(each) if chunk.samples else None for chunk in chunks],
             failed=[sequences[row] for row in failed],
-            logprobs=_logprobs(raw_RV, [(sequences[row], drawn[row]) for row in asking]),
+            logprobs=_logprobs(raw_RV, [(sequences[row], drawn[row]) for row in self._asking]),
             prompt_logprobs={
-                sequence.key: tuple(self._prompts.pop(sequence.key, FIRST_TOKEN))
-                for sequence in sequences
-                if sequence.needs_prompt_logprobs
+                sequences[row].key: tuple(self._prompts.pop(sequences[row].key, FIRST_TOKEN))
+                for row in self._asking_prompt
+                if sequences[row].needs_prompt_logprobs
             },
         )
 
@@ -195,12 +207,14 @@ class Sampler:
         known += token_logprobs(logits_TV[: len(following)], following, num_top)
 
     def _parameters(self, sequences: list[Sequence]) -> SamplingTensors:
-        if self._tensors is None or sequences != self._sequences:
-            self._sequences = sequences
-            self._tensors = _tensors(sequences, self._device)
-            self._processed = _processed_rows(sequences)
-        positions = [len(sequence.token_ids) for sequence in sequences]
-        self._tensors.position_B.copy_(torch.tensor(positions), non_blocking=True)
+        if self._tensors is not None and sequences == self._sequences:
+            self._tensors.position_B.add_(1)  # each has got one token since
+            return self._tensors
+        self._sequences, samplings = sequences, [sequence.sampling for sequence in sequences]
+        self._tensors = _tensors(sequences, self._device)
+        self._processed = _processed_rows(sequences)
+        self._asking = [row for row, each in enumerate(samplings) if each.logprobs is not None]
+        self._asking_prompt = [row for row, each in enumerate(samplings) if each.prompt_logprobs is not None]
         return self._tensors
 
 
@@ -244,5 +258,5 @@ def _tensors(sequences: Ordered[Sequence], device: torch.device) -> SamplingTens
         min_p_B=tensor([p.min_p for p in params], torch.float32),
         seed_B=tensor([p.seed or 0 for p in params], torch.int64),
         choice_B=tensor([sequence.choice for sequence in sequences], torch.int32),
-        position_B=torch.zeros(len(params), dtype=torch.int64, device=device),
+        position_B=tensor([len(sequence.token_ids) for sequence in sequences], torch.int64),
     )

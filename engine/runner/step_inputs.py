@@ -149,15 +149,30 @@ class PageTableRows:
         self._max_pages = max_pages
         self._rows: dict[Sequence, _Row] = {}  # by identity: a key may be used again
         self._free = list(range(max_num_seqs - 1, -1, -1))
+        self._gathered: list[Sequence] = []  # by the last call
+        self._gathered_rows: Int64s = np.array([], np.int64)
+        self._width = 0
 
-    def gather(self, sequences: Ordered[Sequence]) -> NDArray[np.int32]:
-        """[num_sequences, pages of the longest one]: a copy of the present tables."""
+    def gather(self, sequences: list[Sequence], changed: Ordered[int] | None = None) -> Int32s:
+        """[num_sequences, pages of the longest one]: a copy of the present tables.
+
+        changed: of the sequences that the last call was given too, those whose tables may have changed since;
+        None: any.
+        """
+        if changed is not None and sequences == self._gathered:
+            updated = [sequences[index] for index in changed]
+            self._width = max([self._width, *(len(each.page_table) for each in updated)])
+            self._widen(self._width)
+            for each in updated:
+                self._update(each, sequences)
+            return self._table[self._gathered_rows, : self._width]
         if len(self._free) + len(self._rows) < len(sequences):
             raise ValueError(f"{len(sequences)} sequences in a step planned for {len(self._table)}")
-        width = max((len(sequence.page_table) for sequence in sequences), default=0)
-        self._widen(width)
+        self._width = max((len(sequence.page_table) for sequence in sequences), default=0)
+        self._widen(self._width)
         rows = [self._update(sequence, sequences) for sequence in sequences]
-        return self._table[rows, :width]
+        self._gathered, self._gathered_rows = sequences, np.array(rows, np.int64)
+        return self._table[self._gathered_rows, : self._width]
 
     def _update(self, sequence: Sequence, batch: Ordered[Sequence]) -> int:
         row, num_pages = self._rows.get(sequence), len(sequence.page_table)
@@ -191,9 +206,38 @@ class StepBuilder:
     def __init__(self, page_size: int, max_num_seqs: int, max_pages: int) -> None:
         self._page_size = page_size
         self._tables = PageTableRows(max_num_seqs, max_pages)
+        self._was_pure_decode = False  # the last step
 
     def build(self, batch: Batch) -> StepArrays:
         """The arrays of one step; the caller numbers the step."""
+        arrays = self._build_decode(batch) if batch.is_pure_decode else self._build_mixed(batch)
+        self._was_pure_decode = batch.is_pure_decode
+        return pad(arrays, batch.num_padded_tokens) if batch.num_padded_tokens else arrays
+
+    def _build_decode(self, batch: Batch) -> StepArrays:
+        sequences = [chunk.sequence for chunk in batch.chunks]
+        rows = np.arange(len(sequences) + 1)
+        positions = np.array([chunk.start for chunk in batch.chunks], np.int64)
+        index, offset = np.divmod(positions, self._page_size)
+        # A decode changes its page table only before the first token of a page: the sequence gets that page,
+        # and the full page before it may be replaced.
+        changed = np.flatnonzero(offset == 0).tolist() if self._was_pure_decode else None
+        page_table = self._tables.gather(sequences, changed)
+        return StepArrays(
+            token_ids=np.array([sequence.token_ids[-1] for sequence in sequences], np.int64),
+            positions=positions,
+            slots=page_table[rows[:-1], index].astype(np.int64) * self._page_size + offset,
+            cu_seqlens=rows.astype(np.int32),
+            context_lens=(positions + 1).astype(np.int32),
+            page_table=page_table,
+            logit_rows=rows[:-1],
+            num_decodes=batch.num_decodes,
+            max_seqlen_q=min(1, len(sequences)),
+            copies_to_host=batch.copies_to_host,
+            copies_to_device=batch.copies_to_device,
+        )
+
+    def _build_mixed(self, batch: Batch) -> StepArrays:
         chunks = batch.chunks
         starts = np.array([chunk.start for chunk in chunks], np.int64)
         lengths = np.array([chunk.num_tokens for chunk in chunks], np.int64)
@@ -203,7 +247,7 @@ class StepBuilder:
         positions = np.arange(cu_seqlens[-1]) + (starts - cu_seqlens[:-1])[owner]
         page_table = self._tables.gather([chunk.sequence for chunk in chunks])
         pages = page_table[owner, positions // self._page_size].astype(np.int64)
-        arrays = StepArrays(
+        return StepArrays(
             token_ids=_token_ids(batch),
             positions=positions,
             slots=pages * self._page_size + positions % self._page_size,
@@ -216,7 +260,6 @@ class StepBuilder:
             copies_to_host=batch.copies_to_host,
             copies_to_device=batch.copies_to_device,
         )
-        return pad(arrays, batch.num_padded_tokens) if batch.num_padded_tokens else arrays
 
 
 def padding_step(num_tokens: int, num_rows: int) -> StepArrays:

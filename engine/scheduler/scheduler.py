@@ -11,7 +11,7 @@ The life of a sequence:
    sequences that are done release their pages.
 5. A preempted sequence goes back to 2 with all its tokens. `abort` is legal at any point.
 
-Every accepted sequence ends exactly once: as an Advance with a finish reason, or in the list that `abort`
+Every accepted sequence ends exactly once: as a StepOutput with a finish reason, or in the list that `abort`
 returns.
 """
 
@@ -28,7 +28,6 @@ from baton.engine.cache.prefix_cache import PrefixCache
 from baton.engine.scheduler.policies import batch_policy
 from baton.engine.scheduler.preemption import PreemptionRates
 from baton.engine.scheduler.sequence import (
-    Advance,
     Batch,
     PageCopy,
     Plan,
@@ -41,7 +40,7 @@ from baton.engine.scheduler.sequence import (
 )
 from baton.engine.scheduler.step_planner import HEADROOM_TOKENS, CostCap, PressureMode, StepPlanner
 from baton.errors import IntegrityError, InvalidRequest
-from baton.request import MAX_CHOICES, FilledPages, FinishReason
+from baton.request import MAX_CHOICES, FilledPages, FinishReason, StepOutput
 
 _RUNNING = SequenceStatus.RUNNING
 _num_computed_tokens = attrgetter("num_computed_tokens")
@@ -207,19 +206,21 @@ class Scheduler:
         return Batch(
             chunks=tuple(map(ScheduledChunk, sequences, starts, plan.scheduled.values())),
             num_decodes=plan.num_decodes,
+            is_pure_decode=plan.is_pure_decode,
             copies_to_host=to_host,
             copies_to_device=to_device,
             num_padded_tokens=plan.num_padded_tokens,
         )
 
-    def commit(self, batch: Batch, sampled: Ordered[int | None], step_s: float = 0.0) -> list[Advance]:
+    def commit(self, batch: Batch, sampled: Ordered[int | None], step_s: float = 0.0) -> list[StepOutput]:
         """Record that the batch has run; `sampled[i]` is the token of `batch.chunks[i]` if it samples.
 
-        Chunks of sequences that were aborted since are ignored. Returns one Advance per new token.
+        Chunks of sequences that were aborted since are ignored. Returns an output for each new token; it has
+        no logprobs yet.
         step_s: the time since the last batch ended, or since there was work.
         """
         attribute_step_cost(batch, step_s, self._cost_cap.cost)
-        advances: list[Advance] = []
+        outputs: list[StepOutput] = []
         page_size = self.pool.page_size
         for chunk, token_id in zip(batch.chunks, sampled, strict=True):
             sequence, num_computed = chunk.sequence, chunk.start + chunk.num_tokens
@@ -235,12 +236,14 @@ class Scheduler:
                 reason = None
                 if token_id in sequence.stop_ids or num_computed + 1 >= sequence.max_num_tokens:
                     reason = self._finish_if_done(sequence)
-                index = num_computed - sequence.num_prompt_tokens
-                advances.append(Advance(sequence, token_id, index, reason))
+                index, (request_id, choice) = num_computed - sequence.num_prompt_tokens, sequence.key
+                outputs.append(
+                    StepOutput(request_id, choice, index, token_id, reason, sequence.num_cached_tokens)
+                )
         if self._queues.prefilling:
             self._queues.promote()
         self._version += 1
-        return advances
+        return outputs
 
     def check_integrity(self) -> None:
         """All ledgers agree with each other and with the sequences; raises IntegrityError."""

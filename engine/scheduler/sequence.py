@@ -1,4 +1,4 @@
-"""Sequences, their queues, and the values that describe a step: Plan, Batch and Advance.
+"""Sequences, their queues, and the values that describe a step: Plan and Batch.
 
 A sequence is one choice of one request. There are no phases. A sequence knows its tokens (prompt, then
 generated) and how many of them have their KV in pages; each step lets `num_computed_tokens` catch up with
@@ -230,6 +230,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     version: int
     scheduled: Mapping[SequenceKey, int]
     num_decodes: int  # the leading chunks of one token
+    is_pure_decode: bool  # every chunk has one token and samples
     page_needs: Mapping[SequenceKey, int]
     admitted: tuple[SequenceKey, ...] = ()
     preempted: Mapping[SequenceKey, PreemptMode] = {}
@@ -259,6 +260,7 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
 
     chunks: tuple[ScheduledChunk, ...]
     num_decodes: int
+    is_pure_decode: bool = False  # every chunk has one token and samples
     copies_to_host: tuple[PageCopy, ...] = ()
     copies_to_device: tuple[PageCopy, ...] = ()
     num_padded_tokens: int = 0
@@ -272,15 +274,6 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     def num_tokens(self) -> int:
         """Tokens of all chunks, without padding."""
         return sum(chunk.num_tokens for chunk in self.chunks)
-
-
-class Advance(msgspec.Struct, frozen=True, gc=False):
-    """`sequence` grew by `token_id`, its generated token number `index`; the last one has a finish reason."""
-
-    sequence: Sequence
-    token_id: int
-    index: int
-    finish_reason: FinishReason | None
 
 
 # The queues.

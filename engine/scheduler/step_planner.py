@@ -361,6 +361,7 @@ class StepPlanner:
             version=version,
             scheduled=scheduled,
             num_decodes=num_decodes,
+            is_pure_decode=not self._chunks,
             page_needs=self._page_needs,
             admitted=tuple(self._admitted),
             preempted=self._preempted,

@@ -15,7 +15,7 @@ def first_tokens(harness: AccountHarness) -> str:
     """Names in the order in which they had their first token."""
     names: list[str] = []
     while harness.scheduler.has_work():
-        names += [each.sequence.request_id for each in harness.step()[2] if each.index == 0]
+        names += [each.request_id for each in harness.step()[2] if each.index == 0]
     harness.check_answers()
     return " ".join(names)
 

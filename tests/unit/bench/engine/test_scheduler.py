@@ -1,8 +1,10 @@
 from baton.bench.engine.scheduler import (
+    HOST_LIMITS_US,
     StepTimes,
     Work,
     cache_rows,
     decode_steps,
+    host_times_us,
     schedule_unshared,
     step_rows,
 )
@@ -12,6 +14,12 @@ def test_every_part_of_every_step_is_timed() -> None:
     times = decode_steps(32, 5)
     assert [len(part) for part in times] == [5, 5, 5]
     assert all(value > 0 for part in times for value in part)
+
+
+def test_the_host_time_of_each_batch_size_is_taken_while_all_sequences_decode() -> None:
+    times = dict(host_times_us(5))
+    assert [len(times_us) for times_us in times.values()] == [5] * len(HOST_LIMITS_US)
+    assert all(value > 0 for times_us in times.values() for value in times_us)
 
 
 def test_the_same_tokens_are_computed_with_and_without_the_cache() -> None:

@@ -32,14 +32,16 @@ class Life:
     prompt_length: int
     chunk_sizes: tuple[int, ...]
     prompt_logprobs: int | None
+    finds_known_pages: bool
 
 
 lives = st.lists(
     st.builds(
         Life,
         st.integers(1, MAX_TOKENS // 2),
-        st.lists(st.integers(1, 13), min_size=1, max_size=6).map(tuple),
+        st.lists(st.sampled_from((1, 2, 7, 13)), min_size=1, max_size=6).map(tuple),
         st.sampled_from((None, None, 0)),
+        st.booleans(),
     ),
     max_size=MAX_SEQUENCES,
 )
@@ -50,12 +52,22 @@ class Ledger:
 
     def __init__(self, page_size: int) -> None:
         self.page_size = page_size
-        self.next_page = 1000
+        self.next_page = 5000
 
     def grow(self, sequence: Sequence, num_tokens: int) -> None:
         while len(sequence.page_table) * self.page_size < num_tokens:
-            sequence.page_table.append(self.next_page)
-            self.next_page -= 7
+            sequence.page_table.append(self._take())
+
+    def commit(self, chunk: ScheduledChunk) -> None:
+        """Replace full pages of the chunk, as the prefix cache does where it knows other pages."""
+        sequence, last = chunk.sequence, chunk.start + chunk.num_tokens
+        for index in range(chunk.start // self.page_size, last // self.page_size):
+            sequence.page_table[index] = self._take()
+            sequence.table_version += MAX_SEQUENCES
+
+    def _take(self) -> int:
+        self.next_page -= 7
+        return self.next_page
 
 
 def brute_force(batch: Batch, page_size: int) -> StepArrays:
@@ -135,15 +147,18 @@ def test_random_steps_agree_with_one_token_at_a_time(
     ]
     for sequence, version in zip(sequences, range(MAX_SEQUENCES), strict=False):
         sequence.table_version = version  # of one scheduler, no two the same
-    for turn in range(6):
+    life_of = dict(zip(sequences, lives, strict=True))
+    for turn in range(12):
         chunks = []
-        for sequence, life in zip(sequences, lives, strict=True):
+        for sequence, life in life_of.items():
             size = life.chunk_sizes[turn % len(life.chunk_sizes)]
             size = min(size, sequence.num_uncomputed_tokens)
             ledger.grow(sequence, sequence.num_computed_tokens + size)
             chunks.append(ScheduledChunk(sequence, sequence.num_computed_tokens, size))
         chunks.sort(key=lambda chunk: chunk.num_tokens > 1)
-        batch = make_batch(*chunks, copies_to_host=to_host, copies_to_device=to_device)
+        is_pure_decode = all(chunk.num_tokens == 1 and chunk.samples for chunk in chunks)
+        copies = {"copies_to_host": to_host, "copies_to_device": to_device}
+        batch = make_batch(*chunks, is_pure_decode=is_pure_decode, **copies)
         built = builder.build(batch)
         assert_equal(built, brute_force(batch, page_size), batch)
         assert_identical(decode(encode(built)), built)
@@ -151,6 +166,8 @@ def test_random_steps_agree_with_one_token_at_a_time(
             if chunk.samples:
                 chunk.sequence.token_ids.append(turn)
             chunk.sequence.num_computed_tokens += chunk.num_tokens
+            if life_of[chunk.sequence].finds_known_pages:
+                ledger.commit(chunk)
 
 
 @given(num_padded=st.integers(1, 9), prompt_length=st.integers(1, 9))

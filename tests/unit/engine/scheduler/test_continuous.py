@@ -43,9 +43,9 @@ def test_short_prompt_does_not_wait_for_a_long_one() -> None:
     harness.add("long", prompt(1_000))
     harness.step()
     harness.add("short", prompt(30, 1))
-    plan, _, advances = harness.step()
+    plan, _, outputs = harness.step()
     assert dict(plan.scheduled) == {("long", 0): 34, ("short", 0): 30}
-    assert [advance.sequence.request_id for advance in advances] == ["short"]
+    assert [output.request_id for output in outputs] == ["short"]
     harness.run()
 
 

@@ -1,13 +1,12 @@
 import pytest
 
 from baton.engine.cache.page_pool import PageState
-from baton.engine.scheduler.sequence import Advance
 from baton.errors import IntegrityError, InvalidRequest
-from baton.request import FinishReason, SamplingParams
+from baton.request import FinishReason, SamplingParams, StepOutput
 from tests.scheduling import PROMPT, Harness
 
 
-def sample(harness: Harness, token_id: int) -> list[Advance]:
+def sample(harness: Harness, token_id: int) -> list[StepOutput]:
     """One step in which every sampling chunk yields `token_id`."""
     batch = harness.scheduler.apply(harness.scheduler.plan())
     return harness.scheduler.commit(batch, [token_id if chunk.samples else None for chunk in batch.chunks])
@@ -72,8 +71,8 @@ def test_abort_while_the_batch_runs_drops_its_token() -> None:
     harness.add("b", PROMPT[::-1])
     batch = harness.scheduler.apply(harness.scheduler.plan())
     harness.abort("a")
-    advances = harness.scheduler.commit(batch, [7, 8])
-    assert [advance.sequence.request_id for advance in advances] == ["b"]
+    outputs = harness.scheduler.commit(batch, [7, 8])
+    assert [output.request_id for output in outputs] == ["b"]
     assert harness.pool.count(PageState.ACTIVE) == 3
 
 

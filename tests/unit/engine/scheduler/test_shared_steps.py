@@ -188,17 +188,20 @@ class Prefill:
         self.waited: list[int] = []
 
     def add(self, tenant: str, num_tokens: int) -> None:
-        self.began[self.bare.ask(num_tokens, tenant).key] = self.num_steps
+        sequence = self.bare.ask(num_tokens, tenant)
+        if tenant != "noisy":
+            self.began[sequence.key] = self.num_steps
 
     def step(self) -> None:
         self.num_steps += 1
         self.bare.clock.advance(HALF_LIFE_S / NUM_STEPS)
-        batch, advances = self.bare.step()
+        batch, outputs = self.bare.step()
         for key, _, num_tokens in chunks_of(batch):
             self.num_computed[key.split("-")[0]] += num_tokens
-        for advance in advances:
-            if advance.sequence.scheduling_key != "noisy":
-                self.waited.append(self.num_steps - self.began[advance.sequence.key])
+        for output in outputs:
+            began = self.began.get((output.request_id, output.choice))
+            if began is not None:
+                self.waited.append(self.num_steps - began)
 
     @property
     def num_noisy(self) -> int:
