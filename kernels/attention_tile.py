@@ -6,7 +6,13 @@ products is fp32. Shapes: M query rows of one kv head, N keys of a block, D head
 
 from __future__ import annotations
 
+from typing import Final
+
 from baton.kernels.triton_import import jit, tl
+
+# The loads of a block's page ids take two of Triton's stages. With fewer than five, keys and values have one
+# buffer, and each product waits for the loads of its own block.
+NUM_STAGES: Final = 5
 
 
 @jit

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from baton.kernels.attention_tile import attend_keys
+from baton.kernels.attention_tile import NUM_STAGES, attend_keys
 from baton.kernels.store_kv import check_paged_kv, dense_kv
 from baton.kernels.triton_import import jit, kernel, tl, triton
 
@@ -218,7 +218,7 @@ def paged_attention_decode_triton(
         BLOCK_G=max(16, triton.next_power_of_2(group_size)),
         EVEN_D=head_dim == tile["BLOCK_D"],
         num_warps=8 if query_BHD.dtype == torch.float32 else 4,
-        num_stages=3,
+        num_stages=NUM_STAGES,
         **tile,
     )
     if num_splits > 1:

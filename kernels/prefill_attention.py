@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from baton.kernels.attention_tile import attend_keys
+from baton.kernels.attention_tile import NUM_STAGES, attend_keys
 from baton.kernels.paged_attention import LOG2_E
 from baton.kernels.store_kv import check_paged_kv, dense_kv
 from baton.kernels.triton_import import jit, kernel, tl, triton
@@ -225,9 +225,9 @@ def prefill_tile(query_THD: Tensor, group_size: int, max_seqlen_q: int) -> dict[
     if query_THD.dtype == torch.float32:  # no matrix units: both operands of a product sit in registers
         most_rows, block_N, num_stages = 16, 32 if block_D <= 128 else 16, 2
     elif block_D <= 128:
-        most_rows, block_N, num_stages = 128, 64, 3
+        most_rows, block_N, num_stages = 128, 64, NUM_STAGES
     else:
-        most_rows, block_N, num_stages = 64, 32, 2
+        most_rows, block_N, num_stages = 64, 32, NUM_STAGES
     rows = max(16, min(most_rows, triton.next_power_of_2(max_seqlen_q * group_size)))
     rows = max(rows, triton.next_power_of_2(group_size))
     return {

@@ -13,104 +13,43 @@ import torch
 from torch import Tensor
 
 from baton.kernels import native
-from baton.kernels.triton_import import jit, kernel, tl, triton
+from baton.kernels.triton_import import jit, tl
 
 
 def rope(query_THD: Tensor, key_TKD: Tensor, cos_sin_MD: Tensor, positions_T: Tensor) -> None:
-    """Rotate queries and keys in place to their positions.
+    """Rotate queries and keys in place to their positions. For a GPU, see `rope_and_store`.
 
     query_THD, key_TKD: any strides over tokens and heads, so views of one fused projection will do.
     cos_sin_MD: fp32 [M, D] from `rope_table`; cosines in the first half of a row, sines in the second.
     positions_T: integers in [0, M); the caller guarantees that. The rotation is fp32, rounded once.
     """
-    if query_THD.is_cuda:
-        rope_triton(query_THD, key_TKD, cos_sin_MD, positions_T)
-    elif _native_handles(query_THD) and _native_handles(key_TKD):
+    if _native_handles(query_THD) and _native_handles(key_TKD):
         for heads in (query_THD, key_TKD):
             _rotate_native(heads, cos_sin_MD, positions_T)
     else:
         rope_reference(query_THD, key_TKD, cos_sin_MD, positions_T)
 
 
-@kernel()
-def rope_kernel(
-    query_ptr: tl.tensor,  # [T, H, D], in place
-    key_ptr: tl.tensor,  # [T, K, D], in place
-    cos_sin_ptr: tl.tensor,  # [M, D] fp32, contiguous
-    positions_ptr: tl.tensor,  # [T]
-    num_query_heads: int,
-    num_kv_heads: int,
-    half: int,  # D // 2
-    query_stride_token: int,
-    query_stride_head: int,
-    key_stride_token: int,
-    key_stride_head: int,
-    BLOCK_H: tl.constexpr,  # >= H
-    BLOCK_K: tl.constexpr,  # >= K
-    BLOCK_HALF: tl.constexpr,  # >= D // 2
-) -> None:
-    """One program rotates all heads of one token."""
-    token = tl.program_id(0).to(tl.int64)  # T * H * D may pass 2^31
-    dim_D = tl.arange(0, BLOCK_HALF)
-    row_ptr = cos_sin_ptr + tl.load(positions_ptr + token).to(tl.int64) * 2 * half
-    cos_D = tl.load(row_ptr + dim_D, mask=dim_D < half, other=0.0)
-    sin_D = tl.load(row_ptr + half + dim_D, mask=dim_D < half, other=0.0)
-    query_ptr += token * query_stride_token
-    key_ptr += token * key_stride_token
-    _rotate(query_ptr, cos_D, sin_D, num_query_heads, half, query_stride_head, BLOCK_H)
-    _rotate(key_ptr, cos_D, sin_D, num_kv_heads, half, key_stride_head, BLOCK_K)
-
-
 @jit
-def _rotate(
-    x_ptr: tl.tensor,  # [heads, D] of one token, in place
+def rotated(
+    x_ptr_HD: tl.tensor,  # [heads, D // 2]: the first halves
+    inside_HD: tl.tensor,
     cos_D: tl.tensor,  # [BLOCK_HALF] fp32
     sin_D: tl.tensor,
-    num_heads: int,
-    half: int,
-    stride_head: int,
-    BLOCK_HEADS: tl.constexpr,
-) -> None:
-    head_H = tl.arange(0, BLOCK_HEADS)
-    dim_D = tl.arange(0, cos_D.shape[0])
-    inside_HD = (head_H[:, None] < num_heads) & (dim_D[None, :] < half)
-    ptr_HD = x_ptr + head_H[:, None] * stride_head + dim_D[None, :]
-    first_HD = tl.load(ptr_HD, mask=inside_HD, other=0.0)
+    half: int,  # D // 2
+) -> tuple[tl.tensor, tl.tensor]:
+    """(first halves, second halves) of the heads of one token after the rotation, in their own dtype."""
+    first_HD = tl.load(x_ptr_HD, mask=inside_HD, other=0.0)
     dtype = first_HD.dtype
     first_HD = first_HD.to(tl.float32)
-    second_HD = tl.load(ptr_HD + half, mask=inside_HD, other=0.0).to(tl.float32)
+    second_HD = tl.load(x_ptr_HD + half, mask=inside_HD, other=0.0).to(tl.float32)
     rotated_first_HD = first_HD * cos_D[None, :] - second_HD * sin_D[None, :]
     rotated_second_HD = second_HD * cos_D[None, :] + first_HD * sin_D[None, :]
-    tl.store(ptr_HD, rotated_first_HD.to(dtype), mask=inside_HD)
-    tl.store(ptr_HD + half, rotated_second_HD.to(dtype), mask=inside_HD)
+    return rotated_first_HD.to(dtype), rotated_second_HD.to(dtype)
 
 
-def rope_triton(query_THD: Tensor, key_TKD: Tensor, cos_sin_MD: Tensor, positions_T: Tensor) -> None:
-    """`rope` on a GPU."""
-    _check(query_THD, key_TKD, cos_sin_MD, positions_T)
-    num_tokens, num_query_heads, head_dim = query_THD.shape
-    num_kv_heads = key_TKD.shape[1]
-    if num_tokens == 0:
-        return
-    rope_kernel[(num_tokens,)](
-        query_THD,
-        key_TKD,
-        cos_sin_MD,
-        positions_T,
-        num_query_heads,
-        num_kv_heads,
-        head_dim // 2,
-        query_THD.stride(0),
-        query_THD.stride(1),
-        key_TKD.stride(0),
-        key_TKD.stride(1),
-        BLOCK_H=triton.next_power_of_2(num_query_heads),
-        BLOCK_K=triton.next_power_of_2(num_kv_heads),
-        BLOCK_HALF=triton.next_power_of_2(head_dim // 2),
-    )
-
-
-def _check(query_THD: Tensor, key_TKD: Tensor, cos_sin_MD: Tensor, positions_T: Tensor) -> None:
+def check_rope(query_THD: Tensor, key_TKD: Tensor, cos_sin_MD: Tensor, positions_T: Tensor) -> None:
+    """Raise ValueError where a rotation on a GPU would read past a tensor or misread it."""
     if query_THD.dim() != 3 or query_THD.shape[2] % 2 or query_THD.stride(2) != 1:
         raise ValueError(f"query must be [T, H, D], D even and adjacent, got {tuple(query_THD.shape)}")
     num_tokens, _, head_dim = query_THD.shape

@@ -1,6 +1,6 @@
 """Write new keys and values into their pages.
 
-Shapes: T tokens, K kv heads, D head dim, P pages, S page size.
+Shapes: T tokens, H query heads, K kv heads, D head dim, P pages, S page size, M positions of the table.
 """
 
 from __future__ import annotations
@@ -9,31 +9,53 @@ import torch
 from torch import Tensor
 
 from baton.kernels import native
+from baton.kernels.rope import check_rope, rope, rotated
 from baton.kernels.triton_import import kernel, tl, triton
 
 
 def store_kv(key_TKD: Tensor, value_TKD: Tensor, kv_pages: Tensor, slots_T: Tensor) -> None:
-    """Write one layer's new keys and values into the pool.
+    """Write one layer's new keys and values into the pool. For a GPU, see `rope_and_store`.
 
     kv_pages: [P, 2, K, S, D], strided over pages, modified in place. slots_T: int64 `page * S + offset`;
     -1 is skipped (padding). The other slots must be distinct and inside the pool; the caller guarantees that.
     """
-    if key_TKD.is_cuda:
-        store_kv_triton(key_TKD, value_TKD, kv_pages, slots_T)
-    elif native.library() is not None and _rows_are_whole(key_TKD, value_TKD, kv_pages):
+    if native.library() is not None and _rows_are_whole(key_TKD, value_TKD, kv_pages):
         _store_kv_native(key_TKD, value_TKD, kv_pages, slots_T)
     else:
         store_kv_reference(key_TKD, value_TKD, kv_pages, slots_T)
 
 
+def rope_and_store(
+    query_THD: Tensor,
+    key_TKD: Tensor,
+    value_TKD: Tensor,
+    cos_sin_MD: Tensor,
+    positions_T: Tensor,
+    kv_pages: Tensor,
+    slots_T: Tensor,
+) -> None:
+    """`rope`, then `store_kv`: on a GPU in one kernel, which leaves `key_TKD` as it was."""
+    if query_THD.is_cuda:
+        rope_and_store_triton(query_THD, key_TKD, value_TKD, cos_sin_MD, positions_T, kv_pages, slots_T)
+    else:
+        rope(query_THD, key_TKD, cos_sin_MD, positions_T)
+        store_kv(key_TKD, value_TKD, kv_pages, slots_T)
+
+
 @kernel()
-def store_kv_kernel(
+def rope_and_store_kernel(
+    query_ptr: tl.tensor,  # [T, H, D], in place
     key_ptr: tl.tensor,  # [T, K, D]
     value_ptr: tl.tensor,  # [T, K, D]
+    cos_sin_ptr: tl.tensor,  # [M, D] fp32, contiguous
+    positions_ptr: tl.tensor,  # [T]
     kv_ptr: tl.tensor,  # [P, 2, K, S, D]
     slots_ptr: tl.tensor,  # [T] int64
+    num_query_heads: int,
     num_kv_heads: int,
-    head_dim: int,
+    half: int,  # D // 2
+    query_stride_token: int,
+    query_stride_head: int,
     key_stride_token: int,
     key_stride_head: int,
     value_stride_token: int,
@@ -43,47 +65,78 @@ def store_kv_kernel(
     kv_stride_head: int,
     kv_stride_slot: int,
     PAGE_SIZE: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    BLOCK_H: tl.constexpr,  # >= H
+    BLOCK_K: tl.constexpr,  # >= K
+    BLOCK_HALF: tl.constexpr,  # >= D // 2
 ) -> None:
-    """One program stores all kv heads of one token."""
-    token = tl.program_id(0).to(tl.int64)  # T * K * D may pass 2^31
+    """One program rotates all heads of one token, and stores its keys and values."""
+    token = tl.program_id(0).to(tl.int64)  # T * H * D may pass 2^31
+    dim_D = tl.arange(0, BLOCK_HALF)
+    inside_D = dim_D < half
+    row_ptr = cos_sin_ptr + tl.load(positions_ptr + token).to(tl.int64) * 2 * half
+    cos_D = tl.load(row_ptr + dim_D, mask=inside_D, other=0.0)
+    sin_D = tl.load(row_ptr + half + dim_D, mask=inside_D, other=0.0)
+    head_H = tl.arange(0, BLOCK_H)[:, None]
+    inside_HD = (head_H < num_query_heads) & inside_D[None, :]
+    query_ptr_HD = query_ptr + token * query_stride_token + head_H * query_stride_head + dim_D[None, :]
+    first_HD, second_HD = rotated(query_ptr_HD, inside_HD, cos_D, sin_D, half)
+    tl.store(query_ptr_HD, first_HD, mask=inside_HD)
+    tl.store(query_ptr_HD + half, second_HD, mask=inside_HD)
     slot = tl.load(slots_ptr + token)  # int64: page * kv_stride_page passes 2^31
     if slot < 0:
         return
     head_K = tl.arange(0, BLOCK_K)[:, None]
-    dim_D = tl.arange(0, BLOCK_D)[None, :]
-    inside_KD = (head_K < num_kv_heads) & (dim_D < head_dim)
-    key_KD = tl.load(key_ptr + token * key_stride_token + head_K * key_stride_head + dim_D, mask=inside_KD)
-    value_ptr_KD = value_ptr + token * value_stride_token + head_K * value_stride_head + dim_D
-    value_KD = tl.load(value_ptr_KD, mask=inside_KD)
+    inside_KD = (head_K < num_kv_heads) & inside_D[None, :]
+    key_ptr_KD = key_ptr + token * key_stride_token + head_K * key_stride_head + dim_D[None, :]
+    first_KD, second_KD = rotated(key_ptr_KD, inside_KD, cos_D, sin_D, half)
     slot_ptr = kv_ptr + (slot // PAGE_SIZE) * kv_stride_page + (slot % PAGE_SIZE) * kv_stride_slot
-    destination_KD = slot_ptr + head_K * kv_stride_head + dim_D
-    tl.store(destination_KD, key_KD, mask=inside_KD)
-    tl.store(destination_KD + kv_stride_value, value_KD, mask=inside_KD)
+    slot_ptr_KD = slot_ptr + head_K * kv_stride_head + dim_D[None, :]
+    tl.store(slot_ptr_KD, first_KD, mask=inside_KD)
+    tl.store(slot_ptr_KD + half, second_KD, mask=inside_KD)
+    value_ptr_KD = value_ptr + token * value_stride_token + head_K * value_stride_head + dim_D[None, :]
+    slot_ptr_KD += kv_stride_value
+    tl.store(slot_ptr_KD, tl.load(value_ptr_KD, mask=inside_KD), mask=inside_KD)
+    tl.store(slot_ptr_KD + half, tl.load(value_ptr_KD + half, mask=inside_KD), mask=inside_KD)
 
 
-def store_kv_triton(key_TKD: Tensor, value_TKD: Tensor, kv_pages: Tensor, slots_T: Tensor) -> None:
-    """`store_kv` on a GPU."""
+def rope_and_store_triton(
+    query_THD: Tensor,
+    key_TKD: Tensor,
+    value_TKD: Tensor,
+    cos_sin_MD: Tensor,
+    positions_T: Tensor,
+    kv_pages: Tensor,
+    slots_T: Tensor,
+) -> None:
+    """`rope_and_store` on a GPU."""
+    check_rope(query_THD, key_TKD, cos_sin_MD, positions_T)
     _check(key_TKD, value_TKD, kv_pages, slots_T)
-    num_tokens, num_kv_heads, head_dim = key_TKD.shape
+    num_tokens, num_query_heads, head_dim = query_THD.shape
+    num_kv_heads = key_TKD.shape[1]
     if num_tokens == 0:
         return
-    store_kv_kernel[(num_tokens,)](
+    rope_and_store_kernel[(num_tokens,)](
+        query_THD,
         key_TKD,
         value_TKD,
+        cos_sin_MD,
+        positions_T,
         kv_pages,
         slots_T,
+        num_query_heads,
         num_kv_heads,
-        head_dim,
+        head_dim // 2,
+        query_THD.stride(0),
+        query_THD.stride(1),
         key_TKD.stride(0),
         key_TKD.stride(1),
         value_TKD.stride(0),
         value_TKD.stride(1),
         *kv_pages.stride()[:4],
         PAGE_SIZE=kv_pages.shape[3],
+        BLOCK_H=triton.next_power_of_2(num_query_heads),
         BLOCK_K=triton.next_power_of_2(num_kv_heads),
-        BLOCK_D=triton.next_power_of_2(head_dim),
+        BLOCK_HALF=triton.next_power_of_2(head_dim // 2),
     )
 
 

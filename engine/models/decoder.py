@@ -22,9 +22,9 @@ from baton.kernels import rms_norm as norm_kernels
 from baton.kernels.decoder_stack import DecoderStack, LayerGroups, StackLayer, StackShape, can_stack
 from baton.kernels.linear import LinearWeight, embedding, linear, pack_linear
 from baton.kernels.ragged_attention import ragged_attention
-from baton.kernels.rope import rope, rope_table
+from baton.kernels.rope import rope_table
 from baton.kernels.silu_mul import silu_mul
-from baton.kernels.store_kv import store_kv
+from baton.kernels.store_kv import rope_and_store
 
 # Outputs that are summed over ranks are summed in this many parts on a single rank too, so that two ranks
 # add the same numbers in the same order.
@@ -159,8 +159,7 @@ class Attention:
         )
         if self.query_norm is not None and self.key_norm is not None:
             query_THD, key_TKD = self.query_norm(query_THD), self.key_norm(key_TKD)
-        rope(query_THD, key_TKD, cos_sin_MD, step.positions_T)
-        store_kv(key_TKD, value_TKD, kv_pages, step.slots_T)
+        rope_and_store(query_THD, key_TKD, value_TKD, cos_sin_MD, step.positions_T, kv_pages, step.slots_T)
         scale = self.head_dim**-0.5
         out_THD = ragged_attention(query_THD, kv_pages, step.attention, scale=scale, window=self.window)
         return out_THD.flatten(1)

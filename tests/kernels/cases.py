@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from baton.kernels.pages import copy_pages_reference, copy_pages_triton
 from baton.kernels.rms_norm import (
@@ -17,9 +18,9 @@ from baton.kernels.rms_norm import (
     rms_norm_reference,
     rms_norm_triton,
 )
-from baton.kernels.rope import rope_reference, rope_triton
+from baton.kernels.rope import rope_reference
 from baton.kernels.silu_mul import silu_mul_reference, silu_mul_triton
-from baton.kernels.store_kv import store_kv_reference, store_kv_triton
+from baton.kernels.store_kv import rope_and_store_triton, store_kv_reference
 from tests.kernels.attention_cases import attention_cases
 from tests.kernels.outcomes import DTYPES, Outcome, normal, short
 from tests.kernels.sampling_cases import sampling_cases
@@ -64,29 +65,40 @@ def silu_mul_outcome(shape: tuple[int, int], dtype: torch.dtype, device: torch.d
     return Outcome(silu_mul_triton(gate_up), silu_mul_reference(gate_up))
 
 
-def rope_outcome(shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> Outcome:
-    num_tokens, num_heads, num_kv_heads, head_dim = shape
-    kernel = normal(num_tokens, num_heads + 2 * num_kv_heads, head_dim, dtype=dtype, device=device)
-    reference = kernel.clone()
-    table = normal(11, head_dim, dtype=torch.float32, device=device)
-    positions = torch.tensor([0, 10, 3, 3, 7][:num_tokens], dtype=torch.int64, device=device)
-    for qkv, rotate in ((kernel, rope_triton), (reference, rope_reference)):
-        rotate(qkv[:, :num_heads], qkv[:, num_heads : num_heads + num_kv_heads], table, positions)
-    return Outcome(kernel, reference)
-
-
-def store_kv_outcome(
-    slots: tuple[int, ...], page_size: int, shape: tuple[int, int], dtype: torch.dtype, device: torch.device
+def rope_and_store_outcome(
+    slots: tuple[int, ...],
+    page_size: int,
+    shape: tuple[int, int, int],
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> Outcome:
-    num_kv_heads, head_dim = shape
-    qkv = normal(len(slots), 4 * num_kv_heads, head_dim, dtype=dtype, device=device)
-    key, value = qkv[:, num_kv_heads : 2 * num_kv_heads], qkv[:, -num_kv_heads:]
-    kernel = normal(5, 3, 2, num_kv_heads, page_size, head_dim, dtype=dtype, device=device)
-    reference = kernel.clone()
+    """Rotated queries, and the pages with the rotated keys and the values; other heads lie between them."""
+    num_heads, num_kv_heads, head_dim = shape
+    qkv = normal(len(slots), num_heads + 3 * num_kv_heads, head_dim, dtype=dtype, device=device)
+    table = normal(11, head_dim, dtype=torch.float32, device=device)
+    positions = torch.tensor([0, 10, 3, 3, 7][: len(slots)], dtype=torch.int64, device=device)
     slots_T = torch.tensor(slots, dtype=torch.int64, device=device)
-    store_kv_triton(key, value, kernel[:, 1], slots_T)
-    store_kv_reference(key, value, reference[:, 1], slots_T)
-    return Outcome(kernel, reference, exact=True)
+    pool = normal(5, 3, 2, num_kv_heads, page_size, head_dim, dtype=dtype, device=device)
+    results = []
+    for run in (rope_and_store_triton, _rope_and_store_reference):
+        heads, pages = qkv.clone(), pool.clone()
+        query, key = heads[:, :num_heads], heads[:, num_heads : num_heads + num_kv_heads]
+        run(query, key, heads[:, -num_kv_heads:], table, positions, pages[:, 1], slots_T)
+        results.append(torch.cat((query.flatten(), pages.flatten())))
+    return Outcome(kernel=results[0], reference=results[1])
+
+
+def _rope_and_store_reference(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    table: Tensor,
+    positions: Tensor,
+    pages: Tensor,
+    slots: Tensor,
+) -> None:
+    rope_reference(query, key, table, positions)
+    store_kv_reference(key, value, pages, slots)
 
 
 def pages_outcome(
@@ -129,15 +141,19 @@ def row_cases() -> Iterator[Case]:
             yield Case(f"add_rms_norm-{shape}-{short(dtype)}", partial(add_rms_norm_outcome, shape, dtype))
         for wide in ((3, 2), (0, 8), (2, 38), (1, 4100)):
             yield Case(f"silu_mul-{wide}-{short(dtype)}", partial(silu_mul_outcome, wide, dtype))
-        for heads in ((0, 2, 2, 8), (1, 1, 1, 2), (3, 7, 1, 20), (5, 8, 2, 16)):
-            yield Case(f"rope-{heads}-{short(dtype)}", partial(rope_outcome, heads, dtype))
 
 
 def page_cases() -> Iterator[Case]:
     for dtype in DTYPES:
-        for page_size, slots in ((1, (4, -1, 0)), (4, (19, 2, -1)), (16, ()), (16, (-1,)), (64, (64, 319))):
-            name = f"store_kv-page{page_size}-{len(slots)}tokens-{short(dtype)}"
-            yield Case(name, partial(store_kv_outcome, slots, page_size, (2, 20), dtype))
+        for page_size, slots, shape in (
+            (1, (4, -1, 0), (7, 1, 20)),
+            (4, (19, 2, -1), (4, 2, 20)),
+            (16, (), (2, 2, 8)),
+            (16, (-1,), (1, 1, 2)),
+            (64, (64, 319, 0, 1, 2), (8, 2, 16)),
+        ):
+            name = f"rope_and_store-page{page_size}-{shape}-{short(dtype)}"
+            yield Case(name, partial(rope_and_store_outcome, slots, page_size, shape, dtype))
     for dtype in (*DTYPES, torch.int64, torch.uint8):
         for page_ids, page_elements in (((4, 0, 2), 24), ((1,), 1), ((3, 1), 33), ((), 8), ((2,), 4101)):
             name = f"pages-{len(page_ids)}x{page_elements}-{short(dtype)}"

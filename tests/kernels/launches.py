@@ -14,7 +14,6 @@ from baton.kernels import (
     pages,
     prefill_attention,
     rms_norm,
-    rope,
     sample,
     silu_mul,
     store_kv,
@@ -98,11 +97,9 @@ def _row_scenarios(dtype: torch.dtype) -> Iterator[Scenario]:
         qkv = torch.empty(3, 48, head_dim, dtype=dtype)
         query, key, value = qkv[:, :32], qkv[:, 32:40], qkv[:, 40:]
         table, three = torch.empty(64, head_dim), torch.zeros(3, dtype=torch.int64)
-        run = partial(rope.rope_triton, query, key, table, three)
-        yield Scenario(f"rope-{head_dim}-{name}", rope, "rope_kernel", run)
         pages = torch.empty(4, 2, 2, 8, 16, head_dim, dtype=dtype)[:, 0]
-        run = partial(store_kv.store_kv_triton, key, value, pages, three)
-        yield Scenario(f"store_kv-{head_dim}-{name}", store_kv, "store_kv_kernel", run)
+        run = partial(store_kv.rope_and_store_triton, query, key, value, table, three, pages, three)
+        yield Scenario(f"rope_and_store-{head_dim}-{name}", store_kv, "rope_and_store_kernel", run)
 
 
 def _attention_scenarios(dtype: torch.dtype) -> Iterator[Scenario]:

@@ -3,6 +3,7 @@
 import importlib
 import inspect
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,26 @@ def test_kernel_compiles_for_hopper(scenario: Scenario, monkeypatch: pytest.Monk
 def test_prefill_runs_on_the_matrix_units_of_hopper(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     (scenario,) = (scenario for scenario in SCENARIOS if scenario.name == name)
     assert "wgmma.mma_async" in compile_for_hopper(record(scenario, monkeypatch)).asm["ptx"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("decode-split-128-bfloat16", "decode-whole-128-bfloat16", "decode-split-80-float16"),
+        *("decode-split-256-bfloat16", "prefill-128-bfloat16", "prefill-80-float16", "prefill-256-bfloat16"),
+    ],
+)
+def test_attention_loads_the_next_blocks_while_it_computes(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (scenario,) = (scenario for scenario in SCENARIOS if scenario.name == name)
+    ir = compile_for_hopper(record(scenario, monkeypatch)).asm["ttgir"]
+    depths = [int(depth) for depth in re.findall(r"ttg\.async_wait .*num = (\d+)", ir)]
+    buffers = [int(number) for number in re.findall(r"ttg\.local_alloc : .*memdesc<(\d+)x", ir)]
+    # Waits for page ids, keys and values in a loop leave later loads under way; one comes after it.
+    num_loops = depths.count(0)
+    assert num_loops and sum(depth >= 2 for depth in depths) == 3 * num_loops == len(depths) - num_loops
+    assert buffers and min(buffers) >= 2
 
 
 @pytest.mark.parametrize("name", ["decode-split-128-bfloat16", "decode-split-80-float16"])

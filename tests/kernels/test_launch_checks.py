@@ -11,10 +11,9 @@ from baton.kernels.paged_attention import decode_tile, paged_attention_decode_tr
 from baton.kernels.pages import copy_pages_triton
 from baton.kernels.prefill_attention import prefill_attention_triton
 from baton.kernels.rms_norm import add_rms_norm_triton, rms_norm_triton
-from baton.kernels.rope import rope_triton
 from baton.kernels.sample import sample_triton
 from baton.kernels.silu_mul import silu_mul_triton
-from baton.kernels.store_kv import store_kv_triton
+from baton.kernels.store_kv import rope_and_store_triton
 from baton.kernels.triton_import import HAS_TRITON
 from tests.kernels.sampling_cases import Filters, sampling_tensors
 
@@ -22,6 +21,15 @@ f = torch.empty
 i32 = partial(torch.zeros, dtype=torch.int32)
 i64 = partial(torch.zeros, dtype=torch.int64)
 pages = f(4, 2, 2, 16, 8)
+
+
+def rotate(**others: torch.Tensor) -> None:
+    """Three tokens, four query heads and two kv heads of 8, but for the tensors that are given."""
+    fitting = {"query": f(3, 4, 8), "key": f(3, 2, 8), "value": f(3, 2, 8), "table": f(9, 8)}
+    rope_and_store_triton(
+        *{**fitting, "positions": i64(3), "pages": pages, "slots": i64(3), **others}.values()
+    )
+
 
 decode = partial(paged_attention_decode_triton, scale=1.0)
 prefill = partial(prefill_attention_triton, scale=1.0, max_seqlen_q=2)
@@ -33,12 +41,12 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "rms_norm_dtype": (lambda: rms_norm_triton(f(2, 8), f(8).half(), 1e-5), "must share a dtype"),
     "add_rms_norm": (lambda: add_rms_norm_triton(f(2, 8), f(3, 8), f(8), 1e-5), r"residual must be \(2, 8\)"),
     "silu_mul": (lambda: silu_mul_triton(f(2, 7)), r"\[T, 2 \* F\].* got \(2, 7\)"),
-    "rope_odd": (lambda: rope_triton(f(2, 4, 7), f(2, 1, 7), f(9, 7), i64(2)), "D even"),
-    "rope_key": (lambda: rope_triton(f(2, 4, 8), f(3, 1, 8), f(9, 8), i64(2)), r"key must be \[2, K, 8\]"),
-    "rope_table": (lambda: rope_triton(f(2, 4, 8), f(2, 1, 8), f(9, 4), i64(2)), r"cos_sin must be \[M, 8\]"),
-    "rope_positions": (lambda: rope_triton(f(2, 4, 8), f(2, 1, 8), f(9, 8), i64(3)), r"positions must be"),
-    "store_kv_slots": (lambda: store_kv_triton(f(3, 2, 8), f(3, 2, 8), pages, i32(3)), "slots must be"),
-    "store_kv_heads": (lambda: store_kv_triton(f(3, 1, 8), f(3, 1, 8), pages, i64(3)), r"\[P, 2, 1, S, 8\]"),
+    "rope_odd": (lambda: rotate(query=f(3, 4, 7), key=f(3, 2, 7), table=f(9, 7)), "D even"),
+    "rope_key": (lambda: rotate(key=f(2, 2, 8)), r"key must be \[3, K, 8\]"),
+    "rope_table": (lambda: rotate(table=f(9, 4)), r"cos_sin must be \[M, 8\]"),
+    "rope_positions": (lambda: rotate(positions=i64(2)), r"positions must be"),
+    "store_slots": (lambda: rotate(slots=i32(3)), "slots must be"),
+    "store_heads": (lambda: rotate(key=f(3, 1, 8), value=f(3, 1, 8)), r"\[P, 2, 1, S, 8\]"),
     "decode_heads": (lambda: decode(f(3, 5, 8), pages, i32(3, 4), i32(3)), "5 query heads of 8 cannot"),
     "decode_page_size": (lambda: decode(f(3, 4, 8), f(4, 2, 2, 12, 8), i32(3, 4), i32(3)), "power of two"),
     "decode_table": (lambda: decode(f(3, 4, 8), pages, i64(3, 4), i32(3)), "page_table must be int32"),
