@@ -83,7 +83,7 @@ from baton.kvtransfer.ranks.messages import (
     Route,
     ShardEvent,
 )
-from baton.kvtransfer.ranks.ranks import RankAgents, Ranks, RemoteRank
+from baton.kvtransfer.ranks.ranks import RankAgents, Ranks
 from baton.kvtransfer.transports.base import AUTO
 from baton.kvtransfer.transports.pages import SharedPool
 from baton.kvtransfer.transports.receive_registration import ReceiveRegistrations
@@ -339,6 +339,19 @@ class PageEndpoint(ABC):
         if opened is not None:
             self._perform(opened, opened.handoff.on_shard_event(event))
 
+    def _on_rank_lost(self, rank: int, *, is_dead: bool) -> None:
+        """End the transfers of a lost rank.
+
+        The second call, with `is_dead`, also ends its writers: they and its pages no longer exist.
+        """
+        for opened in self._open_transfers():
+            handoff = opened.handoff
+            shards = [shard for shard, route in enumerate(handoff.routes) if route.rank == rank]
+            if shards:
+                self._perform(opened, handoff.fail(f"rank {rank} is lost"))
+            for shard in shards if is_dead else ():
+                self._perform(opened, handoff.rank_died(shard))
+
     def _tick(self) -> None:
         """Check leases and deadlines, send heartbeats, and remove the transfers that are over."""
         for opened in self._open_transfers():
@@ -529,7 +542,9 @@ class KvEndpoint(PageEndpoint):
         except OSError:  # the address is in use
             ranks.close()
             raise
-        ranks.start(inbox, self._on_shard_event, self._on_rank_lost)
+        ranks.start(
+            inbox, self._on_shard_event, lambda lost: self._on_rank_lost(lost.rank, is_dead=lost.is_dead)
+        )
         if isinstance(ring := settings.key, KeyRing):
             self._follow_keys(ring)
 
@@ -591,16 +606,3 @@ class KvEndpoint(PageEndpoint):
 
     def _link_to(self, incarnation: bytes) -> Link | None:
         return self._peers.link_to(incarnation)
-
-    def _on_rank_lost(self, rank: RemoteRank) -> None:
-        """End the transfers of a lost rank.
-
-        The second call, when `rank.is_dead`, also ends its writers: they and its pages no longer exist.
-        """
-        for opened in self._open_transfers():
-            handoff = opened.handoff
-            shards = [shard for shard, route in enumerate(handoff.routes) if route.rank == rank.rank]
-            if shards:
-                self._perform(opened, handoff.fail(f"rank {rank.rank} is lost"))
-            for shard in shards if rank.is_dead else ():
-                self._perform(opened, handoff.rank_died(shard))
