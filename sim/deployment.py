@@ -221,7 +221,10 @@ class SimWorker:
         self.plan = plan
         self.process = process = context.new_process(plan.name)
         self.engine = SimEngine(plan.machine, process.clock, process.spend)
-        self.endpoint = SimEndpoint(process, self.engine, context.network, context.random, context.recorder)
+        self.endpoint = SimEndpoint(
+            process, self.engine.pages, self.engine.memory, context.network, context.random, context.recorder
+        )
+        self.endpoint.pin = self.engine.pin
         self._may_end_s = math.inf
         self._context = context
         self._host = context.new_host(process)

@@ -1,4 +1,7 @@
-"""A simulated KV endpoint: the production transfers over simulated links and the one rank of a replica.
+"""A simulated KV endpoint: the production transfers over simulated links, and the ranks of a replica.
+
+Rank n carries out shard n of every transfer. A replica of the simulated clusters has one rank. Each rank of
+a larger replica runs in the process of the endpoint, or in another process, which may die alone.
 
 Pages of a pool are written in one of two ways, chosen for each pair of endpoints:
 
@@ -8,18 +11,22 @@ Pages of a pool are written in one of two ways, chosen for each pair of endpoint
   moment later, even when the destination has ended meanwhile. Until then the ledger alone prevents the
   reuse of the page.
 
+Either writer may be held up between its check and its write. When the transfer ends meanwhile, the writer
+still writes one unit, and then leaves the page.
+
 Links of a dead source end before its death is known; until then its writers may still write.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b
 from random import Random
 from typing import Final, TypeAlias
 
+from baton.engine.cache.page_pool import PagePool
 from baton.errors import WireError
 from baton.kvtransfer.endpoint import EndpointSettings, PageEndpoint
 from baton.kvtransfer.links import Link
@@ -36,6 +43,7 @@ from baton.kvtransfer.protocol.messages import (
 from baton.kvtransfer.protocol.transfer_plan import TransferPlan, plan_transfer
 from baton.kvtransfer.ranks import messages
 from baton.kvtransfer.ranks.digests import differing_units
+from baton.kvtransfer.ranks.executor import CompletedSteps, NoSteps, StepGate
 from baton.kvtransfer.transports.base import PieceOutcome
 from baton.kvtransfer.transports.receive_registration import (
     ReceiveRegistration,
@@ -44,9 +52,9 @@ from baton.kvtransfer.transports.receive_registration import (
 )
 from baton.messages.bounds import LINK_TIMEOUT_S
 from baton.pages import PageLayout
-from baton.sim.engine import ENTRY_BYTES, FINGERPRINT, SimEngine
+from baton.sim.engine import ENTRY_BYTES, FINGERPRINT, KvMemory
 from baton.sim.network import End, Network
-from baton.sim.process import SimProcess
+from baton.sim.process import Call, SimProcess
 from baton.sim.trace import Recorder
 
 OnEnd: TypeAlias = Callable[
@@ -70,6 +78,7 @@ class SimPiece:
     generations: tuple[int, ...]
     on_end: OnEnd
     is_stopped: bool = False
+    is_inside: bool = False  # its direct writer has checked the pages, and has not written them yet
     contents: list[bytes] = field(default_factory=list)
 
     @property
@@ -98,6 +107,7 @@ class Pieces:
         self._random = random
         self._targets: dict[bytes, tuple[SimRank, bool]] = {}  # incarnation -> rank, writes directly
         self._going: dict[SimPiece, SimRank] = {}
+        self._stopping: dict[bytes, Call] = {}  # transfer -> called when none of its pieces is going
 
     @property
     def num_going(self) -> int:
@@ -123,11 +133,17 @@ class Pieces:
         else:
             self._later(lambda: self._read(source, target, piece))
 
-    def stop(self, transfer: bytes) -> None:
-        """Neither read nor write for a transfer any more; its target refuses pieces that are under way."""
+    def stop(self, transfer: bytes, on_stopped: Call) -> None:
+        """Neither read nor write for a transfer any more; its target refuses pieces that are under way.
+
+        on_stopped: called once no direct writer is inside the target's pages, at the earliest at once.
+        """
+        self._stopping[transfer] = on_stopped
         for piece in [piece for piece in self._going if piece.transfer == transfer]:
             piece.is_stopped = True
-            del self._going[piece]
+            if not piece.is_inside:
+                del self._going[piece]
+        self._settle(transfer)
 
     def target_died(self, incarnation: bytes) -> None:
         """Fail the pieces that are under way to a dead process."""
@@ -152,12 +168,12 @@ class Pieces:
                 self._fail(piece, "the page is not ours any more")
                 return
         self._take_contents(source, piece)
+        piece.is_inside = True
         self._process.later(self._nap_s(), lambda: self._write_directly(target, piece))
 
     def _write_directly(self, target: SimRank, piece: SimPiece) -> None:
-        if not piece.is_stopped:
-            self._write(target, piece)
-            self._end(piece)
+        self._write(target, piece, is_whole=not piece.is_stopped)
+        self._end(piece)
 
     # Writes through the receiver.
 
@@ -181,8 +197,7 @@ class Pieces:
 
     def _receive(self, target: SimRank, piece: SimPiece, writing: Writing) -> None:
         is_whole = not writing.must_stop
-        if is_whole:
-            self._write(target, piece)
+        self._write(target, piece, is_whole=is_whole)
         target.registrations.end(writing, is_whole=is_whole)
         self._later(lambda: self._end(piece) if is_whole else self._fail(piece, "stopped"))
 
@@ -194,9 +209,10 @@ class Pieces:
             assert ("reader", piece.transfer) in source.pool.owners(page), f"page {page} is read unheld"
             piece.contents.append(bytes(source.memory.bytes[place]))
 
-    def _write(self, target: SimRank, piece: SimPiece) -> None:
-        writer = "writer", piece.transfer, 0
-        for unit, content in zip(piece.units, piece.contents, strict=True):
+    def _write(self, target: SimRank, piece: SimPiece, *, is_whole: bool) -> None:
+        """Write the piece; a writer that was stopped before its write (not is_whole) writes one unit."""
+        writer = "writer", piece.transfer, target.number
+        for unit, content in list(zip(piece.units, piece.contents, strict=True))[: None if is_whole else 1]:
             page, place = target.memory.place(piece.pages, unit, piece.unit_tokens)
             owners = target.pool.owners(page)
             is_held = writer in owners or target.process.is_dead
@@ -212,13 +228,42 @@ class Pieces:
         self._conclude(piece, None, reason)
 
     def _conclude(self, piece: SimPiece, digests: bytes | None, reason: str) -> None:
-        piece.is_stopped = True
-        if self._going.pop(piece, None) is not None:
+        was_stopped, piece.is_stopped = piece.is_stopped, True
+        if self._going.pop(piece, None) is not None and not was_stopped:
             self._process.post(lambda: piece.on_end(digests, reason))
+        self._settle(piece.transfer)
+
+    def _settle(self, transfer: bytes) -> None:
+        """Call `on_stopped` of a stopped transfer once none of its pieces is under way."""
+        if transfer in self._stopping and not any(piece.transfer == transfer for piece in self._going):
+            self._stopping.pop(transfer)()
 
 
-SHARD: Final = 0  # the only shard: one rank at either end, one group of layers
-LAYERS: Final = (0, 1)
+LAYERS: Final = (0, 1)  # of every shard: the model has one layer
+
+
+class SimStepGate(StepGate):
+    """The production gate without its thread: a timer of the rank's process checks the marks."""
+
+    def __init__(
+        self,
+        steps: CompletedSteps,
+        carry_out: Callable[[messages.ShardCommand], None],
+        process: SimProcess,
+        network: Network,
+    ) -> None:
+        super().__init__(steps, carry_out, process.post)
+        self._process = process
+        self._network = network
+
+    def _watch(self, mark: int, key: tuple[bytes, int]) -> None:
+        self._process.later(self._network.delay_s(), lambda: self._look(mark, key))
+
+    def _look(self, mark: int, key: tuple[bytes, int]) -> None:
+        if self._steps.has_passed(mark):
+            self._post(lambda: self._resume(key))
+        else:
+            self._watch(mark, key)
 
 
 @dataclass(slots=True)
@@ -237,46 +282,62 @@ class _Outgoing:
 
 
 class SimRank:
-    """The `ReplicaRanks` of one rank, which answers its commands by `emit`."""
+    """One rank of a replica, which performs commands and reports its events to the endpoint."""
 
     def __init__(
         self,
+        number: int,
         process: SimProcess,
-        engine: SimEngine,
-        layout: PageLayout,
-        emit: Callable[[messages.ShardEvent], None],
+        memory: KvMemory,
+        endpoint: SimEndpoint,
         network: Network,
         random: Random,
+        steps: CompletedSteps,
     ) -> None:
+        """process: the rank's, which may be the endpoint's. steps: of this rank, which write its memory."""
+        self.number = number
         self.process = process
-        self.memory = engine.memory
-        self.pool = engine.pages
-        self.registrations = ReceiveRegistrations(engine.machine.num_pages)
+        self.memory = memory
+        self.pool = endpoint.pool
+        self.incarnation = endpoint.incarnation
+        self.registrations = ReceiveRegistrations(self.pool.num_pages)
         self.open_pages: dict[int, int] = {}  # page -> generation: open for direct writes
-        self.incarnation = random.randbytes(ID_BYTES)
         self.pieces = Pieces(process, network, random)
+        self.is_lost = False  # commands and events are lost from now on
+        self.is_dead = False  # the endpoint knows that the rank's process is dead
+        self._endpoint = endpoint
         self._network = network
-        self._layout = layout
-        self._emit = emit
+        self._layout = endpoint.settings.layout
+        self._gate = SimStepGate(steps, self._carry_out, process, network)
         self._incoming: dict[bytes, _Incoming] = {}
         self._outgoing: dict[bytes, _Outgoing] = {}
 
-    def complaint(self) -> str | None:
-        """See ReplicaRanks."""
-        return None
+    def perform(self, command: messages.Command) -> None:
+        """Perform a command: at once in the endpoint's process, or in a later turn of another process."""
+        if isinstance(command, messages.DropLink | messages.UseKeys):
+            return
+        if self.is_dead:
+            self._answer_for_dead(command)
+        elif self.process is self._endpoint.process:
+            self._gate.perform(command)
+        elif not self.is_lost:
+            self.process.post(lambda: self._gate.perform(command))
 
-    def routes(self, link: Link, num_layer_groups: int, *, is_source: bool) -> list[messages.Route]:
-        """See ReplicaRanks."""
-        assert num_layer_groups == 1, "the model has one layer"
-        listeners = RankListenerAddresses(incarnation=link.hello.incarnation, host="simulated", device="cpu")
-        peer = PeerRank(host="", layout=link.hello.layout, rank=0, listeners=listeners)
-        return [messages.Route(0, peer, LAYERS)]
+    def on_peer_death(self, incarnation: bytes) -> None:
+        """A peer's process is known to be dead: it reads and writes no more."""
+        self.pieces.target_died(incarnation)
+        for transfer in self.registrations.writer_died(incarnation):
+            self._emit(messages.WriterDied(transfer=transfer, shard=self.number))
 
-    def drop(self, link: Link) -> None:
-        """See ReplicaRanks. The work for a link ends with its transfers."""
+    def _answer_for_dead(self, command: messages.ShardCommand) -> None:
+        """Answer a command to a dead rank, as RemoteRank does."""
+        match command:
+            case messages.CloseShard(transfer=transfer):
+                self._emit_later(messages.WriterStopped(transfer=transfer, shard=self.number))
+            case messages.StopShard(transfer=transfer):
+                self._emit_later(messages.ShardStopped(transfer=transfer, shard=self.number))
 
-    def perform(self, rank: int, command: messages.Command) -> None:
-        """See ReplicaRanks."""
+    def _carry_out(self, command: messages.ShardCommand) -> None:
         match command:
             case messages.OpenShard():
                 self._open(command)
@@ -291,19 +352,11 @@ class SimRank:
             case messages.PushUnits():
                 self._push(command)
             case messages.StopShard():
-                self.pieces.stop(command.transfer)
-                self._emit(messages.ShardStopped(transfer=command.transfer, shard=SHARD))
+                stopped = messages.ShardStopped(transfer=command.transfer, shard=self.number)
+                self.pieces.stop(command.transfer, lambda: self._emit(stopped))
             case messages.ForgetShard():
                 self._incoming.pop(command.transfer, None)
                 self._outgoing.pop(command.transfer, None)
-            case messages.DropLink():
-                pass
-
-    def on_peer_death(self, incarnation: bytes) -> None:
-        """A peer's process is known to be dead: it reads and writes no more."""
-        self.pieces.target_died(incarnation)
-        for transfer in self.registrations.writer_died(incarnation):
-            self._emit(messages.WriterDied(transfer=transfer, shard=SHARD))
 
     # The destination's side.
 
@@ -328,7 +381,7 @@ class SimRank:
             self.registrations.add(registration)
         shard.is_registered = True
         self.open_pages.update(zip(order.pages, order.generations, strict=True))
-        self._emit(messages.ShardOpened(transfer=order.transfer, shard=SHARD))
+        self._emit(messages.ShardOpened(transfer=order.transfer, shard=self.number))
 
     def _close(self, command: messages.CloseShard) -> None:
         transfer = command.transfer
@@ -336,7 +389,7 @@ class SimRank:
             self.open_pages.pop(page, None)
         if command.is_confirmed:
             self.registrations.release(transfer)
-        stopped = messages.WriterStopped(transfer=transfer, shard=SHARD)
+        stopped = messages.WriterStopped(transfer=transfer, shard=self.number)
         self.registrations.close(transfer, on_safe=lambda: self._emit_later(stopped))
 
     def _hash(self, shard: _Incoming, first: int, stop: int) -> None:
@@ -347,7 +400,7 @@ class SimRank:
     def _verify(self, command: messages.VerifyShard) -> None:
         corrupt = tuple(differing_units(command.digests, bytes(self._incoming[command.transfer].found)))
         self._emit_later(
-            messages.ShardVerified(transfer=command.transfer, shard=SHARD, corrupt_units=corrupt)
+            messages.ShardVerified(transfer=command.transfer, shard=self.number, corrupt_units=corrupt)
         )
 
     # The source's side.
@@ -355,7 +408,7 @@ class SimRank:
     def _reach(self, order: messages.ReachPeer) -> None:
         plan = plan_transfer(self._layout, order.destination.layout, 0, 0)
         self._outgoing[order.transfer] = _Outgoing(order, plan)
-        reached = messages.ShardReached(transfer=order.transfer, shard=SHARD, transport="shm")
+        reached = messages.ShardReached(transfer=order.transfer, shard=self.number, transport="shm")
         self.process.later(self._network.delay_s(), lambda: self._emit_later(reached))
 
     def _push(self, order: messages.PushUnits) -> None:
@@ -380,7 +433,7 @@ class SimRank:
         self._emit(
             messages.PushEnded(
                 transfer=piece.transfer,
-                shard=SHARD,
+                shard=self.number,
                 first=piece.first,
                 stop=piece.stop,
                 outcome=PieceOutcome(
@@ -393,12 +446,57 @@ class SimRank:
         )
         if digests is not None:
             hashed = messages.UnitsHashed(
-                transfer=piece.transfer, shard=SHARD, first=piece.first, stop=piece.stop, digests=digests
+                transfer=piece.transfer,
+                shard=self.number,
+                first=piece.first,
+                stop=piece.stop,
+                digests=digests,
             )
             self._emit(hashed)
 
+    def _emit(self, event: messages.ShardEvent) -> None:
+        if self.process is self._endpoint.process:
+            self._endpoint.on_shard_event(event)
+        else:
+            self._emit_later(event)
+
     def _emit_later(self, event: messages.ShardEvent) -> None:
-        self.process.post(lambda: self._emit(event))
+        self._endpoint.process.post(lambda: self._tell(event))
+
+    def _tell(self, event: messages.ShardEvent) -> None:
+        if self.is_dead or not self.is_lost:
+            self._endpoint.on_shard_event(event)
+
+
+class SimRanks:
+    """The `ReplicaRanks` of a simulated replica."""
+
+    def __init__(self, ranks: Sequence[SimRank]) -> None:
+        self._ranks = ranks
+
+    @property
+    def registrations(self) -> ReceiveRegistrations:
+        """See ReplicaRanks."""
+        return self._ranks[0].registrations
+
+    def complaint(self) -> str | None:
+        """See ReplicaRanks."""
+        lost = [str(rank.number) for rank in self._ranks if rank.is_lost]
+        return f"rank {', '.join(lost)} is lost" if lost else None
+
+    def routes(self, link: Link, num_layer_groups: int, *, is_source: bool) -> list[messages.Route]:
+        """See ReplicaRanks."""
+        assert num_layer_groups == 1, "the model has one layer"
+        listeners = RankListenerAddresses(incarnation=link.hello.incarnation, host="simulated", device="cpu")
+        peer = partial(PeerRank, host="", layout=link.hello.layout, listeners=listeners)
+        return [messages.Route(rank.number, peer(rank=rank.number), LAYERS) for rank in self._ranks]
+
+    def drop(self, link: Link) -> None:
+        """See ReplicaRanks. The work for a link ends with its transfers."""
+
+    def perform(self, rank: int, command: messages.Command) -> None:
+        """See ReplicaRanks."""
+        self._ranks[rank].perform(command)
 
 
 TIMING: Final = Timing(lease_s=2.0, heartbeat_s=0.5)
@@ -445,32 +543,44 @@ class SimEndpoint(PageEndpoint):
     def __init__(
         self,
         process: SimProcess,
-        engine: SimEngine,
+        pool: PagePool,
+        memory: KvMemory,
         network: Network,
         random: Random,
         recorder: Recorder,
+        *,
+        other_ranks: Sequence[tuple[SimProcess, KvMemory]] = (),
+        steps: CompletedSteps | None = None,
     ) -> None:
+        """memory: of rank 0. other_ranks: the process and the memory of each other rank.
+
+        Linked endpoints have the same number of ranks. steps: of all ranks, which write the pages; None: the
+        steps have written a page when it is released.
+        """
         settings = EndpointSettings(
-            key=b"", fingerprint=FINGERPRINT, layout=_layout(engine.machine.page_size), timing=TIMING
+            key=b"", fingerprint=FINGERPRINT, layout=_layout(pool.page_size), timing=TIMING
         )
-        self.rank = rank = SimRank(process, engine, settings.layout, self._on_shard_event, network, random)
-        super().__init__(settings, rank.incarnation, engine.pages, process.clock, rank)
-        self.pin = engine.pin
+        self.ranks: list[SimRank] = []
+        super().__init__(settings, random.randbytes(ID_BYTES), pool, process.clock, SimRanks(self.ranks))
         self.process = process
+        self.pool = pool
         self.recorder = recorder
-        self.hello = settings.hello(rank.incarnation)
+        self.hello = settings.hello(self.incarnation)
         self.links: list[SimLink] = []
         self._network = network
         self._random = random
+        for number, home in enumerate(((process, memory), *other_ranks)):
+            self.ranks.append(SimRank(number, *home, self, network, random, steps or NoSteps()))
 
     @property
     def has_writers(self) -> bool:
         """Bytes may still be written, here or by this process."""
-        return bool(self.rank.registrations.num_open() or self.rank.pieces.num_going)
+        ranks = (rank for rank in self.ranks if not rank.is_dead)
+        return any(rank.registrations.num_open() or rank.pieces.num_going for rank in ranks)
 
     def counts(self) -> dict[str, int]:
         """See PageEndpoint."""
-        counts = self.rank.registrations.counts()
+        counts = self.ranks[0].registrations.counts()
         return {"pieces": counts["landed_pieces"], "stale_pieces": counts["stale_pieces"]}
 
     def connect(self, other: SimEndpoint, *, is_direct: bool) -> SimLink:
@@ -489,12 +599,25 @@ class SimEndpoint(PageEndpoint):
         self.links.remove(link)
         self._on_link_lost(link)
 
+    def on_shard_event(self, event: messages.ShardEvent) -> None:
+        """Take an event of a rank."""
+        self._on_shard_event(event)
+
+    def lose_ranks(self, process: SimProcess) -> None:
+        """Lose the ranks of another process. A living process continues; call again after its death."""
+        for rank in self.ranks:
+            if rank.process is process:
+                rank.is_lost, rank.is_dead = True, process.is_dead
+                self._on_rank_lost(rank.number, is_dead=process.is_dead)
+
     def _join(self, end: End, other: SimEndpoint, *, is_direct: bool) -> SimLink:
         link = SimLink(self, end, other)
         self.links.append(link)
-        self.rank.pieces.reach(other.rank, is_direct=is_direct)
-        self.rank.registrations.writer_came(other.incarnation)
-        other.process.on_death.append(lambda: self._died(other))
+        for ours, theirs in zip(self.ranks, other.ranks, strict=True):
+            ours.pieces.reach(theirs, is_direct=is_direct)
+            if not theirs.process.is_dead:
+                ours.registrations.writer_came(other.incarnation)
+                theirs.process.on_death.append(partial(self._died, ours, other.incarnation))
         return link
 
     def _make_posted_calls(self) -> None:
@@ -503,10 +626,11 @@ class SimEndpoint(PageEndpoint):
     def _link_to(self, incarnation: bytes) -> SimLink | None:
         return next((link for link in self.links if link.hello.incarnation == incarnation), None)
 
-    def _died(self, peer: SimEndpoint) -> None:
+    def _died(self, rank: SimRank, incarnation: bytes) -> None:
+        """Report the death of the peer's rank to the rank that exchanges pages with it, a moment later."""
         delay_s = self._random.uniform(*DEATH_IS_KNOWN_S)
-        on_peer_death = partial(self.rank.on_peer_death, peer.incarnation)
-        self.process.later(delay_s, partial(self.process.post, on_peer_death))
+        on_peer_death = partial(rank.on_peer_death, incarnation)
+        rank.process.later(delay_s, partial(rank.process.post, on_peer_death))
 
     def _new_id(self) -> bytes:
         return self._random.randbytes(ID_BYTES)

@@ -161,7 +161,7 @@ class Faults:
 
     def _with_pieces(self, name: str, value: float) -> str:
         slot = self._worker(WorkerRole.PREFILL)
-        pieces, seconds = _worker_of(slot).endpoint.rank.pieces, self._random.uniform(0.2, 3.0)
+        pieces, seconds = _worker_of(slot).endpoint.ranks[0].pieces, self._random.uniform(0.2, 3.0)
         setattr(pieces, name, value)
         self._events.after(seconds, lambda: setattr(pieces, name, 0.0))
         return f"pages that leave {slot.name}: {name} is {value:g} for {seconds:.2f} s"

@@ -24,7 +24,9 @@ class Side:
     def __init__(self, pair: "Pair", name: str, page_size: int) -> None:
         self.process = SimProcess(name, pair.events)
         self.engine = SimEngine(a_machine(page_size=page_size), self.process.clock, self.process.spend)
-        self.endpoint = SimEndpoint(self.process, self.engine, pair.network, pair.random, pair.recorder)
+        self.endpoint = SimEndpoint(
+            self.process, self.engine.pages, self.engine.memory, pair.network, pair.random, pair.recorder
+        )
         self.ended: list[TransferEnded] = []
         self.process.turn = self._turn
 
@@ -99,7 +101,7 @@ def test_pages_arrive_as_they_were(is_direct: bool, page_sizes: tuple[int, int])
 
 def test_damaged_pages_are_computed_again(is_direct: bool) -> None:
     pair = Pair(is_direct=is_direct)
-    pair.source.endpoint.rank.pieces.flip_chance = 1.0
+    pair.source.endpoint.ranks[0].pieces.flip_chance = 1.0
     pair.send()
     pair.run(4.0)
     assert [each.outcome for each in pair.destination.ended] == [HandoffOutcome.RECOMPUTE]
@@ -108,7 +110,7 @@ def test_damaged_pages_are_computed_again(is_direct: bool) -> None:
 
 def test_pages_that_never_arrive_fail_the_transfer(is_direct: bool) -> None:
     pair = Pair(is_direct=is_direct)
-    pair.source.endpoint.rank.pieces.break_chance = 1.0
+    pair.source.endpoint.ranks[0].pieces.break_chance = 1.0
     pair.send()
     pair.run(4.0)
     assert [each.outcome for each in pair.source.ended] == [HandoffOutcome.FAILED]
@@ -137,7 +139,7 @@ def test_pages_are_quarantined_while_a_paused_writer_may_write_them(
 
 def test_pages_of_a_dead_writer_are_freed(is_direct: bool) -> None:
     pair = Pair(is_direct=is_direct)
-    pair.source.endpoint.rank.pieces.delay_s = 0.6
+    pair.source.endpoint.ranks[0].pieces.delay_s = 0.6
     pair.send()
     pair.run(0.5)
     assert pair.destination.num_held == len(pair.pages)
@@ -149,7 +151,7 @@ def test_pages_of_a_dead_writer_are_freed(is_direct: bool) -> None:
 
 def test_lost_link_ends_a_transfer_at_both_ends(is_direct: bool) -> None:
     pair = Pair(is_direct=is_direct)
-    pair.source.endpoint.rank.pieces.delay_s = 0.6
+    pair.source.endpoint.ranks[0].pieces.delay_s = 0.6
     pair.send()
     pair.run(0.5)
     (wire,) = pair.network.wires
