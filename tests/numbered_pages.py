@@ -3,8 +3,6 @@
 from collections.abc import Iterable, Sequence
 from typing import Final
 
-import msgspec
-
 from baton.clock import ManualClock
 from baton.engine.cache.page_pool import PagePool
 from baton.kvtransfer.protocol.handoff import HandoffContext, Owner, Timing
@@ -23,16 +21,11 @@ PEER_RANK: Final = PeerRank(
 )
 
 
-def handoff_context(
-    ledger: PagePool,
-    clock: ManualClock,
-    ranks: Sequence[int] = (0,),
-    units_per_page: tuple[int, int] = (1, 1),
-) -> HandoffContext:
-    """ranks: of ours that carry out the shards. units_per_page: of the source and the destination."""
-    sides = [msgspec.structs.replace(PEER_RANK.layout, page_size=num_units) for num_units in units_per_page]
+def handoff_context(ledger: PagePool, clock: ManualClock, ranks: Sequence[int] = (0,)) -> HandoffContext:
+    """ranks: of ours that carry out the shards."""
+    layout = PEER_RANK.layout
     routes = [Route(rank, PEER_RANK, (0, 1)) for rank in ranks]
-    return HandoffContext(ledger, clock, TIMING, plan_transfer(*sides, 0, 0), routes, 1, bytes(32))
+    return HandoffContext(ledger, clock, TIMING, plan_transfer(layout, layout, 0, 0), routes, 1, bytes(32))
 
 
 def key_of(page: int) -> bytes:

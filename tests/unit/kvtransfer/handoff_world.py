@@ -1,205 +1,409 @@
-"""Two hosts, the links between them and everything that can go wrong, one step at a time.
+"""Two replicas whose transfers run in the simulator (sim/endpoint.py), and the faults of both.
 
-Whoever drives calls steps by name with a `pick` that chooses. After any steps `settle` lets all that is under
-way end, and checks that every page of both ledgers is free. What may not happen raises AssertionError where
-it happens: a read of something else than was written, a write into a page without the writer's hold, a
-second end of a transfer.
+A test calls the steps of the world by name, in any order; `random` makes every other choice. During
+`step_wait` virtual time passes: messages and pieces arrive, and devices write. After any steps, `settle` lets
+everything under way end, and checks that every page of both replicas is free. The world raises AssertionError
+as soon as a user reads other contents than were written, a page is read or written without a hold, a transfer
+ends twice, or a replica refuses a message of the other one.
 """
 
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from random import Random
 from typing import Final
 
-from baton.kvtransfer.protocol.destination import DestinationHandoff, DestinationState, TransferSize
-from baton.kvtransfer.protocol.source import SourceHandoff, SourceState
-from tests.numbered_pages import wanted_pages
-from tests.unit.kvtransfer.simulated_host import Hint, Host, Sequence
-from tests.unit.kvtransfer.simulated_ranks import SimulatedRanks
+from baton.engine.cache.page_pool import PagePool
+from baton.kvtransfer.protocol.handoff import HandoffOutcome
+from baton.kvtransfer.protocol.messages import ID_BYTES, AnyMessage, Grant, PullRequest
+from baton.sim.endpoint import SimEndpoint, SimLink
+from baton.sim.engine import ENTRY_BYTES, KvMemory
+from baton.sim.network import Network
+from baton.sim.process import Events, SimProcess
+from baton.sim.trace import Recorder
+from tests.numbered_pages import NumberedPages, wanted_pages
 
-UNITS_PER_PAGE: Final = ((1, 1), (2, 1), (1, 2))  # source, destination
+PAGE_SIZES: Final = ((1, 1), (2, 1), (1, 2))  # tokens a page, of both replicas; a unit is one token
+RANKS: Final = (  # of both replicas: the process of each rank; process 0 is the endpoint's
+    ((0,), (0,)),
+    ((0, 0), (0, 1)),
+    ((0, 1), (0, 0)),
+    ((0, 1), (0, 1)),
+    ((0, 0, 1, 1), (0, 1, 2, 3)),
+)
+NUM_PAGES: Final = 10
 MAX_UNITS: Final = 6
-DEADLINE_S: Final = 60.0
+DEADLINES_S: Final = (3.0, 60.0)
+WAITS_S: Final = (0.002, 0.02, 0.1, 0.5)
+PIECE_DELAYS_S: Final = (0.0, 0.0, 0.3, 3.0)
+FLIP_CHANCE: Final = 0.04  # of a unit on its way
+BREAK_CHANCE: Final = 0.01  # of a piece
+POLL_S: Final = 0.2
+MAX_POLLS: Final = 300  # after which everything under way has ended
 
 
-class HandoffWorld(SimulatedRanks):
-    """Steps are named `step_...`; those of links, bytes and deaths are inherited."""
+@dataclass(eq=False)
+class User:
+    """A user of pages, which wrote or adopted them, and reads them until it lets go."""
 
-    # Work of the source.
+    owner: str
+    pages: Sequence[int]
+    contents: list[bytes]  # of each rank: what the pages must hold
+    num_computed: int = 0  # units that may be offered
+    num_offered: int = 0
+
+    @property
+    def num_units(self) -> int:
+        return len(self.contents[0]) // ENTRY_BYTES
+
+
+@dataclass(frozen=True)
+class Hint:
+    """Pages that were known once, as a prefix index remembers them, and their contents."""
+
+    incarnation: bytes
+    pages: list[tuple[int, int]]  # (page, generation)
+    contents: list[bytes]
+
+
+class Device:
+    """A StepMarks. Entries are written in the order of their launch, some time after it."""
+
+    def __init__(self) -> None:
+        self.launched = 0
+        self._unwritten: deque[tuple[KvMemory, slice, bytes]] = deque()
+
+    def launch(self, memory: KvMemory, place: slice, entry: bytes) -> None:
+        self.launched += 1
+        self._unwritten.append((memory, place, entry))
+
+    def write_some(self, random: Random) -> None:
+        """Write some of the launched entries."""
+        for _ in range(random.randint(0, len(self._unwritten))):
+            memory, place, entry = self._unwritten.popleft()
+            memory.bytes[place] = entry
+
+    def has_passed(self, mark: int) -> bool:
+        return self.launched - len(self._unwritten) >= mark
+
+    def read_by_step(self, memory: KvMemory, place: slice) -> bytes:
+        """Return the entry that a step launched now reads: it runs after all earlier steps."""
+        late = (each for other, at, each in reversed(self._unwritten) if other is memory and at == place)
+        return next(late, bytes(memory.bytes[place]))
+
+
+class WatchedEndpoint(SimEndpoint):
+    """Remembers the transfers that its peer requested."""
+
+    @cached_property
+    def requested(self) -> set[bytes]:
+        return set()
+
+    def received(self, link: SimLink, message: AnyMessage) -> None:
+        if isinstance(message, Grant | PullRequest) and not link.is_lost:
+            self.requested.add(message.transfer)
+        super().received(link, message)
+
+
+class Replica:
+    """A process with a ledger, memory and an endpoint, and the processes of its other ranks."""
+
+    def __init__(self, name: str, page_size: int, ranks: Sequence[int], world: "HandoffWorld") -> None:
+        """ranks: the process of each rank."""
+        self.processes = [SimProcess(f"{name}, process {each}", world.events) for each in sorted(set(ranks))]
+        self.process = self.processes[0]
+        self.device = Device()
+        self.pool = PagePool(NUM_PAGES, page_size, self.device)
+        self.memories = [KvMemory(NUM_PAGES, page_size) for _ in ranks]
+        self.endpoint = WatchedEndpoint(
+            self.process,
+            self.pool,
+            self.memories[0],
+            world.network,
+            world.random,
+            world.recorder,
+            other_ranks=list(zip([self.processes[each] for each in ranks], self.memories, strict=True))[1:],
+            steps=self.device,
+        )
+        self.endpoint.pin = NumberedPages(self.pool)  # the generation alone tells that a hint is old
+        self.set_faults(flip_chance=FLIP_CHANCE, break_chance=BREAK_CHANCE, delay_s=0.0)
+        self.prompts: dict[bytes, User] = {}  # transfer -> the prompt that is computed for it
+        self.others: list[User] = []
+        self.expected: dict[bytes, list[bytes]] = {}  # incoming transfer -> contents of each rank
+        self.granted: set[bytes] = set()  # transfers that a peer wants to be offered
+        self.ends: dict[bytes, HandoffOutcome] = {}
+        self.is_stalled = False  # its loop does not run; the threads of its ranks do
+        self._outcomes = world.outcomes
+        self.process.turn = self._turn
+
+    def set_faults(self, *, flip_chance: float, break_chance: float, delay_s: float) -> None:
+        """Set the faults of the pieces that leave the replica from now on."""
+        for pieces in (rank.pieces for rank in self.endpoint.ranks):
+            pieces.flip_chance, pieces.break_chance, pieces.delay_s = flip_chance, break_chance, delay_s
+
+    def make_room(self, num_pages: int) -> bool:
+        while self.pool.num_free < num_pages:
+            page = self.pool.cached.next_out()
+            if page is None:
+                return False
+            self.pool.forget(page)
+        return True
+
+    def compute(self, owner: str, contents: list[bytes]) -> User:
+        """Allocate pages, and launch the steps that write them."""
+        user = User(owner, [], contents)
+        user.pages = self.pool.allocate(self.pool.pages_for(user.num_units), owner)
+        for memory, content in zip(self.memories, contents, strict=True):
+            for unit in range(user.num_units):
+                place = memory.place(user.pages, unit, 1)[1]
+                self.device.launch(memory, place, content[unit * ENTRY_BYTES : (unit + 1) * ENTRY_BYTES])
+        return user
+
+    def check_reads(self, user: User) -> None:
+        for page in user.pages:
+            assert user.owner in self.pool.owners(page), f"{user.owner} does not own page {page}"
+        for rank, memory, expected in zip(self.endpoint.ranks, self.memories, user.contents, strict=True):
+            if not rank.is_lost:
+                places = [memory.place(user.pages, unit, 1)[1] for unit in range(user.num_units)]
+                found = b"".join(self.device.read_by_step(memory, place) for place in places)
+                assert found == expected, f"{user.owner} reads {found!r}, {expected!r} was written"
+
+    def let_go(self, user: User) -> None:
+        self.check_reads(user)
+        self.pool.release(user.pages, user.owner)
+
+    def make_known(self, user: User) -> Hint | None:
+        """Put the pages of a user into the prefix cache; None when one of them is in it."""
+        if any(self.pool.is_known(page) for page in user.pages):
+            return None
+        for page in user.pages:
+            self.pool.mark_known(page)
+        pages = [(page, self.pool.generation(page)) for page in user.pages]
+        return Hint(self.endpoint.incarnation, pages, user.contents)
+
+    def _turn(self) -> None:
+        if self.is_stalled:
+            return
+        for end in self.endpoint.poll():
+            assert end.transfer not in self.ends, f"{self.ends[end.transfer]}, and {end.outcome}"
+            self.ends[end.transfer] = end.outcome
+            self._outcomes[end.outcome] += 1
+            if end.outcome is HandoffOutcome.ADOPTED:
+                (adopter,) = self.pool.owners(end.pages[0])
+                self.others.append(User(str(adopter), end.pages, self.expected[end.transfer]))
+                self.check_reads(self.others[-1])
+                self._outcomes["pulled"] += self.others[-1].owner.startswith("pull")
+        for granted in self.endpoint.take_granted():
+            if granted.transfer in self.prompts:
+                self.granted.add(granted.transfer)
+            else:
+                self.endpoint.abort(granted.transfer, "the prompt is not here")
+
+
+class HandoffWorld:
+    """Steps are named `step_...`."""
+
+    def __init__(self, random: Random) -> None:
+        self.random = random
+        self.events = Events()
+        self.network = Network(self.events, random)
+        self.recorder = Recorder(self.events)
+        self.transfers: deque[bytes] = deque(maxlen=8)  # the latest
+        self.hints: list[Hint] = []
+        self.outcomes: Counter[str] = Counter()  # of both replicas, and "pulled" for each pull with ADOPTED
+        self._num_made = 0
+        self._page_sizes, self._ranks = random.choice(PAGE_SIZES), random.choice(RANKS)
+        self.replicas = [self._new_replica(0), self._new_replica(1)]
+        self.step_join()
+
+    # Work.
 
     def step_request(self) -> None:
-        """A prompt arrives at both hosts: the source allocates pages, the destination grants as many.
+        """A prompt arrives: one replica allocates pages to compute it, the other one grants as many.
 
-        A host that has no room, or has lost a rank, does not join in: the other gives the transfer up.
+        Without room at one replica, the other replica gives the transfer up.
         """
-        host, num_units = self.source, 1 + self.pick(MAX_UNITS)
-        if host.lost_rank is not None or not host.make_room(host.num_pages_for(num_units)):
+        source, destination = self.random.sample(self.replicas, 2)
+        contents = self._new_contents()
+        num_units = len(contents[0]) // ENTRY_BYTES
+        if not source.make_room(source.pool.pages_for(num_units)):
             return
-        transfer = self._number().to_bytes(16, "big")
-        sequence = self._new_sequence(host, f"prompt-{self.num_made}", num_units)
-        host.sequences[transfer.hex()] = sequence
-        size = TransferSize(transfer, num_units, self.num_shards, DEADLINE_S)
-        self._expect(transfer, size, sequence.contents)
-        destination = self.destination
-        if destination.lost_rank is None and destination.make_room(destination.num_pages_for(num_units)):
-            handoff = self._new_destination(size)
-            self._do(destination, transfer, handoff.grant(f"decode-{transfer.hex()}"))
+        transfer = self._new_number().to_bytes(ID_BYTES, "big")
+        self.transfers.append(transfer)
+        source.prompts[transfer] = source.compute(f"prefill-{transfer.hex()}", contents)
+        links = destination.endpoint.links
+        if links and destination.make_room(destination.pool.pages_for(num_units)):
+            destination.expected[transfer] = contents
+            link, deadline_s = self.random.choice(links), self.random.choice(DEADLINES_S)
+            owner = f"decode-{transfer.hex()}"
+            destination.endpoint.grant(link, transfer, num_units, owner, deadline_s=deadline_s)
 
     def step_compute(self) -> None:
-        """A prompt gets further, and what is computed is offered once pages are granted.
+        """A replica computes units of a prompt, and offers all computed units once pages are granted.
 
-        After its last unit the sequence lets its pages go, known or not. One without a grant may be given up.
+        The replica releases the pages after the last unit. It may give up a prompt without a grant.
         """
-        host = self.source
-        key = self._any(key for key, each in host.sequences.items() if each.name.startswith("prompt"))
-        if not isinstance(key, str):
+        replica = self.random.choice(self.replicas)
+        if not replica.prompts:
             return
-        sequence, transfer = host.sequences[key], bytes.fromhex(key)
-        handoff, num_units = host.sources.get(transfer), self.requests[transfer].num_units
-        if sequence.num_computed < num_units:
-            sequence.num_computed += 1 + self.pick(num_units - sequence.num_computed)
-        if handoff is None:
-            if not self.pick(4):
-                self._let_go(host, key)
+        transfer = self.random.choice(list(replica.prompts))
+        prompt = replica.prompts[transfer]
+        if prompt.num_computed < prompt.num_units:
+            prompt.num_computed += self.random.randint(1, prompt.num_units - prompt.num_computed)
+        if transfer in replica.granted:
+            first, stop = map(replica.pool.pages_for, (prompt.num_offered, prompt.num_computed))
+            replica.endpoint.offer(transfer, prompt.pages[first:stop], prompt.num_computed)
+            prompt.num_offered = prompt.num_computed
+            if prompt.num_computed < prompt.num_units:
+                return
+        elif self.random.randrange(4):
             return
-        if self.pick(2):
-            self._open(host, transfer)
-        before, after = (host.num_pages_for(n) for n in (sequence.num_offered, sequence.num_computed))
-        sequence.num_offered = sequence.num_computed
-        self._do(host, transfer, handoff.offer(sequence.pages[before:after], sequence.num_computed))
-        if sequence.num_computed == num_units:
-            self._let_go(host, key)
-
-    def _new_sequence(self, host: Host, name: str, num_units: int) -> Sequence:
-        pages = host.pool.allocate(host.num_pages_for(num_units), name)
-        contents = {
-            (unit, shard): self._number() for unit in range(num_units) for shard in range(self.num_shards)
-        }
-        for (unit, shard), value in contents.items():
-            host.launch(pages, unit, shard, value)
-        return Sequence(name, pages, contents)
-
-    def _let_go(self, host: Host, key: str) -> None:
-        sequence = host.sequences.pop(key)
-        host.check_reads(sequence)
-        if self.pick(2) and not any(host.pool.is_known(page) for page in sequence.pages):
-            for page in sequence.pages:
-                host.pool.mark_known(page)
-            pages = tuple((page, host.pool.generation(page)) for page in sequence.pages)
-            num_units = len(sequence.contents) // self.num_shards
-            if host.name == "source":
-                self.hints.append(Hint(host.incarnation, pages, sequence.contents, num_units))
-        host.pool.release(sequence.pages, sequence.name)
-
-    # Work of both.
-
-    def step_local(self) -> None:
-        """Somebody else takes, writes, reads and frees pages: whom a page freed too early would hurt."""
-        host = (self.source, self.destination)[self.pick(2)]
-        local = [key for key, sequence in host.sequences.items() if not sequence.name.startswith("prompt")]
-        if local and self.pick(2):
-            self._let_go(host, local[self.pick(len(local))])
-            return
-        num_units = 1 + self.pick(MAX_UNITS)
-        if host.make_room(host.num_pages_for(num_units)):
-            name = f"local-{self._number()}"
-            host.sequences[name] = self._new_sequence(host, name, num_units)
-            if self.pick(2):  # cancelled: its pages are free before its step has written them
-                self._let_go(host, name)
-
-    def step_tick(self) -> None:
-        """Time passes; each host looks at its leases, or is stalled and does not."""
-        self.clock.advance((1, 4, 12, 31)[self.pick(4)])
-        for host in (self.source, self.destination):
-            if not self.pick(3):
-                host.pool.expire(self.clock.now_s())  # the hand-offs hear of it later
-            elif self.pick(4):
-                self._tick(host)
-
-    def _tick(self, host: Host) -> None:
-        for handoff in host.handoffs():
-            self._do(host, handoff.transfer, handoff.tick())
-        host.pool.expire(self.clock.now_s())
-
-    def step_abort(self) -> None:
-        host = (self.source, self.destination)[self.pick(2)]
-        handoff = self._any(host.handoffs())
-        if isinstance(handoff, SourceHandoff | DestinationHandoff):
-            self._do(host, handoff.transfer, handoff.abort("cancelled"))
+        self._let_go(replica, replica.prompts.pop(transfer))
 
     def step_pull(self) -> None:
-        """The destination wants what the source once knew; the hint may be old."""
-        host = self.destination
-        hint = self._any(self.hints)
-        if host.lost_rank is not None or not isinstance(hint, Hint):
+        """A replica pulls pages that its peer once knew; the hint may be old."""
+        if not self.hints:
             return
-        if not host.make_room(host.num_pages_for(hint.num_units)):
+        replica, hint = self.random.choice(self.replicas), self.random.choice(self.hints)
+        links = [link for link in replica.endpoint.links if link.hello.incarnation == hint.incarnation]
+        num_units = len(hint.contents[0]) // ENTRY_BYTES
+        if not links or not replica.make_room(replica.pool.pages_for(num_units)):
             return
-        transfer = self._number().to_bytes(16, "big")
-        size = TransferSize(transfer, hint.num_units, self.num_shards, DEADLINE_S)
-        self._expect(transfer, size, hint.contents)
-        handoff = self._new_destination(size)
-        self._do(
-            host,
-            transfer,
-            handoff.pull(f"puller-{transfer.hex()}", hint.incarnation, wanted_pages(hint.pages)),
-        )
+        link, deadline_s = self.random.choice(links), self.random.choice(DEADLINES_S)
+        wanted, owner = wanted_pages(hint.pages), f"pull-{self._new_number()}"
+        transfer = replica.endpoint.pull(link, wanted, num_units, owner, deadline_s=deadline_s)
+        replica.expected[transfer] = hint.contents
+        self.transfers.append(transfer)
 
-    def _expect(self, transfer: bytes, size: TransferSize, contents: dict[tuple[int, int], int]) -> None:
-        self.is_direct[transfer] = bool(self.pick(2))
-        self.expected[transfer] = contents
-        self.requests[transfer] = size
+    def step_other(self) -> None:
+        """Another user takes, writes, reads and frees pages: a page freed too early would hurt it."""
+        replica = self.random.choice(self.replicas)
+        if replica.others and self.random.randrange(2):
+            others = replica.others
+            self._let_go(replica, others.pop(self.random.randrange(len(others))))
+            return
+        contents = self._new_contents()
+        if replica.make_room(replica.pool.pages_for(len(contents[0]) // ENTRY_BYTES)):
+            user = replica.compute(f"other-{self._new_number()}", contents)
+            if self.random.randrange(2):
+                replica.others.append(user)
+            else:  # cancelled: its pages are free before its step has written them
+                self._let_go(replica, user)
+
+    def step_abort(self) -> None:
+        if self.transfers:
+            transfer = self.random.choice(self.transfers)
+            self.random.choice(self.replicas).endpoint.abort(transfer, "cancelled")
+
+    # Time.
+
+    def step_wait(self) -> None:
+        """Time passes; each replica that is not stalled polls its endpoint."""
+        self._wait(self.random.random() * self.random.choice(WAITS_S))
+
+    def step_stall(self) -> None:
+        """Stop or continue a replica's loop, and change the delay of its pieces."""
+        replica = self.random.choice(self.replicas)
+        replica.is_stalled = not replica.is_stalled
+        delay_s = self.random.choice(PIECE_DELAYS_S)
+        replica.set_faults(flip_chance=FLIP_CHANCE, break_chance=BREAK_CHANCE, delay_s=delay_s)
+
+    def step_expire(self) -> None:
+        """Expire leases in the ledger, before the hand-offs look."""
+        replica = self.random.choice(self.replicas)
+        replica.pool.expire(replica.process.clock.now_s())
+
+    # Links and deaths.
+
+    def step_cut(self) -> None:
+        for wire in list(self.network.wires):
+            wire.cut()
+
+    def step_join(self) -> None:
+        if not self.network.wires:
+            one, other = (replica.endpoint for replica in self.replicas)
+            one.connect(other, is_direct=bool(self.random.randrange(2)))
+
+    def step_crash(self) -> None:
+        """A replica dies with all its ranks, and another one takes its place."""
+        side = self.random.randrange(2)
+        for process in self.replicas[side].processes:
+            process.die()
+        self.replicas[side] = self._new_replica(side)
+
+    def step_lose_rank(self) -> None:
+        """A replica loses a process of other ranks, which continues to perform earlier commands."""
+        replica = self.random.choice(self.replicas)
+        if len(replica.processes) > 1:
+            replica.endpoint.lose_ranks(self.random.choice(replica.processes[1:]))
+
+    def step_bury_ranks(self) -> None:
+        """The processes of all lost ranks die, and their replicas know it."""
+        for replica in self.replicas:
+            for rank in replica.endpoint.ranks:
+                if rank.is_lost and not rank.is_dead:
+                    rank.process.die()
+                    replica.endpoint.lose_ranks(rank.process)
 
     # The end.
 
     def settle(self) -> None:
-        """Whatever is under way comes to its end, by itself or by time; then nothing may be held."""
-        chosen, self.pick, self.may_flip = self.pick, lambda n: n - 1, False
-        for _ in range(4):
-            self._quiet_down()
+        """Let everything under way end, by itself or by time; then no page may be held."""
+        for replica in self.replicas:
+            replica.is_stalled = False
+        for _ in range(MAX_POLLS):
+            for replica in self.replicas:
+                replica.set_faults(flip_chance=0.0, break_chance=0.0, delay_s=0.0)
+                replica.pool.expire(replica.process.clock.now_s())
             self.step_join()
-            self._quiet_down()
-            self.clock.advance(20.0)
-            for host in (self.source, self.destination):
-                self._tick(host)
-        self.pick = chosen
-        self._check_ends()
-        for host in (self.source, self.destination):
-            for sequence in host.sequences.values():
-                host.check_reads(sequence)
-                host.pool.release(sequence.pages, sequence.name)
-            host.pool.check_integrity()
-            host.make_room(host.pool.num_pages)
-            assert host.pool.num_free == host.pool.num_pages, f"{host.name} leaks pages"
+            self.step_bury_ranks()
+            self.step_compute()
+            self._wait(POLL_S)
+            if self._is_quiet():
+                break
+        assert not self.recorder.drops, self.recorder.drops
+        for replica in self.replicas:
+            self._check_end(replica)
 
-    def _quiet_down(self) -> None:
-        """Everything happens that needs no time."""
-        while True:
-            before = self._backlog()
-            for step in (
-                self.step_write,
-                self.step_arrive,
-                self.step_verify,
-                self.step_fence,
-                self.on_peer_death,
-            ):
-                step()
-            for host in (self.source, self.destination):
-                self._go_on(host)
-                self._deliver_to(host)
-                for transfer in list(host.unopened):
-                    self._open(host, transfer)
-            if not any(before) and not any(self._backlog()):
-                return
+    def _is_quiet(self) -> bool:
+        return not any(
+            replica.prompts or replica.endpoint.num_open or replica.endpoint.has_writers
+            for replica in self.replicas
+        )
 
-    def _backlog(self) -> tuple[int, ...]:
-        hosts = (self.source, self.destination)
-        waiting = [len(host.inbox) + host.has_lost_peer + len(host.verifications) for host in hosts]
-        waiting += [len(host.device.unwritten) for host in hosts]
-        unburied = [host.lost_rank is not None and not host.is_rank_dead for host in hosts]
-        return len(self.jobs), len(self.flights), len(self.fences), *waiting, *unburied
+    def _check_end(self, replica: Replica) -> None:
+        name, endpoint = replica.process.name, replica.endpoint
+        assert not endpoint.num_open and not endpoint.has_writers, f"{name} has open transfers"
+        assert set(replica.ends) == endpoint.requested | set(replica.expected)
+        for user in replica.others:
+            replica.let_go(user)
+        replica.pool.check_integrity()
+        replica.make_room(NUM_PAGES)
+        assert replica.pool.num_free == NUM_PAGES, f"{name} leaks pages"
 
-    def _check_ends(self) -> None:
-        for host in (self.source, self.destination):
-            for source in host.sources.values():
-                assert source.state is SourceState.CLOSED and source.outcome, source.state
-            for destination in host.destinations.values():
-                assert destination.state is DestinationState.CLOSED and destination.outcome, destination.state
-            assert set(host.finished) == set(host.sources) | set(host.destinations)
+    def _wait(self, seconds: float) -> None:
+        for replica in self.replicas:
+            replica.device.write_some(self.random)
+            replica.process.wake()
+        self.events.run_until(self.events.now_s + seconds)
+
+    def _let_go(self, replica: Replica, user: User) -> None:
+        if self.random.randrange(2) and (hint := replica.make_known(user)):
+            self.hints.append(hint)
+        replica.let_go(user)
+
+    def _new_replica(self, side: int) -> Replica:
+        name = ("first", "second")[side]
+        return Replica(name, self._page_sizes[side], self._ranks[side], self)
+
+    def _new_number(self) -> int:
+        self._num_made += 1
+        return self._num_made
+
+    def _new_contents(self) -> list[bytes]:
+        """Return the contents of some units at each rank; no two entries are alike."""
+        units = range(self.random.randint(1, MAX_UNITS))
+        return [
+            b"".join(self._new_number().to_bytes(ENTRY_BYTES, "big") for _ in units) for _ in self._ranks[0]
+        ]
