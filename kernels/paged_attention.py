@@ -20,11 +20,14 @@ from baton.kernels.store_kv import check_paged_kv, dense_kv
 from baton.kernels.triton_import import jit, kernel, tl, triton
 
 LOG2_E = math.log2(math.e)
-TARGET_PROGRAMS = 528  # four for each of the 132 multiprocessors of an H100
+# Four waves of four programs for each of the 132 multiprocessors of an H100 or H200: the last wave, which may
+# be nearly empty, and the longest sequence then cost little.
+TARGET_PROGRAMS = 2112
 MAX_SPLITS = 64
-# In a batch that fills the chip by itself, a few splits still keep its longest sequence from being the tail.
-BALANCE_SPLITS = 4
-BALANCE_KEYS = 1024
+# A split of fewer keys costs more than it gains. The fewer programs there are without splits, the fewer keys
+# are worth one.
+LEAST_KEYS = 64
+MOST_KEYS = 512
 
 
 def paged_attention_decode(
@@ -73,7 +76,8 @@ def paged_attention_kernel(
     kv_ptr: tl.tensor,  # [P, 2, K, S, D]
     page_table_ptr: tl.tensor,  # [B, pages] int32
     context_lens_ptr: tl.tensor,  # [B] int32
-    out_ptr: tl.tensor,  # [B, H, NUM_SPLITS, D]: fp32 when there are several splits, else of the query
+    out_ptr: tl.tensor,  # [B, H, D]: written where a sequence has one split
+    partial_ptr: tl.tensor,  # [B, H, NUM_SPLITS, D] fp32: written where it has several
     log_total_ptr: tl.tensor,  # [B, H, NUM_SPLITS] fp32, base 2: logarithm of the softmax denominator
     scale: float,
     group_size: int,  # G
@@ -100,9 +104,10 @@ def paged_attention_kernel(
     split = tl.program_id(2)
     context_len = tl.load(context_lens_ptr + sequence)
     first, per_split = _split_shape(context_len, NUM_SPLITS, MIN_KEYS, WINDOW, BLOCK_N)
+    is_only = first + per_split >= context_len
     first += split * per_split
-    # A single split must write its zeros for padding; of several, the idle ones are never read.
-    if NUM_SPLITS > 1 and first >= context_len:
+    # The first split writes the zeros of padding; other splits without keys are never read.
+    if split > 0 and first >= context_len:
         return
     last = tl.minimum(first + per_split, context_len)
     row_G = tl.arange(0, BLOCK_G)
@@ -136,12 +141,14 @@ def paged_attention_kernel(
         EVEN_D,
     )
     out_GD = acc_GD / tl.where(total_G > 0, total_G, 1.0)[:, None]
-    num_heads = tl.num_programs(1) * group_size
     # int64: B * H * NUM_SPLITS * D may pass 2^31.
-    cell_G = (sequence.to(tl.int64) * num_heads + head_G) * NUM_SPLITS + split
-    out_ptr_GD = out_ptr + cell_G[:, None] * head_dim + dim_D[None, :]
-    tl.store(out_ptr_GD, out_GD.to(out_ptr.dtype.element_ty), mask=inside_GD)
-    if NUM_SPLITS > 1:
+    head_G = sequence.to(tl.int64) * tl.num_programs(1) * group_size + head_G
+    if NUM_SPLITS == 1 or is_only:
+        out_ptr_GD = out_ptr + head_G[:, None] * head_dim + dim_D[None, :]
+        tl.store(out_ptr_GD, out_GD.to(out_ptr.dtype.element_ty), mask=inside_GD)
+    else:
+        cell_G = head_G * NUM_SPLITS + split
+        tl.store(partial_ptr + cell_G[:, None] * head_dim + dim_D[None, :], out_GD, mask=inside_GD)
         tl.store(log_total_ptr + cell_G, peak_G + tl.log2(total_G), mask=row_G < group_size)
 
 
@@ -158,11 +165,13 @@ def join_splits_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ) -> None:
-    """One program joins the splits of one query head of one sequence."""
+    """One program joins the splits of one query head of one sequence, if it has several."""
     sequence = tl.program_id(0)
     cell = sequence.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
     context_len = tl.load(context_lens_ptr + sequence)
     first, per_split = _split_shape(context_len, NUM_SPLITS, MIN_KEYS, WINDOW, BLOCK_N)
+    if first + per_split >= context_len:
+        return
     split_S = tl.arange(0, NUM_SPLITS)
     dim_D = tl.arange(0, BLOCK_D)
     ran_S = first + split_S * per_split < context_len
@@ -199,12 +208,13 @@ def paged_attention_decode_triton(
     group_size = num_heads // num_kv_heads
     tile = decode_tile(query_BHD, kv_pages, page_table_BP, window)
     num_splits = tile["NUM_SPLITS"]
-    partial, log_total = _partial_results(out_BHD, num_splits)
+    partial, log_total = _partial_results(out_BHD, num_splits)  # of sequences with several splits
     paged_attention_kernel[(num_sequences, num_kv_heads, num_splits)](
         query_BHD,
         kv_pages,
         page_table_BP,
         context_lens_B,
+        out_BHD,
         partial,
         log_total,
         scale * LOG2_E,
@@ -235,12 +245,11 @@ def decode_tile(
     block_N = 64 if block_D * query_BHD.element_size() <= 256 else 32
     num_programs = query_BHD.shape[0] * kv_pages.shape[2]
     max_keys = page_table_BP.shape[1] * kv_pages.shape[3]
-    # Enough splits to fill the chip, or a few to balance a batch that fills it anyway.
-    fill, balance = triton.cdiv(TARGET_PROGRAMS, num_programs), BALANCE_SPLITS
-    min_keys = block_N if fill > balance else BALANCE_KEYS
-    num_splits = min(max(fill, balance), MAX_SPLITS, max(1, triton.cdiv(max_keys, min_keys)))
+    min_keys = min(MOST_KEYS, max(LEAST_KEYS, triton.next_power_of_2(num_programs)))
+    fill = triton.next_power_of_2(triton.cdiv(TARGET_PROGRAMS, num_programs))
+    num_splits = min(fill, MAX_SPLITS, triton.next_power_of_2(max(1, triton.cdiv(max_keys, min_keys))))
     return {
-        "NUM_SPLITS": triton.next_power_of_2(num_splits),
+        "NUM_SPLITS": num_splits,
         "MIN_KEYS": min_keys,
         "WINDOW": window or 0,
         "BLOCK_N": block_N,
@@ -249,7 +258,7 @@ def decode_tile(
 
 
 def _partial_results(out_BHD: Tensor, num_splits: int) -> tuple[Tensor, Tensor]:
-    """Buffers for each split's (output, logarithm of the denominator); a single split writes to out."""
+    """Buffers for each split's (output, logarithm of the denominator), unused by a single split."""
     if num_splits == 1:
         return out_BHD, out_BHD
     num_sequences, num_heads, head_dim = out_BHD.shape

@@ -78,10 +78,27 @@ def test_launcher_refuses(name: str) -> None:
 @pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
 @pytest.mark.parametrize(
     ("num_sequences", "table_pages", "num_splits"),
-    [(1, 8192, 64), (1, 4, 1), (8, 8192, 16), (256, 8192, 4), (256, 32, 1), (4096, 8192, 4)],
+    [(1, 8192, 64), (1, 4, 1), (8, 8192, 64), (24, 8192, 16), (256, 8192, 2), (256, 32, 1), (4096, 8192, 1)],
 )
 def test_splits_follow_from_shapes_alone(num_sequences: int, table_pages: int, num_splits: int) -> None:
     query = f(num_sequences, 32, 128, dtype=torch.bfloat16, device="meta")
     kv_pages = f(64, 2, 8, 16, 128, dtype=torch.bfloat16, device="meta")
     page_table = i32(num_sequences, table_pages, device="meta")
     assert decode_tile(query, kv_pages, page_table, None)["NUM_SPLITS"] == num_splits
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
+@pytest.mark.parametrize("context_len", [1000, 8000, 131_072])
+def test_no_batch_size_leaves_the_chip_idle(context_len: int) -> None:
+    """Four programs run at a time on each of 132 multiprocessors, where there are keys for so many splits."""
+    kv_pages = f(64, 2, 8, 16, 128, dtype=torch.bfloat16, device="meta")
+    before = None
+    for num_sequences in range(1, 257):
+        query = f(num_sequences, 32, 128, dtype=torch.bfloat16, device="meta")
+        tile = decode_tile(query, kv_pages, i32(num_sequences, 8192, device="meta"), None)
+        keys = max(-(-context_len // tile["NUM_SPLITS"]), tile["MIN_KEYS"])
+        num_live = num_sequences * 8 * -(-context_len // keys)
+        most = num_sequences * 8 * min(64, -(-context_len // 64))
+        assert num_live >= min(500, most)
+        assert before is None or num_live > 0.45 * before, f"{num_live} programs after {before}"
+        before = num_live
