@@ -3,9 +3,10 @@
 python -m baton.bench.router.faults [--rest 8] [--output FOLDER]
 
 Two prefill and two decode workers of the tiny model, routed by the policy `cost`. Redis is killed and stays
-away, is stopped for 10 s, is set back to nothing and to its contents before the load; then a router is
-killed, first one of two, then the only one. Every answer is compared with the answer of one engine. The
-routers count how long routing takes: the figure is the bound within which 99 of 100 requests were routed.
+away, is stopped for 10 s, is set back to nothing and to its contents before the load. Then one of two routers
+is killed, the other is killed, and one is stopped for 10 s; in a second cluster the only router is killed.
+Every answer is compared with the answer of one engine. The routers count how long routing takes: the figure
+is the bound within which 99 of 100 requests were routed.
 """
 
 import argparse
@@ -24,6 +25,7 @@ from baton.bench.clusters import WatchedCluster, served_cluster
 from baton.bench.faults.clients import Clients, Question, make_questions
 from baton.bench.report import Report, Row, Suite, at_least, at_most
 from baton.cluster.redis_server import RedisServer
+from baton.gateway.streams.routers import SILENT_S
 from baton.messages.status import ROUTING_BOUNDS_S, Histogram, RouterStatus
 from baton.router.redis.client import REDIS_FAILURES, Names, RedisConnection, Reply
 
@@ -33,13 +35,15 @@ PAGE_BYTES: Final = 16  # of a page in a snapshot: half of its key, page id and 
 MAX_TOKENS: Final = (12,)
 DUMP: Final = "dump.rdb"
 LEAST_ANSWERED: Final = 100
+LEAST_PAGES: Final = 50
 ROUTING_MS: Final = 20.0
 REWARMED_S: Final = 30.0
 DISPATCHED_S: Final = 3.0
 BLIND_PERCENT: Final = 1.0
 STOPPED_S: Final = 10.0
 AWAY_S: Final = 3.0
-NEW_ROUTER_S: Final = 60.0
+NEW_ROUTER_S: Final = 30.0
+FIRST_TOKEN_S: Final = 2 * SILENT_S  # a gateway gives up a silent router after SILENT_S
 
 
 class HurtRedis:
@@ -125,25 +129,29 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 async def measure(options: argparse.Namespace, report: Report) -> None:
-    """Hurt Redis, then kill routers."""
+    """Hurt Redis, then routers."""
     report.tell("questions")
     questions, rest_s = make_questions(1, MAX_TOKENS), options.rest
     async with RedisServer() as server:
         redis = HurtRedis(server)
-        async with _cluster(redis, num_routers=2) as cluster:
+        async with routed_cluster(redis, num_routers=2) as cluster:
             await redis.remember()
             for name, fault in FAULTS.items():
                 report.tell(name)
-                report.rows += await _hurt(cluster, redis, questions, name, fault, rest_s)
-            report.tell("one router of two killed")
-            report.rows += await _kill_router(cluster, questions, "one router of two killed", rest_s)
-        async with _cluster(redis, num_routers=1) as cluster:
+                report.rows += await hurt_redis(cluster, redis, questions, name, fault, rest_s)
+            for name in ("one router of two killed", "the other router killed"):
+                report.tell(name)
+                report.rows += await kill_router(cluster, questions, name, rest_s)
+            report.tell("one router of two stopped")
+            report.rows += await stop_router(cluster, questions, rest_s)
+        async with routed_cluster(redis, num_routers=1) as cluster:
             report.tell("the only router killed")
-            report.rows += await _kill_router(cluster, questions, "the only router killed", rest_s)
+            report.rows += await kill_router(cluster, questions, "the only router killed", rest_s)
 
 
 @asynccontextmanager
-async def _cluster(redis: HurtRedis, num_routers: int) -> AsyncIterator[WatchedCluster]:
+async def routed_cluster(redis: HurtRedis, num_routers: int) -> AsyncIterator[WatchedCluster]:
+    """Run two prefill and two decode workers, with routers that share what they know through this Redis."""
     options = ["--runtime", "local", "--router-policy", "cost", "--redis", redis.url]
     options += ["--kv-cache-memory", "64MiB"]
     with tempfile.TemporaryDirectory() as folder:
@@ -156,7 +164,7 @@ async def _routers(cluster: WatchedCluster) -> Sequence[RouterStatus]:
     return status.routers if status is not None else ()
 
 
-async def _hurt(
+async def hurt_redis(
     cluster: WatchedCluster,
     redis: HurtRedis,
     questions: Sequence[Question],
@@ -164,14 +172,20 @@ async def _hurt(
     fault: Fault,
     rest_s: float,
 ) -> list[Row]:
+    """Hurt Redis under load, and wait until it has as many pages again and every router uses it."""
     clients = Clients(cluster.url, questions, 0, NUM_CLIENTS)
+
+    async def is_warm(least: int) -> bool:
+        if await redis.num_pages() < least:
+            return False
+        return all(router.redis == "up" for router in await _routers(cluster))
+
     async with clients.asking():
         await asyncio.sleep(rest_s)  # until routers and Redis know the pages of workers
         num_pages, before = await redis.num_pages(), await _routers(cluster)
         await fault(redis)
-        begin_s = perf_counter()
-        least = num_pages - NUM_WORKERS
-        while await redis.num_pages() < least and perf_counter() - begin_s <= 2 * REWARMED_S:
+        begin_s, least = perf_counter(), num_pages - NUM_WORKERS
+        while not await is_warm(least) and perf_counter() - begin_s <= 2 * REWARMED_S:
             await asyncio.sleep(0.02)
         rewarmed_s = perf_counter() - begin_s
         await asyncio.sleep(rest_s)
@@ -179,21 +193,25 @@ async def _hurt(
     return [
         *_answer_rows(name, clients),
         at_most(f"{name}: routing p99", 1000 * routing.quantile(0.99), "ms", ROUTING_MS),
-        at_most(f"{name}: rewarmed after", rewarmed_s, "s", REWARMED_S, f"{num_pages:,} pages"),
+        at_least(f"{name}: pages before", num_pages, "", LEAST_PAGES),
+        at_most(f"{name}: rewarmed after", rewarmed_s, "s", REWARMED_S),
     ]
 
 
-async def _kill_router(
+async def kill_router(
     cluster: WatchedCluster, questions: Sequence[Question], name: str, rest_s: float
 ) -> list[Row]:
+    """Kill the oldest router under load."""
     clients = Clients(cluster.url, questions, 0, NUM_CLIENTS)
     async with clients.asking():
         await asyncio.sleep(rest_s)
         routers = await _routers(cluster)
         before = {router.id for router in routers}
-        os.kill(routers[0].pid, signal.SIGKILL)
+        os.kill(min(router.pid for router in routers), signal.SIGKILL)
         first_token_s = await clients.time_first_token()
-        await cluster.seconds_until(lambda status: bool(_new_routers(status.routers, before)), NEW_ROUTER_S)
+        new_s = await cluster.seconds_until(
+            lambda status: bool(_new_routers(status.routers, before)), 2 * NEW_ROUTER_S
+        )
         await asyncio.sleep(rest_s)
         after = await _routers(cluster)
     asked = [router for router in after if router.counters.get("decisions")]
@@ -203,7 +221,29 @@ async def _kill_router(
     return [
         *_answer_rows(name, clients),
         at_most(f"{name}: next first token after", first_token_s, "s", DISPATCHED_S),
+        at_most(f"{name}: new router after", new_s or 2 * NEW_ROUTER_S, "s", NEW_ROUTER_S),
         at_most(f"{name}: blind decisions", 100 * blind, "%", BLIND_PERCENT, f"of {num_decisions}"),
+    ]
+
+
+async def stop_router(cluster: WatchedCluster, questions: Sequence[Question], rest_s: float) -> list[Row]:
+    """Stop one of two routers for STOPPED_S under load, and wait until both are there."""
+    name = f"one router of two stopped {STOPPED_S:g} s"
+    clients = Clients(cluster.url, questions, 0, NUM_CLIENTS)
+    async with clients.asking():
+        await asyncio.sleep(rest_s)
+        pid = min(router.pid for router in await _routers(cluster))
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            await asyncio.sleep(STOPPED_S)
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        back_s = await cluster.seconds_until(cluster.is_whole, 2 * NEW_ROUTER_S)
+        await asyncio.sleep(rest_s)
+    return [
+        *_answer_rows(name, clients),
+        at_most(f"{name}: longest wait for a first token", max(clients.waits_s), "s", FIRST_TOKEN_S),
+        at_most(f"{name}: both there after", back_s or 2 * NEW_ROUTER_S, "s", NEW_ROUTER_S),
     ]
 
 

@@ -38,4 +38,4 @@ def test_every_named_suite_exists() -> None:
 
 def _has_test(path: str, name: str) -> bool:
     file = ROOT / "tests" / path
-    return file.exists() and re.search(rf"^def {name}\(", file.read_text(), re.MULTILINE) is not None
+    return file.exists() and re.search(rf"^(async )?def {name}\(", file.read_text(), re.MULTILINE) is not None

@@ -1,3 +1,4 @@
+import asyncio
 import importlib.metadata
 import re
 import socket
@@ -15,16 +16,17 @@ from baton.cluster.cli.commands.doctor import CHECKS, Finding
 from baton.cluster.cluster_key import write_secret
 from baton.cluster.cluster_record import ClusterRecord, recorded
 from baton.cluster.process import run
-from baton.cluster.redis_server import find_program
+from baton.cluster.redis_server import RedisServer, find_program
 from baton.cluster.runtimes.base import Assignment, ProcessStarted, generations_of
 from baton.config.cluster import ServeConfig
 from baton.config.loader import build
 from baton.messages.bounds import Kind
 from baton.messages.workers import Address
 from baton.rpc.auth import KeyRing
-from tests.redis_load import HurtRedis
+from tests.event_loop import on_loop
 from tests.unit.cluster.conftest import Baton
 from tests.unit.cluster.model_directories import with_config_alone
+from tests.unit.router.redis_routers import connected
 
 needs_redis = pytest.mark.skipif(find_program() is None, reason="there is no redis-server on PATH")
 
@@ -201,14 +203,18 @@ def test_a_redis_that_cannot_be_asked_is_told(url: str, verdict: str, said: str)
 
 
 @needs_redis
-def test_a_redis_says_whether_it_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    with HurtRedis() as redis:
-        assert the(doctor.shared_redis, **looking(redis.url)).verdict == "ok"
-        redis.ask("CONFIG SET", "maxmemory-policy", "allkeys-lru")
-        forgets = the(doctor.shared_redis, **looking(redis.url))
+@on_loop
+async def test_a_redis_says_whether_it_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def finding(url: str) -> Finding:
+        return await asyncio.to_thread(the, doctor.shared_redis, **looking(url))
+
+    async with RedisServer() as redis, connected(redis.url) as connection:
+        assert (await finding(redis.url)).verdict == "ok"
+        await connection.call("CONFIG SET", "maxmemory-policy", "allkeys-lru")
+        forgets = await finding(redis.url)
         assert forgets.verdict == "warning" and "allkeys-lru" in forgets.what
         monkeypatch.setattr(doctor, "MIN_REDIS", (99, 0))
-        assert "too old" in the(doctor.shared_redis, **looking(redis.url)).what
+        assert "too old" in (await finding(redis.url)).what
 
 
 def test_dead_ray_head_is_an_error() -> None:
