@@ -10,6 +10,7 @@ import pytest
 
 from baton.cluster.redis_server import find_program
 from baton.router.redis.client import REDIS_FAILURES, Names, RedisConnection
+from tests.event_loop import on_loop
 from tests.node_peers import a_worker
 from tests.unit.router.redis_routers import CHAIN, RouterStandIn, known_from, running, until
 
@@ -78,23 +79,21 @@ async def knows_replica(port: int) -> bool:
 
 
 @pytest.mark.slow
-def test_the_next_master_is_told_all(tmp_path: Path, free_ports: list[int]) -> None:
-    async def scene() -> None:
-        async with guarded(tmp_path, free_ports) as (master, url):
-            router = RouterStandIn(url, "first")
-            async with running(router):
-                await until(lambda: router.link.is_up)
-                router.join(W0)
-                router.report(W0, CHAIN)
-                await until(lambda: router.link.num_unsent == 0)
-                assert await known_from(url) == {W0.id: 40}
-                master.kill()
-                await until(lambda: not router.link.is_up)
-                router.report(W0, CHAIN[:32])  # while no Redis listens
-                async with asyncio.timeout(30):
-                    while not router.link.is_up or router.link.num_unsent:
-                        await asyncio.sleep(0.05)
-                assert await known_from(url) == {W0.id: 40}
-                assert await answer_of(free_ports[1], "HGETALL", "baton:{f}:names")
-
-    asyncio.run(scene())
+@on_loop
+async def test_the_next_master_is_told_all(tmp_path: Path, free_ports: list[int]) -> None:
+    async with guarded(tmp_path, free_ports) as (master, url):
+        router = RouterStandIn(url, "first")
+        async with running(router):
+            await until(lambda: router.link.is_up)
+            router.join(W0)
+            router.report(W0, CHAIN)
+            await until(lambda: router.link.num_unsent == 0)
+            assert await known_from(url) == {W0.id: 40}
+            master.kill()
+            await until(lambda: not router.link.is_up)
+            router.report(W0, CHAIN[:32])  # while no Redis listens
+            async with asyncio.timeout(30):
+                while not router.link.is_up or router.link.num_unsent:
+                    await asyncio.sleep(0.05)
+            assert await known_from(url) == {W0.id: 40}
+            assert await answer_of(free_ports[1], "HGETALL", "baton:{f}:names")

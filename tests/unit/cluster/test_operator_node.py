@@ -1,7 +1,6 @@
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Any
 
 import pytest
 
@@ -15,6 +14,7 @@ from baton.messages.operations import Drain, Undrain, WorkerRemoved
 from baton.messages.workers import Address
 from baton.router.router import Router
 from baton.rpc.server import RpcServer
+from tests.event_loop import on_loop
 from tests.node_peers import TestPeer, a_worker, id_of
 
 KEY = b"k" * 32
@@ -32,16 +32,9 @@ async def a_router(name: str) -> AsyncIterator[tuple[Router, Address]]:
         await rpc_server.close()
 
 
-def with_router(test: Callable[[Router, Address], Coroutine[Any, Any, None]]) -> None:
-    async def run() -> None:
-        async with a_router("a") as (router, address):
-            await test(router, address)
-
-    asyncio.run(run())
-
-
-def test_a_drain_reaches_the_worker_before_it_returns() -> None:
-    async def test(router: Router, address: Address) -> None:
+@on_loop
+async def test_a_drain_reaches_the_worker_before_it_returns() -> None:
+    async with a_router("a") as (router, address):
         worker = TestPeer.worker(router, a_worker("d0"))
         async with connected([address], KEY) as operator:
             with pytest.raises(
@@ -52,11 +45,10 @@ def test_a_drain_reaches_the_worker_before_it_returns() -> None:
             await operator.drain("d0", may_be_last=True)
         assert any(isinstance(message, Drain) for message in worker.received)
 
-    with_router(test)
 
-
-def test_one_of_several_goes_without_being_asked_twice() -> None:
-    async def test(router: Router, address: Address) -> None:
+@on_loop
+async def test_one_of_several_goes_without_being_asked_twice() -> None:
+    async with a_router("a") as (router, address):
         first, second = (TestPeer.worker(router, a_worker(name)) for name in ("d0", "d1"))
         TestPeer.worker(router, a_worker("p0"))
         async with connected([address], KEY) as operator:
@@ -70,89 +62,78 @@ def test_one_of_several_goes_without_being_asked_twice() -> None:
                 await operator.drain("d1")
         assert not any(isinstance(message, Drain) for message in second.received)
 
-    with_router(test)
 
-
-def test_operator_with_another_key_gets_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+@on_loop
+async def test_operator_with_another_key_gets_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(operator_node, "ANSWER_TIMEOUT_S", 0.3)
-
-    async def test(router: Router, address: Address) -> None:
-        async with connected([address], b"another key of enough length") as operator:
-            with pytest.raises(TimeoutError):
-                await operator.status()
-
-    with_router(test)
-
-
-def test_a_router_that_comes_back_is_asked_again() -> None:
-    async def run() -> None:
-        first = RpcServer(KEY)
-        address = await first.listen()
-        first.serve(Router(RouterConfig(), SystemClock(), "a" * 32))
-        async with connected([address], KEY) as operator:
-            assert (await operator.status()).workers == ()
-            await first.close()
-            second = RpcServer(KEY)
-            await second.listen(address.host, address.port)
-            router = Router(RouterConfig(), SystemClock(), "b" * 32)
-            second.serve(router)
-            TestPeer.worker(router, a_worker("d0"))
-            assert len((await operator.status()).workers) == 1
-            await second.close()
-
-    asyncio.run(run())
+    async with (
+        a_router("a") as (_, address),
+        connected([address], b"another key of enough length") as operator,
+    ):
+        with pytest.raises(TimeoutError):
+            await operator.status()
 
 
-def test_all_routers_are_asked_and_told() -> None:
-    async def run() -> None:
-        async with a_router("a") as (one, first), a_router("b") as (other, second):
-            workers = [TestPeer.worker(one, a_worker(name)) for name in ("d0", "d1")]
-            workers.append(TestPeer.worker(other, a_worker("d0")))
-            async with connected([first, second], KEY) as operator:
-                status, same = await asyncio.gather(operator.status(), operator.status())
-                assert len(status.workers) == len(same.workers) == 2
-                assert {router.id for router in status.routers} == {id_of("a"), id_of("b")}
-                assert {entry.worker.name for entry in status.workers} == {"d0", "d1"}
-                assert await operator.explain(id_of("r")) == ()
-                await operator.drain("d0")
-        drained = [any(isinstance(message, Drain) for message in worker.received) for worker in workers]
-        assert drained == [True, False, True]
-
-    asyncio.run(run())
-
-
-def test_watcher_hears_of_members_and_orders_and_of_the_routers_end() -> None:
-    async def run() -> None:
-        judging = Judging()
-        async with AsyncExitStack() as router_ends, asyncio.timeout(20):
-            router, address = await router_ends.enter_async_context(a_router("a"))
-            TestPeer.worker(router, a_worker("d0"))
-            async with connected([address], KEY, judging.verdicts) as operator:
-                await operator.status()
-                TestPeer.operator(router).say(Undrain(worker="d1"))
-                while not judging.orders:
-                    await asyncio.sleep(0.01)
-                judging.removes(id_of("a"), "d0")
-                # The router has just started: its list is not complete until it has left.
-                assert (judging.orders, judging.replaced) == ([Undrain(worker="d1")], [])
-                await router_ends.aclose()
-                while not judging.replaced:
-                    await asyncio.sleep(0.01)
-
-    asyncio.run(run())
+@on_loop
+async def test_a_router_that_comes_back_is_asked_again() -> None:
+    first = RpcServer(KEY)
+    address = await first.listen()
+    first.serve(Router(RouterConfig(), SystemClock(), "a" * 32))
+    async with connected([address], KEY) as operator:
+        assert (await operator.status()).workers == ()
+        await first.close()
+        second = RpcServer(KEY)
+        await second.listen(address.host, address.port)
+        router = Router(RouterConfig(), SystemClock(), "b" * 32)
+        second.serve(router)
+        TestPeer.worker(router, a_worker("d0"))
+        assert len((await operator.status()).workers) == 1
+        await second.close()
 
 
-def test_a_router_that_is_gone_keeps_no_other_from_answering(monkeypatch: pytest.MonkeyPatch) -> None:
+@on_loop
+async def test_all_routers_are_asked_and_told() -> None:
+    async with a_router("a") as (one, first), a_router("b") as (other, second):
+        workers = [TestPeer.worker(one, a_worker(name)) for name in ("d0", "d1")]
+        workers.append(TestPeer.worker(other, a_worker("d0")))
+        async with connected([first, second], KEY) as operator:
+            status, same = await asyncio.gather(operator.status(), operator.status())
+            assert len(status.workers) == len(same.workers) == 2
+            assert {router.id for router in status.routers} == {id_of("a"), id_of("b")}
+            assert {entry.worker.name for entry in status.workers} == {"d0", "d1"}
+            assert await operator.explain(id_of("r")) == ()
+            await operator.drain("d0")
+    drained = [any(isinstance(message, Drain) for message in worker.received) for worker in workers]
+    assert drained == [True, False, True]
+
+
+@on_loop
+async def test_watcher_hears_of_members_and_orders_and_of_the_routers_end() -> None:
+    judging = Judging()
+    async with AsyncExitStack() as router_ends, asyncio.timeout(20):
+        router, address = await router_ends.enter_async_context(a_router("a"))
+        TestPeer.worker(router, a_worker("d0"))
+        async with connected([address], KEY, judging.verdicts) as operator:
+            await operator.status()
+            TestPeer.operator(router).say(Undrain(worker="d1"))
+            while not judging.orders:
+                await asyncio.sleep(0.01)
+            judging.removes(id_of("a"), "d0")
+            # The router has just started: its list is not complete until it has left.
+            assert (judging.orders, judging.replaced) == ([Undrain(worker="d1")], [])
+            await router_ends.aclose()
+            while not judging.replaced:
+                await asyncio.sleep(0.01)
+
+
+@on_loop
+async def test_a_router_that_is_gone_keeps_no_other_from_answering(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(operator_node, "MOMENT_S", 0.05)
-
-    async def run() -> None:
-        async with a_router("a") as (_, first):
-            async with a_router("b") as (_, second), connected([first, second], KEY) as operator:
-                assert len((await operator.status()).routers) == 2
-            async with connected([first, second], KEY) as operator:
-                assert [router.id for router in (await operator.status()).routers] == [id_of("a")]
-
-    asyncio.run(run())
+    async with a_router("a") as (_, first):
+        async with a_router("b") as (_, second), connected([first, second], KEY) as operator:
+            assert len((await operator.status()).routers) == 2
+        async with connected([first, second], KEY) as operator:
+            assert [router.id for router in (await operator.status()).routers] == [id_of("a")]
 
 
 class Judging:

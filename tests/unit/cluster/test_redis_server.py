@@ -15,39 +15,36 @@ from baton.cluster import redis_server
 from baton.cluster.redis_server import PROGRAMS, RedisServer, find_program
 from baton.errors import ConfigError
 from baton.router.redis.client import REDIS_FAILURES, Names, RedisConnection
+from tests.event_loop import on_loop
 from tests.unit.router.redis_routers import until
 
 needs_redis = pytest.mark.skipif(find_program() is None, reason="there is no redis-server on PATH")
 
 
 @needs_redis
-def test_only_this_user_reaches_the_server_and_stop_removes_its_folder() -> None:
-    async def scene() -> Path:
-        async with RedisServer() as redis:
-            socket = Path(redis.url.removeprefix("unix://"))
-            assert stat.S_IMODE(socket.parent.stat().st_mode) == 0o700
-            assert stat.S_IMODE(socket.stat().st_mode) == 0o700
-            connection = RedisConnection(redis.url, Names.of("f"))
-            assert await connection.call("SET", "a", "b")
-            await connection.aclose()
-        return socket.parent
-
-    assert not asyncio.run(scene()).exists()
+@on_loop
+async def test_only_this_user_reaches_the_server_and_stop_removes_its_folder() -> None:
+    async with RedisServer() as redis:
+        socket = Path(redis.url.removeprefix("unix://"))
+        assert stat.S_IMODE(socket.parent.stat().st_mode) == 0o700
+        assert stat.S_IMODE(socket.stat().st_mode) == 0o700
+        connection = RedisConnection(redis.url, Names.of("f"))
+        assert await connection.call("SET", "a", "b")
+        await connection.aclose()
+    assert not socket.parent.exists()
 
 
 @needs_redis
-def test_server_starts_again_at_the_same_url() -> None:
-    async def scene() -> None:
-        async with RedisServer() as redis:
-            url, pid = redis.url, redis.pid
-            os.kill(pid, signal.SIGKILL)
-            await until(lambda: not redis.is_running)
-            await redis.start()
-            assert redis.url == url
-            assert redis.pid != pid
-            assert redis.is_running
-
-    asyncio.run(scene())
+@on_loop
+async def test_server_starts_again_at_the_same_url() -> None:
+    async with RedisServer() as redis:
+        url, pid = redis.url, redis.pid
+        os.kill(pid, signal.SIGKILL)
+        await until(lambda: not redis.is_running)
+        await redis.start()
+        assert redis.url == url
+        assert redis.pid != pid
+        assert redis.is_running
 
 
 async def answers(url: str) -> bool:
@@ -61,19 +58,17 @@ async def answers(url: str) -> bool:
 
 
 @needs_redis
-def test_kept_server_that_is_killed_is_started_again_at_the_same_url() -> None:
-    async def scene() -> None:
-        async with RedisServer() as redis:
-            url, first = redis.url, redis.pid
-            keeping = asyncio.create_task(redis.keep())
-            os.kill(first, signal.SIGKILL)
-            async with asyncio.timeout(20):
-                while redis.pid == first or not await answers(url):
-                    await asyncio.sleep(0.02)
-            keeping.cancel()
-        assert not await answers(url)
-
-    asyncio.run(scene())
+@on_loop
+async def test_kept_server_that_is_killed_is_started_again_at_the_same_url() -> None:
+    async with RedisServer() as redis:
+        url, first = redis.url, redis.pid
+        keeping = asyncio.create_task(redis.keep())
+        os.kill(first, signal.SIGKILL)
+        async with asyncio.timeout(20):
+            while redis.pid == first or not await answers(url):
+                await asyncio.sleep(0.02)
+        keeping.cancel()
+    assert not await answers(url)
 
 
 def test_missing_program_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,7 +107,8 @@ def own_tmp(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @needs_redis
-def test_server_ends_with_its_killed_owner_and_the_next_removes_its_folder(own_tmp: None) -> None:
+@on_loop
+async def test_server_ends_with_its_killed_owner_and_the_next_removes_its_folder(own_tmp: None) -> None:
     with subprocess.Popen([sys.executable, "-c", STARTS_ONE], stdout=subprocess.PIPE, text=True) as owner:
         assert owner.stdout is not None
         pid, url = owner.stdout.readline().split()
@@ -122,28 +118,21 @@ def test_server_ends_with_its_killed_owner_and_the_next_removes_its_folder(own_t
     server.wait(10)
     folder = Path(url.removeprefix("unix://")).parent
     assert folder.exists()
-
-    async def scene() -> None:
-        async with RedisServer():
-            assert not folder.exists()
-
-    asyncio.run(scene())
+    async with RedisServer():
+        assert not folder.exists()
 
 
 @needs_redis
-def test_folder_in_use_is_kept_whatever_process_ids_say() -> None:
+@on_loop
+async def test_folder_in_use_is_kept_whatever_process_ids_say() -> None:
     """In another container with the same /tmp, the owner has a process id that does not exist here."""
-
-    async def scene() -> None:
-        async with RedisServer() as here:
-            folder = Path(here.url.removeprefix("unix://")).parent
-            no_pid = next(number for number in range(2, 2**22) if not psutil.pid_exists(number))
-            there = folder.rename(folder.with_name(f"{redis_server.PREFIX}{no_pid}-there"))
-            async with RedisServer():
-                assert (there / "redis.sock").exists()
-            there.rename(folder)
-
-    asyncio.run(scene())
+    async with RedisServer() as here:
+        folder = Path(here.url.removeprefix("unix://")).parent
+        no_pid = next(number for number in range(2, 2**22) if not psutil.pid_exists(number))
+        there = folder.rename(folder.with_name(f"{redis_server.PREFIX}{no_pid}-there"))
+        async with RedisServer():
+            assert (there / "redis.sock").exists()
+        there.rename(folder)
 
 
 def test_other_folders_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

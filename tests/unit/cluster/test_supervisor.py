@@ -2,9 +2,9 @@ import asyncio
 import itertools
 import os
 import signal
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,6 +18,7 @@ from baton.cluster.supervisor import (
     BackOff,
     Supervised,
 )
+from tests.event_loop import on_loop
 from tests.process_peer import PEER, PeerConfig, spec
 
 KEY = b"k" * 20
@@ -40,28 +41,24 @@ class Watched(LocalRuntime):
         return self.spawned[-1]
 
 
-def supervised(what: ProcessSpec, test: Callable[[Supervised, Watched], Coroutine[Any, Any, None]]) -> None:
-    async def run() -> None:
-        runtime = Watched()
-        try:
-            await test(Supervised(what, runtime, SystemClock(), itertools.count(1)), runtime)
-        finally:
-            await runtime.close()
-
-    asyncio.run(run())
+@asynccontextmanager
+async def supervised(what: ProcessSpec) -> AsyncIterator[tuple[Supervised, Watched]]:
+    runtime = Watched()
+    try:
+        yield Supervised(what, runtime, SystemClock(), itertools.count(1)), runtime
+    finally:
+        await runtime.close()
 
 
-def kept(what: ProcessSpec, test: Callable[[Supervised, Watched], Coroutine[Any, Any, None]]) -> None:
-    """Run a test while `Supervised.keep` runs, and stop the process."""
-
-    async def run(process: Supervised, runtime: Watched) -> None:
+@asynccontextmanager
+async def kept(what: ProcessSpec) -> AsyncIterator[tuple[Supervised, Watched]]:
+    """Start the process and run `Supervised.keep`; stop the process in the end."""
+    async with supervised(what) as (process, runtime):
         await process.start()
         keeping = asyncio.create_task(process.keep())
-        await test(process, runtime)
+        yield process, runtime
         await process.stop(1.0)
         await asyncio.wait_for(keeping, 20)
-
-    supervised(what, run)
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -76,25 +73,22 @@ async def until_replaced(process: Supervised, runtime: Watched) -> str:
     return await asyncio.wait_for(runtime.spawned[0].watch(), 10)
 
 
-def test_crashing_process_is_started_again(tmp_path: Path) -> None:
+@on_loop
+async def test_crashing_process_is_started_again(tmp_path: Path) -> None:
     log = tmp_path / "starts"
-
-    async def test(process: Supervised, runtime: Watched) -> None:
+    async with kept(spec("falls", config=PeerConfig(log=str(log), num_falls=3))) as (process, _):
         await until(lambda: process.num_restarts >= 2 and process.is_ready)
-
-    kept(spec("falls", config=PeerConfig(log=str(log), num_falls=3)), test)
     assert log.read_text() == "xxx"
 
 
-def test_failed_start_is_logged_and_tried_again(caplog: pytest.LogCaptureFixture) -> None:
-    async def test(process: Supervised, runtime: Watched) -> None:
+@on_loop
+async def test_failed_start_is_logged_and_tried_again(caplog: pytest.LogCaptureFixture) -> None:
+    async with kept(spec("serves")) as (process, runtime):
         runtime.obstacles.append(OSError("no process can be made now"))
         runtime.spawned[0].kill()
         await until_replaced(process, runtime)
         assert process.num_restarts == 2
         assert runtime.incarnations == [1, 3], "a start that failed counts, too"
-
-    kept(spec("serves"), test)
     said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert said == [
         "serves ended by SIGKILL; it is started again in 0.2 s",
@@ -102,12 +96,15 @@ def test_failed_start_is_logged_and_tried_again(caplog: pytest.LogCaptureFixture
     ]
 
 
-def test_process_that_cannot_be_watched_is_ended_and_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+@on_loop
+async def test_process_that_cannot_be_watched_is_ended_and_started_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async def fail_once() -> str:
         monkeypatch.undo()
         raise OSError("the runtime is lost")
 
-    async def test(process: Supervised, runtime: Watched) -> None:
+    async with supervised(spec("serves")) as (process, runtime):
         await process.start()
         monkeypatch.setattr(runtime.spawned[0], "watch", fail_once)
         keeping = asyncio.create_task(process.keep())
@@ -115,22 +112,19 @@ def test_process_that_cannot_be_watched_is_ended_and_started_again(monkeypatch: 
         await process.stop(1.0)
         await keeping
 
-    supervised(spec("serves"), test)
 
-
-def test_worker_that_hangs_is_killed_and_replaced_on_a_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+@on_loop
+async def test_worker_that_hangs_is_killed_and_replaced_on_a_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("baton.cluster.supervisor.MIN_VERDICT_S", 0.0)
-
-    async def test(process: Supervised, runtime: Watched) -> None:
+    async with kept(spec("serves")) as (process, runtime):
         os.kill(runtime.spawned[0].pid, signal.SIGSTOP)
         process.replace("it was silent for 3 s", 0.0)
         assert await until_replaced(process, runtime) == "ended by SIGKILL"
 
-    kept(spec("serves"), test)
 
-
-def test_verdict_about_an_earlier_process_of_the_name_changes_nothing() -> None:
-    async def test(process: Supervised, runtime: Watched) -> None:
+@on_loop
+async def test_verdict_about_an_earlier_process_of_the_name_changes_nothing() -> None:
+    async with kept(spec("serves")) as (process, runtime):
         process.replace("it was silent for 3 s", 10.0)
         runtime.spawned[0].kill()
         await until_replaced(process, runtime)
@@ -138,35 +132,31 @@ def test_verdict_about_an_earlier_process_of_the_name_changes_nothing() -> None:
         await asyncio.sleep(0)
         assert process.is_ready and len(runtime.spawned) == 2
 
-    kept(spec("serves"), test)
 
-
-def test_process_whose_loop_is_silent_is_killed_and_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+@on_loop
+async def test_process_whose_loop_is_silent_is_killed_and_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("baton.cluster.supervisor.HUNG_S", 1.0)
     monkeypatch.setattr("baton.cluster.supervisor.LOOK_S", 0.1)
-
-    async def test(process: Supervised, runtime: Watched) -> None:
+    async with kept(spec("lives")) as (process, runtime):
         hung = runtime.spawned[0]
         await until(lambda: hung._alive_s is not None)
         os.kill(hung.pid, signal.SIGSTOP)
         assert await until_replaced(process, runtime) == "ended by SIGKILL"
 
-    kept(spec("lives"), test)
 
-
-def test_drained_process_stays_away_until_undrained() -> None:
-    async def test(process: Supervised, runtime: Watched) -> None:
+@on_loop
+async def test_drained_process_stays_away_until_undrained() -> None:
+    async with supervised(spec("drains")) as (process, runtime):
         await process.start()
         await asyncio.wait_for(process.keep(), 10)
         assert (len(runtime.spawned), process.is_ready, process.is_drained) == (1, False, True)
         await asyncio.wait_for(process.undrain(), 20)  # which keeps it: this peer drains again
         assert (len(runtime.spawned), process.is_drained) == (2, True)
 
-    supervised(spec("drains"), test)
 
-
-def test_process_that_still_drains_is_started_again_after_undrain() -> None:
-    async def test(process: Supervised, runtime: Watched) -> None:
+@on_loop
+async def test_process_that_still_drains_is_started_again_after_undrain() -> None:
+    async with supervised(spec("drains-later")) as (process, runtime):
         await process.start()
         keeping = asyncio.create_task(process.keep())
         await process.undrain()
@@ -176,43 +166,36 @@ def test_process_that_still_drains_is_started_again_after_undrain() -> None:
         await asyncio.wait_for(keeping, 10)  # one undrain starts one process
         assert process.is_drained
 
-    supervised(spec("drains-later"), test)
 
-
-def test_restart_lets_a_process_end_in_order_and_starts_it_again() -> None:
-    async def test(process: Supervised, runtime: Watched) -> None:
+@on_loop
+async def test_restart_lets_a_process_end_in_order_and_starts_it_again() -> None:
+    async with kept(spec("serves")) as (process, runtime):
         await process.restart(5.0)
         assert await until_replaced(process, runtime) == ""
 
-    kept(spec("serves"), test)
 
-
-def test_process_that_another_program_has_ended_is_started_again() -> None:
-    async def test(process: Supervised, runtime: Watched) -> None:
+@on_loop
+async def test_process_that_another_program_has_ended_is_started_again() -> None:
+    async with kept(spec("serves")) as (process, runtime):
         os.kill(runtime.spawned[0].pid, signal.SIGTERM)  # it ends in order, with status 0
         assert await until_replaced(process, runtime) == "ended with status 0"
 
-    kept(spec("serves"), test)
 
-
-def test_stopping_ends_a_process_that_ignores_sigterm(monkeypatch: pytest.MonkeyPatch) -> None:
+@on_loop
+async def test_stopping_ends_a_process_that_ignores_sigterm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("baton.cluster.supervisor.GRACE_S", 0.0)
-
-    async def test(process: Supervised, runtime: Watched) -> None:
+    async with supervised(spec("deaf")) as (process, runtime):
         await process.start()
         await process.stop(0.1)
         assert await runtime.spawned[0].watch() == "ended by SIGKILL"
 
-    supervised(spec("deaf"), test)
 
-
-def test_description_has_the_progress_of_loading() -> None:
-    async def test(process: Supervised, runtime: Watched) -> None:
+@on_loop
+async def test_description_has_the_progress_of_loading() -> None:
+    async with supervised(spec("loads")) as (process, _):
         assert await process.describe() == "loads"
         await process.start()
         assert await process.describe() == "loads (75% of 0.0 MB of weights)"
-
-    supervised(spec("loads"), test)
 
 
 def test_pauses_double_up_to_the_longest() -> None:

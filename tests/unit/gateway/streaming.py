@@ -1,7 +1,7 @@
 """A stream of an answer: the test scripts the tokens and the pace of the client."""
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from baton.gateway.api.answer import Answer
@@ -42,7 +42,3 @@ class Streaming:
         batch = events(request, token_ids, start=self._nums[choice], end=end)
         self._nums[choice] += len(batch)
         self.service.emit(request.request_id, batch)
-
-
-def run(scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    asyncio.run(scenario())

@@ -2,9 +2,8 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -97,19 +96,6 @@ async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(DEADLINE_S):
         while not condition():
             await asyncio.sleep(0.005)
-
-
-Scene: TypeAlias = Callable[[RedisServer], Coroutine[Any, Any, None]]
-
-
-def play(scene: Scene) -> None:
-    """Run a scene with a redis-server of its own."""
-
-    async def with_redis() -> None:
-        async with RedisServer() as redis:
-            await scene(redis)
-
-    asyncio.run(with_redis())
 
 
 @asynccontextmanager

@@ -88,44 +88,40 @@ def open_some(frontend: Frontend, num_requests: int, max_tokens: int, start: int
     return clients
 
 
-def test_requests_are_answered_through_pairs() -> None:
-    async def run() -> None:
-        async with (
-            a_router() as router,
-            a_stub("p0", router),
-            a_stub("d0", router),
-            a_frontend(router, 2) as frontend,
-        ):
-            clients = open_some(frontend, 50, 20)
-            await until(lambda: not frontend.num_open)
-            assert all(client.token_ids == answer(client.request) for client in clients)
-            status = new_status(frontend)
-            await until(lambda: (new := status()) is not None and new.num_attempts == 0)
-
-    asyncio.run(run())
+@on_loop
+async def test_requests_are_answered_through_pairs() -> None:
+    async with (
+        a_router() as router,
+        a_stub("p0", router),
+        a_stub("d0", router),
+        a_frontend(router, 2) as frontend,
+    ):
+        clients = open_some(frontend, 50, 20)
+        await until(lambda: not frontend.num_open)
+        assert all(client.token_ids == answer(client.request) for client in clients)
+        status = new_status(frontend)
+        await until(lambda: (new := status()) is not None and new.num_attempts == 0)
 
 
-def test_next_router_on_the_port_takes_over() -> None:
-    async def run() -> None:
-        async with contextlib.AsyncExitStack() as stack:
-            first = contextlib.AsyncExitStack()
-            router = await first.enter_async_context(a_router())
-            await stack.enter_async_context(a_stub("d0", router))
-            frontend = await stack.enter_async_context(a_frontend(router, 1))
-            running = open_some(frontend, 3, 2_000)
-            await until(lambda: all(client.token_ids for client in running))
-            await first.aclose()
-            await until(lambda: bool(frontend.why_not_ready))
-            waiting = open_some(frontend, 5, 10, start=3)
-            num_tokens = len(running[0].token_ids)
-            await until(lambda: len(running[0].token_ids) > num_tokens)
-            await stack.enter_async_context(a_router(router.port))
-            await until(lambda: all(client.finish for client in waiting), timeout_s=10)
-            for client in running:
-                frontend.cancel(client.request.request_id)
-            assert all(client.token_ids == answer(client.request) for client in waiting)
-
-    asyncio.run(run())
+@on_loop
+async def test_next_router_on_the_port_takes_over() -> None:
+    async with contextlib.AsyncExitStack() as stack:
+        first = contextlib.AsyncExitStack()
+        router = await first.enter_async_context(a_router())
+        await stack.enter_async_context(a_stub("d0", router))
+        frontend = await stack.enter_async_context(a_frontend(router, 1))
+        running = open_some(frontend, 3, 2_000)
+        await until(lambda: all(client.token_ids for client in running))
+        await first.aclose()
+        await until(lambda: bool(frontend.why_not_ready))
+        waiting = open_some(frontend, 5, 10, start=3)
+        num_tokens = len(running[0].token_ids)
+        await until(lambda: len(running[0].token_ids) > num_tokens)
+        await stack.enter_async_context(a_router(router.port))
+        await until(lambda: all(client.finish for client in waiting), timeout_s=10)
+        for client in running:
+            frontend.cancel(client.request.request_id)
+        assert all(client.token_ids == answer(client.request) for client in waiting)
 
 
 @on_loop
@@ -145,24 +141,20 @@ async def test_stranger_is_dropped_and_its_reason_is_in_the_status() -> None:
         writer.close()
 
 
-def test_taken_port_is_an_error() -> None:
-    async def run() -> None:
-        with socket.create_server(("127.0.0.1", 0)) as taken:
-            config = RouterConfig(port=taken.getsockname()[1])
-            with pytest.raises(OSError):
-                await serve_router(config, KEY, lambda address: None, asyncio.Event())
-
-    asyncio.run(run())
+@on_loop
+async def test_taken_port_is_an_error() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        config = RouterConfig(port=taken.getsockname()[1])
+        with pytest.raises(OSError):
+            await serve_router(config, KEY, lambda address: None, asyncio.Event())
 
 
-def test_short_key_is_an_error() -> None:
-    async def run() -> None:
-        stopping = asyncio.Event()
-        stopping.set()
-        with pytest.raises(ConfigError, match="cluster key"):
-            await serve_router(RouterConfig(), b"short", lambda address: None, stopping)
-
-    asyncio.run(run())
+@on_loop
+async def test_short_key_is_an_error() -> None:
+    stopping = asyncio.Event()
+    stopping.set()
+    with pytest.raises(ConfigError, match="cluster key"):
+        await serve_router(RouterConfig(), b"short", lambda address: None, stopping)
 
 
 def test_router_without_sharing_needs_no_redis_library() -> None:

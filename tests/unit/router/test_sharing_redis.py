@@ -30,8 +30,9 @@ from baton.router.index.prefix_index import PromptKeys, family_of
 from baton.router.redis.link import PAUSE_S, SNAPSHOT_EVERY_S, RedisLink
 from baton.router.router import Router
 from baton.token_ids import TokenIds
+from tests.event_loop import on_loop
 from tests.node_peers import TestPeer, a_worker, id_of, name_of
-from tests.unit.router.redis_routers import CHAIN, CODEC, SEEN_S, RouterStandIn, play, running, until
+from tests.unit.router.redis_routers import CHAIN, CODEC, SEEN_S, RouterStandIn, running, until
 
 pytestmark = pytest.mark.skipif(find_program() is None, reason="there is no redis-server on PATH")
 
@@ -83,63 +84,56 @@ async def two_routers(redis: RedisServer) -> AsyncIterator[tuple[Linked, Linked]
         await asyncio.gather(*links, return_exceptions=True)
 
 
-def test_prompts_of_two_routers_go_to_different_workers() -> None:
-    async def scene(redis: RedisServer) -> None:
-        async with two_routers(redis) as (one, other):
-            for number in range(2):  # more would wait at the routers
-                first = one.submit(10_000 * (2 * number))
-                await until(lambda number=number: len(other.router.in_flight) == 2 * number + 1)  # type: ignore[misc]
-                second = other.submit(10_000 * (2 * number + 1))
-                assert {first, second} == {id_of("p0"), id_of("p1")}
-                await until(lambda number=number: len(one.router.in_flight) == 2 * number + 2)  # type: ignore[misc]
-            for each in (one, other):
-                each.router.in_flight.check_integrity()
-
-    play(scene)
+@on_loop
+async def test_prompts_of_two_routers_go_to_different_workers() -> None:
+    async with RedisServer() as redis, two_routers(redis) as (one, other):
+        for number in range(2):  # more would wait at the routers
+            first = one.submit(10_000 * (2 * number))
+            await until(lambda number=number: len(other.router.in_flight) == 2 * number + 1)  # type: ignore[misc]
+            second = other.submit(10_000 * (2 * number + 1))
+            assert {first, second} == {id_of("p0"), id_of("p1")}
+            await until(lambda number=number: len(one.router.in_flight) == 2 * number + 2)  # type: ignore[misc]
+        for each in (one, other):
+            each.router.in_flight.check_integrity()
 
 
-def test_first_token_and_end_soon_reach_the_other_router() -> None:
-    async def scene(redis: RedisServer) -> None:
-        async with two_routers(redis) as (one, other):
-            took_s, in_flight = [], other.router.in_flight
-            for number in range(9):
-                key = (id_of(f"r{number}"), 0)
-                begun_s = time.monotonic()
-                prefill = one.submit(number)
-                await until(lambda key=key: in_flight.is_anothers(key))  # type: ignore[misc]
-                took_s.append(time.monotonic() - begun_s)
-                assert in_flight.account(prefill).num_computing == 1
-                one.gateway.say(Started(attempts=(key,)))
-                await until(lambda prefill=prefill: not in_flight.account(prefill).num_computing)  # type: ignore[misc]
-                one.gateway.say(Ended(attempts=(key,)))
-                await until(lambda: not len(in_flight))
-            assert statistics.median(took_s) < SEEN_S
-            in_flight.check_integrity()
-
-    play(scene)
+@on_loop
+async def test_first_token_and_end_soon_reach_the_other_router() -> None:
+    async with RedisServer() as redis, two_routers(redis) as (one, other):
+        took_s, in_flight = [], other.router.in_flight
+        for number in range(9):
+            key = (id_of(f"r{number}"), 0)
+            begun_s = time.monotonic()
+            prefill = one.submit(number)
+            await until(lambda key=key: in_flight.is_anothers(key))  # type: ignore[misc]
+            took_s.append(time.monotonic() - begun_s)
+            assert in_flight.account(prefill).num_computing == 1
+            one.gateway.say(Started(attempts=(key,)))
+            await until(lambda prefill=prefill: not in_flight.account(prefill).num_computing)  # type: ignore[misc]
+            one.gateway.say(Ended(attempts=(key,)))
+            await until(lambda: not len(in_flight))
+        assert statistics.median(took_s) < SEEN_S
+        in_flight.check_integrity()
 
 
-def test_other_router_expects_the_pages_of_a_dispatched_prompt() -> None:
-    async def scene(redis: RedisServer) -> None:
-        async with two_routers(redis) as (one, other):
-            prefill = one.submit(7)
-            await until(lambda: len(other.router.in_flight) == 1)
-            request = Request(request_id=id_of("sibling"), token_ids=TokenIds.of(range(7, 7 + 8200)))
-            keys = PromptKeys().keys(family_of(WORKERS["p0"]), request)
-            index = other.router.cluster_state.index
-            held = {
-                name: index.holdings(keys).num_pages(1 << (index.slot(id_of(name)) or 0))
-                for name in ("p0", "p1")
-            }
-            assert held[name_of(prefill)] == 500 and sum(held.values()) == 500
-
-    play(scene)
+@on_loop
+async def test_other_router_expects_the_pages_of_a_dispatched_prompt() -> None:
+    async with RedisServer() as redis, two_routers(redis) as (one, other):
+        prefill = one.submit(7)
+        await until(lambda: len(other.router.in_flight) == 1)
+        request = Request(request_id=id_of("sibling"), token_ids=TokenIds.of(range(7, 7 + 8200)))
+        keys = PromptKeys().keys(family_of(WORKERS["p0"]), request)
+        index = other.router.cluster_state.index
+        held = {
+            name: index.holdings(keys).num_pages(1 << (index.slot(id_of(name)) or 0)) for name in ("p0", "p1")
+        }
+        assert held[name_of(prefill)] == 500 and sum(held.values()) == 500
 
 
-def test_changes_share_round_trips_and_snapshots() -> None:
+@on_loop
+async def test_changes_share_round_trips_and_snapshots() -> None:
     """A hundred changes in a third of a second cost Redis few reads and few snapshots."""
-
-    async def scene(redis: RedisServer) -> None:
+    async with RedisServer() as redis:
         client = Redis.from_url(redis.url)
         one = RouterStandIn(redis.url, "a")
         async with running(one):
@@ -159,8 +153,6 @@ def test_changes_share_round_trips_and_snapshots() -> None:
         assert grown["evalsha"] >= 100
         assert grown["reads"] <= 40 + 3 * took_s / PAUSE_S
         assert 1 <= grown["set"] <= 2 + took_s / SNAPSHOT_EVERY_S
-
-    play(scene)
 
 
 async def counts(client: Redis) -> Counter[str]:

@@ -30,6 +30,7 @@ from baton.bench.serve.load import (
 from baton.bench.serve.overhead import limit
 from baton.bench.traces import TraceRequest
 from baton.errors import ConfigError, PeerGone
+from tests.event_loop import on_loop
 
 
 class Scripted(asyncio.Protocol):
@@ -66,21 +67,17 @@ WHOLE = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nhi"
 
 
 class TestClient:
-    def test_connections_are_used_again(self) -> None:
-        async def ask() -> list[bytes]:
-            async with answering(WHOLE, WHOLE.replace(b"hi", b"ho")) as url:
-                with closing(Client(Address(url))) as client:
-                    return [(await client.get("/")).body, (await client.get("/")).body]
+    @on_loop
+    async def test_connections_are_used_again(self) -> None:
+        async with answering(WHOLE, WHOLE.replace(b"hi", b"ho")) as url:
+            with closing(Client(Address(url))) as client:
+                assert [(await client.get("/")).body, (await client.get("/")).body] == [b"hi", b"ho"]
 
-        assert asyncio.run(ask()) == [b"hi", b"ho"]
-
-    def test_a_server_that_closes_after_an_answer_is_asked_anew(self) -> None:
-        async def ask() -> list[int]:
-            async with answering(WHOLE.replace(b"OK\r\n", b"OK\r\nconnection: close\r\n")) as url:
-                with closing(Client(Address(url))) as client:
-                    return [(await client.get("/")).status for _ in range(3)]
-
-        assert asyncio.run(ask()) == [200] * 3
+    @on_loop
+    async def test_a_server_that_closes_after_an_answer_is_asked_anew(self) -> None:
+        async with answering(WHOLE.replace(b"OK\r\n", b"OK\r\nconnection: close\r\n")) as url:
+            with closing(Client(Address(url))) as client:
+                assert [(await client.get("/")).status for _ in range(3)] == [200] * 3
 
     @pytest.mark.parametrize(
         ("answer", "message"),
@@ -90,21 +87,17 @@ class TestClient:
             (b"", "in the middle of an answer"),
         ],
     )
-    def test_half_an_answer_is_an_error(self, answer: bytes, message: str) -> None:
-        async def ask() -> None:
+    @on_loop
+    async def test_half_an_answer_is_an_error(self, answer: bytes, message: str) -> None:
+        with pytest.raises(PeerGone, match=message):
             async with answering(answer) as url:
                 with closing(Client(Address(url))) as client:
                     await client.get("/")
 
-        with pytest.raises(PeerGone, match=message):
-            asyncio.run(ask())
-
-    def test_refused_connection_is_an_os_error(self) -> None:
-        async def ask() -> None:
-            await Client(Address("http://127.0.0.1:9")).get("/")
-
+    @on_loop
+    async def test_refused_connection_is_an_os_error(self) -> None:
         with pytest.raises(OSError, match="9"):
-            asyncio.run(ask())
+            await Client(Address("http://127.0.0.1:9")).get("/")
 
     @pytest.mark.parametrize("url", ["127.0.0.1:8000", "https://host", "http://", ""])
     def test_a_url_is_of_http(self, url: str) -> None:
@@ -117,63 +110,55 @@ class TestClient:
         assert head.startswith(b"POST /base/v1/x HTTP/1.1\r\nhost: host:81\r\n") and body == b"{}"
         assert b"authorization: Bearer sk-1" in head
 
-    def test_a_connection_has_one_request_at_a_time(self) -> None:
-        async def ask() -> None:
+    @on_loop
+    async def test_a_connection_has_one_request_at_a_time(self) -> None:
+        with pytest.raises(AssertionError, match="one request at a time"):
             async with answering(WHOLE) as url:
                 with closing(await Connection.open(Address(url))) as connection:
                     connection.send(Address(url).get("/"), lambda answer: None)
                     connection.send(Address(url).get("/"), lambda answer: None)
 
-        with pytest.raises(AssertionError, match="one request at a time"):
-            asyncio.run(ask())
-
 
 @pytest.mark.parametrize("kind", ["uvicorn", "asyncio"])
 @pytest.mark.parametrize("stream", [True, False])
-def test_closed_loop_sends_every_job_once(kind: str, stream: bool) -> None:
-    async def run() -> None:
-        jobs, shape = random_jobs(20, 1, vocab_size=100), Shape(stream, concurrency=3, slo=Slo(e2el_s=60.0))
-        with limit(kind) as server, closing(Client(Address(server.url))) as client:
-            ran = await Load(client, "m", shape).run(jobs)
-        assert len(ran.samples) == 20 and not ran.failures
-        assert ran.goodput == pytest.approx(20 / ran.duration_s)
-        assert ran.num_tokens == sum(job.num_tokens for job in jobs)
-        assert ran.max_lag_s == 0.0
-        assert all(len(sample.gaps_s) == (sample.num_tokens - 1 if stream else 0) for sample in ran.samples)
-
-    asyncio.run(run())
+@on_loop
+async def test_closed_loop_sends_every_job_once(kind: str, stream: bool) -> None:
+    jobs, shape = random_jobs(20, 1, vocab_size=100), Shape(stream, concurrency=3, slo=Slo(e2el_s=60.0))
+    with limit(kind) as server, closing(Client(Address(server.url))) as client:
+        ran = await Load(client, "m", shape).run(jobs)
+    assert len(ran.samples) == 20 and not ran.failures
+    assert ran.goodput == pytest.approx(20 / ran.duration_s)
+    assert ran.num_tokens == sum(job.num_tokens for job in jobs)
+    assert ran.max_lag_s == 0.0
+    assert all(len(sample.gaps_s) == (sample.num_tokens - 1 if stream else 0) for sample in ran.samples)
 
 
-def test_open_loop_sends_jobs_when_they_are_due() -> None:
-    async def run() -> None:
-        jobs = poisson(random_jobs(10, 1, vocab_size=100), rate=100.0, seed=2)
-        with limit("asyncio") as server, closing(Client(Address(server.url))) as client:
-            ran = await Load(client, "m", Shape()).run(jobs)
-        assert len(ran.samples) == 10
-        assert ran.duration_s >= jobs[-1].arrival_s
-        assert ran.max_lag_s > 0
-
-    asyncio.run(run())
+@on_loop
+async def test_open_loop_sends_jobs_when_they_are_due() -> None:
+    jobs = poisson(random_jobs(10, 1, vocab_size=100), rate=100.0, seed=2)
+    with limit("asyncio") as server, closing(Client(Address(server.url))) as client:
+        ran = await Load(client, "m", Shape()).run(jobs)
+    assert len(ran.samples) == 10
+    assert ran.duration_s >= jobs[-1].arrival_s
+    assert ran.max_lag_s > 0
 
 
 def whole(body: bytes, status: bytes = b"200 OK") -> bytes:
     return b"HTTP/1.1 %b\r\ncontent-length: %d\r\n\r\n%b" % (status, len(body), body)
 
 
-def test_failures_are_counted_by_their_reason() -> None:
-    async def run() -> None:
-        body = b'{"error":{"code":"too_busy","message":"come back later"}}'
-        refusal = whole(body, b"429 Too Many Requests")
-        async with answering(refusal) as url:
-            with closing(Client(Address(url))) as client:
-                ran = await Load(client, "m", Shape(concurrency=1)).run([Job((1,), 1)])
-        assert ran.failures == ["status 429 too_busy"] and not ran.samples
-        assert ran.said == "come back later"
+@on_loop
+async def test_failures_are_counted_by_their_reason() -> None:
+    body = b'{"error":{"code":"too_busy","message":"come back later"}}'
+    refusal = whole(body, b"429 Too Many Requests")
+    async with answering(refusal) as url:
         with closing(Client(Address(url))) as client:
-            gone = await Load(client, "m", Shape(concurrency=1)).run([Job((1,), 1)] * 2)
-        assert len(gone.failures) == 2
-
-    asyncio.run(run())
+            ran = await Load(client, "m", Shape(concurrency=1)).run([Job((1,), 1)])
+    assert ran.failures == ["status 429 too_busy"] and not ran.samples
+    assert ran.said == "come back later"
+    with closing(Client(Address(url))) as client:
+        gone = await Load(client, "m", Shape(concurrency=1)).run([Job((1,), 1)] * 2)
+    assert len(gone.failures) == 2
 
 
 async def model_at(url: str) -> Model:
@@ -181,54 +166,50 @@ async def model_at(url: str) -> Model:
         return await model_of(client)
 
 
-def test_model_is_the_first_that_the_server_lists() -> None:
-    async def ask(card: bytes) -> Model:
-        async with answering(whole(b'{"data": [' + card + b"]}")) as url:
-            return await model_at(url)
+@pytest.mark.parametrize(
+    ("card", "expected"),
+    [
+        (b'{"id": "tiny"}', Model("tiny", None)),
+        (b'{"id": "tiny", "vocab_size": 512}', Model("tiny", 512)),
+        (b'{"id": "tiny", "vocab_size": "many"}', Model("tiny", None)),
+    ],
+)
+@on_loop
+async def test_model_is_the_first_that_the_server_lists(card: bytes, expected: Model) -> None:
+    async with answering(whole(b'{"data": [' + card + b"]}")) as url:
+        assert await model_at(url) == expected
 
-    assert asyncio.run(ask(b'{"id": "tiny"}')) == Model("tiny", None)
-    assert asyncio.run(ask(b'{"id": "tiny", "vocab_size": 512}')) == Model("tiny", 512)
-    assert asyncio.run(ask(b'{"id": "tiny", "vocab_size": "many"}')) == Model("tiny", None)
 
-
-def test_server_that_wants_a_key_is_named_as_such() -> None:
-    async def ask() -> None:
+@on_loop
+async def test_server_that_wants_a_key_is_named_as_such() -> None:
+    with pytest.raises(ConfigError, match="wants a key that it knows: --api-key KEY"):
         async with answering(whole(b"{}", b"401 Unauthorized")) as url:
             await model_at(url)
 
-    with pytest.raises(ConfigError, match="wants a key that it knows: --api-key KEY"):
-        asyncio.run(ask())
 
-
-def test_server_without_models_is_an_error() -> None:
-    async def ask() -> None:
+@on_loop
+async def test_server_without_models_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="lists no model"):
         async with answering(WHOLE) as url:
             await model_at(url)
 
-    with pytest.raises(ConfigError, match="lists no model"):
-        asyncio.run(ask())
-
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_hammer_counts_whole_answers(stream: bool) -> None:
-    async def run() -> None:
-        with limit("asyncio") as server:
-            point = Point(num_tokens=5, stream=stream, num_connections=4)
-            hammered = await Hammer(Address(server.url), "m", point).run(0.2)
-        assert not hammered.failures and len(hammered.samples) >= 4
-        assert hammered.tokens_per_s == pytest.approx(5 * hammered.requests_per_s)
-
-    asyncio.run(run())
+@on_loop
+async def test_hammer_counts_whole_answers(stream: bool) -> None:
+    with limit("asyncio") as server:
+        point = Point(num_tokens=5, stream=stream, num_connections=4)
+        hammered = await Hammer(Address(server.url), "m", point).run(0.2)
+    assert not hammered.failures and len(hammered.samples) >= 4
+    assert hammered.tokens_per_s == pytest.approx(5 * hammered.requests_per_s)
 
 
-def test_hammer_ends_when_the_server_does() -> None:
-    async def run() -> None:
-        async with answering(WHOLE, WHOLE[:-1]) as url:
-            hammered = await Hammer(Address(url), "m", Point(1, stream=False, num_connections=2)).run(5.0)
-        assert not hammered.samples
-        assert any("in the middle" in failure for failure in hammered.failures)
-
-    asyncio.run(run())
+@on_loop
+async def test_hammer_ends_when_the_server_does() -> None:
+    async with answering(WHOLE, WHOLE[:-1]) as url:
+        hammered = await Hammer(Address(url), "m", Point(1, stream=False, num_connections=2)).run(5.0)
+    assert not hammered.samples
+    assert any("in the middle" in failure for failure in hammered.failures)
 
 
 def test_default_prompts_are_those_of_the_rivals() -> None:
@@ -329,9 +310,10 @@ async def ask(prefill_answer: bytes) -> tuple[Answer, list[Any], list[Any]]:
         return answer, asked, told
 
 
-def test_transfer_parameters_of_the_prefill_server_reach_the_decode_server() -> None:
+@on_loop
+async def test_transfer_parameters_of_the_prefill_server_reach_the_decode_server() -> None:
     params = {"remote_engine_id": "e", "remote_block_ids": [1, 2]}
-    answer, (asked,), (told,) = asyncio.run(ask(whole(json.dumps({"kv_transfer_params": params}).encode())))
+    answer, (asked,), (told,) = await ask(whole(json.dumps({"kv_transfer_params": params}).encode()))
     assert answer.body == b"rest"
     assert asked["max_tokens"] == 1 and asked["stream"] is False and "stream_options" not in asked
     assert asked["kv_transfer_params"]["do_remote_decode"] is True
@@ -339,6 +321,7 @@ def test_transfer_parameters_of_the_prefill_server_reach_the_decode_server() -> 
     assert told["max_tokens"] == 9 and told["stream"] is True and told["prompt"] == [5, 6]
 
 
-def test_refusal_of_the_prefill_server_is_the_answer() -> None:
-    answer, asked, told = asyncio.run(ask(whole(b"{}", b"503 Busy")))
+@on_loop
+async def test_refusal_of_the_prefill_server_is_the_answer() -> None:
+    answer, asked, told = await ask(whole(b"{}", b"503 Busy"))
     assert answer.status == 503 and len(asked) == 1 and not told

@@ -30,6 +30,7 @@ from baton.errors import WorkerLost
 from baton.gateway.tenants.file import parse_tenants
 from baton.sim.rehearsal import CallOutcome, ClientCall
 from baton.tenants import Sla
+from tests.event_loop import on_loop
 
 CALL = ClientCall(at_s=0.0, tenant="victim-0", token_ids=(5, 6, 7), num_answered=2, sla=WORKLOAD.sla)
 
@@ -121,57 +122,51 @@ async def refuse(
     await writer.wait_closed()
 
 
-def test_refused_call_with_x_should_retry_false_does_not_come_again() -> None:
-    async def run() -> list[CallOutcome]:
-        headers = b"Retry-After: 1\r\nX-Should-Retry: false\r\n"
-        refusing = await asyncio.start_server(
-            lambda reader, writer: refuse(reader, writer, headers), "127.0.0.1", 0
-        )
-        host, port = refusing.sockets[0].getsockname()
-        server = TenantServer(f"http://{host}:{port}", {"victim-0": "k"})
-        found = await server.load([CALL], 30.0)
-        server.close()
-        refusing.close()
-        return found
-
-    (once,) = asyncio.run(run())
+@on_loop
+async def test_refused_call_with_x_should_retry_false_does_not_come_again() -> None:
+    headers = b"Retry-After: 1\r\nX-Should-Retry: false\r\n"
+    refusing = await asyncio.start_server(
+        lambda reader, writer: refuse(reader, writer, headers), "127.0.0.1", 0
+    )
+    host, port = refusing.sockets[0].getsockname()
+    server = TenantServer(f"http://{host}:{port}", {"victim-0": "k"})
+    found = await server.load([CALL], 30.0)
+    server.close()
+    refusing.close()
+    (once,) = found
     assert (once.refusal, once.retry_after_s, once.retry) == ("429", 1.0, 0)
 
 
-def test_refusal_has_its_time_and_an_unanswered_call_is_given_up_at_the_end() -> None:
-    async def run() -> list[CallOutcome]:
-        has_left = asyncio.Event()
+@on_loop
+async def test_refusal_has_its_time_and_an_unanswered_call_is_given_up_at_the_end() -> None:
+    has_left = asyncio.Event()
 
-        async def keep_silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            await reader.read()
-            writer.close()
-            await writer.wait_closed()
-            has_left.set()
+    async def keep_silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+        writer.close()
+        await writer.wait_closed()
+        has_left.set()
 
-        silent = await asyncio.start_server(keep_silent, "127.0.0.1", 0)
-        refusing = await asyncio.start_server(refuse, "127.0.0.1", 0)
-        found = []
-        for each in (refusing, silent):
-            host, port = each.sockets[0].getsockname()
-            server = TenantServer(f"http://{host}:{port}", {"victim-0": "k"})
-            found += await server.load([CALL], 0.3)
-            server.close()
-            each.close()
-        await has_left.wait()
-        return found
-
-    told, given_up = asyncio.run(run())
+    silent = await asyncio.start_server(keep_silent, "127.0.0.1", 0)
+    refusing = await asyncio.start_server(refuse, "127.0.0.1", 0)
+    found = []
+    for each in (refusing, silent):
+        host, port = each.sockets[0].getsockname()
+        server = TenantServer(f"http://{host}:{port}", {"victim-0": "k"})
+        found += await server.load([CALL], 0.3)
+        server.close()
+        each.close()
+    await has_left.wait()
+    told, given_up = found
     assert (told.refusal, told.retry_after_s) == ("429", 7.0)
     assert not given_up.refusal and not given_up.is_good
 
 
-def test_cluster_that_does_not_start_is_an_error_at_once(tmp_path: Path) -> None:
-    async def run() -> None:
+@on_loop
+async def test_cluster_that_does_not_start_is_an_error_at_once(tmp_path: Path) -> None:
+    with pytest.raises(WorkerLost, match=r"serve\.log"):
         async with serving({"a": Sla(ttft_ms=-1.0)}, tmp_path):
             raise AssertionError("it serves")
-
-    with pytest.raises(WorkerLost, match=r"serve\.log"):
-        asyncio.run(run())
     assert "ttft_ms" in (tmp_path / "serve.log").read_text()
 
 

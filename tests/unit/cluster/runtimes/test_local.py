@@ -1,8 +1,9 @@
 import asyncio
 import os
 import sys
-from collections.abc import Callable, Coroutine
-from typing import Any, Final
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Final
 
 import msgspec
 import pytest
@@ -12,6 +13,7 @@ from baton.cluster.runtimes.local import MAX_REPORT_BYTES, LocalRuntime
 from baton.errors import ConfigError, WorkerLost
 from baton.messages.workers import Address
 from baton.rpc.auth import derive
+from tests.event_loop import on_loop
 from tests.process_peer import PEER, spec
 
 KEY: Final = b"k" * 20
@@ -19,34 +21,30 @@ KEY: Final = b"k" * 20
 KEY_AS_PORT = int.from_bytes(derive(KEY, "id")[:2])  # as tests/process_peer.py says that it has the key
 
 
-def with_runtime(test: Callable[[LocalRuntime], Coroutine[Any, Any, None]]) -> None:
-    async def run() -> None:
-        runtime = LocalRuntime(KEY, command=PEER)
-        await runtime.open()
-        try:
-            await test(runtime)
-        finally:
-            await runtime.close()
-
-    asyncio.run(run())
+@asynccontextmanager
+async def open_runtime() -> AsyncIterator[LocalRuntime]:
+    runtime = LocalRuntime(KEY, command=PEER)
+    await runtime.open()
+    try:
+        yield runtime
+    finally:
+        await runtime.close()
 
 
-def test_a_process_says_where_it_serves_and_ends_when_asked() -> None:
-    async def test(runtime: LocalRuntime) -> None:
+@on_loop
+async def test_a_process_says_where_it_serves_and_ends_when_asked() -> None:
+    async with open_runtime() as runtime:
         process = await runtime.spawn(spec("serves"))
         assert await process.ready() == Address("127.0.0.1", KEY_AS_PORT)  # it had the key
         process.stop()
         assert await process.watch() == ""
 
-    with_runtime(test)
 
-
-def test_line_that_is_no_report_is_skipped(caplog: pytest.LogCaptureFixture) -> None:
-    async def test(runtime: LocalRuntime) -> None:
+@on_loop
+async def test_line_that_is_no_report_is_skipped(caplog: pytest.LogCaptureFixture) -> None:
+    async with open_runtime() as runtime:
         process = await runtime.spawn(spec("prints"))
         assert await process.ready() == Address("127.0.0.1", KEY_AS_PORT)
-
-    with_runtime(test)
     assert "prints wrote a line that is no report" in caplog.text
 
 
@@ -68,35 +66,31 @@ def test_reason_of_a_failed_start_fits_a_report() -> None:
         ("says-much", WorkerLost, "says-much: it ended with status 1 before it served"),
     ],
 )
-def test_failed_start_has_a_reason(name: str, kind: type[Exception], message: str) -> None:
-    async def test(runtime: LocalRuntime) -> None:
+@on_loop
+async def test_failed_start_has_a_reason(name: str, kind: type[Exception], message: str) -> None:
+    async with open_runtime() as runtime:
         process = await runtime.spawn(spec(name))
         with pytest.raises(kind, match=message):
             await process.ready()
         assert await process.watch() != ""
 
-    with_runtime(test)
 
-
-def test_how_far_loading_is_can_be_asked() -> None:
-    async def test(runtime: LocalRuntime) -> None:
+@on_loop
+async def test_how_far_loading_is_can_be_asked() -> None:
+    async with open_runtime() as runtime:
         process = await runtime.spawn(spec("loads"))
         assert await process.ready() == Address("127.0.0.1", KEY_AS_PORT)
         assert await process.loading() == Loading(3, 4)  # the last that was said
 
-    with_runtime(test)
 
-
-def test_closing_leaves_nothing_behind() -> None:
+@on_loop
+async def test_closing_leaves_nothing_behind() -> None:
     pids: list[int] = []
-
-    async def test(runtime: LocalRuntime) -> None:
+    async with open_runtime() as runtime:
         for name in ("serves", "deaf"):
             process = await runtime.spawn(spec(name))
             await process.ready()
             pids.append(process.pid)
-
-    with_runtime(test)
     for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
@@ -143,19 +137,17 @@ sys.stdin.readline()
 """
 
 
-def test_more_ranks_than_gpus_cannot_be_placed() -> None:
-    async def test(runtime: LocalRuntime) -> None:
+@on_loop
+async def test_more_ranks_than_gpus_cannot_be_placed() -> None:
+    async with open_runtime() as runtime:
         greedy = msgspec.structs.replace(spec("worker-0", num_ranks=99), gpus_per_rank=1.0)
         with pytest.raises(ConfigError, match="worker-0: 99 ranks need a GPU each, this machine has"):
             await runtime.place([greedy])
 
-    with_runtime(test)
 
-
-def test_an_interrupt_in_the_terminal_is_for_the_parent_alone() -> None:
-    async def test(runtime: LocalRuntime) -> None:
+@on_loop
+async def test_an_interrupt_in_the_terminal_is_for_the_parent_alone() -> None:
+    async with open_runtime() as runtime:
         process = await runtime.spawn(spec("serves"))
         await process.ready()
         assert os.getpgid(process.pid) != os.getpgid(0)
-
-    with_runtime(test)

@@ -14,6 +14,7 @@ from baton.gateway.api.errors import as_api_error
 from baton.gateway.streams.routers import Explained
 from baton.messages.control import Decision, Weighed
 from baton.messages.workers import WorkerRole
+from tests.event_loop import on_loop
 from tests.node_peers import id_of
 from tests.scripted_service import ScriptedService, answer_at_once, worker
 
@@ -31,29 +32,26 @@ DECISION = Decision(
 )
 
 
-def ask(explain: Explain, name: str) -> tuple[int, dict[str, object]]:
+async def ask(explain: Explain, name: str) -> tuple[int, dict[str, object]]:
     app = FastAPI()
     add_admin_routes(app, explain)
-
-    async def get() -> tuple[int, dict[str, object]]:
-        async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://x") as client:
-            try:
-                answer = await client.get(f"/admin/decisions/{name}")
-            except Exception as error:  # the middleware answers with this status
-                return as_api_error(error).status, {}
-            return answer.status_code, answer.json()
-
-    return asyncio.run(get())
+    async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://x") as client:
+        try:
+            answer = await client.get(f"/admin/decisions/{name}")
+        except Exception as error:  # the middleware answers with this status
+            return as_api_error(error).status, {}
+        return answer.status_code, answer.json()
 
 
-def test_decision_has_its_terms_and_its_regret() -> None:
+@on_loop
+async def test_decision_has_its_terms_and_its_regret() -> None:
     asked: list[str] = []
 
     def explain(request_id: str, told: Explained) -> None:
         asked.append(request_id)
         told((DECISION,))
 
-    status, answer = ask(explain, f"chatcmpl-{id_of('a')}")
+    status, answer = await ask(explain, f"chatcmpl-{id_of('a')}")
     assert (status, asked) == (200, [id_of("a")])
     assert isinstance(answer["data"], list)
     (decision,) = answer["data"]
@@ -62,86 +60,87 @@ def test_decision_has_its_terms_and_its_regret() -> None:
     assert decision["regret_s"] == 0.25
 
 
-def test_unknown_request_is_not_found() -> None:
-    assert ask(lambda _, told: told(()), id_of("a"))[0] == 404
+@on_loop
+async def test_unknown_request_is_not_found() -> None:
+    assert (await ask(lambda _, told: told(()), id_of("a")))[0] == 404
 
 
-def test_malformed_id_is_not_found_without_a_question() -> None:
+@on_loop
+async def test_malformed_id_is_not_found_without_a_question() -> None:
     def explain(request_id: str, told: Explained) -> None:
         raise AssertionError(request_id)
 
     for name in ("x", "chatcmpl-", id_of("a")[:-1] + "G", "a" * 33):
-        assert ask(explain, name)[0] == 404
+        assert (await ask(explain, name))[0] == 404
 
 
-def test_without_a_router_the_answer_is_503() -> None:
-    assert ask(lambda _, told: told(None), id_of("a"))[0] == 503
+@on_loop
+async def test_without_a_router_the_answer_is_503() -> None:
+    assert (await ask(lambda _, told: told(None), id_of("a")))[0] == 503
 
 
-def check(canary: Canary) -> None:
-    asyncio.run(canary.check())
-
-
-def test_result_of_a_check_is_good_for_a_second() -> None:
+@on_loop
+async def test_result_of_a_check_is_good_for_a_second() -> None:
     service, clock = ScriptedService(answer_at_once([1, 2])), ManualClock()
     canary = Canary(service, clock)
-    check(canary)
+    await canary.check()
     clock.advance(FRESH_S / 2)
-    check(canary)
+    await canary.check()
     assert len(service.requests) == 1
     clock.advance(FRESH_S)
-    check(canary)
+    await canary.check()
     first, second = service.requests
     assert first.token_ids != second.token_ids  # no prefix cache answers for a worker
 
 
-def test_prompt_of_the_canary_is_longer_than_two_pages() -> None:
+@on_loop
+async def test_prompt_of_the_canary_is_longer_than_two_pages() -> None:
     service = ScriptedService(answer_at_once([1, 2]))
     service.workers = (worker(page_size=64), worker(page_size=16))
-    check(Canary(service, ManualClock()))
+    await Canary(service, ManualClock()).check()
     assert len(service.requests[0].token_ids) == 129
     service.workers = (worker(page_size=64, max_model_len=40),)
-    check(Canary(service, ManualClock()))
+    await Canary(service, ManualClock()).check()
     assert len(service.requests[1].token_ids) == 38
 
 
-def test_concurrent_checks_share_one_request() -> None:
+@on_loop
+async def test_concurrent_checks_share_one_request() -> None:
     service = ScriptedService()
-
-    async def ask() -> None:
-        canary = Canary(service, ManualClock())
-        asking = [asyncio.create_task(canary.check()) for _ in range(5)]
-        while not service.requests:
-            await asyncio.sleep(0)
-        answer_at_once([1, 2])(service, service.requests[0])
-        await asyncio.gather(*asking)
-
-    asyncio.run(ask())
+    canary = Canary(service, ManualClock())
+    asking = [asyncio.create_task(canary.check()) for _ in range(5)]
+    while not service.requests:
+        await asyncio.sleep(0)
+    answer_at_once([1, 2])(service, service.requests[0])
+    await asyncio.gather(*asking)
     assert len(service.requests) == 1
 
 
 @pytest.mark.parametrize("error", [WorkerLost("x"), InvalidRequest("x")])
-def test_failure_is_raised_and_not_kept(error: BatonError) -> None:
+@on_loop
+async def test_failure_is_raised_and_not_kept(error: BatonError) -> None:
     service = ScriptedService(lambda service, request: service.fail(request.request_id, error))
     canary = Canary(service, ManualClock())
     with pytest.raises(type(error)):
-        check(canary)
+        await canary.check()
     service.play = answer_at_once([1, 2])
-    check(canary)
+    await canary.check()
 
 
-def test_silence_is_a_failure() -> None:
+@on_loop
+async def test_silence_is_a_failure() -> None:
     service = ScriptedService()
     with pytest.raises(WorkerLost, match="no answer within 0.01 s"):
-        check(Canary(service, ManualClock(), timeout_s=0.01))
+        await Canary(service, ManualClock(), timeout_s=0.01).check()
     assert len(service.cancelled) == 1
 
 
-def test_without_workers_no_request_is_sent() -> None:
+@on_loop
+async def test_without_workers_no_request_is_sent() -> None:
     service = ScriptedService()
     service.workers = ()
     with pytest.raises(Overloaded):
-        check(Canary(service, ManualClock()))
+        await Canary(service, ManualClock()).check()
     assert not service.requests
 
 
@@ -155,44 +154,48 @@ def apart() -> ScriptedService:
     return service
 
 
-def test_prefill_worker_that_has_left_is_missed() -> None:
+@on_loop
+async def test_prefill_worker_that_has_left_is_missed() -> None:
     service, clock = apart(), ManualClock()
     canary = Canary(service, clock)
-    check(canary)
+    await canary.check()
     assert service.requests[0].is_probe
     service.workers = (worker(),)
     clock.advance(FRESH_S)
     with pytest.raises(Overloaded, match="no prefill worker"):
-        check(canary)
+        await canary.check()
     assert len(service.requests) == 1
 
 
-def test_configured_prefill_worker_is_missed_from_the_beginning() -> None:
+@on_loop
+async def test_configured_prefill_worker_is_missed_from_the_beginning() -> None:
     service = apart()
     service.workers = (worker(),)
     with pytest.raises(Overloaded, match="no prefill worker"):
-        check(Canary(service, ManualClock(), expects_prefill=True))
+        await Canary(service, ManualClock(), expects_prefill=True).check()
 
 
-def test_recent_requests_of_clients_replace_the_probe() -> None:
+@on_loop
+async def test_recent_requests_of_clients_replace_the_probe() -> None:
     service, clock = apart(), ManualClock(100.0)
     canary = Canary(service, clock)
     service.prefill_seen_s = clock.now_s()
     clock.advance(PROVED_S - 0.1)
-    check(canary)
+    await canary.check()
     assert not service.requests
     clock.advance(0.2)
-    check(canary)
+    await canary.check()
     assert len(service.requests) == 1
     # Where there are no prefill workers they show nothing.
     canary = Canary(service, clock, expects_prefill=False)
     service.prefill_seen_s = clock.now_s()
-    check(canary)
+    await canary.check()
     assert len(service.requests) == 2
 
 
-def test_silent_prefill_worker_is_named() -> None:
+@on_loop
+async def test_silent_prefill_worker_is_named() -> None:
     service = apart()
     service.play = None
     with pytest.raises(WorkerLost, match="computed by a prefill worker and transferred within 0.01 s"):
-        check(Canary(service, ManualClock(), timeout_s=0.01))
+        await Canary(service, ManualClock(), timeout_s=0.01).check()

@@ -35,7 +35,7 @@ from tests.event_loop import on_loop
 from tests.event_stream import Event, joined
 from tests.scripted_service import ScriptedService, events
 from tests.unit.gateway import calls
-from tests.unit.gateway.streaming import Streaming, run
+from tests.unit.gateway.streaming import Streaming
 
 
 @on_loop
@@ -196,25 +196,23 @@ async def test_client_that_left_before_the_headers_cancels_the_answer() -> None:
     assert streaming.stream.is_gone and streaming.service.cancelled
 
 
-def test_stream_that_cannot_be_written_does_not_harm_other_streams(
+@on_loop
+async def test_stream_that_cannot_be_written_does_not_harm_other_streams(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async def scenario() -> None:
-        turn = WriteCoalescer()
-        broken, good = Streaming(turn), Streaming(turn)
+    turn = WriteCoalescer()
+    broken, good = Streaming(turn), Streaming(turn)
 
-        def break_down(data: bytes) -> None:
-            raise ZeroDivisionError("a bug")
+    def break_down(data: bytes) -> None:
+        raise ZeroDivisionError("a bug")
 
-        broken.client.write = break_down  # type: ignore[method-assign]
-        for streaming in (broken, good):
-            streaming.stream.begin(streaming.client)
-            streaming.emit_now("1")
-        await asyncio.sleep(0)
-        assert broken.stream.is_over and broken.service.cancelled
-        assert good.client.texts() == ["1"] and not good.stream.is_over
-
-    run(scenario)
+    broken.client.write = break_down  # type: ignore[method-assign]
+    for streaming in (broken, good):
+        streaming.stream.begin(streaming.client)
+        streaming.emit_now("1")
+    await asyncio.sleep(0)
+    assert broken.stream.is_over and broken.service.cancelled
+    assert good.client.texts() == ["1"] and not good.stream.is_over
     assert "a bug" in caplog.text
 
 
@@ -352,28 +350,25 @@ def test_packed_logprobs_equal_the_entries(batches: list[list[TokenLogprobs]], f
             assert packed[-1] == plain[-1]
 
 
-def test_answer_with_the_most_logprobs_fits_the_bytes_of_kept_answers() -> None:
+@on_loop
+async def test_answer_with_the_most_logprobs_fits_the_bytes_of_kept_answers() -> None:
     config, num_tokens = GatewayConfig(model="tiny", routers=()), 1000
     top = tuple((index, -1.0) for index in range(20))
     entry = TokenLogprobs(token_id=5, logprob=-1.0, rank=1, top=top)
-
-    async def scenario() -> None:
-        service = ScriptedService()
-        answer = calls.answer(service, sampling={"logprobs": 20})
-        answers = Limiter(Metrics(), 1, max_answer_bytes=config.max_answer_bytes).answers
-        charge = answers.charge("acme", Quotas())
-        collector = AnswerCollector(answer, lambda choice, delta: None, charge)
-        answer.start(collector)
-        name = service.requests[0].request_id
-        for index in range(num_tokens):
-            end = FinishReason.LENGTH if index == num_tokens - 1 else None
-            service.emit(name, [TokenEvent(name, 0, index, 5, end, logprobs=entry)])
-        (delta,) = await collector.wait()
-        assert delta.token_ids == [5] * num_tokens and list(delta.logprobs) == [entry] * num_tokens
-        assert charge.amount >= num_tokens * 21 * 12
-        charge.add(charge.amount * (config.max_answer_entries // 21 // num_tokens))
-
-    run(scenario)
+    service = ScriptedService()
+    answer = calls.answer(service, sampling={"logprobs": 20})
+    answers = Limiter(Metrics(), 1, max_answer_bytes=config.max_answer_bytes).answers
+    charge = answers.charge("acme", Quotas())
+    collector = AnswerCollector(answer, lambda choice, delta: None, charge)
+    answer.start(collector)
+    name = service.requests[0].request_id
+    for index in range(num_tokens):
+        end = FinishReason.LENGTH if index == num_tokens - 1 else None
+        service.emit(name, [TokenEvent(name, 0, index, 5, end, logprobs=entry)])
+    (delta,) = await collector.wait()
+    assert delta.token_ids == [5] * num_tokens and list(delta.logprobs) == [entry] * num_tokens
+    assert charge.amount >= num_tokens * 21 * 12
+    charge.add(charge.amount * (config.max_answer_entries // 21 // num_tokens))
 
 
 @on_loop
@@ -464,23 +459,20 @@ def read(data: bytes) -> list[Event]:
     ids=["plain", "stops", "ids", "usage"],
 )
 @pytest.mark.parametrize("seed", range(6))
-def test_stream_resumed_after_any_event_has_the_rest(
+@on_loop
+async def test_stream_resumed_after_any_event_has_the_rest(
     is_chat: bool, fields: dict[str, Any], seed: int
 ) -> None:
     random = Random(seed)
     fields = {**fields, "is_chat": is_chat}
-
-    async def scenario() -> None:
-        first = Script(random, **fields)
-        told = await first.play()
-        whole = joined(told)
-        assert whole["is_done"] and len(whole["choices"]) == 2
-        for place, event in enumerate(told):
-            if event.id:
-                again = Script(random, first.points[int(event.id)], **fields)
-                assert joined([*told[: place + 1], *await again.play()]) == whole, f"after event {place}"
-
-    asyncio.run(scenario())
+    first = Script(random, **fields)
+    told = await first.play()
+    whole = joined(told)
+    assert whole["is_done"] and len(whole["choices"]) == 2
+    for place, event in enumerate(told):
+        if event.id:
+            again = Script(random, first.points[int(event.id)], **fields)
+            assert joined([*told[: place + 1], *await again.play()]) == whole, f"after event {place}"
 
 
 @on_loop

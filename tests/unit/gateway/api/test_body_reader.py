@@ -2,7 +2,8 @@ import asyncio
 import json
 import os
 import signal
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,6 +27,7 @@ from baton.gateway.api.errors import ApiError
 from baton.gateway.text.chat_template import ChatTemplate
 from baton.gateway.text.tokenizer import Tokenizer
 from baton.token_ids import TokenIds
+from tests.event_loop import on_loop
 from tests.unit.gateway.calls import TENANT, ids
 from tests.unit.gateway.frontend_peers import Gateway, gateway
 
@@ -42,17 +44,14 @@ def body_reader() -> BodyReader:
     return BodyReader(PromptReader.from_directory(DIRECTORY))
 
 
-def with_helpers(act: Callable[[BodyReader], Awaitable[ResultT]]) -> ResultT:
-    """The result of `act` with real helper processes, which are gone afterwards."""
-
-    async def run() -> ResultT:
-        work = BodyReader.from_directory(DIRECTORY)
-        try:
-            return await act(work)
-        finally:
-            await work.close()
-
-    return asyncio.run(run())
+@asynccontextmanager
+async def helped_reader() -> AsyncIterator[BodyReader]:
+    """A reader with real helper processes, which are gone afterwards."""
+    work = BodyReader.from_directory(DIRECTORY)
+    try:
+        yield work
+    finally:
+        await work.close()
 
 
 def body(**fields: Any) -> bytes:
@@ -70,9 +69,11 @@ def body(**fields: Any) -> bytes:
         ("tokenize", body(prompt=LONG)),
     ],
 )
-def test_helper_reads_the_same_as_the_event_loop(kind: BodyKind, data: bytes) -> None:
-    expected = asyncio.run(body_reader().read(kind, data, POLICY))
-    assert with_helpers(lambda work: work.read(kind, data, POLICY)) == expected
+@on_loop
+async def test_helper_reads_the_same_as_the_event_loop(kind: BodyKind, data: bytes) -> None:
+    expected = await body_reader().read(kind, data, POLICY)
+    async with helped_reader() as work:
+        assert await work.read(kind, data, POLICY) == expected
     if kind == "detokenize":
         assert json.loads(expected.answer or b"") == {"prompt": LONG}
 
@@ -88,9 +89,11 @@ def test_helper_reads_the_same_as_the_event_loop(kind: BodyKind, data: bytes) ->
         (body(prompt="a" * 2_000_000), "can't fit", 400),
     ],
 )
-def test_helper_refuses_the_same_as_the_event_loop(data: bytes, message: str, status: int) -> None:
+@on_loop
+async def test_helper_refuses_the_same_as_the_event_loop(data: bytes, message: str, status: int) -> None:
     with pytest.raises(ApiError, match=message) as refused:
-        with_helpers(lambda work: work.read("completion", data, POLICY))
+        async with helped_reader() as work:
+            await work.read("completion", data, POLICY)
     assert refused.value.status == status
 
 
@@ -99,8 +102,9 @@ def children() -> set[int]:
     return {int(pid) for pids in found for pid in pids}
 
 
-def test_helper_that_died_is_replaced() -> None:
-    async def scenario(work: BodyReader) -> None:
+@on_loop
+async def test_helper_that_died_is_replaced() -> None:
+    async with helped_reader() as work:
         data = body(prompt=LONG)
         expected = await work.read("completion", data, POLICY)
         before = children()
@@ -112,11 +116,10 @@ def test_helper_that_died_is_replaced() -> None:
         await asyncio.sleep(0.2)  # until the event loop has heard of their end
         assert await work.read("completion", data, POLICY) == expected
 
-    with_helpers(scenario)
-
 
 @pytest.mark.parametrize("kind", ["chat", "tokenize"])
-def test_small_chat_with_a_long_text_is_tokenised_by_a_helper(
+@on_loop
+async def test_small_chat_with_a_long_text_is_tokenised_by_a_helper(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: BodyKind
 ) -> None:
     template = tmp_path / "template.jinja"
@@ -128,27 +131,22 @@ def test_small_chat_with_a_long_text_is_tokenised_by_a_helper(
         return encode(tokenizer, text, **options)
 
     monkeypatch.setattr(Tokenizer, "encode", recorded)  # of this process, which has the event loop
-
-    async def scenario() -> None:
-        work = BodyReader.from_directory(DIRECTORY, str(template))
-        on_loop = BodyReader(work.reader)
-        try:
-            for num_messages in (1, 2):
-                data = body(messages=[{"role": "user", "content": "a"}] * num_messages)
-                here.clear()
-                read = await work.read(kind, data, POLICY)
-                assert here == [4001] * (num_messages == 1), (
-                    "a text of 8002 characters is no work for the loop"
-                )
-                assert read == await on_loop.read(kind, data, POLICY)
-        finally:
-            await work.close()
-
-    asyncio.run(scenario())
+    work = BodyReader.from_directory(DIRECTORY, str(template))
+    here_read = BodyReader(work.reader)
+    try:
+        for num_messages in (1, 2):
+            data = body(messages=[{"role": "user", "content": "a"}] * num_messages)
+            here.clear()
+            read = await work.read(kind, data, POLICY)
+            assert here == [4001] * (num_messages == 1), "a text of 8002 characters is no work for the loop"
+            assert read == await here_read.read(kind, data, POLICY)
+    finally:
+        await work.close()
 
 
-def test_cancelled_caller_does_not_confuse_the_next() -> None:
-    async def scenario(work: BodyReader) -> None:
+@on_loop
+async def test_cancelled_caller_does_not_confuse_the_next() -> None:
+    async with helped_reader() as work:
         await work.start()
         leaving = asyncio.create_task(work.read("completion", body(prompt=LONG), POLICY))
         await asyncio.sleep(0)
@@ -158,34 +156,20 @@ def test_cancelled_caller_does_not_confuse_the_next() -> None:
             read = await work.read("completion", body(prompt=token_ids), POLICY)
             assert read.prompts[0].token_ids == TokenIds.of(token_ids)
 
-    with_helpers(scenario)
 
-
-def test_model_without_a_tokenizer_takes_token_ids() -> None:
+@on_loop
+async def test_model_without_a_tokenizer_takes_token_ids() -> None:
     work = BodyReader(PromptReader(None, None))
     with pytest.raises(InvalidRequest, match="no tokenizer"):
-        asyncio.run(work.read("completion", body(prompt="a"), POLICY))
+        await work.read("completion", body(prompt="a"), POLICY)
     with pytest.raises(InvalidRequest, match="no chat template"):
-        asyncio.run(
-            BodyReader(PromptReader(TOKENIZER, None)).read(
-                "chat", body(messages=[{"role": "user", "content": ""}]), POLICY
-            )
+        await BodyReader(PromptReader(TOKENIZER, None)).read(
+            "chat", body(messages=[{"role": "user", "content": ""}]), POLICY
         )
-    assert asyncio.run(work.read("completion", body(prompt=[5, 6]), POLICY)).prompts
+    assert (await work.read("completion", body(prompt=[5, 6]), POLICY)).prompts
 
 
 # Turns.
-
-
-def run(scene: Callable[[HelperQueue, Order], Awaitable[None]]) -> Order:
-    """Names, in the order in which they had their turn."""
-    order: Order = []
-
-    async def play() -> None:
-        await scene(HelperQueue(), order)
-
-    asyncio.run(play())
-    return order
 
 
 def asking(
@@ -209,73 +193,70 @@ async def leave_all(turns: HelperQueue, times: int) -> None:
         await settle()
 
 
-def test_tenant_with_many_bodies_does_not_delay_a_tenant_with_one() -> None:
-    async def scene(turns: HelperQueue, order: Order) -> None:
-        asked = [asking(turns, order, "noisy", f"n{number}", 1000) for number in range(20)]
-        await settle()
-        asked.append(asking(turns, order, "quiet", "q"))
-        await settle()
-        await leave_all(turns, 20)
-        await asyncio.gather(*asked)
-
-    order = run(scene)
+@on_loop
+async def test_tenant_with_many_bodies_does_not_delay_a_tenant_with_one() -> None:
+    turns, order = HelperQueue(), Order()
+    asked = [asking(turns, order, "noisy", f"n{number}", 1000) for number in range(20)]
+    await settle()
+    asked.append(asking(turns, order, "quiet", "q"))
+    await settle()
+    await leave_all(turns, 20)
+    await asyncio.gather(*asked)
     assert order.index("q") <= 2 and len(order) == 21
     order.remove("q")
     assert order == [f"n{number}" for number in range(20)]
 
 
-def test_tenant_that_was_away_has_limited_credit() -> None:
-    async def scene(turns: HelperQueue, order: Order) -> None:
-        asked = [asking(turns, order, "a", "a") for _ in range(80)]
-        await settle()
-        await leave_all(turns, 40)
-        asked += [asking(turns, order, "b", "b") for _ in range(30)]
-        await settle()
-        await leave_all(turns, 70)
-        await asyncio.gather(*asked)
-
-    later = run(scene)[41:81]
+@on_loop
+async def test_tenant_that_was_away_has_limited_credit() -> None:
+    turns, order = HelperQueue(), Order()
+    asked = [asking(turns, order, "a", "a") for _ in range(80)]
+    await settle()
+    await leave_all(turns, 40)
+    asked += [asking(turns, order, "b", "b") for _ in range(30)]
+    await settle()
+    await leave_all(turns, 70)
+    await asyncio.gather(*asked)
+    later = order[41:81]
     assert CREDIT_AGES <= later.count("b") - later.count("a") + 1 <= 2 * CREDIT_AGES
 
 
 @pytest.mark.parametrize("moment", ["before its turn", "at its turn", "as its turn comes"])
 @pytest.mark.parametrize("tenant_of_next", ["a", "b"])
-def test_cancelled_job_is_skipped(moment: str, tenant_of_next: str) -> None:
-    async def scene(turns: HelperQueue, order: Order) -> None:
-        await turns.take("a", 1)
-        gone, after = asking(turns, order, "a", "gone"), asking(turns, order, tenant_of_next, "after")
-        await settle()
-        if moment == "at its turn":
-            turns.leave()
-            gone.cancel()
-        else:
-            gone.cancel()
-            if moment == "before its turn":
-                await settle()
-            turns.leave()
-        await settle()
-        assert gone.cancelled() and order == ["after"]
+@on_loop
+async def test_cancelled_job_is_skipped(moment: str, tenant_of_next: str) -> None:
+    turns, order = HelperQueue(), Order()
+    await turns.take("a", 1)
+    gone, after = asking(turns, order, "a", "gone"), asking(turns, order, tenant_of_next, "after")
+    await settle()
+    if moment == "at its turn":
         turns.leave()
-        await turns.take("c", 1)
-        await asyncio.gather(gone, after, return_exceptions=True)
+        gone.cancel()
+    else:
+        gone.cancel()
+        if moment == "before its turn":
+            await settle()
+        turns.leave()
+    await settle()
+    assert gone.cancelled() and order == ["after"]
+    turns.leave()
+    await turns.take("c", 1)
+    await asyncio.gather(gone, after, return_exceptions=True)
 
-    run(scene)
 
-
-def test_tenant_with_many_waiting_bodies_is_refused_before_others() -> None:
-    async def scene(turns: HelperQueue, order: Order) -> None:
-        noisy = [asking(turns, order, "noisy", "n") for _ in range(2 * MAX_WAITING)]
-        await settle()
-        num_refused = sum(task.done() and isinstance(task.exception(), Overloaded) for task in noisy)
-        assert len(noisy) - num_refused == 1 + 4 * MAX_WAITING // 5 + 1
-        quiet = asking(turns, order, "quiet", "q")
-        await settle()
-        assert not quiet.done()
-        for task in (quiet, *noisy):
-            task.cancel()
-        await asyncio.gather(quiet, *noisy, return_exceptions=True)
-
-    run(scene)
+@on_loop
+async def test_tenant_with_many_waiting_bodies_is_refused_before_others() -> None:
+    turns, order = HelperQueue(), Order()
+    noisy = [asking(turns, order, "noisy", "n") for _ in range(2 * MAX_WAITING)]
+    await settle()
+    num_refused = sum(task.done() and isinstance(task.exception(), Overloaded) for task in noisy)
+    assert len(noisy) - num_refused == 1 + 4 * MAX_WAITING // 5 + 1
+    quiet = asking(turns, order, "quiet", "q")
+    await settle()
+    assert not quiet.done()
+    for task in (quiet, *noisy):
+        task.cancel()
+    await asyncio.gather(quiet, *noisy, return_exceptions=True)
 
 
 # The served model.
@@ -361,14 +342,12 @@ def test_without_public_texts_or_tokenizer_no_token_is_shared() -> None:
     assert num_public([1, 2, 3], HOUSE, reader=PromptReader(None, None)) == 0
 
 
-def test_missing_form_of_a_public_text_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    async def twice() -> None:
+@on_loop
+async def test_missing_form_of_a_public_text_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
         public = PublicPrefixes(PromptReader(TOKENIZER, None))
         for _ in range(2):
             assert await public.num_tokens([HOUSE], ids(HOUSE))
-
-    with caplog.at_level("INFO"):
-        asyncio.run(twice())
     assert len(caplog.records) == 1 and HOUSE not in str(vars(caplog.records[0]))
 
 

@@ -100,11 +100,8 @@ async def test_connections_above_the_limit_are_closed() -> None:
             await asyncio.sleep(0)
 
 
-def test_gateway_that_does_not_listen_has_no_others() -> None:
+@on_loop
+async def test_gateway_that_does_not_listen_has_no_others() -> None:
     alone = PeerGateways(KeyRing.of(KEY, Kind.GATEWAY), Metrics(gateway="a"))
-
-    async def run() -> None:
-        async with listening("bb"):
-            assert await alone.others() == []
-
-    asyncio.run(run())
+    async with listening("bb"):
+        assert await alone.others() == []

@@ -5,7 +5,8 @@ import pytest
 from baton.cluster.redis_server import RedisServer
 from baton.errors import ConfigError
 from baton.router.redis.client import Names, RedisConnection
-from tests.unit.router.redis_routers import connected, play
+from tests.event_loop import on_loop
+from tests.unit.router.redis_routers import connected
 
 
 @pytest.mark.parametrize("url", ["", "http://a", "sentinel://a:1", "sentinel://a/service", "redis://a:b"])
@@ -22,19 +23,17 @@ def test_all_kinds_of_urls_are_accepted(url: str) -> None:
 
 
 @pytest.mark.parametrize("num_turns", range(1, 5))
-def test_cancelled_close_still_closes_the_socket(num_turns: int) -> None:
-    async def scene(redis: RedisServer) -> None:
-        async with connected(redis.url) as observer:
-            other = RedisConnection(redis.url, Names.of("f"))
-            await other.call("PING")
-            assert len((await observer.call("CLIENT", "LIST")).splitlines()) == 2
-            closing = asyncio.create_task(other.aclose())
-            for _ in range(num_turns):
-                await asyncio.sleep(0)
-            closing.cancel()
-            await asyncio.wait((closing,))
-            async with asyncio.timeout(5):
-                while len((await observer.call("CLIENT", "LIST")).splitlines()) > 1:
-                    await asyncio.sleep(0.01)
-
-    play(scene)
+@on_loop
+async def test_cancelled_close_still_closes_the_socket(num_turns: int) -> None:
+    async with RedisServer() as redis, connected(redis.url) as observer:
+        other = RedisConnection(redis.url, Names.of("f"))
+        await other.call("PING")
+        assert len((await observer.call("CLIENT", "LIST")).splitlines()) == 2
+        closing = asyncio.create_task(other.aclose())
+        for _ in range(num_turns):
+            await asyncio.sleep(0)
+        closing.cancel()
+        await asyncio.wait((closing,))
+        async with asyncio.timeout(5):
+            while len((await observer.call("CLIENT", "LIST")).splitlines()) > 1:
+                await asyncio.sleep(0.01)

@@ -11,6 +11,7 @@ from baton.messages.workers import Tier
 from baton.pages import KEY_BYTES
 from baton.router.redis import link, outbox
 from baton.router.redis.messages import SharedDispatch, SharedEnded
+from tests.event_loop import on_loop
 from tests.node_peers import a_worker, id_of
 from tests.unit.router.redis_routers import (
     CHAIN,
@@ -19,7 +20,6 @@ from tests.unit.router.redis_routers import (
     SEEN_S,
     RouterStandIn,
     connected,
-    play,
     running,
     until,
     until_known,
@@ -30,8 +30,9 @@ pytestmark = pytest.mark.skipif(find_program() is None, reason="there is no redi
 W0, W1 = a_worker("w0", num_pages=5000), a_worker("w1", num_pages=5000)
 
 
-def test_router_learns_of_the_workers_of_another_router() -> None:
-    async def scene(redis: RedisServer) -> None:
+@on_loop
+async def test_router_learns_of_the_workers_of_another_router() -> None:
+    async with RedisServer() as redis:
         first, second = RouterStandIn(redis.url, "first"), RouterStandIn(redis.url, "second")
         async with running(first, second):
             await until(lambda: first.link.is_up and second.link.is_up)
@@ -44,11 +45,10 @@ def test_router_learns_of_the_workers_of_another_router() -> None:
             first.leave(W0)
             await until(lambda: second.index.slot(W0.id) is None)
 
-    play(scene)
 
-
-def test_dispatch_is_soon_known_to_the_other_router() -> None:
-    async def scene(redis: RedisServer) -> None:
+@on_loop
+async def test_dispatch_is_soon_known_to_the_other_router() -> None:
+    async with RedisServer() as redis:
         first, second = RouterStandIn(redis.url, "first"), RouterStandIn(redis.url, "second")
         dispatch = SharedDispatch(
             request_id=id_of("r"),
@@ -72,11 +72,10 @@ def test_dispatch_is_soon_known_to_the_other_router() -> None:
         assert second.heard == [dispatch] * 9
         assert first.heard == [SharedEnded(attempts=((id_of("r"), 0),))]
 
-    play(scene)
 
-
-def test_new_router_starts_with_the_pages_that_the_last_router_knew() -> None:
-    async def scene(redis: RedisServer) -> None:
+@on_loop
+async def test_new_router_starts_with_the_pages_that_the_last_router_knew() -> None:
+    async with RedisServer() as redis:
         first = RouterStandIn(redis.url, "first")
         async with running(first):
             await until(lambda: first.link.is_up)
@@ -96,11 +95,10 @@ def test_new_router_starts_with_the_pages_that_the_last_router_knew() -> None:
             events = KvEventBatch(first=first_number, keys=RNG.bytes(16), pages=(9,), generations=(9,))
             assert second.index.apply(W0.id, events), "there is no gap"
 
-    play(scene)
 
-
-def test_redis_holds_pages_of_both_tiers_and_of_live_workers_only() -> None:
-    async def scene(redis: RedisServer) -> None:
+@on_loop
+async def test_redis_holds_pages_of_both_tiers_and_of_live_workers_only() -> None:
+    async with RedisServer() as redis:
         router = RouterStandIn(redis.url, "first")
         async with running(router):
             await until(lambda: router.link.is_up)
@@ -116,11 +114,10 @@ def test_redis_holds_pages_of_both_tiers_and_of_live_workers_only() -> None:
             router.leave(W1)
             await until_known(redis, {W0.id: 3})
 
-    play(scene)
 
-
-def test_events_that_two_routers_report_count_once_and_the_worker_stays_for_the_other_router() -> None:
-    async def scene(redis: RedisServer) -> None:
+@on_loop
+async def test_events_that_two_routers_report_count_once_and_the_worker_stays_for_the_other_router() -> None:
+    async with RedisServer() as redis:
         first, second = RouterStandIn(redis.url, "first"), RouterStandIn(redis.url, "second")
         async with running(first, second):
             await until(lambda: first.link.is_up and second.link.is_up)
@@ -147,11 +144,10 @@ def test_events_that_two_routers_report_count_once_and_the_worker_stays_for_the_
             second.leave(W0)
             await until_known(redis, {})
 
-    play(scene)
 
-
-def test_later_incarnation_fences_the_earlier_one() -> None:
-    async def scene(redis: RedisServer) -> None:
+@on_loop
+async def test_later_incarnation_fences_the_earlier_one() -> None:
+    async with RedisServer() as redis:
         first, second = RouterStandIn(redis.url, "first"), RouterStandIn(redis.url, "second")
         later = a_worker("w0", id=id_of("later"), num_pages=5000)
         async with running(first, second):
@@ -166,16 +162,14 @@ def test_later_incarnation_fences_the_earlier_one() -> None:
             await until(lambda: first.link.counters["redis_fenced"] == 1)
             await until_known(redis, {later.id: 2})
 
-    play(scene)
 
-
-def test_workers_of_a_killed_router_are_forgotten_when_their_leases_expire(
+@on_loop
+async def test_workers_of_a_killed_router_are_forgotten_when_their_leases_expire(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(outbox, "LEASE_MS", 300)
     monkeypatch.setattr(link, "RENEW_S", 0.05)
-
-    async def scene(redis: RedisServer) -> None:
+    async with RedisServer() as redis:
         first, second = RouterStandIn(redis.url, "first"), RouterStandIn(redis.url, "second")
         async with running(second):
             async with running(first):
@@ -193,25 +187,21 @@ def test_workers_of_a_killed_router_are_forgotten_when_their_leases_expire(
                 found = [await connection.call("EXISTS", NAMES.snapshot(each.id)) for each in (W0, W1)]
             assert found == [0, 1]
 
-    play(scene)
-
 
 @pytest.mark.parametrize(("told_after_s", "num_warnings"), [(60.0, 0), (0.0, 1)])
-def test_redis_that_is_down_for_long_is_warned_of_once(
+@on_loop
+async def test_redis_that_is_down_for_long_is_warned_of_once(
     told_after_s: float,
     num_warnings: int,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(link, "TOLD_AFTER_S", told_after_s)
-
-    async def scene(redis: RedisServer) -> None:
+    async with RedisServer() as redis:
         router = RouterStandIn(redis.url, "first")
         async with running(router):
             await until(lambda: router.link.is_up)
             await redis.stop()
             await until(lambda: router.link.counters["redis_failures"] >= 3)
-
-    play(scene)
     warnings = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
     assert len(warnings) == num_warnings and all("the link to Redis is down: " in each for each in warnings)

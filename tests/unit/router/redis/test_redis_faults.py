@@ -14,6 +14,7 @@ from baton.cluster.redis_server import RedisServer, find_program
 from baton.messages.control import KvEventBatch
 from baton.pages import KEY_BYTES
 from baton.router.redis.messages import Codec, SharedEnded, SharedJoined, SharedLeft, Snapshot
+from tests.event_loop import on_loop
 from tests.node_peers import a_worker, id_of
 from tests.unit.router.redis_routers import (
     CHAIN,
@@ -23,7 +24,6 @@ from tests.unit.router.redis_routers import (
     RouterStandIn,
     connected,
     known_from,
-    play,
     running,
     until,
     until_known,
@@ -34,8 +34,9 @@ pytestmark = pytest.mark.skipif(find_program() is None, reason="there is no redi
 W0, W1, W2 = (a_worker(name, num_pages=5000) for name in ("w0", "w1", "w2"))
 
 
-def test_killed_redis_that_comes_back_empty_gets_all_pages_again() -> None:
-    async def scene(redis: RedisServer) -> None:
+@on_loop
+async def test_killed_redis_that_comes_back_empty_gets_all_pages_again() -> None:
+    async with RedisServer() as redis:
         first, second = RouterStandIn(redis.url, "first"), RouterStandIn(redis.url, "second")
         async with running(first, second):
             await until(lambda: first.link.is_up and second.link.is_up)
@@ -52,11 +53,10 @@ def test_killed_redis_that_comes_back_empty_gets_all_pages_again() -> None:
             await until_known(redis, {W0.id: 40})
             await until(lambda: second.held(W0) == 40)
 
-    play(scene)
 
-
-def test_stopped_redis_delays_no_decision() -> None:
-    async def scene(redis: RedisServer) -> None:
+@on_loop
+async def test_stopped_redis_delays_no_decision() -> None:
+    async with RedisServer() as redis:
         router = RouterStandIn(redis.url, "first")
         async with running(router):
             await until(lambda: router.link.is_up)
@@ -76,11 +76,10 @@ def test_stopped_redis_delays_no_decision() -> None:
             assert longest_s < 1.0
             await until_known(redis, {W0.id: 40})
 
-    play(scene)
 
-
-def test_redis_set_back_to_an_old_state_is_brought_up_to_date() -> None:
-    async def scene(redis: RedisServer) -> None:
+@on_loop
+async def test_redis_set_back_to_an_old_state_is_brought_up_to_date() -> None:
+    async with RedisServer() as redis:
         router = RouterStandIn(redis.url, "first")
         folder = redis.url.removeprefix("unix://").removesuffix("/redis.sock")
         async with running(router):
@@ -103,11 +102,10 @@ def test_redis_set_back_to_an_old_state_is_brought_up_to_date() -> None:
             router.report(W0, CHAIN[:KEY_BYTES])
             await until_known(redis, {W0.id: 40})
 
-    play(scene)
 
-
-def test_redis_without_memory_refuses_and_routing_goes_on() -> None:
-    async def scene(redis: RedisServer) -> None:
+@on_loop
+async def test_redis_without_memory_refuses_and_routing_goes_on() -> None:
+    async with RedisServer() as redis:
         router = RouterStandIn(redis.url, "first")
         async with running(router):
             await until(lambda: router.link.is_up)
@@ -120,11 +118,10 @@ def test_redis_without_memory_refuses_and_routing_goes_on() -> None:
                 await connection.call("CONFIG", "SET", "maxmemory", "0")
             await until_known(redis, {W0.id: 40})
 
-    play(scene)
 
-
-def test_redis_without_memory_is_counted_when_nothing_changes() -> None:
-    async def scene(redis: RedisServer) -> None:
+@on_loop
+async def test_redis_without_memory_is_counted_when_nothing_changes() -> None:
+    async with RedisServer() as redis:
         router = RouterStandIn(redis.url, "first")
         async with running(router):
             await until(lambda: router.link.is_up)
@@ -136,11 +133,10 @@ def test_redis_without_memory_is_counted_when_nothing_changes() -> None:
                 await connection.call("CONFIG", "SET", "maxmemory", "1")
             await until(lambda: router.link.counters["redis_refused"] > 0)
 
-    play(scene)
 
-
-def test_junk_in_redis_is_counted_and_ignored() -> None:
-    async def scene(redis: RedisServer) -> None:
+@on_loop
+async def test_junk_in_redis_is_counted_and_ignored() -> None:
+    async with RedisServer() as redis:
         first, second = RouterStandIn(redis.url, "first"), RouterStandIn(redis.url, "second")
         async with connected(redis.url) as connection:
             await connection.call("HSET", NAMES.workers, id_of("x"), b"\x00nonsense")
@@ -155,11 +151,10 @@ def test_junk_in_redis_is_counted_and_ignored() -> None:
                 await until(lambda: second.held(W0) == 40)
                 assert second.link.counters["redis_malformed"] >= 3
 
-    play(scene)
 
-
-def test_values_that_no_router_of_the_cluster_has_written_are_ignored() -> None:
-    async def scene(redis: RedisServer) -> None:
+@on_loop
+async def test_values_that_no_router_of_the_cluster_has_written_are_ignored() -> None:
+    async with RedisServer() as redis:
         first, second = RouterStandIn(redis.url, "first"), RouterStandIn(redis.url, "second")
         forger = Codec(b"another key" * 3)
         forged = KvEventBatch(first=0, keys=CHAIN, pages=tuple(range(40)), generations=(1,) * 40)
@@ -197,15 +192,14 @@ def test_values_that_no_router_of_the_cluster_has_written_are_ignored() -> None:
                     await until(partial(counts, third, "redis_malformed", 8))
                     assert (third.held(W0), third.held(W2)) == (40, 0)
 
-    play(scene)
-
 
 def counts(router: RouterStandIn, counter: str, number: int) -> bool:
     return router.link.counters[counter] >= number
 
 
-def test_junk_in_place_of_every_value_does_not_end_the_link() -> None:
-    async def scene(redis: RedisServer) -> None:
+@on_loop
+async def test_junk_in_place_of_every_value_does_not_end_the_link() -> None:
+    async with RedisServer() as redis:
         first, second = RouterStandIn(redis.url, "first"), RouterStandIn(redis.url, "second")
         async with connected(redis.url) as connection, running(first, second):
             await until(lambda: first.link.is_up and second.link.is_up)
@@ -229,11 +223,10 @@ def test_junk_in_place_of_every_value_does_not_end_the_link() -> None:
             await until_known(redis, {W0.id: 40})
             assert (first.held(W0), second.held(W0)) == (40, 40)
 
-    play(scene)
 
-
-def test_link_that_fails_as_soon_as_it_is_up_is_made_less_and_less_often() -> None:
-    async def scene(redis: RedisServer) -> None:
+@on_loop
+async def test_link_that_fails_as_soon_as_it_is_up_is_made_less_and_less_often() -> None:
+    async with RedisServer() as redis:
         router = RouterStandIn(redis.url, "first")
         async with connected(redis.url) as connection:
             last_id = f"{2**64 - 1}-{2**64 - 1}"
@@ -248,11 +241,10 @@ def test_link_that_fails_as_soon_as_it_is_up_is_made_less_and_less_often() -> No
                 await connection.call("FLUSHALL")
                 await until_known(redis, {W0.id: 40})
 
-    play(scene)
 
-
-def test_scripts_that_redis_has_lost_are_loaded_again() -> None:
-    async def scene(redis: RedisServer) -> None:
+@on_loop
+async def test_scripts_that_redis_has_lost_are_loaded_again() -> None:
+    async with RedisServer() as redis:
         router = RouterStandIn(redis.url, "first")
         async with running(router):
             await until(lambda: router.link.is_up)
@@ -266,24 +258,21 @@ def test_scripts_that_redis_has_lost_are_loaded_again() -> None:
             assert router.link.is_up
             assert router.link.counters["redis_failures"] == 1, "one new connection was enough"
 
-    play(scene)
+
+@on_loop
+async def test_without_redis_the_index_in_memory_is_enough() -> None:
+    router = RouterStandIn("redis://127.0.0.1:1/0", "first")
+    async with running(router):
+        router.join(W0)
+        router.report(W0, CHAIN)
+        await until(lambda: router.link.counters["redis_failures"] >= 2)
+        assert router.held(W0) == 40
+        assert not router.link.is_up
 
 
-def test_without_redis_the_index_in_memory_is_enough() -> None:
-    async def scene() -> None:
-        router = RouterStandIn("redis://127.0.0.1:1/0", "first")
-        async with running(router):
-            router.join(W0)
-            router.report(W0, CHAIN)
-            await until(lambda: router.link.counters["redis_failures"] >= 2)
-            assert router.held(W0) == 40
-            assert not router.link.is_up
-
-    asyncio.run(scene())
-
-
-def test_routing_stays_quick_while_redis_dies_and_gets_all_pages_again() -> None:
-    async def scene(redis: RedisServer) -> None:
+@on_loop
+async def test_routing_stays_quick_while_redis_dies_and_gets_all_pages_again() -> None:
+    async with RedisServer() as redis:
         router = RouterStandIn(redis.url, "first")
         workers = [a_worker(f"w{number}", num_pages=5000) for number in range(4)]
         turns_s: list[float] = []
@@ -311,5 +300,3 @@ def test_routing_stays_quick_while_redis_dies_and_gets_all_pages_again() -> None
             await route_until(lambda: router.link.is_up and router.link.num_unsent == 0)
             await until_known(redis, {worker.id: 40 for worker in workers})
         assert sorted(turns_s)[len(turns_s) * 99 // 100] < 0.02
-
-    play(scene)

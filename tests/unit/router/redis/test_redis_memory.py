@@ -1,6 +1,5 @@
 """A Redis with little memory does not fill up, and a full Redis is soon in use again."""
 
-import asyncio
 from collections.abc import Awaitable, Callable
 from itertools import count
 from random import Random
@@ -13,6 +12,7 @@ from baton.messages.bounds import MAX_PULLED_PAGES
 from baton.router.index.prefix_index import SHORT_KEY_BYTES
 from baton.router.redis.client import Command, RedisConnection, is_full
 from baton.router.redis.messages import SharedDispatch
+from tests.event_loop import on_loop
 from tests.node_peers import a_worker, id_of
 from tests.unit.router.redis_routers import (
     CHAIN,
@@ -20,7 +20,6 @@ from tests.unit.router.redis_routers import (
     NAMES,
     RouterStandIn,
     connected,
-    play,
     running,
     until,
     until_known,
@@ -46,23 +45,21 @@ def dispatch(number: int) -> SharedDispatch:
     )
 
 
-def test_long_prompts_do_not_fill_redis() -> None:
-    async def scene() -> None:
-        async with RedisServer(SMALL_BYTES) as redis:
-            router, other = RouterStandIn(redis.url, "first"), RouterStandIn(redis.url, "second")
-            async with running(router, other):
-                await until(lambda: router.link.is_up and other.link.is_up)
-                router.join(W0)
-                for number in range(200):  # 46 MB
-                    router.link.share(dispatch(number))
-                    await until(lambda: not router.link.num_unsent)
-                router.report(W0, CHAIN)
-                await until_known(redis, {W0.id: 40})
-                await until(lambda: other.held(W0) == 40)
-            assert router.link.counters["redis_failures"] == 0
-            assert len(other.heard) > 100, "a router that reads in time receives most messages"
-
-    asyncio.run(scene())
+@on_loop
+async def test_long_prompts_do_not_fill_redis() -> None:
+    async with RedisServer(SMALL_BYTES) as redis:
+        router, other = RouterStandIn(redis.url, "first"), RouterStandIn(redis.url, "second")
+        async with running(router, other):
+            await until(lambda: router.link.is_up and other.link.is_up)
+            router.join(W0)
+            for number in range(200):  # 46 MB
+                router.link.share(dispatch(number))
+                await until(lambda: not router.link.num_unsent)
+            router.report(W0, CHAIN)
+            await until_known(redis, {W0.id: 40})
+            await until(lambda: other.held(W0) == 40)
+        assert router.link.counters["redis_failures"] == 0
+        assert len(other.heard) > 100, "a router that reads in time receives most messages"
 
 
 async def fill_stream(connection: RedisConnection, number: int) -> None:
@@ -81,28 +78,27 @@ async def fill_snapshots(connection: RedisConnection, number: int) -> None:
 
 
 @pytest.mark.parametrize("fill", [fill_stream, fill_workers, fill_snapshots])
-def test_full_redis_is_relieved_and_gets_all_pages_again(
+@on_loop
+async def test_full_redis_is_relieved_and_gets_all_pages_again(
     fill: Callable[[RedisConnection, int], Awaitable[None]],
 ) -> None:
-    async def scene() -> None:
-        async with RedisServer(SMALL_BYTES) as redis, connected(redis.url) as connection:
-            router = RouterStandIn(redis.url, "first")
-            with pytest.raises(ResponseError) as refused:
-                for number in count():
-                    await fill(connection, number)
-            assert is_full(refused.value)
-            async with running(router):
-                router.join(W0)
-                router.report(W0, CHAIN)
-                await until_known(redis, {W0.id: 40})
-                await until(lambda: not router.link.num_unsent)
-                assert router.link.counters["redis_reliefs"] >= 1
-
-    asyncio.run(scene())
+    async with RedisServer(SMALL_BYTES) as redis, connected(redis.url) as connection:
+        router = RouterStandIn(redis.url, "first")
+        with pytest.raises(ResponseError) as refused:
+            for number in count():
+                await fill(connection, number)
+        assert is_full(refused.value)
+        async with running(router):
+            router.join(W0)
+            router.report(W0, CHAIN)
+            await until_known(redis, {W0.id: 40})
+            await until(lambda: not router.link.num_unsent)
+            assert router.link.counters["redis_reliefs"] >= 1
 
 
-def test_fenced_workers_stay_fenced_when_everything_else_is_dropped() -> None:
-    async def scene(redis: RedisServer) -> None:
+@on_loop
+async def test_fenced_workers_stay_fenced_when_everything_else_is_dropped() -> None:
+    async with RedisServer() as redis:
         former, newer = id_of("former"), id_of("newer")
 
         def join(worker_id: str) -> Command:
@@ -112,5 +108,3 @@ def test_fenced_workers_stay_fenced_when_everything_else_is_dropped() -> None:
             await connection.load()
             commands = [join(former), join(newer), Command("relieve", (1,)), join(former), join(newer)]
             assert await connection.run_all(commands) == [-1, -1, 0, -2, -1]
-
-    play(scene)
