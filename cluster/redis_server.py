@@ -77,11 +77,6 @@ class RedisServer:
         assert self._process is not None, "call start first"
         return self._process.pid
 
-    @property
-    def is_running(self) -> bool:
-        """True while the server's process runs."""
-        return self._process is not None and self._process.returncode is None
-
     async def start(self) -> None:
         """Start the server, and return when it answers. May be called again after the server has ended.
 

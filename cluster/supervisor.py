@@ -54,7 +54,6 @@ class Supervised:
         self.spec = spec
         self.is_ready = False
         self.is_drained = False  # the process has drained and waits for `undrain`
-        self.num_restarts = 0
         self._runtime = runtime
         self._clock = clock
         self._starts = starts
@@ -204,7 +203,6 @@ class Supervised:
             await asyncio.sleep(pause_s)
             if self._is_stopping:
                 return
-            self.num_restarts += 1
             try:
                 await self.start()
                 return

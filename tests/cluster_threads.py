@@ -7,7 +7,6 @@ import contextlib
 import queue
 import secrets
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Self
@@ -24,6 +23,7 @@ from baton.messages.workers import WorkerRole
 from baton.request import Request, TokenEvent
 from baton.router.router import Router
 from baton.rpc.server import RpcThread
+from tests.waiting import wait_for
 
 KEY: Final = b"the key of a cluster for tests"
 TIMEOUT_S: Final = 60.0
@@ -122,14 +122,6 @@ class WorkerThread:
         self._ready.put(None)
         with contextlib.closing(self.hosted):
             self.hosted.serve(self._stop)
-
-
-def wait_for(is_done: Callable[[], bool], timeout_s: float = TIMEOUT_S) -> None:
-    until_s = time.monotonic() + timeout_s
-    while not is_done():
-        if time.monotonic() > until_s:
-            raise TimeoutError
-        time.sleep(0.002)
 
 
 class Cluster:

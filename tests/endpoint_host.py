@@ -29,6 +29,7 @@ from tests.faulty_endpoint import FaultyEndpoint, layout
 from tests.numbered_pages import NumberedPages, wanted_pages
 from tests.rank_process import LateSteps, RankProcess, fill, shape_of
 from tests.remote import Remote
+from tests.waiting import wait_for
 
 __all__ = ["DEADLINE_S", "KEY", "NUM_PAGES", "FaultyEndpoint", "Host", "HostProcess", "layout"]
 
@@ -279,11 +280,8 @@ class Host:
 
     def outcome(self, transfer: str) -> str:
         """Waits for the end of a transfer on this side."""
-        key, deadline_s = bytes.fromhex(transfer), time.monotonic() + DEADLINE_S
-        while key not in self._ended:
-            if time.monotonic() > deadline_s:
-                raise TimeoutError(f"transfer {transfer} has not ended")
-            time.sleep(0.0005)
+        key = bytes.fromhex(transfer)
+        wait_for(lambda: key in self._ended, DEADLINE_S)
         return self._ended[key].outcome.value
 
     def ended(self) -> list[tuple[str, str, str]]:

@@ -19,8 +19,9 @@ from baton.config.cluster import ServeConfig
 from baton.gateway.streams.frontend import Frontend
 from baton.messages.operations import Status
 from baton.request import Request
-from tests.cluster_threads import KEY, Answer, Threads, wait_for
+from tests.cluster_threads import KEY, Answer, Threads
 from tests.new_status import new_status
+from tests.waiting import wait_for
 
 START_S: Final = 60.0
 ResultT = TypeVar("ResultT")

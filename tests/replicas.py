@@ -6,7 +6,7 @@ from typing import Final, TypeAlias
 import pytest
 
 from tests.endpoint_host import NUM_PAGES, Host
-from tests.transfer_ends import wait_for
+from tests.waiting import wait_for
 
 __all__ = ["BACK_S", "NUM_KV_HEADS", "NUM_UNITS", "Replicas", "all_back_s", "new_replica", "replicas"]
 

@@ -1,6 +1,7 @@
 """`baton serve` as a user runs it."""
 
 import asyncio
+import functools
 import http.client
 import json
 import os
@@ -10,8 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
@@ -24,6 +24,7 @@ from baton.cluster.runtimes import base as runtimes
 from baton.messages.operations import Status
 from baton.messages.status import RouterStatus
 from baton.messages.workers import WorkerStatus
+from tests.waiting import wait_for
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 START_TIMEOUT_S: Final = 120.0
@@ -193,11 +194,7 @@ def accepts(port: int) -> bool:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
-def until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "the condition has not come true in time"
-        time.sleep(0.05)
+until: Final = functools.partial(wait_for, interval_s=0.05)  # each look asks processes
 
 
 def _listens(process: psutil.Process) -> set[int]:

@@ -5,7 +5,6 @@ import math
 import os
 import random
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Final, NamedTuple
@@ -354,16 +353,6 @@ def write(grant: Grant, source: Tensor, destination: Tensor, first: int, stop: i
 
 def digest(pages: Tensor) -> str:
     return hashlib.blake2b(pages.numpy().data, digest_size=16).hexdigest()
-
-
-def wait_for(condition: Callable[[], bool], timeout_s: float = DEADLINE_S) -> float:
-    """Seconds until the condition held."""
-    started_s = time.monotonic()
-    while not condition():
-        if time.monotonic() - started_s > timeout_s:
-            raise TimeoutError(f"not within {timeout_s} s")
-        time.sleep(0.002)
-    return time.monotonic() - started_s
 
 
 def open_files() -> list[str]:

@@ -6,7 +6,7 @@ import pytest
 
 from tests.endpoint_host import NUM_PAGES, Host, HostProcess
 from tests.faults.test_endpoint import BACK_S, NUM_UNITS, all_back_s
-from tests.transfer_ends import wait_for
+from tests.waiting import wait_for
 
 POINTS = ("start", "after Grant", "half", "all", "before Verified")
 

@@ -19,7 +19,7 @@ from baton.request import FilledPages, Request, SamplingParams
 from baton.token_ids import TokenIds
 from tests.endpoint_host import KEY
 from tests.tiny_models import tiny_config, tiny_engine, write_config
-from tests.transfer_ends import wait_for
+from tests.waiting import wait_for
 from tests.watched_agent import pages_of, watched
 
 PROMPT: Final = tuple((7 * i + i * i) % 131 for i in range(75))

@@ -10,7 +10,7 @@ from baton.errors import PeerGone
 from baton.kvtransfer.protocol.messages import Abort, Grant
 from tests.endpoint_host import NUM_PAGES, Host
 from tests.rogue_peer import RoguePeer
-from tests.transfer_ends import wait_for
+from tests.waiting import wait_for
 
 NUM_UNITS = 4
 

@@ -20,8 +20,9 @@ from baton.config.router import RouterConfig
 from baton.errors import WorkerLost
 from baton.request import Request, SamplingParams, TokenEvent
 from baton.token_ids import TokenIds
-from tests.cluster_threads import Answer, wait_for
+from tests.cluster_threads import Answer
 from tests.process_cluster import ProcessCluster
+from tests.waiting import wait_for
 
 VOCAB_SIZE: Final = 1024
 REPLACED_S: Final = 15.0  # silence of 3 s, the kill and the start of a process, on a busy machine

@@ -8,7 +8,7 @@ import pytest
 
 from tests.endpoint_host import NUM_PAGES, Host
 from tests.rank_process import fill
-from tests.transfer_ends import wait_for
+from tests.waiting import wait_for
 
 NUM_UNITS = 8
 MARKS = itertools.count(1)

@@ -35,10 +35,11 @@ from baton.messages.workers import Address, WorkerRole
 from baton.prefill_worker.worker import PrefillWorker
 from baton.request import Request, SamplingParams
 from baton.rpc.server import RpcThread
-from tests.cluster_threads import Answer, Cluster, Threads, wait_for
+from tests.cluster_threads import Answer, Cluster, Threads
 from tests.node_peers import TestPeer, a_request
 from tests.process_cluster import ProcessCluster
 from tests.served import is_alive
+from tests.waiting import wait_for
 
 FIRST_TOKEN_S: Final = 10.0
 GAP_S: Final = 12.0  # between two tokens of a stream

@@ -9,7 +9,7 @@ from baton.errors import TransferFailed
 from baton.kvtransfer.transports.tcp import TcpSender
 from tests.endpoint_host import NUM_PAGES, HostProcess
 from tests.replicas import BACK_S, NUM_KV_HEADS, NUM_UNITS, Replicas, all_back_s, new_replica
-from tests.transfer_ends import wait_for
+from tests.waiting import wait_for
 
 
 @pytest.mark.parametrize("transport", ["auto", pytest.param("tcp", marks=pytest.mark.slow)])

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 
 from tests.replicas import BACK_S, NUM_UNITS, Replicas, all_back_s, new_replica
-from tests.transfer_ends import wait_for
+from tests.waiting import wait_for
 
 EVERYDAY_CUTS = [(1, 2), (2, 1), (2, 4)]
 OTHER_CUTS = [cut for cut in itertools.product((1, 2, 4), (1, 2, 4)) if cut not in EVERYDAY_CUTS]

@@ -12,7 +12,8 @@ from baton.cluster.redis_server import find_program
 from baton.router.redis.client import REDIS_FAILURES, Names, RedisConnection
 from tests.event_loop import on_loop
 from tests.node_peers import a_worker
-from tests.unit.router.redis_routers import CHAIN, RouterStandIn, known_from, running, until
+from tests.unit.router.redis_routers import CHAIN, RouterStandIn, known_from, running
+from tests.waiting import until
 
 pytestmark = pytest.mark.skipif(find_program() is None, reason="there is no redis-server on PATH")
 
@@ -92,8 +93,6 @@ async def test_the_next_master_is_told_all(tmp_path: Path, free_ports: list[int]
             master.kill()
             await until(lambda: not router.link.is_up)
             router.report(W0, CHAIN[:32])  # while no Redis listens
-            async with asyncio.timeout(30):
-                while not router.link.is_up or router.link.num_unsent:
-                    await asyncio.sleep(0.05)
+            await until(lambda: router.link.is_up and not router.link.num_unsent)
             assert await known_from(url) == {W0.id: 40}
             assert await answer_of(free_ports[1], "HGETALL", "baton:{f}:names")

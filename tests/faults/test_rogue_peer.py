@@ -22,7 +22,7 @@ from baton.rpc.liveness import is_ping
 from tests.endpoint_host import KEY, NUM_PAGES, Host, HostProcess
 from tests.numbered_pages import key_of, wanted_pages
 from tests.rogue_peer import RoguePeer
-from tests.transfer_ends import wait_for
+from tests.waiting import wait_for
 
 AT_ONCE_S = 0.1  # far less than anybody's deadline
 NUM_UNITS = 4

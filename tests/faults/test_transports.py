@@ -24,9 +24,9 @@ from tests.transfer_ends import (
     grant_of,
     open_files,
     source_pages,
-    wait_for,
     write,
 )
+from tests.waiting import wait_for
 
 ALL = pytest.mark.parametrize("name", ["tcp", "shm", "gloo"])
 STREAMS = pytest.mark.parametrize("name", ["tcp", "gloo"])

@@ -16,6 +16,7 @@ from baton.router.router import Router
 from baton.rpc.server import RpcServer
 from tests.event_loop import on_loop
 from tests.node_peers import TestPeer, a_worker, id_of
+from tests.waiting import until
 
 KEY = b"k" * 32
 
@@ -110,20 +111,18 @@ async def test_all_routers_are_asked_and_told() -> None:
 @on_loop
 async def test_watcher_hears_of_members_and_orders_and_of_the_routers_end() -> None:
     judging = Judging()
-    async with AsyncExitStack() as router_ends, asyncio.timeout(20):
+    async with AsyncExitStack() as router_ends:
         router, address = await router_ends.enter_async_context(a_router("a"))
         TestPeer.worker(router, a_worker("d0"))
         async with connected([address], KEY, judging.verdicts) as operator:
             await operator.status()
             TestPeer.operator(router).say(Undrain(worker="d1"))
-            while not judging.orders:
-                await asyncio.sleep(0.01)
+            await until(lambda: bool(judging.orders))
             judging.removes(id_of("a"), "d0")
             # The router has just started: its list is not complete until it has left.
             assert (judging.orders, judging.replaced) == ([Undrain(worker="d1")], [])
             await router_ends.aclose()
-            while not judging.replaced:
-                await asyncio.sleep(0.01)
+            await until(lambda: bool(judging.replaced))
 
 
 @on_loop

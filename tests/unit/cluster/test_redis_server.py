@@ -16,7 +16,6 @@ from baton.cluster.redis_server import PROGRAMS, RedisServer, find_program
 from baton.errors import ConfigError
 from baton.router.redis.client import REDIS_FAILURES, Names, RedisConnection
 from tests.event_loop import on_loop
-from tests.unit.router.redis_routers import until
 
 needs_redis = pytest.mark.skipif(find_program() is None, reason="there is no redis-server on PATH")
 
@@ -40,11 +39,11 @@ async def test_server_starts_again_at_the_same_url() -> None:
     async with RedisServer() as redis:
         url, pid = redis.url, redis.pid
         os.kill(pid, signal.SIGKILL)
-        await until(lambda: not redis.is_running)
+        await redis.ended()
         await redis.start()
         assert redis.url == url
         assert redis.pid != pid
-        assert redis.is_running
+        assert await answers(redis.url)
 
 
 async def answers(url: str) -> bool:

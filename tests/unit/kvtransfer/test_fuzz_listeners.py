@@ -35,8 +35,9 @@ from baton.kvtransfer.transports.torch_distributed import (
 from baton.pages import PageLayout
 from baton.rpc.auth import Role
 from baton.rpc.connection import Connection
-from tests.transfer_ends import KEY, local_rank, wait_for
+from tests.transfer_ends import KEY, local_rank
 from tests.unit.kvtransfer.frame_mutations import BOMBS, ODD_VALUES
+from tests.waiting import wait_for
 
 LAYOUT = PageLayout(tp_size=1, page_size=16, num_layers=2, num_kv_heads=2, head_dim=8, dtype="float32")
 PLAN = plan_transfer(LAYOUT, LAYOUT, 0, 0)

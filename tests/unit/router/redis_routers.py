@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import numpy as np
@@ -89,13 +89,6 @@ async def running(*routers: RouterStandIn) -> AsyncIterator[None]:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Wait until the condition is true. Raises TimeoutError after DEADLINE_S."""
-    async with asyncio.timeout(DEADLINE_S):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 @asynccontextmanager

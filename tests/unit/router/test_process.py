@@ -21,8 +21,9 @@ from baton.rpc.server import RpcServer
 from tests.event_loop import on_loop
 from tests.new_status import new_status
 from tests.node_peers import a_request, a_worker, id_of
-from tests.unit.baton.rpc.rpc_peers import KEY, until
+from tests.unit.baton.rpc.rpc_peers import KEY
 from tests.unit.gateway.frontend_peers import ListSink
+from tests.waiting import until
 
 VOCAB_SIZE = 50_000
 

@@ -32,7 +32,8 @@ from baton.router.router import Router
 from baton.token_ids import TokenIds
 from tests.event_loop import on_loop
 from tests.node_peers import TestPeer, a_worker, id_of, name_of
-from tests.unit.router.redis_routers import CHAIN, CODEC, SEEN_S, RouterStandIn, running, until
+from tests.unit.router.redis_routers import CHAIN, CODEC, SEEN_S, RouterStandIn, running
+from tests.waiting import until
 
 pytestmark = pytest.mark.skipif(find_program() is None, reason="there is no redis-server on PATH")
 

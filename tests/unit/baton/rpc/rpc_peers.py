@@ -5,7 +5,9 @@ A node that records what it hears, and a peer that breaks rules.
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+import functools
+from collections.abc import AsyncIterator
+from typing import Final
 
 from baton.errors import WireError
 from baton.messages.bounds import LINK_TIMEOUT_S, Kind
@@ -18,6 +20,7 @@ from baton.rpc.liveness import is_ping
 from baton.rpc.peers import Peer
 from baton.rpc.server import RpcServer
 from baton.rpc.session import Session
+from tests import waiting
 
 KEY = b"k" * 16
 HELLO = Hello(process=Kind.WORKER, id="c" * 32)
@@ -98,11 +101,8 @@ class Joined:
         await until(is_joined)
 
 
-async def until(is_so: Callable[[], bool], timeout_s: float = 5.0) -> None:
-    """Wait for a condition; TimeoutError."""
-    async with asyncio.timeout(timeout_s):
-        while not is_so():
-            await asyncio.sleep(0.002)
+# A peer that is dropped for its silence takes longer.
+until: Final = functools.partial(waiting.until, timeout_s=5.0)
 
 
 class Rogue:

@@ -446,7 +446,7 @@ async def test_swallowed_link_is_dropped_at_both_ends(swallowed: tuple[Direction
             await until(lambda: bool(one.peers and other.peers))
             proxy.swallow(*swallowed)
             begun_s = time.monotonic()
-            await until(lambda: one.num_left == other.num_left == 1, PATIENCE_S)
+            await until(lambda: one.num_left == other.num_left == 1, timeout_s=PATIENCE_S)
             assert time.monotonic() - begun_s > TIMEOUT_S - 1.0
             for rpc_server in (accepting, dialling):
                 assert set(rpc_server.dropped.counts()) <= {"silent", "unheard"}
@@ -457,7 +457,7 @@ async def test_swallowed_link_is_dropped_at_both_ends(swallowed: tuple[Direction
 async def test_idle_link_lives_on() -> None:
     async with Joined(TIMEOUT_S) as pair:
         num_ticks = pair.one.num_ticks
-        await until(lambda: pair.one.num_ticks - num_ticks >= 2 * TIMEOUT_S / 0.25, PATIENCE_S)
+        await until(lambda: pair.one.num_ticks - num_ticks >= 2 * TIMEOUT_S / 0.25, timeout_s=PATIENCE_S)
         pair.one.peers[0].send(tokens(1))
         await until(lambda: pair.other.messages == [tokens(1)])
         assert pair.one.num_left == pair.other.num_left == 0
@@ -470,7 +470,7 @@ async def test_silence_of_a_peer_that_never_pings_is_seen_before_its_drop() -> N
     async with hosted(node, link_timeout_s=TIMEOUT_S) as (rpc_server, address):
         await rogue_after_hello(address)
         peer = node.peers[0]
-        await until(lambda: peer.silence_s > TIMEOUT_S / 2, PATIENCE_S)
+        await until(lambda: peer.silence_s > TIMEOUT_S / 2, timeout_s=PATIENCE_S)
         assert node.num_left == 0
-        await until(lambda: node.num_left == 1, PATIENCE_S)
+        await until(lambda: node.num_left == 1, timeout_s=PATIENCE_S)
         assert rpc_server.dropped.counts() == {"silent": 1}

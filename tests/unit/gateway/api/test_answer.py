@@ -11,6 +11,7 @@ from baton.request import FinishReason
 from tests.event_loop import on_loop
 from tests.scripted_service import WORKER_ID, ScriptedService, answer_at_once, events
 from tests.unit.gateway import calls
+from tests.waiting import until
 
 
 class Heard:
@@ -122,12 +123,6 @@ def open_slowly(service: ScriptedService, request: object) -> None:
         pass
 
 
-async def until_opened(service: ScriptedService, num_choices: int) -> None:
-    async with asyncio.timeout(20):
-        while len(service.requests) < num_choices:
-            await asyncio.sleep(0)
-
-
 @on_loop
 async def test_opening_many_choices_leaves_half_of_the_loop_to_others() -> None:
     service, opened_s = ScriptedService(), list[float]()
@@ -139,7 +134,7 @@ async def test_opening_many_choices_leaves_half_of_the_loop_to_others() -> None:
     service.play = play
     calls.answer(service, prompts=(calls.PROMPT,) * 3).start(Heard())
     assert len(service.requests) == 1
-    await until_opened(service, 3)
+    await until(lambda: len(service.requests) == 3)
     assert all(after - before > 2 * OPENING_S for before, after in pairwise(opened_s))
 
 
@@ -149,9 +144,7 @@ async def test_choice_that_cannot_be_opened_in_a_later_turn_fails_the_answer() -
     service.play = open_slowly
     calls.answer(service, prompts=(calls.PROMPT,) * 2).start(heard)
     service.refusal = Overloaded("full", retry_after_s=1)
-    async with asyncio.timeout(20):
-        while heard.error is None:
-            await asyncio.sleep(0)
+    await until(lambda: heard.error is not None)
     assert heard.error is service.refusal and not service.sinks
 
 

@@ -18,7 +18,8 @@ from baton.kvtransfer.ranks.ranks import AgentArguments, RankAgents, RemoteRank,
 from baton.pages import PageLayout
 from baton.rpc.auth import Role
 from baton.rpc.connection import Connection
-from tests.transfer_ends import open_files, wait_for
+from tests.transfer_ends import open_files
+from tests.waiting import wait_for
 
 NUM_RANKS = 3
 NUM_PAGES = 4

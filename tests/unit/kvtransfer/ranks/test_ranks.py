@@ -19,7 +19,7 @@ from baton.messages.bounds import Kind
 from baton.pages import PageLayout
 from baton.rpc.auth import PAGES, KeyRing, LinkKeys, Role
 from baton.rpc.connection import Connection
-from tests.transfer_ends import wait_for
+from tests.waiting import wait_for
 
 
 @pytest.mark.parametrize(("num_ranks", "num_agents"), [(2, None), (2, 1), (1, 2)])

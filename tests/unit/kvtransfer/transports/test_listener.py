@@ -10,7 +10,7 @@ import pytest
 
 from baton.kvtransfer.transports.listener import MAX_NEWCOMERS, Listener
 from baton.rpc.connection import DroppedPeers
-from tests.transfer_ends import wait_for
+from tests.waiting import wait_for
 
 
 class Greeter:

@@ -30,7 +30,8 @@ from baton.kvtransfer.transports.tcp import TcpReceiver, TcpSender, TcpSettings
 from baton.pages import PageLayout
 from baton.rpc.auth import Role
 from baton.rpc.connection import Connection
-from tests.transfer_ends import KEY, Push, local_rank, piece_of, registration_of, wait_for
+from tests.transfer_ends import KEY, Push, local_rank, piece_of, registration_of
+from tests.waiting import wait_for
 
 LAYOUT = PageLayout(tp_size=1, page_size=16, num_layers=16, num_kv_heads=8, head_dim=128, dtype="bfloat16")
 PLAN = plan_transfer(LAYOUT, LAYOUT, 0, 0)

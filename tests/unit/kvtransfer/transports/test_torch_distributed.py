@@ -41,7 +41,8 @@ from baton.kvtransfer.transports.torch_distributed import (
 from baton.pages import PageLayout
 from baton.rpc.auth import Role
 from baton.rpc.connection import Connection
-from tests.transfer_ends import KEY, Push, local_rank, peer_rank, piece_of, registration_of, wait_for
+from tests.transfer_ends import KEY, Push, local_rank, peer_rank, piece_of, registration_of
+from tests.waiting import wait_for
 
 LAYOUT = PageLayout(tp_size=1, page_size=16, num_layers=3, num_kv_heads=4, head_dim=1024, dtype="bfloat16")
 OTHER_MODEL = msgspec.structs.replace(LAYOUT, num_layers=2)

@@ -21,9 +21,9 @@ from tests.unit.router.redis_routers import (
     RouterStandIn,
     connected,
     running,
-    until,
     until_known,
 )
+from tests.waiting import until
 
 pytestmark = pytest.mark.skipif(find_program() is None, reason="there is no redis-server on PATH")
 
