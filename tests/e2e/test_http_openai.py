@@ -11,7 +11,8 @@ from openai.types.chat import ChatCompletionChunk
 
 from baton.cluster.offline.llm import LLM
 from baton.request import SamplingParams
-from tests.engine_frontend import WORKER_ID, EngineFrontend
+from tests.engine_frontend import EngineFrontend
+from tests.scripted_service import WORKER_ID
 from tests.served_gateway import ServedGateway
 
 Served = ServedGateway[EngineFrontend]
@@ -22,7 +23,7 @@ MESSAGES = [{"role": "user", "content": QUESTION}]
 @pytest.fixture(autouse=True)
 def nothing_runs_on(served: Served) -> Iterator[None]:
     yield
-    served.until(lambda: served.service.num_open == 0)
+    served.until(lambda: not served.service.sinks)
 
 
 def chat(client: openai.OpenAI, **settings: object) -> openai.types.chat.ChatCompletion:
@@ -89,13 +90,14 @@ def test_choices_with_a_seed_equal_those_of_the_engine(client: openai.OpenAI, ll
 
 
 def test_later_choices_run_on_the_worker_of_the_first(served: Served, engine_client: openai.OpenAI) -> None:
-    served.service.opened.clear()
+    service = served.service
+    num_opened = len(service.requests)
     chat(engine_client, n=3, max_tokens=4, logit_bias={"1": -100})
-    requests = served.service.opened
-    assert [sticky_worker for _, sticky_worker in requests] == ["", WORKER_ID, WORKER_ID]
-    assert [request.choice for request, _ in requests] == [0, 1, 2]
-    assert len({request.sampling.seed for request, _ in requests}) == 1
-    assert len({request.request_id for request, _ in requests}) == 3
+    requests = service.requests[num_opened:]
+    assert service.besides[num_opened:] == ["", WORKER_ID, WORKER_ID]
+    assert [request.choice for request in requests] == [0, 1, 2]
+    assert len({request.sampling.seed for request in requests}) == 1
+    assert len({request.request_id for request in requests}) == 3
 
 
 def test_stop_string_ends_the_text_and_the_request(served: Served, engine_client: openai.OpenAI) -> None:
@@ -247,10 +249,10 @@ def test_leaving_a_stream_cancels_it(served: Served, engine_client: openai.OpenA
 
 
 def test_health_sends_a_request_through_the_engine(served: Served, engine_client: openai.OpenAI) -> None:
-    num_opened = len(served.service.opened)
+    num_opened = len(served.service.requests)
     assert engine_client.get(f"{served.url}/health", cast_to=object) == {
         "status": "ok",
         "model": "tiny",
     }
-    canary = served.service.opened[num_opened][0]
+    canary = served.service.requests[num_opened]
     assert canary.sampling.max_tokens == 2 and len(canary.token_ids) > 16

@@ -94,9 +94,9 @@ def test_resumed_stream_can_be_resumed_again(gateways: tuple[Served, Served]) ->
 def test_stream_that_was_sent_whole_has_only_its_end(gateways: tuple[Served, Served]) -> None:
     one, other = gateways
     events = read_all(one.address.port, CASES["sampled chat"])
-    num_requests = len(other.service.opened)
+    num_requests = len(other.service.requests)
     assert read_all(other.address.port, CASES["sampled chat"], events[-2].id) == [Event("", "[DONE]")]
-    assert len(other.service.opened) == num_requests  # nothing is generated for that
+    assert len(other.service.requests) == num_requests  # nothing is generated for that
 
 
 def test_stream_has_no_ids_by_default(gateways: tuple[Served, Served]) -> None:
