@@ -12,6 +12,7 @@ A process imports the code of its own kind only: a router needs no torch.
 """
 
 import asyncio
+import contextlib
 import io
 import logging
 import os
@@ -39,15 +40,16 @@ from baton.cluster.runtimes.base import (
     ProcessStarted,
     Progress,
 )
-from baton.config.cluster import Ready, WorkerConfig
+from baton.config.cluster import WorkerConfig
 from baton.errors import BatonError, ConfigError
 from baton.messages.bounds import Kind
 from baton.messages.workers import Address
 from baton.rpc.auth import Generations, KeyRing
-from baton.rpc.process import raise_descriptor_limit
+from baton.rpc.process import freeze_gc, raise_descriptor_limit
 
 # Runs on an asyncio loop until the event is set, and then to the end of what it has begun.
 Serve: TypeAlias = Callable[[asyncio.Event], Coroutine[Any, Any, None]]
+Ready: TypeAlias = Callable[[Address], None]  # called once, from any thread
 Tell: TypeAlias = Callable[[ProcessMessage], None]
 Run: TypeAlias = Callable[[Assignment, KeyRing, threading.Event, Tell], None]  # see `run`
 
@@ -78,11 +80,13 @@ def run(given: Assignment, ring: KeyRing, stop: threading.Event, tell: Tell) -> 
             gateway = msgspec.structs.replace(gateway, model=str(resolve_model(gateway.model)))
             _run_loop(lambda end: serve_gateway(gateway, ring, _tells_alive(tell), end), stop)
         case Kind.WORKER:
-            from baton.cluster.worker_process import run_worker
+            from baton.cluster.worker_process import HostedWorker
 
             worker = msgspec.json.decode(given.config, type=WorkerConfig)
-            ready, progress = lambda address: tell(ProcessStarted(address)), _tells_progress(tell)
-            run_worker(worker, ring, ready, stop, progress, given.incarnation)
+            hosted = HostedWorker(worker, ring, _tells_progress(tell), given.incarnation)
+            with contextlib.closing(hosted), freeze_gc():
+                tell(ProcessStarted(hosted.address))
+                hosted.serve(stop)
         case Kind.OPERATOR:
             raise ConfigError(f"kind: expected router, gateway or worker, got {given.kind}")
 

@@ -1,7 +1,6 @@
 """Runs a prefill or decode worker: the engine and the KV endpoint on one thread, connections on others.
 
-1. The model is loaded, the KV endpoint opens its listeners, the RPC server listens; then `ready` gets the
-   address.
+1. The model is loaded, the KV endpoint opens its listeners, the RPC server listens.
 2. The loop takes messages, steps the engine, and sleeps only while there is nothing to do.
 3. A worker that drains tells the routers and takes no new attempts. It ends when all its work is done,
    including pages that other workers will fetch, or after `drain_timeout_s`.
@@ -24,7 +23,7 @@ import msgspec
 from baton.clock import SystemClock
 from baton.cluster.model_directory import resolve_model
 from baton.cluster.runtimes.base import Progress
-from baton.config.cluster import DRAIN_NOTICE_S, Ready, WorkerConfig
+from baton.config.cluster import DRAIN_NOTICE_S, WorkerConfig
 from baton.config.environment import node_name
 from baton.decode_worker.worker import DecodeWorker
 from baton.engine.engine import Engine, load_engine
@@ -37,7 +36,6 @@ from baton.messages.bounds import Kind
 from baton.messages.control import Hello
 from baton.messages.workers import Address, Worker, WorkerRole
 from baton.prefill_worker.worker import PrefillWorker
-from baton.rpc import process
 from baton.rpc.auth import ClusterKeys, KeyRing
 from baton.rpc.liveness import StepWatchdog
 from baton.rpc.peers import PeerRegistry
@@ -46,24 +44,6 @@ from baton.rpc.server import RpcThread
 IDLE_S: Final = 0.25  # longest sleep: deadlines are checked between sleeps
 
 logger = logging.getLogger(__name__)
-
-
-def run_worker(
-    config: WorkerConfig,
-    keys: ClusterKeys,
-    ready: Ready,
-    stop: threading.Event,
-    progress: Progress | None = None,
-    incarnation: int = 0,
-) -> None:
-    """Run a worker until `stop` is set or an operator drains the worker; see baton/config/cluster.py.
-
-    incarnation: see messages/workers.Worker. Raises ModelError, ConfigError and WorkerLost, as `load_engine`
-    does.
-    """
-    with contextlib.closing(HostedWorker(config, keys, progress, incarnation)) as worker, process.freeze_gc():
-        ready(worker.address)
-        worker.serve(stop)
 
 
 class HostedWorker:
@@ -76,6 +56,11 @@ class HostedWorker:
         progress: Progress | None = None,
         incarnation: int = 0,
     ) -> None:
+        """Load the model and listen; `address` is that of the control connections.
+
+        incarnation: see messages/workers.Worker. Raises ModelError, ConfigError and WorkerLost, as
+        `load_engine` does.
+        """
         self._config = config
         self._incarnation = incarnation
         with contextlib.ExitStack() as ends:

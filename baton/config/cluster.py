@@ -1,7 +1,6 @@
 """The settings of a whole cluster, as `baton serve` starts it, and of one worker process."""
 
-from collections.abc import Callable
-from typing import Annotated, Final, Literal, TypeAlias
+from typing import Annotated, Final, Literal
 
 import msgspec
 from msgspec import Meta
@@ -21,9 +20,7 @@ from baton.messages.bounds import (
     Port,
     StepTimeout,
 )
-from baton.messages.workers import Address, Routers, WorkerRole
-
-Ready: TypeAlias = Callable[[Address], None]  # called once, from any thread
+from baton.messages.workers import Routers, WorkerRole
 
 # A draining worker lives for at least this long: it refuses attempts that are under way to it, all processes
 # hear that it drains, and its last messages arrive before its connections end.
@@ -33,13 +30,8 @@ DRAIN_NOTICE_S: Final = 0.75
 class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The settings of one worker process.
 
-    One call runs a worker of either role in a process of its own:
-
-        run_worker(config: WorkerConfig, keys: ClusterKeys, ready: Ready, stop, progress=None) -> None
-
-    `keys` are a worker's and never part of a configuration. The worker loads its model, listens, dials the
-    routers and calls `ready` with the address of its control connections. It serves until `stop` is set; then
-    it drains: it takes no new attempts, finishes the running ones for at most `drain_timeout_s`, and returns.
+    The worker loads its model, listens and dials the routers. A worker that is told to stop drains: it takes
+    no new attempts, finishes the running ones for at most `drain_timeout_s`, and ends.
     """
 
     role: WorkerRole  # prefill or decode
