@@ -28,12 +28,14 @@ from baton.bench.kv.ends import DestinationProcess, SourceEnd, moving_s, times_o
 from baton.bench.report import Row, at_least, at_most, percentile
 from baton.bench.traces import TraceRequest
 from baton.engine.cache.page_pool import PageState
-from baton.engine.scheduler.sequence import ScheduledChunk
 from baton.kvtransfer.endpoint import KvEndpoint
 from baton.kvtransfer.protocol.handoff import HandoffOutcome, Timing
 from baton.kvtransfer.protocol.timeline import TransferTimes
+from baton.messages.control import Prefill
 from baton.pages import PageLayout
+from baton.prefill_worker.prefill_job import LayerwiseSend, PrefillJob
 from baton.request import SamplingParams
+from baton.rpc.worker_node import PromptTimer
 
 Progress = Callable[[str], None]
 CHUNK_TOKENS: Final = 512
@@ -58,35 +60,6 @@ class Leaving(Enum):
     BY_LAYERS = "by layers"  # chunk by chunk, the last one by groups of layers
     BY_CHUNKS = "by chunks"
     AT_END = "at the end"
-
-
-class _PromptPages:
-    """Offers the pages of one prompt; as a layer watch, the last chunk's pages by groups of layers."""
-
-    def __init__(self, endpoint: KvEndpoint, transfer: bytes, num_tokens: int, num_pages: int) -> None:
-        self._endpoint = endpoint
-        self._transfer = transfer
-        self._num_tokens = num_tokens
-        self._num_pages = num_pages
-        self._num_offered = 0
-        self._group = 0
-        self._page_table: Sequence[int] = ()
-
-    def offer(self, page_table: Sequence[int], stop: int, group: int | None = None) -> None:
-        pages = page_table[self._num_offered : stop]
-        if pages or group is not None:
-            self._num_offered = stop
-            self._endpoint.offer(self._transfer, pages, stop, group=group)
-
-    def begin(self, chunks: Sequence[ScheduledChunk]) -> int:
-        (chunk,) = chunks
-        self._page_table = chunk.sequence.page_table
-        return NUM_LAYER_GROUPS if chunk.start + chunk.num_tokens == self._num_tokens else 0
-
-    def layers_written(self, first: int, stop: int) -> None:
-        self.offer(self._page_table, self._num_pages, self._group)
-        self._group += 1
-        self._endpoint.poll()  # tells the destination of earlier groups at once
 
 
 class _StreamingPrefill:
@@ -115,20 +88,26 @@ class _StreamingPrefill:
         token_ids = tuple(1 + index % (SHAPE.vocab_size - 1) for index in range(num_tokens))
         sampling = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
         num_groups = NUM_LAYER_GROUPS if leaving is Leaving.BY_LAYERS else 1
-        transfer = self._destination.grant(endpoint, num_pages, num_groups)
+        granted = self._destination.grant(endpoint, num_pages, num_groups)
         request = request_of(token_ids, sampling)
         (sequence,) = engine.add(request)
-        pages = _PromptPages(endpoint, transfer, num_tokens, num_pages)
+        job = PrefillJob(
+            Prefill(request=request, gateway="", decode="", transfer=granted.transfer),
+            self._layout.page_size,
+            PromptTimer(request, 0.0),
+            granted=granted,
+            progress=sequence,
+        )
+        layerwise = LayerwiseSend(endpoint, {request.request_id: job}.get)
         started_s, ended = perf_counter(), None
         while sequence.num_computed_tokens < num_tokens:
-            engine.step(pages if leaving is Leaving.BY_LAYERS else None)
-            is_done = sequence.num_computed_tokens >= num_tokens
-            if leaving is not Leaving.AT_END or is_done:
-                stop = num_pages if is_done else sequence.num_computed_tokens // self._layout.page_size
-                pages.offer(sequence.page_table, stop)
-            ended = next((each for each in endpoint.poll() if each.transfer == transfer), ended)
+            engine.step(layerwise if leaving is Leaving.BY_LAYERS else None)
+            may_leave = leaving is not Leaving.AT_END or sequence.num_computed_tokens >= num_tokens
+            if may_leave and (offer := job.take_offer()) is not None:
+                endpoint.offer(job.transfer, offer.pages, offer.num_units)
+            ended = next((each for each in endpoint.poll() if each.transfer == job.transfer), ended)
         prefill_s = perf_counter() - started_s
-        times = times_of(ended or wait_for(endpoint, transfer))
+        times = times_of(ended or wait_for(endpoint, job.transfer))
         engine.abort(request.request_id)
         return prefill_s, times.exposed_s
 
@@ -268,7 +247,7 @@ def _break(
     endpoint, ledger = source.endpoint, source.ledger
     try:
         source.send(destination, layout.page_size)  # opens and warms everything
-        transfer = destination.grant(endpoint, num_units)
+        transfer = destination.grant(endpoint, num_units).transfer
         pages = ledger.allocate(num_units, "prompt")
         num_first = max(1, len(pages) * percent // 100)
         endpoint.offer(transfer, pages[:num_first], num_first)

@@ -24,7 +24,7 @@ from baton.kernels.huge_pages import huge_zeros
 from baton.kernels.native import TORCH_DTYPES
 from baton.kvtransfer.endpoint import EndpointSettings, KvEndpoint
 from baton.kvtransfer.links import Link
-from baton.kvtransfer.protocol.handoff import HandoffOutcome, Timing, TransferEnded
+from baton.kvtransfer.protocol.handoff import GrantedTransfer, HandoffOutcome, Timing, TransferEnded
 from baton.kvtransfer.protocol.messages import AnyMessage, Commit, Wrote
 from baton.kvtransfer.protocol.timeline import TransferTimes
 from baton.kvtransfer.protocol.transfer_plan import plan_transfer
@@ -101,7 +101,7 @@ class SourceEnd:
         """Hand over the pages of so many tokens at once; RuntimeError when that fails."""
         num_units = plan_transfer(self.layout, destination.layout, 0, 0).num_units(num_tokens)
         pages = self.ledger.allocate(self.layout.num_pages(num_tokens), "prompt")
-        transfer = destination.grant(self.endpoint, num_units)
+        transfer = destination.grant(self.endpoint, num_units).transfer
         self.endpoint.offer(transfer, pages, num_units)
         ended = wait_for(self.endpoint, transfer)
         self.ledger.release(pages, "prompt")
@@ -170,8 +170,8 @@ class DestinationProcess:
         if self._child.read() != READY:
             raise RuntimeError("the destination's process has ended")
 
-    def grant(self, source: KvEndpoint, num_units: int, num_layer_groups: int = 1) -> bytes:
-        """Have the process grant pages once it has room; return the transfer that the source knows now.
+    def grant(self, source: KvEndpoint, num_units: int, num_layer_groups: int = 1) -> GrantedTransfer:
+        """Have the process grant pages once it has room; return what the source was granted.
 
         RuntimeError: the process has ended, or TimeoutError after DEADLINE_S.
         """
@@ -181,8 +181,9 @@ class DestinationProcess:
         deadline_s = perf_counter() + DEADLINE_S
         while perf_counter() < deadline_s:
             source.poll()
-            if any(granted.transfer == transfer for granted in source.take_granted()):
-                return transfer
+            for granted in source.take_granted():
+                if granted.transfer == transfer:
+                    return granted
             if self._child.has_ended:
                 raise RuntimeError("the destination's process has ended")
             source.wait(WAIT_S)
