@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequen
 from contextlib import asynccontextmanager, suppress
 from hashlib import sha256
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
 import yaml
 
@@ -34,48 +34,6 @@ START_S: Final = 180.0
 STOP_S: Final = 60.0
 LOOK_S: Final = 0.2
 HELD: Final = ("active", "leased", "quarantined")  # states of pages that an idle cluster has none of
-
-
-class Served(NamedTuple):
-    """A running `baton serve`."""
-
-    port: int
-    pid: int
-    log: Path
-
-    @property
-    def url(self) -> str:
-        return f"http://{HOST}:{self.port}"
-
-
-@asynccontextmanager
-async def serve(
-    folder: Path,
-    options: Sequence[str],
-    *,
-    command: Sequence[str] = SERVE,
-    environment: Mapping[str, str] | None = None,
-) -> AsyncIterator[Served]:
-    """Run `baton serve tiny` on a free port; serve.log in the folder has its stderr.
-
-    Every process computes with one thread, for on few cores more would get in each other's way. WorkerLost:
-    it ended before it served.
-    """
-    log_path = folder / "serve.log"
-    with log_path.open("wb") as log:
-        process = await asyncio.create_subprocess_exec(
-            *(*command, "serve", MODEL, "--port", "0", *options),
-            stdin=DEVNULL,
-            stdout=PIPE,
-            stderr=log,
-            env=environment or environment_of_child(num_threads=1),
-        )
-    try:
-        async with asyncio.timeout(START_S):
-            port = await _port(process, log_path)
-        yield Served(port, process.pid, log_path)
-    finally:
-        await _stop(process)
 
 
 async def _port(process: asyncio.subprocess.Process, log: Path) -> int:
@@ -126,7 +84,7 @@ class WatchedCluster:
         self.url = url
         self._operator = operator
         self._num_processes = num_processes
-        self._serve_pid = serve_pid
+        self.serve_pid = serve_pid
 
     async def status(self) -> Status | None:
         """Return what the routers know; None where no router answers."""
@@ -137,7 +95,7 @@ class WatchedCluster:
 
     async def pids(self) -> dict[str, int]:
         """Return process ids by name, with `serve` and `redis`; routers and gateways are numbered by pid."""
-        found = {"serve": self._serve_pid, "redis": _redis_pid(self._serve_pid)}
+        found = {"serve": self.serve_pid, "redis": _redis_pid(self.serve_pid)}
         if (status := await self.status()) is not None:
             found |= {each.worker.name: each.worker.pid for each in status.workers}
             found |= {f"router-{n}": pid for n, pid in enumerate(sorted(each.pid for each in status.routers))}
@@ -203,14 +161,30 @@ async def served_cluster(
     command: Sequence[str] = SERVE,
     environment: Mapping[str, str] | None = None,
 ) -> AsyncIterator[WatchedCluster]:
-    """Run `baton serve` in a process of its own. WorkerLost: it does not come up."""
+    """Run `baton serve tiny` on a free port; serve.log in the folder has its stderr.
+
+    Every process computes with one thread, for on few cores more would get in each other's way. WorkerLost:
+    it does not come up.
+    """
     counts = {"--prefill": prefill, "--decode": decode, "--routers": routers, "--gateways": gateways}
     numbers = [word for flag, count in counts.items() for word in (flag, str(count))]
-    words = [*numbers, "--drain-timeout", "5", *options]
-    async with serve(folder, words, command=command, environment=environment) as served:
-        record = find_record(served.port)
+    log_path = folder / "serve.log"
+    with log_path.open("wb") as log:
+        process = await asyncio.create_subprocess_exec(
+            *(*command, "serve", MODEL, "--port", "0", *numbers, "--drain-timeout", "5", *options),
+            stdin=DEVNULL,
+            stdout=PIPE,
+            stderr=log,
+            env=environment or environment_of_child(num_threads=1),
+        )
+    try:
+        async with asyncio.timeout(START_S):
+            port = await _port(process, log_path)
+        record, url = find_record(port), f"http://{HOST}:{port}"
         async with connected(record.routers, record.keys) as operator:
-            yield await WatchedCluster(served.url, operator, sum(counts.values()), served.pid).come_together()
+            yield await WatchedCluster(url, operator, sum(counts.values()), process.pid).come_together()
+    finally:
+        await _stop(process)
 
 
 @asynccontextmanager

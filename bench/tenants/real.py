@@ -26,7 +26,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from baton.bench.clusters import MODEL, serve, tenants_yaml
+from baton.bench.clusters import MODEL, served_cluster, tenants_yaml
 from baton.bench.processes import Child
 from baton.bench.report import Report, Row
 from baton.bench.serve.client import Address, Client, sleep_until
@@ -52,7 +52,7 @@ from baton.tenants import Sla
 
 STEP_TOKENS: Final = 256  # between two steps a worker chooses the tenant that is due
 OPTIONS: Final = (
-    *("--runtime", "local", "--prefill", "1", "--decode", "1", "--kv-cache-memory", "256MiB"),
+    *("--runtime", "local", "--kv-cache-memory", "256MiB"),
     *("--max-num-batched-tokens", str(STEP_TOKENS), "--drain-timeout", "1"),
 )
 REFUSALS: Final = (429, 503)
@@ -229,8 +229,8 @@ async def serving(
     keys = {tenant: secrets.token_hex(16) for tenant in slas}
     file = folder / "tenants.yaml"
     file.write_text(tenants_yaml(keys, slas, stopped))
-    async with serve(folder, [*OPTIONS, "--tenants", str(file)]) as served:
-        server = TenantServer(served.url, keys, served.pid)
+    async with served_cluster(folder, [*OPTIONS, "--tenants", str(file)], prefill=1, decode=1) as cluster:
+        server = TenantServer(cluster.url, keys, cluster.serve_pid)
         try:
             yield server
         finally:
