@@ -1,8 +1,6 @@
 """The processes that suites start: a child that talks in lines, and a Redis on a TCP port."""
 
 import asyncio
-import contextlib
-import os
 import shutil
 import socket
 import subprocess
@@ -12,6 +10,8 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Final, Self
+
+import psutil
 
 from baton.errors import ConfigError
 
@@ -94,7 +94,7 @@ async def redis_on_tcp(folder: Path) -> AsyncIterator[tuple[str, int]]:
 
 def resident_mib(pid: int) -> float | None:
     """Return the resident set size of a process; None where there is no such process."""
-    with contextlib.suppress(OSError):
-        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-        return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
-    return None
+    try:
+        return float(psutil.Process(pid).memory_info().rss / 2**20)
+    except psutil.NoSuchProcess:
+        return None

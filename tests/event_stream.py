@@ -3,12 +3,12 @@
 import http.client
 import json
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from typing import Any, Final, NamedTuple
 
-from tests.served import until
+from tests.waiting import wait_for
 
 PATHS = {True: "/v1/chat/completions", False: "/v1/completions"}
 
@@ -34,7 +34,7 @@ def stream(
     *,
     headers: dict[str, str] | None = None,
     timeout_s: float = 120.0,
-) -> Iterator[Event]:
+) -> Generator[Event, None, None]:
     """The events of one POST. Raises Refused, and OSError or HTTPException where the connection breaks."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=timeout_s)
     with closing(connection):
@@ -123,7 +123,7 @@ class SteadyClients:
     def until_more(self) -> None:
         """Wait until each client has been answered, and more."""
         wanted = self.num_answers + 2 * NUM_CLIENTS
-        until(lambda: self.num_answers >= wanted or self._is_over.is_set(), MORE_S)
+        wait_for(lambda: self.num_answers >= wanted or self._is_over.is_set(), MORE_S)
 
     @contextmanager
     def asking(self) -> Iterator[None]:

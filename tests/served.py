@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
@@ -20,10 +20,11 @@ import psutil
 
 from baton.cluster.cluster_record import find_record
 from baton.cluster.operator_node import connected
-from baton.cluster.runtimes import base as runtimes
+from baton.cluster.runtimes.base import descendants
 from baton.messages.operations import Status
 from baton.messages.status import RouterStatus
 from baton.messages.workers import WorkerStatus
+from tests.event_stream import stream
 from tests.waiting import wait_for
 
 ROOT: Final = Path(__file__).resolve().parents[1]
@@ -74,21 +75,12 @@ class Served:
         return status == 200
 
     def stream(self, prompt: str, **settings: Any) -> Generator[Any, None, None]:
-        """Yield the chunks of a completion; AssertionError when the stream breaks."""
+        """Yield the chunks of a completion. Raises as `tests.event_stream.stream` does."""
         body = {"model": "tiny", "prompt": prompt, "stream": True, "temperature": 0, **settings}
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
-        with closing(connection):
-            headers = {"Content-Type": "application/json"}
-            connection.request("POST", "/v1/completions", json.dumps(body), headers)
-            answer = connection.getresponse()
-            assert answer.status == 200
-            for line in answer:
-                event = line.decode().strip().removeprefix("data: ")
-                if event == "[DONE]":
-                    return
-                if event and not event.startswith(":"):
-                    yield json.loads(event)
-        raise AssertionError("the stream ended before its end")
+        with closing(stream(self.port, body)) as events:
+            for event in events:
+                if event.data != "[DONE]":
+                    yield json.loads(event.data)
 
     def baton(self, *arguments: str) -> str:
         """Run another command of baton; return its output."""
@@ -182,12 +174,6 @@ def stop(process: "subprocess.Popen[str]") -> int:
         raise
 
 
-def free_port() -> int:
-    """A port of 127.0.0.1 that no process listens on now."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
-
-
 def accepts(port: int) -> bool:
     """True when a process listens on this port of 127.0.0.1."""
     with socket.socket() as probe:
@@ -199,11 +185,6 @@ until: Final = functools.partial(wait_for, interval_s=0.05)  # each look asks pr
 
 def _listens(process: psutil.Process) -> set[int]:
     return {one.laddr.port for one in process.net_connections("tcp") if one.status == psutil.CONN_LISTEN}
-
-
-def descendants(pid: int) -> set[int]:
-    """Return the ids of the processes that this one has started, and of their descendants."""
-    return set(runtimes.descendants(pid))
 
 
 def command_line(pid: int) -> str:
@@ -221,5 +202,5 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def are_gone(pids: set[int]) -> bool:
+def are_gone(pids: Iterable[int]) -> bool:
     return not any(map(is_alive, pids))

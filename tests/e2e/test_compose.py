@@ -14,7 +14,8 @@ import httpx2
 import pytest
 import yaml
 
-from tests.served import ROOT, free_port, stop, until
+from baton.bench.processes import free_port
+from tests.served import ROOT, stop, until
 
 KEY: Final = "sk-of-a-test"
 SERVICES: Final = ("router", "gateway", "prefill-0", "decode-0")  # one of each kind: cores are few here

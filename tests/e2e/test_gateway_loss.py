@@ -11,8 +11,9 @@ from typing import Any, Final
 import psutil
 import pytest
 
+from baton.cluster.runtimes.base import descendants
 from tests.event_stream import Event, Refused, joined, read_all, stream
-from tests.served import Served, descendants, served, until
+from tests.served import Served, served, until
 
 NUM_TOKENS: Final = 800
 PROMPT: Final = "the sun and the moon and a star; " * 4

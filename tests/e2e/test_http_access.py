@@ -10,10 +10,10 @@ import httpx2
 import openai
 import pytest
 
+from baton.bench.processes import free_port
 from baton.errors import ConfigError, Overloaded
 from baton.request import Request
 from tests.scripted_service import ScriptedService, answer_at_once, events
-from tests.served import free_port
 from tests.served_gateway import ServedGateway
 
 Served = ServedGateway[ScriptedService]

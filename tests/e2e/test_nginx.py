@@ -12,7 +12,8 @@ from typing import Final
 import httpx2
 import pytest
 
-from tests.served import ROOT, accepts, free_port, served, until
+from baton.bench.processes import free_port
+from tests.served import ROOT, accepts, served, until
 
 NGINX: Final = shutil.which("nginx", path="/usr/sbin:/usr/local/sbin:/usr/bin:/usr/local/bin")
 OPTIONS: Final = ("tiny", "--runtime", "local", "--kv-cache-memory", "64MiB", "--drain-timeout", "5")

@@ -17,8 +17,9 @@ import pytest
 from baton.bench.tiny.tasks import recall_cases
 from baton.cluster.cluster_record import find_record
 from baton.cluster.redis_server import find_program
+from baton.cluster.runtimes.base import descendants
 from baton.config.environment import cache_directory
-from tests.served import Served, are_gone, descendants, served, until
+from tests.served import Served, are_gone, served, until
 
 OPTIONS = ("tiny", "--runtime", "local", "--kv-cache-memory", "64MiB", "--drain-timeout", "5")
 # An idle decode worker computes prompts itself by the default policy; by this one it never does.

@@ -12,7 +12,8 @@ import pytest
 from baton.bench.tiny.tasks import recall_cases
 from baton.cluster.cluster_record import find_record
 from baton.cluster.redis_server import find_program
-from tests.served import Served, are_gone, command_line, descendants, served, stop, until
+from baton.cluster.runtimes.base import descendants
+from tests.served import Served, are_gone, command_line, served, stop, until
 
 pytest.importorskip("ray")
 

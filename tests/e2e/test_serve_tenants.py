@@ -16,8 +16,9 @@ from pathlib import Path
 import httpx2
 import msgspec
 
+from baton.bench.processes import free_port
 from baton.messages.operations import Status
-from tests.served import free_port, served, until
+from tests.served import served, until
 from tests.tenant_clients import ask, keys
 
 BURST = 60  # tokens

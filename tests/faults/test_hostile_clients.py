@@ -19,10 +19,12 @@ import psutil
 import pytest
 
 from baton.bench.serve.client import Address, Answer, Connection
+from baton.bench.serve.figures import events_of
+from baton.cluster.runtimes.base import descendants
 from baton.errors import PeerGone
 from baton.request import Request
 from tests.scripted_service import ScriptedService, events
-from tests.served import Served, descendants, served, until
+from tests.served import Served, served, until
 from tests.served_gateway import ServedGateway
 
 NUM_CANCELS: Final = 2000
@@ -85,10 +87,9 @@ async def ask(address: Address, body: dict[str, Any]) -> Answer:
 def token_ids(answer: Answer) -> list[int]:
     assert answer.status == 200, answer.body
     found: list[int] = []
-    for event in answer.body.decode().split("\n\n"):
-        if event.startswith("data: {"):
-            for choice in json.loads(event.removeprefix("data: "))["choices"]:
-                found += choice.get("token_ids") or []
+    for event in events_of(answer.pieces):
+        for choice in event.content["choices"] if event.content is not None else ():
+            found += choice.get("token_ids") or []
     return found
 
 

@@ -92,7 +92,7 @@ def test_rotation_under_load_fails_no_request_and_refuses_the_retired_key(tmp_pa
         with clients.asking():
             events = stream(cluster.port, BODY)
             begun = [next(events) for _ in range(3)]
-            events.close()  # type: ignore[attr-defined]
+            events.close()
 
             new, second = change(cluster, "rotate", path)
             assert second == old != new

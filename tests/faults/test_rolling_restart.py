@@ -8,7 +8,8 @@ import threading
 import pytest
 
 from baton.bench.faults.clients import Clients, make_questions
-from tests.served import Served, command_line, descendants, served, until
+from baton.cluster.runtimes.base import descendants
+from tests.served import Served, command_line, served, until
 
 NUM_CLIENTS = 4
 OPTIONS = ("--prefill", "2", "--decode", "2", "--routers", "2", "--gateways", "2", "--drain-timeout", "60")

@@ -17,6 +17,7 @@ from typing import Any, Final
 import pytest
 import yaml
 
+from baton.bench.processes import free_port
 from baton.cluster.cli.commands import processes
 from baton.cluster.cli.main import main
 from baton.cluster.cli.options import Parser
@@ -32,7 +33,7 @@ from baton.messages.operations import Status
 from baton.messages.workers import Address, Load, WorkerRole, WorkerStatus
 from tests.kubernetes_schemas import check_document
 from tests.node_peers import a_worker
-from tests.served import accepts, free_port, until
+from tests.served import accepts, until
 
 ROOT: Final = Path(__file__).resolve().parents[3]
 DEPLOY: Final = ROOT / "deploy"

@@ -1,9 +1,9 @@
 """Calls as the gateway makes them, and a client, for tests that need no HTTP."""
 
-import json
 from collections.abc import Callable
 from typing import Any
 
+from baton.bench.serve.figures import events_of
 from baton.cluster.model_directory import resolve_model
 from baton.gateway.api.answer import Answer
 from baton.gateway.api.call import Call, Prompt
@@ -58,12 +58,8 @@ class Client:
         self.on_writable()
 
     def chunks(self) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = [
-            json.loads(part.removeprefix(b"data: "))
-            for part in b"".join(self.writes).split(b"\n\n")
-            if part.startswith(b"data: {")
-        ]
-        return found
+        events = events_of([(0.0, each) for each in self.writes], may_be_cut=True)
+        return [event.content for event in events if event.content is not None]
 
     def texts(self) -> list[str]:
         choices = [chunk["choices"][0] for chunk in self.chunks() if chunk.get("choices")]
