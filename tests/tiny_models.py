@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any, Final
 
+import pytest
 import torch
 
 from baton.clock import Clock
@@ -42,6 +43,12 @@ def write_config(directory: Path, **keys: Any) -> Path:
     return directory
 
 
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a model with a config and no weights."""
+    return write_config(tmp_path_factory.mktemp("tiny") / "model")
+
+
 def tiny_config(directory: Path, **settings: Any) -> EngineConfig:
     """An engine on the CPU over the config in `directory`, which is written if it is not there."""
     if not (directory / "config.json").exists():
@@ -61,14 +68,24 @@ def dummy_parameters(directory: Path, tp: TensorParallel, dtype: str = "float32"
     return Parameters(checkpoint, tp, TORCH_DTYPES[dtype], cpu)
 
 
-def generate(engine: Engine, prompt: list[int], **sampling: Any) -> list[StepOutput]:
-    """Every output of one request, greedy unless said otherwise."""
-    params = SamplingParams(**{"temperature": 0.0, "max_tokens": 8, **sampling})
-    engine.add(Request(request_id="only", token_ids=TokenIds.of(prompt), sampling=params))
+def add(engine: Engine, request_id: str, prompt: list[int], **sampling: Any) -> None:
+    """Add a request, greedy and of six tokens unless said otherwise."""
+    params = SamplingParams(**{"temperature": 0.0, "max_tokens": 6, **sampling})
+    engine.add(Request(request_id=request_id, token_ids=TokenIds.of(prompt), sampling=params))
+
+
+def run_to_end(engine: Engine) -> list[StepOutput]:
+    """Step until the engine has no work; return every output."""
     outputs: list[StepOutput] = []
     while engine.has_work():
         outputs += engine.step()
     return outputs
+
+
+def generate(engine: Engine, prompt: list[int], **sampling: Any) -> list[StepOutput]:
+    """Every output of one request, greedy and of eight tokens unless said otherwise."""
+    add(engine, "only", prompt, **{"max_tokens": 8, **sampling})
+    return run_to_end(engine)
 
 
 def token_ids(outputs: list[StepOutput]) -> list[int | None]:

@@ -13,16 +13,11 @@ from baton.messages.control import Measured, Prefill, Prefilled, PullSource
 from baton.messages.workers import PrefillTimes
 from baton.request import FinishReason, Request, SamplingParams, StepOutput, TokenEvent
 from baton.token_ids import TokenIds
-from tests.tiny_models import VOCAB_SIZE, tiny_engine, write_config
+from tests.tiny_models import VOCAB_SIZE, run_to_end, tiny_engine
 from tests.worker_pair import ROUTER, Host, WorkerPair
 
 MakePair: TypeAlias = Callable[..., WorkerPair]
 PROMPT: Final = tuple((7 * i + i * i) % VOCAB_SIZE for i in range(41))
-
-
-@pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_config(tmp_path_factory.mktemp("tiny") / "model")
 
 
 @pytest.fixture(scope="session")
@@ -79,10 +74,7 @@ def said(tokens: list[TokenEvent]) -> list[Said]:
 
 def answer_alone(engine: Engine, request: Request) -> list[Said]:
     engine.add(request)
-    outputs: list[StepOutput] = []
-    while engine.has_work():
-        outputs += engine.step()
-    return [Said.of(output) for output in outputs]
+    return [Said.of(output) for output in run_to_end(engine)]
 
 
 def answer_of(pair: WorkerPair, request: Request) -> list[Said]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from baton.engine.engine import Engine, load_engine
+from baton.engine.engine import load_engine
 from baton.kvtransfer.endpoint import EndpointSettings, KvEndpoint
 from baton.kvtransfer.protocol.handoff import HandoffOutcome, Timing, TransferEnded
 from baton.kvtransfer.ranks.ranks import RankAgents
@@ -18,7 +18,7 @@ from baton.kvtransfer.transports.pages import SharedPool
 from baton.request import FilledPages, Request, SamplingParams
 from baton.token_ids import TokenIds
 from tests.endpoint_host import KEY
-from tests.tiny_models import tiny_config, tiny_engine, write_config
+from tests.tiny_models import run_to_end, tiny_config, tiny_engine, token_ids, write_config
 from tests.waiting import wait_for
 from tests.watched_agent import pages_of, watched
 
@@ -96,11 +96,11 @@ def a_request(name: str, num_tokens: int = NEW_TOKENS) -> Request:
     return Request(request_id=name, token_ids=TokenIds.of(PROMPT), sampling=sampling)
 
 
-def run(engine: Engine) -> list[int | None]:
-    found = []
-    while engine.has_work():
-        found += [output.token_id for output in engine.step()]
-    return found
+def are_over(source: Replica, destination: Replica) -> bool:
+    """Poll both; return whether the transfer has ended at both."""
+    source.poll()
+    destination.poll()
+    return bool(source.ended and destination.ended)
 
 
 def grant(source: Replica, destination: Replica, num_units: int) -> None:
@@ -124,12 +124,7 @@ def move(source: Replica, destination: Replica, pages: list[int]) -> TransferEnd
     grant(source, destination, num_units)
     source.endpoint.offer(TRANSFER, pages, num_units)
 
-    def is_over() -> bool:
-        source.poll()
-        destination.poll()
-        return bool(source.ended and destination.ended)
-
-    wait_for(is_over)
+    wait_for(lambda: are_over(source, destination))
     assert source.ended[-1].outcome is HandoffOutcome.HANDED_OVER
     return destination.ended[-1]
 
@@ -150,7 +145,7 @@ def test_an_engine_goes_on_from_the_pages_of_another(
     source, destination = make(*source_cut, transport), make(*destination_cut)
     alone = tiny_engine(model)
     alone.add(a_request("alone"))
-    expected = run(alone)
+    expected = token_ids(run_to_end(alone))
     pages = source.compute(a_request("prefill", 1))
     ended = move(source, destination, pages)
     assert (ended.outcome, ended.transfer) == (HandoffOutcome.ADOPTED, TRANSFER)
@@ -159,7 +154,7 @@ def test_an_engine_goes_on_from_the_pages_of_another(
     assert torch.equal(sent[:, :, :, :num_tokens], received[:, :, :, :num_tokens]) and sent.any()
     brought = FilledPages(tuple(ended.pages), len(PROMPT) - 1, "adopter")
     destination.engine.add(a_request("decode"), brought)
-    assert run(destination.engine) == expected
+    assert token_ids(run_to_end(destination.engine)) == expected
     source.engine.release_kept("prefill")
 
 
@@ -169,16 +164,11 @@ def test_an_engine_whose_other_rank_is_killed_ends_its_transfers(make: Make) -> 
     (tp_worker,) = set(psutil.Process().children()) - before
     grant(source, destination, 4)
 
-    def is_over() -> bool:
-        source.poll()
-        destination.poll()
-        return bool(source.ended and destination.ended)
-
     tp_worker.kill()
-    wait_for(is_over)
+    wait_for(lambda: are_over(source, destination))
     assert source.ended[-1].outcome is HandoffOutcome.FAILED
     # Rank 0 and the destination both watch the rank that was killed: either may see its end first.
     assert source.ended[-1].reason in ("rank 1 is lost", "aborted: the source's process died")
     assert destination.ended[-1].outcome in (HandoffOutcome.RECOMPUTE, HandoffOutcome.REFUSED)
     pages = destination.engine.pages
-    wait_for(lambda: is_over() and pages.num_free == pages.num_pages)
+    wait_for(lambda: are_over(source, destination) and pages.num_free == pages.num_pages)

@@ -1,17 +1,12 @@
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
 
 from tests.tensor_parallel_peer import Pair
-from tests.tiny_models import write_config
+from tests.tiny_models import tiny_model
 
-
-@pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of a model with a config and no weights."""
-    return write_config(tmp_path_factory.mktemp("tiny") / "model")
+__all__ = ["pair", "tiny_model"]
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,7 @@ from baton.engine.engine import Engine
 from baton.errors import InvalidRequest
 from baton.request import FinishReason, Request, SamplingParams, StepOutput
 from baton.token_ids import TokenIds
-from tests.tiny_models import MAX_MODEL_LEN, VOCAB_SIZE, generate, tiny_engine, token_ids
+from tests.tiny_models import MAX_MODEL_LEN, VOCAB_SIZE, generate, run_to_end, tiny_engine, token_ids
 
 PROMPT = (3, 1, 4, 1, 5, 9, 2, 6, 5, 3)
 WAYS: dict[str, dict[str, Any]] = {
@@ -33,10 +33,7 @@ def engine(request: pytest.FixtureRequest, tiny_model: Path) -> Engine:
 
 def answer(engine: Engine, *, sampling: SamplingParams, **fields: Any) -> list[StepOutput]:
     engine.add(Request(request_id="r", token_ids=TokenIds.of(PROMPT), sampling=sampling, **fields))
-    outputs: list[StepOutput] = []
-    while engine.has_work():
-        outputs += engine.step()
-    return outputs
+    return run_to_end(engine)
 
 
 def essence(outputs: list[StepOutput]) -> list[tuple[Any, ...]]:

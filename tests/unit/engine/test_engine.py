@@ -3,16 +3,23 @@
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from baton.clock import ManualClock
 from baton.engine.engine import Engine
 from baton.errors import InvalidRequest
-from baton.request import FinishReason, Request, SamplingParams, StepOutput
-from baton.token_ids import TokenIds
-from tests.tiny_models import MAX_MODEL_LEN, VOCAB_SIZE, generate, tiny_engine, token_ids, write_config
+from baton.request import FinishReason, StepOutput
+from tests.tiny_models import (
+    MAX_MODEL_LEN,
+    VOCAB_SIZE,
+    add,
+    generate,
+    run_to_end,
+    tiny_engine,
+    token_ids,
+    write_config,
+)
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]
 
@@ -30,17 +37,11 @@ def engine(loaded: Engine) -> Iterator[Engine]:
     loaded.scheduler.check_integrity()
 
 
-def add(engine: Engine, request_id: str, prompt: list[int], **sampling: Any) -> None:
-    params = SamplingParams(**{"temperature": 0.0, "max_tokens": 6, **sampling})
-    engine.add(Request(request_id=request_id, token_ids=TokenIds.of(prompt), sampling=params))
-
-
 def drain(engine: Engine) -> dict[tuple[str, int], list[StepOutput]]:
     """(request id, choice) -> outputs in order."""
     outputs = defaultdict(list)
-    while engine.has_work():
-        for output in engine.step():
-            outputs[output.request_id, output.choice].append(output)
+    for output in run_to_end(engine):
+        outputs[output.request_id, output.choice].append(output)
     return dict(outputs)
 
 

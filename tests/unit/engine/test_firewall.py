@@ -13,7 +13,7 @@ from baton.engine.engine import BAD_LOGITS, Engine
 from baton.engine.runner.step_inputs import StepArrays
 from baton.request import FilledPages, FinishReason, Request, SamplingParams, StepOutput
 from baton.token_ids import TokenIds
-from tests.tiny_models import generate, tiny_engine, token_ids
+from tests.tiny_models import add, generate, run_to_end, tiny_engine, token_ids
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]
 
@@ -23,16 +23,10 @@ def engine(request: pytest.FixtureRequest, tiny_model: Path) -> Engine:
     return tiny_engine(tiny_model, ManualClock(), cache={"host_cache_memory_bytes": request.param})
 
 
-def add(engine: Engine, name: str, prompt: list[int], **sampling: Any) -> None:
-    params = SamplingParams(**{"temperature": 0.0, "max_tokens": 6, **sampling})
-    engine.add(Request(request_id=name, token_ids=TokenIds.of(prompt), sampling=params))
-
-
 def drain(engine: Engine) -> dict[str, list[StepOutput]]:
     outputs: dict[str, list[StepOutput]] = {}
-    while engine.has_work():
-        for output in engine.step():
-            outputs.setdefault(output.request_id, []).append(output)
+    for output in run_to_end(engine):
+        outputs.setdefault(output.request_id, []).append(output)
     return outputs
 
 

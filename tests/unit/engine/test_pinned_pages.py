@@ -11,7 +11,7 @@ from baton.engine.engine import Engine
 from baton.pages import PageKeys
 from baton.request import Request, SamplingParams
 from baton.token_ids import TokenIds
-from tests.tiny_models import VOCAB_SIZE, tiny_engine
+from tests.tiny_models import VOCAB_SIZE, run_to_end, tiny_engine
 
 PAGE_BYTES: Final = 4 * 512
 PROMPT: Final = tuple((5 * i + i * i) % VOCAB_SIZE for i in range(48))
@@ -21,8 +21,7 @@ OTHER: Final = tuple((7 * i + i * i) % VOCAB_SIZE for i in range(80))
 def run(engine: Engine, prompt: tuple[int, ...]) -> None:
     sampling = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
     engine.add(Request(request_id="a request", token_ids=TokenIds.of(prompt), sampling=sampling))
-    while engine.has_work():
-        engine.step()
+    run_to_end(engine)
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from baton.engine.engine import Engine
 from baton.engine.replica import SoughtPrefix
 from baton.request import Request, SamplingParams
 from baton.token_ids import TokenIds
-from tests.tiny_models import tiny_engine
+from tests.tiny_models import run_to_end, tiny_engine
 
 PROMPT = tuple(range(40))
 
@@ -51,8 +51,7 @@ def test_claim_belongs_to_the_owner_and_ends_at_a_page_of_both_sizes(engine: Eng
     engine.add(
         Request(request_id="before", token_ids=TokenIds.of(PROMPT), sampling=SamplingParams(max_tokens=1))
     )
-    while engine.has_work():
-        engine.step()
+    run_to_end(engine)
     claim = sought(engine).claim(16)
     assert (claim.num_tokens, len(claim.pages), claim.owner) == (32, 8, "r.0")
     engine.release(claim)

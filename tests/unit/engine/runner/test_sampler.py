@@ -17,7 +17,7 @@ from baton.engine.scheduler.sequence import ScheduledChunk, Sequence
 from baton.request import Request, SamplingParams
 from baton.token_ids import TokenIds
 from tests.batches import make_batch, make_sequence, rest_of
-from tests.tiny_models import generate, tiny_engine
+from tests.tiny_models import generate, run_to_end, tiny_engine
 
 CPU = torch.device("cpu")
 VOCAB_SIZE = 37
@@ -97,9 +97,8 @@ def test_outside_sampling_parameter_changes_only_its_own_requests(
     engine.add(Request(request_id="even", token_ids=TokenIds.of((1, 2, 3)), sampling=even))
     engine.add(Request(request_id="any", token_ids=TokenIds.of((1, 2, 3)), sampling=plain))
     answers: dict[str, list[int]] = {"even": [], "any": []}
-    while engine.has_work():
-        for output in engine.step():
-            answers[output.request_id].append(output.token_id or 0)
+    for output in run_to_end(engine):
+        answers[output.request_id].append(output.token_id or 0)
     assert len(answers["even"]) == 12 and not any(token % 2 for token in answers["even"])
     monkeypatch.undo()
     assert answers["any"] == [each.token_id for each in generate(engine, [1, 2, 3], max_tokens=12)]
