@@ -8,7 +8,6 @@ import queue
 import secrets
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Final, Self
 
 from baton.clock import SystemClock
@@ -16,45 +15,18 @@ from baton.cluster.worker_process import HostedWorker
 from baton.config.cluster import WorkerConfig
 from baton.config.engine import EngineConfig
 from baton.config.router import RouterConfig
-from baton.errors import BatonError
 from baton.gateway.streams.frontend import Frontend
+from baton.gateway.streams.request_stream import ReplayLimits
 from baton.messages.bounds import STEP_TIMEOUT_S
-from baton.messages.workers import WorkerRole
-from baton.request import Request, TokenEvent
+from baton.messages.workers import Address, WorkerRole
+from baton.request import Request
 from baton.router.router import Router
 from baton.rpc.server import RpcThread
+from tests.answer import Answer
 from tests.waiting import wait_for
 
 KEY: Final = b"the key of a cluster for tests"
 TIMEOUT_S: Final = 60.0
-
-
-@dataclass
-class Answer:
-    """Keeps the tokens or the error of one request."""
-
-    events: list[TokenEvent] = field(default_factory=list)
-    error: BatonError | None = None
-    on_event: Callable[[TokenEvent], None] | None = None
-
-    @property
-    def has_ended(self) -> bool:
-        return self.error is not None or bool(self.events and self.events[-1].finish_reason)
-
-    @property
-    def token_ids(self) -> list[int | None]:
-        if self.error is not None:
-            raise self.error
-        return [event.token_id for event in self.events]
-
-    def tokens(self, events: Sequence[TokenEvent]) -> None:
-        for event in events:
-            self.events.append(event)
-            if self.on_event is not None:
-                self.on_event(event)
-
-    def failed(self, error: BatonError) -> None:
-        self.error = error
 
 
 class Threads:
@@ -91,6 +63,35 @@ class Threads:
     def _run(self) -> None:
         while (call := self._calls.get()) is not None:
             call()
+
+
+class GatewayThread(Threads):
+    """A gateway's frontend, and the threads of it."""
+
+    def __init__(
+        self,
+        routers: Sequence[Address],
+        limits: ReplayLimits | None = None,
+        through: Callable[[Address], Address] = lambda address: address,
+    ) -> None:
+        """through: returns where to dial an address."""
+        super().__init__("gateway")
+        self.frontend = Frontend(
+            secrets.token_hex(16),
+            routers,
+            lambda address: self.net.dial(through(address)),
+            SystemClock(),
+            limits,
+        )
+        self.net.serve(self.frontend)
+
+    def begin(self, request: Request, answer: Answer | None = None) -> Answer:
+        answer = answer or Answer()
+        self.call(lambda: self.frontend.open(request, answer))
+        return answer
+
+    def cancel(self, request_id: str) -> None:
+        self.call(lambda: self.frontend.cancel(request_id))
 
 
 class WorkerThread:
@@ -171,10 +172,9 @@ class Cluster:
                 ends.callback(worker.close)
             for worker in self.workers:
                 worker.wait()
-            self._gateway = Threads("gateway")
-            ends.callback(self._gateway.close)
-            self.frontend = Frontend(secrets.token_hex(16), [address], self._gateway.net.dial, SystemClock())
-            self._gateway.net.serve(self.frontend)
+            gateway = GatewayThread([address])
+            ends.callback(gateway.close)
+            self.frontend, self.begin, self.cancel = gateway.frontend, gateway.begin, gateway.cancel
             self._wait_until_routable()
             self._ends = ends.pop_all()
 
@@ -189,14 +189,6 @@ class Cluster:
         answers = [self.begin(request) for request in requests]
         wait_for(lambda: all(answer.has_ended for answer in answers), timeout_s)
         return answers
-
-    def begin(self, request: Request, answer: Answer | None = None) -> Answer:
-        answer = answer or Answer()
-        self._gateway.call(lambda: self.frontend.open(request, answer))
-        return answer
-
-    def cancel(self, request_id: str) -> None:
-        self._gateway.call(lambda: self.frontend.cancel(request_id))
 
     def workers_of(self, role: WorkerRole) -> Iterator[WorkerThread]:
         return (worker for worker in self.workers if worker.config.role is role)

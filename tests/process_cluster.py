@@ -5,21 +5,17 @@ Tests may kill processes; the supervisor restarts them, and `wait_until_whole` w
 
 import asyncio
 import os
-import secrets
 import signal
 import threading
 from collections.abc import Coroutine, Sequence
 from typing import Any, Final, Self, TypeVar
 
-from baton.clock import SystemClock
 from baton.cluster.runtimes.local import COMMAND, LocalProcess, LocalRuntime
 from baton.cluster.serve import Cluster
 from baton.cluster.serve_plan import Topology
 from baton.config.cluster import ServeConfig
-from baton.gateway.streams.frontend import Frontend
 from baton.messages.operations import Status
-from baton.request import Request
-from tests.cluster_threads import KEY, Answer, Threads
+from tests.cluster_threads import KEY, GatewayThread
 from tests.new_status import new_status
 from tests.waiting import wait_for
 
@@ -37,29 +33,19 @@ class ProcessCluster:
         self._thread.start()
         self.topology: Topology
         self._cluster = self._wait(self._start())
-        self.gateway = Threads("gateway")
-        routers, dial = self.topology.routers, self.gateway.net.dial
-        self.frontend = Frontend(secrets.token_hex(16), routers, dial, SystemClock())
-        self.gateway.net.serve(self.frontend)
+        self._gateway = gateway = GatewayThread(self.topology.routers)
+        self.frontend, self.begin, self.cancel = gateway.frontend, gateway.begin, gateway.cancel
         self.wait_until_whole()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.gateway.close()
+        self._gateway.close()
         self._wait(self._cluster.close())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
-
-    def begin(self, request: Request, answer: Answer | None = None) -> Answer:
-        answer = answer or Answer()
-        self.gateway.call(lambda: self.frontend.open(request, answer))
-        return answer
-
-    def cancel(self, request_id: str) -> None:
-        self.gateway.call(lambda: self.frontend.cancel(request_id))
 
     def decode_name(self, request_id: str) -> str:
         """Return the name of the worker that streams this request now."""

@@ -20,7 +20,7 @@ from baton.config.router import RouterConfig
 from baton.errors import WorkerLost
 from baton.request import Request, SamplingParams, TokenEvent
 from baton.token_ids import TokenIds
-from tests.cluster_threads import Answer
+from tests.answer import Answer
 from tests.process_cluster import ProcessCluster
 from tests.waiting import wait_for
 

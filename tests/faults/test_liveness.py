@@ -5,7 +5,6 @@ The cluster runs in this process, over real sockets; the tests control the durat
 
 import contextlib
 import math
-import secrets
 import sys
 import threading
 import time
@@ -16,14 +15,12 @@ from typing import Final
 import pytest
 
 from baton.bench.faults.link_proxy import Direction, LinkProxy
-from baton.clock import SystemClock
 from baton.cluster.worker_process import HostedWorker
 from baton.config.cluster import ServeConfig, WorkersConfig
 from baton.config.engine import CacheConfig, EngineConfig, EngineSettings
 from baton.config.router import RouterConfig
 from baton.decode_worker.worker import DecodeWorker
 from baton.errors import Overloaded
-from baton.gateway.streams.frontend import Frontend
 from baton.gateway.streams.request_stream import ReplayLimits
 from baton.gateway.streams.routers import SILENT_S
 from baton.kvtransfer.links import Link
@@ -35,7 +32,8 @@ from baton.messages.workers import Address, WorkerRole
 from baton.prefill_worker.worker import PrefillWorker
 from baton.request import Request, SamplingParams
 from baton.rpc.server import RpcThread
-from tests.cluster_threads import Answer, Cluster, Threads
+from tests.answer import Answer
+from tests.cluster_threads import Cluster, GatewayThread
 from tests.node_peers import TestPeer, a_request
 from tests.process_cluster import ProcessCluster
 from tests.served import is_alive
@@ -341,26 +339,13 @@ def test_worker_process_that_hangs_in_a_native_call_is_killed_and_replaced(tmp_p
         assert cluster.pid("decode-0") != pid
 
 
-class OtherGateway:
+def other_gateway(cluster: Cluster, links: Links, limits: ReplayLimits = LIMITS) -> GatewayThread:
     """A second gateway of a cluster that reaches routers and workers through `links`."""
 
-    def __init__(self, cluster: Cluster, links: Links, limits: ReplayLimits = LIMITS) -> None:
-        self._thread = Threads("other gateway")
-        (router,) = cluster.workers[0].config.routers
+    def through(address: Address) -> Address:
+        return Address(*links.through((address.host, address.port)))
 
-        def dial(address: Address) -> None:
-            self._thread.net.dial(Address(*links.through((address.host, address.port))))
-
-        self.frontend = Frontend(secrets.token_hex(16), [router], dial, SystemClock(), limits)
-        self._thread.net.serve(self.frontend)
-
-    def begin(self, request: Request) -> Answer:
-        answer = Answer()
-        self._thread.call(lambda: self.frontend.open(request, answer))
-        return answer
-
-    def close(self) -> None:
-        self._thread.close()
+    return GatewayThread(cluster.workers[0].config.routers, limits, through)
 
 
 @pytest.mark.timeout(180)
@@ -368,7 +353,7 @@ def test_first_token_lost_in_a_swallowed_link_comes_from_another_attempt() -> No
     with (
         Cluster([engine()], [engine()]) as cluster,
         contextlib.closing(Links()) as links,
-        contextlib.closing(OtherGateway(cluster, links, ReplayLimits())) as other,
+        contextlib.closing(other_gateway(cluster, links, ReplayLimits())) as other,
     ):
         tokens = expected(cluster, named("before"))
         wait_for(lambda: len(other.frontend.workers) == 2 and not other.frontend.why_not_ready)
@@ -389,7 +374,7 @@ def test_gateway_with_swallowed_links_reports_it_is_dropped_and_recovers() -> No
         contextlib.ExitStack() as ends,
         Cluster([engine()], [engine()], kind=SlowWorker) as cluster,
         contextlib.closing(Links()) as links,
-        contextlib.closing(OtherGateway(cluster, links)) as other,
+        contextlib.closing(other_gateway(cluster, links)) as other,
     ):
         wait_for(lambda: not other.frontend.why_not_ready)
         (decode,) = hosted(cluster, WorkerRole.DECODE)

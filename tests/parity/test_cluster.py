@@ -20,8 +20,10 @@ from baton.kvtransfer.protocol import transfer_plan
 from baton.messages.workers import WorkerRole
 from baton.request import Request, SamplingParams, StepOutput
 from baton.token_ids import TokenIds
-from tests.cluster_threads import Answer, Cluster
+from tests.answer import Answer
+from tests.cluster_threads import Cluster
 from tests.parity.models import MODEL, VOCAB_SIZE
+from tests.tiny_models import run_to_end, token_ids
 
 
 @dataclass(frozen=True)
@@ -114,10 +116,7 @@ def long_answers() -> list[Request]:
 def alone(engine: Engine, request: Request) -> list[int | None]:
     """Return the tokens of an idle engine."""
     engine.add(request)
-    tokens: list[int | None] = []
-    while engine.has_work():
-        tokens += [output.token_id for output in engine.step()]
-    return tokens
+    return token_ids(run_to_end(engine))
 
 
 def check(topology: Topology, oracle: Engine, directory: Path) -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from baton.clock import ManualClock
 from baton.config.router import RouterConfig
-from baton.errors import BatonError, WireError
+from baton.errors import WireError
 from baton.gateway.streams.frontend import Frontend
 from baton.messages import control as c
 from baton.messages.codec import AnyMessage, decode, encode
@@ -25,21 +25,12 @@ from baton.router.router import Router
 from baton.rpc.peers import Node
 from baton.rpc.session import FrameReader, encode_frame
 from baton.token_ids import TokenIds
+from tests.answer import Answer
 from tests.node_peers import TestPeer, a_worker, id_of
 from tests.unit.baton.messages.test_control import one_of_each
 from tests.unit.kvtransfer.frame_mutations import BOMBS, mutated
 
 OPEN_ID = id_of("open")
-
-
-class Reader:
-    """Ignores what it gets."""
-
-    def tokens(self, events: Sequence[TokenEvent]) -> None:
-        pass
-
-    def failed(self, error: BatonError) -> None:
-        pass
 
 
 class Process:
@@ -111,7 +102,7 @@ def open_one(process: Process) -> None:
     if isinstance(frontend, Frontend) and not frontend.num_open:
         sampling = SamplingParams(max_tokens=64, temperature=0.0)
         frontend.open(
-            Request(request_id=OPEN_ID, token_ids=TokenIds.of((1, 2, 3)), sampling=sampling), Reader()
+            Request(request_id=OPEN_ID, token_ids=TokenIds.of((1, 2, 3)), sampling=sampling), Answer()
         )
 
 

@@ -1,42 +1,20 @@
 """A frontend and its peers, called by hand."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
 from typing import Any
 
 from baton.clock import ManualClock
-from baton.errors import BatonError
 from baton.gateway.streams.frontend import Frontend
 from baton.gateway.streams.request_stream import ReplayLimits
 from baton.messages.control import AttemptFailed, Failure, Members, Routed, Submit, Tokens
 from baton.messages.workers import Address, Worker
 from baton.request import FinishReason, Request, TokenEvent
 from baton.rpc.peers import TICK_S
+from tests.answer import Answer
 from tests.node_peers import TestPeer, a_request, a_worker, id_of
 
 ROUTER = Address("127.0.0.1", 7)
 R = id_of("r")
-
-
-class ListSink:
-    """What one request's reader is told; `on_token` is called after each event."""
-
-    def __init__(self, on_token: Callable[[], None] = lambda: None) -> None:
-        self.token_ids: list[int | None] = []
-        self.finish: FinishReason | None = None
-        self.error: BatonError | None = None
-        self._on_token = on_token
-
-    def tokens(self, events: Sequence[TokenEvent]) -> None:
-        for event in events:
-            assert self.finish is None and self.error is None
-            self.token_ids.append(event.token_id)
-            self.finish = event.finish_reason
-            self._on_token()
-
-    def failed(self, error: BatonError) -> None:
-        assert self.finish is None and self.error is None
-        self.error = error
 
 
 def worker_at(name: str) -> Worker:
@@ -71,8 +49,8 @@ class Gateway:
         self.clock.advance(seconds)
         self.frontend.tick()
 
-    def open(self, request: Request | None = None, sink: ListSink | None = None, **fields: Any) -> ListSink:
-        sink = sink or ListSink()
+    def open(self, request: Request | None = None, sink: Answer | None = None, **fields: Any) -> Answer:
+        sink = sink or Answer()
         self.frontend.open(request or a_request(), sink, **fields)
         return sink
 
@@ -119,7 +97,7 @@ def event(
     return TokenEvent(id_of(name), attempt, index, 100 + index if token_id == -1 else token_id, finish)
 
 
-def running(*workers: str, num_tokens: int = 3) -> tuple[Gateway, ListSink]:
+def running(*workers: str, num_tokens: int = 3) -> tuple[Gateway, Answer]:
     """Request r runs at d0, its first token came from p0 if that is there."""
     g = gateway(*workers)
     sink = g.open()

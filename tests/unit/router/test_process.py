@@ -18,11 +18,11 @@ from baton.messages.workers import Address, WorkerRole
 from baton.request import Request, SamplingParams
 from baton.router.router import serve_router
 from baton.rpc.server import RpcServer
+from tests.answer import Answer
 from tests.event_loop import on_loop
 from tests.new_status import new_status
 from tests.node_peers import a_request, a_worker, id_of
 from tests.unit.baton.rpc.rpc_peers import KEY
-from tests.unit.gateway.frontend_peers import ListSink
 from tests.waiting import until
 
 VOCAB_SIZE = 50_000
@@ -71,7 +71,7 @@ async def a_frontend(router: Address, num_workers: int) -> AsyncIterator[Fronten
         await rpc_server.close()
 
 
-class Client(ListSink):
+class Client(Answer):
     """A sink that knows its request."""
 
     def __init__(self, request: Request) -> None:

@@ -22,10 +22,11 @@ from baton.messages.control import (
 )
 from baton.messages.operations import Status, StatusQuery
 from baton.messages.workers import REMOTE_PREFILLS, Load, WorkerStatus
-from baton.request import FinishReason, Request, SamplingParams
+from baton.request import FinishReason, Request, SamplingParams, TokenEvent
 from baton.token_ids import TokenIds
+from tests.answer import Answer
 from tests.node_peers import TestPeer, a_request, a_worker, id_of
-from tests.unit.gateway.frontend_peers import ROUTER, Gateway, ListSink, event, gateway
+from tests.unit.gateway.frontend_peers import ROUTER, Gateway, event, gateway
 
 STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
 KEY = (id_of("r"), 0)
@@ -95,14 +96,14 @@ def test_repeated_token_is_dropped_and_counted() -> None:
 
 def test_sink_may_open_another_choice_at_its_first_token() -> None:
     g = gateway("d0")
-    second = ListSink()
+    second = Answer()
 
-    def open_second() -> None:
+    def open_second(_: TokenEvent) -> None:
         if first.token_ids == [100]:
             sticky_worker = g.frontend.decode_worker(id_of("r"))
             g.frontend.open(a_request("s", choice=1), second, sticky_worker=sticky_worker)
 
-    first = g.open(sink=ListSink(open_second))
+    first = g.open(sink=Answer(open_second))
     g.route("d0")
     g.say("d0", event(0))
     assert g.submitted() == Submit(
@@ -129,7 +130,7 @@ def test_cancel_stops_the_worker_and_ends_the_attempt() -> None:
 
 def test_sink_may_cancel_while_it_takes_a_token() -> None:
     g = gateway("d0")
-    sink = g.open(sink=ListSink(lambda: g.frontend.cancel(id_of("r"))))
+    sink = g.open(sink=Answer(lambda _: g.frontend.cancel(id_of("r"))))
     g.route("d0")
     g.say("d0", event(0), event(1), event(2, STOP))
     assert sink.token_ids == [100]
@@ -155,11 +156,11 @@ def test_tokens_of_an_unknown_request_cancel_it_at_the_worker() -> None:
 
 
 def test_failing_sink_ends_only_its_own_request(caplog: pytest.LogCaptureFixture) -> None:
-    def fail() -> None:
+    def fail(_: TokenEvent) -> None:
         raise KeyError("a bug")
 
     g = gateway("d0")
-    g.open(sink=ListSink(fail))
+    g.open(sink=Answer(fail))
     g.route("d0")
     other = g.open(a_request("s"))
     g.route("d0")

@@ -11,8 +11,9 @@ from baton.gateway.streams.workers import SILENT_BEFORE_S
 from baton.messages.control import AttemptFailed, Cancel, Ended, Failure, Members, Rejected, Submit
 from baton.request import FinishReason, SamplingParams
 from baton.tenants import Refusal, Sla
+from tests.answer import Answer
 from tests.node_peers import a_request, a_worker, id_of
-from tests.unit.gateway.frontend_peers import Gateway, ListSink, R, event, failed, gateway, running
+from tests.unit.gateway.frontend_peers import Gateway, R, event, failed, gateway, running
 
 STOP = FinishReason.STOP
 
@@ -254,7 +255,7 @@ def test_request_that_two_living_workers_cannot_answer_is_not_replayed(how: str)
             g.say(name, event(3 + attempt, end, attempt=attempt))
         assert g[name].take(Cancel)
     assert isinstance(sink.error, WorkerLost)
-    assert sink.token_ids == [100, 101, 102, 103]
+    assert [each.token_id for each in sink.events] == [100, 101, 102, 103]
 
 
 def test_early_tokens_of_a_former_attempt_are_dropped() -> None:
@@ -484,7 +485,7 @@ def refuse(g: Gateway, refusal: Refusal, attempt: int = 0) -> None:
     g["router"].say(rejected)
 
 
-def refusal_of(sink: ListSink) -> Refusal | None:
+def refusal_of(sink: Answer) -> Refusal | None:
     return sink.error.refusal if isinstance(sink.error, Refused) else None
 
 
@@ -537,7 +538,7 @@ def test_refusal_of_an_unknown_attempt_changes_nothing() -> None:
     assert sink.error is None
 
 
-def late(g: Gateway, **fields: Any) -> ListSink:
+def late(g: Gateway, **fields: Any) -> Answer:
     """A request that should have its first token within two seconds."""
     request = a_request(sla=Sla(deadline_ms=2000.0), arrival_s=g.clock.now_s(), **fields)
     return g.open(request)

@@ -32,8 +32,9 @@ from baton.messages.control import (
 from baton.messages.operations import Decisions, Explain, Status, StatusQuery
 from baton.messages.status import RouterStatus
 from baton.request import FinishReason, Request
+from tests.answer import Answer
 from tests.node_peers import TestPeer, a_request, a_worker, id_of
-from tests.unit.gateway.frontend_peers import ROUTER, Gateway, ListSink, R, event, failed, gateway, running
+from tests.unit.gateway.frontend_peers import ROUTER, Gateway, R, event, failed, gateway, running
 
 STOP = FinishReason.STOP
 
@@ -193,7 +194,7 @@ def routed(g: Gateway, name: str, submit: Submit, decode: str = "d0") -> None:
     g[name].say(Routed(request_id=request.request_id, attempt=request.attempt, decode=id_of(decode)))
 
 
-def begun(g: Gateway) -> ListSink:
+def begun(g: Gateway) -> Answer:
     sink = g.open()
     routed(g, "router", g["router"].only(Submit))
     g.say("d0", event(0))
