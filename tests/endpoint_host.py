@@ -29,11 +29,11 @@ from tests.faulty_endpoint import FaultyEndpoint, layout
 from tests.numbered_pages import NumberedPages, wanted_pages
 from tests.rank_process import LateSteps, RankProcess, fill, shape_of
 from tests.remote import Remote
+from tests.transfer_ends import KEY
 from tests.waiting import wait_for
 
 __all__ = ["DEADLINE_S", "KEY", "NUM_PAGES", "FaultyEndpoint", "Host", "HostProcess", "layout"]
 
-KEY: Final = b"the key of the tests' cluster"
 NUM_PAGES: Final = 64
 DEADLINE_S: Final = 20.0
 GRANT_S: Final = 5.0

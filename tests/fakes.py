@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import pytest
 
+from baton.clock import ManualClock
 from baton.engine.cache.page_pool import PagePool
 from baton.engine.scheduler.sequence import Batch, ScheduledChunk, Sequence
 from baton.messages.codec import AnyMessage, decode, encode
@@ -25,6 +26,14 @@ def refuse_threads(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
         start(thread)
 
     monkeypatch.setattr(threading.Thread, "start", start_others)
+
+
+class JumpingClock(ManualClock):
+    """A clock that may jump, as after a suspended machine."""
+
+    def jump(self, seconds: float) -> None:
+        """Move forward or back."""
+        self._now_s += seconds
 
 
 class KVEntry(NamedTuple):

@@ -42,8 +42,8 @@ from baton.rpc.peers import PeerRegistry
 from tests.endpoint_host import FaultyEndpoint
 from tests.fakes import Letter, Post, PostedPeer
 from tests.tiny_models import tiny_config
+from tests.transfer_ends import KEY
 
-KEY: Final = b"the key of the tests' cluster"
 TIMEOUT_S: Final = 15.0
 ROUTER: Final = Hello(process=Kind.ROUTER, id="1" * 32)
 GATEWAY: Final = Hello(process=Kind.GATEWAY, id="2" * 32)

@@ -30,9 +30,9 @@ from baton.rpc.auth import Role
 from baton.rpc.connection import Call, Connection, DroppedPeers
 from baton.rpc.liveness import PING_S, LinkLife, is_ping
 from tests.fakes import refuse_threads
+from tests.transfer_ends import KEY
 from tests.waiting import wait_for
 
-KEY = b"the key of the tests' cluster"
 LAYOUT = PageLayout(tp_size=1, page_size=16, num_layers=2, num_kv_heads=2, head_dim=32, dtype="bfloat16")
 HELLO = EndpointHello(protocol=PROTOCOL, incarnation=b"i" * 16, fingerprint="model", layout=LAYOUT)
 LISTENERS = ListenerAddresses(

@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from baton.clock import ManualClock
 from baton.config.router import RouterConfig
 from baton.messages.bounds import Kind
 from baton.messages.control import Heartbeat, Reachable, Rejected, Routed, Submit
@@ -12,15 +11,8 @@ from baton.messages.workers import Load
 from baton.request import Request
 from baton.router.router import Router
 from baton.rpc.peers import TICK_S
+from tests.fakes import JumpingClock
 from tests.node_peers import TestPeer, a_request, a_worker, id_of, name_of
-
-
-class JumpingClock(ManualClock):
-    """A clock that may jump, as after a suspended machine."""
-
-    def jump(self, seconds: float) -> None:
-        """Move forward or back."""
-        self._now_s += seconds
 
 
 @dataclasses.dataclass
