@@ -18,10 +18,10 @@ import socket
 import socketserver
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Coroutine
 from enum import Enum
 from functools import cache
-from typing import Final, NamedTuple, Self
+from typing import Any, Final, NamedTuple, Self, TypeVar
 
 from baton.cluster import process
 from baton.cluster.runtimes.base import Assignment
@@ -34,6 +34,7 @@ CHUNK_BYTES: Final = 1 << 16
 MAX_UNDER_WAY: Final = 16  # chunks of one direction
 HOST: Final = "127.0.0.1"
 ANSWER_TIMEOUT_S: Final = 5.0
+ResultT = TypeVar("ResultT")
 
 
 class Direction(Enum):
@@ -58,8 +59,7 @@ class LinkProxy:
         self._writers: set[asyncio.StreamWriter] = set()
         self.num_connections = 0
         self._delay_s, self._bytes_per_s = 0.0, math.inf
-        future = asyncio.run_coroutine_threadsafe(self._listen(), self._loop)
-        self.address: tuple[str, int] = future.result()
+        self.address = self._run(self._listen())
 
     def __enter__(self) -> Self:
         return self
@@ -74,10 +74,10 @@ class LinkProxy:
     def slow(self, *, delay_s: float = 0.0, bytes_per_s: float = math.inf) -> None:
         """Delay bytes from now on, and limit the rate of each connection, both ways."""
 
-        def change() -> None:
+        async def change() -> None:
             self._delay_s, self._bytes_per_s = delay_s, bytes_per_s
 
-        self._call(change)
+        self._run(change())
 
     def restore(self) -> None:
         """Let everything through again at full speed, held bytes first."""
@@ -89,12 +89,13 @@ class LinkProxy:
 
         async def end() -> None:
             self._server.close()
-            self._abort_all()
+            for writer in list(self._writers):
+                writer.transport.abort()
             for task in list(self._tasks):
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
 
-        asyncio.run_coroutine_threadsafe(end(), self._loop).result()
+        self._run(end())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
@@ -162,7 +163,7 @@ class LinkProxy:
         return int(min(CHUNK_BYTES, max(1.0, self._bytes_per_s / 10)))
 
     def _set(self, directions: tuple[Direction, ...], *, passes: bool) -> None:
-        def change() -> None:
+        async def change() -> None:
             for direction in directions:
                 gate = self._gates[direction]
                 if passes:
@@ -170,21 +171,11 @@ class LinkProxy:
                 else:
                     gate.clear()
 
-        self._call(change)
+        self._run(change())
 
-    def _abort_all(self) -> None:
-        for writer in list(self._writers):
-            writer.transport.abort()
-
-    def _call(self, change: Callable[[], None]) -> None:
-        done = threading.Event()
-
-        def make() -> None:
-            change()
-            done.set()
-
-        self._loop.call_soon_threadsafe(make)
-        done.wait()
+    def _run(self, work: Coroutine[Any, Any, ResultT]) -> ResultT:
+        """Run a coroutine on the proxy's thread; return its result."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
 
 class Link(NamedTuple):

@@ -73,50 +73,35 @@ class FaultInjector:
         self._cluster = cluster
         self._rng = rng
         self._lasting = frozenset(lasting)
-        self._stopped: set[int] = set()
         self._begin_s = time.perf_counter()
 
     async def run(self, every_s: float, end_s: float) -> None:
         """Inject a fault every so often; the last stopped process goes on again before `end_s`."""
-        continuing: list[asyncio.Task[None]] = []
-        while time.perf_counter() + every_s + STOPPED_S[-1] < end_s:
-            await asyncio.sleep(every_s)
-            kind, choice = self._rng.choice(KINDS), self._rng.random()
-            seconds = self._rng.choice(STOPPED_S)
-            is_ended = kind.signal is KILL or seconds > ENDED_BY_S
-            victims = [
-                (name, pid)
-                for name, pid in sorted((await self._cluster.pids()).items())
-                if name.startswith(kind.prefix) and not (is_ended and pid in self._lasting)
-            ]
-            if not victims:  # the only one is being started
-                continue
-            name, pid = victims[int(choice * len(victims))]
-            self._strike(kind, name, pid, seconds)
-            if kind.signal is STOP:
-                continuing.append(asyncio.create_task(self._continue(pid, seconds)))
-        await asyncio.gather(*continuing)
+        async with asyncio.TaskGroup() as group:
+            while time.perf_counter() + every_s + STOPPED_S[-1] < end_s:
+                await asyncio.sleep(every_s)
+                kind, choice = self._rng.choice(KINDS), self._rng.random()
+                seconds = self._rng.choice(STOPPED_S)
+                is_ended = kind.signal is KILL or seconds > ENDED_BY_S
+                victims = [
+                    (name, pid)
+                    for name, pid in sorted((await self._cluster.pids()).items())
+                    if name.startswith(kind.prefix) and not (is_ended and pid in self._lasting)
+                ]
+                if victims:  # none: the only one is being started
+                    name, pid = victims[int(choice * len(victims))]
+                    group.create_task(self._strike(kind, name, pid, seconds if kind.signal is STOP else 0.0))
 
-    def undo(self) -> None:
-        """Continue every stopped process."""
-        for pid in self._stopped:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGCONT)
-
-    def _strike(self, kind: Kind, name: str, pid: int, seconds: float) -> None:
+    async def _strike(self, kind: Kind, name: str, pid: int, seconds: float) -> None:
+        """Send the signal; a process that it stops continues after so many seconds, or at a cancellation."""
         with contextlib.suppress(ProcessLookupError):
-            if kind.signal is STOP:
-                self._stopped.add(pid)
             os.kill(pid, kind.signal)
             at_s = round(time.perf_counter() - self._begin_s, 1)
-            lasts_s = seconds if kind.signal is STOP else 0.0
-            self.done.append({"at_s": at_s, "kind": kind.name, "process": name, "seconds": lasts_s})
-
-    async def _continue(self, pid: int, seconds: float) -> None:
-        await asyncio.sleep(seconds)
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGCONT)
-        self._stopped.discard(pid)
+            self.done.append({"at_s": at_s, "kind": kind.name, "process": name, "seconds": seconds})
+            try:
+                await asyncio.sleep(seconds)
+            finally:
+                os.kill(pid, signal.SIGCONT)
 
 
 class Memory:
@@ -235,19 +220,13 @@ async def _run(
             report.tell(f"{clients.tally}; {len(faults.done)} faults", share)
             await asyncio.sleep(1.0)
 
-    watching = [asyncio.create_task(memory.run(cluster)), asyncio.create_task(tell())]
-    try:
+    async with asyncio.TaskGroup() as watching:
+        watchers = [watching.create_task(memory.run(cluster)), watching.create_task(tell())]
         async with asyncio.TaskGroup() as group:
             group.create_task(clients.run(seconds))
             group.create_task(faults.run(options.fault_every, end_s))
-    finally:
-        faults.undo()
-        for task in watching:
+        for task in watchers:
             task.cancel()
-        ended = await asyncio.gather(*watching, return_exceptions=True)
-    for error in ended:
-        if isinstance(error, Exception):
-            raise error
 
 
 def _rows(clients: Clients, faults: FaultInjector, is_whole: bool, pages_s: float | None) -> list[Row]:
