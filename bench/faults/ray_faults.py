@@ -19,10 +19,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncIterator, Sequence
+from contextlib import ExitStack, asynccontextmanager, suppress
 from pathlib import Path
-from typing import Final, TypeAlias
+from typing import Final
+
+import psutil
 
 from baton.bench.clusters import WatchedCluster, served_cluster
 from baton.bench.faults.clients import Clients, Question, make_questions
@@ -102,11 +104,9 @@ class RayNodes:
         """Return the address of the node that a process belongs to."""
         return next(address for address in self._processes if pid in self.pids(address))
 
-    def kill_raylet(self, address: str) -> None:
-        """Kill the raylet of a node."""
-        for pid in self.pids(address):
-            if b"/raylet" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0]:
-                os.kill(pid, signal.SIGKILL)
+    def raylet(self, address: str) -> int:
+        """Return the process id of the raylet of a node."""
+        return next(pid for pid in self.pids(address) if psutil.Process(pid).name() == "raylet")
 
     def kill(self, address: str) -> None:
         """End a node at once."""
@@ -152,41 +152,29 @@ async def _seconds_until_replaced(cluster: WatchedCluster, name: str, before: st
     return time.perf_counter() - begin_s
 
 
-@contextmanager
-def frozen(nodes: RayNodes, address: str) -> Iterator[None]:
-    """Freeze every process of a node."""
-    pids = nodes.pids(address)
-    for pid in pids:
-        os.kill(pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        for pid in pids:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGCONT)
-
-
-@contextmanager
-def killed(nodes: RayNodes, address: str) -> Iterator[None]:
-    """Kill a node's raylet; the node's other processes of Ray end by themselves."""
-    nodes.kill_raylet(address)
-    yield
-
-
-NodeFault: TypeAlias = Callable[[RayNodes, str], AbstractContextManager[None]]
-
-
 async def lost_node(
-    nodes: RayNodes, cluster: WatchedCluster, clients: Clients, fault: NodeFault
+    nodes: RayNodes, cluster: WatchedCluster, clients: Clients, *, is_frozen: bool
 ) -> list[Row]:
-    """Have the node with the decode worker fail, under load."""
-    name = f"{fault.__name__} node"
+    """Have the node with the decode worker fail, under load.
+
+    is_frozen: every process of the node stops. Otherwise the raylet dies, and the node's other processes of
+    Ray end by themselves.
+    """
+    name = "frozen node" if is_frozen else "killed node"
     async with clients.asking():
         await asyncio.sleep(LOAD_S)
         before = await cluster.worker_id("decode-0")
-        with fault(nodes, nodes.node_of((await cluster.pids())["decode-0"])):
+        address = nodes.node_of((await cluster.pids())["decode-0"])
+        struck = nodes.pids(address) if is_frozen else [nodes.raylet(address)]
+        for pid in struck:
+            os.kill(pid, signal.SIGSTOP if is_frozen else signal.SIGKILL)
+        try:
             replaced_s = await _seconds_until_replaced(cluster, "decode-0", before)
             await asyncio.sleep(LOAD_S)
+        finally:
+            for pid in struck:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGCONT)
     return [
         *clients.answer_rows(name),
         at_most(f"{name}: new worker after", replaced_s, "s", REPLACED_S),
@@ -230,14 +218,14 @@ async def measure(options: argparse.Namespace, report: Report) -> None:
     async with ray_cluster() as (nodes, cluster):
         report.tell("a node freezes")
         clients = Clients(cluster.url, questions, 0, options.streams)
-        report.rows += await lost_node(nodes, cluster, clients, frozen)
+        report.rows += await lost_node(nodes, cluster, clients, is_frozen=True)
         report.tell("the head is away")
         report.rows += await head_away(nodes, cluster, questions, options.streams, options.head_away)
     report.tell("starting Ray again")
     async with ray_cluster() as (nodes, cluster):
         report.tell("a node dies")
         clients = Clients(cluster.url, questions, 2, options.streams)
-        report.rows += await lost_node(nodes, cluster, clients, killed)
+        report.rows += await lost_node(nodes, cluster, clients, is_frozen=False)
 
 
 SUITE: Final = Suite(
