@@ -31,7 +31,6 @@ VOCAB_SIZE: Final = 1024
 NUM_QUESTIONS: Final = 60
 NUM_DOCUMENTS: Final = 6
 DOCUMENT_TOKENS: Final = 240
-REFUSALS: Final = (429, 503)
 MAX_TOKENS: Final = (4, 24, 96, 200)
 STREAM_SHARE, CANCEL_SHARE = 0.65, 0.15  # of all calls; of the streams, calls that hang up
 CANCEL_S: Final = (0.02, 2.0)
@@ -239,11 +238,10 @@ class Clients:
             connection.close()
 
     async def _wait_to_retry(self, answer: Answer) -> None:
-        if answer.status not in REFUSALS:
+        if not answer.is_refusal:
             raise Lost(f"status {answer.status}: {answer.body[:200].decode(errors='replace')}")
         self.outcomes["refused"] += 1
-        told_s = float(answer.retry_after) if answer.retry_after.isdecimal() else 0.0
-        await asyncio.sleep(min(MAX_RETRY_S, max(RETRY_S, told_s)))
+        await asyncio.sleep(min(MAX_RETRY_S, max(RETRY_S, answer.retry_after_s)))
 
 
 def _streamed(question: Question) -> dict[str, Any]:

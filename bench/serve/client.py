@@ -33,6 +33,15 @@ class Answer:
     def body(self) -> bytes:
         return b"".join(piece for _, piece in self.pieces)
 
+    @property
+    def is_refusal(self) -> bool:
+        return self.status in (429, 503)
+
+    @property
+    def retry_after_s(self) -> float:
+        """The seconds that a refusal names; 0.0: none."""
+        return float(self.retry_after) if self.retry_after.isdecimal() else 0.0
+
 
 async def sleep_until(due_s: float) -> None:
     """Sleep until that moment of `time.perf_counter`, never less; a loop's own timers may fire early."""

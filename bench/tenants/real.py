@@ -18,7 +18,7 @@ import secrets
 import tempfile
 import time
 from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, asynccontextmanager, contextmanager, nullcontext
+from contextlib import ExitStack, asynccontextmanager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from random import Random
 from statistics import median
@@ -55,7 +55,6 @@ OPTIONS: Final = (
     *("--runtime", "local", "--kv-cache-memory", "256MiB"),
     *("--max-num-batched-tokens", str(STEP_TOKENS), "--drain-timeout", "1"),
 )
-REFUSALS: Final = (429, 503)
 MAX_HONOURED_S: Final = 60.0  # a longer retry-after is not believed
 BACK_OFF_S: Final = 0.5
 MOST_TOLD_S: Final = 600.0
@@ -154,17 +153,10 @@ class TenantServer:
         """Make every call when it is due; give up calls that have not ended `until_s` after the begin."""
         found: list[CallOutcome] = []
         begin_s = time.perf_counter()
-        bodies = [_body(call) for call in calls]
-        asking = [
-            asyncio.create_task(self._call(call, body, begin_s, found))
-            for call, body in zip(calls, bodies, strict=True)
-        ]
-        _, late = await asyncio.wait(asking, timeout=until_s - (time.perf_counter() - begin_s))
-        for task in late:
-            task.cancel()
-        for ended in await asyncio.gather(*asking, return_exceptions=True):
-            if isinstance(ended, Exception):
-                raise ended
+        with suppress(TimeoutError):
+            async with asyncio.timeout(until_s), asyncio.TaskGroup() as group:
+                for call, body in [(call, _body(call)) for call in calls]:
+                    group.create_task(self._call(call, body, begin_s, found))
         return found
 
     async def capacity(self, calls: Sequence[ClientCall]) -> float:
@@ -205,10 +197,9 @@ class TenantServer:
         call, should_retry = outcome.call, True
         try:
             answer = await self._clients[call.tenant].post("/v1/completions", body)
-            if answer.status in REFUSALS:
+            if answer.is_refusal:
                 outcome.refusal, should_retry = str(answer.status), answer.should_retry != "false"
-                told = answer.retry_after
-                outcome.retry_after_s = float(told) if told.isdecimal() else -1.0
+                outcome.retry_after_s = answer.retry_after_s
             sample = streamed(answer, due_s, call.num_answered)
             outcome.first_token_s = outcome.asked_s + sample.ttft_s
             outcome.ended_s = outcome.asked_s + sample.e2el_s
@@ -253,11 +244,7 @@ class Pair(NamedTuple):
     alone: list[CallOutcome]
     beside: list[CallOutcome]  # beside the noisy tenant
     apart: list[CallOutcome]  # beside the same requests, refused, and busy cores
-    stretches: Mapping[str, float] = {}  # by load: how much longer work took for want of a core
-
-    @property
-    def stretch_ratio(self) -> float:
-        return self.stretches.get("beside", 1.0) / self.stretches.get("alone", 1.0)
+    stretches: Mapping[str, float]  # by load: how much longer work took for want of a core
 
 
 async def measure_real(size: Size, seed: int, report: Report) -> None:
@@ -265,7 +252,7 @@ async def measure_real(size: Size, seed: int, report: Report) -> None:
     with tempfile.TemporaryDirectory() as folder:
         async with serving(SLAS, Path(folder), [STOPPED]) as server:
             report.tell("warming up")
-            await _capacity(server, "victims", Random(seed))  # the first prompts of each length are slow
+            await server.capacity(_victims(Random(seed)))  # the first prompts of each length are slow
             pairs = []
             for number in range(size.rounds):
                 report.tell(f"noisy tenant, round {number + 1} of {size.rounds}", number / (size.rounds + 5))
@@ -280,7 +267,7 @@ async def measure_real(size: Size, seed: int, report: Report) -> None:
 
 
 async def _pair(server: TenantServer, size: Size, random: Random) -> Pair:
-    capacity, until_s = await _capacity(server, "victims", random), WARM_S + size.round_s
+    capacity, until_s = await server.capacity(_victims(random)), WARM_S + size.round_s
     calls = WORKLOAD.victims(VICTIM_LOAD * capacity, until_s, random)
     noise = WORKLOAD.noisy(TIMES_SHARE * capacity / (NUM_VICTIMS + 1), until_s, random)
     stopped = [msgspec.structs.replace(call, tenant=STOPPED) for call in noise]
@@ -298,7 +285,7 @@ async def _pair(server: TenantServer, size: Size, random: Random) -> Pair:
 
 
 async def _overload(server: TenantServer, size: Size, random: Random, report: Report) -> None:
-    capacity = await _capacity(server, "service", random)
+    capacity = await server.capacity(WORKLOAD.service([(1.0, MOST_TOKENS)], random))
 
     async def points() -> list[float]:
         """Return the goodput at loads one of which is the peak."""
@@ -322,11 +309,9 @@ async def _overload(server: TenantServer, size: Size, random: Random, report: Re
     report.extra |= {"goodput_of_points": found, "goodput_every_10_s": goodputs(outcomes, 0.0, until_s)}
 
 
-async def _capacity(server: TenantServer, kind: str, random: Random) -> float:
-    """Return the prompt tokens a second that the server reaches now."""
-    if kind == "victims":
-        return await server.capacity(WORKLOAD.victims(MOST_TOKENS, 1.0, random))
-    return await server.capacity(WORKLOAD.service([(1.0, MOST_TOKENS)], random))
+def _victims(random: Random) -> list[ClientCall]:
+    """Return calls of the victims to find the capacity with."""
+    return WORKLOAD.victims(MOST_TOKENS, 1.0, random)
 
 
 def pair_rows(pairs: Sequence[Pair]) -> list[Row]:
@@ -340,7 +325,7 @@ def pair_rows(pairs: Sequence[Pair]) -> list[Row]:
     refused = f"{ttft_s(apart, 99):.3f} s; its requests refused by the gateway, all cores busy"
     halves = f"{ttft_s(beside, 50):.3f} s, alone {ttft_s(alone, 50):.3f} s"
     shares = f"{share_good(beside):.3f} of all, alone {share_good(alone):.3f}"
-    stretch = median(pair.stretch_ratio for pair in pairs)
+    stretch = median(pair.stretches["beside"] / pair.stretches["alone"] for pair in pairs)
     attainment = median(share_good(pair.beside) / share_good(pair.alone) for pair in pairs)
     return [
         *noisy_rows(ratio("beside", 99), attainment, p99s, shares),
