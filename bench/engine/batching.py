@@ -26,10 +26,9 @@ from operator import attrgetter
 from statistics import fmean, median, pstdev
 from typing import Final, NamedTuple, TypeAlias
 
-from baton.bench.engine.replica import LlamaShape, Replica, load_replica
-from baton.bench.report import Report, Row, Suite, at_least, format_number, plot_lines
+from baton.bench.engine.replica import LlamaShape, Replica, load_replica, request_of
+from baton.bench.report import Report, Row, Suite, at_least, format_number, percentile, plot_lines
 from baton.request import Request, SamplingParams
-from baton.token_ids import TokenIds
 
 POLICIES: Final = ("static", "dynamic", "continuous")
 NUM_SEATS: Final = 16  # sequences a batch
@@ -89,7 +88,7 @@ class Outcome:
 
     @property
     def p99_latency_s(self) -> float:
-        return sorted(self.latencies_s)[-(-len(self.latencies_s) * 99 // 100) - 1]
+        return percentile(self.latencies_s, 99)
 
     @property
     def padding_percent(self) -> float:
@@ -141,15 +140,13 @@ def serve(replica: Replica, requests: Requests) -> Outcome:
     engine, runner = replica.engine, replica.runner
     before = (runner.num_steps, runner.num_rows, runner.num_padded_rows)
     rng = random.Random(len(requests.output_lengths))
-    to_come = deque(
-        (arrival_s, _request(index, length, rng))
-        for index, (length, arrival_s) in enumerate(zip(*requests, strict=True))
-    )
+    asked = [(_request(length, rng), arrival_s) for length, arrival_s in zip(*requests, strict=True)]
+    to_come = deque(asked)
     ended_s: dict[str, float] = {}
     num_tokens, started_s = 0, time.perf_counter()
-    while len(ended_s) < len(requests.output_lengths):
-        while to_come and to_come[0][0] <= time.perf_counter() - started_s:
-            engine.add(to_come.popleft()[1])
+    while len(ended_s) < len(asked):
+        while to_come and to_come[0][1] <= time.perf_counter() - started_s:
+            engine.add(to_come.popleft()[0])
         outputs = engine.step() if engine.has_work() else []
         num_tokens += len(outputs)
         now_s = time.perf_counter() - started_s
@@ -157,23 +154,21 @@ def serve(replica: Replica, requests: Requests) -> Outcome:
         # An idle engine waits for the next arrival, a queue window that holds every request for its end too.
         window_s = engine.wait_s if engine.has_work() else math.inf
         if window_s is not None:
-            pause_s = min(window_s, to_come[0][0] - now_s if to_come else math.inf)
+            pause_s = min(window_s, to_come[0][1] - now_s if to_come else math.inf)
             time.sleep(pause_s if 0 < pause_s < math.inf else 0.0)
-    arrivals_s = requests.arrivals_s
     return Outcome(
-        seconds=max(ended_s.values()) - arrivals_s[0],
+        seconds=max(ended_s.values()) - requests.arrivals_s[0],
         num_tokens=num_tokens,
-        latencies_s=tuple(ended_s[str(index)] - arrival_s for index, arrival_s in enumerate(arrivals_s)),
+        latencies_s=tuple(ended_s[request.request_id] - arrival_s for request, arrival_s in asked),
         num_steps=runner.num_steps - before[0],
         num_rows=runner.num_rows - before[1],
         num_padded_rows=runner.num_padded_rows - before[2],
     )
 
 
-def _request(index: int, num_tokens: int, rng: random.Random) -> Request:
+def _request(num_tokens: int, rng: random.Random) -> Request:
     prompt = tuple(rng.randrange(SHAPE.vocab_size) for _ in range(PROMPT_TOKENS))
-    sampling = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
-    return Request(request_id=str(index), token_ids=TokenIds.of(prompt), sampling=sampling)
+    return request_of(prompt, SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True))
 
 
 def _load(policy: str, shape: LlamaShape) -> Replica:
