@@ -37,28 +37,24 @@ class Held(msgspec.Struct, frozen=True, array_like=True):
         return max(0.0, self.late_s - self.waited_s)
 
 
-class LoopMonitor:
-    """Records the late ticks of the running loop."""
+def record_late_ticks(file: TextIO) -> None:
+    """Write the late ticks of the running loop into `file`, from now on."""
+    loop = asyncio.get_running_loop()
+    # proc(5): nanoseconds on a core, nanoseconds of waiting for one, times it ran
+    schedule = open("/proc/thread-self/schedstat", "rb", buffering=0)  # noqa: SIM115
 
-    def __init__(self, file: TextIO) -> None:
-        self._file = file
-        self._loop = asyncio.get_running_loop()
-        # proc(5): nanoseconds on a core, nanoseconds of waiting for one, times it ran
-        self._schedule = open("/proc/thread-self/schedstat", "rb", buffering=0)  # noqa: SIM115
-        self._due_s, self._waited_s = time.monotonic(), self._waited()
-        self._tick()
+    def waited_s() -> float:
+        return int(os.pread(schedule.fileno(), 100, 0).split()[1]) / 1e9
 
-    def _tick(self) -> None:
-        now_s, waited_s = time.monotonic(), self._waited()
-        if now_s - self._due_s > REPORTED_S:
-            held = Held(now_s, now_s - self._due_s, waited_s - self._waited_s)
-            self._file.write(msgspec.json.encode(held).decode() + "\n")
-            self._file.flush()
-        self._due_s, self._waited_s = time.monotonic() + TICK_S, self._waited()
-        self._loop.call_later(TICK_S, self._tick)
+    def tick(due_s: float, before_s: float) -> None:
+        now_s, after_s = time.monotonic(), waited_s()
+        if now_s - due_s > REPORTED_S:
+            held = Held(now_s, now_s - due_s, after_s - before_s)
+            file.write(msgspec.json.encode(held).decode() + "\n")
+            file.flush()
+        loop.call_later(TICK_S, tick, time.monotonic() + TICK_S, waited_s())
 
-    def _waited(self) -> float:
-        return int(os.pread(self._schedule.fileno(), 100, 0).split()[1]) / 1e9
+    tick(time.monotonic(), waited_s())
 
 
 def main() -> int:
@@ -68,7 +64,7 @@ def main() -> int:
         def run_watched(given: Assignment, ring: KeyRing, stop: threading.Event, tell: process.Tell) -> None:
             def tell_and_watch(message: ProcessMessage) -> None:
                 if isinstance(message, ProcessStarted) and given.kind is Kind.GATEWAY:
-                    LoopMonitor(file)
+                    record_late_ticks(file)
                 tell(message)
 
             stub.run(given, ring, stop, tell_and_watch)

@@ -10,23 +10,27 @@ of two control planes of the same code, one takes up to a tenth more CPU time th
 they live.
 """
 
+import argparse
 import asyncio
 import contextlib
 import json
 import os
 import re
 import sys
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from statistics import mean, median, stdev
 from typing import Final, NamedTuple
 
 import psutil
+import uvloop
 
 from baton.bench.clusters import WatchedCluster, local_cluster
 from baton.bench.processes import Child
-from baton.bench.report import Row, at_least, at_most, format_number, percentile
+from baton.bench.report import Report, Row, at_least, at_most, format_number, percentile
 from baton.bench.serve.client import Address, Client
 from baton.bench.serve.figures import Run
 from baton.bench.serve.load import Hammer, Point, model_of
@@ -158,22 +162,63 @@ def limit(kind: str) -> Iterator[Target]:
         yield Target(f"http://127.0.0.1:{child.read()}", model="limit")
 
 
-@contextlib.contextmanager
-def started(url: str) -> Iterator[Target]:
-    """Yield a server that the user has started."""
-    yield Target(url)
+def started(url: str) -> AbstractContextManager[Target]:
+    """Return a server that the user has started."""
+    return nullcontext(Target(url))
 
 
-async def measure_points(
-    target: Target, points: Sequence[Point], seconds: float, progress: Callable[[str], None]
-) -> dict[Point, Run]:
-    """Measure a server at every point, after a warm-up at each."""
+def measure_overhead(options: argparse.Namespace, rivals: Mapping[str, str], report: Report) -> None:
+    """Measure the control plane in turns with the limits, and with rivals by their URLs.
+
+    ConfigError: a control plane does not start.
+    """
+    plane = Plane(
+        model="tiny",
+        num_gateways=options.gateways,
+        num_prefill=options.prefill,
+        num_decode=options.decode,
+        step_s=options.step_ms / 1e3,
+        policy=options.policy,
+    )
+    report.name = "serve-overhead-pd" if plane.num_prefill else "serve-overhead"
+    report.title = (
+        f"Control plane: {plane.num_gateways} gateways, a router, {plane.num_prefill} prefill and "
+        f"{plane.num_decode} decode workers of no model, and the client"
+    )
+    servers: dict[str, Callable[[], AbstractContextManager[Target]]] = {BATON: partial(hosted, plane)}
+    if options.before is not None:  # next to the one that it is compared with
+        servers[BEFORE] = partial(hosted, plane, options.before)
+    servers |= {name: partial(started, url) for name, url in rivals.items()}
+    servers |= {UVICORN: partial(limit, "uvicorn"), SOCKET: partial(limit, "asyncio")}
+    results: defaultdict[tuple[str, Point], list[Run]] = defaultdict(list)
+    num_prefilled = 0
+    for number in range(options.rounds):
+        for name in list(servers)[:: 1 if number % 2 == 0 else -1]:
+            tell = partial(_tell_round, report, number, options.rounds, name)
+            with servers[name]() as target:
+                measured = uvloop.run(measure_points(target, options.seconds, tell))
+                if name == BATON and plane.num_prefill:
+                    num_prefilled += asyncio.run(prefilled(target.url))
+            for point, run in measured.items():
+                results[name, point].append(run)
+    report.rows += overhead_rows(results, list(servers)) + cpu_rows(results)
+    if plane.num_prefill:
+        report.rows.append(path_row(plane, results, num_prefilled))
+    report.extra = {"plane": plane._asdict(), "rounds": options.rounds, "points": as_json(results)}
+
+
+def _tell_round(report: Report, number: int, num_rounds: int, server: str, point: str) -> None:
+    report.tell(f"round {number + 1} of {num_rounds}: {server}, {point}", number / num_rounds)
+
+
+async def measure_points(target: Target, seconds: float, progress: Callable[[str], None]) -> dict[Point, Run]:
+    """Measure a server at all POINTS, after a warm-up at each."""
     with contextlib.closing(Client(Address(target.url))) as client:
         model = target.model or (await model_of(client)).name
-    for point in points:
+    for point in POINTS:
         await Hammer(Address(target.url), model, point).run(min(WARM_UP_S, seconds))
     runs = {}
-    for point in points:
+    for point in POINTS:
         progress(point.name)
         before_s = target.cpu_s()
         run = await Hammer(Address(target.url), model, point).run(seconds)

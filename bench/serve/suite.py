@@ -11,10 +11,8 @@ answer counts if it has a finish reason and all its tokens. docs/benchmarks.md e
 """
 
 import argparse
-import asyncio
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -43,7 +41,6 @@ from baton.bench.serve.load import (
     Lengths,
     Load,
     Model,
-    Point,
     Server,
     Shape,
     VllmPair,
@@ -52,24 +49,7 @@ from baton.bench.serve.load import (
     random_jobs,
     trace_jobs,
 )
-from baton.bench.serve.overhead import (
-    BATON,
-    BEFORE,
-    POINTS,
-    SOCKET,
-    UVICORN,
-    Plane,
-    Target,
-    as_json,
-    cpu_rows,
-    hosted,
-    limit,
-    measure_points,
-    overhead_rows,
-    path_row,
-    prefilled,
-    started,
-)
+from baton.bench.serve.overhead import measure_overhead
 from baton.bench.traces import read_trace
 from baton.config.environment import api_key
 from baton.config.router import RouterConfig
@@ -198,9 +178,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     load.add_argument("--trace", type=Path, help="a Mooncake JSON-lines or an Azure CSV file, open loop")
     load.add_argument("--scale", type=float, default=1.0, help="divides the trace's lengths")
     load.add_argument("--speed", type=float, default=1.0, help="2: the trace in half its time")
-    kind = load.add_mutually_exclusive_group()
-    kind.add_argument("--stream", action="store_true", default=True, help="server-sent events (the default)")
-    kind.add_argument("--unary", dest="stream", action="store_false", help="answers in one piece")
+    load.add_argument("--unary", action="store_true", help="answers in one piece, not as server-sent events")
     load.add_argument("--text", action="store_true", help="prompts of words, not of token ids")
     bars = parser.add_argument_group("bars")
     bars.add_argument("--slo-ttft-ms", type=float, help="goodput counts requests within all of these")
@@ -235,7 +213,7 @@ def measure(options: argparse.Namespace, report: Report) -> None:
     if options.before is not None and not (options.overhead and (options.before / "bench").is_dir()):
         raise ConfigError("--before: expected the folder of a Baton checkout, and --overhead")
     if options.overhead:
-        _measure_overhead(options, report)
+        measure_overhead(options, _rivals(options.rival), report)
     else:
         _measure_servers(options, report)
 
@@ -298,7 +276,7 @@ def _shape(options: argparse.Namespace) -> Shape:
     is_open = options.rate is not None or options.trace is not None
     limits_ms = (options.slo_ttft_ms, options.slo_tpot_ms, options.slo_e2el_ms)
     return Shape(
-        stream=options.stream,
+        stream=not options.unary,
         as_text=options.text,
         concurrency=None if is_open else options.concurrency or options.requests,
         slo=Slo(*(None if limit_ms is None else limit_ms / 1e3 for limit_ms in limits_ms)),
@@ -315,7 +293,7 @@ def _jobs(options: argparse.Namespace, seed: int) -> list[Job]:
 
 
 def _describe(options: argparse.Namespace) -> str:
-    kind = "SSE" if options.stream else "unary"
+    kind = "unary" if options.unary else "SSE"
     if options.trace is not None:
         return f"{kind}, open loop, {options.trace.name}"
     if options.rate is not None:
@@ -323,46 +301,6 @@ def _describe(options: argparse.Namespace) -> str:
     return (
         f"{kind}, closed loop, {options.requests} requests, {options.concurrency or options.requests} at once"
     )
-
-
-def _measure_overhead(options: argparse.Namespace, report: Report) -> None:
-    plane = Plane(
-        model="tiny",
-        num_gateways=options.gateways,
-        num_prefill=options.prefill,
-        num_decode=options.decode,
-        step_s=options.step_ms / 1e3,
-        policy=options.policy,
-    )
-    report.name = "serve-overhead-pd" if plane.num_prefill else "serve-overhead"
-    report.title = (
-        f"Control plane: {plane.num_gateways} gateways, a router, {plane.num_prefill} prefill and "
-        f"{plane.num_decode} decode workers of no model, and the client"
-    )
-    servers: dict[str, Callable[[], AbstractContextManager[Target]]] = {BATON: partial(hosted, plane)}
-    if options.before is not None:  # next to the one that it is compared with
-        servers[BEFORE] = partial(hosted, plane, options.before)
-    servers |= {name: partial(started, url) for name, url in _rivals(options.rival).items()}
-    servers |= {UVICORN: partial(limit, "uvicorn"), SOCKET: partial(limit, "asyncio")}
-    results: defaultdict[tuple[str, Point], list[Run]] = defaultdict(list)
-    num_prefilled = 0
-    for number in range(options.rounds):
-        for name in list(servers)[:: 1 if number % 2 == 0 else -1]:
-            tell = partial(_tell_round, report, number, options.rounds, name)
-            with servers[name]() as target:
-                measured = uvloop.run(measure_points(target, POINTS, options.seconds, tell))
-                if name == BATON and plane.num_prefill:
-                    num_prefilled += asyncio.run(prefilled(target.url))
-            for point, run in measured.items():
-                results[name, point].append(run)
-    report.rows += overhead_rows(results, list(servers)) + cpu_rows(results)
-    if plane.num_prefill:
-        report.rows.append(path_row(plane, results, num_prefilled))
-    report.extra = {"plane": plane._asdict(), "rounds": options.rounds, "points": as_json(results)}
-
-
-def _tell_round(report: Report, number: int, num_rounds: int, server: str, point: str) -> None:
-    report.tell(f"round {number + 1} of {num_rounds}: {server}, {point}", number / num_rounds)
 
 
 def _rivals(given: Sequence[str]) -> dict[str, str]:
