@@ -19,7 +19,6 @@ from torch import Tensor
 
 from baton.bench.processes import Child
 from baton.engine.cache.page_pool import PagePool
-from baton.errors import ConfigError
 from baton.kernels.huge_pages import huge_zeros
 from baton.kernels.native import TORCH_DTYPES
 from baton.kvtransfer.endpoint import EndpointSettings, KvEndpoint
@@ -294,21 +293,18 @@ def _read_orders(endpoint: KvEndpoint, orders: list[_GrantOrder]) -> None:
 
 
 # The KV caches of models that people serve; name -> layers, KV heads, head dim, all in bf16
-_SHAPES: Final = {
+SHAPES: Final = {
     "tiny": (4, 2, 64),  # the model that comes with Baton
     "qwen3-0.6b": (28, 8, 128),
     "llama-3.1-8b": (32, 8, 128),
 }
-SHAPE_NAMES: Final = tuple(_SHAPES)
 
 
-def layout_of(shape: str, *, page_size: int, tp_size: int = 1) -> PageLayout:
-    """Return the page layout of a model. ConfigError: the name is unknown."""
-    if shape not in _SHAPES:
-        raise ConfigError(f"shape: expected one of {', '.join(SHAPE_NAMES)}, got {shape!r}")
-    num_layers, num_kv_heads, head_dim = _SHAPES[shape]
+def layout_of(shape: str, *, page_size: int) -> PageLayout:
+    """Return the page layout of one of SHAPES."""
+    num_layers, num_kv_heads, head_dim = SHAPES[shape]
     return PageLayout(
-        tp_size=tp_size,
+        tp_size=1,
         page_size=page_size,
         num_layers=num_layers,
         num_kv_heads=num_kv_heads,

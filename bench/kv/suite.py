@@ -19,7 +19,7 @@ from typing import Final
 import msgspec
 
 from baton.bench.kv.cases import FAULTS, PERCENTS, fault_rows, stream_rows, trace_rows
-from baton.bench.kv.ends import SHAPE_NAMES, TRANSPORTS, layout_of
+from baton.bench.kv.ends import SHAPES, TRANSPORTS, layout_of
 from baton.bench.kv.sweep import (
     Sweep,
     measure_shape,
@@ -96,7 +96,7 @@ def measure_faults(options: argparse.Namespace, report: Report) -> None:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the suite's options."""
-    parser.add_argument("--shapes", nargs="+", choices=SHAPE_NAMES, default=list(SHAPE_NAMES))
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--page-sizes", nargs="+", type=int, default=[16], metavar="TOKENS")
     parser.add_argument(
         "--into-page-sizes", nargs="*", type=int, default=[8], metavar="TOKENS", help="of the destination"

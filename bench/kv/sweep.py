@@ -3,7 +3,6 @@
 Rounds of all subjects alternate, so other work on the machine disturbs all alike. The first round warms up.
 """
 
-import random
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -16,7 +15,6 @@ import torch
 
 from baton.bench.kv.ends import TRANSPORTS, Ends, layout_of, moving_s
 from baton.bench.kv.limits import (
-    LIMIT_BYTES,
     SMALL,
     SMALL_TOKENS,
     UNPACED,
@@ -192,17 +190,16 @@ def relayout_rows(shape: str, page_size: int, into: int, num_rounds: int, progre
 
 def _run_copies(run_bytes: int) -> Callable[[], float]:
     """Return a call that copies runs from random places to random places, and returns its rate in GB/s."""
-    num_runs = LIMIT_BYTES // run_bytes
-    source, target = (huge_zeros((2 * num_runs * run_bytes,), torch.uint8).fill_(1) for _ in range(2))
-    from_N, to_N = (
-        np.asarray(random.Random(seed).sample(range(2 * num_runs), num_runs), np.int64) * run_bytes
-        for seed in range(2)
-    )
+    moves = scattered_moves(run_bytes)
+    pool_bytes = moves.num_pool_pages * run_bytes
+    source, target = (huge_zeros((pool_bytes,), torch.uint8).fill_(1) for _ in range(2))
+    from_N = np.asarray(moves.source_pages, np.int64) * run_bytes
+    to_N = np.asarray(moves.destination_pages, np.int64) * run_bytes
 
     def run() -> float:
         started_s = perf_counter()
         copy_runs(source, target, from_N, to_N, run_bytes, keep_in_cache=True)
-        return num_runs * run_bytes / (perf_counter() - started_s) / 1e9
+        return moves.num_bytes / (perf_counter() - started_s) / 1e9
 
     return run
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from baton.bench.kv import cases, limits, suite, sweep
+from baton.bench.kv import cases, limits, suite
 from baton.bench.kv.limits import Rival, scattered_moves
 from baton.bench.kv.sweep import Point, rival_rows, sweep_rows
 from baton.bench.report import Row
@@ -63,7 +63,6 @@ def run(folder: Path, *words: str) -> dict[str, Row]:
 
 def test_sweep_has_every_transport_limit_and_rival(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "LIMIT_BYTES", LITTLE)
-    monkeypatch.setattr(sweep, "LIMIT_BYTES", LITTLE)
     told = command("import sys; print('{\"write\": ' + sys.argv[1] + '}')", "{num_pages}")
     rows = run(tmp_path, "--sizes", "100", "512", "--stream-tokens", "--rival", f"tcp:other={told}")
     page_bytes = PageLayout(
