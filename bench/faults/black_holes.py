@@ -132,7 +132,7 @@ async def measure(options: argparse.Namespace, report: Report) -> None:
 @asynccontextmanager
 async def _open_cluster() -> AsyncIterator[ProxiedCluster]:
     async with AsyncExitStack() as stack:
-        board = stack.enter_context(Switchboard())
+        board = await stack.enter_async_context(Switchboard())
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         redis = stack.enter_context(LinkProxy(await stack.enter_async_context(redis_on_tcp(Path(folder)))))
         config = ServeConfig(

@@ -13,9 +13,9 @@ announce their usual addresses.
 
 import asyncio
 import contextlib
+import json
 import math
 import socket
-import socketserver
 import sys
 import threading
 from collections.abc import Coroutine
@@ -44,9 +44,6 @@ class Direction(Enum):
     BACK = "back"
 
 
-BOTH: Final = (Direction.FORTH, Direction.BACK)
-
-
 class LinkProxy:
     """Forwards connections from `address` to `target`, on a thread of its own, until `close`."""
 
@@ -56,7 +53,6 @@ class LinkProxy:
         self._thread = threading.Thread(target=self._loop.run_forever, name="link-proxy", daemon=True)
         self._thread.start()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._writers: set[asyncio.StreamWriter] = set()
         self.num_connections = 0
         self._delay_s, self._bytes_per_s = 0.0, math.inf
         self.address = self._run(self._listen())
@@ -69,7 +65,12 @@ class LinkProxy:
 
     def swallow(self, *directions: Direction) -> None:
         """Let nothing through in these directions, both if none is named, until `restore`."""
-        self._set(directions or BOTH, passes=False)
+
+        async def hold() -> None:
+            for direction in directions or Direction:
+                self._gates[direction].clear()
+
+        self._run(hold())
 
     def slow(self, *, delay_s: float = 0.0, bytes_per_s: float = math.inf) -> None:
         """Delay bytes from now on, and limit the rate of each connection, both ways."""
@@ -81,16 +82,19 @@ class LinkProxy:
 
     def restore(self) -> None:
         """Let everything through again at full speed, held bytes first."""
+
+        async def release() -> None:
+            for gate in self._gates.values():
+                gate.set()
+
         self.slow()
-        self._set(BOTH, passes=True)
+        self._run(release())
 
     def close(self) -> None:
         """End the proxy and its connections."""
 
         async def end() -> None:
             self._server.close()
-            for writer in list(self._writers):
-                writer.transport.abort()
             for task in list(self._tasks):
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -116,12 +120,10 @@ class LinkProxy:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writers = [writer]
-        self._writers.add(writer)
         try:
             await self._gates[Direction.FORTH].wait()
             other_reader, other_writer = await asyncio.open_connection(*self.target)
             writers.append(other_writer)
-            self._writers.add(other_writer)
             async with asyncio.TaskGroup() as ways:
                 ways.create_task(self._carry(reader, other_writer, self._gates[Direction.FORTH]))
                 ways.create_task(self._carry(other_reader, writer, self._gates[Direction.BACK]))
@@ -129,7 +131,6 @@ class LinkProxy:
             pass  # one end is gone, so the other end is closed
         finally:
             for each in writers:
-                self._writers.discard(each)
                 each.transport.abort()
 
     async def _carry(
@@ -162,17 +163,6 @@ class LinkProxy:
         """Return how many bytes are read at once: of a slow link, what passes in a tenth of a second."""
         return int(min(CHUNK_BYTES, max(1.0, self._bytes_per_s / 10)))
 
-    def _set(self, directions: tuple[Direction, ...], *, passes: bool) -> None:
-        async def change() -> None:
-            for direction in directions:
-                gate = self._gates[direction]
-                if passes:
-                    gate.set()
-                else:
-                    gate.clear()
-
-        self._run(change())
-
     def _run(self, work: Coroutine[Any, Any, ResultT]) -> ResultT:
         """Run a coroutine on the proxy's thread; return its result."""
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
@@ -191,45 +181,27 @@ class Switchboard:
 
     def __init__(self) -> None:
         self.links: dict[Link, LinkProxy] = {}
-        self._lock = threading.Lock()
-        self._server = socketserver.ThreadingTCPServer((HOST, 0), self._handler())
-        self._server.daemon_threads = True
-        self._thread = threading.Thread(target=self._server.serve_forever, name="switchboard", daemon=True)
-        self._thread.start()
 
-    def __enter__(self) -> Self:
+    async def __aenter__(self) -> Self:
+        self._server = await asyncio.start_server(self._answer, HOST, 0)
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+    async def __aexit__(self, *_: object) -> None:
+        self._server.close()
         for proxy in self.links.values():
             proxy.close()
 
     @property
     def port(self) -> int:
-        return int(self._server.server_address[1])
+        return int(self._server.sockets[0].getsockname()[1])
 
-    def proxy(self, link: Link) -> LinkProxy:
-        """Return the proxy of a link."""
-        with self._lock:
-            if link not in self.links:
-                self.links[link] = LinkProxy(link.target)
-            return self.links[link]
-
-    def _handler(self) -> type[socketserver.StreamRequestHandler]:
-        board = self
-
-        class Handler(socketserver.StreamRequestHandler):
-            def handle(self) -> None:
-                # A name may have spaces in its kind: the target is what comes last.
-                dialer, rest = self.rfile.readline().decode().rstrip("\n").split(" ", 1)
-                kind, host, port = rest.rsplit(" ", 2)
-                where = board.proxy(Link(dialer, kind, (host, int(port)))).address
-                self.wfile.write(f"{where[0]} {where[1]}\n".encode())
-
-        return Handler
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        dialer, kind, host, port = json.loads(await reader.readline())
+        link = Link(dialer, kind, (host, port))
+        if link not in self.links:
+            self.links[link] = LinkProxy(link.target)
+        writer.write(json.dumps(self.links[link].address).encode() + b"\n")
+        writer.close()
 
 
 def _lead_through_proxies(dialer: str, port: int, kind: Kind) -> None:
@@ -242,9 +214,9 @@ def _lead_through_proxies(dialer: str, port: int, kind: Kind) -> None:
     @cache
     def ask(host: str, target: int, what: str) -> tuple[str, int]:
         with socket.create_connection((HOST, port), ANSWER_TIMEOUT_S) as sock:
-            sock.sendall(f"{dialer} {what} {host} {target}\n".encode())
-            found, proxy = sock.makefile().readline().split()
-        return found, int(proxy)
+            sock.sendall(json.dumps([dialer, what, host, target]).encode() + b"\n")
+            found, proxy = json.loads(sock.makefile().readline())
+        return found, proxy
 
     def through(address: tuple[str, int], what: str) -> tuple[str, int]:
         with lock:
