@@ -238,22 +238,23 @@ async def ask(client: Client, path: str, body: bytes) -> int:
         return 0
 
 
-async def chat_until(address: Address, latencies_s: list[float], stop: asyncio.Event) -> None:
-    """Ask one short chat after another until `stop`; a refused chat took forever."""
+async def chat_until(address: Address, stop: asyncio.Event) -> list[float]:
+    """Ask one short chat after another until `stop`; return their seconds. A refused chat took forever."""
+    latencies_s = list[float]()
     with contextlib.closing(Client(address)) as client:
         while not stop.is_set():
             since_s = time.monotonic()
             status = await ask(client, CHAT, SHORT_CHAT)
             latencies_s.append(time.monotonic() - since_s if status == 200 else float("inf"))
             await asyncio.sleep(0.005)
+    return latencies_s
 
 
 async def chat_alone(gateway: Gateway) -> list[float]:
     """Return the latencies of short chats for ALONE_S, in seconds."""
-    latencies_s, stop = list[float](), asyncio.Event()
+    stop = asyncio.Event()
     asyncio.get_running_loop().call_later(ALONE_S, stop.set)
-    await chat_until(gateway.quiet, latencies_s, stop)
-    return latencies_s
+    return await chat_until(gateway.quiet, stop)
 
 
 _prepared: list[Hostile] = []  # in the process that sends them
@@ -266,12 +267,11 @@ def prepare(work: Sequence[Hostile]) -> None:
 
 def send_prepared(address: Address, num_at_once: int) -> Counter[int]:
     """Send the bodies, so many at once; return the counts of statuses."""
-    queue, statuses = _prepared[::-1], Counter[int]()
+    waiting, statuses = iter(_prepared), Counter[int]()
 
     async def send() -> None:
         with contextlib.closing(Client(address)) as client:
-            while queue:
-                hostile = queue.pop()
+            for hostile in waiting:
                 statuses[await ask(client, hostile.path, hostile.body)] += 1
 
     async def send_all() -> None:
@@ -285,14 +285,13 @@ async def chat_beside(
     gateway: Gateway, work: Sequence[Hostile], num_at_once: int, sender: Executor, statuses: Counter[int]
 ) -> list[float]:
     """Return the latencies of the quiet tenant while another process sends `work`."""
-    latencies_s, stop = list[float](), asyncio.Event()
+    stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     await loop.run_in_executor(sender, prepare, work)
-    watching = asyncio.create_task(chat_until(gateway.quiet, latencies_s, stop))
+    watching = asyncio.create_task(chat_until(gateway.quiet, stop))
     statuses.update(await loop.run_in_executor(sender, send_prepared, gateway.hostile, num_at_once))
     stop.set()
-    await watching
-    return latencies_s
+    return await watching
 
 
 @contextlib.asynccontextmanager
