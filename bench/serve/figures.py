@@ -108,7 +108,8 @@ def streamed(answer: Answer, start_s: float, num_tokens: int) -> Sample:
             is_done = True
             continue
         if "error" in event.content:
-            raise Bad(f"error in the stream: {_reason(event.content)}")
+            code, said = _error_in(event.content)
+            raise Bad(f"error in the stream: {code}", said)
         usage = event.content.get("usage")
         num_said = usage["completion_tokens"] if usage else num_said
         for choice in event.content.get("choices") or ():
@@ -145,17 +146,16 @@ def _check_status(answer: Answer) -> None:
             content = json.loads(answer.body)
         except ValueError:
             raise Bad(f"status {answer.status}") from None
-        raise Bad(f"status {answer.status} {_reason(content)}", _said(content))
+        code, said = _error_in(content)
+        raise Bad(f"status {answer.status} {code}", said)
 
 
-def _reason(content: Any) -> str:
+def _error_in(content: Any) -> tuple[str, str]:
+    """Return the reason by which failures are counted, and the server's words."""
     error = content.get("error") if isinstance(content, dict) else None
-    return str(error.get("code") or error.get("type") if isinstance(error, dict) else error)[:60]
-
-
-def _said(content: Any) -> str:
-    error = content.get("error") if isinstance(content, dict) else None
-    return str(error.get("message") or "")[:200] if isinstance(error, dict) else ""
+    if not isinstance(error, dict):
+        return str(error)[:60], ""
+    return str(error.get("code") or error.get("type"))[:60], str(error.get("message") or "")[:200]
 
 
 def _check_end(reason: str | None, num_said: int, num_tokens: int) -> None:
