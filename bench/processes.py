@@ -9,7 +9,7 @@ from asyncio.subprocess import DEVNULL
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Final, Self
+from typing import Final
 
 import psutil
 
@@ -19,56 +19,36 @@ HOST: Final = "127.0.0.1"
 CHILD_STOP_S: Final = 5.0
 
 
-class Child:
-    """A Python process that reads lines and answers some of them; it ends when its input does."""
+class Child(subprocess.Popen[str]):
+    """A Python process that reads lines and writes lines; it ends when its input does."""
 
-    def __init__(self, *words: str, cwd: Path | None = None, environment: Mapping[str, str] | None = None):
-        command = [sys.executable, *words]
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=cwd, env=environment
-        )
-
-    def __enter__(self) -> Self:
-        return self
+    def __init__(
+        self, *words: str, cwd: Path | None = None, environment: Mapping[str, str] | None = None
+    ) -> None:
+        command, pipe = [sys.executable, *words], subprocess.PIPE
+        super().__init__(command, stdin=pipe, stdout=pipe, text=True, cwd=cwd, env=environment)
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    @property
-    def has_ended(self) -> bool:
-        return self._process.poll() is not None
-
     def read(self) -> str:
         """Return the next line; "" when the process has ended."""
-        assert self._process.stdout is not None
-        return self._process.stdout.readline().strip()
+        assert self.stdout is not None
+        return self.stdout.readline().strip()
 
     def tell(self, line: str) -> None:
-        """Send a line that has no answer."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(line + "\n")
-        self._process.stdin.flush()
+        """Send a line."""
+        assert self.stdin is not None
+        self.stdin.write(line + "\n")
+        self.stdin.flush()
 
-    def ask(self, line: str) -> str:
-        """Send a line and return the answer."""
-        self.tell(line)
-        return self.read()
-
-    def close(self) -> None:
-        """End the process, by force if it does not end by itself."""
+    def close(self, timeout_s: float = CHILD_STOP_S) -> None:
+        """End the process, by force if it does not end by itself in time."""
         try:
-            self._process.communicate(timeout=CHILD_STOP_S)
+            self.communicate(timeout=timeout_s)
         except subprocess.TimeoutExpired:
             self.kill()
-
-    def kill(self) -> None:
-        """End the process at once."""
-        self._process.kill()
-        self._process.communicate()
+            self.communicate()
 
 
 def free_port(host: str = HOST) -> int:

@@ -183,14 +183,14 @@ class DestinationProcess:
             for granted in source.take_granted():
                 if granted.transfer == transfer:
                     return granted
-            if self._child.has_ended:
+            if self._child.poll() is not None:
                 raise RuntimeError("the destination's process has ended")
             source.wait(WAIT_S)
         raise TimeoutError(f"no pages were granted within {DEADLINE_S:g} s")
 
     def close(self) -> None:
         """End the process."""
-        self._child.kill()
+        self._child.close(timeout_s=0.0)
 
 
 class Ends:

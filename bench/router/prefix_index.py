@@ -8,7 +8,6 @@ machine.
 """
 
 import argparse
-import os
 import sys
 from collections.abc import Iterator
 from random import Random
@@ -18,8 +17,8 @@ from typing import Final, NamedTuple
 
 import msgspec
 import numpy as np
+import psutil
 
-from baton.bench.processes import resident_mib
 from baton.bench.report import Report, Row, Suite, at_least, at_most, percentile
 from baton.clock import ManualClock
 from baton.messages.bounds import Kind
@@ -96,7 +95,7 @@ class Loaded(NamedTuple):
 
     stores: Stores
     prompts: list[bytes]
-    index_bytes: float
+    index_bytes: int
 
 
 def load(num_workers: int, num_pages: int, rng: np.random.Generator) -> Loaded:
@@ -139,11 +138,8 @@ def ingest_rates(num_pages: int, rng: np.random.Generator) -> Iterator[tuple[int
 
 def growth_percent(num_prefixes: int, rng: np.random.Generator) -> float:
     """Return how much memory grows while prefixes go through an index with room for a twentieth of them."""
-    stores, num_messages, settled_bytes = (
-        Stores(8, num_prefixes, num_prefixes // 20),
-        num_prefixes // 500,
-        0.0,
-    )
+    stores, num_messages = Stores(8, num_prefixes, num_prefixes // 20), num_prefixes // 500
+    settled_bytes = 0
     for number in range(num_messages):
         stores.store(number, rng.bytes(KEY_BYTES * 500))
         if number == num_messages // 4:
@@ -151,8 +147,8 @@ def growth_percent(num_prefixes: int, rng: np.random.Generator) -> float:
     return 100 * (_resident_bytes() / settled_bytes - 1)
 
 
-def _resident_bytes() -> float:
-    return (resident_mib(os.getpid()) or 0.0) * 2**20
+def _resident_bytes() -> int:
+    return psutil.Process().memory_info().rss
 
 
 class _ClosedPeer:
@@ -210,10 +206,8 @@ def decision_times_us(loaded: Loaded, num_decisions: int, rng: np.random.Generat
 def decision_rows(loaded: Loaded, num_decisions: int, rng: np.random.Generator) -> list[Row]:
     """Time decisions among the workers of this index."""
     times_us, (p50_us, p99_us) = decision_times_us(loaded, num_decisions, rng), DECISION_BARS_US
-    name, note = (
-        f"decision, {len(loaded.stores.workers):,} workers",
-        f"{loaded.stores.index.num_pages:,} pages",
-    )
+    name = f"decision, {len(loaded.stores.workers):,} workers"
+    note = f"{loaded.stores.index.num_pages:,} pages"
     return [
         at_most(f"{name}: p50", median(times_us), "us", p50_us, note),
         at_most(f"{name}: p99", percentile(times_us, 99), "us", p99_us),
