@@ -13,7 +13,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import pairwise, takewhile
 from typing import Any, Final, NamedTuple
@@ -216,11 +216,9 @@ class Clients:
         self._compare(question, stream.token_ids)
 
     async def _hang_up(self, address: Address, question: Question, after_s: float) -> None:
-        try:
+        with suppress(TimeoutError):
             async with asyncio.timeout(after_s):
                 await self._post(address, _streamed(question))
-        except TimeoutError:
-            pass
         self.outcomes["cancelled"] += 1
 
     async def _post(self, address: Address, body: dict[str, Any], header: str = "") -> tuple[Answer, bool]:

@@ -154,7 +154,6 @@ WORKLOADS: Final[Mapping[str, Callable[[int, int], list[TraceRequest]]]] = {
 }
 
 SCALE: Final = 32.0  # the trace's tokens in one replayed token: a block of 512 is a page of 16
-PAGE_TOKENS: Final = 16
 BIN_S: Final = 3.0  # of the trace's arrivals
 POLICIES: Final[tuple[str, ...]] = ("round-robin", "least-loaded", "prefix", "cost")
 THRESHOLDS: Final = (0, 128, 512, 2048, 2**30)  # tokens; the last: all prompts are local
@@ -183,7 +182,7 @@ def run_trace(
     scale: float = SCALE,
     local_prefill_tokens: int = 0,
     select: Select | None = None,
-    page_tokens: int = PAGE_TOKENS,
+    page_tokens: int = BLOCK_TOKENS,
 ) -> Result:
     """Replay a trace; its blocks are pages of `page_tokens`. select: the rule in place of the policy's."""
     config = RouterConfig(
