@@ -31,6 +31,7 @@ from baton.bench.faults.clients import Clients, Question, make_questions
 from baton.bench.processes import free_port, redis_on_tcp
 from baton.bench.report import Report, Row, Suite, at_most
 from baton.cluster.runtimes.base import descendants, kill_tree
+from baton.messages.operations import Status
 
 START_S: Final = 180.0
 REPLACED_S: Final = 20.0
@@ -62,7 +63,6 @@ class RayNodes:
         self.folder = folder
         self.port = free_port(HEAD)
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
-        self._number = 0
         self.environment = os.environ | {
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN": secrets.token_hex(32),
@@ -73,8 +73,7 @@ class RayNodes:
 
     async def start(self, address: str, *, num_cpus: int) -> None:
         """Start a node and wait until it runs; the node at HEAD is the head."""
-        self._number += 1
-        log = self.folder / f"node-{self._number}.log"
+        log = self.folder / f"{address}.log"
         # fmt: off
         where = (
             ["--head", f"--port={self.port}", "--include-dashboard=false", f"--temp-dir={self.folder}/ray"]
@@ -144,12 +143,12 @@ async def ray_cluster() -> AsyncIterator[tuple[RayNodes, WatchedCluster]]:
 
 
 async def _seconds_until_replaced(cluster: WatchedCluster, name: str, before: str | None) -> float:
-    """Wait for a worker of that name with another id; TimeoutError after START_S."""
-    begin_s = time.perf_counter()
-    async with asyncio.timeout(START_S):
-        while await cluster.worker_id(name) in (None, before):
-            await asyncio.sleep(0.1)
-    return time.perf_counter() - begin_s
+    """Return the seconds until a worker of that name has another id; START_S: it has not by then."""
+
+    def is_replaced(status: Status) -> bool:
+        return any(each.worker.name == name and each.worker.id != before for each in status.workers)
+
+    return await cluster.seconds_until(is_replaced, START_S) or START_S
 
 
 async def lost_node(
