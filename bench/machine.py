@@ -22,6 +22,15 @@ LEAST_GRAPH_S: Final = 2e-3  # a graph repeats short calls until its own launch 
 MAX_ROUNDS: Final = 20
 CLOCK_RAMP_S: Final = 0.1  # an idle GPU takes this long to reach its clocks
 BUFFER_BYTES: Final = {"cpu": 2**29, "cuda": 2**32}  # many times the caches
+GPU_STATE: Final = (
+    "driver_version",
+    "clocks.sm",
+    "clocks.mem",
+    "power.draw",
+    "temperature.gpu",
+    "memory.used",
+    "memory.total",
+)
 MATMUL_SIZE: Final = {"cpu": 2048, "cuda": 8192}
 
 
@@ -101,14 +110,8 @@ def machine_description() -> dict[str, str | int | float]:
     return description
 
 
-GPU_STATE: Final = (
-    *("driver_version", "clocks.sm", "clocks.mem", "power.draw", "temperature.gpu"),
-    *("memory.used", "memory.total"),
-)
-
-
 def gpu_state(device: torch.device) -> dict[str, str | float]:
-    """Return what nvidia-smi says of a GPU now, in its own units (MHz, W, °C, MiB), and NCCL's version.
+    """Return a GPU's driver, clocks (MHz), power (W), temperature (°C), memory (MiB), and NCCL's version.
 
     Empty without a GPU. A figure that the driver does not give is left out.
     """

@@ -49,7 +49,6 @@ from baton.rpc.process import freeze_gc, raise_descriptor_limit
 
 # Runs on an asyncio loop until the event is set, and then to the end of what it has begun.
 Serve: TypeAlias = Callable[[asyncio.Event], Coroutine[Any, Any, None]]
-Ready: TypeAlias = Callable[[Address], None]  # called once, from any thread
 Tell: TypeAlias = Callable[[ProcessMessage], None]
 Run: TypeAlias = Callable[[Assignment, KeyRing, threading.Event, Tell], None]  # see `run`
 
@@ -91,8 +90,8 @@ def run(given: Assignment, ring: KeyRing, stop: threading.Event, tell: Tell) -> 
             raise ConfigError(f"kind: expected router, gateway or worker, got {given.kind}")
 
 
-def _tells_alive(tell: Tell) -> Ready:
-    """Return a Ready that tells ProcessStarted, then LoopAlive every ALIVE_EVERY_S on the running loop."""
+def _tells_alive(tell: Tell) -> Callable[[Address], None]:
+    """Return a function that tells ProcessStarted, then LoopAlive every ALIVE_EVERY_S on the running loop."""
 
     def tell_alive() -> None:
         tell(LoopAlive())

@@ -56,7 +56,7 @@ class HostedWorker:
         progress: Progress | None = None,
         incarnation: int = 0,
     ) -> None:
-        """Load the model and listen; `address` is that of the control connections.
+        """Load the model and listen. `address` is the address for control connections.
 
         incarnation: see messages/workers.Worker. Raises ModelError, ConfigError and WorkerLost, as
         `load_engine` does.

@@ -6,13 +6,27 @@ products is fp32. Shapes: M query rows of one kv head, N keys of a block, D head
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Final
+
+import torch
 
 from baton.kernels.triton_import import jit, tl
 
 # The loads of a block's page ids take two of Triton's stages. With fewer than five, keys and values have one
-# buffer, and each product waits for the loads of its own block.
+# buffer, and each product waits for the loads of its own block. Five need up to 150 KB of shared memory.
 NUM_STAGES: Final = 5
+STAGES_OF_SMALL_GPUS: Final = 3
+
+
+@cache
+def num_stages(device: torch.device) -> int:
+    """The pipeline stages that fit in the shared memory of a multiprocessor of the device."""
+    if device.type != "cuda":
+        return NUM_STAGES
+    capability = torch.cuda.get_device_capability(device)
+    has_room = capability == (8, 0) or capability[0] in (9, 10)  # A100, H100, H200, B200: 160 KB and more
+    return NUM_STAGES if has_room else STAGES_OF_SMALL_GPUS
 
 
 @jit

@@ -15,17 +15,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from baton.kernels.attention_tile import NUM_STAGES, attend_keys
+from baton.kernels.attention_tile import attend_keys, num_stages
 from baton.kernels.store_kv import check_paged_kv, dense_kv
 from baton.kernels.triton_import import jit, kernel, tl, triton
 
 LOG2_E = math.log2(math.e)
-# Four waves of four programs for each of the 132 multiprocessors of an H100 or H200: the last wave, which may
-# be nearly empty, and the longest sequence then cost little.
+# Estimates; no GPU has measured them. Four waves of four programs on each of the 132 multiprocessors of an
+# H100 or H200: more waves shrink the cost of a part-filled last wave and of the longest sequence.
 TARGET_PROGRAMS = 2112
 MAX_SPLITS = 64
-# A split of fewer keys costs more than it gains. The fewer programs there are without splits, the fewer keys
-# are worth one.
+# Bounds of the fewest keys in a split. Small batches leave multiprocessors idle, so shorter splits pay.
 LEAST_KEYS = 64
 MOST_KEYS = 512
 
@@ -57,8 +56,8 @@ def paged_attention_decode(
 @jit
 def _split_shape(
     context_len: tl.tensor,
+    min_keys: int,
     NUM_SPLITS: tl.constexpr,
-    MIN_KEYS: tl.constexpr,
     WINDOW: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
@@ -66,11 +65,11 @@ def _split_shape(
     first = 0
     if WINDOW > 0:
         first = tl.maximum(context_len - WINDOW, 0) // BLOCK_N * BLOCK_N
-    per_split = tl.maximum(tl.cdiv(context_len - first, NUM_SPLITS), MIN_KEYS)
+    per_split = tl.maximum(tl.cdiv(context_len - first, NUM_SPLITS), min_keys)
     return first, tl.cdiv(per_split, BLOCK_N) * BLOCK_N
 
 
-@kernel(varying=("page_table_stride",))
+@kernel(varying=("page_table_stride", "min_keys"))
 def paged_attention_kernel(
     query_ptr: tl.tensor,  # [B, H, D]
     kv_ptr: tl.tensor,  # [P, 2, K, S, D]
@@ -89,8 +88,8 @@ def paged_attention_kernel(
     kv_stride_head: int,
     kv_stride_slot: int,
     page_table_stride: int,
+    min_keys: int,  # in a split
     NUM_SPLITS: tl.constexpr,
-    MIN_KEYS: tl.constexpr,
     WINDOW: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     BLOCK_G: tl.constexpr,  # >= G, and 16 at least, the smallest tile of the matrix unit
@@ -103,10 +102,10 @@ def paged_attention_kernel(
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
     context_len = tl.load(context_lens_ptr + sequence)
-    first, per_split = _split_shape(context_len, NUM_SPLITS, MIN_KEYS, WINDOW, BLOCK_N)
+    first, per_split = _split_shape(context_len, min_keys, NUM_SPLITS, WINDOW, BLOCK_N)
     is_only = first + per_split >= context_len
     first += split * per_split
-    # The first split writes the zeros of padding; other splits without keys are never read.
+    # Split 0 also writes the zeros of padding. The join reads no split without keys.
     if split > 0 and first >= context_len:
         return
     last = tl.minimum(first + per_split, context_len)
@@ -152,15 +151,15 @@ def paged_attention_kernel(
         tl.store(log_total_ptr + cell_G, peak_G + tl.log2(total_G), mask=row_G < group_size)
 
 
-@kernel()
+@kernel(varying=("min_keys",))
 def join_splits_kernel(
     partial_ptr: tl.tensor,  # [B, H, NUM_SPLITS, D] fp32
     log_total_ptr: tl.tensor,  # [B, H, NUM_SPLITS] fp32
     context_lens_ptr: tl.tensor,  # [B] int32
     out_ptr: tl.tensor,  # [B, H, D], contiguous
     head_dim: int,
+    min_keys: int,  # in a split
     NUM_SPLITS: tl.constexpr,
-    MIN_KEYS: tl.constexpr,
     WINDOW: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -169,7 +168,7 @@ def join_splits_kernel(
     sequence = tl.program_id(0)
     cell = sequence.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
     context_len = tl.load(context_lens_ptr + sequence)
-    first, per_split = _split_shape(context_len, NUM_SPLITS, MIN_KEYS, WINDOW, BLOCK_N)
+    first, per_split = _split_shape(context_len, min_keys, NUM_SPLITS, WINDOW, BLOCK_N)
     if first + per_split >= context_len:
         return
     split_S = tl.arange(0, NUM_SPLITS)
@@ -206,6 +205,7 @@ def paged_attention_decode_triton(
     if num_sequences == 0:
         return out_BHD
     group_size = num_heads // num_kv_heads
+    min_keys = least_keys(query_BHD.shape[0] * num_kv_heads)
     tile = decode_tile(query_BHD, kv_pages, page_table_BP, window)
     num_splits = tile["NUM_SPLITS"]
     partial, log_total = _partial_results(out_BHD, num_splits)  # of sequences with several splits
@@ -224,17 +224,23 @@ def paged_attention_decode_triton(
         query_BHD.stride(1),
         *kv_pages.stride()[:4],
         page_table_BP.stride(0),
+        min_keys,
         PAGE_SIZE=page_size,
         BLOCK_G=max(16, triton.next_power_of_2(group_size)),
         EVEN_D=head_dim == tile["BLOCK_D"],
         num_warps=8 if query_BHD.dtype == torch.float32 else 4,
-        num_stages=NUM_STAGES,
+        num_stages=num_stages(query_BHD.device),
         **tile,
     )
     if num_splits > 1:
         grid = (num_sequences, num_heads)
-        join_splits_kernel[grid](partial, log_total, context_lens_B, out_BHD, head_dim, **tile)
+        join_splits_kernel[grid](partial, log_total, context_lens_B, out_BHD, head_dim, min_keys, **tile)
     return out_BHD
+
+
+def least_keys(num_programs: int) -> int:
+    """The fewest keys in a split, by the number of programs without splits."""
+    return min(MOST_KEYS, max(LEAST_KEYS, 1 << (num_programs - 1).bit_length()))
 
 
 def decode_tile(
@@ -245,12 +251,11 @@ def decode_tile(
     block_N = 64 if block_D * query_BHD.element_size() <= 256 else 32
     num_programs = query_BHD.shape[0] * kv_pages.shape[2]
     max_keys = page_table_BP.shape[1] * kv_pages.shape[3]
-    min_keys = min(MOST_KEYS, max(LEAST_KEYS, triton.next_power_of_2(num_programs)))
+    min_keys = least_keys(num_programs)
     fill = triton.next_power_of_2(triton.cdiv(TARGET_PROGRAMS, num_programs))
     num_splits = min(fill, MAX_SPLITS, triton.next_power_of_2(max(1, triton.cdiv(max_keys, min_keys))))
     return {
         "NUM_SPLITS": num_splits,
-        "MIN_KEYS": min_keys,
         "WINDOW": window or 0,
         "BLOCK_N": block_N,
         "BLOCK_D": block_D,

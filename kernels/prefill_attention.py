@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from baton.kernels.attention_tile import NUM_STAGES, attend_keys
+from baton.kernels.attention_tile import attend_keys, num_stages
 from baton.kernels.paged_attention import LOG2_E
 from baton.kernels.store_kv import check_paged_kv, dense_kv
 from baton.kernels.triton_import import jit, kernel, tl, triton
@@ -223,11 +223,11 @@ def prefill_tile(query_THD: Tensor, group_size: int, max_seqlen_q: int) -> dict[
     """Compile-time constants: 128 rows where registers and shared memory allow, fewer for short chunks."""
     block_D = max(16, triton.next_power_of_2(query_THD.shape[2]))
     if query_THD.dtype == torch.float32:  # no matrix units: both operands of a product sit in registers
-        most_rows, block_N, num_stages = 16, 32 if block_D <= 128 else 16, 2
+        most_rows, block_N, stages = 16, 32 if block_D <= 128 else 16, 2
     elif block_D <= 128:
-        most_rows, block_N, num_stages = 128, 64, NUM_STAGES
+        most_rows, block_N, stages = 128, 64, num_stages(query_THD.device)
     else:
-        most_rows, block_N, num_stages = 64, 32, NUM_STAGES
+        most_rows, block_N, stages = 64, 32, num_stages(query_THD.device)
     rows = max(16, min(most_rows, triton.next_power_of_2(max_seqlen_q * group_size)))
     rows = max(rows, triton.next_power_of_2(group_size))
     return {
@@ -236,7 +236,7 @@ def prefill_tile(query_THD: Tensor, group_size: int, max_seqlen_q: int) -> dict[
         "BLOCK_N": block_N,
         "BLOCK_D": block_D,
         "num_warps": 8 if rows == 128 or query_THD.dtype == torch.float32 else 4,
-        "num_stages": num_stages,
+        "num_stages": stages,
     }
 
 

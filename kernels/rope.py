@@ -17,12 +17,14 @@ from baton.kernels.triton_import import jit, tl
 
 
 def rope(query_THD: Tensor, key_TKD: Tensor, cos_sin_MD: Tensor, positions_T: Tensor) -> None:
-    """Rotate queries and keys in place to their positions. For a GPU, see `rope_and_store`.
+    """Rotate queries and keys in place to their positions, on a CPU; `rope_and_store` serves GPUs too.
 
     query_THD, key_TKD: any strides over tokens and heads, so views of one fused projection will do.
     cos_sin_MD: fp32 [M, D] from `rope_table`; cosines in the first half of a row, sines in the second.
     positions_T: integers in [0, M); the caller guarantees that. The rotation is fp32, rounded once.
     """
+    if query_THD.is_cuda:
+        raise ValueError("rope takes tensors of a CPU; rope_and_store takes those of a GPU")
     if _native_handles(query_THD) and _native_handles(key_TKD):
         for heads in (query_THD, key_TKD):
             _rotate_native(heads, cos_sin_MD, positions_T)
@@ -49,7 +51,7 @@ def rotated(
 
 
 def check_rope(query_THD: Tensor, key_TKD: Tensor, cos_sin_MD: Tensor, positions_T: Tensor) -> None:
-    """Raise ValueError where a rotation on a GPU would read past a tensor or misread it."""
+    """Raise ValueError for shapes, strides, dtypes or devices that the GPU kernel does not take."""
     if query_THD.dim() != 3 or query_THD.shape[2] % 2 or query_THD.stride(2) != 1:
         raise ValueError(f"query must be [T, H, D], D even and adjacent, got {tuple(query_THD.shape)}")
     num_tokens, _, head_dim = query_THD.shape

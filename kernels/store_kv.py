@@ -14,11 +14,13 @@ from baton.kernels.triton_import import kernel, tl, triton
 
 
 def store_kv(key_TKD: Tensor, value_TKD: Tensor, kv_pages: Tensor, slots_T: Tensor) -> None:
-    """Write one layer's new keys and values into the pool. For a GPU, see `rope_and_store`.
+    """Write one layer's new keys and values into the pool, on a CPU; `rope_and_store` serves GPUs too.
 
     kv_pages: [P, 2, K, S, D], strided over pages, modified in place. slots_T: int64 `page * S + offset`;
     -1 is skipped (padding). The other slots must be distinct and inside the pool; the caller guarantees that.
     """
+    if key_TKD.is_cuda:
+        raise ValueError("store_kv takes tensors of a CPU; rope_and_store takes those of a GPU")
     if native.library() is not None and _rows_are_whole(key_TKD, value_TKD, kv_pages):
         _store_kv_native(key_TKD, value_TKD, kv_pages, slots_T)
     else:
@@ -34,7 +36,7 @@ def rope_and_store(
     kv_pages: Tensor,
     slots_T: Tensor,
 ) -> None:
-    """`rope`, then `store_kv`: on a GPU in one kernel, which leaves `key_TKD` as it was."""
+    """Apply `rope`, then `store_kv`. On a GPU one kernel does both and leaves `key_TKD` unrotated."""
     if query_THD.is_cuda:
         rope_and_store_triton(query_THD, key_TKD, value_TKD, cos_sin_MD, positions_T, kv_pages, slots_T)
     else:

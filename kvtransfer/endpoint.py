@@ -342,7 +342,7 @@ class PageEndpoint(ABC):
     def _on_rank_lost(self, rank: int, *, is_dead: bool) -> None:
         """End the transfers of a lost rank.
 
-        The second call, with `is_dead`, also ends its writers: they and its pages no longer exist.
+        is_dead: its process is gone, so its writers have stopped too.
         """
         for opened in self._open_transfers():
             handoff = opened.handoff

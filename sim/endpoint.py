@@ -1,7 +1,7 @@
 """A simulated KV endpoint: the production transfers over simulated links, and the ranks of a replica.
 
-Rank n carries out shard n of every transfer. A replica of the simulated clusters has one rank. Each rank of
-a larger replica runs in the process of the endpoint, or in another process, which may die alone.
+Rank n carries out shard n of every transfer. Simulated clusters have one rank a replica. Further ranks run in
+the endpoint's process or in another, which can die alone.
 
 Pages of a pool are written in one of two ways, chosen for each pair of endpoints:
 
@@ -333,9 +333,12 @@ class SimRank:
         """Answer a command to a dead rank, as RemoteRank does."""
         match command:
             case messages.CloseShard(transfer=transfer):
-                self._emit_later(messages.WriterStopped(transfer=transfer, shard=self.number))
+                self._answer(messages.WriterStopped(transfer=transfer, shard=self.number))
             case messages.StopShard(transfer=transfer):
-                self._emit_later(messages.ShardStopped(transfer=transfer, shard=self.number))
+                self._answer(messages.ShardStopped(transfer=transfer, shard=self.number))
+
+    def _answer(self, event: messages.ShardEvent) -> None:
+        self._endpoint.process.post(lambda: self._endpoint.on_shard_event(event))
 
     def _carry_out(self, command: messages.ShardCommand) -> None:
         match command:
@@ -464,7 +467,7 @@ class SimRank:
         self._endpoint.process.post(lambda: self._tell(event))
 
     def _tell(self, event: messages.ShardEvent) -> None:
-        if self.is_dead or not self.is_lost:
+        if not self.is_lost:
             self._endpoint.on_shard_event(event)
 
 
@@ -554,13 +557,13 @@ class SimEndpoint(PageEndpoint):
     ) -> None:
         """memory: of rank 0. other_ranks: the process and the memory of each other rank.
 
-        Linked endpoints have the same number of ranks. steps: of all ranks, which write the pages; None: the
-        steps have written a page when it is released.
+        Linked endpoints have the same number of ranks. steps: the progress of all ranks' steps; None: pages
+        that are released are already written.
         """
         settings = EndpointSettings(
             key=b"", fingerprint=FINGERPRINT, layout=_layout(pool.page_size), timing=TIMING
         )
-        self.ranks: list[SimRank] = []
+        self.ranks: list[SimRank] = []  # filled below: a rank needs its endpoint
         super().__init__(settings, random.randbytes(ID_BYTES), pool, process.clock, SimRanks(self.ranks))
         self.process = process
         self.pool = pool
@@ -574,7 +577,7 @@ class SimEndpoint(PageEndpoint):
 
     @property
     def has_writers(self) -> bool:
-        """Bytes may still be written, here or by this process."""
+        """True while bytes may be written here or by this process."""
         ranks = (rank for rank in self.ranks if not rank.is_dead)
         return any(rank.registrations.num_open() or rank.pieces.num_going for rank in ranks)
 
@@ -604,7 +607,7 @@ class SimEndpoint(PageEndpoint):
         self._on_shard_event(event)
 
     def lose_ranks(self, process: SimProcess) -> None:
-        """Lose the ranks of another process. A living process continues; call again after its death."""
+        """Report the loss of the ranks in another process. Call again at its death, if it still lived."""
         for rank in self.ranks:
             if rank.process is process:
                 rank.is_lost, rank.is_dead = True, process.is_dead

@@ -28,11 +28,7 @@ DRAIN_NOTICE_S: Final = 0.75
 
 
 class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The settings of one worker process.
-
-    The worker loads its model, listens and dials the routers. A worker that is told to stop drains: it takes
-    no new attempts, finishes the running ones for at most `drain_timeout_s`, and ends.
-    """
+    """The settings of one worker process."""
 
     role: WorkerRole  # prefill or decode
     name: Name  # such as "decode-0"; a newer process of the same name displaces the older one

@@ -60,7 +60,7 @@ class DroppedPeers:
     """Counts of dropped peers by reason, shared by all connections of a process."""
 
     def __init__(self, counters: Counter[str] | None = None) -> None:
-        """counters: of the process, which has them as `dropped_REASON`; None: only `counts` has them."""
+        """counters: the counters of the process, which get `dropped_REASON` too."""
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
         self._counters = counters

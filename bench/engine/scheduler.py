@@ -1,7 +1,6 @@
 """The cost of scheduling: microseconds a step, and the price of the prefix cache when nothing hits.
 
-Host time is all that the engine does for a step of decodes, but for the model and the draw of the tokens:
-plan, inputs, sampling parameters, commit, outputs.
+Host time is that of a whole engine step of decodes, except the forward pass and the sampling kernel.
 
 python -m baton.bench.engine.scheduler [--steps 3000] [--requests 300]
 """
@@ -111,7 +110,7 @@ def decode_steps(num_seqs: int, num_steps: int) -> StepTimes:
 
 
 def host_times_us(num_steps: int) -> Iterator[tuple[int, list[float]]]:
-    """Yield a batch size and the time of each step of as many decodes, without the model and the draw."""
+    """Yield (batch size, microseconds of each decode step); constants replace the model and the draw."""
     most = max(HOST_LIMITS_US)
     settings = {
         "max_model_len": HOST_SHAPE.max_positions,
@@ -125,9 +124,11 @@ def host_times_us(num_steps: int) -> Iterator[tuple[int, list[float]]]:
         patch.object(sampler, "sample", lambda rows_BV, tensors: tokens_B[: len(rows_BV)]),
     ):
         for num_seqs in HOST_LIMITS_US:
-            # Every sequence is still decoding after the last step.
             sampling = SamplingParams(max_tokens=num_steps + 1000, ignore_eos=True)
-            prompts = [[rng.randrange(512) for _ in range(rng.randint(50, 200))] for _ in range(num_seqs)]
+            prompts = [
+                [rng.randrange(HOST_SHAPE.vocab_size) for _ in range(rng.randint(50, 200))]
+                for _ in range(num_seqs)
+            ]
             requests = [request_of(prompt, sampling) for prompt in prompts]
             for request in requests:
                 engine.add(request)
@@ -136,8 +137,9 @@ def host_times_us(num_steps: int) -> Iterator[tuple[int, list[float]]]:
             times_us = []
             for _ in range(num_steps):
                 started = perf_counter_ns()
-                engine.step()
+                outputs = engine.step()
                 times_us.append((perf_counter_ns() - started) / 1e3)
+                assert len(outputs) == num_seqs, "a sequence has ended before the last step"
             for request in requests:
                 engine.abort(request.request_id)
             yield num_seqs, times_us

@@ -2,9 +2,9 @@
 
 python -m baton.bench.gpu [--minutes 9] [--output FOLDER] [--resume] [--toy]
 
-Stages run in order, each in a process of its own; one that may not end within the minutes is not started. A
-stage that fails runs again at half size, and under compute-sanitizer where that is installed; the others go
-on. Every row is kept in gpu.jsonl as it comes, and `--resume` goes on after the stages that have ended there.
+Stages run in order, each in a process of its own. A stage whose usual time exceeds the time left is not
+started. Failed stages run again at the end: at half size, then under compute-sanitizer if it is installed.
+Every row is kept in gpu.jsonl as it comes; `--resume` skips the stages that have ended there.
 Exit code 1 when a stage failed. Without CUDA, or with --toy, the same code runs at toy size on the CPU.
 """
 
@@ -13,6 +13,8 @@ import sys
 try:
     from baton.bench.gpu.suite import SUITE
 except ModuleNotFoundError as error:
+    if error.name is None or error.name.startswith("baton"):
+        raise
     sys.exit(f"{error.name} is not installed: docs/benchmarks.md says how to carry it to this machine")
 
 sys.exit(SUITE.main(__doc__))

@@ -159,12 +159,16 @@ def _decode_rows(session: Session, batch: int, sampling: SamplingParams, bar: fl
         f"{format_number(step_s * 1e3)} ms a step, {format_number(model_s * 1e3)} of them the model, "
         f"{format_number(batch / step_s)} tok/s"
     )
-    name = f"decode step, {batch} x {sizes.step_context:,}"
+    name = _step_name(batch, sizes.step_context)
     if sampling != SamplingParams():
         yield Row(f"{name}, top-k and top-p", percent, "% of roofline", note=note)
         return
-    session.figures.step_seconds[batch] = step_s
+    session.figures.step_seconds[name] = step_s
     yield session.bar(name, percent, "% of roofline", bar, note)
+
+
+def _step_name(batch: int, num_context_tokens: int) -> str:
+    return f"decode step, {batch} x {num_context_tokens:,}"
 
 
 def _fill(session: Session, batch: int, sampling: SamplingParams) -> list[str]:
@@ -251,12 +255,13 @@ def against_transformers(session: Session) -> Iterator[Row]:
         note = f"theirs {format_number(rival_s * 1e3)} ms"
         yield Row(f"prefill, {num_tokens:,} tokens: times as fast", rival_s / our_s, "x", note=note)
     for batch in sizes.step_batches[:2]:
-        if batch in session.figures.step_seconds:
-            yield _decode_row(session, rival, batch)
+        step_s = session.figures.step_seconds.get(_step_name(batch, sizes.step_context))
+        if step_s is not None:
+            yield _decode_row(session, rival, batch, step_s)
     yield from _mixed_rows(session, rival)
 
 
-def _decode_row(session: Session, rival: TransformersRival, batch: int) -> Row:
+def _decode_row(session: Session, rival: TransformersRival, batch: int, our_s: float) -> Row:
     sizes, rng = session.sizes, random.Random(batch)
     prompts = [random_tokens(rng, sizes.model, sizes.step_context) for _ in range(batch)]
 
@@ -265,8 +270,8 @@ def _decode_row(session: Session, rival: TransformersRival, batch: int) -> Row:
 
     rival_s = (seconds(NUM_DECODE_TOKENS) - seconds(1)) / (NUM_DECODE_TOKENS - 1)
     note = f"theirs {format_number(rival_s * 1e3)} ms"
-    name = f"decode step, {batch} x {sizes.step_context:,}: times as fast as generate"
-    return Row(name, rival_s / session.figures.step_seconds[batch], "x", note=note)
+    name = f"{_step_name(batch, sizes.step_context)}: times as fast as generate"
+    return Row(name, rival_s / our_s, "x", note=note)
 
 
 def _mixed_rows(session: Session, rival: TransformersRival) -> Iterator[Row]:

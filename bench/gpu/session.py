@@ -1,4 +1,4 @@
-"""The state that stages of the GPU suite share: sizes, rates of the device, one loaded engine; and checks."""
+"""What the stages of the GPU suite share: sizes, figures, the engine of the 8B shape, and checks."""
 
 from dataclasses import dataclass, field, replace
 
@@ -139,7 +139,7 @@ class Figures:
     """What stages leave for later stages."""
 
     rates: Rates | None = None
-    step_seconds: dict[int, float] = field(default_factory=dict)  # batch -> our decode step
+    step_seconds: dict[str, float] = field(default_factory=dict)  # row -> our decode step
     prefill_seconds: dict[int, float] = field(default_factory=dict)  # tokens -> our prefill
 
 
@@ -160,7 +160,7 @@ class Session:
 
     @property
     def replica(self) -> Replica:
-        """The engine of the 8B shape, loaded when first asked for and idle between stages."""
+        """The engine of the 8B shape, loaded when first asked for."""
         if self._replica is None:
             sizes = self.sizes
             settings = {
@@ -176,7 +176,7 @@ class Session:
         return self._replica
 
     def bar(self, name: str, value: float, unit: str, bar: float | None, note: str = "") -> Row:
-        """Return a row with this lower limit, or without one at toy size."""
+        """Return a row with this lower limit, or without one where the sizes have no bars."""
         return at_least(name, value, unit, bar if self.sizes.has_bars else None, note)
 
 

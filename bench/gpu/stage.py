@@ -16,13 +16,14 @@ import torch
 from baton.bench.gpu.session import FULL, TOY, Figures, Session
 from baton.bench.machine import gpu_state
 from baton.bench.report import Row
+from baton.errors import ConfigError
 
 SizeName: TypeAlias = Literal["full", "half", "toy"]
 SIZES: Final = {"full": FULL, "half": FULL.halved(), "toy": TOY}
 
 
 class StageBegan(msgspec.Struct, frozen=True, tag="began"):
-    """An attempt at a stage. It makes the records of an equal attempt void, which did not end."""
+    """The start of an attempt. An earlier attempt with equal fields is void."""
 
     stage: str
     size: SizeName
@@ -30,7 +31,7 @@ class StageBegan(msgspec.Struct, frozen=True, tag="began"):
 
 
 class StageRow(msgspec.Struct, frozen=True, tag="row"):
-    """One row, and the clocks, power and memory of the GPU when it was measured."""
+    """One row, and the clocks, power and memory of the GPU just after it was measured."""
 
     row: Row
     gpu: dict[str, str | float]
@@ -55,16 +56,18 @@ _DECODER: Final = msgspec.json.Decoder(Record)
 
 
 def append(path: Path, record: Record) -> None:
-    """Write a record on a line of its own, also behind a part of one."""
+    """Append a record. The leading newline ends a torn record."""
     with path.open("ab") as file:
         file.write(b"\n" + msgspec.json.encode(record))
 
 
 def read(path: Path) -> Iterator[Record]:
-    """Return all whole records; a process that was killed may have left a part of one."""
+    """Yield the complete records; skip torn lines. ConfigError: the file is another version's."""
     for line in path.read_bytes().splitlines() if path.exists() else ():
         try:
             yield _DECODER.decode(line)
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"{path}: {error}: remove the file, or leave out --resume") from None
         except msgspec.DecodeError:
             continue
 
@@ -81,6 +84,9 @@ def run_stage(name: str, session: Session, path: Path) -> None:
             for row in function_named(name)(session):
                 append(path, StageRow(row, gpu_state(session.device)))
     except ModuleNotFoundError as error:
+        if error.name is None or error.name.startswith("baton"):
+            ended("failed", str(error))
+            raise
         ended("left out", f"needs {error.name}, which is not installed: see docs/benchmarks.md")
     except Exception as error:
         first_line = (str(error).splitlines() or [""])[0]
@@ -89,6 +95,18 @@ def run_stage(name: str, session: Session, path: Path) -> None:
     else:
         append(path, StageFigures(session.figures))
         ended("done")
+
+
+def figures_in(path: Path) -> Figures:
+    """Return the latest figures. Those of an attempt under a tool, which slows everything, do not count."""
+    figures, tool = Figures(), ""
+    for record in read(path):
+        match record:
+            case StageBegan():
+                tool = record.tool
+            case StageFigures() if not tool:
+                figures = record.figures
+    return figures
 
 
 def function_named(name: str) -> Callable[[Session], Iterable[Row]]:
@@ -106,11 +124,7 @@ def main() -> None:
     parser.add_argument("--size", choices=SIZES, required=True)
     parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
     options = parser.parse_args()
-    figures = Figures()
-    for record in read(options.file):
-        if isinstance(record, StageFigures):
-            figures = record.figures
-    session = Session(torch.device(options.device), SIZES[options.size], figures)
+    session = Session(torch.device(options.device), SIZES[options.size], figures_in(options.file))
     run_stage(options.function, session, options.file)
 
 

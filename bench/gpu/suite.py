@@ -1,12 +1,13 @@
 """The stages of the GPU suite and their order; bench/gpu/__main__.py is the command."""
 
 import argparse
+import contextlib
 import os
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import monotonic
@@ -18,10 +19,11 @@ from baton.bench.gpu.stage import Record, SizeName, StageBegan, StageEnded, Stag
 from baton.bench.report import Report, Row, Suite
 
 SLOWEST: Final = 4.0  # times its usual time, after which a stage has hung
-START_S: Final = 60.0  # in which a process imports torch and compiles kernels
+START_S: Final = 60.0  # time for a process to import torch and compile kernels
 TOY_LIMIT_S: Final = 300.0
 LOG_LINES: Final = 40  # of a failed stage's log, in the JSON
 SANITIZER: Final = "compute-sanitizer"
+END_WITH_PARENT: Final = str(Path(__file__).resolve().parents[2] / "cluster" / "end_with_parent.py")
 
 
 @dataclass(frozen=True)
@@ -66,23 +68,23 @@ class Attempt:
 
     @property
     def has_failed(self) -> bool:
-        """True when a figure was wrong, or its process failed."""
+        """True when the stage raised, or its process crashed or was killed."""
         return self.ended is not None and self.ended.outcome == "failed"
 
 
-def attempts(records: Iterable[Record]) -> dict[StageBegan, Attempt]:
-    """Return the attempts in order, without those that were begun again before they had ended."""
+def group_records(records: Iterable[Record]) -> dict[StageBegan, Attempt]:
+    """Return the attempts in order; a repeated attempt replaces the earlier one."""
     found: dict[StageBegan, Attempt] = {}
-    last = StageBegan("", "toy")
+    last: StageBegan | None = None
     for record in records:
         match record:
             case StageBegan():
                 last = record
                 found.pop(last, None)
                 found[last] = Attempt(last)
-            case StageRow():
+            case StageRow() if last is not None:
                 found[last] = replace(found[last], rows=(*found[last].rows, record))
-            case StageEnded():
+            case StageEnded() if last is not None:
                 found[last] = replace(found[last], ended=record)
     return found
 
@@ -96,79 +98,106 @@ class StageRunner:
         self._device = device
 
     def attempts(self, stage: Stage) -> list[Attempt]:
-        """Return the attempts at the stage that have ended, the first one first."""
-        every = attempts(read(self.path)).values()
-        return [each for each in every if each.began.stage == stage.name and each.ended is not None]
+        """Return the attempts at the stage that have ended, at this run's size or half of it, in order."""
+        sizes = ("toy",) if self.size == "toy" else ("full", "half")
+        every = group_records(read(self.path)).values()
+        ended = [each for each in every if each.began.stage == stage.name and each.ended is not None]
+        return [each for each in ended if each.began.size in sizes]
 
-    def run(self, stage: Stage, left_s: float) -> None:
-        """Run a stage; one that fails again at half size, and at half size under compute-sanitizer."""
+    def run(self, stage: Stage, left_s: float) -> bool:
+        """Run a stage. Returns False when there was no time to finish it; `attempts` leaves that one out."""
+        return self._run(stage, StageBegan(stage.name, self.size), left_s)
+
+    def run_again(self, stage: Stage, left_s: float) -> None:
+        """Run a failed stage at half size, then under compute-sanitizer where that is installed."""
         until_s = monotonic() + left_s
-        if self._run(stage, StageBegan(stage.name, self.size), left_s).outcome != "failed":
-            return
-        tools = ["", SANITIZER] if self._device == "cuda" and shutil.which(SANITIZER) else [""]
-        for tool in tools:
-            if self.size == "full" and (left_s := until_s - monotonic()) > 0:
+        for tool in ["", SANITIZER] if self._device == "cuda" and shutil.which(SANITIZER) else [""]:
+            if (left_s := until_s - monotonic()) > 0:
                 self._run(stage, StageBegan(stage.name, "half", tool), left_s)
 
     def log(self, stage: Stage) -> Path:
         """The file with what the processes of the stage print."""
         return self.path.parent / f"gpu-{stage.name.replace(' ', '-')}.log"
 
-    def _run(self, stage: Stage, began: StageBegan, left_s: float) -> StageEnded:
+    def _run(self, stage: Stage, began: StageBegan, left_s: float) -> bool:
         append(self.path, began)
-        command = [*([began.tool] if began.tool else []), sys.executable, "-m", "baton.bench.gpu.stage"]
-        command += [stage.function, str(self.path), "--size", began.size, "--device", self._device]
-        began_s, limit_s = monotonic(), min(left_s, stage.limit_s(began.size))
+        command = [sys.executable, END_WITH_PARENT, str(os.getpid())]
+        command += [shutil.which(began.tool) or began.tool] if began.tool else []
+        command += [sys.executable, "-m", "baton.bench.gpu.stage", stage.function, str(self.path)]
+        command += ["--size", began.size, "--device", self._device]
+        began_s, limit_s = monotonic(), stage.limit_s(began.size)
         with self.log(stage).open("a") as log:
             print(f"$ {' '.join(command)}", file=log, flush=True)
             process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
             try:
-                process.wait(limit_s)
+                process.wait(min(left_s, limit_s))
                 note = f"its process ended with exit code {process.returncode}"
             except subprocess.TimeoutExpired:
+                if left_s < limit_s:
+                    return False
                 note = f"killed after {limit_s:.0f} s"
             finally:
-                if process.poll() is None:
-                    os.killpg(process.pid, signal.SIGKILL)  # with the processes that it started
-                    process.wait()
-        ended = attempts(read(self.path))[began].ended
-        if ended is None:
-            ended = StageEnded(monotonic() - began_s, "failed", note)
-            append(self.path, ended)
-        return ended
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)  # with the processes that it has started
+                process.wait()
+        if group_records(read(self.path))[began].ended is None:
+            append(self.path, StageEnded(monotonic() - began_s, "failed", note))
+        return True
 
 
 def run_stages(
     stages: Sequence[Stage], runner: StageRunner, minutes: float, report: Report, *, resumes: bool = False
 ) -> None:
-    """Run the stages that fit. resumes: those that have ended in the runner's records are not run again.
+    """Run the stages that fit, then the failed ones again.
 
-    The JSON has the seconds of each stage, the state of the GPU at each row, and the logs of failed stages.
+    resumes: stages that have ended in the runner's records are not run again.
     """
+    until_s = monotonic() + 60 * minutes
+    left_out: dict[str, str] = {}  # stage -> why it has no attempt
+    for number, stage in enumerate(stages):
+        report.tell(stage.name, number / len(stages))
+        left_s = until_s - monotonic()
+        if resumes and runner.attempts(stage):
+            continue
+        if left_s < (stage.needs_s if runner.size == "full" else 1.0):
+            left_out[stage.name] = (
+                f"not started: {max(0.0, left_s):.0f} s are left, it needs {stage.needs_s:.0f}"
+            )
+        elif not runner.run(stage, left_s):
+            left_out[stage.name] = f"stopped after the {left_s:.0f} s that were left"
+        _fill(report, stages, runner, left_out)
+    for stage in stages if runner.size == "full" else ():
+        attempts = runner.attempts(stage)
+        if len(attempts) == 1 and attempts[0].has_failed:
+            report.tell(f"{stage.name}, again")
+            runner.run_again(stage, until_s - monotonic())
+            _fill(report, stages, runner, left_out)
+
+
+def _fill(report: Report, stages: Sequence[Stage], runner: StageRunner, left_out: Mapping[str, str]) -> None:
+    """Make the report anew and save it.
+
+    Beside the rows the JSON has the seconds of each stage, the state of the GPU at each row, and the end of
+    the logs of failed stages.
+    """
+    report.rows.clear()
     seconds: dict[str, float] = {}
     failures: dict[str, str] = {}
     states: list[dict[str, str | float]] = []  # one a row
     report.extra = {"seconds": seconds, "gpu": states, "failures": failures}
-    until_s = monotonic() + 60 * minutes
-    for number, stage in enumerate(stages):
-        report.tell(stage.name, number / len(stages))
-        left_s = until_s - monotonic()
-        if not (resumes and runner.attempts(stage)):
-            if left_s < (stage.needs_s if runner.size == "full" else 1.0):
-                note = f"not started: {max(0.0, left_s):.0f} s are left, it needs {stage.needs_s:.0f}"
-                report.rows.append(Row(stage.name, None, "", note=note))
-                states.append({})
-                continue
-            runner.run(stage, left_s)
+    for stage in stages:
+        rows = [pair for attempt in runner.attempts(stage) for pair in _rows_of(attempt)]
+        if stage.name in left_out:
+            rows.append((Row(stage.name, None, "", note=left_out[stage.name]), {}))
+        for row, state in rows:
+            report.rows.append(row)
+            states.append(state)
         for attempt in runner.attempts(stage):
-            for row, state in _rows_of(attempt):
-                report.rows.append(row)
-                states.append(state)
             if attempt.ended is not None:
                 seconds[stage.name] = seconds.get(stage.name, 0.0) + attempt.ended.seconds
-        if any(each.has_failed for each in runner.attempts(stage)):
-            failures[stage.name] = "\n".join(runner.log(stage).read_text().splitlines()[-LOG_LINES:])
-        report.save()
+            if attempt.has_failed:
+                failures[stage.name] = "\n".join(runner.log(stage).read_text().splitlines()[-LOG_LINES:])
+    report.save()
 
 
 def _rows_of(attempt: Attempt) -> list[tuple[Row, dict[str, str | float]]]:

@@ -129,7 +129,7 @@ class Sampled:
     prompt_logprobs: dict[SequenceKey, PromptLogprobs]  # with the first token
 
     def with_logprobs(self, output: StepOutput) -> StepOutput:
-        """Return the output of a token with its log probabilities, where they are asked for."""
+        """Return the output with the log probabilities that its request asked for."""
         key = output.request_id, output.choice
         return msgspec.structs.replace(
             output, logprobs=self.logprobs.get(key), prompt_logprobs=self.prompt_logprobs.get(key)
@@ -145,7 +145,7 @@ class Sampler:
         self._tensors: SamplingTensors | None = None
         self._processed: dict[int, list[str]] = {}  # row -> names of the processors that apply
         self._asking: list[int] = []  # rows that want log probabilities
-        self._asking_prompt: list[int] = []  # rows that want those of their prompt
+        self._asking_prompt: list[int] = []  # rows that want prompt log probabilities
         self._prompts: dict[SequenceKey, list[TokenLogprobs | None]] = {}
 
     @torch.inference_mode()
@@ -166,11 +166,12 @@ class Sampler:
             failed = [row for row, token_id in enumerate(drawn) if token_id == NOT_A_TOKEN]
             for row in failed:
                 drawn[row] = None
-        each = iter(drawn)
+        token_ids = drawn
+        if not batch.is_pure_decode:
+            each = iter(drawn)
+            token_ids = [next(each) if chunk.samples else None for chunk in chunks]
         return Sampled(
-            token_ids=drawn
-            if batch.is_pure_decode
-            else [next(each) if chunk.samples else None for chunk in chunks],
+            token_ids=token_ids,
             failed=[sequences[row] for row in failed],
             logprobs=_logprobs(raw_RV, [(sequences[row], drawn[row]) for row in self._asking]),
             prompt_logprobs={
@@ -208,7 +209,7 @@ class Sampler:
 
     def _parameters(self, sequences: list[Sequence]) -> SamplingTensors:
         if self._tensors is not None and sequences == self._sequences:
-            self._tensors.position_B.add_(1)  # each has got one token since
+            self._tensors.position_B.add_(1)  # every one that sampled has one more token
             return self._tensors
         self._sequences, samplings = sequences, [sequence.sampling for sequence in sequences]
         self._tensors = _tensors(sequences, self._device)

@@ -156,8 +156,8 @@ class PageTableRows:
     def gather(self, sequences: list[Sequence], changed: Ordered[int] | None = None) -> Int32s:
         """[num_sequences, pages of the longest one]: a copy of the present tables.
 
-        changed: of the sequences that the last call was given too, those whose tables may have changed since;
-        None: any.
+        changed: indices into `sequences`. If the last call had the same sequences, only these tables may have
+        changed since. None: any may have.
         """
         if changed is not None and sequences == self._gathered:
             updated = [sequences[index] for index in changed]
@@ -219,8 +219,8 @@ class StepBuilder:
         rows = np.arange(len(sequences) + 1)
         positions = np.array([chunk.start for chunk in batch.chunks], np.int64)
         index, offset = np.divmod(positions, self._page_size)
-        # A decode changes its page table only before the first token of a page: the sequence gets that page,
-        # and the full page before it may be replaced.
+        # A decode's page table changes only before the first token of a page: a page is appended, and the
+        # last commit may have replaced the full page before it.
         changed = np.flatnonzero(offset == 0).tolist() if self._was_pure_decode else None
         page_table = self._tables.gather(sequences, changed)
         return StepArrays(

@@ -215,8 +215,8 @@ class Scheduler:
     def commit(self, batch: Batch, sampled: Ordered[int | None], step_s: float = 0.0) -> list[StepOutput]:
         """Record that the batch has run; `sampled[i]` is the token of `batch.chunks[i]` if it samples.
 
-        Chunks of sequences that were aborted since are ignored. Returns an output for each new token; it has
-        no logprobs yet.
+        Chunks of sequences that were aborted since are ignored. Returns one StepOutput for each new
+        token, without log probabilities.
         step_s: the time since the last batch ended, or since there was work.
         """
         attribute_step_cost(batch, step_s, self._cost_cap.cost)
@@ -233,9 +233,13 @@ class Scheduler:
                 if token_id is None:
                     raise IntegrityError(f"sequence {sequence.key} got no token at position {num_computed}")
                 sequence.token_ids.append(token_id)
-                reason = None
-                if token_id in sequence.stop_ids or num_computed + 1 >= sequence.max_num_tokens:
-                    reason = self._finish_if_done(sequence)
+                num_tokens, reason = num_computed + 1, None
+                if token_id in sequence.stop_ids and num_tokens >= sequence.min_num_tokens:
+                    reason = FinishReason.STOP
+                elif num_tokens >= sequence.max_num_tokens:
+                    reason = FinishReason.LENGTH
+                if reason is not None:
+                    self._finish(sequence, reason)
                 index, (request_id, choice) = num_computed - sequence.num_prompt_tokens, sequence.key
                 outputs.append(
                     StepOutput(request_id, choice, index, token_id, reason, sequence.num_cached_tokens)
@@ -294,17 +298,6 @@ class Scheduler:
         self.cache.make_room(sum(num_pages for _, num_pages in missing))
         for sequence, num_pages in missing:
             sequence.page_table += self.pool.allocate(num_pages, sequence.key)
-
-    def _finish_if_done(self, sequence: Sequence) -> FinishReason | None:
-        """Finish a sequence that ends with a stop token, once it has its minimum of tokens, or is full."""
-        if sequence.num_tokens >= sequence.min_num_tokens and sequence.token_ids[-1] in sequence.stop_ids:
-            reason = FinishReason.STOP
-        elif sequence.num_tokens >= sequence.max_num_tokens:
-            reason = FinishReason.LENGTH
-        else:
-            return None
-        self._finish(sequence, reason)
-        return reason
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
         self._queues.remove(sequence)

@@ -230,7 +230,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     version: int
     scheduled: Mapping[SequenceKey, int]
     num_decodes: int  # the leading chunks of one token
-    is_pure_decode: bool  # every chunk has one token and samples
+    is_pure_decode: bool = False  # True: every chunk has one token and samples; False claims nothing
     page_needs: Mapping[SequenceKey, int]
     admitted: tuple[SequenceKey, ...] = ()
     preempted: Mapping[SequenceKey, PreemptMode] = {}
@@ -260,7 +260,7 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
 
     chunks: tuple[ScheduledChunk, ...]
     num_decodes: int
-    is_pure_decode: bool = False  # every chunk has one token and samples
+    is_pure_decode: bool = False  # as `Plan.is_pure_decode`
     copies_to_host: tuple[PageCopy, ...] = ()
     copies_to_device: tuple[PageCopy, ...] = ()
     num_padded_tokens: int = 0

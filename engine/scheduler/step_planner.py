@@ -150,7 +150,7 @@ class StepPlanner:
         """Pages kept free for the growth of each running sequence."""
         return self._pool.pages_for(HEADROOM_TOKENS)
 
-    # Made when something is short, which is rare.
+    # Created on first use: only shortage needs them.
 
     @cached_property
     def _quotas(self) -> PageQuotas:
@@ -174,7 +174,7 @@ class StepPlanner:
     def schedule_decodes(self) -> int:
         """Give every decode its token and, when its last page is full, a page; return how many run.
 
-        Without shortage this is the whole cost of a decode step: one pass, one dictionary.
+        Without shortage this is the whole cost of planning a decode step.
         """
         decoding, page_size = self.queues.decoding, self._pool.page_size
         at_page_end = [s for s in decoding.values() if not s.num_computed_tokens % page_size]

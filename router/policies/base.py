@@ -103,8 +103,8 @@ class WorkerPool:
     def __len__(self) -> int:
         return len(self.members)
 
-    def views(self, index: PrefixIndex) -> list[WorkerView]:
-        """A view of each member, in the members' order. Not to be changed."""
+    def views(self, index: PrefixIndex) -> Sequence[WorkerView]:
+        """A view of each member, in the members' order."""
         if self._version != index.version:
             self._version = index.version
             shared = {family: (family, family[:2]) for family in self.families}

@@ -232,9 +232,9 @@ def cheapest(
     if len(equals) > 1:
         most_s = min([each.prompt_cost.compute_s for each in equals]) + tie_s
         equals = [each for each in equals if each.prompt_cost.compute_s <= most_s]
-    if len(equals) == 1:
-        return equals[0]
     one, other = equals[random % len(equals)], equals[random // len(equals) % len(equals)]
+    if one is other:
+        return one
     return other if given(other.computed_by) < given(one.computed_by) else one
 
 

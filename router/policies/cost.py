@@ -119,10 +119,10 @@ class PromptScorer:
             decode_delay_s = num_running * num_output_tokens * token_delay_s
             num_delayed, patience_s = 0, inf
             if account.decoding or account.num_unknown:
-                num_delayed, num_left = self._delayed(account)
+                num_delayed, num_delayed_tokens = self._delayed(account)
                 if num_delayed and view.max_num_batched_tokens:
                     longest_s = step_s + token_s * view.max_num_batched_tokens
-                    mean_left = 0.5 * num_left / num_delayed
+                    mean_left = 0.5 * num_delayed_tokens / num_delayed  # of each, on average
                     patience_s = max(0.0, mean_left * longest_s - account.wait_s(self._now_s))
             join_s = room_s + 0.5 * step_s
             candidates.append(
@@ -285,7 +285,7 @@ class CostPolicy:
 
     def _compared(
         self, scorer: PromptScorer, pool: WorkerPool, left_out: Collection[str]
-    ) -> list[WorkerView]:
+    ) -> Sequence[WorkerView]:
         """The workers to score. The first of equals wins, so the order begins at random."""
         views, random = pool.views(self._context.index), self._random.random
         num = len(views)
@@ -295,12 +295,13 @@ class CostPolicy:
         found = scorer.holders(pool, MAX_HOLDERS + len(left_out), views[int(random() * num)])
         drawn = [views[int(random() * num)] for _ in range(MAX_DRAWS if left_out else NUM_DRAWN)]
         if left_out:
-            found, drawn = _without(left_out, found), _without(left_out, drawn)[:NUM_DRAWN]
+            found = [*_without(left_out, found)]
+            drawn = [*_without(left_out, drawn)][:NUM_DRAWN]
         drawn.sort(key=self._work)
         found = found[:MAX_HOLDERS]
         found += drawn[: MAX_HOLDERS + NUM_KEPT - len(found)]
-        found = found or _without(left_out, views)[:MAX_COMPARED]
-        return list({view.id: view for view in found}.values())
+        some = found or _without(left_out, views)[:MAX_COMPARED]
+        return list({view.id: view for view in some}.values())
 
     def _work(self, view: WorkerView) -> tuple[float, int]:
         account = self._context.in_flight.account(view.id)
@@ -357,7 +358,7 @@ class PrefixPolicy(CostPolicy):
         return -cost.num_held_tokens, cost.total_s
 
 
-def _without(left_out: Collection[str], views: list[WorkerView]) -> list[WorkerView]:
+def _without(left_out: Collection[str], views: Sequence[WorkerView]) -> Sequence[WorkerView]:
     return [each for each in views if each.id not in left_out] if left_out else views
 
 

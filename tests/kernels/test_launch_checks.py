@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 
-from baton.kernels.paged_attention import decode_tile, paged_attention_decode_triton
+from baton.kernels.paged_attention import decode_tile, least_keys, paged_attention_decode_triton
 from baton.kernels.pages import copy_pages_triton
 from baton.kernels.prefill_attention import prefill_attention_triton
 from baton.kernels.rms_norm import add_rms_norm_triton, rms_norm_triton
@@ -96,7 +96,7 @@ def test_no_batch_size_leaves_the_chip_idle(context_len: int) -> None:
     for num_sequences in range(1, 257):
         query = f(num_sequences, 32, 128, dtype=torch.bfloat16, device="meta")
         tile = decode_tile(query, kv_pages, i32(num_sequences, 8192, device="meta"), None)
-        keys = max(-(-context_len // tile["NUM_SPLITS"]), tile["MIN_KEYS"])
+        keys = max(-(-context_len // tile["NUM_SPLITS"]), least_keys(8 * num_sequences))
         num_live = num_sequences * 8 * -(-context_len // keys)
         most = num_sequences * 8 * min(64, -(-context_len // 64))
         assert num_live >= min(500, most)

@@ -11,10 +11,29 @@ import torch
 from baton.bench.engine.replica import num_head_parameters, num_layer_parameters
 from baton.bench.gpu import kernels, model, suite
 from baton.bench.gpu.model import prefill_flops, step_arrays
-from baton.bench.gpu.session import FULL, LLAMA_8B, TOY, Session, WrongResult, require_close, require_equal
-from baton.bench.gpu.stage import SizeName, StageBegan, StageRow, append, function_named
+from baton.bench.gpu.session import (
+    FULL,
+    LLAMA_8B,
+    TOY,
+    Figures,
+    Rates,
+    Session,
+    WrongResult,
+    require_close,
+    require_equal,
+)
+from baton.bench.gpu.stage import (
+    SizeName,
+    StageBegan,
+    StageFigures,
+    StageRow,
+    append,
+    figures_in,
+    function_named,
+)
 from baton.bench.gpu.suite import STAGES, StageRunner, run_stages
 from baton.bench.report import Report, Row
+from baton.errors import ConfigError
 from tests.unit.bench.gpu.toy_stages import toy_stage
 
 CPU = torch.device("cpu")
@@ -108,9 +127,10 @@ def test_rows_before_a_crash_or_a_hang_are_kept(
 
 
 def test_stage_without_a_package_gives_the_reason_and_is_no_failure(tmp_path: Path) -> None:
-    (row,) = run_toy(tmp_path, "lacks").rows
-    assert (row.value, row.met) == (None, None)
-    assert row.note.startswith("needs no_such_package, which is not installed")
+    lacking, mistaken = run_toy(tmp_path, "lacks", "mistaken").rows
+    assert (lacking.value, lacking.met) == (None, None)
+    assert lacking.note.startswith("needs no_such_package, which is not installed")
+    assert mistaken.has_failed, "a module of Baton's own is no missing package"
 
 
 def test_failed_stage_runs_again_at_half_size_and_under_the_sanitizer(
@@ -131,9 +151,31 @@ def test_failed_stage_runs_again_at_half_size_and_under_the_sanitizer(
     assert "checked by the sanitizer" in (tmp_path / "gpu-too_large.log").read_text()
 
 
-def test_figures_of_a_stage_reach_later_stages(tmp_path: Path) -> None:
+def test_figures_of_a_stage_reach_later_stages_but_not_those_under_a_tool(tmp_path: Path) -> None:
     report = run_toy(tmp_path, "measures", "compares")
     assert values_of(report) == [("copy", 2.0), ("step", 0.5)]
+    path = StageRunner(tmp_path, "cpu", "toy").path
+    append(path, StageBegan("measures", "half", "compute-sanitizer"))
+    append(path, StageFigures(Figures(Rates(9.0, 9.0, 9.0))))
+    assert figures_in(path).rates == Rates(1.0, 2.0, 3.0)
+
+
+def test_stage_that_the_time_of_the_suite_ends_is_no_failure_and_runs_next_time(
+    tmp_path: Path,
+) -> None:
+    report = run_toy(tmp_path, "hangs", minutes=4 / 60)
+    assert values_of(report) == [("hangs", None)] and not report.rows[0].has_failed
+    assert report.rows[0].note.startswith("stopped after the ")
+    assert not StageRunner(tmp_path, "cpu", "toy").attempts(toy_stage("hangs"))
+
+
+def test_records_of_another_size_or_version_are_not_taken(tmp_path: Path) -> None:
+    run_toy(tmp_path, "good")
+    assert not StageRunner(tmp_path, "cpu", "full").attempts(toy_stage("good"))
+    runner = StageRunner(tmp_path, "cpu", "toy")
+    runner.path.write_text('{"type":"began","stage":"good","size":"gigantic"}\n')
+    with pytest.raises(ConfigError, match="remove the file, or leave out --resume"):
+        runner.attempts(toy_stage("good"))
 
 
 def test_resumed_run_repeats_only_what_has_not_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,15 +42,21 @@ def lacks(session: Session) -> Iterator[Row]:
     yield from ()
 
 
+def mistaken(session: Session) -> Iterator[Row]:
+    import baton.bench.no_such_module  # type: ignore[import-not-found]  # noqa: F401
+
+    yield from ()
+
+
 def measures(session: Session) -> Iterator[Row]:
     session.figures.rates = Rates(1.0, 2.0, 3.0)
-    session.figures.step_seconds[64] = 0.5
+    session.figures.step_seconds["64 x 10"] = 0.5
     yield from ()
 
 
 def compares(session: Session) -> Iterator[Row]:
     yield Row("copy", session.rates.copy_gbps, "GB/s")
-    yield Row("step", session.figures.step_seconds[64], "s")
+    yield Row("step", session.figures.step_seconds["64 x 10"], "s")
 
 
 def counts(session: Session) -> Iterator[Row]:
