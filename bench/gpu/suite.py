@@ -171,7 +171,7 @@ def run_stages(
         if len(attempts) == 1 and attempts[0].has_failed:
             report.tell(f"{stage.name}, again")
             runner.run_again(stage, until_s - monotonic())
-            _fill(report, stages, runner, left_out)
+    _fill(report, stages, runner, left_out)
 
 
 def _fill(report: Report, stages: Sequence[Stage], runner: StageRunner, left_out: Mapping[str, str]) -> None:

@@ -191,6 +191,7 @@ def test_resumed_run_repeats_only_what_has_not_ended(tmp_path: Path, monkeypatch
     assert values_of(first) == [("size", 1.0)]
     assert values_of(report) == [("size", 1.0), ("figure", 1.0)]
     assert counted.read_text() == "run\n"
+    assert values_of(run_toy(tmp_path, "counts", "good", resumes=True)) == values_of(report)
 
 
 def test_stage_that_may_not_end_in_time_is_not_started(tmp_path: Path) -> None:
