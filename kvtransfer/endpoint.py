@@ -339,7 +339,7 @@ class PageEndpoint(ABC):
         if opened is not None:
             self._perform(opened, opened.handoff.on_shard_event(event))
 
-    def _on_rank_lost(self, rank: int, *, is_dead: bool) -> None:
+    def _on_rank_lost(self, rank: int, is_dead: bool) -> None:
         """End the transfers of a lost rank.
 
         is_dead: its process is gone, so its writers have stopped too.
@@ -542,9 +542,7 @@ class KvEndpoint(PageEndpoint):
         except OSError:  # the address is in use
             ranks.close()
             raise
-        ranks.start(
-            inbox, self._on_shard_event, lambda lost: self._on_rank_lost(lost.rank, is_dead=lost.is_dead)
-        )
+        ranks.start(inbox, self._on_shard_event, self._on_rank_lost)
         if isinstance(ring := settings.key, KeyRing):
             self._follow_keys(ring)
 

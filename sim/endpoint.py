@@ -611,7 +611,7 @@ class SimEndpoint(PageEndpoint):
         for rank in self.ranks:
             if rank.process is process:
                 rank.is_lost, rank.is_dead = True, process.is_dead
-                self._on_rank_lost(rank.number, is_dead=process.is_dead)
+                self._on_rank_lost(rank.number, process.is_dead)
 
     def _join(self, end: End, other: SimEndpoint, *, is_direct: bool) -> SimLink:
         link = SimLink(self, end, other)

@@ -22,11 +22,16 @@ from baton.messages.workers import Address, WorkerRole
 from baton.request import Request
 from baton.router.router import Router
 from baton.rpc.server import RpcThread
+from tests import waiting
 from tests.answer import Answer
-from tests.waiting import wait_for
 
 KEY: Final = b"the key of a cluster for tests"
 TIMEOUT_S: Final = 60.0
+
+
+def wait_for(condition: Callable[[], bool], timeout_s: float = TIMEOUT_S) -> float:
+    """Wait as `waiting.wait_for` does, for as long as a cluster may take."""
+    return waiting.wait_for(condition, timeout_s)
 
 
 class Threads:

@@ -15,9 +15,8 @@ from baton.cluster.serve import Cluster
 from baton.cluster.serve_plan import Topology
 from baton.config.cluster import ServeConfig
 from baton.messages.operations import Status
-from tests.cluster_threads import KEY, GatewayThread
+from tests.cluster_threads import KEY, GatewayThread, wait_for
 from tests.new_status import new_status
-from tests.waiting import wait_for
 
 START_S: Final = 60.0
 ResultT = TypeVar("ResultT")

@@ -1,7 +1,6 @@
 """`baton serve` as a user runs it."""
 
 import asyncio
-import functools
 import http.client
 import json
 import os
@@ -11,7 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
@@ -180,7 +179,9 @@ def accepts(port: int) -> bool:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
-until: Final = functools.partial(wait_for, interval_s=0.05)  # each look asks processes
+def until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
+    """Wait for what a whole server does; each look asks processes."""
+    wait_for(condition, timeout_s, interval_s=0.05)
 
 
 def _listens(process: psutil.Process) -> set[int]:

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-TIMEOUT_S: Final = 60.0
+TIMEOUT_S: Final = 20.0
 
 
 def wait_for(

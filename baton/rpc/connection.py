@@ -56,26 +56,27 @@ def keep_alive(sock: socket.socket, timeout_s: float = LINK_TIMEOUT_S) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
+DROPPED: Final = "dropped_"  # before the reason, in the name of a counter
+
+
 class DroppedPeers:
     """Counts of dropped peers by reason, shared by all connections of a process."""
 
     def __init__(self, counters: Counter[str] | None = None) -> None:
-        """counters: the counters of the process, which get `dropped_REASON` too."""
+        """counters: the counters of the process, to count in; None: counters of its own."""
         self._lock = threading.Lock()
-        self._counts: Counter[str] = Counter()
-        self._counters = counters
+        self._counters = Counter[str]() if counters is None else counters
 
     def add(self, reason: str) -> None:
         """Count one dropped peer."""
         with self._lock:
-            self._counts[reason] += 1
-            if self._counters is not None:
-                self._counters[f"dropped_{reason}"] += 1
+            self._counters[DROPPED + reason] += 1
 
     def counts(self) -> Mapping[str, int]:
         """Return a copy: reason -> number of peers."""
         with self._lock:
-            return dict(self._counts)
+            every = dict(self._counters)
+        return {name.removeprefix(DROPPED): num for name, num in every.items() if name.startswith(DROPPED)}
 
 
 class Connection:

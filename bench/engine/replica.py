@@ -62,6 +62,18 @@ class LlamaShape:
         (directory / "config.json").write_text(json.dumps(keys))
 
 
+TOY_LLAMA = LlamaShape(
+    hidden_size=64,
+    intermediate_size=128,
+    num_layers=2,
+    num_heads=8,
+    num_kv_heads=2,
+    head_dim=32,
+    vocab_size=512,
+    max_positions=1024,
+)
+
+
 def num_layer_parameters(shape: LlamaShape | ModelConfig) -> int:
     """Return the parameters of all layers' matrices, by which every token is multiplied."""
     attention = 2 * (shape.num_heads + shape.num_kv_heads) * shape.head_dim * shape.hidden_size

@@ -10,6 +10,7 @@ import gc
 import random
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from statistics import median
 from time import perf_counter_ns
 from typing import Final, NamedTuple
@@ -17,7 +18,7 @@ from unittest.mock import patch
 
 import torch
 
-from baton.bench.engine.replica import LlamaShape, load_replica, request_of
+from baton.bench.engine.replica import TOY_LLAMA, load_replica, request_of
 from baton.bench.report import Report, Row, Suite, at_most, format_number, percentile
 from baton.clock import SystemClock
 from baton.config.engine import SchedulerConfig
@@ -33,16 +34,7 @@ from baton.token_ids import TokenIds
 PAGE_SIZE = 16
 LIMITS_US = {32: 50.0, 256: 200.0}  # p50 of plan + apply in a decode step
 HOST_LIMITS_US = {1: 60.0, 64: 120.0, 256: 250.0}  # p50 of the host time of a decode step
-HOST_SHAPE = LlamaShape(
-    hidden_size=64,
-    intermediate_size=128,
-    num_layers=2,
-    num_heads=8,
-    num_kv_heads=2,
-    head_dim=32,
-    vocab_size=512,
-    max_positions=8192,
-)
+HOST_SHAPE = replace(TOY_LLAMA, max_positions=8192)
 MODEL_TOKENS_PER_S = 40_000  # prompt and generated: about what one H200 computes of an 8B model
 CACHE_LIMIT_PERCENT = 1.0
 NUM_CACHE_RUNS = 7

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from baton.bench.engine.replica import (
+    TOY_LLAMA,
     LlamaShape,
     generate,
     load_replica,
@@ -27,7 +28,7 @@ from baton.bench.engine.replica import (
     num_layer_parameters,
     request_of,
 )
-from baton.bench.gpu.session import TOY_LLAMA, Session, WrongResult, require_close
+from baton.bench.gpu.session import Session, WrongResult, require_close
 from baton.bench.machine import Call, wall_seconds
 from baton.bench.report import Row, format_number
 from baton.engine.models.model import dummy_checkpoint

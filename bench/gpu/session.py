@@ -1,11 +1,11 @@
-"""What the stages of the GPU suite share: sizes, figures, the engine of the 8B shape, and checks."""
+"""A stage of the GPU suite gets a `Session`: its device, sizes, engine, and the figures of earlier stages."""
 
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from baton.bench.engine.replica import LlamaShape, Replica, load_replica
+from baton.bench.engine.replica import TOY_LLAMA, LlamaShape, Replica, load_replica
 from baton.bench.report import Row, at_least
 
 LLAMA_8B = LlamaShape(
@@ -17,16 +17,6 @@ LLAMA_8B = LlamaShape(
     head_dim=128,
     vocab_size=128256,
     max_positions=131072,
-)
-TOY_LLAMA = LlamaShape(
-    hidden_size=64,
-    intermediate_size=128,
-    num_layers=2,
-    num_heads=8,
-    num_kv_heads=2,
-    head_dim=32,
-    vocab_size=512,
-    max_positions=1024,
 )
 
 
@@ -136,7 +126,7 @@ class Rates:
 
 @dataclass
 class Figures:
-    """What stages leave for later stages."""
+    """The figures that a stage records for later stages."""
 
     rates: Rates | None = None
     step_seconds: dict[str, float] = field(default_factory=dict)  # row -> our decode step

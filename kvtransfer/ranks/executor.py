@@ -59,7 +59,7 @@ from baton.kvtransfer.transports.pages import SharedPool
 from baton.kvtransfer.transports.receive_registration import ReceiveRegistration
 from baton.messages.bounds import Kind
 from baton.rpc.auth import PAGES, KeyRing, LinkKeys, LinkSecret
-from baton.rpc.connection import DroppedPeers, Post
+from baton.rpc.connection import DROPPED, DroppedPeers, Post
 
 logger = logging.getLogger(__name__)
 Emit: TypeAlias = Callable[[ShardEvent], None]
@@ -416,7 +416,7 @@ class RankExecutor:
 
     def counts(self) -> dict[str, int]:
         """Return the rank's counters since its start, by name."""
-        dropped = {f"dropped_{reason}": number for reason, number in self.rank.dropped.counts().items()}
+        dropped = {DROPPED + reason: number for reason, number in self.rank.dropped.counts().items()}
         return {**self._transports.counts, **self.rank.registrations.counts(), **dropped}
 
     def perform(self, command: Command) -> None:

@@ -78,7 +78,7 @@ SET_UP_TIMEOUT_S: Final = 60.0
 STOP_S: Final = 5.0  # for agents to confirm that no page leaves them
 SECRET_BYTES: Final = 32
 
-OnLost: TypeAlias = Callable[["RemoteRank"], None]
+OnLost: TypeAlias = Callable[[int, bool], None]  # (rank, its process is dead)
 
 
 class AgentArguments(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -173,12 +173,12 @@ class RemoteRank:
     def _on_end(self) -> None:
         if not self.is_lost:
             self.is_lost = True
-            self._on_lost(self)
+            self._on_lost(self.rank, self.is_dead)
 
     def _on_death(self) -> None:
         self._on_end()
         self.is_dead = True
-        self._on_lost(self)
+        self._on_lost(self.rank, self.is_dead)
 
     def _answer(self, event: ShardEvent) -> None:
         self._post(partial(self._emit, event))

@@ -285,7 +285,7 @@ class CostPolicy:
 
     def _compared(
         self, scorer: PromptScorer, pool: WorkerPool, left_out: Collection[str]
-    ) -> Sequence[WorkerView]:
+    ) -> list[WorkerView]:
         """The workers to score. The first of equals wins, so the order begins at random."""
         views, random = pool.views(self._context.index), self._random.random
         num = len(views)
@@ -295,13 +295,12 @@ class CostPolicy:
         found = scorer.holders(pool, MAX_HOLDERS + len(left_out), views[int(random() * num)])
         drawn = [views[int(random() * num)] for _ in range(MAX_DRAWS if left_out else NUM_DRAWN)]
         if left_out:
-            found = [*_without(left_out, found)]
-            drawn = [*_without(left_out, drawn)][:NUM_DRAWN]
+            found, drawn = _without(left_out, found), _without(left_out, drawn)[:NUM_DRAWN]
         drawn.sort(key=self._work)
         found = found[:MAX_HOLDERS]
         found += drawn[: MAX_HOLDERS + NUM_KEPT - len(found)]
-        some = found or _without(left_out, views)[:MAX_COMPARED]
-        return list({view.id: view for view in some}.values())
+        found = found or _without(left_out, views)[:MAX_COMPARED]
+        return list({view.id: view for view in found}.values())
 
     def _work(self, view: WorkerView) -> tuple[float, int]:
         account = self._context.in_flight.account(view.id)
@@ -358,8 +357,8 @@ class PrefixPolicy(CostPolicy):
         return -cost.num_held_tokens, cost.total_s
 
 
-def _without(left_out: Collection[str], views: Sequence[WorkerView]) -> Sequence[WorkerView]:
-    return [each for each in views if each.id not in left_out] if left_out else views
+def _without(left_out: Collection[str], views: Sequence[WorkerView]) -> list[WorkerView]:
+    return [each for each in views if each.id not in left_out] if left_out else list(views)
 
 
 class DecayedSum:

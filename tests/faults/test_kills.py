@@ -21,8 +21,8 @@ from baton.errors import WorkerLost
 from baton.request import Request, SamplingParams, TokenEvent
 from baton.token_ids import TokenIds
 from tests.answer import Answer
+from tests.cluster_threads import wait_for
 from tests.process_cluster import ProcessCluster
-from tests.waiting import wait_for
 
 VOCAB_SIZE: Final = 1024
 REPLACED_S: Final = 15.0  # silence of 3 s, the kill and the start of a process, on a busy machine

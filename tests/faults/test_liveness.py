@@ -33,11 +33,10 @@ from baton.prefill_worker.worker import PrefillWorker
 from baton.request import Request, SamplingParams
 from baton.rpc.server import RpcThread
 from tests.answer import Answer
-from tests.cluster_threads import Cluster, GatewayThread
+from tests.cluster_threads import Cluster, GatewayThread, wait_for
 from tests.node_peers import TestPeer, a_request
 from tests.process_cluster import ProcessCluster
 from tests.served import is_alive
-from tests.waiting import wait_for
 
 FIRST_TOKEN_S: Final = 10.0
 GAP_S: Final = 12.0  # between two tokens of a stream

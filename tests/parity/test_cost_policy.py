@@ -6,10 +6,9 @@ from pathlib import Path
 import pytest
 
 from baton.engine.engine import Engine
-from tests.cluster_threads import Cluster
+from tests.cluster_threads import Cluster, wait_for
 from tests.parity.models import MODEL
 from tests.parity.test_cluster import Topology, alone, requests
-from tests.waiting import wait_for
 
 
 @pytest.mark.parametrize("page_size", [16, 64])

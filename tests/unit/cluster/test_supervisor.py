@@ -23,6 +23,7 @@ from tests.process_peer import PEER, PeerConfig, spec
 from tests.waiting import until
 
 KEY = b"k" * 20
+START_S = 30.0  # for the next process
 
 
 class Watched(LocalRuntime):
@@ -64,7 +65,7 @@ async def kept(what: ProcessSpec) -> AsyncIterator[tuple[Supervised, Watched]]:
 
 async def until_replaced(process: Supervised, runtime: Watched) -> str:
     """Wait for the second life. Return the end of the first."""
-    await until(lambda: len(runtime.spawned) == 2 and process.is_ready)
+    await until(lambda: len(runtime.spawned) == 2 and process.is_ready, START_S)
     return await asyncio.wait_for(runtime.spawned[0].watch(), 10)
 
 
@@ -72,7 +73,7 @@ async def until_replaced(process: Supervised, runtime: Watched) -> str:
 async def test_crashing_process_is_started_again(tmp_path: Path) -> None:
     log = tmp_path / "starts"
     async with kept(spec("falls", config=PeerConfig(log=str(log), num_falls=3))) as (process, runtime):
-        await until(lambda: len(runtime.spawned) >= 3 and process.is_ready)
+        await until(lambda: len(runtime.spawned) >= 3 and process.is_ready, START_S)
     assert log.read_text() == "xxx"
 
 

@@ -22,8 +22,7 @@ from tests.answer import Answer
 from tests.event_loop import on_loop
 from tests.new_status import new_status
 from tests.node_peers import a_request, a_worker, id_of
-from tests.unit.baton.rpc.rpc_peers import KEY
-from tests.waiting import until
+from tests.unit.baton.rpc.rpc_peers import KEY, until
 
 VOCAB_SIZE = 50_000
 

@@ -96,7 +96,7 @@ def test_closed_agents_leave_nothing() -> None:
     agents = RankAgents(NUM_RANKS)
     came = [come(agents, rank) for rank in (1, 2)]
     for rank in agents.set_up(SETTINGS):
-        rank.start(lambda call: call(), lambda event: None, lambda rank: None)
+        rank.start(lambda call: call(), lambda event: None, lambda rank, is_dead: None)
         rank.close()
     agents.close()
     agents.close()  # a second time is no error

@@ -66,8 +66,9 @@ class Ends:
             raise
         self.rank.start(self.calls.append, self.events.append, self._lose)
 
-    def _lose(self, rank: RemoteRank) -> None:
-        self.losses.append((rank.is_lost, rank.is_dead))
+    def _lose(self, rank: int, is_dead: bool) -> None:
+        assert rank == self.rank.rank
+        self.losses.append((self.rank.is_lost, is_dead))
 
     def poll(self) -> None:
         while self.calls:
