@@ -128,7 +128,7 @@ def refused(port: int, body: dict[str, Any], last_id: str = "") -> tuple[int, st
 )
 def test_id_of_another_request_is_refused(gateways: tuple[Served, Served], change: dict[str, Any]) -> None:
     port, body = gateways[0].address.port, CASES["sampled completion"]
-    last_id = read_all(port, body)[3].id
+    last_id = read_all(port, body)[0].id  # the gateway may send several tokens as one event
     assert refused(port, {**body, **change}, last_id) == (400, "other_request", "Last-Event-ID")
     # Fields that do not change the answer may differ.
     assert read_all(port, {**body, "priority": 3, "user": "me"}, last_id)
