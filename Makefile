@@ -72,6 +72,7 @@ bench: setup
 
 parity: setup
 	$(BIN)/python -m pytest tests/parity tests/e2e/test_recall.py -m "slow or not slow"
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/kernels/interpreted -m "slow or not slow"
 
 faults: setup redis
 	$(BIN)/python -m pytest tests/faults -m "slow or not slow"

@@ -1,7 +1,15 @@
 """The inner loop of both attention kernels: one tile of queries meets a range of paged keys.
 
 Softmax is online (FlashAttention-2, arXiv 2307.08691) in base 2, everything but the operands of the two
-products is fp32. Shapes: M query rows of one kv head, N keys of a block, D head dim.
+products is fp32.
+
+The result of a query has the same bits in both kernels, in any batch and for any chunk and page size. Keys
+are cut into splits at fixed positions; each split is attended apart, block by block, and then merged into
+the state of the splits before it, in order. Blocks that a query does not see leave its state unchanged. Tiles
+have at least 64 rows, so that both kernels use the same matrix instructions, and the kernels are compiled
+without fused multiply-add, which a compiler may use in one kernel and not in the other.
+
+Shapes: M query rows of one kv head, N keys of a block, D head dim.
 """
 
 from __future__ import annotations
@@ -11,7 +19,7 @@ from typing import Final
 
 import torch
 
-from baton.kernels.triton_import import jit, tl
+from baton.kernels.triton_import import jit, tl, triton
 
 # The loads of a block's page ids take two of Triton's stages. With fewer than five, keys and values have one
 # buffer, and each product waits for the loads of its own block. Five need up to 150 KB of shared memory.
@@ -19,14 +27,89 @@ NUM_STAGES: Final = 5
 STAGES_OF_SMALL_GPUS: Final = 3
 
 
-@cache
 def num_stages(device: torch.device) -> int:
     """The pipeline stages that fit in the shared memory of a multiprocessor of the device."""
+    return NUM_STAGES if has_large_shared_memory(device) else STAGES_OF_SMALL_GPUS
+
+
+@cache
+def has_large_shared_memory(device: torch.device) -> bool:
+    """True for A100, H100, H200 and B200, with 160 KB and more a multiprocessor, and for no GPU."""
     if device.type != "cuda":
-        return NUM_STAGES
+        return True
     capability = torch.cuda.get_device_capability(device)
-    has_room = capability == (8, 0) or capability[0] in (9, 10)  # A100, H100, H200, B200: 160 KB and more
-    return NUM_STAGES if has_room else STAGES_OF_SMALL_GPUS
+    return capability == (8, 0) or capability[0] in (9, 10)
+
+
+# Splits are short where the context is short, because a step of few sequences needs many programs, and longer
+# further on, because each split costs a merge: 16 of 256 keys, 16 of 512, 16 of 1,024 and so on.
+FIRST_SPLIT: Final = 256
+SPLITS_OF_ONE_LENGTH: Final = 16
+MAX_DOUBLINGS: Final = 16  # of the length; reached after 268 million keys
+
+
+def num_splits(num_keys: int) -> int:
+    """The splits that begin before `num_keys`."""
+    count, length = 0, FIRST_SPLIT
+    while num_keys > length * SPLITS_OF_ONE_LENGTH:
+        count += SPLITS_OF_ONE_LENGTH
+        num_keys -= length * SPLITS_OF_ONE_LENGTH
+        length *= 2
+    return count + -(-num_keys // length)
+
+
+def tile_rows(group_size: int, dtype: torch.dtype) -> int:
+    """The fewest rows of a tile that holds a token's query heads of one kv head."""
+    least = 16 if dtype == torch.float32 else 64
+    return max(least, 1 << (group_size - 1).bit_length())
+
+
+def tile_warps(num_rows: int, block_D: int, dtype: torch.dtype) -> int:
+    """The warps among whose registers a tile's sums fit."""
+    return 8 if num_rows > 64 or block_D > 128 or dtype == torch.float32 else 4
+
+
+def key_block(head_dim: int, dtype: torch.dtype) -> int:
+    """The keys of a block. Masks of head dims that are no power of 2 take registers, too."""
+    block_D = max(16, triton.next_power_of_2(head_dim))
+    row_bytes = block_D * dtype.itemsize
+    if row_bytes > 512:
+        return 16
+    return 64 if row_bytes <= 256 and head_dim == block_D else 32
+
+
+@jit
+def split_start(split: tl.tensor) -> tl.tensor:
+    """The first key of a split."""
+    doubling = split // 16
+    return 256 * (16 * ((1 << doubling) - 1) + (split % 16 << doubling))
+
+
+@jit
+def split_of(key: tl.tensor) -> tl.tensor:
+    """The split that holds a key."""
+    doubling = 0
+    for step in tl.static_range(1, 17):
+        doubling += (key >= 4096 * ((1 << step) - 1)).to(tl.int32)
+    return 16 * doubling + (key - 4096 * ((1 << doubling) - 1)) // (256 << doubling)
+
+
+@jit
+def merge(
+    acc_MD: tl.tensor,
+    peak_M: tl.tensor,
+    total_M: tl.tensor,
+    next_acc_MD: tl.tensor,
+    next_peak_M: tl.tensor,
+    next_total_M: tl.tensor,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """The state after the splits so far and the next one. A split without visible keys changes no bit."""
+    new_peak_M = tl.maximum(peak_M, next_peak_M)
+    base_M = tl.where(new_peak_M == float("-inf"), 0.0, new_peak_M)
+    scale_M = tl.exp2(peak_M - base_M)
+    next_scale_M = tl.exp2(next_peak_M - base_M)
+    acc_MD = acc_MD * scale_M[:, None] + next_acc_MD * next_scale_M[:, None]
+    return acc_MD, new_peak_M, total_M * scale_M + next_total_M * next_scale_M
 
 
 @jit
@@ -35,9 +118,12 @@ def attend_keys(
     page_table_ptr: tl.tensor,  # [pages] int32, the row of one sequence
     query_MD: tl.tensor,
     position_M: tl.tensor,
-    acc_MD: tl.tensor,  # running sum of weight * value
-    peak_M: tl.tensor,  # running maximum of the scores, -inf before the first visible key
-    total_M: tl.tensor,  # running sum of the weights
+    merged_MD: tl.tensor,  # acc, peak and total of the splits before the one that holds the first key
+    merged_peak_M: tl.tensor,
+    merged_total_M: tl.tensor,
+    acc_MD: tl.tensor,  # of that split: running sum of weight * value,
+    peak_M: tl.tensor,  # running maximum of the scores, -inf before the first visible key,
+    total_M: tl.tensor,  # and running sum of the weights
     first: tl.tensor,  # keys [first, last) are met; first is a multiple of BLOCK_N
     last: tl.tensor,
     scale: float,  # of the scores, times log2(e)
@@ -45,15 +131,17 @@ def attend_keys(
     kv_stride_page: int,
     kv_stride_value: int,
     kv_stride_slot: int,
+    ONE_SPLIT: tl.constexpr,  # True promises that the range lies in one split: nothing is merged
     MASKED: tl.constexpr,  # False promises that every row sees every key of the range
     WINDOW: tl.constexpr,  # keys a query sees, itself included; 0: all
     PAGE_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     EVEN_D: tl.constexpr,  # head_dim == BLOCK_D
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """The running (acc, peak, total) after the keys [first, last)."""
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """The merged state and the state of the last split after the keys [first, last)."""
     dim_D = tl.arange(0, BLOCK_D)
+    split_end = split_start(split_of(first) + 1)
     for start in range(first, last, BLOCK_N):
         key_N = start + tl.arange(0, BLOCK_N)
         exists_N = key_N < last
@@ -86,4 +174,12 @@ def attend_keys(
         acc_MD = acc_MD * shrink_M[:, None]
         acc_MD = tl.dot(weight_MN.to(values_ND.dtype), values_ND, acc_MD, input_precision="ieee")
         peak_M = new_peak_M
-    return acc_MD, peak_M, total_M
+        if not ONE_SPLIT and start + BLOCK_N == split_end:
+            merged_MD, merged_peak_M, merged_total_M = merge(
+                merged_MD, merged_peak_M, merged_total_M, acc_MD, peak_M, total_M
+            )
+            acc_MD = tl.zeros_like(acc_MD)
+            peak_M = tl.full(peak_M.shape, float("-inf"), tl.float32)
+            total_M = tl.zeros_like(total_M)
+            split_end = split_start(split_of(split_end) + 1)
+    return merged_MD, merged_peak_M, merged_total_M, acc_MD, peak_M, total_M

@@ -1,12 +1,15 @@
 """y = x @ weight^T + bias, and rows of a table by token id. Both read weights laid out for their device.
 
-On CUDA the library's own kernel multiplies. On a CPU the C kernel packs the weight into panels and sums every
-output in one fixed order, so a token's values do not depend on how many tokens share the step.
+A CPU has a C kernel, a GPU a Triton kernel. Both sum every output in one fixed order, so a token's values do
+not depend on how many tokens share the step (batch invariance), nor on the number of tensor-parallel ranks.
+Without batch invariance a GPU uses torch's own multiplication.
 
-Shapes: T tokens, N outputs, K inputs.
+Shapes: T tokens, N outputs, K inputs, F gated outputs (N = 2 * F).
 """
 
-from dataclasses import dataclass
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
@@ -14,29 +17,48 @@ from torch import Tensor
 from torch.nn import functional
 
 from baton.kernels import native
+from baton.kernels.attention_tile import has_large_shared_memory
 from baton.kernels.huge_pages import HugeArena
+from baton.kernels.silu_mul import silu_mul, silu_times
+from baton.kernels.triton_import import jit, kernel, runs_triton, tl, triton
 
 PANEL: Final = 32  # as in csrc/linear.c
+# Multiprocessors of an H100 or H200. On another GPU the results are the same and the speed differs.
+NUM_MULTIPROCESSORS: Final = 132
+MAX_PARTS: Final = 4  # that the inputs of one split are cut into,
+LEAST_PART: Final = 1024  # with at least so many inputs each
 
 
 @dataclass(frozen=True, slots=True)
 class LinearWeight:
-    """A weight ready to multiply: `data` is [N, K] as loaded, or the C kernel's packed units."""
+    """A weight ready to multiply: `data` is [N, K] as loaded, or the C kernel's packed units.
+
+    arrivals: for each tile of outputs, the programs of the Triton kernel that have summed their part; zeros
+    between multiplications, which must follow each other. None: the kernel is not used.
+    """
 
     data: Tensor
     num_outputs: int
     num_inputs: int
     dtype: torch.dtype
     is_packed: bool
+    arrivals: Tensor | None = None
 
 
-def pack_linear(weight_NK: Tensor, memory: HugeArena | None = None) -> LinearWeight:
+def pack_linear(
+    weight_NK: Tensor, memory: HugeArena | None = None, *, batch_invariant: bool = True
+) -> LinearWeight:
     """Lay the weight out for its device. A packed weight is a copy: the original may be freed.
 
     In huge pages, from `memory`, one to eight rows are multiplied a fifth faster than in small ones.
+    batch_invariant: matters on a GPU alone, see the top of this module.
     """
     num_outputs, num_inputs = weight_NK.shape
     plain = LinearWeight(weight_NK, num_outputs, num_inputs, weight_NK.dtype, is_packed=False)
+    if runs_triton(weight_NK):
+        if not batch_invariant:
+            return plain
+        return replace(plain, data=weight_NK.contiguous(), arrivals=new_arrivals(weight_NK.device))
     if weight_NK.device.type != "cpu" or not native.handles(weight_NK.dtype):
         return plain
     unit_elements = 4 // weight_NK.element_size()
@@ -69,6 +91,8 @@ def linear(
             f"got {list(x_TK.shape)} {x_TK.dtype}"
         )
     out_dtype = out_dtype or x_TK.dtype
+    if weight.arrivals is not None:
+        return linear_triton(x_TK, weight, bias_N, num_splits=num_splits, out_dtype=out_dtype)
     if not weight.is_packed:
         return linear_reference(x_TK, weight.data, bias_N, out_dtype=out_dtype)
     if x_TK.stride(-1) != 1:
@@ -92,12 +116,238 @@ def linear(
     return out_TN
 
 
+def linear_silu_mul(x_TK: Tensor, weight: LinearWeight, bias_N: Tensor | None = None) -> Tensor:
+    """`silu_mul(linear(x, weight, bias))`: [T, F]. The first F outputs are the gate."""
+    if weight.arrivals is not None:
+        return linear_triton(x_TK, weight, bias_N, is_gated=True)
+    return silu_mul(linear(x_TK, weight, bias_N))
+
+
 def linear_reference(
     x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None, *, out_dtype: torch.dtype | None = None
 ) -> Tensor:
     """`linear` by the library's multiplication, in the dtype of x."""
     bias = None if bias_N is None else bias_N.to(x_TK.dtype)
     return functional.linear(x_TK, weight_NK, bias).to(out_dtype or x_TK.dtype)
+
+
+# The Triton kernel.
+#
+# How an output is summed depends on K and the number of splits alone: parts of the inputs are summed apart,
+# then added in order, in fp32. Programs share the parts of a tile when there are few tiles (decode), and
+# the last one to arrive adds them; otherwise one program computes all parts of its tile (prefill). The bits
+# are the same. The height of a tile follows the number of tokens, but not the matrix instruction, which takes
+# 64 rows.
+
+
+@jit
+def _tile_of(
+    tile: tl.tensor, num_rows: tl.tensor, num_columns: tl.tensor, GROUP: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """(row, column) of a tile: GROUP rows at a time, so that tiles in flight share tokens and weights."""
+    tiles_a_group = GROUP * num_columns
+    first = tile // tiles_a_group * GROUP
+    height = tl.minimum(num_rows - first, GROUP)
+    return first + tile % tiles_a_group % height, tile % tiles_a_group // height
+
+
+@jit
+def _sum_part(
+    x_ptr_M: tl.tensor,
+    weight_ptr_N: tl.tensor,
+    first: tl.tensor,
+    last: tl.tensor,
+    EVEN_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+) -> tl.tensor:
+    """The products of inputs [first, last), summed: [M, N] fp32."""
+    acc_MN = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for start in range(first, last, BLOCK_K):
+        input_K = start + tl.arange(0, BLOCK_K)
+        x_ptr_MK = x_ptr_M[:, None] + input_K[None, :]
+        weight_ptr_KN = weight_ptr_N[None, :] + input_K[:, None]
+        if EVEN_K:
+            x_MK, weight_KN = tl.load(x_ptr_MK), tl.load(weight_ptr_KN)
+        else:
+            inside_K = input_K < last
+            x_MK = tl.load(x_ptr_MK, mask=inside_K[None, :], other=0.0)
+            weight_KN = tl.load(weight_ptr_KN, mask=inside_K[:, None], other=0.0)
+        acc_MN = tl.dot(x_MK, weight_KN, acc_MN, input_precision="ieee")
+    return acc_MN
+
+
+@jit
+def _part_bounds(
+    part: tl.tensor,
+    num_inputs: tl.tensor,
+    split_inputs: tl.tensor,
+    part_inputs: tl.tensor,
+    num_parts: tl.tensor,
+) -> tuple[tl.tensor, tl.tensor]:
+    """The inputs [first, last) of a part; the parts of all splits are numbered one after another."""
+    split = part // num_parts
+    split_end = tl.minimum((split + 1) * split_inputs, num_inputs)
+    first = tl.minimum(split * split_inputs + part % num_parts * part_inputs, split_end)
+    return first, tl.minimum(first + part_inputs, split_end)
+
+
+@kernel(varying=("num_tokens", "num_parts"))
+def linear_kernel(
+    x_ptr: tl.tensor,  # [T, K]
+    weight_ptr: tl.tensor,  # [N, K], contiguous
+    bias_ptr: tl.tensor,  # [N] fp32, read when HAS_BIAS
+    out_ptr: tl.tensor,  # [T, N], or [T, F] when IS_GATED; contiguous
+    partial_ptr: tl.tensor,  # [tiles, NUM_SPLITS * num_parts, BLOCK_M, BLOCK_N] fp32, used when IS_SHARED
+    arrivals_ptr: tl.tensor,  # [tiles] int32, zeros before and after; used when IS_SHARED
+    num_tokens: int,
+    num_outputs: int,
+    num_inputs: int,
+    x_stride: int,
+    split_inputs: int,
+    part_inputs: int,  # a multiple of BLOCK_K
+    num_parts: int,  # of a split
+    NUM_SPLITS: tl.constexpr,
+    IS_GATED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    IS_SHARED: tl.constexpr,  # a unit of work is one part of a tile, otherwise a whole tile
+    EVEN_K: tl.constexpr,  # all parts are multiples of BLOCK_K
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+) -> None:
+    """A program computes every num_programs-th unit of work."""
+    num_rows = tl.cdiv(num_tokens, BLOCK_M)
+    num_columns = tl.cdiv(num_outputs, BLOCK_N)
+    units_a_tile = NUM_SPLITS * num_parts if IS_SHARED else 1
+    row_M, column_N = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
+    for unit in range(tl.program_id(0), num_rows * num_columns * units_a_tile, tl.num_programs(0)):
+        tile = unit // units_a_tile
+        tile_row, tile_column = _tile_of(tile, num_rows, num_columns, 8)
+        token_M = tile_row * BLOCK_M + row_M
+        inside_M = token_M < num_tokens
+        # Rows and columns past the end repeat the last one and are not stored. int64: T * K may pass 2^31.
+        x_ptr_M = x_ptr + tl.minimum(token_M, num_tokens - 1).to(tl.int64) * x_stride
+        output_N = tl.minimum(tile_column * BLOCK_N + column_N, num_outputs - 1)
+        if IS_GATED:  # a gate and its value lie side by side in the tile
+            output_N = output_N // 2 + output_N % 2 * (num_outputs // 2)
+        weight_ptr_N = weight_ptr + output_N.to(tl.int64) * num_inputs
+        is_last = True
+        if IS_SHARED:
+            part = unit % units_a_tile
+            first, last = _part_bounds(part, num_inputs, split_inputs, part_inputs, num_parts)
+            acc_MN = _sum_part(x_ptr_M, weight_ptr_N, first, last, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K)
+            # int64: partial sums of all tiles may pass 2^31 bytes.
+            cell_MN = (row_M * BLOCK_N)[:, None] + column_N[None, :]
+            sums_ptr = partial_ptr + tl.cast(tile, tl.int64) * units_a_tile * BLOCK_M * BLOCK_N
+            tl.store(sums_ptr + part * BLOCK_M * BLOCK_N + cell_MN, acc_MN, mask=inside_M[:, None])
+            tl.debug_barrier()  # all threads have stored before one of them reports
+            is_last = tl.atomic_add(arrivals_ptr + tile, 1) == units_a_tile - 1
+        if is_last:
+            total_MN = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+            for split in tl.static_range(NUM_SPLITS):
+                sum_MN = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+                for part in range(split * num_parts, (split + 1) * num_parts):
+                    if IS_SHARED:
+                        sum_ptr_MN = sums_ptr + part * BLOCK_M * BLOCK_N + cell_MN
+                        sum_MN += tl.load(sum_ptr_MN, mask=inside_M[:, None], other=0.0)
+                    else:
+                        first, last = _part_bounds(part, num_inputs, split_inputs, part_inputs, num_parts)
+                        sum_MN += _sum_part(
+                            x_ptr_M, weight_ptr_N, first, last, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K
+                        )
+                total_MN += sum_MN
+            if IS_SHARED:
+                tl.store(arrivals_ptr + tile, 0)
+            if HAS_BIAS:
+                total_MN += tl.load(bias_ptr + output_N)[None, :]
+            dtype = out_ptr.dtype.element_ty
+            # int64: T * N may pass 2^31.
+            if IS_GATED:
+                width = num_outputs // 2
+                gate_MF, up_MF = tl.split(tl.reshape(total_MN, [BLOCK_M, BLOCK_N // 2, 2]))
+                result_MN = silu_times(gate_MF.to(dtype), up_MF.to(dtype))
+                out_N = tile_column * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
+            else:
+                width = num_outputs
+                result_MN = total_MN
+                out_N = tile_column * BLOCK_N + column_N
+            out_ptr_MN = out_ptr + token_M.to(tl.int64)[:, None] * width + out_N[None, :]
+            tl.store(out_ptr_MN, result_MN.to(dtype), mask=inside_M[:, None] & (out_N < width)[None, :])
+
+
+def linear_triton(
+    x_TK: Tensor,
+    weight: LinearWeight,
+    bias_N: Tensor | None = None,
+    *,
+    num_splits: int = 1,
+    out_dtype: torch.dtype | None = None,
+    is_gated: bool = False,
+) -> Tensor:
+    """`linear` on a GPU, batch-invariant; with is_gated `linear_silu_mul`."""
+    if weight.arrivals is None:
+        raise ValueError("linear_triton: the weight was not packed for it")
+    x_TK = x_TK if x_TK.stride(-1) == 1 else x_TK.contiguous()
+    num_tokens, num_outputs, num_inputs = len(x_TK), weight.num_outputs, weight.num_inputs
+    width = num_outputs // 2 if is_gated else num_outputs
+    out_TN = torch.empty((num_tokens, width), dtype=out_dtype or x_TK.dtype, device=x_TK.device)
+    if not out_TN.numel():
+        return out_TN
+    tile = linear_tile(x_TK)
+    split_inputs = -(-num_inputs // num_splits)
+    part_inputs = _round_up(max(LEAST_PART, -(-split_inputs // MAX_PARTS)), tile["BLOCK_K"])
+    num_parts = -(-split_inputs // part_inputs)
+    num_tiles = triton.cdiv(num_tokens, tile["BLOCK_M"]) * triton.cdiv(num_outputs, tile["BLOCK_N"])
+    units_a_tile = num_splits * num_parts
+    is_shared = units_a_tile > 1 and num_tiles <= len(weight.arrivals)
+    partial = weight.arrivals
+    if is_shared:
+        shape = (num_tiles, units_a_tile, tile["BLOCK_M"], tile["BLOCK_N"])
+        partial = torch.empty(shape, dtype=torch.float32, device=x_TK.device)
+    num_units = num_tiles * units_a_tile if is_shared else num_tiles
+    most_programs = NUM_MULTIPROCESSORS * (1 if tile["BLOCK_M"] == 128 else 2)  # that run at a time
+    linear_kernel[(min(num_units, most_programs),)](
+        x_TK,
+        weight.data,
+        weight.arrivals if bias_N is None else bias_N,
+        out_TN,
+        partial,
+        weight.arrivals,
+        num_tokens,
+        num_outputs,
+        num_inputs,
+        x_TK.stride(0),
+        split_inputs,
+        part_inputs,
+        num_parts,
+        NUM_SPLITS=num_splits,
+        IS_GATED=is_gated,
+        HAS_BIAS=bias_N is not None,
+        IS_SHARED=is_shared,
+        EVEN_K=split_inputs % tile["BLOCK_K"] == 0 and split_inputs * num_splits == num_inputs,
+        **tile,
+    )
+    return out_TN
+
+
+def linear_tile(x_TK: Tensor) -> dict[str, int]:
+    """Compile-time constants: 64 tokens at a time in decode steps, 128 in larger ones."""
+    if x_TK.dtype == torch.float32:  # no matrix units: both operands of a product sit in registers
+        return {"BLOCK_M": 32, "BLOCK_N": 32, "BLOCK_K": 32, "num_warps": 4, "num_stages": 2}
+    rows = 64 if len(x_TK) <= 64 else 128
+    stages = 4 if has_large_shared_memory(x_TK.device) else 2
+    return {"BLOCK_M": rows, "BLOCK_N": 128, "BLOCK_K": 64, "num_warps": rows // 16, "num_stages": stages}
+
+
+def new_arrivals(device: torch.device) -> Tensor:
+    """The counters of a weight."""
+    return torch.zeros(NUM_MULTIPROCESSORS, dtype=torch.int32, device=device)
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
 
 
 # Rows of a table by token id.

@@ -1,8 +1,8 @@
 """Decode attention over paged keys and values: one query token a sequence.
 
-A long context is cut into splits that run side by side; a second kernel joins them (flash-decoding).
-How many splits there are depends on shapes alone, and each sequence divides its own length among them
-on the device, so one captured graph serves any context lengths.
+A long context is cut into splits that run side by side (flash-decoding); the last program of a kv head to
+finish merges them. Where the splits lie depends on the positions of the keys alone. How many programs share
+them depends on shapes alone, so one captured graph serves any context lengths.
 
 Shapes: B sequences, H query heads, K kv heads, G = H / K, D head dim, P pages, S page size.
 """
@@ -10,23 +10,30 @@ Shapes: B sequences, H query heads, K kv heads, G = H / K, D head dim, P pages, 
 from __future__ import annotations
 
 import math
+from typing import Final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from baton.kernels.attention_tile import attend_keys, num_stages
+from baton.kernels.attention_tile import (
+    attend_keys,
+    key_block,
+    merge,
+    num_splits,
+    num_stages,
+    split_of,
+    split_start,
+    tile_rows,
+    tile_warps,
+)
 from baton.kernels.store_kv import check_paged_kv, dense_kv
-from baton.kernels.triton_import import jit, kernel, tl, triton
+from baton.kernels.triton_import import jit, kernel, runs_triton, tl, triton
 
 LOG2_E = math.log2(math.e)
-# Estimates; no GPU has measured them. Four waves of four programs on each of the 132 multiprocessors of an
-# H100 or H200: more waves shrink the cost of a part-filled last wave and of the longest sequence.
-TARGET_PROGRAMS = 2112
-MAX_SPLITS = 64
-# Bounds of the fewest keys in a split. Small batches leave multiprocessors idle, so shorter splits pay.
-LEAST_KEYS = 64
-MOST_KEYS = 512
+# An estimate; no GPU has measured it: sixteen programs in turn on each of the 132 multiprocessors of an H100
+# or H200. More turns shrink the cost of a part-filled last one and of the longest sequence.
+TARGET_PROGRAMS: Final = 2112
 
 
 def paged_attention_decode(
@@ -44,7 +51,7 @@ def paged_attention_decode(
     page_table_BP: int32; entries past the context are never followed. context_lens_B: int32, the
     newest token included; 0 (padding) gives zeros. window: the query at p sees keys in (p - window, p].
     """
-    if query_BHD.is_cuda:
+    if runs_triton(query_BHD):
         return paged_attention_decode_triton(
             query_BHD, kv_pages, page_table_BP, context_lens_B, scale=scale, window=window
         )
@@ -54,30 +61,21 @@ def paged_attention_decode(
 
 
 @jit
-def _split_shape(
-    context_len: tl.tensor,
-    min_keys: int,
-    NUM_SPLITS: tl.constexpr,
-    WINDOW: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor]:
-    """(first key that is read, keys per split), both multiples of BLOCK_N."""
-    first = 0
-    if WINDOW > 0:
-        first = tl.maximum(context_len - WINDOW, 0) // BLOCK_N * BLOCK_N
-    per_split = tl.maximum(tl.cdiv(context_len - first, NUM_SPLITS), min_keys)
-    return first, tl.cdiv(per_split, BLOCK_N) * BLOCK_N
+def _store_out(out_ptr_GD: tl.tensor, acc_GD: tl.tensor, total_G: tl.tensor, inside_GD: tl.tensor) -> None:
+    out_GD = acc_GD / tl.where(total_G > 0, total_G, 1.0)[:, None]
+    tl.store(out_ptr_GD, out_GD.to(out_ptr_GD.dtype.element_ty), mask=inside_GD)
 
 
-@kernel(varying=("page_table_stride", "min_keys"))
+@kernel(varying=("page_table_stride", "max_splits"))
 def paged_attention_kernel(
     query_ptr: tl.tensor,  # [B, H, D]
     kv_ptr: tl.tensor,  # [P, 2, K, S, D]
     page_table_ptr: tl.tensor,  # [B, pages] int32
     context_lens_ptr: tl.tensor,  # [B] int32
-    out_ptr: tl.tensor,  # [B, H, D]: written where a sequence has one split
-    partial_ptr: tl.tensor,  # [B, H, NUM_SPLITS, D] fp32: written where it has several
-    log_total_ptr: tl.tensor,  # [B, H, NUM_SPLITS] fp32, base 2: logarithm of the softmax denominator
+    out_ptr: tl.tensor,  # [B, H, D], contiguous
+    partial_ptr: tl.tensor,  # [B, max_splits, H, D] fp32: acc of each split, where a sequence has several
+    peak_total_ptr: tl.tensor,  # [B, max_splits, 2, H] fp32: peak and total of each split
+    arrivals_ptr: tl.tensor,  # [B, K] int32, zeros before and after: programs that have computed their splits
     scale: float,
     group_size: int,  # G
     head_dim: int,
@@ -88,102 +86,96 @@ def paged_attention_kernel(
     kv_stride_head: int,
     kv_stride_slot: int,
     page_table_stride: int,
-    min_keys: int,  # in a split
-    NUM_SPLITS: tl.constexpr,
+    max_splits: int,
     WINDOW: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
-    BLOCK_G: tl.constexpr,  # >= G, and 16 at least, the smallest tile of the matrix unit
+    BLOCK_G: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     EVEN_D: tl.constexpr,
 ) -> None:
-    """One program attends over one split of the keys of one kv head of one sequence."""
-    sequence = tl.program_id(0)
-    kv_head = tl.program_id(1)
-    split = tl.program_id(2)
+    """One program attends over every num_programs-th split of one kv head of one sequence."""
+    sequence, kv_head, program = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     context_len = tl.load(context_lens_ptr + sequence)
-    first, per_split = _split_shape(context_len, min_keys, NUM_SPLITS, WINDOW, BLOCK_N)
-    is_only = first + per_split >= context_len
-    first += split * per_split
-    # Split 0 also writes the zeros of padding. The join reads no split without keys.
-    if split > 0 and first >= context_len:
+    window_start = 0
+    if WINDOW > 0:
+        window_start = tl.maximum(context_len - WINDOW, 0) // BLOCK_N * BLOCK_N
+    first_split = split_of(window_start)
+    end_split = split_of(tl.maximum(context_len - 1, 0)) + 1
+    # Program 0 also writes the zeros of padding.
+    if first_split + program >= end_split:
         return
-    last = tl.minimum(first + per_split, context_len)
     row_G = tl.arange(0, BLOCK_G)
     dim_D = tl.arange(0, BLOCK_D)
-    inside_GD = (row_G[:, None] < group_size) & (dim_D[None, :] < head_dim)
+    inside_G = row_G < group_size
+    inside_GD = inside_G[:, None] & (dim_D[None, :] < head_dim)
     head_G = kv_head * group_size + row_G
+    cell_GD = head_G[:, None] * head_dim + dim_D[None, :]
     query_ptr += sequence.to(tl.int64) * query_stride_sequence
     query_GD = tl.load(
         query_ptr + head_G[:, None] * query_stride_head + dim_D[None, :], mask=inside_GD, other=0.0
     )
-    acc_GD, peak_G, total_G = attend_keys(
-        kv_ptr + kv_head * kv_stride_head,
-        page_table_ptr + sequence.to(tl.int64) * page_table_stride,
-        query_GD,
-        tl.full([BLOCK_G], 0, tl.int32) + context_len - 1,
-        tl.zeros([BLOCK_G, BLOCK_D], tl.float32),
-        tl.full([BLOCK_G], float("-inf"), tl.float32),
-        tl.zeros([BLOCK_G], tl.float32),
-        first,
-        last,
-        scale,
-        head_dim,
-        kv_stride_page,
-        kv_stride_value,
-        kv_stride_slot,
-        True,
-        WINDOW,
-        PAGE_SIZE,
-        BLOCK_N,
-        BLOCK_D,
-        EVEN_D,
-    )
-    out_GD = acc_GD / tl.where(total_G > 0, total_G, 1.0)[:, None]
-    # int64: B * H * NUM_SPLITS * D may pass 2^31.
-    head_G = sequence.to(tl.int64) * tl.num_programs(1) * group_size + head_G
-    if NUM_SPLITS == 1 or is_only:
-        out_ptr_GD = out_ptr + head_G[:, None] * head_dim + dim_D[None, :]
-        tl.store(out_ptr_GD, out_GD.to(out_ptr.dtype.element_ty), mask=inside_GD)
-    else:
-        cell_G = head_G * NUM_SPLITS + split
-        tl.store(partial_ptr + cell_G[:, None] * head_dim + dim_D[None, :], out_GD, mask=inside_GD)
-        tl.store(log_total_ptr + cell_G, peak_G + tl.log2(total_G), mask=row_G < group_size)
-
-
-@kernel(varying=("min_keys",))
-def join_splits_kernel(
-    partial_ptr: tl.tensor,  # [B, H, NUM_SPLITS, D] fp32
-    log_total_ptr: tl.tensor,  # [B, H, NUM_SPLITS] fp32
-    context_lens_ptr: tl.tensor,  # [B] int32
-    out_ptr: tl.tensor,  # [B, H, D], contiguous
-    head_dim: int,
-    min_keys: int,  # in a split
-    NUM_SPLITS: tl.constexpr,
-    WINDOW: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-) -> None:
-    """One program joins the splits of one query head of one sequence, if it has several."""
-    sequence = tl.program_id(0)
-    cell = sequence.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
-    context_len = tl.load(context_lens_ptr + sequence)
-    first, per_split = _split_shape(context_len, min_keys, NUM_SPLITS, WINDOW, BLOCK_N)
-    if first + per_split >= context_len:
-        return
-    split_S = tl.arange(0, NUM_SPLITS)
-    dim_D = tl.arange(0, BLOCK_D)
-    ran_S = first + split_S * per_split < context_len
-    log_total_S = tl.load(log_total_ptr + cell * NUM_SPLITS + split_S, mask=ran_S, other=float("-inf"))
-    peak = tl.max(log_total_S, axis=0)
-    weight_S = tl.exp2(log_total_S - tl.where(peak == float("-inf"), 0.0, peak))
-    total = tl.sum(weight_S, axis=0)
-    weight_S = weight_S / tl.where(total > 0, total, 1.0)
-    partial_ptr_SD = partial_ptr + (cell * NUM_SPLITS + split_S[:, None]) * head_dim + dim_D[None, :]
-    inside_D = dim_D < head_dim
-    partial_SD = tl.load(partial_ptr_SD, mask=ran_S[:, None] & inside_D[None, :], other=0.0)
-    out_D = tl.sum(partial_SD * weight_S[:, None], axis=0)
-    tl.store(out_ptr + cell * head_dim + dim_D, out_D.to(out_ptr.dtype.element_ty), mask=inside_D)
+    num_heads = tl.num_programs(1) * group_size
+    first_row = sequence.to(tl.int64) * max_splits  # int64: B * max_splits * H * D may pass 2^31
+    zeros_GD = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+    nothing_G = tl.full([BLOCK_G], float("-inf"), tl.float32)
+    zeros_G = tl.zeros([BLOCK_G], tl.float32)
+    out_ptr_GD = out_ptr + sequence.to(tl.int64) * num_heads * head_dim + cell_GD
+    for split in range(first_split + program, end_split, tl.num_programs(2)):
+        _, _, _, acc_GD, peak_G, total_G = attend_keys(
+            kv_ptr + kv_head * kv_stride_head,
+            page_table_ptr + sequence.to(tl.int64) * page_table_stride,
+            query_GD,
+            tl.full([BLOCK_G], 0, tl.int32) + context_len - 1,
+            zeros_GD,
+            nothing_G,
+            zeros_G,
+            zeros_GD,
+            nothing_G,
+            zeros_G,
+            tl.maximum(split_start(split), window_start),
+            tl.minimum(split_start(split + 1), context_len),
+            scale,
+            head_dim,
+            kv_stride_page,
+            kv_stride_value,
+            kv_stride_slot,
+            True,
+            True,
+            WINDOW,
+            PAGE_SIZE,
+            BLOCK_N,
+            BLOCK_D,
+            EVEN_D,
+        )
+        if end_split - first_split == 1:
+            merged_GD, _, merged_total_G = merge(zeros_GD, nothing_G, zeros_G, acc_GD, peak_G, total_G)
+            _store_out(out_ptr_GD, merged_GD, merged_total_G, inside_GD)
+        else:
+            row = first_row + split
+            tl.store(partial_ptr + row * num_heads * head_dim + cell_GD, acc_GD, mask=inside_GD)
+            tl.store(peak_total_ptr + 2 * row * num_heads + head_G, peak_G, mask=inside_G)
+            tl.store(peak_total_ptr + (2 * row + 1) * num_heads + head_G, total_G, mask=inside_G)
+    if end_split - first_split > 1:
+        tl.debug_barrier()  # all threads have stored before one of them reports
+        num_arriving = tl.minimum(end_split - first_split, tl.num_programs(2))
+        arrival_ptr = arrivals_ptr + sequence * tl.num_programs(1) + kv_head
+        if tl.atomic_add(arrival_ptr, 1) == num_arriving - 1:
+            tl.store(arrival_ptr, 0)
+            merged_GD, merged_peak_G, merged_total_G = zeros_GD, nothing_G, zeros_G
+            for split in range(first_split, end_split):
+                row = first_row + split
+                acc_ptr_GD = partial_ptr + row * num_heads * head_dim + cell_GD
+                peak_ptr_G = peak_total_ptr + 2 * row * num_heads + head_G
+                merged_GD, merged_peak_G, merged_total_G = merge(
+                    merged_GD,
+                    merged_peak_G,
+                    merged_total_G,
+                    tl.load(acc_ptr_GD, mask=inside_GD, other=0.0),
+                    tl.load(peak_ptr_G, mask=inside_G, other=float("-inf")),
+                    tl.load(peak_ptr_G + num_heads, mask=inside_G, other=0.0),
+                )
+            _store_out(out_ptr_GD, merged_GD, merged_total_G, inside_GD)
 
 
 def paged_attention_decode_triton(
@@ -194,29 +186,38 @@ def paged_attention_decode_triton(
     *,
     scale: float,
     window: int | None = None,
+    arrivals: Tensor | None = None,
+    out_BHD: Tensor | None = None,
 ) -> Tensor:
-    """`paged_attention_decode` on a GPU."""
+    """`paged_attention_decode` on a GPU, into out_BHD if given.
+
+    arrivals: int32 zeros, B * K at least, which are zeros again afterwards; made anew by default.
+    """
     check_paged_kv(query_BHD, kv_pages, page_table_BP, context_lens_B, window)
     num_sequences, num_heads, head_dim = query_BHD.shape
     num_kv_heads, page_size = kv_pages.shape[2:4]
     if page_table_BP.shape[0] != num_sequences:
         raise ValueError(f"query has {num_sequences} sequences, page_table {page_table_BP.shape[0]}")
-    out_BHD = torch.empty(query_BHD.shape, dtype=query_BHD.dtype, device=query_BHD.device)
+    if out_BHD is None:
+        out_BHD = torch.empty(query_BHD.shape, dtype=query_BHD.dtype, device=query_BHD.device)
     if num_sequences == 0:
         return out_BHD
+    if arrivals is None:
+        arrivals = new_arrivals(num_sequences * num_kv_heads, query_BHD.device)
     group_size = num_heads // num_kv_heads
-    min_keys = least_keys(query_BHD.shape[0] * num_kv_heads)
-    tile = decode_tile(query_BHD, kv_pages, page_table_BP, window)
-    num_splits = tile["NUM_SPLITS"]
-    partial, log_total = _partial_results(out_BHD, num_splits)  # of sequences with several splits
-    paged_attention_kernel[(num_sequences, num_kv_heads, num_splits)](
+    max_splits = num_splits(page_table_BP.shape[1] * page_size)
+    partial, peak_total = _partial_results(out_BHD, max_splits)
+    num_programs = decode_programs(num_sequences * num_kv_heads, max_splits)
+    block_D = max(16, triton.next_power_of_2(head_dim))
+    paged_attention_kernel[(num_sequences, num_kv_heads, num_programs)](
         query_BHD,
         kv_pages,
         page_table_BP,
         context_lens_B,
         out_BHD,
         partial,
-        log_total,
+        peak_total,
+        arrivals,
         scale * LOG2_E,
         group_size,
         head_dim,
@@ -224,51 +225,38 @@ def paged_attention_decode_triton(
         query_BHD.stride(1),
         *kv_pages.stride()[:4],
         page_table_BP.stride(0),
-        min_keys,
+        max_splits,
+        WINDOW=window or 0,
         PAGE_SIZE=page_size,
-        BLOCK_G=max(16, triton.next_power_of_2(group_size)),
-        EVEN_D=head_dim == tile["BLOCK_D"],
-        num_warps=8 if query_BHD.dtype == torch.float32 else 4,
+        BLOCK_G=tile_rows(group_size, query_BHD.dtype),
+        BLOCK_N=key_block(head_dim, query_BHD.dtype),
+        BLOCK_D=block_D,
+        EVEN_D=head_dim == block_D,
+        num_warps=tile_warps(tile_rows(group_size, query_BHD.dtype), block_D, query_BHD.dtype),
         num_stages=num_stages(query_BHD.device),
-        **tile,
+        enable_fp_fusion=False,
     )
-    if num_splits > 1:
-        grid = (num_sequences, num_heads)
-        join_splits_kernel[grid](partial, log_total, context_lens_B, out_BHD, head_dim, min_keys, **tile)
     return out_BHD
 
 
-def least_keys(num_programs: int) -> int:
-    """The fewest keys in a split, by the number of programs without splits."""
-    return min(MOST_KEYS, max(LEAST_KEYS, 1 << (num_programs - 1).bit_length()))
+def new_arrivals(num_heads: int, device: torch.device) -> Tensor:
+    """Counters of programs for as many kv heads of all sequences together."""
+    return torch.zeros(num_heads, dtype=torch.int32, device=device)
 
 
-def decode_tile(
-    query_BHD: Tensor, kv_pages: Tensor, page_table_BP: Tensor, window: int | None
-) -> dict[str, int]:
-    """The compile-time constants that both kernels share, from shapes and dtypes alone."""
-    block_D = max(16, triton.next_power_of_2(query_BHD.shape[2]))
-    block_N = 64 if block_D * query_BHD.element_size() <= 256 else 32
-    num_programs = query_BHD.shape[0] * kv_pages.shape[2]
-    max_keys = page_table_BP.shape[1] * kv_pages.shape[3]
-    min_keys = least_keys(num_programs)
-    fill = triton.next_power_of_2(triton.cdiv(TARGET_PROGRAMS, num_programs))
-    num_splits = min(fill, MAX_SPLITS, triton.next_power_of_2(max(1, triton.cdiv(max_keys, min_keys))))
-    return {
-        "NUM_SPLITS": num_splits,
-        "WINDOW": window or 0,
-        "BLOCK_N": block_N,
-        "BLOCK_D": block_D,
-    }
+def decode_programs(num_heads: int, max_splits: int) -> int:
+    """The programs that share the splits of a kv head, for as many kv heads of all sequences together."""
+    most: int = triton.next_power_of_2(triton.cdiv(TARGET_PROGRAMS, num_heads))
+    return min(max_splits, most)
 
 
-def _partial_results(out_BHD: Tensor, num_splits: int) -> tuple[Tensor, Tensor]:
-    """Buffers for each split's (output, logarithm of the denominator), unused by a single split."""
-    if num_splits == 1:
+def _partial_results(out_BHD: Tensor, max_splits: int) -> tuple[Tensor, Tensor]:
+    """Buffers for each split's (acc, peak and total), unused where there is one split."""
+    if max_splits == 1:
         return out_BHD, out_BHD
     num_sequences, num_heads, head_dim = out_BHD.shape
-    partial = out_BHD.new_empty((num_sequences, num_heads, num_splits, head_dim), dtype=torch.float32)
-    return partial, partial.new_empty(partial.shape[:3])
+    partial = out_BHD.new_empty((num_sequences, max_splits, num_heads, head_dim), dtype=torch.float32)
+    return partial, partial.new_empty((num_sequences, max_splits, 2, num_heads))
 
 
 def paged_attention_decode_reference(

@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from baton.kernels.attention_tile import attend_keys, num_stages
+from baton.kernels.attention_tile import attend_keys, key_block, merge, num_stages, tile_rows, tile_warps
 from baton.kernels.paged_attention import LOG2_E
 from baton.kernels.store_kv import check_paged_kv, dense_kv
-from baton.kernels.triton_import import jit, kernel, tl, triton
+from baton.kernels.triton_import import jit, kernel, runs_triton, tl, triton
 
 
 def prefill_attention(
@@ -39,7 +39,7 @@ def prefill_attention(
     `context_lens[b] - (cu[b + 1] - cu[b]) + i`. window: the query at p sees keys in (p - window, p].
     max_seqlen_q: an upper bound of the new tokens of one sequence.
     """
-    if query_THD.is_cuda:
+    if runs_triton(query_THD):
         return prefill_attention_triton(
             query_THD,
             kv_pages,
@@ -139,15 +139,19 @@ def prefill_attention_kernel(
     whole_stop = tl.maximum((first_position + 1) // BLOCK_N * BLOCK_N, whole_start)
     bounds = (start, whole_start, whole_stop, stop)
 
-    acc_MD = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    peak_M = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total_M = tl.zeros([BLOCK_M], tl.float32)
+    merged_MD = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    merged_peak_M = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    merged_total_M = tl.zeros([BLOCK_M], tl.float32)
+    acc_MD, peak_M, total_M = merged_MD, merged_peak_M, merged_total_M
     for part in tl.static_range(3):
-        acc_MD, peak_M, total_M = attend_keys(
+        merged_MD, merged_peak_M, merged_total_M, acc_MD, peak_M, total_M = attend_keys(
             kv_ptr + kv_head * kv_stride_head,
             page_table_ptr + sequence.to(tl.int64) * page_table_stride,
             query_MD,
             position_M,
+            merged_MD,
+            merged_peak_M,
+            merged_total_M,
             acc_MD,
             peak_M,
             total_M,
@@ -158,6 +162,7 @@ def prefill_attention_kernel(
             kv_stride_page,
             kv_stride_value,
             kv_stride_slot,
+            False,
             part != 1,
             WINDOW,
             PAGE_SIZE,
@@ -165,8 +170,11 @@ def prefill_attention_kernel(
             BLOCK_D,
             EVEN_D,
         )
+    merged_MD, merged_peak_M, merged_total_M = merge(
+        merged_MD, merged_peak_M, merged_total_M, acc_MD, peak_M, total_M
+    )
     # Rows outside the tile saw no key.
-    out_MD = acc_MD / tl.where(total_M > 0, total_M, 1.0)[:, None]
+    out_MD = merged_MD / tl.where(merged_total_M > 0, merged_total_M, 1.0)[:, None]
     num_heads = tl.num_programs(1) * GROUP_SIZE
     out_ptr_M = out_ptr + (row_of_batch_M * num_heads + head_M) * head_dim
     tl.store(out_ptr_M[:, None] + dim_D[None, :], out_MD.to(out_ptr.dtype.element_ty), mask=inside_MD)
@@ -182,14 +190,16 @@ def prefill_attention_triton(
     scale: float,
     window: int | None = None,
     max_seqlen_q: int,
+    out_THD: Tensor | None = None,
 ) -> Tensor:
-    """`prefill_attention` on a GPU."""
+    """`prefill_attention` on a GPU, into out_THD if given."""
     check_paged_kv(query_THD, kv_pages, page_table_BP, context_lens_B, window)
     _check_cu_seqlens(cu_seqlens_q_B1, context_lens_B)
     num_tokens, num_heads, head_dim = query_THD.shape
     num_kv_heads, page_size = kv_pages.shape[2:4]
     num_sequences = context_lens_B.shape[0]
-    out_THD = torch.empty(query_THD.shape, dtype=query_THD.dtype, device=query_THD.device)
+    if out_THD is None:
+        out_THD = torch.empty(query_THD.shape, dtype=query_THD.dtype, device=query_THD.device)
     if num_tokens == 0:
         return out_THD
     group_size = num_heads // num_kv_heads
@@ -214,6 +224,7 @@ def prefill_attention_triton(
         PAGE_SIZE=page_size,
         GROUP_SIZE=group_size,
         EVEN_D=head_dim == tile["BLOCK_D"],
+        enable_fp_fusion=False,
         **tile,
     )
     return out_THD
@@ -221,22 +232,18 @@ def prefill_attention_triton(
 
 def prefill_tile(query_THD: Tensor, group_size: int, max_seqlen_q: int) -> dict[str, int]:
     """Compile-time constants: 128 rows where registers and shared memory allow, fewer for short chunks."""
-    block_D = max(16, triton.next_power_of_2(query_THD.shape[2]))
-    if query_THD.dtype == torch.float32:  # no matrix units: both operands of a product sit in registers
-        most_rows, block_N, stages = 16, 32 if block_D <= 128 else 16, 2
-    elif block_D <= 128:
-        most_rows, block_N, stages = 128, 64, num_stages(query_THD.device)
-    else:
-        most_rows, block_N, stages = 64, 32, num_stages(query_THD.device)
-    rows = max(16, min(most_rows, triton.next_power_of_2(max_seqlen_q * group_size)))
-    rows = max(rows, triton.next_power_of_2(group_size))
+    head_dim, dtype = query_THD.shape[2], query_THD.dtype
+    block_D = max(16, triton.next_power_of_2(head_dim))
+    rows = tile_rows(group_size, dtype)
+    if dtype != torch.float32 and block_D <= 128 and max_seqlen_q * group_size > rows:
+        rows = max(rows, 128)
     return {
         "BLOCK_Q": rows // group_size,
         "BLOCK_M": rows,
-        "BLOCK_N": block_N,
+        "BLOCK_N": key_block(head_dim, dtype),
         "BLOCK_D": block_D,
-        "num_warps": 8 if rows == 128 or query_THD.dtype == torch.float32 else 4,
-        "num_stages": stages,
+        "num_warps": tile_warps(rows, block_D, dtype),
+        "num_stages": 2 if dtype == torch.float32 else num_stages(query_THD.device),
     }
 
 

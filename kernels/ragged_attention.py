@@ -1,7 +1,7 @@
 """Attention of a mixed batch, decodes first, then prefill chunks, over paged keys and values.
 
-On a GPU each part has a kernel. The C kernel of the CPU computes both parts in one call, and gives a query
-the same bits in either part.
+On a GPU each part has a kernel; the C kernel of the CPU computes both in one call. A query has the same bits
+in either part.
 
 Shapes: T query tokens, B sequences, P pages of the longest sequence, H query heads, K kv heads, D head dim,
 S page_size.
@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from baton.kernels import native
-from baton.kernels.paged_attention import paged_attention_decode
-from baton.kernels.prefill_attention import prefill_attention
+from baton.kernels.paged_attention import new_arrivals, paged_attention_decode_triton
+from baton.kernels.prefill_attention import prefill_attention_reference, prefill_attention_triton
+from baton.kernels.triton_import import runs_triton
 
 LANES: Final = 16  # of the C kernel's vectors
 MAX_GROUP: Final = 16  # query heads a kv head, and
@@ -60,11 +61,13 @@ class RaggedBatch:
 
     __slots__ = (
         "arguments",
+        "arrivals",
         "context_lens_B",
         "cu_seqlens_B1",
         "max_seqlen_q",
         "num_decodes",
         "page_table_BP",
+        "prefill_cu_seqlens",
         "scratch",
     )
 
@@ -82,11 +85,15 @@ class RaggedBatch:
         self.page_table_BP = page_table_BP
         self.num_decodes = num_decodes
         self.max_seqlen_q = max_seqlen_q
-        self.arguments = (
-            AttentionArguments()
-        )  # of the C kernel; fields that the layers share are filled in once
+        # For the GPU: made once a step, since every launch counts.
+        self.arrivals = torch.empty(0, dtype=torch.int32)
+        self.prefill_cu_seqlens = cu_seqlens_B1[num_decodes:]
+        # For the C kernel: fields that the layers share are filled in once.
+        self.arguments = AttentionArguments()
         self.scratch = torch.empty(0, dtype=torch.int64)
-        if not cu_seqlens_B1.is_cuda:
+        if runs_triton(cu_seqlens_B1):
+            self.prefill_cu_seqlens = self.prefill_cu_seqlens - num_decodes
+        else:
             self._prepare_native()
 
     def _prepare_native(self) -> None:
@@ -109,30 +116,10 @@ def ragged_attention(
     """
     num_heads, head_dim = query_THD.shape[1:]
     group_size = num_heads // kv_pages.shape[2]
-    if not query_THD.is_cuda and native_handles(query_THD.dtype, group_size, head_dim):
+    if not runs_triton(query_THD) and native_handles(query_THD.dtype, group_size, head_dim):
         return _ragged_attention_native(query_THD, kv_pages, batch, scale, window or 0)
-    num_decodes = batch.num_decodes
-    decoded = paged_attention_decode(
-        query_THD[:num_decodes],
-        kv_pages,
-        batch.page_table_BP[:num_decodes],
-        batch.context_lens_B[:num_decodes],
-        scale=scale,
-        window=window,
-    )
-    if num_decodes == query_THD.shape[0]:
-        return decoded
-    prefilled = prefill_attention(
-        query_THD[num_decodes:],
-        kv_pages,
-        batch.page_table_BP[num_decodes:],
-        batch.cu_seqlens_B1[num_decodes:] - num_decodes,
-        batch.context_lens_B[num_decodes:],
-        scale=scale,
-        window=window,
-        max_seqlen_q=batch.max_seqlen_q,
-    )
-    return prefilled if num_decodes == 0 else torch.cat((decoded, prefilled))
+    attend = _ragged_attention_triton if runs_triton(query_THD) else _ragged_attention_reference
+    return attend(query_THD, kv_pages, batch, scale, window)
 
 
 def native_handles(dtype: torch.dtype, group_size: int, head_dim: int) -> bool:
@@ -182,3 +169,50 @@ def _ragged_attention_native(
     describe_heads(arguments, num_heads, kv_pages, scale)
     native.function("baton_attention", "pp")(ctypes.addressof(arguments), batch.scratch.data_ptr())
     return out_THD
+
+
+def _ragged_attention_triton(
+    query_THD: Tensor, kv_pages: Tensor, batch: RaggedBatch, scale: float, window: int | None
+) -> Tensor:
+    num_decodes, num_kv_heads = batch.num_decodes, kv_pages.shape[2]
+    out_THD = torch.empty(query_THD.shape, dtype=query_THD.dtype, device=query_THD.device)
+    if len(batch.arrivals) < num_decodes * num_kv_heads:
+        batch.arrivals = new_arrivals(num_decodes * num_kv_heads, query_THD.device)
+    paged_attention_decode_triton(
+        query_THD[:num_decodes],
+        kv_pages,
+        batch.page_table_BP[:num_decodes],
+        batch.context_lens_B[:num_decodes],
+        scale=scale,
+        window=window,
+        arrivals=batch.arrivals,
+        out_BHD=out_THD[:num_decodes],
+    )
+    if num_decodes < len(query_THD):
+        prefill_attention_triton(
+            query_THD[num_decodes:],
+            kv_pages,
+            batch.page_table_BP[num_decodes:],
+            batch.prefill_cu_seqlens,
+            batch.context_lens_B[num_decodes:],
+            scale=scale,
+            window=window,
+            max_seqlen_q=batch.max_seqlen_q,
+            out_THD=out_THD[num_decodes:],
+        )
+    return out_THD
+
+
+def _ragged_attention_reference(
+    query_THD: Tensor, kv_pages: Tensor, batch: RaggedBatch, scale: float, window: int | None
+) -> Tensor:
+    """Decodes are chunks of one token."""
+    return prefill_attention_reference(
+        query_THD,
+        kv_pages,
+        batch.page_table_BP,
+        batch.cu_seqlens_B1,
+        batch.context_lens_B,
+        scale=scale,
+        window=window,
+    )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from baton.kernels import native
-from baton.kernels.triton_import import kernel, tl, triton
+from baton.kernels.triton_import import kernel, runs_triton, tl, triton
 
 
 def rms_norm(x_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
@@ -19,7 +19,7 @@ def rms_norm(x_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
     quotient are fp32; the quotient is rounded to the dtype of x before the product with the weight.
     Returns a new contiguous tensor of the shape of x.
     """
-    if x_TE.is_cuda:
+    if runs_triton(x_TE):
         return rms_norm_triton(x_TE, weight_E, eps)
     if _native_handles(x_TE, weight_E):
         return _rms_norm_native(x_TE, weight_E, eps)
@@ -28,7 +28,7 @@ def rms_norm(x_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
 
 def add_rms_norm(x_TE: Tensor, residual_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
     """`rms_norm(residual)` after `residual += x`; residual_TE is updated in place, rounded to its dtype."""
-    if x_TE.is_cuda:
+    if runs_triton(x_TE):
         return add_rms_norm_triton(x_TE, residual_TE, weight_E, eps)
     if _native_handles(x_TE, weight_E) and x_TE.is_contiguous() and residual_TE.is_contiguous():
         return _add_rms_norm_native(x_TE, residual_TE, weight_E, eps)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from baton.kernels import native
-from baton.kernels.triton_import import jit, tl
+from baton.kernels.triton_import import jit, runs_triton, tl
 
 
 def rope(query_THD: Tensor, key_TKD: Tensor, cos_sin_MD: Tensor, positions_T: Tensor) -> None:
@@ -23,7 +23,7 @@ def rope(query_THD: Tensor, key_TKD: Tensor, cos_sin_MD: Tensor, positions_T: Te
     cos_sin_MD: fp32 [M, D] from `rope_table`; cosines in the first half of a row, sines in the second.
     positions_T: integers in [0, M); the caller guarantees that. The rotation is fp32, rounded once.
     """
-    if query_THD.is_cuda:
+    if runs_triton(query_THD):
         raise ValueError("rope takes tensors of a CPU; rope_and_store takes those of a GPU")
     if _native_handles(query_THD) and _native_handles(key_TKD):
         for heads in (query_THD, key_TKD):

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from baton.kernels import native
-from baton.kernels.triton_import import kernel, tl, triton
+from baton.kernels.triton_import import jit, kernel, runs_triton, tl, triton
 
 
 def silu_mul(gate_up_T2F: Tensor) -> Tensor:
@@ -16,11 +16,19 @@ def silu_mul(gate_up_T2F: Tensor) -> Tensor:
     gate_up_T2F: [T, 2 * F], rows may be strided. silu is fp32, rounded to the dtype before the
     product. Returns a new contiguous [T, F].
     """
-    if gate_up_T2F.is_cuda:
+    if runs_triton(gate_up_T2F):
         return silu_mul_triton(gate_up_T2F)
     if native.handles(gate_up_T2F.dtype) and gate_up_T2F.is_contiguous():
         return _silu_mul_native(gate_up_T2F)
     return silu_mul_reference(gate_up_T2F)
+
+
+@jit
+def silu_times(gate: tl.tensor, up: tl.tensor) -> tl.tensor:
+    """silu(gate) * up, fp32; silu is rounded to the dtype of the gate."""
+    wide = gate.to(tl.float32)
+    silu = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype)
+    return silu.to(tl.float32) * up.to(tl.float32)
 
 
 @kernel()
@@ -38,10 +46,8 @@ def silu_mul_kernel(
     gate_ptr_F = gate_up_ptr + token * stride_token + column_F
     gate_F = tl.load(gate_ptr_F, mask=inside_F, other=0.0)
     up_F = tl.load(gate_ptr_F + width, mask=inside_F, other=0.0)
-    wide_F = gate_F.to(tl.float32)
-    silu_F = (wide_F / (1.0 + tl.exp(-wide_F))).to(gate_F.dtype)
-    product_F = silu_F.to(tl.float32) * up_F.to(tl.float32)
-    tl.store(out_ptr + token * width + column_F, product_F.to(gate_F.dtype), mask=inside_F)
+    product_F = silu_times(gate_F, up_F).to(gate_F.dtype)
+    tl.store(out_ptr + token * width + column_F, product_F, mask=inside_F)
 
 
 def silu_mul_triton(gate_up_T2F: Tensor) -> Tensor:

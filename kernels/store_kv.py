@@ -10,7 +10,7 @@ from torch import Tensor
 
 from baton.kernels import native
 from baton.kernels.rope import check_rope, rope, rotated
-from baton.kernels.triton_import import kernel, tl, triton
+from baton.kernels.triton_import import kernel, runs_triton, tl, triton
 
 
 def store_kv(key_TKD: Tensor, value_TKD: Tensor, kv_pages: Tensor, slots_T: Tensor) -> None:
@@ -19,7 +19,7 @@ def store_kv(key_TKD: Tensor, value_TKD: Tensor, kv_pages: Tensor, slots_T: Tens
     kv_pages: [P, 2, K, S, D], strided over pages, modified in place. slots_T: int64 `page * S + offset`;
     -1 is skipped (padding). The other slots must be distinct and inside the pool; the caller guarantees that.
     """
-    if key_TKD.is_cuda:
+    if runs_triton(key_TKD):
         raise ValueError("store_kv takes tensors of a CPU; rope_and_store takes those of a GPU")
     if native.library() is not None and _rows_are_whole(key_TKD, value_TKD, kv_pages):
         _store_kv_native(key_TKD, value_TKD, kv_pages, slots_T)
@@ -37,7 +37,7 @@ def rope_and_store(
     slots_T: Tensor,
 ) -> None:
     """Apply `rope`, then `store_kv`. On a GPU one kernel does both and leaves `key_TKD` unrotated."""
-    if query_THD.is_cuda:
+    if runs_triton(query_THD):
         rope_and_store_triton(query_THD, key_TKD, value_TKD, cos_sin_MD, positions_T, kv_pages, slots_T)
     else:
         rope(query_THD, key_TKD, cos_sin_MD, positions_T)

@@ -2,7 +2,9 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Final
+
+from torch import Tensor
 
 MISSING = "tensors on a GPU need Triton: pip install triton"
 
@@ -20,9 +22,15 @@ try:
 except ImportError:
     triton = tl = _MissingTriton()
 
-__all__ = ["HAS_TRITON", "Kernel", "jit", "kernel", "tl", "triton"]
+__all__ = ["HAS_TRITON", "Kernel", "jit", "kernel", "runs_triton", "tl", "triton"]
 
 HAS_TRITON = not isinstance(triton, _MissingTriton)
+INTERPRETS: Final = HAS_TRITON and bool(triton.knobs.runtime.interpret)  # by TRITON_INTERPRET=1
+
+
+def runs_triton(tensor: Tensor) -> bool:
+    """True when Triton kernels take the tensor: on a GPU, or on a CPU under Triton's interpreter."""
+    return tensor.is_cuda or INTERPRETS
 
 
 class Kernel:

@@ -17,6 +17,7 @@ KNOBS: dict[str, Any] = {
     "device": "auto",
     "tensor_parallel_size": 1,
     "max_model_len": None,
+    "batch_invariant": True,
     "seed": 0,
     "cache.page_size": 16,
     "cache.kv_cache_memory_bytes": None,

@@ -64,6 +64,9 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     tensor_parallel_size: Annotated[int, Meta(ge=1)] = 1  # ranks that one worker splits the model over
     # Tokens, prompt and output together, one of each at least; None: the model's own limit.
     max_model_len: Annotated[int, Meta(ge=2)] | None = None
+    # On a GPU: a token does not depend on what shares its batch, on chunks, or on the number of ranks. Costs
+    # speed. A CPU always computes so.
+    batch_invariant: bool = True
     seed: Seed = 0  # of sampling for requests without a seed of their own, and of dummy weights
     cache: CacheConfig = msgspec.field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = msgspec.field(default_factory=SchedulerConfig)

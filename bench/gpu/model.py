@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 from time import perf_counter
-from typing import Final
+from typing import Final, cast
 
 import msgspec
 import numpy as np
@@ -30,7 +30,7 @@ from baton.bench.engine.replica import (
 )
 from baton.bench.gpu.session import Session, WrongResult, require_close
 from baton.bench.machine import Call, wall_seconds
-from baton.bench.report import Row, format_number
+from baton.bench.report import Row, at_most, format_number
 from baton.engine.models.model import dummy_checkpoint
 from baton.engine.models.registry import read_model_config
 from baton.engine.runner.step_inputs import StepArrays
@@ -77,19 +77,22 @@ def decode_steps(session: Session) -> Iterator[Row]:
 
 def prefill(session: Session) -> Iterator[Row]:
     """Measure the percent of the matmul peak from adding a request to its first token."""
-    engine, rng = session.replica.engine, random.Random(1)
     for num_tokens in session.sizes.model_prefill_lengths:
-        seconds = []
-        for _ in range(1 + NUM_PREFILLS):
-            prompt = random_tokens(rng, session.sizes.model, num_tokens)
-            started_s = perf_counter()
-            generate(engine, [prompt], [1])
-            seconds.append(perf_counter() - started_s)
-        median_s = session.figures.prefill_seconds[num_tokens] = median(seconds[1:])
+        median_s = session.figures.prefill_seconds[num_tokens] = _prefill_seconds(session, num_tokens)
         tflops = prefill_flops(session.sizes.model, num_tokens) / median_s / 1e12
         note = f"{format_number(median_s * 1e3)} ms, {format_number(num_tokens / median_s)} tok/s"
         percent = 100 * tflops / session.rates.peak_tflops
         yield session.bar(f"prefill, {num_tokens:,} tokens", percent, "% of peak", PREFILL_BAR, note)
+
+
+def _prefill_seconds(session: Session, num_tokens: int) -> float:
+    rng, seconds = random.Random(num_tokens), []
+    for _ in range(1 + NUM_PREFILLS):
+        prompt = random_tokens(rng, session.sizes.model, num_tokens)
+        started_s = perf_counter()
+        generate(session.replica.engine, [prompt], [1])
+        seconds.append(perf_counter() - started_s)
+    return median(seconds[1:])
 
 
 def prefill_flops(shape: LlamaShape, num_tokens: int) -> float:
@@ -140,32 +143,93 @@ def step_arrays(starts: Sequence[int], tokens: Sequence[list[int]], page_size: i
     )
 
 
+INVARIANCE_SETTINGS: Final[dict[str, dict[str, object]]] = {
+    "chunks of 48 tokens": {"scheduler": {"max_num_batched_tokens": 48}},
+    "one at a time": {"scheduler": {"max_num_seqs": 1}},
+    "pages of 1": {"cache": {"page_size": 1}},
+    "pages of 64": {"cache": {"page_size": 64}},
+}
+INVARIANCE_LENGTHS: Final = (5, 150, 300)
+INVARIANCE_BAR: Final = 15.0  # percent of time that batch invariance may cost and stay the default
+
+
+def batch_invariance(session: Session) -> Iterator[Row]:
+    """Compare all bits of answers across settings, then the speed with and without batch invariance."""
+    expected = _invariance_outputs(session, {})
+    for name, settings in INVARIANCE_SETTINGS.items():
+        got = _invariance_outputs(session, settings)
+        num_different = sum(one != other for one, other in zip(got, expected, strict=True))
+        yield at_most(f"answers that {name} change", num_different, f"of {len(expected)}", 0)
+    library = replace(session, batch_invariant=False, _replica=None)
+    for batch in session.sizes.step_batches:
+        name = _step_name(batch, session.sizes.step_context)
+        our_s = session.figures.step_seconds.get(name)
+        if our_s is not None:
+            library_s, _ = _decode_seconds(library, batch, SamplingParams())
+            yield _cost(session, f"{name}: cost of batch invariance", our_s, library_s)
+    for num_tokens, our_s in session.figures.prefill_seconds.items():
+        library_s = _prefill_seconds(library, num_tokens)
+        yield _cost(session, f"prefill, {num_tokens:,} tokens: cost of batch invariance", our_s, library_s)
+
+
+def _invariance_outputs(session: Session, settings: dict[str, object]) -> list[list[StepOutput]]:
+    """Greedy answers with the log probabilities of prompt and answer, by request."""
+    base = {"device": session.device.type, "max_model_len": 512}
+    cache = {"kv_cache_memory_bytes": 2**26, **cast(dict[str, object], settings.get("cache", {}))}
+    engine = load_replica(CHECKED_SHAPE, {**base, **settings, "cache": cache}).engine
+    rng = random.Random(3)
+    sampling = SamplingParams(
+        max_tokens=8, temperature=0.0, ignore_eos=True, logprobs=5, prompt_logprobs=0, seed=0
+    )
+    outputs: dict[str, list[StepOutput]] = {}
+    for index, length in enumerate(INVARIANCE_LENGTHS):
+        request = request_of(random_tokens(rng, CHECKED_SHAPE, length), sampling)
+        engine.add(msgspec.structs.replace(request, request_id=str(index)))
+        outputs[str(index)] = []
+    while engine.has_work():
+        for output in engine.step():
+            outputs[output.request_id].append(output)
+    return list(outputs.values())
+
+
+def _cost(session: Session, name: str, our_s: float, library_s: float) -> Row:
+    note = f"{format_number(our_s * 1e3)} ms, {format_number(library_s * 1e3)} with the library's products"
+    limit = INVARIANCE_BAR if session.sizes.has_bars else None
+    return at_most(name, 100 * (our_s / library_s - 1), "%", limit, note)
+
+
 def _decode_rows(session: Session, batch: int, sampling: SamplingParams, bar: float | None) -> Iterator[Row]:
-    replica, sizes = session.replica, session.sizes
-    request_ids = _fill(session, batch, sampling)
-    seconds = []
-    for _ in range(NUM_WARMUP_STEPS + sizes.num_steps):
-        started_s = perf_counter()
-        outputs = replica.engine.step()
-        seconds.append(perf_counter() - started_s)
-        if len(outputs) != batch:
-            raise WrongResult(f"a decode step of {batch} sequences yielded {len(outputs)} tokens")
-    step_s, model_s = median(seconds[NUM_WARMUP_STEPS:]), _model_seconds(session)
-    arrays = replica.runner.last_step
+    step_s, model_s = _decode_seconds(session, batch, sampling)
+    arrays = session.replica.runner.last_step
     num_context_tokens = 0 if arrays is None else int(arrays.context_lens.sum())
-    for request_id in request_ids:
-        replica.engine.abort(request_id)
     percent = 100 * roofline_seconds(session, batch, num_context_tokens) / step_s
     note = (
         f"{format_number(step_s * 1e3)} ms a step, {format_number(model_s * 1e3)} of them the model, "
         f"{format_number(batch / step_s)} tok/s"
     )
-    name = _step_name(batch, sizes.step_context)
+    name = _step_name(batch, session.sizes.step_context)
     if sampling != SamplingParams():
         yield Row(f"{name}, top-k and top-p", percent, "% of roofline", note=note)
         return
     session.figures.step_seconds[name] = step_s
     yield session.bar(name, percent, "% of roofline", bar, note)
+
+
+def _decode_seconds(session: Session, batch: int, sampling: SamplingParams) -> tuple[float, float]:
+    """Median seconds of a decode step of `batch` sequences, and of its model alone."""
+    engine = session.replica.engine
+    request_ids = _fill(session, batch, sampling)
+    seconds = []
+    for _ in range(NUM_WARMUP_STEPS + session.sizes.num_steps):
+        started_s = perf_counter()
+        outputs = engine.step()
+        seconds.append(perf_counter() - started_s)
+        if len(outputs) != batch:
+            raise WrongResult(f"a decode step of {batch} sequences yielded {len(outputs)} tokens")
+    model_s = _model_seconds(session)
+    for request_id in request_ids:
+        engine.abort(request_id)
+    return median(seconds[NUM_WARMUP_STEPS:]), model_s
 
 
 def _step_name(batch: int, num_context_tokens: int) -> str:

@@ -140,6 +140,7 @@ class Session:
     device: torch.device
     sizes: Sizes
     figures: Figures = field(default_factory=Figures)
+    batch_invariant: bool = True
     _replica: Replica | None = None
 
     @property
@@ -155,6 +156,7 @@ class Session:
             sizes = self.sizes
             settings = {
                 "device": self.device.type,
+                "batch_invariant": self.batch_invariant,
                 "max_model_len": sizes.max_model_len,
                 "cache": {"kv_cache_memory_bytes": sizes.kv_cache_bytes, "enable_prefix_caching": False},
                 "scheduler": {

@@ -50,6 +50,7 @@ STAGES: Final = (
     Stage("pages", f"{_GPU}.kernels:pages", 10),
     Stage("decode step", f"{_GPU}.model:decode_steps", 90),
     Stage("prefill", f"{_GPU}.model:prefill", 40),
+    Stage("batch invariance", f"{_GPU}.model:batch_invariance", 90),
     Stage("kv gather", f"{_GPU}.kv:gather", 15),
     Stage("kv scatter", f"{_GPU}.kv:scatter", 15),
     Stage("cuda_ipc", f"{_GPU}.kv:cuda_ipc", 45),

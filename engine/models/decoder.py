@@ -20,10 +20,9 @@ from baton.engine.runner.step_inputs import ModelInput
 from baton.errors import ModelError
 from baton.kernels import rms_norm as norm_kernels
 from baton.kernels.decoder_stack import DecoderStack, LayerGroups, StackLayer, StackShape, can_stack
-from baton.kernels.linear import LinearWeight, embedding, linear, pack_linear
+from baton.kernels.linear import LinearWeight, embedding, linear, linear_silu_mul
 from baton.kernels.ragged_attention import ragged_attention
 from baton.kernels.rope import rope_table
-from baton.kernels.silu_mul import silu_mul
 from baton.kernels.store_kv import rope_and_store
 
 # Outputs that are summed over ranks are summed in this many parts on a single rank too, so that two ranks
@@ -54,7 +53,7 @@ class ColumnParallelLinear:
     ) -> None:
         """num_outputs: name of each projection -> outputs on all ranks together."""
         weights = [parameters.shard(f"{name}.weight", (n, num_inputs), 0) for name, n in num_outputs.items()]
-        self.weight: LinearWeight = pack_linear(parameters.join(weights), parameters.packed_memory)
+        self.weight: LinearWeight = parameters.pack(parameters.join(weights))
         self.bias_N: Tensor | None = None
         if bias:
             biases = [parameters.shard(f"{name}.bias", (n,), 0) for name, n in num_outputs.items()]
@@ -73,7 +72,7 @@ class RowParallelLinear:
         """num_inputs: of all ranks together."""
         self.tp = parameters.tp
         weight_NK = parameters.shard(f"{name}.weight", (num_outputs, num_inputs), 1)
-        self.weight = pack_linear(weight_NK, parameters.packed_memory)
+        self.weight = parameters.pack(weight_NK)
         self.bias_N = parameters.whole(f"{name}.bias", (num_outputs,)).float() if bias else None
 
     def __call__(self, x_TK: Tensor) -> Tensor:
@@ -114,7 +113,7 @@ class VocabParallelHead:
     def __init__(self, parameters: Parameters, table_VE: Tensor, vocab_size: int) -> None:
         self.tp = parameters.tp
         self.vocab_size = vocab_size
-        self.weight = pack_linear(table_VE, parameters.packed_memory)
+        self.weight = parameters.pack(table_VE)
 
     def __call__(self, hidden_TE: Tensor) -> Tensor:
         logits_TV = linear(hidden_TE, self.weight, out_dtype=torch.float32)
@@ -176,7 +175,7 @@ class SwiGlu:
         self.down = RowParallelLinear(parameters, "down_proj", hidden, inner, bias=bias)
 
     def __call__(self, x_TE: Tensor) -> Tensor:
-        return self.down(silu_mul(self.gate_up(x_TE)))
+        return self.down(linear_silu_mul(x_TE, self.gate_up.weight, self.gate_up.bias_N))
 
 
 # The frame.

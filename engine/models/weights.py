@@ -3,6 +3,7 @@
 import hashlib
 import math
 from collections.abc import Callable, Iterable
+from copy import copy
 from typing import Final, Protocol, TypeAlias
 
 import torch
@@ -12,6 +13,7 @@ from torch.nn import functional
 from baton.engine.models.parallel import TensorParallel
 from baton.errors import ModelError
 from baton.kernels.huge_pages import HugeArena
+from baton.kernels.linear import LinearWeight, pack_linear
 
 Shape: TypeAlias = tuple[int, ...]
 Progress: TypeAlias = Callable[[int, int], None]
@@ -75,18 +77,22 @@ class Parameters:
         dtype: torch.dtype,
         device: torch.device,
         prefix: str = "",
+        *,
+        batch_invariant: bool = True,
     ) -> None:
+        """batch_invariant: see `pack_linear`."""
         self.tp = tp
         self.dtype = dtype
         self.device = device
-        self.packed_memory = HugeArena()
+        self.batch_invariant = batch_invariant
+        self._packed_memory = HugeArena()
         self._checkpoint = checkpoint
         self._prefix = prefix
 
     def scope(self, name: str) -> "Parameters":
         """The parameters with names that begin with `name` and a dot."""
-        scoped = Parameters(self._checkpoint, self.tp, self.dtype, self.device, f"{self._prefix}{name}.")
-        scoped.packed_memory = self.packed_memory
+        scoped = copy(self)
+        scoped._prefix = f"{self._prefix}{name}."
         return scoped
 
     def whole(self, name: str, shape: Shape) -> Tensor:
@@ -101,6 +107,10 @@ class Parameters:
     def join(self, parts: list[Tensor]) -> Tensor:
         """The parts one after another along the first dimension."""
         return torch.cat(parts)
+
+    def pack(self, weight_NK: Tensor) -> LinearWeight:
+        """The weight as `linear` multiplies by it; a copy where the device needs another layout."""
+        return pack_linear(weight_NK, self._packed_memory, batch_invariant=self.batch_invariant)
 
     def rows(self, name: str, shape: Shape) -> Tensor:
         """This rank's rows of a table: as many on every rank, with zero rows after an uneven end."""
@@ -127,10 +137,6 @@ class ParameterSurvey(Parameters):
         nothing = DummyCheckpoint({}, dtype=torch.float32, deviation=0.0, seed=0)
         super().__init__(nothing, TensorParallel(), torch.float32, torch.device("meta"), prefix)
         self.shapes: dict[str, Shape] = {} if shapes is None else shapes
-
-    def scope(self, name: str) -> "ParameterSurvey":
-        """A survey that records into the same `shapes`."""
-        return ParameterSurvey(f"{self._prefix}{name}.", self.shapes)
 
     def join(self, parts: list[Tensor]) -> Tensor:
         """The first part: concatenating meta tensors would import torch's compiler, which takes seconds."""

@@ -214,7 +214,13 @@ class ModelRunner:
         check_parameters(checkpoint, config)
         if progress is not None:
             checkpoint = ReportingCheckpoint(checkpoint, parameter_shapes(config), progress)
-        parameters = Parameters(checkpoint, self.tp, TORCH_DTYPES[self.dtype], self.device)
+        parameters = Parameters(
+            checkpoint,
+            self.tp,
+            TORCH_DTYPES[self.dtype],
+            self.device,
+            batch_invariant=self.config.batch_invariant,
+        )
         try:
             self.model = build_model(config, parameters, self.max_model_len)
         except (OSError, OverflowError, RuntimeError) as error:  # the kinds of out-of-memory errors

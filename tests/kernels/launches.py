@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from baton.kernels import (
+    linear,
     paged_attention,
     pages,
     prefill_attention,
@@ -26,6 +27,9 @@ class Launch:
     kernel: Kernel
     arguments: tuple[object, ...]
     options: dict[str, object]
+
+
+CPU = torch.device("cpu")
 
 
 class Recorder:
@@ -69,6 +73,7 @@ def scenarios() -> Iterator[Scenario]:
     """Every kernel, at the shapes of an 8B model and at awkward ones, in every dtype that it serves."""
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         yield from _row_scenarios(dtype)
+        yield from _linear_scenarios(dtype)
         yield from _attention_scenarios(dtype)
     yield from _page_scenarios()
     logits = torch.empty(4, 128256)
@@ -102,6 +107,26 @@ def _row_scenarios(dtype: torch.dtype) -> Iterator[Scenario]:
         yield Scenario(f"rope_and_store-{head_dim}-{name}", store_kv, "rope_and_store_kernel", run)
 
 
+def _linear_scenarios(dtype: torch.dtype) -> Iterator[Scenario]:
+    """Programs share the parts of a tile when there are few tiles; otherwise each computes whole tiles."""
+    name = str(dtype).removeprefix("torch.")
+    for label, shape, options in (
+        ("qkv", (6144, 4096), {"bias_N": torch.empty(6144)}),
+        ("out", (4096, 4096), {"num_splits": 2}),
+        ("gate_up", (28672, 4096), {"is_gated": True}),
+        ("down", (4096, 14336), {"num_splits": 2}),
+        ("head", (128256, 4096), {"out_dtype": torch.float32}),
+        ("odd", (1030, 1100), {}),
+    ):
+        weight = linear.LinearWeight(
+            torch.empty(shape, dtype=dtype), *shape, dtype, is_packed=False, arrivals=linear.new_arrivals(CPU)
+        )
+        for num_tokens in (3, 300, 8192):
+            x = torch.empty(num_tokens, shape[1], dtype=dtype)
+            run = partial(linear.linear_triton, x, weight, **options)
+            yield Scenario(f"linear-{label}-{num_tokens}-{name}", linear, "linear_kernel", run)
+
+
 def _attention_scenarios(dtype: torch.dtype) -> Iterator[Scenario]:
     name = str(dtype).removeprefix("torch.")
     shapes = ((128, 32, None, 16), (80, 56, 4096, 64), (256, 8, None, 1))
@@ -116,8 +141,6 @@ def _attention_scenarios(dtype: torch.dtype) -> Iterator[Scenario]:
             run = partial(decode, scale=0.1, window=window)
             suffix = f"{label}-{head_dim}-{name}"
             yield Scenario(f"decode-{suffix}", paged_attention, "paged_attention_kernel", run)
-        run = partial(decode.func, query, pages, table, lens, scale=0.1, window=window)
-        yield Scenario(f"join-{head_dim}-{name}", paged_attention, "join_splits_kernel", run)
         cu_seqlens = torch.arange(4, dtype=torch.int32)
         prefill = partial(prefill_attention.prefill_attention_triton, query, pages, table, cu_seqlens, lens)
         run = partial(prefill, scale=0.1, window=window, max_seqlen_q=2048)

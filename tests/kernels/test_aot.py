@@ -19,7 +19,7 @@ pytestmark = [
 ]
 
 SHARED_MEMORY_BYTES = 227 * 1024  # what one block may have on sm_90
-OPTIONS = ("num_warps", "num_stages")
+OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
 SCENARIOS = list(scenarios()) if HAS_TRITON else []
 
 
@@ -41,7 +41,15 @@ def compile_for_hopper(launch: Launch) -> Any:
     compiler = importlib.import_module("triton.compiler")
     source = compiler.ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
     target = importlib.import_module("triton.backends.compiler").GPUTarget("cuda", 90, 32)
-    return triton.compile(source, target=target, options=options | {"enable_fp_fusion": True})
+    return triton.compile(source, target=target, options={"enable_fp_fusion": True} | options)
+
+
+def compiled(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The compiled kernel of the scenario with this name."""
+    (scenario,) = (scenario for scenario in SCENARIOS if scenario.name == name)
+    with monkeypatch.context() as patch:
+        launch = record(scenario, patch)
+    return compile_for_hopper(launch)
 
 
 def _is_one(value: object) -> bool:
@@ -63,8 +71,7 @@ def test_kernel_compiles_for_hopper(scenario: Scenario, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("name", ["prefill-128-bfloat16", "prefill-80-float16", "prefill-256-bfloat16"])
 def test_prefill_runs_on_the_matrix_units_of_hopper(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    (scenario,) = (scenario for scenario in SCENARIOS if scenario.name == name)
-    assert "wgmma.mma_async" in compile_for_hopper(record(scenario, monkeypatch)).asm["ptx"]
+    assert "wgmma.mma_async" in compiled(name, monkeypatch).asm["ptx"]
 
 
 @pytest.mark.parametrize(
@@ -77,8 +84,7 @@ def test_prefill_runs_on_the_matrix_units_of_hopper(name: str, monkeypatch: pyte
 def test_attention_loads_the_next_blocks_while_it_computes(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (scenario,) = (scenario for scenario in SCENARIOS if scenario.name == name)
-    ir = compile_for_hopper(record(scenario, monkeypatch)).asm["ttgir"]
+    ir = compiled(name, monkeypatch).asm["ttgir"]
     depths = [int(depth) for depth in re.findall(r"ttg\.async_wait .*num = (\d+)", ir)]
     buffers = [int(number) for number in re.findall(r"ttg\.local_alloc : .*memdesc<(\d+)x", ir)]
     # Waits for page ids, keys and values in a loop leave later loads under way; one comes after it.
@@ -87,10 +93,44 @@ def test_attention_loads_the_next_blocks_while_it_computes(
     assert buffers and min(buffers) >= 2
 
 
+@pytest.mark.parametrize("label", ["qkv", "out", "gate_up", "down", "head"])
+def test_products_load_the_next_blocks_while_they_compute(
+    label: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for num_tokens in (3, 300, 8192):
+        ir = compiled(f"linear-{label}-{num_tokens}-bfloat16", monkeypatch).asm["ttgir"]
+        depths = [int(depth) for depth in re.findall(r"ttg\.async_wait .*num = (\d+)", ir)]
+        buffers = [int(number) for number in re.findall(r"ttg\.local_alloc : .*memdesc<(\d+)x", ir)]
+        assert depths.count(0) == sum(depth >= 2 for depth in depths) == len(depths) / 2 > 0
+        assert buffers and min(buffers) >= 2
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    "names",
+    [
+        *(
+            tuple(f"linear-{label}-{number}" for number in (3, 300, 8192))
+            for label in ("qkv", "out", "gate_up")
+        ),
+        *((f"decode-split-{size}", f"decode-whole-{size}", f"prefill-{size}") for size in (80, 128, 256)),
+    ],
+    ids=lambda names: names[0],
+)
+def test_batch_size_does_not_change_the_matrix_instructions(
+    names: tuple[str, ...], dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The order of the sums within an instruction is the hardware's."""
+    instructions = [
+        set(re.findall(r"mma\S*\.m\d+n\d+k\d+\S*", compiled(f"{name}-{dtype}", monkeypatch).asm["ptx"]))
+        for name in names
+    ]
+    assert instructions[0] and all(each == instructions[0] for each in instructions)
+
+
 @pytest.mark.parametrize("name", ["decode-split-128-bfloat16", "decode-split-80-float16"])
 def test_decode_prefetches_pages_sixteen_bytes_at_a_time(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    (scenario,) = (scenario for scenario in SCENARIOS if scenario.name == name)
-    assert "cp.async.cg.shared.global" in compile_for_hopper(record(scenario, monkeypatch)).asm["ptx"]
+    assert "cp.async.cg.shared.global" in compiled(name, monkeypatch).asm["ptx"]
 
 
 def test_no_kernel_is_left_out() -> None:

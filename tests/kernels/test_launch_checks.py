@@ -7,7 +7,9 @@ from functools import partial
 import pytest
 import torch
 
-from baton.kernels.paged_attention import decode_tile, least_keys, paged_attention_decode_triton
+from baton.kernels.attention_tile import num_splits
+from baton.kernels.linear import linear_triton, pack_linear
+from baton.kernels.paged_attention import decode_programs, paged_attention_decode_triton
 from baton.kernels.pages import copy_pages_triton
 from baton.kernels.prefill_attention import prefill_attention_triton
 from baton.kernels.rms_norm import add_rms_norm_triton, rms_norm_triton
@@ -40,6 +42,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "rms_norm_strided": (lambda: rms_norm_triton(f(8, 2).t(), f(8), 1e-5), "adjacent E"),
     "rms_norm_dtype": (lambda: rms_norm_triton(f(2, 8), f(8).half(), 1e-5), "must share a dtype"),
     "add_rms_norm": (lambda: add_rms_norm_triton(f(2, 8), f(3, 8), f(8), 1e-5), r"residual must be \(2, 8\)"),
+    "linear_packed": (lambda: linear_triton(f(2, 8), pack_linear(f(3, 8))), "not packed for it"),
     "silu_mul": (lambda: silu_mul_triton(f(2, 7)), r"\[T, 2 \* F\].* got \(2, 7\)"),
     "rope_odd": (lambda: rotate(query=f(3, 4, 7), key=f(3, 2, 7), table=f(9, 7)), "D even"),
     "rope_key": (lambda: rotate(key=f(2, 2, 8)), r"key must be \[3, K, 8\]"),
@@ -75,30 +78,33 @@ def test_launcher_refuses(name: str) -> None:
         launch()
 
 
-@pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
 @pytest.mark.parametrize(
-    ("num_sequences", "table_pages", "num_splits"),
-    [(1, 8192, 64), (1, 4, 1), (8, 8192, 64), (24, 8192, 16), (256, 8192, 2), (256, 32, 1), (4096, 8192, 1)],
+    ("num_keys", "expected"),
+    [
+        (0, 0),
+        (1, 1),
+        (256, 1),
+        (257, 2),
+        (4096, 16),
+        (4097, 17),
+        (4608, 17),
+        (4609, 18),
+        (12_288, 32),
+        (131_072, 81),
+    ],
 )
-def test_splits_follow_from_shapes_alone(num_sequences: int, table_pages: int, num_splits: int) -> None:
-    query = f(num_sequences, 32, 128, dtype=torch.bfloat16, device="meta")
-    kv_pages = f(64, 2, 8, 16, 128, dtype=torch.bfloat16, device="meta")
-    page_table = i32(num_sequences, table_pages, device="meta")
-    assert decode_tile(query, kv_pages, page_table, None)["NUM_SPLITS"] == num_splits
+def test_splits_grow_longer_with_the_context(num_keys: int, expected: int) -> None:
+    assert num_splits(num_keys) == expected
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
-@pytest.mark.parametrize("context_len", [1000, 8000, 131_072])
+@pytest.mark.parametrize("context_len", [128, 1000, 8000, 131_072])
 def test_no_batch_size_leaves_the_chip_idle(context_len: int) -> None:
-    """Four programs run at a time on each of 132 multiprocessors, where there are keys for so many splits."""
-    kv_pages = f(64, 2, 8, 16, 128, dtype=torch.bfloat16, device="meta")
+    """Sixteen programs in turn on each of 132 multiprocessors, where the context has so many splits."""
     before = None
     for num_sequences in range(1, 257):
-        query = f(num_sequences, 32, 128, dtype=torch.bfloat16, device="meta")
-        tile = decode_tile(query, kv_pages, i32(num_sequences, 8192, device="meta"), None)
-        keys = max(-(-context_len // tile["NUM_SPLITS"]), least_keys(8 * num_sequences))
-        num_live = num_sequences * 8 * -(-context_len // keys)
-        most = num_sequences * 8 * min(64, -(-context_len // 64))
-        assert num_live >= min(500, most)
+        num_heads = 8 * num_sequences
+        num_live = num_heads * min(decode_programs(num_heads, num_splits(131_072)), num_splits(context_len))
+        assert num_live >= min(16 * 132, num_heads * num_splits(context_len))
         assert before is None or num_live > 0.45 * before, f"{num_live} programs after {before}"
         before = num_live

@@ -9,7 +9,7 @@ from typing import Any, Final
 import numpy as np
 from torch import Tensor
 
-from baton.config.engine import engine_config
+from baton.config.engine import RankSidecar, engine_config
 from baton.engine.engine import Engine, load_engine
 from baton.engine.models.registry import read_model_config
 from baton.engine.runner.step_inputs import StepArrays
@@ -34,12 +34,13 @@ def prompts(seed: int = 0) -> list[list[int]]:
 
 
 @contextmanager
-def engine(directory: Path, **settings: Any) -> Iterator[Engine]:
+def engine(directory: Path, sidecar: RankSidecar | None = None, **settings: Any) -> Iterator[Engine]:
     """Yield an engine; at the end its ledgers must be sound and its work done."""
     cache = {"kv_cache_memory_bytes": 2**22, **settings.pop("cache", {})}
     if "num_kv_tokens" in settings:
         cache["kv_cache_memory_bytes"] = settings.pop("num_kv_tokens") * _token_bytes(directory)
-    made = load_engine(engine_config({"model": str(directory), "device": "cpu", "cache": cache, **settings}))
+    config = engine_config({"model": str(directory), "device": "cpu", "cache": cache, **settings})
+    made = load_engine(config, sidecar=sidecar)
     try:
         yield made
         made.scheduler.check_integrity()

@@ -2,10 +2,11 @@
 
 import os
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import pytest
+
+from tests.kernels.interpreted import matrix_unit
 
 COMMAND = "TRITON_INTERPRET=1 python -m pytest tests/kernels/interpreted"
 
@@ -27,20 +28,9 @@ def infinities_are_welcome() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(autouse=True)
-def bfloat16_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter keeps bf16 as raw uint16 and multiplies those: widen the operands of `tl.dot`."""
-    interpreter = pytest.importorskip("triton.runtime.interpreter")
-    bfloat16, float32 = (getattr(interpreter.tl, name) for name in ("bfloat16", "float32"))
-    multiply = interpreter.interpreter_builder.create_dot
-
-    def widened(operand: Any) -> Any:
-        if operand.dtype != bfloat16:
-            return operand
-        bits = operand.data.astype(np.uint32) << 16
-        return interpreter.TensorHandle(bits.view(np.float32), float32)
-
-    def create_dot(left: Any, right: Any, *rest: Any) -> Any:
-        return multiply(widened(left), widened(right), *rest)
-
-    monkeypatch.setattr(interpreter.interpreter_builder, "create_dot", create_dot)
+@pytest.fixture(autouse=True, scope="session")
+def products_of_a_matrix_unit() -> Iterator[None]:
+    pytest.importorskip("triton.runtime.interpreter")
+    with pytest.MonkeyPatch.context() as patch:
+        matrix_unit.use(patch)
+        yield

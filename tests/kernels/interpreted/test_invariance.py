@@ -1,0 +1,148 @@
+"""The GPU path under Triton's interpreter: no setting changes a bit of any token or log probability."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from baton.config.engine import RankSidecar
+from baton.kernels import linear, paged_attention
+from baton.kernels.paged_attention import paged_attention_decode_triton
+from baton.kernels.prefill_attention import prefill_attention_triton
+from baton.request import SamplingParams, StepOutput
+from tests.kernels.attention_cases import PagedKv, Shape, paged_kv
+from tests.kernels.outcomes import DTYPES, normal, short
+from tests.parity.runs import engine, run
+from tests.tiny_models import write_config
+
+slow = pytest.mark.slow
+CPU = torch.device("cpu")
+MAX_MODEL_LEN = 320  # more than the keys of the first split
+GREEDY = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True, logprobs=3, prompt_logprobs=0)
+PROMPTS = [
+    [(7 * index + shift) % 131 for index in range(length)] for length, shift in ((3, 1), (70, 2), (258, 3))
+]
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "chunks": {"scheduler": {"max_num_batched_tokens": 48}},
+    "page-64": {"cache": {"page_size": 64}},
+    "tensor-parallel-2": {"tensor_parallel_size": 2},
+    "alone": {"scheduler": {"max_num_seqs": 1}},
+    "page-1": {"cache": {"page_size": 1}},
+}
+
+
+def outputs(directory: Path, dtype: str, **settings: Any) -> list[list[StepOutput]]:
+    sidecar = RankSidecar(factory="tests.kernels.interpreted.matrix_unit:MatrixUnit", arguments="")
+    with engine(directory, sidecar, load_format="dummy", dtype=dtype, **settings) as made:
+        return run(made, PROMPTS, GREEDY)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model") / "tiny"
+    return write_config(path, max_position_embeddings=MAX_MODEL_LEN, num_hidden_layers=1)
+
+
+@pytest.fixture(scope="module")
+def plain(directory: Path) -> Callable[[str], list[list[StepOutput]]]:
+    return cache(partial(outputs, directory))
+
+
+@pytest.mark.parametrize(
+    "setting", [*SETTINGS][:3] + [pytest.param(each, marks=slow) for each in [*SETTINGS][3:]]
+)
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=slow)])
+def test_no_setting_changes_a_bit(
+    dtype: str, setting: str, directory: Path, plain: Callable[[str], list[list[StepOutput]]]
+) -> None:
+    if setting == "tensor-parallel-2" and dtype == "bfloat16":
+        pytest.skip(
+            "the interpreter cuts bf16 off where torch rounds: it misses the sum of the ranks by a bit"
+        )
+    assert outputs(directory, dtype, **SETTINGS[setting]) == plain(dtype)
+
+
+# The kernels alone, in every dtype.
+
+SHAPES = (
+    Shape(page_size=16, num_kv_heads=2, group_size=3, head_dim=16),
+    Shape(page_size=4, num_kv_heads=1, group_size=1, head_dim=40, window=300),
+)
+
+
+def attend(kv: PagedKv, query_THD: Tensor, shape: Shape, context_len: int) -> Tensor:
+    """Prefill of the tokens before context_len, as many as the query has."""
+    return prefill_attention_triton(
+        query_THD,
+        kv.pages,
+        kv.page_table,
+        torch.tensor([0, len(query_THD)], dtype=torch.int32),
+        torch.tensor([context_len], dtype=torch.int32),
+        scale=shape.scale,
+        window=shape.window,
+        max_seqlen_q=len(query_THD),
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=short)
+@pytest.mark.parametrize("shape", SHAPES, ids=("grouped", "window"))
+@pytest.mark.parametrize("num_keys", [60, 530, pytest.param(4400, marks=slow)])
+def test_attention_of_a_token_is_the_same_in_decode_and_in_any_chunk(
+    num_keys: int, shape: Shape, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_new = 40
+    kv = paged_kv([num_keys], shape, dtype, CPU)
+    query = normal(num_new, shape.num_heads, shape.head_dim, dtype=dtype, device=CPU)
+    whole = attend(kv, query, shape, num_keys)
+    cut = [
+        attend(kv, query[start : start + 7], shape, min(num_keys, num_keys - num_new + start + 7))
+        for start in range(0, num_new, 7)
+    ]
+    assert torch.equal(whole, torch.cat(cut))
+    table, lens = (
+        kv.page_table.expand(3, -1).contiguous(),
+        torch.tensor([num_keys, 5, num_keys], dtype=torch.int32),
+    )
+    for target in (1, 3, paged_attention.TARGET_PROGRAMS):
+        monkeypatch.setattr(paged_attention, "TARGET_PROGRAMS", 3 * shape.num_kv_heads * target)
+        decoded = paged_attention_decode_triton(
+            query[-1:].expand(3, -1, -1), kv.pages, table, lens, scale=shape.scale, window=shape.window
+        )
+        assert torch.equal(decoded[0], whole[-1]) and torch.equal(decoded[2], whole[-1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=short)
+@pytest.mark.parametrize("num_splits", [1, 2])
+@pytest.mark.parametrize("num_inputs", [40, 2304])
+def test_product_of_a_token_is_the_same_in_any_batch(
+    num_inputs: int, num_splits: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = normal(70, num_inputs, dtype=dtype, device=CPU)
+    weight = linear.pack_linear(normal(150, num_inputs, dtype=dtype, device=CPU))
+    bias = normal(150, dtype=torch.float32, device=CPU)
+    multiply = partial(linear.linear_triton, num_splits=num_splits, out_dtype=torch.float32)
+    together = multiply(x, weight, bias)
+    for first, last in ((0, 1), (3, 40), (69, 70)):
+        assert torch.equal(multiply(x[first:last], weight, bias), together[first:last])
+    monkeypatch.setattr(linear, "NUM_MULTIPROCESSORS", 1)  # too few for the tiles: a program sums a whole one
+    assert torch.equal(
+        multiply(x, replace(weight, arrivals=torch.zeros(1, dtype=torch.int32)), bias), together
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=short)
+def test_two_ranks_add_what_one_rank_adds(dtype: torch.dtype) -> None:
+    num_inputs = 2304
+    x, weight = (normal(number, num_inputs, dtype=dtype, device=CPU) for number in (5, 70))
+    parts = [
+        linear.linear_triton(x[:, part], linear.pack_linear(weight[:, part]), out_dtype=torch.float32)
+        for part in (slice(0, num_inputs // 2), slice(num_inputs // 2, None))
+    ]
+    whole = linear.linear_triton(x, linear.pack_linear(weight), num_splits=2, out_dtype=torch.float32)
+    assert torch.equal(parts[0] + parts[1], whole)
