@@ -213,8 +213,12 @@ class Engine(Replica):
         if self.runner.tp.size > 1:
             self.runner.tp.send_command(encode(arrays))
         if watch is None:
-            return self.runner.execute(arrays)
-        return self.runner.execute(arrays, watch.layers_written)
+            logits_RV = self.runner.execute(arrays)
+        else:
+            logits_RV = self.runner.execute(arrays, watch.layers_written)
+        if batch.copies_to_host:
+            self.pages.note_copies(device_page for device_page, _ in batch.copies_to_host)
+        return logits_RV
 
 
 WEIGHT: Final = 0.2  # of a new observation in the running mean

@@ -13,10 +13,10 @@ The life of a page:
 6. `add_writer` names a writer outside this process (a transfer). When the last other holder has released the
    page or its lease has expired, the page is QUARANTINED until every writer has released it. It is never
    reused before.
-7. A sequence may release a page that a launched step has yet to write; the pool then notes the latest step
-   mark. Sequences may have such a page at once, because their steps come later on the model's stream. Any
-   other writer must wait until the mark has passed on every rank: `free_after` returns the mark, and the pool
-   does not wait. On a CPU every launched step has ended, so there is nothing to wait for.
+7. A sequence may release a page that a launched step has yet to write, or to copy to the host; the pool then
+   notes the latest step mark. Sequences may have such a page at once, because their steps come later on the
+   model's stream. Any other writer must wait until the mark has passed on every rank: `free_after` returns
+   the mark, and the pool does not wait. On a CPU every launched step has ended: there is nothing to wait for.
 
 A page is in exactly one state, so free + active + cached + leased + quarantined == total. The generation of a
 page grows each time the page leaves FREE: (page, generation) names contents that never come back.
@@ -234,8 +234,14 @@ class PagePool:
         return ALWAYS_PASSED if self._steps is None else self._steps.launched
 
     def free_after(self, pages: Iterable[int]) -> int:
-        """The mark after which no step writes these pages. No sequence may use them now."""
+        """The mark after which no step uses these pages. No sequence may use them now."""
         return max((self._released_at[page] for page in pages), default=ALWAYS_PASSED)
+
+    def note_copies(self, pages: Iterable[int]) -> None:
+        """The step that was launched last copies these pages to the host; they may be free already."""
+        launched = self.launched
+        for page in pages:
+            self._released_at[page] = launched
 
     @property
     def num_free(self) -> int:

@@ -6,8 +6,9 @@ from typing import Final
 import pytest
 import torch
 
-from baton.engine.cache.page_pool import PageState
+from baton.engine.cache.page_pool import PageState, mark_of
 from baton.engine.engine import Engine
+from baton.engine.runner.step_inputs import StepArrays
 from baton.pages import PageKeys
 from baton.request import Request, SamplingParams
 from baton.token_ids import TokenIds
@@ -105,3 +106,24 @@ def test_pin_of_an_absent_page_is_refused(engine: Engine, wrong: str) -> None:
     keys = [*keys, b"?" * 16] if wrong == "unknown" else [*keys, keys[0]]
     assert engine.pin(keys, "a borrower") is None
     assert is_all_back(engine)
+
+
+def test_page_that_goes_to_the_host_is_free_for_other_writers_after_the_copy(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU the copy may run long after the page was released, and after the step has returned."""
+    steps: list[StepArrays] = []
+    execute = engine.runner.execute
+
+    def note(arrays: StepArrays) -> torch.Tensor:
+        steps.append(arrays)
+        return execute(arrays)
+
+    monkeypatch.setattr(engine.runner, "execute", note)
+    sampling = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
+    engine.add(Request(request_id="evicts", token_ids=TokenIds.of(OTHER), sampling=sampling))
+    engine.step()
+    (step,) = steps
+    copied = [device_page for device_page, _ in step.copies_to_host]
+    assert copied and all(engine.pages.free_after([page]) >= mark_of(step.step) for page in copied)
+    run_to_end(engine)
