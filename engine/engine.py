@@ -257,9 +257,11 @@ def _time_swap(pool: KvPool) -> float:
     """Seconds a page takes one way, from a round trip of empty pages."""
     num_pages = min(NUM_PROBE_PAGES, len(pool.host), len(pool.device))
     copies = [(page, page) for page in range(num_pages)]
-    pool.copy(copies, copies)  # excludes the first touch of the memory
-    started_s = perf_counter()
-    pool.copy(copies, copies)
+    for _ in range(2):  # the first round excludes the first touch of the memory
+        started_s = perf_counter()
+        pool.copy(copies, copies)
+        if pool.device.device.type == "cuda":
+            torch.cuda.synchronize(pool.device.device)
     return (perf_counter() - started_s) / (2 * num_pages)
 
 

@@ -40,7 +40,6 @@ from baton.errors import ConfigError, ModelError
 from baton.kernels.decoder_stack import LayerGroups, OnLayers
 from baton.kernels.huge_pages import huge_zeros
 from baton.kernels.native import TORCH_DTYPES
-from baton.kernels.pages import copy_pages
 from baton.pages import PageLayout
 
 # (shape, dtype) -> zeros for a CPU pool, in memory of the caller's choice
@@ -70,24 +69,15 @@ class KvPool:
 
     @torch.inference_mode()
     def copy(self, to_host: Ordered[PageCopy], to_device: Ordered[PageCopy]) -> None:
-        """Copy whole pages, first to the host, then to the device. Blocks until the copies are done."""
-        if to_host:
-            device_pages, host_pages = zip(*to_host, strict=True)
-            self.host[list(host_pages)] = self._gather(device_pages).cpu()
-        if to_device:
-            device_pages, host_pages = zip(*to_device, strict=True)
-            staging = self.host[list(host_pages)].to(self.device.device)
-            copy_pages(staging, None, self.device, self._ids(device_pages))
+        """Copy whole pages, first to the host, then to the device.
 
-    def _gather(self, pages: Ordered[int]) -> Tensor:
-        staging = torch.empty(
-            (len(pages), *self.device.shape[1:]), dtype=self.device.dtype, device=self.device.device
-        )
-        copy_pages(self.device, self._ids(pages), staging, None)
-        return staging
-
-    def _ids(self, pages: Ordered[int]) -> Tensor:
-        return torch.tensor(pages, dtype=torch.int64, device=self.device.device)
+        On a GPU the copies are not waited for: they are ordered on the current stream, with the steps. No
+        other work uses host pages, so a host page may be freed, and taken by a later step, during its copy.
+        """
+        for device_page, host_page in to_host:
+            self.host[host_page].copy_(self.device[device_page], non_blocking=True)
+        for device_page, host_page in to_device:
+            self.device[device_page].copy_(self.host[host_page], non_blocking=True)
 
 
 # The size of the pool.
