@@ -26,16 +26,17 @@ from baton.engine.models.weights import Progress
 from baton.engine.replica import LayerWatch, Replica, last_output
 from baton.engine.runner.model_runner import KvPool, ModelRunner, ZerosOnCpu, choose_device, choose_dtype
 from baton.engine.runner.sampler import Sampler
-from baton.engine.runner.step_inputs import StepBuilder, encode
+from baton.engine.runner.step_inputs import StepBuilder, encode, powers_of_two
 from baton.engine.runner.tp_worker import STOP_COMMAND, TpWorkers
 from baton.engine.scheduler.preemption import PreemptionRates
 from baton.engine.scheduler.scheduler import Scheduler
-from baton.engine.scheduler.sequence import Batch, PageCopy, Sequence, SequenceProgress
+from baton.engine.scheduler.sequence import Batch, PageCopy, ScheduledChunk, Sequence, SequenceProgress
 from baton.errors import ConfigError, ModelError, WorkerLost
 from baton.kernels import native
 from baton.kernels.huge_pages import huge_zeros
 from baton.pages import PageKeys
-from baton.request import FilledPages, Request, StepOutput
+from baton.request import FilledPages, Request, SamplingParams, StepOutput
+from baton.token_ids import TokenIds
 
 logger = logging.getLogger(__name__)
 BAD_LOGITS: Final = "the model's logits are not numbers: its KV pages or its weights are damaged"
@@ -112,6 +113,8 @@ class Engine(Replica):
         self._meter = PreemptionMeter(runner.pool)
         self._num_steps = 0
         self._start_steps()
+        if runner.device.type == "cuda":
+            warm_up_sampler(runner.device, model_config.vocab_size, config.scheduler.max_num_seqs)
 
     def _start_steps(self) -> None:
         """Reset everything that is remembered from step to step."""
@@ -219,6 +222,38 @@ class Engine(Replica):
         if batch.copies_to_host:
             self.pages.note_copies(device_page for device_page, _ in batch.copies_to_host)
         return logits_RV
+
+
+# Together they use every kernel of the sampler.
+WARMUP_SAMPLING: Final = (
+    SamplingParams(temperature=0.0),
+    SamplingParams(
+        temperature=0.8,
+        top_k=2,
+        top_p=0.9,
+        min_p=0.01,
+        seed=0,
+        frequency_penalty=0.1,
+        repetition_penalty=1.1,
+        min_tokens=1,
+        stop_token_ids=(0,),
+        logit_bias={0: 0.5},
+    ),
+)
+
+
+def warm_up_sampler(device: torch.device, vocab_size: int, max_num_seqs: int) -> None:
+    """Sample from equal logits, so that a running engine compiles no kernel of the sampler.
+
+    For each of `WARMUP_SAMPLING`, in batches of each power of two and of `max_num_seqs` rows.
+    """
+    for num_rows in powers_of_two(max_num_seqs):
+        logits_RV = torch.zeros((num_rows, vocab_size), device=device)
+        for sampling in WARMUP_SAMPLING:
+            request = Request(request_id="warm-up", token_ids=TokenIds.of([0]), sampling=sampling)
+            sequences = [Sequence.from_request(request, row, max_model_len=2) for row in range(num_rows)]
+            chunks = tuple(ScheduledChunk(sequence, 0, 1) for sequence in sequences)
+            Sampler(device).sample(Batch(chunks=chunks, num_decodes=num_rows, is_pure_decode=True), logits_RV)
 
 
 WEIGHT: Final = 0.2  # of a new observation in the running mean

@@ -1,6 +1,7 @@
 """The cost of scheduling: microseconds a step, and the price of the prefix cache when nothing hits.
 
-Host time is that of a whole engine step of decodes, except the forward pass and the sampling kernel.
+Host time is that of a whole engine step of decodes, except the forward pass and the sampling kernel. Packing
+is what a step on a GPU adds before its graph: the arrays go into one buffer, which is copied here on the CPU.
 
 python -m baton.bench.engine.scheduler [--steps 3000] [--requests 300]
 """
@@ -25,8 +26,9 @@ from baton.config.engine import SchedulerConfig
 from baton.engine.cache.page_pool import PagePool
 from baton.engine.cache.prefix_cache import PrefixCache
 from baton.engine.runner import sampler
+from baton.engine.runner.step_inputs import DecodeInputs, StepBuilder
 from baton.engine.scheduler.scheduler import Scheduler
-from baton.engine.scheduler.sequence import Batch, Sequence
+from baton.engine.scheduler.sequence import Batch, ScheduledChunk, Sequence
 from baton.pages import PageKeys
 from baton.request import Request, SamplingParams
 from baton.token_ids import TokenIds
@@ -35,6 +37,7 @@ PAGE_SIZE = 16
 LIMITS_US = {32: 50.0, 256: 200.0}  # p50 of plan + apply in a decode step
 HOST_LIMITS_US = {1: 60.0, 64: 120.0, 256: 250.0}  # p50 of the host time of a decode step
 HOST_SHAPE = replace(TOY_LLAMA, max_positions=8192)
+PACKED_TOKENS = 1_000  # context of each sequence whose step is packed
 MODEL_TOKENS_PER_S = 40_000  # prompt and generated: about what one H200 computes of an 8B model
 CACHE_LIMIT_PERCENT = 1.0
 NUM_CACHE_RUNS = 7
@@ -137,6 +140,25 @@ def host_times_us(num_steps: int) -> Iterator[tuple[int, list[float]]]:
             yield num_seqs, times_us
 
 
+def packing_times_us(num_steps: int) -> Iterator[tuple[int, list[float]]]:
+    """Yield (batch size, microseconds to write a decode step to the addresses that a CUDA graph reads)."""
+    most, max_pages = max(HOST_LIMITS_US), HOST_SHAPE.max_positions // PAGE_SIZE
+    inputs = DecodeInputs(most, max_pages, torch.device("cpu"))
+    sequences = [_sequence(number, [1] * PACKED_TOKENS, 1) for number in range(most)]
+    for number, sequence in enumerate(sequences):
+        sequence.page_table = list(range(number, number + -(-PACKED_TOKENS // PAGE_SIZE)))
+    for num_seqs in HOST_LIMITS_US:
+        chunks = tuple(ScheduledChunk(each, PACKED_TOKENS - 1, 1) for each in sequences[:num_seqs])
+        batch = Batch(chunks=chunks, num_decodes=num_seqs, is_pure_decode=True)
+        arrays = StepBuilder(PAGE_SIZE, most, max_pages).build(batch)
+        times_us = []
+        for _ in range(num_steps):
+            started = perf_counter_ns()
+            inputs.write(arrays, num_seqs)
+            times_us.append((perf_counter_ns() - started) / 1e3)
+        yield num_seqs, times_us
+
+
 def schedule_unshared(num_requests: int, *, prefix_caching: bool) -> Work:
     """Schedule requests that share nothing, in a pool so small that it evicts all the time."""
     rng = random.Random(0)
@@ -205,6 +227,15 @@ def measure(options: argparse.Namespace, report: Report) -> None:
     report.rows += [
         at_most(f"host time of {number} decodes", median(times_us), "us a step", HOST_LIMITS_US[number])
         for number, times_us in host_times_us(options.steps)
+    ]
+    report.rows += [
+        Row(
+            f"packing of {number} decodes",
+            median(times_us),
+            "us a step",
+            note=f"{PACKED_TOKENS:,} tokens each",
+        )
+        for number, times_us in packing_times_us(options.steps)
     ]
     runs: dict[bool, list[Work]] = {False: [], True: []}
     for prefix_caching, works in runs.items():

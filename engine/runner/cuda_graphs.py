@@ -2,19 +2,31 @@
 
 A decode step of a small model is hundreds of launches of a few microseconds each; a replay is one. Batch
 sizes are padded up to the next captured one; padding rows have context length 0 and slot -1, so they read
-and write no page. A graph is captured when its size is first needed; all share one memory pool.
+and write no page.
+
+1. `measure_bytes` captures two graphs over a small pool, to learn how much memory all graphs take.
+2. `capture` captures all of them over the pool that serves. A running engine never captures.
+3. `replay` writes the inputs of a step to the addresses that all graphs read, and launches one graph.
+
+Graphs run one at a time, so they share their memory: the inputs, the logits, and one memory pool for all that
+is in between. They are captured on one stream, largest first, so that the memory of the first graph has room
+for each later one. Other threads may use CUDA during a capture ("thread_local").
+
+Steps with prompts have no graphs: their launches depend on the number of decodes and on the longest chunk.
 """
 
-from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 
 from baton.engine.models.model import Model
-from baton.engine.runner.step_inputs import ModelInput, StepArrays
+from baton.engine.runner.step_inputs import DecodeInputs, StepArrays
 
 NUM_WARMUP_RUNS: Final = 2  # the first runs compile kernels and fill caches, which a capture must not
+# Bounds the driver's memory for one graph of about a thousand launches. What is measured beyond it belongs to
+# another process that loads at this moment.
+MAX_DRIVER_BYTES: Final = 16 * 2**20
 
 
 def graph_sizes(max_num_seqs: int) -> list[int]:
@@ -23,23 +35,54 @@ def graph_sizes(max_num_seqs: int) -> list[int]:
     return sorted({min(size, max_num_seqs) for size in sizes})
 
 
-@dataclass(frozen=True, slots=True)
-class _Graph:
-    graph: torch.cuda.CUDAGraph
-    step: ModelInput  # static inputs, written before each replay
-    logits_BV: Tensor  # static output
+class _MemoryUse(NamedTuple):
+    reserved_bytes: int  # by torch in this process
+    free_bytes: int  # of the device
+
+    @classmethod
+    def now(cls, device: torch.device) -> "_MemoryUse":
+        torch.cuda.empty_cache()
+        return cls(torch.cuda.memory_reserved(device), torch.cuda.mem_get_info(device)[0])
 
 
 class DecodeGraphs:
-    """The graphs of one rank, captured on demand."""
+    """The graphs of one rank. Holds the static inputs and the logits [max_num_seqs, V] from the start."""
 
-    def __init__(self, model: Model, kv_pool: Tensor, max_num_seqs: int, max_pages: int) -> None:
+    def __init__(
+        self, model: Model, vocab_size: int, max_num_seqs: int, max_pages: int, device: torch.device
+    ) -> None:
         self._model = model
-        self._kv_pool = kv_pool
-        self._max_pages = max_pages
+        self._device = device
+        self._inputs = DecodeInputs(max_num_seqs, max_pages, device)
+        self._logits_BV = torch.zeros((max_num_seqs, vocab_size), dtype=torch.float32, device=device)
         self._sizes = graph_sizes(max_num_seqs)
-        self._graphs: dict[int, _Graph] = {}
+        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._stream = torch.cuda.Stream(device)
         self._memory = torch.cuda.graph_pool_handle()
+
+    def measure_bytes(self, kv_pool: Tensor) -> int:
+        """The device memory that `capture` takes beyond what this object holds already.
+
+        Captures the two largest graphs over any pool and drops them. The first one brings the memory that all
+        share, and the second one shows what each costs on its own.
+        """
+        uses = [_MemoryUse.now(self._device)]
+        for size in self._sizes[:-3:-1]:
+            self._graphs[size] = self._capture(size, kv_pool)
+            uses.append(_MemoryUse.now(self._device))
+        self._graphs.clear()
+        self._memory = torch.cuda.graph_pool_handle()  # a pool without graphs is at an end
+        torch.cuda.empty_cache()
+        before, after = uses[-2:]
+        reserved_bytes = after.reserved_bytes - before.reserved_bytes
+        driver_bytes = before.free_bytes - after.free_bytes - reserved_bytes
+        shared_bytes = after.reserved_bytes - uses[0].reserved_bytes
+        return shared_bytes + len(self._sizes) * min(max(0, driver_bytes), MAX_DRIVER_BYTES)
+
+    def capture(self, kv_pool: Tensor) -> None:
+        """Capture the graphs of all sizes over the pool, which must stay where it is."""
+        for size in reversed(self._sizes):
+            self._graphs[size] = self._capture(size, kv_pool)
 
     def can_replay(self, arrays: StepArrays) -> bool:
         """True when the step is a decode step of at most the largest captured size."""
@@ -50,58 +93,22 @@ class DecodeGraphs:
         """Logits [B, V]; valid until the next replay."""
         num_rows = len(arrays.token_ids)
         size = next(size for size in self._sizes if size >= num_rows)
-        if size not in self._graphs:
-            self._graphs[size] = self._capture(size)
-        captured = self._graphs[size]
-        _fill(captured.step, arrays)
-        captured.graph.replay()
-        return captured.logits_BV[:num_rows]
+        self._inputs.write(arrays, size)
+        self._graphs[size].replay()
+        return self._logits_BV[:num_rows]
 
-    def _capture(self, size: int) -> _Graph:
-        step = _empty_step(size, self._max_pages, self._kv_pool.device)
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
+    def _capture(self, size: int, kv_pool: Tensor) -> torch.cuda.CUDAGraph:
+        step, logits_BV = self._inputs.step(size), self._logits_BV[:size]
+
+        def run() -> None:
+            logits_BV.copy_(self._model.logits(self._model.forward(step, kv_pool)))
+
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
             for _ in range(NUM_WARMUP_RUNS):
-                self._run(step)
-        torch.cuda.current_stream().wait_stream(stream)
+                run()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._memory):
-            logits_BV = self._run(step)
-        return _Graph(graph, step, logits_BV)
-
-    def _run(self, step: ModelInput) -> Tensor:
-        return self._model.logits(self._model.forward(step, self._kv_pool))
-
-
-def _empty_step(size: int, max_pages: int, device: torch.device) -> ModelInput:
-    def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
-        return torch.zeros(shape, dtype=dtype, device=device)
-
-    return ModelInput(
-        token_ids_T=zeros(size, dtype=torch.int64),
-        positions_T=zeros(size, dtype=torch.int64),
-        slots_T=zeros(size, dtype=torch.int64) - 1,
-        cu_seqlens_B1=torch.arange(size + 1, dtype=torch.int32, device=device),
-        context_lens_B=zeros(size, dtype=torch.int32),
-        page_table_BP=zeros(size, max_pages, dtype=torch.int32),
-        logit_rows_R=torch.arange(size, device=device),
-        num_decodes=size,
-        max_seqlen_q=1,
-    )
-
-
-def _fill(step: ModelInput, arrays: StepArrays) -> None:
-    """Write the step's rows into the static inputs; rows beyond become padding."""
-    num_rows, num_pages = arrays.page_table.shape
-    step.slots_T.fill_(-1)
-    step.context_lens_B.zero_()
-    for target, source in (
-        (step.token_ids_T, arrays.token_ids),
-        (step.positions_T, arrays.positions),
-        (step.slots_T, arrays.slots),
-        (step.context_lens_B, arrays.context_lens),
-    ):
-        target[:num_rows].copy_(torch.from_numpy(source).pin_memory(), non_blocking=True)
-    page_table = torch.from_numpy(arrays.page_table).pin_memory()
-    step.page_table_BP[:num_rows, :num_pages].copy_(page_table, non_blocking=True)
+        with torch.cuda.graph(graph, self._memory, self._stream, capture_error_mode="thread_local"):
+            run()
+        torch.cuda.current_stream().wait_stream(self._stream)
+        return graph

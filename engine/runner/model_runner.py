@@ -1,7 +1,9 @@
 """One rank of a model replica: its weights, its KV pool, and the forward pass over them.
 
 1. `load` maps the checkpoint and places this rank's part of the weights.
-2. `allocate` sizes the pool from the memory that is left; all ranks agree on the smallest size.
+2. `allocate` sizes the pool from the memory that is left; all ranks agree on the smallest size. On a GPU it
+   first compiles all kernels and measures the CUDA graphs, and then captures them: a running engine compiles
+   and captures nothing.
 3. `execute` runs one step: page copies, then the forward pass; returns logits. `steps` tells other users of
    the pages how far the steps have come on the device.
 """
@@ -34,7 +36,13 @@ from baton.engine.models.parallel import TensorParallel
 from baton.engine.models.registry import ModelConfig, choose_max_model_len
 from baton.engine.models.weights import Checkpoint, Parameters, Progress, ReportingCheckpoint
 from baton.engine.runner.cuda_graphs import DecodeGraphs
-from baton.engine.runner.step_inputs import ModelInput, StepArrays, padding_step
+from baton.engine.runner.step_inputs import (
+    ModelInput,
+    StepArrays,
+    StepUploads,
+    padding_step,
+    warmup_steps,
+)
 from baton.engine.scheduler.sequence import PageCopy
 from baton.errors import ConfigError, ModelError
 from baton.kernels.decoder_stack import LayerGroups, OnLayers
@@ -89,11 +97,14 @@ CUDA_CONTEXT_BYTES: Final = (
 MAX_CPU_SHARE: Final = 0.25  # of the available memory
 
 
-def count_pages(cache: CacheConfig, layout: PageLayout, device: torch.device) -> int:
-    """The number of pages that fit in the configured memory, or in the available memory without a setting."""
+def count_pages(cache: CacheConfig, layout: PageLayout, device: torch.device, graph_bytes: int = 0) -> int:
+    """The number of pages that fit in the configured memory, or in the available memory without a setting.
+
+    graph_bytes: of the available memory, kept for CUDA graphs.
+    """
     given = cache.kv_cache_memory_bytes
     if given is None:
-        given = _free_bytes(cache, device)
+        given = max(0, _free_bytes(cache, device) - graph_bytes)
     return given // layout.page_bytes
 
 
@@ -194,7 +205,8 @@ class ModelRunner:
         self.model: Model
         self.pool: KvPool
         self.steps = DeviceSteps(self.device)
-        self._graphs: DecodeGraphs | None = None
+        self._graphs: DecodeGraphs | None = None  # on a GPU, as the uploads
+        self._uploads: StepUploads | None = None
 
     @torch.inference_mode()
     def load(self, progress: Progress | None = None) -> None:
@@ -223,10 +235,9 @@ class ModelRunner:
 
         ConfigError when the pool cannot hold one sequence of the longest length.
         """
-        cache, scheduler = self.config.cache, self.config.scheduler
-        if self.device.type == "cuda":
-            self.run_largest_step()
-        num_pages = self.tp.smallest(count_pages(cache, self.layout, self.device))
+        cache = self.config.cache
+        graph_bytes = self._prepare_gpu() if self.device.type == "cuda" else 0
+        num_pages = self.tp.smallest(count_pages(cache, self.layout, self.device, graph_bytes))
         check_fits(cache, num_pages, self.layout, self.max_model_len)
         num_host_pages = cache.host_cache_memory_bytes // self.layout.page_bytes
         try:
@@ -234,20 +245,34 @@ class ModelRunner:
         except (OSError, OverflowError, RuntimeError) as error:
             num_bytes = (num_pages + num_host_pages) * self.layout.page_bytes
             raise ConfigError(f"KV pages of {num_bytes:,} bytes cannot be allocated: {error}") from error
-        if self.device.type == "cuda":
-            max_pages = self.layout.num_pages(self.max_model_len)
-            self._graphs = DecodeGraphs(self.model, self.pool.device, scheduler.max_num_seqs, max_pages)
+        if self._graphs is not None:
+            self._graphs.capture(self.pool.device)
         logger.info("%s", self.describe_pool())
+
+    def _prepare_gpu(self) -> int:
+        """Compile all kernels, measure the graphs and run the largest step; return the bytes of the graphs.
+
+        Afterwards torch's peak of reserved memory is what steps need beside the graphs and the pool.
+        """
+        scheduler, max_pages = self.config.scheduler, self.layout.num_pages(self.max_model_len)
+        max_num_seqs, max_num_tokens = scheduler.max_num_seqs, scheduler.max_num_batched_tokens
+        self._uploads = StepUploads(max_num_tokens, max_num_seqs, max_pages, self.device)
+        trial = KvPool(self.layout, 1, 0, self.device).device
+        for arrays in warmup_steps(max_num_tokens, max_num_seqs, max_pages):
+            self._forward(arrays, trial)
+        vocab_size = self.model_config.vocab_size
+        self._graphs = DecodeGraphs(self.model, vocab_size, max_num_seqs, max_pages, self.device)
+        graph_bytes = self._graphs.measure_bytes(trial)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        self.run_largest_step()
+        return graph_bytes
 
     @torch.inference_mode()
     def run_largest_step(self) -> None:
         """Compute as many padding tokens, and logits of as many rows, as any step may; store nothing."""
         scheduler = self.config.scheduler
-        step = ModelInput.from_arrays(
-            padding_step(scheduler.max_num_batched_tokens, scheduler.max_num_seqs), self.device
-        )
-        pool = KvPool(self.layout, 1, 0, self.device)
-        self.model.logits(self.model.forward(step, pool.device))
+        arrays = padding_step(scheduler.max_num_batched_tokens, scheduler.max_num_seqs)
+        self._forward(arrays, KvPool(self.layout, 1, 0, self.device).device)
 
     def describe_pool(self) -> str:
         """The size of the pool, for the log."""
@@ -283,8 +308,12 @@ class ModelRunner:
             if groups is not None:
                 groups.on_layers(0, self.layout.num_layers)
             return logits_RV
-        step = ModelInput.from_arrays(arrays, self.device)
-        return self.model.logits(self.model.forward(step, self.pool.device, groups))
+        return self._forward(arrays, self.pool.device, groups)
+
+    def _forward(self, arrays: StepArrays, kv_pool: Tensor, groups: LayerGroups | None = None) -> Tensor:
+        uploads = self._uploads
+        step = ModelInput.from_arrays(arrays) if uploads is None else uploads.upload(arrays)
+        return self.model.logits(self.model.forward(step, kv_pool, groups))
 
     def _wrote_layers(self, step: int, on_layers: OnLayers | None, first: int, stop: int) -> None:
         self.steps.make(mark_of(step, stop))

@@ -1,11 +1,14 @@
 """The inputs of one step, built from the scheduler's batch.
 
-`StepBuilder` on rank 0 makes `StepArrays`; the other ranks get them as one msgpack message. `ModelInput` has
-the same rows as tensors, for a forward pass.
+1. `StepBuilder` on rank 0 makes `StepArrays`; the other ranks get them as one msgpack message.
+2. `ModelInput` has the same rows as tensors, for a forward pass. On a CPU they share memory with the arrays.
+3. To a GPU all arrays go in one asynchronous copy: `StepUploads` places any step, `DecodeInputs` writes
+   decode steps to the addresses that CUDA graphs read.
 
 Shapes: T tokens, B sequences, P pages of the longest sequence, R rows with wanted logits.
 """
 
+from collections.abc import Iterator
 from collections.abc import Sequence as Ordered
 from dataclasses import dataclass
 from functools import cached_property
@@ -97,21 +100,16 @@ class ModelInput:
     max_seqlen_q: int
 
     @classmethod
-    def from_arrays(cls, arrays: StepArrays, device: torch.device) -> "ModelInput":
-        """On the CPU the tensors share memory with the arrays; to a GPU they are copied asynchronously."""
-
-        def place(array: NDArray[np.int64] | NDArray[np.int32]) -> Tensor:
-            tensor = torch.from_numpy(array)
-            return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
-
+    def from_arrays(cls, arrays: StepArrays) -> "ModelInput":
+        """Tensors on the CPU that share memory with the arrays."""
         return cls(
-            token_ids_T=place(arrays.token_ids),
-            positions_T=place(arrays.positions),
-            slots_T=place(arrays.slots),
-            cu_seqlens_B1=place(arrays.cu_seqlens),
-            context_lens_B=place(arrays.context_lens),
-            page_table_BP=place(arrays.page_table),
-            logit_rows_R=place(arrays.logit_rows),
+            token_ids_T=torch.from_numpy(arrays.token_ids),
+            positions_T=torch.from_numpy(arrays.positions),
+            slots_T=torch.from_numpy(arrays.slots),
+            cu_seqlens_B1=torch.from_numpy(arrays.cu_seqlens),
+            context_lens_B=torch.from_numpy(arrays.context_lens),
+            page_table_BP=torch.from_numpy(arrays.page_table),
+            logit_rows_R=torch.from_numpy(arrays.logit_rows),
             num_decodes=arrays.num_decodes,
             max_seqlen_q=arrays.max_seqlen_q,
         )
@@ -127,6 +125,196 @@ class ModelInput:
             max_seqlen_q=self.max_seqlen_q,
         )
 
+
+# Uploads to a GPU.
+#
+# The arrays of a step are packed into one pinned buffer of the host, and one asynchronous copy on the current
+# stream brings them to one buffer on the device, of which the tensors of the step are views. Steps follow one
+# another on that stream, so one device buffer serves all. Two host buffers take turns: the host never writes
+# bytes that a copy still reads.
+
+# Bytes; every array and every row of a page table starts at a multiple. Triton compiles a kernel once more
+# for a pointer that is aligned to less.
+ALIGNMENT: Final = 16
+NUM_HOST_BUFFERS: Final = 2
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+def _row_entries(num_pages: int) -> int:
+    """int32 entries from one row of a packed page table to the next."""
+    return _aligned(4 * num_pages) // 4
+
+
+class _HostBuffer:
+    """Memory that is copied to the device; pinned if that is a GPU."""
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        is_cuda = device.type == "cuda"
+        self._tensor = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=is_cuda)
+        self._copied = torch.cuda.Event() if is_cuda else None
+        self.array: NDArray[np.uint8] = self._tensor.numpy()
+
+    def wait(self) -> None:
+        """Return once no copy reads the memory, as a rule at once."""
+        if self._copied is not None and not self._copied.query():
+            self._copied.synchronize()
+
+    def copy_to(self, target: Tensor, num_bytes: int) -> None:
+        """Copy the first `num_bytes`, asynchronously to a GPU."""
+        target[:num_bytes].copy_(self._tensor[:num_bytes], non_blocking=True)
+        if self._copied is not None:
+            self._copied.record()
+
+
+class _UploadBuffers:
+    """One buffer on the device, and the host buffers that take turns to fill it."""
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        self.num_bytes = num_bytes
+        self.device_bytes = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        self.hosts = [_HostBuffer(num_bytes, device) for _ in range(NUM_HOST_BUFFERS)]
+        self._turn = 0
+
+    def take(self) -> int:
+        """The index of a host buffer that may be written now."""
+        self._turn = (self._turn + 1) % len(self.hosts)
+        self.hosts[self._turn].wait()
+        return self._turn
+
+    def send(self, turn: int, num_bytes: int) -> None:
+        """Copy the start of a host buffer to the start of the device buffer."""
+        self.hosts[turn].copy_to(self.device_bytes, num_bytes)
+
+
+class StepUploads:
+    """Places steps of any kind on a device. The tensors of a step are valid until the next upload."""
+
+    def __init__(self, max_num_tokens: int, max_num_seqs: int, max_pages: int, device: torch.device) -> None:
+        """Room for steps of these sizes; a larger step, as of a padded static batch, makes more room."""
+        rows = padding_step(max_num_tokens, max_num_tokens, num_decodes=max_num_seqs)
+        table_bytes = 4 * (max_num_seqs + 1) * _row_entries(max_pages)
+        self._device = device
+        self._buffers = _UploadBuffers(_layout(rows)[-1] + table_bytes, device)
+
+    def upload(self, arrays: StepArrays) -> ModelInput:
+        """The step as tensors on the device; nothing is waited for."""
+        flat = _flat_arrays(arrays)
+        *starts, table_start = _layout(arrays)
+        num_seqs, width = arrays.page_table.shape
+        row_entries = _row_entries(width)
+        end = table_start + 4 * num_seqs * row_entries
+        if end > self._buffers.num_bytes:
+            self._buffers = _UploadBuffers(2 * end, self._device)
+        turn = self._buffers.take()
+        host, device = self._buffers.hosts[turn].array, self._buffers.device_bytes
+        for array, start in zip(flat, starts, strict=True):
+            host[start : start + array.nbytes].view(array.dtype)[:] = array
+        host[table_start:end].view(np.int32).reshape(num_seqs, row_entries)[:, :width] = arrays.page_table
+        self._buffers.send(turn, end)
+        tensors = [
+            device[start : start + array.nbytes].view(torch.int64 if array.itemsize == 8 else torch.int32)
+            for array, start in zip(flat, starts, strict=True)
+        ]
+        return ModelInput(
+            token_ids_T=tensors[0],
+            positions_T=tensors[1],
+            slots_T=tensors[2],
+            logit_rows_R=tensors[3],
+            cu_seqlens_B1=tensors[4],
+            context_lens_B=tensors[5],
+            page_table_BP=device[table_start:end].view(torch.int32).view(num_seqs, row_entries)[:, :width],
+            num_decodes=arrays.num_decodes,
+            max_seqlen_q=arrays.max_seqlen_q,
+        )
+
+
+def _flat_arrays(arrays: StepArrays) -> tuple[Int64s | Int32s, ...]:
+    """The arrays of one dimension, in the order in which they are packed."""
+    rows = (arrays.token_ids, arrays.positions, arrays.slots, arrays.logit_rows)
+    return *rows, arrays.cu_seqlens, arrays.context_lens
+
+
+def _layout(arrays: StepArrays) -> list[int]:
+    """The first byte of each of the flat arrays, then of the page table."""
+    starts = [0]
+    for array in _flat_arrays(arrays):
+        starts.append(_aligned(starts[-1] + array.nbytes))
+    return starts
+
+
+class DecodeInputs:
+    """The inputs of decode steps at addresses that never change, so that CUDA graphs can read them.
+
+    Packed page tables are as wide as the longest sequence of the step needs, and graphs read one table of
+    `max_pages` columns: a copy on the device spreads the rows. Until the first `write` all rows are padding.
+    """
+
+    def __init__(self, max_num_seqs: int, max_pages: int, device: torch.device) -> None:
+        self._max_pages = max_pages
+        wide, narrow = _aligned(8 * max_num_seqs), _aligned(4 * max_num_seqs)
+        self._starts = (0, wide, 2 * wide, 3 * wide, 3 * wide + narrow)  # the last one: the page table
+        num_bytes = self._starts[-1] + 4 * max_num_seqs * _row_entries(max_pages)
+        self._buffers = _UploadBuffers(num_bytes, device)
+        self._host_rows = [self._rows_of(host.array) for host in self._buffers.hosts]
+        self._page_table_BP = torch.zeros((max_num_seqs, max_pages), dtype=torch.int32, device=device)
+        self._cu_seqlens_B1 = torch.arange(max_num_seqs + 1, dtype=torch.int32, device=device)
+        self._logit_rows_B = torch.arange(max_num_seqs, device=device)
+        self._spread_shape = (0, 0)
+        self._spread = (self._page_table_BP, self._page_table_BP)  # target and source of the last spread
+        self.step(max_num_seqs).slots_T.fill_(-1)
+
+    def step(self, size: int) -> ModelInput:
+        """The static tensors of a decode step of `size` rows."""
+        token_ids, positions, slots, context_lens = self._starts[:-1]
+        device = self._buffers.device_bytes
+        return ModelInput(
+            token_ids_T=device[token_ids : token_ids + 8 * size].view(torch.int64),
+            positions_T=device[positions : positions + 8 * size].view(torch.int64),
+            slots_T=device[slots : slots + 8 * size].view(torch.int64),
+            cu_seqlens_B1=self._cu_seqlens_B1[: size + 1],
+            context_lens_B=device[context_lens : context_lens + 4 * size].view(torch.int32),
+            page_table_BP=self._page_table_BP[:size],
+            logit_rows_R=self._logit_rows_B[:size],
+            num_decodes=size,
+            max_seqlen_q=1,
+        )
+
+    def write(self, arrays: StepArrays, size: int) -> None:
+        """Write the rows of a decode step, and padding up to row `size`, in one upload; wait for nothing."""
+        num_rows, width = arrays.page_table.shape
+        if width > self._max_pages:
+            raise ValueError(f"a page table of {width} pages does not fit in graphs of {self._max_pages}")
+        turn, row_entries, start = self._buffers.take(), _row_entries(width), self._starts[-1]
+        end = start + 4 * num_rows * row_entries
+        token_ids, positions, slots, context_lens = self._host_rows[turn]
+        token_ids[:num_rows], token_ids[num_rows:size] = arrays.token_ids, 0
+        positions[:num_rows], positions[num_rows:size] = arrays.positions, 0
+        slots[:num_rows], slots[num_rows:size] = arrays.slots, -1
+        context_lens[:num_rows], context_lens[num_rows:size] = arrays.context_lens, 0
+        table = self._buffers.hosts[turn].array[start:end].view(np.int32).reshape(num_rows, row_entries)
+        table[:, :width] = arrays.page_table
+        self._buffers.send(turn, end)
+        if self._spread_shape != (num_rows, width):
+            packed = self._buffers.device_bytes[start:end].view(torch.int32).view(num_rows, row_entries)
+            self._spread = self._page_table_BP[:num_rows, :width], packed[:, :width]
+            self._spread_shape = num_rows, width
+        target, source = self._spread
+        target.copy_(source)
+
+    def _rows_of(self, host: NDArray[np.uint8]) -> tuple[Int64s, Int64s, Int64s, Int32s]:
+        token_ids, positions, slots, context_lens, table = self._starts
+        return (
+            host[token_ids:positions].view(np.int64),
+            host[positions:slots].view(np.int64),
+            host[slots:context_lens].view(np.int64),
+            host[context_lens:table].view(np.int32),
+        )
+
+
+# Page tables as rows.
 
 FIRST_WIDTH: Final = 16
 
@@ -262,11 +450,48 @@ class StepBuilder:
         )
 
 
-def padding_step(num_tokens: int, num_rows: int) -> StepArrays:
-    """A step of `num_tokens` padding tokens that asks for the logits of up to `num_rows` rows."""
-    batch = Batch(chunks=(), num_decodes=0, num_padded_tokens=num_tokens)
-    arrays = StepBuilder(page_size=1, max_num_seqs=1, max_pages=1).build(batch)
-    return arrays._replace(logit_rows=np.arange(min(num_rows, num_tokens)))
+def padding_step(num_tokens: int, num_rows: int, *, num_decodes: int = 0, num_pages: int = 1) -> StepArrays:
+    """A step of padding that stores nothing: `num_decodes` decodes, then a sequence of `num_tokens` tokens.
+
+    Asks for the logits of up to `num_rows` rows. The page table has `num_pages` columns.
+    """
+    total = num_decodes + num_tokens
+    zeros = np.zeros(total, np.int64)
+    return StepArrays(
+        token_ids=zeros,
+        positions=zeros.copy(),
+        slots=zeros - 1,
+        cu_seqlens=np.append(np.arange(num_decodes + 1, dtype=np.int32), np.int32(total)),
+        context_lens=np.zeros(num_decodes + 1, np.int32),
+        page_table=np.zeros((num_decodes + 1, num_pages), np.int32),
+        logit_rows=np.arange(min(num_rows, total)),
+        num_decodes=num_decodes,
+        max_seqlen_q=num_tokens,
+        copies_to_host=(),
+        copies_to_device=(),
+    )
+
+
+def warmup_steps(max_num_tokens: int, max_num_seqs: int, max_pages: int) -> Iterator[StepArrays]:
+    """Steps of padding that make a GPU compile every kernel that steps outside CUDA graphs can need.
+
+    Kernels choose their compile-time constants by the numbers of decodes, of page-table columns and of tokens
+    of the longest chunk, each rounded to a power of two. After an odd number of decodes, the arrays of the
+    other sequences begin at addresses of less alignment.
+    """
+    for num_decodes in powers_of_two(min(max_num_seqs, max_num_tokens - 1)):
+        for num_pages in (1, max_pages):
+            yield padding_step(1, num_decodes + 1, num_decodes=num_decodes, num_pages=num_pages)
+    for num_pages in powers_of_two(max_pages):
+        yield padding_step(1, 2, num_decodes=1, num_pages=num_pages)
+    for num_tokens in powers_of_two(max_num_tokens):
+        for num_decodes in (0, 1):
+            yield padding_step(num_tokens, num_decodes + 1, num_decodes=num_decodes, num_pages=max_pages)
+
+
+def powers_of_two(limit: int) -> list[int]:
+    """1, 2, 4 and so on below the limit, then the limit."""
+    return [1 << power for power in range((limit - 1).bit_length())] + [limit] if limit > 0 else []
 
 
 def _token_ids(batch: Batch) -> Int64s:

@@ -5,6 +5,7 @@ from baton.bench.engine.scheduler import (
     cache_rows,
     decode_steps,
     host_times_us,
+    packing_times_us,
     schedule_unshared,
     step_rows,
 )
@@ -18,6 +19,12 @@ def test_every_part_of_every_step_is_timed() -> None:
 
 def test_the_host_time_of_each_batch_size_is_taken_while_all_sequences_decode() -> None:
     times = dict(host_times_us(5))
+    assert [len(times_us) for times_us in times.values()] == [5] * len(HOST_LIMITS_US)
+    assert all(value > 0 for times_us in times.values() for value in times_us)
+
+
+def test_packing_is_timed_for_the_same_batch_sizes() -> None:
+    times = dict(packing_times_us(5))
     assert [len(times_us) for times_us in times.values()] == [5] * len(HOST_LIMITS_US)
     assert all(value > 0 for times_us in times.values() for value in times_us)
 

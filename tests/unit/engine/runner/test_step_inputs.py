@@ -10,11 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.engine.runner.step_inputs import (
+    ALIGNMENT,
     FIRST_WIDTH,
     ModelInput,
     PageTableRows,
     StepArrays,
     StepBuilder,
+    StepUploads,
     decode,
     encode,
 )
@@ -129,6 +131,18 @@ def assert_identical(got: StepArrays, expected: StepArrays) -> None:
             assert value == other, name
 
 
+def assert_uploaded(got: ModelInput, arrays: StepArrays) -> None:
+    expected = ModelInput.from_arrays(arrays)
+    for name, tensor in vars(expected).items():
+        other = getattr(got, name)
+        if isinstance(tensor, torch.Tensor):
+            assert other.dtype == tensor.dtype and torch.equal(other, tensor), name
+            assert other.data_ptr() % ALIGNMENT == 0, name
+        else:
+            assert other == tensor, name
+    assert all(row.data_ptr() % ALIGNMENT == 0 for row in got.page_table_BP)
+
+
 @given(
     lives=lives,
     page_size=st.sampled_from((1, 4, 16)),
@@ -139,6 +153,7 @@ def test_random_steps_agree_with_one_token_at_a_time(
     lives: list[Life], page_size: int, to_host: tuple[PageCopy, ...], to_device: tuple[PageCopy, ...]
 ) -> None:
     ledger, builder = Ledger(page_size), StepBuilder(page_size, MAX_SEQUENCES, MAX_TOKENS)
+    uploads = StepUploads(MAX_TOKENS, MAX_SEQUENCES, MAX_TOKENS, torch.device("cpu"))
     sequences = [
         make_sequence(
             str(i), range(100 * i, 100 * i + life.prompt_length), prompt_logprobs=life.prompt_logprobs
@@ -162,6 +177,7 @@ def test_random_steps_agree_with_one_token_at_a_time(
         built = builder.build(batch)
         assert_equal(built, brute_force(batch, page_size), batch)
         assert_identical(decode(encode(built)), built)
+        assert_uploaded(uploads.upload(built), built)
         for chunk in chunks:
             if chunk.samples:
                 chunk.sequence.token_ids.append(turn)
@@ -200,7 +216,7 @@ def test_cpu_tensors_share_memory_with_the_arrays() -> None:
     decode, prefill = make_sequence("d", [1, 2, 3]), make_sequence("p", range(9))
     decode.page_table, prefill.page_table = [5], [1, 2, 3]
     arrays = StepBuilder(4, 4, 8).build(make_batch(rest_of(decode, 2), rest_of(prefill)))
-    step = ModelInput.from_arrays(arrays, torch.device("cpu"))
+    step = ModelInput.from_arrays(arrays)
     for tensor, array in (
         (step.token_ids_T, arrays.token_ids),
         (step.positions_T, arrays.positions),

@@ -1,0 +1,207 @@
+"""A stand-in for the CUDA runtime over tensors of the CPU: it records what the runner asks of it, in order.
+
+A captured graph holds the torch calls of the capture and runs them again on the same tensors. No kernel of
+ours runs: models for this runtime are plain torch.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+from weakref import WeakSet
+
+import pytest
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+DEVICE = torch.device("cuda", 0)
+# Calls after which the host knows a value of the device: it has waited for all work before.
+WAITING = (
+    Tensor.cpu,
+    Tensor.item,
+    Tensor.tolist,
+    Tensor.numpy,
+    Tensor.__bool__,
+    Tensor.__int__,
+    torch.nonzero,
+)
+
+
+class DeviceTensor(Tensor):
+    """In the memory of the device, as far as the code under test can see."""
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return DEVICE
+
+
+class PinnedTensor(Tensor):
+    """In pinned memory of the host."""
+
+
+class Call(NamedTuple):
+    """One call of the runtime; `value` is a number of bytes, or the identity of a stream or graph."""
+
+    name: str
+    value: int = 0
+
+
+class FakeEvent:
+    def __init__(self, cuda: "FakeCuda") -> None:
+        self._cuda = cuda
+        self._is_done = True
+
+    def record(self) -> None:
+        self._is_done = not self._cuda.is_slow
+        self._cuda.note("record event")
+
+    def query(self) -> bool:
+        return self._is_done
+
+    def synchronize(self) -> None:
+        self._is_done = True
+        self._cuda.note("wait for event")
+
+
+class FakeStream:
+    def __init__(self, cuda: "FakeCuda") -> None:
+        self._cuda = cuda
+
+    def wait_stream(self, other: "FakeStream") -> None: ...
+
+    def record_event(self) -> FakeEvent:
+        event = FakeEvent(self._cuda)
+        event.record()
+        return event
+
+
+class FakeGraph:
+    def __init__(self, cuda: "FakeCuda") -> None:
+        self._cuda = cuda
+        self.memory = -1  # handle of the pool
+        self.calls: list[tuple[Callable[..., Any], tuple[Any, ...], Mapping[str, Any], Tensor]] = []
+
+    def replay(self) -> None:
+        self._cuda.note("replay", id(self))
+        with torch._C.DisableTorchFunction():  # no call of the host
+            for function, arguments, options, output in self.calls:
+                output.copy_(function(*arguments, **options))
+
+
+class FakeCuda(TorchFunctionMode):
+    """The runtime; a context manager. `calls` is everything that it was asked to do."""
+
+    def __init__(self, *, total_bytes: int = 2**40, shared_bytes: int = 0, driver_bytes: int = 0) -> None:
+        """shared_bytes: of all graphs in one memory pool. driver_bytes: of each graph."""
+        super().__init__()
+        self.calls: list[Call] = []
+        self.is_slow = False  # True: copies end when they are waited for
+        self._total_bytes, self._shared_bytes, self._driver_bytes = total_bytes, shared_bytes, driver_bytes
+        self._graphs: WeakSet[FakeGraph] = WeakSet()
+        self._stream = FakeStream(self)
+        self._capturing: FakeGraph | None = None
+        self._num_pools = 0
+
+    def note(self, name: str, value: int = 0) -> None:
+        assert self._capturing is None or name.startswith(("on device", "forward")), f"{name} in a capture"
+        self.calls.append(Call(name, value))
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Stand in for the functions and classes of torch.cuda that the runner uses."""
+        fakes = {
+            "is_available": lambda: True,
+            "device_count": lambda: 1,
+            "set_device": lambda device: None,
+            "Stream": lambda device: FakeStream(self),
+            "Event": lambda: FakeEvent(self),
+            "CUDAGraph": self._make_graph,
+            "current_stream": lambda: self._stream,
+            "stream": self._on_stream,
+            "graph": self._capture,
+            "graph_pool_handle": self._make_pool,
+            "synchronize": lambda device: self.note("wait for device"),
+            "empty_cache": lambda: None,
+            "reset_peak_memory_stats": lambda device: None,
+            "memory_reserved": lambda device: self.reserved_bytes,
+            "max_memory_reserved": lambda device: self.reserved_bytes,
+            "mem_get_info": lambda device: (self.free_bytes, self._total_bytes),
+        }
+        for name, fake in fakes.items():
+            monkeypatch.setattr(torch.cuda, name, fake)
+
+    @property
+    def reserved_bytes(self) -> int:
+        return self._shared_bytes * len({graph.memory for graph in self._graphs})
+
+    @property
+    def free_bytes(self) -> int:
+        return self._total_bytes - self.reserved_bytes - self._driver_bytes * len(self._graphs)
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        options = dict(kwargs or {})
+        is_on_device = _is_cuda(options.get("device")) or any(isinstance(arg, DeviceTensor) for arg in args)
+        is_pinned = options.pop("pin_memory", False) or any(isinstance(arg, PinnedTensor) for arg in args)
+        if _is_cuda(options.get("device")):
+            options["device"] = "cpu"
+        if "pin_memory" in (kwargs or {}) and is_pinned:
+            self.note("pin", args[0] if isinstance(args[0], int) else 0)
+        if func is Tensor.copy_:
+            self._note_copy(args[0], args[1], options.get("non_blocking", False))
+        elif is_on_device and func in WAITING:
+            self.note(f"wait in {func.__name__}")
+        with torch._C.DisableTorchFunctionSubclass():
+            output = func(*args, **options)
+        if not isinstance(output, Tensor):
+            return output
+        if self._capturing is not None:
+            self._capturing.calls.append((func, args, options, output))
+        kind = DeviceTensor if is_on_device and func not in WAITING else PinnedTensor
+        return output.as_subclass(kind) if is_on_device or is_pinned else output
+
+    def _note_copy(self, target: Tensor, source: Tensor, non_blocking: bool) -> None:
+        sides = isinstance(source, DeviceTensor), isinstance(target, DeviceTensor)
+        direction = {(False, True): "upload", (True, False): "download", (True, True): "on device"}.get(sides)
+        if direction is None:
+            return
+        host = target if direction == "download" else source
+        is_blocking = direction != "on device" and not (non_blocking and isinstance(host, PinnedTensor))
+        self.note(f"blocking {direction}" if is_blocking else direction, source.nbytes)
+
+    @contextmanager
+    def _on_stream(self, stream: FakeStream) -> Iterator[None]:
+        before, self._stream = self._stream, stream
+        try:
+            yield
+        finally:
+            self._stream = before
+
+    @contextmanager
+    def _capture(
+        self, graph: FakeGraph, pool: int, stream: FakeStream, *, capture_error_mode: str
+    ) -> Iterator[None]:
+        self.note(f"capture {capture_error_mode}", id(stream))
+        graph.memory = pool
+        with self._on_stream(stream):
+            self._capturing = graph
+            try:
+                yield
+            finally:
+                self._capturing = None
+        self._graphs.add(graph)
+
+    def _make_graph(self) -> FakeGraph:
+        return FakeGraph(self)
+
+    def _make_pool(self) -> int:
+        self._num_pools += 1
+        return self._num_pools
+
+
+def _is_cuda(device: object) -> bool:
+    return isinstance(device, torch.device) and device.type == "cuda"

@@ -1,0 +1,292 @@
+"""What the runner asks of a GPU, and in which order, on a recording stand-in for the CUDA runtime."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from baton.clock import ManualClock
+from baton.engine.engine import Engine
+from baton.engine.models.model import Model
+from baton.engine.models.parallel import TensorParallel
+from baton.engine.models.registry import read_model_config
+from baton.engine.runner import cuda_graphs, model_runner, sampler
+from baton.engine.runner.cuda_graphs import graph_sizes
+from baton.engine.runner.model_runner import ModelRunner
+from baton.engine.runner.step_inputs import ModelInput, StepArrays, StepBuilder
+from baton.engine.scheduler.sequence import Sequence
+from baton.kernels.decoder_stack import LayerGroups
+from baton.kernels.sample import SamplingTensors, sample_reference
+from tests.batches import make_batch, make_sequence, rest_of
+from tests.fake_cuda import Call, DeviceTensor, FakeCuda
+from tests.tiny_models import VOCAB_SIZE, tiny_config
+
+MAX_NUM_SEQS = 20
+SIZES = graph_sizes(MAX_NUM_SEQS)
+PAGE_SIZE, MAX_PAGES = 4, 24
+
+
+class NumberModel:
+    """The logits of a row are the numbers that a step has for it."""
+
+    windows = (None,)
+
+    def __init__(self, note: Callable[[str, int], None] = lambda name, value: None) -> None:
+        self._note = note
+        self.steps: list[ModelInput] = []
+
+    def forward(self, step: ModelInput, kv_pool: Tensor, groups: LayerGroups | None = None) -> Tensor:
+        self._note("forward", len(step.token_ids_T))
+        self.steps.append(step)
+        rows = [step.token_ids_T, step.positions_T, step.slots_T]
+        if step.max_seqlen_q == 1 and step.num_decodes == len(step.token_ids_T):
+            last_page_B = (step.context_lens_B - 1).clamp(min=0) // PAGE_SIZE
+            pages_B = step.page_table_BP.gather(1, last_page_B[:, None].long())[:, 0]
+            rows += [step.context_lens_B, pages_B]
+        return torch.stack([row.long() for row in rows], dim=1)[step.logit_rows_R].float()
+
+    def logits(self, hidden_RE: Tensor) -> Tensor:
+        return torch.nn.functional.pad(hidden_RE, (0, VOCAB_SIZE - hidden_RE.shape[1]))
+
+
+class OnDevice:
+    """A model of the CPU that gives its logits as a tensor of the device."""
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+        self.windows = model.windows
+        self.forward = model.forward
+
+    def logits(self, hidden_RE: Tensor) -> Tensor:
+        return self._model.logits(hidden_RE).as_subclass(DeviceTensor)
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
+    cuda = FakeCuda()
+    cuda.install(monkeypatch)
+    with cuda:
+        yield cuda
+
+
+def gpu_runner(directory: Path, **cache: Any) -> ModelRunner:
+    config = tiny_config(
+        directory,
+        device="cuda",
+        scheduler={"max_num_seqs": MAX_NUM_SEQS, "max_num_batched_tokens": 64},
+        cache={"host_cache_memory_bytes": 2**16, **cache},
+    )
+    return ModelRunner(config, read_model_config(directory), TensorParallel())
+
+
+def serving_runner(cuda: FakeCuda, directory: Path, **cache: Any) -> ModelRunner:
+    runner = gpu_runner(directory, **cache)
+    runner.model = NumberModel(cuda.note)
+    runner.allocate()
+    return runner
+
+
+def loaded_model(directory: Path) -> Model:
+    runner = ModelRunner(tiny_config(directory), read_model_config(directory), TensorParallel())
+    runner.load()
+    return OnDevice(runner.model)
+
+
+@pytest.fixture
+def runner(cuda: FakeCuda, tiny_model: Path) -> ModelRunner:
+    """A runner that serves; the calls of its start are forgotten."""
+    runner = serving_runner(cuda, tiny_model)
+    cuda.calls.clear()
+    return runner
+
+
+def decoding(num_seqs: int, num_tokens: int, first_page: int = 0) -> list[Sequence]:
+    sequences = [make_sequence(str(row), range(row, row + num_tokens)) for row in range(num_seqs)]
+    num_pages = -(-num_tokens // PAGE_SIZE)
+    for row, sequence in enumerate(sequences):
+        start = first_page + row * num_pages
+        sequence.page_table = list(range(start, start + num_pages))
+    return sequences
+
+
+def decode_step(num_seqs: int, num_tokens: int, **copies: Any) -> StepArrays:
+    chunks = [rest_of(sequence, num_tokens - 1) for sequence in decoding(num_seqs, num_tokens)]
+    batch = make_batch(*chunks, is_pure_decode=True, **copies)
+    return StepBuilder(PAGE_SIZE, MAX_NUM_SEQS, MAX_PAGES).build(batch)
+
+
+def mixed_step(num_decodes: int, num_tokens: int, **fields: Any) -> StepArrays:
+    chunks = [rest_of(sequence, 8) for sequence in decoding(num_decodes, 9)]
+    (prompt,) = decoding(1, num_tokens, first_page=70)
+    batch = make_batch(*chunks, rest_of(prompt), **fields)
+    return StepBuilder(PAGE_SIZE, MAX_NUM_SEQS, MAX_PAGES).build(batch)
+
+
+def names(calls: list[Call]) -> list[str]:
+    return [call.name for call in calls]
+
+
+@torch.inference_mode()
+def expected(arrays: StepArrays) -> list[list[float]]:
+    model = NumberModel()
+    rows: list[list[float]] = model.logits(
+        model.forward(ModelInput.from_arrays(arrays), torch.empty(0))
+    ).tolist()
+    return rows
+
+
+# The start.
+
+
+def test_graphs_are_captured_largest_first_on_one_stream_before_the_engine_serves(
+    cuda: FakeCuda, tiny_model: Path
+) -> None:
+    runner = serving_runner(cuda, tiny_model)
+    captures = [index for index, call in enumerate(cuda.calls) if call.name.startswith("capture")]
+    assert {cuda.calls[index].name for index in captures} == {"capture thread_local"}
+    assert len({cuda.calls[index].value for index in captures}) == 1, "one stream"
+    sizes = [cuda.calls[index + 1].value for index in captures]
+    assert sizes == [*SIZES[:-3:-1], *reversed(SIZES)], "two for their memory, then all"
+    assert [cuda.calls[index - 2] for index in captures] == [Call("forward", size) for size in sizes]
+    cuda.calls.clear()
+    for num_seqs in range(1, MAX_NUM_SEQS + 1):
+        runner.execute(decode_step(num_seqs, 9))
+    assert set(names(cuda.calls)) == {"upload", "record event", "on device", "replay"}
+    assert names(cuda.calls).count("replay") == MAX_NUM_SEQS
+
+
+def test_start_computes_every_kind_of_step_and_writes_no_page(cuda: FakeCuda, tiny_model: Path) -> None:
+    runner = gpu_runner(tiny_model)
+    runner.model = loaded_model(tiny_model)
+    runner.allocate()
+    assert not runner.pool.device.any()
+
+
+def test_start_samples_batches_of_every_kind(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[int, bool]] = []
+
+    def note(logits_BV: Tensor, tensors: SamplingTensors) -> Tensor:
+        seen.append((len(logits_BV), bool(tensors.temperature_B.any())))
+        return sample_reference(logits_BV, tensors)
+
+    monkeypatch.setattr(sampler, "sample", note)
+    Engine(runner, ManualClock(), "a model")
+    assert seen == [(size, is_random) for size in (1, 2, 4, 8, 16, 20) for is_random in (False, True)]
+
+
+@pytest.mark.parametrize(("driver_bytes", "counted_bytes"), [(0, 0), (1000, 1000), (5000, 2000)])
+def test_pool_leaves_room_for_the_graphs(
+    driver_bytes: int, counted_bytes: int, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All graphs share one memory pool; each also takes memory of the driver, which is bounded."""
+    monkeypatch.setattr(model_runner, "CUDA_CONTEXT_BYTES", 0)
+    monkeypatch.setattr(cuda_graphs, "MAX_DRIVER_BYTES", 2000)
+    cuda = FakeCuda(total_bytes=4 * 2**20, shared_bytes=50_000, driver_bytes=driver_bytes)
+    cuda.install(monkeypatch)
+    with cuda:
+        runner = serving_runner(cuda, tiny_model, kv_cache_memory_bytes=None)
+    share_bytes = int(4 * 2**20 * runner.config.cache.gpu_memory_utilization)
+    graph_bytes = 50_000 + len(SIZES) * counted_bytes
+    assert len(runner.pool.device) == (share_bytes - graph_bytes) // runner.layout.page_bytes
+
+
+# Steps.
+
+
+def test_decode_step_is_one_upload_and_one_replay(cuda: FakeCuda, runner: ModelRunner) -> None:
+    arrays = decode_step(3, 9)
+    logits_BV = runner.execute(arrays)
+    # The copy on the device spreads the page tables; the last event is the mark of the step.
+    assert names(cuda.calls) == ["upload", "record event", "on device", "replay", "record event"]
+    assert logits_BV.tolist() == expected(arrays)
+
+
+def test_replays_of_changing_batches_read_their_own_rows(cuda: FakeCuda, runner: ModelRunner) -> None:
+    """Rows, widths and graphs change; what an earlier step left in the buffers is never read."""
+    shapes = [(20, 80), (3, 9), (3, 10), (1, 90), (7, 1), (17, 33), (2, 33), (20, 4), (5, 96)]
+    for num_seqs, num_tokens in [*shapes, *reversed(shapes)]:
+        arrays = decode_step(num_seqs, num_tokens)
+        assert runner.execute(arrays).tolist() == expected(arrays), (num_seqs, num_tokens)
+
+
+def test_padding_rows_of_a_replay_store_nothing(cuda: FakeCuda, runner: ModelRunner) -> None:
+    model = runner.model
+    assert isinstance(model, NumberModel)
+    runner.execute(decode_step(20, 80))
+    runner.execute(decode_step(5, 9))  # by the graph of eight rows
+    step = next(step for step in reversed(model.steps) if len(step.token_ids_T) == 8)
+    assert step.slots_T[5:].tolist() == [-1] * 3 and step.context_lens_B[5:].tolist() == [0] * 3
+    assert step.token_ids_T[5:].tolist() == step.positions_T[5:].tolist() == [0] * 3
+
+
+def test_table_wider_than_the_longest_sequence_is_refused(runner: ModelRunner) -> None:
+    arrays = decode_step(2, 9)
+    wide = np.zeros((2, MAX_PAGES + 1), np.int32)
+    with pytest.raises(ValueError, match="25 pages does not fit in graphs of 24"):
+        runner.execute(arrays._replace(page_table=wide))
+
+
+def test_mixed_step_is_one_upload_and_one_forward(cuda: FakeCuda, runner: ModelRunner) -> None:
+    arrays = mixed_step(3, 17)
+    logits_RV = runner.execute(arrays)
+    forward = Call("forward", 3 + 17)
+    assert names(cuda.calls) == ["upload", "record event", "forward", "record event"]
+    assert cuda.calls[2] == forward and logits_RV.tolist() == expected(arrays)
+
+
+def test_mixed_steps_agree_with_the_cpu_to_the_bit(cuda: FakeCuda, tiny_model: Path) -> None:
+    runner = gpu_runner(tiny_model)
+    runner.model = loaded_model(tiny_model)
+    runner.allocate()
+    arrays = mixed_step(3, 17)
+    pool = torch.zeros(runner.pool.device.shape)
+    on_cpu = runner.model.forward(ModelInput.from_arrays(arrays), pool)
+    logits_RV = runner.model.logits(on_cpu)
+    assert runner.execute(arrays).tolist() == logits_RV.tolist()
+    assert bool(pool.any()) and runner.pool.device.tolist() == pool.tolist()
+
+
+def test_padded_step_larger_than_any_other_gets_more_room(cuda: FakeCuda, runner: ModelRunner) -> None:
+    arrays = mixed_step(3, 17, num_padded_tokens=5000)
+    assert runner.execute(arrays).tolist() == expected(arrays)
+    cuda.calls.clear()
+    assert runner.execute(arrays).tolist() == expected(arrays)
+    assert "pin" not in names(cuda.calls)
+
+
+@pytest.mark.parametrize("step", [decode_step, mixed_step])
+def test_host_never_writes_bytes_that_a_copy_still_reads(
+    step: Callable[..., StepArrays], cuda: FakeCuda, runner: ModelRunner
+) -> None:
+    cuda.is_slow = True
+    for _ in range(2):
+        runner.execute(step(3, 17))
+    assert "wait for event" not in names(cuda.calls), "the other buffer is free"
+    cuda.calls.clear()
+    runner.execute(step(3, 17))
+    assert names(cuda.calls)[:2] == ["wait for event", "upload"]
+
+
+@torch.inference_mode()  # as the pool was made
+@pytest.mark.parametrize("step", [decode_step, mixed_step])
+def test_page_copies_come_before_the_step_and_are_not_waited_for(
+    step: Callable[..., StepArrays], cuda: FakeCuda, runner: ModelRunner
+) -> None:
+    copies = {"copies_to_host": ((60, 3), (61, 4)), "copies_to_device": ((62, 3),)}
+    runner.pool.device[60] = 5.0
+    cuda.calls.clear()
+    runner.execute(step(3, 17, **copies))
+    page_bytes = runner.layout.page_bytes
+    assert cuda.calls[:3] == [Call("download", page_bytes)] * 2 + [Call("upload", page_bytes)]
+    assert not any(name.startswith(("wait", "blocking", "pin")) for name in names(cuda.calls))
+    assert bool((runner.pool.device[62] == 5.0).all())
+
+
+def test_step_of_copies_alone_uploads_nothing_else(cuda: FakeCuda, runner: ModelRunner) -> None:
+    arrays = StepBuilder(PAGE_SIZE, MAX_NUM_SEQS, MAX_PAGES).build(make_batch(copies_to_device=((3, 1),)))
+    assert runner.execute(arrays).shape == (0, VOCAB_SIZE)
+    assert names(cuda.calls) == ["upload", "record event"]
