@@ -26,7 +26,8 @@ from baton.config.engine import SchedulerConfig
 from baton.engine.cache.page_pool import PagePool
 from baton.engine.cache.prefix_cache import PrefixCache
 from baton.engine.runner import sampler
-from baton.engine.runner.step_inputs import DecodeInputs, StepBuilder
+from baton.engine.runner.cuda_graphs import graph_shapes
+from baton.engine.runner.step_inputs import GraphInputs, GraphShape, StepBuilder
 from baton.engine.scheduler.scheduler import Scheduler
 from baton.engine.scheduler.sequence import Batch, ScheduledChunk, Sequence
 from baton.pages import PageKeys
@@ -143,18 +144,18 @@ def host_times_us(num_steps: int) -> Iterator[tuple[int, list[float]]]:
 def packing_times_us(num_steps: int) -> Iterator[tuple[int, list[float]]]:
     """Yield (batch size, microseconds to write a decode step to the addresses that a CUDA graph reads)."""
     most, max_pages = max(HOST_LIMITS_US), HOST_SHAPE.max_positions // PAGE_SIZE
-    inputs = DecodeInputs(most, max_pages, torch.device("cpu"))
+    inputs = GraphInputs(graph_shapes(most, 2048), max_pages, torch.device("cpu"))
     sequences = [_sequence(number, [1] * PACKED_TOKENS, 1) for number in range(most)]
     for number, sequence in enumerate(sequences):
         sequence.page_table = list(range(number, number + -(-PACKED_TOKENS // PAGE_SIZE)))
     for num_seqs in HOST_LIMITS_US:
         chunks = tuple(ScheduledChunk(each, PACKED_TOKENS - 1, 1) for each in sequences[:num_seqs])
         batch = Batch(chunks=chunks, num_decodes=num_seqs, is_pure_decode=True)
-        arrays = StepBuilder(PAGE_SIZE, most, max_pages).build(batch)
+        arrays, shape = StepBuilder(PAGE_SIZE, most, max_pages).build(batch), GraphShape(num_seqs)
         times_us = []
         for _ in range(num_steps):
             started = perf_counter_ns()
-            inputs.write(arrays, num_seqs)
+            inputs.write(arrays, shape)
             times_us.append((perf_counter_ns() - started) / 1e3)
         yield num_seqs, times_us
 

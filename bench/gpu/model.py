@@ -42,7 +42,7 @@ NUM_RUNS: Final = 3
 CHECKED_TOKENS: Final = 64
 STEP_BARS: Final = {1: 80.0, 64: 75.0, 256: 65.0}  # percent of roofline
 PREFILL_BAR: Final = 70.0  # percent of matmul peak
-NUM_WARMUP_STEPS: Final = 5  # the first captures the batch size's graph
+NUM_WARMUP_STEPS: Final = 5  # the first meet cold caches
 NUM_PREFILLS: Final = 5
 CHECKED_SHAPE: Final = replace(TOY_LLAMA, hidden_size=256, intermediate_size=512, head_dim=128)
 CHECKED_LENGTHS: Final = (5, 33, 70)

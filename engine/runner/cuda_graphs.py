@@ -1,38 +1,60 @@
-"""CUDA graphs of the decode step: one captured forward a batch size, replayed with new inputs.
+"""CUDA graphs of steps: one captured forward a shape, replayed with new inputs.
 
-A decode step of a small model is hundreds of launches of a few microseconds each; a replay is one. Batch
-sizes are padded up to the next captured one; padding rows have context length 0 and slot -1, so they read
-and write no page.
+A step of a small model is hundreds of launches of a few microseconds each; a replay is one. Decode steps, and
+steps with up to `MIXED_TOKENS[-1]` tokens of prompts, are padded up to the next captured shape. Padding rows
+have context length 0 and slot -1, so they read and write no page.
 
 1. `measure_bytes` captures two graphs over a small pool, to learn how much memory all graphs take.
 2. `capture` captures all of them over the pool that serves. A running engine never captures.
-3. `replay` writes the inputs of a step to the addresses that all graphs read, and launches one graph.
+3. `shape_of` says which graph computes a step, if any, and `replay` writes the inputs of the step to the
+   addresses that all graphs read, and launches that graph.
 
 Graphs run one at a time, so they share their memory: the inputs, the logits, and one memory pool for all that
 is in between. They are captured on one stream, largest first, so that the memory of the first graph has room
 for each later one. Other threads may use CUDA during a capture ("thread_local").
-
-Steps with prompts have no graphs: their launches depend on the number of decodes and on the longest chunk.
 """
 
+from bisect import bisect_left
 from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 
 from baton.engine.models.model import Model
-from baton.engine.runner.step_inputs import DecodeInputs, StepArrays
+from baton.engine.runner.step_inputs import GraphInputs, GraphShape, StepArrays
 
 NUM_WARMUP_RUNS: Final = 2  # the first runs compile kernels and fill caches, which a capture must not
 # Bounds the driver's memory for one graph of about a thousand launches. What is measured beyond it belongs to
 # another process that loads at this moment.
 MAX_DRIVER_BYTES: Final = 16 * 2**20
+# Tokens of prompts in a graph. A larger step takes the device longer than its launches take the host.
+MIXED_TOKENS: Final = (32, 64, 128, 256, 512)
+MAX_PROMPTS: Final = 8  # in a step with a graph
 
 
 def graph_sizes(max_num_seqs: int) -> list[int]:
     """Batch sizes worth a graph: 1, 2, 4, then every 8 up to 64, every 16 up to 256, every 64 beyond."""
     sizes = [1, 2, 4, *range(8, 65, 8), *range(80, 257, 16), *range(320, max_num_seqs + 64, 64)]
     return sorted({min(size, max_num_seqs) for size in sizes})
+
+
+def graph_shapes(max_num_seqs: int, max_num_tokens: int) -> list[GraphShape]:
+    """The shapes worth a graph, smallest first. Steps have at most `max_num_tokens` tokens of prompts."""
+    shapes = [GraphShape(size) for size in graph_sizes(max_num_seqs)]
+    for num_tokens in _mixed_tokens(max_num_tokens):
+        for num_decodes in _mixed_decodes(max_num_seqs):
+            shapes.append(GraphShape(num_decodes, MAX_PROMPTS + 1, num_tokens))
+    return sorted(shapes, key=lambda shape: shape.num_rows)
+
+
+def _mixed_tokens(max_num_tokens: int) -> list[int]:
+    """The numbers of tokens of graphs with prompts: those below the limit, and the next one."""
+    return list(MIXED_TOKENS[: bisect_left(MIXED_TOKENS, max_num_tokens) + 1])
+
+
+def _mixed_decodes(max_num_seqs: int) -> list[int]:
+    """The numbers of decodes of graphs with prompts: padding costs little beside the prompts' tokens."""
+    return sorted({min(number, max_num_seqs) for number in (0, 32, 128, max_num_seqs)})
 
 
 class _MemoryUse(NamedTuple):
@@ -45,18 +67,28 @@ class _MemoryUse(NamedTuple):
         return cls(torch.cuda.memory_reserved(device), torch.cuda.mem_get_info(device)[0])
 
 
-class DecodeGraphs:
-    """The graphs of one rank. Holds the static inputs and the logits [max_num_seqs, V] from the start."""
+class StepGraphs:
+    """The graphs of one rank. Holds the static inputs, and logits [most rows, V], from the start."""
 
     def __init__(
-        self, model: Model, vocab_size: int, max_num_seqs: int, max_pages: int, device: torch.device
+        self,
+        model: Model,
+        vocab_size: int,
+        *,
+        max_num_seqs: int,
+        max_num_tokens: int,
+        max_pages: int,
+        device: torch.device,
     ) -> None:
         self._model = model
         self._device = device
-        self._inputs = DecodeInputs(max_num_seqs, max_pages, device)
-        self._logits_BV = torch.zeros((max_num_seqs, vocab_size), dtype=torch.float32, device=device)
+        self._shapes = graph_shapes(max_num_seqs, max_num_tokens)
         self._sizes = graph_sizes(max_num_seqs)
-        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._mixed_tokens = _mixed_tokens(max_num_tokens)
+        self._mixed_decodes = _mixed_decodes(max_num_seqs)
+        self._inputs = GraphInputs(self._shapes, max_pages, device)
+        self._logits_BV = torch.zeros((self._inputs.max_seqs, vocab_size), dtype=torch.float32, device=device)
+        self._graphs: dict[GraphShape, torch.cuda.CUDAGraph] = {}
         self._stream = torch.cuda.Stream(device)
         self._memory = torch.cuda.graph_pool_handle()
 
@@ -67,8 +99,8 @@ class DecodeGraphs:
         share, and the second one shows what each costs on its own.
         """
         uses = [_MemoryUse.now(self._device)]
-        for size in self._sizes[:-3:-1]:
-            self._graphs[size] = self._capture(size, kv_pool)
+        for shape in self._shapes[:-3:-1]:
+            self._graphs[shape] = self._capture(shape, kv_pool)
             uses.append(_MemoryUse.now(self._device))
         self._graphs.clear()
         self._memory = torch.cuda.graph_pool_handle()  # a pool without graphs is at an end
@@ -77,28 +109,42 @@ class DecodeGraphs:
         reserved_bytes = after.reserved_bytes - before.reserved_bytes
         driver_bytes = before.free_bytes - after.free_bytes - reserved_bytes
         shared_bytes = after.reserved_bytes - uses[0].reserved_bytes
-        return shared_bytes + len(self._sizes) * min(max(0, driver_bytes), MAX_DRIVER_BYTES)
+        return shared_bytes + len(self._shapes) * min(max(0, driver_bytes), MAX_DRIVER_BYTES)
 
     def capture(self, kv_pool: Tensor) -> None:
-        """Capture the graphs of all sizes over the pool, which must stay where it is."""
-        for size in reversed(self._sizes):
-            self._graphs[size] = self._capture(size, kv_pool)
+        """Capture the graphs of all shapes over the pool, which must stay where it is."""
+        for shape in reversed(self._shapes):
+            self._graphs[shape] = self._capture(shape, kv_pool)
 
-    def can_replay(self, arrays: StepArrays) -> bool:
-        """True when the step is a decode step of at most the largest captured size."""
-        num_rows = len(arrays.token_ids)
-        return arrays.num_decodes == num_rows == len(arrays.logit_rows) and num_rows <= self._sizes[-1]
+    def shape_of(self, arrays: StepArrays) -> GraphShape | None:
+        """The smallest captured shape that has room for the step."""
+        num_decodes, num_seqs = arrays.num_decodes, len(arrays.context_lens)
+        num_tokens, num_logits = len(arrays.token_ids) - num_decodes, len(arrays.logit_rows)
+        if num_decodes > self._sizes[-1]:
+            return None
+        if num_tokens == 0:
+            size = self._sizes[bisect_left(self._sizes, num_decodes)]
+            return GraphShape(size) if num_logits == num_decodes else None
+        if (
+            num_tokens > self._mixed_tokens[-1]
+            or num_seqs - num_decodes > MAX_PROMPTS
+            or num_logits > num_seqs
+        ):
+            return None
+        return GraphShape(
+            self._mixed_decodes[bisect_left(self._mixed_decodes, num_decodes)],
+            MAX_PROMPTS + 1,
+            self._mixed_tokens[bisect_left(self._mixed_tokens, num_tokens)],
+        )
 
-    def replay(self, arrays: StepArrays) -> Tensor:
-        """Logits [B, V]; valid until the next replay."""
-        num_rows = len(arrays.token_ids)
-        size = next(size for size in self._sizes if size >= num_rows)
-        self._inputs.write(arrays, size)
-        self._graphs[size].replay()
-        return self._logits_BV[:num_rows]
+    def replay(self, arrays: StepArrays, shape: GraphShape) -> Tensor:
+        """Logits [R, V] of the step, which fits in the shape; valid until the next replay."""
+        self._inputs.write(arrays, shape)
+        self._graphs[shape].replay()
+        return self._logits_BV[: len(arrays.logit_rows)]
 
-    def _capture(self, size: int, kv_pool: Tensor) -> torch.cuda.CUDAGraph:
-        step, logits_BV = self._inputs.step(size), self._logits_BV[:size]
+    def _capture(self, shape: GraphShape, kv_pool: Tensor) -> torch.cuda.CUDAGraph:
+        step, logits_BV = self._inputs.step(shape), self._logits_BV[: shape.num_seqs]
 
         def run() -> None:
             logits_BV.copy_(self._model.logits(self._model.forward(step, kv_pool)))

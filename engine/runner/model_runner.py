@@ -35,7 +35,7 @@ from baton.engine.models.model import (
 from baton.engine.models.parallel import TensorParallel
 from baton.engine.models.registry import ModelConfig, choose_max_model_len
 from baton.engine.models.weights import Checkpoint, Parameters, Progress, ReportingCheckpoint
-from baton.engine.runner.cuda_graphs import DecodeGraphs
+from baton.engine.runner.cuda_graphs import StepGraphs
 from baton.engine.runner.step_inputs import (
     ModelInput,
     StepArrays,
@@ -205,7 +205,7 @@ class ModelRunner:
         self.model: Model
         self.pool: KvPool
         self.steps = DeviceSteps(self.device)
-        self._graphs: DecodeGraphs | None = None  # on a GPU, as the uploads
+        self._graphs: StepGraphs | None = None  # on a GPU, as the uploads
         self._uploads: StepUploads | None = None
 
     @torch.inference_mode()
@@ -260,8 +260,14 @@ class ModelRunner:
         trial = KvPool(self.layout, 1, 0, self.device).device
         for arrays in warmup_steps(max_num_tokens, max_num_seqs, max_pages):
             self._forward(arrays, trial)
-        vocab_size = self.model_config.vocab_size
-        self._graphs = DecodeGraphs(self.model, vocab_size, max_num_seqs, max_pages, self.device)
+        self._graphs = StepGraphs(
+            self.model,
+            self.model_config.vocab_size,
+            max_num_seqs=max_num_seqs,
+            max_num_tokens=max_num_tokens,
+            max_pages=max_pages,
+            device=self.device,
+        )
         graph_bytes = self._graphs.measure_bytes(trial)
         torch.cuda.reset_peak_memory_stats(self.device)
         self.run_largest_step()
@@ -303,12 +309,13 @@ class ModelRunner:
         if not len(arrays.token_ids):
             empty_RV = torch.empty((0, self.model_config.vocab_size), device=self.device)
             return self.tp.all_reduce(empty_RV)  # afterwards the pages have been copied on every rank
-        if self._graphs is not None and self._graphs.can_replay(arrays):
-            logits_RV = self._graphs.replay(arrays)
-            if groups is not None:
-                groups.on_layers(0, self.layout.num_layers)
-            return logits_RV
-        return self._forward(arrays, self.pool.device, groups)
+        shape = None if self._graphs is None else self._graphs.shape_of(arrays)
+        if self._graphs is None or shape is None or (groups is not None and shape.num_tokens):
+            return self._forward(arrays, self.pool.device, groups)
+        logits_RV = self._graphs.replay(arrays, shape)
+        if groups is not None:
+            groups.on_layers(0, self.layout.num_layers)
+        return logits_RV
 
     def _forward(self, arrays: StepArrays, kv_pool: Tensor, groups: LayerGroups | None = None) -> Tensor:
         uploads = self._uploads

@@ -2,16 +2,17 @@
 
 1. `StepBuilder` on rank 0 makes `StepArrays`; the other ranks get them as one msgpack message.
 2. `ModelInput` has the same rows as tensors, for a forward pass. On a CPU they share memory with the arrays.
-3. To a GPU all arrays go in one asynchronous copy: `StepUploads` places any step, `DecodeInputs` writes
-   decode steps to the addresses that CUDA graphs read.
+3. To a GPU all arrays go in one asynchronous copy: `StepUploads` places any step, `GraphInputs` writes
+   steps to the addresses that CUDA graphs read.
 
 Shapes: T tokens, B sequences, P pages of the longest sequence, R rows with wanted logits.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Ordered
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate, pairwise
 from typing import Final, NamedTuple, TypeAlias
 
 import msgspec
@@ -245,57 +246,107 @@ def _layout(arrays: StepArrays) -> list[int]:
     return starts
 
 
-class DecodeInputs:
-    """The inputs of decode steps at addresses that never change, so that CUDA graphs can read them.
+class GraphShape(NamedTuple):
+    """The numbers of rows that a CUDA graph computes; a step is padded up to them."""
 
-    Packed page tables are as wide as the longest sequence of the step needs, and graphs read one table of
-    `max_pages` columns: a copy on the device spreads the rows. Until the first `write` all rows are padding.
+    num_decodes: int
+    num_prompts: int = 0  # sequences after the decodes; the last one is always padding
+    num_tokens: int = 0  # of all prompts together
+
+    @property
+    def num_seqs(self) -> int:
+        return self.num_decodes + self.num_prompts
+
+    @property
+    def num_rows(self) -> int:
+        return self.num_decodes + self.num_tokens
+
+
+class _GraphRows(NamedTuple):
+    """The header of one host buffer, as arrays of the largest size."""
+
+    token_ids: Int64s
+    positions: Int64s
+    slots: Int64s
+    logit_rows: Int64s
+    cu_seqlens: Int32s
+    context_lens: Int32s
+
+
+class GraphInputs:
+    """The inputs of steps at addresses that never change, so that CUDA graphs can read them.
+
+    1. Arrays have room for the largest shape, so that all graphs find them at the same places.
+    2. Rows of decodes come first, then padding up to the shape's number of decodes, then the prompts' rows.
+       Padding after them belongs to one more sequence. Padding has slot -1 and context length 0.
+    3. Packed page tables are as wide as the longest sequence of the step needs, and graphs read one table of
+       `max_pages` columns: a copy on the device spreads the rows.
+
+    Until the first `write` all rows are padding.
     """
 
-    def __init__(self, max_num_seqs: int, max_pages: int, device: torch.device) -> None:
+    def __init__(self, shapes: Iterable[GraphShape], max_pages: int, device: torch.device) -> None:
+        self.max_rows = max(shape.num_rows for shape in shapes)
+        self.max_seqs = max(shape.num_seqs for shape in shapes)
         self._max_pages = max_pages
-        wide, narrow = _aligned(8 * max_num_seqs), _aligned(4 * max_num_seqs)
-        self._starts = (0, wide, 2 * wide, 3 * wide, 3 * wide + narrow)  # the last one: the page table
-        num_bytes = self._starts[-1] + 4 * max_num_seqs * _row_entries(max_pages)
-        self._buffers = _UploadBuffers(num_bytes, device)
+        wide, most = 8 * self.max_rows, self.max_seqs
+        sizes = (wide, wide, wide, 8 * most, 4 * (most + 1), 4 * most)
+        self._starts = list(accumulate(map(_aligned, sizes), initial=0))  # the last one: the page table
+        self._buffers = _UploadBuffers(self._starts[-1] + 4 * most * _row_entries(max_pages), device)
         self._host_rows = [self._rows_of(host.array) for host in self._buffers.hosts]
-        self._page_table_BP = torch.zeros((max_num_seqs, max_pages), dtype=torch.int32, device=device)
-        self._cu_seqlens_B1 = torch.arange(max_num_seqs + 1, dtype=torch.int32, device=device)
-        self._logit_rows_B = torch.arange(max_num_seqs, device=device)
+        self._page_table_BP = torch.zeros((most, max_pages), dtype=torch.int32, device=device)
+        self._arange_B1 = torch.arange(most + 1, device=device)
+        self._arange_int32_B1 = torch.arange(most + 1, dtype=torch.int32, device=device)
         self._spread_shape = (0, 0)
         self._spread = (self._page_table_BP, self._page_table_BP)  # target and source of the last spread
-        self.step(max_num_seqs).slots_T.fill_(-1)
+        self._part(2, self.max_rows, torch.int64).fill_(-1)  # slots
 
-    def step(self, size: int) -> ModelInput:
-        """The static tensors of a decode step of `size` rows."""
-        token_ids, positions, slots, context_lens = self._starts[:-1]
-        device = self._buffers.device_bytes
+    def step(self, shape: GraphShape) -> ModelInput:
+        """The static tensors of a step of this shape."""
+        num_rows, num_seqs, wide, narrow = shape.num_rows, shape.num_seqs, torch.int64, torch.int32
+        is_decode = not shape.num_tokens
         return ModelInput(
-            token_ids_T=device[token_ids : token_ids + 8 * size].view(torch.int64),
-            positions_T=device[positions : positions + 8 * size].view(torch.int64),
-            slots_T=device[slots : slots + 8 * size].view(torch.int64),
-            cu_seqlens_B1=self._cu_seqlens_B1[: size + 1],
-            context_lens_B=device[context_lens : context_lens + 4 * size].view(torch.int32),
-            page_table_BP=self._page_table_BP[:size],
-            logit_rows_R=self._logit_rows_B[:size],
-            num_decodes=size,
-            max_seqlen_q=1,
+            token_ids_T=self._part(0, num_rows, wide),
+            positions_T=self._part(1, num_rows, wide),
+            slots_T=self._part(2, num_rows, wide),
+            logit_rows_R=self._arange_B1[:num_seqs] if is_decode else self._part(3, num_seqs, wide),
+            cu_seqlens_B1=(
+                self._arange_int32_B1[: num_seqs + 1] if is_decode else self._part(4, num_seqs + 1, narrow)
+            ),
+            context_lens_B=self._part(5, num_seqs, narrow),
+            page_table_BP=self._page_table_BP[:num_seqs],
+            num_decodes=shape.num_decodes,
+            max_seqlen_q=shape.num_tokens or 1,
         )
 
-    def write(self, arrays: StepArrays, size: int) -> None:
-        """Write the rows of a decode step, and padding up to row `size`, in one upload; wait for nothing."""
-        num_rows, width = arrays.page_table.shape
+    def write(self, arrays: StepArrays, shape: GraphShape) -> None:
+        """Write a step, padded to the shape, in one upload; wait for nothing.
+
+        The step has no more decodes, tokens and logits than the shape, and fewer prompts.
+        """
+        width = arrays.page_table.shape[1]
         if width > self._max_pages:
             raise ValueError(f"a page table of {width} pages does not fit in graphs of {self._max_pages}")
-        turn, row_entries, start = self._buffers.take(), _row_entries(width), self._starts[-1]
+        turn, num_decodes = self._buffers.take(), arrays.num_decodes
+        rows = self._host_rows[turn]
+        first, last = shape.num_decodes, shape.num_rows
+        _spread(rows.token_ids, arrays.token_ids, num_decodes, first, last, 0)
+        _spread(rows.positions, arrays.positions, num_decodes, first, last, 0)
+        _spread(rows.slots, arrays.slots, num_decodes, first, last, -1)
+        _spread(rows.context_lens, arrays.context_lens, num_decodes, first, shape.num_seqs, 0)
+        if shape.num_tokens:
+            _write_prompts(rows, arrays, shape)
+        self._write_page_table(turn, arrays, first)
+
+    def _write_page_table(self, turn: int, arrays: StepArrays, first_prompt: int) -> None:
+        """Pack the tables and upload everything; the tables of prompts begin at row `first_prompt`."""
+        num_decodes, (num_seqs, width) = arrays.num_decodes, arrays.page_table.shape
+        num_rows = num_decodes if num_seqs == num_decodes else first_prompt + num_seqs - num_decodes
+        row_entries, start = _row_entries(width), self._starts[-1]
         end = start + 4 * num_rows * row_entries
-        token_ids, positions, slots, context_lens = self._host_rows[turn]
-        token_ids[:num_rows], token_ids[num_rows:size] = arrays.token_ids, 0
-        positions[:num_rows], positions[num_rows:size] = arrays.positions, 0
-        slots[:num_rows], slots[num_rows:size] = arrays.slots, -1
-        context_lens[:num_rows], context_lens[num_rows:size] = arrays.context_lens, 0
         table = self._buffers.hosts[turn].array[start:end].view(np.int32).reshape(num_rows, row_entries)
-        table[:, :width] = arrays.page_table
+        table[:num_decodes, :width] = arrays.page_table[:num_decodes]
+        table[first_prompt:, :width] = arrays.page_table[num_decodes:]
         self._buffers.send(turn, end)
         if self._spread_shape != (num_rows, width):
             packed = self._buffers.device_bytes[start:end].view(torch.int32).view(num_rows, row_entries)
@@ -304,14 +355,40 @@ class DecodeInputs:
         target, source = self._spread
         target.copy_(source)
 
-    def _rows_of(self, host: NDArray[np.uint8]) -> tuple[Int64s, Int64s, Int64s, Int32s]:
-        token_ids, positions, slots, context_lens, table = self._starts
-        return (
-            host[token_ids:positions].view(np.int64),
-            host[positions:slots].view(np.int64),
-            host[slots:context_lens].view(np.int64),
-            host[context_lens:table].view(np.int32),
-        )
+    def _part(self, index: int, length: int, dtype: torch.dtype) -> Tensor:
+        """The first `length` elements of an array on the device."""
+        start = self._starts[index]
+        return self._buffers.device_bytes[start : start + length * dtype.itemsize].view(dtype)
+
+    def _rows_of(self, host: NDArray[np.uint8]) -> _GraphRows:
+        parts = [host[start:end] for start, end in pairwise(self._starts)]
+        token_ids, positions, slots, logit_rows = (part.view(np.int64) for part in parts[:4])
+        cu_seqlens, context_lens = (part.view(np.int32) for part in parts[4:])
+        return _GraphRows(token_ids, positions, slots, logit_rows, cu_seqlens, context_lens)
+
+
+def _spread(
+    target: Int64s | Int32s, source: Int64s | Int32s, split: int, start: int, end: int, padding: int
+) -> None:
+    """Write source[:split], padding, source[split:] from `start` on, and padding up to `end`."""
+    if split == len(source):
+        target[:split], target[split:end] = source, padding
+        return
+    stop = start + len(source) - split
+    target[:split], target[split:start] = source[:split], padding
+    target[start:stop], target[stop:end] = source[split:], padding
+
+
+def _write_prompts(rows: _GraphRows, arrays: StepArrays, shape: GraphShape) -> None:
+    """Write where the sequences begin, and which rows yield logits."""
+    num_decodes, first = arrays.num_decodes, shape.num_decodes
+    num_seqs = first + len(arrays.context_lens) - num_decodes
+    rows.cu_seqlens[: first + 1] = np.arange(first + 1)
+    rows.cu_seqlens[first + 1 : num_seqs + 1] = arrays.cu_seqlens[num_decodes + 1 :] + (first - num_decodes)
+    rows.cu_seqlens[num_seqs + 1 : shape.num_seqs + 1] = shape.num_rows
+    num_logits, moved = len(arrays.logit_rows), arrays.logit_rows >= num_decodes
+    rows.logit_rows[:num_logits] = arrays.logit_rows + moved * (first - num_decodes)
+    rows.logit_rows[num_logits : shape.num_seqs] = shape.num_rows - 1  # ascending, as the others
 
 
 # Page tables as rows.

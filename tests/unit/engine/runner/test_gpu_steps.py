@@ -15,9 +15,16 @@ from baton.engine.models.model import Model
 from baton.engine.models.parallel import TensorParallel
 from baton.engine.models.registry import read_model_config
 from baton.engine.runner import cuda_graphs, model_runner, sampler
-from baton.engine.runner.cuda_graphs import graph_sizes
+from baton.engine.runner.cuda_graphs import MAX_PROMPTS, StepGraphs, graph_shapes
 from baton.engine.runner.model_runner import ModelRunner
-from baton.engine.runner.step_inputs import ModelInput, StepArrays, StepBuilder
+from baton.engine.runner.step_inputs import (
+    GraphInputs,
+    GraphShape,
+    ModelInput,
+    StepArrays,
+    StepBuilder,
+    padding_step,
+)
 from baton.engine.scheduler.sequence import Sequence
 from baton.kernels.decoder_stack import LayerGroups
 from baton.kernels.sample import SamplingTensors, sample_reference
@@ -26,7 +33,8 @@ from tests.fake_cuda import Call, DeviceTensor, FakeCuda
 from tests.tiny_models import VOCAB_SIZE, tiny_config
 
 MAX_NUM_SEQS = 20
-SIZES = graph_sizes(MAX_NUM_SEQS)
+MAX_NUM_TOKENS = 600
+SHAPES = graph_shapes(MAX_NUM_SEQS, MAX_NUM_TOKENS)
 PAGE_SIZE, MAX_PAGES = 4, 24
 
 
@@ -42,12 +50,16 @@ class NumberModel:
     def forward(self, step: ModelInput, kv_pool: Tensor, groups: LayerGroups | None = None) -> Tensor:
         self._note("forward", len(step.token_ids_T))
         self.steps.append(step)
-        rows = [step.token_ids_T, step.positions_T, step.slots_T]
-        if step.max_seqlen_q == 1 and step.num_decodes == len(step.token_ids_T):
-            last_page_B = (step.context_lens_B - 1).clamp(min=0) // PAGE_SIZE
-            pages_B = step.page_table_BP.gather(1, last_page_B[:, None].long())[:, 0]
-            rows += [step.context_lens_B, pages_B]
-        return torch.stack([row.long() for row in rows], dim=1)[step.logit_rows_R].float()
+        num_tokens, num_seqs = len(step.token_ids_T), len(step.context_lens_B)
+        row_T = torch.arange(num_tokens, dtype=torch.int32)
+        sequence_T = torch.searchsorted(step.cu_seqlens_B1[1:].contiguous(), row_T, right=True)
+        context_len_T = step.context_lens_B[sequence_T.clamp(max=num_seqs - 1)].long()
+        first_T = step.cu_seqlens_B1[sequence_T.clamp(max=num_seqs - 1)]
+        last_page_T = (context_len_T - 1).clamp(min=0) // PAGE_SIZE
+        page_T = step.page_table_BP[sequence_T.clamp(max=num_seqs - 1), last_page_T]
+        of_step = (step.token_ids_T, step.positions_T, step.slots_T)
+        of_sequence = (context_len_T, page_T.long(), row_T.long() - first_T)
+        return torch.stack((*of_step, *of_sequence), dim=1)[step.logit_rows_R].float()
 
     def logits(self, hidden_RE: Tensor) -> Tensor:
         return torch.nn.functional.pad(hidden_RE, (0, VOCAB_SIZE - hidden_RE.shape[1]))
@@ -77,7 +89,7 @@ def gpu_runner(directory: Path, **cache: Any) -> ModelRunner:
     config = tiny_config(
         directory,
         device="cuda",
-        scheduler={"max_num_seqs": MAX_NUM_SEQS, "max_num_batched_tokens": 64},
+        scheduler={"max_num_seqs": MAX_NUM_SEQS, "max_num_batched_tokens": MAX_NUM_TOKENS},
         cache={"host_cache_memory_bytes": 2**16, **cache},
     )
     return ModelRunner(config, read_model_config(directory), TensorParallel())
@@ -88,6 +100,12 @@ def serving_runner(cuda: FakeCuda, directory: Path, **cache: Any) -> ModelRunner
     runner.model = NumberModel(cuda.note)
     runner.allocate()
     return runner
+
+
+def read_layout(directory: Path) -> tuple[int, ...]:
+    """The shape of a page."""
+    config = read_model_config(directory)
+    return config.num_layers, 2, config.num_kv_heads, PAGE_SIZE, config.head_dim
 
 
 def loaded_model(directory: Path) -> Model:
@@ -119,10 +137,11 @@ def decode_step(num_seqs: int, num_tokens: int, **copies: Any) -> StepArrays:
     return StepBuilder(PAGE_SIZE, MAX_NUM_SEQS, MAX_PAGES).build(batch)
 
 
-def mixed_step(num_decodes: int, num_tokens: int, **fields: Any) -> StepArrays:
+def mixed_step(num_decodes: int, num_tokens: int, num_prompts: int = 1, **fields: Any) -> StepArrays:
+    """Each of the prompts has `num_tokens` tokens."""
     chunks = [rest_of(sequence, 8) for sequence in decoding(num_decodes, 9)]
-    (prompt,) = decoding(1, num_tokens, first_page=70)
-    batch = make_batch(*chunks, rest_of(prompt), **fields)
+    chunks += [rest_of(prompt) for prompt in decoding(num_prompts, num_tokens, first_page=70)]
+    batch = make_batch(*chunks, **fields)
     return StepBuilder(PAGE_SIZE, MAX_NUM_SEQS, MAX_PAGES).build(batch)
 
 
@@ -150,13 +169,32 @@ def test_graphs_are_captured_largest_first_on_one_stream_before_the_engine_serve
     assert {cuda.calls[index].name for index in captures} == {"capture thread_local"}
     assert len({cuda.calls[index].value for index in captures}) == 1, "one stream"
     sizes = [cuda.calls[index + 1].value for index in captures]
-    assert sizes == [*SIZES[:-3:-1], *reversed(SIZES)], "two for their memory, then all"
+    expected_sizes = [shape.num_rows for shape in (*SHAPES[:-3:-1], *reversed(SHAPES))]
+    assert sizes == expected_sizes and sizes[2:] == sorted(sizes[2:], reverse=True)
     assert [cuda.calls[index - 2] for index in captures] == [Call("forward", size) for size in sizes]
     cuda.calls.clear()
     for num_seqs in range(1, MAX_NUM_SEQS + 1):
         runner.execute(decode_step(num_seqs, 9))
+        runner.execute(mixed_step(num_seqs - 1, 4 * num_seqs))
     assert set(names(cuda.calls)) == {"upload", "record event", "on device", "replay"}
-    assert names(cuda.calls).count("replay") == MAX_NUM_SEQS
+    assert names(cuda.calls).count("replay") == 2 * MAX_NUM_SEQS
+
+
+def test_every_small_step_has_a_graph_with_room(cuda: FakeCuda) -> None:
+    graphs = StepGraphs(
+        NumberModel(),
+        VOCAB_SIZE,
+        max_num_seqs=MAX_NUM_SEQS,
+        max_num_tokens=MAX_NUM_TOKENS,
+        max_pages=MAX_PAGES,
+        device=torch.device("cuda", 0),
+    )
+    for num_decodes in range(MAX_NUM_SEQS):
+        for num_tokens in (1, 2, 31, 32, 33, 100, 256, 257, 511, 512):
+            shape = graphs.shape_of(padding_step(num_tokens, num_decodes + 1, num_decodes=num_decodes))
+            assert shape in SHAPES and shape.num_decodes >= num_decodes and shape.num_prompts > 1
+            assert num_tokens <= shape.num_tokens <= max(32, 2 * num_tokens - 1)
+    assert graphs.shape_of(padding_step(513, 1)) is None
 
 
 def test_start_computes_every_kind_of_step_and_writes_no_page(cuda: FakeCuda, tiny_model: Path) -> None:
@@ -190,7 +228,7 @@ def test_pool_leaves_room_for_the_graphs(
     with cuda:
         runner = serving_runner(cuda, tiny_model, kv_cache_memory_bytes=None)
     share_bytes = int(4 * 2**20 * runner.config.cache.gpu_memory_utilization)
-    graph_bytes = 50_000 + len(SIZES) * counted_bytes
+    graph_bytes = 50_000 + len(SHAPES) * counted_bytes
     assert len(runner.pool.device) == (share_bytes - graph_bytes) // runner.layout.page_bytes
 
 
@@ -213,14 +251,35 @@ def test_replays_of_changing_batches_read_their_own_rows(cuda: FakeCuda, runner:
         assert runner.execute(arrays).tolist() == expected(arrays), (num_seqs, num_tokens)
 
 
-def test_padding_rows_of_a_replay_store_nothing(cuda: FakeCuda, runner: ModelRunner) -> None:
+def test_replays_of_mixed_steps_read_their_own_rows(cuda: FakeCuda, runner: ModelRunner) -> None:
+    """Decodes, prompts and padding move to other rows than in the step; each keeps its own numbers."""
+    shapes = [(3, 17, 1), (0, 5, 8), (19, 2, 1), (13, 32, 7), (1, 80, 2), (5, 64, 1), (0, 64, 3), (12, 3, 8)]
+    for num_decodes, num_tokens, num_prompts in [*shapes, *reversed(shapes)]:
+        arrays = mixed_step(num_decodes, num_tokens, num_prompts)
+        cuda.calls.clear()
+        assert runner.execute(arrays).tolist() == expected(arrays), (num_decodes, num_tokens, num_prompts)
+        assert "replay" in names(cuda.calls)
+        assert runner.execute(decode_step(7, 30)).tolist() == expected(decode_step(7, 30))
+
+
+@pytest.mark.parametrize(("num_decodes", "num_tokens", "num_prompts"), [(5, 9, 1), (0, 9, 3), (2, 32, 1)])
+def test_padding_rows_of_a_replay_store_nothing(
+    num_decodes: int, num_tokens: int, num_prompts: int, cuda: FakeCuda, runner: ModelRunner
+) -> None:
     model = runner.model
     assert isinstance(model, NumberModel)
     runner.execute(decode_step(20, 80))
-    runner.execute(decode_step(5, 9))  # by the graph of eight rows
-    step = next(step for step in reversed(model.steps) if len(step.token_ids_T) == 8)
-    assert step.slots_T[5:].tolist() == [-1] * 3 and step.context_lens_B[5:].tolist() == [0] * 3
-    assert step.token_ids_T[5:].tolist() == step.positions_T[5:].tolist() == [0] * 3
+    runner.execute(mixed_step(12, 9, 8))
+    arrays = mixed_step(num_decodes, num_tokens, num_prompts)
+    runner.execute(arrays)
+    num_rows = (20 if num_decodes else 0) + 32  # of the smallest graph with room
+    step = next(step for step in reversed(model.steps) if len(step.token_ids_T) == num_rows)
+    is_padding = step.slots_T == -1
+    assert int(is_padding.sum()) == num_rows - len(arrays.token_ids)
+    assert not step.token_ids_T[is_padding].any() and not step.positions_T[is_padding].any()
+    assert step.slots_T[~is_padding].tolist() == arrays.slots.tolist()
+    assert int((step.context_lens_B > 0).sum()) == len(arrays.context_lens)
+    assert int(step.cu_seqlens_B1[-1]) == num_rows and bool((step.cu_seqlens_B1.diff() >= 0).all())
 
 
 def test_table_wider_than_the_longest_sequence_is_refused(runner: ModelRunner) -> None:
@@ -230,19 +289,40 @@ def test_table_wider_than_the_longest_sequence_is_refused(runner: ModelRunner) -
         runner.execute(arrays._replace(page_table=wide))
 
 
-def test_mixed_step_is_one_upload_and_one_forward(cuda: FakeCuda, runner: ModelRunner) -> None:
+def test_small_mixed_step_is_one_upload_and_one_replay(cuda: FakeCuda, runner: ModelRunner) -> None:
     arrays = mixed_step(3, 17)
     logits_RV = runner.execute(arrays)
-    forward = Call("forward", 3 + 17)
+    assert names(cuda.calls) == ["upload", "record event", "on device", "replay", "record event"]
+    assert logits_RV.tolist() == expected(arrays)
+
+
+@pytest.mark.parametrize(("num_tokens", "num_prompts"), [(90, 6), (5, MAX_PROMPTS + 1)])
+def test_mixed_step_without_a_graph_is_one_upload_and_one_forward(
+    num_tokens: int, num_prompts: int, cuda: FakeCuda, runner: ModelRunner
+) -> None:
+    arrays = mixed_step(3, num_tokens, num_prompts)
+    logits_RV = runner.execute(arrays)
     assert names(cuda.calls) == ["upload", "record event", "forward", "record event"]
-    assert cuda.calls[2] == forward and logits_RV.tolist() == expected(arrays)
+    assert cuda.calls[2].value == len(arrays.token_ids) and logits_RV.tolist() == expected(arrays)
+
+
+def test_step_that_reports_layers_is_computed_layer_by_layer(cuda: FakeCuda, runner: ModelRunner) -> None:
+    runner.execute(mixed_step(0, 17)._replace(num_layer_groups=2))
+    assert "replay" not in names(cuda.calls)
+
+
+def test_prompt_logprobs_ask_for_more_rows_than_a_graph_has(cuda: FakeCuda, runner: ModelRunner) -> None:
+    arrays = mixed_step(3, 17)
+    every = arrays._replace(logit_rows=np.arange(len(arrays.token_ids)))
+    assert runner.execute(every).tolist() == expected(every)
+    assert "replay" not in names(cuda.calls)
 
 
 def test_mixed_steps_agree_with_the_cpu_to_the_bit(cuda: FakeCuda, tiny_model: Path) -> None:
     runner = gpu_runner(tiny_model)
     runner.model = loaded_model(tiny_model)
     runner.allocate()
-    arrays = mixed_step(3, 17)
+    arrays = mixed_step(3, 17, num_prompts=MAX_PROMPTS + 1)
     pool = torch.zeros(runner.pool.device.shape)
     on_cpu = runner.model.forward(ModelInput.from_arrays(arrays), pool)
     logits_RV = runner.model.logits(on_cpu)
@@ -250,8 +330,27 @@ def test_mixed_steps_agree_with_the_cpu_to_the_bit(cuda: FakeCuda, tiny_model: P
     assert bool(pool.any()) and runner.pool.device.tolist() == pool.tolist()
 
 
+@pytest.mark.parametrize("shape", [GraphShape(8), GraphShape(20, 9, 256), GraphShape(5, 6, 64)], ids=repr)
+@torch.inference_mode()
+def test_padding_to_a_shape_changes_no_bit(shape: GraphShape, tiny_model: Path) -> None:
+    """Neither of the logits nor of the keys and values; real kernels compute both, on the CPU."""
+    model = loaded_model(tiny_model)
+    inputs = GraphInputs([shape], MAX_PAGES, torch.device("cpu"))
+    pools = torch.zeros(2, 100, *read_layout(tiny_model))
+    for arrays in (decode_step(5, 30), mixed_step(5, 11, 5), mixed_step(2, 33), mixed_step(0, 7, 3)):
+        if len(arrays.token_ids) - arrays.num_decodes > shape.num_tokens:
+            continue
+        inputs.write(arrays, shape)
+        padded, plain = (
+            model.logits(model.forward(step, pool))
+            for step, pool in zip((inputs.step(shape), ModelInput.from_arrays(arrays)), pools, strict=True)
+        )
+        assert padded[: len(plain)].tolist() == plain.tolist()
+        assert torch.equal(pools[0], pools[1]) and bool(pools[0].any())
+
+
 def test_padded_step_larger_than_any_other_gets_more_room(cuda: FakeCuda, runner: ModelRunner) -> None:
-    arrays = mixed_step(3, 17, num_padded_tokens=5000)
+    arrays = mixed_step(3, 17, num_padded_tokens=9000)
     assert runner.execute(arrays).tolist() == expected(arrays)
     cuda.calls.clear()
     assert runner.execute(arrays).tolist() == expected(arrays)
