@@ -269,6 +269,7 @@ class ModelRunner:
             device=self.device,
         )
         graph_bytes = self._graphs.measure_bytes(trial)
+        logger.info("CUDA graphs: %.2f GiB", graph_bytes / 2**30)
         torch.cuda.reset_peak_memory_stats(self.device)
         self.run_largest_step()
         return graph_bytes
