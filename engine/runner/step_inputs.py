@@ -154,28 +154,34 @@ class _HostBuffer:
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         is_cuda = device.type == "cuda"
-        self._tensor = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=is_cuda)
+        self._words = torch.empty(num_bytes // 8, dtype=torch.int64, pin_memory=is_cuda)
         self._copied = torch.cuda.Event() if is_cuda else None
-        self.array: NDArray[np.uint8] = self._tensor.numpy()
+        self.array: NDArray[np.uint8] = self._words.numpy().view(np.uint8)
 
     def wait(self) -> None:
         """Return once no copy reads the memory, as a rule at once."""
         if self._copied is not None and not self._copied.query():
             self._copied.synchronize()
 
-    def copy_to(self, target: Tensor, num_bytes: int) -> None:
-        """Copy the first `num_bytes`, asynchronously to a GPU."""
-        target[:num_bytes].copy_(self._tensor[:num_bytes], non_blocking=True)
+    def copy_to(self, words: Tensor, num_bytes: int) -> None:
+        """Copy the first `num_bytes`, asynchronously to a GPU. words: int64."""
+        num_words = num_bytes // 8
+        words[:num_words].copy_(self._words[:num_words], non_blocking=True)
         if self._copied is not None:
             self._copied.record()
 
 
 class _UploadBuffers:
-    """One buffer on the device, and the host buffers that take turns to fill it."""
+    """One buffer on the device, and the host buffers that take turns to fill it.
+
+    Numbers of bytes are multiples of `ALIGNMENT`.
+    """
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         self.num_bytes = num_bytes
-        self.device_bytes = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        # In words: on a CPU torch starts threads for copies of more than 32,768 elements.
+        self._device_words = torch.zeros(num_bytes // 8, dtype=torch.int64, device=device)
+        self.device_bytes = self._device_words.view(torch.uint8)
         self.hosts = [_HostBuffer(num_bytes, device) for _ in range(NUM_HOST_BUFFERS)]
         self._turn = 0
 
@@ -187,7 +193,7 @@ class _UploadBuffers:
 
     def send(self, turn: int, num_bytes: int) -> None:
         """Copy the start of a host buffer to the start of the device buffer."""
-        self.hosts[turn].copy_to(self.device_bytes, num_bytes)
+        self.hosts[turn].copy_to(self._device_words, num_bytes)
 
 
 class StepUploads:
