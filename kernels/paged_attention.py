@@ -206,7 +206,8 @@ def paged_attention_decode_triton(
         arrivals = new_arrivals(num_sequences * num_kv_heads, query_BHD.device)
     group_size = num_heads // num_kv_heads
     max_splits = num_splits(page_table_BP.shape[1] * page_size)
-    partial, peak_total = _partial_results(out_BHD, max_splits)
+    partial = out_BHD.new_empty((num_sequences, max_splits, num_heads, head_dim), dtype=torch.float32)
+    peak_total = partial.new_empty((num_sequences, max_splits, 2, num_heads))
     num_programs = decode_programs(num_sequences * num_kv_heads, max_splits)
     block_D = max(16, triton.next_power_of_2(head_dim))
     paged_attention_kernel[(num_sequences, num_kv_heads, num_programs)](
@@ -248,15 +249,6 @@ def decode_programs(num_heads: int, max_splits: int) -> int:
     """The programs that share the splits of a kv head, for as many kv heads of all sequences together."""
     most: int = triton.next_power_of_2(triton.cdiv(TARGET_PROGRAMS, num_heads))
     return min(max_splits, most)
-
-
-def _partial_results(out_BHD: Tensor, max_splits: int) -> tuple[Tensor, Tensor]:
-    """Buffers for each split's (acc, peak and total), unused where there is one split."""
-    if max_splits == 1:
-        return out_BHD, out_BHD
-    num_sequences, num_heads, head_dim = out_BHD.shape
-    partial = out_BHD.new_empty((num_sequences, max_splits, num_heads, head_dim), dtype=torch.float32)
-    return partial, partial.new_empty((num_sequences, max_splits, 2, num_heads))
 
 
 def paged_attention_decode_reference(

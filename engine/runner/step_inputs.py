@@ -558,15 +558,12 @@ def padding_step(num_tokens: int, num_rows: int, *, num_decodes: int = 0, num_pa
 def warmup_steps(max_num_tokens: int, max_num_seqs: int, max_pages: int) -> Iterator[StepArrays]:
     """Steps of padding that make a GPU compile every kernel that steps outside CUDA graphs can need.
 
-    Kernels choose their compile-time constants by the numbers of decodes, of page-table columns and of tokens
-    of the longest chunk, each rounded to a power of two. After an odd number of decodes, the arrays of the
-    other sequences begin at addresses of less alignment.
+    Kernels choose their compile-time constants by the numbers of tokens, of logits and of tokens of the
+    longest chunk: the smallest, the largest and the powers of two between them meet every choice. After an
+    odd number of decodes, the arrays of the other sequences begin at addresses of less alignment.
     """
     for num_decodes in powers_of_two(min(max_num_seqs, max_num_tokens - 1)):
-        for num_pages in (1, max_pages):
-            yield padding_step(1, num_decodes + 1, num_decodes=num_decodes, num_pages=num_pages)
-    for num_pages in powers_of_two(max_pages):
-        yield padding_step(1, 2, num_decodes=1, num_pages=num_pages)
+        yield padding_step(1, num_decodes + 1, num_decodes=num_decodes, num_pages=max_pages)
     for num_tokens in powers_of_two(max_num_tokens):
         for num_decodes in (0, 1):
             yield padding_step(num_tokens, num_decodes + 1, num_decodes=num_decodes, num_pages=max_pages)

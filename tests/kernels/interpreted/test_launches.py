@@ -57,7 +57,7 @@ def launches(folder: Path, num_layers: int, monkeypatch: pytest.MonkeyPatch) -> 
         copies_to_host=(),
         copies_to_device=(),
     )
-    step = ModelInput.from_arrays(arrays, torch.device("cpu"))
+    step = ModelInput.from_arrays(arrays)
     step.attention  # noqa: B018 - made once a step
     with monkeypatch.context() as patch, torch.inference_mode():
         patch.setattr(Kernel, "__getitem__", counted)

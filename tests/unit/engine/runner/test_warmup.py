@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from baton.engine.runner.step_inputs import StepArrays, StepUploads, padding_step, warmup_steps
-from baton.kernels import paged_attention, prefill_attention, ragged_attention
+from baton.kernels import linear, paged_attention, prefill_attention, ragged_attention
 from baton.kernels.triton_import import HAS_TRITON
 from tests.kernels.launches import Launch, Recorder
 
@@ -21,13 +21,16 @@ HEAD_DIM, PAGE_SIZE = 128, 16
 CPU: Final = torch.device("cpu")
 KERNELS: Final = (
     (paged_attention, "paged_attention_kernel"),
-    (paged_attention, "join_splits_kernel"),
     (prefill_attention, "prefill_attention_kernel"),
+    (linear, "linear_kernel"),
 )
+# Outputs and inputs of an 8B model's products. The head yields logits.
+PRODUCTS: Final = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
+HEAD: Final = (128256, 4096)
 
 
 def variants(steps: Iterable[StepArrays], num_heads: int, num_kv_heads: int) -> set[tuple[object, ...]]:
-    """What Triton compiles for the attention of these steps: a kernel, its constants and its alignments."""
+    """What Triton compiles for attention and products of these steps: kernel, constants and alignments."""
     uploads = StepUploads(MAX_NUM_TOKENS, MAX_NUM_SEQS, MAX_PAGES, CPU)
     pages = torch.empty(2, 2, 2, num_kv_heads, PAGE_SIZE, HEAD_DIM, dtype=torch.float16)[:, 0]
     num_rows = MAX_NUM_TOKENS + MAX_NUM_SEQS
@@ -36,15 +39,25 @@ def variants(steps: Iterable[StepArrays], num_heads: int, num_kv_heads: int) -> 
     with pytest.MonkeyPatch.context() as patched:
         for module, name in KERNELS:
             patched.setattr(module, name, Recorder(getattr(module, name), launches))
-        patched.setattr(
-            ragged_attention, "paged_attention_decode", paged_attention.paged_attention_decode_triton
-        )
-        patched.setattr(ragged_attention, "prefill_attention", prefill_attention.prefill_attention_triton)
+        patched.setattr(ragged_attention, "runs_triton", lambda tensor: True)
         for arrays in steps:
+            num_tokens, num_logits = len(arrays.token_ids), len(arrays.logit_rows)
+            for num_rows, shapes in ((num_tokens, PRODUCTS), (num_logits, (*PRODUCTS[1:], HEAD))):
+                for shape in shapes:
+                    multiply(num_rows, shape)
             step = uploads.upload(arrays)
             rows = query[: len(arrays.token_ids)]
             ragged_attention.ragged_attention(rows, pages, step.attention, scale=0.1)
     return {variant_of(launch) for launch in launches}
+
+
+def multiply(num_rows: int, shape: tuple[int, int]) -> None:
+    """Launch the product of as many rows, whose contents do not matter, with a weight of this shape."""
+    num_outputs, num_inputs = shape
+    x = torch.empty((num_rows, num_inputs), dtype=torch.float16, device="meta")
+    arrivals = linear.new_arrivals(x.device)
+    weight = linear.LinearWeight(x, num_outputs, num_inputs, x.dtype, is_packed=False, arrivals=arrivals)
+    linear.linear_triton(x, weight, num_splits=2)
 
 
 def variant_of(launch: Launch) -> tuple[object, ...]:
