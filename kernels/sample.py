@@ -1,3 +1,4 @@
+# ruff: noqa: SIM102
 """Choose the next token of every sequence from its logits.
 
 The life of a row:
@@ -9,12 +10,13 @@ The life of a row:
 3. Gumbel-max over the kept set: argmax(logit / temperature - log(-log(u))) is a draw from the softmax.
    u comes from Philox at (seed, choice, position, token id), so a replay of a request draws the same.
 
-Thresholds are found by bisection over the floats as order-preserving integers. B sequences, V vocabulary.
+Thresholds are found on the floats as order-preserving integers: by bisection on the CPU, by radix select over
+histograms on a GPU. B sequences, V vocabulary.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Final
 
 import torch
@@ -57,9 +59,23 @@ def philox(key: tuple[Tensor, Tensor], counter: tuple[Tensor, Tensor, Tensor, Te
 NOT_A_TOKEN: Final = -1  # of a row with a logit that is not a number
 
 
+_DTYPES: Final = {
+    "temperature_B": torch.float32,
+    "top_k_B": torch.int32,
+    "top_p_B": torch.float32,
+    "min_p_B": torch.float32,
+    "seed_B": torch.int64,
+    "choice_B": torch.int32,
+    "position_B": torch.int64,
+}
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingTensors:
-    """The sampling parameters of each row of a batch; every field is contiguous [B]."""
+    """The sampling parameters of each row of a batch; every tensor is contiguous [B].
+
+    The flags spare launches on a GPU. False promises that no row draws, has top_k, or has top_p.
+    """
 
     temperature_B: Tensor  # float32; 0 is greedy
     top_k_B: Tensor  # int32; below 1: off
@@ -68,6 +84,18 @@ class SamplingTensors:
     seed_B: Tensor  # int64
     choice_B: Tensor  # int32; which of the n answers to one request
     position_B: Tensor  # int64; of the token that is chosen
+    has_random: bool = True
+    has_top_k: bool = True
+    has_top_p: bool = True
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The tensors, in the order of the fields."""
+        return tuple(getattr(self, name) for name in _DTYPES)
+
+    def take(self, rows_R: Tensor) -> SamplingTensors:
+        """The parameters of some rows, in their order. rows_R: int64."""
+        return SamplingTensors(*(values_B[rows_R] for values_B in self.tensors))
 
 
 def sample(logits_BV: Tensor, sampling: SamplingTensors) -> Tensor:
@@ -79,6 +107,26 @@ def sample(logits_BV: Tensor, sampling: SamplingTensors) -> Tensor:
     return sample_reference(logits_BV, sampling)
 
 
+# The kernels. A program takes one part of one row. Parts have a fixed size, so a token does not depend on the
+# rest of the batch. The programs of a row add integers, so the order of the sums does not matter.
+#
+# 1. peak_kernel: the largest logit of each part. With top_k it also fills the histogram of round 0.
+# 2. select_kernel, once for each other round, is a radix select. A round fills a histogram of one digit of the
+#    keys that share the digits found so far; the next launch reads the digit off that histogram. The rounds
+#    of top_k weigh each token 1, the three rounds of top_p after them by its probability.
+# 3. draw_kernel: the largest score among the kept tokens of each part.
+# 4. join_parts_kernel: the largest among the parts of a row.
+#
+# An `if` on a constant stays apart from an `if` on a value (SIM102): the compiler then drops the whole branch.
+#
+# Greedy rows take 2 launches (1 and 4), random rows 3, with top_k 5, with top_p 6, with both 8.
+
+PART: Final = 4096  # tokens of a program
+NUM_BINS: Final = 2048  # of a digit: a key has digits of 11, 11 and 10 bits
+NUM_DIGITS: Final = 3
+MAX_VOCAB_SIZE: Final = 2**22  # the sum of probabilities in units of 2^-40 fits 63 bits
+
+
 @jit
 def _ordered_key(x: tl.tensor) -> tl.tensor:
     """uint32 in the order of the fp32 x; -0 equals +0."""
@@ -88,65 +136,9 @@ def _ordered_key(x: tl.tensor) -> tl.tensor:
 
 
 @jit
-def _exponent(x: tl.tensor, peak: tl.tensor, inverse_temperature: tl.tensor) -> tl.tensor:
+def _exponent(x: tl.tensor, peak: tl.tensor, temperature: tl.tensor) -> tl.tensor:
     """(x - peak) / temperature; 0 where x is the peak, an infinite one too."""
-    return tl.where(x == peak, 0.0, (x - peak) * inverse_temperature)
-
-
-@jit
-def _weigh(
-    row_ptr: tl.tensor,  # [V] fp32
-    key: tl.tensor,
-    peak: tl.tensor,
-    inverse_temperature: tl.tensor,
-    vocab_size: int,
-    BY_MASS: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor]:
-    """(number, weight) of the tokens at or above `key`: probability relative to the peak's, or one each."""
-    number_V = tl.zeros([BLOCK_V], tl.int32)
-    mass_V = tl.zeros([BLOCK_V], tl.float32)
-    for start in range(0, vocab_size, BLOCK_V):
-        token_V = start + tl.arange(0, BLOCK_V)
-        x_V = tl.load(row_ptr + token_V, mask=token_V < vocab_size, other=float("-inf"))
-        above_V = (token_V < vocab_size) & (_ordered_key(x_V) >= key)
-        number_V += above_V.to(tl.int32)
-        if BY_MASS:
-            mass_V += tl.where(above_V, tl.exp(_exponent(x_V, peak, inverse_temperature)), 0.0)
-    number = tl.sum(number_V, axis=0)
-    if BY_MASS:
-        return number, tl.sum(mass_V, axis=0)
-    else:
-        return number, number.to(tl.float32)
-
-
-@jit
-def _threshold(
-    row_ptr: tl.tensor,  # [V] fp32
-    low: tl.tensor,  # the tokens at or above it weigh the target at least
-    target: tl.tensor,
-    peak: tl.tensor,
-    inverse_temperature: tl.tensor,
-    vocab_size: int,
-    BY_MASS: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-) -> tl.tensor:
-    """The largest key for which the tokens at or above it weigh the target, or an equivalent lower key."""
-    # weight(tokens >= low) >= target > weight(tokens >= high); number_* counts the same tokens.
-    high = _ordered_key(peak) + 1
-    number_low = vocab_size
-    number_high = 0
-    # One token between the bounds is the one that the target asks for: no later step changes the set.
-    while (high - low > 1) & (number_low - number_high > 1):
-        middle = low + ((high - low) >> 1)
-        number, weight = _weigh(row_ptr, middle, peak, inverse_temperature, vocab_size, BY_MASS, BLOCK_V)
-        if weight >= target:
-            low = middle
-            number_low = number
-        else:
-            high = middle
-            number_high = number
-    return low
+    return tl.where(x == peak, 0.0, (x - peak) * tl.minimum(1.0 / temperature, 3.0e38))
 
 
 @jit
@@ -156,8 +148,180 @@ def _best(score_V: tl.tensor, token_V: tl.tensor) -> tuple[tl.tensor, tl.tensor]
     return peak, tl.min(tl.where(score_V == peak, token_V, 2**31 - 1), axis=0)
 
 
+@jit
+def _best_of_parts(
+    score_ptr: tl.tensor,  # [parts] fp32, of one row
+    token_ptr: tl.tensor,  # [parts] int32
+    num_parts: tl.tensor,
+    MAX_PARTS: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """(largest score, lowest token that has it); the token is -1 if one of the parts has -1."""
+    part_P = tl.arange(0, MAX_PARTS)
+    score_P = tl.load(score_ptr + part_P, mask=part_P < num_parts, other=float("-inf"))
+    token_P = tl.load(token_ptr + part_P, mask=part_P < num_parts, other=2**31 - 1)
+    peak, token = _best(score_P, token_P)
+    return peak, tl.where(tl.min(token_P, axis=0) < 0, -1, token)
+
+
+@jit
+def _digit(key_V: tl.tensor, DIGIT: tl.constexpr) -> tl.tensor:
+    """int32 digits of keys."""
+    if DIGIT == 0:
+        digit_V = key_V >> 21
+    elif DIGIT == 1:
+        digit_V = (key_V >> 10) & 2047
+    else:
+        digit_V = key_V & 1023
+    return digit_V.to(tl.int32)
+
+
+@jit
+def _after_round(
+    histogram_ptr: tl.tensor,  # [rounds, NUM_BINS] int64, of one row
+    state_ptr: tl.tensor,  # [rounds, 2] int64
+    top_k: tl.tensor,
+    top_p: tl.tensor,
+    ROUND: tl.constexpr,
+    DIGIT: tl.constexpr,
+    BY_MASS: tl.constexpr,
+    NUM_BINS: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """(low, target) after a round whose histogram is complete.
+
+    low: uint32, the known digits of the threshold, 0 for the others. target: int64, the weight that the
+    threshold still needs from tokens with the digits of low.
+    """
+    bin_N = tl.arange(0, NUM_BINS)
+    weight_N = tl.load(histogram_ptr + ROUND * NUM_BINS + bin_N)
+    total = tl.sum(weight_N, axis=0)
+    if DIGIT > 0:
+        low = tl.load(state_ptr + 2 * ROUND - 2).to(tl.uint32)
+        target = tl.load(state_ptr + 2 * ROUND - 1)
+    else:
+        low = tl.zeros([], tl.uint32)
+        if BY_MASS:
+            share = top_p.to(tl.float64) * total.to(tl.float64)
+            target = share.to(tl.int64)
+            target = tl.maximum(target + (target.to(tl.float64) < share).to(tl.int64), 1)
+        else:
+            target = top_k.to(tl.int64)
+    at_or_above_N = total - tl.cumsum(weight_N, axis=0) + weight_N  # falls from bin to bin
+    digit = tl.sum((at_or_above_N >= target).to(tl.int32), axis=0) - 1
+    above = tl.max(tl.where(at_or_above_N < target, at_or_above_N, 0), axis=0)
+    SHIFT: tl.constexpr = 21 - 11 * DIGIT if DIGIT < 2 else 0
+    return low | (digit.to(tl.uint32) << SHIFT), target - above
+
+
 @kernel()
-def sample_kernel(
+def peak_kernel(
+    logits_ptr: tl.tensor,  # [B, V] fp32
+    temperature_ptr: tl.tensor,  # [B] fp32
+    top_k_ptr: tl.tensor,  # [B] int32
+    score_ptr: tl.tensor,  # [B, parts] fp32
+    token_ptr: tl.tensor,  # [B, parts] int32; -1 beside a NaN
+    histogram_ptr: tl.tensor,  # [B, rounds, NUM_BINS] int64, zeros
+    vocab_size: int,
+    logits_stride: int,
+    NUM_ROUNDS: tl.constexpr,
+    HAS_TOP_K: tl.constexpr,
+    NUM_BINS: tl.constexpr,
+    PART: tl.constexpr,
+) -> None:
+    """One program finds the largest logit of one part, and fills round 0."""
+    row = tl.program_id(0).to(tl.int64)  # B * V may pass 2^31
+    part = tl.program_id(1)
+    token_V = part * PART + tl.arange(0, PART)
+    inside_V = token_V < vocab_size
+    x_V = tl.load(logits_ptr + row * logits_stride + token_V, mask=inside_V, other=float("-inf"))
+    is_nan_V = x_V != x_V
+    score, token = _best(tl.where(is_nan_V, float("-inf"), x_V), token_V)
+    has_nan = tl.max(is_nan_V.to(tl.int32), axis=0) > 0
+    slot = row * tl.num_programs(1) + part
+    tl.store(score_ptr + slot, score)
+    tl.store(token_ptr + slot, tl.where(has_nan, -1, token))
+    if HAS_TOP_K:
+        top_k = tl.load(top_k_ptr + row)
+        if (tl.load(temperature_ptr + row) > 0) & (top_k > 0) & (top_k < vocab_size):
+            # Most first digits are among a few: each program counts its own before it adds.
+            number_N = tl.histogram(_digit(_ordered_key(x_V), 0), NUM_BINS, mask=inside_V)
+            bin_ptr_N = histogram_ptr + row * (NUM_ROUNDS * NUM_BINS) + tl.arange(0, NUM_BINS)
+            tl.atomic_add(bin_ptr_N, number_N.to(tl.int64), mask=number_N > 0, sem="relaxed")
+
+
+@kernel()
+def select_kernel(
+    logits_ptr: tl.tensor,  # [B, V] fp32
+    temperature_ptr: tl.tensor,  # [B] fp32
+    top_k_ptr: tl.tensor,  # [B] int32
+    top_p_ptr: tl.tensor,  # [B] fp32
+    score_ptr: tl.tensor,  # [B, parts] fp32
+    token_ptr: tl.tensor,  # [B, parts] int32
+    histogram_ptr: tl.tensor,  # [B, rounds, NUM_BINS] int64: complete before ROUND, zeros from there
+    state_ptr: tl.tensor,  # [B, rounds, 2] int64: (low, target) after each round; written: ROUND - 1
+    vocab_size: int,
+    logits_stride: int,
+    ROUND: tl.constexpr,
+    NUM_ROUNDS: tl.constexpr,
+    BY_MASS: tl.constexpr,  # a round of top_p, not of top_k
+    HAS_TOP_K: tl.constexpr,
+    NUM_BINS: tl.constexpr,
+    PART: tl.constexpr,
+    MAX_PARTS: tl.constexpr,
+) -> None:
+    """One program adds one part of one row to the histogram of a round."""
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    row_histogram_ptr = histogram_ptr + row * (NUM_ROUNDS * NUM_BINS)
+    row_state_ptr = state_ptr + row * (NUM_ROUNDS * 2)
+    DIGIT: tl.constexpr = ROUND % 3
+    temperature = tl.load(temperature_ptr + row)
+    top_k = tl.load(top_k_ptr + row)
+    top_p = tl.load(top_p_ptr + row)
+    has_k = (top_k > 0) & (top_k < vocab_size)
+    filtered = has_k
+    if BY_MASS:
+        filtered = (top_p < 1) | (has_k & (DIGIT == 0))  # round 3 also stores the result of round 2
+    slot = row * tl.num_programs(1)
+    peak, token = _best_of_parts(score_ptr + slot, token_ptr + slot, tl.num_programs(1), MAX_PARTS)
+    if (temperature > 0) & (token >= 0) & filtered:
+        low = tl.zeros([], tl.uint32)  # of this filter
+        floor = tl.zeros([], tl.uint32)  # set by top_k, for top_p
+        target = tl.zeros([], tl.int64)
+        if DIGIT > 0:
+            low, target = _after_round(
+                row_histogram_ptr, row_state_ptr, top_k, top_p, ROUND - 1, DIGIT - 1, BY_MASS, NUM_BINS
+            )
+            if BY_MASS and HAS_TOP_K:
+                if has_k:
+                    floor = tl.load(row_state_ptr + 4).to(tl.uint32)  # low after round 2
+        elif HAS_TOP_K:
+            if has_k:
+                floor, target = _after_round(
+                    row_histogram_ptr, row_state_ptr, top_k, top_p, ROUND - 1, 2, False, NUM_BINS
+                )
+                low = floor
+        if (ROUND > 0) & (part == 0):
+            tl.store(row_state_ptr + 2 * ROUND - 2, low.to(tl.int64))
+            tl.store(row_state_ptr + 2 * ROUND - 1, target)
+        token_V = part * PART + tl.arange(0, PART)
+        inside_V = token_V < vocab_size
+        x_V = tl.load(logits_ptr + row * logits_stride + token_V, mask=inside_V, other=float("-inf"))
+        key_V = _ordered_key(x_V)
+        counted_V = inside_V & (key_V >= floor)
+        if DIGIT > 0:
+            KNOWN: tl.constexpr = 32 - 11 * DIGIT  # the lowest known bit
+            counted_V = counted_V & ((key_V >> KNOWN) == (low >> KNOWN))
+        round_ptr = row_histogram_ptr + ROUND * NUM_BINS
+        digit_V = _digit(key_V, DIGIT)
+        weight_V = tl.full([PART], 1, tl.int64)
+        if BY_MASS:
+            unit = tl.where(top_p < 1, 2.0**40, 0.0)
+            weight_V = (tl.exp(_exponent(x_V, peak, temperature)) * unit).to(tl.int64)
+        tl.atomic_add(round_ptr + digit_V, weight_V, mask=counted_V & (weight_V > 0), sem="relaxed")
+
+
+@kernel()
+def draw_kernel(
     logits_ptr: tl.tensor,  # [B, V] fp32
     temperature_ptr: tl.tensor,  # [B] fp32
     top_k_ptr: tl.tensor,  # [B] int32
@@ -166,66 +330,89 @@ def sample_kernel(
     seed_ptr: tl.tensor,  # [B] int64
     choice_ptr: tl.tensor,  # [B] int32
     position_ptr: tl.tensor,  # [B] int64
-    out_ptr: tl.tensor,  # [B] int64
+    score_ptr: tl.tensor,  # [B, parts] fp32
+    token_ptr: tl.tensor,  # [B, parts] int32
+    histogram_ptr: tl.tensor,  # [B, rounds, NUM_BINS] int64
+    state_ptr: tl.tensor,  # [B, rounds, 2] int64
+    drawn_score_ptr: tl.tensor,  # [B, parts] fp32, written for rows that draw
+    drawn_token_ptr: tl.tensor,  # [B, parts] int32
     vocab_size: int,
     logits_stride: int,
-    BLOCK_V: tl.constexpr,
+    NUM_ROUNDS: tl.constexpr,
+    HAS_TOP_K: tl.constexpr,
+    HAS_TOP_P: tl.constexpr,
+    NUM_BINS: tl.constexpr,
+    PART: tl.constexpr,
+    MAX_PARTS: tl.constexpr,
 ) -> None:
-    """One program samples one row in passes over blocks of the vocabulary."""
-    row = tl.program_id(0).to(tl.int64)  # B * V may pass 2^31
-    row_ptr = logits_ptr + row * logits_stride
-    lane_V = tl.arange(0, BLOCK_V)
-    best_V = tl.full([BLOCK_V], float("-inf"), tl.float32)
-    chosen_V = tl.zeros([BLOCK_V], tl.int32)
-    nan_V = tl.zeros([BLOCK_V], tl.int32)
-    for start in range(0, vocab_size, BLOCK_V):
-        token_V = start + lane_V
-        x_V = tl.load(row_ptr + token_V, mask=token_V < vocab_size, other=float("-inf"))
-        nan_V |= (x_V != x_V).to(tl.int32)
-        chosen_V = tl.where(x_V > best_V, token_V, chosen_V)
-        best_V = tl.maximum(best_V, x_V)
-    peak, token = _best(best_V, chosen_V)
+    """One program finds the largest score among the kept tokens of one part."""
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    slot = row * tl.num_programs(1)
     temperature = tl.load(temperature_ptr + row)
-    if temperature > 0:
-        inverse_temperature = tl.minimum(1.0 / temperature, 3.0e38)
-        floor = tl.full([], 0, tl.uint32)
+    peak, token = _best_of_parts(score_ptr + slot, token_ptr + slot, tl.num_programs(1), MAX_PARTS)
+    if (temperature > 0) & (token >= 0):
+        row_histogram_ptr = histogram_ptr + row * (NUM_ROUNDS * NUM_BINS)
+        row_state_ptr = state_ptr + row * (NUM_ROUNDS * 2)
         top_k = tl.load(top_k_ptr + row)
-        if (top_k > 0) & (top_k < vocab_size):
-            floor = _threshold(
-                row_ptr, floor, top_k.to(tl.float32), peak, inverse_temperature, vocab_size, False, BLOCK_V
-            )
         top_p = tl.load(top_p_ptr + row)
-        if top_p < 1:
-            _, mass = _weigh(row_ptr, floor, peak, inverse_temperature, vocab_size, True, BLOCK_V)
-            floor = _threshold(
-                row_ptr, floor, top_p * mass, peak, inverse_temperature, vocab_size, True, BLOCK_V
-            )
+        floor = tl.zeros([], tl.uint32)
+        if HAS_TOP_K:
+            if (top_k > 0) & (top_k < vocab_size):
+                if HAS_TOP_P:
+                    floor = tl.load(row_state_ptr + 4).to(tl.uint32)
+                else:
+                    floor, _ = _after_round(
+                        row_histogram_ptr, row_state_ptr, top_k, top_p, 2, 2, False, NUM_BINS
+                    )
+        if HAS_TOP_P:
+            if top_p < 1:
+                floor, _ = _after_round(
+                    row_histogram_ptr, row_state_ptr, top_k, top_p, NUM_ROUNDS - 1, 2, True, NUM_BINS
+                )
+        token_V = part * PART + tl.arange(0, PART)
+        inside_V = token_V < vocab_size
+        x_V = tl.load(logits_ptr + row * logits_stride + token_V, mask=inside_V, other=float("-inf"))
+        exponent_V = _exponent(x_V, peak, temperature)
         min_p = tl.load(min_p_ptr + row)
-        seed = tl.load(seed_ptr + row)
+        kept_V = inside_V & (_ordered_key(x_V) >= floor) & (tl.exp(exponent_V) >= min_p)
+        quad = (part * (PART // 4) + tl.arange(0, PART // 4)).to(tl.uint32)
+        zero = quad * 0
         choice = tl.load(choice_ptr + row).to(tl.uint32)
         position = tl.load(position_ptr + row)
         position_low = (position & 0xFFFFFFFF).to(tl.uint32)
         position_high = (position >> 32).to(tl.uint32)
-        best_V = tl.full([BLOCK_V], float("-inf"), tl.float32)
-        chosen_V = tl.zeros([BLOCK_V], tl.int32) + token
-        for start in range(0, vocab_size, BLOCK_V):
-            token_V = start + lane_V
-            x_V = tl.load(row_ptr + token_V, mask=token_V < vocab_size, other=float("-inf"))
-            exponent_V = _exponent(x_V, peak, inverse_temperature)
-            kept_V = (token_V < vocab_size) & (_ordered_key(x_V) >= floor) & (tl.exp(exponent_V) >= min_p)
-            quad = (start // 4 + tl.arange(0, BLOCK_V // 4)).to(tl.uint32)
-            zero = quad * 0
-            word_0, word_1, word_2, word_3 = tl.philox(
-                seed, quad, zero + position_low, zero + choice, zero + position_high
-            )
-            word_V = tl.interleave(tl.interleave(word_0, word_2), tl.interleave(word_1, word_3))
-            # 23 bits and a half: exact in fp32, and never 0 or 1.
-            uniform_V = ((word_V >> 9).to(tl.float32) + 0.5) * (2.0**-23)
-            score_V = tl.where(kept_V, exponent_V - tl.log(-tl.log(uniform_V)), float("-inf"))
-            chosen_V = tl.where(score_V > best_V, token_V, chosen_V)
-            best_V = tl.maximum(best_V, score_V)
-        _, token = _best(best_V, chosen_V)
-    token = tl.where(tl.max(nan_V, axis=0) > 0, -1, token)  # NOT_A_TOKEN
+        word_0, word_1, word_2, word_3 = tl.philox(
+            tl.load(seed_ptr + row), quad, zero + position_low, zero + choice, zero + position_high
+        )
+        word_V = tl.interleave(tl.interleave(word_0, word_2), tl.interleave(word_1, word_3))
+        # 23 bits and a half: exact in fp32, and never 0 or 1.
+        uniform_V = ((word_V >> 9).to(tl.float32) + 0.5) * (2.0**-23)
+        score_V = tl.where(kept_V, exponent_V - tl.log(-tl.log(uniform_V)), float("-inf"))
+        score, token = _best(score_V, token_V)
+        tl.store(drawn_score_ptr + slot + part, score)
+        tl.store(drawn_token_ptr + slot + part, token)
+
+
+@kernel()
+def join_parts_kernel(
+    temperature_ptr: tl.tensor,  # [B] fp32
+    score_ptr: tl.tensor,  # [B, parts] fp32
+    token_ptr: tl.tensor,  # [B, parts] int32
+    drawn_score_ptr: tl.tensor,  # [B, parts] fp32
+    drawn_token_ptr: tl.tensor,  # [B, parts] int32
+    out_ptr: tl.tensor,  # [B] int64
+    num_parts: int,
+    HAS_RANDOM: tl.constexpr,
+    MAX_PARTS: tl.constexpr,
+) -> None:
+    """One program chooses the token of one row."""
+    row = tl.program_id(0).to(tl.int64)
+    slot = row * num_parts
+    _, token = _best_of_parts(score_ptr + slot, token_ptr + slot, num_parts, MAX_PARTS)
+    if HAS_RANDOM:
+        if (tl.load(temperature_ptr + row) > 0) & (token >= 0):
+            _, token = _best_of_parts(drawn_score_ptr + slot, drawn_token_ptr + slot, num_parts, MAX_PARTS)
     tl.store(out_ptr + row, token.to(tl.int64))
 
 
@@ -236,39 +423,86 @@ def sample_triton(logits_BV: Tensor, sampling: SamplingTensors) -> Tensor:
     out_B = torch.empty(num_rows, dtype=torch.int64, device=logits_BV.device)
     if num_rows == 0:
         return out_B
-    sample_kernel[(num_rows,)](
-        logits_BV,
+    num_parts = triton.cdiv(vocab_size, PART)
+    scores_XBP = torch.empty((2, num_rows, num_parts), device=logits_BV.device)  # of peaks, of draws
+    tokens_XBP = torch.empty_like(scores_XBP, dtype=torch.int32)
+    peaks, draws = zip(scores_XBP, tokens_XBP, strict=True)
+    max_parts = triton.next_power_of_2(num_parts)
+    _find_candidates(logits_BV, sampling, peaks, draws, max_parts)
+    join_parts_kernel[(num_rows,)](
         sampling.temperature_B,
-        sampling.top_k_B,
-        sampling.top_p_B,
-        sampling.min_p_B,
-        sampling.seed_B,
-        sampling.choice_B,
-        sampling.position_B,
+        *peaks,
+        *draws,
         out_B,
-        vocab_size,
-        logits_BV.stride(0),
-        BLOCK_V=max(4, min(4096, triton.next_power_of_2(vocab_size))),
-        num_warps=8,
+        num_parts,
+        HAS_RANDOM=sampling.has_random,
+        MAX_PARTS=max_parts,
+        num_warps=1,
     )
     return out_B
 
 
-_DTYPES = {"top_k_B": torch.int32, "choice_B": torch.int32, "seed_B": torch.int64, "position_B": torch.int64}
+def _find_candidates(
+    logits_BV: Tensor,
+    sampling: SamplingTensors,
+    peaks: tuple[Tensor, Tensor],  # scores and tokens, [B, parts]; written
+    draws: tuple[Tensor, Tensor],
+    max_parts: int,
+) -> None:
+    """The kernels whose programs take parts, in order."""
+    num_rows, vocab_size = logits_BV.shape
+    has_k, has_p = sampling.has_random and sampling.has_top_k, sampling.has_random and sampling.has_top_p
+    num_rounds = NUM_DIGITS * (has_k + has_p)
+    histogram = torch.zeros((num_rows, num_rounds, NUM_BINS), dtype=torch.int64, device=logits_BV.device)
+    state = histogram.new_empty((num_rows, num_rounds, 2))
+    grid, sizes = (num_rows, peaks[0].shape[1]), (vocab_size, logits_BV.stride(0))
+    options = {
+        "NUM_ROUNDS": num_rounds,
+        "HAS_TOP_K": has_k,
+        "NUM_BINS": NUM_BINS,
+        "PART": PART,
+        "num_warps": 8,
+    }
+    temperature_B, top_k_B, top_p_B = sampling.temperature_B, sampling.top_k_B, sampling.top_p_B
+    peak_kernel[grid](logits_BV, temperature_B, top_k_B, *peaks, histogram, *sizes, **options)
+    if not sampling.has_random:
+        return
+    options["MAX_PARTS"] = max_parts
+    filters_B = temperature_B, top_k_B, top_p_B
+    for round_ in range(1 if has_k else 0, num_rounds):
+        by_mass = round_ >= NUM_DIGITS or not has_k
+        select_kernel[grid](
+            logits_BV, *filters_B, *peaks, histogram, state, *sizes, ROUND=round_, BY_MASS=by_mass, **options
+        )
+    draw_kernel[grid](
+        logits_BV,
+        *filters_B,
+        sampling.min_p_B,
+        sampling.seed_B,
+        sampling.choice_B,
+        sampling.position_B,
+        *peaks,
+        histogram,
+        state,
+        *draws,
+        *sizes,
+        HAS_TOP_P=has_p,
+        **options,
+    )
 
 
 def _check(logits_BV: Tensor, sampling: SamplingTensors) -> None:
     if logits_BV.dim() != 2 or logits_BV.dtype != torch.float32 or logits_BV.stride(1) != 1:
         found = f"{logits_BV.dtype} {tuple(logits_BV.shape)}"
         raise ValueError(f"logits must be float32 [B, V] with adjacent tokens, got {found}")
-    for field in fields(sampling):
-        values_B: Tensor = getattr(sampling, field.name)
-        dtype = _DTYPES.get(field.name, torch.float32)
+    if logits_BV.shape[1] > MAX_VOCAB_SIZE:
+        raise ValueError(f"a vocabulary has at most {MAX_VOCAB_SIZE} tokens, got {logits_BV.shape[1]}")
+    for (name, dtype), values_B in zip(_DTYPES.items(), sampling.tensors, strict=True):
         if values_B.shape != logits_BV.shape[:1] or values_B.dtype != dtype or not values_B.is_contiguous():
             expected = f"contiguous {dtype} [{logits_BV.shape[0]}]"
-            raise ValueError(f"{field.name} must be {expected}, got {values_B.dtype} {tuple(values_B.shape)}")
+            raise ValueError(f"{name} must be {expected}, got {values_B.dtype} {tuple(values_B.shape)}")
         if values_B.device != logits_BV.device:
-            raise ValueError(f"{field.name} is on {values_B.device}, logits on {logits_BV.device}")
+            raise ValueError(f"{name} is on {values_B.device}, logits on {logits_BV.device}")
 
 
 def sample_reference(logits_BV: Tensor, sampling: SamplingTensors) -> Tensor:
@@ -278,7 +512,7 @@ def sample_reference(logits_BV: Tensor, sampling: SamplingTensors) -> Tensor:
     random_R = ((sampling.temperature_B > 0) & ~is_nan_B).nonzero()[:, 0]
     if random_R.numel() == 0:
         return chosen_B
-    rows = SamplingTensors(*(getattr(sampling, field.name)[random_R] for field in fields(sampling)))
+    rows = sampling.take(random_R)
     exponent_RV, kept_RV = kept_reference(logits_BV[random_R], rows)
     score_RV = exponent_RV - torch.log(-torch.log(_uniform_reference(rows, logits_BV.shape[1])))
     chosen_B[random_R] = score_RV.masked_fill_(~kept_RV, -torch.inf).argmax(-1)
@@ -324,7 +558,7 @@ def _sample_native(logits_BV: Tensor, sampling: SamplingTensors) -> Tensor:
     native.function("baton_sample", "pn" + 9 * "p" + "nn")(
         logits_BV.data_ptr(),
         logits_BV.stride(0),
-        *(getattr(sampling, field.name).data_ptr() for field in fields(sampling)),
+        *(values_B.data_ptr() for values_B in sampling.tensors),
         scratch.data_ptr(),
         tokens_B.data_ptr(),
         num_rows,

@@ -260,4 +260,7 @@ def _tensors(sequences: Ordered[Sequence], device: torch.device) -> SamplingTens
         seed_B=tensor([p.seed or 0 for p in params], torch.int64),
         choice_B=tensor([sequence.choice for sequence in sequences], torch.int32),
         position_B=tensor([len(sequence.token_ids) for sequence in sequences], torch.int64),
+        has_random=any(p.temperature > 0 for p in params),
+        has_top_k=any(p.top_k > 0 for p in params),
+        has_top_p=any(p.top_p < 1 for p in params),
     )

@@ -1,7 +1,7 @@
 """Arguments of the launchers' kernels at serving shapes, recorded instead of run."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import ModuleType
 
@@ -57,7 +57,8 @@ class Scenario:
     run: Run
 
 
-def record(scenario: Scenario, monkeypatch: pytest.MonkeyPatch) -> Launch:
+def record(scenario: Scenario, monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
+    """Return the launches of the scenario's kernel, in order."""
     launches: list[Launch] = []
     recorder = Recorder(getattr(scenario.module, scenario.kernel_name), launches)
     for name, value in vars(scenario.module).items():
@@ -65,8 +66,7 @@ def record(scenario: Scenario, monkeypatch: pytest.MonkeyPatch) -> Launch:
             monkeypatch.setattr(scenario.module, name, Recorder(value, []))
     monkeypatch.setattr(scenario.module, scenario.kernel_name, recorder)
     scenario.run()
-    (launch,) = launches
-    return launch
+    return launches
 
 
 def scenarios() -> Iterator[Scenario]:
@@ -76,14 +76,35 @@ def scenarios() -> Iterator[Scenario]:
         yield from _linear_scenarios(dtype)
         yield from _attention_scenarios(dtype)
     yield from _page_scenarios()
-    logits = torch.empty(4, 128256)
-    yield Scenario("sample", sample, "sample_kernel", partial(sample.sample_triton, logits, sampling_of(4)))
+    yield from _sample_scenarios()
 
 
 def sampling_of(num_rows: int) -> sample.SamplingTensors:
     ones = torch.ones(num_rows)
     small, wide = ones.to(torch.int32), ones.to(torch.int64)
     return sample.SamplingTensors(ones, small, ones, ones, wide, small, wide)
+
+
+def _sample_scenarios() -> Iterator[Scenario]:
+    logits = torch.empty(4, 128256)
+    for name, flags in (
+        ("greedy", (False, False, False)),
+        ("random", (True, False, False)),
+        ("top_k", (True, True, False)),
+        ("top_p", (True, False, True)),
+        ("both", (True, True, True)),
+    ):
+        names = ("has_random", "has_top_k", "has_top_p")
+        sampling = replace(sampling_of(4), **dict(zip(names, flags, strict=True)))
+        kernels = [
+            "peak",
+            "join_parts",
+            *(["draw"] if flags[0] else []),
+            *(["select"] if any(flags[1:]) else []),
+        ]
+        for kernel in kernels:
+            run = partial(sample.sample_triton, logits, sampling)
+            yield Scenario(f"sample-{kernel}-{name}", sample, f"{kernel}_kernel", run)
 
 
 def _row_scenarios(dtype: torch.dtype) -> Iterator[Scenario]:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -72,6 +72,30 @@ def sampling_outcome(vocab_size: int, filters: Filters, device: torch.device) ->
     return Outcome(sample_triton(logits, sampling), sample_reference(logits, sampling), exact=True)
 
 
+def mixed_outcome(logits: Tensor, settings: list[Filters]) -> Outcome:
+    """Each row has its own filters, and the flags say which of them occur."""
+    one = sampling_tensors(len(settings), Filters(), logits.device)
+
+    def column(name: str, like: Tensor) -> Tensor:
+        return torch.tensor([getattr(each, name) for each in settings], dtype=like.dtype, device=like.device)
+
+    sampling = replace(
+        one,
+        temperature_B=column("temperature", one.temperature_B),
+        top_k_B=column("top_k", one.top_k_B),
+        top_p_B=column("top_p", one.top_p_B),
+        min_p_B=column("min_p", one.min_p_B),
+        has_random=any(each.temperature > 0 for each in settings),
+        has_top_k=any(each.top_k > 0 for each in settings),
+        has_top_p=any(each.top_p < 1 for each in settings),
+    )
+    return Outcome(sample_triton(logits, sampling), sample_reference(logits, sampling), exact=True)
+
+
+def flagged_outcome(settings: list[Filters], device: torch.device) -> Outcome:
+    return mixed_outcome(awkward_logits(4099, device), settings)
+
+
 def no_rows(device: torch.device) -> Outcome:
     logits, sampling = torch.empty(0, 5, device=device), sampling_tensors(0, ALL, device)
     return Outcome(sample_triton(logits, sampling), sample_reference(logits, sampling), exact=True)
@@ -83,3 +107,6 @@ def sampling_cases() -> Iterator[tuple[str, Callable[[torch.device], Outcome]]]:
     for vocab_size in (1, 2, 4, 4099):
         yield f"sample-vocabulary{vocab_size}", partial(sampling_outcome, vocab_size, ALL)
     yield "sample-no_rows", no_rows
+    for name in ("greedy", "plain", "top_k", "top_p", "all"):
+        settings = [FILTERS[name], FILTERS["greedy"]] * 4
+        yield f"sample-flags-{name}", partial(flagged_outcome, settings)

@@ -4,6 +4,8 @@ import importlib
 import inspect
 import os
 import re
+import subprocess
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,8 @@ pytestmark = [
 
 SHARED_MEMORY_BYTES = 227 * 1024  # what one block may have on sm_90
 OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
+# The assembler of Triton 3.6 keeps one number of this kernel outside the registers; that of 3.9 none.
+LOCAL_MEMORY_BYTES = {"decode-split-128-float32": 8}
 SCENARIOS = list(scenarios()) if HAS_TRITON else []
 
 
@@ -48,8 +52,20 @@ def compiled(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The compiled kernel of the scenario with this name."""
     (scenario,) = (scenario for scenario in SCENARIOS if scenario.name == name)
     with monkeypatch.context() as patch:
-        launch = record(scenario, patch)
+        (launch,) = record(scenario, patch)
     return compile_for_hopper(launch)
+
+
+def local_memory_bytes(compiled: Any) -> int:
+    """Return what a thread keeps outside its registers, by the cubin's own account."""
+    folder = Path(triton.__file__).parent / "backends/nvidia/bin"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        command = [folder / "cuobjdump", "--dump-resource-usage", file.name]
+        usage = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    (stack,), (local,) = re.findall(r"STACK:(\d+)", usage), re.findall(r"LOCAL:(\d+)", usage)
+    return int(stack) + int(local)
 
 
 def _is_one(value: object) -> bool:
@@ -63,10 +79,15 @@ def _is_divisible_by_16(value: object) -> bool:
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.name)
 def test_kernel_compiles_for_hopper(scenario: Scenario, monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled = compile_for_hopper(record(scenario, monkeypatch))
-    assert ".target sm_90" in compiled.asm["ptx"]
-    assert len(compiled.asm["cubin"]) > 0
-    assert compiled.metadata.shared <= SHARED_MEMORY_BYTES
+    launches = record(scenario, monkeypatch)
+    assert launches
+    for launch in launches:
+        compiled = compile_for_hopper(launch)
+        assert ".target sm_90" in compiled.asm["ptx"]
+        assert compiled.metadata.shared <= SHARED_MEMORY_BYTES
+        assert local_memory_bytes(compiled) <= LOCAL_MEMORY_BYTES.get(scenario.name, 0), (
+            "registers are spilled"
+        )
 
 
 @pytest.mark.parametrize("name", ["prefill-128-bfloat16", "prefill-80-float16", "prefill-256-bfloat16"])

@@ -1,9 +1,47 @@
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.kernels.cases import CASES, Case, check
+from tests.kernels.sampling_cases import Filters, mixed_outcome
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_interpreted_kernel_agrees_with_its_reference(case: Case) -> None:
     check(case, torch.device("cpu"))
+
+
+
+FILTERS = st.builds(
+    Filters,
+    temperature=st.sampled_from((0.0, 1e-6, 0.3, 1.0, 2.5)),
+    top_k=st.sampled_from((-1, 0, 1, 2, 5, 40, 6000)),
+    top_p=st.sampled_from((1e-7, 0.1, 0.5, 0.93, 1.0)),
+    min_p=st.sampled_from((0.0, 0.07, 0.6, 1.0)),
+)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    rows=st.lists(FILTERS, min_size=1, max_size=4),
+    vocab_size=st.one_of(st.integers(1, 150), st.integers(4090, 8200)),
+    spread=st.sampled_from((0.0, 0.01, 1.0, 3.0, 20.0)),
+    steps=st.sampled_from((0, 1, 7)),  # logits in multiples of 1 / steps: ties
+    seed=st.integers(0, 2**16),
+)
+def test_interpreted_sampling_draws_the_tokens_of_the_reference(
+    rows: list[Filters], vocab_size: int, spread: float, steps: int, seed: int
+) -> None:
+    logits = torch.randn((len(rows), vocab_size), generator=torch.Generator().manual_seed(seed)) * spread
+    logits = (logits * steps).round() / steps if steps else logits
+    check(Case("mixed", lambda device: mixed_outcome(logits.to(device), rows)), torch.device("cpu"))
+
+
+@pytest.mark.parametrize("top_k", [0, 700])
+def test_interpreted_token_does_not_depend_on_the_batch(top_k: int) -> None:
+    row = torch.randn((1, 9000), generator=torch.Generator().manual_seed(1)) * 3
+    others = torch.randn((3, 9000), generator=torch.Generator().manual_seed(2))
+    ours, plain = Filters(top_k=top_k, top_p=0.9, temperature=0.7), Filters()
+    alone = mixed_outcome(row, [ours]).kernel
+    assert torch.equal(mixed_outcome(torch.cat((row, others)), [ours, plain, plain, plain]).kernel[:1], alone)
