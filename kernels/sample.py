@@ -16,7 +16,7 @@ histograms on a GPU. B sequences, V vocabulary.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Final
 
 import torch
@@ -84,6 +84,7 @@ class SamplingTensors:
     seed_B: Tensor  # int64
     choice_B: Tensor  # int32; which of the n answers to one request
     position_B: Tensor  # int64; of the token that is chosen
+    _: KW_ONLY
     has_random: bool = True
     has_top_k: bool = True
     has_top_p: bool = True
@@ -111,13 +112,13 @@ def sample(logits_BV: Tensor, sampling: SamplingTensors) -> Tensor:
 # rest of the batch. The programs of a row add integers, so the order of the sums does not matter.
 #
 # 1. peak_kernel: the largest logit of each part. With top_k it also fills the histogram of round 0.
-# 2. select_kernel, once for each other round, is a radix select. A round fills a histogram of one digit of the
-#    keys that share the digits found so far; the next launch reads the digit off that histogram. The rounds
-#    of top_k weigh each token 1, the three rounds of top_p after them by its probability.
+# 2. select_kernel, once for each other round, is a radix select. A round fills a histogram of one digit of
+#    the keys that share the digits found so far; the next launch reads the digit off that histogram. The
+#    rounds of top_k weigh each token 1, the three rounds of top_p after them by its probability.
 # 3. draw_kernel: the largest score among the kept tokens of each part.
 # 4. join_parts_kernel: the largest among the parts of a row.
 #
-# An `if` on a constant stays apart from an `if` on a value (SIM102): the compiler then drops the whole branch.
+# An `if` on a constant stays apart from an `if` on a value (SIM102), so that the compiler drops the branch.
 #
 # Greedy rows take 2 launches (1 and 4), random rows 3, with top_k 5, with top_p 6, with both 8.
 
@@ -424,9 +425,14 @@ def sample_triton(logits_BV: Tensor, sampling: SamplingTensors) -> Tensor:
     if num_rows == 0:
         return out_B
     num_parts = triton.cdiv(vocab_size, PART)
-    scores_XBP = torch.empty((2, num_rows, num_parts), device=logits_BV.device)  # of peaks, of draws
-    tokens_XBP = torch.empty_like(scores_XBP, dtype=torch.int32)
-    peaks, draws = zip(scores_XBP, tokens_XBP, strict=True)
+    # Tensors of their own, not slices: Triton compiles anew for pointers that 16 does not divide.
+    peaks, draws = (
+        (
+            torch.empty(shape, device=logits_BV.device),
+            torch.empty(shape, dtype=torch.int32, device=logits_BV.device),
+        )
+        for shape in 2 * [(num_rows, num_parts)]
+    )
     max_parts = triton.next_power_of_2(num_parts)
     _find_candidates(logits_BV, sampling, peaks, draws, max_parts)
     join_parts_kernel[(num_rows,)](

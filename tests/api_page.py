@@ -47,7 +47,7 @@ SECTIONS: Final = {
             ("baton.engine.models.model", "Model"),
             ("baton.engine.models.registry", "Architecture ModelConfig"),
             ("baton.engine.models.decoder", "Decoder"),
-            ("baton.engine.runner.sampler", "LogitsProcessor"),
+            ("baton.engine.runner.logits_processors", "LogitsProcessor"),
             ("baton.gateway.metrics.exporter", "Metric"),
             ("baton.kvtransfer.transports.base", "Transport TransportListener Sender LocalRank"),
             ("baton.kvtransfer.transports.base", "Piece OutgoingTransfer PieceOutcome"),

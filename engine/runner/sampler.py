@@ -6,82 +6,17 @@ Shapes: R rows, V vocabulary, T tokens.
 
 from collections.abc import Sequence as Ordered
 from dataclasses import dataclass
-from typing import Final, Protocol, TypeAlias
+from typing import Final, TypeAlias
 
 import msgspec
+import numpy as np
 import torch
 from torch import Tensor
 
+from baton.engine.runner.logits_processors import LOGITS_PROCESSORS, process_rows, upload
 from baton.engine.scheduler.sequence import Batch, ScheduledChunk, Sequence, SequenceKey
 from baton.kernels.sample import NOT_A_TOKEN, SamplingTensors, sample
-from baton.request import SamplingParams, StepOutput, TokenLogprobs
-
-
-class LogitsProcessor(Protocol):
-    """One sampling parameter, or several that belong together."""
-
-    def applies(self, sampling: SamplingParams) -> bool:
-        """Return True when these parameters change any logits. A step without such sequences is faster."""
-
-    def process(self, logits_V: Tensor, sequence: Sequence) -> None:
-        """Change the fp32 logits of the sequence's next token in place.
-
-        Must be a function of the logits, the sampling parameters and the tokens of the sequence: a replayed
-        stream continues with the same tokens only then.
-        """
-
-
-class LogitBias:
-    """Adds `logit_bias`."""
-
-    def applies(self, sampling: SamplingParams) -> bool:
-        return bool(sampling.logit_bias)
-
-    def process(self, logits_V: Tensor, sequence: Sequence) -> None:
-        bias = sequence.sampling.logit_bias
-        ids = torch.tensor(list(bias), device=logits_V.device)
-        logits_V[ids] += torch.tensor(list(bias.values()), device=logits_V.device)
-
-
-class MinTokens:
-    """Bans stop tokens until the answer has `min_tokens` tokens."""
-
-    def applies(self, sampling: SamplingParams) -> bool:
-        return bool(sampling.min_tokens)
-
-    def process(self, logits_V: Tensor, sequence: Sequence) -> None:
-        if len(sequence.token_ids) < sequence.min_num_tokens and sequence.stop_ids:
-            logits_V[torch.tensor(list(sequence.stop_ids), device=logits_V.device)] = float("-inf")
-
-
-class Penalties:
-    """Repetition, then frequency and presence penalties.
-
-    Repetition counts tokens of prompt and answer, frequency and presence of the answer alone.
-    """
-
-    def applies(self, sampling: SamplingParams) -> bool:
-        return sampling.has_penalties
-
-    def process(self, logits_V: Tensor, sequence: Sequence) -> None:
-        sampling = sequence.sampling
-        token_ids = torch.tensor(sequence.token_ids, device=logits_V.device)
-        if sampling.repetition_penalty != 1.0:
-            seen = token_ids.unique()
-            logits = logits_V[seen]
-            penalty = sampling.repetition_penalty
-            logits_V[seen] = torch.where(logits > 0, logits / penalty, logits * penalty)
-        generated, counts = token_ids[sequence.num_prompt_tokens :].unique(return_counts=True)
-        logits_V[generated] -= sampling.frequency_penalty * counts + sampling.presence_penalty
-
-
-# name -> processor; they run in this order, which is vLLM's
-LOGITS_PROCESSORS: Final[dict[str, LogitsProcessor]] = {
-    "logit_bias": LogitBias(),
-    "min_tokens": MinTokens(),
-    "penalties": Penalties(),
-}
-
+from baton.request import StepOutput, TokenLogprobs
 
 PromptLogprobs: TypeAlias = tuple[TokenLogprobs | None, ...]
 FIRST_TOKEN: Final[PromptLogprobs] = (None,)  # has no logprobs
@@ -143,7 +78,7 @@ class Sampler:
         self._device = device
         self._sequences: list[Sequence] = []  # by identity: a key may be used again
         self._tensors: SamplingTensors | None = None
-        self._processed: dict[int, list[str]] = {}  # row -> names of the processors that apply
+        self._processed: dict[str, dict[int, Sequence]] = {}  # name of a processor -> its rows
         self._asking: list[int] = []  # rows that want log probabilities
         self._asking_prompt: list[int] = []  # rows that want prompt log probabilities
         self._prompts: dict[SequenceKey, list[TokenLogprobs | None]] = {}
@@ -157,9 +92,8 @@ class Sampler:
             logits_RV = self._take_prompt_rows(batch, logits_RV)
         tensors = self._parameters(sequences)
         raw_RV = logits_RV[self._asking] if self._asking else logits_RV[:0]  # a copy, before the processors
-        for row, names in self._processed.items():
-            for name in names:
-                LOGITS_PROCESSORS[name].process(logits_RV[row], sequences[row])
+        for name, rows in self._processed.items():
+            process_rows(LOGITS_PROCESSORS[name], logits_RV, rows)
         drawn: list[int | None] = sample(logits_RV, tensors).tolist()
         failed = []
         if NOT_A_TOKEN in drawn:
@@ -237,29 +171,29 @@ def _logprobs(raw_RV: Tensor, asked: list[tuple[Sequence, int | None]]) -> dict[
     }
 
 
-def _processed_rows(sequences: Ordered[Sequence]) -> dict[int, list[str]]:
-    rows = {}
-    for row, sequence in enumerate(sequences):
-        names = [name for name, each in LOGITS_PROCESSORS.items() if each.applies(sequence.sampling)]
-        if names:
-            rows[row] = names
-    return rows
+def _processed_rows(sequences: Ordered[Sequence]) -> dict[str, dict[int, Sequence]]:
+    """Name of each processor that applies to any row, in the order of the registry -> its rows."""
+    applying = {
+        name: {row: each for row, each in enumerate(sequences) if processor.applies(each.sampling)}
+        for name, processor in LOGITS_PROCESSORS.items()
+    }
+    return {name: rows for name, rows in applying.items() if rows}
 
 
 def _tensors(sequences: Ordered[Sequence], device: torch.device) -> SamplingTensors:
     params = [sequence.sampling for sequence in sequences]
 
-    def tensor(values: list[float] | list[int], dtype: torch.dtype) -> Tensor:
-        return torch.tensor(values, dtype=dtype, device=device)
+    def tensor(values: list[float] | list[int], dtype: type[np.generic]) -> Tensor:
+        return upload(np.array(values, dtype), device)
 
     return SamplingTensors(
-        temperature_B=tensor([p.temperature for p in params], torch.float32),
-        top_k_B=tensor([max(0, p.top_k) for p in params], torch.int32),
-        top_p_B=tensor([p.top_p for p in params], torch.float32),
-        min_p_B=tensor([p.min_p for p in params], torch.float32),
-        seed_B=tensor([p.seed or 0 for p in params], torch.int64),
-        choice_B=tensor([sequence.choice for sequence in sequences], torch.int32),
-        position_B=tensor([len(sequence.token_ids) for sequence in sequences], torch.int64),
+        temperature_B=tensor([p.temperature for p in params], np.float32),
+        top_k_B=tensor([max(0, p.top_k) for p in params], np.int32),
+        top_p_B=tensor([p.top_p for p in params], np.float32),
+        min_p_B=tensor([p.min_p for p in params], np.float32),
+        seed_B=tensor([p.seed or 0 for p in params], np.int64),
+        choice_B=tensor([sequence.choice for sequence in sequences], np.int32),
+        position_B=tensor([len(sequence.token_ids) for sequence in sequences], np.int64),
         has_random=any(p.temperature > 0 for p in params),
         has_top_k=any(p.top_k > 0 for p in params),
         has_top_p=any(p.top_p < 1 for p in params),

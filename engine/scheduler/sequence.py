@@ -74,7 +74,7 @@ class SequenceProgress(Protocol):
     def own_s(self) -> float: ...
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
+@dataclass(slots=True, weakref_slot=True, eq=False, kw_only=True)
 class Sequence:
     """One choice of one request. Only the scheduler mutates a sequence, in `apply` and `commit`.
 

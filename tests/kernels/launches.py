@@ -94,8 +94,8 @@ def _sample_scenarios() -> Iterator[Scenario]:
         ("top_p", (True, False, True)),
         ("both", (True, True, True)),
     ):
-        names = ("has_random", "has_top_k", "has_top_p")
-        sampling = replace(sampling_of(4), **dict(zip(names, flags, strict=True)))
+        has_random, has_top_k, has_top_p = flags
+        sampling = replace(sampling_of(4), has_random=has_random, has_top_k=has_top_k, has_top_p=has_top_p)
         kernels = [
             "peak",
             "join_parts",

@@ -62,7 +62,7 @@ def local_memory_bytes(compiled: Any) -> int:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
-        command = [folder / "cuobjdump", "--dump-resource-usage", file.name]
+        command = [str(folder / "cuobjdump"), "--dump-resource-usage", file.name]
         usage = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     (stack,), (local,) = re.findall(r"STACK:(\d+)", usage), re.findall(r"LOCAL:(\d+)", usage)
     return int(stack) + int(local)

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from baton.engine.runner import sampler as sampler_module
-from baton.engine.runner.sampler import LOGITS_PROCESSORS, Sampler, token_logprobs
+from baton.engine.runner.logits_processors import LOGITS_PROCESSORS, process_rows
+from baton.engine.runner.sampler import Sampler, token_logprobs
 from baton.engine.scheduler.sequence import ScheduledChunk, Sequence
 from baton.request import Request, SamplingParams
 from baton.token_ids import TokenIds
@@ -69,6 +70,40 @@ def test_processors_agree_with_a_loop_over_the_vocabulary(
     sequence, logits = make_sequence("s", prompt, generated, **sampling), random_logits(1)[0]
     expected = torch.tensor(by_definition(sequence, logits))
     torch.testing.assert_close(adjusted(sequence, logits), expected)
+
+
+@given(
+    rows=st.lists(
+        st.fixed_dictionaries(
+            {
+                "repetition_penalty": st.sampled_from((0.5, 1.0, 1.7)),
+                "presence_penalty": st.sampled_from((-1.5, 0.0, 0.8)),
+                "frequency_penalty": st.sampled_from((-0.3, 0.0, 1.1)),
+                "logit_bias": st.dictionaries(tokens, st.floats(-100, 100), max_size=3),
+                "stop_token_ids": st.lists(tokens, max_size=3).map(tuple),
+                "min_tokens": st.integers(0, 5),
+            }
+        ),
+        min_size=1,
+        max_size=6,
+    ),
+    prompts=st.lists(st.lists(tokens, min_size=1, max_size=9), min_size=6, max_size=6),
+    steps=st.lists(st.lists(tokens, min_size=6, max_size=6), min_size=1, max_size=5),
+)
+def test_rows_of_growing_sequences_are_each_changed_by_their_own_parameters(
+    rows: list[dict[str, Any]], prompts: list[list[int]], steps: list[list[int]]
+) -> None:
+    sequences = [make_sequence(str(i), prompts[i], **row) for i, row in enumerate(rows)]
+    for step, new_tokens in enumerate(steps):
+        logits = random_logits(len(sequences), step)
+        expected = torch.tensor([by_definition(*pair) for pair in zip(sequences, logits, strict=True)])
+        for processor in LOGITS_PROCESSORS.values():
+            applying = {i: each for i, each in enumerate(sequences) if processor.applies(each.sampling)}
+            if applying:
+                process_rows(processor, logits, applying)
+        torch.testing.assert_close(logits, expected)
+        for sequence, token in zip(sequences, new_tokens, strict=False):
+            sequence.token_ids.append(token)
 
 
 class EvenSampling(SamplingParams, frozen=True):

@@ -1,0 +1,184 @@
+"""Sampling parameters that change logits before the draw.
+
+Processors run in the order of `LOGITS_PROCESSORS`. Those in the tree change all their rows in one pass, from
+packed uploads; one from outside may change row by row. Shapes: R rows, V vocabulary, N changed logits.
+"""
+
+from array import array
+from collections.abc import Collection, Mapping
+from typing import Any, Final, Protocol, runtime_checkable
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from baton.engine.scheduler.sequence import Sequence
+from baton.request import SamplingParams
+
+
+class LogitsProcessor(Protocol):
+    """One sampling parameter, or several that belong together."""
+
+    def applies(self, sampling: SamplingParams) -> bool:
+        """Return True when these parameters change any logits. A step without such sequences is faster."""
+
+    def process(self, logits_V: Tensor, sequence: Sequence) -> None:
+        """Change the fp32 logits of the sequence's next token in place.
+
+        Must be a function of the logits, the sampling parameters and the tokens of the sequence: a replayed
+        stream continues with the same tokens only then.
+        """
+
+
+@runtime_checkable
+class BatchLogitsProcessor(LogitsProcessor, Protocol):
+    """A processor that changes many rows at once: on a GPU a loop over rows waits for copies of each row."""
+
+    def process_rows(self, logits_RV: Tensor, sequences: Mapping[int, Sequence]) -> None:
+        """Do what `process` does, for each row -> sequence of the mapping."""
+
+
+def process_rows(processor: LogitsProcessor, logits_RV: Tensor, sequences: Mapping[int, Sequence]) -> None:
+    """Let the processor change the rows of the sequences it applies to (row -> sequence), in place."""
+    if isinstance(processor, BatchLogitsProcessor):
+        processor.process_rows(logits_RV, sequences)
+        return
+    for row, sequence in sequences.items():
+        processor.process(logits_RV[row], sequence)
+
+
+def upload(values: "np.ndarray[Any, Any]", device: torch.device) -> Tensor:
+    """Return the array on the device, without waiting for a GPU; on the CPU the tensor shares its memory."""
+    tensor = torch.from_numpy(values)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
+class LogitBias:
+    """Adds `logit_bias`."""
+
+    def applies(self, sampling: SamplingParams) -> bool:
+        return bool(sampling.logit_bias)
+
+    def process(self, logits_V: Tensor, sequence: Sequence) -> None:
+        self.process_rows(logits_V[None], {0: sequence})
+
+    def process_rows(self, logits_RV: Tensor, sequences: Mapping[int, Sequence]) -> None:
+        biases = {row: sequence.sampling.logit_bias for row, sequence in sequences.items()}
+        values = np.array([value for bias in biases.values() for value in bias.values()], np.float32)
+        places, values_N = _places(biases, logits_RV.device), upload(values, logits_RV.device)
+        logits_RV.index_put_(places, values_N, accumulate=True)
+
+
+class MinTokens:
+    """Bans stop tokens until the answer has `min_tokens` tokens."""
+
+    def applies(self, sampling: SamplingParams) -> bool:
+        return bool(sampling.min_tokens)
+
+    def process(self, logits_V: Tensor, sequence: Sequence) -> None:
+        self.process_rows(logits_V[None], {0: sequence})
+
+    def process_rows(self, logits_RV: Tensor, sequences: Mapping[int, Sequence]) -> None:
+        banned = {
+            row: each.stop_ids
+            for row, each in sequences.items()
+            if each.stop_ids and len(each.token_ids) < each.min_num_tokens
+        }
+        if banned:
+            logits_RV[_places(banned, logits_RV.device)] = float("-inf")
+
+
+def _places(token_ids: Mapping[int, Collection[int]], device: torch.device) -> tuple[Tensor, ...]:
+    """Index of logits: row and token of each id (row -> token ids)."""
+    rows = [row for row, ids in token_ids.items() for _ in ids]
+    tokens = [token for ids in token_ids.values() for token in ids]
+    return upload(np.array((rows, tokens), np.int64), device).unbind()
+
+
+class _TokenCounts:
+    """The tokens that the penalties of one sequence change, and how often each is in the answer.
+
+    Tokens of the prompt are among them only for a repetition penalty. Grows with the sequence.
+    """
+
+    def __init__(self, sequence: Sequence) -> None:
+        counts_prompt = sequence.sampling.repetition_penalty != 1.0
+        self._num_counted = sequence.num_prompt_tokens  # tokens [0, num_counted) of the sequence are counted
+        prompt = dict.fromkeys(sequence.token_ids[: self._num_counted] if counts_prompt else ())
+        self._slots = {token: slot for slot, token in enumerate(prompt)}  # token id -> place in both arrays
+        self.tokens, self.counts = array("i", prompt), array("i", bytes(4 * len(prompt)))
+
+    def catch_up(self, sequence: Sequence) -> None:
+        """Count the tokens that the sequence gained."""
+        for token in sequence.token_ids[self._num_counted :]:
+            slot = self._slots.setdefault(token, len(self.tokens))
+            if slot == len(self.tokens):
+                self.tokens.append(token)
+                self.counts.append(0)
+            self.counts[slot] += 1
+        self._num_counted = len(sequence.token_ids)
+
+
+class Penalties:
+    """Repetition, then frequency and presence penalties.
+
+    Repetition counts tokens of prompt and answer, frequency and presence of the answer alone. The counts of a
+    sequence are kept on the host as long as the sequence; a step adds its new token.
+    """
+
+    def __init__(self) -> None:
+        self._counts: WeakKeyDictionary[Sequence, _TokenCounts] = WeakKeyDictionary()
+
+    def applies(self, sampling: SamplingParams) -> bool:
+        return sampling.has_penalties
+
+    def process(self, logits_V: Tensor, sequence: Sequence) -> None:
+        self.process_rows(logits_V[None], {0: sequence})
+
+    def process_rows(self, logits_RV: Tensor, sequences: Mapping[int, Sequence]) -> None:
+        counted = [self._counted(sequence) for sequence in sequences.values()]
+        sizes = [len(each.tokens) for each in counted]
+        num_rows, num_changed = len(logits_RV), sum(sizes)
+        packed = np.empty(3 * (num_changed + num_rows), np.int32)
+        changed, penalties = (
+            packed[: 3 * num_changed].reshape(3, -1),
+            packed[3 * num_changed :].view(np.float32),
+        )
+        changed[0] = np.repeat(list(sequences), sizes)
+        np.concatenate([np.frombuffer(each.tokens, np.int32) for each in counted], out=changed[1])
+        np.concatenate([np.frombuffer(each.counts, np.int32) for each in counted], out=changed[2])
+        values = [_penalties(each) for each in sequences.values()]
+        penalties.reshape(num_rows, 3)[list(sequences)] = values
+        packed_N = upload(packed, logits_RV.device)
+        row_N, token_N, count_N = packed_N[: 3 * num_changed].view(3, -1)
+        penalties_R3 = packed_N[3 * num_changed :].view(torch.float32).view(-1, 3)
+        places = row_N.long(), token_N.long()
+        repetition_N, frequency_N, presence_N = penalties_R3[places[0]].unbind(1)
+        logit_N = logits_RV[places]
+        amount_N = frequency_N * count_N + presence_N
+        if any(repetition != 1.0 for repetition, _, _ in values):  # so tokens of the prompt are among these
+            logit_N = torch.where(logit_N > 0, logit_N / repetition_N, logit_N * repetition_N)
+            amount_N *= count_N > 0
+        logit_N -= amount_N
+        logits_RV.index_put_(places, logit_N)
+
+    def _counted(self, sequence: Sequence) -> _TokenCounts:
+        counts = self._counts.get(sequence)
+        if counts is None:
+            counts = self._counts[sequence] = _TokenCounts(sequence)
+        counts.catch_up(sequence)
+        return counts
+
+
+def _penalties(sequence: Sequence) -> tuple[float, float, float]:
+    sampling = sequence.sampling
+    return sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty
+
+
+# name -> processor; they run in this order, which is vLLM's
+LOGITS_PROCESSORS: Final[dict[str, LogitsProcessor]] = {
+    "logit_bias": LogitBias(),
+    "min_tokens": MinTokens(),
+    "penalties": Penalties(),
+}
