@@ -10,6 +10,8 @@
 # make faults  aborts in every state; kills and stalls of real processes; broken and slow links
 # make sim     2,500 simulated clusters with faults, in virtual time
 # make soak    half an hour of mixed load on a cluster on Ray, a fault every ten seconds
+# make kernels-3.6  every GPU kernel compiled on Triton 3.6.0, the one of torch 2.11. make test compiles there the
+#              kernels at one shape in bf16, the rounds of sampling, and what tests look for in attention loops
 # make fuzz    a million damaged frames, a million damaged records, 100,000 interleavings of hand-offs
 #
 # make clean   delete the virtual environment and all caches
@@ -29,9 +31,12 @@ VENV_FLAGS := $(if $(HAS_NVIDIA),--system-site-packages)
 TEST_PROCESSES ?= 3
 SOAK_MINUTES ?= 30
 SOAK_SEED ?= 1
+# A second Triton in a folder of its own; PYTHONPATH puts it before the one of the virtual environment.
+TRITON_36 ?= $(VENV)/triton-3.6.0
+KERNELS_36 := PYTHONPATH=$(abspath $(TRITON_36)) $(BIN)/python -m pytest tests/kernels/test_aot.py
 STAMP := $(VENV)/.installed-from-$(notdir $(CONSTRAINTS))
 
-.PHONY: all help setup redis serve test bench parity faults sim soak fuzz check format api clean
+.PHONY: all help setup redis serve test bench parity faults sim soak fuzz kernels-3.6 check format api clean
 
 all: check test
 
@@ -61,6 +66,18 @@ test: setup redis
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile \
 		--no-loadscope-reorder --ignore=tests/kernels/interpreted
 	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) tests/kernels/interpreted
+	@$(MAKE) --no-print-directory -o setup $(TRITON_36)/.installed || \
+		echo "note: Triton 3.6.0 cannot be installed; its part of the tests is skipped"
+	@! test -e $(TRITON_36)/.installed || $(KERNELS_36) --numprocesses 2 \
+		-k "not test_kernel_compiles or 128-bfloat16 or sample-select-both or sample-draw-both"
+
+$(TRITON_36)/.installed:
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(TRITON_36) triton==3.6.0
+	PYTHONPATH=$(abspath $(TRITON_36)) $(BIN)/python -c "import triton; assert triton.__version__ == '3.6.0'"
+	touch $@
+
+kernels-3.6: setup $(TRITON_36)/.installed
+	$(KERNELS_36) --numprocesses 2
 
 bench: setup
 	$(BIN)/python -m baton.bench.engine.scheduler
