@@ -295,8 +295,8 @@ def linear_triton(
     out_TN = torch.empty((num_tokens, width), dtype=out_dtype or x_TK.dtype, device=x_TK.device)
     if not out_TN.numel():
         return out_TN
-    tile = linear_tile(x_TK)
     split_inputs = -(-num_inputs // num_splits)
+    tile = linear_tile(x_TK, split_inputs)
     part_inputs = _round_up(max(LEAST_PART, -(-split_inputs // MAX_PARTS)), tile["BLOCK_K"])
     num_parts = -(-split_inputs // part_inputs)
     num_tiles = triton.cdiv(num_tokens, tile["BLOCK_M"]) * triton.cdiv(num_outputs, tile["BLOCK_N"])
@@ -332,13 +332,19 @@ def linear_triton(
     return out_TN
 
 
-def linear_tile(x_TK: Tensor) -> dict[str, int]:
+def linear_tile(x_TK: Tensor, split_inputs: int) -> dict[str, int]:
     """Compile-time constants: 64 tokens at a time in decode steps, 128 in larger ones."""
     if x_TK.dtype == torch.float32:  # no matrix units: both operands of a product sit in registers
-        return {"BLOCK_M": 32, "BLOCK_N": 32, "BLOCK_K": 32, "num_warps": 4, "num_stages": 2}
+        return {"BLOCK_M": 32, "BLOCK_N": 32, "BLOCK_K": 32, "num_warps": 8, "num_stages": 2}
     rows = 64 if len(x_TK) <= 64 else 128
     stages = 4 if has_large_shared_memory(x_TK.device) else 2
-    return {"BLOCK_M": rows, "BLOCK_N": 128, "BLOCK_K": 64, "num_warps": rows // 16, "num_stages": stages}
+    return {
+        "BLOCK_M": rows,
+        "BLOCK_N": 128 if split_inputs % 64 == 0 else 64,  # masks of inputs take registers
+        "BLOCK_K": 64,
+        "num_warps": rows // 16,
+        "num_stages": stages,
+    }
 
 
 def new_arrivals(device: torch.device) -> Tensor:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from baton.kernels import native
-from baton.kernels.triton_import import jit, kernel, tl, triton
+from baton.kernels.triton_import import jit, kernel, runs_triton, tl, triton
 
 # Philox4x32-10, the counter-based generator of Random123 (Salmon et al., SC'11), in plain torch.
 #
@@ -101,7 +101,7 @@ class SamplingTensors:
 
 def sample(logits_BV: Tensor, sampling: SamplingTensors) -> Tensor:
     """Token ids, int64 [B]. logits_BV: float32, rows may be strided, not modified. Never waits for a GPU."""
-    if logits_BV.is_cuda:
+    if runs_triton(logits_BV):
         return sample_triton(logits_BV, sampling)
     if native.handles(logits_BV.dtype):
         return _sample_native(logits_BV, sampling)

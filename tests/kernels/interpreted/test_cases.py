@@ -12,7 +12,6 @@ def test_interpreted_kernel_agrees_with_its_reference(case: Case) -> None:
     check(case, torch.device("cpu"))
 
 
-
 FILTERS = st.builds(
     Filters,
     temperature=st.sampled_from((0.0, 1e-6, 0.3, 1.0, 2.5)),

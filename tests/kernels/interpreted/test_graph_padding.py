@@ -5,8 +5,6 @@ import torch
 
 from baton.engine.runner.step_inputs import GraphInputs, GraphShape, ModelInput, StepBuilder
 from baton.kernels import ragged_attention
-from baton.kernels.paged_attention import paged_attention_decode_triton
-from baton.kernels.prefill_attention import prefill_attention_triton
 from tests.batches import make_batch, make_sequence, rest_of
 from tests.kernels.outcomes import normal
 
@@ -17,10 +15,8 @@ NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 4, 2, 16
 @pytest.mark.parametrize("shape", [GraphShape(8, 5, 32), GraphShape(3, 4, 64)], ids=repr)
 @pytest.mark.parametrize(("num_decodes", "prompts"), [(3, (11, 2)), (2, (30,)), (0, (7, 1, 9))])
 def test_attention_of_a_padded_step_has_the_same_bits(
-    num_decodes: int, prompts: tuple[int, ...], shape: GraphShape, monkeypatch: pytest.MonkeyPatch
+    num_decodes: int, prompts: tuple[int, ...], shape: GraphShape
 ) -> None:
-    monkeypatch.setattr(ragged_attention, "paged_attention_decode", paged_attention_decode_triton)
-    monkeypatch.setattr(ragged_attention, "prefill_attention", prefill_attention_triton)
     sequences = [
         make_sequence(str(row), range(length)) for row, length in enumerate((9,) * num_decodes + prompts)
     ]
