@@ -64,6 +64,8 @@ ONLY_IN: Final = {
     "httptools": {"bench", "gateway"},
     "matplotlib": {"bench"},
     "minijinja": {"gateway"},
+    "mooncake": {"bench", "kvtransfer"},
+    "nixl": {"bench", "kvtransfer"},
     "prometheus_client": {"gateway"},
     "ray": {"cluster"},
     "redis": {"router"},

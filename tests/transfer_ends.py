@@ -1,6 +1,7 @@
 """The two ends of transfers without an endpoint: each lives in a test's process, or as a `Remote`."""
 
 import hashlib
+import importlib.util
 import math
 import os
 import random
@@ -10,6 +11,7 @@ from concurrent.futures import Future
 from typing import Any, Final, NamedTuple
 
 import msgspec
+import pytest
 import torch
 from torch import Tensor
 
@@ -34,6 +36,7 @@ from baton.pages import PageLayout
 from baton.rpc.auth import LinkSecret
 
 KEY: Final = b"the key of the tests' cluster"
+PACKAGES: Final = {"nixl": "nixl", "mooncake": "mooncake"}  # transport -> the Python package that it needs
 TCP: Final = TcpSettings(connect_s=5.0, stall_s=2.0, part_s=20.0)
 GROUP: Final = GroupSettings(connect_s=10.0, stall_s=2.0)
 DEADLINE_S: Final = 20.0
@@ -41,6 +44,21 @@ WRITER: Final = b"source incarnati"
 LAYOUT: Final = PageLayout(
     tp_size=1, page_size=16, num_layers=2, num_kv_heads=4, head_dim=32, dtype="bfloat16"
 )
+
+
+def is_installed(name: str) -> bool:
+    """Return True where the library of the transport is here; Baton's own need none."""
+    return name not in PACKAGES or importlib.util.find_spec(PACKAGES[name]) is not None
+
+
+def needs(name: str) -> pytest.MarkDecorator:
+    """Skip a test where the library of the transport is missing."""
+    reason = f"{name} is not installed: pip install 'baton-serve[{name}]'"
+    return pytest.mark.skipif(not is_installed(name), reason=reason)
+
+
+# Parameters of tests: the transports whose libraries may be missing.
+OPTIONAL: Final = [pytest.param(name, marks=needs(name)) for name in PACKAGES]
 
 
 class Grant(msgspec.Struct, frozen=True, kw_only=True):
@@ -173,8 +191,9 @@ class Destination:
         self.receiver = TcpReceiver(self.rank, settings=TCP)
         self._listeners: dict[str, TransportListener] = {"tcp": self.receiver}
         for name, transport in TRANSPORTS.items():
-            listener = transport.listen(self.rank) if name != "tcp" else None
-            if listener is not None:
+            if name == "tcp" or not is_installed(name):
+                continue
+            if (listener := transport.listen(self.rank)) is not None:
                 self._listeners[name] = listener
 
     def renew(self, layout: PageLayout, num_pages: int, rank: int, device: str) -> None:

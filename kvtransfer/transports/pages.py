@@ -15,7 +15,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
 import numpy as np
@@ -184,9 +184,7 @@ def _address(mapped: mmap.mmap) -> int:
 # On a GPU the copies run on a stream of the packing's own. That stream waits for the work that pushers have
 # enqueued on theirs, and the model's stream never waits for it. Suffix N: runs.
 
-NO_SLEEP_S: Final = (
-    2e-4  # a wait for the GPU polls without sleeping for so long: a sleep takes 70 us at least
-)
+NO_SLEEP_S: Final = 2e-4  # `poll` does not sleep for so long: a sleep takes 70 us at least
 SHORTEST_SLEEP_S: Final = 2e-5  # afterwards each sleep is twice as long, up to
 LONGEST_SLEEP_S: Final = 1e-3
 
@@ -302,16 +300,8 @@ class DevicePages:
     def finish(self, timeout_s: float = math.inf) -> None:
         with torch.cuda.stream(self.stream):
             done = self.stream.record_event()
-        begun_s, sleep_s = time.monotonic(), SHORTEST_SLEEP_S
-        while not done.query():
-            waited_s = time.monotonic() - begun_s
-            if waited_s > timeout_s:
-                raise TransferFailed(f"the GPU did not finish within {timeout_s:g} s")
-            if waited_s < NO_SLEEP_S:
-                time.sleep(0)  # lets other threads run
-                continue
-            time.sleep(sleep_s)
-            sleep_s = min(2 * sleep_s, LONGEST_SLEEP_S)
+        if not poll(done.query, timeout_s):
+            raise TransferFailed(f"the GPU did not finish within {timeout_s:g} s")
 
     def wait_for_writers(self) -> None:
         """Let the packing's stream wait for all work that `note_written` was told of.
@@ -329,6 +319,21 @@ class DevicePages:
         rows = torch.from_numpy(np.add.outer(first, rows_of_run).reshape(-1))
         # Pinned, or the copy would wait for the stream; the allocator keeps it until the stream has read it.
         return rows.pin_memory().to(self.pool.device, non_blocking=True)
+
+
+def poll(has_ended: Callable[[], bool], timeout_s: float) -> bool:
+    """Ask until the answer is True, first without sleeping; False after the timeout."""
+    begun_s, sleep_s = time.monotonic(), SHORTEST_SLEEP_S
+    while not has_ended():
+        waited_s = time.monotonic() - begun_s
+        if waited_s > timeout_s:
+            return False
+        if waited_s < NO_SLEEP_S:
+            time.sleep(0)  # lets other threads run
+            continue
+        time.sleep(sleep_s)
+        sleep_s = min(2 * sleep_s, LONGEST_SLEEP_S)
+    return True
 
 
 class StagedParts:

@@ -46,7 +46,7 @@ class StoreEntry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     """A key that one of the two ranks has set, as sent to the other."""
 
     key: Annotated[str, Meta(max_length=256)]
-    value: Annotated[bytes, Meta(max_length=4096)]
+    value: Annotated[bytes, Meta(max_length=2**16)]  # NIXL's grows with the network cards of a host
 
 
 class PairStore(Store):
@@ -264,6 +264,10 @@ class GlooChannel:
         """
         with contextlib.suppress(RuntimeError):
             self._group.recv([self._scratch], self._peer, _ABORT_TAG).wait(timedelta(milliseconds=1))
+
+    def close(self) -> None:
+        """End the connection and free the slots. No thread is in a call, and none makes another."""
+        self.abort()
 
     def _send_payload(self, slot: int, num_bytes: int) -> None:
         with translated("gloo"):

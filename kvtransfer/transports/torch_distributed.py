@@ -204,7 +204,9 @@ class GroupSender(QueueSender):
         for thread in self._threads:
             if thread.ident is not None:
                 thread.join()
-        self._channel = None
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            channel.close()
 
     def _join(self) -> None:
         """In a thread of its own, which `close` does not wait for."""
@@ -228,7 +230,7 @@ class GroupSender(QueueSender):
         try:
             self._joined.set_result(channel)
         except InvalidStateError:  # closed meanwhile
-            channel.abort()
+            channel.close()
 
     def _connect(self) -> Connection:
         """A connection over which the destination has agreed to form a pair, else TransferFailed."""
@@ -424,6 +426,8 @@ class ReceivePair:
             logger.info("a %s pair ended: %s", name, error)
         finally:
             self.stop()
+            if self._channel is not None:
+                self._channel.close()
 
     def join(self) -> GlooChannel:
         """Tell the source that the pair can be formed, and form it."""

@@ -7,19 +7,27 @@ from collections.abc import Iterator
 import pytest
 
 from baton.errors import TransferFailed
+from baton.kvtransfer.transports.base import AUTO
 from tests.endpoint_host import NUM_PAGES, Host, HostProcess
+from tests.transfer_ends import OPTIONAL
 
 NUM_UNITS = 24
 BACK_S = 1.0
 SOURCE_POINTS = ("start", "before Grant", "after Grant", "half", "all", "before Verified", "later")
 DESTINATION_POINTS = ("after grant", "before Wrote", "after Wrote", "before Commit", "after Commit")
-TRANSPORTS = pytest.mark.parametrize("transport", ["shm", "tcp"])
+TRANSPORTS = pytest.mark.parametrize("transport", ["shm", "tcp", *OPTIONAL])
 ALL_FREE = {"FREE": NUM_PAGES, "ACTIVE": 0, "CACHED": 0, "LEASED": 0, "QUARANTINED": 0}
 
 
 @pytest.fixture
-def destination() -> Iterator[HostProcess]:
-    with HostProcess() as process:
+def transport() -> str:
+    return AUTO
+
+
+@pytest.fixture
+def destination(transport: str) -> Iterator[HostProcess]:
+    """A destination that listens with the transport of the test's parameter, and with the automatic ones."""
+    with HostProcess(transport=transport) as process:
         yield process
 
 
@@ -68,7 +76,7 @@ def test_an_abort_anywhere_gives_all_pages_back(
 
 @pytest.fixture(params=[3, pytest.param(500, marks=pytest.mark.slow)])
 def num_aborts(request: pytest.FixtureRequest) -> int:
-    """Of each point over each of two transports: 1,000 a point in all."""
+    """Of each point over each transport: 1,000 a point over shm and tcp."""
     return int(request.param)
 
 
@@ -76,7 +84,7 @@ def num_aborts(request: pytest.FixtureRequest) -> int:
 def test_a_killed_destination_fails_its_transfers_alone(
     source: Host, destination: HostProcess, transport: str
 ) -> None:
-    with HostProcess() as other:
+    with HostProcess(transport=transport) as other:
         address, other_address = destination.call("address"), other.call("address")
         assert source.send(address, NUM_UNITS) == source.send(other_address, NUM_UNITS) == "handed_over"
         destination.call("abort_at", "nothing")
@@ -88,7 +96,7 @@ def test_a_killed_destination_fails_its_transfers_alone(
         assert all_back_s(source, other) < BACK_S
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@TRANSPORTS
 def test_a_killed_source_leaves_no_page_behind(destination: HostProcess, transport: str) -> None:
     """Killed at random moments of a stream of transfers."""
     address, moments = destination.call("address"), random.Random(7)
@@ -151,7 +159,8 @@ def test_prefix_is_pulled_from_its_holder(transport: str) -> None:
 @TRANSPORTS
 @pytest.mark.parametrize("page_size", [4, 64])
 def test_other_page_sizes_get_the_same_tokens(source: Host, transport: str, page_size: int) -> None:
-    with HostProcess(page_size=page_size, num_pages=NUM_PAGES * 16 // page_size) as destination:
+    num_pages = NUM_PAGES * 16 // page_size
+    with HostProcess(page_size=page_size, num_pages=num_pages, transport=transport) as destination:
         num_units = NUM_UNITS * 16 // min(16, page_size)
         assert source.send(destination.call("address"), num_units) == "handed_over"
         assert destination.call("ended")[-1][2] == source.sent

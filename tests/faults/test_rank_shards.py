@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 
 from tests.replicas import BACK_S, NUM_UNITS, Replicas, all_back_s, new_replica
+from tests.transfer_ends import OPTIONAL
 from tests.waiting import wait_for
 
 EVERYDAY_CUTS = [(1, 2), (2, 1), (2, 4)]
@@ -52,14 +53,15 @@ def test_the_spans_of_a_transfer_of_many_shards_add_up(replicas: Replicas) -> No
 
 
 @pytest.mark.parametrize(("num_sources", "num_destinations"), [(1, 2), (2, 1)])
-def test_gloo_has_a_pair_for_every_shard(num_sources: int, num_destinations: int) -> None:
-    source, destination = (new_replica(number, 16, "gloo") for number in (num_sources, num_destinations))
+@pytest.mark.parametrize("transport", ["gloo", *OPTIONAL])
+def test_every_shard_has_a_pair(num_sources: int, num_destinations: int, transport: str) -> None:
+    source, destination = (new_replica(number, 16, transport) for number in (num_sources, num_destinations))
     try:
         source.fill(1)
         for _ in range(2):
             assert source.send(destination.address(), NUM_UNITS) == "handed_over"
             assert destination.ended()[-1] == ("adopted", "", source.sent)
-        assert source.endpoint.transport_of == {0: "gloo", 1: "gloo"}
+        assert source.endpoint.transport_of == {0: transport, 1: transport}
     finally:
         source.close()
         destination.close()

@@ -16,20 +16,24 @@ from baton.errors import TransferFailed
 from baton.pages import PageLayout
 from tests.remote import Remote
 from tests.transfer_ends import (
+    OPTIONAL,
+    PACKAGES,
     TCP,
     Destination,
     Grant,
     Source,
     digest,
     grant_of,
+    is_installed,
+    needs,
     open_files,
     source_pages,
     write,
 )
 from tests.waiting import wait_for
 
-ALL = pytest.mark.parametrize("name", ["tcp", "shm", "gloo"])
-STREAMS = pytest.mark.parametrize("name", ["tcp", "gloo"])
+STREAMS = pytest.mark.parametrize("name", ["tcp", "gloo", *OPTIONAL])
+ALL = pytest.mark.parametrize("name", ["tcp", "shm", "gloo", *OPTIONAL])
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 POOL = 96
 PAGES_BACK_S = 2.0  # one second, and as much for a machine with other work
@@ -102,6 +106,8 @@ def lasting_peer() -> Iterator[Remote]:
         ("tcp", "cpu"),
         ("shm", "cpu"),
         ("gloo", "cpu"),
+        pytest.param("nixl", "cpu", marks=needs("nixl")),
+        pytest.param("mooncake", "cpu", marks=needs("mooncake")),
         pytest.param("tcp", "cuda", marks=GPU),
         pytest.param("cuda_ipc", "cuda", marks=GPU),
         pytest.param("nccl", "cuda", marks=GPU),
@@ -308,15 +314,15 @@ def test_another_clusters_key_opens_nothing(name: str, destination: Destination)
 def test_sender_without_a_listener_does_not_open(name: str) -> None:
     source = Source(LARGE, 1)
     with pytest.raises(TransferFailed, match=name):
-        source.open(name, {"tcp": "1", "gloo": "1", "shm": "\0baton-kv-nobody"}, LARGE)
+        source.open(name, {name: "\0baton-kv-nobody" if name == "shm" else "1"}, LARGE)
 
 
 def test_nothing_is_left_of_ends_that_were_closed() -> None:
     def live_and_die() -> None:
         destination = Destination(layout(), POOL)
-        for name in ("tcp", "shm"):
+        for name in ("tcp", "shm", *filter(is_installed, PACKAGES)):
             source = Source(layout(), POOL)
-            source.open(name, destination.addresses(), LARGE)
+            source.open(name, destination.addresses(), layout())
             grant = grant_of(layout(), layout(), 8, POOL, seed=ord(name[0]))
             destination.grant(plain(grant))
             assert source.outcome(source.push(plain(grant), 0, 8)).is_done

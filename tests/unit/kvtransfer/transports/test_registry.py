@@ -59,6 +59,8 @@ def order(
         (at("cpu"), at("cpu", HERE, "tcp"), "auto", ["tcp"]),
         (at("cpu"), at("cpu", HERE, "none of ours"), "auto", []),
         (at("cpu"), at("cpu"), "gloo", ["gloo", "tcp"]),
+        (at("cpu"), at("cpu", THERE), "nixl", ["nixl", "tcp"]),
+        (at("cuda"), at("cuda", THERE), "mooncake", ["mooncake", "tcp"]),
         (at("cpu"), at("cpu"), "tcp", ["tcp"]),
         (at("cuda"), at("cuda"), "nccl", ["nccl", "tcp"]),
         (at("cpu"), at("cpu", THERE), OUTSIDE, ["outside", "tcp"]),
@@ -71,7 +73,8 @@ def test_order_follows_the_places_of_the_ranks_and_the_setting(
 
 
 @pytest.mark.parametrize(
-    ("asked", "destination"), [("shm", at("cpu", THERE)), ("nccl", at("cpu")), (OUTSIDE, at("cuda"))]
+    ("asked", "destination"),
+    [("shm", at("cpu", THERE)), ("nccl", at("cpu")), ("nixl", at("cuda")), (OUTSIDE, at("cuda"))],
 )
 def test_transport_that_cannot_serve_the_ranks_is_refused(
     asked: str, destination: RankListenerAddresses
