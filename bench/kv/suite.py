@@ -40,7 +40,9 @@ def measure_sweep(options: argparse.Namespace, report: Report) -> None:
     sweeps: list[Sweep] = []
     kinds = list(product(options.shapes, options.page_sizes))
     for shape, page_size in kinds:
-        found = measure_shape(shape, page_size, options.sizes, options.rounds, options.rival, report.tell)
+        found = measure_shape(
+            shape, page_size, options.sizes, options.rounds, options.rival, options.also, report.tell
+        )
         sweeps.append(found)
         rows = sweep_rows(found.points, found.limits) + rival_rows(found.points, found.rivals)
         report.show(f"{shape}, pages of {page_size} tokens", rows)
@@ -103,6 +105,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--sizes", nargs="+", type=int, default=list(SIZES), metavar="TOKENS", help="prompts")
     parser.add_argument("--stream-tokens", nargs="*", type=int, default=list(STREAM_TOKENS), metavar="TOKENS")
+    parser.add_argument(
+        "--also", nargs="+", default=[], metavar="TRANSPORT", help="such as nixl: measured beside shm and tcp"
+    )
     parser.add_argument("--rounds", type=int, default=5, help="of which the medians are taken")
     parser.add_argument(
         "--rival",

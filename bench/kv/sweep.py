@@ -5,6 +5,7 @@ Rounds of all subjects alternate, so other work on the machine disturbs all alik
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -72,9 +73,13 @@ def measure_shape(
     sizes: Sequence[int],
     num_rounds: int,
     rivals: Sequence[str],
+    also: Sequence[str],
     progress: Progress,
 ) -> Sweep:
-    """Measure every prompt size, the limits and the rivals. ConfigError: a rival's text is not valid."""
+    """Measure every prompt size, the limits and the rivals. ConfigError: a rival's text is not valid.
+
+    also: transports beside TRANSPORTS, which have no bars.
+    """
     layout = layout_of(shape, page_size=page_size)
     competing = [Rival(text) for text in rivals]
     moves = scattered_moves(layout.page_bytes)
@@ -82,12 +87,16 @@ def measure_shape(
     times: defaultdict[tuple[str, int], list[TransferTimes]] = defaultdict(list)
     limits = limits_of(layout)
     try:
-        with Ends(layout, layout, max(sizes) * 5 // 4) as ends:
+        with ExitStack() as stack:
+            num_tokens = max(sizes) * 5 // 4
+            ends = dict.fromkeys(TRANSPORTS, stack.enter_context(Ends(layout, layout, num_tokens)))
+            for asked in also:  # a destination listens with one transport that is not automatic
+                ends[asked] = stack.enter_context(Ends(layout, layout, num_tokens, (asked,)))
             for _ in range(1 + num_rounds):
                 for num_tokens in sizes:
                     progress(f"{shape}, pages of {page_size}: {num_tokens} tokens")
-                    for transport in TRANSPORTS:
-                        times[transport, num_tokens].append(ends.send(transport, num_tokens))
+                    for transport, each in ends.items():
+                        times[transport, num_tokens].append(each.send(transport, num_tokens))
                 for limit in limits:
                     seconds[limit.name].append(limit.run())
                 for rival in competing:
