@@ -24,6 +24,7 @@ from tests.answer import Answer
 from tests.cluster_threads import Cluster
 from tests.parity.models import MODEL, VOCAB_SIZE
 from tests.tiny_models import run_to_end, token_ids
+from tests.transfer_ends import PACKAGES, needs
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,14 @@ SPLIT: Final = tuple(
     for p, d in ((1, 2), (2, 1), (2, 2))
     for transport in ("shm", "tcp", "gloo")
     for a, b in ((16, 16), (64, 16))
+)
+
+OVER_LIBRARIES: Final = tuple(
+    pytest.param(
+        Topology(f"tp {p} to {d}, {name}, pages 64 to 16", 1, 1, p, d, 64, 16, name), marks=needs(name)
+    )
+    for p, d in ((1, 2), (2, 1))
+    for name in PACKAGES
 )
 
 
@@ -204,7 +213,7 @@ def test_preemption_for_want_of_pages_changes_no_token(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("topology", (*SLOW, *SPLIT), ids=lambda topology: topology.name)
+@pytest.mark.parametrize("topology", (*SLOW, *SPLIT, *OVER_LIBRARIES), ids=lambda topology: topology.name)
 def test_every_topology_gives_the_tokens_of_one_engine(
     topology: Topology, oracle: Engine, model_directory: Callable[..., Path]
 ) -> None:
