@@ -7,7 +7,7 @@
    packs the next one.
 3. The destination is told of a payload by its record alone, and has nothing to wait for.
 
-The source writes, and the destination does not read: where UCX imitates RDMA over TCP, a reader that dies can
+The source writes, and the destination does not read: where UCX emulates RDMA over TCP, a reader that dies can
 end the process that it reads from.
 """
 
