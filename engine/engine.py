@@ -113,8 +113,7 @@ class Engine(Replica):
         self._meter = PreemptionMeter(runner.pool)
         self._num_steps = 0
         self._start_steps()
-        if runner.device.type == "cuda":
-            warm_up_sampler(runner.device, model_config.vocab_size, config.scheduler.max_num_seqs)
+        self._sampler.warm_up(model_config.vocab_size)
 
     def _start_steps(self) -> None:
         """Reset everything that is remembered from step to step."""
@@ -240,20 +239,6 @@ WARMUP_SAMPLING: Final = (
         logit_bias={0: 0.5},
     ),
 )
-
-
-def warm_up_sampler(device: torch.device, vocab_size: int, max_num_seqs: int) -> None:
-    """Sample from equal logits, so that a running engine compiles no kernel of the sampler.
-
-    For each of `WARMUP_SAMPLING`, in batches of each power of two and of `max_num_seqs` rows.
-    """
-    for num_rows in powers_of_two(max_num_seqs):
-        logits_RV = torch.zeros((num_rows, vocab_size), device=device)
-        for sampling in WARMUP_SAMPLING:
-            request = Request(request_id="warm-up", token_ids=TokenIds.of([0]), sampling=sampling)
-            sequences = [Sequence.from_request(request, row, max_model_len=2) for row in range(num_rows)]
-            chunks = tuple(ScheduledChunk(sequence, 0, 1) for sequence in sequences)
-            Sampler(device).sample(Batch(chunks=chunks, num_decodes=num_rows, is_pure_decode=True), logits_RV)
 
 
 WEIGHT: Final = 0.2  # of a new observation in the running mean

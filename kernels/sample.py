@@ -16,7 +16,8 @@ histograms on a GPU. B sequences, V vocabulary.
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
+from itertools import product
 from typing import Final
 
 import torch
@@ -446,6 +447,25 @@ def sample_triton(logits_BV: Tensor, sampling: SamplingTensors) -> Tensor:
         num_warps=1,
     )
     return out_B
+
+
+def warm_up(logits_BV: Tensor) -> None:
+    """Compile every kernel that `sample` may launch for logits of this width; on a CPU there is none.
+
+    Takes seconds where Triton's cache is empty. Otherwise the first request with top_p would wait for them.
+    """
+    if logits_BV.is_cuda:
+        warm_up_triton(logits_BV)
+
+
+def warm_up_triton(logits_BV: Tensor) -> None:
+    """`warm_up` on a GPU."""
+    one_B = torch.ones(len(logits_BV), device=logits_BV.device)
+    sampling = SamplingTensors(*(one_B.to(dtype) for dtype in _DTYPES.values()), has_random=False)
+    sample_triton(logits_BV, sampling)
+    for has_top_k, has_top_p in product((False, True), repeat=2):
+        random = replace(sampling, has_random=True, has_top_k=has_top_k, has_top_p=has_top_p)
+        sample_triton(logits_BV, random)
 
 
 def _find_candidates(

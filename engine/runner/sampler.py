@@ -15,7 +15,7 @@ from torch import Tensor
 
 from baton.engine.runner.logits_processors import LOGITS_PROCESSORS, process_rows, upload
 from baton.engine.scheduler.sequence import Batch, ScheduledChunk, Sequence, SequenceKey
-from baton.kernels.sample import NOT_A_TOKEN, SamplingTensors, sample
+from baton.kernels.sample import NOT_A_TOKEN, SamplingTensors, sample, warm_up
 from baton.request import StepOutput, TokenLogprobs
 
 PromptLogprobs: TypeAlias = tuple[TokenLogprobs | None, ...]
@@ -82,6 +82,11 @@ class Sampler:
         self._asking: list[int] = []  # rows that want log probabilities
         self._asking_prompt: list[int] = []  # rows that want prompt log probabilities
         self._prompts: dict[SequenceKey, list[TokenLogprobs | None]] = {}
+
+    @torch.inference_mode()
+    def warm_up(self, vocab_size: int) -> None:
+        """Compile what a GPU needs for any later `sample`."""
+        warm_up(torch.zeros((1, vocab_size), device=self._device))
 
     @torch.inference_mode()
     def sample(self, batch: Batch, logits_RV: Tensor) -> Sampled:

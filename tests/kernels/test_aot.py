@@ -6,12 +6,15 @@ import os
 import re
 import subprocess
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
+from baton.kernels import sample
 from baton.kernels.triton_import import HAS_TRITON, triton
 from tests.kernels.launches import Launch, Scenario, record, scenarios, type_name
 
@@ -152,6 +155,18 @@ def test_batch_size_does_not_change_the_matrix_instructions(
 @pytest.mark.parametrize("name", ["decode-split-128-bfloat16", "decode-split-80-float16"])
 def test_decode_prefetches_pages_sixteen_bytes_at_a_time(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "cp.async.cg.shared.global" in compiled(name, monkeypatch).asm["ptx"]
+
+
+@pytest.mark.parametrize("name", ["peak_kernel", "select_kernel", "draw_kernel", "join_parts_kernel"])
+def test_sampling_is_warmed_up_with_every_constant_of_a_later_launch(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = partial(sample.warm_up_triton, torch.empty(1, 128256))
+    warmed = [launch.options for launch in record(Scenario("warm", sample, name, run), monkeypatch)]
+    monkeypatch.undo()
+    sampling = [scenario for scenario in SCENARIOS if scenario.kernel_name == name]
+    launches = [launch for scenario in sampling for launch in record(scenario, monkeypatch)]
+    assert launches and all(launch.options in warmed for launch in launches)
 
 
 def test_no_kernel_is_left_out() -> None:
