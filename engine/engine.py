@@ -26,17 +26,16 @@ from baton.engine.models.weights import Progress
 from baton.engine.replica import LayerWatch, Replica, last_output
 from baton.engine.runner.model_runner import KvPool, ModelRunner, ZerosOnCpu, choose_device, choose_dtype
 from baton.engine.runner.sampler import Sampler
-from baton.engine.runner.step_inputs import StepBuilder, encode, powers_of_two
+from baton.engine.runner.step_inputs import StepBuilder, encode
 from baton.engine.runner.tp_worker import STOP_COMMAND, TpWorkers
 from baton.engine.scheduler.preemption import PreemptionRates
 from baton.engine.scheduler.scheduler import Scheduler
-from baton.engine.scheduler.sequence import Batch, PageCopy, ScheduledChunk, Sequence, SequenceProgress
+from baton.engine.scheduler.sequence import Batch, PageCopy, Sequence, SequenceProgress
 from baton.errors import ConfigError, ModelError, WorkerLost
 from baton.kernels import native
 from baton.kernels.huge_pages import huge_zeros
 from baton.pages import PageKeys
-from baton.request import FilledPages, Request, SamplingParams, StepOutput
-from baton.token_ids import TokenIds
+from baton.request import FilledPages, Request, StepOutput
 
 logger = logging.getLogger(__name__)
 BAD_LOGITS: Final = "the model's logits are not numbers: its KV pages or its weights are damaged"
@@ -221,24 +220,6 @@ class Engine(Replica):
         if batch.copies_to_host:
             self.pages.note_copies(device_page for device_page, _ in batch.copies_to_host)
         return logits_RV
-
-
-# Together they use every kernel of the sampler.
-WARMUP_SAMPLING: Final = (
-    SamplingParams(temperature=0.0),
-    SamplingParams(
-        temperature=0.8,
-        top_k=2,
-        top_p=0.9,
-        min_p=0.01,
-        seed=0,
-        frequency_penalty=0.1,
-        repetition_penalty=1.1,
-        min_tokens=1,
-        stop_token_ids=(0,),
-        logit_bias={0: 0.5},
-    ),
-)
 
 
 WEIGHT: Final = 0.2  # of a new observation in the running mean

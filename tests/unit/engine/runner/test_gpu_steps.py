@@ -27,7 +27,6 @@ from baton.engine.runner.step_inputs import (
 )
 from baton.engine.scheduler.sequence import Sequence
 from baton.kernels.decoder_stack import LayerGroups
-from baton.kernels.sample import SamplingTensors, sample_reference
 from tests.batches import make_batch, make_sequence, rest_of
 from tests.fake_cuda import Call, DeviceTensor, FakeCuda
 from tests.tiny_models import VOCAB_SIZE, tiny_config
@@ -204,16 +203,11 @@ def test_start_computes_every_kind_of_step_and_writes_no_page(cuda: FakeCuda, ti
     assert not runner.pool.device.any()
 
 
-def test_start_samples_batches_of_every_kind(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[tuple[int, bool]] = []
-
-    def note(logits_BV: Tensor, tensors: SamplingTensors) -> Tensor:
-        seen.append((len(logits_BV), bool(tensors.temperature_B.any())))
-        return sample_reference(logits_BV, tensors)
-
-    monkeypatch.setattr(sampler, "sample", note)
+def test_start_compiles_the_sampler(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes: list[torch.Size] = []
+    monkeypatch.setattr(sampler, "warm_up", lambda logits_BV: shapes.append(logits_BV.shape))
     Engine(runner, ManualClock(), "a model")
-    assert seen == [(size, is_random) for size in (1, 2, 4, 8, 16, 20) for is_random in (False, True)]
+    assert shapes == [(1, runner.model_config.vocab_size)]
 
 
 @pytest.mark.parametrize(("driver_bytes", "counted_bytes"), [(0, 0), (1000, 1000), (5000, 2000)])
