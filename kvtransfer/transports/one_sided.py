@@ -15,31 +15,35 @@ destination has granted, and its requests cannot all be recalled. Therefore no l
 docs/decisions/0027-rdma-libraries-write-staging-memory.md has the reasons.
 """
 
+import contextlib
+import secrets
 import threading
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from types import ModuleType
-from typing import Annotated
+from typing import Annotated, Any, Final, Literal, NamedTuple, Protocol, TypeAlias, cast
 
 import msgspec
 from msgspec import Meta
 from torch import Tensor
 
-from baton.errors import ConfigError, TransferFailed
+from baton.errors import BatonError, ConfigError, TransferFailed
 from baton.kvtransfer.protocol.messages import RankListenerAddresses
 from baton.kvtransfer.transports.base import LocalRank
 from baton.kvtransfer.transports.listener import decode_greeting
 from baton.kvtransfer.transports.pages import PagePacking, poll
 from baton.kvtransfer.transports.rank_pair import (
     NUM_SLOTS,
+    SOURCE,
     GlooChannel,
     PairGroup,
     PairStore,
     join_gloo,
     translated,
 )
-from baton.kvtransfer.transports.torch_distributed import GroupListener, GroupTransport
+from baton.kvtransfer.transports.torch_distributed import GroupListener, GroupSettings, GroupTransport
 
 
 class PeerMemory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -156,3 +160,294 @@ class OneSidedTransport(GroupTransport):
         self, group: PairGroup, peer: int, payloads: Sequence[Tensor], host: str
     ) -> OneSidedChannel:
         """Return a channel with an engine that knows the payloads. host: the address to listen on."""
+
+
+# Payloads through NIXL, NVIDIA's library for RDMA: the source writes into the destination's staging memory.
+#
+# 1. Each end of a pair has an agent with the backend UCX, which takes its networks from the environment:
+#    UCX_TLS, UCX_NET_DEVICES.
+# 2. The source posts a write of each payload. NIXL reports the write as done when the payload is in the
+#    destination's memory, and only then does the source send the record. While a payload travels, the source
+#    packs the next one.
+# 3. The destination is told of a payload by its record alone, and has nothing to wait for.
+#
+# The source writes, and the destination does not read: where UCX emulates RDMA over TCP, a reader that dies
+# can end the process that it reads from.
+
+_UCX: Final = "UCX"
+NIXL_WRITE_S: Final = GroupSettings().stall_s  # for one payload
+NixlTransfer: TypeAlias = object  # NIXL's handle of one write
+NixlDescriptors: TypeAlias = object
+NixlState: TypeAlias = Literal["DONE", "PROC", "ERR"]
+
+
+class NixlAgent(Protocol):
+    """The methods of nixl_agent that are used here. NIXL's errors have no base class of their own."""
+
+    def register_memory(self, reg_list: list[Tensor]) -> NixlDescriptors: ...
+
+    def deregister_memory(self, dereg_list: NixlDescriptors) -> None: ...
+
+    def get_agent_metadata(self) -> bytes: ...
+
+    def add_remote_agent(self, metadata: bytes) -> bytes: ...
+
+    def get_xfer_descs(self, descs: list[tuple[int, int, int]], mem_type: str) -> NixlDescriptors: ...
+
+    def initialize_xfer(
+        self, operation: str, local: NixlDescriptors, remote: NixlDescriptors, remote_agent: str
+    ) -> NixlTransfer: ...
+
+    def transfer(self, handle: NixlTransfer) -> NixlState: ...
+
+    def check_xfer_state(self, handle: NixlTransfer) -> NixlState: ...
+
+    def release_xfer_handle(self, handle: NixlTransfer) -> None: ...
+
+
+class NixlTransport(OneSidedTransport):
+    """Serves ranks on request, where the package nixl is installed."""
+
+    name = "nixl"
+    module = "nixl._api"
+    extra = "nixl"
+
+    def open_channel(
+        self, group: PairGroup, peer: int, payloads: Sequence[Tensor], host: str
+    ) -> "NixlChannel":
+        api: Any = self.library()
+        with _nixl_errors():
+            config = api.nixl_agent_config(
+                backends=[_UCX], sync_mode=api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
+            )
+            agent = cast(NixlAgent, api.nixl_agent(f"baton-{secrets.token_hex(16)}", config))
+        return NixlChannel(group, peer, payloads, agent)
+
+
+class _PostedWrite(NamedTuple):
+    """A payload that is being written, and the record that follows the payload."""
+
+    slot: int
+    record: bytes
+    num_bytes: int
+
+
+class NixlChannel(OneSidedChannel):
+    """A pair whose payloads the source writes. Both threads of a source use the channel at once."""
+
+    name = "nixl"
+
+    def __init__(self, group: PairGroup, peer: int, payloads: Sequence[Tensor], agent: NixlAgent) -> None:
+        """agent: new; the channel owns it."""
+        super().__init__(group, peer, payloads)
+        self._memory_type = "VRAM" if payloads[0].is_cuda else "DRAM"
+        self._agent: NixlAgent | None = agent
+        with _nixl_errors():
+            self._registered = agent.register_memory(list(payloads))
+        self._remote: PeerMemory
+        self._remote_name = ""
+        self._writes: list[NixlTransfer | None] = [None] * NUM_SLOTS  # each keeps the agent alive
+        self._posted: deque[_PostedWrite] = deque()  # in the order of their records, which are not sent yet
+        self._ordering = threading.Lock()
+
+    def describe(self) -> bytes:
+        with _nixl_errors():
+            return self._open_agent().get_agent_metadata()
+
+    def reach(self, peer: PeerMemory) -> None:
+        self._remote = peer
+        with _nixl_errors():
+            self._remote_name = self._open_agent().add_remote_agent(peer.engine).decode()
+
+    def move_first_byte(self, rank: int, timeout_s: float) -> None:
+        if rank == SOURCE:
+            self._post_write(0, 1)
+            self.wait_until(lambda: self._has_ended(0), timeout_s)
+
+    def send(self, slot: int, record: bytes, num_bytes: int) -> None:
+        """Start to write the payload, and send the records of those before it."""
+        self._post_write(slot, num_bytes)
+        with self._ordering:
+            self._posted.append(_PostedWrite(slot, record, num_bytes))
+            while len(self._posted) > 1:
+                self._send_next_record(NIXL_WRITE_S)
+
+    def receive_answer(self, slot: int, timeout_s: float) -> bytes:
+        with self._ordering:
+            while any(posted.slot == slot for posted in self._posted):
+                self._send_next_record(timeout_s)
+        return super().receive_answer(slot, timeout_s)
+
+    def fetch(self, slot: int, num_bytes: int, timeout_s: float) -> Tensor:
+        return self.payload(slot, num_bytes)
+
+    def close(self) -> None:
+        super().close()
+        agent, self._agent = self._agent, None
+        if agent is None:
+            return
+        writes, self._writes = self._writes, []
+        with contextlib.suppress(TransferFailed), _nixl_errors():
+            for write in filter(None, writes):
+                agent.release_xfer_handle(write)
+            agent.deregister_memory(self._registered)
+
+    def _post_write(self, slot: int, num_bytes: int) -> None:
+        own, peer = self.payload(slot, num_bytes), self._remote
+        with _nixl_errors():
+            self._writes[slot] = self._open_agent().initialize_xfer(
+                "WRITE",
+                self._descriptors(own.data_ptr(), num_bytes, own.device.index or 0),
+                self._descriptors(peer.addresses[slot], num_bytes, peer.device),
+                self._remote_name,
+            )
+            self._open_agent().transfer(self._writes[slot])
+
+    def _send_next_record(self, timeout_s: float) -> None:
+        """Under the lock of the order."""
+        slot, record, num_bytes = self._posted[0]
+        self.wait_until(lambda: self._has_ended(slot), timeout_s)
+        self._posted.popleft()
+        super().send(slot, record, num_bytes)
+
+    def _has_ended(self, slot: int) -> bool:
+        """Return True when the write of a slot is done, once."""
+        with _nixl_errors():
+            state = self._open_agent().check_xfer_state(self._writes[slot])
+            if state == "PROC":
+                return False
+            self._open_agent().release_xfer_handle(self._writes[slot])
+            self._writes[slot] = None
+        if state != "DONE":
+            raise TransferFailed("nixl: a write failed")
+        return True
+
+    def _descriptors(self, address: int, num_bytes: int, device: int) -> NixlDescriptors:
+        return self._open_agent().get_xfer_descs([(address, num_bytes, device)], self._memory_type)
+
+    def _open_agent(self) -> NixlAgent:
+        assert self._agent is not None
+        return self._agent
+
+
+@contextlib.contextmanager
+def _nixl_errors() -> Iterator[None]:
+    try:
+        yield
+    except BatonError:
+        raise
+    except Exception as error:
+        raise TransferFailed(f"nixl: {type(error).__name__}: {error}") from error
+
+
+# Payloads through Mooncake's transfer engine: the destination reads the source's staging memory.
+#
+# 1. Each end of a pair has an engine. Engines find each other by address (P2PHANDSHAKE), without a server. An
+#    engine uses the RDMA cards of its host, or TCP where there is none or MC_FORCE_TCP is set.
+# 2. A record says that a payload is in its slot at the source. The destination reads the payload, and answers
+#    when the payload is in the pages. The source's slot is free again with the answer.
+#
+# The destination reads, and the source does not write: over TCP, Mooncake calls a write done when the bytes
+# have left, and a record could overtake them. A read is done when the bytes are here.
+
+_NO_SERVER: Final = "P2PHANDSHAKE"
+_ANY_NETWORK: Final = "rdma"  # Mooncake takes TCP where a host has no card
+_UNDER_WAY: Final = 0
+_DONE: Final = 1
+
+
+class MooncakeEngine(Protocol):
+    """The methods of Mooncake's TransferEngine that are used here. Most return 0, or the code of an error."""
+
+    def initialize(self, host: str, metadata: str, protocol: str, device: str, /) -> int: ...
+
+    def get_rpc_port(self) -> int: ...
+
+    def register_memory(self, address: int, num_bytes: int, /) -> int: ...
+
+    def unregister_memory(self, address: int, /) -> int: ...
+
+    def batch_transfer_async_read(
+        self, peer: str, own: list[int], theirs: list[int], lengths: list[int], /
+    ) -> int:
+        """Return the number of a batch, or 0."""
+
+    def transfer_check_status(self, batch: int, /) -> int:
+        """Return 0 while the batch is under way, then 1 or a negative number, once."""
+
+
+class MooncakeTransport(OneSidedTransport):
+    """Serves ranks on request, where a package of Mooncake's transfer engine is installed."""
+
+    name = "mooncake"
+    module = "mooncake.engine"
+    extra = "mooncake"
+
+    def open_channel(
+        self, group: PairGroup, peer: int, payloads: Sequence[Tensor], host: str
+    ) -> "MooncakeChannel":
+        api: Any = self.library()
+        engine = cast(MooncakeEngine, api.TransferEngine())
+        if engine.initialize(host, _NO_SERVER, _ANY_NETWORK, ""):
+            raise TransferFailed(f"mooncake: no engine can listen at {host}")
+        return MooncakeChannel(group, peer, payloads, engine, host)
+
+
+class MooncakeChannel(OneSidedChannel):
+    """A pair whose payloads the destination reads."""
+
+    name = "mooncake"
+
+    def __init__(
+        self, group: PairGroup, peer: int, payloads: Sequence[Tensor], engine: MooncakeEngine, host: str
+    ) -> None:
+        """engine: initialized at `host`; the channel owns it."""
+        super().__init__(group, peer, payloads)
+        self._engine: MooncakeEngine | None = engine
+        self._host = f"[{host}]" if ":" in host else host
+        self._remote: PeerMemory
+        self._remote_name = ""
+        for payload in payloads:
+            if engine.register_memory(payload.data_ptr(), len(payload)):
+                raise TransferFailed("mooncake: staging memory cannot be registered")
+
+    def describe(self) -> bytes:
+        return f"{self._host}:{self._open_engine().get_rpc_port()}".encode()
+
+    def reach(self, peer: PeerMemory) -> None:
+        self._remote, self._remote_name = peer, peer.engine.decode(errors="replace")
+
+    def move_first_byte(self, rank: int, timeout_s: float) -> None:
+        if rank != SOURCE:
+            self.fetch(0, 1, timeout_s)
+
+    def fetch(self, slot: int, num_bytes: int, timeout_s: float) -> Tensor:
+        payload = self.payload(slot, num_bytes)
+        batch = self._open_engine().batch_transfer_async_read(
+            self._remote_name, [payload.data_ptr()], [self._remote.addresses[slot]], [num_bytes]
+        )
+        if not batch:
+            raise TransferFailed(f"mooncake: {self._remote_name} cannot be reached")
+        status = _UNDER_WAY
+
+        def has_ended() -> bool:
+            nonlocal status
+            status = self._open_engine().transfer_check_status(batch)
+            return status != _UNDER_WAY
+
+        self.wait_until(has_ended, timeout_s)
+        if status != _DONE:
+            raise TransferFailed(f"mooncake: a read from {self._remote_name} failed")
+        return payload
+
+    def close(self) -> None:
+        super().close()
+        engine, self._engine = self._engine, None
+        if engine is None:
+            return
+        for slot in range(NUM_SLOTS):
+            engine.unregister_memory(self.payload(slot, 1).data_ptr())
+
+    def _open_engine(self) -> MooncakeEngine:
+        assert self._engine is not None
+        return self._engine

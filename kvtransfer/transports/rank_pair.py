@@ -29,7 +29,6 @@ from baton.errors import BatonError, TransferFailed
 from baton.kernels.huge_pages import huge_zeros
 from baton.kvtransfer.protocol.transfer_plan import TransferPlan
 from baton.kvtransfer.transports.listener import decode_greeting
-from baton.kvtransfer.transports.pages import DevicePages
 from baton.kvtransfer.transports.records import ANSWER_BYTES, HEADER_BYTES, MAX_PART_BYTES
 from baton.rpc.connection import Connection
 
@@ -139,25 +138,6 @@ def join_gloo(store: Store, rank: int, host: str, timeout_s: float) -> PairGroup
         options._devices = [ProcessGroupGloo.create_device(hostname=host)]
         options._timeout = timedelta(seconds=timeout_s)
         return cast(PairGroup, ProcessGroupGloo(PrefixStore("gloo", store), rank, 2, options))
-
-
-def join_nccl(store: Store, rank: int, timeout_s: float) -> PairGroup:
-    """Form an NCCL group of two, which connects with its first message. TransferFailed without NCCL.
-
-    torch ends the process when one of its own deadlines passes. Baton's deadlines and `abort` come long
-    before that. TORCH_NCCL_ASYNC_ERROR_HANDLING=0 prevents torch from ending the process for a peer that died
-    on another host: `config.prepare_nccl` sets it when an engine is loaded.
-    """
-    try:
-        from torch._C._distributed_c10d import ProcessGroupNCCL  # absent from CPU builds
-    except ImportError as error:
-        raise TransferFailed("this build of torch has no NCCL") from error
-    with translated("nccl"):
-        options = ProcessGroupNCCL.Options(is_high_priority_stream=True)
-        options._timeout = FOREVER
-        prefixed = PrefixStore("nccl", store)
-        prefixed.set_timeout(timedelta(seconds=timeout_s))
-        return cast(PairGroup, ProcessGroupNCCL(prefixed, rank, 2, options))
 
 
 @contextlib.contextmanager
@@ -282,52 +262,6 @@ class GlooChannel:
 def staging(num_bytes: int) -> list[Tensor]:
     """Host memory for the payloads of a channel's slots."""
     return [huge_zeros((num_bytes,), torch.uint8) for _ in range(NUM_SLOTS)]
-
-
-class NcclChannel(GlooChannel):
-    """A pair that moves payloads from GPU to GPU over NCCL, and records and answers over gloo.
-
-    Both ends know the payload's length before NCCL moves it. The work of NCCL is ordered by the packing's
-    stream.
-    """
-
-    def __init__(
-        self, group: PairGroup, bulk: PairGroup, peer: int, num_bytes: int, packing: DevicePages
-    ) -> None:
-        """group: of gloo. bulk: of NCCL. num_bytes: the most that a payload has."""
-        super().__init__(group, peer, [packing.staging(num_bytes) for _ in range(NUM_SLOTS)])
-        self._bulk = bulk
-        self._bulk_work: list[Work | None] = [None] * NUM_SLOTS
-        self._packing = packing
-
-    def fetch(self, slot: int, num_bytes: int, timeout_s: float) -> Tensor:
-        payload = self.payload(slot, num_bytes)
-        with translated("nccl"), torch.cuda.stream(self._packing.stream):
-            work = self._bulk_work[slot] = self._bulk.recv([payload], self._peer, 0)
-            work.wait()  # blocks the stream, not this thread
-        self._packing.finish(timeout_s)  # nothing is enqueued behind a receive that may never end
-        return payload
-
-    def connect(self, rank: int, timeout_s: float) -> None:
-        """Exchange a first message: NCCL fails to connect here, not in the middle of a transfer."""
-        if rank == SOURCE:
-            with translated("nccl"), torch.cuda.stream(self._packing.stream):
-                self._bulk.send([self.payload(0, 1)], self._peer, 0).wait()
-            self._packing.finish(timeout_s)
-        else:
-            self.fetch(0, 1, timeout_s)
-
-    def abort(self) -> None:
-        super().abort()
-        with contextlib.suppress(RuntimeError):  # the group may have ended already
-            self._bulk.abort()
-
-    def _send_payload(self, slot: int, num_bytes: int) -> None:
-        with translated("nccl"), torch.cuda.stream(self._packing.stream):
-            self._bulk_work[slot] = self._bulk.send([self.payload(slot, num_bytes)], self._peer, 0)
-
-    def _post_payload(self, slot: int) -> None:
-        """Nothing to post: NCCL receives in `fetch`, which knows the payload's length."""
 
 
 def _wait(work: Work | None, timeout: timedelta) -> None:

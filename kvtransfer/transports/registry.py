@@ -7,8 +7,7 @@ from typing import Final
 from baton.errors import ConfigError
 from baton.kvtransfer.transports.base import AUTO, Transport, TransportSet
 from baton.kvtransfer.transports.cuda_ipc import CudaIpcTransport
-from baton.kvtransfer.transports.mooncake import MooncakeTransport
-from baton.kvtransfer.transports.nixl import NixlTransport
+from baton.kvtransfer.transports.one_sided import MooncakeTransport, NixlTransport
 from baton.kvtransfer.transports.shm import ShmTransport
 from baton.kvtransfer.transports.tcp import TcpTransport
 from baton.kvtransfer.transports.torch_distributed import GlooTransport, NcclTransport

@@ -21,13 +21,15 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
+from datetime import timedelta
 from queue import SimpleQueue
-from typing import Annotated, Final, NamedTuple
+from typing import Annotated, Final, NamedTuple, cast
 
 import msgspec
 import torch
 from msgspec import Meta
 from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from baton.errors import BatonError, TransferFailed, WireError
 from baton.kvtransfer.protocol.messages import PeerRank, RankListenerAddresses, exceeds_limits
@@ -37,17 +39,19 @@ from baton.kvtransfer.transports.listener import Listener, decode_greeting, list
 from baton.kvtransfer.transports.pages import DevicePages, PagePacking
 from baton.kvtransfer.transports.rank_pair import (
     DESTINATION,
+    FOREVER,
     NUM_SLOTS,
     PART_BYTES,
     SOURCE,
     GlooChannel,
-    NcclChannel,
+    PairGroup,
     PairStore,
     StoreEntry,
+    Work,
     join_gloo,
-    join_nccl,
     payload_bytes,
     staging,
+    translated,
 )
 from baton.kvtransfer.transports.records import (
     PartHeader,
@@ -154,6 +158,71 @@ class NcclTransport(GroupTransport):
         channel = NcclChannel(records, bulk, 1 - rank, num_bytes, packing)
         channel.connect(rank, timeout_s)
         return channel
+
+
+def join_nccl(store: Store, rank: int, timeout_s: float) -> PairGroup:
+    """Form an NCCL group of two, which connects with its first message. TransferFailed without NCCL.
+
+    torch ends the process when one of its own deadlines passes. Baton's deadlines and `abort` come long
+    before that. TORCH_NCCL_ASYNC_ERROR_HANDLING=0 prevents torch from ending the process for a peer that died
+    on another host: `config.prepare_nccl` sets it when an engine is loaded.
+    """
+    try:
+        from torch._C._distributed_c10d import ProcessGroupNCCL  # absent from CPU builds
+    except ImportError as error:
+        raise TransferFailed("this build of torch has no NCCL") from error
+    with translated("nccl"):
+        options = ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        options._timeout = FOREVER
+        prefixed = PrefixStore("nccl", store)
+        prefixed.set_timeout(timedelta(seconds=timeout_s))
+        return cast(PairGroup, ProcessGroupNCCL(prefixed, rank, 2, options))
+
+
+class NcclChannel(GlooChannel):
+    """A pair that moves payloads from GPU to GPU over NCCL, and records and answers over gloo.
+
+    Both ends know the payload's length before NCCL moves it. The work of NCCL is ordered by the packing's
+    stream.
+    """
+
+    def __init__(
+        self, group: PairGroup, bulk: PairGroup, peer: int, num_bytes: int, packing: DevicePages
+    ) -> None:
+        """group: of gloo. bulk: of NCCL. num_bytes: the most that a payload has."""
+        super().__init__(group, peer, [packing.staging(num_bytes) for _ in range(NUM_SLOTS)])
+        self._bulk = bulk
+        self._bulk_work: list[Work | None] = [None] * NUM_SLOTS
+        self._packing = packing
+
+    def fetch(self, slot: int, num_bytes: int, timeout_s: float) -> Tensor:
+        payload = self.payload(slot, num_bytes)
+        with translated("nccl"), torch.cuda.stream(self._packing.stream):
+            work = self._bulk_work[slot] = self._bulk.recv([payload], self._peer, 0)
+            work.wait()  # blocks the stream, not this thread
+        self._packing.finish(timeout_s)  # nothing is enqueued behind a receive that may never end
+        return payload
+
+    def connect(self, rank: int, timeout_s: float) -> None:
+        """Exchange a first message: NCCL fails to connect here, not in the middle of a transfer."""
+        if rank == SOURCE:
+            with translated("nccl"), torch.cuda.stream(self._packing.stream):
+                self._bulk.send([self.payload(0, 1)], self._peer, 0).wait()
+            self._packing.finish(timeout_s)
+        else:
+            self.fetch(0, 1, timeout_s)
+
+    def abort(self) -> None:
+        super().abort()
+        with contextlib.suppress(RuntimeError):  # the group may have ended already
+            self._bulk.abort()
+
+    def _send_payload(self, slot: int, num_bytes: int) -> None:
+        with translated("nccl"), torch.cuda.stream(self._packing.stream):
+            self._bulk_work[slot] = self._bulk.send([self.payload(slot, num_bytes)], self._peer, 0)
+
+    def _post_payload(self, slot: int) -> None:
+        """Nothing to post: NCCL receives in `fetch`, which knows the payload's length."""
 
 
 # The source.

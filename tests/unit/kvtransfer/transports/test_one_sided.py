@@ -11,8 +11,12 @@ import torch
 from torch._C._distributed_c10d import HashStore, PrefixStore
 
 from baton.errors import ConfigError, TransferFailed, WireError
-from baton.kvtransfer.transports.nixl import NixlTransport
-from baton.kvtransfer.transports.one_sided import OneSidedChannel, OneSidedTransport, PeerMemory
+from baton.kvtransfer.transports.one_sided import (
+    NixlTransport,
+    OneSidedChannel,
+    OneSidedTransport,
+    PeerMemory,
+)
 from baton.kvtransfer.transports.rank_pair import (
     DESTINATION,
     NUM_SLOTS,

@@ -22,9 +22,7 @@ from baton.kvtransfer.transports.rank_pair import (
     DESTINATION,
     NUM_SLOTS,
     SOURCE,
-    NcclChannel,
     join_gloo,
-    join_nccl,
     payload_bytes,
 )
 from baton.kvtransfer.transports.records import ANSWER_BYTES, HEADER_BYTES
@@ -34,9 +32,11 @@ from baton.kvtransfer.transports.torch_distributed import (
     GroupListener,
     GroupSender,
     GroupSettings,
+    NcclChannel,
     NcclTransport,
     PairReply,
     PairRequest,
+    join_nccl,
 )
 from baton.pages import PageLayout
 from baton.rpc.auth import Role
