@@ -144,9 +144,10 @@ class StepGraphs:
         return self._logits_BV[: len(arrays.logit_rows)]
 
     def _capture(self, shape: GraphShape, kv_pool: Tensor) -> torch.cuda.CUDAGraph:
-        step, logits_BV = self._inputs.step(shape), self._logits_BV[: shape.num_seqs]
+        logits_BV = self._logits_BV[: shape.num_seqs]
 
         def run() -> None:
+            step = self._inputs.step(shape)  # anew: the graph computes what attention derives from the inputs
             logits_BV.copy_(self._model.logits(self._model.forward(step, kv_pool)))
 
         self._stream.wait_stream(torch.cuda.current_stream())

@@ -92,7 +92,8 @@ class Sampler:
     def sample(self, batch: Batch, logits_RV: Tensor) -> Sampled:
         """Draw a token for each chunk that samples; logits_RV has the rows that StepArrays asked for."""
         chunks = batch.chunks
-        sequences = [each.sequence for each in chunks if batch.is_pure_decode or each.samples]
+        sampled = chunks if batch.is_pure_decode else [chunk for chunk in chunks if chunk.samples]
+        sequences = [chunk.sequence for chunk in sampled]
         if len(logits_RV) != len(sequences):
             logits_RV = self._take_prompt_rows(batch, logits_RV)
         tensors = self._parameters(sequences)

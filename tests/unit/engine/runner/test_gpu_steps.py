@@ -203,6 +203,14 @@ def test_start_computes_every_kind_of_step_and_writes_no_page(cuda: FakeCuda, ti
     assert not runner.pool.device.any()
 
 
+def test_a_graph_derives_the_inputs_of_attention_by_itself(runner: ModelRunner) -> None:
+    """Else a replay would read those of the warm-up, in memory that is freed by then."""
+    model = runner.model
+    assert isinstance(model, NumberModel)
+    assert len(model.steps) > 2 * len(SHAPES)
+    assert len({id(step) for step in model.steps}) == len(model.steps)
+
+
 def test_start_compiles_the_sampler(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     shapes: list[torch.Size] = []
     monkeypatch.setattr(sampler, "warm_up", lambda logits_BV: shapes.append(logits_BV.shape))
