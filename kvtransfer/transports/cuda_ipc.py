@@ -108,11 +108,11 @@ def open_offer(message: bytes, device: int) -> Tensor:
     offer = decode_greeting(message, CudaOffer, "pool")
     if offer.pool_offset + offer.num_pages * offer.page_bytes > offer.storage_bytes:
         raise WireError("the pool that was offered is not within its storage", reason="pool")
-    devices = [index for index in range(torch.cuda.device_count()) if _uuid(index) == offer.device]
-    if not devices:
-        raise TransferFailed(f"GPU {offer.device} of the destination cannot be reached by this process")
-    if devices[0] != device and not torch.cuda.can_device_access_peer(device, devices[0]):
-        raise TransferFailed(f"GPU {device} cannot reach the memory of GPU {devices[0]}")
+    # A worker may see its own GPU alone. The driver opens a handle of a hidden GPU too, or refuses it below.
+    visible = [index for index in range(torch.cuda.device_count()) if _uuid(index) == offer.device]
+    for index in visible:
+        if index != device and not torch.cuda.can_device_access_peer(device, index):
+            raise TransferFailed(f"GPU {device} cannot reach the memory of GPU {index}")
     try:
         storage = torch.UntypedStorage._new_shared_cuda(
             device,

@@ -21,8 +21,8 @@ OFFER = CudaOffer(
 )
 
 
-def test_a_gpu_that_this_process_cannot_see_is_no_way_to_its_pool() -> None:
-    with pytest.raises(TransferFailed, match="GPU-00000000-no-such-device"):
+def test_the_driver_decides_on_the_pool_of_a_gpu_that_this_process_does_not_see() -> None:
+    with pytest.raises(TransferFailed, match="the destination's pool cannot be mapped"):
         open_offer(msgspec.msgpack.encode(OFFER), 0)
 
 
