@@ -130,7 +130,7 @@ def prefill_attention_kernel(
     # on either side of the whole part need a mask.
     position_M = num_computed + token_M
     first_position = num_computed + token
-    stop = num_computed + tl.minimum(token + BLOCK_Q, num_tokens)
+    stop = tl.maximum(num_computed + tl.minimum(token + BLOCK_Q, num_tokens), 0)  # padding sees no key
     start = 0
     whole_start = 0
     if WINDOW > 0:
