@@ -5,9 +5,10 @@ products is fp32.
 
 The result of a query has the same bits in both kernels, in any batch and for any chunk and page size. Keys
 are cut into splits at fixed positions; each split is attended apart, block by block, and then merged into
-the state of the splits before it, in order. Blocks that a query does not see leave its state unchanged. Tiles
-have at least 64 rows, so that both kernels use the same matrix instructions, and the kernels are compiled
-without fused multiply-add, which a compiler may use in one kernel and not in the other.
+the state of the splits before it, in order. Blocks that a query does not see leave its state unchanged.
+Tiles have at least 64 rows, so that both kernels use the same matrix instructions on an H100 or H200; on
+other GPUs this has not been checked. The kernels are compiled without fused multiply-add, which a compiler
+may use in one kernel and not in the other.
 
 Shapes: M query rows of one kv head, N keys of a block, D head dim.
 """
@@ -21,8 +22,9 @@ import torch
 
 from baton.kernels.triton_import import jit, tl, triton
 
-# The loads of a block's page ids take two of Triton's stages. With fewer than five, keys and values have one
-# buffer, and each product waits for the loads of its own block. Five need up to 150 KB of shared memory.
+# With five of Triton's pipeline stages, keys and values have two or three buffers; page ids, which are loaded
+# first, take two of the stages. With fewer than five, each product waits for the loads of its own block. Five
+# stages need up to 150 KB of shared memory.
 NUM_STAGES: Final = 5
 STAGES_OF_SMALL_GPUS: Final = 3
 
@@ -34,7 +36,7 @@ def num_stages(device: torch.device) -> int:
 
 @cache
 def has_large_shared_memory(device: torch.device) -> bool:
-    """True for A100, H100, H200 and B200, with 160 KB and more a multiprocessor, and for no GPU."""
+    """True for A100, H100, H200 and B200, which have 160 KB and more a multiprocessor, and without a GPU."""
     if device.type != "cuda":
         return True
     capability = torch.cuda.get_device_capability(device)
@@ -45,7 +47,6 @@ def has_large_shared_memory(device: torch.device) -> bool:
 # further on, because each split costs a merge: 16 of 256 keys, 16 of 512, 16 of 1,024 and so on.
 FIRST_SPLIT: Final = 256
 SPLITS_OF_ONE_LENGTH: Final = 16
-MAX_DOUBLINGS: Final = 16  # of the length; reached after 268 million keys
 
 
 def num_splits(num_keys: int) -> int:
@@ -70,12 +71,11 @@ def tile_warps(num_rows: int, block_D: int, dtype: torch.dtype) -> int:
 
 
 def key_block(head_dim: int, dtype: torch.dtype) -> int:
-    """The keys of a block. Masks of head dims that are no power of 2 take registers, too."""
+    """The keys of a block: half as many where the head dim is no power of 2, since masks take registers."""
     block_D = max(16, triton.next_power_of_2(head_dim))
     row_bytes = block_D * dtype.itemsize
-    if row_bytes > 512:
-        return 16
-    return 64 if row_bytes <= 256 and head_dim == block_D else 32
+    num_keys = 64 if row_bytes <= 256 else 32 if row_bytes <= 512 else 16
+    return num_keys if head_dim == block_D else max(16, num_keys // 2)
 
 
 @jit
@@ -87,7 +87,7 @@ def split_start(split: tl.tensor) -> tl.tensor:
 
 @jit
 def split_of(key: tl.tensor) -> tl.tensor:
-    """The split that holds a key."""
+    """The split that holds a key; keys are below 536 million."""
     doubling = 0
     for step in tl.static_range(1, 17):
         doubling += (key >= 4096 * ((1 << step) - 1)).to(tl.int32)
@@ -121,9 +121,9 @@ def attend_keys(
     merged_MD: tl.tensor,  # acc, peak and total of the splits before the one that holds the first key
     merged_peak_M: tl.tensor,
     merged_total_M: tl.tensor,
-    acc_MD: tl.tensor,  # of that split: running sum of weight * value,
-    peak_M: tl.tensor,  # running maximum of the scores, -inf before the first visible key,
-    total_M: tl.tensor,  # and running sum of the weights
+    acc_MD: tl.tensor,  # running sum of weight * value in that split
+    peak_M: tl.tensor,  # running maximum of its scores, -inf before the first visible key
+    total_M: tl.tensor,  # running sum of its weights
     first: tl.tensor,  # keys [first, last) are met; first is a multiple of BLOCK_N
     last: tl.tensor,
     scale: float,  # of the scores, times log2(e)

@@ -1,7 +1,8 @@
 """y = x @ weight^T + bias, and rows of a table by token id. Both read weights laid out for their device.
 
 A CPU has a C kernel, a GPU a Triton kernel. Both sum every output in one fixed order, so a token's values do
-not depend on how many tokens share the step (batch invariance), nor on the number of tensor-parallel ranks.
+not depend on how many tokens share the step (batch invariance), nor on whether one or two tensor-parallel
+ranks compute it.
 Without batch invariance a GPU uses torch's own multiplication.
 
 Shapes: T tokens, N outputs, K inputs, F gated outputs (N = 2 * F).
@@ -25,16 +26,17 @@ from baton.kernels.triton_import import jit, kernel, runs_triton, tl, triton
 PANEL: Final = 32  # as in csrc/linear.c
 # Multiprocessors of an H100 or H200. On another GPU the results are the same and the speed differs.
 NUM_MULTIPROCESSORS: Final = 132
-MAX_PARTS: Final = 4  # that the inputs of one split are cut into,
-LEAST_PART: Final = 1024  # with at least so many inputs each
+MAX_PARTS: Final = 4  # of the inputs of a split
+LEAST_PART: Final = 1024  # inputs of a part, except the last one
 
 
 @dataclass(frozen=True, slots=True)
 class LinearWeight:
     """A weight ready to multiply: `data` is [N, K] as loaded, or the C kernel's packed units.
 
-    arrivals: for each tile of outputs, the programs of the Triton kernel that have summed their part; zeros
-    between multiplications, which must follow each other. None: the kernel is not used.
+    arrivals: for each tile of outputs, how many programs of the Triton kernel have summed their part. All are
+    zero except during a product, and two products with one weight must not overlap. None: the kernel is not
+    used.
     """
 
     data: Tensor
@@ -136,8 +138,8 @@ def linear_reference(
 # How an output is summed depends on K and the number of splits alone: parts of the inputs are summed apart,
 # then added in order, in fp32. Programs share the parts of a tile when there are few tiles (decode), and
 # the last one to arrive adds them; otherwise one program computes all parts of its tile (prefill). The bits
-# are the same. The height of a tile follows the number of tokens, but not the matrix instruction, which takes
-# 64 rows.
+# are the same. The height of a tile depends on the number of tokens; the matrix instruction of an H100 or
+# H200 takes 64 rows at either height. On other GPUs this has not been checked.
 
 
 @jit
@@ -307,7 +309,9 @@ def linear_triton(
         shape = (num_tiles, units_a_tile, tile["BLOCK_M"], tile["BLOCK_N"])
         partial = torch.empty(shape, dtype=torch.float32, device=x_TK.device)
     num_units = num_tiles * units_a_tile if is_shared else num_tiles
-    most_programs = NUM_MULTIPROCESSORS * (1 if tile["BLOCK_M"] == 128 else 2)  # that run at a time
+    most_programs = NUM_MULTIPROCESSORS * (
+        1 if tile["BLOCK_M"] == 128 else 2
+    )  # on a multiprocessor: one or two
     linear_kernel[(min(num_units, most_programs),)](
         x_TK,
         weight.data,

@@ -130,12 +130,13 @@ def prefill_attention_kernel(
     # on either side of the whole part need a mask.
     position_M = num_computed + token_M
     first_position = num_computed + token
-    stop = tl.maximum(num_computed + tl.minimum(token + BLOCK_Q, num_tokens), 0)  # padding sees no key
+    stop = num_computed + tl.minimum(token + BLOCK_Q, num_tokens)  # not above 0 in padding: no key is read
     start = 0
     whole_start = 0
     if WINDOW > 0:
         start = tl.maximum(first_position - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
-        whole_start = tl.minimum(tl.cdiv(tl.maximum(stop - WINDOW, 0), BLOCK_N) * BLOCK_N, stop)
+        whole_start = tl.cdiv(tl.maximum(stop - WINDOW, 0), BLOCK_N) * BLOCK_N
+        whole_start = tl.maximum(tl.minimum(whole_start, stop), 0)
     whole_stop = tl.maximum((first_position + 1) // BLOCK_N * BLOCK_N, whole_start)
     bounds = (start, whole_start, whole_stop, stop)
 
@@ -173,7 +174,7 @@ def prefill_attention_kernel(
     merged_MD, merged_peak_M, merged_total_M = merge(
         merged_MD, merged_peak_M, merged_total_M, acc_MD, peak_M, total_M
     )
-    # Rows outside the tile saw no key.
+    # Padding saw no key.
     out_MD = merged_MD / tl.where(merged_total_M > 0, merged_total_M, 1.0)[:, None]
     num_heads = tl.num_programs(1) * GROUP_SIZE
     out_ptr_M = out_ptr + (row_of_batch_M * num_heads + head_M) * head_dim

@@ -91,10 +91,10 @@ class RaggedBatch:
         # For the C kernel: fields that the layers share are filled in once.
         self.arguments = AttentionArguments()
         self.scratch = torch.empty(0, dtype=torch.int64)
-        if runs_triton(cu_seqlens_B1):
-            self.prefill_cu_seqlens = self.prefill_cu_seqlens - num_decodes
-        else:
+        if not runs_triton(cu_seqlens_B1):
             self._prepare_native()
+        elif num_decodes < len(context_lens_B):
+            self.prefill_cu_seqlens = self.prefill_cu_seqlens - num_decodes
 
     def _prepare_native(self) -> None:
         num_sequences = self.context_lens_B.shape[0]
@@ -110,7 +110,8 @@ class RaggedBatch:
 def ragged_attention(
     query_THD: Tensor, kv_pages: Tensor, batch: RaggedBatch, *, scale: float, window: int | None = None
 ) -> Tensor:
-    """softmax(scale * q . k) v -> [T, H, D]; a query at position p sees keys (p - window, p], all without.
+    """softmax(scale * q . k) v -> [T, H, D]; a query at position p sees keys (p - window, p], or
+    all up to p without a window.
 
     kv_pages: [num_pages, 2, K, S, D], strided over pages; the keys of this batch are stored already.
     """

@@ -24,8 +24,8 @@ from baton.engine.models.model import Model
 from baton.engine.runner.step_inputs import GraphInputs, GraphShape, StepArrays
 
 NUM_WARMUP_RUNS: Final = 2  # the first runs compile kernels and fill caches, which a capture must not
-# Bounds the driver's memory for one graph of about a thousand launches. What is measured beyond it belongs to
-# another process that loads at this moment.
+# One graph of about a thousand launches is taken to need less of the driver's memory than this. The device
+# also has less free memory when another process loads while the graphs are measured.
 MAX_DRIVER_BYTES: Final = 16 * 2**20
 # Tokens of prompts in a graph. A larger step takes the device longer than its launches take the host.
 MIXED_TOKENS: Final = (32, 64, 128, 256, 512)

@@ -276,9 +276,20 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run_largest_step(self) -> None:
-        """Compute as many padding tokens, and logits of as many rows, as any step may; store nothing."""
+        """Compute a step that takes as much memory as any may; store nothing.
+
+        It has as many decodes as possible, which keep partial sums of the longest context, and asks for the
+        logits of every token, as prompt logprobs do.
+        """
         scheduler = self.config.scheduler
-        arrays = padding_step(scheduler.max_num_batched_tokens, scheduler.max_num_seqs)
+        num_tokens = scheduler.max_num_batched_tokens
+        num_decodes = min(scheduler.max_num_seqs, num_tokens) - 1
+        arrays = padding_step(
+            num_tokens - num_decodes,
+            num_tokens,
+            num_decodes=num_decodes,
+            num_pages=self.layout.num_pages(self.max_model_len),
+        )
         self._forward(arrays, KvPool(self.layout, 1, 0, self.device).device)
 
     def describe_pool(self) -> str:

@@ -328,7 +328,7 @@ class GraphInputs:
     def write(self, arrays: StepArrays, shape: GraphShape) -> None:
         """Write a step, padded to the shape, in one upload; wait for nothing.
 
-        The step has no more decodes, tokens and logits than the shape, and fewer prompts.
+        The step has no more decodes, tokens and logits than the shape, and fewer prompts: one is padding.
         """
         width = arrays.page_table.shape[1]
         if width > self._max_pages:
@@ -559,14 +559,16 @@ def warmup_steps(max_num_tokens: int, max_num_seqs: int, max_pages: int) -> Iter
     """Steps of padding that make a GPU compile every kernel that steps outside CUDA graphs can need.
 
     Kernels choose their compile-time constants by the numbers of tokens, of logits and of tokens of the
-    longest chunk: the smallest, the largest and the powers of two between them meet every choice. After an
-    odd number of decodes, the arrays of the other sequences begin at addresses of less alignment.
+    longest chunk: the smallest, the largest and the powers of two between them meet every choice. Unless the
+    number of decodes is a multiple of 4, the arrays of the other sequences begin at addresses of less
+    alignment. Prompt logprobs ask for the logits of every token.
     """
     for num_decodes in powers_of_two(min(max_num_seqs, max_num_tokens - 1)):
         yield padding_step(1, num_decodes + 1, num_decodes=num_decodes, num_pages=max_pages)
     for num_tokens in powers_of_two(max_num_tokens):
         for num_decodes in (0, 1):
-            yield padding_step(num_tokens, num_decodes + 1, num_decodes=num_decodes, num_pages=max_pages)
+            num_rows = num_tokens + num_decodes
+            yield padding_step(num_tokens, num_rows, num_decodes=num_decodes, num_pages=max_pages)
 
 
 def powers_of_two(limit: int) -> list[int]:

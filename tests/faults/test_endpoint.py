@@ -76,7 +76,7 @@ def test_an_abort_anywhere_gives_all_pages_back(
 
 @pytest.fixture(params=[3, pytest.param(500, marks=pytest.mark.slow)])
 def num_aborts(request: pytest.FixtureRequest) -> int:
-    """Of each point over each transport: 1,000 a point over shm and tcp."""
+    """Aborts at each point over each transport."""
     return int(request.param)
 
 

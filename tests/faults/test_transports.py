@@ -314,7 +314,7 @@ def test_another_clusters_key_opens_nothing(name: str, destination: Destination)
 def test_sender_without_a_listener_does_not_open(name: str) -> None:
     source = Source(LARGE, 1)
     with pytest.raises(TransferFailed, match=name):
-        source.open(name, {name: "\0baton-kv-nobody" if name == "shm" else "1"}, LARGE)
+        source.open(name, {name: "\0baton-kv-unbound" if name == "shm" else "1"}, LARGE)
 
 
 def test_nothing_is_left_of_ends_that_were_closed() -> None:

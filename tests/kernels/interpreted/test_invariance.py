@@ -110,6 +110,26 @@ def test_attention_of_a_token_is_the_same_in_decode_and_in_any_chunk(
         assert torch.equal(decoded[0], whole[-1]) and torch.equal(decoded[2], whole[-1])
 
 
+@pytest.mark.parametrize("num_tokens", [48, 64, 200])
+@pytest.mark.parametrize("window", [None, 128])
+def test_padding_reads_no_page(window: int | None, num_tokens: int) -> None:
+    """Keys at negative positions would be those of the page table's row before."""
+    pages = torch.full((2, 2, 1, 16, 16), 3.0, dtype=torch.bfloat16)
+    tables = torch.tensor([[1] * 64, [0] * 64], dtype=torch.int32)
+    query = normal(num_tokens, 4, 16, dtype=torch.bfloat16, device=CPU)
+    out = prefill_attention_triton(
+        query,
+        pages,
+        tables[1:],
+        torch.tensor([0, num_tokens], dtype=torch.int32),
+        torch.zeros(1, dtype=torch.int32),
+        scale=0.25,
+        window=window,
+        max_seqlen_q=num_tokens,
+    )
+    assert not out.any()
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 @pytest.mark.parametrize("num_splits", [1, 2])
 @pytest.mark.parametrize("num_inputs", [40, 2304])

@@ -1,4 +1,4 @@
-"""How many kernels a decode step launches, counted in a forward pass under the interpreter."""
+"""A decode step launches at most eight kernels a layer: a forward pass under the interpreter is counted."""
 
 from functools import partial
 from pathlib import Path

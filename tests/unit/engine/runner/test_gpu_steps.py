@@ -1,4 +1,4 @@
-"""What the runner asks of a GPU, and in which order, on a recording stand-in for the CUDA runtime."""
+"""The runner calls CUDA in the right order: a stand-in for the CUDA runtime records the calls."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -30,7 +30,10 @@ HEAD: Final = (128256, 4096)
 
 
 def variants(steps: Iterable[StepArrays], num_heads: int, num_kv_heads: int) -> set[tuple[object, ...]]:
-    """What Triton compiles for attention and products of these steps: kernel, constants and alignments."""
+    """Return what Triton compiles for the attention and the products of these steps.
+
+    An item has the kernel, its constants and the alignments of its arguments.
+    """
     uploads = StepUploads(MAX_NUM_TOKENS, MAX_NUM_SEQS, MAX_PAGES, CPU)
     pages = torch.empty(2, 2, 2, num_kv_heads, PAGE_SIZE, HEAD_DIM, dtype=torch.float16)[:, 0]
     num_rows = MAX_NUM_TOKENS + MAX_NUM_SEQS
@@ -85,9 +88,10 @@ def test_no_step_meets_a_kernel_that_the_start_has_not_compiled(num_heads: int, 
         num_decodes=st.integers(0, MAX_NUM_SEQS),
         num_tokens=st.integers(1, MAX_NUM_TOKENS),
         num_pages=st.integers(1, MAX_PAGES),
+        num_rows=st.integers(1, MAX_NUM_TOKENS + MAX_NUM_SEQS),
     )
-    def check(num_decodes: int, num_tokens: int, num_pages: int) -> None:
-        step = padding_step(num_tokens, 1, num_decodes=num_decodes, num_pages=num_pages)
+    def check(num_decodes: int, num_tokens: int, num_pages: int, num_rows: int) -> None:
+        step = padding_step(num_tokens, num_rows, num_decodes=num_decodes, num_pages=num_pages)
         assert variants([step], num_heads, num_kv_heads) <= warm
 
     check()

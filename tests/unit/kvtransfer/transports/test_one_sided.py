@@ -35,7 +35,7 @@ EACH = pytest.mark.parametrize("name", OPTIONAL)
 
 
 class MissingLibrary(NixlTransport):
-    """A transport whose library nobody has."""
+    """A transport whose library is not installed."""
 
     module = "no_such_library"
 
@@ -159,8 +159,8 @@ def test_peer_that_describes_no_memory_is_refused(name: str, rank: int) -> None:
 )
 def test_engine_that_does_not_exist_is_not_reached(name: str, rank: int) -> None:
     store = new_store()
-    nobody = PeerMemory(engine=b"127.0.0.1:1", addresses=(4096,) * NUM_SLOTS, device=0)
-    store.set(f"memory {1 - rank}", msgspec.msgpack.encode(nobody))
+    unreachable = PeerMemory(engine=b"127.0.0.1:1", addresses=(4096,) * NUM_SLOTS, device=0)
+    store.set(f"memory {1 - rank}", msgspec.msgpack.encode(unreachable))
     ends = open_pair(name, store)
     with pytest.raises(TransferFailed, match=name):
         ends[rank].connect(store, rank, 2.0)
