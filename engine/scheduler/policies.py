@@ -97,12 +97,13 @@ class StaticPolicy:
         queues = planner.queues
         members = _admit_batch(planner, queues.waiting) if not queues.num_running else []
         num_rows = len(members) or queues.num_last_admitted
-        prefilling = members or planner.prefills()
-        if prefilling:
-            width = max(1, planner.budget // num_rows)
-            scheduled = [planner.schedule_prefill(sequence, width) for sequence in prefilling]
+        width = planner.budget // max(1, num_rows)
+        scheduled = [
+            planner.schedule_prefill(sequence, max(1, width)) for sequence in members or planner.prefills()
+        ]
+        if any(scheduled):
             planner.num_padded_tokens = num_rows * max(scheduled) - sum(scheduled)
-        elif queues.decoding:
+        elif queues.decoding:  # also when a quota leaves prompts no page until one of these has ended
             num_decodes = planner.schedule_decodes()
             planner.num_padded_tokens = num_rows - num_decodes
         return None

@@ -358,7 +358,7 @@ class SequenceQueues:
             del quotas[quota]
         if not quotas:
             del self._quotas[sequence.scheduling_key]
-        self.have_quotas = self.have_quotas and any(max(each) < inf for each in self._quotas.values())
+        self.have_quotas = self.have_quotas and any(min(each) < inf for each in self._quotas.values())
 
     def promote(self) -> None:
         """Move prefills that have caught up to the decodes."""

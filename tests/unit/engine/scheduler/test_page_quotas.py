@@ -56,6 +56,28 @@ def test_no_sequence_overtakes_one_of_its_own_key() -> None:
     harness.run()
 
 
+def test_quota_holds_again_once_a_sequence_without_one_has_left() -> None:
+    """The policy of the tenant has changed; another sequence leaves while both kinds are there."""
+    harness = make_harness()
+    for name, quota in (("free", scheduling_key()), ("tight", TIGHT), ("second", TIGHT)):
+        harness.add(name, range(8), LONG, tenant="t", scheduling_key=quota)
+    harness.add("other", range(8), SamplingParams(max_tokens=1), tenant="other")
+    harness.step()
+    assert ("other", 0) not in harness.live
+    harness.abort("free")
+    harness.run()  # `AccountHarness` compares pages with quotas at every step
+    assert max(each.num_preemptions for each in harness.finished) > 0
+
+
+def test_static_batch_goes_on_when_a_quota_has_shrunk_under_it() -> None:
+    """A prompt finds no page until the decode beside it has ended, which must therefore run."""
+    harness = AccountHarness.of(200, prefix_caching=False, max_num_batched_tokens=8, policy="static")
+    harness.add("free", range(4), SamplingParams(max_tokens=1), tenant="t", scheduling_key=scheduling_key())
+    harness.add("short", range(4), SamplingParams(max_tokens=8), tenant="t", scheduling_key=TIGHT)
+    harness.add("long", range(39), SamplingParams(max_tokens=1), tenant="t", scheduling_key=TIGHT)
+    harness.run()
+
+
 def test_pages_that_two_sequences_share_count_once() -> None:
     harness = make_harness(prefix_caching=True)
     short = SamplingParams(max_tokens=2)
