@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from time import perf_counter
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 import torch
@@ -25,7 +25,7 @@ from baton.engine.models.registry import ModelConfig, check_split, read_model_co
 from baton.engine.models.weights import Progress
 from baton.engine.replica import LayerWatch, Replica, last_output
 from baton.engine.runner.model_runner import KvPool, ModelRunner, ZerosOnCpu, choose_device, choose_dtype
-from baton.engine.runner.sampler import Sampler
+from baton.engine.runner.sampler import Draws, Sampler
 from baton.engine.runner.step_inputs import StepBuilder, encode
 from baton.engine.runner.tp_worker import STOP_COMMAND, TpWorkers
 from baton.engine.scheduler.preemption import PreemptionRates
@@ -108,6 +108,8 @@ class Engine(Replica):
         self._tp_workers = tp_workers
         self._why_lost: str | None = None  # the failure after which the ranks may have different states
         self._busy_since_s: float | None = None  # the end of the last step, if there was more work
+        self._in_flight: _Step | None = None  # launched and sampled; its tokens are still to come
+        self._is_async = choose_async(config, runner.device)
         self._seeds = random.Random(config.seed)
         self._meter = PreemptionMeter(runner.pool)
         self._num_steps = 0
@@ -117,7 +119,7 @@ class Engine(Replica):
     def _start_steps(self) -> None:
         """Reset everything that is remembered from step to step."""
         layout, max_num_seqs = self.runner.layout, self.runner.config.scheduler.max_num_seqs
-        self._busy_since_s = None
+        self._busy_since_s = self._in_flight = None
         self._builder = StepBuilder(layout.page_size, max_num_seqs, layout.num_pages(self.max_model_len))
         self._sampler = Sampler(self.runner.device)
 
@@ -135,7 +137,7 @@ class Engine(Replica):
         return self._add(request, filled, keeps_pages, self.runner.model_config.eos_token_ids)
 
     def step(self, watch: LayerWatch | None = None) -> list[StepOutput]:
-        """As `Replica.step`.
+        """As `Replica.step`. With asynchronous scheduling, the tokens of a step come with the next call.
 
         A sequence with logits that are not numbers ends in an error, alone, and its pages become unknown. Any
         other failure, an interrupt included, loses all requests: pages may be known by now although their
@@ -152,28 +154,53 @@ class Engine(Replica):
             self._note_loss(error)
             raise
 
+    def has_work(self) -> bool:
+        return self._in_flight is not None or super().has_work()
+
     def _step(self, watch: LayerWatch | None) -> list[StepOutput]:
+        """Launch a step, take the tokens of the one in flight, then sample.
+
+        The scheduler plans with placeholders for those tokens, and the device reads them where they were
+        sampled, so it computes without a pause. Sampling waits for them: it reads the tokens of sequences.
+        """
+        began_s = perf_counter()
         self.scheduler.rates = self._meter.rates
-        began_s = perf_counter() if self._busy_since_s is None else self._busy_since_s
         plan = self.scheduler.plan()
         self.wait_s = plan.wait_s
         batch = self.scheduler.apply(plan)
+        if batch.is_empty:
+            return self._collect()
         self.on_batch(batch.num_tokens)
-        started_s = perf_counter()
-        sampled = self._sampler.sample(batch, self._run(batch, watch))
-        ended_s = perf_counter()
-        step_s = ended_s - started_s
-        self._meter.observe(batch, step_s)
+        launched_s = perf_counter()
+        logits_RV = self._run(batch, watch)
+        outputs = self._collect()
         if batch.chunks:
-            self._last_step = batch, step_s
-        for sequence in sampled.failed:
+            self._in_flight = _Step(batch, self._sampler.sample(batch, logits_RV), began_s, launched_s)
+        if self._is_async:
+            self.scheduler.advance(batch)
+            return outputs
+        return self._collect()
+
+    def _collect(self) -> list[StepOutput]:
+        """Wait for the tokens of the step in flight, if any, and commit them."""
+        step, self._in_flight = self._in_flight, None
+        if step is None:
+            return []
+        sampled = step.draws.wait()
+        ended_s = perf_counter()
+        step_s = ended_s - max(step.launched_s, self._busy_since_s or 0.0)
+        self._meter.observe(step.batch, step_s)
+        self._last_step = step.batch, step_s
+        failed = [sequence for sequence in sampled.failed if sequence.finish_reason is None]
+        for sequence in failed:
             logger.error("logits that are not numbers", extra={"request_id": sequence.request_id})
             self.scheduler.fail(sequence)
-        outputs = self.scheduler.commit(batch, sampled.token_ids, ended_s - began_s)
+        since_s = step.began_s if self._busy_since_s is None else self._busy_since_s
+        outputs = self.scheduler.commit(step.batch, sampled.token_ids, ended_s - since_s)
         self._busy_since_s = ended_s if self.scheduler.has_work() else None
         if sampled.logprobs or sampled.prompt_logprobs:
             outputs = [sampled.with_logprobs(each) for each in outputs]
-        return outputs + [last_output(sequence, BAD_LOGITS) for sequence in sampled.failed]
+        return outputs + [last_output(sequence, BAD_LOGITS) for sequence in failed]
 
     def close(self) -> None:
         """Stop the other ranks and wait until they have ended."""
@@ -210,16 +237,28 @@ class Engine(Replica):
     def _run(self, batch: Batch, watch: LayerWatch | None) -> Tensor:
         num_groups = watch.begin(batch.chunks) if watch is not None and batch.chunks else 0
         self._num_steps += 1
-        arrays = self._builder.build(batch)._replace(step=self._num_steps, num_layer_groups=num_groups)
+        tokens_R = None if self._in_flight is None else self._in_flight.draws.token_ids_R
+        arrays = self._builder.build(batch)._replace(
+            step=self._num_steps,
+            num_layer_groups=num_groups,
+            num_last_tokens=0 if tokens_R is None else len(tokens_R),
+        )
         if self.runner.tp.size > 1:
             self.runner.tp.send_command(encode(arrays))
-        if watch is None:
-            logits_RV = self.runner.execute(arrays)
-        else:
-            logits_RV = self.runner.execute(arrays, watch.layers_written)
+        on_layers = None if watch is None else watch.layers_written
+        logits_RV = self.runner.execute(arrays, on_layers, tokens_R)
         if batch.copies_to_host:
             self.pages.note_copies(device_page for device_page, _ in batch.copies_to_host)
         return logits_RV
+
+
+class _Step(NamedTuple):
+    """A step that was launched and sampled."""
+
+    batch: Batch
+    draws: Draws
+    began_s: float  # when it was planned
+    launched_s: float
 
 
 WEIGHT: Final = 0.2  # of a new observation in the running mean
@@ -264,6 +303,13 @@ def _time_swap(pool: KvPool) -> float:
         if pool.device.device.type == "cuda":
             torch.cuda.synchronize(pool.device.device)
     return (perf_counter() - started_s) / (2 * num_pages)
+
+
+def choose_async(config: EngineConfig, device: torch.device) -> bool:
+    """Return whether the next step is planned while one runs. Unset: on a GPU. A CPU plans and computes in
+    one thread, so tokens would only come later."""
+    chosen = config.scheduler.async_scheduling
+    return device.type == "cuda" if chosen is None else chosen
 
 
 def _check_memory(model_config: ModelConfig, config: EngineConfig) -> None:

@@ -151,6 +151,11 @@ class FakeCuda(TorchFunctionMode):
             options["device"] = "cpu"
         if "pin_memory" in (kwargs or {}) and is_pinned:
             self.note("pin", args[0] if isinstance(args[0], int) else 0)
+        if func is Tensor.to and len(args) > 1 and _is_place(args[1]):
+            return self._move(args[0], args[1], options.get("non_blocking", False))
+        if func is Tensor.pin_memory:
+            self.note("pin", args[0].nbytes)
+            return args[0].as_subclass(PinnedTensor)
         if func is Tensor.copy_:
             self._note_copy(args[0], args[1], options.get("non_blocking", False))
         elif is_on_device and func in WAITING:
@@ -172,6 +177,17 @@ class FakeCuda(TorchFunctionMode):
         host = target if direction == "download" else source
         is_blocking = direction != "on device" and not (non_blocking and isinstance(host, PinnedTensor))
         self.note(f"blocking {direction}" if is_blocking else direction, source.nbytes)
+
+    def _move(self, tensor: Tensor, place: torch.device | str, non_blocking: bool) -> Tensor:
+        """A new tensor at the place; to the host it is pinned if the copy does not block, as torch's is."""
+        with torch._C.DisableTorchFunctionSubclass():
+            made: Tensor = tensor.clone()
+        host = PinnedTensor if isinstance(tensor, PinnedTensor) or non_blocking else Tensor
+        target = made.as_subclass(DeviceTensor if _is_cuda(place) else host)
+        if non_blocking and _is_cuda(place) and not isinstance(tensor, PinnedTensor):
+            non_blocking = False
+        self._note_copy(target, tensor, non_blocking)
+        return target
 
     @contextmanager
     def _on_stream(self, stream: FakeStream) -> Iterator[None]:
@@ -201,6 +217,10 @@ class FakeCuda(TorchFunctionMode):
     def _make_pool(self) -> int:
         self._num_pools += 1
         return self._num_pools
+
+
+def _is_place(value: object) -> bool:
+    return isinstance(value, torch.device | str)
 
 
 def _is_cuda(device: object) -> bool:

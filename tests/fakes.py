@@ -49,7 +49,7 @@ class HashModel:
 
     It keeps real contents of device and host pages, runs the copies of a batch in the documented order, and
     raises AssertionError when a chunk reads a slot without the sequence's own entry, or writes a page with
-    another owner.
+    another owner. A placeholder is read as the token that the last batch sampled for it.
     """
 
     def __init__(self, pool: PagePool, num_host_pages: int = 0, vocab_size: int = 50) -> None:
@@ -58,6 +58,7 @@ class HashModel:
         self.device: list[list[KVEntry | None]] = [[None] * pool.page_size for _ in range(pool.num_pages)]
         self.host: list[list[KVEntry | None]] = [[None] * pool.page_size for _ in range(num_host_pages)]
         self.num_computed_tokens = 0
+        self._last_sampled: list[int] = []
 
     def run(self, batch: Batch) -> list[int | None]:
         """Execute the batch: one sampled token for each chunk that samples, else None."""
@@ -65,7 +66,9 @@ class HashModel:
             self.host[host_page] = list(self.device[device_page])
         for device_page, host_page in batch.copies_to_device:
             self.device[device_page] = list(self.host[host_page])
-        return [self._run_chunk(chunk) for chunk in batch.chunks]
+        sampled = [self._run_chunk(chunk) for chunk in batch.chunks]
+        self._last_sampled = [token_id for token_id in sampled if token_id is not None]
+        return sampled
 
     def context_of(self, token_ids: Ordered[int], salt: bytes) -> int:
         context = int.from_bytes(salt, "little")
@@ -87,18 +90,19 @@ class HashModel:
 
     def _run_chunk(self, chunk: ScheduledChunk) -> int | None:
         sequence, context = chunk.sequence, int.from_bytes(chunk.sequence.cache_salt, "little")
+        token_ids = [self._last_sampled[-1 - each] if each < 0 else each for each in sequence.token_ids]
         for position in range(chunk.start):
-            context = _mix(context, sequence.token_ids[position])
+            context = _mix(context, token_ids[position])
             page, offset = self._slot(sequence, position)
-            expected = KVEntry(position, sequence.token_ids[position], context)
+            expected = KVEntry(position, token_ids[position], context)
             assert self.device[page][offset] == expected, (
                 f"{sequence.key} reads page {page}: {self.device[page][offset]}, expected {expected}"
             )
         for position in range(chunk.start, chunk.start + chunk.num_tokens):
-            context = _mix(context, sequence.token_ids[position])
+            context = _mix(context, token_ids[position])
             page, offset = self._slot(sequence, position)
             assert self._pool.owners(page) == {sequence.key}, f"{sequence.key} writes shared page {page}"
-            self.device[page][offset] = KVEntry(position, sequence.token_ids[position], context)
+            self.device[page][offset] = KVEntry(position, token_ids[position], context)
         self.num_computed_tokens += chunk.num_tokens
         if not chunk.samples:
             return None

@@ -91,7 +91,7 @@ class OpenHarness(Harness):
                 needed += self.pool.pages_for(16)
                 if sequence.num_uncomputed_tokens > 1:
                     needed += self.missing(sequence)
-        waiting = [each for each in self.live.values() if each.status is not SequenceStatus.RUNNING]
+        waiting = [each for each in self.live.values() if each.is_queued]
         if waiting:
             needed += max(0, self.missing(min(waiting, key=lambda each: each.rank)))
         longest = max((self.pool.pages_for(s.max_num_tokens) for s in self.live.values()), default=0)

@@ -35,6 +35,7 @@ class Settings:
     num_host_pages: int = 0
     prefix_caching: bool = True
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    is_async: bool = False  # each step is planned while the one before runs
     attention_mlp_crossover: float = inf
 
 
@@ -59,6 +60,7 @@ class Harness:
         self.used: dict[Owner, set[int]] = {}  # pages used outside the scheduler: claimed or received
         self.leased: dict[Owner, set[int]] = {}  # reserved, or leased by a reader
         self.num_steps = 0
+        self.in_flight: tuple[Batch, list[int | None]] | None = None
 
     @classmethod
     def of(
@@ -113,7 +115,7 @@ class Harness:
         batch = self.scheduler.apply(plan)
         self._check_batch(plan, batch, expected_hits)
         self.scheduler.check_integrity()
-        outputs = self.scheduler.commit(batch, self.model.run(batch))
+        outputs = self._commit(batch, self.model.run(batch))
         for output in outputs:
             if output.finish_reason is not None:
                 sequence = self.live.pop((output.request_id, output.choice))
@@ -125,11 +127,25 @@ class Harness:
         self.clock.advance(self.step_s)
         return plan, batch, outputs
 
+    @property
+    def is_running(self) -> bool:
+        """The tokens of a step are still to come."""
+        return self.in_flight is not None and bool(self.in_flight[0].chunks)
+
+    def _commit(self, batch: Batch, sampled: list[int | None]) -> list[StepOutput]:
+        if not self.settings.is_async:
+            return self.scheduler.commit(batch, sampled)
+        outputs = [] if self.in_flight is None else self.scheduler.commit(*self.in_flight)
+        self.scheduler.advance(batch)
+        self.in_flight = batch, sampled
+        return outputs
+
     def run(self, max_steps: int = 10_000) -> None:
         """Step until everything has finished, then check that every page is back and every answer right."""
         while self.scheduler.has_work():
+            was_running = self.is_running
             plan, _, _ = self.step()
-            assert plan.scheduled or plan.preempted or plan.wait_s, "nothing was planned: a deadlock"
+            assert was_running or plan.scheduled or plan.preempted or plan.wait_s, "a deadlock"
             if plan.wait_s is not None:
                 self.clock.advance(plan.wait_s)
             assert self.num_steps < max_steps, "no end in sight: a livelock"
@@ -221,7 +237,9 @@ class Harness:
         for page in range(self.pool.num_pages):
             last = self.model.device[page][-1]
             is_held = any(page in pages for pages in self.used.values())
-            is_held |= any(page in pages for who, pages in self.leased.items() if "reader" in str(who))
+            is_read = any(page in pages for who, pages in self.leased.items() if "reader" in str(who))
+            # A sequence that is preempted in flight leaves its last pages unknown, also to a reader.
+            is_held |= is_read and (not self.settings.is_async or self.pool.is_known(page))
             is_cached = self.pool.state(page) is PageState.CACHED
             if last is not None and (is_cached or is_held or self._is_computed(page)):
                 contexts.add(last.context)
@@ -245,9 +263,15 @@ class Harness:
         size = self.pool.page_size
         kept = (s for s in self.finished if s.key in self.kept)
         return any(
-            page in s.page_table and s.page_table.index(page) < s.num_computed_tokens // size
+            page in s.page_table and s.page_table.index(page) < self._num_committed(s) // size
             for s in (*self.live.values(), *kept)
         )
+
+    def _num_committed(self, sequence: Sequence) -> int:
+        chunks = [] if self.in_flight is None else self.in_flight[0].chunks
+        is_running = sequence.status in (SequenceStatus.RUNNING, SequenceStatus.ENDING)
+        num_in_flight = sum(each.num_tokens for each in chunks if each.sequence is sequence and is_running)
+        return sequence.num_computed_tokens - num_in_flight
 
     def _num_hit_tokens(self, sequence: Sequence, contexts: set[int]) -> int:
         size, num_tokens = self.pool.page_size, 0

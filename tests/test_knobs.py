@@ -29,6 +29,7 @@ KNOBS: dict[str, Any] = {
     "scheduler.policy": "continuous",
     "scheduler.max_queue_delay_ms": 0.0,
     "scheduler.preferred_batch_sizes": (),
+    "scheduler.async_scheduling": None,
 }
 
 GATEWAY_KNOBS: dict[str, Any] = {

@@ -30,6 +30,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     max_queue_delay_ms: QueueDelay = 0.0  # how long a prefill may wait for others to share its step
     # A waiting window closes early when it reaches one of these.
     preferred_batch_sizes: tuple[NumSequences, ...] = ()
+    # Plan the next step while one runs, so that a device never waits for the host. None: on a GPU.
+    async_scheduling: bool | None = None
 
     def __post_init__(self) -> None:
         largest = max(self.preferred_batch_sizes, default=0)

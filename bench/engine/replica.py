@@ -111,13 +111,16 @@ class RecordingRunner(ModelRunner):
         self.num_rows = 0
         self.num_padded_rows = 0  # keys and values of these rows are not stored
 
-    def execute(self, arrays: StepArrays, on_layers: OnLayers | None = None) -> Tensor:
+    def execute(
+        self, arrays: StepArrays, on_layers: OnLayers | None = None, last_tokens_R: Tensor | None = None
+    ) -> Tensor:
         if len(arrays.token_ids):
-            self.last_step = arrays
+            # Any token will do for one that is still to come: the step can be repeated alone.
+            self.last_step = arrays._replace(token_ids=arrays.token_ids.clip(min=0), num_last_tokens=0)
             self.num_steps += 1
             self.num_rows += len(arrays.token_ids)
             self.num_padded_rows += int(np.count_nonzero(arrays.slots < 0))
-        return super().execute(arrays, on_layers)
+        return super().execute(arrays, on_layers, last_tokens_R)
 
 
 @dataclass(frozen=True)

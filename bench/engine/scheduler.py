@@ -111,12 +111,12 @@ def host_times_us(num_steps: int) -> Iterator[tuple[int, list[float]]]:
     settings = {
         "max_model_len": HOST_SHAPE.max_positions,
         "cache": {"kv_cache_memory_bytes": 2**30},
-        "scheduler": {"max_num_seqs": most},
+        "scheduler": {"max_num_seqs": most, "async_scheduling": True},  # as on a GPU
     }
     engine, rng = load_replica(HOST_SHAPE, {"device": "cpu", **settings}).engine, random.Random(0)
     logits_BV, tokens_B = torch.zeros((most, HOST_SHAPE.vocab_size)), torch.full((most,), 7)
     with (
-        patch.object(engine.runner, "execute", lambda arrays: logits_BV[: len(arrays.logit_rows)]),
+        patch.object(engine.runner, "execute", lambda arrays, *_: logits_BV[: len(arrays.logit_rows)]),
         patch.object(sampler, "sample", lambda rows_BV, tensors: tokens_B[: len(rows_BV)]),
     ):
         for num_seqs in HOST_LIMITS_US:

@@ -143,11 +143,16 @@ class Setting(NamedTuple):
     owner: type[msgspec.Struct]
 
     @property
+    def is_switch(self) -> bool:
+        """The option is a flag without a value."""
+        return _plain(self.field.type) is bool
+
+    @property
     def flags(self) -> list[str]:
         """The names of the option: for a boolean, also its negation."""
         default = "--" + self.field.name.removesuffix("_s").replace("_", "-")
         flags = FLAGS.get(self.key, default).split()
-        return [*flags, *(f"--no-{flag[2:]}" for flag in flags if self.field.type is bool)]
+        return [*flags, *(f"--no-{flag[2:]}" for flag in flags if self.is_switch)]
 
     @property
     def metavar(self) -> str | None:
@@ -227,13 +232,12 @@ class Parser(argparse.ArgumentParser):
         """
         group = self.add_argument_group(title)
         for setting in settings:
-            has_value = setting.field.type is not bool
             action = group.add_argument(
                 *(flag for flag in setting.flags if flag not in self._option_string_actions),
                 dest=setting.key,
                 action=_Store,
-                type=setting.read if has_value else str,
-                nargs=None if has_value else 0,
+                type=str if setting.is_switch else setting.read,
+                nargs=0 if setting.is_switch else None,
                 metavar=setting.metavar,
                 default=argparse.SUPPRESS,
             )

@@ -93,6 +93,12 @@ class TensorParallel:
         self._wait(self.group.allgather([parts], [x_TN.contiguous()]))
         return torch.cat(parts, dim=1)
 
+    def broadcast(self, x: Tensor) -> Tensor:
+        """Rank 0's tensor, in place on the other ranks."""
+        if self.group is not None:
+            self._wait(_from_rank_0(self.group, x, STEP_TIMEOUT))
+        return x
+
     def smallest(self, value: int) -> int:
         """The least of the ranks' values, on every rank."""
         if self.commands is None:
@@ -134,10 +140,10 @@ def _lost(what: str, error: RuntimeError) -> WorkerLost:
     return WorkerLost(what)
 
 
-def _from_rank_0(group: Collectives, tensor: Tensor) -> PendingCollective:
+def _from_rank_0(group: Collectives, tensor: Tensor, timeout: timedelta = IDLE_TIMEOUT) -> PendingCollective:
     options = BroadcastOptions()
     options.rootRank = 0
-    options.timeout = IDLE_TIMEOUT
+    options.timeout = timeout
     return group.broadcast([tensor], options)
 
 

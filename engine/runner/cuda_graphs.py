@@ -137,9 +137,9 @@ class StepGraphs:
             self._mixed_tokens[bisect_left(self._mixed_tokens, num_tokens)],
         )
 
-    def replay(self, arrays: StepArrays, shape: GraphShape) -> Tensor:
+    def replay(self, arrays: StepArrays, shape: GraphShape, last_tokens_R: Tensor | None = None) -> Tensor:
         """Logits [R, V] of the step, which fits in the shape; valid until the next replay."""
-        self._inputs.write(arrays, shape)
+        self._inputs.write(arrays, shape, last_tokens_R)
         self._graphs[shape].replay()
         return self._logits_BV[: len(arrays.logit_rows)]
 

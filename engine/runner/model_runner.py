@@ -40,6 +40,7 @@ from baton.engine.runner.step_inputs import (
     ModelInput,
     StepArrays,
     StepUploads,
+    fill_in,
     padding_step,
     warmup_steps,
 )
@@ -302,36 +303,57 @@ class ModelRunner:
         return f"{text}, {len(self.pool.host):,} host pages" if len(self.pool.host) else text
 
     @torch.inference_mode()
-    def execute(self, arrays: StepArrays, on_layers: OnLayers | None = None) -> Tensor:
+    def execute(
+        self, arrays: StepArrays, on_layers: OnLayers | None = None, last_tokens_R: Tensor | None = None
+    ) -> Tensor:
         """Run the step on this rank; every rank of the group must. Returns logits [R, V] fp32.
 
         on_layers: called as this rank has written layers, if the step asks for layer groups. Other ranks may
         be behind: their marks say how far they are.
+        last_tokens_R: on rank 0, int64, the tokens that the last step sampled, if the step refers to them.
         """
+        num_tokens = arrays.num_last_tokens
+        last_tokens_R = self._share_tokens(num_tokens, last_tokens_R) if num_tokens else None
         groups = None
         if arrays.num_layer_groups:
             groups = LayerGroups(arrays.num_layer_groups, partial(self._wrote_layers, arrays.step, on_layers))
         try:
-            return self._execute(arrays, groups)
+            return self._execute(arrays, groups, last_tokens_R)
         finally:  # the launched part of a failed step ends, too
             self.steps.make(mark_of(arrays.step))
 
-    def _execute(self, arrays: StepArrays, groups: LayerGroups | None) -> Tensor:
+    def _share_tokens(self, num_tokens: int, tokens_R: Tensor | None) -> Tensor:
+        """Rank 0 samples; return its tokens on every rank."""
+        if tokens_R is None:
+            tokens_R = torch.empty(num_tokens, dtype=torch.int64, device=self.device)
+        return self.tp.broadcast(tokens_R)
+
+    def _execute(
+        self, arrays: StepArrays, groups: LayerGroups | None, last_tokens_R: Tensor | None
+    ) -> Tensor:
         self.pool.copy(arrays.copies_to_host, arrays.copies_to_device)
         if not len(arrays.token_ids):
             empty_RV = torch.empty((0, self.model_config.vocab_size), device=self.device)
             return self.tp.all_reduce(empty_RV)  # afterwards the pages have been copied on every rank
         shape = None if self._graphs is None else self._graphs.shape_of(arrays)
         if self._graphs is None or shape is None or (groups is not None and shape.num_tokens):
-            return self._forward(arrays, self.pool.device, groups)
-        logits_RV = self._graphs.replay(arrays, shape)
+            return self._forward(arrays, self.pool.device, groups, last_tokens_R)
+        logits_RV = self._graphs.replay(arrays, shape, last_tokens_R)
         if groups is not None:
             groups.on_layers(0, self.layout.num_layers)
         return logits_RV
 
-    def _forward(self, arrays: StepArrays, kv_pool: Tensor, groups: LayerGroups | None = None) -> Tensor:
+    def _forward(
+        self,
+        arrays: StepArrays,
+        kv_pool: Tensor,
+        groups: LayerGroups | None = None,
+        last_tokens_R: Tensor | None = None,
+    ) -> Tensor:
         uploads = self._uploads
         step = ModelInput.from_arrays(arrays) if uploads is None else uploads.upload(arrays)
+        if last_tokens_R is not None:
+            fill_in(step.token_ids_T[: arrays.num_decodes], last_tokens_R)
         return self.model.logits(self.model.forward(step, kv_pool, groups))
 
     def _wrote_layers(self, step: int, on_layers: OnLayers | None, first: int, stop: int) -> None:

@@ -6,6 +6,7 @@ Shapes: R rows, V vocabulary, T tokens.
 
 from collections.abc import Sequence as Ordered
 from dataclasses import dataclass
+from itertools import compress
 from typing import Final, TypeAlias
 
 import msgspec
@@ -19,39 +20,45 @@ from baton.kernels.sample import NOT_A_TOKEN, SamplingTensors, sample, warm_up
 from baton.request import StepOutput, TokenLogprobs
 
 PromptLogprobs: TypeAlias = tuple[TokenLogprobs | None, ...]
-FIRST_TOKEN: Final[PromptLogprobs] = (None,)  # has no logprobs
 ROWS_AT_ONCE: Final = 256  # bounds the fp32 copies of [R, V] of a long prompt
 
 
-def token_logprobs(logits_RV: Tensor, token_ids: Ordered[int], num_top: int) -> list[TokenLogprobs]:
-    """Log probability and rank of each row's token, and the `num_top` likeliest tokens.
+def to_host(tensor: Tensor) -> Tensor:
+    """Return a copy on the host, which is complete once an event that is recorded after it has passed."""
+    return tensor.to("cpu", non_blocking=True)
+
+
+class LogprobRows:
+    """The log probability and rank of each row's token, and the `num_top` likeliest tokens.
 
     The logits are those of the model, before temperature and logits processors.
     """
-    results: list[TokenLogprobs] = []
-    for first in range(0, len(token_ids), ROWS_AT_ONCE):
-        last = first + ROWS_AT_ONCE
-        results += _rows_logprobs(logits_RV[first:last], token_ids[first:last], num_top)
-    return results
+
+    def __init__(self, logits_RV: Tensor, token_ids_R: Tensor, num_top: int) -> None:
+        """Compute on the device of the logits and copy to the host; wait for nothing. token_ids_R: int64."""
+        pairs = zip(logits_RV.split(ROWS_AT_ONCE), token_ids_R.split(ROWS_AT_ONCE), strict=True)
+        self._parts = [tuple(map(to_host, _logprobs(*pair, num_top))) for pair in pairs]
+
+    def read(self) -> list[TokenLogprobs]:
+        """Return the rows, once the copies have ended."""
+        results: list[TokenLogprobs] = []
+        for part in self._parts:
+            for token_id, logprob, rank, ids, values in zip(*(each.tolist() for each in part), strict=True):
+                top = tuple(zip(ids, values, strict=True))
+                results.append(TokenLogprobs(token_id=token_id, logprob=logprob, rank=rank, top=top))
+        return results
 
 
-def _rows_logprobs(logits_RV: Tensor, token_ids: Ordered[int], num_top: int) -> list[TokenLogprobs]:
+PromptPart: TypeAlias = tuple[int, LogprobRows]  # the position of the first row's logits, and the rows
+
+
+def _logprobs(logits_RV: Tensor, token_ids_R: Tensor, num_top: int) -> tuple[Tensor, ...]:
+    """[R] token id, logprob and rank; [R, num_top] ids and logprobs."""
     logprobs_RV = logits_RV.log_softmax(-1)
-    chosen_R1 = torch.tensor(token_ids, device=logits_RV.device)[:, None]
-    chosen_logprob_R1 = logprobs_RV.gather(1, chosen_R1)
-    rank_R = (logprobs_RV > chosen_logprob_R1).sum(-1) + 1
+    chosen_R1 = logprobs_RV.gather(1, token_ids_R.clamp(min=0)[:, None])
+    rank_R = (logprobs_RV > chosen_R1).sum(-1) + 1
     top = logprobs_RV.topk(min(num_top, logprobs_RV.shape[1]), dim=-1)
-    return [
-        TokenLogprobs(token_id=token_id, logprob=logprob, rank=rank, top=tuple(zip(ids, values, strict=True)))
-        for token_id, logprob, rank, ids, values in zip(
-            token_ids,
-            chosen_logprob_R1[:, 0].tolist(),
-            rank_R.tolist(),
-            top.indices.tolist(),
-            top.values.tolist(),
-            strict=True,
-        )
-    ]
+    return token_ids_R, chosen_R1[:, 0], rank_R, top.indices, top.values
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +78,70 @@ class Sampled:
         )
 
 
+class Draws:
+    """The tokens of one step, drawn on the device and on their way to the host."""
+
+    def __init__(
+        self,
+        token_ids_R: Tensor,
+        sequences: list[Sequence],
+        is_sampled: list[bool] | None,
+        asked: tuple[list[Sequence], LogprobRows] | None,
+        prompts: dict[SequenceKey, list[PromptPart]],
+    ) -> None:
+        """is_sampled: for each chunk of the batch, whether it has a row; None: every chunk has one.
+
+        asked: the sequences that want log probabilities, and theirs.
+        """
+        self.token_ids_R = token_ids_R  # int64, on the device; NOT_A_TOKEN for a row that failed
+        self._sequences = sequences
+        self._is_sampled = is_sampled
+        self._asked = asked
+        self._prompts = prompts
+        self._on_host_R = to_host(token_ids_R)
+        self._copied = torch.cuda.Event() if token_ids_R.device.type == "cuda" else None
+        if self._copied is not None:
+            self._copied.record()
+
+    def wait(self) -> Sampled:
+        """Wait until the tokens are on the host."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        drawn: list[int | None] = self._on_host_R.tolist()
+        failed = []
+        if NOT_A_TOKEN in drawn:
+            failed = [row for row, token_id in enumerate(drawn) if token_id == NOT_A_TOKEN]
+            for row in failed:
+                drawn[row] = None
+        token_ids = drawn
+        if self._is_sampled is not None:
+            each = iter(drawn)
+            token_ids = [next(each) if is_sampled else None for is_sampled in self._is_sampled]
+        return Sampled(
+            token_ids=token_ids,
+            failed=[self._sequences[row] for row in failed],
+            logprobs={} if self._asked is None else _by_key(*self._asked),
+            prompt_logprobs={key: _join(parts) for key, parts in self._prompts.items()},
+        )
+
+
+def _by_key(sequences: list[Sequence], rows: LogprobRows) -> dict[SequenceKey, TokenLogprobs]:
+    """Each sequence with its own number of alternatives, without those that failed."""
+    return {
+        sequence.key: msgspec.structs.replace(row, top=row.top[: sequence.sampling.logprobs])
+        for sequence, row in zip(sequences, rows.read(), strict=True)
+        if row.token_id != NOT_A_TOKEN
+    }
+
+
+def _join(parts: list[PromptPart]) -> PromptLogprobs:
+    known: list[TokenLogprobs | None] = [None]  # the first token has no logprobs
+    for start, rows in parts:
+        del known[start + 1 :]  # computed again after a preemption
+        known += rows.read()
+    return tuple(known)
+
+
 class Sampler:
     """Draws tokens. Keeps the sampling parameters as tensors as long as the same sequences sample."""
 
@@ -79,9 +150,10 @@ class Sampler:
         self._sequences: list[Sequence] = []  # by identity: a key may be used again
         self._tensors: SamplingTensors | None = None
         self._processed: dict[str, dict[int, Sequence]] = {}  # name of a processor -> its rows
-        self._asking: list[int] = []  # rows that want log probabilities
-        self._asking_prompt: list[int] = []  # rows that want prompt log probabilities
-        self._prompts: dict[SequenceKey, list[TokenLogprobs | None]] = {}
+        self._asking: list[Sequence] = []  # want log probabilities
+        self._asking_rows_A = torch.empty(0, dtype=torch.int64)  # on the device
+        self._asking_prompt: list[Sequence] = []  # want prompt log probabilities
+        self._prompts: dict[SequenceKey, list[PromptPart]] = {}
 
     @torch.inference_mode()
     def warm_up(self, vocab_size: int) -> None:
@@ -89,37 +161,31 @@ class Sampler:
         warm_up(torch.zeros((1, vocab_size), device=self._device))
 
     @torch.inference_mode()
-    def sample(self, batch: Batch, logits_RV: Tensor) -> Sampled:
-        """Draw a token for each chunk that samples; logits_RV has the rows that StepArrays asked for."""
-        chunks = batch.chunks
-        sampled = chunks if batch.is_pure_decode else [chunk for chunk in chunks if chunk.samples]
-        sequences = [chunk.sequence for chunk in sampled]
+    def sample(self, batch: Batch, logits_RV: Tensor) -> Draws:
+        """Draw a token for each chunk that samples; wait for no GPU.
+
+        logits_RV has the rows that StepArrays asked for, and is changed.
+        """
+        is_sampled = None if batch.is_pure_decode else [chunk.samples for chunk in batch.chunks]
+        chunks = batch.chunks if is_sampled is None else compress(batch.chunks, is_sampled)
+        sequences = [chunk.sequence for chunk in chunks]
         if len(logits_RV) != len(sequences):
             logits_RV = self._take_prompt_rows(batch, logits_RV)
         tensors = self._parameters(sequences)
-        raw_RV = logits_RV[self._asking] if self._asking else logits_RV[:0]  # a copy, before the processors
+        raw_AV = logits_RV[self._asking_rows_A] if self._asking else None  # a copy, before the processors
         for name, rows in self._processed.items():
             process_rows(LOGITS_PROCESSORS[name], logits_RV, rows)
-        drawn: list[int | None] = sample(logits_RV, tensors).tolist()
-        failed = []
-        if NOT_A_TOKEN in drawn:
-            failed = [row for row, token_id in enumerate(drawn) if token_id == NOT_A_TOKEN]
-            for row in failed:
-                drawn[row] = None
-        token_ids = drawn
-        if not batch.is_pure_decode:
-            each = iter(drawn)
-            token_ids = [next(each) if chunk.samples else None for chunk in chunks]
-        return Sampled(
-            token_ids=token_ids,
-            failed=[sequences[row] for row in failed],
-            logprobs=_logprobs(raw_RV, [(sequences[row], drawn[row]) for row in self._asking]),
-            prompt_logprobs={
-                sequences[row].key: tuple(self._prompts.pop(sequences[row].key, FIRST_TOKEN))
-                for row in self._asking_prompt
-                if sequences[row].needs_prompt_logprobs
-            },
-        )
+        drawn_R = sample(logits_RV, tensors)
+        asked = None
+        if raw_AV is not None:
+            num_top = max(each.sampling.logprobs or 0 for each in self._asking)
+            asked = self._asking, LogprobRows(raw_AV, drawn_R[self._asking_rows_A], num_top)
+        prompts = {
+            each.key: self._prompts.pop(each.key, [])
+            for each in self._asking_prompt
+            if each.needs_prompt_logprobs
+        }
+        return Draws(drawn_R, sequences, is_sampled, asked, prompts)
 
     def forget(self, sequence: Sequence) -> None:
         """Forget a sequence that ended before its first token."""
@@ -136,45 +202,30 @@ class Sampler:
             first += num_rows
             if chunk.samples:
                 sampling_rows.append(first - 1)
-        return logits_RV[sampling_rows]
+        return logits_RV[self._upload(sampling_rows)]
 
     def _record_prompt(self, chunk: ScheduledChunk, logits_TV: Tensor) -> None:
         # The row of position p has the logits of token p + 1.
         sequence, start = chunk.sequence, chunk.start
-        known = self._prompts.setdefault(sequence.key, [*FIRST_TOKEN])
-        del known[start + 1 :]  # computed again after a preemption
         following = sequence.token_ids[start + 1 : start + chunk.num_tokens + 1]
         num_top = sequence.sampling.prompt_logprobs or 0
-        known += token_logprobs(logits_TV[: len(following)], following, num_top)
+        rows = LogprobRows(logits_TV[: len(following)], self._upload(following), num_top)
+        self._prompts.setdefault(sequence.key, []).append((start, rows))
+
+    def _upload(self, values: list[int]) -> Tensor:
+        return upload(np.array(values, np.int64), self._device)
 
     def _parameters(self, sequences: list[Sequence]) -> SamplingTensors:
         if self._tensors is not None and sequences == self._sequences:
             self._tensors.position_B.add_(1)  # every one that sampled has one more token
             return self._tensors
-        self._sequences, samplings = sequences, [sequence.sampling for sequence in sequences]
+        self._sequences = sequences
         self._tensors = _tensors(sequences, self._device)
         self._processed = _processed_rows(sequences)
-        self._asking = [row for row, each in enumerate(samplings) if each.logprobs is not None]
-        self._asking_prompt = [row for row, each in enumerate(samplings) if each.prompt_logprobs is not None]
+        asking = {row: each for row, each in enumerate(sequences) if each.sampling.logprobs is not None}
+        self._asking, self._asking_rows_A = list(asking.values()), self._upload(list(asking))
+        self._asking_prompt = [each for each in sequences if each.sampling.prompt_logprobs is not None]
         return self._tensors
-
-
-def _logprobs(raw_RV: Tensor, asked: list[tuple[Sequence, int | None]]) -> dict[SequenceKey, TokenLogprobs]:
-    """raw_RV: the rows of the sequences that asked, each with its own number of alternatives.
-
-    A sequence without a token has failed and is left out.
-    """
-    drawn = [(row, sequence, id_) for row, (sequence, id_) in enumerate(asked) if id_ is not None]
-    if not drawn:
-        return {}
-    if len(drawn) < len(asked):
-        raw_RV = raw_RV[[row for row, _, _ in drawn]]
-    num_top = max(sequence.sampling.logprobs or 0 for _, sequence, _ in drawn)
-    rows = token_logprobs(raw_RV, [token_id for _, _, token_id in drawn], num_top)
-    return {
-        sequence.key: msgspec.structs.replace(row, top=row.top[: sequence.sampling.logprobs])
-        for (_, sequence, _), row in zip(drawn, rows, strict=True)
-    }
 
 
 def _processed_rows(sequences: Ordered[Sequence]) -> dict[str, dict[int, Sequence]]:

@@ -43,6 +43,8 @@ class StepArrays(NamedTuple):
     copies_to_host: tuple[PageCopy, ...]
     copies_to_device: tuple[PageCopy, ...]
     step: int = 0  # the number of the step, see `mark_of`
+    # Tokens that the last step sampled. A negative token id -1 - i of a decode is the i-th of them.
+    num_last_tokens: int = 0
     num_layer_groups: int = 0  # groups of layers to report as they are written; 0: none
 
 
@@ -65,6 +67,16 @@ _ENCODER = msgspec.msgpack.Encoder(
 _DECODER = msgspec.msgpack.Decoder(
     list, ext_hook=lambda itemsize, content: np.frombuffer(bytearray(content), f"i{itemsize}")
 )
+
+
+def fill_in(token_ids_T: Tensor, last_tokens_R: Tensor) -> None:
+    """Replace each -1 - i by the i-th of the last step's tokens, in place; never wait for a GPU.
+
+    A sequence whose logits were not numbers has no token. It gets token 0; what it computes is dropped.
+    """
+    rows_T = torch.clamp(-1 - token_ids_T, min=0)
+    last_T = last_tokens_R[rows_T].clamp_(min=0)
+    torch.where(token_ids_T < 0, last_T, token_ids_T, out=token_ids_T)
 
 
 def pad(arrays: StepArrays, num_rows: int) -> StepArrays:
@@ -325,9 +337,10 @@ class GraphInputs:
             max_seqlen_q=shape.num_tokens or 1,
         )
 
-    def write(self, arrays: StepArrays, shape: GraphShape) -> None:
+    def write(self, arrays: StepArrays, shape: GraphShape, last_tokens_R: Tensor | None = None) -> None:
         """Write a step, padded to the shape, in one upload; wait for nothing.
 
+        last_tokens_R: on the device, for token ids that refer to them.
         The step has no more decodes, tokens and logits than the shape, and fewer prompts: one is padding.
         """
         width = arrays.page_table.shape[1]
@@ -343,6 +356,8 @@ class GraphInputs:
         if shape.num_tokens:
             _write_prompts(rows, arrays, shape)
         self._write_page_table(turn, arrays, first)
+        if last_tokens_R is not None:
+            fill_in(self._part(0, num_decodes, torch.int64), last_tokens_R)
 
     def _write_page_table(self, turn: int, arrays: StepArrays, first_prompt: int) -> None:
         """Pack the tables and upload everything; the tables of prompts begin at row `first_prompt`."""
@@ -477,25 +492,36 @@ class StepBuilder:
     def __init__(self, page_size: int, max_num_seqs: int, max_pages: int) -> None:
         self._page_size = page_size
         self._tables = PageTableRows(max_num_seqs, max_pages)
-        self._was_pure_decode = False  # the last step
+        self._num_pure_decodes = 0  # the last steps, one after another
+        self._sequences: list[Sequence] = []  # of the last step, if that was one
+        self._positions = np.zeros(0, np.int64)
 
     def build(self, batch: Batch) -> StepArrays:
         """The arrays of one step; the caller numbers the step."""
         arrays = self._build_decode(batch) if batch.is_pure_decode else self._build_mixed(batch)
-        self._was_pure_decode = batch.is_pure_decode
+        self._num_pure_decodes = self._num_pure_decodes + 1 if batch.is_pure_decode else 0
         return pad(arrays, batch.num_padded_tokens) if batch.num_padded_tokens else arrays
 
     def _build_decode(self, batch: Batch) -> StepArrays:
         sequences = [chunk.sequence for chunk in batch.chunks]
         rows = np.arange(len(sequences) + 1)
-        positions = np.array([chunk.start for chunk in batch.chunks], np.int64)
+        # The same sequences as in the last step are each one token further.
+        if goes_on := bool(sequences and self._num_pure_decodes) and sequences == self._sequences:
+            positions = self._positions + 1
+        else:
+            positions = np.array([chunk.start for chunk in batch.chunks], np.int64)
+        if goes_on and sequences[0].token_ids[-1] < 0:  # all tokens are still to come, in this order
+            token_ids = ~rows[:-1]
+        else:
+            token_ids = np.array([sequence.token_ids[-1] for sequence in sequences], np.int64)
+        self._sequences, self._positions = sequences, positions
         index, offset = np.divmod(positions, self._page_size)
-        # A decode's page table changes only before the first token of a page: a page is appended, and the
-        # last commit may have replaced the full page before it.
-        changed = np.flatnonzero(offset == 0).tolist() if self._was_pure_decode else None
+        # A decode's page table changes before the first token of a page, when a page is appended, and when a
+        # commit replaces full pages, which may come after the next step is built.
+        changed = np.flatnonzero(offset <= 1).tolist() if self._num_pure_decodes > 1 else None
         page_table = self._tables.gather(sequences, changed)
         return StepArrays(
-            token_ids=np.array([sequence.token_ids[-1] for sequence in sequences], np.int64),
+            token_ids=token_ids,
             positions=positions,
             slots=page_table[rows[:-1], index].astype(np.int64) * self._page_size + offset,
             cu_seqlens=rows.astype(np.int32),

@@ -7,9 +7,11 @@ The life of a sequence:
    computes. It changes nothing.
 3. `apply` carries the plan out on the ledgers (preempt, share prefix pages, evict, allocate) and returns the
    Batch: page copies, then chunks of tokens. The caller runs the model on the batch.
-4. `commit` takes the sampled tokens: computed tokens advance, the prefix cache learns full pages, and
-   sequences that are done release their pages.
-5. A preempted sequence goes back to 2 with all its tokens. `abort` is legal at any point.
+4. `advance` counts the tokens of the batch as computed. A caller that plans the next step while this one
+   runs calls it once the step is launched; tokens that are still to come have placeholders until then.
+5. `commit` takes the sampled tokens, of a batch that has advanced or not: the prefix cache learns full pages,
+   and sequences that are done release their pages.
+6. A preempted sequence goes back to 2 with all its tokens. `abort` is legal at any point.
 
 Every accepted sequence ends exactly once: as a StepOutput with a finish reason, or in the list that `abort`
 returns.
@@ -42,7 +44,7 @@ from baton.engine.scheduler.step_planner import HEADROOM_TOKENS, CostCap, Pressu
 from baton.errors import IntegrityError, InvalidRequest
 from baton.request import MAX_CHOICES, FilledPages, FinishReason, StepOutput
 
-_RUNNING = SequenceStatus.RUNNING
+_RUNNING, _ENDING, _FINISHED = SequenceStatus.RUNNING, SequenceStatus.ENDING, SequenceStatus.FINISHED
 _num_computed_tokens = attrgetter("num_computed_tokens")
 
 
@@ -68,6 +70,7 @@ class Scheduler:
         is_continuous = config.policy == "continuous"
         self._cost_cap = CostCap(self._queues.shares, attention_mlp_crossover if is_continuous else inf)
         self._to_preempt: dict[SequenceKey, PreemptMode] = {}
+        self._advanced: Batch | None = None  # counts as computed, and is not committed
         self._serials = count()
         self._version = 0
 
@@ -125,6 +128,7 @@ class Scheduler:
         """
         self._queues.clear()
         self._to_preempt.clear()
+        self._advanced = None
         for key in keys:
             self.holds.kept.pop(key, None)
         self.pool.lose(keys)
@@ -198,7 +202,11 @@ class Scheduler:
             self._admit([by_key[key] for key in plan.admitted])
         if plan.page_needs:
             self._allocate(plan)
-        sequences = [by_key[key] for key in plan.scheduled]
+        scheduled, decoding = list(plan.scheduled), self._queues.decoding
+        if scheduled == list(decoding):  # as a rule; the keys are the same objects, and none is hashed
+            sequences = list(decoding.values())
+        else:
+            sequences = [by_key[key] for key in scheduled]
         if sequences:
             self._charge(plan)
         starts = map(_num_computed_tokens, sequences)
@@ -212,40 +220,66 @@ class Scheduler:
             num_padded_tokens=plan.num_padded_tokens,
         )
 
+    def advance(self, batch: Batch) -> None:
+        """Count the tokens of the latest batch as computed, as the next plan needs while the batch runs.
+
+        Each chunk that samples appends a placeholder to its sequence: -1 - i for the i-th of these chunks.
+        Chunks of sequences that have ended since are ignored.
+        """
+        self._advanced = batch
+        self._version += 1
+        placeholder = 0
+        for chunk in batch.chunks:
+            sequence, num_computed = chunk.sequence, chunk.start + chunk.num_tokens
+            token_ids = sequence.token_ids
+            if samples := num_computed == len(token_ids):
+                placeholder -= 1
+            if sequence.status is _RUNNING:
+                sequence.num_computed_tokens = num_computed
+                if samples:
+                    token_ids.append(placeholder)
+                    if num_computed + 1 >= sequence.max_num_tokens:
+                        self._queues.end(sequence)
+        if self._queues.prefilling:
+            self._queues.promote()
+
     def commit(self, batch: Batch, sampled: Ordered[int | None], step_s: float = 0.0) -> list[StepOutput]:
         """Record that the batch has run; `sampled[i]` is the token of `batch.chunks[i]` if it samples.
 
-        Chunks of sequences that were aborted since are ignored. Returns one StepOutput for each new
-        token, without log probabilities.
+        Chunks of sequences that have ended since are ignored. Returns one StepOutput for each new token,
+        without log probabilities.
         step_s: the time since the last batch ended, or since there was work.
         """
+        if batch is not self._advanced:
+            self.advance(batch)
+        self._advanced = None
         attribute_step_cost(batch, step_s, self._cost_cap.cost)
         outputs: list[StepOutput] = []
         page_size = self.pool.page_size
         for chunk, token_id in zip(batch.chunks, sampled, strict=True):
             sequence, num_computed = chunk.sequence, chunk.start + chunk.num_tokens
-            if sequence.status is not _RUNNING or sequence.num_computed_tokens != chunk.start:
+            status = sequence.status
+            if status is _FINISHED:
                 continue
-            sequence.num_computed_tokens = num_computed
-            if chunk.num_tokens > 1 or not num_computed % page_size:
+            if (not num_computed % page_size or chunk.num_tokens > 1) and not sequence.is_queued:
                 self.cache.register(sequence)
-            if num_computed == len(sequence.token_ids):
-                if token_id is None:
+            token_ids = sequence.token_ids
+            if token_id is None:
+                if token_ids[-1] < 0:
                     raise IntegrityError(f"sequence {sequence.key} got no token at position {num_computed}")
-                sequence.token_ids.append(token_id)
-                num_tokens, reason = num_computed + 1, None
-                if token_id in sequence.stop_ids and num_tokens >= sequence.min_num_tokens:
-                    reason = FinishReason.STOP
-                elif num_tokens >= sequence.max_num_tokens:
-                    reason = FinishReason.LENGTH
-                if reason is not None:
-                    self._finish(sequence, reason)
-                index, (request_id, choice) = num_computed - sequence.num_prompt_tokens, sequence.key
-                outputs.append(
-                    StepOutput(request_id, choice, index, token_id, reason, sequence.num_cached_tokens)
-                )
-        if self._queues.prefilling:
-            self._queues.promote()
+                continue
+            token_ids[-1], reason = token_id, None
+            if token_id in sequence.stop_ids and num_computed + 1 >= sequence.min_num_tokens:
+                reason = FinishReason.STOP
+            elif status is _ENDING:
+                reason = FinishReason.LENGTH
+            if reason is not None:
+                self._finish(sequence, reason)
+            request_id, choice = sequence.key
+            index = num_computed - sequence.num_prompt_tokens
+            outputs.append(
+                StepOutput(request_id, choice, index, token_id, reason, sequence.num_cached_tokens)
+            )
         self._version += 1
         return outputs
 

@@ -9,6 +9,9 @@ generated) and how many of them have their KV in pages; each step lets `num_comp
                 [num_computed_tokens, num_tokens)  still to compute; the last one yields the next token
 
 A prefill is a sequence that is far behind, a decode one that is behind by one token.
+
+The next step may be planned while a step runs (`Scheduler.advance`). A token that is still to come from the
+running step is in `token_ids` as a placeholder, a negative number; it is the last token then.
 """
 
 from bisect import bisect_left, insort
@@ -41,15 +44,17 @@ class SequenceStatus(Enum):
     WAITING = "waiting"  # new, or preempted with its pages dropped
     SWAPPED = "swapped"  # preempted with its KV kept in host_pages
     RUNNING = "running"
+    ENDING = "ending"  # reaches its greatest length with the token that is still to come
     FINISHED = "finished"
 
 
 class SequenceProgress(Protocol):
     """The part of a sequence that callers of the engine may read between steps.
 
-    After a step the KV of tokens [0, num_computed_tokens) is in `page_table`. The entries of full pages stay
-    the same until the sequence ends or is preempted. Preemption empties the table; `num_computed_tokens` then
-    returns to 0, or stays when the pages are swapped out.
+    After a step the KV of tokens [0, num_computed_tokens) is in `page_table`, on a GPU once the latest step
+    mark has passed. The entries of full pages stay the same until the sequence ends or is preempted.
+    Preemption empties the table; `num_computed_tokens` then returns to 0, or stays when the pages are swapped
+    out.
     """
 
     @property
@@ -180,7 +185,8 @@ class Sequence:
 
     @property
     def num_generated_tokens(self) -> int:
-        return len(self.token_ids) - self.num_prompt_tokens
+        """Without a token that is still to come."""
+        return len(self.token_ids) - self.num_prompt_tokens - (self.token_ids[-1] < 0)
 
     @property
     def num_uncomputed_tokens(self) -> int:
@@ -248,7 +254,7 @@ class ScheduledChunk(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def samples(self) -> bool:
-        """True when the last position of the chunk yields the next token, until the token is committed."""
+        """True when the last position of the chunk yields the next token, until the scheduler advances."""
         return self.start + self.num_tokens == len(self.sequence.token_ids)
 
 
@@ -264,6 +270,10 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     copies_to_host: tuple[PageCopy, ...] = ()
     copies_to_device: tuple[PageCopy, ...] = ()
     num_padded_tokens: int = 0
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.chunks or self.copies_to_host or self.copies_to_device)
 
     @property
     def prompt_chunks(self) -> tuple[ScheduledChunk, ...]:
@@ -285,7 +295,7 @@ def rank_of(sequence: Sequence) -> SequenceRank:
 
 
 class SequenceQueues:
-    """A sequence is in `by_key` and in exactly one of `waiting`, `prefilling` and `decoding`.
+    """A sequence is in `by_key` and, unless it is ending, in one of `waiting`, `prefilling` and `decoding`.
 
     `decoding` holds the sequences that lack the KV of exactly one token: a step treats them in bulk. Any
     other running sequence is in `prefilling`.
@@ -312,7 +322,7 @@ class SequenceQueues:
     def next_in(self) -> Sequence | None:
         """The waiting sequence that others were preempted for: it comes before all others."""
         sequence = None if self.preempted_for is None else self.by_key.get(self.preempted_for)
-        return None if sequence is None or sequence.is_running else sequence
+        return sequence if sequence is not None and sequence.is_queued else None
 
     @property
     def num_running(self) -> int:
@@ -347,6 +357,11 @@ class SequenceQueues:
         sequence.status = status
         insort(self.waiting, sequence, key=rank_of)
 
+    def end(self, sequence: Sequence) -> None:
+        """Schedule a running sequence no more; it keeps its pages until its last token has come."""
+        self._leave(sequence)
+        sequence.status = SequenceStatus.ENDING
+
     def remove(self, sequence: Sequence) -> None:
         """Remove a sequence that has ended."""
         self._leave(sequence)
@@ -371,9 +386,9 @@ class SequenceQueues:
         (self.decoding if caught_up else self.prefilling)[sequence.key] = sequence
 
     def _leave(self, sequence: Sequence) -> None:
-        if not sequence.is_running:
+        if sequence.is_queued:
             del self.waiting[bisect_left(self.waiting, sequence.rank, key=rank_of)]
-        elif self.decoding.pop(sequence.key, None) is None:
+        elif sequence.is_running and self.decoding.pop(sequence.key, None) is None:
             del self.prefilling[sequence.key]
 
 

@@ -37,13 +37,15 @@ class Topology:
     prefill_page_size: int = 16
     decode_page_size: int = 16
     transport: str = "auto"
+    is_async: bool = False
     decode_settings: dict[str, Any] = field(default_factory=dict)
 
     def engines(self, directory: Path) -> tuple[list[EngineConfig], list[EngineConfig]]:
         def config(tp: int, page_size: int, **settings: Any) -> EngineConfig:
             cache = {"page_size": page_size, "kv_cache_memory_bytes": 2**21, **settings.pop("cache", {})}
             base = {"model": str(directory), "device": "cpu", "tensor_parallel_size": tp}
-            return engine_config({**base, "cache": cache, **settings})
+            scheduler = {"async_scheduling": self.is_async, **settings.pop("scheduler", {})}
+            return engine_config({**base, "cache": cache, "scheduler": scheduler, **settings})
 
         prefill = config(self.prefill_tp, self.prefill_page_size, scheduler={"max_num_batched_tokens": 48})
         decode = config(self.decode_tp, self.decode_page_size, **self.decode_settings)
@@ -54,6 +56,8 @@ FAST: Final = (
     Topology("1P+1D"),
     Topology("2P+2D, tcp, pages 64 to 16", 2, 2, prefill_page_size=64, transport="tcp"),
     Topology("tp 2 to 1, pages 16 to 64", 1, 1, 2, 1, decode_page_size=64),
+    Topology("async, 1P+2D, pages 64 to 16", 1, 2, prefill_page_size=64, is_async=True),
+    Topology("async, tp 1 to 2", decode_tp=2, is_async=True),
 )
 SLOW: Final = tuple(
     Topology(f"{p}P+{d}D, {transport}, pages {a} to {b}", p, d, 1, 1, a, b, transport)
@@ -225,6 +229,7 @@ def test_every_topology_gives_the_tokens_of_one_engine(
     [
         Topology("1P+1D"),
         Topology("tcp, pages 16 to 64", decode_page_size=64, transport="tcp"),
+        Topology("async", is_async=True),
         pytest.param(Topology("tp 2 to 1", prefill_tp=2), marks=pytest.mark.slow),
         pytest.param(Topology("tp 1 to 2, gloo", decode_tp=2, transport="gloo"), marks=pytest.mark.slow),
     ],

@@ -22,6 +22,9 @@ SLOW = ("llama2", "llama3-rope", "llama-odd-head", "qwen2-window", "qwen3")
 NAMES = [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
 DTYPES = [torch.float32, torch.bfloat16]
 
+ASYNC = {"async_scheduling": True}
+MODES = pytest.mark.parametrize("scheduler", [{}, ASYNC], ids=["sync", "async"])
+
 SETTINGS: dict[str, dict[str, Any]] = {
     "chunk-1": {"scheduler": {"max_num_batched_tokens": 1}},
     "chunk-7": {"scheduler": {"max_num_batched_tokens": 7}},
@@ -34,6 +37,15 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "static": {"scheduler": {"policy": "static"}},
     "dynamic": {"scheduler": {"policy": "dynamic"}},
     "tensor-parallel-2": {"tensor_parallel_size": 2},
+    "async": {"scheduler": ASYNC},
+    "async-chunk-7": {"scheduler": {"max_num_batched_tokens": 7, **ASYNC}},
+    "async-few-pages": {
+        "cache": {"page_size": 4},
+        "max_model_len": 140,
+        "num_kv_tokens": 160,
+        "scheduler": ASYNC,
+    },
+    "async-tensor-parallel-2": {"tensor_parallel_size": 2, "scheduler": ASYNC},
 }
 
 
@@ -62,15 +74,20 @@ def test_no_setting_changes_a_bit(
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("mode", PreemptMode)
+@MODES
 @pytest.mark.parametrize("name", NAMES)
 def test_preemption_changes_no_bit(
-    name: str, mode: PreemptMode, dtype: torch.dtype, model_directory: Directory
+    name: str,
+    scheduler: dict[str, Any],
+    mode: PreemptMode,
+    dtype: torch.dtype,
+    model_directory: Directory,
 ) -> None:
     directory = model_directory(name, dtype)
     greedy, seeded = plain(directory)
     cache_settings = {"host_cache_memory_bytes": 2**22, "page_size": 8, "enable_prefix_caching": False}
     preempt = PreemptInTurn(mode)
-    with engine(directory, cache=cache_settings) as made:
+    with engine(directory, cache=cache_settings, scheduler=scheduler) as made:
         assert essence(run(made, prompts(), GREEDY, preempt)) == essence(greedy)
         assert essence(run(made, prompts(1), SEEDED, preempt)) == essence(seeded)
     assert preempt.num_preemptions > 100
@@ -98,11 +115,14 @@ def test_answer_that_is_cut_anywhere_goes_on_to_the_bit(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@MODES
 @pytest.mark.parametrize("name", NAMES)
-def test_prefix_hits_change_no_bit(name: str, dtype: torch.dtype, model_directory: Directory) -> None:
+def test_prefix_hits_change_no_bit(
+    name: str, scheduler: dict[str, Any], dtype: torch.dtype, model_directory: Directory
+) -> None:
     directory = model_directory(name, dtype)
     greedy, _ = plain(directory)
-    with engine(directory, cache={"page_size": 4}) as made:
+    with engine(directory, cache={"page_size": 4}, scheduler=scheduler) as made:
         run(made, prompts(), GREEDY)
         again = run(made, prompts(), GREEDY)
         longer = [

@@ -1,5 +1,7 @@
 """What may happen at each stage of an attempt whose prompt is computed elsewhere."""
 
+from typing import Any
+
 import pytest
 
 from baton.engine.engine import Engine
@@ -9,7 +11,11 @@ from baton.request import Request
 from tests.worker_pair import DECODE, PREFILL, ROUTER, WorkerPair
 from tests.worker_pair_cases import STAGES, MakePair, Said, a_request, answer_alone, begun, bring_to, said
 
-SMALL_STEPS = {"scheduler": {"max_num_batched_tokens": 8}}
+
+@pytest.fixture(params=[False, True], ids=["sync", "async"])
+def small_steps(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """Settings of both workers."""
+    return {"scheduler": {"max_num_batched_tokens": 8, "async_scheduling": request.param}}
 
 
 def rest_of(pair: WorkerPair, request: Request, whole: list[Said]) -> Request:
@@ -21,8 +27,10 @@ def rest_of(pair: WorkerPair, request: Request, whole: list[Said]) -> Request:
 
 @pytest.mark.parametrize("stage", STAGES)
 class TestAtEachStage:
-    def test_the_prefill_worker_is_lost(self, make_pair: MakePair, alone: Engine, stage: str) -> None:
-        pair, request = make_pair(**SMALL_STEPS), a_request()
+    def test_the_prefill_worker_is_lost(
+        self, make_pair: MakePair, alone: Engine, stage: str, small_steps: dict[str, Any]
+    ) -> None:
+        pair, request = make_pair(**small_steps), a_request()
         whole = answer_alone(alone, request)
         bring_to(pair, request, stage)
         pair.lose_prefill_worker()
@@ -40,17 +48,19 @@ class TestAtEachStage:
         assert said(pair.heard(request) + pair.heard(rest)) == whole
 
     def test_the_router_says_that_the_prefill_worker_is_lost(
-        self, make_pair: MakePair, alone: Engine, stage: str
+        self, make_pair: MakePair, alone: Engine, stage: str, small_steps: dict[str, Any]
     ) -> None:
-        pair, request = make_pair(**SMALL_STEPS), a_request()
+        pair, request = make_pair(**small_steps), a_request()
         bring_to(pair, request, stage)
         pair.list_members(pair.decode)
         pair.turns_until(lambda: bool(pair.failures()) or pair.is_answered(request))
         assert [failed.worker for failed in pair.failures()] == ([] if stage == "running" else [PREFILL])
         pair.quiet_down()
 
-    def test_the_gateway_is_lost(self, make_pair: MakePair, alone: Engine, stage: str) -> None:
-        pair, request = make_pair(**SMALL_STEPS), a_request()
+    def test_the_gateway_is_lost(
+        self, make_pair: MakePair, alone: Engine, stage: str, small_steps: dict[str, Any]
+    ) -> None:
+        pair, request = make_pair(**small_steps), a_request()
         bring_to(pair, request, stage)
         num_heard = len(pair.heard(request))
         pair.lose_gateway()
@@ -59,8 +69,10 @@ class TestAtEachStage:
         pair.quiet_down()
         assert len(pair.heard(request)) == num_heard and not pair.failures()
 
-    def test_it_is_cancelled(self, make_pair: MakePair, alone: Engine, stage: str) -> None:
-        pair, request = make_pair(**SMALL_STEPS), a_request()
+    def test_it_is_cancelled(
+        self, make_pair: MakePair, alone: Engine, stage: str, small_steps: dict[str, Any]
+    ) -> None:
+        pair, request = make_pair(**small_steps), a_request()
         bring_to(pair, request, stage)
         pair.cancel(request)
         pair.hold()
@@ -69,8 +81,10 @@ class TestAtEachStage:
         assert not pair.failures()  # a cancel is not answered
         assert not pair.is_answered(request)
 
-    def test_a_newer_attempt_overtakes_it(self, make_pair: MakePair, alone: Engine, stage: str) -> None:
-        pair, request = make_pair(**SMALL_STEPS), a_request()
+    def test_a_newer_attempt_overtakes_it(
+        self, make_pair: MakePair, alone: Engine, stage: str, small_steps: dict[str, Any]
+    ) -> None:
+        pair, request = make_pair(**small_steps), a_request()
         whole = answer_alone(alone, request)
         bring_to(pair, request, stage)
         rest = rest_of(pair, request, whole)
@@ -83,8 +97,10 @@ class TestAtEachStage:
         assert said(pair.heard(rest)) == whole[num_heard:]
         assert not pair.is_answered(request) and not pair.failures()
 
-    def test_draining_finishes_it(self, make_pair: MakePair, alone: Engine, stage: str) -> None:
-        pair, request, late = make_pair(**SMALL_STEPS), a_request(), a_request(1)
+    def test_draining_finishes_it(
+        self, make_pair: MakePair, alone: Engine, stage: str, small_steps: dict[str, Any]
+    ) -> None:
+        pair, request, late = make_pair(**small_steps), a_request(), a_request(1)
         bring_to(pair, request, stage)
         pair.tell(pair.decode, ROUTER, Drain(worker=DECODE))
         pair.tell(pair.prefill, ROUTER, Drain(worker=PREFILL))

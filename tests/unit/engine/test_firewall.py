@@ -18,9 +18,14 @@ from tests.tiny_models import add, generate, run_to_end, tiny_engine, token_ids
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]
 
 
-@pytest.fixture(params=[0, 2**16], ids=["device", "host-tier"])
+@pytest.fixture(params=["device", "host-tier", "async"])
 def engine(request: pytest.FixtureRequest, tiny_model: Path) -> Engine:
-    return tiny_engine(tiny_model, ManualClock(), cache={"host_cache_memory_bytes": request.param})
+    return tiny_engine(
+        tiny_model,
+        ManualClock(),
+        scheduler={"async_scheduling": request.param == "async"},
+        cache={"host_cache_memory_bytes": 0 if request.param == "device" else 2**16},
+    )
 
 
 def drain(engine: Engine) -> dict[str, list[StepOutput]]:
@@ -35,8 +40,8 @@ def poison(engine: Engine, monkeypatch: pytest.MonkeyPatch, position: int) -> No
     execute = engine.runner.execute
 
     @torch.inference_mode()
-    def with_poison(arrays: StepArrays) -> Tensor:
-        logits = execute(arrays)
+    def with_poison(arrays: StepArrays, *others: Any) -> Tensor:
+        logits = execute(arrays, *others)
         logits[arrays.positions[arrays.logit_rows] == position] = float("nan")
         return logits
 
@@ -67,8 +72,8 @@ def test_one_choice_may_fail_and_another_answer(engine: Engine, monkeypatch: pyt
     execute = engine.runner.execute
 
     @torch.inference_mode()
-    def second_row_fails(arrays: StepArrays) -> Tensor:
-        logits = execute(arrays)
+    def second_row_fails(arrays: StepArrays, *others: Any) -> Tensor:
+        logits = execute(arrays, *others)
         logits[1:] = float("nan")
         return logits
 
@@ -116,7 +121,7 @@ def test_step_that_fails_anywhere_leaves_others_their_pages(
     with monkeypatch.context() as patch:
         patch.setattr(owner, name, fail)
         with pytest.raises(Interrupted):
-            engine.step()
+            run_to_end(engine)
     assert not engine.has_work()
     engine.scheduler.check_integrity()
     pages = engine.pages
@@ -150,7 +155,7 @@ def test_failing_step_loses_pages_that_it_was_about_to_keep(
     with monkeypatch.context() as patch:
         patch.setattr(engine.scheduler, "commit", fail_after)
         with pytest.raises(Interrupted):
-            engine.step()
+            run_to_end(engine)
     assert engine.pages.num_free == engine.pages.num_pages
     engine.scheduler.check_integrity()
     engine.release_kept("r")

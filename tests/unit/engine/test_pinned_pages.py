@@ -1,7 +1,7 @@
 """Pages that a reader pins by their keys, on the device or on the host."""
 
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import pytest
 import torch
@@ -115,9 +115,9 @@ def test_page_that_goes_to_the_host_is_free_for_other_writers_after_the_copy(
     steps: list[StepArrays] = []
     execute = engine.runner.execute
 
-    def note(arrays: StepArrays) -> torch.Tensor:
+    def note(arrays: StepArrays, *others: Any) -> torch.Tensor:
         steps.append(arrays)
-        return execute(arrays)
+        return execute(arrays, *others)
 
     monkeypatch.setattr(engine.runner, "execute", note)
     sampling = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)

@@ -27,9 +27,10 @@ from baton.engine.runner.step_inputs import (
 )
 from baton.engine.scheduler.sequence import Sequence
 from baton.kernels.decoder_stack import LayerGroups
+from baton.kernels.sample import SamplingTensors, sample
 from tests.batches import make_batch, make_sequence, rest_of
 from tests.fake_cuda import Call, DeviceTensor, FakeCuda
-from tests.tiny_models import VOCAB_SIZE, tiny_config
+from tests.tiny_models import VOCAB_SIZE, add, run_to_end, tiny_config
 
 MAX_NUM_SEQS = 20
 MAX_NUM_TOKENS = 600
@@ -391,3 +392,107 @@ def test_step_of_copies_alone_uploads_nothing_else(cuda: FakeCuda, runner: Model
     arrays = StepBuilder(PAGE_SIZE, MAX_NUM_SEQS, MAX_PAGES).build(make_batch(copies_to_device=((3, 1),)))
     assert runner.execute(arrays).shape == (0, VOCAB_SIZE)
     assert names(cuda.calls) == ["upload", "record event"]
+
+
+# Asynchronous scheduling.
+
+
+def draw_on_device(logits_RV: Tensor, tensors: SamplingTensors) -> Tensor:
+    """Draw by the kernel of the CPU; the tokens are on the device if the logits are."""
+    return sample(logits_RV, tensors).as_subclass(type(logits_RV))
+
+
+@pytest.fixture
+def engine(runner: ModelRunner, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> Engine:
+    monkeypatch.setattr(sampler, "sample", draw_on_device)
+    engine = Engine(runner, ManualClock(), "a model")
+    cuda.calls.clear()
+    return engine
+
+
+def calls_of_step(engine: Engine, cuda: FakeCuda) -> list[str]:
+    cuda.calls.clear()
+    engine.step()
+    return names(cuda.calls)
+
+
+def test_device_has_the_next_step_before_the_host_waits_for_the_last(cuda: FakeCuda, engine: Engine) -> None:
+    for name in "ab":
+        add(engine, name, [1, 2, 3], max_tokens=9)
+    for _ in range(2):
+        calls_of_step(engine, cuda)
+    for _ in range(3):
+        assert calls_of_step(engine, cuda) == [
+            *("upload", "record event", "on device", "replay", "record event"),  # the next step
+            "wait for event",  # until the tokens of the last one have come
+            *("download", "record event"),  # of the next step's tokens
+        ]
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"temperature": 1.0, "top_k": 9, "top_p": 0.9, "min_p": 0.01, "seed": 1},
+        {"logprobs": 3, "prompt_logprobs": 2},
+        {"repetition_penalty": 1.2, "logit_bias": {3: 1.0}, "min_tokens": 3, "stop_token_ids": (1, 2)},
+    ],
+    ids=["random", "logprobs", "processors"],
+)
+def test_no_step_waits_but_for_the_tokens_of_the_last(
+    sampling: dict[str, Any], cuda: FakeCuda, engine: Engine
+) -> None:
+    """Prompts come and end at different steps, some steps have graphs and others have none."""
+    for number in range(12):
+        add(
+            engine, str(number), [5 + number] * (1 + 40 * (number % 3)), max_tokens=3 + number % 4, **sampling
+        )
+        calls = calls_of_step(engine, cuda)
+        assert calls.count("wait for event") <= 1
+        assert not any(name.startswith(("blocking", "wait in", "wait for device")) for name in calls)
+        if "wait for event" in calls:
+            waited = calls.index("wait for event")
+            assert {"replay", "forward"} & set(calls[:waited]), "the next step is launched before"
+    while engine.has_work():
+        calls = calls_of_step(engine, cuda)
+        assert not any(name.startswith(("blocking", "wait in", "wait for device")) for name in calls)
+    engine.scheduler.check_integrity()
+
+
+class ChainModel:
+    """The token after token t at position p is (3 t + p) mod V."""
+
+    windows = (None,)
+
+    def forward(self, step: ModelInput, kv_pool: Tensor, groups: LayerGroups | None = None) -> Tensor:
+        return (3 * step.token_ids_T + step.positions_T)[step.logit_rows_R]
+
+    def logits(self, hidden_RE: Tensor) -> Tensor:
+        return (torch.arange(VOCAB_SIZE) == hidden_RE[:, None] % VOCAB_SIZE).float()
+
+
+def test_steps_read_the_tokens_that_were_sampled(
+    cuda: FakeCuda, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rows of the sequences change from step to step, with graphs and without."""
+    monkeypatch.setattr(sampler, "sample", draw_on_device)
+    runner = gpu_runner(tiny_model)
+    runner.model = ChainModel()
+    runner.allocate()
+    engine = Engine(runner, ManualClock(), "a model")
+    lengths = {str(number): 3 + 5 * number % 11 for number in range(30)}
+    found: dict[str, list[int | None]] = {name: [] for name in lengths}
+    outputs = []
+    for number, (name, num_tokens) in enumerate(lengths.items()):
+        add(engine, name, [number + 1] * (1 + 7 * number % 50), max_tokens=num_tokens)
+        outputs += engine.step()
+    for output in outputs + run_to_end(engine):
+        found[output.request_id].append(output.token_id)
+    for number, (name, num_tokens) in enumerate(lengths.items()):
+        expected: list[int] = []
+        token, position = number + 1, 7 * number % 50
+        while len(expected) < num_tokens:
+            token = (3 * token + position) % VOCAB_SIZE
+            expected.append(token)
+            position += 1
+        assert found[name] == expected, name
+    assert "replay" in names(cuda.calls)

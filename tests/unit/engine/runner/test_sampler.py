@@ -13,7 +13,7 @@ from torch import Tensor
 
 from baton.engine.runner import sampler as sampler_module
 from baton.engine.runner.logits_processors import LOGITS_PROCESSORS, process_rows
-from baton.engine.runner.sampler import Sampler, token_logprobs
+from baton.engine.runner.sampler import LogprobRows, Sampler
 from baton.engine.scheduler.sequence import ScheduledChunk, Sequence
 from baton.request import Request, SamplingParams
 from baton.token_ids import TokenIds
@@ -143,7 +143,7 @@ def test_tokens_are_given_to_the_chunks_that_sample() -> None:
     sequences = [make_sequence(name, range(5)) for name in "abc"]
     batch = make_batch(rest_of(sequences[0], 4), ScheduledChunk(sequences[1], 0, 3), rest_of(sequences[2], 1))
     logits = random_logits(2)
-    sampled = Sampler(CPU).sample(batch, logits.clone())
+    sampled = Sampler(CPU).sample(batch, logits.clone()).wait()
     greedy = logits.argmax(-1).tolist()
     assert sampled.token_ids == [greedy[0], None, greedy[1]]
     assert not sampled.logprobs and not sampled.prompt_logprobs
@@ -153,9 +153,9 @@ def test_row_with_nan_fails_alone() -> None:
     sequences = [make_sequence(name, range(5), logprobs=2, temperature=1.0) for name in "abc"]
     batch = make_batch(*(rest_of(sequence) for sequence in sequences))
     logits = random_logits(3)
-    whole = Sampler(CPU).sample(batch, logits.clone())
+    whole = Sampler(CPU).sample(batch, logits.clone()).wait()
     logits[1, 7] = float("nan")
-    sampled = Sampler(CPU).sample(batch, logits)
+    sampled = Sampler(CPU).sample(batch, logits).wait()
     assert sampled.failed == [sequences[1]] and whole.failed == []
     assert sampled.token_ids == [whole.token_ids[0], None, whole.token_ids[2]]
     assert sampled.logprobs == {key: whole.logprobs[key] for key in (("a", 0), ("c", 0))}
@@ -168,7 +168,9 @@ def drawn_beside(company: list[Sequence]) -> list[int | None]:
     for step in range(5):
         sequences = [*company[step:], ours]
         batch = make_batch(*(rest_of(sequence, sequence.num_tokens - 1) for sequence in sequences))
-        drawn.append(sampler.sample(batch, random_logits(1, step).repeat(len(sequences), 1)).token_ids[-1])
+        drawn.append(
+            sampler.sample(batch, random_logits(1, step).repeat(len(sequences), 1)).wait().token_ids[-1]
+        )
         ours.token_ids.append(drawn[-1] or 0)
     return drawn
 
@@ -184,7 +186,7 @@ def test_reused_key_has_its_new_parameters() -> None:
     sampler.sample(make_batch(rest_of(make_sequence("s", [1]))), logits.clone())
     likeliest = int(logits.argmax())
     banned = make_sequence("s", [1], logit_bias={likeliest: -100.0})
-    assert sampler.sample(make_batch(rest_of(banned)), logits.clone()).token_ids != [likeliest]
+    assert sampler.sample(make_batch(rest_of(banned)), logits.clone()).wait().token_ids != [likeliest]
 
 
 def test_logprobs_are_of_unprocessed_logits_and_only_on_request() -> None:
@@ -192,8 +194,10 @@ def test_logprobs_are_of_unprocessed_logits_and_only_on_request() -> None:
     silent = make_sequence("b", [1, 2], [3])
     bare = make_sequence("c", [1, 2], [3], logprobs=0)
     logits = random_logits(3)
-    sampled = Sampler(CPU).sample(
-        make_batch(*(rest_of(s, 2) for s in (asking, silent, bare))), logits.clone()
+    sampled = (
+        Sampler(CPU)
+        .sample(make_batch(*(rest_of(s, 2) for s in (asking, silent, bare))), logits.clone())
+        .wait()
     )
     assert sampled.logprobs.keys() == {asking.key, bare.key}
     logprobs = logits.log_softmax(-1)
@@ -210,7 +214,7 @@ def prompt_rows(sampler: Sampler, sequence: Sequence, edges: list[int], logits: 
     sampled = None
     for start, stop in pairwise(edges):
         chunk = ScheduledChunk(sequence, start, stop - start)
-        sampled = sampler.sample(make_batch(chunk), logits[start:stop].clone())
+        sampled = sampler.sample(make_batch(chunk), logits[start:stop].clone()).wait()
         assert (sequence.key in sampled.prompt_logprobs) == (stop == sequence.num_tokens)
     assert sampled is not None
     return sampled.prompt_logprobs[sequence.key]
@@ -246,7 +250,7 @@ def test_prompt_rows_and_sampling_rows_are_separated() -> None:
     asking, plain = make_sequence("a", range(6), prompt_logprobs=0), make_sequence("b", range(4))
     decode, logits = make_sequence("c", [1], [2]), random_logits(1 + 4 + 1, seed=1)
     batch = make_batch(rest_of(decode, 1), ScheduledChunk(asking, 0, 4), rest_of(plain))
-    sampled = Sampler(CPU).sample(batch, logits.clone())
+    sampled = Sampler(CPU).sample(batch, logits.clone()).wait()
     greedy = logits.argmax(-1).tolist()
     assert sampled.token_ids == [greedy[0], None, greedy[5]]
     assert not sampled.prompt_logprobs
@@ -269,7 +273,7 @@ def test_logprob_rank_and_alternatives_agree_with_log_softmax(
     logits = torch.randn((num_rows, vocab_size), generator=torch.Generator().manual_seed(num_rows)) * 3
     logits = logits.round() if tied else logits
     token_ids = [row * 7 % vocab_size for row in range(num_rows)]
-    rows = token_logprobs(logits, token_ids, num_top)
+    rows = LogprobRows(logits, torch.tensor(token_ids, dtype=torch.int64), num_top).read()
     assert [row.token_id for row in rows] == token_ids
     for row, logprobs_V in zip(rows, logits.double().log_softmax(-1).tolist(), strict=True):
         chosen = logprobs_V[row.token_id]
@@ -283,8 +287,8 @@ def test_logprob_rank_and_alternatives_agree_with_log_softmax(
 
 def test_many_rows_are_processed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     logits = torch.randn((20, 11), generator=torch.Generator().manual_seed(0))
-    token_ids = [row % 11 for row in range(20)]
-    at_once = token_logprobs(logits, token_ids, 3)
+    token_ids = torch.arange(20) % 11
+    at_once = LogprobRows(logits, token_ids, 3).read()
     for rows_at_once in (1, 7, 19, 20):
         monkeypatch.setattr(sampler_module, "ROWS_AT_ONCE", rows_at_once)
-        assert token_logprobs(logits, token_ids, 3) == at_once
+        assert LogprobRows(logits, token_ids, 3).read() == at_once

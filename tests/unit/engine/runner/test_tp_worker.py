@@ -87,7 +87,7 @@ def test_tp_worker_killed_while_serving_is_reported_and_the_engine_still_closes(
 def test_interrupted_step_leaves_the_ranks_apart_and_the_next_request_fails(
     tiny_model: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupt(_: object) -> None:
+    def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
     before = children()

@@ -1,0 +1,178 @@
+"""With asynchronous scheduling a step is planned while one runs; the tokens are those without."""
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from baton.clock import ManualClock
+from baton.engine.engine import Engine
+from baton.engine.scheduler.sequence import PreemptMode
+from baton.request import FinishReason, Request, SamplingParams, StepOutput
+from baton.token_ids import TokenIds
+from tests.tiny_models import VOCAB_SIZE, add, generate, run_to_end, tiny_engine, token_ids
+
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]
+SAMPLINGS: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 1.5, "seed": 3, "top_k": 20, "top_p": 0.9, "logprobs": 2},
+    {"temperature": 1.0, "seed": 4, "n": 3, "repetition_penalty": 1.3, "frequency_penalty": 0.5},
+    {"temperature": 0.9, "seed": 5, "min_tokens": 4, "stop_token_ids": tuple(range(0, VOCAB_SIZE, 3))},
+    {"temperature": 1.0, "seed": 6, "stop_token_ids": tuple(range(0, VOCAB_SIZE, 7)), "logprobs": 0},
+    {"temperature": 0.0, "prompt_logprobs": 1, "logit_bias": {5: 3.0}},
+    {"temperature": 0.0, "max_tokens": 1},
+]
+
+
+@pytest.fixture
+def engine(tiny_model: Path) -> Iterator[Engine]:
+    made = tiny_engine(tiny_model, ManualClock(), scheduler={"async_scheduling": True})
+    yield made
+    assert not made.has_work() and made.load().pages["active"] == 0
+    made.scheduler.check_integrity()
+
+
+def by_choice(outputs: list[StepOutput]) -> dict[tuple[str, int], list[StepOutput]]:
+    found: dict[tuple[str, int], list[StepOutput]] = {}
+    for output in outputs:
+        found.setdefault((output.request_id, output.choice), []).append(output)
+    return found
+
+
+def answers(engine: Engine, seed: int) -> dict[tuple[str, int], list[StepOutput]]:
+    """Requests of every kind that come, and are preempted, at random."""
+    rng, chance, outputs = random.Random(seed), random.Random(seed), []
+    for number in range(12):
+        prompt = [rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, 30))]
+        add(engine, str(number), prompt, **{"max_tokens": 20, **rng.choice(SAMPLINGS)})
+        for _ in range(rng.randint(0, 6)):
+            running = [each.key for each in engine.scheduler.sequences() if each.is_running]
+            if running and chance.random() < 0.3:
+                engine.scheduler.preempt(chance.choice(running), chance.choice(list(PreemptMode)))
+            outputs += engine.step()
+            engine.scheduler.check_integrity()
+    return by_choice(outputs + run_to_end(engine))
+
+
+@pytest.mark.parametrize(
+    ("policy", "tp_size"), [("continuous", 1), ("continuous", 2), ("static", 1), ("dynamic", 1)]
+)
+def test_tokens_and_logprobs_are_those_without(policy: str, tp_size: int, tiny_model: Path) -> None:
+    """On the way sequences stop early, are preempted, and leave tokens that nobody wants in the next step."""
+    found = []
+    for is_async in (False, True):
+        engine = tiny_engine(
+            tiny_model,
+            tensor_parallel_size=tp_size,
+            scheduler={"max_num_batched_tokens": 24, "policy": policy, "async_scheduling": is_async},
+            cache={"host_cache_memory_bytes": 2**16, "kv_cache_memory_bytes": 2**17},
+        )
+        found.append([answers(engine, seed) for seed in range(4 if tp_size == 1 else 1)])
+        assert engine.load().num_preemptions > 0
+        engine.close()
+    for plain, ahead in zip(*found, strict=True):
+        assert {key: essence(outputs) for key, outputs in ahead.items()} == {
+            key: essence(outputs) for key, outputs in plain.items()
+        }
+
+
+def essence(outputs: list[StepOutput]) -> list[tuple[object, ...]]:
+    """Everything but the number of cached tokens, which depends on when other requests were computed."""
+    return [
+        (each.index, each.token_id, each.finish_reason, each.logprobs, each.prompt_logprobs)
+        for each in outputs
+    ]
+
+
+def test_tokens_come_with_the_next_step(engine: Engine) -> None:
+    add(engine, "r", PROMPT, max_tokens=3)
+    assert engine.step() == []
+    assert [len(engine.step()) for _ in range(3)] == [1, 1, 1], "the last step has nothing to launch"
+    assert not engine.has_work()
+
+
+def test_last_token_is_not_computed_beyond(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An answer that ends by its length is known to end before its last token is there."""
+    batches: list[int] = []
+    engine.on_batch = batches.append
+    generate(engine, PROMPT, max_tokens=3)
+    assert batches == [len(PROMPT), 1, 1]
+
+
+def test_stop_token_leaves_one_token_that_nobody_gets(engine: Engine) -> None:
+    batches: list[int] = []
+    engine.on_batch = batches.append
+    whole = token_ids(generate(engine, PROMPT, max_tokens=8))
+    stop = next(token for token in whole[2:] if token not in whole[:2])
+    num_tokens = whole.index(stop) + 1
+    assert num_tokens < 8
+    batches.clear()
+    outputs = generate(engine, PROMPT[:], max_tokens=8, stop_token_ids=(stop,))
+    assert token_ids(outputs) == whole[:num_tokens] and outputs[-1].finish_reason is FinishReason.STOP
+    assert batches[-num_tokens:] == [1] * num_tokens
+
+
+def test_request_that_is_aborted_in_flight_gets_no_further_token(engine: Engine) -> None:
+    expected = token_ids(generate(engine, PROMPT, max_tokens=5))
+    add(engine, "only", PROMPT, max_tokens=5)
+    outputs = engine.step() + engine.step()
+    (last,) = engine.abort("only")
+    assert (last.finish_reason, last.index, last.token_id) == (FinishReason.ABORT, len(outputs), None)
+    add(engine, "only", PROMPT, max_tokens=5)  # the key again, while the old step is in flight
+    assert token_ids(run_to_end(engine)) == expected
+
+
+def test_engine_has_work_until_the_step_in_flight_has_ended(engine: Engine) -> None:
+    add(engine, "r", PROMPT)
+    engine.step()
+    engine.abort("r")
+    assert engine.has_work() and engine.step() == [] and not engine.has_work()
+
+
+def test_kept_pages_have_all_that_was_computed_with_a_step_in_flight(engine: Engine) -> None:
+    request = Request(
+        request_id="r", token_ids=TokenIds.of(PROMPT), sampling=SamplingParams(max_tokens=2, temperature=0.0)
+    )
+    (progress,) = engine.add(request, keeps_pages=True)
+    engine.step()
+    assert progress.num_computed_tokens == len(PROMPT) and len(progress.page_table) == 3
+    run_to_end(engine)
+    assert progress.num_computed_tokens == len(PROMPT) + 1 and len(progress.page_table) == 3
+    engine.release_kept("r")
+
+
+def test_step_that_cannot_be_launched_loses_the_one_in_flight(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = token_ids(generate(engine, PROMPT))
+    add(engine, "lost", PROMPT)
+    engine.step()
+
+    def fail(*arguments: object) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.runner, "execute", fail)
+        with pytest.raises(MemoryError):
+            engine.step()
+    assert not engine.has_work()
+    assert token_ids(generate(engine, PROMPT)) == expected
+
+
+def test_time_of_a_step_is_counted_once(engine: Engine) -> None:
+    """A prompt's own time is that of its steps, although the next step begins before."""
+    request = Request(
+        request_id="r", token_ids=TokenIds.of(PROMPT), sampling=SamplingParams(max_tokens=4, temperature=0.0)
+    )
+    (progress,) = engine.add(request)
+    engine.step()
+    assert progress.own_s == 0.0 and engine.last_step() is None
+    engine.step()
+    prompt_step = engine.last_step()
+    assert prompt_step is not None and prompt_step.num_new_tokens == len(PROMPT)
+    assert 0 < prompt_step.step_s <= progress.own_s
+    own_s = progress.own_s
+    run_to_end(engine)
+    assert progress.own_s == own_s
