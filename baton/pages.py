@@ -68,15 +68,15 @@ class PageKeys:
     def extend(self, keys: list[bytes], token_ids: Sequence[int], num_pages: int, salt: bytes) -> None:
         """Append to `keys`, which names the first len(keys) full pages, until it names `num_pages`."""
         size = self._page_size
-        num_public_tokens, salt = _split(salt)
-        first_private = num_public_tokens // size
-        # No tenant's salt leads to the public root: `_split` reads this salt as one without public tokens.
-        parent = keys[-1] if keys else self.root(_PUBLIC + bytes(4) if first_private else salt)
         start, end = len(keys) * size, num_pages * size
         if start >= end:
             return
         if end > len(token_ids):
             raise ValueError(f"{len(token_ids)} tokens do not fill {num_pages} pages of {size}")
+        num_public_tokens, salt = _split(salt)
+        first_private = num_public_tokens // size
+        # No tenant's salt leads to the public root: `_split` reads this salt as one without public tokens.
+        parent = keys[-1] if keys else self.root(_PUBLIC + bytes(4) if first_private else salt)
         packed, page_bytes = pack(token_ids[start:end]), size * TOKEN_ID_BYTES
         for offset in range(0, len(packed), page_bytes):
             if len(keys) == first_private and keys:

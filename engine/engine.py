@@ -174,7 +174,7 @@ class Engine(Replica):
         launched_s = perf_counter()
         logits_RV = self._run(batch, watch)
         outputs = self._collect()
-        if batch.chunks:
+        if batch.sequences:
             self._in_flight = _Step(batch, self._sampler.sample(batch, logits_RV), began_s, launched_s)
         if self._is_async:
             self.scheduler.advance(batch)
@@ -222,7 +222,7 @@ class Engine(Replica):
 
     def _copy_to_device(self, copies: tuple[PageCopy, ...], pages: list[int], reader: Owner) -> None:
         try:
-            self._run(Batch(chunks=(), num_decodes=0, copies_to_device=copies), None)
+            self._run(Batch(copies_to_device=copies), None)
         except BaseException as error:
             self.pages.release(pages, reader)
             self._note_loss(error)
@@ -235,7 +235,7 @@ class Engine(Replica):
             self._why_lost = "an interrupt ended a step" if interrupted else "a step failed"
 
     def _run(self, batch: Batch, watch: LayerWatch | None) -> Tensor:
-        num_groups = watch.begin(batch.chunks) if watch is not None and batch.chunks else 0
+        num_groups = watch.begin(batch.chunks) if watch is not None and batch.sequences else 0
         self._num_steps += 1
         tokens_R = None if self._in_flight is None else self._in_flight.draws.token_ids_R
         arrays = self._builder.build(batch)._replace(

@@ -193,9 +193,9 @@ class Replica(ABC):
             return None
         batch, step_s = self._last_step
         return StepTimes(
-            num_sequences=len(batch.chunks),
+            num_sequences=len(batch.sequences),
             num_new_tokens=sum(chunk.num_tokens for chunk in batch.prompt_chunks),
-            num_context_tokens=sum(chunk.start + chunk.num_tokens for chunk in batch.chunks),
+            num_context_tokens=sum(batch.starts) + sum(batch.lengths),
             step_s=step_s,
         )
 

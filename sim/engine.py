@@ -185,7 +185,7 @@ class SimEngine(Replica):
         batch = self.scheduler.apply(self.scheduler.plan())
         duration_s = self._duration_s(batch)
         self._spend(duration_s)
-        if batch.chunks:
+        if batch.sequences:
             self._last_step = batch, duration_s
         failed = [
             chunk.sequence
@@ -202,7 +202,7 @@ class SimEngine(Replica):
         return outputs + [last_output(sequence) for sequence in failed]
 
     def _duration_s(self, batch: Batch) -> float:
-        if not batch.chunks:
+        if not batch.sequences:
             return IDLE_STEP_S
         return self.machine.step_s + self.machine.token_s * batch.num_tokens + self.more_s
 

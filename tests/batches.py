@@ -32,4 +32,10 @@ def rest_of(sequence: Sequence, start: int = 0) -> ScheduledChunk:
 def make_batch(*chunks: ScheduledChunk, **fields: Any) -> Batch:
     """Chunks of one token first, as the scheduler orders them."""
     num_decodes = next((i for i, chunk in enumerate(chunks) if chunk.num_tokens != 1), len(chunks))
-    return Batch(chunks=chunks, num_decodes=num_decodes, **fields)
+    return Batch(
+        sequences=[chunk.sequence for chunk in chunks],
+        starts=[chunk.start for chunk in chunks],
+        lengths=[chunk.num_tokens for chunk in chunks],
+        num_decodes=num_decodes,
+        **fields,
+    )

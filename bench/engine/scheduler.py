@@ -29,7 +29,7 @@ from baton.engine.runner import sampler
 from baton.engine.runner.cuda_graphs import graph_shapes
 from baton.engine.runner.step_inputs import GraphInputs, GraphShape, StepBuilder
 from baton.engine.scheduler.scheduler import Scheduler
-from baton.engine.scheduler.sequence import Batch, ScheduledChunk, Sequence
+from baton.engine.scheduler.sequence import Batch, Sequence
 from baton.pages import PageKeys
 from baton.request import Request, SamplingParams
 from baton.token_ids import TokenIds
@@ -149,8 +149,13 @@ def packing_times_us(num_steps: int) -> Iterator[tuple[int, list[float]]]:
     for number, sequence in enumerate(sequences):
         sequence.page_table = list(range(number, number + -(-PACKED_TOKENS // PAGE_SIZE)))
     for num_seqs in HOST_LIMITS_US:
-        chunks = tuple(ScheduledChunk(each, PACKED_TOKENS - 1, 1) for each in sequences[:num_seqs])
-        batch = Batch(chunks=chunks, num_decodes=num_seqs, is_pure_decode=True)
+        batch = Batch(
+            sequences=sequences[:num_seqs],
+            starts=[PACKED_TOKENS - 1] * num_seqs,
+            lengths=[1] * num_seqs,
+            num_decodes=num_seqs,
+            is_pure_decode=True,
+        )
         arrays, shape = StepBuilder(PAGE_SIZE, most, max_pages).build(batch), GraphShape(num_seqs)
         times_us = []
         for _ in range(num_steps):
@@ -173,7 +178,7 @@ def schedule_unshared(num_requests: int, *, prefix_caching: bool) -> Work:
         scheduler.add(sequence)
     while scheduler.has_work():
         batch = scheduler.apply(scheduler.plan())
-        num_tokens += sum(chunk.num_tokens for chunk in batch.chunks)
+        num_tokens += batch.num_tokens
         scheduler.commit(batch, _sampled(batch))
     return Work((perf_counter_ns() - started) / 1e9, num_tokens)
 

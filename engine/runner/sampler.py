@@ -167,8 +167,7 @@ class Sampler:
         logits_RV has the rows that StepArrays asked for, and is changed.
         """
         is_sampled = None if batch.is_pure_decode else [chunk.samples for chunk in batch.chunks]
-        chunks = batch.chunks if is_sampled is None else compress(batch.chunks, is_sampled)
-        sequences = [chunk.sequence for chunk in chunks]
+        sequences = batch.sequences if is_sampled is None else [*compress(batch.sequences, is_sampled)]
         if len(logits_RV) != len(sequences):
             logits_RV = self._take_prompt_rows(batch, logits_RV)
         tensors = self._parameters(sequences)

@@ -503,13 +503,13 @@ class StepBuilder:
         return pad(arrays, batch.num_padded_tokens) if batch.num_padded_tokens else arrays
 
     def _build_decode(self, batch: Batch) -> StepArrays:
-        sequences = [chunk.sequence for chunk in batch.chunks]
+        sequences = batch.sequences
         rows = np.arange(len(sequences) + 1)
         # The same sequences as in the last step are each one token further.
         if goes_on := bool(sequences and self._num_pure_decodes) and sequences == self._sequences:
             positions = self._positions + 1
         else:
-            positions = np.array([chunk.start for chunk in batch.chunks], np.int64)
+            positions = np.array(batch.starts, np.int64)
         if goes_on and sequences[0].token_ids[-1] < 0:  # all tokens are still to come, in this order
             token_ids = ~rows[:-1]
         else:
@@ -535,14 +535,13 @@ class StepBuilder:
         )
 
     def _build_mixed(self, batch: Batch) -> StepArrays:
-        chunks = batch.chunks
-        starts = np.array([chunk.start for chunk in chunks], np.int64)
-        lengths = np.array([chunk.num_tokens for chunk in chunks], np.int64)
-        cu_seqlens = np.zeros(len(chunks) + 1, np.int32)
+        num_seqs = len(batch.sequences)
+        starts, lengths = np.array(batch.starts, np.int64), np.array(batch.lengths, np.int64)
+        cu_seqlens = np.zeros(num_seqs + 1, np.int32)
         np.cumsum(lengths, out=cu_seqlens[1:])
-        owner = np.repeat(np.arange(len(chunks)), lengths)  # row -> chunk
+        owner = np.repeat(np.arange(num_seqs), lengths)  # row -> chunk
         positions = np.arange(cu_seqlens[-1]) + (starts - cu_seqlens[:-1])[owner]
-        page_table = self._tables.gather([chunk.sequence for chunk in chunks])
+        page_table = self._tables.gather(batch.sequences)
         pages = page_table[owner, positions // self._page_size].astype(np.int64)
         return StepArrays(
             token_ids=_token_ids(batch),

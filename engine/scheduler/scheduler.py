@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Ordered
 from itertools import count
 from math import inf
-from operator import attrgetter
 
 from baton.clock import Clock
 from baton.config.engine import SchedulerConfig
@@ -34,7 +33,6 @@ from baton.engine.scheduler.sequence import (
     PageCopy,
     Plan,
     PreemptMode,
-    ScheduledChunk,
     Sequence,
     SequenceKey,
     SequenceQueues,
@@ -45,7 +43,6 @@ from baton.errors import IntegrityError, InvalidRequest
 from baton.request import MAX_CHOICES, FilledPages, FinishReason, StepOutput
 
 _RUNNING, _ENDING, _FINISHED = SequenceStatus.RUNNING, SequenceStatus.ENDING, SequenceStatus.FINISHED
-_num_computed_tokens = attrgetter("num_computed_tokens")
 
 
 class Scheduler:
@@ -209,10 +206,11 @@ class Scheduler:
             sequences = [by_key[key] for key in scheduled]
         if sequences:
             self._charge(plan)
-        starts = map(_num_computed_tokens, sequences)
         to_host, to_device = self.cache.host.take_copies()
         return Batch(
-            chunks=tuple(map(ScheduledChunk, sequences, starts, plan.scheduled.values())),
+            sequences=sequences,
+            starts=[sequence.num_computed_tokens for sequence in sequences],
+            lengths=list(plan.scheduled.values()),
             num_decodes=plan.num_decodes,
             is_pure_decode=plan.is_pure_decode,
             copies_to_host=to_host,
@@ -229,14 +227,14 @@ class Scheduler:
         self._advanced = batch
         self._version += 1
         placeholder = 0
-        for chunk in batch.chunks:
-            sequence, num_computed = chunk.sequence, chunk.start + chunk.num_tokens
-            token_ids = sequence.token_ids
-            if samples := num_computed == len(token_ids):
-                placeholder -= 1
-            if sequence.status is _RUNNING:
+        for sequence, start, length in zip(batch.sequences, batch.starts, batch.lengths, strict=True):
+            num_computed, token_ids = start + length, sequence.token_ids
+            is_running = sequence.status is _RUNNING
+            if is_running:
                 sequence.num_computed_tokens = num_computed
-                if samples:
+            if num_computed == len(token_ids):
+                placeholder -= 1
+                if is_running:
                     token_ids.append(placeholder)
                     if num_computed + 1 >= sequence.max_num_tokens:
                         self._queues.end(sequence)
@@ -244,7 +242,7 @@ class Scheduler:
             self._queues.promote()
 
     def commit(self, batch: Batch, sampled: Ordered[int | None], step_s: float = 0.0) -> list[StepOutput]:
-        """Record that the batch has run; `sampled[i]` is the token of `batch.chunks[i]` if it samples.
+        """Record that the batch has run; `sampled[i]` is the token of chunk i if it samples.
 
         Chunks of sequences that have ended since are ignored. Returns one StepOutput for each new token,
         without log probabilities.
@@ -256,12 +254,12 @@ class Scheduler:
         attribute_step_cost(batch, step_s, self._cost_cap.cost)
         outputs: list[StepOutput] = []
         page_size = self.pool.page_size
-        for chunk, token_id in zip(batch.chunks, sampled, strict=True):
-            sequence, num_computed = chunk.sequence, chunk.start + chunk.num_tokens
-            status = sequence.status
+        columns = batch.sequences, batch.starts, batch.lengths, sampled
+        for sequence, start, length, token_id in zip(*columns, strict=True):
+            num_computed, status = start + length, sequence.status
             if status is _FINISHED:
                 continue
-            if (not num_computed % page_size or chunk.num_tokens > 1) and not sequence.is_queued:
+            if (not num_computed % page_size or length > 1) and not sequence.is_queued:
                 self.cache.register(sequence)
             token_ids = sequence.token_ids
             if token_id is None:
@@ -322,16 +320,15 @@ class Scheduler:
         self._queues.num_last_admitted = len(sequences)
 
     def _allocate(self, plan: Plan) -> None:
+        by_key, missing = self._queues.by_key, {**plan.page_needs}
         # Admitted sequences may have some of their pages already, copied from the host.
-        missing = []
-        for key in plan.page_needs:
-            sequence = self._queues.by_key[key]
+        for key in missing.keys() & plan.admitted:
+            sequence = by_key[key]
             num_tokens = sequence.num_computed_tokens + plan.scheduled[key]
-            num_pages = self.pool.pages_for(num_tokens) - len(sequence.page_table)
-            missing.append((sequence, max(0, num_pages)))
-        self.cache.make_room(sum(num_pages for _, num_pages in missing))
-        for sequence, num_pages in missing:
-            sequence.page_table += self.pool.allocate(num_pages, sequence.key)
+            missing[key] = max(0, self.pool.pages_for(num_tokens) - len(sequence.page_table))
+        self.cache.make_room(sum(missing.values()))
+        for key, num_pages in missing.items():
+            by_key[key].page_table += self.pool.allocate(num_pages, key)
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
         self._queues.remove(sequence)
@@ -600,7 +597,7 @@ def attribute_step_cost(batch: Batch, step_s: float, cost: Callable[[int, int], 
     so predictions use `own_s`. Decodes count nothing; a batch without longer chunks is a step of
     decodes. cost: of so many tokens from a start on, as `CostCap.cost`.
     """
-    if batch.num_decodes == len(batch.chunks):
+    if batch.num_decodes == len(batch.sequences):
         return
     prompts = [each for each in batch.chunks if each.num_tokens > 1 or not each.sequence.num_generated_tokens]
     costs = [cost(each.start, each.num_tokens) for each in prompts]

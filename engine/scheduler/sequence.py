@@ -20,6 +20,7 @@ from collections.abc import Collection, Iterable, Mapping
 from collections.abc import Sequence as Ordered
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cached_property
 from math import inf
 from typing import Protocol, Self, TypeAlias
 
@@ -258,14 +259,17 @@ class ScheduledChunk(msgspec.Struct, frozen=True, gc=False):
         return self.start + self.num_tokens == len(self.sequence.token_ids)
 
 
-class Batch(msgspec.Struct, frozen=True, kw_only=True):
-    """One step to execute, in this order: copies_to_host, copies_to_device, then the chunks.
+class Batch(msgspec.Struct, frozen=True, kw_only=True, dict=True):
+    """One step to execute, in this order: copies_to_host, copies_to_device, then a chunk of each sequence.
 
-    The first `num_decodes` chunks have one token each. Copies are due even when there are no chunks.
+    Chunk i computes `lengths[i]` tokens of `sequences[i]` from `starts[i]` on. The first `num_decodes` chunks
+    have one token each. Copies are due even when there are no chunks.
     """
 
-    chunks: tuple[ScheduledChunk, ...]
-    num_decodes: int
+    sequences: list[Sequence] = []
+    starts: list[int] = []
+    lengths: list[int] = []
+    num_decodes: int = 0
     is_pure_decode: bool = False  # as `Plan.is_pure_decode`
     copies_to_host: tuple[PageCopy, ...] = ()
     copies_to_device: tuple[PageCopy, ...] = ()
@@ -273,17 +277,22 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_empty(self) -> bool:
-        return not (self.chunks or self.copies_to_host or self.copies_to_device)
+        return not (self.sequences or self.copies_to_host or self.copies_to_device)
+
+    @cached_property
+    def chunks(self) -> tuple[ScheduledChunk, ...]:
+        """Created on first use: a step of decodes needs none."""
+        return tuple(map(ScheduledChunk, self.sequences, self.starts, self.lengths))
 
     @property
     def prompt_chunks(self) -> tuple[ScheduledChunk, ...]:
         """The chunks of more than one token."""
-        return self.chunks[self.num_decodes :]
+        return self.chunks[self.num_decodes :] if self.num_decodes < len(self.sequences) else ()
 
     @property
     def num_tokens(self) -> int:
         """Tokens of all chunks, without padding."""
-        return sum(chunk.num_tokens for chunk in self.chunks)
+        return sum(self.lengths)
 
 
 # The queues.

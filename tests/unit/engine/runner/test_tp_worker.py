@@ -54,7 +54,7 @@ def test_two_ranks_generate_the_tokens_of_one_and_leave_nothing_behind(
 
 
 def test_step_that_computes_nothing_ends_when_every_rank_has_come_to_its_end(tiny_model: Path) -> None:
-    step = StepBuilder(page_size=4, max_num_seqs=1, max_pages=1).build(Batch(chunks=(), num_decodes=0))
+    step = StepBuilder(page_size=4, max_num_seqs=1, max_pages=1).build(Batch())
     with (
         closing(tiny_engine(tiny_model, tensor_parallel_size=2)) as engine,
         ThreadPoolExecutor(1) as thread,
