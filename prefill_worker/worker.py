@@ -93,8 +93,11 @@ class PrefillWorker(WorkerNode):
             self._transfer_ended(ended)
         if self._engine.has_work():
             self._reports.step_begins()
-            for output in self._engine.step(self._layerwise_send):
-                self._hand_off(output)
+            outputs = self._engine.step(self._layerwise_send)
+            continuing = [job for output in outputs if (job := self._send_first_token(output)) is not None]
+            self._peer_registry.flush()  # at once: clients wait, and sending pages takes the processor
+            for job in continuing:
+                self._hand_off(job)
             self._offer_what_is_computed()
             self._reports.step_ended(self._engine)
             self._unblock()
@@ -214,30 +217,39 @@ class PrefillWorker(WorkerNode):
         if offer is not None:
             self._endpoint.offer(job.transfer, offer.pages, offer.num_units)
 
-    def _hand_off(self, output: StepOutput) -> None:
-        """Send the first token, and offer the rest of the pages if the decode worker has granted them."""
+    def _send_first_token(self, output: StepOutput) -> PrefillJob | None:
+        """Send the first token of a job to the gateway and to the decode worker.
+
+        Returns the job if the answer goes on after this token.
+        """
         job = self._by_engine_id[output.request_id]
         if output.finish_reason is FinishReason.ERROR:
             self._fail(job, Failure.ERROR, "the model's output for it could not be sampled")
-            return
+            return None
         reason = job.finish_reason(output.finish_reason, self._engine.max_model_len)
         event = TokenEvent.of(job.request, output, reason)
         if not fits(event):
             self._fail(job, Failure.INVALID, TOO_LARGE)
-            return
+            return None
         job.timer.computed(output, self._clock.now_s(), self._reports.step_began_s)
         self._num_tokens += output.token_id is not None
         self._peer_registry.emit(job.prefill.gateway, event)
         self._peer_registry.tell(job.prefill.decode, Prefilled(event=event))
         if job.granted is None and self._peer_registry.peer(job.prefill.decode) is None:
             self._give_up(job, "its decode worker is not connected")  # and has not got the first token
-            return
-        if reason is None and job.granted is None:
+            return None
+        if reason is not None:
+            self._finish_compute(job)
+            return None
+        return job
+
+    def _hand_off(self, job: PrefillJob) -> None:
+        """Offer the rest of the pages if the decode worker has granted them."""
+        if job.granted is None:
             job.stage = PrefillStage.COMPUTED
-            return
-        if reason is None:
+        else:
             self._offer(job)
-        self._finish_compute(job)
+            self._finish_compute(job)
 
     def _finish_compute(self, job: PrefillJob) -> None:
         """The transfer has all pages, or needs none: the decode worker ends it.
