@@ -1,7 +1,7 @@
 """Baton serves large language models with prefill and decode on different workers.
 
-`LLM` and `SamplingParams` are the offline API. Importing `baton` imports neither torch nor Ray: the names are
-resolved on first use.
+`LLM`, `SamplingParams` and `StructuredOutputs` are the offline API. Importing `baton` imports neither torch
+nor Ray: the names are resolved on first use.
 """
 
 from importlib.metadata import version
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from baton.cluster.offline.llm import LLM as LLM
     from baton.request import SamplingParams as SamplingParams
+    from baton.request import StructuredOutputs as StructuredOutputs
 
     __version__: str
 
@@ -21,10 +22,10 @@ def __getattr__(name: str) -> Any:
         from baton.cluster.offline.llm import LLM
 
         return LLM
-    if name == "SamplingParams":
-        from baton.request import SamplingParams
+    if name in ("SamplingParams", "StructuredOutputs"):
+        from baton import request
 
-        return SamplingParams
+        return getattr(request, name)
     if name == "__version__":
         return version(DISTRIBUTION)
     raise AttributeError(f"module 'baton' has no attribute {name!r}")

@@ -19,6 +19,7 @@ MAX_CHOICES = 8
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
 MAX_SEED = 2**63 - 1
+MAX_FORM_CHARS = 64 * 2**10  # of a schema, a regex or a grammar
 MAX_INTEGER = 2**63 - 1  # of any value, also of an integer given for a float: every message carries it
 
 
@@ -53,6 +54,42 @@ def _hint(unknown: str, known: tuple[str, ...]) -> str:
     return f"did you mean {nearest[0]!r}?" if nearest else f"known are {', '.join(known)}"
 
 
+FormText: TypeAlias = Annotated[str, Meta(max_length=MAX_FORM_CHARS)]
+
+
+class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The form that an answer must have. Exactly one field is set; the names are vLLM's.
+
+    Tokens that would break the form are never sampled. The answer ends when the form is complete and cannot
+    go on, or at an end token where the form allows one. Raises InvalidRequest for none or several forms.
+    """
+
+    json: FormText | None = None  # a JSON schema, as JSON text
+    json_object: bool = False  # any JSON object
+    regex: FormText | None = None
+    choice: tuple[FormText, ...] | None = None  # one of these texts
+    grammar: FormText | None = None  # in Lark's syntax, or llama.cpp's GBNF
+    structural_tag: FormText | None = None  # vLLM's: text with tags, of which each has a JSON schema
+
+    def __post_init__(self) -> None:
+        chosen = [name for name in self.__struct_fields__ if getattr(self, name) not in (None, False)]
+        if len(chosen) != 1:
+            raise InvalidRequest(
+                f"structured_outputs: exactly one of {', '.join(self.__struct_fields__)} is needed, "
+                f"got {', '.join(chosen) or 'none'}"
+            )
+        if self.choice is not None and not 1 <= sum(map(len, self.choice)) <= MAX_FORM_CHARS:
+            raise InvalidRequest(
+                f"structured_outputs.choice: texts of 1 to {MAX_FORM_CHARS} characters together are needed"
+            )
+
+    @property
+    def chosen(self) -> tuple[str, Any]:
+        """The name and the value of the field that is set."""
+        name = next(each for each in self.__struct_fields__ if getattr(self, each) not in (None, False))
+        return name, getattr(self, name)
+
+
 class SamplingParams(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, metaclass=_NamesTheNearest
 ):
@@ -79,11 +116,15 @@ class SamplingParams(
     seed: int | None = None  # the same seed gives the same tokens; None: one is drawn
     logprobs: int | None = None  # number of likeliest tokens to report at each generated token
     prompt_logprobs: int | None = None  # number of likeliest tokens to report at each prompt token
+    structured_outputs: StructuredOutputs | None = None  # the form that the answer must have
 
     def __post_init__(self) -> None:
         self._check_counts()
         self._check_tokens()
         self._check_reals()
+        if self.structured_outputs is not None and (self.ignore_eos or self.min_tokens):
+            name = "ignore_eos" if self.ignore_eos else "min_tokens"
+            raise InvalidRequest(f"{name} and structured_outputs: a form ends where it is complete")
 
     def _check_counts(self) -> None:
         _check_integer("n", self.n, 1, MAX_CHOICES)

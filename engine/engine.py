@@ -27,6 +27,7 @@ from baton.engine.replica import LayerWatch, Replica, last_output
 from baton.engine.runner.model_runner import KvPool, ModelRunner, ZerosOnCpu, choose_device, choose_dtype
 from baton.engine.runner.sampler import Draws, Sampler
 from baton.engine.runner.step_inputs import StepBuilder, encode
+from baton.engine.runner.structured_output import StructuredOutputMask
 from baton.engine.runner.tp_worker import STOP_COMMAND, TpWorkers
 from baton.engine.scheduler.preemption import PreemptionRates
 from baton.engine.scheduler.scheduler import Scheduler
@@ -113,6 +114,8 @@ class Engine(Replica):
         self._seeds = random.Random(config.seed)
         self._meter = PreemptionMeter(runner.pool)
         self._num_steps = 0
+        directory, eos_token_ids = Path(config.model), model_config.eos_token_ids
+        self._form_mask = StructuredOutputMask(directory, model_config.vocab_size, eos_token_ids)
         self._start_steps()
         self._sampler.warm_up(model_config.vocab_size)
 
@@ -121,7 +124,7 @@ class Engine(Replica):
         layout, max_num_seqs = self.runner.layout, self.runner.config.scheduler.max_num_seqs
         self._busy_since_s = self._in_flight = None
         self._builder = StepBuilder(layout.page_size, max_num_seqs, layout.num_pages(self.max_model_len))
-        self._sampler = Sampler(self.runner.device)
+        self._sampler = Sampler(self.runner.device, (self._form_mask,))
 
     def add(
         self, request: Request, filled: FilledPages | None = None, *, keeps_pages: bool = False
@@ -134,7 +137,16 @@ class Engine(Replica):
         if sampling.seed is None:
             sampling = msgspec.structs.replace(sampling, seed=self._seeds.getrandbits(63))
             request = msgspec.structs.replace(request, sampling=sampling)
-        return self._add(request, filled, keeps_pages, self.runner.model_config.eos_token_ids)
+        sequences = self._add(request, filled, keeps_pages, self.runner.model_config.eos_token_ids)
+        if request.sampling.structured_outputs is not None:
+            for sequence in sequences:
+                self._form_mask.prepare(sequence)
+        return sequences
+
+    def check(self, request: Request) -> None:
+        super().check(request)
+        if request.sampling.structured_outputs is not None:
+            self._form_mask.check()
 
     def step(self, watch: LayerWatch | None = None) -> list[StepOutput]:
         """As `Replica.step`. With asynchronous scheduling, the tokens of a step come with the next call.

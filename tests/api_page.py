@@ -22,7 +22,7 @@ SECTIONS: Final = {
         "Text in, text out, in this process. `baton generate` is the same on the command line.",
         (
             ("baton.cluster.offline.llm", "LLM"),
-            ("baton.request", "SamplingParams"),
+            ("baton.request", "SamplingParams StructuredOutputs"),
             ("baton.cluster.offline.generation", "Completion CompletionOutput TextDelta"),
             ("baton.request", "TokenLogprobs FinishReason"),
         ),

@@ -62,6 +62,7 @@ METAVARS: Final = {
     "stop_token_ids": "IDS",
     "preferred_batch_sizes": "SIZES",
     "logit_bias": "ID:X",
+    "structured_outputs": "JSON",
 }
 # vLLM's options that Baton lacks, and options of other commands: what to do instead.
 INSTEAD: Final = {

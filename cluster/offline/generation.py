@@ -18,6 +18,7 @@ import msgspec
 from baton.errors import InvalidRequest, shown
 from baton.gateway.text.tokenizer import ChoiceText, Tokenizer, detokenizer_of
 from baton.request import FinishReason, Request, SamplingParams, StepOutput, TokenLogprobs
+from baton.structured_output import check_form
 
 Prompt: TypeAlias = str | Sequence[int] | Mapping[str, object]
 Prompts: TypeAlias = str | Mapping[str, object] | Iterable[int | Prompt]
@@ -68,7 +69,9 @@ def list_stops(stop: object) -> tuple[str, ...]:
 def list_sampling(sampling: object, num_prompts: int) -> list[SamplingParams]:
     """Return one for each prompt. Raises InvalidRequest."""
     if sampling is None or isinstance(sampling, SamplingParams):
-        return [sampling or SamplingParams()] * num_prompts
+        one = sampling or SamplingParams()
+        _check_forms([one])
+        return [one] * num_prompts
     listed = items_of(sampling)
     known = [one for one in listed or () if isinstance(one, SamplingParams)]
     if listed is None or len(known) < len(listed):
@@ -79,7 +82,16 @@ def list_sampling(sampling: object, num_prompts: int) -> list[SamplingParams]:
         raise InvalidRequest(
             f"sampling_params: expected one, or {num_prompts} for as many prompts, got {len(known)}"
         )
+    _check_forms(known)
     return known
+
+
+def _check_forms(sampling: Iterable[SamplingParams]) -> None:
+    for form in {one.structured_outputs for one in sampling if one.structured_outputs is not None}:
+        try:
+            check_form(form)
+        except InvalidRequest as error:
+            raise InvalidRequest(f"structured_outputs.{form.chosen[0]}: {error}") from None
 
 
 @contextmanager

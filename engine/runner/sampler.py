@@ -4,6 +4,7 @@ A step of greedy rows without logits processors touches the logits once. Rows ar
 Shapes: R rows, V vocabulary, T tokens.
 """
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Ordered
 from dataclasses import dataclass
 from itertools import compress
@@ -14,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from baton.engine.runner.logits_processors import LOGITS_PROCESSORS, process_rows, upload
+from baton.engine.runner.logits_processors import LOGITS_PROCESSORS, LogitsProcessor, process_rows, upload
 from baton.engine.scheduler.sequence import Batch, ScheduledChunk, Sequence, SequenceKey
 from baton.kernels.sample import NOT_A_TOKEN, SamplingTensors, sample, warm_up
 from baton.request import StepOutput, TokenLogprobs
@@ -145,11 +146,13 @@ def _join(parts: list[PromptPart]) -> PromptLogprobs:
 class Sampler:
     """Draws tokens. Keeps the sampling parameters as tensors as long as the same sequences sample."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, of_model: tuple[LogitsProcessor, ...] = ()) -> None:
+        """of_model: processors that need the model; they run after those of the registry."""
         self._device = device
+        self._of_model = of_model
         self._sequences: list[Sequence] = []  # by identity: a key may be used again
         self._tensors: SamplingTensors | None = None
-        self._processed: dict[str, dict[int, Sequence]] = {}  # name of a processor -> its rows
+        self._processed: list[tuple[LogitsProcessor, dict[int, Sequence]]] = []  # each with its rows
         self._asking: list[Sequence] = []  # want log probabilities
         self._asking_rows_A = torch.empty(0, dtype=torch.int64)  # on the device
         self._asking_prompt: list[Sequence] = []  # want prompt log probabilities
@@ -172,8 +175,8 @@ class Sampler:
             logits_RV = self._take_prompt_rows(batch, logits_RV)
         tensors = self._parameters(sequences)
         raw_AV = logits_RV[self._asking_rows_A] if self._asking else None  # a copy, before the processors
-        for name, rows in self._processed.items():
-            process_rows(LOGITS_PROCESSORS[name], logits_RV, rows)
+        for processor, rows in self._processed:
+            process_rows(processor, logits_RV, rows)
         drawn_R = sample(logits_RV, tensors)
         asked = None
         if raw_AV is not None:
@@ -220,20 +223,23 @@ class Sampler:
             return self._tensors
         self._sequences = sequences
         self._tensors = _tensors(sequences, self._device)
-        self._processed = _processed_rows(sequences)
+        processors = (*LOGITS_PROCESSORS.values(), *self._of_model)
+        self._processed = _processed_rows(processors, sequences)
         asking = {row: each for row, each in enumerate(sequences) if each.sampling.logprobs is not None}
         self._asking, self._asking_rows_A = list(asking.values()), self._upload(list(asking))
         self._asking_prompt = [each for each in sequences if each.sampling.prompt_logprobs is not None]
         return self._tensors
 
 
-def _processed_rows(sequences: Ordered[Sequence]) -> dict[str, dict[int, Sequence]]:
-    """Name of each processor that applies to any row, in the order of the registry -> its rows."""
-    applying = {
-        name: {row: each for row, each in enumerate(sequences) if processor.applies(each.sampling)}
-        for name, processor in LOGITS_PROCESSORS.items()
-    }
-    return {name: rows for name, rows in applying.items() if rows}
+def _processed_rows(
+    processors: Iterable[LogitsProcessor], sequences: Ordered[Sequence]
+) -> list[tuple[LogitsProcessor, dict[int, Sequence]]]:
+    """Each processor that applies to any row, with its rows."""
+    applying = [
+        (processor, {row: each for row, each in enumerate(sequences) if processor.applies(each.sampling)})
+        for processor in processors
+    ]
+    return [(processor, rows) for processor, rows in applying if rows]
 
 
 def _tensors(sequences: Ordered[Sequence], device: torch.device) -> SamplingTensors:

@@ -22,7 +22,6 @@ at the end of its input, which is also the end of the gateway.
 import asyncio
 import contextlib
 import logging
-import os
 import signal
 import sys
 from asyncio.subprocess import PIPE, Process
@@ -51,6 +50,9 @@ from baton.gateway.api.call import (
     raw_fields,
 )
 from baton.gateway.api.errors import ApiError, as_api_error, invalid
+from baton.gateway.api.form_checker import FormChecker
+from baton.gateway.api.helper_process import LENGTH_BYTES, frame, lower_priority
+from baton.gateway.api.structured_output import AskedForm, FormKeys
 from baton.gateway.streams.request_stream import Service
 from baton.gateway.tenants.tenants import Tenant
 from baton.gateway.text.chat_template import ChatTemplate, Message, Tool, read_messages, usable_tools
@@ -69,14 +71,14 @@ EXPRESS_BYTES: Final = 64 * 2**10
 MAX_WAITING: Final = 256  # jobs a helper
 MAX_JOB_S: Final = 30.0
 RETRY_AFTER_S: Final = 1.0
-LENGTH_BYTES: Final = 4
-NICENESS: Final = 10  # of a helper
 
 MAX_PUBLIC_TOKENS: Final = 2**17  # of one text of `public_prefixes`
 MAX_PUBLIC_TEXTS: Final = 1024  # that are kept, those of former tenants files included
 
 BodyKind: TypeAlias = Literal["chat", "completion", "either", "tokenize", "detokenize"]
 PublicForms: TypeAlias = tuple[tuple[int, ...], ...]  # token ids of each form of a public text
+
+WITHOUT_FORM: Final = dict.fromkeys(FormKeys.__struct_fields__)  # the values of a body without a form
 
 logger = logging.getLogger(__name__)
 
@@ -131,6 +133,7 @@ class ReadBody(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     completion: CompletionBody | None = None
     prompts: list[Prompt] = []
     tool_form: ToolForm | None = None  # of the model; None: the model was told of no tools
+    asked_form: AskedForm | None = None
 
 
 class LongText(Exception):
@@ -224,12 +227,15 @@ class PromptReader:
             kwargs["reasoning_effort"] = body.reasoning_effort  # a variable of the template, as in vLLM
         token_ids = self._chat_ids(body, policy, tools, kwargs)
         policy.check_length(len(token_ids))
+        form = self._form(body)
         rest = msgspec.structs.replace(
-            body, messages=[{}], tools=None, tool_choice=None, chat_template_kwargs=None
+            body, messages=[{}], tools=None, tool_choice=None, chat_template_kwargs=None, **WITHOUT_FORM
         )
         prompts = [Prompt(None, TokenIds.of(token_ids))]
         tool_form = self._chat_template.tool_form if tools and self._chat_template else None
-        return ReadBody(num_unknown=num_unknown, chat=rest, prompts=prompts, tool_form=tool_form)
+        return ReadBody(
+            num_unknown=num_unknown, chat=rest, prompts=prompts, tool_form=tool_form, asked_form=form
+        )
 
     def _chat_ids(
         self,
@@ -253,8 +259,15 @@ class PromptReader:
         check_sampled_ids(body, self._vocab_size)
         policy.check_model(body.model)
         prompts = [self._prompt(given, body, policy) for given in list_prompts(body.prompt)]
-        rest = msgspec.structs.replace(body, prompt=None)
-        return ReadBody(num_unknown=num_unknown, completion=rest, prompts=prompts)
+        form = self._form(body)
+        rest = msgspec.structs.replace(body, prompt=None, **WITHOUT_FORM)
+        return ReadBody(num_unknown=num_unknown, completion=rest, prompts=prompts, asked_form=form)
+
+    def _form(self, body: FormKeys) -> AskedForm | None:
+        form = body.form()
+        if form is not None:
+            _ = self._needed_tokenizer
+        return form
 
     def _prompt(self, given: GivenPrompt, body: CompletionBody, policy: ReadPolicy) -> Prompt:
         if isinstance(given, str):
@@ -399,6 +412,7 @@ class BodyReader:
     def __init__(self, reader: PromptReader, helper_arguments: Sequence[str] = ()) -> None:
         """helper_arguments: of a helper's program; none: every body is read on the event loop."""
         self.reader = reader
+        self._forms = FormChecker()
         self._helpers = (_Helper(helper_arguments), _Helper(helper_arguments)) if helper_arguments else ()
 
     @classmethod
@@ -417,6 +431,15 @@ class BodyReader:
         Raises InvalidRequest and ApiError for faults of the client, Overloaded when too many bodies wait or a
         helper fails, and ModelError for a fault of the model's files.
         """
+        read = await self._read(kind, data, policy, tenant)
+        if (asked := read.asked_form) is not None:
+            try:
+                await self._forms.check(tenant, asked.form)
+            except InvalidRequest as error:
+                raise invalid(f"{asked.key}: {error}", param=asked.key) from None
+        return read
+
+    async def _read(self, kind: BodyKind, data: bytes, policy: ReadPolicy, tenant: str) -> ReadBody:
         if not self._helpers:
             return self.reader.read(kind, data, policy)
         size = len(data)
@@ -438,6 +461,7 @@ class BodyReader:
 
     async def close(self) -> None:
         """Kill the helpers; their jobs fail. May be called twice."""
+        await self._forms.close()
         for helper in self._helpers:
             await helper.close()
 
@@ -575,7 +599,7 @@ class _Helper:
         assert process.stdin is not None and process.stdout is not None
         try:
             async with asyncio.timeout(MAX_JOB_S):
-                process.stdin.writelines((_frame(job), data))  # no copy of a large body
+                process.stdin.writelines((frame(job), data))  # no copy of a large body
                 await process.stdin.drain()
                 head = await process.stdout.readexactly(LENGTH_BYTES)
                 return _RESULTS.decode(await process.stdout.readexactly(int.from_bytes(head, "big")))
@@ -597,16 +621,11 @@ class _Helper:
             await process.wait()
 
 
-def _frame(message: ReadJob | ReadResult) -> bytes:
-    data = msgspec.msgpack.encode(message)
-    return len(data).to_bytes(LENGTH_BYTES, "big") + data
-
-
 def serve_jobs(reader: PromptReader, jobs: BinaryIO, results: BinaryIO) -> None:
     """Read the bodies of `jobs` until it ends; a failure ends one job alone."""
     while len(head := jobs.read(LENGTH_BYTES)) == LENGTH_BYTES:
         job = _JOBS.decode(jobs.read(int.from_bytes(head, "big")))
-        results.write(_frame(_read(reader, job, jobs.read(job.num_bytes))))
+        results.write(frame(_read(reader, job, jobs.read(job.num_bytes))))
         results.flush()
 
 
@@ -629,18 +648,9 @@ def _read(reader: PromptReader, job: ReadJob, data: bytes) -> ReadResult:
         )
 
 
-def _lower_priority() -> None:
-    """Give the gateway precedence. On Linux, SCHED_BATCH also keeps a waking helper from preempting it."""
-    with contextlib.suppress(OSError):
-        os.nice(NICENESS)
-    if sys.platform == "linux":
-        with contextlib.suppress(OSError):
-            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-
-
 def _main(directory: str, template: str | None = None) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group: the gateway ends a helper
-    _lower_priority()
+    lower_priority()
     try:
         reader = PromptReader.from_directory(Path(directory), template)
         serve_jobs(reader, sys.stdin.buffer, sys.stdout.buffer)

@@ -22,10 +22,18 @@ from msgspec import Meta
 
 from baton.errors import InvalidRequest, shown
 from baton.gateway.api.errors import ApiError, invalid, unsupported
+from baton.gateway.api.structured_output import FormKeys
 from baton.gateway.streams.resume import DIGEST_BYTES, ResumePoint
 from baton.gateway.tenants.tenants import Tenant
 from baton.gateway.text.tool_calls import ToolForm
-from baton.request import MAX_CHOICES, MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_SEED, SamplingParams
+from baton.request import (
+    MAX_CHOICES,
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
+    MAX_SEED,
+    SamplingParams,
+    StructuredOutputs,
+)
 from baton.tenants import SchedulingKey, Sla
 from baton.token_ids import TOKEN_ID_BYTES, TokenIds
 
@@ -61,14 +69,12 @@ WITHOUT_MEANING: Final = {
 NOTHING: Final = frozenset({b"null", b"false", b"[]", b"{}", b'""', b"0"})
 # Keys that would change the answer and are not served -> further values that change nothing.
 UNSUPPORTED: Final[dict[str, frozenset[bytes]]] = {
-    # Structured output of vLLM and SGLang
-    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), frozenset()),
-    **dict.fromkeys(("structured_outputs", "regex", "ebnf", "json_schema", "structural_tag"), frozenset()),
+    # Structured output of SGLang
+    **dict.fromkeys(("regex", "ebnf", "json_schema", "structural_tag"), frozenset()),
     # OpenAI
     **dict.fromkeys(("function_call", "functions", "audio", "verbosity", "prediction"), frozenset()),
     **dict.fromkeys(("web_search_options", "suffix"), frozenset()),
     "modalities": frozenset({b'["text"]'}),
-    "response_format": frozenset({b'{"type":"text"}'}),
     "best_of": frozenset(),  # the value of `n` asks for nothing, see decode_body
     # vLLM
     **dict.fromkeys(("chat_template", "continue_final_message", "documents"), frozenset()),
@@ -94,7 +100,7 @@ class StreamOptions(msgspec.Struct, frozen=True):
     resumable: bool | None = None  # Baton's: an id with every event, see gateway/streams/resume.py
 
 
-class Body(msgspec.Struct, frozen=True, kw_only=True):
+class Body(FormKeys, frozen=True, kw_only=True):
     """Fields that chats and completions share; every optional field may be null.
 
     Names and meanings are OpenAI's, then vLLM's.
@@ -370,7 +376,15 @@ _NOT_OF_THE_ANSWER: Final = frozenset(
     {"prompts", "priority", "sla", "scheduling_key", "arrival_s", "tenant", "resumed"}
 )
 # Fields that SamplingParams takes as they stand in the body; `make_call` converts the others.
-_CONVERTED: Final = {"n", "seed", "max_tokens", "logprobs", "logit_bias", "stop_token_ids"}
+_CONVERTED: Final = {
+    "n",
+    "seed",
+    "max_tokens",
+    "logprobs",
+    "logit_bias",
+    "stop_token_ids",
+    "structured_outputs",
+}
 SAMPLING_FIELDS: Final = set(Body.__struct_fields__) & set(SamplingParams.__struct_fields__) - _CONVERTED
 
 
@@ -381,6 +395,7 @@ def make_call(
     new_seed: int,
     defaults: SamplingParams,
     tool_form: ToolForm | None = None,
+    structured_outputs: StructuredOutputs | None = None,
     **fields: Any,
 ) -> Call:
     """Return the call that a body asks for. Raises InvalidRequest or ApiError, which name the field.
@@ -388,6 +403,7 @@ def make_call(
     new_seed: for a body without a seed; choices differ by their number, not by their seed.
     defaults: the model's; their max_tokens caps every answer.
     tool_form: None unless the model was told of tools.
+    structured_outputs: the form of the answer, read from the body.
     fields: fields of Call that do not come from the body.
     """
     options = body.stream_options or StreamOptions()
@@ -397,9 +413,10 @@ def make_call(
     stops = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
     has_echo = isinstance(body, CompletionBody) and bool(body.echo)
     max_tokens, logprobs = _num_asked(body)
+    sampling = _sampling(body, defaults, max_tokens, logprobs, new_seed, has_echo)
     return Call(
         prompts=prompts,
-        sampling=_sampling(body, defaults, max_tokens, logprobs, new_seed, has_echo),
+        sampling=msgspec.structs.replace(sampling, structured_outputs=structured_outputs),
         num_choices=num_choices,
         stops=stops,
         is_chat=isinstance(body, ChatBody),

@@ -165,6 +165,7 @@ class Inference:
             new_seed=self._draw_seed() if resumed is None else resumed.seed,
             defaults=self._model.defaults,
             tool_form=read.tool_form,
+            structured_outputs=None if read.asked_form is None else read.asked_form.form,
             model=self._model.name,
             tenant=tenant,
             sla=sla,

@@ -3,11 +3,14 @@
 Most of it twice: over one engine, and over a whole cluster with a prefill and a decode worker.
 """
 
+import re
 from collections.abc import Iterator
+from typing import Any, Literal
 
 import openai
 import pytest
 from openai.types.chat import ChatCompletionChunk
+from pydantic import BaseModel, Field
 
 from baton.cluster.offline.llm import LLM
 from baton.request import SamplingParams
@@ -49,6 +52,36 @@ def test_chat_is_answered(client: openai.OpenAI, llm: LLM) -> None:
     assert answer.usage.prompt_tokens == len(expected.prompt_token_ids)
     assert answer.usage.completion_tokens == len(expected.outputs[0].token_ids)
     assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
+
+
+class Fruit(BaseModel):
+    """A form of answers."""
+
+    name: Literal["fig", "plum"]
+    count: int = Field(ge=0, le=99)
+
+
+def test_answer_is_parsed_by_the_client(client: openai.OpenAI) -> None:
+    messages: Any = [{"role": "user", "content": "fig or plum"}]
+    for seed in range(3):
+        answer = client.chat.completions.parse(
+            model="tiny", messages=messages, temperature=1, seed=seed, response_format=Fruit
+        )
+        assert isinstance(answer.choices[0].message.parsed, Fruit)
+
+
+def test_form_holds_in_a_stream(client: openai.OpenAI) -> None:
+    found = chunks(client, extra_body={"structured_outputs": {"regex": "[0-9]{3}-[a-z]{4}"}})
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in found)
+    assert re.fullmatch("[0-9]{3}-[a-z]{4}", text) and found[-1].choices[0].finish_reason == "stop"
+
+
+def test_keyword_that_cannot_be_honoured_is_named(client: openai.OpenAI) -> None:
+    schema = {"type": "object", "propertyNames": {"pattern": "a"}}
+    wanted = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
+    with pytest.raises(openai.BadRequestError, match="propertyNames") as refused:
+        chat(client, response_format=wanted)
+    assert refused.value.param == "response_format"
 
 
 def test_stream_has_role_text_finish_and_usage_in_this_order(client: openai.OpenAI) -> None:

@@ -18,7 +18,7 @@ from baton.config.cluster import ServeConfig, WorkersConfig
 from baton.config.engine import CacheConfig, EngineSettings, SchedulerConfig
 from baton.config.router import RouterConfig
 from baton.errors import WorkerLost
-from baton.request import Request, SamplingParams, TokenEvent
+from baton.request import Request, SamplingParams, StructuredOutputs, TokenEvent
 from baton.token_ids import TokenIds
 from tests.answer import Answer
 from tests.cluster_threads import wait_for
@@ -62,6 +62,9 @@ def llm() -> Iterator[LLM]:
         yield llm
 
 
+LETTERS: Final = StructuredOutputs(regex="([a-z]{1,5} ){1000}")  # longer than any answer
+
+
 class Watched(Answer):
     """An answer with the time of each token."""
 
@@ -79,9 +82,13 @@ class Watched(Answer):
 
 
 def request(seed: int, *, num_prompt_tokens: int, max_tokens: int) -> Request:
-    """Return a greedy request for an even seed, a sampled one for an odd seed; it ends at `max_tokens`."""
+    """Return a greedy request for an even seed, a sampled one for an odd seed; it ends at `max_tokens`.
+
+    The answer of every third has a form.
+    """
     rng = random.Random(seed)
-    sampling = SamplingParams(max_tokens=max_tokens, temperature=float(seed % 2), seed=seed, ignore_eos=True)
+    ends_late = {"structured_outputs": LETTERS} if seed % 3 == 0 else {"ignore_eos": True}
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=float(seed % 2), seed=seed, **ends_late)
     token_ids = tuple(rng.randrange(2, VOCAB_SIZE) for _ in range(num_prompt_tokens))
     return Request(request_id=secrets.token_hex(16), token_ids=TokenIds.of(token_ids), sampling=sampling)
 

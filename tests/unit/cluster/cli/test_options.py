@@ -32,7 +32,7 @@ ENGINE_FLAGS = """
 GENERATE_FLAGS = """
 --prompt-file --token-ids --chat --stop --json -q --quiet -v --verbose --max-tokens --min-tokens --temperature
 --top-p --top-k --min-p --repetition-penalty --presence-penalty --frequency-penalty --logit-bias
---stop-token-ids --n --logprobs --prompt-logprobs --ignore-eos --no-ignore-eos
+--stop-token-ids --n --logprobs --prompt-logprobs --ignore-eos --no-ignore-eos --structured-outputs
 """
 
 

@@ -27,7 +27,7 @@ from baton.gateway.metrics.metrics import Metrics
 from baton.gateway.streams.resume import EventIds
 from baton.gateway.tenants.limiter import Limiter
 from baton.gateway.text.chat_template import ChatTemplate
-from baton.request import SamplingParams
+from baton.request import SamplingParams, StructuredOutputs
 from tests.scripted_service import ScriptedService
 from tests.unit.gateway.calls import TENANT, TOKENIZER
 
@@ -49,7 +49,10 @@ def read(kind: Any, fields: dict[str, Any], **of_model: Any) -> Call:
     async def run() -> Call:
         limiter = Limiter(metrics, 1)
         inference = Inference(model, metrics, limiter, ManualClock(), config, event_ids, draw_seed=lambda: 11)
-        return await inference.read_call(kind, json.dumps(fields).encode(), scope)
+        try:
+            return await inference.read_call(kind, json.dumps(fields).encode(), scope)
+        finally:
+            await bodies.close()
 
     return asyncio.run(run())
 
@@ -146,7 +149,6 @@ def test_usage_in_streams() -> None:
     ("read_one", "fields"),
     [
         (chat, {"functions": [{}]}),
-        (chat, {"response_format": {"type": "json_object"}}),
         (chat, {"tool_choice": "required", "tools": [TOOL]}),
         (chat, {"tool_choice": {"type": "function", "function": {"name": "weather"}}, "tools": [TOOL]}),
         (chat, {"echo": True}),
@@ -154,7 +156,7 @@ def test_usage_in_streams() -> None:
         (completion, {"best_of": 2}),
         (completion, {"suffix": "b"}),
         (completion, {"tools": [TOOL]}),
-        *((completion, {"guided_json": value}) for value in (True, 3, {"type": "object"}, ["a"], "x")),
+        *((completion, {"ebnf": value}) for value in (True, 3, {"type": "object"}, ["a"], "x")),
         *((read_one, {key: "[a-z]"}) for read_one in (chat, completion) for key in UNSUPPORTED),
     ],
 )
@@ -175,11 +177,73 @@ def test_unsupported_field_is_refused_by_name(read_one: Any, fields: dict[str, A
         (completion, {"best_of": 2, "n": 2}),
         (completion, {"best_of": 1}),
         (completion, {"response_format": {"type": "text"}, "prompt_logprobs": None}),
-        *((completion, {"guided_json": value}) for value in NOTHING),
+        *((completion, {"ebnf": value}) for value in NOTHING),
     ],
 )
 def test_unsupported_field_with_a_harmless_value_is_accepted(read_one: Any, fields: dict[str, Any]) -> None:
     assert read_one(**fields).tool_form is None
+
+
+SCHEMA: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}}}
+AS_TEXT = '{"type":"object","properties":{"a":{"type":"integer"}}}'
+TAG = {"structures": [{"begin": "<f>", "schema": SCHEMA, "end": "</f>"}], "triggers": ["<f"]}
+
+
+@pytest.mark.parametrize(
+    ("fields", "form"),
+    [
+        ({"response_format": {"type": "json_object"}}, {"json_object": True}),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}},
+            {"json": AS_TEXT},
+        ),
+        ({"structured_outputs": {"json": SCHEMA}}, {"json": AS_TEXT}),
+        ({"structured_outputs": {"json": AS_TEXT, "regex": None}}, {"json": AS_TEXT}),
+        ({"structured_outputs": {"choice": ["a", "b"]}}, {"choice": ("a", "b")}),
+        ({"guided_json": SCHEMA, "response_format": {"type": "text"}}, {"json": AS_TEXT}),
+        ({"guided_regex": "[a-z]+"}, {"regex": "[a-z]+"}),
+        ({"guided_choice": ["yes", "no"]}, {"choice": ("yes", "no")}),
+        ({"guided_grammar": 'start: "a"'}, {"grammar": 'start: "a"'}),
+        ({"guided_json": None, "structured_outputs": None}, None),
+    ],
+)
+@pytest.mark.parametrize("read_one", [chat, completion])
+def test_form_of_the_answer(read_one: Any, fields: dict[str, Any], form: dict[str, Any] | None) -> None:
+    expected = None if form is None else StructuredOutputs(**form)
+    assert read_one(**fields).sampling.structured_outputs == expected
+
+
+def test_structural_tag_has_two_spellings() -> None:
+    tag = {"type": "structural_tag", **TAG}
+    ours = chat(response_format=tag).sampling.structured_outputs
+    theirs = chat(structured_outputs={"structural_tag": tag}).sampling.structured_outputs
+    assert ours is not None and ours == theirs and ours.chosen[0] == "structural_tag"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"response_format": {"type": "yaml"}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema"}}, "response_format"),
+        ({"response_format": {"type": "json_object", "also": 1}}, "response_format"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": 3}}}, "response_format"),
+        ({"structured_outputs": {}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs"),
+        ({"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": True}}, "structured_outputs"),
+        ({"guided_choice": []}, "guided_choice"),
+        ({"guided_regex": "a", "guided_json": {}}, "guided_regex"),
+        ({"guided_regex": "a("}, "guided_regex"),
+        ({"guided_json": {"type": "object", "propertyNames": {"minLength": 1}}}, "guided_json"),
+        ({"guided_regex": "a", "ignore_eos": True}, None),
+        ({"guided_regex": "a", "min_tokens": 2}, None),
+    ],
+)
+def test_form_that_cannot_be_kept_is_refused_by_name(fields: dict[str, Any], param: str | None) -> None:
+    with pytest.raises((ApiError, InvalidRequest)) as refused:
+        completion(**fields)
+    found = getattr(refused.value, "param", None)
+    assert found == param or (found or "").startswith(f"{param}.")
+    assert next(iter(fields)) in str(refused.value) or "structured_outputs" in str(refused.value)
 
 
 def test_tools_are_rendered_and_may_be_called() -> None:

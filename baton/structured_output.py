@@ -1,0 +1,109 @@
+"""The grammar of a structured output. llguidance compiles grammars and computes token masks.
+
+The gateway checks a form before it accepts a request; the engine compiles it for the model's vocabulary.
+Both use this module, so that a form means the same to both.
+"""
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Final
+
+import msgspec
+from llguidance import LLMatcher, LLParserLimits, StructTag
+from llguidance.gbnf_to_lark import any_to_lark
+
+from baton.errors import InvalidRequest
+from baton.request import StructuredOutputs
+
+MAX_ERROR_CHARS: Final = 500  # of the library's message
+# Between the parts of JSON: a model that likes white space could otherwise write nothing else, and never end.
+WHITESPACE: Final = r"[\x20\x09]?(\r?\n[\x20\x09]{0,32})?"
+ANY_OBJECT: Final = '{"type": "object"}'
+
+
+def parser_limits() -> LLParserLimits:
+    """Return the limits of a grammar, so that compiling takes some hundred milliseconds at most."""
+    return LLParserLimits(
+        initial_lexer_fuel=1_000_000,
+        step_lexer_fuel=200_000,
+        step_max_items=50_000,
+        max_items_in_row=2_000,
+        max_lexer_states=50_000,
+        max_grammar_size=200_000,
+        verbose_errors=False,
+    )
+
+
+def grammar_of(form: StructuredOutputs) -> str:
+    """Return the form as a grammar of llguidance. InvalidRequest when the form cannot be read."""
+    name, value = form.chosen
+    try:
+        return _GRAMMARS[name](value)
+    except Exception as error:  # the library's readers raise many kinds
+        raise InvalidRequest(str(error)[:MAX_ERROR_CHARS]) from None
+
+
+def check_form(form: StructuredOutputs) -> None:
+    """Compile the form without a vocabulary. InvalidRequest names what the grammar library cannot honour.
+
+    Takes milliseconds, for hostile forms up to a second; not for an event loop.
+    """
+    is_error, messages = LLMatcher.validate_grammar_with_warnings(grammar_of(form), limits=parser_limits())
+    if is_error or messages:
+        raise InvalidRequest(messages[0][:MAX_ERROR_CHARS])
+
+
+def _of_json(schema: str) -> str:
+    return LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": WHITESPACE})
+
+
+def _of_choice(choices: tuple[str, ...]) -> str:
+    return LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(choice) for choice in choices))
+
+
+def _of_structural_tag(text: str) -> str:
+    tag = msgspec.json.decode(text, type=_StructuralTag)
+    tags = [
+        StructTag(
+            trigger=_trigger_of(structure, tag.triggers),
+            begin=structure.begin,
+            grammar=structure.schema,
+            end=structure.end,
+        )
+        for structure in tag.structures
+    ]
+    return StructTag.to_grammar(tags, assume_special=False)
+
+
+def _trigger_of(structure: "_Structure", triggers: Iterable[str]) -> str:
+    for trigger in triggers:
+        if trigger and structure.begin.startswith(trigger):
+            return trigger
+    raise ValueError(f"there is no trigger for {structure.begin!r}")
+
+
+class _Structure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Text between `begin` and `end` follows a JSON schema."""
+
+    begin: str
+    schema: dict[str, Any]
+    end: str
+
+
+class _StructuralTag(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="structural_tag"
+):
+    """Free text in which each structure, once its trigger is written, follows its schema."""
+
+    structures: list[_Structure]
+    triggers: list[str]
+
+
+_GRAMMARS: Final[Mapping[str, Callable[[Any], str]]] = {
+    "json": _of_json,
+    "json_object": lambda _: _of_json(ANY_OBJECT),
+    "regex": LLMatcher.grammar_from_regex,
+    "choice": _of_choice,
+    "grammar": lambda text: LLMatcher.grammar_from_lark(any_to_lark(text)),
+    "structural_tag": _of_structural_tag,
+}

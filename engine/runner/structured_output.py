@@ -1,0 +1,147 @@
+"""Masks the logits of sequences whose answer must have a form (`SamplingParams.structured_outputs`).
+
+The state of a grammar is a function of the form and the tokens of the answer, so it never travels: a worker
+that takes over a sequence feeds its tokens to a new matcher.
+Shapes: R rows of the logits, N masked rows, V vocabulary, W 32-bit words of a mask.
+"""
+
+import logging
+from collections import OrderedDict
+from collections.abc import Collection, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from baton.engine.runner.logits_processors import upload
+from baton.engine.scheduler.sequence import Sequence
+from baton.errors import InvalidRequest
+from baton.request import SamplingParams, StructuredOutputs
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+TOKENIZER_FILE: Final = "tokenizer.json"
+MAX_COMPILED: Final = 64  # grammars that are kept for each tenant
+MAX_TENANTS: Final = 256  # whose grammars are kept
+BITS: Final = 32  # of a word
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Progress:
+    """The matcher of one sequence, once it is compiled, and how many tokens it has seen."""
+
+    compiled: "Future[LLMatcher]"
+    matcher: "LLMatcher | None" = None
+    num_seen: int = 0  # tokens of the sequence, the prompt included
+
+
+class StructuredOutputMask:
+    """Bans the tokens that would break the form of a row's sequence. A `BatchLogitsProcessor`.
+
+    The logits of a row become NaN, which ends its sequence in an error, when its grammar cannot be compiled
+    or does not take the tokens so far.
+    """
+
+    def __init__(self, directory: Path, vocab_size: int, eos_token_ids: Collection[int]) -> None:
+        """directory: of the model; its tokenizer.json is read before the first grammar is compiled.
+
+        vocab_size: of the logits, which may have more tokens than the tokenizer.
+        """
+        self._directory = directory
+        self._vocab_size = vocab_size
+        self._eos_token_ids = list(eos_token_ids)
+        self._compiler = ThreadPoolExecutor(1, "grammar")  # compiling leaves the interpreter to other threads
+        self._tokenizer: LLTokenizer | None = None  # only the compiler uses it
+        self._compiled: OrderedDict[str, OrderedDict[StructuredOutputs, Future[LLMatcher]]] = OrderedDict()
+        self._progress: WeakKeyDictionary[Sequence, _Progress] = WeakKeyDictionary()
+
+    def check(self) -> None:
+        """InvalidRequest when the model has no tokenizer, so that no form can be kept."""
+        if not (self._directory / TOKENIZER_FILE).is_file():
+            raise InvalidRequest(f"structured_outputs: the model has no {TOKENIZER_FILE}")
+
+    def applies(self, sampling: SamplingParams) -> bool:
+        return sampling.structured_outputs is not None
+
+    def prepare(self, sequence: Sequence) -> None:
+        """Begin to compile the sequence's grammar, in a thread, while its prompt waits and is computed."""
+        if sequence.sampling.structured_outputs is not None:
+            self._of(sequence)
+
+    def process(self, logits_V: Tensor, sequence: Sequence) -> None:
+        self.process_rows(logits_V[None], {0: sequence})
+
+    def process_rows(self, logits_RV: Tensor, sequences: Mapping[int, Sequence]) -> None:
+        vocab_size = logits_RV.shape[1]
+        masks_NW = np.zeros((len(sequences), -(-vocab_size // BITS)), np.int32)
+        broken = [
+            row
+            for mask_W, (row, sequence) in zip(masks_NW, sequences.items(), strict=True)
+            if not self._fill(mask_W, sequence)
+        ]
+        words_NW = upload(masks_NW, logits_RV.device)
+        bits_NV = (words_NW[:, :, None] >> torch.arange(BITS, device=logits_RV.device, dtype=torch.int32)) & 1
+        banned_NV = bits_NV.flatten(1)[:, :vocab_size] == 0
+        rows_N = upload(np.array(list(sequences), np.int64), logits_RV.device)
+        logits_RV[rows_N] = logits_RV[rows_N].masked_fill_(banned_NV, float("-inf"))
+        if broken:
+            logits_RV[upload(np.array(broken, np.int64), logits_RV.device)] = float("nan")
+
+    def _fill(self, mask_W: "np.ndarray[Any, Any]", sequence: Sequence) -> bool:
+        """Write the mask of the sequence's next token; return whether there is any."""
+        progress = self._of(sequence)
+        try:
+            matcher = progress.matcher = progress.matcher or progress.compiled.result().deep_copy()
+        except (ImportError, OSError, ValueError, InvalidRequest) as error:
+            return _failed(sequence, str(error))
+        token_ids, progress.num_seen = sequence.token_ids[progress.num_seen :], len(sequence.token_ids)
+        if matcher.consume_tokens(token_ids):
+            matcher.unsafe_compute_mask_ptr(mask_W.ctypes.data, mask_W.nbytes)
+        return not matcher.is_error() or _failed(sequence, matcher.get_error())
+
+    def _of(self, sequence: Sequence) -> _Progress:
+        progress = self._progress.get(sequence)
+        if progress is None:
+            form, num_prompt_tokens = sequence.sampling.structured_outputs, sequence.num_prompt_tokens
+            assert form is not None
+            compiled = self._compile(sequence.scheduling_key, form)
+            progress = self._progress[sequence] = _Progress(compiled, num_seen=num_prompt_tokens)
+        return progress
+
+    def _compile(self, tenant: str, form: StructuredOutputs) -> "Future[LLMatcher]":
+        """The matcher of the form at its start; only `deep_copy` it. Each tenant has a cache of its own."""
+        of_tenant = self._compiled.setdefault(tenant, OrderedDict())
+        compiled = of_tenant.get(form)
+        if compiled is None:
+            compiled = of_tenant[form] = self._compiler.submit(self._matcher, form)
+        self._compiled.move_to_end(tenant)
+        of_tenant.move_to_end(form)
+        if len(of_tenant) > MAX_COMPILED:
+            of_tenant.popitem(last=False)
+        if len(self._compiled) > MAX_TENANTS:
+            self._compiled.popitem(last=False)
+        return compiled
+
+    def _matcher(self, form: StructuredOutputs) -> "LLMatcher":
+        # Imported with the first grammar: an engine that computes none runs without the library.
+        from llguidance import LLMatcher, LLTokenizer
+
+        from baton.structured_output import grammar_of, parser_limits
+
+        if self._tokenizer is None:
+            text = (self._directory / TOKENIZER_FILE).read_text("utf-8")
+            self._tokenizer = LLTokenizer(text, n_vocab=self._vocab_size, eos_token=self._eos_token_ids)
+        return LLMatcher(self._tokenizer, grammar_of(form), log_level=0, limits=parser_limits())
+
+
+def _failed(sequence: Sequence, why: str) -> bool:
+    logger.error("a structured output failed", extra={"request_id": sequence.request_id, "error": why})
+    return False

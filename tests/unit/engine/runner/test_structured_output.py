@@ -1,0 +1,161 @@
+"""Answers have the form that was asked for, and the same tokens whatever happens on the way."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import jsonschema
+import pytest
+
+from baton.cluster.model_directory import resolve_model
+from baton.config.engine import engine_config
+from baton.engine.engine import Engine, load_engine
+from baton.engine.scheduler.sequence import PreemptMode
+from baton.errors import InvalidRequest
+from baton.gateway.text.tokenizer import Tokenizer
+from baton.request import FinishReason, Request, SamplingParams, StepOutput, StructuredOutputs
+from baton.token_ids import TokenIds
+from tests.parity.runs import PreemptInTurn
+from tests.tiny_models import run_to_end, tiny_engine, token_ids
+
+TINY: Final = resolve_model("tiny")
+SCHEMA: Final[dict[str, Any]] = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "minLength": 1, "maxLength": 8},
+        "age": {"type": "integer", "minimum": 0, "maximum": 130},
+        "tags": {"type": "array", "items": {"enum": ["red", "blue"]}, "maxItems": 2},
+    },
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+FORMS: Final[dict[str, StructuredOutputs]] = {
+    "json": StructuredOutputs(json=json.dumps(SCHEMA)),
+    "regex": StructuredOutputs(regex="([a-z]{3} ){8}end"),
+    "choice": StructuredOutputs(choice=("fig tree", "fig", "plum")),
+    "grammar": StructuredOutputs(grammar='start: "(" start ")" | /[0-9]{2,6}/'),
+}
+PROMPTS: Final = ("k1=fig k2=plum\nk1?", "a", "7+5=")
+
+
+def engine(**settings: Any) -> Engine:
+    cache = {"page_size": 4, "kv_cache_memory_bytes": 2**22, **settings.pop("cache", {})}
+    return load_engine(
+        engine_config({"model": str(TINY), "device": "cpu", "max_model_len": 512, "cache": cache, **settings})
+    )
+
+
+@pytest.fixture(scope="module")
+def plain() -> Iterator[Engine]:
+    made = engine()
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    found = Tokenizer.find(TINY)
+    assert found is not None
+    return found
+
+
+def requests(tokenizer: Tokenizer, temperature: float = 1.3) -> list[Request]:
+    return [
+        Request(
+            request_id=f"{name} {number}",
+            token_ids=TokenIds.of(tokenizer.encode(prompt)),
+            sampling=SamplingParams(
+                max_tokens=400, temperature=temperature, seed=number, structured_outputs=form
+            ),
+        )
+        for name, form in FORMS.items()
+        for number, prompt in enumerate(PROMPTS)
+    ]
+
+
+def answers(made: Engine, asked: list[Request], before_step: Any = None) -> dict[str, list[StepOutput]]:
+    outputs: dict[str, list[StepOutput]] = {request.request_id: [] for request in asked}
+    for request in asked:
+        made.add(request)
+    while made.has_work():
+        if before_step is not None:
+            before_step(made)
+        for output in made.step():
+            outputs[output.request_id].append(output)
+    return outputs
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0, 1.5])
+def test_answers_have_their_form(plain: Engine, tokenizer: Tokenizer, temperature: float) -> None:
+    texts: dict[str, str] = {}
+    for request_id, outputs in answers(plain, requests(tokenizer, temperature)).items():
+        assert outputs[-1].finish_reason is FinishReason.STOP
+        texts[request_id] = tokenizer.decode([each.token_id or 0 for each in outputs])
+    for number in range(len(PROMPTS)):
+        jsonschema.validate(json.loads(texts[f"json {number}"]), SCHEMA)
+        assert [len(word) for word in texts[f"regex {number}"].split()] == [3] * 9
+        assert texts[f"choice {number}"] in (FORMS["choice"].choice or ())
+        assert texts[f"grammar {number}"].strip("()").isdigit()
+
+
+WAYS: Final[dict[str, dict[str, Any]]] = {
+    "asynchronous": {"scheduler": {"async_scheduling": True}},
+    "short chunks": {"scheduler": {"max_num_batched_tokens": 16}},
+    "two ranks": {"tensor_parallel_size": 2},
+    "swapped out": {"cache": {"host_cache_memory_bytes": 2**22}},
+}
+
+
+@pytest.mark.parametrize("way", ["recomputed", *WAYS])
+def test_tokens_are_those_of_an_undisturbed_run(plain: Engine, tokenizer: Tokenizer, way: str) -> None:
+    expected = {key: token_ids(outputs) for key, outputs in answers(plain, requests(tokenizer)).items()}
+    mode = PreemptMode.SWAP if way == "swapped out" else PreemptMode.RECOMPUTE
+    disturbs = PreemptInTurn(mode) if way in ("recomputed", "swapped out") else None
+    made = engine(**WAYS.get(way, {}))
+    try:
+        found = answers(made, requests(tokenizer), disturbs)
+        assert {key: token_ids(outputs) for key, outputs in found.items()} == expected
+    finally:
+        made.close()
+
+
+def test_answer_continues_after_any_token(plain: Engine, tokenizer: Tokenizer) -> None:
+    """As on the worker that takes over a request, whose matcher sees the tokens at once."""
+    for request in requests(tokenizer)[::3]:
+        plain.add(request)
+        whole = token_ids(run_to_end(plain))
+        for cut in range(1, len(whole)):
+            begun = tuple(token_id or 0 for token_id in whole[:cut])
+            plain.add(
+                Request(
+                    request_id="r",
+                    token_ids=request.token_ids,
+                    sampling=request.sampling,
+                    generated_token_ids=begun,
+                )
+            )
+            assert token_ids(run_to_end(plain)) == whole[cut:]
+
+
+def test_form_that_does_not_compile_fails_alone(plain: Engine, tokenizer: Tokenizer) -> None:
+    good, other, *_ = requests(tokenizer)
+    expected = token_ids(answers(plain, [good])[good.request_id])
+    sampling = SamplingParams(max_tokens=9, structured_outputs=StructuredOutputs(regex="a("))
+    bad = Request(request_id="bad", token_ids=other.token_ids, sampling=sampling)
+    outputs = answers(plain, [bad, good])
+    assert [each.finish_reason for each in outputs["bad"]] == [FinishReason.ERROR]
+    assert token_ids(outputs[good.request_id]) == expected
+    plain.scheduler.check_integrity()
+
+
+def test_model_without_a_tokenizer_takes_no_forms(tiny_model: Path, tmp_path: Path) -> None:
+    made = tiny_engine(Path(shutil.copytree(tiny_model, tmp_path / "model")))
+    request = Request(
+        request_id="r",
+        token_ids=TokenIds.of([1]),
+        sampling=SamplingParams(structured_outputs=StructuredOutputs(regex="a")),
+    )
+    with pytest.raises(InvalidRequest, match="tokenizer"):
+        made.add(request)

@@ -1,0 +1,130 @@
+"""Forms are checked in processes of their own, within limits; tenants do not wait for each other."""
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any, Final
+
+import psutil
+import pytest
+
+from baton.errors import InvalidRequest, Overloaded
+from baton.gateway.api.form_checker import FormChecker
+from baton.request import StructuredOutputs
+from tests.event_loop import on_loop
+
+
+def nested(depth: int) -> str:
+    return '{"type":"array","items":' * depth + "{}" + "}" * depth
+
+
+HOSTILE: Final[dict[str, dict[str, Any]]] = {
+    "nested groups": {"regex": "(" * 2000 + "a" + ")" * 2000},
+    "nested repetition": {"regex": "((((a{1,99}){1,99}){1,99}){1,99}){1,99}"},
+    "many alternatives": {"regex": "|".join(f"a{{{n}}}b" for n in range(3000))},
+    "ambiguous": {"regex": "(a|a)*" * 500 + "b"},
+    "counter": {"regex": ".*a.{2000}"},
+    "large choice": {"choice": tuple(f"{n:06d}" for n in range(10_000))},
+    "large enum": {"json": json.dumps({"enum": [f"{n:06d}" for n in range(6000)]})},
+    "deep schema": {"json": nested(900)},
+    "recursive": {"json": '{"$defs":{"a":{"$ref":"#/$defs/a"}},"$ref":"#/$defs/a"}'},
+    "product": {"json": json.dumps({"allOf": [{"anyOf": [{"minLength": n} for n in range(9)]}] * 9})},
+    "long bounds": {"json": '{"type":"string","minLength":100000,"maxLength":900000}'},
+    "many items": {"json": '{"type":"array","minItems":100000,"items":{"type":"integer"}}'},
+    "patterns": {
+        "json": json.dumps(
+            {"patternProperties": {f"^a{{{n}}}.*b{n}$": {"type": "string"} for n in range(500)}}
+        )
+    },
+    "loop": {"grammar": "start: start"},
+    "rules": {
+        "grammar": "start: r0\n" + "\n".join(f"r{n}: r{n + 1} r{n + 1}" for n in range(2000)) + '\nr2000: "a"'
+    },
+    "gbnf": {"grammar": "root ::= " + "(" * 5000 + '"a"' + ")" * 5000},
+}
+
+
+SLOW: Final = HOSTILE["patterns"]  # a minute and more
+
+
+@asynccontextmanager
+async def checking() -> AsyncIterator[FormChecker]:
+    checker = FormChecker()
+    try:
+        yield checker
+    finally:
+        await checker.close()
+        assert not psutil.Process().children()
+
+
+async def seconds(checker: FormChecker, tenant: str, fields: dict[str, Any]) -> tuple[float, str]:
+    """Return how long a check took, and why the form was refused; "" if it was not."""
+    began_s, why = time.monotonic(), ""
+    try:
+        await checker.check(tenant, StructuredOutputs(**fields))
+    except InvalidRequest as error:
+        why = str(error)
+    return time.monotonic() - began_s, why
+
+
+@on_loop
+async def test_hostile_forms_are_refused_or_compiled_within_two_seconds() -> None:
+    async with checking() as checker:
+        await checker.check("", StructuredOutputs(regex="a"))
+        for name, fields in HOSTILE.items():
+            took_s, why = await seconds(checker, "", fields)
+            assert took_s < 2.0 and len(why) < 1000, name
+        assert "more than 1 s" in why or "more than 1 s" in (await seconds(checker, "", SLOW))[1]
+
+
+@on_loop
+async def test_other_tenants_do_not_wait_for_a_hostile_one() -> None:
+    async with checking() as checker:
+        await checker.check("good", StructuredOutputs(regex="a"))
+        hostile = [asyncio.create_task(seconds(checker, "bad", SLOW)) for _ in range(3)]
+        await asyncio.sleep(0.1)
+        waits_s = [(await seconds(checker, "good", {"regex": "b" * n}))[0] for n in range(1, 9)]
+        assert not any(task.done() for task in hostile) and max(waits_s) < 0.5
+        times_s = [(await task)[0] for task in hostile]
+        assert times_s == sorted(times_s)  # one after another
+
+
+@on_loop
+async def test_checked_form_is_remembered_for_its_tenant() -> None:
+    async with checking() as checker:
+        await checker.check("one", StructuredOutputs(regex="a"))
+        (server,) = psutil.Process().children()
+        server.suspend()
+        await checker.check("one", StructuredOutputs(regex="a"))
+        other = asyncio.create_task(checker.check("two", StructuredOutputs(regex="a")))
+        await asyncio.sleep(0.1)
+        assert not other.done()
+        server.resume()
+        await other
+
+
+@on_loop
+async def test_form_server_that_dies_fails_what_it_had_and_is_replaced() -> None:
+    async with checking() as checker:
+        await checker.check("", StructuredOutputs(regex="a"))
+        (server,) = psutil.Process().children()
+        server.suspend()
+        waiting = asyncio.create_task(checker.check("", StructuredOutputs(regex="b")))
+        await asyncio.sleep(0.05)
+        server.kill()
+        with pytest.raises(Overloaded):
+            await waiting
+        await checker.check("", StructuredOutputs(regex="b"))
+
+
+@on_loop
+async def test_caller_that_leaves_disturbs_no_other() -> None:
+    async with checking() as checker:
+        await checker.check("", StructuredOutputs(regex="a"))
+        leaving = asyncio.create_task(checker.check("", StructuredOutputs(**SLOW)))
+        await asyncio.sleep(0.05)
+        leaving.cancel()
+        await asyncio.gather(leaving, return_exceptions=True)
+        await checker.check("", StructuredOutputs(regex="c"))
