@@ -339,7 +339,7 @@ def linear_triton(
 def linear_tile(x_TK: Tensor, split_inputs: int) -> dict[str, int]:
     """Compile-time constants: 64 tokens at a time in decode steps, 128 in larger ones."""
     if x_TK.dtype == torch.float32:  # no matrix units: both operands of a product sit in registers
-        return {"BLOCK_M": 32, "BLOCK_N": 32, "BLOCK_K": 32, "num_warps": 8, "num_stages": 2}
+        return {"BLOCK_M": 32, "BLOCK_N": 16, "BLOCK_K": 32, "num_warps": 8, "num_stages": 2}
     rows = 64 if len(x_TK) <= 64 else 128
     stages = 4 if has_large_shared_memory(x_TK.device) else 2
     return {
