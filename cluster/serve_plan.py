@@ -77,6 +77,7 @@ def _worker(
             routers=topology.routers,
             host=topology.host,
             transport=config.transport,
+            kv_digests=config.kv_digests,
             drain_timeout_s=config.drain_timeout_s,
             link_timeout_s=config.link_timeout_s,
             step_timeout_s=config.step_timeout_s,

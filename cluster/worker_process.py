@@ -114,6 +114,7 @@ class HostedWorker:
             layout=self.engine.runner.layout,
             host=self._config.host,
             transport=self._config.transport,
+            has_digests=self._config.kv_digests,
             link_timeout_s=self._config.link_timeout_s,
         )
         writable = None if pool.is_cuda else shared

@@ -65,6 +65,7 @@ from baton.kvtransfer.protocol.handoff import (
 )
 from baton.kvtransfer.protocol.messages import (
     ID_BYTES,
+    NO_DIGESTS,
     PROTOCOL,
     AnyMessage,
     EndpointHello,
@@ -105,6 +106,7 @@ class EndpointSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     host: str = "127.0.0.1"
     port: int = 0  # 0: any free port
     transport: str = AUTO
+    has_digests: bool = True  # of pages; a transfer has none if both ends say so
     timing: Timing = Timing()
     num_hashing_threads: int = 1
     link_timeout_s: float = LINK_TIMEOUT_S  # after which a silent link to another replica is dropped
@@ -121,6 +123,7 @@ class EndpointSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
             incarnation=incarnation,
             fingerprint=self.fingerprint,
             layout=self.layout,
+            has_digests=self.has_digests,
         )
 
     def for_rank(self, rank: int) -> RankSettings:
@@ -449,6 +452,7 @@ class PageEndpoint(ABC):
         """Return the context of a new hand-off over the link. is_source: this replica is the source."""
         ours, theirs = self.settings.layout, link.hello.layout
         source, destination = (ours, theirs) if is_source else (theirs, ours)
+        has_digests = self.settings.has_digests or link.hello.has_digests
         return HandoffContext(
             ledger=self._ledger,
             clock=self._clock,
@@ -456,7 +460,7 @@ class PageEndpoint(ABC):
             plan=plan_transfer(source, destination, 0, 0),
             routes=self._ranks.routes(link, num_layer_groups, is_source=is_source),
             link=link.number,
-            digest_key=link.digest_key(transfer),
+            digest_key=link.digest_key(transfer) if has_digests else NO_DIGESTS,
         )
 
     def _page_tokens(self, link: Link) -> int:

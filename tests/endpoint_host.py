@@ -56,6 +56,7 @@ class Host:
         num_ranks: int = 1,
         num_kv_heads: int = 2,
         num_layer_groups: int = 1,
+        has_digests: bool = True,
     ) -> None:
         """num_ranks: those beside rank 0 are processes; is_shared is for rank 0's pool. num_layer_groups: of
         what `send` moves, whose second half leaves group by group.
@@ -77,6 +78,7 @@ class Host:
             layout=cut,
             transport=transport,
             timing=Timing(lease_s=3.0, heartbeat_s=0.5),
+            has_digests=has_digests,
         )
         self.endpoint = FaultyEndpoint(
             settings,

@@ -39,6 +39,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     port: Port = 0  # for control connections; 0: any that is free
     # How KV pages move between workers: auto, shm, cuda_ipc, nccl, gloo, tcp, or package.module:Class.
     transport: str = "auto"
+    kv_digests: bool = True  # check that KV pages arrive as they were sent; off: only if both workers say so
     drain_timeout_s: DrainTimeout = 30.0  # for running requests when draining
     # Seconds without a sign of life after which a connection to another process is dropped.
     link_timeout_s: LinkTimeout = LINK_TIMEOUT_S
@@ -85,6 +86,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     decode: WorkersConfig = WorkersConfig()
     # How KV pages move between workers: auto, shm, cuda_ipc, nccl, gloo, tcp, or package.module:Class.
     transport: str = "auto"
+    kv_digests: bool = True  # check that KV pages arrive as they were sent; off: only if both workers say so
     tenants: str | None = None  # YAML file of tenants and their keys; None: requests need no key
     cluster_key_file: str | None = None  # the cluster's key; None: BATON_CLUSTER_KEY_FILE, or a new key
     start_timeout_s: Annotated[float, Meta(gt=0, le=86_400)] = 600.0  # for workers to load the model

@@ -39,10 +39,17 @@ TRANSPORTS: Final = ("shm", "tcp")
 READY: Final = "ready"
 
 
-def _settings(layout: PageLayout, transport: str, timing: Timing | None = None) -> EndpointSettings:
+def _settings(
+    layout: PageLayout, transport: str, timing: Timing | None = None, has_digests: bool = True
+) -> EndpointSettings:
     """Return the settings of an endpoint; both ends have the same key and fingerprint."""
     return EndpointSettings(
-        key=KEY, fingerprint=FINGERPRINT, layout=layout, transport=transport, timing=timing or Timing()
+        key=KEY,
+        fingerprint=FINGERPRINT,
+        layout=layout,
+        transport=transport,
+        timing=timing or Timing(),
+        has_digests=has_digests,
     )
 
 
@@ -74,10 +81,11 @@ class SourceEnd:
         pool: Tensor,
         ledger: PagePool,
         timing: Timing | None = None,
+        has_digests: bool = True,
     ) -> None:
         """pool, ledger: an engine's, or those of `random`."""
         self.layout, self.pool, self.ledger = layout, pool, ledger
-        self.endpoint = KvEndpoint(_settings(layout, transport, timing), pool, ledger)
+        self.endpoint = KvEndpoint(_settings(layout, transport, timing, has_digests), pool, ledger)
 
     @classmethod
     def random(
@@ -89,12 +97,14 @@ class SourceEnd:
         pool: Tensor | None = None,
         device: str = "cpu",
         timing: Timing | None = None,
+        has_digests: bool = True,
     ) -> Self:
         """Return an end with scattered pages of random bytes. pool: another end's, to save memory."""
         if pool is None:
             pool = _zeros(_pool_shape(layout, num_pages), TORCH_DTYPES[layout.dtype], device)
             pool.view(torch.int16).random_(0, 2**15)
-        return cls(layout, transport, pool, _scattered_ledger(layout, num_pages, seed=0), timing)
+        ledger = _scattered_ledger(layout, num_pages, seed=0)
+        return cls(layout, transport, pool, ledger, timing, has_digests)
 
     def send(self, destination: "DestinationProcess", num_tokens: int) -> TransferTimes:
         """Hand over the pages of so many tokens at once; RuntimeError when that fails."""
@@ -138,6 +148,7 @@ class _Start(msgspec.Struct, frozen=True):
     device: str
     transport: str
     damaged_unit: int | None
+    has_digests: bool
 
 
 class _GrantOrder(msgspec.Struct, frozen=True):
@@ -160,9 +171,10 @@ class DestinationProcess:
         device: str = "cpu",
         transport: str = AUTO,
         damaged_unit: int | None = None,
+        has_digests: bool = True,
     ) -> None:
         """damaged_unit: the unit that arrives with one bit flipped, in the first long transfer."""
-        start = _Start(layout, num_pages, device, transport, damaged_unit)
+        start = _Start(layout, num_pages, device, transport, damaged_unit, has_digests)
         self.layout = layout
         self._child = Child("-m", "baton.bench.kv.ends", msgspec.json.encode(start).decode())
         self.pid = self._child.pid
@@ -203,16 +215,21 @@ class Ends:
         num_tokens: int,
         transports: Sequence[str] = TRANSPORTS,
         device: str = "cpu",
+        has_digests: bool = True,
     ) -> None:
         """num_tokens: room of either pool; there are 64 pages at least."""
         num_pages = max(64, source.num_pages(num_tokens))
         num_theirs = max(64, destination.num_pages(num_tokens))
         asked = transports[0] if len(transports) == 1 else AUTO
-        self._destination = DestinationProcess(destination, num_theirs, device=device, transport=asked)
+        self._destination = DestinationProcess(
+            destination, num_theirs, device=device, transport=asked, has_digests=has_digests
+        )
         self._sources: dict[str, SourceEnd] = {}
         pool: Tensor | None = None
         for transport in transports:
-            end = SourceEnd.random(source, num_pages, transport, pool=pool, device=device)
+            end = SourceEnd.random(
+                source, num_pages, transport, pool=pool, device=device, has_digests=has_digests
+            )
             self._sources[transport], pool = end, end.pool
 
     def __enter__(self) -> Self:
@@ -259,7 +276,8 @@ def serve(start: _Start) -> None:
     # Touches all memory, as a worker has after its first minutes.
     pool.view(-1).view(torch.uint8)[::4096].fill_(1)
     ledger = _scattered_ledger(layout, start.num_pages, seed=1)
-    endpoint = _DamagingEndpoint(_settings(layout, start.transport), pool, ledger, shared=shared)
+    settings = _settings(layout, start.transport, has_digests=start.has_digests)
+    endpoint = _DamagingEndpoint(settings, pool, ledger, shared=shared)
     endpoint.damaged_unit = start.damaged_unit
     sys.stdout.write(READY + "\n")
     sys.stdout.flush()

@@ -89,14 +89,17 @@ def measure_shape(
     try:
         with ExitStack() as stack:
             num_tokens = max(sizes) * 5 // 4
-            ends = dict.fromkeys(TRANSPORTS, stack.enter_context(Ends(layout, layout, num_tokens)))
+            both = stack.enter_context(Ends(layout, layout, num_tokens))
+            bare = stack.enter_context(Ends(layout, layout, num_tokens, has_digests=False))
+            ends = {transport: (both, transport) for transport in TRANSPORTS}
+            ends |= {f"{transport}, no digests": (bare, transport) for transport in TRANSPORTS}
             for asked in also:  # a destination listens with one transport that is not automatic
-                ends[asked] = stack.enter_context(Ends(layout, layout, num_tokens, (asked,)))
+                ends[asked] = stack.enter_context(Ends(layout, layout, num_tokens, (asked,))), asked
             for _ in range(1 + num_rounds):
                 for num_tokens in sizes:
                     progress(f"{shape}, pages of {page_size}: {num_tokens} tokens")
-                    for transport, each in ends.items():
-                        times[transport, num_tokens].append(each.send(transport, num_tokens))
+                    for name, (each, transport) in ends.items():
+                        times[name, num_tokens].append(each.send(transport, num_tokens))
                 for limit in limits:
                     seconds[limit.name].append(limit.run())
                 for rival in competing:

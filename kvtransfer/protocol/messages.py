@@ -22,13 +22,14 @@ from baton.pages import KEY_BYTES, PageLayout
 
 KindT = TypeVar("KindT")
 
-PROTOCOL: Final = 7
+PROTOCOL: Final = 8
 MAX_PAGES: Final = 65_536  # pages of one transfer; also the limit of its units
 MAX_PULLED_PAGES: Final = 28_672  # on each side: one frame holds four lists of this length and the keys
 MAX_SHARDS: Final = 256
 MAX_RANKS: Final = 128  # in one replica: two such replicas have at most MAX_SHARDS shards
 MAX_DIGESTS: Final = 1 << 22  # in all shards of one transfer: 32 MiB
 DIGEST_BYTES: Final = 8  # for one unit, see kvtransfer/ranks/digests.py
+NO_DIGESTS: Final = b""  # the key of a transfer without digests
 MAX_DURATION_MS: Final = 24 * 3600 * 1000
 
 ID_BYTES: Final = 16
@@ -78,6 +79,7 @@ class EndpointHello(TransferMessage, frozen=True):
     incarnation: Incarnation  # new for each process; page ids and epochs are valid only within one
     fingerprint: Annotated[str, Meta(min_length=1, max_length=128)]  # identifies the model
     layout: PageLayout  # the same for each of the tp_size ranks
+    has_digests: bool = True  # of pages, unless both ends say that they need none
 
 
 class RankListenerAddresses(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -28,7 +28,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from baton.kvtransfer.protocol.messages import DIGEST_BYTES
+from baton.kvtransfer.protocol.messages import DIGEST_BYTES, NO_DIGESTS
 from baton.kvtransfer.protocol.transfer_plan import Offsets, TransferPlan
 from baton.kvtransfer.transports.base import LocalRank
 from baton.kvtransfer.transports.pages import StagedParts
@@ -80,13 +80,16 @@ class ShardDigests:
     """
 
     def __init__(self, units: UnitDigests, key: bytes, shard: int) -> None:
-        """key: the transfer's, known to its two ends alone."""
+        """key: the transfer's, known to its two ends alone. NO_DIGESTS: every digest is 0."""
+        self.are_taken = key != NO_DIGESTS
         self._units = units
         self._key = blake2b(shard.to_bytes(8, "big"), key=key, digest_size=32, person=_SHARD).digest()
         self._seed = int.from_bytes(blake2b(key=self._key, digest_size=8, person=_SEED).digest(), "big")
 
     def take(self, plan: TransferPlan, offset_N: Offsets, first: int, stop: int) -> bytes:
         """Return the masked digests of units [first, stop). offset_N: the offsets of their runs."""
+        if not self.are_taken:
+            return bytes((stop - first) * DIGEST_BYTES)
         digests = self._units.take(plan, offset_N, stop - first, self._seed)
         return (_words(digests) ^ _words(self._mask(first, stop))).tobytes()
 
@@ -151,7 +154,7 @@ class Hashing:
     def __init__(self, num_threads: int, *, may_inline: bool) -> None:
         """may_inline: the pages are in this CPU's memory, so the caller waits for nothing but the hash."""
         self.may_inline = may_inline
-        self._inline_bytes = INLINE_BYTES if may_inline else -1
+        self._inline_bytes = INLINE_BYTES if may_inline else 0
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="kv-digest")
 
     def submit(

@@ -129,7 +129,7 @@ class ReceiveShard:
 
     def hash(self, first: int, stop: int) -> None:
         """Hash units [first, stop), which are written."""
-        num_bytes = (stop - first) * self._plan.unit_bytes
+        num_bytes = (stop - first) * self._plan.unit_bytes if self._digests.are_taken else 0
         self._hashes.append(self._tools.hashing.submit(num_bytes, self._take_digests, first, stop))
 
     def verify(self, expected: bytes) -> None:
@@ -194,7 +194,7 @@ class SendShard:
         )
         piece = Piece(transfer, order.first, order.stop)
         hashing, digests = self._tools.hashing, None
-        if reach.is_bulk and hashing.may_inline:
+        if reach.is_bulk and hashing.may_inline and self._digests.are_taken:
             digests = hashing.submit(piece.num_bytes, self._digest, piece)
         self._transports.push(piece, partial(self._written, piece, digests))
 
@@ -219,7 +219,8 @@ class SendShard:
         )
         if not outcome.is_done:
             return
-        taken = digests or self._tools.hashing.submit(piece.num_bytes, self._digest, piece)
+        num_bytes = piece.num_bytes if self._digests.are_taken else 0
+        taken = digests or self._tools.hashing.submit(num_bytes, self._digest, piece)
         if taken.done():
             self._hashed(piece, taken)
         else:

@@ -49,7 +49,7 @@ from baton.rpc.auth import Generations as KeyGenerations
 
 MAX_COUNTS: Final = 256  # of a rank, each with a name
 Rank: TypeAlias = Annotated[int, Meta(ge=0, le=2**16 - 1)]
-DigestKey: TypeAlias = Annotated[bytes, Meta(min_length=32, max_length=32)]  # see Link.digest_key
+DigestKey: TypeAlias = Annotated[bytes, Meta(max_length=32)]  # see Link.digest_key
 Layer: TypeAlias = Annotated[int, Meta(ge=0, le=2**16 - 1)]
 Layers: TypeAlias = tuple[Layer, Layer]  # [first, stop)
 Mark: TypeAlias = Count  # a place in a step, see engine/cache/page_pool.py; 0: before all steps
