@@ -159,19 +159,24 @@ def translated(library: str) -> Iterator[None]:
 # A record is a separate message. gloo never ends a wait for a message when the sender dies within it, so
 # only the wait for a record, which is sent in one go, has no limit.
 
-PART_BYTES: Final = 8 * 2**20  # smaller parts wait longer for each other than they travel
 NUM_SLOTS: Final = 3  # one is packed, one on its way, one unpacked
 RECORD_TAG: Final = 0
 ANSWER_TAG: Final = 1
 PAYLOAD_TAG: Final = 2
 
 
-def payload_bytes(plan: TransferPlan) -> int:
-    """The room that any part needs: parts are cut to within half of PART_BYTES and a unit.
+def part_bytes(plan: TransferPlan, wanted: int) -> int:
+    """The size of parts: `wanted`, less where large units leave less room in a message."""
+    return min(wanted, max(1, (MAX_PART_BYTES - plan.unit_bytes) * 2 // 3))
+
+
+def payload_bytes(plan: TransferPlan, wanted: int) -> int:
+    """The room that any part needs: parts are cut to within half of `part_bytes` and a unit.
 
     TransferFailed when a unit is too large for a message. Equal at both ends.
     """
-    num_bytes = PART_BYTES + PART_BYTES // 2 + plan.unit_bytes
+    size = part_bytes(plan, wanted)
+    num_bytes = size + size // 2 + plan.unit_bytes
     if num_bytes > MAX_PART_BYTES:
         raise TransferFailed(f"a unit of {plan.unit_bytes} bytes is too large for one message")
     return num_bytes

@@ -41,7 +41,9 @@ from tests.waiting import wait_for
 
 LAYOUT = PageLayout(tp_size=1, page_size=16, num_layers=2, num_kv_heads=2, head_dim=8, dtype="float32")
 PLAN = plan_transfer(LAYOUT, LAYOUT, 0, 0)
-REQUEST = PairRequest(transport="gloo", layout=LAYOUT, rank=0, payload_bytes=payload_bytes(PLAN))
+REQUEST = PairRequest(
+    transport="gloo", layout=LAYOUT, rank=0, payload_bytes=payload_bytes(PLAN, GlooTransport.part_bytes)
+)
 NUM_PAGES, PAGE_BYTES = 6, 4096
 OFFER = PoolOffer(num_pages=NUM_PAGES, page_bytes=PAGE_BYTES)
 NUMBERS = [0, 1, 2, 3, 12, 16, 2**16, 2**31, 2**40, 2**63 - 1, 2**64 - 1, -1, -2]

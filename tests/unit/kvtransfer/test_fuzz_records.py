@@ -182,7 +182,7 @@ class ScriptedPair(ReceivePair):
 class GroupDestination(Destination):
     def __init__(self) -> None:
         super().__init__()
-        self._payloads = staging(payload_bytes(WHOLE))
+        self._payloads = staging(payload_bytes(WHOLE, GlooTransport.part_bytes))
 
     def serve(self, parts: list[SentPart]) -> bytes:
         group, connection = ScriptedGroup(parts), ProvedConnection()

@@ -23,9 +23,10 @@ from baton.kvtransfer.transports.rank_pair import (
     NUM_SLOTS,
     SOURCE,
     join_gloo,
+    part_bytes,
     payload_bytes,
 )
-from baton.kvtransfer.transports.records import ANSWER_BYTES, HEADER_BYTES
+from baton.kvtransfer.transports.records import ANSWER_BYTES, HEADER_BYTES, MAX_PART_BYTES
 from baton.kvtransfer.transports.torch_distributed import (
     PAIR_SCHEMA,
     GlooTransport,
@@ -50,7 +51,9 @@ PLAN = plan_transfer(LAYOUT, LAYOUT, 0, 0)
 NUM_PAGES = 60  # of 768 KiB: many parts
 SETTINGS = GroupSettings(connect_s=5.0, stall_s=2.0)
 GLOO = GlooTransport()
-REQUEST = PairRequest(transport="gloo", layout=LAYOUT, rank=0, payload_bytes=payload_bytes(PLAN))
+REQUEST = PairRequest(
+    transport="gloo", layout=LAYOUT, rank=0, payload_bytes=payload_bytes(PLAN, GlooTransport.part_bytes)
+)
 PIECE = piece_of(PLAN, tuple(range(50)), tuple(range(50))[::-1])
 
 
@@ -89,6 +92,19 @@ def sender(destination: Destination) -> Iterator[GroupSender]:
 
 def num_pairs() -> int:
     return sum(thread.name == "gloo-answer" for thread in threading.enumerate())
+
+
+@pytest.mark.parametrize("unit_mib", [1, 8, 20, 40, 63])
+def test_message_has_room_for_a_part_of_any_units(unit_mib: int) -> None:
+    layout = msgspec.structs.replace(LAYOUT, num_layers=4 * unit_mib)
+    plan = plan_transfer(layout, layout, 0, 0)
+    assert plan.unit_bytes == unit_mib * 2**20
+    for transport in (GlooTransport, NcclTransport):
+        size, room = (count(plan, transport.part_bytes) for count in (part_bytes, payload_bytes))
+        assert size + size // 2 + plan.unit_bytes == room <= MAX_PART_BYTES
+        assert (size == transport.part_bytes) == (
+            3 * transport.part_bytes // 2 + plan.unit_bytes <= MAX_PART_BYTES
+        )
 
 
 def test_long_piece_goes_in_a_few_large_messages(destination: Destination, sender: GroupSender) -> None:
