@@ -64,7 +64,11 @@ class StructuredOutputMask:
         self._progress: WeakKeyDictionary[Sequence, _Progress] = WeakKeyDictionary()
 
     def check(self) -> None:
-        """InvalidRequest when the model has no tokenizer, so that no form can be kept."""
+        """InvalidRequest when the model has no tokenizer or no end token, so that no form can be kept."""
+        if not self._eos_token_ids:
+            raise InvalidRequest(
+                "structured_outputs: the model has no end token, at which an answer could end"
+            )
         if not (self._directory / TOKENIZER_FILE).is_file():
             raise InvalidRequest(f"structured_outputs: the model has no {TOKENIZER_FILE}")
 

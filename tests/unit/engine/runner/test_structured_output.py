@@ -1,7 +1,6 @@
 """Answers have the form that was asked for, and the same tokens whatever happens on the way."""
 
 import json
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -18,7 +17,7 @@ from baton.gateway.text.tokenizer import Tokenizer
 from baton.request import FinishReason, Request, SamplingParams, StepOutput, StructuredOutputs
 from baton.token_ids import TokenIds
 from tests.parity.runs import PreemptInTurn
-from tests.tiny_models import run_to_end, tiny_engine, token_ids
+from tests.tiny_models import run_to_end, tiny_engine, token_ids, write_config
 
 TINY: Final = resolve_model("tiny")
 SCHEMA: Final[dict[str, Any]] = {
@@ -150,12 +149,13 @@ def test_form_that_does_not_compile_fails_alone(plain: Engine, tokenizer: Tokeni
     plain.scheduler.check_integrity()
 
 
-def test_model_without_a_tokenizer_takes_no_forms(tiny_model: Path, tmp_path: Path) -> None:
-    made = tiny_engine(Path(shutil.copytree(tiny_model, tmp_path / "model")))
+@pytest.mark.parametrize(("keys", "lacks"), [({"eos_token_id": 3}, "tokenizer"), ({}, "end token")])
+def test_model_that_cannot_keep_a_form_refuses_it(keys: dict[str, int], lacks: str, tmp_path: Path) -> None:
+    made = tiny_engine(write_config(tmp_path / "model", **keys))
     request = Request(
         request_id="r",
         token_ids=TokenIds.of([1]),
         sampling=SamplingParams(structured_outputs=StructuredOutputs(regex="a")),
     )
-    with pytest.raises(InvalidRequest, match="tokenizer"):
+    with pytest.raises(InvalidRequest, match=lacks):
         made.add(request)

@@ -76,17 +76,17 @@ async def test_hostile_forms_are_refused_or_compiled_within_two_seconds() -> Non
         for name, fields in HOSTILE.items():
             took_s, why = await seconds(checker, "", fields)
             assert took_s < 2.0 and len(why) < 1000, name
-        assert "more than 1 s" in why or "more than 1 s" in (await seconds(checker, "", SLOW))[1]
+        assert "more than 250 ms" in (await seconds(checker, "", SLOW))[1]
 
 
 @on_loop
 async def test_other_tenants_do_not_wait_for_a_hostile_one() -> None:
     async with checking() as checker:
         await checker.check("good", StructuredOutputs(regex="a"))
-        hostile = [asyncio.create_task(seconds(checker, "bad", SLOW)) for _ in range(3)]
-        await asyncio.sleep(0.1)
+        hostile = [asyncio.create_task(seconds(checker, "bad", SLOW)) for _ in range(4)]
+        await asyncio.sleep(0.05)
         waits_s = [(await seconds(checker, "good", {"regex": "b" * n}))[0] for n in range(1, 9)]
-        assert not any(task.done() for task in hostile) and max(waits_s) < 0.5
+        assert not hostile[-1].done() and max(waits_s) < 0.5
         times_s = [(await task)[0] for task in hostile]
         assert times_s == sorted(times_s)  # one after another
 
