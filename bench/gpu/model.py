@@ -28,7 +28,7 @@ from baton.bench.engine.replica import (
     num_layer_parameters,
     request_of,
 )
-from baton.bench.gpu.session import Session, WrongResult, require_close
+from baton.bench.gpu.session import Session, WrongResult, products_name, require_close
 from baton.bench.machine import Call, wall_seconds
 from baton.bench.report import Row, at_most, format_number
 from baton.engine.models.model import dummy_checkpoint
@@ -81,8 +81,15 @@ def prefill(session: Session) -> Iterator[Row]:
         median_s = session.figures.prefill_seconds[num_tokens] = _prefill_seconds(session, num_tokens)
         tflops = prefill_flops(session.sizes.model, num_tokens) / median_s / 1e12
         note = f"{format_number(median_s * 1e3)} ms, {format_number(num_tokens / median_s)} tok/s"
+        note += _share_of_products(session, products_name(num_tokens, 1), median_s)
         percent = 100 * tflops / session.rates.peak_tflops
         yield session.bar(f"prefill, {num_tokens:,} tokens", percent, "% of peak", PREFILL_BAR, note)
+
+
+def _share_of_products(session: Session, name: str, seconds: float) -> str:
+    """Return the end of a note: the floor of matrix products alone as percent of our time, if it is known."""
+    floor_s = session.figures.product_seconds.get(name)
+    return "" if floor_s is None else f", {100 * floor_s / seconds:.0f} % of the floor (products alone)"
 
 
 def _prefill_seconds(session: Session, num_tokens: int) -> float:
@@ -207,6 +214,7 @@ def _decode_rows(session: Session, batch: int, sampling: SamplingParams, bar: fl
         f"{format_number(step_s * 1e3)} ms a step, {format_number(model_s * 1e3)} of them the model, "
         f"{format_number(batch / step_s)} tok/s"
     )
+    note += _share_of_products(session, products_name(batch, batch), step_s)
     name = _step_name(batch, session.sizes.step_context)
     if sampling != SamplingParams():
         yield Row(f"{name}, top-k and top-p", percent, "% of roofline", note=note)

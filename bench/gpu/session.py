@@ -34,6 +34,7 @@ class Sizes:
     model: LlamaShape  # kernels are run with its heads
     num_pool_layers: int  # calls of one timing go from layer to layer, so that no cache helps
     decode_batches: tuple[tuple[int, int], ...]  # (sequences, tokens of context)
+    every_batch: tuple[int, int]  # (most sequences, tokens of context): every number of sequences
     prefill_lengths: tuple[int, ...]
     num_kv_pages: int  # of a pool that transfers gather from and scatter to, 16 tokens each
     kv_units: tuple[int, ...]  # pages gathered or scattered at once
@@ -61,6 +62,7 @@ class Sizes:
             decode_batches=tuple(
                 (max(1, batch // 2), context // 2) for batch, context in self.decode_batches
             ),
+            every_batch=(max(1, self.every_batch[0] // 2), self.every_batch[1] // 2),
             prefill_lengths=half(self.prefill_lengths),
             num_kv_pages=self.num_kv_pages // 2,
             kv_units=half(self.kv_units),
@@ -80,6 +82,7 @@ FULL = Sizes(
     model=LLAMA_8B,
     num_pool_layers=8,
     decode_batches=((64, 1024), (256, 1024), (1, 32768)),
+    every_batch=(256, 1024),
     prefill_lengths=(2048, 8192, 32768),
     num_kv_pages=512,
     kv_units=(1, 8, 128),
@@ -100,6 +103,7 @@ TOY = Sizes(
     model=TOY_LLAMA,
     num_pool_layers=2,
     decode_batches=((4, 64), (1, 128)),
+    every_batch=(3, 64),
     prefill_lengths=(32, 64),
     num_kv_pages=8,
     kv_units=(1, 2),
@@ -131,6 +135,7 @@ class Figures:
     rates: Rates | None = None
     step_seconds: dict[str, float] = field(default_factory=dict)  # row -> our decode step
     prefill_seconds: dict[int, float] = field(default_factory=dict)  # tokens -> our prefill
+    product_seconds: dict[str, float] = field(default_factory=dict)  # row -> matrix products alone
 
 
 @dataclass
@@ -170,6 +175,11 @@ class Session:
     def bar(self, name: str, value: float, unit: str, bar: float | None, note: str = "") -> Row:
         """Return a row with this lower limit, or without one where the sizes have no bars."""
         return at_least(name, value, unit, bar if self.sizes.has_bars else None, note)
+
+
+def products_name(num_tokens: int, num_logits: int) -> str:
+    """Return the name of the matrix products of a step with so many rows in the layers and in the head."""
+    return f"matrix products alone, {num_tokens:,} tokens, {num_logits:,} logits"
 
 
 def require_close(what: str, got: Tensor, expected: Tensor, limit: float = 1e-2) -> None:

@@ -46,8 +46,10 @@ STAGES: Final = (
     Stage("engine against the CPU", f"{_GPU}.model:check", 20),
     Stage("rates of the device", f"{_GPU}.kernels:rates", 15),
     Stage("decode kernel", f"{_GPU}.kernels:decode_kernel", 30),
+    Stage("decode kernel, every batch", f"{_GPU}.kernels:decode_kernel_batches", 75),
     Stage("prefill kernel", f"{_GPU}.kernels:prefill_kernel", 30),
     Stage("pages", f"{_GPU}.kernels:pages", 10),
+    Stage("matrix products", f"{_GPU}.kernels:products", 20),
     Stage("decode step", f"{_GPU}.model:decode_steps", 90),
     Stage("prefill", f"{_GPU}.model:prefill", 40),
     Stage("batch invariance", f"{_GPU}.model:batch_invariance", 90),
@@ -55,6 +57,7 @@ STAGES: Final = (
     Stage("kv scatter", f"{_GPU}.kv:scatter", 15),
     Stage("cuda_ipc", f"{_GPU}.kv:cuda_ipc", 45),
     Stage("nccl", f"{_GPU}.kv:nccl", 60),
+    Stage("attention rivals", f"{_GPU}.kernels:rivals", 45),
     Stage("transformers", f"{_GPU}.model:against_transformers", 180),
 )
 
@@ -118,7 +121,7 @@ class StageRunner:
 
     def log(self, stage: Stage) -> Path:
         """The file with what the processes of the stage print."""
-        return self.path.parent / f"gpu-{stage.name.replace(' ', '-')}.log"
+        return self.path.parent / f"gpu-{stage.name.replace(',', '').replace(' ', '-')}.log"
 
     def _run(self, stage: Stage, began: StageBegan, left_s: float) -> bool:
         append(self.path, began)

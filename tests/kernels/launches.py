@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from baton.bench.gpu import kernels as gpu_suite
 from baton.kernels import (
     linear,
     paged_attention,
@@ -77,6 +78,8 @@ def scenarios() -> Iterator[Scenario]:
         yield from _attention_scenarios(dtype)
     yield from _page_scenarios()
     yield from _sample_scenarios()
+    read = partial(gpu_suite.read_sum, torch.empty(2**16), torch.empty(4))
+    yield Scenario("read", gpu_suite, "read_kernel", read)
 
 
 def sampling_of(num_rows: int) -> sample.SamplingTensors:

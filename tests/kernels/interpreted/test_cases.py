@@ -3,6 +3,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from baton.bench.gpu.kernels import read_sum
 from tests.kernels.cases import CASES, Case, check
 from tests.kernels.sampling_cases import Filters, mixed_outcome
 
@@ -44,3 +45,9 @@ def test_interpreted_token_does_not_depend_on_the_batch(top_k: int) -> None:
     ours, plain = Filters(top_k=top_k, top_p=0.9, temperature=0.7), Filters()
     alone = mixed_outcome(row, [ours]).kernel
     assert torch.equal(mixed_outcome(torch.cat((row, others)), [ours, plain, plain, plain]).kernel[:1], alone)
+
+
+@pytest.mark.parametrize("num_values", [1, 8192, 3 * 8192 + 5])
+def test_read_kernel_of_the_gpu_suite_reads_every_value_once(num_values: int) -> None:
+    values = torch.arange(num_values, dtype=torch.float32) % 7
+    assert read_sum(values, torch.empty(2)).sum() == values.sum()

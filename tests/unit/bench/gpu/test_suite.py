@@ -3,6 +3,8 @@
 import json
 import subprocess
 import venv
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -32,6 +34,7 @@ from baton.bench.gpu.stage import (
     function_named,
 )
 from baton.bench.gpu.suite import STAGES, StageRunner, run_stages
+from baton.bench.machine import Call
 from baton.bench.report import Report, Row
 from baton.errors import ConfigError
 from tests.unit.bench.gpu.toy_stages import toy_stage
@@ -78,6 +81,9 @@ def test_every_stage_runs_at_toy_size() -> None:
     for part in ("read bandwidth", "pages of 64", "prefill kernel", "kv gather", "cuda_ipc", "nccl"):
         assert part in names
     assert "decode step, 4" in names and "ragged" in names
+    for part in ("worst of 1 to 3 x 64", "as fast as torch SDPA", "matrix products alone"):
+        assert part in names
+    assert sum("of the floor" in row.note for row in rows) == 5  # three decode steps and two prefills
     for part in ("gather, whole pages", "scatter, whole pages", "gather, one layer", "scatter, one layer"):
         assert part in names
 
@@ -214,6 +220,25 @@ def test_wrong_kernel_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "paged_attention_decode", zeros)
     with pytest.raises(WrongResult, match="decode kernel: relative error"):
         next(kernels.decode_kernel(Session(CPU, TOY)))
+
+
+def test_worst_number_of_sequences_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def seconds(calls: Sequence[Call], device: torch.device, *, num_runs: int) -> float:
+        batch = len(calls[0]().context_lens)  # type: ignore[attr-defined]
+        return 1e-6 * batch * (10.0 if batch == 2 else 1.0)
+
+    def decode(query_BHD: torch.Tensor, kv: kernels.PagedKv, layer: int) -> Call:
+        return lambda: kv
+
+    monkeypatch.setattr(kernels, "seconds_per_call", seconds)
+    monkeypatch.setattr(kernels, "_decode", decode)
+    monkeypatch.setattr(kernels, "_check_decode", lambda query_BHD, kv: None)
+    session = Session(CPU, replace(TOY, has_bars=True))
+    num_bytes = 64 * 2 * TOY.model.num_kv_heads * TOY.model.head_dim * 2
+    session.figures.rates = Rates(num_bytes / 1e3, 1.0, 1.0)
+    (row,) = kernels.decode_kernel_batches(session)
+    assert row.value == pytest.approx(10.0) and row.met is False
+    assert row.note == "at 2 sequences, median 100; below the bar: 2: 10, 1 in all"
 
 
 def test_stages_that_need_the_rates_say_so() -> None:
