@@ -11,8 +11,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Final
 
-import psutil
-
 from baton.errors import ConfigError
 
 HOST: Final = "127.0.0.1"
@@ -23,9 +21,13 @@ class Child(subprocess.Popen[str]):
     """A Python process that reads lines and writes lines; it ends when its input does."""
 
     def __init__(
-        self, *words: str, cwd: Path | None = None, environment: Mapping[str, str] | None = None
+        self,
+        *words: str,
+        cwd: Path | None = None,
+        environment: Mapping[str, str] | None = None,
+        python: str = sys.executable,
     ) -> None:
-        command, pipe = [sys.executable, *words], subprocess.PIPE
+        command, pipe = [python, *words], subprocess.PIPE
         super().__init__(command, stdin=pipe, stdout=pipe, text=True, cwd=cwd, env=environment)
 
     def __exit__(self, *_: object) -> None:
@@ -74,6 +76,8 @@ async def redis_on_tcp(folder: Path) -> AsyncIterator[tuple[str, int]]:
 
 def resident_mib(pid: int) -> float | None:
     """Return the resident set size of a process; None where there is no such process."""
+    import psutil  # the GPU suite runs without it
+
     try:
         return float(psutil.Process(pid).memory_info().rss / 2**20)
     except psutil.NoSuchProcess:

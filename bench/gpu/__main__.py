@@ -1,6 +1,6 @@
 """Kernels and engine on one GPU, beside the rates of the device: all of it in one command.
 
-python -m baton.bench.gpu [--minutes 9] [--output FOLDER] [--resume] [--toy]
+python -m baton.bench.gpu [--minutes 9] [--output FOLDER] [--resume] [--rival-python PATH] [--toy]
 
 Stages run in order, each in a process of its own. A stage whose usual time exceeds the time left is not
 started. Failed stages run again at the end: at half size, then under compute-sanitizer if it is installed.

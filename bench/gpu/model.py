@@ -1,9 +1,11 @@
-"""The 8B shape through the engine: scheduler, graphs and sampling are part of the figures.
+"""The 8B shape through the engine, beside rivals: scheduler, graphs and sampling are part of the figures.
 
 Shapes: B sequences, V vocabulary.
 """
 
+import json
 import random
+import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -12,7 +14,7 @@ from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 from time import perf_counter
-from typing import Final, cast
+from typing import Final, TypeAlias, cast
 
 import msgspec
 import numpy as np
@@ -28,9 +30,11 @@ from baton.bench.engine.replica import (
     num_layer_parameters,
     request_of,
 )
-from baton.bench.gpu.session import Session, WrongResult, products_name, require_close
+from baton.bench.gpu.session import Session, Sizes, WrongResult, products_name, require_close
 from baton.bench.machine import Call, wall_seconds
+from baton.bench.processes import Child
 from baton.bench.report import Row, at_most, format_number
+from baton.engine.models.checkpoint import SINGLE_FILE
 from baton.engine.models.model import dummy_checkpoint
 from baton.engine.models.registry import read_model_config
 from baton.engine.runner.step_inputs import StepArrays
@@ -375,3 +379,138 @@ def _check(session: Session, rival: TransformersRival, prompt: list[int]) -> Non
 def _median_seconds(session: Session, run: Call) -> float:
     run()
     return median(wall_seconds(run, session.device) for _ in range(NUM_RUNS))
+
+
+Job: TypeAlias = tuple[list[int], int]  # a prompt, and the tokens of its answer
+VLLM_BAR: Final = 0.95  # our output tokens a second / vLLM's
+VLLM_GOAL: Final = 1.1
+LEAST_AGREEMENT: Final = 0.5  # of first tokens; rounding in bf16 may choose another, chance hits none
+HAS_VLLM: Final = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
+# Run by an interpreter that may have no Baton. Reads a list of jobs a line; writes the version, then the
+# seconds and the tokens of each list.
+VLLM_PROGRAM: Final = """
+import json, os, sys, time
+lines = os.fdopen(os.dup(1), "w", buffering=1)
+os.dup2(2, 1)  # what vLLM prints is no answer
+import vllm
+llm = vllm.LLM(**json.loads(sys.argv[1]))
+print(json.dumps(vllm.__version__), file=lines)
+for line in sys.stdin:
+    prompts, sampling = [], []
+    for prompt, num_tokens in json.loads(line):
+        prompts.append({"prompt_token_ids": prompt})
+        sampling.append(vllm.SamplingParams(
+            temperature=0.0, max_tokens=num_tokens, ignore_eos=True, detokenize=False
+        ))
+    began_s = time.perf_counter()
+    outputs = llm.generate(prompts, sampling, use_tqdm=False)
+    seconds = time.perf_counter() - began_s
+    print(json.dumps([seconds, [list(each.outputs[0].token_ids) for each in outputs]]), file=lines)
+"""
+
+
+def start_vllm(session: Session, folder: Path) -> Child:
+    """Start vLLM in a process of its own, with the engine's weights from a checkpoint in `folder`."""
+    sizes = session.sizes
+    _write_checkpoint(sizes.model, folder, session.device)
+    settings: dict[str, object] = {
+        "model": str(folder),
+        "dtype": "bfloat16",
+        "max_model_len": min(sizes.max_model_len, sizes.model.max_positions),
+        "max_num_seqs": max(sizes.step_batches),
+        "enable_prefix_caching": False,
+        "skip_tokenizer_init": True,
+        "disable_log_stats": True,
+    }
+    if session.device.type == "cuda":
+        # The share is only checked against the free memory; pages get as much memory as ours.
+        settings |= {"gpu_memory_utilization": 0.5, "kv_cache_memory_bytes": sizes.kv_cache_bytes}
+    return Child("-c", VLLM_PROGRAM, json.dumps(settings), python=session.rival_python)
+
+
+class VllmRival:
+    """The vLLM of `start_vllm`; the caller ends the process."""
+
+    def __init__(self, process: Child) -> None:
+        """Wait until vLLM has loaded. Raises RuntimeError when its process ends."""
+        self._process = process
+        self.version = self._read()
+
+    def generate(self, jobs: Sequence[Job]) -> tuple[float, list[list[int]]]:
+        """Return the seconds and the tokens of greedy answers. WrongResult: answers have other lengths."""
+        self._process.tell(json.dumps(jobs))
+        seconds, answers = cast(tuple[float, list[list[int]]], self._read())
+        if [len(answer) for answer in answers] != [num_tokens for _, num_tokens in jobs]:
+            raise WrongResult("vLLM: answers are not as long as asked for")
+        return seconds, answers
+
+    def _read(self) -> object:
+        line = self._process.read()
+        if not line:
+            raise RuntimeError("vLLM's process has ended: the stage's log has its messages")
+        said: object = json.loads(line)
+        return said
+
+
+def _write_checkpoint(shape: LlamaShape, folder: Path, device: torch.device) -> None:
+    from safetensors.torch import save_file  # the other stages run without it
+
+    shape.write(folder)
+    checkpoint = dummy_checkpoint(read_model_config(folder), 0, device)
+    tensors = {name: checkpoint.slice(name, 0, 0, checkpoint.shape(name)[0]) for name in checkpoint.names()}
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / SINGLE_FILE)
+
+
+def against_vllm(session: Session) -> Iterator[Row]:
+    """Compare offline throughput with vLLM: same weights, same requests, same memory for pages, in turns."""
+    if subprocess.run([session.rival_python, "-c", HAS_VLLM], check=False).returncode:
+        note = f"skipped: not installed for {session.rival_python}; --rival-python names another interpreter"
+        yield Row("vllm", None, "", note=note)
+        return
+    with TemporaryDirectory() as folder, start_vllm(session, Path(folder)) as process:
+        rival = VllmRival(process)
+        yield _agreement_row(session, rival)
+        for name, jobs in rival_loads(session.sizes).items():
+            yield from _vllm_rows(session, rival, f"{name}, {len(jobs)} requests", jobs)
+
+
+def rival_loads(sizes: Sizes) -> dict[str, list[Job]]:
+    """Return the loads by name: lengths spread like those of ShareGPT, and prompts and answers of one length.
+
+    ShareGPT's conversations have about 220 tokens in and 200 out on average, and many short ones.
+    """
+    rng, (num_in, num_out) = random.Random(4), sizes.rival_lengths
+
+    def length(median_tokens: float, spread: float) -> int:
+        return max(4, min(num_in, round(median_tokens * rng.lognormvariate(0, spread))))
+
+    lengths = [(length(90, 1.34), length(130, 0.9)) for _ in range(sizes.num_rival_requests)]
+    return {
+        "lengths like ShareGPT's": [(random_tokens(rng, sizes.model, size), new) for size, new in lengths],
+        f"{num_in:,} in, {num_out} out": [
+            (random_tokens(rng, sizes.model, num_in), num_out) for _ in range(sizes.num_rival_requests)
+        ],
+    }
+
+
+def _agreement_row(session: Session, rival: VllmRival) -> Row:
+    """Compare first tokens, so that other weights have no figure."""
+    rng, sizes = random.Random(5), session.sizes
+    jobs = [(random_tokens(rng, sizes.model, CHECKED_TOKENS), 1) for _ in range(sizes.num_rival_requests)]
+    arrays = [step_arrays([0], [prompt]) for prompt, _ in jobs]
+    ours = [int(session.replica.runner.execute(each).argmax()) for each in arrays]
+    _, answers = rival.generate(jobs)
+    agreed = sum(mine == answer[0] for mine, answer in zip(ours, answers, strict=True)) / len(ours)
+    if agreed < LEAST_AGREEMENT:
+        raise WrongResult(f"vLLM: {100 * agreed:.0f} % of first tokens are ours: other weights?")
+    return Row("vllm: first tokens that are ours", 100 * agreed, "%", note=f"vLLM {rival.version}")
+
+
+def _vllm_rows(session: Session, rival: VllmRival, name: str, jobs: list[Job]) -> Iterator[Row]:
+    prompts, lengths = [prompt for prompt, _ in jobs], [num_tokens for _, num_tokens in jobs]
+    ours = partial(generate, session.replica.engine, prompts, lengths)
+    rounds = [(wall_seconds(ours, session.device), rival.generate(jobs)[0]) for _ in range(1 + NUM_RUNS)]
+    our_s, their_s = (median(each) for each in zip(*rounds[1:], strict=True))
+    yield Row(f"{name}: Baton", sum(lengths) / our_s, "tok/s", note=f"{sum(map(len, prompts)):,} tokens in")
+    yield Row(f"{name}: vLLM", sum(lengths) / their_s, "tok/s")
+    yield session.bar(f"{name}: times as fast as vLLM", their_s / our_s, "x", VLLM_BAR, f"goal {VLLM_GOAL}")

@@ -1,5 +1,6 @@
 """A stage of the GPU suite gets a `Session`: its device, sizes, engine, and the figures of earlier stages."""
 
+import sys
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -47,6 +48,8 @@ class Sizes:
     model_prefill_lengths: tuple[int, ...]
     num_mixed_requests: int
     mixed_lengths: tuple[int, int]  # of prompts and answers, uniform in this range
+    num_rival_requests: int  # of each load that vLLM gets as well
+    rival_lengths: tuple[int, int]  # tokens in and out; the first also caps lengths like those of ShareGPT
 
     def halved(self) -> "Sizes":
         """The sizes for a second attempt at a failed stage. Its figures have no bars."""
@@ -72,6 +75,7 @@ class Sizes:
             step_context=self.step_context // 2,
             model_prefill_lengths=half(self.model_prefill_lengths),
             num_mixed_requests=self.num_mixed_requests // 2,
+            num_rival_requests=self.num_rival_requests // 2,
         )
 
 
@@ -95,6 +99,8 @@ FULL = Sizes(
     model_prefill_lengths=(2048, 8192),
     num_mixed_requests=128,
     mixed_lengths=(100, 1024),
+    num_rival_requests=256,
+    rival_lengths=(1024, 128),
 )
 TOY = Sizes(
     has_bars=False,
@@ -116,6 +122,8 @@ TOY = Sizes(
     model_prefill_lengths=(32, 64),
     num_mixed_requests=4,
     mixed_lengths=(5, 20),
+    num_rival_requests=4,
+    rival_lengths=(32, 8),
 )
 
 
@@ -146,6 +154,7 @@ class Session:
     sizes: Sizes
     figures: Figures = field(default_factory=Figures)
     batch_invariant: bool = True
+    rival_python: str = sys.executable  # has vLLM, or not
     _replica: Replica | None = None
 
     @property

@@ -5,6 +5,7 @@ A CUDA error that no later call survives ends this process alone, and what was m
 
 import argparse
 import importlib
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from time import perf_counter
@@ -123,8 +124,10 @@ def main() -> None:
     parser.add_argument("file", type=Path, help="that the records go to")
     parser.add_argument("--size", choices=SIZES, required=True)
     parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
+    parser.add_argument("--rival-python", default=sys.executable, help="the interpreter that has vLLM")
     options = parser.parse_args()
     session = Session(torch.device(options.device), SIZES[options.size], figures_in(options.file))
+    session.rival_python = options.rival_python
     run_stage(options.function, session, options.file)
 
 

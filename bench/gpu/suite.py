@@ -59,6 +59,7 @@ STAGES: Final = (
     Stage("nccl", f"{_GPU}.kv:nccl", 60),
     Stage("attention rivals", f"{_GPU}.kernels:rivals", 45),
     Stage("transformers", f"{_GPU}.model:against_transformers", 180),
+    Stage("vllm", f"{_GPU}.model:against_vllm", 240),
 )
 
 
@@ -96,10 +97,11 @@ def group_records(records: Iterable[Record]) -> dict[StageBegan, Attempt]:
 class StageRunner:
     """Runs stages in processes of their own. `path` has the records of a run; logs lie beside it."""
 
-    def __init__(self, folder: Path, device: str, size: SizeName) -> None:
+    def __init__(self, folder: Path, device: str, size: SizeName, rival_python: str = sys.executable) -> None:
         self.path = folder / "gpu.jsonl"
         self.size = size
         self._device = device
+        self._rival_python = rival_python
 
     def attempts(self, stage: Stage) -> list[Attempt]:
         """Return the attempts at the stage that have ended, at this run's size or half of it, in order."""
@@ -128,7 +130,7 @@ class StageRunner:
         command = [sys.executable, END_WITH_PARENT, str(os.getpid())]
         command += [shutil.which(began.tool) or began.tool] if began.tool else []
         command += [sys.executable, "-m", "baton.bench.gpu.stage", stage.function, str(self.path)]
-        command += ["--size", began.size, "--device", self._device]
+        command += ["--size", began.size, "--device", self._device, "--rival-python", self._rival_python]
         began_s, limit_s = monotonic(), stage.limit_s(began.size)
         with self.log(stage).open("a") as log:
             print(f"$ {' '.join(command)}", file=log, flush=True)
@@ -219,6 +221,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the suite's options."""
     parser.add_argument("--minutes", type=float, default=9.0, help="for all stages (9)")
     parser.add_argument("--resume", action="store_true", help="go on after the stages that have ended")
+    parser.add_argument(
+        "--rival-python", default=sys.executable, metavar="PATH", help="the interpreter that has vLLM (ours)"
+    )
     parser.add_argument("--toy", action="store_true", help="toy size on the CPU, GPU or not")
 
 
@@ -228,7 +233,8 @@ def measure(options: argparse.Namespace, report: Report) -> None:
     device = "toy" if is_toy else torch.cuda.get_device_name().lower().replace(" ", "-")
     report.name, report.title = f"gpu-{device}", f"gpu: {device}"
     report.folder.mkdir(parents=True, exist_ok=True)
-    runner = StageRunner(report.folder, "cpu" if is_toy else "cuda", "toy" if is_toy else "full")
+    place: tuple[str, SizeName] = ("cpu", "toy") if is_toy else ("cuda", "full")
+    runner = StageRunner(report.folder, *place, options.rival_python)
     if not options.resume:
         runner.path.unlink(missing_ok=True)
     run_stages(STAGES, runner, options.minutes, report, resumes=options.resume)

@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+import sys
 import venv
 from collections.abc import Sequence
 from dataclasses import replace
@@ -220,6 +221,80 @@ def test_wrong_kernel_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "paged_attention_decode", zeros)
     with pytest.raises(WrongResult, match="decode kernel: relative error"):
         next(kernels.decode_kernel(Session(CPU, TOY)))
+
+
+VLLM_ON_TRANSFORMERS = """
+from types import SimpleNamespace
+import torch
+import transformers
+
+__version__ = "of this test"
+print("a line of the log")
+
+
+class SamplingParams(SimpleNamespace):
+    pass
+
+
+class LLM:
+    def __init__(self, model, dtype, **settings):
+        assert settings["skip_tokenizer_init"] and not settings["enable_prefix_caching"]
+        self.model = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype))
+
+    def generate(self, prompts, sampling, use_tqdm):
+        return [self.answer(each["prompt_token_ids"], of) for each, of in zip(prompts, sampling, strict=True)]
+
+    def answer(self, prompt, of):
+        assert of.temperature == 0.0 and of.ignore_eos
+        tokens = torch.tensor([(prompt[::-1] if REVERSES else prompt)])
+        out = self.model.generate(
+            tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=of.max_tokens, do_sample=False,
+            min_new_tokens=of.max_tokens, pad_token_id=0
+        )
+        return SimpleNamespace(outputs=[SimpleNamespace(token_ids=out[0, len(prompt):].tolist())])
+"""
+
+
+def python_with_vllm(folder: Path, *, reverses: bool) -> str:
+    """Return an interpreter whose `vllm` computes with transformers, of reversed prompts if so told."""
+    (folder / "vllm.py").write_text(f"REVERSES = {reverses}\n{VLLM_ON_TRANSFORMERS}")
+    python = folder / "python"
+    python.write_text(f'#!/bin/sh\nPYTHONPATH={folder} exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    return str(python)
+
+
+def test_another_interpreter_answers_with_our_weights(tmp_path: Path) -> None:
+    session = Session(CPU, TOY, rival_python=python_with_vllm(tmp_path, reverses=False))
+    with torch.no_grad():
+        agreement, *rows = model.against_vllm(session)
+    assert agreement.note == "vLLM of this test" and agreement.value == 100.0
+    assert [row.name.partition(": ")[2] for row in rows] == 2 * ["Baton", "vLLM", "times as fast as vLLM"]
+    assert rows[0].name.startswith("lengths like ShareGPT's, 4 ") and rows[-1].name.startswith("32 in, 8 out")
+    ours, theirs, ratio = (row.value for row in rows[:3])
+    assert ours and theirs and ratio == pytest.approx(ours / theirs) and rows[2].note == "goal 1.1"
+
+
+def test_rival_that_computes_something_else_has_no_figure(tmp_path: Path) -> None:
+    session = Session(CPU, TOY, rival_python=python_with_vllm(tmp_path, reverses=True))
+    with torch.no_grad(), pytest.raises(WrongResult, match="of first tokens are ours"):
+        list(model.against_vllm(session))
+
+
+def test_missing_or_broken_vllm_is_named(tmp_path: Path) -> None:
+    (row,) = model.against_vllm(Session(CPU, TOY))
+    assert (row.value, row.met) == (None, None) and row.note.startswith("skipped: not installed for ")
+    python = python_with_vllm(tmp_path, reverses=False)
+    (tmp_path / "vllm.py").write_text("raise ImportError('no such library')")
+    with torch.no_grad(), pytest.raises(RuntimeError, match="vLLM's process has ended"):
+        list(model.against_vllm(Session(CPU, TOY, rival_python=python)))
+
+
+def test_lengths_are_like_those_of_sharegpt() -> None:
+    jobs, fixed = model.rival_loads(replace(FULL, num_rival_requests=2000, model=TOY.model)).values()
+    assert sum(len(prompt) for prompt, _ in jobs) / len(jobs) == pytest.approx(220, rel=0.15)
+    assert sum(num_tokens for _, num_tokens in jobs) / len(jobs) == pytest.approx(200, rel=0.15)
+    assert {(len(prompt), num_tokens) for prompt, num_tokens in fixed} == {(1024, 128)}
 
 
 def test_worst_number_of_sequences_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
