@@ -5,6 +5,7 @@ python -m baton.bench.gpu [--minutes 9] [--output FOLDER] [--resume] [--rival-py
 Stages run in order, each in a process of its own. A stage whose usual time exceeds the time left is not
 started. Failed stages run again at the end: at half size, then under compute-sanitizer if it is installed.
 Every row is kept in gpu.jsonl as it comes; `--resume` skips the stages that have ended there.
+--live-programs measures nothing: how the decode kernel splits its work, with a plot.
 Exit code 1 when a stage failed. Without CUDA, or with --toy, the same code runs at toy size on the CPU.
 """
 

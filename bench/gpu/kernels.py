@@ -16,7 +16,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from baton.bench.gpu.session import Rates, Session, products_name, require_close, require_equal
+from baton.bench.gpu.session import (
+    LLAMA_8B,
+    Rates,
+    Session,
+    products_name,
+    require_close,
+    require_equal,
+)
 from baton.bench.machine import (
     Call,
     copy_bandwidth_gbps,
@@ -26,9 +33,11 @@ from baton.bench.machine import (
     read_bandwidth_gbps,
     seconds_per_call,
 )
-from baton.bench.report import Row, at_most, format_number
+from baton.bench.report import Curve, Row, at_least, at_most, format_number
+from baton.kernels.attention_tile import num_splits
 from baton.kernels.paged_attention import (
     TARGET_PROGRAMS,
+    decode_programs,
     paged_attention_decode,
     paged_attention_decode_reference,
 )
@@ -43,7 +52,50 @@ READ_BLOCK: Final = 8192  # values that a program of `read_kernel` loads at once
 EVERY_BATCH_BAR: Final = 85.0  # percent of read bandwidth, at every number of sequences
 MISSES_NAMED: Final = 12
 NUM_RIVAL_ROUNDS: Final = 3
+MOST_SEQUENCES: Final = 256
+CONTEXTS: Final = (128, 1024, 8192, 32_768, 131_072)  # of the plot; the last is the longest
+LEAST_KEPT: Final = 0.5  # of the live programs, from one number of sequences to the next
 FA3: Final = "fa3_fwd_interface"  # the module of the wheel fa3-fwd
+
+
+def live_programs(batch: int, context: int) -> int:
+    """Return the decode kernel's programs that have a split: the 8B shape, served up to 131,072 tokens."""
+    num_heads = batch * LLAMA_8B.num_kv_heads
+    return num_heads * min(decode_programs(num_heads, num_splits(CONTEXTS[-1])), num_splits(context))
+
+
+def live_program_curves() -> dict[str, Curve]:
+    """Return the live programs over the number of sequences, by context."""
+    batches = range(1, MOST_SEQUENCES + 1)
+    return {
+        f"{context:,} tokens": [(batch, live_programs(batch, context)) for batch in batches]
+        for context in CONTEXTS
+    }
+
+
+def heuristic(session: Session) -> Iterator[Row]:
+    """Look for cliffs of live programs at every number of sequences and every length; nothing is launched.
+
+    Programs live in a context by its number of splits alone, so one length of each number stands for all.
+    """
+    lengths = {num_splits(context): context for context in range(CONTEXTS[0], CONTEXTS[-1] + 1)}
+    table = torch.tensor(
+        [
+            [live_programs(batch, length) for length in lengths.values()]
+            for batch in range(1, MOST_SEQUENCES + 1)
+        ]
+    )
+    heads = LLAMA_8B.num_kv_heads * torch.arange(1, MOST_SEQUENCES + 1)
+    reachable = (heads[:, None] * torch.tensor(list(lengths))).clip(max=TARGET_PROGRAMS)
+    kept_batch = (table[1:] / table[:-1]).amin(dim=1)
+    batch = int(kept_batch.argmin()) + 1
+    name, note = "live programs kept", f"from {batch} sequences to {batch + 1}"
+    yield at_least(f"{name}, one sequence more", float(kept_batch.min()), "x", LEAST_KEPT, note)
+    kept = float((table[:, 1:] / table[:, :-1]).min())
+    yield at_least(f"{name}, one token more", kept, "x", 1.0, f"{len(lengths)} numbers of splits")
+    filled = float((table / reachable).min())
+    note = f"{TARGET_PROGRAMS:,}, or all splits where there are fewer"
+    yield at_least("live programs of those that fill the GPU", filled, "x", 1.0, note)
 
 
 @dataclass(frozen=True)

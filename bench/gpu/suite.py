@@ -9,14 +9,17 @@ import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from time import monotonic
 from typing import Final
 
 import torch
 
+from baton.bench.gpu.kernels import heuristic, live_program_curves
+from baton.bench.gpu.session import TOY, Session
 from baton.bench.gpu.stage import Record, SizeName, StageBegan, StageEnded, StageRow, append, read
-from baton.bench.report import Report, Row, Suite
+from baton.bench.report import Report, Row, Suite, plot_lines
 
 SLOWEST: Final = 4.0  # times its usual time, after which a stage has hung
 START_S: Final = 60.0  # time for a process to import torch and compile kernels
@@ -43,6 +46,7 @@ _GPU: Final = "baton.bench.gpu"
 # Correctness first, then the rates that all percentages are of.
 STAGES: Final = (
     Stage("environment", f"{_GPU}.kernels:environment", 5),
+    Stage("live programs", f"{_GPU}.kernels:heuristic", 5),
     Stage("engine against the CPU", f"{_GPU}.model:check", 20),
     Stage("rates of the device", f"{_GPU}.kernels:rates", 15),
     Stage("decode kernel", f"{_GPU}.kernels:decode_kernel", 30),
@@ -224,11 +228,19 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--rival-python", default=sys.executable, metavar="PATH", help="the interpreter that has vLLM (ours)"
     )
+    parser.add_argument("--live-programs", action="store_true", help="only the decode kernel's split, no GPU")
     parser.add_argument("--toy", action="store_true", help="toy size on the CPU, GPU or not")
 
 
 def measure(options: argparse.Namespace, report: Report) -> None:
-    """Run all stages; the results are in gpu-DEVICE.json."""
+    """Run all stages; the results are in gpu-DEVICE.json, or gpu-live-programs.json and a plot."""
+    if options.live_programs:
+        report.name, report.title = "gpu-live-programs", "Live programs of the decode kernel, planned"
+        report.rows += heuristic(Session(torch.device("cpu"), TOY))
+        report.extra = {"curves": live_program_curves()}
+        panels, labels = {report.title: live_program_curves()}, ("sequences", "programs with a split")
+        report.plot = partial(plot_lines, panels=panels, x_label=labels[0], y_label=labels[1], is_log=True)
+        return
     is_toy = options.toy or not torch.cuda.is_available()
     device = "toy" if is_toy else torch.cuda.get_device_name().lower().replace(" ", "-")
     report.name, report.title = f"gpu-{device}", f"gpu: {device}"

@@ -4,7 +4,7 @@ import json
 import subprocess
 import sys
 import venv
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -36,7 +36,7 @@ from baton.bench.gpu.stage import (
 )
 from baton.bench.gpu.suite import STAGES, StageRunner, run_stages
 from baton.bench.machine import Call
-from baton.bench.report import Report, Row
+from baton.bench.report import RESULTS, Report, Row
 from baton.errors import ConfigError
 from tests.unit.bench.gpu.toy_stages import toy_stage
 
@@ -295,6 +295,29 @@ def test_lengths_are_like_those_of_sharegpt() -> None:
     assert sum(len(prompt) for prompt, _ in jobs) / len(jobs) == pytest.approx(220, rel=0.15)
     assert sum(num_tokens for _, num_tokens in jobs) / len(jobs) == pytest.approx(200, rel=0.15)
     assert {(len(prompt), num_tokens) for prompt, num_tokens in fixed} == {(1024, 128)}
+
+
+def test_decode_kernel_splits_without_a_cliff_as_the_kept_results_say() -> None:
+    rows = list(kernels.heuristic(Session(CPU, TOY)))
+    assert [row.met for row in rows] == [True, True, True]
+    kept = json.loads((RESULTS / "gpu-live-programs.json").read_text())
+    assert [(row["name"], row["value"]) for row in kept["rows"]] == [(row.name, row.value) for row in rows]
+    curves = {name: [list(point) for point in curve] for name, curve in kernels.live_program_curves().items()}
+    assert kept["curves"] == curves
+
+
+@pytest.mark.parametrize(
+    ("heuristic", "met"),
+    [
+        (lambda num_heads, max_splits: max_splits if num_heads < 512 else 1, [False, True, False]),
+        (lambda num_heads, max_splits: 1, [True, True, False]),
+    ],
+)
+def test_split_with_a_cliff_or_an_idle_gpu_misses(
+    heuristic: Callable[[int, int], int], met: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "decode_programs", heuristic)
+    assert [row.met for row in kernels.heuristic(Session(CPU, TOY))] == met
 
 
 def test_worst_number_of_sequences_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
