@@ -160,8 +160,9 @@ async def served_cluster(
     gateways: int = 1,
     command: Sequence[str] = SERVE,
     environment: Mapping[str, str] | None = None,
+    model: str = MODEL,
 ) -> AsyncIterator[WatchedCluster]:
-    """Run `baton serve tiny` on a free port; serve.log in the folder has its stderr.
+    """Run `baton serve MODEL` on a free port; serve.log in the folder has its stderr.
 
     Every process computes with one thread, for on few cores more would get in each other's way. WorkerLost:
     it does not come up.
@@ -171,7 +172,7 @@ async def served_cluster(
     log_path = folder / "serve.log"
     with log_path.open("wb") as log:
         process = await asyncio.create_subprocess_exec(
-            *(*command, "serve", MODEL, "--port", "0", *numbers, "--drain-timeout", "5", *options),
+            *(*command, "serve", model, "--port", "0", *numbers, "--drain-timeout", "5", *options),
             stdin=DEVNULL,
             stdout=PIPE,
             stderr=log,

@@ -3,17 +3,20 @@
 Shapes: B sequences, V vocabulary.
 """
 
+import asyncio
 import json
 import random
+import shutil
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from time import perf_counter
+from time import perf_counter, sleep
 from typing import Final, TypeAlias, cast
 
 import msgspec
@@ -34,6 +37,7 @@ from baton.bench.gpu.session import Session, Sizes, WrongResult, products_name, 
 from baton.bench.machine import Call, wall_seconds
 from baton.bench.processes import Child
 from baton.bench.report import Row, at_most, format_number
+from baton.config.environment import environment_of_child
 from baton.engine.models.checkpoint import SINGLE_FILE
 from baton.engine.models.model import dummy_checkpoint
 from baton.engine.models.registry import read_model_config
@@ -514,3 +518,122 @@ def _vllm_rows(session: Session, rival: VllmRival, name: str, jobs: list[Job]) -
     yield Row(f"{name}: Baton", sum(lengths) / our_s, "tok/s", note=f"{sum(map(len, prompts)):,} tokens in")
     yield Row(f"{name}: vLLM", sum(lengths) / their_s, "tok/s")
     yield session.bar(f"{name}: times as fast as vLLM", their_s / our_s, "x", VLLM_BAR, f"goal {VLLM_GOAL}")
+
+
+MPS: Final = "nvidia-cuda-mps-control"
+MPS_START_S: Final = 10.0
+
+
+@contextmanager
+def mps(folder: Path) -> Iterator[dict[str, str] | None]:
+    """Run CUDA's MPS, with which processes compute on one GPU side by side; yield its clients' environment.
+
+    None: there is no MPS, or it does not start.
+    """
+    program, pipes = shutil.which(MPS), folder / "pipes"
+    if program is None:
+        yield None
+        return
+    places = {"CUDA_MPS_PIPE_DIRECTORY": str(pipes), "CUDA_MPS_LOG_DIRECTORY": str(folder)}
+    environment = environment_of_child(num_threads=1) | places
+    daemon = subprocess.Popen([program, "-f"], env=environment, stdin=subprocess.DEVNULL)
+    try:
+        until_s = perf_counter() + MPS_START_S
+        while not pipes.exists() and daemon.poll() is None and perf_counter() < until_s:
+            sleep(0.1)
+        yield environment if pipes.exists() and daemon.poll() is None else None
+    finally:
+        daemon.terminate()
+        daemon.wait()
+
+
+def two_roles(session: Session) -> Iterator[Row]:
+    """Compare the goodput of a prefill and a decode worker on one device with that of one worker for both.
+
+    The two workers divide the device's memory; without MPS they also take turns on its processors. Limits:
+    the time to the first token, and the mean of the worst tenth of an answer's gaps.
+    """
+    load, whole = session.sizes.goodput, dict[str, list[float]]()
+    for name, options in {
+        "one worker": (),
+        f"one worker, steps of {load.chunk_tokens} tokens": (
+            "--max-num-batched-tokens",
+            str(load.chunk_tokens),
+        ),
+    }.items():
+        whole[name] = _goodputs(session, 0, options)
+        for rate, goodput in zip(load.rates, whole[name], strict=True):
+            yield _goodput_row(rate, name, goodput)
+    yield from _divided_rows(session, "1P+1D", whole, None)
+    with TemporaryDirectory() as folder, mps(Path(folder)) as environment:
+        if environment is not None and session.device.type == "cuda":
+            yield from _divided_rows(session, "1P+1D with MPS", whole, environment)
+        else:
+            yield Row("1P+1D with MPS", None, "", note="skipped: no GPU, or MPS does not start")
+
+
+def _divided_rows(
+    session: Session, name: str, whole: Mapping[str, list[float]], environment: Mapping[str, str] | None
+) -> Iterator[Row]:
+    """Measure 1P+1D. whole: goodputs of one worker at each rate, by its name."""
+    rates, ours = session.sizes.goodput.rates, _goodputs(session, 1, (), environment)
+    for place, (rate, goodput) in enumerate(zip(rates, ours, strict=True)):
+        verdict = roles_verdict(goodput, {rival: of_rival[place] for rival, of_rival in whole.items()})
+        yield _goodput_row(rate, name, goodput, verdict)
+
+
+def _goodput_row(rate: float, name: str, goodput: float, note: str = "") -> Row:
+    return Row(f"one device, {rate:g} requests/s: {name}", goodput, "good requests/s", note=note)
+
+
+def roles_verdict(ours: float, whole: Mapping[str, float]) -> str:
+    """Compare the goodput of 1P+1D with the best one of one worker."""
+    best = max(whole, key=whole.__getitem__)
+    theirs = f"{format_number(whole[best])} of {best}"
+    if ours == whole[best]:
+        return f"P/D equals the {theirs}"
+    return f"P/D {'wins over' if ours > whole[best] else 'LOSES to'} the {theirs}"
+
+
+def _goodputs(
+    session: Session, num_prefill: int, options: Sequence[str], environment: Mapping[str, str] | None = None
+) -> list[float]:
+    """Serve the model with one decode worker; return the good answers a second at each rate."""
+    with TemporaryDirectory() as folder:
+        session.sizes.model.write(Path(folder))
+        return asyncio.run(_serve_and_load(session, Path(folder), num_prefill, options, environment))
+
+
+async def _serve_and_load(
+    session: Session,
+    folder: Path,
+    num_prefill: int,
+    options: Sequence[str],
+    environment: Mapping[str, str] | None,
+) -> list[float]:
+    # The other stages run without the packages of a server.
+    from baton.bench.clusters import served_cluster
+    from baton.bench.serve.client import Address, Client
+    from baton.bench.serve.load import Lengths, Load, Shape, poisson, random_jobs
+
+    sizes, load, goodputs = session.sizes, session.sizes.goodput, list[float]()
+    words = ["--runtime", "local", "--load-format", "dummy", "--device", session.device.type]
+    words += ["--max-model-len", str(min(sizes.max_model_len, sizes.model.max_positions)), *options]
+    lengths = {"num_input": Lengths(*load.num_input), "num_output": Lengths(*load.num_output)}
+    async with served_cluster(
+        folder, words, prefill=num_prefill, decode=1, environment=environment, model=str(folder)
+    ) as cluster:
+        client = Client(Address(cluster.url))
+        for seed, rate in enumerate((load.rates[0], *load.rates)):  # the first one warms up
+            num_jobs = max(1, round(rate * load.seconds))
+            jobs = random_jobs(num_jobs, seed, vocab_size=sizes.model.vocab_size, **lengths)
+            server = Load(client, folder.name, Shape(asks_ids=True))
+            run = await server.run(poisson(jobs, rate, seed))
+            if run.failures:
+                raise WrongResult(f"{len(run.failures)} requests failed: {run.failures[0]} {run.said}")
+            num_good = sum(
+                each.ttft_s <= load.ttft_s and (each.tbt_s or 0.0) <= load.itl_s for each in run.samples
+            )
+            goodputs.append(rate * num_good / num_jobs)
+        client.close()
+    return goodputs[1:]

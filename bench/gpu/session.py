@@ -26,6 +26,19 @@ class WrongResult(Exception):
 
 
 @dataclass(frozen=True, kw_only=True)
+class GoodputLoad:
+    """Poisson load at rising rates, and the limits within which an answer counts."""
+
+    rates: tuple[float, ...]  # requests a second
+    seconds: float  # of each rate
+    num_input: tuple[int, int]  # tokens, uniform in this range
+    num_output: tuple[int, int]
+    ttft_s: float
+    itl_s: float  # mean of the worst tenth of an answer's gaps
+    chunk_tokens: int  # of a step of the worker that is tuned for short gaps
+
+
+@dataclass(frozen=True, kw_only=True)
 class Sizes:
     """The sizes of every stage. Figures at toy size have no bars."""
 
@@ -50,6 +63,8 @@ class Sizes:
     mixed_lengths: tuple[int, int]  # of prompts and answers, uniform in this range
     num_rival_requests: int  # of each load that vLLM gets as well
     rival_lengths: tuple[int, int]  # tokens in and out; the first also caps lengths like those of ShareGPT
+
+    goodput: GoodputLoad
 
     def halved(self) -> "Sizes":
         """The sizes for a second attempt at a failed stage. Its figures have no bars."""
@@ -76,6 +91,7 @@ class Sizes:
             model_prefill_lengths=half(self.model_prefill_lengths),
             num_mixed_requests=self.num_mixed_requests // 2,
             num_rival_requests=self.num_rival_requests // 2,
+            goodput=replace(self.goodput, seconds=self.goodput.seconds / 2),
         )
 
 
@@ -101,6 +117,15 @@ FULL = Sizes(
     mixed_lengths=(100, 1024),
     num_rival_requests=256,
     rival_lengths=(1024, 128),
+    goodput=GoodputLoad(
+        rates=(2, 4, 8, 16),
+        seconds=15,
+        num_input=(512, 4096),
+        num_output=(64, 256),
+        ttft_s=2.0,
+        itl_s=0.025,
+        chunk_tokens=512,
+    ),
 )
 TOY = Sizes(
     has_bars=False,
@@ -124,6 +149,15 @@ TOY = Sizes(
     mixed_lengths=(5, 20),
     num_rival_requests=4,
     rival_lengths=(32, 8),
+    goodput=GoodputLoad(
+        rates=(5, 20),
+        seconds=1,
+        num_input=(16, 64),
+        num_output=(4, 32),
+        ttft_s=1.0,
+        itl_s=0.02,
+        chunk_tokens=32,
+    ),
 )
 
 

@@ -64,6 +64,7 @@ STAGES: Final = (
     Stage("attention rivals", f"{_GPU}.kernels:rivals", 45),
     Stage("transformers", f"{_GPU}.model:against_transformers", 180),
     Stage("vllm", f"{_GPU}.model:against_vllm", 240),
+    Stage("two roles", f"{_GPU}.model:two_roles", 480),
 )
 
 

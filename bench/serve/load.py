@@ -51,8 +51,11 @@ class Job(NamedTuple):
     num_tokens: int  # of the answer
     arrival_s: float = 0.0  # after the load begins, for open-loop load
 
-    def body(self, model: str, *, stream: bool, as_text: bool = False) -> bytes:
-        """Return the body of a completion. as_text: a word a token, for servers that take no token ids."""
+    def body(self, model: str, *, stream: bool, as_text: bool = False, asks_ids: bool = False) -> bytes:
+        """Return the body of a completion. as_text: a word a token, for servers that take no token ids.
+
+        asks_ids: for token ids in the answer. A model without a tokenizer streams no event a token otherwise.
+        """
         fields: dict[str, object] = {
             "model": model,
             "prompt": " ".join(f"w{token}" for token in self.prompt) if as_text else self.prompt,
@@ -62,6 +65,8 @@ class Job(NamedTuple):
         }
         if stream:
             fields |= {"stream": True, "stream_options": {"include_usage": True}}
+        if asks_ids:
+            fields["return_token_ids"] = True
         return json.dumps(fields).encode()
 
 
@@ -163,6 +168,7 @@ class Shape(NamedTuple):
 
     stream: bool = True
     as_text: bool = False
+    asks_ids: bool = False
     concurrency: int | None = None  # closed loop with so many at once; None: open loop
     slo: Slo = Slo()
 
@@ -183,7 +189,8 @@ class Load:
     async def run(self, jobs: Sequence[Job]) -> Run:
         """Run every job once, to its end. The duration is from the load's begin to the last answer's end."""
         shape = self._shape
-        bodies = [job.body(self._model, stream=shape.stream, as_text=shape.as_text) for job in jobs]
+        form = {"stream": shape.stream, "as_text": shape.as_text, "asks_ids": shape.asks_ids}
+        bodies = [job.body(self._model, **form) for job in jobs]
         begin_s = time.perf_counter()
         if shape.concurrency is None:
             await asyncio.gather(

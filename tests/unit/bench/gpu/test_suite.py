@@ -320,6 +320,45 @@ def test_split_with_a_cliff_or_an_idle_gpu_misses(
     assert [row.met for row in kernels.heuristic(Session(CPU, TOY))] == met
 
 
+def test_two_roles_are_measured_beside_one_worker_for_both() -> None:
+    lenient = replace(TOY.goodput, rates=(8.0,), ttft_s=60.0, itl_s=60.0)
+    *rows, mps = model.two_roles(Session(CPU, replace(TOY, goodput=lenient)))
+    names = ["one worker", "one worker, steps of 32 tokens", "1P+1D"]
+    assert [row.name for row in rows] == [f"one device, 8 requests/s: {name}" for name in names]
+    assert [row.value for row in rows] == [8.0, 8.0, 8.0]
+    assert rows[2].note == "P/D equals the 8.00 of one worker"
+    assert mps.value is None and mps.note.startswith("skipped: ")
+
+
+def test_answers_past_the_limits_are_not_good() -> None:
+    strict = replace(TOY.goodput, rates=(8.0,), ttft_s=1e-6)
+    rows = model.two_roles(Session(CPU, replace(TOY, goodput=strict)))
+    assert next(iter(rows)).value == 0.0
+
+
+def test_regimes_in_which_two_roles_lose_are_named() -> None:
+    whole = {"one worker": 2.0, "one worker, steps of 32 tokens": 3.0}
+    assert model.roles_verdict(2.5, whole) == "P/D LOSES to the 3.00 of one worker, steps of 32 tokens"
+    assert model.roles_verdict(4.0, whole) == "P/D wins over the 3.00 of one worker, steps of 32 tokens"
+
+
+@pytest.mark.parametrize("starts", [True, False])
+def test_mps_daemon_runs_for_its_clients_and_ends(
+    starts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program, pid = tmp_path / "nvidia-cuda-mps-control", tmp_path / "pid"
+    begins = f'echo $$ > {pid}; mkdir "$CUDA_MPS_PIPE_DIRECTORY"; exec sleep 60' if starts else "exit 1"
+    program.write_text(f"#!/bin/sh\n{begins}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    with model.mps(tmp_path) as environment:
+        assert (environment is not None) == starts
+        if environment is not None:
+            assert environment["CUDA_MPS_PIPE_DIRECTORY"] == str(tmp_path / "pipes")
+            assert Path(f"/proc/{int(pid.read_text())}").exists()
+    assert not starts or not Path(f"/proc/{int(pid.read_text())}").exists()
+
+
 def test_worst_number_of_sequences_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def seconds(calls: Sequence[Call], device: torch.device, *, num_runs: int) -> float:
         batch = len(calls[0]().context_lens)  # type: ignore[attr-defined]
