@@ -22,7 +22,7 @@ ANY_OBJECT: Final = '{"type": "object"}'
 
 
 def parser_limits() -> LLParserLimits:
-    """Return the limits of a grammar, so that compiling takes some hundred milliseconds at most."""
+    """Return the limits of the steps of a grammar; what compiling takes has no limit in the library."""
     return LLParserLimits(
         initial_lexer_fuel=1_000_000,
         step_lexer_fuel=200_000,
@@ -46,7 +46,7 @@ def grammar_of(form: StructuredOutputs) -> str:
 def check_form(form: StructuredOutputs) -> None:
     """Compile the form without a vocabulary. InvalidRequest names what the grammar library cannot honour.
 
-    Takes milliseconds, for hostile forms up to a second; not for an event loop.
+    Takes milliseconds, for some hostile forms minutes, and cannot be interrupted: not for an event loop.
     """
     is_error, messages = LLMatcher.validate_grammar_with_warnings(grammar_of(form), limits=parser_limits())
     if is_error or messages:
