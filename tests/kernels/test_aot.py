@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from baton.kernels import sample
-from baton.kernels.triton_import import HAS_TRITON, triton
+from baton.kernels.triton_import import HAS_TRITON, Kernel, triton
 from tests.kernels.launches import Launch, Scenario, record, scenarios, type_name
 
 pytestmark = [
@@ -167,10 +167,11 @@ def test_sampling_is_warmed_up_with_every_constant_of_a_later_launch(
 
 def test_no_kernel_is_left_out() -> None:
     folder = Path(inspect.getfile(record)).parents[2] / "kernels"
+    modules = [f"baton.kernels.{path.stem}" for path in folder.glob("*.py")]
     written = {
         name
-        for path in folder.glob("*.py")
-        for name in vars(importlib.import_module(f"baton.kernels.{path.stem}"))
-        if name.endswith("_kernel")
+        for module in (*modules, "baton.bench.gpu.kernels")
+        for name, found in vars(importlib.import_module(module)).items()
+        if isinstance(found, Kernel)
     }
     assert written == {scenario.kernel_name for scenario in SCENARIOS}

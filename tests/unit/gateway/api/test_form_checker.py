@@ -49,14 +49,18 @@ HOSTILE: Final[dict[str, dict[str, Any]]] = {
 SLOW: Final = HOSTILE["patterns"]  # a minute and more
 
 
+def children() -> set[psutil.Process]:
+    return set(psutil.Process().children())
+
+
 @asynccontextmanager
 async def checking() -> AsyncIterator[FormChecker]:
-    checker = FormChecker()
+    checker, before = FormChecker(), children()
     try:
         yield checker
     finally:
         await checker.close()
-        assert not psutil.Process().children()
+        assert children() == before
 
 
 async def seconds(checker: FormChecker, tenant: str, fields: dict[str, Any]) -> tuple[float, str]:
@@ -93,9 +97,10 @@ async def test_other_tenants_do_not_wait_for_a_hostile_one() -> None:
 
 @on_loop
 async def test_checked_form_is_remembered_for_its_tenant() -> None:
+    before = children()
     async with checking() as checker:
         await checker.check("one", StructuredOutputs(regex="a"))
-        (server,) = psutil.Process().children()
+        (server,) = children() - before
         server.suspend()
         await checker.check("one", StructuredOutputs(regex="a"))
         other = asyncio.create_task(checker.check("two", StructuredOutputs(regex="a")))
@@ -107,9 +112,10 @@ async def test_checked_form_is_remembered_for_its_tenant() -> None:
 
 @on_loop
 async def test_form_server_that_dies_fails_what_it_had_and_is_replaced() -> None:
+    before = children()
     async with checking() as checker:
         await checker.check("", StructuredOutputs(regex="a"))
-        (server,) = psutil.Process().children()
+        (server,) = children() - before
         server.suspend()
         waiting = asyncio.create_task(checker.check("", StructuredOutputs(regex="b")))
         await asyncio.sleep(0.05)
