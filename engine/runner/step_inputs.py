@@ -72,7 +72,7 @@ _DECODER = msgspec.msgpack.Decoder(
 def fill_in(token_ids_T: Tensor, last_tokens_R: Tensor) -> None:
     """Replace each -1 - i by the i-th of the last step's tokens, in place; never wait for a GPU.
 
-    A sequence whose logits were not numbers has no token. It gets token 0; what it computes is dropped.
+    A sequence with logits that were not numbers has no token. It gets token 0; what it computes is dropped.
     """
     rows_T = torch.clamp(-1 - token_ids_T, min=0)
     last_T = last_tokens_R[rows_T].clamp_(min=0)

@@ -1,4 +1,4 @@
-"""Masks the logits of sequences whose answer must have a form (`SamplingParams.structured_outputs`).
+"""Masks the logits of sequences that must answer in a form (`SamplingParams.structured_outputs`).
 
 The state of a grammar is a function of the form and the tokens of the answer, so it never travels: a worker
 that takes over a sequence feeds its tokens to a new matcher.
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 TOKENIZER_FILE: Final = "tokenizer.json"
 MAX_COMPILED: Final = 64  # grammars that are kept for each tenant
-MAX_TENANTS: Final = 256  # whose grammars are kept
+MAX_TENANTS: Final = 256  # with grammars that are kept
 BITS: Final = 32  # of a word
 
 logger = logging.getLogger(__name__)

@@ -35,7 +35,7 @@ from baton.request import StructuredOutputs
 from baton.structured_output import check_form
 
 MAX_CHECKED: Final = 256  # forms that are remembered for each tenant
-MAX_TENANTS: Final = 1024  # whose forms are remembered
+MAX_TENANTS: Final = 1024  # with forms that are remembered
 MAX_CPU_S: Final = 0.25  # real schemas take a few milliseconds; an engine compiles the form once more
 MAX_MEMORY_BYTES: Final = 2**30
 MAX_WAIT_S: Final = 10.0

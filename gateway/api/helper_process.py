@@ -1,4 +1,4 @@
-"""What the helper processes of a gateway have in common: frames on their pipes, and a low priority.
+"""The common part of a gateway's helper processes: frames on their pipes, and a low priority.
 
 A frame is a length of four bytes, big endian, and a message in msgpack.
 """
