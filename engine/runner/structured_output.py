@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
 TOKENIZER_FILE: Final = "tokenizer.json"
 MAX_COMPILED: Final = 64  # grammars that are kept for each tenant
-MAX_TENANTS: Final = 256  # with grammars that are kept
+MAX_COMPILED_CHARS: Final = 2**18  # of their forms; a compiled grammar takes many times that
+MAX_TENANTS: Final = 64  # with grammars that are kept
 BITS: Final = 32  # of a word
 
 logger = logging.getLogger(__name__)
@@ -128,8 +129,10 @@ class StructuredOutputMask:
             compiled = of_tenant[form] = self._compiler.submit(self._matcher, form)
         self._compiled.move_to_end(tenant)
         of_tenant.move_to_end(form)
-        if len(of_tenant) > MAX_COMPILED:
-            of_tenant.popitem(last=False)
+        num_chars = sum(map(_num_chars, of_tenant))
+        while len(of_tenant) > MAX_COMPILED or (num_chars > MAX_COMPILED_CHARS and len(of_tenant) > 1):
+            evicted, _ = of_tenant.popitem(last=False)
+            num_chars -= _num_chars(evicted)
         if len(self._compiled) > MAX_TENANTS:
             self._compiled.popitem(last=False)
         return compiled
@@ -149,3 +152,8 @@ class StructuredOutputMask:
 def _failed(sequence: Sequence, why: str) -> bool:
     logger.error("a structured output failed", extra={"request_id": sequence.request_id, "error": why})
     return False
+
+
+def _num_chars(form: StructuredOutputs) -> int:
+    _, value = form.chosen
+    return sum(map(len, value)) if isinstance(value, tuple) else len(str(value))

@@ -23,6 +23,7 @@ import signal
 import sys
 from asyncio.subprocess import PIPE, Process
 from collections import OrderedDict
+from hashlib import blake2b
 from itertools import count
 from typing import Final, NoReturn
 from weakref import WeakValueDictionary
@@ -36,6 +37,7 @@ from baton.structured_output import check_form
 
 MAX_CHECKED: Final = 256  # forms that are remembered for each tenant
 MAX_TENANTS: Final = 1024  # with forms that are remembered
+DIGEST_BYTES: Final = 32
 MAX_CPU_S: Final = 0.25  # real schemas take a few milliseconds; an engine compiles the form once more
 MAX_MEMORY_BYTES: Final = 2**30
 MAX_WAIT_S: Final = 10.0
@@ -76,19 +78,20 @@ class FormChecker:
         self._waiting: dict[int, asyncio.Future[str | None]] = {}
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # of tenants that wait
         self._at_once = asyncio.Semaphore(MAX_CHILDREN)
-        self._checked: OrderedDict[str, OrderedDict[StructuredOutputs, None]] = OrderedDict()
+        self._checked: OrderedDict[str, OrderedDict[bytes, None]] = OrderedDict()  # digests of forms
         self._is_closed = False
 
     async def check(self, tenant: str, form: StructuredOutputs) -> None:
         """Raise InvalidRequest for a form that cannot be honoured, Overloaded when the server fails."""
-        if form in self._checked.get(tenant, ()):
+        digest = blake2b(msgspec.msgpack.encode(form), digest_size=DIGEST_BYTES).digest()
+        if digest in self._checked.get(tenant, ()):
             return
         turn = self._turns.setdefault(tenant, asyncio.Lock())
         async with turn, self._at_once:
             error = await self._ask(form)
         if error is not None:
             raise InvalidRequest(error)
-        self._remember(tenant, form)
+        self._remember(tenant, digest)
 
     async def close(self) -> None:
         """Kill the form server; checks under way fail. May be called twice."""
@@ -141,9 +144,9 @@ class FormChecker:
             process.kill()
         await process.wait()
 
-    def _remember(self, tenant: str, form: StructuredOutputs) -> None:
+    def _remember(self, tenant: str, digest: bytes) -> None:
         forms = self._checked.setdefault(tenant, OrderedDict())
-        forms[form] = None
+        forms[digest] = None
         self._checked.move_to_end(tenant)
         if len(forms) > MAX_CHECKED:
             forms.popitem(last=False)

@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import Any, Final
 
 import jsonschema
+import msgspec
 import pytest
 
 from baton.cluster.model_directory import resolve_model
 from baton.config.engine import engine_config
 from baton.engine.engine import Engine, load_engine
+from baton.engine.runner.structured_output import MAX_COMPILED, MAX_TENANTS
 from baton.engine.scheduler.sequence import PreemptMode
 from baton.errors import InvalidRequest
 from baton.gateway.text.tokenizer import Tokenizer
@@ -147,6 +149,28 @@ def test_form_that_does_not_compile_fails_alone(plain: Engine, tokenizer: Tokeni
     assert [each.finish_reason for each in outputs["bad"]] == [FinishReason.ERROR]
     assert token_ids(outputs[good.request_id]) == expected
     plain.scheduler.check_integrity()
+
+
+def test_grammars_of_many_forms_and_tenants_are_forgotten(tokenizer: Tokenizer) -> None:
+    """The tokens are the same when a grammar is compiled again."""
+    made = engine()
+    sampling = SamplingParams(max_tokens=8, seed=1)
+    prompt = TokenIds.of(tokenizer.encode("a"))
+
+    def ask(tenant: str, form: StructuredOutputs) -> list[int | None]:
+        asked = msgspec.structs.replace(sampling, structured_outputs=form)
+        made.add(Request(request_id="r", token_ids=prompt, sampling=asked, tenant=tenant))
+        return token_ids(run_to_end(made))
+
+    wanted = StructuredOutputs(regex="[a-f]{3}")
+    first = ask("one", wanted)
+    for number in range(MAX_COMPILED + 1):
+        ask("one", StructuredOutputs(regex=f"[a-f]{{{1 + number % 3}}}|x{number}"))
+    ask("one", StructuredOutputs(choice=tuple(f"{n:06d}" for n in range(9000))))
+    for number in range(MAX_TENANTS + 1):
+        ask(f"tenant {number}", wanted)
+    assert ask("one", wanted) == first
+    made.close()
 
 
 @pytest.mark.parametrize(("keys", "lacks"), [({"eos_token_id": 3}, "tokenizer"), ({}, "end token")])
