@@ -77,7 +77,8 @@ def test_every_stage_runs_at_toy_size() -> None:
     session, rows = Session(CPU, TOY), list[Row]()
     with torch.no_grad():
         for stage in STAGES:
-            rows += function_named(stage.function)(session)
+            if stage.name != "two roles":  # has tests of its own
+                rows += function_named(stage.function)(session)
     names = "\n".join(row.name for row in rows)
     for part in ("read bandwidth", "pages of 64", "prefill kernel", "kv gather", "cuda_ipc", "nccl"):
         assert part in names
