@@ -26,17 +26,18 @@ from baton.engine.models.weights import Progress
 from baton.engine.replica import LayerWatch, Replica, last_output
 from baton.engine.runner.model_runner import KvPool, ModelRunner, ZerosOnCpu, choose_device, choose_dtype
 from baton.engine.runner.sampler import Draws, Sampler
-from baton.engine.runner.step_inputs import StepBuilder, encode
+from baton.engine.runner.step_inputs import StepArrays, StepBuilder, encode
 from baton.engine.runner.structured_output import StructuredOutputMask
 from baton.engine.runner.tp_worker import STOP_COMMAND, TpWorkers
 from baton.engine.scheduler.preemption import PreemptionRates
 from baton.engine.scheduler.scheduler import Scheduler
 from baton.engine.scheduler.sequence import Batch, PageCopy, Sequence, SequenceProgress
+from baton.engine.speculation.drafters import lookup_drafter, time_steps
 from baton.errors import ConfigError, ModelError, WorkerLost
 from baton.kernels import native
 from baton.kernels.huge_pages import huge_zeros
 from baton.pages import PageKeys
-from baton.request import FilledPages, Request, StepOutput
+from baton.request import FilledPages, FinishReason, Request, StepOutput
 
 logger = logging.getLogger(__name__)
 BAD_LOGITS: Final = "the model's logits are not numbers: its KV pages or its weights are damaged"
@@ -118,6 +119,9 @@ class Engine(Replica):
         self._form_mask = StructuredOutputMask(directory, model_config.vocab_size, eos_token_ids)
         self._start_steps()
         self._sampler.warm_up(model_config.vocab_size)
+        if config.speculative is not None:
+            costs = time_steps(self._time_step, config.scheduler)
+            scheduler.drafter = lookup_drafter(config.speculative, costs, self._form_mask.forced_tokens)
 
     def _start_steps(self) -> None:
         """Reset everything that is remembered from step to step."""
@@ -208,7 +212,11 @@ class Engine(Replica):
             logger.error("logits that are not numbers", extra={"request_id": sequence.request_id})
             self.scheduler.fail(sequence)
         since_s = step.began_s if self._busy_since_s is None else self._busy_since_s
-        outputs = self.scheduler.commit(step.batch, sampled.token_ids, ended_s - since_s)
+        outputs = self.scheduler.commit(step.batch, sampled.token_ids, ended_s - since_s, sampled.accepted)
+        if self.scheduler.drafter is not None:
+            for sequence in step.batch.sequences:
+                if sequence.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
+                    self.scheduler.drafter.finish(sequence)
         self._busy_since_s = ended_s if self.scheduler.has_work() else None
         if sampled.logprobs or sampled.prompt_logprobs:
             outputs = [sampled.with_logprobs(each) for each in outputs]
@@ -263,6 +271,16 @@ class Engine(Replica):
             self.pages.note_copies(device_page for device_page, _ in batch.copies_to_host)
         return logits_RV
 
+    def _time_step(self, arrays: StepArrays) -> float:
+        """The seconds of a step of padding."""
+        started_s = perf_counter()
+        if self.runner.tp.size > 1:
+            self.runner.tp.send_command(encode(arrays))
+        self.runner.execute(arrays)
+        if self.runner.device.type == "cuda":
+            torch.cuda.synchronize(self.runner.device)
+        return perf_counter() - started_s
+
 
 class _Step(NamedTuple):
     """A step that was launched and sampled."""
@@ -299,7 +317,7 @@ class PreemptionMeter:
         self._num_seen += 1
         if self._num_seen == 1:
             return  # the first prefill compiles kernels
-        cost_s = step_s / (num_tokens + batch.num_decodes)
+        cost_s = step_s / batch.num_tokens
         mean_s = self._recompute_s_per_token
         self._recompute_s_per_token = cost_s if mean_s is None else mean_s + WEIGHT * (cost_s - mean_s)
         self.rates = PreemptionRates(self._recompute_s_per_token, self._swap_s_per_page)
@@ -319,7 +337,9 @@ def _time_swap(pool: KvPool) -> float:
 
 def choose_async(config: EngineConfig, device: torch.device) -> bool:
     """Return whether the next step is planned while one runs. Unset: on a GPU. A CPU plans and computes in
-    one thread, so tokens would only come later."""
+    one thread, so tokens would only come later; drafts follow the tokens of the step before."""
+    if config.speculative is not None:
+        return False
     chosen = config.scheduler.async_scheduling
     return device.type == "cuda" if chosen is None else chosen
 

@@ -58,15 +58,18 @@ class HashModel:
         self.device: list[list[KVEntry | None]] = [[None] * pool.page_size for _ in range(pool.num_pages)]
         self.host: list[list[KVEntry | None]] = [[None] * pool.page_size for _ in range(num_host_pages)]
         self.num_computed_tokens = 0
+        self.accepted: dict[int, list[int]] = {}  # of the last batch: chunk -> tokens after its first
         self._last_sampled: list[int] = []
 
     def run(self, batch: Batch) -> list[int | None]:
-        """Execute the batch: one sampled token for each chunk that samples, else None."""
+        """Execute the batch: the first sampled token of each chunk that samples, else None."""
         for device_page, host_page in batch.copies_to_host:
             self.host[host_page] = list(self.device[device_page])
         for device_page, host_page in batch.copies_to_device:
             self.device[device_page] = list(self.host[host_page])
-        sampled = [self._run_chunk(chunk) for chunk in batch.chunks]
+        runs = [self._run_chunk(chunk) for chunk in batch.chunks]
+        self.accepted = {index: run[1:] for index, run in enumerate(runs) if len(run) > 1}
+        sampled = [run[0] if run else None for run in runs]
         self._last_sampled = [token_id for token_id in sampled if token_id is not None]
         return sampled
 
@@ -88,9 +91,11 @@ class HashModel:
             context = _mix(context, token_ids[-1])
         return token_ids
 
-    def _run_chunk(self, chunk: ScheduledChunk) -> int | None:
+    def _run_chunk(self, chunk: ScheduledChunk) -> list[int]:
         sequence, context = chunk.sequence, int.from_bytes(chunk.sequence.cache_salt, "little")
         token_ids = [self._last_sampled[-1 - each] if each < 0 else each for each in sequence.token_ids]
+        token_ids += chunk.drafts
+        run: list[int] = []
         for position in range(chunk.start):
             context = _mix(context, token_ids[position])
             page, offset = self._slot(sequence, position)
@@ -103,10 +108,11 @@ class HashModel:
             page, offset = self._slot(sequence, position)
             assert self._pool.owners(page) == {sequence.key}, f"{sequence.key} writes shared page {page}"
             self.device[page][offset] = KVEntry(position, token_ids[position], context)
+            num_drafts = position + 1 - sequence.num_tokens
+            if num_drafts == 0 or (num_drafts > 0 and run == token_ids[sequence.num_tokens : position + 1]):
+                run.append(self._sample(context, sequence.choice, position + 1))
         self.num_computed_tokens += chunk.num_tokens
-        if not chunk.samples:
-            return None
-        return self._sample(context, sequence.choice, sequence.num_tokens)
+        return run
 
     def _slot(self, sequence: Sequence, position: int) -> tuple[int, int]:
         page = sequence.page_table[position // self._pool.page_size]

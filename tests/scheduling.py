@@ -1,7 +1,9 @@
 """A scheduler with its ledgers and a HashModel, and a slow oracle that recomputes the books every step."""
 
+import random
 from collections import defaultdict
 from collections.abc import Iterable
+from collections.abc import Sequence as Ordered
 from dataclasses import dataclass, field
 from math import inf
 from typing import Any, Self
@@ -36,6 +38,7 @@ class Settings:
     prefix_caching: bool = True
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     is_async: bool = False  # each step is planned while the one before runs
+    num_drafts: int = 0  # the most that decodes get; some are wrong
     attention_mlp_crossover: float = inf
 
 
@@ -54,6 +57,8 @@ class Harness:
             settings.scheduler, self.cache, self.clock, settings.attention_mlp_crossover
         )
         self.model = HashModel(self.pool, settings.num_host_pages)
+        if settings.num_drafts:
+            self.scheduler.drafter = GuessingDrafter(self.model, settings.num_drafts)
         self.live: dict[SequenceKey, Sequence] = {}
         self.finished: list[Sequence] = []
         self.kept: dict[SequenceKey, list[int]] = {}  # page tables of ended sequences that keep them
@@ -134,7 +139,7 @@ class Harness:
 
     def _commit(self, batch: Batch, sampled: list[int | None]) -> list[StepOutput]:
         if not self.settings.is_async:
-            return self.scheduler.commit(batch, sampled)
+            return self.scheduler.commit(batch, sampled, accepted=self.model.accepted)
         outputs = [] if self.in_flight is None else self.scheduler.commit(*self.in_flight)
         self.scheduler.advance(batch)
         self.in_flight = batch, sampled
@@ -216,7 +221,7 @@ class Harness:
         limit, total, dearest = MAX_STRETCH * self.settings.scheduler.max_num_batched_tokens, 0.0, 0.0
         for key, num_tokens in list(plan.scheduled.items())[plan.num_decodes :]:
             start = self.live[key].num_computed_tokens if self.live[key].page_table else 0  # or later
-            if self._is_beyond_share(self.live[key]):
+            if key not in plan.drafts and self._is_beyond_share(self.live[key]):
                 total += num_tokens * (1 + (start + num_tokens / 2) / self.settings.attention_mlp_crossover)
                 dearest = max(dearest, 1 + (start + num_tokens) / self.settings.attention_mlp_crossover)
         assert total <= limit + dearest, f"others would wait for {total} of {limit}"
@@ -290,7 +295,8 @@ class Harness:
         for chunk in batch.chunks:
             sequence = chunk.sequence
             assert chunk.start == sequence.num_computed_tokens
-            assert chunk.start + chunk.num_tokens <= sequence.num_tokens
+            assert chunk.start + chunk.num_own_tokens <= sequence.num_tokens
+            assert chunk.start + chunk.num_tokens < sequence.max_num_tokens
             if sequence.key in expected_hits and not plan.preempted:
                 assert chunk.start == expected_hits[sequence.key], f"{sequence.key} missed a prefix"
 
@@ -301,7 +307,9 @@ class Harness:
         for sequence in self.live.values():
             assert len(set(sequence.page_table)) == len(sequence.page_table)
             held = 0 if sequence.status is SequenceStatus.SWAPPED else sequence.num_computed_tokens
-            assert len(sequence.page_table) == self.pool.pages_for(held)
+            # The pages of rejected drafts stay, for the tokens that come instead.
+            num_spare = len(sequence.page_table) - self.pool.pages_for(held)
+            assert 0 <= num_spare <= (self.pool.pages_for(self.settings.num_drafts) if held else 0)
             for page in sequence.page_table:
                 owners[page].add(sequence.key)
         for users in (self.kept, self.used):
@@ -316,6 +324,29 @@ class Harness:
         assert self.pool.num_available == self.pool.num_pages - sum(map(bool, owners.values()))
         num_swapped = sum(len(s.host_pages) for s in self.live.values())
         assert self.host.num_available >= 0 and num_swapped <= self.host.num_pages
+
+
+class GuessingDrafter:
+    """Proposes up to `most` tokens to each decode, right ones and, at places that vary, a wrong one."""
+
+    def __init__(self, model: HashModel, most: int) -> None:
+        self._model = model
+        self._most = most
+
+    def propose(self, decodes: Ordered[Sequence], num_tokens: int) -> dict[SequenceKey, list[int]]:
+        drafts = {}
+        for sequence in decodes:
+            num_known = sequence.num_tokens
+            guess = self._model.generate(sequence, num_known + self._most)[num_known:]
+            rng = random.Random(f"{sequence.key} {num_known}")
+            wrong = rng.randrange(2 * self._most)
+            if wrong < self._most:
+                guess[wrong] += 1
+            drafts[sequence.key] = guess[: rng.randint(0, self._most)]
+        return {key: guess for key, guess in drafts.items() if guess}
+
+    def finish(self, sequence: Sequence) -> None:
+        pass
 
 
 class BareScheduler:

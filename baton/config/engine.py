@@ -57,6 +57,38 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise ConfigError(f"cache.page_size: expected a power of two, got {self.page_size}")
 
 
+class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How drafts of the next tokens are made, by vLLM's keys. Only drafts that the model samples are kept.
+
+    ngram: the tokens that followed the latest tokens earlier in the same sequence. suffix: also those of
+    earlier answers to the same tenant. draft_model: a smaller model with the same vocabulary.
+    """
+
+    method: Literal["ngram", "suffix", "draft_model"] | None = (
+        None  # None: draft_model, when there is a model
+    )
+    model: str | None = None  # the directory of the draft model
+    # The most tokens that a draft has. Fewer are proposed where they are predicted to save no time.
+    num_speculative_tokens: Annotated[int, Meta(ge=1, le=64)] = 8
+    # The longest and the shortest match of ngram and suffix, in tokens.
+    prompt_lookup_max: Annotated[int, Meta(ge=1, le=64)] = 8
+    prompt_lookup_min: Annotated[int, Meta(ge=1, le=64)] = 3
+
+    def __post_init__(self) -> None:
+        if self.chosen_method == "draft_model" and not self.model:
+            raise ConfigError("speculative.model: the method draft_model needs a model's directory")
+        if self.chosen_method != "draft_model" and self.model is not None:
+            raise ConfigError(f"speculative.model: the method {self.method} takes no model")
+        if self.prompt_lookup_min > self.prompt_lookup_max:
+            most = f"expected at most {self.prompt_lookup_max} (prompt_lookup_max)"
+            raise ConfigError(f"speculative.prompt_lookup_min: {most}, got {self.prompt_lookup_min}")
+
+    @property
+    def chosen_method(self) -> str:
+        """The method; without one in the settings, that of a draft model."""
+        return self.method or "draft_model"
+
+
 class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The settings of an engine, apart from its model."""
 
@@ -72,6 +104,14 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     seed: Seed = 0  # of sampling for requests without a seed of their own, and of dummy weights
     cache: CacheConfig = msgspec.field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = msgspec.field(default_factory=SchedulerConfig)
+    speculative: SpeculativeConfig | None = None  # of workers that decode; None: no speculative decoding
+
+    def __post_init__(self) -> None:
+        if self.speculative is not None and self.scheduler.async_scheduling:
+            raise ConfigError(
+                "scheduler.async_scheduling: with speculative decoding, a step is planned from the tokens of "
+                "the step before"
+            )
 
 
 class EngineConfig(EngineSettings, frozen=True):
@@ -80,6 +120,7 @@ class EngineConfig(EngineSettings, frozen=True):
     model: str  # a local directory in Hugging Face layout
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not self.model:
             raise ConfigError("model: expected a directory, got an empty string")
 

@@ -5,7 +5,9 @@ packed uploads; one from outside may change row by row. Shapes: R rows, V vocabu
 """
 
 from array import array
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Sequence as Ordered
+from copy import copy
 from typing import Any, Final, Protocol, runtime_checkable
 from weakref import WeakKeyDictionary
 
@@ -13,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from baton.engine.scheduler.sequence import Sequence
+from baton.engine.scheduler.sequence import Row, Sequence
 from baton.request import SamplingParams
 
 
@@ -23,11 +25,11 @@ class LogitsProcessor(Protocol):
     def applies(self, sampling: SamplingParams) -> bool:
         """Return True when these parameters change any logits. A step without such sequences is faster."""
 
-    def process(self, logits_V: Tensor, sequence: Sequence) -> None:
-        """Change the fp32 logits of the sequence's next token in place.
+    def process(self, logits_V: Tensor, row: Row) -> None:
+        """Change the fp32 logits of the token that follows the row's tokens in place.
 
-        Must be a function of the logits, the sampling parameters and the tokens of the sequence: a replayed
-        stream continues with the same tokens only then.
+        Must be a function of the logits, the sampling parameters and the tokens: a replayed stream continues
+        with the same tokens only then, and drafts change none.
         """
 
 
@@ -35,17 +37,17 @@ class LogitsProcessor(Protocol):
 class BatchLogitsProcessor(LogitsProcessor, Protocol):
     """A processor that changes many rows at once: on a GPU a loop over rows waits for copies of each row."""
 
-    def process_rows(self, logits_RV: Tensor, sequences: Mapping[int, Sequence]) -> None:
-        """Do what `process` does, for each row -> sequence of the mapping."""
+    def process_rows(self, logits_RV: Tensor, rows: Mapping[int, Row]) -> None:
+        """Do what `process` does, for each of these rows: index -> row."""
 
 
-def process_rows(processor: LogitsProcessor, logits_RV: Tensor, sequences: Mapping[int, Sequence]) -> None:
-    """Let the processor change the rows of the sequences it applies to (row -> sequence), in place."""
+def process_rows(processor: LogitsProcessor, logits_RV: Tensor, rows: Mapping[int, Row]) -> None:
+    """Let the processor change the rows that it applies to (index -> row), in place."""
     if isinstance(processor, BatchLogitsProcessor):
-        processor.process_rows(logits_RV, sequences)
+        processor.process_rows(logits_RV, rows)
         return
-    for row, sequence in sequences.items():
-        processor.process(logits_RV[row], sequence)
+    for index, row in rows.items():
+        processor.process(logits_RV[index], row)
 
 
 def upload(values: "np.ndarray[Any, Any]", device: torch.device) -> Tensor:
@@ -60,11 +62,11 @@ class LogitBias:
     def applies(self, sampling: SamplingParams) -> bool:
         return bool(sampling.logit_bias)
 
-    def process(self, logits_V: Tensor, sequence: Sequence) -> None:
-        self.process_rows(logits_V[None], {0: sequence})
+    def process(self, logits_V: Tensor, row: Row) -> None:
+        self.process_rows(logits_V[None], {0: row})
 
-    def process_rows(self, logits_RV: Tensor, sequences: Mapping[int, Sequence]) -> None:
-        biases = {row: sequence.sampling.logit_bias for row, sequence in sequences.items()}
+    def process_rows(self, logits_RV: Tensor, rows: Mapping[int, Row]) -> None:
+        biases = {index: row.sequence.sampling.logit_bias for index, row in rows.items()}
         values = np.array([value for bias in biases.values() for value in bias.values()], np.float32)
         places, values_N = _places(biases, logits_RV.device), upload(values, logits_RV.device)
         logits_RV.index_put_(places, values_N, accumulate=True)
@@ -76,21 +78,21 @@ class MinTokens:
     def applies(self, sampling: SamplingParams) -> bool:
         return bool(sampling.min_tokens)
 
-    def process(self, logits_V: Tensor, sequence: Sequence) -> None:
-        self.process_rows(logits_V[None], {0: sequence})
+    def process(self, logits_V: Tensor, row: Row) -> None:
+        self.process_rows(logits_V[None], {0: row})
 
-    def process_rows(self, logits_RV: Tensor, sequences: Mapping[int, Sequence]) -> None:
+    def process_rows(self, logits_RV: Tensor, rows: Mapping[int, Row]) -> None:
         banned = {
-            row: each.stop_ids
-            for row, each in sequences.items()
-            if each.stop_ids and len(each.token_ids) < each.min_num_tokens
+            index: row.sequence.stop_ids
+            for index, row in rows.items()
+            if row.sequence.stop_ids and row.num_tokens < row.sequence.min_num_tokens
         }
         if banned:
             logits_RV[_places(banned, logits_RV.device)] = float("-inf")
 
 
 def _places(token_ids: Mapping[int, Collection[int]], device: torch.device) -> tuple[Tensor, ...]:
-    """Index of logits: row and token of each id (row -> token ids)."""
+    """Index of logits: row and token of each id (index of a row -> token ids)."""
     rows = [row for row, ids in token_ids.items() for _ in ids]
     tokens = [token for ids in token_ids.values() for token in ids]
     return upload(np.array((rows, tokens), np.int64), device).unbind()
@@ -111,13 +113,23 @@ class _TokenCounts:
 
     def catch_up(self, sequence: Sequence) -> None:
         """Count the tokens that the sequence gained."""
-        for token in sequence.token_ids[self._num_counted :]:
+        self._count(sequence.token_ids[self._num_counted :])
+        self._num_counted = len(sequence.token_ids)
+
+    def with_drafts(self, drafts: Ordered[int]) -> "_TokenCounts":
+        """Return the counts as they are after these drafts."""
+        counts = copy(self)
+        counts._slots, counts.tokens, counts.counts = dict(self._slots), self.tokens[:], self.counts[:]
+        counts._count(drafts)
+        return counts
+
+    def _count(self, token_ids: Iterable[int]) -> None:
+        for token in token_ids:
             slot = self._slots.setdefault(token, len(self.tokens))
             if slot == len(self.tokens):
                 self.tokens.append(token)
                 self.counts.append(0)
             self.counts[slot] += 1
-        self._num_counted = len(sequence.token_ids)
 
 
 class Penalties:
@@ -133,11 +145,11 @@ class Penalties:
     def applies(self, sampling: SamplingParams) -> bool:
         return sampling.has_penalties
 
-    def process(self, logits_V: Tensor, sequence: Sequence) -> None:
-        self.process_rows(logits_V[None], {0: sequence})
+    def process(self, logits_V: Tensor, row: Row) -> None:
+        self.process_rows(logits_V[None], {0: row})
 
-    def process_rows(self, logits_RV: Tensor, sequences: Mapping[int, Sequence]) -> None:
-        counted = [self._counted(sequence) for sequence in sequences.values()]
+    def process_rows(self, logits_RV: Tensor, rows: Mapping[int, Row]) -> None:
+        counted = [self._counted(row) for row in rows.values()]
         sizes = [len(each.tokens) for each in counted]
         num_rows, num_changed = len(logits_RV), sum(sizes)
         packed = np.empty(3 * (num_changed + num_rows), np.int32)
@@ -145,11 +157,11 @@ class Penalties:
             packed[: 3 * num_changed].reshape(3, -1),
             packed[3 * num_changed :].view(np.float32),
         )
-        changed[0] = np.repeat(list(sequences), sizes)
+        changed[0] = np.repeat(list(rows), sizes)
         np.concatenate([np.frombuffer(each.tokens, np.int32) for each in counted], out=changed[1])
         np.concatenate([np.frombuffer(each.counts, np.int32) for each in counted], out=changed[2])
-        values = [_penalties(each) for each in sequences.values()]
-        penalties.reshape(num_rows, 3)[list(sequences)] = values
+        values = [_penalties(row.sequence) for row in rows.values()]
+        penalties.reshape(num_rows, 3)[list(rows)] = values
         packed_N = upload(packed, logits_RV.device)
         row_N, token_N, count_N = packed_N[: 3 * num_changed].view(3, -1)
         penalties_R3 = packed_N[3 * num_changed :].view(torch.float32).view(-1, 3)
@@ -163,12 +175,12 @@ class Penalties:
         logit_N -= amount_N
         logits_RV.index_put_(places, logit_N)
 
-    def _counted(self, sequence: Sequence) -> _TokenCounts:
-        counts = self._counts.get(sequence)
+    def _counted(self, row: Row) -> _TokenCounts:
+        counts = self._counts.get(row.sequence)
         if counts is None:
-            counts = self._counts[sequence] = _TokenCounts(sequence)
-        counts.catch_up(sequence)
-        return counts
+            counts = self._counts[row.sequence] = _TokenCounts(row.sequence)
+        counts.catch_up(row.sequence)
+        return counts.with_drafts(row.drafts) if row.drafts else counts
 
 
 def _penalties(sequence: Sequence) -> tuple[float, float, float]:

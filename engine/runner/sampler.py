@@ -1,6 +1,8 @@
 """From logits to tokens: logits processors first, then one draw a row, then log probabilities.
 
-A step of greedy rows without logits processors touches the logits once. Rows are the sequences that sample.
+A step of greedy rows without logits processors touches the logits once. A sequence that samples has one row,
+and one more for each of its drafts. A draft is accepted if the row before it draws the same token, so drafts
+change no token.
 Shapes: R rows, V vocabulary, T tokens.
 """
 
@@ -16,7 +18,7 @@ import torch
 from torch import Tensor
 
 from baton.engine.runner.logits_processors import LOGITS_PROCESSORS, LogitsProcessor, process_rows, upload
-from baton.engine.scheduler.sequence import Batch, ScheduledChunk, Sequence, SequenceKey
+from baton.engine.scheduler.sequence import Batch, Row, ScheduledChunk, Sequence, SequenceKey
 from baton.kernels.sample import NOT_A_TOKEN, SamplingTensors, sample, warm_up
 from baton.request import StepOutput, TokenLogprobs
 
@@ -50,6 +52,8 @@ class LogprobRows:
         return results
 
 
+RowKey: TypeAlias = tuple[str, int, int]  # (request_id, choice, index of the token in the answer)
+AskingRow: TypeAlias = tuple[RowKey, int]  # a row that wants log probabilities, and how many alternatives
 PromptPart: TypeAlias = tuple[int, LogprobRows]  # the position of the first row's logits, and the rows
 
 
@@ -64,18 +68,21 @@ def _logprobs(logits_RV: Tensor, token_ids_R: Tensor, num_top: int) -> tuple[Ten
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """The result of one step; the mappings hold only sequences that asked for logprobs."""
+    """The result of one step; the logprobs hold only sequences that asked for them."""
 
     token_ids: list[int | None]  # one a chunk of the batch; None: the chunk does not sample, or failed
+    accepted: dict[int, list[int]]  # chunk with accepted drafts -> the tokens after its first
     failed: list[Sequence]  # with a logit that is not a number
-    logprobs: dict[SequenceKey, TokenLogprobs]
+    logprobs: dict[RowKey, TokenLogprobs]
     prompt_logprobs: dict[SequenceKey, PromptLogprobs]  # with the first token
 
     def with_logprobs(self, output: StepOutput) -> StepOutput:
         """Return the output with the log probabilities that its request asked for."""
         key = output.request_id, output.choice
         return msgspec.structs.replace(
-            output, logprobs=self.logprobs.get(key), prompt_logprobs=self.prompt_logprobs.get(key)
+            output,
+            logprobs=self.logprobs.get((*key, output.index)),
+            prompt_logprobs=self.prompt_logprobs.get(key),
         )
 
 
@@ -85,17 +92,17 @@ class Draws:
     def __init__(
         self,
         token_ids_R: Tensor,
-        sequences: list[Sequence],
+        rows: list[Row],
         is_sampled: list[bool] | None,
-        asked: tuple[list[Sequence], LogprobRows] | None,
+        asked: tuple[list[AskingRow], LogprobRows] | None,
         prompts: dict[SequenceKey, list[PromptPart]],
     ) -> None:
-        """is_sampled: for each chunk of the batch, whether it has a row; None: every chunk has one.
+        """is_sampled: for each chunk of the batch, whether it has rows; None: every chunk has.
 
-        asked: the sequences that want log probabilities, and theirs.
+        asked: the rows that want log probabilities, and theirs.
         """
         self.token_ids_R = token_ids_R  # int64, on the device; NOT_A_TOKEN for a row that failed
-        self._sequences = sequences
+        self._rows = rows
         self._is_sampled = is_sampled
         self._asked = asked
         self._prompts = prompts
@@ -108,29 +115,40 @@ class Draws:
         """Wait until the tokens are on the host."""
         if self._copied is not None:
             self._copied.synchronize()
-        drawn: list[int | None] = self._on_host_R.tolist()
-        failed = []
-        if NOT_A_TOKEN in drawn:
-            failed = [row for row, token_id in enumerate(drawn) if token_id == NOT_A_TOKEN]
-            for row in failed:
-                drawn[row] = None
-        token_ids = drawn
-        if self._is_sampled is not None:
-            each = iter(drawn)
-            token_ids = [next(each) if is_sampled else None for is_sampled in self._is_sampled]
+        sequences = [row.sequence for row in self._rows if not row.drafts]
+        runs = _accept(self._rows, self._on_host_R.tolist())
+        each = iter(runs)
+        of_chunks = (
+            runs if self._is_sampled is None else [next(each) if has else [] for has in self._is_sampled]
+        )
         return Sampled(
-            token_ids=token_ids,
-            failed=[self._sequences[row] for row in failed],
+            token_ids=[run[0] if run and run[0] != NOT_A_TOKEN else None for run in of_chunks],
+            accepted={chunk: run[1:] for chunk, run in enumerate(of_chunks) if len(run) > 1},
+            failed=[each for each, run in zip(sequences, runs, strict=True) if run[0] == NOT_A_TOKEN],
             logprobs={} if self._asked is None else _by_key(*self._asked),
             prompt_logprobs={key: _join(parts) for key, parts in self._prompts.items()},
         )
 
 
-def _by_key(sequences: list[Sequence], rows: LogprobRows) -> dict[SequenceKey, TokenLogprobs]:
-    """Each sequence with its own number of alternatives, without those that failed."""
+def _accept(rows: list[Row], drawn: list[int]) -> list[list[int]]:
+    """The tokens of each sequence: its first one, and those after accepted drafts.
+
+    A row that failed after a draft ends the run: the sequence fails when it computes that row next.
+    """
+    runs: list[list[int]] = []
+    for (_, drafts), token_id in zip(rows, drawn, strict=True):
+        if not drafts:
+            runs.append([token_id])
+        elif runs[-1] == [*drafts] and token_id != NOT_A_TOKEN:
+            runs[-1].append(token_id)
+    return runs
+
+
+def _by_key(asking: list[AskingRow], rows: LogprobRows) -> dict[RowKey, TokenLogprobs]:
+    """Each row with its own number of alternatives, without those that failed."""
     return {
-        sequence.key: msgspec.structs.replace(row, top=row.top[: sequence.sampling.logprobs])
-        for sequence, row in zip(sequences, rows.read(), strict=True)
+        key: msgspec.structs.replace(row, top=row.top[:num_top])
+        for (key, num_top), row in zip(asking, rows.read(), strict=True)
         if row.token_id != NOT_A_TOKEN
     }
 
@@ -150,10 +168,10 @@ class Sampler:
         """of_model: processors that need the model; they run after those of the registry."""
         self._device = device
         self._of_model = of_model
-        self._sequences: list[Sequence] = []  # by identity: a key may be used again
+        self._rows: list[Row] = []  # by identity of the sequences: a key may be used again
         self._tensors: SamplingTensors | None = None
-        self._processed: list[tuple[LogitsProcessor, dict[int, Sequence]]] = []  # each with its rows
-        self._asking: list[Sequence] = []  # want log probabilities
+        self._processed: list[tuple[LogitsProcessor, dict[int, Row]]] = []  # each with its rows
+        self._asking: list[Row] = []  # want log probabilities
         self._asking_rows_A = torch.empty(0, dtype=torch.int64)  # on the device
         self._asking_prompt: list[Sequence] = []  # want prompt log probabilities
         self._prompts: dict[SequenceKey, list[PromptPart]] = {}
@@ -165,29 +183,30 @@ class Sampler:
 
     @torch.inference_mode()
     def sample(self, batch: Batch, logits_RV: Tensor) -> Draws:
-        """Draw a token for each chunk that samples; wait for no GPU.
+        """Draw a token for each row of the chunks that sample; wait for no GPU.
 
         logits_RV has the rows that StepArrays asked for, and is changed.
         """
         is_sampled = None if batch.is_pure_decode else [chunk.samples for chunk in batch.chunks]
         sequences = batch.sequences if is_sampled is None else [*compress(batch.sequences, is_sampled)]
-        if len(logits_RV) != len(sequences):
+        rows = [*map(Row, sequences)] if not batch.drafts else _draft_rows(batch)
+        if len(logits_RV) != len(rows):
             logits_RV = self._take_prompt_rows(batch, logits_RV)
-        tensors = self._parameters(sequences)
+        tensors = self._parameters(rows, has_drafts=bool(batch.drafts))
         raw_AV = logits_RV[self._asking_rows_A] if self._asking else None  # a copy, before the processors
-        for processor, rows in self._processed:
-            process_rows(processor, logits_RV, rows)
+        for processor, its_rows in self._processed:
+            process_rows(processor, logits_RV, its_rows)
         drawn_R = sample(logits_RV, tensors)
         asked = None
         if raw_AV is not None:
-            num_top = max(each.sampling.logprobs or 0 for each in self._asking)
-            asked = self._asking, LogprobRows(raw_AV, drawn_R[self._asking_rows_A], num_top)
+            num_top = max(row.sequence.sampling.logprobs or 0 for row in self._asking)
+            asked = [*map(_asking, self._asking)], LogprobRows(raw_AV, drawn_R[self._asking_rows_A], num_top)
         prompts = {
             each.key: self._prompts.pop(each.key, [])
             for each in self._asking_prompt
             if each.needs_prompt_logprobs
         }
-        return Draws(drawn_R, sequences, is_sampled, asked, prompts)
+        return Draws(drawn_R, rows, is_sampled, asked, prompts)
 
     def forget(self, sequence: Sequence) -> None:
         """Forget a sequence that ended before its first token."""
@@ -195,15 +214,16 @@ class Sampler:
 
     def _take_prompt_rows(self, batch: Batch, logits_RV: Tensor) -> Tensor:
         """Record prompt log probabilities; return the rows that sample."""
-        first, sampling_rows = 0, []
+        first = 0
+        sampling_rows: list[int] = []
         for chunk in batch.chunks:
             wants_prompt = chunk.sequence.needs_prompt_logprobs
-            num_rows = chunk.num_tokens if wants_prompt else int(chunk.samples)
+            num_rows = chunk.num_tokens if wants_prompt else 1 + len(chunk.drafts) if chunk.samples else 0
             if wants_prompt:
                 self._record_prompt(chunk, logits_RV[first : first + num_rows])
             first += num_rows
             if chunk.samples:
-                sampling_rows.append(first - 1)
+                sampling_rows += range(first - 1 - len(chunk.drafts), first)
         return logits_RV[self._upload(sampling_rows)]
 
     def _record_prompt(self, chunk: ScheduledChunk, logits_TV: Tensor) -> None:
@@ -217,33 +237,54 @@ class Sampler:
     def _upload(self, values: list[int]) -> Tensor:
         return upload(np.array(values, np.int64), self._device)
 
-    def _parameters(self, sequences: list[Sequence]) -> SamplingTensors:
-        if self._tensors is not None and sequences == self._sequences:
+    def _parameters(self, rows: list[Row], *, has_drafts: bool) -> SamplingTensors:
+        if self._tensors is not None and not has_drafts and rows == self._rows:
             self._tensors.position_B.add_(1)  # every one that sampled has one more token
             return self._tensors
-        self._sequences = sequences
-        self._tensors = _tensors(sequences, self._device)
-        processors = (*LOGITS_PROCESSORS.values(), *self._of_model)
-        self._processed = _processed_rows(processors, sequences)
-        asking = {row: each for row, each in enumerate(sequences) if each.sampling.logprobs is not None}
+        self._rows = rows
+        self._tensors = _tensors(rows, self._device)
+        self._processed = _processed_rows((*LOGITS_PROCESSORS.values(), *self._of_model), rows)
+        asking = {index: row for index, row in enumerate(rows) if row.sequence.sampling.logprobs is not None}
         self._asking, self._asking_rows_A = list(asking.values()), self._upload(list(asking))
-        self._asking_prompt = [each for each in sequences if each.sampling.prompt_logprobs is not None]
+        self._asking_prompt = [
+            row.sequence
+            for row in rows
+            if row.sequence.sampling.prompt_logprobs is not None and not row.drafts
+        ]
         return self._tensors
 
 
+def _draft_rows(batch: Batch) -> list[Row]:
+    """The rows of the chunks that sample: one after the sequence's own tokens, and one after each draft."""
+    return [
+        Row(chunk.sequence, chunk.drafts[:num_drafts])
+        for chunk in batch.chunks
+        if chunk.samples
+        for num_drafts in range(len(chunk.drafts) + 1)
+    ]
+
+
+def _asking(row: Row) -> AskingRow:
+    sequence = row.sequence
+    return (*sequence.key, row.num_tokens - sequence.num_prompt_tokens), sequence.sampling.logprobs or 0
+
+
 def _processed_rows(
-    processors: Iterable[LogitsProcessor], sequences: Ordered[Sequence]
-) -> list[tuple[LogitsProcessor, dict[int, Sequence]]]:
+    processors: Iterable[LogitsProcessor], rows: Ordered[Row]
+) -> list[tuple[LogitsProcessor, dict[int, Row]]]:
     """Each processor that applies to any row, with its rows."""
     applying = [
-        (processor, {row: each for row, each in enumerate(sequences) if processor.applies(each.sampling)})
+        (
+            processor,
+            {index: row for index, row in enumerate(rows) if processor.applies(row.sequence.sampling)},
+        )
         for processor in processors
     ]
-    return [(processor, rows) for processor, rows in applying if rows]
+    return [(processor, its_rows) for processor, its_rows in applying if its_rows]
 
 
-def _tensors(sequences: Ordered[Sequence], device: torch.device) -> SamplingTensors:
-    params = [sequence.sampling for sequence in sequences]
+def _tensors(rows: Ordered[Row], device: torch.device) -> SamplingTensors:
+    params = [row.sequence.sampling for row in rows]
 
     def tensor(values: list[float] | list[int], dtype: type[np.generic]) -> Tensor:
         return upload(np.array(values, dtype), device)
@@ -254,8 +295,8 @@ def _tensors(sequences: Ordered[Sequence], device: torch.device) -> SamplingTens
         top_p_B=tensor([p.top_p for p in params], np.float32),
         min_p_B=tensor([p.min_p for p in params], np.float32),
         seed_B=tensor([p.seed or 0 for p in params], np.int64),
-        choice_B=tensor([sequence.choice for sequence in sequences], np.int32),
-        position_B=tensor([len(sequence.token_ids) for sequence in sequences], np.int64),
+        choice_B=tensor([row.sequence.choice for row in rows], np.int32),
+        position_B=tensor([row.num_tokens for row in rows], np.int64),
         has_random=any(p.temperature > 0 for p in params),
         has_top_k=any(p.top_k > 0 for p in params),
         has_top_p=any(p.top_p < 1 for p in params),

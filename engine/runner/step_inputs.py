@@ -605,7 +605,8 @@ def _token_ids(batch: Batch) -> Int64s:
     chunks, num_decodes = batch.chunks, batch.num_decodes
     token_ids = [chunk.sequence.token_ids[chunk.start] for chunk in chunks[:num_decodes]]
     for chunk in chunks[num_decodes:]:
-        token_ids += chunk.sequence.token_ids[chunk.start : chunk.start + chunk.num_tokens]
+        token_ids += chunk.sequence.token_ids[chunk.start : chunk.start + chunk.num_own_tokens]
+        token_ids += chunk.drafts
     return np.array(token_ids, np.int64)
 
 
@@ -615,5 +616,5 @@ def _logit_rows(batch: Batch, cu_seqlens: Int32s) -> Int64s:
         if chunk.sequence.needs_prompt_logprobs:
             rows += range(first, end)
         elif chunk.samples:
-            rows.append(end - 1)
+            rows += range(end - 1 - len(chunk.drafts), end)
     return np.array(rows, np.int64)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from baton.engine.runner.logits_processors import upload
-from baton.engine.scheduler.sequence import Sequence
+from baton.engine.scheduler.sequence import Row, Sequence
 from baton.errors import InvalidRequest
 from baton.request import SamplingParams, StructuredOutputs
 
@@ -81,35 +81,61 @@ class StructuredOutputMask:
         if sequence.sampling.structured_outputs is not None:
             self._of(sequence)
 
-    def process(self, logits_V: Tensor, sequence: Sequence) -> None:
-        self.process_rows(logits_V[None], {0: sequence})
+    def process(self, logits_V: Tensor, row: Row) -> None:
+        self.process_rows(logits_V[None], {0: row})
 
-    def process_rows(self, logits_RV: Tensor, sequences: Mapping[int, Sequence]) -> None:
+    def process_rows(self, logits_RV: Tensor, rows: Mapping[int, Row]) -> None:
         vocab_size = logits_RV.shape[1]
-        masks_NW = np.zeros((len(sequences), -(-vocab_size // BITS)), np.int32)
+        masks_NW = np.zeros((len(rows), -(-vocab_size // BITS)), np.int32)
         broken = [
-            row
-            for mask_W, (row, sequence) in zip(masks_NW, sequences.items(), strict=True)
-            if not self._fill(mask_W, sequence)
+            index
+            for mask_W, (index, row) in zip(masks_NW, rows.items(), strict=True)
+            if not self._fill(mask_W, row)
         ]
         words_NW = upload(masks_NW, logits_RV.device)
         bits_NV = (words_NW[:, :, None] >> torch.arange(BITS, device=logits_RV.device, dtype=torch.int32)) & 1
         banned_NV = bits_NV.flatten(1)[:, :vocab_size] == 0
-        rows_N = upload(np.array(list(sequences), np.int64), logits_RV.device)
+        rows_N = upload(np.array(list(rows), np.int64), logits_RV.device)
         logits_RV[rows_N] = logits_RV[rows_N].masked_fill_(banned_NV, float("-inf"))
         if broken:
             logits_RV[upload(np.array(broken, np.int64), logits_RV.device)] = float("nan")
 
-    def _fill(self, mask_W: "np.ndarray[Any, Any]", sequence: Sequence) -> bool:
-        """Write the mask of the sequence's next token; return whether there is any."""
+    def forced_tokens(self, sequence: Sequence) -> list[int]:
+        """The tokens that the form of the sequence's answer forces next, so far as it is compiled."""
+        if sequence.sampling.structured_outputs is None:
+            return []
+        progress = self._of(sequence)
+        if progress.matcher is None or not self._catch_up(progress, sequence):
+            return []
+        token_ids: list[int] = progress.matcher.compute_ff_tokens()
+        return token_ids
+
+    def _catch_up(self, progress: _Progress, sequence: Sequence) -> bool:
+        """Let the matcher see the sequence's tokens; return False if it does not take them."""
+        assert progress.matcher is not None
+        token_ids, progress.num_seen = sequence.token_ids[progress.num_seen :], len(sequence.token_ids)
+        taken: bool = progress.matcher.consume_tokens(token_ids)
+        return taken
+
+    def _fill(self, mask_W: "np.ndarray[Any, Any]", row: Row) -> bool:
+        """Write the mask of the row's next token; return whether there is any.
+
+        After drafts that break the form everything is allowed: the first of them is not kept.
+        """
+        sequence, drafts = row.sequence, list(row.drafts)
         progress = self._of(sequence)
         try:
             matcher = progress.matcher = progress.matcher or progress.compiled.result().deep_copy()
         except (ImportError, OSError, ValueError, InvalidRequest) as error:
             return _failed(sequence, str(error))
-        token_ids, progress.num_seen = sequence.token_ids[progress.num_seen :], len(sequence.token_ids)
-        if matcher.consume_tokens(token_ids):
-            matcher.unsafe_compute_mask_ptr(mask_W.ctypes.data, mask_W.nbytes)
+        if self._catch_up(progress, sequence):
+            num_taken = matcher.try_consume_tokens(drafts) if drafts else 0
+            if num_taken < len(drafts):
+                mask_W.fill(-1)
+            else:
+                matcher.unsafe_compute_mask_ptr(mask_W.ctypes.data, mask_W.nbytes)
+            if num_taken:
+                matcher.rollback(num_taken)
         return not matcher.is_error() or _failed(sequence, matcher.get_error())
 
     def _of(self, sequence: Sequence) -> _Progress:

@@ -17,7 +17,7 @@ Every accepted sequence ends exactly once: as a StepOutput with a finish reason,
 returns.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Ordered
 from itertools import count
 from math import inf
@@ -30,6 +30,7 @@ from baton.engine.scheduler.policies import batch_policy
 from baton.engine.scheduler.preemption import PreemptionRates
 from baton.engine.scheduler.sequence import (
     Batch,
+    Drafter,
     PageCopy,
     Plan,
     PreemptMode,
@@ -42,7 +43,7 @@ from baton.engine.scheduler.step_planner import HEADROOM_TOKENS, CostCap, Pressu
 from baton.errors import IntegrityError, InvalidRequest
 from baton.request import MAX_CHOICES, FilledPages, FinishReason, StepOutput
 
-_RUNNING, _ENDING, _FINISHED = SequenceStatus.RUNNING, SequenceStatus.ENDING, SequenceStatus.FINISHED
+_RUNNING, _FINISHED = SequenceStatus.RUNNING, SequenceStatus.FINISHED
 
 
 class Scheduler:
@@ -54,6 +55,7 @@ class Scheduler:
         """attention_mlp_crossover: see `Model.attention_mlp_crossover`; inf: all tokens cost the same."""
         self.rates: PreemptionRates | None = None  # set once measured; until then preemption recomputes
         self.pressure_mode = PressureMode()
+        self.drafter: Drafter | None = None  # proposes tokens to decodes; None: no speculative decoding
         self._config = config
         self.cache = cache
         self.pool = cache.pool  # the ledger; transfers hold pages in it too
@@ -164,7 +166,7 @@ class Scheduler:
     # One step.
 
     def plan(self) -> Plan:
-        """Decide the next step from the state as it is. Pure: calling it twice gives the same plan."""
+        """Decide the next step from the state as it is; change nothing."""
         queues = self._queues
         planner = StepPlanner(
             queues,
@@ -181,6 +183,8 @@ class Scheduler:
                 planner.preempt(sequence, mode)
         planner.enforce_quotas()
         wait_s = self._policy.fill(planner, self._clock.now_s())
+        if self.drafter is not None:
+            planner.schedule_drafts(self.drafter)
         return planner.finish(self._version, wait_s)
 
     def apply(self, plan: Plan) -> Batch:
@@ -204,30 +208,32 @@ class Scheduler:
             sequences = list(decoding.values())
         else:
             sequences = [by_key[key] for key in scheduled]
-        if sequences:
-            self._charge(plan)
         to_host, to_device = self.cache.host.take_copies()
-        return Batch(
+        batch = Batch(
             sequences=sequences,
             starts=[sequence.num_computed_tokens for sequence in sequences],
             lengths=list(plan.scheduled.values()),
             num_decodes=plan.num_decodes,
             is_pure_decode=plan.is_pure_decode,
+            drafts={scheduled.index(key): drafts for key, drafts in plan.drafts.items()},
             copies_to_host=to_host,
             copies_to_device=to_device,
             num_padded_tokens=plan.num_padded_tokens,
         )
+        if sequences:
+            self._charge(zip(sequences, batch.own_lengths, strict=True))
+        return batch
 
     def advance(self, batch: Batch) -> None:
         """Count the tokens of the latest batch as computed, as the next plan needs while the batch runs.
 
         Each chunk that samples appends a placeholder to its sequence: -1 - i for the i-th of these chunks.
-        Chunks of sequences that have ended since are ignored.
+        Drafts count as computed once they are accepted. Chunks of sequences that have ended are ignored.
         """
         self._advanced = batch
         self._version += 1
         placeholder = 0
-        for sequence, start, length in zip(batch.sequences, batch.starts, batch.lengths, strict=True):
+        for sequence, start, length in zip(batch.sequences, batch.starts, batch.own_lengths, strict=True):
             num_computed, token_ids = start + length, sequence.token_ids
             is_running = sequence.status is _RUNNING
             if is_running:
@@ -241,9 +247,18 @@ class Scheduler:
         if self._queues.prefilling:
             self._queues.promote()
 
-    def commit(self, batch: Batch, sampled: Ordered[int | None], step_s: float = 0.0) -> list[StepOutput]:
+    def commit(
+        self,
+        batch: Batch,
+        sampled: Ordered[int | None],
+        step_s: float = 0.0,
+        accepted: Mapping[int, Ordered[int]] = {},
+    ) -> list[StepOutput]:
         """Record that the batch has run; `sampled[i]` is the token of chunk i if it samples.
 
+        accepted: chunk -> the tokens that follow its sampled one, each sampled after an accepted draft. The
+        KV of the other drafts lies beyond the computed tokens; no page of it is registered, and the next
+        tokens overwrite it.
         Chunks of sequences that have ended since are ignored. Returns one StepOutput for each new token,
         without log probabilities.
         step_s: the time since the last batch ended, or since there was work.
@@ -252,32 +267,36 @@ class Scheduler:
             self.advance(batch)
         self._advanced = None
         attribute_step_cost(batch, step_s, self._cost_cap.cost)
+        if accepted:
+            self._charge((batch.sequences[chunk], len(token_ids)) for chunk, token_ids in accepted.items())
         outputs: list[StepOutput] = []
         page_size = self.pool.page_size
-        columns = batch.sequences, batch.starts, batch.lengths, sampled
-        for sequence, start, length, token_id in zip(*columns, strict=True):
-            num_computed, status = start + length, sequence.status
-            if status is _FINISHED:
+        columns = batch.sequences, batch.starts, batch.own_lengths, sampled
+        for chunk, (sequence, start, length, token_id) in enumerate(zip(*columns, strict=True)):
+            num_computed = start + length
+            if sequence.status is _FINISHED:
                 continue
-            if (not num_computed % page_size or length > 1) and not sequence.is_queued:
-                self.cache.register(sequence)
-            token_ids = sequence.token_ids
-            if token_id is None:
-                if token_ids[-1] < 0:
-                    raise IntegrityError(f"sequence {sequence.key} got no token at position {num_computed}")
-                continue
-            token_ids[-1], reason = token_id, None
-            if token_id in sequence.stop_ids and num_computed + 1 >= sequence.min_num_tokens:
-                reason = FinishReason.STOP
-            elif status is _ENDING:
-                reason = FinishReason.LENGTH
+            token_ids, reason = sequence.token_ids, None
+            if token_id is None and token_ids[-1] < 0:
+                raise IntegrityError(f"sequence {sequence.key} got no token at position {num_computed}")
+            if token_id is not None:
+                token_ids[-1] = token_id
+                reason = _finish_reason(sequence)
+                outputs.append(_output(sequence, reason))
+            for token_id in accepted.get(chunk, ()):
+                if reason is not None:
+                    break
+                num_computed += 1
+                token_ids.append(token_id)
+                reason = _finish_reason(sequence)
+                outputs.append(_output(sequence, reason))
+            if not sequence.is_queued:
+                if chunk in accepted:
+                    sequence.num_computed_tokens = num_computed
+                if not num_computed % page_size or num_computed - start > 1:
+                    self.cache.register(sequence)
             if reason is not None:
                 self._finish(sequence, reason)
-            request_id, choice = sequence.key
-            index = num_computed - sequence.num_prompt_tokens
-            outputs.append(
-                StepOutput(request_id, choice, index, token_id, reason, sequence.num_cached_tokens)
-            )
         self._version += 1
         return outputs
 
@@ -294,12 +313,13 @@ class Scheduler:
             if len(pages) < self.pool.pages_for(sequence.num_computed_tokens):
                 raise IntegrityError(f"sequence {sequence.key} has fewer pages than computed tokens")
 
-    def _charge(self, plan: Plan) -> None:
-        by_key, shares, now_s = self._queues.by_key, self._queues.shares, self._clock.now_s()
+    def _charge(self, num_tokens: Iterable[tuple[Sequence, int]]) -> None:
+        """Charge the shares of these sequences. Drafts are charged once they are accepted."""
+        shares, now_s = self._queues.shares, self._clock.now_s()
         if shares.are_several:
-            shares.charge(((by_key[key].share, num) for key, num in plan.scheduled.items()), now_s)
+            shares.charge(((sequence.share, num) for sequence, num in num_tokens), now_s)
         else:
-            shares.charge_only(sum(plan.scheduled.values()), now_s)
+            shares.charge_only(sum(num for _, num in num_tokens), now_s)
 
     def _preempt(self, sequence: Sequence, mode: PreemptMode) -> None:
         sequence.num_preemptions += 1
@@ -587,6 +607,24 @@ class ExternalPageHolds:
         return len(pages)
 
 
+# Tokens of a sequence.
+
+
+def _finish_reason(sequence: Sequence) -> FinishReason | None:
+    """Why the latest token ends the sequence; None if it does not."""
+    num_tokens = len(sequence.token_ids)
+    if sequence.token_ids[-1] in sequence.stop_ids and num_tokens >= sequence.min_num_tokens:
+        return FinishReason.STOP
+    return FinishReason.LENGTH if num_tokens >= sequence.max_num_tokens else None
+
+
+def _output(sequence: Sequence, reason: FinishReason | None) -> StepOutput:
+    """The output of the latest token."""
+    index = len(sequence.token_ids) - sequence.num_prompt_tokens - 1
+    request_id, choice = sequence.key
+    return StepOutput(request_id, choice, index, sequence.token_ids[-1], reason, sequence.num_cached_tokens)
+
+
 # Figures of a sequence.
 
 
@@ -597,9 +635,11 @@ def attribute_step_cost(batch: Batch, step_s: float, cost: Callable[[int, int], 
     so predictions use `own_s`. Decodes count nothing; a batch without longer chunks is a step of
     decodes. cost: of so many tokens from a start on, as `CostCap.cost`.
     """
-    if batch.num_decodes == len(batch.sequences):
+    if not batch.prompt_chunks:
         return
-    prompts = [each for each in batch.chunks if each.num_tokens > 1 or not each.sequence.num_generated_tokens]
+    prompts = [
+        each for each in batch.chunks if each.num_own_tokens > 1 or not each.sequence.num_generated_tokens
+    ]
     costs = [cost(each.start, each.num_tokens) for each in prompts]
     total = sum(costs)
     for each, own in zip(prompts, costs, strict=True):

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
 from math import inf
-from typing import Protocol, Self, TypeAlias
+from typing import NamedTuple, Protocol, Self, TypeAlias
 
 import msgspec
 
@@ -238,6 +238,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     scheduled: Mapping[SequenceKey, int]
     num_decodes: int  # the leading chunks of one token
     is_pure_decode: bool = False  # True: every chunk has one token and samples; False claims nothing
+    drafts: Mapping[SequenceKey, Ordered[int]] = {}  # they end the chunks of their sequences
     page_needs: Mapping[SequenceKey, int]
     admitted: tuple[SequenceKey, ...] = ()
     preempted: Mapping[SequenceKey, PreemptMode] = {}
@@ -247,23 +248,44 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ScheduledChunk(msgspec.Struct, frozen=True, gc=False):
-    """Compute tokens [start, start + num_tokens) of `sequence`."""
+    """Compute tokens [start, start + num_tokens) of `sequence`, the last of which may be drafts."""
 
     sequence: Sequence
     start: int
     num_tokens: int
+    drafts: Ordered[int] = ()
+
+    @property
+    def num_own_tokens(self) -> int:
+        """The tokens of the sequence itself, without drafts."""
+        return self.num_tokens - len(self.drafts)
 
     @property
     def samples(self) -> bool:
-        """True when the last position of the chunk yields the next token, until the scheduler advances."""
-        return self.start + self.num_tokens == len(self.sequence.token_ids)
+        """True when the last of the sequence's own tokens, and each draft, yields a next token.
+
+        Holds until the scheduler advances.
+        """
+        return self.start + self.num_own_tokens == len(self.sequence.token_ids)
+
+
+class Row(NamedTuple):
+    """A row of logits: those of the token that follows the sequence's tokens and these drafts."""
+
+    sequence: Sequence
+    drafts: Ordered[int] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.sequence.token_ids) + len(self.drafts)
 
 
 class Batch(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """One step to execute, in this order: copies_to_host, copies_to_device, then a chunk of each sequence.
 
-    Chunk i computes `lengths[i]` tokens of `sequences[i]` from `starts[i]` on. The first `num_decodes` chunks
-    have one token each. Copies are due even when there are no chunks.
+    Chunk i computes `lengths[i]` tokens of `sequences[i]` from `starts[i]` on, of which the last may be
+    drafts. The first `num_decodes` chunks have one token each; chunks with drafts are the next ones. Copies
+    are due even when there are no chunks.
     """
 
     sequences: list[Sequence] = []
@@ -271,6 +293,7 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     lengths: list[int] = []
     num_decodes: int = 0
     is_pure_decode: bool = False  # as `Plan.is_pure_decode`
+    drafts: Mapping[int, Ordered[int]] = {}  # chunk -> drafts
     copies_to_host: tuple[PageCopy, ...] = ()
     copies_to_device: tuple[PageCopy, ...] = ()
     num_padded_tokens: int = 0
@@ -282,17 +305,41 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     @cached_property
     def chunks(self) -> tuple[ScheduledChunk, ...]:
         """Created on first use: a step of decodes needs none."""
-        return tuple(map(ScheduledChunk, self.sequences, self.starts, self.lengths))
+        chunks = zip(self.sequences, self.starts, self.lengths, strict=True)
+        return tuple(ScheduledChunk(*each, self.drafts.get(index, ())) for index, each in enumerate(chunks))
+
+    @property
+    def own_lengths(self) -> list[int]:
+        """The number of each chunk's tokens, without drafts."""
+        if not self.drafts:
+            return self.lengths
+        return [chunk.num_own_tokens for chunk in self.chunks]
 
     @property
     def prompt_chunks(self) -> tuple[ScheduledChunk, ...]:
-        """The chunks of more than one token."""
-        return self.chunks[self.num_decodes :] if self.num_decodes < len(self.sequences) else ()
+        """The chunks of more than one token, drafts not counted."""
+        first = self.num_decodes + len(self.drafts)
+        return self.chunks[first:] if first < len(self.sequences) else ()
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all chunks, without padding."""
+        """Tokens of all chunks, drafts among them, without padding."""
         return sum(self.lengths)
+
+
+class Drafter(Protocol):
+    """Proposes tokens that sequences may sample next."""
+
+    def propose(self, decodes: Ordered[Sequence], num_tokens: int) -> Mapping[SequenceKey, Ordered[int]]:
+        """Return drafts for some of the sequences, each of which computes its one last token in a step.
+
+        num_tokens: all tokens of the step. Drafts change how long a step takes and never what is sampled.
+        """
+        ...
+
+    def finish(self, sequence: Sequence) -> None:
+        """Learn of a sequence that has ended with all its tokens."""
+        ...
 
 
 # The queues.

@@ -12,6 +12,7 @@ scheduling key.
 """
 
 from collections import Counter
+from collections.abc import Sequence as Ordered
 from functools import cached_property
 from math import ceil, inf, sqrt
 from typing import Final, NamedTuple
@@ -25,6 +26,7 @@ from baton.engine.scheduler.preemption import (
     cheaper_mode,
 )
 from baton.engine.scheduler.sequence import (
+    Drafter,
     Plan,
     PreemptMode,
     Sequence,
@@ -132,6 +134,7 @@ class StepPlanner:
         self._tracks_keys = queues.shares.are_several or queues.have_quotas
         self._may_admit = True
         self._decodes: dict[SequenceKey, int] = {}
+        self._drafts: dict[SequenceKey, Ordered[int]] = {}
         self._chunks: dict[SequenceKey, int] = {}
         self._page_needs: dict[SequenceKey, int] = {}
         # sequence -> (first token to compute, pages it starts with)
@@ -196,6 +199,30 @@ class StepPlanner:
                 self._decodes[sequence.key] = 1
                 self.budget -= 1
         return len(self._decodes)
+
+    def schedule_drafts(self, drafter: Drafter) -> None:
+        """Lengthen decodes by drafts, with the budget and the pages that nothing else of this step wants."""
+        decodes = [self.queues.by_key[key] for key in self._decodes]
+        decodes = [each for each in decodes if not each.needs_prompt_logprobs]
+        drafts = drafter.propose(decodes, sum(self._decodes.values()) + sum(self._chunks.values()))
+        for key, token_ids in drafts.items():
+            sequence = self.queues.by_key[key]
+            num_pages = self.available - self._committed - self._headroom()
+            if self.queues.have_quotas:
+                num_pages = self._quotas.limit(sequence.share, num_pages)
+            num_pages = self._num_held(sequence) + max(0, num_pages)
+            num_tokens = min(
+                len(token_ids),
+                self.budget,
+                num_pages * self._pool.page_size - sequence.num_tokens,
+                sequence.max_num_tokens - sequence.num_tokens - 1,
+            )
+            if num_tokens < 1:
+                continue
+            self._take_pages(sequence, 1 + num_tokens)
+            self._drafts[key] = token_ids[:num_tokens]
+            self._decodes[key] += num_tokens
+            self.budget -= num_tokens
 
     def prefills(self) -> list[Sequence]:
         """The running sequences that lack the KV of more than one token, best rank first."""
@@ -353,15 +380,18 @@ class StepPlanner:
     def finish(self, version: int, wait_s: float | None) -> Plan:
         """The plan of everything that was scheduled, admitted and preempted."""
         scheduled, num_decodes = self._decodes, len(self._decodes)
-        if self._chunks:
-            singles = {key: num for key, num in self._chunks.items() if num == 1}
-            scheduled = scheduled | singles | self._chunks
-            num_decodes += len(singles)
+        if self._chunks or self._drafts:
+            chunks = self._decodes | self._chunks
+            scheduled = {key: num for key, num in chunks.items() if num == 1}
+            num_decodes = len(scheduled)
+            scheduled |= {key: chunks[key] for key in self._drafts}
+            scheduled |= self._chunks
         return Plan(
             version=version,
             scheduled=scheduled,
             num_decodes=num_decodes,
-            is_pure_decode=not self._chunks,
+            is_pure_decode=not (self._chunks or self._drafts),
+            drafts=self._drafts,
             page_needs=self._page_needs,
             admitted=tuple(self._admitted),
             preempted=self._preempted,

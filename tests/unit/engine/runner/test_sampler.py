@@ -1,6 +1,7 @@
 """From logits to tokens. Shapes: R rows, V vocabulary."""
 
 from collections import Counter
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from torch import Tensor
 from baton.engine.runner import sampler as sampler_module
 from baton.engine.runner.logits_processors import LOGITS_PROCESSORS, process_rows
 from baton.engine.runner.sampler import LogprobRows, Sampler
-from baton.engine.scheduler.sequence import ScheduledChunk, Sequence
+from baton.engine.scheduler.sequence import Row, ScheduledChunk, Sequence
 from baton.request import Request, SamplingParams
 from baton.token_ids import TokenIds
 from tests.batches import make_batch, make_sequence, rest_of
@@ -33,8 +34,14 @@ def adjusted(sequence: Sequence, logits_V: Tensor) -> Tensor:
     result = logits_V.clone()
     for processor in LOGITS_PROCESSORS.values():
         if processor.applies(sequence.sampling):
-            processor.process(result, sequence)
+            processor.process(result, Row(sequence))
     return result
+
+
+def grown(row: Row) -> Sequence:
+    """The sequence as it is once the row's drafts are its tokens."""
+    sequence = row.sequence
+    return replace(sequence, token_ids=[*sequence.token_ids, *row.drafts])
 
 
 def by_definition(sequence: Sequence, logits_V: Tensor) -> list[float]:
@@ -73,7 +80,7 @@ def test_processors_agree_with_a_loop_over_the_vocabulary(
 
 
 @given(
-    rows=st.lists(
+    samplings=st.lists(
         st.fixed_dictionaries(
             {
                 "repetition_penalty": st.sampled_from((0.5, 1.0, 1.7)),
@@ -91,14 +98,18 @@ def test_processors_agree_with_a_loop_over_the_vocabulary(
     steps=st.lists(st.lists(tokens, min_size=6, max_size=6), min_size=1, max_size=5),
 )
 def test_rows_of_growing_sequences_are_each_changed_by_their_own_parameters(
-    rows: list[dict[str, Any]], prompts: list[list[int]], steps: list[list[int]]
+    samplings: list[dict[str, Any]], prompts: list[list[int]], steps: list[list[int]]
 ) -> None:
-    sequences = [make_sequence(str(i), prompts[i], **row) for i, row in enumerate(rows)]
+    sequences = [make_sequence(str(i), prompts[i], **each) for i, each in enumerate(samplings)]
     for step, new_tokens in enumerate(steps):
-        logits = random_logits(len(sequences), step)
-        expected = torch.tensor([by_definition(*pair) for pair in zip(sequences, logits, strict=True)])
+        # The rows of each sequence: after its own tokens, and after one and two drafts.
+        rows = [Row(each, new_tokens[:num]) for each in sequences for num in range(3)]
+        logits = random_logits(len(rows), step)
+        expected = torch.tensor(
+            [by_definition(grown(row), logits_V) for row, logits_V in zip(rows, logits, strict=True)]
+        )
         for processor in LOGITS_PROCESSORS.values():
-            applying = {i: each for i, each in enumerate(sequences) if processor.applies(each.sampling)}
+            applying = {i: row for i, row in enumerate(rows) if processor.applies(row.sequence.sampling)}
             if applying:
                 process_rows(processor, logits, applying)
         torch.testing.assert_close(logits, expected)
@@ -118,7 +129,7 @@ class EvenTokens:
     def applies(self, sampling: SamplingParams) -> bool:
         return isinstance(sampling, EvenSampling) and sampling.even_only
 
-    def process(self, logits_V: Tensor, sequence: Sequence) -> None:
+    def process(self, logits_V: Tensor, row: Row) -> None:
         logits_V[1::2] = float("-inf")
 
 
@@ -158,7 +169,7 @@ def test_row_with_nan_fails_alone() -> None:
     sampled = Sampler(CPU).sample(batch, logits).wait()
     assert sampled.failed == [sequences[1]] and whole.failed == []
     assert sampled.token_ids == [whole.token_ids[0], None, whole.token_ids[2]]
-    assert sampled.logprobs == {key: whole.logprobs[key] for key in (("a", 0), ("c", 0))}
+    assert sampled.logprobs == {key: whole.logprobs[key] for key in (("a", 0, 0), ("c", 0, 0))}
 
 
 def drawn_beside(company: list[Sequence]) -> list[int | None]:
@@ -199,14 +210,63 @@ def test_logprobs_are_of_unprocessed_logits_and_only_on_request() -> None:
         .sample(make_batch(*(rest_of(s, 2) for s in (asking, silent, bare))), logits.clone())
         .wait()
     )
-    assert sampled.logprobs.keys() == {asking.key, bare.key}
+    assert sampled.logprobs.keys() == {(*asking.key, 1), (*bare.key, 1)}
     logprobs = logits.log_softmax(-1)
-    ours = sampled.logprobs[asking.key]
+    ours, bares = sampled.logprobs[*asking.key, 1], sampled.logprobs[*bare.key, 1]
     assert sampled.token_ids[0] == ours.token_id == 5
     assert ours.logprob == pytest.approx(float(logprobs[0, 5]))
     assert ours.rank == 1 + int((logprobs[0] > logprobs[0, 5]).sum())
     assert [token for token, _ in ours.top] == logprobs[0].topk(2).indices.tolist()
-    assert sampled.logprobs[bare.key].top == () and sampled.logprobs[bare.key].rank == 1
+    assert bares.top == () and bares.rank == 1
+
+
+def drafted(sequence: Sequence, drafts: list[int]) -> ScheduledChunk:
+    """The decode of a sequence, with drafts."""
+    return ScheduledChunk(sequence, sequence.num_tokens - 1, 1 + len(drafts), drafts)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_drafts_are_accepted_up_to_the_first_that_would_not_be_sampled(temperature: float) -> None:
+    sampling: dict[str, Any] = {
+        "temperature": temperature,
+        "seed": 5,
+        "repetition_penalty": 1.3,
+        "logprobs": 2,
+    }
+    logits = random_logits(4)
+    one_by_one, logprobs = make_sequence("s", [1, 2], [3], **sampling), []
+    expected: list[int | None] = []
+    for logits_V in logits:
+        batch = make_batch(rest_of(one_by_one, one_by_one.num_tokens - 1))
+        sampled = Sampler(CPU).sample(batch, logits_V[None].clone()).wait()
+        logprobs.append(sampled.logprobs["s", 0, len(expected) + 1])
+        expected.append(sampled.token_ids[0])
+        one_by_one.token_ids.append(expected[-1] or 0)
+    for num_right in range(4):
+        drafts = [each or 0 for each in expected[:3]]
+        if num_right < 3:
+            drafts[num_right] = (drafts[num_right] + 1) % VOCAB_SIZE
+        sequence, beside = make_sequence("s", [1, 2], [3], **sampling), make_sequence("b", [1, 2], [3])
+        batch = make_batch(rest_of(beside, 2), drafted(sequence, drafts), drafts={1: drafts})
+        sampled = Sampler(CPU).sample(batch, torch.cat((logits[:1], logits)).clone()).wait()
+        assert sampled.token_ids[1] == expected[0]
+        assert sampled.accepted.get(1, []) == expected[1 : num_right + 1]
+        for index in range(num_right + 1):
+            ours = sampled.logprobs["s", 0, index + 1]
+            assert ours == logprobs[index] and ours.token_id == expected[index]
+
+
+def test_row_with_nan_after_an_accepted_draft_fails_only_when_it_comes_next() -> None:
+    logits = random_logits(3)
+    right = logits.argmax(-1).tolist()
+    logits[1, 7] = float("nan")
+    sequence = make_sequence("s", [1, 2], [3])
+    batch = make_batch(drafted(sequence, right[:2]), drafts={0: right[:2]})
+    sampled = Sampler(CPU).sample(batch, logits.clone()).wait()
+    assert (sampled.token_ids, sampled.accepted, sampled.failed) == ([right[0]], {}, [])
+    sequence.token_ids.append(right[0])
+    following = Sampler(CPU).sample(make_batch(rest_of(sequence, 3)), logits[1:2].clone()).wait()
+    assert following.failed == [sequence]
 
 
 def prompt_rows(sampler: Sampler, sequence: Sequence, edges: list[int], logits: Tensor) -> Any:

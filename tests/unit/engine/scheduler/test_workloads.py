@@ -25,6 +25,7 @@ TEXTS = [[number] * 5 + [number, 3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9] fo
 
 
 def random_settings(rng: random.Random, min_pages: int = 4) -> Settings:
+    is_async = rng.random() < 0.5
     return Settings(
         num_pages=rng.randint(min_pages, 40),
         page_size=rng.choice([1, 2, 4, 8]),
@@ -36,7 +37,8 @@ def random_settings(rng: random.Random, min_pages: int = 4) -> Settings:
             policy=rng.choice(["continuous", "continuous", "continuous", "static", "dynamic"]),
             max_queue_delay_ms=rng.choice([0.0, 0.0, 20.0]),
         ),
-        is_async=rng.random() < 0.5,
+        is_async=is_async,
+        num_drafts=0 if is_async else rng.choice([0, 1, 2, 7]),
     )
 
 
