@@ -4,7 +4,10 @@ from os import PathLike
 from pathlib import Path
 from typing import Final
 
+import msgspec
+
 import baton
+from baton.config.engine import EngineSettingsT
 from baton.errors import ModelError
 
 TINY: Final = "tiny"
@@ -28,3 +31,12 @@ def resolve_model(model: str | PathLike[str]) -> Path:
             f"{'a file' if directory.exists() else 'a name that is no directory'}; nothing is downloaded"
         )
     return directory
+
+
+def resolve_draft_model(settings: EngineSettingsT) -> EngineSettingsT:
+    """Return the settings with the directory of their draft model, if any; raises as `resolve_model`."""
+    speculative = settings.speculative
+    if speculative is None or speculative.model is None:
+        return settings
+    speculative = msgspec.structs.replace(speculative, model=str(resolve_model(speculative.model)))
+    return msgspec.structs.replace(settings, speculative=speculative)

@@ -6,13 +6,18 @@ from typing import Final, Literal, TypeAlias
 
 import msgspec
 
-from baton.cluster.model_directory import resolve_model
+from baton.cluster.model_directory import resolve_draft_model, resolve_model
 from baton.cluster.runtimes.base import ProcessSpec
 from baton.config.cluster import ServeConfig, WorkerConfig
 from baton.config.engine import EngineConfig, EngineSettings
 from baton.config.gateway import GatewayConfig
 from baton.engine.models.checkpoint import read_entries
-from baton.engine.models.registry import check_split, choose_max_model_len, read_model_config
+from baton.engine.models.registry import (
+    check_split,
+    choose_max_model_len,
+    read_draft_model_config,
+    read_model_config,
+)
 from baton.errors import ConfigError
 from baton.gateway.tenants.tenants import Tenants
 from baton.gateway.text.chat_template import ChatTemplate
@@ -144,6 +149,7 @@ def check_model(config: ServeConfig) -> Path:
     if config.engine.load_format != "dummy":
         read_entries(directory)
     choose_max_model_len(config.engine, model)
+    read_draft_model_config(resolve_draft_model(config.engine), model)
     for role, pool in config.pools.items():
         if pool.num_workers:
             try:

@@ -21,7 +21,7 @@ from typing import Final
 import msgspec
 
 from baton.clock import SystemClock
-from baton.cluster.model_directory import resolve_model
+from baton.cluster.model_directory import resolve_draft_model, resolve_model
 from baton.cluster.runtimes.base import Progress
 from baton.config.cluster import DRAIN_NOTICE_S, WorkerConfig
 from baton.config.environment import node_name
@@ -173,6 +173,9 @@ class HostedWorker:
 def _load(config: WorkerConfig, shared: SharedPool, agents: RankAgents, progress: Progress | None) -> Engine:
     directory = resolve_model(config.engine.model)
     engine_config = msgspec.structs.replace(config.engine, model=str(directory))
+    if config.role is WorkerRole.PREFILL:  # it samples first tokens alone
+        engine_config = msgspec.structs.replace(engine_config, speculative=None)
+    engine_config = resolve_draft_model(engine_config)
     return load_engine(engine_config, progress=progress, zeros_on_cpu=shared.zeros, sidecar=agents.sidecar)
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from baton.clock import Clock, SystemClock
-from baton.config.engine import EngineConfig, RankSidecar
+from baton.config.engine import EngineConfig, RankSidecar, SpeculativeConfig
 from baton.config.environment import cache_directory, prepare_nccl
 from baton.engine.cache.page_pool import Owner, PagePool
 from baton.engine.cache.prefix_cache import HostTier, PrefixCache
@@ -31,8 +31,10 @@ from baton.engine.runner.structured_output import StructuredOutputMask
 from baton.engine.runner.tp_worker import STOP_COMMAND, TpWorkers
 from baton.engine.scheduler.preemption import PreemptionRates
 from baton.engine.scheduler.scheduler import Scheduler
-from baton.engine.scheduler.sequence import Batch, PageCopy, Sequence, SequenceProgress
-from baton.engine.speculation.drafters import lookup_drafter, time_steps
+from baton.engine.scheduler.sequence import Batch, Drafter, PageCopy, Sequence, SequenceProgress
+from baton.engine.speculation.draft_lengths import time_steps
+from baton.engine.speculation.draft_model import ModelDrafter, load_draft_model
+from baton.engine.speculation.lookup import lookup_drafter
 from baton.errors import ConfigError, ModelError, WorkerLost
 from baton.kernels import native
 from baton.kernels.huge_pages import huge_zeros
@@ -70,11 +72,12 @@ def load_engine(
         runner = ModelRunner(config, model_config, tp_workers.tp if tp_workers else TensorParallel())
         with tp_workers.explains_loss() if tp_workers else nullcontext():
             runner.load(progress)
+            draft_model = load_draft_model(config, model_config)
             _allocate(runner, zeros_on_cpu)
             if sidecar is not None:
                 runner.tp.smallest(0)  # the ranks meet here once their sidecars have started
         name = fingerprint(directory, dummy_seed=config.seed if config.load_format == "dummy" else None)
-        return Engine(runner, clock or SystemClock(), name, tp_workers)
+        return Engine(runner, clock or SystemClock(), name, tp_workers, draft_model)
     except BaseException:
         if tp_workers:
             tp_workers.close(timeout_s=0.0)
@@ -90,7 +93,9 @@ class Engine(Replica):
         clock: Clock,
         model_fingerprint: str,
         tp_workers: TpWorkers | None = None,
+        draft_model: ModelRunner | None = None,
     ) -> None:
+        """draft_model: loaded, with its pool; see `SpeculativeConfig`."""
         config, layout, model_config = runner.config, runner.layout, runner.model_config
         keys = None
         if config.cache.enable_prefix_caching:
@@ -120,8 +125,7 @@ class Engine(Replica):
         self._start_steps()
         self._sampler.warm_up(model_config.vocab_size)
         if config.speculative is not None:
-            costs = time_steps(self._time_step, config.scheduler)
-            scheduler.drafter = lookup_drafter(config.speculative, costs, self._form_mask.forced_tokens)
+            scheduler.drafter = self._make_drafter(config.speculative, draft_model)
 
     def _start_steps(self) -> None:
         """Reset everything that is remembered from step to step."""
@@ -206,7 +210,9 @@ class Engine(Replica):
         ended_s = perf_counter()
         step_s = ended_s - max(step.launched_s, self._busy_since_s or 0.0)
         self._meter.observe(step.batch, step_s)
-        self._last_step = step.batch, step_s
+        num_sampled = len(sampled.token_ids) - sampled.token_ids.count(None)
+        num_accepted = sum(map(len, sampled.accepted.values()))
+        self._last_step = step.batch, step_s * max(1, num_sampled) / max(1, num_sampled + num_accepted)
         failed = [sequence for sequence in sampled.failed if sequence.finish_reason is None]
         for sequence in failed:
             logger.error("logits that are not numbers", extra={"request_id": sequence.request_id})
@@ -270,6 +276,15 @@ class Engine(Replica):
         if batch.copies_to_host:
             self.pages.note_copies(device_page for device_page, _ in batch.copies_to_host)
         return logits_RV
+
+    def _make_drafter(self, config: SpeculativeConfig, draft_model: ModelRunner | None) -> Drafter:
+        costs, forced_tokens = (
+            time_steps(self._time_step, self.runner.config.scheduler),
+            self._form_mask.forced_tokens,
+        )
+        if draft_model is not None:
+            return ModelDrafter(draft_model, costs, forced_tokens, config.num_speculative_tokens)
+        return lookup_drafter(config, costs, forced_tokens)
 
     def _time_step(self, arrays: StepArrays) -> float:
         """The seconds of a step of padding."""

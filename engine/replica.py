@@ -69,7 +69,7 @@ class Replica(ABC):
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
         self._clock = clock
-        self._last_step: tuple[Batch, float] | None = None
+        self._last_step: tuple[Batch, float] | None = None  # and its seconds for one token of each sequence
 
     # Requests.
 
@@ -185,6 +185,9 @@ class Replica(ABC):
             prefix_queries_tokens=cache.num_queried_tokens,
             prefix_hits_tokens=cache.num_hit_tokens,
             num_preemptions=scheduler.num_preemptions,
+            num_drafts=scheduler.num_drafts,
+            num_draft_tokens=scheduler.num_draft_tokens,
+            num_accepted_tokens=scheduler.num_accepted_tokens,
         )
 
     def last_step(self) -> StepTimes | None:

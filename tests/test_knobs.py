@@ -30,6 +30,7 @@ KNOBS: dict[str, Any] = {
     "scheduler.max_queue_delay_ms": 0.0,
     "scheduler.preferred_batch_sizes": (),
     "scheduler.async_scheduling": None,
+    "speculative": None,
 }
 
 GATEWAY_KNOBS: dict[str, Any] = {

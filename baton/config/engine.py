@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -64,15 +64,13 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     earlier answers to the same tenant. draft_model: a smaller model with the same vocabulary.
     """
 
-    method: Literal["ngram", "suffix", "draft_model"] | None = (
-        None  # None: draft_model, when there is a model
-    )
+    # ngram, suffix or draft_model; None: draft_model.
+    method: Literal["ngram", "suffix", "draft_model"] | None = None
     model: str | None = None  # the directory of the draft model
     # The most tokens that a draft has. Fewer are proposed where they are predicted to save no time.
     num_speculative_tokens: Annotated[int, Meta(ge=1, le=64)] = 8
-    # The longest and the shortest match of ngram and suffix, in tokens.
-    prompt_lookup_max: Annotated[int, Meta(ge=1, le=64)] = 8
-    prompt_lookup_min: Annotated[int, Meta(ge=1, le=64)] = 3
+    prompt_lookup_max: Annotated[int, Meta(ge=1, le=64)] = 8  # the longest match that ngram and suffix seek
+    prompt_lookup_min: Annotated[int, Meta(ge=1, le=64)] = 3  # the shortest match, in tokens
 
     def __post_init__(self) -> None:
         if self.chosen_method == "draft_model" and not self.model:
@@ -104,7 +102,8 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     seed: Seed = 0  # of sampling for requests without a seed of their own, and of dummy weights
     cache: CacheConfig = msgspec.field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = msgspec.field(default_factory=SchedulerConfig)
-    speculative: SpeculativeConfig | None = None  # of workers that decode; None: no speculative decoding
+    # Speculative decoding on workers that decode, such as {"method": "ngram"}; None: off.
+    speculative: SpeculativeConfig | None = None
 
     def __post_init__(self) -> None:
         if self.speculative is not None and self.scheduler.async_scheduling:
@@ -112,6 +111,9 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                 "scheduler.async_scheduling: with speculative decoding, a step is planned from the tokens of "
                 "the step before"
             )
+
+
+EngineSettingsT = TypeVar("EngineSettingsT", bound=EngineSettings)
 
 
 class EngineConfig(EngineSettings, frozen=True):

@@ -61,8 +61,9 @@ def _join(prefix: str, name: object) -> str:
 
 
 def _value(expected: Any, value: object, key: str) -> Any:
-    if _is_struct(expected):
-        return build(expected, value, key)
+    struct = _struct_in(expected)
+    if struct is not None and value is not None:
+        return build(struct, value, key)
     if key.endswith("_bytes") and isinstance(value, str):
         try:
             value = parse_bytes(value)
@@ -137,10 +138,18 @@ def from_text(field: msgspec.structs.FieldInfo, text: str, key: str) -> object:
         return msgspec.convert(text, field.type, strict=False)
     except msgspec.ValidationError:
         pass
+    struct = _struct_in(field.type)
     try:
+        if struct is not None:
+            return build(struct, msgspec.json.decode(text), key)
         return msgspec.json.decode(text, type=field.type)
     except msgspec.MsgspecError:
         raise ConfigError(f"{key}: expected {_describe(field.type)}, got {text!r}") from None
+
+
+def _struct_in(expected: Any) -> type[msgspec.Struct] | None:
+    """The struct that a value is, unless it is None."""
+    return next((each for each in (expected, *get_args(expected)) if _is_struct(each)), None)
 
 
 def _is_struct(expected: Any) -> bool:

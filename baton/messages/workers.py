@@ -66,6 +66,9 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     prefix_queries_tokens: Count = 0  # since the worker's start, as are all counts below
     prefix_hits_tokens: Count = 0
     num_preemptions: Count = 0
+    num_drafts: Count = 0  # steps of sequences with drafts
+    num_draft_tokens: Count = 0
+    num_accepted_tokens: Count = 0  # of the drafts
     num_tokens: Count = 0  # generated
     kv_bytes: Count = 0  # sent to other workers
     # Transports, fall-backs, dropped peers. The worker names its counters and gauges itself.
@@ -129,7 +132,11 @@ class PrefillTimes(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
 
 
 class StepTimes(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Size and duration of one step of an engine."""
+    """Size and duration of one step of an engine.
+
+    A step in which drafts were accepted counts as several: `step_s` is the time in which each sequence gained
+    one token.
+    """
 
     num_sequences: Count
     num_new_tokens: Count  # of prompts, computed in the step

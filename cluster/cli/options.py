@@ -44,6 +44,7 @@ FLAGS: Final = {
     "decode.page_size": "--decode-block-size --decode-page-size",
     "engine.tensor_parallel_size": "--tensor-parallel-size -tp",
     "engine.seed": "--engine-seed --seed",
+    "engine.speculative": "--speculative-config",
     "engine.scheduler.policy": "--scheduler-policy",
     "engine.cache.page_size": "--block-size --page-size",
     "engine.cache.kv_cache_memory_bytes": "--kv-cache-memory --kv-cache-memory-bytes",
@@ -63,6 +64,7 @@ METAVARS: Final = {
     "preferred_batch_sizes": "SIZES",
     "logit_bias": "ID:X",
     "structured_outputs": "JSON",
+    "speculative": "JSON",
 }
 # vLLM's options that Baton lacks, and options of other commands: what to do instead.
 INSTEAD: Final = {

@@ -17,7 +17,7 @@ from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import Any, Self, TypeAlias, TypeVar
 
-from baton.cluster.model_directory import resolve_model
+from baton.cluster.model_directory import resolve_draft_model, resolve_model
 from baton.cluster.offline.generation import (
     Completion,
     Generation,
@@ -129,7 +129,7 @@ class LLM:
         Raises ModelError for the directory, and ConfigError for a setting; the message says what to change.
         """
         directory = resolve_model(model)
-        config = engine_config({"model": str(directory), **settings})
+        config = resolve_draft_model(engine_config({"model": str(directory), **settings}))
         read_model_config(directory)  # its errors come first, before minutes of loading
         if generation_config not in ("auto", "vllm"):
             raise ConfigError(f"generation_config: expected 'auto' or 'vllm', got {generation_config!r}")

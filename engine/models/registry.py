@@ -238,6 +238,22 @@ def choose_max_model_len(config: EngineSettings, model: ModelConfig) -> int:
     return asked or model.max_position_embeddings
 
 
+def read_draft_model_config(settings: EngineSettings, target: ModelConfig) -> ModelConfig | None:
+    """The configuration of the draft model, if the settings name one.
+
+    Raises ModelError for an invalid directory, and ConfigError when the vocabulary is not the target's.
+    """
+    if settings.speculative is None or settings.speculative.model is None:
+        return None
+    model = read_model_config(Path(settings.speculative.model))
+    if model.vocab_size != target.vocab_size:
+        raise ConfigError(
+            f"speculative.model: expected the target's vocabulary of {target.vocab_size} tokens, "
+            f"got {model.vocab_size}"
+        )
+    return model
+
+
 def check_split(model: ModelConfig, num_ranks: int) -> None:
     """ConfigError unless the model can be split evenly over so many tensor-parallel ranks."""
     sizes = {

@@ -60,6 +60,9 @@ class Scheduler:
         self.cache = cache
         self.pool = cache.pool  # the ledger; transfers hold pages in it too
         self.num_preemptions = 0
+        self.num_drafts = 0  # chunks that had drafts
+        self.num_draft_tokens = 0
+        self.num_accepted_tokens = 0  # drafts that were sampled, too
         self._clock = clock
         self._queues = SequenceQueues()
         self.holds = ExternalPageHolds(cache, self._queues)
@@ -267,7 +270,10 @@ class Scheduler:
             self.advance(batch)
         self._advanced = None
         attribute_step_cost(batch, step_s, self._cost_cap.cost)
-        if accepted:
+        if batch.drafts:
+            self.num_drafts += len(batch.drafts)
+            self.num_draft_tokens += sum(map(len, batch.drafts.values()))
+            self.num_accepted_tokens += sum(map(len, accepted.values()))
             self._charge((batch.sequences[chunk], len(token_ids)) for chunk, token_ids in accepted.items())
         outputs: list[StepOutput] = []
         page_size = self.pool.page_size

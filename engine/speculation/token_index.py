@@ -126,8 +126,9 @@ class EarlierAnswers:
         answer = sequence.token_ids[max(0, sequence.num_prompt_tokens - self._longest) :]
         if answer[-1] < 0:
             del answer[-1]
-        indices[0].extend([*answer[-MAX_TENANT_TOKENS // 4 :], SEPARATOR])
-        self._num_tokens += len(answer) + 1
+        learned = [*answer[-(MAX_TENANT_TOKENS // 4) :], SEPARATOR]
+        indices[0].extend(learned)
+        self._num_tokens += len(learned)
         while self._num_tokens > MAX_TOKENS and len(self._of_tenants) > 1:
             _, forgotten = self._of_tenants.popitem(last=False)
             self._num_tokens -= sum(map(len, forgotten))

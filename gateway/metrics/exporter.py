@@ -244,6 +244,9 @@ METRICS: Final[list[Metric[Any]]] = [
         "load.prefix_hits_tokens",
     ),
     counter("baton_worker_preemptions", WORKERS, "Preempted sequences.", "load.num_preemptions"),
+    counter("baton_worker_drafts", WORKERS, "Steps of sequences with drafts.", "load.num_drafts"),
+    counter("baton_worker_draft_tokens", WORKERS, "Computed drafts.", "load.num_draft_tokens"),
+    counter("baton_worker_accepted_tokens", WORKERS, "Accepted drafts.", "load.num_accepted_tokens"),
     counter("baton_worker_kv_sent_bytes", WORKERS, "Bytes of KV sent to other workers.", "load.kv_bytes"),
     gauge("baton_kv_pages", WORKERS, "KV pages by state.", "load.pages", "state"),
     counter("baton_worker_events", WORKERS, "Events by kind.", "load.counters", "event"),
@@ -309,6 +312,13 @@ METRICS: Final[list[Metric[Any]]] = [
         "load.prefix_queries_tokens",
     ),
     counter("vllm:prefix_cache_hits", WORKER_ENGINES, "Tokens that were found.", "load.prefix_hits_tokens"),
+    counter(
+        "vllm:spec_decode_num_drafts", WORKER_ENGINES, "Steps of sequences with drafts.", "load.num_drafts"
+    ),
+    counter("vllm:spec_decode_num_draft_tokens", WORKER_ENGINES, "Computed drafts.", "load.num_draft_tokens"),
+    counter(
+        "vllm:spec_decode_num_accepted_tokens", WORKER_ENGINES, "Accepted drafts.", "load.num_accepted_tokens"
+    ),
     gauge(
         "vllm:cache_config_info",
         CLUSTER,

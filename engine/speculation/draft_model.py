@@ -1,0 +1,265 @@
+"""A smaller model that proposes tokens, with KV pages of its own.
+
+It samples as the target does: with the same parameters, and with the randomness of the same seed, choice and
+position. So it agrees with the target wherever the two distributions are close, at any temperature.
+"""
+
+from collections import OrderedDict
+from collections.abc import Collection, Mapping
+from collections.abc import Sequence as Ordered
+from dataclasses import dataclass, field, replace
+from itertools import count
+from pathlib import Path
+from time import perf_counter
+from typing import Final
+
+import msgspec
+
+from baton.config.engine import EngineConfig
+from baton.engine.cache.page_pool import PagePool
+from baton.engine.models.parallel import TensorParallel
+from baton.engine.models.registry import ModelConfig, choose_max_model_len, read_draft_model_config
+from baton.engine.runner.model_runner import ModelRunner, count_pages
+from baton.engine.runner.sampler import Sampler
+from baton.engine.runner.step_inputs import StepBuilder
+from baton.engine.scheduler.sequence import Batch, Sequence, SequenceKey
+from baton.engine.speculation.draft_lengths import (
+    FIRST_ESTIMATE,
+    FORCED_ESTIMATE,
+    WEIGHT,
+    Acceptance,
+    ForcedTokens,
+    StepCosts,
+)
+
+MAX_POOL_SHARE: Final = 8  # the draft model's pages take at most an eighth of the memory for pages
+FIRST_WAIT: Final = 16  # tokens until drafts that did not pay are tried again; each time twice as many
+LONGEST_WAIT: Final = 512
+
+
+def load_draft_model(config: EngineConfig, target: ModelConfig) -> ModelRunner | None:
+    """Load the draft model that the configuration names, if any, with a pool on this process's device.
+
+    Raises as `read_draft_model_config`.
+    """
+    model = read_draft_model_config(config, target)
+    if model is None:
+        return None
+    assert config.speculative is not None and config.speculative.model is not None
+    directory = Path(config.speculative.model).resolve()
+    own = msgspec.structs.replace(config, max_model_len=None)
+    most = min(choose_max_model_len(config, target), choose_max_model_len(own, model))
+    config = msgspec.structs.replace(
+        config, model=str(directory), speculative=None, tensor_parallel_size=1, max_model_len=most
+    )
+    unsized = ModelRunner(config, model, TensorParallel())
+    layout = unsized.layout
+    num_pages = count_pages(config.cache, layout, unsized.device) // MAX_POOL_SHARE
+    num_pages = min(num_pages, config.scheduler.max_num_seqs * layout.num_pages(most))
+    num_pages = max(num_pages, layout.num_pages(most))
+    cache = msgspec.structs.replace(
+        config.cache, kv_cache_memory_bytes=num_pages * layout.page_bytes, host_cache_memory_bytes=0
+    )
+    runner = ModelRunner(msgspec.structs.replace(config, cache=cache), model, TensorParallel())
+    runner.load()
+    runner.allocate()
+    return runner
+
+
+@dataclass(slots=True)
+class _Drafted:
+    """The draft model's side of one sequence of the target."""
+
+    mirror: Sequence  # the tokens of the target's sequence, then drafts; its pages are the draft model's
+    num_known: int = 0  # the target's tokens among them
+    acceptance: Acceptance = field(default_factory=Acceptance)
+    wait: int = FIRST_WAIT  # tokens between tries while drafts do not pay
+    next_try: int = 0  # the length of the sequence from which on it is tried
+
+    @property
+    def drafts(self) -> list[int]:
+        return self.mirror.token_ids[self.num_known :]
+
+    def catch_up(self, sequence: Sequence) -> None:
+        """Take over the tokens that the target's sequence has gained. KV of drafts that came true stays."""
+        mirror, gained, drafts = self.mirror, sequence.token_ids[self.num_known :], self.drafts
+        num_same = 0
+        for draft, token_id in zip(drafts, gained, strict=False):
+            if draft != token_id:
+                break
+            num_same += 1
+        num_computed = min(mirror.num_computed_tokens, self.num_known + num_same)
+        if num_same < len(drafts):  # anew: what is kept of a sequence assumes that it only grows
+            mirror = self.mirror = replace(mirror, token_ids=list(sequence.token_ids))
+        else:
+            mirror.token_ids += gained[num_same:]
+        mirror.num_computed_tokens = num_computed
+        self.num_known = len(mirror.token_ids)
+
+    def wait_after(self, num_tokens: int) -> None:
+        """Drafts do not pay. If they are the reason, not the load, none is tried for a while."""
+        if self.acceptance.estimate < FIRST_ESTIMATE:
+            self.next_try = num_tokens + self.wait
+            self.wait = min(2 * self.wait, LONGEST_WAIT)
+            self.acceptance.estimate = FIRST_ESTIMATE
+
+
+class ModelDrafter:
+    """Proposes the tokens that a smaller model samples."""
+
+    def __init__(
+        self, runner: ModelRunner, costs: StepCosts, forced_tokens: ForcedTokens, num_speculative_tokens: int
+    ) -> None:
+        """runner: of the draft model, loaded and with its pool."""
+        scheduler, layout = runner.config.scheduler, runner.layout
+        self._runner = runner
+        self._costs = costs
+        self._forced_tokens = forced_tokens
+        self._most = num_speculative_tokens
+        self._max_step_tokens = scheduler.max_num_batched_tokens
+        self._max_sequences = (
+            2 * scheduler.max_num_seqs
+        )  # those that are preempted keep their pages for a while
+        self._pool = PagePool(len(runner.pool.device), layout.page_size, runner.steps)
+        self._builder = StepBuilder(
+            layout.page_size, self._max_sequences, layout.num_pages(runner.max_model_len)
+        )
+        self._drafted: OrderedDict[Sequence, _Drafted] = OrderedDict()  # the longest unused first
+        self._serials = count(1)
+        self._num_steps = 0
+        self._token_s = 0.0  # measured seconds of a draft
+
+    def propose(self, decodes: Ordered[Sequence], num_tokens: int) -> Mapping[SequenceKey, Ordered[int]]:
+        """As `Drafter.propose`."""
+        self._forget_ended(len(decodes))
+        proposals = {each: self._forced_tokens(each)[: self._most] for each in decodes}
+        estimates = [FORCED_ESTIMATE if proposals[each] else self._estimate(each) for each in decodes]
+        most = [
+            len(proposals[each]) or (self._longest(each) if estimate else 0)
+            for each, estimate in zip(decodes, estimates, strict=True)
+        ]
+        lengths = self._costs.lengths(
+            estimates, most, num_decodes=len(decodes), num_tokens=num_tokens, token_s=self._token_s
+        )
+        wanted: dict[Sequence, int] = {}
+        for sequence, estimate, length in zip(decodes, estimates, lengths, strict=True):
+            if proposals[sequence] or not estimate:
+                continue
+            if length:
+                wanted[sequence] = length
+            else:
+                self._drafted[sequence].wait_after(sequence.num_tokens)
+        self._draft(wanted)
+        for sequence in wanted:
+            drafted = self._drafted[sequence]
+            proposals[sequence] = drafted.drafts
+            drafted.acceptance.propose(sequence.token_ids, drafted.drafts)
+        return {
+            sequence.key: proposals[sequence][:length]
+            for sequence, length in zip(decodes, lengths, strict=True)
+            if length and proposals[sequence]
+        }
+
+    def finish(self, sequence: Sequence) -> None:
+        """Release the pages that the draft model has for a sequence."""
+        drafted = self._drafted.pop(sequence, None)
+        if drafted is not None:
+            self._pool.release(drafted.mirror.page_table, sequence.key)
+
+    def _estimate(self, sequence: Sequence) -> float:
+        """The estimate that the next draft is accepted; 0 while drafts of the sequence are not tried."""
+        drafted = self._drafted.get(sequence)
+        if drafted is None:
+            drafted = self._drafted[sequence] = _Drafted(self._mirror(sequence))
+        drafted.acceptance.observe(sequence.token_ids)
+        return drafted.acceptance.estimate if sequence.num_tokens >= drafted.next_try else 0.0
+
+    def _mirror(self, sequence: Sequence) -> Sequence:
+        sampling = msgspec.structs.replace(
+            sequence.sampling, logprobs=None, prompt_logprobs=None, structured_outputs=None
+        )
+        return Sequence(
+            key=sequence.key,
+            sampling=sampling,
+            token_ids=[],
+            num_prompt_tokens=sequence.num_prompt_tokens,
+            min_num_tokens=sequence.min_num_tokens,
+            max_num_tokens=sequence.max_num_tokens,
+            stop_ids=sequence.stop_ids,
+            table_version=next(self._serials) << 32,
+        )
+
+    def _longest(self, sequence: Sequence) -> int:
+        """The most drafts that have room in the answer and in the draft model."""
+        most = min(sequence.max_num_tokens, self._runner.max_model_len)
+        return max(0, min(self._most, most - sequence.num_tokens - 1))
+
+    def _draft(self, wanted: Mapping[Sequence, int]) -> None:
+        """Let the mirrors catch up and sample as many drafts as are wanted, fewer where pages are short."""
+        sampler, budget = Sampler(self._runner.device), self._max_step_tokens
+        chunks: list[tuple[Sequence, int]] = []
+        lengths: dict[Sequence, int] = {}  # of each mirror, with its drafts
+        for sequence, length in wanted.items():
+            self._drafted.move_to_end(sequence)
+            drafted = self._drafted[sequence]
+            drafted.catch_up(sequence)
+            mirror = drafted.mirror
+            lengths[mirror] = mirror.num_tokens + length
+            num_tokens = min(mirror.num_uncomputed_tokens, budget)
+            if num_tokens and self._take_pages(mirror, lengths[mirror], wanted):
+                chunks.append((mirror, num_tokens))
+                budget -= num_tokens
+        is_first = True
+        while chunks:
+            started_s = perf_counter()
+            sampled = self._run(sampler, chunks)
+            if not is_first:  # the first step may compute prompts
+                token_s = (perf_counter() - started_s) / len(chunks)
+                self._token_s += WEIGHT * (token_s - self._token_s) if self._token_s else token_s
+            is_first = False
+            chunks = [
+                (mirror, 1)
+                for mirror in sampled
+                if mirror.num_tokens < lengths[mirror] and mirror.token_ids[-1] not in mirror.stop_ids
+            ]
+
+    def _run(self, sampler: Sampler, chunks: list[tuple[Sequence, int]]) -> list[Sequence]:
+        """Compute so many tokens of each mirror; return those that have sampled another one."""
+        chunks.sort(key=lambda chunk: chunk[1] > 1)
+        mirrors, lengths = [mirror for mirror, _ in chunks], [num_tokens for _, num_tokens in chunks]
+        batch = Batch(
+            sequences=mirrors,
+            starts=[mirror.num_computed_tokens for mirror in mirrors],
+            lengths=lengths,
+            num_decodes=lengths.count(1),
+        )
+        self._num_steps += 1
+        logits_RV = self._runner.execute(self._builder.build(batch)._replace(step=self._num_steps))
+        token_ids = sampler.sample(batch, logits_RV).wait().token_ids
+        sampled = []
+        for (mirror, num_tokens), token_id in zip(chunks, token_ids, strict=True):
+            mirror.num_computed_tokens += num_tokens
+            if token_id is not None:
+                mirror.token_ids.append(token_id)
+                sampled.append(mirror)
+        return sampled
+
+    def _take_pages(self, mirror: Sequence, num_tokens: int, wanted: Collection[Sequence]) -> bool:
+        """Give the mirror pages for so many tokens, from sequences that are not drafted now if need be."""
+        num_missing = max(0, self._pool.pages_for(num_tokens) - len(mirror.page_table))
+        for sequence in [each for each in self._drafted if each not in wanted]:
+            if num_missing <= self._pool.num_free:
+                break
+            self.finish(sequence)
+        if num_missing > self._pool.num_free:
+            return False
+        mirror.page_table += self._pool.allocate(num_missing, mirror.key)
+        return True
+
+    def _forget_ended(self, num_decodes: int) -> None:
+        if len(self._drafted) <= num_decodes:
+            return
+        for sequence in [each for each in self._drafted if each.finish_reason is not None]:
+            self.finish(sequence)
+        while len(self._drafted) > self._max_sequences:
+            self.finish(next(iter(self._drafted)))

@@ -1,0 +1,183 @@
+"""Drafts change no token and no log probability; the tokens only come sooner."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from baton.clock import ManualClock
+from baton.config.engine import engine_config
+from baton.engine import engine as engine_module
+from baton.engine.engine import Engine
+from baton.engine.scheduler.sequence import PreemptMode
+from baton.engine.speculation.draft_lengths import StepCosts
+from baton.errors import ConfigError
+from baton.request import FinishReason, StepOutput
+from tests.tiny_models import VOCAB_SIZE, add, generate, run_to_end, tiny_engine, token_ids, write_config
+
+SAMPLINGS: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 0.0, "max_tokens": 60},
+    {"temperature": 1.5, "seed": 3, "top_k": 20, "top_p": 0.9, "logprobs": 2},
+    {"temperature": 0.4, "seed": 4, "n": 3, "repetition_penalty": 0.9, "frequency_penalty": 0.2},
+    {"temperature": 0.9, "seed": 5, "min_tokens": 4, "stop_token_ids": tuple(range(0, VOCAB_SIZE, 3))},
+    {"temperature": 0.3, "seed": 6, "stop_token_ids": tuple(range(0, VOCAB_SIZE, 7)), "logprobs": 0},
+    {"temperature": 0.0, "prompt_logprobs": 1, "logit_bias": {5: 3.0}},
+    {"temperature": 0.0, "max_tokens": 1},
+]
+NGRAM: dict[str, Any] = {"method": "ngram", "prompt_lookup_min": 1}
+SUFFIX: dict[str, Any] = {"method": "suffix", "prompt_lookup_min": 2, "num_speculative_tokens": 5}
+
+
+@pytest.fixture(autouse=True)
+def drafts_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many drafts as there are, whatever this machine's steps take."""
+    monkeypatch.setattr(engine_module, "time_steps", lambda *arguments: StepCosts({1: 1.0}, {1: 1.0}))
+
+
+@pytest.fixture
+def weaker_model(tmp_path: Path) -> Path:
+    """A model of another seed and size with the same vocabulary."""
+    return write_config(tmp_path / "weaker", num_hidden_layers=1)
+
+
+def answers(engine: Engine, seed: int) -> dict[tuple[str, int], list[StepOutput]]:
+    """Requests of every kind, with prompts that repeat themselves, that come and are preempted at random."""
+    rng, chance, outputs = random.Random(seed), random.Random(seed), []
+    for number in range(12):
+        phrase = [rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, 10))]
+        add(engine, str(number), phrase * rng.randint(1, 3), **{"max_tokens": 20, **rng.choice(SAMPLINGS)})
+        for _ in range(rng.randint(0, 6)):
+            running = [each.key for each in engine.scheduler.sequences() if each.is_running]
+            if running and chance.random() < 0.3:
+                engine.scheduler.preempt(chance.choice(running), chance.choice(list(PreemptMode)))
+            outputs += engine.step()
+            engine.scheduler.check_integrity()
+    found: dict[tuple[str, int], list[StepOutput]] = {}
+    for output in outputs + run_to_end(engine):
+        found.setdefault((output.request_id, output.choice), []).append(output)
+    return found
+
+
+def essence(found: dict[tuple[str, int], list[StepOutput]]) -> dict[tuple[str, int], list[Any]]:
+    """Everything but the number of cached tokens, which depends on when other requests were computed."""
+    return {
+        key: [
+            (each.index, each.token_id, each.finish_reason, each.logprobs, each.prompt_logprobs)
+            for each in outputs
+        ]
+        for key, outputs in found.items()
+    }
+
+
+CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    (NGRAM, {}),
+    (NGRAM, {"scheduler": {"max_num_batched_tokens": 5}}),
+    (NGRAM, {"cache": {"page_size": 1, "host_cache_memory_bytes": 2**16, "kv_cache_memory_bytes": 2**17}}),
+    (NGRAM, {"tensor_parallel_size": 2}),
+    (NGRAM, {"scheduler": {"policy": "static"}}),
+    (SUFFIX, {}),
+    (SUFFIX, {"scheduler": {"policy": "dynamic"}}),
+    ({"model": "same"}, {}),
+    ({"model": "same", "num_speculative_tokens": 3}, {"tensor_parallel_size": 2}),
+    ({"model": "same"}, {"scheduler": {"max_num_batched_tokens": 9}}),
+    ({"model": "weaker"}, {}),
+    ({"model": "weaker"}, {"cache": {"page_size": 16, "kv_cache_memory_bytes": 2**17}}),
+]
+
+
+@pytest.mark.parametrize(("speculative", "settings"), CASES, ids=str)
+def test_tokens_and_logprobs_are_those_without(
+    speculative: dict[str, Any], settings: dict[str, Any], tiny_model: Path, weaker_model: Path
+) -> None:
+    num_seeds = 1 if settings.get("tensor_parallel_size") else 3
+    plain = tiny_engine(tiny_model)
+    expected = [answers(plain, seed) for seed in range(num_seeds)]
+    models = {"same": str(tiny_model), "weaker": str(weaker_model)}
+    if "model" in speculative:
+        speculative = {**speculative, "model": models[speculative["model"]]}
+    engine = tiny_engine(tiny_model, speculative=speculative, **settings)
+    found = [answers(engine, seed) for seed in range(num_seeds)]
+    assert list(map(essence, found)) == list(map(essence, expected))
+    load = engine.load()
+    assert load.num_accepted_tokens > 0
+    assert load.num_accepted_tokens < load.num_draft_tokens or speculative.get("model") == str(tiny_model)
+    assert engine.load().pages["active"] == 0
+    engine.close()
+
+
+def num_steps(engine: Engine, prompt: list[int], **sampling: Any) -> tuple[list[int | None], int]:
+    add(engine, "r", prompt, **sampling)
+    outputs, steps = [], 0
+    while engine.has_work():
+        outputs += engine.step()
+        steps += 1
+    return token_ids(outputs), steps
+
+
+def test_draft_model_that_is_the_target_is_always_right(tiny_model: Path) -> None:
+    """Seeded sampling too: both draw with the randomness of the same position."""
+    engine = tiny_engine(tiny_model, speculative={"model": str(tiny_model), "num_speculative_tokens": 4})
+    sampling: dict[str, Any] = {"temperature": 1.2, "seed": 9, "max_tokens": 41, "repetition_penalty": 1.2}
+    expected = token_ids(generate(tiny_engine(tiny_model), [5, 6, 7], **sampling))
+    assert num_steps(engine, [5, 6, 7], **sampling) == (expected, 1 + 40 // 5)
+    assert engine.load().num_accepted_tokens == engine.load().num_draft_tokens == 32
+
+
+def test_answer_that_was_given_before_is_copied(tiny_model: Path) -> None:
+    engine = tiny_engine(tiny_model, speculative={"method": "suffix", "num_speculative_tokens": 8})
+    first, slow = num_steps(engine, [5, 6, 7], max_tokens=40, temperature=1.0, seed=1)
+    again, fast = num_steps(engine, [5, 6, 7], max_tokens=40, temperature=1.0, seed=1)
+    assert again == first and slow > 30 and fast < 10
+
+
+def test_stop_token_among_drafts_ends_the_answer_there(tiny_model: Path) -> None:
+    engine = tiny_engine(tiny_model, speculative={"model": str(tiny_model), "num_speculative_tokens": 8})
+    whole = token_ids(generate(engine, [5, 6, 7], max_tokens=30))
+    stop = next(token for token in whole[3:7] if token not in whole[:3])
+    outputs = generate(engine, [5, 6, 7], max_tokens=30, stop_token_ids=(stop,))
+    assert token_ids(outputs) == whole[: whole.index(stop) + 1]
+    assert [each.finish_reason for each in outputs][-2:] == [None, FinishReason.STOP]
+    assert engine.load().pages["active"] == 0
+
+
+def test_pages_of_rejected_drafts_are_not_offered(tiny_model: Path, weaker_model: Path) -> None:
+    """What the prefix cache knows after the answer are the pages of the prompt and the answer."""
+    engine = tiny_engine(tiny_model, speculative={"model": str(weaker_model)}, cache={"page_size": 2})
+    answer = token_ids(generate(engine, [5, 6, 7], max_tokens=30))
+    known = engine.take_page_changes(is_snapshot=True)
+    keys = engine.page_keys([5, 6, 7, *(each or 0 for each in answer)], b"", 2)
+    assert engine.load().num_draft_tokens > engine.load().num_accepted_tokens
+    assert {change.key for change in known.device} == set(keys[: len(known.device)])
+    assert len(known.device) == 32 // 2
+
+
+@pytest.mark.parametrize(
+    ("speculative", "reason"),
+    [
+        ({}, "speculative.model"),
+        ({"method": "ngram", "model": "x"}, "speculative.model"),
+        ({"method": "ngram", "prompt_lookup_min": 9}, "speculative.prompt_lookup_min"),
+        ({"method": "eagle"}, "speculative.method"),
+        ({"method": "ngram", "num_speculative_tokens": 0}, "speculative.num_speculative_tokens"),
+    ],
+)
+def test_bad_settings_are_named(speculative: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        engine_config({"model": "m", "speculative": speculative})
+
+
+def test_draft_model_of_another_vocabulary_is_refused(tiny_model: Path, tmp_path: Path) -> None:
+    other = write_config(tmp_path / "other", vocab_size=VOCAB_SIZE + 1)
+    with pytest.raises(ConfigError, match="vocabulary of 131 tokens, got 132"):
+        tiny_engine(tiny_model, ManualClock(), speculative={"model": str(other)})
+
+
+def test_steps_of_many_decodes_get_no_drafts_where_they_cost_as_much_as_tokens() -> None:
+    costs = StepCosts({1: 1.0, 8: 1.0, 64: 8.0}, {1: 1.0, 8: 1.0, 64: 8.0})
+    assert costs.lengths([0.9], [4], num_decodes=1, num_tokens=1) == [4]
+    assert costs.lengths([0.9, 0.1], [4, 4], num_decodes=2, num_tokens=2) == [4, 2]
+    assert costs.lengths([0.9] * 16, [4] * 16, num_decodes=16, num_tokens=16) == [0] * 16
+    assert costs.lengths([0.9], [0], num_decodes=1, num_tokens=1) == [0]
+    assert costs.lengths([0.5], [4], num_decodes=1, num_tokens=1, token_s=0.6) == [0]
