@@ -279,14 +279,14 @@ class Engine(Replica):
 
     def _make_drafter(self, config: SpeculativeConfig, draft_model: ModelRunner | None) -> Drafter:
         costs, forced_tokens = (
-            time_steps(self._time_step, self.runner.config.scheduler),
+            time_steps(self.time_step, self.runner.config.scheduler),
             self._form_mask.forced_tokens,
         )
         if draft_model is not None:
             return ModelDrafter(draft_model, costs, forced_tokens, config.num_speculative_tokens)
         return lookup_drafter(config, costs, forced_tokens)
 
-    def _time_step(self, arrays: StepArrays) -> float:
+    def time_step(self, arrays: StepArrays) -> float:
         """The seconds of a step of padding."""
         started_s = perf_counter()
         if self.runner.tp.size > 1:

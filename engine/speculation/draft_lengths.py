@@ -32,6 +32,14 @@ class StepCosts:
         self._plain = np.array([*plain_s]), np.maximum.accumulate([*plain_s.values()])
         self._drafted = np.array([*drafted_s]), np.maximum.accumulate([*drafted_s.values()])
 
+    def plain_s(self, num_tokens: int) -> float:
+        """The seconds of a step of so many decodes."""
+        return float(np.interp(num_tokens, *self._plain))
+
+    def drafted_s(self, num_tokens: int) -> float:
+        """The seconds of a step of so many tokens, some of which are drafts."""
+        return float(np.interp(num_tokens, *self._drafted))
+
     def lengths(
         self,
         estimates: Ordered[float],
@@ -59,9 +67,8 @@ class StepCosts:
         seconds = np.interp(num_tokens + nums, *self._drafted) + nums * token_s
         rates = (num_decodes + np.cumsum(chances[order])) / seconds
         best = int(np.argmax(rates))
-        curve = self._plain if num_tokens == num_decodes else self._drafted
-        plain_rate = num_decodes / float(np.interp(num_tokens, *curve))
-        if rates[best] < MIN_GAIN * plain_rate:
+        plain_s = self.plain_s if num_tokens == num_decodes else self.drafted_s
+        if rates[best] < MIN_GAIN * num_decodes / plain_s(num_tokens):
             return [0] * len(lengths)
         chosen = np.bincount(order[: best + 1] // longest, minlength=len(lengths))
         return [int(each) for each in chosen]

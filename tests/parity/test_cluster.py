@@ -58,6 +58,13 @@ FAST: Final = (
     Topology("tp 2 to 1, pages 16 to 64", 1, 1, 2, 1, decode_page_size=64),
     Topology("async, 1P+2D, pages 64 to 16", 1, 2, prefill_page_size=64, is_async=True),
     Topology("async, tp 1 to 2", decode_tp=2, is_async=True),
+    Topology(
+        "drafts, 1P+2D, pages 64 to 16",
+        1,
+        2,
+        prefill_page_size=64,
+        decode_settings={"speculative": {"method": "suffix", "prompt_lookup_min": 1}},
+    ),
 )
 SLOW: Final = tuple(
     Topology(f"{p}P+{d}D, {transport}, pages {a} to {b}", p, d, 1, 1, a, b, transport)

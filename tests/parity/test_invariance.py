@@ -23,6 +23,7 @@ NAMES = [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
 DTYPES = [torch.float32, torch.bfloat16]
 
 ASYNC = {"async_scheduling": True}
+NGRAM = {"method": "ngram", "prompt_lookup_min": 1}  # finds something at almost every step
 MODES = pytest.mark.parametrize("scheduler", [{}, ASYNC], ids=["sync", "async"])
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -46,6 +47,14 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "scheduler": ASYNC,
     },
     "async-tensor-parallel-2": {"tensor_parallel_size": 2, "scheduler": ASYNC},
+    "ngram": {"speculative": NGRAM},
+    "ngram-few-pages": {
+        "cache": {"page_size": 4},
+        "max_model_len": 140,
+        "num_kv_tokens": 160,
+        "scheduler": {"max_num_batched_tokens": 24},
+        "speculative": NGRAM,
+    },
 }
 
 

@@ -106,6 +106,8 @@ WAYS: Final[dict[str, dict[str, Any]]] = {
     "short chunks": {"scheduler": {"max_num_batched_tokens": 16}},
     "two ranks": {"tensor_parallel_size": 2},
     "swapped out": {"cache": {"host_cache_memory_bytes": 2**22}},
+    "drafts": {"speculative": {"method": "ngram", "prompt_lookup_min": 1}},
+    "drafts of a model": {"speculative": {"model": str(TINY), "num_speculative_tokens": 3}},
 }
 
 
@@ -120,6 +122,20 @@ def test_tokens_are_those_of_an_undisturbed_run(plain: Engine, tokenizer: Tokeni
         assert {key: token_ids(outputs) for key, outputs in found.items()} == expected
     finally:
         made.close()
+
+
+def test_tokens_that_the_form_forces_need_no_step_each(plain: Engine, tokenizer: Tokenizer) -> None:
+    """Forced tokens are drafts: one step computes them all, and the model still chooses how to spell them."""
+    form = StructuredOutputs(regex="the weather is (good|bad), and so is the road ahead")
+    sampling = SamplingParams(temperature=0.0, max_tokens=100, structured_outputs=form)
+    request = Request(request_id="r", token_ids=TokenIds.of(tokenizer.encode(PROMPTS[0])), sampling=sampling)
+    expected = token_ids(answers(plain, [request])["r"])
+    steps: list[Engine] = []
+    made = engine(speculative={"method": "ngram"})
+    found = answers(made, [request], steps.append)
+    assert token_ids(found["r"]) == expected
+    assert len(steps) < 0.7 * len(expected)
+    made.close()
 
 
 def test_answer_continues_after_any_token(plain: Engine, tokenizer: Tokenizer) -> None:

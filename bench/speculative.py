@@ -1,0 +1,354 @@
+"""Speculative decoding on and off, on work that copies and on work that does not, on the CPU.
+
+The model has the size and the cost of a Llama of 56 million parameters, and weights that copy: one head
+looks at the token before, another at what followed the same token earlier, and the output head says that
+token. So it quotes a passage of its prompt, as answers over retrieved documents and edits of code do. Its
+draft model does the same with two small layers, and never says one token in eight. Prompts are in the
+prefix cache: what is measured is decoding. Runs with and without drafts alternate; a figure is the median
+of their ratios. Both must give the same tokens, or the suite fails.
+
+The limit of a figure is the gain if every draft were right and cost nothing to find: by the measured step
+times, the most tokens a second with drafts over those without.
+
+    python -m baton.bench.speculative [--pairs 7]
+"""
+
+import argparse
+import json
+import random
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from time import perf_counter
+from typing import Any, Final, NamedTuple
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from baton.bench.engine.replica import request_of
+from baton.bench.report import Report, Row, Suite, at_least, at_most
+from baton.config.engine import engine_config
+from baton.engine.engine import Engine, load_engine
+from baton.engine.speculation.draft_lengths import StepCosts, time_steps
+from baton.request import SamplingParams
+from baton.rpc import process
+
+VOCAB_SIZE: Final = 32_000
+NUM_DRAFTS: Final = 8
+BATCHES: Final = {1: 2.0, 8: 1.5, 32: 1.0}  # sequences -> the least gain on work that copies
+DRAFT_MODEL_BAR: Final = 1.4
+LOSS_BAR: Final = 2.0  # % on work where nothing is accepted
+KV_BYTES: Final = 2**29
+
+# The circuit of the copying model. Parts of the hidden state:
+CODE: Final = 64  # dimensions of a token's code, a random row of signs
+TOKEN, BEFORE, COPIED, ONE = 0, CODE, 2 * CODE, 3 * CODE  # the codes, and a constant
+ROPE_THETA: Final = 1e12
+NUM_FAST: Final = 7  # pairs of a head that rotate fast: they tell neighbouring tokens apart
+NUM_MATCHED: Final = 40  # dimensions of a code that are compared, in pairs that hardly rotate
+SHARPNESS: Final = 60.0  # of attention: the best match gets everything
+
+
+class Shape(NamedTuple):
+    """The sizes of a copying model."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    forgets: int | None = None  # one token in so many is never said
+
+
+TARGET: Final = Shape(512, 1408, 8, 8, 4)
+DRAFT: Final = Shape(256, 256, 2, 2, 2, forgets=8)
+
+
+def write_copying_model(directory: Path, shape: Shape) -> Path:
+    """Write a model that continues as its context did after the latest token."""
+    directory.mkdir(parents=True)
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": shape.intermediate_size,
+        "num_hidden_layers": shape.num_layers,
+        "num_attention_heads": shape.num_heads,
+        "num_key_value_heads": shape.num_kv_heads,
+        "head_dim": CODE,
+        "vocab_size": VOCAB_SIZE,
+        "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": ROPE_THETA,
+        "tie_word_embeddings": False,
+        "dtype": "bfloat16",
+        "eos_token_id": None,
+    }
+    (directory / "config.json").write_text(json.dumps(config))
+    save_file(_copying_weights(shape), directory / "model.safetensors")
+    return directory
+
+
+def _copying_weights(shape: Shape) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    codes_VC = torch.randint(0, 2, (VOCAB_SIZE, CODE), generator=generator) * 2.0 - 1.0
+    hidden, inner = shape.hidden_size, shape.intermediate_size
+
+    def random_weights(*size: int) -> Tensor:
+        return torch.randn(size, generator=generator) * 0.02
+
+    embeddings, head = torch.zeros(VOCAB_SIZE, hidden), torch.zeros(VOCAB_SIZE, hidden)
+    embeddings[:, TOKEN : TOKEN + CODE] = codes_VC
+    embeddings[:, ONE] = 1.0
+    head[:, COPIED : COPIED + CODE] = codes_VC
+    if shape.forgets is not None:
+        head[:: shape.forgets] = 0.0
+    weights = {"model.embed_tokens.weight": embeddings, "lm_head.weight": head}
+    weights["model.norm.weight"] = torch.ones(hidden)
+    for layer in range(shape.num_layers):
+        name = f"model.layers.{layer}"
+        query = random_weights(shape.num_heads * CODE, hidden)
+        key, value = (random_weights(shape.num_kv_heads * CODE, hidden) for _ in range(2))
+        output = torch.zeros(hidden, shape.num_heads * CODE)
+        if layer < 2:
+            query[:CODE], key[:CODE], value[:CODE] = 0.0, 0.0, 0.0
+            value[:CODE, TOKEN : TOKEN + CODE] = torch.eye(CODE)
+            (_look_at_the_token_before if layer == 0 else _look_after_the_same_token)(query, key)
+            target = BEFORE if layer == 0 else COPIED
+            output[target : target + CODE, :CODE] = torch.eye(CODE)
+        weights |= {
+            f"{name}.input_layernorm.weight": torch.ones(hidden),
+            f"{name}.post_attention_layernorm.weight": torch.ones(hidden),
+            f"{name}.self_attn.q_proj.weight": query,
+            f"{name}.self_attn.k_proj.weight": key,
+            f"{name}.self_attn.v_proj.weight": value,
+            f"{name}.self_attn.o_proj.weight": output,
+            f"{name}.mlp.gate_proj.weight": random_weights(inner, hidden),
+            f"{name}.mlp.up_proj.weight": random_weights(inner, hidden),
+            f"{name}.mlp.down_proj.weight": torch.zeros(hidden, inner),
+        }
+    return {name: each.to(torch.bfloat16).contiguous() for name, each in weights.items()}
+
+
+def _look_at_the_token_before(query: Tensor, key: Tensor) -> None:
+    """Head 0: a query that RoPE turns to the key of the position before."""
+    half = CODE // 2
+    angles = ROPE_THETA ** (-torch.arange(NUM_FAST) / half)
+    query[:NUM_FAST, ONE] = SHARPNESS * torch.cos(-angles)
+    query[half : half + NUM_FAST, ONE] = SHARPNESS * torch.sin(-angles)
+    key[:NUM_FAST, ONE] = 8.0
+
+
+def _look_after_the_same_token(query: Tensor, key: Tensor) -> None:
+    """Head 0: the code of this token matches positions whose token before has the same code."""
+    half = CODE // 2
+    slow = torch.arange(NUM_MATCHED // 2) + half - NUM_MATCHED // 2
+    rows = torch.cat((slow, slow + half))
+    columns = torch.arange(NUM_MATCHED)
+    query[rows, TOKEN + columns] = SHARPNESS / 8
+    key[rows, BEFORE + columns] = 2.0
+
+
+# The work.
+
+
+class Work(NamedTuple):
+    """Prompts, and the tokens of each answer."""
+
+    prompts: list[list[int]]
+    num_tokens: int
+    temperature: float = 0.0
+
+
+def quotes(num_prompts: int) -> Work:
+    """A passage and a question; the answer quotes most of the passage."""
+    rng, prompts = random.Random(1), []
+    for _ in range(num_prompts):
+        tokens = rng.sample(range(VOCAB_SIZE), 320)
+        passage, question = tokens[:300], tokens[300:]
+        prompts.append([*passage, *question, passage[20]])
+    return Work(prompts, 256)
+
+
+def edits(num_prompts: int) -> Work:
+    """A text twice and eight edits thrice, each in its context; the answer is the text with the edits.
+
+    The model says what followed the latest token most often.
+    """
+    rng, prompts = random.Random(1), []
+    for _ in range(num_prompts):
+        tokens = rng.sample(range(VOCAB_SIZE), 360)
+        text, fresh = tokens[:220], iter(tokens[220:])
+        changes = [[text[place], next(fresh), *text[place + 2 : place + 4]] for place in range(20, 212, 24)]
+        instructions = [token for _ in range(3) for change in changes for token in (*change, next(fresh))]
+        prompts.append([*text, next(fresh), *text, next(fresh), *instructions, text[0]])
+    return Work(prompts, 200)
+
+
+def novel(num_prompts: int) -> Work:
+    """Random prompts and sampled answers, in which nothing comes again."""
+    rng = random.Random(3)
+    return Work([rng.sample(range(VOCAB_SIZE), 64) for _ in range(num_prompts)], 128, temperature=8.0)
+
+
+def run(engine: Engine, work: Work) -> tuple[float, list[list[int | None]]]:
+    """The tokens a second of answers to prompts in the prefix cache, and the answers."""
+    for prompt in work.prompts:
+        engine.add(request_of(prompt, SamplingParams(max_tokens=1)))
+    while engine.has_work():
+        engine.step()
+    requests = [
+        request_of(
+            prompt,
+            SamplingParams(
+                max_tokens=work.num_tokens, temperature=work.temperature, seed=seed, ignore_eos=True
+            ),
+        )
+        for seed, prompt in enumerate(work.prompts)
+    ]
+    answers: dict[str, list[int | None]] = {request.request_id: [] for request in requests}
+    started_s = perf_counter()
+    for request in requests:
+        engine.add(request)
+    while engine.has_work():
+        for output in engine.step():
+            answers[output.request_id].append(output.token_id)
+    seconds = perf_counter() - started_s
+    return sum(map(len, answers.values())) / seconds, list(answers.values())
+
+
+class Pairs(NamedTuple):
+    """Runs of the same work with and without drafts, in turns."""
+
+    on: list[float]  # tokens a second
+    off: list[float]
+    accepted_share: float  # of the drafts
+
+    @property
+    def gain(self) -> float:
+        return median(on / off for on, off in zip(self.on, self.off, strict=True))
+
+    def note(self, limit: float | None = None) -> str:
+        """The rates, and the limit."""
+        rates = f"{median(self.off):.0f} -> {median(self.on):.0f} tok/s"
+        text = f"{rates}, {self.accepted_share:.0%} of drafts accepted"
+        return text if limit is None else f"{text}; limit {limit:.2f} x"
+
+
+def compare(off: Engine, on: Engine, work: Work, num_pairs: int) -> Pairs:
+    """Run the work on both engines, first once unmeasured; RuntimeError if the tokens differ."""
+    pairs = Pairs([], [], 0.0)
+    before = on.load()
+    _, expected = run(off, work)
+    run(on, work)
+    for pair in range(num_pairs):
+        for engine, rates in ((off, pairs.off), (on, pairs.on))[:: 1 if pair % 2 else -1]:
+            rate, answers = run(engine, work)
+            rates.append(rate)
+            if answers != expected:
+                raise RuntimeError("speculative decoding changed tokens")
+    after = on.load()
+    num_drafts = after.num_draft_tokens - before.num_draft_tokens
+    num_accepted = after.num_accepted_tokens - before.num_accepted_tokens
+    return pairs._replace(accepted_share=num_accepted / max(1, num_drafts))
+
+
+def limit_of(costs: StepCosts, batch: int, num_drafts: int = NUM_DRAFTS) -> float:
+    """The gain when every draft is right and costs nothing to find."""
+    return max(
+        (1 + num) * costs.plain_s(batch) / costs.drafted_s(batch * (1 + num))
+        for num in range(1, num_drafts + 1)
+    )
+
+
+# transformers on the same model, one sequence at a time.
+
+
+def transformers_rates(target: Path, draft: Path, work: Work, num_runs: int) -> Mapping[str, float]:
+    """The tokens a second of plain, prompt-lookup and assisted generation with transformers."""
+    from transformers import AutoModelForCausalLM
+
+    def load(directory: Path) -> Any:
+        return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16).eval()
+
+    model, assistant = load(target), load(draft)
+    forms: dict[str, dict[str, Any]] = {
+        "plain": {},
+        "prompt lookup": {"prompt_lookup_num_tokens": NUM_DRAFTS},
+        "assisted": {"assistant_model": assistant},
+    }
+    rates: dict[str, list[float]] = {name: [] for name in forms}
+    inputs = torch.tensor([work.prompts[0]])
+    for _ in range(num_runs):
+        for name, settings in forms.items():
+            started_s = perf_counter()
+            with torch.inference_mode():
+                model.generate(
+                    inputs,
+                    attention_mask=torch.ones_like(inputs),
+                    max_new_tokens=work.num_tokens,
+                    do_sample=False,
+                    pad_token_id=0,
+                    **settings,
+                )
+            rates[name].append(work.num_tokens / (perf_counter() - started_s))
+    return {name: median(each) for name, each in rates.items()}
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the suite's options."""
+    parser.add_argument("--pairs", type=int, default=7, help="runs with and without drafts of each work (7)")
+
+
+def measure(options: argparse.Namespace, report: Report) -> None:
+    """Compare an engine without drafts with one of each method."""
+    with TemporaryDirectory() as folder:
+        target = write_copying_model(Path(folder) / "target", TARGET)
+        draft = write_copying_model(Path(folder) / "draft", DRAFT)
+
+        def load(speculative: dict[str, Any] | None) -> Engine:
+            settings = {"model": str(target), "cache": {"kv_cache_memory_bytes": KV_BYTES}}
+            return load_engine(engine_config({**settings, "speculative": speculative}))
+
+        off, lookup = load(None), load({"method": "ngram", "num_speculative_tokens": NUM_DRAFTS})
+        with_model = load({"model": str(draft), "num_speculative_tokens": NUM_DRAFTS})
+        costs = time_steps(off.time_step, off.runner.config.scheduler)
+        with process.freeze_gc():
+            for work, name in ((quotes, "quotes"), (edits, "edits")):
+                for batch, bar in BATCHES.items():
+                    report.tell(f"{name}, batch {batch}")
+                    pairs = compare(off, lookup, work(batch), options.pairs)
+                    note = pairs.note(limit_of(costs, batch))
+                    report.rows.append(at_least(f"{name}, ngram, batch {batch}", pairs.gain, "x", bar, note))
+            for work, name in ((quotes, "quotes"), (edits, "edits")):
+                report.tell(f"{name}, draft model")
+                pairs = compare(off, with_model, work(1), options.pairs)
+                row = at_least(
+                    f"{name}, draft model, batch 1", pairs.gain, "x", DRAFT_MODEL_BAR, pairs.note()
+                )
+                report.rows.append(row)
+            for engine, method in ((lookup, "ngram"), (with_model, "draft model")):
+                for batch in BATCHES:
+                    report.tell(f"nothing accepted, {method}, batch {batch}")
+                    pairs = compare(off, engine, novel(batch), 2 * options.pairs)
+                    loss = 100 * (1 / pairs.gain - 1)
+                    name = f"nothing accepted, {method}, batch {batch}: slower by"
+                    report.rows.append(at_most(name, loss, "%", LOSS_BAR, pairs.note()))
+            report.tell("transformers")
+            rates = transformers_rates(target, draft, quotes(1), 3)
+            for name in ("prompt lookup", "assisted"):
+                note = f"{rates['plain']:.0f} -> {rates[name]:.0f} tok/s, with the prompt"
+                report.rows.append(
+                    Row(f"transformers, {name}, batch 1", rates[name] / rates["plain"], "x", note=note)
+                )
+        for engine in (off, lookup, with_model):
+            engine.close()
+
+
+SUITE: Final = Suite("speculative", "Speculative decoding", add_options, measure)
+
+if __name__ == "__main__":
+    sys.exit(SUITE.main(__doc__))
