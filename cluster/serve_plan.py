@@ -83,6 +83,7 @@ def _worker(
             host=topology.host,
             transport=config.transport,
             kv_digests=config.kv_digests,
+            kv_streams=config.kv_streams,
             drain_timeout_s=config.drain_timeout_s,
             link_timeout_s=config.link_timeout_s,
             step_timeout_s=config.step_timeout_s,

@@ -115,6 +115,7 @@ class HostedWorker:
             host=self._config.host,
             transport=self._config.transport,
             has_digests=self._config.kv_digests,
+            num_streams=self._config.kv_streams,
             link_timeout_s=self._config.link_timeout_s,
         )
         writable = None if pool.is_cuda else shared

@@ -89,7 +89,7 @@ from baton.kvtransfer.transports.base import AUTO
 from baton.kvtransfer.transports.pages import SharedPool
 from baton.kvtransfer.transports.receive_registration import ReceiveRegistrations
 from baton.kvtransfer.transports.registry import transport_set
-from baton.messages.bounds import LINK_TIMEOUT_S
+from baton.messages.bounds import DEFAULT_KV_STREAMS, LINK_TIMEOUT_S, KvStreams
 from baton.pages import PageLayout
 from baton.rpc.auth import PAGES, KeyRing, LinkKeys, LinkSecret
 from baton.rpc.connection import Call, DroppedPeers
@@ -109,6 +109,7 @@ class EndpointSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     has_digests: bool = True  # of pages; a transfer has none if both ends say so
     timing: Timing = Timing()
     num_hashing_threads: int = 1
+    num_streams: KvStreams = DEFAULT_KV_STREAMS  # of CUDA, for each pair of ranks
     link_timeout_s: float = LINK_TIMEOUT_S  # after which a silent link to another replica is dropped
 
     @property
@@ -135,6 +136,7 @@ class EndpointSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
             host=self.host,
             transport=self.transport,
             num_hashing_threads=self.num_hashing_threads,
+            num_streams=self.num_streams,
         )
 
 

@@ -4,6 +4,7 @@ A captured graph holds the torch calls of the capture and runs them again on the
 ours runs: models for this runtime are plain torch.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -69,9 +70,13 @@ class FakeStream:
 
     def wait_stream(self, other: "FakeStream") -> None: ...
 
+    def wait_event(self, event: FakeEvent) -> None:
+        self._cuda.note("stream waits for event", id(self))
+
     def record_event(self) -> FakeEvent:
         event = FakeEvent(self._cuda)
         event.record()
+        self._cuda.events_on[id(self)] += 1
         return event
 
 
@@ -96,6 +101,7 @@ class FakeCuda(TorchFunctionMode):
         super().__init__()
         self.calls: list[Call] = []
         self.is_slow = False  # True: copies end when they are waited for
+        self.events_on: Counter[int] = Counter()  # identity of a stream -> events recorded by it
         self._total_bytes, self._shared_bytes, self._driver_bytes = total_bytes, shared_bytes, driver_bytes
         self._graphs: WeakSet[FakeGraph] = WeakSet()
         self._stream = FakeStream(self)
@@ -115,7 +121,7 @@ class FakeCuda(TorchFunctionMode):
             "Stream": lambda device: FakeStream(self),
             "Event": lambda: FakeEvent(self),
             "CUDAGraph": self._make_graph,
-            "current_stream": lambda: self._stream,
+            "current_stream": lambda device=None: self._stream,
             "stream": self._on_stream,
             "graph": self._capture,
             "graph_pool_handle": self._make_pool,

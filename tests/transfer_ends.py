@@ -6,6 +6,7 @@ import math
 import os
 import random
 import threading
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Final, NamedTuple
@@ -27,11 +28,24 @@ from baton.kvtransfer.transports.base import (
     Sender,
     TransportListener,
 )
-from baton.kvtransfer.transports.pages import SharedPool
+from baton.kvtransfer.transports.pages import PagePacking, SharedPool
+from baton.kvtransfer.transports.rank_pair import (
+    GlooChannel,
+    PairGroup,
+    PairStore,
+    Work,
+    join_gloo,
+    staging,
+)
 from baton.kvtransfer.transports.receive_registration import ReceiveRegistration
 from baton.kvtransfer.transports.registry import TRANSPORTS
 from baton.kvtransfer.transports.tcp import TcpReceiver, TcpSender, TcpSettings
-from baton.kvtransfer.transports.torch_distributed import GroupSender, GroupSettings, GroupTransport
+from baton.kvtransfer.transports.torch_distributed import (
+    GlooTransport,
+    GroupSender,
+    GroupSettings,
+    GroupTransport,
+)
 from baton.pages import PageLayout
 from baton.rpc.auth import LinkSecret
 
@@ -162,6 +176,42 @@ class Push:
 
     def outcome(self, timeout_s: float = DEADLINE_S) -> PieceOutcome:
         return self._outcome.result(None if timeout_s == math.inf else timeout_s)
+
+
+class ObservedGroup(PairGroup):
+    """A gloo group that tells of every message before it is sent."""
+
+    def __init__(self, group: PairGroup, on_send: Callable[[int], None]) -> None:
+        self._group = group
+        self._on_send = on_send  # called with the tag
+
+    def send(self, tensors: list[Tensor], dstRank: int, tag: int) -> Work:
+        self._on_send(tag)
+        return self._group.send(tensors, dstRank, tag)
+
+    def recv(self, tensors: list[Tensor], srcRank: int, tag: int) -> Work:
+        return self._group.recv(tensors, srcRank, tag)
+
+    def abort(self) -> None:
+        self._group.abort()
+
+
+class ObservedGloo(GlooTransport):
+    """Gloo whose messages are counted. `on_send` is called with the sending rank, the tag and the count."""
+
+    def __init__(self) -> None:
+        self.num_sent: Counter[tuple[int, int]] = Counter()  # (rank, tag)
+        self.on_send: Callable[[int, int, int], None] = lambda rank, tag, number: None
+
+    def join(
+        self, store: PairStore, rank: int, host: str, packing: PagePacking, num_bytes: int, timeout_s: float
+    ) -> GlooChannel:
+        def note(tag: int) -> None:
+            self.num_sent[rank, tag] += 1
+            self.on_send(rank, tag, self.num_sent[rank, tag])
+
+        group = ObservedGroup(join_gloo(store, rank, host, timeout_s), note)
+        return GlooChannel(group, 1 - rank, staging(num_bytes))
 
 
 class Destination:

@@ -10,11 +10,13 @@ from baton.config.gateway import GatewaySettings, is_loopback
 from baton.config.router import RouterConfig
 from baton.errors import ConfigError
 from baton.messages.bounds import (
+    DEFAULT_KV_STREAMS,
     LINK_TIMEOUT_S,
     MAX_ROUTERS,
     MAX_WORKERS,
     STEP_TIMEOUT_S,
     DrainTimeout,
+    KvStreams,
     LinkTimeout,
     Name,
     Port,
@@ -40,6 +42,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     # How KV pages move between workers: auto, shm, cuda_ipc, nccl, gloo, tcp, or package.module:Class.
     transport: str = "auto"
     kv_digests: bool = True  # check that KV pages arrive as they were sent; off: only if both workers say so
+    # CUDA streams that copy the KV pages of two ranks side by side, over nccl, nixl and mooncake.
+    kv_streams: KvStreams = DEFAULT_KV_STREAMS
     drain_timeout_s: DrainTimeout = 30.0  # for running requests when draining
     # Seconds without a sign of life after which a connection to another process is dropped.
     link_timeout_s: LinkTimeout = LINK_TIMEOUT_S
@@ -87,6 +91,8 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     # How KV pages move between workers: auto, shm, cuda_ipc, nccl, gloo, tcp, or package.module:Class.
     transport: str = "auto"
     kv_digests: bool = True  # check that KV pages arrive as they were sent; off: only if both workers say so
+    # CUDA streams that copy the KV pages of two ranks side by side, over nccl, nixl and mooncake.
+    kv_streams: KvStreams = DEFAULT_KV_STREAMS
     tenants: str | None = None  # YAML file of tenants and their keys; None: requests need no key
     cluster_key_file: str | None = None  # the cluster's key; None: BATON_CLUSTER_KEY_FILE, or a new key
     start_timeout_s: Annotated[float, Meta(gt=0, le=86_400)] = 600.0  # for workers to load the model

@@ -18,6 +18,7 @@ SEAL_BYTES: Final = 16  # at the end of each frame
 MAX_BODY_BYTES: Final = MAX_FRAME_BYTES - 1 - SEAL_BYTES  # of one message: see baton/rpc/session.py
 LINK_TIMEOUT_S: Final = 8.0  # default of the setting `link_timeout_s`
 STEP_TIMEOUT_S: Final = 30.0  # default of the setting `step_timeout_s`
+DEFAULT_KV_STREAMS: Final = 2  # default of the setting `kv_streams`
 Name: TypeAlias = Annotated[str, Meta(max_length=128)]
 Id: TypeAlias = Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
 TransferId: TypeAlias = Annotated[bytes, Meta(min_length=16, max_length=16)]
@@ -33,6 +34,9 @@ Port: TypeAlias = Annotated[int, Meta(ge=0, le=65_535)]  # 0: any that is free
 Ids: TypeAlias = Annotated[tuple[Id, ...], Meta(max_length=MAX_WORKERS)]
 LinkTimeout: TypeAlias = Annotated[float, Meta(ge=2, le=600)]  # seconds; see baton/rpc/liveness.py
 DrainTimeout: TypeAlias = Annotated[float, Meta(ge=0, le=3600)]  # seconds for running requests
+KvStreams: TypeAlias = Annotated[
+    int, Meta(ge=1, le=8)
+]  # of CUDA; see kvtransfer/transports/torch_distributed.py
 StepTimeout: TypeAlias = Annotated[float, Meta(ge=1, le=86_400)]  # seconds; see baton/rpc/liveness.py
 
 

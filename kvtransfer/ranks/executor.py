@@ -397,6 +397,7 @@ class RankExecutor:
             on_writer_death=lambda registrations: post(partial(self._on_writer_death, registrations)),
             clock=clock,
             dropped=dropped,
+            num_streams=settings.num_streams,
         )
         self._open_listeners = transports.listen(self.rank)
         self.listeners = RankListenerAddresses(

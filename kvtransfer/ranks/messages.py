@@ -43,7 +43,7 @@ from baton.kvtransfer.protocol.messages import (
     decode_by,
 )
 from baton.kvtransfer.transports.base import Count, PieceOutcome
-from baton.messages.bounds import schema_hash
+from baton.messages.bounds import KvStreams, schema_hash
 from baton.pages import PageLayout
 from baton.rpc.auth import Generations as KeyGenerations
 
@@ -70,6 +70,7 @@ class RankSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     host: str  # the address that the rank listens on
     transport: str  # see kvtransfer/transports/registry.py
     num_hashing_threads: int
+    num_streams: KvStreams  # of CUDA, for each pair of ranks
 
 
 class OfShard(RankMessage, frozen=True):

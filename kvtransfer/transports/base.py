@@ -71,12 +71,14 @@ class LocalRank:
         on_writer_death: Callable[[list[bytes]], None] = lambda registrations: None,
         clock: Clock | None = None,
         dropped: DroppedPeers | None = None,
+        num_streams: int = 1,
     ) -> None:
         """pool: contiguous [num_pages, ...], on a CPU or a GPU; ValueError for any other.
 
         host: the address to listen on. key: of page links. incarnation: 16 bytes that name this process.
         shared: has made `pool`, if other processes on this host may map the pool. on_writer_death: called
         from any thread with the ids of open registrations after the death of their writing process.
+        num_streams: CUDA streams on which one pair of ranks copies pages and sends them over NCCL.
         """
         self.pool = pool
         self.num_pages = len(pool)
@@ -91,6 +93,7 @@ class LocalRank:
         self.on_writer_death = on_writer_death
         self.clock = clock or SystemClock()
         self.dropped = dropped or DroppedPeers()
+        self.num_streams = num_streams
         self.registrations = ReceiveRegistrations(self.num_pages)
         # None: other processes cannot write into the pool directly
         self.generations = PageGenerations(self.num_pages) if pool.is_cuda else None
@@ -101,9 +104,9 @@ class LocalRank:
         """Return a connection over the socket, before its handshake, under the key of page links."""
         return Connection(sock, self.key, role, dropped=self.dropped, clock=self.clock, schema=schema)
 
-    def packing(self) -> PagePacking:
-        """Packs and unpacks runs of the pool, for one user: on a GPU each user has a stream of its own."""
-        return packing_of(self.pool)
+    def packing(self, num_lanes: int = 1) -> PagePacking:
+        """Packs and unpacks runs of the pool, for one user: on a GPU each user has streams of its own."""
+        return packing_of(self.pool, num_lanes)
 
     def close(self) -> None:
         """Free what this rank has made; the listeners have been closed before."""
@@ -484,10 +487,10 @@ def _call(calls: list[Callable[[], None]]) -> None:
 class QueueSender:
     """The part of a `Sender` that all of Baton's transports share: pieces wait in a TransferQueue."""
 
-    def __init__(self, rank: LocalRank, part_bytes: int, num_threads: int) -> None:
-        """part_bytes, num_threads: as of TransferQueue. rank: the source."""
+    def __init__(self, rank: LocalRank, part_bytes: int, num_threads: int, num_lanes: int = 1) -> None:
+        """part_bytes, num_threads: as of TransferQueue. rank: the source. num_lanes: of the packing."""
         self._rank = rank
-        self._packing = rank.packing()
+        self._packing = rank.packing(num_lanes)
         self._queue = TransferQueue(part_bytes, num_threads, rank.clock)
 
     @property

@@ -154,7 +154,7 @@ class CudaIpcSender(DirectSender):
         assert self._pages is not None and isinstance(packing, DevicePages)
         if int(destination_offset_N.max()) + plan.run_bytes > self._pages.numel():
             raise ValueError(f"the destination's pool has {len(self._pages)} pages")
-        with torch.cuda.stream(packing.stream):
+        with torch.cuda.stream(packing.streams[0]):
             packing.wait_for_writers()
             copy_pages(
                 packing.content.view(-1, row_bytes),

@@ -21,6 +21,7 @@ import threading
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from importlib import import_module
 from types import ModuleType
 from typing import Annotated, Any, Final, Literal, NamedTuple, Protocol, TypeAlias, cast
@@ -109,10 +110,10 @@ class OneSidedChannel(GlooChannel):
         if self._is_over.is_set():
             raise TransferFailed(f"{self.name}: the pair has ended")
 
-    def _send_payload(self, slot: int, num_bytes: int) -> None:
+    def send_payload(self, part: int, num_bytes: int, lane: int) -> None:
         """Nothing to send over gloo."""
 
-    def _post_payload(self, slot: int) -> None:
+    def post_payload(self, part: int) -> None:
         """Nothing to post: a payload comes without a receive."""
 
 
@@ -167,9 +168,9 @@ class OneSidedTransport(GroupTransport):
 # 1. Each end of a pair has an agent with the backend UCX, which takes its networks from the environment:
 #    UCX_TLS, UCX_NET_DEVICES.
 # 2. The source posts a write of each payload. NIXL reports the write as done when the payload is in the
-#    destination's memory, and only then does the source send the record. While a payload travels, the source
-#    packs the next one.
-# 3. The destination is told of a payload by its record alone, and has nothing to wait for.
+#    destination's memory. The source sends the record of a batch when all its writes are done. While a batch
+#    travels, the source packs the next one.
+# 3. The destination is told of payloads by their record alone, and has nothing to wait for.
 #
 # The source writes, and the destination does not read: where UCX emulates RDMA over TCP, a reader that dies
 # can end the process that it reads from.
@@ -224,12 +225,12 @@ class NixlTransport(OneSidedTransport):
         return NixlChannel(group, peer, payloads, agent)
 
 
-class _PostedWrite(NamedTuple):
-    """A payload that is being written, and the record that follows the payload."""
+class _HeldRecord(NamedTuple):
+    """A record that follows the payloads that it announces."""
 
-    slot: int
+    batch: int
     record: bytes
-    num_bytes: int
+    parts: Sequence[int]
 
 
 class NixlChannel(OneSidedChannel):
@@ -247,7 +248,7 @@ class NixlChannel(OneSidedChannel):
         self._remote: PeerMemory
         self._remote_name = ""
         self._writes: list[NixlTransfer | None] = [None] * NUM_SLOTS  # each keeps the agent alive
-        self._posted: deque[_PostedWrite] = deque()  # in the order of their records, which are not sent yet
+        self._held: deque[_HeldRecord] = deque()  # in the order of their batches
         self._ordering = threading.Lock()
 
     def describe(self) -> bytes:
@@ -261,25 +262,27 @@ class NixlChannel(OneSidedChannel):
 
     def move_first_byte(self, rank: int, timeout_s: float) -> None:
         if rank == SOURCE:
-            self._post_write(0, 1)
+            self.send_payload(0, 1, 0)
             self.wait_until(lambda: self._has_ended(0), timeout_s)
 
-    def send(self, slot: int, record: bytes, num_bytes: int) -> None:
-        """Start to write the payload, and send the records of those before it."""
-        self._post_write(slot, num_bytes)
+    def send_record(self, batch: int, record: bytes, parts: Sequence[int]) -> None:
+        """Hold the record until its payloads are written."""
         with self._ordering:
-            self._posted.append(_PostedWrite(slot, record, num_bytes))
-            while len(self._posted) > 1:
+            self._held.append(_HeldRecord(batch, record, parts))
+
+    def end_batch(self) -> None:
+        with self._ordering:
+            while len(self._held) > 1:
                 self._send_next_record(NIXL_WRITE_S)
 
-    def receive_answer(self, slot: int, timeout_s: float) -> bytes:
+    def receive_answer(self, batch: int, parts: Sequence[int], timeout_s: float) -> bytes:
         with self._ordering:
-            while any(posted.slot == slot for posted in self._posted):
+            while any(held.batch == batch for held in self._held):
                 self._send_next_record(timeout_s)
-        return super().receive_answer(slot, timeout_s)
+        return super().receive_answer(batch, parts, timeout_s)
 
-    def fetch(self, slot: int, num_bytes: int, timeout_s: float) -> Tensor:
-        return self.payload(slot, num_bytes)
+    def fetch_payload(self, part: int, num_bytes: int, lane: int, timeout_s: float) -> Tensor:
+        return self.payload(part, num_bytes)
 
     def close(self) -> None:
         super().close()
@@ -292,8 +295,9 @@ class NixlChannel(OneSidedChannel):
                 agent.release_xfer_handle(write)
             agent.deregister_memory(self._registered)
 
-    def _post_write(self, slot: int, num_bytes: int) -> None:
-        own, peer = self.payload(slot, num_bytes), self._remote
+    def send_payload(self, part: int, num_bytes: int, lane: int) -> None:
+        """Start to write the payload."""
+        own, peer, slot = self.payload(part, num_bytes), self._remote, part % NUM_SLOTS
         with _nixl_errors():
             self._writes[slot] = self._open_agent().initialize_xfer(
                 "WRITE",
@@ -305,13 +309,16 @@ class NixlChannel(OneSidedChannel):
 
     def _send_next_record(self, timeout_s: float) -> None:
         """Under the lock of the order."""
-        slot, record, num_bytes = self._posted[0]
-        self.wait_until(lambda: self._has_ended(slot), timeout_s)
-        self._posted.popleft()
-        super().send(slot, record, num_bytes)
+        held = self._held[0]
+        for part in held.parts:
+            self.wait_until(partial(self._has_ended, part % NUM_SLOTS), timeout_s)
+        self._held.popleft()
+        super().send_record(*held)
 
     def _has_ended(self, slot: int) -> bool:
-        """Return True when the write of a slot is done, once."""
+        """Return True when the last write from a slot is done."""
+        if self._writes[slot] is None:
+            return True
         with _nixl_errors():
             state = self._open_agent().check_xfer_state(self._writes[slot])
             if state == "PROC":
@@ -419,12 +426,12 @@ class MooncakeChannel(OneSidedChannel):
 
     def move_first_byte(self, rank: int, timeout_s: float) -> None:
         if rank != SOURCE:
-            self.fetch(0, 1, timeout_s)
+            self.fetch_payload(0, 1, 0, timeout_s)
 
-    def fetch(self, slot: int, num_bytes: int, timeout_s: float) -> Tensor:
-        payload = self.payload(slot, num_bytes)
+    def fetch_payload(self, part: int, num_bytes: int, lane: int, timeout_s: float) -> Tensor:
+        payload, address = self.payload(part, num_bytes), self._remote.addresses[part % NUM_SLOTS]
         batch = self._open_engine().batch_transfer_async_read(
-            self._remote_name, [payload.data_ptr()], [self._remote.addresses[slot]], [num_bytes]
+            self._remote_name, [payload.data_ptr()], [address], [num_bytes]
         )
         if not batch:
             raise TransferFailed(f"mooncake: {self._remote_name} cannot be reached")

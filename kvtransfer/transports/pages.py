@@ -181,8 +181,9 @@ def _address(mapped: mmap.mmap) -> int:
 
 # Runs of a pool packed into staging memory, and unpacked from it, where the pool lies.
 #
-# On a GPU the copies run on a stream of the packing's own. That stream waits for the work that pushers have
-# enqueued on theirs, and the model's stream never waits for it. Suffix N: runs.
+# On a GPU the copies run on streams of the packing's own, the lanes. Each lane waits for the work that
+# pushers have enqueued on theirs, and the model's stream never waits for a lane. Copies of one lane are done
+# in order, those of different lanes side by side. Suffix N: runs.
 
 NO_SLEEP_S: Final = 2e-4  # `poll` does not sleep for so long: a sleep takes 70 us at least
 SHORTEST_SLEEP_S: Final = 2e-5  # afterwards each sleep is twice as long, up to
@@ -193,6 +194,7 @@ class PagePacking(Protocol):
     """Packs runs of one rank's pool into staging memory, which is contiguous uint8 on the same device."""
 
     num_pages: int
+    num_lanes: int  # lanes are numbers from 0; calls that name none use lane 0
 
     def staging(self, num_bytes: int) -> Tensor: ...
 
@@ -202,33 +204,35 @@ class PagePacking(Protocol):
     def note_written(self) -> None:
         """Let later packs see the pages that the caller's thread, or its current stream, has written."""
 
-    def pack(self, plan: TransferPlan, offset_N: Offsets, staging: Tensor) -> None:
-        """Copy the pool's runs into staging, one after the other; done after `finish`."""
+    def pack(self, plan: TransferPlan, offset_N: Offsets, staging: Tensor, lane: int = 0) -> None:
+        """Copy the pool's runs into staging, one after the other; done after `finish` of the lane."""
 
-    def unpack(self, plan: TransferPlan, offset_N: Offsets, staging: Tensor) -> None: ...
+    def unpack(self, plan: TransferPlan, offset_N: Offsets, staging: Tensor, lane: int = 0) -> None: ...
 
     def copy(self, source: Tensor, target: Tensor) -> None:
         """Copy from staging to host staging or back, in the order of the calls; done after `finish`."""
 
-    def finish(self, timeout_s: float = math.inf) -> None:
-        """Wait for all copies. TransferFailed when that takes too long.
+    def finish(self, timeout_s: float = math.inf, lane: int = 0) -> None:
+        """Wait for all copies of a lane. TransferFailed when that takes too long.
 
         Copies that touch pages are waited for without a limit: they end by themselves, and the pages must not
         be reused before.
         """
 
 
-def packing_of(pool: Tensor | PageMemory) -> PagePacking:
-    """pool: contiguous [num_pages, ...]."""
+def packing_of(pool: Tensor | PageMemory, num_lanes: int = 1) -> PagePacking:
+    """pool: contiguous [num_pages, ...]. num_lanes: of a pool on a GPU; a CPU has one."""
     if isinstance(pool, PageMemory):
         return HostPages(pool)
     if not pool.is_contiguous() or pool.dim() < 2:
         raise ValueError(f"a pool is contiguous [num_pages, ...], got {tuple(pool.shape)}")
-    return DevicePages(pool) if pool.is_cuda else HostPages(PageMemory.of(pool))
+    return DevicePages(pool, num_lanes) if pool.is_cuda else HostPages(PageMemory.of(pool))
 
 
 class HostPages:
     """`PagePacking` of a pool in this process's memory."""
+
+    num_lanes = 1
 
     def __init__(self, memory: PageMemory) -> None:
         self._memory = memory
@@ -243,35 +247,37 @@ class HostPages:
     def note_written(self) -> None:
         """A CPU's writes are visible at once."""
 
-    def pack(self, plan: TransferPlan, offset_N: Offsets, staging: Tensor) -> None:
+    def pack(self, plan: TransferPlan, offset_N: Offsets, staging: Tensor, lane: int = 0) -> None:
         packed_N = np.arange(len(offset_N), dtype=np.int64) * plan.run_bytes
         # The packed bytes are sent at once: they stay in the cache.
         copy_runs(self._memory, staging, offset_N, packed_N, plan.run_bytes, keep_in_cache=True)
 
-    def unpack(self, plan: TransferPlan, offset_N: Offsets, staging: Tensor) -> None:
+    def unpack(self, plan: TransferPlan, offset_N: Offsets, staging: Tensor, lane: int = 0) -> None:
         packed_N = np.arange(len(offset_N), dtype=np.int64) * plan.run_bytes
         copy_runs(staging, self._memory, packed_N, offset_N, plan.run_bytes)
 
     def copy(self, source: Tensor, target: Tensor) -> None:
         target.copy_(source)
 
-    def finish(self, timeout_s: float = math.inf) -> None:
+    def finish(self, timeout_s: float = math.inf, lane: int = 0) -> None:
         """A CPU's copies are done on return."""
 
 
 class DevicePages:
     """`PagePacking` of a pool on a GPU, as a table of rows that all runs consist of."""
 
-    def __init__(self, pool: Tensor) -> None:
+    def __init__(self, pool: Tensor, num_lanes: int = 1) -> None:
         self.pool = pool
         self.num_pages = len(pool)
-        self.stream = torch.cuda.Stream(pool.device)
+        self.num_lanes = num_lanes
+        self.streams = [torch.cuda.Stream(pool.device) for _ in range(num_lanes)]  # of each lane
         self.content = pool.view(-1).view(torch.uint8)
         self._written: deque[torch.cuda.Event] = deque()
         self._ordering = threading.Lock()
 
     def staging(self, num_bytes: int) -> Tensor:
-        with torch.cuda.stream(self.stream):  # so that the allocator reuses the memory on this stream alone
+        # The allocator reuses the memory on this stream alone. Other lanes have ended before memory is freed.
+        with torch.cuda.stream(self.streams[0]):
             return torch.empty(num_bytes, dtype=torch.uint8, device=self.pool.device)
 
     def host_staging(self, num_bytes: int) -> Tensor:
@@ -280,37 +286,39 @@ class DevicePages:
     def note_written(self) -> None:
         self._written.append(torch.cuda.current_stream(self.pool.device).record_event())
 
-    def pack(self, plan: TransferPlan, offset_N: Offsets, staging: Tensor) -> None:
+    def pack(self, plan: TransferPlan, offset_N: Offsets, staging: Tensor, lane: int = 0) -> None:
         row_bytes = plan.row_bytes
-        with torch.cuda.stream(self.stream):
+        with torch.cuda.stream(self.streams[lane]):
             self.wait_for_writers()
             rows = self.rows(plan, offset_N)
             copy_pages(self.content.view(-1, row_bytes), rows, staging.view(-1, row_bytes), None)
 
-    def unpack(self, plan: TransferPlan, offset_N: Offsets, staging: Tensor) -> None:
+    def unpack(self, plan: TransferPlan, offset_N: Offsets, staging: Tensor, lane: int = 0) -> None:
         row_bytes = plan.row_bytes
-        with torch.cuda.stream(self.stream):
+        with torch.cuda.stream(self.streams[lane]):
             rows = self.rows(plan, offset_N)
             copy_pages(staging.view(-1, row_bytes), None, self.content.view(-1, row_bytes), rows)
 
     def copy(self, source: Tensor, target: Tensor) -> None:
-        with torch.cuda.stream(self.stream):
+        with torch.cuda.stream(self.streams[0]):
             target.copy_(source, non_blocking=True)
 
-    def finish(self, timeout_s: float = math.inf) -> None:
-        with torch.cuda.stream(self.stream):
-            done = self.stream.record_event()
+    def finish(self, timeout_s: float = math.inf, lane: int = 0) -> None:
+        with torch.cuda.stream(self.streams[lane]):
+            done = self.streams[lane].record_event()
         if not poll(done.query, timeout_s):
             raise TransferFailed(f"the GPU did not finish within {timeout_s:g} s")
 
     def wait_for_writers(self) -> None:
-        """Let the packing's stream wait for all work that `note_written` was told of.
+        """Let all lanes wait for all work that `note_written` was told of.
 
         Of two threads that pack, neither goes on before the other has enqueued its waits.
         """
         with self._ordering:
             while self._written:
-                self.stream.wait_event(self._written.popleft())
+                written = self._written.popleft()
+                for stream in self.streams:
+                    stream.wait_event(written)
 
     def rows(self, plan: TransferPlan, offset_N: Offsets) -> Tensor:
         """int64 on the device: the numbers of the rows of `plan.row_bytes` bytes that make up the runs."""

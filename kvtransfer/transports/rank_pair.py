@@ -15,7 +15,7 @@ keyed digests (kvtransfer/ranks/digests.py), so a stranger can break a pair but 
 import contextlib
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Annotated, Final, Protocol, cast
 
@@ -29,7 +29,7 @@ from baton.errors import BatonError, TransferFailed
 from baton.kernels.huge_pages import huge_zeros
 from baton.kvtransfer.protocol.transfer_plan import TransferPlan
 from baton.kvtransfer.transports.listener import decode_greeting
-from baton.kvtransfer.transports.records import ANSWER_BYTES, HEADER_BYTES, MAX_PART_BYTES
+from baton.kvtransfer.transports.records import BATCH_ANSWER_BYTES, BATCH_BYTES, MAX_BATCH, MAX_PART_BYTES
 from baton.rpc.connection import Connection
 
 logger = logging.getLogger(__name__)
@@ -150,16 +150,18 @@ def translated(library: str) -> Iterator[None]:
         raise TransferFailed(f"{library}: {lines[0]}") from error
 
 
-# Messages: a record and a payload from the source, an answer from the destination.
+# Messages: records and payloads from the source, answers from the destination.
 #
-# Both ends have NUM_SLOTS slots of staging memory. The source has at most so many messages unanswered, the
-# destination as many receives posted, so a message never waits for its receiver to become ready. An answer
-# says that the message's slot at the destination is free again.
+# A record announces a batch of parts, and one answer ends the batch. Records and answers are numbered by
+# batch, payloads by part. Part p lies in slot p % NUM_SLOTS of the staging memory, at both ends. The source
+# has at most NUM_SLOTS parts unanswered, and the destination has a receive posted for each, so a message
+# never waits for its receiver to become ready. An answer says that the batch's slots at the destination are
+# free again.
 #
 # A record is a separate message. gloo never ends a wait for a message when the sender dies within it, so
 # only the wait for a record, which is sent in one go, has no limit.
 
-NUM_SLOTS: Final = 3  # one is packed, one on its way, one unpacked
+NUM_SLOTS: Final = 2 * MAX_BATCH  # one batch is packed or unpacked, one is on its way
 RECORD_TAG: Final = 0
 ANSWER_TAG: Final = 1
 PAYLOAD_TAG: Final = 2
@@ -167,16 +169,15 @@ PAYLOAD_TAG: Final = 2
 
 def part_bytes(plan: TransferPlan, wanted: int) -> int:
     """The size of parts: `wanted`, less where large units leave less room in a message."""
-    return min(wanted, max(1, (MAX_PART_BYTES - plan.unit_bytes) * 2 // 3))
+    return min(wanted, max(1, MAX_PART_BYTES - plan.unit_bytes))
 
 
 def payload_bytes(plan: TransferPlan, wanted: int) -> int:
-    """The room that any part needs: parts are cut to within half of `part_bytes` and a unit.
+    """The room that any part needs: `part_bytes`, rounded up to whole units.
 
     TransferFailed when a unit is too large for a message. Equal at both ends.
     """
-    size = part_bytes(plan, wanted)
-    num_bytes = size + size // 2 + plan.unit_bytes
+    num_bytes = part_bytes(plan, wanted) + plan.unit_bytes
     if num_bytes > MAX_PART_BYTES:
         raise TransferFailed(f"a unit of {plan.unit_bytes} bytes is too large for one message")
     return num_bytes
@@ -193,51 +194,78 @@ class GlooChannel:
         self._group = group
         self._peer = peer
         self._payloads = payloads
-        self._records = [torch.empty(HEADER_BYTES, dtype=torch.uint8) for _ in payloads]
-        self._answers = [torch.empty(ANSWER_BYTES, dtype=torch.uint8) for _ in payloads]
+        self._records = [torch.zeros(BATCH_BYTES, dtype=torch.uint8) for _ in payloads]
+        self._answers = [torch.zeros(BATCH_ANSWER_BYTES, dtype=torch.uint8) for _ in payloads]
         self._scratch = torch.empty(1, dtype=torch.uint8)
+        # A batch has a part at least, so no more batches than slots are unanswered.
         self._record_work: list[Work | None] = [None] * NUM_SLOTS
-        self._payload_work: list[Work | None] = [None] * NUM_SLOTS
         self._answer_work: list[Work | None] = [None] * NUM_SLOTS
+        self._payload_work: list[Work | None] = [None] * NUM_SLOTS
 
-    def payload(self, slot: int, num_bytes: int) -> Tensor:
-        """The slot's staging memory: uint8 [num_bytes], on the device of the pool."""
-        return self._payloads[slot][:num_bytes]
+    def payload(self, part: int, num_bytes: int) -> Tensor:
+        """The staging memory of a part: uint8 [num_bytes], on the device of the pool."""
+        return self._payloads[part % NUM_SLOTS][:num_bytes]
 
-    def send(self, slot: int, record: bytes, num_bytes: int) -> None:
-        """Start a message of the record and the payload that is in the slot."""
+    # The source.
+
+    def send_record(self, batch: int, record: bytes, parts: Sequence[int]) -> None:
+        """Announce parts, whose payloads follow in this order."""
+        slot = batch % NUM_SLOTS
         _write(self._records[slot], record)
         with translated("gloo"):
             self._record_work[slot] = self._group.send([self._records[slot]], self._peer, RECORD_TAG)
             self._answer_work[slot] = self._group.recv([self._answers[slot]], self._peer, ANSWER_TAG)
-        self._send_payload(slot, num_bytes)
 
-    def receive_answer(self, slot: int, timeout_s: float) -> bytes:
-        """The answer to the message that was sent from this slot."""
-        timeout = timedelta(seconds=timeout_s)
-        for work in (self._answer_work[slot], self._record_work[slot], self._payload_work[slot]):
-            _wait(work, timeout)
+    def send_payload(self, part: int, num_bytes: int, lane: int) -> None:
+        """Start to send the part that is in its slot. lane: of the packing that has packed the part."""
+        with translated("gloo"):
+            payload = self.payload(part, num_bytes)
+            self._payload_work[part % NUM_SLOTS] = self._group.send([payload], self._peer, PAYLOAD_TAG)
+
+    def end_batch(self) -> None:
+        """All payloads of the last record are under way. May wait for those of earlier records."""
+
+    def receive_answer(self, batch: int, parts: Sequence[int], timeout_s: float) -> bytes:
+        """The answer to a batch of these parts. timeout_s: for each message of the batch."""
+        timeout, slot = timedelta(seconds=timeout_s), batch % NUM_SLOTS
+        _wait(self._record_work[slot], timeout)
+        for part in parts:
+            _wait(self._payload_work[part % NUM_SLOTS], timeout)
+        _wait(self._answer_work[slot], timeout)
         return self._answers[slot].numpy().tobytes()
 
-    def post(self, slot: int) -> None:
-        """Be ready for the next message."""
+    # The destination.
+
+    def post_record(self, batch: int) -> None:
+        """Be ready for the record of a batch."""
+        slot = batch % NUM_SLOTS
         with translated("gloo"):
             self._record_work[slot] = self._group.recv([self._records[slot]], self._peer, RECORD_TAG)
-        self._post_payload(slot)
 
-    def receive(self, slot: int) -> bytes:
-        """The record of the message that was posted here, without a limit in time."""
+    def post_payload(self, part: int) -> None:
+        """Be ready for a part. Parts are posted in order, once their slot is free."""
+        slot = part % NUM_SLOTS
+        with translated("gloo"):
+            self._payload_work[slot] = self._group.recv([self._payloads[slot]], self._peer, PAYLOAD_TAG)
+
+    def receive_record(self, batch: int) -> bytes:
+        """The record of a batch that was posted, without a limit in time."""
+        slot = batch % NUM_SLOTS
         _wait(self._record_work[slot], FOREVER)
         return self._records[slot].numpy().tobytes()
 
-    def fetch(self, slot: int, num_bytes: int, timeout_s: float) -> Tensor:
-        """Return the whole payload of the message; its record was received before."""
-        _wait(self._payload_work[slot], timedelta(seconds=timeout_s))
-        return self.payload(slot, num_bytes)
+    def expect_payload(self, part: int, num_bytes: int, lane: int) -> None:
+        """Begin to receive a part that was announced. lane: of the packing, has nothing to do until then."""
 
-    def answer(self, slot: int, record: bytes, timeout_s: float) -> None:
-        """Start the answer to the message that was received here."""
-        _wait(self._answer_work[slot], timedelta(seconds=timeout_s))  # the slot's previous answer
+    def fetch_payload(self, part: int, num_bytes: int, lane: int, timeout_s: float) -> Tensor:
+        """Wait for the whole of a part that is expected, and return it."""
+        _wait(self._payload_work[part % NUM_SLOTS], timedelta(seconds=timeout_s))
+        return self.payload(part, num_bytes)
+
+    def answer(self, batch: int, record: bytes, timeout_s: float) -> None:
+        """Start the answer to a batch."""
+        slot = batch % NUM_SLOTS
+        _wait(self._answer_work[slot], timedelta(seconds=timeout_s))  # the previous answer from here
         _write(self._answers[slot], record)
         with translated("gloo"):
             self._answer_work[slot] = self._group.send([self._answers[slot]], self._peer, ANSWER_TAG)
@@ -253,15 +281,6 @@ class GlooChannel:
     def close(self) -> None:
         """End the connection and free the slots. No thread is in a call, and none makes another."""
         self.abort()
-
-    def _send_payload(self, slot: int, num_bytes: int) -> None:
-        with translated("gloo"):
-            payload = self.payload(slot, num_bytes)
-            self._payload_work[slot] = self._group.send([payload], self._peer, PAYLOAD_TAG)
-
-    def _post_payload(self, slot: int) -> None:
-        with translated("gloo"):
-            self._payload_work[slot] = self._group.recv([self._payloads[slot]], self._peer, PAYLOAD_TAG)
 
 
 def staging(num_bytes: int) -> list[Tensor]:

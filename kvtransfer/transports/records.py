@@ -1,13 +1,16 @@
 """Headers and answers: the records that go between two ranks beside the page bytes.
 
-A header goes before each part and an answer comes back. Both have a fixed size and are sealed under a key of
-the stream, with a number counted per direction, so a record that is changed, repeated, left out or moved to
-another stream is found before anything is done about it. A header names units of a transfer, never a page or
-an offset; the bytes of the units come in plan order.
+A header goes before each part and an answer comes back. Transports that send records and page bytes as
+separate messages announce up to MAX_BATCH parts in one record, and answer them in one. The size of a record
+follows from its number of parts. Records are sealed under a key of the stream, with the number of their first
+part on the stream, so a record that is changed, repeated, left out or moved to another stream is found before
+anything is done about it. A header names units of a transfer, never a page or an offset; the bytes of the
+units come in plan order.
 """
 
 import hmac
 import struct
+from collections.abc import Sequence
 from enum import IntEnum
 from typing import Final
 
@@ -17,12 +20,15 @@ from baton.errors import WireError
 
 MAX_PART_BYTES: Final = 64 * 2**20  # a larger part would hold its stream up for too long
 SEAL_BYTES: Final = 16
-_HEADER: Final = struct.Struct(">4sQ16sIIIQ")  # magic, number, transfer, epoch, first, stop, bytes
-_ANSWER: Final = struct.Struct(">4sQB")  # magic, number, outcome
-_HEADER_MAGIC: Final = b"BKV1"
-_ANSWER_MAGIC: Final = b"BKA1"
-HEADER_BYTES: Final = _HEADER.size + SEAL_BYTES
-ANSWER_BYTES: Final = _ANSWER.size + SEAL_BYTES
+MAX_BATCH: Final = 4  # parts of one record
+_OPENING: Final = struct.Struct(">4sQB")  # magic, number of the first part, number of parts
+_PART: Final = struct.Struct(">16sIIIQ")  # transfer, epoch, first, stop, bytes
+_HEADER_MAGIC: Final = b"BKV2"
+_ANSWER_MAGIC: Final = b"BKA2"
+HEADER_BYTES: Final = _OPENING.size + _PART.size + SEAL_BYTES  # of one part
+ANSWER_BYTES: Final = _OPENING.size + 1 + SEAL_BYTES
+BATCH_BYTES: Final = _OPENING.size + MAX_BATCH * _PART.size + SEAL_BYTES  # the largest record of headers
+BATCH_ANSWER_BYTES: Final = _OPENING.size + MAX_BATCH + SEAL_BYTES
 
 
 class WriteOutcome(IntEnum):
@@ -50,53 +56,80 @@ def stream_key(session_key: bytes) -> bytes:
     return hmac.digest(session_key, b"baton data stream 1", "sha256")
 
 
-def encode_header(key: bytes, number: int, header: PartHeader) -> bytes:
-    """HEADER_BYTES bytes. number: of headers that went before on this stream."""
-    plain = _HEADER.pack(
-        _HEADER_MAGIC,
-        number,
-        header.transfer,
-        header.epoch,
-        header.first,
-        header.stop,
-        header.num_bytes,
-    )
+def encode_headers(key: bytes, number: int, headers: Sequence[PartHeader]) -> bytes:
+    """Return one record of 1 to MAX_BATCH parts. number: of parts that went before on this stream."""
+    plain = _OPENING.pack(_HEADER_MAGIC, number, len(headers))
+    for each in headers:
+        plain += _PART.pack(each.transfer, each.epoch, each.first, each.stop, each.num_bytes)
     return plain + _seal(key, plain)
+
+
+def decode_headers(key: bytes, number: int, record: bytes | bytearray) -> tuple[PartHeader, ...]:
+    """Return the parts of the record that is due. Bytes behind the record are ignored.
+
+    At most MAX_PART_BYTES follow for each part. Raises WireError for any other record.
+    """
+    plain, num_parts = _opened(key, number, record, _HEADER_MAGIC, _PART.size, "header")
+    fields = (_PART.unpack_from(plain, index * _PART.size) for index in range(num_parts))
+    headers = tuple(PartHeader(*each) for each in fields)
+    _check(all(0 < each.num_bytes <= MAX_PART_BYTES for each in headers), "length")
+    return headers
+
+
+def encode_answers(key: bytes, number: int, outcomes: Sequence[WriteOutcome]) -> bytes:
+    """Return one record of 1 to MAX_BATCH answers. number: of the first part that is answered."""
+    plain = _OPENING.pack(_ANSWER_MAGIC, number, len(outcomes)) + bytes(outcomes)
+    return plain + _seal(key, plain)
+
+
+def decode_answers(
+    key: bytes, number: int, record: bytes | bytearray, num_parts: int
+) -> tuple[WriteOutcome, ...]:
+    """Return the answers to parts [number, number + num_parts) of the stream, WireError for any others."""
+    plain, num_answers = _opened(key, number, record, _ANSWER_MAGIC, 1, "answer")
+    _check(num_answers == num_parts and all(each in _OUTCOMES for each in plain), "answer")
+    return tuple(WriteOutcome(each) for each in plain)
+
+
+def encode_header(key: bytes, number: int, header: PartHeader) -> bytes:
+    """Return the record of one part: HEADER_BYTES bytes."""
+    return encode_headers(key, number, (header,))
 
 
 def decode_header(key: bytes, number: int, record: bytes | bytearray) -> PartHeader:
-    """WireError for anything but the header that is due. At most MAX_PART_BYTES follow it."""
-    magic, sent_number, transfer, epoch, first, stop, num_bytes = _HEADER.unpack(
-        _unsealed(key, record, HEADER_BYTES)
-    )
-    _check(magic == _HEADER_MAGIC and sent_number == number, "header")
-    _check(0 < num_bytes <= MAX_PART_BYTES, "length")
-    return PartHeader(transfer, epoch, first, stop, num_bytes)
+    """Return the part of a record of one part; see `decode_headers`."""
+    _check(len(record) == HEADER_BYTES, "length")
+    (header,) = decode_headers(key, number, record)
+    return header
 
 
 def encode_answer(key: bytes, number: int, outcome: WriteOutcome) -> bytes:
-    """ANSWER_BYTES bytes. number: of the part that is answered."""
-    plain = _ANSWER.pack(_ANSWER_MAGIC, number, outcome)
-    return plain + _seal(key, plain)
+    """Return the answer to one part: ANSWER_BYTES bytes."""
+    return encode_answers(key, number, (outcome,))
 
 
 def decode_answer(key: bytes, number: int, record: bytes | bytearray) -> WriteOutcome:
-    """WireError for anything but the answer to part `number` of the stream."""
-    magic, sent_number, outcome = _ANSWER.unpack(_unsealed(key, record, ANSWER_BYTES))
-    _check(magic == _ANSWER_MAGIC and sent_number == number, "answer")
-    _check(outcome in _OUTCOMES, "answer")
-    return WriteOutcome(outcome)
+    """Return the answer to part `number` of the stream, WireError for any other."""
+    _check(len(record) == ANSWER_BYTES, "length")
+    (outcome,) = decode_answers(key, number, record, 1)
+    return outcome
+
+
+def _opened(
+    key: bytes, number: int, record: bytes | bytearray, magic: bytes, part_bytes: int, name: str
+) -> tuple[bytes | bytearray, int]:
+    """Check a record's length, seal, kind and number; return the bytes of its parts, and their number."""
+    _check(len(record) >= _OPENING.size, "length")
+    sent_magic, sent_number, num_parts = _OPENING.unpack_from(record)
+    stop = _OPENING.size + num_parts * part_bytes
+    _check(len(record) >= stop + SEAL_BYTES, "length")
+    _check(hmac.compare_digest(record[stop : stop + SEAL_BYTES], _seal(key, record[:stop])), "seal")
+    _check(sent_magic == magic and sent_number == number and 0 < num_parts <= MAX_BATCH, name)
+    return record[_OPENING.size : stop], num_parts
 
 
 def _seal(key: bytes, plain: bytes | bytearray) -> bytes:
     return hmac.digest(key, plain, "sha256")[:SEAL_BYTES]
-
-
-def _unsealed(key: bytes, record: bytes | bytearray, expected: int) -> bytes | bytearray:
-    _check(len(record) == expected, "length")
-    plain, seal = record[:-SEAL_BYTES], record[-SEAL_BYTES:]
-    _check(hmac.compare_digest(seal, _seal(key, plain)), "seal")
-    return plain
 
 
 def _check(is_right: bool, reason: str) -> None:

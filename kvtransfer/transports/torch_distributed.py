@@ -4,13 +4,15 @@
    source says which rank it is and how its pages are cut; the destination agrees or refuses.
 2. Over that connection the two form a process group of their own (kvtransfer/transports/rank_pair.py). Each
    end does so in a thread, because a thread that waits in torch for a peer cannot be stopped.
-3. A piece is cut into parts. The sending thread packs a part into a slot and starts its message. The
-   destination's thread receives the message into staging memory, so a source that stops in the middle has
-   written no page. It unpacks the bytes into the pages that the registration of the transfer names, or drops
-   the bytes where the registration admits no writer, and answers.
-4. The answering thread of the source waits for each answer in turn. An answer finishes its part, or fails the
-   part where the destination refused it, and frees the slot.
-5. A peer that is gone breaks the pair at once, one that is silent after `stall_s`: all pieces fail and the
+3. A piece is cut into parts. The sending thread takes the parts that wait, of any transfers, as one batch:
+   a record announces them, then it packs each part into a slot and starts its payload. Over NCCL the parts of
+   a batch are packed, moved and unpacked on several CUDA streams, the lanes, part p on lane p % num_lanes.
+4. The destination's thread receives each part into staging memory, so a source that stops in the middle of a
+   part has written no page of it. It unpacks the part into the pages that the registration of its transfer
+   names, or drops the part where the registration admits no writer. One answer has the outcomes of a batch.
+5. The answering thread of the source waits for each answer in turn. An answer finishes the batch's parts, or
+   fails those that the destination refused, and frees their slots.
+6. A peer that is gone breaks the pair at once, one that is silent after `stall_s`: all pieces fail and the
    group is aborted. A wrong record ends the destination's pair. Other pairs are unaffected.
 """
 
@@ -54,12 +56,13 @@ from baton.kvtransfer.transports.rank_pair import (
     translated,
 )
 from baton.kvtransfer.transports.records import (
+    MAX_BATCH,
     PartHeader,
     WriteOutcome,
-    decode_answer,
-    decode_header,
-    encode_answer,
-    encode_header,
+    decode_answers,
+    decode_headers,
+    encode_answers,
+    encode_headers,
     stream_key,
 )
 from baton.messages.bounds import schema_hash
@@ -68,7 +71,7 @@ from baton.rpc.auth import Role
 from baton.rpc.connection import Connection
 
 logger = logging.getLogger(__name__)
-MAX_PAIRS: Final = 256  # of one destination rank; each has NUM_SLOTS payloads of staging memory
+MAX_PAIRS: Final = 256  # of one destination rank; each has NUM_SLOTS parts of staging memory
 
 
 class GroupSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -106,7 +109,7 @@ class GroupTransport(ABC):
     name: str
     is_automatic: bool
     device: str  # of both ranks
-    part_bytes: int  # as a rule; smaller parts wait longer for each other than they travel
+    part_bytes = 8 * 2**20  # as a rule; smaller parts wait longer for each other than they travel
 
     def can_serve(self, source: RankListenerAddresses, destination: RankListenerAddresses) -> bool:
         return source.device == destination.device == self.device
@@ -133,7 +136,6 @@ class GlooTransport(GroupTransport):
     name = "gloo"
     is_automatic = False
     device = "cpu"
-    part_bytes = 8 * 2**20
 
     def join(
         self, store: PairStore, rank: int, host: str, packing: PagePacking, num_bytes: int, timeout_s: float
@@ -147,7 +149,7 @@ class NcclTransport(GroupTransport):
     name = "nccl"
     is_automatic = True
     device = "cuda"
-    # A part costs a record and an answer over gloo, some 0.1 ms; at 200 GB/s this part travels 0.17 ms.
+    # A batch costs a record and an answer over gloo, some 0.1 ms; at 200 GB/s this part travels 0.17 ms.
     part_bytes = 32 * 2**20
 
     def listen(self, rank: LocalRank) -> "GroupListener | None":
@@ -186,8 +188,9 @@ def join_nccl(store: Store, rank: int, timeout_s: float) -> PairGroup:
 class NcclChannel(GlooChannel):
     """A pair that moves payloads from GPU to GPU over NCCL, and records and answers over gloo.
 
-    Both ends know the payload's length before NCCL moves it. The work of NCCL is ordered by the packing's
-    stream.
+    Both ends know a payload's length before NCCL moves it. NCCL sends what its lane has packed before. At the
+    destination a lane waits for its payload, and the part is unpacked behind it, while NCCL receives the
+    payloads of the other lanes.
     """
 
     def __init__(
@@ -199,45 +202,50 @@ class NcclChannel(GlooChannel):
         self._bulk_work: list[Work | None] = [None] * NUM_SLOTS
         self._packing = packing
 
-    def fetch(self, slot: int, num_bytes: int, timeout_s: float) -> Tensor:
-        payload = self.payload(slot, num_bytes)
-        with translated("nccl"), torch.cuda.stream(self._packing.stream):
-            work = self._bulk_work[slot] = self._bulk.recv([payload], self._peer, 0)
-            work.wait()  # blocks the stream, not this thread
-        self._packing.finish(timeout_s)  # nothing is enqueued behind a receive that may never end
-        return payload
-
     def connect(self, rank: int, timeout_s: float) -> None:
         """Exchange a first message: NCCL fails to connect here, not in the middle of a transfer."""
         if rank == SOURCE:
-            with translated("nccl"), torch.cuda.stream(self._packing.stream):
+            with translated("nccl"), torch.cuda.stream(self._packing.streams[0]):
                 self._bulk.send([self.payload(0, 1)], self._peer, 0).wait()
             self._packing.finish(timeout_s)
         else:
-            self.fetch(0, 1, timeout_s)
+            self.expect_payload(0, 1, 0)
+            self.fetch_payload(0, 1, 0, timeout_s)
+
+    def send_payload(self, part: int, num_bytes: int, lane: int) -> None:
+        with translated("nccl"), torch.cuda.stream(self._packing.streams[lane]):
+            work = self._bulk.send([self.payload(part, num_bytes)], self._peer, 0)
+        self._bulk_work[part % NUM_SLOTS] = work
+
+    def post_payload(self, part: int) -> None:
+        """Nothing to post: NCCL receives in `expect_payload`, which knows the length."""
+
+    def expect_payload(self, part: int, num_bytes: int, lane: int) -> None:
+        with translated("nccl"), torch.cuda.stream(self._packing.streams[lane]):
+            work = self._bulk.recv([self.payload(part, num_bytes)], self._peer, 0)
+            work.wait()  # blocks the lane, not this thread
+        self._bulk_work[part % NUM_SLOTS] = work
+
+    def fetch_payload(self, part: int, num_bytes: int, lane: int, timeout_s: float) -> Tensor:
+        # Until this returns, nothing is enqueued on the lane: a receive may never end, and an unpack has to.
+        self._packing.finish(timeout_s, lane)
+        return self.payload(part, num_bytes)
 
     def abort(self) -> None:
         super().abort()
         with contextlib.suppress(RuntimeError):  # the group may have ended already
             self._bulk.abort()
 
-    def _send_payload(self, slot: int, num_bytes: int) -> None:
-        with translated("nccl"), torch.cuda.stream(self._packing.stream):
-            self._bulk_work[slot] = self._bulk.send([self.payload(slot, num_bytes)], self._peer, 0)
-
-    def _post_payload(self, slot: int) -> None:
-        """Nothing to post: NCCL receives in `fetch`, which knows the payload's length."""
-
 
 # The source.
 
 
 class _Sent(NamedTuple):
-    """A message that has not been answered yet."""
+    """A batch that has not been answered yet."""
 
-    slot: int
-    part: Part
-    gather_s: float
+    first: int  # number of its first part
+    parts: list[Part]
+    gather_s: float  # of all parts
 
 
 class GroupSender(QueueSender):
@@ -251,7 +259,7 @@ class GroupSender(QueueSender):
         settings: GroupSettings | None = None,
     ) -> None:
         self._plan = plan_transfer(rank.layout, peer.layout, rank.rank, peer.rank)
-        super().__init__(rank, part_bytes(self._plan, transport.part_bytes), 1)
+        super().__init__(rank, part_bytes(self._plan, transport.part_bytes), 1, rank.num_streams)
         self._transport = transport
         self._name = transport.name
         self._address = peer.host, port_of(peer.listeners.addresses[transport.name])
@@ -259,7 +267,8 @@ class GroupSender(QueueSender):
         self._key = b""  # of the records
         self._channel: GlooChannel | None = None
         self._joined: Future[GlooChannel] = Future()
-        self._free: SimpleQueue[int | None] = SimpleQueue()  # slots; None: there will be no more
+        self._freed: SimpleQueue[int] = SimpleQueue()  # numbers of slots; 0: there will be no more
+        self._num_free = NUM_SLOTS  # the sending thread's
         self._sent: SimpleQueue[_Sent | None] = SimpleQueue()
         loops = (self._send_parts, self._read_answers)
         self._threads = [threading.Thread(target=self._run, args=(loop,), daemon=True) for loop in loops]
@@ -267,8 +276,6 @@ class GroupSender(QueueSender):
     def open(self) -> None:
         threading.Thread(target=self._join, name=f"{self._name}-join", daemon=True).start()
         self._channel = self._joined.result()
-        for slot in range(NUM_SLOTS):
-            self._free.put(slot)
         for thread in self._threads:
             thread.start()
 
@@ -347,45 +354,86 @@ class GroupSender(QueueSender):
             self._joined.set_exception(TransferFailed(f"{self._name}: {reason}"))
         if self._channel is not None:
             self._channel.abort()
-        self._free.put(None)
+        self._freed.put(0)
         self._sent.put(None)
 
     def _send_parts(self, channel: GlooChannel) -> None:
-        num_sent = 0
-        while (slot := self._free.get()) is not None:
-            part = self._queue.take(wait=True)
-            if part is None:
-                return
-            gather_s = self._pack(channel.payload(slot, part.num_bytes), part)
-            transfer = part.transfer
-            header = PartHeader(transfer.id, transfer.epoch, part.first, part.stop, part.num_bytes)
-            channel.send(slot, encode_header(self._key, num_sent, header), part.num_bytes)
-            self._sent.put(_Sent(slot, part, gather_s))
-            num_sent += 1
+        num_batches = num_parts = 0
+        while parts := self._take_batch():
+            gather_s = self._send_batch(channel, num_batches, num_parts, parts)
+            self._sent.put(_Sent(num_parts, parts, gather_s))
+            num_batches += 1
+            num_parts += len(parts)
 
-    def _pack(self, payload: Tensor, part: Part) -> float:
-        """Copy a part out of its pages, and leave the pages; the seconds that this took."""
-        transfer, clock = part.transfer, self._rank.clock
-        begun_s = clock.now_s()
+    def _take_batch(self) -> list[Part]:
+        """Return the next part, and the parts that wait behind it with a free slot; none after the end."""
+        while not self._num_free or not self._freed.empty():
+            num_freed = self._freed.get()
+            if not num_freed:
+                return []
+            self._num_free += num_freed
+        parts: list[Part] = []
+        while len(parts) < min(MAX_BATCH, self._num_free):
+            part = self._queue.take(wait=not parts)
+            if part is None:
+                break
+            parts.append(part)
+        self._num_free -= len(parts)
+        return parts
+
+    def _send_batch(self, channel: GlooChannel, batch: int, first: int, parts: list[Part]) -> float:
+        """Announce, pack and send parts, and leave their pages. Returns the seconds that packing took."""
+        packing, clock, gather_s = self._packing, self._rank.clock, 0.0
+        numbers, headers = range(first, first + len(parts)), [_header_of(part) for part in parts]
+        num_packed = num_left = 0
         try:
-            offset_N = transfer.plan.source.offsets(part.first, part.stop, transfer.source_pages)
-            self._packing.pack(transfer.plan, offset_N, payload)
-            self._packing.finish()
+            for index, part in enumerate(parts):
+                begun_s = clock.now_s()
+                while num_packed < min(index + packing.num_lanes, len(parts)):
+                    number, next_part = numbers[num_packed], parts[num_packed]
+                    num_packed += 1
+                    self._pack(channel.payload(number, next_part.num_bytes), next_part, number)
+                lane = numbers[index] % packing.num_lanes
+                packing.finish(lane=lane)
+                self._queue.leave(part)
+                num_left += 1
+                gather_s += clock.now_s() - begun_s
+                if index == 0:  # not earlier: a peer waits for announced parts, and a pack waits for a step
+                    channel.send_record(batch, encode_headers(self._key, first, headers), numbers)
+                channel.send_payload(numbers[index], part.num_bytes, lane)
         finally:
-            self._queue.leave(part)
-        return clock.now_s() - begun_s
+            try:
+                for lane in range(packing.num_lanes if num_left < num_packed else 0):
+                    packing.finish(lane=lane)
+            finally:
+                for part in parts[num_left:]:
+                    self._queue.leave(part)
+        channel.end_batch()
+        return gather_s
+
+    def _pack(self, payload: Tensor, part: Part, number: int) -> None:
+        """Start to copy a part out of its pages."""
+        transfer = part.transfer
+        offset_N = transfer.plan.source.offsets(part.first, part.stop, transfer.source_pages)
+        self._packing.pack(transfer.plan, offset_N, payload, number % self._packing.num_lanes)
 
     def _read_answers(self, channel: GlooChannel) -> None:
-        num_answered = 0
+        num_answered = 0  # batches
         while (sent := self._sent.get()) is not None:
-            record = channel.receive_answer(sent.slot, self._settings.stall_s)
-            outcome = decode_answer(self._key, num_answered, record)
+            numbers = range(sent.first, sent.first + len(sent.parts))
+            record = channel.receive_answer(num_answered, numbers, self._settings.stall_s)
+            outcomes = decode_answers(self._key, sent.first, record, len(sent.parts))
             num_answered += 1
-            self._free.put(sent.slot)
-            if outcome == WriteOutcome.WRITTEN:
-                self._queue.finish(sent.part, 1, sent.gather_s)
-            else:
-                self._queue.fail(sent.part, "the destination has ended the transfer")
+            self._freed.put(len(sent.parts))
+            for part, outcome in zip(sent.parts, outcomes, strict=True):
+                if outcome == WriteOutcome.WRITTEN:
+                    self._queue.finish(part, 1, sent.gather_s / len(sent.parts))
+                else:
+                    self._queue.fail(part, "the destination has ended the transfer")
+
+
+def _header_of(part: Part) -> PartHeader:
+    return PartHeader(part.transfer.id, part.transfer.epoch, part.first, part.stop, part.num_bytes)
 
 
 # The destination.
@@ -473,7 +521,9 @@ class ReceivePair:
         self._num_bytes = payload_bytes(plan, transport.part_bytes)
         self._connection = connection
         self._key = stream_key(connection.session_key)
-        self._packing = rank.packing()  # of its own: a stalled source holds up no other source
+        self._packing = rank.packing(
+            rank.num_streams
+        )  # of its own: a stalled source holds up no other source
         self._lock = threading.Lock()
         self._channel: GlooChannel | None = None
         self._is_stopped = False
@@ -517,32 +567,53 @@ class ReceivePair:
         return channel
 
     def _serve(self, channel: GlooChannel) -> None:
-        for slot in range(NUM_SLOTS):
-            channel.post(slot)
-        num_received = 0
+        for number in range(NUM_SLOTS):
+            channel.post_record(number)
+            channel.post_payload(number)
+        num_batches = num_parts = 0
         while True:
-            slot = num_received % NUM_SLOTS
-            header = decode_header(self._key, num_received, channel.receive(slot))
-            if header.num_bytes > self._num_bytes:
-                raise WireError(f"a part of {header.num_bytes} bytes exceeds the message", reason="length")
-            self._receive_part(channel, slot, num_received, header)
-            num_received += 1
+            headers = decode_headers(self._key, num_parts, channel.receive_record(num_batches))
+            channel.post_record(num_batches + NUM_SLOTS)
+            largest = max(header.num_bytes for header in headers)
+            if largest > self._num_bytes:
+                raise WireError(f"a part of {largest} bytes exceeds the message", reason="length")
+            outcomes = self._receive_batch(channel, num_parts, headers)
+            record = encode_answers(self._key, num_parts, outcomes)
+            channel.answer(num_batches, record, self._settings.stall_s)
+            num_batches += 1
+            num_parts += len(headers)
 
-    def _receive_part(self, channel: GlooChannel, slot: int, number: int, header: PartHeader) -> None:
-        registrations, stall_s = self._rank.registrations, self._settings.stall_s
-        payload = channel.fetch(slot, header.num_bytes, stall_s)
+    def _receive_batch(
+        self, channel: GlooChannel, first: int, headers: tuple[PartHeader, ...]
+    ) -> list[WriteOutcome]:
+        """Receive parts and put them into their pages. A lane gets its next part once it has unpacked one."""
+        num_lanes, stall_s = self._packing.num_lanes, self._settings.stall_s
+        outcomes: list[WriteOutcome] = []
+        num_expected = 0
+        for index, header in enumerate(headers):
+            while num_expected < min(index + num_lanes, len(headers)):
+                number = first + num_expected
+                channel.expect_payload(number, headers[num_expected].num_bytes, number % num_lanes)
+                num_expected += 1
+            number = first + index
+            payload = channel.fetch_payload(number, header.num_bytes, number % num_lanes, stall_s)
+            outcomes.append(self._write_part(payload, header, number % num_lanes))
+            channel.post_payload(number + NUM_SLOTS)
+        return outcomes
+
+    def _write_part(self, payload: Tensor, header: PartHeader, lane: int) -> WriteOutcome:
+        """Unpack a part that has arrived, if its registration admits it."""
+        registrations = self._rank.registrations
         writing = registrations.begin(
             header.transfer, header.epoch, header.first, header.stop, header.num_bytes
         )
+        if writing is None:
+            return WriteOutcome.REFUSED
         is_whole = False
         try:
-            if writing is not None:
-                self._packing.unpack(writing.registration.plan, writing.offsets(), payload)
-                self._packing.finish()
-            channel.post(slot)
-            outcome = WriteOutcome.REFUSED if writing is None else WriteOutcome.WRITTEN
-            channel.answer(slot, encode_answer(self._key, number, outcome), stall_s)
+            self._packing.unpack(writing.registration.plan, writing.offsets(), payload, lane)
+            self._packing.finish(lane=lane)
             is_whole = True
         finally:
-            if writing is not None:
-                registrations.end(writing, is_whole=is_whole)
+            registrations.end(writing, is_whole=is_whole)
+        return WriteOutcome.WRITTEN

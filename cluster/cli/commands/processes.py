@@ -39,7 +39,9 @@ logger = logging.getLogger(__name__)
 
 ROUTER_KEYS: Final = ("host", "port", "policy", "redis", "decision_log", "local_prefill_tokens")
 GATEWAY_KEYS: Final = ("served_model_name", "host", "port", "chat_template", "operator_port", "tenants_file")
-WORKER_KEYS: Final = ("name", "model_name", "host", "port", "transport", "kv_digests", "drain_timeout_s")
+WORKER_KEYS: Final = (
+    *("name", "model_name", "host", "port", "transport", "kv_digests", "kv_streams", "drain_timeout_s"),
+)
 # Settings without a default -> the error where a command has none of them.
 MISSING: Final = {
     "routers": "--router HOST:PORT: expected where the router listens, got none",

@@ -5,6 +5,7 @@ a field is changed and the record sealed again, or bytes are changed, moved, lef
 """
 
 import hmac
+import itertools
 import random
 import struct
 from collections.abc import Callable, Sequence
@@ -13,8 +14,9 @@ from typing import Final, NamedTuple
 from baton.kvtransfer.transports.records import MAX_PART_BYTES
 
 # Written down once more, so that the format does not change unseen.
-HEADER: Final = struct.Struct(">4sQ16sIIIQ")
-ANSWER: Final = struct.Struct(">4sQB")
+OPENING: Final = struct.Struct(">4sQB")  # of a record of headers, and of one of answers
+PART: Final = struct.Struct(">16sIIIQ")
+ANSWER: Final = struct.Struct(">4sQBB")  # to one part
 SEAL_BYTES: Final = 16
 U32, U64 = 2**32 - 1, 2**64 - 1
 
@@ -33,23 +35,40 @@ class SentPart(NamedTuple):
 
     record: bytes
     body: bytes
+    sizes: tuple[int, ...] = ()  # bytes of each message that the body goes in; (): one message
+
+    def messages(self) -> list[bytes]:
+        """The body as a transport with separate messages sends it: all of it, whatever the sizes say."""
+        bounds = (0, *itertools.accumulate(self.sizes[:-1]), len(self.body))
+        return [self.body[first:stop] for first, stop in itertools.pairwise(bounds)]
 
 
 def sealed(key: bytes, plain: bytes) -> bytes:
     return plain + hmac.digest(key, plain, "sha256")[:SEAL_BYTES]
 
 
-def valid_parts(rng: random.Random, key: bytes, targets: Sequence[Target]) -> list[SentPart]:
-    """What a source that keeps all rules sends, of transfers that are open, ended or unknown."""
-    parts = []
-    for number in range(rng.randint(1, 8)):
-        target = rng.choice(targets)
-        first = rng.randrange(target.num_units)
-        stop = rng.randint(first + 1, target.num_units)
-        num_bytes = (stop - first) * target.unit_bytes
-        plain = HEADER.pack(b"BKV1", number, target.transfer, target.epoch, first, stop, num_bytes)
-        parts.append(SentPart(sealed(key, plain), bytes([1 + rng.randrange(255)]) * num_bytes))
-    return parts
+def valid_parts(
+    rng: random.Random, key: bytes, targets: Sequence[Target], max_batch: int = 1
+) -> list[SentPart]:
+    """What a source that keeps all rules sends, of transfers that are open, ended or unknown.
+
+    max_batch: the most parts that one record announces.
+    """
+    sent = []
+    number = 0
+    for _ in range(rng.randint(1, 8)):
+        num_parts = rng.randint(1, max_batch)
+        plain, body, sizes = OPENING.pack(b"BKV2", number, num_parts), b"", []
+        for _ in range(num_parts):
+            target = rng.choice(targets)
+            first = rng.randrange(target.num_units)
+            stop = rng.randint(first + 1, target.num_units)
+            sizes.append((stop - first) * target.unit_bytes)
+            plain += PART.pack(target.transfer, target.epoch, first, stop, sizes[-1])
+            body += bytes([1 + rng.randrange(255)]) * sizes[-1]
+        sent.append(SentPart(sealed(key, plain), body, tuple(sizes)))
+        number += num_parts
+    return sent
 
 
 def damaged(rng: random.Random, key: bytes, parts: list[SentPart]) -> list[SentPart]:
@@ -66,12 +85,15 @@ def _replaced(parts: list[SentPart], index: int, *others: SentPart) -> list[Sent
 def _change_a_field(rng: random.Random, key: bytes, parts: list[SentPart], index: int) -> list[SentPart]:
     """By someone who has the key. Every field, at and beyond its bounds."""
     part = parts[index]
-    if len(part.record) != HEADER.size + SEAL_BYTES:
+    num_announced, odd = divmod(len(part.record) - OPENING.size - SEAL_BYTES, PART.size)
+    if num_announced < 1 or odd:
         return _flip_bits(rng, key, parts, index)
-    magic, number, transfer, epoch, first, stop, num_bytes = HEADER.unpack(part.record[:-SEAL_BYTES])
-    match rng.randrange(8):
+    magic, number, num_parts = OPENING.unpack_from(part.record)
+    place = OPENING.size + rng.randrange(num_announced) * PART.size
+    transfer, epoch, first, stop, num_bytes = PART.unpack_from(part.record, place)
+    match rng.randrange(9):
         case 0:
-            magic = rng.choice((b"BKA1", b"BKV2", rng.randbytes(4)))
+            magic = rng.choice((b"BKA2", b"BKV1", rng.randbytes(4)))
         case 1:
             number = rng.choice((number + 1, number - 1, U64, rng.randrange(2**40)))
         case 2:
@@ -89,41 +111,44 @@ def _change_a_field(rng: random.Random, key: bytes, parts: list[SentPart], index
         case 7:  # units and bytes that belong together, and to no transfer
             first, stop = rng.randrange(64), rng.randrange(64)
             num_bytes = (stop - first) * 1024
-    values = (number & U64, transfer, epoch & U32, first & U32, stop & U32, num_bytes & U64)
-    plain = HEADER.pack(magic, *values)
-    return _replaced(parts, index, SentPart(sealed(key, plain), part.body))
+        case 8:
+            num_parts = rng.choice((0, 2, 3, 255))
+    plain = bytearray(part.record[:-SEAL_BYTES])
+    OPENING.pack_into(plain, 0, magic, number & U64, num_parts)
+    values = (transfer, epoch & U32, first & U32, stop & U32, num_bytes & U64)
+    PART.pack_into(plain, place, *values)
+    return _replaced(parts, index, part._replace(record=sealed(key, bytes(plain))))
 
 
 def _flip_bits(rng: random.Random, key: bytes, parts: list[SentPart], index: int) -> list[SentPart]:
     record = bytearray(parts[index].record or b"x")
     for _ in range(rng.randint(1, 8)):
         record[rng.randrange(len(record))] ^= 1 << rng.randrange(8)
-    return _replaced(parts, index, SentPart(bytes(record), parts[index].body))
+    return _replaced(parts, index, parts[index]._replace(record=bytes(record)))
 
 
 def _seal_with_another_key(
     rng: random.Random, key: bytes, parts: list[SentPart], index: int
 ) -> list[SentPart]:
-    record, body = parts[index]
-    return _replaced(parts, index, SentPart(sealed(rng.randbytes(32), record[:-SEAL_BYTES]), body))
+    record = sealed(rng.randbytes(32), parts[index].record[:-SEAL_BYTES])
+    return _replaced(parts, index, parts[index]._replace(record=record))
 
 
 def _cut_record(rng: random.Random, key: bytes, parts: list[SentPart], index: int) -> list[SentPart]:
-    record, body = parts[index]
-    return _replaced(parts, index, SentPart(record[: rng.randrange(len(record) + 1)], body))
+    record = parts[index].record
+    return _replaced(parts, index, parts[index]._replace(record=record[: rng.randrange(len(record) + 1)]))
 
 
 def _cut_body(rng: random.Random, key: bytes, parts: list[SentPart], index: int) -> list[SentPart]:
-    record, body = parts[index]
-    return _replaced(parts, index, SentPart(record, body[: rng.randrange(len(body) + 1)]))
+    body = parts[index].body
+    return _replaced(parts, index, parts[index]._replace(body=body[: rng.randrange(len(body) + 1)]))
 
 
 def _add_noise(rng: random.Random, key: bytes, parts: list[SentPart], index: int) -> list[SentPart]:
-    record, body = parts[index]
+    record, body, _ = parts[index]
     noise = rng.randbytes(rng.randint(1, 100))
-    return _replaced(
-        parts, index, rng.choice((SentPart(noise + record, body), SentPart(record, body + noise)))
-    )
+    record, body = rng.choice(((noise + record, body), (record, body + noise)))
+    return _replaced(parts, index, parts[index]._replace(record=record, body=body))
 
 
 def _hang_up(rng: random.Random, key: bytes, parts: list[SentPart], index: int) -> list[SentPart]:

@@ -36,9 +36,11 @@ from baton.kvtransfer.transports.rank_pair import (
 )
 from baton.kvtransfer.transports.receive_registration import ReceiveRegistration
 from baton.kvtransfer.transports.records import (
-    HEADER_BYTES,
+    BATCH_ANSWER_BYTES,
+    BATCH_BYTES,
+    MAX_BATCH,
     WriteOutcome,
-    decode_answer,
+    decode_answers,
     stream_key,
 )
 from baton.kvtransfer.transports.tcp import ReceiveStream, StreamPages
@@ -48,6 +50,7 @@ from baton.rpc.connection import Connection
 from tests.transfer_ends import local_rank
 from tests.unit.kvtransfer.record_mutations import (
     ANSWER,
+    OPENING,
     SEAL_BYTES,
     SentPart,
     Target,
@@ -82,6 +85,9 @@ KINDS = {"seal", "header", "length", "piece"}
 class Destination:
     """A rank with some registrations, whose receiver serves one stream after the other."""
 
+    max_batch = 1  # parts of a record
+    answer_bytes = ANSWER.size + SEAL_BYTES  # of a record of answers
+
     def __init__(self) -> None:
         self.pages = torch.zeros((NUM_PAGES, LAYOUT.page_bytes), dtype=torch.uint8)
         self.rank = local_rank(self.pages, layout=LAYOUT)
@@ -98,11 +104,13 @@ class Destination:
 
     def read_answers(self, answers: bytes) -> None:
         """Every answer is the one that was due."""
-        size = ANSWER.size + SEAL_BYTES
-        assert len(answers) % size == 0
-        for number in range(len(answers) // size):
-            record = answers[number * size : (number + 1) * size]
-            self.num_answers[decode_answer(KEY, number, record)] += 1
+        assert len(answers) % self.answer_bytes == 0
+        number = 0
+        for first in range(0, len(answers), self.answer_bytes):
+            record = answers[first : first + self.answer_bytes]
+            num_parts = OPENING.unpack_from(record)[-1]
+            self.num_answers.update(decode_answers(KEY, number, record, num_parts))
+            number += num_parts
 
     def check(self) -> None:
         assert not self.pages[NOT_GRANTED].any(), "a page was written without a grant"
@@ -119,7 +127,7 @@ class TcpDestination(Destination):
         end = PageSocket(ours, SystemClock(), stall_s=5.0, limit_s=10.0)
         pages = StreamPages(self.rank, self.rank.packing())
         with theirs, contextlib.closing(end):
-            theirs.sendall(b"".join(record + body for record, body in parts))
+            theirs.sendall(b"".join(part.record + part.body for part in parts))
             theirs.shutdown(socket.SHUT_WR)
             with contextlib.suppress(WireError, PeerGone):
                 ReceiveStream(self.rank, end, KEY, pages, lambda: False).run()
@@ -148,8 +156,9 @@ class ScriptedGroup(PairGroup):
     """A group of two whose other rank sends the same things to every receive of one tag."""
 
     def __init__(self, parts: list[SentPart]) -> None:
-        records = [record.ljust(HEADER_BYTES, b"?") for record, _ in parts]
-        self.sent = {RECORD_TAG: iter(records), PAYLOAD_TAG: iter([body for _, body in parts])}
+        records = [part.record.ljust(BATCH_BYTES, b"?") for part in parts]
+        payloads = [message for part in parts for message in part.messages()]
+        self.sent = {RECORD_TAG: iter(records), PAYLOAD_TAG: iter(payloads)}
         self.answers = b""
 
     def send(self, tensors: list[Tensor], dstRank: int, tag: int) -> Work:
@@ -180,6 +189,9 @@ class ScriptedPair(ReceivePair):
 
 
 class GroupDestination(Destination):
+    max_batch = MAX_BATCH
+    answer_bytes = BATCH_ANSWER_BYTES
+
     def __init__(self) -> None:
         super().__init__()
         self._payloads = staging(payload_bytes(WHOLE, GlooTransport.part_bytes))
@@ -202,7 +214,7 @@ def destination(request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture
 def fuzz(destination: Destination, seed: int, num_records: int) -> None:
     rng = random.Random(seed)
     while num_records > 0:
-        parts = damaged(rng, KEY, valid_parts(rng, KEY, TARGETS))
+        parts = damaged(rng, KEY, valid_parts(rng, KEY, TARGETS, destination.max_batch))
         num_records -= len(parts)
         destination.read_answers(destination.serve(parts))
         if rng.randrange(100) == 0:

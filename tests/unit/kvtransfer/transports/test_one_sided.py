@@ -25,7 +25,7 @@ from baton.kvtransfer.transports.rank_pair import (
     join_gloo,
     staging,
 )
-from baton.kvtransfer.transports.records import ANSWER_BYTES, HEADER_BYTES
+from baton.kvtransfer.transports.records import BATCH_ANSWER_BYTES, BATCH_BYTES
 from baton.kvtransfer.transports.registry import TRANSPORTS
 from tests.transfer_ends import OPTIONAL, local_rank, needs
 from tests.waiting import wait_for
@@ -80,19 +80,26 @@ def test_records_payloads_and_answers_arrive_in_order(name: str) -> None:
     store = new_store()
     destination, source = open_pair(name, store)
     connect(store, destination, source)
-    for slot in range(NUM_SLOTS):
-        destination.post(slot)
-    for number in range(3 * NUM_SLOTS):
-        slot, num_bytes = number % NUM_SLOTS, PAYLOAD_BYTES - 7 * number
-        source.payload(slot, num_bytes).fill_(number + 1)
-        source.send(slot, bytes([number]) * HEADER_BYTES, num_bytes)
+    for number in range(NUM_SLOTS):
+        destination.post_record(number)
+        destination.post_payload(number)
+    for batch in range(2 * NUM_SLOTS):
+        parts, num_bytes = range(2 * batch, 2 * batch + 2), PAYLOAD_BYTES - 7 * batch
+        source.send_record(batch, bytes([batch]) * BATCH_BYTES, parts)
+        for part in parts:
+            source.payload(part, num_bytes).fill_(part + 1)
+            source.send_payload(part, num_bytes, 0)
+        source.end_batch()
         with ThreadPoolExecutor(1) as answers:
-            answer = answers.submit(source.receive_answer, slot, 5.0)
-            assert destination.receive(slot) == bytes([number]) * HEADER_BYTES
-            assert bool((destination.fetch(slot, num_bytes, 5.0) == number + 1).all())
-            destination.post(slot)
-            destination.answer(slot, bytes([100 + number]) * ANSWER_BYTES, 5.0)
-            assert answer.result() == bytes([100 + number]) * ANSWER_BYTES
+            answer = answers.submit(source.receive_answer, batch, parts, 5.0)
+            assert destination.receive_record(batch) == bytes([batch]) * BATCH_BYTES
+            destination.post_record(batch + NUM_SLOTS)
+            for part in parts:
+                destination.expect_payload(part, num_bytes, 0)
+                assert bool((destination.fetch_payload(part, num_bytes, 0, 5.0) == part + 1).all())
+                destination.post_payload(part + NUM_SLOTS)
+            destination.answer(batch, bytes([100 + batch]) * BATCH_ANSWER_BYTES, 5.0)
+            assert answer.result() == bytes([100 + batch]) * BATCH_ANSWER_BYTES
     source.close()
     destination.close()
 

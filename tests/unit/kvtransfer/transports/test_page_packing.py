@@ -1,5 +1,7 @@
 """Runs packed out of one pool and unpacked into another, directly or by way of host memory."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch import Tensor
@@ -8,6 +10,7 @@ from baton.kernels.copy_runs import copy_runs_reference
 from baton.kvtransfer.protocol.transfer_plan import plan_transfer
 from baton.kvtransfer.transports.pages import DevicePages, PagePacking, StagedParts, packing_of
 from baton.pages import PageLayout
+from tests.fake_cuda import DEVICE, FakeCuda
 from tests.transfer_ends import runs_of
 
 DEVICES = [
@@ -93,6 +96,42 @@ def test_a_pool_must_be_contiguous() -> None:
         packing_of(torch.zeros(4, 8, 2)[:, ::2])
     with pytest.raises(ValueError, match="contiguous"):
         packing_of(torch.zeros(4))
+
+
+# Lanes of a GPU, on a stand-in for the CUDA runtime.
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
+    runtime = FakeCuda()
+    runtime.install(monkeypatch)
+    with runtime:
+        yield runtime
+
+
+def test_each_lane_waits_for_writers_and_is_waited_for_alone(cuda: FakeCuda) -> None:
+    cut = layout(1, 16)
+    plan = plan_transfer(cut, cut, 0, 0)
+    pool = torch.arange(8 * cut.page_bytes, device=DEVICE).view(8, -1).to(torch.uint8)
+    packing = DevicePages(pool, 2)
+    staging = [packing.staging(2 * cut.page_bytes) for _ in range(2)]
+    lanes = [id(stream) for stream in packing.streams]
+
+    packing.note_written()
+    cuda.calls.clear()
+    packing.pack(plan, plan.source.offsets(0, 2, (6, 1)), staging[0], 0)
+    waits = [call.value for call in cuda.calls if call.name == "stream waits for event"]
+    assert waits == lanes, "a lane packs before the writer is done"
+    cuda.calls.clear()
+    packing.pack(plan, plan.source.offsets(0, 2, (3, 4)), staging[1], 1)
+    packing.finish(lane=1)
+    packing.unpack(plan, plan.destination.offsets(0, 2, (0, 5)), staging[1], 1)
+    assert [call.name for call in cuda.calls if "event" in call.name] == ["record event"]
+    assert torch.equal(raw(pool[[0, 5]]), raw(pool[[3, 4]])) and torch.equal(
+        raw(staging[0]), raw(pool[[6, 1]])
+    )
+    packing.finish(lane=0)
+    assert [cuda.events_on[lane] for lane in lanes] == [1, 1]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
