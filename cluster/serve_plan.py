@@ -24,6 +24,9 @@ from baton.gateway.text.chat_template import ChatTemplate
 from baton.messages.bounds import Kind
 from baton.messages.workers import Routers, WorkerRole
 
+# CUDA's MPS serves decode before prefill on a GPU that both share; see mps_variables.
+MPS_PRIORITIES: Final[dict[WorkerRole, int]] = {WorkerRole.DECODE: 0, WorkerRole.PREFILL: 1}
+
 
 class Topology(msgspec.Struct, frozen=True, kw_only=True):
     """The addresses and GPUs of a cluster."""
@@ -64,7 +67,10 @@ def _worker(
     config: ServeConfig, topology: Topology, role: WorkerRole, index: int, gpus_per_rank: float
 ) -> ProcessSpec:
     pool = config.pools[role]
-    settings = _share_of_gpu(pool.engine(config.engine), gpus_per_rank)
+    shares_gpu = 0 < gpus_per_rank < 1
+    settings = pool.engine(config.engine)
+    if shares_gpu:
+        settings = _share_of_gpu(settings, gpus_per_rank, role)
     name = f"{role}-{index}"
     return ProcessSpec(
         kind=Kind.WORKER,
@@ -73,6 +79,7 @@ def _worker(
         num_ranks=settings.tensor_parallel_size,
         cores_per_rank=pool.cores_per_rank,
         gpus_per_rank=gpus_per_rank,
+        mps_priority=MPS_PRIORITIES[role] if shares_gpu else None,
         resources=pool.ray_resources,
         config=WorkerConfig(
             role=role,
@@ -91,13 +98,17 @@ def _worker(
     )
 
 
-def _share_of_gpu(settings: EngineSettings, gpus_per_rank: float) -> EngineSettings:
-    """Divide `gpu_memory_utilization`, a share of the whole GPU, among the ranks on one GPU."""
-    if not 0 < gpus_per_rank < 1:
-        return settings
+def _share_of_gpu(settings: EngineSettings, gpus_per_rank: float, role: WorkerRole) -> EngineSettings:
+    """Divide `gpu_memory_utilization`, a share of the whole GPU, among its ranks; decode goes first.
+
+    A decode step is short and every running answer waits for it; the steps of a prompt are long.
+    """
     share = settings.cache.gpu_memory_utilization * gpus_per_rank
     cache = msgspec.structs.replace(settings.cache, gpu_memory_utilization=share)
-    return msgspec.structs.replace(settings, cache=cache)
+    priority = settings.stream_priority
+    if role is WorkerRole.DECODE:
+        priority = min(priority, -1)
+    return msgspec.structs.replace(settings, cache=cache, stream_priority=priority)
 
 
 def _router(config: ServeConfig, topology: Topology, index: int) -> ProcessSpec:

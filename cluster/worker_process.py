@@ -116,6 +116,7 @@ class HostedWorker:
             transport=self._config.transport,
             has_digests=self._config.kv_digests,
             num_streams=self._config.kv_streams,
+            stream_priority=self._config.engine.stream_priority,
             link_timeout_s=self._config.link_timeout_s,
         )
         writable = None if pool.is_cuda else shared

@@ -65,8 +65,9 @@ class FakeEvent:
 
 
 class FakeStream:
-    def __init__(self, cuda: "FakeCuda") -> None:
+    def __init__(self, cuda: "FakeCuda", priority: int = 0) -> None:
         self._cuda = cuda
+        self.priority = priority
 
     def wait_stream(self, other: "FakeStream") -> None: ...
 
@@ -101,6 +102,7 @@ class FakeCuda(TorchFunctionMode):
         super().__init__()
         self.calls: list[Call] = []
         self.is_slow = False  # True: copies end when they are waited for
+        self.streams: list[FakeStream] = []  # that were made, in this order
         self.events_on: Counter[int] = Counter()  # identity of a stream -> events recorded by it
         self._total_bytes, self._shared_bytes, self._driver_bytes = total_bytes, shared_bytes, driver_bytes
         self._graphs: WeakSet[FakeGraph] = WeakSet()
@@ -118,7 +120,8 @@ class FakeCuda(TorchFunctionMode):
             "is_available": lambda: True,
             "device_count": lambda: 1,
             "set_device": lambda device: None,
-            "Stream": lambda device: FakeStream(self),
+            "Stream": self._make_stream,
+            "set_stream": self._set_stream,
             "Event": lambda: FakeEvent(self),
             "CUDAGraph": self._make_graph,
             "current_stream": lambda device=None: self._stream,
@@ -216,6 +219,14 @@ class FakeCuda(TorchFunctionMode):
             finally:
                 self._capturing = None
         self._graphs.add(graph)
+
+    def _make_stream(self, device: torch.device, priority: int = 0) -> FakeStream:
+        stream = FakeStream(self, priority)
+        self.streams.append(stream)
+        return stream
+
+    def _set_stream(self, stream: FakeStream) -> None:
+        self._stream = stream
 
     def _make_graph(self) -> FakeGraph:
         return FakeGraph(self)

@@ -18,6 +18,7 @@ KNOBS: dict[str, Any] = {
     "tensor_parallel_size": 1,
     "max_model_len": None,
     "batch_invariant": True,
+    "stream_priority": 0,
     "seed": 0,
     "cache.page_size": 16,
     "cache.kv_cache_memory_bytes": None,

@@ -15,6 +15,7 @@ from baton.errors import ConfigError
 # Far beyond any step that a machine could finish; they bound the memory of one step.
 NumSequences: TypeAlias = Annotated[int, Meta(ge=1, le=2**16)]
 NumStepTokens: TypeAlias = Annotated[int, Meta(ge=1, le=2**20)]
+StreamPriority: TypeAlias = Annotated[int, Meta(ge=-5, le=0)]  # of CUDA: a lower number goes first
 QueueDelay: TypeAlias = Annotated[float, Meta(ge=0, le=60_000)]
 Seed: TypeAlias = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 
@@ -99,6 +100,9 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     # On a GPU: a token does not depend on what shares its batch, on chunks, or on the number of ranks. Costs
     # speed. A CPU always computes so.
     batch_invariant: bool = True
+    # Priority of CUDA streams where processes share a GPU: -1 goes before 0. `baton serve` gives decode
+    # workers that share a GPU -1 in place of 0.
+    stream_priority: StreamPriority = 0
     seed: Seed = 0  # of sampling for requests without a seed of their own, and of dummy weights
     cache: CacheConfig = msgspec.field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = msgspec.field(default_factory=SchedulerConfig)

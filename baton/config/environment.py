@@ -14,6 +14,7 @@ MAX_NODE_NAME: Final = 128  # characters
 LogFormat: TypeAlias = Literal["text", "json"]
 LOG_FORMATS: Final[tuple[LogFormat, ...]] = get_args(LogFormat)
 PREFIX: Final = "BATON_"
+_MPS_PRIORITY: Final = "CUDA_MPS_CLIENT_PRIORITY"
 # Variables that are no settings of a cluster, and are read here.
 VARIABLES: Final = (
     *("BATON_API_KEY", "BATON_CACHE_DIR", "BATON_CLUSTER_KEY_FILE", "BATON_LOG_FORMAT", "BATON_LOG_LEVEL"),
@@ -67,11 +68,27 @@ def visible_gpus() -> tuple[str, ...]:
     return tuple(str(index) for index, _ in enumerate(present.iterdir())) if present.is_dir() else ()
 
 
-def environment_of_child(*, num_threads: int, gpus: Sequence[str] | None = None) -> dict[str, str]:
-    """Return the environment of a child process. An OMP_NUM_THREADS of the operator has precedence."""
+def environment_of_child(
+    *, num_threads: int, gpus: Sequence[str] | None = None, mps_priority: int | None = None
+) -> dict[str, str]:
+    """Return the environment of a child process. An OMP_NUM_THREADS of the operator has precedence.
+
+    mps_priority: see `mps_variables`.
+    """
     threads = {"OMP_NUM_THREADS": str(num_threads)}
     seen = {} if gpus is None else {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
-    return threads | dict(os.environ) | seen
+    return threads | dict(os.environ) | seen | mps_variables(mps_priority)
+
+
+def mps_variables(priority: int | None) -> dict[str, str]:
+    """Return the variables of a process that may be a client of CUDA's MPS; they do nothing without MPS.
+
+    priority: 0 normal, 1 below normal; None: no variables. A CUDA_MPS_CLIENT_PRIORITY of the operator, for
+    all processes, has precedence.
+    """
+    if priority is None:
+        return {}
+    return {_MPS_PRIORITY: os.environ.get(_MPS_PRIORITY, str(priority))}
 
 
 def prepare_nccl() -> None:

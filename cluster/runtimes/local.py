@@ -160,7 +160,9 @@ class LocalRuntime:
             limit=MAX_REPORT_BYTES,
             process_group=0,  # Ctrl-C in the terminal reaches the parent alone, which drains the others
             env=environment_of_child(
-                num_threads=self._num_threads.get(spec.name, 1), gpus=self._gpus_of.get(spec.name)
+                num_threads=self._num_threads.get(spec.name, 1),
+                gpus=self._gpus_of.get(spec.name),
+                mps_priority=spec.mps_priority,
             ),
         )
         assert process.stdin is not None

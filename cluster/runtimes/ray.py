@@ -41,7 +41,7 @@ from baton.cluster.runtimes.base import (
     share_out,
     started_at,
 )
-from baton.config.environment import prepare_ray
+from baton.config.environment import mps_variables, prepare_ray
 from baton.errors import ConfigError, WorkerLost
 from baton.messages.workers import Address
 from baton.rpc.auth import ClusterKeys
@@ -350,7 +350,9 @@ class RayRuntime:
 
         if spec.num_ranks:
             needs = dict(self._needs[spec.name])
+            variables = mps_variables(spec.mps_priority)
             return {
+                **({"runtime_env": {"env_vars": variables}} if variables else {}),
                 "num_cpus": needs.pop("CPU", 0),
                 "num_gpus": needs.pop("GPU", 0),
                 "resources": needs,

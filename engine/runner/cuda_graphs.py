@@ -79,7 +79,9 @@ class StepGraphs:
         max_num_tokens: int,
         max_pages: int,
         device: torch.device,
+        stream_priority: int = 0,
     ) -> None:
+        """stream_priority: of the kernels of all graphs, whatever stream replays them."""
         self._model = model
         self._device = device
         self._shapes = graph_shapes(max_num_seqs, max_num_tokens)
@@ -89,7 +91,7 @@ class StepGraphs:
         self._inputs = GraphInputs(self._shapes, max_pages, device)
         self._logits_BV = torch.zeros((self._inputs.max_seqs, vocab_size), dtype=torch.float32, device=device)
         self._graphs: dict[GraphShape, torch.cuda.CUDAGraph] = {}
-        self._stream = torch.cuda.Stream(device)
+        self._stream = torch.cuda.Stream(device, stream_priority)
         self._memory = torch.cuda.graph_pool_handle()
 
     def measure_bytes(self, kv_pool: Tensor) -> int:

@@ -187,12 +187,16 @@ class ModelRunner:
     """Runs steps on one rank. `model` and `pool` exist after `load` and `allocate`."""
 
     def __init__(self, config: EngineConfig, model_config: ModelConfig, tp: TensorParallel) -> None:
+        """Called by the thread that runs the steps: its current device and stream change on a GPU."""
         self.config = config
         self.model_config = model_config
         self.tp = tp
         self.device = choose_device(config.device, tp.rank)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)  # kernels, streams and graphs go where the tensors are
+            if config.stream_priority:
+                # The default stream has none. This thread runs the steps, and hands pages to transfers.
+                torch.cuda.set_stream(torch.cuda.Stream(self.device, config.stream_priority))
         self.dtype = choose_dtype(config.dtype, model_config, self.device)
         self.max_model_len = choose_max_model_len(config, model_config)
         self.layout = PageLayout(
@@ -268,6 +272,7 @@ class ModelRunner:
             max_num_tokens=max_num_tokens,
             max_pages=max_pages,
             device=self.device,
+            stream_priority=self.config.stream_priority,
         )
         graph_bytes = self._graphs.measure_bytes(trial)
         logger.info("CUDA graphs: %.2f GiB", graph_bytes / 2**30)

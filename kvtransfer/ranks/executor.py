@@ -398,6 +398,7 @@ class RankExecutor:
             clock=clock,
             dropped=dropped,
             num_streams=settings.num_streams,
+            stream_priority=settings.stream_priority,
         )
         self._open_listeners = transports.listen(self.rank)
         self.listeners = RankListenerAddresses(

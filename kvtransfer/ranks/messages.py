@@ -71,6 +71,7 @@ class RankSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     transport: str  # see kvtransfer/transports/registry.py
     num_hashing_threads: int
     num_streams: KvStreams  # of CUDA, for each pair of ranks
+    stream_priority: int
 
 
 class OfShard(RankMessage, frozen=True):

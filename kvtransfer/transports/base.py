@@ -72,6 +72,7 @@ class LocalRank:
         clock: Clock | None = None,
         dropped: DroppedPeers | None = None,
         num_streams: int = 1,
+        stream_priority: int = 0,
     ) -> None:
         """pool: contiguous [num_pages, ...], on a CPU or a GPU; ValueError for any other.
 
@@ -79,6 +80,7 @@ class LocalRank:
         shared: has made `pool`, if other processes on this host may map the pool. on_writer_death: called
         from any thread with the ids of open registrations after the death of their writing process.
         num_streams: CUDA streams on which one pair of ranks copies pages and sends them over NCCL.
+        stream_priority: of all streams that copy pages, as torch counts priorities: -1 goes before 0.
         """
         self.pool = pool
         self.num_pages = len(pool)
@@ -94,6 +96,7 @@ class LocalRank:
         self.clock = clock or SystemClock()
         self.dropped = dropped or DroppedPeers()
         self.num_streams = num_streams
+        self.stream_priority = stream_priority
         self.registrations = ReceiveRegistrations(self.num_pages)
         # None: other processes cannot write into the pool directly
         self.generations = PageGenerations(self.num_pages) if pool.is_cuda else None
@@ -106,7 +109,7 @@ class LocalRank:
 
     def packing(self, num_lanes: int = 1) -> PagePacking:
         """Packs and unpacks runs of the pool, for one user: on a GPU each user has streams of its own."""
-        return packing_of(self.pool, num_lanes)
+        return packing_of(self.pool, num_lanes, self.stream_priority)
 
     def close(self) -> None:
         """Free what this rank has made; the listeners have been closed before."""

@@ -220,13 +220,15 @@ class PagePacking(Protocol):
         """
 
 
-def packing_of(pool: Tensor | PageMemory, num_lanes: int = 1) -> PagePacking:
-    """pool: contiguous [num_pages, ...]. num_lanes: of a pool on a GPU; a CPU has one."""
+def packing_of(pool: Tensor | PageMemory, num_lanes: int = 1, stream_priority: int = 0) -> PagePacking:
+    """pool: contiguous [num_pages, ...]. num_lanes: of a pool on a GPU, with streams of this priority; a CPU
+    has one lane.
+    """
     if isinstance(pool, PageMemory):
         return HostPages(pool)
     if not pool.is_contiguous() or pool.dim() < 2:
         raise ValueError(f"a pool is contiguous [num_pages, ...], got {tuple(pool.shape)}")
-    return DevicePages(pool, num_lanes) if pool.is_cuda else HostPages(PageMemory.of(pool))
+    return DevicePages(pool, num_lanes, stream_priority) if pool.is_cuda else HostPages(PageMemory.of(pool))
 
 
 class HostPages:
@@ -266,11 +268,12 @@ class HostPages:
 class DevicePages:
     """`PagePacking` of a pool on a GPU, as a table of rows that all runs consist of."""
 
-    def __init__(self, pool: Tensor, num_lanes: int = 1) -> None:
+    def __init__(self, pool: Tensor, num_lanes: int = 1, stream_priority: int = 0) -> None:
         self.pool = pool
         self.num_pages = len(pool)
         self.num_lanes = num_lanes
-        self.streams = [torch.cuda.Stream(pool.device) for _ in range(num_lanes)]  # of each lane
+        # The stream of each lane.
+        self.streams = [torch.cuda.Stream(pool.device, stream_priority) for _ in range(num_lanes)]
         self.content = pool.view(-1).view(torch.uint8)
         self._written: deque[torch.cuda.Event] = deque()
         self._ordering = threading.Lock()

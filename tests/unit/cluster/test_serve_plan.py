@@ -98,6 +98,23 @@ def test_ranks_share_gpus_that_are_fewer(num_gpus: int, gpus_per_rank: float, sh
     assert [worker.engine.cache.gpu_memory_utilization for worker in workers(planned)] == [share] * 2
 
 
+@pytest.mark.parametrize(
+    ("num_gpus", "asked", "priorities", "of_mps"),
+    [
+        (0, 0, [0, 0], [None, None]),
+        (1, 0, [0, -1], [1, 0]),  # of the prefill worker and of the decode worker
+        (1, -3, [-3, -3], [1, 0]),
+        (2, 0, [0, 0], [None, None]),
+    ],
+)
+def test_decode_goes_before_prefill_on_a_gpu_that_they_share(
+    num_gpus: int, asked: int, priorities: list[int], of_mps: list[int | None]
+) -> None:
+    planned = plan(num_gpus, engine={"stream_priority": asked})
+    assert [worker.engine.stream_priority for worker in workers(planned)] == priorities
+    assert [spec.mps_priority for spec in planned] == [*of_mps, None, None]
+
+
 def test_workers_and_ranks_of_both_roles_are_counted() -> None:
     config = build(
         ServeConfig,

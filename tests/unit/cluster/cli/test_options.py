@@ -28,7 +28,7 @@ ENGINE_FLAGS = """
 --max-num-batched-tokens --scheduler-policy --max-queue-delay-ms --preferred-batch-sizes --block-size
 --page-size --kv-cache-memory --kv-cache-memory-bytes --gpu-memory-utilization --host-cache-memory
 --enable-prefix-caching --no-enable-prefix-caching --batch-invariant --no-batch-invariant
---async-scheduling --no-async-scheduling --speculative-config
+--async-scheduling --no-async-scheduling --speculative-config --stream-priority
 """
 GENERATE_FLAGS = """
 --prompt-file --token-ids --chat --stop --json -q --quiet -v --verbose --max-tokens --min-tokens --temperature

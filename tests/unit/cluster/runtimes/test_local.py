@@ -137,6 +137,37 @@ sys.stdin.readline()
 """
 
 
+PRINT_MPS: Final = """
+import os, sys
+sys.stdin.readline()
+priority = os.environ.get("CUDA_MPS_CLIENT_PRIORITY", "9")
+print('{"type":"ProcessStarted","address":["127.0.0.1",10%s]}' % priority, flush=True)
+sys.stdin.readline()
+"""
+
+
+@pytest.mark.parametrize(
+    ("priority", "of_operator", "port"), [(0, None, 100), (1, None, 101), (None, None, 109), (1, "0", 100)]
+)
+def test_worker_has_its_priority_among_the_clients_of_mps(
+    monkeypatch: pytest.MonkeyPatch, priority: int | None, of_operator: str | None, port: int
+) -> None:
+    monkeypatch.delenv("CUDA_MPS_CLIENT_PRIORITY", raising=False)
+    if of_operator is not None:
+        monkeypatch.setenv("CUDA_MPS_CLIENT_PRIORITY", of_operator)
+
+    async def started() -> int:
+        runtime = LocalRuntime(KEY, command=(sys.executable, "-c", PRINT_MPS))
+        await runtime.open()
+        worker = msgspec.structs.replace(spec("worker-0", num_ranks=1), mps_priority=priority)
+        try:
+            return (await (await runtime.spawn(worker)).ready()).port
+        finally:
+            await runtime.close()
+
+    assert asyncio.run(started()) == port
+
+
 @on_loop
 async def test_more_ranks_than_gpus_cannot_be_placed() -> None:
     async with open_runtime() as runtime:

@@ -85,18 +85,19 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
         yield cuda
 
 
-def gpu_runner(directory: Path, **cache: Any) -> ModelRunner:
+def gpu_runner(directory: Path, stream_priority: int = 0, **cache: Any) -> ModelRunner:
     config = tiny_config(
         directory,
         device="cuda",
+        stream_priority=stream_priority,
         scheduler={"max_num_seqs": MAX_NUM_SEQS, "max_num_batched_tokens": MAX_NUM_TOKENS},
         cache={"host_cache_memory_bytes": 2**16, **cache},
     )
     return ModelRunner(config, read_model_config(directory), TensorParallel())
 
 
-def serving_runner(cuda: FakeCuda, directory: Path, **cache: Any) -> ModelRunner:
-    runner = gpu_runner(directory, **cache)
+def serving_runner(cuda: FakeCuda, directory: Path, stream_priority: int = 0, **cache: Any) -> ModelRunner:
+    runner = gpu_runner(directory, stream_priority, **cache)
     runner.model = NumberModel(cuda.note)
     runner.allocate()
     return runner
@@ -178,6 +179,17 @@ def test_graphs_are_captured_largest_first_on_one_stream_before_the_engine_serve
         runner.execute(mixed_step(num_seqs - 1, 4 * num_seqs))
     assert set(names(cuda.calls)) == {"upload", "record event", "on device", "replay"}
     assert names(cuda.calls).count("replay") == 2 * MAX_NUM_SEQS
+
+
+@pytest.mark.parametrize("priority", [0, -1])
+def test_steps_and_graphs_have_the_engines_priority(cuda: FakeCuda, tiny_model: Path, priority: int) -> None:
+    runner = serving_runner(cuda, tiny_model, priority)
+    assert {stream.priority for stream in cuda.streams} == {priority}
+    used = torch.cuda.current_stream()
+    assert used.priority == priority
+    before = cuda.events_on[id(used)]
+    runner.steps.make(7)
+    assert cuda.events_on[id(used)] == before + 1, "the marks of steps follow another stream"
 
 
 def test_every_small_step_has_a_graph_with_room(cuda: FakeCuda) -> None:
