@@ -50,7 +50,12 @@ def load_draft_model(config: EngineConfig, target: ModelConfig) -> ModelRunner |
     own = msgspec.structs.replace(config, max_model_len=None)
     most = min(choose_max_model_len(config, target), choose_max_model_len(own, model))
     config = msgspec.structs.replace(
-        config, model=str(directory), speculative=None, tensor_parallel_size=1, max_model_len=most
+        config,
+        model=str(directory),
+        speculative=None,
+        tensor_parallel_size=1,
+        max_model_len=most,
+        stream_priority=0,  # its steps run on the target's stream
     )
     unsized = ModelRunner(config, model, TensorParallel())
     layout = unsized.layout
