@@ -20,6 +20,8 @@ MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
 MAX_SEED = 2**63 - 1
 MAX_FORM_CHARS = 64 * 2**10  # of a schema, a regex or a grammar
+# In a form, between the parts of JSON: a model that likes white space could otherwise write nothing else.
+JSON_WHITESPACE = r"[\x20\x09]?(\r?\n[\x20\x09]{0,32})?"
 MAX_INTEGER = 2**63 - 1  # of any value, also of an integer given for a float: every message carries it
 
 
@@ -58,7 +60,7 @@ FormText: TypeAlias = Annotated[str, Meta(max_length=MAX_FORM_CHARS)]
 
 
 class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The form that an answer must have. Exactly one field is set; the names are vLLM's.
+    """The form that an answer must have. Exactly one field is set, beside `frame`; the names are vLLM's.
 
     Tokens that would break the form are never sampled. The answer ends when the form is complete and cannot
     go on, or at an end token where the form allows one. Raises InvalidRequest for none or several forms.
@@ -70,12 +72,14 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     choice: tuple[FormText, ...] | None = None  # one of these texts
     grammar: FormText | None = None  # in Lark's syntax, or llama.cpp's GBNF
     structural_tag: FormText | None = None  # vLLM's: text with tags, of which each has a JSON schema
+    # The whole answer in Lark's syntax, in which @form is the form above. It may stand alone.
+    frame: FormText | None = None
 
     def __post_init__(self) -> None:
-        chosen = [name for name in self.__struct_fields__ if getattr(self, name) not in (None, False)]
-        if len(chosen) != 1:
+        chosen = self._chosen()
+        if len(chosen) != 1 and not (self.frame is not None and not chosen):
             raise InvalidRequest(
-                f"structured_outputs: exactly one of {', '.join(self.__struct_fields__)} is needed, "
+                f"structured_outputs: exactly one of {', '.join(self.__struct_fields__[:-1])} is needed, "
                 f"got {', '.join(chosen) or 'none'}"
             )
         if self.choice is not None and not 1 <= sum(map(len, self.choice)) <= MAX_FORM_CHARS:
@@ -85,9 +89,13 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
     @property
     def chosen(self) -> tuple[str, Any]:
-        """The name and the value of the field that is set."""
-        name = next(each for each in self.__struct_fields__ if getattr(self, each) not in (None, False))
+        """The name and the value of the field that is set; of the frame if that is alone."""
+        name = next(iter(self._chosen()), "frame")
         return name, getattr(self, name)
+
+    def _chosen(self) -> list[str]:
+        names = self.__struct_fields__[:-1]  # without the frame
+        return [name for name in names if getattr(self, name) not in (None, False)]
 
 
 class SamplingParams(

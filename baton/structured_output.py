@@ -13,12 +13,12 @@ from llguidance import LLMatcher, LLParserLimits, StructTag
 from llguidance.gbnf_to_lark import any_to_lark
 
 from baton.errors import InvalidRequest
-from baton.request import StructuredOutputs
+from baton.request import JSON_WHITESPACE, StructuredOutputs
 
 MAX_ERROR_CHARS: Final = 500  # of the library's message
-# Between the parts of JSON: a model that likes white space could otherwise write nothing else, and never end.
-WHITESPACE: Final = r"[\x20\x09]?(\r?\n[\x20\x09]{0,32})?"
 ANY_OBJECT: Final = '{"type": "object"}'
+UNCHECKED_TOKENS: Final = "no tokenizer - can't validate <["  # the wording of the library
+FORM: Final = "form"  # as frames call it
 
 
 def parser_limits() -> LLParserLimits:
@@ -38,7 +38,8 @@ def grammar_of(form: StructuredOutputs) -> str:
     """Return the form as a grammar of llguidance. InvalidRequest when the form cannot be read."""
     name, value = form.chosen
     try:
-        return _GRAMMARS[name](value)
+        grammar = _GRAMMARS[name](value)
+        return grammar if form.frame is None or name == "frame" else _framed(form.frame, grammar)
     except Exception as error:  # the library's readers raise many kinds
         raise InvalidRequest(str(error)[:MAX_ERROR_CHARS]) from None
 
@@ -46,19 +47,35 @@ def grammar_of(form: StructuredOutputs) -> str:
 def check_form(form: StructuredOutputs) -> None:
     """Compile the form without a vocabulary. InvalidRequest names what the grammar library cannot honour.
 
-    Takes milliseconds, for some hostile forms minutes, and cannot be interrupted: not for an event loop.
+    A frame may name tokens of the vocabulary by their ids. Takes milliseconds, for some hostile forms
+    minutes, and cannot be interrupted: not for an event loop.
     """
+    if form.frame is not None and form.chosen[0] != "frame":
+        check_form(msgspec.structs.replace(form, frame=None))
     is_error, messages = LLMatcher.validate_grammar_with_warnings(grammar_of(form), limits=parser_limits())
+    if form.frame is not None and not is_error:
+        messages = [each for each in messages if not each.startswith(UNCHECKED_TOKENS)]
     if is_error or messages:
         raise InvalidRequest(messages[0][:MAX_ERROR_CHARS])
 
 
 def _of_json(schema: str) -> str:
-    return LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": WHITESPACE})
+    return LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": JSON_WHITESPACE})
 
 
 def _of_choice(choices: tuple[str, ...]) -> str:
     return LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(choice) for choice in choices))
+
+
+def _framed(frame: str, grammar: str) -> str:
+    """Return the frame's grammar, with the form's as one that the frame refers to."""
+    if grammar.lstrip().startswith("{"):
+        first, *others = msgspec.json.decode(grammar)["grammars"]
+    else:
+        first, others = {"lark_grammar": grammar}, []
+    return json.dumps(
+        {"grammars": [{"name": "frame", "lark_grammar": frame}, {**first, "name": FORM}, *others]}
+    )
 
 
 def _of_structural_tag(text: str) -> str:
@@ -106,4 +123,5 @@ _GRAMMARS: Final[Mapping[str, Callable[[Any], str]]] = {
     "choice": _of_choice,
     "grammar": lambda text: LLMatcher.grammar_from_lark(any_to_lark(text)),
     "structural_tag": _of_structural_tag,
+    "frame": LLMatcher.grammar_from_lark,
 }

@@ -20,6 +20,7 @@ from baton.engine.models.registry import (
 )
 from baton.errors import ConfigError
 from baton.gateway.tenants.tenants import Tenants
+from baton.gateway.text.answer_parsing import ModelParsers
 from baton.gateway.text.chat_template import ChatTemplate
 from baton.messages.bounds import Kind
 from baton.messages.workers import Routers, WorkerRole
@@ -176,6 +177,15 @@ def check_tenants(config: ServeConfig) -> None:
     """Read the file of tenants, if there is one. Raises ConfigError for a file that cannot be read."""
     if config.tenants is not None:
         Tenants.from_file(Path(config.tenants), NO_KEY)
+
+
+def check_parsers(config: ServeConfig) -> None:
+    """Raise ConfigError for a parser of answers that does not exist."""
+    ModelParsers.chosen(
+        "",
+        tool_call_parser=config.gateway.tool_call_parser,
+        reasoning_parser=config.gateway.reasoning_parser,
+    )
 
 
 def speech_of(directory: Path, chat_template: str | None = None) -> Speech:

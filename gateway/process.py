@@ -17,7 +17,7 @@ from baton.config.environment import node_name
 from baton.config.gateway import GatewayConfig
 from baton.errors import Overloaded
 from baton.gateway.api.admin import Canary
-from baton.gateway.api.body_reader import BodyReader, ServedModel
+from baton.gateway.api.body_reader import BodyReader, ServedModel, TextSettings
 from baton.gateway.api.inference import Inference
 from baton.gateway.app import make_app
 from baton.gateway.http.server import HttpServer
@@ -195,7 +195,9 @@ def _served_model(config: GatewayConfig, service: Service) -> ServedModel:
     directory = Path(config.model)
     return ServedModel(
         name=config.served_model_name or directory.name,
-        bodies=BodyReader.from_directory(directory, config.chat_template),
+        bodies=BodyReader.from_directory(
+            directory, msgspec.convert(config, TextSettings, from_attributes=True)
+        ),
         service=service,
         created_s=int(time.time()),
         defaults=read_sampling_defaults(directory, config.generation_config),

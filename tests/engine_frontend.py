@@ -17,10 +17,10 @@ from baton.request import FinishReason, Request, StepOutput, TokenEvent
 from tests.scripted_service import ScriptedService, worker
 
 
-def tiny_engine(max_model_len: int | None = None) -> Engine:
+def tiny_engine(max_model_len: int | None = None, model: str | None = None) -> Engine:
     return load_engine(
         EngineConfig(
-            model=str(resolve_model("tiny")),
+            model=model or str(resolve_model("tiny")),
             max_model_len=max_model_len,
             scheduler=SchedulerConfig(max_num_seqs=32),
         )

@@ -87,12 +87,23 @@ def _join(seen: dict[str, Any], choice: dict[str, Any]) -> None:
     delta = choice.get("delta", {})
     seen["text"] += choice.get("text") or delta.get("content") or ""
     seen.setdefault("token_ids", []).extend(choice.get("token_ids") or [])
-    seen.setdefault("tool_calls", []).extend(delta.get("tool_calls") or [])
+    seen.setdefault("reasoning", "")
+    seen["reasoning"] += delta.get("reasoning_content") or ""
+    for part in delta.get("tool_calls") or []:
+        _join_call(seen.setdefault("tool_calls", []), part)
     seen.setdefault("roles", []).extend([delta["role"]] if "role" in delta else [])
     for name, entries in (choice.get("logprobs") or {}).items():
         seen.setdefault(name, []).extend(entries or [])
     if choice["finish_reason"] is not None:
         seen["ends"].append((choice["finish_reason"], choice.get("stop_reason")))
+
+
+def _join_call(calls: list[dict[str, Any]], part: dict[str, Any]) -> None:
+    if "id" in part:
+        assert part["index"] == len(calls) and part["function"]["arguments"] == ""
+        calls.append({**part, "function": dict(part["function"])})
+    else:
+        calls[part["index"]]["function"]["arguments"] += part["function"]["arguments"]
 
 
 NUM_CLIENTS: Final = 3

@@ -45,6 +45,8 @@ GATEWAY_KNOBS: dict[str, Any] = {
     "tenants_file": None,
     "strict": False,
     "chat_template": None,
+    "tool_call_parser": None,
+    "reasoning_parser": None,
     "generation_config": "auto",
     "vllm_metric_names": False,
     "max_connections": 4096,

@@ -53,7 +53,7 @@ FACADES: Final = {
     "router": frozenset({"router", "policies.registry", "redis.client"}),
     "gateway": frozenset(
         {"process", "tenants.file", "tenants.tenants"}
-        | {"text.chat_template", "text.model_files", "text.tokenizer"}
+        | {"text.answer_parsing", "text.chat_template", "text.model_files", "text.tokenizer"}
     ),
     "cluster": frozenset[str](),
 }

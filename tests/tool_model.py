@@ -1,10 +1,16 @@
 """A model that is told of tools: the tiny one's tokenizer, and a chat template that writes them."""
 
 import shutil
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+import tokenizers
+
 from baton.cluster.model_directory import resolve_model
+from baton.gateway.text.tokenizer import Tokenizer
+from baton.request import FinishReason, Request
+from tests.scripted_service import ScriptedService, events
 
 TEMPLATE: Final = """\
 {%- if tools %}Tools:{% for tool in tools %} {{ tool | tojson }}{% endfor %}
@@ -20,9 +26,27 @@ TOOL: Final[Any] = {
 }
 
 
-def tool_model(directory: Path) -> str:
-    """`directory`, with what a gateway reads of a model."""
-    for file in resolve_model("tiny").glob("*.json"):
+TOKENIZER: Final = Tokenizer.from_directory(resolve_model("tiny"))
+
+
+def writing(text: str, end: FinishReason = FinishReason.STOP) -> Callable[[ScriptedService, Request], None]:
+    """A model that answers with this text, token by token."""
+
+    def play(service: ScriptedService, request: Request) -> None:
+        # The token that stops is not shown.
+        for event in events(request, [*TOKENIZER.encode(text), 0], end=end):
+            service.emit(request.request_id, [event])
+
+    return play
+
+
+def tool_model(directory: Path, template: str = TEMPLATE, tags: Sequence[str] = ()) -> str:
+    """`directory`, with the tiny model under another chat template. tags: are tokens of its vocabulary."""
+    for file in resolve_model("tiny").iterdir():
         shutil.copy(file, directory)
-    (directory / "chat_template.jinja").write_text(TEMPLATE)
+    (directory / "chat_template.jinja").write_text(template)
+    path = directory / "tokenizer.json"
+    tokenizer = tokenizers.Tokenizer.from_file(str(path))
+    tokenizer.add_tokens([tokenizers.AddedToken(tag, normalized=False) for tag in tags])
+    tokenizer.save(str(path))
     return str(directory)

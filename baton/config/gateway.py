@@ -20,6 +20,10 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     strict: bool = False  # refuse unknown keys in request bodies with 400 instead of counting them
     chat_template: str | None = None  # a Jinja file on the gateway's machine; None: the model's own template
+    # The form of the model's tool calls by vLLM's names, such as hermes; None: the chat template tells it.
+    tool_call_parser: str | None = None
+    # The form of its reasoning: qwen3, deepseek_r1, openai_gptoss or none; None: the chat template tells it.
+    reasoning_parser: str | None = None
     # "auto": sampling defaults of the model's generation_config.json, as in vLLM; "vllm": vLLM's own defaults
     generation_config: Literal["auto", "vllm"] = "auto"
     vllm_metric_names: bool = False  # /metrics also serves vLLM's metric names, for dashboards and llm-d

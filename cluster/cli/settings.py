@@ -34,7 +34,13 @@ WITHOUT_OPTION: Final = frozenset(
         "decode.cores_per_rank",
     }
     | {"router.host", "router.port", "router.max_attempts", "router.seed", "router.link_timeout_s"}
-    | {f"gateway.{name}" for name in leaves(GatewayConfig) if name not in ("chat_template", "operator_port")}
+    | {f"gateway.{name}" for name in leaves(GatewayConfig)}
+    - {
+        "gateway.chat_template",
+        "gateway.tool_call_parser",
+        "gateway.reasoning_parser",
+        "gateway.operator_port",
+    }
 )
 
 StructT = TypeVar("StructT", bound=msgspec.Struct)

@@ -17,7 +17,7 @@ import logging
 import secrets
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final, NamedTuple, Protocol
 
 import msgspec
@@ -26,8 +26,8 @@ from baton.errors import BatonError, IntegrityError
 from baton.gateway.api.call import Call, Prompt
 from baton.gateway.streams.request_stream import Service
 from baton.gateway.streams.resume import NAME_BYTES
+from baton.gateway.text.answer_reader import ToolCallDelta
 from baton.gateway.text.tokenizer import ChoiceText, Tokenizer, detokenizer_of
-from baton.gateway.text.tool_calls import ToolCall, ToolCallReader, reader_of
 from baton.pages import with_public
 from baton.request import FinishReason, Request, TokenEvent, TokenLogprobs
 
@@ -42,7 +42,8 @@ class Delta(msgspec.Struct, frozen=True):
     text: str = ""
     token_ids: list[int] = []
     logprobs: Sequence[TokenLogprobs] = []
-    tool_calls: list[ToolCall] = []
+    tool_calls: list[ToolCallDelta] = []
+    reasoning: str = ""
 
     @classmethod
     def joined(cls, deltas: Sequence["Delta"]) -> "Delta":
@@ -53,8 +54,22 @@ class Delta(msgspec.Struct, frozen=True):
             "".join([delta.text for delta in deltas]),
             [token_id for delta in deltas for token_id in delta.token_ids],
             [entry for delta in deltas for entry in delta.logprobs],
-            [tool_call for delta in deltas for tool_call in delta.tool_calls],
+            joined_calls(part for delta in deltas for part in delta.tool_calls),
+            "".join([delta.reasoning for delta in deltas]),
         )
+
+
+def joined_calls(parts: Iterable[ToolCallDelta]) -> list[ToolCallDelta]:
+    """Return parts of calls with the pieces of each call's arguments joined."""
+    joined: list[ToolCallDelta] = []
+    for is_first, run in itertools.groupby(parts, key=lambda part: part.is_first):
+        if is_first:
+            joined += run
+        else:
+            begun, *others = run
+            arguments = "".join([begun.arguments, *(piece.arguments for piece in others)])
+            joined.append(ToolCallDelta(begun.index, arguments=arguments))
+    return joined
 
 
 class Usage(NamedTuple):
@@ -87,8 +102,8 @@ class AnswerFormat(Protocol):
     def delta(self, choice: "AnswerChoice", delta: Delta) -> bytes:
         """Return the chunk of some text."""
 
-    def tool_call(self, choice: "AnswerChoice", tool_call: ToolCall) -> bytes:
-        """Return the chunk of one whole tool call; only chats have any."""
+    def tool_call(self, choice: "AnswerChoice", part: ToolCallDelta) -> bytes:
+        """Return the chunk of a part of a tool call; only chats have any."""
 
     def last(self, choice: "AnswerChoice") -> bytes:
         """Return the chunk with the finish reason."""
@@ -258,7 +273,6 @@ class AnswerChoice:
         self.is_running = False  # the service knows of the request
         self.num_tokens = 0
         self.num_cached_tokens = 0
-        self.num_tool_calls = 0
         self.prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
         self._answer = answer
         call = answer.call
@@ -266,15 +280,18 @@ class AnswerChoice:
             answer.tokenizer, prompt.token_ids, skip_special_tokens=call.skips_special_tokens
         )
         self._text = ChoiceText(detokenizer, call.stops, call.sampling)
-        self._tools = None
-        if call.tool_form is not None:
-            new_id = _tool_call_ids(answer.name, index).__next__
-            self._tools = reader_of(call.tool_form, is_parallel=call.has_parallel_calls, new_id=new_id)
+        digests = _tool_call_digests(answer.name, index)
+        self._reader = call.parsing.reader(lambda: call.parsing.new_id(next(digests)))
 
     @property
     def finish_reason(self) -> FinishReason | None:
         """The reason of the end; None while the choice runs."""
         return self._text.finish_reason
+
+    @property
+    def num_tool_calls(self) -> int:
+        """Calls of tools that have begun."""
+        return 0 if self._reader is None else self._reader.num_calls
 
     @property
     def stop_reason(self) -> str | int | None:
@@ -313,24 +330,37 @@ class AnswerChoice:
                 by_worker = event.finish_reason is not None
                 break
         self.num_tokens += len(token_ids)
-        tool_calls: list[ToolCall] = []
-        if self._tools is not None:
-            text, tool_calls = self._without_tool_calls(text, self._tools)
-        delta = Delta(text, token_ids, logprobs, tool_calls)
+        delta = (
+            Delta(text, token_ids, logprobs)
+            if self._reader is None
+            else self._read(text, token_ids, logprobs)
+        )
         self._answer.advanced(self, delta, by_worker=by_worker)
 
-    def _without_tool_calls(self, text: str, tools: ToolCallReader) -> tuple[str, list[ToolCall]]:
-        """Return the text to be shown, and the tool calls that have become whole."""
-        text = tools.push(text)
+    def _read(self, text: str, token_ids: list[int], logprobs: list[TokenLogprobs]) -> Delta:
+        """Split the text into shown text, reasoning and calls of tools."""
+        reader = self._reader
+        assert reader is not None
+        parts = [reader.push(text)]
         if self._text.finish_reason is not None:
-            text += tools.finish()
-        calls = tools.found[self.num_tool_calls :]
-        self.num_tool_calls += len(calls)
-        return text, calls
+            parts.append(reader.finish())
+        shows_reasoning = self._answer.call.shows_reasoning
+        return Delta.joined(
+            [
+                Delta(
+                    part.text,
+                    token_ids if index == 0 else [],
+                    logprobs if index == 0 else [],
+                    part.calls,
+                    part.reasoning if shows_reasoning else "",
+                )
+                for index, part in enumerate(parts)
+            ]
+        )
 
 
-def _tool_call_ids(answer: bytes, choice: int) -> Iterator[str]:
-    """Return ids that are the same each time the answer is generated."""
+def _tool_call_digests(answer: bytes, choice: int) -> Iterator[str]:
+    """Return the sources of ids, which are the same each time the answer is generated."""
     for number in itertools.count():
         content = b"%s tool call %d of choice %d" % (answer, number, choice)
-        yield f"call_{hashlib.blake2b(content, digest_size=12).hexdigest()}"
+        yield hashlib.blake2b(content, digest_size=12).hexdigest()

@@ -11,8 +11,9 @@
 So a slow client costs a bounded amount of memory and delays no other client.
 
 A resumed stream is generated again from its first token with the same seed, and `StreamProgress` drops the
-part that the client has. `DeliveredChoice` counts characters, tokens and tool calls separately, because text
-may be held back: an incomplete character, a possible stop string, a sentence for a slow client.
+part that the client has. `DeliveredChoice` counts characters of text, of reasoning and of tool calls, and
+tokens separately, because text may be held back: an incomplete character, a possible stop string, a sentence
+for a slow client.
 """
 
 import asyncio
@@ -20,20 +21,20 @@ import logging
 import re
 import zlib
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from io import StringIO
 from typing import Final, NamedTuple, overload
 
 import msgspec
 
 from baton.errors import BatonError, IntegrityError
-from baton.gateway.api.answer import Answer, AnswerChoice, AnswerFormat, Delta
+from baton.gateway.api.answer import Answer, AnswerChoice, AnswerFormat, Delta, joined_calls
 from baton.gateway.api.call import BYTES_PER_LOGPROB
 from baton.gateway.api.errors import ClientGone, as_api_error
 from baton.gateway.http.protocol import ResponseWriter
 from baton.gateway.streams.resume import DeliveredChoice, ResumePoint
 from baton.gateway.tenants.limiter import Charge
-from baton.gateway.text.tool_calls import ToolCall
+from baton.gateway.text.answer_reader import ToolCallDelta
 from baton.request import TokenLogprobs
 from baton.token_ids import TOKEN_ID_BYTES, TokenIds
 
@@ -118,6 +119,7 @@ class StreamProgress:
         """Count the text of a delta and its tokens, not its tool calls."""
         shown = self.shown[choice.index]
         shown.num_chars += len(delta.text)
+        shown.num_reasoning_chars += len(delta.reasoning)
         shown.num_tokens += len(delta.token_ids)
         shown.token_checksum = _checksum(delta.token_ids, shown.token_checksum)
 
@@ -134,34 +136,59 @@ class _Skip:
         self.has_started = False
         self._num_chars = shown.num_chars
         self._num_tokens = shown.num_tokens
-        self._num_tool_calls = shown.num_tool_calls
+        self._num_call_chars = shown.num_call_chars
+        self._num_reasoning_chars = shown.num_reasoning_chars
         self._checksum = 0  # of tokens that were taken off
         self._due_checksum = shown.token_checksum
         self._is_begun = shown.is_begun
 
     @property
     def is_over(self) -> bool:
-        return not (self._num_chars or self._num_tokens or self._num_tool_calls) and (
-            self.has_started or not self._is_begun
-        )
+        num_left = self._num_chars + self._num_tokens + self._num_call_chars + self._num_reasoning_chars
+        return not num_left and (self.has_started or not self._is_begun)
 
     def split(self, delta: Delta) -> tuple[Delta, Delta]:
         """Return the part of the delta that the client has, and the rest."""
-        chars, tokens, calls = self._num_chars, self._num_tokens, self._num_tool_calls
-        known = Delta(delta.text[:chars], delta.token_ids[:tokens], delta.logprobs[:tokens])
+        chars, tokens, thought = self._num_chars, self._num_tokens, self._num_reasoning_chars
+        known = Delta(
+            delta.text[:chars],
+            delta.token_ids[:tokens],
+            delta.logprobs[:tokens],
+            reasoning=delta.reasoning[:thought],
+        )
         rest = Delta(
-            delta.text[chars:], delta.token_ids[tokens:], delta.logprobs[tokens:], delta.tool_calls[calls:]
+            delta.text[chars:],
+            delta.token_ids[tokens:],
+            delta.logprobs[tokens:],
+            [part for each in delta.tool_calls for part in self._rest_of(each)],
+            delta.reasoning[thought:],
         )
         self._checksum = _checksum(known.token_ids, self._checksum)
         self._num_chars = max(0, chars - len(delta.text))
         self._num_tokens = max(0, tokens - len(delta.token_ids))
-        self._num_tool_calls = max(0, calls - len(delta.tool_calls))
+        self._num_reasoning_chars = max(0, thought - len(delta.reasoning))
         if tokens and not self._num_tokens and self._checksum != self._due_checksum:
             raise IntegrityError("the answer was generated again and differs from the part that was sent")
         return known, rest
 
+    def _rest_of(self, part: ToolCallDelta) -> Iterator[ToolCallDelta]:
+        known = self._num_call_chars
+        self._num_call_chars = max(0, known - num_chars_of(part))
+        if not known:
+            yield part
+        elif known < num_chars_of(part):
+            yield ToolCallDelta(part.index, arguments=part.arguments[known:])
+
     def __str__(self) -> str:
-        return f"{self._num_chars} characters, {self._num_tokens} tokens, {self._num_tool_calls} tool calls"
+        return (
+            f"{self._num_chars} characters, {self._num_reasoning_chars} of reasoning, "
+            f"{self._num_call_chars} of tool calls, {self._num_tokens} tokens"
+        )
+
+
+def num_chars_of(part: ToolCallDelta) -> int:
+    """Return the count of a part of a call, as in `DeliveredChoice`."""
+    return int(part.is_first) + len(part.arguments)
 
 
 def _checksum(token_ids: Sequence[int], before: int) -> int:
@@ -282,7 +309,7 @@ class AnswerStream:
     def _hold(self, delta: Delta) -> None:
         self._num_recovered = 0
         num_logprobs = sum(len(entry.top) + 1 for entry in delta.logprobs)
-        num_chars = len(delta.text) + sum(len(call.arguments) for call in delta.tool_calls)
+        num_chars = _num_chars(delta)
         self._num_held_bytes += BYTES_PER_CHARACTER * num_chars + TOKEN_ID_BYTES * len(delta.token_ids)
         self._num_held_bytes += BYTES_PER_LOGPROB * num_logprobs
         if self._num_held_bytes > MAX_HELD_BYTES:
@@ -328,22 +355,23 @@ class AnswerStream:
         has_ids = delta.token_ids and self._answer.call.returns_token_ids
         if progress is not None:
             progress.wrote(choice, delta)
-        if delta.text or delta.logprobs or has_ids or shows_arrival:
+        if delta.text or delta.reasoning or delta.logprobs or has_ids or shows_arrival:
             self._put(self._form.delta(choice, delta))
-        for tool_call in delta.tool_calls:
+        for part in delta.tool_calls:
             if progress is not None:
-                progress.shown[index].num_tool_calls += 1
-            self._put(self._form.tool_call(choice, tool_call))
+                progress.shown[index].num_call_chars += num_chars_of(part)
+            self._put(self._form.tool_call(choice, part))
         if has_ended:
             if progress is not None:
                 progress.shown[index].has_ended = True
             self._put(self._form.last(choice))
 
     def _whole_sentences(self, delta: Delta, held: list[Delta]) -> Delta:
-        """Return the sentences of a delta and put the rest back. Logprobs, ids and calls are not cut."""
+        """Return the sentences of a delta and put the rest back. Only plain text is cut."""
         ends = list(SENTENCE_END.finditer(delta.text))
         is_of_tokens = delta.logprobs or self._answer.call.returns_token_ids
-        if is_of_tokens or delta.tool_calls or len(delta.text) > MAX_SENTENCE_CHARS:
+        has_others = bool(delta.tool_calls or delta.reasoning)
+        if is_of_tokens or has_others or len(delta.text) > MAX_SENTENCE_CHARS:
             return delta
         end = ends[-1].end() if ends else 0
         self._num_recovered += len(ends)
@@ -437,22 +465,33 @@ class _Kept:
         self._keeps_ids = keeps_ids
         self._token_ids = array("i")
         self._logprobs = PackedLogprobs()
-        self._tool_calls: list[ToolCall] = []
+        self._reasoning = StringIO()
+        self._tool_calls: list[ToolCallDelta] = []
 
     def add(self, delta: Delta) -> int:
         """Keep a delta; returns the approximate bytes that it takes."""
         before = self._logprobs.num_bytes + TOKEN_ID_BYTES * len(self._token_ids)
         self._text.write(delta.text)
+        self._reasoning.write(delta.reasoning)
         if self._keeps_ids:
             self._token_ids.extend(delta.token_ids)
         self._logprobs.extend(delta.logprobs)
         self._tool_calls += delta.tool_calls
-        num_chars = len(delta.text) + sum(len(call.arguments) for call in delta.tool_calls)
         after = self._logprobs.num_bytes + TOKEN_ID_BYTES * len(self._token_ids)
-        return BYTES_PER_CHARACTER * num_chars + after - before
+        return BYTES_PER_CHARACTER * _num_chars(delta) + after - before
 
     def joined(self) -> Delta:
-        return Delta(self._text.getvalue(), self._token_ids.tolist(), self._logprobs, self._tool_calls)
+        return Delta(
+            self._text.getvalue(),
+            self._token_ids.tolist(),
+            self._logprobs,
+            joined_calls(self._tool_calls),
+            self._reasoning.getvalue(),
+        )
+
+
+def _num_chars(delta: Delta) -> int:
+    return len(delta.text) + len(delta.reasoning) + sum(len(part.arguments) for part in delta.tool_calls)
 
 
 class PackedLogprobs(Sequence[TokenLogprobs]):

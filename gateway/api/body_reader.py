@@ -14,7 +14,7 @@ event loop. Two helper processes read the large ones, and small chats of which t
 5. A job that takes longer than MAX_JOB_S fails, and so does the job of a helper that ends. The gateway kills
    that helper, and the next job starts another one.
 
-A helper is this module run as a program: `python -m baton.gateway.api.body_reader DIRECTORY [TEMPLATE]`. The
+A helper is this module run as a program: `python -m baton.gateway.api.body_reader DIRECTORY SETTINGS`. The
 helper has the model's directory, no key and no socket, and a lower priority than the gateway. The helper ends
 at the end of its input, which is also the end of the gateway.
 """
@@ -53,13 +53,15 @@ from baton.gateway.api.errors import ApiError, as_api_error, invalid
 from baton.gateway.api.form_checker import FormChecker
 from baton.gateway.api.helper_process import LENGTH_BYTES, frame, lower_priority
 from baton.gateway.api.structured_output import AskedForm, FormKeys
+from baton.gateway.api.tool_choice import Tool, ToolChoice, read_tool_choice
 from baton.gateway.streams.request_stream import Service
 from baton.gateway.tenants.tenants import Tenant
-from baton.gateway.text.chat_template import ChatTemplate, Message, Tool, read_messages, usable_tools
+from baton.gateway.text.answer_parsing import AnswerParsing, ModelParsers, frame_of
+from baton.gateway.text.chat_template import REASONING_EFFORT, ChatTemplate, Message, read_messages
 from baton.gateway.text.model_files import read_vocab_size
+from baton.gateway.text.reasoning import REASONING_PARSERS, ReasoningState
 from baton.gateway.text.tokenizer import Tokenizer
-from baton.gateway.text.tool_calls import ToolForm
-from baton.request import SamplingParams
+from baton.request import SamplingParams, StructuredOutputs
 from baton.tenants import has_slots
 from baton.token_ids import TokenIds
 
@@ -132,8 +134,16 @@ class ReadBody(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     chat: ChatBody | None = None
     completion: CompletionBody | None = None
     prompts: list[Prompt] = []
-    tool_form: ToolForm | None = None  # of the model; None: the model was told of no tools
+    parsing: AnswerParsing = AnswerParsing()  # of a chat's answer
     asked_form: AskedForm | None = None
+
+
+class TextSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """The settings of a gateway that tell how text is read. The names are those of `GatewaySettings`."""
+
+    chat_template: str | None = None  # a file in place of the model's own chat template
+    tool_call_parser: str | None = None
+    reasoning_parser: str | None = None
 
 
 class LongText(Exception):
@@ -148,21 +158,37 @@ class PromptReader:
     """Reads bodies for one model. Raises InvalidRequest and ApiError for faults of the client."""
 
     def __init__(
-        self, tokenizer: Tokenizer | None, chat_template: ChatTemplate | None, vocab_size: int | None = None
+        self,
+        tokenizer: Tokenizer | None,
+        chat_template: ChatTemplate | None,
+        vocab_size: int | None = None,
+        *,
+        tool_call_parser: str | None = None,
+        reasoning_parser: str | None = None,
     ) -> None:
-        """vocab_size: of the model; None when it is not known."""
+        """vocab_size: of the model; None when it is not known. Parsers: see `ModelParsers.chosen`.
+
+        Raises ConfigError for a parser that does not exist.
+        """
         self.tokenizer = tokenizer  # None when the model has none
         self._chat_template = chat_template
         self._vocab_size = vocab_size
+        source = "" if chat_template is None else chat_template.source
+        self._parsers = ModelParsers.chosen(
+            source, tool_call_parser=tool_call_parser, reasoning_parser=reasoning_parser
+        )
 
     @classmethod
-    def from_directory(cls, directory: Path, template: str | None = None) -> "PromptReader":
-        """Read the model's files. template: a file in place of the model's own chat template.
-
-        Raises ModelError and ConfigError.
-        """
-        chat_template = ChatTemplate.from_directory(directory, template)
-        return cls(Tokenizer.find(directory), chat_template, read_vocab_size(directory))
+    def from_directory(cls, directory: Path, settings: "TextSettings | None" = None) -> "PromptReader":
+        """Read the model's files. Raises ModelError and ConfigError."""
+        settings = settings or TextSettings()
+        return cls(
+            Tokenizer.find(directory),
+            ChatTemplate.from_directory(directory, settings.chat_template),
+            read_vocab_size(directory),
+            tool_call_parser=settings.tool_call_parser,
+            reasoning_parser=settings.reasoning_parser,
+        )
 
     @property
     def _needed_tokenizer(self) -> Tokenizer:
@@ -203,10 +229,30 @@ class PromptReader:
         kwargs: Message | None = None,
     ) -> list[int]:
         """Return the token ids of a conversation as the model's template renders it."""
-        tokenizer, template = self._needed_tokenizer, self._chat_template
+        text = self._render_chat(
+            messages,
+            max_tokens=max_tokens,
+            max_chars=max_chars,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            kwargs=kwargs,
+        )
+        return self._needed_tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    def _render_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        max_tokens: int,
+        max_chars: int | None,
+        tools: Sequence[Tool] | None,
+        add_generation_prompt: bool,
+        kwargs: Message | None,
+    ) -> str:
+        _, template = self._needed_tokenizer, self._chat_template
         if template is None:
             raise InvalidRequest("the model has no chat template: it completes text and cannot chat")
-        if tools and template.tool_form is None:
+        if tools and self._parsers.tool_call_parser is None:
             message = "tools: this model's chat template has none; leave them out"
             raise ApiError(400, message, code="unsupported", param="tools")
         read = read_messages(messages)
@@ -215,44 +261,79 @@ class PromptReader:
         _check_length(len(text), max_tokens)
         if max_chars is not None and len(text) > max_chars:
             raise LongText(len(text))
-        return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return text
 
     def _chat(self, data: bytes, policy: ReadPolicy) -> ReadBody:
         body, num_unknown = _decode(data, ChatBody, policy)
         check_sampled_ids(body, self._vocab_size)
-        tools = usable_tools(body.tools, body.tool_choice)
+        choice = read_tool_choice(body.tools, body.tool_choice, body.parallel_tool_calls)
         policy.check_model(body.model)
         kwargs = dict(body.chat_template_kwargs or {})
         if body.reasoning_effort is not None:
-            kwargs["reasoning_effort"] = body.reasoning_effort  # a variable of the template, as in vLLM
-        token_ids = self._chat_ids(body, policy, tools, kwargs)
+            kwargs[REASONING_EFFORT] = body.reasoning_effort
+        text = self._chat_text(body, policy, choice.tools, kwargs)
+        token_ids = self._needed_tokenizer.encode(text, add_special_tokens=bool(body.add_special_tokens))
         policy.check_length(len(token_ids))
-        form = self._form(body)
+        state = self._reasoning_state(text)
+        form = self._framed(self._form(body), choice, state)
         rest = msgspec.structs.replace(
             body, messages=[{}], tools=None, tool_choice=None, chat_template_kwargs=None, **WITHOUT_FORM
         )
-        prompts = [Prompt(None, TokenIds.of(token_ids))]
-        tool_form = self._chat_template.tool_form if tools and self._chat_template else None
         return ReadBody(
-            num_unknown=num_unknown, chat=rest, prompts=prompts, tool_form=tool_form, asked_form=form
+            num_unknown=num_unknown,
+            chat=rest,
+            prompts=[Prompt(None, TokenIds.of(token_ids))],
+            parsing=self._parsing(body, choice, state),
+            asked_form=form,
         )
 
-    def _chat_ids(
+    def _chat_text(
         self,
         body: ChatBody | TokenizeBody,
         policy: ReadPolicy,
-        tools: Sequence[Tool] | None,
+        tools: Sequence[Tool],
         kwargs: Message | None,
-    ) -> list[int]:
-        return self.encode_chat(
+    ) -> str:
+        return self._render_chat(
             body.messages or (),
             max_tokens=policy.longest(),
             max_chars=policy.max_chars,
-            tools=tools,
+            tools=tools or None,
             add_generation_prompt=body.add_generation_prompt is not False,
-            add_special_tokens=bool(body.add_special_tokens),
             kwargs=kwargs,
         )
+
+    def _reasoning_state(self, prompt: str) -> ReasoningState:
+        parser = REASONING_PARSERS.get(self._parsers.reasoning_parser or "")
+        return ReasoningState.AFTER if parser is None else parser.state(prompt)
+
+    def _parsing(self, body: ChatBody, choice: ToolChoice, state: ReasoningState) -> AnswerParsing:
+        return AnswerParsing(
+            tool_call_parser=self._parsers.tool_call_parser if choice.tools else None,
+            reasoning_parser=None if body.separate_reasoning is False else self._parsers.reasoning_parser,
+            reasoning_state=state,
+            is_parallel=choice.is_parallel,
+            is_named=choice.mode == "named",
+            text_arguments=choice.text_arguments(),
+        )
+
+    def _framed(self, asked: AskedForm | None, choice: ToolChoice, state: ReasoningState) -> AskedForm | None:
+        """Return the form of the whole answer: reasoning, calls of tools, and the form that was asked for."""
+        calls = choice.calls()
+        key = "tool_choice" if choice.mode != "auto" else "tools"
+        if asked is not None and calls is not None and calls.is_required:
+            message = f"{asked.key}: {key} asks for calls, and an answer of calls has no other form"
+            raise invalid(message, param=asked.key)
+        tokens = self.tokenizer.added_tokens if self.tokenizer is not None else {}
+        try:
+            frame = frame_of(self._parsers, state, tokens, calls=calls, has_form=asked is not None)
+            if frame is None:
+                return asked
+            if asked is not None:
+                return AskedForm(asked.key, msgspec.structs.replace(asked.form, frame=frame))
+            return AskedForm(key, msgspec.convert({"frame": frame}, StructuredOutputs))
+        except (InvalidRequest, msgspec.ValidationError) as error:
+            raise invalid(f"{key}: {error}", param=key) from None
 
     def _completion(self, data: bytes, policy: ReadPolicy) -> ReadBody:
         body, num_unknown = _decode(data, CompletionBody, policy)
@@ -293,8 +374,9 @@ class PromptReader:
                 body.prompt, max_tokens=longest, add_special_tokens=body.add_special_tokens is not False
             )
         else:
-            tools = usable_tools(body.tools, None)
-            token_ids = self._chat_ids(body, policy, tools, body.chat_template_kwargs)
+            tools = read_tool_choice(body.tools).tools
+            text = self._chat_text(body, policy, tools, body.chat_template_kwargs)
+            token_ids = self._needed_tokenizer.encode(text, add_special_tokens=bool(body.add_special_tokens))
         answer = {"count": len(token_ids), "max_model_len": longest, "tokens": token_ids}
         if body.return_token_strs:
             token_bytes = self._needed_tokenizer.token_bytes
@@ -416,10 +498,11 @@ class BodyReader:
         self._helpers = (_Helper(helper_arguments), _Helper(helper_arguments)) if helper_arguments else ()
 
     @classmethod
-    def from_directory(cls, directory: Path, template: str | None = None) -> "BodyReader":
+    def from_directory(cls, directory: Path, settings: TextSettings | None = None) -> "BodyReader":
         """Return the reader for the model of `PromptReader.from_directory`, with helpers."""
-        reader = PromptReader.from_directory(directory, template)
-        return cls(reader, [str(directory), *([] if template is None else [template])])
+        settings = settings or TextSettings()
+        reader = PromptReader.from_directory(directory, settings)
+        return cls(reader, [str(directory), msgspec.json.encode(settings).decode()])
 
     async def start(self) -> None:
         """Start the helpers, so that no request waits for their start."""
@@ -648,11 +731,13 @@ def _read(reader: PromptReader, job: ReadJob, data: bytes) -> ReadResult:
         )
 
 
-def _main(directory: str, template: str | None = None) -> None:
+def _main(directory: str, settings: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group: the gateway ends a helper
     lower_priority()
     try:
-        reader = PromptReader.from_directory(Path(directory), template)
+        reader = PromptReader.from_directory(
+            Path(directory), msgspec.json.decode(settings, type=TextSettings)
+        )
         serve_jobs(reader, sys.stdin.buffer, sys.stdout.buffer)
     except (BrokenPipeError, BatonError) as error:
         sys.exit(f"text helper: {error}")

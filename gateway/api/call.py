@@ -25,7 +25,7 @@ from baton.gateway.api.errors import ApiError, invalid, unsupported
 from baton.gateway.api.structured_output import FormKeys
 from baton.gateway.streams.resume import DIGEST_BYTES, ResumePoint
 from baton.gateway.tenants.tenants import Tenant
-from baton.gateway.text.tool_calls import ToolForm
+from baton.gateway.text.answer_parsing import AnswerParsing
 from baton.request import (
     MAX_CHOICES,
     MAX_LOGIT_BIAS,
@@ -84,11 +84,9 @@ UNSUPPORTED: Final[dict[str, frozenset[bytes]]] = {
     **dict.fromkeys(("thinking_token_budget", "mm_processor_kwargs"), frozenset()),
     "length_penalty": frozenset({b"1.0", b"1"}),
     "spaces_between_special_tokens": frozenset({b"true"}),
-    "include_reasoning": frozenset({b"true"}),
     # SGLang
     **dict.fromkeys(("stop_regex", "no_stop_trim", "lora_path", "custom_logit_processor"), frozenset()),
     **dict.fromkeys(("return_hidden_states", "session_params"), frozenset()),
-    "separate_reasoning": frozenset({b"true"}),
 }
 
 
@@ -146,6 +144,8 @@ class ChatBody(Body, frozen=True, kw_only=True):
     tools: list[dict[str, object]] | None = None
     tool_choice: object = None
     parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = None  # vLLM's: False leaves the reasoning out of the answer
+    separate_reasoning: bool | None = None  # SGLang's: False leaves the reasoning in the text
 
 
 class CompletionBody(Body, frozen=True, kw_only=True):
@@ -187,7 +187,8 @@ _KNOWN: Final = {kind: WITHOUT_MEANING.keys() | set(kind.__struct_fields__) for 
 _UNSUPPORTED_IN: Final = {
     ChatBody: UNSUPPORTED | {"echo": frozenset[bytes]()},
     CompletionBody: UNSUPPORTED
-    | dict.fromkeys(("chat_template_kwargs", "reasoning_effort", "tools", "tool_choice"), frozenset[bytes]()),
+    | dict.fromkeys(("chat_template_kwargs", "reasoning_effort", "tools", "tool_choice"), frozenset[bytes]())
+    | dict.fromkeys(("include_reasoning", "separate_reasoning"), frozenset({b"true"})),
 }
 MAX_UNSUPPORTED_CHARS: Final = 80  # of a refused value in the error message
 # The parts of JSON that matter for its depth: brackets, and strings, because brackets in them do not count.
@@ -308,8 +309,8 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     num_choices: int  # a prompt
     stops: tuple[str, ...] = ()
     is_chat: bool = False
-    tool_form: ToolForm | None = None  # in which the model may call tools; None: there are no tools
-    has_parallel_calls: bool = True  # of tools, in one answer
+    parsing: AnswerParsing = AnswerParsing()  # of reasoning and calls of tools out of the text
+    shows_reasoning: bool = True  # False: it is left out
     is_streamed: bool = False
     has_usage: bool = False  # in a last chunk of the stream
     has_running_usage: bool = False  # in every chunk
@@ -394,7 +395,7 @@ def make_call(
     *,
     new_seed: int,
     defaults: SamplingParams,
-    tool_form: ToolForm | None = None,
+    parsing: AnswerParsing | None = None,
     structured_outputs: StructuredOutputs | None = None,
     **fields: Any,
 ) -> Call:
@@ -402,11 +403,11 @@ def make_call(
 
     new_seed: for a body without a seed; choices differ by their number, not by their seed.
     defaults: the model's; their max_tokens caps every answer.
-    tool_form: None unless the model was told of tools.
+    parsing: of a chat's answer.
     structured_outputs: the form of the answer, read from the body.
     fields: fields of Call that do not come from the body.
     """
-    options = body.stream_options or StreamOptions()
+    options, parsing = body.stream_options or StreamOptions(), parsing or AnswerParsing()
     num_choices = 1 if body.n is None else body.n
     if not 1 <= num_choices <= MAX_CHOICES:
         raise invalid(f"n must be between 1 and {MAX_CHOICES}, got {num_choices}", param="n")
@@ -420,8 +421,8 @@ def make_call(
         num_choices=num_choices,
         stops=stops,
         is_chat=isinstance(body, ChatBody),
-        tool_form=tool_form,
-        has_parallel_calls=not isinstance(body, ChatBody) or body.parallel_tool_calls is not False,
+        parsing=parsing,
+        shows_reasoning=not isinstance(body, ChatBody) or body.include_reasoning is not False,
         is_streamed=bool(body.stream),
         has_usage=bool(options.include_usage),
         has_running_usage=bool(options.include_usage and options.continuous_usage_stats),
@@ -429,8 +430,7 @@ def make_call(
         has_echo=has_echo,
         hides_tokens=isinstance(body, CompletionBody) and max_tokens == 0,
         returns_token_ids=bool(body.return_token_ids),
-        # The tags of a tool call are special tokens in some vocabularies.
-        skips_special_tokens=body.skip_special_tokens is not False and not tool_form,
+        skips_special_tokens=body.skip_special_tokens is not False and not parsing.reads_tags,
         priority=body.priority or 0,
         **fields,
     )

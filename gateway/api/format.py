@@ -16,8 +16,8 @@ from typing import Any, Final
 import orjson
 
 from baton.gateway.api.answer import Answer, AnswerChoice, AnswerFormat, Delta
+from baton.gateway.text.answer_reader import ToolCallDelta
 from baton.gateway.text.tokenizer import Tokenizer
-from baton.gateway.text.tool_calls import ToolCall
 from baton.request import FinishReason, TokenLogprobs
 
 SLICE_ENTRIES: Final = 1024  # alternatives count
@@ -208,7 +208,8 @@ class _Format:
     def _end(self, choice: AnswerChoice) -> Json:
         if self._call.hides_tokens:
             return {"finish_reason": "length", "stop_reason": None}
-        if choice.num_tool_calls and choice.finish_reason is FinishReason.STOP:
+        has_chosen = choice.num_tool_calls and not self._call.parsing.is_named
+        if has_chosen and choice.finish_reason is FinishReason.STOP:
             return {"finish_reason": "tool_calls", "stop_reason": choice.stop_reason}
         return {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
 
@@ -233,14 +234,17 @@ class ChatFormat(_Format):
         return orjson.dumps({**chunk, "prompt_token_ids": tuple(choice.prompt.token_ids)})
 
     def delta(self, choice: AnswerChoice, delta: Delta) -> bytes:
-        if self._has_plain_deltas:
+        if self._has_plain_deltas and not delta.reasoning:
             return b'%s"delta":{"content":%s},"logprobs":null,"finish_reason":null}]}' % (
                 self._starts[choice.index],
                 orjson.dumps(delta.text),
             )
+        shown: Json = {"reasoning_content": delta.reasoning} if delta.reasoning else {}
+        if delta.text or not shown:
+            shown["content"] = delta.text
         body: Json = {
             "index": choice.index,
-            "delta": {"content": delta.text},
+            "delta": shown,
             "logprobs": self._logprobs_of(delta),
             "finish_reason": None,
         }
@@ -248,8 +252,12 @@ class ChatFormat(_Format):
             body["token_ids"] = delta.token_ids
         return self._chunk(body)
 
-    def tool_call(self, choice: AnswerChoice, tool_call: ToolCall) -> bytes:
-        delta = {"tool_calls": [{"index": tool_call.index, **_called(tool_call)}]}
+    def tool_call(self, choice: AnswerChoice, part: ToolCallDelta) -> bytes:
+        function = {"arguments": part.arguments}
+        shown: Json = {"index": part.index, "function": function}
+        if part.is_first:
+            shown = {"index": part.index, **_called(part, part.arguments)}
+        delta = {"tool_calls": [shown]}
         return self._chunk({"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None})
 
     def last(self, choice: AnswerChoice) -> bytes:
@@ -319,7 +327,7 @@ class CompletionFormat(_Format):
             body["logprobs"] = self._logprobs_of(choice, delta)
         return self._chunk(body | {"finish_reason": None})
 
-    def tool_call(self, choice: AnswerChoice, tool_call: ToolCall) -> bytes:
+    def tool_call(self, choice: AnswerChoice, part: ToolCallDelta) -> bytes:
         raise AssertionError("a completion calls no tools")
 
     def last(self, choice: AnswerChoice) -> bytes:
@@ -377,15 +385,18 @@ class CompletionFormat(_Format):
 
 
 def _message(delta: Delta) -> Json:
+    reasoning = {"reasoning_content": delta.reasoning} if delta.reasoning else {}
     if not delta.tool_calls:
-        return {"role": "assistant", "content": delta.text}
-    called = [_called(tool_call) for tool_call in delta.tool_calls]
-    return {"role": "assistant", "content": delta.text or None, "tool_calls": called}
+        return {"role": "assistant", **reasoning, "content": delta.text}
+    arguments: dict[int, list[str]] = {}
+    for part in delta.tool_calls:
+        arguments.setdefault(part.index, []).append(part.arguments)
+    called = [_called(part, "".join(arguments[part.index])) for part in delta.tool_calls if part.is_first]
+    return {"role": "assistant", **reasoning, "content": delta.text or None, "tool_calls": called}
 
 
-def _called(tool_call: ToolCall) -> Json:
-    function = {"name": tool_call.name, "arguments": tool_call.arguments}
-    return {"id": tool_call.id, "type": "function", "function": function}
+def _called(first: ToolCallDelta, arguments: str) -> Json:
+    return {"id": first.id, "type": "function", "function": {"name": first.name, "arguments": arguments}}
 
 
 def _result(work: Generator[bytes, None, Columns]) -> Columns:

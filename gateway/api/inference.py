@@ -164,7 +164,7 @@ class Inference:
             tuple(read.prompts),
             new_seed=self._draw_seed() if resumed is None else resumed.seed,
             defaults=self._model.defaults,
-            tool_form=read.tool_form,
+            parsing=read.parsing,
             structured_outputs=None if read.asked_form is None else read.asked_form.form,
             model=self._model.name,
             tenant=tenant,

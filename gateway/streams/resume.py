@@ -53,7 +53,8 @@ class DeliveredChoice(msgspec.Struct, array_like=True, forbid_unknown_fields=Tru
     num_chars: int = 0
     num_tokens: int = 0  # tokens that were sent as text, ids or logprobs
     token_checksum: int = 0  # CRC-32 of their ids
-    num_tool_calls: int = 0
+    num_call_chars: int = 0  # characters of tool calls' arguments; the beginning of a call counts as one
+    num_reasoning_chars: int = 0
     num_cached_tokens: int = 0  # of the prompt, as the usage says
 
 

@@ -1,7 +1,6 @@
 """Messages and tools of one chat to prompt text, by the model's own chat template.
 
-`read_messages` and `usable_tools` check the messages and the tools of a request. `ChatTemplate.render` writes
-the prompt.
+`read_messages` checks the messages of a request. `ChatTemplate.render` writes the prompt.
 
 The template comes from the model directory, never from a request. Messages come from requests, so rendering
 is bounded in steps and in output, and a failure is an error of that one request. Memory is not bounded:
@@ -13,17 +12,15 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, TypeAlias
+from typing import Final, TypeAlias
 
 import minijinja
 import msgspec
-from msgspec import Meta
 
 from baton.errors import ConfigError, InvalidRequest, ModelError, shown
 from baton.gateway.api.call import check_depth
-from baton.gateway.api.errors import invalid, unsupported
+from baton.gateway.api.errors import invalid
 from baton.gateway.text.tokenizer import read_text
-from baton.gateway.text.tool_calls import form_of
 
 TEMPLATE_FILE: Final = "chat_template.jinja"
 MAX_STEPS: Final = 5_000_000  # of the template engine; 2,048 messages take a few hundred thousand
@@ -44,13 +41,10 @@ RESERVED: Final = frozenset(
     | {"raise_exception", "strftime_now", "continue_final_message", "documents"}
 )
 
-MAX_TOOLS: Final = 128
-MAX_TOOL_BYTES: Final = 64 * 2**10
-MAX_TOOL_DEPTH: Final = 32
+REASONING_EFFORT: Final = "reasoning_effort"  # a key of bodies, and a variable of templates, as in vLLM
 EXAMPLE: Final = '{"role": "user", "content": "Hi"}'
 
 Message: TypeAlias = Mapping[str, object]
-Tool: TypeAlias = dict[str, Any]
 
 
 class _AddedToken(msgspec.Struct, frozen=True):
@@ -115,7 +109,7 @@ class ChatTemplate:
 
         tool_source: a separate template for chats with tools. now: the time for templates that show a date.
         """
-        self.tool_form = form_of(source if tool_source is None else tool_source)
+        self.source = source if tool_source is None else tool_source  # that tells the forms of answers
         self._has_own_for_tools = tool_source is not None
         self._special_tokens = dict(special_tokens)
         self._environment = minijinja.Environment(
@@ -165,8 +159,8 @@ class ChatTemplate:
     ) -> str:
         """Return the prompt; encode it without adding special tokens. Raises InvalidRequest on bad messages.
 
-        kwargs: the caller's own variables of the template, such as `enable_thinking`. Raises InvalidRequest
-        for a reserved name and for a name that the template does not read.
+        kwargs: the caller's own variables of the template, such as `enable_thinking`. Raises ApiError, which
+        names the key, for a reserved name and for a name that the template does not read.
         """
         self._check_kwargs(kwargs or {}, has_tools=bool(tools))
         try:
@@ -193,10 +187,11 @@ class ChatTemplate:
     def _check_kwargs(self, kwargs: Mapping[str, object], *, has_tools: bool) -> None:
         variables = self._variables[TOOLS_NAME if has_tools and self._has_own_for_tools else NAME]
         for name in kwargs:
+            param = name if name == REASONING_EFFORT else "chat_template_kwargs"
             if name in RESERVED or name in self._special_tokens:
-                raise InvalidRequest(f"chat_template_kwargs: {name!r} is not for callers to set")
+                raise invalid(f"{param}: {name!r} is not for callers to set", param=param)
             if name not in variables:
-                raise InvalidRequest(f"the chat template of this model reads no {name!r}")
+                raise invalid(f"{param}: the chat template of this model reads no {name!r}", param=param)
 
 
 def _given(file: Path) -> str:
@@ -296,48 +291,3 @@ def _text(part: object, name: str) -> str:
 
 def _value(message: Mapping[str, object], key: str) -> str:
     return shown(message[key]) if key in message else "nothing"
-
-
-class Function(msgspec.Struct, frozen=True):
-    """A tool as clients offer it. It is checked and given to the chat template unchanged."""
-
-    name: Annotated[str, Meta(pattern=r"\A[a-zA-Z0-9_.-]{1,64}\Z")]
-    description: str | None = None
-    parameters: dict[str, object] | None = None
-    strict: bool | None = None  # no schema constrains the model's text
-
-
-class _Tool(msgspec.Struct, frozen=True):
-    type: Literal["function"]
-    function: Function
-
-
-def usable_tools(tools: list[Tool] | None, tool_choice: object) -> list[Tool] | None:
-    """Return the tools for the model, or None. Raises ApiError that names the wrong field."""
-    if not tools:
-        if tool_choice not in (None, "none", "auto"):
-            raise invalid("tool_choice: there are no tools to choose from", param="tool_choice")
-        return None
-    if len(tools) > MAX_TOOLS:
-        raise invalid(f"tools: at most {MAX_TOOLS}, got {len(tools)}", param="tools")
-    for index, tool in enumerate(tools):
-        _check(tool, f"tools[{index}]")
-    if tool_choice == "none":
-        return None
-    if tool_choice not in (None, "auto"):  # "required", or one by its name
-        raise unsupported("a tool_choice other than auto and none", param="tool_choice")
-    return tools
-
-
-def _check(tool: Tool, name: str) -> None:
-    data = msgspec.json.encode(tool)
-    if len(data) > MAX_TOOL_BYTES:
-        raise invalid(f"{name}: at most {MAX_TOOL_BYTES} bytes, got {len(data)}", param=name)
-    try:
-        check_depth(data, name, MAX_TOOL_DEPTH)
-        msgspec.convert(tool, _Tool)
-    except InvalidRequest as error:
-        raise invalid(str(error), param=name) from None
-    except msgspec.ValidationError as error:
-        message, _, path = str(error).partition(" - at `$")
-        raise invalid(f"{name}{path.rstrip('`')}: {message}", param=name) from None

@@ -175,6 +175,11 @@ class Tokenizer:
         """The bound of the ids; the model's own vocabulary may be padded beyond it."""
         return self._inner.get_vocab_size(with_added_tokens=True)
 
+    @property
+    def added_tokens(self) -> dict[str, int]:
+        """The tokens beside the vocabulary's own, such as the tags of a chat template, by their text."""
+        return {token.content: number for number, token in self._inner.get_added_tokens_decoder().items()}
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text.
 

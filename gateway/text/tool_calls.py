@@ -1,192 +1,154 @@
-"""The calls of tools in a model's text. The model's chat template tells their form.
+"""The forms in which models write calls of tools, by vLLM's names of their parsers.
 
-- hermes: <tool_call>{"name": "weather", "arguments": {"city": "Paris"}}</tool_call>, as Hermes and Qwen
-- llama: {"name": "weather", "parameters": {"city": "Paris"}}, as Llama 3
+`TOOL_CALL_PARSERS` is the registry. The setting `gateway.tool_call_parser` chooses a parser; without the
+setting the model's chat template tells its form. A parser has two sides that agree: a reader, which finds the
+calls in an answer's text, and a form, from which gateway/text/answer_grammar.py makes grammars.
 """
 
-import re
-import secrets
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Final, Literal, TypeAlias
 
 import msgspec
 
-from baton.gateway.text.tokenizer import overlap
+from baton.gateway.text.answer_reader import AnswerReader, ReaderOptions
+from baton.gateway.text.tool_call_readers import (
+    DEEPSEEK_BEGIN,
+    DEEPSEEK_CALL,
+    DEEPSEEK_CALL_END,
+    DEEPSEEK_END,
+    DEEPSEEK_SEPARATOR,
+    HERMES_BEGIN,
+    HERMES_END,
+    MISTRAL_BEGIN,
+    DeepSeekReader,
+    HarmonyReader,
+    HermesReader,
+    LlamaReader,
+    MistralReader,
+    PythonicReader,
+    Qwen3CoderReader,
+)
 
-ToolForm: TypeAlias = Literal["hermes", "llama"]
-OPENING: Final = "<tool_call>"
-LLAMAS_WORDS: Final = '"parameters": dictionary of argument name'
+Arguments: TypeAlias = Literal["json", "python", "tags"]  # the writing of arguments
 
 
-class ToolCall(msgspec.Struct, frozen=True):
-    """One call that the model has written."""
+class CallForm(msgspec.Struct, frozen=True, kw_only=True):
+    """The text of calls: `begin`, then each call between `before` and `after`, with `between`, then `end`.
 
-    index: int  # in its choice
-    id: str
-    name: str
-    arguments: str  # JSON
-
-
-class _Written(msgspec.Struct, frozen=True):
-    name: str
-    arguments: dict[str, object] | None = None
-    parameters: dict[str, object] | None = None  # Llama's word for it
-
-
-class ToolCallReader(ABC):
-    """Finds the tool calls in the text of one choice: `push` the text, then `finish`.
-
-    Both return the text to be shown. Text that is no call after all is shown. Cutting the text into other
-    parts changes nothing.
+    `before` has the name of the tool for {name}.
     """
 
-    def __init__(
-        self, *, is_parallel: bool = True, new_id: Callable[[], str] = lambda: f"call_{secrets.token_hex(12)}"
-    ) -> None:
-        """is_parallel: False drops the calls after the first."""
-        self.found: list[ToolCall] = []
-        self._is_parallel = is_parallel
-        self._new_id = new_id
-        self._held = ""
-
-    @abstractmethod
-    def push(self, text: str) -> str:
-        """Return the text that is certain to belong to no call."""
-
-    @abstractmethod
-    def finish(self) -> str:
-        """Return the rest of the text: it has ended."""
-
-    def _add(self, written: list[str]) -> bool:
-        """Add calls to `found` if each text is the JSON of one; else return False and add none."""
-        try:
-            read = [msgspec.json.decode(each, type=_Written) for each in written]
-            arguments = [msgspec.json.encode(each.arguments or each.parameters or {}) for each in read]
-        except (msgspec.MsgspecError, ValueError, RecursionError):
-            return False
-        for call, given in zip(read, arguments, strict=True):
-            if self._is_parallel or not self.found:
-                self.found.append(ToolCall(len(self.found), self._new_id(), call.name, given.decode()))
-        return True
+    before: str
+    after: str = ""
+    begin: str = ""
+    between: str = ""
+    end: str = ""
+    arguments: Arguments = "json"
+    # Begins calls within text, as the beginning of `begin` or of `before`. "": an answer is calls or text.
+    trigger: str = ""
+    not_text: str = ""  # without a trigger: characters with which no text begins
+    is_single: bool = False  # an answer has at most one call
 
 
-def form_of(template: str) -> ToolForm | None:
-    """Return the form of tool calls in a chat template; None when Baton does not read it."""
+class ToolCallParser(msgspec.Struct, frozen=True, kw_only=True):
+    """One form of calls."""
+
+    reader: Callable[[ReaderOptions], AnswerReader]
+    form: CallForm
+    is_of: Callable[[str], bool]  # whether a chat template asks for this form
+    id_prefix: str = "call_"
+    num_id_chars: int = 24  # after the prefix
+
+
+def _has(*marks: str, lacks: str = "\0") -> Callable[[str], bool]:
+    return lambda template: all(mark in template for mark in marks) and lacks not in template
+
+
+_PYTHONIC: Final = CallForm(
+    begin="[", before="{name}(", after=")", between=", ", end="]", arguments="python", not_text="["
+)
+
+# name -> parser. The first whose `is_of` holds for a chat template is the model's.
+TOOL_CALL_PARSERS: Final[dict[str, ToolCallParser]] = {
+    "openai": ToolCallParser(
+        reader=HarmonyReader,
+        form=CallForm(
+            before="<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>", is_single=True
+        ),
+        is_of=_has("<|channel|>", "<|message|>"),
+    ),
+    "deepseek_v31": ToolCallParser(
+        reader=DeepSeekReader,
+        form=CallForm(
+            begin=DEEPSEEK_BEGIN,
+            before=f"{DEEPSEEK_CALL}{{name}}{DEEPSEEK_SEPARATOR}",
+            after=DEEPSEEK_CALL_END,
+            end=DEEPSEEK_END,
+            trigger=DEEPSEEK_BEGIN,
+        ),
+        is_of=_has(DEEPSEEK_BEGIN, lacks="```json"),
+    ),
+    "deepseek_v3": ToolCallParser(
+        reader=DeepSeekReader,
+        form=CallForm(
+            begin=DEEPSEEK_BEGIN,
+            before=f"{DEEPSEEK_CALL}function{DEEPSEEK_SEPARATOR}{{name}}\n```json\n",
+            after=f"\n```{DEEPSEEK_CALL_END}",
+            between="\n",
+            end=DEEPSEEK_END,
+            trigger=DEEPSEEK_BEGIN,
+        ),
+        is_of=_has(DEEPSEEK_BEGIN),
+    ),
+    "qwen3_coder": ToolCallParser(
+        reader=Qwen3CoderReader,
+        form=CallForm(
+            before="<tool_call>\n<function={name}>\n",
+            after="</function>\n</tool_call>",
+            between="\n",
+            arguments="tags",
+            trigger=HERMES_BEGIN,
+        ),
+        is_of=_has(HERMES_BEGIN, "<function="),
+    ),
+    "hermes": ToolCallParser(
+        reader=HermesReader,
+        form=CallForm(
+            before='<tool_call>\n{{"name": "{name}", "arguments": ',
+            after=f"}}\n{HERMES_END}",
+            between="\n",
+            trigger=HERMES_BEGIN,
+        ),
+        is_of=_has(HERMES_BEGIN, lacks="<arg_key>"),  # GLM's arguments are in tags of their own
+    ),
+    "mistral": ToolCallParser(
+        reader=MistralReader,
+        form=CallForm(
+            begin=f"{MISTRAL_BEGIN}[",
+            before='{{"name": "{name}", "arguments": ',
+            after="}",
+            between=", ",
+            end="]",
+            trigger=MISTRAL_BEGIN,
+        ),
+        is_of=_has(MISTRAL_BEGIN),
+        id_prefix="",
+        num_id_chars=9,
+    ),
+    "llama3_json": ToolCallParser(
+        reader=LlamaReader,
+        form=CallForm(before='{{"name": "{name}", "parameters": ', after="}", between="; ", not_text="{<"),
+        is_of=_has('"parameters": dictionary of argument name'),
+    ),
+    "llama4_pythonic": ToolCallParser(
+        reader=PythonicReader, form=_PYTHONIC, is_of=_has("func_name1(", "<|header_start|>")
+    ),
+    "pythonic": ToolCallParser(reader=PythonicReader, form=_PYTHONIC, is_of=_has("func_name1(")),
+}
+
+
+def parser_of_template(template: str) -> str | None:
+    """Return the name of the parser for a chat template; None when Baton does not read its calls."""
     if "tools" not in template:
         return None
-    # With tags of functions as well, arguments are in tags of their own, not in JSON.
-    if OPENING in template and "<function=" not in template:
-        return "hermes"
-    return "llama" if LLAMAS_WORDS in template else None
-
-
-CLOSING: Final = "</tool_call>"
-MAX_TRIES: Final = 16  # closing tags that are tried for one call: each try reads the whole call
-UNENDED: Final = "Input data was truncated"  # the wording of msgspec
-
-
-class HermesCalls(ToolCallReader):
-    """Reads calls between tags.
-
-    1. Text outside is shown as it comes, except for white space and for text that may become a tag.
-    2. Text inside is held until the closing tag, and is then one call. A closing tag within a string of the
-       JSON ends nothing: MAX_TRIES more tags are awaited.
-    """
-
-    _is_inside = False  # `_held` follows the opening tag
-    _opening = ""  # that tag, with the white space before it
-    _num_tried = 0  # characters of `_held` up to the last closing tag that ended nothing
-    _num_tries = 0
-
-    def push(self, text: str) -> str:
-        """See ToolCallReader."""
-        self._held += text
-        shown = ""
-        while True:
-            more = self._inside() if self._is_inside else self._outside()
-            if more is None:
-                return shown
-            shown += more
-
-    def finish(self) -> str:
-        """See ToolCallReader."""
-        held, self._held = self._held, ""
-        if not self._is_inside:
-            return held
-        self._is_inside = False
-        return "" if self._add([held]) else self._opening + held
-
-    def _outside(self) -> str | None:
-        """Return text to be shown; None when more text is needed."""
-        before, tag, after = self._held.partition(OPENING)
-        if tag:
-            self._held, self._is_inside = after, True
-            self._num_tried = self._num_tries = 0
-            shown = before.rstrip()
-            self._opening = before[len(shown) :] + OPENING
-            return shown
-        certain = before[: len(before) - overlap(before, OPENING)].rstrip()
-        self._held = before[len(certain) :]
-        return certain or None
-
-    def _inside(self) -> str | None:
-        end = self._held.find(CLOSING, self._num_tried)
-        if end < 0:
-            self._num_tried = max(self._num_tried, len(self._held) - len(CLOSING) + 1)
-            return None
-        written, after = self._held[:end], end + len(CLOSING)
-        self._num_tries += 1
-        is_call = self._add([written])
-        if not is_call and self._num_tries < MAX_TRIES and _goes_on(written):
-            self._num_tried = after
-            return ""
-        self._held, self._is_inside = self._held[after:], False
-        return "" if is_call else f"{self._opening}{written}{CLOSING}"
-
-
-def _goes_on(written: str) -> bool:
-    """The text may be the beginning of JSON."""
-    try:
-        msgspec.json.decode(written, type=msgspec.Raw)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        return str(error).startswith(UNENDED)
-    return False
-
-
-TAG: Final = "<|python_tag|>"  # may precede calls
-BETWEEN: Final = re.compile(r"\}\s*;\s*\{")
-
-
-class LlamaCalls(ToolCallReader):
-    """Reads an answer that is calls from its first character on, or text.
-
-    An answer that begins as JSON is held until its end. Semicolons separate calls. A semicolon between braces
-    within a string is taken for a separator as well: then nothing is JSON, and all of it is text.
-    """
-
-    _is_text = False  # the rest of the answer
-
-    def push(self, text: str) -> str:
-        """See ToolCallReader."""
-        if self._is_text:
-            return text
-        self._held += text
-        begun = self._held.lstrip()
-        if begun.startswith("{") or begun.startswith(TAG) or TAG.startswith(begun):
-            return ""
-        self._is_text = True
-        return self.finish()
-
-    def finish(self) -> str:
-        """See ToolCallReader."""
-        held, self._held = self._held, ""
-        written = held.strip().removeprefix(TAG)
-        if self._is_text or not written:
-            return held
-        return "" if self._add(BETWEEN.sub("}\0{", written).split("\0")) else held
-
-
-def reader_of(form: ToolForm, *, is_parallel: bool, new_id: Callable[[], str]) -> ToolCallReader:
-    """Return the reader of a choice's tool calls. is_parallel: False drops the calls after the first."""
-    return (HermesCalls if form == "hermes" else LlamaCalls)(is_parallel=is_parallel, new_id=new_id)
+    return next((name for name, parser in TOOL_CALL_PARSERS.items() if parser.is_of(template)), None)

@@ -1,22 +1,19 @@
 """Tools, with the real `openai` client: the gateway is real, the text of the model is scripted."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, Final
 
 import openai
 import pytest
 
-from baton.cluster.model_directory import resolve_model
-from baton.gateway.text.tokenizer import Tokenizer
-from baton.request import FinishReason, Request
+from baton.request import FinishReason
 from tests.e2e.conftest import client_of
 from tests.event_stream import joined, read_all
-from tests.scripted_service import ScriptedService, events
+from tests.scripted_service import ScriptedService
 from tests.served_gateway import ServedGateway
-from tests.tool_model import TOOL, tool_model
+from tests.tool_model import TOKENIZER, TOOL, tool_model, writing
 
-TOKENIZER: Final = Tokenizer.from_directory(resolve_model("tiny"))
 ASKED: Final[Any] = [{"role": "user", "content": "Is it raining?"}]
 CALLED: Final = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
 
@@ -33,17 +30,6 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 def client(served: Served) -> Iterator[openai.OpenAI]:
     with client_of(served.url) as client:
         yield client
-
-
-def writing(text: str, end: FinishReason = FinishReason.STOP) -> Callable[[ScriptedService, Request], None]:
-    """A model that answers with this text, token by token."""
-
-    def play(service: ScriptedService, request: Request) -> None:
-        # The token that stops is not shown.
-        for event in events(request, [*TOKENIZER.encode(text), 0], end=end):
-            service.emit(request.request_id, [event])
-
-    return play
 
 
 def ask(client: openai.OpenAI, **given: Any) -> Any:
@@ -73,7 +59,7 @@ def test_tool_call_is_an_answer(served: Served, client: openai.OpenAI) -> None:
     assert (call.function.name, json.loads(call.function.arguments)) == ("weather", {"city": "Paris"})
 
 
-def test_streamed_tool_call_comes_whole_between_the_role_and_the_end(
+def test_streamed_tool_call_begins_with_its_name_and_goes_on_with_its_arguments(
     served: Served, client: openai.OpenAI
 ) -> None:
     served.service.play = writing(f"I will look. {CALLED}\n{CALLED}")
@@ -81,11 +67,15 @@ def test_streamed_tool_call_comes_whole_between_the_role_and_the_end(
     choices = [chunk.choices[0] for chunk in chunks]
     assert choices[0].delta.role == "assistant" and choices[-1].finish_reason == "tool_calls"
     assert "".join(choice.delta.content or "" for choice in choices) == "I will look."
-    calls = [call for choice in choices for call in choice.delta.tool_calls or []]
-    assert [call.index for call in calls] == [0, 1] and len({call.id for call in calls}) == 2
-    for call in calls:
-        assert call.function is not None and call.function.name == "weather"
-        assert json.loads(call.function.arguments or "") == {"city": "Paris"}
+    parts = [part for choice in choices for part in choice.delta.tool_calls or []]
+    for index in (0, 1):
+        begun, *pieces = [part for part in parts if part.index == index]
+        assert begun.id and begun.type == "function" and begun.function is not None
+        assert (begun.function.name, begun.function.arguments) == ("weather", "")
+        assert {(piece.id, piece.type) for piece in pieces} == {(None, None)}
+        arguments = [piece.function.arguments or "" for piece in pieces if piece.function is not None]
+        assert json.loads("".join(arguments)) == {"city": "Paris"}
+    assert len({part.id for part in parts if part.id}) == 2
 
 
 def test_client_library_finds_the_tool_call_in_a_stream(served: Served, client: openai.OpenAI) -> None:

@@ -108,11 +108,13 @@ def _check(config: ServeConfig) -> None:
 
     The model is not checked when this machine lacks it, as it may on a Ray cluster.
     """
-    from baton.cluster.serve_plan import check_model, check_tenants, speech_of  # torch: --help does not wait
+    # torch: --help does not wait
+    from baton.cluster.serve_plan import check_model, check_parsers, check_tenants, speech_of
     from baton.kvtransfer.transports.registry import transport_set
     from baton.router.policies.registry import policy_class
 
     check_tenants(config)
+    check_parsers(config)
     policy_class(config.router.policy)
     transport_set(config.transport)
     if config.ray_address is None or Path(config.model).is_dir():

@@ -28,6 +28,7 @@ from baton.gateway.api.format import answer_format
 from baton.gateway.metrics.metrics import Metrics
 from baton.gateway.streams.resume import DeliveredChoice, ResumePoint
 from baton.gateway.tenants.limiter import Limiter
+from baton.gateway.text.answer_parsing import AnswerParsing
 from baton.request import FinishReason, TokenEvent, TokenLogprobs
 from baton.tenants import Quotas
 from baton.token_ids import TokenIds
@@ -145,7 +146,7 @@ async def test_logprobs_are_never_held_for_a_sentence() -> None:
 
 @on_loop
 async def test_tool_call_is_never_held_for_a_sentence() -> None:
-    streaming = Streaming(is_chat=True, tool_form="hermes")
+    streaming = Streaming(is_chat=True, parsing=AnswerParsing(tool_call_parser="hermes"))
     streaming.stream.begin(streaming.client)
     await streaming.emit("I look")
     streaming.client.lags = True
@@ -153,8 +154,9 @@ async def test_tool_call_is_never_held_for_a_sentence() -> None:
     streaming.client.catch_up()
     deltas = [chunk["choices"][0]["delta"] for chunk in streaming.client.chunks()]
     assert "".join(delta.get("content", "") for delta in deltas) == "I look there"
-    (call,) = deltas[-1]["tool_calls"]
-    assert call["function"] == {"name": "f", "arguments": '{"x":1}'}
+    begun, rest = [call for delta in deltas for call in delta.get("tool_calls", [])]
+    assert begun["function"] == {"name": "f", "arguments": ""}
+    assert rest == {"index": 0, "function": {"arguments": '{"x":1}'}}
 
 
 @on_loop

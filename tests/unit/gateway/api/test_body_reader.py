@@ -22,6 +22,7 @@ from baton.gateway.api.body_reader import (
     PublicPrefixes,
     ReadPolicy,
     ServedModel,
+    TextSettings,
 )
 from baton.gateway.api.errors import ApiError
 from baton.gateway.text.chat_template import ChatTemplate
@@ -131,7 +132,7 @@ async def test_small_chat_with_a_long_text_is_tokenised_by_a_helper(
         return encode(tokenizer, text, **options)
 
     monkeypatch.setattr(Tokenizer, "encode", recorded)  # of this process, which has the event loop
-    work = BodyReader.from_directory(DIRECTORY, str(template))
+    work = BodyReader.from_directory(DIRECTORY, TextSettings(chat_template=str(template)))
     here_read = BodyReader(work.reader)
     try:
         for num_messages in (1, 2):

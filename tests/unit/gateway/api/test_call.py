@@ -149,8 +149,7 @@ def test_usage_in_streams() -> None:
     ("read_one", "fields"),
     [
         (chat, {"functions": [{}]}),
-        (chat, {"tool_choice": "required", "tools": [TOOL]}),
-        (chat, {"tool_choice": {"type": "function", "function": {"name": "weather"}}, "tools": [TOOL]}),
+        (chat, {"tool_choice": {"type": "allowed_tools"}, "tools": [TOOL]}),
         (chat, {"echo": True}),
         (chat, {"best_of": 2}),
         (completion, {"best_of": 2}),
@@ -181,7 +180,7 @@ def test_unsupported_field_is_refused_by_name(read_one: Any, fields: dict[str, A
     ],
 )
 def test_unsupported_field_with_a_harmless_value_is_accepted(read_one: Any, fields: dict[str, Any]) -> None:
-    assert read_one(**fields).tool_form is None
+    assert read_one(**fields).parsing.tool_call_parser is None
 
 
 SCHEMA: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}}}
@@ -250,9 +249,10 @@ def test_tools_are_rendered_and_may_be_called() -> None:
     fields: dict[str, Any]
     for fields in ({}, {"tool_choice": "auto"}, {"parallel_tool_calls": None}):
         call = chat(tools=[TOOL], **fields)
-        assert call.tool_form == "hermes" and call.has_parallel_calls and not call.skips_special_tokens
+        assert call.parsing.tool_call_parser == "hermes" and call.parsing.is_parallel
+        assert not call.skips_special_tokens
         assert "weather" in TOKENIZER.decode(call.prompts[0].token_ids, skip_special_tokens=False)
-    assert not chat(tools=[TOOL], parallel_tool_calls=False).has_parallel_calls
+    assert not chat(tools=[TOOL], parallel_tool_calls=False).parsing.is_parallel
     with pytest.raises(ApiError, match=r"tools\[0\]"):
         chat(tools=[{}])
 

@@ -7,14 +7,10 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from baton.errors import ConfigError, InvalidRequest, ModelError
-from baton.gateway.api.errors import ApiError
+from baton.gateway.text.answer_parsing import ModelParsers
 from baton.gateway.text.chat_template import (
-    MAX_TOOL_BYTES,
-    MAX_TOOL_DEPTH,
-    MAX_TOOLS,
     ChatTemplate,
     read_messages,
-    usable_tools,
 )
 from tests.unit.gateway import tiny_tokenizers
 
@@ -96,7 +92,7 @@ def test_template_of_the_directory_is_chosen_as_in_transformers(tmp_path: Path) 
         config = {"chat_template": template, "eos_token": {"content": "</s>"}}
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
         assert from_directory(tmp_path).render(MESSAGES) == expected
-    assert from_directory(tmp_path).tool_form == "hermes"
+    assert ModelParsers.chosen(from_directory(tmp_path).source).tool_call_parser == "hermes"
     assert from_directory(tmp_path).render(MESSAGES, tools=TOOLS) == f"<tool_call> {len(TOOLS)}"
     (tmp_path / "chat_template.jinja").write_text("of the file{{ eos_token }}")
     assert from_directory(tmp_path).render(MESSAGES, tools=TOOLS) == "of the file</s>"
@@ -223,62 +219,3 @@ def test_arguments_that_are_no_object_are_refused(arguments: str) -> None:
 def test_wrong_message_is_named_with_its_key(messages: Any, message: str) -> None:
     with pytest.raises(InvalidRequest, match=message):
         read_messages(messages)
-
-
-# Tools.
-
-
-def tool(name: object = "weather", **fields: Any) -> dict[str, Any]:
-    return {"type": "function", "function": {"name": name, **fields}}
-
-
-def nested(depth: int) -> object:
-    value: object = 1
-    for _ in range(depth):
-        value = {"a": value}
-    return value
-
-
-@pytest.mark.parametrize("choice", [None, "auto"])
-def test_tools_reach_the_template_unchanged(choice: object) -> None:
-    given = [
-        tool(description="of a city", strict=True, parameters={"type": "object"}, mine=1),
-        tool("a.b-c_1", parameters=nested(MAX_TOOL_DEPTH - 2)),
-        *[tool()] * (MAX_TOOLS - 2),
-    ]
-    assert usable_tools(given, choice) == given
-
-
-@pytest.mark.parametrize(("tools", "choice"), [(None, None), ([], "auto"), ([tool()], "none")])
-def test_chat_without_usable_tools(tools: Any, choice: object) -> None:
-    assert usable_tools(tools, choice) is None
-
-
-@pytest.mark.parametrize(
-    ("tools", "message"),
-    [
-        ([{}], r"tools\[0\]: .*missing required field `type`"),
-        ([tool(), {"type": "function"}], r"tools\[1\]: .*missing required field `function`"),
-        ([{"type": "web_search", "function": {"name": "a"}}], r"tools\[0\].type: Invalid enum value"),
-        ([tool("")], r"tools\[0\].function.name: "),
-        ([tool("a b")], r"tools\[0\].function.name: "),
-        ([tool("a" * 65)], r"tools\[0\].function.name: "),
-        ([tool(parameters=[])], r"tools\[0\].function.parameters: "),
-        ([tool(parameters=nested(MAX_TOOL_DEPTH))], r"tools\[0\] is nested more than 32 deep"),
-        ([tool(description="a" * MAX_TOOL_BYTES)], r"tools\[0\]: at most 65536 bytes"),
-        ([tool()] * (MAX_TOOLS + 1), "tools: at most 128, got 129"),
-    ],
-)
-@pytest.mark.parametrize("choice", [None, "none"])
-def test_wrong_tool_is_named(tools: list[dict[str, Any]], message: str, choice: object) -> None:
-    with pytest.raises(ApiError, match=f"^{message}") as refused:
-        usable_tools(tools, choice)
-    assert refused.value.status == 400
-
-
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}, 5])
-def test_tool_choice_that_demands_a_call_is_refused(choice: object) -> None:
-    with pytest.raises(ApiError, match="no tools to choose from"):
-        usable_tools(None, choice)
-    with pytest.raises(ApiError, match="not supported"):
-        usable_tools([tool()], choice)

@@ -1,0 +1,120 @@
+"""Tools whose calls are constrained, with the real `openai` client and a real engine with the tiny model."""
+
+import json
+from collections.abc import Iterator
+from typing import Any, Final, NamedTuple
+
+import jsonschema
+import openai
+import pytest
+
+from baton.gateway.text.tool_calls import TOOL_CALL_PARSERS
+from tests.e2e.conftest import client_of
+from tests.engine_frontend import EngineFrontend, tiny_engine
+from tests.served_gateway import ServedGateway
+from tests.tool_model import TEMPLATE, tool_model
+
+CITY: Final[dict[str, Any]] = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "minLength": 1, "maxLength": 6},
+        "days": {"type": "integer", "minimum": 1, "maximum": 9},
+        "is_short": {"type": "boolean"},
+    },
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+WEATHER: Final[Any] = {"type": "function", "function": {"name": "weather", "parameters": CITY}}
+TIME: Final[Any] = {"type": "function", "function": {"name": "time"}}
+WEATHER_ONLY: Final[Any] = {"type": "function", "function": {"name": "weather"}}
+TAGS: Final = {
+    "hermes": ("<tool_call>", "</tool_call>"),
+    "mistral": ("[TOOL_CALLS]",),
+    "deepseek_v3": (
+        "<｜tool▁calls▁begin｜>",
+        "<｜tool▁calls▁end｜>",
+        "<｜tool▁call▁begin｜>",
+        "<｜tool▁sep｜>",
+    ),
+}
+
+
+# Harmony ends its reasoning with <|end|>, which is the tiny model's end token.
+PARSERS: Final = [name for name in TOOL_CALL_PARSERS if name != "openai"]
+
+
+class Model(NamedTuple):
+    parser: str
+    client: openai.OpenAI
+
+
+@pytest.fixture(scope="module", params=[*PARSERS, *(f"{name} tags" for name in TAGS)])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
+    parser, _, has_tags = request.param.partition(" ")
+    tags = TAGS[parser] if has_tags else ()
+    directory = tool_model(tmp_path_factory.mktemp("model"), TEMPLATE, tags)
+    engine = tiny_engine(model=directory)
+    with (
+        ServedGateway(lambda: EngineFrontend(engine), model=directory, tool_call_parser=parser) as gateway,
+        client_of(gateway.url) as client,
+    ):
+        yield Model(parser, client)
+    gateway.service.close()
+
+
+def ask(model: Model, seed: int = 1, **given: Any) -> Any:
+    asked: Any = {"model": "tiny", "messages": [{"role": "user", "content": "7+5="}], "temperature": 1.0}
+    return model.client.chat.completions.create(**asked, seed=seed, max_tokens=400, **given)
+
+
+def calls_of(answer: Any) -> list[tuple[str, Any]]:
+    (choice,) = answer.choices
+    calls = choice.message.tool_calls or []
+    return [(call.function.name, json.loads(call.function.arguments)) for call in calls]
+
+
+def check(calls: list[tuple[str, Any]]) -> None:
+    for name, arguments in calls:
+        jsonschema.validate(arguments, CITY if name == "weather" else {"maxProperties": 0})
+
+
+def test_required_call_follows_a_schema(model: Model) -> None:
+    for seed in range(3):
+        answer = ask(model, seed, tools=[WEATHER, TIME], tool_choice="required", parallel_tool_calls=False)
+        calls = calls_of(answer)
+        check(calls)
+        assert len(calls) == 1 and not answer.choices[0].message.content
+        assert answer.choices[0].finish_reason == "tool_calls"
+
+
+def test_named_function_is_called_once(model: Model) -> None:
+    answer = ask(model, tools=[TIME, WEATHER], tool_choice=WEATHER_ONLY)
+    ((name, arguments),) = calls_of(answer)
+    assert name == "weather" and answer.choices[0].finish_reason == "stop"
+    jsonschema.validate(arguments, CITY)
+
+
+def test_stream_has_the_calls_of_the_whole_answer(model: Model) -> None:
+    given: Any = {"tools": [WEATHER, TIME], "tool_choice": "required", "parallel_tool_calls": False}
+    whole = calls_of(ask(model, 5, **given))
+    name, pieces = "", list[str]()
+    for chunk in ask(model, 5, stream=True, **given):
+        for part in chunk.choices[0].delta.tool_calls or []:
+            name = part.function.name or name
+            pieces.append(part.function.arguments)
+    assert [(name, json.loads("".join(pieces)))] == whole and pieces[0] == "" and len(pieces) >= 2
+
+
+def test_strict_arguments_hold_once_a_call_begins(model: Model) -> None:
+    strict: Any = {"type": "function", "function": {**WEATHER["function"], "strict": True}}
+    for seed in range(3):
+        answer = ask(model, seed, tools=[strict, TIME], logit_bias={})
+        check([call for call in calls_of(answer) if call[0] == "weather"])
+
+
+def test_keyword_that_cannot_be_kept_is_named(model: Model) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "object", "propertyNames": {"pattern": "a"}}}}
+    tool: Any = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    with pytest.raises(openai.BadRequestError, match="propertyNames") as refused:
+        ask(model, tools=[tool], tool_choice="required")
+    assert refused.value.param == "tool_choice"

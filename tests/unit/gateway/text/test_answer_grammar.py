@@ -1,0 +1,298 @@
+"""Grammars of answers: the texts that they take, and the texts that they refuse."""
+
+import functools
+import json
+from collections.abc import Mapping
+from typing import Any, Final
+
+import pytest
+import tokenizers
+from llguidance import LLMatcher, LLTokenizer
+
+from baton.cluster.model_directory import resolve_model
+from baton.errors import InvalidRequest
+from baton.gateway.text.answer_grammar import CallableTool, arguments_schema
+from baton.gateway.text.answer_parsing import AskedCalls, ModelParsers, frame_of
+from baton.gateway.text.reasoning import ReasoningState
+from baton.gateway.text.tool_calls import TOOL_CALL_PARSERS
+from baton.request import StructuredOutputs
+from baton.structured_output import check_form, grammar_of
+
+END: Final = 0  # <|pad|>: <|end|> is a tag of harmony
+TAGS: Final = [
+    *("<tool_call>", "</tool_call>", "<think>", "</think>", "[TOOL_CALLS]", "<|channel|>", "<|message|>"),
+    *("<|start|>", "<|constrain|>", "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>"),
+]
+CITY: Final[dict[str, Any]] = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "description": "'s name"},
+        "days": {"type": "integer"},
+        "is_short": {"type": "boolean"},
+    },
+    "required": ["city"],
+    "additionalProperties": False,
+}
+CALLS: Final[
+    Mapping[str, tuple[str, str]]
+] = {  # calls of `weather` with its city: their text, and one that breaks
+    "hermes": (
+        '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>',
+        '<tool_call>\n{"name": "weather", "arguments": {"town": "Paris"}}\n</tool_call>',
+    ),
+    "qwen3_coder": (
+        "<tool_call>\n<function=weather>\n<parameter=city>\nParis\n</parameter>\n</function>\n</tool_call>",
+        "<tool_call>\n<function=weather>\n</function>\n</tool_call>",
+    ),
+    "llama3_json": (
+        '{"name": "weather", "parameters": {"city": "Paris"}}',
+        '{"name": "weather", "parameters": {}}',
+    ),
+    "pythonic": ('[weather(city="Paris", is_short=True)]', "[weather(city=5)]"),
+    "llama4_pythonic": ('[weather(city="Paris", days=3)]', "[weather(days=3)]"),
+    "mistral": (
+        '[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Paris"}}]',
+        '[TOOL_CALLS][{"name": "weather", "arguments": {"city": 1}}]',
+    ),
+    "deepseek_v3": (
+        '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n{"city": "Paris"}'
+        "\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n{}",
+    ),
+    "deepseek_v31": (
+        '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>{"city": "Paris"}<｜tool▁call▁end｜>'
+        "<｜tool▁calls▁end｜>",
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>[",
+    ),
+    "openai": (
+        '<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"city": "Paris"}',
+        '<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"city": 1}',
+    ),
+}
+
+
+@functools.cache
+def tokenizer(has_tags: bool) -> tokenizers.Tokenizer:
+    made = tokenizers.Tokenizer.from_file(str(resolve_model("tiny") / "tokenizer.json"))
+    made.add_tokens([tokenizers.AddedToken(tag, normalized=False) for tag in TAGS if has_tags])
+    return made
+
+
+@functools.cache
+def matcher_tokenizer(has_tags: bool) -> Any:
+    made = tokenizer(has_tags)
+    return LLTokenizer(made.to_str(), n_vocab=made.get_vocab_size(), eos_token=[END])
+
+
+def takes(form: StructuredOutputs, text: str, has_tags: bool = False) -> bool:
+    """Return whether the answer may be this text, and then end."""
+    check_form(form)
+    matcher = LLMatcher(matcher_tokenizer(has_tags), grammar_of(form), log_level=0)
+    assert not matcher.is_error(), matcher.get_error()
+    token_ids = tokenizer(has_tags).encode(text, add_special_tokens=False).ids
+    return bool(matcher.try_consume_tokens(token_ids) == len(token_ids) and matcher.is_accepting())
+
+
+def asked(
+    *, is_required: bool = True, is_parallel: bool = True, is_strict: bool = True, names: str = "weather time"
+) -> AskedCalls:
+    schemas = {"weather": arguments_schema(CITY, ""), "time": arguments_schema(None, "")}
+    tools = [
+        CallableTool(name=name, schema=schemas[name] if is_strict or is_required else None, key="tools[0]")
+        for name in names.split()
+    ]
+    return AskedCalls(tools=tools, is_required=is_required, is_parallel=is_parallel)
+
+
+def framed(
+    parser: str | None,
+    calls: AskedCalls | None,
+    *,
+    has_tags: bool = False,
+    reasoning: str | None = None,
+    state: ReasoningState = ReasoningState.BEFORE,
+    form: Mapping[str, Any] | None = None,
+) -> StructuredOutputs:
+    tokens = {
+        token.content: number for number, token in tokenizer(has_tags).get_added_tokens_decoder().items()
+    }
+    parsers = ModelParsers(tool_call_parser=parser, reasoning_parser=reasoning)
+    frame = frame_of(parsers, state, tokens, calls=calls, has_form=form is not None)
+    return StructuredOutputs(frame=frame, **(form or {}))
+
+
+@pytest.mark.parametrize("has_tags", [False, True])
+@pytest.mark.parametrize("parser", TOOL_CALL_PARSERS)
+def test_required_calls_follow_the_form_and_the_schema(parser: str, has_tags: bool) -> None:
+    good, broken = CALLS[parser]
+    form = framed(parser, asked(), has_tags=has_tags)
+    assert takes(form, good, has_tags)
+    for text in (broken, "No.", "", f"I look. {good}", good.replace("weather", "climate")):
+        assert not takes(form, text, has_tags), text
+
+
+@pytest.mark.parametrize("parser", TOOL_CALL_PARSERS)
+def test_named_function_is_the_only_one(parser: str) -> None:
+    form = framed(parser, asked(names="time"))
+    assert not takes(form, CALLS[parser][0])
+
+
+TWO: Final = {
+    "hermes": "{0}\n{0}",
+    "qwen3_coder": "{0}\n{0}",
+    "llama3_json": "{0}; {0}",
+    "pythonic": '[weather(city="a"), time()]',
+    "mistral": '[TOOL_CALLS][{{"name": "time", "arguments": {{}}}}, {{"name": "time", "arguments": {{}}}}]',
+    "deepseek_v31": (
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>time<｜tool▁sep｜>{{}}<｜tool▁call▁end｜>"
+        "<｜tool▁call▁begin｜>time<｜tool▁sep｜>{{}}<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+    ),
+}
+
+
+@pytest.mark.parametrize("is_required", [True, False])
+@pytest.mark.parametrize("parser", TWO)
+def test_parallel_calls_only_where_they_are_allowed(parser: str, is_required: bool) -> None:
+    text = TWO[parser].format(CALLS[parser][0])
+    assert takes(framed(parser, asked(is_required=is_required)), text)
+    assert not takes(framed(parser, asked(is_required=is_required, is_parallel=False)), text)
+
+
+@pytest.mark.parametrize("has_tags", [False, True])
+@pytest.mark.parametrize("parser", TOOL_CALL_PARSERS)
+def test_strict_arguments_follow_their_schema_and_text_is_free(parser: str, has_tags: bool) -> None:
+    good, broken = CALLS[parser]
+    reasoning, begin = ("openai_gptoss", "<|channel|>final<|message|>") if parser == "openai" else (None, "")
+    form = framed(parser, asked(is_required=False), has_tags=has_tags, reasoning=reasoning)
+    assert takes(form, good, has_tags)
+    assert takes(form, begin, has_tags) and takes(form, f"{begin}It rains.\n", has_tags)
+    assert not takes(form, broken, has_tags)
+    if TOOL_CALL_PARSERS[parser].form.trigger:
+        assert takes(form, f"I look.\n{good}", has_tags) and not takes(form, f"I look. {broken}", has_tags)
+
+
+@pytest.mark.parametrize("parser", TOOL_CALL_PARSERS)
+def test_tools_that_are_not_strict_keep_free_arguments(parser: str) -> None:
+    calls = asked(is_required=False)
+    loose = CallableTool(name="weather", schema=None, key="tools[0]")
+    calls = AskedCalls(tools=[loose, calls.tools[1]], is_required=False, is_parallel=True)
+    form = framed(parser, calls)
+    assert takes(form, CALLS[parser][0])
+    assert takes(form, CALLS[parser][0].replace("city", "town"))
+
+
+JSON_FORM: Final = {"json": json.dumps(CITY)}
+
+
+@pytest.mark.parametrize("has_tags", [False, True])
+@pytest.mark.parametrize("reasoning", ["qwen3", "deepseek_r1"])
+def test_form_begins_after_the_reasoning(reasoning: str, has_tags: bool) -> None:
+    def form(state: ReasoningState) -> StructuredOutputs:
+        return framed(None, None, has_tags=has_tags, reasoning=reasoning, state=state, form=JSON_FORM)
+
+    answer, thought = '{"city": "Paris"}', 'It is {"city": 5}, or <b>.\n'
+    for end in ("</think>", "</think>\n\n"):
+        assert takes(form(ReasoningState.WITHIN), f"{thought}{end}{answer}", has_tags)
+        assert takes(form(ReasoningState.BEFORE), f"<think>\n{thought}{end}{answer}", has_tags)
+        assert not takes(form(ReasoningState.WITHIN), f'{thought}{end}{{"city": 5}}', has_tags)
+    assert takes(form(ReasoningState.BEFORE), answer, has_tags)
+    assert not takes(form(ReasoningState.WITHIN), answer, has_tags)
+    assert not takes(form(ReasoningState.WITHIN), thought, has_tags)
+    assert form(ReasoningState.AFTER).frame is None
+
+
+def test_model_that_always_reasons_may_leave_the_tag_out() -> None:
+    form = framed(None, None, reasoning="deepseek_r1", state=ReasoningState.WITHIN, form={"regex": "yes|no"})
+    assert takes(form, "Well</think>yes") and takes(form, "<think>Well</think>\n\nno")
+    assert not takes(form, "Well</think>maybe")
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"json_object": True},
+        {"regex": r'\{"a": [0-9]+\}'},
+        {"choice": ('{"a": 1}', "b")},
+        {"grammar": 'start: "{" rest\nrest: /[^}]*/ "}"'},
+        {
+            "structural_tag": json.dumps(
+                {
+                    "type": "structural_tag",
+                    "structures": [{"begin": "<f>", "schema": {}, "end": "</f>"}],
+                    "triggers": ["<f"],
+                }
+            )
+        },
+    ],
+    ids=lambda form: next(iter(form)),
+)
+@pytest.mark.parametrize("reasoning", ["qwen3", "openai_gptoss"])
+def test_each_kind_of_form_can_follow_reasoning(form: dict[str, Any], reasoning: str) -> None:
+    made = framed(None, None, reasoning=reasoning, form=form)
+    thoughts = {
+        "qwen3": "<think>\n1?\n</think>\n\n",
+        "openai_gptoss": (
+            "<|channel|>analysis<|message|>1?<|end|><|start|>assistant<|channel|>final<|message|>"
+        ),
+    }
+    assert takes(made, thoughts[reasoning] + '{"a": 1}')
+    if "structural_tag" not in form:
+        assert not takes(made, thoughts[reasoning] + '{"a": 1')
+
+
+def test_calls_begin_after_the_reasoning() -> None:
+    for parser, reasoning, begin in (
+        ("hermes", "qwen3", "<think>\nWhere?\n</think>\n\n"),
+        ("openai", "openai_gptoss", "<|channel|>analysis<|message|>Where?<|end|><|start|>assistant"),
+    ):
+        for is_required in (True, False):
+            form = framed(parser, asked(is_required=is_required), reasoning=reasoning)
+            good, broken = CALLS[parser]
+            assert takes(form, begin + good) and takes(form, good)
+            assert not takes(form, begin + broken)
+            assert (
+                takes(form, f"{begin}<|channel|>final<|message|>No.") is not is_required or parser == "hermes"
+            )
+
+
+@pytest.mark.parametrize("parser", ["hermes", "mistral", "deepseek_v31", "openai"])
+def test_answer_is_calls_or_has_its_form(parser: str) -> None:
+    form = framed(parser, asked(is_required=False), form={"regex": "[0-9]+"})
+    good, broken = CALLS[parser]
+    assert takes(form, good) and takes(form, "42")
+    assert not takes(form, broken) and not takes(form, "It rains.") and not takes(form, f"4{good}")
+
+
+@pytest.mark.parametrize("parser", ["pythonic", "qwen3_coder"])
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [
+        ({"type": "object", "properties": {"a b": {}}}, "'a b' cannot be an argument"),
+        (
+            {"type": "object", "properties": {"a": {}}, "minProperties": 1},
+            "'minProperties' beside properties",
+        ),
+        ({"type": "object", "properties": {"a": {}}, "required": ["b"]}, "'b' is required"),
+        ({"type": "object", "properties": [], "required": 5}, "expected an object of properties"),
+    ],
+)
+def test_schema_that_such_calls_cannot_keep_is_named(
+    parser: str, schema: dict[str, Any], message: str
+) -> None:
+    tool = CallableTool(name="f", schema=schema, key="tools[3].function.parameters")
+    calls = AskedCalls(tools=[tool], is_required=True, is_parallel=True)
+    with pytest.raises(InvalidRequest, match=rf"^tools\[3\].function.parameters: {message}"):
+        framed(parser, calls)
+
+
+def test_notes_of_a_schema_are_left_out_and_properties_of_these_names_are_not() -> None:
+    schema = {
+        "description": "a",
+        "properties": {"title": {"type": "string", "title": "b"}, "description": {"enum": ["title"]}},
+        "$defs": {"default": {"default": 5, "anyOf": [{"examples": []}]}},
+    }
+    assert arguments_schema(schema, "") == {
+        "type": "object",
+        "properties": {"title": {"type": "string"}, "description": {"enum": ["title"]}},
+        "$defs": {"default": {"anyOf": [{}]}},
+    }
