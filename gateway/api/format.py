@@ -234,10 +234,11 @@ class ChatFormat(_Format):
         return orjson.dumps({**chunk, "prompt_token_ids": tuple(choice.prompt.token_ids)})
 
     def delta(self, choice: AnswerChoice, delta: Delta) -> bytes:
-        if self._has_plain_deltas and not delta.reasoning:
-            return b'%s"delta":{"content":%s},"logprobs":null,"finish_reason":null}]}' % (
+        if self._has_plain_deltas and not (delta.text and delta.reasoning):
+            return b'%s"delta":{"%s":%s},"logprobs":null,"finish_reason":null}]}' % (
                 self._starts[choice.index],
-                orjson.dumps(delta.text),
+                b"reasoning_content" if delta.reasoning else b"content",
+                orjson.dumps(delta.reasoning or delta.text),
             )
         shown: Json = {"reasoning_content": delta.reasoning} if delta.reasoning else {}
         if delta.text or not shown:

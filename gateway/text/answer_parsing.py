@@ -10,7 +10,7 @@ from typing import Protocol
 
 import msgspec
 
-from baton.errors import ConfigError
+from baton.errors import ConfigError, InvalidRequest
 from baton.gateway.text.answer_grammar import AnswerGrammar, CallableTool
 from baton.gateway.text.answer_reader import Parts, ReaderOptions
 from baton.gateway.text.reasoning import (
@@ -25,6 +25,7 @@ from baton.gateway.text.reasoning import (
 )
 from baton.gateway.text.tool_call_readers import HarmonyReader
 from baton.gateway.text.tool_calls import TOOL_CALL_PARSERS, parser_of_template
+from baton.request import MAX_FORM_CHARS
 
 
 class ModelParsers(msgspec.Struct, frozen=True, kw_only=True):
@@ -152,4 +153,9 @@ def frame_of(
     )
     if has_form:
         body = f"{body} | {before_answer} @form"
-    return grammar.written(f"{preamble} ({body})")
+    frame = grammar.written(f"{preamble} ({body})")
+    if len(frame) > MAX_FORM_CHARS:
+        raise InvalidRequest(
+            f"tools: the grammar of the calls has {len(frame)} of {MAX_FORM_CHARS} characters"
+        )
+    return frame

@@ -124,22 +124,25 @@ PYTHON_TAG: Final = "<|python_tag|>"  # may precede calls
 
 
 class LlamaReader(AnswerReader):
-    """Reads an answer that begins with calls, between semicolons, or is text."""
+    """Reads an answer that begins with calls, or is text. White space or semicolons stand between calls."""
 
     def _read(self) -> Steps[None]:
         self._keep()
         yield from self._take_space()
         yield from self._take(PYTHON_TAG)
-        while True:
-            yield from self._take_space()
+        yield from self._take_space()
+        while (yield from self._next_character()) == "{":
             if not (yield from self._json_call()):
                 self._go_back()
                 return
             self._keep()
             yield from self._take_space()
-            if not (yield from self._take(";")):
-                break
-        yield from self._end()
+            yield from self._take(";")
+            yield from self._take_space()
+        if self.num_calls:
+            yield from self._end()
+        else:
+            self._go_back()
 
 
 MISTRAL_BEGIN: Final = "[TOOL_CALLS]"

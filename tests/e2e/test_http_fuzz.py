@@ -26,6 +26,19 @@ CALLED: Final = {
     "tool_calls": [{"id": "call_1", "type": "function", "function": FUNCTION}],
 }
 RESULT: Final = {"role": "tool", "tool_call_id": "call_1", "content": "dry"}
+STRICT_TOOL: Final[Any] = {
+    "type": "function",
+    "function": {
+        "name": "lookup",
+        "strict": True,
+        "parameters": {
+            "type": "object",
+            "properties": {"key": {"enum": ["k1", "k2"]}, "depth": {"$ref": "#/$defs/depth"}},
+            "required": ["key"],
+            "$defs": {"depth": {"type": "integer", "minimum": 1}},
+        },
+    },
+}
 # What clients do send.
 TRAFFIC: Final[list[tuple[str, dict[str, Any]]]] = [
     ("/v1/chat/completions", {"model": "tiny", "messages": [MESSAGE], "max_tokens": 4}),
@@ -62,6 +75,18 @@ TRAFFIC: Final[list[tuple[str, dict[str, Any]]]] = [
         },
     ),
     ("/v1/chat/completions", {"messages": [MESSAGE, CALLED, RESULT], "tools": [TOOL], "max_tokens": 2}),
+    (
+        "/v1/chat/completions",
+        {
+            "messages": [MESSAGE],
+            "tools": [STRICT_TOOL, TOOL],
+            "tool_choice": {"type": "function", "function": {"name": "lookup"}},
+            "reasoning_effort": None,
+            "chat_template_kwargs": {},
+            "include_reasoning": True,
+            "max_tokens": 4,
+        },
+    ),
     ("/v1/completions", {"model": "tiny", "prompt": "a", "echo": True, "logprobs": 1, "max_tokens": 0}),
     ("/v1/completions", {"prompt": [[5, 6], [7]], "max_tokens": 2, "stream": True, "stop": ["x", "y"]}),
     ("/v1/completions", {"prompt": ["a", "b"], "min_tokens": 1, "stop_token_ids": [3], "top_k": 4}),

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import jsonschema
@@ -11,6 +12,7 @@ import pytest
 from baton.gateway.text.tool_calls import TOOL_CALL_PARSERS
 from tests.e2e.conftest import client_of
 from tests.engine_frontend import EngineFrontend, tiny_engine
+from tests.served import served as served_cluster
 from tests.served_gateway import ServedGateway
 from tests.tool_model import TEMPLATE, tool_model
 
@@ -105,10 +107,27 @@ def test_stream_has_the_calls_of_the_whole_answer(model: Model) -> None:
     assert [(name, json.loads("".join(pieces)))] == whole and pieces[0] == "" and len(pieces) >= 2
 
 
+def test_calls_are_the_same_from_a_cluster(tmp_path: Path) -> None:
+    """A prefill worker samples the first token, a decode worker the others."""
+    directory = tool_model(tmp_path, TEMPLATE, TAGS["hermes"])
+    engine = tiny_engine(model=directory)
+    given: Any = {"tools": [WEATHER, TIME], "tool_choice": "required"}
+    with (
+        ServedGateway(lambda: EngineFrontend(engine), model=directory) as gateway,
+        client_of(gateway.url) as client,
+    ):
+        expected = [calls_of(ask(Model("hermes", client), seed, **given)) for seed in range(4)]
+    gateway.service.close()
+    settings = ("--runtime", "local", "--kv-cache-memory", "64MiB", "--served-model-name", "tiny")
+    with served_cluster(directory, *settings) as cluster, client_of(cluster.url) as client:
+        assert [calls_of(ask(Model("hermes", client), seed, **given)) for seed in range(4)] == expected
+    assert all(expected)
+
+
 def test_strict_arguments_hold_once_a_call_begins(model: Model) -> None:
     strict: Any = {"type": "function", "function": {**WEATHER["function"], "strict": True}}
     for seed in range(3):
-        answer = ask(model, seed, tools=[strict, TIME], logit_bias={})
+        answer = ask(model, seed, tools=[strict, TIME])
         check([call for call in calls_of(answer) if call[0] == "weather"])
 
 

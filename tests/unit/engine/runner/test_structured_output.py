@@ -37,6 +37,10 @@ FORMS: Final[dict[str, StructuredOutputs]] = {
     "regex": StructuredOutputs(regex="([a-z]{3} ){8}end"),
     "choice": StructuredOutputs(choice=("fig tree", "fig", "plum")),
     "grammar": StructuredOutputs(grammar='start: "(" start ")" | /[0-9]{2,6}/'),
+    # Reasoning of bounded length, then a form.
+    "frame": StructuredOutputs(
+        choice=("fig", "plum"), frame='start: thought @form\nthought[lazy]: /[a-z ]{5,30}/ "</think>"'
+    ),
 }
 PROMPTS: Final = ("k1=fig k2=plum\nk1?", "a", "7+5=")
 
@@ -99,6 +103,8 @@ def test_answers_have_their_form(plain: Engine, tokenizer: Tokenizer, temperatur
         assert [len(word) for word in texts[f"regex {number}"].split()] == [3] * 9
         assert texts[f"choice {number}"] in (FORMS["choice"].choice or ())
         assert texts[f"grammar {number}"].strip("()").isdigit()
+        thought, _, form = texts[f"frame {number}"].partition("</think>")
+        assert 5 <= len(thought) <= 30 and form in ("fig", "plum")
 
 
 WAYS: Final[dict[str, dict[str, Any]]] = {

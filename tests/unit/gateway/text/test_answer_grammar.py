@@ -7,11 +7,13 @@ from typing import Any, Final
 
 import pytest
 import tokenizers
+from hypothesis import given
+from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 
 from baton.cluster.model_directory import resolve_model
 from baton.errors import InvalidRequest
-from baton.gateway.text.answer_grammar import CallableTool, arguments_schema
+from baton.gateway.text.answer_grammar import CallableTool, arguments_schema, text_arguments
 from baton.gateway.text.answer_parsing import AskedCalls, ModelParsers, frame_of
 from baton.gateway.text.reasoning import ReasoningState
 from baton.gateway.text.tool_calls import TOOL_CALL_PARSERS
@@ -283,6 +285,52 @@ def test_schema_that_such_calls_cannot_keep_is_named(
     calls = AskedCalls(tools=[tool], is_required=True, is_parallel=True)
     with pytest.raises(InvalidRequest, match=rf"^tools\[3\].function.parameters: {message}"):
         framed(parser, calls)
+
+
+KEYWORDS: Final = [
+    "type",
+    "properties",
+    "required",
+    "enum",
+    "const",
+    "anyOf",
+    "$ref",
+    "$defs",
+    "items",
+    "minLength",
+    "pattern",
+    "additionalProperties",
+]
+JUNK: Final = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-3, 3)
+    | st.sampled_from(["", "string", "object", "[", "#/$defs/a"]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from([*KEYWORDS, "a", "description"]), inner, max_size=4)
+    ),
+    max_leaves=12,
+)
+
+
+@pytest.mark.parametrize("parser", TOOL_CALL_PARSERS)
+@given(properties=JUNK, others=st.dictionaries(st.sampled_from(["type", "required", "$defs", "allOf"]), JUNK))
+def test_hostile_schemas_are_kept_or_refused(parser: str, properties: Any, others: dict[str, Any]) -> None:
+    try:
+        schema = arguments_schema({"properties": properties, **others}, "tools[0]")
+        tool = CallableTool(name="f", schema=schema, key="tools[0]")
+        check_form(framed(parser, AskedCalls(tools=[tool], is_required=True, is_parallel=True)))
+    except InvalidRequest:
+        pass
+    text_arguments({"properties": properties, **others})
+
+
+def test_schemas_that_are_too_long_are_refused() -> None:
+    schema = {"type": "object", "properties": {f"a{n}": {"enum": ["b" * 50]} for n in range(1000)}}
+    tool = CallableTool(name="f", schema=schema, key="tools[0]")
+    with pytest.raises(InvalidRequest, match="^tools: the grammar of the calls has .* of 65536 characters"):
+        framed("hermes", AskedCalls(tools=[tool], is_required=True, is_parallel=True))
 
 
 def test_notes_of_a_schema_are_left_out_and_properties_of_these_names_are_not() -> None:

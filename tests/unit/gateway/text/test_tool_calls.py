@@ -92,6 +92,8 @@ def read(
         ("llama3_json", f"\n {LLAMA_WEATHER}\n", ("", LLAMA_FOUND[:1])),
         ("llama3_json", f"{LLAMA_WEATHER}; {LLAMA_TIME}", ("", LLAMA_FOUND)),
         ("llama3_json", f"<|python_tag|>{LLAMA_WEATHER};{LLAMA_TIME}", ("", LLAMA_FOUND)),
+        ("llama3_json", f"{LLAMA_WEATHER}\n{LLAMA_TIME}", ("", LLAMA_FOUND)),
+        ("llama3_json", f"{LLAMA_WEATHER};{{", (";{", LLAMA_FOUND[:1])),
         ("llama3_json", f"{LLAMA_WEATHER} and more", (" and more", LLAMA_FOUND[:1])),
         ("llama3_json", f"{LLAMA_WEATHER}; nothing", ("; nothing", LLAMA_FOUND[:1])),
         ("qwen3_coder", f"I look.\n{CODER_WEATHER}\n{CODER_TIME}", ("I look.", FOUND)),
