@@ -49,6 +49,8 @@ SECTIONS: Final = {
             ("baton.engine.models.decoder", "Decoder"),
             ("baton.engine.runner.logits_processors", "LogitsProcessor"),
             ("baton.gateway.metrics.exporter", "Metric"),
+            ("baton.gateway.text.tool_calls", "ToolCallParser CallForm"),
+            ("baton.gateway.text.reasoning", "ReasoningParser"),
             ("baton.kvtransfer.transports.base", "Transport TransportListener Sender LocalRank"),
             ("baton.kvtransfer.transports.base", "Piece OutgoingTransfer PieceOutcome"),
         ),

@@ -32,9 +32,7 @@ class ReasoningParser(msgspec.Struct, frozen=True, kw_only=True):
 
     begin: str
     end: str
-    always: bool = (
-        False  # unless the prompt says otherwise, an answer begins as reasoning, also without `begin`
-    )
+    always: bool = False  # an answer begins as reasoning, also without `begin`, unless the prompt ends it
     after: str = ""  # between `end` and the answer
     answer: str = ""  # before an answer that is no call
     is_of: Callable[[str], bool] = lambda template: False  # whether a chat template asks for this form

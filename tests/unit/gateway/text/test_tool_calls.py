@@ -8,8 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.gateway.text.answer_reader import ReaderOptions
-from baton.gateway.text.tool_calls import TOOL_CALL_PARSERS, parser_of_template
+from baton.gateway.text.answer_grammar import CallableTool
+from baton.gateway.text.answer_parsing import AskedCalls, ModelParsers, frame_of
+from baton.gateway.text.answer_reader import AnswerReader, ReaderOptions, Steps
+from baton.gateway.text.reasoning import ReasoningState
+from baton.gateway.text.tool_calls import TOOL_CALL_PARSERS, CallForm, ToolCallParser, parser_of_template
+from baton.request import StructuredOutputs
+from baton.structured_output import check_form
 
 WEATHER = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
 TIME = '<tool_call>{"arguments":{},"name":"time"}</tool_call>'
@@ -256,6 +261,35 @@ def test_arguments_are_passed_on_as_they_come() -> None:
         [("", ",")],
         [("", '"b":1}')],
     ]
+
+
+class PlainReader(AnswerReader):
+    """Reads `CALL name {...}`."""
+
+    def _read(self) -> Steps[None]:
+        while (yield from self._pass_until("CALL ", self._show)):
+            yield from self._take_after_space("CALL ")
+            name = yield from self._take_name()
+            yield from self._take_space()
+            yield from self._json_arguments(name or "")
+
+
+def test_parser_from_outside_is_chosen_reads_and_constrains(monkeypatch: pytest.MonkeyPatch) -> None:
+    outside = ToolCallParser(
+        reader=PlainReader,
+        form=CallForm(before="CALL {name} ", trigger="CALL "),
+        is_of=lambda template: "CALL name" in template,
+    )
+    monkeypatch.setitem(TOOL_CALL_PARSERS, "plain", outside)
+    parsers = ModelParsers.chosen(TOLD + "CALL name {}")
+    assert parsers.tool_call_parser == "plain"
+    text = 'I look. CALL weather {"city": "Paris"} CALL time {}'
+    assert read("plain", *text) == ("I look.", "", FOUND)
+    tool = CallableTool(name="time", schema={"type": "object", "maxProperties": 0}, key="tools[0]")
+    calls = AskedCalls(tools=[tool], is_required=True, is_parallel=False)
+    frame = frame_of(parsers, ReasoningState.AFTER, {}, calls=calls, has_form=False)
+    assert frame is not None and '"CALL time "' in frame
+    check_form(StructuredOutputs(frame=frame))
 
 
 # Each parser reads what a template of its form renders.
