@@ -20,6 +20,7 @@ MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
 MAX_SEED = 2**63 - 1
 MAX_FORM_CHARS = 64 * 2**10  # of a schema, a regex or a grammar
+MAX_FRAME_CHARS = 256 * 2**10  # which has the schemas of all tools
 # In a form, between the parts of JSON: a model that likes white space could otherwise write nothing else.
 JSON_WHITESPACE = r"[\x20\x09]?(\r?\n[\x20\x09]{0,32})?"
 MAX_INTEGER = 2**63 - 1  # of any value, also of an integer given for a float: every message carries it
@@ -73,7 +74,7 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     grammar: FormText | None = None  # in Lark's syntax, or llama.cpp's GBNF
     structural_tag: FormText | None = None  # vLLM's: text with tags, of which each has a JSON schema
     # The whole answer in Lark's syntax, in which @form is the form above. It may stand alone.
-    frame: FormText | None = None
+    frame: Annotated[str, Meta(max_length=MAX_FRAME_CHARS)] | None = None
 
     def __post_init__(self) -> None:
         chosen = self._chosen()

@@ -181,5 +181,6 @@ def _failed(sequence: Sequence, why: str) -> bool:
 
 
 def _num_chars(form: StructuredOutputs) -> int:
-    _, value = form.chosen
-    return sum(map(len, value)) if isinstance(value, tuple) else len(str(value))
+    name, value = form.chosen
+    num_frame_chars = 0 if name == "frame" else len(form.frame or "")
+    return num_frame_chars + (sum(map(len, value)) if isinstance(value, tuple) else len(str(value)))

@@ -15,7 +15,7 @@ A sampling parameter of the API is a field of `Body` with the name of its field 
 import hashlib
 import re
 from collections.abc import Collection
-from typing import Annotated, Any, Final, TypeAlias, TypeVar
+from typing import Annotated, Any, Final, Literal, TypeAlias, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -140,7 +140,7 @@ class ChatBody(Body, frozen=True, kw_only=True):
     top_logprobs: int | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: TemplateKwargs | None = None
-    reasoning_effort: Annotated[str, Meta(max_length=32)] | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     tools: list[dict[str, object]] | None = None
     tool_choice: object = None
     parallel_tool_calls: bool | None = None

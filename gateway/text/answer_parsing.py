@@ -25,7 +25,7 @@ from baton.gateway.text.reasoning import (
 )
 from baton.gateway.text.tool_call_readers import HarmonyReader
 from baton.gateway.text.tool_calls import TOOL_CALL_PARSERS, parser_of_template
-from baton.request import MAX_FORM_CHARS
+from baton.request import MAX_FRAME_CHARS
 
 
 class ModelParsers(msgspec.Struct, frozen=True, kw_only=True):
@@ -154,8 +154,8 @@ def frame_of(
     if has_form:
         body = f"{body} | {before_answer} @form"
     frame = grammar.written(f"{preamble} ({body})")
-    if len(frame) > MAX_FORM_CHARS:
+    if len(frame) > MAX_FRAME_CHARS:
         raise InvalidRequest(
-            f"tools: the grammar of the calls has {len(frame)} of {MAX_FORM_CHARS} characters"
+            f"tools: the grammar of the calls has {len(frame)} of {MAX_FRAME_CHARS} characters"
         )
     return frame

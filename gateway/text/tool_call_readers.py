@@ -9,9 +9,9 @@
 - gpt-oss: the messages of the harmony format, with channels for reasoning and for calls
 """
 
-import ast
 import json
 import re
+import sys
 from collections.abc import Callable
 from typing import Final
 
@@ -246,12 +246,14 @@ class DeepSeekReader(AnswerReader):
 
 
 PYTHON_NAME: Final = re.compile(r"[A-Za-z_0-9.-]*")
-PYTHON_STRINGS: Final = {
-    '"': re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL),
-    "'": re.compile(r"'(?:[^'\\]|\\.)*'", re.DOTALL),
+PYTHON_PLAIN: Final = {quote: re.compile(rf"[^\\{quote}]*") for quote in "\"'"}  # text within quotes
+PYTHON_ESCAPES: Final = {**dict(zip("ntrbfav0", "\n\t\r\b\f\a\v\0", strict=True)), "\n": ""}
+PYTHON_CODES: Final = {
+    letter: re.compile(rf"[0-9a-fA-F]{{0,{size}}}") for letter, size in {"x": 2, "u": 4, "U": 8}.items()
 }
 PYTHON_BARE: Final = re.compile(r"[^,()\[\]{}:\"'<]*")
 MAX_PYTHON_DEPTH: Final = 64
+SURROGATES: Final = range(0xD800, 0xE000)
 LLAMA4_BEGIN: Final = "<|python_start|>"
 LLAMA4_END: Final = "<|python_end|>"
 
@@ -319,8 +321,8 @@ class PythonicReader(AnswerReader):
     def _value(self, depth: int) -> Steps[bool]:
         """Take a value. False: it is broken, or cut off."""
         first = yield from self._next_character()
-        if first and first in PYTHON_STRINGS:
-            return (yield from self._string(PYTHON_STRINGS[first]))
+        if first and first in PYTHON_PLAIN:
+            return (yield from self._string(first))
         if first and first in "[({" and depth < MAX_PYTHON_DEPTH:
             return (yield from self._collection(first, depth))
         bare = yield from self._take_pattern(PYTHON_BARE)
@@ -356,19 +358,36 @@ class PythonicReader(AnswerReader):
         self._add_arguments("}" if first == "{" else "]")
         return True
 
-    def _string(self, pattern: re.Pattern[str]) -> Steps[bool]:
-        while (found := pattern.match(self._text, self._at)) is None:
-            if not (yield from self._more()):
-                self._add_arguments(json.dumps(self._text[self._at + 1 :], ensure_ascii=False)[:-1])
-                self._at = len(self._text)
-                return False
-        self._at = found.end()
-        try:
-            text = str(ast.literal_eval(found[0]))
-        except (SyntaxError, ValueError):  # such as a line break within
-            text = found[0][1:-1]
-        self._add_arguments(json.dumps(text, ensure_ascii=False))
-        return True
+    def _string(self, quote: str) -> Steps[bool]:
+        """Take a string as it comes. False: it is cut off."""
+        yield from self._take(quote)
+        self._add_arguments('"')
+        while character := (yield from self._next_character()):
+            if character == quote:
+                self._at += 1
+                self._add_arguments('"')
+                return True
+            if character == "\\":
+                self._at += 1
+                self._add_arguments((yield from self._escape()))
+                continue
+            found = PYTHON_PLAIN[quote].match(self._text, self._at)
+            assert found is not None
+            self._at = found.end()
+            self._add_arguments(_escaped(found[0]))
+        return False
+
+    def _escape(self) -> Steps[str]:
+        """Take the rest of an escape sequence and return it for a string of JSON."""
+        letter = yield from self._next_character()
+        self._at += len(letter)
+        if letter not in PYTHON_CODES:
+            return _escaped(PYTHON_ESCAPES.get(letter, letter))
+        digits = yield from self._take_pattern(PYTHON_CODES[letter])
+        code = int(digits or "0", 16)
+        if code in SURROGATES:  # a half of a character, which text cannot hold
+            return f"\\u{code:04x}"
+        return _escaped(chr(min(code, sys.maxunicode)))
 
 
 CHANNEL: Final = "<|channel|>"

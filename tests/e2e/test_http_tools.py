@@ -1,7 +1,9 @@
 """Tools, with the real `openai` client: the gateway is real, the text of the model is scripted."""
 
 import json
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Final
 
 import openai
@@ -114,3 +116,38 @@ def test_tool_call_that_was_cut_off_is_text(served: Served, client: openai.OpenA
     (choice,) = ask(client, tools=[TOOL]).choices
     assert choice.finish_reason == "length" and choice.message.tool_calls is None
     assert (choice.message.content or "").startswith(CALLED[:30])
+
+
+HARMONY: Final = (
+    "<|channel|>analysis<|message|>Where is it?<|end|><|start|>assistant<|channel|>commentary<|message|>"
+    "I look.<|end|><|start|>assistant<|channel|>commentary to=functions.weather <|constrain|>json<|message|>"
+    '{"city": "Paris"}'
+)
+
+
+@pytest.mark.parametrize(
+    ("parser", "text", "reasoning", "id_form"),
+    [
+        ("openai", HARMONY, "Where is it?", "call_[0-9a-f]{24}"),
+        (
+            "mistral",
+            'I look.[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Paris"}}]',
+            None,
+            "[0-9a-f]{9}",
+        ),
+    ],
+)
+def test_setting_chooses_the_parser(
+    tmp_path: Path, parser: str, text: str, reasoning: str | None, id_form: str
+) -> None:
+    model = tool_model(tmp_path)
+    with (
+        ServedGateway(ScriptedService, model=model, tool_call_parser=parser) as gateway,
+        client_of(gateway.url) as client,
+    ):
+        gateway.service.play = writing(text)
+        (choice,) = ask(client, tools=[TOOL]).choices
+    (call,) = choice.message.tool_calls
+    assert (call.function.name, call.function.arguments) == ("weather", '{"city":"Paris"}')
+    assert choice.message.content == "I look." and re.fullmatch(id_form, call.id)
+    assert getattr(choice.message, "reasoning_content", None) == reasoning

@@ -189,6 +189,7 @@ def test_grammars_of_many_forms_and_tenants_are_forgotten(tokenizer: Tokenizer) 
     for number in range(MAX_COMPILED + 1):
         ask("one", StructuredOutputs(regex=f"[a-f]{{{1 + number % 3}}}|x{number}"))
     ask("one", StructuredOutputs(choice=tuple(f"{n:06d}" for n in range(9000))))
+    ask("one", StructuredOutputs(regex="a", frame="start: @form" + " " * 250_000))
     for number in range(MAX_TENANTS + 1):
         ask(f"tenant {number}", wanted)
     assert ask("one", wanted) == first

@@ -327,9 +327,9 @@ def test_hostile_schemas_are_kept_or_refused(parser: str, properties: Any, other
 
 
 def test_schemas_that_are_too_long_are_refused() -> None:
-    schema = {"type": "object", "properties": {f"a{n}": {"enum": ["b" * 50]} for n in range(1000)}}
+    schema = {"type": "object", "properties": {f"a{n}": {"enum": ["b" * 50]} for n in range(4000)}}
     tool = CallableTool(name="f", schema=schema, key="tools[0]")
-    with pytest.raises(InvalidRequest, match="^tools: the grammar of the calls has .* of 65536 characters"):
+    with pytest.raises(InvalidRequest, match="^tools: the grammar of the calls has .* of 262144 characters"):
         framed("hermes", AskedCalls(tools=[tool], is_required=True, is_parallel=True))
 
 
