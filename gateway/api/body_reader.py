@@ -56,6 +56,7 @@ from baton.gateway.api.structured_output import AskedForm, FormKeys
 from baton.gateway.api.tool_choice import Tool, ToolChoice, read_tool_choice
 from baton.gateway.streams.request_stream import Service
 from baton.gateway.tenants.tenants import Tenant
+from baton.gateway.text.answer_grammar import Tags
 from baton.gateway.text.answer_parsing import AnswerParsing, ModelParsers, frame_of
 from baton.gateway.text.chat_template import REASONING_EFFORT, ChatTemplate, Message, read_messages
 from baton.gateway.text.model_files import read_vocab_size
@@ -173,6 +174,7 @@ class PromptReader:
         self.tokenizer = tokenizer  # None when the model has none
         self._chat_template = chat_template
         self._vocab_size = vocab_size
+        self._tags = Tags({} if tokenizer is None else tokenizer.added_tokens)
         source = "" if chat_template is None else chat_template.source
         self._parsers = ModelParsers.chosen(
             source, tool_call_parser=tool_call_parser, reasoning_parser=reasoning_parser
@@ -324,9 +326,8 @@ class PromptReader:
         if asked is not None and calls is not None and calls.is_required:
             message = f"{asked.key}: {key} asks for calls, and an answer of calls has no other form"
             raise invalid(message, param=asked.key)
-        tokens = self.tokenizer.added_tokens if self.tokenizer is not None else {}
         try:
-            frame = frame_of(self._parsers, state, tokens, calls=calls, has_form=asked is not None)
+            frame = frame_of(self._parsers, state, self._tags, calls=calls, has_form=asked is not None)
             if frame is None:
                 return asked
             if asked is not None:

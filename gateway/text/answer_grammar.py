@@ -8,7 +8,7 @@ that the request asks for, which is `@form` here (`StructuredOutputs.frame`).
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -39,20 +39,31 @@ class CallableTool(msgspec.Struct, frozen=True, kw_only=True):
     key: str  # of the body, for error messages
 
 
+class Tags:
+    """The added tokens of a vocabulary. Made once for a model: some have a thousand."""
+
+    def __init__(self, tokens: Mapping[str, int]) -> None:
+        """tokens: their ids, by their text."""
+        self.token_ids = tokens
+        marks = "|".join(re.escape(each) for each in sorted(tokens, key=len, reverse=True) if each)
+        self._marks = re.compile(f"({marks})" if marks else r"(?!)")
+
+    def split(self, text: str) -> list[str]:
+        """Return the parts of a text: tokens, and what is between them."""
+        return [part for part in self._marks.split(text) if part]
+
+
 class AnswerGrammar:
     """The grammar of one answer, written rule by rule."""
 
-    def __init__(self, tokens: Mapping[str, int]) -> None:
-        """tokens: the added tokens of the vocabulary, by their text."""
-        self._tokens = tokens
-        marks = "|".join(re.escape(each) for each in sorted(tokens, key=len, reverse=True) if each)
-        self._marks = re.compile(f"({marks})" if marks else r"(?!)")
+    def __init__(self, tags: Tags) -> None:
+        self._tags = tags
         self._rules: list[str] = ["TEXT: /(.|\\n)*/"]
 
     def text(self, text: str) -> str:
         """Return an expression of exactly this text."""
-        parts = [part for part in self._marks.split(text) if part]
-        return " ".join(f"<[{self._tokens[p]}]>" if p in self._tokens else _quoted(p) for p in parts)
+        ids = self._tags.token_ids
+        return " ".join(f"<[{ids[p]}]>" if p in ids else _quoted(p) for p in self._tags.split(text))
 
     def rule(self, name: str, body: str) -> str:
         """Add a rule and return its name."""
@@ -61,7 +72,7 @@ class AnswerGrammar:
 
     def until(self, name: str, tag: str) -> str:
         """Add a rule of any text up to the first `tag`, and with it; return its name."""
-        if tag in self._tokens:
+        if tag in self._tags.token_ids:
             return self.rule(name, f"TEXT {self.text(tag)}")
         return self.rule(f"{name}[lazy]", f"TEXT {_quoted(tag)}").removesuffix("[lazy]")
 
@@ -125,7 +136,7 @@ class AnswerGrammar:
     def _tagged(
         self,
         properties: Mapping[str, Any],
-        required: Sequence[str],
+        required: Collection[str],
         schema: Mapping[str, Any],
         tool: CallableTool,
     ) -> str:
@@ -155,22 +166,22 @@ class AnswerGrammar:
         return self.rule(f"{name}[lazy]", f"TEXT {_quoted(end)}").removesuffix("[lazy]")
 
     def _python(
-        self, properties: Mapping[str, Any], required: Sequence[str], schema: Mapping[str, Any]
+        self, properties: Mapping[str, Any], required: Collection[str], schema: Mapping[str, Any]
     ) -> str:
         """`name=value` in the order of the schema, with commas: a rule for each rest of the list."""
+        names, first = [*properties], len(self._rules)
+        needed = [number for number, name in enumerate(names) if name in required]
+        last_needed = max(needed, default=-1)
         rest = ""
-        first = len(self._rules)
-        for number, (name, of_value) in reversed([*enumerate(properties.items())]):
-            value = f"{self.text(f'{name}=')} {self._python_value(of_value, schema)}"
-            is_needed = name in required
-            after = f'(", " {rest})?' if rest and not _needs(properties, required, number + 1) else ""
-            after = f'", " {rest}' if rest and _needs(properties, required, number + 1) else after
-            here = f"{value} {after}"
-            body = here if is_needed or not rest else f"{here} | {rest}"
+        for number, name in reversed([*enumerate(names)]):
+            here = f"{self.text(f'{name}=')} {self._python_value(properties[name], schema)}"
+            if rest:
+                here += f' ", " {rest}' if number < last_needed else f' (", " {rest})?'
+            body = here if name in required or not rest else f"{here} | {rest}"
             rest = self.rule(f"parameters_{first}_{number}", body)
         if not rest:
             return '""'
-        return rest if _needs(properties, required, 0) else f"{rest}?"
+        return rest if needed else f"{rest}?"
 
     def _python_value(self, of_value: Any, schema: Mapping[str, Any]) -> str:
         kind = of_value.get("type") if isinstance(of_value, dict) else None
@@ -185,10 +196,6 @@ def _length_of(schema: Mapping[str, Any]) -> str | None:
     """Return the bounds of a text's length as in a regular expression; None for text of any length."""
     low, high = schema.get("minLength", 0), schema.get("maxLength", "")
     return f"{{{low},{high}}}" if low or high != "" else None
-
-
-def _needs(properties: Mapping[str, Any], required: Sequence[str], start: int) -> bool:
-    return any(name in required for name in [*properties][start:])
 
 
 def arguments_schema(parameters: dict[str, Any] | None, key: str) -> dict[str, Any]:
@@ -239,10 +246,11 @@ def _without_notes(schema: Any) -> Any:
     return slim
 
 
-def _properties(schema: Mapping[str, Any], tool: CallableTool) -> tuple[Mapping[str, Any], Sequence[str]]:
+def _properties(schema: Mapping[str, Any], tool: CallableTool) -> tuple[Mapping[str, Any], Collection[str]]:
     """Return the properties of arguments that are written one by one, and the names that are required."""
     properties, required = schema.get("properties", {}), schema.get("required", [])
-    if not isinstance(properties, dict) or not isinstance(required, list):
+    is_list = isinstance(required, list) and all(isinstance(name, str) for name in required)
+    if not isinstance(properties, dict) or not is_list:
         raise InvalidRequest(f"{tool.key}: expected an object of properties, and a list of required names")
     known = {"type", "properties", "required", "additionalProperties", "$defs", "definitions", "$schema"}
     if unknown := sorted(set(schema) - known):
@@ -253,7 +261,7 @@ def _properties(schema: Mapping[str, Any], tool: CallableTool) -> tuple[Mapping[
             raise InvalidRequest(f"{tool.key}: {name!r} cannot be an argument in this model's calls")
     if missing := [name for name in required if name not in properties]:
         raise InvalidRequest(f"{tool.key}: {missing[0]!r} is required and is not among the properties")
-    return properties, required
+    return properties, frozenset(required)
 
 
 def _within(schema: Any, root: Mapping[str, Any]) -> dict[str, Any]:

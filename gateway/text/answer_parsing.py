@@ -11,7 +11,7 @@ from typing import Protocol
 import msgspec
 
 from baton.errors import ConfigError, InvalidRequest
-from baton.gateway.text.answer_grammar import AnswerGrammar, CallableTool
+from baton.gateway.text.answer_grammar import AnswerGrammar, CallableTool, Tags
 from baton.gateway.text.answer_reader import Parts, ReaderOptions
 from baton.gateway.text.reasoning import (
     HARMONY,
@@ -24,7 +24,7 @@ from baton.gateway.text.reasoning import (
     reasoning_of_template,
 )
 from baton.gateway.text.tool_call_readers import HarmonyReader
-from baton.gateway.text.tool_calls import TOOL_CALL_PARSERS, parser_of_template
+from baton.gateway.text.tool_calls import TOOL_CALL_PARSERS, CallForm, parser_of_template
 from baton.request import MAX_FRAME_CHARS
 
 
@@ -123,29 +123,28 @@ class AskedCalls(msgspec.Struct, frozen=True, kw_only=True):
 def frame_of(
     parsers: ModelParsers,
     state: ReasoningState,
-    tokens: Mapping[str, int],
+    tags: Tags,
     *,
     calls: AskedCalls | None,
     has_form: bool,
 ) -> str | None:
     """Return the frame of an answer; None when its form, or its freedom, needs none.
 
-    tokens: the added tokens of the vocabulary. calls: None without tools. has_form: the request asks for a
+    calls: None without tools. has_form: the request asks for a
     form, which holds for an answer that is no call. Raises InvalidRequest that names the key of a tool whose
     arguments cannot be described.
     """
     reasoning = REASONING_PARSERS.get(parsers.reasoning_parser or "")
-    grammar = AnswerGrammar(tokens)
+    grammar = AnswerGrammar(tags)
     preamble = reasoning.preamble(grammar, state) if reasoning is not None else ""
     before_answer = grammar.text(reasoning.answer) if reasoning is not None and reasoning.answer else ""
-    if calls is None or (not calls.is_constrained and not has_form):
+    parser = TOOL_CALL_PARSERS.get(parsers.tool_call_parser or "")
+    if parser is None or calls is None or not _describes_calls(parser.form, calls, has_form):
         if not has_form or not (preamble or before_answer):
             return None
         return grammar.written(f"{preamble} {before_answer} @form")
-    assert parsers.tool_call_parser is not None
-    form = TOOL_CALL_PARSERS[parsers.tool_call_parser].form
     body = grammar.calls(
-        form,
+        parser.form,
         calls.tools,
         is_parallel=calls.is_parallel,
         has_text=not calls.is_required and not has_form,
@@ -159,3 +158,7 @@ def frame_of(
             f"tools: the grammar of the calls has {len(frame)} of {MAX_FRAME_CHARS} characters"
         )
     return frame
+
+
+def _describes_calls(form: CallForm, calls: AskedCalls, has_form: bool) -> bool:
+    return not form.begins_as_json if has_form else calls.is_constrained

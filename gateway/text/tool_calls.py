@@ -48,6 +48,8 @@ class CallForm(msgspec.Struct, frozen=True, kw_only=True):
     trigger: str = ""
     not_text: str = ""  # without a trigger: characters with which no text begins
     is_single: bool = False  # an answer has at most one call
+    # Calls begin as JSON does, so that no lexer can tell them from it: an answer of a form is no call.
+    begins_as_json: bool = False
 
 
 class ToolCallParser(msgspec.Struct, frozen=True, kw_only=True):
@@ -137,7 +139,13 @@ TOOL_CALL_PARSERS: Final[dict[str, ToolCallParser]] = {
     ),
     "llama3_json": ToolCallParser(
         reader=LlamaReader,
-        form=CallForm(before='{{"name": "{name}", "parameters": ', after="}", between="; ", not_text="{<"),
+        form=CallForm(
+            before='{{"name": "{name}", "parameters": ',
+            after="}",
+            between="; ",
+            not_text="{<",
+            begins_as_json=True,
+        ),
         is_of=_has('"parameters": dictionary of argument name'),
     ),
     "llama4_pythonic": ToolCallParser(

@@ -13,9 +13,10 @@ from llguidance import LLMatcher, LLTokenizer
 
 from baton.cluster.model_directory import resolve_model
 from baton.errors import InvalidRequest
-from baton.gateway.text.answer_grammar import CallableTool, arguments_schema, text_arguments
+from baton.gateway.text.answer_grammar import CallableTool, Tags, arguments_schema, text_arguments
 from baton.gateway.text.answer_parsing import AskedCalls, ModelParsers, frame_of
 from baton.gateway.text.reasoning import ReasoningState
+from baton.gateway.text.tokenizer import Tokenizer
 from baton.gateway.text.tool_calls import TOOL_CALL_PARSERS
 from baton.request import StructuredOutputs
 from baton.structured_output import check_form, grammar_of
@@ -115,11 +116,9 @@ def framed(
     state: ReasoningState = ReasoningState.BEFORE,
     form: Mapping[str, Any] | None = None,
 ) -> StructuredOutputs:
-    tokens = {
-        token.content: number for number, token in tokenizer(has_tags).get_added_tokens_decoder().items()
-    }
+    tags = Tags(Tokenizer(tokenizer(has_tags)).added_tokens)
     parsers = ModelParsers(tool_call_parser=parser, reasoning_parser=reasoning)
-    frame = frame_of(parsers, state, tokens, calls=calls, has_form=form is not None)
+    frame = frame_of(parsers, state, tags, calls=calls, has_form=form is not None)
     return StructuredOutputs(frame=frame, **(form or {}))
 
 
@@ -265,6 +264,20 @@ def test_answer_is_calls_or_has_its_form(parser: str) -> None:
     assert not takes(form, broken) and not takes(form, "It rains.") and not takes(form, f"4{good}")
 
 
+@pytest.mark.parametrize(
+    "parser", [name for name in TOOL_CALL_PARSERS if name not in ("openai", "llama3_json")]
+)
+def test_answer_is_calls_or_json(parser: str) -> None:
+    schema = {"type": "object", "properties": {"name": {"type": "string"}}, "additionalProperties": False}
+    good, broken = CALLS[parser]
+    for is_strict in (True, False):
+        form = framed(
+            parser, asked(is_required=False, is_strict=is_strict), form={"json": json.dumps(schema)}
+        )
+        assert takes(form, good) and takes(form, '{"name": "Ada"}') and takes(form, "{}")
+        assert not takes(form, '{"name": 5}') and (not is_strict or not takes(form, broken))
+
+
 @pytest.mark.parametrize("parser", ["pythonic", "qwen3_coder"])
 @pytest.mark.parametrize(
     ("schema", "message"),
@@ -301,6 +314,15 @@ KEYWORDS: Final = [
     "pattern",
     "additionalProperties",
 ]
+
+
+def test_answer_of_a_form_is_no_call_where_calls_begin_as_json() -> None:
+    assert framed("llama3_json", asked(is_required=False), form=JSON_FORM).frame is None
+    form = framed("llama3_json", asked(is_required=False), form=JSON_FORM, reasoning="qwen3")
+    assert takes(form, '<think>a</think>{"city": "Paris"}') and takes(form, '{"city": "Paris"}')
+    assert not takes(form, CALLS["llama3_json"][0])
+
+
 JUNK: Final = st.recursive(
     st.none()
     | st.booleans()

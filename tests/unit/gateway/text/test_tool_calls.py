@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.gateway.text.answer_grammar import CallableTool
+from baton.gateway.text.answer_grammar import CallableTool, Tags
 from baton.gateway.text.answer_parsing import AskedCalls, ModelParsers, frame_of
 from baton.gateway.text.answer_reader import AnswerReader, ReaderOptions, Steps
 from baton.gateway.text.reasoning import ReasoningState
@@ -311,7 +311,7 @@ def test_parser_from_outside_is_chosen_reads_and_constrains(monkeypatch: pytest.
     assert read("plain", *text) == ("I look.", "", FOUND)
     tool = CallableTool(name="time", schema={"type": "object", "maxProperties": 0}, key="tools[0]")
     calls = AskedCalls(tools=[tool], is_required=True, is_parallel=False)
-    frame = frame_of(parsers, ReasoningState.AFTER, {}, calls=calls, has_form=False)
+    frame = frame_of(parsers, ReasoningState.AFTER, Tags({}), calls=calls, has_form=False)
     assert frame is not None and '"CALL time "' in frame
     check_form(StructuredOutputs(frame=frame))
 
