@@ -4,6 +4,7 @@ import difflib
 import sys
 from collections.abc import Hashable, Mapping
 from enum import StrEnum
+from itertools import chain
 from typing import Annotated, Any, NamedTuple, Self, TypeAlias
 
 import msgspec
@@ -18,6 +19,9 @@ TokenId: TypeAlias = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 MAX_CHOICES = 8
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
+MAX_ALLOWED_TOKENS = 2**16  # of allowed_token_ids
+MAX_BAD_WORDS = 1024
+MAX_EXTRA_ARGS = 64
 MAX_SEED = 2**63 - 1
 MAX_FORM_CHARS = 64 * 2**10  # of a schema, a regex or a grammar
 MAX_FRAME_CHARS = 256 * 2**10  # which has the schemas of all tools
@@ -57,6 +61,14 @@ def _hint(unknown: str, known: tuple[str, ...]) -> str:
     return f"did you mean {nearest[0]!r}?" if nearest else f"known are {', '.join(known)}"
 
 
+# A value that a logits processor from outside the tree gets with a request.
+ExtraArg: TypeAlias = (
+    bool
+    | int
+    | float
+    | Annotated[str, Meta(max_length=1024)]
+    | Annotated[tuple[int, ...], Meta(max_length=1024)]
+)
 FormText: TypeAlias = Annotated[str, Meta(max_length=MAX_FORM_CHARS)]
 
 
@@ -120,12 +132,15 @@ class SamplingParams(
     presence_penalty: float = 0.0  # subtracted from the logit of each generated token
     frequency_penalty: float = 0.0  # subtracted from the logit of a token for each time it was generated
     logit_bias: Mapping[int, float] = {}  # token id -> amount added to its logit
+    allowed_token_ids: tuple[int, ...] | None = None  # sample from these tokens alone
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()  # never complete one of these in the answer
     stop_token_ids: tuple[int, ...] = ()  # end a choice at any of these token ids
     ignore_eos: bool = False  # generate past the model's end token
     seed: int | None = None  # the same seed gives the same tokens; None: one is drawn
     logprobs: int | None = None  # number of likeliest tokens to report at each generated token
     prompt_logprobs: int | None = None  # number of likeliest tokens to report at each prompt token
     structured_outputs: StructuredOutputs | None = None  # the form that the answer must have
+    extra_args: Mapping[str, ExtraArg] = {}  # for logits processors from outside the tree
 
     def __post_init__(self) -> None:
         self._check_counts()
@@ -154,8 +169,20 @@ class SamplingParams(
         _check_integer("len(logit_bias)", len(self.logit_bias), 0, MAX_LOGIT_BIAS)
         if not isinstance(self.stop_token_ids, tuple | list):
             raise InvalidRequest(f"stop_token_ids must be token ids, got {self.stop_token_ids!r}")
-        for token_id in (*self.logit_bias, *self.stop_token_ids):
-            _check_integer("a token id of logit_bias or stop_token_ids", token_id)
+        allowed, words = self.allowed_token_ids, self.bad_words_token_ids
+        if allowed is not None:
+            if not isinstance(allowed, tuple | list):
+                raise InvalidRequest(f"allowed_token_ids must be token ids, got {allowed!r}")
+            _check_integer("len(allowed_token_ids)", len(allowed), 1, MAX_ALLOWED_TOKENS)
+        if not isinstance(words, tuple | list) or not all(isinstance(each, tuple | list) for each in words):
+            raise InvalidRequest(f"bad_words_token_ids must be lists of token ids, got {words!r}")
+        if not all(words):
+            raise InvalidRequest("bad_words_token_ids: each of them needs a token id")
+        _check_integer("len(bad_words_token_ids)", sum(map(len, words)), 0, MAX_BAD_WORDS)
+        for token_id in chain(self.logit_bias, self.stop_token_ids, allowed or (), *words):
+            _check_integer("a token id", token_id)
+        if not isinstance(self.extra_args, Mapping) or len(self.extra_args) > MAX_EXTRA_ARGS:
+            raise InvalidRequest(f"extra_args must map at most {MAX_EXTRA_ARGS} names to values")
 
     def _check_reals(self) -> None:
         _check_real("temperature", self.temperature, 0.0, None)

@@ -24,6 +24,7 @@ from baton.engine.models.parallel import TensorParallel
 from baton.engine.models.registry import ModelConfig, check_split, read_model_config
 from baton.engine.models.weights import Progress
 from baton.engine.replica import LayerWatch, Replica, last_output
+from baton.engine.runner.logits_processors import LOGITS_PROCESSORS, load_logits_processor
 from baton.engine.runner.model_runner import KvPool, ModelRunner, ZerosOnCpu, choose_device, choose_dtype
 from baton.engine.runner.sampler import Draws, Sampler
 from baton.engine.runner.step_inputs import StepArrays, StepBuilder, encode
@@ -35,7 +36,7 @@ from baton.engine.scheduler.sequence import Batch, Drafter, PageCopy, Sequence, 
 from baton.engine.speculation.draft_lengths import time_steps
 from baton.engine.speculation.draft_model import ModelDrafter, load_draft_model
 from baton.engine.speculation.lookup import lookup_drafter
-from baton.errors import ConfigError, ModelError, WorkerLost
+from baton.errors import ConfigError, InvalidRequest, ModelError, WorkerLost
 from baton.kernels import native
 from baton.kernels.huge_pages import huge_zeros
 from baton.pages import PageKeys
@@ -122,6 +123,7 @@ class Engine(Replica):
         self._num_steps = 0
         directory, eos_token_ids = Path(config.model), model_config.eos_token_ids
         self._form_mask = StructuredOutputMask(directory, model_config.vocab_size, eos_token_ids)
+        self._outside_processors = [*map(load_logits_processor, config.logits_processors)]
         self._start_steps()
         self._sampler.warm_up(model_config.vocab_size)
         if config.speculative is not None:
@@ -132,7 +134,8 @@ class Engine(Replica):
         layout, max_num_seqs = self.runner.layout, self.runner.config.scheduler.max_num_seqs
         self._busy_since_s = self._in_flight = None
         self._builder = StepBuilder(layout.page_size, max_num_seqs, layout.num_pages(self.max_model_len))
-        self._sampler = Sampler(self.runner.device, (self._form_mask,))
+        processors = (*LOGITS_PROCESSORS.values(), *self._outside_processors, self._form_mask)
+        self._sampler = Sampler(self.runner.device, processors)
 
     def add(
         self, request: Request, filled: FilledPages | None = None, *, keeps_pages: bool = False
@@ -153,8 +156,12 @@ class Engine(Replica):
 
     def check(self, request: Request) -> None:
         super().check(request)
-        if request.sampling.structured_outputs is not None:
+        sampling = request.sampling
+        if sampling.structured_outputs is not None:
             self._form_mask.check()
+        if sampling.extra_args and not any(each.applies(sampling) for each in self._outside_processors):
+            names = ", ".join(sampling.extra_args)
+            raise InvalidRequest(f"extra_args: no logits processor of this server takes {names}")
 
     def step(self, watch: LayerWatch | None = None) -> list[StepOutput]:
         """As `Replica.step`. With asynchronous scheduling, the tokens of a step come with the next call.

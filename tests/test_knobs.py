@@ -31,6 +31,7 @@ KNOBS: dict[str, Any] = {
     "scheduler.max_queue_delay_ms": 0.0,
     "scheduler.preferred_batch_sizes": (),
     "scheduler.async_scheduling": None,
+    "logits_processors": (),
     "speculative": None,
 }
 

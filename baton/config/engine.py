@@ -106,6 +106,8 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     seed: Seed = 0  # of sampling for requests without a seed of their own, and of dummy weights
     cache: CacheConfig = msgspec.field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = msgspec.field(default_factory=SchedulerConfig)
+    # Logits processors from outside the tree, package.module:Class each. See docs/extending.md.
+    logits_processors: tuple[str, ...] = ()
     # Speculative decoding on workers that decode, such as {"method": "ngram"}; None: off.
     speculative: SpeculativeConfig | None = None
 

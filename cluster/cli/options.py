@@ -44,6 +44,7 @@ FLAGS: Final = {
     "decode.page_size": "--decode-block-size --decode-page-size",
     "engine.tensor_parallel_size": "--tensor-parallel-size -tp",
     "engine.seed": "--engine-seed --seed",
+    "engine.logits_processors": "--logits-processor --logits-processors",
     "engine.speculative": "--speculative-config",
     "engine.scheduler.policy": "--scheduler-policy",
     "engine.cache.page_size": "--block-size --page-size",
@@ -63,10 +64,14 @@ METAVARS: Final = {
     "tenants": "FILE",
     "tenants_file": "FILE",
     "stop_token_ids": "IDS",
+    "allowed_token_ids": "IDS",
+    "bad_words_token_ids": "JSON",
+    "extra_args": "JSON",
     "preferred_batch_sizes": "SIZES",
     "logit_bias": "ID:X",
     "structured_outputs": "JSON",
     "speculative": "JSON",
+    "logits_processors": "MODULE:CLASS",
 }
 # vLLM's options that Baton lacks, and options of other commands: what to do instead.
 INSTEAD: Final = {
@@ -134,7 +139,9 @@ READERS: Final[Mapping[str, Read]] = {
     "engine.max_model_len": count,
     "engine.scheduler.max_num_batched_tokens": count,
     "engine.scheduler.preferred_batch_sizes": integers,
+    "engine.logits_processors": lambda text: tuple(text.split(",")),
     "sampling.stop_token_ids": integers,
+    "sampling.allowed_token_ids": integers,
     "sampling.logit_bias": biases,
 }
 

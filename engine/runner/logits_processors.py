@@ -8,6 +8,7 @@ from array import array
 from collections.abc import Collection, Iterable, Mapping
 from collections.abc import Sequence as Ordered
 from copy import copy
+from importlib import import_module
 from typing import Any, Final, Protocol, runtime_checkable
 from weakref import WeakKeyDictionary
 
@@ -16,9 +17,11 @@ import torch
 from torch import Tensor
 
 from baton.engine.scheduler.sequence import Row, Sequence
+from baton.errors import ConfigError
 from baton.request import SamplingParams
 
 
+@runtime_checkable
 class LogitsProcessor(Protocol):
     """One sampling parameter, or several that belong together."""
 
@@ -54,6 +57,48 @@ def upload(values: "np.ndarray[Any, Any]", device: torch.device) -> Tensor:
     """Return the array on the device, without waiting for a GPU; on the CPU the tensor shares its memory."""
     tensor = torch.from_numpy(values)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
+class AllowedTokens:
+    """Bans every token that is not among `allowed_token_ids`."""
+
+    def applies(self, sampling: SamplingParams) -> bool:
+        return sampling.allowed_token_ids is not None
+
+    def process(self, logits_V: Tensor, row: Row) -> None:
+        self.process_rows(logits_V[None], {0: row})
+
+    def process_rows(self, logits_RV: Tensor, rows: Mapping[int, Row]) -> None:
+        allowed = {index: set(row.sequence.sampling.allowed_token_ids or ()) for index, row in rows.items()}
+        places = _places(allowed, logits_RV.device)
+        kept_N = logits_RV[places]
+        logits_RV[upload(np.array(list(rows), np.int64), logits_RV.device)] = float("-inf")
+        logits_RV.index_put_(places, kept_N)
+
+
+class BadWords:
+    """Bans each token that would complete one of `bad_words_token_ids` in the answer."""
+
+    def applies(self, sampling: SamplingParams) -> bool:
+        return bool(sampling.bad_words_token_ids)
+
+    def process(self, logits_V: Tensor, row: Row) -> None:
+        self.process_rows(logits_V[None], {0: row})
+
+    def process_rows(self, logits_RV: Tensor, rows: Mapping[int, Row]) -> None:
+        banned = {index: last for index, row in rows.items() if (last := self._last_tokens(row))}
+        if banned:
+            logits_RV[_places(banned, logits_RV.device)] = float("-inf")
+
+    def _last_tokens(self, row: Row) -> set[int]:
+        """The last token of each sequence that the row's tokens have begun."""
+        words = row.sequence.sampling.bad_words_token_ids
+        latest = row.latest_tokens(max(map(len, words)) - 1)
+        return {
+            last
+            for *first, last in words
+            if len(first) <= len(latest) and latest[len(latest) - len(first) :] == first
+        }
 
 
 class LogitBias:
@@ -96,6 +141,18 @@ def _places(token_ids: Mapping[int, Collection[int]], device: torch.device) -> t
     rows = [row for row, ids in token_ids.items() for _ in ids]
     tokens = [token for ids in token_ids.values() for token in ids]
     return upload(np.array((rows, tokens), np.int64), device).unbind()
+
+
+def load_logits_processor(name: str) -> LogitsProcessor:
+    """Import `package.module:Class` and make one; ConfigError when that fails."""
+    module, _, attribute = name.partition(":")
+    try:
+        processor = getattr(import_module(module), attribute)()
+    except Exception as error:
+        raise ConfigError(f"logits_processors: {name!r} cannot be loaded: {error!r}") from error
+    if not isinstance(processor, LogitsProcessor):
+        raise ConfigError(f"logits_processors: {name!r} has no methods `applies` and `process`")
+    return processor
 
 
 class _TokenCounts:
@@ -190,6 +247,8 @@ def _penalties(sequence: Sequence) -> tuple[float, float, float]:
 
 # name -> processor; they run in this order, which is vLLM's
 LOGITS_PROCESSORS: Final[dict[str, LogitsProcessor]] = {
+    "allowed_token_ids": AllowedTokens(),
+    "bad_words": BadWords(),
     "logit_bias": LogitBias(),
     "min_tokens": MinTokens(),
     "penalties": Penalties(),

@@ -164,10 +164,12 @@ def _join(parts: list[PromptPart]) -> PromptLogprobs:
 class Sampler:
     """Draws tokens. Keeps the sampling parameters as tensors as long as the same sequences sample."""
 
-    def __init__(self, device: torch.device, of_model: tuple[LogitsProcessor, ...] = ()) -> None:
-        """of_model: processors that need the model; they run after those of the registry."""
+    def __init__(
+        self, device: torch.device, processors: Iterable[LogitsProcessor] = LOGITS_PROCESSORS.values()
+    ) -> None:
+        """processors: they run in this order."""
         self._device = device
-        self._of_model = of_model
+        self._processors = processors
         self._rows: list[Row] = []  # by identity of the sequences: a key may be used again
         self._tensors: SamplingTensors | None = None
         self._processed: list[tuple[LogitsProcessor, dict[int, Row]]] = []  # each with its rows
@@ -243,7 +245,7 @@ class Sampler:
             return self._tensors
         self._rows = rows
         self._tensors = _tensors(rows, self._device)
-        self._processed = _processed_rows((*LOGITS_PROCESSORS.values(), *self._of_model), rows)
+        self._processed = _processed_rows(self._processors, rows)
         asking = {index: row for index, row in enumerate(rows) if row.sequence.sampling.logprobs is not None}
         self._asking, self._asking_rows_A = list(asking.values()), self._upload(list(asking))
         self._asking_prompt = [

@@ -21,6 +21,7 @@ from collections.abc import Sequence as Ordered
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
+from itertools import chain
 from math import inf
 from typing import NamedTuple, Protocol, Self, TypeAlias
 
@@ -279,6 +280,12 @@ class Row(NamedTuple):
     def num_tokens(self) -> int:
         return len(self.sequence.token_ids) + len(self.drafts)
 
+    def latest_tokens(self, num_tokens: int) -> list[int]:
+        """The last tokens of the answer and of the drafts, at most so many."""
+        token_ids, first = self.sequence.token_ids, self.sequence.num_prompt_tokens
+        latest = [*token_ids[max(first, self.num_tokens - num_tokens) :], *self.drafts]
+        return latest[len(latest) - num_tokens :] if len(latest) > num_tokens else latest
+
 
 class Batch(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """One step to execute, in this order: copies_to_host, copies_to_device, then a chunk of each sequence.
@@ -475,6 +482,8 @@ def check_sampling(sampling: SamplingParams, *, vocab_size: int) -> None:
     """Raise InvalidRequest for sampling parameters that this model cannot use."""
     _check_ids("stop_token_ids", sampling.stop_token_ids, vocab_size)
     _check_ids("logit_bias", sampling.logit_bias, vocab_size)
+    _check_ids("allowed_token_ids", sampling.allowed_token_ids or (), vocab_size)
+    _check_ids("bad_words_token_ids", chain(*sampling.bad_words_token_ids), vocab_size)
     if sampling.top_k > vocab_size:
         raise InvalidRequest(f"top_k must be at most the vocabulary of {vocab_size}, got {sampling.top_k}")
 

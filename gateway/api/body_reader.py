@@ -37,6 +37,7 @@ from baton.errors import BatonError, InvalidRequest, ModelError, Overloaded
 from baton.fair_queue import FairShare
 from baton.gateway.api.call import (
     AnyBody,
+    Body,
     ChatBody,
     CompletionBody,
     DetokenizeBody,
@@ -137,6 +138,7 @@ class ReadBody(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     prompts: list[Prompt] = []
     parsing: AnswerParsing = AnswerParsing()  # of a chat's answer
     asked_form: AskedForm | None = None
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
 
 
 class TextSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -287,6 +289,7 @@ class PromptReader:
             prompts=[Prompt(None, TokenIds.of(token_ids))],
             parsing=self._parsing(body, choice, state),
             asked_form=form,
+            bad_words_token_ids=self._bad_words(body),
         )
 
     def _chat_text(
@@ -343,7 +346,20 @@ class PromptReader:
         prompts = [self._prompt(given, body, policy) for given in list_prompts(body.prompt)]
         form = self._form(body)
         rest = msgspec.structs.replace(body, prompt=None, **WITHOUT_FORM)
-        return ReadBody(num_unknown=num_unknown, completion=rest, prompts=prompts, asked_form=form)
+        return ReadBody(
+            num_unknown=num_unknown,
+            completion=rest,
+            prompts=prompts,
+            asked_form=form,
+            bad_words_token_ids=self._bad_words(body),
+        )
+
+    def _bad_words(self, body: Body) -> tuple[tuple[int, ...], ...]:
+        if not body.bad_words:
+            return ()
+        if not all(word.strip() for word in body.bad_words):
+            raise invalid("bad_words: each of them needs a character that is no space", param="bad_words")
+        return self._needed_tokenizer.encode_bad_words(body.bad_words)
 
     def _form(self, body: FormKeys) -> AskedForm | None:
         form = body.form()

@@ -27,10 +27,14 @@ from baton.gateway.streams.resume import DIGEST_BYTES, ResumePoint
 from baton.gateway.tenants.tenants import Tenant
 from baton.gateway.text.answer_parsing import AnswerParsing
 from baton.request import (
+    MAX_ALLOWED_TOKENS,
+    MAX_BAD_WORDS,
     MAX_CHOICES,
+    MAX_EXTRA_ARGS,
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
     MAX_SEED,
+    ExtraArg,
     SamplingParams,
     StructuredOutputs,
 )
@@ -78,9 +82,9 @@ UNSUPPORTED: Final[dict[str, frozenset[bytes]]] = {
     "best_of": frozenset(),  # the value of `n` asks for nothing, see decode_body
     # vLLM
     **dict.fromkeys(("chat_template", "continue_final_message", "documents"), frozenset()),
-    **dict.fromkeys(("truncate_prompt_tokens", "prompt_logprobs", "include_stop_str_in_output"), frozenset()),
-    **dict.fromkeys(("bad_words", "use_beam_search", "logits_processors"), frozenset()),
-    **dict.fromkeys(("allowed_token_ids", "prompt_embeds", "return_tokens_as_token_ids"), frozenset()),
+    **dict.fromkeys(("truncate_prompt_tokens", "include_stop_str_in_output"), frozenset()),
+    **dict.fromkeys(("use_beam_search", "logits_processors"), frozenset()),
+    **dict.fromkeys(("prompt_embeds", "return_tokens_as_token_ids"), frozenset()),
     **dict.fromkeys(("thinking_token_budget", "mm_processor_kwargs"), frozenset()),
     "length_penalty": frozenset({b"1.0", b"1"}),
     "spaces_between_special_tokens": frozenset({b"true"}),
@@ -125,6 +129,11 @@ class Body(FormKeys, frozen=True, kw_only=True):
     repetition_penalty: float | None = None
     stop_token_ids: Annotated[list[int], Meta(max_length=MAX_STOP_TOKEN_IDS)] | None = None
     ignore_eos: bool | None = None
+    allowed_token_ids: Annotated[list[int], Meta(max_length=MAX_ALLOWED_TOKENS)] | None = None
+    bad_words: Annotated[list[StopString], Meta(max_length=MAX_BAD_WORDS)] | None = None
+    prompt_logprobs: int | None = None
+    # For logits processors of the server's operator.
+    vllm_xargs: Annotated[dict[str, ExtraArg], Meta(max_length=MAX_EXTRA_ARGS)] | None = None
     skip_special_tokens: bool | None = None
     add_special_tokens: bool | None = None  # None: added to a completion's text, not to a rendered chat
     return_token_ids: bool | None = None
@@ -287,8 +296,9 @@ def check_token_ids(token_ids: Collection[int], vocab_size: int | None, what: st
 
 
 def check_sampled_ids(body: Body, vocab_size: int | None) -> None:
-    """Raise InvalidRequest for an id of `logit_bias` or `stop_token_ids` outside the vocabulary."""
+    """Raise InvalidRequest for an id of the body's sampling parameters outside the vocabulary."""
     check_token_ids(_logit_bias(body), vocab_size, "logit_bias")
+    check_token_ids(body.allowed_token_ids or (), vocab_size, "allowed_token_ids")
     check_token_ids(body.stop_token_ids or (), vocab_size, "stop_token_ids")
 
 
@@ -317,6 +327,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     is_resumable: bool = False  # the events of the stream have ids
     resumed: ResumePoint | None = None  # the event after which the stream goes on
     has_echo: bool = False
+    shows_prompt_logprobs: bool = False
     hides_tokens: bool = False  # max_tokens was 0: only the prompt is asked about
     returns_token_ids: bool = False
     skips_special_tokens: bool = True
@@ -353,12 +364,13 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
         each as often as there are choices, with its alternatives.
         """
         sampling = self.sampling
-        num_tokens = self.num_prompt_tokens if self.has_echo else 0
+        num_tokens = self.num_prompt_tokens if self.has_echo or self.shows_prompt_logprobs else 0
         if sampling.logprobs is not None:
             for prompt in self.prompts:
                 room = max_model_len - len(prompt.token_ids)
                 num_tokens += room if sampling.max_tokens is None else min(room, sampling.max_tokens)
-        return num_tokens * self.num_choices * ((sampling.logprobs or 0) + 1)
+        most = max(sampling.logprobs or 0, sampling.prompt_logprobs or 0)
+        return num_tokens * self.num_choices * (most + 1)
 
     def digest(self, fingerprint: str) -> bytes:
         """Return a digest of everything that the content of the answer depends on.
@@ -384,6 +396,8 @@ _CONVERTED: Final = {
     "logprobs",
     "logit_bias",
     "stop_token_ids",
+    "allowed_token_ids",
+    "prompt_logprobs",
     "structured_outputs",
 }
 SAMPLING_FIELDS: Final = set(Body.__struct_fields__) & set(SamplingParams.__struct_fields__) - _CONVERTED
@@ -397,6 +411,7 @@ def make_call(
     defaults: SamplingParams,
     parsing: AnswerParsing | None = None,
     structured_outputs: StructuredOutputs | None = None,
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = (),
     **fields: Any,
 ) -> Call:
     """Return the call that a body asks for. Raises InvalidRequest or ApiError, which name the field.
@@ -405,6 +420,7 @@ def make_call(
     defaults: the model's; their max_tokens caps every answer.
     parsing: of a chat's answer.
     structured_outputs: the form of the answer, read from the body.
+    bad_words_token_ids: of the body's bad_words.
     fields: fields of Call that do not come from the body.
     """
     options, parsing = body.stream_options or StreamOptions(), parsing or AnswerParsing()
@@ -417,7 +433,9 @@ def make_call(
     sampling = _sampling(body, defaults, max_tokens, logprobs, new_seed, has_echo)
     return Call(
         prompts=prompts,
-        sampling=msgspec.structs.replace(sampling, structured_outputs=structured_outputs),
+        sampling=msgspec.structs.replace(
+            sampling, structured_outputs=structured_outputs, bad_words_token_ids=bad_words_token_ids
+        ),
         num_choices=num_choices,
         stops=stops,
         is_chat=isinstance(body, ChatBody),
@@ -428,6 +446,7 @@ def make_call(
         has_running_usage=bool(options.include_usage and options.continuous_usage_stats),
         is_resumable=bool(options.resumable),
         has_echo=has_echo,
+        shows_prompt_logprobs=body.prompt_logprobs is not None,
         hides_tokens=isinstance(body, CompletionBody) and max_tokens == 0,
         returns_token_ids=bool(body.return_token_ids),
         skips_special_tokens=body.skip_special_tokens is not False and not parsing.reads_tags,
@@ -456,6 +475,12 @@ def _sampling(
 ) -> SamplingParams:
     if logprobs is not None and not 0 <= logprobs <= MAX_LOGPROBS:
         raise invalid(f"logprobs: at most {MAX_LOGPROBS} alternatives, got {logprobs}", param="logprobs")
+    if body.prompt_logprobs is not None and not 0 <= body.prompt_logprobs <= MAX_LOGPROBS:
+        message = f"at most {MAX_LOGPROBS} alternatives, got {body.prompt_logprobs}"
+        raise invalid(f"prompt_logprobs: {message}", param="prompt_logprobs")
+    if body.prompt_logprobs is not None and body.stream:
+        message = "they come with a whole answer; leave stream out"
+        raise invalid(f"prompt_logprobs: {message}", param="prompt_logprobs")
     if isinstance(body, CompletionBody):
         max_tokens = max_tokens or 1  # the token is not shown
     caps = [each for each in (max_tokens, defaults.max_tokens) if each is not None]
@@ -464,7 +489,9 @@ def _sampling(
         defaults,
         max_tokens=min(caps, default=None),
         logprobs=logprobs,
-        prompt_logprobs=logprobs if has_echo else None,
+        prompt_logprobs=logprobs if has_echo and body.prompt_logprobs is None else body.prompt_logprobs,
+        allowed_token_ids=None if body.allowed_token_ids is None else tuple(body.allowed_token_ids),
+        extra_args=body.vllm_xargs or {},
         logit_bias=_logit_bias(body),
         stop_token_ids=tuple(body.stop_token_ids or ()),
         seed=new_seed if body.seed is None else body.seed & MAX_SEED,  # a negative number is a seed as well

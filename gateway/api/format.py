@@ -84,6 +84,15 @@ class LogprobsFormat:
         for first in range(0, len(logprobs), num_tokens):
             yield orjson.dumps(self.chat(logprobs[first : first + num_tokens]))[1:-1]
 
+    def prompt_slices(self, logprobs: Sequence[TokenLogprobs | None]) -> Iterator[bytes]:
+        """Return vLLM's `prompt_logprobs` as slices: for each token the likeliest ones and itself, by id."""
+        num_tokens = slice_tokens(logprobs)
+        for first in range(0, len(logprobs), num_tokens):
+            shown = [
+                None if each is None else self._by_id(each) for each in logprobs[first : first + num_tokens]
+            ]
+            yield orjson.dumps(shown)[1:-1]
+
     def completion(
         self, logprobs: Sequence[TokenLogprobs | None], token_ids: Sequence[int], offset: int
     ) -> dict[str, Any]:
@@ -114,6 +123,17 @@ class LogprobsFormat:
             columns.add(self.completion(logprobs[now], token_ids[now], columns.num_chars))
             yield b""
         return columns
+
+    def _by_id(self, entry: TokenLogprobs) -> dict[str, dict[str, Any]]:
+        likeliest = ((*pair, rank) for rank, pair in enumerate(entry.top, 1))
+        return {
+            str(token_id): {
+                "logprob": _finite(logprob),
+                "rank": rank,
+                "decoded_token": self._text(token_id),
+            }
+            for token_id, logprob, rank in ((entry.token_id, entry.logprob, entry.rank), *likeliest)
+        }
 
     def _alternatives(self, entry: TokenLogprobs) -> dict[str, float]:
         """Return the likeliest tokens and the sampled one; of equal texts the likelier token is shown."""
@@ -186,13 +206,25 @@ class _Format:
             chunk["usage"] = self._usage()
         return orjson.dumps(chunk)
 
-    def _in_one(self, choices: Iterable[Iterator[bytes]], **particulars: object) -> Iterator[bytes]:
+    def _in_one(
+        self, choices: Iterable[Iterator[bytes]], tail: Iterable[bytes] = (), **particulars: object
+    ) -> Iterator[bytes]:
         yield orjson.dumps({**self._head, "object": self.WHOLE})[:-1] + b',"choices":['
         for index, parts in enumerate(choices):
             if index:
                 yield b","
             yield from parts
-        yield b"]," + orjson.dumps({"usage": self._usage(), **particulars})[1:]
+        yield b"]"
+        yield from tail
+        yield b"," + orjson.dumps({"usage": self._usage(), **particulars})[1:]
+
+    def _prompt_logprobs(self, choice: AnswerChoice) -> Iterator[bytes]:
+        """Return the prompt's log probabilities as a further key, if the call asks for them."""
+        if self._call.shows_prompt_logprobs:
+            first = self._answer.choices[choice.index - choice.number]  # only its request asks for them
+            yield b',"prompt_logprobs":['
+            yield from joined(self._logprobs.prompt_slices(first.prompt_logprobs or ()))
+            yield b"]"
 
     def _usage(self) -> Json:
         num_prompt, num_completion, num_cached = self._answer.usage
@@ -266,9 +298,10 @@ class ChatFormat(_Format):
 
     def whole(self, deltas: Sequence[Delta]) -> Iterator[bytes]:
         choices = map(self._whole_choice, self._answer.choices, deltas)
+        tail = self._prompt_logprobs(self._answer.choices[0])
         if not self._call.returns_token_ids:
-            return self._in_one(choices)
-        return self._in_one(choices, prompt_token_ids=tuple(self._call.prompts[0].token_ids))
+            return self._in_one(choices, tail)
+        return self._in_one(choices, tail, prompt_token_ids=tuple(self._call.prompts[0].token_ids))
 
     def _whole_choice(self, choice: AnswerChoice, delta: Delta) -> Iterator[bytes]:
         body: Json = {
@@ -342,13 +375,16 @@ class CompletionFormat(_Format):
             delta = Delta()
         body = self._body(choice, delta, is_first=True) | self._end(choice)
         if self._call.sampling.logprobs is None:
-            yield orjson.dumps(body)
+            yield orjson.dumps(body)[:-1]
+            yield from self._prompt_logprobs(choice)
+            yield b"}"
             return
         echo = yield from self._echo(choice)
         own = yield from self._logprobs.columns(delta.logprobs, delta.token_ids, echo.num_chars)
         del body["logprobs"]
         yield orjson.dumps(body)[:-1] + b',"logprobs":'
         yield from Columns.written(echo, own)
+        yield from self._prompt_logprobs(choice)
         yield b"}"
 
     def _body(self, choice: AnswerChoice, delta: Delta, *, is_first: bool) -> Json:

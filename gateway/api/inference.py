@@ -166,6 +166,7 @@ class Inference:
             defaults=self._model.defaults,
             parsing=read.parsing,
             structured_outputs=None if read.asked_form is None else read.asked_form.form,
+            bad_words_token_ids=read.bad_words_token_ids,
             model=self._model.name,
             tenant=tenant,
             sla=sla,

@@ -193,6 +193,19 @@ class Tokenizer:
             except TypeError:  # the library refuses a surrogate with a TypeError
                 raise InvalidRequest("the text is not valid Unicode") from None
 
+    def encode_bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Return the token ids of each word as it begins a text and as it follows a space, as vLLM does."""
+        found: list[tuple[int, ...]] = []
+        for word in words:
+            bare, spaced = (
+                tuple(self.encode(prefix + word.lstrip(), add_special_tokens=False)) for prefix in ("", " ")
+            )
+            found.append(bare)
+            # Another tokenisation that adds a token for the space would ban the space.
+            if len(spaced) == len(bare) and spaced[0] != bare[0]:
+                found.append(spaced)
+        return tuple(found)
+
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of token ids; an id of a padded vocabulary has no text."""
         with _library_faults("the tokenizer is damaged, it fails to decode"):

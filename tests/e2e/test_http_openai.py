@@ -230,6 +230,42 @@ def test_extra_fields_of_vllm(client: openai.OpenAI) -> None:
     assert answer.model_extra is not None and len(answer.model_extra["prompt_token_ids"]) == 12
 
 
+def test_prompt_logprobs(client: openai.OpenAI, llm: LLM) -> None:
+    (expected,) = llm.chat(MESSAGES, SamplingParams(temperature=0, max_tokens=3, prompt_logprobs=2))
+    answer = chat(client, max_tokens=3, extra_body={"prompt_logprobs": 2})
+    assert answer.model_extra is not None and expected.prompt_logprobs is not None
+    first, *shown = answer.model_extra["prompt_logprobs"]
+    assert first is None and len(shown) == len(expected.prompt_token_ids) - 1
+    for entry, known in zip(shown, expected.prompt_logprobs[1:], strict=True):
+        assert known is not None
+        own = entry[str(known.token_id)]
+        assert (own["logprob"], own["rank"]) == (pytest.approx(known.logprob), known.rank)
+        assert entry.keys() == {str(token_id) for token_id, _ in known.top} | {str(known.token_id)}
+    completion = client.completions.create(
+        model="tiny", prompt=QUESTION, max_tokens=1, n=2, extra_body={"prompt_logprobs": 0}
+    )
+    num_tokens = len(llm.tokenizer.encode(QUESTION))
+    extras = [choice.model_extra or {} for choice in completion.choices]
+    assert extras[0]["prompt_logprobs"] == extras[1]["prompt_logprobs"]
+    assert [len(entry) for entry in extras[0]["prompt_logprobs"][1:]] == [1] * (num_tokens - 1)
+    with pytest.raises(openai.BadRequestError, match="prompt_logprobs"):
+        chunks(client, extra_body={"prompt_logprobs": 1})
+
+
+def test_words_and_tokens_that_are_banned_do_not_come(client: openai.OpenAI, llm: LLM) -> None:
+    assert chat(client).choices[0].message.content == "1 2 3"
+    assert "2 3" not in (chat(client, extra_body={"bad_words": ["2 3"]}).choices[0].message.content or "")
+    allowed = llm.tokenizer.encode("13", add_special_tokens=False)
+    answer = chat(client, max_tokens=5, extra_body={"allowed_token_ids": allowed, "ignore_eos": True})
+    assert set(answer.choices[0].message.content or "") <= {"1", "3"}
+    with pytest.raises(openai.BadRequestError, match="bad_words"):
+        chat(client, extra_body={"bad_words": [" "]})
+    with pytest.raises(openai.BadRequestError, match="allowed_token_ids"):
+        chat(client, extra_body={"allowed_token_ids": [10**6]})
+    with pytest.raises(openai.BadRequestError, match="no logits processor of this server takes even_only"):
+        chat(client, extra_body={"vllm_xargs": {"even_only": True}})
+
+
 def test_models(client: openai.OpenAI) -> None:
     (model,) = client.models.list().data
     assert model.id == "tiny" and model.model_extra is not None and model.model_extra["max_model_len"] == 4096

@@ -30,10 +30,12 @@ ENGINE_FLAGS = """
 --page-size --kv-cache-memory --kv-cache-memory-bytes --gpu-memory-utilization --host-cache-memory
 --enable-prefix-caching --no-enable-prefix-caching --batch-invariant --no-batch-invariant
 --async-scheduling --no-async-scheduling --speculative-config --stream-priority
+--logits-processor --logits-processors
 """
 GENERATE_FLAGS = """
 --prompt-file --token-ids --chat --stop --json -q --quiet -v --verbose --max-tokens --min-tokens --temperature
 --top-p --top-k --min-p --repetition-penalty --presence-penalty --frequency-penalty --logit-bias
+--allowed-token-ids --bad-words-token-ids --extra-args
 --stop-token-ids --n --logprobs --prompt-logprobs --ignore-eos --no-ignore-eos --structured-outputs
 """
 

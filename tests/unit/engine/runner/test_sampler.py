@@ -16,6 +16,7 @@ from baton.engine.runner import sampler as sampler_module
 from baton.engine.runner.logits_processors import LOGITS_PROCESSORS, process_rows
 from baton.engine.runner.sampler import LogprobRows, Sampler
 from baton.engine.scheduler.sequence import Row, ScheduledChunk, Sequence
+from baton.errors import ConfigError, InvalidRequest
 from baton.request import Request, SamplingParams
 from baton.token_ids import TokenIds
 from tests.batches import make_batch, make_sequence, rest_of
@@ -49,7 +50,13 @@ def by_definition(sequence: Sequence, logits_V: Tensor) -> list[float]:
     sampling, seen = sequence.sampling, set(sequence.token_ids)
     counts = Counter(sequence.token_ids[sequence.num_prompt_tokens :])
     result = []
+    answer = sequence.token_ids[sequence.num_prompt_tokens :]
     for token, logit in enumerate(logits_V.tolist()):
+        if sampling.allowed_token_ids is not None and token not in sampling.allowed_token_ids:
+            logit = float("-inf")
+        for word in sampling.bad_words_token_ids:
+            if [*answer, token][-len(word) :] == list(word):
+                logit = float("-inf")
         logit += sampling.logit_bias.get(token, 0.0)
         if token in sequence.stop_ids and sequence.num_generated_tokens < sampling.min_tokens:
             logit = float("-inf")
@@ -89,6 +96,10 @@ def test_processors_agree_with_a_loop_over_the_vocabulary(
                 "logit_bias": st.dictionaries(tokens, st.floats(-100, 100), max_size=3),
                 "stop_token_ids": st.lists(tokens, max_size=3).map(tuple),
                 "min_tokens": st.integers(0, 5),
+                "allowed_token_ids": st.none() | st.lists(tokens, min_size=1, max_size=20).map(tuple),
+                "bad_words_token_ids": st.lists(
+                    st.lists(st.integers(0, 4), min_size=1, max_size=3).map(tuple), max_size=4
+                ).map(tuple),
             }
         ),
         min_size=1,
@@ -117,28 +128,19 @@ def test_rows_of_growing_sequences_are_each_changed_by_their_own_parameters(
             sequence.token_ids.append(token)
 
 
-class EvenSampling(SamplingParams, frozen=True):
-    """A sampling parameter from outside the tree."""
-
-    even_only: bool = False
-
-
 class EvenTokens:
-    """Bans odd token ids."""
+    """Bans odd token ids. A logits processor from outside the tree."""
 
     def applies(self, sampling: SamplingParams) -> bool:
-        return isinstance(sampling, EvenSampling) and sampling.even_only
+        return bool(sampling.extra_args.get("even_only"))
 
     def process(self, logits_V: Tensor, row: Row) -> None:
         logits_V[1::2] = float("-inf")
 
 
-def test_outside_sampling_parameter_changes_only_its_own_requests(
-    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(LOGITS_PROCESSORS, "even_only", EvenTokens())
-    engine = tiny_engine(tiny_model)
-    even = EvenSampling(even_only=True, temperature=0.0, max_tokens=12)
+def test_outside_processor_changes_only_its_own_requests(tiny_model: Path) -> None:
+    engine = tiny_engine(tiny_model, logits_processors=(f"{__name__}:EvenTokens",))
+    even = SamplingParams(extra_args={"even_only": True}, temperature=0.0, max_tokens=12)
     plain = SamplingParams(temperature=0.0, max_tokens=12)
     engine.add(Request(request_id="even", token_ids=TokenIds.of((1, 2, 3)), sampling=even))
     engine.add(Request(request_id="any", token_ids=TokenIds.of((1, 2, 3)), sampling=plain))
@@ -146,8 +148,29 @@ def test_outside_sampling_parameter_changes_only_its_own_requests(
     for output in run_to_end(engine):
         answers[output.request_id].append(output.token_id or 0)
     assert len(answers["even"]) == 12 and not any(token % 2 for token in answers["even"])
-    monkeypatch.undo()
-    assert answers["any"] == [each.token_id for each in generate(engine, [1, 2, 3], max_tokens=12)]
+    usual = tiny_engine(tiny_model)
+    assert answers["any"] == [each.token_id for each in generate(usual, [1, 2, 3], max_tokens=12)]
+    with pytest.raises(
+        InvalidRequest, match="extra_args: no logits processor of this server takes even_only"
+    ):
+        usual.add(Request(request_id="even", token_ids=TokenIds.of((1, 2, 3)), sampling=even))
+    for cut in range(1, 12):  # as on a worker that takes over the request
+        begun = Request(
+            request_id="even",
+            token_ids=TokenIds.of((1, 2, 3)),
+            sampling=even,
+            generated_token_ids=tuple(answers["even"][:cut]),
+        )
+        engine.add(begun)
+        assert [each.token_id for each in run_to_end(engine)] == answers["even"][cut:]
+
+
+@pytest.mark.parametrize(
+    "name", ["nowhere:Even", f"{__name__}:Nothing", f"{__name__}:CPU", "json:JSONDecoder"]
+)
+def test_outside_processor_that_cannot_be_loaded_is_named(tiny_model: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match=f"logits_processors: '{name}'"):
+        tiny_engine(tiny_model, logits_processors=(name,))
 
 
 def test_tokens_are_given_to_the_chunks_that_sample() -> None:
