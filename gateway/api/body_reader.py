@@ -63,6 +63,7 @@ from baton.gateway.text.chat_template import REASONING_EFFORT, ChatTemplate, Mes
 from baton.gateway.text.model_files import read_vocab_size
 from baton.gateway.text.reasoning import REASONING_PARSERS, ReasoningState
 from baton.gateway.text.tokenizer import Tokenizer
+from baton.gateway.text.tool_calls import has_tagged_arguments
 from baton.request import SamplingParams, StructuredOutputs
 from baton.tenants import has_slots
 from baton.token_ids import TokenIds
@@ -177,6 +178,7 @@ class PromptReader:
         self._chat_template = chat_template
         self._vocab_size = vocab_size
         self._tags = Tags({} if tokenizer is None else tokenizer.added_tokens)
+        self._special_tokens = frozenset[str]() if tokenizer is None else tokenizer.special_tokens
         source = "" if chat_template is None else chat_template.source
         self._parsers = ModelParsers.chosen(
             source, tool_call_parser=tool_call_parser, reasoning_parser=reasoning_parser
@@ -313,13 +315,18 @@ class PromptReader:
         return ReasoningState.AFTER if parser is None else parser.state(prompt)
 
     def _parsing(self, body: ChatBody, choice: ToolChoice, state: ReasoningState) -> AnswerParsing:
+        calls = self._parsers.tool_call_parser if choice.tools else None
+        reasoning = None if body.separate_reasoning is False else self._parsers.reasoning_parser
+        tags = self._tags.split("" if reasoning is None else REASONING_PARSERS[reasoning].tags)
         return AnswerParsing(
-            tool_call_parser=self._parsers.tool_call_parser if choice.tools else None,
-            reasoning_parser=None if body.separate_reasoning is False else self._parsers.reasoning_parser,
+            tool_call_parser=calls,
+            reasoning_parser=reasoning,
             reasoning_state=state,
             is_parallel=choice.is_parallel,
             is_named=choice.mode == "named",
-            text_arguments=choice.text_arguments(),
+            # The tags of calls are special tokens in some vocabularies.
+            keeps_special_tokens=calls is not None or not self._special_tokens.isdisjoint(tags),
+            text_arguments=choice.text_arguments() if has_tagged_arguments(calls) else {},
         )
 
     def _framed(self, asked: AskedForm | None, choice: ToolChoice, state: ReasoningState) -> AskedForm | None:

@@ -449,7 +449,7 @@ def make_call(
         shows_prompt_logprobs=body.prompt_logprobs is not None,
         hides_tokens=isinstance(body, CompletionBody) and max_tokens == 0,
         returns_token_ids=bool(body.return_token_ids),
-        skips_special_tokens=body.skip_special_tokens is not False and not parsing.reads_tags,
+        skips_special_tokens=body.skip_special_tokens is not False and not parsing.keeps_special_tokens,
         priority=body.priority or 0,
         **fields,
     )

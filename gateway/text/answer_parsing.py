@@ -75,12 +75,8 @@ class AnswerParsing(msgspec.Struct, frozen=True, kw_only=True):
     reasoning_state: ReasoningState = ReasoningState.AFTER
     is_parallel: bool = True  # False: calls after the first are dropped
     is_named: bool = False  # the call is to the one tool that the request names
+    keeps_special_tokens: bool = False  # in the text: tags are among them
     text_arguments: dict[str, list[str]] = {}  # by tool: see ReaderOptions
-
-    @property
-    def reads_tags(self) -> bool:
-        """Some tags of the text are special tokens in some vocabularies, so these must be in the text."""
-        return self.tool_call_parser is not None or self.reasoning_parser is not None
 
     def new_id(self, digest: str) -> str:
         """Return the id of a call. digest: hexadecimal, at least 24 characters."""
@@ -96,11 +92,8 @@ class AnswerParsing(msgspec.Struct, frozen=True, kw_only=True):
         )
         if HARMONY & {self.tool_call_parser, self.reasoning_parser}:
             return HarmonyReader(options)
-        calls = (
-            None
-            if self.tool_call_parser is None
-            else TOOL_CALL_PARSERS[self.tool_call_parser].reader(options)
-        )
+        parser = TOOL_CALL_PARSERS.get(self.tool_call_parser or "")
+        calls = None if parser is None else parser.reader(options)
         if self.reasoning_parser is None or self.reasoning_state is ReasoningState.AFTER:
             return calls
         reasoning = ReasoningReader(REASONING_PARSERS[self.reasoning_parser], self.reasoning_state)

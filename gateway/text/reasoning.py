@@ -37,6 +37,11 @@ class ReasoningParser(msgspec.Struct, frozen=True, kw_only=True):
     answer: str = ""  # before an answer that is no call
     is_of: Callable[[str], bool] = lambda template: False  # whether a chat template asks for this form
 
+    @property
+    def tags(self) -> str:
+        """The text of all tags."""
+        return self.begin + self.end + self.after + self.answer
+
     def state(self, prompt: str) -> ReasoningState:
         """Return the place at which the answer to a rendered prompt begins."""
         prompt = prompt.rstrip()

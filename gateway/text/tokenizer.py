@@ -180,6 +180,13 @@ class Tokenizer:
         """The tokens beside the vocabulary's own, such as the tags of a chat template, by their text."""
         return {token.content: number for number, token in self._inner.get_added_tokens_decoder().items()}
 
+    @property
+    def special_tokens(self) -> frozenset[str]:
+        """The added tokens that text leaves out, unless they are asked for."""
+        return frozenset(
+            token.content for token in self._inner.get_added_tokens_decoder().values() if token.special
+        )
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text.
 

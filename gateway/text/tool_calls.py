@@ -155,6 +155,11 @@ TOOL_CALL_PARSERS: Final[dict[str, ToolCallParser]] = {
 }
 
 
+def has_tagged_arguments(parser: str | None) -> bool:
+    """Return whether a parser must know which arguments are text."""
+    return parser is not None and TOOL_CALL_PARSERS[parser].form.arguments == "tags"
+
+
 def parser_of_template(template: str) -> str | None:
     """Return the name of the parser for a chat template; None when Baton does not read its calls."""
     if "tools" not in template:

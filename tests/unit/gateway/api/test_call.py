@@ -3,11 +3,13 @@ import json
 from typing import Any
 
 import pytest
+import tokenizers
 
 from baton.clock import ManualClock
+from baton.cluster.model_directory import resolve_model
 from baton.config.gateway import GatewayConfig
 from baton.errors import InvalidRequest
-from baton.gateway.api.body_reader import BodyReader, PromptReader, ServedModel
+from baton.gateway.api.body_reader import BodyReader, PromptReader, ReadPolicy, ServedModel
 from baton.gateway.api.call import (
     MAX_PROMPTS,
     SAMPLING_FIELDS,
@@ -27,6 +29,7 @@ from baton.gateway.metrics.metrics import Metrics
 from baton.gateway.streams.resume import EventIds
 from baton.gateway.tenants.limiter import Limiter
 from baton.gateway.text.chat_template import ChatTemplate
+from baton.gateway.text.tokenizer import Tokenizer
 from baton.request import SamplingParams, StructuredOutputs
 from tests.scripted_service import ScriptedService
 from tests.unit.gateway.calls import TENANT, TOKENIZER
@@ -245,6 +248,18 @@ def test_form_that_cannot_be_kept_is_refused_by_name(fields: dict[str, Any], par
     assert next(iter(fields)) in str(refused.value) or "structured_outputs" in str(refused.value)
 
 
+@pytest.mark.parametrize("is_special", [False, True])
+def test_tags_that_are_special_tokens_stay_in_the_text(is_special: bool) -> None:
+    inner = tokenizers.Tokenizer.from_file(str(resolve_model("tiny") / "tokenizer.json"))
+    inner.add_tokens([tokenizers.AddedToken(tag, special=is_special) for tag in ("<think>", "</think>")])
+    template = ChatTemplate("{{ messages[0].content.split('</think>')[-1] }}", {})
+    reader = PromptReader(Tokenizer(inner), template)
+    policy = ReadPolicy(model="tiny", may_use=True, max_model_len=100)
+    read_body = reader.read("chat", json.dumps({"messages": MESSAGES}).encode(), policy)
+    assert read_body.parsing.reasoning_parser == "qwen3"
+    assert read_body.parsing.keeps_special_tokens is is_special
+
+
 def test_tools_are_rendered_and_may_be_called() -> None:
     fields: dict[str, Any]
     for fields in ({}, {"tool_choice": "auto"}, {"parallel_tool_calls": None}):
@@ -363,3 +378,30 @@ WRONG_PROMPTS += [[[1, -1]], [[True]], [1.0], [[["a"]]], ["a"] * (MAX_PROMPTS + 
 def test_wrong_prompts_are_refused(prompt: object) -> None:
     with pytest.raises(InvalidRequest, match="prompt"):
         list_prompts(prompt)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "response_format"),
+        ({"tool_choice": "required", "guided_regex": "a"}, "guided_regex"),
+        ({"tool_choice": "sometimes"}, "tool_choice"),
+        ({"parallel_tool_calls": 5}, "parallel_tool_calls"),
+        ({"reasoning_effort": "vast"}, "reasoning_effort"),
+        ({"reasoning_effort": "low"}, "reasoning_effort"),  # the template reads none
+        ({"chat_template_kwargs": {"enable_thinking": True}}, "chat_template_kwargs"),
+    ],
+)
+def test_keys_about_tools_and_reasoning_are_named(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(ApiError, match=param) as refused:
+        chat(tools=[TOOL], **fields)
+    assert (refused.value.status, refused.value.param) == (400, param)
+
+
+def test_calls_that_are_asked_for_are_a_form_of_the_answer() -> None:
+    for choice in ("required", {"type": "function", "function": {"name": "weather"}}):
+        form = chat(tools=[TOOL], tool_choice=choice).sampling.structured_outputs
+        assert form is not None and form.chosen[0] == "frame" and "weather" in form.chosen[1]
+    assert chat(tools=[TOOL]).sampling.structured_outputs is None
+    both = chat(tools=[TOOL], guided_regex="a").sampling.structured_outputs
+    assert both is not None and both.regex == "a" and both.frame is not None and "@form" in both.frame
