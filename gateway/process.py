@@ -17,8 +17,9 @@ from baton.config.environment import node_name
 from baton.config.gateway import GatewayConfig
 from baton.errors import Overloaded
 from baton.gateway.api.admin import Canary
-from baton.gateway.api.body_reader import BodyReader, ServedModel, TextSettings
+from baton.gateway.api.body_reader import BodyReader, ServedModel
 from baton.gateway.api.inference import Inference
+from baton.gateway.api.prompt_reader import TextSettings
 from baton.gateway.app import make_app
 from baton.gateway.http.server import HttpServer
 from baton.gateway.metrics.dashboard import Dashboard

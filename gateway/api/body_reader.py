@@ -1,8 +1,9 @@
-"""Reads the bodies of requests: decodes and checks a body, renders its chat, tokenises its prompts.
+"""Reads the bodies of requests, on the event loop or in helper processes.
 
-`PromptReader` reads one body; reading is pure. Decoding JSON and rendering templates hold the interpreter's
-lock, so a thread that read a large body would delay the event loop. `BodyReader` reads small bodies on the
-event loop. Two helper processes read the large ones, and small chats of which the template makes a long text:
+`PromptReader` (gateway/api/prompt_reader.py) reads one body; reading is pure. Decoding JSON and rendering
+templates hold the interpreter's lock, so a thread that read a large body would delay the event loop.
+`BodyReader` reads small bodies on the event loop. Two helper processes read the large ones, and small chats
+of which the template makes a long text:
 
 1. `BodyReader.read` chooses a helper. One of the two takes no job above EXPRESS_BYTES: ordinary prompts never
    wait for the largest ones alone.
@@ -25,52 +26,31 @@ import logging
 import signal
 import sys
 from asyncio.subprocess import PIPE, Process
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import takewhile
 from pathlib import Path
-from typing import BinaryIO, Final, Literal, TypeAlias
+from typing import BinaryIO, Final, TypeAlias
 
 import msgspec
-import orjson
 
 from baton.errors import BatonError, InvalidRequest, ModelError, Overloaded
 from baton.fair_queue import FairShare
-from baton.gateway.api.call import (
-    AnyBody,
-    Body,
-    ChatBody,
-    CompletionBody,
-    DetokenizeBody,
-    GivenPrompt,
-    Prompt,
-    TokenizeBody,
-    check_sampled_ids,
-    check_token_ids,
-    decode_body,
-    list_prompts,
-    raw_fields,
-)
 from baton.gateway.api.errors import ApiError, as_api_error, invalid
 from baton.gateway.api.form_checker import FormChecker
 from baton.gateway.api.helper_process import LENGTH_BYTES, frame, lower_priority
-from baton.gateway.api.structured_output import AskedForm, FormKeys
-from baton.gateway.api.tool_choice import Tool, ToolChoice, read_tool_choice
+from baton.gateway.api.prompt_reader import (
+    BodyKind,
+    LongText,
+    PromptReader,
+    ReadBody,
+    ReadPolicy,
+    TextSettings,
+)
 from baton.gateway.streams.request_stream import Service
 from baton.gateway.tenants.tenants import Tenant
-from baton.gateway.text.answer_grammar import Tags
-from baton.gateway.text.answer_parsing import AnswerParsing, ModelParsers, frame_of
-from baton.gateway.text.chat_template import REASONING_EFFORT, ChatTemplate, Message, read_messages
-from baton.gateway.text.model_files import read_vocab_size
-from baton.gateway.text.reasoning import REASONING_PARSERS, ReasoningState
-from baton.gateway.text.tokenizer import Tokenizer
-from baton.gateway.text.tool_calls import has_tagged_arguments
-from baton.request import SamplingParams, StructuredOutputs
+from baton.request import SamplingParams
 from baton.tenants import has_slots
-from baton.token_ids import TokenIds
 
-MAX_CHARS_PER_TOKEN: Final = 16  # on average; a longer prompt cannot fit the model and is not tokenised
-MAX_TEXT_ANSWER_BYTES: Final = 8 * 2**20  # of /tokenize and /detokenize
-NO_WORKERS_RETRY_S: Final = 2.0
 SMALL_BYTES: Final = 4096  # bodies and chats of this size are read on the event loop, in a millisecond or two
 EXPRESS_BYTES: Final = 64 * 2**10
 MAX_WAITING: Final = 256  # jobs a helper
@@ -79,366 +59,9 @@ RETRY_AFTER_S: Final = 1.0
 
 MAX_PUBLIC_TOKENS: Final = 2**17  # of one text of `public_prefixes`
 MAX_PUBLIC_TEXTS: Final = 1024  # that are kept, those of former tenants files included
-
-BodyKind: TypeAlias = Literal["chat", "completion", "either", "tokenize", "detokenize"]
 PublicForms: TypeAlias = tuple[tuple[int, ...], ...]  # token ids of each form of a public text
 
-WITHOUT_FORM: Final = dict.fromkeys(FormKeys.__struct_fields__)  # the values of a body without a form
-
 logger = logging.getLogger(__name__)
-
-
-class ReadPolicy(msgspec.Struct, frozen=True, kw_only=True):
-    """The limits that a body is checked against."""
-
-    model: str  # the served name
-    may_use: bool  # the tenant may use the model
-    max_model_len: int | None  # None: no worker has joined yet
-    is_strict: bool = False  # unknown keys are refused
-    max_chars: int | None = None  # of a chat's text; see `LongText`
-
-    def longest(self) -> int:
-        """Return the model's context length in tokens. Raises ApiError 503 while it is not known."""
-        if self.max_model_len is None:
-            message = "no worker has joined yet: the cluster is starting"
-            raise ApiError(503, message, code="no_worker", retry_after_s=NO_WORKERS_RETRY_S)
-        return self.max_model_len
-
-    def check_model(self, asked_for: str | None) -> None:
-        """Raise ApiError 404 for another model, 403 for one that the tenant may not use. None: any model."""
-        if asked_for is not None and asked_for != self.model:
-            message = f"the model {asked_for[:80]!r} does not exist; {self.model!r} does"
-            raise ApiError(404, message, code="model_not_found", param="model")
-        if not self.may_use:
-            raise ApiError(403, f"this key may not use the model {self.model!r}", code="model_forbidden")
-
-    def check_length(self, num_tokens: int) -> None:
-        """Raise ApiError or InvalidRequest for a prompt length that the model cannot take."""
-        longest = self.longest()
-        if not num_tokens:
-            raise InvalidRequest("the prompt is empty: at least one token is needed")
-        if num_tokens >= longest:
-            raise ApiError(
-                400,
-                f"the prompt has {num_tokens} tokens; the model takes {longest}, one of them for the answer",
-                code="context_length_exceeded",
-                param="prompt",
-            )
-
-
-class ReadBody(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A body that has been read, in a form that is quick to send between processes.
-
-    It has one of `answer`, `chat` and `completion`; the bodies no longer have their prompts.
-    """
-
-    num_unknown: int  # keys of the body
-    answer: bytes | None = None  # JSON, of /tokenize and /detokenize
-    chat: ChatBody | None = None
-    completion: CompletionBody | None = None
-    prompts: list[Prompt] = []
-    parsing: AnswerParsing = AnswerParsing()  # of a chat's answer
-    asked_form: AskedForm | None = None
-    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
-
-
-class TextSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """The settings of a gateway that tell how text is read. The names are those of `GatewaySettings`."""
-
-    chat_template: str | None = None  # a file in place of the model's own chat template
-    tool_call_parser: str | None = None
-    reasoning_parser: str | None = None
-
-
-class LongText(Exception):
-    """The chat template made a long text of a small body; a helper reads that body."""
-
-    def __init__(self, num_chars: int) -> None:
-        super().__init__(num_chars)
-        self.num_chars = num_chars
-
-
-class PromptReader:
-    """Reads bodies for one model. Raises InvalidRequest and ApiError for faults of the client."""
-
-    def __init__(
-        self,
-        tokenizer: Tokenizer | None,
-        chat_template: ChatTemplate | None,
-        vocab_size: int | None = None,
-        *,
-        tool_call_parser: str | None = None,
-        reasoning_parser: str | None = None,
-    ) -> None:
-        """vocab_size: of the model; None when it is not known. Parsers: see `ModelParsers.chosen`.
-
-        Raises ConfigError for a parser that does not exist.
-        """
-        self.tokenizer = tokenizer  # None when the model has none
-        self._chat_template = chat_template
-        self._vocab_size = vocab_size
-        self._tags = Tags({} if tokenizer is None else tokenizer.added_tokens)
-        self._special_tokens = frozenset[str]() if tokenizer is None else tokenizer.special_tokens
-        source = "" if chat_template is None else chat_template.source
-        self._parsers = ModelParsers.chosen(
-            source, tool_call_parser=tool_call_parser, reasoning_parser=reasoning_parser
-        )
-
-    @classmethod
-    def from_directory(cls, directory: Path, settings: "TextSettings | None" = None) -> "PromptReader":
-        """Read the model's files. Raises ModelError and ConfigError."""
-        settings = settings or TextSettings()
-        return cls(
-            Tokenizer.find(directory),
-            ChatTemplate.from_directory(directory, settings.chat_template),
-            read_vocab_size(directory),
-            tool_call_parser=settings.tool_call_parser,
-            reasoning_parser=settings.reasoning_parser,
-        )
-
-    @property
-    def _needed_tokenizer(self) -> Tokenizer:
-        if self.tokenizer is None:
-            raise InvalidRequest("the model has no tokenizer: prompts are token ids")
-        return self.tokenizer
-
-    def read(self, kind: BodyKind, data: bytes, policy: ReadPolicy) -> ReadBody:
-        """Read a body. kind: "either" is a chat when the body has messages, else a completion.
-
-        Raises LongText for a chat whose text is longer than the policy's `max_chars`.
-        """
-        if kind == "either":
-            kind = "chat" if "messages" in raw_fields(data) else "completion"
-        read = {
-            "chat": self._chat,
-            "completion": self._completion,
-            "tokenize": self._tokenize,
-            "detokenize": self._detokenize,
-        }[kind]
-        return read(data, policy)
-
-    def encode(self, text: str, *, max_tokens: int, add_special_tokens: bool = True) -> list[int]:
-        """Return the token ids of a text. Text that cannot fit `max_tokens` raises before it is tokenised."""
-        tokenizer = self._needed_tokenizer
-        _check_length(len(text), max_tokens)
-        return tokenizer.encode(text, add_special_tokens=add_special_tokens)
-
-    def encode_chat(
-        self,
-        messages: Sequence[Message],
-        *,
-        max_tokens: int,
-        max_chars: int | None = None,
-        tools: Sequence[Tool] | None = None,
-        add_generation_prompt: bool = True,
-        add_special_tokens: bool = False,
-        kwargs: Message | None = None,
-    ) -> list[int]:
-        """Return the token ids of a conversation as the model's template renders it."""
-        text = self._render_chat(
-            messages,
-            max_tokens=max_tokens,
-            max_chars=max_chars,
-            tools=tools,
-            add_generation_prompt=add_generation_prompt,
-            kwargs=kwargs,
-        )
-        return self._needed_tokenizer.encode(text, add_special_tokens=add_special_tokens)
-
-    def _render_chat(
-        self,
-        messages: Sequence[Message],
-        *,
-        max_tokens: int,
-        max_chars: int | None,
-        tools: Sequence[Tool] | None,
-        add_generation_prompt: bool,
-        kwargs: Message | None,
-    ) -> str:
-        _, template = self._needed_tokenizer, self._chat_template
-        if template is None:
-            raise InvalidRequest("the model has no chat template: it completes text and cannot chat")
-        if tools and self._parsers.tool_call_parser is None:
-            message = "tools: this model's chat template has none; leave them out"
-            raise ApiError(400, message, code="unsupported", param="tools")
-        read = read_messages(messages)
-        _check_length(sum(len(str(message.get("content"))) for message in read), max_tokens)
-        text = template.render(read, tools=tools, add_generation_prompt=add_generation_prompt, kwargs=kwargs)
-        _check_length(len(text), max_tokens)
-        if max_chars is not None and len(text) > max_chars:
-            raise LongText(len(text))
-        return text
-
-    def _chat(self, data: bytes, policy: ReadPolicy) -> ReadBody:
-        body, num_unknown = _decode(data, ChatBody, policy)
-        check_sampled_ids(body, self._vocab_size)
-        choice = read_tool_choice(body.tools, body.tool_choice, body.parallel_tool_calls)
-        policy.check_model(body.model)
-        kwargs = dict(body.chat_template_kwargs or {})
-        if body.reasoning_effort is not None:
-            kwargs[REASONING_EFFORT] = body.reasoning_effort
-        text = self._chat_text(body, policy, choice.tools, kwargs)
-        token_ids = self._needed_tokenizer.encode(text, add_special_tokens=bool(body.add_special_tokens))
-        policy.check_length(len(token_ids))
-        state = self._reasoning_state(text)
-        form = self._framed(self._form(body), choice, state)
-        rest = msgspec.structs.replace(
-            body, messages=[{}], tools=None, tool_choice=None, chat_template_kwargs=None, **WITHOUT_FORM
-        )
-        return ReadBody(
-            num_unknown=num_unknown,
-            chat=rest,
-            prompts=[Prompt(None, TokenIds.of(token_ids))],
-            parsing=self._parsing(body, choice, state),
-            asked_form=form,
-            bad_words_token_ids=self._bad_words(body),
-        )
-
-    def _chat_text(
-        self,
-        body: ChatBody | TokenizeBody,
-        policy: ReadPolicy,
-        tools: Sequence[Tool],
-        kwargs: Message | None,
-    ) -> str:
-        return self._render_chat(
-            body.messages or (),
-            max_tokens=policy.longest(),
-            max_chars=policy.max_chars,
-            tools=tools or None,
-            add_generation_prompt=body.add_generation_prompt is not False,
-            kwargs=kwargs,
-        )
-
-    def _reasoning_state(self, prompt: str) -> ReasoningState:
-        parser = REASONING_PARSERS.get(self._parsers.reasoning_parser or "")
-        return ReasoningState.AFTER if parser is None else parser.state(prompt)
-
-    def _parsing(self, body: ChatBody, choice: ToolChoice, state: ReasoningState) -> AnswerParsing:
-        calls = self._parsers.tool_call_parser if choice.tools else None
-        reasoning = None if body.separate_reasoning is False else self._parsers.reasoning_parser
-        tags = self._tags.split("" if reasoning is None else REASONING_PARSERS[reasoning].tags)
-        return AnswerParsing(
-            tool_call_parser=calls,
-            reasoning_parser=reasoning,
-            reasoning_state=state,
-            is_parallel=choice.is_parallel,
-            is_named=choice.mode == "named",
-            # The tags of calls are special tokens in some vocabularies.
-            keeps_special_tokens=calls is not None or not self._special_tokens.isdisjoint(tags),
-            text_arguments=choice.text_arguments() if has_tagged_arguments(calls) else {},
-        )
-
-    def _framed(self, asked: AskedForm | None, choice: ToolChoice, state: ReasoningState) -> AskedForm | None:
-        """Return the form of the whole answer: reasoning, calls of tools, and the form that was asked for."""
-        calls = choice.calls()
-        key = "tool_choice" if choice.mode != "auto" else "tools"
-        if asked is not None and calls is not None and calls.is_required:
-            message = f"{asked.key}: {key} asks for calls, and an answer of calls has no other form"
-            raise invalid(message, param=asked.key)
-        try:
-            frame = frame_of(self._parsers, state, self._tags, calls=calls, has_form=asked is not None)
-            if frame is None:
-                return asked
-            if asked is not None:
-                return AskedForm(asked.key, msgspec.structs.replace(asked.form, frame=frame))
-            return AskedForm(key, msgspec.convert({"frame": frame}, StructuredOutputs))
-        except (InvalidRequest, msgspec.ValidationError) as error:
-            raise invalid(f"{key}: {error}", param=key) from None
-
-    def _completion(self, data: bytes, policy: ReadPolicy) -> ReadBody:
-        body, num_unknown = _decode(data, CompletionBody, policy)
-        check_sampled_ids(body, self._vocab_size)
-        policy.check_model(body.model)
-        prompts = [self._prompt(given, body, policy) for given in list_prompts(body.prompt)]
-        form = self._form(body)
-        rest = msgspec.structs.replace(body, prompt=None, **WITHOUT_FORM)
-        return ReadBody(
-            num_unknown=num_unknown,
-            completion=rest,
-            prompts=prompts,
-            asked_form=form,
-            bad_words_token_ids=self._bad_words(body),
-        )
-
-    def _bad_words(self, body: Body) -> tuple[tuple[int, ...], ...]:
-        if not body.bad_words:
-            return ()
-        if not all(word.strip() for word in body.bad_words):
-            raise invalid("bad_words: each of them needs a character that is no space", param="bad_words")
-        return self._needed_tokenizer.encode_bad_words(body.bad_words)
-
-    def _form(self, body: FormKeys) -> AskedForm | None:
-        form = body.form()
-        if form is not None:
-            _ = self._needed_tokenizer
-        return form
-
-    def _prompt(self, given: GivenPrompt, body: CompletionBody, policy: ReadPolicy) -> Prompt:
-        if isinstance(given, str):
-            adds_special = body.add_special_tokens is not False
-            token_ids = self.encode(given, max_tokens=policy.longest(), add_special_tokens=adds_special)
-            policy.check_length(len(token_ids))
-            return Prompt(given if body.echo else None, TokenIds.of(token_ids))
-        if body.add_special_tokens is not None:
-            message = "add_special_tokens: it is about text, and the prompt is token ids"
-            raise invalid(message, param="add_special_tokens")
-        policy.check_length(len(given))
-        check_token_ids(given, self._vocab_size, "prompt")
-        return Prompt(self._needed_tokenizer.decode(given) if body.echo else None, TokenIds.of(given))
-
-    def _tokenize(self, data: bytes, policy: ReadPolicy) -> ReadBody:
-        body, num_unknown = _decode(data, TokenizeBody, policy)
-        policy.check_model(body.model)
-        longest = policy.longest()
-        if (body.messages is None) == (body.prompt is None):
-            raise invalid("one of prompt and messages is needed", param="prompt")
-        if body.prompt is not None:
-            token_ids = self.encode(
-                body.prompt, max_tokens=longest, add_special_tokens=body.add_special_tokens is not False
-            )
-        else:
-            tools = read_tool_choice(body.tools).tools
-            text = self._chat_text(body, policy, tools, body.chat_template_kwargs)
-            token_ids = self._needed_tokenizer.encode(text, add_special_tokens=bool(body.add_special_tokens))
-        answer = {"count": len(token_ids), "max_model_len": longest, "tokens": token_ids}
-        if body.return_token_strs:
-            token_bytes = self._needed_tokenizer.token_bytes
-            answer["token_strs"] = [token_bytes(each).decode("utf-8", "replace") for each in token_ids]
-        return ReadBody(num_unknown=num_unknown, answer=_written(answer))
-
-    def _detokenize(self, data: bytes, policy: ReadPolicy) -> ReadBody:
-        body, num_unknown = _decode(data, DetokenizeBody, policy)
-        policy.check_model(body.model)
-        longest, num_tokens = policy.longest(), len(body.tokens)
-        if num_tokens > longest:
-            message = f"tokens: at most {longest}, which the model takes, got {num_tokens}"
-            raise invalid(message, param="tokens")
-        check_token_ids(body.tokens, self._vocab_size, "tokens")
-        answer = _written({"prompt": self._needed_tokenizer.decode(body.tokens)})
-        return ReadBody(num_unknown=num_unknown, answer=answer)
-
-
-def _decode(data: bytes, kind: type[AnyBody], policy: ReadPolicy) -> tuple[AnyBody, int]:
-    """Return the body and how many of its keys are unknown."""
-    body, unknown = decode_body(data, kind)
-    if unknown and policy.is_strict:
-        raise invalid(f"unknown key {unknown[0][:64]!r}", param=unknown[0][:64])
-    return body, len(unknown)
-
-
-def _check_length(num_chars: int, max_tokens: int) -> None:
-    if num_chars > max_tokens * MAX_CHARS_PER_TOKEN:
-        raise InvalidRequest(
-            f"the prompt has {num_chars} characters, which can't fit the model's {max_tokens} tokens"
-        )
-
-
-def _written(answer: Mapping[str, object]) -> bytes:
-    data = orjson.dumps(answer)
-    if len(data) > MAX_TEXT_ANSWER_BYTES:
-        raise invalid(f"the answer has {len(data)} bytes; at most {MAX_TEXT_ANSWER_BYTES} are written")
-    return data
 
 
 class PublicPrefixes:

@@ -43,10 +43,11 @@ from baton.gateway.api.answer_stream import (
     StreamProgress,
     WriteCoalescer,
 )
-from baton.gateway.api.body_reader import BodyKind, PublicPrefixes, ServedModel
+from baton.gateway.api.body_reader import PublicPrefixes, ServedModel
 from baton.gateway.api.call import Call, make_call, raw_fields
 from baton.gateway.api.errors import ApiError, ClientGone, answer_to, invalid, unsupported
 from baton.gateway.api.format import answer_format
+from baton.gateway.api.prompt_reader import BodyKind
 from baton.gateway.http.protocol import (
     BLOCK_BYTES,
     RESPONSE_WRITER,

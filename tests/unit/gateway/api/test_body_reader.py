@@ -15,16 +15,18 @@ from baton.fair_queue import CREDIT_AGES
 from baton.gateway.api.body_reader import (
     MAX_WAITING,
     SMALL_BYTES,
-    BodyKind,
     BodyReader,
     HelperQueue,
-    PromptReader,
     PublicPrefixes,
-    ReadPolicy,
     ServedModel,
-    TextSettings,
 )
 from baton.gateway.api.errors import ApiError
+from baton.gateway.api.prompt_reader import (
+    BodyKind,
+    PromptReader,
+    ReadPolicy,
+    TextSettings,
+)
 from baton.gateway.text.chat_template import ChatTemplate
 from baton.gateway.text.tokenizer import Tokenizer
 from baton.token_ids import TokenIds

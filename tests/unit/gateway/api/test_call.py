@@ -9,7 +9,7 @@ from baton.clock import ManualClock
 from baton.cluster.model_directory import resolve_model
 from baton.config.gateway import GatewayConfig
 from baton.errors import InvalidRequest
-from baton.gateway.api.body_reader import BodyReader, PromptReader, ReadPolicy, ServedModel
+from baton.gateway.api.body_reader import BodyReader, ServedModel
 from baton.gateway.api.call import (
     MAX_PROMPTS,
     SAMPLING_FIELDS,
@@ -25,6 +25,7 @@ from baton.gateway.api.call import (
 )
 from baton.gateway.api.errors import ApiError
 from baton.gateway.api.inference import Inference
+from baton.gateway.api.prompt_reader import PromptReader, ReadPolicy
 from baton.gateway.metrics.metrics import Metrics
 from baton.gateway.streams.resume import EventIds
 from baton.gateway.tenants.limiter import Limiter
