@@ -7,6 +7,7 @@ import pytest
 
 from baton.errors import BatonError, IntegrityError, Overloaded, WorkerLost
 from baton.gateway.api.answer import OPENING_S, Answer, AnswerChoice, Delta
+from baton.gateway.text.answer_reader import ToolCallDelta
 from baton.request import FinishReason
 from tests.event_loop import on_loop
 from tests.scripted_service import WORKER_ID, ScriptedService, answer_at_once, events
@@ -195,3 +196,21 @@ def test_tokens_that_cannot_be_shown_fail_only_their_own_request(caplog: pytest.
     assert isinstance(heard.error, IntegrityError) and answer.is_over
     assert service.cancelled == [request.request_id]
     assert "a bug" in caplog.text
+
+
+def test_joined_deltas_have_one_piece_of_each_call() -> None:
+    def part(index: int, arguments: str) -> ToolCallDelta:
+        return ToolCallDelta(index, arguments=arguments)
+
+    first, second = (ToolCallDelta(index, id=f"id {index}", name="f") for index in (0, 1))
+    deltas = [
+        Delta("a", [1], reasoning="hm"),
+        Delta("b", [2], [], [first]),
+        Delta(token_ids=[3], tool_calls=[part(0, '{"a"'), part(0, ":")]),
+        Delta(tool_calls=[part(0, "1}"), second], reasoning="?"),
+        Delta(tool_calls=[part(1, "{"), part(1, "}")]),
+    ]
+    whole = Delta.joined(deltas)
+    assert (whole.text, whole.token_ids, whole.reasoning) == ("ab", [1, 2, 3], "hm?")
+    assert whole.tool_calls == [first, part(0, '{"a":1}'), second, part(1, "{}")]
+    assert Delta.joined([Delta.joined(deltas[:3]), Delta.joined(deltas[3:])]) == whole
