@@ -45,6 +45,7 @@ class HermesReader(AnswerReader):
         return (yield from self._json_call())
 
 
+PARAMETER_KEY: Final = re.compile(r"[^>\n]{0,256}")
 TEXT_PARAMETER_END: Final = re.compile(r"\n?</parameter>")
 
 
@@ -62,8 +63,9 @@ class Qwen3CoderReader(HermesReader):
         self._add_arguments("{")
         is_first = True
         while (yield from self._take_after_space("<parameter=")):
-            key = (yield from self._take_pattern(re.compile(r"[^>\n]*"))).strip()
-            yield from self._take(">")
+            key = (yield from self._take_pattern(PARAMETER_KEY)).strip()
+            if not (yield from self._take(">")):
+                return True
             yield from self._take("\n")
             self._add_arguments(f"{'' if is_first else ','}{json.dumps(key, ensure_ascii=False)}:")
             is_first = False
@@ -251,7 +253,7 @@ PYTHON_ESCAPES: Final = {**dict(zip("ntrbfav0", "\n\t\r\b\f\a\v\0", strict=True)
 PYTHON_CODES: Final = {
     letter: re.compile(rf"[0-9a-fA-F]{{0,{size}}}") for letter, size in {"x": 2, "u": 4, "U": 8}.items()
 }
-PYTHON_BARE: Final = re.compile(r"[^,()\[\]{}:\"'<]*")
+PYTHON_BARE: Final = re.compile(r"[^,()\[\]{}:\"'<]{0,1024}")
 MAX_PYTHON_DEPTH: Final = 64
 SURROGATES: Final = range(0xD800, 0xE000)
 LLAMA4_BEGIN: Final = "<|python_start|>"
