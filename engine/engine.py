@@ -43,6 +43,7 @@ from baton.pages import PageKeys
 from baton.request import FilledPages, FinishReason, Request, StepOutput
 
 logger = logging.getLogger(__name__)
+COMPILE_POLL_S: Final = 0.001  # between looks at grammars that are being compiled
 BAD_LOGITS: Final = "the model's logits are not numbers: its KV pages or its weights are damaged"
 
 
@@ -149,9 +150,8 @@ class Engine(Replica):
             sampling = msgspec.structs.replace(sampling, seed=self._seeds.getrandbits(63))
             request = msgspec.structs.replace(request, sampling=sampling)
         sequences = self._add(request, filled, keeps_pages, self.runner.model_config.eos_token_ids)
-        if request.sampling.structured_outputs is not None:
-            for sequence in sequences:
-                self._form_mask.prepare(sequence)
+        for sequence in sequences:
+            self._form_mask.prepare(sequence)
         return sequences
 
     def check(self, request: Request) -> None:
@@ -192,8 +192,12 @@ class Engine(Replica):
         """
         began_s = perf_counter()
         self.scheduler.rates = self._meter.rates
+        if self._form_mask.held:
+            self._form_mask.release()
         plan = self.scheduler.plan()
         self.wait_s = plan.wait_s
+        if self._form_mask.held and not plan.scheduled:
+            self.wait_s = COMPILE_POLL_S
         batch = self.scheduler.apply(plan)
         if batch.is_empty:
             return self._collect()

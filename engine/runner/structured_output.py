@@ -63,6 +63,7 @@ class StructuredOutputMask:
         self._tokenizer: LLTokenizer | None = None  # only the compiler uses it
         self._compiled: OrderedDict[str, OrderedDict[StructuredOutputs, Future[LLMatcher]]] = OrderedDict()
         self._progress: WeakKeyDictionary[Sequence, _Progress] = WeakKeyDictionary()
+        self.held: list[Sequence] = []  # wait for their grammars
 
     def check(self) -> None:
         """InvalidRequest when the model has no tokenizer or no end token, so that no form can be kept."""
@@ -77,9 +78,16 @@ class StructuredOutputMask:
         return sampling.structured_outputs is not None
 
     def prepare(self, sequence: Sequence) -> None:
-        """Begin to compile the sequence's grammar, in a thread, while its prompt waits and is computed."""
-        if sequence.sampling.structured_outputs is not None:
-            self._of(sequence)
+        """Begin to compile the sequence's grammar, in a thread. The sequence is held until that has ended."""
+        if sequence.sampling.structured_outputs is not None and not self._of(sequence).compiled.done():
+            sequence.is_held = True
+            self.held.append(sequence)
+
+    def release(self) -> None:
+        """Let the sequences be admitted that have their grammars now."""
+        for sequence in self.held:
+            sequence.is_held = not self._of(sequence).compiled.done()
+        self.held = [each for each in self.held if each.is_held and each.finish_reason is None]
 
     def process(self, logits_V: Tensor, row: Row) -> None:
         self.process_rows(logits_V[None], {0: row})

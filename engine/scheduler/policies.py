@@ -135,7 +135,7 @@ class DynamicPolicy:
 def _admit_batch(planner: StepPlanner, waiting: Iterable[Sequence]) -> list[Sequence]:
     """Admit, by rank, as many as have a seat and pages for their longest answers."""
     members = []
-    for sequence in islice(waiting, planner.seats):
+    for sequence in islice((each for each in waiting if not each.is_held), planner.seats):
         if not planner.make_room_in_quota(sequence, sequence.max_num_tokens):
             continue
         if not planner.admit(sequence, sequence.max_num_tokens):
@@ -193,7 +193,7 @@ class ContinuousPolicy:
         for sequence in self._window.released(queues.waiting, opening):
             if not seating.is_open:
                 return
-            if not _waits_for_first_choice(sequence, queues):
+            if not sequence.is_held and not _waits_for_first_choice(sequence, queues):
                 yield sequence
 
     def _share_budget(self, seating: "_Seating", ordered: Iterator[Sequence]) -> None:

@@ -108,6 +108,7 @@ class Sequence:
     max_queue_delay_s: float | None = None  # bounds the wait in the queue window
     cache_salt: bytes = b""
     keeps_pages: bool = False  # the pages outlive a sequence that ends normally, until `release_kept`
+    is_held: bool = False  # not admitted yet, whatever room there is: its grammar is being compiled
 
     status: SequenceStatus = SequenceStatus.WAITING
     finish_reason: FinishReason | None = None

@@ -1,7 +1,8 @@
 """Answers have the form that was asked for, and the same tokens whatever happens on the way."""
 
 import json
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -64,6 +65,11 @@ def tokenizer() -> Tokenizer:
     found = Tokenizer.find(TINY)
     assert found is not None
     return found
+
+
+def request_of(tokenizer: Tokenizer, request_id: str, sampling: SamplingParams) -> Request:
+    token_ids = TokenIds.of(tokenizer.encode(PROMPTS[0]))
+    return Request(request_id=request_id, token_ids=token_ids, sampling=sampling)
 
 
 def requests(tokenizer: Tokenizer, temperature: float = 1.3) -> list[Request]:
@@ -134,14 +140,40 @@ def test_tokens_that_the_form_forces_need_no_step_each(plain: Engine, tokenizer:
     """Forced tokens are drafts: one step computes them all, and the model still chooses how to spell them."""
     form = StructuredOutputs(regex="the weather is (good|bad), and so is the road ahead")
     sampling = SamplingParams(temperature=0.0, max_tokens=100, structured_outputs=form)
-    request = Request(request_id="r", token_ids=TokenIds.of(tokenizer.encode(PROMPTS[0])), sampling=sampling)
+    request = request_of(tokenizer, "r", sampling)
     expected = token_ids(answers(plain, [request])["r"])
-    steps: list[Engine] = []
-    made = engine(speculative={"method": "ngram"})
-    found = answers(made, [request], steps.append)
-    assert token_ids(found["r"]) == expected
-    assert len(steps) < 0.7 * len(expected)
+    made, batches = engine(speculative={"method": "ngram"}), list[int]()
+    made.on_batch = batches.append
+    assert token_ids(answers(made, [request])["r"]) == expected
+    assert len(batches) < 0.7 * len(expected)
     made.close()
+
+
+def test_nobody_waits_for_the_grammar_of_another(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, may_compile = engine(), threading.Event()
+    monkeypatch.setattr(made._form_mask, "_matcher", _after(may_compile, made._form_mask._matcher))
+    slow, quick = requests(tokenizer)[0], request_of(tokenizer, "quick", SamplingParams(max_tokens=5))
+    made.add(slow)
+    assert made.step() == [] and made.wait_s is not None and made.has_work()
+    made.add(quick)
+    assert {output.request_id for _ in range(5) for output in made.step()} == {"quick"}
+    may_compile.set()
+    found = run_to_end(made)
+    assert token_ids(found) == token_ids(answers(made, [slow])[slow.request_id])
+    made.add(msgspec.structs.replace(slow, request_id="again"))
+    assert made.step() != [], "its grammar is known by now"
+    made.abort("again")
+    made.close()
+
+
+def _after(event: threading.Event, function: Callable[..., Any]) -> Callable[..., Any]:
+    def called(*arguments: object) -> Any:
+        event.wait(30)
+        return function(*arguments)
+
+    return called
 
 
 def test_answer_continues_after_any_token(plain: Engine, tokenizer: Tokenizer) -> None:
