@@ -20,13 +20,14 @@ from typing import Final
 
 import torch
 
-from baton.kernels.triton_import import jit, tl, triton
+from baton.kernels.triton_import import TileKey, TileKind, jit, tl, triton, tuned_tile
 
 # With five of Triton's pipeline stages, keys and values have two or three buffers; page ids, which are loaded
 # first, take two of the stages. With fewer than five, each product waits for the loads of its own block. Five
 # stages need up to 150 KB of shared memory.
 NUM_STAGES: Final = 5
 STAGES_OF_SMALL_GPUS: Final = 3
+TUNED_ROWS: Final = 64  # the least rows of the tiles that are tuned: groups of up to 64 query heads a kv head
 
 
 def num_stages(device: torch.device) -> int:
@@ -76,6 +77,33 @@ def key_block(head_dim: int, dtype: torch.dtype) -> int:
     row_bytes = block_D * dtype.itemsize
     num_keys = 64 if row_bytes <= 256 else 32 if row_bytes <= 512 else 16
     return num_keys if head_dim == block_D else max(16, num_keys // 2)
+
+
+def tile_options(
+    kind: TileKind,
+    num_rows: int,
+    group_size: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> dict[str, int]:
+    """BLOCK_N, num_warps and num_stages of a kernel with tiles of `num_rows`, tuned where the table has them.
+
+    BLOCK_N depends on the head dim, the dtype and the group size alone: both kernels meet the same blocks.
+    """
+    if has_large_shared_memory(device) and tile_rows(group_size, dtype) == TUNED_ROWS:
+        tuned = tuned_tile(TileKey(kind, dtype, head_dim, num_rows))
+        if tuned is not None:
+            return {
+                "BLOCK_N": tuned.block_n,
+                "num_warps": tuned.num_warps,
+                "num_stages": tuned.num_stages,
+            }
+    return {
+        "BLOCK_N": key_block(head_dim, dtype),
+        "num_warps": tile_warps(num_rows, max(16, triton.next_power_of_2(head_dim)), dtype),
+        "num_stages": 2 if kind == "prefill" and dtype == torch.float32 else num_stages(device),
+    }
 
 
 @jit

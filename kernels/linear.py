@@ -21,7 +21,7 @@ from baton.kernels import native
 from baton.kernels.attention_tile import has_large_shared_memory
 from baton.kernels.huge_pages import HugeArena
 from baton.kernels.silu_mul import silu_mul, silu_times
-from baton.kernels.triton_import import jit, kernel, runs_triton, tl, triton
+from baton.kernels.triton_import import TileKey, jit, kernel, runs_triton, tl, triton, tuned_tile
 
 PANEL: Final = 32  # as in csrc/linear.c
 # Multiprocessors of an H100 or H200. On another GPU the results are the same and the speed differs.
@@ -337,17 +337,36 @@ def linear_triton(
 
 
 def linear_tile(x_TK: Tensor, split_inputs: int) -> dict[str, int]:
-    """Compile-time constants: 64 tokens at a time in decode steps, 128 in larger ones."""
+    """Compile-time constants: 64 tokens at a time in decode steps, 128 in larger ones.
+
+    BLOCK_N and BLOCK_K depend on the dtype and on `split_inputs` alone, since they order the sums. The number
+    of outputs is no part of it: ranks divide the outputs of a weight among them.
+    """
     if x_TK.dtype == torch.float32:  # no matrix units: both operands of a product sit in registers
         return {"BLOCK_M": 32, "BLOCK_N": 16, "BLOCK_K": 32, "num_warps": 8, "num_stages": 2}
     rows = 64 if len(x_TK) <= 64 else 128
-    stages = 4 if has_large_shared_memory(x_TK.device) else 2
+    if not has_large_shared_memory(x_TK.device):
+        return default_tile(rows, split_inputs, num_stages=2)
+    tuned = tuned_tile(TileKey("linear", x_TK.dtype, split_inputs, rows))
+    if tuned is None:
+        return default_tile(rows, split_inputs, num_stages=4)
+    return {
+        "BLOCK_M": rows,
+        "BLOCK_N": tuned.block_n,
+        "BLOCK_K": tuned.block_k,
+        "num_warps": tuned.num_warps,
+        "num_stages": tuned.num_stages,
+    }
+
+
+def default_tile(rows: int, split_inputs: int, num_stages: int) -> dict[str, int]:
+    """The tile of a width that the table of tuned tiles lacks, and of small GPUs."""
     return {
         "BLOCK_M": rows,
         "BLOCK_N": 128 if split_inputs % 64 == 0 else 64,  # masks of inputs take registers
         "BLOCK_K": 64,
         "num_warps": rows // 16,
-        "num_stages": stages,
+        "num_stages": num_stages,
     }
 
 

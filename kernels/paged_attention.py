@@ -18,14 +18,12 @@ from torch import Tensor
 
 from baton.kernels.attention_tile import (
     attend_keys,
-    key_block,
     merge,
     num_splits,
-    num_stages,
     split_of,
     split_start,
+    tile_options,
     tile_rows,
-    tile_warps,
 )
 from baton.kernels.store_kv import check_paged_kv, dense_kv
 from baton.kernels.triton_import import jit, kernel, runs_triton, tl, triton
@@ -209,7 +207,7 @@ def paged_attention_decode_triton(
     partial = out_BHD.new_empty((num_sequences, max_splits, num_heads, head_dim), dtype=torch.float32)
     peak_total = partial.new_empty((num_sequences, max_splits, 2, num_heads))
     num_programs = decode_programs(num_sequences * num_kv_heads, max_splits)
-    block_D = max(16, triton.next_power_of_2(head_dim))
+    block_D, rows = max(16, triton.next_power_of_2(head_dim)), tile_rows(group_size, query_BHD.dtype)
     paged_attention_kernel[(num_sequences, num_kv_heads, num_programs)](
         query_BHD,
         kv_pages,
@@ -229,13 +227,11 @@ def paged_attention_decode_triton(
         max_splits,
         WINDOW=window or 0,
         PAGE_SIZE=page_size,
-        BLOCK_G=tile_rows(group_size, query_BHD.dtype),
-        BLOCK_N=key_block(head_dim, query_BHD.dtype),
+        BLOCK_G=rows,
         BLOCK_D=block_D,
         EVEN_D=head_dim == block_D,
-        num_warps=tile_warps(tile_rows(group_size, query_BHD.dtype), block_D, query_BHD.dtype),
-        num_stages=num_stages(query_BHD.device),
         enable_fp_fusion=False,
+        **tile_options("decode", rows, group_size, head_dim, query_BHD.dtype, query_BHD.device),
     )
     return out_BHD
 

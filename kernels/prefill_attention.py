@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from baton.kernels.attention_tile import attend_keys, key_block, merge, num_stages, tile_rows, tile_warps
+from baton.kernels.attention_tile import attend_keys, merge, tile_options, tile_rows
 from baton.kernels.paged_attention import LOG2_E
 from baton.kernels.store_kv import check_paged_kv, dense_kv
 from baton.kernels.triton_import import jit, kernel, runs_triton, tl, triton
@@ -241,10 +241,8 @@ def prefill_tile(query_THD: Tensor, group_size: int, max_seqlen_q: int) -> dict[
     return {
         "BLOCK_Q": rows // group_size,
         "BLOCK_M": rows,
-        "BLOCK_N": key_block(head_dim, dtype),
         "BLOCK_D": block_D,
-        "num_warps": tile_warps(rows, block_D, dtype),
-        "num_stages": 2 if dtype == torch.float32 else num_stages(query_THD.device),
+        **tile_options("prefill", rows, group_size, head_dim, dtype, query_THD.device),
     }
 
 

@@ -4,13 +4,16 @@ Shapes: B sequences, T tokens, H query heads, K kv heads, D head dim, P pages, L
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import partial
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from importlib import import_module
 from importlib.metadata import version
 from importlib.util import find_spec
+from itertools import product
 from statistics import median
 from typing import Final
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -34,7 +37,10 @@ from baton.bench.machine import (
     seconds_per_call,
 )
 from baton.bench.report import Curve, Row, at_least, at_most, format_number
-from baton.kernels.attention_tile import num_splits
+from baton.kernels import attention_tile, linear, paged_attention
+from baton.kernels import prefill_attention as prefill
+from baton.kernels.attention_tile import NUM_STAGES, num_splits
+from baton.kernels.linear import NUM_MULTIPROCESSORS
 from baton.kernels.paged_attention import (
     TARGET_PROGRAMS,
     decode_programs,
@@ -43,7 +49,17 @@ from baton.kernels.paged_attention import (
 )
 from baton.kernels.pages import copy_pages
 from baton.kernels.prefill_attention import prefill_attention, prefill_attention_reference
-from baton.kernels.triton_import import kernel, runs_triton, tl
+from baton.kernels.triton_import import (
+    SHARED_MEMORY_BYTES,
+    Kernel,
+    Launch,
+    TileKind,
+    TunedTile,
+    compile_for_hopper,
+    kernel,
+    runs_triton,
+    tl,
+)
 
 DTYPE = torch.bfloat16
 PAGE_SIZES = (16, 64)
@@ -463,3 +479,237 @@ def _library_prefill(session: Session, num_tokens: int) -> Call:
 
 def _normal(session: Session, *shape: int) -> Tensor:
     return torch.empty(shape, dtype=DTYPE, device=session.device).normal_()
+
+
+# Tuned tiles: candidates, compiled and judged. bench/gpu/suite.py chooses among them.
+#
+# A candidate is compiled for sm_90 in every kind of launch that would use it. One that spills registers, or
+# has more shared memory than a program may have, is dropped. On a GPU the others are judged by the time of
+# launches, elsewhere by a model of a multiprocessor of an H200, whose constants are estimates: no GPU has
+# measured them.
+
+COMPILED_INPUTS: Final = 4096  # a product compiles to the same for all inputs that are multiples of block_k
+# (splits, is_gated, has_bias): row-parallel, the gate and its value, column-parallel products.
+LINEAR_SORTS: Final = ((2, False, False), (1, True, False), (1, False, True))
+LINEAR_OUTPUTS: Final = (4096, 6144, 28672)  # that a width is judged by
+TUNED_CONTEXT: Final = 2048  # keys of a sequence, where tiles are timed
+TUNED_TOKENS: Final = {64: 64, 128: 2048}  # rows of a tile -> tokens that it is judged by
+# The model of one of 132 multiprocessors.
+LATENCY_S: Final = 1.1e-6  # of memory
+NEEDED_BYTES: Final = 40_000  # under way, for all of its share of the read bandwidth during that time
+READ_BYTES_PER_S: Final = 4.8e12 / NUM_MULTIPROCESSORS
+CACHE_BYTES_PER_S: Final = 5.5e12 / NUM_MULTIPROCESSORS  # from the second level, which tiles share
+FLOPS_PER_S: Final = 800e12 / NUM_MULTIPROCESSORS
+PROGRAM_BYTES: Final = 1024  # of shared memory, that a program takes for itself
+BLOCK_OVERHEAD_KEYS: Final = 8  # keys that could be met in the time that a block costs beside its keys
+REGISTERS: Final = 65_536
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A tile, and what its kernels are compiled to."""
+
+    block_m: int
+    block_n: int
+    block_k: int  # 0 in attention
+    num_warps: int
+    num_stages: int
+    registers: int = 0
+    shared_bytes: int = 0
+
+    @property
+    def num_programs(self) -> int:
+        """Return the programs that a multiprocessor has room for at once."""
+        by_registers = REGISTERS // (max(1, self.registers) * 32 * self.num_warps)
+        return min(by_registers, SHARED_MEMORY_BYTES // (self.shared_bytes + PROGRAM_BYTES))
+
+    @property
+    def blocks(self) -> tuple[int, int, int]:
+        """Return what all rows of a width agree in: outputs, inputs, and warps of 64 rows."""
+        return self.block_n, self.block_k, self.num_warps * 64 // self.block_m
+
+
+def candidates(kind: TileKind) -> list[Candidate]:
+    """Return the tiles of a kind that are tried."""
+    if kind != "linear":
+        heights = (64,) if kind == "decode" else (64, 128)
+        return [
+            Candidate(rows, keys, 0, rows // 16, stages)
+            for rows in heights
+            for keys in (32, 64, 128)
+            for stages in (NUM_STAGES,)  # with others, a product waits for loads: tests/kernels/test_aot.py
+        ]
+    return [
+        Candidate(rows, outputs, inputs, rows // per_warp, stages)
+        for rows in (64, 128)
+        for outputs in (64, 128, 256)
+        for inputs in (64, 128)
+        for per_warp in (16, 8)
+        for stages in (3, 4, 5, 6)
+        if stages * (rows + outputs) * inputs * 2 <= SHARED_MEMORY_BYTES + 2 * (rows + outputs) * inputs
+    ]
+
+
+class Recorder:
+    """Stands where a kernel stands and remembers how it was launched."""
+
+    def __init__(self, kernel: Kernel, launches: list[Launch]) -> None:
+        self._kernel, self._launches = kernel, launches
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return lambda *arguments, **options: self._launches.append(Launch(self._kernel, arguments, options))
+
+
+@contextmanager
+def _tile(kind: TileKind, tile: Candidate) -> Iterator[None]:
+    """Let the launchers of a kind use this tile, whatever the table has."""
+    row = TunedTile(
+        kind=kind,
+        dtype="bfloat16",
+        width=0,
+        block_m=tile.block_m,
+        block_n=tile.block_n,
+        block_k=tile.block_k,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        registers=0,
+        shared_bytes=0,
+        chosen_by="model",
+        triton="",
+    )
+    with (
+        mock.patch.object(linear, "tuned_tile", lambda key: row),
+        mock.patch.object(attention_tile, "tuned_tile", lambda key: row),
+    ):
+        yield
+
+
+def tile_launches(kind: TileKind, dtype: torch.dtype, width: int, block_m: int) -> list[Launch]:
+    """Return every kind of launch that has such a tile, as a CPU's tensors make it."""
+    launches: list[Launch] = []
+    module, name = {
+        "linear": (linear, "linear_kernel"),
+        "decode": (paged_attention, "paged_attention_kernel"),
+        "prefill": (prefill, "prefill_attention_kernel"),
+    }[kind]
+    with mock.patch.object(module, name, Recorder(getattr(module, name), launches)):
+        for call in _tile_calls(kind, dtype, width, block_m, torch.device("cpu")):
+            call()
+    return launches
+
+
+def _tile_calls(
+    kind: TileKind, dtype: torch.dtype, width: int, block_m: int, device: torch.device
+) -> Iterator[Call]:
+    """Yield launches: on a GPU at the shapes that are timed, on a CPU one of each sort."""
+
+    def values(*shape: int) -> Tensor:
+        made = torch.empty(shape, dtype=dtype, device=device)
+        return made.normal_() if made.is_cuda else made
+
+    if kind == "linear":
+        # Programs share the parts of a tile where there are few tiles, and compute whole tiles otherwise.
+        is_timed = device.type == "cuda"
+        outputs = LINEAR_OUTPUTS if is_timed else (4096, 128_256)
+        num_tokens = TUNED_TOKENS[block_m] if is_timed else block_m
+        for num_outputs, (num_splits_, is_gated, has_bias) in product(outputs, LINEAR_SORTS):
+            num_inputs = num_splits_ * width
+            weight = linear.LinearWeight(
+                values(num_outputs, num_inputs),
+                num_outputs,
+                num_inputs,
+                dtype,
+                is_packed=False,
+                arrivals=linear.new_arrivals(device),
+            )
+            yield partial(
+                linear.linear_triton,
+                values(num_tokens, num_inputs),
+                weight,
+                torch.zeros(num_outputs, device=device) if has_bias else None,
+                num_splits=num_splits_,
+                is_gated=is_gated,
+            )
+        return
+    # Decode steps and chunks of 16 tokens read long contexts; a prompt is computed in one chunk.
+    num_queries = 1 if kind == "decode" else 16 if block_m == 64 else TUNED_CONTEXT
+    num_sequences = 64 if num_queries < TUNED_CONTEXT else 1
+    for window, page_size in ((None, 16), (4096, 64)):
+        num_pages = TUNED_CONTEXT // page_size
+        pages = values(num_sequences * num_pages, 2, 8, page_size, width)
+        table = torch.arange(len(pages), dtype=torch.int32, device=device).view(num_sequences, num_pages)
+        lens = torch.full((num_sequences,), TUNED_CONTEXT, dtype=torch.int32, device=device)
+        query = values(num_sequences * num_queries, 32, width)
+        if kind == "decode":
+            decode = paged_attention.paged_attention_decode_triton
+            yield partial(decode, query, pages, table, lens, scale=0.1, window=window)
+        else:
+            starts = num_queries * torch.arange(num_sequences + 1, dtype=torch.int32, device=device)
+            yield partial(
+                prefill.prefill_attention_triton,
+                *(query, pages, table, starts, lens),
+                scale=0.1,
+                window=window,
+                max_seqlen_q=num_queries,
+            )
+
+
+def compile_tile(kind: TileKind, dtype: torch.dtype, width: int, tile: Candidate) -> Candidate | None:
+    """Return the tile with the most that any launch takes; None where one spills or has no room."""
+    return _compile_tile(kind, dtype, COMPILED_INPUTS if kind == "linear" else width, tile)
+
+
+@cache
+def _compile_tile(kind: TileKind, dtype: torch.dtype, width: int, tile: Candidate) -> Candidate | None:
+    registers = shared_bytes = 0
+    with _tile(kind, tile):
+        launches = tile_launches(kind, dtype, width, tile.block_m)
+    for launch in launches:
+        made = compile_for_hopper(launch)
+        if made.local_bytes or made.shared_bytes > SHARED_MEMORY_BYTES:
+            return None
+        registers, shared_bytes = max(registers, made.registers), max(shared_bytes, made.shared_bytes)
+    return replace(tile, registers=registers, shared_bytes=shared_bytes)
+
+
+def model_seconds(width: int, kind: TileKind, tile: Candidate) -> float:
+    """Return the time of typical work by the model of a multiprocessor; it compares tiles of one width."""
+    if kind == "linear":
+        return sum(_linear_seconds(width, num_outputs, tile) for num_outputs in LINEAR_OUTPUTS)
+    num_buffers = (tile.num_stages - 1) // 2
+    blocks = 1 + BLOCK_OVERHEAD_KEYS / tile.block_n
+    if kind == "decode":  # reads keys and values; all buffers but the one in use are under way
+        under_way = (num_buffers - 1) * 4 * tile.block_n * width * tile.num_programs
+        return blocks * NEEDED_BYTES / max(1, min(under_way, NEEDED_BYTES))
+    # An instruction of 64 rows takes block_n / 2 cycles and reads queries and keys at 128 bytes a cycle.
+    scores = max(1.0, (64 * 32 + 32 * tile.block_n) / 128 / (tile.block_n / 2))
+    return blocks * (scores + 1) / 2 * (1.0 if tile.num_programs * tile.num_warps >= 8 else 1.5)
+
+
+def _linear_seconds(width: int, num_outputs: int, tile: Candidate) -> float:
+    num_tokens = TUNED_TOKENS[tile.block_m]
+    num_tiles = -(-num_outputs // tile.block_n) * -(-num_tokens // tile.block_m)
+    num_parts = -(-width // max(linear.LEAST_PART, -(-width // linear.MAX_PARTS)))
+    units = num_tiles * num_parts if num_tiles <= NUM_MULTIPROCESSORS else num_tiles
+    launched = (
+        2 if tile.block_m == 64 else 1
+    )  # programs of a multiprocessor, as many as linear_triton launches
+    programs = min(launched, max(1, tile.num_programs))  # at once
+    rounds = -(-units // (NUM_MULTIPROCESSORS * launched)) * launched  # units of the busiest multiprocessor
+    inputs = width * num_tiles / units
+    loaded = (tile.block_m + tile.block_n) * inputs * 2
+    under_way = programs * (tile.num_stages - 1) * tile.block_n * tile.block_k * 2
+    weight_s = tile.block_n * inputs * 2 / READ_BYTES_PER_S / min(1.0, under_way / NEEDED_BYTES)
+    weight_s /= -(-num_tokens // tile.block_m)  # the rows of tiles share what one of them has read
+    product_s = 2 * tile.block_m * tile.block_n * inputs / FLOPS_PER_S
+    sums_s = tile.block_m * tile.block_n * 8 / CACHE_BYTES_PER_S if units > num_tiles else 0.0
+    # The first loads of a unit are waited for, unless another program computes meanwhile.
+    return rounds * (max(weight_s, loaded / CACHE_BYTES_PER_S, product_s) + sums_s + LATENCY_S / programs)
+
+
+def timed_seconds(dtype: torch.dtype, width: int, kind: TileKind, tile: Candidate) -> float:
+    """Return the time of the launches of `tile_launches` on the current GPU."""
+    device = torch.device("cuda")
+    with _tile(kind, tile):
+        calls = list(_tile_calls(kind, dtype, width, tile.block_m, device))
+        return sum(seconds_per_call([call], device) for call in calls)

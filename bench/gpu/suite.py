@@ -7,19 +7,29 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from time import monotonic
-from typing import Final
+from typing import Final, Literal, TypeAlias
 
 import torch
 
-from baton.bench.gpu.kernels import heuristic, live_program_curves
+from baton.bench.gpu.kernels import (
+    Candidate,
+    candidates,
+    compile_tile,
+    heuristic,
+    live_program_curves,
+    model_seconds,
+    timed_seconds,
+)
 from baton.bench.gpu.session import TOY, Session
 from baton.bench.gpu.stage import Record, SizeName, StageBegan, StageEnded, StageRow, append, read
 from baton.bench.report import Report, Row, Suite, plot_lines
+from baton.kernels.triton_import import TileKind, TunedDtype, TunedTile, write_tuned
 
 SLOWEST: Final = 4.0  # times its usual time, after which a stage has hung
 START_S: Final = 60.0  # time for a process to import torch and compile kernels
@@ -222,6 +232,85 @@ def _rows_of(attempt: Attempt) -> list[tuple[Row, dict[str, str | float]]]:
     return rows
 
 
+# The table of tuned tiles.
+
+# Inputs of one rank's split, of the Llama 3, Mistral, Qwen2.5 and Qwen3 families on one to four ranks.
+LINEAR_WIDTHS: Final = (
+    *(896, 1024, 1536, 2048, 2432, 2560, 3072, 3584, 4096, 4480, 4864, 5120, 6144, 6912, 7168, 8192, 8704),
+    *(9472, 12800, 13824, 14336),
+)
+HEAD_DIMS: Final = (64, 128)
+# Kinds whose tiles agree in the blocks that order sums, and their widths.
+TUNED: Final[Mapping[tuple[TileKind, ...], tuple[int, ...]]] = {
+    ("linear",): LINEAR_WIDTHS,
+    ("decode", "prefill"): HEAD_DIMS,
+}
+TUNED_DTYPES: Final[tuple[TunedDtype, ...]] = ("bfloat16", "float16")
+Judge: TypeAlias = Callable[[TileKind, Candidate], float]  # seconds
+
+
+def choose_tiles(
+    compiled: Mapping[TileKind, Sequence[Candidate]], width: int, judge: Judge
+) -> dict[tuple[TileKind, int], Candidate]:
+    """Return the best tile of each kind and height; all have the same `blocks`. Empty when none do.
+
+    Times count relative to the best of their kind and height. Of equals the one with
+    more programs on a multiprocessor is better, then the one with more stages.
+    """
+    places = {(kind, tile.block_m) for kind, tiles in compiled.items() for tile in tiles}
+    by_blocks: dict[tuple[int, int, int], dict[tuple[TileKind, int], tuple[float, int, Candidate]]] = {}
+    for kind, tiles in compiled.items():
+        for order, tile in enumerate(sorted(tiles, key=lambda tile: (-tile.num_programs, -tile.num_stages))):
+            if tile.block_k and width % tile.block_k:
+                continue  # masks of inputs take registers
+            found, place = by_blocks.setdefault(tile.blocks, {}), (kind, tile.block_m)
+            judged = judge(kind, tile), order, tile
+            found[place] = min(found.get(place, judged), judged, key=lambda each: each[:2])
+    whole = [found for found in by_blocks.values() if found.keys() == places]
+    if not whole:
+        return {}
+    least = {place: min(found[place][0] for found in whole) for place in places}
+    best = min(whole, key=lambda found: sum(found[place][0] / least[place] for place in places))
+    return {place: best[place][-1] for place in sorted(places)}
+
+
+def tune(device: torch.device, tell: Callable[[str], None]) -> list[TunedTile]:
+    """Return the rows of the table of tuned tiles, judged by time on a GPU. tell: hears of the progress."""
+    rows: list[TunedTile] = []
+    products: dict[TileKind, list[Candidate]] = {}  # that compile to the same at every width
+    for kinds, widths in TUNED.items():
+        for width in widths:
+            compiled = products if kinds == ("linear",) else {}
+            for kind in kinds if not compiled else ():
+                tell(f"compiling {kind}, width {width}")
+                tried = (compile_tile(kind, torch.bfloat16, width, tile) for tile in candidates(kind))
+                compiled[kind] = [tile for tile in tried if tile is not None]
+            for dtype in TUNED_DTYPES:
+                tell(f"choosing for width {width}, {dtype}")
+                rows += _tuned_rows(compiled, width, dtype, device)
+    return rows
+
+
+def _tuned_rows(
+    compiled: Mapping[TileKind, Sequence[Candidate]], width: int, name: TunedDtype, device: torch.device
+) -> list[TunedTile]:
+    """Return rows of one width, or none where no candidates fit together in this dtype."""
+    dtype = torch.bfloat16 if name == "bfloat16" else torch.float16
+    by: Literal["model", "time"] = "time" if device.type == "cuda" else "model"
+    judge: Judge = partial(model_seconds, width) if by == "model" else partial(timed_seconds, dtype, width)
+    rows = []
+    for (kind, _), tile in choose_tiles(compiled, width, judge).items():
+        made = compile_tile(kind, dtype, width, replace(tile, registers=0, shared_bytes=0))
+        if made is None:
+            return []
+        rows.append(
+            TunedTile(
+                kind=kind, dtype=name, width=width, chosen_by=by, triton=version("triton"), **asdict(made)
+            )
+        )
+    return rows
+
+
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the suite's options."""
     parser.add_argument("--minutes", type=float, default=9.0, help="for all stages (9)")
@@ -230,6 +319,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--rival-python", default=sys.executable, metavar="PATH", help="the interpreter that has vLLM (ours)"
     )
     parser.add_argument("--live-programs", action="store_true", help="only the decode kernel's split, no GPU")
+    parser.add_argument(
+        "--tune", action="store_true", help="only write the table of tuned tiles, kernels/tuned.json"
+    )
     parser.add_argument("--toy", action="store_true", help="toy size on the CPU, GPU or not")
 
 
@@ -241,6 +333,19 @@ def measure(options: argparse.Namespace, report: Report) -> None:
         report.extra = {"curves": live_program_curves()}
         panels, labels = {report.title: live_program_curves()}, ("sequences", "programs with a split")
         report.plot = partial(plot_lines, panels=panels, x_label=labels[0], y_label=labels[1], is_log=True)
+        return
+    if options.tune:
+        report.name, report.title = "gpu-tiles", "Tuned tiles of the kernels"
+        tiles = tune(torch.device("cuda" if torch.cuda.is_available() else "cpu"), report.tell)
+        write_tuned(tiles)
+        report.rows += [
+            Row(
+                f"{tile.kind}, {tile.dtype}, {tile.width}, {tile.block_m} rows",
+                tile.shared_bytes / 1024,
+                "KiB",
+            )
+            for tile in tiles
+        ]
         return
     is_toy = options.toy or not torch.cuda.is_available()
     device = "toy" if is_toy else torch.cuda.get_device_name().lower().replace(" ", "-")

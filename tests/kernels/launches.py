@@ -7,9 +7,9 @@ from types import ModuleType
 
 import pytest
 import torch
-from torch import Tensor
 
 from baton.bench.gpu import kernels as gpu_suite
+from baton.bench.gpu.kernels import Recorder
 from baton.kernels import (
     linear,
     paged_attention,
@@ -20,31 +20,9 @@ from baton.kernels import (
     silu_mul,
     store_kv,
 )
-from baton.kernels.triton_import import Kernel
-
-
-@dataclass(frozen=True)
-class Launch:
-    kernel: Kernel
-    arguments: tuple[object, ...]
-    options: dict[str, object]
-
+from baton.kernels.triton_import import Launch
 
 CPU = torch.device("cpu")
-
-
-class Recorder:
-    """Stands where a kernel stands and remembers how it was launched."""
-
-    def __init__(self, kernel: Kernel, launches: list[Launch]) -> None:
-        self._kernel = kernel
-        self._launches = launches
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        return self._launch
-
-    def _launch(self, *arguments: object, **options: object) -> None:
-        self._launches.append(Launch(self._kernel, arguments, options))
 
 
 Run = Callable[[], object]
@@ -179,14 +157,3 @@ def _page_scenarios() -> Iterator[Scenario]:
         for verb, sides in (("gather", (ids, None)), ("scatter", (None, ids)), ("copy", (ids, ids))):
             run: Run = partial(pages.copy_pages_triton, pool, sides[0], staging, sides[1])
             yield Scenario(f"{verb}_pages-{name}", pages, "copy_pages_kernel", run)
-
-
-def type_name(argument: object) -> str:
-    """The Triton type that the argument of a launch has."""
-    if isinstance(argument, Tensor):
-        names = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.uint8: "u8"}
-        return "*" + (names.get(argument.dtype) or f"i{argument.element_size() * 8}")
-    if isinstance(argument, float):
-        return "fp32"
-    assert isinstance(argument, int)
-    return "i32" if -(2**31) <= argument < 2**31 else "i64"

@@ -4,78 +4,43 @@ import importlib
 import inspect
 import os
 import re
-import subprocess
-import tempfile
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
+import msgspec
 import pytest
 import torch
-from torch import Tensor
 
+from baton.bench.gpu.kernels import COMPILED_INPUTS, Candidate, compile_tile
 from baton.kernels import sample
-from baton.kernels.triton_import import HAS_TRITON, Kernel, triton
-from tests.kernels.launches import Launch, Scenario, record, scenarios, type_name
+from baton.kernels.triton_import import (
+    HAS_TRITON,
+    SHARED_MEMORY_BYTES,
+    Compiled,
+    Kernel,
+    TileKey,
+    TileKind,
+    TunedTile,
+    compile_for_hopper,
+    read_tuned,
+)
+from tests.kernels.launches import Scenario, record, scenarios
 
 pytestmark = [
     pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed"),
     pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing"),
 ]
 
-SHARED_MEMORY_BYTES = 227 * 1024  # what one block may have on sm_90
-OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
 SCENARIOS = list(scenarios()) if HAS_TRITON else []
 
 
-def compile_for_hopper(launch: Launch) -> Any:
-    kernel = launch.kernel.jitted
-    names: list[str] = kernel.arg_names
-    values = dict(zip(names, launch.arguments, strict=False))
-    options = {name: value for name, value in launch.options.items() if name in OPTIONS}
-    constants = {name: value for name, value in launch.options.items() if name not in OPTIONS}
-    varying = {param.name for param in kernel.params if param.do_not_specialize}
-    specialised = [name for name in values if name not in varying]
-    constants |= {name: 1 for name in specialised if _is_one(values[name])}
-    signature = {name: "constexpr" if name in constants else type_name(values[name]) for name in names}
-    attributes = {
-        (names.index(name),): [["tt.divisibility", 16]]
-        for name in specialised
-        if name not in constants and _is_divisible_by_16(values[name])
-    }
-    compiler = importlib.import_module("triton.compiler")
-    source = compiler.ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
-    target = importlib.import_module("triton.backends.compiler").GPUTarget("cuda", 90, 32)
-    return triton.compile(source, target=target, options={"enable_fp_fusion": True} | options)
-
-
-def compiled(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+def compiled(name: str, monkeypatch: pytest.MonkeyPatch) -> Compiled:
     """The compiled kernel of the scenario with this name."""
     (scenario,) = (scenario for scenario in SCENARIOS if scenario.name == name)
     with monkeypatch.context() as patch:
         (launch,) = record(scenario, patch)
     return compile_for_hopper(launch)
-
-
-def local_memory_bytes(compiled: Any) -> int:
-    """Return what a thread keeps outside its registers, by the cubin's own account."""
-    folder = Path(triton.__file__).parent / "backends/nvidia/bin"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
-        file.flush()
-        command = [str(folder / "cuobjdump"), "--dump-resource-usage", file.name]
-        usage = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    (stack,), (local,) = re.findall(r"STACK:(\d+)", usage), re.findall(r"LOCAL:(\d+)", usage)
-    return int(stack) + int(local)
-
-
-def _is_one(value: object) -> bool:
-    return isinstance(value, int) and value == 1
-
-
-def _is_divisible_by_16(value: object) -> bool:
-    number = value.data_ptr() if isinstance(value, Tensor) else value
-    return isinstance(number, int) and number % 16 == 0
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.name)
@@ -85,8 +50,42 @@ def test_kernel_compiles_for_hopper(scenario: Scenario, monkeypatch: pytest.Monk
     for launch in launches:
         compiled = compile_for_hopper(launch)
         assert ".target sm_90" in compiled.asm["ptx"]
-        assert compiled.metadata.shared <= SHARED_MEMORY_BYTES
-        assert local_memory_bytes(compiled) == 0, "registers are spilled"
+        assert compiled.shared_bytes <= SHARED_MEMORY_BYTES
+        assert compiled.local_bytes == 0, "registers are spilled"
+
+
+# The table of tuned tiles.
+
+
+def distinct_rows() -> list[TunedTile]:
+    """One row of each tile that is compiled: products compile to the same at every width."""
+    found: dict[object, TunedTile] = {}
+    for row in read_tuned().values():
+        width = 0 if row.kind == "linear" else row.width
+        found.setdefault(msgspec.structs.astuple(msgspec.structs.replace(row, width=width)), row)
+    return list(found.values())
+
+
+def assert_compiles_as_recorded(row: TunedTile) -> None:
+    width = COMPILED_INPUTS if row.kind == "linear" else row.width
+    tile = Candidate(row.block_m, row.block_n, row.block_k, row.num_warps, row.num_stages)
+    made = compile_tile(row.kind, row.key.dtype, width, tile)
+    assert made is not None, "the row spills registers, or has no room in shared memory"
+    if version("triton") == row.triton:
+        assert (made.registers, made.shared_bytes) == (row.registers, row.shared_bytes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", distinct_rows(), ids=lambda row: "-".join(map(str, row.key)))
+def test_every_row_of_the_table_compiles_without_spills(row: TunedTile) -> None:
+    assert_compiles_as_recorded(row)
+
+
+@pytest.mark.parametrize(
+    ("kind", "width", "rows"), [("linear", 4096, 64), ("linear", 4096, 128), ("decode", 128, 64)]
+)
+def test_rows_of_an_8b_model_compile_without_spills(kind: TileKind, width: int, rows: int) -> None:
+    assert_compiles_as_recorded(read_tuned()[TileKey(kind, torch.bfloat16, width, rows)])
 
 
 @pytest.mark.parametrize("name", ["prefill-128-bfloat16", "prefill-80-float16", "prefill-256-bfloat16"])

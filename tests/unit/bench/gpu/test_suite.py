@@ -13,6 +13,7 @@ import torch
 
 from baton.bench.engine.replica import num_head_parameters, num_layer_parameters
 from baton.bench.gpu import kernels, model, suite
+from baton.bench.gpu.kernels import Candidate, model_seconds
 from baton.bench.gpu.model import prefill_flops, step_arrays
 from baton.bench.gpu.session import (
     FULL,
@@ -34,10 +35,11 @@ from baton.bench.gpu.stage import (
     figures_in,
     function_named,
 )
-from baton.bench.gpu.suite import STAGES, StageRunner, run_stages
+from baton.bench.gpu.suite import STAGES, StageRunner, choose_tiles, run_stages
 from baton.bench.machine import Call
 from baton.bench.report import RESULTS, Report, Row
 from baton.errors import ConfigError
+from baton.kernels.triton_import import TileKind
 from tests.unit.bench.gpu.toy_stages import toy_stage
 
 CPU = torch.device("cpu")
@@ -416,3 +418,41 @@ def test_steps_of_an_idle_engine_give_each_sequence_its_own_slots() -> None:
     assert arrays.logit_rows.tolist() == [2, 3]
     assert arrays.num_decodes == 0
     assert step_arrays([5, 20], [[1], [4]]).num_decodes == 2
+
+
+# The table of tuned tiles.
+
+
+def tile(rows: int, outputs: int, stages: int, shared_bytes: int = 2**16) -> Candidate:
+    return Candidate(rows, outputs, 64, rows // 16, stages, 128, shared_bytes)
+
+
+def test_chosen_tiles_agree_in_what_orders_sums_and_are_best_in_sum() -> None:
+    narrow = [tile(64, 64, 3), tile(64, 64, 4), tile(128, 64, 4)]
+    wide = [tile(64, 128, 3), tile(128, 128, 3)]
+    unpaired = tile(64, 256, 3)
+    seconds = dict(zip([*narrow, *wide, unpaired], (3.0, 2.0, 4.0, 3.0, 3.0, 0.1), strict=True))
+    chosen = choose_tiles({"linear": [*narrow, *wide, unpaired]}, 4096, lambda kind, tile: seconds[tile])
+    assert chosen == {("linear", 64): narrow[1], ("linear", 128): narrow[2]}  # 2 / 2 + 4 / 3 < 3 / 2 + 3 / 3
+    seconds[narrow[2]] = 5.0
+    chosen = choose_tiles({"linear": [*narrow, *wide, unpaired]}, 4096, lambda kind, tile: seconds[tile])
+    assert chosen == {("linear", 64): wide[0], ("linear", 128): wide[1]}
+
+
+def test_of_equal_tiles_the_deepest_of_which_most_fit_a_multiprocessor_is_chosen() -> None:
+    tiles = [tile(64, 64, 4, 2**17), tile(64, 64, 2, 2**16), tile(64, 64, 3, 2**16)]
+    assert choose_tiles({"linear": tiles}, 4096, lambda kind, tile: 1.0) == {("linear", 64): tiles[2]}
+
+
+def test_tile_whose_inputs_do_not_divide_the_width_is_not_chosen() -> None:
+    assert choose_tiles({"linear": [tile(64, 64, 3)]}, 4000, lambda kind, tile: 1.0) == {}
+
+
+def test_model_prefers_more_bytes_under_way_until_they_suffice() -> None:
+    """Loads of a decode step, and of keys and values, are bound by the latency of memory."""
+    few, enough, more = (model_seconds(4096, "linear", tile(64, 64, stages)) for stages in (2, 4, 6))
+    assert few > enough == more
+    kinds: tuple[TileKind, ...] = ("decode", "prefill")
+    for kind in kinds:
+        shallow, deep = (Candidate(64, 32, 0, 4, stages, 128, 2**16) for stages in (5, 7))
+        assert model_seconds(128, kind, shallow) >= model_seconds(128, kind, deep)

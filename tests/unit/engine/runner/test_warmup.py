@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from baton.bench.gpu.kernels import Recorder
 from baton.engine.runner.step_inputs import StepArrays, StepUploads, padding_step, warmup_steps
 from baton.kernels import linear, paged_attention, prefill_attention, ragged_attention
-from baton.kernels.triton_import import HAS_TRITON
-from tests.kernels.launches import Launch, Recorder
+from baton.kernels.triton_import import HAS_TRITON, Launch
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
 
