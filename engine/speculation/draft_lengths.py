@@ -25,20 +25,20 @@ MIN_GAIN: Final = 1.03  # a smaller one is within the error of the step times
 
 
 class StepCosts:
-    """The seconds of steps by their number of tokens: `plain` without drafts, `drafted` with some."""
+    """The seconds of steps by their number of tokens: plain ones without drafts, drafted ones with some."""
 
     def __init__(self, plain_s: Mapping[int, float], drafted_s: Mapping[int, float]) -> None:
-        """Both by number of tokens, ascending. More tokens never count as faster."""
-        self._plain = np.array([*plain_s]), np.maximum.accumulate([*plain_s.values()])
-        self._drafted = np.array([*drafted_s]), np.maximum.accumulate([*drafted_s.values()])
+        """Both by number of tokens, ascending. Steps of more tokens take in proportion to the last."""
+        self._plain_s = _by_size(plain_s)  # the index is the number of tokens
+        self._drafted_s = _by_size(drafted_s)
 
     def plain_s(self, num_tokens: int) -> float:
         """The seconds of a step of so many decodes."""
-        return float(np.interp(num_tokens, *self._plain))
+        return _seconds(self._plain_s, num_tokens, 1)[0]
 
     def drafted_s(self, num_tokens: int) -> float:
         """The seconds of a step of so many tokens, some of which are drafts."""
-        return float(np.interp(num_tokens, *self._drafted))
+        return _seconds(self._drafted_s, num_tokens, 1)[0]
 
     def lengths(
         self,
@@ -55,23 +55,45 @@ class StepCosts:
         num_decodes, num_tokens: of the step without drafts.
         token_s: what it costs to propose one draft.
         """
-        longest = max(lengths, default=0)
+        none, longest = [0] * len(lengths), max(lengths, default=0)
         if not longest:
-            return [0] * len(lengths)
+            return none
+        plain_s = self.plain_s if num_tokens == num_decodes else self.drafted_s
+        least_rate = MIN_GAIN * num_decodes / plain_s(num_tokens)
+        # As a rule no draft pays, or many do: the first case is told by a bound.
+        pairs = zip(estimates, lengths, strict=True)
+        bound = sum(min(length, each / (1 - each)) if each < 1 else length for each, length in pairs)
+        if num_decodes + bound < least_rate * (self.drafted_s(num_tokens + 1) + token_s):
+            return none
         places = np.arange(1, longest + 1)
         chances_BK = np.array(estimates)[:, None] ** places
         chances_BK[places > np.array(lengths)[:, None]] = 0.0
         chances = chances_BK.ravel()
         order = np.argsort(-chances, kind="stable")[: sum(lengths)]
         nums = np.arange(1, len(order) + 1)
-        seconds = np.interp(num_tokens + nums, *self._drafted) + nums * token_s
+        seconds = np.array(_seconds(self._drafted_s, num_tokens + 1, len(order))) + nums * token_s
         rates = (num_decodes + np.cumsum(chances[order])) / seconds
         best = int(np.argmax(rates))
-        plain_s = self.plain_s if num_tokens == num_decodes else self.drafted_s
-        if rates[best] < MIN_GAIN * num_decodes / plain_s(num_tokens):
-            return [0] * len(lengths)
+        if rates[best] < least_rate:
+            return none
         chosen = np.bincount(order[: best + 1] // longest, minlength=len(lengths))
         return [int(each) for each in chosen]
+
+
+def _by_size(measured_s: Mapping[int, float]) -> list[float]:
+    """The seconds of every size up to the largest. A size never counts as slower than a larger one."""
+    sizes, seconds = np.array([*measured_s]), np.array([*measured_s.values()])
+    seconds = np.minimum.accumulate(seconds[::-1])[::-1]
+    by_size: list[float] = np.interp(np.arange(sizes[-1] + 1), sizes, seconds).tolist()
+    return by_size
+
+
+def _seconds(by_size: list[float], first: int, num_sizes: int) -> list[float]:
+    """The seconds of sizes [first, first + num_sizes)."""
+    known = by_size[first : first + num_sizes]
+    largest = len(by_size) - 1
+    beyond = range(first + len(known), first + num_sizes)
+    return known + [by_size[-1] * size / largest for size in beyond]
 
 
 def time_steps(time_step: Callable[[StepArrays], float], scheduler: SchedulerConfig) -> StepCosts:

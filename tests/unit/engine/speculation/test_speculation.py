@@ -1,17 +1,20 @@
 """Drafts change no token and no log probability; the tokens only come sooner."""
 
 import random
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from baton.clock import ManualClock
 from baton.config.engine import engine_config
 from baton.engine import engine as engine_module
 from baton.engine.engine import Engine
 from baton.engine.scheduler.sequence import PreemptMode
-from baton.engine.speculation.draft_lengths import StepCosts
+from baton.engine.speculation.draft_lengths import MIN_GAIN, StepCosts
 from baton.errors import ConfigError
 from baton.request import FinishReason, StepOutput
 from tests.tiny_models import VOCAB_SIZE, add, generate, run_to_end, tiny_engine, token_ids, write_config
@@ -26,6 +29,7 @@ SAMPLINGS: list[dict[str, Any]] = [
     {"temperature": 0.0, "prompt_logprobs": 1, "logit_bias": {5: 3.0}},
     {"temperature": 0.0, "max_tokens": 1},
 ]
+FLAT: Final = {1: 1.0, 4096: 1.0}  # every step takes a second
 NGRAM: dict[str, Any] = {"method": "ngram", "prompt_lookup_min": 1}
 SUFFIX: dict[str, Any] = {"method": "suffix", "prompt_lookup_min": 2, "num_speculative_tokens": 5}
 
@@ -33,7 +37,7 @@ SUFFIX: dict[str, Any] = {"method": "suffix", "prompt_lookup_min": 2, "num_specu
 @pytest.fixture(autouse=True)
 def drafts_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """As many drafts as there are, whatever this machine's steps take."""
-    monkeypatch.setattr(engine_module, "time_steps", lambda *arguments: StepCosts({1: 1.0}, {1: 1.0}))
+    monkeypatch.setattr(engine_module, "time_steps", lambda *arguments: StepCosts(FLAT, FLAT))
 
 
 @pytest.fixture
@@ -172,6 +176,38 @@ def test_draft_model_of_another_vocabulary_is_refused(tiny_model: Path, tmp_path
     other = write_config(tmp_path / "other", vocab_size=VOCAB_SIZE + 1)
     with pytest.raises(ConfigError, match="vocabulary of 131 tokens, got 132"):
         tiny_engine(tiny_model, ManualClock(), speculative={"model": str(other)})
+
+
+@given(
+    seconds=st.lists(st.floats(0.5, 2.0), min_size=4, max_size=4),
+    wanted=st.lists(st.tuples(st.floats(0, 1), st.integers(0, 3)), min_size=1, max_size=3),
+    num_others=st.integers(0, 3),
+    token_s=st.sampled_from([0.0, 0.1]),
+)
+def test_lengths_yield_the_most_tokens_a_second(
+    seconds: list[float], wanted: list[tuple[float, int]], num_others: int, token_s: float
+) -> None:
+    sizes = dict(zip((1, 2, 4, 8), sorted(seconds), strict=True))
+    costs = StepCosts(sizes, sizes)
+    estimates, most = [estimate for estimate, _ in wanted], [length for _, length in wanted]
+    num_decodes = len(wanted) + num_others
+
+    def rate(lengths: tuple[int, ...]) -> float:
+        gained = sum(
+            estimate**place
+            for estimate, n in zip(estimates, lengths, strict=True)
+            for place in range(1, n + 1)
+        )
+        step_s = costs.drafted_s(num_decodes + sum(lengths)) + token_s * sum(lengths)
+        return (num_decodes + gained) / step_s
+
+    best = max(rate(each) for each in product(*(range(length + 1) for length in most)))
+    plain = num_decodes / costs.plain_s(num_decodes)
+    found = costs.lengths(estimates, most, num_decodes=num_decodes, num_tokens=num_decodes, token_s=token_s)
+    if sum(found):
+        assert rate(tuple(found)) == pytest.approx(best) and best >= MIN_GAIN * plain
+    else:
+        assert best <= MIN_GAIN * plain * 1.000001
 
 
 def test_steps_of_many_decodes_get_no_drafts_where_they_cost_as_much_as_tokens() -> None:
