@@ -35,6 +35,7 @@ from baton.engine.speculation.draft_lengths import (
 MAX_POOL_SHARE: Final = 8  # the draft model's pages take at most an eighth of the memory for pages
 FIRST_WAIT: Final = 16  # tokens until drafts that did not pay are tried again; each time twice as many
 LONGEST_WAIT: Final = 512
+CATCH_UP_TOKENS: Final = 256  # of prompts in one step, for which the other decodes wait
 
 
 def load_draft_model(config: EngineConfig, target: ModelConfig) -> ModelRunner | None:
@@ -121,10 +122,8 @@ class ModelDrafter:
         self._costs = costs
         self._forced_tokens = forced_tokens
         self._most = num_speculative_tokens
-        self._max_step_tokens = scheduler.max_num_batched_tokens
-        self._max_sequences = (
-            2 * scheduler.max_num_seqs
-        )  # those that are preempted keep their pages for a while
+        # Sequences that are preempted keep their pages for a while.
+        self._max_sequences = 2 * scheduler.max_num_seqs
         self._pool = PagePool(len(runner.pool.device), layout.page_size, runner.steps)
         self._builder = StepBuilder(
             layout.page_size, self._max_sequences, layout.num_pages(runner.max_model_len)
@@ -177,6 +176,8 @@ class ModelDrafter:
         if drafted is None:
             drafted = self._drafted[sequence] = _Drafted(self._mirror(sequence))
         drafted.acceptance.observe(sequence.token_ids)
+        if drafted.acceptance.estimate > FIRST_ESTIMATE:
+            drafted.wait = FIRST_WAIT
         return drafted.acceptance.estimate if sequence.num_tokens >= drafted.next_try else 0.0
 
     def _mirror(self, sequence: Sequence) -> Sequence:
@@ -201,7 +202,7 @@ class ModelDrafter:
 
     def _draft(self, wanted: Mapping[Sequence, int]) -> None:
         """Let the mirrors catch up and sample as many drafts as are wanted, fewer where pages are short."""
-        sampler, budget = Sampler(self._runner.device), self._max_step_tokens
+        sampler, budget = Sampler(self._runner.device), CATCH_UP_TOKENS
         chunks: list[tuple[Sequence, int]] = []
         lengths: dict[Sequence, int] = {}  # of each mirror, with its drafts
         for sequence, length in wanted.items():
@@ -210,7 +211,7 @@ class ModelDrafter:
             drafted.catch_up(sequence)
             mirror = drafted.mirror
             lengths[mirror] = mirror.num_tokens + length
-            num_tokens = min(mirror.num_uncomputed_tokens, budget)
+            num_tokens = min(mirror.num_uncomputed_tokens, max(budget, self._most + 1))
             if num_tokens and self._take_pages(mirror, lengths[mirror], wanted):
                 chunks.append((mirror, num_tokens))
                 budget -= num_tokens
