@@ -5,6 +5,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,7 +17,8 @@ from baton.engine.engine import Engine
 from baton.engine.scheduler.sequence import PreemptMode
 from baton.engine.speculation.draft_lengths import MIN_GAIN, StepCosts
 from baton.errors import ConfigError
-from baton.request import FinishReason, StepOutput
+from baton.request import FinishReason, Request, SamplingParams, StepOutput
+from baton.token_ids import TokenIds
 from tests.tiny_models import VOCAB_SIZE, add, generate, run_to_end, tiny_engine, token_ids, write_config
 
 SAMPLINGS: list[dict[str, Any]] = [
@@ -134,6 +136,19 @@ def test_answer_that_was_given_before_is_copied(tiny_model: Path) -> None:
     first, slow = num_steps(engine, [5, 6, 7], max_tokens=40, temperature=1.0, seed=1)
     again, fast = num_steps(engine, [5, 6, 7], max_tokens=40, temperature=1.0, seed=1)
     assert again == first and slow > 30 and fast < 10
+
+
+def test_worker_with_drafts_continues_what_one_without_began(tiny_model: Path) -> None:
+    sampling = SamplingParams(temperature=0.8, seed=2, max_tokens=40, repetition_penalty=0.8)
+    request = Request(request_id="r", token_ids=TokenIds.of([5, 6] * 8), sampling=sampling)
+    plain = tiny_engine(tiny_model)
+    plain.add(request)
+    whole = [output.token_id or 0 for output in run_to_end(plain)]
+    engine = tiny_engine(tiny_model, speculative=SUFFIX)
+    for cut in range(1, 40):
+        engine.add(msgspec.structs.replace(request, generated_token_ids=tuple(whole[:cut])))
+        assert token_ids(run_to_end(engine)) == whole[cut:]
+    assert engine.load().num_accepted_tokens > 0
 
 
 def test_stop_token_among_drafts_ends_the_answer_there(tiny_model: Path) -> None:
