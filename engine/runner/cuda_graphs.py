@@ -1,8 +1,8 @@
 """CUDA graphs of steps: one captured forward a shape, replayed with new inputs.
 
-A step of a small model is hundreds of launches of a few microseconds each; a replay is one. Decode steps, and
-steps with up to `MIXED_TOKENS[-1]` tokens of prompts, are padded up to the next captured shape. Padding rows
-have context length 0 and slot -1, so they read and write no page.
+A step of a small model is hundreds of launches of a few microseconds each; a replay is one. Decode steps,
+and steps with up to `MIXED_TOKENS[-1]` tokens of prompts and drafts, are padded up to the next captured
+shape. Padding rows have context length 0 and slot -1, so they read and write no page.
 
 1. `measure_bytes` captures two graphs over a small pool, to learn how much memory all graphs take.
 2. `capture` captures all of them over the pool that serves. A running engine never captures.
@@ -89,7 +89,9 @@ class StepGraphs:
         self._mixed_tokens = _mixed_tokens(max_num_tokens)
         self._mixed_decodes = _mixed_decodes(max_num_seqs)
         self._inputs = GraphInputs(self._shapes, max_pages, device)
-        self._logits_BV = torch.zeros((self._inputs.max_seqs, vocab_size), dtype=torch.float32, device=device)
+        self._logits_RV = torch.zeros(
+            (self._inputs.max_logits, vocab_size), dtype=torch.float32, device=device
+        )
         self._graphs: dict[GraphShape, torch.cuda.CUDAGraph] = {}
         self._stream = torch.cuda.Stream(device, stream_priority)
         self._memory = torch.cuda.graph_pool_handle()
@@ -127,30 +129,27 @@ class StepGraphs:
         if num_tokens == 0:
             size = self._sizes[bisect_left(self._sizes, num_decodes)]
             return GraphShape(size) if num_logits == num_decodes else None
-        if (
-            num_tokens > self._mixed_tokens[-1]
-            or num_seqs - num_decodes > MAX_PROMPTS
-            or num_logits > num_seqs
-        ):
+        if num_tokens > self._mixed_tokens[-1] or num_seqs - num_decodes > MAX_PROMPTS:
             return None
-        return GraphShape(
+        shape = GraphShape(
             self._mixed_decodes[bisect_left(self._mixed_decodes, num_decodes)],
             MAX_PROMPTS + 1,
             self._mixed_tokens[bisect_left(self._mixed_tokens, num_tokens)],
         )
+        return shape if num_logits <= shape.num_logits else None
 
     def replay(self, arrays: StepArrays, shape: GraphShape, last_tokens_R: Tensor | None = None) -> Tensor:
         """Logits [R, V] of the step, which fits in the shape; valid until the next replay."""
         self._inputs.write(arrays, shape, last_tokens_R)
         self._graphs[shape].replay()
-        return self._logits_BV[: len(arrays.logit_rows)]
+        return self._logits_RV[: len(arrays.logit_rows)]
 
     def _capture(self, shape: GraphShape, kv_pool: Tensor) -> torch.cuda.CUDAGraph:
-        logits_BV = self._logits_BV[: shape.num_seqs]
+        logits_RV = self._logits_RV[: shape.num_logits]
 
         def run() -> None:
             step = self._inputs.step(shape)  # anew: the graph computes what attention derives from the inputs
-            logits_BV.copy_(self._model.logits(self._model.forward(step, kv_pool)))
+            logits_RV.copy_(self._model.logits(self._model.forward(step, kv_pool)))
 
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):

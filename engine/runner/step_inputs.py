@@ -264,6 +264,9 @@ def _layout(arrays: StepArrays) -> list[int]:
     return starts
 
 
+MAX_DRAFT_ROWS: Final = 64  # of logits in a graph; a step with more drafts has no graph
+
+
 class GraphShape(NamedTuple):
     """The numbers of rows that a CUDA graph computes; a step is padded up to them."""
 
@@ -278,6 +281,14 @@ class GraphShape(NamedTuple):
     @property
     def num_rows(self) -> int:
         return self.num_decodes + self.num_tokens
+
+    @property
+    def num_logits(self) -> int:
+        """Rows of logits: one for each sequence and, beside prompts' tokens, some for drafts.
+
+        Fewer than `num_rows` then: as many would stand for all rows, in order.
+        """
+        return min(self.num_rows - 1, self.num_seqs + MAX_DRAFT_ROWS) if self.num_tokens else self.num_seqs
 
 
 class _GraphRows(NamedTuple):
@@ -306,9 +317,10 @@ class GraphInputs:
     def __init__(self, shapes: Iterable[GraphShape], max_pages: int, device: torch.device) -> None:
         self.max_rows = max(shape.num_rows for shape in shapes)
         self.max_seqs = max(shape.num_seqs for shape in shapes)
+        self.max_logits = max(shape.num_logits for shape in shapes)
         self._max_pages = max_pages
         wide, most = 8 * self.max_rows, self.max_seqs
-        sizes = (wide, wide, wide, 8 * most, 4 * (most + 1), 4 * most)
+        sizes = (wide, wide, wide, 8 * self.max_logits, 4 * (most + 1), 4 * most)
         self._starts = list(accumulate(map(_aligned, sizes), initial=0))  # the last one: the page table
         self._buffers = _UploadBuffers(self._starts[-1] + 4 * most * _row_entries(max_pages), device)
         self._host_rows = [self._rows_of(host.array) for host in self._buffers.hosts]
@@ -327,7 +339,7 @@ class GraphInputs:
             token_ids_T=self._part(0, num_rows, wide),
             positions_T=self._part(1, num_rows, wide),
             slots_T=self._part(2, num_rows, wide),
-            logit_rows_R=self._arange_B1[:num_seqs] if is_decode else self._part(3, num_seqs, wide),
+            logit_rows_R=self._arange_B1[:num_seqs] if is_decode else self._part(3, shape.num_logits, wide),
             cu_seqlens_B1=(
                 self._arange_int32_B1[: num_seqs + 1] if is_decode else self._part(4, num_seqs + 1, narrow)
             ),
@@ -409,7 +421,7 @@ def _write_prompts(rows: _GraphRows, arrays: StepArrays, shape: GraphShape) -> N
     rows.cu_seqlens[num_seqs + 1 : shape.num_seqs + 1] = shape.num_rows
     num_logits, moved = len(arrays.logit_rows), arrays.logit_rows >= num_decodes
     rows.logit_rows[:num_logits] = arrays.logit_rows + moved * (first - num_decodes)
-    rows.logit_rows[num_logits : shape.num_seqs] = shape.num_rows - 1  # ascending, as the others
+    rows.logit_rows[num_logits : shape.num_logits] = shape.num_rows - 1  # ascending, as the others
 
 
 # Page tables as rows.

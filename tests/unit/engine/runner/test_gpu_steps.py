@@ -326,10 +326,28 @@ def test_step_that_reports_layers_is_computed_layer_by_layer(cuda: FakeCuda, run
     assert "replay" not in names(cuda.calls)
 
 
-def test_prompt_logprobs_ask_for_more_rows_than_a_graph_has(cuda: FakeCuda, runner: ModelRunner) -> None:
-    arrays = mixed_step(3, 17)
-    every = arrays._replace(logit_rows=np.arange(len(arrays.token_ids)))
-    assert runner.execute(every).tolist() == expected(every)
+def all_rows(arrays: StepArrays) -> StepArrays:
+    """Ask for the logits of every token."""
+    return arrays._replace(logit_rows=np.arange(len(arrays.token_ids)))
+
+
+def test_step_with_drafts_is_one_upload_and_one_replay(cuda: FakeCuda, runner: ModelRunner) -> None:
+    """Drafts are in chunks like those of prompts, and each has a row of logits."""
+    for num_decodes, num_tokens, num_prompts in ((0, 9, 1), (3, 27, 3), (12, 4, 8), (2, 4, 2)):
+        arrays = all_rows(mixed_step(num_decodes, num_tokens, num_prompts))
+        cuda.calls.clear()
+        logits_RV = runner.execute(arrays)
+        assert names(cuda.calls) == ["upload", "record event", "on device", "replay", "record event"]
+        assert logits_RV.tolist() == expected(arrays)
+
+
+def test_more_rows_of_logits_than_a_graph_has_are_computed_without(
+    cuda: FakeCuda, runner: ModelRunner
+) -> None:
+    """As prompt logprobs ask for."""
+    arrays = all_rows(mixed_step(3, 13, 7))
+    assert len(arrays.logit_rows) > GraphShape(20, 9, 64).num_logits
+    assert runner.execute(arrays).tolist() == expected(arrays)
     assert "replay" not in names(cuda.calls)
 
 
@@ -352,7 +370,8 @@ def test_padding_to_a_shape_changes_no_bit(shape: GraphShape, tiny_model: Path) 
     model = loaded_model(tiny_model)
     inputs = GraphInputs([shape], MAX_PAGES, torch.device("cpu"))
     pools = torch.zeros(2, 100, *read_layout(tiny_model))
-    for arrays in (decode_step(5, 30), mixed_step(5, 11, 5), mixed_step(2, 33), mixed_step(0, 7, 3)):
+    steps = (decode_step(5, 30), mixed_step(5, 11, 5), mixed_step(2, 33), mixed_step(0, 7, 3))
+    for arrays in (*steps, all_rows(mixed_step(2, 8, 4))):
         if len(arrays.token_ids) - arrays.num_decodes > shape.num_tokens:
             continue
         inputs.write(arrays, shape)
