@@ -26,7 +26,7 @@ def parser_limits() -> LLParserLimits:
     return LLParserLimits(
         initial_lexer_fuel=1_000_000,
         step_lexer_fuel=200_000,
-        step_max_items=50_000,
+        step_max_items=100_000,  # real schemas take up to 75,000 with a vocabulary of 128,000 tokens
         max_items_in_row=2_000,
         max_lexer_states=50_000,
         max_grammar_size=200_000,

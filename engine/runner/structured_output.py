@@ -11,16 +11,17 @@ from collections.abc import Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from time import perf_counter
 from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakKeyDictionary
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from baton.engine.runner.logits_processors import upload
 from baton.engine.scheduler.sequence import Row, Sequence
 from baton.errors import InvalidRequest
+from baton.kernels.mask_logits import mask_logits, num_mask_words
 from baton.request import SamplingParams, StructuredOutputs
 
 if TYPE_CHECKING:
@@ -30,9 +31,19 @@ TOKENIZER_FILE: Final = "tokenizer.json"
 MAX_COMPILED: Final = 64  # grammars that are kept for each tenant
 MAX_COMPILED_CHARS: Final = 2**18  # of their forms; a compiled grammar takes many times that
 MAX_TENANTS: Final = 64  # with grammars that are kept
-BITS: Final = 32  # of a word
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class FormCounts:
+    """What structured outputs have cost since the engine's start."""
+
+    num_masks: int = 0
+    mask_s: float = 0.0
+    num_compiled: int = 0  # grammars with errors included
+    compile_s: float = 0.0
+    num_failed: int = 0  # sequences whose grammar did not compile or did not take their tokens
 
 
 @dataclass(slots=True)
@@ -56,6 +67,7 @@ class StructuredOutputMask:
 
         vocab_size: of the logits, which may have more tokens than the tokenizer.
         """
+        self.counts = FormCounts()
         self._directory = directory
         self._vocab_size = vocab_size
         self._eos_token_ids = list(eos_token_ids)
@@ -93,18 +105,15 @@ class StructuredOutputMask:
         self.process_rows(logits_V[None], {0: row})
 
     def process_rows(self, logits_RV: Tensor, rows: Mapping[int, Row]) -> None:
-        vocab_size = logits_RV.shape[1]
-        masks_NW = np.zeros((len(rows), -(-vocab_size // BITS)), np.int32)
+        masks_NW = np.zeros((len(rows), num_mask_words(logits_RV.shape[1])), np.int32)
         broken = [
             index
             for mask_W, (index, row) in zip(masks_NW, rows.items(), strict=True)
             if not self._fill(mask_W, row)
         ]
-        words_NW = upload(masks_NW, logits_RV.device)
-        bits_NV = (words_NW[:, :, None] >> torch.arange(BITS, device=logits_RV.device, dtype=torch.int32)) & 1
-        banned_NV = bits_NV.flatten(1)[:, :vocab_size] == 0
+        self.counts.num_failed += len(broken)
         rows_N = upload(np.array(list(rows), np.int64), logits_RV.device)
-        logits_RV[rows_N] = logits_RV[rows_N].masked_fill_(banned_NV, float("-inf"))
+        mask_logits(logits_RV, rows_N, upload(masks_NW, logits_RV.device))
         if broken:
             logits_RV[upload(np.array(broken, np.int64), logits_RV.device)] = float("nan")
 
@@ -136,6 +145,7 @@ class StructuredOutputMask:
             matcher = progress.matcher = progress.matcher or progress.compiled.result().deep_copy()
         except (ImportError, OSError, ValueError, InvalidRequest) as error:
             return _failed(sequence, str(error))
+        began_s = perf_counter()
         if self._catch_up(progress, sequence):
             num_taken = matcher.try_consume_tokens(drafts) if drafts else 0
             if num_taken < len(drafts):
@@ -144,7 +154,11 @@ class StructuredOutputMask:
                 matcher.unsafe_compute_mask_ptr(mask_W.ctypes.data, mask_W.nbytes)
             if num_taken:
                 matcher.rollback(num_taken)
-        return not matcher.is_error() or _failed(sequence, matcher.get_error())
+        if matcher.is_error():
+            return _failed(sequence, matcher.get_error())
+        self.counts.num_masks += 1
+        self.counts.mask_s += perf_counter() - began_s
+        return True
 
     def _of(self, sequence: Sequence) -> _Progress:
         progress = self._progress.get(sequence)
@@ -180,7 +194,11 @@ class StructuredOutputMask:
         if self._tokenizer is None:
             text = (self._directory / TOKENIZER_FILE).read_text("utf-8")
             self._tokenizer = LLTokenizer(text, n_vocab=self._vocab_size, eos_token=self._eos_token_ids)
-        return LLMatcher(self._tokenizer, grammar_of(form), log_level=0, limits=parser_limits())
+        began_s = perf_counter()
+        matcher = LLMatcher(self._tokenizer, grammar_of(form), log_level=0, limits=parser_limits())
+        self.counts.num_compiled += 1
+        self.counts.compile_s += perf_counter() - began_s
+        return matcher
 
 
 def _failed(sequence: Sequence, why: str) -> bool:
