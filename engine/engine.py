@@ -39,6 +39,7 @@ from baton.engine.speculation.lookup import lookup_drafter
 from baton.errors import ConfigError, InvalidRequest, ModelError, WorkerLost
 from baton.kernels import native
 from baton.kernels.huge_pages import huge_zeros
+from baton.messages.workers import Load
 from baton.pages import PageKeys
 from baton.request import FilledPages, FinishReason, Request, StepOutput
 
@@ -238,6 +239,17 @@ class Engine(Replica):
         if sampled.logprobs or sampled.prompt_logprobs:
             outputs = [sampled.with_logprobs(each) for each in outputs]
         return outputs + [last_output(sequence, BAD_LOGITS) for sequence in failed]
+
+    def load(self) -> Load:
+        counts = self._form_mask.counts
+        return msgspec.structs.replace(
+            super().load(),
+            num_masks=counts.num_masks,
+            mask_us=round(1e6 * counts.mask_s),
+            num_compiled_forms=counts.num_compiled,
+            compile_us=round(1e6 * counts.compile_s),
+            num_failed_forms=counts.num_failed,
+        )
 
     def close(self) -> None:
         """Stop the other ranks and wait until they have ended."""

@@ -72,6 +72,7 @@ class GatewayProcess:
             tenants, self.metrics.tenants_file = self._watch.tenants, self._watch.counters
         model = _served_model(config, service)
         self._bodies = model.bodies
+        self.metrics.forms, self.metrics.form_check = model.bodies.forms.outcomes, model.bodies.forms.times
         self.limiter = Limiter(
             self.metrics,
             config.max_open_requests,

@@ -69,6 +69,11 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     num_drafts: Count = 0  # steps of sequences with drafts
     num_draft_tokens: Count = 0
     num_accepted_tokens: Count = 0  # of the drafts
+    num_masks: Count = 0  # of structured outputs: token masks, compiled grammars, and their time
+    mask_us: Count = 0
+    num_compiled_forms: Count = 0
+    compile_us: Count = 0
+    num_failed_forms: Count = 0  # sequences whose grammar did not compile or did not take their tokens
     num_tokens: Count = 0  # generated
     kv_bytes: Count = 0  # sent to other workers
     # Transports, fall-backs, dropped peers. The worker names its counters and gauges itself.

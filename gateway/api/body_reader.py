@@ -141,7 +141,7 @@ class BodyReader:
     def __init__(self, reader: PromptReader, helper_arguments: Sequence[str] = ()) -> None:
         """helper_arguments: of a helper's program; none: every body is read on the event loop."""
         self.reader = reader
-        self._forms = FormChecker()
+        self.forms = FormChecker()
         self._helpers = (_Helper(helper_arguments), _Helper(helper_arguments)) if helper_arguments else ()
 
     @classmethod
@@ -164,7 +164,7 @@ class BodyReader:
         read = await self._read(kind, data, policy, tenant)
         if (asked := read.asked_form) is not None:
             try:
-                await self._forms.check(tenant, asked.form)
+                await self.forms.check(tenant, asked.form)
             except InvalidRequest as error:
                 raise invalid(f"{asked.key}: {error}", param=asked.key) from None
         return read
@@ -191,7 +191,7 @@ class BodyReader:
 
     async def close(self) -> None:
         """Kill the helpers; their jobs fail. May be called twice."""
-        await self._forms.close()
+        await self.forms.close()
         for helper in self._helpers:
             await helper.close()
 

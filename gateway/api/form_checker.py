@@ -21,8 +21,9 @@ import resource
 import selectors
 import signal
 import sys
+import time
 from asyncio.subprocess import PIPE, Process
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from hashlib import blake2b
 from itertools import count
 from typing import Final, NoReturn
@@ -32,6 +33,7 @@ import msgspec
 
 from baton.errors import InvalidRequest, Overloaded
 from baton.gateway.api.helper_process import LENGTH_BYTES, frame, lower_priority
+from baton.messages.status import Histogram
 from baton.request import StructuredOutputs
 from baton.structured_output import check_form
 
@@ -43,6 +45,7 @@ MAX_MEMORY_BYTES: Final = 2**30
 MAX_WAIT_S: Final = 10.0
 MAX_CHILDREN: Final = 16
 RETRY_AFTER_S: Final = 1.0
+CHECK_BOUNDS_S: Final = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 DONE: Final = b"."  # before the error message of a child, which is empty for a form that can be honoured
 TOO_MUCH: Final = f"it takes more than {1000 * MAX_CPU_S:.0f} ms, or too much memory, to compile"
 
@@ -71,6 +74,9 @@ class FormChecker:
     """Checks the forms of one gateway, on one event loop; `close` ends its process."""
 
     def __init__(self) -> None:
+        # Checks by outcome: "known" (checked before), "accepted", "refused", "too_long", "failed".
+        self.outcomes: Counter[str] = Counter()
+        self.times = Histogram(CHECK_BOUNDS_S)  # seconds of the checks that were not known
         self._process: Process | None = None
         self._starting = asyncio.Lock()
         self._reading: asyncio.Task[None] | None = None
@@ -85,10 +91,17 @@ class FormChecker:
         """Raise InvalidRequest for a form that cannot be honoured, Overloaded when the server fails."""
         digest = blake2b(msgspec.msgpack.encode(form), digest_size=DIGEST_BYTES).digest()
         if digest in self._checked.get(tenant, ()):
+            self.outcomes["known"] += 1
             return
         turn = self._turns.setdefault(tenant, asyncio.Lock())
         async with turn, self._at_once:
-            error = await self._ask(form)
+            began_s, outcome = time.monotonic(), "failed"
+            try:
+                error = await self._ask(form)
+                outcome = "accepted" if error is None else "too_long" if error == TOO_MUCH else "refused"
+            finally:
+                self.outcomes[outcome] += 1
+                self.times.observe(time.monotonic() - began_s)
         if error is not None:
             raise InvalidRequest(error)
         self._remember(tenant, digest)

@@ -12,7 +12,7 @@ from baton.clock import Clock
 from baton.gateway.metrics.metrics import Metrics
 from baton.messages.operations import Status
 from baton.messages.status import Histogram
-from baton.messages.workers import WorkerStatus
+from baton.messages.workers import Load, WorkerStatus
 
 REFRESH_S: Final = 2
 LEAST_S: Final = 0.5  # between the two readings of a rate
@@ -109,7 +109,7 @@ def _worker(status: WorkerStatus) -> dict[str, Any]:
     worker, load = status.worker, status.load
     num_pages = max(1, worker.num_pages)
     num_active = sum(load.pages.get(state, 0) for state in SHOWN_STATES if state != "cached")
-    found = load.prefix_hits_tokens / load.prefix_queries_tokens if load.prefix_queries_tokens else None
+    mask_us = f"{load.mask_us / load.num_masks:.0f} \u00b5s" if load.num_masks else "-"
     return {
         "name": worker.name,
         "role": worker.role,
@@ -118,9 +118,25 @@ def _worker(status: WorkerStatus) -> dict[str, Any]:
         "shares": [(state, round(100 * load.pages.get(state, 0) / num_pages, 2)) for state in SHOWN_STATES],
         "title": ", ".join(f"{count} {state}" for state, count in load.pages.items()),
         "in_use": f"{num_active / num_pages:.0%}",
-        "found": "-" if found is None else f"{found:.0%}",
+        "found": _share(load.prefix_hits_tokens, load.prefix_queries_tokens),
+        "accepted": _share(load.num_accepted_tokens, load.num_draft_tokens),
+        "accepted_title": f"{load.num_accepted_tokens} of {load.num_draft_tokens} draft tokens",
+        "mask": mask_us,
+        "mask_title": _forms_of(load),
         "note": "drains" if status.is_draining else "",
     }
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{part / whole:.0%}" if whole else "-"
+
+
+def _forms_of(load: Load) -> str:
+    compile_ms = load.compile_us / 1e3 / max(1, load.num_compiled_forms)
+    return (
+        f"{load.num_masks} masks; {load.num_compiled_forms} grammars, {compile_ms:.1f} ms to compile one; "
+        f"{load.num_failed_forms} failed"
+    )
 
 
 def _gateway(counts: Metrics) -> dict[str, Any]:
@@ -129,6 +145,8 @@ def _gateway(counts: Metrics) -> dict[str, Any]:
         "num_open": counts.num_open,
         "num_requests": _num_requests(counts),
         "num_tokens": counts.generated_tokens,
+        "num_refused_forms": counts.forms.get("refused", 0) + counts.forms.get("too_long", 0),
+        "form_check": quantile([counts.form_check], 0.99),
         "num_replays": sum(count for event, count in counts.events.items() if event.startswith("replays_")),
     }
 

@@ -10,6 +10,7 @@ from typing import Annotated, Final, TypeAlias
 import msgspec
 from msgspec import Meta
 
+from baton.gateway.api.form_checker import CHECK_BOUNDS_S
 from baton.messages.status import Histogram
 from baton.tenants import Refusal
 
@@ -59,10 +60,12 @@ class Metrics(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     clients_gone: Count = 0  # before the end of their answer
     clients_given_up: Count = 0  # they read too slowly
     unknown_keys: Count = 0  # of bodies
+    forms: ByName = msgspec.field(default_factory=Counter)  # checks of structured outputs, by outcome
     tenants: Annotated[dict[Name, TenantCounts], Meta(max_length=MAX_TENANTS + 1)] = {}
     tenants_file: ByName = msgspec.field(default_factory=Counter)  # its changes, by outcome
     ttft: Histogram = msgspec.field(default_factory=lambda: Histogram(TTFT_BOUNDS_S))
     itl: Histogram = msgspec.field(default_factory=lambda: Histogram(ITL_BOUNDS_S))
+    form_check: Histogram = msgspec.field(default_factory=lambda: Histogram(CHECK_BOUNDS_S))
     duration: Histogram = msgspec.field(default_factory=lambda: Histogram(REQUEST_BOUNDS_S))
 
     def answered(self, path: str, status: int) -> None:

@@ -205,6 +205,18 @@ def test_form_that_does_not_compile_fails_alone(plain: Engine, tokenizer: Tokeni
     plain.scheduler.check_integrity()
 
 
+def test_masks_grammars_and_failures_are_counted(tokenizer: Tokenizer) -> None:
+    made = engine()
+    good = [request for request in requests(tokenizer) if request.request_id.startswith("json")]
+    num_tokens = sum(map(len, answers(made, good).values()))
+    sampling = SamplingParams(max_tokens=9, structured_outputs=StructuredOutputs(regex="a("))
+    answers(made, [Request(request_id="bad", token_ids=good[0].token_ids, sampling=sampling)])
+    load = made.load()
+    assert (load.num_masks, load.num_compiled_forms, load.num_failed_forms) == (num_tokens, 2, 1)
+    assert load.mask_us > 0 and load.compile_us > 0
+    made.close()
+
+
 def test_grammars_of_many_forms_and_tenants_are_forgotten(tokenizer: Tokenizer) -> None:
     """The tokens are the same when a grammar is compiled again."""
     made = engine()

@@ -126,6 +126,15 @@ async def test_checked_form_is_remembered_for_its_tenant() -> None:
 
 
 @on_loop
+async def test_checks_are_counted_by_outcome_and_timed() -> None:
+    async with checking() as checker:
+        for fields in ({"regex": "a"}, {"regex": "a"}, {"regex": "a("}, SLOW):
+            await seconds(checker, "", fields)
+        assert checker.outcomes == {"accepted": 1, "known": 1, "refused": 1, "too_long": 1}
+        assert checker.times.num == 3 and checker.times.sum > MAX_CPU_S
+
+
+@on_loop
 async def test_form_server_that_dies_fails_what_it_had_and_is_replaced() -> None:
     before = children()
     async with checking() as checker:

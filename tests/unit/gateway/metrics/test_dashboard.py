@@ -46,6 +46,10 @@ def status(**fields: object) -> Status:
         pages={"free": 16, "cached": 32, "active": 16},
         prefix_queries_tokens=200,
         prefix_hits_tokens=50,
+        num_draft_tokens=8,
+        num_accepted_tokens=6,
+        num_masks=1000,
+        mask_us=42_000,
     )
     entry = WorkerStatus(worker=worker(), load=load, num_attempts=5, beat_age_s=0.1)
     queue = QueueStatus(
@@ -68,6 +72,14 @@ def test_workers_tenants_and_gateways_are_shown() -> None:
     shown = Text(page().page([counts("g0", 12, 90), counts("g1")], status()))
     assert {"decode-0", "decode", "25%", "g0", "g1", "12", "90"} <= set(shown.texts)
     assert tile(shown, "queued requests") == "7" and tile(shown, "overload") == "calm"
+
+
+def test_accepted_drafts_mask_times_and_refused_forms_are_shown() -> None:
+    gateway = counts("g0")
+    gateway.forms.update(refused=313, too_long=4)
+    gateway.form_check.observe(0.004)
+    shown = Text(page().page([gateway], status()))
+    assert {"75%", "42 \u00b5s", "317", "\u2264 5 ms"} <= set(shown.texts)
 
 
 def test_names_are_escaped() -> None:

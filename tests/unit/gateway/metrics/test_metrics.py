@@ -66,6 +66,25 @@ def test_workers_are_shown_from_the_status_of_the_router() -> None:
     assert not any(name.startswith("vllm") for name, _ in found)
 
 
+def test_forms_and_masks_are_exported() -> None:
+    service = ScriptedService()
+    load = Load(num_masks=4, mask_us=2_000_000, num_compiled_forms=2, compile_us=500_000, num_failed_forms=1)
+    service.status = Status(
+        workers=(WorkerStatus(worker=worker(), load=load, num_attempts=0, beat_age_s=0.1),)
+    )
+    metrics = Metrics(gateway="g0", forms=Counter(refused=3))
+    metrics.form_check.observe(0.004)
+    found = samples(exporter(metrics, service))
+    decode, gateway = (("role", "decode"), ("worker", "decode-0")), (("gateway", "g0"),)
+    assert found["baton_worker_masks_total", decode] == 4
+    assert found["baton_worker_mask_seconds_total", decode] == 2.0
+    assert found["baton_worker_compiled_forms_total", decode] == 2
+    assert found["baton_worker_form_compile_seconds_total", decode] == 0.5
+    assert found["baton_worker_failed_forms_total", decode] == 1
+    assert found["baton_forms_total", (*gateway, ("outcome", "refused"))] == 3
+    assert found["baton_form_check_seconds_sum", gateway] == 0.004
+
+
 def test_vllm_names_are_shown_on_request() -> None:
     found = samples(exporter(Metrics(), service_with_workers(), vllm_names=True))
     model = (("model_name", "tiny"),)
