@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Ordered
 from dataclasses import dataclass
 from itertools import compress
-from typing import Final, TypeAlias
+from typing import Final, TypeAlias, TypeVar
 
 import msgspec
 import numpy as np
@@ -22,6 +22,7 @@ from baton.engine.scheduler.sequence import Batch, Row, ScheduledChunk, Sequence
 from baton.kernels.sample import NOT_A_TOKEN, SamplingTensors, sample, warm_up
 from baton.request import StepOutput, TokenLogprobs
 
+Value = TypeVar("Value")
 PromptLogprobs: TypeAlias = tuple[TokenLogprobs | None, ...]
 ROWS_AT_ONCE: Final = 256  # bounds the fp32 copies of [R, V] of a long prompt
 
@@ -96,6 +97,8 @@ class Draws:
         is_sampled: list[bool] | None,
         asked: tuple[list[AskingRow], LogprobRows] | None,
         prompts: dict[SequenceKey, list[PromptPart]],
+        *,
+        has_drafts: bool,
     ) -> None:
         """is_sampled: for each chunk of the batch, whether it has rows; None: every chunk has.
 
@@ -104,6 +107,7 @@ class Draws:
         self.token_ids_R = token_ids_R  # int64, on the device; NOT_A_TOKEN for a row that failed
         self._rows = rows
         self._is_sampled = is_sampled
+        self._has_drafts = has_drafts
         self._asked = asked
         self._prompts = prompts
         self._on_host_R = to_host(token_ids_R)
@@ -115,19 +119,29 @@ class Draws:
         """Wait until the tokens are on the host."""
         if self._copied is not None:
             self._copied.synchronize()
-        sequences = [row.sequence for row in self._rows if not row.drafts]
-        runs = _accept(self._rows, self._on_host_R.tolist())
-        each = iter(runs)
-        of_chunks = (
-            runs if self._is_sampled is None else [next(each) if has else [] for has in self._is_sampled]
-        )
+        drawn: list[int] = self._on_host_R.tolist()
+        runs = _accept(self._rows, drawn) if self._has_drafts else None
+        firsts: list[int | None] = [*drawn] if runs is None else [run[0] for run in runs]
+        failed: list[Sequence] = []
+        if NOT_A_TOKEN in firsts:
+            sequences = [row.sequence for row in self._rows if not row.drafts]
+            failed = [each for each, first in zip(sequences, firsts, strict=True) if first == NOT_A_TOKEN]
+            firsts = [None if first == NOT_A_TOKEN else first for first in firsts]
+        later = [] if runs is None else self._of_chunks([run[1:] for run in runs], [])
         return Sampled(
-            token_ids=[run[0] if run and run[0] != NOT_A_TOKEN else None for run in of_chunks],
-            accepted={chunk: run[1:] for chunk, run in enumerate(of_chunks) if len(run) > 1},
-            failed=[each for each, run in zip(sequences, runs, strict=True) if run[0] == NOT_A_TOKEN],
+            token_ids=self._of_chunks(firsts, None),
+            accepted={chunk: token_ids for chunk, token_ids in enumerate(later) if token_ids},
+            failed=failed,
             logprobs={} if self._asked is None else _by_key(*self._asked),
             prompt_logprobs={key: _join(parts) for key, parts in self._prompts.items()},
         )
+
+    def _of_chunks(self, values: list[Value], otherwise: Value) -> list[Value]:
+        """The values of the chunks that have rows, at their places in the batch."""
+        if self._is_sampled is None:
+            return values
+        each = iter(values)
+        return [next(each) if is_sampled else otherwise for is_sampled in self._is_sampled]
 
 
 def _accept(rows: list[Row], drawn: list[int]) -> list[list[int]]:
@@ -170,7 +184,9 @@ class Sampler:
         """processors: they run in this order."""
         self._device = device
         self._processors = processors
-        self._rows: list[Row] = []  # by identity of the sequences: a key may be used again
+        # Of the last step, unless it had drafts; by identity: a key may be used again.
+        self._sequences: list[Sequence] | None = None
+        self._rows: list[Row] = []
         self._tensors: SamplingTensors | None = None
         self._processed: list[tuple[LogitsProcessor, dict[int, Row]]] = []  # each with its rows
         self._asking: list[Row] = []  # want log probabilities
@@ -191,13 +207,12 @@ class Sampler:
         """
         is_sampled = None if batch.is_pure_decode else [chunk.samples for chunk in batch.chunks]
         sequences = batch.sequences if is_sampled is None else [*compress(batch.sequences, is_sampled)]
-        rows = [*map(Row, sequences)] if not batch.drafts else _draft_rows(batch)
-        if len(logits_RV) != len(rows):
+        tensors = self._parameters(batch, sequences)
+        if len(logits_RV) != len(self._rows):
             logits_RV = self._take_prompt_rows(batch, logits_RV)
-        tensors = self._parameters(rows, has_drafts=bool(batch.drafts))
         raw_AV = logits_RV[self._asking_rows_A] if self._asking else None  # a copy, before the processors
-        for processor, its_rows in self._processed:
-            process_rows(processor, logits_RV, its_rows)
+        for processor, rows in self._processed:
+            process_rows(processor, logits_RV, rows)
         drawn_R = sample(logits_RV, tensors)
         asked = None
         if raw_AV is not None:
@@ -208,7 +223,7 @@ class Sampler:
             for each in self._asking_prompt
             if each.needs_prompt_logprobs
         }
-        return Draws(drawn_R, rows, is_sampled, asked, prompts)
+        return Draws(drawn_R, self._rows, is_sampled, asked, prompts, has_drafts=bool(batch.drafts))
 
     def forget(self, sequence: Sequence) -> None:
         """Forget a sequence that ended before its first token."""
@@ -239,11 +254,12 @@ class Sampler:
     def _upload(self, values: list[int]) -> Tensor:
         return upload(np.array(values, np.int64), self._device)
 
-    def _parameters(self, rows: list[Row], *, has_drafts: bool) -> SamplingTensors:
-        if self._tensors is not None and not has_drafts and rows == self._rows:
+    def _parameters(self, batch: Batch, sequences: list[Sequence]) -> SamplingTensors:
+        if self._tensors is not None and not batch.drafts and sequences == self._sequences:
             self._tensors.position_B.add_(1)  # every one that sampled has one more token
             return self._tensors
-        self._rows = rows
+        self._sequences = None if batch.drafts else sequences
+        rows = self._rows = _draft_rows(batch) if batch.drafts else [*map(Row, sequences)]
         self._tensors = _tensors(rows, self._device)
         self._processed = _processed_rows(self._processors, rows)
         asking = {index: row for index, row in enumerate(rows) if row.sequence.sampling.logprobs is not None}
