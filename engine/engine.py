@@ -222,9 +222,7 @@ class Engine(Replica):
         ended_s = perf_counter()
         step_s = ended_s - max(step.launched_s, self._busy_since_s or 0.0)
         self._meter.observe(step.batch, step_s)
-        num_sampled = len(sampled.token_ids) - sampled.token_ids.count(None)
-        num_accepted = sum(map(len, sampled.accepted.values()))
-        self._last_step = step.batch, step_s * max(1, num_sampled) / max(1, num_sampled + num_accepted)
+        self._last_step = step.batch, step_s / sampled.tokens_a_sequence
         failed = [sequence for sequence in sampled.failed if sequence.finish_reason is None]
         for sequence in failed:
             logger.error("logits that are not numbers", extra={"request_id": sequence.request_id})

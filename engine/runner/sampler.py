@@ -77,6 +77,14 @@ class Sampled:
     logprobs: dict[RowKey, TokenLogprobs]
     prompt_logprobs: dict[SequenceKey, PromptLogprobs]  # with the first token
 
+    @property
+    def tokens_a_sequence(self) -> float:
+        """How many tokens each sequence that sampled gained, on average."""
+        if not self.accepted:
+            return 1.0
+        num_sampled = len(self.token_ids) - self.token_ids.count(None)
+        return 1.0 + sum(map(len, self.accepted.values())) / num_sampled
+
     def with_logprobs(self, output: StepOutput) -> StepOutput:
         """Return the output with the log probabilities that its request asked for."""
         key = output.request_id, output.choice

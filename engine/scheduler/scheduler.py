@@ -43,7 +43,7 @@ from baton.engine.scheduler.step_planner import HEADROOM_TOKENS, CostCap, Pressu
 from baton.errors import IntegrityError, InvalidRequest
 from baton.request import MAX_CHOICES, FilledPages, FinishReason, StepOutput
 
-_RUNNING, _FINISHED = SequenceStatus.RUNNING, SequenceStatus.FINISHED
+_RUNNING, _ENDING, _FINISHED = SequenceStatus.RUNNING, SequenceStatus.ENDING, SequenceStatus.FINISHED
 
 
 class Scheduler:
@@ -211,21 +211,22 @@ class Scheduler:
             sequences = list(decoding.values())
         else:
             sequences = [by_key[key] for key in scheduled]
+        first = plan.num_decodes  # of the chunks with drafts
+        drafts = dict(enumerate(plan.drafts.values(), first))
+        if sequences:
+            self._charge(plan.own_tokens)
         to_host, to_device = self.cache.host.take_copies()
-        batch = Batch(
+        return Batch(
             sequences=sequences,
             starts=[sequence.num_computed_tokens for sequence in sequences],
             lengths=list(plan.scheduled.values()),
             num_decodes=plan.num_decodes,
             is_pure_decode=plan.is_pure_decode,
-            drafts={scheduled.index(key): drafts for key, drafts in plan.drafts.items()},
+            drafts=drafts,
             copies_to_host=to_host,
             copies_to_device=to_device,
             num_padded_tokens=plan.num_padded_tokens,
         )
-        if sequences:
-            self._charge(zip(sequences, batch.own_lengths, strict=True))
-        return batch
 
     def advance(self, batch: Batch) -> None:
         """Count the tokens of the latest batch as computed, as the next plan needs while the batch runs.
@@ -270,39 +271,34 @@ class Scheduler:
             self.advance(batch)
         self._advanced = None
         attribute_step_cost(batch, step_s, self._cost_cap.cost)
-        if batch.drafts:
-            self.num_drafts += len(batch.drafts)
-            self.num_draft_tokens += sum(map(len, batch.drafts.values()))
-            self.num_accepted_tokens += sum(map(len, accepted.values()))
-            self._charge((batch.sequences[chunk], len(token_ids)) for chunk, token_ids in accepted.items())
         outputs: list[StepOutput] = []
         page_size = self.pool.page_size
         columns = batch.sequences, batch.starts, batch.own_lengths, sampled
-        for chunk, (sequence, start, length, token_id) in enumerate(zip(*columns, strict=True)):
-            num_computed = start + length
-            if sequence.status is _FINISHED:
+        for sequence, start, length, token_id in zip(*columns, strict=True):
+            num_computed, status = start + length, sequence.status
+            if status is _FINISHED:
                 continue
-            token_ids, reason = sequence.token_ids, None
-            if token_id is None and token_ids[-1] < 0:
-                raise IntegrityError(f"sequence {sequence.key} got no token at position {num_computed}")
-            if token_id is not None:
-                token_ids[-1] = token_id
-                reason = _finish_reason(sequence)
-                outputs.append(_output(sequence, reason))
-            for token_id in accepted.get(chunk, ()):
-                if reason is not None:
-                    break
-                num_computed += 1
-                token_ids.append(token_id)
-                reason = _finish_reason(sequence)
-                outputs.append(_output(sequence, reason))
-            if not sequence.is_queued:
-                if chunk in accepted:
-                    sequence.num_computed_tokens = num_computed
-                if not num_computed % page_size or num_computed - start > 1:
-                    self.cache.register(sequence)
+            if (not num_computed % page_size or length > 1) and not sequence.is_queued:
+                self.cache.register(sequence)
+            token_ids = sequence.token_ids
+            if token_id is None:
+                if token_ids[-1] < 0:
+                    raise IntegrityError(f"sequence {sequence.key} got no token at position {num_computed}")
+                continue
+            token_ids[-1], reason = token_id, None
+            if token_id in sequence.stop_ids and num_computed + 1 >= sequence.min_num_tokens:
+                reason = FinishReason.STOP
+            elif status is _ENDING:
+                reason = FinishReason.LENGTH
             if reason is not None:
                 self._finish(sequence, reason)
+            request_id, choice = sequence.key
+            index = num_computed - sequence.num_prompt_tokens
+            outputs.append(
+                StepOutput(request_id, choice, index, token_id, reason, sequence.num_cached_tokens)
+            )
+        if batch.drafts:
+            outputs += self._commit_drafts(batch, accepted)
         self._version += 1
         return outputs
 
@@ -319,13 +315,46 @@ class Scheduler:
             if len(pages) < self.pool.pages_for(sequence.num_computed_tokens):
                 raise IntegrityError(f"sequence {sequence.key} has fewer pages than computed tokens")
 
-    def _charge(self, num_tokens: Iterable[tuple[Sequence, int]]) -> None:
-        """Charge the shares of these sequences. Drafts are charged once they are accepted."""
-        shares, now_s = self._queues.shares, self._clock.now_s()
+    def _commit_drafts(self, batch: Batch, accepted: Mapping[int, Ordered[int]]) -> list[StepOutput]:
+        """Add the tokens that follow accepted drafts; up to the one that ends a sequence, if any does."""
+        self.num_drafts += len(batch.drafts)
+        self.num_draft_tokens += sum(map(len, batch.drafts.values()))
+        outputs: list[StepOutput] = []
+        num_accepted: dict[SequenceKey, int] = {}
+        ending: list[tuple[Sequence, FinishReason]] = []
+        for chunk, token_ids in accepted.items():
+            sequence = batch.sequences[chunk]
+            if sequence.status is _FINISHED:
+                continue
+            request_id, choice = sequence.key
+            for token_id in token_ids:
+                reason, index = None, len(sequence.token_ids) - sequence.num_prompt_tokens
+                sequence.num_computed_tokens += 1
+                sequence.token_ids.append(token_id)
+                num_tokens = len(sequence.token_ids)
+                if token_id in sequence.stop_ids and num_tokens >= sequence.min_num_tokens:
+                    reason = FinishReason.STOP
+                elif num_tokens >= sequence.max_num_tokens:
+                    reason = FinishReason.LENGTH
+                output = StepOutput(request_id, choice, index, token_id, reason, sequence.num_cached_tokens)
+                outputs.append(output)
+                num_accepted[sequence.key] = num_accepted.get(sequence.key, 0) + 1
+                if reason is not None:
+                    ending.append((sequence, reason))
+                    break
+            self.cache.register(sequence)
+        self.num_accepted_tokens += len(outputs)
+        self._charge(num_accepted)
+        for sequence, reason in ending:
+            self._finish(sequence, reason)
+        return outputs
+
+    def _charge(self, num_tokens: Mapping[SequenceKey, int]) -> None:
+        by_key, shares, now_s = self._queues.by_key, self._queues.shares, self._clock.now_s()
         if shares.are_several:
-            shares.charge(((sequence.share, num) for sequence, num in num_tokens), now_s)
+            shares.charge(((by_key[key].share, num) for key, num in num_tokens.items()), now_s)
         else:
-            shares.charge_only(sum(num for _, num in num_tokens), now_s)
+            shares.charge_only(sum(num_tokens.values()), now_s)
 
     def _preempt(self, sequence: Sequence, mode: PreemptMode) -> None:
         sequence.num_preemptions += 1
@@ -611,24 +640,6 @@ class ExternalPageHolds:
         pages.difference_update(*self._claims.values())
         pages.difference_update(*(sequence.page_table for sequence in self.kept.values()))
         return len(pages)
-
-
-# Tokens of a sequence.
-
-
-def _finish_reason(sequence: Sequence) -> FinishReason | None:
-    """Why the latest token ends the sequence; None if it does not."""
-    num_tokens = len(sequence.token_ids)
-    if sequence.token_ids[-1] in sequence.stop_ids and num_tokens >= sequence.min_num_tokens:
-        return FinishReason.STOP
-    return FinishReason.LENGTH if num_tokens >= sequence.max_num_tokens else None
-
-
-def _output(sequence: Sequence, reason: FinishReason | None) -> StepOutput:
-    """The output of the latest token."""
-    index = len(sequence.token_ids) - sequence.num_prompt_tokens - 1
-    request_id, choice = sequence.key
-    return StepOutput(request_id, choice, index, sequence.token_ids[-1], reason, sequence.num_cached_tokens)
 
 
 # Figures of a sequence.

@@ -248,6 +248,13 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     wait_s: float | None = None  # nothing is scheduled; the queue window opens after this time
     preempted_for: SequenceKey | None = None  # the waiting sequence that others give pages to; it comes next
 
+    @property
+    def own_tokens(self) -> Mapping[SequenceKey, int]:
+        """The number of each sequence's tokens, without drafts."""
+        if not self.drafts:
+            return self.scheduled
+        return {key: num - len(self.drafts.get(key, ())) for key, num in self.scheduled.items()}
+
 
 class ScheduledChunk(msgspec.Struct, frozen=True, gc=False):
     """Compute tokens [start, start + num_tokens) of `sequence`, the last of which may be drafts."""
