@@ -3,7 +3,7 @@
 import logging
 import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from time import perf_counter
@@ -41,7 +41,7 @@ from baton.kernels import native
 from baton.kernels.huge_pages import huge_zeros
 from baton.messages.workers import Load
 from baton.pages import PageKeys
-from baton.request import FilledPages, FinishReason, Request, StepOutput
+from baton.request import FilledPages, Request, StepOutput
 
 logger = logging.getLogger(__name__)
 COMPILE_POLL_S: Final = 0.001  # between looks at grammars that are being compiled
@@ -123,8 +123,8 @@ class Engine(Replica):
         self._seeds = random.Random(config.seed)
         self._meter = PreemptionMeter(runner.pool)
         self._num_steps = 0
-        directory, eos_token_ids = Path(config.model), model_config.eos_token_ids
-        self._form_mask = StructuredOutputMask(directory, model_config.vocab_size, eos_token_ids)
+        directory, self._eos_token_ids = Path(config.model), model_config.eos_token_ids
+        self._form_mask = StructuredOutputMask(directory, model_config.vocab_size, self._eos_token_ids)
         self._outside_processors = [*map(load_logits_processor, config.logits_processors)]
         self._start_steps()
         self._sampler.warm_up(model_config.vocab_size)
@@ -160,6 +160,9 @@ class Engine(Replica):
         sampling = request.sampling
         if sampling.structured_outputs is not None:
             self._form_mask.check()
+        allowed, ends = sampling.allowed_token_ids, {*sampling.stop_token_ids, *self._eos_token_ids}
+        if allowed is not None and sampling.min_tokens and ends.issuperset(allowed):
+            raise InvalidRequest("allowed_token_ids: min_tokens bans all of them, since each ends the answer")
         if sampling.extra_args and not any(each.applies(sampling) for each in self._outside_processors):
             names = ", ".join(sampling.extra_args)
             raise InvalidRequest(f"extra_args: no logits processor of this server takes {names}")
@@ -173,11 +176,12 @@ class Engine(Replica):
         stay with their holders. With several ranks, `add` then raises WorkerLost.
         """
         self._expire()
-        keys = self.scheduler.keys()
+        sequences = self.scheduler.sequences()
         try:
             return self._step(watch)
         except BaseException as error:
-            self.scheduler.lose(keys)
+            self.scheduler.lose([sequence.key for sequence in sequences])
+            self._finish_drafting(sequences)
             self._start_steps()
             self._note_loss(error)
             raise
@@ -222,17 +226,21 @@ class Engine(Replica):
         ended_s = perf_counter()
         step_s = ended_s - max(step.launched_s, self._busy_since_s or 0.0)
         self._meter.observe(step.batch, step_s)
-        self._last_step = step.batch, step_s / sampled.tokens_a_sequence
+        if self.scheduler.drafter is None:
+            self._last_step = step.batch, step_s
+        else:  # proposing is part of the step
+            whole_s = ended_s - max(step.began_s, self._busy_since_s or 0.0)
+            self._last_step = (
+                step.batch,
+                whole_s / (1 if step.batch.prompt_chunks else sampled.tokens_a_sequence),
+            )
         failed = [sequence for sequence in sampled.failed if sequence.finish_reason is None]
         for sequence in failed:
             logger.error("logits that are not numbers", extra={"request_id": sequence.request_id})
             self.scheduler.fail(sequence)
         since_s = step.began_s if self._busy_since_s is None else self._busy_since_s
         outputs = self.scheduler.commit(step.batch, sampled.token_ids, ended_s - since_s, sampled.accepted)
-        if self.scheduler.drafter is not None:
-            for sequence in step.batch.sequences:
-                if sequence.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
-                    self.scheduler.drafter.finish(sequence)
+        self._finish_drafting(each for each in step.batch.sequences if each.finish_reason is not None)
         self._busy_since_s = ended_s if self.scheduler.has_work() else None
         if sampled.logprobs or sampled.prompt_logprobs:
             outputs = [sampled.with_logprobs(each) for each in outputs]
@@ -265,7 +273,13 @@ class Engine(Replica):
         ended = super()._abort(request_id, choice)
         for sequence in ended:
             self._sampler.forget(sequence)
+        self._finish_drafting(ended)
         return ended
+
+    def _finish_drafting(self, ended: Iterable[Sequence]) -> None:
+        if self.scheduler.drafter is not None:
+            for sequence in ended:
+                self.scheduler.drafter.finish(sequence)
 
     def _copy_to_device(self, copies: tuple[PageCopy, ...], pages: list[int], reader: Owner) -> None:
         try:

@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeAlias, TypeVar
+from typing import Annotated, Any, Final, Literal, TypeAlias, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -58,8 +58,11 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise ConfigError(f"cache.page_size: expected a power of two, got {self.page_size}")
 
 
+DEFAULT_SHORTEST_MATCH: Final = 3
+
+
 class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How drafts of the next tokens are made, by vLLM's keys. Only drafts that the model samples are kept.
+    """Settings of speculative decoding, by vLLM's keys. Only draft tokens that the model samples are kept.
 
     ngram: the tokens that followed the latest tokens earlier in the same sequence. suffix: also those of
     earlier answers to the same tenant. draft_model: a smaller model with the same vocabulary.
@@ -68,19 +71,26 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     # ngram, suffix or draft_model; None: draft_model.
     method: Literal["ngram", "suffix", "draft_model"] | None = None
     model: str | None = None  # the directory of the draft model
-    # The most tokens that a draft has. Fewer are proposed where they are predicted to save no time.
+    # The most draft tokens of a sequence in a step. Fewer are computed where more are predicted not to pay.
     num_speculative_tokens: Annotated[int, Meta(ge=1, le=64)] = 8
     prompt_lookup_max: Annotated[int, Meta(ge=1, le=64)] = 8  # the longest match that ngram and suffix seek
-    prompt_lookup_min: Annotated[int, Meta(ge=1, le=64)] = 3  # the shortest match, in tokens
+    # The shortest match, in tokens; None: 3, or prompt_lookup_max if that is less.
+    prompt_lookup_min: Annotated[int, Meta(ge=1, le=64)] | None = None
 
     def __post_init__(self) -> None:
         if self.chosen_method == "draft_model" and not self.model:
             raise ConfigError("speculative.model: the method draft_model needs a model's directory")
         if self.chosen_method != "draft_model" and self.model is not None:
             raise ConfigError(f"speculative.model: the method {self.method} takes no model")
-        if self.prompt_lookup_min > self.prompt_lookup_max:
+        if self.shortest_match > self.prompt_lookup_max:
             most = f"expected at most {self.prompt_lookup_max} (prompt_lookup_max)"
             raise ConfigError(f"speculative.prompt_lookup_min: {most}, got {self.prompt_lookup_min}")
+
+    @property
+    def shortest_match(self) -> int:
+        """The shortest match that ngram and suffix use, in tokens."""
+        least = self.prompt_lookup_min
+        return min(DEFAULT_SHORTEST_MATCH, self.prompt_lookup_max) if least is None else least
 
     @property
     def chosen_method(self) -> str:

@@ -131,12 +131,12 @@ class StepGraphs:
             return GraphShape(size) if num_logits == num_decodes else None
         if num_tokens > self._mixed_tokens[-1] or num_seqs - num_decodes > MAX_PROMPTS:
             return None
-        shape = GraphShape(
-            self._mixed_decodes[bisect_left(self._mixed_decodes, num_decodes)],
-            MAX_PROMPTS + 1,
-            self._mixed_tokens[bisect_left(self._mixed_tokens, num_tokens)],
+        most_decodes = self._mixed_decodes[bisect_left(self._mixed_decodes, num_decodes)]
+        shapes = (
+            GraphShape(most_decodes, MAX_PROMPTS + 1, most_tokens)
+            for most_tokens in self._mixed_tokens[bisect_left(self._mixed_tokens, num_tokens) :]
         )
-        return shape if num_logits <= shape.num_logits else None
+        return next((shape for shape in shapes if num_logits <= shape.num_logits), None)
 
     def replay(self, arrays: StepArrays, shape: GraphShape, last_tokens_R: Tensor | None = None) -> Tensor:
         """Logits [R, V] of the step, which fits in the shape; valid until the next replay."""

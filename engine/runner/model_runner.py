@@ -194,7 +194,7 @@ class ModelRunner:
         self.device = choose_device(config.device, tp.rank)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)  # kernels, streams and graphs go where the tensors are
-            if config.stream_priority:
+            if torch.cuda.current_stream(self.device).priority != config.stream_priority:
                 # The default stream has none. This thread runs the steps, and hands pages to transfers.
                 torch.cuda.set_stream(torch.cuda.Stream(self.device, config.stream_priority))
         self.dtype = choose_dtype(config.dtype, model_config, self.device)

@@ -286,7 +286,7 @@ class GraphShape(NamedTuple):
     def num_logits(self) -> int:
         """Rows of logits: one for each sequence and, beside prompts' tokens, some for drafts.
 
-        Fewer than `num_rows` then: as many would stand for all rows, in order.
+        Less than `num_rows` then: an equal number would select every row in order.
         """
         return min(self.num_rows - 1, self.num_seqs + MAX_DRAFT_ROWS) if self.num_tokens else self.num_seqs
 
@@ -571,22 +571,23 @@ class StepBuilder:
 
 
 def padding_step(num_tokens: int, num_rows: int, *, num_decodes: int = 0, num_pages: int = 1) -> StepArrays:
-    """A step of padding that stores nothing: `num_decodes` decodes, then a sequence of `num_tokens` tokens.
+    """A step of padding that stores nothing: `num_decodes` decodes, then one sequence of `num_tokens` tokens.
 
     Asks for the logits of up to `num_rows` rows. The page table has `num_pages` columns.
     """
-    total = num_decodes + num_tokens
-    zeros = np.zeros(total, np.int64)
+    total, num_seqs = num_decodes + num_tokens, num_decodes + (num_tokens > 0)
+    zeros, cu_seqlens = np.zeros(total, np.int64), np.arange(num_seqs + 1, dtype=np.int32)
+    cu_seqlens[-1] = total
     return StepArrays(
         token_ids=zeros,
         positions=zeros.copy(),
         slots=zeros - 1,
-        cu_seqlens=np.append(np.arange(num_decodes + 1, dtype=np.int32), np.int32(total)),
-        context_lens=np.zeros(num_decodes + 1, np.int32),
-        page_table=np.zeros((num_decodes + 1, num_pages), np.int32),
+        cu_seqlens=cu_seqlens,
+        context_lens=np.zeros(num_seqs, np.int32),
+        page_table=np.zeros((num_seqs, num_pages), np.int32),
         logit_rows=np.arange(min(num_rows, total)),
         num_decodes=num_decodes,
-        max_seqlen_q=num_tokens,
+        max_seqlen_q=num_tokens or 1,
         copies_to_host=(),
         copies_to_device=(),
     )

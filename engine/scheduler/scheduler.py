@@ -169,7 +169,7 @@ class Scheduler:
     # One step.
 
     def plan(self) -> Plan:
-        """Decide the next step from the state as it is; change nothing."""
+        """Decide the next step from the state as it is; change nothing but what the drafter keeps."""
         queues = self._queues
         planner = StepPlanner(
             queues,

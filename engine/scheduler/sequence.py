@@ -346,14 +346,14 @@ class Drafter(Protocol):
     """Proposes tokens that sequences may sample next."""
 
     def propose(self, decodes: Ordered[Sequence], num_tokens: int) -> Mapping[SequenceKey, Ordered[int]]:
-        """Return drafts for some of the sequences, each of which computes its one last token in a step.
+        """Return draft tokens for some of the sequences, each of which computes its last token in this step.
 
-        num_tokens: all tokens of the step. Drafts change how long a step takes and never what is sampled.
+        num_tokens: all tokens of the step. Draft tokens change how long a step takes, never what is sampled.
         """
         ...
 
     def finish(self, sequence: Sequence) -> None:
-        """Learn of a sequence that has ended with all its tokens."""
+        """Forget a sequence that has ended, for whatever reason."""
         ...
 
 

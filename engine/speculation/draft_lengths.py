@@ -1,4 +1,4 @@
-"""How many drafts are worth their seconds: from measured step times and from how many drafts were right."""
+"""Chooses the number of draft tokens of each sequence, from measured step times and acceptance rates."""
 
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Ordered
@@ -16,8 +16,8 @@ from baton.engine.scheduler.sequence import Sequence
 ForcedTokens: TypeAlias = Callable[[Sequence], Ordered[int]]
 
 WEIGHT: Final = 0.2  # of a new observation in an estimate
-FIRST_ESTIMATE: Final = 0.5  # that a draft is accepted
-FORCED_ESTIMATE: Final = 0.95  # the model may spell forced text by other tokens
+FIRST_RATE: Final = 0.5  # of acceptance
+FORCED_RATE: Final = 0.95  # the model may spell forced text by other tokens
 NUM_TIMED: Final = 5
 MAX_TIMED_TOKENS: Final = 256
 TIMING_S: Final = 2.0  # after which a slow model is timed no more
@@ -25,7 +25,7 @@ MIN_GAIN: Final = 1.03  # a smaller one is within the error of the step times
 
 
 class StepCosts:
-    """The seconds of steps by their number of tokens: plain ones without drafts, drafted ones with some."""
+    """The seconds of steps by their number of tokens: plain steps have no draft tokens, drafted ones have."""
 
     def __init__(self, plain_s: Mapping[int, float], drafted_s: Mapping[int, float]) -> None:
         """Both by number of tokens, ascending. Steps of more tokens take in proportion to the last."""
@@ -37,46 +37,46 @@ class StepCosts:
         return _seconds(self._plain_s, num_tokens, 1)[0]
 
     def drafted_s(self, num_tokens: int) -> float:
-        """The seconds of a step of so many tokens, some of which are drafts."""
+        """The seconds of a step of so many tokens, draft tokens among them."""
         return _seconds(self._drafted_s, num_tokens, 1)[0]
 
-    def lengths(
+    def choose_num_drafts(
         self,
-        estimates: Ordered[float],
-        lengths: Ordered[int],
+        rates: Ordered[float],
+        most: Ordered[int],
         *,
         num_decodes: int,
         num_tokens: int,
         token_s: float = 0.0,
     ) -> list[int]:
-        """How many drafts of each sequence yield the most tokens a second.
+        """Return the number of draft tokens of each sequence that yields the most tokens a second.
 
-        estimates: that a draft is accepted, of each sequence. lengths: the most drafts of each.
-        num_decodes, num_tokens: of the step without drafts.
-        token_s: what it costs to propose one draft.
+        rates, most: the acceptance rate and the most draft tokens of each sequence.
+        num_decodes, num_tokens: of the step without draft tokens.
+        token_s: the seconds that it takes to propose a draft token.
         """
-        none, longest = [0] * len(lengths), max(lengths, default=0)
+        none, longest = [0] * len(most), max(most, default=0)
         if not longest:
             return none
         plain_s = self.plain_s if num_tokens == num_decodes else self.drafted_s
         least_rate = MIN_GAIN * num_decodes / plain_s(num_tokens)
-        # As a rule no draft pays, or many do: the first case is told by a bound.
-        pairs = zip(estimates, lengths, strict=True)
-        bound = sum(min(length, each / (1 - each)) if each < 1 else length for each, length in pairs)
+        # An upper bound finds the common case in which no draft token pays.
+        pairs = zip(rates, most, strict=True)
+        bound = sum(min(limit, rate / (1 - rate)) if rate < 1 else limit for rate, limit in pairs)
         if num_decodes + bound < least_rate * (self.drafted_s(num_tokens + 1) + token_s):
             return none
         places = np.arange(1, longest + 1)
-        chances_BK = np.array(estimates)[:, None] ** places
-        chances_BK[places > np.array(lengths)[:, None]] = 0.0
+        chances_BK = np.array(rates)[:, None] ** places
+        chances_BK[places > np.array(most)[:, None]] = 0.0
         chances = chances_BK.ravel()
-        order = np.argsort(-chances, kind="stable")[: sum(lengths)]
+        order = np.argsort(-chances, kind="stable")[: sum(most)]
         nums = np.arange(1, len(order) + 1)
         seconds = np.array(_seconds(self._drafted_s, num_tokens + 1, len(order))) + nums * token_s
-        rates = (num_decodes + np.cumsum(chances[order])) / seconds
-        best = int(np.argmax(rates))
-        if rates[best] < least_rate:
+        token_rates = (num_decodes + np.cumsum(chances[order])) / seconds
+        best = int(np.argmax(token_rates))
+        if token_rates[best] < least_rate:
             return none
-        chosen = np.bincount(order[: best + 1] // longest, minlength=len(lengths))
+        chosen = np.bincount(order[: best + 1] // longest, minlength=len(most))
         return [int(each) for each in chosen]
 
 
@@ -97,11 +97,12 @@ def _seconds(by_size: list[float], first: int, num_sizes: int) -> list[float]:
 
 
 def time_steps(time_step: Callable[[StepArrays], float], scheduler: SchedulerConfig) -> StepCosts:
-    """Measure steps of padding, each the fastest of several rounds."""
-    sizes = powers_of_two(min(scheduler.max_num_batched_tokens, MAX_TIMED_TOKENS))
-    drafted = {size: padding_step(size, size) for size in sizes}
+    """Measure steps of padding, each the fastest of several rounds. Padding has no context."""
+    most = min(scheduler.max_num_batched_tokens, MAX_TIMED_TOKENS)
+    drafted = {size: padding_step(size, size) for size in powers_of_two(most)}
     plain = {
-        size: padding_step(1, size, num_decodes=size - 1) for size in sizes if size <= scheduler.max_num_seqs
+        size: padding_step(0, size, num_decodes=size)
+        for size in powers_of_two(min(most, scheduler.max_num_seqs))
     }
     for arrays in (plain[1], drafted[1]):
         time_step(arrays)  # the first steps touch memory that later ones find in place
@@ -115,28 +116,28 @@ def time_steps(time_step: Callable[[StepArrays], float], scheduler: SchedulerCon
 
 @dataclass(slots=True)
 class Acceptance:
-    """How likely the next draft of one sequence is right, estimated from what was proposed and what came.
+    """The acceptance rate of one sequence: a running mean over proposed tokens.
 
-    Proposals count whether or not a step computed them: it costs nothing to see that they would have been
-    right.
+    Proposed tokens count even if no step computed them.
     """
 
-    estimate: float = FIRST_ESTIMATE
+    rate: float = FIRST_RATE
     _proposal: Ordered[int] = ()
     _start: int = 0  # the place of the proposal in the sequence
 
-    def observe(self, token_ids: list[int]) -> int:
-        """Compare the last proposal with the tokens that came.
+    def observe(self, token_ids: list[int]) -> int | None:
+        """Compare the new tokens with the last proposal, once.
 
-        Returns how many came if all of them were proposed, else -1.
+        Return the number of new tokens if all of them were proposed, else None.
         """
-        came = token_ids[self._start :]
-        for proposed, token_id in zip(self._proposal, came, strict=False):
-            self.estimate += WEIGHT * ((proposed == token_id) - self.estimate)
+        proposal, new = self._proposal, token_ids[self._start :]
+        self.remember(token_ids, ())
+        for proposed, token_id in zip(proposal, new, strict=False):
+            self.rate += WEIGHT * ((proposed == token_id) - self.rate)
             if proposed != token_id:
-                return -1
-        return len(came) if len(came) <= len(self._proposal) else -1
+                return None
+        return len(new) if len(new) <= len(proposal) else None
 
-    def propose(self, token_ids: list[int], proposal: Ordered[int]) -> None:
-        """Remember what is proposed after these tokens."""
+    def remember(self, token_ids: list[int], proposal: Ordered[int]) -> None:
+        """Keep the tokens that are proposed after these."""
         self._proposal, self._start = proposal, len(token_ids)

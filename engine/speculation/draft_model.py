@@ -24,15 +24,15 @@ from baton.engine.runner.sampler import Sampler
 from baton.engine.runner.step_inputs import StepBuilder
 from baton.engine.scheduler.sequence import Batch, Sequence, SequenceKey
 from baton.engine.speculation.draft_lengths import (
-    FIRST_ESTIMATE,
-    FORCED_ESTIMATE,
+    FIRST_RATE,
+    FORCED_RATE,
     WEIGHT,
     Acceptance,
     ForcedTokens,
     StepCosts,
 )
 
-MAX_POOL_SHARE: Final = 8  # the draft model's pages take at most an eighth of the memory for pages
+POOL_DIVISOR: Final = 8  # the draft model's pages take an eighth of the memory for pages, or one sequence's
 FIRST_WAIT: Final = 16  # tokens until drafts that did not pay are tried again; each time twice as many
 LONGEST_WAIT: Final = 512
 CATCH_UP_TOKENS: Final = 256  # of prompts in one step, for which the other decodes wait
@@ -56,11 +56,10 @@ def load_draft_model(config: EngineConfig, target: ModelConfig) -> ModelRunner |
         speculative=None,
         tensor_parallel_size=1,
         max_model_len=most,
-        stream_priority=0,  # its steps run on the target's stream
     )
     unsized = ModelRunner(config, model, TensorParallel())
     layout = unsized.layout
-    num_pages = count_pages(config.cache, layout, unsized.device) // MAX_POOL_SHARE
+    num_pages = count_pages(config.cache, layout, unsized.device) // POOL_DIVISOR
     num_pages = min(num_pages, config.scheduler.max_num_seqs * layout.num_pages(most))
     num_pages = max(num_pages, layout.num_pages(most))
     cache = msgspec.structs.replace(
@@ -95,7 +94,7 @@ class _Drafted:
                 break
             num_same += 1
         num_computed = min(mirror.num_computed_tokens, self.num_known + num_same)
-        if num_same < len(drafts):  # anew: what is kept of a sequence assumes that it only grows
+        if num_same < len(drafts):  # state that is kept of a sequence assumes that tokens are only appended
             mirror = self.mirror = replace(mirror, token_ids=list(sequence.token_ids))
         else:
             mirror.token_ids += gained[num_same:]
@@ -103,11 +102,11 @@ class _Drafted:
         self.num_known = len(mirror.token_ids)
 
     def wait_after(self, num_tokens: int) -> None:
-        """Drafts do not pay. If they are the reason, not the load, none is tried for a while."""
-        if self.acceptance.estimate < FIRST_ESTIMATE:
+        """Pause drafting if the acceptance rate is low; do nothing if only the load is high."""
+        if self.acceptance.rate < FIRST_RATE:
             self.next_try = num_tokens + self.wait
             self.wait = min(2 * self.wait, LONGEST_WAIT)
-            self.acceptance.estimate = FIRST_ESTIMATE
+            self.acceptance.rate = FIRST_RATE
 
 
 class ModelDrafter:
@@ -135,50 +134,51 @@ class ModelDrafter:
 
     def propose(self, decodes: Ordered[Sequence], num_tokens: int) -> Mapping[SequenceKey, Ordered[int]]:
         """As `Drafter.propose`."""
-        self._forget_ended(len(decodes))
+        self._bound_sequences()
         proposals = {each: self._forced_tokens(each)[: self._most] for each in decodes}
-        estimates = [FORCED_ESTIMATE if proposals[each] else self._estimate(each) for each in decodes]
-        most = [
-            len(proposals[each]) or (self._longest(each) if estimate else 0)
-            for each, estimate in zip(decodes, estimates, strict=True)
-        ]
-        lengths = self._costs.lengths(
-            estimates, most, num_decodes=len(decodes), num_tokens=num_tokens, token_s=self._token_s
+        rates: list[float] = []
+        most: list[int] = []
+        for sequence in decodes:
+            drafted = None if proposals[sequence] else self._tried(sequence)
+            rates.append(FORCED_RATE if drafted is None else drafted.acceptance.rate)
+            most.append(len(proposals[sequence]) if drafted is None else self._most_drafts(sequence, drafted))
+        nums = self._costs.choose_num_drafts(
+            rates, most, num_decodes=len(decodes), num_tokens=num_tokens, token_s=self._token_s
         )
         wanted: dict[Sequence, int] = {}
-        for sequence, estimate, length in zip(decodes, estimates, lengths, strict=True):
-            if proposals[sequence] or not estimate:
+        for sequence, limit, num in zip(decodes, most, nums, strict=True):
+            if proposals[sequence] or not limit:
                 continue
-            if length:
-                wanted[sequence] = length
+            if num:
+                wanted[sequence] = num
             else:
                 self._drafted[sequence].wait_after(sequence.num_tokens)
         self._draft(wanted)
         for sequence in wanted:
             drafted = self._drafted[sequence]
             proposals[sequence] = drafted.drafts
-            drafted.acceptance.propose(sequence.token_ids, drafted.drafts)
+            drafted.acceptance.remember(sequence.token_ids, drafted.drafts)
         return {
-            sequence.key: proposals[sequence][:length]
-            for sequence, length in zip(decodes, lengths, strict=True)
-            if length and proposals[sequence]
+            sequence.key: proposals[sequence][:num]
+            for sequence, num in zip(decodes, nums, strict=True)
+            if num and proposals[sequence]
         }
 
     def finish(self, sequence: Sequence) -> None:
         """Release the pages that the draft model has for a sequence."""
         drafted = self._drafted.pop(sequence, None)
         if drafted is not None:
-            self._pool.release(drafted.mirror.page_table, sequence.key)
+            self._release_pages(drafted)
 
-    def _estimate(self, sequence: Sequence) -> float:
-        """The estimate that the next draft is accepted; 0 while drafts of the sequence are not tried."""
+    def _tried(self, sequence: Sequence) -> _Drafted | None:
+        """The draft model's side of a sequence; None while its draft tokens are not tried."""
         drafted = self._drafted.get(sequence)
         if drafted is None:
             drafted = self._drafted[sequence] = _Drafted(self._mirror(sequence))
         drafted.acceptance.observe(sequence.token_ids)
-        if drafted.acceptance.estimate > FIRST_ESTIMATE:
+        if drafted.acceptance.rate > FIRST_RATE:
             drafted.wait = FIRST_WAIT
-        return drafted.acceptance.estimate if sequence.num_tokens >= drafted.next_try else 0.0
+        return drafted if sequence.num_tokens >= drafted.next_try else None
 
     def _mirror(self, sequence: Sequence) -> Sequence:
         sampling = msgspec.structs.replace(
@@ -195,10 +195,14 @@ class ModelDrafter:
             table_version=next(self._serials) << 32,
         )
 
-    def _longest(self, sequence: Sequence) -> int:
-        """The most drafts that have room in the answer and in the draft model."""
-        most = min(sequence.max_num_tokens, self._runner.max_model_len)
-        return max(0, min(self._most, most - sequence.num_tokens - 1))
+    def _most_drafts(self, sequence: Sequence, drafted: _Drafted) -> int:
+        """The most draft tokens that have room in the answer and in the draft model.
+
+        None if the answer would end before the draft model has computed the prompt.
+        """
+        most = min(sequence.max_num_tokens, self._runner.max_model_len) - sequence.num_tokens - 1
+        num_steps = (sequence.num_tokens - drafted.mirror.num_computed_tokens) / CATCH_UP_TOKENS
+        return max(0, min(self._most, most)) if num_steps <= most else 0
 
     def _draft(self, wanted: Mapping[Sequence, int]) -> None:
         """Let the mirrors catch up and sample as many drafts as are wanted, fewer where pages are short."""
@@ -215,14 +219,12 @@ class ModelDrafter:
             if num_tokens and self._take_pages(mirror, lengths[mirror], wanted):
                 chunks.append((mirror, num_tokens))
                 budget -= num_tokens
-        is_first = True
         while chunks:
             started_s = perf_counter()
             sampled = self._run(sampler, chunks)
-            if not is_first:  # the first step may compute prompts
+            if max(num_tokens for _, num_tokens in chunks) <= self._most + 1:  # no prompt is computed
                 token_s = (perf_counter() - started_s) / len(chunks)
                 self._token_s += WEIGHT * (token_s - self._token_s) if self._token_s else token_s
-            is_first = False
             chunks = [
                 (mirror, 1)
                 for mirror in sampled
@@ -253,19 +255,23 @@ class ModelDrafter:
     def _take_pages(self, mirror: Sequence, num_tokens: int, wanted: Collection[Sequence]) -> bool:
         """Give the mirror pages for so many tokens, from sequences that are not drafted now if need be."""
         num_missing = max(0, self._pool.pages_for(num_tokens) - len(mirror.page_table))
-        for sequence in [each for each in self._drafted if each not in wanted]:
-            if num_missing <= self._pool.num_free:
-                break
-            self.finish(sequence)
         if num_missing > self._pool.num_free:
-            return False
+            for sequence, drafted in self._drafted.items():
+                if sequence not in wanted:
+                    self._release_pages(drafted)
+                if num_missing <= self._pool.num_free:
+                    break
+            else:
+                return False
         mirror.page_table += self._pool.allocate(num_missing, mirror.key)
         return True
 
-    def _forget_ended(self, num_decodes: int) -> None:
-        if len(self._drafted) <= num_decodes:
-            return
-        for sequence in [each for each in self._drafted if each.finish_reason is not None]:
-            self.finish(sequence)
+    def _release_pages(self, drafted: _Drafted) -> None:
+        mirror = drafted.mirror
+        self._pool.release(mirror.page_table, mirror.key)
+        mirror.page_table, mirror.num_computed_tokens = [], 0
+        mirror.table_version = next(self._serials) << 32
+
+    def _bound_sequences(self) -> None:
         while len(self._drafted) > self._max_sequences:
             self.finish(next(iter(self._drafted)))

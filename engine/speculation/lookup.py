@@ -1,4 +1,4 @@
-"""Drafts by lookup: the tokens that followed the latest tokens where these occurred before.
+"""Draft tokens by lookup: those that followed the latest tokens where these occurred before.
 
 `LookupDrafter` looks in the sequence itself (n-gram, prompt lookup), or also in earlier answers to the same
 tenant (suffix).
@@ -7,12 +7,17 @@ tenant (suffix).
 from collections.abc import Mapping
 from collections.abc import Sequence as Ordered
 from dataclasses import dataclass, field
+from typing import Final
 from weakref import WeakKeyDictionary
 
 from baton.config.engine import SpeculativeConfig
 from baton.engine.scheduler.sequence import Sequence, SequenceKey
-from baton.engine.speculation.draft_lengths import FORCED_ESTIMATE, Acceptance, ForcedTokens, StepCosts
+from baton.engine.speculation.draft_lengths import FORCED_RATE, Acceptance, ForcedTokens, StepCosts
 from baton.engine.speculation.token_index import EarlierAnswers, Match, TokenIndex
+from baton.request import FinishReason
+
+MAX_INDEXED: Final = 2**16  # the last tokens of a prompt that are indexed; each takes about 100 bytes
+INDEXED_A_STEP: Final = 4096  # tokens of prompts, for all sequences together
 
 
 @dataclass(slots=True)
@@ -20,6 +25,7 @@ class _Lookup:
     """What is kept of one sequence."""
 
     index: TokenIndex
+    first: int  # the token of the sequence that the index begins with
     acceptance: Acceptance = field(default_factory=Acceptance)
     followed: Match | None = None  # the place that the last proposal was copied from
 
@@ -30,7 +36,7 @@ def lookup_drafter(
     """The drafter of the methods ngram and suffix."""
     earlier = None
     if config.chosen_method == "suffix":
-        earlier = EarlierAnswers(config.prompt_lookup_min, config.prompt_lookup_max)
+        earlier = EarlierAnswers(config.shortest_match, config.prompt_lookup_max)
     return LookupDrafter(config, costs, forced_tokens, earlier=earlier)
 
 
@@ -51,47 +57,61 @@ class LookupDrafter:
         self._forced_tokens = forced_tokens
         self._earlier = earlier
         self._lookups: WeakKeyDictionary[Sequence, _Lookup] = WeakKeyDictionary()
+        self._num_indexable = 0  # tokens that may still be indexed in this step
 
     def propose(self, decodes: Ordered[Sequence], num_tokens: int) -> Mapping[SequenceKey, Ordered[int]]:
         """As `Drafter.propose`."""
-        proposals, estimates = [], []
+        self._num_indexable = INDEXED_A_STEP
+        proposals, rates = [], []
         for sequence in decodes:
-            proposal, estimate = self._propose(sequence)
+            proposal, rate = self._propose(sequence)
             proposals.append(proposal)
-            estimates.append(estimate)
-        lengths = self._costs.lengths(
-            estimates, [len(each) for each in proposals], num_decodes=len(decodes), num_tokens=num_tokens
+            rates.append(rate)
+        nums = self._costs.choose_num_drafts(
+            rates, [len(each) for each in proposals], num_decodes=len(decodes), num_tokens=num_tokens
         )
         return {
-            sequence.key: proposal[:length]
-            for sequence, proposal, length in zip(decodes, proposals, lengths, strict=True)
-            if length
+            sequence.key: proposal[:num]
+            for sequence, proposal, num in zip(decodes, proposals, nums, strict=True)
+            if num
         }
 
     def finish(self, sequence: Sequence) -> None:
-        """Learn a whole answer."""
-        if self._earlier is not None:
+        """Forget the sequence; learn its answer if it is whole."""
+        self._lookups.pop(sequence, None)
+        if self._earlier is not None and sequence.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
             self._earlier.add(sequence)
 
     def _propose(self, sequence: Sequence) -> tuple[Ordered[int], float]:
-        """Drafts of one sequence, and the estimate that the first is accepted."""
-        config, token_ids = self._config, sequence.token_ids
+        """Draft tokens of one sequence, and its acceptance rate."""
+        most, token_ids = self._config.num_speculative_tokens, sequence.token_ids
         forced = self._forced_tokens(sequence)
         if forced:
-            return forced[: config.num_speculative_tokens], FORCED_ESTIMATE
+            return forced[:most], FORCED_RATE
         lookup = self._lookups.get(sequence)
         if lookup is None:
-            index = TokenIndex(config.prompt_lookup_min, config.prompt_lookup_max)
-            lookup = self._lookups[sequence] = _Lookup(index)
-        index, acceptance, followed = lookup.index, lookup.acceptance, lookup.followed
-        num_right = acceptance.observe(token_ids)
-        index.extend(token_ids[len(index) :])
+            index = TokenIndex(self._config.shortest_match, self._config.prompt_lookup_max)
+            first = max(0, len(token_ids) - MAX_INDEXED)
+            lookup = self._lookups[sequence] = _Lookup(index, first)
+        num_right = lookup.acceptance.observe(token_ids)
+        if not self._index(lookup, token_ids):
+            return (), 0.0
+        followed = lookup.followed
         if followed is not None:
-            followed = followed.moved(num_right) if num_right >= 0 else None
-        match = index.find_earlier(followed)
+            followed = None if num_right is None else followed.moved(num_right)
+        match = lookup.index.find_earlier(followed)
         if self._earlier is not None:
             match = self._earlier.find(sequence, match)
         lookup.followed = match
-        proposal = match.copy(config.num_speculative_tokens) if match is not None else []
-        acceptance.propose(token_ids, proposal)
-        return proposal, acceptance.estimate
+        # One more than a step may accept: the token after the last accepted one is compared, too.
+        proposal = [] if match is None else match.copy(most + 1)
+        lookup.acceptance.remember(token_ids, proposal)
+        return proposal[:most], lookup.acceptance.rate
+
+    def _index(self, lookup: _Lookup, token_ids: list[int]) -> bool:
+        """Index the new tokens, those of a long prompt over several steps; return True once all are."""
+        start = lookup.first + len(lookup.index)
+        new = token_ids[start : start + max(self._num_indexable, self._config.num_speculative_tokens + 1)]
+        lookup.index.extend(new)
+        self._num_indexable -= len(new)
+        return start + len(new) == len(token_ids)

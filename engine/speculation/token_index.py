@@ -19,10 +19,10 @@ class Match(NamedTuple):
 
     token_ids: Ordered[int]  # of the index
     end: int  # of the match: the token that followed is here
-    length: int  # in tokens, up to the longest that is looked for
+    length: int  # in tokens
 
     def moved(self, num_tokens: int) -> Self | None:
-        """The place after as many more tokens, which were the same; None at the end of an answer."""
+        """The match, extended by so many tokens that also agreed; None at the end of an answer."""
         end = self.end + num_tokens
         if end >= len(self.token_ids) or self.token_ids[end] == SEPARATOR:
             return None
@@ -118,15 +118,13 @@ class EarlierAnswers:
         tenant = sequence.scheduling_key, sequence.cache_salt
         indices = self._of_tenants.setdefault(tenant, [])
         self._of_tenants.move_to_end(tenant)
-        if not indices or len(indices[0]) > MAX_TENANT_TOKENS // 2:
+        answer = sequence.token_ids[max(0, sequence.num_prompt_tokens - self._longest) :]
+        learned = [*answer[-(MAX_TENANT_TOKENS // 4) :], SEPARATOR]
+        if not indices or len(indices[0]) + len(learned) > MAX_TENANT_TOKENS // 2:
             indices.insert(0, TokenIndex(self._shortest, self._longest))
             for full in indices[2:]:
                 self._num_tokens -= len(full)
             del indices[2:]
-        answer = sequence.token_ids[max(0, sequence.num_prompt_tokens - self._longest) :]
-        if answer[-1] < 0:
-            del answer[-1]
-        learned = [*answer[-(MAX_TENANT_TOKENS // 4) :], SEPARATOR]
         indices[0].extend(learned)
         self._num_tokens += len(learned)
         while self._num_tokens > MAX_TOKENS and len(self._of_tenants) > 1:

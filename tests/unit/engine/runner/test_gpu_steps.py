@@ -333,7 +333,14 @@ def all_rows(arrays: StepArrays) -> StepArrays:
 
 def test_step_with_drafts_is_one_upload_and_one_replay(cuda: FakeCuda, runner: ModelRunner) -> None:
     """Drafts are in chunks like those of prompts, and each has a row of logits."""
-    for num_decodes, num_tokens, num_prompts in ((0, 9, 1), (3, 27, 3), (12, 4, 8), (2, 4, 2)):
+    for num_decodes, num_tokens, num_prompts in (
+        (0, 9, 1),
+        (0, 32, 1),
+        (0, 4, 8),
+        (3, 27, 3),
+        (12, 4, 8),
+        (2, 4, 2),
+    ):
         arrays = all_rows(mixed_step(num_decodes, num_tokens, num_prompts))
         cuda.calls.clear()
         logits_RV = runner.execute(arrays)

@@ -1,8 +1,9 @@
 """Drafts change no token and no log probability; the tokens only come sooner."""
 
 import random
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
+from time import perf_counter
 from typing import Any, Final
 
 import msgspec
@@ -15,7 +16,8 @@ from baton.config.engine import engine_config
 from baton.engine import engine as engine_module
 from baton.engine.engine import Engine
 from baton.engine.scheduler.sequence import PreemptMode
-from baton.engine.speculation.draft_lengths import MIN_GAIN, StepCosts
+from baton.engine.speculation.draft_lengths import MIN_GAIN, Acceptance, StepCosts
+from baton.engine.speculation.draft_model import ModelDrafter
 from baton.errors import ConfigError
 from baton.request import FinishReason, Request, SamplingParams, StepOutput
 from baton.token_ids import TokenIds
@@ -178,6 +180,7 @@ def test_pages_of_rejected_drafts_are_not_offered(tiny_model: Path, weaker_model
         ({}, "speculative.model"),
         ({"method": "ngram", "model": "x"}, "speculative.model"),
         ({"method": "ngram", "prompt_lookup_min": 9}, "speculative.prompt_lookup_min"),
+        ({"method": "ngram", "prompt_lookup_max": 0}, "speculative.prompt_lookup_max"),
         ({"method": "eagle"}, "speculative.method"),
         ({"method": "ngram", "num_speculative_tokens": 0}, "speculative.num_speculative_tokens"),
     ],
@@ -218,17 +221,55 @@ def test_lengths_yield_the_most_tokens_a_second(
 
     best = max(rate(each) for each in product(*(range(length + 1) for length in most)))
     plain = num_decodes / costs.plain_s(num_decodes)
-    found = costs.lengths(estimates, most, num_decodes=num_decodes, num_tokens=num_decodes, token_s=token_s)
+    found = costs.choose_num_drafts(
+        estimates, most, num_decodes=num_decodes, num_tokens=num_decodes, token_s=token_s
+    )
     if sum(found):
         assert rate(tuple(found)) == pytest.approx(best) and best >= MIN_GAIN * plain
     else:
         assert best <= MIN_GAIN * plain * 1.000001
 
 
+def test_proposal_counts_once() -> None:
+    """Else a sequence whose draft tokens are not tried would never be tried again."""
+    acceptance = Acceptance()
+    acceptance.remember([1, 2], [3, 4])
+    assert acceptance.observe([1, 2, 3]) == 1
+    assert acceptance.rate == pytest.approx(0.6)
+    acceptance.remember([1, 2, 3], [5])
+    assert acceptance.observe([1, 2, 3, 4]) is None
+    assert acceptance.rate == pytest.approx(0.48)
+    assert acceptance.observe([1, 2, 3, 4, 5]) is None and acceptance.rate == pytest.approx(0.48)
+
+
+def test_draft_model_is_tried_again_once_it_may_be_right(tiny_model: Path, weaker_model: Path) -> None:
+    """Its waits grow, and end."""
+    engine = tiny_engine(tiny_model, speculative={"model": str(weaker_model), "num_speculative_tokens": 2})
+    drafter, lengths = engine.scheduler.drafter, list[int]()
+    assert isinstance(drafter, ModelDrafter)
+    drafter._costs = StepCosts({1: 1.0, 64: 64.0}, {1: 1.0, 2: 1.3, 64: 64.0})  # a draft token must be likely
+    engine.on_batch = lengths.append
+    generate(engine, [5, 6, 7], max_tokens=90)
+    tries = [place for place, length in enumerate(lengths[1:]) if length > 1]
+    waits = [later - earlier for earlier, later in pairwise(tries) if later - earlier > 8]
+    assert len(waits) >= 2 and waits == sorted(waits) and waits[0] >= 16
+
+
+def test_time_of_a_step_is_that_of_one_token_of_each_sequence(tiny_model: Path) -> None:
+    engine = tiny_engine(tiny_model, speculative={"model": str(tiny_model), "num_speculative_tokens": 4})
+    add(engine, "r", [5, 6, 7], max_tokens=30)
+    engine.step()
+    started_s = perf_counter()
+    assert len(engine.step()) == 5
+    whole_s, step = perf_counter() - started_s, engine.last_step()
+    assert step is not None and 0.1 * whole_s < 5 * step.step_s < whole_s
+    run_to_end(engine)
+
+
 def test_steps_of_many_decodes_get_no_drafts_where_they_cost_as_much_as_tokens() -> None:
     costs = StepCosts({1: 1.0, 8: 1.0, 64: 8.0}, {1: 1.0, 8: 1.0, 64: 8.0})
-    assert costs.lengths([0.9], [4], num_decodes=1, num_tokens=1) == [4]
-    assert costs.lengths([0.9, 0.1], [4, 4], num_decodes=2, num_tokens=2) == [4, 2]
-    assert costs.lengths([0.9] * 16, [4] * 16, num_decodes=16, num_tokens=16) == [0] * 16
-    assert costs.lengths([0.9], [0], num_decodes=1, num_tokens=1) == [0]
-    assert costs.lengths([0.5], [4], num_decodes=1, num_tokens=1, token_s=0.6) == [0]
+    assert costs.choose_num_drafts([0.9], [4], num_decodes=1, num_tokens=1) == [4]
+    assert costs.choose_num_drafts([0.9, 0.1], [4, 4], num_decodes=2, num_tokens=2) == [4, 2]
+    assert costs.choose_num_drafts([0.9] * 16, [4] * 16, num_decodes=16, num_tokens=16) == [0] * 16
+    assert costs.choose_num_drafts([0.9], [0], num_decodes=1, num_tokens=1) == [0]
+    assert costs.choose_num_drafts([0.5], [4], num_decodes=1, num_tokens=1, token_s=0.6) == [0]

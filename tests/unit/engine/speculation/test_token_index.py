@@ -98,5 +98,5 @@ def test_answers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         earlier.add(answered([0], list(range(number, number + 30)), f"tenant-{number // 40}"))
         kept = [sum(map(len, indices)) for indices in earlier._of_tenants.values()]
         assert sum(kept) == earlier._num_tokens and (sum(kept) <= 100 or len(kept) == 1)
-        assert max(kept) <= 64 + 20
+        assert max(kept) <= 64
     assert list(earlier._of_tenants)[-1] == ("tenant-4", b"")
