@@ -20,7 +20,7 @@ MAX_CHOICES = 8
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
 MAX_ALLOWED_TOKENS = 2**16  # of allowed_token_ids
-MAX_BAD_WORDS = 1024
+MAX_BAD_WORD_TOKENS = 2**14  # of all bad_words_token_ids together
 MAX_EXTRA_ARGS = 64
 MAX_SEED = 2**63 - 1
 MAX_FORM_CHARS = 64 * 2**10  # of a schema, a regex or a grammar
@@ -178,7 +178,7 @@ class SamplingParams(
             raise InvalidRequest(f"bad_words_token_ids must be lists of token ids, got {words!r}")
         if not all(words):
             raise InvalidRequest("bad_words_token_ids: each of them needs a token id")
-        _check_integer("len(bad_words_token_ids)", sum(map(len, words)), 0, MAX_BAD_WORDS)
+        _check_integer("tokens of bad_words_token_ids", sum(map(len, words)), 0, MAX_BAD_WORD_TOKENS)
         for token_id in chain(self.logit_bias, self.stop_token_ids, allowed or (), *words):
             _check_integer("a token id", token_id)
         if not isinstance(self.extra_args, Mapping) or len(self.extra_args) > MAX_EXTRA_ARGS:

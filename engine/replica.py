@@ -69,7 +69,7 @@ class Replica(ABC):
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
         self._clock = clock
-        self._last_step: tuple[Batch, float] | None = None  # and its seconds for one token of each sequence
+        self._last_step: tuple[Batch, float] | None = None  # and its seconds per token of a sequence
 
     # Requests.
 

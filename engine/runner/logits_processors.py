@@ -5,9 +5,8 @@ packed uploads; one from outside may change row by row. Shapes: R rows, V vocabu
 """
 
 from array import array
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from collections.abc import Sequence as Ordered
-from copy import copy
 from importlib import import_module
 from typing import Any, Final, Protocol, runtime_checkable
 from weakref import WeakKeyDictionary
@@ -62,22 +61,29 @@ def upload(values: "np.ndarray[Any, Any]", device: torch.device) -> Tensor:
 class AllowedTokens:
     """Bans every token that is not among `allowed_token_ids`."""
 
+    def __init__(self) -> None:
+        self._allowed: WeakKeyDictionary[Sequence, Tensor] = WeakKeyDictionary()  # on the device
+
     def applies(self, sampling: SamplingParams) -> bool:
         return sampling.allowed_token_ids is not None
 
     def process(self, logits_V: Tensor, row: Row) -> None:
-        self.process_rows(logits_V[None], {0: row})
-
-    def process_rows(self, logits_RV: Tensor, rows: Mapping[int, Row]) -> None:
-        allowed = {index: set(row.sequence.sampling.allowed_token_ids or ()) for index, row in rows.items()}
-        places = _places(allowed, logits_RV.device)
-        kept_N = logits_RV[places]
-        logits_RV[upload(np.array(list(rows), np.int64), logits_RV.device)] = float("-inf")
-        logits_RV.index_put_(places, kept_N)
+        sequence = row.sequence
+        allowed_N = self._allowed.get(sequence)
+        if allowed_N is None:
+            token_ids = np.array(sequence.sampling.allowed_token_ids, np.int64)
+            allowed_N = self._allowed[sequence] = upload(token_ids, logits_V.device)
+        kept_N = logits_V[allowed_N]
+        logits_V.fill_(float("-inf"))
+        logits_V[allowed_N] = kept_N
 
 
 class BadWords:
     """Bans each token that would complete one of `bad_words_token_ids` in the answer."""
+
+    def __init__(self) -> None:
+        # the tokens before the last one -> the last tokens of the words that begin so
+        self._ends: WeakKeyDictionary[Sequence, dict[tuple[int, ...], set[int]]] = WeakKeyDictionary()
 
     def applies(self, sampling: SamplingParams) -> bool:
         return bool(sampling.bad_words_token_ids)
@@ -86,19 +92,20 @@ class BadWords:
         self.process_rows(logits_V[None], {0: row})
 
     def process_rows(self, logits_RV: Tensor, rows: Mapping[int, Row]) -> None:
-        banned = {index: last for index, row in rows.items() if (last := self._last_tokens(row))}
+        banned = {index: ends for index, row in rows.items() if (ends := self._ends_after(row))}
         if banned:
             logits_RV[_places(banned, logits_RV.device)] = float("-inf")
 
-    def _last_tokens(self, row: Row) -> set[int]:
-        """The last token of each sequence that the row's tokens have begun."""
-        words = row.sequence.sampling.bad_words_token_ids
-        latest = row.latest_tokens(max(map(len, words)) - 1)
-        return {
-            last
-            for *first, last in words
-            if len(first) <= len(latest) and latest[len(latest) - len(first) :] == first
-        }
+    def _ends_after(self, row: Row) -> set[int]:
+        ends = self._ends.get(row.sequence)
+        if ends is None:
+            ends = self._ends[row.sequence] = {}
+            for *first, last in row.sequence.sampling.bad_words_token_ids:
+                ends.setdefault(tuple(first), set()).add(last)
+        lengths = set(map(len, ends))
+        latest = row.latest_tokens(max(lengths))
+        begun = (tuple(latest[len(latest) - length :]) for length in lengths if length <= len(latest))
+        return set().union(*(ends.get(each, ()) for each in begun))
 
 
 class LogitBias:
@@ -170,23 +177,25 @@ class _TokenCounts:
 
     def catch_up(self, sequence: Sequence) -> None:
         """Count the tokens that the sequence gained."""
-        self._count(sequence.token_ids[self._num_counted :])
-        self._num_counted = len(sequence.token_ids)
-
-    def with_drafts(self, drafts: Ordered[int]) -> "_TokenCounts":
-        """Return the counts as they are after these drafts."""
-        counts = copy(self)
-        counts._slots, counts.tokens, counts.counts = dict(self._slots), self.tokens[:], self.counts[:]
-        counts._count(drafts)
-        return counts
-
-    def _count(self, token_ids: Iterable[int]) -> None:
-        for token in token_ids:
+        for token in sequence.token_ids[self._num_counted :]:
             slot = self._slots.setdefault(token, len(self.tokens))
             if slot == len(self.tokens):
                 self.tokens.append(token)
                 self.counts.append(0)
             self.counts[slot] += 1
+        self._num_counted = len(sequence.token_ids)
+
+    def with_drafts(self, drafts: Ordered[int]) -> tuple["array[int]", "array[int]"]:
+        """Return the tokens and their counts as they are after these draft tokens."""
+        tokens, counts, more = self.tokens[:], self.counts[:], dict[int, int]()
+        for token in drafts:
+            slot = self._slots.get(token, more.get(token))
+            if slot is None:
+                slot = more[token] = len(tokens)
+                tokens.append(token)
+                counts.append(0)
+            counts[slot] += 1
+        return tokens, counts
 
 
 class Penalties:
@@ -207,7 +216,7 @@ class Penalties:
 
     def process_rows(self, logits_RV: Tensor, rows: Mapping[int, Row]) -> None:
         counted = [self._counted(row) for row in rows.values()]
-        sizes = [len(each.tokens) for each in counted]
+        sizes = [len(tokens) for tokens, _ in counted]
         num_rows, num_changed = len(logits_RV), sum(sizes)
         packed = np.empty(3 * (num_changed + num_rows), np.int32)
         changed, penalties = (
@@ -215,8 +224,8 @@ class Penalties:
             packed[3 * num_changed :].view(np.float32),
         )
         changed[0] = np.repeat(list(rows), sizes)
-        np.concatenate([np.frombuffer(each.tokens, np.int32) for each in counted], out=changed[1])
-        np.concatenate([np.frombuffer(each.counts, np.int32) for each in counted], out=changed[2])
+        np.concatenate([np.frombuffer(tokens, np.int32) for tokens, _ in counted], out=changed[1])
+        np.concatenate([np.frombuffer(counts, np.int32) for _, counts in counted], out=changed[2])
         values = [_penalties(row.sequence) for row in rows.values()]
         penalties.reshape(num_rows, 3)[list(rows)] = values
         packed_N = upload(packed, logits_RV.device)
@@ -232,12 +241,12 @@ class Penalties:
         logit_N -= amount_N
         logits_RV.index_put_(places, logit_N)
 
-    def _counted(self, row: Row) -> _TokenCounts:
+    def _counted(self, row: Row) -> tuple["array[int]", "array[int]"]:
         counts = self._counts.get(row.sequence)
         if counts is None:
             counts = self._counts[row.sequence] = _TokenCounts(row.sequence)
         counts.catch_up(row.sequence)
-        return counts.with_drafts(row.drafts) if row.drafts else counts
+        return counts.with_drafts(row.drafts) if row.drafts else (counts.tokens, counts.counts)
 
 
 def _penalties(sequence: Sequence) -> tuple[float, float, float]:

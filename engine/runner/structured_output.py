@@ -96,7 +96,7 @@ class StructuredOutputMask:
             self.held.append(sequence)
 
     def release(self) -> None:
-        """Let the sequences be admitted that have their grammars now."""
+        """Stop holding sequences whose grammars are compiled."""
         for sequence in self.held:
             sequence.is_held = not self._of(sequence).compiled.done()
         self.held = [each for each in self.held if each.is_held and each.finish_reason is None]

@@ -28,7 +28,6 @@ from baton.gateway.tenants.tenants import Tenant
 from baton.gateway.text.answer_parsing import AnswerParsing
 from baton.request import (
     MAX_ALLOWED_TOKENS,
-    MAX_BAD_WORDS,
     MAX_CHOICES,
     MAX_EXTRA_ARGS,
     MAX_LOGIT_BIAS,
@@ -45,6 +44,7 @@ MAX_MESSAGES: Final = 2048
 MAX_STOPS: Final = 16
 MAX_STOP_CHARS: Final = 256
 MAX_STOP_TOKEN_IDS: Final = 1024
+MAX_BAD_WORDS: Final = 1024
 MAX_DEPTH: Final = 64  # of client JSON; no template or tool needs more
 MAX_KWARGS: Final = 64
 MAX_PROMPTS: Final = 128
@@ -327,7 +327,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     is_resumable: bool = False  # the events of the stream have ids
     resumed: ResumePoint | None = None  # the event after which the stream goes on
     has_echo: bool = False
-    shows_prompt_logprobs: bool = False
+    num_prompt_logprobs: int | None = None  # likeliest tokens to show at each token of the prompt
     hides_tokens: bool = False  # max_tokens was 0: only the prompt is asked about
     returns_token_ids: bool = False
     skips_special_tokens: bool = True
@@ -364,7 +364,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
         each as often as there are choices, with its alternatives.
         """
         sampling = self.sampling
-        num_tokens = self.num_prompt_tokens if self.has_echo or self.shows_prompt_logprobs else 0
+        num_tokens = self.num_prompt_tokens if self.has_echo or self.num_prompt_logprobs is not None else 0
         if sampling.logprobs is not None:
             for prompt in self.prompts:
                 room = max_model_len - len(prompt.token_ids)
@@ -446,7 +446,7 @@ def make_call(
         has_running_usage=bool(options.include_usage and options.continuous_usage_stats),
         is_resumable=bool(options.resumable),
         has_echo=has_echo,
-        shows_prompt_logprobs=body.prompt_logprobs is not None,
+        num_prompt_logprobs=body.prompt_logprobs,
         hides_tokens=isinstance(body, CompletionBody) and max_tokens == 0,
         returns_token_ids=bool(body.return_token_ids),
         skips_special_tokens=body.skip_special_tokens is not False and not parsing.keeps_special_tokens,
@@ -483,13 +483,14 @@ def _sampling(
         raise invalid(f"prompt_logprobs: {message}", param="prompt_logprobs")
     if isinstance(body, CompletionBody):
         max_tokens = max_tokens or 1  # the token is not shown
+    asked = [each for each in (body.prompt_logprobs, logprobs if has_echo else None) if each is not None]
     caps = [each for each in (max_tokens, defaults.max_tokens) if each is not None]
     given = {name: value for name in SAMPLING_FIELDS if (value := getattr(body, name)) is not None}
     return msgspec.structs.replace(
         defaults,
         max_tokens=min(caps, default=None),
         logprobs=logprobs,
-        prompt_logprobs=logprobs if has_echo and body.prompt_logprobs is None else body.prompt_logprobs,
+        prompt_logprobs=max(asked, default=None),
         allowed_token_ids=None if body.allowed_token_ids is None else tuple(body.allowed_token_ids),
         extra_args=body.vllm_xargs or {},
         logit_bias=_logit_bias(body),

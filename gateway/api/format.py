@@ -13,6 +13,7 @@ from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Final
 
+import msgspec
 import orjson
 
 from baton.gateway.api.answer import Answer, AnswerChoice, AnswerFormat, Delta
@@ -84,13 +85,12 @@ class LogprobsFormat:
         for first in range(0, len(logprobs), num_tokens):
             yield orjson.dumps(self.chat(logprobs[first : first + num_tokens]))[1:-1]
 
-    def prompt_slices(self, logprobs: Sequence[TokenLogprobs | None]) -> Iterator[bytes]:
+    def prompt_slices(self, logprobs: Sequence[TokenLogprobs | None], num_top: int) -> Iterator[bytes]:
         """Return vLLM's `prompt_logprobs` as slices: for each token the likeliest ones and itself, by id."""
         num_tokens = slice_tokens(logprobs)
         for first in range(0, len(logprobs), num_tokens):
-            shown = [
-                None if each is None else self._by_id(each) for each in logprobs[first : first + num_tokens]
-            ]
+            now = logprobs[first : first + num_tokens]
+            shown = [None if each is None else self._by_id(each, num_top) for each in now]
             yield orjson.dumps(shown)[1:-1]
 
     def completion(
@@ -124,8 +124,8 @@ class LogprobsFormat:
             yield b""
         return columns
 
-    def _by_id(self, entry: TokenLogprobs) -> dict[str, dict[str, Any]]:
-        likeliest = ((*pair, rank) for rank, pair in enumerate(entry.top, 1))
+    def _by_id(self, entry: TokenLogprobs, num_top: int) -> dict[str, dict[str, Any]]:
+        likeliest = ((*pair, rank) for rank, pair in enumerate(entry.top[:num_top], 1))
         return {
             str(token_id): {
                 "logprob": _finite(logprob),
@@ -220,10 +220,11 @@ class _Format:
 
     def _prompt_logprobs(self, choice: AnswerChoice) -> Iterator[bytes]:
         """Return the prompt's log probabilities as a further key, if the call asks for them."""
-        if self._call.shows_prompt_logprobs:
+        num_top = self._call.num_prompt_logprobs
+        if num_top is not None:
             first = self._answer.choices[choice.index - choice.number]  # only its request asks for them
             yield b',"prompt_logprobs":['
-            yield from joined(self._logprobs.prompt_slices(first.prompt_logprobs or ()))
+            yield from joined(self._logprobs.prompt_slices(first.prompt_logprobs or (), num_top))
             yield b"]"
 
     def _usage(self) -> Json:
@@ -407,6 +408,12 @@ class CompletionFormat(_Format):
         if columns is None:
             token_ids = choice.prompt.token_ids
             entries = first.prompt_logprobs or [None] * len(token_ids)
+            sampling = self._call.sampling
+            if sampling.prompt_logprobs != sampling.logprobs:  # more are asked for beside the echo
+                entries = [
+                    None if each is None else msgspec.structs.replace(each, top=each.top[: sampling.logprobs])
+                    for each in entries
+                ]
             columns = yield from self._logprobs.columns(entries, token_ids, 0)
         self._num_echoed[first.index] += 1
         if self._num_echoed[first.index] < self._call.num_choices:

@@ -36,7 +36,7 @@ from baton.gateway.text.model_files import read_vocab_size
 from baton.gateway.text.reasoning import REASONING_PARSERS, ReasoningState
 from baton.gateway.text.tokenizer import Tokenizer
 from baton.gateway.text.tool_calls import has_tagged_arguments
-from baton.request import StructuredOutputs
+from baton.request import MAX_BAD_WORD_TOKENS, StructuredOutputs
 from baton.token_ids import TokenIds
 
 MAX_CHARS_PER_TOKEN: Final = 16  # on average; a longer prompt cannot fit the model and is not tokenised
@@ -326,7 +326,10 @@ class PromptReader:
             return ()
         if not all(word.strip() for word in body.bad_words):
             raise invalid("bad_words: each of them needs a character that is no space", param="bad_words")
-        return self._needed_tokenizer.encode_bad_words(body.bad_words)
+        token_ids = self._needed_tokenizer.encode_bad_words(body.bad_words)
+        if sum(map(len, token_ids)) > MAX_BAD_WORD_TOKENS:
+            raise invalid(f"bad_words: at most {MAX_BAD_WORD_TOKENS} tokens together", param="bad_words")
+        return token_ids
 
     def _form(self, body: FormKeys) -> AskedForm | None:
         form = body.form()

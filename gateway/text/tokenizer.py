@@ -207,6 +207,8 @@ class Tokenizer:
             bare, spaced = (
                 tuple(self.encode(prefix + word.lstrip(), add_special_tokens=False)) for prefix in ("", " ")
             )
+            if not bare:
+                continue
             found.append(bare)
             # Another tokenisation that adds a token for the space would ban the space.
             if len(spaced) == len(bare) and spaced[0] != bare[0]:

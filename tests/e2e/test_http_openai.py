@@ -248,6 +248,11 @@ def test_prompt_logprobs(client: openai.OpenAI, llm: LLM) -> None:
     extras = [choice.model_extra or {} for choice in completion.choices]
     assert extras[0]["prompt_logprobs"] == extras[1]["prompt_logprobs"]
     assert [len(entry) for entry in extras[0]["prompt_logprobs"][1:]] == [1] * (num_tokens - 1)
+    both = client.completions.create(
+        model="tiny", prompt=QUESTION, max_tokens=1, echo=True, logprobs=2, extra_body={"prompt_logprobs": 0}
+    ).choices[0]
+    assert both.logprobs is not None and len((both.logprobs.top_logprobs or [])[3]) >= 2
+    assert len((both.model_extra or {})["prompt_logprobs"][3]) == 1
     with pytest.raises(openai.BadRequestError, match="prompt_logprobs"):
         chunks(client, extra_body={"prompt_logprobs": 1})
 

@@ -173,6 +173,13 @@ def test_outside_processor_that_cannot_be_loaded_is_named(tiny_model: Path, name
         tiny_engine(tiny_model, logits_processors=(name,))
 
 
+def test_parameters_that_ban_every_token_are_refused(tiny_model: Path) -> None:
+    sampling = SamplingParams(allowed_token_ids=(5, 7), stop_token_ids=(7, 5, 9), min_tokens=2)
+    request = Request(request_id="r", token_ids=TokenIds.of((1, 2)), sampling=sampling)
+    with pytest.raises(InvalidRequest, match="allowed_token_ids: min_tokens bans all of them"):
+        tiny_engine(tiny_model).add(request)
+
+
 def test_tokens_are_given_to_the_chunks_that_sample() -> None:
     sequences = [make_sequence(name, range(5)) for name in "abc"]
     batch = make_batch(rest_of(sequences[0], 4), ScheduledChunk(sequences[1], 0, 3), rest_of(sequences[2], 1))
