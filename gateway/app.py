@@ -19,7 +19,10 @@ from baton.errors import BatonError
 from baton.gateway.api.admin import Canary, add_admin_routes
 from baton.gateway.api.body_reader import ServedModel
 from baton.gateway.api.call import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
-from baton.gateway.api.errors import ApiError, as_api_error
+from baton.gateway.api.dialects.messages import CountBody, MessageBody, body_of_error
+from baton.gateway.api.dialects.response_store import ResponseStore, list_items
+from baton.gateway.api.dialects.responses import ResponseBody
+from baton.gateway.api.errors import ApiError, as_api_error, unsupported
 from baton.gateway.http.auth import AuthMiddleware
 from baton.gateway.metrics.dashboard import HEADERS as PAGE_HEADERS
 from baton.gateway.metrics.dashboard import Dashboard
@@ -30,6 +33,9 @@ from baton.gateway.tenants.tenants import Tenants
 POSTS: Final[dict[str, tuple[type[msgspec.Struct], str]]] = {
     "/v1/chat/completions": (ChatBody, "The next turn of a chat, whole or as server-sent events."),
     "/v1/completions": (CompletionBody, "The continuation of a prompt, whole or as server-sent events."),
+    "/v1/responses": (ResponseBody, "The next turn of a conversation, in the form of OpenAI's Responses."),
+    "/v1/messages": (MessageBody, "The next turn of a chat, in Anthropic's form."),
+    "/v1/messages/count_tokens": (CountBody, "The number of tokens of a chat in Anthropic's form."),
     "/tokenize": (TokenizeBody, "Text, or a chat, as token ids."),
     "/detokenize": (DetokenizeBody, "Token ids as text."),
 }
@@ -81,6 +87,7 @@ def make_app(
     exporter: Exporter,
     dashboard: Dashboard,
     operator_port: int | None,
+    responses: ResponseStore,
 ) -> ASGIApp:
     """Return the whole gateway as one ASGI application.
 
@@ -99,6 +106,7 @@ def make_app(
     _add_health(app, model, canary)
     _add_operator_pages(app, model, exporter, dashboard)
     _add_models(app, model)
+    _add_responses(app, responses)
     add_admin_routes(app, model.service.explain)
     _answer_errors(app)
     describe_routes(app.openapi())  # made once and kept
@@ -173,6 +181,29 @@ def _add_models(app: FastAPI, model: ServedModel) -> None:
         return _card(model)
 
 
+def _add_responses(app: FastAPI, store: ResponseStore) -> None:
+    missing: dict[int | str, dict[str, Any]] = {404: {"description": "The tenant has no such response"}}
+
+    @app.get("/v1/responses/{id}", responses=missing)
+    async def response(id: str, request: Request) -> Response:
+        """Return a stored response."""
+        for key in request.query_params:
+            raise unsupported(f"the query parameter {key[:40]!r}", param=key[:40])
+        return Response(store.get(request.state.tenant.name, id).response, media_type=JSON)
+
+    @app.get("/v1/responses/{id}/input_items", responses=missing)
+    async def input_items(id: str, request: Request) -> dict[str, Any]:
+        """List the items of the conversation before the answer, the latest first unless `order=asc`."""
+        stored = store.get(request.state.tenant.name, id)
+        return list_items(stored, id, request.query_params)
+
+    @app.delete("/v1/responses/{id}", responses=missing)
+    async def delete(id: str, request: Request) -> dict[str, Any]:
+        """Forget a stored response."""
+        store.delete(request.state.tenant.name, id)
+        return {"id": id, "object": "response", "deleted": True}
+
+
 def _card(model: ServedModel) -> dict[str, Any]:
     tokenizer = model.bodies.reader.tokenizer
     return {
@@ -188,7 +219,7 @@ def _card(model: ServedModel) -> dict[str, Any]:
 
 
 def _answer_errors(app: FastAPI) -> None:
-    """Answer every error in OpenAI's shape."""
+    """Answer every error in the shape of the API that was called."""
 
     @app.exception_handler(HTTPException)
     async def refuse(request: Request, error: HTTPException) -> Response:
@@ -196,15 +227,16 @@ def _answer_errors(app: FastAPI) -> None:
             error.status_code, "the request cannot be served"
         )
         code = "not_found" if error.status_code == 404 else "method_not_allowed"
-        response = _response(ApiError(error.status_code, message, code=code))
+        response = _response(request, ApiError(error.status_code, message, code=code))
         response.headers.update(error.headers or {})  # such as the methods that are allowed
         return response
 
     @app.exception_handler(Exception)
     async def failed(request: Request, error: Exception) -> Response:
-        return _response(as_api_error(error))  # the middleware gets it next, and logs it
+        return _response(request, as_api_error(error))  # the middleware gets it next, and logs it
 
 
-def _response(error: ApiError) -> Response:
+def _response(request: Request, error: ApiError) -> Response:
     headers = {name.decode(): value.decode() for name, value in error.headers()}
-    return Response(error.body(), status_code=error.status, media_type=JSON, headers=headers)
+    body = body_of_error(request.url.path, error, request.state.request_id)
+    return Response(body, status_code=error.status, media_type=JSON, headers=headers)

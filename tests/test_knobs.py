@@ -61,6 +61,8 @@ GATEWAY_KNOBS: dict[str, Any] = {
     "max_answer_entries": 2**22,
     "max_input_bytes": 256 * 2**20,
     "max_answer_bytes": 72 * 2**20,
+    "max_stored_responses": 1024,
+    "max_stored_response_bytes": 16 * 2**20,
     "max_wait_s": 30.0,
     "max_begun_wait_s": 300.0,
     "ping_interval_s": 15.0,

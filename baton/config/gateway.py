@@ -42,6 +42,9 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     max_answer_entries: Annotated[int, Meta(ge=1, le=2**32)] = 2**22
     max_input_bytes: HeldBytes = 256 * 2**20  # request bodies and prompts in memory, of all calls together
     max_answer_bytes: HeldBytes = 72 * 2**20  # answers in memory that are not streamed, of all calls together
+    # Responses of /v1/responses that a gateway keeps in memory, of each tenant; 0: none are kept.
+    max_stored_responses: Annotated[int, Meta(ge=0, le=2**20)] = 1024
+    max_stored_response_bytes: HeldBytes = 16 * 2**20  # memory of these, of each tenant
     max_wait_s: Timeout = 30.0  # a request may wait for a worker with room; then it gets 503
     max_begun_wait_s: Timeout = 300.0  # an answer that has begun may wait for a worker in place of a lost one
     ping_interval_s: Timeout = 15.0  # silence in a stream until the gateway sends a keep-alive comment

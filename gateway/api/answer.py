@@ -24,6 +24,7 @@ import msgspec
 
 from baton.errors import BatonError, IntegrityError
 from baton.gateway.api.call import Call, Prompt
+from baton.gateway.api.errors import ApiError
 from baton.gateway.streams.request_stream import Service
 from baton.gateway.streams.resume import NAME_BYTES
 from baton.gateway.text.answer_reader import ToolCallDelta
@@ -94,7 +95,7 @@ class AnswerListener(Protocol):
 
 
 class AnswerFormat(Protocol):
-    """The wire format of an answer: of a chat or of a completion. A chunk of b"" is not sent."""
+    """The wire format of an answer, such as that of a chat. A chunk of b"" is not sent."""
 
     def first(self, choice: "AnswerChoice") -> bytes:
         """Return the chunk before the first text of a choice."""
@@ -110,6 +111,12 @@ class AnswerFormat(Protocol):
 
     def usage(self) -> bytes:
         """Return the chunk with the usage."""
+
+    def failed(self, error: ApiError) -> bytes:
+        """Return the chunk of the error that has ended the answer."""
+
+    def end(self) -> bytes:
+        """Return the chunk after all others."""
 
     def whole(self, deltas: Sequence[Delta]) -> Iterator[bytes]:
         """Return the answer in one piece, as parts that take about a millisecond each; some are empty.
@@ -273,6 +280,7 @@ class AnswerChoice:
         self.is_running = False  # the service knows of the request
         self.num_tokens = 0
         self.num_cached_tokens = 0
+        self.num_reasoning_tokens = 0  # of batches that had reasoning alone
         self.prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
         self._answer = answer
         call = answer.call
@@ -344,6 +352,8 @@ class AnswerChoice:
         parts = [reader.push(text)]
         if self._text.finish_reason is not None:
             parts.append(reader.finish())
+        if not any(part.text or part.calls for part in parts) and any(part.reasoning for part in parts):
+            self.num_reasoning_tokens += len(token_ids)
         shows_reasoning = self._answer.call.shows_reasoning
         return Delta.joined(
             [

@@ -43,7 +43,6 @@ MAX_TURN_BYTES: Final = 64 * 2**10  # then other streams have their turn
 SENTENCE_END: Final = re.compile(r"[.!?\u2026\u3002\uff01\uff1f]['\")\]]*\s|\n")
 MAX_SENTENCE_CHARS: Final = 400  # longer text is written without an end
 RECOVERY_SENTENCES: Final = 4
-DONE: Final = b"[DONE]"
 BLOCK_TOKENS: Final = 256  # of PackedLogprobs
 BYTES_PER_CHARACTER: Final = 4
 logger = logging.getLogger(__name__)
@@ -58,6 +57,7 @@ class Framing(NamedTuple):
 
 
 SERVER_SENT_EVENTS: Final = Framing(b"data: ", b"\n\n", b": ping\n\n")
+TYPED_EVENTS: Final = Framing(b"", b"", b": ping\n\n")  # a chunk has whole events
 
 
 class WriteCoalescer:
@@ -309,8 +309,8 @@ class AnswerStream:
     def _hold(self, delta: Delta) -> None:
         self._num_recovered = 0
         num_logprobs = sum(len(entry.top) + 1 for entry in delta.logprobs)
-        num_chars = _num_chars(delta)
-        self._num_held_bytes += BYTES_PER_CHARACTER * num_chars + TOKEN_ID_BYTES * len(delta.token_ids)
+        num_held = num_chars(delta)
+        self._num_held_bytes += BYTES_PER_CHARACTER * num_held + TOKEN_ID_BYTES * len(delta.token_ids)
         self._num_held_bytes += BYTES_PER_LOGPROB * num_logprobs
         if self._num_held_bytes > MAX_HELD_BYTES:
             self.is_given_up = True
@@ -385,12 +385,12 @@ class AnswerStream:
         after them goes on after the event before.
         """
         if self.error is not None:
-            self._put(as_api_error(self.error).body(), has_id=False)
+            self._put(self._form.failed(as_api_error(self.error)), has_id=False)
         elif self._answer.call.has_usage:
             if self._progress is not None:
                 self._progress.has_shown_usage = True
             self._put(self._form.usage())
-        self._put(DONE, has_id=False)
+        self._put(self._form.end(), has_id=False)
 
     def _put(self, chunk: bytes, *, has_id: bool = True) -> None:
         if chunk:
@@ -478,7 +478,7 @@ class _Kept:
         self._logprobs.extend(delta.logprobs)
         self._tool_calls += delta.tool_calls
         after = self._logprobs.num_bytes + TOKEN_ID_BYTES * len(self._token_ids)
-        return BYTES_PER_CHARACTER * _num_chars(delta) + after - before
+        return BYTES_PER_CHARACTER * num_chars(delta) + after - before
 
     def joined(self) -> Delta:
         return Delta(
@@ -490,7 +490,8 @@ class _Kept:
         )
 
 
-def _num_chars(delta: Delta) -> int:
+def num_chars(delta: Delta) -> int:
+    """Return the characters of all parts of a delta."""
     return len(delta.text) + len(delta.reasoning) + sum(len(part.arguments) for part in delta.tool_calls)
 
 

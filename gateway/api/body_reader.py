@@ -118,6 +118,7 @@ class ReadJob(msgspec.Struct, frozen=True):
     kind: BodyKind
     policy: ReadPolicy
     num_bytes: int  # of the body, which follows
+    history: bytes = b""  # the conversation before the body of a response
 
 
 class ReadFailed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -155,13 +156,15 @@ class BodyReader:
         """Start the helpers, so that no request waits for their start."""
         await asyncio.gather(*(helper.start() for helper in self._helpers))
 
-    async def read(self, kind: BodyKind, data: bytes, policy: ReadPolicy, tenant: str = "") -> ReadBody:
-        """Read one body.
+    async def read(
+        self, kind: BodyKind, data: bytes, policy: ReadPolicy, tenant: str = "", history: bytes = b""
+    ) -> ReadBody:
+        """Read one body. history: the conversation before the body of a response.
 
         Raises InvalidRequest and ApiError for faults of the client, Overloaded when too many bodies wait or a
         helper fails, and ModelError for a fault of the model's files.
         """
-        read = await self._read(kind, data, policy, tenant)
+        read = await self._read(kind, data, policy, tenant, history)
         if (asked := read.asked_form) is not None:
             try:
                 await self.forms.check(tenant, asked.form)
@@ -169,20 +172,22 @@ class BodyReader:
                 raise invalid(f"{asked.key}: {error}", param=asked.key) from None
         return read
 
-    async def _read(self, kind: BodyKind, data: bytes, policy: ReadPolicy, tenant: str) -> ReadBody:
+    async def _read(
+        self, kind: BodyKind, data: bytes, policy: ReadPolicy, tenant: str, history: bytes
+    ) -> ReadBody:
         if not self._helpers:
-            return self.reader.read(kind, data, policy)
-        size = len(data)
+            return self.reader.read(kind, data, policy, history)
+        size = len(data) + len(history)
         if size <= SMALL_BYTES:
             try:
                 small = msgspec.structs.replace(policy, max_chars=SMALL_BYTES)
-                return self.reader.read(kind, data, small)
+                return self.reader.read(kind, data, small, history)
             except LongText as found:
                 size = found.num_chars
         express, largest = self._helpers
         is_express = size <= EXPRESS_BYTES and express.turns.num_taken <= largest.turns.num_taken
         helper = express if is_express else largest
-        result = await helper.do(tenant, size, ReadJob(kind, policy, len(data)), data)
+        result = await helper.do(tenant, size, ReadJob(kind, policy, len(data), history), data)
         if isinstance(result, ReadBody):
             return result
         if result.status == 500:
@@ -221,13 +226,14 @@ class ServedModel(msgspec.Struct, kw_only=True):
         self.known_length = min(lengths, default=self.known_length)
         return self.known_length
 
-    def read_policy(self, tenant: Tenant, *, is_strict: bool = False) -> ReadPolicy:
-        """Return the limits for a body of the tenant."""
+    def read_policy(self, tenant: Tenant, *, is_strict: bool = False, may_store: bool = False) -> ReadPolicy:
+        """Return the limits for a body of the tenant. may_store: responses are stored."""
         return ReadPolicy(
             model=self.name,
             may_use=tenant.may_use(self.name),
             max_model_len=self.max_model_len,
             is_strict=is_strict,
+            may_store=may_store,
         )
 
 
@@ -361,7 +367,7 @@ def serve_jobs(reader: PromptReader, jobs: BinaryIO, results: BinaryIO) -> None:
 
 def _read(reader: PromptReader, job: ReadJob, data: bytes) -> ReadResult:
     try:
-        return reader.read(job.kind, data, job.policy)
+        return reader.read(job.kind, data, job.policy, job.history)
     except (RecursionError, MemoryError) as error:
         message = f"the body is too much to be read: {type(error).__name__}"
         return ReadFailed(status=400, message=message)

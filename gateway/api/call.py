@@ -12,15 +12,17 @@ Each key of a body is one of four kinds:
 A sampling parameter of the API is a field of `Body` with the name of its field in `SamplingParams`.
 """
 
+import functools
 import hashlib
 import re
-from collections.abc import Collection
-from typing import Annotated, Any, Final, Literal, TypeAlias, TypeVar
+from collections.abc import Collection, Mapping
+from typing import Annotated, Any, ClassVar, Final, Literal, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 from msgspec import Meta
 
 from baton.errors import InvalidRequest, shown
+from baton.gateway.api.dialects.response_store import AskedResponse
 from baton.gateway.api.errors import ApiError, invalid, unsupported
 from baton.gateway.api.structured_output import FormKeys
 from baton.gateway.streams.resume import DIGEST_BYTES, ResumePoint
@@ -59,6 +61,7 @@ TemplateKwargs: TypeAlias = Annotated[
     dict[Annotated[str, Meta(max_length=64)], object], Meta(max_length=MAX_KWARGS)
 ]
 GivenPrompt: TypeAlias = str | list[int]
+Dialect: TypeAlias = Literal["openai", "responses", "messages"]
 # Keys of OpenAI and of other servers that change no answer -> why they are accepted.
 WITHOUT_MEANING: Final = {
     "user": "a name of the end user, for OpenAI's abuse reports",
@@ -68,7 +71,9 @@ WITHOUT_MEANING: Final = {
     "service_tier": "what OpenAI bills; the tenant's class decides here",
     "prompt_cache_key": "a hint where a prompt may be cached; pages are found by their content here",
     "prompt_cache_retention": "how long OpenAI caches a prompt",
+    "prompt_cache_options": "its successor",
 }
+Unsupported: TypeAlias = Mapping[str, frozenset[bytes]]
 # An unsupported key with one of these values has no effect and is accepted.
 NOTHING: Final = frozenset({b"null", b"false", b"[]", b"{}", b'""', b"0"})
 # Keys that would change the answer and are not served -> further values that change nothing.
@@ -81,7 +86,7 @@ UNSUPPORTED: Final[dict[str, frozenset[bytes]]] = {
     "modalities": frozenset({b'["text"]'}),
     "best_of": frozenset(),  # the value of `n` asks for nothing, see decode_body
     # vLLM
-    **dict.fromkeys(("chat_template", "continue_final_message", "documents"), frozenset()),
+    **dict.fromkeys(("chat_template", "documents"), frozenset()),
     **dict.fromkeys(("truncate_prompt_tokens", "include_stop_str_in_output"), frozenset()),
     **dict.fromkeys(("use_beam_search", "logits_processors"), frozenset()),
     **dict.fromkeys(("prompt_embeds", "return_tokens_as_token_ids"), frozenset()),
@@ -102,19 +107,14 @@ class StreamOptions(msgspec.Struct, frozen=True):
     resumable: bool | None = None  # Baton's: an id with every event, see gateway/streams/resume.py
 
 
-class Body(FormKeys, frozen=True, kw_only=True):
-    """Fields that chats and completions share; every optional field may be null.
+class SamplingKeys(FormKeys, frozen=True, kw_only=True):
+    """Fields of every body that asks for an answer; every optional field may be null.
 
     Names and meanings are OpenAI's, then vLLM's.
     """
 
-    model: ModelName | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    n: int | None = None
     seed: int | None = None
     stop: Stop = None
-    max_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     presence_penalty: float | None = None
@@ -135,19 +135,32 @@ class Body(FormKeys, frozen=True, kw_only=True):
     # For logits processors of the server's operator.
     vllm_xargs: Annotated[dict[str, ExtraArg], Meta(max_length=MAX_EXTRA_ARGS)] | None = None
     skip_special_tokens: bool | None = None
+    priority: Annotated[int, Meta(ge=-(2**31), lt=2**31)] | None = None
+
+
+class Body(SamplingKeys, frozen=True, kw_only=True):
+    """Fields that chats and completions share."""
+
+    model: ModelName | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: int | None = None
+    max_tokens: int | None = None
     add_special_tokens: bool | None = None  # None: added to a completion's text, not to a rendered chat
     return_token_ids: bool | None = None
-    priority: Annotated[int, Meta(ge=-(2**31), lt=2**31)] | None = None
 
 
 class ChatBody(Body, frozen=True, kw_only=True):
     """The body of `/v1/chat/completions`."""
+
+    unsupported: ClassVar[Unsupported] = UNSUPPORTED | {"echo": frozenset()}
 
     messages: Annotated[list[dict[str, object]], Meta(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None  # vLLM's: the answer goes on with the last message
     chat_template_kwargs: TemplateKwargs | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     tools: list[dict[str, object]] | None = None
@@ -159,6 +172,14 @@ class ChatBody(Body, frozen=True, kw_only=True):
 
 class CompletionBody(Body, frozen=True, kw_only=True):
     """The body of `/v1/completions`."""
+
+    # Fields that only a chat has are unsupported here.
+    unsupported: ClassVar[Unsupported] = (
+        UNSUPPORTED
+        | dict.fromkeys(("chat_template_kwargs", "reasoning_effort", "tools", "tool_choice"), frozenset())
+        | dict.fromkeys(("continue_final_message", "max_completion_tokens", "messages"), frozenset())
+        | dict.fromkeys(("include_reasoning", "separate_reasoning"), frozenset({b"true"}))
+    )
 
     prompt: object
     echo: bool | None = None
@@ -173,6 +194,7 @@ class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
     messages: Annotated[list[dict[str, object]], Meta(max_length=MAX_MESSAGES)] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     chat_template_kwargs: TemplateKwargs | None = None
     tools: list[dict[str, object]] | None = None
     return_token_strs: bool | None = None
@@ -185,20 +207,27 @@ class DetokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
     tokens: list[Annotated[int, Meta(ge=0, lt=2**31)]]
 
 
-AnyBody = TypeVar("AnyBody", ChatBody, CompletionBody, TokenizeBody, DetokenizeBody)
+AnyBody = TypeVar("AnyBody", bound=msgspec.Struct)
 
 _KEYS: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
-_DECODERS: Final = {
-    kind: msgspec.json.Decoder(kind) for kind in (ChatBody, CompletionBody, TokenizeBody, DetokenizeBody)
-}
-_KNOWN: Final = {kind: WITHOUT_MEANING.keys() | set(kind.__struct_fields__) for kind in _DECODERS}
-# Fields that only the other kind of call has are unsupported where they stand.
-_UNSUPPORTED_IN: Final = {
-    ChatBody: UNSUPPORTED | {"echo": frozenset[bytes]()},
-    CompletionBody: UNSUPPORTED
-    | dict.fromkeys(("chat_template_kwargs", "reasoning_effort", "tools", "tool_choice"), frozenset[bytes]())
-    | dict.fromkeys(("include_reasoning", "separate_reasoning"), frozenset({b"true"})),
-}
+
+
+class _Kind(NamedTuple):
+    """The keys of one kind of body."""
+
+    decoder: msgspec.json.Decoder[Any]
+    known: frozenset[str]
+    unsupported: Unsupported
+
+
+@functools.cache
+def _kind(kind: type[msgspec.Struct]) -> _Kind:
+    """Read the class attributes `unsupported` and `without_meaning` of a body, which may be absent."""
+    own = getattr(kind, "without_meaning", frozenset[str]())
+    known = WITHOUT_MEANING.keys() | own | set(kind.__struct_fields__)
+    return _Kind(msgspec.json.Decoder(kind), frozenset(known), getattr(kind, "unsupported", {}))
+
+
 MAX_UNSUPPORTED_CHARS: Final = 80  # of a refused value in the error message
 # The parts of JSON that matter for its depth: brackets, and strings, because brackets in them do not count.
 _NESTING: Final = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?|[\[{]|[\]}]', re.DOTALL)
@@ -209,7 +238,7 @@ def decode_body(data: bytes, kind: type[AnyBody]) -> tuple[AnyBody, list[str]]:
     """Return the body and its unknown keys. Raises ApiError 400, which names the field."""
     try:
         check_depth(data, "the body")
-        body = _DECODERS[kind].decode(data)
+        body = _kind(kind).decoder.decode(data)
         keys = _KEYS.decode(data)
     except InvalidRequest as error:
         raise invalid(str(error)) from None
@@ -221,8 +250,8 @@ def decode_body(data: bytes, kind: type[AnyBody]) -> tuple[AnyBody, list[str]]:
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise ApiError(400, f"the body is not valid JSON: {error}"[:500], code="invalid_json") from None
     assert isinstance(body, kind)
-    unknown = keys.keys() - _KNOWN[kind]
-    _check_supported(keys, unknown & _UNSUPPORTED_IN.get(kind, {}).keys(), kind)
+    unknown = keys.keys() - _kind(kind).known
+    _check_supported(keys, unknown & _kind(kind).unsupported.keys(), kind)
     return body, [key for key in keys if key in unknown]
 
 
@@ -237,7 +266,7 @@ def raw_fields(data: bytes) -> dict[str, msgspec.Raw]:
 def _check_supported(keys: dict[str, msgspec.Raw], asked: set[str], kind: type[msgspec.Struct]) -> None:
     for key in asked:
         value = bytes(keys[key])
-        harmless = NOTHING | _UNSUPPORTED_IN[kind][key]
+        harmless = NOTHING | _kind(kind).unsupported[key]
         if key == "best_of":
             harmless |= {bytes(keys["n"]) if keys.get("n", b"null") != b"null" else b"1"}
         if value not in harmless and value.translate(None, b" \t\r\n") not in harmless:
@@ -319,6 +348,8 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     num_choices: int  # a prompt
     stops: tuple[str, ...] = ()
     is_chat: bool = False
+    dialect: Dialect = "openai"  # the wire format of the answer
+    response: AskedResponse | None = None  # of the dialect "responses"
     parsing: AnswerParsing = AnswerParsing()  # of reasoning and calls of tools out of the text
     shows_reasoning: bool = True  # False: it is left out
     is_streamed: bool = False
@@ -351,7 +382,8 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     def held_bytes(self) -> int:
         """Approximate memory of the prompts while the call is answered."""
         num_chars = sum(len(prompt.text or "") for prompt in self.prompts)
-        return self.num_prompt_tokens * TOKEN_ID_BYTES + num_chars * 2
+        num_kept_bytes = 0 if self.response is None else self.response.num_bytes
+        return self.num_prompt_tokens * TOKEN_ID_BYTES + num_chars * 2 + num_kept_bytes
 
     @property
     def prompt_logprob_bytes(self) -> int:
@@ -428,6 +460,8 @@ def make_call(
     if not 1 <= num_choices <= MAX_CHOICES:
         raise invalid(f"n must be between 1 and {MAX_CHOICES}, got {num_choices}", param="n")
     stops = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
+    if not all(stops):
+        raise invalid("stop: a stop string must not be empty", param="stop")
     has_echo = isinstance(body, CompletionBody) and bool(body.echo)
     max_tokens, logprobs = _num_asked(body)
     sampling = _sampling(body, defaults, max_tokens, logprobs, new_seed, has_echo)

@@ -9,6 +9,8 @@ Texts are fixed or made from the client's own input. The log has the cause, unde
 
 import logging
 import math
+import re
+from collections.abc import Mapping
 from typing import Final
 
 import orjson
@@ -92,6 +94,22 @@ def unsupported(what: str, *, param: str) -> ApiError:
 def invalid(message: str, *, param: str | None = None) -> ApiError:
     """Return the error for a wrong value."""
     return ApiError(400, message, code="invalid_value", param=param)
+
+
+def renamed(error: BatonError, names: Mapping[str, str]) -> BatonError:
+    """Return an error about a wrong request with its key in the words of another API.
+
+    names: regular expressions of keys -> the key that the client knows.
+    """
+    answer = as_api_error(error)
+    if answer.status != 400:
+        return error
+    for pattern, name in names.items():
+        message = re.sub(rf"\A{pattern}", name, str(answer))
+        if message != str(answer):
+            param = answer.param and re.sub(rf"\A{pattern}", name, answer.param)
+            return ApiError(400, message, code=answer.code, param=param)
+    return answer
 
 
 def as_api_error(error: Exception) -> ApiError:

@@ -17,12 +17,15 @@ import msgspec
 import orjson
 
 from baton.gateway.api.answer import Answer, AnswerChoice, AnswerFormat, Delta
+from baton.gateway.api.dialects.messages_format import MessageFormat
+from baton.gateway.api.errors import ApiError
 from baton.gateway.text.answer_reader import ToolCallDelta
 from baton.gateway.text.tokenizer import Tokenizer
 from baton.request import FinishReason, TokenLogprobs
 
 SLICE_ENTRIES: Final = 1024  # alternatives count
 COLUMNS: Final = ("text_offset", "token_logprobs", "tokens", "top_logprobs")
+DONE: Final = b"[DONE]"  # the end of a stream
 LEAST: Final = -9999.0  # OpenAI's value for an impossible token: JSON has no infinity
 
 
@@ -163,7 +166,9 @@ Json = dict[str, Any]
 
 
 def answer_format(answer: Answer, created_s: int) -> AnswerFormat:
-    """Return the wire format of a chat or of a completion. created_s: in seconds since 1970."""
+    """Return the wire format of a chat, a completion or a message. created_s: in seconds since 1970."""
+    if answer.call.dialect == "messages":
+        return MessageFormat(answer, created_s)
     kind = ChatFormat if answer.call.is_chat else CompletionFormat
     return kind(answer, LogprobsFormat(answer.tokenizer), created_s)
 
@@ -199,6 +204,12 @@ class _Format:
 
     def usage(self) -> bytes:
         return orjson.dumps({**self._head, "choices": [], "usage": self._usage()})
+
+    def failed(self, error: ApiError) -> bytes:
+        return error.body()
+
+    def end(self) -> bytes:
+        return DONE
 
     def _chunk(self, choice: Json) -> bytes:
         chunk = {**self._head, "choices": [choice]}
@@ -407,7 +418,7 @@ class CompletionFormat(_Format):
         columns = self._echoes.pop(first.index, None)
         if columns is None:
             token_ids = choice.prompt.token_ids
-            entries = first.prompt_logprobs or [None] * len(token_ids)
+            entries: Sequence[TokenLogprobs | None] = first.prompt_logprobs or [None] * len(token_ids)
             sampling = self._call.sampling
             if sampling.prompt_logprobs != sampling.logprobs:  # more are asked for beside the echo
                 entries = [

@@ -32,22 +32,27 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from baton.clock import Clock
 from baton.config.gateway import GatewayConfig
-from baton.errors import BatonError, Overloaded, Refused
+from baton.errors import BatonError, InvalidRequest, Overloaded, Refused
 from baton.gateway.api.answer import Answer, AnswerChoice, AnswerFormat, Delta
 from baton.gateway.api.answer_stream import (
-    DONE,
+    BYTES_PER_CHARACTER,
     SERVER_SENT_EVENTS,
+    TYPED_EVENTS,
     AnswerCollector,
     AnswerStream,
     Framing,
     StreamProgress,
     WriteCoalescer,
+    num_chars,
 )
 from baton.gateway.api.body_reader import PublicPrefixes, ServedModel
-from baton.gateway.api.call import Call, make_call, raw_fields
-from baton.gateway.api.errors import ApiError, ClientGone, answer_to, invalid, unsupported
-from baton.gateway.api.format import answer_format
-from baton.gateway.api.prompt_reader import BodyKind
+from baton.gateway.api.call import Call, Dialect, make_call, raw_fields
+from baton.gateway.api.dialects import messages, responses
+from baton.gateway.api.dialects.response_store import ResponseStore
+from baton.gateway.api.dialects.responses_format import ResponseFormat
+from baton.gateway.api.errors import ApiError, ClientGone, answer_to, invalid, renamed, unsupported
+from baton.gateway.api.format import DONE, answer_format
+from baton.gateway.api.prompt_reader import BodyKind, ReadPolicy
 from baton.gateway.http.protocol import (
     BLOCK_BYTES,
     RESPONSE_WRITER,
@@ -68,7 +73,7 @@ from baton.gateway.streams.resume import (
     ResumePoint,
 )
 from baton.gateway.tenants.limiter import Charge, Limiter, Permit
-from baton.gateway.tenants.tenants import read_objectives
+from baton.gateway.tenants.tenants import Tenant, read_objectives
 from baton.tenants import Refusal
 
 SEED_BITS: Final = 63
@@ -80,6 +85,8 @@ EVENT_STREAM: Final = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
+KEYS: Final[dict[BodyKind, Mapping[str, str]]] = {"response": responses.KEYS, "message": messages.KEYS}
+DIALECTS: Final[dict[BodyKind, Dialect]] = {"response": "responses", "message": "messages"}
 # WebSocket
 LINES: Final = Framing(b"", b"\n", b"")  # a line is a message; the connection has pings of its own
 MAX_UNSENT: Final = 8  # messages; with more, the client lags
@@ -113,6 +120,9 @@ class Inference:
         self._calendar_s = calendar_s
         self._draw_seed = draw_seed
         self._public = PublicPrefixes(model.bodies.reader)
+        self.responses = ResponseStore(
+            max_entries=config.max_stored_responses, max_bytes=config.max_stored_response_bytes
+        )
         self._coalescer = WriteCoalescer()
         self._open: dict[Answer, Permit] = {}
 
@@ -122,6 +132,9 @@ class Inference:
         return {
             "/v1/chat/completions": partial(self._serve, "chat"),
             "/v1/completions": partial(self._serve, "completion"),
+            "/v1/responses": partial(self._serve, "response"),
+            "/v1/messages": partial(self._serve, "message"),
+            "/v1/messages/count_tokens": partial(self._serve_text, "count_tokens"),
             "/tokenize": partial(self._serve_text, "tokenize"),
             "/detokenize": partial(self._serve_text, "detokenize"),
         }
@@ -150,10 +163,13 @@ class Inference:
         tenant = scope["state"]["tenant"]
         sla, scheduling_key = read_objectives(scope, tenant)
         arrival_s = self._clock.now_s()
-        policy = self._model.read_policy(tenant, is_strict=self._config.strict)
-        read = await self._model.bodies.read(kind, data, policy, tenant.name)
-        del data
+        policy = self._read_policy(tenant)
+        history = self._history(data, tenant.name) if kind == "response" else b""
+        read = await self._model.bodies.read(kind, data, policy, tenant.name, history)
+        del data, history
         self._metrics.unknown_keys += read.num_unknown
+        if read.response is not None:
+            responses.check_conversation(read.response, self.responses.max_bytes)
         event_id = header(scope, HEADER) if scope["type"] == "http" else None
         resumed = self._resume_point(event_id, tenant.name) if event_id else None
         body = read.chat or read.completion
@@ -168,6 +184,8 @@ class Inference:
             parsing=read.parsing,
             structured_outputs=None if read.asked_form is None else read.asked_form.form,
             bad_words_token_ids=read.bad_words_token_ids,
+            dialect=DIALECTS.get(kind, "openai"),
+            response=read.response,
             model=self._model.name,
             tenant=tenant,
             sla=sla,
@@ -179,6 +197,16 @@ class Inference:
             raise unsupported("resuming an answer of a WebSocket", param="stream_options.resumable")
         self._check(call, policy.longest())
         return call
+
+    def _read_policy(self, tenant: Tenant) -> ReadPolicy:
+        return self._model.read_policy(tenant, is_strict=self._config.strict, may_store=self.responses.is_on)
+
+    def _history(self, data: bytes, tenant: str) -> bytes:
+        """Return the conversation that the body of a response goes on with. Raises ApiError 404."""
+        previous = decode_text(raw_fields(data).get("previous_response_id"))
+        if previous is None:
+            return b""
+        return self.responses.get(tenant, previous, param="previous_response_id").conversation
 
     def _check(self, call: Call, longest: int) -> None:
         if call.is_resumable or call.resumed is not None:
@@ -254,7 +282,12 @@ class Inference:
 
     async def _serve(self, kind: BodyKind, scope: Scope, receive: Receive, send: Send) -> None:
         with self._charge(scope) as charge:
-            call = await self.read_call(kind, await read_body(scope, receive, charge.set), scope)
+            data = await read_body(scope, receive, charge.set)
+            try:
+                call = await self.read_call(kind, data, scope)
+            except (ApiError, InvalidRequest) as error:
+                raise renamed(error, KEYS.get(kind, {})) from None
+            del data
             charge.set(call.held_bytes)
             writer: ResponseWriter = scope["extensions"][RESPONSE_WRITER]
             if call.resumed is not None and call.resumed.is_whole(has_usage=call.has_usage):
@@ -275,7 +308,7 @@ class Inference:
         with self._limiter.answers.charge(tenant.name, tenant.policy.quotas) as held:
             with self._charge(scope) as charge:
                 data = await read_body(scope, receive, charge.set)
-                policy = self._model.read_policy(tenant, is_strict=self._config.strict)
+                policy = self._read_policy(tenant)
                 read = await self._model.bodies.read(kind, data, policy, tenant.name)
                 del data  # its charge ends here, and the client may take long to read the answer
             self._metrics.unknown_keys += read.num_unknown
@@ -293,11 +326,21 @@ class Inference:
             collector = AnswerCollector(answer, self._observer(answer), charge)
             writer.on_gone = collector.gone
             answer.start(collector)
-            form = answer_format(answer, int(self._calendar_s()))
+            form = self._format(answer, int(self._calendar_s()))
             await respond_in_turns(send, form.whole(await collector.wait()), self._clock, writer)
 
     async def _serve_stream(self, answer: Answer, writer: ResponseWriter, send: Send) -> None:
-        stream = self._stream(answer, SERVER_SENT_EVENTS)
+        if answer.call.dialect == "openai":
+            await self._write_stream(answer, self._stream(answer, SERVER_SENT_EVENTS), writer, send)
+            return
+        # A typed answer is kept to its end: its last events repeat its parts.
+        tenant, quotas = answer.call.tenant.name, answer.call.scheduling_key.quotas
+        with self._limiter.answers.charge(tenant, quotas, is_counted=False) as kept:
+            await self._write_stream(answer, self._stream(answer, TYPED_EVENTS, kept), writer, send)
+
+    async def _write_stream(
+        self, answer: Answer, stream: AnswerStream, writer: ResponseWriter, send: Send
+    ) -> None:
         writer.on_gone = stream.gone
         answer.start(stream)
         # The headers go out after the first token: until then the call may still be refused with a status.
@@ -318,12 +361,21 @@ class Inference:
         await self._follow(stream)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    def _stream(self, answer: Answer, framing: Framing) -> AnswerStream:
+    def _stream(self, answer: Answer, framing: Framing, kept: Charge | None = None) -> AnswerStream:
+        """kept: charged with the text of the answer as it comes."""
         resumed = answer.call.resumed
         created_s = int(self._calendar_s()) if resumed is None else resumed.created_s
-        form = answer_format(answer, created_s)
+        form = self._format(answer, created_s)
         progress = self._progress(answer, form, created_s) if answer.call.is_resumable else None
-        return AnswerStream(answer, form, framing, self._coalescer, self._observer(answer), progress)
+        observe = self._observer(answer)
+        if kept is not None:
+            observe = _charging(answer, observe, kept)
+        return AnswerStream(answer, form, framing, self._coalescer, observe, progress)
+
+    def _format(self, answer: Answer, created_s: int) -> AnswerFormat:
+        if answer.call.dialect == "responses":
+            return ResponseFormat(answer, created_s, self.responses, self._calendar_s)
+        return answer_format(answer, created_s)
 
     async def _follow(self, stream: AnswerStream) -> None:
         """Wait for the end of a stream that has begun. Raises ClientGone when its client has left."""
@@ -427,6 +479,21 @@ def _outcome(answer: Answer, error: Exception | None) -> str:
     return Refusal.NO_ROOM.value if isinstance(error, Overloaded) else "failed"
 
 
+def _charging(
+    answer: Answer, observe: Callable[[AnswerChoice, Delta], None], kept: Charge
+) -> Callable[[AnswerChoice, Delta], None]:
+    """Return `observe` that charges the text as well; an answer without room for more fails."""
+
+    def observe_kept(choice: AnswerChoice, delta: Delta) -> None:
+        observe(choice, delta)
+        try:
+            kept.add(BYTES_PER_CHARACTER * num_chars(delta))
+        except BatonError as error:
+            answer.fail(error)
+
+    return observe_kept
+
+
 class WebSocketWriter:
     """A ResponseWriter over a WebSocket: each line is a message, and a task sends them in order."""
 
@@ -473,6 +540,13 @@ class WebSocketWriter:
                     return
             if has_lagged and self.on_writable is not None:
                 self.on_writable()
+
+
+def decode_text(value: msgspec.Raw | None) -> str | None:
+    """Return a text of JSON; None for anything else, which the reader of the body refuses."""
+    with suppress(msgspec.MsgspecError, ValueError):
+        return None if value is None else msgspec.json.decode(value, type=str)
+    return None
 
 
 async def _receive(websocket: WebSocket) -> bytes:

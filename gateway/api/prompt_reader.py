@@ -26,6 +26,8 @@ from baton.gateway.api.call import (
     list_prompts,
     raw_fields,
 )
+from baton.gateway.api.dialects import messages, responses
+from baton.gateway.api.dialects.response_store import AskedResponse
 from baton.gateway.api.errors import ApiError, invalid
 from baton.gateway.api.structured_output import AskedForm, FormKeys
 from baton.gateway.api.tool_choice import Tool, ToolChoice, read_tool_choice
@@ -43,7 +45,9 @@ MAX_CHARS_PER_TOKEN: Final = 16  # on average; a longer prompt cannot fit the mo
 MAX_TEXT_ANSWER_BYTES: Final = 8 * 2**20  # of /tokenize and /detokenize
 NO_WORKERS_RETRY_S: Final = 2.0
 
-BodyKind: TypeAlias = Literal["chat", "completion", "either", "tokenize", "detokenize"]
+BodyKind: TypeAlias = Literal[
+    "chat", "completion", "either", "response", "message", "tokenize", "detokenize", "count_tokens"
+]
 
 WITHOUT_FORM: Final = dict.fromkeys(FormKeys.__struct_fields__)  # the values of a body without a form
 
@@ -56,6 +60,7 @@ class ReadPolicy(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int | None  # None: no worker has joined yet
     is_strict: bool = False  # unknown keys are refused
     max_chars: int | None = None  # of a chat's text; see `LongText`
+    may_store: bool = False  # responses are stored
 
     def longest(self) -> int:
         """Return the model's context length in tokens. Raises ApiError 503 while it is not known."""
@@ -93,12 +98,13 @@ class ReadBody(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """
 
     num_unknown: int  # keys of the body
-    answer: bytes | None = None  # JSON, of /tokenize and /detokenize
+    answer: bytes | None = None  # JSON, of a body that asks about tokens
     chat: ChatBody | None = None
     completion: CompletionBody | None = None
     prompts: list[Prompt] = []
     parsing: AnswerParsing = AnswerParsing()  # of a chat's answer
     asked_form: AskedForm | None = None
+    response: AskedResponse | None = None  # of the body of a response
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
 
 
@@ -162,16 +168,21 @@ class PromptReader:
             raise InvalidRequest("the model has no tokenizer: prompts are token ids")
         return self.tokenizer
 
-    def read(self, kind: BodyKind, data: bytes, policy: ReadPolicy) -> ReadBody:
+    def read(self, kind: BodyKind, data: bytes, policy: ReadPolicy, history: bytes = b"") -> ReadBody:
         """Read a body. kind: "either" is a chat when the body has messages, else a completion.
 
-        Raises LongText for a chat whose text is longer than the policy's `max_chars`.
+        history: the conversation before the body of a response. Raises LongText for a chat whose text is
+        longer than the policy's `max_chars`.
         """
         if kind == "either":
             kind = "chat" if "messages" in raw_fields(data) else "completion"
+        if kind == "response":
+            return self._response(data, policy, history)
         read = {
             "chat": self._chat,
             "completion": self._completion,
+            "message": self._message,
+            "count_tokens": self._count_tokens,
             "tokenize": self._tokenize,
             "detokenize": self._detokenize,
         }[kind]
@@ -214,7 +225,9 @@ class PromptReader:
         tools: Sequence[Tool] | None,
         add_generation_prompt: bool,
         kwargs: Message | None,
+        continues: bool = False,
     ) -> str:
+        """continues: the text ends within the last message, and the answer goes on with it."""
         _, template = self._needed_tokenizer, self._chat_template
         if template is None:
             raise InvalidRequest("the model has no chat template: it completes text and cannot chat")
@@ -223,7 +236,8 @@ class PromptReader:
             raise ApiError(400, message, code="unsupported", param="tools")
         read = read_messages(messages)
         _check_length(sum(len(str(message.get("content"))) for message in read), max_tokens)
-        text = template.render(read, tools=tools, add_generation_prompt=add_generation_prompt, kwargs=kwargs)
+        render = template.render_open if continues else template.render
+        text = render(read, tools=tools, add_generation_prompt=add_generation_prompt, kwargs=kwargs)
         _check_length(len(text), max_tokens)
         if max_chars is not None and len(text) > max_chars:
             raise LongText(len(text))
@@ -231,6 +245,34 @@ class PromptReader:
 
     def _chat(self, data: bytes, policy: ReadPolicy) -> ReadBody:
         body, num_unknown = _decode(data, ChatBody, policy)
+        return self._read_chat(body, num_unknown, policy)
+
+    def _response(self, data: bytes, policy: ReadPolicy, history: bytes) -> ReadBody:
+        body, num_unknown = _decode(data, responses.ResponseBody, policy)
+        chat, asked = responses.as_chat(body, history, may_store=policy.may_store)
+        read = self._read_chat(chat, num_unknown, policy)
+        return msgspec.structs.replace(read, response=asked)
+
+    def _message(self, data: bytes, policy: ReadPolicy) -> ReadBody:
+        body, num_unknown = _decode(data, messages.MessageBody, policy)
+        return self._read_chat(self._of_message(body), num_unknown, policy)
+
+    def _of_message(self, body: messages.PromptBody) -> ChatBody:
+        return messages.as_chat(
+            body,
+            has_thinking_switch=self._chat_template is not None
+            and self._chat_template.reads("enable_thinking", has_tools=bool(body.tools)),
+            has_reasoning=self._parsers.reasoning_parser is not None,
+        )
+
+    def _count_tokens(self, data: bytes, policy: ReadPolicy) -> ReadBody:
+        body, num_unknown = _decode(data, messages.CountBody, policy)
+        read = self._read_chat(self._of_message(body), num_unknown, policy)
+        (prompt,) = read.prompts
+        answer = orjson.dumps({"input_tokens": len(prompt.token_ids)})
+        return ReadBody(num_unknown=num_unknown, answer=answer)
+
+    def _read_chat(self, body: ChatBody, num_unknown: int, policy: ReadPolicy) -> ReadBody:
         check_sampled_ids(body, self._vocab_size)
         choice = read_tool_choice(body.tools, body.tool_choice, body.parallel_tool_calls)
         policy.check_model(body.model)
@@ -261,6 +303,10 @@ class PromptReader:
         tools: Sequence[Tool],
         kwargs: Message | None,
     ) -> str:
+        continues = bool(body.continue_final_message)
+        if continues and body.add_generation_prompt is not False:
+            key = "continue_final_message"
+            raise invalid(f"{key}: add_generation_prompt must be false beside it", param=key)
         return self._render_chat(
             body.messages or (),
             max_tokens=policy.longest(),
@@ -268,6 +314,7 @@ class PromptReader:
             tools=tools or None,
             add_generation_prompt=body.add_generation_prompt is not False,
             kwargs=kwargs,
+            continues=continues,
         )
 
     def _reasoning_state(self, prompt: str) -> ReasoningState:
@@ -385,7 +432,7 @@ class PromptReader:
 def _decode(data: bytes, kind: type[AnyBody], policy: ReadPolicy) -> tuple[AnyBody, int]:
     """Return the body and how many of its keys are unknown."""
     body, unknown = decode_body(data, kind)
-    if unknown and policy.is_strict:
+    if unknown and (policy.is_strict or getattr(kind, "refuses_unknown", False)):
         raise invalid(f"unknown key {unknown[0][:64]!r}", param=unknown[0][:64])
     return body, len(unknown)
 

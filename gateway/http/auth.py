@@ -24,8 +24,9 @@ from typing import Final
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from baton.config.gateway import OPERATOR_HOST, is_loopback
+from baton.gateway.api.dialects.messages import body_of_error
 from baton.gateway.api.errors import ApiError, ClientGone, answer_to
-from baton.gateway.http.protocol import header, respond_error
+from baton.gateway.http.protocol import header, respond
 from baton.gateway.tenants.tenants import Tenant, Tenants
 
 PUBLIC_PATHS: Final = frozenset({"/health", "/ping"})
@@ -110,7 +111,8 @@ class AuthMiddleware:
         except Exception as error:
             answer = answer_to(error, label)
             if status == UNANSWERED:
-                await respond_error(send_labelled, answer)
+                body = body_of_error(scope["path"], answer, label)
+                await respond(send_labelled, answer.status, body, answer.headers())
         finally:
             self._answered(scope["path"], status)
 
@@ -155,10 +157,12 @@ class AuthMiddleware:
             return None
         given = header(scope, b"authorization")
         key = given[len(BEARER) :] if given and given.lower().startswith(BEARER) else None
+        if key is None:
+            key = header(scope, b"x-api-key")  # of Anthropic's clients
         if key is None and need_keys:
             raise ApiError(
                 401,
-                "an API key is needed: send the header 'Authorization: Bearer KEY'",
+                "an API key is needed: send the header 'Authorization: Bearer KEY', or 'x-api-key: KEY'",
                 code="missing_api_key",
             )
         tenant = self._tenants.find(key or "")

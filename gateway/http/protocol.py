@@ -120,11 +120,6 @@ async def respond(send: Send, status: int, body: bytes, headers: Headers | None 
     await send({"type": "http.response.body", "body": body, "more_body": False})
 
 
-async def respond_error(send: Send, error: ApiError) -> None:
-    """Answer with an error."""
-    await respond(send, error.status, error.body(), error.headers())
-
-
 async def respond_in_turns(send: Send, parts: Iterable[bytes], clock: Clock, writer: ResponseWriter) -> None:
     """Answer 200 with JSON that is written while `parts` are made; other tasks run every TURN_S.
 

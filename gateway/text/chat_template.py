@@ -44,6 +44,9 @@ RESERVED: Final = frozenset(
 REASONING_EFFORT: Final = "reasoning_effort"  # a key of bodies, and a variable of templates, as in vLLM
 EXAMPLE: Final = '{"role": "user", "content": "Hi"}'
 
+CONTINUE: Final = "continue_final_message"  # a key of bodies
+END_MARK: Final = "\ue000end of the last message\ue001 "  # of private characters; the space shows stripping
+
 Message: TypeAlias = Mapping[str, object]
 
 
@@ -183,6 +186,40 @@ class ChatTemplate:
                 f"the prompt should be at most {MAX_OUTPUT_CHARS} characters, got {len(prompt)}"
             )
         return prompt
+
+    def render_open(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Message] | None = None,
+        add_generation_prompt: bool = False,
+        kwargs: Mapping[str, object] | None = None,
+    ) -> str:
+        """Return the prompt up to the end of the last message's content, for an answer that continues it.
+
+        Raises the errors of `render`, and ApiError for a last message without text, or with text that the
+        template leaves out.
+        """
+        *before, last = messages
+        content = last.get("content")
+        if not isinstance(content, str) or last.get("tool_calls"):
+            message = f"{CONTINUE}: the last message has no text, or calls tools"
+            raise invalid(message, param=CONTINUE)
+        marked = {**last, "content": content + END_MARK}
+        text = self.render(
+            [*before, marked], tools=tools, add_generation_prompt=add_generation_prompt, kwargs=kwargs
+        )
+        end = text.rfind(END_MARK.rstrip())
+        if end < 0:
+            message = f"{CONTINUE}: the chat template leaves out the text of the last message"
+            raise invalid(message, param=CONTINUE)
+        # As in transformers: a template that strips contents would have stripped this one as well.
+        is_stripped = not text.startswith(END_MARK, end)
+        return text[:end].rstrip() if is_stripped else text[:end]
+
+    def reads(self, name: str, *, has_tools: bool = False) -> bool:
+        """Tell whether the template, or the one for chats with tools, reads a variable of this name."""
+        return name in self._variables[TOOLS_NAME if has_tools and self._has_own_for_tools else NAME]
 
     def _check_kwargs(self, kwargs: Mapping[str, object], *, has_tools: bool) -> None:
         variables = self._variables[TOOLS_NAME if has_tools and self._has_own_for_tools else NAME]

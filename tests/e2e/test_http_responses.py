@@ -1,0 +1,255 @@
+"""`/v1/responses`, with the real `openai` client, of an engine, a cluster and a scripted model with tools."""
+
+import json
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import openai
+import pytest
+from pydantic import BaseModel
+
+from baton.errors import WorkerLost
+from tests.e2e.conftest import client_of
+from tests.scripted_service import ScriptedService, events
+from tests.served_gateway import ServedGateway
+from tests.tenant_clients import write_tenants
+from tests.tool_model import TEMPLATE, TOKENIZER, TOOL, tool_model, writing
+
+Served = ServedGateway[ScriptedService]
+
+PROMPT: Final = "copy(sun moon star)="
+WEATHER: Final[Any] = {"type": "function", **TOOL["function"]}
+CALLED: Final = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+REASONING: Final = "{# </think> #}{% if enable_thinking %}on{% endif %}"
+
+
+@pytest.fixture(scope="module")
+def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    model = tool_model(tmp_path_factory.mktemp("model"), TEMPLATE + REASONING)
+    with ServedGateway(ScriptedService, model=model) as gateway:
+        yield gateway
+
+
+@pytest.fixture
+def tools_client(scripted: Served) -> Iterator[openai.OpenAI]:
+    with client_of(scripted.url) as client:
+        yield client
+
+
+def prompt_of(served: Served) -> str:
+    return TOKENIZER.decode(served.service.requests[-1].token_ids)
+
+
+def test_response_has_the_text_of_a_chat(client: openai.OpenAI) -> None:
+    response = client.responses.create(model="tiny", input=PROMPT, temperature=0, metadata={"a": "b"})
+    assert (response.status, response.output_text, response.metadata) == (
+        "completed",
+        "sun moon star",
+        {"a": "b"},
+    )
+    assert response.usage is not None and response.usage.total_tokens == 14
+    assert client.responses.retrieve(response.id) == response
+
+
+def test_streamed_response_has_the_events_that_the_client_expects(client: openai.OpenAI) -> None:
+    with client.responses.stream(model="tiny", input=PROMPT, temperature=0) as stream:
+        events = list(stream)
+        final = stream.get_final_response()
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    names = [event.type.removeprefix("response.") for event in events]
+    assert names[:4] == ["created", "in_progress", "output_item.added", "content_part.added"]
+    assert set(names[4:-4]) == {"output_text.delta"}
+    assert names[-4:] == ["output_text.done", "content_part.done", "output_item.done", "completed"]
+    assert final.output_text == "sun moon star"
+    assert client.responses.retrieve(final.id).output_text == final.output_text
+
+
+def test_next_turn_has_the_conversation_but_not_the_former_instructions(
+    scripted: Served, tools_client: openai.OpenAI
+) -> None:
+    scripted.service.play = writing("One.")
+    first = tools_client.responses.create(model="tiny", input="First?", instructions="Be brief.")
+    assert prompt_of(scripted).startswith("system: Be brief.user: First?")
+    scripted.service.play = writing("Two.")
+    second = tools_client.responses.create(
+        model="tiny", input="Second?", previous_response_id=first.id, instructions="Be loud."
+    )
+    assert prompt_of(scripted).startswith("system: Be loud.user: First?assistant: One.user: Second?")
+    assert second.previous_response_id == first.id and second.instructions == "Be loud."
+    listed = tools_client.responses.input_items.list(second.id, order="asc", limit=2)
+    assert [item.type for item in listed] == ["message"] * 3  # over two pages
+    tools_client.responses.delete(first.id)
+    scripted.service.play = writing("Three.")
+    tools_client.responses.create(model="tiny", input="Third?", previous_response_id=second.id)
+    assert "One.user: Second?assistant: Two.user: Third?" in prompt_of(scripted)
+    with pytest.raises(openai.NotFoundError, match="previous_response_id"):
+        tools_client.responses.create(model="tiny", input="Fourth?", previous_response_id=first.id)
+
+
+def test_response_that_is_not_to_be_stored_is_not_found(client: openai.OpenAI) -> None:
+    response = client.responses.create(model="tiny", input=PROMPT, store=False, max_output_tokens=1)
+    assert response.status == "incomplete" and response.incomplete_details is not None
+    assert response.incomplete_details.reason == "max_output_tokens"
+    assert response.output[0].type == "message" and response.output[0].status == "incomplete"
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(response.id)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.delete(response.id)
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_calls_and_reasoning_are_items_of_the_output(
+    scripted: Served, tools_client: openai.OpenAI, is_streamed: bool
+) -> None:
+    scripted.service.play = writing(f"<think>\nIs it far?\n</think>\n\nI look. {CALLED}\n{CALLED}")
+    asked: dict[str, Any] = {"model": "tiny", "input": "Rain?", "tools": [WEATHER]}
+    if is_streamed:
+        with tools_client.responses.stream(**asked) as stream:
+            response: Any = stream.until_done().get_final_response()
+    else:
+        response = tools_client.responses.create(**asked)
+    reasoning, text, first, second = response.output
+    assert (reasoning.type, reasoning.content[0].text) == ("reasoning", "Is it far?")
+    assert (text.type, text.content[0].text) == ("message", "I look.")
+    for call in (first, second):
+        assert (call.type, call.name, json.loads(call.arguments)) == (
+            "function_call",
+            "weather",
+            {"city": "Paris"},
+        )
+    assert first.call_id != second.call_id and first.id != second.id
+    assert response.usage.output_tokens_details.reasoning_tokens > 0
+    output: Any = {"type": "function_call_output", "call_id": first.call_id, "output": "dry"}
+    scripted.service.play = writing("No.")
+    answer = tools_client.responses.create(
+        model="tiny", input=[output], previous_response_id=response.id, tools=[WEATHER]
+    )
+    assert answer.output_text == "No."
+    assert 'assistant: I look. {"city": "Paris"} {"city": "Paris"}tool: dry' in prompt_of(scripted)
+
+
+def test_history_may_be_sent_as_items(scripted: Served, tools_client: openai.OpenAI) -> None:
+    scripted.service.play = writing(f"I look. {CALLED}")
+    items: list[Any] = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": "Rain?"}]
+    first = tools_client.responses.create(model="tiny", input=items, tools=[WEATHER], store=False)
+    items += [item.to_dict() for item in first.output]
+    items.append(
+        {"type": "function_call_output", "call_id": "x", "output": [{"type": "input_text", "text": "dry"}]}
+    )
+    scripted.service.play = writing("No.")
+    tools_client.responses.create(model="tiny", input=items, tools=[WEATHER], store=False)
+    expected = 'system: Be brief.user: Rain?assistant: I look. {"city": "Paris"}tool: dry'
+    assert expected in prompt_of(scripted)
+
+
+def test_grammar_of_a_required_call_reaches_the_workers(scripted: Served) -> None:
+    scripted.service.play = writing(CALLED)
+    with client_of(scripted.url) as client:
+        client.responses.create(
+            model="tiny", input="Rain?", tools=[WEATHER], tool_choice={"type": "function", "name": "weather"}
+        )
+    form = scripted.service.requests[-1].sampling.structured_outputs
+    assert form is not None and form.frame is not None and "weather" in form.frame
+
+
+class Answer(BaseModel):
+    city: Literal["Paris"]
+    is_dry: Literal[True]
+
+
+def test_text_format_is_kept(client: openai.OpenAI) -> None:
+    response = client.responses.parse(model="tiny", input="Rain?", text_format=Answer)
+    assert response.output_parsed == Answer(city="Paris", is_dry=True)
+    assert response.text is not None and response.text.format is not None
+    assert response.text.format.type == "json_schema"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"background": True}, "background"),
+        ({"conversation": "c"}, "conversation"),
+        ({"prompt": {"id": "p"}}, "prompt"),
+        ({"include": ["reasoning.encrypted_content"]}, "include"),
+        ({"truncation": "auto"}, "truncation"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"max_tool_calls": 2}, "max_tool_calls"),
+        ({"stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
+        ({"text": {"verbosity": "low"}}, "text.verbosity"),
+        ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format"),
+        ({"text": {"format": {"type": "json_schema", "name": "a", "schema": {"type": 5}}}}, "text.format"),
+        ({"text": {"format": {"type": "grammar"}}}, "text.format.type"),
+        ({"reasoning": {"summary": "detailed"}}, "reasoning.summary"),
+        ({"reasoning": {"effort": "high"}}, "reasoning.effort"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{**WEATHER, "defer_loading": True}]}, "tools[0].defer_loading"),
+        ({"tools": [{**WEATHER, "name": "a b"}]}, "tools[0].name"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "web_search"}}, "tool_choice"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"input": []}, "input"),
+        ({"input": [{"type": "item_reference", "id": "a"}]}, "input[0].type"),
+        ({"input": [{"role": "robot", "content": "a"}]}, "input[0].role"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "a"}]}]},
+         "input[0].content[0].type"),
+        ({"input": [{"type": "function_call", "call_id": "a", "name": "b"}]}, "input[0].arguments"),
+        ({"messages": [{"role": "user", "content": "a"}]}, "messages"),
+        ({"max_tokens": 5}, "max_tokens"),
+        ({"n": 2}, "n"),
+        ({"metadata": {"a": 1}}, "metadata"),
+    ],
+)  # fmt: skip
+def test_key_that_cannot_be_honoured_is_named(
+    scripted: Served, tools_client: openai.OpenAI, fields: dict[str, Any], param: str
+) -> None:
+    num_before = len(scripted.service.requests)
+    with pytest.raises(openai.BadRequestError) as refused:
+        tools_client.post("/responses", body={"model": "tiny", "input": "a", **fields}, cast_to=object)
+    named = refused.value.param or ""
+    assert named and (named.startswith(param) or param.startswith(named))
+    assert param.split("[")[0].split(".")[0] in refused.value.message
+    assert len(scripted.service.requests) == num_before
+
+
+def test_limit_of_tokens_is_named_as_the_client_knows_it(tools_client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="max_output_tokens"):
+        tools_client.responses.create(model="tiny", input="a", max_output_tokens=0)
+
+
+def test_failure_in_the_middle_ends_the_stream_with_an_event(
+    scripted: Served, tools_client: openai.OpenAI
+) -> None:
+    scripted.service.play = lambda service, request: service.emit(
+        request.request_id, events(request, TOKENIZER.encode("Half "), end=None)
+    )
+    seen = []
+    for event in tools_client.responses.create(model="tiny", input="a", stream=True):
+        seen.append(event)
+        if event.type == "response.output_text.delta":
+            name = scripted.service.requests[-1].request_id
+            scripted.on_loop(partial(scripted.service.fail, name, WorkerLost("gone")))
+    last = seen[-1]
+    assert last.type == "response.failed" and last.response.error is not None
+    assert (last.response.status, last.response.error.code) == ("failed", "server_error")
+    with pytest.raises(openai.NotFoundError):
+        tools_client.responses.retrieve(last.response.id)
+
+
+def test_no_tenant_finds_the_response_of_another_one(tmp_path: Path) -> None:
+    file = str(write_tenants(tmp_path))
+    with ServedGateway(lambda: ScriptedService(writing("One.")), tenants_file=file) as gateway:
+        acme, zeta = (client_of(gateway.url).with_options(api_key=key) for key in ("k-acme", "k-zeta"))
+        mine = acme.responses.create(model="tiny", input="a")
+        assert acme.responses.retrieve(mine.id).output_text == "One."
+        asked: list[Callable[[], object]] = [
+            lambda: zeta.responses.retrieve(mine.id),
+            lambda: zeta.responses.delete(mine.id),
+            lambda: zeta.responses.input_items.list(mine.id),
+            lambda: zeta.responses.create(model="tiny", input="b", previous_response_id=mine.id),
+        ]
+        for ask in asked:
+            with pytest.raises(openai.NotFoundError):
+                ask()
+        acme.close()
+        zeta.close()
