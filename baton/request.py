@@ -16,7 +16,7 @@ from baton.tenants import SchedulingKey, Sla
 from baton.token_ids import TokenIds
 
 TokenId: TypeAlias = Annotated[int, Meta(ge=0, le=2**31 - 1)]
-MAX_CHOICES = 8
+MAX_CHOICES = 128
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
 MAX_ALLOWED_TOKENS = 2**16  # of allowed_token_ids

@@ -3,13 +3,14 @@
 Frequent requests go to plain ASGI applications; FastAPI serves the others.
 """
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
 import orjson
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route, WebSocketRoute
 from starlette.types import ASGIApp
 from starlette.websockets import WebSocket
@@ -23,6 +24,8 @@ from baton.gateway.api.dialects.messages import CountBody, MessageBody, body_of_
 from baton.gateway.api.dialects.response_store import ResponseStore, list_items
 from baton.gateway.api.dialects.responses import ResponseBody
 from baton.gateway.api.errors import ApiError, as_api_error, unsupported
+from baton.gateway.http.api_page import HEADERS as API_PAGE_HEADERS
+from baton.gateway.http.api_page import api_page
 from baton.gateway.http.auth import AuthMiddleware
 from baton.gateway.metrics.dashboard import HEADERS as PAGE_HEADERS
 from baton.gateway.metrics.dashboard import Dashboard
@@ -73,6 +76,7 @@ def _any_value(kind: type) -> dict[str, Any]:
     return {"description": "any value"}
 
 
+EXPOSED_HEADERS: Final = ("x-request-id", "retry-after", "retry-after-ms", "x-should-retry")
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 JSON = "application/json"
 
@@ -87,6 +91,7 @@ def make_app(
     exporter: Exporter,
     dashboard: Dashboard,
     operator_port: int | None,
+    allowed_origins: Sequence[str],
     responses: ResponseStore,
 ) -> ASGIApp:
     """Return the whole gateway as one ASGI application.
@@ -97,7 +102,7 @@ def make_app(
         title="Baton",
         version=baton.__version__,
         redirect_slashes=False,
-        docs_url=None,  # it loads scripts from elsewhere
+        docs_url=None,  # it loads scripts from elsewhere: gateway/http/api_page.py
         redoc_url=None,
     )
     # The middleware sends a POST to its application directly; these routes refuse other methods.
@@ -109,13 +114,25 @@ def make_app(
     _add_responses(app, responses)
     add_admin_routes(app, model.service.explain)
     _answer_errors(app)
-    describe_routes(app.openapi())  # made once and kept
-    return AuthMiddleware(
+    _add_api_page(app)
+    describe_routes(app.openapi())  # made once and kept until another route is added
+    guarded = AuthMiddleware(
         app,
         tenants,
         posts=posts,
         answered=exporter.metrics.answered,
         operator_port=operator_port,
+        allowed_origins=allowed_origins,
+    )
+    if not allowed_origins:
+        return guarded
+    # As in vLLM. Browsers ask before a request, without a key: this is answered before keys are checked.
+    return CORSMiddleware(
+        guarded,
+        allow_origins=allowed_origins,
+        allow_methods=["*"],
+        allow_headers=["*"],
+        expose_headers=EXPOSED_HEADERS,
     )
 
 
@@ -147,6 +164,13 @@ def _add_health(app: FastAPI, model: ServedModel, canary: Canary) -> None:
     @app.get("/version")
     async def version() -> dict[str, str]:
         return {"version": app.version}
+
+
+def _add_api_page(app: FastAPI) -> None:
+    @app.get("/docs", include_in_schema=False)
+    async def docs() -> Response:
+        """Show the routes and their bodies on one page."""
+        return Response(api_page(app.openapi()), media_type="text/html", headers=API_PAGE_HEADERS)
 
 
 def _add_operator_pages(app: FastAPI, model: ServedModel, exporter: Exporter, dashboard: Dashboard) -> None:

@@ -91,6 +91,7 @@ class GatewayProcess:
             ),
             dashboard=Dashboard(model.name, clock),
             operator_port=config.operator_port,
+            allowed_origins=config.allowed_origins,
             responses=self._inference.responses,
         )
         self._server = HttpServer(app, config, self._refused)

@@ -67,6 +67,7 @@ GATEWAY_KNOBS: dict[str, Any] = {
     "max_begun_wait_s": 300.0,
     "ping_interval_s": 15.0,
     "operator_port": None,
+    "allowed_origins": (),
     "resume_window_s": 600.0,
     "drain_timeout_s": 60.0,
     "link_timeout_s": 8.0,

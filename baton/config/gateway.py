@@ -1,6 +1,7 @@
 """The settings of a gateway process."""
 
 import ipaddress
+import re
 from typing import Annotated, Final, Literal, TypeAlias
 
 import msgspec
@@ -11,6 +12,7 @@ from baton.messages.bounds import LINK_TIMEOUT_S, LinkTimeout, Port
 from baton.messages.workers import Routers
 
 OPERATOR_HOST: Final = "127.0.0.1"
+ORIGIN: Final = re.compile(r"https?://[a-zA-Z0-9.-]+(:\d{1,5})?|https?://\[[0-9a-fA-F:]+\](:\d{1,5})?")
 Timeout: TypeAlias = Annotated[float, Meta(ge=0.01, le=86_400)]
 HeldBytes: TypeAlias = Annotated[int, Meta(ge=1024, le=2**50)]
 
@@ -51,7 +53,17 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     # A port of 127.0.0.1 that serves /metrics, /load, /ui and /admin/ without a key; None: there is none.
     # With tenants, the port for clients serves these to an admin's key alone, also on this machine.
     operator_port: Annotated[int, Meta(ge=1, le=65_535)] | None = None
+    # Sites such as https://chat.example of which pages may use the API (CORS), as in vLLM; "*" is every site.
+    allowed_origins: tuple[str, ...] = ()
     resume_window_s: Timeout = 600.0  # after an event of a resumable stream, in which it may be resumed there
+
+    def __post_init__(self) -> None:
+        for origin in self.allowed_origins:
+            if origin != "*" and not ORIGIN.fullmatch(origin):
+                raise ConfigError(
+                    f"gateway.allowed_origins: expected sites such as https://chat.example:8443, or *, "
+                    f"got {origin!r}"
+                )
 
 
 class GatewayConfig(GatewaySettings, frozen=True):
@@ -71,6 +83,7 @@ class GatewayConfig(GatewaySettings, frozen=True):
     link_timeout_s: LinkTimeout = LINK_TIMEOUT_S
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not self.model:
             raise ConfigError("gateway.model: expected a directory, got an empty string")
         if self.operator_port is not None and self.operator_port == self.port:

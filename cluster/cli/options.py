@@ -61,6 +61,7 @@ METAVARS: Final = {
     "reasoning_parser": "NAME",
     "cluster_key_file": "FILE",
     "decision_log": "FILE",
+    "allowed_origins": "ORIGINS",
     "tenants": "FILE",
     "tenants_file": "FILE",
     "stop_token_ids": "IDS",
@@ -110,6 +111,16 @@ def biases(text: str) -> dict[int, float]:
         raise ArgumentTypeError(f"expected biases such as 5:-1.5,17:2, got {text!r}") from None
 
 
+def origins(text: str) -> tuple[str, ...]:
+    """Read '["https://a.example"]' as vLLM does, or "https://a.example,https://b.example"."""
+    if not text.startswith("["):
+        return tuple(part.strip() for part in text.split(","))
+    try:
+        return tuple(msgspec.json.decode(text, type=list[str]))
+    except msgspec.MsgspecError:
+        raise ArgumentTypeError(f"expected a JSON list of sites, got {text!r}") from None
+
+
 def count(text: str) -> int:
     """Read an integer as vLLM does: 4k is 4,000 and 4K is 4,096."""
     match = re.fullmatch(r"(\d{1,19})(\.\d{1,9})?([kmgKMG]?)", text)
@@ -134,6 +145,8 @@ def routing_policy(text: str) -> str:
 READERS: Final[Mapping[str, Read]] = {
     "policy": routing_policy,
     "router.policy": routing_policy,
+    "allowed_origins": origins,
+    "gateway.allowed_origins": origins,
     "engine.dtype": lambda text: {"half": "float16", "float": "float32"}.get(text, text),  # vLLM's names
     "engine.load_format": lambda text: {"safetensors": "auto"}.get(text, text),
     "engine.max_model_len": count,

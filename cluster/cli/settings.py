@@ -40,6 +40,7 @@ WITHOUT_OPTION: Final = frozenset(
         "gateway.tool_call_parser",
         "gateway.reasoning_parser",
         "gateway.operator_port",
+        "gateway.allowed_origins",
     }
 )
 

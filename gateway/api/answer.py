@@ -253,7 +253,7 @@ class Answer:
             sampling=sampling,
             choice=choice.number,
             tenant=call.tenant.name,
-            cache_salt=with_public(call.tenant.cache_salt, choice.prompt.num_public_tokens),
+            cache_salt=with_public(call.tenant_salt, choice.prompt.num_public_tokens),
             priority=call.priority,
             sla=call.sla,
             scheduling_key=call.scheduling_key,
@@ -287,7 +287,7 @@ class AnswerChoice:
         detokenizer = detokenizer_of(
             answer.tokenizer, prompt.token_ids, skip_special_tokens=call.skips_special_tokens
         )
-        self._text = ChoiceText(detokenizer, call.stops, call.sampling)
+        self._text = ChoiceText(detokenizer, call.stops, call.sampling, includes_stop=call.includes_stop)
         digests = _tool_call_digests(answer.name, index)
         self._reader = call.parsing.reader(lambda: call.parsing.new_id(next(digests)))
 

@@ -5,9 +5,8 @@ Each key of a body is one of four kinds:
 1. A field of the structs below. It changes the answer.
 2. A key of WITHOUT_MEANING. It changes no answer, here or elsewhere; the table says why.
 3. A key of UNSUPPORTED. It would change the answer and is not served: `decode_body` refuses it with 400.
-4. An unknown key. It is ignored and counted, as in vLLM: clients send new keys every month, and keys that are
-   meant for the inside of a cluster (`kv_transfer_params`, `cache_salt`) must have no effect. The
-   setting `gateway.strict` refuses every unknown key.
+4. An unknown key. It is ignored and counted, as in vLLM: clients send new keys every month. The setting
+   `gateway.strict` refuses every unknown key, and so do bodies that set `refuses_unknown`.
 
 A sampling parameter of the API is a field of `Body` with the name of its field in `SamplingParams`.
 """
@@ -49,14 +48,17 @@ MAX_STOP_TOKEN_IDS: Final = 1024
 MAX_BAD_WORDS: Final = 1024
 MAX_DEPTH: Final = 64  # of client JSON; no template or tool needs more
 MAX_KWARGS: Final = 64
-MAX_PROMPTS: Final = 128
+MAX_PROMPTS: Final = 1024  # as in vLLM
 MAX_TOKEN_ID: Final = 2**31 - 1
 DEFAULT_COMPLETION_TOKENS: Final = 16  # as in OpenAI's API; a chat ends where the model ends it
 BYTES_PER_LOGPROB: Final = 150  # of one alternative: a tuple, an integer and a float
 
+Seed: TypeAlias = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 StopString: TypeAlias = Annotated[str, Meta(max_length=MAX_STOP_CHARS)]
 Stop: TypeAlias = StopString | Annotated[list[StopString], Meta(max_length=MAX_STOPS)] | None
 ModelName: TypeAlias = Annotated[str, Meta(max_length=256)]
+# Tokens that are kept of a longer prompt; -1: as many as leave the model room for the answer.
+Truncation: TypeAlias = Annotated[int, Meta(ge=-1, le=2**31 - 1)]
 TemplateKwargs: TypeAlias = Annotated[
     dict[Annotated[str, Meta(max_length=64)], object], Meta(max_length=MAX_KWARGS)
 ]
@@ -87,10 +89,13 @@ UNSUPPORTED: Final[dict[str, frozenset[bytes]]] = {
     "best_of": frozenset(),  # the value of `n` asks for nothing, see decode_body
     # vLLM
     **dict.fromkeys(("chat_template", "documents"), frozenset()),
-    **dict.fromkeys(("truncate_prompt_tokens", "include_stop_str_in_output"), frozenset()),
-    **dict.fromkeys(("use_beam_search", "logits_processors"), frozenset()),
-    **dict.fromkeys(("prompt_embeds", "return_tokens_as_token_ids"), frozenset()),
+    **dict.fromkeys(("use_beam_search", "logits_processors", "prompt_embeds"), frozenset()),
     **dict.fromkeys(("thinking_token_budget", "mm_processor_kwargs"), frozenset()),
+    **dict.fromkeys(
+        ("guided_decoding_backend", "guided_whitespace_pattern", "logprob_token_ids"), frozenset()
+    ),
+    **dict.fromkeys(("request_id", "kv_transfer_params", "stream_interval"), frozenset()),
+    **dict.fromkeys(("repetition_detection", "media_io_kwargs"), frozenset()),
     "length_penalty": frozenset({b"1.0", b"1"}),
     "spaces_between_special_tokens": frozenset({b"true"}),
     # SGLang
@@ -113,7 +118,7 @@ class SamplingKeys(FormKeys, frozen=True, kw_only=True):
     Names and meanings are OpenAI's, then vLLM's.
     """
 
-    seed: int | None = None
+    seed: Seed | None = None
     stop: Stop = None
     temperature: float | None = None
     top_p: float | None = None
@@ -135,7 +140,9 @@ class SamplingKeys(FormKeys, frozen=True, kw_only=True):
     # For logits processors of the server's operator.
     vllm_xargs: Annotated[dict[str, ExtraArg], Meta(max_length=MAX_EXTRA_ARGS)] | None = None
     skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
     priority: Annotated[int, Meta(ge=-(2**31), lt=2**31)] | None = None
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None  # pages are shared under it
 
 
 class Body(SamplingKeys, frozen=True, kw_only=True):
@@ -148,6 +155,9 @@ class Body(SamplingKeys, frozen=True, kw_only=True):
     max_tokens: int | None = None
     add_special_tokens: bool | None = None  # None: added to a completion's text, not to a rendered chat
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None  # log probabilities name tokens "token_id:7"
+    truncate_prompt_tokens: Truncation | None = None
+    truncation_side: Literal["left", "right"] | None = None  # of the tokens that are cut off; None: left
 
 
 class ChatBody(Body, frozen=True, kw_only=True):
@@ -238,7 +248,7 @@ def decode_body(data: bytes, kind: type[AnyBody]) -> tuple[AnyBody, list[str]]:
     """Return the body and its unknown keys. Raises ApiError 400, which names the field."""
     try:
         check_depth(data, "the body")
-        body = _kind(kind).decoder.decode(data)
+        body = _decoded(data, kind)
         keys = _KEYS.decode(data)
     except InvalidRequest as error:
         raise invalid(str(error)) from None
@@ -249,10 +259,25 @@ def decode_body(data: bytes, kind: type[AnyBody]) -> tuple[AnyBody, list[str]]:
         raise invalid(f"{param}: {message}" if param else message, param=param) from None
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise ApiError(400, f"the body is not valid JSON: {error}"[:500], code="invalid_json") from None
-    assert isinstance(body, kind)
     unknown = keys.keys() - _kind(kind).known
     _check_supported(keys, unknown & _kind(kind).unsupported.keys(), kind)
     return body, [key for key in keys if key in unknown]
+
+
+def _decoded(data: bytes, kind: type[AnyBody]) -> AnyBody:
+    """Return the body. A float such as 5.0 is an integer where one is expected, as in vLLM."""
+    try:
+        body = _kind(kind).decoder.decode(data)
+    except msgspec.ValidationError as error:
+        if "got `float`" not in str(error):
+            raise
+        fields = {
+            name: int(value) if isinstance(value, float) and value.is_integer() else value
+            for name, value in msgspec.json.decode(data, type=dict[str, object]).items()
+        }
+        body = msgspec.convert(fields, kind)
+    assert isinstance(body, kind)
+    return body
 
 
 def raw_fields(data: bytes) -> dict[str, msgspec.Raw]:
@@ -331,6 +356,27 @@ def check_sampled_ids(body: Body, vocab_size: int | None) -> None:
     check_token_ids(body.stop_token_ids or (), vocab_size, "stop_token_ids")
 
 
+def truncated(token_ids: list[int], body: "Body", longest: int) -> list[int]:
+    """Return the tokens of a prompt that `truncate_prompt_tokens` keeps. longest: the context length.
+
+    Raises ApiError 400 that names the key.
+    """
+    kept, name = body.truncate_prompt_tokens, "truncate_prompt_tokens"
+    if kept is None:
+        if body.truncation_side is not None:
+            raise invalid(f"truncation_side: {name} is not set", param="truncation_side")
+        return token_ids
+    if kept == 0 or kept >= longest:
+        raise invalid(f"{name}: expected -1 or 1 to {longest - 1}, got {kept}", param=name)
+    if kept < 0:
+        completion_tokens = getattr(body, "max_completion_tokens", None)
+        asked = body.max_tokens if completion_tokens is None else completion_tokens
+        if asked is None and isinstance(body, CompletionBody):
+            asked = DEFAULT_COMPLETION_TOKENS
+        kept = max(1, longest - max(1, asked or 0))
+    return token_ids[:kept] if body.truncation_side == "right" else token_ids[-kept:]
+
+
 class Prompt(msgspec.Struct):
     """One prompt of a call. `text` is None unless the call asks for its prompt back."""
 
@@ -362,6 +408,9 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     hides_tokens: bool = False  # max_tokens was 0: only the prompt is asked about
     returns_token_ids: bool = False
     skips_special_tokens: bool = True
+    includes_stop: bool = False  # the stop string, or the text of the stop token, is shown
+    names_tokens_by_id: bool = False  # in log probabilities
+    cache_salt: str = ""  # of the caller: only calls of one salt share pages
     priority: int = 0
     sla: Sla = Sla()
     scheduling_key: SchedulingKey = SchedulingKey()
@@ -372,6 +421,14 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     def num_answers(self) -> int:
         """Choices over all prompts."""
         return self.num_choices * len(self.prompts)
+
+    @property
+    def tenant_salt(self) -> bytes:
+        """The salt of the pages: the tenant's, narrowed by the caller's own."""
+        salt = self.tenant.cache_salt
+        if not self.cache_salt:
+            return salt
+        return hashlib.blake2b(self.cache_salt.encode(), key=salt, digest_size=len(salt)).digest()
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -418,7 +475,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
 
 # Fields that change when and for whom a call is answered, not the answer.
 _NOT_OF_THE_ANSWER: Final = frozenset(
-    {"prompts", "priority", "sla", "scheduling_key", "arrival_s", "tenant", "resumed"}
+    {"prompts", "priority", "sla", "scheduling_key", "arrival_s", "tenant", "resumed", "cache_salt"}
 )
 # Fields that SamplingParams takes as they stand in the body; `make_call` converts the others.
 _CONVERTED: Final = {
@@ -484,6 +541,9 @@ def make_call(
         hides_tokens=isinstance(body, CompletionBody) and max_tokens == 0,
         returns_token_ids=bool(body.return_token_ids),
         skips_special_tokens=body.skip_special_tokens is not False and not parsing.keeps_special_tokens,
+        includes_stop=bool(body.include_stop_str_in_output),
+        cache_salt=body.cache_salt or "",
+        names_tokens_by_id=bool(body.return_tokens_as_token_ids),
         priority=body.priority or 0,
         **fields,
     )
@@ -493,7 +553,7 @@ def _num_asked(body: ChatBody | CompletionBody) -> tuple[int | None, int | None]
     """Return the tokens of the answer and the log probabilities of each that the body asks for."""
     if isinstance(body, CompletionBody):
         return DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens, body.logprobs
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise invalid("top_logprobs: logprobs must be true as well", param="top_logprobs")
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     return max_tokens, (body.top_logprobs or 0) if body.logprobs else None

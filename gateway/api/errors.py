@@ -28,6 +28,9 @@ KINDS: Final = {
     404: "not_found_error",
     429: "rate_limit_error",
 }
+JSON_TYPE: Final = "application/json"
+# The key at the beginning of a message: "stop: ..." or "top_p must be ...".
+KEY: Final = re.compile(r"([a-z]+(?:_[a-z]+)*)(?:\[[^\]]*\])*(?::| must be )")
 EXPECTED: Final = frozenset({503, 504})  # server errors that are no bugs: logged without a traceback
 Headers = list[tuple[bytes, bytes]]
 logger = logging.getLogger(__name__)
@@ -94,6 +97,22 @@ def unsupported(what: str, *, param: str) -> ApiError:
 def invalid(message: str, *, param: str | None = None) -> ApiError:
     """Return the error for a wrong value."""
     return ApiError(400, message, code="invalid_value", param=param)
+
+
+def check_content_type(given: str | None) -> None:
+    """Raise ApiError 400 for a body that is said not to be JSON. None: the client says nothing."""
+    kind = (given or JSON_TYPE).partition(";")[0].strip().lower()
+    if kind != JSON_TYPE:
+        message = f"Content-Type: expected {JSON_TYPE}, got {kind[:80]!r}"
+        raise ApiError(400, message, code="unsupported_media_type", param="Content-Type")
+
+
+def with_param(error: BatonError) -> BatonError:
+    """Return an error about a wrong request with the key at the beginning of its message as its `param`."""
+    answer, key = as_api_error(error), KEY.match(str(error))
+    if answer.status != 400 or answer.param is not None or key is None:
+        return error
+    return ApiError(400, str(answer), code=answer.code, param=key[1])
 
 
 def renamed(error: BatonError, names: Mapping[str, str]) -> BatonError:

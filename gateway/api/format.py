@@ -170,7 +170,8 @@ def answer_format(answer: Answer, created_s: int) -> AnswerFormat:
     if answer.call.dialect == "messages":
         return MessageFormat(answer, created_s)
     kind = ChatFormat if answer.call.is_chat else CompletionFormat
-    return kind(answer, LogprobsFormat(answer.tokenizer), created_s)
+    tokenizer = None if answer.call.names_tokens_by_id else answer.tokenizer
+    return kind(answer, LogprobsFormat(tokenizer), created_s)
 
 
 class _Format:
@@ -211,10 +212,14 @@ class _Format:
     def end(self) -> bytes:
         return DONE
 
-    def _chunk(self, choice: Json) -> bytes:
+    def _chunk(self, choice: Json, *, has_tokens: bool = True) -> bytes:
+        """has_tokens: False for a chunk before the first token of its choice."""
         chunk = {**self._head, "choices": [choice]}
         if self._call.has_running_usage:
             chunk["usage"] = self._usage()
+            if not has_tokens and len(self._answer.choices) == 1:
+                num_prompt = chunk["usage"]["prompt_tokens"]
+                chunk["usage"] |= {"completion_tokens": 0, "total_tokens": num_prompt}
         return orjson.dumps(chunk)
 
     def _in_one(
@@ -273,8 +278,8 @@ class ChatFormat(_Format):
             "finish_reason": None,
         }
         if not self._call.returns_token_ids:
-            return self._chunk(body)
-        chunk = orjson.loads(self._chunk(body))
+            return self._chunk(body, has_tokens=False)
+        chunk = orjson.loads(self._chunk(body, has_tokens=False))
         return orjson.dumps({**chunk, "prompt_token_ids": tuple(choice.prompt.token_ids)})
 
     def delta(self, choice: AnswerChoice, delta: Delta) -> bytes:

@@ -21,7 +21,7 @@ import math
 import secrets
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import Final
@@ -46,11 +46,20 @@ from baton.gateway.api.answer_stream import (
     num_chars,
 )
 from baton.gateway.api.body_reader import PublicPrefixes, ServedModel
-from baton.gateway.api.call import Call, Dialect, make_call, raw_fields
+from baton.gateway.api.call import Call, Dialect, Prompt, make_call, raw_fields
 from baton.gateway.api.dialects import messages, responses
 from baton.gateway.api.dialects.response_store import ResponseStore
 from baton.gateway.api.dialects.responses_format import ResponseFormat
-from baton.gateway.api.errors import ApiError, ClientGone, answer_to, invalid, renamed, unsupported
+from baton.gateway.api.errors import (
+    ApiError,
+    ClientGone,
+    answer_to,
+    check_content_type,
+    invalid,
+    renamed,
+    unsupported,
+    with_param,
+)
 from baton.gateway.api.format import DONE, answer_format
 from baton.gateway.api.prompt_reader import BodyKind, ReadPolicy
 from baton.gateway.http.protocol import (
@@ -174,8 +183,9 @@ class Inference:
         resumed = self._resume_point(event_id, tenant.name) if event_id else None
         body = read.chat or read.completion
         assert body is not None
-        for prompt in read.prompts:
-            prompt.num_public_tokens = await self._public.num_tokens(tenant.public_texts, prompt.token_ids)
+        options = body.stream_options
+        if body.cache_salt is None:  # a salt of the caller's shares no pages with other tenants
+            await self._count_public(read.prompts, tenant)
         call = make_call(
             body,
             tuple(read.prompts),
@@ -196,7 +206,13 @@ class Inference:
         if call.is_resumable and scope["type"] == "websocket":
             raise unsupported("resuming an answer of a WebSocket", param="stream_options.resumable")
         self._check(call, policy.longest())
+        if scope["type"] == "http" and options is not None and not call.is_streamed:
+            raise invalid("stream_options: only a stream has any; set stream as well", param="stream_options")
         return call
+
+    async def _count_public(self, prompts: Sequence[Prompt], tenant: Tenant) -> None:
+        for prompt in prompts:
+            prompt.num_public_tokens = await self._public.num_tokens(tenant.public_texts, prompt.token_ids)
 
     def _read_policy(self, tenant: Tenant) -> ReadPolicy:
         return self._model.read_policy(tenant, is_strict=self._config.strict, may_store=self.responses.is_on)
@@ -209,6 +225,12 @@ class Inference:
         return self.responses.get(tenant, previous, param="previous_response_id").conversation
 
     def _check(self, call: Call, longest: int) -> None:
+        if call.num_answers > self._config.max_open_requests:
+            raise invalid(
+                f"n: the call has {call.num_answers} answers over all prompts; a gateway writes at most "
+                f"{self._config.max_open_requests} at once (gateway.max_open_requests)",
+                param="n",
+            )
         if call.is_resumable or call.resumed is not None:
             self._check_resumable(call)
         num_entries, most = call.num_answer_entries(longest), self._config.max_answer_entries
@@ -282,11 +304,12 @@ class Inference:
 
     async def _serve(self, kind: BodyKind, scope: Scope, receive: Receive, send: Send) -> None:
         with self._charge(scope) as charge:
+            check_content_type(header(scope, b"content-type"))
             data = await read_body(scope, receive, charge.set)
             try:
                 call = await self.read_call(kind, data, scope)
             except (ApiError, InvalidRequest) as error:
-                raise renamed(error, KEYS.get(kind, {})) from None
+                raise renamed(with_param(error), KEYS.get(kind, {})) from None
             del data
             charge.set(call.held_bytes)
             writer: ResponseWriter = scope["extensions"][RESPONSE_WRITER]
@@ -307,6 +330,7 @@ class Inference:
         tenant = scope["state"]["tenant"]
         with self._limiter.answers.charge(tenant.name, tenant.policy.quotas) as held:
             with self._charge(scope) as charge:
+                check_content_type(header(scope, b"content-type"))
                 data = await read_body(scope, receive, charge.set)
                 policy = self._read_policy(tenant)
                 read = await self._model.bodies.read(kind, data, policy, tenant.name)

@@ -25,6 +25,7 @@ from baton.gateway.api.call import (
     decode_body,
     list_prompts,
     raw_fields,
+    truncated,
 )
 from baton.gateway.api.dialects import messages, responses
 from baton.gateway.api.dialects.response_store import AskedResponse
@@ -281,6 +282,7 @@ class PromptReader:
             kwargs[REASONING_EFFORT] = body.reasoning_effort
         text = self._chat_text(body, policy, choice.tools, kwargs)
         token_ids = self._needed_tokenizer.encode(text, add_special_tokens=bool(body.add_special_tokens))
+        token_ids = truncated(token_ids, body, policy.longest())
         policy.check_length(len(token_ids))
         state = self._reasoning_state(text)
         form = self._framed(self._form(body), choice, state)
@@ -387,15 +389,24 @@ class PromptReader:
     def _prompt(self, given: GivenPrompt, body: CompletionBody, policy: ReadPolicy) -> Prompt:
         if isinstance(given, str):
             adds_special = body.add_special_tokens is not False
-            token_ids = self.encode(given, max_tokens=policy.longest(), add_special_tokens=adds_special)
+            all_ids = self.encode(given, max_tokens=policy.longest(), add_special_tokens=adds_special)
+            token_ids = truncated(all_ids, body, policy.longest())
             policy.check_length(len(token_ids))
-            return Prompt(given if body.echo else None, TokenIds.of(token_ids))
+            is_whole = len(token_ids) == len(all_ids)
+            return Prompt(self._echo(token_ids, given if is_whole else None, body), TokenIds.of(token_ids))
         if body.add_special_tokens is not None:
             message = "add_special_tokens: it is about text, and the prompt is token ids"
             raise invalid(message, param="add_special_tokens")
-        policy.check_length(len(given))
+        token_ids = truncated(given, body, policy.longest())
+        policy.check_length(len(token_ids))
         check_token_ids(given, self._vocab_size, "prompt")
-        return Prompt(self._needed_tokenizer.decode(given) if body.echo else None, TokenIds.of(given))
+        return Prompt(self._echo(token_ids, None, body), TokenIds.of(token_ids))
+
+    def _echo(self, token_ids: list[int], text: str | None, body: CompletionBody) -> str | None:
+        """Return the text of a prompt for its echo: as it was given, else decoded as the offsets count it."""
+        if not body.echo or text is not None:
+            return text if body.echo else None
+        return self._needed_tokenizer.decode(token_ids, skip_special_tokens=False)
 
     def _tokenize(self, data: bytes, policy: ReadPolicy) -> ReadBody:
         body, num_unknown = _decode(data, TokenizeBody, policy)
@@ -413,8 +424,7 @@ class PromptReader:
             token_ids = self._needed_tokenizer.encode(text, add_special_tokens=bool(body.add_special_tokens))
         answer = {"count": len(token_ids), "max_model_len": longest, "tokens": token_ids}
         if body.return_token_strs:
-            token_bytes = self._needed_tokenizer.token_bytes
-            answer["token_strs"] = [token_bytes(each).decode("utf-8", "replace") for each in token_ids]
+            answer["token_strs"] = [self._needed_tokenizer.token(each) for each in token_ids]
         return ReadBody(num_unknown=num_unknown, answer=_written(answer))
 
     def _detokenize(self, data: bytes, policy: ReadPolicy) -> ReadBody:

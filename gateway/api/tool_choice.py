@@ -88,7 +88,7 @@ def read_tool_choice(
 ) -> ToolChoice:
     """Return the choice of tools of a body. Raises ApiError that names the wrong field."""
     if not tools:
-        if tool_choice not in (None, "none", "auto"):
+        if tool_choice not in (None, "none") and (tools is None or tool_choice != "auto"):
             raise invalid("tool_choice: there are no tools to choose from", param="tool_choice")
         return NO_TOOLS
     if len(tools) > MAX_TOOLS:

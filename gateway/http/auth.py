@@ -18,7 +18,7 @@ and the requested name in Host. The Host check also stops DNS rebinding, where a
 
 import re
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Final
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -39,8 +39,11 @@ SWITCHED: Final = 101  # the status of a request that became a WebSocket
 UNANSWERED: Final = 499  # the client left before an answer
 
 
-def check_site(scope: Scope) -> None:
-    """Check a request to a loopback listener that needs no key. Raises ApiError 403."""
+def check_site(scope: Scope, allowed_origins: Collection[str] = ()) -> None:
+    """Check a request to a loopback listener that needs no key. Raises ApiError 403.
+
+    allowed_origins: sites of which pages may use the API; "*" is every site.
+    """
     host, origin = header(scope, b"host"), header(scope, b"origin")
     if host is not None and not is_loopback(_hostname(host)):
         raise ApiError(
@@ -49,8 +52,10 @@ def check_site(scope: Scope) -> None:
             "send one of them as Host, or start the server with --tenants",
             code="host",
         )
-    if origin is not None and origin.partition("://")[2] != (host or ""):
-        raise ApiError(403, "pages of other sites may not use this server", code="origin")
+    is_foreign = origin is not None and origin.partition("://")[2] != (host or "")
+    if is_foreign and not {origin, "*"} & set(allowed_origins):
+        message = "pages of other sites may not use this server; --allowed-origins names sites that may"
+        raise ApiError(403, message, code="origin")
 
 
 def _hostname(host: str) -> str:
@@ -71,12 +76,15 @@ class AuthMiddleware:
         posts: Mapping[str, ASGIApp],
         answered: Callable[[str, int], None],
         operator_port: int | None = None,
+        allowed_origins: Collection[str] = (),
     ) -> None:
         """posts: by path, the applications that get a POST directly, past the layers of `app`.
 
-        answered: called once for each request, with its path and status. operator_port: see GatewayConfig.
+        answered: called once for each request, with its path and status. operator_port, allowed_origins: see
+        GatewayConfig.
         """
         self._operator_port = operator_port
+        self._allowed_origins = frozenset(allowed_origins)
         self._app = app
         self._posts = posts
         self._tenants = tenants
@@ -152,7 +160,8 @@ class AuthMiddleware:
         is_operators = path in OPERATORS_PATHS or path.startswith(OPERATORS_FOLDER)
         on_operator_port = scope["server"] == (OPERATOR_HOST, self._operator_port)
         if not need_keys or on_operator_port:
-            check_site(scope)
+            # The operators' port is for programs of this machine alone.
+            check_site(scope, () if on_operator_port else self._allowed_origins)
         if path in PUBLIC_PATHS or (is_operators and on_operator_port):
             return None
         given = header(scope, b"authorization")

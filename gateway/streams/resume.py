@@ -23,14 +23,13 @@ import msgspec
 
 from baton.errors import InvalidRequest
 from baton.messages.bounds import Kind
-from baton.request import MAX_CHOICES
 from baton.rpc.auth import EVENT_IDS, ClusterKeys, KeyRing
 
 TAG_BYTES: Final = 16
 NAME_BYTES: Final = 16  # of an answer
 DIGEST_BYTES: Final = 16
 MAX_ID_CHARS: Final = 1024
-MAX_RESUMABLE_CHOICES: Final = MAX_CHOICES  # over all prompts of a call; an id grows with each
+MAX_RESUMABLE_CHOICES: Final = 8  # over all prompts of a call; an id grows with each
 HEADER: Final = b"last-event-id"
 PARAM: Final = "Last-Event-ID"
 

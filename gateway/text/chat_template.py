@@ -35,6 +35,9 @@ TEMPLATE_FAULTS: Final = frozenset(
 # Marks the assistant's text for training; the tag renders its body.
 GENERATION_TAG: Final = re.compile(r"(\{%[-+]?\s*)(end)?generation(\s*[-+]?%\})")
 
+# minijinja drops the new line after this tag, Jinja2 does not; "+" keeps it.
+RAW_TAG: Final = re.compile(r"(\{%[-+]?\s*raw\s*)(%\})")
+
 # Names that the renderer sets itself or that vLLM refuses, and functions of the environment.
 RESERVED: Final = frozenset(
     {"messages", "tools", "add_generation_prompt", "chat_template", "tokenize", "template_name"}
@@ -124,6 +127,7 @@ class ChatTemplate:
         self._environment.add_global("raise_exception", _raise_exception)
         self._environment.add_global("strftime_now", lambda form: now().strftime(form))
         self._environment.add_filter("tojson", _to_json)
+        self._environment.add_test("iterable", lambda value: isinstance(value, Iterable))  # as in Jinja2
         try:
             self._environment.add_template(NAME, _without_generation_tags(source))
             if tool_source is not None:
@@ -250,6 +254,7 @@ def _translate(error: minijinja.TemplateError) -> InvalidRequest | ModelError:
 
 
 def _without_generation_tags(source: str) -> str:
+    source = RAW_TAG.sub(r"\1+\2", source)
     return GENERATION_TAG.sub(lambda tag: f"{tag[1]}{'endif' if tag[2] else 'if true'}{tag[3]}", source)
 
 
@@ -289,9 +294,13 @@ def _read_message(message: object, name: str) -> Message:
     if isinstance(calls, list):
         read = [_read_tool_call(call, f"{name}: tool_calls[{index}]") for index, call in enumerate(calls)]
         message = {**message, "tool_calls": read}
+    if calls == []:  # templates may ask whether there is the key
+        message = {key: value for key, value in message.items() if key != "tool_calls"}
     content = message.get("content")
     if isinstance(content, str) or (content is None and message.get("tool_calls")):
         return message
+    if content is None and "content" in message and message["role"] == "assistant":
+        return {**message, "content": ""}
     if not isinstance(content, list | tuple):
         raise InvalidRequest(
             f"{name}: content: expected text or a list of text parts, got {_value(message, 'content')}"

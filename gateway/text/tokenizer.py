@@ -226,6 +226,10 @@ class Tokenizer:
             return self._bytes_of_tokens[False][token_id]
         return self.decode([token_id], skip_special_tokens=False).encode("utf-8", "replace")
 
+    def token(self, token_id: int) -> str:
+        """Return a token as the vocabulary spells it; "" for an id without a token."""
+        return self._inner.id_to_token(token_id) or ""
+
     def detokenizer(self, context: Sequence[int] = (), *, skip_special_tokens: bool = True) -> Detokenizer:
         """Return the detokenizer of one stream. context: the last few tokens of its prompt."""
         if self._bytes_of_tokens is not None:
@@ -277,11 +281,15 @@ class StopStrings:
     the text cannot continue a stop string. Cutting the text into other parts changes nothing.
     """
 
-    def __init__(self, stops: Sequence[str] = ()) -> None:
-        """Raises InvalidRequest for an empty stop string, which would match before any text."""
+    def __init__(self, stops: Sequence[str] = (), *, includes_stop: bool = False) -> None:
+        """includes_stop: the stop string is given out as well.
+
+        Raises InvalidRequest for an empty stop string, which would match before any text.
+        """
         if not all(stops):
             raise InvalidRequest("stop: a stop string must not be empty")
         self._stops = tuple(stops)
+        self._includes_stop = includes_stop
         self._held = ""
         self.matched: str | None = None
 
@@ -292,9 +300,9 @@ class StopStrings:
         text = self._held + text
         ends = [(start + len(stop), start, stop) for stop in self._stops if (start := text.find(stop)) >= 0]
         if ends:  # the stop string that becomes whole first; of several, the longest
-            _, start, self.matched = min(ends)
+            end, start, self.matched = min(ends)
             self._held = ""
-            return text[:start]
+            return text[: end if self._includes_stop else start]
         num_certain = len(text) - max((overlap(text, stop) for stop in self._stops), default=0)
         self._held = text[num_certain:]
         return text[:num_certain]
@@ -314,13 +322,23 @@ def overlap(text: str, stop: str) -> int:
 class ChoiceText:
     """The text of one choice, and why it ended: `accept` every token until `finish_reason` is set."""
 
-    def __init__(self, detokenizer: Detokenizer, stops: Sequence[str], sampling: SamplingParams) -> None:
+    def __init__(
+        self,
+        detokenizer: Detokenizer,
+        stops: Sequence[str],
+        sampling: SamplingParams,
+        *,
+        includes_stop: bool = False,
+    ) -> None:
         """No stop string is looked for in the text of the first `sampling.min_tokens` tokens.
+
+        includes_stop: the stop string, or the text of the token that stops, belongs to the text.
 
         Raises InvalidRequest for an empty stop string.
         """
         self._detokenizer = detokenizer
-        self._stops = StopStrings(stops) if stops else None
+        self._stops = StopStrings(stops, includes_stop=includes_stop) if stops else None
+        self._includes_stop = includes_stop
         self._num_exempt_tokens = sampling.min_tokens
         self._stop_token_ids = sampling.stop_token_ids
         self.finish_reason: FinishReason | None = None
@@ -329,7 +347,8 @@ class ChoiceText:
     def accept(self, token_id: int | None, reason: FinishReason | None) -> str:
         """Return the text that has become certain. None: the end came without a token."""
         text, stops = "", self._stops
-        if token_id is not None and reason is not FinishReason.STOP:  # the token that stops is not shown
+        shows_token = reason is not FinishReason.STOP or self._includes_stop
+        if token_id is not None and shows_token:
             text = self._detokenizer.push(token_id)
             if stops is not None:
                 text = stops.push(text) if self._num_exempt_tokens <= 0 else text

@@ -181,16 +181,25 @@ def test_all_paths_but_health_need_a_key(tenants: str) -> None:
         assert request.tenant == "acme" and len(request.cache_salt) == 16
 
 
-def test_salts_differ_by_tenant_and_clients_cannot_set_them(tenants: str) -> None:
+def test_salts_differ_by_tenant_and_a_client_only_divides_its_own(tenants: str) -> None:
+    def salt(served: Served, key: str, **extra_body: str) -> bytes:
+        client(served, key).completions.create(model="tiny", prompt="a", extra_body=extra_body)
+        return served.service.requests[-1].cache_salt
+
     with ServedGateway(lambda: ScriptedService(answer_at_once(SENTENCE))) as open_served:
-        client(open_served, "x").completions.create(
-            model="tiny", prompt="a", extra_body={"cache_salt": "y", "kv_transfer_params": {"tp_size": 9}}
-        )
-        anyone = open_served.service.requests[-1].cache_salt
-        assert open_served.gateway.metrics.unknown_keys == 2
+        anyone = {salt(open_served, "x"), salt(open_served, "x", cache_salt="y")}
     with ServedGateway(lambda: ScriptedService(answer_at_once(SENTENCE)), tenants_file=tenants) as served:
-        client(served, "k-acme").completions.create(model="tiny", prompt="a")
-        assert served.service.requests[-1].cache_salt != anyone
+        for key in ("k-acme", "k-root"):
+            assert salt(served, key) == salt(served, key) != salt(served, key, cache_salt="y")
+            assert salt(served, key, cache_salt="y") == salt(served, key, cache_salt="y")
+            assert len(salt(served, key, cache_salt="y")) == 16
+        told = [
+            salt(served, key, **given) for key in ("k-acme", "k-root") for given in ({}, {"cache_salt": "y"})
+        ]
+        assert len({*told, *anyone}) == 6
+        for extra in ({"cache_salt": ""}, {"kv_transfer_params": {"tp_size": 9}}):
+            with pytest.raises(openai.BadRequestError, match=next(iter(extra))):
+                client(served, "k-acme").completions.create(model="tiny", prompt="a", extra_body=extra)
 
 
 def test_client_library_retries_an_overload() -> None:

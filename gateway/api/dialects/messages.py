@@ -227,7 +227,7 @@ def _tool_choice(choice: Choice) -> object:
 def _add(messages: list[Json], message: Json, name: str) -> None:
     """Append the messages of one message: the results of tools, then the rest."""
     role, content = message.get("role"), message.get("content")
-    if role not in ROLES:
+    if not isinstance(role, str) or role not in ROLES:
         raise invalid(f"{name}.role: expected one of {', '.join(sorted(ROLES))}", param=f"{name}.role")
     if unknown := sorted(message.keys() - {"role", "content", "cache_control"}):
         raise invalid(f"{name}: unknown key {unknown[0][:40]!r}", param=f"{name}.{unknown[0][:40]}")
@@ -270,7 +270,7 @@ def _text(block: Mapping[str, object], key: str, name: str) -> str:
 def _call(block: Mapping[str, object], name: str) -> Json:
     if not isinstance(block.get("input"), Mapping):
         raise invalid(f"{name}.input: expected a JSON object", param=f"{name}.input")
-    function = {"name": _text(block, "name", name), "arguments": orjson.dumps(block["input"]).decode()}
+    function = {"name": _text(block, "name", name), "arguments": msgspec.json.encode(block["input"]).decode()}
     return {"id": _text(block, "id", name), "type": "function", "function": function}
 
 

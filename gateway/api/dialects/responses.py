@@ -36,7 +36,7 @@ Metadata: TypeAlias = Annotated[
     dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]], Meta(max_length=16)
 ]
 
-TEXT_PARTS: Final = frozenset({"input_text", "output_text", "text"})
+TEXT_PARTS: Final = ("input_text", "output_text", "text")
 ROLES: Final = {"developer": "system", **{role: role for role in ("system", "user", "assistant")}}
 MAX_ID_CHARS: Final = 256
 # Patterns of a chat's keys, as errors name them -> the keys here.
@@ -141,7 +141,7 @@ def as_chat(body: ResponseBody, history: bytes, *, may_store: bool) -> tuple[Cha
         "max_completion_tokens": body.max_output_tokens,
         "reasoning_effort": reasoning.effort,
         "tools": None if body.tools is None else [_tool(tool, i) for i, tool in enumerate(body.tools)],
-        "tool_choice": _tool_choice(body.tool_choice),
+        "tool_choice": _tool_choice(body.tool_choice, has_tools=bool(body.tools)),
         "parallel_tool_calls": body.parallel_tool_calls,
         "chat_template_kwargs": body.chat_template_kwargs,
     }
@@ -201,7 +201,9 @@ def _tool(tool: Mapping[str, object], index: int) -> dict[str, object]:
     return {"type": "function", "function": {name: function[name] for name in function.keys() - unknown}}
 
 
-def _tool_choice(choice: object) -> object:
+def _tool_choice(choice: object, *, has_tools: bool) -> object:
+    if choice == "auto" and not has_tools:
+        return None
     if isinstance(choice, Mapping) and choice.get("type") == "function" and "function" not in choice:
         return {"type": "function", "function": {"name": choice.get("name")}}
     return choice
@@ -213,7 +215,7 @@ def _message_item(text: str) -> Item:
 
 def _add(messages: list[Item], item: Item, name: str) -> None:
     """Append the message of one item; `_joined` puts the assistant's parts together."""
-    kind = item.get("type", "message")
+    kind = item.get("type") or "message"
     add = _ADDERS.get(str(kind))
     if add is None:
         raise unsupported(f"{name}.type = {str(kind)[:40]!r}", param=f"{name}.type")
@@ -271,7 +273,7 @@ def _texts(content: object, name: str) -> object:
     for index, part in enumerate(content):
         kind = part.get("type") if isinstance(part, Mapping) else None
         key = "refusal" if kind == "refusal" else "text"
-        if kind not in TEXT_PARTS and kind != "refusal":
+        if not isinstance(part, Mapping) or kind not in (*TEXT_PARTS, "refusal"):
             raise unsupported(f"{name}[{index}].type = {str(kind)[:40]!r}", param=f"{name}[{index}].type")
         if not isinstance(part.get(key), str):
             raise invalid(f"{name}[{index}].{key}: expected text", param=f"{name}[{index}].{key}")

@@ -11,8 +11,8 @@ from baton.token_ids import TokenIds
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"n": 0}, "n must be between 1 and 8, got 0"),
-        ({"n": 9}, "n must be between 1 and 8, got 9"),
+        ({"n": 0}, "n must be between 1 and 128, got 0"),
+        ({"n": 129}, "n must be between 1 and 128, got 129"),
         ({"max_tokens": 0}, "max_tokens must be at least 1, got 0"),
         ({"min_tokens": 17}, "min_tokens must be between 0 and 16, got 17"),
         ({"temperature": -0.1}, "temperature must be at least 0.0, got -0.1"),

@@ -105,14 +105,35 @@ def test_seed_is_drawn_for_a_body_without_a_seed() -> None:
 
 
 def test_number_of_choices_is_bounded() -> None:
-    call = chat(n=4)
-    assert (call.num_choices, call.sampling.n) == (4, 1)
-    for wrong in (0, -1, 9):
-        with pytest.raises(ApiError, match="n must be between 1 and 8"):
+    for number in (4, 128):
+        call = chat(n=number)
+        assert (call.num_choices, call.sampling.n) == (number, 1)
+    for wrong in (0, -1, 129):
+        with pytest.raises(ApiError, match="n must be between 1 and 128"):
             chat(n=wrong)
 
 
+def test_tool_choice_needs_tools() -> None:
+    for choice in ("auto", "required"):
+        with pytest.raises(ApiError, match="tool_choice"):
+            chat(tool_choice=choice)
+
+
+@pytest.mark.parametrize("seed", [2**63, -(2**63) - 1, 10**30])
+def test_seed_fits_64_bits(seed: int) -> None:
+    with pytest.raises(ApiError, match="seed"):
+        chat(seed=seed)
+
+
+def test_whole_floats_are_integers() -> None:
+    call = chat(max_tokens=5.0, seed=3.0, n=2.0, temperature=1)
+    assert (call.sampling.max_tokens, call.sampling.seed, call.num_choices) == (5, 3, 2)
+    with pytest.raises(ApiError, match="max_tokens"):
+        chat(max_tokens=5.5)
+
+
 def test_logprobs() -> None:
+    assert chat(top_logprobs=0).sampling.logprobs is None
     assert chat(logprobs=False).sampling.logprobs is None
     assert chat(logprobs=True).sampling.logprobs == 0
     assert chat(logprobs=True, top_logprobs=20).sampling.logprobs == 20
@@ -176,7 +197,7 @@ def test_unsupported_field_is_refused_by_name(read_one: Any, fields: dict[str, A
         (chat, {"tools": []}),
         (chat, {"tools": [TOOL], "tool_choice": "none"}),
         (chat, {"response_format": {"type": "text"}}),
-        (chat, {"tool_choice": "auto"}),
+        (chat, {"tool_choice": "auto", "tools": []}),
         (completion, {"best_of": 2, "n": 2}),
         (completion, {"best_of": 1}),
         (completion, {"response_format": {"type": "text"}, "prompt_logprobs": None}),

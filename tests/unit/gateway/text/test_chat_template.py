@@ -7,6 +7,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from baton.errors import ConfigError, InvalidRequest, ModelError
+from baton.gateway.api.errors import ApiError
 from baton.gateway.text.answer_parsing import ModelParsers
 from baton.gateway.text.chat_template import (
     ChatTemplate,
@@ -48,6 +49,13 @@ TEMPLATES = {
 
 {% endfor %}
 """,
+    "iterable": """\
+{%- if tools is iterable and tools | length > 0 %}{{ tools | length }} tools{% else %}none{% endif %}
+{% raw %}
+{ as it is }
+{% endraw %}
+{% for message in messages %}{{ message.content }}{% if message.content is iterable %}.{% endif %}{% endfor %}
+""",
     "tools": """\
 {%- macro call(c) %}{{ c.name }}({{ c.arguments | tojson }}){% endmacro -%}
 {%- set ns = namespace(count=0) -%}
@@ -74,6 +82,42 @@ def test_prompts_equal_those_of_transformers(name: str, tools: list[dict[str, An
         MESSAGES, tools, chat_template=TEMPLATES[name], tokenize=False, add_generation_prompt=True
     )
     assert ChatTemplate(TEMPLATES[name], special).render(MESSAGES, tools=tools) == expected
+
+
+@pytest.mark.parametrize("content", ["sun moon", " sun ", "sun  ", "sun ends"])
+@pytest.mark.parametrize(
+    "source",
+    [
+        TEMPLATES["chatml"],
+        "{% for m in messages %}{{ m.role }}: {{ m.content | trim }} ends{% endfor %}",
+        "{% for m in messages %}{{ m.content }}{% endfor %} of {{ messages | length }}",
+    ],
+)
+def test_open_prompts_equal_those_of_transformers(source: str, content: str) -> None:
+    oracle = PreTrainedTokenizerFast(tokenizer_object=tiny_tokenizers.byte_level())
+    messages = [{"role": "user", "content": "Go on"}, {"role": "assistant", "content": content}]
+    expected = oracle.apply_chat_template(
+        messages, chat_template=source, tokenize=False, continue_final_message=True
+    )
+    assert ChatTemplate(source, {}).render_open(messages) == expected
+
+
+@pytest.mark.parametrize(
+    ("source", "last", "message"),
+    [
+        ("{{ messages[0].content }}", {"content": "b"}, "leaves out the text"),
+        ("{{ messages[-1].content }}", {"content": None, "tool_calls": [{}]}, "has no text"),
+        ("{{ messages[-1].content }}", {"content": "b", "tool_calls": [{}]}, "calls tools"),
+    ],
+)
+def test_last_message_that_cannot_be_continued_is_refused(
+    source: str, last: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ApiError, match=message) as refused:
+        ChatTemplate(source, {}).render_open(
+            [{"role": "user", "content": "a"}, {"role": "assistant", **last}]
+        )
+    assert refused.value.param == "continue_final_message"
 
 
 def from_directory(directory: Path, file: str | None = None) -> ChatTemplate:

@@ -214,6 +214,14 @@ def test_text_is_cut_before_the_first_stop_string_whatever_the_parts(
     assert (strings.matched is not None) == any(stop in text for stop in stops)
 
 
+@given(text=TEXTS, stops=STOPS, cuts=st.lists(st.integers(0, 30)))
+def test_stop_string_is_given_out_when_it_is_included(text: str, stops: list[str], cuts: list[int]) -> None:
+    edges = [0, *sorted(cut for cut in cuts if cut < len(text)), len(text)]
+    strings = StopStrings(stops, includes_stop=True)
+    shown = "".join([strings.push(text[start:end]) for start, end in pairwise(edges)]) + strings.finish()
+    assert shown == text_before_the_first_stop_string(text, stops) + (strings.matched or "")
+
+
 @given(text=TEXTS, stops=STOPS)
 def test_only_the_beginning_of_a_stop_string_is_held(text: str, stops: list[str]) -> None:
     strings = StopStrings(stops)
