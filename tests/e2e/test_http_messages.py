@@ -182,7 +182,12 @@ def test_thinking_sets_the_variable_of_the_template(
 
 
 def test_output_format_is_kept(messages_client: anthropic.Anthropic) -> None:
-    schema = {"type": "object", "properties": {"city": {"const": "Paris"}}, "required": ["city"]}
+    schema = {
+        "type": "object",
+        "properties": {"city": {"const": "Paris"}},
+        "required": ["city"],
+        "additionalProperties": False,
+    }
     form: Any = {"format": {"type": "json_schema", "schema": schema}}
     message = ask(messages_client, output_config=form)
     assert "".join(text_of(message).split()) == '{"city":"Paris"}'
