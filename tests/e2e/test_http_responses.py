@@ -253,3 +253,43 @@ def test_no_tenant_finds_the_response_of_another_one(tmp_path: Path) -> None:
                 ask()
         acme.close()
         zeta.close()
+
+
+def test_stream_of_a_response_is_charged_for_the_text_that_is_kept() -> None:
+    settings = {"max_answer_bytes": 2048}
+    with ServedGateway(lambda: ScriptedService(writing("sun " * 2000)), **settings) as gateway:
+        with client_of(gateway.url) as client:
+            with pytest.raises(openai.InternalServerError, match="no room"):
+                list(client.responses.create(model="tiny", input="a", stream=True))
+            gateway.service.play = writing("One.")
+            assert client.responses.create(model="tiny", input="a").output_text == "One."
+        gateway.until(lambda: not gateway.gateway.limiter.answers.num_taken)
+
+
+def test_stored_conversation_that_is_too_long_is_refused() -> None:
+    settings = {"max_stored_response_bytes": 1024}
+    with (
+        ServedGateway(lambda: ScriptedService(writing("One.")), **settings) as gateway,
+        client_of(gateway.url) as client,
+    ):
+        with pytest.raises(openai.BadRequestError, match="max_stored_response_bytes") as refused:
+            client.responses.create(model="tiny", input="a" * 2000)
+        assert refused.value.param == "store"
+        assert client.responses.create(model="tiny", input="a" * 2000, store=False).output_text == "One."
+
+
+def test_gateway_that_stores_nothing_says_so() -> None:
+    with (
+        ServedGateway(lambda: ScriptedService(writing("One.")), max_stored_responses=0) as gateway,
+        client_of(gateway.url) as client,
+    ):
+        assert client.responses.create(model="tiny", input="a").to_dict()["store"] is False
+        with pytest.raises(openai.BadRequestError, match="max_stored_responses"):
+            client.responses.create(model="tiny", input="a", store=True)
+
+
+def test_response_is_not_resumed_by_an_event_id(tools_client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="Last-Event-ID"):
+        tools_client.responses.create(
+            model="tiny", input="a", stream=True, extra_headers={"Last-Event-ID": "7"}
+        )
