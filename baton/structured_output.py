@@ -5,6 +5,7 @@ Both use this module, so that a form means the same to both.
 """
 
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
@@ -17,6 +18,15 @@ from baton.request import JSON_WHITESPACE, StructuredOutputs
 
 MAX_ERROR_CHARS: Final = 500  # of the library's message
 ANY_OBJECT: Final = '{"type": "object"}'
+UNKNOWN_FORMAT: Final = re.compile(r"Unknown format: (.+?)(?: \(\d+ times\))?")  # the wording of the library
+# The formats that JSON Schema defines. A schema may name others, which say nothing about a value.
+JSON_FORMATS: Final = frozenset(
+    (
+        *("date-time", "date", "time", "duration", "email", "idn-email", "hostname", "idn-hostname"),
+        *("ipv4", "ipv6", "uri", "uri-reference", "iri", "iri-reference", "uri-template", "uuid"),
+        *("json-pointer", "relative-json-pointer", "regex"),
+    )
+)
 UNCHECKED_TOKENS: Final = "no tokenizer - can't validate <["  # the wording of the library
 FORM: Final = "form"  # as frames call it
 
@@ -55,12 +65,26 @@ def check_form(form: StructuredOutputs) -> None:
     is_error, messages = LLMatcher.validate_grammar_with_warnings(grammar_of(form), limits=parser_limits())
     if form.frame is not None and not is_error:
         messages = [each for each in messages if not each.startswith(UNCHECKED_TOKENS)]
+    if not is_error:
+        messages = [each for each in messages if not _is_other_format(each)]
     if is_error or messages:
-        raise InvalidRequest(messages[0][:MAX_ERROR_CHARS])
+        raise InvalidRequest(_named(messages[0])[:MAX_ERROR_CHARS])
 
 
 def _of_json(schema: str) -> str:
-    return LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": JSON_WHITESPACE})
+    # Lenient: the library warns of what it would drop, and `check_form` refuses all but other formats.
+    options: Any = {"whitespace_pattern": JSON_WHITESPACE, "lenient": True}
+    return LLMatcher.grammar_from_json_schema(schema, overrides=options)
+
+
+def _named(message: str) -> str:
+    """The library's message, with the keyword that it lacks."""
+    return f"allOf or $ref: {message}" if message.startswith("Schema intersection") else message
+
+
+def _is_other_format(message: str) -> bool:
+    found = UNKNOWN_FORMAT.fullmatch(message)
+    return found is not None and found[1] not in JSON_FORMATS
 
 
 def _of_choice(choices: tuple[str, ...]) -> str:

@@ -20,6 +20,7 @@ TAG = {
 ACCEPTED: list[tuple[dict[str, Any], str]] = [
     ({"json": '{"type": "integer"}'}, "-12"),
     ({"json": "{}"}, '["anything", {}]'),
+    ({"json": '{"type": "string", "format": "byte"}'}, '"eA=="'),  # no format of JSON Schema
     ({"json_object": True}, '{"a": [1, null]}'),
     ({"json_object": True}, '{\n    "a": 1\n}'),
     ({"regex": "[0-9]{3}-[a-z]+"}, "123-ab"),
@@ -67,6 +68,11 @@ def test_form_refuses_a_text(tokenizer: LLTokenizer, fields: dict[str, Any], tex
     [
         ({"json": '{"type": "objct"}'}, "objct"),
         ({"json": '{"type": "object", "propertyNames": {"pattern": "a"}}'}, "propertyNames"),
+        ({"json": '{"type": "string", "format": "uri-reference"}'}, "uri-reference"),
+        ({"json": '{"items": {"format": "regex"}, "contains": {"format": "regex"}}'}, "regex|contains"),
+        ({"json": '{"properties": {"a": {"format": "regex"}, "b": {"format": "regex"}}}'}, "regex"),
+        ({"json": '{"type": "string", "format": "byte", "not": {}}'}, "not"),
+        ({"json": '{"oneOf": [{"minimum": 1}, {"minimum": 2}]}'}, "oneOf"),
         ({"json": "[1"}, "line 1"),
         ({"json": "7"}, "object schema"),
         ({"regex": "a("}, "unclosed group"),
