@@ -125,6 +125,11 @@ class Acceptance:
     _proposal: Ordered[int] = ()
     _start: int = 0  # the place of the proposal in the sequence
 
+    @property
+    def is_open(self) -> bool:
+        """True when a proposal has not been compared yet."""
+        return bool(self._proposal)
+
     def observe(self, token_ids: list[int]) -> int | None:
         """Compare the new tokens with the last proposal, once.
 

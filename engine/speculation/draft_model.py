@@ -7,7 +7,7 @@ position. So it agrees with the target wherever the two distributions are close,
 from collections import OrderedDict
 from collections.abc import Collection, Mapping
 from collections.abc import Sequence as Ordered
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 from time import perf_counter
@@ -24,7 +24,6 @@ from baton.engine.runner.sampler import Sampler
 from baton.engine.runner.step_inputs import StepBuilder
 from baton.engine.scheduler.sequence import Batch, Sequence, SequenceKey
 from baton.engine.speculation.draft_lengths import (
-    FIRST_RATE,
     FORCED_RATE,
     WEIGHT,
     Acceptance,
@@ -33,7 +32,12 @@ from baton.engine.speculation.draft_lengths import (
 )
 
 POOL_DIVISOR: Final = 8  # the draft model's pages take an eighth of the memory for pages, or one sequence's
-FIRST_WAIT: Final = 16  # tokens until drafts that did not pay are tried again; each time twice as many
+TRIED_RATE: Final = 0.8  # the acceptance rate that a try begins with; up to there it is a try
+TRIED_TOKENS: Final = 2  # draft tokens of a try
+PRIOR_WEIGHT: Final = 0.1  # of an observed rate in the rate that new sequences begin with
+FIRST_WAIT: Final = (
+    16  # tokens from a try that did not pay to the next one; then four times as many, each time
+)
 LONGEST_WAIT: Final = 512
 CATCH_UP_TOKENS: Final = 256  # of prompts in one step, for which the other decodes wait
 
@@ -76,8 +80,8 @@ class _Drafted:
     """The draft model's side of one sequence of the target."""
 
     mirror: Sequence  # the tokens of the target's sequence, then drafts; its pages are the draft model's
-    num_known: int = 0  # the target's tokens among them
-    acceptance: Acceptance = field(default_factory=Acceptance)
+    acceptance: Acceptance
+    num_known: int = 0  # the target's tokens in the mirror
     wait: int = FIRST_WAIT  # tokens between tries while drafts do not pay
     next_try: int = 0  # the length of the sequence from which on it is tried
 
@@ -103,10 +107,10 @@ class _Drafted:
 
     def wait_after(self, num_tokens: int) -> None:
         """Pause drafting if the acceptance rate is low; do nothing if only the load is high."""
-        if self.acceptance.rate < FIRST_RATE:
+        if self.acceptance.rate < TRIED_RATE:
             self.next_try = num_tokens + self.wait
-            self.wait = min(2 * self.wait, LONGEST_WAIT)
-            self.acceptance.rate = FIRST_RATE
+            self.wait = min(4 * self.wait, LONGEST_WAIT)
+            self.acceptance.rate = TRIED_RATE
 
 
 class ModelDrafter:
@@ -130,7 +134,8 @@ class ModelDrafter:
         self._drafted: OrderedDict[Sequence, _Drafted] = OrderedDict()  # the longest unused first
         self._serials = count(1)
         self._num_steps = 0
-        self._token_s = 0.0  # measured seconds of a draft
+        self._token_s = 0.0  # measured seconds of a draft token
+        self._prior_rate = TRIED_RATE  # the acceptance rate that new sequences begin with
 
     def propose(self, decodes: Ordered[Sequence], num_tokens: int) -> Mapping[SequenceKey, Ordered[int]]:
         """As `Drafter.propose`."""
@@ -174,9 +179,12 @@ class ModelDrafter:
         """The draft model's side of a sequence; None while its draft tokens are not tried."""
         drafted = self._drafted.get(sequence)
         if drafted is None:
-            drafted = self._drafted[sequence] = _Drafted(self._mirror(sequence))
-        drafted.acceptance.observe(sequence.token_ids)
-        if drafted.acceptance.rate > FIRST_RATE:
+            acceptance = Acceptance(self._prior_rate)
+            drafted = self._drafted[sequence] = _Drafted(self._mirror(sequence), acceptance)
+        if drafted.acceptance.is_open:
+            drafted.acceptance.observe(sequence.token_ids)
+            self._prior_rate += PRIOR_WEIGHT * (drafted.acceptance.rate - self._prior_rate)
+        if drafted.acceptance.rate > TRIED_RATE:
             drafted.wait = FIRST_WAIT
         return drafted if sequence.num_tokens >= drafted.next_try else None
 
@@ -201,8 +209,9 @@ class ModelDrafter:
         None if the answer would end before the draft model has computed the prompt.
         """
         most = min(sequence.max_num_tokens, self._runner.max_model_len) - sequence.num_tokens - 1
+        limit = self._most if drafted.acceptance.rate > TRIED_RATE else min(self._most, TRIED_TOKENS)
         num_steps = (sequence.num_tokens - drafted.mirror.num_computed_tokens) / CATCH_UP_TOKENS
-        return max(0, min(self._most, most)) if num_steps <= most else 0
+        return max(0, min(limit, most)) if num_steps <= most else 0
 
     def _draft(self, wanted: Mapping[Sequence, int]) -> None:
         """Let the mirrors catch up and sample as many drafts as are wanted, fewer where pages are short."""

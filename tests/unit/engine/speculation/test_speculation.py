@@ -129,8 +129,9 @@ def test_draft_model_that_is_the_target_is_always_right(tiny_model: Path) -> Non
     engine = tiny_engine(tiny_model, speculative={"model": str(tiny_model), "num_speculative_tokens": 4})
     sampling: dict[str, Any] = {"temperature": 1.2, "seed": 9, "max_tokens": 41, "repetition_penalty": 1.2}
     expected = token_ids(generate(tiny_engine(tiny_model), [5, 6, 7], **sampling))
-    assert num_steps(engine, [5, 6, 7], **sampling) == (expected, 1 + 40 // 5)
-    assert engine.load().num_accepted_tokens == engine.load().num_draft_tokens == 32
+    # The first step with draft tokens is a try of two; the others have four.
+    assert num_steps(engine, [5, 6, 7], **sampling) == (expected, 1 + 1 + 37 // 5 + 1)
+    assert engine.load().num_accepted_tokens == engine.load().num_draft_tokens == 2 + 7 * 4 + 1
 
 
 def test_answer_that_was_given_before_is_copied(tiny_model: Path) -> None:
@@ -252,7 +253,7 @@ def test_draft_model_is_tried_again_once_it_may_be_right(tiny_model: Path, weake
     generate(engine, [5, 6, 7], max_tokens=90)
     tries = [place for place, length in enumerate(lengths[1:]) if length > 1]
     waits = [later - earlier for earlier, later in pairwise(tries) if later - earlier > 8]
-    assert len(waits) >= 2 and waits == sorted(waits) and waits[0] >= 16
+    assert waits and waits == sorted(waits) and waits[0] >= 16
 
 
 def test_time_of_a_step_is_that_of_one_token_of_each_sequence(tiny_model: Path) -> None:
@@ -260,9 +261,9 @@ def test_time_of_a_step_is_that_of_one_token_of_each_sequence(tiny_model: Path) 
     add(engine, "r", [5, 6, 7], max_tokens=30)
     engine.step()
     started_s = perf_counter()
-    assert len(engine.step()) == 5
+    assert len(engine.step()) == 3
     whole_s, step = perf_counter() - started_s, engine.last_step()
-    assert step is not None and 0.1 * whole_s < 5 * step.step_s < whole_s
+    assert step is not None and 0.1 * whole_s < 3 * step.step_s < whole_s
     run_to_end(engine)
 
 
