@@ -28,7 +28,6 @@ KINDS: Final = {
     404: "not_found_error",
     429: "rate_limit_error",
 }
-JSON_TYPE: Final = "application/json"
 # The key at the beginning of a message: "stop: ..." or "top_p must be ...".
 KEY: Final = re.compile(r"([a-z]+(?:_[a-z]+)*)(?:\[[^\]]*\])*(?::| must be )")
 EXPECTED: Final = frozenset({503, 504})  # server errors that are no bugs: logged without a traceback
@@ -97,14 +96,6 @@ def unsupported(what: str, *, param: str) -> ApiError:
 def invalid(message: str, *, param: str | None = None) -> ApiError:
     """Return the error for a wrong value."""
     return ApiError(400, message, code="invalid_value", param=param)
-
-
-def check_content_type(given: str | None) -> None:
-    """Raise ApiError 400 for a body that is said not to be JSON. None: the client says nothing."""
-    kind = (given or JSON_TYPE).partition(";")[0].strip().lower()
-    if kind != JSON_TYPE:
-        message = f"Content-Type: expected {JSON_TYPE}, got {kind[:80]!r}"
-        raise ApiError(400, message, code="unsupported_media_type", param="Content-Type")
 
 
 def with_param(error: BatonError) -> BatonError:

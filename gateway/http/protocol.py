@@ -90,6 +90,14 @@ class ResponseWriter(Protocol):
         """Write a part of the body; without effect when the client has left."""
 
 
+def check_content_type(given: str | None) -> None:
+    """Raise ApiError 400 for a body that is said not to be JSON. None: the client says nothing."""
+    kind = (given or JSON.decode()).partition(";")[0].strip().lower()
+    if kind != JSON.decode():
+        message = f"Content-Type: expected {JSON.decode()}, got {kind[:80]!r}"
+        raise ApiError(400, message, code="unsupported_media_type", param="Content-Type")
+
+
 async def read_body(scope: Scope, receive: Receive, charge: Callable[[int], None]) -> bytes:
     """Return the whole body; the server bounds its size and its time. Raises ClientGone when it ends early.
 

@@ -68,13 +68,9 @@ class ResponseStore:
     def __init__(self, *, max_entries: int, max_bytes: int) -> None:
         """max_entries, max_bytes: of each tenant."""
         self.max_bytes = max_bytes
+        self.is_on = max_entries > 0  # responses are stored at all
         self._max_entries = max_entries
         self._shelves: dict[str, _Shelf] = {}  # none is empty
-
-    @property
-    def is_on(self) -> bool:
-        """Responses are stored at all."""
-        return self._max_entries > 0
 
     def put(self, tenant: str, id: str, stored: StoredResponse) -> bool:
         """Keep a response. Returns False, and keeps nothing, when it alone is above the tenant's bound."""
