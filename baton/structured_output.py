@@ -5,18 +5,22 @@ Both use this module, so that a form means the same to both.
 """
 
 import json
+import random
 import re
 from collections.abc import Callable, Iterable, Mapping
+from functools import cache
 from typing import Any, Final
 
 import msgspec
-from llguidance import LLMatcher, LLParserLimits, StructTag
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, StructTag
 from llguidance.gbnf_to_lark import any_to_lark
 
 from baton.errors import InvalidRequest
 from baton.request import JSON_WHITESPACE, StructuredOutputs
 
 MAX_ERROR_CHARS: Final = 500  # of the library's message
+NUM_CHECKED_STEPS: Final = 24
+NUM_BYTES: Final = 256
 ANY_OBJECT: Final = '{"type": "object"}'
 UNKNOWN_FORMAT: Final = re.compile(r"Unknown format: (.+?)(?: \(\d+ times\))?")  # the wording of the library
 # The formats that JSON Schema defines. A schema may name others, which say nothing about a value.
@@ -55,10 +59,12 @@ def grammar_of(form: StructuredOutputs) -> str:
 
 
 def check_form(form: StructuredOutputs) -> None:
-    """Compile the form without a vocabulary. InvalidRequest names what the grammar library cannot honour.
+    """Compile the form without a vocabulary, and take the steps of a short answer of bytes.
 
-    A frame may name tokens of the vocabulary by their ids. Takes milliseconds, for some hostile forms
-    minutes, and cannot be interrupted: not for an event loop.
+    InvalidRequest names what the grammar library cannot honour. The steps find ambiguous grammars, which
+    compile in no time and then hold up an engine for seconds. A frame may name tokens of the vocabulary by
+    their ids. Takes milliseconds, for some hostile forms minutes, and cannot be interrupted: not for an event
+    loop.
     """
     if form.frame is not None and form.chosen[0] != "frame":
         check_form(msgspec.structs.replace(form, frame=None))
@@ -69,6 +75,25 @@ def check_form(form: StructuredOutputs) -> None:
         messages = [each for each in messages if not _is_other_format(each)]
     if is_error or messages:
         raise InvalidRequest(_named(messages[0])[:MAX_ERROR_CHARS])
+    if form.frame is None:
+        _check_steps(grammar_of(form))
+
+
+@cache
+def byte_tokenizer() -> LLTokenizer:
+    """Return a tokenizer of which each byte is a token."""
+    return LLTokenizer("byte")
+
+
+def _check_steps(grammar: str) -> None:
+    matcher, rng = LLMatcher(byte_tokenizer(), grammar, log_level=0, limits=parser_limits()), random.Random(0)
+    for _ in range(NUM_CHECKED_STEPS):
+        allowed = [token for token, bias in enumerate(matcher.compute_logit_bias()[:NUM_BYTES]) if bias]
+        if not allowed or matcher.is_stopped():
+            break
+        matcher.consume_token(rng.choice(allowed))
+    if matcher.is_error():
+        raise InvalidRequest(matcher.get_error()[:MAX_ERROR_CHARS])
 
 
 def _of_json(schema: str) -> str:

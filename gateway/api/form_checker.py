@@ -35,7 +35,7 @@ from baton.errors import InvalidRequest, Overloaded
 from baton.gateway.api.helper_process import LENGTH_BYTES, frame, lower_priority
 from baton.messages.status import Histogram
 from baton.request import StructuredOutputs
-from baton.structured_output import check_form
+from baton.structured_output import byte_tokenizer, check_form
 
 MAX_CHECKED: Final = 256  # forms that are remembered for each tenant
 MAX_TENANTS: Final = 1024  # with forms that are remembered
@@ -237,4 +237,5 @@ def _check_and_exit(form: StructuredOutputs, writable: int) -> NoReturn:
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the gateway ends this one
     lower_priority()
+    byte_tokenizer()  # children inherit it
     FormServer(sys.stdin.fileno(), sys.stdout.fileno()).run()
