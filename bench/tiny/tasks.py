@@ -4,9 +4,12 @@
 2. An `Episode` is text for training in segments, of which answers are marked. One episode holds many
    questions, so that nearly every row of a batch teaches something.
 
+Answers are text, JSON (`form_case`) or calls of tools (`call_episode`).
+
 Pure and free of torch: tests and benchmarks use the same cases as training does.
 """
 
+import json
 import random
 from collections.abc import Sequence
 from typing import Final, NamedTuple, TypeAlias
@@ -152,13 +155,111 @@ def recall_episode(rng: random.Random, num_tokens: int) -> Episode:
 def short_episode(rng: random.Random) -> Episode:
     """Return one short task, bare or as a chat turn, or one question about Baton."""
     if rng.random() < FACT_FRACTION:
-        case = rng.choice(fact_cases())
+        return _answered(rng.choice(fact_cases()))
+    (task,) = rng.choices(list(TASKS), list(TASKS.values()))
+    return _bare_or_chat(rng, task(rng), chat_fraction=0.3)
+
+
+def _bare_or_chat(rng: random.Random, case: Case, chat_fraction: float) -> Episode:
+    if rng.random() < chat_fraction:
+        case = Case(chat_prompt(case.prompt, _draw_system(rng)), case.answer)
+    return _answered(case)
+
+
+def _answered(case: Case, opening: str = "") -> Episode:
+    return [Segment(opening + case.prompt), Segment(case.answer, is_answer=True), Segment(END)]
+
+
+WORD_KEYS: Final = ("name", "city", "answer")
+NUMBER_KEYS: Final = ("count", "days")
+LIST_KEY: Final = "words"
+FORM_TOOLS: Final = ("Fruit", "PartialFruit", "final_result", "record", "answer")  # tools that take a form
+CITIES: Final = ("Paris", "Rome", "Oslo", "Lima", "Cairo", "Tokyo", "Delhi", "Quito")
+CALL_TOOLS: Final = ("add", "weather")
+
+
+def form_case(rng: random.Random) -> Case:
+    """Return a case that writes one or two pairs as a JSON object of words, numbers and lists of words."""
+    given: list[str] = []
+    form: dict[str, str | int | list[str]] = {}
+    for key in rng.sample((*WORD_KEYS, *NUMBER_KEYS, LIST_KEY), rng.choice((1, 2, 2))):
+        words, number = rng.choices(VALUES, k=rng.randint(2, 3)), _draw_number(rng)
+        if key in WORD_KEYS:
+            form[key], text = words[0], words[0]
+        elif key in NUMBER_KEYS:
+            form[key], text = number, str(number)
+        else:
+            form[key], text = words, ",".join(words)
+        given.append(f"{key}={text}")
+    return Case(f"json({' '.join(given)})=", json.dumps(form))
+
+
+def form_episode(rng: random.Random) -> Episode:
+    """Return one JSON form, bare or as a chat turn."""
+    return _bare_or_chat(rng, form_case(rng), chat_fraction=0.6)
+
+
+def tools_turn(names: Sequence[str]) -> str:
+    """Return the turn that tells the model of tools, as `tools.jinja` writes it."""
+    return f"{SYSTEM}tools: {' '.join(names)}{END}"
+
+
+def result_turn(result: str) -> str:
+    """Return the turn with the result of a call, ready for the answer, as `tools.jinja` writes it."""
+    return f"{USER}result: {result}{END}{ASSISTANT}"
+
+
+def call_text(name: str, arguments: str) -> str:
+    """Return a call in the form `hermes`. arguments: one JSON object."""
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+
+
+def call_episode(rng: random.Random) -> Episode:
+    """Return a conversation of a model that is told of tools; it calls them where a question needs them.
+
+    The answer after a call is the result of the call.
+    """
+    names = rng.sample(CALL_TOOLS, rng.randint(0, len(CALL_TOOLS)))
+    if not names or rng.random() < 0.25:
+        names.append(rng.choice(FORM_TOOLS))
+    rng.shuffle(names)
+    system = _draw_system(rng)
+    opening = tools_turn(names) + ("" if system is None else f"{SYSTEM}{system}{END}")
+    episode: Episode = []
+    for turn in range(rng.randint(1, 2)):
+        episode += _call_exchange(rng, names, "" if turn else opening)
+    return episode
+
+
+def _call_exchange(rng: random.Random, names: Sequence[str], opening: str) -> Episode:
+    if rng.random() < 0.15:  # a question that needs no tool
+        case = rng.choice((copy_case, sort_case, brackets_case))(rng)
+        return _answered(Case(chat_prompt(case.prompt), case.answer), opening)
+    name = rng.choice(names)
+    if name == "add":
+        left, right = _draw_number(rng), _draw_number(rng)
+        question = rng.choice((f"{left}+{right}=", f"What is {left}+{right}?"))
+        arguments = json.dumps({"a": left, "b": right})
+        result = str(rng.choice((left + right, rng.randrange(200))))
+    elif name == "weather":
+        city = rng.choice(CITIES)
+        question = rng.choice((f"What is the weather in {city}?", f"weather in {city}?"))
+        arguments = json.dumps({"city": city})
+        result = rng.choice(VALUES)
     else:
-        (task,) = rng.choices(list(TASKS), list(TASKS.values()))
-        case = task(rng)
-        if rng.random() < 0.3:
-            case = Case(chat_prompt(case.prompt, _draw_system(rng)), case.answer)
-    return [Segment(case.prompt), Segment(case.answer, is_answer=True), Segment(END)]
+        case = form_case(rng)
+        question, arguments, result = case.prompt, case.answer, rng.choice(VALUES)
+    return [
+        Segment(opening + chat_prompt(question)),
+        Segment(call_text(name, arguments), is_answer=True),
+        Segment(END + result_turn(result)),
+        Segment(result, is_answer=True),
+        Segment(END),
+    ]
+
+
+def _draw_number(rng: random.Random) -> int:
+    return rng.randrange(rng.choice((10, 100)))
 
 
 def _draw_system(rng: random.Random) -> str | None:

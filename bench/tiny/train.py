@@ -1,8 +1,12 @@
 """Trains the tiny model that comes with Baton: tokenizer, starting weights, training and files.
 
     python -m baton.bench.tiny.train --out engine/tiny     15 minutes on one core
+    python -m baton.bench.tiny.train --continue-from engine/tiny --steps 600 --out engine/tiny    15 more
 
-The same seed gives the same files on the same machine and torch.
+The first run teaches recall, short tasks and facts. The second goes on from its weights and adds JSON and
+calls of tools; its batches have the tasks of the first as well, so that none is forgotten. The same seed
+gives the same files on the same machine and torch. The shipped weights had 640 steps of the second run, in
+three parts with different shares of the tasks.
 
 The tokenizer is byte-level BPE in which a key and a value are one token each. A pair such as `k7=blue` must
 take the same number of tokens for every key, so the merges that make `k0` to `k399` come first; the rest
@@ -21,7 +25,8 @@ without the other. So both start half made:
    the vector at the match.
 
 In training, rows start short; when recall is nearly always right at one length, rows grow. Every step takes
-one batch of recall and one of short tasks; only answers count in the loss.
+one batch of recall and one of short tasks, in the second run one of forms and calls too. Only answers count
+in the loss.
 
 E hidden size, D head dim, F half of it, H query heads, K kv heads, V vocabulary, B rows, L tokens a row.
 """
@@ -35,7 +40,7 @@ from pathlib import Path
 from typing import Final
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from tokenizers.pre_tokenizers import PreTokenizer
 from torch import Tensor
@@ -53,6 +58,8 @@ from baton.bench.tiny.tasks import (
     USER,
     VALUES,
     Episode,
+    call_episode,
+    form_episode,
     recall_episode,
     short_episode,
 )
@@ -269,6 +276,14 @@ def build_model() -> LlamaForCausalLM:
     return model
 
 
+def load_model(folder: Path) -> LlamaForCausalLM:
+    """Return an exported model in float32."""
+    model = build_model()
+    weights = load_file(folder / "model.safetensors")
+    model.load_state_dict({name: weight.float() for name, weight in weights.items()})
+    return model
+
+
 def export(model: LlamaForCausalLM, folder: Path) -> None:
     """Write config.json, model.safetensors, tokenizer files and generation_config.json into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -344,6 +359,20 @@ class BatchSource:
             rows.append((ids, labels))
         return self._stack(rows, length)
 
+    def draw_calls(self, num_tokens: int, length: int) -> tuple[Tensor, Tensor]:
+        """Draw rows of JSON forms, bare or as chat turns, and of conversations with tools."""
+        rows = []
+        for _ in range(max(1, num_tokens // length)):
+            ids: list[int] = []
+            labels: list[int] = []
+            while len(ids) < length - SHORT_LENGTH:
+                draw = form_episode if self.rng.random() < 0.4 else call_episode
+                more_ids, more_labels = encode_episode(self._tokenizer, draw(self.rng))
+                ids += more_ids
+                labels += more_labels
+            rows.append((ids, labels))
+        return self._stack(rows, length)
+
     def _stack(self, rows: list[tuple[list[int], list[int]]], length: int) -> tuple[Tensor, Tensor]:
         ids_BL = torch.full((len(rows), length), self._pad_id)
         labels_BL = torch.full((len(rows), length), IGNORED)
@@ -355,31 +384,38 @@ class BatchSource:
 
 LENGTHS: Final = (64, 128, 256, 512, 1024, 1536)
 SHORT_LENGTH: Final = 48
+CALLS_LENGTH: Final = 192
 TOKENS_PER_BATCH: Final = 2048
 PEAK_RATE: Final = 2e-3
 FINAL_RATE: Final = 5e-5
+CONTINUED_PEAK_RATE: Final = 8e-4
 WARMUP_STEPS: Final = 50
 HOLD_STEPS: Final = 150  # until the values flow, noise would undo the attention that `initialise` set up
 PROMOTION_ACCURACY: Final = 0.95
 LEAST_STEPS_AT_LEVEL: Final = 25
 
 
-def learning_rate(step: int, num_steps: int) -> float:
-    """Return a linear warm-up, then a cosine from PEAK_RATE down to FINAL_RATE."""
+def learning_rate(step: int, num_steps: int, peak_rate: float = PEAK_RATE) -> float:
+    """Return a linear warm-up, then a cosine from `peak_rate` down to FINAL_RATE."""
     if step < WARMUP_STEPS:
-        return PEAK_RATE * (step + 1) / WARMUP_STEPS
+        return peak_rate * (step + 1) / WARMUP_STEPS
     progress = min(1.0, (step - WARMUP_STEPS) / max(1, num_steps - WARMUP_STEPS))
-    return FINAL_RATE + (PEAK_RATE - FINAL_RATE) * 0.5 * (1 + math.cos(math.pi * progress))
+    return FINAL_RATE + (peak_rate - FINAL_RATE) * 0.5 * (1 + math.cos(math.pi * progress))
 
 
 class Trainer:
-    """One training run. `level` indexes LENGTHS; accuracies are running means over answer tokens."""
+    """One training run. `level` indexes LENGTHS; accuracies are running means over answer tokens.
 
-    def __init__(self, num_steps: int, seed: int) -> None:
+    start: the folder of an exported model that is trained on, at all lengths, with forms and calls as well.
+    None: new weights, which learn recall and short tasks.
+    """
+
+    def __init__(self, num_steps: int, seed: int, start: Path | None = None) -> None:
         torch.manual_seed(seed)
-        self.model = build_model()
-        self.level = 0
-        self.recall_accuracy = self.short_accuracy = 0.0
+        self.model = build_model() if start is None else load_model(start)
+        self.level = 0 if start is None else len(LENGTHS) - 1
+        self.recall_accuracy = self.short_accuracy = self.calls_accuracy = 0.0
+        self._continues = start is not None
         self._num_steps = num_steps
         self._step = self._steps_at_level = 0
         self._source = BatchSource(build_tokenizer(), random.Random(seed))
@@ -394,6 +430,8 @@ class Trainer:
         while self._step < self._num_steps:
             loss = self.step()
             accuracies = f"recall {self.recall_accuracy:.3f} short {self.short_accuracy:.3f}"
+            if self._continues:
+                accuracies += f" calls {self.calls_accuracy:.3f}"
             text = f"step {self._step} length {LENGTHS[self.level]} loss {loss:.3f} {accuracies}"
             tell(text, self._step / self._num_steps)
 
@@ -403,13 +441,19 @@ class Trainer:
         rng = self._source.rng
         length = LENGTHS[self.level if rng.random() < 0.5 else rng.randint(0, self.level)]
         for group in self._optimizer.param_groups:
-            group["lr"] = learning_rate(self._step, self._num_steps)
+            peak_rate = CONTINUED_PEAK_RATE if self._continues else PEAK_RATE
+            group["lr"] = learning_rate(self._step, self._num_steps, peak_rate)
         for layer in self.model.model.layers:
             for projection in (layer.self_attn.q_proj, layer.self_attn.k_proj):
-                projection.requires_grad_(self._step >= HOLD_STEPS)
-        recall_loss, recall = _measure(self.model, *self._source.draw_recall(TOKENS_PER_BATCH, length))
+                projection.requires_grad_(self._continues or self._step >= HOLD_STEPS)
+        num_recall_tokens = TOKENS_PER_BATCH // 2 if self._continues else TOKENS_PER_BATCH
+        recall_loss, recall = _measure(self.model, *self._source.draw_recall(num_recall_tokens, length))
         short_loss, short = _measure(self.model, *self._source.draw_short(TOKENS_PER_BATCH, SHORT_LENGTH))
         loss = recall_loss + short_loss
+        if self._continues:
+            calls_loss, calls = _measure(self.model, *self._source.draw_calls(TOKENS_PER_BATCH, CALLS_LENGTH))
+            loss = loss + calls_loss
+            self.calls_accuracy += 0.05 * (calls - self.calls_accuracy)
         self._optimizer.zero_grad(set_to_none=True)
         torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
@@ -444,12 +488,13 @@ def main() -> None:
     """Train and write the files of the model."""
     parser = argparse.ArgumentParser(description="Train the tiny model.")
     parser.add_argument("--out", type=Path, required=True, help="folder of the exported model")
+    parser.add_argument("--continue-from", type=Path, help="folder of an exported model to train on")
     parser.add_argument("--steps", type=int, default=1250)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    trainer = Trainer(arguments.steps, arguments.seed)
+    trainer = Trainer(arguments.steps, arguments.seed, arguments.continue_from)
     with Progress() as tell:
         trainer.run(tell)
     export(trainer.model, arguments.out)

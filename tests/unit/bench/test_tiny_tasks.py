@@ -1,5 +1,6 @@
 """The tiny model's tasks: every answer is right, every prompt as long as asked, every draw repeatable."""
 
+import json
 import random
 from itertools import pairwise
 
@@ -10,6 +11,7 @@ from baton.bench.tiny.tasks import (
     BRACKETS,
     END,
     NUM_KEYS,
+    SYSTEM,
     TOKENS_PER_PAIR,
     TOKENS_PER_QUESTION,
     USER,
@@ -17,8 +19,11 @@ from baton.bench.tiny.tasks import (
     Episode,
     addition_case,
     brackets_case,
+    call_episode,
     copy_case,
     fact_cases,
+    form_case,
+    form_episode,
     recall_cases,
     recall_episode,
     short_episode,
@@ -115,6 +120,51 @@ def test_short_episode_is_one_prompt_one_answer_and_the_end(seed: int) -> None:
     episode: Episode = short_episode(random.Random(seed))
     assert [segment.is_answer for segment in episode] == [False, True, False]
     assert episode[-1].text == END
+
+
+def test_form_is_the_json_of_its_pairs() -> None:
+    for seed in range(50):
+        case = form_case(random.Random(seed))
+        form = json.loads(case.answer)
+        given = case.prompt.removeprefix("json(").removesuffix(")=").split()
+        written = [
+            f"{key}={','.join(value) if isinstance(value, list) else value}" for key, value in form.items()
+        ]
+        assert given == written and json.dumps(form) == case.answer
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_form_episode_is_one_prompt_one_answer_and_the_end(seed: int) -> None:
+    episode = form_episode(random.Random(seed))
+    assert [segment.is_answer for segment in episode] == [False, True, False]
+    assert "json(" in episode[0].text and episode[-1].text == END
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_calls_name_tools_that_the_model_was_told_of_and_their_results_are_the_answers(seed: int) -> None:
+    episode = call_episode(random.Random(seed))
+    tools = episode[0].text.removeprefix(f"{SYSTEM}tools: ").partition(END)[0].split()
+    answers = [index for index, segment in enumerate(episode) if segment.is_answer]
+    calls = [index for index in answers if episode[index].text.startswith("<tool_call>")]
+    for index in calls:
+        text = episode[index].text.removeprefix("<tool_call>\n").removesuffix("\n</tool_call>")
+        assert json.loads(text)["name"] in tools
+        result = episode[index + 1].text.removeprefix(f"{END}{USER}result: ")
+        assert result == f"{episode[index + 2].text}{END}{ASSISTANT}"
+
+
+def test_calls_have_the_arguments_of_the_question() -> None:
+    asked: dict[str, list[str]] = {}
+    for seed in range(60):
+        episode = call_episode(random.Random(seed))
+        for before, after in pairwise(episode):
+            if after.text.startswith("<tool_call>"):
+                call = json.loads(after.text.removeprefix("<tool_call>\n").removesuffix("\n</tool_call>"))
+                values = [str(value) for value in call["arguments"].values()]
+                question = before.text.rpartition(USER)[2]
+                assert call["name"] not in ("add", "weather") or all(value in question for value in values)
+                asked[call["name"]] = values
+    assert {"add", "weather"} < asked.keys()
 
 
 def asked_key(question: str) -> str:

@@ -9,14 +9,22 @@ import pytest
 from tokenizers import Tokenizer
 
 from baton.bench.tiny.tasks import (
+    END,
     NUM_KEYS,
     VALUES,
+    call_episode,
+    call_text,
     chat_prompt,
+    form_episode,
     recall_cases,
     recall_episode,
+    result_turn,
     short_episode,
+    tools_turn,
 )
 from baton.bench.tiny.train import CHAT_TEMPLATE, SPECIAL_TOKENS, VOCAB_SIZE, build_tokenizer
+from baton.gateway.text.chat_template import ChatTemplate, read_messages
+from baton.gateway.text.tool_calls import parser_of_template
 
 SHIPPED = Path(__file__).parents[3] / "engine" / "tiny"
 
@@ -52,7 +60,8 @@ def test_recall_prompts_have_the_length_that_their_generator_promises(tokenizer:
 def test_segments_encode_apart_as_they_do_together(tokenizer: Tokenizer, seed: int) -> None:
     """Training labels tokens by segment; serving encodes the whole prompt."""
     rng = random.Random(seed)
-    for episode in (recall_episode(rng, 256), short_episode(rng)):
+    drawn = (recall_episode(rng, 256), short_episode(rng), form_episode(rng), call_episode(rng))
+    for episode in drawn:
         whole = tokenizer.encode("".join(segment.text for segment in episode)).ids
         parts = tokenizer.encode_batch([segment.text for segment in episode])
         assert whole == [token_id for part in parts for token_id in part.ids]
@@ -63,6 +72,31 @@ def test_chat_template_writes_what_training_saw() -> None:
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "k7=blue\nk7?"}]
     rendered = environment.render_template("chat", messages=messages, add_generation_prompt=True)
     assert rendered == chat_prompt("k7=blue\nk7?", system="Be brief.")
+
+
+def test_tool_template_writes_what_training_saw() -> None:
+    template = ChatTemplate((SHIPPED / "tools.jinja").read_text(), {})
+    tools = [{"type": "function", "function": {"name": name}} for name in ("add", "weather")]
+    function = {"name": "add", "arguments": '{"a": 7, "b": 5}'}
+    messages = read_messages(
+        [
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": "7+5="},
+            {"role": "assistant", "tool_calls": [{"id": "call_1", "type": "function", "function": function}]},
+            {"role": "tool", "tool_call_id": "call_1", "content": "12"},
+        ]
+    )
+    rendered = template.render(messages, tools=tools, add_generation_prompt=True)
+    call = call_text("add", '{"a": 7, "b": 5}')
+    asked = chat_prompt("7+5=", system="Be brief.")
+    assert rendered == f"{tools_turn(['add', 'weather'])}{asked}{call}{END}{result_turn('12')}"
+    assert parser_of_template(template.source) == "hermes"
+
+
+def test_tool_template_is_the_chat_template_where_there_are_no_tools() -> None:
+    template = ChatTemplate((SHIPPED / "tools.jinja").read_text(), {})
+    messages = read_messages([{"role": "user", "content": "k7=blue\nk7?"}])
+    assert template.render(messages, add_generation_prompt=True) == chat_prompt("k7=blue\nk7?")
 
 
 def test_shipped_tokenizer_is_the_one_built_here(tokenizer: Tokenizer) -> None:

@@ -1,5 +1,7 @@
 """The training of the tiny model: labels, starting weights, and growing rows."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from tokenizers import Tokenizer
@@ -13,7 +15,9 @@ from baton.bench.tiny.train import (
     build_model,
     build_tokenizer,
     encode_episode,
+    export,
     learning_rate,
+    load_model,
     special_id,
 )
 
@@ -66,3 +70,14 @@ def test_same_seed_trains_the_same_way(monkeypatch: pytest.MonkeyPatch) -> None:
     first, second, other = (Trainer(4, seed) for seed in (0, 0, 1))
     losses = [[trainer.step() for _ in range(3)] for trainer in (first, second, other)]
     assert losses[0] == losses[1] != losses[2]
+
+
+def test_training_goes_on_from_an_exported_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(train, "TOKENS_PER_BATCH", 128)
+    export(Trainer(1, seed=0).model, tmp_path)
+    continued = Trainer(2, seed=0, start=tmp_path)
+    assert continued.level == len(LENGTHS) - 1
+    exported = load_model(tmp_path).state_dict()
+    assert all(torch.equal(weight, exported[name]) for name, weight in continued.model.state_dict().items())
+    continued.step()
+    assert not torch.equal(continued.model.lm_head.weight, exported["lm_head.weight"])
