@@ -12,6 +12,8 @@
 # make soak    half an hour of mixed load on a cluster on Ray, a fault every ten seconds
 # make kernels-3.6  every GPU kernel compiled on Triton 3.6.0, the one of torch 2.11. make test compiles there the
 #              kernels at one shape in bf16, the rounds of sampling, and what tests look for in attention loops
+# make frameworks  LangChain, instructor, pydantic-ai, LiteLLM and openai against tiny, in a virtual environment that is
+#              installed once (half a gigabyte). make test runs the openai client there if it is installed
 # make fuzz    a million damaged frames, a million damaged records, 100,000 interleavings of hand-offs
 #
 # make clean   delete the virtual environment and all caches
@@ -36,7 +38,7 @@ TRITON_36 ?= $(VENV)/triton-3.6.0
 KERNELS_36 := PYTHONPATH=$(abspath $(TRITON_36)) $(BIN)/python -m pytest tests/kernels/test_aot.py
 STAMP := $(VENV)/.installed-from-$(notdir $(CONSTRAINTS))
 
-.PHONY: all help setup redis serve test bench parity faults sim soak fuzz kernels-3.6 check format api clean
+.PHONY: all help setup redis serve test bench parity faults sim soak fuzz frameworks kernels-3.6 check format api clean
 
 all: check test
 
@@ -103,6 +105,9 @@ soak: setup redis
 
 fuzz: setup
 	$(BIN)/python -m pytest tests/unit/kvtransfer tests/unit/baton tests/e2e/test_http_fuzz.py -k "damaged or interleavings" -m "slow or not slow"
+
+frameworks: setup
+	$(BIN)/python -m pytest tests/e2e/test_frameworks.py -m "slow or not slow" -rs
 
 check: setup
 	$(BIN)/ruff check .
