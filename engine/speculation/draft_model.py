@@ -32,8 +32,12 @@ from baton.engine.speculation.draft_lengths import (
 )
 
 POOL_DIVISOR: Final = 8  # the draft model's pages take an eighth of the memory for pages, or one sequence's
-TRIED_RATE: Final = 0.8  # the acceptance rate that a try begins with; up to there it is a try
-TRIED_TOKENS: Final = 2  # draft tokens of a try
+TRIED_RATE: Final = (
+    0.8  # the acceptance rate that a try begins with; it has succeeded once the rate is higher
+)
+TRIED_TOKENS: Final = 2  # draft tokens in a step of a try
+SLOWER_WEIGHT: Final = 0.02  # of a draft token that took longer than those before
+FORGOTTEN: Final = 0.99  # of the seconds of a draft token, in each step without one
 PRIOR_WEIGHT: Final = 0.1  # of an observed rate in the rate that new sequences begin with
 FIRST_WAIT: Final = (
     16  # tokens from a try that did not pay to the next one; then four times as many, each time
@@ -82,6 +86,7 @@ class _Drafted:
     mirror: Sequence  # the tokens of the target's sequence, then drafts; its pages are the draft model's
     acceptance: Acceptance
     num_known: int = 0  # the target's tokens in the mirror
+    is_tried: bool = True  # a try has not succeeded yet
     wait: int = FIRST_WAIT  # tokens between tries while drafts do not pay
     next_try: int = 0  # the length of the sequence from which on it is tried
 
@@ -110,7 +115,7 @@ class _Drafted:
         if self.acceptance.rate < TRIED_RATE:
             self.next_try = num_tokens + self.wait
             self.wait = min(4 * self.wait, LONGEST_WAIT)
-            self.acceptance.rate = TRIED_RATE
+            self.acceptance.rate, self.is_tried = TRIED_RATE, True
 
 
 class ModelDrafter:
@@ -158,6 +163,8 @@ class ModelDrafter:
                 wanted[sequence] = num
             else:
                 self._drafted[sequence].wait_after(sequence.num_tokens)
+        if not wanted:
+            self._token_s *= FORGOTTEN  # so that it is measured again at some time
         self._draft(wanted)
         for sequence in wanted:
             drafted = self._drafted[sequence]
@@ -185,7 +192,7 @@ class ModelDrafter:
             drafted.acceptance.observe(sequence.token_ids)
             self._prior_rate += PRIOR_WEIGHT * (drafted.acceptance.rate - self._prior_rate)
         if drafted.acceptance.rate > TRIED_RATE:
-            drafted.wait = FIRST_WAIT
+            drafted.wait, drafted.is_tried = FIRST_WAIT, False
         return drafted if sequence.num_tokens >= drafted.next_try else None
 
     def _mirror(self, sequence: Sequence) -> Sequence:
@@ -209,7 +216,7 @@ class ModelDrafter:
         None if the answer would end before the draft model has computed the prompt.
         """
         most = min(sequence.max_num_tokens, self._runner.max_model_len) - sequence.num_tokens - 1
-        limit = self._most if drafted.acceptance.rate > TRIED_RATE else min(self._most, TRIED_TOKENS)
+        limit = min(self._most, TRIED_TOKENS) if drafted.is_tried else self._most
         num_steps = (sequence.num_tokens - drafted.mirror.num_computed_tokens) / CATCH_UP_TOKENS
         return max(0, min(limit, most)) if num_steps <= most else 0
 
@@ -232,13 +239,18 @@ class ModelDrafter:
             started_s = perf_counter()
             sampled = self._run(sampler, chunks)
             if max(num_tokens for _, num_tokens in chunks) <= self._most + 1:  # no prompt is computed
-                token_s = (perf_counter() - started_s) / len(chunks)
-                self._token_s += WEIGHT * (token_s - self._token_s) if self._token_s else token_s
+                self._observe_cost((perf_counter() - started_s) / len(chunks))
             chunks = [
                 (mirror, 1)
                 for mirror in sampled
                 if mirror.num_tokens < lengths[mirror] and mirror.token_ids[-1] not in mirror.stop_ids
             ]
+
+    def _observe_cost(self, token_s: float) -> None:
+        """Learn the seconds of a draft token, slowly if it took longer: other work may have delayed it."""
+        if not self._token_s:
+            self._token_s = token_s
+        self._token_s += (SLOWER_WEIGHT if token_s > self._token_s else WEIGHT) * (token_s - self._token_s)
 
     def _run(self, sampler: Sampler, chunks: list[tuple[Sequence, int]]) -> list[Sequence]:
         """Compute so many tokens of each mirror; return those that have sampled another one."""
