@@ -85,8 +85,8 @@ def test_models_length_ends_a_continued_answer_too(engine: Engine) -> None:
         ({"generated_token_ids": (1, 2)}, "2 tokens fill max_tokens 2"),
         ({"generated_token_ids": (1,), "n": 2}, "n must be 1, got 2"),
         ({"choice": 1, "n": 2}, "n must be 1, got 2"),
-        ({"choice": 8}, "choice must be between 0 and 7, got 8"),
-        ({"choice": -1}, "choice must be between 0 and 7, got -1"),
+        ({"choice": 128}, "choice must be between 0 and 127, got 128"),
+        ({"choice": -1}, "choice must be between 0 and 127, got -1"),
         ({"choice": True}, "choice must be an integer"),
         ({"generated_token_ids": (VOCAB_SIZE,), "max_tokens": 5}, f"token id {VOCAB_SIZE} is outside"),
         (
