@@ -229,6 +229,7 @@ class Engine(Replica):
         if self.scheduler.drafter is None:
             self._last_step = step.batch, step_s
         else:  # proposing is part of the step
+            self.scheduler.drafter.observe(step.batch, step_s)
             whole_s = ended_s - max(step.began_s, self._busy_since_s or 0.0)
             self._last_step = (
                 step.batch,

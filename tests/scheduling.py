@@ -345,6 +345,9 @@ class GuessingDrafter:
             drafts[sequence.key] = guess[: rng.randint(0, self._most)]
         return {key: guess for key, guess in drafts.items() if guess}
 
+    def observe(self, batch: Batch, step_s: float) -> None:
+        pass
+
     def finish(self, sequence: Sequence) -> None:
         pass
 

@@ -352,6 +352,10 @@ class Drafter(Protocol):
         """
         ...
 
+    def observe(self, batch: Batch, step_s: float) -> None:
+        """Learn the seconds of a step, without what proposing took."""
+        ...
+
     def finish(self, sequence: Sequence) -> None:
         """Forget a sequence that has ended, for whatever reason."""
         ...

@@ -15,6 +15,7 @@ from baton.engine.scheduler.sequence import Sequence
 # The tokens that a form forces after the tokens of a sequence so far.
 ForcedTokens: TypeAlias = Callable[[Sequence], Ordered[int]]
 
+FORGETTING: Final = 0.01
 WEIGHT: Final = 0.2  # of a new observation in an estimate
 FIRST_RATE: Final = 0.5  # of acceptance
 FORCED_RATE: Final = 0.95  # the model may spell forced text by other tokens
@@ -31,14 +32,27 @@ class StepCosts:
         """Both by number of tokens, ascending. Steps of more tokens take in proportion to the last."""
         self._plain_s = _by_size(plain_s)  # the index is the number of tokens
         self._drafted_s = _by_size(drafted_s)
+        # What steps take with building, sampling and attention to their contexts, as a multiple of that.
+        self._plain_scale = self._drafted_scale = 1.0
+
+    def observe(self, num_tokens: int, step_s: float, *, has_drafts: bool) -> None:
+        """Learn from a step what steps take beside the measured times. Plain steps have decodes alone."""
+        if has_drafts:
+            scale = step_s / _seconds(self._drafted_s, num_tokens, 1)[0]
+            self._drafted_scale += WEIGHT * (scale - self._drafted_scale)
+            return
+        scale = step_s / _seconds(self._plain_s, num_tokens, 1)[0]
+        self._plain_scale += WEIGHT * (scale - self._plain_scale)
+        # A step with draft tokens that other work delayed is forgotten in time.
+        self._drafted_scale += FORGETTING * (self._plain_scale - self._drafted_scale)
 
     def plain_s(self, num_tokens: int) -> float:
         """The seconds of a step of so many decodes."""
-        return _seconds(self._plain_s, num_tokens, 1)[0]
+        return self._plain_scale * _seconds(self._plain_s, num_tokens, 1)[0]
 
     def drafted_s(self, num_tokens: int) -> float:
         """The seconds of a step of so many tokens, draft tokens among them."""
-        return _seconds(self._drafted_s, num_tokens, 1)[0]
+        return self._drafted_scale * _seconds(self._drafted_s, num_tokens, 1)[0]
 
     def choose_num_drafts(
         self,
@@ -71,7 +85,8 @@ class StepCosts:
         chances = chances_BK.ravel()
         order = np.argsort(-chances, kind="stable")[: sum(most)]
         nums = np.arange(1, len(order) + 1)
-        seconds = np.array(_seconds(self._drafted_s, num_tokens + 1, len(order))) + nums * token_s
+        seconds = self._drafted_scale * np.array(_seconds(self._drafted_s, num_tokens + 1, len(order)))
+        seconds += nums * token_s
         token_rates = (num_decodes + np.cumsum(chances[order])) / seconds
         best = int(np.argmax(token_rates))
         if token_rates[best] < least_rate:
@@ -97,7 +112,7 @@ def _seconds(by_size: list[float], first: int, num_sizes: int) -> list[float]:
 
 
 def time_steps(time_step: Callable[[StepArrays], float], scheduler: SchedulerConfig) -> StepCosts:
-    """Measure steps of padding, each the fastest of several rounds. Padding has no context."""
+    """Measure steps of padding, each the fastest of several rounds. The engine observes real steps later."""
     most = min(scheduler.max_num_batched_tokens, MAX_TIMED_TOKENS)
     drafted = {size: padding_step(size, size) for size in powers_of_two(most)}
     plain = {

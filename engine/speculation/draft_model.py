@@ -36,8 +36,7 @@ TRIED_RATE: Final = (
     0.8  # the acceptance rate that a try begins with; it has succeeded once the rate is higher
 )
 TRIED_TOKENS: Final = 2  # draft tokens in a step of a try
-SLOWER_WEIGHT: Final = 0.02  # of a draft token that took longer than those before
-FORGOTTEN: Final = 0.99  # of the seconds of a draft token, in each step without one
+FORGOTTEN: Final = 0.998  # of the seconds of a draft token, in each step without one
 PRIOR_WEIGHT: Final = 0.1  # of an observed rate in the rate that new sequences begin with
 FIRST_WAIT: Final = (
     16  # tokens from a try that did not pay to the next one; then four times as many, each time
@@ -176,6 +175,11 @@ class ModelDrafter:
             if num and proposals[sequence]
         }
 
+    def observe(self, batch: Batch, step_s: float) -> None:
+        """As `Drafter.observe`."""
+        if not batch.prompt_chunks:
+            self._costs.observe(batch.num_tokens, step_s, has_drafts=bool(batch.drafts))
+
     def finish(self, sequence: Sequence) -> None:
         """Release the pages that the draft model has for a sequence."""
         drafted = self._drafted.pop(sequence, None)
@@ -222,6 +226,7 @@ class ModelDrafter:
 
     def _draft(self, wanted: Mapping[Sequence, int]) -> None:
         """Let the mirrors catch up and sample as many drafts as are wanted, fewer where pages are short."""
+        started_s = perf_counter()
         sampler, budget = Sampler(self._runner.device), CATCH_UP_TOKENS
         chunks: list[tuple[Sequence, int]] = []
         lengths: dict[Sequence, int] = {}  # of each mirror, with its drafts
@@ -235,22 +240,22 @@ class ModelDrafter:
             if num_tokens and self._take_pages(mirror, lengths[mirror], wanted):
                 chunks.append((mirror, num_tokens))
                 budget -= num_tokens
+        computes_prompts = any(num_tokens > self._most + 1 for _, num_tokens in chunks)
+        num_drafts = 0
         while chunks:
-            started_s = perf_counter()
             sampled = self._run(sampler, chunks)
-            if max(num_tokens for _, num_tokens in chunks) <= self._most + 1:  # no prompt is computed
-                self._observe_cost((perf_counter() - started_s) / len(chunks))
+            num_drafts += len(sampled)
             chunks = [
                 (mirror, 1)
                 for mirror in sampled
                 if mirror.num_tokens < lengths[mirror] and mirror.token_ids[-1] not in mirror.stop_ids
             ]
+        if num_drafts and not computes_prompts:
+            self._observe_cost((perf_counter() - started_s) / num_drafts)
 
     def _observe_cost(self, token_s: float) -> None:
-        """Learn the seconds of a draft token, slowly if it took longer: other work may have delayed it."""
-        if not self._token_s:
-            self._token_s = token_s
-        self._token_s += (SLOWER_WEIGHT if token_s > self._token_s else WEIGHT) * (token_s - self._token_s)
+        """Learn the seconds of a draft token."""
+        self._token_s += WEIGHT * (token_s - self._token_s) if self._token_s else token_s
 
     def _run(self, sampler: Sampler, chunks: list[tuple[Sequence, int]]) -> list[Sequence]:
         """Compute so many tokens of each mirror; return those that have sampled another one."""

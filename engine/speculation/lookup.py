@@ -11,7 +11,7 @@ from typing import Final
 from weakref import WeakKeyDictionary
 
 from baton.config.engine import SpeculativeConfig
-from baton.engine.scheduler.sequence import Sequence, SequenceKey
+from baton.engine.scheduler.sequence import Batch, Sequence, SequenceKey
 from baton.engine.speculation.draft_lengths import FORCED_RATE, Acceptance, ForcedTokens, StepCosts
 from baton.engine.speculation.token_index import EarlierAnswers, Match, TokenIndex
 from baton.request import FinishReason
@@ -75,6 +75,11 @@ class LookupDrafter:
             for sequence, proposal, num in zip(decodes, proposals, nums, strict=True)
             if num
         }
+
+    def observe(self, batch: Batch, step_s: float) -> None:
+        """As `Drafter.observe`."""
+        if not batch.prompt_chunks:
+            self._costs.observe(batch.num_tokens, step_s, has_drafts=bool(batch.drafts))
 
     def finish(self, sequence: Sequence) -> None:
         """Forget the sequence; learn its answer if it is whole."""
