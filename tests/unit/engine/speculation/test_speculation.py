@@ -42,6 +42,7 @@ SUFFIX: dict[str, Any] = {"method": "suffix", "prompt_lookup_min": 2, "num_specu
 def drafts_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """As many drafts as there are, whatever this machine's steps take."""
     monkeypatch.setattr(engine_module, "time_steps", lambda *arguments: StepCosts(FLAT, FLAT))
+    monkeypatch.setattr(StepCosts, "observe", lambda *arguments, **fields: None)
 
 
 @pytest.fixture
@@ -229,6 +230,20 @@ def test_lengths_yield_the_most_tokens_a_second(
         assert rate(tuple(found)) == pytest.approx(best) and best >= MIN_GAIN * plain
     else:
         assert best <= MIN_GAIN * plain * 1.000001
+
+
+def test_real_steps_correct_the_measured_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    costs = StepCosts({1: 1.0, 8: 1.0}, {1: 1.0, 8: 1.0})
+    assert costs.choose_num_drafts([0.5], [4], num_decodes=1, num_tokens=1) == [4]
+    for _ in range(30):
+        costs.observe(1, 2.0, has_drafts=False)
+        costs.observe(5, 8.0, has_drafts=True)
+    assert costs.plain_s(1) == pytest.approx(2.0, rel=0.01) and costs.drafted_s(5) > 7.0
+    assert costs.choose_num_drafts([0.5], [4], num_decodes=1, num_tokens=1) == [0]
+    for _ in range(400):
+        costs.observe(1, 2.0, has_drafts=False)
+    assert costs.choose_num_drafts([0.5], [4], num_decodes=1, num_tokens=1) == [4], "it is tried again"
 
 
 def test_proposal_counts_once() -> None:
