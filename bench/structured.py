@@ -45,7 +45,7 @@ from baton.engine.engine import Engine, load_engine
 from baton.errors import InvalidRequest
 from baton.gateway.api.form_checker import FormChecker
 from baton.gateway.text.tokenizer import Tokenizer
-from baton.kernels.mask_logits import WORD_BITS, num_mask_words
+from baton.kernels.sample import WORD_BITS, num_mask_words
 from baton.request import FinishReason, Request, SamplingParams, StructuredOutputs
 from baton.rpc import process
 from baton.structured_output import check_form, grammar_of, parser_limits

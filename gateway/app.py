@@ -22,7 +22,7 @@ from baton.gateway.api.body_reader import ServedModel
 from baton.gateway.api.call import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from baton.gateway.api.dialects.messages import CountBody, MessageBody, body_of_error
 from baton.gateway.api.dialects.response_store import ResponseStore, list_items
-from baton.gateway.api.dialects.responses import ResponseBody
+from baton.gateway.api.dialects.responses import ResponsesBody
 from baton.gateway.api.errors import ApiError, as_api_error, unsupported
 from baton.gateway.http.api_page import HEADERS as API_PAGE_HEADERS
 from baton.gateway.http.api_page import api_page
@@ -36,7 +36,7 @@ from baton.gateway.tenants.tenants import Tenants
 POSTS: Final[dict[str, tuple[type[msgspec.Struct], str]]] = {
     "/v1/chat/completions": (ChatBody, "The next turn of a chat, whole or as server-sent events."),
     "/v1/completions": (CompletionBody, "The continuation of a prompt, whole or as server-sent events."),
-    "/v1/responses": (ResponseBody, "The next turn of a conversation, in the form of OpenAI's Responses."),
+    "/v1/responses": (ResponsesBody, "The next turn of a conversation, in the form of OpenAI's Responses."),
     "/v1/messages": (MessageBody, "The next turn of a chat, in Anthropic's form."),
     "/v1/messages/count_tokens": (CountBody, "The number of tokens of a chat in Anthropic's form."),
     "/tokenize": (TokenizeBody, "Text, or a chat, as token ids."),

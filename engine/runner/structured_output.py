@@ -21,7 +21,7 @@ from torch import Tensor
 from baton.engine.runner.logits_processors import upload
 from baton.engine.scheduler.sequence import Row, Sequence
 from baton.errors import InvalidRequest
-from baton.kernels.mask_logits import mask_logits, num_mask_words
+from baton.kernels.sample import mask_logits, num_mask_words
 from baton.request import SamplingParams, StructuredOutputs
 
 if TYPE_CHECKING:

@@ -49,7 +49,7 @@ from baton.gateway.api.body_reader import PublicPrefixes, ServedModel
 from baton.gateway.api.call import Call, Dialect, Prompt, make_call, raw_fields
 from baton.gateway.api.dialects import messages, responses
 from baton.gateway.api.dialects.response_store import ResponseStore
-from baton.gateway.api.dialects.responses_format import ResponseFormat
+from baton.gateway.api.dialects.responses_format import ResponsesFormat
 from baton.gateway.api.errors import (
     ApiError,
     ClientGone,
@@ -398,7 +398,7 @@ class Inference:
 
     def _format(self, answer: Answer, created_s: int) -> AnswerFormat:
         if answer.call.dialect == "responses":
-            return ResponseFormat(answer, created_s, self.responses, self._calendar_s)
+            return ResponsesFormat(answer, created_s, self.responses, self._calendar_s)
         return answer_format(answer, created_s)
 
     async def _follow(self, stream: AnswerStream) -> None:

@@ -249,7 +249,7 @@ class PromptReader:
         return self._read_chat(body, num_unknown, policy)
 
     def _response(self, data: bytes, policy: ReadPolicy, history: bytes) -> ReadBody:
-        body, num_unknown = _decode(data, responses.ResponseBody, policy)
+        body, num_unknown = _decode(data, responses.ResponsesBody, policy)
         chat, asked = responses.as_chat(body, history, may_store=policy.may_store)
         read = self._read_chat(chat, num_unknown, policy)
         return msgspec.structs.replace(read, response=asked)

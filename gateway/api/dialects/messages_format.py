@@ -8,7 +8,7 @@ import orjson
 
 from baton.gateway.api.answer import AnswerChoice
 from baton.gateway.api.dialects.messages import error_body
-from baton.gateway.api.dialects.typed_events import Json, Part, PartKind, TypedFormat
+from baton.gateway.api.dialects.typed_events import ContentPart, Json, PartKind, TypedFormat
 from baton.gateway.api.errors import ApiError
 from baton.request import FinishReason
 
@@ -25,11 +25,11 @@ class MessageFormat(TypedFormat):
         message = self._message() | {"content": [], "stop_reason": None, "stop_sequence": None}
         yield {"type": "message_start", "message": message | {"usage": self._usage(num_output=0)}}
 
-    def _part_begun(self, part: Part) -> Iterator[Json]:
+    def _part_begun(self, part: ContentPart) -> Iterator[Json]:
         block: Json = EMPTY.get(part.kind) or _tool_use(part, {})
         yield {"type": "content_block_start", "index": part.index, "content_block": block}
 
-    def _part_grown(self, part: Part, text: str) -> Iterator[Json]:
+    def _part_grown(self, part: ContentPart, text: str) -> Iterator[Json]:
         delta = {
             PartKind.REASONING: {"type": "thinking_delta", "thinking": text},
             PartKind.TEXT: {"type": "text_delta", "text": text},
@@ -37,7 +37,7 @@ class MessageFormat(TypedFormat):
         }[part.kind]
         yield {"type": "content_block_delta", "index": part.index, "delta": delta}
 
-    def _part_ended(self, part: Part, *, is_cut_off: bool) -> Iterator[Json]:
+    def _part_ended(self, part: ContentPart, *, is_cut_off: bool) -> Iterator[Json]:
         if part.kind is PartKind.REASONING:
             delta = {"type": "signature_delta", "signature": ""}
             yield {"type": "content_block_delta", "index": part.index, "delta": delta}
@@ -91,7 +91,7 @@ def _stop_sequence(choice: AnswerChoice) -> str | None:
     return choice.stop_reason if isinstance(choice.stop_reason, str) else None
 
 
-def _block(part: Part) -> Json:
+def _block(part: ContentPart) -> Json:
     if part.kind is PartKind.REASONING:
         return {"type": "thinking", "thinking": part.text, "signature": ""}
     if part.kind is PartKind.TEXT:
@@ -99,7 +99,7 @@ def _block(part: Part) -> Json:
     return _tool_use(part, _read(part.text))
 
 
-def _tool_use(part: Part, arguments: object) -> Json:
+def _tool_use(part: ContentPart, arguments: object) -> Json:
     return {"type": "tool_use", "id": part.call_id, "name": part.name, "input": arguments}
 
 

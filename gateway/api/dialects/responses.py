@@ -86,7 +86,7 @@ class ResponseStreamOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_un
     include_obfuscation: Literal[False] | None = None
 
 
-class ResponseBody(SamplingKeys, frozen=True, kw_only=True):
+class ResponsesBody(SamplingKeys, frozen=True, kw_only=True):
     """The body of `/v1/responses`: OpenAI's keys, and vLLM's sampling parameters."""
 
     unsupported: ClassVar[Unsupported] = UNSUPPORTED
@@ -109,7 +109,7 @@ class ResponseBody(SamplingKeys, frozen=True, kw_only=True):
     chat_template_kwargs: TemplateKwargs | None = None  # vLLM's
 
 
-def as_chat(body: ResponseBody, history: bytes, *, may_store: bool) -> tuple[ChatBody, AskedResponse]:
+def as_chat(body: ResponsesBody, history: bytes, *, may_store: bool) -> tuple[ChatBody, AskedResponse]:
     """Return the chat that a body asks for, and what the response has beside the answer.
 
     history: JSON, the items of the conversation before this turn. may_store: responses are stored at all.
@@ -157,7 +157,7 @@ def as_chat(body: ResponseBody, history: bytes, *, may_store: bool) -> tuple[Cha
     return msgspec.convert(chat, ChatBody), asked
 
 
-def _echoed(body: ResponseBody, *, is_stored: bool) -> dict[str, object]:
+def _echoed(body: ResponsesBody, *, is_stored: bool) -> dict[str, object]:
     """Return the fields that the response repeats, with the defaults of those that were not given."""
     reasoning = body.reasoning or Reasoning()
     given = None if body.text is None else body.text.format

@@ -12,14 +12,14 @@ import orjson
 
 from baton.gateway.api.answer import Answer, AnswerChoice
 from baton.gateway.api.dialects.response_store import ID_PREFIX, ResponseStore, StoredResponse
-from baton.gateway.api.dialects.typed_events import Json, Part, PartKind, TypedFormat, event
+from baton.gateway.api.dialects.typed_events import ContentPart, Json, PartKind, TypedFormat, event
 from baton.gateway.api.errors import ApiError
 from baton.request import FinishReason
 
 ITEM_PREFIX: Final = {PartKind.REASONING: "rs", PartKind.TEXT: "msg", PartKind.CALL: "fc"}
 
 
-class ResponseFormat(TypedFormat):
+class ResponsesFormat(TypedFormat):
     """An AnswerFormat for `/v1/responses`."""
 
     def __init__(
@@ -43,7 +43,7 @@ class ResponseFormat(TypedFormat):
         for name in ("created", "in_progress"):
             yield {"type": f"response.{name}", "response": self._response("in_progress", [])}
 
-    def _part_begun(self, part: Part) -> Iterator[Json]:
+    def _part_begun(self, part: ContentPart) -> Iterator[Json]:
         item = self._item(part, "in_progress")
         if part.kind is not PartKind.CALL:
             item["content"] = []
@@ -51,7 +51,7 @@ class ResponseFormat(TypedFormat):
         if part.kind is not PartKind.CALL:
             yield {"type": "response.content_part.added", **self._place(part), "part": _content(part)}
 
-    def _part_grown(self, part: Part, text: str) -> Iterator[Json]:
+    def _part_grown(self, part: ContentPart, text: str) -> Iterator[Json]:
         if part.kind is PartKind.TEXT:
             yield {"type": "response.output_text.delta", **self._place(part), "delta": text, "logprobs": []}
         elif part.kind is PartKind.REASONING:
@@ -60,7 +60,7 @@ class ResponseFormat(TypedFormat):
             place = self._place(part)
             yield {"type": "response.function_call_arguments.delta", **place, "delta": text}
 
-    def _part_ended(self, part: Part, *, is_cut_off: bool) -> Iterator[Json]:
+    def _part_ended(self, part: ContentPart, *, is_cut_off: bool) -> Iterator[Json]:
         place, text = self._place(part), part.text
         if part.kind is PartKind.TEXT:
             yield {"type": "response.output_text.done", **place, "text": text, "logprobs": []}
@@ -143,14 +143,14 @@ class ResponseFormat(TypedFormat):
             "total_tokens": num_prompt + num_completion,
         }
 
-    def _place(self, part: Part) -> Json:
+    def _place(self, part: ContentPart) -> Json:
         place = {"item_id": self._item_id(part), "output_index": part.index}
         return place if part.kind is PartKind.CALL else {**place, "content_index": 0}
 
-    def _item_id(self, part: Part) -> str:
+    def _item_id(self, part: ContentPart) -> str:
         return f"{ITEM_PREFIX[part.kind]}_{self._answer.name.hex()}{part.index:02x}"
 
-    def _item(self, part: Part, status: str) -> Json:
+    def _item(self, part: ContentPart, status: str) -> Json:
         item: Json = {"id": self._item_id(part), "status": status}
         if part.kind is PartKind.TEXT:
             return {**item, "type": "message", "role": "assistant", "content": [_content(part)]}
@@ -160,7 +160,7 @@ class ResponseFormat(TypedFormat):
         return {**item, "type": "function_call", **called}
 
 
-def _content(part: Part) -> Json:
+def _content(part: ContentPart) -> Json:
     if part.kind is PartKind.REASONING:
         return {"type": "reasoning_text", "text": part.text}
     return {"type": "output_text", "text": part.text, "annotations": [], "logprobs": []}

@@ -33,7 +33,7 @@ class PartKind(StrEnum):
     CALL = "call"
 
 
-class Part:
+class ContentPart:
     """One part of an answer."""
 
     def __init__(self, kind: PartKind, index: int, call: ToolCallDelta | None = None) -> None:
@@ -67,8 +67,8 @@ class TypedFormat(ABC):
         self._answer = answer
         self._call = answer.call
         self._created_s = created_s
-        self._parts: list[Part] = []
-        self._open: Part | None = None
+        self._parts: list[ContentPart] = []
+        self._open: ContentPart | None = None
 
     # The moments of an answer, for subclasses.
 
@@ -77,15 +77,15 @@ class TypedFormat(ABC):
         """Yield the events before the first part."""
 
     @abstractmethod
-    def _part_begun(self, part: Part) -> Iterator[Json]:
+    def _part_begun(self, part: ContentPart) -> Iterator[Json]:
         """Yield the events of a new part, which has no text."""
 
     @abstractmethod
-    def _part_grown(self, part: Part, text: str) -> Iterator[Json]:
+    def _part_grown(self, part: ContentPart, text: str) -> Iterator[Json]:
         """Yield the events of more text, which the part has already."""
 
     @abstractmethod
-    def _part_ended(self, part: Part, *, is_cut_off: bool) -> Iterator[Json]:
+    def _part_ended(self, part: ContentPart, *, is_cut_off: bool) -> Iterator[Json]:
         """Yield the events of the end of a part. is_cut_off: the limit of tokens has ended it."""
 
     @abstractmethod
@@ -149,16 +149,16 @@ class TypedFormat(ABC):
         for kind, text in ((PartKind.REASONING, delta.reasoning), (PartKind.TEXT, delta.text)):
             if text:
                 if self._open is None or self._open.kind is not kind:
-                    yield from self._begin(Part(kind, len(self._parts)))
+                    yield from self._begin(ContentPart(kind, len(self._parts)))
                 yield from self._add(text)
 
     def _grow_call(self, part: ToolCallDelta) -> Iterator[Json]:
         if part.is_first:
-            yield from self._begin(Part(PartKind.CALL, len(self._parts), part))
+            yield from self._begin(ContentPart(PartKind.CALL, len(self._parts), part))
         if part.arguments:
             yield from self._add(part.arguments)
 
-    def _begin(self, part: Part) -> Iterator[Json]:
+    def _begin(self, part: ContentPart) -> Iterator[Json]:
         yield from self._close(is_cut_off=False)
         self._open = part
         self._parts.append(part)

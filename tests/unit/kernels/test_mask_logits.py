@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.kernels.mask_logits import mask_logits, mask_logits_reference, num_mask_words
+from baton.kernels.sample import mask_logits, mask_logits_reference, num_mask_words
 
 ANY_WORD = st.sampled_from([0, -1, 1, -(2**31), 2**31 - 1]) | st.integers(-(2**31), 2**31 - 1)
 

@@ -10,7 +10,7 @@ from baton.gateway.api.answer import Answer, AnswerChoice, AnswerFormat, Delta
 from baton.gateway.api.call import Dialect
 from baton.gateway.api.dialects.messages_format import MessageFormat
 from baton.gateway.api.dialects.response_store import AskedResponse, ResponseStore
-from baton.gateway.api.dialects.responses_format import ResponseFormat
+from baton.gateway.api.dialects.responses_format import ResponsesFormat
 from baton.gateway.api.errors import ApiError
 from baton.gateway.text.answer_reader import ToolCallDelta
 from baton.request import FinishReason
@@ -45,7 +45,7 @@ class Made:
         self.form: AnswerFormat = (
             MessageFormat(self.answer, 1_700_000_000)
             if dialect == "messages"
-            else ResponseFormat(self.answer, 1_700_000_000, self.store, lambda: NOW_S + 0.5)
+            else ResponsesFormat(self.answer, 1_700_000_000, self.store, lambda: NOW_S + 0.5)
         )
 
     def stream(self, deltas: list[Delta]) -> list[dict[str, Any]]:
