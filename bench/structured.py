@@ -723,7 +723,7 @@ async def check_hostile(
             found.accepted.append(form)
         except InvalidRequest:
             found.num_refused += 1
-        except Exception as error:  # any other answer is a failure, whatever its kind
+        except Exception as error:  # every other exception is a failure of the check
             found.failed.append(f"{name}: {error!r}"[:200])
         took_s = time.monotonic() - began_s
         if took_s > max(found.times_s, default=0.0):

@@ -160,9 +160,12 @@ class Engine(Replica):
         sampling = request.sampling
         if sampling.structured_outputs is not None:
             self._form_mask.check()
-        allowed, ends = sampling.allowed_token_ids, {*sampling.stop_token_ids, *self._eos_token_ids}
-        if allowed is not None and sampling.min_tokens and ends.issuperset(allowed):
-            raise InvalidRequest("allowed_token_ids: min_tokens bans all of them, since each ends the answer")
+        if sampling.allowed_token_ids is not None and sampling.min_tokens:
+            ends = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else self._eos_token_ids)}
+            if ends.issuperset(sampling.allowed_token_ids):
+                raise InvalidRequest(
+                    "allowed_token_ids: each of them ends the answer, and min_tokens bans it"
+                )
         if sampling.extra_args and not any(each.applies(sampling) for each in self._outside_processors):
             names = ", ".join(sampling.extra_args)
             raise InvalidRequest(f"extra_args: no logits processor of this server takes {names}")
@@ -314,10 +317,8 @@ class Engine(Replica):
         return logits_RV
 
     def _make_drafter(self, config: SpeculativeConfig, draft_model: ModelRunner | None) -> Drafter:
-        costs, forced_tokens = (
-            time_steps(self.time_step, self.runner.config.scheduler),
-            self._form_mask.forced_tokens,
-        )
+        costs = time_steps(self.time_step, self.runner.config.scheduler)
+        forced_tokens = self._form_mask.forced_tokens
         if draft_model is not None:
             return ModelDrafter(draft_model, costs, forced_tokens, config.num_speculative_tokens)
         return lookup_drafter(config, costs, forced_tokens)

@@ -174,7 +174,7 @@ def _is_divisible_by_16(value: object) -> bool:
 #
 # Sums must not depend on the batch, on chunks or on the number of ranks (batch invariance). So a row is found
 # by the shape that the order of sums may depend on, and by the rows of the tile. All rows of one kind, dtype
-# and width agree in block_n and block_k, whatever the rows of the tile.
+# and width have the same block_n and block_k at every height of the tile.
 
 TILES: Final = Path(__file__).with_name("tuned.json")
 TileKind: TypeAlias = Literal["linear", "decode", "prefill"]
@@ -182,7 +182,7 @@ TunedDtype: TypeAlias = Literal["bfloat16", "float16"]
 
 
 class TileKey(NamedTuple):
-    """What a tile is chosen by."""
+    """The key of a row of the table of tuned tiles."""
 
     kind: TileKind
     dtype: torch.dtype

@@ -562,7 +562,7 @@ class Recorder:
 
 @contextmanager
 def _tile(kind: TileKind, tile: Candidate) -> Iterator[None]:
-    """Let the launchers of a kind use this tile, whatever the table has."""
+    """Make the launchers of a kind use this tile in place of the table's."""
     row = TunedTile(
         kind=kind,
         dtype="bfloat16",

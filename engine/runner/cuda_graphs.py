@@ -81,7 +81,7 @@ class StepGraphs:
         device: torch.device,
         stream_priority: int = 0,
     ) -> None:
-        """stream_priority: of the kernels of all graphs, whatever stream replays them."""
+        """stream_priority: of the kernels in all graphs, on any stream that replays them."""
         self._model = model
         self._device = device
         self._shapes = graph_shapes(max_num_seqs, max_num_tokens)

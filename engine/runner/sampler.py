@@ -79,7 +79,7 @@ class Sampled:
 
     @property
     def tokens_a_sequence(self) -> float:
-        """How many tokens each sequence that sampled gained, on average."""
+        """The mean number of new tokens of a sequence that sampled."""
         if not self.accepted:
             return 1.0
         num_sampled = len(self.token_ids) - self.token_ids.count(None)

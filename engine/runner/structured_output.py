@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class FormCounts:
-    """What structured outputs have cost since the engine's start."""
+    """Counts and seconds of structured output since the engine's start."""
 
     num_masks: int = 0
     mask_s: float = 0.0

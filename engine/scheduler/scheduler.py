@@ -316,7 +316,7 @@ class Scheduler:
                 raise IntegrityError(f"sequence {sequence.key} has fewer pages than computed tokens")
 
     def _commit_drafts(self, batch: Batch, accepted: Mapping[int, Ordered[int]]) -> list[StepOutput]:
-        """Add the tokens that follow accepted drafts; up to the one that ends a sequence, if any does."""
+        """Append the tokens that follow accepted draft tokens. A token that ends its sequence is the last."""
         self.num_drafts += len(batch.drafts)
         self.num_draft_tokens += sum(map(len, batch.drafts.values()))
         outputs: list[StepOutput] = []
@@ -657,7 +657,7 @@ def attribute_step_cost(batch: Batch, step_s: float, cost: Callable[[int, int], 
     prompts = [
         each for each in batch.chunks if each.num_own_tokens > 1 or not each.sequence.num_generated_tokens
     ]
-    costs = [cost(each.start, each.num_tokens) for each in prompts]
+    costs = [cost(each.start, each.num_own_tokens) for each in prompts]
     total = sum(costs)
     for each, own in zip(prompts, costs, strict=True):
         each.sequence.own_s += step_s * own / total

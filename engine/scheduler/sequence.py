@@ -108,7 +108,7 @@ class Sequence:
     max_queue_delay_s: float | None = None  # bounds the wait in the queue window
     cache_salt: bytes = b""
     keeps_pages: bool = False  # the pages outlive a sequence that ends normally, until `release_kept`
-    is_held: bool = False  # not admitted yet, whatever room there is: its grammar is being compiled
+    is_held: bool = False  # True: the scheduler does not admit it yet, because its grammar compiles
 
     status: SequenceStatus = SequenceStatus.WAITING
     finish_reason: FinishReason | None = None
@@ -357,7 +357,7 @@ class Drafter(Protocol):
         ...
 
     def finish(self, sequence: Sequence) -> None:
-        """Forget a sequence that has ended, for whatever reason."""
+        """Forget a sequence that has ended. An aborted or failed sequence has ended, too."""
         ...
 
 

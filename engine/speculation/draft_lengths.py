@@ -15,7 +15,7 @@ from baton.engine.scheduler.sequence import Sequence
 # The tokens that a form forces after the tokens of a sequence so far.
 ForcedTokens: TypeAlias = Callable[[Sequence], Ordered[int]]
 
-FORGETTING: Final = 0.01
+FORGETTING: Final = 0.01  # of the difference between drafted and plain steps, in each plain step
 WEIGHT: Final = 0.2  # of a new observation in an estimate
 FIRST_RATE: Final = 0.5  # of acceptance
 FORCED_RATE: Final = 0.95  # the model may spell forced text by other tokens
@@ -32,11 +32,11 @@ class StepCosts:
         """Both by number of tokens, ascending. Steps of more tokens take in proportion to the last."""
         self._plain_s = _by_size(plain_s)  # the index is the number of tokens
         self._drafted_s = _by_size(drafted_s)
-        # What steps take with building, sampling and attention to their contexts, as a multiple of that.
+        # Real steps also build, sample and attend to contexts: multiples of the measured times.
         self._plain_scale = self._drafted_scale = 1.0
 
     def observe(self, num_tokens: int, step_s: float, *, has_drafts: bool) -> None:
-        """Learn from a step what steps take beside the measured times. Plain steps have decodes alone."""
+        """Correct the measured times by a real step. Plain steps have decodes alone."""
         if has_drafts:
             scale = step_s / _seconds(self._drafted_s, num_tokens, 1)[0]
             self._drafted_scale += WEIGHT * (scale - self._drafted_scale)

@@ -1,7 +1,7 @@
 """A smaller model that proposes tokens, with KV pages of its own.
 
 It samples as the target does: with the same parameters, and with the randomness of the same seed, choice and
-position. So it agrees with the target wherever the two distributions are close, at any temperature.
+position. Where the two distributions are close, both models sample the same token at any temperature.
 """
 
 from collections import OrderedDict
@@ -32,15 +32,11 @@ from baton.engine.speculation.draft_lengths import (
 )
 
 POOL_DIVISOR: Final = 8  # the draft model's pages take an eighth of the memory for pages, or one sequence's
-TRIED_RATE: Final = (
-    0.8  # the acceptance rate that a try begins with; it has succeeded once the rate is higher
-)
+TRIED_RATE: Final = 0.8  # the acceptance rate that a try begins with; a try succeeds with a higher rate
 TRIED_TOKENS: Final = 2  # draft tokens in a step of a try
 FORGOTTEN: Final = 0.998  # of the seconds of a draft token, in each step without one
 PRIOR_WEIGHT: Final = 0.1  # of an observed rate in the rate that new sequences begin with
-FIRST_WAIT: Final = (
-    16  # tokens from a try that did not pay to the next one; then four times as many, each time
-)
+FIRST_WAIT: Final = 16  # tokens from a failed try to the next one; each failure multiplies them by four
 LONGEST_WAIT: Final = 512
 CATCH_UP_TOKENS: Final = 256  # of prompts in one step, for which the other decodes wait
 
@@ -85,7 +81,7 @@ class _Drafted:
     mirror: Sequence  # the tokens of the target's sequence, then drafts; its pages are the draft model's
     acceptance: Acceptance
     num_known: int = 0  # the target's tokens in the mirror
-    is_tried: bool = True  # a try has not succeeded yet
+    is_proven: bool = False  # a try has succeeded
     wait: int = FIRST_WAIT  # tokens between tries while drafts do not pay
     next_try: int = 0  # the length of the sequence from which on it is tried
 
@@ -94,7 +90,7 @@ class _Drafted:
         return self.mirror.token_ids[self.num_known :]
 
     def catch_up(self, sequence: Sequence) -> None:
-        """Take over the tokens that the target's sequence has gained. KV of drafts that came true stays."""
+        """Append the new tokens of the target's sequence. The KV of accepted draft tokens stays."""
         mirror, gained, drafts = self.mirror, sequence.token_ids[self.num_known :], self.drafts
         num_same = 0
         for draft, token_id in zip(drafts, gained, strict=False):
@@ -114,7 +110,7 @@ class _Drafted:
         if self.acceptance.rate < TRIED_RATE:
             self.next_try = num_tokens + self.wait
             self.wait = min(4 * self.wait, LONGEST_WAIT)
-            self.acceptance.rate, self.is_tried = TRIED_RATE, True
+            self.acceptance.rate, self.is_proven = TRIED_RATE, False
 
 
 class ModelDrafter:
@@ -196,7 +192,7 @@ class ModelDrafter:
             drafted.acceptance.observe(sequence.token_ids)
             self._prior_rate += PRIOR_WEIGHT * (drafted.acceptance.rate - self._prior_rate)
         if drafted.acceptance.rate > TRIED_RATE:
-            drafted.wait, drafted.is_tried = FIRST_WAIT, False
+            drafted.wait, drafted.is_proven = FIRST_WAIT, True
         return drafted if sequence.num_tokens >= drafted.next_try else None
 
     def _mirror(self, sequence: Sequence) -> Sequence:
@@ -217,10 +213,10 @@ class ModelDrafter:
     def _most_drafts(self, sequence: Sequence, drafted: _Drafted) -> int:
         """The most draft tokens that have room in the answer and in the draft model.
 
-        None if the answer would end before the draft model has computed the prompt.
+        0 if the answer would end before the draft model has computed the prompt.
         """
         most = min(sequence.max_num_tokens, self._runner.max_model_len) - sequence.num_tokens - 1
-        limit = min(self._most, TRIED_TOKENS) if drafted.is_tried else self._most
+        limit = self._most if drafted.is_proven else min(self._most, TRIED_TOKENS)
         num_steps = (sequence.num_tokens - drafted.mirror.num_computed_tokens) / CATCH_UP_TOKENS
         return max(0, min(limit, most)) if num_steps <= most else 0
 

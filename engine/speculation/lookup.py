@@ -22,7 +22,7 @@ INDEXED_A_STEP: Final = 4096  # tokens of prompts, for all sequences together
 
 @dataclass(slots=True)
 class _Lookup:
-    """What is kept of one sequence."""
+    """The index and the acceptance rate of one sequence."""
 
     index: TokenIndex
     first: int  # the token of the sequence that the index begins with

@@ -54,7 +54,7 @@ class Parts(msgspec.Struct):
 
 
 class ReaderOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What a reader knows about its choice."""
+    """The options of an AnswerReader."""
 
     is_parallel: bool = True  # False: calls after the first are dropped
     new_id: Callable[[], str] = lambda: f"call_{secrets.token_hex(12)}"

@@ -274,7 +274,7 @@ def test_either_header_has_the_key_of_the_tenant(tmp_path: Path) -> None:
         for client, tenant in ((by_key, "acme"), (by_token, "zeta")):
             assert text_of(ask(client)) == "One."
             assert gateway.service.requests[-1].tenant == tenant
-        wrong = anthropic_of(gateway.url, api_key="k-nobody")
+        wrong = anthropic_of(gateway.url, api_key="k-unknown")
         with pytest.raises(anthropic.AuthenticationError) as refused:
             ask(wrong)
         content: Any = refused.value.body

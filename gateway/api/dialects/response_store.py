@@ -20,7 +20,7 @@ OVERHEAD_BYTES: Final = 512  # of an entry, beside its content
 
 
 class AskedResponse(msgspec.Struct, frozen=True, kw_only=True):
-    """What the body of a response asks for beside the answer."""
+    """The fields that a response repeats, and the conversation to store."""
 
     echoed: bytes  # JSON of the fields that the response repeats
     items: bytes = b"[]"  # JSON of the conversation up to the answer; empty when nothing is stored

@@ -1,4 +1,4 @@
-"""What the scripts of all frameworks ask the model tiny, and the functions that it calls.
+"""The questions to the model tiny that the scripts of all frameworks share, and the functions that it calls.
 
 Runs in the virtual environment of the frameworks, without Baton.
 """

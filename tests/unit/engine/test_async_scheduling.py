@@ -1,29 +1,18 @@
 """With asynchronous scheduling a step is planned while one runs; the tokens are those without."""
 
-import random
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from baton.clock import ManualClock
 from baton.engine.engine import Engine
-from baton.engine.scheduler.sequence import PreemptMode
-from baton.request import FinishReason, Request, SamplingParams, StepOutput
+from baton.request import FinishReason, Request, SamplingParams
 from baton.token_ids import TokenIds
-from tests.tiny_models import VOCAB_SIZE, add, generate, run_to_end, tiny_engine, token_ids
+from tests.disturbed_requests import answers
+from tests.tiny_models import add, generate, run_to_end, tiny_engine, token_ids
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]
-SAMPLINGS: list[dict[str, Any]] = [
-    {"temperature": 0.0},
-    {"temperature": 1.5, "seed": 3, "top_k": 20, "top_p": 0.9, "logprobs": 2},
-    {"temperature": 1.0, "seed": 4, "n": 3, "repetition_penalty": 1.3, "frequency_penalty": 0.5},
-    {"temperature": 0.9, "seed": 5, "min_tokens": 4, "stop_token_ids": tuple(range(0, VOCAB_SIZE, 3))},
-    {"temperature": 1.0, "seed": 6, "stop_token_ids": tuple(range(0, VOCAB_SIZE, 7)), "logprobs": 0},
-    {"temperature": 0.0, "prompt_logprobs": 1, "logit_bias": {5: 3.0}},
-    {"temperature": 0.0, "max_tokens": 1},
-]
 
 
 @pytest.fixture
@@ -32,28 +21,6 @@ def engine(tiny_model: Path) -> Iterator[Engine]:
     yield made
     assert not made.has_work() and made.load().pages["active"] == 0
     made.scheduler.check_integrity()
-
-
-def by_choice(outputs: list[StepOutput]) -> dict[tuple[str, int], list[StepOutput]]:
-    found: dict[tuple[str, int], list[StepOutput]] = {}
-    for output in outputs:
-        found.setdefault((output.request_id, output.choice), []).append(output)
-    return found
-
-
-def answers(engine: Engine, seed: int) -> dict[tuple[str, int], list[StepOutput]]:
-    """Requests of every kind that come, and are preempted, at random."""
-    rng, chance, outputs = random.Random(seed), random.Random(seed), []
-    for number in range(12):
-        prompt = [rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, 30))]
-        add(engine, str(number), prompt, **{"max_tokens": 20, **rng.choice(SAMPLINGS)})
-        for _ in range(rng.randint(0, 6)):
-            running = [each.key for each in engine.scheduler.sequences() if each.is_running]
-            if running and chance.random() < 0.3:
-                engine.scheduler.preempt(chance.choice(running), chance.choice(list(PreemptMode)))
-            outputs += engine.step()
-            engine.scheduler.check_integrity()
-    return by_choice(outputs + run_to_end(engine))
 
 
 @pytest.mark.parametrize(
@@ -72,18 +39,8 @@ def test_tokens_and_logprobs_are_those_without(policy: str, tp_size: int, tiny_m
         found.append([answers(engine, seed) for seed in range(4 if tp_size == 1 else 1)])
         assert engine.load().num_preemptions > 0
         engine.close()
-    for plain, ahead in zip(*found, strict=True):
-        assert {key: essence(outputs) for key, outputs in ahead.items()} == {
-            key: essence(outputs) for key, outputs in plain.items()
-        }
-
-
-def essence(outputs: list[StepOutput]) -> list[tuple[object, ...]]:
-    """Everything but the number of cached tokens, which depends on when other requests were computed."""
-    return [
-        (each.index, each.token_id, each.finish_reason, each.logprobs, each.prompt_logprobs)
-        for each in outputs
-    ]
+    plain, ahead = found
+    assert ahead == plain
 
 
 def test_tokens_come_with_the_next_step(engine: Engine) -> None:

@@ -38,7 +38,7 @@ class SentPart(NamedTuple):
     sizes: tuple[int, ...] = ()  # bytes of each message that the body goes in; (): one message
 
     def messages(self) -> list[bytes]:
-        """The body as a transport with separate messages sends it: all of it, whatever the sizes say."""
+        """The messages that carry the body, one for each size; the last message carries the rest."""
         bounds = (0, *itertools.accumulate(self.sizes[:-1]), len(self.body))
         return [self.body[first:stop] for first, stop in itertools.pairwise(bounds)]
 
@@ -50,7 +50,7 @@ def sealed(key: bytes, plain: bytes) -> bytes:
 def valid_parts(
     rng: random.Random, key: bytes, targets: Sequence[Target], max_batch: int = 1
 ) -> list[SentPart]:
-    """What a source that keeps all rules sends, of transfers that are open, ended or unknown.
+    """Valid records of a source, for transfers that are open, ended or unknown.
 
     max_batch: the most parts that one record announces.
     """

@@ -176,7 +176,7 @@ def test_outside_processor_that_cannot_be_loaded_is_named(tiny_model: Path, name
 def test_parameters_that_ban_every_token_are_refused(tiny_model: Path) -> None:
     sampling = SamplingParams(allowed_token_ids=(5, 7), stop_token_ids=(7, 5, 9), min_tokens=2)
     request = Request(request_id="r", token_ids=TokenIds.of((1, 2)), sampling=sampling)
-    with pytest.raises(InvalidRequest, match="allowed_token_ids: min_tokens bans all of them"):
+    with pytest.raises(InvalidRequest, match="allowed_token_ids: each of them ends the answer"):
         tiny_engine(tiny_model).add(request)
 
 

@@ -1,6 +1,5 @@
 """Drafts change no token and no log probability; the tokens only come sooner."""
 
-import random
 from itertools import pairwise, product
 from pathlib import Path
 from time import perf_counter
@@ -15,23 +14,20 @@ from baton.clock import ManualClock
 from baton.config.engine import engine_config
 from baton.engine import engine as engine_module
 from baton.engine.engine import Engine
-from baton.engine.scheduler.sequence import PreemptMode
 from baton.engine.speculation.draft_lengths import MIN_GAIN, Acceptance, StepCosts
 from baton.engine.speculation.draft_model import ModelDrafter
 from baton.errors import ConfigError
-from baton.request import FinishReason, Request, SamplingParams, StepOutput
+from baton.request import FinishReason, Request, SamplingParams
 from baton.token_ids import TokenIds
+from tests import disturbed_requests
+from tests.disturbed_requests import answers, repeated_prompt
 from tests.tiny_models import VOCAB_SIZE, add, generate, run_to_end, tiny_engine, token_ids, write_config
 
-SAMPLINGS: list[dict[str, Any]] = [
-    {"temperature": 0.0},
+# Long and less random answers repeat themselves, so that lookups find something.
+SAMPLINGS: Final[list[dict[str, Any]]] = [
+    *disturbed_requests.SAMPLINGS,
     {"temperature": 0.0, "max_tokens": 60},
-    {"temperature": 1.5, "seed": 3, "top_k": 20, "top_p": 0.9, "logprobs": 2},
     {"temperature": 0.4, "seed": 4, "n": 3, "repetition_penalty": 0.9, "frequency_penalty": 0.2},
-    {"temperature": 0.9, "seed": 5, "min_tokens": 4, "stop_token_ids": tuple(range(0, VOCAB_SIZE, 3))},
-    {"temperature": 0.3, "seed": 6, "stop_token_ids": tuple(range(0, VOCAB_SIZE, 7)), "logprobs": 0},
-    {"temperature": 0.0, "prompt_logprobs": 1, "logit_bias": {5: 3.0}},
-    {"temperature": 0.0, "max_tokens": 1},
 ]
 FLAT: Final = {1: 1.0, 4096: 1.0}  # every step takes a second
 NGRAM: dict[str, Any] = {"method": "ngram", "prompt_lookup_min": 1}
@@ -40,7 +36,7 @@ SUFFIX: dict[str, Any] = {"method": "suffix", "prompt_lookup_min": 2, "num_specu
 
 @pytest.fixture(autouse=True)
 def drafts_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many drafts as there are, whatever this machine's steps take."""
+    """Give every step the same seconds, so that all proposed tokens are computed."""
     monkeypatch.setattr(engine_module, "time_steps", lambda *arguments: StepCosts(FLAT, FLAT))
     monkeypatch.setattr(StepCosts, "observe", lambda *arguments, **fields: None)
 
@@ -49,35 +45,6 @@ def drafts_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 def weaker_model(tmp_path: Path) -> Path:
     """A model of another seed and size with the same vocabulary."""
     return write_config(tmp_path / "weaker", num_hidden_layers=1)
-
-
-def answers(engine: Engine, seed: int) -> dict[tuple[str, int], list[StepOutput]]:
-    """Requests of every kind, with prompts that repeat themselves, that come and are preempted at random."""
-    rng, chance, outputs = random.Random(seed), random.Random(seed), []
-    for number in range(12):
-        phrase = [rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, 10))]
-        add(engine, str(number), phrase * rng.randint(1, 3), **{"max_tokens": 20, **rng.choice(SAMPLINGS)})
-        for _ in range(rng.randint(0, 6)):
-            running = [each.key for each in engine.scheduler.sequences() if each.is_running]
-            if running and chance.random() < 0.3:
-                engine.scheduler.preempt(chance.choice(running), chance.choice(list(PreemptMode)))
-            outputs += engine.step()
-            engine.scheduler.check_integrity()
-    found: dict[tuple[str, int], list[StepOutput]] = {}
-    for output in outputs + run_to_end(engine):
-        found.setdefault((output.request_id, output.choice), []).append(output)
-    return found
-
-
-def essence(found: dict[tuple[str, int], list[StepOutput]]) -> dict[tuple[str, int], list[Any]]:
-    """Everything but the number of cached tokens, which depends on when other requests were computed."""
-    return {
-        key: [
-            (each.index, each.token_id, each.finish_reason, each.logprobs, each.prompt_logprobs)
-            for each in outputs
-        ]
-        for key, outputs in found.items()
-    }
 
 
 CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
@@ -102,13 +69,13 @@ def test_tokens_and_logprobs_are_those_without(
 ) -> None:
     num_seeds = 1 if settings.get("tensor_parallel_size") else 3
     plain = tiny_engine(tiny_model)
-    expected = [answers(plain, seed) for seed in range(num_seeds)]
+    expected = [answers(plain, seed, SAMPLINGS, repeated_prompt) for seed in range(num_seeds)]
     models = {"same": str(tiny_model), "weaker": str(weaker_model)}
     if "model" in speculative:
         speculative = {**speculative, "model": models[speculative["model"]]}
     engine = tiny_engine(tiny_model, speculative=speculative, **settings)
-    found = [answers(engine, seed) for seed in range(num_seeds)]
-    assert list(map(essence, found)) == list(map(essence, expected))
+    found = [answers(engine, seed, SAMPLINGS, repeated_prompt) for seed in range(num_seeds)]
+    assert found == expected
     load = engine.load()
     assert load.num_accepted_tokens > 0
     assert load.num_accepted_tokens < load.num_draft_tokens or speculative.get("model") == str(tiny_model)
@@ -166,7 +133,7 @@ def test_stop_token_among_drafts_ends_the_answer_there(tiny_model: Path) -> None
 
 
 def test_pages_of_rejected_drafts_are_not_offered(tiny_model: Path, weaker_model: Path) -> None:
-    """What the prefix cache knows after the answer are the pages of the prompt and the answer."""
+    """After the answer, the prefix cache knows the pages of the prompt and the answer alone."""
     engine = tiny_engine(tiny_model, speculative={"model": str(weaker_model)}, cache={"page_size": 2})
     answer = token_ids(generate(engine, [5, 6, 7], max_tokens=30))
     known = engine.take_page_changes(is_snapshot=True)
