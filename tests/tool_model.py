@@ -24,8 +24,8 @@ TOOL: Final[Any] = {
     "type": "function",
     "function": {"name": "weather", "parameters": {"properties": {"city": {"type": "string"}}}},
 }
-
-
+# A call of it, as the model writes it.
+CALLED: Final = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
 TOKENIZER: Final = Tokenizer.from_directory(resolve_model("tiny"))
 
 

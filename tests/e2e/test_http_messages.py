@@ -15,7 +15,7 @@ from baton.request import FinishReason
 from tests.scripted_service import ScriptedService, events
 from tests.served_gateway import ServedGateway
 from tests.tenant_clients import write_tenants
-from tests.tool_model import TEMPLATE, TOKENIZER, tool_model, writing
+from tests.tool_model import CALLED, TEMPLATE, TOKENIZER, tool_model, writing
 
 Served = ServedGateway[ScriptedService]
 
@@ -26,7 +26,6 @@ WEATHER: Final[Any] = {
     "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}},
     "cache_control": {"type": "ephemeral"},
 }
-CALLED: Final = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
 REASONING: Final = "{# </think> #}{% if enable_thinking is defined %}thinks: {{ enable_thinking }}{% endif %}"
 
 

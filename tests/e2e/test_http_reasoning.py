@@ -14,7 +14,7 @@ from tests.engine_frontend import EngineFrontend, tiny_engine
 from tests.event_stream import joined, read_all
 from tests.scripted_service import ScriptedService
 from tests.served_gateway import ServedGateway
-from tests.tool_model import TOOL, tool_model, writing
+from tests.tool_model import CALLED, TOOL, tool_model, writing
 
 # As Qwen 3's: the model begins its reasoning itself, unless the prompt has an empty one.
 TEMPLATE: Final = """\
@@ -30,7 +30,6 @@ TEMPLATE: Final = """\
 """
 ASKED: Final[Any] = [{"role": "user", "content": "7+5="}]
 THOUGHT: Final = "<think>\nSeven, then five.\n</think>\n\n"
-CALLED: Final = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
 TAGS: Final = ("<think>", "</think>")
 
 Served = ServedGateway[ScriptedService]

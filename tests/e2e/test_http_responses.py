@@ -15,13 +15,12 @@ from tests.e2e.conftest import client_of
 from tests.scripted_service import ScriptedService, events
 from tests.served_gateway import ServedGateway
 from tests.tenant_clients import write_tenants
-from tests.tool_model import TEMPLATE, TOKENIZER, TOOL, tool_model, writing
+from tests.tool_model import CALLED, TEMPLATE, TOKENIZER, TOOL, tool_model, writing
 
 Served = ServedGateway[ScriptedService]
 
 PROMPT: Final = "copy(sun moon star)="
 WEATHER: Final[Any] = {"type": "function", **TOOL["function"]}
-CALLED: Final = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
 REASONING: Final = "{# </think> #}{% if enable_thinking %}on{% endif %}"
 
 

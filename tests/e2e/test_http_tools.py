@@ -14,10 +14,9 @@ from tests.e2e.conftest import client_of
 from tests.event_stream import joined, read_all
 from tests.scripted_service import ScriptedService
 from tests.served_gateway import ServedGateway
-from tests.tool_model import TOKENIZER, TOOL, tool_model, writing
+from tests.tool_model import CALLED, TOKENIZER, TOOL, tool_model, writing
 
 ASKED: Final[Any] = [{"role": "user", "content": "Is it raining?"}]
-CALLED: Final = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
 
 Served = ServedGateway[ScriptedService]
 
