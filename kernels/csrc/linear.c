@@ -5,17 +5,30 @@
 // memory and a large one at the speed of the multiplier. The sum over K is one chain per element in
 // ascending order, in `splits` equal parts added in ascending order: as many parts as tensor-parallel
 // ranks would have summed, which is why TP=2 gives the bits of TP=1.
+//
+// bf16 has two ways to the same bits. AVX-512 BF16 multiplies pairs at once, but some CPUs (Sapphire Rapids)
+// take four times as long for that as for a multiply-add of floats. There, x is widened to floats once, and a unit
+// of weights is widened in registers for all rows of a tile: half the time where multiplying is what takes it.
+#include <pthread.h>
+#include <stdlib.h>
+#include <time.h>
+
 #include "ops.h"
 
 #define PANEL 32
 #define ROWS 12
 #define ROW_BLOCK 192  // rows whose x stays in L2 while the panels pass
 
-#define PREFETCH_ROWS 6   // fewer rows wait for memory anyway, and the hardware's own prefetching does best
+#define PREFETCH_ROWS 6  // fewer rows wait for memory anyway
+#define WIDE_ROWS 2      // one row waits for memory anyway
+#define WIDE_BYTES (1 << 25)  // of widened x at a time, if a block of rows is not larger
+#define WIDEN_WORK 16  // multiplications that take as long as widening an element
+#define TIMED_ROUNDS 512
+#define NUM_TIMED 8
 #define PART_WORK (1 << 19)  // multiplications worth a part of their own
 
 struct linear {
-    const char *x;          // [M, K]
+    const char *x;          // [M, K], or what `widen_row` makes of it
     ptrdiff_t x_stride;     // bytes from row to row
     const char *packed;
     const float *bias;      // [N] or null
@@ -26,14 +39,21 @@ struct linear {
     int y_is_bf16;
 };
 
+// How the units of x and of the weights are multiplied: floats, pairs of bf16, or such pairs as floats.
+enum products { FLOATS, PAIRS, WIDE };
+
+static int widening_pays = 1;
+static int prefetches_few = 1;  // with few rows too
+
 INLINE const char *panel_weights(const struct linear *p, int64_t panel) { return p->packed + panel * p->num_units * PANEL * 4; }
 
 // While a tile is multiplied, the panel at `ahead` comes into the cache.
 INLINE void tile_rows(
-    const struct linear *p, int64_t row, int64_t panel, const char *ahead, const int rows, const int is_bf16) {
+    const struct linear *p, int64_t row, int64_t panel, const char *ahead, const int rows, const enum products products) {
     f32x16 total[ROWS][2];
     const uint32_t *x[ROWS];
     for (int r = 0; r < rows; r++) x[r] = (const uint32_t *)(p->x + (row + r) * p->x_stride);
+    const float *wide = (const float *)p->x + row * 2 * p->num_units;
     const char *weights = panel_weights(p, panel);
     int64_t part = p->num_units / p->splits;
     for (int split = 0; split < p->splits; split++) {
@@ -43,14 +63,33 @@ INLINE void tile_rows(
         int64_t end = split + 1 == p->splits ? p->num_units : (split + 1) * part;
         for (int64_t k = split * part; k < end; k++) {
             const char *b = weights + k * PANEL * 4;
-            if (rows >= PREFETCH_ROWS) {
+            if (rows >= PREFETCH_ROWS || prefetches_few) {
                 __builtin_prefetch(ahead + k * PANEL * 4, 0, 2);
                 __builtin_prefetch(ahead + k * PANEL * 4 + 64, 0, 2);
             }
+            if (products == WIDE) {
+                u32x16 low, high;
+                memcpy(&low, b, sizeof low);
+                memcpy(&high, b + 64, sizeof high);
+                // The second element of each pair comes first, as in the instruction for pairs.
+                f32x16 second[2] = {(f32x16)(low & 0xffff0000u), (f32x16)(high & 0xffff0000u)};
+                f32x16 first[2] = {(f32x16)(low << 16), (f32x16)(high << 16)};
+#pragma GCC unroll 12
+                for (int r = 0; r < rows; r++) {
+                    f32x16 factor = splat(wide[2 * k * rows + r]);
+                    for (int h = 0; h < 2; h++) acc[r][h] = acc[r][h] + factor * second[h];
+                }
+#pragma GCC unroll 12
+                for (int r = 0; r < rows; r++) {
+                    f32x16 factor = splat(wide[(2 * k + 1) * rows + r]);
+                    for (int h = 0; h < 2; h++) acc[r][h] = acc[r][h] + factor * first[h];
+                }
+                continue;
+            }
 #pragma GCC unroll 12
             for (int r = 0; r < rows; r++) {
-                acc[r][0] = dot_units(acc[r][0], x[r][k], b, is_bf16);
-                acc[r][1] = dot_units(acc[r][1], x[r][k], b + 64, is_bf16);
+                acc[r][0] = dot_units(acc[r][0], x[r][k], b, products == PAIRS);
+                acc[r][1] = dot_units(acc[r][1], x[r][k], b + 64, products == PAIRS);
             }
         }
 #pragma GCC unroll 12
@@ -72,10 +111,10 @@ INLINE void tile_rows(
     }
 }
 
-INLINE void tile(
-    const struct linear *p, int64_t row, int64_t panel, const char *ahead, int64_t rows, const int is_bf16) {
+INLINE void multiply_tile(
+    const struct linear *p, int64_t row, int64_t panel, const char *ahead, int64_t rows, const enum products products) {
     switch (rows) {
-#define CASE(n) case n: tile_rows(p, row, panel, ahead, n, is_bf16); break;
+#define CASE(n) case n: tile_rows(p, row, panel, ahead, n, products); break;
         CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
 #undef CASE
     }
@@ -83,45 +122,148 @@ INLINE void tile(
 
 INLINE int64_t num_panels_of(int64_t num_columns) { return (num_columns + PANEL - 1) / PANEL; }
 
-INLINE void multiply_panel(const struct linear *p, int64_t block, int64_t panel, const int is_bf16) {
-    int64_t row = block * ROW_BLOCK;
-    int64_t rows_left = MIN(p->num_rows - row, ROW_BLOCK);
-    // Tiles of nearly equal height: 14 rows are 7 + 7, never 12 + 2.
-    for (int64_t tiles = (rows_left + ROWS - 1) / ROWS; tiles > 0; tiles--) {
-        int64_t rows = (rows_left + tiles - 1) / tiles;
+// Tiles of nearly equal height: 14 rows are 7 + 7, never 12 + 2. Returns the first row of a tile of a block;
+// tile `num_tiles` would begin where the block ends.
+INLINE int64_t tile_begin(const struct linear *p, int64_t block, int64_t tile, int64_t *num_tiles) {
+    int64_t num_rows = MIN(p->num_rows - block * ROW_BLOCK, ROW_BLOCK);
+    *num_tiles = (num_rows + ROWS - 1) / ROWS;
+    return block * ROW_BLOCK + tile * (num_rows / *num_tiles) + MIN(tile, num_rows % *num_tiles);
+}
+
+INLINE void multiply_panel(const struct linear *p, int64_t block, int64_t panel, const enum products products) {
+    int64_t num_tiles = 1;
+    for (int64_t tile = 0; tile < num_tiles; tile++) {
+        int64_t row = tile_begin(p, block, tile, &num_tiles), end = tile_begin(p, block, tile + 1, &num_tiles);
         // The last tile has the next panel fetched; past the end of memory a prefetch does nothing.
-        tile(p, row, panel, panel_weights(p, tiles == 1 ? panel + 1 : panel), rows, is_bf16);
-        row += rows;
-        rows_left -= rows;
+        const char *ahead = panel_weights(p, tile + 1 == num_tiles ? panel + 1 : panel);
+        multiply_tile(p, row, panel, ahead, end - row, products);
     }
 }
 
 // Item i is panel i % panels of row block i / panels.
-static void multiply_bf16(const void *context, int64_t begin, int64_t end, int thread) {
-    const struct linear *p = context;
+INLINE void multiply(const struct linear *p, int64_t begin, int64_t end, const enum products products) {
     int64_t num_panels = num_panels_of(p->num_columns);
-    (void)thread;
-    for (int64_t i = begin; i < end; i++) multiply_panel(p, i / num_panels, i % num_panels, 1);
+    // The instruction for pairs flushes denormals, whatever the mode. So does the rest of both ways.
+    unsigned int mode = products == FLOATS ? 0 : flush_denormals();
+    for (int64_t i = begin; i < end; i++) multiply_panel(p, i / num_panels, i % num_panels, products);
+    if (products != FLOATS) restore_denormals(mode);
 }
 
-static void multiply_f32(const void *context, int64_t begin, int64_t end, int thread) {
-    const struct linear *p = context;
-    int64_t num_panels = num_panels_of(p->num_columns);
+static void multiply_floats(const void *context, int64_t begin, int64_t end, int thread) {
     (void)thread;
-    for (int64_t i = begin; i < end; i++) multiply_panel(p, i / num_panels, i % num_panels, 0);
+    multiply(context, begin, end, FLOATS);
+}
+
+static void multiply_pairs(const void *context, int64_t begin, int64_t end, int thread) {
+    (void)thread;
+    multiply(context, begin, end, PAIRS);
+}
+
+static void multiply_wide(const void *context, int64_t begin, int64_t end, int thread) {
+    (void)thread;
+    multiply(context, begin, end, WIDE);
+}
+
+#if defined(__AVX512BF16__)
+// The seconds of many independent products.
+INLINE double seconds_of(const enum products products) {
+    f32x16 acc[ROWS], factor = splat(1.0f);
+    for (int r = 0; r < ROWS; r++) acc[r] = splat((float)r);
+    struct timespec begin, end;
+    clock_gettime(CLOCK_MONOTONIC, &begin);
+    for (int i = 0; i < TIMED_ROUNDS; i++) {
+        __asm__ volatile("" : "+v"(factor));  // so that no round is left out
+#pragma GCC unroll 12
+        for (int r = 0; r < ROWS; r++)
+            acc[r] = products == PAIRS ? dot_units(acc[r], 0x3f803f80u, &factor, 1) : acc[r] + factor * factor;
+    }
+#pragma GCC unroll 12
+    for (int r = 0; r < ROWS; r++) __asm__ volatile("" : : "v"(acc[r]));
+    clock_gettime(CLOCK_MONOTONIC, &end);
+    return (double)(end.tv_sec - begin.tv_sec) + 1e-9 * (double)(end.tv_nsec - begin.tv_nsec);
+}
+#endif
+
+// Both ways give the same bits, so a disturbed measurement costs time alone.
+static void fit_to_cpu(void) {
+#if defined(__AVX512BF16__)
+    double floats = 1, pairs = 1;
+    for (int i = 0; i < NUM_TIMED; i++) {
+        floats = MIN(floats, seconds_of(FLOATS));
+        pairs = MIN(pairs, seconds_of(PAIRS));
+    }
+    widening_pays = 2 * floats < 0.8 * pairs;  // two multiply-adds of floats do the work of one of pairs
+#endif
+#if defined(__x86_64__)
+    // There the hardware's own prefetching does best; on Intel's CPUs one row takes a fifth longer without this.
+    if (__builtin_cpu_is("amd")) prefetches_few = 0;
+#endif
+}
+
+struct widening {
+    const struct linear *linear;
+    float *wide;
+};
+
+// Row `row` as floats. The rows of a tile lie together: [units][second, first of the pair][rows of the tile].
+static void widen_row(const struct widening *w, int64_t row) {
+    const struct linear *p = w->linear;
+    int64_t block = row / ROW_BLOCK, num_tiles, tile = 0;
+    while (tile_begin(p, block, tile + 1, &num_tiles) <= row) tile++;
+    int64_t begin = tile_begin(p, block, tile, &num_tiles);
+    int64_t rows = tile_begin(p, block, tile + 1, &num_tiles) - begin;
+    const bf16 *x = (const bf16 *)(p->x + row * p->x_stride);
+    float *wide = w->wide + begin * 2 * p->num_units + row - begin;
+    for (int64_t k = 0; k < p->num_units; k++) {
+        wide[2 * k * rows] = bf16_to_f32(x[2 * k + 1]);
+        wide[(2 * k + 1) * rows] = bf16_to_f32(x[2 * k]);
+    }
+}
+
+static void widen_rows(const void *context, int64_t begin, int64_t end, int thread) {
+    (void)thread;
+    for (int64_t row = begin; row < end; row++) widen_row(context, row);
+}
+
+static void multiply_rows(const struct linear *p, int64_t num_inputs, range_fn products) {
+    int64_t num_items = num_panels_of(p->num_columns) * ((p->num_rows + ROW_BLOCK - 1) / ROW_BLOCK);
+    parallel_for(num_items, grain_of(MIN(p->num_rows, ROW_BLOCK) * num_inputs * PANEL, PART_WORK), products, p);
+}
+
+// Returns 0, with nothing done, if there is no memory for widened rows.
+static int multiply_widened(const struct linear *p, int64_t num_inputs) {
+    int64_t row_bytes = num_inputs * sizeof(float);
+    int64_t num_rows = MIN(p->num_rows, MAX(1, WIDE_BYTES / (ROW_BLOCK * row_bytes)) * ROW_BLOCK);
+    float *wide = malloc(num_rows * row_bytes);
+    if (!wide) return 0;
+    for (int64_t row = 0; row < p->num_rows; row += num_rows) {
+        struct linear rows = *p;
+        rows.x += row * p->x_stride;
+        rows.y += row * p->y_stride;
+        rows.num_rows = MIN(num_rows, p->num_rows - row);
+        struct linear widened = rows;
+        widened.x = (const char *)wide;
+        struct widening w = {&rows, wide};
+        parallel_for(rows.num_rows, grain_of(num_inputs * WIDEN_WORK, PART_WORK), widen_rows, &w);
+        multiply_rows(&widened, num_inputs, multiply_wide);
+    }
+    free(wide);
+    return 1;
 }
 
 // x and packed share the element type `dtype`; y is of type `y_dtype`. num_inputs is even for bf16.
 EXPORT void baton_linear(
     const char *x, ptrdiff_t x_stride, const char *packed, const float *bias, char *y, ptrdiff_t y_stride,
     int64_t num_rows, int64_t num_columns, int64_t num_inputs, int splits, int dtype, int y_dtype) {
+    static pthread_once_t fitted = PTHREAD_ONCE_INIT;
+    pthread_once(&fitted, fit_to_cpu);
     struct linear p = {
         .x = x, .x_stride = x_stride, .packed = packed, .bias = bias, .y = y, .y_stride = y_stride,
         .num_rows = num_rows, .num_columns = num_columns,
         .num_units = dtype == BF16 ? num_inputs / 2 : num_inputs, .splits = splits, .y_is_bf16 = y_dtype == BF16};
-    int64_t num_items = num_panels_of(num_columns) * ((num_rows + ROW_BLOCK - 1) / ROW_BLOCK);
-    int64_t grain = grain_of(MIN(num_rows, ROW_BLOCK) * num_inputs * PANEL, PART_WORK);
-    parallel_for(num_items, grain, dtype == BF16 ? multiply_bf16 : multiply_f32, &p);
+    if (dtype != BF16) multiply_rows(&p, num_inputs, multiply_floats);
+    else if (num_rows < WIDE_ROWS || !widening_pays || !multiply_widened(&p, num_inputs))
+        multiply_rows(&p, num_inputs, multiply_pairs);
 }
 
 struct packing {

@@ -141,6 +141,25 @@ INLINE f32x16 exp_lanes(f32x16 x) {
     return select_lanes(x < splat(-87.0f), splat(0.0f), scaled);
 }
 
+// Numbers too small for a full mantissa count as zero until `restore_denormals` gets the mode that this returns.
+INLINE unsigned int flush_denormals(void) {
+#if defined(__AVX512F__)
+    unsigned int mode = _mm_getcsr();
+    _mm_setcsr(mode | 0x8040);
+    return mode;
+#else
+    return 0;
+#endif
+}
+
+INLINE void restore_denormals(unsigned int mode) {
+#if defined(__AVX512F__)
+    _mm_setcsr(mode);
+#else
+    (void)mode;
+#endif
+}
+
 // One 32-bit unit is one float, or a pair of bf16: acc += a . b, lane by lane.
 INLINE f32x16 dot_units(f32x16 acc, uint32_t a_unit, const void *b, int is_bf16) {
     if (!is_bf16) {

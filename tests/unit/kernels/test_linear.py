@@ -67,9 +67,12 @@ def test_linear_is_the_product_in_float64(
 
 @dtypes
 @pytest.mark.parametrize("num_splits", [1, 2])
-def test_row_has_the_same_bits_in_any_batch(dtype: torch.dtype, num_splits: int) -> None:
-    packed, bias = pack_linear(random(75, 148, dtype=dtype)), random(75, dtype=torch.float32)
-    x = random(400, 148, dtype=dtype)  # more than two blocks of rows
+@pytest.mark.parametrize("scale", [1.0, 1e-19, 1e-38], ids=["normal", "denormal products", "denormal inputs"])
+def test_row_has_the_same_bits_in_any_batch(dtype: torch.dtype, num_splits: int, scale: float) -> None:
+    """The C kernel multiplies one row in another way than several."""
+    packed = pack_linear(scale * random(75, 148, dtype=dtype))
+    bias = scale**2 * random(75, dtype=torch.float32)
+    x = scale * random(400, 148, dtype=dtype)  # more than two blocks of rows
     alone = torch.cat([linear(row, packed, bias, num_splits=num_splits) for row in x.split(1)])
     for num_rows in [*range(1, 41), 191, 193, 400]:
         together = linear(x[-num_rows:], packed, bias, num_splits=num_splits)
