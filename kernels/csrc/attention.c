@@ -15,6 +15,8 @@
 #include "attention_block.h"
 #include "ops.h"
 
+INLINE int bytes_of(const enum products products) { return products == FLOATS ? 4 : 2; }  // of an element
+
 struct tile {
     int64_t sequence, first_head, num_heads;  // KV heads
     int64_t first_query, num_queries;
@@ -101,8 +103,9 @@ INLINE struct turn take_turn(const struct attention *p, const struct tile *t, in
 }
 
 INLINE void score_block(
-    const struct attention *p, const struct tile *t, struct workspace *w, const struct turn *turn, int64_t h, const int is_bf16) {
-    const int element_bytes = is_bf16 ? 2 : 4;
+    const struct attention *p, const struct tile *t, struct workspace *w, const struct turn *turn, int64_t h,
+    const enum products products) {
+    const int element_bytes = bytes_of(products);
     const int64_t num_units = p->padded_dim * element_bytes / 4, group = p->num_heads / p->num_kv_heads;
     const int64_t block = turn->block, num_rows = t->num_queries * group;
     const char *ahead = run_ahead(p, turn, h, 0, element_bytes);
@@ -114,7 +117,7 @@ INLINE void score_block(
     f32x16(*scores)[HALVES] = w->scores + h * num_rows;
     ahead = run_ahead(p, turn, h, 1, element_bytes);
     IN_FOURS(r, n, turn->first_row, turn->last_row,
-             score_rows(query + r, w->units, num_units, p->scale, ahead, scores + r, n, is_bf16))
+             score_rows(query + r, w->units, num_units, p->scale, ahead, scores + r, n, products))
     for (int64_t r = turn->first_row; r < turn->last_row; r++) {
         int64_t position = t->first_position + r / group, low = first_key(p, position);
         if (block >= low && block + BLOCK <= position + 1) continue;
@@ -124,8 +127,9 @@ INLINE void score_block(
 }
 
 INLINE void add_block(
-    const struct attention *p, const struct tile *t, struct workspace *w, const struct turn *turn, int64_t h, const int is_bf16) {
-    const int element_bytes = is_bf16 ? 2 : 4;
+    const struct attention *p, const struct tile *t, struct workspace *w, const struct turn *turn, int64_t h,
+    const enum products products) {
+    const int element_bytes = bytes_of(products);
     const int64_t head_dim = p->padded_dim, num_units = head_dim * element_bytes / 4;
     const int64_t num_rows = t->num_queries * (p->num_heads / p->num_kv_heads);
     const char *ahead = run_ahead(p, turn, h, 0, element_bytes) + p->value_stride;
@@ -133,15 +137,24 @@ INLINE void add_block(
         const char *run = find_run(
             p, t, t->first_head + h, turn->block + half * LANES, p->value_stride, element_bytes, w->spare);
         uint32_t *values = w->values + half * LANES * num_units;
-        if (is_bf16) pair_values((const bf16 *)run, head_dim, ahead + half * num_units / 2 * 64, values);
+        if (products != FLOATS) pair_values((const bf16 *)run, head_dim, ahead + half * num_units / 2 * 64, values);
         else memcpy(values, run, LANES * head_dim * 4);
     }
     ahead = run_ahead(p, turn, h, 1, element_bytes) + p->value_stride;
     IN_FOURS(r, n, h * num_rows + turn->first_row, h * num_rows + turn->last_row,
-             add_values(w->out + r, w->scores + r, w->rescale + r, w->values, ahead, head_dim, n, is_bf16))
+             add_values(w->out + r, w->scores + r, w->rescale + r, w->values, ahead, head_dim, n, products))
 }
 
-INLINE void begin_tile(const struct attention *p, const struct tile *t, struct workspace *w, const int element_bytes) {
+// `wide` may be where the query is.
+INLINE const char *widen_query(char *wide, const bf16 *query, int64_t padded_dim) {
+    bf16 copy[MAX_HEAD_DIM];
+    memcpy(copy, query, padded_dim * sizeof *copy);
+    for (int64_t d = 0; d < padded_dim; d += LANES) store_f32((float *)wide + d, load_bf16(copy + d));
+    return wide;
+}
+
+INLINE void begin_tile(const struct attention *p, const struct tile *t, struct workspace *w, const enum products products) {
+    const int element_bytes = bytes_of(products);
     const int64_t group = p->num_heads / p->num_kv_heads, num_rows = t->num_queries * group;
     w->state = (struct softmax){.maximum = splat(-1e30f)};  // finite, so that no difference is NaN
     for (int64_t h = 0; h < t->num_heads; h++) {
@@ -152,6 +165,7 @@ INLINE void begin_tile(const struct attention *p, const struct tile *t, struct w
                 memset(w->padded_query[row], 0, p->padded_dim * element_bytes);
                 query = memcpy(w->padded_query[row], query, p->head_dim * element_bytes);
             }
+            if (products == WIDE) query = widen_query(w->padded_query[row], (const bf16 *)query, p->padded_dim);
             w->query[row] = (const uint32_t *)query;
             memset(w->out[row], 0, p->padded_dim * sizeof(float));
         }
@@ -172,17 +186,17 @@ INLINE void end_tile(const struct attention *p, const struct tile *t, struct wor
 }
 
 // `next`: a tile to fetch the beginning of; `t` itself where none is known.
-INLINE void run_tile(const struct attention *p, const struct tile *t, const struct tile *next, const int is_bf16) {
+INLINE void run_tile(const struct attention *p, const struct tile *t, const struct tile *next, const enum products products) {
     struct workspace w;
-    begin_tile(p, t, &w, is_bf16 ? 2 : 4);
+    begin_tile(p, t, &w, products);
     for (int64_t block = first_block(p, t); block <= last_position(t); block += BLOCK) {
         struct turn turn = take_turn(p, t, block, next);
-        for (int64_t h = 0; h < t->num_heads; h++) score_block(p, t, &w, &turn, h, is_bf16);
+        for (int64_t h = 0; h < t->num_heads; h++) score_block(p, t, &w, &turn, h, products);
         // A tile of several KV heads has one query, and all its rows see the block.
         softmax_block(&w.state, w.scores, turn.first_row, t->num_heads * turn.last_row, w.rescale);
-        for (int64_t h = 0; h < t->num_heads; h++) add_block(p, t, &w, &turn, h, is_bf16);
+        for (int64_t h = 0; h < t->num_heads; h++) add_block(p, t, &w, &turn, h, products);
     }
-    end_tile(p, t, &w, is_bf16);
+    end_tile(p, t, &w, products != FLOATS);
 }
 
 // How a sequence is cut into tiles: runs of queries times parts of the KV heads.
@@ -233,14 +247,18 @@ static void run_tiles(const void *context, int64_t begin, int64_t end, int threa
     const struct tiles *tiles = context;
     const struct attention *p = tiles->attention;
     (void)thread;
+    enum products products = p->is_bf16 ? (cpu_products.widen ? WIDE : PAIRS) : FLOATS;
+    unsigned int mode = begin_products(products);
     for (int64_t i = begin; i < end; i++) {
         // The longest contexts of a prefill come last in each sequence; starting there evens the load.
         int64_t index = tiles->count - 1 - i, index_after = index - num_threads();
         struct tile t = find_tile(tiles, index), next = index_after < 0 ? t : find_tile(tiles, index_after);
         if (next.first_position < 0) next = t;  // padding has no keys
-        if (p->is_bf16) run_tile(p, &t, &next, 1);
-        else run_tile(p, &t, &next, 0);
+        if (products == FLOATS) run_tile(p, &t, &next, FLOATS);
+        else if (products == PAIRS) run_tile(p, &t, &next, PAIRS);
+        else run_tile(p, &t, &next, WIDE);
     }
+    end_products(products, mode);
 }
 
 // tile_starts: scratch of num_sequences + 1. head_dim: even, at most 256. A sequence whose

@@ -6,7 +6,7 @@
 // miss buffers and stall it; so each loop here asks for a line or two a turn, and memory works meanwhile.
 #pragma once
 
-#include "simd.h"
+#include "products.h"
 
 #define BLOCK 32
 #define HALVES 2  // vectors of keys in a block
@@ -106,7 +106,7 @@ INLINE void pair_values(const bf16 *values, int64_t head_dim, const char *ahead,
 // Each half of the block has two chains per row, even and odd units, then their sum. Fetches a line a unit.
 INLINE void score_rows(
     const uint32_t *const *query, const uint32_t units[HALVES][MAX_HEAD_DIM][LANES], int64_t num_units, float scale,
-    const char *ahead, f32x16 scores[][HALVES], const int rows, const int is_bf16) {
+    const char *ahead, f32x16 scores[][HALVES], const int rows, const enum products products) {
     f32x16 even[4][HALVES], odd[4][HALVES];
 #pragma GCC unroll 4
     for (int r = 0; r < rows; r++)
@@ -114,13 +114,15 @@ INLINE void score_rows(
     for (int64_t u = 0; u < num_units; u += 2) {
         fetch(ahead, u);
         fetch(ahead, u + 1);
-#pragma GCC unroll 4
-        for (int r = 0; r < rows; r++)
 #pragma GCC unroll 2
-            for (int h = 0; h < HALVES; h++) {
-                even[r][h] = dot_units(even[r][h], query[r][u], units[h][u], is_bf16);
-                odd[r][h] = dot_units(odd[r][h], query[r][u + 1], units[h][u + 1], is_bf16);
+        for (int h = 0; h < HALVES; h++) {
+            struct factor even_units = load_factor(units[h][u], products), odd_units = load_factor(units[h][u + 1], products);
+#pragma GCC unroll 4
+            for (int r = 0; r < rows; r++) {
+                even[r][h] = multiply_add(even[r][h], query[r], u, even_units, products);
+                odd[r][h] = multiply_add(odd[r][h], query[r], u + 1, odd_units, products);
             }
+        }
     }
 #pragma GCC unroll 4
     for (int r = 0; r < rows; r++)
@@ -130,20 +132,21 @@ INLINE void score_rows(
 // out[r][d, d + 16 * vectors) = out * rescale + probabilities . values. Fetches two lines a vector of weights.
 INLINE void add_slice(
     float out[][MAX_HEAD_DIM], const uint32_t weights[][BLOCK], const float *rescale, const uint32_t *values,
-    const char *ahead, int64_t head_dim, int64_t d, const int rows, const int vectors, const int is_bf16) {
+    const char *ahead, int64_t head_dim, int64_t d, const int rows, const int vectors, const enum products products) {
     f32x16 acc[4][4];
 #pragma GCC unroll 4
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
         for (int v = 0; v < vectors; v++) acc[r][v] = load_f32(out[r] + d + v * LANES) * splat(rescale[r]);
-    for (int j = 0; j < (is_bf16 ? BLOCK / 2 : BLOCK); j++) {
+    for (int j = 0; j < (products == FLOATS ? BLOCK : BLOCK / 2); j++) {
         fetch(ahead, 2 * j);
         fetch(ahead, 2 * j + 1);
 #pragma GCC unroll 4
-        for (int r = 0; r < rows; r++)
+        for (int v = 0; v < vectors; v++) {
+            struct factor units = load_factor(values + j * head_dim + d + v * LANES, products);
 #pragma GCC unroll 4
-            for (int v = 0; v < vectors; v++)
-                acc[r][v] = dot_units(acc[r][v], weights[r][j], values + j * head_dim + d + v * LANES, is_bf16);
+            for (int r = 0; r < rows; r++) acc[r][v] = multiply_add(acc[r][v], weights[r], j, units, products);
+        }
     }
 #pragma GCC unroll 4
     for (int r = 0; r < rows; r++)
@@ -153,16 +156,19 @@ INLINE void add_slice(
 
 INLINE void add_values(
     float out[][MAX_HEAD_DIM], const f32x16 probabilities[][HALVES], const float *rescale, const uint32_t *values,
-    const char *ahead, int64_t head_dim, const int rows, const int is_bf16) {
+    const char *ahead, int64_t head_dim, const int rows, const enum products products) {
     uint32_t weights[4][BLOCK];
     for (int r = 0; r < rows; r++)
-        for (int h = 0; h < HALVES; h++) store_lanes(weights[r], h * LANES, probabilities[r][h], is_bf16);
+        for (int h = 0; h < HALVES; h++) {
+            f32x16 rounded = round_to(probabilities[r][h], products != FLOATS);
+            store_lanes(weights[r], h * LANES, rounded, products == PAIRS);
+        }
     int64_t d = 0;
     for (; d + 4 * LANES <= head_dim; d += 4 * LANES) {
-        add_slice(out, weights, rescale, values, ahead, head_dim, d, rows, 4, is_bf16);
-        ahead += (is_bf16 ? BLOCK : 2 * BLOCK) * 64;
+        add_slice(out, weights, rescale, values, ahead, head_dim, d, rows, 4, products);
+        ahead += (products == FLOATS ? 2 * BLOCK : BLOCK) * 64;
     }
-    for (; d < head_dim; d += LANES) add_slice(out, weights, rescale, values, ahead, head_dim, d, rows, 1, is_bf16);
+    for (; d < head_dim; d += LANES) add_slice(out, weights, rescale, values, ahead, head_dim, d, rows, 1, products);
 }
 
 INLINE f32x16 mask_keys(f32x16 score, int64_t first, int64_t low, int64_t high) {

@@ -6,14 +6,12 @@
 // ascending order, in `splits` equal parts added in ascending order: as many parts as tensor-parallel
 // ranks would have summed, which is why TP=2 gives the bits of TP=1.
 //
-// bf16 has two ways to the same bits. AVX-512 BF16 multiplies pairs at once, but some CPUs (Sapphire Rapids)
-// take four times as long for that as for a multiply-add of floats. There, x is widened to floats once, and a unit
-// of weights is widened in registers for all rows of a tile: half the time where multiplying is what takes it.
-#include <pthread.h>
+// Where pairs are widened (products.h), x is widened to floats once, and a unit of weights in registers for all
+// rows of a tile.
 #include <stdlib.h>
-#include <time.h>
 
 #include "ops.h"
+#include "products.h"
 
 #define PANEL 32
 #define ROWS 12
@@ -23,8 +21,6 @@
 #define WIDE_ROWS 2      // one row waits for memory anyway
 #define WIDE_BYTES (1 << 25)  // of widened x at a time, if a block of rows is not larger
 #define WIDEN_WORK 16  // multiplications that take as long as widening an element
-#define TIMED_ROUNDS 512
-#define NUM_TIMED 8
 #define PART_WORK (1 << 19)  // multiplications worth a part of their own
 
 struct linear {
@@ -38,12 +34,6 @@ struct linear {
     int splits;
     int y_is_bf16;
 };
-
-// How the units of x and of the weights are multiplied: floats, pairs of bf16, or such pairs as floats.
-enum products { FLOATS, PAIRS, WIDE };
-
-static int widening_pays = 1;
-static int prefetches_few = 1;  // with few rows too
 
 INLINE const char *panel_weights(const struct linear *p, int64_t panel) { return p->packed + panel * p->num_units * PANEL * 4; }
 
@@ -63,26 +53,23 @@ INLINE void tile_rows(
         int64_t end = split + 1 == p->splits ? p->num_units : (split + 1) * part;
         for (int64_t k = split * part; k < end; k++) {
             const char *b = weights + k * PANEL * 4;
-            if (rows >= PREFETCH_ROWS || prefetches_few) {
+            if (rows >= PREFETCH_ROWS || cpu_products.prefetches_few) {
                 __builtin_prefetch(ahead + k * PANEL * 4, 0, 2);
                 __builtin_prefetch(ahead + k * PANEL * 4 + 64, 0, 2);
             }
             if (products == WIDE) {
-                u32x16 low, high;
-                memcpy(&low, b, sizeof low);
-                memcpy(&high, b + 64, sizeof high);
-                // The second element of each pair comes first, as in the instruction for pairs.
-                f32x16 second[2] = {(f32x16)(low & 0xffff0000u), (f32x16)(high & 0xffff0000u)};
-                f32x16 first[2] = {(f32x16)(low << 16), (f32x16)(high << 16)};
+                struct wide left = widen(b), right = widen(b + 64);
 #pragma GCC unroll 12
                 for (int r = 0; r < rows; r++) {
                     f32x16 factor = splat(wide[2 * k * rows + r]);
-                    for (int h = 0; h < 2; h++) acc[r][h] = acc[r][h] + factor * second[h];
+                    acc[r][0] = acc[r][0] + factor * left.second;
+                    acc[r][1] = acc[r][1] + factor * right.second;
                 }
 #pragma GCC unroll 12
                 for (int r = 0; r < rows; r++) {
                     f32x16 factor = splat(wide[(2 * k + 1) * rows + r]);
-                    for (int h = 0; h < 2; h++) acc[r][h] = acc[r][h] + factor * first[h];
+                    acc[r][0] = acc[r][0] + factor * left.first;
+                    acc[r][1] = acc[r][1] + factor * right.first;
                 }
                 continue;
             }
@@ -143,10 +130,9 @@ INLINE void multiply_panel(const struct linear *p, int64_t block, int64_t panel,
 // Item i is panel i % panels of row block i / panels.
 INLINE void multiply(const struct linear *p, int64_t begin, int64_t end, const enum products products) {
     int64_t num_panels = num_panels_of(p->num_columns);
-    // The instruction for pairs flushes denormals, whatever the mode. So does the rest of both ways.
-    unsigned int mode = products == FLOATS ? 0 : flush_denormals();
+    unsigned int mode = begin_products(products);
     for (int64_t i = begin; i < end; i++) multiply_panel(p, i / num_panels, i % num_panels, products);
-    if (products != FLOATS) restore_denormals(mode);
+    end_products(products, mode);
 }
 
 static void multiply_floats(const void *context, int64_t begin, int64_t end, int thread) {
@@ -162,42 +148,6 @@ static void multiply_pairs(const void *context, int64_t begin, int64_t end, int 
 static void multiply_wide(const void *context, int64_t begin, int64_t end, int thread) {
     (void)thread;
     multiply(context, begin, end, WIDE);
-}
-
-#if defined(__AVX512BF16__)
-// The seconds of many independent products.
-INLINE double seconds_of(const enum products products) {
-    f32x16 acc[ROWS], factor = splat(1.0f);
-    for (int r = 0; r < ROWS; r++) acc[r] = splat((float)r);
-    struct timespec begin, end;
-    clock_gettime(CLOCK_MONOTONIC, &begin);
-    for (int i = 0; i < TIMED_ROUNDS; i++) {
-        __asm__ volatile("" : "+v"(factor));  // so that no round is left out
-#pragma GCC unroll 12
-        for (int r = 0; r < ROWS; r++)
-            acc[r] = products == PAIRS ? dot_units(acc[r], 0x3f803f80u, &factor, 1) : acc[r] + factor * factor;
-    }
-#pragma GCC unroll 12
-    for (int r = 0; r < ROWS; r++) __asm__ volatile("" : : "v"(acc[r]));
-    clock_gettime(CLOCK_MONOTONIC, &end);
-    return (double)(end.tv_sec - begin.tv_sec) + 1e-9 * (double)(end.tv_nsec - begin.tv_nsec);
-}
-#endif
-
-// Both ways give the same bits, so a disturbed measurement costs time alone.
-static void fit_to_cpu(void) {
-#if defined(__AVX512BF16__)
-    double floats = 1, pairs = 1;
-    for (int i = 0; i < NUM_TIMED; i++) {
-        floats = MIN(floats, seconds_of(FLOATS));
-        pairs = MIN(pairs, seconds_of(PAIRS));
-    }
-    widening_pays = 2 * floats < 0.8 * pairs;  // two multiply-adds of floats do the work of one of pairs
-#endif
-#if defined(__x86_64__)
-    // There the hardware's own prefetching does best; on Intel's CPUs one row takes a fifth longer without this.
-    if (__builtin_cpu_is("amd")) prefetches_few = 0;
-#endif
 }
 
 struct widening {
@@ -255,14 +205,12 @@ static int multiply_widened(const struct linear *p, int64_t num_inputs) {
 EXPORT void baton_linear(
     const char *x, ptrdiff_t x_stride, const char *packed, const float *bias, char *y, ptrdiff_t y_stride,
     int64_t num_rows, int64_t num_columns, int64_t num_inputs, int splits, int dtype, int y_dtype) {
-    static pthread_once_t fitted = PTHREAD_ONCE_INIT;
-    pthread_once(&fitted, fit_to_cpu);
     struct linear p = {
         .x = x, .x_stride = x_stride, .packed = packed, .bias = bias, .y = y, .y_stride = y_stride,
         .num_rows = num_rows, .num_columns = num_columns,
         .num_units = dtype == BF16 ? num_inputs / 2 : num_inputs, .splits = splits, .y_is_bf16 = y_dtype == BF16};
     if (dtype != BF16) multiply_rows(&p, num_inputs, multiply_floats);
-    else if (num_rows < WIDE_ROWS || !widening_pays || !multiply_widened(&p, num_inputs))
+    else if (num_rows < WIDE_ROWS || !cpu_products.widen || !multiply_widened(&p, num_inputs))
         multiply_rows(&p, num_inputs, multiply_pairs);
 }
 

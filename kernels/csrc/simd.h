@@ -140,39 +140,3 @@ INLINE f32x16 exp_lanes(f32x16 x) {
     f32x16 scaled = (f32x16)((i32x16)p + (exponent << 23));
     return select_lanes(x < splat(-87.0f), splat(0.0f), scaled);
 }
-
-// Numbers too small for a full mantissa count as zero until `restore_denormals` gets the mode that this returns.
-INLINE unsigned int flush_denormals(void) {
-#if defined(__AVX512F__)
-    unsigned int mode = _mm_getcsr();
-    _mm_setcsr(mode | 0x8040);
-    return mode;
-#else
-    return 0;
-#endif
-}
-
-INLINE void restore_denormals(unsigned int mode) {
-#if defined(__AVX512F__)
-    _mm_setcsr(mode);
-#else
-    (void)mode;
-#endif
-}
-
-// One 32-bit unit is one float, or a pair of bf16: acc += a . b, lane by lane.
-INLINE f32x16 dot_units(f32x16 acc, uint32_t a_unit, const void *b, int is_bf16) {
-    if (!is_bf16) {
-        float a;
-        memcpy(&a, &a_unit, sizeof a);
-        return acc + splat(a) * load_f32((const float *)b);
-    }
-#if defined(__AVX512BF16__)
-    return (f32x16)_mm512_dpbf16_ps((__m512)acc, (__m512bh)_mm512_set1_epi32((int)a_unit), (__m512bh)_mm512_loadu_si512(b));
-#else
-    u32x16 pair;
-    memcpy(&pair, b, sizeof pair);
-    acc += splat(bf16_to_f32((bf16)(a_unit >> 16))) * (f32x16)(pair & 0xffff0000u);
-    return acc + splat(bf16_to_f32((bf16)a_unit)) * (f32x16)(pair << 16);
-#endif
-}
