@@ -109,7 +109,7 @@ class Verdicts:
         self._judge()
 
     def tick(self) -> None:
-        """Replace the workers whose grace has ended. Call several times a second."""
+        """Replace the workers after their grace. Call several times a second."""
         if self._pending:
             self._judge()
 

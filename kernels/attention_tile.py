@@ -67,7 +67,7 @@ def tile_rows(group_size: int, dtype: torch.dtype) -> int:
 
 
 def tile_warps(num_rows: int, block_D: int, dtype: torch.dtype) -> int:
-    """The warps among whose registers a tile's sums fit."""
+    """The number of warps: a tile's sums fit into their registers."""
     return 8 if num_rows > 64 or block_D > 128 or dtype == torch.float32 else 4
 
 

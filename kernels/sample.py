@@ -188,7 +188,7 @@ def _after_round(
     BY_MASS: tl.constexpr,
     NUM_BINS: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """(low, target) after a round whose histogram is complete.
+    """(low, target) after a round with a complete histogram.
 
     low: uint32, the known digits of the threshold, 0 for the others. target: int64, the weight that the
     threshold still needs from tokens with the digits of low.
@@ -475,7 +475,7 @@ def _find_candidates(
     draws: tuple[Tensor, Tensor],
     max_parts: int,
 ) -> None:
-    """The kernels whose programs take parts, in order."""
+    """The kernels of parts, in order."""
     num_rows, vocab_size = logits_BV.shape
     has_k, has_p = sampling.has_random and sampling.has_top_k, sampling.has_random and sampling.has_top_p
     num_rounds = NUM_DIGITS * (has_k + has_p)

@@ -73,7 +73,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     mask_us: Count = 0
     num_compiled_forms: Count = 0
     compile_us: Count = 0
-    num_failed_forms: Count = 0  # sequences whose grammar did not compile or did not take their tokens
+    num_failed_forms: Count = 0  # sequences: a grammar did not compile, or refused a token
     num_tokens: Count = 0  # generated
     kv_bytes: Count = 0  # sent to other workers
     # Transports, fall-backs, dropped peers. The worker names its counters and gauges itself.

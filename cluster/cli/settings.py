@@ -21,7 +21,7 @@ from baton.errors import ConfigError
 
 MAX_FILE_BYTES: Final = 1 << 20
 COMPOSE_VARIABLES: Final = ("BATON_UID", "BATON_GID")  # read by deploy/compose.yaml
-# Kubernetes sets these in every container of a service whose name begins with baton.
+# Kubernetes sets these in every container of a service with a name that begins with baton.
 KUBERNETES_NAME: Final = re.compile(r"_SERVICE_(HOST|PORT)(_|$)|_PORT_\d+_(TCP|UDP)(_|$)")
 KUBERNETES_VALUE: Final = ("tcp://", "udp://")
 # Settings without an option: a file or a variable sets them. An option for each would hide the others.

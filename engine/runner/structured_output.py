@@ -43,7 +43,7 @@ class FormCounts:
     mask_s: float = 0.0
     num_compiled: int = 0  # grammars with errors included
     compile_s: float = 0.0
-    num_failed: int = 0  # sequences whose grammar did not compile or did not take their tokens
+    num_failed: int = 0  # sequences: a grammar did not compile, or refused a token
 
 
 @dataclass(slots=True)
@@ -96,7 +96,7 @@ class StructuredOutputMask:
             self.held.append(sequence)
 
     def release(self) -> None:
-        """Stop holding sequences whose grammars are compiled."""
+        """Stop holding sequences with compiled grammars."""
         for sequence in self.held:
             sequence.is_held = not self._of(sequence).compiled.done()
         self.held = [each for each in self.held if each.is_held and each.finish_reason is None]

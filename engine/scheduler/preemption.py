@@ -241,7 +241,7 @@ class PageQuotas:
     def __init__(
         self, held: HeldPages, candidates: PreemptionCandidates, preempt: Callable[[Sequence], None]
     ) -> None:
-        """preempt: called with the sequences whose pages a quota needs."""
+        """preempt: called with each sequence that gives its pages to a quota."""
         self._held = held
         self._candidates = candidates
         self._preempt = preempt

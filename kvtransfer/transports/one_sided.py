@@ -1,4 +1,4 @@
-"""Pairs of ranks whose payloads a library for RDMA moves between registered memory: NIXL and Mooncake.
+"""Pairs of ranks with payloads in registered memory, moved by a library for RDMA: NIXL or Mooncake.
 
 Such a library moves bytes without a thread of the other process. It does not know which transfers the
 destination has granted, and its requests cannot all be recalled. Therefore no library touches a page:
@@ -56,7 +56,7 @@ class PeerMemory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class OneSidedChannel(GlooChannel):
-    """A pair whose payloads an engine moves. A subclass owns the engine, and frees it in `close`.
+    """A pair with payloads that an engine moves. A subclass owns the engine, and frees it in `close`.
 
     The engine must end before the memory of its slots is freed. A variable that holds the engine would
     outlive `close` in the traceback of an error, so methods reach the engine by `self`.
@@ -234,7 +234,7 @@ class _HeldRecord(NamedTuple):
 
 
 class NixlChannel(OneSidedChannel):
-    """A pair whose payloads the source writes. Both threads of a source use the channel at once."""
+    """A pair with payloads that the source writes. Both threads of a source use the channel at once."""
 
     name = "nixl"
 
@@ -401,7 +401,7 @@ class MooncakeTransport(OneSidedTransport):
 
 
 class MooncakeChannel(OneSidedChannel):
-    """A pair whose payloads the destination reads."""
+    """A pair with payloads that the destination reads."""
 
     name = "mooncake"
 

@@ -209,7 +209,7 @@ class GlooChannel:
     # The source.
 
     def send_record(self, batch: int, record: bytes, parts: Sequence[int]) -> None:
-        """Announce parts, whose payloads follow in this order."""
+        """Announce parts; their payloads follow in this order."""
         slot = batch % NUM_SLOTS
         _write(self._records[slot], record)
         with translated("gloo"):

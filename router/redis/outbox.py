@@ -174,7 +174,7 @@ class RedisOutbox:
         """The commands that write a snapshot. stream_id: of the last entry, as read before this call.
 
         A stale worker joins again first, and its numbers continue after the snapshot. Nothing is written of a
-        worker whose pages are unknown: the worker is about to report them.
+        worker with unknown pages: the worker is about to report them.
         """
         commands, number = [], self._index.next_number(worker_id)
         is_stale = worker_id in self._stale
