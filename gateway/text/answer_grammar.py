@@ -9,12 +9,11 @@ that the request asks for, which is `@form` here (`StructuredOutputs.frame`).
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, Literal, TypeAlias
 
 import msgspec
 
 from baton.errors import InvalidRequest
-from baton.gateway.text.tool_calls import CallForm
 from baton.request import JSON_WHITESPACE
 
 ANY_ARGUMENTS: Final = {"type": "object"}
@@ -29,6 +28,29 @@ MAPS_OF_SCHEMAS: Final = frozenset(
 )
 LITERAL_KEYS: Final = frozenset({"enum", "const"})
 PARAMETER_NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
+
+
+Arguments: TypeAlias = Literal["json", "python", "tags"]  # the writing of arguments
+
+
+class CallForm(msgspec.Struct, frozen=True, kw_only=True):
+    """The text of calls: `begin`, then each call between `before` and `after`, with `between`, then `end`.
+
+    `before` has the name of the tool for {name}.
+    """
+
+    before: str
+    after: str = ""
+    begin: str = ""
+    between: str = ""
+    end: str = ""
+    arguments: Arguments = "json"
+    # Begins calls within text, as the beginning of `begin` or of `before`. "": an answer is calls or text.
+    trigger: str = ""
+    not_text: str = ""  # without a trigger: characters with which no text begins
+    is_single: bool = False  # an answer has at most one call
+    # Calls begin as JSON does, so that no lexer can tell them from it: an answer of a form is no call.
+    begins_as_json: bool = False
 
 
 class CallableTool(msgspec.Struct, frozen=True, kw_only=True):

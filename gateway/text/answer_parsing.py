@@ -11,7 +11,7 @@ from typing import Protocol
 import msgspec
 
 from baton.errors import ConfigError, InvalidRequest
-from baton.gateway.text.answer_grammar import AnswerGrammar, CallableTool, Tags
+from baton.gateway.text.answer_grammar import AnswerGrammar, CallableTool, CallForm, Tags
 from baton.gateway.text.answer_reader import Parts, ReaderOptions
 from baton.gateway.text.reasoning import (
     HARMONY,
@@ -24,7 +24,7 @@ from baton.gateway.text.reasoning import (
     reasoning_of_template,
 )
 from baton.gateway.text.tool_call_readers import HarmonyReader
-from baton.gateway.text.tool_calls import TOOL_CALL_PARSERS, CallForm, parser_of_template
+from baton.gateway.text.tool_calls import TOOL_CALL_PARSERS, parser_of_template
 from baton.request import MAX_FRAME_CHARS
 
 

@@ -6,10 +6,11 @@ calls in an answer's text, and a form, from which gateway/text/answer_grammar.py
 """
 
 from collections.abc import Callable
-from typing import Final, Literal, TypeAlias
+from typing import Final
 
 import msgspec
 
+from baton.gateway.text.answer_grammar import CallForm
 from baton.gateway.text.answer_reader import AnswerReader, ReaderOptions
 from baton.gateway.text.tool_call_readers import (
     DEEPSEEK_BEGIN,
@@ -28,28 +29,6 @@ from baton.gateway.text.tool_call_readers import (
     PythonicReader,
     Qwen3CoderReader,
 )
-
-Arguments: TypeAlias = Literal["json", "python", "tags"]  # the writing of arguments
-
-
-class CallForm(msgspec.Struct, frozen=True, kw_only=True):
-    """The text of calls: `begin`, then each call between `before` and `after`, with `between`, then `end`.
-
-    `before` has the name of the tool for {name}.
-    """
-
-    before: str
-    after: str = ""
-    begin: str = ""
-    between: str = ""
-    end: str = ""
-    arguments: Arguments = "json"
-    # Begins calls within text, as the beginning of `begin` or of `before`. "": an answer is calls or text.
-    trigger: str = ""
-    not_text: str = ""  # without a trigger: characters with which no text begins
-    is_single: bool = False  # an answer has at most one call
-    # Calls begin as JSON does, so that no lexer can tell them from it: an answer of a form is no call.
-    begins_as_json: bool = False
 
 
 class ToolCallParser(msgspec.Struct, frozen=True, kw_only=True):
