@@ -12,6 +12,7 @@ from msgspec import Meta
 
 from baton.errors import InvalidRequest
 from baton.messages.bounds import Attempt, Count, Id
+from baton.messages.workers import WorkerTimes
 from baton.tenants import SchedulingKey, Sla
 from baton.token_ids import TokenIds
 
@@ -329,9 +330,16 @@ class TokenEvent(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     num_cached_tokens: Count = 0  # of the prompt; in the first event of an attempt
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None  # with index 0
+    times: WorkerTimes | None = None  # of the sender, in its last event of the attempt
 
     @classmethod
-    def of(cls, request: Request, output: StepOutput, finish_reason: FinishReason | None) -> Self:
+    def of(
+        cls,
+        request: Request,
+        output: StepOutput,
+        finish_reason: FinishReason | None,
+        times: WorkerTimes | None = None,
+    ) -> Self:
         """Return the event of an engine's output. The finish reason may differ from the engine's."""
         return cls(
             request.request_id,
@@ -342,6 +350,7 @@ class TokenEvent(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
             output.num_cached_tokens,
             output.logprobs,
             output.prompt_logprobs,
+            times,
         )
 
 

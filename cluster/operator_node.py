@@ -22,6 +22,8 @@ from baton.messages.operations import (
     Decisions,
     Drain,
     Explain,
+    FindRequests,
+    FoundRequests,
     GatewayStatus,
     HeadAway,
     RestartWorker,
@@ -31,13 +33,14 @@ from baton.messages.operations import (
     WatchWorkers,
     WorkerRemoved,
 )
+from baton.messages.timeline import RequestTimeline
 from baton.messages.workers import Address, WorkerRole, WorkerStatus
 from baton.rpc.auth import ClusterKeys
 from baton.rpc.peers import EMPTY_LIST, Dial, Peer
 from baton.rpc.server import RpcServer
 
 ANSWER_TIMEOUT_S: Final = 5.0
-MOMENT_S: Final = 0.5  # for connections to further routers
+MOMENT_S: Final = 0.5  # for connections to further routers, and for gateways behind them
 
 Answer: TypeAlias = "asyncio.Future[AnyMessage]"
 # Messages that a router sends to operators that start workers.
@@ -141,6 +144,7 @@ class Operator:
         self._routers: dict[Peer, deque[Answer]] = {}  # router -> its unanswered questions, in order
         self._is_connected = asyncio.Event()  # to at least one router
         self._has_all = asyncio.Event()
+        self._found: asyncio.Queue[FoundRequests] = asyncio.Queue()
 
     async def status(self) -> Status:
         """Return the joined status of all routers that answer."""
@@ -151,6 +155,21 @@ class Operator:
         answers = await self._ask(Explain(request_id=request_id))
         decisions = [found for each in answers if isinstance(each, Decisions) for found in each.decisions]
         return tuple(sorted(decisions, key=lambda decision: decision.attempt))
+
+    async def timeline(self, request_id: str) -> RequestTimeline | None:
+        """Return the timeline of an ended request; None when no gateway that answers in time has it."""
+        await self._until_connected()
+        self._found = asyncio.Queue()
+        next(iter(self._routers)).send(FindRequests(question=0, request_id=request_id))
+        num_answers, num_asked = 0, 1
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(MOMENT_S):
+                while num_answers < num_asked:
+                    found = await self._found.get()
+                    num_answers, num_asked = num_answers + 1, found.num_asked
+                    for timeline in found.timelines:
+                        return timeline
+        return None
 
     async def drain(self, worker: str, *, may_be_last: bool = False) -> None:
         """Drain a worker, by name or id. ConfigError: there is no such worker, or no other of its role."""
@@ -230,6 +249,8 @@ class Operator:
             return
         if self._watcher is not None and isinstance(message, WatcherMessage):
             self._watcher.told(peer.hello.id, message)
+        if isinstance(message, FoundRequests):
+            self._found.put_nowait(message)
         if answers and isinstance(message, Status | Decisions):
             answer = answers.popleft()
             if not answer.done():

@@ -23,7 +23,7 @@ from typing import Final, NamedTuple
 import msgspec
 
 from baton.engine.replica import Replica, SoughtPrefix
-from baton.engine.scheduler.sequence import due_s
+from baton.engine.scheduler.sequence import SequenceProgress, due_s
 from baton.errors import InvalidRequest
 from baton.kvtransfer.endpoint import PageEndpoint
 from baton.kvtransfer.links import Link
@@ -31,6 +31,7 @@ from baton.kvtransfer.prefixes import PulledPrefixes
 from baton.kvtransfer.protocol.handoff import HandoffOutcome, TransferEnded
 from baton.messages.bounds import MAX_REASON_CHARS
 from baton.messages.control import AttemptFailed, Cancel, Dispatch, Failure, PullSource
+from baton.messages.workers import WorkerTimes
 from baton.request import AttemptKey, FilledPages, Request, TokenEvent
 from baton.rpc.worker_node import PromptTimer, check_one_choice
 
@@ -54,7 +55,7 @@ class Attempt:
     request: Request  # as dispatched
     gateway: str
     prefill: str  # the worker that computes the prompt; "": this one
-    timer: PromptTimer  # used when the prompt is computed here
+    timer: PromptTimer  # knows of the prompt only when it is computed here
     transfer: bytes = b""  # the id of the pages that the prefill worker sends
     source: PullSource | None = None  # without a prefill worker: a peer that holds a prefix
     stage: AttemptStage = AttemptStage.WAITING
@@ -63,6 +64,9 @@ class Attempt:
     num_wanted_pages: int = 0  # for which there was no room at the last try
     num_expected_pages: int = 0  # granted, and not here yet
     first: TokenEvent | None = None
+    progress: SequenceProgress | None = None  # once the engine has the sequence
+    granted_s: float = 0.0  # the prefill worker was told of the pages
+    pages_s: float = 0.0  # these pages had arrived
 
     @classmethod
     def of(cls, dispatch: Dispatch, now_s: float) -> "Attempt":
@@ -118,6 +122,12 @@ class Attempt:
     @property
     def cancel(self) -> Cancel:
         return Cancel(request_id=self.request_id, attempt=self.number)
+
+    def times(self, ended_s: float) -> WorkerTimes:
+        """Return the attempt's phases. ended_s: its last token."""
+        return self.timer.phases(
+            self.progress, ended_s=ended_s, granted_s=self.granted_s, pages_s=self.pages_s
+        )
 
     def failed(self, failure: Failure, reason: str, worker: str = "") -> AttemptFailed:
         return AttemptFailed(

@@ -98,9 +98,9 @@ class RunningAttempts:
 
     def begin(self, attempt: Attempt) -> None:
         """Continue with all the KV that the attempt has. On InvalidRequest the attempt keeps its pages."""
-        (progress,) = self._engine.add(attempt.engine_request, attempt.filled)
+        (attempt.progress,) = self._engine.add(attempt.engine_request, attempt.filled)
         if attempt.first is None:
-            attempt.timer.run(progress)
+            attempt.timer.run(attempt.progress)
             self._queued[attempt.engine_id] = attempt
         attempt.stage, attempt.filled = AttemptStage.RUNNING, None
         self._attempts[attempt.engine_id] = attempt
@@ -125,16 +125,17 @@ class RunningAttempts:
 
     def _emit(self, output: StepOutput) -> Ending | None:
         attempt = self._attempts[output.request_id]
-        event = TokenEvent.of(attempt.request, output, output.finish_reason)
         if output.finish_reason is FinishReason.ERROR:
             return Ending(attempt, Failure.ERROR, "the model's output for it could not be sampled")
-        if not fits(event):
-            return Ending(attempt, Failure.INVALID, TOO_LARGE)
-        self.num_tokens += output.token_id is not None
         if attempt.timer.is_running:
             now_s, began_s = self._reports.clock.now_s(), self._reports.step_began_s
             self._reports.prefilled(attempt.timer.computed(output, now_s, began_s))
             self._queued.pop(attempt.engine_id, None)
+        times = None if output.finish_reason is None else attempt.times(self._reports.clock.now_s())
+        event = TokenEvent.of(attempt.request, output, output.finish_reason, times)
+        if not fits(event):
+            return Ending(attempt, Failure.INVALID, TOO_LARGE)
+        self.num_tokens += output.token_id is not None
         self._peer_registry.emit(attempt.gateway, event)
         return None if output.finish_reason is None else Ending(attempt)
 
@@ -199,6 +200,8 @@ class DecodeWorker(WorkerNode):
     def step(self) -> None:
         """Receive pages, start attempts, run one step of the engine, and emit its tokens."""
         for attempt, reason, is_refused in self._incoming.poll():
+            if reason is None and attempt.stage is AttemptStage.PREFILLING:
+                attempt.pages_s = self._clock.now_s()
             if attempt.is_complete or attempt.stage is AttemptStage.PULLING:
                 self._answer(attempt)
             elif reason is not None and (attempt.first is not None or is_refused):
@@ -327,6 +330,7 @@ class DecodeWorker(WorkerNode):
         if not self._admission.make_room(attempt, self._engine.pages.pages_for(num_missing)):
             self._engine.release(claim)
             return False
+        attempt.granted_s = self._clock.now_s()
         try:
             self._incoming.grant(attempt, link, claim)
         except ValueError as error:

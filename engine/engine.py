@@ -243,7 +243,9 @@ class Engine(Replica):
             logger.error("logits that are not numbers", extra={"request_id": sequence.request_id})
             self.scheduler.fail(sequence)
         since_s = step.began_s if self._busy_since_s is None else self._busy_since_s
-        outputs = self.scheduler.commit(step.batch, sampled.token_ids, ended_s - since_s, sampled.accepted)
+        outputs = self.scheduler.commit(
+            step.batch, sampled.token_ids, ended_s - since_s, sampled.accepted, step_s
+        )
         self._finish_drafting(each for each in step.batch.sequences if each.finish_reason is not None)
         self._busy_since_s = ended_s if self.scheduler.has_work() else None
         if sampled.logprobs or sampled.prompt_logprobs:

@@ -17,7 +17,7 @@ from starlette.websockets import WebSocket
 
 import baton
 from baton.errors import BatonError
-from baton.gateway.api.admin import Canary, add_admin_routes
+from baton.gateway.api.admin import Canary, Find, add_admin_routes
 from baton.gateway.api.body_reader import ServedModel
 from baton.gateway.api.call import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from baton.gateway.api.dialects.messages import CountBody, MessageBody, body_of_error
@@ -93,10 +93,11 @@ def make_app(
     operator_port: int | None,
     allowed_origins: Sequence[str],
     responses: ResponseStore,
+    find: Find,
 ) -> ASGIApp:
     """Return the whole gateway as one ASGI application.
 
-    posts: by path. websocket: answers `/v1/stream`.
+    posts: by path. websocket: answers `/v1/stream`. find: of the requests of this gateway.
     """
     app = FastAPI(
         title="Baton",
@@ -112,7 +113,7 @@ def make_app(
     _add_operator_pages(app, model, exporter, dashboard)
     _add_models(app, model)
     _add_responses(app, responses)
-    add_admin_routes(app, model.service.explain)
+    add_admin_routes(app, model.service, find)
     _answer_errors(app)
     _add_api_page(app)
     describe_routes(app.openapi())  # made once and kept until another route is added

@@ -6,7 +6,7 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -34,7 +34,8 @@ from baton.gateway.tenants.limiter import Limiter
 from baton.gateway.tenants.tenants import Tenants, TenantsWatch
 from baton.gateway.text.model_files import read_sampling_defaults
 from baton.messages.bounds import Kind
-from baton.messages.operations import MAX_TENANTS_TOLD, GatewayStatus
+from baton.messages.operations import MAX_TENANTS_TOLD, FindRequests, GatewayStatus
+from baton.messages.timeline import RequestTimeline
 from baton.messages.workers import Address
 from baton.rpc import process
 from baton.rpc.auth import ClusterKeys, KeyRing
@@ -93,6 +94,7 @@ class GatewayProcess:
             operator_port=config.operator_port,
             allowed_origins=config.allowed_origins,
             responses=self._inference.responses,
+            find=self.find,
         )
         self._server = HttpServer(app, config, self._refused)
 
@@ -117,6 +119,10 @@ class GatewayProcess:
         await self._bodies.close()
         if self._watching is not None:
             self._watching.cancel()
+
+    def find(self, query: FindRequests) -> Sequence[RequestTimeline]:
+        """Return the ended requests of this gateway that a query asks for."""
+        return self._inference.requests.find(query)
 
     def status(self, id: str) -> GatewayStatus:
         """Return the report to routers. id: of this life of the process."""
@@ -157,6 +163,7 @@ async def serve_gateway(
     rpc_server.dropped = DroppedPeers(frontend.counters)
     gateway = GatewayProcess(config, keys, frontend, clock, name=identity[:8])
     frontend.report = lambda: gateway.status(identity)
+    frontend.find = gateway.find
     with contextlib.ExitStack() as ends:
         try:
             rpc_server.serve(frontend)

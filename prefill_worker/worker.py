@@ -227,11 +227,12 @@ class PrefillWorker(WorkerNode):
             self._fail(job, Failure.ERROR, "the model's output for it could not be sampled")
             return None
         reason = job.finish_reason(output.finish_reason, self._engine.max_model_len)
-        event = TokenEvent.of(job.request, output, reason)
+        job.timer.computed(output, self._clock.now_s(), self._reports.step_began_s)
+        times = job.timer.phases(hidden_s=self._endpoint.active_s(job.transfer))
+        event = TokenEvent.of(job.request, output, reason, times)
         if not fits(event):
             self._fail(job, Failure.INVALID, TOO_LARGE)
             return None
-        job.timer.computed(output, self._clock.now_s(), self._reports.step_began_s)
         self._num_tokens += output.token_id is not None
         self._peer_registry.emit(job.prefill.gateway, event)
         self._peer_registry.tell(job.prefill.decode, Prefilled(event=event))

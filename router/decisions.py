@@ -23,7 +23,7 @@ from msgspec.structs import asdict
 
 from baton.clock import Clock
 from baton.errors import ConfigError
-from baton.messages.bounds import MAX_SECONDS, Attempt, Count, Id, Seconds
+from baton.messages.bounds import MAX_SECONDS, Attempt, Count, Id, Moment, Seconds
 from baton.messages.control import Decision, Weighed
 from baton.messages.workers import PrefillTimes
 from baton.request import AttemptKey
@@ -32,7 +32,6 @@ from baton.router.policies.candidates import PairCandidate
 
 MAX_DECISIONS: Final = 4096
 MAX_ATTEMPTS: Final = 64  # of one request, in an answer
-Moment: TypeAlias = Annotated[float, Meta(ge=0)]  # seconds, by the router's clock
 
 logger = logging.getLogger(__name__)
 
@@ -117,7 +116,7 @@ class DecisionHistory:
 class _Line(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True, tag_field="kind"
 ):
-    at_s: Moment
+    at_s: Moment  # by the router's clock
 
 
 class DispatchedLine(_Line, frozen=True):

@@ -564,7 +564,8 @@ class Dispatcher:
         entry = make_entry(gateway.id, request, pair, self._cluster_state.model, queued.work)
         self._in_flight.enter(queued.key, entry)
         self._counters["dispatched" if pair.prefill is not None else "dispatched_local"] += 1
-        _send(gateway, request, pair, self._admission_queue.waited_s(queued))
+        waited_s = self._admission_queue.waited_s(queued)
+        _send(gateway, request, pair, queued, waited_s)
         # The workers have their messages: the rest adds nothing to the latency of the request.
         self._cluster_state.dispatched(submit, pair, entry)
 
@@ -593,12 +594,12 @@ def _valid_key(request: Request) -> AttemptKey:
         raise ProtocolError(message) from error
 
 
-def _send(gateway: GatewayPeer, request: Request, pair: Pair, age_s: float) -> None:
+def _send(gateway: GatewayPeer, request: Request, pair: Pair, queued: QueuedAttempt, waited_s: float) -> None:
     """Send the messages that begin an attempt to its workers, and `Routed` to its gateway.
 
     A pull source that does not fit beside a long prompt is left out: the prompt is then computed whole.
     """
-    age_s = min(MAX_SECONDS, age_s)
+    age_s = min(MAX_SECONDS, waited_s)
     source = pair.choice.source if pair.choice is not None else None
     if source is not None and not fits_beside(request, source):
         source = None
@@ -625,6 +626,10 @@ def _send(gateway: GatewayPeer, request: Request, pair: Pair, age_s: float) -> N
         decode=pair.decode.id,
         prefill=pair.prefill_id,
         reason=pair.reason,
+        received_s=max(0.0, queued.received_s),
+        dispatched_s=max(0.0, queued.since_s + waited_s),
+        num_ahead=queued.num_ahead,
+        ahead_tenant=queued.ahead_tenant,
     )
     gateway.peer.send(routed)
 

@@ -47,6 +47,8 @@ from baton.messages.operations import (
     Decisions,
     Drain,
     Explain,
+    FindRequests,
+    FoundRequests,
     GatewayReport,
     HeadAway,
     RestartWorker,
@@ -133,6 +135,7 @@ class Router:
         self._gateways: dict[str, GatewayPeer] = {}
         # Operators that start workers -> seconds since Ray's head became unreachable.
         self._watchers: dict[Peer, float] = {}
+        self._askers: dict[str, Peer] = {}  # connected processes that have asked gateways, by id
         capacity = Capacity(self.members, self.in_flight, decoders_compute=policy.weighs_local_prefill)
         self.admission_queue = AdmissionQueue(clock, self.members, capacity, self.cluster_state.model)
         self._dispatcher = Dispatcher(
@@ -166,6 +169,8 @@ class Router:
     def left(self, peer: Peer) -> None:
         """A connection has ended."""
         self._watchers.pop(peer, None)
+        if self._askers.get(peer.hello.id) is peer:
+            del self._askers[peer.hello.id]
         gateway = self._gateways.get(peer.hello.id)
         if gateway is not None and gateway.peer is peer:
             del self._gateways[peer.hello.id]
@@ -190,6 +195,8 @@ class Router:
             peer.send(self.status())
         elif isinstance(message, Explain):
             self._explain(peer, message)
+        elif isinstance(message, FindRequests):
+            self._find_requests(peer, message)
         elif isinstance(message, WatchWorkers):
             self._watchers[peer] = 0.0
             peer.send(self._list_members())
@@ -270,6 +277,10 @@ class Router:
                 peer.send(self.status())
             case Explain():
                 self._explain(peer, message)
+            case FindRequests():
+                self._find_requests(peer, message)
+            case FoundRequests():
+                self._found_requests(message)
             case GatewayReport():
                 gateway.status = message.status
             case _:
@@ -277,6 +288,20 @@ class Router:
 
     def _explain(self, peer: Peer, explain: Explain) -> None:
         peer.send(Decisions(decisions=tuple(self.cluster_state.decisions.of(explain.request_id))))
+
+    def _find_requests(self, peer: Peer, query: FindRequests) -> None:
+        """Pass a question on to every gateway; the answers name the asker."""
+        self._askers[peer.hello.id] = peer
+        query = replace(query, asker=peer.hello.id, num_asked=len(self._gateways))
+        for gateway in self._gateways.values():
+            gateway.peer.send(query)
+        if not self._gateways:
+            peer.send(FoundRequests.to(query))
+
+    def _found_requests(self, found: FoundRequests) -> None:
+        asker = self._askers.get(found.asker)
+        if asker is not None:
+            asker.send(found)
 
     # Workers.
 

@@ -195,7 +195,7 @@ class SimEngine(Replica):
         sampled = [self._run(chunk) for chunk in batch.chunks]
         for sequence in failed:
             self.scheduler.fail(sequence)
-        outputs = self.scheduler.commit(batch, sampled, duration_s)
+        outputs = self.scheduler.commit(batch, sampled, duration_s, computed_s=duration_s)
         self._num_steps += 1
         if not self._num_steps % STEPS_PER_CHECK:
             self.scheduler.check_integrity()

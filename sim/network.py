@@ -25,6 +25,7 @@ from baton.messages.codec import AnyMessage, decode, encode
 from baton.messages.control import Hello
 from baton.messages.workers import Address
 from baton.rpc.liveness import PING_S
+from baton.rpc.peer_clock import SAME_CLOCK, ClockOffset
 from baton.rpc.peers import TICK_S, Node
 from baton.rpc.session import HANDSHAKE_TIMEOUT_S
 from baton.sim.process import Call, Events, SimProcess
@@ -417,6 +418,11 @@ class HostPeer:
     def quiet_s(self) -> float:
         """See Peer."""
         return self._end.quiet_s
+
+    @property
+    def clock_offset(self) -> ClockOffset | None:
+        """See Peer. All processes have the virtual clock."""
+        return SAME_CLOCK
 
     def send(self, message: AnyMessage) -> None:
         """See Peer."""

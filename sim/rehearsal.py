@@ -49,6 +49,7 @@ from baton.router.index.prefix_index import PromptKeys, family_of
 from baton.router.policies.candidates import Select
 from baton.router.policies.cost import CostPolicy
 from baton.router.router import Router
+from baton.rpc.peer_clock import SAME_CLOCK, ClockOffset
 from baton.rpc.peers import TICK_S, Peer
 from baton.sim.process import Events, OffsetClock
 from baton.tenants import Refusal, SchedulingKey, Sla
@@ -232,6 +233,7 @@ class RehearsedWorker:
     """A worker as a peer of the router."""
 
     silence_s = quiet_s = 0.0
+    clock_offset: ClockOffset | None = SAME_CLOCK
 
     def __init__(self, cluster: "Rehearsal", hello: Hello) -> None:
         assert hello.worker is not None
@@ -480,6 +482,7 @@ class RehearsedGateway:
     """The router's peer that submits requests."""
 
     silence_s = quiet_s = 0.0
+    clock_offset: ClockOffset | None = SAME_CLOCK
 
     def __init__(self, rejected: Callable[[Rejected], None]) -> None:
         self.hello = Hello(process=Kind.GATEWAY, id=GATEWAY)

@@ -43,7 +43,7 @@ class Threads:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def call(self, call: Callable[[], None]) -> None:
+    def call(self, call: Callable[[], object]) -> None:
         """Make a call on the node's thread; its error is raised here."""
         done: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
 

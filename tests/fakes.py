@@ -12,6 +12,7 @@ from baton.engine.cache.page_pool import PagePool
 from baton.engine.scheduler.sequence import Batch, ScheduledChunk, Sequence
 from baton.messages.codec import AnyMessage, decode, encode
 from baton.messages.control import Hello
+from baton.rpc.peer_clock import SAME_CLOCK, ClockOffset
 
 _MULTIPLIER, _MODULUS = 6364136223846793005, 2**64
 
@@ -166,6 +167,7 @@ class PostedPeer:
         self._post = post
         self.is_closed = False
         self.silence_s = self.quiet_s = 0.0
+        self.clock_offset: ClockOffset | None = SAME_CLOCK
 
     @property
     def hello(self) -> Hello:

@@ -7,6 +7,7 @@ from baton.messages.codec import AnyMessage, encode
 from baton.messages.control import Hello
 from baton.messages.workers import Address, Worker, WorkerRole
 from baton.request import Request, SamplingParams
+from baton.rpc.peer_clock import SAME_CLOCK, ClockOffset
 from baton.rpc.peers import Node
 from baton.token_ids import TokenIds
 
@@ -61,6 +62,7 @@ class ListeningPeer:
         self.received: list[AnyMessage] = []
         self.is_open: bool = True
         self.silence_s = self.quiet_s = 0.0
+        self.clock_offset: ClockOffset | None = SAME_CLOCK
 
     @property
     def id(self) -> str:

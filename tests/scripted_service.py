@@ -5,8 +5,9 @@ from collections.abc import Callable, Iterable, Sequence
 
 from baton.errors import BatonError
 from baton.gateway.streams.request_stream import Sink
-from baton.gateway.streams.routers import Explained
-from baton.messages.operations import Status
+from baton.gateway.streams.routers import Explained, FoundTimelines
+from baton.gateway.streams.timeline import RequestMarks
+from baton.messages.operations import FindRequests, Status
 from baton.messages.workers import Worker
 from baton.request import FinishReason, Request, TokenEvent
 from tests.node_peers import a_worker
@@ -42,7 +43,7 @@ class ScriptedService:
         self.cancelled: list[str] = []
         self.refusal: BatonError | None = None  # of the next request
 
-    def open(self, request: Request, sink: Sink, *, sticky_worker: str = "") -> None:
+    def open(self, request: Request, sink: Sink, *, sticky_worker: str = "") -> RequestMarks:
         if self.refusal is not None:
             raise self.refusal
         self.requests.append(request)
@@ -50,6 +51,7 @@ class ScriptedService:
         self.sinks[request.request_id] = sink
         if self.play is not None:
             self.play(self, request)
+        return RequestMarks(request.arrival_s)
 
     def cancel(self, request_id: str) -> None:
         if self.sinks.pop(request_id, None) is not None:
@@ -60,6 +62,9 @@ class ScriptedService:
 
     def explain(self, request_id: str, explained: Explained) -> None:
         explained(None)
+
+    def find_requests(self, query: FindRequests, found: FoundTimelines) -> None:
+        found((), True)
 
     def emit(self, request_id: str, events: Sequence[TokenEvent]) -> None:
         """Send events as a worker does; events of a cancelled request are dropped."""

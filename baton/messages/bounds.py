@@ -28,6 +28,7 @@ Count: TypeAlias = Annotated[int, Meta(ge=0, le=2**53)]
 Attempt: TypeAlias = Annotated[int, Meta(ge=0, le=2**16)]
 MAX_SECONDS: Final = 86_400.0  # longer times are cut to this before they are sent
 Seconds: TypeAlias = Annotated[float, Meta(ge=0, le=MAX_SECONDS)]
+Moment: TypeAlias = Annotated[float, Meta(ge=0)]  # seconds by the monotonic clock of one process
 PageId: TypeAlias = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Generation: TypeAlias = Annotated[int, Meta(ge=0, le=2**32 - 1)]
 Port: TypeAlias = Annotated[int, Meta(ge=0, le=65_535)]  # 0: any that is free
@@ -51,6 +52,7 @@ class Kind(StrEnum):
 
 SCHEMA_BYTES: Final = 8
 _SEALS: Final = "keyed BLAKE2b"  # how links seal messages: see baton/rpc/session.py
+_PINGS: Final = "silence, three times"  # see baton/rpc/liveness.py
 _NO_MEANING: Final = frozenset({"description", "title"})  # prose, and names that no message carries
 
 
@@ -58,10 +60,11 @@ _NO_MEANING: Final = frozenset({"description", "title"})  # prose, and names tha
 def schema_hash(*types: Any) -> bytes:
     """Hash the fields of these message types and of the types they contain: names, tags, bounds, defaults.
 
-    Two builds with equal hashes can decode each other's messages. The hash covers the sealing method too.
+    Two builds with equal hashes can decode each other's messages. The hash covers the sealing method and the
+    pings too.
     """
     schemas, components = msgspec.json.schema_components(types)
-    described = json.dumps([_SEALS, *map(_bare, (*schemas, components))], sort_keys=True)
+    described = json.dumps([_SEALS, _PINGS, *map(_bare, (*schemas, components))], sort_keys=True)
     return hashlib.blake2b(described.encode(), digest_size=SCHEMA_BYTES).digest()
 
 

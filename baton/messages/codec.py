@@ -39,6 +39,8 @@ AnyMessage: TypeAlias = (
     | operations.Status
     | operations.Explain
     | operations.Decisions
+    | operations.FindRequests
+    | operations.FoundRequests
     | operations.GatewayReport
     | operations.WatchWorkers
     | operations.WorkerRemoved

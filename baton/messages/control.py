@@ -38,6 +38,8 @@ from baton.messages.bounds import (
     Id,
     Ids,
     Kind,
+    Moment,
+    Name,
     PageId,
     Reason,
     Seconds,
@@ -148,6 +150,11 @@ class Routed(Message, frozen=True):
     decode: Id
     prefill: Annotated[str, Meta(max_length=32)] = ""
     reason: Reason = ""
+    # The wait in the router's queue, by the router's clock.
+    received_s: Moment = 0.0
+    dispatched_s: Moment = 0.0
+    num_ahead: Count = 0  # attempts that were queued when this one came
+    ahead_tenant: Name = ""  # with the most of these
 
 
 class Queued(Message, frozen=True):

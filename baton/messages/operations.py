@@ -1,6 +1,6 @@
 """Messages of operators: status, routing decisions, and the drain and restart of workers."""
 
-from typing import Annotated, Final, TypeAlias
+from typing import Annotated, Final, Literal, Self, TypeAlias
 
 import msgspec
 from msgspec import Meta
@@ -8,6 +8,7 @@ from msgspec import Meta
 from baton.messages.bounds import MAX_ROUTERS, MAX_WORKERS, Count, Id, Name, Reason, Seconds
 from baton.messages.control import Decision, Message
 from baton.messages.status import QueueStatus, RouterStatus, joined
+from baton.messages.timeline import RequestTimeline
 from baton.messages.workers import Address, WorkerStatus
 
 MAX_GATEWAYS: Final = 1024
@@ -106,6 +107,38 @@ class Decisions(Message, frozen=True):
     """The decisions about one request, one an attempt; none: the router does not know the request."""
 
     decisions: Annotated[tuple[Decision, ...], Meta(max_length=64)] = ()
+
+
+MAX_FOUND: Final = 100  # timelines in one message
+
+
+class FindRequests(Message, frozen=True):
+    """Operator or gateway to router, router to every gateway: which ended requests do you have?
+
+    The router fills in `asker` and `num_asked`, and each gateway answers with FoundRequests.
+    """
+
+    question: Count  # a number, which the answer repeats
+    request_id: Id | None = None  # this one; None: the latest or slowest ones
+    order: Literal["latest", "slowest"] = "latest"
+    limit: Annotated[int, Meta(ge=1, le=MAX_FOUND)] = MAX_FOUND
+    tenant: Name | None = None  # of this tenant alone
+    asker: Annotated[str, Meta(max_length=32)] = ""
+    num_asked: Count = 0  # gateways
+
+
+class FoundRequests(Message, frozen=True):
+    """Gateway to router, router to the asker: the requests of one gateway, and how many gateways answer."""
+
+    question: Count
+    asker: Annotated[str, Meta(max_length=32)] = ""
+    num_asked: Count = 0
+    timelines: Annotated[tuple[RequestTimeline, ...], Meta(max_length=MAX_FOUND)] = ()
+
+    @classmethod
+    def to(cls, query: FindRequests, timelines: tuple[RequestTimeline, ...] = ()) -> Self:
+        """Return the answer to a query."""
+        return cls(question=query.question, asker=query.asker, num_asked=query.num_asked, timelines=timelines)
 
 
 class WatchWorkers(Message, frozen=True):

@@ -6,7 +6,7 @@ from typing import Annotated, Final, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from baton.messages.bounds import MAX_ROUTERS, Attempt, Count, Id, Name, Seconds
+from baton.messages.bounds import MAX_ROUTERS, Attempt, Count, Id, Moment, Name, Seconds
 
 
 class Address(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -134,6 +134,28 @@ class PrefillTimes(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
     moved_bytes: Count = 0  # sent to the decode worker
     exposed_s: Seconds = 0.0  # of the hand-off after the first token
     own_s: Seconds = 0.0  # this prompt's part of computed_s in shared steps; 0: unknown
+
+
+class WorkerTimes(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbid_unknown_fields=True):
+    """The phases of one attempt at one worker, by that worker's clock; a moment of 0 did not come.
+
+    A prefill worker sends them with the first token, a decode worker with the last one. The worker of the
+    prompt has `started_s` and `first_token_s`; a decode worker with a remote prompt has `granted_s` and
+    `pages_s`.
+    """
+
+    arrived_s: Moment  # the router's order
+    started_s: Moment = 0.0  # the first step with a part of the prompt began
+    first_token_s: Moment = 0.0
+    granted_s: Moment = 0.0  # there was room for the pages, and the prefill worker was told
+    pages_s: Moment = 0.0  # all pages of the prompt had arrived
+    ended_s: Moment = 0.0  # the last token
+    pulled_s: Seconds = 0.0  # waiting for a prefix of another worker, before started_s
+    prompt_s: Seconds = 0.0  # of the steps that computed a part of the sequence, until first_token_s
+    prompt_preempted_s: Seconds = 0.0  # between started_s and first_token_s
+    decode_s: Seconds = 0.0  # of such steps after that
+    decode_preempted_s: Seconds = 0.0
+    hidden_s: Seconds = 0.0  # of sending pages, until first_token_s
 
 
 class StepTimes(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

@@ -464,7 +464,7 @@ class MessageStream(Generic[ReceivedT]):
                 self._keep_alive(has_received=False)
                 continue
             self._keep_alive(has_received=True)
-            if not self._life.take_ping(body):
+            if not self._life.take_ping(body, time.monotonic()):
                 return body
 
     def _keep_alive(self, *, has_received: bool) -> None:

@@ -3,7 +3,8 @@
 A connection:
 
 1. Each end pings every PING_S, also when other frames leave. A ping says for how long its sender has heard
-   nothing, so that an end also learns that its own frames do not arrive.
+   nothing, so that an end also learns that its own frames do not arrive. Its times measure the offset of the
+   peer's clock (baton/rpc/peer_clock.py).
 2. Any received byte counts as life. An end drops a link after `timeout_s` in which nothing came from the peer
    or nothing reached the peer.
 3. Time in which this process itself did not run (SIGSTOP, a starved machine) does not count as the peer's
@@ -31,12 +32,13 @@ from baton.clock import Clock, PauseDetector
 from baton.errors import WireError
 from baton.messages.bounds import MAX_SECONDS, STEP_TIMEOUT_S
 from baton.messages.workers import RunningStep
+from baton.rpc.peer_clock import PeerClock, PingTimes
 
 BEAT_S: Final = 1.0  # between two heartbeats, and two signs of life
 PING_S: Final = 0.5
 
 # The first byte is one that no msgpack value begins with, so that a ping is never taken for a message.
-_PING: Final = struct.Struct(">BI")
+_PING: Final = struct.Struct(">BIddd")
 _MARK: Final = 0xC1
 _MAX_MS: Final = 2**32 - 1
 
@@ -54,16 +56,19 @@ class LinkLife:
         self._heard_s = self._pinged_s = now_s
         self._pauses = PauseDetector(now_s)
         self._unheard_s = 0.0  # how long the peer had heard nothing, by its last ping
+        self.peer_clock = PeerClock()
 
     def heard(self, now_s: float) -> None:
         """Record that bytes have come from the peer."""
         self._heard_s = now_s
 
-    def take_ping(self, body: bytes) -> bool:
-        """Return whether this frame body is a ping, and record the silence that the ping reports."""
+    def take_ping(self, body: bytes, now_s: float) -> bool:
+        """Return whether this frame body is a ping, and record what it reports. now_s: it was received."""
         if not is_ping(body):
             return False
-        self._unheard_s = _PING.unpack(body)[1] / 1000
+        _, unheard_ms, *times = _PING.unpack(body)
+        self._unheard_s = unheard_ms / 1000
+        self.peer_clock.take(PingTimes(*times), now_s)
         return True
 
     def silence_s(self, now_s: float) -> float:
@@ -75,7 +80,10 @@ class LinkLife:
         return max(now_s - self._heard_s, 0.0)
 
     def tick(self, now_s: float) -> bytes | None:
-        """Return the body of a ping when one is due. Raises WireError when the link must be dropped."""
+        """Return the body of a ping when one is due, to be sent at once.
+
+        Raises WireError when the link must be dropped.
+        """
         if pause_s := self._pauses.pause_s(now_s):
             self._heard_s = min(now_s, self._heard_s + pause_s)
             self._unheard_s = 0.0
@@ -86,7 +94,8 @@ class LinkLife:
         if now_s - self._pinged_s < PING_S:
             return None
         self._pinged_s = now_s
-        return _PING.pack(_MARK, min(_MAX_MS, max(0, round((now_s - self._heard_s) * 1000))))
+        unheard_ms = min(_MAX_MS, max(0, round((now_s - self._heard_s) * 1000)))
+        return _PING.pack(_MARK, unheard_ms, *self.peer_clock.times(now_s))
 
 
 FACTOR: Final = 8.0

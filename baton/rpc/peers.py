@@ -25,6 +25,7 @@ from baton.messages.codec import AnyMessage
 from baton.messages.control import AttemptFailed, Hello, Members, Reachable, Tokens
 from baton.messages.workers import Address, Worker, WorkerRole
 from baton.request import TokenEvent
+from baton.rpc.peer_clock import ClockOffset
 
 TICK_S = 0.25  # between two calls of `tick`
 ID_DIGITS: Final = 32
@@ -50,6 +51,10 @@ class Peer(Protocol):
     @property
     def quiet_s(self) -> float:
         """Seconds since bytes, pings included, came from the peer."""
+
+    @property
+    def clock_offset(self) -> ClockOffset | None:
+        """The peer's monotonic clock relative to ours; None until pings have gone both ways."""
 
     def send(self, message: AnyMessage) -> None:
         """Send without waiting. Messages to a peer that is gone are lost; the node hears `left`."""

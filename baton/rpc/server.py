@@ -44,6 +44,7 @@ from baton.messages.workers import Address, RunningStep
 from baton.rpc.auth import ClusterKeys, KeyRing, LinkKeys, Role
 from baton.rpc.connection import Call, DroppedPeers, Post, keep_alive
 from baton.rpc.liveness import BEAT_S, LinkLife, StepWatchdog
+from baton.rpc.peer_clock import ClockOffset
 from baton.rpc.peers import TICK_S, Node, Peer
 from baton.rpc.session import HANDSHAKE_TIMEOUT_S, Session
 
@@ -227,6 +228,7 @@ class RpcLink(asyncio.Protocol):
         self._is_paused = False  # bodies wait for the next turn, and nothing is read meanwhile
         self._transport: asyncio.Transport | None = None
         self._handshake_timer: asyncio.TimerHandle | None = None
+        self._received_s = 0.0  # when the latest bytes came
 
     @property
     def silence_s(self) -> float:
@@ -237,6 +239,11 @@ class RpcLink(asyncio.Protocol):
     def quiet_s(self) -> float:
         """See Peer."""
         return self._life.quiet_s(time.monotonic()) if self._life is not None else 0.0
+
+    @property
+    def clock_offset(self) -> ClockOffset | None:
+        """See Peer."""
+        return self._life.peer_clock.offset if self._life is not None else None
 
     @property
     def is_introduced(self) -> bool:
@@ -288,6 +295,7 @@ class RpcLink(asyncio.Protocol):
             return
         if ping is not None:
             self._send_body(ping)
+            self._flush()  # at once: the ping says when it was sent
 
     # Called by asyncio.
 
@@ -309,7 +317,7 @@ class RpcLink(asyncio.Protocol):
         self._session.open()
 
     def data_received(self, data: bytes) -> None:
-        now_s = time.monotonic()
+        self._received_s = now_s = time.monotonic()
         if self._life is not None:
             self._life.heard(now_s)
         if self._session is None:
@@ -393,7 +401,7 @@ class RpcLink(asyncio.Protocol):
     def _take(self, body: bytes) -> None:
         node = self._rpc_server.node
         assert node is not None
-        if self._life is not None and self._life.take_ping(body):
+        if self._life is not None and self._life.take_ping(body, self._received_s):
             return
         message = decode(body)
         if self._hello is None:
@@ -559,6 +567,10 @@ class _PeerProxy:
     @property
     def quiet_s(self) -> float:
         return self._link.quiet_s
+
+    @property
+    def clock_offset(self) -> ClockOffset | None:
+        return self._link.clock_offset
 
     def send(self, message: AnyMessage) -> None:
         self._thread.call(partial(self._link.send, message))

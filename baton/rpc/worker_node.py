@@ -25,7 +25,7 @@ from baton.messages.codec import AnyMessage
 from baton.messages.control import Heartbeat, KvEventBatch, KvEventsWanted, Measured, Members, Pressure
 from baton.messages.operations import Drain
 from baton.messages.status import OverloadLevel
-from baton.messages.workers import Load, PrefillTimes, StepTimes, Tier, Worker
+from baton.messages.workers import Load, PrefillTimes, StepTimes, Tier, Worker, WorkerTimes
 from baton.request import AttemptKey, Request, StepOutput
 from baton.rpc.liveness import BEAT_S
 from baton.rpc.peers import Peer, PeerRegistry
@@ -74,6 +74,10 @@ class TimedSequence(Protocol):
     def is_queued(self) -> bool: ...
     @property
     def own_s(self) -> float: ...
+    @property
+    def computed_s(self) -> float: ...
+    @property
+    def preempted_s(self) -> float: ...
 
 
 class PromptTimer:
@@ -87,6 +91,7 @@ class PromptTimer:
         self._sequence: TimedSequence | None = None
         self._started_s: float | None = None  # the beginning of the first step
         self._pulled = (0, 0.0)
+        self._prompt_s = self._preempted_s = 0.0  # until the first token
 
     @property
     def is_running(self) -> bool:
@@ -115,6 +120,9 @@ class PromptTimer:
         """Record the first token and return the times. step_began_s: the beginning of the token's step."""
         started_s = step_began_s if self._started_s is None else self._started_s
         self.first_token_s = now_s
+        self._started_s = started_s
+        if self._sequence is not None:
+            self._prompt_s, self._preempted_s = self._sequence.computed_s, self._sequence.preempted_s
         self.times = PrefillTimes(
             self._request.request_id,
             self._request.attempt,
@@ -127,6 +135,34 @@ class PromptTimer:
             own_s=self._sequence.own_s if self._sequence is not None else 0.0,
         )
         return self.times
+
+    def phases(
+        self,
+        sequence: TimedSequence | None = None,
+        *,
+        ended_s: float = 0.0,
+        granted_s: float = 0.0,
+        pages_s: float = 0.0,
+        hidden_s: float = 0.0,
+    ) -> WorkerTimes:
+        """Return the phases of the attempt. sequence: has decoded. The other values: see WorkerTimes."""
+        computed_s, preempted_s = self._prompt_s, self._preempted_s
+        if sequence is not None:
+            computed_s, preempted_s = sequence.computed_s, sequence.preempted_s
+        return WorkerTimes(
+            arrived_s=self._arrived_s,
+            started_s=self._started_s or 0.0,
+            first_token_s=0.0 if self.times is None else self.first_token_s,
+            granted_s=granted_s,
+            pages_s=pages_s,
+            ended_s=ended_s,
+            pulled_s=self._pulled[1],
+            prompt_s=self._prompt_s,
+            prompt_preempted_s=self._preempted_s,
+            decode_s=computed_s - self._prompt_s,
+            decode_preempted_s=preempted_s - self._preempted_s,
+            hidden_s=hidden_s,
+        )
 
 
 class WorkerReports:

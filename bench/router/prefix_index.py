@@ -33,6 +33,7 @@ from baton.router.membership import Member
 from baton.router.policies.base import ClusterView, PolicyContext, WorkerPool
 from baton.router.policies.cost import CostPolicy
 from baton.router.policies.cost_model import CostModel
+from baton.rpc.peer_clock import ClockOffset
 from baton.token_ids import TokenIds
 
 PROMPT_PAGES: Final = 752  # 12,000 tokens
@@ -155,6 +156,7 @@ class _ClosedPeer:
     """A peer that nothing is sent to."""
 
     silence_s = quiet_s = 0.0
+    clock_offset: ClockOffset | None = None
 
     def __init__(self, hello: Hello) -> None:
         self.hello = hello

@@ -257,6 +257,7 @@ class Scheduler:
         sampled: Ordered[int | None],
         step_s: float = 0.0,
         accepted: Mapping[int, Ordered[int]] = {},
+        computed_s: float = 0.0,
     ) -> list[StepOutput]:
         """Record that the batch has run; `sampled[i]` is the token of chunk i if it samples.
 
@@ -265,7 +266,8 @@ class Scheduler:
         tokens overwrite it.
         Chunks of sequences that have ended since are ignored. Returns one StepOutput for each new token,
         without log probabilities.
-        step_s: the time since the last batch ended, or since there was work.
+        step_s: the time since the last batch ended, or since there was work. computed_s: the part of it in
+        which the batch ran.
         """
         if batch is not self._advanced:
             self.advance(batch)
@@ -275,6 +277,7 @@ class Scheduler:
         page_size = self.pool.page_size
         columns = batch.sequences, batch.starts, batch.own_lengths, sampled
         for sequence, start, length, token_id in zip(*columns, strict=True):
+            sequence.computed_s += computed_s
             num_computed, status = start + length, sequence.status
             if status is _FINISHED:
                 continue
@@ -358,6 +361,7 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence, mode: PreemptMode) -> None:
         sequence.num_preemptions += 1
+        sequence.preempted_since_s = self._clock.now_s()
         self.num_preemptions += 1
         if mode is PreemptMode.SWAP:
             self._pages.swap_out(sequence)
@@ -372,6 +376,9 @@ class Scheduler:
         for sequence, keys in zip(sequences, host_keys, strict=True):
             self._pages.restore(sequence, keys)
             self._queues.run(sequence)
+            if sequence.preempted_since_s is not None:
+                sequence.preempted_s += self._clock.now_s() - sequence.preempted_since_s
+                sequence.preempted_since_s = None
         self._queues.num_last_admitted = len(sequences)
 
     def _allocate(self, plan: Plan) -> None:

@@ -80,6 +80,12 @@ class SequenceProgress(Protocol):
     @property
     def own_s(self) -> float: ...
 
+    @property
+    def computed_s(self) -> float: ...
+
+    @property
+    def preempted_s(self) -> float: ...
+
 
 @dataclass(slots=True, weakref_slot=True, eq=False, kw_only=True)
 class Sequence:
@@ -128,6 +134,9 @@ class Sequence:
     )  # of the scheduling key, while the sequence is live
     enqueued_s: float = 0.0
     own_s: float = 0.0  # the prompt's part of the step times, see `attribute_step_cost`
+    computed_s: float = 0.0  # of all steps that computed a part of it
+    preempted_s: float = 0.0  # from each preemption until it ran again
+    preempted_since_s: float | None = None
     cache_group: bytes = field(init=False)  # the tenant's own salt; eviction is fair among groups
 
     def __post_init__(self) -> None:

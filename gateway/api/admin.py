@@ -1,4 +1,4 @@
-"""Operators' views of the cluster: routing decisions, and whether a request gets through.
+"""Operators' views of the cluster: routing decisions, timelines, and whether a request gets through.
 
 gateway/http/auth.py admits operators alone to `/admin/`.
 """
@@ -7,39 +7,114 @@ import asyncio
 import re
 import secrets
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from operator import attrgetter
 from typing import Any, Final, TypeAlias
 
 import msgspec
 from fastapi import FastAPI
+from fastapi import Request as HttpRequest
 
 from baton.clock import Clock
 from baton.errors import BatonError, Overloaded, WorkerLost
-from baton.gateway.api.errors import ApiError
+from baton.gateway.api.errors import ApiError, invalid
 from baton.gateway.streams.request_stream import Service
 from baton.gateway.streams.routers import Explained
 from baton.messages.control import Decision
+from baton.messages.operations import FindRequests
+from baton.messages.timeline import RequestTimeline
 from baton.messages.workers import Worker, WorkerRole
 from baton.request import Request, SamplingParams, TokenEvent
 from baton.token_ids import TokenIds
 
 ANSWER_TIMEOUT_S: Final = 5.0
+OTHERS_TIMEOUT_S: Final = 1.0  # for the answers of other gateways
+MAX_LIMIT: Final = 100
 _ID: Final = re.compile("[0-9a-f]{32}")
 Explain: TypeAlias = Callable[[str, Explained], None]
+Find: TypeAlias = Callable[[FindRequests], Sequence[RequestTimeline]]
 
 
-def add_admin_routes(app: FastAPI, explain: Explain) -> None:
-    """Add `/admin/decisions/ID`. explain: asks the routers."""
+def add_admin_routes(app: FastAPI, service: Service, find: Find) -> None:
+    """Add `/admin/decisions/ID`, `/admin/requests` and `/admin/requests/ID`.
+
+    find: of the requests of this gateway; the service asks the other gateways.
+    """
 
     @app.get("/admin/decisions/{request_id}", include_in_schema=False)
     async def decisions(request_id: str) -> dict[str, Any]:
         """Return how a request was routed, one entry an attempt, by the `id` of its answer."""
-        found = await _ask(explain, request_id.rpartition("-")[2])
+        found = await _ask(service.explain, request_id.rpartition("-")[2])
         if found is None:
             raise ApiError(503, "the router does not answer", code="unavailable", retry_after_s=1.0)
         if not found:
             raise ApiError(404, "the router does not know that request", code="not_found")
         return {"object": "list", "data": [_shown(decision) for decision in found]}
+
+    @app.get("/admin/requests", include_in_schema=False)
+    async def requests(request: HttpRequest) -> dict[str, Any]:
+        """List ended requests of all gateways, the latest or the slowest first."""
+        query = _read_query(request.query_params)
+        key = attrgetter("total_s") if query.order == "slowest" else _ended_s
+        found = sorted(await _find(service, find, query), key=key, reverse=True)
+        return {"object": "list", "data": [_summary(each) for each in found[: query.limit]]}
+
+    @app.get("/admin/requests/{request_id}", include_in_schema=False)
+    async def one_request(request_id: str) -> dict[str, Any]:
+        """Return the timeline of an ended request, by the `id` of its answer."""
+        bare_id = request_id.rpartition("-")[2]
+        if _ID.fullmatch(bare_id):
+            query = FindRequests(question=0, request_id=bare_id)
+            for timeline in find(query) or await _find(service, find, query):
+                return {**msgspec.to_builtins(timeline), "seconds": timeline.seconds}
+        message = "no gateway has that request: it runs, or it ended too long ago"
+        raise ApiError(404, message, code="not_found")
+
+
+def _read_query(params: Mapping[str, str]) -> FindRequests:
+    """Return the query of `/admin/requests`. Raises ApiError 400, which names the parameter."""
+    for name in params:
+        if name not in ("order", "limit", "tenant"):
+            raise invalid(f"the query parameter {name[:40]!r} is not known", param=name[:40])
+    order, limit = params.get("order", "latest"), params.get("limit", "20")
+    if order not in ("latest", "slowest"):
+        raise invalid("order: expected latest or slowest", param="order")
+    if not limit.isdecimal() or not 1 <= int(limit) <= MAX_LIMIT:
+        raise invalid(f"limit: expected a number from 1 to {MAX_LIMIT}", param="limit")
+    return FindRequests(
+        question=0,
+        order="slowest" if order == "slowest" else "latest",
+        limit=int(limit),
+        tenant=params.get("tenant"),
+    )
+
+
+async def _find(service: Service, find: Find, query: FindRequests) -> list[RequestTimeline]:
+    """Return what this gateway and the others have, without those that do not answer in time."""
+    found = {timeline.request_id: timeline for timeline in find(query)}
+    has_all = asyncio.get_running_loop().create_future()
+
+    def take(timelines: Sequence[RequestTimeline], is_last: bool) -> None:
+        found.update((timeline.request_id, timeline) for timeline in timelines)
+        if is_last and not has_all.done():
+            has_all.set_result(None)
+
+    service.find_requests(query, take)
+    with suppress(TimeoutError):
+        async with asyncio.timeout(OTHERS_TIMEOUT_S):
+            await has_all
+    return list(found.values())
+
+
+def _ended_s(timeline: RequestTimeline) -> float:
+    return timeline.began_s + timeline.total_s
+
+
+def _summary(timeline: RequestTimeline) -> dict[str, Any]:
+    shown: dict[str, Any] = msgspec.to_builtins(timeline)
+    del shown["parts"], shown["attempts"]
+    return {**shown, "num_attempts": len(timeline.attempts), "seconds": timeline.seconds}
 
 
 async def _ask(explain: Explain, request_id: str) -> tuple[Decision, ...] | None:

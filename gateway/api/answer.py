@@ -27,6 +27,7 @@ from baton.gateway.api.call import Call, Prompt
 from baton.gateway.api.errors import ApiError
 from baton.gateway.streams.request_stream import Service
 from baton.gateway.streams.resume import NAME_BYTES
+from baton.gateway.streams.timeline import RequestMarks
 from baton.gateway.text.answer_reader import ToolCallDelta
 from baton.gateway.text.tokenizer import ChoiceText, Tokenizer, detokenizer_of
 from baton.pages import with_public
@@ -261,7 +262,7 @@ class Answer:
         )
         choice.is_running = True
         try:
-            self.service.open(request, choice, sticky_worker=sticky_worker)
+            choice.marks = self.service.open(request, choice, sticky_worker=sticky_worker)
         except BatonError:
             choice.is_running = False
             raise
@@ -278,6 +279,7 @@ class AnswerChoice:
         self.number = number
         self.index = index
         self.is_running = False  # the service knows of the request
+        self.marks: RequestMarks | None = None  # from then on
         self.num_tokens = 0
         self.num_cached_tokens = 0
         self.num_reasoning_tokens = 0  # of batches that had reasoning alone

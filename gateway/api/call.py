@@ -414,7 +414,9 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0
     sla: Sla = Sla()
     scheduling_key: SchedulingKey = SchedulingKey()
-    arrival_s: float = 0.0  # by the gateway's clock
+    arrival_s: float = 0.0  # of the last byte of the body, by the gateway's clock
+    received_s: float = 0.0  # of the first byte of the head; 0: unknown
+    tokenised_s: float = 0.0  # seconds of tokenising the prompts
     tenant: Tenant
 
     @property

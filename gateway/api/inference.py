@@ -63,6 +63,7 @@ from baton.gateway.api.format import DONE, answer_format
 from baton.gateway.api.prompt_reader import BodyKind, ReadPolicy
 from baton.gateway.http.protocol import (
     BLOCK_BYTES,
+    RECEIVED_S,
     RESPONSE_WRITER,
     ResponseWriter,
     check_content_type,
@@ -72,6 +73,7 @@ from baton.gateway.http.protocol import (
 )
 from baton.gateway.http.websocket import LIMITED_SOCKET, LimitedSocket
 from baton.gateway.metrics.metrics import Metrics
+from baton.gateway.metrics.requests import RequestHistory
 from baton.gateway.streams.resume import (
     HEADER,
     MAX_RESUMABLE_CHOICES,
@@ -132,6 +134,7 @@ class Inference:
         self.responses = ResponseStore(
             max_entries=config.max_stored_responses, max_bytes=config.max_stored_response_bytes
         )
+        self.requests = RequestHistory(metrics, clock, calendar_s)
         self._coalescer = WriteCoalescer()
         self._open: dict[Answer, Permit] = {}
 
@@ -172,6 +175,7 @@ class Inference:
         tenant = scope["state"]["tenant"]
         sla, scheduling_key = read_objectives(scope, tenant)
         arrival_s = self._clock.now_s()
+        received_s = min(scope.get("extensions", {}).get(RECEIVED_S, arrival_s), arrival_s)
         policy = self._read_policy(tenant)
         history = self._history(data, tenant.name) if kind == "response" else b""
         read = await self._model.bodies.read(kind, data, policy, tenant.name, history)
@@ -201,6 +205,8 @@ class Inference:
             sla=sla,
             scheduling_key=scheduling_key,
             arrival_s=arrival_s,
+            received_s=received_s,
+            tokenised_s=read.tokenised_s,
             resumed=resumed,
         )
         if call.is_resumable and scope["type"] == "websocket":
@@ -295,6 +301,7 @@ class Inference:
             del self._open[answer]
             outcome = _outcome(answer, failure or answer.error)
             permit.leave(outcome, answer.num_cached_tokens, self._clock.now_s())
+            self.requests.finished(answer, outcome)
             answer.choices.clear()  # a reference cycle: it would wait for the garbage collector
 
     async def _yield_for(self, call: Call) -> None:

@@ -5,6 +5,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from time import perf_counter
 from typing import Final, Literal, TypeAlias
 
 import msgspec
@@ -107,6 +108,7 @@ class ReadBody(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     asked_form: AskedForm | None = None
     response: AskedResponse | None = None  # of the body of a response
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
+    tokenised_s: float = 0.0  # seconds of tokenising the prompts
 
 
 class TextSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -281,7 +283,9 @@ class PromptReader:
         if body.reasoning_effort is not None:
             kwargs[REASONING_EFFORT] = body.reasoning_effort
         text = self._chat_text(body, policy, choice.tools, kwargs)
+        began_s = perf_counter()
         token_ids = self._needed_tokenizer.encode(text, add_special_tokens=bool(body.add_special_tokens))
+        tokenised_s = perf_counter() - began_s
         token_ids = truncated(token_ids, body, policy.longest())
         policy.check_length(len(token_ids))
         state = self._reasoning_state(text)
@@ -296,6 +300,7 @@ class PromptReader:
             parsing=self._parsing(body, choice, state),
             asked_form=form,
             bad_words_token_ids=self._bad_words(body),
+            tokenised_s=tokenised_s,
         )
 
     def _chat_text(
@@ -359,7 +364,9 @@ class PromptReader:
         body, num_unknown = _decode(data, CompletionBody, policy)
         check_sampled_ids(body, self._vocab_size)
         policy.check_model(body.model)
+        began_s = perf_counter()
         prompts = [self._prompt(given, body, policy) for given in list_prompts(body.prompt)]
+        tokenised_s = perf_counter() - began_s
         form = self._form(body)
         rest = msgspec.structs.replace(body, prompt=None, **WITHOUT_FORM)
         return ReadBody(
@@ -368,6 +375,7 @@ class PromptReader:
             prompts=prompts,
             asked_form=form,
             bad_words_token_ids=self._bad_words(body),
+            tokenised_s=tokenised_s,
         )
 
     def _bad_words(self, body: Body) -> tuple[tuple[int, ...], ...]:

@@ -17,6 +17,7 @@ A stream writes its body past ASGI, from callbacks, through the `ResponseWriter`
 """
 
 import asyncio
+import time
 import uuid
 from collections.abc import Callable, Iterable
 from typing import Any, Final, Protocol, cast
@@ -32,6 +33,7 @@ from baton.clock import Clock
 from baton.config.gateway import GatewayConfig
 from baton.gateway.api.errors import ApiError, ClientGone, Headers
 
+RECEIVED_S: Final = "baton.received_s"  # the extension that has the time of the request's first byte
 RESPONSE_WRITER: Final = "baton.response_writer"  # the extension of an ASGI scope that has the ResponseWriter
 JSON: Final = b"application/json"
 JSON_HEADERS: Final = [(b"content-type", JSON)]
@@ -294,7 +296,8 @@ class LimitedProtocol(HttpToolsProtocol):
         self._num_header_bytes = 0
         self._num_body_bytes = 0
         self._deadline.set(self._settings.header_timeout_s, self._late)
-        self.scope["extensions"] = {}
+        extensions: Any = {RECEIVED_S: time.monotonic()}
+        self.scope["extensions"] = extensions
 
     def on_url(self, url: bytes) -> None:
         self._count_header_bytes(len(url))

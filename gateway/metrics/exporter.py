@@ -214,6 +214,19 @@ METRICS: Final[list[Metric[Any]]] = [
     histogram("baton_time_to_first_token_seconds", GATEWAYS, "From the call to its first token.", "ttft"),
     histogram("baton_inter_token_latency_seconds", GATEWAYS, "Between batches of tokens.", "itl"),
     histogram("baton_request_seconds", GATEWAYS, "From the call to its end.", "duration"),
+    counter(
+        "baton_request_part_seconds",
+        GATEWAYS,
+        "Seconds of ended requests by the part of their timeline.",
+        lambda counts: {name: us / 1e6 for name, us in counts.parts_us.items()},
+        "part",
+    ),
+    histogram(
+        "baton_request_unaccounted_seconds",
+        GATEWAYS,
+        "Time of a request that no part of its timeline explains.",
+        "unaccounted",
+    ),
     # Tenants at gateways
     gauge("baton_tenant_open_requests", TENANTS, "Choices being answered.", "num_open"),
     counter("baton_tenant_prompt_tokens", TENANTS, "Tokens of prompts.", "prompt_tokens"),

@@ -21,6 +21,7 @@ REFUSALS: Final = frozenset(refusal.value for refusal in Refusal)
 TTFT_BOUNDS_S: Final = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 ITL_BOUNDS_S: Final = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.08, 0.1, 0.2, 0.5, 1.0, 5.0)
 REQUEST_BOUNDS_S: Final = (0.01, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0, 120.0, 600.0)
+UNACCOUNTED_BOUNDS_S: Final = (0.0001, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0)
 ROUTES: Final = frozenset(
     {"/v1/chat/completions", "/v1/completions", "/v1/models", "/tokenize", "/detokenize"}
     | {"/health", "/ping", "/metrics", "/version", "/v1/stream", "/ui"}
@@ -66,6 +67,8 @@ class Metrics(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     ttft: Histogram = msgspec.field(default_factory=lambda: Histogram(TTFT_BOUNDS_S))
     itl: Histogram = msgspec.field(default_factory=lambda: Histogram(ITL_BOUNDS_S))
     form_check: Histogram = msgspec.field(default_factory=lambda: Histogram(CHECK_BOUNDS_S))
+    parts_us: ByName = msgspec.field(default_factory=Counter)  # of the timelines of ended calls
+    unaccounted: Histogram = msgspec.field(default_factory=lambda: Histogram(UNACCOUNTED_BOUNDS_S))
     duration: Histogram = msgspec.field(default_factory=lambda: Histogram(REQUEST_BOUNDS_S))
 
     def answered(self, path: str, status: int) -> None:

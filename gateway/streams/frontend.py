@@ -23,7 +23,15 @@ from baton.gateway.streams.request_stream import (
     Sink,
     StreamState,
 )
-from baton.gateway.streams.routers import SILENT_S, Explained, Explanations, RouterWatch
+from baton.gateway.streams.routers import (
+    SILENT_S,
+    Explained,
+    Explanations,
+    FoundTimelines,
+    RequestSearches,
+    RouterWatch,
+)
+from baton.gateway.streams.timeline import CANCELLED, FINISHED, RequestMarks, WorkerMarks
 from baton.gateway.streams.workers import MAX_REMEMBERED, WorkerConnections
 from baton.messages.bounds import MAX_EVENTS, Kind
 from baton.messages.codec import AnyMessage, fits_request
@@ -42,7 +50,8 @@ from baton.messages.control import (
     Tokens,
     age_s,
 )
-from baton.messages.operations import Decisions, GatewayStatus, Status
+from baton.messages.operations import Decisions, FindRequests, FoundRequests, GatewayStatus, Status
+from baton.messages.timeline import RequestTimeline
 from baton.messages.workers import Address, Worker, WorkerRole
 from baton.request import AttemptKey, FinishReason, Request, TokenEvent
 from baton.rpc.peers import Dial, Peer, PeerRegistry
@@ -78,10 +87,12 @@ class Frontend:
         self.hello = Hello(process=Kind.GATEWAY, id=id)
         self.counters: Counter[str] = Counter()
         self.report: Callable[[], GatewayStatus] | None = None  # sent to routers each second
+        self.find: Callable[[FindRequests], Sequence[RequestTimeline]] = lambda query: ()  # of this gateway
         self._peer_registry = PeerRegistry(self.hello, routers, dial, wanted=list(WorkerRole))
         self._connections = WorkerConnections(self._peer_registry, clock)
         self._watch = RouterWatch(self._peer_registry, clock)
         self._explanations = Explanations(self._peer_registry)
+        self._searches = RequestSearches(self._peer_registry)
         self._reports = AttemptReports(self._peer_registry)
         self._window = SubmitWindow(clock)
         self._clock = clock
@@ -129,7 +140,7 @@ class Frontend:
         """Open requests."""
         return len(self._streams)
 
-    def open(self, request: Request, sink: Sink, *, sticky_worker: str = "") -> None:
+    def open(self, request: Request, sink: Sink, *, sticky_worker: str = "") -> RequestMarks:
         """See Service. The id must be new, and a sampled request has its seed: replays need the same one.
 
         Raises Overloaded or InvalidRequest, and keeps nothing of the request then.
@@ -148,6 +159,7 @@ class Frontend:
         self._streams[stream.request_id] = stream
         self._wait(stream)
         self._submit(stream)
+        return stream.marks
 
     def cancel(self, request_id: str) -> None:
         """See Service."""
@@ -155,7 +167,7 @@ class Frontend:
         if stream is not None:
             self.counters["cancelled"] += 1
             self._stop_attempt(stream)
-            self._forget(stream)
+            self._forget(stream, CANCELLED)
 
     def decode_worker(self, request_id: str) -> str:
         """See Service."""
@@ -165,6 +177,10 @@ class Frontend:
     def explain(self, request_id: str, explained: Explained) -> None:
         """See Service."""
         self._explanations.ask(request_id, explained)
+
+    def find_requests(self, query: FindRequests, found: FoundTimelines) -> None:
+        """See Service."""
+        self._searches.ask(query, found)
 
     # The host: see Node.
 
@@ -246,6 +262,9 @@ class Frontend:
                 peer.send(Cancel(request_id=event.request_id, attempt=event.attempt))
                 continue
             stream.heard_s = now_s
+            if event.times is not None:
+                sender = WorkerMarks(self._name(peer.hello.id), event.times, peer.clock_offset)
+                stream.marks.attempts[-1].workers.append(sender)
             try:
                 due = stream.take(event) if event.finish_reason not in _NO_ANSWERS else None
             except ProtocolError as error:
@@ -261,6 +280,8 @@ class Frontend:
                 self._repeated(stream, event)
 
     def _deliver(self, stream: RequestStream, due: Sequence[TokenEvent]) -> None:
+        if not stream.is_reported and stream.num_answered:
+            stream.marks.attempts[-1].first_token_s = stream.heard_s
         try:
             stream.sink.tokens(due)
         except Exception:  # a bug of this one reader: the other requests of the message go on
@@ -275,7 +296,7 @@ class Frontend:
         if due[-1].finish_reason is not None:
             self.counters["finished"] += 1
             self._reports.ended(stream)
-            self._forget(stream)
+            self._forget(stream, FINISHED)
 
     def _repeated(self, stream: RequestStream, event: TokenEvent) -> None:
         self.counters["repeated_events"] += 1
@@ -323,7 +344,7 @@ class Frontend:
             case Queued():
                 pass
             case Routed():
-                self._routed(message)
+                self._routed(peer, message)
             case Rejected():
                 self._rejected(message)
             case AttemptFailed():
@@ -334,6 +355,11 @@ class Frontend:
                 self._watch.answered(peer, message)
             case Decisions():
                 self._explanations.answer(peer, message.decisions)
+            case FindRequests():
+                timelines = tuple(self.find(message))
+                peer.send(FoundRequests.to(message, timelines))
+            case FoundRequests():
+                self._searches.answer(message)
             case _:
                 raise ProtocolError(f"a {type(message).__name__} is nothing for a gateway")
         if isinstance(message, Queued | Routed | Rejected):
@@ -341,7 +367,7 @@ class Frontend:
             if tenant is not None:
                 self._submit_waiting(tenant)
 
-    def _routed(self, routed: Routed) -> None:
+    def _routed(self, peer: Peer, routed: Routed) -> None:
         stream = self._present(routed.request_id, routed.attempt)
         if stream is None:
             cancel = Cancel(request_id=routed.request_id, attempt=routed.attempt)
@@ -349,6 +375,9 @@ class Frontend:
             return
         asked_s, now_s = stream.heard_s, self._clock.now_s()
         stream.routed(routed.decode, routed.prefill, now_s)
+        attempt = stream.marks.attempts[-1]
+        attempt.routed, attempt.router_clock = routed, peer.clock_offset
+        attempt.decode, attempt.prefill = self._name(routed.decode), self._name(routed.prefill)
         for worker in (routed.decode, routed.prefill):
             has_left = self._connections.left_s(worker) >= asked_s  # since the router was asked
             is_here = self._connections.has(worker)
@@ -499,6 +528,7 @@ class Frontend:
         """Replace the present attempt by another."""
         self.counters[f"replays_{reason}"] += 1
         self._stop_attempt(stream)
+        stream.marks.ended(reason, stream.num_answered, self._clock.now_s())
         stream.next_attempt(self._clock.now_s(), at_once=at_once)
         self._wait(stream)
         if stream.retry_s <= self._clock.now_s():
@@ -533,7 +563,7 @@ class Frontend:
         self.counters[f"failed_{type(error).__name__}"] += 1
         logger.info("request %s failed: %s", stream.request_id, error)
         self._stop_attempt(stream)
-        self._forget(stream)
+        self._forget(stream, type(error).__name__)
         try:
             stream.sink.failed(error)
         except Exception:  # a bug of this one reader
@@ -548,7 +578,14 @@ class Frontend:
             self._peer_registry.tell(stream.decode, Cancel(request_id=request_id, attempt=attempt))
         self._reports.ended(stream)
 
-    def _forget(self, stream: RequestStream) -> None:
+    def _name(self, worker: str) -> str:
+        member = self._peer_registry.members.get(worker)
+        return worker[:8] if member is None else member.name
+
+    def _forget(self, stream: RequestStream, end: str) -> None:
+        now_s = self._clock.now_s()
+        stream.marks.ended(end, stream.num_answered, now_s)
+        stream.marks.last_token_s = stream.heard_s if stream.log else now_s
         del self._streams[stream.request_id]
         self._stop_waiting(stream)
 

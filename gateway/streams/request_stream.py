@@ -34,10 +34,11 @@ from typing import Final, NamedTuple, Protocol
 import msgspec
 
 from baton.errors import BatonError, InvalidRequest, Overloaded, ProtocolError, Refused, WorkerLost
-from baton.gateway.streams.routers import Explained
+from baton.gateway.streams.routers import Explained, FoundTimelines
+from baton.gateway.streams.timeline import RequestMarks
 from baton.gateway.streams.workers import WorkerConnections
 from baton.messages.codec import fits_request
-from baton.messages.operations import Status
+from baton.messages.operations import FindRequests, Status
 from baton.messages.workers import Worker
 from baton.request import AttemptKey, Request, TokenEvent
 from baton.tenants import Refusal
@@ -65,8 +66,8 @@ class Sink(Protocol):
 class Service(Protocol):
     """The cluster as the HTTP side sees it. `Frontend` is one, and in tests a single engine is."""
 
-    def open(self, request: Request, sink: Sink, *, sticky_worker: str = "") -> None:
-        """Begin a request of one choice.
+    def open(self, request: Request, sink: Sink, *, sticky_worker: str = "") -> RequestMarks:
+        """Begin a request of one choice, and return its marks, which the service goes on to write.
 
         sticky_worker: the decode worker that has the prompt already. Raises Overloaded when too many are
         open, and keeps nothing of the request then.
@@ -80,6 +81,9 @@ class Service(Protocol):
 
     def explain(self, request_id: str, explained: Explained) -> None:
         """Ask how a request was routed, and call `explained` once."""
+
+    def find_requests(self, query: FindRequests, found: FoundTimelines) -> None:
+        """Ask all gateways for ended requests, and call `found` with each answer."""
 
     @property
     def why_not_ready(self) -> str:
@@ -152,8 +156,10 @@ class RequestStream:
     retry_s: float = field(init=False)
     unserved_since_s: float = field(init=False)  # since when no worker has answered the request
     heard_s: float = field(init=False)  # when its router or its workers last took it on or answered
+    marks: RequestMarks = field(init=False)
 
     def __post_init__(self, opened_s: float) -> None:
+        self.marks = RequestMarks(opened_s)
         self.attempt = self.request.attempt
         self.log = list(self.request.generated_token_ids)
         self.next_index = self.first_index = len(self.log)
@@ -223,6 +229,7 @@ class RequestStream:
         """Enter SUBMITTED: this router has been asked."""
         self.state, self.router = StreamState.SUBMITTED, router
         self.heard_s = self.assigned_s = now_s
+        self.marks.submitted(self.attempt, f"router {router[:8]}", now_s)
 
     def routed(self, decode: str, prefill: str, now_s: float) -> None:
         """Enter ROUTED: these workers have the attempt."""

@@ -9,7 +9,16 @@ import msgspec
 
 from baton.clock import Clock
 from baton.messages.control import Decision
-from baton.messages.operations import Explain, GatewayReport, GatewayStatus, Status, StatusQuery
+from baton.messages.operations import (
+    Explain,
+    FindRequests,
+    FoundRequests,
+    GatewayReport,
+    GatewayStatus,
+    Status,
+    StatusQuery,
+)
+from baton.messages.timeline import RequestTimeline
 from baton.messages.workers import REMOTE_PREFILLS
 from baton.rpc.peers import Peer, PeerRegistry
 
@@ -18,6 +27,8 @@ MAX_ASKED: Final = 64  # questions at once
 
 # Called once: with a decision for each attempt, or None when no router has answered.
 Explained: TypeAlias = Callable[[tuple[Decision, ...] | None], None]
+# Called with each gateway's answer, and whether it is the last one.
+FoundTimelines: TypeAlias = Callable[[Sequence[RequestTimeline], bool], None]
 
 
 class RouterWatch:
@@ -138,3 +149,35 @@ class Explanations:
         """Expect no more answers of a router."""
         for answered in self._asked.pop(router.hello.id, ()):
             answered(None)
+
+
+class RequestSearches:
+    """Questions to all gateways about ended requests. A router passes them on, and the answers back."""
+
+    def __init__(self, peer_registry: PeerRegistry) -> None:
+        self._peer_registry = peer_registry
+        self._num_asked = 0
+        self._open: dict[int, tuple[int, FoundTimelines]] = {}  # number -> answers so far, oldest first
+
+    def ask(self, query: FindRequests, found: FoundTimelines) -> None:
+        """Ask; without a router, or when too many questions are open, the answer is empty."""
+        router = self._peer_registry.router
+        if router is None:
+            found((), True)
+            return
+        self._num_asked += 1
+        self._open[self._num_asked] = 0, found
+        while len(self._open) > MAX_ASKED:  # a gateway that left has not answered
+            self._open.pop(next(iter(self._open)))[1]((), True)
+        router.send(msgspec.structs.replace(query, question=self._num_asked))
+
+    def answer(self, answer: FoundRequests) -> None:
+        """Take one gateway's answer."""
+        asked = self._open.pop(answer.question, None)
+        if asked is None:
+            return
+        num_answers, found = asked[0] + 1, asked[1]
+        is_last = num_answers >= answer.num_asked
+        if not is_last:
+            self._open[answer.question] = num_answers, found
+        found(answer.timelines, is_last)

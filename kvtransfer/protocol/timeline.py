@@ -82,6 +82,14 @@ class Timeline:
         if not self._num_in_flight:
             self._enter(Phase.VERIFY if self._num_unwritten <= 0 else Phase.WAITING)
 
+    @property
+    def active_s(self) -> float:
+        """The seconds so far in which transports were opened or pieces were sent."""
+        active_s = self._seconds[Phase.HANDSHAKE] + self._seconds[Phase.MOVING]
+        if self._phase in (Phase.HANDSHAKE, Phase.MOVING):
+            active_s += self._clock.now_s() - self._changed_s
+        return active_s
+
     def end(self) -> TransferTimes:
         """Record the end of the transfer and return its durations."""
         self._enter(self._phase)

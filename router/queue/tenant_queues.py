@@ -17,6 +17,7 @@ from array import array
 from bisect import bisect_left, insort
 from collections.abc import Iterator
 from heapq import heapify, heappop, heappush
+from itertools import islice
 from typing import Final, Generic, TypeAlias, TypeVar
 
 from baton.fair_queue import FairShare
@@ -29,6 +30,7 @@ from baton.tenants import MAX_CLASSES, SchedulingKey
 Item = TypeVar("Item")
 Order: TypeAlias = tuple[int, float, int]  # priority, due time, unique number; the least is first
 BLOCK_SIZE: Final = 128
+MAX_COMPARED: Final = 32
 MIN_KEPT: Final = 1024  # deadlines of requests that wait or did
 
 
@@ -159,8 +161,8 @@ class QueuedAttempt:
     """One attempt from its submission to its end. It waits until `is_dispatched`."""
 
     __slots__ = (
-        *("charged", "due_s", "gateway", "is_computed", "is_dispatched", "key", "order", "rank"),
-        *("request", "scheduling_key", "since_s", "submit", "tenant", "work"),
+        *("ahead_tenant", "charged", "due_s", "gateway", "is_computed", "is_dispatched", "key"),
+        *("num_ahead", "order", "rank", "request", "scheduling_key", "since_s", "submit", "tenant", "work"),
     )
 
     def __init__(
@@ -182,13 +184,19 @@ class QueuedAttempt:
         self.order: Order = (request.priority, due_s, 0)  # the queue sets the number
         self.is_dispatched = False
         self.is_computed = False  # the prompt's work is known
+        self.num_ahead = 0  # requests that waited when this one came
+        self.ahead_tenant = ""  # with the most of these
+
+    @property
+    def received_s(self) -> float:
+        """When the router received it, by the router's clock."""
+        return self.since_s + self.submit.age_s
 
     def queued_s(self, now_s: float) -> float:
         """Seconds that it has waited for its turn. An attempt that continues a stream began to wait at its
         submission.
         """
-        since_s = self.since_s + (self.submit.age_s if self.submit.is_begun else 0.0)
-        return max(0.0, now_s - since_s)
+        return max(0.0, now_s - (self.received_s if self.submit.is_begun else self.since_s))
 
 
 class _Lane:
@@ -231,6 +239,8 @@ class TenantQueues:
         self._num_added += 1
         priority, due_s, _ = waiting.order
         waiting.order = (priority, due_s, self._num_added)
+        if self._queued:
+            waiting.num_ahead, waiting.ahead_tenant = len(self._queued), self._busiest_tenant()
         self._queued[waiting.key] = waiting
         place = (waiting.rank, waiting.tenant)
         lane = self._lanes.get(place)
@@ -245,6 +255,12 @@ class TenantQueues:
         self._work[waiting.rank] += waiting.work
         if waiting.tenant not in self._held:
             self._shares[waiting.rank].join(waiting.tenant, lane.weight)
+
+    def _busiest_tenant(self) -> str:
+        """The tenant with the most waiting requests, of the MAX_COMPARED that have waited longest."""
+        lanes = islice(self._lanes.items(), MAX_COMPARED)
+        (_, tenant), _ = max(lanes, key=lambda entry: entry[1].line.num)
+        return tenant
 
     def first(self) -> QueuedAttempt | None:
         """The next request in turn; None when all waiting tenants are held."""

@@ -1,4 +1,4 @@
-"""Show why a request went to its workers: the predicted cost of each pair, and the time that it really took.
+"""Show why a request went to its workers, and where its time went: predicted costs, then the timeline.
 
 REQUEST_ID is the `id` of the answer, such as chatcmpl-4f0c..., or its 32 hex digits.
 """
@@ -6,7 +6,7 @@ REQUEST_ID is the `id` of the answer, such as chatcmpl-4f0c..., or its 32 hex di
 import argparse
 import re
 from operator import attrgetter
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 
@@ -17,14 +17,16 @@ from baton.cluster.operator_node import Operator
 from baton.errors import ConfigError
 from baton.messages.control import Decision, Weighed
 from baton.messages.operations import Status
+from baton.messages.timeline import RequestTimeline, TimelinePart
 
 MAX_SHOWN: Final = 16  # pairs, the cheapest first
+BAR_WIDTH: Final = 50
 
 
 def _add_options(parser: Parser) -> None:
     parser.add_argument("request_id", metavar="REQUEST_ID")
     add_router_options(parser)
-    parser.add_argument("--json", action="store_true", help="the router's whole record, as JSON")
+    parser.add_argument("--json", action="store_true", help="the whole record, as JSON")
 
 
 def _run(arguments: argparse.Namespace) -> None:
@@ -33,16 +35,29 @@ def _run(arguments: argparse.Namespace) -> None:
     if not re.fullmatch("[0-9a-f]{32}", request_id):
         raise ConfigError(f"request_id: expected 32 hex digits, got {arguments.request_id!r}")
 
-    async def explain(operator: Operator) -> tuple[tuple[Decision, ...], Status]:
-        return await operator.explain(request_id), await operator.status()
+    async def explain(operator: Operator) -> Explained:
+        return Explained(
+            await operator.explain(request_id), await operator.status(), await operator.timeline(request_id)
+        )
 
-    decisions, status = ask(arguments, explain)
+    decisions, status, timeline = ask(arguments, explain)
     if arguments.json:
-        output.write(f"{msgspec.json.encode(decisions).decode()}\n")
+        record = {"decisions": decisions, "timeline": timeline}
+        output.write(f"{msgspec.json.encode(record).decode()}\n")
         return
     names = {entry.worker.id: entry.worker.name for entry in status.workers}
     shown = [part for decision in decisions for part in (*parts_of(decision, names), "")]
+    if timeline is not None:
+        shown += [*waterfall(timeline), ""]
     output.show(*(shown[:-1] or ["the router does not know that request"]))
+
+
+class Explained(NamedTuple):
+    """The answers about one request."""
+
+    decisions: tuple[Decision, ...]
+    status: Status
+    timeline: RequestTimeline | None  # None: the request runs, or no gateway has it any more
 
 
 def parts_of(decision: Decision, names: dict[str, str]) -> list[output.Part]:
@@ -62,6 +77,38 @@ def parts_of(decision: Decision, names: dict[str, str]) -> list[output.Part]:
         rows.append((mark, _pair(each, names), str(each.num_held_tokens), *costs, f"{each.total_s:.4f}"))
     columns = ("", "pair", "held", *(name.removesuffix("_s") for name in terms), "total s")
     return [head, output.table(columns, rows), *_truth(decision)]
+
+
+def waterfall(timeline: RequestTimeline) -> list[output.Part]:
+    """Return the lines and the table of a timeline: a row and a bar for each part."""
+    total_s = timeline.total_s or 1.0
+    tenant = f", tenant {timeline.tenant}" if timeline.tenant else ""
+    ahead = f", behind {timeline.num_ahead} in the queue" if timeline.num_ahead else ""
+    of = f", most of {timeline.ahead_tenant}" if timeline.num_ahead and timeline.ahead_tenant else ""
+    first = "" if timeline.first_token_s is None else f", first token after {timeline.first_token_s:.4f} s"
+    head = f"{timeline.outcome} in {timeline.total_s:.4f} s{first}{tenant}{ahead}{of}"
+    rows = [
+        (part.name, part.process, f"{part.seconds:.4f}", _share(part.seconds / total_s), _bar(part, total_s))
+        for part in timeline.parts
+    ]
+    rest_s = timeline.unaccounted_s
+    rows.append(("unaccounted", "", f"{rest_s:.4f}", _share(rest_s / total_s), ""))
+    rows.append(("sum", "", f"{timeline.total_s:.4f}", _share(1.0), ""))
+    table = output.table(("part", "process", "s", "share", ""), rows)
+    hidden_s, error_s = timeline.hidden_transfer_s, timeline.clock_error_s
+    note = f"pages sent while computing: {hidden_s:.4f} s; clocks agree within {1e6 * error_s:.0f} us"
+    return [head, table, note]
+
+
+def _share(share: float) -> str:
+    return f"{100 * share:5.1f}%"
+
+
+def _bar(part: TimelinePart, total_s: float) -> str:
+    """Return a bar of BAR_WIDTH columns for the whole request; a part takes a column at least."""
+    begin = min(round(BAR_WIDTH * part.begin_s / total_s), BAR_WIDTH - 1)
+    width = max(1, round(BAR_WIDTH * (part.begin_s + part.seconds) / total_s) - begin)
+    return " " * begin + "█" * width
 
 
 def _truth(decision: Decision) -> list[str]:

@@ -165,7 +165,7 @@ def test_pings_leave_and_no_peer_is_dropped_while_the_owner_is_busy() -> None:
         num_pings, silence_s = 0, 0.0
         while time.monotonic() < until_s:
             life = LinkLife(60.0, 0.0)
-            num_pings += life.take_ping(ends.peer.recv(5.0))
+            num_pings += life.take_ping(ends.peer.recv(5.0), 0.0)
             silence_s = max(silence_s, life.silence_s(0.0))
         assert num_pings >= 4.0 / PING_S / 2
         assert silence_s < 2.0

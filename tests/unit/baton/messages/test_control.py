@@ -15,6 +15,8 @@ from baton.messages.operations import (
     Decisions,
     Drain,
     Explain,
+    FindRequests,
+    FoundRequests,
     GatewayReport,
     GatewayStatus,
     HeadAway,
@@ -26,6 +28,7 @@ from baton.messages.operations import (
     WorkerRemoved,
 )
 from baton.messages.status import OverloadLevel, QueueStatus, RouterStatus, TenantStatus
+from baton.messages.timeline import RequestTimeline, TimelineAttempt, TimelinePart
 from baton.messages.workers import (
     Address,
     Load,
@@ -35,6 +38,7 @@ from baton.messages.workers import (
     Tier,
     Worker,
     WorkerStatus,
+    WorkerTimes,
 )
 from baton.request import FinishReason, Request, SamplingParams, TokenEvent, TokenLogprobs
 from baton.tenants import Refusal
@@ -42,6 +46,7 @@ from baton.token_ids import TokenIds
 from tests.node_peers import a_worker
 
 ID, OTHER_ID = "a" * 32, "b" * 32
+TIMES = WorkerTimes(arrived_s=7.0, started_s=7.5, prompt_s=0.25)
 
 
 def worker(**changes: Any) -> Worker:
@@ -57,7 +62,7 @@ def one_of_each(rng: random.Random) -> list[AnyMessage]:
         generated_token_ids=tuple(range(rng.randrange(5))),
     )
     logprobs = TokenLogprobs(token_id=5, logprob=-0.5, rank=1, top=((5, -0.5), (6, -1.5)))
-    event = TokenEvent(ID, 1, rng.randrange(100), 7, FinishReason.STOP, 3, logprobs, (None, logprobs))
+    event = TokenEvent(ID, 1, rng.randrange(100), 7, FinishReason.STOP, 3, logprobs, (None, logprobs), TIMES)
     load = Load(num_running=3, pages={"free": 5}, counters={"dropped_key": 1})
     attempts = ((ID, 0), (OTHER_ID, 2**16))
     return [
@@ -66,7 +71,17 @@ def one_of_each(rng: random.Random) -> list[AnyMessage]:
         c.Reachable(workers=(ID, OTHER_ID)),
         c.Submit(request=request, sticky_worker=OTHER_ID, avoid=(ID,)),
         c.Queued(request_id=ID, attempt=1),
-        c.Routed(request_id=ID, attempt=1, decode=OTHER_ID, prefill=ID, reason="least loaded"),
+        c.Routed(
+            request_id=ID,
+            attempt=1,
+            decode=OTHER_ID,
+            prefill=ID,
+            reason="least loaded",
+            received_s=7.5,
+            dispatched_s=8.0,
+            num_ahead=3,
+            ahead_tenant="acme",
+        ),
         c.Rejected(request_id=ID, attempt=1, reason="full", retry_after_s=1.5),
         c.Started(attempts=attempts),
         c.Ended(attempts=attempts, num_tokens=(17, 0)),
@@ -104,7 +119,20 @@ def one_of_each(rng: random.Random) -> list[AnyMessage]:
         HeadAway(seconds=4.0),
         GatewayReport(status=GatewayStatus(id=ID, node="host", pid=7, num_open=2, num_refused=1)),
         RestartWorker(worker="decode-0"),
+        FindRequests(question=1, order="slowest", limit=7, tenant="acme", asker=ID, num_asked=2),
+        FoundRequests(question=1, asker=ID, num_asked=2, timelines=(timeline(),)),
     ]
+
+
+def timeline() -> RequestTimeline:
+    return RequestTimeline(
+        request_id=ID,
+        outcome="answered",
+        began_s=1.7e9,
+        total_s=2.0,
+        parts=(TimelinePart("queued", 0.5, 1.5, "router 1"),),
+        attempts=(TimelineAttempt(number=0, begin_s=0.5, end_s=2.0, decode="decode-0", num_tokens=3),),
+    )
 
 
 def queue_status() -> QueueStatus:

@@ -43,7 +43,7 @@ def test_pings_leave_regularly_and_say_for_how_long_nothing_came() -> None:
     life, peer = LinkLife(8.0, 100.0), LinkLife(8.0, 500.0)
     pings = run(life, 100.0, 4.0)
     assert len(pings) == 4.0 / PING_S
-    assert peer.take_ping(pings[-1])
+    assert peer.take_ping(pings[-1], 500.0)
     assert peer.silence_s(500.0) == pytest.approx(4.0)
 
 
@@ -55,7 +55,7 @@ def test_end_whose_frames_do_not_arrive_drops_the_link() -> None:
         ping = life.tick(now_s)
         if ping is not None:
             peer.heard(now_s)
-            assert peer.take_ping(ping)
+            assert peer.take_ping(ping, now_s)
         try:
             peer.tick(now_s)
         except WireError as error:
@@ -84,7 +84,7 @@ def test_silence_in_short_pauses_of_the_process_still_adds_up() -> None:
 @pytest.mark.parametrize("body", [b"", b"\xc1", b"\xc1\0\0\0\0\0", b"\x81\0\0\0\0"])
 def test_other_bodies_are_no_pings(body: bytes) -> None:
     life = LinkLife(8.0, 100.0)
-    assert not life.take_ping(body)
+    assert not life.take_ping(body, 100.0)
     assert life.silence_s(100.0) == 0.0
 
 

@@ -33,8 +33,9 @@ DECISION = Decision(
 
 
 async def ask(explain: Explain, name: str) -> tuple[int, dict[str, object]]:
-    app = FastAPI()
-    add_admin_routes(app, explain)
+    app, service = FastAPI(), ScriptedService()
+    service.explain = explain  # type: ignore[method-assign,assignment]
+    add_admin_routes(app, service, lambda query: ())
     async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://x") as client:
         try:
             answer = await client.get(f"/admin/decisions/{name}")

@@ -1,0 +1,222 @@
+"""The timeline of a request: what the gateway notes while a request runs, and the parts that follow from
+that.
+
+1. `RequestMarks` belong to one choice of a call. The frontend notes when each attempt was submitted,
+   dispatched and answered, and keeps the times that routers and workers send with messages of the attempt
+   (`Routed`, the first and the last `TokenEvent`), with the offset of the sender's clock at that moment. 2.
+   `assemble` turns the marks of an ended call into its timeline, by the gateway's clock. It walks from the
+   first byte of the request to the last byte of the answer: each part begins where the part before ended, so
+   no time is counted twice. Time that no process accounts for becomes no part.
+
+A failed attempt is one part, `replayed`, from its dispatch to the submission of the next attempt. Computing
+and waiting alternate within a worker; they are shown one after the other in the interval that they share.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+from baton.messages.control import Routed
+from baton.messages.timeline import MAX_ATTEMPTS, RequestTimeline, TimelineAttempt, TimelinePart
+from baton.messages.workers import WorkerTimes
+from baton.rpc.peer_clock import ClockOffset
+
+FINISHED: Final = "finished"
+CANCELLED: Final = "cancelled"  # by the client, or at a stop string
+
+
+class WorkerMarks(NamedTuple):
+    """The times of one worker, and its clock."""
+
+    name: str
+    times: WorkerTimes
+    clock: ClockOffset | None  # None: it has not been measured
+
+
+@dataclass(slots=True, eq=False)
+class AttemptMarks:
+    """One attempt, by the gateway's clock."""
+
+    number: int
+    submitted_s: float
+    router: str = ""
+    routed: Routed | None = None
+    router_clock: ClockOffset | None = None
+    decode: str = ""  # names of workers
+    prefill: str = ""
+    workers: list[WorkerMarks] = field(default_factory=list)
+    first_token_s: float | None = None
+    num_tokens: int = 0
+    ended_s: float = 0.0
+    end: str = ""
+
+
+@dataclass(slots=True, eq=False)
+class RequestMarks:
+    """One choice of a call, from `opened_s` on. `last_token_s` is the arrival of the last token."""
+
+    opened_s: float
+    last_token_s: float = 0.0
+    attempts: list[AttemptMarks] = field(default_factory=list)  # the latest MAX_ATTEMPTS
+
+    def submitted(self, number: int, router: str, now_s: float) -> None:
+        """Note that a router was asked."""
+        if len(self.attempts) >= MAX_ATTEMPTS:
+            del self.attempts[0]
+        self.attempts.append(AttemptMarks(number, now_s, router))
+
+    def ended(self, end: str, num_tokens: int, now_s: float) -> None:
+        """Note that the present attempt has ended; an attempt ends once."""
+        if self.attempts and not self.attempts[-1].end:
+            attempt = self.attempts[-1]
+            attempt.end, attempt.num_tokens, attempt.ended_s = end, num_tokens, now_s
+
+
+class CallMarks(NamedTuple):
+    """One call, by the gateway's clock."""
+
+    received_s: float  # the first byte of its head
+    read_s: float  # the last byte of its body
+    tokenised_s: float  # seconds of tokenising, after read_s
+    ended_s: float  # the last byte of the answer was handed to the connection
+
+
+def assemble(call: CallMarks, marks: RequestMarks, gateway: str, **fields: object) -> RequestTimeline:
+    """Return the timeline of a call. marks: of the choice that ended last. gateway: a name for the parts.
+
+    fields: the fields of RequestTimeline that the marks do not have.
+    """
+    bar = Bar(call.received_s, max(call.ended_s, call.received_s))
+    bar.until(call.read_s, "received", gateway)
+    bar.share(marks.opened_s, {"tokenised": call.tokenised_s}, "parsed", gateway)
+    first_token_s: float | None = None
+    hidden_s = error_s = 0.0
+    for index, attempt in enumerate(marks.attempts):
+        is_last = index == len(marks.attempts) - 1
+        if first_token_s is None:
+            first_token_s = attempt.first_token_s
+        if attempt.routed is None and not is_last:
+            continue  # no worker had it: its time belongs to the queue
+        _add_queue(bar, attempt)
+        if is_last:
+            _add_attempt(bar, attempt, marks.last_token_s, gateway)
+        else:
+            bar.until(marks.attempts[index + 1].submitted_s, "replayed", attempt.decode)
+        hidden_s = max([0.0, *(each.times.hidden_s for each in attempt.workers)])
+        clocks = [attempt.router_clock, *(each.clock for each in attempt.workers)]
+        error_s = max([error_s, *(clock.error_s for clock in clocks if clock is not None)])
+    bar.until(bar.ended_s, "written" if _has_answered(marks) else "refused", gateway)
+    began_s, routed = bar.began_s, next((a.routed for a in reversed(marks.attempts) if a.routed), None)
+    return RequestTimeline(
+        gateway=gateway,
+        total_s=bar.ended_s - began_s,
+        first_token_s=None if first_token_s is None else max(0.0, first_token_s - began_s),
+        num_ahead=0 if routed is None else routed.num_ahead,
+        ahead_tenant="" if routed is None else routed.ahead_tenant,
+        hidden_transfer_s=hidden_s,
+        clock_error_s=error_s,
+        unaccounted_s=max(0.0, bar.ended_s - began_s - sum(part.seconds for part in bar.parts)),
+        parts=tuple(bar.parts),
+        attempts=tuple(_attempt(each, began_s, bar.ended_s) for each in marks.attempts),
+        **fields,  # type: ignore[arg-type]
+    )
+
+
+def _has_answered(marks: RequestMarks) -> bool:
+    return any(attempt.first_token_s is not None for attempt in marks.attempts)
+
+
+class Bar:
+    """The parts so far, from `began_s` to the cursor; the rest, to `ended_s`, is still open."""
+
+    def __init__(self, began_s: float, ended_s: float) -> None:
+        self.parts: list[TimelinePart] = []
+        self.began_s = self.cursor_s = began_s
+        self.ended_s = ended_s
+
+    def until(self, at_s: float, name: str, process: str) -> None:
+        """Add a part from the cursor to a time; nothing when the cursor is there already."""
+        self.share(at_s, {}, name, process)
+
+    def share(self, at_s: float, known: Mapping[str, float], rest: str, process: str) -> None:
+        """Split the interval from the cursor to a time into parts of known seconds, and the rest."""
+        at_s = min(at_s, self.ended_s)
+        for name, seconds in known.items():
+            self._add(name, min(seconds, at_s - self.cursor_s), process)
+        self._add(rest, at_s - self.cursor_s, process)
+
+    def leave(self, at_s: float) -> None:
+        """Move the cursor to a time; the interval is unaccounted."""
+        self.cursor_s = max(self.cursor_s, min(at_s, self.ended_s))
+
+    def _add(self, name: str, seconds: float, process: str) -> None:
+        if seconds > 0.0:
+            self.parts.append(TimelinePart(name, self.cursor_s - self.began_s, seconds, process))
+            self.cursor_s += seconds
+
+
+def _add_queue(bar: Bar, attempt: AttemptMarks) -> None:
+    """Add the wait until a router dispatched the attempt."""
+    routed, clock = attempt.routed, attempt.router_clock
+    if routed is None:
+        return
+    if clock is not None and routed.dispatched_s:
+        bar.until(clock.ours(routed.dispatched_s), "queued", attempt.router)
+    else:  # the wait itself is known, the way to the router is not
+        bar.until(attempt.submitted_s + routed.dispatched_s - routed.received_s, "queued", attempt.router)
+
+
+def _add_attempt(bar: Bar, attempt: AttemptMarks, last_token_s: float, gateway: str) -> None:
+    """Add the phases of the attempt that ended the request, to the arrival of its last token."""
+    if attempt.routed is None and not attempt.workers:
+        bar.until(attempt.ended_s, "queued", attempt.router)
+        return
+    computed = next((each for each in attempt.workers if each.times.first_token_s), None)
+    if computed is not None:
+        _add_prompt(bar, attempt, computed)
+    elif attempt.first_token_s is None:  # the request ended before
+        bar.until(attempt.ended_s, "lost" if attempt.end not in (CANCELLED, FINISHED) else "cancelled", "")
+        return
+    bar.leave(attempt.first_token_s or 0.0)
+    decoded = next((each for each in attempt.workers if each.times.ended_s), None)
+    if decoded is not None:
+        _add_decode(bar, attempt, decoded)
+        bar.until(last_token_s, "delivered", gateway)
+    else:
+        bar.until(last_token_s, "streamed", attempt.decode)
+
+
+def _add_prompt(bar: Bar, attempt: AttemptMarks, worker: WorkerMarks) -> None:
+    name, times, clock = worker
+    if clock is None:  # as if the first token had taken no time to the gateway
+        clock = ClockOffset(times.first_token_s - (attempt.first_token_s or bar.ended_s), 0.0)
+    bar.until(clock.ours(times.arrived_s), "dispatched", name)
+    bar.share(clock.ours(times.started_s), {"prefix_pulled": times.pulled_s}, "prefill_queued", name)
+    known = {"prefill_computing": times.prompt_s, "prefill_preempted": times.prompt_preempted_s}
+    bar.share(clock.ours(times.first_token_s), known, "prefill_waiting", name)
+    if attempt.first_token_s is not None:
+        bar.until(attempt.first_token_s, "first_token", name)
+
+
+def _add_decode(bar: Bar, attempt: AttemptMarks, worker: WorkerMarks) -> None:
+    name, times, clock = worker
+    if clock is None:  # as if the last token had taken no time to the gateway
+        clock = ClockOffset(times.ended_s - bar.ended_s, 0.0)
+    if times.granted_s:
+        bar.until(clock.ours(times.granted_s), "decode_queued", name)
+    if times.pages_s:
+        bar.until(clock.ours(times.pages_s), "transfer_exposed", name)
+    known = {"decode_computing": times.decode_s, "decode_preempted": times.decode_preempted_s}
+    bar.share(clock.ours(times.ended_s), known, "decode_waiting", name)
+
+
+def _attempt(marks: AttemptMarks, began_s: float, ended_s: float) -> TimelineAttempt:
+    return TimelineAttempt(
+        number=marks.number,
+        begin_s=max(0.0, marks.submitted_s - began_s),
+        end_s=max(0.0, (marks.ended_s or ended_s) - began_s),
+        decode=marks.decode,
+        prefill=marks.prefill,
+        num_tokens=marks.num_tokens,
+        end=marks.end,
+    )
