@@ -30,6 +30,7 @@ from baton.gateway.http.auth import AuthMiddleware
 from baton.gateway.metrics.dashboard import HEADERS as PAGE_HEADERS
 from baton.gateway.metrics.dashboard import Dashboard
 from baton.gateway.metrics.exporter import Exporter
+from baton.gateway.metrics.tracing import Tracer
 from baton.gateway.tenants.tenants import Tenants
 
 # Routes that are no FastAPI functions, for `/openapi.json`.
@@ -76,7 +77,7 @@ def _any_value(kind: type) -> dict[str, Any]:
     return {"description": "any value"}
 
 
-EXPOSED_HEADERS: Final = ("x-request-id", "retry-after", "retry-after-ms", "x-should-retry")
+EXPOSED_HEADERS: Final = ("x-request-id", "traceparent", "retry-after", "retry-after-ms", "x-should-retry")
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 JSON = "application/json"
 
@@ -94,6 +95,7 @@ def make_app(
     allowed_origins: Sequence[str],
     responses: ResponseStore,
     find: Find,
+    tracer: Tracer | None,
 ) -> ASGIApp:
     """Return the whole gateway as one ASGI application.
 
@@ -124,6 +126,7 @@ def make_app(
         answered=exporter.metrics.answered,
         operator_port=operator_port,
         allowed_origins=allowed_origins,
+        begin_trace=None if tracer is None else tracer.context,
     )
     if not allowed_origins:
         return guarded

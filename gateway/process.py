@@ -26,6 +26,7 @@ from baton.gateway.metrics.dashboard import Dashboard
 from baton.gateway.metrics.exporter import Exporter
 from baton.gateway.metrics.metrics import Metrics
 from baton.gateway.metrics.peer_gateways import PeerGateways
+from baton.gateway.metrics.tracing import Tracer
 from baton.gateway.streams import request_stream
 from baton.gateway.streams.frontend import Frontend
 from baton.gateway.streams.request_stream import Service
@@ -80,7 +81,10 @@ class GatewayProcess:
             max_input_bytes=config.max_input_bytes,
             max_answer_bytes=config.max_answer_bytes,
         )
-        self._inference = Inference(model, self.metrics, self.limiter, clock, config, EventIds(ring))
+        self._tracer = None if config.otlp_traces_endpoint is None else Tracer(config, model.name)
+        self._inference = Inference(
+            model, self.metrics, self.limiter, clock, config, EventIds(ring), tracer=self._tracer
+        )
         app = make_app(
             model,
             tenants,
@@ -95,6 +99,7 @@ class GatewayProcess:
             allowed_origins=config.allowed_origins,
             responses=self._inference.responses,
             find=self.find,
+            tracer=self._tracer,
         )
         self._server = HttpServer(app, config, self._refused)
 
@@ -119,6 +124,8 @@ class GatewayProcess:
         await self._bodies.close()
         if self._watching is not None:
             self._watching.cancel()
+        if self._tracer is not None:
+            await asyncio.to_thread(self._tracer.close)
 
     def find(self, query: FindRequests) -> Sequence[RequestTimeline]:
         """Return the ended requests of this gateway that a query asks for."""

@@ -65,6 +65,7 @@ ONLY_IN: Final = {
     "matplotlib": {"bench"},
     "minijinja": {"gateway"},
     "mooncake": {"bench", "kvtransfer"},
+    "opentelemetry": {"gateway"},
     "nixl": {"bench", "kvtransfer"},
     "prometheus_client": {"gateway"},
     "ray": {"cluster"},

@@ -44,6 +44,11 @@ def api_key() -> str | None:
     return os.environ.get("BATON_API_KEY") or os.environ.get("OPENAI_API_KEY") or None
 
 
+def otel_service_name() -> str:
+    """Return the name of this cluster in traces: OTEL_SERVICE_NAME, or baton."""
+    return os.environ.get("OTEL_SERVICE_NAME") or "baton"
+
+
 def environment_settings() -> dict[str, str]:
     """Return every BATON_* variable by name."""
     return {name: value for name, value in os.environ.items() if name.startswith(PREFIX)}

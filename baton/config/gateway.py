@@ -55,6 +55,10 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     operator_port: Annotated[int, Meta(ge=1, le=65_535)] | None = None
     # Sites such as https://chat.example of which pages may use the API (CORS), as in vLLM; "*" is every site.
     allowed_origins: tuple[str, ...] = ()
+    # The URL that OpenTelemetry traces go to by OTLP/HTTP, as http://127.0.0.1:4318; None: there are none.
+    otlp_traces_endpoint: str | None = None
+    trace_sample_ratio: Annotated[float, Meta(ge=0, le=1)] = 1.0  # of traces that begin here
+    trace_slow_s: Timeout | None = None  # a request that takes as long is always traced, as a failed one is
     resume_window_s: Timeout = 600.0  # after an event of a resumable stream, in which it may be resumed there
 
     def __post_init__(self) -> None:
@@ -64,6 +68,12 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
                     f"gateway.allowed_origins: expected sites such as https://chat.example:8443, or *, "
                     f"got {origin!r}"
                 )
+        endpoint = self.otlp_traces_endpoint
+        if endpoint is not None and not re.match(r"https?://[^/\s]+", endpoint):
+            raise ConfigError(
+                "gateway.otlp_traces_endpoint: expected a URL such as http://127.0.0.1:4318 of a collector "
+                f"that takes OTLP over HTTP, got {endpoint!r}"
+            )
 
 
 class GatewayConfig(GatewaySettings, frozen=True):

@@ -13,7 +13,8 @@ import json
 import secrets
 import sys
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from time import monotonic
 from typing import Final
 
 import msgspec
@@ -36,7 +37,7 @@ from baton.messages.control import (
     Prefill,
     Prefilled,
 )
-from baton.messages.workers import Address, Load, Routers, Worker, WorkerRole
+from baton.messages.workers import Address, Load, Routers, Worker, WorkerRole, WorkerTimes
 from baton.request import AttemptKey, FinishReason, Request, TokenEvent, TokenLogprobs
 from baton.rpc.auth import KeyRing
 from baton.rpc.peers import Dial, Peer, PeerRegistry
@@ -57,6 +58,13 @@ class _Answer:
     gateway: str
     index: int
     prefill: str = ""
+    arrived_s: float = field(default_factory=monotonic)
+
+    @property
+    def times(self) -> WorkerTimes:
+        """The phases as a real worker tells them: the prompt takes no time."""
+        arrived_s, now_s = self.arrived_s, monotonic()
+        return WorkerTimes(arrived_s=arrived_s, started_s=arrived_s, first_token_s=arrived_s, ended_s=now_s)
 
 
 class StubWorker:
@@ -187,6 +195,7 @@ class StubWorker:
             token_id,
             finish_reason,
             logprobs=_logprobs(token_id, request.sampling.logprobs),
+            times=answer.times if is_last or self._role is WorkerRole.PREFILL else None,
         )
 
 

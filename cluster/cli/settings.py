@@ -41,6 +41,7 @@ WITHOUT_OPTION: Final = frozenset(
         "gateway.reasoning_parser",
         "gateway.operator_port",
         "gateway.allowed_origins",
+        "gateway.otlp_traces_endpoint",
     }
 )
 

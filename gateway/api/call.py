@@ -24,6 +24,7 @@ from baton.errors import InvalidRequest, shown
 from baton.gateway.api.dialects.response_store import AskedResponse
 from baton.gateway.api.errors import ApiError, invalid, unsupported
 from baton.gateway.api.structured_output import FormKeys
+from baton.gateway.http.trace_context import TraceContext
 from baton.gateway.streams.resume import DIGEST_BYTES, ResumePoint
 from baton.gateway.tenants.tenants import Tenant
 from baton.gateway.text.answer_parsing import AnswerParsing
@@ -417,6 +418,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     arrival_s: float = 0.0  # of the last byte of the body, by the gateway's clock
     received_s: float = 0.0  # of the first byte of the head; 0: unknown
     tokenised_s: float = 0.0  # seconds of tokenising the prompts
+    trace: TraceContext | None = None  # that the caller or the gateway has begun
     tenant: Tenant
 
     @property

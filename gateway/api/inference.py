@@ -71,9 +71,11 @@ from baton.gateway.http.protocol import (
     read_body,
     respond_in_turns,
 )
+from baton.gateway.http.trace_context import TRACE
 from baton.gateway.http.websocket import LIMITED_SOCKET, LimitedSocket
 from baton.gateway.metrics.metrics import Metrics
 from baton.gateway.metrics.requests import RequestHistory
+from baton.gateway.metrics.tracing import Tracer
 from baton.gateway.streams.resume import (
     HEADER,
     MAX_RESUMABLE_CHOICES,
@@ -118,6 +120,7 @@ class Inference:
         config: GatewayConfig,
         event_ids: EventIds,
         *,
+        tracer: Tracer | None = None,
         calendar_s: Callable[[], float] = time.time,
         draw_seed: Callable[[], int] = lambda: secrets.randbits(SEED_BITS),
     ) -> None:
@@ -134,7 +137,7 @@ class Inference:
         self.responses = ResponseStore(
             max_entries=config.max_stored_responses, max_bytes=config.max_stored_response_bytes
         )
-        self.requests = RequestHistory(metrics, clock, calendar_s)
+        self.requests = RequestHistory(metrics, clock, calendar_s, tracer)
         self._coalescer = WriteCoalescer()
         self._open: dict[Answer, Permit] = {}
 
@@ -207,6 +210,7 @@ class Inference:
             arrival_s=arrival_s,
             received_s=received_s,
             tokenised_s=read.tokenised_s,
+            trace=scope["state"].get(TRACE),
             resumed=resumed,
         )
         if call.is_resumable and scope["type"] == "websocket":

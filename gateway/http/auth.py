@@ -19,14 +19,15 @@ and the requested name in Host. The Host check also stops DNS rebinding, where a
 import re
 import secrets
 from collections.abc import Callable, Collection, Mapping
-from typing import Final
+from typing import Final, TypeAlias
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from baton.config.gateway import OPERATOR_HOST, is_loopback
 from baton.gateway.api.dialects.messages import body_of_error
-from baton.gateway.api.errors import ApiError, ClientGone, answer_to
+from baton.gateway.api.errors import ApiError, ClientGone, Headers, answer_to
 from baton.gateway.http.protocol import header, respond
+from baton.gateway.http.trace_context import TRACE, TraceContext
 from baton.gateway.tenants.tenants import Tenant, Tenants
 
 PUBLIC_PATHS: Final = frozenset({"/health", "/ping"})
@@ -37,6 +38,8 @@ BEARER: Final = "bearer "
 POLICY_VIOLATION: Final = 1008
 SWITCHED: Final = 101  # the status of a request that became a WebSocket
 UNANSWERED: Final = 499  # the client left before an answer
+# Of the headers traceparent and tracestate.
+BeginTrace: TypeAlias = Callable[[str | None, str | None], TraceContext]
 
 
 def check_site(scope: Scope, allowed_origins: Collection[str] = ()) -> None:
@@ -77,11 +80,13 @@ class AuthMiddleware:
         answered: Callable[[str, int], None],
         operator_port: int | None = None,
         allowed_origins: Collection[str] = (),
+        begin_trace: BeginTrace | None = None,
     ) -> None:
         """posts: by path, the applications that get a POST directly, past the layers of `app`.
 
         answered: called once for each request, with its path and status. operator_port, allowed_origins: see
         GatewayConfig.
+        begin_trace: gives each call a trace; None: there are no traces.
         """
         self._operator_port = operator_port
         self._allowed_origins = frozenset(allowed_origins)
@@ -89,6 +94,7 @@ class AuthMiddleware:
         self._posts = posts
         self._tenants = tenants
         self._answered = answered
+        self._begin_trace = begin_trace
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
@@ -102,12 +108,13 @@ class AuthMiddleware:
         label = _label(scope)
         scope["state"]["request_id"] = label
         status = UNANSWERED
+        trace = self._trace(scope)
 
         async def send_labelled(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message.get("headers", ()), (b"x-request-id", label.encode())]
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", label.encode()), *trace]
             await send(message)
 
         try:
@@ -123,6 +130,14 @@ class AuthMiddleware:
                 await respond(send_labelled, answer.status, body, answer.headers())
         finally:
             self._answered(scope["path"], status)
+
+    def _trace(self, scope: Scope) -> Headers:
+        """Begin or continue a trace for a call, if there are traces; return the headers of its answer."""
+        if self._begin_trace is None or scope["path"] not in self._posts:
+            return []
+        trace = self._begin_trace(header(scope, b"traceparent"), header(scope, b"tracestate"))
+        scope["state"][TRACE] = trace
+        return [(b"traceparent", trace.header.encode())]
 
     async def _serve_websocket(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope["state"]["request_id"] = _label(scope)

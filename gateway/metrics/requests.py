@@ -9,6 +9,7 @@ from typing import Final
 from baton.clock import Clock
 from baton.gateway.api.answer import Answer
 from baton.gateway.metrics.metrics import Metrics
+from baton.gateway.metrics.tracing import Tracer
 from baton.gateway.streams.timeline import CallMarks, assemble
 from baton.messages.operations import FindRequests
 from baton.messages.timeline import RequestTimeline
@@ -18,14 +19,19 @@ SLOWEST_S: Final = 900.0  # the slowest requests of so long are kept
 INTERVAL_S: Final = 60.0
 MAX_SLOWEST: Final = 100  # of each interval
 
-Finished = Callable[[RequestTimeline], None]
-
 
 class RequestHistory:
     """Takes each call at its end. `find` answers operators."""
 
-    def __init__(self, metrics: Metrics, clock: Clock, calendar_s: Callable[[], float]) -> None:
-        """metrics: counts the seconds of each part. calendar_s: seconds since 1970."""
+    def __init__(
+        self,
+        metrics: Metrics,
+        clock: Clock,
+        calendar_s: Callable[[], float],
+        tracer: Tracer | None = None,
+    ) -> None:
+        """metrics: counts the seconds of each part. calendar_s: seconds since 1970. tracer: exports."""
+        self._tracer = tracer
         self._metrics = metrics
         self._clock = clock
         self._calendar_s = calendar_s
@@ -46,6 +52,8 @@ class RequestHistory:
         self._metrics.unaccounted.observe(timeline.unaccounted_s)
         for part in timeline.parts:
             self._metrics.parts_us[part.name] += round(part.seconds * 1e6)
+        if self._tracer is not None:
+            self._tracer.ended(timeline, answer)
 
     def find(self, query: FindRequests) -> Sequence[RequestTimeline]:
         """Return the requests that a query asks for, the latest or the slowest first."""

@@ -21,7 +21,7 @@ SERVE_FLAGS = """
 --decode-tp --prefill-block-size --prefill-page-size --decode-block-size --decode-page-size --transport
 --kv-digests --no-kv-digests --kv-streams
 --router-policy --redis --decision-log --local-prefill-tokens --chat-template --tool-call-parser
---reasoning-parser --operator-port --allowed-origins --tenants
+--reasoning-parser --operator-port --allowed-origins --otlp-traces-endpoint --tenants
 --cluster-key-file --start-timeout --link-timeout --step-timeout --drain-timeout --config --log-format
 """
 ENGINE_FLAGS = """

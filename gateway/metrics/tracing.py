@@ -1,0 +1,269 @@
+"""OpenTelemetry: the spans of a request, made from its timeline when the request has ended.
+
+1. `Tracer.context` takes the W3C `traceparent` of a call, or begins a trace, and decides by its id whether
+   the trace is sampled (head sampling). A caller's decision holds for the gateway too, as with
+   OpenTelemetry's parent-based sampler. 2. `Tracer.ended` exports a sampled call, and every call that failed
+   or was slow (tail sampling). The decision is made when all is known, and a call that is not exported costs
+   nothing else.
+3. The SDK's batch processor sends spans in a thread of its own, over OTLP/HTTP.
+
+The root is a span of kind SERVER with the attributes of OpenTelemetry's conventions for generative AI; each
+attempt is a child, and each part of the timeline a child of its attempt. Parts belong to the resource of the
+process that they passed in: its `service.name` tells the kind of process, `service.instance.id` the process.
+No span has text of a prompt or of an answer.
+
+The packages of the extra `otel` are imported when a tracer is made.
+"""
+
+import secrets
+import threading
+from collections.abc import Iterator, Mapping
+from functools import cache
+from typing import TYPE_CHECKING, Final, NamedTuple
+from urllib.parse import urlsplit
+
+import baton
+from baton.config.environment import otel_service_name
+from baton.config.gateway import GatewaySettings
+from baton.errors import ConfigError
+from baton.gateway.api.answer import Answer
+from baton.gateway.http.trace_context import TraceContext, new_span_id, read_traceparent
+from baton.messages.timeline import RequestTimeline, TimelineAttempt, TimelinePart
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.trace import ReadableSpan
+    from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+    from opentelemetry.trace import SpanContext
+
+TRACES_PATH: Final = "/v1/traces"
+CLOSE_S: Final = 3.0  # for the last spans to be sent
+WELL: Final = frozenset({"answered", "gone"})  # outcomes of a call that did not fail
+_SAMPLED: Final = 1
+_NS: Final = 1_000_000_000
+_RATIO_BITS: Final = 64  # of the trace id, which the head sampling compares, as OpenTelemetry does
+Attributes = Mapping[str, str | int | float | bool | tuple[str, ...]]
+
+
+class Tracer:
+    """Decides which calls are exported, and exports them. `close` it in the end."""
+
+    def __init__(self, settings: GatewaySettings, model: str) -> None:
+        """model: the name of the served model. ConfigError: the extra is not installed."""
+        assert settings.otlp_traces_endpoint is not None
+        self._model = model
+        self._bound = round(settings.trace_sample_ratio * 2**_RATIO_BITS)
+        self._slow_s = settings.trace_slow_s
+        try:
+            from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+            from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        except ImportError as error:
+            raise ConfigError(
+                f"gateway.otlp_traces_endpoint: traces need pip install 'baton-serve[otel]': {error}"
+            ) from error
+        exporter = OTLPSpanExporter(traces_url(settings.otlp_traces_endpoint))
+        self._processor = BatchSpanProcessor(exporter)
+
+    def context(self, traceparent: str | None, tracestate: str | None) -> TraceContext:
+        """Return the trace of a call with these headers; a header that is not valid counts as none."""
+        parent = None if traceparent is None else read_traceparent(traceparent)
+        if parent is None:
+            trace_id = secrets.randbits(128) or 1
+            return TraceContext(trace_id, new_span_id(), trace_id % 2**_RATIO_BITS < self._bound)
+        trace_id, parent_id, is_sampled = parent
+        return TraceContext(trace_id, new_span_id(), is_sampled, parent_id, tracestate or "")
+
+    def ended(self, timeline: RequestTimeline, answer: Answer) -> None:
+        """Export a call that has just ended, if it is sampled by any rule."""
+        context = answer.call.trace or self.context(None, None)
+        is_failed = timeline.outcome not in WELL
+        is_slow = self._slow_s is not None and timeline.total_s >= self._slow_s
+        if not (context.is_sampled or is_failed or is_slow):
+            return
+        rule = "head" if context.is_sampled else "failed" if is_failed else "slow"
+        attributes = {**_attributes(timeline, answer, self._model), "baton.sampled_by": rule}
+        for span in _spans(timeline, context, attributes):
+            self._processor.on_end(span.readable())
+
+    def close(self) -> None:
+        """Send the last spans, for CLOSE_S at most: a collector may not answer."""
+        closing = threading.Thread(target=self._processor.shutdown, name="tracer", daemon=True)
+        closing.start()
+        closing.join(CLOSE_S)
+
+
+def traces_url(endpoint: str) -> str:
+    """Return the URL that spans are sent to; an endpoint without a path gets the standard one."""
+    return endpoint if urlsplit(endpoint).path.strip("/") else endpoint.rstrip("/") + TRACES_PATH
+
+
+def _attributes(timeline: RequestTimeline, answer: Answer, model: str) -> Attributes:
+    """Return the attributes of the root, by OpenTelemetry's names, vLLM's and Baton's own."""
+    call, sampling = answer.call, answer.call.sampling
+    reasons = tuple(str(choice.finish_reason) for choice in answer.choices if choice.finish_reason)
+    found: dict[str, str | int | float | bool | tuple[str, ...] | None] = {
+        "gen_ai.operation.name": _operation(answer),
+        "gen_ai.provider.name": "baton",
+        "gen_ai.request.model": call.model,
+        "gen_ai.response.model": model,
+        "gen_ai.response.id": timeline.request_id,
+        "gen_ai.request.max_tokens": sampling.max_tokens,
+        "gen_ai.request.temperature": sampling.temperature,
+        "gen_ai.request.top_p": sampling.top_p,
+        "gen_ai.request.choice.count": call.num_choices if call.num_choices > 1 else None,
+        "gen_ai.response.finish_reasons": reasons or None,
+        "gen_ai.usage.input_tokens": timeline.num_prompt_tokens,
+        "gen_ai.usage.output_tokens": timeline.num_tokens,
+        "gen_ai.usage.cache_read.input_tokens": timeline.num_cached_tokens,
+        "gen_ai.server.time_to_first_token": timeline.first_token_s,
+        "gen_ai.latency.time_to_first_token": timeline.first_token_s,
+        "gen_ai.latency.time_in_queue": timeline.seconds.get("queued", 0.0),
+        "gen_ai.latency.e2e": timeline.total_s,
+        "error.type": None if timeline.outcome in WELL else timeline.outcome,
+        "baton.outcome": timeline.outcome,
+        "baton.tenant": timeline.tenant or None,
+        "baton.unaccounted_s": timeline.unaccounted_s,
+        "baton.hidden_transfer_s": timeline.hidden_transfer_s,
+        "baton.clock_error_s": timeline.clock_error_s,
+        "baton.queue.num_ahead": timeline.num_ahead,
+        "baton.queue.ahead_tenant": timeline.ahead_tenant or None,
+    }
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _operation(answer: Answer) -> str:
+    return "chat" if answer.call.is_chat else "text_completion"
+
+
+class _Span(NamedTuple):
+    """A span before the SDK has it. Times are seconds since 1970."""
+
+    name: str
+    context: "SpanContext"
+    parent: "SpanContext | None"
+    resource: "Resource"
+    attributes: Attributes
+    begin_s: float
+    end_s: float
+    is_root: bool = False
+    error: str = ""
+    first_token_s: float | None = None
+
+    def readable(self) -> "ReadableSpan":
+        """Return the SDK's span."""
+        from opentelemetry.sdk.trace import Event, ReadableSpan
+        from opentelemetry.trace import SpanKind, Status, StatusCode
+
+        first_s = self.first_token_s
+        return ReadableSpan(
+            self.name,
+            context=self.context,
+            parent=self.parent,
+            resource=self.resource,
+            attributes=self.attributes,
+            events=() if first_s is None else (Event("first_token", timestamp=round(first_s * _NS)),),
+            kind=SpanKind.SERVER if self.is_root else SpanKind.INTERNAL,
+            status=Status(StatusCode.ERROR, self.error) if self.error else Status(StatusCode.UNSET),
+            start_time=round(self.begin_s * _NS),
+            end_time=round(self.end_s * _NS),
+            instrumentation_scope=_scope(),
+        )
+
+
+def _spans(timeline: RequestTimeline, trace: TraceContext, attributes: Attributes) -> Iterator[_Span]:
+    """Yield the root, the attempts, and the parts, each under its attempt or under the root."""
+    began_s, first_s = timeline.began_s, timeline.first_token_s
+    root = _context(trace, trace.span_id)
+    caller = _context(trace, trace.parent_id, is_remote=True) if trace.parent_id else None
+    is_well = timeline.outcome in WELL
+    yield _Span(
+        f"{attributes['gen_ai.operation.name']} {attributes['gen_ai.request.model']}",
+        root,
+        caller,
+        _resource("gateway", timeline.gateway),
+        attributes,
+        began_s,
+        began_s + timeline.total_s,
+        is_root=True,
+        error="" if is_well else timeline.outcome,
+        first_token_s=None if first_s is None else began_s + first_s,
+    )
+    parents: list[tuple[TimelineAttempt, SpanContext]] = []
+    for attempt in timeline.attempts:
+        context = _context(trace, new_span_id())
+        parents.append((attempt, context))
+        yield _attempt_span(attempt, context, root, timeline)
+    for part in timeline.parts:
+        around = [context for attempt, context in parents if _is_within(part, attempt)]
+        yield _Span(
+            part.name,
+            _context(trace, new_span_id()),
+            around[-1] if around else root,
+            _resource(_kind(part.process, timeline), part.process),
+            {},
+            began_s + part.begin_s,
+            began_s + part.begin_s + part.seconds,
+        )
+
+
+def _attempt_span(
+    attempt: TimelineAttempt, context: "SpanContext", root: "SpanContext", timeline: RequestTimeline
+) -> _Span:
+    attributes: dict[str, str | int] = {
+        "baton.attempt": attempt.number,
+        "baton.decode_worker": attempt.decode,
+        "baton.prefill_worker": attempt.prefill or attempt.decode,
+        "baton.num_tokens": attempt.num_tokens,
+        "baton.end": attempt.end,
+    }
+    return _Span(
+        f"attempt {attempt.number}",
+        context,
+        root,
+        _resource("gateway", timeline.gateway),
+        attributes,
+        timeline.began_s + attempt.begin_s,
+        timeline.began_s + max(attempt.begin_s, attempt.end_s),
+        error="" if attempt.end in ("finished", "cancelled") else attempt.end,
+    )
+
+
+def _is_within(part: TimelinePart, attempt: TimelineAttempt) -> bool:
+    """Return whether a part belongs to an attempt: more than half of it passed within the attempt."""
+    return attempt.begin_s <= part.begin_s + part.seconds / 2 < attempt.end_s
+
+
+def _kind(process: str, timeline: RequestTimeline) -> str:
+    """Return the kind of the process that a part names."""
+    kind, _, identity = process.partition(" ")
+    if not process or (kind in ("gateway", "router") and identity):
+        return kind or "gateway"
+    return "prefill" if any(process == attempt.prefill for attempt in timeline.attempts) else "decode"
+
+
+def _context(trace: TraceContext, span_id: int, *, is_remote: bool = False) -> "SpanContext":
+    from opentelemetry.trace import SpanContext, TraceFlags, TraceState
+
+    state = TraceState.from_header([trace.state]) if trace.state else None
+    return SpanContext(trace.trace_id, span_id, is_remote, TraceFlags(_SAMPLED), state)
+
+
+@cache
+def _scope() -> "InstrumentationScope":
+    from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+
+    return InstrumentationScope("baton", baton.__version__)
+
+
+@cache
+def _resource(kind: str, process: str) -> "Resource":
+    """Return the resource of one process. OTEL_RESOURCE_ATTRIBUTES adds to each; workers keep their names."""
+    from opentelemetry.sdk.resources import Resource
+
+    return Resource.create(
+        {
+            "service.name": f"{otel_service_name()}-{kind}",
+            "service.instance.id": process or kind,
+            "service.version": baton.__version__,
+        }
+    )

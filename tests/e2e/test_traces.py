@@ -1,0 +1,111 @@
+"""OpenTelemetry traces of a real cluster, received by a real collector over OTLP/HTTP."""
+
+import http.client
+import json
+import secrets
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.otlp_collector import CollectedSpan, Collector
+from tests.served import Served, served
+
+OPTIONS = ("tiny", "--runtime", "local", "--kv-cache-memory", "64MiB", "--drain-timeout", "5")
+SERVER, ERROR = 2, 2  # a span's kind, a span's status
+PROMPT = "copy(sun moon star)=" * 8
+
+
+@pytest.fixture(scope="module")
+def collector() -> Iterator[Collector]:
+    with Collector() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def cluster(collector: Collector) -> Iterator[Served]:
+    settings = {"BATON_GATEWAY_TRACE_SAMPLE_RATIO": "0", "BATON_GATEWAY_TRACE_SLOW_S": "30"}
+    endpoint = ("--otlp-traces-endpoint", collector.endpoint, "--router-policy", "prefix")
+    with served(
+        *OPTIONS, *endpoint, OTEL_BSP_SCHEDULE_DELAY="100", OTEL_SERVICE_NAME="east", **settings
+    ) as it:
+        yield it
+
+
+def ask(cluster: Served, body: dict[str, Any], **headers: str) -> tuple[int, dict[str, Any], str]:
+    """Return the status, the answer and the traceparent of the answer."""
+    connection = http.client.HTTPConnection("127.0.0.1", cluster.port, timeout=60)
+    try:
+        headers = {"Content-Type": "application/json", **headers}
+        connection.request("POST", "/v1/completions", json.dumps({"model": "tiny", **body}), headers)
+        answer = connection.getresponse()
+        return answer.status, json.loads(answer.read()), answer.headers["traceparent"] or ""
+    finally:
+        connection.close()
+
+
+def only(spans: list[CollectedSpan], name: str) -> CollectedSpan:
+    (found,) = [span for span in spans if span.name == name]
+    return found
+
+
+def test_sampled_trace_has_spans_of_every_process_and_adds_up(cluster: Served, collector: Collector) -> None:
+    trace_id, caller = secrets.token_hex(16), secrets.token_hex(8)
+    body = {"prompt": PROMPT, "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+    status, answer, told = ask(cluster, body, traceparent=f"00-{trace_id}-{caller}-01", tracestate="a=b")
+    assert status == 200
+    spans = collector.wait_for(trace_id)
+    root, attempt = only(spans, "text_completion tiny"), only(spans, "attempt 0")
+    assert told == f"00-{trace_id}-{root.span_id}-01"
+    assert (root.parent_id, root.kind, root.trace_state) == (caller, SERVER, "a=b")
+    assert root.events == ["first_token"]
+    attributes = root.attributes
+    assert attributes["gen_ai.request.model"] == "tiny" and attributes["gen_ai.request.max_tokens"] == 12
+    assert attributes["gen_ai.response.id"] == answer["id"].rpartition("-")[2]
+    assert attributes["gen_ai.usage.input_tokens"] == answer["usage"]["prompt_tokens"]
+    assert attributes["gen_ai.usage.output_tokens"] == 12
+    assert attributes["gen_ai.response.finish_reasons"] == ["length"]
+    assert 0 < attributes["gen_ai.server.time_to_first_token"] < attributes["gen_ai.latency.e2e"]
+    assert attributes["baton.sampled_by"] == "head"
+    assert attempt.attributes["baton.prefill_worker"] == "prefill-0"
+
+    parts = [span for span in spans if span.parent_id in (root.span_id, attempt.span_id) and span != attempt]
+    assert only(parts, "received").parent_id == root.span_id
+    assert only(parts, "decode_computing").parent_id == attempt.span_id
+    taken_ns = sum(span.end_ns - span.begin_ns for span in parts)
+    assert taken_ns >= 0.98 * (root.end_ns - root.begin_ns)
+    ordered = sorted(parts, key=lambda span: span.begin_ns)
+    for before, after in zip(ordered, ordered[1:], strict=False):
+        assert after.begin_ns >= before.end_ns - 1000, (before.name, after.name)
+    resources = {(s.resource["service.name"], s.resource["service.instance.id"]) for s in parts}
+    assert {("east-prefill", "prefill-0"), ("east-decode", "decode-0")} <= resources
+    assert {"east-gateway", "east-router"} <= {name for name, _ in resources}
+
+
+def test_trace_that_neither_head_nor_tail_samples_is_not_exported(
+    cluster: Served, collector: Collector
+) -> None:
+    status, _, told = ask(cluster, {"prompt": PROMPT, "max_tokens": 2})
+    assert status == 200 and told.endswith("-00")
+    _, _, sampled = ask(cluster, {"prompt": PROMPT, "max_tokens": 2}, traceparent=parent())
+    collector.wait_for(sampled[3:35])  # it ended later, and is here
+    assert not collector.trace(told[3:35])
+
+
+def test_failed_request_is_exported_although_it_is_not_sampled(cluster: Served, collector: Collector) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 2, "vllm_xargs": {"nothing_takes_this": 1}}
+    status, _, told = ask(cluster, body)
+    assert status == 400 and told.endswith("-00")
+    root = only(collector.wait_for(told[3:35]), "text_completion tiny")
+    assert root.status == ERROR and root.attributes["error.type"] == "failed"
+    assert root.attributes["baton.sampled_by"] == "failed"
+
+
+@pytest.mark.parametrize("header", ["00-x", "ff-" + "a" * 32 + "-" + "b" * 16 + "-01", "00-" + "0" * 32])
+def test_traceparent_that_is_not_valid_counts_as_none(cluster: Served, header: str) -> None:
+    status, _, told = ask(cluster, {"prompt": PROMPT, "max_tokens": 1}, traceparent=header)
+    assert status == 200 and told[3:35] not in header and told.endswith("-00")
+
+
+def parent() -> str:
+    return f"00-{secrets.token_hex(16)}-{secrets.token_hex(8)}-01"
