@@ -1,16 +1,20 @@
-"""The ended requests of one gateway: their timelines, the latest ones and the slowest of the last minutes."""
+"""The ended requests of one gateway: the latest ones, and the slowest of the last minutes.
+
+What is kept of a request is small and made in microseconds. Timelines are assembled when an operator asks,
+when a request is traced, and for the metrics, at most one in COUNT_S: a busy gateway counts a sample.
+"""
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from heapq import heappush, heappushpop
 from itertools import count, islice
-from typing import Final
+from typing import Final, NamedTuple
 
 from baton.clock import Clock
-from baton.gateway.api.answer import Answer
+from baton.gateway.api.answer import Answer, Usage
 from baton.gateway.metrics.metrics import Metrics
 from baton.gateway.metrics.tracing import Tracer
-from baton.gateway.streams.timeline import CallMarks, assemble
+from baton.gateway.streams.timeline import CallMarks, RequestMarks, assemble
 from baton.messages.operations import FindRequests
 from baton.messages.timeline import RequestTimeline
 
@@ -18,6 +22,44 @@ MAX_LATEST: Final = 1024
 SLOWEST_S: Final = 900.0  # the slowest requests of so long are kept
 INTERVAL_S: Final = 60.0
 MAX_SLOWEST: Final = 100  # of each interval
+COUNT_S: Final = 0.005  # between two requests that the metrics count: half a percent of a processor
+
+
+class EndedRequest(NamedTuple):
+    """What is kept of a call that has ended."""
+
+    request_id: str
+    tenant: str
+    outcome: str  # a key of TenantCounts.calls
+    gateway: str
+    began_s: float  # seconds since 1970
+    call: CallMarks
+    marks: RequestMarks  # of the choice that ended last
+    usage: Usage
+    num_choices: int
+    is_streamed: bool
+
+    @property
+    def total_s(self) -> float:
+        """Seconds from the first byte of the request to the last byte of the answer."""
+        return self.call.ended_s - self.call.received_s
+
+    def timeline(self) -> RequestTimeline:
+        """Assemble the timeline."""
+        return assemble(
+            self.call,
+            self.marks,
+            self.gateway,
+            request_id=self.request_id,
+            tenant=self.tenant,
+            outcome=self.outcome,
+            began_s=self.began_s,
+            num_choices=self.num_choices,
+            num_prompt_tokens=self.usage.prompt,
+            num_cached_tokens=self.usage.cached,
+            num_tokens=self.usage.completion,
+            is_streamed=self.is_streamed,
+        )
 
 
 class RequestHistory:
@@ -30,72 +72,78 @@ class RequestHistory:
         calendar_s: Callable[[], float],
         tracer: Tracer | None = None,
     ) -> None:
-        """metrics: counts the seconds of each part. calendar_s: seconds since 1970. tracer: exports."""
-        self._tracer = tracer
+        """metrics: count the seconds of each part. calendar_s: seconds since 1970. tracer: exports."""
         self._metrics = metrics
         self._clock = clock
         self._calendar_s = calendar_s
-        self._latest: deque[RequestTimeline] = deque(maxlen=MAX_LATEST)
-        self._slowest: deque[_Interval] = deque(maxlen=round(SLOWEST_S / INTERVAL_S))
+        self._tracer = tracer
         self._name = f"gateway {metrics.gateway}".rstrip()
+        self._latest: deque[EndedRequest] = deque(maxlen=MAX_LATEST)
+        self._slowest: deque[_Interval] = deque(maxlen=round(SLOWEST_S / INTERVAL_S))
+        self._counted_s = -COUNT_S
 
     def finished(self, answer: Answer, outcome: str) -> None:
         """Take a call that has just ended. outcome: a key of TenantCounts.calls."""
-        timeline = self._timeline(answer, outcome)
-        if timeline is None:
-            return
-        self._latest.append(timeline)
+        opened = [choice.marks for choice in answer.choices if choice.marks is not None]
+        if not opened:
+            return  # it was refused before it could begin
         now_s = self._clock.now_s()
+        ended = self._ended(answer, outcome, max(opened, key=_last_token_s), now_s)
+        self._latest.append(ended)
         if not self._slowest or now_s - self._slowest[-1].began_s >= INTERVAL_S:
             self._slowest.append(_Interval(now_s))
-        self._slowest[-1].add(timeline)
-        self._metrics.unaccounted.observe(timeline.unaccounted_s)
-        for part in timeline.parts:
-            self._metrics.parts_us[part.name] += round(part.seconds * 1e6)
+        self._slowest[-1].add(ended)
+        if now_s - self._counted_s >= COUNT_S:
+            self._counted_s = now_s
+            self._count(ended.timeline())
         if self._tracer is not None:
-            self._tracer.ended(timeline, answer)
+            context = answer.call.trace or self._tracer.context(None, None)  # None: over a WebSocket
+            rule = self._tracer.rule(context, outcome, ended.total_s)
+            if rule is not None:
+                self._tracer.export(context, ended.timeline(), answer, rule)
 
     def find(self, query: FindRequests) -> Sequence[RequestTimeline]:
         """Return the requests that a query asks for, the latest or the slowest first."""
         if query.request_id is not None:
-            wanted = query.request_id
             known = (*reversed(self._latest), *self._recent_slowest())
-            return [each for each in known if each.request_id == wanted][:1]
-        found: Iterator[RequestTimeline] | list[RequestTimeline] = reversed(self._latest)
+            of_id = (each for each in known if each.request_id == query.request_id)
+            return [each.timeline() for each in islice(of_id, 1)]
+        found: Iterable[EndedRequest] = reversed(self._latest)
         if query.order == "slowest":
             found = self._recent_slowest()
         of_tenant = (each for each in found if query.tenant in (None, each.tenant))
-        return list(islice(of_tenant, query.limit))
+        return [each.timeline() for each in islice(of_tenant, query.limit)]
 
-    def _recent_slowest(self) -> list[RequestTimeline]:
+    def _ended(self, answer: Answer, outcome: str, marks: RequestMarks, now_s: float) -> EndedRequest:
+        call = answer.call
+        received_s = call.received_s or call.arrival_s
+        return EndedRequest(
+            answer.choices[0].request_id,
+            call.tenant.name,
+            outcome,
+            self._name,
+            self._calendar_s() - (now_s - received_s),
+            CallMarks(received_s, call.arrival_s, call.tokenised_s, now_s),
+            marks,
+            answer.usage,
+            len(answer.choices),
+            call.is_streamed,
+        )
+
+    def _count(self, timeline: RequestTimeline) -> None:
+        self._metrics.unaccounted.observe(timeline.unaccounted_s)
+        for part in timeline.parts:
+            self._metrics.parts_us[part.name] += round(part.seconds * 1e6)
+
+    def _recent_slowest(self) -> list[EndedRequest]:
         since_s = self._clock.now_s() - SLOWEST_S
         recent = [each for each in self._slowest if each.began_s >= since_s]
-        timelines = (timeline for each in recent for timeline in each.timelines())
-        return sorted(timelines, key=lambda timeline: -timeline.total_s)
+        requests = (request for each in recent for request in each.requests())
+        return sorted(requests, key=lambda request: -request.total_s)
 
-    def _timeline(self, answer: Answer, outcome: str) -> RequestTimeline | None:
-        call = answer.call
-        opened = [choice for choice in answer.choices if choice.marks is not None]
-        if not opened:
-            return None
-        last = max(opened, key=lambda choice: choice.marks.last_token_s if choice.marks else 0.0)
-        marks = last.marks
-        assert marks is not None
-        now_s, usage = self._clock.now_s(), answer.usage
-        return assemble(
-            CallMarks(call.received_s or call.arrival_s, call.arrival_s, call.tokenised_s, now_s),
-            marks,
-            self._name,
-            request_id=answer.choices[0].request_id,
-            tenant=call.tenant.name,
-            outcome=outcome,
-            began_s=self._calendar_s() - (now_s - (call.received_s or call.arrival_s)),
-            num_choices=len(answer.choices),
-            num_prompt_tokens=usage.prompt,
-            num_cached_tokens=usage.cached,
-            num_tokens=usage.completion,
-            is_streamed=call.is_streamed,
-        )
+
+def _last_token_s(marks: RequestMarks) -> float:
+    return marks.last_token_s
 
 
 class _Interval:
@@ -103,15 +151,16 @@ class _Interval:
 
     def __init__(self, began_s: float) -> None:
         self.began_s = began_s
-        self._heap: list[tuple[float, int, RequestTimeline]] = []
+        self._heap: list[tuple[float, int, EndedRequest]] = []
         self._serials = count()
 
-    def add(self, timeline: RequestTimeline) -> None:
-        entry = timeline.total_s, next(self._serials), timeline
-        if len(self._heap) < MAX_SLOWEST:
-            heappush(self._heap, entry)
-        elif entry > self._heap[0]:
-            heappushpop(self._heap, entry)
+    def add(self, request: EndedRequest) -> None:
+        """Keep a request if it is one of the slowest."""
+        total_s, heap = request.total_s, self._heap
+        if len(heap) < MAX_SLOWEST:
+            heappush(heap, (total_s, next(self._serials), request))
+        elif total_s > heap[0][0]:
+            heappushpop(heap, (total_s, next(self._serials), request))
 
-    def timelines(self) -> Iterator[RequestTimeline]:
-        return (timeline for _, _, timeline in self._heap)
+    def requests(self) -> Iterator[EndedRequest]:
+        return (request for _, _, request in self._heap)

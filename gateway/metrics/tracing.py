@@ -2,9 +2,9 @@
 
 1. `Tracer.context` takes the W3C `traceparent` of a call, or begins a trace, and decides by its id whether
    the trace is sampled (head sampling). A caller's decision holds for the gateway too, as with
-   OpenTelemetry's parent-based sampler. 2. `Tracer.ended` exports a sampled call, and every call that failed
-   or was slow (tail sampling). The decision is made when all is known, and a call that is not exported costs
-   nothing else.
+   OpenTelemetry's parent-based sampler.
+2. `Tracer.rule` samples such a call at its end, and every call that failed or was slow (tail sampling). The
+   decision is made when all is known, and a call that is not exported costs nothing else.
 3. The SDK's batch processor sends spans in a thread of its own, over OTLP/HTTP.
 
 The root is a span of kind SERVER with the attributes of OpenTelemetry's conventions for generative AI; each
@@ -73,14 +73,19 @@ class Tracer:
         trace_id, parent_id, is_sampled = parent
         return TraceContext(trace_id, new_span_id(), is_sampled, parent_id, tracestate or "")
 
-    def ended(self, timeline: RequestTimeline, answer: Answer) -> None:
-        """Export a call that has just ended, if it is sampled by any rule."""
-        context = answer.call.trace or self.context(None, None)
-        is_failed = timeline.outcome not in WELL
-        is_slow = self._slow_s is not None and timeline.total_s >= self._slow_s
-        if not (context.is_sampled or is_failed or is_slow):
-            return
-        rule = "head" if context.is_sampled else "failed" if is_failed else "slow"
+    def rule(self, context: TraceContext, outcome: str, total_s: float) -> str | None:
+        """Return the rule that samples a call that has just ended; None when it is not exported.
+
+        outcome, total_s: see RequestTimeline.
+        """
+        if context.is_sampled:
+            return "head"
+        if outcome not in WELL:
+            return "failed"
+        return "slow" if self._slow_s is not None and total_s >= self._slow_s else None
+
+    def export(self, context: TraceContext, timeline: RequestTimeline, answer: Answer, rule: str) -> None:
+        """Export a call that a rule samples."""
         attributes = {**_attributes(timeline, answer, self._model), "baton.sampled_by": rule}
         for span in _spans(timeline, context, attributes):
             self._processor.on_end(span.readable())

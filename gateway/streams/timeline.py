@@ -1,10 +1,9 @@
-"""The timeline of a request: what the gateway notes while a request runs, and the parts that follow from
-that.
+"""The timeline of a request: what the gateway notes while a request runs, and the parts that follow.
 
 1. `RequestMarks` belong to one choice of a call. The frontend notes when each attempt was submitted,
    dispatched and answered, and keeps the times that routers and workers send with messages of the attempt
-   (`Routed`, the first and the last `TokenEvent`), with the offset of the sender's clock at that moment. 2.
-   `assemble` turns the marks of an ended call into its timeline, by the gateway's clock. It walks from the
+   (`Routed`, the first and the last `TokenEvent`), with the offset of the sender's clock at that moment.
+2. `assemble` turns the marks of an ended call into its timeline, by the gateway's clock. It walks from the
    first byte of the request to the last byte of the answer: each part begins where the part before ended, so
    no time is counted twice. Time that no process accounts for becomes no part.
 

@@ -4,6 +4,7 @@ import http.client
 import json
 import secrets
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -75,7 +76,7 @@ def test_sampled_trace_has_spans_of_every_process_and_adds_up(cluster: Served, c
     taken_ns = sum(span.end_ns - span.begin_ns for span in parts)
     assert taken_ns >= 0.98 * (root.end_ns - root.begin_ns)
     ordered = sorted(parts, key=lambda span: span.begin_ns)
-    for before, after in zip(ordered, ordered[1:], strict=False):
+    for before, after in pairwise(ordered):
         assert after.begin_ns >= before.end_ns - 1000, (before.name, after.name)
     resources = {(s.resource["service.name"], s.resource["service.instance.id"]) for s in parts}
     assert {("east-prefill", "prefill-0"), ("east-decode", "decode-0")} <= resources
