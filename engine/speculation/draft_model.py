@@ -239,7 +239,7 @@ class ModelDrafter:
         computes_prompts = any(num_tokens > self._most + 1 for _, num_tokens in chunks)
         num_drafts = 0
         while chunks:
-            sampled = self._run(sampler, chunks)
+            sampled = self._run(sampler, chunks, goes_on=num_drafts > 0)
             num_drafts += len(sampled)
             chunks = [
                 (mirror, 1)
@@ -253,8 +253,11 @@ class ModelDrafter:
         """Learn the seconds of a draft token."""
         self._token_s += WEIGHT * (token_s - self._token_s) if self._token_s else token_s
 
-    def _run(self, sampler: Sampler, chunks: list[tuple[Sequence, int]]) -> list[Sequence]:
-        """Compute so many tokens of each mirror; return those that have sampled another one."""
+    def _run(self, sampler: Sampler, chunks: list[tuple[Sequence, int]], *, goes_on: bool) -> list[Sequence]:
+        """Compute so many tokens of each mirror; return those that have sampled another one.
+
+        goes_on: each chunk is the draft token of the last run.
+        """
         chunks.sort(key=lambda chunk: chunk[1] > 1)
         mirrors, lengths = [mirror for mirror, _ in chunks], [num_tokens for _, num_tokens in chunks]
         batch = Batch(
@@ -262,6 +265,7 @@ class ModelDrafter:
             starts=[mirror.num_computed_tokens for mirror in mirrors],
             lengths=lengths,
             num_decodes=lengths.count(1),
+            is_pure_decode=goes_on,
         )
         self._num_steps += 1
         logits_RV = self._runner.execute(self._builder.build(batch)._replace(step=self._num_steps))
