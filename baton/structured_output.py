@@ -8,19 +8,20 @@ import json
 import random
 import re
 from collections.abc import Callable, Iterable, Mapping
-from functools import cache
 from typing import Any, Final
 
 import msgspec
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer, StructTag
+from llguidance import LLMatcher, LLParserLimits, StructTag
 from llguidance.gbnf_to_lark import any_to_lark
 
 from baton.errors import InvalidRequest
+from baton.json_schema.document import read_json
+from baton.json_schema.patterns import NUM_BYTES, byte_tokenizer
+from baton.json_schema.rewriting import ANY_REWRITTEN, REWRITTEN, rewritten
 from baton.request import JSON_WHITESPACE, StructuredOutputs
 
 MAX_ERROR_CHARS: Final = 500  # of the library's message
 NUM_CHECKED_STEPS: Final = 24
-NUM_BYTES: Final = 256
 ANY_OBJECT: Final = '{"type": "object"}'
 UNKNOWN_FORMAT: Final = re.compile(r"Unknown format: (.+?)(?: \(\d+ times\))?")  # the wording of the library
 # The formats that JSON Schema defines. A schema may name others, which say nothing about a value.
@@ -31,6 +32,9 @@ JSON_FORMATS: Final = frozenset(
         *("json-pointer", "relative-json-pointer", "regex"),
     )
 )
+# Parts of Lark's syntax within which `%json` is no keyword, and that keyword.
+LARK_TOKEN: Final = re.compile(r'"(?:[^"\\\n]|\\.)*"|//[^\n]*|/(?:[^/\\\n]|\\.)*/|(?P<json>%json\s*)')
+JSON: Final = json.JSONDecoder()
 UNCHECKED_TOKENS: Final = "no tokenizer - can't validate <["  # the wording of the library
 FORM: Final = "form"  # as frames call it
 
@@ -74,15 +78,9 @@ def check_form(form: StructuredOutputs) -> None:
     if not is_error:
         messages = [each for each in messages if not _is_other_format(each)]
     if is_error or messages:
-        raise InvalidRequest(_named(messages[0])[:MAX_ERROR_CHARS])
+        raise InvalidRequest(_named(messages[0], form)[:MAX_ERROR_CHARS])
     if form.frame is None:
         _check_steps(grammar_of(form))
-
-
-@cache
-def byte_tokenizer() -> LLTokenizer:
-    """Return a tokenizer of which each byte is a token."""
-    return LLTokenizer("byte")
 
 
 def _check_steps(grammar: str) -> None:
@@ -99,12 +97,33 @@ def _check_steps(grammar: str) -> None:
 def _of_json(schema: str) -> str:
     # Lenient: the library warns of what it would drop, and `check_form` refuses all but other formats.
     options: Any = {"whitespace_pattern": JSON_WHITESPACE, "lenient": True}
-    return LLMatcher.grammar_from_json_schema(schema, overrides=options)
+    return LLMatcher.grammar_from_json_schema(_honourable(schema), overrides=options)
 
 
-def _named(message: str) -> str:
-    """The library's message, with the keyword that it lacks."""
-    return f"allOf or $ref: {message}" if message.startswith("Schema intersection") else message
+def _honourable(schema: str) -> str:
+    """The schema without keywords that grammars lack, where others say the same."""
+    return json.dumps(rewritten(read_json(schema))) if ANY_REWRITTEN.search(schema) else schema
+
+
+def _lark(text: str) -> str:
+    """The grammar in Lark's syntax, with the schemas in it as grammars honour them."""
+    parts, end = list[str](), 0
+    for found in LARK_TOKEN.finditer(text) if ANY_REWRITTEN.search(text) else ():
+        if found["json"] is not None and found.start() >= end:
+            _, length = JSON.raw_decode(text[found.end() :])
+            parts += [text[end : found.end()], _honourable(text[found.end() : found.end() + length])]
+            end = found.end() + length
+    return "".join([*parts, text[end:]])
+
+
+def _named(message: str, form: StructuredOutputs) -> str:
+    """The library's message, with the keyword that it lacks or that was rewritten."""
+    if message.startswith("Schema intersection"):
+        return f"allOf or $ref: {message}"
+    found = {each.strip('"') for each in ANY_REWRITTEN.findall(form.json or "")}
+    keywords = sorted(REWRITTEN & found)
+    is_named = not keywords or any(keyword in message for keyword in keywords)
+    return message if is_named else f"{', '.join(keywords)}: {message}"
 
 
 def _is_other_format(message: str) -> bool:
@@ -123,7 +142,7 @@ def _framed(frame: str, grammar: str) -> str:
     else:
         first, others = {"lark_grammar": grammar}, []
     return json.dumps(
-        {"grammars": [{"name": "frame", "lark_grammar": frame}, {**first, "name": FORM}, *others]}
+        {"grammars": [{"name": "frame", "lark_grammar": _lark(frame)}, {**first, "name": FORM}, *others]}
     )
 
 
@@ -133,7 +152,7 @@ def _of_structural_tag(text: str) -> str:
         StructTag(
             trigger=_trigger_of(structure, tag.triggers),
             begin=structure.begin,
-            grammar=structure.schema,
+            grammar=rewritten(structure.schema),
             end=structure.end,
         )
         for structure in tag.structures
@@ -170,7 +189,7 @@ _GRAMMARS: Final[Mapping[str, Callable[[Any], str]]] = {
     "json_object": lambda _: _of_json(ANY_OBJECT),
     "regex": LLMatcher.grammar_from_regex,
     "choice": _of_choice,
-    "grammar": lambda text: LLMatcher.grammar_from_lark(any_to_lark(text)),
+    "grammar": lambda text: LLMatcher.grammar_from_lark(_lark(any_to_lark(text))),
     "structural_tag": _of_structural_tag,
-    "frame": LLMatcher.grammar_from_lark,
+    "frame": lambda text: LLMatcher.grammar_from_lark(_lark(text)),
 }

@@ -172,9 +172,9 @@ def test_values_import_neither_sockets_nor_threads() -> None:
                 assert name.partition(".")[0] not in NOT_IN_VALUES or str(path) in MAY_READ_ENVIRONMENT, path
 
 
-def test_contract_holds_values_config_messages_and_rpc() -> None:
+def test_contract_holds_values_schemas_config_messages_and_rpc() -> None:
     folders = {path.parts[1] for path in modules() if path.parts[0] == "baton" and len(path.parts) > 2}
-    assert folders == {"config", "messages", "rpc"}
+    assert folders == {"config", "json_schema", "messages", "rpc"}
 
 
 def test_every_facade_exists_and_is_used() -> None:

@@ -33,9 +33,10 @@ import msgspec
 
 from baton.errors import InvalidRequest, Overloaded
 from baton.gateway.api.helper_process import LENGTH_BYTES, frame, lower_priority
+from baton.json_schema.patterns import byte_tokenizer
 from baton.messages.status import Histogram
 from baton.request import StructuredOutputs
-from baton.structured_output import byte_tokenizer, check_form
+from baton.structured_output import check_form
 
 MAX_CHECKED: Final = 256  # forms that are remembered for each tenant
 MAX_TENANTS: Final = 1024  # with forms that are remembered

@@ -17,10 +17,19 @@ TAG = {
     "structures": [{"begin": "<f=a>", "schema": {"type": "integer"}, "end": "</f>"}],
     "triggers": ["<f="],
 }
+NOT_TAG = TAG | {
+    "structures": [{"begin": "<f=a>", "schema": {"type": "integer", "not": {"const": 7}}, "end": "</f>"}]
+}
 ACCEPTED: list[tuple[dict[str, Any], str]] = [
     ({"json": '{"type": "integer"}'}, "-12"),
     ({"json": "{}"}, '["anything", {}]'),
     ({"json": '{"type": "string", "format": "byte"}'}, '"eA=="'),  # no format of JSON Schema
+    ({"json": '{"type": "integer", "not": {"enum": [7]}}'}, "6"),
+    (
+        {"grammar": 'start: "%json {" /%json/ %json {"enum": [1, "a/b", 3], "not": {"const": 1}} "c"'},
+        '%json {%json"a/b"c',
+    ),
+    ({"structural_tag": json.dumps(NOT_TAG)}, "one <f=a>12</f> two"),
     ({"json_object": True}, '{"a": [1, null]}'),
     ({"json_object": True}, '{\n    "a": 1\n}'),
     ({"regex": "[0-9]{3}-[a-z]+"}, "123-ab"),
@@ -31,6 +40,12 @@ ACCEPTED: list[tuple[dict[str, Any], str]] = [
 ]
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"json": '{"type": "integer"}'}, "1.5"),
+    ({"json": '{"type": "integer", "not": {"enum": [7]}}'}, "7"),
+    (
+        {"grammar": 'start: "%json {" /%json/ %json {"enum": [1, "a/b", 3], "not": {"const": 1}} "c"'},
+        "%json {%json1c",
+    ),
+    ({"structural_tag": json.dumps(NOT_TAG)}, "one <f=a>7</f> two"),
     ({"json_object": True}, "[1]"),
     ({"json_object": True}, "{" + " " * 40 + "}"),
     ({"regex": "[0-9]{3}-[a-z]+"}, "12-ab"),
@@ -67,12 +82,19 @@ def test_form_refuses_a_text(tokenizer: LLTokenizer, fields: dict[str, Any], tex
     ("fields", "named"),
     [
         ({"json": '{"type": "objct"}'}, "objct"),
-        ({"json": '{"type": "object", "propertyNames": {"pattern": "a"}}'}, "propertyNames"),
-        ({"json": '{"type": "string", "format": "uri-reference"}'}, "uri-reference"),
-        ({"json": '{"items": {"format": "regex"}, "contains": {"format": "regex"}}'}, "regex|contains"),
-        ({"json": '{"properties": {"a": {"format": "regex"}, "b": {"format": "regex"}}}'}, "regex"),
+        ({"json": '{"type": "object", "propertyNames": {"format": "date"}}'}, "propertyNames"),
+        ({"json": '{"type": "string", "format": "idn-email"}'}, "idn-email"),
+        ({"json": '{"items": {"format": "idn-email"}, "contains": {"format": "a"}}'}, "idn-email|contains"),
+        (
+            {"json": '{"properties": {"a": {"format": "idn-email"}, "b": {"format": "idn-email"}}}'},
+            "idn-email",
+        ),
         ({"json": '{"type": "string", "format": "byte", "not": {}}'}, "not"),
-        ({"json": '{"oneOf": [{"minimum": 1}, {"minimum": 2}]}'}, "oneOf"),
+        ({"json": '{"not": {"multipleOf": 3}}'}, "not"),
+        ({"json": '{"oneOf": [{"multipleOf": 2}, {"multipleOf": 3}]}'}, "oneOf"),
+        ({"json": '{"type": "array", "items": {"type": "string"}, "uniqueItems": true}'}, "uniqueItems"),
+        ({"json": '{"unevaluatedProperties": false}'}, "unevaluatedProperties"),
+        ({"json": '{"allOf": [{"minimum": 2}, {"maximum": 1}], "type": "integer", "if": true}'}, "if"),
         ({"json": "[1"}, "line 1"),
         ({"json": "7"}, "object schema"),
         ({"regex": "a("}, "unclosed group"),
