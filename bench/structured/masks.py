@@ -1,0 +1,192 @@
+"""Masks of instances: which tokens they allow, and what they cost.
+
+A token's time is that of its mask and of advancing the grammar, as processor time of the thread.
+"""
+
+import json
+import os
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib.util import find_spec
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+from llguidance import LLMatcher, LLTokenizer
+
+from baton.bench.report import Report, Row, at_least, at_most, percentile, plot_lines, ranked_shares
+from baton.bench.structured.cases import END_ID, VOCAB_SIZES, Case, Instance, tokenizer_text
+from baton.kernels.sample import WORD_BITS, num_mask_words
+from baton.structured_output import grammar_of, parser_limits
+
+MASK_P50_BAR_US: Final = 60.0
+MASK_P99_BAR_US: Final = 1000.0
+VALID_BAR: Final = 97.0  # % of valid instances
+MAX_TIMED_SCHEMAS: Final = 150  # xgrammar takes seconds to compile some
+
+
+def spellings(case: Case) -> Iterator[tuple[Instance, str]]:
+    """Each instance as JSON text, in turns on one line and indented."""
+    for number, instance in enumerate(case.instances):
+        yield (
+            instance,
+            json.dumps(instance.data, indent=None if number % 2 else 2, ensure_ascii=False),
+        )
+
+
+class Verdicts(NamedTuple):
+    """Instances by the mask's verdict, and the seconds of each token."""
+
+    counts: Counter[tuple[bool, bool]]  # (is valid, is accepted)
+    wrong: list[str]
+    token_s: list[float]
+
+
+def follow_instances(cases: Iterable[Case], tokenizer: LLTokenizer) -> Verdicts:
+    """Let the grammar of each schema mask and take the tokens of each instance."""
+    verdicts = Verdicts(Counter(), [], [])
+    mask_W = np.zeros(num_mask_words(tokenizer.vocab_size), np.int32)
+    for case in cases:
+        compiled = LLMatcher(tokenizer, grammar_of(case.form), log_level=0, limits=parser_limits())
+        for instance, text in spellings(case):
+            matcher, is_accepted = compiled.deep_copy(), True
+            for token in tokenizer.tokenize_str(text):
+                began_s = time.thread_time()
+                matcher.unsafe_compute_mask_ptr(mask_W.ctypes.data, mask_W.nbytes)
+                is_accepted = _allows(mask_W, token) and matcher.consume_tokens([token])
+                verdicts.token_s.append(time.thread_time() - began_s)
+                if not is_accepted:
+                    break
+            is_accepted = is_accepted and matcher.is_accepting()
+            verdicts.counts[instance.is_valid, is_accepted] += 1
+            if is_accepted != instance.is_valid:
+                verdicts.wrong.append(f"{case.name}: {matcher.get_error()[:80]}")
+    return verdicts
+
+
+def _allows(mask_W: "np.ndarray[Any, Any]", token: int) -> bool:
+    return bool(int(mask_W[token // WORD_BITS]) >> token % WORD_BITS & 1)
+
+
+def follow_with_xgrammar(cases: Iterable[Case], text: str, tokenizer: LLTokenizer) -> Verdicts:
+    """Do the same with xgrammar; a schema that it refuses counts for nothing."""
+    import xgrammar
+
+    vocab = json.loads(text)["model"]["vocab"]
+    info = xgrammar.TokenizerInfo(
+        sorted(vocab, key=vocab.get),
+        xgrammar.VocabType.BYTE_LEVEL,
+        vocab_size=len(vocab),
+        stop_token_ids=[END_ID],
+    )
+    compiler = xgrammar.GrammarCompiler(info, max_threads=1)
+    verdicts = Verdicts(Counter(), [], [])
+    mask_1W = np.zeros((1, num_mask_words(len(vocab))), np.int32)
+    for case in cases:
+        try:
+            compiled = compiler.compile_json_schema(json.dumps(case.schema))
+        except Exception as error:  # its kinds are many
+            verdicts.wrong.append(f"{case.name}: {error}"[:80])
+            continue
+        for instance, spelled in spellings(case):
+            matcher, is_accepted = xgrammar.GrammarMatcher(compiled), True
+            for token in tokenizer.tokenize_str(spelled):
+                began_s = time.thread_time()
+                matcher.fill_next_token_bitmask(mask_1W)
+                is_accepted = _allows(mask_1W[0], token) and matcher.accept_token(token)
+                verdicts.token_s.append(time.thread_time() - began_s)
+                if not is_accepted:
+                    break
+            if is_accepted:
+                matcher.fill_next_token_bitmask(mask_1W)
+            verdicts.counts[instance.is_valid, is_accepted and _allows(mask_1W[0], END_ID)] += 1
+    return verdicts
+
+
+@contextmanager
+def _silent_stderr() -> Iterator[None]:
+    """xgrammar writes a warning for each constraint that it drops."""
+    kept, silent = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(silent, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(silent)
+
+
+def mask_rows(report: Report, cases: Sequence[Case]) -> list[Row]:
+    """Return the rows of the times of masks, and let the report plot them."""
+    rows = list[Row]()
+    timed, curves = cases[:: -(-len(cases) // MAX_TIMED_SCHEMAS)], dict[str, list[float]]()
+    for vocab_size in VOCAB_SIZES:
+        report.tell(f"masks, vocabulary of {vocab_size:,}")
+        text = tokenizer_text(vocab_size)
+        tokenizer = LLTokenizer(text, eos_token=END_ID)
+        times_us = [1e6 * each for each in follow_instances(timed, tokenizer).token_s]
+        name = f"mask, vocabulary of {vocab_size:,}"
+        note = f"{len(times_us):,} tokens of {len(timed)} schemas, processor time"
+        rows += [
+            at_most(f"{name}: p50", percentile(times_us, 50), "us", MASK_P50_BAR_US, note),
+            at_most(f"{name}: p99", percentile(times_us, 99), "us", MASK_P99_BAR_US),
+        ]
+        curves[f"{vocab_size:,}"] = times_us
+        if find_spec("xgrammar") is None:
+            rows.append(Row(f"xgrammar, {name}", None, "us", note="pip install xgrammar"))
+            continue
+        with _silent_stderr():
+            found = follow_with_xgrammar(timed, text, tokenizer)
+        times_us = [1e6 * each for each in found.token_s]
+        note = (
+            f"{found.counts[False, True]} invalid instances accepted, "
+            f"{found.counts[True, False]} valid refused, {len(found.wrong)} schemas refused"
+        )
+        rows += [
+            Row(f"xgrammar, {name}: p50", percentile(times_us, 50), "us", note=note),
+            Row(f"xgrammar, {name}: p99", percentile(times_us, 99), "us"),
+        ]
+        curves[f"{vocab_size:,}, xgrammar"] = times_us
+    panels = {"mask and advance": {name: ranked_shares(times) for name, times in curves.items()}}
+    report.plot = lambda path: plot_lines(
+        path, panels, x_label="us", y_label="share of tokens", is_log=True, is_stepped=True
+    )
+    report.extra["token us, by percentile"] = {
+        name: [percentile(times, share) for share in range(101)] for name, times in curves.items()
+    }
+    return rows
+
+
+def instance_rows(
+    report: Report, cases: Sequence[Case], kept: Sequence[Case], refused: Mapping[str, str]
+) -> list[Row]:
+    """Return the rows of valid and invalid instances. kept, refused: as `honoured` returns them."""
+    report.tell("instances")
+    verdicts = follow_instances(kept, LLTokenizer(tokenizer_text(max(VOCAB_SIZES)), eos_token=END_ID))
+    num_valid = sum(instance.is_valid for case in cases for instance in case.instances)
+    num_accepted = verdicts.counts[True, True]
+    num_kept = num_accepted + verdicts.counts[True, False]
+    unnamed = sum(not _names_a_keyword(why, case.schema) for case in cases if (why := refused.get(case.name)))
+    reasons = Counter(why.splitlines()[0] for why in refused.values())
+    report.extra |= {"refused": dict(reasons.most_common()), "wrong": verdicts.wrong}
+    note = f"{num_valid}; {num_valid - num_kept} belong to the {len(refused)} schemas that are refused"
+    return [
+        at_least("valid instances accepted", 100 * num_accepted / num_valid, "%", VALID_BAR, note),
+        Row("the same, of schemas that are served", 100 * num_accepted / max(1, num_kept), "%"),
+        at_most("invalid instances accepted", verdicts.counts[False, True], "", 0),
+        at_most("refusals that name no keyword", unnamed, "", 0, f"of {len(refused)}"),
+    ]
+
+
+def _names_a_keyword(why: str, schema: Any) -> bool:
+    """True when the message has a key of the schema, or the value of a `format`."""
+    return any(word in why for word in _keywords(schema))
+
+
+def _keywords(schema: Any) -> set[str]:
+    if isinstance(schema, list):
+        return set().union(*map(_keywords, schema))
+    if not isinstance(schema, dict):
+        return set()
+    return set(schema).union(*map(_keywords, schema.values()))

@@ -1,0 +1,21 @@
+"""Answers with forms have the tokens of an undisturbed run although decode and prefill workers are killed."""
+
+from pathlib import Path
+from typing import Final
+
+from baton.bench.report import Report
+from baton.bench.structured.cases import own_cases
+from baton.bench.structured.kills import VICTIMS, form_questions, run_with_kills
+from tests.event_loop import on_loop
+
+NUM_QUESTIONS: Final = 60
+NUM_ANSWERS: Final = 300
+
+
+@on_loop
+async def test_killed_workers_change_no_answer_with_a_form(tmp_path: Path) -> None:
+    report = Report("structured", "", tmp_path)
+    questions = form_questions(own_cases(), NUM_QUESTIONS, report)
+    found = await run_with_kills(questions, NUM_ANSWERS, report)
+    assert found.num_compared >= NUM_ANSWERS and found.num_kills.keys() == set(VICTIMS)
+    assert (found.outcomes["wrong"], found.outcomes["lost"]) == (0, 0), found.complaints
