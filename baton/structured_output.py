@@ -22,6 +22,15 @@ from baton.request import JSON_WHITESPACE, StructuredOutputs
 
 MAX_ERROR_CHARS: Final = 500  # of the library's message
 NUM_CHECKED_STEPS: Final = 24
+NUM_SHORT_TEXTS: Final = 2
+NUM_SHORT_STEPS: Final = 64
+JSON_ENDS: Final = frozenset(b'",:]}0')
+JSON_SPACE: Final = frozenset(b" \t\r\n")
+NO_TOKEN: Final = "NoExtensionBias"  # the library's word for a text that nothing may follow
+DEAD_END: Final = (
+    "the form has a dead end: nothing may follow a text that it allows. One cause are patternProperties of "
+    "which all names are among the properties"
+)
 ANY_OBJECT: Final = '{"type": "object"}'
 UNKNOWN_FORMAT: Final = re.compile(r"Unknown format: (.+?)(?: \(\d+ times\))?")  # the wording of the library
 # The formats that JSON Schema defines. A schema may name others, which say nothing about a value.
@@ -63,12 +72,12 @@ def grammar_of(form: StructuredOutputs) -> str:
 
 
 def check_form(form: StructuredOutputs) -> None:
-    """Compile the form without a vocabulary, and take the steps of a short answer of bytes.
+    """Compile the form without a vocabulary, and take the steps of a few short answers of bytes.
 
     InvalidRequest names what the grammar library cannot honour. The steps find ambiguous grammars, which
-    compile in no time and then hold up an engine for seconds. A frame may name tokens of the vocabulary by
-    their ids. Takes milliseconds, for some hostile forms minutes, and cannot be interrupted: not for an event
-    loop.
+    compile in no time and then hold up an engine for seconds, and most of those with dead ends. A frame may
+    name tokens of the vocabulary by their ids. Takes milliseconds, for some hostile forms minutes, and cannot
+    be interrupted: not for an event loop.
     """
     if form.frame is not None and form.chosen[0] != "frame":
         check_form(msgspec.structs.replace(form, frame=None))
@@ -85,13 +94,26 @@ def check_form(form: StructuredOutputs) -> None:
 
 def _check_steps(grammar: str) -> None:
     matcher, rng = LLMatcher(byte_tokenizer(), grammar, log_level=0, limits=parser_limits()), random.Random(0)
-    for _ in range(NUM_CHECKED_STEPS):
+    _check_text(matcher.deep_copy(), NUM_CHECKED_STEPS, rng.choice)
+    for _ in range(NUM_SHORT_TEXTS):
+        _check_text(matcher.deep_copy(), NUM_SHORT_STEPS, lambda allowed: rng.choice(_ending(allowed)))
+
+
+def _check_text(matcher: LLMatcher, num_steps: int, choose: Callable[[list[int]], int]) -> None:
+    for _ in range(num_steps):
         allowed = [token for token, bias in enumerate(matcher.compute_logit_bias()[:NUM_BYTES]) if bias]
         if not allowed or matcher.is_stopped():
             break
-        matcher.consume_token(rng.choice(allowed))
+        matcher.consume_token(choose(allowed))
     if matcher.is_error():
-        raise InvalidRequest(matcher.get_error()[:MAX_ERROR_CHARS])
+        error = matcher.get_error()
+        raise InvalidRequest(DEAD_END if error.startswith(NO_TOKEN) else error[:MAX_ERROR_CHARS])
+
+
+def _ending(allowed: list[int]) -> list[int]:
+    """The bytes with which a part of JSON ends soon, so that a short text has several parts."""
+    ends = [token for token in allowed if token in JSON_ENDS]
+    return ends or [token for token in allowed if token not in JSON_SPACE] or allowed
 
 
 def _of_json(schema: str) -> str:
