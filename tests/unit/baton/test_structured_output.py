@@ -118,8 +118,8 @@ def test_ambiguous_grammar_is_refused_before_it_holds_up_an_engine() -> None:
 
 def test_grammar_with_a_dead_end_is_refused() -> None:
     """After both names the library allows a comma, and no third name."""
-    names: dict[str, Any] = {"properties": {"a": {}, "b": {}}, "additionalProperties": False}
-    names["required"] = ["a", "b"]
+    names: dict[str, Any] = {"type": "object", "additionalProperties": False}
+    names |= {"properties": {"a": {}, "b": {}}, "required": ["a", "b"]}
     check_form(StructuredOutputs(json=json.dumps(names)))
     with pytest.raises(InvalidRequest, match="dead end.*patternProperties"):
         check_form(StructuredOutputs(json=json.dumps({**names, "patternProperties": {"^[ab]$": True}})))
