@@ -28,7 +28,7 @@ from baton.gateway.api.errors import ApiError
 from baton.gateway.streams.request_stream import Service
 from baton.gateway.streams.resume import NAME_BYTES
 from baton.gateway.streams.timeline import RequestMarks
-from baton.gateway.text.answer_reader import ToolCallDelta
+from baton.gateway.text.answer_reader import Parts, ToolCallDelta
 from baton.gateway.text.tokenizer import ChoiceText, Tokenizer, detokenizer_of
 from baton.pages import with_public
 from baton.request import FinishReason, Request, TokenEvent, TokenLogprobs
@@ -80,6 +80,7 @@ class Usage(NamedTuple):
     prompt: int
     completion: int
     cached: int
+    reasoning: int  # of the completion, with the tag that ends reasoning
 
 
 class AnswerListener(Protocol):
@@ -157,13 +158,15 @@ class Answer:
         num_prompt, resumed = self.call.num_prompt_tokens, self.call.resumed
         if resumed is None:
             num_completion = sum(choice.num_tokens for choice in self.choices)
-            return Usage(num_prompt, num_completion, self.num_cached_tokens)
-        num_completion = num_cached = 0
+            num_reasoning = sum(choice.num_reasoning_tokens for choice in self.choices)
+            return Usage(num_prompt, num_completion, self.num_cached_tokens, num_reasoning)
+        num_completion = num_cached = num_reasoning = 0
         for choice, shown in zip(self.choices, resumed.choices, strict=True):
             num_completion += max(choice.num_tokens, shown.num_tokens)
+            num_reasoning += max(choice.num_reasoning_tokens, shown.num_reasoning_tokens)
             if choice.number == 0:
                 num_cached += shown.num_cached_tokens if shown.is_begun else choice.num_cached_tokens
-        return Usage(num_prompt, num_completion, num_cached)
+        return Usage(num_prompt, num_completion, num_cached, num_reasoning)
 
     @property
     def is_whole(self) -> bool:
@@ -282,7 +285,7 @@ class AnswerChoice:
         self.marks: RequestMarks | None = None  # from then on
         self.num_tokens = 0
         self.num_cached_tokens = 0
-        self.num_reasoning_tokens = 0  # of batches that had reasoning alone
+        self.num_reasoning_tokens = 0
         self.prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
         self._answer = answer
         call = answer.call
@@ -325,7 +328,7 @@ class AnswerChoice:
             self._answer.fail(error)
 
     def _accept(self, events: Sequence[TokenEvent]) -> None:
-        text, token_ids, logprobs = "", [], []
+        pieces, token_ids, logprobs = list[str](), list[int](), list[TokenLogprobs]()
         by_worker = False
         for event in events:
             if event.token_id is not None:
@@ -335,27 +338,33 @@ class AnswerChoice:
             if event.index == 0:
                 self.num_cached_tokens = event.num_cached_tokens
                 self.prompt_logprobs = event.prompt_logprobs
-            text += self._text.accept(event.token_id, event.finish_reason)
+            pieces.append(self._text.accept(event.token_id, event.finish_reason))
             if self._text.finish_reason is not None:
                 by_worker = event.finish_reason is not None
                 break
         self.num_tokens += len(token_ids)
         delta = (
-            Delta(text, token_ids, logprobs)
+            Delta("".join(pieces), token_ids, logprobs)
             if self._reader is None
-            else self._read(text, token_ids, logprobs)
+            else self._read(pieces, token_ids, logprobs)
         )
         self._answer.advanced(self, delta, by_worker=by_worker)
 
-    def _read(self, text: str, token_ids: list[int], logprobs: list[TokenLogprobs]) -> Delta:
-        """Split the text into shown text, reasoning and calls of tools."""
+    def _read(self, pieces: list[str], token_ids: list[int], logprobs: list[TokenLogprobs]) -> Delta:
+        """Split the text into shown text, reasoning and calls of tools. pieces: a text for each token.
+
+        There may be a further piece, without a token, at the end.
+        """
         reader = self._reader
         assert reader is not None
-        parts = [reader.push(text)]
+        parts = list[Parts]()
+        for number, piece in enumerate(pieces):
+            was_reasoning = reader.is_reasoning
+            parts.append(reader.push(piece))
+            is_reasoning = was_reasoning or reader.is_reasoning
+            self.num_reasoning_tokens += is_reasoning and number < len(token_ids)
         if self._text.finish_reason is not None:
             parts.append(reader.finish())
-        if not any(part.text or part.calls for part in parts) and any(part.reasoning for part in parts):
-            self.num_reasoning_tokens += len(token_ids)
         shows_reasoning = self._answer.call.shows_reasoning
         return Delta.joined(
             [

@@ -121,6 +121,7 @@ class StreamProgress:
         shown.num_chars += len(delta.text)
         shown.num_reasoning_chars += len(delta.reasoning)
         shown.num_tokens += len(delta.token_ids)
+        shown.num_reasoning_tokens = max(shown.num_reasoning_tokens, choice.num_reasoning_tokens)
         shown.token_checksum = _checksum(delta.token_ids, shown.token_checksum)
 
     def event_id(self) -> bytes:

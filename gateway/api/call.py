@@ -479,7 +479,8 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
 
 # Fields that change when and for whom a call is answered, not the answer.
 _NOT_OF_THE_ANSWER: Final = frozenset(
-    {"prompts", "priority", "sla", "scheduling_key", "arrival_s", "tenant", "resumed", "cache_salt"}
+    {"prompts", "priority", "sla", "scheduling_key", "tenant", "resumed", "cache_salt"}
+    | {"arrival_s", "received_s", "tokenised_s", "trace"}
 )
 # Fields that SamplingParams takes as they stand in the body; `make_call` converts the others.
 _CONVERTED: Final = {

@@ -244,15 +244,18 @@ class _Format:
             yield b"]"
 
     def _usage(self) -> Json:
-        num_prompt, num_completion, num_cached = self._answer.usage
+        num_prompt, num_completion, num_cached, num_reasoning = self._answer.usage
         if self._call.hides_tokens:
-            num_completion = 0
-        return {
+            num_completion = num_reasoning = 0
+        usage = {
             "prompt_tokens": num_prompt,
             "completion_tokens": num_completion,
             "total_tokens": num_prompt + num_completion,
             "prompt_tokens_details": {"cached_tokens": num_cached},
         }
+        if self._call.is_chat:
+            usage["completion_tokens_details"] = {"reasoning_tokens": num_reasoning}
+        return usage
 
     def _end(self, choice: AnswerChoice) -> Json:
         if self._call.hides_tokens:

@@ -42,6 +42,16 @@ class _Named(msgspec.Struct, frozen=True):
     function: _Name
 
 
+class _AllowedTools(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[_Named], Meta(min_length=1, max_length=MAX_TOOLS)]
+
+
+class _Allowed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    type: Literal["allowed_tools"]
+    allowed_tools: _AllowedTools
+
+
 class ToolChoice(msgspec.Struct, frozen=True, kw_only=True):
     """The tools of a body and which of them an answer may, or must, call."""
 
@@ -49,6 +59,7 @@ class ToolChoice(msgspec.Struct, frozen=True, kw_only=True):
     functions: list[Function] = []
     mode: Literal["auto", "required", "named"] = "auto"
     name: str = ""  # of the function, when it is named
+    allowed: frozenset[str] | None = None  # names of the functions that may be called; None: all of them
     is_parallel: bool = True
 
     def calls(self) -> AskedCalls | None:
@@ -62,6 +73,8 @@ class ToolChoice(msgspec.Struct, frozen=True, kw_only=True):
         for index, function in enumerate(self.functions):
             if self.mode == "named" and function.name != self.name:
                 continue
+            if self.allowed is not None and function.name not in self.allowed:
+                continue
             key = f"tools[{index}].function.parameters"
             is_kept = self.mode != "auto" or function.strict
             try:
@@ -72,7 +85,12 @@ class ToolChoice(msgspec.Struct, frozen=True, kw_only=True):
             if self.mode == "named":
                 break
         is_required, is_parallel = self.mode != "auto", self.is_parallel and self.mode != "named"
-        return AskedCalls(tools=asked, is_required=is_required, is_parallel=is_parallel)
+        return AskedCalls(
+            tools=asked,
+            is_required=is_required,
+            is_parallel=is_parallel,
+            is_limited=len(asked) < len(self.functions),
+        )
 
     def text_arguments(self) -> dict[str, list[str]]:
         """Return, by tool, the arguments that are text."""
@@ -100,15 +118,34 @@ def read_tool_choice(
     if tool_choice in (None, "auto", "required"):
         mode: Literal["auto", "required"] = "required" if tool_choice == "required" else "auto"
         return ToolChoice(tools=[*tools], functions=functions, mode=mode, is_parallel=is_parallel)
+    if isinstance(tool_choice, Mapping) and tool_choice.get("type") == "allowed_tools":
+        return _allowed(tools, functions, tool_choice, is_parallel=is_parallel)
     name = _named(tool_choice)
     if name not in {function.name for function in functions}:
         raise invalid(f"tool_choice: {name[:64]!r} is not among the tools", param="tool_choice")
     return ToolChoice(tools=[*tools], functions=functions, mode="named", name=name, is_parallel=False)
 
 
+def _allowed(
+    tools: Sequence[Tool], functions: list[Function], tool_choice: object, *, is_parallel: bool
+) -> ToolChoice:
+    """Describe all tools to the model, so that the prompt stays in the prefix cache; some may be called."""
+    try:
+        asked = msgspec.convert(tool_choice, _Allowed).allowed_tools
+    except msgspec.ValidationError as error:
+        message, _, path = str(error).partition(" - at `$")
+        raise invalid(f"tool_choice{path.rstrip('`')}: {message}", param="tool_choice") from None
+    allowed = frozenset(each.function.name for each in asked.tools)
+    if unknown := sorted(allowed - {function.name for function in functions}):
+        raise invalid(f"tool_choice: {unknown[0][:64]!r} is not among the tools", param="tool_choice")
+    return ToolChoice(
+        tools=[*tools], functions=functions, mode=asked.mode, allowed=allowed, is_parallel=is_parallel
+    )
+
+
 def _named(tool_choice: object) -> str:
-    if isinstance(tool_choice, Mapping) and tool_choice.get("type") in ("allowed_tools", "custom"):
-        raise unsupported(f"a tool_choice of type {tool_choice['type']}", param="tool_choice")
+    if isinstance(tool_choice, Mapping) and tool_choice.get("type") == "custom":
+        raise unsupported("a tool_choice of type custom", param="tool_choice")
     try:
         return msgspec.convert(tool_choice, _Named).function.name
     except msgspec.ValidationError:

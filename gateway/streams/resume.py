@@ -55,6 +55,7 @@ class DeliveredChoice(msgspec.Struct, array_like=True, forbid_unknown_fields=Tru
     num_call_chars: int = 0  # characters of tool calls' arguments; the beginning of a call counts as one
     num_reasoning_chars: int = 0
     num_cached_tokens: int = 0  # of the prompt, as the usage says
+    num_reasoning_tokens: int = 0  # the same
 
 
 class ResumePoint(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

@@ -60,6 +60,10 @@ class ChoiceReader(Protocol):
     def num_calls(self) -> int:
         """Calls that have begun."""
 
+    @property
+    def is_reasoning(self) -> bool:
+        """The text so far ends within reasoning."""
+
     def push(self, text: str) -> Parts:
         """Return the parts that have become certain."""
 
@@ -106,11 +110,12 @@ class AskedCalls(msgspec.Struct, frozen=True, kw_only=True):
     tools: list[CallableTool]
     is_required: bool
     is_parallel: bool
+    is_limited: bool = False  # the model is told of further tools, which it may not call
 
     @property
     def is_constrained(self) -> bool:
         """The model alone would not keep what was asked for."""
-        return self.is_required or any(tool.schema is not None for tool in self.tools)
+        return self.is_required or self.is_limited or any(tool.schema is not None for tool in self.tools)
 
 
 def frame_of(

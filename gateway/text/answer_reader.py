@@ -71,6 +71,7 @@ class AnswerReader(ABC):
     def __init__(self, options: ReaderOptions | None = None) -> None:
         self.options = options or ReaderOptions()
         self.num_calls = 0
+        self.is_reasoning = False  # the text so far ends within reasoning
         self._parts = Parts()
         self._text = ""
         self._at = 0

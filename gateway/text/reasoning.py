@@ -89,6 +89,7 @@ class ReasoningReader(AnswerReader):
         super().__init__()
         self._parser = parser
         self._state = state
+        self.is_reasoning = state is ReasoningState.WITHIN
 
     def _read(self) -> Steps[None]:
         if self._state is ReasoningState.AFTER:
@@ -100,10 +101,12 @@ class ReasoningReader(AnswerReader):
             self._go_back()
             return
         self._go_on()
+        self.is_reasoning = True
         yield from self._take_space()
         yield from self._pass_until(self._parser.end, self._reason)
         yield from self._take_space()
         yield from self._take(self._parser.end)
+        self.is_reasoning = False
         yield from self._take_space()
 
 
@@ -118,6 +121,11 @@ class ChainedReader:
     def num_calls(self) -> int:
         """Calls that have begun."""
         return self._second.num_calls
+
+    @property
+    def is_reasoning(self) -> bool:
+        """The text so far ends within reasoning."""
+        return self._first.is_reasoning
 
     def push(self, text: str) -> Parts:
         """See AnswerReader."""

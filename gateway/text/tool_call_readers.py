@@ -423,7 +423,9 @@ class HarmonyReader(AnswerReader):
                     self._begin_call(name)
                     yield from self._body(self._add_arguments)
             elif "analysis" in header.partition(CHANNEL)[2]:
+                self.is_reasoning = True
                 yield from self._body(self._reason)
+                self.is_reasoning = False
             else:
                 yield from self._body(self._show)
 

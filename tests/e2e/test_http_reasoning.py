@@ -14,7 +14,7 @@ from tests.engine_frontend import EngineFrontend, tiny_engine
 from tests.event_stream import joined, read_all
 from tests.scripted_service import ScriptedService
 from tests.served_gateway import ServedGateway
-from tests.tool_model import CALLED, TOOL, tool_model, writing
+from tests.tool_model import CALLED, TOKENIZER, TOOL, tool_model, writing
 
 # As Qwen 3's: the model begins its reasoning itself, unless the prompt has an empty one.
 TEMPLATE: Final = """\
@@ -59,6 +59,24 @@ def test_reasoning_is_apart_from_the_text(served: Served, client: openai.OpenAI)
     deltas = [chunk.choices[0].delta for chunk in ask(client, stream=True)]
     assert "".join(delta.content or "" for delta in deltas) == "It is 12."
     assert "".join(getattr(delta, "reasoning_content", "") for delta in deltas) == "Seven, then five."
+
+
+def test_reasoning_tokens_are_counted_with_the_tag_that_ends_them(
+    served: Served, client: openai.OpenAI
+) -> None:
+    text = f"{THOUGHT}It is 12."
+    served.service.play = writing(text)
+    token_ids = TOKENIZER.encode(text)
+    begin, end = (
+        next(at for at in range(len(token_ids)) if tag in TOKENIZER.decode(token_ids[: at + 1]))
+        for tag in TAGS
+    )
+    usage = ask(client).usage
+    assert usage.completion_tokens_details.reasoning_tokens == end - begin + 1
+    streamed = [*ask(client, stream=True, stream_options={"include_usage": True})]
+    assert streamed[-1].usage == usage
+    served.service.play = writing("It is 12.")
+    assert ask(client).usage.completion_tokens_details.reasoning_tokens == 0
 
 
 def test_prompt_may_begin_the_reasoning_or_end_it(served: Served, client: openai.OpenAI) -> None:

@@ -148,8 +148,26 @@ def test_strict_arguments_hold_once_a_call_begins(model: Model) -> None:
     assert num_calls >= 3
 
 
+def test_allowed_tools_alone_are_called(model: Model) -> None:
+    some: Any = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [WEATHER_ONLY]}}
+    for seed in range(3):
+        answer = ask(model, seed, tools=[TIME, WEATHER], tool_choice=some, parallel_tool_calls=False)
+        ((name, arguments),) = calls_of(answer)
+        assert name == "weather" and answer.choices[0].finish_reason == "tool_calls"
+        jsonschema.validate(arguments, CITY)
+
+
+@pytest.mark.parametrize("model", [f"{name} tags" for name in TAGS], indirect=True)
+def test_model_is_free_to_call_an_allowed_tool_and_no_other(model: Model) -> None:
+    some: Any = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [WEATHER_ONLY]}}
+    given: Any = {"tools": [TIME, WEATHER], "tool_choice": some}
+    answers = [ask(model, seed, logit_bias={str(model.first_tag): 100}, **given) for seed in range(3)]
+    calls = [call for answer in answers for call in answer.choices[0].message.tool_calls or []]
+    assert calls and {call.function.name for call in calls} == {"weather"}
+
+
 def test_keyword_that_cannot_be_kept_is_named(model: Model) -> None:
-    schema = {"type": "object", "properties": {"a": {"type": "object", "propertyNames": {"pattern": "a"}}}}
+    schema = {"type": "object", "properties": {"a": {"type": "object", "propertyNames": {"format": "date"}}}}
     tool: Any = {"type": "function", "function": {"name": "f", "parameters": schema}}
     with pytest.raises(openai.BadRequestError, match="propertyNames") as refused:
         ask(model, tools=[tool], tool_choice="required")

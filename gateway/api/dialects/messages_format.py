@@ -78,7 +78,7 @@ class MessageFormat(TypedFormat):
 
     def _usage(self, *, num_output: int) -> Json:
         """Anthropic's count of the input has no cached tokens."""
-        num_prompt, _, num_cached = self._answer.usage
+        num_prompt, _, num_cached, _ = self._answer.usage
         return {
             "input_tokens": num_prompt - num_cached,
             "cache_creation_input_tokens": 0,

@@ -206,7 +206,19 @@ def _tool_choice(choice: object, *, has_tools: bool) -> object:
         return None
     if isinstance(choice, Mapping) and choice.get("type") == "function" and "function" not in choice:
         return {"type": "function", "function": {"name": choice.get("name")}}
+    if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
+        return {"type": "allowed_tools", "allowed_tools": _allowed_tools(choice)}
     return choice
+
+
+def _allowed_tools(choice: Mapping[str, Any]) -> object:
+    """The tools of a choice in the form of chats, where it has the form of responses."""
+    if "allowed_tools" in choice:
+        return choice["allowed_tools"]
+    tools = choice.get("tools")
+    if isinstance(tools, list):
+        tools = [_tool_choice(each, has_tools=True) for each in tools]
+    return {key: value for key, value in choice.items() if key != "type"} | {"tools": tools}
 
 
 def _message_item(text: str) -> Item:

@@ -93,7 +93,7 @@ class ResponsesFormat(TypedFormat):
         if is_cut_off and output:
             output[-1]["status"] = "incomplete"
         response = self._response("incomplete" if is_cut_off else "completed", output)
-        response["usage"] = self._usage(choice)
+        response["usage"] = self._usage()
         if is_cut_off:
             response["incomplete_details"] = {"reason": "max_output_tokens"}
         else:
@@ -133,13 +133,13 @@ class ResponsesFormat(TypedFormat):
         echoed: Json = {} if asked is None else orjson.loads(asked.echoed)
         return echoed
 
-    def _usage(self, choice: AnswerChoice) -> Json:
-        num_prompt, num_completion, num_cached = self._answer.usage
+    def _usage(self) -> Json:
+        num_prompt, num_completion, num_cached, num_reasoning = self._answer.usage
         return {
             "input_tokens": num_prompt,
             "input_tokens_details": {"cached_tokens": num_cached, "cache_write_tokens": 0},
             "output_tokens": num_completion,
-            "output_tokens_details": {"reasoning_tokens": choice.num_reasoning_tokens},
+            "output_tokens_details": {"reasoning_tokens": num_reasoning},
             "total_tokens": num_prompt + num_completion,
         }
 

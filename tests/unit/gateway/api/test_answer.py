@@ -53,7 +53,7 @@ def test_tokens_become_text_until_the_end() -> None:
     assert not heard.ends and heard.text() == "1 2"
     service.emit(request.request_id, events(request, calls.ids(" 3"), start=3))
     assert len(heard.ends) == 1 and heard.text() == "1 2 3" and answer.is_over
-    assert answer.usage[1:] == (5, 16)
+    assert answer.usage[1:] == (5, 16, 0)
     assert answer.choices[0].finish_reason is FinishReason.LENGTH
     assert not service.cancelled
 

@@ -174,7 +174,7 @@ def test_usage_in_streams() -> None:
     ("read_one", "fields"),
     [
         (chat, {"functions": [{}]}),
-        (chat, {"tool_choice": {"type": "allowed_tools"}, "tools": [TOOL]}),
+        (chat, {"tool_choice": {"type": "custom"}, "tools": [TOOL]}),
         (chat, {"echo": True}),
         (chat, {"best_of": 2}),
         (completion, {"best_of": 2}),
@@ -257,7 +257,7 @@ def test_structural_tag_has_two_spellings() -> None:
         ({"guided_choice": []}, "guided_choice"),
         ({"guided_regex": "a", "guided_json": {}}, "guided_regex"),
         ({"guided_regex": "a("}, "guided_regex"),
-        ({"guided_json": {"type": "object", "propertyNames": {"minLength": 1}}}, "guided_json"),
+        ({"guided_json": {"type": "object", "unevaluatedProperties": False}}, "guided_json"),
         ({"guided_regex": "a", "ignore_eos": True}, None),
         ({"guided_regex": "a", "min_tokens": 2}, None),
     ],

@@ -87,6 +87,7 @@ def test_whole_chat() -> None:
             "completion_tokens": len(deltas[0].token_ids),
             "total_tokens": len(PROMPT_IDS) + len(deltas[0].token_ids),
             "prompt_tokens_details": {"cached_tokens": 16},
+            "completion_tokens_details": {"reasoning_tokens": 0},
         },
     }
 

@@ -64,6 +64,11 @@ def test_wrong_tool_is_named(tools: list[dict[str, Any]], message: str, choice: 
     assert refused.value.status == 400
 
 
+def allowed(mode: str, *names: str) -> dict[str, Any]:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
 NAMED: Any = {"type": "function", "function": {"name": "weather"}}
 
 
@@ -83,10 +88,11 @@ def test_choice_without_tools_is_refused(choice: object) -> None:
             {"type": "function", "function": {"name": "wether"}},
             "tool_choice: 'wether' is not among the tools",
         ),
-        (
-            {"type": "allowed_tools", "allowed_tools": {}},
-            "a tool_choice of type allowed_tools .*not supported",
-        ),
+        ({"type": "custom"}, "a tool_choice of type custom .*not supported"),
+        ({"type": "allowed_tools", "allowed_tools": {}}, "tool_choice.allowed_tools: .*mode"),
+        (allowed("auto", "weather", "wether"), "tool_choice: 'wether' is not among the tools"),
+        (allowed("auto"), "tool_choice.allowed_tools.tools: Expected"),
+        (allowed("none", "weather"), "tool_choice.allowed_tools.mode: Invalid"),
     ],
 )
 def test_wrong_choice_is_named(choice: object, message: str) -> None:
@@ -110,6 +116,18 @@ def test_calls_that_are_asked_for(choice: object, strict: object, parallel: Any,
     assert calls is not None
     names, schemas = [each.name for each in calls.tools], [each.schema for each in calls.tools]
     assert (names, schemas, calls.is_required, calls.is_parallel) == expected
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_some_of_the_tools_may_be_called(mode: str) -> None:
+    tools = [tool(), tool("time")]
+    choice = read_tool_choice(tools, allowed(mode, "time"))
+    calls = choice.calls()
+    assert choice.tools == tools and calls is not None
+    assert [each.name for each in calls.tools] == ["time"]
+    assert (calls.is_required, calls.is_limited, calls.is_constrained) == (mode == "required", True, True)
+    calls = read_tool_choice(tools, allowed("auto", "time", "weather")).calls()
+    assert calls is not None and not calls.is_constrained
 
 
 def test_parameters_that_are_no_object_are_named() -> None:
