@@ -217,18 +217,18 @@ def _add_responses(app: FastAPI, store: ResponseStore) -> None:
         """Return a stored response."""
         for key in request.query_params:
             raise unsupported(f"the query parameter {key[:40]!r}", param=key[:40])
-        return Response(store.get(request.state.tenant.name, id).response, media_type=JSON)
+        return Response((await store.find(request.state.tenant.name, id)).response, media_type=JSON)
 
     @app.get("/v1/responses/{id}/input_items", responses=missing)
     async def input_items(id: str, request: Request) -> dict[str, Any]:
         """List the items of the conversation before the answer, the latest first unless `order=asc`."""
-        stored = store.get(request.state.tenant.name, id)
+        stored = await store.find(request.state.tenant.name, id)
         return list_items(stored, id, request.query_params)
 
     @app.delete("/v1/responses/{id}", responses=missing)
     async def delete(id: str, request: Request) -> dict[str, Any]:
         """Forget a stored response."""
-        store.delete(request.state.tenant.name, id)
+        await store.find(request.state.tenant.name, id, forgets=True)
         return {"id": id, "object": "response", "deleted": True}
 
 

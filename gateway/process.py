@@ -25,8 +25,8 @@ from baton.gateway.http.server import HttpServer
 from baton.gateway.metrics.dashboard import Dashboard
 from baton.gateway.metrics.exporter import Exporter
 from baton.gateway.metrics.metrics import Metrics
-from baton.gateway.metrics.peer_gateways import PeerGateways
 from baton.gateway.metrics.tracing import Tracer
+from baton.gateway.peer_gateways import CountsAsked, PeerGateways, Question, Told
 from baton.gateway.streams import request_stream
 from baton.gateway.streams.frontend import Frontend
 from baton.gateway.streams.request_stream import Service
@@ -65,7 +65,7 @@ class GatewayProcess:
         self._config = config
         self._address: Address | None = None
         self.metrics = Metrics(gateway=name, events=service.counters)
-        self._peers = PeerGateways(ring, self.metrics)
+        self._peers = PeerGateways(ring, self._tell_peer)
         self._watch: TenantsWatch | None = None
         self._watching: asyncio.Task[None] | None = None
         tenants = Tenants(ring)
@@ -83,7 +83,14 @@ class GatewayProcess:
         )
         self._tracer = None if config.otlp_traces_endpoint is None else Tracer(config, model.name)
         self._inference = Inference(
-            model, self.metrics, self.limiter, clock, config, EventIds(ring), tracer=self._tracer
+            model,
+            self.metrics,
+            self.limiter,
+            clock,
+            config,
+            EventIds(ring),
+            peers=self._peers,
+            tracer=self._tracer,
         )
         app = make_app(
             model,
@@ -130,6 +137,11 @@ class GatewayProcess:
     def find(self, query: FindRequests) -> Sequence[RequestTimeline]:
         """Return the ended requests of this gateway that a query asks for."""
         return self._inference.requests.find(query)
+
+    def _tell_peer(self, question: Question) -> Told:
+        if isinstance(question, CountsAsked):
+            return self.metrics
+        return self._inference.responses.tell(question.tenant, question.id, forgets=question.forgets)
 
     def status(self, id: str) -> GatewayStatus:
         """Return the report to routers. id: of this life of the process."""

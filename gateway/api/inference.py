@@ -48,7 +48,7 @@ from baton.gateway.api.answer_stream import (
 from baton.gateway.api.body_reader import PublicPrefixes, ServedModel
 from baton.gateway.api.call import Call, Dialect, Prompt, make_call, raw_fields
 from baton.gateway.api.dialects import messages, responses
-from baton.gateway.api.dialects.response_store import ResponseStore
+from baton.gateway.api.dialects.response_store import ResponsePeers, ResponseStore
 from baton.gateway.api.dialects.responses_format import ResponsesFormat
 from baton.gateway.api.errors import (
     ApiError,
@@ -120,6 +120,7 @@ class Inference:
         config: GatewayConfig,
         event_ids: EventIds,
         *,
+        peers: ResponsePeers | None = None,
         tracer: Tracer | None = None,
         calendar_s: Callable[[], float] = time.time,
         draw_seed: Callable[[], int] = lambda: secrets.randbits(SEED_BITS),
@@ -135,7 +136,9 @@ class Inference:
         self._draw_seed = draw_seed
         self._public = PublicPrefixes(model.bodies.reader)
         self.responses = ResponseStore(
-            max_entries=config.max_stored_responses, max_bytes=config.max_stored_response_bytes
+            max_entries=config.max_stored_responses,
+            max_bytes=config.max_stored_response_bytes,
+            peers=peers,
         )
         self.requests = RequestHistory(metrics, clock, calendar_s, tracer)
         self._coalescer = WriteCoalescer()
@@ -180,7 +183,7 @@ class Inference:
         arrival_s = self._clock.now_s()
         received_s = min(scope.get("extensions", {}).get(RECEIVED_S, arrival_s), arrival_s)
         policy = self._read_policy(tenant)
-        history = self._history(data, tenant.name) if kind == "response" else b""
+        history = await self._history(data, tenant.name) if kind == "response" else b""
         read = await self._model.bodies.read(kind, data, policy, tenant.name, history)
         del data, history
         self._metrics.unknown_keys += read.num_unknown
@@ -227,12 +230,13 @@ class Inference:
     def _read_policy(self, tenant: Tenant) -> ReadPolicy:
         return self._model.read_policy(tenant, is_strict=self._config.strict, may_store=self.responses.is_on)
 
-    def _history(self, data: bytes, tenant: str) -> bytes:
+    async def _history(self, data: bytes, tenant: str) -> bytes:
         """Return the conversation that the body of a response goes on with. Raises ApiError 404."""
         previous = decode_text(raw_fields(data).get("previous_response_id"))
         if previous is None:
             return b""
-        return self.responses.get(tenant, previous, param="previous_response_id").conversation
+        found = await self.responses.find(tenant, previous, param="previous_response_id")
+        return found.conversation
 
     def _check(self, call: Call, longest: int) -> None:
         if call.num_answers > self._config.max_open_requests:

@@ -22,7 +22,7 @@ from prometheus_client.registry import Collector
 
 import baton
 from baton.gateway.metrics.metrics import MAX_TENANTS, Metrics, TenantCounts
-from baton.gateway.metrics.peer_gateways import PeerGateways
+from baton.gateway.peer_gateways import PeerGateways
 from baton.gateway.streams.request_stream import Service
 from baton.messages.operations import Status
 from baton.messages.status import Histogram, QueueStatus, RouterStatus, TenantStatus

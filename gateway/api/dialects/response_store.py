@@ -1,5 +1,6 @@
 """The answers of `/v1/responses` that a gateway keeps: for `previous_response_id`, and to be read again.
 
+A response stays at the gateway that gave it; `ResponseStore.find` asks the other gateways of the port, too.
 Each tenant has a store of its own, bounded in entries and in bytes: no tenant finds or evicts a response of
 another one. The response that was used least recently is evicted first. An entry has its whole conversation,
 so a response remains usable when an earlier one of the conversation is deleted or evicted.
@@ -8,7 +9,7 @@ so a response remains usable when an earlier one of the conversation is deleted 
 import itertools
 from collections import OrderedDict
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import msgspec
 
@@ -51,6 +52,13 @@ class StoredResponse(msgspec.Struct, frozen=True):
         return len(self.response) + len(self.items) + len(self.output) + OVERHEAD_BYTES
 
 
+class ResponsePeers(Protocol):
+    """The other gateways of the port."""
+
+    async def find_response(self, tenant: str, id: str, *, forgets: bool) -> StoredResponse | None:
+        """Return a response that one of them has; None if none has. forgets: that one deletes it."""
+
+
 class _Shelf:
     """The responses of one tenant, the least recently used first."""
 
@@ -65,8 +73,9 @@ class _Shelf:
 class ResponseStore:
     """The stored responses of one gateway, by tenant."""
 
-    def __init__(self, *, max_entries: int, max_bytes: int) -> None:
+    def __init__(self, *, max_entries: int, max_bytes: int, peers: ResponsePeers | None = None) -> None:
         """max_entries, max_bytes: of each tenant."""
+        self._peers = peers
         self.max_bytes = max_bytes
         self.is_on = max_entries > 0  # responses are stored at all
         self._max_entries = max_entries
@@ -94,12 +103,36 @@ class ResponseStore:
         shelf.entries.move_to_end(id)
         return shelf.entries[id]
 
+    async def find(
+        self, tenant: str, id: str, *, param: str | None = None, forgets: bool = False
+    ) -> StoredResponse:
+        """Return a response of the tenant, also of another gateway. forgets: it is deleted.
+
+        Raises ApiError as `get` does.
+        """
+        found = self.tell(tenant, id, forgets=forgets)
+        if found is None and self._peers is not None and self.is_on and id.startswith(ID_PREFIX):
+            found = await self._peers.find_response(tenant, id, forgets=forgets)
+        if found is None:
+            raise _missing(id, param)
+        return found
+
     def delete(self, tenant: str, id: str) -> None:
         """Forget a response of the tenant. Raises ApiError 404."""
         shelf = self._shelf(tenant, id, None)
         shelf.remove(id)
         if not shelf.entries:
             del self._shelves[tenant]
+
+    def tell(self, tenant: str, id: str, *, forgets: bool) -> StoredResponse | None:
+        """Return a response of the tenant; None if this gateway has none. forgets: it is deleted."""
+        try:
+            found = self.get(tenant, id)
+        except ApiError:
+            return None
+        if forgets:
+            self.delete(tenant, id)
+        return found
 
     def num_bytes(self, tenant: str) -> int:
         """Return the memory of a tenant's responses."""
@@ -109,13 +142,17 @@ class ResponseStore:
     def _shelf(self, tenant: str, id: str, param: str | None) -> _Shelf:
         shelf = self._shelves.get(tenant)
         if shelf is None or id not in shelf.entries:
-            name = f"{param}: " if param else ""
-            message = (
-                f"{name}the response {id[:80]!r} is not stored at this gateway: it was never stored, "
-                "was deleted, or gave way to later ones"
-            )
-            raise ApiError(404, message, code="response_not_found", param=param)
+            raise _missing(id, param)
         return shelf
+
+
+def _missing(id: str, param: str | None) -> ApiError:
+    name = f"{param}: " if param else ""
+    message = (
+        f"{name}the response {id[:80]!r} is not stored: it was never stored, was deleted, gave way to later "
+        "ones, or its gateway has ended"
+    )
+    return ApiError(404, message, code="response_not_found", param=param)
 
 
 def list_items(stored: StoredResponse, id: str, query: Mapping[str, str]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ def stored(items: int = 1, size: int = 10) -> StoredResponse:
     return StoredResponse(b"r" * size, json.dumps(inputs).encode(), b'[{"id": "msg_0"}]')
 
 
-def store(**bounds: int) -> ResponseStore:
+def store(**bounds: Any) -> ResponseStore:
     return ResponseStore(**{"max_entries": 3, "max_bytes": 10_000, **bounds})
 
 

@@ -2,12 +2,13 @@
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 
-from baton.gateway.metrics import peer_gateways
+from baton.gateway import peer_gateways
+from baton.gateway.api.dialects.response_store import ResponseStore, StoredResponse
 from baton.gateway.metrics.metrics import Metrics
-from baton.gateway.metrics.peer_gateways import PeerGateways
+from baton.gateway.peer_gateways import MAX_ANSWERING, CountsAsked, PeerGateways, Question, Told
 from baton.messages.bounds import Kind
 from baton.messages.workers import Address
 from baton.rpc.auth import KeyRing
@@ -26,7 +27,9 @@ async def listening(
     for name in names:
         metrics = Metrics(gateway=name)
         metrics.num_open = len(name)
-        one = PeerGateways(KeyRing.of(key, Kind.GATEWAY), metrics)
+        store = ResponseStore(max_entries=4, max_bytes=2**24)
+        store.put("acme", f"resp_{name}", StoredResponse(name.encode() * 2**20, b"[]", b"[]"))
+        one = PeerGateways(KeyRing.of(key, Kind.GATEWAY), answer_of(metrics, store))
         one.listen(address)
         made.append(one)
     try:
@@ -34,6 +37,15 @@ async def listening(
     finally:
         for one in made:
             one.close()
+
+
+def answer_of(metrics: Metrics, store: ResponseStore) -> Callable[[Question], Told]:
+    def answer(question: Question) -> Told:
+        if isinstance(question, CountsAsked):
+            return metrics
+        return store.tell(question.tenant, question.id, forgets=question.forgets)
+
+    return answer
 
 
 async def found_by(one: PeerGateways) -> dict[str, int]:
@@ -102,6 +114,26 @@ async def test_connections_above_the_limit_are_closed() -> None:
 
 @on_loop
 async def test_gateway_that_does_not_listen_has_no_others() -> None:
-    alone = PeerGateways(KeyRing.of(KEY, Kind.GATEWAY), Metrics(gateway="a"))
+    alone = PeerGateways(KeyRing.of(KEY, Kind.GATEWAY), lambda question: None)
     async with listening("bb"):
         assert await alone.others() == []
+        assert await alone.find_response("acme", "resp_bb", forgets=False) is None
+
+
+@on_loop
+async def test_stored_response_is_found_at_the_gateway_that_has_it() -> None:
+    async with listening("a", "bb", "ccc") as (one, other, _):
+        for _ in range(2):
+            found = await one.find_response("acme", "resp_ccc", forgets=False)
+            assert found is not None and found.response == b"ccc" * 2**20  # more than a frame
+        assert await one.find_response("other", "resp_ccc", forgets=False) is None
+        assert await one.find_response("acme", "resp_d", forgets=False) is None
+        assert await other.find_response("acme", "resp_ccc", forgets=True) == found
+        assert await one.find_response("acme", "resp_ccc", forgets=False) is None
+
+
+@on_loop
+async def test_more_questions_at_once_than_a_gateway_answers_are_all_answered() -> None:
+    async with listening("a", "bb") as (one, _):
+        asked = (one.find_response("acme", "resp_bb", forgets=False) for _ in range(4 * MAX_ANSWERING))
+        assert all(await asyncio.gather(*asked))

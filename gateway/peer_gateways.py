@@ -1,0 +1,195 @@
+"""The gateways behind one port of this machine: each tells the others its counts and its stored responses.
+
+The kernel hands a call of the port to any gateway. That gateway asks the others for their counts, or for a
+response that another one has stored. Each gateway listens on an abstract unix socket; its name begins with
+the shared address. Both ends prove that they hold the key. The socket ends with its process.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+import socket
+import struct
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Final, TypeAlias
+
+import msgspec
+
+from baton.errors import PeerGone, WireError
+from baton.gateway.api.dialects.response_store import StoredResponse
+from baton.gateway.metrics.metrics import Metrics
+from baton.messages.bounds import MAX_BODY_BYTES, schema_hash
+from baton.messages.workers import Address
+from baton.rpc.auth import GATEWAYS, KeyRing, LinkKeys, Role
+from baton.rpc.connection import Connection
+
+SOCKETS: Final = Path("/proc/net/unix")
+TIMEOUT_S: Final = 2.0  # for a gateway to answer; a slower one is left out
+RETRY_S: Final = 0.05  # after a gateway was too busy
+MAX_PEERS: Final = 64
+MAX_ANSWERING: Final = 8  # connections at once; the others are closed
+BACKLOG: Final = 64
+MORE, LAST = b"\1", b"\0"  # before each piece of an answer
+PIECE_BYTES: Final = MAX_BODY_BYTES - 1
+
+logger = logging.getLogger(__name__)
+
+
+class CountsAsked(msgspec.Struct, frozen=True, tag=True):
+    """Asks for the counts of a gateway."""
+
+
+class ResponseAsked(msgspec.Struct, frozen=True, tag=True):
+    """Asks for a stored response of a tenant; forgets: the gateway that has it deletes it."""
+
+    tenant: str
+    id: str
+    forgets: bool = False
+
+
+Question: TypeAlias = CountsAsked | ResponseAsked
+Told: TypeAlias = Metrics | StoredResponse | None
+_QUESTIONS: Final = msgspec.msgpack.Decoder(Question)
+_SCHEMA: Final = schema_hash(Metrics, StoredResponse, Question)
+
+
+class PeerGateways:
+    """`listen`, then ask for `others`, on one event loop. A gateway that does not listen has no others."""
+
+    def __init__(self, keys: KeyRing, answer: Callable[[Question], Told]) -> None:
+        """keys: a gateway's. answer: this gateway's to a question of another one."""
+        self._keys = LinkKeys(keys, GATEWAYS)
+        self._answer = answer
+        self._prefix = self._name = ""
+        self._listener: socket.socket | None = None
+        self._answering: set[asyncio.Future[None]] = set()
+        # Not the loop's default pool: all its threads may wait in `_ask` while peers ask this gateway.
+        self._threads = ThreadPoolExecutor(MAX_ANSWERING, thread_name_prefix="peer-gateway")
+
+    def listen(self, address: Address) -> None:
+        """Listen for the others. address: the address that all of them share."""
+        self._prefix = f"baton-gateway/{address.host}:{address.port}/"
+        self._name = self._prefix + secrets.token_hex(8)
+        listener = socket.socket(socket.AF_UNIX)
+        try:
+            listener.bind(f"\0{self._name}")
+            listener.listen(BACKLOG)
+        except OSError as error:
+            logger.warning("the gateways of this port cannot ask each other: %s", error)
+            listener.close()
+            return
+        listener.setblocking(False)
+        self._listener = listener
+        asyncio.get_running_loop().add_reader(listener, self._accept)
+
+    async def others(self) -> list[Metrics]:
+        """Return the counts of the gateways that answer in time, in no order."""
+        told = await self._ask_all(CountsAsked())
+        return [msgspec.msgpack.decode(counts, type=Metrics) for counts in told]
+
+    async def find_response(self, tenant: str, id: str, *, forgets: bool) -> StoredResponse | None:
+        """Return a response that another gateway has stored; None if none has. See ResponseAsked."""
+        told = await self._ask_all(ResponseAsked(tenant, id, forgets))
+        found = [msgspec.msgpack.decode(each, type=StoredResponse | None) for each in told]
+        return next((each for each in found if each is not None), None)
+
+    def close(self) -> None:
+        """Stop listening. May be called twice."""
+        if self._listener is not None:
+            asyncio.get_running_loop().remove_reader(self._listener)
+            self._listener.close()
+            self._listener = None
+        self._threads.shutdown(wait=False)
+
+    def _names(self) -> list[str]:
+        """Return the names in the kernel's list: the last column, with @ for the first byte."""
+        try:
+            lines = SOCKETS.read_text(errors="replace").splitlines()
+        except OSError:
+            return []
+        found = {line.rpartition(" @")[2] for line in lines if f" @{self._prefix}" in line}
+        return sorted(found - {self._name})[:MAX_PEERS]
+
+    async def _ask_all(self, question: Question) -> list[bytes]:
+        if self._listener is None:
+            return []
+        asked = (asyncio.to_thread(self._ask, name, question) for name in self._names())
+        return [told for told in await asyncio.gather(*asked) if told is not None]
+
+    def _ask(self, name: str, question: Question) -> bytes | None:
+        """Ask until a gateway that is too busy answers, within TIMEOUT_S; None: it does not."""
+        until_s = time.monotonic() + TIMEOUT_S
+        while True:
+            try:
+                return self._ask_once(name, question)
+            except (WireError, PeerGone, TimeoutError, msgspec.MsgspecError) as error:
+                if time.monotonic() >= until_s:
+                    logger.warning("a gateway of this port does not answer: %s", error)
+                    return None
+            time.sleep(RETRY_S)
+
+    def _ask_once(self, name: str, question: Question) -> bytes | None:
+        sock = socket.socket(socket.AF_UNIX)
+        sock.settimeout(TIMEOUT_S)
+        try:
+            sock.connect(f"\0{name}")
+        except OSError:  # it has just ended
+            sock.close()
+            return None
+        if not _is_ours(sock):
+            sock.close()
+            return None
+        connection = Connection(sock, self._keys, Role.CONNECTING, schema=_SCHEMA)
+        with contextlib.closing(connection.handshake(TIMEOUT_S)):
+            connection.send(msgspec.msgpack.encode(question), timeout_s=TIMEOUT_S)
+            return b"".join(_received(connection))
+
+    def _accept(self) -> None:
+        assert self._listener is not None
+        try:
+            sock, _ = self._listener.accept()
+        except OSError:
+            return
+        if not _is_ours(sock) or len(self._answering) >= MAX_ANSWERING:
+            sock.close()
+            return
+        loop = asyncio.get_running_loop()
+        telling = loop.run_in_executor(self._threads, self._tell, sock, loop)
+        self._answering.add(telling)
+        telling.add_done_callback(self._answering.discard)
+
+    def _tell(self, sock: socket.socket, loop: asyncio.AbstractEventLoop) -> None:
+        connection = Connection(sock, self._keys, Role.ACCEPTING, schema=_SCHEMA)
+        failures = (WireError, PeerGone, TimeoutError, msgspec.MsgspecError)
+        with contextlib.closing(connection), contextlib.suppress(*failures):
+            connection.handshake(TIMEOUT_S)
+            question = _QUESTIONS.decode(connection.recv(TIMEOUT_S))
+            told = asyncio.run_coroutine_threadsafe(self._told(question), loop).result(TIMEOUT_S)
+            for begin in range(0, len(told), PIECE_BYTES):
+                mark = MORE if begin + PIECE_BYTES < len(told) else LAST
+                connection.send(mark + told[begin : begin + PIECE_BYTES], timeout_s=TIMEOUT_S)
+
+    async def _told(self, question: Question) -> bytes:
+        """The answer at the time of the question: no scrape shows less than the one before."""
+        return msgspec.msgpack.encode(self._answer(question))
+
+
+def _received(connection: Connection) -> Iterator[bytes]:
+    """The pieces of an answer."""
+    while True:
+        piece = connection.recv(TIMEOUT_S)
+        yield piece[1:]
+        if piece[:1] == LAST:
+            return
+
+
+def _is_ours(sock: socket.socket) -> bool:
+    """Return whether the other end runs as this user or as root; other users are refused."""
+    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    _, uid, _ = struct.unpack("3i", credentials)
+    return uid in (0, os.geteuid())
