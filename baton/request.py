@@ -330,7 +330,7 @@ class TokenEvent(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     num_cached_tokens: Count = 0  # of the prompt; in the first event of an attempt
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None  # with index 0
-    times: WorkerTimes | None = None  # of the sender, in its last event of the attempt
+    times: WorkerTimes | None = None  # of the sender, with the first token that it computed and the last one
 
     @classmethod
     def of(

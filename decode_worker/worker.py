@@ -127,11 +127,14 @@ class RunningAttempts:
         attempt = self._attempts[output.request_id]
         if output.finish_reason is FinishReason.ERROR:
             return Ending(attempt, Failure.ERROR, "the model's output for it could not be sampled")
+        times = None
         if attempt.timer.is_running:
             now_s, began_s = self._reports.clock.now_s(), self._reports.step_began_s
             self._reports.prefilled(attempt.timer.computed(output, now_s, began_s))
             self._queued.pop(attempt.engine_id, None)
-        times = None if output.finish_reason is None else attempt.times(self._reports.clock.now_s())
+            times = attempt.timer.phases()
+        if output.finish_reason is not None:
+            times = attempt.times(self._reports.clock.now_s())
         event = TokenEvent.of(attempt.request, output, output.finish_reason, times)
         if not fits(event):
             return Ending(attempt, Failure.INVALID, TOO_LARGE)

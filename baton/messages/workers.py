@@ -139,9 +139,8 @@ class PrefillTimes(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
 class WorkerTimes(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbid_unknown_fields=True):
     """The phases of one attempt at one worker, by that worker's clock; a moment of 0 did not come.
 
-    A prefill worker sends them with the first token, a decode worker with the last one. The worker of the
-    prompt has `started_s` and `first_token_s`; a decode worker with a remote prompt has `granted_s` and
-    `pages_s`.
+    The worker of the prompt sends them with the first token, and has `started_s` and `first_token_s`. The
+    decode worker sends them with the last token; after a remote prompt it has `granted_s` and `pages_s`.
     """
 
     arrived_s: Moment  # the router's order

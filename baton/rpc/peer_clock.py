@@ -1,15 +1,15 @@
 """The offset between the monotonic clocks of two processes, measured by the pings of their link.
 
 Each ping carries the time at which it is sent, and two times about the last ping that its sender received:
-when that ping was sent and when it came. A received ping thus completes a round trip of four times, as in
-NTP:
+when that ping was sent and when it came. A received ping thus tells of both ways, as in NTP:
 
     t1  our ping is sent, by our clock          t2  it is received, by the peer's clock
     t3  the peer's ping is sent, by its clock   t4  it is received, by our clock
 
-The peer's clock is ahead by ((t2 - t1) + (t3 - t4)) / 2, with an error of at most half of the time on the
-wire, (t4 - t1) - (t3 - t2). Of all round trips the best one counts: the shortest, where age lengthens it by
-the drift that two clocks may have.
+t2 - t1 is the time there plus the offset of the peer's clock, t4 - t3 the time back less the offset. A ping
+may wait, for a busy process or for a core, and never takes less than its wire, so the shortest of each way
+counts, where age lengthens it by the drift that two clocks may have. The offset is half of the difference of
+both, with an error of at most half of their sum.
 """
 
 import math
@@ -40,37 +40,49 @@ class PingTimes(NamedTuple):
     echo_received_s: float = 0.0  # when it came, by the sender's clock
 
 
+class _Shortest:
+    """The shortest time of one way, and when it was measured."""
+
+    def __init__(self) -> None:
+        self.seconds = math.inf
+        self._measured_s = 0.0
+
+    def take(self, seconds: float, now_s: float, *, is_reset: bool = False) -> None:
+        """Take a measured time if it is the shortest, or the first after a reset."""
+        aged_s = self.seconds + DRIFT * (now_s - self._measured_s)
+        if is_reset or seconds <= aged_s:
+            self.seconds, self._measured_s = seconds, now_s
+
+
 class PeerClock:
     """Measures the offset of one peer's clock over one link."""
 
     def __init__(self) -> None:
         self._echo = (0.0, 0.0)
-        self._best: ClockOffset | None = None
-        self._best_s = 0.0  # when it was measured
+        self._there, self._back = _Shortest(), _Shortest()
 
     def times(self, now_s: float) -> PingTimes:
         """Return the times of a ping that is sent now."""
         return PingTimes(now_s, *self._echo)
 
     def take(self, ping: PingTimes, now_s: float) -> None:
-        """Take a ping that was received now."""
+        """Take a ping that was received now. Times that are no numbers are ignored."""
+        if not all(map(math.isfinite, ping)):
+            return
         self._echo = ping.sent_s, now_s
         if ping.echo_s <= 0.0:
             return
-        wire_s = (now_s - ping.echo_s) - (ping.sent_s - ping.echo_received_s)
-        if not (math.isfinite(wire_s) and wire_s >= 0.0):
-            return  # one of the clocks was set, or the peer makes up times
-        offset_s = ((ping.echo_received_s - ping.echo_s) + (ping.sent_s - now_s)) / 2
-        best = self._offset(now_s)
-        if best is None or wire_s / 2 <= best.error_s:
-            self._best, self._best_s = ClockOffset(offset_s, wire_s / 2), now_s
+        there_s, back_s = ping.echo_received_s - ping.echo_s, now_s - ping.sent_s
+        self._there.take(there_s, now_s)
+        self._back.take(back_s, now_s)
+        if self._there.seconds + self._back.seconds < 0.0:  # a clock has jumped: one machine was suspended
+            self._there.take(there_s, now_s, is_reset=True)
+            self._back.take(back_s, now_s, is_reset=True)
 
     @property
     def offset(self) -> ClockOffset | None:
-        """The offset by the best round trip; None before the first one."""
-        return self._best
-
-    def _offset(self, now_s: float) -> ClockOffset | None:
-        """Return the best round trip with the error that it has now."""
-        best = self._best
-        return None if best is None else best._replace(error_s=best.error_s + DRIFT * (now_s - self._best_s))
+        """The offset by the shortest times; None before a ping has come back."""
+        there_s, back_s = self._there.seconds, self._back.seconds
+        if not math.isfinite(there_s + back_s):
+            return None
+        return ClockOffset((there_s - back_s) / 2, max(0.0, (there_s + back_s) / 2))

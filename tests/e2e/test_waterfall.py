@@ -1,0 +1,89 @@
+"""Timelines of requests through real processes, under load and with a killed decode worker."""
+
+import asyncio
+import json
+import tempfile
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from baton.bench.clusters import served_cluster
+from baton.bench.report import percentile
+from baton.bench.serve.waterfall import OPTIONS, UNACCOUNTED_BAR, Checked, check, timeline_of
+from tests.served import Served, served
+
+SERVE = ("tiny", "--runtime", "local", "--kv-cache-memory", "64MiB", "--drain-timeout", "5")
+KILLS_A_DECODE_WORKER = 3  # a seed
+PROMPT = "copy(sun moon star)=" * 8
+
+
+@pytest.fixture(scope="module")
+def checked() -> Checked:
+    """Some hundred requests at one prefill and two decode workers, one of which is killed meanwhile."""
+
+    async def run() -> Checked:
+        with tempfile.TemporaryDirectory() as folder:
+            async with served_cluster(Path(folder), OPTIONS, prefill=1, decode=2) as cluster:
+                return await check(cluster, 200, 8, num_kills=1, seed=KILLS_A_DECODE_WORKER)
+
+    return asyncio.run(run())
+
+
+def test_every_answered_request_has_a_timeline_that_sums_to_its_time(checked: Checked) -> None:
+    assert len(checked.timelines) >= len(checked.asked) >= 190 and checked.num_kills
+    for timeline in checked.timelines.values():
+        assert sum(timeline.seconds.values()) == pytest.approx(timeline.total_s, abs=1e-6)
+
+
+def test_next_to_nothing_is_unaccounted(checked: Checked) -> None:
+    shares = [each.unaccounted_s / each.total_s for each in checked.timelines.values()]
+    assert percentile(shares, 99) <= UNACCOUNTED_BAR
+
+
+def test_client_measures_the_same_time_as_the_gateway(checked: Checked) -> None:
+    """The client's time includes the way there and back, on a busy machine."""
+    apart_s = [asked.taken_s - timeline.total_s for asked, timeline in checked.both()]
+    assert min(apart_s) > -1e-3 and percentile(apart_s, 50) < 0.05
+
+
+def test_parts_come_from_every_process(checked: Checked) -> None:
+    parts = {part.name for timeline in checked.timelines.values() for part in timeline.parts}
+    assert {"queued", "prefill_computing", "first_token", "decode_computing", "decode_waiting"} <= parts
+    assert {"transfer_exposed", "delivered", "written"} <= parts
+
+
+def test_killed_worker_costs_a_part_of_its_own(checked: Checked) -> None:
+    replayed = [each for each in checked.timelines.values() if "replayed" in each.seconds]
+    assert replayed
+    for timeline in replayed:
+        assert any(attempt.end == "lost" for attempt in timeline.attempts)
+        assert timeline.outcome != "answered" or timeline.attempts[-1].end in ("finished", "cancelled")
+
+
+@pytest.fixture(scope="module")
+def two_gateways() -> Iterator[Served]:
+    with served(*SERVE, "--gateways", "2", "--router-policy", "prefix") as cluster:
+        yield cluster
+
+
+def test_any_gateway_behind_the_port_shows_a_request_of_another(two_gateways: Served) -> None:
+    status, answer = two_gateways.post("/v1/completions", {"prompt": PROMPT, "max_tokens": 8})
+    assert status == 200
+    gateways = set()
+    for _ in range(16):  # each over a new connection, so of either gateway
+        with urllib.request.urlopen(f"{two_gateways.url}/admin/requests/{answer['id']}", timeout=10) as reply:
+            gateways.add(timeline_of(reply.read()).gateway)
+        with urllib.request.urlopen(f"{two_gateways.url}/admin/requests?order=slowest", timeout=10) as reply:
+            ids = [each["request_id"] for each in json.load(reply)["data"]]
+        assert answer["id"].rpartition("-")[2] in ids and len(ids) == len(set(ids))
+    assert len(gateways) == 1
+
+
+def test_explain_shows_the_waterfall_under_the_decision(two_gateways: Served) -> None:
+    _, answer = two_gateways.post("/v1/completions", {"prompt": PROMPT + "x", "max_tokens": 8})
+    told = two_gateways.baton("explain", answer["id"], "--port", str(two_gateways.port))
+    decision, _, waterfall = told.partition("answered in ")
+    assert "prefill-0" in decision and "transfer_exposed" in waterfall
+    assert "unaccounted" in waterfall and "100.0%" in waterfall
