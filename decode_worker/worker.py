@@ -130,7 +130,8 @@ class RunningAttempts:
         times = None
         if attempt.timer.is_running:
             now_s, began_s = self._reports.clock.now_s(), self._reports.step_began_s
-            self._reports.prefilled(attempt.timer.computed(output, now_s, began_s))
+            times = self._reports.computed(attempt.timer.computed(output, now_s, began_s))
+            self._reports.prefilled(times)
             self._queued.pop(attempt.engine_id, None)
             times = attempt.timer.phases()
         if output.finish_reason is not None:
@@ -189,9 +190,10 @@ class DecodeWorker(WorkerNode):
         return tuple(attempt.key for attempt in self._attempts.values())
 
     def load(self) -> Load:
-        load = self._engine.load()
+        load = self._reports.with_times(self._engine.load())
         return msgspec.structs.replace(
             load,
+            pairs=self._endpoint.pairs(self._links, self._peer_registry.members),
             num_waiting=load.num_waiting + len(self._admission),
             num_incoming=self._endpoint.num_open,
             num_tokens=self._running.num_tokens,

@@ -207,18 +207,30 @@ class Engine(Replica):
         if self._form_mask.held and not plan.scheduled:
             self.wait_s = COMPILE_POLL_S
         batch = self.scheduler.apply(plan)
+        meter = self._step_meter
         if batch.is_empty:
+            meter.end()
             return self._collect()
-        self.on_batch(batch.num_tokens)
+        num_tokens = batch.num_tokens
+        self.on_batch(num_tokens)
         launched_s = perf_counter()
+        if meter.is_sampled:
+            meter.begin(began_s)
+            meter.lap("schedule", launched_s)
         logits_RV = self._run(batch, watch)
         outputs = self._collect()
         if batch.sequences:
-            self._in_flight = _Step(batch, self._sampler.sample(batch, logits_RV), began_s, launched_s)
+            draws = self._sampler.sample(batch, logits_RV)
+            if meter.is_sampled:
+                meter.lap("sample")
+            self._in_flight = _Step(batch, num_tokens, draws, began_s, launched_s)
         if self._is_async:
             self.scheduler.advance(batch)
-            return outputs
-        return self._collect()
+        else:
+            outputs = self._collect()
+        if meter.is_sampled:
+            meter.end()
+        return outputs
 
     def _collect(self) -> list[StepOutput]:
         """Wait for the tokens of the step in flight, if any, and commit them."""
@@ -243,13 +255,18 @@ class Engine(Replica):
             logger.error("logits that are not numbers", extra={"request_id": sequence.request_id})
             self.scheduler.fail(sequence)
         since_s = step.began_s if self._busy_since_s is None else self._busy_since_s
-        outputs = self.scheduler.commit(
-            step.batch, sampled.token_ids, ended_s - since_s, sampled.accepted, step_s
-        )
+        busy_s, meter = ended_s - since_s, self._step_meter
+        outputs = self.scheduler.commit(step.batch, sampled.token_ids, busy_s, sampled.accepted, step_s)
+        meter.observe(busy_s, step.num_tokens)
+        if step.batch.num_padded_tokens:
+            meter.num_padded_tokens += step.batch.num_padded_tokens
         self._finish_drafting(each for each in step.batch.sequences if each.finish_reason is not None)
         self._busy_since_s = ended_s if self.scheduler.has_work() else None
         if sampled.logprobs or sampled.prompt_logprobs:
             outputs = [sampled.with_logprobs(each) for each in outputs]
+        if meter.is_sampled:
+            meter.lap("device", ended_s)
+            meter.lap("output")
         return outputs + [last_output(sequence, BAD_LOGITS) for sequence in failed]
 
     def load(self) -> Load:
@@ -288,6 +305,7 @@ class Engine(Replica):
                 self.scheduler.drafter.finish(sequence)
 
     def _copy_to_device(self, copies: tuple[PageCopy, ...], pages: list[int], reader: Owner) -> None:
+        self._step_meter.end()
         try:
             self._run(Batch(copies_to_device=copies), None)
         except BaseException as error:
@@ -305,15 +323,20 @@ class Engine(Replica):
         num_groups = watch.begin(batch.chunks) if watch is not None and batch.sequences else 0
         self._num_steps += 1
         tokens_R = None if self._in_flight is None else self._in_flight.draws.token_ids_R
-        arrays = self._builder.build(batch)._replace(
+        arrays, meter = self._builder.build(batch), self._step_meter
+        arrays = arrays._replace(
             step=self._num_steps,
             num_layer_groups=num_groups,
             num_last_tokens=0 if tokens_R is None else len(tokens_R),
         )
         if self.runner.tp.size > 1:
             self.runner.tp.send_command(encode(arrays))
+        if meter.is_sampled:
+            meter.lap("build")
         on_layers = None if watch is None else watch.layers_written
         logits_RV = self.runner.execute(arrays, on_layers, tokens_R)
+        if meter.is_sampled:
+            meter.lap("forward")
         if batch.copies_to_host:
             self.pages.note_copies(device_page for device_page, _ in batch.copies_to_host)
         return logits_RV
@@ -340,6 +363,7 @@ class _Step(NamedTuple):
     """A step that was launched and sampled."""
 
     batch: Batch
+    num_tokens: int
     draws: Draws
     began_s: float  # when it was planned
     launched_s: float

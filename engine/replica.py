@@ -7,7 +7,11 @@ devices; the simulator adds a model of numbers.
 from abc import ABC, abstractmethod
 from collections.abc import Collection
 from collections.abc import Sequence as Ordered
-from typing import NamedTuple, Protocol
+from time import perf_counter
+from typing import Final, NamedTuple, Protocol
+
+import msgspec
+import numpy as np
 
 from baton.clock import Clock
 from baton.engine.cache.page_pool import Owner, PagePool, PageState
@@ -22,6 +26,7 @@ from baton.engine.scheduler.sequence import (
     check_request,
 )
 from baton.engine.scheduler.step_planner import PressureMode
+from baton.messages.status import Buckets, Sizes, Times, snapshot
 from baton.messages.workers import Load, StepTimes
 from baton.request import FilledPages, Request, StepOutput
 
@@ -44,6 +49,78 @@ class LayerWatch(Protocol):
         On a GPU this holds for work that follows on the current stream.
         """
         ...
+
+
+# The parts of a step on the host, in order. `forward` and `sample` compute on a CPU and launch on a GPU;
+# `device` waits for a GPU's tokens, and `output` gives them to their sequences.
+PHASES: Final = ("schedule", "build", "forward", "sample", "device", "output")
+MAX_PENDING: Final = 4096
+
+
+class StepMeter:
+    """The figures of a replica's steps since its start.
+
+    A step only appends numbers to lists, which the garbage collector does not look at. `load` sorts them into
+    buckets, many at a time, and has the phases of the next step timed: one step a second in a worker.
+    """
+
+    def __init__(self) -> None:
+        self.is_sampled = False  # the present step calls `lap` after each phase
+        self._seconds: list[float] = []  # of steps that are not counted yet
+        self._tokens: list[int] = []  # of the same steps, without padding
+        self.num_padded_tokens = 0
+        self._lap_s = 0.0
+        self._phases: dict[str, list[float]] = {phase: [] for phase in PHASES}
+        self._times = {name: Times() for name in ("step", *(f"step_{phase}" for phase in PHASES))}
+        self._step_tokens = Sizes()
+
+    def begin(self, began_s: float) -> None:
+        """Time the phases of a step that began then, by perf_counter."""
+        self._lap_s = began_s
+
+    def lap(self, phase: str, now_s: float | None = None) -> None:
+        """Note the end of a phase of a sampled step. now_s: None for the present time, by perf_counter."""
+        now_s = perf_counter() if now_s is None else now_s
+        self._phases[phase].append(now_s - self._lap_s)
+        self._lap_s = now_s
+
+    def end(self) -> None:
+        """End the sample."""
+        self.is_sampled = False
+
+    def observe(self, step_s: float, num_tokens: int) -> None:
+        """Count a step. step_s: since the step before, if that left work. num_tokens: without padding."""
+        self._tokens.append(num_tokens)
+        self._seconds.append(step_s)
+        if len(self._seconds) >= MAX_PENDING:
+            self._count()
+
+    def load(self, load: Load) -> Load:
+        """Return the load with these figures."""
+        self._count()
+        self.is_sampled = True
+        return msgspec.structs.replace(
+            load,
+            times=snapshot(self._times),
+            step_tokens=self._step_tokens.copy(),
+            num_padded_tokens=self.num_padded_tokens,
+        )
+
+    def _count(self) -> None:
+        _count_into(self._times["step"], self._seconds)
+        _count_into(self._step_tokens, self._tokens)
+        for phase, seconds in self._phases.items():
+            _count_into(self._times[f"step_{phase}"], seconds)
+
+
+def _count_into(buckets: Buckets, values: list[float] | list[int]) -> None:
+    """Count the values, and empty the list."""
+    if values:
+        found = np.bincount(np.searchsorted(buckets.BOUNDS, values))
+        for bucket in np.flatnonzero(found):
+            buckets.add(int(bucket), int(found[bucket]))
+        buckets.sum += sum(values)
+        values.clear()
 
 
 class Replica(ABC):
@@ -69,6 +146,7 @@ class Replica(ABC):
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
         self._clock = clock
+        self._step_meter = StepMeter()
         self._last_step: tuple[Batch, float] | None = None  # and its seconds per token of a sequence
 
     # Requests.
@@ -178,7 +256,7 @@ class Replica(ABC):
         """Return the engine's part of a worker's load."""
         self._expire()
         scheduler, pool, cache = self.scheduler, self.scheduler.pool, self.scheduler.cache
-        return Load(
+        load = Load(
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
             pages={state.name.lower(): pool.count(state) for state in PageState},
@@ -189,6 +267,7 @@ class Replica(ABC):
             num_draft_tokens=scheduler.num_draft_tokens,
             num_accepted_tokens=scheduler.num_accepted_tokens,
         )
+        return self._step_meter.load(load)
 
     def last_step(self) -> StepTimes | None:
         """The latest step that computed anything. Computed on each call."""

@@ -38,7 +38,8 @@ ends once, and no new transfer begins: the replica has to be loaded again.
 import contextlib
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from queue import Empty, SimpleQueue
@@ -49,7 +50,7 @@ from torch import Tensor
 
 from baton.clock import Clock, SystemClock
 from baton.errors import ProtocolError
-from baton.kvtransfer.links import Link, Peers
+from baton.kvtransfer.links import KvLinks, Link, Peers
 from baton.kvtransfer.protocol.destination import DestinationHandoff, TransferSize, check_pull
 from baton.kvtransfer.protocol.handoff import (
     Action,
@@ -83,6 +84,7 @@ from baton.kvtransfer.ranks.messages import (
     RankSettings,
     Route,
     ShardEvent,
+    ShardVerified,
 )
 from baton.kvtransfer.ranks.ranks import RankAgents, Ranks
 from baton.kvtransfer.transports.base import AUTO
@@ -90,6 +92,7 @@ from baton.kvtransfer.transports.pages import SharedPool
 from baton.kvtransfer.transports.receive_registration import ReceiveRegistrations
 from baton.kvtransfer.transports.registry import transport_set
 from baton.messages.bounds import DEFAULT_KV_STREAMS, LINK_TIMEOUT_S, KvStreams
+from baton.messages.workers import MAX_PAIRS, PairTransport, Worker
 from baton.pages import PageLayout
 from baton.rpc.auth import PAGES, KeyRing, LinkKeys, LinkSecret
 from baton.rpc.connection import Call, DroppedPeers
@@ -204,10 +207,24 @@ class PageEndpoint(ABC):
         self._next_tick_s = 0.0
         self._ended: list[TransferEnded] = []
         self._granted: list[GrantedTransfer] = []
+        # transfers_OUTCOME, verified_shards (of transfers that arrived), digest_mismatches (of these)
+        self._counts: Counter[str] = Counter()
 
-    @abstractmethod
     def counts(self) -> dict[str, int]:
         """Return event counts since the start, by name, for metrics."""
+        return dict(self._counts)
+
+    def pairs(self, links: KvLinks, members: Mapping[str, Worker]) -> tuple[PairTransport, ...]:
+        """Return the transports to the listed workers, fallbacks first, at most MAX_PAIRS.
+
+        Of several pairs of ranks with a peer, the transports of rank 0 count, and of these a fallback.
+        """
+        workers, found = links.ids(), dict[str, PairTransport]()
+        for incarnation, transport, best in self._in_use():
+            worker = members.get(workers.get(incarnation, ""))
+            if worker is not None and (worker.name not in found or transport != best):
+                found[worker.name] = PairTransport(worker.name, transport, best)
+        return tuple(sorted(found.values(), key=lambda pair: not pair.has_fallen_back)[:MAX_PAIRS])
 
     @abstractmethod
     def _make_posted_calls(self) -> None:
@@ -216,6 +233,10 @@ class PageEndpoint(ABC):
     @abstractmethod
     def _link_to(self, incarnation: bytes) -> Link | None:
         """Return an open link to the process of this incarnation, or None."""
+
+    def _in_use(self) -> Iterator[tuple[bytes, str, str]]:
+        """Yield the peer's incarnation, the open transport and the first choice of pairs of ranks."""
+        return iter(())
 
     @property
     def num_open(self) -> int:
@@ -348,6 +369,9 @@ class PageEndpoint(ABC):
         self._ranks.drop(link)
 
     def _on_shard_event(self, event: ShardEvent) -> None:
+        if isinstance(event, ShardVerified):
+            self._counts["verified_shards"] += 1
+            self._counts["digest_mismatches"] += bool(event.corrupt_units)
         opened = self._transfers.get(event.transfer)
         if opened is not None:
             self._perform(opened, opened.handoff.on_shard_event(event))
@@ -392,6 +416,7 @@ class PageEndpoint(ABC):
 
     def _finished(self, handoff: SourceHandoff | DestinationHandoff, finished: Finished) -> None:
         times = handoff.timeline.end() if isinstance(handoff, SourceHandoff) else None
+        self._counts[f"transfers_{finished.outcome}"] += 1
         self._ended.append(
             TransferEnded(handoff.transfer, finished.outcome, finished.reason, tuple(handoff.pages), times)
         )
@@ -579,7 +604,13 @@ class KvEndpoint(PageEndpoint):
 
         The counts of remote ranks are as old as the previous call, which requested them.
         """
-        return self._ranks.counts()
+        return super().counts() | self._ranks.counts()
+
+    def _in_use(self) -> Iterator[tuple[bytes, str, str]]:
+        incarnations = self._peers.incarnations()
+        for link, transport, best in self._ranks.in_use():
+            if link in incarnations:
+                yield incarnations[link], transport, best
 
     def link(self, address: tuple[str, int]) -> Link:
         """Connect to another endpoint; any thread may call. A link serves many transfers, in both directions.

@@ -167,6 +167,10 @@ class Peers:
         links = (link for link in list(self._links) if link.hello.incarnation == incarnation)
         return next(links, None)
 
+    def incarnations(self) -> dict[int, bytes]:
+        """Return the number of each open link, with the incarnation of the peer's process."""
+        return {link.number: link.hello.incarnation for link in list(self._links)}
+
     def stop(self) -> None:
         """Accept and open no further links; open links stay. Any thread may call."""
         with self._lock:
@@ -312,6 +316,10 @@ class KvLinks:
     def reachable(self) -> list[str]:
         """Return the ids of the listed workers that have an open link."""
         return [id_ for id_ in self._links if self.to(id_) is not None]
+
+    def ids(self) -> dict[bytes, str]:
+        """Return the incarnations of the processes behind the open links, each with its worker's id."""
+        return {self._links[id_].hello.incarnation: id_ for id_ in self.reachable()}
 
     def _answered(self, worker: str, link: Link | None) -> None:
         self._asked.discard(worker)

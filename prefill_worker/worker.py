@@ -23,7 +23,7 @@ from baton.errors import InvalidRequest, ProtocolError
 from baton.kvtransfer.endpoint import PageEndpoint
 from baton.kvtransfer.links import KvLinks
 from baton.kvtransfer.prefixes import PulledPrefixes
-from baton.kvtransfer.protocol.handoff import GrantedTransfer, TransferEnded
+from baton.kvtransfer.protocol.handoff import GrantedTransfer, HandoffOutcome, TransferEnded
 from baton.messages.bounds import MAX_REASON_CHARS
 from baton.messages.codec import TOO_LARGE, AnyMessage, fits
 from baton.messages.control import Cancel, Failure, Prefill, Prefilled, PrefillFailed, with_arrival
@@ -74,7 +74,8 @@ class PrefillWorker(WorkerNode):
 
     def load(self) -> Load:
         return msgspec.structs.replace(
-            self._engine.load(),
+            self._reports.with_times(self._engine.load()),
+            pairs=self._endpoint.pairs(self._links, self._peer_registry.members),
             num_outgoing=self._endpoint.num_open,
             num_tokens=self._num_tokens,
             kv_bytes=self._kv_bytes,
@@ -227,7 +228,8 @@ class PrefillWorker(WorkerNode):
             self._fail(job, Failure.ERROR, "the model's output for it could not be sampled")
             return None
         reason = job.finish_reason(output.finish_reason, self._engine.max_model_len)
-        job.timer.computed(output, self._clock.now_s(), self._reports.step_began_s)
+        computed = job.timer.computed(output, self._clock.now_s(), self._reports.step_began_s)
+        self._reports.computed(computed)
         times = job.timer.phases(hidden_s=self._endpoint.active_s(job.transfer))
         event = TokenEvent.of(job.request, output, reason, times)
         if not fits(event):
@@ -267,6 +269,9 @@ class PrefillWorker(WorkerNode):
     def _transfer_ended(self, ended: TransferEnded) -> None:
         if ended.times is not None:
             self._kv_bytes += ended.times.num_bytes
+            if ended.outcome is HandoffOutcome.HANDED_OVER:
+                self._reports.times["transfer"].observe(ended.times.total_s)
+                self._reports.times["exposed_transfer"].observe(ended.times.exposed_s)
         self._early_grants.pop(ended.transfer, None)
         job = self._jobs.pop(ended.transfer, None)
         if job is None:

@@ -28,6 +28,7 @@ from baton.router.decisions import (
     keys_as_text,
     weighed,
 )
+from baton.router.hindsight import Hindsight
 from baton.router.in_flight import OTHERS, InFlightAttempt
 from baton.router.index.prefix_index import EXPECTED_FOR_S, Family, family_of, first_halves, with_zeros
 from baton.router.policies.base import Pair, PolicyContext, RoutingChoice, RoutingPolicy
@@ -62,6 +63,7 @@ class ClusterState:
         self.index = context.index
         self.model = context.model
         self.decisions = DecisionHistory(context.clock)
+        self.hindsight = Hindsight(counters)
         self.policy = policy
         self.counters = counters
         self._clock = context.clock
@@ -117,7 +119,10 @@ class ClusterState:
             decision = self.decisions.get((times.request_id, times.attempt))
             if decision is None or worker_id not in (decision.chosen.prefill, decision.chosen.decode):
                 continue
-            self.decisions.measured(times)
+            key = (times.request_id, times.attempt)
+            known = self.decisions.measured(times)
+            if known is not None and decision.measured is None:
+                self.hindsight.measured(known, self.decisions.candidates(key))
             chosen = decision.chosen
             if times.pulled_bytes and chosen.source:
                 self.model.learn_pull(chosen.source, worker_id, times)
@@ -151,6 +156,9 @@ class ClusterState:
             if choice.candidate is not None:
                 chosen, candidates = weighed(choice.candidate), choice.candidates
                 self._count(choice)
+                keys = choice.keys.get(choice.computed_by, b"")
+                if not request.attempt:  # a replay begins like itself
+                    self.hindsight.dispatched(keys, request.num_tokens, pair.computed_by.worker.page_size)
         decision = Decision(
             request_id=request.request_id,
             attempt=request.attempt,

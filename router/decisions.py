@@ -78,6 +78,11 @@ class DecisionHistory:
         kept = self._kept.get(key)
         return None if kept is None else kept.decision
 
+    def candidates(self, key: AttemptKey) -> Sequence[PairCandidate]:
+        """The compared pairs of a decision; none when it is not kept."""
+        kept = self._kept.get(key)
+        return () if kept is None else kept.candidates
+
     def full(self, key: AttemptKey) -> Decision:
         """A kept decision with all compared pairs."""
         now_s, kept = self._clock.now_s(), self._kept[key]
@@ -92,12 +97,15 @@ class DecisionHistory:
             decision = msgspec.structs.replace(kept.decision, first_token_s=taken_s)
             self._kept[key] = kept._replace(decision=decision)
 
-    def measured(self, times: PrefillTimes) -> None:
-        """Note the measured times of the prefill."""
+    def measured(self, times: PrefillTimes) -> Decision | None:
+        """Note the measured times of the prefill; return the decision, None when it is not kept."""
         key = (times.request_id, times.attempt)
         kept = self._kept.get(key)
-        if kept is not None:
-            self._kept[key] = kept._replace(decision=msgspec.structs.replace(kept.decision, measured=times))
+        if kept is None:
+            return None
+        decision = msgspec.structs.replace(kept.decision, measured=times)
+        self._kept[key] = kept._replace(decision=decision)
+        return decision
 
     def of(self, request_id: str) -> Iterator[Decision]:
         """The decisions of a request's last MAX_ATTEMPTS attempts, with all compared pairs."""

@@ -584,7 +584,7 @@ class SimEndpoint(PageEndpoint):
     def counts(self) -> dict[str, int]:
         """See PageEndpoint."""
         counts = self.ranks[0].registrations.counts()
-        return {"pieces": counts["landed_pieces"], "stale_pieces": counts["stale_pieces"]}
+        return super().counts() | {"pieces": counts["landed_pieces"], "stale_pieces": counts["stale_pieces"]}
 
     def connect(self, other: SimEndpoint, *, is_direct: bool) -> SimLink:
         """Link two endpoints. is_direct: each side writes into the other's pages itself."""

@@ -187,6 +187,7 @@ class SimEngine(Replica):
         self._spend(duration_s)
         if batch.sequences:
             self._last_step = batch, duration_s
+            self._step_meter.observe(duration_s, batch.num_tokens)
         failed = [
             chunk.sequence
             for chunk in batch.chunks

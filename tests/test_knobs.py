@@ -49,7 +49,7 @@ GATEWAY_KNOBS: dict[str, Any] = {
     "tool_call_parser": None,
     "reasoning_parser": None,
     "generation_config": "auto",
-    "vllm_metric_names": False,
+    "vllm_metric_names": True,
     "max_connections": 4096,
     "max_body_bytes": 4 * 2**20,
     "send_buffer_bytes": 128 * 2**10,

@@ -94,10 +94,25 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     measured: PrefillTimes | None = None
 
     @property
+    def measured_s(self) -> float | None:
+        """The cost of the chosen pair with the measured wait, computation and hand-off.
+
+        The other terms are delays of other requests, and stay as predicted. None: not measured.
+        """
+        times, terms = self.measured, self.chosen.terms
+        if times is None or not terms:
+            return None
+        others_s = self.chosen.total_s - self.chosen.ttft_s - terms.get("handoff_s", 0.0)
+        return others_s + times.queued_s + times.used_s + times.exposed_s
+
+    @property
     def regret_s(self) -> float | None:
-        """The measured time to the first token less that predicted for the best other pair; None: unknown."""
-        others = [each.ttft_s for each in self.weighed if each != self.chosen]
-        return self.first_token_s - min(others) if self.first_token_s is not None and others else None
+        """The measured cost of the chosen pair less the predicted cost of the best other pair.
+
+        Negative: the choice was right. None: not measured, or no other pair was compared.
+        """
+        others = [each.total_s for each in self.weighed if each != self.chosen]
+        return self.measured_s - min(others) if self.measured_s is not None and others else None
 
 
 class Message(

@@ -86,7 +86,7 @@ class Status(Message, frozen=True):
     routers: Annotated[tuple[RouterStatus, ...], Meta(max_length=MAX_ROUTERS)] = ()  # the sender, or all
     # Since Ray's head last answered `baton serve`; no process can be started meanwhile. 0: the head answers.
     head_away_s: Seconds = 0.0
-    # Left out for lack of room: the number of "workers", and of workers without "counters".
+    # Left out for lack of room: the number of "workers", and of workers without "counters", times and pairs.
     left_out: Annotated[dict[Annotated[str, Meta(max_length=16)], Count], Meta(max_length=8)] = msgspec.field(
         default_factory=dict
     )

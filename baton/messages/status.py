@@ -14,10 +14,10 @@ The overload levels, from the lowest. Each level adds a measure to those of the 
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from enum import IntEnum
 from math import inf
-from typing import Annotated, Final, Literal, TypeAlias
+from typing import Annotated, ClassVar, Final, Literal, Self, TypeAlias
 
 import msgspec
 from msgspec import Meta
@@ -25,6 +25,7 @@ from msgspec import Meta
 from baton.messages.bounds import Count, Id, Name, Seconds
 from baton.tenants import Refusal
 
+MAX_HISTOGRAMS: Final = 64  # of one process
 MAX_TENANTS: Final = 1024  # in one status: the tenants with most queued requests and most work
 
 
@@ -160,6 +161,70 @@ class Histogram(msgspec.Struct, array_like=True):
         return 0.0
 
 
+class Buckets(msgspec.Struct, array_like=True):
+    """A histogram with the bounds of its class, which messages do not carry; see `Histogram`.
+
+    `counts` ends with the last bucket that is not empty, so a message with many histograms stays small.
+    """
+
+    counts: Annotated[list[Count], Meta(max_length=65)] = []
+    sum: float = 0.0
+
+    BOUNDS: ClassVar[tuple[float, ...]] = ()
+
+    @property
+    def num(self) -> int:
+        """The number of values."""
+        return sum(self.counts)
+
+    def observe(self, value: float) -> None:
+        """Count one value."""
+        self.add(bisect_left(self.BOUNDS, value), 1)
+        self.sum += value
+
+    def add(self, bucket: int, num: int) -> None:
+        """Count `num` values in a bucket; `sum` is the caller's."""
+        counts = self.counts
+        while len(counts) <= bucket:
+            counts.append(0)
+        counts[bucket] += num
+
+    def copy(self) -> Self:
+        """Return a copy that does not change with the original."""
+        return type(self)(self.counts.copy(), self.sum)
+
+    def full(self) -> Histogram:
+        """Return the values as a Histogram with all its buckets."""
+        missing = len(self.BOUNDS) + 1 - len(self.counts)
+        return Histogram(self.BOUNDS, [*self.counts, *[0] * missing], self.sum)
+
+
+class Times(Buckets):
+    """Durations in seconds, from 10 us to 2 minutes."""
+
+    BOUNDS: ClassVar[tuple[float, ...]] = (
+        *(1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 0.01, 0.02, 0.05),
+        *(0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0),
+    )
+
+
+class Sizes(Buckets):
+    """Numbers of tokens, in powers of 2."""
+
+    BOUNDS: ClassVar[tuple[float, ...]] = tuple(float(2**power) for power in range(16))
+
+
+# By name. A worker or a router names its histograms itself.
+TimesByName: TypeAlias = Annotated[
+    dict[Annotated[str, Meta(max_length=64)], Times], Meta(max_length=MAX_HISTOGRAMS)
+]
+
+
+def snapshot(times: Mapping[str, Times]) -> dict[str, Times]:
+    """Return copies of the histograms that have values."""
+    return {name: each.copy() for name, each in times.items() if each.counts}
+
+
 class RouterStatus(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One router process, for operators."""
 
@@ -171,6 +236,7 @@ class RouterStatus(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     # Seconds to choose the workers of an attempt.
     routing: Histogram = msgspec.field(default_factory=lambda: Histogram(ROUTING_BOUNDS_S))
     counters: dict[Annotated[str, Meta(max_length=64)], Count] = {}
+    times: TimesByName = {}
     queue: QueueStatus = QueueStatus()
 
     @property

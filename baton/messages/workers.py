@@ -7,6 +7,7 @@ import msgspec
 from msgspec import Meta
 
 from baton.messages.bounds import MAX_ROUTERS, Attempt, Count, Id, Moment, Name, Seconds
+from baton.messages.status import Sizes, TimesByName
 
 
 class Address(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -55,6 +56,23 @@ class Worker(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 REMOTE_PREFILLS: Final = "remote_prefills"  # counter of a decode worker: prompts with pages that all arrived
 
 
+MAX_PAIRS: Final = 64  # in one Load; pairs that fell back come first
+Transport: TypeAlias = Annotated[str, Meta(max_length=64)]
+
+
+class PairTransport(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """The transport that carries pages from a worker to a peer."""
+
+    peer: Name  # the peer's name
+    transport: Transport  # in use
+    best: Transport  # the first of those that can serve the two; another one is a fallback
+
+    @property
+    def has_fallen_back(self) -> bool:
+        """True when the best transport did not open, or broke."""
+        return self.transport != self.best
+
+
 class Load(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A worker's own count of its load, for operators and for a router that has just started."""
 
@@ -76,6 +94,10 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     num_failed_forms: Count = 0  # sequences: a grammar did not compile, or refused a token
     num_tokens: Count = 0  # generated
     kv_bytes: Count = 0  # sent to other workers
+    num_padded_tokens: Count = 0  # computed beside those of `step_tokens`, for nothing
+    step_tokens: Sizes = msgspec.field(default_factory=Sizes)  # of each step, without padding
+    times: TimesByName = {}
+    pairs: Annotated[tuple[PairTransport, ...], Meta(max_length=MAX_PAIRS)] = ()
     # Transports, fall-backs, dropped peers. The worker names its counters and gauges itself.
     counters: dict[Annotated[str, Meta(max_length=64)], Count] = {}
     gauges: Annotated[dict[Annotated[str, Meta(max_length=64)], Count], Meta(max_length=64)] = {}
@@ -134,6 +156,16 @@ class PrefillTimes(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
     moved_bytes: Count = 0  # sent to the decode worker
     exposed_s: Seconds = 0.0  # of the hand-off after the first token
     own_s: Seconds = 0.0  # this prompt's part of computed_s in shared steps; 0: unknown
+
+    @property
+    def used_s(self) -> float:
+        """The time that the prompt's computation used."""
+        return self.own_s or self.computed_s
+
+    @property
+    def queued_s(self) -> float:
+        """The rest of the time to the first token: the wait, and the other prompts' part of shared steps."""
+        return max(0.0, self.waited_s + self.computed_s - self.used_s)
 
 
 class WorkerTimes(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbid_unknown_fields=True):

@@ -13,10 +13,12 @@ A worker reports heartbeats, KV events and measured times (`WorkerReports`):
 """
 
 from abc import ABC, abstractmethod
-from collections import OrderedDict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Collection, Sequence
 from math import inf
 from typing import Final, Protocol
+
+import msgspec
 
 from baton.clock import Clock
 from baton.errors import InvalidRequest
@@ -24,7 +26,7 @@ from baton.messages.bounds import MAX_EVENTS
 from baton.messages.codec import AnyMessage
 from baton.messages.control import Heartbeat, KvEventBatch, KvEventsWanted, Measured, Members, Pressure
 from baton.messages.operations import Drain
-from baton.messages.status import OverloadLevel
+from baton.messages.status import OverloadLevel, Times, snapshot
 from baton.messages.workers import Load, PrefillTimes, StepTimes, Tier, Worker, WorkerTimes
 from baton.request import AttemptKey, Request, StepOutput
 from baton.rpc.liveness import BEAT_S
@@ -171,6 +173,7 @@ class WorkerReports:
     def __init__(self, peer_registry: PeerRegistry, clock: Clock) -> None:
         self.clock = clock
         self.step_began_s = 0.0
+        self.times: defaultdict[str, Times] = defaultdict(Times)  # by name, for `with_times`
         self._peer_registry = peer_registry
         self._asked: tuple[Peer, ...] = ()  # routers that asked for KV events; some may have left
         self._must_tell_all = False
@@ -207,6 +210,16 @@ class WorkerReports:
         if step is not None:
             self._next_sample_s = now_s + SAMPLE_S
             self._steps.append(step)
+
+    def computed(self, times: PrefillTimes) -> PrefillTimes:
+        """Count the wait and the time of a prompt that has its first token, and return them."""
+        self.times["queue"].observe(times.waited_s)
+        self.times["prefill"].observe(times.computed_s)
+        return times
+
+    def with_times(self, load: Load) -> Load:
+        """Return an engine's load with the histograms of its worker too."""
+        return msgspec.structs.replace(load, times={**load.times, **snapshot(self.times)})
 
     def prefilled(self, times: PrefillTimes) -> None:
         """Keep the times of a computed prompt for the next `tell`."""

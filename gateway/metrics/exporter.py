@@ -1,11 +1,12 @@
 """Every metric of `/metrics`, as one table: of the gateways behind one port, of routers, of workers.
 
 A `Metric` says its name, its help text, the rows that it has (a `Source`), and how to read a row. METRICS is
-the registry: an entry more is a metric more. `prometheus_client` writes the text format.
+the registry: an entry more is a metric more. `prometheus_client` writes the text format. A Metric with vLLM's
+name for the same figure is written once more under that name, with vLLM's labels.
 
 A scrape of any gateway returns the counts of every gateway behind the port, each with the label `gateway`, so
 sums are complete and no counter decreases. The names that begin with `vllm:` are those that vLLM's
-dashboards and llm-d's endpoint picker read; they are off unless asked for.
+dashboards and llm-d's endpoint picker read; the setting `gateway.vllm_metric_names` turns them off.
 """
 
 import platform
@@ -25,7 +26,7 @@ from baton.gateway.metrics.metrics import MAX_TENANTS, Metrics, TenantCounts
 from baton.gateway.peer_gateways import PeerGateways
 from baton.gateway.streams.request_stream import Service
 from baton.messages.operations import Status
-from baton.messages.status import Histogram, QueueStatus, RouterStatus, TenantStatus
+from baton.messages.status import Buckets, Histogram, QueueStatus, RouterStatus, TenantStatus, Times
 from baton.messages.workers import WorkerStatus
 
 
@@ -49,8 +50,9 @@ class Scrape(NamedTuple):
 
 RowT = TypeVar("RowT")
 Labels: TypeAlias = tuple[str, ...]
+Number: TypeAlias = float | Histogram | Buckets
 # A number, a histogram, or a mapping from the value of one more label (or from the values of several).
-Value: TypeAlias = float | Histogram | Mapping[str, float] | Mapping[tuple[Any, ...], float]
+Value: TypeAlias = Number | Mapping[str, Number] | Mapping[tuple[Any, ...], Number]
 
 
 Read: TypeAlias = str | Callable[[RowT], Value | None]  # a str is the path of an attribute
@@ -72,21 +74,28 @@ class Metric(NamedTuple, Generic[RowT]):
     help: str
     read: Read[RowT]
     keys: Labels = ()  # the labels of a mapping
+    vllm: str = ""  # vLLM's name of the same figure, without `vllm:`; its first label becomes `engine`
 
 
-def counter(name: str, source: Source[RowT], help: str, read: Read[RowT], *keys: str) -> Metric[RowT]:
+def counter(
+    name: str, source: Source[RowT], help: str, read: Read[RowT], *keys: str, vllm: str = ""
+) -> Metric[RowT]:
     """Return a Metric that only grows; its series end in `_total`."""
-    return Metric("counter", name, source, help, read, keys)
+    return Metric("counter", name, source, help, read, keys, vllm)
 
 
-def gauge(name: str, source: Source[RowT], help: str, read: Read[RowT], *keys: str) -> Metric[RowT]:
+def gauge(
+    name: str, source: Source[RowT], help: str, read: Read[RowT], *keys: str, vllm: str = ""
+) -> Metric[RowT]:
     """Return a Metric that may fall."""
-    return Metric("gauge", name, source, help, read, keys)
+    return Metric("gauge", name, source, help, read, keys, vllm)
 
 
-def histogram(name: str, source: Source[RowT], help: str, read: Read[RowT]) -> Metric[RowT]:
-    """Return a Metric of a Histogram."""
-    return Metric("histogram", name, source, help, read)
+def histogram(
+    name: str, source: Source[RowT], help: str, read: Read[RowT], *keys: str, vllm: str = ""
+) -> Metric[RowT]:
+    """Return a Metric of histograms."""
+    return Metric("histogram", name, source, help, read, keys, vllm)
 
 
 def _tenant_rows(scrape: Scrape) -> Iterator[tuple[Labels, TenantCounts]]:
@@ -137,21 +146,20 @@ QUEUED_TENANTS: Final = Source[TenantStatus](("tenant",), _queued_tenant_rows)
 # Counts of each router since its start. When a router dies, its series ends and no other series decreases.
 # A tenant's share is its part of work_tokens. The tenant of a cluster without a tenants file has no name.
 ROUTER_TENANTS: Final = Source[TenantStatus](("router", "tenant"), _router_tenant_rows)
-# vLLM's label `engine`, for one of several, names the gateway or the worker that has counted.
-ENGINES: Final = Source[Metrics](
-    ("model_name", "engine"),
-    lambda scrape: [((scrape.model, each.gateway), each) for each in scrape.gateways],
-)
-WORKER_ENGINES: Final = Source[WorkerStatus](
-    ("model_name", "engine"),
-    lambda scrape: [((scrape.model, each.worker.name), each) for each in scrape.workers],
-)
 MODEL: Final = Source[Sequence[WorkerStatus]](
     ("model_name",),
     lambda scrape: [] if scrape.status is None else [((scrape.model,), scrape.status.workers)],
 )
 
-OWN_ROUTER_COUNTERS: Final = frozenset({"decisions", "blind_decisions"})
+VLLM: Final = "vllm:"
+OWN_ROUTER_COUNTERS: Final = frozenset(
+    {"decisions", "blind_decisions", "routed_prompt_tokens", "repeated_prompt_tokens"}
+    | {"measured_prompt_tokens", "predicted_prefix_tokens", "realised_prefix_tokens"}
+)
+TRANSFERS: Final = "transfers_"  # before the outcome, in the name of a worker's counter
+OWN_WORKER_COUNTERS: Final = frozenset({"verified_shards", "digest_mismatches"})
+PHASES: Final = "step_"  # before the phase, in the name of a worker's histogram
+OWN_WORKER_TIMES: Final = frozenset({"step", "queue", "prefill", "transfer", "exposed_transfer"})
 
 
 def _build_info(_: Scrape) -> Value:
@@ -171,6 +179,44 @@ def _redis_up(router: RouterStatus) -> Value | None:
 
 def _router_events(router: RouterStatus) -> Value:
     return {name: count for name, count in router.counters.items() if name not in OWN_ROUTER_COUNTERS}
+
+
+def _router_counter(name: str) -> Callable[[RouterStatus], Value]:
+    return lambda router: router.counters.get(name, 0)
+
+
+def _terms(prefix: str) -> Callable[[RouterStatus], Value]:
+    """Read the router's histograms named `prefix` and a term, by term."""
+    return lambda router: _by_rest(router.times, prefix)
+
+
+def _by_rest(values: Mapping[str, Number], prefix: str) -> Value:
+    return {name.removeprefix(prefix): each for name, each in values.items() if name.startswith(prefix)}
+
+
+def _times(name: str) -> Callable[[WorkerStatus | RouterStatus], Value]:
+    """Read a histogram that a worker or a router has named; it is empty before the first value."""
+    return lambda row: (row.load if isinstance(row, WorkerStatus) else row).times.get(name, Times())
+
+
+def _other_times(status: WorkerStatus) -> Value:
+    return {
+        name: each
+        for name, each in status.load.times.items()
+        if name not in OWN_WORKER_TIMES and not name.startswith(PHASES)
+    }
+
+
+def _worker_events(status: WorkerStatus) -> Value:
+    return {
+        name: count
+        for name, count in status.load.counters.items()
+        if name not in OWN_WORKER_COUNTERS and not name.startswith(TRANSFERS)
+    }
+
+
+def _worker_counter(name: str) -> Callable[[WorkerStatus], Value]:
+    return lambda status: status.load.counters.get(name, 0)
 
 
 def _objectives(counts: TenantCounts) -> Value:
@@ -202,18 +248,49 @@ METRICS: Final[list[Metric[Any]]] = [
     counter("baton_connections_refused", GATEWAYS, "Refused connections.", "refused", "reason"),
     counter("baton_frontend", GATEWAYS, "Replays, drops, retries.", "events", "event"),
     counter("baton_tenants_file_changes", GATEWAYS, "Taken and refused changes.", "tenants_file", "outcome"),
-    counter("baton_prompt_tokens", GATEWAYS, "Tokens of prompts.", "prompt_tokens"),
+    counter("baton_prompt_tokens", GATEWAYS, "Tokens of prompts.", "prompt_tokens", vllm="prompt_tokens"),
     counter("baton_cached_prompt_tokens", GATEWAYS, "Prompt tokens that a cache had.", "cached_tokens"),
-    counter("baton_generation_tokens", GATEWAYS, "Generated tokens.", "generated_tokens"),
+    counter(
+        "baton_generation_tokens",
+        GATEWAYS,
+        "Generated tokens.",
+        "generated_tokens",
+        vllm="generation_tokens",
+    ),
     counter("baton_clients_gone", GATEWAYS, "Clients that left early.", "clients_gone"),
     counter("baton_clients_given_up", GATEWAYS, "Clients that read too slowly.", "clients_given_up"),
     counter("baton_unknown_body_keys", GATEWAYS, "Unknown keys of bodies.", "unknown_keys"),
     counter("baton_forms", GATEWAYS, "Checked forms of structured output.", "forms", "outcome"),
     histogram("baton_form_check_seconds", GATEWAYS, "Time to check a new form.", "form_check"),
     gauge("baton_open_requests", GATEWAYS, "Calls being answered.", "num_open"),
-    histogram("baton_time_to_first_token_seconds", GATEWAYS, "From the call to its first token.", "ttft"),
-    histogram("baton_inter_token_latency_seconds", GATEWAYS, "Between batches of tokens.", "itl"),
-    histogram("baton_request_seconds", GATEWAYS, "From the call to its end.", "duration"),
+    histogram(
+        "baton_time_to_first_token_seconds",
+        GATEWAYS,
+        "From the call to its first token.",
+        "ttft",
+        vllm="time_to_first_token_seconds",
+    ),
+    histogram(
+        "baton_inter_token_latency_seconds",
+        GATEWAYS,
+        "Between batches of tokens.",
+        "itl",
+        vllm="inter_token_latency_seconds",
+    ),
+    histogram(
+        "baton_decode_seconds",
+        GATEWAYS,
+        "From the first token of a call to its end.",
+        "decode",
+        vllm="request_decode_time_seconds",
+    ),
+    histogram(
+        "baton_request_seconds",
+        GATEWAYS,
+        "From the call to its end.",
+        "duration",
+        vllm="e2e_request_latency_seconds",
+    ),
     counter(
         "baton_request_part_seconds",
         GATEWAYS,
@@ -251,17 +328,43 @@ METRICS: Final[list[Metric[Any]]] = [
         WORKERS,
         "Tokens looked up in the prefix cache.",
         "load.prefix_queries_tokens",
+        vllm="prefix_cache_queries",
     ),
     counter(
         "baton_worker_prefix_hits_tokens",
         WORKERS,
         "Tokens found in the prefix cache.",
         "load.prefix_hits_tokens",
+        vllm="prefix_cache_hits",
     ),
-    counter("baton_worker_preemptions", WORKERS, "Preempted sequences.", "load.num_preemptions"),
-    counter("baton_worker_drafts", WORKERS, "Steps of sequences with drafts.", "load.num_drafts"),
-    counter("baton_worker_draft_tokens", WORKERS, "Computed drafts.", "load.num_draft_tokens"),
-    counter("baton_worker_accepted_tokens", WORKERS, "Accepted drafts.", "load.num_accepted_tokens"),
+    counter(
+        "baton_worker_preemptions",
+        WORKERS,
+        "Preempted sequences.",
+        "load.num_preemptions",
+        vllm="num_preemptions",
+    ),
+    counter(
+        "baton_worker_drafts",
+        WORKERS,
+        "Steps of sequences with drafts.",
+        "load.num_drafts",
+        vllm="spec_decode_num_drafts",
+    ),
+    counter(
+        "baton_worker_draft_tokens",
+        WORKERS,
+        "Computed drafts.",
+        "load.num_draft_tokens",
+        vllm="spec_decode_num_draft_tokens",
+    ),
+    counter(
+        "baton_worker_accepted_tokens",
+        WORKERS,
+        "Accepted drafts.",
+        "load.num_accepted_tokens",
+        vllm="spec_decode_num_accepted_tokens",
+    ),
     counter("baton_worker_masks", WORKERS, "Token masks of structured outputs.", "load.num_masks"),
     counter(
         "baton_worker_mask_seconds",
@@ -284,25 +387,152 @@ METRICS: Final[list[Metric[Any]]] = [
     ),
     counter("baton_worker_kv_sent_bytes", WORKERS, "Bytes of KV sent to other workers.", "load.kv_bytes"),
     gauge("baton_kv_pages", WORKERS, "KV pages by state.", "load.pages", "state"),
-    counter("baton_worker_events", WORKERS, "Events by kind.", "load.counters", "event"),
+    # Steps of the engine. The rate of the sum of `baton_worker_step_seconds` is the busy share.
+    histogram(
+        "baton_worker_step_seconds", WORKERS, "Time of a step; the sum is the busy time.", _times("step")
+    ),
+    histogram(
+        "baton_worker_step_phase_seconds",
+        WORKERS,
+        "Time of a step's phase, of one step a second.",
+        lambda status: _by_rest(status.load.times, PHASES),
+        "phase",
+    ),
+    histogram(
+        "baton_worker_step_tokens",
+        WORKERS,
+        "Computed tokens of a step, without padding.",
+        "load.step_tokens",
+        vllm="iteration_tokens_total",
+    ),
+    counter("baton_worker_padded_tokens", WORKERS, "Padding that steps computed.", "load.num_padded_tokens"),
+    gauge(
+        "baton_worker_max_step_tokens",
+        WORKERS,
+        "Token budget of a step.",
+        "worker.max_num_batched_tokens",
+    ),
+    gauge("baton_worker_max_sequences", WORKERS, "Most sequences of a step.", "worker.max_num_seqs"),
+    # Prompts and transfers
+    histogram(
+        "baton_worker_queue_seconds",
+        WORKERS,
+        "From a prompt's arrival to its first step.",
+        _times("queue"),
+        vllm="request_queue_time_seconds",
+    ),
+    histogram(
+        "baton_worker_prefill_seconds",
+        WORKERS,
+        "From a prompt's first step to its first token.",
+        _times("prefill"),
+        vllm="request_prefill_time_seconds",
+    ),
+    histogram(
+        "baton_worker_transfer_seconds", WORKERS, "Transfers that this worker sent.", _times("transfer")
+    ),
+    histogram(
+        "baton_worker_exposed_transfer_seconds",
+        WORKERS,
+        "Part of a sent transfer after its last page was computed.",
+        _times("exposed_transfer"),
+    ),
+    counter(
+        "baton_worker_transfers",
+        WORKERS,
+        "Ended transfers, sent and received.",
+        lambda status: _by_rest(status.load.counters, TRANSFERS),
+        "outcome",
+    ),
+    counter(
+        "baton_worker_verified_shards",
+        WORKERS,
+        "Received shards with compared digests.",
+        _worker_counter("verified_shards"),
+    ),
+    counter(
+        "baton_worker_digest_mismatches",
+        WORKERS,
+        "Received shards with a wrong digest.",
+        _worker_counter("digest_mismatches"),
+    ),
+    gauge(
+        "baton_worker_transport",
+        WORKERS,
+        "1 for the transport in use to a peer, of at most 64 peers.",
+        lambda status: {(pair.peer, pair.transport): 1 for pair in status.load.pairs},
+        "peer",
+        "transport",
+    ),
+    gauge(
+        "baton_worker_transport_fallback",
+        WORKERS,
+        "1 when a better transport to a peer failed, 0 otherwise.",
+        lambda status: {
+            (pair.peer, pair.transport, pair.best): float(pair.has_fallen_back) for pair in status.load.pairs
+        },
+        "peer",
+        "transport",
+        "best",
+    ),
     # A worker names these itself: a new one needs no change here (docs/extending.md).
+    counter("baton_worker_events", WORKERS, "Events by kind.", _worker_events, "event"),
     gauge("baton_worker_gauge", WORKERS, "Gauges by name.", "load.gauges", "name"),
+    histogram("baton_worker_seconds", WORKERS, "Other times by name.", _other_times, "name"),
     # Routers
     histogram("baton_router_routing_seconds", ROUTERS, "Time to choose workers.", "routing"),
     gauge("baton_router_attempts", ROUTERS, "Dispatched attempts under way.", "num_attempts"),
     gauge("baton_router_redis_up", ROUTERS, "1 when the link to Redis is up.", _redis_up),
     gauge("baton_ray_head_away_seconds", CLUSTER, "Silence of Ray's head; 0: it answers.", "head_away_s"),
-    counter(
-        "baton_router_decisions",
-        ROUTERS,
-        "Choices of workers by cost.",
-        lambda r: r.counters.get("decisions", 0),
-    ),
+    counter("baton_router_decisions", ROUTERS, "Choices of workers by cost.", _router_counter("decisions")),
     counter(
         "baton_router_blind_decisions",
         ROUTERS,
         "Choices without reported pages.",
-        lambda r: r.counters.get("blind_decisions", 0),
+        _router_counter("blind_decisions"),
+    ),
+    histogram("baton_router_queue_seconds", ROUTERS, "Wait of a dispatched attempt.", _times("queue")),
+    counter(
+        "baton_router_prompt_tokens",
+        ROUTERS,
+        "Prompt tokens of first attempts that were routed by cost.",
+        _router_counter("routed_prompt_tokens"),
+    ),
+    counter(
+        "baton_router_repeated_prompt_tokens",
+        ROUTERS,
+        "Of these, tokens of a prefix that an earlier prompt had.",
+        _router_counter("repeated_prompt_tokens"),
+    ),
+    # Predictions against measurements: router/hindsight.py explains them.
+    counter(
+        "baton_router_measured_prompt_tokens",
+        ROUTERS,
+        "Tokens of prompts that were predicted and measured.",
+        _router_counter("measured_prompt_tokens"),
+    ),
+    counter(
+        "baton_router_predicted_prefix_tokens",
+        ROUTERS,
+        "Of these, tokens that the router expected in a cache.",
+        _router_counter("predicted_prefix_tokens"),
+    ),
+    counter(
+        "baton_router_realised_prefix_tokens",
+        ROUTERS,
+        "Of these, tokens that were not computed.",
+        _router_counter("realised_prefix_tokens"),
+    ),
+    histogram("baton_router_predicted_seconds", ROUTERS, "Predicted times.", _terms("predicted_"), "term"),
+    histogram("baton_router_measured_seconds", ROUTERS, "The same times.", _terms("measured_"), "term"),
+    histogram(
+        "baton_router_prediction_error_seconds", ROUTERS, "Size of the errors.", _terms("error_"), "term"
+    ),
+    histogram(
+        "baton_router_regret_seconds",
+        ROUTERS,
+        "Measured cost beyond the predicted cost of the best other pair.",
+        _times("regret"),
     ),
     counter("baton_router_events", ROUTERS, "Events by kind.", _router_events, "event"),
     counter(
@@ -321,12 +551,7 @@ METRICS: Final[list[Metric[Any]]] = [
     counter("baton_tenant_wait_seconds", ROUTER_TENANTS, "Wait of dispatched requests.", "waited_s"),
     counter("baton_tenant_degraded_requests", ROUTER_TENANTS, "Degraded under overload.", "num_degraded"),
     counter("baton_tenant_refused", ROUTER_TENANTS, "Refused by the router.", "refused", "reason"),
-    # vLLM's names
-    histogram("vllm:time_to_first_token_seconds", ENGINES, "Time to first token.", "ttft"),
-    histogram("vllm:inter_token_latency_seconds", ENGINES, "Time between tokens.", "itl"),
-    histogram("vllm:e2e_request_latency_seconds", ENGINES, "Time to the end.", "duration"),
-    counter("vllm:prompt_tokens", ENGINES, "Tokens of prompts.", "prompt_tokens"),
-    counter("vllm:generation_tokens", ENGINES, "Generated tokens.", "generated_tokens"),
+    # vLLM's names for figures that have no name of ours
     gauge(
         "vllm:num_requests_waiting",
         MODEL,
@@ -340,20 +565,6 @@ METRICS: Final[list[Metric[Any]]] = [
         lambda workers: sum(each.load.num_running for each in workers),
     ),
     gauge("vllm:kv_cache_usage_perc", MODEL, "Share of KV pages in use.", _page_usage),
-    counter(
-        "vllm:prefix_cache_queries",
-        WORKER_ENGINES,
-        "Tokens that were looked up.",
-        "load.prefix_queries_tokens",
-    ),
-    counter("vllm:prefix_cache_hits", WORKER_ENGINES, "Tokens that were found.", "load.prefix_hits_tokens"),
-    counter(
-        "vllm:spec_decode_num_drafts", WORKER_ENGINES, "Steps of sequences with drafts.", "load.num_drafts"
-    ),
-    counter("vllm:spec_decode_num_draft_tokens", WORKER_ENGINES, "Computed drafts.", "load.num_draft_tokens"),
-    counter(
-        "vllm:spec_decode_num_accepted_tokens", WORKER_ENGINES, "Accepted drafts.", "load.num_accepted_tokens"
-    ),
     gauge(
         "vllm:cache_config_info",
         CLUSTER,
@@ -372,6 +583,16 @@ METRICS: Final[list[Metric[Any]]] = [
         "running_lora_adapters",
     ),
 ]
+
+
+def in_vllm(metric: Metric[RowT]) -> Metric[RowT]:
+    """Return the metric by vLLM's name. vLLM's label `engine` has the gateway or the worker that counted."""
+
+    def rows(scrape: Scrape) -> Iterator[tuple[Labels, RowT]]:
+        for labels, row in metric.source.rows(scrape):
+            yield (scrape.model, labels[0]), row
+
+    return metric._replace(name=VLLM + metric.vllm, source=Source(("model_name", "engine"), rows))
 
 
 class Exporter:
@@ -400,7 +621,9 @@ class Exporter:
     def text(self, gateways: Sequence[Metrics]) -> bytes:
         """Return the metrics of these gateways and of the cluster in Prometheus' text format."""
         scrape = Scrape(self._model, gateways, self._service.status)
-        shown = (each for each in METRICS if self._vllm_names or not each.name.startswith("vllm:"))
+        shown = [each for each in METRICS if self._vllm_names or not each.name.startswith(VLLM)]
+        if self._vllm_names:
+            shown += [in_vllm(each) for each in METRICS if each.vllm]
         return generate_latest(_Families([_family(metric, scrape) for metric in shown]))
 
 
@@ -425,13 +648,20 @@ def _family(metric: Metric[RowT], scrape: Scrape) -> Any:
     read = attrgetter(metric.read) if isinstance(metric.read, str) else metric.read
     for values, row in metric.source.rows(scrape):
         value: Value | None = read(row)
-        if isinstance(value, Histogram):
-            bounds = (*map(str, value.bounds), "+Inf")
-            family.add_metric(values, list(zip(bounds, accumulate(value.counts), strict=True)), value.sum)
-        elif isinstance(value, Mapping):
+        if isinstance(value, Mapping):
             for key, number in value.items():
                 names = key if isinstance(key, tuple) else (key,)
-                family.add_metric((*values, *map(str, names)), number)
+                _add(family, (*values, *map(str, names)), number)
         elif value is not None:
-            family.add_metric(values, value)
+            _add(family, values, value)
     return family
+
+
+def _add(family: Any, labels: Labels, number: Number) -> None:
+    if isinstance(number, Buckets):
+        number = number.full()
+    if isinstance(number, Histogram):
+        bounds = (*map(str, number.bounds), "+Inf")
+        family.add_metric(labels, list(zip(bounds, accumulate(number.counts), strict=True)), number.sum)
+    else:
+        family.add_metric(labels, number)

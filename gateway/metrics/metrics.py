@@ -67,6 +67,7 @@ class Metrics(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     ttft: Histogram = msgspec.field(default_factory=lambda: Histogram(TTFT_BOUNDS_S))
     itl: Histogram = msgspec.field(default_factory=lambda: Histogram(ITL_BOUNDS_S))
     form_check: Histogram = msgspec.field(default_factory=lambda: Histogram(CHECK_BOUNDS_S))
+    decode: Histogram = msgspec.field(default_factory=lambda: Histogram(REQUEST_BOUNDS_S))
     parts_us: ByName = msgspec.field(default_factory=Counter)  # of the timelines of ended calls
     unaccounted: Histogram = msgspec.field(default_factory=lambda: Histogram(UNACCOUNTED_BOUNDS_S))
     duration: Histogram = msgspec.field(default_factory=lambda: Histogram(REQUEST_BOUNDS_S))

@@ -58,6 +58,8 @@ class Permit:
         self._metrics.num_open -= 1
         self._metrics.cached_tokens += num_cached_tokens
         self._metrics.duration.observe(now_s - self._call.arrival_s)
+        if self._first_s is not None:
+            self._metrics.decode.observe(now_s - self._first_s)
         counts = self._counts
         counts.num_open -= self._call.num_answers
         counts.calls[outcome] += 1

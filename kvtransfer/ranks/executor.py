@@ -422,6 +422,10 @@ class RankExecutor:
         dropped = {DROPPED + reason: number for reason, number in self.rank.dropped.counts().items()}
         return {**self._transports.counts, **self.rank.registrations.counts(), **dropped}
 
+    def in_use(self) -> list[tuple[int, str, str]]:
+        """Return the link, the open transport and the first choice of each peer's rank."""
+        return self._transports.in_use()
+
     def perform(self, command: Command) -> None:
         """Begin to carry out a command; its events follow later."""
         match command:

@@ -72,6 +72,11 @@ class PeerTransports:
         """The transport that is open now."""
         return self._left[0].name if self._sender is not None else None
 
+    @property
+    def best(self) -> str | None:
+        """The first choice; another one that is open is a fallback."""
+        return self._all[0].name if self._all else None
+
     def when_settled(self, call: Call) -> None:
         """Make the call once a transport is open, or none is left.
 
@@ -239,6 +244,12 @@ class RankTransports:
                     order, lambda transport: transport.connect(self._rank, peer), self._post, self.counts
                 )
         return found
+
+    def in_use(self) -> list[tuple[int, str, str]]:
+        """Return the link, the open transport and the first choice of each pair of ranks."""
+        with self._lock:
+            peers = [(link, peer.name, peer.best) for (link, _), peer in self._peers.items()]
+        return [(link, name, best) for link, name, best in peers if name is not None and best is not None]
 
     def drop(self, link: int) -> None:
         """Close the senders of a link that has ended."""

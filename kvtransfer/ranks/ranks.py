@@ -338,6 +338,10 @@ class Ranks:
             total.update(executor.counts())
         return dict(total)
 
+    def in_use(self) -> list[tuple[int, str, str]]:
+        """The link, the open transport and the first choice of rank 0 and each peer's rank."""
+        return self._here.in_use()
+
     def complaint(self) -> str | None:
         """The reason why no transfer can begin; None when no rank is lost."""
         lost = [str(rank) for rank, executor in enumerate(self._executors) if executor.is_lost]

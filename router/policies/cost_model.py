@@ -205,7 +205,7 @@ class Speeds:
 
     def learn_prefill(self, times: PrefillTimes) -> None:
         """Add a measured prefill."""
-        taken_s = max(0.0, times.own_s or times.computed_s)
+        taken_s = max(0.0, times.used_s)
         num_pairs = times.num_new_tokens * max(0.0, times.num_tokens - 0.5 * times.num_new_tokens)
         self.prefill.learn(taken_s, 1.0, times.num_new_tokens, num_pairs)
         self.mean_compute_s += (taken_s - self.mean_compute_s) * max(0.05, 1 / self.prefill.num_measured)

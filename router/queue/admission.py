@@ -33,7 +33,7 @@ import msgspec
 from baton.clock import Clock
 from baton.messages.bounds import MAX_SECONDS
 from baton.messages.control import Submit
-from baton.messages.status import MAX_TENANTS, OverloadLevel, QueueStatus, TenantStatus
+from baton.messages.status import MAX_TENANTS, OverloadLevel, QueueStatus, TenantStatus, Times
 from baton.messages.workers import PrefillTimes, WorkerRole
 from baton.request import AttemptKey, Request, SamplingParams
 from baton.router.in_flight import InFlight, NewPrompt, scheduling_class_of
@@ -257,6 +257,7 @@ class AdmissionQueue:
         self.objectives = ObjectiveChecker(clock, self.forecast)
         self.overload = OverloadManager(members, self.forecast, clock.now_s())
         self.tallies = TenantTallies()
+        self.waits = Times()  # of dispatched attempts in the queue
         self._clock = clock
         self._estimator = WorkEstimator()
         self._attempts: dict[AttemptKey, QueuedAttempt] = {}
@@ -356,7 +357,9 @@ class AdmissionQueue:
         waiting.is_dispatched = True
         tally = self.tallies.of(waiting.tenant)
         tally.num_dispatched += 1
-        tally.waited_s += waiting.queued_s(self._clock.now_s())
+        queued_s = waiting.queued_s(self._clock.now_s())
+        tally.waited_s += queued_s
+        self.waits.observe(queued_s)
         is_clipped = self.overload.level >= OverloadLevel.CLIP and not waiting.submit.is_begun
         request = degraded(waiting.request) if is_clipped else waiting.request
         tally.num_degraded += request is not waiting.request

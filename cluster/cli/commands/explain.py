@@ -117,13 +117,13 @@ def _truth(decision: Decision) -> list[str]:
         expected = f", {decision.chosen.ttft_s:.4f} s expected" if decision.chosen.terms else ""
         lines.append(f"first token after {decision.first_token_s:.4f} s{expected}")
     if decision.regret_s is not None:
-        lines.append(f"regret {decision.regret_s:+.4f} s, against the best other pair as it was predicted")
+        lines.append(f"regret {decision.regret_s:+.4f} s, against the predicted cost of the best other pair")
     times = decision.measured
     if times is not None:
         lines.append(
             f"measured: waited {times.waited_s:.4f} s, "
             f"computed {times.num_new_tokens} of {times.num_tokens} tokens in {times.computed_s:.4f} s, "
-            f"{times.own_s or times.computed_s:.4f} s of it its own, "
+            f"{times.used_s:.4f} s of it its own, "
             f"pulled {times.pulled_bytes} bytes in {times.pulled_s:.4f} s, "
             f"hand-off exposed {times.exposed_s:.4f} s"
         )

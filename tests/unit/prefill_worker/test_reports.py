@@ -2,9 +2,14 @@
 
 import time
 
+import pytest
+
+from baton.errors import TransferFailed
 from baton.kvtransfer.protocol.messages import Commit
+from baton.kvtransfer.transports.base import Sender
+from baton.kvtransfer.transports.shm import ShmTransport
 from baton.messages.control import KvEventBatch, KvEventsWanted, Measured
-from baton.messages.workers import StepTimes
+from baton.messages.workers import PairTransport, StepTimes
 from tests.unit.prefill_worker.test_pulled_prompts import PROMPT, begin, warm
 from tests.worker_pair import ROUTER, WorkerPair
 from tests.worker_pair_cases import MakePair, a_request, prefills
@@ -101,3 +106,47 @@ def test_some_steps_are_told(make_pair: MakePair) -> None:
     step = steps()[0]
     assert (step.num_sequences, step.num_new_tokens, step.num_context_tokens) == (1, 41, 41)
     assert step.step_s > 0
+
+
+def test_load_has_the_times_of_prompts_and_transfers(make_pair: MakePair) -> None:
+    pair = make_pair()
+    for number in range(3):
+        pair.answer(a_request(number))
+    pair.quiet_down()
+    sent, received = pair.prefill.node.load(), pair.decode.node.load()
+    assert {name: sent.times[name].num for name in ("queue", "prefill", "transfer", "exposed_transfer")} == {
+        "queue": 3,
+        "prefill": 3,
+        "transfer": 3,
+        "exposed_transfer": 3,
+    }
+    assert sent.times["exposed_transfer"].sum <= sent.times["transfer"].sum
+    assert sent.counters["transfers_handed_over"] == received.counters["transfers_adopted"] == 3
+    assert received.counters["verified_shards"] == 3 and not received.counters["digest_mismatches"]
+
+
+def test_load_names_the_transport_to_each_peer(make_pair: MakePair) -> None:
+    pair = make_pair()
+    pair.answer(a_request())
+    assert pair.prefill.node.load().pairs == (PairTransport("decode-0", "shm", "shm"),)
+
+
+def test_load_names_a_transport_that_is_only_a_fallback(
+    make_pair: MakePair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def connect(*_: object) -> Sender:
+        raise TransferFailed("no shared memory")
+
+    monkeypatch.setattr(ShmTransport, "connect", connect)
+    pair = make_pair()
+    pair.answer(a_request())
+    (found,) = pair.prefill.node.load().pairs
+    assert found.has_fallen_back and (found.best, found.peer) == ("shm", "decode-0")
+
+
+def test_wrong_digest_is_counted(make_pair: MakePair) -> None:
+    pair = make_pair()
+    pair.decode.endpoint.num_flips = 1
+    pair.answer(a_request())
+    counters = pair.decode.node.load().counters
+    assert (counters["digest_mismatches"], counters["verified_shards"]) == (1, 2)

@@ -7,7 +7,7 @@ from baton.messages.bounds import MAX_BODY_BYTES, MAX_WORKERS
 from baton.messages.codec import decode, encode
 from baton.messages.control import Heartbeat
 from baton.messages.operations import Status, StatusQuery
-from baton.messages.status import MAX_TENANTS, QueueStatus, RouterStatus, TenantStatus
+from baton.messages.status import MAX_TENANTS, QueueStatus, RouterStatus, TenantStatus, Times
 from baton.messages.workers import Load, WorkerStatus
 from baton.router.router import fitted
 from baton.tenants import Refusal
@@ -19,7 +19,12 @@ COUNTERS = {f"a_counter_with_a_long_name_{number}": 10**12 + number for number i
 
 def a_status(num_workers: int, num_tenants: int, counters: dict[str, int] | None = None) -> Status:
     """Tenants come with the busiest first, workers with the least busy first."""
-    load = Load(num_tokens=10**12, pages={"free": 10**5}, counters=COUNTERS if counters is None else counters)
+    load = Load(
+        num_tokens=10**12,
+        pages={"free": 10**5},
+        times={"step": Times([10**6] * 8, 1e3)},
+        counters=COUNTERS if counters is None else counters,
+    )
     workers = tuple(
         WorkerStatus(worker=a_worker(f"d{number}"), load=load, num_attempts=number, beat_age_s=0.5)
         for number in range(num_workers)
@@ -43,6 +48,7 @@ def test_busiest_tenants_and_workers_of_the_largest_cluster_stay() -> None:
     assert len(encode(told)) <= MAX_BODY_BYTES and decode(encode(told)) == told
     assert len(told.workers) == MAX_WORKERS and told.workers[-1] == status.workers[-1]
     assert told.left_out == {"counters": sum(not each.load.counters for each in told.workers)}
+    assert all(bool(each.load.counters) == bool(each.load.times) for each in told.workers)
     assert told.queue.num_left_out == MAX_TENANTS - len(told.queue.tenants)
 
 
@@ -60,7 +66,7 @@ def test_status_of_a_router_fits_a_message() -> None:
 
 
 def test_least_busy_tenants_are_left_out_first() -> None:
-    status = a_status(800, MAX_TENANTS)
+    status = a_status(760, MAX_TENANTS)
     told = fitted(status)
     num_left_out = told.queue.num_left_out
     assert told.left_out == {} and 0 < num_left_out < MAX_TENANTS

@@ -13,7 +13,7 @@ from baton.gateway.api.admin import FRESH_S, PROVED_S, Canary, Explain, add_admi
 from baton.gateway.api.errors import as_api_error
 from baton.gateway.streams.routers import Explained
 from baton.messages.control import Decision, Weighed
-from baton.messages.workers import WorkerRole
+from baton.messages.workers import PrefillTimes, WorkerRole
 from tests.event_loop import on_loop
 from tests.node_peers import id_of
 from tests.scripted_service import ScriptedService, answer_at_once, worker
@@ -28,7 +28,7 @@ DECISION = Decision(
     num_tokens=3,
     chosen=CHOSEN,
     weighed=(CHOSEN, BEST),
-    first_token_s=0.75,
+    measured=PrefillTimes(id_of("a"), 0, waited_s=0.25, computed_s=9.5, num_new_tokens=3, num_tokens=3),
 )
 
 

@@ -5,6 +5,7 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from baton.config.gateway import GatewaySettings
 from baton.gateway.metrics.exporter import METRICS, WORKERS, Exporter, gauge
 from baton.gateway.metrics.metrics import ITL_BOUNDS_S, Metrics
 from baton.messages.operations import Status
@@ -14,9 +15,11 @@ from baton.messages.status import (
     OverloadLevel,
     QueueStatus,
     RouterStatus,
+    Sizes,
     TenantStatus,
+    Times,
 )
-from baton.messages.workers import Load, WorkerStatus
+from baton.messages.workers import Load, PairTransport, WorkerStatus
 from baton.tenants import Refusal
 from tests.node_peers import id_of
 from tests.scripted_service import ScriptedService, worker
@@ -31,7 +34,7 @@ def samples(exporter: Exporter, *others: Metrics) -> dict[tuple[str, tuple[tuple
     }
 
 
-def exporter(metrics: Metrics, service: ScriptedService, *, vllm_names: bool = False) -> Exporter:
+def exporter(metrics: Metrics, service: ScriptedService, *, vllm_names: bool = True) -> Exporter:
     return Exporter(metrics, service, model="tiny", vllm_names=vllm_names)
 
 
@@ -63,7 +66,22 @@ def test_workers_are_shown_from_the_status_of_the_router() -> None:
     assert found["baton_worker_generated_tokens_total", decode] == 9
     assert found["baton_kv_pages", (("role", "decode"), ("state", "cached"), ("worker", "decode-0"))] == 16
     assert found["baton_frontend_total", (("event", "replayed"), ("gateway", "g0"))] == 4
-    assert not any(name.startswith("vllm") for name, _ in found)
+
+
+def test_vllm_names_can_be_turned_off() -> None:
+    found = samples(exporter(Metrics(), service_with_workers(), vllm_names=False))
+    assert found and not any(name.startswith("vllm") for name, _ in found)
+
+
+def test_every_figure_with_a_name_of_vllm_has_the_same_value_by_both_names() -> None:
+    found = samples(exporter(counted("g0"), service_with_workers()))
+    twins = [each for each in METRICS if each.vllm]
+    assert len(twins) > 10
+    for metric in twins:
+        suffix = {"counter": "_total", "gauge": "", "histogram": "_sum"}[metric.kind]
+        ours = [value for (name, _), value in found.items() if name == metric.name + suffix]
+        theirs = [value for (name, _), value in found.items() if name == f"vllm:{metric.vllm}{suffix}"]
+        assert ours and ours == theirs, metric.name
 
 
 def test_forms_and_masks_are_exported() -> None:
@@ -85,8 +103,9 @@ def test_forms_and_masks_are_exported() -> None:
     assert found["baton_form_check_seconds_sum", gateway] == 0.004
 
 
-def test_vllm_names_are_shown_on_request() -> None:
-    found = samples(exporter(Metrics(), service_with_workers(), vllm_names=True))
+def test_vllm_names_are_shown_by_default() -> None:
+    assert GatewaySettings().vllm_metric_names
+    found = samples(exporter(Metrics(), service_with_workers()))
     model = (("model_name", "tiny"),)
     assert found["vllm:num_requests_waiting", model] == 2
     assert found["vllm:num_requests_running", model] == 3
@@ -96,7 +115,7 @@ def test_vllm_names_are_shown_on_request() -> None:
 
 
 def test_vllm_names_cover_latencies_tokens_and_caches() -> None:
-    given = exporter(counted("g0"), service_with_workers(), vllm_names=True)
+    given = exporter(counted("g0"), service_with_workers())
     found = samples(given, msgspec.structs.replace(counted("g1"), prompt_tokens=5))
     for gateway, num_tokens in (("g0", 0), ("g1", 5)):
         labels = (("engine", gateway), ("model_name", "tiny"))
@@ -222,8 +241,67 @@ def test_each_router_has_series_of_its_own() -> None:
     assert found["baton_router_routing_seconds_bucket", (("le", "0.005"), label)] == 2
     assert found["baton_router_routing_seconds_count", (other,)] == 0
     assert len(ROUTING_BOUNDS_S) + 1 == sum(
-        name.endswith("_bucket") and label in labels for name, labels in found
+        name == "baton_router_routing_seconds_bucket" and label in labels for name, labels in found
     )
+
+
+def test_steps_prompts_and_transfers_of_workers_are_exported() -> None:
+    service = service_with_workers()
+    step, prefill = Times(), Times()
+    for seconds in (0.004, 0.004, 500.0):
+        step.observe(seconds)
+    prefill.observe(0.3)
+    load = Load(
+        times={"step": step, "step_forward": step, "prefill": prefill, "warm_up": prefill},
+        step_tokens=Sizes([0, 0, 3], 9.0),
+        num_padded_tokens=7,
+        counters={"transfers_adopted": 5, "digest_mismatches": 2, "opened_shm": 1},
+        pairs=(PairTransport("prefill-0", "shm", "shm"), PairTransport("prefill-1", "tcp", "nccl")),
+    )
+    service.status = Status(
+        workers=(WorkerStatus(worker=worker(), load=load, num_attempts=0, beat_age_s=0.1),)
+    )
+    found = samples(exporter(Metrics(), service))
+    here = (("role", "decode"), ("worker", "decode-0"))
+
+    def of(name: str, *labels: tuple[str, str]) -> float:
+        return found[f"baton_worker_{name}", tuple(sorted((*here, *labels)))]
+
+    assert of("step_seconds_sum") == 500.008
+    assert of("step_seconds_bucket", ("le", "0.002")) == 0 and of("step_seconds_bucket", ("le", "0.005")) == 2
+    assert of("step_seconds_bucket", ("le", "120.0")) == 2 and of("step_seconds_bucket", ("le", "+Inf")) == 3
+    assert of("step_phase_seconds_count", ("phase", "forward")) == 3
+    assert of("prefill_seconds_sum") == 0.3 and of("queue_seconds_count") == 0
+    assert of("seconds_count", ("name", "warm_up")) == 1
+    assert (of("step_tokens_sum"), of("padded_tokens_total"), of("max_sequences")) == (9, 7, 32)
+    assert of("transfers_total", ("outcome", "adopted")) == 5 and of("digest_mismatches_total") == 2
+    assert of("transport", ("peer", "prefill-0"), ("transport", "shm")) == 1
+    for number, (transport, best) in enumerate((("shm", "shm"), ("tcp", "nccl"))):
+        labels = ("peer", f"prefill-{number}"), ("transport", transport), ("best", best)
+        assert of("transport_fallback", *labels) == number
+    events = {dict(labels)["event"] for name, labels in found if name == "baton_worker_events_total"}
+    assert events == {"opened_shm"}, "counters with a metric of their own are not told twice"
+
+
+def test_predictions_of_routers_are_exported() -> None:
+    service = service_with_workers()
+    error, regret = Times(), Times()
+    error.observe(0.02)
+    regret.observe(0.5)
+    counters = {"routed_prompt_tokens": 90, "repeated_prompt_tokens": 32, "realised_prefix_tokens": 16}
+    router = RouterStatus(
+        id=id_of("one"), counters=counters, times={"error_ttft": error, "regret": regret, "queue": error}
+    )
+    service.status = Status(routers=(router,))
+    found = samples(exporter(Metrics(), service))
+    label = ("router", id_of("one")[:8])
+    assert found["baton_router_prediction_error_seconds_sum", (label, ("term", "ttft"))] == 0.02
+    assert found["baton_router_regret_seconds_sum", (label,)] == 0.5
+    assert found["baton_router_queue_seconds_count", (label,)] == 1
+    assert found["baton_router_prompt_tokens_total", (label,)] == 90
+    assert found["baton_router_repeated_prompt_tokens_total", (label,)] == 32
+    assert found["baton_router_realised_prefix_tokens_total", (label,)] == 16
+    assert not any(name == "baton_router_events_total" for name, _ in found)
 
 
 def test_worker_names_its_own_metrics() -> None:

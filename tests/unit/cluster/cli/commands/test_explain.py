@@ -45,13 +45,14 @@ def test_truth_and_regret_are_told_when_they_are_known() -> None:
     measured = PrefillTimes(id_of("r"), 0, 0.1, 0.3, 36, 100, 4096, 0.02, 1000, 0.001)
     lines = lines_of(decision(first_token_s=0.45, measured=measured))
     assert lines[-3] == "first token after 0.4500 s, 0.3000 s expected"
-    assert lines[-2].startswith("regret +0.2000 s")
+    assert lines[-2].startswith("regret -0.3390 s")  # 0.1 + 0.3 + 0.001 measured, 0.01 of joining; 0.75
     assert "computed 36 of 100 tokens in 0.3000 s" in lines[-1]
 
 
-def test_without_another_pair_or_a_first_token_there_is_no_regret() -> None:
+def test_without_another_pair_or_measured_times_there_is_no_regret() -> None:
+    measured = PrefillTimes(id_of("r"), 0, 0.1, 0.3, 36, 100)
     assert decision().regret_s is None
-    assert decision(first_token_s=1.0, weighed=(CHOSEN,)).regret_s is None
+    assert decision(measured=measured, weighed=(CHOSEN,)).regret_s is None
 
 
 def test_worker_that_is_gone_is_named_by_its_id() -> None:

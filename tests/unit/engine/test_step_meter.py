@@ -1,0 +1,66 @@
+"""The figures of an engine's steps: times, phases, tokens and padding."""
+
+from pathlib import Path
+
+import pytest
+
+from baton.engine.engine import Engine
+from baton.engine.replica import MAX_PENDING, PHASES, StepMeter
+from baton.messages.workers import Load
+from baton.request import Request, SamplingParams
+from baton.token_ids import TokenIds
+from tests.tiny_models import tiny_engine
+
+
+def add(engine: Engine, name: str, num_tokens: int, max_tokens: int) -> None:
+    sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=0.0)
+    engine.add(Request(request_id=name, token_ids=TokenIds.of(range(num_tokens)), sampling=sampling))
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_steps_are_counted_with_their_tokens_and_times(is_async: bool, tiny_model: Path) -> None:
+    engine = tiny_engine(tiny_model, scheduler={"async_scheduling": is_async, "max_num_batched_tokens": 16})
+    add(engine, "a", 30, 5)
+    while engine.has_work():
+        engine.step()
+    load = engine.load()
+    num_steps = load.step_tokens.num
+    assert load.step_tokens.sum == 30 + 4, "the last token is sampled and never computed"
+    assert load.times["step"].num == num_steps == 2 + 4
+    assert load.times["step"].sum > 0
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_phases_of_the_step_after_a_load_are_timed(is_async: bool, tiny_model: Path) -> None:
+    engine = tiny_engine(tiny_model, scheduler={"async_scheduling": is_async})
+    add(engine, "a", 30, 8)
+    engine.step()
+    assert not any(name.startswith("step_") for name in engine.load().times)
+    before_s = engine.load().times["step"].sum if not is_async else 0.0
+    engine.step()
+    engine.step()
+    times = engine.load().times
+    phases = {name.removeprefix("step_"): each for name, each in times.items() if name.startswith("step_")}
+    assert set(phases) == set(PHASES) and all(each.num == 1 for each in phases.values())
+    assert sum(each.sum for each in phases.values()) <= times["step"].sum - before_s + 1e-3
+    assert phases["forward"].sum > 0.1 * sum(each.sum for each in phases.values())
+
+
+def test_padding_of_a_static_batch_is_counted(tiny_model: Path) -> None:
+    engine = tiny_engine(tiny_model, scheduler={"policy": "static"})
+    add(engine, "a", 4, 2)
+    add(engine, "b", 10, 2)
+    while engine.has_work():
+        engine.step()
+    assert engine.load().num_padded_tokens == 10 - 4
+
+
+def test_figures_are_counted_once_however_many_wait() -> None:
+    meter = StepMeter()
+    for number in range(MAX_PENDING + 10):
+        meter.observe(0.001 * (1 + number % 3), 1 + number % 2)
+    for _ in range(2):
+        load = meter.load(Load())
+        assert load.times["step"].num == load.step_tokens.num == MAX_PENDING + 10
+    assert load.times["step"].full().quantile(1.0) == 0.005  # of 1, 2 and 3 ms: the bound is in the bucket
+    assert load.step_tokens.full().counts[:3] == [MAX_PENDING // 2 + 5, MAX_PENDING // 2 + 5, 0]
