@@ -130,8 +130,7 @@ class RunningAttempts:
         times = None
         if attempt.timer.is_running:
             now_s, began_s = self._reports.clock.now_s(), self._reports.step_began_s
-            times = self._reports.computed(attempt.timer.computed(output, now_s, began_s))
-            self._reports.prefilled(times)
+            self._reports.prefilled(self._reports.computed(attempt.timer.computed(output, now_s, began_s)))
             self._queued.pop(attempt.engine_id, None)
             times = attempt.timer.phases()
         if output.finish_reason is not None:

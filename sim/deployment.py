@@ -28,7 +28,7 @@ from baton.rpc.liveness import BEAT_S, StepWatchdog
 from baton.rpc.peers import PeerRegistry, new_router_id
 from baton.rpc.session import HANDSHAKE_TIMEOUT_S
 from baton.sim.endpoint import SimEndpoint
-from baton.sim.engine import FINGERPRINT, SimEngine, TokenMachine
+from baton.sim.engine import FINGERPRINT, KV_DTYPE, SimEngine, TokenMachine
 from baton.sim.network import MAX_DEATH_DELAY_S, End, Host, Network
 from baton.sim.process import Events, OffsetClock, SimProcess
 from baton.sim.trace import Recorder
@@ -268,6 +268,7 @@ class SimWorker:
             model="numbers",
             node=plan.node,
             fingerprint=FINGERPRINT,
+            kv_dtype=KV_DTYPE,
             address=address,
             kv_address=kv_address,
             page_size=machine.page_size,

@@ -136,6 +136,7 @@ def _key(sampling: SamplingParams, seed: int | None) -> int:
 
 
 FINGERPRINT: Final = "numbers"
+KV_DTYPE: Final = "float32"  # page keys depend on both
 IDLE_STEP_S: Final = 0.02  # a step without a batch
 STEPS_PER_CHECK: Final = 16  # between two integrity checks
 
@@ -164,7 +165,7 @@ class SimEngine(Replica):
         self._spend = spend
         self._num_steps = 0
         pool = PagePool(machine.num_pages, machine.page_size)
-        keys = PageKeys(model_fingerprint=FINGERPRINT, dtype="float32", page_size=machine.page_size)
+        keys = PageKeys(model_fingerprint=FINGERPRINT, dtype=KV_DTYPE, page_size=machine.page_size)
         config = SchedulerConfig(
             max_num_seqs=machine.max_num_seqs, max_num_batched_tokens=machine.max_num_batched_tokens
         )

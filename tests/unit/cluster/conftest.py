@@ -1,10 +1,13 @@
-"""A command of `baton` in the test's process, which has torch imported already."""
+"""A command of `baton` in the test's process, which has torch imported already; a tiny model."""
 
 from typing import NamedTuple, Protocol
 
 import pytest
 
 from baton.cluster.cli.main import main
+from tests.tiny_models import tiny_model
+
+__all__ = ["Baton", "Result", "baton", "tiny_model"]
 
 
 class Result(NamedTuple):

@@ -1,27 +1,18 @@
 """The files of deploy/ for systemd, nginx and Prometheus; these programs check them where installed."""
 
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any, Final
 
-import pytest
 import yaml
 
+from tests.metric_scrapes import program
 from tests.unit.cluster.test_deploy import DEPLOY, ROOT, metrics_text
 
 RULES: Final = DEPLOY / "prometheus/baton-rules.yml"
 RUNBOOK: Final = ROOT / "docs/operations.md"
-
-
-def program(name: str) -> str:
-    """Return the path of a program; skip the test when it is not installed."""
-    found = shutil.which(name) or shutil.which(name, path="/usr/sbin:/usr/bin")
-    if found is None:
-        pytest.skip(f"{name} is not installed")
-    return found
 
 
 def check(*command: str) -> None:
@@ -63,6 +54,6 @@ def test_promtool_accepts_the_rules() -> None:
 def test_alerts_use_exported_metrics_and_have_runbook_entries() -> None:
     asked = {name for rule in rules() for name in re.findall(r"baton_\w+", rule["expr"])}
     assert asked
-    assert {name.removesuffix("_bucket") for name in asked} <= exported_metrics()
+    assert {re.sub("_(bucket|sum|count)$", "", name) for name in asked} <= exported_metrics()
     runbook = RUNBOOK.read_text()
     assert all(f"`{rule['alert']}`" in runbook for rule in rules())
