@@ -6,6 +6,7 @@ from typing import Final
 
 from baton.gateway.metrics.exporter import Exporter
 from baton.gateway.metrics.metrics import Metrics
+from baton.messages.operations import Status
 from baton.messages.workers import WorkerRole
 from baton.request import Request, SamplingParams, TokenEvent
 from baton.router.policies.cost import CostPolicy
@@ -66,13 +67,17 @@ class MeteredCluster:
     def workers(self) -> list[SimWorker]:
         return self.deployment.lives(SimWorker)
 
+    def status(self) -> Status:
+        """Return the status that gateways get from the router."""
+        (router,) = self.deployment.lives(SimRouter)
+        return router.router.status()
+
     def run(self, num_minutes: int, each_minute: Callable[[int], None] = lambda minute: None) -> Scrapes:
         """Scrape at minute 0, and each minute from then on. each_minute: called before the minute passes."""
         scrapes = Scrapes()
         for minute in range(num_minutes + 1):
             self.events.run_until(FIRST_S + INTERVAL_S * minute)
-            (router,) = self.deployment.lives(SimRouter)
-            self._service.status = router.router.status()
+            self._service.status = self.status()
             scrapes.add(self._exporter.text([self.metrics]))
             each_minute(minute)
         return scrapes

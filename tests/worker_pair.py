@@ -108,6 +108,7 @@ class Host:
             page_size=ledger.page_size,
             num_pages=ledger.num_pages,
             max_num_seqs=8,
+            max_num_batched_tokens=self.engine.runner.config.scheduler.max_num_batched_tokens,
             max_model_len=self.engine.max_model_len,
         )
         self.worker = worker
