@@ -79,7 +79,8 @@ def load_engine(
             _allocate(runner, zeros_on_cpu)
             if sidecar is not None:
                 runner.tp.smallest(0)  # the ranks meet here once their sidecars have started
-        name = fingerprint(directory, dummy_seed=config.seed if config.load_format == "dummy" else None)
+        dummy_seed = config.seed if config.load_format == "dummy" else None
+        name = fingerprint(directory, dummy_seed=dummy_seed, quantization=config.quantization)
         return Engine(runner, clock or SystemClock(), name, tp_workers, draft_model)
     except BaseException:
         if tp_workers:

@@ -183,7 +183,13 @@ _POINTER, _SIZE = ctypes.c_void_p, ctypes.c_int64
 
 
 class _Weight(ctypes.Structure):
-    _fields_ = (("packed", _POINTER), ("bias", _POINTER), ("num_columns", _SIZE), ("num_inputs", _SIZE))
+    _fields_ = (
+        ("packed", _POINTER),
+        ("bias", _POINTER),
+        ("num_columns", _SIZE),
+        ("num_inputs", _SIZE),
+        ("group", _SIZE),
+    )
 
 
 class _Layer(ctypes.Structure):
@@ -243,7 +249,8 @@ def _layer(layer: StackLayer) -> _Layer:
 
     def weight(linear: tuple[LinearWeight, Tensor | None]) -> _Weight:
         packed, bias_N = linear
-        return _Weight(packed.data.data_ptr(), address(bias_N), packed.num_outputs, packed.num_inputs)
+        sizes = packed.num_outputs, packed.num_inputs, packed.group
+        return _Weight(packed.data.data_ptr(), address(bias_N), *sizes)
 
     return _Layer(
         address(layer.input_norm_E),

@@ -4,8 +4,9 @@ A CPU has a C kernel, a GPU a Triton kernel. Both sum every output in one fixed 
 not depend on how many tokens share the step (batch invariance), nor on whether one or two tensor-parallel
 ranks compute it.
 Without batch invariance a GPU uses torch's own multiplication.
+On a CPU a weight may have 8 bits: `quantise_linear`. Its inputs are rounded to 8 bits, too.
 
-Shapes: T tokens, N outputs, K inputs, F gated outputs (N = 2 * F).
+Shapes: T tokens, N outputs, K inputs, F gated outputs (N = 2 * F), G groups of inputs.
 """
 
 from __future__ import annotations
@@ -45,6 +46,8 @@ class LinearWeight:
     dtype: torch.dtype
     is_packed: bool
     arrivals: Tensor | None = None
+    group: int = 0  # inputs that share a scale, of a weight of 8 bits; 0: the weight has the dtype of x
+    scales_NG: Tensor | None = None  # fp32, of a weight of 8 bits that is not packed
 
 
 def pack_linear(
@@ -95,13 +98,15 @@ def linear(
     out_dtype = out_dtype or x_TK.dtype
     if weight.arrivals is not None:
         return linear_triton(x_TK, weight, bias_N, num_splits=num_splits, out_dtype=out_dtype)
+    if weight.scales_NG is not None:
+        return linear_int8_reference(x_TK, weight, bias_N, num_splits=num_splits, out_dtype=out_dtype)
     if not weight.is_packed:
         return linear_reference(x_TK, weight.data, bias_N, out_dtype=out_dtype)
     if x_TK.stride(-1) != 1:
         x_TK = x_TK.contiguous()
     num_tokens = x_TK.shape[0]
     out_TN = torch.empty((num_tokens, weight.num_outputs), dtype=out_dtype)
-    native.function("baton_linear", "pnpppnnnniii")(
+    addresses_and_sizes = (
         x_TK.data_ptr(),
         x_TK.stride(0) * x_TK.element_size(),
         weight.data.data_ptr(),
@@ -111,10 +116,13 @@ def linear(
         num_tokens,
         weight.num_outputs,
         weight.num_inputs,
-        num_splits,
-        native.DTYPE_CODES[x_TK.dtype],
-        native.DTYPE_CODES[out_dtype],
     )
+    codes = native.DTYPE_CODES[x_TK.dtype], native.DTYPE_CODES[out_dtype]
+    if weight.group:
+        multiply = native.function("baton_linear_int8", "pnpppnnnnniii")
+        multiply(*addresses_and_sizes, weight.group, num_splits, *codes)
+    else:
+        native.function("baton_linear", "pnpppnnnniii")(*addresses_and_sizes, num_splits, *codes)
     return out_TN
 
 
@@ -131,6 +139,90 @@ def linear_reference(
     """`linear` by the library's multiplication, in the dtype of x."""
     bias = None if bias_N is None else bias_N.to(x_TK.dtype)
     return functional.linear(x_TK, weight_NK, bias).to(out_dtype or x_TK.dtype)
+
+
+# Weights of 8 bits.
+
+MAX_GROUP: Final = 128  # inputs that share a scale
+UNIT: Final = 4  # inputs that the CPU multiplies at once
+LARGEST: Final = 127
+
+
+def quantise_linear(
+    weight_NK: Tensor, memory: HugeArena | None = None, *, num_splits: int = 1
+) -> LinearWeight:
+    """Round a weight on a CPU to 8 bits, with a scale for each output and each group of inputs.
+
+    num_splits: of later calls of `linear`; no group crosses a split, so that tensor-parallel ranks round as
+    one rank does. ValueError: the inputs of a split cannot be cut into groups of a multiple of UNIT.
+    """
+    num_outputs, num_inputs = weight_NK.shape
+    group = _group_size(num_inputs, num_splits)
+    groups_NGK = weight_NK.float().unflatten(1, (-1, group))
+    scales_NG, rounded_NGK = _rounded(groups_NGK)
+    plain = LinearWeight(
+        rounded_NGK.flatten(1),
+        num_outputs,
+        num_inputs,
+        weight_NK.dtype,
+        is_packed=False,
+        group=group,
+        scales_NG=scales_NG,
+    )
+    if not native.handles(weight_NK.dtype):
+        return plain
+    filled = (0, 0, 0, 0, 0, -num_outputs % PANEL)
+    panels = functional.pad(rounded_NGK, filled).view(-1, PANEL, num_inputs // group, group // UNIT, UNIT)
+    scales = functional.pad(scales_NG, filled[2:]).view(-1, PANEL, num_inputs // group)
+    # As in csrc/linear_int8.c: units, then the sums of the columns, then their scales, in each group.
+    sums = -(LARGEST + 1) * panels.sum((3, 4), dtype=torch.int32)
+    parts = (
+        panels.permute(0, 2, 3, 1, 4).flatten(2),
+        sums.transpose(1, 2).contiguous().view(torch.int8),
+        scales.transpose(1, 2).contiguous().view(torch.int8),
+    )
+    content = torch.cat(parts, dim=-1).flatten()
+    packed = (memory or HugeArena()).empty(len(content), torch.int8)
+    packed.copy_(content)
+    return replace(plain, data=packed, is_packed=True, scales_NG=None)
+
+
+def _group_size(num_inputs: int, num_splits: int) -> int:
+    part, rest = divmod(num_inputs, num_splits)
+    sizes = (size for size in range(MAX_GROUP, 0, -UNIT) if part % size == 0)
+    size = next(sizes, 0)
+    if rest or not size:
+        raise ValueError(
+            f"{num_inputs} inputs in {num_splits} parts cannot be cut into groups of a multiple of {UNIT}"
+        )
+    return size
+
+
+def _rounded(groups: Tensor) -> tuple[Tensor, Tensor]:
+    """The scales of groups along the last dimension, and the groups in 8 bits.
+
+    The scale of a group with an element that is not finite is NaN.
+    """
+    largest = groups.abs().amax(-1)
+    is_finite = largest.isfinite()
+    inverse = torch.where(is_finite & (largest > 0), largest.new_tensor(LARGEST) / largest, 0.0)
+    # The products are exact: csrc/linear_int8.c rounds them once, too.
+    exact = torch.where(is_finite[..., None], groups, 0.0).double() * inverse[..., None]
+    rounded = exact.round().to(torch.int8)
+    return torch.where(is_finite, largest / LARGEST, float("nan")), rounded
+
+
+def linear_int8_reference(
+    x_TK: Tensor, weight: LinearWeight, bias_N: Tensor | None, *, num_splits: int, out_dtype: torch.dtype
+) -> Tensor:
+    """`linear` with a weight of 8 bits that is not packed. Sums of products are exact within a group."""
+    assert weight.scales_NG is not None
+    scales_TG, rounded_TGK = _rounded(x_TK.float().unflatten(1, (-1, weight.group)))
+    weight_NGK = weight.data.unflatten(1, (-1, weight.group))
+    sums_GTN = torch.einsum("tgk,ngk->gtn", rounded_TGK.double(), weight_NGK.double()).float()
+    scaled_GTN = sums_GTN * (weight.scales_NG.T[:, None, :] * scales_TG.T[:, :, None])
+    out_TN = torch.stack([part.sum(0) for part in scaled_GTN.chunk(num_splits)]).sum(0)
+    return (out_TN if bias_N is None else out_TN + bias_N).to(out_dtype)
 
 
 # The Triton kernel.

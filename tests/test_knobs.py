@@ -17,6 +17,7 @@ KNOBS: dict[str, Any] = {
     "device": "auto",
     "tensor_parallel_size": 1,
     "max_model_len": None,
+    "quantization": None,
     "batch_invariant": True,
     "stream_priority": 0,
     "seed": 0,

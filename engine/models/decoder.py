@@ -72,14 +72,14 @@ class RowParallelLinear:
         """num_inputs: of all ranks together."""
         self.tp = parameters.tp
         weight_NK = parameters.shard(f"{name}.weight", (num_outputs, num_inputs), 1)
-        self.weight = parameters.pack(weight_NK)
+        self._num_splits = max(1, NUM_SPLITS // self.tp.size)
+        self.weight = parameters.pack(weight_NK, num_splits=self._num_splits)
         self.bias_N = parameters.whole(f"{name}.bias", (num_outputs,)).float() if bias else None
 
     def __call__(self, x_TK: Tensor) -> Tensor:
         if self.tp.size == 1:
-            return linear(x_TK, self.weight, self.bias_N, num_splits=NUM_SPLITS)
-        num_splits = max(1, NUM_SPLITS // self.tp.size)
-        partial_TN = linear(x_TK, self.weight, num_splits=num_splits, out_dtype=torch.float32)
+            return linear(x_TK, self.weight, self.bias_N, num_splits=self._num_splits)
+        partial_TN = linear(x_TK, self.weight, num_splits=self._num_splits, out_dtype=torch.float32)
         sum_TN = self.tp.all_reduce(partial_TN)
         if self.bias_N is not None:
             sum_TN += self.bias_N

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from baton.engine.models.parallel import TensorParallel
-from baton.errors import ModelError
+from baton.errors import ConfigError, ModelError
 from baton.kernels.huge_pages import HugeArena
-from baton.kernels.linear import LinearWeight, pack_linear
+from baton.kernels.linear import LinearWeight, pack_linear, quantise_linear
 
 Shape: TypeAlias = tuple[int, ...]
 Progress: TypeAlias = Callable[[int, int], None]
@@ -79,12 +79,14 @@ class Parameters:
         prefix: str = "",
         *,
         batch_invariant: bool = True,
+        is_int8: bool = False,
     ) -> None:
-        """batch_invariant: see `pack_linear`."""
+        """batch_invariant: see `pack_linear`. is_int8: round the weights of linear layers to 8 bits."""
         self.tp = tp
         self.dtype = dtype
         self.device = device
         self.batch_invariant = batch_invariant
+        self.is_int8 = is_int8
         self._packed_memory = HugeArena()
         self._checkpoint = checkpoint
         self._prefix = prefix
@@ -108,8 +110,16 @@ class Parameters:
         """The parts one after another along the first dimension."""
         return torch.cat(parts)
 
-    def pack(self, weight_NK: Tensor) -> LinearWeight:
-        """The weight as `linear` multiplies by it; a copy where the device needs another layout."""
+    def pack(self, weight_NK: Tensor, *, num_splits: int = 1) -> LinearWeight:
+        """The weight as `linear` multiplies by it; a copy where the device needs another layout.
+
+        num_splits: of calls of `linear`. ConfigError: the weight cannot be rounded to 8 bits.
+        """
+        if self.is_int8:
+            try:
+                return quantise_linear(weight_NK, self._packed_memory, num_splits=num_splits)
+            except ValueError as error:
+                raise ConfigError(f"quantization int8: {self._prefix}: {error}") from error
         return pack_linear(weight_NK, self._packed_memory, batch_invariant=self.batch_invariant)
 
     def rows(self, name: str, shape: Shape) -> Tensor:

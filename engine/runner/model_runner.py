@@ -197,6 +197,8 @@ class ModelRunner:
             if torch.cuda.current_stream(self.device).priority != config.stream_priority:
                 # The default stream has none. This thread runs the steps, and hands pages to transfers.
                 torch.cuda.set_stream(torch.cuda.Stream(self.device, config.stream_priority))
+        if config.quantization is not None and self.device.type != "cpu":
+            raise ConfigError(f"quantization: {config.quantization} runs on a CPU, not on {self.device}")
         self.dtype = choose_dtype(config.dtype, model_config, self.device)
         self.max_model_len = choose_max_model_len(config, model_config)
         self.layout = PageLayout(
@@ -227,6 +229,7 @@ class ModelRunner:
             TORCH_DTYPES[self.dtype],
             self.device,
             batch_invariant=self.config.batch_invariant,
+            is_int8=self.config.quantization == "int8",
         )
         try:
             self.model = build_model(config, parameters, self.max_model_len)

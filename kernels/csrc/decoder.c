@@ -10,6 +10,7 @@ struct weight {
     const char *packed;
     const float *bias;  // or null
     int64_t num_columns, num_inputs;
+    int64_t group;  // of inputs, with 8 bits; 0: elements of the decoder's dtype
 };
 
 struct layer {
@@ -73,10 +74,13 @@ static void lap(const struct step *s, enum timer timer, double *since) {
 }
 
 static void multiply(const struct decoder *d, const struct weight *w, const char *x, char *y, int64_t num_rows, int splits) {
-    int64_t size = element_bytes(d);
-    baton_linear(
-        x, w->num_inputs * size, w->packed, w->bias, y, w->num_columns * size, num_rows, w->num_columns, w->num_inputs,
-        splits, d->dtype, d->dtype);
+    int64_t size = element_bytes(d), x_stride = w->num_inputs * size, y_stride = w->num_columns * size;
+    if (w->group)
+        baton_linear_int8(x, x_stride, w->packed, w->bias, y, y_stride, num_rows, w->num_columns, w->num_inputs, w->group,
+                          splits, d->dtype, d->dtype);
+    else
+        baton_linear(x, x_stride, w->packed, w->bias, y, y_stride, num_rows, w->num_columns, w->num_inputs, splits,
+                     d->dtype, d->dtype);
 }
 
 // x -> attended; the layer's keys and values go to their pages.

@@ -11,13 +11,9 @@
 #include <stdlib.h>
 
 #include "ops.h"
+#include "panels.h"
 #include "products.h"
 
-#define PANEL 32
-#define ROWS 12
-#define ROW_BLOCK 192  // rows whose x stays in L2 while the panels pass
-
-#define PREFETCH_ROWS 6  // fewer rows wait for memory anyway
 #define WIDE_ROWS 2      // one row waits for memory anyway
 #define WIDE_BYTES (1 << 25)  // of widened x at a time, if a block of rows is not larger
 #define WIDEN_WORK 16  // multiplications that take as long as widening an element
@@ -27,12 +23,9 @@ struct linear {
     const char *x;          // [M, K], or what `widen_row` makes of it
     ptrdiff_t x_stride;     // bytes from row to row
     const char *packed;
-    const float *bias;      // [N] or null
-    char *y;                // [M, N]
-    ptrdiff_t y_stride;     // bytes from row to row
-    int64_t num_rows, num_columns, num_units;  // units of one row of x
+    struct output out;
+    int64_t num_rows, num_units;  // units of one row of x
     int splits;
-    int y_is_bf16;
 };
 
 INLINE const char *panel_weights(const struct linear *p, int64_t panel) { return p->packed + panel * p->num_units * PANEL * 4; }
@@ -83,53 +76,23 @@ INLINE void tile_rows(
         for (int r = 0; r < rows; r++)
             for (int h = 0; h < 2; h++) total[r][h] = split ? total[r][h] + acc[r][h] : acc[r][h];
     }
-    for (int r = 0; r < rows; r++) {
-        char *y = p->y + (row + r) * p->y_stride;
-        for (int h = 0; h < 2; h++) {
-            int64_t column = panel * PANEL + h * LANES;
-            int64_t width = MIN(p->num_columns - column, LANES);
-            if (width <= 0) break;
-            float bias[LANES] = {0};
-            if (p->bias) memcpy(bias, p->bias + column, width * sizeof(float));
-            f32x16 sum = p->bias ? total[r][h] + load_f32(bias) : total[r][h];
-            if (width == LANES) store_lanes(y, column, sum, p->y_is_bf16);
-            else for (int64_t i = 0; i < width; i++) store_one(y, column + i, sum[i], p->y_is_bf16);
-        }
-    }
-}
-
-INLINE void multiply_tile(
-    const struct linear *p, int64_t row, int64_t panel, const char *ahead, int64_t rows, const enum products products) {
-    switch (rows) {
-#define CASE(n) case n: tile_rows(p, row, panel, ahead, n, products); break;
-        CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
-#undef CASE
-    }
-}
-
-INLINE int64_t num_panels_of(int64_t num_columns) { return (num_columns + PANEL - 1) / PANEL; }
-
-// Tiles of nearly equal height: 14 rows are 7 + 7, never 12 + 2. Returns the first row of a tile of a block;
-// tile `num_tiles` would begin where the block ends.
-INLINE int64_t tile_begin(const struct linear *p, int64_t block, int64_t tile, int64_t *num_tiles) {
-    int64_t num_rows = MIN(p->num_rows - block * ROW_BLOCK, ROW_BLOCK);
-    *num_tiles = (num_rows + ROWS - 1) / ROWS;
-    return block * ROW_BLOCK + tile * (num_rows / *num_tiles) + MIN(tile, num_rows % *num_tiles);
+    for (int r = 0; r < rows; r++)
+        for (int h = 0; h < 2; h++) store_sums(&p->out, row + r, panel * PANEL + h * LANES, total[r][h]);
 }
 
 INLINE void multiply_panel(const struct linear *p, int64_t block, int64_t panel, const enum products products) {
-    int64_t num_tiles = 1;
+    int64_t first = block * ROW_BLOCK, num_rows = MIN(p->num_rows - first, ROW_BLOCK), num_tiles = 1;
     for (int64_t tile = 0; tile < num_tiles; tile++) {
-        int64_t row = tile_begin(p, block, tile, &num_tiles), end = tile_begin(p, block, tile + 1, &num_tiles);
+        int64_t row = tile_begin(num_rows, tile, &num_tiles), end = tile_begin(num_rows, tile + 1, &num_tiles);
         // The last tile has the next panel fetched; past the end of memory a prefetch does nothing.
         const char *ahead = panel_weights(p, tile + 1 == num_tiles ? panel + 1 : panel);
-        multiply_tile(p, row, panel, ahead, end - row, products);
+        WITH_ROWS(n, end - row, tile_rows(p, first + row, panel, ahead, n, products))
     }
 }
 
 // Item i is panel i % panels of row block i / panels.
 INLINE void multiply(const struct linear *p, int64_t begin, int64_t end, const enum products products) {
-    int64_t num_panels = num_panels_of(p->num_columns);
+    int64_t num_panels = num_panels_of(p->out.num_columns);
     unsigned int mode = begin_products(products);
     for (int64_t i = begin; i < end; i++) multiply_panel(p, i / num_panels, i % num_panels, products);
     end_products(products, mode);
@@ -158,15 +121,13 @@ struct widening {
 // Row `row` as floats. The rows of a tile lie together: [units][second, first of the pair][rows of the tile].
 static void widen_row(const struct widening *w, int64_t row) {
     const struct linear *p = w->linear;
-    int64_t block = row / ROW_BLOCK, num_tiles, tile = 0;
-    while (tile_begin(p, block, tile + 1, &num_tiles) <= row) tile++;
-    int64_t begin = tile_begin(p, block, tile, &num_tiles);
-    int64_t rows = tile_begin(p, block, tile + 1, &num_tiles) - begin;
+    int64_t block = row / ROW_BLOCK * ROW_BLOCK;
+    struct place place = place_of(MIN(p->num_rows - block, ROW_BLOCK), row - block);
     const bf16 *x = (const bf16 *)(p->x + row * p->x_stride);
-    float *wide = w->wide + begin * 2 * p->num_units + row - begin;
+    float *wide = w->wide + (block + place.tile_begin) * 2 * p->num_units + place.row;
     for (int64_t k = 0; k < p->num_units; k++) {
-        wide[2 * k * rows] = bf16_to_f32(x[2 * k + 1]);
-        wide[(2 * k + 1) * rows] = bf16_to_f32(x[2 * k]);
+        wide[2 * k * place.tile_rows] = bf16_to_f32(x[2 * k + 1]);
+        wide[(2 * k + 1) * place.tile_rows] = bf16_to_f32(x[2 * k]);
     }
 }
 
@@ -176,7 +137,7 @@ static void widen_rows(const void *context, int64_t begin, int64_t end, int thre
 }
 
 static void multiply_rows(const struct linear *p, int64_t num_inputs, range_fn products) {
-    int64_t num_items = num_panels_of(p->num_columns) * ((p->num_rows + ROW_BLOCK - 1) / ROW_BLOCK);
+    int64_t num_items = num_panels_of(p->out.num_columns) * ((p->num_rows + ROW_BLOCK - 1) / ROW_BLOCK);
     parallel_for(num_items, grain_of(MIN(p->num_rows, ROW_BLOCK) * num_inputs * PANEL, PART_WORK), products, p);
 }
 
@@ -189,7 +150,7 @@ static int multiply_widened(const struct linear *p, int64_t num_inputs) {
     for (int64_t row = 0; row < p->num_rows; row += num_rows) {
         struct linear rows = *p;
         rows.x += row * p->x_stride;
-        rows.y += row * p->y_stride;
+        rows.out.y += row * p->out.stride;
         rows.num_rows = MIN(num_rows, p->num_rows - row);
         struct linear widened = rows;
         widened.x = (const char *)wide;
@@ -206,9 +167,8 @@ EXPORT void baton_linear(
     const char *x, ptrdiff_t x_stride, const char *packed, const float *bias, char *y, ptrdiff_t y_stride,
     int64_t num_rows, int64_t num_columns, int64_t num_inputs, int splits, int dtype, int y_dtype) {
     struct linear p = {
-        .x = x, .x_stride = x_stride, .packed = packed, .bias = bias, .y = y, .y_stride = y_stride,
-        .num_rows = num_rows, .num_columns = num_columns,
-        .num_units = dtype == BF16 ? num_inputs / 2 : num_inputs, .splits = splits, .y_is_bf16 = y_dtype == BF16};
+        .x = x, .x_stride = x_stride, .packed = packed, .out = {y, y_stride, bias, num_columns, y_dtype == BF16},
+        .num_rows = num_rows, .num_units = dtype == BF16 ? num_inputs / 2 : num_inputs, .splits = splits};
     if (dtype != BF16) multiply_rows(&p, num_inputs, multiply_floats);
     else if (num_rows < WIDE_ROWS || !cpu_products.widen || !multiply_widened(&p, num_inputs))
         multiply_rows(&p, num_inputs, multiply_pairs);

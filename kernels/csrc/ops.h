@@ -22,6 +22,9 @@ struct attention {
 void baton_linear(
     const char *x, ptrdiff_t x_stride, const char *packed, const float *bias, char *y, ptrdiff_t y_stride,
     int64_t num_rows, int64_t num_columns, int64_t num_inputs, int splits, int dtype, int y_dtype);
+void baton_linear_int8(
+    const char *x, ptrdiff_t x_stride, const char *packed, const float *bias, char *y, ptrdiff_t y_stride,
+    int64_t num_rows, int64_t num_columns, int64_t num_inputs, int64_t group, int splits, int dtype, int y_dtype);
 void baton_rms_norm(
     char *x, ptrdiff_t outer, ptrdiff_t inner, const char *weight, char *y, ptrdiff_t y_outer, ptrdiff_t y_inner,
     int64_t num_outer, int64_t num_inner, int64_t width, float eps, int dtype);

@@ -59,8 +59,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 @cache
-def plain(directory: Path) -> tuple[list[list[StepOutput]], list[list[StepOutput]]]:
-    with engine(directory) as made:
+def plain(
+    directory: Path, quantization: str | None = None
+) -> tuple[list[list[StepOutput]], list[list[StepOutput]]]:
+    with engine(directory, quantization=quantization) as made:
         return run(made, prompts(), GREEDY), run(made, prompts(1), SEEDED)
 
 
@@ -77,6 +79,19 @@ def test_no_setting_changes_a_bit(
     directory = model_directory(name, dtype)
     greedy, seeded = plain(directory)
     with engine(directory, **SETTINGS[setting]) as made:
+        assert essence(run(made, prompts(), GREEDY)) == essence(greedy)
+        assert essence(run(made, prompts(1), SEEDED)) == essence(seeded)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("setting", ["chunk-1", "chunk-7", "alone", "page-1", "tensor-parallel-2", "ngram"])
+@pytest.mark.parametrize("name", FAST)
+def test_no_setting_changes_a_bit_with_weights_of_8_bits(
+    name: str, setting: str, dtype: torch.dtype, model_directory: Directory
+) -> None:
+    directory = model_directory(name, dtype)
+    greedy, seeded = plain(directory, "int8")
+    with engine(directory, quantization="int8", **SETTINGS[setting]) as made:
         assert essence(run(made, prompts(), GREEDY)) == essence(greedy)
         assert essence(run(made, prompts(1), SEEDED)) == essence(seeded)
 

@@ -1,0 +1,64 @@
+// Panels of 32 columns of a weight, and tiles of rows of x: what the kernels of linear layers share.
+#pragma once
+
+#include "simd.h"
+
+#define PANEL 32
+#define ROWS 12          // of a tile at most
+#define ROW_BLOCK 192    // rows whose x stays in L2 while the panels pass
+#define PREFETCH_ROWS 6  // fewer rows wait for memory anyway
+
+// y = sums + bias, [M, N].
+struct output {
+    char *y;
+    ptrdiff_t stride;   // bytes from row to row
+    const float *bias;  // [N] or null
+    int64_t num_columns;
+    int is_bf16;
+};
+
+INLINE int64_t num_panels_of(int64_t num_columns) { return (num_columns + PANEL - 1) / PANEL; }
+
+// Tiles of nearly equal height: 14 rows are 7 + 7, never 12 + 2. Returns the first row of a tile of a block; tile
+// `num_tiles` would begin where the block ends.
+INLINE int64_t tile_begin(int64_t num_rows, int64_t tile, int64_t *num_tiles) {
+    *num_tiles = (num_rows + ROWS - 1) / ROWS;
+    return tile * (num_rows / *num_tiles) + MIN(tile, num_rows % *num_tiles);
+}
+
+// The place of a row in its tile.
+struct place {
+    int64_t tile_begin, tile_rows, row;  // row: within the tile
+};
+
+INLINE struct place place_of(int64_t num_rows, int64_t row) {
+    int64_t num_tiles, tile = 0;
+    while (tile_begin(num_rows, tile + 1, &num_tiles) <= row) tile++;
+    int64_t begin = tile_begin(num_rows, tile, &num_tiles), end = tile_begin(num_rows, tile + 1, &num_tiles);
+    return (struct place){begin, end - begin, row - begin};
+}
+
+// Runs `call` with n = rows, known to the compiler.
+#define WITH_ROWS(n, rows, call)                                                                                  \
+    switch (rows) {                                                                                               \
+        case 1: { enum { n = 1 }; call; } break;   case 2: { enum { n = 2 }; call; } break;                        \
+        case 3: { enum { n = 3 }; call; } break;   case 4: { enum { n = 4 }; call; } break;                        \
+        case 5: { enum { n = 5 }; call; } break;   case 6: { enum { n = 6 }; call; } break;                        \
+        case 7: { enum { n = 7 }; call; } break;   case 8: { enum { n = 8 }; call; } break;                        \
+        case 9: { enum { n = 9 }; call; } break;   case 10: { enum { n = 10 }; call; } break;                      \
+        case 11: { enum { n = 11 }; call; } break; case 12: { enum { n = 12 }; call; } break;                      \
+    }
+
+// Writes one row's 16 sums of half a panel.
+INLINE void store_sums(const struct output *out, int64_t row, int64_t column, f32x16 sum) {
+    char *y = out->y + row * out->stride;
+    int64_t width = MIN(out->num_columns - column, LANES);
+    if (width <= 0) return;
+    if (out->bias) {
+        float bias[LANES] = {0};
+        memcpy(bias, out->bias + column, width * sizeof(float));
+        sum = sum + load_f32(bias);
+    }
+    if (width == LANES) store_lanes(y, column, sum, out->is_bf16);
+    else for (int64_t i = 0; i < width; i++) store_one(y, column + i, sum[i], out->is_bf16);
+}
