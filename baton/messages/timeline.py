@@ -53,6 +53,8 @@ class RequestTimeline(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     num_prompt_tokens: Count = 0
     num_cached_tokens: Count = 0
     num_tokens: Count = 0
+    num_draft_tokens: Count = 0  # that were checked, in attempts whose end their worker told
+    num_accepted_tokens: Count = 0  # of these, those that were kept
     is_streamed: bool = False
     num_ahead: Count = 0  # attempts in the router's queue when this one came
     ahead_tenant: Name = ""  # with the most of these

@@ -187,6 +187,8 @@ class WorkerTimes(msgspec.Struct, frozen=True, kw_only=True, array_like=True, fo
     decode_s: Seconds = 0.0  # of such steps after that
     decode_preempted_s: Seconds = 0.0
     hidden_s: Seconds = 0.0  # of sending pages, until first_token_s
+    num_draft_tokens: Count = 0  # that were checked
+    num_accepted_tokens: Count = 0  # of these, those that were kept
 
 
 class StepTimes(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

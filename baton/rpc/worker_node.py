@@ -80,6 +80,10 @@ class TimedSequence(Protocol):
     def computed_s(self) -> float: ...
     @property
     def preempted_s(self) -> float: ...
+    @property
+    def num_draft_tokens(self) -> int: ...
+    @property
+    def num_accepted_tokens(self) -> int: ...
 
 
 class PromptTimer:
@@ -164,6 +168,8 @@ class PromptTimer:
             decode_s=computed_s - self._prompt_s,
             decode_preempted_s=preempted_s - self._preempted_s,
             hidden_s=hidden_s,
+            num_draft_tokens=0 if sequence is None else sequence.num_draft_tokens,
+            num_accepted_tokens=0 if sequence is None else sequence.num_accepted_tokens,
         )
 
 

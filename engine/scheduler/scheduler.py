@@ -321,7 +321,9 @@ class Scheduler:
     def _commit_drafts(self, batch: Batch, accepted: Mapping[int, Ordered[int]]) -> list[StepOutput]:
         """Append the tokens that follow accepted draft tokens. A token that ends its sequence is the last."""
         self.num_drafts += len(batch.drafts)
-        self.num_draft_tokens += sum(map(len, batch.drafts.values()))
+        for chunk, drafts in batch.drafts.items():
+            self.num_draft_tokens += len(drafts)
+            batch.sequences[chunk].num_draft_tokens += len(drafts)
         outputs: list[StepOutput] = []
         num_accepted: dict[SequenceKey, int] = {}
         ending: list[tuple[Sequence, FinishReason]] = []
@@ -345,6 +347,7 @@ class Scheduler:
                 if reason is not None:
                     ending.append((sequence, reason))
                     break
+            sequence.num_accepted_tokens += num_accepted.get(sequence.key, 0)
             self.cache.register(sequence)
         self.num_accepted_tokens += len(outputs)
         self._charge(num_accepted)

@@ -86,6 +86,12 @@ class SequenceProgress(Protocol):
     @property
     def preempted_s(self) -> float: ...
 
+    @property
+    def num_draft_tokens(self) -> int: ...
+
+    @property
+    def num_accepted_tokens(self) -> int: ...
+
 
 @dataclass(slots=True, weakref_slot=True, eq=False, kw_only=True)
 class Sequence:
@@ -137,6 +143,8 @@ class Sequence:
     computed_s: float = 0.0  # of all steps that computed a part of it
     preempted_s: float = 0.0  # from each preemption until it ran again
     preempted_since_s: float | None = None
+    num_draft_tokens: int = 0  # that were checked
+    num_accepted_tokens: int = 0  # of these, those that were kept
     cache_group: bytes = field(init=False)  # the tenant's own salt; eviction is fair among groups
 
     def __post_init__(self) -> None:

@@ -106,8 +106,11 @@ def assemble(call: CallMarks, marks: RequestMarks, gateway: str, **fields: objec
         error_s = max([error_s, *(clock.error_s for clock in clocks if clock is not None)])
     bar.until(bar.ended_s, "written" if _has_answered(marks) else "refused", gateway)
     began_s, routed = bar.began_s, next((a.routed for a in reversed(marks.attempts) if a.routed), None)
+    worker_times = [each.times for attempt in marks.attempts for each in attempt.workers]
     return RequestTimeline(
         gateway=gateway,
+        num_draft_tokens=sum(times.num_draft_tokens for times in worker_times),
+        num_accepted_tokens=sum(times.num_accepted_tokens for times in worker_times),
         total_s=bar.ended_s - began_s,
         first_token_s=None if first_token_s is None else max(0.0, first_token_s - began_s),
         num_ahead=0 if routed is None else routed.num_ahead,

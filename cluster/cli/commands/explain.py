@@ -97,6 +97,8 @@ def waterfall(timeline: RequestTimeline) -> list[output.Part]:
     table = output.table(("part", "process", "s", "share", ""), rows)
     hidden_s, error_s = timeline.hidden_transfer_s, timeline.clock_error_s
     note = f"pages sent while computing: {hidden_s:.4f} s; clocks agree within {1e6 * error_s:.0f} us"
+    if timeline.num_draft_tokens:
+        note += f"; {timeline.num_accepted_tokens} of {timeline.num_draft_tokens} draft tokens accepted"
     return [head, table, note]
 
 

@@ -26,6 +26,8 @@ class Computed:
     own_s: float = 0.0
     computed_s: float = 0.0
     preempted_s: float = 0.0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
 
 
 def a_job(

@@ -102,6 +102,22 @@ def test_draft_model_that_is_the_target_is_always_right(tiny_model: Path) -> Non
     assert engine.load().num_accepted_tokens == engine.load().num_draft_tokens == 2 + 7 * 4 + 1
 
 
+def test_draft_tokens_of_each_sequence_are_counted(tiny_model: Path, weaker_model: Path) -> None:
+    engine = tiny_engine(tiny_model, speculative={"model": str(weaker_model), "num_speculative_tokens": 3})
+    sampling = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
+    prompts = ([5, 6, 7], [9, 8])
+    sequences = [
+        engine.add(Request(request_id=f"r{n}", token_ids=TokenIds.of(prompt), sampling=sampling))[0]
+        for n, prompt in enumerate(prompts)
+    ]
+    while engine.has_work():
+        engine.step()
+    load = engine.load()
+    assert sum(each.num_draft_tokens for each in sequences) == load.num_draft_tokens > 0
+    assert sum(each.num_accepted_tokens for each in sequences) == load.num_accepted_tokens > 0
+    assert all(each.num_accepted_tokens <= each.num_draft_tokens for each in sequences)
+
+
 def test_answer_that_was_given_before_is_copied(tiny_model: Path) -> None:
     engine = tiny_engine(tiny_model, speculative={"method": "suffix", "num_speculative_tokens": 8})
     first, slow = num_steps(engine, [5, 6, 7], max_tokens=40, temperature=1.0, seed=1)

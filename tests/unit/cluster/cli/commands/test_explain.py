@@ -1,6 +1,9 @@
+import msgspec
+
 from baton.cluster.cli import output
-from baton.cluster.cli.commands.explain import parts_of
+from baton.cluster.cli.commands.explain import parts_of, waterfall
 from baton.messages.control import Decision, Weighed
+from baton.messages.timeline import RequestTimeline
 from baton.messages.workers import PrefillTimes
 from tests.node_peers import id_of
 from tests.unit.cluster.conftest import Baton
@@ -53,6 +56,13 @@ def test_without_another_pair_or_measured_times_there_is_no_regret() -> None:
     measured = PrefillTimes(id_of("r"), 0, 0.1, 0.3, 36, 100)
     assert decision().regret_s is None
     assert decision(measured=measured, weighed=(CHOSEN,)).regret_s is None
+
+
+def test_accepted_draft_tokens_are_told_where_there_were_drafts() -> None:
+    timeline = RequestTimeline(request_id=id_of("r"), outcome="answered", began_s=0.0, total_s=1.0)
+    assert "draft" not in output.rendered(*waterfall(timeline))
+    drafted = msgspec.structs.replace(timeline, num_draft_tokens=60, num_accepted_tokens=41)
+    assert output.rendered(*waterfall(drafted)).endswith("; 41 of 60 draft tokens accepted\n")
 
 
 def test_worker_that_is_gone_is_named_by_its_id() -> None:
