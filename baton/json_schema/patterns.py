@@ -15,6 +15,7 @@ from llguidance import LLMatcher, LLTokenizer
 NUM_BYTES: Final = 256
 NEGATED_CLASS: Final = re.compile(r"\\.|\[\^\]?", re.DOTALL)
 EMPTY: Final = "Regex is empty"  # the wording of the library
+MAX_COMPILED: Final = 64  # patterns of one schema, and comparisons of them; each takes a millisecond
 MAX_EXCLUDED_CHARS: Final = 50_000  # of an expression that excludes texts
 
 _PERCENT: Final = "%[0-9A-Fa-f]{2}"
@@ -132,7 +133,10 @@ def byte_tokenizer() -> LLTokenizer:
 
 
 class Patterns:
-    """Patterns that are matched against given texts as grammars match them, in linear time."""
+    """Patterns that are matched against given texts as grammars match them, in linear time.
+
+    A few are compiled and compared; about more nothing is known.
+    """
 
     def __init__(self) -> None:
         self._compiled: dict[str, LLMatcher | None] = {}
@@ -143,6 +147,8 @@ class Patterns:
         if not text.isprintable():
             return None
         if pattern not in self._compiled:
+            if len(self._compiled) >= MAX_COMPILED:
+                return None
             self._compiled[pattern] = _compiled(pattern)
         matcher = self._compiled[pattern]
         if matcher is None:
@@ -154,6 +160,8 @@ class Patterns:
         """Return True if provably no text fits all of the schemas, which have keywords of texts alone."""
         key = json.dumps(parts)
         if key not in self._disjoint:
+            if len(self._disjoint) >= MAX_COMPILED:
+                return False
             schema = {"type": "string", "allOf": list(parts)}
             _, messages = LLMatcher.validate_grammar_with_warnings(LLMatcher.grammar_from_json_schema(schema))
             self._disjoint[key] = any(EMPTY in each for each in messages)

@@ -137,6 +137,30 @@ def _grammar(rng: random.Random) -> dict[str, Any]:
     }
 
 
+def _rewritten(rng: random.Random) -> dict[str, Any]:
+    """Keywords that are rewritten, where that is large."""
+    num = rng.choice((10, 60, 300))
+    names = [f"n{each}" for each in range(num)]
+    texts = ["".join(rng.choices("abc", k=rng.choice((3, 60)))) for _ in range(num)]
+    nested: Any = {"required": names[:3]}
+    for _ in range(num):
+        nested = {rng.choice(("not", "if", "contains", "propertyNames")): nested}
+    return _json(
+        rng.choice(
+            (
+                nested,
+                {"oneOf": [{"pattern": f"^{text}(a|b)*$"} for text in texts]},
+                {"oneOf": [{"enum": texts[each:]} for each in range(num)]},
+                {"oneOf": [{"required": names[each : each + 3]} for each in range(num)]},
+                {"dependencies": {name: {"not": {"required": names}} for name in names}},
+                {"items": {"enum": texts}, "uniqueItems": True, "minItems": num // 2},
+                {"enum": texts, "not": {"anyOf": [{"pattern": f"(({text}+)+)+$"} for text in texts]}},
+                {"not": {"enum": texts}, "allOf": [{"not": {"enum": [text]}} for text in texts]},
+            )
+        )
+    )
+
+
 def _wrapped(rng: random.Random) -> dict[str, Any]:
     """Several hostile schemas in one."""
     makes = (_enum, _recursive, _product, _bounds, _properties)
@@ -155,6 +179,7 @@ _FAMILIES: Final = {
     "bounds": _bounds,
     "properties": _properties,
     "grammar": _grammar,
+    "rewritten": _rewritten,
     "wrapped": _wrapped,
 }
 WARMUP_TOKENS: Final = 24

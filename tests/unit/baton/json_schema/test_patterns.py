@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from baton.json_schema.patterns import FORMATS, Patterns, excluding, whole
 
+REGEX = Patterns()
 FITTING = {
     "uri-reference": [
         "",
@@ -45,10 +46,11 @@ def test_format_has_the_texts_of_its_rfc(name: str) -> None:
     assert [text for text in OTHER[name] if patterns.matches(pattern, text) is not False] == []
 
 
-@settings(max_examples=20, deadline=None)
-@given(st.from_regex(whole(FORMATS["regex"]), fullmatch=True))
+@settings(max_examples=400, deadline=None)
+@given(st.text("ab09-[](){}*+?|^$.\\dw,:=", max_size=8))
 def test_expressions_of_the_format_regex_compile(text: str) -> None:
-    re.compile(text)
+    if REGEX.matches(whole(FORMATS["regex"]), text):
+        re.compile(text)
 
 
 @given(

@@ -40,6 +40,14 @@ HOSTILE: Final[dict[str, dict[str, Any]]] = {
             {"patternProperties": {f"^a{{{n}}}.*b{n}$": {"type": "string"} for n in range(500)}}
         )
     },
+    "negations": {"json": '{"not":' * 900 + "{}" + "}" * 900},
+    "overlapping branches": {
+        "json": json.dumps({"oneOf": [{"enum": [f"{m}" for m in range(n, 90)]} for n in range(90)]})
+    },
+    "patterns of values": {
+        "json": json.dumps({"enum": ["a" * 60] * 200, "not": {"pattern": "((a+)+)+b"}, "minLength": 1})
+    },
+    "dependencies": {"json": json.dumps({"dependencies": {f"{n}": [f"{n + 1}"] for n in range(8)}})},
     "loop": {"grammar": "start: start"},
     "rules": {
         "grammar": "start: r0\n" + "\n".join(f"r{n}: r{n + 1} r{n + 1}" for n in range(2000)) + '\nr2000: "a"'
