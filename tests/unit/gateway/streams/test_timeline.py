@@ -37,7 +37,9 @@ def routed(received_s: float, dispatched_s: float, **fields: Any) -> Routed:
 def told(name: str, clock: ClockOffset, **times: float) -> WorkerMarks:
     """Moments are by the gateway's clock."""
     moments = {"arrived_s", "started_s", "first_token_s", "granted_s", "pages_s", "ended_s"}
-    by_worker = {key: value + clock.offset_s if key in moments else value for key, value in times.items()}
+    by_worker: dict[str, Any] = {
+        key: value + clock.offset_s if key in moments else value for key, value in times.items()
+    }
     return WorkerMarks(name, WorkerTimes(**by_worker), clock)
 
 
@@ -117,6 +119,21 @@ def test_every_part_of_a_disaggregated_request_has_its_seconds() -> None:
     assert processes["transfer_exposed"] == "decode-0" and processes["written"] == "gateway 1"
     assert (found.num_ahead, found.ahead_tenant, found.hidden_transfer_s) == (3, "bulk", 0.25)
     assert found.first_token_s == pytest.approx(3.2) and found.clock_error_s == 1e-4
+
+
+def test_draft_tokens_of_all_attempts_are_summed() -> None:
+    first, second = disaggregated(), disaggregated()
+    for attempt, num in ((first, 3), (second, 5)):
+        attempt.workers[1] = told(
+            "decode-0",
+            DECODE,
+            ended_s=18.0,
+            arrived_s=11.1,
+            num_draft_tokens=2 * num,
+            num_accepted_tokens=num,
+        )
+    found = timeline(first, second)
+    assert (found.num_draft_tokens, found.num_accepted_tokens) == (16, 8)
 
 
 def test_failed_attempt_is_replayed_from_its_dispatch_to_the_next_submission() -> None:
