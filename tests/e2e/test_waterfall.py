@@ -43,9 +43,9 @@ def test_next_to_nothing_is_unaccounted(checked: Checked) -> None:
 
 
 def test_client_measures_the_same_time_as_the_gateway(checked: Checked) -> None:
-    """The client's time includes the way there and back, on a busy machine."""
+    """The client's time includes the way there and back; the gateway may go on a turn of its loop later."""
     apart_s = [asked.taken_s - timeline.total_s for asked, timeline in checked.both()]
-    assert min(apart_s) > -1e-3 and percentile(apart_s, 50) < 0.05
+    assert -0.005 < percentile(apart_s, 50) < 0.05
 
 
 def test_parts_come_from_every_process(checked: Checked) -> None:

@@ -150,3 +150,18 @@ def test_wrong_digest_is_counted(make_pair: MakePair) -> None:
     pair.answer(a_request())
     counters = pair.decode.node.load().counters
     assert (counters["digest_mismatches"], counters["verified_shards"]) == (1, 2)
+
+
+def test_first_token_tells_the_gateway_the_phases_of_the_prompt(make_pair: MakePair) -> None:
+    pair = make_pair()
+    began_s = time.monotonic()
+    (events,) = pair.answer(a_request())
+    ended_s = time.monotonic()
+    first, last = events[0].times, events[-1].times
+    assert first is not None and last is not None and not any(event.times for event in events[1:-1])
+    assert began_s <= first.arrived_s <= first.started_s < first.first_token_s <= ended_s
+    assert 0 < first.prompt_s <= first.first_token_s - first.started_s
+    assert (first.granted_s, first.ended_s, first.decode_s) == (0.0, 0.0, 0.0)
+    assert began_s <= last.arrived_s <= last.granted_s < last.pages_s < last.ended_s <= ended_s
+    assert 0 < last.decode_s <= last.ended_s - last.pages_s
+    assert (last.started_s, last.first_token_s, last.prompt_s) == (0.0, 0.0, 0.0)

@@ -24,6 +24,8 @@ from baton.messages.control import (
 )
 from baton.messages.operations import (
     Drain,
+    FindRequests,
+    FoundRequests,
     GatewayReport,
     GatewayStatus,
     HeadAway,
@@ -457,3 +459,43 @@ def test_names_of_workers_that_left_are_forgotten_first(
         TestPeer.worker(c.router, worker).leave()
     assert here.is_open
     assert c.router.members.find("here") is c.router.members.get(id_of("here")) is not None
+
+
+def test_question_about_requests_goes_to_every_gateway_and_the_answers_to_the_asker() -> None:
+    c = cluster("d0")
+    gateways = [c["g"], TestPeer.gateway(c.router, "h")]
+    operator = TestPeer.operator(c.router)
+    operator.say(FindRequests(question=7, request_id=id_of("r")))
+    for gateway in gateways:
+        query = gateway.only(FindRequests)
+        assert (query.question, query.asker, query.num_asked) == (7, operator.id, 2)
+        gateway.say(FoundRequests.to(query))
+    assert [found.num_asked for found in operator.take(FoundRequests)] == [2, 2]
+    gateways[0].say(FindRequests(question=8))
+    gateways[1].say(FoundRequests.to(gateways[1].only(FindRequests)))
+    assert gateways[0].only(FoundRequests).question == 8
+    operator.leave()
+    gateways[0].say(FoundRequests(question=7, asker=operator.id))
+    assert not operator.received
+
+
+def test_question_without_a_gateway_is_answered_with_nothing() -> None:
+    c = cluster()
+    c["g"].leave()
+    operator = TestPeer.operator(c.router)
+    operator.say(FindRequests(question=1))
+    assert operator.only(FoundRequests).num_asked == 0
+
+
+def test_gateway_is_told_how_long_its_attempt_was_queued_and_behind_whom() -> None:
+    c = cluster("d0", max_attempts=100)
+    c["d0"].say(Heartbeat(load=Load()))
+    requests = [a_request(f"r{number}", tenant="bulk" if number < 11 else "") for number in range(12)]
+    for request in requests:
+        c["g"].say(Submit(request=request))
+    c["g"].received.clear()
+    c.clock.advance(2.0)
+    c["g"].say(Ended(attempts=tuple(request.key for request in requests[:10])))
+    last = next(each for each in c["g"].take(Routed) if each.request_id == requests[11].request_id)
+    assert last.dispatched_s - last.received_s == pytest.approx(2.0)
+    assert last.num_ahead >= 1 and last.ahead_tenant == "bulk"

@@ -5,7 +5,7 @@ from random import Random
 
 import pytest
 
-from baton.engine.scheduler.sequence import Batch, Sequence, SequenceKey, SequenceStatus
+from baton.engine.scheduler.sequence import Batch, PreemptMode, Sequence, SequenceKey, SequenceStatus
 from baton.engine.scheduler.step_planner import MAX_STRETCH, CostCap
 from baton.fair_queue import HALF_LIFE_S, DecayedShares, Share
 from tests.scheduling import BareScheduler
@@ -247,3 +247,27 @@ def test_burst_is_served_at_once_up_to_a_bound() -> None:
     most = NUM_STEPS * BURST_STEP_TOKENS  # of a key without recent work: see `DecayedShares`
     assert prefill.num_computed["quiet"] - noisy <= most + 2 * BURST_STEP_TOKENS
     assert prefill.num_computed["quiet"] - noisy >= 0.9 * most
+
+
+def test_sequence_counts_the_steps_that_compute_it_and_the_time_that_it_is_preempted() -> None:
+    bare = BareScheduler(64)
+    long, short = bare.ask(100, max_tokens=3), bare.ask(8, max_tokens=2)
+
+    def step() -> None:
+        batch = bare.scheduler.apply(bare.scheduler.plan())
+        bare.clock.advance(STEP_S)
+        tokens = [7 if chunk.samples else None for chunk in batch.chunks]
+        bare.scheduler.commit(batch, tokens, 2 * STEP_S, computed_s=STEP_S)
+
+    step()
+    first_s = long.computed_s, short.computed_s
+    assert sorted(first_s) in ([0.0, STEP_S], [STEP_S, STEP_S])
+    bare.scheduler.preempt(long.key, PreemptMode.RECOMPUTE)
+    step()  # without it
+    assert long.is_queued and long.computed_s == first_s[0]
+    num_steps = 0
+    while long.finish_reason is None:
+        step()
+        num_steps += 1
+    assert long.computed_s == pytest.approx(first_s[0] + num_steps * STEP_S)
+    assert long.preempted_s == pytest.approx(STEP_S) and short.preempted_s == 0.0

@@ -1,6 +1,7 @@
 """Routes of operators, without the auth middleware; tests/e2e/test_http_access.py tests the middleware."""
 
 import asyncio
+from typing import Any
 
 import httpx2
 import msgspec
@@ -11,8 +12,10 @@ from baton.clock import ManualClock
 from baton.errors import BatonError, InvalidRequest, Overloaded, WorkerLost
 from baton.gateway.api.admin import FRESH_S, PROVED_S, Canary, Explain, add_admin_routes
 from baton.gateway.api.errors import as_api_error
-from baton.gateway.streams.routers import Explained
+from baton.gateway.streams.routers import Explained, FoundTimelines
 from baton.messages.control import Decision, Weighed
+from baton.messages.operations import FindRequests
+from baton.messages.timeline import RequestTimeline, TimelinePart
 from baton.messages.workers import PrefillTimes, WorkerRole
 from tests.event_loop import on_loop
 from tests.node_peers import id_of
@@ -200,3 +203,99 @@ async def test_silent_prefill_worker_is_named() -> None:
     service.play = None
     with pytest.raises(WorkerLost, match="computed by a prefill worker and transferred within 0.01 s"):
         await Canary(service, ManualClock(), timeout_s=0.01).check()
+
+
+# Timelines.
+
+
+def a_timeline(name: str, total_s: float, began_s: float = 1.7e9, **fields: object) -> RequestTimeline:
+    return RequestTimeline(
+        request_id=id_of(name),
+        outcome="answered",
+        began_s=began_s,
+        total_s=total_s,
+        parts=(TimelinePart("queued", 0.0, total_s / 2, "router 1"),),
+        unaccounted_s=total_s / 2,
+        **fields,  # type: ignore[arg-type]
+    )
+
+
+class TwoGateways:
+    """This gateway's requests, and those of another gateway, which the service asks."""
+
+    def __init__(self, own: list[RequestTimeline], others: list[RequestTimeline] | None) -> None:
+        """others: None: the other gateway never answers."""
+        self.own, self.others = own, others
+        self.queries: list[FindRequests] = []
+
+    async def get(self, path: str) -> tuple[int, dict[str, Any]]:
+        app, service = FastAPI(), ScriptedService()
+
+        def find(query: FindRequests) -> list[RequestTimeline]:
+            return [each for each in self.own if query.request_id in (None, each.request_id)]
+
+        def ask(query: FindRequests, found: FoundTimelines) -> None:
+            self.queries.append(query)
+            found(find(query), False)  # a router asks this gateway, too
+            if self.others is not None:
+                of_id = [each for each in self.others if query.request_id in (None, each.request_id)]
+                found(of_id, True)
+
+        service.find_requests = ask  # type: ignore[method-assign]
+        add_admin_routes(app, service, find)
+        async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://x") as client:
+            try:
+                answer = await client.get(path)
+            except Exception as error:  # the middleware answers with this status
+                return as_api_error(error).status, {}
+            return answer.status_code, answer.json()
+
+
+@on_loop
+async def test_slowest_requests_of_all_gateways_come_in_one_order_and_once() -> None:
+    gateways = TwoGateways([a_timeline("a", 1.0), a_timeline("b", 3.0)], [a_timeline("c", 2.0)])
+    status, listed = await gateways.get("/admin/requests?order=slowest&limit=2&tenant=acme")
+    assert status == 200
+    assert [each["request_id"] for each in listed["data"]] == [id_of("b"), id_of("c")]
+    assert listed["data"][0]["seconds"] == {"queued": 1.5, "unaccounted": 1.5}
+    assert listed["data"][0]["num_attempts"] == 0 and "parts" not in listed["data"][0]
+    (query,) = gateways.queries
+    assert (query.order, query.limit, query.tenant) == ("slowest", 2, "acme")
+
+
+@on_loop
+async def test_latest_requests_are_those_that_ended_last() -> None:
+    own = [a_timeline("a", 9.0, 1000.0), a_timeline("b", 1.0, 1005.0)]
+    status, listed = await TwoGateways(own, [a_timeline("c", 1.0, 1007.5)]).get("/admin/requests")
+    assert status == 200
+    assert [each["request_id"] for each in listed["data"]] == [id_of("a"), id_of("c"), id_of("b")]
+
+
+@on_loop
+async def test_gateway_that_does_not_answer_is_left_out() -> None:
+    status, listed = await TwoGateways([a_timeline("a", 1.0)], None).get("/admin/requests")
+    assert (status, len(listed["data"])) == (200, 1)
+
+
+@on_loop
+async def test_timeline_is_found_here_without_a_question_or_at_another_gateway() -> None:
+    gateways = TwoGateways([a_timeline("a", 1.0)], [a_timeline("c", 2.0)])
+    status, found = await gateways.get(f"/admin/requests/chatcmpl-{id_of('a')}")
+    assert status == 200 and not gateways.queries
+    assert found["parts"] == [{"name": "queued", "begin_s": 0.0, "seconds": 0.5, "process": "router 1"}]
+    assert found["seconds"] == {"queued": 0.5, "unaccounted": 0.5}
+    status, found = await gateways.get(f"/admin/requests/{id_of('c')}")
+    assert (status, found["total_s"], len(gateways.queries)) == (200, 2.0, 1)
+
+
+@on_loop
+async def test_timeline_that_no_gateway_has_is_not_found() -> None:
+    gateways = TwoGateways([], [])
+    for name in (id_of("a"), "x", "a" * 33):
+        assert (await gateways.get(f"/admin/requests/{name}"))[0] == 404
+
+
+@pytest.mark.parametrize("query", ["order=fastest", "limit=0", "limit=101", "limit=x", "sort=1"])
+@on_loop
+async def test_query_that_is_not_known_is_refused(query: str) -> None:
+    assert (await TwoGateways([], []).get(f"/admin/requests?{query}"))[0] == 400

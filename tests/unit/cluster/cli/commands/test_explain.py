@@ -1,9 +1,9 @@
 import msgspec
 
 from baton.cluster.cli import output
-from baton.cluster.cli.commands.explain import parts_of, waterfall
+from baton.cluster.cli.commands.explain import BAR_WIDTH, parts_of, waterfall
 from baton.messages.control import Decision, Weighed
-from baton.messages.timeline import RequestTimeline
+from baton.messages.timeline import RequestTimeline, TimelinePart
 from baton.messages.workers import PrefillTimes
 from tests.node_peers import id_of
 from tests.unit.cluster.conftest import Baton
@@ -63,6 +63,41 @@ def test_accepted_draft_tokens_are_told_where_there_were_drafts() -> None:
     assert "draft" not in output.rendered(*waterfall(timeline))
     drafted = msgspec.structs.replace(timeline, num_draft_tokens=60, num_accepted_tokens=41)
     assert output.rendered(*waterfall(drafted)).endswith("; 41 of 60 draft tokens accepted\n")
+
+
+def test_waterfall_has_a_bar_for_each_part_and_sums_to_the_whole() -> None:
+    timeline = RequestTimeline(
+        request_id=id_of("r"),
+        tenant="acme",
+        outcome="answered",
+        began_s=0.0,
+        total_s=10.0,
+        first_token_s=6.0,
+        num_ahead=3,
+        ahead_tenant="bulk",
+        hidden_transfer_s=0.5,
+        clock_error_s=0.0001,
+        unaccounted_s=1.0,
+        parts=(
+            TimelinePart("queued", 0.0, 4.0, "router 1"),
+            TimelinePart("first_token", 4.0, 0.001, "prefill-0"),
+            TimelinePart("decode_computing", 4.001, 4.999, "decode-0"),
+        ),
+    )
+    head, _, queued, first, decode, unaccounted, total, note = output.rendered(
+        *waterfall(timeline)
+    ).splitlines()
+    assert head == (
+        "answered in 10.0000 s, first token after 6.0000 s, tenant acme, behind 3 in the queue, most of bulk"
+    )
+    assert queued.split()[:5] == ["queued", "router", "1", "4.0000", "40.0%"]
+    column = queued.index("█")
+    assert queued.count("█") == 0.4 * BAR_WIDTH
+    assert (first.index("█") - column, first.count("█")) == (0.4 * BAR_WIDTH, 1)
+    assert (decode.index("█") - column, decode.count("█")) == (0.4 * BAR_WIDTH, 0.5 * BAR_WIDTH)
+    assert unaccounted.split() == ["unaccounted", "1.0000", "10.0%"]
+    assert total.split() == ["sum", "10.0000", "100.0%"]
+    assert note == "pages sent while computing: 0.5000 s; clocks agree within 100 us"
 
 
 def test_worker_that_is_gone_is_named_by_its_id() -> None:
