@@ -32,7 +32,7 @@ from baton.kvtransfer.protocol.handoff import HandoffOutcome, TransferEnded
 from baton.messages.bounds import MAX_REASON_CHARS
 from baton.messages.control import AttemptFailed, Cancel, Dispatch, Failure, PullSource
 from baton.messages.workers import WorkerTimes
-from baton.request import AttemptKey, FilledPages, Request, TokenEvent
+from baton.request import AttemptKey, FilledPages, FinishReason, Request, TokenEvent
 from baton.rpc.worker_node import PromptTimer, check_one_choice
 
 # From the grant on; the time that the prompt waits in the prefill worker counts too.
@@ -128,6 +128,11 @@ class Attempt:
         return self.timer.phases(
             self.progress, ended_s=ended_s, granted_s=self.granted_s, pages_s=self.pages_s
         )
+
+    def aborted(self, ended_s: float) -> TokenEvent:
+        """Return the last event of a cancelled attempt, which only tells its phases."""
+        times = self.times(ended_s)
+        return TokenEvent(self.request_id, self.number, 0, None, FinishReason.ABORT, times=times)
 
     def failed(self, failure: Failure, reason: str, worker: str = "") -> AttemptFailed:
         return AttemptFailed(

@@ -403,6 +403,8 @@ class DecodeWorker(WorkerNode):
         self._over.add(cancel.request_id, cancel.attempt)
         self._early.cancel((cancel.request_id, cancel.attempt))
         if attempt is not None and attempt.number <= cancel.attempt:
+            if attempt.stage is AttemptStage.RUNNING:
+                self._peer_registry.emit(attempt.gateway, attempt.aborted(self._clock.now_s()))
             self._drop(attempt)
 
     def _fail(self, attempt: Attempt, failure: Failure, reason: str, *, worker: str = "") -> None:

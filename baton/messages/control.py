@@ -270,7 +270,7 @@ class AttemptFailed(Message, frozen=True):
 
 
 class Cancel(Message, frozen=True):
-    """End the attempt. It is not answered."""
+    """End the attempt. A decode worker that was decoding answers with the attempt's phases alone."""
 
     request_id: Id
     attempt: Attempt

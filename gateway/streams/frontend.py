@@ -31,7 +31,13 @@ from baton.gateway.streams.routers import (
     RequestSearches,
     RouterWatch,
 )
-from baton.gateway.streams.timeline import CANCELLED, FINISHED, RequestMarks, WorkerMarks
+from baton.gateway.streams.timeline import (
+    CANCELLED,
+    FINISHED,
+    AttemptMarks,
+    RequestMarks,
+    WorkerMarks,
+)
 from baton.gateway.streams.workers import MAX_REMEMBERED, WorkerConnections
 from baton.messages.bounds import MAX_EVENTS, Kind
 from baton.messages.codec import AnyMessage, fits_request
@@ -52,7 +58,7 @@ from baton.messages.control import (
 )
 from baton.messages.operations import Decisions, FindRequests, FoundRequests, GatewayStatus, Status
 from baton.messages.timeline import RequestTimeline
-from baton.messages.workers import Address, Worker, WorkerRole
+from baton.messages.workers import Address, Worker, WorkerRole, WorkerTimes
 from baton.request import AttemptKey, FinishReason, Request, TokenEvent
 from baton.rpc.peers import Dial, Peer, PeerRegistry
 from baton.tenants import Refusal
@@ -63,6 +69,7 @@ UNHEARD_S: Final = 3.0  # for the first token of the decode worker after the rou
 MAX_AHEAD: Final = 10
 MAX_UNANSWERED_TOKENS: Final = 3_072
 TOKENS_PER_SUBMIT: Final = 1024  # beside the prompt's: a router takes as long for an empty prompt
+MAX_CANCELLED: Final = 1024
 ACTIVE_S: Final = 60.0  # since a tenant's last Submit
 _NO_ANSWERS: Final = frozenset({FinishReason.ABORT, FinishReason.ERROR})
 ItemT = TypeVar("ItemT")
@@ -100,6 +107,9 @@ class Frontend:
         self._streams: dict[str, RequestStream] = {}
         # tenant -> its WAITING streams, by request id; none is empty
         self._waiting: dict[str, dict[str, RequestStream]] = {}
+        self._cancelled: dict[
+            AttemptKey, AttemptMarks
+        ] = {}  # with phases that are still to come, oldest first
         self._draining: dict[str, None] = {}  # workers, ended ones too, oldest first
         self._heard_s: dict[str, float] = {}  # worker -> when it last sent anything
         self._looked_s = clock.now_s() - STATUS_S
@@ -168,6 +178,10 @@ class Frontend:
             self.counters["cancelled"] += 1
             self._stop_attempt(stream)
             self._forget(stream, CANCELLED)
+            if stream.decode:
+                self._cancelled[stream.key] = stream.marks.attempts[-1]
+                if len(self._cancelled) > MAX_CANCELLED:
+                    del self._cancelled[next(iter(self._cancelled))]
 
     def decode_worker(self, request_id: str) -> str:
         """See Service."""
@@ -258,13 +272,15 @@ class Frontend:
         for event in events:
             stream = self._streams.get(event.request_id)
             if stream is None or stream.attempt != event.attempt:
+                if event.times is not None and event.finish_reason is FinishReason.ABORT:
+                    self._cancelled_phases(peer, event)
+                    continue
                 self.counters["stale_events"] += 1
                 peer.send(Cancel(request_id=event.request_id, attempt=event.attempt))
                 continue
             stream.heard_s = now_s
             if event.times is not None:
-                sender = WorkerMarks(self._name(peer.hello.id), event.times, peer.clock_offset)
-                stream.marks.attempts[-1].workers.append(sender)
+                self._note_phases(stream.marks.attempts[-1], peer, event.times)
             try:
                 due = stream.take(event) if event.finish_reason not in _NO_ANSWERS else None
             except ProtocolError as error:
@@ -278,6 +294,15 @@ class Frontend:
                 self._deliver(stream, due)
             elif event.index < stream.next_index:
                 self._repeated(stream, event)
+
+    def _cancelled_phases(self, peer: Peer, event: TokenEvent) -> None:
+        """Note the phases of an attempt that was cancelled; they come a moment later."""
+        attempt = self._cancelled.pop((event.request_id, event.attempt), None)
+        if attempt is not None and event.times is not None:
+            self._note_phases(attempt, peer, event.times)
+
+    def _note_phases(self, attempt: AttemptMarks, peer: Peer, times: WorkerTimes) -> None:
+        attempt.workers.append(WorkerMarks(self._name(peer.hello.id), times, peer.clock_offset))
 
     def _deliver(self, stream: RequestStream, due: Sequence[TokenEvent]) -> None:
         if not stream.is_reported and stream.num_answered:

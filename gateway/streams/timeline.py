@@ -182,7 +182,7 @@ def _add_attempt(bar: Bar, attempt: AttemptMarks, last_token_s: float, gateway: 
     bar.leave(attempt.first_token_s or 0.0)
     decoded = next((each for each in attempt.workers if each.times.ended_s), None)
     if decoded is not None:
-        _add_decode(bar, attempt, decoded)
+        _add_decode(bar, decoded, last_token_s)
         bar.until(last_token_s, "delivered", gateway)
     else:
         bar.until(last_token_s, "streamed", attempt.decode)
@@ -200,16 +200,17 @@ def _add_prompt(bar: Bar, attempt: AttemptMarks, worker: WorkerMarks) -> None:
         bar.until(attempt.first_token_s, "first_token", name)
 
 
-def _add_decode(bar: Bar, attempt: AttemptMarks, worker: WorkerMarks) -> None:
+def _add_decode(bar: Bar, worker: WorkerMarks, last_token_s: float) -> None:
+    """Add the phases until the last token; a cancelled attempt may have decoded on for a moment."""
     name, times, clock = worker
     if clock is None:  # as if the last token had taken no time to the gateway
-        clock = ClockOffset(times.ended_s - bar.ended_s, 0.0)
+        clock = ClockOffset(times.ended_s - last_token_s, 0.0)
     if times.granted_s:
         bar.until(clock.ours(times.granted_s), "decode_queued", name)
     if times.pages_s:
         bar.until(clock.ours(times.pages_s), "transfer_exposed", name)
     known = {"decode_computing": times.decode_s, "decode_preempted": times.decode_preempted_s}
-    bar.share(clock.ours(times.ended_s), known, "decode_waiting", name)
+    bar.share(min(clock.ours(times.ended_s), last_token_s), known, "decode_waiting", name)
 
 
 def _attempt(marks: AttemptMarks, began_s: float, ended_s: float) -> TimelineAttempt:

@@ -18,7 +18,7 @@ from baton.messages.control import (
     PrefillFailed,
 )
 from baton.messages.operations import Drain, StatusQuery
-from baton.request import Request, TokenEvent
+from baton.request import FinishReason, Request, TokenEvent
 from tests.tiny_models import MAX_MODEL_LEN
 from tests.worker_pair import DECODE, GATEWAY, PREFILL, ROUTER, WorkerPair, prefill_of
 from tests.worker_pair_cases import (
@@ -240,6 +240,16 @@ class TestCancel:
         pair.dispatch(request)
         pair.tell(pair.decode, other, Cancel(request_id=request.request_id, attempt=0))
         pair.turns_until(lambda: pair.is_answered(request))
+
+    def test_its_phases_follow_when_it_was_decoding(self, make_pair: MakePair) -> None:
+        pair, request = make_pair(), a_request(max_tokens=80, prompt=PROMPT[:10])
+        pair.dispatch(request)
+        pair.turns_until(lambda: len(pair.heard(request)) > 3)
+        pair.cancel(request)
+        pair.turns_until(lambda: any(event.finish_reason for event in pair.heard(request)))
+        (last,) = [event for event in pair.heard(request) if event.finish_reason]
+        assert (last.finish_reason, last.token_id) == (FinishReason.ABORT, None)
+        assert last.times is not None and 0 < last.times.decode_s < last.times.ended_s - last.times.arrived_s
 
 
 def test_a_gateway_that_connects_anew_is_heard_and_its_old_connection_is_no_loss(

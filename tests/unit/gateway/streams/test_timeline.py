@@ -12,7 +12,7 @@ from baton.messages.control import Failure, Routed
 from baton.messages.timeline import MAX_ATTEMPTS, RequestTimeline
 from baton.messages.workers import WorkerTimes
 from baton.request import FinishReason
-from baton.rpc.peer_clock import ClockOffset
+from baton.rpc.peer_clock import SAME_CLOCK, ClockOffset
 from tests.answer import Answer
 from tests.node_peers import a_request, id_of
 from tests.unit.gateway.frontend_peers import Gateway, event, failed, gateway
@@ -260,6 +260,31 @@ def test_frontend_notes_attempts_tokens_and_the_clocks_of_senders() -> None:
     assert (kept.submitted_s, kept.end, kept.num_tokens) == (51.0, "finished", 2)
     assert (kept.first_token_s, marks.last_token_s) == (51.75, 53.75)
     assert kept.workers == [WorkerMarks("p0", first, PREFILL), WorkerMarks("d1", last, DECODE)]
+
+
+def test_cancelled_attempt_gets_its_phases_a_moment_after_its_end() -> None:
+    g = gateway("d0")
+    marks = g.frontend.open(a_request(), Answer())
+    routed_at(g, "d0")
+    g.say("d0", event(0))
+    g.frontend.cancel(id_of("r"))
+    times = WorkerTimes(arrived_s=1.0, ended_s=2.0)
+    aborted = replace(event(0, FinishReason.ABORT, token_id=None), times=times)
+    g["d0"].received.clear()
+    g.say("d0", aborted)
+    (attempt,) = marks.attempts
+    assert (attempt.end, attempt.workers) == ("cancelled", [WorkerMarks("d0", times, SAME_CLOCK)])
+    g.say("d0", aborted)
+    assert len(attempt.workers) == 1 and not g["d0"].received and not g.frontend.counters["stale_events"]
+
+
+def test_cancelled_attempt_that_decoded_on_ends_with_its_last_token() -> None:
+    attempt = disaggregated()
+    attempt.end = "cancelled"
+    found = timeline(attempt, last_token_s=16.0)
+    check(found)
+    assert found.seconds["decode_computing"] + found.seconds.get("decode_waiting", 0.0) <= 2.0 + 1e-9
+    assert found.seconds["written"] == pytest.approx(4.0)
 
 
 def test_only_the_latest_attempts_are_kept() -> None:
