@@ -27,9 +27,9 @@ from baton.gateway.api.errors import ApiError, as_api_error, unsupported
 from baton.gateway.http.api_page import HEADERS as API_PAGE_HEADERS
 from baton.gateway.http.api_page import api_page
 from baton.gateway.http.auth import AuthMiddleware
-from baton.gateway.metrics.dashboard import HEADERS as PAGE_HEADERS
-from baton.gateway.metrics.dashboard import Dashboard
+from baton.gateway.metrics.dashboard import add_dashboard_routes
 from baton.gateway.metrics.exporter import Exporter
+from baton.gateway.metrics.live_feed import LiveFeed
 from baton.gateway.metrics.tracing import Tracer
 from baton.gateway.tenants.tenants import Tenants
 
@@ -90,7 +90,7 @@ def make_app(
     websocket: Callable[[WebSocket], Awaitable[None]],
     canary: Canary,
     exporter: Exporter,
-    dashboard: Dashboard,
+    feed: LiveFeed,
     operator_port: int | None,
     allowed_origins: Sequence[str],
     responses: ResponseStore,
@@ -112,7 +112,8 @@ def make_app(
     app.router.routes += [Route(path, _never, methods=["POST"]) for path in posts]
     app.router.routes.append(WebSocketRoute("/v1/stream", websocket))
     _add_health(app, model, canary)
-    _add_operator_pages(app, model, exporter, dashboard)
+    _add_operator_pages(app, exporter)
+    add_dashboard_routes(app, feed, model.service)
     _add_models(app, model)
     _add_responses(app, responses)
     add_admin_routes(app, model.service, find)
@@ -177,7 +178,7 @@ def _add_api_page(app: FastAPI) -> None:
         return Response(api_page(app.openapi()), media_type="text/html", headers=API_PAGE_HEADERS)
 
 
-def _add_operator_pages(app: FastAPI, model: ServedModel, exporter: Exporter, dashboard: Dashboard) -> None:
+def _add_operator_pages(app: FastAPI, exporter: Exporter) -> None:
     @app.get("/metrics")
     async def metrics() -> Response:
         """Return the metrics of every gateway behind the port in Prometheus' text format."""
@@ -188,12 +189,6 @@ def _add_operator_pages(app: FastAPI, model: ServedModel, exporter: Exporter, da
     async def load() -> dict[str, int]:
         """Return the number of calls that are being answered behind the port."""
         return {"server_load": sum(counts.num_open for counts in await exporter.gateways())}
-
-    @app.get("/ui", include_in_schema=False)
-    async def ui() -> Response:
-        """Show the cluster on one page."""
-        page = dashboard.page(await exporter.gateways(), model.service.status)
-        return Response(page, media_type="text/html", headers=PAGE_HEADERS)
 
 
 def _add_models(app: FastAPI, model: ServedModel) -> None:

@@ -22,8 +22,8 @@ from baton.gateway.api.inference import Inference
 from baton.gateway.api.prompt_reader import TextSettings
 from baton.gateway.app import make_app
 from baton.gateway.http.server import HttpServer
-from baton.gateway.metrics.dashboard import Dashboard
 from baton.gateway.metrics.exporter import Exporter
+from baton.gateway.metrics.live_feed import LiveFeed
 from baton.gateway.metrics.metrics import Metrics
 from baton.gateway.metrics.tracing import Tracer
 from baton.gateway.peer_gateways import CountsAsked, PeerGateways, Question, Told
@@ -67,7 +67,7 @@ class GatewayProcess:
         self.metrics = Metrics(gateway=name, events=service.counters)
         self._peers = PeerGateways(ring, self._tell_peer)
         self._watch: TenantsWatch | None = None
-        self._watching: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []  # from `start` to `drain`
         tenants = Tenants(ring)
         if config.tenants_file is not None:
             self._watch = TenantsWatch(Path(config.tenants_file), ring, clock)
@@ -92,16 +92,18 @@ class GatewayProcess:
             peers=self._peers,
             tracer=self._tracer,
         )
+        exporter = Exporter(
+            self.metrics, service, self._peers, model=model.name, vllm_names=config.vllm_metric_names
+        )
+        self.feed = LiveFeed(exporter, service, clock, model=model.name)
         app = make_app(
             model,
             tenants,
             posts=self._inference.posts,
             websocket=self._inference.websocket,
             canary=Canary(service, clock, expects_prefill=config.expects_prefill),
-            exporter=Exporter(
-                self.metrics, service, self._peers, model=model.name, vllm_names=config.vllm_metric_names
-            ),
-            dashboard=Dashboard(model.name, clock),
+            exporter=exporter,
+            feed=self.feed,
             operator_port=config.operator_port,
             allowed_origins=config.allowed_origins,
             responses=self._inference.responses,
@@ -119,18 +121,20 @@ class GatewayProcess:
         self._address = address = Address(*await self._server.start())
         if self._config.shares_port:
             self._peers.listen(address)
+        self._tasks.append(asyncio.create_task(self.feed.keep_reading()))
         if self._watch is not None:
-            self._watching = asyncio.create_task(self._watch.keep_looking())
+            self._tasks.append(asyncio.create_task(self._watch.keep_looking()))
         return address
 
     async def drain(self) -> None:
         """Take no new request, let running ones end, close. May be called twice."""
         self.is_draining = True
+        await self.feed.close()
         await self._server.drain(lambda: self._inference.give_up(Overloaded("draining", retry_after_s=1.0)))
         self._peers.close()
         await self._bodies.close()
-        if self._watching is not None:
-            self._watching.cancel()
+        for task in self._tasks:
+            task.cancel()
         if self._tracer is not None:
             await asyncio.to_thread(self._tracer.close)
 

@@ -27,7 +27,7 @@ from baton.kvtransfer.protocol.handoff import GrantedTransfer, HandoffOutcome, T
 from baton.messages.bounds import MAX_REASON_CHARS
 from baton.messages.codec import TOO_LARGE, AnyMessage, fits
 from baton.messages.control import Cancel, Failure, Prefill, Prefilled, PrefillFailed, with_arrival
-from baton.messages.workers import Load
+from baton.messages.workers import MAX_DESTINATIONS, Load
 from baton.prefill_worker.prefill_job import LayerwiseSend, PrefillJob, PrefillStage
 from baton.request import AttemptKey, FilledPages, FinishReason, StepOutput, TokenEvent
 from baton.rpc.peers import Peer, PeerRegistry
@@ -63,6 +63,7 @@ class PrefillWorker(WorkerNode):
         self._over = EndedAttempts()
         self._layerwise_send = LayerwiseSend(endpoint, self._by_engine_id.get)
         self._num_tokens = self._kv_bytes = 0
+        self._kv_bytes_to: dict[str, int] = {}  # by decode worker, the latest last
 
     @property
     def is_idle(self) -> bool:
@@ -79,6 +80,7 @@ class PrefillWorker(WorkerNode):
             num_outgoing=self._endpoint.num_open,
             num_tokens=self._num_tokens,
             kv_bytes=self._kv_bytes,
+            kv_bytes_to=self._kv_bytes_to.copy(),
             counters={**self._endpoint.counts(), **self._prefixes.counters},
         )
 
@@ -276,6 +278,8 @@ class PrefillWorker(WorkerNode):
         job = self._jobs.pop(ended.transfer, None)
         if job is None:
             return
+        if ended.times is not None:
+            add_sent(self._kv_bytes_to, job.prefill.decode, ended.times.num_bytes)
         if (times := job.times(ended)) is not None:
             self._reports.prefilled(times)
         if job.stage is not PrefillStage.TRANSFERRING:
@@ -331,3 +335,10 @@ class PrefillWorker(WorkerNode):
             return
         if not self._engine.abort(job.engine_id):  # the sequence has ended, and its pages are kept
             self._engine.release_kept(job.engine_id, job.request.choice)
+
+
+def add_sent(sent: dict[str, int], decode: str, num_bytes: int) -> None:
+    """Add bytes to a decode worker's count; the worker that got none for longest makes room."""
+    sent[decode] = sent.pop(decode, 0) + num_bytes
+    if len(sent) > MAX_DESTINATIONS:
+        del sent[next(iter(sent))]

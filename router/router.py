@@ -425,16 +425,20 @@ def worker_statuses(members: Membership, in_flight: InFlight, now_s: float) -> t
 def fitted(status: Status, most_bytes: int = MAX_BODY_BYTES) -> Status:
     """The status of one router, cut down to the size of a message; what is left out is counted.
 
-    First the gateways' refusals by tenant are left out; their sums stay. Then, as far as needed: the last
-    tenants, which are the least busy; the figures of the least busy workers (counters, times, pairs); those
-    workers.
+    First the gateways' refusals by tenant and the workers' bytes by destination are left out; their sums
+    stay. Then, as far as needed: the last tenants, which are the least busy; the figures of the least busy
+    workers (counters, times, pairs); those workers.
 
     A worker takes up to 1.7 KB, 1.2 KB of them its figures; a tenant with refusals 0.3 KB. Of 1024 each that
     is 2 MiB: all the tenants go, and the figures of two thirds of the workers.
     """
     if _size(status) <= most_bytes:
         return status
-    status = replace(status, gateways=tuple(replace(gateway, refused={}) for gateway in status.gateways))
+    status = replace(
+        status,
+        gateways=tuple(replace(gateway, refused={}) for gateway in status.gateways),
+        workers=tuple(replace(each, load=replace(each.load, kv_bytes_to={})) for each in status.workers),
+    )
     over_bytes = _size(status) - most_bytes
     if over_bytes <= 0:
         return status

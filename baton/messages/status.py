@@ -160,6 +160,19 @@ class Histogram(msgspec.Struct, array_like=True):
                 return bound
         return 0.0
 
+    def estimate(self, share: float) -> float:
+        """Return the quantile as Prometheus' histogram_quantile does, evenly spread within its bucket.
+
+        Values beyond the last bound count as the last bound. 0 without values.
+        """
+        num_left, lower = share * self.num, 0.0
+        for bound, count in zip(self.bounds, self.counts, strict=False):
+            if count and num_left <= count:
+                return lower + (bound - lower) * num_left / count
+            num_left -= count
+            lower = bound
+        return self.bounds[-1] if self.num else 0.0
+
 
 class Buckets(msgspec.Struct, array_like=True):
     """A histogram with the bounds of its class, which messages do not carry; see `Histogram`.

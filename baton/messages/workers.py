@@ -53,6 +53,7 @@ class Worker(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     pid: Count = 0  # process id on that machine
 
 
+MAX_DESTINATIONS: Final = 8  # decode workers in a prefill worker's load
 REMOTE_PREFILLS: Final = "remote_prefills"  # counter of a decode worker: prompts with pages that all arrived
 
 
@@ -94,6 +95,8 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     num_failed_forms: Count = 0  # sequences: a grammar did not compile, or refused a token
     num_tokens: Count = 0  # generated
     kv_bytes: Count = 0  # sent to other workers
+    # Of these, by decode worker, the latest last; a worker that was left out starts again from 0.
+    kv_bytes_to: Annotated[dict[Id, Count], Meta(max_length=MAX_DESTINATIONS)] = {}
     num_padded_tokens: Count = 0  # computed beside those of `step_tokens`, for nothing
     step_tokens: Sizes = msgspec.field(default_factory=Sizes)  # of each step, without padding
     times: TimesByName = {}

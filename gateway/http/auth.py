@@ -3,7 +3,7 @@
 | path | port for clients, with tenants | port for operators |
 |---|---|---|
 | `/health`, `/ping` | no key | no key |
-| `/metrics`, `/load`, `/ui`, `/admin/...` | the key of a tenant with `admin: true` | no key |
+| `/metrics`, `/load`, `/ui`, `/ui/...`, `/admin/...` | the key of a tenant with `admin: true` | no key |
 | all others | the key of a tenant | as on the port for clients |
 
 The caller's address and headers decide nothing: a proxy on this machine connects from 127.0.0.1 for remote
@@ -32,7 +32,7 @@ from baton.gateway.tenants.tenants import Tenant, Tenants
 
 PUBLIC_PATHS: Final = frozenset({"/health", "/ping"})
 OPERATORS_PATHS: Final = frozenset({"/metrics", "/load", "/ui"})  # they show the requests of all tenants
-OPERATORS_FOLDER: Final = "/admin/"  # its paths do as well
+OPERATORS_FOLDERS: Final = ("/admin/", "/ui/")  # their paths do as well
 LABEL: Final = re.compile(r"[A-Za-z0-9._:-]{1,128}")  # a client's own id: only shown
 BEARER: Final = "bearer "
 POLICY_VIOLATION: Final = 1008
@@ -172,7 +172,7 @@ class AuthMiddleware:
         path, need_keys = scope["path"], self._tenants.need_keys
         if not path.isprintable():  # Starlette takes "/metrics\n" for "/metrics"
             raise ApiError(404, "there is no such path", code="not_found")
-        is_operators = path in OPERATORS_PATHS or path.startswith(OPERATORS_FOLDER)
+        is_operators = path in OPERATORS_PATHS or path.startswith(OPERATORS_FOLDERS)
         on_operator_port = scope["server"] == (OPERATOR_HOST, self._operator_port)
         if not need_keys or on_operator_port:
             # The operators' port is for programs of this machine alone.

@@ -8,7 +8,7 @@ from baton.engine.engine import Engine
 from baton.messages.control import Tokens
 from baton.request import FinishReason
 from tests.tiny_models import MAX_MODEL_LEN, VOCAB_SIZE
-from tests.worker_pair import GATEWAY, WorkerPair
+from tests.worker_pair import DECODE, GATEWAY, WorkerPair
 from tests.worker_pair_cases import PROMPT, MakePair, a_request, answer_alone, begun, said
 
 WAYS: Final[dict[str, dict[str, Any]]] = {
@@ -122,4 +122,6 @@ def test_cached_prefix_is_not_transferred_again(make_pair: MakePair) -> None:
     before = pair.prefill.node.load().kv_bytes
     pair.answer(a_request(1, PROMPT))
     pair.quiet_down()
-    assert pair.prefill.node.load().kv_bytes - before == 6 * 4 * 512  # the pages of 21 tokens
+    load = pair.prefill.node.load()
+    assert load.kv_bytes - before == 6 * 4 * 512  # the pages of 21 tokens
+    assert load.kv_bytes_to == {DECODE: load.kv_bytes}

@@ -21,6 +21,8 @@ from baton.messages.control import (
     Reachable,
 )
 from baton.messages.operations import Drain
+from baton.messages.workers import MAX_DESTINATIONS
+from baton.prefill_worker.worker import add_sent
 from baton.request import Request
 from tests.tiny_models import MAX_MODEL_LEN
 from tests.worker_pair import GATEWAY, PREFILL, ROUTER, WorkerPair, prefill_of
@@ -273,3 +275,13 @@ def test_peer_that_sends_a_message_of_another_role_is_dropped(
     with pytest.raises(WireError, match="a prefill worker takes no"):
         pair.tell(pair.prefill, sender, message)
     assert pair.prefill.node.is_idle and not pair.prefill.node.is_draining
+
+
+def test_sent_bytes_are_counted_by_the_latest_decode_workers() -> None:
+    sent: dict[str, int] = {}
+    for number in range(MAX_DESTINATIONS):
+        add_sent(sent, f"d{number}", 10)
+    add_sent(sent, "d0", 5)
+    add_sent(sent, "another", 1)
+    assert list(sent)[-2:] == ["d0", "another"] and len(sent) == MAX_DESTINATIONS
+    assert sent["d0"] == 15 and "d1" not in sent

@@ -101,3 +101,15 @@ def test_quantile_is_an_upper_bound(share: float, bound_s: float) -> None:
 def test_router_without_decisions_is_neither_slow_nor_blind() -> None:
     assert routed().quantile(0.99) == 0.0
     assert RouterStatus(id="a" * 32).blind_share == 0.0
+
+
+@pytest.mark.parametrize(
+    ("share", "seconds"), [(0.0, 0.0), (0.2, 0.5), (0.4, 1.0), (0.6, 2.0), (0.8, 3.0), (0.9, 4.0), (1.0, 4.0)]
+)
+def test_estimate_spreads_values_within_their_bucket(share: float, seconds: float) -> None:
+    """As histogram_quantile of Prometheus; values beyond the last bound count as that bound."""
+    assert Histogram((1.0, 3.0, 4.0), [4, 4, 0, 2]).estimate(share) == pytest.approx(seconds)
+
+
+def test_estimate_without_values_is_zero() -> None:
+    assert Histogram((1.0, 3.0)).estimate(0.5) == 0.0

@@ -1,138 +1,91 @@
+"""The files of the page and its routes; tests/e2e/test_dashboard.py has the page in a browser."""
+
+import http.client
 import re
-from collections import Counter
-from html.parser import HTMLParser
+import time
+from collections.abc import Iterator
+from pathlib import Path
 
-import msgspec
+import httpx2
+import pytest
 
-from baton.clock import ManualClock
-from baton.gateway.metrics.dashboard import HEADERS, Dashboard, quantile, rates, totals
-from baton.gateway.metrics.metrics import Metrics
+from baton.gateway.metrics.dashboard import FOLDER, HEADERS, TYPES
 from baton.messages.operations import Status
-from baton.messages.status import OverloadLevel, QueueStatus, RouterStatus, TenantStatus
 from baton.messages.workers import Load, WorkerStatus
-from tests.scripted_service import worker
+from tests.scripted_service import WORKER_ID, ScriptedService, worker
+from tests.served_gateway import ServedGateway
+
+FILES = sorted(path.name for path in FOLDER.iterdir())
 
 
-class Text(HTMLParser):
-    """The texts of a page, and the links that a browser would load."""
-
-    def __init__(self, page: str) -> None:
-        super().__init__()
-        self.texts: list[str] = []
-        self.links: list[str] = []
-        self.tags: set[str] = set()
-        self.feed(page)
-
-    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
-        self.tags.add(tag)
-        self.links += [value or "" for name, value in attributes if name in ("src", "href", "action")]
-
-    def handle_data(self, data: str) -> None:
-        if data.strip():
-            self.texts.append(data.strip())
-
-
-def counts(name: str = "g0", num_requests: int = 0, num_tokens: int = 0) -> Metrics:
-    metrics = Metrics(gateway=name, events=Counter(replays_lost=3, opened=5))
-    metrics.requests["/v1/completions", 200] = num_requests
-    metrics.requests["/metrics", 200] = 1000
-    metrics.generated_tokens = num_tokens
-    return metrics
-
-
-def status(**fields: object) -> Status:
-    load = Load(
-        num_running=3,
-        pages={"free": 16, "cached": 32, "active": 16},
-        prefix_queries_tokens=200,
-        prefix_hits_tokens=50,
-        num_draft_tokens=8,
-        num_accepted_tokens=6,
-        num_masks=1000,
-        mask_us=42_000,
+def service() -> ScriptedService:
+    made = ScriptedService()
+    made.status = Status(
+        workers=(WorkerStatus(worker=worker(), load=Load(gauges={"x": 1}), num_attempts=0, beat_age_s=0.0),)
     )
-    entry = WorkerStatus(worker=worker(), load=load, num_attempts=5, beat_age_s=0.1)
-    queue = QueueStatus(
-        level=OverloadLevel.CALM, num_queued=7, tenants=(TenantStatus(tenant="<b>acme</b>", num_queued=7),)
+    return made
+
+
+@pytest.fixture(scope="module")
+def web() -> Iterator[httpx2.Client]:
+    with ServedGateway(service) as served, httpx2.Client(base_url=served.url) as client:
+        yield client
+
+
+def test_page_allows_its_own_files_alone(web: httpx2.Client) -> None:
+    answer = web.get("/ui")
+    policy = answer.headers["content-security-policy"]
+    assert answer.headers["content-type"].startswith("text/html")
+    assert policy.startswith(
+        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src"
     )
-    return msgspec.structs.replace(
-        Status(workers=(entry,), routers=(RouterStatus(id="e" * 32, queue=queue),)), **fields
-    )
+    assert "unsafe" not in policy and "*" not in policy
 
 
-def page(clock: ManualClock | None = None) -> Dashboard:
-    return Dashboard("tiny", clock or ManualClock(10.0))
+@pytest.mark.parametrize("name", FILES)
+def test_every_file_is_served_with_its_type(web: httpx2.Client, name: str) -> None:
+    answer = web.get(f"/ui/{name}")
+    assert (answer.status_code, answer.content) == (200, (FOLDER / name).read_bytes())
+    assert answer.headers["content-type"].startswith(TYPES[Path(name).suffix])
+    assert {key: answer.headers[key] for key in HEADERS} == HEADERS
 
 
-def tile(shown: Text, name: str) -> str:
-    return shown.texts[shown.texts.index(name) - 1]
+def test_page_preloads_every_script() -> None:
+    page = (FOLDER / "index.html").read_text()
+    named = set(re.findall(r'(?:href|src)="ui/([\w.]+)"', page))
+    assert named == {name for name in FILES if name != "index.html"}
 
 
-def test_workers_tenants_and_gateways_are_shown() -> None:
-    shown = Text(page().page([counts("g0", 12, 90), counts("g1")], status()))
-    assert {"decode-0", "decode", "25%", "g0", "g1", "12", "90"} <= set(shown.texts)
-    assert tile(shown, "queued requests") == "7" and tile(shown, "overload") == "calm"
+def test_files_name_nothing_from_elsewhere_and_parse_no_html() -> None:
+    for name in FILES:
+        text = (FOLDER / name).read_text()
+        assert "http:" not in text and "https:" not in text, name
+        assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(", text), name
+        assert not re.search(r'style="|<script>|\son\w+="', text), f"{name}: the policy forbids it"
 
 
-def test_accepted_drafts_mask_times_and_refused_forms_are_shown() -> None:
-    gateway = counts("g0")
-    gateway.forms.update(refused=313, too_long=4)
-    gateway.form_check.observe(0.004)
-    shown = Text(page().page([gateway], status()))
-    assert {"75%", "42 \u00b5s", "317", "\u2264 5 ms"} <= set(shown.texts)
+def test_other_paths_are_not_found(web: httpx2.Client) -> None:
+    for path in ("/ui/nothing.js", "/ui/../app.py", "/ui/%2e%2e%2fdashboard.py", "/ui/workers/x", "/ui/"):
+        assert web.get(path).status_code == 404
 
 
-def test_names_are_escaped() -> None:
-    text = page().page([counts()], status())
-    assert "<b>acme" not in text and "<b>acme</b>" in Text(text).texts
+def test_worker_is_told_whole(web: httpx2.Client) -> None:
+    told = web.get(f"/ui/workers/{WORKER_ID}").json()
+    assert (told["worker"]["name"], told["load"]["gauges"]) == ("decode-0", {"x": 1})
 
 
-def test_page_has_no_script_and_no_link() -> None:
-    shown = Text(page().page([counts()], status()))
-    assert not shown.links and "script" not in shown.tags
-    assert HEADERS["content-security-policy"].startswith("default-src 'none'")
-
-
-def test_page_without_a_status_says_so() -> None:
-    shown = Text(page().page([counts()], None))
-    assert "No workers." in shown.texts and "Tenants" not in shown.texts
-    assert tile(shown, "TTFT p99") == "-"
-
-
-def test_rates_cover_the_time_between_two_views() -> None:
-    clock = ManualClock(10.0)
-    dashboard = page(clock)
-    dashboard.page([counts("g0", 10, 100)], None)
-    clock.advance(2.0)
-    shown = Text(dashboard.page([counts("g0", 30, 500)], None))
-    assert (tile(shown, "requests/s"), tile(shown, "tokens/s")) == ("10.0", "200")
-    clock.advance(0.1)  # somebody else looks: too soon for other figures
-    shown = Text(dashboard.page([counts("g0", 31, 501)], None))
-    assert (tile(shown, "requests/s"), tile(shown, "tokens/s")) == ("10.0", "200")
-
-
-def test_gateway_that_comes_or_goes_does_not_change_the_rates() -> None:
-    assert rates(totals([counts("g0", 10)]), totals([counts("g1", 500)]), 1.0) == (0.0, 0.0)
-    before, after = totals([counts("g0", 10), counts("g1", 7)]), totals([counts("g0", 13)])
-    assert rates(before, after, 2.0) == (1.5, 0.0)
-
-
-def test_quantile_joins_all_gateways() -> None:
-    one, other = Metrics(gateway="a"), Metrics(gateway="b")
-    for _ in range(98):
-        one.ttft.observe(0.015)
-    other.ttft.observe(1.5)
-    other.ttft.observe(1000.0)
-    both = [one.ttft, other.ttft]
-    shown = [quantile(both, share) for share in (0.5, 0.99, 1.0)]
-    assert shown == ["\u2264 20 ms", "\u2264 2 s", "> 60 s"]
-
-
-def test_bar_shows_the_shares_of_pages() -> None:
-    text = page().page([counts()], status())
-    assert re.findall(r'class="(\w+)" style="width:([\d.]+)%"', text) == [
-        ("active", "25.0"),
-        ("cached", "50.0"),
-        ("leased", "0.0"),
-        ("quarantined", "0.0"),
-    ]
+def test_events_come_and_a_drain_ends_them() -> None:
+    with ServedGateway(service, drain_timeout_s=30.0) as served:
+        connection = http.client.HTTPConnection(served.address.host, served.address.port, timeout=20)
+        connection.request("GET", "/ui/events")
+        answer = connection.getresponse()
+        assert answer.getheader("content-type", "").startswith("text/event-stream")
+        lines = iter(answer.readline, b"")
+        assert next(lines) == b"event: history\n"
+        assert any(line == b"event: snapshot\n" for line in lines)
+        begin_s = time.monotonic()
+        drained = served.begin_drain()
+        assert list(lines), "the stream ends"
+        drained.result(timeout=20)
+        assert time.monotonic() - begin_s < 15.0, "the drain does not wait for viewers"
+        connection.close()

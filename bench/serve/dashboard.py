@@ -1,0 +1,177 @@
+"""The dashboard with many workers, in Chromium: frames while it scrolls, first paint, memory, and its cost.
+
+    python -m baton.bench.serve.dashboard [--workers 1000]
+
+The gateway is real, its cluster is simulated_cluster.py. Needs Debian's chromium and the package playwright.
+Frames are counted by requestAnimationFrame while the wheel scrolls the list of workers, then the page. The
+cost is the gateway's processor time for one reading, with and without a viewer.
+"""
+
+import argparse
+import asyncio
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from itertools import pairwise
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import psutil
+
+from baton.bench.report import Report, Suite, at_least, at_most, percentile
+from baton.bench.serve.simulated_cluster import SimulatedCluster, gateway_of, served
+from baton.errors import ConfigError
+from baton.gateway.metrics.live_feed import EVERY_S, IDLE_EVERY_S
+from baton.gateway.process import GatewayProcess
+
+if TYPE_CHECKING:
+    from playwright.async_api import Browser, CDPSession, Page
+
+CHROMIUM: Final = "/usr/bin/chromium"
+FLAGS: Final = ("--no-sandbox", "--enable-precise-memory-info")
+SCROLL_S: Final = 5.0
+LATE_MS: Final = 25.0
+PLACES: Final = {"list of workers": "#panel-workers .scroll", "page": "#charts"}  # to scroll
+NUM_READINGS: Final = 51
+WHEEL_PIXELS: Final = 60
+WHEEL_EVERY_S: Final = 0.008
+LIVE: Final = "#state[data-live]"
+COUNT_FRAMES: Final = """() => {
+  window.frames_ = [];
+  const tick = (now) => { window.frames_.push(now); window.frames_on = requestAnimationFrame(tick); };
+  requestAnimationFrame(tick);
+}"""
+TAKE_FRAMES: Final = "() => { cancelAnimationFrame(window.frames_on); return window.frames_; }"
+FIRST_PAINT: Final = "() => performance.getEntriesByName('first-contentful-paint')[0].startTime"
+HEAP: Final = "() => performance.memory.usedJSHeapSize"
+
+
+@asynccontextmanager
+async def chromium() -> AsyncIterator["Browser"]:
+    """Yield a running browser. Raises ConfigError when the driver is missing."""
+    try:
+        from playwright.async_api import async_playwright
+    except ModuleNotFoundError:
+        raise ConfigError("playwright is not installed: pip install 'baton-serve[dev]'") from None
+    async with async_playwright() as driver:
+        browser = await driver.chromium.launch(executable_path=CHROMIUM, args=list(FLAGS))
+        yield browser
+        await browser.close()
+
+
+class Scroll(NamedTuple):
+    """One stretch of scrolling."""
+
+    gaps_ms: list[float]  # between frames
+    work_ms: float  # of the page's main thread, a frame
+
+    @property
+    def fps(self) -> float:
+        return 1000 * len(self.gaps_ms) / sum(self.gaps_ms)
+
+
+async def scroll(page: "Page", selector: str) -> Scroll:
+    """Scroll the part under the selector down and up for SCROLL_S."""
+    await page.locator(selector).hover()
+    session = await page.context.new_cdp_session(page)
+    await session.send("Performance.enable", {"timeDomain": "threadTicks"})
+    before_s = await _task_s(session)
+    await page.evaluate(COUNT_FRAMES)
+    begin_s = time.monotonic()
+    while (passed_s := time.monotonic() - begin_s) < SCROLL_S:
+        down = int(passed_s / 1.25) % 2 == 0
+        await page.mouse.wheel(0, WHEEL_PIXELS if down else -WHEEL_PIXELS)
+        await asyncio.sleep(WHEEL_EVERY_S)
+    at_ms: list[float] = await page.evaluate(TAKE_FRAMES)
+    spent_s = await _task_s(session) - before_s
+    await session.detach()
+    return Scroll([after - before for before, after in pairwise(at_ms)], 1000 * spent_s / len(at_ms))
+
+
+async def _task_s(session: "CDPSession") -> float:
+    """Return the processor seconds of the page's main thread so far."""
+    metrics = (await session.send("Performance.getMetrics"))["metrics"]
+    return next(float(each["value"]) for each in metrics if each["name"] == "TaskDuration")
+
+
+def renderer_bytes() -> int:
+    """Return the memory that the largest renderer among this process's children has to itself."""
+    sizes = [
+        child.memory_full_info().uss
+        for child in psutil.Process().children(recursive=True)
+        if "--type=renderer" in child.cmdline()
+    ]
+    return max(sizes, default=0)
+
+
+async def _measure(options: argparse.Namespace, report: Report) -> None:
+    cluster = SimulatedCluster(options.workers // 3, options.workers - options.workers // 3)
+    async with served(cluster) as address, chromium() as browser:
+        page = await browser.new_page(viewport={"width": 1280, "height": 900})
+        begin_s = time.monotonic()
+        await page.goto(f"http://{address.host}:{address.port}/ui")
+        await page.wait_for_selector(LIVE)
+        shown_s = time.monotonic() - begin_s
+        paint_s = await page.evaluate(FIRST_PAINT) / 1000
+        report.rows.append(at_most("first contentful paint", paint_s, "s", 1.0))
+        report.rows.append(at_most("first snapshot shown", shown_s, "s", None, "from the call of goto"))
+        await asyncio.sleep(options.settle)
+        blank = await browser.new_page(viewport={"width": 1280, "height": 900})
+        await blank.set_content("<div id=blank style='height: 9000px'></div>")
+        for name, selector in PLACES.items():
+            report.tell(f"scrolls the {name}")
+            await page.bring_to_front()
+            await page.locator(selector).scroll_into_view_if_needed()
+            found = await scroll(page, selector)
+            await blank.bring_to_front()
+            _add_frames(report, name, found, await scroll(blank, "#blank"))
+        await page.bring_to_front()
+        report.rows.append(at_most("heap", await page.evaluate(HEAP) / 1e6, "MB", 200))
+        report.rows.append(at_most("memory of the renderer alone", renderer_bytes() / 1e6, "MB", 200))
+    await _add_costs(options, report)
+
+
+def _add_frames(report: Report, name: str, found: Scroll, blank: Scroll) -> None:
+    late = sum(gap > LATE_MS for gap in found.gaps_ms)
+    note = f"an empty page meanwhile {blank.fps:.1f}; {late} of {len(found.gaps_ms)} frames late"
+    report.rows += [
+        at_least(f"frames, {name} scrolls", found.fps, "fps", 59.0, note),
+        at_most(f"main thread, {name} scrolls", found.work_ms, "ms a frame", 1000 / 60),
+    ]
+
+
+async def _add_costs(options: argparse.Namespace, report: Report) -> None:
+    """Add the processor time of a reading as a share of one core."""
+    cluster = SimulatedCluster(options.workers // 3, options.workers - options.workers // 3)
+    gateway = await gateway_of(cluster, history_s=10.0)
+    idle_s = await _reading_s(gateway)
+    viewer = gateway.feed.admit()
+    await anext(viewer)  # the history; the snapshots after that are encoded, and nobody reads them
+    watched_s = await _reading_s(gateway)
+    note = "{:.1f} ms of processor time every {:g} s; writing to the socket is not counted"
+    for name, spent_s, every_s in (("no page", idle_s, IDLE_EVERY_S), ("a page", watched_s, EVERY_S)):
+        share = 100 * spent_s / every_s
+        report.rows.append(
+            at_most(f"cost, {name} open", share, "% of a core", 3.0, note.format(1000 * spent_s, every_s))
+        )
+    await gateway.drain()
+
+
+async def _reading_s(gateway: GatewayProcess) -> float:
+    spent_s = []
+    for _ in range(NUM_READINGS):
+        begin_s = time.process_time()
+        await gateway.feed.take()
+        spent_s.append(time.process_time() - begin_s)
+    return percentile(spent_s, 50)
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--workers", type=int, default=1000, metavar="N", help="simulated workers")
+    parser.add_argument("--settle", type=float, default=3.0, metavar="S", help="before the first scroll")
+
+
+SUITE: Final = Suite("dashboard", "The dashboard in Chromium", _add_options, _measure)
+
+if __name__ == "__main__":
+    sys.exit(SUITE.main(__doc__))

@@ -1,0 +1,381 @@
+"""The cluster at one moment, for operators who watch it: the page `/ui` and `baton top`.
+
+A `Reading` keeps the counts behind `/metrics` and the routers' last status. Two readings give rates and
+percentiles of the time between them: a `Point` of the charts, and the rows of a `Snapshot`. Nothing here is
+counted a second time.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Final, NamedTuple, TypeAlias
+
+import msgspec
+
+import baton
+from baton.gateway.metrics.metrics import MAX_TENANTS, Metrics, TenantCounts
+from baton.messages.operations import GatewayStatus, Status
+from baton.messages.status import Histogram, RouterStatus, TenantStatus
+from baton.messages.workers import Load, WorkerStatus
+
+SHARES: Final = (0.5, 0.9, 0.99)  # of the percentiles
+Quantiles: TypeAlias = tuple[float, ...]  # seconds, one for each of SHARES; empty: there were no values
+
+
+class Point(msgspec.Struct, frozen=True, kw_only=True):
+    """One moment of the charts. Rates and percentiles are over the time since an earlier reading."""
+
+    time_s: float  # of the gateway's clock
+    requests_per_s: float = 0.0  # calls of all APIs that ended
+    tokens_per_s: float = 0.0
+    sent_bytes_per_s: float = 0.0  # of KV, between workers
+    ttft_s: Quantiles = ()
+    itl_s: Quantiles = ()
+    num_open: int = 0  # calls being answered
+    num_queued: int = 0  # requests at routers
+    num_running: int = 0  # sequences that have pages
+    num_waiting: int = 0  # sequences without pages
+    pages: dict[str, int] = {}  # by state
+
+
+class WorkerRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One worker. Counts are since its start; `baton.messages.workers.Load` describes them."""
+
+    id: str
+    name: str
+    role: str
+    node: str = ""
+    is_draining: bool = False
+    beat_age_s: float = 0.0
+    num_attempts: int = 0
+    num_running: int = 0
+    num_waiting: int = 0
+    num_incoming: int = 0
+    num_outgoing: int = 0
+    num_pages: int = 0
+    pages: dict[str, int] = {}
+    num_tokens: int = 0
+    tokens_per_s: float = 0.0
+    sent_bytes_per_s: float = 0.0
+    sent_to: dict[str, float] = {}  # bytes a second, by the id of the receiving worker
+    num_preemptions: int = 0
+    prefix_queries_tokens: int = 0
+    prefix_hits_tokens: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_masks: int = 0
+    mask_us: int = 0
+    num_compiled_forms: int = 0
+    compile_us: int = 0
+    num_failed_forms: int = 0
+
+
+class TenantRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One tenant: as the routers see it, and its counts at the gateways of the port."""
+
+    status: TenantStatus
+    counts: TenantCounts
+
+
+class GatewayRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One gateway. A gateway of another port tells less."""
+
+    name: str
+    node: str = ""
+    pid: int = 0
+    address: str = ""
+    is_here: bool = False  # of this port: the fields below are known
+    num_open: int = 0
+    num_refused: int = 0
+    num_requests: int = 0
+    requests_per_s: float = 0.0
+    num_tokens: int = 0
+    tokens_per_s: float = 0.0
+    num_replays: int = 0
+    num_refused_forms: int = 0
+    form_check_p99_s: float = 0.0
+    num_clients_gone: int = 0
+
+
+class RouterRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One router. Counts are since its start."""
+
+    id: str
+    node: str = ""
+    pid: int = 0
+    num_attempts: int = 0
+    num_queued: int = 0
+    oldest_wait_s: float = 0.0
+    level: str = ""
+    redis: str = "none"
+    num_routed: int = 0
+    routed_per_s: float = 0.0
+    routing_p99_s: float = 0.0
+    blind_share: float = 0.0
+    counters: dict[str, int] = {}
+
+
+class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """The whole cluster at one moment."""
+
+    model: str
+    version: str
+    point: Point
+    level: str  # of overload
+    oldest_wait_s: float  # of the queued requests
+    head_away_s: float  # silence of Ray's head; 0: it answers
+    workers: list[WorkerRow]
+    tenants: list[TenantRow]
+    routers: list[RouterRow]
+    gateways: list[GatewayRow]
+    left_out: dict[str, int] = {}  # for lack of room in the routers' status
+
+
+class GatewayCounts(NamedTuple):
+    """The counts of one gateway that points are made from."""
+
+    num_open: int
+    num_requests: int
+    num_tokens: int
+    ttft: Histogram
+    itl: Histogram
+
+
+class WorkerCounts(NamedTuple):
+    """The counts of one worker that rates are made from."""
+
+    num_tokens: int
+    kv_bytes: int
+    kv_bytes_to: Mapping[str, int]
+
+
+class Reading(NamedTuple):
+    """The counts at one moment that rates and percentiles are made from."""
+
+    time_s: float
+    gateways: Mapping[str, GatewayCounts]  # by name
+    workers: Mapping[str, WorkerCounts]  # by id
+    routed: Mapping[str, int]  # requests, by router
+
+
+def read(time_s: float, gateways: Iterable[Metrics], status: Status) -> Reading:
+    """Return a reading. gateways: those of the port; their counts are copied."""
+    return Reading(
+        time_s,
+        {
+            each.gateway: GatewayCounts(
+                each.num_open,
+                each.duration.num,
+                each.generated_tokens,
+                _copied(each.ttft),
+                _copied(each.itl),
+            )
+            for each in gateways
+        },
+        {
+            each.worker.id: WorkerCounts(each.load.num_tokens, each.load.kv_bytes, each.load.kv_bytes_to)
+            for each in status.workers
+        },
+        {each.id: each.routing.num for each in status.routers},
+    )
+
+
+def _copied(histogram: Histogram) -> Histogram:
+    return Histogram(histogram.bounds, list(histogram.counts))
+
+
+class Change:
+    """The time between two readings. A gateway, router or worker that is not in both has no rate."""
+
+    def __init__(self, before: Reading, after: Reading, status: Status) -> None:
+        """status: the one that the later reading was made from."""
+        self._before = before
+        self._after = after
+        self._status = status
+        self._seconds = after.time_s - before.time_s
+
+    def point(self) -> Point:
+        """Return the point of the charts at the later reading."""
+        status, gateways = self._status, self._after.gateways
+        pages = Counter[str]()
+        for each in status.workers:
+            pages.update(each.load.pages)
+        elsewhere = (each.num_open for each in status.gateways if each.id[:8] not in gateways)
+        return Point(
+            time_s=self._after.time_s,
+            requests_per_s=sum(self._gateway_rates(name)[0] for name in gateways),
+            tokens_per_s=sum(self._gateway_rates(name)[1] for name in gateways),
+            sent_bytes_per_s=sum(map(self._sent_bytes_per_s, self._after.workers)),
+            ttft_s=self._quantiles(lambda counts: counts.ttft),
+            itl_s=self._quantiles(lambda counts: counts.itl),
+            num_open=sum(each.num_open for each in gateways.values()) + sum(elsewhere),
+            num_queued=sum(each.queue.num_queued for each in status.routers),
+            num_running=sum(each.load.num_running for each in status.workers),
+            num_waiting=sum(each.load.num_waiting for each in status.workers),
+            pages=dict(pages),
+        )
+
+    def snapshot(self, model: str, point: Point, gateways: Sequence[Metrics]) -> Snapshot:
+        """Return the snapshot at the later reading. gateways: the counts that it was made from."""
+        status = self._status
+        queue = status.queue
+        return Snapshot(
+            model=model,
+            version=baton.__version__,
+            point=point,
+            level=queue.level.name.lower(),
+            oldest_wait_s=queue.oldest_wait_s,
+            head_away_s=status.head_away_s,
+            workers=list(map(self._worker, status.workers)),
+            tenants=list(_tenants(queue.tenants, gateways)),
+            routers=list(map(self._router, status.routers)),
+            gateways=list(self._gateway_rows(gateways)),
+            left_out=status.left_out,
+        )
+
+    def _rate(self, before: float, after: float) -> float:
+        return max(0.0, after - before) / self._seconds if self._seconds > 0 else 0.0
+
+    def _gateway_rates(self, name: str) -> tuple[float, float]:
+        """Return requests and tokens a second."""
+        before, after = self._before.gateways.get(name), self._after.gateways[name]
+        if before is None:
+            return 0.0, 0.0
+        return (
+            self._rate(before.num_requests, after.num_requests),
+            self._rate(before.num_tokens, after.num_tokens),
+        )
+
+    def _sent_bytes_per_s(self, worker: str) -> float:
+        before = self._before.workers.get(worker)
+        return 0.0 if before is None else self._rate(before.kv_bytes, self._after.workers[worker].kv_bytes)
+
+    def _quantiles(self, histogram_of: Callable[[GatewayCounts], Histogram]) -> Quantiles:
+        """Return the percentiles of the values between the readings, of the gateways with equal bounds."""
+        bounds: tuple[float, ...] = ()
+        columns: list[list[int]] = []
+        for name, after in self._after.gateways.items():
+            now, before = histogram_of(after), self._before.gateways.get(name)
+            bounds = bounds or now.bounds
+            if before is None or now.bounds != bounds or histogram_of(before).bounds != bounds:
+                continue
+            old = histogram_of(before).counts
+            columns.append([max(0, new - was) for new, was in zip(now.counts, old, strict=True)])
+        total = Histogram(bounds, [sum(column) for column in zip(*columns, strict=True)])
+        return tuple(total.estimate(share) for share in SHARES) if total.num else ()
+
+    def _worker(self, status: WorkerStatus) -> WorkerRow:
+        worker, load = status.worker, status.load
+        before = self._before.workers.get(worker.id)
+        return WorkerRow(
+            id=worker.id,
+            name=worker.name,
+            role=worker.role.value,
+            node=worker.node,
+            is_draining=status.is_draining,
+            beat_age_s=round(status.beat_age_s, 3),
+            num_attempts=status.num_attempts,
+            num_running=load.num_running,
+            num_waiting=load.num_waiting,
+            num_incoming=load.num_incoming,
+            num_outgoing=load.num_outgoing,
+            num_pages=worker.num_pages,
+            pages=load.pages,
+            num_tokens=load.num_tokens,
+            tokens_per_s=0.0 if before is None else self._rate(before.num_tokens, load.num_tokens),
+            sent_bytes_per_s=self._sent_bytes_per_s(worker.id),
+            sent_to={} if before is None else self._sent_to(before, load),
+            num_preemptions=load.num_preemptions,
+            prefix_queries_tokens=load.prefix_queries_tokens,
+            prefix_hits_tokens=load.prefix_hits_tokens,
+            num_draft_tokens=load.num_draft_tokens,
+            num_accepted_tokens=load.num_accepted_tokens,
+            num_masks=load.num_masks,
+            mask_us=load.mask_us,
+            num_compiled_forms=load.num_compiled_forms,
+            compile_us=load.compile_us,
+            num_failed_forms=load.num_failed_forms,
+        )
+
+    def _sent_to(self, before: WorkerCounts, after: Load) -> dict[str, float]:
+        rates = {
+            worker: self._rate(before.kv_bytes_to.get(worker, 0), num_bytes)
+            for worker, num_bytes in after.kv_bytes_to.items()
+        }
+        return {worker: rate for worker, rate in rates.items() if rate}
+
+    def _router(self, router: RouterStatus) -> RouterRow:
+        before = self._before.routed.get(router.id)
+        return RouterRow(
+            id=router.id,
+            node=router.node,
+            pid=router.pid,
+            num_attempts=router.num_attempts,
+            num_queued=router.queue.num_queued,
+            oldest_wait_s=router.queue.oldest_wait_s,
+            level=router.queue.level.name.lower(),
+            redis=router.redis,
+            num_routed=router.routing.num,
+            routed_per_s=0.0 if before is None else self._rate(before, router.routing.num),
+            routing_p99_s=router.routing.estimate(0.99),
+            blind_share=router.blind_share,
+            counters=router.counters,
+        )
+
+    def _gateway_rows(self, gateways: Sequence[Metrics]) -> Iterator[GatewayRow]:
+        reported = {each.id[:8]: each for each in self._status.gateways}
+        here = {each.gateway: each for each in gateways}
+        for name in sorted({*reported, *here}):
+            yield self._gateway(name, reported.get(name, GatewayStatus(id="0" * 32)), here.get(name))
+
+    def _gateway(self, name: str, status: GatewayStatus, counts: Metrics | None) -> GatewayRow:
+        address = status.address
+        row = GatewayRow(
+            name=name,
+            node=status.node,
+            pid=status.pid,
+            address="" if address is None else f"{address.host}:{address.port}",
+            num_open=status.num_open,
+            num_refused=status.num_refused,
+        )
+        if counts is None:
+            return row
+        requests_per_s, tokens_per_s = self._gateway_rates(name)
+        return msgspec.structs.replace(
+            row,
+            is_here=True,
+            num_open=counts.num_open,
+            num_requests=counts.duration.num,
+            requests_per_s=requests_per_s,
+            num_tokens=counts.generated_tokens,
+            tokens_per_s=tokens_per_s,
+            num_replays=sum(num for event, num in counts.events.items() if event.startswith("replays_")),
+            num_refused_forms=counts.forms.get("refused", 0) + counts.forms.get("too_long", 0),
+            form_check_p99_s=counts.form_check.estimate(0.99),
+            num_clients_gone=counts.clients_gone,
+        )
+
+
+def _tenants(statuses: Sequence[TenantStatus], gateways: Sequence[Metrics]) -> Iterator[TenantRow]:
+    """Yield the tenants that have a name: a cluster without a tenants file has none."""
+    at_routers = {status.tenant: status for status in statuses}
+    at_gateways: dict[str, list[TenantCounts]] = {}
+    for each in gateways:
+        for name, counts in each.tenants.items():
+            at_gateways.setdefault(name, []).append(counts)
+    names = [name for name in {**at_routers, **at_gateways} if name]
+    for name in names[:MAX_TENANTS]:
+        yield TenantRow(
+            status=at_routers.get(name) or TenantStatus(tenant=name),
+            counts=_sum(at_gateways.get(name, [])),
+        )
+
+
+def _sum(counts: Sequence[TenantCounts]) -> TenantCounts:
+    total = TenantCounts()
+    for each in counts:
+        total.num_open += each.num_open
+        total.prompt_tokens += each.prompt_tokens
+        total.generated_tokens += each.generated_tokens
+        for name in ("calls", "met", "missed"):
+            getattr(total, name).update(getattr(each, name))
+    return total
