@@ -19,12 +19,14 @@ from baton.config.gateway import GatewayConfig
 from baton.gateway.metrics.metrics import Metrics
 from baton.gateway.process import GatewayProcess
 from baton.gateway.streams.request_stream import Sink
-from baton.gateway.streams.routers import Explained
-from baton.messages.control import Decision, Weighed
-from baton.messages.operations import GatewayStatus, Status
+from baton.gateway.streams.routers import Explained, FoundTimelines
+from baton.gateway.streams.timeline import RequestMarks, WorkerMarks
+from baton.messages.control import Decision, Routed, Weighed
+from baton.messages.operations import FindRequests, GatewayStatus, Status
 from baton.messages.status import OverloadLevel, QueueStatus, RouterStatus, TenantStatus
-from baton.messages.workers import Address, Load, PrefillTimes, Worker, WorkerRole, WorkerStatus
+from baton.messages.workers import Address, Load, PrefillTimes, Worker, WorkerRole, WorkerStatus, WorkerTimes
 from baton.request import FinishReason, Request, TokenEvent
+from baton.rpc.peer_clock import SAME_CLOCK
 
 GATEWAY: Final = "9a3f51c0" + "0" * 24
 WORKERS_A_NODE: Final = 8
@@ -32,6 +34,8 @@ NUM_PAGES: Final = 8192
 PAGE_BYTES: Final = 2**21
 HISTORY_S: Final = 900.0
 STEP_S: Final = 5.0  # of the history
+PROMPT_S: Final = 0.06  # of a made-up answer
+TOKEN_S: Final = 0.004
 TENANTS: Final = ("acme", "globex", "initech", "<b>umbrella</b>")  # the last one must be shown as it is
 TERMS: Final = ("queue_s", "pull_s", "compute_s", "handoff_s", "join_s", "decode_delay_s", "queue_delay_s")
 NOWHERE: Final = Address("127.0.0.1", 1)  # no router is asked
@@ -200,15 +204,54 @@ class SimulatedCluster:
 
     # Requests.
 
-    def open(self, request: Request, sink: Sink, *, sticky_worker: str = "") -> None:
-        self._tasks[request.request_id] = asyncio.create_task(self._answer(request, sink))
+    def open(self, request: Request, sink: Sink, *, sticky_worker: str = "") -> RequestMarks:
+        marks = RequestMarks(request.arrival_s)
+        self._tasks[request.request_id] = asyncio.create_task(self._answer(request, sink, marks))
+        return marks
 
-    async def _answer(self, request: Request, sink: Sink) -> None:
+    async def _answer(self, request: Request, sink: Sink, marks: RequestMarks) -> None:
+        """Answer with made-up tokens, and tell the times of made-up workers."""
         num_tokens = request.sampling.max_tokens or 16
+        begin_s = time.monotonic()
+        marks.submitted(0, "router 11111111", begin_s)
+        attempt = marks.attempts[-1]
+        await asyncio.sleep(PROMPT_S)
+        attempt.first_token_s = time.monotonic()
+        attempt.prefill, attempt.decode = "prefill-0", "decode-0"
+        attempt.router_clock = SAME_CLOCK
+        attempt.routed = Routed(
+            request_id=request.request_id,
+            attempt=0,
+            decode=self._decoders[0].id,
+            received_s=begin_s,
+            dispatched_s=begin_s + 0.1 * PROMPT_S,
+            num_ahead=3,
+            ahead_tenant="acme",
+        )
+        prompt = WorkerTimes(
+            arrived_s=begin_s + 0.15 * PROMPT_S,
+            started_s=begin_s + 0.3 * PROMPT_S,
+            first_token_s=attempt.first_token_s - 0.05 * PROMPT_S,
+            prompt_s=0.5 * PROMPT_S,
+            hidden_s=0.2 * PROMPT_S,
+        )
+        attempt.workers.append(WorkerMarks("prefill-0", prompt, SAME_CLOCK))
         for index in range(num_tokens):
-            await asyncio.sleep(0.05 if index == 0 else 0.01)
-            end = FinishReason.LENGTH if index == num_tokens - 1 else None
+            is_last = index == num_tokens - 1
+            if is_last:
+                marks.last_token_s = now_s = time.monotonic()
+                answer = WorkerTimes(
+                    arrived_s=begin_s + 0.15 * PROMPT_S,
+                    granted_s=attempt.first_token_s + 0.01 * PROMPT_S,
+                    pages_s=attempt.first_token_s + 0.1 * PROMPT_S,
+                    ended_s=now_s,
+                    decode_s=0.7 * (now_s - attempt.first_token_s),
+                )
+                attempt.workers.append(WorkerMarks("decode-0", answer, SAME_CLOCK))
+                marks.ended("finished", num_tokens, now_s)
+            end = FinishReason.LENGTH if is_last else None
             sink.tokens([TokenEvent(request.request_id, 0, index, 5 + index % 20, end, 0)])
+            await asyncio.sleep(TOKEN_S)
         self._tasks.pop(request.request_id, None)
 
     def cancel(self, request_id: str) -> None:
@@ -218,6 +261,9 @@ class SimulatedCluster:
 
     def decode_worker(self, request_id: str) -> str:
         return self._decoders[0].id
+
+    def find_requests(self, query: FindRequests, found: FoundTimelines) -> None:
+        found((), True)
 
     def explain(self, request_id: str, explained: Explained) -> None:
         """Tell a decision among the first workers, whatever the request."""

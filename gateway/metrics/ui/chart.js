@@ -10,7 +10,7 @@ import { HISTORY_S } from "./feed.js";
  */
 
 const STEPS = [1, 2, 2.5, 5, 10];
-const LEFT = 62, BOTTOM = 16, TOP = 4; // pixels
+const LEFT = 68, BOTTOM = 16, TOP = 4; // pixels
 const GAP_S = 15; // a line is broken where readings are further apart
 
 export class Chart {

@@ -18,7 +18,7 @@ import { bytes, compare, count, rate, share } from "./format.js";
 const MAX_BOXES = 10; // of a lane
 const BOX_HEIGHT = 42, BOX_GAP = 8, HEAD = 32, LEFT = 10; // pixels
 const LANES = ["Gateways", "Routers", "Prefill", "Decode"];
-const BOX_SHARE = 0.68; // of a lane's width
+const BOX_SHARE = 0.7; // of a lane's width
 const MAX_LABELS = 8; // rates written beside lines
 const FRAME_MS = 33;
 const QUIET_MS = 200; // after a scroll event: flows stand still, so that scrolling has the processor
@@ -95,7 +95,7 @@ export class ClusterMap {
   workerBox(workers, name, filter = "") {
     const active = workers.reduce((all, each) => all + inUse(each), 0);
     const pages = sum(workers, "num_pages");
-    const speed = workers[0].role === "prefill" ? `sends ${bytes(sum(workers, "sent_bytes_per_s"))}/s` : `${rate(sum(workers, "tokens_per_s"))} tok/s`;
+    const speed = workers[0].role === "prefill" ? `${bytes(sum(workers, "sent_bytes_per_s"))}/s` : `${rate(sum(workers, "tokens_per_s"))} tok/s`;
     return {
       name,
       stat: `${count(sum(workers, "num_running"))} running, ${speed}, ${share(active, pages)}`,

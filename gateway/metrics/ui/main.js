@@ -5,7 +5,7 @@ import { Details, showFields, showTenant, showWorker } from "./details.js";
 import { byId, element, setText, Values } from "./dom.js";
 import { Feed } from "./feed.js";
 import { seconds } from "./format.js";
-import { showRequest } from "./requests.js";
+import { RequestList, showRequest } from "./requests.js";
 import { Table } from "./table.js";
 import { CHARTS, GATEWAY_COLUMNS, ROUTER_COLUMNS, TENANT_COLUMNS, tiles, WORKER_COLUMNS } from "./views.js";
 
@@ -17,7 +17,7 @@ const charts = CHARTS.map((each) => new Chart(byId("charts"), each.title, each.s
 const lists = {
   workers: list("Workers", (host) => new Table(host, "Workers", WORKER_COLUMNS, (row) => row.id, (row) => openWorker(row.id))),
   tenants: list("Tenants", (host) => new Table(host, "Tenants", TENANT_COLUMNS, (row) => row.status.tenant, (row) => showTenant(details, latest, row.status.tenant))),
-  requests: list("Requests", requestSearch),
+  requests: list("Requests", (host) => new RequestList(host, openRequest)),
   gateways: list("Gateways", (host) => new Table(host, "Gateways", GATEWAY_COLUMNS, (row) => row.name, openGateway)),
   routers: list("Routers", (host) => new Table(host, "Routers", ROUTER_COLUMNS, (row) => row.id, openRouter)),
 };
@@ -51,22 +51,15 @@ function chosen() {
 }
 
 function updateList(name) {
-  if (name in /** @type {any} */ (latest)) lists[name].part.update(latest[name]);
-}
-
-function requestSearch(host) {
-  const filter = /** @type {HTMLInputElement} */ (element("input", { type: "search", placeholder: "chatcmpl-\u2026", size: "40" }));
-  const form = element("form", { class: "tools" }, element("label", {}, "Answer's id", filter), element("button", { type: "submit" }, "Why did it go there?"));
-  form.addEventListener("submit", (event) => {
-    event.preventDefault();
-    if (latest && filter.value) showRequest(details, latest, filter.value);
-  });
-  host.append(form);
-  return { filter };
+  lists[name].part.update(latest[name]); // requests are not in a snapshot: their list asks for them
 }
 
 function openWorker(id) {
   if (latest) showWorker(details, latest, id);
+}
+
+function openRequest(id) {
+  if (latest) showRequest(details, latest, id);
 }
 
 function openGateway({ name }) {

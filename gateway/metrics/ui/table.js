@@ -87,6 +87,13 @@ export class Table {
     });
   }
 
+  /** Sort by the column of this name, the largest first. */
+  sortBy(name) {
+    this.sorted = this.columns.findIndex((column) => column.name === name);
+    this.isDescending = true;
+    this.arrange();
+  }
+
   /** Show these rows instead. Their order and the filter stay. */
   update(rows) {
     this.all = rows;
