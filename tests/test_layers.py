@@ -52,7 +52,7 @@ FACADES: Final = {
     "decode_worker": frozenset({"worker"}),
     "router": frozenset({"router", "policies.registry", "redis.client"}),
     "gateway": frozenset(
-        {"process", "tenants.file", "tenants.tenants"}
+        {"metrics.snapshot", "process", "tenants.file", "tenants.tenants"}
         | {"text.answer_parsing", "text.chat_template", "text.model_files", "text.tokenizer"}
     ),
     "cluster": frozenset[str](),
@@ -73,6 +73,7 @@ ONLY_IN: Final = {
     "rich": {"cluster", "bench"},
     "safetensors": {"engine", "bench"},
     "starlette": {"gateway"},
+    "textual": {"cluster"},
     "tokenizers": {"gateway", "bench"},
     "torch": {"kernels", "engine", "kvtransfer", "prefill_worker", "decode_worker", "bench"},
     "transformers": {"bench"},

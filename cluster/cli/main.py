@@ -28,6 +28,7 @@ COMMANDS: Final = {
     "generate": ("generate", "complete one prompt and print the text as it comes"),
     "chat": ("chat", "talk to a cluster"),
     "status": ("status", "show workers, their pages and queues"),
+    "top": ("top", "watch the cluster in the terminal: workers, tenants, requests"),
     "explain": ("explain", "show why a request went to its workers, and how long it took"),
     "drain": ("workers", "let a worker finish its requests and take nothing new"),
     "undrain": ("workers", "call a drained worker back"),

@@ -1,0 +1,174 @@
+"""The screen of `baton top`, driven by keys, over a gateway with simulated workers."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+
+import httpx2
+import pytest
+from anyio.from_thread import BlockingPortal, start_blocking_portal
+
+from baton.bench.serve.simulated_cluster import TENANTS, SimulatedCluster, served
+from baton.cluster.cli.http_client import HttpClient
+
+pytest.importorskip("textual", reason="textual is not installed")
+
+from textual.pilot import Pilot
+from textual.widgets import Static
+
+from baton.cluster.cli.top_screen import REQUESTS, TopApp
+
+TIMEOUT_S = 30.0
+SIZE = (130, 30)
+
+
+@pytest.fixture(scope="module")
+def portal() -> Iterator[BlockingPortal]:
+    with start_blocking_portal() as portal:
+        yield portal
+
+
+@pytest.fixture(scope="module")
+def url(portal: BlockingPortal) -> Iterator[str]:
+    with portal.wrap_async_context_manager(served(SimulatedCluster(12, 30), history_s=30.0)) as address:
+        url = f"http://{address.host}:{address.port}"
+        for num_tokens in (4, 30):
+            body = {"model": "tiny", "prompt": "a b", "max_tokens": num_tokens}
+            assert httpx2.post(f"{url}/v1/completions", json=body).status_code == 200
+        yield url
+
+
+@contextlib.asynccontextmanager
+async def running(url: str) -> AsyncIterator[tuple[TopApp, Pilot[None]]]:
+    """Yield the app once it shows a snapshot."""
+    app = TopApp(HttpClient(url, timeout_s=10.0))
+    async with app.run_test(size=SIZE) as pilot:
+        await until(pilot, lambda: bool(app.listing.rows))
+        yield app, pilot
+
+
+async def until(pilot: Pilot[None], holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(TIMEOUT_S):
+        while not holds():
+            await pilot.pause(0.02)
+
+
+def drive(url: str, act: Callable[[TopApp, Pilot[None]], Awaitable[None]]) -> None:
+    async def run() -> None:
+        async with running(url) as (app, pilot):
+            await act(app, pilot)
+
+    asyncio.run(run())
+
+
+def lines(app: TopApp) -> list[str]:
+    """Return what the list shows, line by line."""
+    return [app.listing.render_line(y).text for y in range(app.listing.size.height)]
+
+
+def details(app: TopApp) -> str:
+    """Return the text of the open details."""
+    screen = app.screen
+    with app.console.capture() as captured:
+        app.console.print(screen.query_one(Static).content)
+    return captured.get()
+
+
+def test_workers_are_listed_with_their_load(url: str) -> None:
+    async def act(app: TopApp, pilot: Pilot[None]) -> None:
+        head, first, *_ = lines(app)
+        assert head.split()[:4] == ["name\u25b2", "role", "node", "state"]
+        assert first.split()[:4] == ["decode-0", "decode", "node-001", "serves"]
+        names = [line.split()[0] for line in lines(app)[1:]]
+        assert names == [f"decode-{number}" for number in range(len(names))], "decode-2 before decode-10"
+
+    drive(url, act)
+
+
+def test_cursor_moves_by_vim_keys_and_the_list_scrolls(url: str) -> None:
+    async def act(app: TopApp, pilot: Pilot[None]) -> None:
+        listing = app.listing
+        await pilot.press("j", "j", "k")
+        assert listing.cursor == 1
+        await pilot.press("G")
+        assert listing.rows[listing.cursor].name == "prefill-11" and "prefill-11" in lines(app)[-1]
+        await pilot.press("g")
+        assert listing.cursor == 41, "one g is not enough"
+        await pilot.press("g")
+        assert listing.cursor == 0 and "decode-0 " in lines(app)[1]
+        await pilot.press("ctrl+d")
+        assert listing.cursor == listing.size.height // 2
+
+    drive(url, act)
+
+
+def test_cursor_stays_on_its_row_when_the_order_changes(url: str) -> None:
+    async def act(app: TopApp, pilot: Pilot[None]) -> None:
+        await pilot.press("j", "j", "S")
+        assert app.listing.rows[app.listing.cursor].name == "decode-2"
+        assert app.listing.rows[0].name == "prefill-11"
+
+    drive(url, act)
+
+
+def test_tab_goes_through_the_lists(url: str) -> None:
+    async def act(app: TopApp, pilot: Pilot[None]) -> None:
+        await pilot.press("tab")
+        assert [row.status.tenant for row in app.listing.rows] == sorted(TENANTS)
+        assert any(line.startswith(TENANTS[-1]) for line in lines(app)), "names are shown as they are"
+        await pilot.press("tab")
+        await until(pilot, lambda: len(app.listing.rows) == 2)
+        assert [row.num_tokens for row in app.listing.rows] == [30, 4], "the slowest comes first"
+        await pilot.press("tab", "shift+tab")
+        assert app.listing.list is REQUESTS
+
+    drive(url, act)
+
+
+def test_filter_is_typed_and_cleared(url: str) -> None:
+    async def act(app: TopApp, pilot: Pilot[None]) -> None:
+        await pilot.press("slash", *"prefill", "enter")
+        assert {row.role for row in app.listing.rows} == {"prefill"} and len(app.listing.rows) == 12
+        await pilot.press("j")
+        assert app.listing.cursor == 1
+        await pilot.press("escape")
+        assert len(app.listing.rows) == 42
+
+    drive(url, act)
+
+
+def test_worker_shows_everything_and_q_closes_before_it_quits(url: str) -> None:
+    async def act(app: TopApp, pilot: Pilot[None]) -> None:
+        await pilot.press("G", "enter")
+        assert len(app.screen_stack) == 2
+        assert "prefix hits tokens" in details(app) and "MB/s" in details(app)
+        await pilot.press("q")
+        assert len(app.screen_stack) == 1 and app.is_running
+        await pilot.press("q")
+        await until(pilot, lambda: not app.is_running)
+
+    drive(url, act)
+
+
+def test_request_shows_its_waterfall_and_its_decision(url: str) -> None:
+    async def act(app: TopApp, pilot: Pilot[None]) -> None:
+        await pilot.press("tab", "tab")
+        await until(pilot, lambda: len(app.listing.rows) == 2)
+        await pilot.press("enter")
+        await until(pilot, lambda: "prefill_computing" in details(app))
+        assert "decode-0 < prefill-0" in details(app) and "first token after 0.0710 s" in details(app)
+
+    drive(url, act)
+
+
+def test_lost_gateway_is_said(portal: BlockingPortal) -> None:
+    serving = portal.wrap_async_context_manager(served(SimulatedCluster(1, 1), history_s=10.0))
+    with contextlib.ExitStack() as stack:
+        address = stack.enter_context(serving)
+
+        async def act(app: TopApp, pilot: Pilot[None]) -> None:
+            await asyncio.to_thread(stack.close)
+            state = app.query_one("#state", Static)
+            await until(pilot, lambda: "the connection is lost" in str(state.content))
+
+        drive(f"http://{address.host}:{address.port}", act)
