@@ -3,8 +3,10 @@
     python -m baton.bench.serve.dashboard [--workers 1000]
 
 The gateway is real, its cluster is simulated_cluster.py. Needs Debian's chromium and the package playwright.
-Frames are counted by requestAnimationFrame while the wheel scrolls the list of workers, then the page. The
-cost is the gateway's processor time for one reading, with and without a viewer.
+Frames are counted by requestAnimationFrame while the wheel scrolls the list of workers, then the page; an
+empty page right afterwards shows how many frames the machine had to give. The cost of a reading is the
+gateway's processor time for one, with and without a viewer. The cost under load is the processor time a
+request of gateways and router over stub workers, with a viewer and without, in turns on the same processes.
 """
 
 import argparse
@@ -12,13 +14,18 @@ import asyncio
 import sys
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from itertools import pairwise
+from statistics import mean, median, stdev
 from typing import TYPE_CHECKING, Final, NamedTuple
+from urllib.parse import urlsplit
 
 import psutil
 
 from baton.bench.report import Report, Suite, at_least, at_most, percentile
+from baton.bench.serve.client import Address
+from baton.bench.serve.load import Hammer, Point
+from baton.bench.serve.overhead import Plane, Target, hosted
 from baton.bench.serve.simulated_cluster import SimulatedCluster, gateway_of, served
 from baton.errors import ConfigError
 from baton.gateway.metrics.live_feed import EVERY_S, IDLE_EVERY_S
@@ -33,6 +40,10 @@ SCROLL_S: Final = 5.0
 LATE_MS: Final = 25.0
 PLACES: Final = {"list of workers": "#panel-workers .scroll", "page": "#charts"}  # to scroll
 NUM_READINGS: Final = 51
+IDLE_S: Final = 8.0  # without requests, NUM_IDLE times: the quietest counts
+NUM_IDLE: Final = 3
+LOAD_S: Final = 1.0  # of each half of a round
+POINT: Final = Point(64, stream=True, num_connections=16)
 WHEEL_PIXELS: Final = 60
 WHEEL_EVERY_S: Final = 0.008
 LIVE: Final = "#state[data-live]"
@@ -129,6 +140,7 @@ async def _measure(options: argparse.Namespace, report: Report) -> None:
         report.rows.append(at_most("heap", await page.evaluate(HEAP) / 1e6, "MB", 200))
         report.rows.append(at_most("memory of the renderer alone", renderer_bytes() / 1e6, "MB", 200))
     await _add_costs(options, report)
+    await _add_cost_under_load(options, report)
 
 
 def _add_frames(report: Report, name: str, found: Scroll, blank: Scroll) -> None:
@@ -157,6 +169,59 @@ async def _add_costs(options: argparse.Namespace, report: Report) -> None:
     await gateway.drain()
 
 
+async def _add_cost_under_load(options: argparse.Namespace, report: Report) -> None:
+    """Add the processor time a request with a viewer, over that without."""
+    ratios: list[float] = []
+    with hosted(Plane(model="tiny", num_gateways=2, num_prefill=1)) as target:
+        await _cpu_us(target)
+        idle_s, watched_s = [], []
+        for _ in range(NUM_IDLE):
+            idle_s.append(await _idle_cpu_s(target))
+            async with watching(target.url):
+                watched_s.append(await _idle_cpu_s(target))
+        spent = 100 * (min(watched_s) - min(idle_s)) / IDLE_S
+        note = "of the whole control plane without requests, the writing to the socket included"
+        report.rows.append(at_most("cost of a page, two gateways", spent, "% of a core", 3.0, note))
+        for number in range(options.rounds):
+            report.tell(f"round {number + 1} of {options.rounds} under load", number / options.rounds)
+            spent_us = {}
+            for is_watched in (number % 2 == 0, number % 2 == 1):
+                async with watching(target.url) if is_watched else nullcontext():
+                    spent_us[is_watched] = await _cpu_us(target)
+            ratios.append(spent_us[True] / spent_us[False])
+    error = stdev(ratios) / len(ratios) ** 0.5 if len(ratios) > 1 else 0.0
+    note = f"median of {len(ratios)} rounds; mean {mean(ratios):.3f} +- {error:.3f}"
+    report.rows.append(at_most("CPU time a request, a page open", median(ratios), "times", 1.03, note))
+    report.extra["cpu_ratios"] = ratios
+
+
+async def _idle_cpu_s(target: Target) -> float:
+    before_s = target.cpu_s()
+    await asyncio.sleep(IDLE_S)
+    return target.cpu_s() - before_s
+
+
+async def _cpu_us(target: Target) -> float:
+    before_s = target.cpu_s()
+    run = await Hammer(Address(target.url), "tiny", POINT).run(LOAD_S)
+    return 1e6 * (target.cpu_s() - before_s) / len(run.samples)
+
+
+@asynccontextmanager
+async def watching(url: str) -> AsyncIterator[None]:
+    """Read the events of a gateway as a page does."""
+    parts = urlsplit(url)
+    reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
+    writer.write(f"GET /ui/events HTTP/1.1\r\nhost: {parts.netloc}\r\n\r\n".encode())
+    await reader.readuntil(b"event: snapshot")
+    reading = asyncio.create_task(reader.read())
+    try:
+        yield
+    finally:
+        reading.cancel()
+        writer.close()
+
+
 async def _reading_s(gateway: GatewayProcess) -> float:
     spent_s = []
     for _ in range(NUM_READINGS):
@@ -168,6 +233,7 @@ async def _reading_s(gateway: GatewayProcess) -> float:
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workers", type=int, default=1000, metavar="N", help="simulated workers")
+    parser.add_argument("--rounds", type=int, default=40, metavar="N", help="under load")
     parser.add_argument("--settle", type=float, default=3.0, metavar="S", help="before the first scroll")
 
 

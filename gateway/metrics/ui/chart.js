@@ -10,7 +10,9 @@ import { HISTORY_S } from "./feed.js";
  */
 
 const STEPS = [1, 2, 2.5, 5, 10];
-const LEFT = 68, BOTTOM = 16, TOP = 4; // pixels
+const LEFT = 68,
+  BOTTOM = 16,
+  TOP = 4; // pixels
 const GAP_S = 15; // a line is broken where readings are further apart
 
 export class Chart {
@@ -29,11 +31,22 @@ export class Chart {
     this.cells = series.map(() => element("span"));
     this.when = element("small");
     const keys = series.map((each, index) =>
-      element("span", { class: "key" }, element("span", { class: `swatch ${each.colour}` }), each.name, this.cells[index]),
+      element(
+        "span",
+        { class: "key" },
+        element("span", { class: `swatch ${each.colour}` }),
+        each.name,
+        this.cells[index],
+      ),
     );
     this.canvas = /** @type {HTMLCanvasElement} */ (element("canvas", { tabindex: "0", role: "img" }));
     host.append(
-      element("figure", {}, element("figcaption", {}, element("strong", {}, title), this.when, ...keys), this.canvas),
+      element(
+        "figure",
+        {},
+        element("figcaption", {}, element("strong", {}, title), this.when, ...keys),
+        this.canvas,
+      ),
     );
     this.listen();
   }
@@ -86,7 +99,11 @@ export class Chart {
 
   /** @param {(number|null)[][]} rows */
   highest(rows) {
-    const tops = rows.map((row) => (this.isStacked ? row.reduce((sum, value) => sum + (value ?? 0), 0) : Math.max(...row.map((value) => value ?? 0))));
+    const tops = rows.map((row) =>
+      this.isStacked
+        ? row.reduce((sum, value) => sum + (value ?? 0), 0)
+        : Math.max(...row.map((value) => value ?? 0)),
+    );
     return tops.reduce((most, value) => Math.max(most, value), 0);
   }
 
@@ -115,7 +132,8 @@ export class Chart {
   }
 
   drawSeries(context, ink, index, rows, x, y) {
-    const below = (row) => (this.isStacked ? row.slice(0, index).reduce((sum, value) => sum + (value ?? 0), 0) : 0);
+    const below = (row) =>
+      this.isStacked ? row.slice(0, index).reduce((sum, value) => sum + (value ?? 0), 0) : 0;
     context.strokeStyle = context.fillStyle = ink;
     context.lineWidth = 1.5;
     let run = [];
@@ -140,10 +158,15 @@ export class Chart {
     let position = rows.length - 1;
     while (position > 0 && this.points[position].time_s > target) position -= 1;
     const row = rows[position] ?? [];
-    this.cells.forEach((cell, index) => setText(cell, row[index] === null || row[index] === undefined ? "-" : this.format(row[index])));
+    this.cells.forEach((cell, index) =>
+      setText(cell, row[index] === null || row[index] === undefined ? "-" : this.format(row[index])),
+    );
     setText(this.when, this.back === null ? "" : `${Math.round(this.back)} s ago`);
     const said = this.series.map((each, index) => `${each.name} ${this.cells[index].textContent}`);
-    this.canvas.setAttribute("aria-label", `${this.title}, ${this.when.textContent || "now"}: ${said.join(", ")}`);
+    this.canvas.setAttribute(
+      "aria-label",
+      `${this.title}, ${this.when.textContent || "now"}: ${said.join(", ")}`,
+    );
     if (this.back === null) return;
     context.strokeStyle = colour("soft");
     context.lineWidth = 1;

@@ -16,7 +16,10 @@ import { bytes, compare, count, rate, share } from "./format.js";
  */
 
 const MAX_BOXES = 10; // of a lane
-const BOX_HEIGHT = 42, BOX_GAP = 8, HEAD = 32, LEFT = 10; // pixels
+const BOX_HEIGHT = 42,
+  BOX_GAP = 8,
+  HEAD = 32,
+  LEFT = 10; // pixels
 const LANES = ["Gateways", "Routers", "Prefill", "Decode"];
 const BOX_SHARE = 0.7; // of a lane's width
 const MAX_LABELS = 8; // rates written beside lines
@@ -33,7 +36,9 @@ export class ClusterMap {
   constructor(host, open) {
     this.open = open;
     // The flows move: they have a canvas of their own, no larger than the gap between two lanes.
-    [this.lines, this.stream] = [0, 1].map(() => /** @type {HTMLCanvasElement} */ (element("canvas", { "aria-hidden": "true" })));
+    [this.lines, this.stream] = [0, 1].map(
+      () => /** @type {HTMLCanvasElement} */ (element("canvas", { "aria-hidden": "true" })),
+    );
     this.plane = element("div", { class: "plane" }, this.lines, this.stream);
     this.lanes = LANES.map((name) => element("span", { class: "lane" }, name));
     this.plane.append(...this.lanes);
@@ -48,54 +53,104 @@ export class ClusterMap {
     /** @type {Map<string, {at: number, keys: Set<string>}>} what a crowded lane shows, by lane */
     this.picked = new Map();
     this.isSeen = true;
-    new IntersectionObserver(([entry]) => { this.isSeen = entry.isIntersecting; this.wake(); }).observe(host);
+    new IntersectionObserver(([entry]) => {
+      this.isSeen = entry.isIntersecting;
+      this.wake();
+    }).observe(host);
     new ResizeObserver(() => this.arrange()).observe(host);
     calm.addEventListener("change", () => this.wake());
     this.quietUntil = 0;
-    const quiet = () => { this.quietUntil = performance.now() + QUIET_MS; };
+    const quiet = () => {
+      this.quietUntil = performance.now() + QUIET_MS;
+    };
     document.addEventListener("scroll", quiet, { capture: true, passive: true });
   }
 
   /** @param {import("./feed.js").Snapshot} snapshot */
   update(snapshot) {
-    const prefill = this.workerBoxes("prefill", snapshot.workers.filter((each) => each.role === "prefill"));
-    const decode = this.workerBoxes("decode", snapshot.workers.filter((each) => each.role !== "prefill"));
-    this.columns = [this.gatewayBoxes(snapshot.gateways), this.routerBoxes(snapshot.routers), prefill, decode];
+    const prefill = this.workerBoxes(
+      "prefill",
+      snapshot.workers.filter((each) => each.role === "prefill"),
+    );
+    const decode = this.workerBoxes(
+      "decode",
+      snapshot.workers.filter((each) => each.role !== "prefill"),
+    );
+    this.columns = [
+      this.gatewayBoxes(snapshot.gateways),
+      this.routerBoxes(snapshot.routers),
+      prefill,
+      decode,
+    ];
     this.flows = flowsOf(snapshot.workers, [...prefill, ...decode]);
     this.arrange();
     this.wake();
   }
 
   gatewayBoxes(gateways) {
-    return this.fold("gateway", gateways, (each) => each.name, (each) => each.requests_per_s, (some, name) => ({
-      name: name ? `gateway ${name}` : `${some.length} other gateways`,
-      stat: `${count(sum(some, "num_open"))} calls, ${rate(sum(some, "requests_per_s"))}/s`,
-      use: 0, ids: [], open: () => this.open.list("gateways"),
-    }));
+    return this.fold(
+      "gateway",
+      gateways,
+      (each) => each.name,
+      (each) => each.requests_per_s,
+      (some, name) => ({
+        name: name ? `gateway ${name}` : `${some.length} other gateways`,
+        stat: `${count(sum(some, "num_open"))} calls, ${rate(sum(some, "requests_per_s"))}/s`,
+        use: 0,
+        ids: [],
+        open: () => this.open.list("gateways"),
+      }),
+    );
   }
 
   routerBoxes(routers) {
-    return this.fold("router", routers, (each) => each.id, (each) => each.routed_per_s, (some, id) => ({
-      name: id ? `router ${id.slice(0, 8)}` : `${some.length} other routers`,
-      stat: `${count(sum(some, "num_queued"))} queued, ${rate(sum(some, "routed_per_s"))}/s`,
-      use: 0, ids: [], open: () => this.open.list("routers"),
-    }));
+    return this.fold(
+      "router",
+      routers,
+      (each) => each.id,
+      (each) => each.routed_per_s,
+      (some, id) => ({
+        name: id ? `router ${id.slice(0, 8)}` : `${some.length} other routers`,
+        stat: `${count(sum(some, "num_queued"))} queued, ${rate(sum(some, "routed_per_s"))}/s`,
+        use: 0,
+        ids: [],
+        open: () => this.open.list("routers"),
+      }),
+    );
   }
 
   workerBoxes(role, workers) {
     const nodes = groupBy(workers, (each) => each.node);
     if (workers.length <= MAX_BOXES || nodes.size < 2)
-      return this.fold(role, workers, (each) => each.id, busyness, (some, id) =>
-        this.workerBox(some, id ? some[0].name : `${some.length} other workers`));
+      return this.fold(
+        role,
+        workers,
+        (each) => each.id,
+        busyness,
+        (some, id) => this.workerBox(some, id ? some[0].name : `${some.length} other workers`),
+      );
     const weight = ([, some]) => some.reduce((all, each) => all + busyness(each), 0);
-    return this.fold(role, [...nodes], ([node]) => node, weight, (some, node) =>
-      this.workerBox(some.flatMap(([, each]) => each), node ? `${node}: ${some[0][1].length} workers` : `${some.length} other machines`, node));
+    return this.fold(
+      role,
+      [...nodes],
+      ([node]) => node,
+      weight,
+      (some, node) =>
+        this.workerBox(
+          some.flatMap(([, each]) => each),
+          node ? `${node}: ${some[0][1].length} workers` : `${some.length} other machines`,
+          node,
+        ),
+    );
   }
 
   workerBox(workers, name, filter = "") {
     const active = workers.reduce((all, each) => all + inUse(each), 0);
     const pages = sum(workers, "num_pages");
-    const speed = workers[0].role === "prefill" ? `${bytes(sum(workers, "sent_bytes_per_s"))}/s` : `${rate(sum(workers, "tokens_per_s"))} tok/s`;
+    const speed =
+      workers[0].role === "prefill"
+        ? `${bytes(sum(workers, "sent_bytes_per_s"))}/s`
+        : `${rate(sum(workers, "tokens_per_s"))} tok/s`;
     return {
       name,
       stat: `${count(sum(workers, "num_running"))} running, ${speed}, ${share(active, pages)}`,
@@ -117,12 +172,12 @@ export class ClusterMap {
    */
   fold(lane, items, keyOf, weight, make) {
     const boxOf = (some, key) => ({ ...make(some, key), key: `${lane} ${key}` });
-    const sorted = [...items].sort((one, other) => compare(keyOf(one), keyOf(other)));
-    if (items.length <= MAX_BOXES) return sorted.map((item) => boxOf([item], keyOf(item)));
-    const { keys } = this.pick(lane, items, keyOf, weight);
-    const shown = sorted.filter((item) => keys.has(keyOf(item)));
-    const rest = sorted.filter((item) => !keys.has(keyOf(item)));
-    return [...shown.map((item) => boxOf([item], keyOf(item))), boxOf(rest, "")];
+    const keys = items.length > MAX_BOXES ? this.pick(lane, items, keyOf, weight).keys : null;
+    const shown = keys ? items.filter((item) => keys.has(keyOf(item))) : items;
+    const rest = keys ? items.filter((item) => !keys.has(keyOf(item))) : [];
+    const boxes = shown.map((item) => boxOf([item], keyOf(item)));
+    boxes.sort((one, other) => compare(one.name, other.name));
+    return rest.length ? [...boxes, boxOf(rest, "")] : boxes;
   }
 
   pick(lane, items, keyOf, weight) {
@@ -148,13 +203,22 @@ export class ClusterMap {
       this.lanes[lane].style.left = `${left}px`;
       const spare = (height - HEAD - column.length * (BOX_HEIGHT + BOX_GAP)) / 2;
       column.forEach((box, row) => {
-        const place = { x: left, y: HEAD + spare + row * (BOX_HEIGHT + BOX_GAP), width: (width / LANES.length) * BOX_SHARE };
+        const place = {
+          x: left,
+          y: HEAD + spare + row * (BOX_HEIGHT + BOX_GAP),
+          width: (width / LANES.length) * BOX_SHARE,
+        };
         this.places.set(box.key, place);
         kept.add(box.key);
         this.show(box, place);
       });
     });
-    for (const [key, button] of this.boxes) if (!kept.has(key)) { button.remove(); this.boxes.delete(key); this.places.delete(key); }
+    for (const [key, button] of this.boxes)
+      if (!kept.has(key)) {
+        button.remove();
+        this.boxes.delete(key);
+        this.places.delete(key);
+      }
     this.inks = Object.fromEntries(["violet", "ground", "text"].map((name) => [name, colour(name)]));
     this.drawLines();
     this.drawFlows(performance.now());
@@ -163,7 +227,13 @@ export class ClusterMap {
   show(box, place) {
     let button = this.boxes.get(box.key);
     if (!button) {
-      button = element("button", { type: "button" }, element("span"), element("span", { class: "stat" }), element("span", { class: "use" }));
+      button = element(
+        "button",
+        { type: "button" },
+        element("span"),
+        element("span", { class: "stat" }),
+        element("span", { class: "use" }),
+      );
       button.addEventListener("click", () => /** @type {any} */ (button).box.open());
       this.boxes.set(box.key, button);
       this.plane.append(button);
@@ -174,7 +244,12 @@ export class ClusterMap {
     setText(stat, box.stat);
     button.title = `${box.name}: ${box.stat}`;
     use.style.width = `${Math.round(100 * box.use)}%`;
-    Object.assign(button.style, { left: `${place.x}px`, top: `${place.y}px`, width: `${place.width}px`, height: `${BOX_HEIGHT}px` });
+    Object.assign(button.style, {
+      left: `${place.x}px`,
+      top: `${place.y}px`,
+      width: `${place.width}px`,
+      height: `${BOX_HEIGHT}px`,
+    });
   }
 
   wake() {
@@ -194,7 +269,8 @@ export class ClusterMap {
     context.strokeStyle = colour("line");
     const [gateways, routers, prefill, decode] = this.columns;
     for (const gateway of gateways) for (const router of routers) this.line(context, gateway.key, router.key);
-    for (const router of routers) for (const box of prefill.length ? prefill : decode) this.line(context, router.key, box.key);
+    for (const router of routers)
+      for (const box of prefill.length ? prefill : decode) this.line(context, router.key, box.key);
   }
 
   /** Draw the flows as they are at this time, in milliseconds. */
@@ -274,7 +350,10 @@ export function flowsOf(workers, boxes) {
 
 /** Return the pages of a worker that sequences or writers hold. */
 export function inUse(worker) {
-  return Object.entries(worker.pages).reduce((all, [state, num]) => all + (state === "free" || state === "cached" ? 0 : num), 0);
+  return Object.entries(worker.pages).reduce(
+    (all, [state, num]) => all + (state === "free" || state === "cached" ? 0 : num),
+    0,
+  );
 }
 
 function busyness(worker) {

@@ -50,10 +50,24 @@ export function showWorker(details, snapshot, id) {
   const row = snapshot.workers.find((each) => each.id === id);
   const gone = element("p", { class: "empty" });
   const bar = element("div");
-  const [live, identity, counters, sent] = [0, 1, 2, 3].map(() => new Values(element("dl", { class: "values" })));
+  const [live, identity, counters, sent] = [0, 1, 2, 3].map(
+    () => new Values(element("dl", { class: "values" })),
+  );
   const pages = element("p", { class: "note" });
-  const content = [gone, section("Now"), live.list, section("KV pages"), bar, pages, section("Sends KV to"), sent.list,
-    section("Counters and gauges"), counters.list, section("Identity and limits"), identity.list];
+  const content = [
+    gone,
+    section("Now"),
+    live.list,
+    section("KV pages"),
+    bar,
+    pages,
+    section("Sends KV to"),
+    sent.list,
+    section("Counters and gauges"),
+    counters.list,
+    section("Identity and limits"),
+    identity.list,
+  ];
   const update = async (latest) => {
     const now = latest.workers.find((each) => each.id === id);
     setText(gone, now ? "" : "This worker has left the cluster.");
@@ -63,12 +77,18 @@ export function showWorker(details, snapshot, id) {
     setText(pages, `${pagesTitle(now)}. ${STATES.map(({ name, means }) => `${name}: ${means}`).join("; ")}.`);
     const names = new Map(latest.workers.map((each) => [each.id, each.name]));
     const rates = Object.entries(now.sent_to);
-    sent.update(rates.length ? rates.map(([to, value]) => [names.get(to) ?? to.slice(0, 8), `${bytes(value)}/s`]) : [["no worker", "now"]]);
+    sent.update(
+      rates.length
+        ? rates.map(([to, value]) => [names.get(to) ?? to.slice(0, 8), `${bytes(value)}/s`])
+        : [["no worker", "now"]],
+    );
     const whole = await load(`ui/workers/${id}`);
     if (!whole) return;
     identity.update(Object.entries(whole.worker).map(([name, value]) => [name, plain(value)]));
     const named = [...Object.entries(whole.load.counters), ...Object.entries(whole.load.gauges)].sort();
-    counters.update(named.length ? named.map(([name, value]) => [name, count(Number(value))]) : [["none", "-"]]);
+    counters.update(
+      named.length ? named.map(([name, value]) => [name, count(Number(value))]) : [["none", "-"]],
+    );
   };
   details.show(row ? row.name : id.slice(0, 8), content, update);
   update(snapshot);
@@ -76,17 +96,36 @@ export function showWorker(details, snapshot, id) {
 
 /** @returns {[string, string][]} */
 function liveValues(row) {
+  const compile_s = row.compile_us / 1e6 / Math.max(1, row.num_compiled_forms);
   return [
-    ["role", row.role], ["node", row.node || "-"], ["state", row.is_draining ? "drains" : "serves"],
-    ["last heartbeat", `${seconds(row.beat_age_s)} ago`], ["attempts", count(row.num_attempts)],
-    ["running sequences", count(row.num_running)], ["waiting sequences", count(row.num_waiting)],
+    ["role", row.role],
+    ["node", row.node || "-"],
+    ["state", row.is_draining ? "drains" : "serves"],
+    ["last heartbeat", `${seconds(row.beat_age_s)} ago`],
+    ["attempts", count(row.num_attempts)],
+    ["running sequences", count(row.num_running)],
+    ["waiting sequences", count(row.num_waiting)],
     ["transfers in, out", `${count(row.num_incoming)}, ${count(row.num_outgoing)}`],
     ["tokens", `${count(row.num_tokens)}, ${rate(row.tokens_per_s)}/s`],
     ["preemptions", count(row.num_preemptions)],
-    ["prefix cache hits", `${share(row.prefix_hits_tokens, row.prefix_queries_tokens)} of ${count(row.prefix_queries_tokens)} tokens`],
-    ["accepted drafts", `${share(row.num_accepted_tokens, row.num_draft_tokens)} of ${count(row.num_draft_tokens)} tokens`],
-    ["token masks", row.num_masks ? `${count(row.num_masks)}, ${(row.mask_us / row.num_masks).toFixed(0)} \u00b5s each` : "0"],
-    ["grammars", `${count(row.num_compiled_forms)} compiled, ${seconds(row.compile_us / 1e6 / Math.max(1, row.num_compiled_forms))} each, ${count(row.num_failed_forms)} failed`],
+    [
+      "prefix cache hits",
+      `${share(row.prefix_hits_tokens, row.prefix_queries_tokens)} of ${count(row.prefix_queries_tokens)} tokens`,
+    ],
+    [
+      "accepted drafts",
+      `${share(row.num_accepted_tokens, row.num_draft_tokens)} of ${count(row.num_draft_tokens)} tokens`,
+    ],
+    [
+      "token masks",
+      row.num_masks
+        ? `${count(row.num_masks)}, ${(row.mask_us / row.num_masks).toFixed(0)} \u00b5s each`
+        : "0",
+    ],
+    [
+      "grammars",
+      `${count(row.num_compiled_forms)} compiled, ${seconds(compile_s)} each, ${count(row.num_failed_forms)} failed`,
+    ],
   ];
 }
 
@@ -110,8 +149,10 @@ export function showTenant(details, snapshot, name) {
 function tenantValues({ status, counts }) {
   const mean = status.num_dispatched ? status.waited_s / status.num_dispatched : 0;
   return [
-    ["weight", String(status.weight)], ["queued at routers", count(status.num_queued)],
-    ["longest wait", seconds(status.oldest_wait_s)], ["dispatched and running", count(status.num_active)],
+    ["weight", String(status.weight)],
+    ["queued at routers", count(status.num_queued)],
+    ["longest wait", seconds(status.oldest_wait_s)],
+    ["dispatched and running", count(status.num_active)],
     ["dispatched", `${count(status.num_dispatched)}, ${seconds(mean)} mean wait`],
     ["work", `${count(status.work_tokens)} tokens`],
     ["first tokens in time", `${count(status.num_met)}, ${count(status.num_missed)} late`],
@@ -119,8 +160,10 @@ function tenantValues({ status, counts }) {
     ["refused by routers", listed(status.refused)],
     ["choices being answered", count(counts.num_open)],
     ["calls", listed(counts.calls)],
-    ["prompt tokens", count(counts.prompt_tokens)], ["generated tokens", count(counts.generated_tokens)],
-    ["objectives kept", listed(counts.met)], ["objectives missed", listed(counts.missed)],
+    ["prompt tokens", count(counts.prompt_tokens)],
+    ["generated tokens", count(counts.generated_tokens)],
+    ["objectives kept", listed(counts.met)],
+    ["objectives missed", listed(counts.missed)],
   ];
 }
 
@@ -160,11 +203,22 @@ export function section(title) {
 }
 
 function listed(counts) {
-  return total(counts) ? Object.entries(counts).map(([name, num]) => `${name} ${count(num)}`).join(", ") : "0";
+  return total(counts)
+    ? Object.entries(counts)
+        .map(([name, num]) => `${name} ${count(num)}`)
+        .join(", ")
+    : "0";
 }
 
 function plain(value) {
   if (Array.isArray(value)) return value.join(":");
-  if (value && typeof value === "object") return Object.entries(value).map(([name, num]) => `${name} ${num}`).join(", ") || "-";
-  return typeof value === "number" && !Number.isInteger(value) ? String(Number(value.toPrecision(4))) : String(value) || "-";
+  if (value && typeof value === "object")
+    return (
+      Object.entries(value)
+        .map(([name, num]) => `${name} ${num}`)
+        .join(", ") || "-"
+    );
+  return typeof value === "number" && !Number.isInteger(value)
+    ? String(Number(value.toPrecision(4)))
+    : String(value) || "-";
 }

@@ -43,15 +43,62 @@
 
 export const HISTORY_S = 900;
 const RETRY_MS = 2000;
-const WORKER = { node: "", is_draining: false, beat_age_s: 0, num_attempts: 0, num_running: 0, num_waiting: 0,
-  num_incoming: 0, num_outgoing: 0, num_pages: 0, pages: {}, num_tokens: 0, tokens_per_s: 0, sent_bytes_per_s: 0,
-  sent_to: {}, num_preemptions: 0, prefix_queries_tokens: 0, prefix_hits_tokens: 0, num_draft_tokens: 0,
-  num_accepted_tokens: 0, num_masks: 0, mask_us: 0, num_compiled_forms: 0, compile_us: 0, num_failed_forms: 0 };
-const GATEWAY = { node: "", pid: 0, address: "", is_here: false, num_open: 0, num_refused: 0, num_requests: 0,
-  requests_per_s: 0, num_tokens: 0, tokens_per_s: 0, num_replays: 0, num_refused_forms: 0, form_check_p99_s: 0,
-  num_clients_gone: 0 };
-const ROUTER = { node: "", pid: 0, num_attempts: 0, num_queued: 0, oldest_wait_s: 0, level: "", redis: "none",
-  num_routed: 0, routed_per_s: 0, routing_p99_s: 0, blind_share: 0, counters: {} };
+const WORKER = {
+  node: "",
+  is_draining: false,
+  beat_age_s: 0,
+  num_attempts: 0,
+  num_running: 0,
+  num_waiting: 0,
+  num_incoming: 0,
+  num_outgoing: 0,
+  num_pages: 0,
+  pages: {},
+  num_tokens: 0,
+  tokens_per_s: 0,
+  sent_bytes_per_s: 0,
+  sent_to: {},
+  num_preemptions: 0,
+  prefix_queries_tokens: 0,
+  prefix_hits_tokens: 0,
+  num_draft_tokens: 0,
+  num_accepted_tokens: 0,
+  num_masks: 0,
+  mask_us: 0,
+  num_compiled_forms: 0,
+  compile_us: 0,
+  num_failed_forms: 0,
+};
+const GATEWAY = {
+  node: "",
+  pid: 0,
+  address: "",
+  is_here: false,
+  num_open: 0,
+  num_refused: 0,
+  num_requests: 0,
+  requests_per_s: 0,
+  num_tokens: 0,
+  tokens_per_s: 0,
+  num_replays: 0,
+  num_refused_forms: 0,
+  form_check_p99_s: 0,
+  num_clients_gone: 0,
+};
+const ROUTER = {
+  node: "",
+  pid: 0,
+  num_attempts: 0,
+  num_queued: 0,
+  oldest_wait_s: 0,
+  level: "",
+  redis: "none",
+  num_routed: 0,
+  routed_per_s: 0,
+  routing_p99_s: 0,
+  blind_share: 0,
+  counters: {},
+};
 
 export class Feed {
   /**
@@ -68,7 +115,9 @@ export class Feed {
   /** Connect, and again after every loss. */
   open() {
     const source = new EventSource("ui/events");
-    source.addEventListener("history", (event) => { this.points = JSON.parse(event.data); });
+    source.addEventListener("history", (event) => {
+      this.points = JSON.parse(event.data);
+    });
     source.addEventListener("snapshot", (event) => this.take(JSON.parse(event.data)));
     source.addEventListener("error", () => {
       this.changed(false);

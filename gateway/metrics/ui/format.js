@@ -19,14 +19,17 @@ export function rate(value) {
 export function bytes(value) {
   const units = ["B", "KiB", "MiB", "GiB", "TiB"];
   let unit = 0;
-  while (value >= 1024 && unit < units.length - 1) { value /= 1024; unit += 1; }
+  while (value >= 1024 && unit < units.length - 1) {
+    value /= 1024;
+    unit += 1;
+  }
   return `${value >= 100 || unit === 0 ? Math.round(value) : value.toFixed(1)} ${units[unit]}`;
 }
 
 /** @param {number|null|undefined} value seconds */
 export function seconds(value) {
   if (value === null || value === undefined) return "-";
-  if (value === 0) return "0 s";
+  if (value < 5e-6) return "0 s";
   if (value >= 100) return `${Math.round(value)} s`;
   if (value >= 1) return `${value.toFixed(2)} s`;
   return `${(value * 1000).toFixed(value < 0.01 ? 2 : value < 0.1 ? 1 : 0)} ms`;

@@ -5,8 +5,9 @@ import { Details, showFields, showTenant, showWorker } from "./details.js";
 import { byId, element, setText, Values } from "./dom.js";
 import { Feed } from "./feed.js";
 import { seconds } from "./format.js";
-import { RequestList, showRequest } from "./requests.js";
+import { RequestList } from "./requests.js";
 import { Table } from "./table.js";
+import { showRequest } from "./timeline.js";
 import { CHARTS, GATEWAY_COLUMNS, ROUTER_COLUMNS, TENANT_COLUMNS, tiles, WORKER_COLUMNS } from "./views.js";
 
 /** @type {import("./feed.js").Snapshot|null} */
@@ -15,22 +16,62 @@ const details = new Details();
 const values = new Values(byId("tiles"));
 const charts = CHARTS.map((each) => new Chart(byId("charts"), each.title, each.series, each.format, each));
 const lists = {
-  workers: list("Workers", (host) => new Table(host, "Workers", WORKER_COLUMNS, (row) => row.id, (row) => openWorker(row.id))),
-  tenants: list("Tenants", (host) => new Table(host, "Tenants", TENANT_COLUMNS, (row) => row.status.tenant, (row) => showTenant(details, latest, row.status.tenant))),
+  workers: list(
+    "Workers",
+    (host) =>
+      new Table(
+        host,
+        "Workers",
+        WORKER_COLUMNS,
+        (row) => row.id,
+        (row) => openWorker(row.id),
+      ),
+  ),
+  tenants: list(
+    "Tenants",
+    (host) =>
+      new Table(
+        host,
+        "Tenants",
+        TENANT_COLUMNS,
+        (row) => row.status.tenant,
+        (row) => showTenant(details, latest, row.status.tenant),
+      ),
+  ),
   requests: list("Requests", (host) => new RequestList(host, openRequest)),
-  gateways: list("Gateways", (host) => new Table(host, "Gateways", GATEWAY_COLUMNS, (row) => row.name, openGateway)),
+  gateways: list(
+    "Gateways",
+    (host) => new Table(host, "Gateways", GATEWAY_COLUMNS, (row) => row.name, openGateway),
+  ),
   routers: list("Routers", (host) => new Table(host, "Routers", ROUTER_COLUMNS, (row) => row.id, openRouter)),
 };
 const map = new ClusterMap(byId("map"), {
   worker: openWorker,
-  workers: (filter) => { choose("workers"); lists.workers.part.filter.value = filter; lists.workers.part.filter.dispatchEvent(new Event("input")); byId("lists").scrollIntoView(); },
-  list: (name) => { choose(name); byId("lists").scrollIntoView(); },
+  workers: (filter) => {
+    choose("workers");
+    lists.workers.part.filter.value = filter;
+    lists.workers.part.filter.dispatchEvent(new Event("input"));
+    byId("lists").scrollIntoView();
+  },
+  list: (name) => {
+    choose(name);
+    byId("lists").scrollIntoView();
+  },
 });
 
 function list(title, make) {
   const name = title.toLowerCase();
-  const tab = element("button", { type: "button", role: "tab", id: `tab-${name}`, "aria-controls": `panel-${name}` }, title);
-  const panel = element("div", { role: "tabpanel", id: `panel-${name}`, "aria-labelledby": `tab-${name}`, hidden: "" });
+  const tab = element(
+    "button",
+    { type: "button", role: "tab", id: `tab-${name}`, "aria-controls": `panel-${name}` },
+    title,
+  );
+  const panel = element("div", {
+    role: "tabpanel",
+    id: `panel-${name}`,
+    "aria-labelledby": `tab-${name}`,
+    hidden: "",
+  });
   byId("tabs").append(tab);
   byId("panels").append(panel);
   tab.addEventListener("click", () => choose(name));
@@ -63,11 +104,15 @@ function openRequest(id) {
 }
 
 function openGateway({ name }) {
-  showFields(details, latest, `Gateway ${name}`, (snapshot) => snapshot.gateways.find((each) => each.name === name));
+  showFields(details, latest, `Gateway ${name}`, (snapshot) =>
+    snapshot.gateways.find((each) => each.name === name),
+  );
 }
 
 function openRouter({ id }) {
-  showFields(details, latest, `Router ${id.slice(0, 8)}`, (snapshot) => snapshot.routers.find((each) => each.id === id));
+  showFields(details, latest, `Router ${id.slice(0, 8)}`, (snapshot) =>
+    snapshot.routers.find((each) => each.id === id),
+  );
 }
 
 function tell(points, snapshot) {
@@ -97,8 +142,10 @@ function inTurns([first, ...rest]) {
 function warn({ head_away_s, left_out, workers }) {
   const said = [];
   if (!workers.length) said.push("No workers are known yet.");
-  if (head_away_s) said.push(`Ray's head has not answered for ${seconds(head_away_s)}: no worker can be started.`);
-  for (const [name, num] of Object.entries(left_out)) said.push(`${num} ${name} are left out: the status has no room for them.`);
+  if (head_away_s)
+    said.push(`Ray's head has not answered for ${seconds(head_away_s)}: no worker can be started.`);
+  for (const [name, num] of Object.entries(left_out))
+    said.push(`${num} ${name} are left out: the status has no room for them.`);
   byId("alarm").hidden = !said.length;
   setText(byId("alarm"), said.join(" "));
 }
@@ -130,11 +177,15 @@ document.addEventListener("keydown", (event) => {
   const isTyping = event.target instanceof HTMLInputElement;
   if (event.key === "Escape" && details.isOpen) details.close();
   else if (isTyping || event.ctrlKey || event.metaKey || event.altKey) return;
-  else if (event.key === "/") { event.preventDefault(); lists[chosen()].part.filter.focus(); }
-  else if (Object.keys(lists)[Number(event.key) - 1]) choose(Object.keys(lists)[Number(event.key) - 1]);
+  else if (event.key === "/") {
+    event.preventDefault();
+    lists[chosen()].part.filter.focus();
+  } else if (Object.keys(lists)[Number(event.key) - 1]) choose(Object.keys(lists)[Number(event.key) - 1]);
 });
 
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => setTheme(localStorage.getItem("baton-theme") ?? "auto"));
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () =>
+  setTheme(localStorage.getItem("baton-theme") ?? "auto"),
+);
 choose("workers");
 setTheme(localStorage.getItem("baton-theme") ?? "auto");
 new Feed(tell, (isLive) => {

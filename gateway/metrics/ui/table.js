@@ -46,11 +46,26 @@ export class Table {
     this.heads = columns.map((column, index) => this.head(column, index));
     const widths = columns.map((column) => column.width ?? (column.isNumber ? 6 : 7));
     const cols = widths.map((width) => element("col"));
-    cols.forEach((col, index) => { col.style.width = `${widths[index]}rem`; });
-    this.table = element("table", { "aria-label": label }, element("colgroup", {}, ...cols), element("thead", {}, element("tr", {}, ...this.heads)), this.body);
+    cols.forEach((col, index) => {
+      col.style.width = `${widths[index]}rem`;
+    });
+    this.table = element(
+      "table",
+      { "aria-label": label },
+      element("colgroup", {}, ...cols),
+      element("thead", {}, element("tr", {}, ...this.heads)),
+      this.body,
+    );
     this.table.style.minWidth = `${widths.reduce((all, width) => all + width)}rem`;
-    this.view = element("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": `${label}, list` }, this.table);
-    host.append(element("div", { class: "tools" }, element("label", {}, "Filter", this.filter), this.counted), this.view);
+    this.view = element(
+      "div",
+      { class: "scroll", tabindex: "0", role: "region", "aria-label": `${label}, list` },
+      this.table,
+    );
+    host.append(
+      element("div", { class: "tools" }, element("label", {}, "Filter", this.filter), this.counted),
+      this.view,
+    );
     this.listen();
   }
 
@@ -71,19 +86,32 @@ export class Table {
       this.arrange();
     });
     let isAsked = false;
-    this.view.addEventListener("scroll", () => {
-      if (isAsked) return;
-      isAsked = true;
-      requestAnimationFrame(() => { isAsked = false; this.draw(); });
-    }, { passive: true });
-    new ResizeObserver(() => { this.height = 0; this.draw(); }).observe(this.view);
+    this.view.addEventListener(
+      "scroll",
+      () => {
+        if (isAsked) return;
+        isAsked = true;
+        requestAnimationFrame(() => {
+          isAsked = false;
+          this.draw();
+        });
+      },
+      { passive: true },
+    );
+    new ResizeObserver(() => {
+      this.height = 0;
+      this.draw();
+    }).observe(this.view);
     this.body.addEventListener("click", (event) => {
       const row = this.rowOf(event.target);
       if (row) this.opened(row);
     });
     this.body.addEventListener("keydown", (event) => {
       const step = { ArrowDown: 1, ArrowUp: -1, j: 1, k: -1 }[event.key];
-      if (step) { event.preventDefault(); this.move(step); }
+      if (step) {
+        event.preventDefault();
+        this.move(step);
+      }
     });
   }
 
@@ -102,7 +130,9 @@ export class Table {
 
   arrange() {
     const { order } = this.columns[this.sorted];
-    const shown = this.words ? this.all.filter((row) => this.textOf(row).includes(this.words)) : [...this.all];
+    const shown = this.words
+      ? this.all.filter((row) => this.textOf(row).includes(this.words))
+      : [...this.all];
     if (order) shown.sort((one, other) => compare(order(one), order(other)) * (this.isDescending ? -1 : 1));
     this.rows = shown;
     this.heads.forEach((head, index) => {
@@ -116,7 +146,10 @@ export class Table {
   }
 
   textOf(row) {
-    return this.columns.map((column) => (column.text ? column.text(row) : "")).join(" ").toLowerCase();
+    return this.columns
+      .map((column) => (column.text ? column.text(row) : ""))
+      .join(" ")
+      .toLowerCase();
   }
 
   /** Show the rows that are seen. `isFresh`: with new values; otherwise rows that were there stay as they are. */
@@ -129,7 +162,8 @@ export class Table {
     const first = Math.max(0, Math.min(top, this.rows.length - num));
     const moved = first - this.first;
     this.first = first;
-    if (isFresh || isResized || Math.abs(moved) >= num) this.pool.forEach((row, index) => this.fill(row, first + index));
+    if (isFresh || isResized || Math.abs(moved) >= num)
+      this.pool.forEach((row, index) => this.fill(row, first + index));
     else if (moved) this.rotate(moved);
     setHeight(this.above, first * height);
     setHeight(this.below, (this.rows.length - first - num) * height);
@@ -169,7 +203,9 @@ export class Table {
 
   makeRow() {
     const cells = this.columns.map((column, index) =>
-      index ? element("td", column.isNumber ? { class: "n" } : {}) : element("th", { scope: "row" }, element("button", { type: "button" })),
+      index
+        ? element("td", column.isNumber ? { class: "n" } : {})
+        : element("th", { scope: "row" }, element("button", { type: "button" })),
     );
     return /** @type {HTMLTableRowElement} */ (element("tr", {}, ...cells));
   }

@@ -31,7 +31,9 @@ export function tiles({ point, level, oldest_wait_s }) {
 
 const percentiles = (field) =>
   ["p50", "p90", "p99"].map((name, index) => ({
-    name, colour: ["green", "amber", "red"][index], read: (point) => point[field][index] ?? null,
+    name,
+    colour: ["green", "amber", "red"][index],
+    read: (point) => point[field][index] ?? null,
   }));
 
 /**
@@ -39,60 +41,129 @@ const percentiles = (field) =>
  *   isStacked?: boolean, base?: number}[]}
  */
 export const CHARTS = [
-  { title: "Tokens/s", format: rate, series: [{ name: "generated", colour: "blue", read: (point) => point.tokens_per_s }] },
-  { title: "Requests/s", format: rate, series: [{ name: "ended", colour: "blue", read: (point) => point.requests_per_s }] },
+  {
+    title: "Tokens/s",
+    format: rate,
+    series: [{ name: "generated", colour: "blue", read: (point) => point.tokens_per_s }],
+  },
+  {
+    title: "Requests/s",
+    format: rate,
+    series: [{ name: "ended", colour: "blue", read: (point) => point.requests_per_s }],
+  },
   { title: "Time to first token", format: seconds, series: percentiles("ttft_s") },
   { title: "Inter-token latency", format: seconds, series: percentiles("itl_s") },
-  { title: "Calls being answered", format: count, series: [{ name: "open", colour: "blue", read: (point) => point.num_open }] },
   {
-    title: "Sequences and queue", format: count, series: [
+    title: "Calls being answered",
+    format: count,
+    series: [{ name: "open", colour: "blue", read: (point) => point.num_open }],
+  },
+  {
+    title: "Sequences and queue",
+    format: count,
+    series: [
       { name: "running", colour: "blue", read: (point) => point.num_running },
       { name: "without pages", colour: "amber", read: (point) => point.num_waiting },
       { name: "queued", colour: "red", read: (point) => point.num_queued },
     ],
   },
   {
-    title: "KV pages", format: count, isStacked: true,
+    title: "KV pages",
+    format: count,
+    isStacked: true,
     series: [
       ...STATES.map(({ name, colour }) => ({ name, colour, read: (point) => point.pages[name] ?? 0 })),
       { name: "free", colour: "line", read: (point) => point.pages.free ?? 0 },
     ],
   },
-  { title: "KV transfers", format: (value) => `${bytes(value)}/s`, base: 1024, series: [{ name: "sent", colour: "violet", read: (point) => point.sent_bytes_per_s }] },
+  {
+    title: "KV transfers",
+    format: (value) => `${bytes(value)}/s`,
+    base: 1024,
+    series: [{ name: "sent", colour: "violet", read: (point) => point.sent_bytes_per_s }],
+  },
 ];
 
-const number = (name, order, text = count) => ({ name, order, text: (row) => text(order(row)), isNumber: true });
+const number = (name, order, text = count) => ({
+  name,
+  order,
+  text: (row) => text(order(row)),
+  isNumber: true,
+});
 
 /** @type {import("./table.js").Column[]} */
 export const WORKER_COLUMNS = [
   { name: "name", text: (row) => row.name, order: (row) => row.name, width: 11 },
   { name: "role", text: (row) => row.role, order: (row) => row.role },
   { name: "node", text: (row) => row.node || "-", order: (row) => row.node },
-  { name: "state", text: (row) => (row.is_draining ? "drains" : "serves"), order: (row) => (row.is_draining ? 0 : 1) },
+  {
+    name: "state",
+    text: (row) => (row.is_draining ? "drains" : "serves"),
+    order: (row) => (row.is_draining ? 0 : 1),
+  },
   number("running", (row) => row.num_running),
   number("waiting", (row) => row.num_waiting),
   number("tokens/s", (row) => row.tokens_per_s, rate),
-  { name: "KV pages", width: 10, draw: drawPages, order: (row) => (row.num_pages ? inUse(row) / row.num_pages : 0), isNumber: true, title: pagesTitle },
-  { name: "in use", text: (row) => share(inUse(row), row.num_pages), order: (row) => (row.num_pages ? inUse(row) / row.num_pages : 0), isNumber: true },
-  { name: "hits", text: (row) => share(row.prefix_hits_tokens, row.prefix_queries_tokens), order: (row) => ratio(row.prefix_hits_tokens, row.prefix_queries_tokens), isNumber: true },
+  {
+    name: "KV pages",
+    width: 10,
+    draw: drawPages,
+    order: (row) => (row.num_pages ? inUse(row) / row.num_pages : 0),
+    isNumber: true,
+    title: pagesTitle,
+  },
+  {
+    name: "in use",
+    text: (row) => share(inUse(row), row.num_pages),
+    order: (row) => (row.num_pages ? inUse(row) / row.num_pages : 0),
+    isNumber: true,
+  },
+  {
+    name: "hits",
+    text: (row) => share(row.prefix_hits_tokens, row.prefix_queries_tokens),
+    order: (row) => ratio(row.prefix_hits_tokens, row.prefix_queries_tokens),
+    isNumber: true,
+  },
   number("in", (row) => row.num_incoming),
   number("out", (row) => row.num_outgoing),
   number("sent/s", (row) => row.sent_bytes_per_s, bytes),
-  { name: "drafts", text: (row) => share(row.num_accepted_tokens, row.num_draft_tokens), order: (row) => ratio(row.num_accepted_tokens, row.num_draft_tokens), isNumber: true,
-    title: (row) => `${row.num_accepted_tokens} of ${row.num_draft_tokens} draft tokens accepted` },
-  { name: "mask", text: (row) => (row.num_masks ? `${Math.round(row.mask_us / row.num_masks)} \u00b5s` : "-"), order: (row) => ratio(row.mask_us, row.num_masks), isNumber: true,
-    title: (row) => `${row.num_masks} token masks of structured output; ${row.num_compiled_forms} grammars compiled, ${row.num_failed_forms} failed` },
+  {
+    name: "drafts",
+    text: (row) => share(row.num_accepted_tokens, row.num_draft_tokens),
+    order: (row) => ratio(row.num_accepted_tokens, row.num_draft_tokens),
+    isNumber: true,
+    title: (row) => `${row.num_accepted_tokens} of ${row.num_draft_tokens} draft tokens accepted`,
+  },
+  {
+    name: "mask",
+    text: (row) => (row.num_masks ? `${Math.round(row.mask_us / row.num_masks)} \u00b5s` : "-"),
+    order: (row) => ratio(row.mask_us, row.num_masks),
+    isNumber: true,
+    title: (row) => {
+      const grammars = `${row.num_compiled_forms} grammars compiled, ${row.num_failed_forms} failed`;
+      return `${row.num_masks} token masks of structured output; ${grammars}`;
+    },
+  },
 ];
 
 /** @type {import("./table.js").Column[]} */
 export const TENANT_COLUMNS = [
   { name: "name", text: (row) => row.status.tenant, order: (row) => row.status.tenant, width: 14 },
-  number("weight", (row) => row.status.weight, (value) => `${Number(value.toPrecision(3))}`),
+  number(
+    "weight",
+    (row) => row.status.weight,
+    (value) => `${Number(value.toPrecision(3))}`,
+  ),
   number("active", (row) => row.status.num_active),
   number("queued", (row) => row.status.num_queued),
   { ...number("longest wait", (row) => row.status.oldest_wait_s, seconds), width: 7 },
   { ...number("work tokens", (row) => row.status.work_tokens), width: 7 },
-  { name: "in time", text: (row) => share(row.status.num_met, row.status.num_met + row.status.num_missed), order: (row) => ratio(row.status.num_met, row.status.num_met + row.status.num_missed), isNumber: true },
+  {
+    name: "in time",
+    text: (row) => share(row.status.num_met, row.status.num_met + row.status.num_missed),
+    order: (row) => ratio(row.status.num_met, row.status.num_met + row.status.num_missed),
+    isNumber: true,
+  },
   number("degraded", (row) => row.status.num_degraded),
   number("refused", (row) => total(row.status.refused)),
   number("calls", (row) => total(row.counts.calls)),
@@ -107,11 +178,20 @@ export const GATEWAY_COLUMNS = [
   number("calls now", (row) => row.num_open),
   number("refused", (row) => row.num_refused),
   ...[
-    ["requests", "num_requests", count], ["requests/s", "requests_per_s", rate], ["tokens", "num_tokens", count],
-    ["tokens/s", "tokens_per_s", rate], ["replays", "num_replays", count], ["refused forms", "num_refused_forms", count],
-    ["form check p99", "form_check_p99_s", seconds], ["clients gone", "num_clients_gone", count],
+    ["requests", "num_requests", count],
+    ["requests/s", "requests_per_s", rate],
+    ["tokens", "num_tokens", count],
+    ["tokens/s", "tokens_per_s", rate],
+    ["replays", "num_replays", count],
+    ["refused forms", "num_refused_forms", count],
+    ["form check p99", "form_check_p99_s", seconds],
+    ["clients gone", "num_clients_gone", count],
   ].map(([name, field, text]) => ({
-    name, isNumber: true, width: 1 + 0.55 * Math.max(9, name.length), order: (row) => row[field], text: (row) => (row.is_here ? text(row[field]) : "-"),
+    name,
+    isNumber: true,
+    width: 1 + 0.55 * Math.max(9, name.length),
+    order: (row) => row[field],
+    text: (row) => (row.is_here ? text(row[field]) : "-"),
   })),
 ];
 
@@ -127,14 +207,20 @@ export const ROUTER_COLUMNS = [
   number("routed", (row) => row.num_routed),
   number("routed/s", (row) => row.routed_per_s, rate),
   number("choice p99", (row) => row.routing_p99_s, seconds),
-  number("blind", (row) => row.blind_share, (value) => `${(100 * value).toFixed(1)}%`),
+  number(
+    "blind",
+    (row) => row.blind_share,
+    (value) => `${(100 * value).toFixed(1)}%`,
+  ),
   { name: "Redis", text: (row) => row.redis, order: (row) => row.redis },
 ];
 
 /** Draw the pages of a worker by state. */
 export function drawPages(cell, row) {
   if (!cell.firstChild)
-    cell.append(element("div", { class: "bar" }, ...STATES.map(({ colour }) => element("span", { class: colour }))));
+    cell.append(
+      element("div", { class: "bar" }, ...STATES.map(({ colour }) => element("span", { class: colour }))),
+    );
   STATES.forEach(({ name }, index) => {
     const width = row.num_pages ? `${((100 * (row.pages[name] ?? 0)) / row.num_pages).toFixed(1)}%` : "0%";
     const part = cell.firstChild.children[index];
@@ -144,7 +230,9 @@ export function drawPages(cell, row) {
 
 /** Return the pages of a worker by state, in words. */
 export function pagesTitle(row) {
-  return Object.entries(row.pages).map(([state, num]) => `${count(num)} ${state}`).join(", ");
+  return Object.entries(row.pages)
+    .map(([state, num]) => `${count(num)} ${state}`)
+    .join(", ");
 }
 
 function ratio(part, whole) {
