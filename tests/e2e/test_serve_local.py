@@ -46,6 +46,8 @@ def test_long_prompts_are_computed_by_the_prefill_worker_and_answered_by_the_oth
     # What the router knows is a second old. The first prompts may come before the workers have met.
     until(lambda: cluster.status()["prefill-0"].load.num_tokens >= 4)
     until(lambda: cluster.status()["prefill-0"].load.kv_bytes > 0)
+    workers = cluster.status()
+    assert list(workers["prefill-0"].load.kv_bytes_to) == [workers["decode-0"].worker.id]
     until(lambda: cluster.status()["decode-0"].load.pages["cached"] >= 8 * (900 // 16))
 
 

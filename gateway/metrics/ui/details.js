@@ -49,25 +49,12 @@ export class Details {
 export function showWorker(details, snapshot, id) {
   const row = snapshot.workers.find((each) => each.id === id);
   const gone = element("p", { class: "empty" });
-  const bar = element("div");
-  const [live, identity, counters, sent] = [0, 1, 2, 3].map(
-    () => new Values(element("dl", { class: "values" })),
-  );
-  const pages = element("p", { class: "note" });
-  const content = [
-    gone,
-    section("Now"),
-    live.list,
-    section("KV pages"),
-    bar,
-    pages,
-    section("Sends KV to"),
-    sent.list,
-    section("Counters and gauges"),
-    counters.list,
-    section("Identity and limits"),
-    identity.list,
-  ];
+  const [bar, pages] = [element("div"), element("p", { class: "note" })];
+  const names = ["Now", "Sends KV to", "Transports", "Counters and gauges", "Identity and limits"];
+  const lists = names.map(() => new Values(element("dl", { class: "values" })));
+  const [live, sent, transports, counters, identity] = lists;
+  const sections = names.map((name, index) => [section(name), lists[index].list]);
+  sections[0].push(section("KV pages"), bar, pages);
   const update = async (latest) => {
     const now = latest.workers.find((each) => each.id === id);
     setText(gone, now ? "" : "This worker has left the cluster.");
@@ -75,23 +62,38 @@ export function showWorker(details, snapshot, id) {
     live.update(liveValues(now));
     drawPages(bar, now);
     setText(pages, `${pagesTitle(now)}. ${STATES.map(({ name, means }) => `${name}: ${means}`).join("; ")}.`);
-    const names = new Map(latest.workers.map((each) => [each.id, each.name]));
-    const rates = Object.entries(now.sent_to);
-    sent.update(
-      rates.length
-        ? rates.map(([to, value]) => [names.get(to) ?? to.slice(0, 8), `${bytes(value)}/s`])
-        : [["no worker", "now"]],
-    );
+    sent.update(sentValues(now, latest.workers));
     const whole = await load(`ui/workers/${id}`);
     if (!whole) return;
+    transports.update(transportValues(whole.load.pairs));
+    counters.update(countValues({ ...whole.load.counters, ...whole.load.gauges }));
     identity.update(Object.entries(whole.worker).map(([name, value]) => [name, plain(value)]));
-    const named = [...Object.entries(whole.load.counters), ...Object.entries(whole.load.gauges)].sort();
-    counters.update(
-      named.length ? named.map(([name, value]) => [name, count(Number(value))]) : [["none", "-"]],
-    );
   };
-  details.show(row ? row.name : id.slice(0, 8), content, update);
+  details.show(row ? row.name : id.slice(0, 8), [gone, ...sections.flat()], update);
   update(snapshot);
+}
+
+/** @returns {[string, string][]} */
+function sentValues(row, workers) {
+  const names = new Map(workers.map((each) => [each.id, each.name]));
+  const rates = Object.entries(row.sent_to);
+  if (!rates.length) return [["no worker", "now"]];
+  return rates.map(([to, value]) => [names.get(to) ?? to.slice(0, 8), `${bytes(value)}/s`]);
+}
+
+/** @returns {[string, string][]} */
+function transportValues(pairs) {
+  if (!pairs.length) return [["none", "-"]];
+  return pairs.map(([peer, inUse, best]) => [
+    peer,
+    inUse === best ? inUse : `${inUse}, fell back from ${best}`,
+  ]);
+}
+
+/** @returns {[string, string][]} */
+function countValues(counts) {
+  const named = Object.entries(counts).sort();
+  return named.length ? named.map(([name, value]) => [name, count(Number(value))]) : [["none", "-"]];
 }
 
 /** @returns {[string, string][]} */

@@ -3,7 +3,9 @@
 import http.client
 import re
 import time
+import tomllib
 from collections.abc import Iterator
+from fnmatch import fnmatch
 from pathlib import Path
 
 import httpx2
@@ -15,6 +17,7 @@ from baton.messages.workers import Load, WorkerStatus
 from tests.scripted_service import WORKER_ID, ScriptedService, worker
 from tests.served_gateway import ServedGateway
 
+PYPROJECT = Path(__file__).resolve().parents[4] / "pyproject.toml"
 FILES = sorted(path.name for path in FOLDER.iterdir())
 
 
@@ -48,6 +51,11 @@ def test_every_file_is_served_with_its_type(web: httpx2.Client, name: str) -> No
     assert (answer.status_code, answer.content) == (200, (FOLDER / name).read_bytes())
     assert answer.headers["content-type"].startswith(TYPES[Path(name).suffix])
     assert {key: answer.headers[key] for key in HEADERS} == HEADERS
+
+
+def test_wheels_contain_every_file() -> None:
+    patterns = tomllib.loads(PYPROJECT.read_text())["tool"]["setuptools"]["package-data"]["*"]
+    assert [name for name in FILES if not any(fnmatch(name, pattern) for pattern in patterns)] == []
 
 
 def test_page_preloads_every_script() -> None:
