@@ -131,10 +131,10 @@ class GatewayProcess:
         self.is_draining = True
         await self.feed.close()
         await self._server.drain(lambda: self._inference.give_up(Overloaded("draining", retry_after_s=1.0)))
-        self._peers.close()
-        await self._bodies.close()
         for task in self._tasks:
             task.cancel()
+        self._peers.close()
+        await self._bodies.close()
         if self._tracer is not None:
             await asyncio.to_thread(self._tracer.close)
 
