@@ -36,6 +36,25 @@ class ManualClock:
         self._now_s += seconds
 
 
+class TurnClock:
+    """Stands still while one input is handled, so that a state machine is a function of its inputs and of
+    one reading for each.
+    """
+
+    def __init__(self, source: Clock) -> None:
+        self._source = source
+        self._now_s = source.now_s()
+
+    def now_s(self) -> float:
+        """Return the reading of the last `turn`."""
+        return self._now_s
+
+    def turn(self) -> float:
+        """Read the source; call before each input is handled."""
+        self._now_s = self._source.now_s()
+        return self._now_s
+
+
 class PauseDetector:
     """Measures how long this process itself did not run, by the times of its ticks.
 

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 import msgspec
 from msgspec import Meta
@@ -27,6 +27,7 @@ class ClusterRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     port: int  # of the API
     routers: Routers
     keys: Annotated[Keys, Meta(min_length=1, max_length=MAX_KEYS)]
+    settings: dict[str, Any] = {}  # of the cluster, without passwords
 
     @property
     def url(self) -> str:

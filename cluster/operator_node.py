@@ -26,6 +26,8 @@ from baton.messages.operations import (
     FoundRequests,
     GatewayStatus,
     HeadAway,
+    RecordingPart,
+    RecordingQuery,
     RestartWorker,
     Status,
     StatusQuery,
@@ -171,6 +173,29 @@ class Operator:
                         return timeline
         return None
 
+    async def recording(self, last_s: float) -> list[bytes]:
+        """Return the chunks of one router's recording that the last `last_s` seconds need, in order.
+
+        None when it records nothing. Raises PeerGone when the chunks leave its memory meanwhile.
+        """
+        chunks, body, query = list[bytes](), b"", RecordingQuery(last_s=min(last_s, MAX_SECONDS))
+        while True:
+            (part,) = await self._ask(query)
+            assert isinstance(part, RecordingPart)
+            if not part.number:
+                if chunks or body:
+                    raise PeerGone("the router's recording has moved on")
+                return []
+            body += part.body
+            if len(body) < part.num_bytes:
+                query = RecordingQuery(number=part.number, first=len(body))
+                continue
+            chunks.append(body)
+            body = b""
+            if not part.next_number:
+                return chunks
+            query = RecordingQuery(number=part.next_number)
+
     async def drain(self, worker: str, *, may_be_last: bool = False) -> None:
         """Drain a worker, by name or id. ConfigError: there is no such worker, or no other of its role."""
         _check_drain(worker, (await self.status()).workers, may_be_last)
@@ -251,7 +276,7 @@ class Operator:
             self._watcher.told(peer.hello.id, message)
         if isinstance(message, FoundRequests):
             self._found.put_nowait(message)
-        if answers and isinstance(message, Status | Decisions):
+        if answers and isinstance(message, Status | Decisions | RecordingPart):
             answer = answers.popleft()
             if not answer.done():
                 answer.set_result(message)

@@ -18,6 +18,8 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, Final, Self, TypeAlias, TypeVar
 
+import msgspec
+
 from baton.clock import Clock, SystemClock
 from baton.cluster.cluster_key import READ_EVERY_S, KeyWatch
 from baton.cluster.cluster_record import ClusterRecord
@@ -28,6 +30,7 @@ from baton.cluster.serve_plan import Topology, router_ports, specs
 from baton.cluster.supervisor import Supervised
 from baton.config.cluster import ServeConfig
 from baton.config.environment import cache_directory
+from baton.config.loader import without_credentials
 from baton.errors import ConfigError, PeerGone, WorkerLost
 from baton.messages.bounds import Kind
 from baton.messages.operations import RestartWorker, Status, Undrain
@@ -327,7 +330,11 @@ async def serve(
 
         def present() -> ClusterRecord:
             return ClusterRecord(
-                host=config.host, port=topology.port, routers=topology.routers, keys=keys.keys
+                host=config.host,
+                port=topology.port,
+                routers=topology.routers,
+                keys=keys.keys,
+                settings=msgspec.to_builtins(without_credentials(config)),
             )
 
         record(present())

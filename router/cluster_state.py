@@ -17,9 +17,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final, Protocol
 
-from baton.messages.control import Decision, KvEventBatch, KvEventsWanted, Measured, Submit, Weighed
+from baton.messages.control import Decision, KvEventBatch, KvEventsWanted, Measured, Rejected, Submit, Weighed
 from baton.messages.workers import Worker
 from baton.request import AttemptKey, Request
+from baton.router.checkpoint import attributes_of
 from baton.router.decisions import (
     DecisionHistory,
     DispatchedLine,
@@ -66,21 +67,26 @@ class ClusterState:
         self.hindsight = Hindsight(counters)
         self.policy = policy
         self.counters = counters
+        self.keys = context.keys
+        # Called with each decision and its choice, if the policy made one, and with each rejection.
+        self.on_outcome: Callable[[Decision | Rejected, RoutingChoice | None], object] | None = None
         self._clock = context.clock
         self._in_flight = context.in_flight
-        self._keys = context.keys
         self._family_of: dict[str, Family] = {}  # by worker
         self._families: frozenset[Family] = frozenset()
-        self._sharing: SharingLink | None = None
-        self._log: Callable[[bytes], object] | None = None
+        self.sharing: SharingLink | None = None
+        self.log: Callable[[bytes], object] | None = None
+
+    def __getstate__(self) -> dict[str, object]:
+        return attributes_of(self) | {"on_outcome": None}
 
     def link(self, link: SharingLink) -> None:
         """Share dispatches, and workers' pages, from now on."""
-        self._sharing = link
+        self.sharing = link
 
     def log_to(self, write: Callable[[bytes], object]) -> None:
         """Write a line for each dispatch and each end, from now on."""
-        self._log = write
+        self.log = write
 
     def joined(self, worker: Worker, peer: Peer) -> None:
         """A worker has joined."""
@@ -89,14 +95,14 @@ class ClusterState:
         self._families = frozenset(self._family_of.values())
         if self.policy.uses_prefix_index:
             self.index.join(worker)
-            if self._sharing is not None:
-                self._sharing.joined(worker)
+            if self.sharing is not None:
+                self.sharing.joined(worker)
             peer.send(KvEventsWanted())
 
     def gone(self, worker_id: str) -> None:
         """A worker has left."""
-        if self._sharing is not None:
-            self._sharing.left(worker_id)
+        if self.sharing is not None:
+            self.sharing.left(worker_id)
         self.index.forget(worker_id)
         self._family_of.pop(worker_id, None)
         self._families = frozenset(self._family_of.values())
@@ -109,8 +115,8 @@ class ClusterState:
             return
         if not self.index.apply(peer.hello.id, events):
             peer.send(KvEventsWanted())
-        if self._sharing is not None:
-            self._sharing.pages(peer.hello.id, events)
+        if self.sharing is not None:
+            self.sharing.pages(peer.hello.id, events)
 
     def measured(self, worker_id: str, measured: Measured) -> None:
         """Learn from a worker's measurements."""
@@ -132,19 +138,19 @@ class ClusterState:
 
     def has_keys(self, submit: Submit) -> bool:
         """Return True when dispatching the attempt needs no page keys, or only keys that are quick to get."""
-        is_recording = self._sharing is not None or self._log is not None
+        is_recording = self.sharing is not None or self.log is not None
         needs_lookup = self.policy.uses_prefix_index and not submit.sticky_worker
         if not needs_lookup and not is_recording:
             return True
-        return self._keys.are_ready(self._families, submit.request)
+        return self.keys.are_ready(self._families, submit.request)
 
     def prepare_keys(self, request: Request) -> Iterator[None]:
         """Compute the page keys of a long prompt, a slice at each step."""
-        return self._keys.prepare(self._families, request)
+        return self.keys.prepare(self._families, request)
 
     def forget_keys(self, key: AttemptKey) -> None:
         """Drop the page keys of an attempt that is not dispatched."""
-        self._keys.forget(key)
+        self.keys.forget(key)
 
     def dispatched(self, submit: Submit, pair: Pair, entry: InFlightAttempt) -> None:
         """Tell the policy about its choice, keep the decision, share and log the dispatch."""
@@ -168,26 +174,34 @@ class ClusterState:
             chosen=chosen,
         )
         self.decisions.add(decision, candidates)
-        if self._sharing is not None or self._log is not None:
+        if self.on_outcome is not None:
+            self.on_outcome(decision, choice)
+        if self.sharing is not None or self.log is not None:
             self._share(request, pair, entry)
-        self._keys.forget(request.key)
+        self.keys.forget(request.key)
+
+    def rejected(self, rejected: Rejected) -> None:
+        """An attempt was not dispatched."""
+        self.keys.forget((rejected.request_id, rejected.attempt))
+        if self.on_outcome is not None:
+            self.on_outcome(rejected, None)
 
     def started(self, attempts: Sequence[AttemptKey]) -> None:
         """Attempts have their first token."""
         for key in attempts:
             self.decisions.started(key)
-        if self._sharing is not None and attempts:
-            self._sharing.share(SharedStarted(attempts=tuple(attempts)))
+        if self.sharing is not None and attempts:
+            self.sharing.share(SharedStarted(attempts=tuple(attempts)))
 
     def ended(self, attempts: Sequence[AttemptKey]) -> None:
         """Attempts have ended."""
         for key in attempts:
-            self._keys.forget(key)
-        if self._sharing is not None and attempts:
-            self._sharing.share(SharedEnded(attempts=tuple(attempts)))
-        if self._log is not None:
+            self.keys.forget(key)
+        if self.sharing is not None and attempts:
+            self.sharing.share(SharedEnded(attempts=tuple(attempts)))
+        if self.log is not None:
             for request_id, attempt in attempts:
-                self._log(encode_line(self._ended_line(request_id, attempt)))
+                self.log(encode_line(self._ended_line(request_id, attempt)))
 
     def heard(self, message: AnyShared) -> None:
         """Apply a message of another router. Attempts that this router dispatched itself stay as they are."""
@@ -225,10 +239,10 @@ class ClusterState:
     def _share(self, request: Request, pair: Pair, entry: InFlightAttempt) -> None:
         worker = pair.computed_by.worker
         known = pair.choice.keys.get(worker.id) if pair.choice is not None else None
-        keys = self._keys.keys(family_of(worker), request) if known is None else known
-        if self._sharing is not None:
-            self._sharing.share(_shared_dispatch(request.key, entry, keys))
-        if self._log is not None:
+        keys = self.keys.keys(family_of(worker), request) if known is None else known
+        if self.sharing is not None:
+            self.sharing.share(_shared_dispatch(request.key, entry, keys))
+        if self.log is not None:
             line = DispatchedLine(
                 at_s=self._clock.now_s(),
                 decision=self.decisions.full(request.key),
@@ -236,7 +250,7 @@ class ClusterState:
                 num_output_tokens=entry.num_output_tokens,
                 keys=keys_as_text(keys),
             )
-            self._log(encode_line(line))
+            self.log(encode_line(line))
 
     def _ended_line(self, request_id: str, attempt: int) -> EndedLine:
         decision = self.decisions.get((request_id, attempt))

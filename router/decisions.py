@@ -27,6 +27,7 @@ from baton.messages.bounds import MAX_SECONDS, Attempt, Count, Id, Moment, Secon
 from baton.messages.control import Decision, Weighed
 from baton.messages.workers import PrefillTimes
 from baton.request import AttemptKey
+from baton.router.checkpoint import attributes_of
 from baton.router.index.prefix_index import SHORT_KEY_BYTES, first_halves
 from baton.router.policies.candidates import PairCandidate
 
@@ -60,6 +61,11 @@ class DecisionHistory:
         self._clock = clock
         self._kept: OrderedDict[AttemptKey, _Kept] = OrderedDict()
         self._attempts: dict[str, list[AttemptKey]] = {}
+
+    def __getstate__(self) -> dict[str, object]:
+        """The decisions without the other compared pairs, which no later decision reads."""
+        bare = ((key, kept._replace(candidates=())) for key, kept in self._kept.items())
+        return attributes_of(self) | {"_kept": OrderedDict(bare)}
 
     def __len__(self) -> int:
         return len(self._kept)

@@ -11,7 +11,7 @@
 
 import secrets
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from enum import Enum
 from math import inf
 from typing import Final, NamedTuple
@@ -36,6 +36,7 @@ from baton.messages.control import (
 from baton.messages.operations import GatewayStatus
 from baton.messages.workers import WorkerRole
 from baton.request import AttemptKey, Request
+from baton.router.checkpoint import attributes_of
 from baton.router.cluster_state import ClusterState
 from baton.router.in_flight import InFlightAttempt, num_kv_tokens, num_output_tokens, scheduling_class_of
 from baton.router.membership import Member, Membership
@@ -77,6 +78,16 @@ class NoSlot(NamedTuple):
     worker: str
 
 
+class PairQuestion(NamedTuple):
+    """The arguments of `Pairing.pair`."""
+
+    submit: Submit
+    reached: frozenset[str]
+    full: Collection[str]
+    claim: TenantClaim
+    local_tokens: int
+
+
 class Pairing:
     """Chooses the decode worker of an attempt, and a prefill worker for its prompt, if any.
 
@@ -110,6 +121,13 @@ class Pairing:
         self._decoders: dict[frozenset[str], list[Member]] = {}
         self._views: dict[frozenset[str], ClusterView] = {}
         self._no_partners: Mapping[str, Collection[str]] = defaultdict(tuple)
+        # Called with each question and its answer, to compare the choices of another policy.
+        self.on_pair: Callable[[PairQuestion, Pair | Unpaired | NoSlot], object] | None = None
+
+    def __getstate__(self) -> dict[str, object]:
+        """Everything but the caches, which follow from the membership."""
+        state = attributes_of(self) | {"_version": -1, "_decoders": {}, "_views": {}, "on_pair": None}
+        return state | {"_no_partners": defaultdict(tuple)}
 
     def pair(
         self,
@@ -125,6 +143,19 @@ class Pairing:
         when they hold the prompt already. local_tokens: the decode worker computes prompts of up to
         this many tokens, and the policy is not asked.
         """
+        answer = self._pair(submit, reached, full, claim, local_tokens)
+        if self.on_pair is not None:
+            self.on_pair(PairQuestion(submit, reached, full, claim, local_tokens), answer)
+        return answer
+
+    def _pair(
+        self,
+        submit: Submit,
+        reached: frozenset[str],
+        full: Collection[str],
+        claim: TenantClaim,
+        local_tokens: int,
+    ) -> Pair | Unpaired | NoSlot:
         if self._version != self._members.version:
             self._version = self._members.version
             self.forget()
@@ -171,7 +202,7 @@ class Pairing:
         is_local: bool = False,
     ) -> Pair | NoSlot:
         """decoders: those that may take the attempt, of all that the gateway reaches."""
-        view = self._view_of(reached)
+        view = self.view_of(reached)
         if len(decoders) < len(view.decoders):
             taking = {member.id for member in decoders}
             left_out = {each.id for each in view.decoders.members if each.id not in taking}
@@ -188,7 +219,8 @@ class Pairing:
         is_own = policy is self._policy and not is_local  # else the policy has nothing to take note of
         return Pair(decode, self._members.get(choice.prefill), reason, choice if is_own else None)
 
-    def _view_of(self, reached: frozenset[str]) -> ClusterView:
+    def view_of(self, reached: frozenset[str]) -> ClusterView:
+        """The workers that a gateway reaches which reaches these."""
         if reached not in self._views:
             decoders = self._decoders_for(reached)
             partners = {each.id: self._partners_of(each, reached) for each in decoders}
@@ -206,7 +238,7 @@ class Pairing:
 
     def _paired(self, decoders: Sequence[Member], reached: frozenset[str]) -> list[Member]:
         """The decode workers that have a partner."""
-        partners = self._view_of(reached).partners
+        partners = self.view_of(reached).partners
         return [member for member in decoders if partners[member.id]]
 
     def _partners_of(self, decode: Member, reached: frozenset[str]) -> list[Member]:
@@ -571,7 +603,6 @@ class Dispatcher:
 
     def _reject(self, gateway_id: str, key: AttemptKey, refused: QuotaRefusal) -> None:
         self._counters["rejected"] += 1
-        self._cluster_state.forget_keys(key)
         rejected = Rejected(
             request_id=key[0],
             attempt=key[1],
@@ -580,6 +611,7 @@ class Dispatcher:
             should_retry=refused.should_retry,
             refusal=refused.refusal,
         )
+        self._cluster_state.rejected(rejected)
         self._gateways[gateway_id].peer.send(rejected)
 
 

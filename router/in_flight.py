@@ -190,7 +190,8 @@ class InFlight:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._entries: dict[AttemptKey, InFlightAttempt] = {}
-        self._by_gateway: defaultdict[str, set[AttemptKey]] = defaultdict(set)
+        # Dictionaries for sets: floats are summed in their order, which must not depend on hashes of strings.
+        self._by_gateway: defaultdict[str, dict[AttemptKey, None]] = defaultdict(dict)
         self._accounts: defaultdict[str, WorkerInFlight] = defaultdict(WorkerInFlight)
         self._waiting: set[AttemptKey] = set()  # without a first token
         self._reported_s: defaultdict[str, dict[AttemptKey, float]] = defaultdict(dict)  # by decode worker
@@ -217,7 +218,7 @@ class InFlight:
         self._entries[key] = entry
         self._reported_s[entry.decode][key] = self._clock.now_s()
         self.num_others += entry.gateway == OTHERS
-        self._by_gateway[entry.gateway].add(key)
+        self._by_gateway[entry.gateway][key] = None
         decode = self._accounts[entry.decode]
         decode.num_attempts += 1
         decode.num_tokens += entry.num_tokens
@@ -264,7 +265,7 @@ class InFlight:
             return
         del self._reported_s[entry.decode][key]
         self.num_others -= entry.gateway == OTHERS
-        self._by_gateway[entry.gateway].discard(key)
+        self._by_gateway[entry.gateway].pop(key, None)
         decode = self._accounts[entry.decode]
         decode.num_attempts -= 1
         decode.num_decoding -= 1
@@ -312,14 +313,14 @@ class InFlight:
 
         Own attempts stay until they end.
         """
-        left = set(worker_ids)
+        left = dict.fromkeys(worker_ids)
         for worker_id in left:
             for key in [key for key in self._reported_s.get(worker_id, ()) if self.is_anothers(key)]:
                 self.ended(key)
             if not self._reported_s.get(worker_id):
                 self._reported_s.pop(worker_id, None)
         named = {name for entry in self._entries.values() for name in (entry.decode, entry.prefill)}
-        for worker_id in left - named:
+        for worker_id in left.keys() - named:
             self._accounts.pop(worker_id, None)
 
     def workers(self) -> Iterable[str]:

@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import AsyncExitStack, closing, suppress
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Final, Protocol
@@ -24,7 +25,7 @@ from typing import Final, Protocol
 import msgspec
 from msgspec.structs import replace
 
-from baton.clock import Clock, SystemClock
+from baton.clock import Clock, SystemClock, TurnClock
 from baton.config.environment import node_name
 from baton.config.router import RouterConfig
 from baton.errors import ConfigError, ProtocolError
@@ -51,6 +52,7 @@ from baton.messages.operations import (
     FoundRequests,
     GatewayReport,
     HeadAway,
+    RecordingQuery,
     RestartWorker,
     Status,
     StatusQuery,
@@ -67,16 +69,35 @@ from baton.messages.status import (
     snapshot,
 )
 from baton.messages.workers import Address, Load, WorkerStatus
-from baton.router.cluster_state import ClusterState
+from baton.router.checkpoint import attributes_of
+from baton.router.cluster_state import ClusterState, SharingLink
 from baton.router.decisions import DecisionLog
 from baton.router.dispatcher import Dispatcher, GatewayPeer, Pairing
 from baton.router.in_flight import InFlight
-from baton.router.index.prefix_index import MAX_PAGES, PAGES_PER_SLICE, PrefixIndex, PromptKeys
+from baton.router.index.prefix_index import (
+    MAX_PAGES,
+    PAGES_PER_SLICE,
+    PrefixIndex,
+    PromptKeys,
+    SharedIndex,
+)
 from baton.router.membership import BEAT_TIMEOUT_S, Member, Membership, Removed
 from baton.router.policies.base import PolicyContext
 from baton.router.policies.cost_model import CostModel
 from baton.router.policies.registry import load_policy, policy_class
 from baton.router.queue.admission import AdmissionQueue, Capacity
+from baton.router.recording import (
+    Input,
+    Joined,
+    Left,
+    Linked,
+    Logs,
+    RecordedIndex,
+    Recording,
+    Tick,
+    Turn,
+    no_recording,
+)
 from baton.router.redis.messages import AnyShared
 from baton.router.sliced_work import CallSoon, SlicedWork
 from baton.rpc import process
@@ -89,6 +110,11 @@ SETTLE_S: Final = BEAT_TIMEOUT_S  # by then every live worker has connected to a
 MIN_INDEX_PAGES: Final = 1024  # bound of the prefix index when the policy does not use the index
 LEARN_S: Final = 0.5  # bounds the wait for Redis at a router's start
 SLACK_BYTES: Final = 128  # more than the counts of the left-out entries take
+# Attributes that belong to the process, not to the state of a checkpoint.
+_OUTSIDE: Final = frozenset(
+    {"hello", "config", "recording", "redis", "sliced_work", "max_index_pages", "pages_per_slice"}
+    | {"_clock", "_system_clock", "_askers"}
+)
 _ENCODER: Final = msgspec.msgpack.Encoder()
 
 logger = logging.getLogger(__name__)
@@ -121,6 +147,10 @@ class Router:
         pages_per_slice: of page keys that are computed, or expected, in one piece.
         """
         self.hello = Hello(process=Kind.ROUTER, id=id)
+        self.config = config
+        self.recording: Recording | None = None
+        self._system_clock, self._clock = clock, TurnClock(clock)
+        clock = self._clock
         self.counters: Counter[str] = Counter()
         self.redis: RedisStatus | None = None
         self.in_flight = InFlight(clock)
@@ -128,7 +158,8 @@ class Router:
         policy_type = policy_class(config.policy)
         num_pages = max_index_pages if policy_type.uses_prefix_index else MIN_INDEX_PAGES
         # Expected pages have a queue of their own, so that no dispatch waits behind them.
-        expectations, dispatches = SlicedWork(call_soon), SlicedWork(call_soon)
+        expectations, dispatches = (SlicedWork(self._turns(work, call_soon)) for work in range(2))
+        self.sliced_work = expectations, dispatches
         index = PrefixIndex(
             clock, num_pages, seed=config.seed, sliced_work=expectations, pages_per_slice=pages_per_slice
         )
@@ -136,9 +167,9 @@ class Router:
         context = PolicyContext(clock, self.in_flight, index, CostModel(), keys, random)
         policy = policy_type(context)
         self.cluster_state = ClusterState(context, policy, self.counters)
-        self._clock = clock
         self._routing_times = Histogram(ROUTING_BOUNDS_S)
-        self._pairing = Pairing(config, self.members, policy, load_policy(policy, context))
+        self.pairing = Pairing(config, self.members, policy, load_policy(policy, context))
+        self.max_index_pages, self.pages_per_slice = max_index_pages, pages_per_slice
         self._gateways: dict[str, GatewayPeer] = {}
         # Operators that start workers -> seconds since Ray's head became unreachable.
         self._watchers: dict[Peer, float] = {}
@@ -146,7 +177,7 @@ class Router:
         capacity = Capacity(self.members, self.in_flight, decoders_compute=policy.weighs_local_prefill)
         self.admission_queue = AdmissionQueue(clock, self.members, capacity, self.cluster_state.model)
         self._dispatcher = Dispatcher(
-            self._pairing,
+            self.pairing,
             self.cluster_state,
             self.admission_queue,
             self._gateways,
@@ -158,8 +189,73 @@ class Router:
         self._announced_s = self._start_s - TICK_S
         self._announced: Members | None = None
 
+    def record(self, recording: Recording) -> None:
+        """Record all inputs and outcomes from now on; call it once, when no work is deferred."""
+        self.recording = recording
+        self.cluster_state.on_outcome = recording.decided
+        self.cluster_state.keys.on_keys = recording.keys_computed
+        recording.begin(self)
+
+    @property
+    def peers(self) -> list[Peer]:
+        """All connected processes that the router knows."""
+        gateways = [each.peer for each in self._gateways.values()]
+        return [*gateways, *(member.peer for member in self.members.all()), *self._watchers]
+
+    @property
+    def now_s(self) -> float:
+        """The time at which the present input is handled."""
+        return self._clock.now_s()
+
+    @property
+    def outside(self) -> dict[str, object]:
+        """The parts that a checkpoint leaves out, by name."""
+        parts: dict[str, object] = {f"work {number}": work for number, work in enumerate(self.sliced_work)}
+        state = self.cluster_state
+        parts["config"] = self.config  # its URL of Redis may have a password
+        return {"clock": self._clock, "sharing": state.sharing, "log": state.log, **parts}
+
+    def __getstate__(self) -> dict[str, object]:
+        """The parts of a checkpoint."""
+        return {name: part for name, part in attributes_of(self).items() if name not in _OUTSIDE}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        for name, part in state.items():
+            setattr(self, name, part)
+
+    def link(self, link: SharingLink) -> None:
+        """Share dispatches, and workers' pages, with other routers from now on."""
+        self._begin(Linked())
+        self.cluster_state.link(link)
+
+    def log_to(self, write: Callable[[bytes], object]) -> None:
+        """Write a line for each dispatch and each end, from now on."""
+        self._begin(Logs())
+        self.cluster_state.log_to(write)
+
+    @property
+    def shared_index(self) -> SharedIndex:
+        """The prefix index, for the link that writes other routers' workers into it."""
+        return RecordedIndex(self.cluster_state.index, self._begin)
+
+    def _begin(self, input: Input, peer: Peer | None = None) -> None:
+        """Begin to handle an input: the clock stands still until the next one."""
+        now_s = self._clock.turn()
+        if self.recording is not None:
+            self.recording.add(now_s, peer, input)
+
+    def _turns(self, work: int, call_soon: CallSoon | None) -> CallSoon | None:
+        """Make each turn of deferred work an input. work: its number in `sliced_work`."""
+
+        def turn(call: Callable[[], None]) -> None:
+            self._begin(Turn(work=work))
+            call()
+
+        return None if call_soon is None else lambda call: call_soon(partial(turn, call))
+
     def joined(self, peer: Peer) -> None:
         """A process has connected. Raises ProtocolError or WireError when the process must not connect."""
+        self._begin(Joined(), peer)
         hello = peer.hello
         if hello.process is Kind.WORKER:
             self._worker_joined(peer)
@@ -175,6 +271,7 @@ class Router:
 
     def left(self, peer: Peer) -> None:
         """A connection has ended."""
+        self._begin(Left(), peer)
         self._watchers.pop(peer, None)
         if self._askers.get(peer.hello.id) is peer:
             del self._askers[peer.hello.id]
@@ -190,6 +287,7 @@ class Router:
 
     def received(self, peer: Peer, message: AnyMessage) -> None:
         """Handle a message. Raises ProtocolError for one that this process may not send."""
+        self._begin(message, peer)
         process = peer.hello.process
         if process is Kind.GATEWAY:
             self._from_gateway(peer, message)
@@ -204,6 +302,8 @@ class Router:
             self._explain(peer, message)
         elif isinstance(message, FindRequests):
             self._find_requests(peer, message)
+        elif isinstance(message, RecordingQuery):
+            peer.send(no_recording() if self.recording is None else self.recording.part(message))
         elif isinstance(message, WatchWorkers):
             self._watchers[peer] = 0.0
             peer.send(self._list_members())
@@ -218,12 +318,14 @@ class Router:
 
     def heard(self, message: AnyShared) -> None:
         """Apply a message of another router; it may have freed room."""
+        self._begin(message)
         self.cluster_state.heard(message)
         if len(self.admission_queue):
             self._dispatcher.dispatch_queued(slots_freed=False)
 
     def tick(self) -> None:
         """Do the periodic work; call every TICK_S."""
+        self._begin(Tick())
         for removed in self.members.remove_dead():
             self._remove(removed)
         gone = [worker_id for worker_id in self.in_flight.workers() if self.members.get(worker_id) is None]
@@ -233,6 +335,8 @@ class Router:
         self._dispatcher.tick()
         self._send_overload_level()
         self._announce(is_tick=True)
+        if self.recording is not None:
+            self.recording.tick(self)
 
     def status(self) -> Status:
         """The status of the cluster as this router sees it."""
@@ -272,14 +376,14 @@ class Router:
             case Submit():
                 begun_s = self._clock.now_s()
                 if self._dispatcher.submit(gateway, message):
-                    self._routing_times.observe(self._clock.now_s() - begun_s)
+                    self._routing_times.observe(max(0.0, self._system_clock.now_s() - begun_s))
             case Started():
                 self._dispatcher.started(message.attempts)
             case Ended():
                 self._dispatcher.ended(message.attempts, message.num_tokens)
             case Reachable():
                 gateway.reached = frozenset(message.workers)
-                self._pairing.forget()
+                self.pairing.forget()
                 self._dispatcher.dispatch_queued()
             case StatusQuery():
                 peer.send(self.status())
@@ -522,7 +626,9 @@ async def serve_router(
             await _link(router, config.redis, ring, ends)
         if config.decision_log is not None:
             log = ends.enter_context(closing(DecisionLog(Path(config.decision_log))))
-            router.cluster_state.log_to(log.write)
+            router.log_to(log.write)
+        if config.recording_s:
+            router.record(Recording(config.recording_s, config.recording_memory_bytes))
         address = await rpc_server.listen(config.host, config.port)
         rpc_server.serve(router)
         logger.info("the router listens on %s:%d", address.host, address.port)
@@ -544,10 +650,9 @@ async def _link(router: Router, url: str, keys: KeyRing, ends: AsyncExitStack) -
         raise ConfigError(message) from None
 
     namespace = keys.derived(REDIS_NAMES)[:8].hex()
-    cluster_state = router.cluster_state
     codec = Codec(keys.derived(REDIS_VALUES))
-    link = RedisLink(url, namespace, codec, router.hello.id, cluster_state.index, router.heard)
-    cluster_state.link(link)
+    link = RedisLink(url, namespace, codec, router.hello.id, router.shared_index, router.heard)
+    router.link(link)
     router.redis = link
     task = asyncio.create_task(link.run())
 

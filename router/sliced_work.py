@@ -26,6 +26,11 @@ class SlicedWork:
         """True when added work is finished in later turns."""
         return self._call_soon is not None
 
+    @property
+    def num_waiting(self) -> int:
+        """The number of pieces of work that later turns finish."""
+        return len(self._work)
+
     def add(self, work: Iterator[None]) -> None:
         """Do the first slice now, and the others in later turns."""
         if self._call_soon is None:

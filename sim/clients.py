@@ -18,6 +18,7 @@ LOADS_S: Final = (0.5, 1.5, 4.0)  # all requests come within one of these times
 MAX_CHOICES: Final = 3
 BAD_REQUEST_CHANCE: Final = 0.006
 CANCEL_CHANCES: Final = (0.05, 0.05, 0.5)
+ARRIVALS_PER_S: Final = 2.0  # of a load that lasts
 MOST_ARRIVALS: Final = (4, 16, 16, 40)
 
 
@@ -150,18 +151,23 @@ class Arrival:
 class ClientLoad:
     """Draws the requests of a simulation."""
 
-    def __init__(self, events: Events, random: Random, bad_request_chance: float) -> None:
-        """bad_request_chance: of each kind of request that no worker can answer."""
+    def __init__(
+        self, events: Events, random: Random, bad_request_chance: float, lasts_s: float = 0.0
+    ) -> None:
+        """bad_request_chance: of each kind of request that no worker can answer. lasts_s: see World."""
+        self._lasts_s = lasts_s
         self._events = events
         self._bad_request_chance = bad_request_chance
         self._cancel_chance = random.choice(CANCEL_CHANCES)
         self._random = random
-        self.ends_s = START_S + random.choice(LOADS_S)
+        self.ends_s = START_S + (lasts_s or random.choice(LOADS_S))
         self._documents = [[random.randrange(NUM_WORDS) for _ in range(48)] for _ in range(2)]
 
     def arrivals(self, num_gateways: int) -> list[Arrival]:
         """Draw all requests."""
         num_arrivals = self._random.randint(1, self._random.choice(MOST_ARRIVALS))
+        if self._lasts_s:
+            num_arrivals = round(self._lasts_s * ARRIVALS_PER_S)
         return [self._arrival(num_gateways) for _ in range(num_arrivals)]
 
     def _arrival(self, num_gateways: int) -> Arrival:

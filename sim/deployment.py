@@ -22,6 +22,7 @@ from baton.messages.control import Alive, Hello, KvEventBatch
 from baton.messages.workers import Address, Worker, WorkerRole
 from baton.prefill_worker.worker import PrefillWorker
 from baton.router.decisions import DecisionLog
+from baton.router.recording import Recording
 from baton.router.redis.messages import AnyShared, Codec
 from baton.router.router import Router
 from baton.rpc.liveness import BEAT_S, StepWatchdog
@@ -47,6 +48,8 @@ START_S: Final = 0.8  # until a cluster is complete; some requests and no faults
 SEEMS_DEAD_S: Final = 2.0  # of silence; some of it may have passed before
 ZOMBIE_S: Final = 2.0
 REQUEST_ID_LENGTH: Final = 32  # the attempt follows in an engine's name of a request
+RECORDED_S: Final = 900.0
+RECORDED_BYTES: Final = 2**26
 RESTART_S: Final = (0.05, 1.5)
 
 
@@ -115,7 +118,10 @@ class SimContext:
         limits: ReplayLimits,
         num_routers: int = 1,
         num_nodes: int = 1,
+        recordings: list[Recording] | None = None,
     ) -> None:
+        """recordings: each life of a router adds its own; None: nothing is recorded."""
+        self.recordings = recordings
         self.events = events
         self.network = network
         self.random = random
@@ -186,13 +192,16 @@ class SimRouter:
             pages_per_slice=PAGES_PER_SLICE,
         )
         if len(context.routers) > 1:
-            self.router.cluster_state.link(context.stream.join(self.process, self.router.heard))
+            self.router.link(context.stream.join(self.process, self.router.heard))
+        if context.recordings is not None:
+            context.recordings.append(Recording(RECORDED_S, RECORDED_BYTES, context.calendar.now_s))
+            self.router.record(context.recordings[-1])
         context.new_host(self.process).serve(self.router, address)
 
     def fill_disk(self) -> None:
         """Fail all further writes of the decision log, a router's only file."""
         log = self._files.enter_context(closing(DecisionLog(FULL_DISK)))
-        self.router.cluster_state.log_to(log.write)
+        self.router.log_to(log.write)
 
 
 class SimGateway:

@@ -16,6 +16,7 @@ from baton.engine.cache.page_pool import PageState
 from baton.errors import Overloaded, WorkerLost
 from baton.gateway.streams.request_stream import MAX_STRIKES, ReplayLimits
 from baton.router.in_flight import SILENCE_S
+from baton.router.recording import Recording
 from baton.rpc.liveness import BEAT_S
 from baton.rpc.worker_node import EndedAttempts
 from baton.sim.clients import BAD_REQUEST_CHANCE, Arrival, ClientLoad, SimClient
@@ -48,9 +49,14 @@ class World:
         seed: int,
         write: Callable[[str], None] | None = None,
         trouble: Trouble = Trouble.ANY,
+        lasts_s: float = 0.0,
     ) -> None:
-        """write: takes the trace, line by line."""
+        """write: takes the trace, line by line. lasts_s: of the load, which then never pauses for long.
+
+        0: how long the load lasts is drawn too: some seconds.
+        """
         self.events = Events()
+        self.recordings: list[Recording] = []  # of each life of each router
         self._replay = f"baton sim --seed {seed}"
         if trouble is not Trouble.ANY:
             self._replay += f" --trouble {trouble}"
@@ -66,11 +72,12 @@ class World:
             LIMITS,
             draw["routers"].choice((1, 1, 2)),
             draw["placement"].randint(2 if trouble is Trouble.LOST_NODE else 1, 3),
+            self.recordings,
         )
         self._deployment = Deployment(self._context, draw["cluster"], draw["placement"])
         self._faults = Faults(self._deployment, draw["faults"], self._recorder.say)
         may_be_bad = trouble in (Trouble.ANY, Trouble.SILENCE)
-        load = ClientLoad(self.events, draw["load"], BAD_REQUEST_CHANCE if may_be_bad else 0.0)
+        load = ClientLoad(self.events, draw["load"], BAD_REQUEST_CHANCE if may_be_bad else 0.0, lasts_s)
         self._arrivals = load.arrivals(len(self._deployment.gateways))
         self._faults.schedule(trouble, load.ends_s + 1.0)
         self._busy_until_s = max(self._faults.last_s, load.ends_s)
@@ -123,7 +130,7 @@ class World:
             self.events.after(arrival.cancel_s, first.cancel)
 
     def _run_until_all_have_ended(self) -> None:
-        max_life_s = MAX_SLOW_LIFE_S if self._is_slow else MAX_LIFE_S
+        max_life_s = self._busy_until_s + (MAX_SLOW_LIFE_S if self._is_slow else MAX_LIFE_S)
         while not (
             all(arrival.has_ended for arrival in self._arrivals)
             and self._deployment.is_whole

@@ -132,6 +132,8 @@ SERVE_KNOBS: dict[str, Any] = {
     "router.local_prefill_tokens": 16,
     "router.redis": "auto",
     "router.decision_log": None,
+    "router.recording_s": 900.0,
+    "router.recording_memory_bytes": 2**26,
     "router.max_attempts": 8192,
     "router.seed": 0,
     **{f"gateway.{name}": value for name, value in GATEWAY_KNOBS.items() if name not in GATEWAYS_PLACE},

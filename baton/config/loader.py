@@ -20,6 +20,11 @@ from baton.errors import ConfigError
 
 StructT = TypeVar("StructT", bound=msgspec.Struct)
 MAX_SHOWN: Final = 500  # characters of a wrong value in an error
+_DURATION: Final = re.compile(r"(?P<number>[0-9]{1,9}(?:\.[0-9]{1,9})?)(?P<unit>[smh]?)")
+_UNITS_S: Final = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
+HIDDEN: Final = "***"
+# What follows the :// of a URL; a URL of another form may hide a password anywhere.
+_PLAIN_URL: Final = re.compile(r"(?:[^@?#/]*@)?(?P<place>[\w.,:\[\]-]+(?:/[\w./-]*)?)(?:\?[^@]*)?")
 BYTE_UNITS: Final = {
     "B": 1,
     "KB": 10**3,
@@ -194,6 +199,14 @@ def parse_bytes(text: str) -> int:
     return int(match[1]) * unit if match[1].isdigit() else int(float(match[1]) * unit)
 
 
+def duration_s(text: str, name: str) -> float:
+    """Read a time such as 90s, 15m or 2h. Raises ConfigError with `name`."""
+    found = _DURATION.fullmatch(text)
+    if found is None:
+        raise ConfigError(f"{name}: expected a time such as 90s, 15m or 2h, got {text!r}")
+    return float(found["number"]) * _UNITS_S[found["unit"]]
+
+
 def described_schema(struct_type: type[msgspec.Struct]) -> dict[str, Any]:
     """Return the JSON schema of a settings struct, with a description for every commented field.
 
@@ -255,3 +268,21 @@ def _structs(kind: Any) -> Iterator[type[msgspec.Struct]]:
     elif get_origin(kind) in (Annotated, Union, UnionType, tuple, dict):
         for argument in get_args(kind):
             yield from _structs(argument)
+
+
+def without_credentials(config: StructT) -> StructT:
+    """The settings with no user name, password or query in any URL."""
+    fields = {name: getattr(config, name) for name in config.__struct_fields__}
+    return msgspec.structs.replace(config, **{name: _bare(value) for name, value in fields.items()})
+
+
+def _bare(value: Any) -> Any:
+    if isinstance(value, msgspec.Struct):
+        return without_credentials(value)
+    if isinstance(value, tuple | list):
+        return type(value)(map(_bare, value))
+    if not isinstance(value, str) or "://" not in value:
+        return value
+    scheme, _, rest = value.partition("://")
+    found = _PLAIN_URL.fullmatch(rest)
+    return f"{scheme}://{HIDDEN}" if found is None else f"{scheme}://{found['place']}"

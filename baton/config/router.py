@@ -26,6 +26,9 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     # Redis that shares the prefix index between routers, for the policies cost and prefix: "none", a URL, or
     # "auto": `baton serve` starts one where redis-server is installed.
     redis: str = "auto"
+    # Seconds of inputs that the router keeps in memory for `baton bundle`; 0: none are kept.
+    recording_s: Annotated[float, Meta(ge=0, le=86_400)] = 900.0
+    recording_memory_bytes: Annotated[int, Meta(ge=2**20, le=2**40)] = 2**26  # that they take at most
     decision_log: str | None = None  # file that gets one line for each attempt sent out and each that ended
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0  # of the choice between equally loaded workers
     host: str = "127.0.0.1"  # address to listen on for the cluster's processes

@@ -47,6 +47,8 @@ AnyMessage: TypeAlias = (
     | operations.Undrain
     | operations.HeadAway
     | operations.RestartWorker
+    | operations.RecordingQuery
+    | operations.RecordingPart
 )
 
 

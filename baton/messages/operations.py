@@ -5,13 +5,14 @@ from typing import Annotated, Final, Literal, Self, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from baton.messages.bounds import MAX_ROUTERS, MAX_WORKERS, Count, Id, Name, Reason, Seconds
+from baton.messages.bounds import MAX_ROUTERS, MAX_SECONDS, MAX_WORKERS, Count, Id, Name, Reason, Seconds
 from baton.messages.control import Decision, Message
 from baton.messages.status import QueueStatus, RouterStatus, joined
 from baton.messages.timeline import RequestTimeline
 from baton.messages.workers import Address, WorkerStatus
 
 MAX_GATEWAYS: Final = 1024
+MAX_PART_BYTES: Final = 2**19  # of a recording, in one message
 MAX_TENANTS_TOLD: Final = 64  # in the status of one gateway
 Refusals: TypeAlias = Annotated[dict[Annotated[str, Meta(max_length=64)], Count], Meta(max_length=64)]
 
@@ -139,6 +140,27 @@ class FoundRequests(Message, frozen=True):
     def to(cls, query: FindRequests, timelines: tuple[RequestTimeline, ...] = ()) -> Self:
         """Return the answer to a query."""
         return cls(question=query.question, asker=query.asker, num_asked=query.num_asked, timelines=timelines)
+
+
+class RecordingQuery(Message, frozen=True):
+    """Operator to router: send the chunk `number` of your recording, from byte `first` on.
+
+    number: 0 asks for the chunk with which the last `last_s` seconds can be replayed. The router answers with
+    RecordingPart.
+    """
+
+    last_s: Seconds = MAX_SECONDS
+    number: Count = 0
+    first: Count = 0
+
+
+class RecordingPart(Message, frozen=True):
+    """A part of one chunk of a router's recording: see router/recording.py."""
+
+    number: Count = 0  # of the chunk; 0: there is none, or it is no longer kept
+    body: Annotated[bytes, Meta(max_length=MAX_PART_BYTES)] = b""
+    num_bytes: Count = 0  # of the whole chunk
+    next_number: Count = 0  # of the chunk after this one; 0: this is the last
 
 
 class WatchWorkers(Message, frozen=True):

@@ -40,7 +40,7 @@ def ask(arguments: argparse.Namespace, question: Callable[[Operator], Awaitable[
 
     Raises ConfigError when no cluster is found, and WorkerLost when no router answers.
     """
-    routers, keys = _routers_of(arguments)
+    routers, keys = routers_of(arguments)
 
     async def connect_and_ask() -> AnswerT:
         async with connected(routers, keys) as operator:
@@ -81,7 +81,8 @@ def spelled(routers: Routers) -> str:
     return ", ".join(f"{router.host}:{router.port}" for router in routers)
 
 
-def _routers_of(arguments: argparse.Namespace) -> tuple[Routers, Keys]:
+def routers_of(arguments: argparse.Namespace) -> tuple[Routers, Keys]:
+    """Return the routers that the arguments name, and their keys. ConfigError when no cluster is found."""
     if arguments.router is None:
         record = find_record(arguments.port)
         return record.routers, record.keys

@@ -20,9 +20,9 @@ Bounds: `max_pages` in all, an equal share of them for each worker, and never mo
 """
 
 from collections import OrderedDict, deque
-from collections.abc import Collection, Iterator, Set
+from collections.abc import Callable, Collection, Iterator, Mapping, Set
 from heapq import heappop, heappush
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +33,7 @@ from baton.messages.control import KvEventBatch
 from baton.messages.workers import Tier, Worker
 from baton.pages import KEY_BYTES, PageKeys
 from baton.request import AttemptKey, Request
+from baton.router.checkpoint import attributes_of
 from baton.router.index.table import (
     EMPTY,
     MAX_SLOTS,
@@ -69,9 +70,15 @@ class PromptKeys:
 
     def __init__(self, pages_per_slice: int | None = None) -> None:
         """pages_per_slice: None computes the keys of every prompt at once."""
+        self.on_keys: Callable[[AttemptKey, Family, bytes], object] | None = None  # called with computed keys
+        # In a replay: all keys, of prompts without tokens. Pages that are not there have key 0.
+        self.known: Mapping[tuple[AttemptKey, Family], bytes] | None = None
         self._families: dict[Family, PageKeys] = {}
         self._pages_per_slice = pages_per_slice
         self._kept: OrderedDict[AttemptKey, dict[Family, bytes]] = OrderedDict()
+
+    def __getstate__(self) -> dict[str, object]:
+        return attributes_of(self) | {"on_keys": None, "known": None, "_families": {}}
 
     def keys(self, family: Family, request: Request) -> bytes:
         """16 bytes for each full page of the prompt and of the tokens that earlier attempts generated."""
@@ -81,7 +88,7 @@ class PromptKeys:
         keys: list[bytes] = []
         for _ in self._extend(keys, family, request):
             pass
-        return b"".join(keys)
+        return self._computed(request.key, family, keys)
 
     def are_ready(self, families: Set[Family], request: Request) -> bool:
         """Return True when `keys` is quick: the prompt is short, or `prepare` has computed its keys."""
@@ -98,7 +105,7 @@ class PromptKeys:
             keys: list[bytes] = []
             for _ in self._extend(keys, family, request):
                 yield
-            kept[family] = b"".join(keys)
+            kept[family] = self._computed(request.key, family, keys)
         self._kept[request.key] = kept
         if len(self._kept) > MAX_PREPARED:
             self._kept.popitem(last=False)
@@ -115,10 +122,21 @@ class PromptKeys:
             self._families[family] = page_keys
         token_ids = request.all_token_ids
         num_pages = min(len(token_ids) // page_size, MAX_PULLED_PAGES)
+        known = None if self.known is None else self.known.get((request.key, family), b"")
         while len(keys) < num_pages:
             until = min(num_pages, len(keys) + (self._pages_per_slice or num_pages))
-            page_keys.extend(keys, token_ids, until, request.cache_salt)
+            if known is None:
+                page_keys.extend(keys, token_ids, until, request.cache_salt)
+            else:
+                pages = (known[KEY_BYTES * page : KEY_BYTES * (page + 1)] for page in range(len(keys), until))
+                keys += [page or bytes(KEY_BYTES) for page in pages]
             yield
+
+    def _computed(self, key: AttemptKey, family: Family, keys: list[bytes]) -> bytes:
+        joined = b"".join(keys)
+        if self.on_keys is not None:
+            self.on_keys(key, family, joined)
+        return joined
 
 
 def first_halves(page_keys: bytes) -> bytes:
@@ -350,6 +368,24 @@ class _Expectation(NamedTuple):
     number: int  # unique, so that holders are never compared
     holder: Holder
     keys: Keys
+
+
+class SharedIndex(Protocol):
+    """The part of the prefix index that a link to other routers uses; see `PrefixIndex`."""
+
+    def join(self, worker: Worker) -> None: ...
+
+    def forget(self, worker_id: str) -> None: ...
+
+    def is_known(self, worker_id: str) -> bool: ...
+
+    def apply(self, worker_id: str, events: KvEventBatch) -> bool: ...
+
+    def next_number(self, worker_id: str) -> int | None: ...
+
+    def export(self, worker_id: str) -> tuple[Keys, Values]: ...
+
+    def restore(self, worker_id: str, next_number: int, keys: Keys, values: Values) -> None: ...
 
 
 class PrefixIndex:

@@ -60,6 +60,22 @@ class KeyTable:
     def __len__(self) -> int:
         return self.count
 
+    def __getstate__(self) -> tuple[object, ...]:
+        """The taken cells; the others hold nothing that is read."""
+        cells = self.taken()
+        stamps = self.stamps[cells] if self.stamps.size else self.stamps
+        cut = self.keys[cells], self.values[cells], stamps, bool(self.stamps.size)
+        return self.num_keys, self._multiplier, self.count, cells, *cut
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        num_keys, multiplier, count, cells, keys, values, stamps, has_stamps = state
+        KeyTable.__init__(self, num_keys, values.dtype, has_stamps=has_stamps)
+        self._mixer, self._multiplier = np.uint64(multiplier), multiplier
+        self.keys[cells], self.values[cells] = keys, values
+        if has_stamps:
+            self.stamps[cells] = stamps
+        self.count = count
+
     def touch(self) -> None:
         """Write all cells once, so that the system provides their memory now."""
         for cells in (self.keys, self.values, self.stamps):

@@ -45,6 +45,7 @@ class RoutingChoice(NamedTuple):
     keys: Mapping[str, bytes] = {}  # worker id -> keys of the prompt's pages as that worker will name them
     is_blind: bool = False  # the prefix index does not know the worker that computes the prompt
     has_deficit: bool = False  # the tenant has had less than its share
+    draw: int = 0  # the random number that broke ties, where the policy predicts costs
 
     @property
     def computed_by(self) -> str:

@@ -254,6 +254,7 @@ class CostPolicy:
             keys=keys,
             is_blind=not is_known,
             has_deficit=claim.has_deficit,
+            draw=random,
         )
 
     def expect(self, choice: RoutingChoice, num_tokens: int) -> None:
@@ -340,6 +341,24 @@ class CostPolicy:
         wanted, has_slot_at = claim.wanted, claim.has_slot_at
         placed = [each for each in candidates if each.prefill or has_slot_at(each.decode)]
         return [each for each in placed if each.computed_by not in wanted] or placed or candidates
+
+
+def predicted(
+    context: PolicyContext, request: Request, view: ClusterView, claim: TenantClaim, decode: str, prefill: str
+) -> PairCandidate:
+    """The predicted cost of one pair of workers, whichever policy chose the pair; nothing is pulled.
+
+    prefill: "": the decode worker computes the prompt.
+    """
+    scorer = PromptScorer(context, request, context.clock.now_s(), claim)
+    views = {each.id: each for pool in (view.decoders, view.prefills) for each in pool.views(context.index)}
+    (decoder,) = scorer.decode_candidates([views[decode]])
+    computed = scorer.prefill_candidates([views[prefill]]) if prefill else [decoder.as_prefill]
+    (cost,) = prompt_costs(computed, request.num_tokens, (), 0.0)
+    if not prefill:
+        return local_pair(cost, decoder)
+    num_moved = max(0, request.num_tokens - decoder.as_prefill.num_held_tokens)
+    return remote_pair(cost, decoder, context.model.handoff_s(prefill, decode, num_moved))
 
 
 class PrefixPolicy(CostPolicy):

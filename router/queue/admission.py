@@ -36,6 +36,7 @@ from baton.messages.control import Submit
 from baton.messages.status import MAX_TENANTS, OverloadLevel, QueueStatus, TenantStatus, Times
 from baton.messages.workers import PrefillTimes, WorkerRole
 from baton.request import AttemptKey, Request, SamplingParams
+from baton.router.checkpoint import attributes_of
 from baton.router.in_flight import InFlight, NewPrompt, scheduling_class_of
 from baton.router.membership import Member, Membership
 from baton.router.policies.base import TenantClaim
@@ -67,6 +68,10 @@ class Capacity:
         self._first_asked: Counter[WorkerRole] = Counter()
         self._taking: dict[WorkerRole, Sequence[Member]] = {}
         self._version = -1
+
+    def __getstate__(self) -> dict[str, object]:
+        """Everything but the cached lists, which may name workers that have left."""
+        return attributes_of(self) | {"_taking": {}, "_version": -1}
 
     def can_decode(self, member: Member, num_tokens: int) -> bool:
         """True when a decode worker has room for an attempt with KV of `num_tokens`; an idle worker always

@@ -29,10 +29,10 @@ from math import exp, inf
 from typing import Final, NamedTuple
 
 from baton.clock import Clock
-from baton.messages.workers import WorkerRole
+from baton.messages.workers import Worker, WorkerRole
 from baton.request import AttemptKey, Request
 from baton.router.in_flight import InFlight, NewPrompt
-from baton.router.membership import Member, Membership
+from baton.router.membership import Membership
 from baton.router.policies.cost_model import CostModel
 from baton.router.queue.quotas import QuotaRefusal, RequestWork
 from baton.tenants import Refusal, Sla
@@ -135,7 +135,7 @@ class _Outlook(NamedTuple):
     at_s: float
     least_busy: Sequence[str]  # ids of workers that compute prompts
     num_prompt_workers: int  # all of them, at least 1
-    decoder: Member | None  # with the least load
+    decoder: Worker | None  # with the least load
     num_decoders: int
 
 
@@ -186,7 +186,7 @@ class Forecast:
             return 0.0
         return speeds.compute_s(num_tokens, num_tokens)
 
-    def _alone_s(self, decoder: Member | None, num_tokens: int) -> float:
+    def _alone_s(self, decoder: Worker | None, num_tokens: int) -> float:
         fit = self._model.of(decoder.id).step if decoder is not None else None
         return 0.0 if fit is None or fit.num_measured < KNOWN else fit.predict(1.0, 1.0, num_tokens, 0.0)
 
@@ -210,7 +210,7 @@ class Forecast:
         now_s = max(LEAST_STEP_S, fit.predict(1.0, num_now, num_now * tokens_each, 0.0))
         num_left = num_now * max(0.0, 1.0 - in_s / (max(1.0, num_answer_tokens) * now_s))
         num_then = num_left + num_before / outlook.num_decoders + 1
-        num_then = min(num_then, float(max(1, decoder.worker.max_num_seqs)))
+        num_then = min(num_then, float(max(1, decoder.max_num_seqs)))
         return fit.predict(1.0, num_then, num_then * tokens_each, 0.0)
 
     def _current_outlook(self) -> _Outlook:
@@ -227,7 +227,9 @@ class Forecast:
         waits = {member.id: self._in_flight.wait_s(member.id) for member in prompt_workers}
         least = nsmallest(MAX_COMPARED, waits, key=lambda id: waits[id])
         decoder = min(
-            decoders, key=lambda each: self._in_flight.account(each.id).share_of(each.worker), default=None
+            (member.worker for member in decoders),
+            key=lambda worker: self._in_flight.account(worker.id).share_of(worker),
+            default=None,
         )
         return _Outlook(now_s, least, max(1, len(prompt_workers)), decoder, max(1, len(decoders)))
 

@@ -14,7 +14,7 @@ from typing import Final, TypeAlias, TypeVar
 import numpy as np
 
 from baton.errors import WireError
-from baton.router.index.prefix_index import PrefixIndex
+from baton.router.index.prefix_index import SharedIndex
 from baton.router.redis.client import Names, RedisConnection
 from baton.router.redis.messages import AnyShared, Codec, SharedJoined, SharedLeft, Snapshot
 from baton.router.redis.outbox import RedisOutbox
@@ -36,7 +36,7 @@ class Feed:
         outbox: RedisOutbox,
         codec: Codec,
         router_id: str,
-        index: PrefixIndex,
+        index: SharedIndex,
         counters: Counter[str],
         on_shared: Callable[[AnyShared], None],
     ) -> None:

@@ -21,7 +21,7 @@ from typing import Any, Final
 
 from baton.messages.control import KvEventBatch
 from baton.messages.workers import Worker
-from baton.router.index.prefix_index import PrefixIndex
+from baton.router.index.prefix_index import SharedIndex
 from baton.router.redis.client import REDIS_FAILURES, Command, Names, RedisConnection, Reply, is_full
 from baton.router.redis.feed import Feed, last_stream_id
 from baton.router.redis.messages import AnyShared, Codec
@@ -52,7 +52,7 @@ class RedisLink:
         namespace: str,
         codec: Codec,
         router_id: str,
-        index: PrefixIndex,
+        index: SharedIndex,
         on_shared: Callable[[AnyShared], None],
     ) -> None:
         """namespace: of the routers that share. Raises ConfigError for an invalid url."""

@@ -20,6 +20,8 @@ from baton.messages.operations import (
     GatewayReport,
     GatewayStatus,
     HeadAway,
+    RecordingPart,
+    RecordingQuery,
     RestartWorker,
     Status,
     StatusQuery,
@@ -121,6 +123,8 @@ def one_of_each(rng: random.Random) -> list[AnyMessage]:
         RestartWorker(worker="decode-0"),
         FindRequests(question=1, order="slowest", limit=7, tenant="acme", asker=ID, num_asked=2),
         FoundRequests(question=1, asker=ID, num_asked=2, timelines=(timeline(),)),
+        RecordingQuery(last_s=90.0, number=7, first=2**19),
+        RecordingPart(number=7, body=random.randbytes(64), num_bytes=2**19 + 64, next_number=8),
     ]
 
 

@@ -20,8 +20,9 @@ SERVE_FLAGS = """
 --served-model-name --runtime --ray-address --host --port --gateways --routers --prefill --decode --prefill-tp
 --decode-tp --prefill-block-size --prefill-page-size --decode-block-size --decode-page-size --transport
 --kv-digests --no-kv-digests --kv-streams
---router-policy --redis --decision-log --local-prefill-tokens --chat-template --tool-call-parser
---reasoning-parser --operator-port --allowed-origins --otlp-traces-endpoint --tenants
+--router-policy --redis --decision-log --recording --recording-memory-bytes --local-prefill-tokens
+--chat-template
+--tool-call-parser --reasoning-parser --operator-port --allowed-origins --otlp-traces-endpoint --tenants
 --cluster-key-file --start-timeout --link-timeout --step-timeout --drain-timeout --config --log-format
 """
 ENGINE_FLAGS = """

@@ -1,0 +1,164 @@
+"""Write what a cluster did lately into one file, for `baton sim --replay` and for people who help.
+
+The file is a ZIP archive: the routers' decisions and inputs, faults, the gateways' metrics, the status and
+the settings. Prompts are in it as their lengths and the first halves of their pages' keys. It has no text, no
+token, no key and no password. Where /metrics needs a key, set BATON_API_KEY to an admin's.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import datetime
+import re
+import urllib.error
+import urllib.request
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import msgspec
+
+from baton.cluster.cli import output
+from baton.cluster.cli.options import CliCommand, Parser
+from baton.cluster.cli.routers import add_router_options, routers_of, spelled
+from baton.cluster.cluster_key import Keys
+from baton.cluster.cluster_record import find_record, url
+from baton.cluster.operator_node import connected
+from baton.config.environment import api_key
+from baton.config.loader import duration_s
+from baton.errors import ConfigError, PeerGone, WorkerLost
+from baton.messages.operations import Status
+from baton.messages.workers import Address, Routers
+from baton.sim.replay import Replay, frame_chunks
+
+FORMAT: Final = 1
+SCRAPE_TIMEOUT_S: Final = 10.0
+MAX_SCRAPE_BYTES: Final = 64 * 2**20
+NO_ANSWER: Final = (TimeoutError, PeerGone)
+
+FoundT = TypeVar("FoundT")
+
+
+class Bundle:
+    """The files of a bundle, and the parts that could not be had."""
+
+    def __init__(self) -> None:
+        self.files: dict[str, bytes] = {}
+        self.missing: list[str] = []  # a sentence each
+
+    def add_json(self, name: str, content: object) -> None:
+        """Add a file with one JSON value."""
+        self.files[name] = msgspec.json.format(msgspec.json.encode(content), indent=1)
+
+    def add_recording(self, chunks: Sequence[bytes]) -> None:
+        """Add what one router recorded, and the decisions and faults in it. Raises ConfigError."""
+        replay = Replay(chunks)
+        folder = f"routers/{replay.checkpoint.router}"
+        self.files[f"{folder}/recording"] = frame_chunks(chunks)
+        self.files[f"{folder}/decisions.jsonl"] = _lines(replay.decisions())
+        self.files[f"{folder}/faults.jsonl"] = _lines(replay.faults())
+        self.add_json(f"{folder}/settings.json", replay.checkpoint.config)
+
+    def write(self, path: Path, last_s: float) -> None:
+        """Write the archive, with a manifest. Raises ConfigError when the file cannot be written."""
+        self.add_json(
+            "manifest.json",
+            {
+                "format": FORMAT,
+                "made": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+                "last_s": last_s,
+                "missing": self.missing,
+                "files": {name: len(body) for name, body in self.files.items()},
+            },
+        )
+        try:
+            with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+                for name, body in self.files.items():
+                    archive.writestr(name, body)
+        except OSError as error:
+            raise ConfigError(f"--out: {path} cannot be written: {error.strerror}") from None
+
+
+def _lines(objects: Iterator[Mapping[str, Any]]) -> bytes:
+    return b"".join(msgspec.json.encode(each) + b"\n" for each in objects)
+
+
+async def collect(routers: Routers, keys: Keys, last_s: float) -> Bundle:
+    """Ask each router for its recording, and each gateway for its metrics. Raises WorkerLost when no router
+    answers.
+    """
+    bundle, statuses = Bundle(), list[Status]()
+    for router in routers:
+        try:
+            async with connected([router], keys) as operator:
+                statuses.append(await operator.status())
+                chunks = await operator.recording(last_s)
+        except NO_ANSWER:
+            bundle.missing.append(f"the router at {spelled((router,))} does not answer")
+            continue
+        if not chunks:
+            bundle.missing.append(f"the router at {spelled((router,))} records nothing")
+            continue
+        try:
+            bundle.add_recording(chunks)
+        except ConfigError as error:
+            bundle.missing.append(f"the router at {spelled((router,))}: {error}")
+    if not statuses:
+        raise WorkerLost(f"the router at {spelled(routers)} does not answer; is the key right?")
+    bundle.add_json("status.json", statuses)
+    await _scrape(bundle, statuses)
+    return bundle
+
+
+async def _scrape(bundle: Bundle, statuses: Sequence[Status]) -> None:
+    """Add the metrics of each address: gateways that share a port answer for each other."""
+    gateways = {each.id: each for status in statuses for each in status.gateways}
+    addresses = {each.address for each in gateways.values() if each.address is not None}
+    for address in sorted(addresses, key=lambda address: (address.host, address.port)):
+        try:
+            metrics = await asyncio.to_thread(_metrics_of, address)
+        except (OSError, ValueError) as error:
+            bundle.missing.append(f"the metrics of the gateway at {spelled((address,))}: {error}")
+            continue
+        bundle.files[f"metrics/{re.sub('[^0-9A-Za-z.-]', '_', spelled((address,)))}.prom"] = metrics
+
+
+def _metrics_of(address: Address) -> bytes:
+    """Scrape a gateway. Raises OSError when it does not answer, or wants another key."""
+    request = urllib.request.Request(f"{url(address.host, address.port)}/metrics")
+    if (key := api_key()) is not None:
+        request.add_header("Authorization", f"Bearer {key}")
+    with urllib.request.urlopen(request, timeout=SCRAPE_TIMEOUT_S) as answer:
+        metrics: bytes = answer.read(MAX_SCRAPE_BYTES)
+        return metrics
+
+
+def _add_options(parser: Parser) -> None:
+    parser.add_argument(
+        "--last", default="15m", metavar="TIME", help="what is collected, such as 90s or 15m (default: 15m)"
+    )
+    parser.add_argument("--out", type=Path, metavar="FILE", help="(default: baton-bundle-DATE.zip)")
+    add_router_options(parser)
+
+
+def _run(arguments: argparse.Namespace) -> None:
+    last_s = duration_s(arguments.last, "--last")
+    routers, keys = routers_of(arguments)
+    bundle = asyncio.run(collect(routers, keys, last_s))
+    settings = None
+    with contextlib.suppress(ConfigError):
+        record = find_record(arguments.port)
+        settings = record.settings if record.routers == routers else None
+    if settings:
+        bundle.add_json("settings.json", settings)
+    else:
+        bundle.missing.append("the settings of gateways and workers: `baton serve` runs elsewhere")
+    date = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%SZ")
+    path = arguments.out or Path(f"baton-bundle-{date}.zip")
+    bundle.write(path, last_s)
+    missing = [f"not in it: {each}" for each in bundle.missing]
+    output.show(f"{path}: {path.stat().st_size} bytes, {len(bundle.files)} files", *missing)
+
+
+bundle = CliCommand(__doc__, _add_options, _run)

@@ -1,0 +1,537 @@
+"""A router's recent inputs and decisions, kept in memory so that they can be replayed (sim/replay.py).
+
+A router is a function of its inputs, of one clock reading for each (`TurnClock`), and of its state before.
+
+1. Each input and each decision is appended to a list. That is all that a decision waits for.
+2. The next tick packs the list into a chunk of bytes. Prompts lose their tokens there: a record has their
+   number, and the keys of their pages. Reports for operators alone are left out.
+3. Every few minutes a chunk is a checkpoint: the router's whole state (router/checkpoint.py). It is taken
+   in a tick in which no work is deferred.
+4. Chunks leave, the oldest first, as far as a later checkpoint begins before the kept time, or the memory is
+   full. So the first chunk always is a checkpoint, and what follows it can be replayed exactly.
+5. `baton bundle` fetches the chunks, half a mebibyte in a message.
+"""
+
+import logging
+import platform
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
+
+import msgspec
+import numpy as np
+
+from baton.config.loader import without_credentials
+from baton.config.router import RouterConfig
+from baton.messages.control import (
+    Alive,
+    Decision,
+    Ended,
+    Heartbeat,
+    Hello,
+    KvEventBatch,
+    Measured,
+    Reachable,
+    Rejected,
+    Started,
+    Submit,
+)
+from baton.messages.operations import (
+    MAX_PART_BYTES,
+    Drain,
+    HeadAway,
+    RecordingPart,
+    RecordingQuery,
+    RestartWorker,
+    Undrain,
+    WatchWorkers,
+)
+from baton.messages.workers import Worker
+from baton.request import AttemptKey
+from baton.router.checkpoint import save
+from baton.router.index.prefix_index import Family, PrefixIndex, first_halves
+from baton.router.index.table import Keys
+from baton.router.policies.base import RoutingChoice
+from baton.router.policies.candidates import PairCandidate
+from baton.router.redis.messages import SharedDispatch, SharedEnded, SharedStarted
+from baton.rpc.peers import Peer
+from baton.tenants import SchedulingKey, Sla
+
+if TYPE_CHECKING:
+    from baton.router.router import Router
+
+CHECKPOINTS: Final = 3  # within the kept time
+LARGEST_CHECKPOINT: Final = 0.5  # share of the memory
+BUILD: Final = {
+    "python": platform.python_version(),
+    "numpy": np.__version__,
+    "machine": platform.machine(),
+}
+NO_PEER: Final = -1
+
+logger = logging.getLogger(__name__)
+
+
+class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=True, tag_field="kind"):
+    """An input that is no message."""
+
+
+class Joined(Event, frozen=True, kw_only=True):
+    """A process has connected. The hello is known once the event is packed."""
+
+    hello: Hello | None = None
+
+
+class Left(Event, frozen=True):
+    """A connection has ended."""
+
+
+class Tick(Event, frozen=True):
+    """A tick."""
+
+
+class Turn(Event, frozen=True, kw_only=True):
+    """A later turn does some of the deferred work."""
+
+    work: int  # its number in `Router.sliced_work`
+
+
+class Linked(Event, frozen=True):
+    """The router shares its dispatches from now on."""
+
+
+class Logs(Event, frozen=True):
+    """The router writes a decision log from now on."""
+
+
+class IndexJoined(Event, frozen=True, kw_only=True):
+    """Another router's worker enters the index."""
+
+    worker: Worker
+
+
+class IndexForgotten(Event, frozen=True, kw_only=True):
+    """Another router's worker leaves the index."""
+
+    worker: str
+
+
+class IndexEvents(Event, frozen=True, kw_only=True):
+    """Events of another router's worker."""
+
+    worker: str
+    events: KvEventBatch
+
+
+class IndexRestored(Event, frozen=True, kw_only=True):
+    """All pages of another router's worker: keys and values of eight bytes each."""
+
+    worker: str
+    next_number: int
+    keys: bytes
+    values: bytes
+
+
+class Submitted(Event, frozen=True, kw_only=True):
+    """A Submit without tokens; `bare_request` says what is kept of a request."""
+
+    request_id: str
+    attempt: int
+    num_prompt_tokens: int
+    num_generated_tokens: int = 0
+    tenant: str = ""
+    priority: int = 0
+    sla: Sla
+    scheduling_key: SchedulingKey
+    choice: int = 0
+    is_probe: bool = False
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    sticky_worker: str = ""
+    avoid: tuple[str, ...] = ()
+    age_s: float = 0.0
+    is_begun: bool = False
+
+
+class PromptPages(Event, frozen=True, kw_only=True):
+    """The first halves of the keys of a prompt's pages, computed by the router."""
+
+    request_id: str
+    attempt: int
+    family: Family
+    keys: bytes
+
+
+class Decided(Event, frozen=True, kw_only=True):
+    """An attempt was dispatched."""
+
+    request_id: str
+    attempt: int
+    num_tokens: int
+    reason: str
+    decode: str
+    prefill: str
+    is_blind: bool = False
+    draw: int = 0
+    num_candidates: int = 0
+    chosen: PairCandidate | None = None  # where the policy predicts costs
+
+
+Input: TypeAlias = msgspec.Struct  # a message, or an Event
+Record: TypeAlias = (
+    Joined
+    | Left
+    | Tick
+    | Turn
+    | Linked
+    | Logs
+    | IndexJoined
+    | IndexForgotten
+    | IndexEvents
+    | IndexRestored
+    | Submitted
+    | PromptPages
+    | Decided
+    | Rejected
+    | Started
+    | Ended
+    | Reachable
+    | Heartbeat
+    | Alive
+    | KvEventBatch
+    | Measured
+    | Drain
+    | WatchWorkers
+    | HeadAway
+    | Undrain
+    | RestartWorker
+    | SharedDispatch
+    | SharedStarted
+    | SharedEnded
+)
+Outcome: TypeAlias = Decided | Rejected
+
+
+class Checkpoint(msgspec.Struct, frozen=True, kw_only=True, tag=True, tag_field="kind"):
+    """A router's state at one time, and what a new router is made with to go on from there."""
+
+    at_s: float  # by the router's clock
+    date_s: float  # seconds since 1970
+    router: str
+    config: RouterConfig  # without credentials
+    max_index_pages: int
+    pages_per_slice: int
+    defers: bool  # long work is done in later turns
+    build: dict[str, str]
+    peers: tuple[tuple[int, Hello], ...]  # number, hello of each connected process
+    state: bytes
+
+
+class Inputs(msgspec.Struct, frozen=True, tag=True, tag_field="kind"):
+    """Inputs and decisions in order: when, the number of the sender, what."""
+
+    records: tuple[tuple[float, int, Record], ...]
+
+
+AnyChunk: TypeAlias = Checkpoint | Inputs
+_ENCODER: Final = msgspec.msgpack.Encoder()
+_CHUNKS: Final[msgspec.msgpack.Decoder[AnyChunk]] = msgspec.msgpack.Decoder(AnyChunk)
+
+
+def decode_chunk(body: bytes) -> AnyChunk:
+    """Read a chunk. Raises msgspec.MsgspecError for another build's."""
+    return _CHUNKS.decode(body)
+
+
+def no_recording() -> RecordingPart:
+    """The answer of a router that keeps no recording."""
+    return RecordingPart()
+
+
+class _Chunk(NamedTuple):
+    at_s: float  # of its last record
+    is_checkpoint: bool
+    body: bytes
+
+
+_Decision: TypeAlias = tuple[Decision | Rejected, RoutingChoice | None]
+
+
+class Recording:
+    """The chunks of one router. See the module."""
+
+    def __init__(self, kept_s: float, memory_bytes: int, date: Callable[[], float] = time.time) -> None:
+        """kept_s: seconds that can be replayed. memory_bytes: that all chunks take at most."""
+        self.num_bytes = 0
+        self._kept_s = kept_s
+        self._memory_bytes = memory_bytes
+        self._date = date
+        self._entries: list[tuple[float, Peer | None, Input | _Decision]] = []
+        self._now_s = 0.0
+        self._keys: dict[tuple[AttemptKey, Family], bytes] = {}  # computed since the last chunk
+        self._peers: dict[Peer, int] = {}
+        self._num_peers = 0
+        self._chunks: deque[_Chunk] = deque()
+        self._first = 1  # number of the first chunk
+        self._checkpoints: deque[int] = deque()  # numbers of chunks
+        self._checkpoint_s = 0.0  # of the last one
+        self._num_bytes_since = 0  # the last checkpoint
+        self._is_over = False  # the state is too large, or cannot be written
+
+    # The router calls these.
+
+    def begin(self, router: "Router") -> None:
+        """Write the first checkpoint."""
+        for peer in router.peers:
+            self._enter(peer)
+        self._add_checkpoint(router)
+
+    def add(self, now_s: float, peer: Peer | None, input: Input) -> None:
+        """Append an input, before it is handled."""
+        self._now_s = now_s
+        self._entries.append((now_s, peer, input))
+
+    def decided(self, decision: Decision | Rejected, choice: RoutingChoice | None) -> None:
+        """Append a decision: the attempt was dispatched, or rejected."""
+        self._entries.append((self._now_s, None, (decision, choice)))
+
+    def keys_computed(self, key: AttemptKey, family: Family, keys: bytes) -> None:
+        """Note the keys of a prompt's pages."""
+        self._keys[key, family] = keys
+
+    def tick(self, router: "Router") -> None:
+        """Pack what came since the last tick; drop old chunks; write a checkpoint when it is time."""
+        self._pack()
+        if self._is_over:
+            return
+        is_due = (
+            self._now_s - self._checkpoint_s >= self._kept_s / CHECKPOINTS
+            or self._num_bytes_since > self._memory_bytes / (CHECKPOINTS + 1)
+        )
+        if is_due and not any(work.num_waiting for work in router.sliced_work):
+            self._add_checkpoint(router)
+        self._drop()
+
+    def part(self, query: RecordingQuery) -> RecordingPart:
+        """Answer an operator."""
+        self._pack()
+        number = query.number or self._first_for(self._now_s - query.last_s)
+        place = number - self._first
+        if not 0 <= place < len(self._chunks):
+            return no_recording()
+        body = self._chunks[place].body
+        return RecordingPart(
+            number=number,
+            body=body[query.first : query.first + MAX_PART_BYTES],
+            num_bytes=len(body),
+            next_number=number + 1 if place + 1 < len(self._chunks) else 0,
+        )
+
+    def chunks(self) -> list[bytes]:
+        """All chunks, the oldest first."""
+        self._pack()
+        return [chunk.body for chunk in self._chunks]
+
+    # Chunks.
+
+    def _first_for(self, since_s: float) -> int:
+        """The number of the last checkpoint that is not later than `since_s`; of the first, if all are."""
+        known = list(self._checkpoints)
+        early = [number for number in known if self._chunks[number - self._first].at_s <= since_s]
+        return (early[-1:] or known[:1] or [0])[0]
+
+    def _pack(self) -> None:
+        entries, self._entries = self._entries, []
+        keys, self._keys = self._keys, {}
+        if self._is_over or not (entries or keys):
+            return
+        records: list[tuple[float, int, object]] = [
+            (self._now_s, NO_PEER, _prompt_pages(*prompt, joined)) for prompt, joined in keys.items()
+        ]
+        for at_s, peer, input in entries:
+            if isinstance(input, Joined | Left):
+                records.append((at_s, *self._connection(peer, input)))
+            elif (pack := _PACKERS.get(type(input))) is not None:
+                number = NO_PEER if peer is None else self._peers.get(peer, NO_PEER)
+                records.append((at_s, number, pack(input)))
+        if records:
+            self._append(_Chunk(self._now_s, False, _ENCODER.encode(_Records(records))))
+
+    def _connection(self, peer: Peer | None, input: Input) -> tuple[int, Input]:
+        """The number of a peer that comes or goes, and its record."""
+        assert peer is not None, "only peers come and go"
+        if isinstance(input, Left):
+            return self._peers.pop(peer, NO_PEER), input
+        self._enter(peer)
+        return self._num_peers, Joined(hello=peer.hello)
+
+    def _enter(self, peer: Peer) -> None:
+        self._num_peers += 1
+        self._peers[peer] = self._num_peers
+
+    def _append(self, chunk: _Chunk) -> None:
+        self._chunks.append(chunk)
+        self.num_bytes += len(chunk.body)
+        self._num_bytes_since += len(chunk.body)
+
+    def _add_checkpoint(self, router: "Router") -> None:
+        peers = {f"peer {number}": peer for peer, number in self._peers.items()}
+        try:
+            state = save(router.__getstate__(), router.outside | peers)
+        except (TypeError, OverflowError, msgspec.MsgspecError) as error:
+            self._end(f"the router's state cannot be written: {error}")
+            return
+        if len(state) > LARGEST_CHECKPOINT * self._memory_bytes:
+            self._end(f"the router's state takes {len(state)} bytes, raise router.recording_memory_bytes")
+            return
+        now_s = router.now_s
+        checkpoint = Checkpoint(
+            at_s=now_s,
+            date_s=self._date(),
+            router=router.hello.id,
+            config=without_credentials(router.config),
+            max_index_pages=router.max_index_pages,
+            pages_per_slice=router.pages_per_slice,
+            defers=router.sliced_work[0].is_deferred,
+            build=BUILD,
+            peers=tuple((number, peer.hello) for peer, number in self._peers.items()),
+            state=state,
+        )
+        self._checkpoints.append(self._first + len(self._chunks))
+        self._append(_Chunk(now_s, True, _ENCODER.encode(checkpoint)))
+        self._checkpoint_s, self._num_bytes_since = now_s, 0
+
+    def _drop(self) -> None:
+        """Drop the chunks before the second checkpoint, as long as they are too old or too many."""
+        while len(self._checkpoints) > 1:
+            num = self._checkpoints[1] - self._first
+            if self._chunks[num].at_s > self._now_s - self._kept_s and self.num_bytes <= self._memory_bytes:
+                return
+            self._checkpoints.popleft()
+            for _ in range(num):
+                self.num_bytes -= len(self._chunks.popleft().body)
+            self._first += num
+
+    def _end(self, reason: str) -> None:
+        logger.warning("nothing is recorded any more: %s", reason)
+        self._is_over = True
+        self._first += len(self._chunks)
+        self._chunks.clear()
+        self._checkpoints.clear()
+        self.num_bytes = 0
+
+
+class _Records(msgspec.Struct, frozen=True, tag="Inputs", tag_field="kind"):
+    """`Inputs` as it is written."""
+
+    records: list[tuple[float, int, object]]
+
+
+def _prompt_pages(key: AttemptKey, family: Family, keys: bytes) -> PromptPages:
+    return PromptPages(request_id=key[0], attempt=key[1], family=family, keys=first_halves(keys))
+
+
+def outcome_of(decision: Decision | Rejected, choice: RoutingChoice | None) -> Outcome:
+    """The record of a decision. choice: the policy's, if one was asked."""
+    if isinstance(decision, Rejected):
+        return decision
+    return Decided(
+        request_id=decision.request_id,
+        attempt=decision.attempt,
+        num_tokens=decision.num_tokens,
+        reason=decision.reason,
+        decode=decision.chosen.decode,
+        prefill=decision.chosen.prefill,
+        is_blind=choice is not None and choice.is_blind,
+        draw=0 if choice is None else choice.draw,
+        num_candidates=0 if choice is None else len(choice.candidates),
+        chosen=None if choice is None else choice.candidate,
+    )
+
+
+def _submitted(submit: Submit) -> Submitted:
+    request, sampling = submit.request, submit.request.sampling
+    return Submitted(
+        request_id=request.request_id,
+        attempt=request.attempt,
+        num_prompt_tokens=len(request.token_ids),
+        num_generated_tokens=len(request.generated_token_ids),
+        tenant=request.tenant,
+        priority=request.priority,
+        sla=request.sla,
+        scheduling_key=request.scheduling_key,
+        choice=request.choice,
+        is_probe=request.is_probe,
+        max_tokens=sampling.max_tokens,
+        min_tokens=sampling.min_tokens,
+        logprobs=sampling.logprobs,
+        prompt_logprobs=sampling.prompt_logprobs,
+        sticky_worker=submit.sticky_worker,
+        avoid=submit.avoid,
+        age_s=submit.age_s,
+        is_begun=submit.is_begun,
+    )
+
+
+def _beat(heartbeat: Heartbeat) -> Heartbeat:
+    """A heartbeat without the counts that only operators read."""
+    load = msgspec.structs.replace(heartbeat.load, counters={}, gauges={})
+    return msgspec.structs.replace(heartbeat, load=load)
+
+
+def _itself(input: Input) -> Input:
+    return input
+
+
+# Type of an entry -> its record. Messages of other types change nothing that a decision depends on.
+_PACKERS: Final[dict[type, Callable[[Any], object]]] = {
+    **{kind: _itself for kind in Record.__args__},
+    tuple: lambda decided: outcome_of(*decided),
+    Submit: _submitted,
+    Heartbeat: _beat,
+}
+
+
+class RecordedIndex:
+    """The prefix index for the link to Redis: what the link changes is an input of the router."""
+
+    def __init__(self, index: PrefixIndex, begin: Callable[[Input], None]) -> None:
+        """begin: called before each change."""
+        self._index = index
+        self._begin = begin
+
+    def join(self, worker: Worker) -> None:
+        """See `PrefixIndex.join`."""
+        self._begin(IndexJoined(worker=worker))
+        self._index.join(worker)
+
+    def forget(self, worker_id: str) -> None:
+        """See `PrefixIndex.forget`."""
+        self._begin(IndexForgotten(worker=worker_id))
+        self._index.forget(worker_id)
+
+    def apply(self, worker_id: str, events: KvEventBatch) -> bool:
+        """See `PrefixIndex.apply`."""
+        self._begin(IndexEvents(worker=worker_id, events=events))
+        return self._index.apply(worker_id, events)
+
+    def restore(self, worker_id: str, next_number: int, keys: Keys, values: Keys) -> None:
+        """See `PrefixIndex.restore`."""
+        bodies = {"keys": keys.tobytes(), "values": values.tobytes()}
+        self._begin(IndexRestored(worker=worker_id, next_number=next_number, **bodies))
+        self._index.restore(worker_id, next_number, keys, values)
+
+    def is_known(self, worker_id: str) -> bool:
+        """See `PrefixIndex.is_known`."""
+        return self._index.is_known(worker_id)
+
+    def next_number(self, worker_id: str) -> int | None:
+        """See `PrefixIndex.next_number`."""
+        return self._index.next_number(worker_id)
+
+    def export(self, worker_id: str) -> tuple[Keys, Keys]:
+        """See `PrefixIndex.export`."""
+        return self._index.export(worker_id)

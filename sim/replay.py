@@ -1,0 +1,463 @@
+"""Replays a router's recording (router/recording.py) on a new router, on the recorded clock.
+
+Under the recorded policy every decision must be the recorded one, bit for bit: workers, predicted seconds,
+random draws. `Replay.run` returns the first that is not. Under another policy, each decision is put to that
+policy as well, in the recorded state of the cluster; what follows is as recorded. Both choices are then
+predicted by the cost model that the router had learnt.
+"""
+
+import datetime
+import logging
+import re
+import zipfile
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from itertools import zip_longest
+from pathlib import Path
+from random import Random
+from typing import Any, Final, NamedTuple, cast
+
+import msgspec
+import numpy as np
+
+from baton.clock import Clock
+from baton.errors import ConfigError
+from baton.messages.codec import AnyMessage
+from baton.messages.control import Decision, Hello, KvEventBatch, Rejected, Submit
+from baton.messages.workers import Worker
+from baton.request import AttemptKey, Request, SamplingParams
+from baton.router.checkpoint import load
+from baton.router.dispatcher import NoSlot, Pairing, PairQuestion, Unpaired
+from baton.router.index.prefix_index import PrefixIndex, SharedIndex, with_zeros
+from baton.router.policies.base import Pair, PolicyContext, RoutingChoice
+from baton.router.policies.cost import predicted
+from baton.router.policies.registry import load_policy, policy_class
+from baton.router.recording import (
+    AnyChunk,
+    Checkpoint,
+    Decided,
+    IndexEvents,
+    IndexForgotten,
+    IndexJoined,
+    IndexRestored,
+    Inputs,
+    Joined,
+    Left,
+    Linked,
+    Logs,
+    Outcome,
+    PromptPages,
+    Record,
+    Submitted,
+    Tick,
+    Turn,
+    decode_chunk,
+    outcome_of,
+)
+from baton.router.redis.messages import AnyShared, SharedDispatch, SharedEnded, SharedStarted
+from baton.router.router import Router
+from baton.rpc.peer_clock import ClockOffset
+from baton.token_ids import TOKEN_ID_BYTES, TokenIds
+
+logger = logging.getLogger(__name__)
+
+RECORDING: Final = re.compile("routers/[0-9a-f]{32}/recording")  # name in a bundle
+LENGTH_BYTES: Final = 4
+_ENCODE: Final = msgspec.msgpack.Encoder().encode
+
+
+class Difference(NamedTuple):
+    """The first decision that differs; None: there is none more."""
+
+    number: int  # of the decision, from 0
+    recorded: Outcome | None
+    replayed: Outcome | None
+
+
+class Choice(NamedTuple):
+    """A pair of workers, as the cost model predicts it."""
+
+    decode: str
+    prefill: str  # "": the decode worker computes the prompt
+    ttft_s: float
+    num_held_tokens: int
+
+
+class Compared(NamedTuple):
+    """One decision under both policies. other: None where that policy would let the attempt wait."""
+
+    request_id: str
+    attempt: int
+    num_tokens: int
+    recorded: Choice
+    other: Choice | None
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """True when the other policy chooses other workers."""
+        return self.other is None or self.other[:2] != self.recorded[:2]
+
+
+class Replayed(NamedTuple):
+    """The result of a replay."""
+
+    num_inputs: int
+    seconds: float  # of the router's clock
+    outcomes: Sequence[Outcome]
+    difference: Difference | None
+    compared: Sequence[Compared]  # with another policy
+
+
+class _RecordedClock:
+    """Shows the recorded time."""
+
+    def __init__(self, now_s: float) -> None:
+        self.reading_s = now_s
+
+    def now_s(self) -> float:
+        """See Clock."""
+        return self.reading_s
+
+
+class _Peer:
+    """A recorded connection; what the router sends is lost."""
+
+    silence_s = quiet_s = 0.0
+    clock_offset: ClockOffset | None = None
+
+    def __init__(self, hello: Hello) -> None:
+        self.hello = hello
+
+    def send(self, message: AnyMessage) -> None:
+        """See Peer."""
+
+    def close(self) -> None:
+        """See Peer; the recording says when the connection ended."""
+
+
+class _Link:
+    """A link that shares nothing: the messages of other routers are in the recording."""
+
+    def joined(self, worker: Worker) -> None:
+        """See SharingLink."""
+
+    def left(self, worker_id: str) -> None:
+        """See SharingLink."""
+
+    def pages(self, worker_id: str, events: KvEventBatch) -> None:
+        """See SharingLink."""
+
+    def share(self, message: AnyShared) -> None:
+        """See SharingLink."""
+
+
+class Replay:
+    """One router's recording, and a router that replays it."""
+
+    def __init__(self, chunks: Sequence[bytes]) -> None:
+        """chunks: of `Recording`, in order. Raises ConfigError when they are another build's."""
+        try:
+            decoded = list(map(decode_chunk, chunks))
+        except msgspec.MsgspecError as error:
+            message = f"the recording cannot be read, perhaps it is another build's: {error}"
+            raise ConfigError(message) from error
+        if not decoded or not isinstance(decoded[0], Checkpoint):
+            raise ConfigError("the recording does not begin with a router's state: nothing can be replayed")
+        self.checkpoint = decoded[0]
+        self.records = [record for chunk in decoded[1:] for record in _records(chunk)]
+
+    def run(self, policy: str | None = None) -> Replayed:
+        """Replay all inputs. policy: to be compared with the recorded one. Raises ConfigError for a policy
+        that does not exist.
+        """
+        host = self._replayed()
+        compared = list[Compared]() if policy is None else self._compared(policy)
+        recorded = [record for _, _, record in self.records if isinstance(record, Decided | Rejected)]
+        ends = [at_s for at_s, _, _ in self.records[-1:]]
+        return Replayed(
+            num_inputs=len(self.records) - len(recorded),
+            seconds=sum(ends) - self.checkpoint.at_s if ends else 0.0,
+            outcomes=recorded,
+            difference=_first_difference(recorded, host.outcomes),
+            compared=compared,
+        )
+
+    def decisions(self) -> Iterator[dict[str, Any]]:
+        """The recorded decisions, with their dates, for people to read."""
+        for at_s, _, record in self.records:
+            if isinstance(record, Decided | Rejected):
+                told = msgspec.to_builtins(record)
+                told.pop("chosen", None)
+                if isinstance(record, Decided) and record.chosen is not None:
+                    told["num_held_tokens"] = record.chosen.num_held_tokens
+                    told["terms"] = msgspec.to_builtins(record.chosen.terms)
+                yield {"date": self._date(at_s), **told}
+
+    def faults(self) -> Iterator[dict[str, Any]]:
+        """The recorded ends and starts of processes, and the requests that were submitted again."""
+        hellos = {number: hello for number, hello in self.checkpoint.peers}
+        names = {hello.id: _name_of(hello) for hello in hellos.values()}
+        for at_s, peer, record in self.records:
+            told: dict[str, Any] = {}
+            if isinstance(record, Joined) and record.hello is not None:
+                hellos[peer], names[record.hello.id] = record.hello, _name_of(record.hello)
+                told = {"process": names[record.hello.id]}
+            elif isinstance(record, Left) and peer in hellos:
+                told = {"process": _name_of(hellos[peer])}
+            elif isinstance(record, Submitted) and (record.attempt or record.avoid):
+                avoid = [names.get(each, each) for each in record.avoid]
+                told = {"request_id": record.request_id, "attempt": record.attempt, "avoid": avoid}
+            if told:
+                kind = "Replay" if isinstance(record, Submitted) else type(record).__name__
+                yield {"date": self._date(at_s), "kind": kind, **told}
+
+    def _date(self, at_s: float) -> str:
+        date_s = self.checkpoint.date_s + at_s - self.checkpoint.at_s
+        date = datetime.datetime.fromtimestamp(date_s, datetime.UTC)
+        return date.isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+    def _replayed(self) -> "_Host":
+        host = _Host(self.checkpoint, self.records)
+        for record in self.records:
+            host.replay(*record)
+        return host
+
+    def _compared(self, policy: str) -> list[Compared]:
+        """A replay of its own: a question to another policy leaves traces in caches."""
+        host = _Host(self.checkpoint, self.records)
+        compared = host.compare(policy)
+        for record in self.records:
+            host.replay(*record)
+        return compared
+
+
+def frame_chunks(chunks: Sequence[bytes]) -> bytes:
+    """The chunks in one file: the length of each in four bytes, then its bytes."""
+    return b"".join(len(chunk).to_bytes(LENGTH_BYTES, "big") + chunk for chunk in chunks)
+
+
+def read_bundle(path: Path) -> list[Replay]:
+    """The recordings in a file of `baton bundle`, one of each router. Raises ConfigError: there is none."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            names = [name for name in archive.namelist() if RECORDING.fullmatch(name)]
+            found = [Replay(list(_framed(archive.read(name)))) for name in sorted(names)]
+    except (OSError, zipfile.BadZipFile, zlib.error) as error:
+        raise ConfigError(f"--replay: {path} cannot be read: {error}") from None
+    if not found:
+        raise ConfigError(f"--replay: {path} has no recording of a router")
+    return found
+
+
+def _framed(body: bytes) -> Iterator[bytes]:
+    place = 0
+    while place < len(body):
+        begin = place + LENGTH_BYTES
+        place = begin + int.from_bytes(body[place:begin], "big")
+        yield body[begin:place]
+
+
+def _records(chunk: AnyChunk) -> Sequence[tuple[float, int, Record]]:
+    return chunk.records if isinstance(chunk, Inputs) else ()
+
+
+def _first_difference(recorded: Sequence[Outcome], replayed: Sequence[Outcome]) -> Difference | None:
+    for number, (one, other) in enumerate(zip_longest(recorded, replayed)):
+        if one is None or other is None or _ENCODE(one) != _ENCODE(other):
+            return Difference(number, one, other)
+    return None
+
+
+class _Host:
+    """Hosts the router, as baton/rpc/server.py does, by recorded inputs."""
+
+    def __init__(self, checkpoint: Checkpoint, records: Sequence[tuple[float, int, Record]]) -> None:
+        self.outcomes: list[Outcome] = []
+        self._clock = _RecordedClock(checkpoint.at_s)
+        self._turns: deque[Callable[[], None]] = deque()
+        self._peers = {number: _Peer(hello) for number, hello in checkpoint.peers}
+        self._router = router = Router(
+            checkpoint.config,
+            self._clock,
+            checkpoint.router,
+            max_index_pages=checkpoint.max_index_pages,
+            call_soon=self._turns.append if checkpoint.defers else None,
+            pages_per_slice=checkpoint.pages_per_slice,
+        )
+        peers = {f"peer {number}": peer for number, peer in self._peers.items()}
+        outside = router.outside | {"sharing": _Link(), "log": _discard} | peers
+        module, colon, _ = checkpoint.config.policy.partition(":")
+        router.__setstate__(load(checkpoint.state, outside, module if colon else ""))
+        router.cluster_state.on_outcome = self._decided
+        router.cluster_state.keys.known = {
+            ((record.request_id, record.attempt), record.family): with_zeros(record.keys)
+            for _, _, record in records
+            if isinstance(record, PromptPages)
+        }
+        self._comparison: _Comparison | None = None
+
+    def compare(self, policy: str) -> list[Compared]:
+        """Compare all decisions from now on; they are added to the list."""
+        self._comparison = _Comparison(self._router, policy)
+        return self._comparison.compared
+
+    def replay(self, at_s: float, peer: int, record: Record) -> None:
+        """Give the router one input. Errors are those that the recorded router raised too."""
+        self._clock.reading_s = at_s
+        try:
+            self._handle(peer, record)
+        except Exception:
+            logger.debug("the router raises", exc_info=True)
+
+    def _handle(self, peer: int, record: Record) -> None:
+        router = self._router
+        match record:
+            case PromptPages() | Decided() | Rejected():
+                return
+            case Joined(hello=hello):
+                assert hello is not None, "a packed event has its hello"
+                self._peers[peer] = _Peer(hello)
+                router.joined(self._peers[peer])
+            case Left():
+                router.left(self._peers.pop(peer))
+            case Tick():
+                router.tick()
+            case Turn():
+                self._turns.popleft()()
+            case Linked():
+                router.link(_Link())
+            case Logs():
+                router.log_to(_discard)
+            case SharedDispatch() | SharedStarted() | SharedEnded():
+                router.heard(record)
+            case IndexJoined() | IndexForgotten() | IndexEvents() | IndexRestored():
+                _change(router.shared_index, record)
+            case Submitted():
+                router.received(self._peers[peer], _submit(record))
+            case _:
+                router.received(self._peers[peer], record)
+
+    def _decided(self, decision: Decision | Rejected, choice: RoutingChoice | None) -> None:
+        outcome = outcome_of(decision, choice)
+        # Read back, as the recorded ones were.
+        self.outcomes.append(msgspec.msgpack.decode(_ENCODE(outcome), type=Outcome))
+        if self._comparison is not None:
+            self._comparison.decided(outcome)
+
+
+class _SeenIndex:
+    """The prefix index for a policy that is only asked: nothing is expected of its choices."""
+
+    def __init__(self, index: PrefixIndex) -> None:
+        self._index = index
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._index, name)
+
+    def expect(self, worker_id: str, keys: bytes, ttl_s: float) -> None:
+        """See `PrefixIndex.expect`."""
+
+
+class _Comparison:
+    """Asks another policy the questions that the router asks its own."""
+
+    def __init__(self, router: Router, policy: str) -> None:
+        self.compared: list[Compared] = []
+        self._router = router
+        state = router.cluster_state
+        index = cast(PrefixIndex, _SeenIndex(state.index))
+        clock = cast(Clock, router.outside["clock"])
+        self._context = PolicyContext(
+            clock, router.in_flight, index, state.model, state.keys, Random(router.config.seed)
+        )
+        config = msgspec.structs.replace(router.config, policy=policy)
+        self._policy = policy_class(policy)(self._context)
+        self._pairing = Pairing(
+            config, router.members, self._policy, load_policy(self._policy, self._context)
+        )
+        self._asked: dict[AttemptKey, tuple[Compared | None, object]] = {}
+        router.pairing.on_pair = self._ask
+
+    def _ask(self, question: PairQuestion, answer: Pair | Unpaired | NoSlot) -> None:
+        if isinstance(answer, Pair):
+            other = self._pairing.pair(*question)
+            compared = self._compared(question, answer, other if isinstance(other, Pair) else None)
+            self._asked[question.submit.request.key] = compared, other
+
+    def _compared(self, question: PairQuestion, answer: Pair, other: Pair | None) -> Compared:
+        request = question.submit.request
+        return Compared(
+            request_id=request.request_id,
+            attempt=request.attempt,
+            num_tokens=request.num_tokens,
+            recorded=self._choice(question, answer),
+            other=None if other is None else self._choice(question, other),
+        )
+
+    def _choice(self, question: PairQuestion, pair: Pair) -> Choice:
+        candidate = pair.choice.candidate if pair.choice is not None else None
+        if candidate is None:
+            view, workers = self._pairing.view_of(question.reached), (pair.decode.id, pair.prefill_id)
+            candidate = predicted(self._context, question.submit.request, view, question.claim, *workers)
+        return Choice(pair.decode.id, pair.prefill_id, candidate.terms.ttft_s, candidate.num_held_tokens)
+
+    def decided(self, outcome: Outcome) -> None:
+        """The router has decided; the other policy is told that its own choice was dispatched."""
+        compared, other = self._asked.pop((outcome.request_id, outcome.attempt), (None, None))
+        if compared is None or not isinstance(outcome, Decided):
+            return
+        self.compared.append(compared)
+        if isinstance(other, Pair) and other.choice is not None:
+            self._policy.expect(other.choice, compared.num_tokens)
+
+
+def _name_of(hello: Hello) -> str:
+    return f"{hello.process} {hello.id}" if hello.worker is None else hello.worker.name
+
+
+def _discard(line: bytes) -> None:
+    """Take the place of a decision log."""
+
+
+def _change(index: SharedIndex, record: IndexJoined | IndexForgotten | IndexEvents | IndexRestored) -> None:
+    match record:
+        case IndexJoined():
+            index.join(record.worker)
+        case IndexForgotten():
+            index.forget(record.worker)
+        case IndexEvents():
+            index.apply(record.worker, record.events)
+        case IndexRestored():
+            keys, values = (np.frombuffer(body, "<u8") for body in (record.keys, record.values))
+            index.restore(record.worker, record.next_number, keys, values)
+
+
+def _submit(record: Submitted) -> Submit:
+    """The Submit of a record; zeros stand for the tokens."""
+    sampling = SamplingParams(
+        max_tokens=record.max_tokens,
+        min_tokens=record.min_tokens,
+        logprobs=record.logprobs,
+        prompt_logprobs=record.prompt_logprobs,
+    )
+    request = Request(
+        request_id=record.request_id,
+        token_ids=TokenIds(bytes(TOKEN_ID_BYTES * record.num_prompt_tokens)),
+        sampling=sampling,
+        tenant=record.tenant,
+        priority=record.priority,
+        sla=record.sla,
+        scheduling_key=record.scheduling_key,
+        attempt=record.attempt,
+        generated_token_ids=(0,) * record.num_generated_tokens,
+        choice=record.choice,
+        is_probe=record.is_probe,
+    )
+    return Submit(
+        request=request,
+        sticky_worker=record.sticky_worker,
+        avoid=record.avoid,
+        age_s=record.age_s,
+        is_begun=record.is_begun,
+    )

@@ -1,0 +1,164 @@
+"""What a router records, and for how long; checkpoints name no code but the router's."""
+
+import msgspec
+import pytest
+
+from baton.errors import ConfigError
+from baton.messages.control import Submit
+from baton.messages.operations import RecordingQuery
+from baton.request import Request, SamplingParams, StructuredOutputs
+from baton.router.checkpoint import attributes_of, load, save
+from baton.router.recording import Checkpoint, Inputs, Recording, Submitted, decode_chunk
+from baton.router.router import Router
+from baton.token_ids import TokenIds
+from tests.node_peers import id_of
+from tests.unit.router.router_cluster import Cluster, cluster
+
+SECRET_TOKENS = tuple(range(70_001, 70_065))
+
+
+def recorded() -> tuple[Cluster, Recording]:
+    c = cluster("p0", "d0", policy="cost")
+    recording = Recording(60.0, 2**24)
+    c.router.record(recording)
+    return c, recording
+
+
+def submit(c: Cluster, name: str = "r") -> None:
+    sampling = SamplingParams(structured_outputs=StructuredOutputs(regex="canary-form"), max_tokens=5)
+    request = Request(
+        request_id=id_of(name),
+        token_ids=TokenIds.of(SECRET_TOKENS),
+        sampling=sampling,
+        cache_salt=b"canary-salt",
+        generated_token_ids=(80_001, 80_002),
+    )
+    c["g"].say(Submit(request=request))
+
+
+def test_tokens_salts_and_forms_are_not_recorded() -> None:
+    c, recording = recorded()
+    for number in range(40):  # some of them stay in the queue, and are in the state of the checkpoint
+        submit(c, f"r{number}")
+    c.clock.advance(30.0)
+    c.router.tick()
+    chunks = recording.chunks()
+    assert sum(isinstance(decode_chunk(chunk), Checkpoint) for chunk in chunks) == 2
+    joined = b"".join(chunks)
+    for canary in (TokenIds.of(SECRET_TOKENS[:4]).packed, b"canary-salt", b"canary-form"):
+        assert canary not in joined
+    numbers = msgspec.msgpack.encode(SECRET_TOKENS[0]), msgspec.msgpack.encode(80_001)
+    assert not any(number in joined for number in numbers)
+    records = [
+        record
+        for chunk in chunks
+        if isinstance(each := decode_chunk(chunk), Inputs)
+        for record in each.records
+    ]
+    submitted = [record for _, _, record in records if isinstance(record, Submitted)]
+    assert len(submitted) == 40 and submitted[0].num_prompt_tokens == len(SECRET_TOKENS)
+
+
+def test_first_chunk_is_a_checkpoint_and_the_memory_is_bounded() -> None:
+    c = cluster("p0", "d0", policy="cost")
+    recording = Recording(60.0, 2**18)
+    c.router.record(recording)
+    for number in range(2000):
+        submit(c, f"r{number}")
+        c.clock.advance(0.25)
+        c.router.tick()
+        assert recording.num_bytes <= 2**18
+    chunks = recording.chunks()
+    assert isinstance(decode_chunk(chunks[0]), Checkpoint)
+    assert sum(map(len, chunks)) == recording.num_bytes
+
+
+def test_state_that_is_too_large_ends_the_recording(caplog: pytest.LogCaptureFixture) -> None:
+    c = cluster("p0", "d0", policy="cost")
+    recording = Recording(60.0, 2**10)
+    c.router.record(recording)
+    submit(c)
+    c.router.tick()
+    assert recording.chunks() == [] and "raise router.recording_memory_bytes" in caplog.text
+    assert recording.part(RecordingQuery()).number == 0
+
+
+def test_operator_gets_a_chunk_in_parts() -> None:
+    c, recording = recorded()
+    submit(c)
+    c.router.tick()
+    chunks, part = [], recording.part(RecordingQuery())
+    while part.number:
+        chunks.append(part.body)
+        assert part.num_bytes == len(part.body)
+        rest = recording.part(RecordingQuery(number=part.number, first=7))
+        assert rest.body == part.body[7:]
+        part = recording.part(RecordingQuery(number=part.next_number or 10**6))
+    assert chunks == recording.chunks()
+
+
+def test_last_seconds_begin_at_the_checkpoint_before_them() -> None:
+    c, recording = recorded()
+    for _ in range(4 * 70):
+        c.clock.advance(0.25)
+        c.router.tick()
+    for last_s in (5.0, 25.0, 45.0):
+        checkpoint = decode_chunk(recording.part(RecordingQuery(last_s=last_s)).body)
+        assert isinstance(checkpoint, Checkpoint)
+        assert c.clock.now_s() - 20.5 - last_s <= checkpoint.at_s <= c.clock.now_s() - last_s
+
+
+def objects_of(root: object, known: dict[int, object]) -> dict[int, object]:
+    """All objects of the router's own classes that a router consists of."""
+    if type(root).__module__.startswith(("baton.router", "baton.fair_queue")) and id(root) not in known:
+        known[id(root)] = root
+        for part in attributes_of(root).values():
+            objects_of(part, known)
+    elif isinstance(root, dict):
+        for part in [*root.keys(), *root.values()]:
+            objects_of(part, known)
+    elif isinstance(root, list | tuple | set):
+        for part in root:
+            objects_of(part, known)
+    return known
+
+
+def test_no_attribute_is_missed() -> None:
+    c, _ = recorded()
+    submit(c)
+    found = objects_of(c.router, {})
+    assert len(found) > 40
+    for each in found.values():
+        if hasattr(each, "__dict__"):
+            assert vars(each).keys() == attributes_of(each).keys(), type(each)
+
+
+def test_shared_objects_are_shared_again() -> None:
+    c, _ = recorded()
+    shared = [1.5, 2**80, float("inf")]
+    state = {"one": shared, "other": {"again": shared}, "clock": c.clock}
+    loaded = load(save(state, {"clock": c.clock}), {"clock": "another"})
+    assert loaded["one"] == shared and loaded["one"] is loaded["other"]["again"]
+    assert loaded["clock"] == "another"
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        ["named_tuple", "os:system", ["true"]],
+        ["object", ["subprocess:Popen", {}]],
+        ["named_tuple", "baton.router.decisions:os.open", ["/etc/passwd", 0]],
+        ["named_tuple", "baton.router.decisions:encode_line", [1]],
+        ["enum", "baton.router.router:Router", 1],
+        ["named", "baton.router.recording:platform.node"],
+        ["nonsense"],
+    ],
+)
+def test_state_that_names_other_code_is_refused(state: list[object]) -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load(msgspec.msgpack.encode(state), {})
+
+
+def test_router_without_a_recording_says_so() -> None:
+    c = cluster("p0", "d0")
+    assert isinstance(c.router, Router) and c.router.recording is None
