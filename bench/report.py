@@ -1,8 +1,9 @@
 """The report of a suite: figures beside their limits, as a table, as JSON and as a plot.
 
 A suite has a function `measure(options, report)`, which may be a coroutine function. It adds rows to the
-report and tells what it measures. `Suite` prints the machine, the progress and the table, and writes
-NAME.json and NAME.png into the folder that `--output` names.
+report and tells what it measures. `Suite` prints the machine, the progress and the table. Into the folder
+that `--output` names it writes NAME.json, NAME.html with the table and interactive plots, which loads nothing
+from anywhere, and NAME.png where matplotlib is installed.
 """
 
 import argparse
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 _TREE: Final = Path(__file__).resolve().parents[1]
 # In a checkout, bench/results; an installed Baton writes into the current folder, not among the libraries.
 RESULTS: Final = _TREE / "bench" / "results" if (_TREE / "pyproject.toml").exists() else Path()
+PAGE: Final = Path(__file__).with_name("report.html")
 TELL_EVERY_S: Final = 10.0  # where stderr is no terminal
 WIDTH: Final = 1000  # columns where stdout is no terminal: a note is never wrapped
 HEADINGS: Final = ("figure", "value", "unit", "bar", "", "note")
@@ -155,6 +157,47 @@ def _live_bar() -> "RichProgress":
     return bar
 
 
+Curve: TypeAlias = Sequence[tuple[float, float]]
+
+
+def ranked_shares(values: Iterable[float]) -> Curve:
+    """Return the share of values that are no larger, over the values."""
+    ranked = sorted(values)
+    return [(value, (place + 1) / len(ranked)) for place, value in enumerate(ranked)]
+
+
+@dataclass(frozen=True)
+class Plot:
+    """Panels by their titles, each with curves by their labels."""
+
+    panels: Mapping[str, Mapping[str, Curve]]
+    x_label: str = ""
+    y_label: str = ""
+    is_log: bool = False  # the x axis
+    is_stepped: bool = False  # a value holds until the next x
+
+    def draw(self, path: Path) -> None:
+        """Draw the panels side by side into an image, with matplotlib."""
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(4.5 * len(self.panels), 4), layout="constrained")
+        grid = figure.subplots(1, len(self.panels), squeeze=False)[0]
+        for axes, (title, curves) in zip(grid, self.panels.items(), strict=True):
+            for label, curve in curves.items():
+                if curve:
+                    style = {"drawstyle": "steps-post"} if self.is_stepped else {"marker": "o"}
+                    axes.plot(*zip(*curve, strict=True), label=label, **style)
+            axes.set_title(title)
+            axes.set_xlabel(self.x_label)
+            axes.set_xscale("log" if self.is_log and axes.lines else "linear")
+            axes.set_ylim(bottom=0)
+            axes.grid(alpha=0.3)
+            if axes.lines:
+                axes.legend(fontsize="small")
+        figure.supylabel(self.y_label)
+        figure.savefig(path, dpi=150)
+
+
 class Report:
     """The rows of one run. `name` names the files, `extra` is what the JSON keeps beside the rows."""
 
@@ -162,7 +205,7 @@ class Report:
         self.name, self.title, self.folder = name, title, folder
         self.rows: list[Row] = []
         self.extra: dict[str, object] = {}
-        self.plot: Callable[[Path], None] | None = None  # draws the picture into a file
+        self.plot: Plot | None = None
         self.tell = Progress()
         self._num_shown = 0
 
@@ -177,70 +220,39 @@ class Report:
         self._show(title)
 
     def save(self) -> Path:
-        """Write what there is into NAME.json; return its path. Folders are made as needed."""
+        """Write what there is into NAME.json and NAME.html; return the former. Folders are made as needed."""
         path, rows = self.folder / f"{self.name}.json", [asdict(row) for row in self.rows]
         content = {"title": self.title, "machine": machine_description(), "rows": rows, **self.extra}
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(content, indent=1) + "\n")
+        path.with_suffix(".html").write_text(self._page())
         return path
 
+    def _page(self) -> str:
+        """The report as one HTML page. No text of it can end the script that holds the data."""
+        data = {
+            "title": self.title,
+            "machine": machine_description(),
+            "rows": [_cells(row) for row in self.rows],
+            "plots": None if self.plot is None else asdict(self.plot),
+        }
+        return PAGE.read_text().replace("DATA", json.dumps(data).replace("</", "<\\/"), 1)
+
     def finish(self) -> None:
-        """Print the rows that have not been shown; write the JSON and the plot."""
+        """Print the rows that have not been shown; write the files."""
         if self._num_shown < len(self.rows):
             self._show(self.title)
         self.tell.clear()
         print(f"kept in {self.save()}", flush=True)
         if self.plot is not None and importlib.util.find_spec("matplotlib") is None:
-            print("no plot: pip install matplotlib", flush=True)
+            print("no picture: pip install matplotlib", flush=True)
         elif self.plot is not None:
-            self.plot(self.folder / f"{self.name}.png")
+            self.plot.draw(self.folder / f"{self.name}.png")
 
     def _show(self, title: str) -> None:
         self.tell.clear()
         print_table(title, self.rows[self._num_shown :])
         self._num_shown = len(self.rows)
-
-
-Curve: TypeAlias = Sequence[tuple[float, float]]
-
-
-def ranked_shares(values: Iterable[float]) -> Curve:
-    """Return the share of values that are no larger, over the values."""
-    ranked = sorted(values)
-    return [(value, (place + 1) / len(ranked)) for place, value in enumerate(ranked)]
-
-
-def plot_lines(
-    path: Path,
-    panels: Mapping[str, Mapping[str, Curve]],
-    *,
-    x_label: str = "",
-    y_label: str = "",
-    is_log: bool = False,
-    is_stepped: bool = False,
-) -> None:
-    """Draw panels side by side, by their titles, each with curves by their labels.
-
-    is_log: of the x axis. is_stepped: a value holds until the next x.
-    """
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(4.5 * len(panels), 4), layout="constrained")
-    grid = figure.subplots(1, len(panels), squeeze=False)[0]
-    for axes, (title, curves) in zip(grid, panels.items(), strict=True):
-        for label, curve in curves.items():
-            if curve:
-                style = {"drawstyle": "steps-post"} if is_stepped else {"marker": "o"}
-                axes.plot(*zip(*curve, strict=True), label=label, **style)
-        axes.set_title(title)
-        axes.set_xlabel(x_label)
-        axes.set_xscale("log" if is_log and axes.lines else "linear")
-        axes.set_ylim(bottom=0)
-        axes.grid(alpha=0.3)
-        if axes.lines:
-            axes.legend(fontsize="small")
-    figure.supylabel(y_label)
-    figure.savefig(path, dpi=150)
 
 
 @dataclass(frozen=True)
@@ -268,7 +280,7 @@ class Suite:
         """Add the options that `run` needs."""
         self.add_options(parser)
         parser.add_argument(
-            "--output", type=Path, default=self.output, metavar="FOLDER", help="of JSON and plot"
+            "--output", type=Path, default=self.output, metavar="FOLDER", help="of the report's files"
         )
 
     def run(self, options: argparse.Namespace) -> Report:

@@ -20,14 +20,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from itertools import accumulate, pairwise
 from operator import attrgetter
 from statistics import fmean, median, pstdev
 from typing import Final, NamedTuple, TypeAlias
 
 from baton.bench.engine.replica import LlamaShape, Replica, load_replica, request_of
-from baton.bench.report import Report, Row, Suite, at_least, format_number, percentile, plot_lines
+from baton.bench.report import Plot, Report, Row, Suite, at_least, format_number, percentile
 from baton.request import Request, SamplingParams
 
 POLICIES: Final = ("static", "dynamic", "continuous")
@@ -328,7 +327,7 @@ def measure_workload(workload: Workload, report: Report, shape: LlamaShape = SHA
     }
     x_label = f"deviation / mean of answer lengths, mean {workload.sweep_mean} tokens"
     panels = {"Continuous over static batching": gains}
-    report.plot = partial(plot_lines, panels=panels, x_label=x_label, y_label="gain")
+    report.plot = Plot(panels, x_label=x_label, y_label="gain")
 
 
 def _samples(outcomes: Outcomes) -> dict[str, list[dict[str, object]]]:

@@ -28,7 +28,7 @@ from baton.bench.gpu.kernels import (
 )
 from baton.bench.gpu.session import TOY, Session
 from baton.bench.gpu.stage import Record, SizeName, StageBegan, StageEnded, StageRow, append, read
-from baton.bench.report import Report, Row, Suite, plot_lines
+from baton.bench.report import Plot, Report, Row, Suite
 from baton.kernels.triton_import import TileKind, TunedDtype, TunedTile, write_tuned
 
 SLOWEST: Final = 4.0  # times its usual time, after which a stage has hung
@@ -332,7 +332,7 @@ def measure(options: argparse.Namespace, report: Report) -> None:
         report.rows += heuristic(Session(torch.device("cpu"), TOY))
         report.extra = {"curves": live_program_curves()}
         panels, labels = {report.title: live_program_curves()}, ("sequences", "programs with a split")
-        report.plot = partial(plot_lines, panels=panels, x_label=labels[0], y_label=labels[1], is_log=True)
+        report.plot = Plot(panels, x_label=labels[0], y_label=labels[1], is_log=True)
         return
     if options.tune:
         report.name, report.title = "gpu-tiles", "Tuned tiles of the kernels"

@@ -11,7 +11,6 @@ same run. docs/benchmarks.md explains the figures.
 
 import argparse
 import sys
-from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Final
@@ -23,7 +22,7 @@ from baton.bench.kv.ends import SHAPES, TRANSPORTS, layout_of
 from baton.bench.kv.sweep import (
     Sweep,
     measure_shape,
-    plot_sweep,
+    plot_of,
     relayout_rows,
     rival_rows,
     sweep_rows,
@@ -58,7 +57,7 @@ def measure_sweep(options: argparse.Namespace, report: Report) -> None:
         for row in stream_rows(num_tokens, transport, options.rounds, report.tell)
     ]
     report.show("Streaming while a prompt is computed", streamed)
-    report.plot = partial(plot_sweep, sweeps)
+    report.plot = plot_of(sweeps)
     report.extra = {
         "sweeps": [
             {

@@ -6,7 +6,6 @@ Rounds of all subjects alternate, so other work on the machine disturbs all alik
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from statistics import median
 from time import perf_counter
 from typing import Final, NamedTuple
@@ -23,7 +22,7 @@ from baton.bench.kv.limits import (
     limits_of,
     scattered_moves,
 )
-from baton.bench.report import Row, at_least, plot_lines
+from baton.bench.report import Plot, Row, at_least
 from baton.kernels.copy_runs import copy_runs
 from baton.kernels.huge_pages import huge_zeros
 from baton.kvtransfer.protocol.timeline import TransferTimes
@@ -216,8 +215,8 @@ def _run_copies(run_bytes: int) -> Callable[[], float]:
     return run
 
 
-def plot_sweep(sweeps: Sequence[Sweep], path: Path) -> None:
-    """Draw the rate over bytes moved, a panel a transport, with memcpy and raw sockets as lines."""
+def plot_of(sweeps: Sequence[Sweep]) -> Plot:
+    """Return the rate over bytes moved, a panel a transport, with memcpy and raw sockets as lines."""
     panels = {}
     for transport in TRANSPORTS:
         limit, _ = BARS[transport]
@@ -233,4 +232,4 @@ def plot_sweep(sweeps: Sequence[Sweep], path: Path) -> None:
         moved = [x for curve in curves.values() for x, _ in curve]
         curves[f"{limit}, best of the run"] = [(min(moved), best), (max(moved), best)]
         panels[transport] = curves
-    plot_lines(path, panels, x_label="MiB of a transfer", y_label="GB/s while bytes move", is_log=True)
+    return Plot(panels, x_label="MiB of a transfer", y_label="GB/s while bytes move", is_log=True)

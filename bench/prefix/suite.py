@@ -19,7 +19,6 @@ import secrets
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from functools import partial
 from pathlib import Path
 from random import Random
 from statistics import median
@@ -27,7 +26,7 @@ from time import perf_counter
 from typing import Final, NamedTuple, TypeAlias
 
 from baton.bench.engine.replica import LlamaShape
-from baton.bench.report import Report, Row, Suite, at_least, at_most, plot_lines, ranked_shares
+from baton.bench.report import Plot, Report, Row, Suite, at_least, at_most, ranked_shares
 from baton.clock import SystemClock
 from baton.cluster.offline.llm import LLM
 from baton.cluster.runtimes.base import ProcessSpec
@@ -401,9 +400,8 @@ async def _compare(model: Path, num_rounds: int, seed: int, report: Report) -> N
         }
         for name in WORKLOADS
     }
-    report.plot = partial(
-        plot_lines,
-        panels=curves,
+    report.plot = Plot(
+        curves,
         x_label="ms to the first token",
         y_label="share of requests",
         is_log=True,

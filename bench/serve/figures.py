@@ -14,12 +14,16 @@ finish reason and as many tokens as were asked for; every other answer is a fail
 
 import itertools
 import json
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from difflib import get_close_matches
+from statistics import fmean, pstdev
 from typing import Any, Final, NamedTuple
 
 from baton.bench.report import percentile
 from baton.bench.serve.client import Answer
+from baton.errors import ConfigError
 
 PERCENTILES: Final = (50, 90, 99)
 WORST_SHARE: Final = 0.1
@@ -53,12 +57,48 @@ class Sample(NamedTuple):
         return sum(worst) / len(worst) if worst else None
 
 
+# Names of `--goodput` -> field of Slo: vLLM's three, then AIPerf's.
+GOODPUT_NAMES: Final = {
+    "ttft": "ttft_s",
+    "tpot": "tpot_s",
+    "e2el": "e2el_s",
+    "time_to_first_token": "ttft_s",
+    "inter_token_latency": "tpot_s",
+    "request_latency": "e2el_s",
+}
+
+
 class Slo(NamedTuple):
     """Latency objectives of a request; None: no limit."""
 
     ttft_s: float | None = None
     tpot_s: float | None = None
     e2el_s: float | None = None
+
+    @classmethod
+    def parse(cls, given: Sequence[str]) -> "Slo":
+        """Read NAME:MILLISECONDS by the names of vLLM's or of AIPerf's --goodput; several may share a word.
+
+        Raises ConfigError for an unknown name, a name given twice, or a value that is not above 0.
+        """
+        limits_s: dict[str, float] = {}
+        for each in " ".join(given).split():
+            name, _, value = each.partition(":")
+            if name not in GOODPUT_NAMES:
+                known = ", ".join(GOODPUT_NAMES)
+                hits = get_close_matches(name, GOODPUT_NAMES, 1)
+                near = "".join(f"; did you mean {hit!r}?" for hit in hits)
+                raise ConfigError(f"--goodput: expected one of {known}, got {name!r}{near}")
+            try:
+                limit_s = float(value) / 1e3
+            except ValueError:
+                limit_s = math.nan
+            if not 0 < limit_s < math.inf:
+                raise ConfigError(f"--goodput: expected {name}:MILLISECONDS such as {name}:200, got {each!r}")
+            if GOODPUT_NAMES[name] in limits_s:
+                raise ConfigError(f"--goodput: {each!r} sets an objective twice")
+            limits_s[GOODPUT_NAMES[name]] = limit_s
+        return cls(**limits_s)
 
     @property
     def is_any(self) -> bool:
@@ -223,3 +263,49 @@ class Run(NamedTuple):
                 for percent in PERCENTILES
             },
         }
+
+
+AIPERF_PERCENTILES: Final = (1, 5, 10, 25, 50, 75, 90, 95, 99)
+
+
+def aiperf_export(runs: Sequence[Run]) -> dict[str, object]:
+    """Return the figures of all rounds together as AIPerf's `profile_export_aiperf.json` has them.
+
+    Source: `JsonExportData` and docs/tutorials/working-with-profile-exports.md of
+    github.com/ai-dynamo/aiperf. AIPerf's inter_token_latency is our TPOT, its inter_chunk_latency our ITL.
+    Lengths of prompts, which the samples do not have, and telemetry of GPUs are left out.
+    """
+    duration_s = sum(run.duration_s for run in runs)
+    samples = [sample for run in runs for sample in run.samples]
+    failures = Counter(failure for run in runs for failure in run.failures)
+    num_tokens = sum(sample.num_tokens for sample in samples)
+    metrics: dict[str, object] = {
+        "request_throughput": {"unit": "requests/sec", "avg": len(samples) / duration_s},
+        "output_token_throughput": {"unit": "tokens/sec", "avg": num_tokens / duration_s},
+        "request_count": {"unit": "requests", "avg": float(len(samples))},
+        "benchmark_duration": {"unit": "sec", "avg": duration_s},
+        "total_osl": {"unit": "tokens", "avg": float(num_tokens)},
+    }
+    distributions = {
+        "request_latency": ("ms", [1e3 * sample.e2el_s for sample in samples]),
+        "time_to_first_token": ("ms", [1e3 * sample.ttft_s for sample in samples if sample.gaps_s]),
+        "inter_token_latency": ("ms", [1e3 * each for run in runs for each in run.values_s("tpot")]),
+        "inter_chunk_latency": ("ms", [1e3 * each for run in runs for each in run.values_s("itl")]),
+        "output_sequence_length": ("tokens", [float(sample.num_tokens) for sample in samples]),
+    }
+    metrics |= {name: _distribution(unit, values) for name, (unit, values) in distributions.items() if values}
+    if failures:
+        metrics["error_request_count"] = {"unit": "requests", "avg": float(failures.total())}
+    if any(run.slo.is_any for run in runs):
+        num_good = sum(run.slo.is_met(sample) for run in runs for sample in run.samples)
+        metrics["good_request_count"] = {"unit": "requests", "avg": float(num_good)}
+        metrics["goodput"] = {"unit": "requests/sec", "avg": num_good / duration_s}
+    errors = ({"code": None, "type": "BadAnswer", "message": each} for each in failures)
+    summary = [{"error_details": error, "count": failures[error["message"] or ""]} for error in errors]
+    return {**metrics, "was_cancelled": False, "error_summary": summary}
+
+
+def _distribution(unit: str, values: Sequence[float]) -> dict[str, float | str]:
+    percentiles = {f"p{percent}": percentile(values, percent) for percent in AIPERF_PERCENTILES}
+    spread = {"min": min(values), "max": max(values), "std": pstdev(values)}
+    return {"unit": unit, "avg": fmean(values), **percentiles, **spread}

@@ -11,9 +11,9 @@ answer counts if it has a finish reason and all its tokens. docs/benchmarks.md e
 """
 
 import argparse
+import json
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Final, NamedTuple
@@ -22,6 +22,7 @@ import uvloop
 
 from baton.bench.report import (
     Curve,
+    Plot,
     Report,
     Row,
     Suite,
@@ -29,11 +30,10 @@ from baton.bench.report import (
     at_most,
     format_number,
     percentile,
-    plot_lines,
     ranked_shares,
 )
 from baton.bench.serve.client import Address, Client
-from baton.bench.serve.figures import FIGURES, PERCENTILES, Run, Slo
+from baton.bench.serve.figures import FIGURES, PERCENTILES, Run, Slo, aiperf_export
 from baton.bench.serve.load import (
     INPUT,
     OUTPUT,
@@ -181,9 +181,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     load.add_argument("--unary", action="store_true", help="answers in one piece, not as server-sent events")
     load.add_argument("--text", action="store_true", help="prompts of words, not of token ids")
     bars = parser.add_argument_group("bars")
-    bars.add_argument("--slo-ttft-ms", type=float, help="goodput counts requests within all of these")
-    bars.add_argument("--slo-tpot-ms", type=float)
-    bars.add_argument("--slo-e2el-ms", type=float)
+    bars.add_argument(
+        "--goodput",
+        nargs="+",
+        default=[],
+        metavar="NAME:MS",
+        help="objectives that goodput counts, as ttft:200 tpot:50 e2el:1000, or by AIPerf's names",
+    )
     bars.add_argument("--bar-throughput", type=float, help="target over rival, at least")
     bars.add_argument("--bar-ttft", type=float, help="target's median over rival's, at most")
     overhead = parser.add_argument_group("overhead")
@@ -227,8 +231,11 @@ def _measure_servers(options: argparse.Namespace, report: Report) -> None:
         "options": {name: str(value) if isinstance(value, Path) else value for name, value in given.items()},
         "rounds": {name: [run.as_json() for run in of_one] for name, of_one in runs.items()},
     }
+    aiperf = report.folder / f"{report.name}-aiperf.json"
+    aiperf.parent.mkdir(parents=True, exist_ok=True)
+    aiperf.write_text(json.dumps(aiperf_export(runs[options.name]), indent=1) + "\n")
     label, panels = "share that was no slower", curves_of(runs)
-    report.plot = partial(plot_lines, panels=panels, y_label=label, is_log=True, is_stepped=True)
+    report.plot = Plot(panels, y_label=label, is_log=True, is_stepped=True)
 
 
 async def _load(
@@ -274,12 +281,11 @@ def _client(url: str, api_key: str) -> Server:
 
 def _shape(options: argparse.Namespace) -> Shape:
     is_open = options.rate is not None or options.trace is not None
-    limits_ms = (options.slo_ttft_ms, options.slo_tpot_ms, options.slo_e2el_ms)
     return Shape(
         stream=not options.unary,
         as_text=options.text,
         concurrency=None if is_open else options.concurrency or options.requests,
-        slo=Slo(*(None if limit_ms is None else limit_ms / 1e3 for limit_ms in limits_ms)),
+        slo=Slo.parse(options.goodput),
     )
 
 

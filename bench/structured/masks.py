@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 
-from baton.bench.report import Report, Row, at_least, at_most, percentile, plot_lines, ranked_shares
+from baton.bench.report import Plot, Report, Row, at_least, at_most, percentile, ranked_shares
 from baton.bench.structured.cases import END_ID, VOCAB_SIZES, Case, Instance, tokenizer_text
 from baton.kernels.sample import WORD_BITS, num_mask_words
 from baton.structured_output import grammar_of, parser_limits
@@ -149,9 +149,7 @@ def mask_rows(report: Report, cases: Sequence[Case]) -> list[Row]:
         ]
         curves[f"{vocab_size:,}, xgrammar"] = times_us
     panels = {"mask and advance": {name: ranked_shares(times) for name, times in curves.items()}}
-    report.plot = lambda path: plot_lines(
-        path, panels, x_label="us", y_label="share of tokens", is_log=True, is_stepped=True
-    )
+    report.plot = Plot(panels, x_label="us", y_label="share of tokens", is_log=True, is_stepped=True)
     report.extra["token us, by percentile"] = {
         name: [percentile(times, share) for share in range(101)] for name, times in curves.items()
     }

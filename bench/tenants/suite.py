@@ -19,7 +19,7 @@ from random import Random
 from time import perf_counter_ns
 from typing import Final, TypeVar
 
-from baton.bench.report import Report, Row, Suite, at_least, at_most, percentile, plot_lines
+from baton.bench.report import Plot, Report, Row, Suite, at_least, at_most, percentile
 from baton.bench.tenants.calls import (
     BIN_S,
     NUM_VICTIMS,
@@ -172,7 +172,7 @@ def measure_overload(seconds: float, seed: int, report: Report) -> None:
         "overload level": {"level": [(at_s, float(level)) for at_s, level in rehearsal.levels]},
     }
     report.extra |= {"overload": curves["requests/s"]}
-    report.plot = partial(plot_lines, panels=curves, x_label="simulated seconds", is_stepped=True)
+    report.plot = Plot(curves, x_label="simulated seconds", is_stepped=True)
 
 
 def _size(call: ClientCall) -> int:

@@ -2,6 +2,9 @@
 
 import argparse
 import json
+import re
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -14,7 +17,7 @@ from baton.bench.machine import (
     read_bandwidth_gbps,
     seconds_per_call,
 )
-from baton.bench.report import Report, Row, Suite, at_least, at_most, format_number
+from baton.bench.report import Plot, Report, Row, Suite, at_least, at_most, format_number
 
 CPU = torch.device("cpu")
 
@@ -105,3 +108,63 @@ def test_every_call_is_made_in_every_run() -> None:
     made: list[str] = []
     assert seconds_per_call([lambda: made.append("a"), lambda: made.append("b")], CPU, num_runs=3) > 0
     assert made == ["a", "b"] * 5
+
+
+HOSTILE = "</script><img src=x onerror=alert(1)> & \u2028 DATA"
+FAILED = 'data-error="'  # the mark of a script that failed
+CURVES = {"ours": [(1.0, 0.1), (30.0, 0.6), (2000.0, 1.0)], HOSTILE: [(3.0, 0.2), (900.0, 1.0)], "none": []}
+
+
+def page_with(plot: Plot | None, folder: Path) -> Path:
+    """The page of a report with hostile text everywhere."""
+    report = Report("speed", HOSTILE, folder)
+    report.rows += [at_least(HOSTILE, 1.0, "x", 2.0, HOSTILE), Row("kernel", None, "", met=False, note="no")]
+    report.plot = plot
+    return report.save().with_suffix(".html")
+
+
+def dom_of(page: Path, script: str = "") -> str:
+    """The document as Chromium has it once its scripts, and `script` after them, have run."""
+    chromium = shutil.which("chromium")
+    if chromium is None:
+        pytest.skip("chromium is not installed")
+    watched = page.with_name("watched.html")
+    text = page.read_text()
+    note = "document.documentElement.setAttribute('data-error', why)"
+    watch = f"<script>window.onerror = (why) => {note}</script>"
+    watched.write_text(text.replace("<style>", f"{watch}<style>", 1) + f"<script>{script}</script>")
+    options = ("--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={page.parent / 'profile'}")
+    command = [chromium, *options, "--dump-dom", watched.as_uri()]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
+
+
+def test_page_draws_its_plots_and_escapes_its_text(tmp_path: Path) -> None:
+    plot = Plot({"TTFT": CURVES, "TPOT": CURVES}, x_label="ms", y_label="share", is_log=True, is_stepped=True)
+    dom = dom_of(page_with(plot, tmp_path))
+    assert FAILED not in dom and "<img" not in dom.partition("<h1>")[2].partition("<script")[0]
+    assert dom.count('<figure class="plot">') == 2 and dom.count("<polyline") == 4
+    assert dom.count("<button") == 4, "a curve without points has no button"
+    body = dom.partition("<tbody>")[2].partition("</tbody>")[0]
+    assert body.count("<tr>") == 2 and "&lt;/script&gt;" in body and ">MISSED<" in body and ">FAILED<" in body
+
+
+def test_click_hides_a_curve_and_the_pointer_reads_values(tmp_path: Path) -> None:
+    plot = Plot({"rate": {"ours": CURVES["ours"], "theirs": CURVES[HOSTILE]}}, is_log=True)
+    click = "document.querySelectorAll('button')[1].click();"
+    move = "const box = document.querySelector('svg').getBoundingClientRect();"
+    move += (
+        "document.querySelector('svg').dispatchEvent(new PointerEvent('pointermove', {clientX: box.right}))"
+    )
+    dom = dom_of(page_with(plot, tmp_path), click + move)
+    assert FAILED not in dom
+    assert dom.count("<polyline") == 1 and dom.count('aria-pressed="false"') == 1
+    assert "<output>ours: 2000 \u2192 1</output>" in dom
+
+
+def test_page_without_a_plot_has_its_table_and_names_no_other_place(tmp_path: Path) -> None:
+    page = page_with(None, tmp_path)
+    text = page.read_text()
+    assert not re.findall(r"(?:src|href)\s*=|url\(|@import|fetch\(|import\(", text.replace("src=x", ""))
+    assert "default-src 'none'" in text and len(text) < 40_000
+    dom = dom_of(page)
+    assert FAILED not in dom and "<figure" not in dom and dom.count("<tr>") == 3

@@ -7,7 +7,8 @@ import pytest
 
 from baton.bench.report import percentile
 from baton.bench.serve.client import Answer
-from baton.bench.serve.figures import Bad, Run, Sample, Slo, events_of, streamed, unary
+from baton.bench.serve.figures import Bad, Run, Sample, Slo, aiperf_export, events_of, streamed, unary
+from baton.errors import ConfigError
 
 
 def event(text: str, reason: str | None = None, **fields: Any) -> bytes:
@@ -159,3 +160,58 @@ def test_run_without_answers_has_no_percentiles() -> None:
 @pytest.mark.parametrize(("percent", "expected"), [(0, 1.0), (50, 2.5), (100, 4.0), (99, 3.97)])
 def test_percentiles_lie_between_their_neighbours(percent: float, expected: float) -> None:
     assert percentile([4.0, 1.0, 3.0, 2.0], percent) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        ["ttft:200", "tpot:50", "e2el:1000"],
+        ["time_to_first_token:200 inter_token_latency:50 request_latency:1000"],
+        ["ttft:2e2", "inter_token_latency:50.0", "e2el:1000"],
+    ],
+)
+def test_goodput_is_spelled_as_by_vllm_and_aiperf(given: list[str]) -> None:
+    assert Slo.parse(given) == Slo(ttft_s=0.2, tpot_s=0.05, e2el_s=1.0)
+
+
+def test_goodput_of_nothing_has_no_objective() -> None:
+    assert not Slo.parse([]).is_any
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ("tttft:200", "did you mean 'ttft'"),
+        ("latency:5", "expected one of ttft, tpot, e2el, time_to_first_token"),
+        ("ttft", "such as ttft:200, got 'ttft'"),
+        ("ttft:fast", "such as ttft:200, got 'ttft:fast'"),
+        ("tpot:0", "expected tpot:MILLISECONDS"),
+        ("e2el:nan", "expected e2el:MILLISECONDS"),
+        ("ttft:1 time_to_first_token:2", "twice"),
+    ],
+)
+def test_wrong_goodput_says_why(given: str, why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        Slo.parse([given])
+
+
+def test_export_has_the_keys_and_units_of_aiperf() -> None:
+    samples = [Sample(3, 0.1 * number, 0.1 * number + 0.04, (0.01, 0.03)) for number in range(1, 5)]
+    slo = Slo(ttft_s=0.25)
+    runs = [Run(samples[:2], ["no [DONE]"], 2.0, slo), Run(samples[2:], [], 2.0, slo)]
+    export = json.loads(json.dumps(aiperf_export(runs)))
+    assert export["request_throughput"] == {"unit": "requests/sec", "avg": 1.0}
+    assert export["output_token_throughput"] == {"unit": "tokens/sec", "avg": 3.0}
+    assert export["request_count"]["avg"] == 4.0 and export["error_request_count"]["avg"] == 1.0
+    assert export["goodput"] == {"unit": "requests/sec", "avg": 0.5}
+    ttft = export["time_to_first_token"]
+    assert (
+        ttft["unit"] == "ms" and ttft["avg"] == pytest.approx(250.0) and ttft["max"] == pytest.approx(400.0)
+    )
+    percentiles = [f"p{each}" for each in (1, 5, 10, 25, 50, 75, 90, 95, 99)]
+    assert list(ttft) == ["unit", "avg", *percentiles, "min", "max", "std"]
+    assert export["inter_token_latency"]["avg"] == pytest.approx(20.0)
+    assert export["error_summary"] == [
+        {"error_details": {"code": None, "type": "BadAnswer", "message": "no [DONE]"}, "count": 1}
+    ]
+    assert export["was_cancelled"] is False

@@ -40,13 +40,16 @@ def test_target_and_rival_are_measured_in_turns(tmp_path: Path, capsys: pytest.C
     assert [round["num_ok"] for round in kept["rounds"]["bare"]] == [6, 6]
     assert "api_key" not in kept["options"]
     assert (tmp_path / "serve.png").stat().st_size > 10_000
+    assert '"TTFT, ms"' in (tmp_path / "serve.html").read_text()
+    exported = json.loads((tmp_path / "serve-aiperf.json").read_text())
+    assert exported["request_count"] == {"unit": "requests", "avg": 12.0}
 
 
 def test_open_loop_with_answers_in_one_piece(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with limit("asyncio") as server:
         main(
             f"bench serve --target {server.url} --model m --requests 5 --rounds 1 --rate 200 --unary "
-            f"--slo-ttft-ms 60000 --output {tmp_path}".split()
+            f"--goodput ttft:60000 --output {tmp_path}".split()
         )
     output = capsys.readouterr().out
     assert "unary, open loop, 5 requests, 200 a second" in output
