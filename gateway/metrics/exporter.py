@@ -251,11 +251,7 @@ METRICS: Final[list[Metric[Any]]] = [
     counter("baton_prompt_tokens", GATEWAYS, "Tokens of prompts.", "prompt_tokens", vllm="prompt_tokens"),
     counter("baton_cached_prompt_tokens", GATEWAYS, "Prompt tokens that a cache had.", "cached_tokens"),
     counter(
-        "baton_generation_tokens",
-        GATEWAYS,
-        "Generated tokens.",
-        "generated_tokens",
-        vllm="generation_tokens",
+        "baton_generation_tokens", GATEWAYS, "Generated tokens.", "generated_tokens", vllm="generation_tokens"
     ),
     counter("baton_clients_gone", GATEWAYS, "Clients that left early.", "clients_gone"),
     counter("baton_clients_given_up", GATEWAYS, "Clients that read too slowly.", "clients_given_up"),
@@ -407,10 +403,7 @@ METRICS: Final[list[Metric[Any]]] = [
     ),
     counter("baton_worker_padded_tokens", WORKERS, "Padding that steps computed.", "load.num_padded_tokens"),
     gauge(
-        "baton_worker_max_step_tokens",
-        WORKERS,
-        "Token budget of a step.",
-        "worker.max_num_batched_tokens",
+        "baton_worker_max_step_tokens", WORKERS, "Token budget of a step.", "worker.max_num_batched_tokens"
     ),
     gauge("baton_worker_max_sequences", WORKERS, "Most sequences of a step.", "worker.max_num_seqs"),
     # Prompts and transfers
