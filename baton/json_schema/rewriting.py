@@ -89,11 +89,15 @@ class _Rewriter:
         self._document = document
         self._negation = Negation(document, self.positive)
         self._visited = set[int]()  # ids of subschemas
+        references = {each["$ref"] for each in nodes(document.root) if _is_text(each, "$ref")}
+        self._references = sorted(references)
+        # A part of allOf has the types of the whole, unless it is also meant somewhere else.
+        self._has_context = not any(OF_THE_SAME_VALUE & {*(pointer(each) or ())} for each in references)
 
     def document(self) -> Schema:
         """The whole document, with the subschemas that only references reach."""
         new = self.positive(self._document.root)
-        for reference in {each.get("$ref") for each in nodes(self._document.root) if _is_text(each, "$ref")}:
+        for reference in self._references:
             target, path = self._document.target(reference), pointer(reference)
             if isinstance(target, dict) and id(target) not in self._visited and path:
                 new = _replaced(new, path, self.positive(target))
@@ -132,7 +136,7 @@ class _Rewriter:
         if keyword in SCHEMAS_BY_NAME and isinstance(value, dict):
             return {name: self.positive(each) for name, each in value.items()}
         if keyword in LISTS_OF_SCHEMAS or (keyword == "items" and isinstance(value, list)):
-            of = types if keyword in OF_THE_SAME_VALUE else ALL_TYPES
+            of = types if keyword in OF_THE_SAME_VALUE and self._has_context else ALL_TYPES
             return [self.positive(each, of) for each in value]
         return self.positive(value) if keyword in SINGLE_SCHEMAS else value
 
@@ -262,11 +266,11 @@ class _Rewriter:
         one_of_them: list[Schema] = [{"type": "object", "required": [name]} for name in optional]
         return any_of([of_types(types - {"object"}), *one_of_them, {"type": "object", **none_of_them}])
 
-    def _format(self, found: Mapping[str, Any], types: Types) -> Schema | None:
+    def _format(self, found: Mapping[str, Any], _: Types) -> Schema | None:
         pattern = FORMATS.get(found["format"])
         if pattern is None:
             return None
-        return {"pattern": whole(pattern)} if "string" in types else True
+        return {"pattern": whole(pattern)}
 
 
 def _is_text(found: dict[str, Any], key: str) -> bool:

@@ -118,6 +118,24 @@ def test_grammar_accepts_and_writes_valid_instances_alone(part: Any, instances: 
             assert oracle(schema).is_valid(json.loads(text)), text
 
 
+def test_part_that_is_meant_elsewhere_too_holds_for_all_types() -> None:
+    part = {"oneOf": [{"required": ["a"]}, {"properties": {"a": False}}]}  # of objects one, of others both
+    schema = {"type": "object", "properties": {"b": {"$ref": "#/allOf/0"}}, "allOf": [part]}
+    new = rewritten(schema)
+    for value, is_valid in (({"b": {"a": 1}}, True), ({"b": {}}, True), ({"b": "x"}, False), ({}, True)):
+        assert oracle(schema).is_valid(value) is oracle(new).is_valid(value) is is_valid
+
+
+def test_subschema_that_only_a_reference_reaches_is_rewritten() -> None:
+    schema: dict[str, Any] = {
+        "shapes": {"round": {"not": {"type": "string"}}},
+        "items": {"$ref": "#/shapes/round"},
+    }
+    new = rewritten(schema)
+    assert is_rewritten(new) and "not" in schema["shapes"]["round"]
+    assert oracle(new).is_valid([1]) and not oracle(new).is_valid(["a"])
+
+
 def sampled(matcher: LLMatcher, rng: random.Random) -> str | None:
     """Return a text of the grammar; None for one that is too long."""
     text = bytearray()
