@@ -37,7 +37,7 @@ KEY = (id_of("a"), 0)
 
 def logged() -> tuple[Cluster, list[bytes]]:
     c, lines = cluster("p0", "d0", policy="cost"), list[bytes]()
-    c.router.cluster_state.log_to(lines.append)
+    c.router.log_to(lines.append)
     c.submit(a_request("a", 40))
     return c, lines
 
@@ -60,7 +60,7 @@ def test_attempt_has_a_line_at_its_dispatch_and_a_line_at_its_end() -> None:
 def test_line_has_only_the_length_and_page_keys_of_a_prompt() -> None:
     secret, salt = 123_456_789, b"\xa7" * 16
     c, lines = cluster("p0", "d0", policy="cost"), list[bytes]()
-    c.router.cluster_state.log_to(lines.append)
+    c.router.log_to(lines.append)
     c.submit(
         Request(request_id=id_of("a"), token_ids=TokenIds.of((secret,) * 40), tenant="acme", cache_salt=salt)
     )

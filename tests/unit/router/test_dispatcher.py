@@ -152,7 +152,7 @@ class RecordingLink:
 
 def test_heartbeats_without_an_ended_attempt_are_not_shared(c: Cluster) -> None:
     link = RecordingLink()
-    c.router.cluster_state.link(link)
+    c.router.link(link)
     c.beat("p0", "d0")
     assert link.shared == []
 
@@ -168,7 +168,7 @@ def test_room_that_another_router_reports_is_used(c: Cluster) -> None:
         num_output_tokens=1,
     )
     fill(c)
-    c.router.cluster_state.link(RecordingLink())
+    c.router.link(RecordingLink())
     end(c, "f0")
     c.router.heard(other)
     assert submit(c, asked("r", num_tokens=LONG)) == []

@@ -44,7 +44,7 @@ class RouterOfTwo:
     def __init__(self, name: str, clock: ManualClock) -> None:
         self.wire = Wire()
         self.router = Router(RouterConfig(policy="cost", seed=ord(name)), clock, id_of(name))
-        self.router.cluster_state.link(self.wire)
+        self.router.link(self.wire)
         self.gateway = TestPeer.gateway(self.router, f"gateway of {name}")
         self.workers = {
             worker: TestPeer.worker(self.router, a_worker(worker, num_pages=4096)) for worker in WORKERS

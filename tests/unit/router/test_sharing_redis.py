@@ -49,9 +49,9 @@ class Linked:
 
     def __init__(self, name: str, redis: RedisServer) -> None:
         self.router = Router(RouterConfig(seed=ord(name)), SystemClock(), id_of(name))
-        cluster_state = self.router.cluster_state
-        self.link = RedisLink(redis.url, "f", CODEC, id_of(name), cluster_state.index, cluster_state.heard)
-        cluster_state.link(self.link)
+        router = self.router
+        self.link = RedisLink(redis.url, "f", CODEC, id_of(name), router.shared_index, router.heard)
+        router.link(self.link)
         self.gateway = TestPeer.gateway(self.router, f"gateway of {name}")
         self.workers = {key: TestPeer.worker(self.router, worker) for key, worker in WORKERS.items()}
         for peer in (self.gateway, *self.workers.values()):

@@ -65,7 +65,7 @@ def test_made_workloads_are_in_order_and_of_the_length_asked_for(name: str) -> N
 def logged(path: Path) -> Cluster:
     c = cluster("p0", "d0", "d1", policy="cost")
     with path.open("wb") as file:
-        c.router.cluster_state.log_to(file.write)
+        c.router.log_to(file.write)
         c.submit(a_request("a", 40))
         c.clock.advance(1.0)
         c["g"].say(Started(attempts=((id_of("a"), 0),)))
