@@ -13,6 +13,7 @@
 All calls come from one thread, and none of them waits. `step` is the body of the loop.
 """
 
+from collections import Counter
 from typing import Final
 
 import msgspec
@@ -63,7 +64,7 @@ class PrefillWorker(WorkerNode):
         self._over = EndedAttempts()
         self._layerwise_send = LayerwiseSend(endpoint, self._by_engine_id.get)
         self._num_tokens = self._kv_bytes = 0
-        self._kv_bytes_to: dict[str, int] = {}  # by decode worker, the latest last
+        self._kv_bytes_to: Counter[str] = Counter()  # by decode worker, the latest last
 
     @property
     def is_idle(self) -> bool:
@@ -80,7 +81,7 @@ class PrefillWorker(WorkerNode):
             num_outgoing=self._endpoint.num_open,
             num_tokens=self._num_tokens,
             kv_bytes=self._kv_bytes,
-            kv_bytes_to=self._kv_bytes_to.copy(),
+            kv_bytes_to=dict(self._kv_bytes_to),
             counters={**self._endpoint.counts(), **self._prefixes.counters},
         )
 
@@ -337,7 +338,7 @@ class PrefillWorker(WorkerNode):
             self._engine.release_kept(job.engine_id, job.request.choice)
 
 
-def add_sent(sent: dict[str, int], decode: str, num_bytes: int) -> None:
+def add_sent(sent: Counter[str], decode: str, num_bytes: int) -> None:
     """Add bytes to a decode worker's count; the worker that got none for longest makes room."""
     sent[decode] = sent.pop(decode, 0) + num_bytes
     if len(sent) > MAX_DESTINATIONS:

@@ -3,6 +3,8 @@
 That its pair answers as it should is tested with the decode worker.
 """
 
+from collections import Counter
+
 import pytest
 
 from baton.engine.engine import Engine
@@ -278,7 +280,7 @@ def test_peer_that_sends_a_message_of_another_role_is_dropped(
 
 
 def test_sent_bytes_are_counted_by_the_latest_decode_workers() -> None:
-    sent: dict[str, int] = {}
+    sent: Counter[str] = Counter()
     for number in range(MAX_DESTINATIONS):
         add_sent(sent, f"d{number}", 10)
     add_sent(sent, "d0", 5)
