@@ -215,7 +215,7 @@ Record: TypeAlias = (
 Outcome: TypeAlias = Decided | Rejected
 
 
-class Checkpoint(msgspec.Struct, frozen=True, kw_only=True, tag=True, tag_field="kind"):
+class RouterCheckpoint(msgspec.Struct, frozen=True, kw_only=True, tag=True, tag_field="kind"):
     """A router's state at one time, and what a new router is made with to go on from there."""
 
     at_s: float  # by the router's clock
@@ -236,7 +236,7 @@ class Inputs(msgspec.Struct, frozen=True, tag=True, tag_field="kind"):
     records: tuple[tuple[float, int, Record], ...]
 
 
-AnyChunk: TypeAlias = Checkpoint | Inputs
+AnyChunk: TypeAlias = RouterCheckpoint | Inputs
 _ENCODER: Final = msgspec.msgpack.Encoder()
 _CHUNKS: Final[msgspec.msgpack.Decoder[AnyChunk]] = msgspec.msgpack.Decoder(AnyChunk)
 
@@ -388,7 +388,7 @@ class Recording:
             self._end(f"the router's state takes {len(state)} bytes, raise router.recording_memory_bytes")
             return
         now_s = router.now_s
-        checkpoint = Checkpoint(
+        checkpoint = RouterCheckpoint(
             at_s=now_s,
             date_s=self._date(),
             router=router.hello.id,

@@ -35,7 +35,6 @@ from baton.router.policies.cost import predicted
 from baton.router.policies.registry import load_policy, policy_class
 from baton.router.recording import (
     AnyChunk,
-    Checkpoint,
     Decided,
     IndexEvents,
     IndexForgotten,
@@ -49,6 +48,7 @@ from baton.router.recording import (
     Outcome,
     PromptPages,
     Record,
+    RouterCheckpoint,
     Submitted,
     Tick,
     Turn,
@@ -75,7 +75,7 @@ class Difference(NamedTuple):
     replayed: Outcome | None
 
 
-class Choice(NamedTuple):
+class ReplayedPair(NamedTuple):
     """A pair of workers, as the cost model predicts it."""
 
     decode: str
@@ -90,8 +90,8 @@ class Compared(NamedTuple):
     request_id: str
     attempt: int
     num_tokens: int
-    recorded: Choice
-    other: Choice | None
+    recorded: ReplayedPair
+    other: ReplayedPair | None
 
     @property
     def is_elsewhere(self) -> bool:
@@ -162,7 +162,7 @@ class Replay:
         except msgspec.MsgspecError as error:
             message = f"the recording cannot be read, perhaps it is another build's: {error}"
             raise ConfigError(message) from error
-        if not decoded or not isinstance(decoded[0], Checkpoint):
+        if not decoded or not isinstance(decoded[0], RouterCheckpoint):
             raise ConfigError("the recording does not begin with a router's state: nothing can be replayed")
         self.checkpoint = decoded[0]
         self.records = [record for chunk in decoded[1:] for record in _records(chunk)]
@@ -272,7 +272,7 @@ def _first_difference(recorded: Sequence[Outcome], replayed: Sequence[Outcome]) 
 class _Host:
     """Hosts the router, as baton/rpc/server.py does, by recorded inputs."""
 
-    def __init__(self, checkpoint: Checkpoint, records: Sequence[tuple[float, int, Record]]) -> None:
+    def __init__(self, checkpoint: RouterCheckpoint, records: Sequence[tuple[float, int, Record]]) -> None:
         self.outcomes: list[Outcome] = []
         self._clock = _RecordedClock(checkpoint.at_s)
         self._turns: deque[Callable[[], None]] = deque()
@@ -395,12 +395,14 @@ class _Comparison:
             other=None if other is None else self._choice(question, other),
         )
 
-    def _choice(self, question: PairQuestion, pair: Pair) -> Choice:
+    def _choice(self, question: PairQuestion, pair: Pair) -> ReplayedPair:
         candidate = pair.choice.candidate if pair.choice is not None else None
         if candidate is None:
             view, workers = self._pairing.view_of(question.reached), (pair.decode.id, pair.prefill_id)
             candidate = predicted(self._context, question.submit.request, view, question.claim, *workers)
-        return Choice(pair.decode.id, pair.prefill_id, candidate.terms.ttft_s, candidate.num_held_tokens)
+        return ReplayedPair(
+            pair.decode.id, pair.prefill_id, candidate.terms.ttft_s, candidate.num_held_tokens
+        )
 
     def decided(self, outcome: Outcome) -> None:
         """The router has decided; the other policy is told that its own choice was dispatched."""

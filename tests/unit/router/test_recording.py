@@ -8,7 +8,7 @@ from baton.messages.control import Submit
 from baton.messages.operations import RecordingQuery
 from baton.request import Request, SamplingParams, StructuredOutputs
 from baton.router.checkpoint import attributes_of, load, save
-from baton.router.recording import Checkpoint, Inputs, Recording, Submitted, decode_chunk
+from baton.router.recording import Inputs, Recording, RouterCheckpoint, Submitted, decode_chunk
 from baton.router.router import Router
 from baton.token_ids import TokenIds
 from tests.node_peers import id_of
@@ -43,7 +43,7 @@ def test_tokens_salts_and_forms_are_not_recorded() -> None:
     c.clock.advance(30.0)
     c.router.tick()
     chunks = recording.chunks()
-    assert sum(isinstance(decode_chunk(chunk), Checkpoint) for chunk in chunks) == 2
+    assert sum(isinstance(decode_chunk(chunk), RouterCheckpoint) for chunk in chunks) == 2
     joined = b"".join(chunks)
     for canary in (TokenIds.of(SECRET_TOKENS[:4]).packed, b"canary-salt", b"canary-form"):
         assert canary not in joined
@@ -69,7 +69,7 @@ def test_first_chunk_is_a_checkpoint_and_the_memory_is_bounded() -> None:
         c.router.tick()
         assert recording.num_bytes <= 2**18
     chunks = recording.chunks()
-    assert isinstance(decode_chunk(chunks[0]), Checkpoint)
+    assert isinstance(decode_chunk(chunks[0]), RouterCheckpoint)
     assert sum(map(len, chunks)) == recording.num_bytes
 
 
@@ -104,7 +104,7 @@ def test_last_seconds_begin_at_the_checkpoint_before_them() -> None:
         c.router.tick()
     for last_s in (5.0, 25.0, 45.0):
         checkpoint = decode_chunk(recording.part(RecordingQuery(last_s=last_s)).body)
-        assert isinstance(checkpoint, Checkpoint)
+        assert isinstance(checkpoint, RouterCheckpoint)
         assert c.clock.now_s() - 20.5 - last_s <= checkpoint.at_s <= c.clock.now_s() - last_s
 
 
