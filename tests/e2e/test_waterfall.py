@@ -3,6 +3,7 @@
 import asyncio
 import json
 import tempfile
+import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,8 +13,16 @@ import pytest
 from baton.bench.clusters import served_cluster
 from baton.bench.report import percentile
 from baton.bench.serve.waterfall import OPTIONS, UNACCOUNTED_BAR, Checked, check, timeline_of
+from baton.config.cluster import ServeConfig, WorkersConfig
+from baton.config.engine import CacheConfig, EngineSettings
+from baton.config.router import RouterConfig
+from baton.request import SamplingParams
+from tests.cluster_threads import wait_for
+from tests.node_peers import a_request
+from tests.process_cluster import ProcessCluster
 from tests.served import Served, served
 
+LOAD_S = 12.0  # two dozen pings each way
 SERVE = ("tiny", "--runtime", "local", "--kv-cache-memory", "64MiB", "--drain-timeout", "5")
 KILLS_A_DECODE_WORKER = 3  # a seed
 PROMPT = "copy(sun moon star)=" * 8
@@ -87,3 +96,34 @@ def test_explain_shows_the_waterfall_under_the_decision(two_gateways: Served) ->
     decision, _, waterfall = told.partition("answered in ")
     assert "prefill-0" in decision and "transfer_exposed" in waterfall
     assert "unaccounted" in waterfall and "100.0%" in waterfall
+
+
+def answer(cluster: ProcessCluster, name: str) -> None:
+    """Wait for the answer to one request."""
+    sampling = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
+    running = cluster.begin(a_request(name, 200, sampling=sampling))
+    wait_for(lambda: running.has_ended)
+
+
+def test_clocks_of_all_processes_under_load_are_known_within_100_us() -> None:
+    """The processes of one machine share its monotonic clock, so every true offset is 0."""
+    config = ServeConfig(
+        model="tiny",
+        runtime="local",
+        port=0,
+        prefill=WorkersConfig(num_workers=1),
+        decode=WorkersConfig(num_workers=1),
+        engine=EngineSettings(cache=CacheConfig(kv_cache_memory_bytes=16 << 20)),
+        router=RouterConfig(policy="least-loaded"),
+    )
+    with ProcessCluster(config) as cluster:
+        registry = cluster.frontend._peer_registry
+        peers = [registry.router, *map(registry.peer, registry.connected())]
+        until_s, number = time.monotonic() + LOAD_S, 0
+        while time.monotonic() < until_s:
+            number += 1
+            answer(cluster, f"r{number}")
+        offsets = [peer.clock_offset for peer in peers if peer is not None]
+        assert len(offsets) == 3
+        found_us = [1e6 * offset.offset_s for offset in offsets if offset is not None]
+        assert len(found_us) == 3 and max(map(abs, found_us)) <= 100, found_us
