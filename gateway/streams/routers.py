@@ -1,8 +1,9 @@
-"""A gateway's dealings with its routers apart from requests: their status, their silence, their decisions."""
+"""A gateway's dealings with its routers: their status and silence, questions, and how much they are asked."""
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import Final, TypeAlias
 
 import msgspec
@@ -20,10 +21,14 @@ from baton.messages.operations import (
 )
 from baton.messages.timeline import RequestTimeline
 from baton.messages.workers import REMOTE_PREFILLS
+from baton.request import AttemptKey, Request
 from baton.rpc.peers import Peer, PeerRegistry
 
 SILENT_S: Final = 3.0
 MAX_ASKED: Final = 64  # questions at once
+MAX_UNANSWERED_TOKENS: Final = 3_072
+TOKENS_PER_SUBMIT: Final = 1024  # beside the prompt's: a router takes as long for an empty prompt
+ACTIVE_S: Final = 60.0  # since a tenant's last Submit
 
 # Called once: with a decision for each attempt, or None when no router has answered.
 Explained: TypeAlias = Callable[[tuple[Decision, ...] | None], None]
@@ -181,3 +186,56 @@ class RequestSearches:
         if not is_last:
             self._open[answer.question] = num_answers, found
         found(answer.timelines, is_last)
+
+
+class SubmitWindow:
+    """Bounds how much of one tenant a router has been asked and has not answered.
+
+    A router handles the messages of a gateway in order, so a call with a thousand choices would delay every
+    other tenant. While other tenants are active, a gateway sends Submits of one tenant only until those that
+    no Routed, Queued or Rejected has answered have MAX_UNANSWERED_TOKENS. The other streams of the tenant
+    stay WAITING, and are submitted in their order.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._unanswered: dict[str, dict[AttemptKey, tuple[str, int]]] = {}  # router -> tenant and tokens
+        self._num_tokens: Counter[str] = Counter()  # of these, by tenant
+        self._submitted_s: dict[str, float] = {}  # each tenant's last Submit, oldest first
+
+    def is_full(self, tenant: str) -> bool:
+        """The tenant's next stream must wait."""
+        if self._num_tokens[tenant] < MAX_UNANSWERED_TOKENS:
+            return False
+        latest = islice(reversed(self._submitted_s.items()), 2)
+        now_s = self._clock.now_s()
+        return any(other != tenant and now_s - since_s < ACTIVE_S for other, since_s in latest)
+
+    def submitted(self, router: str, request: Request) -> None:
+        """Count a request that has been submitted to a router."""
+        num_tokens = TOKENS_PER_SUBMIT + request.num_tokens
+        self._unanswered.setdefault(router, {})[request.key] = (request.tenant, num_tokens)
+        self._num_tokens[request.tenant] += num_tokens
+        if not request.is_probe:
+            self._submitted_s.pop(request.tenant, None)
+            self._submitted_s[request.tenant] = self._clock.now_s()
+
+    def answered(self, router: str, key: AttemptKey) -> str | None:
+        """Return the tenant if its waiting streams may be submitted now; None when no room has come free."""
+        found = self._unanswered.get(router, {}).pop(key, None)
+        if found is None:
+            return None  # an answer came before: the request was queued
+        tenant, num_tokens = found
+        was_full = self.is_full(tenant)
+        self._free(tenant, num_tokens)
+        return tenant if was_full and not self.is_full(tenant) else None
+
+    def lose(self, router: str) -> None:
+        """Expect no more answers of a router."""
+        for tenant, num_tokens in self._unanswered.pop(router, {}).values():
+            self._free(tenant, num_tokens)
+
+    def _free(self, tenant: str, num_tokens: int) -> None:
+        self._num_tokens[tenant] -= num_tokens
+        if not self._num_tokens[tenant]:
+            del self._num_tokens[tenant]

@@ -7,15 +7,15 @@ import pytest
 
 from baton.clock import ManualClock
 from baton.errors import Overloaded
-from baton.gateway.streams.frontend import (
+from baton.gateway.streams.frontend import UNHEARD_S, Frontend
+from baton.gateway.streams.routers import (
     ACTIVE_S,
+    MAX_ASKED,
     MAX_UNANSWERED_TOKENS,
+    SILENT_S,
     TOKENS_PER_SUBMIT,
-    UNHEARD_S,
-    Frontend,
     SubmitWindow,
 )
-from baton.gateway.streams.routers import MAX_ASKED, SILENT_S
 from baton.messages.control import (
     Cancel,
     Decision,
