@@ -67,6 +67,7 @@ ONLY_IN: Final = {
     "mooncake": {"bench", "kvtransfer"},
     "opentelemetry": {"gateway"},
     "nixl": {"bench", "kvtransfer"},
+    "playwright": {"bench"},
     "prometheus_client": {"gateway"},
     "ray": {"cluster"},
     "redis": {"router"},

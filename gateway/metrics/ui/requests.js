@@ -20,10 +20,16 @@ const MAX_SHOWN = 100;
 const POLL_MS = 5000;
 /** @type {import("./table.js").Column[]} */
 const COLUMNS = [
-  { name: "request", text: (row) => row.request_id, order: (row) => row.request_id, width: 20 },
+  { name: "request", text: (row) => row.request_id, order: (row) => row.request_id, width: 21 },
   { name: "tenant", text: (row) => row.tenant || "-", order: (row) => row.tenant },
   { name: "outcome", text: (row) => row.outcome, order: (row) => row.outcome },
-  { name: "time", text: (row) => seconds(row.total_s), order: (row) => row.total_s, isNumber: true },
+  {
+    name: "time",
+    text: (row) => seconds(row.total_s),
+    order: (row) => row.total_s,
+    isNumber: true,
+    width: 5,
+  },
   {
     name: "first token",
     text: (row) => seconds(row.first_token_s),

@@ -13,7 +13,7 @@ import { compare } from "./format.js";
  * @property {(row: any) => number|string} [order] what to sort by; a column without is not sorted
  * @property {(row: any) => string} [title] shown on hover
  * @property {boolean} [isNumber]
- * @property {number} [width] rem
+ * @property {number} [width] rem; by default what the name of a number needs
  */
 
 const SPARE_ROWS = 4; // above and below what is seen
@@ -44,7 +44,9 @@ export class Table {
     this.below = spacer();
     this.body = element("tbody", {}, this.above, this.below);
     this.heads = columns.map((column, index) => this.head(column, index));
-    const widths = columns.map((column) => column.width ?? (column.isNumber ? 6 : 7));
+    const widths = columns.map(
+      (column) => column.width ?? (column.isNumber ? Math.max(3.1, 1.2 + 0.58 * column.name.length) : 6),
+    );
     const cols = widths.map((width) => element("col"));
     cols.forEach((col, index) => {
       col.style.width = `${widths[index]}rem`;

@@ -93,11 +93,12 @@ const number = (name, order, text = count) => ({
 
 /** @type {import("./table.js").Column[]} */
 export const WORKER_COLUMNS = [
-  { name: "name", text: (row) => row.name, order: (row) => row.name, width: 11 },
-  { name: "role", text: (row) => row.role, order: (row) => row.role },
+  { name: "name", text: (row) => row.name, order: (row) => row.name, width: 9.5 },
+  { name: "role", text: (row) => row.role, order: (row) => row.role, width: 5 },
   { name: "node", text: (row) => row.node || "-", order: (row) => row.node },
   {
     name: "state",
+    width: 4.8,
     text: (row) => (row.is_draining ? "drains" : "serves"),
     order: (row) => (row.is_draining ? 0 : 1),
   },
@@ -126,7 +127,7 @@ export const WORKER_COLUMNS = [
   },
   number("in", (row) => row.num_incoming),
   number("out", (row) => row.num_outgoing),
-  number("sent/s", (row) => row.sent_bytes_per_s, bytes),
+  { ...number("sent/s", (row) => row.sent_bytes_per_s, bytes), width: 6 },
   {
     name: "drafts",
     text: (row) => share(row.num_accepted_tokens, row.num_draft_tokens),
@@ -136,6 +137,7 @@ export const WORKER_COLUMNS = [
   },
   {
     name: "mask",
+    width: 4.6,
     text: (row) => (row.num_masks ? `${Math.round(row.mask_us / row.num_masks)} \u00b5s` : "-"),
     order: (row) => ratio(row.mask_us, row.num_masks),
     isNumber: true,
@@ -199,7 +201,7 @@ export const GATEWAY_COLUMNS = [
 export const ROUTER_COLUMNS = [
   { name: "id", text: (row) => row.id.slice(0, 8), order: (row) => row.id },
   { name: "node", text: (row) => row.node || "-", order: (row) => row.node },
-  number("pid", (row) => row.pid, String),
+  { ...number("pid", (row) => row.pid, String), width: 5 },
   number("attempts", (row) => row.num_attempts),
   number("queued", (row) => row.num_queued),
   { ...number("longest wait", (row) => row.oldest_wait_s, seconds), width: 7 },
