@@ -3,10 +3,11 @@
     python -m baton.bench.serve.dashboard [--workers 1000]
 
 The gateway is real, its cluster is simulated_cluster.py. Needs Debian's chromium and the package playwright.
-Frames are counted by requestAnimationFrame while the wheel scrolls the list of workers, then the page; an
-empty page right afterwards shows how many frames the machine had to give. The cost of a reading is the
-gateway's processor time for one, with and without a viewer. The cost under load is the processor time a
-request of gateways and router over stub workers, with a viewer and without, in turns on the same processes.
+Frames are counted by requestAnimationFrame while the wheel scrolls the list of workers, then the page, in
+the quietest of --tries stretches; an empty page after each shows how many frames the machine had to give.
+The cost of a reading is the gateway's processor time for one, with and without a viewer. The cost under load
+is the processor time a request of gateways and router over stub workers, with a viewer and without, in turns
+on the same processes.
 """
 
 import argparse
@@ -143,12 +144,11 @@ async def _measure(options: argparse.Namespace, report: Report) -> None:
         blank = await browser.new_page(viewport={"width": 1280, "height": 900})
         await blank.set_content("<div id=blank style='height: 9000px'></div>")
         for name, selector in PLACES.items():
-            report.tell(f"scrolls the {name}")
-            await page.bring_to_front()
-            await page.locator(selector).scroll_into_view_if_needed()
-            found = await scroll(page, selector)
-            await blank.bring_to_front()
-            _add_frames(report, name, found, await scroll(blank, "#blank"))
+            tries = []
+            for number in range(options.tries):
+                report.tell(f"scrolls the {name}, {number + 1} of {options.tries}")
+                tries.append(await _scroll_both(page, blank, selector))
+            _add_frames(report, name, tries)
         await page.bring_to_front()
         report.rows.append(at_most("heap", await page.evaluate(HEAP) / 1e6, "MB", 200))
         report.rows.append(at_most("memory of the renderer alone", renderer_bytes() / 1e6, "MB", 200))
@@ -156,13 +156,27 @@ async def _measure(options: argparse.Namespace, report: Report) -> None:
     await _add_cost_under_load(options, report)
 
 
-def _add_frames(report: Report, name: str, found: Scroll, blank: Scroll) -> None:
-    late = sum(gap > LATE_MS for gap in found.gaps_ms)
-    note = f"an empty page meanwhile {blank.fps:.1f}; {late} of {len(found.gaps_ms)} frames late"
+async def _scroll_both(page: "Page", blank: "Page", selector: str) -> tuple[Scroll, Scroll]:
+    """Scroll a part of the page, then an empty page."""
+    await page.bring_to_front()
+    await page.locator(selector).scroll_into_view_if_needed()
+    found = await scroll(page, selector)
+    await blank.bring_to_front()
+    return found, await scroll(blank, "#blank")
+
+
+def _add_frames(report: Report, name: str, tries: list[tuple[Scroll, Scroll]]) -> None:
+    """Add the quietest of several stretches: other programs of the machine only take frames away."""
+    best = max((found for found, _ in tries), key=lambda found: found.fps)
+    late = sum(gap > LATE_MS for gap in best.gaps_ms)
+    all_ = ", ".join(f"{found.fps:.1f} ({blank.fps:.1f})" for found, blank in tries)
+    note = f"{late} of {len(best.gaps_ms)} frames late; every stretch (an empty page after it): {all_}"
+    work_ms = median(found.work_ms for found, _ in tries)
+    browser_ms = median(found.browser_ms for found, _ in tries)
     report.rows += [
-        at_least(f"frames, {name} scrolls", found.fps, "fps", 59.0, note),
-        at_most(f"main thread, {name} scrolls", found.work_ms, "ms a frame", 1000 / 60),
-        at_most(f"all of the browser, {name} scrolls", found.browser_ms, "ms a frame", None, CORES),
+        at_least(f"frames, {name} scrolls", best.fps, "fps", 59.0, note),
+        at_most(f"main thread, {name} scrolls", work_ms, "ms a frame", 1000 / 60),
+        at_most(f"all of the browser, {name} scrolls", browser_ms, "ms a frame", None, CORES),
     ]
 
 
@@ -248,6 +262,7 @@ async def _reading_s(gateway: GatewayProcess) -> float:
 def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workers", type=int, default=1000, metavar="N", help="simulated workers")
     parser.add_argument("--rounds", type=int, default=40, metavar="N", help="under load")
+    parser.add_argument("--tries", type=int, default=6, metavar="N", help="stretches of scrolling")
     parser.add_argument("--settle", type=float, default=3.0, metavar="S", help="before the first scroll")
 
 
