@@ -18,7 +18,7 @@ from baton.cluster.cli import output
 from baton.cluster.cli.options import CliCommand, Parser
 from baton.errors import ConfigError
 from baton.sim.faults import Trouble
-from baton.sim.replay import Choice, Compared, Replayed, read_bundle
+from baton.sim.replay import Compared, Replayed, ReplayedPair, read_bundle
 from baton.sim.world import Violation, World
 
 COLUMNS: Final = ("policy", "hit tokens", "predicted TTFT: mean s", "p50 s", "p90 s", "p99 s")
@@ -102,7 +102,7 @@ def comparison(compared: Sequence[Compared], recorded: str, policy: str) -> list
     return [head, output.table(COLUMNS, [_row(name, choices) for name, choices in sides.items()])]
 
 
-def _row(name: str, choices: Sequence[Choice]) -> tuple[str, ...]:
+def _row(name: str, choices: Sequence[ReplayedPair]) -> tuple[str, ...]:
     ttfts_s = [choice.ttft_s for choice in choices]
     cuts = quantiles(ttfts_s, n=100, method="inclusive") if len(ttfts_s) > 1 else ttfts_s * 99
     figures = (fmean(ttfts_s), cuts[49], cuts[89], cuts[98])
