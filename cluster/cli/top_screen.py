@@ -33,7 +33,7 @@ from textual.worker import Worker, get_current_worker
 from baton.cluster.cli.commands.explain import parts_of, waterfall
 from baton.cluster.cli.http_client import HttpClient
 from baton.errors import BatonError
-from baton.gateway.metrics.snapshot import Point, Snapshot, TenantRow, WorkerRow
+from baton.gateway.metrics.snapshot import ClusterSnapshot, Point, TenantRow, WorkerRow
 from baton.messages.control import Decision
 from baton.messages.timeline import RequestTimeline
 
@@ -381,7 +381,7 @@ class TopApp(App[None]):
         self._client = client
         self._points: deque[Point] = deque(maxlen=NUM_POINTS)
         self._requests: list[RequestSummary] = []
-        self.snapshot: Snapshot | None = None
+        self.snapshot: ClusterSnapshot | None = None
         self.listing = Listing()
 
     def compose(self) -> ComposeResult:
@@ -427,7 +427,7 @@ class TopApp(App[None]):
             points = msgspec.json.decode(data, type=list[Point])
             self.call_from_thread(self._take_history, points)
         elif name == "snapshot":
-            self.call_from_thread(self.take, msgspec.json.decode(data, type=Snapshot))
+            self.call_from_thread(self.take, msgspec.json.decode(data, type=ClusterSnapshot))
 
     @work(thread=True, exclusive=True, group="requests")
     def ask_requests(self) -> None:
@@ -448,7 +448,7 @@ class TopApp(App[None]):
 
     # The app's own thread.
 
-    def take(self, snapshot: Snapshot) -> None:
+    def take(self, snapshot: ClusterSnapshot) -> None:
         """Show a snapshot."""
         self.snapshot = snapshot
         self._points.append(snapshot.point)
@@ -551,7 +551,7 @@ def events(answer: http.client.HTTPResponse) -> Iterator[tuple[str, bytes]]:
             yield name, line[6:]
 
 
-def _tiles(snapshot: Snapshot) -> Text:
+def _tiles(snapshot: ClusterSnapshot) -> Text:
     point = snapshot.point
     p50, _, p99 = point.ttft_s or (None, None, None)
     tiles = {

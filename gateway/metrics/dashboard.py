@@ -1,11 +1,11 @@
-"""`/ui`: the page that shows the cluster as it lives. Its files are in `ui/` and load nothing from elsewhere.
+"""`/ui`: the page that shows the cluster live. Its files are in `ui/` and load nothing from elsewhere.
 
 | path | |
 |---|---|
 | `/ui` | the page |
 | `/ui/NAME` | a script or the style sheet of the page |
-| `/ui/events` | history and snapshots as server-sent events: live_feed.py |
-| `/ui/workers/ID` | one worker, whole |
+| `/ui/events` | history and snapshots as server-sent events (live_feed.py) |
+| `/ui/workers/ID` | every field of one worker |
 
 The page also asks `/admin/requests` and `/admin/decisions/ID`.
 """
@@ -49,12 +49,11 @@ def add_dashboard_routes(app: FastAPI, feed: LiveFeed, service: Service) -> None
 
     @app.get("/ui/workers/{worker_id}", include_in_schema=False)
     async def worker(worker_id: str) -> Response:
-        found = (
-            [each for each in service.status.workers if each.worker.id == worker_id] if service.status else []
-        )
-        if not found:
+        workers = () if service.status is None else service.status.workers
+        found = next((each for each in workers if each.worker.id == worker_id), None)
+        if found is None:
             raise ApiError(404, "there is no such worker", code="not_found")
-        return Response(msgspec.json.encode(found[0]), media_type="application/json", headers=HEADERS)
+        return Response(msgspec.json.encode(found), media_type="application/json", headers=HEADERS)
 
     @app.get("/ui/{name}", include_in_schema=False)
     async def file(name: str) -> Response:

@@ -18,7 +18,7 @@ import msgspec
 from baton.clock import Clock
 from baton.gateway.api.errors import ApiError
 from baton.gateway.metrics.exporter import Exporter
-from baton.gateway.metrics.snapshot import Change, Point, Reading, read
+from baton.gateway.metrics.snapshot import Point, Reading, ReadingWindow, read
 from baton.gateway.streams.request_stream import Service
 from baton.messages.operations import Status
 
@@ -71,11 +71,11 @@ class LiveFeed:
         self._readings.append(reading)
         while len(self._readings) > 2 and self._readings[1].time_s <= reading.time_s - WINDOW_S:
             self._readings.popleft()
-        change = Change(self._readings[0], reading, status)
-        point = change.point()
+        window = ReadingWindow(self._readings[0], reading, status)
+        point = window.point()
         self._keep(point)
         if self._num_viewers:
-            self._latest = _event("snapshot", change.snapshot(self._model, point, gateways))
+            self._latest = _event("snapshot", window.snapshot(self._model, point, gateways))
             await self._tell()
 
     def _keep(self, point: Point) -> None:
@@ -91,9 +91,7 @@ class LiveFeed:
     def admit(self) -> AsyncIterator[bytes]:
         """Return the events of a new viewer. Raises ApiError 503 when there are too many."""
         if self._num_viewers >= MAX_VIEWERS or self._is_closed:
-            message = (
-                f"{MAX_VIEWERS} viewers watch this gateway already" if not self._is_closed else "draining"
-            )
+            message = "draining" if self._is_closed else f"{MAX_VIEWERS} viewers watch this gateway already"
             raise ApiError(503, message, code="too_many_viewers", retry_after_s=IDLE_EVERY_S)
         return self._events()
 

@@ -1,7 +1,7 @@
 """The ended requests of one gateway: the latest ones, and the slowest of the last minutes.
 
-What is kept of a request is small and made in microseconds. Timelines are assembled when an operator asks,
-when a request is traced, and for the metrics, at most one in COUNT_S: a busy gateway counts a sample.
+An `EndedRequest` is small, and is made in microseconds. Its timeline is assembled when an operator asks, when
+the request is traced, and at most once in COUNT_S for the metrics, so a busy gateway counts a sample.
 """
 
 from collections import deque
@@ -22,11 +22,11 @@ MAX_LATEST: Final = 1024
 SLOWEST_S: Final = 900.0  # the slowest requests of so long are kept
 INTERVAL_S: Final = 60.0
 MAX_SLOWEST: Final = 100  # of each interval
-COUNT_S: Final = 0.01  # between two requests that the metrics count: a fifth of a percent of a processor
+COUNT_S: Final = 0.01  # between two timelines for the metrics, which thus take 0.2 % of a processor
 
 
 class EndedRequest(NamedTuple):
-    """What is kept of a call that has ended."""
+    """A call that has ended, as the history keeps it."""
 
     request_id: str
     tenant: str
@@ -63,7 +63,7 @@ class EndedRequest(NamedTuple):
 
 
 class RequestHistory:
-    """Takes each call at its end. `find` answers operators."""
+    """Keeps calls that have ended, counts and traces them. `find` answers operators."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class RequestHistory:
         calendar_s: Callable[[], float],
         tracer: Tracer | None = None,
     ) -> None:
-        """metrics: count the seconds of each part. calendar_s: seconds since 1970. tracer: exports."""
+        """metrics: counts the seconds of each part. calendar_s: returns the seconds since 1970."""
         self._metrics = metrics
         self._clock = clock
         self._calendar_s = calendar_s
@@ -118,16 +118,16 @@ class RequestHistory:
         call = answer.call
         received_s = call.received_s or call.arrival_s
         return EndedRequest(
-            answer.choices[0].request_id,
-            call.tenant.name,
-            outcome,
-            self._name,
-            self._calendar_s() - (now_s - received_s),
-            CallMarks(received_s, call.arrival_s, call.tokenised_s, now_s),
-            marks,
-            answer.usage,
-            len(answer.choices),
-            call.is_streamed,
+            request_id=answer.choices[0].request_id,
+            tenant=call.tenant.name,
+            outcome=outcome,
+            gateway=self._name,
+            began_s=self._calendar_s() - (now_s - received_s),
+            call=CallMarks(received_s, call.arrival_s, call.tokenised_s, now_s),
+            marks=marks,
+            usage=answer.usage,
+            num_choices=len(answer.choices),
+            is_streamed=call.is_streamed,
         )
 
     def _count(self, timeline: RequestTimeline) -> None:

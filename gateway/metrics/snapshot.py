@@ -1,8 +1,8 @@
 """The cluster at one moment, for operators who watch it: the page `/ui` and `baton top`.
 
-A `Reading` keeps the counts behind `/metrics` and the routers' last status. Two readings give rates and
-percentiles of the time between them: a `Point` of the charts, and the rows of a `Snapshot`. Nothing here is
-counted a second time.
+A `Reading` copies those counts behind `/metrics` that rates and percentiles are made from. A `ReadingWindow`
+has two readings, and makes from them a `Point` of the charts and the rows of a `ClusterSnapshot`. Nothing is
+counted a second time here.
 """
 
 from collections import Counter
@@ -77,15 +77,15 @@ class TenantRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GatewayRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One gateway. A gateway of another port tells less."""
+    """One gateway. Of a gateway of another port only the fields up to `is_here` are known."""
 
     name: str
     node: str = ""
     pid: int = 0
     address: str = ""
-    is_here: bool = False  # of this port: the fields below are known
     num_open: int = 0
     num_refused: int = 0
+    is_here: bool = False  # it is of this port
     num_requests: int = 0
     requests_per_s: float = 0.0
     num_tokens: int = 0
@@ -114,7 +114,7 @@ class RouterRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     counters: dict[str, int] = {}
 
 
-class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
+class ClusterSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """The whole cluster at one moment."""
 
     model: str
@@ -183,8 +183,8 @@ def _copied(histogram: Histogram) -> Histogram:
     return Histogram(histogram.bounds, list(histogram.counts))
 
 
-class Change:
-    """The time between two readings. A gateway, router or worker that is not in both has no rate."""
+class ReadingWindow:
+    """Two readings, and the time between them. A process that is not in both has rates of 0."""
 
     def __init__(self, before: Reading, after: Reading, status: Status) -> None:
         """status: the one that the later reading was made from."""
@@ -214,11 +214,11 @@ class Change:
             pages=dict(pages),
         )
 
-    def snapshot(self, model: str, point: Point, gateways: Sequence[Metrics]) -> Snapshot:
+    def snapshot(self, model: str, point: Point, gateways: Sequence[Metrics]) -> ClusterSnapshot:
         """Return the snapshot at the later reading. gateways: the counts that it was made from."""
         status = self._status
         queue = status.queue
-        return Snapshot(
+        return ClusterSnapshot(
             model=model,
             version=baton.__version__,
             point=point,

@@ -3,14 +3,14 @@
 1. `Tracer.context` takes the W3C `traceparent` of a call, or begins a trace, and decides by its id whether
    the trace is sampled (head sampling). A caller's decision holds for the gateway too, as with
    OpenTelemetry's parent-based sampler.
-2. `Tracer.rule` samples such a call at its end, and every call that failed or was slow (tail sampling). The
-   decision is made when all is known, and a call that is not exported costs nothing else.
+2. `Tracer.rule` decides at the end of a call: a sampled trace is exported, and so is every call that failed
+   or was slow (tail sampling). No span is made before, so a call that is not exported costs nothing else.
 3. The SDK's batch processor sends spans in a thread of its own, over OTLP/HTTP.
 
 The root is a span of kind SERVER with the attributes of OpenTelemetry's conventions for generative AI; each
-attempt is a child, and each part of the timeline a child of its attempt. Parts belong to the resource of the
-process that they passed in: its `service.name` tells the kind of process, `service.instance.id` the process.
-No span has text of a prompt or of an answer.
+attempt is a child, and each part of the timeline a child of its attempt. A part has the resource of its
+process: `service.name` is the kind of process, `service.instance.id` the process. No span has text of a
+prompt or of an answer.
 
 The packages of the extra `otel` are imported when a tracer is made.
 """
@@ -28,6 +28,7 @@ from baton.config.gateway import GatewaySettings
 from baton.errors import ConfigError
 from baton.gateway.api.answer import Answer
 from baton.gateway.http.trace_context import TraceContext, new_span_id, read_traceparent
+from baton.gateway.streams.timeline import CANCELLED, FINISHED
 from baton.messages.timeline import RequestTimeline, TimelineAttempt, TimelinePart
 
 if TYPE_CHECKING:
@@ -38,10 +39,10 @@ if TYPE_CHECKING:
 
 TRACES_PATH: Final = "/v1/traces"
 CLOSE_S: Final = 3.0  # for the last spans to be sent
-WELL: Final = frozenset({"answered", "gone"})  # outcomes of a call that did not fail
+SUCCESSES: Final = frozenset({"answered", "gone"})  # outcomes; gone: the client left
 _SAMPLED: Final = 1
 _NS: Final = 1_000_000_000
-_RATIO_BITS: Final = 64  # of the trace id, which the head sampling compares, as OpenTelemetry does
+_RATIO_BITS: Final = 64  # low bits of the trace id that head sampling compares, as OpenTelemetry does
 Attributes = Mapping[str, str | int | float | bool | tuple[str, ...]]
 
 
@@ -80,7 +81,7 @@ class Tracer:
         """
         if context.is_sampled:
             return "head"
-        if outcome not in WELL:
+        if outcome not in SUCCESSES:
             return "failed"
         return "slow" if self._slow_s is not None and total_s >= self._slow_s else None
 
@@ -124,7 +125,7 @@ def _attributes(timeline: RequestTimeline, answer: Answer, model: str) -> Attrib
         "gen_ai.latency.time_to_first_token": timeline.first_token_s,
         "gen_ai.latency.time_in_queue": timeline.seconds.get("queued", 0.0),
         "gen_ai.latency.e2e": timeline.total_s,
-        "error.type": None if timeline.outcome in WELL else timeline.outcome,
+        "error.type": None if timeline.outcome in SUCCESSES else timeline.outcome,
         "baton.outcome": timeline.outcome,
         "baton.tenant": timeline.tenant or None,
         "baton.unaccounted_s": timeline.unaccounted_s,
@@ -180,7 +181,6 @@ def _spans(timeline: RequestTimeline, trace: TraceContext, attributes: Attribute
     began_s, first_s = timeline.began_s, timeline.first_token_s
     root = _context(trace, trace.span_id)
     caller = _context(trace, trace.parent_id, is_remote=True) if trace.parent_id else None
-    is_well = timeline.outcome in WELL
     yield _Span(
         f"{attributes['gen_ai.operation.name']} {attributes['gen_ai.request.model']}",
         root,
@@ -190,7 +190,7 @@ def _spans(timeline: RequestTimeline, trace: TraceContext, attributes: Attribute
         began_s,
         began_s + timeline.total_s,
         is_root=True,
-        error="" if is_well else timeline.outcome,
+        error="" if timeline.outcome in SUCCESSES else timeline.outcome,
         first_token_s=None if first_s is None else began_s + first_s,
     )
     parents: list[tuple[TimelineAttempt, SpanContext]] = []
@@ -229,7 +229,7 @@ def _attempt_span(
         attributes,
         timeline.began_s + attempt.begin_s,
         timeline.began_s + max(attempt.begin_s, attempt.end_s),
-        error="" if attempt.end in ("finished", "cancelled") else attempt.end,
+        error="" if attempt.end in (FINISHED, CANCELLED) else attempt.end,
     )
 
 

@@ -1,4 +1,4 @@
-"""The timeline of a request: what the gateway notes while a request runs, and the parts that follow.
+"""The timeline of a request: the marks that a gateway keeps while the request runs, and the parts they give.
 
 1. `RequestMarks` belong to one choice of a call. The frontend notes when each attempt was submitted,
    dispatched and answered, and keeps the times that routers and workers send with messages of the attempt
@@ -29,7 +29,7 @@ class WorkerMarks(NamedTuple):
 
     name: str
     times: WorkerTimes
-    clock: ClockOffset | None  # None: it has not been measured
+    clock: ClockOffset | None  # None: not measured
 
 
 @dataclass(slots=True, eq=False)
@@ -85,9 +85,9 @@ def assemble(call: CallMarks, marks: RequestMarks, gateway: str, **fields: objec
 
     fields: the fields of RequestTimeline that the marks do not have.
     """
-    bar = Bar(call.received_s, max(call.ended_s, call.received_s))
-    bar.until(call.read_s, "received", gateway)
-    bar.share(marks.opened_s, {"tokenised": call.tokenised_s}, "parsed", gateway)
+    parts = _PartList(call.received_s, max(call.ended_s, call.received_s))
+    parts.add_until(call.read_s, "received", gateway)
+    parts.split_until(marks.opened_s, {"tokenised": call.tokenised_s}, "parsed", gateway)
     first_token_s: float | None = None
     hidden_s = error_s = 0.0
     for index, attempt in enumerate(marks.attempts):
@@ -95,31 +95,31 @@ def assemble(call: CallMarks, marks: RequestMarks, gateway: str, **fields: objec
         if first_token_s is None:
             first_token_s = attempt.first_token_s
         if attempt.routed is None and not is_last:
-            continue  # no worker had it: its time belongs to the queue
-        _add_queue(bar, attempt)
+            continue  # no worker had the attempt: its time belongs to the queue of the next one
+        _add_queue(parts, attempt)
         if is_last:
-            _add_attempt(bar, attempt, marks.last_token_s, gateway)
+            _add_attempt(parts, attempt, marks.last_token_s, gateway)
         else:
-            bar.until(marks.attempts[index + 1].submitted_s, "replayed", attempt.decode)
+            parts.add_until(marks.attempts[index + 1].submitted_s, "replayed", attempt.decode)
         hidden_s = max([0.0, *(each.times.hidden_s for each in attempt.workers)])
         clocks = [attempt.router_clock, *(each.clock for each in attempt.workers)]
         error_s = max([error_s, *(clock.error_s for clock in clocks if clock is not None)])
-    bar.until(bar.ended_s, "written" if _has_answered(marks) else "refused", gateway)
-    began_s, routed = bar.began_s, next((a.routed for a in reversed(marks.attempts) if a.routed), None)
+    parts.add_until(parts.ended_s, "written" if _has_answered(marks) else "refused", gateway)
+    began_s, routed = parts.began_s, next((a.routed for a in reversed(marks.attempts) if a.routed), None)
     worker_times = [each.times for attempt in marks.attempts for each in attempt.workers]
     return RequestTimeline(
         gateway=gateway,
         num_draft_tokens=sum(times.num_draft_tokens for times in worker_times),
         num_accepted_tokens=sum(times.num_accepted_tokens for times in worker_times),
-        total_s=bar.ended_s - began_s,
+        total_s=parts.ended_s - began_s,
         first_token_s=None if first_token_s is None else max(0.0, first_token_s - began_s),
         num_ahead=0 if routed is None else routed.num_ahead,
         ahead_tenant="" if routed is None else routed.ahead_tenant,
         hidden_transfer_s=hidden_s,
         clock_error_s=error_s,
-        unaccounted_s=max(0.0, bar.ended_s - began_s - sum(part.seconds for part in bar.parts)),
-        parts=tuple(bar.parts),
-        attempts=tuple(_attempt(each, began_s, bar.ended_s) for each in marks.attempts),
+        unaccounted_s=max(0.0, parts.ended_s - began_s - sum(part.seconds for part in parts.added)),
+        parts=tuple(parts.added),
+        attempts=tuple(_attempt(each, began_s, parts.ended_s) for each in marks.attempts),
         **fields,  # type: ignore[arg-type]
     )
 
@@ -128,89 +128,93 @@ def _has_answered(marks: RequestMarks) -> bool:
     return any(attempt.first_token_s is not None for attempt in marks.attempts)
 
 
-class Bar:
-    """The parts so far, from `began_s` to the cursor; the rest, to `ended_s`, is still open."""
+class _PartList:
+    """The parts up to a cursor, which starts at `began_s` and never goes back or beyond `ended_s`."""
 
     def __init__(self, began_s: float, ended_s: float) -> None:
-        self.parts: list[TimelinePart] = []
+        self.added: list[TimelinePart] = []
         self.began_s = self.cursor_s = began_s
         self.ended_s = ended_s
 
-    def until(self, at_s: float, name: str, process: str) -> None:
-        """Add a part from the cursor to a time; nothing when the cursor is there already."""
-        self.share(at_s, {}, name, process)
+    def add_until(self, at_s: float, name: str, process: str) -> None:
+        """Add a part from the cursor to a time; add none if the cursor is there already."""
+        self.split_until(at_s, {}, name, process)
 
-    def share(self, at_s: float, known: Mapping[str, float], rest: str, process: str) -> None:
-        """Split the interval from the cursor to a time into parts of known seconds, and the rest."""
+    def split_until(self, at_s: float, known: Mapping[str, float], rest: str, process: str) -> None:
+        """Add parts of known seconds from the cursor on, then a part for the rest until a time."""
         at_s = min(at_s, self.ended_s)
         for name, seconds in known.items():
             self._add(name, min(seconds, at_s - self.cursor_s), process)
         self._add(rest, at_s - self.cursor_s, process)
 
-    def leave(self, at_s: float) -> None:
-        """Move the cursor to a time; the interval is unaccounted."""
+    def skip_to(self, at_s: float) -> None:
+        """Move the cursor to a time; the skipped interval is unaccounted."""
         self.cursor_s = max(self.cursor_s, min(at_s, self.ended_s))
 
     def _add(self, name: str, seconds: float, process: str) -> None:
         if seconds > 0.0:
-            self.parts.append(TimelinePart(name, self.cursor_s - self.began_s, seconds, process))
+            self.added.append(TimelinePart(name, self.cursor_s - self.began_s, seconds, process))
             self.cursor_s += seconds
 
 
-def _add_queue(bar: Bar, attempt: AttemptMarks) -> None:
+def _add_queue(parts: _PartList, attempt: AttemptMarks) -> None:
     """Add the wait until a router dispatched the attempt."""
     routed, clock = attempt.routed, attempt.router_clock
     if routed is None:
         return
     if clock is not None and routed.dispatched_s:
-        bar.until(clock.ours(routed.dispatched_s), "queued", attempt.router)
+        parts.add_until(clock.ours(routed.dispatched_s), "queued", attempt.router)
     else:  # the wait itself is known, the way to the router is not
-        bar.until(attempt.submitted_s + routed.dispatched_s - routed.received_s, "queued", attempt.router)
+        parts.add_until(
+            attempt.submitted_s + routed.dispatched_s - routed.received_s, "queued", attempt.router
+        )
 
 
-def _add_attempt(bar: Bar, attempt: AttemptMarks, last_token_s: float, gateway: str) -> None:
+def _add_attempt(parts: _PartList, attempt: AttemptMarks, last_token_s: float, gateway: str) -> None:
     """Add the phases of the attempt that ended the request, to the arrival of its last token."""
     if attempt.routed is None and not attempt.workers:
-        bar.until(attempt.ended_s, "queued", attempt.router)
+        parts.add_until(attempt.ended_s, "queued", attempt.router)
         return
     computed = next((each for each in attempt.workers if each.times.first_token_s), None)
     if computed is not None:
-        _add_prompt(bar, attempt, computed)
-    elif attempt.first_token_s is None:  # the request ended before
-        bar.until(attempt.ended_s, "lost" if attempt.end not in (CANCELLED, FINISHED) else "cancelled", "")
+        _add_prompt(parts, attempt, computed)
+    elif attempt.first_token_s is None:  # the request ended before its first token
+        parts.add_until(
+            attempt.ended_s, "lost" if attempt.end not in (CANCELLED, FINISHED) else "cancelled", ""
+        )
         return
-    bar.leave(attempt.first_token_s or 0.0)
+    parts.skip_to(attempt.first_token_s or 0.0)
     decoded = next((each for each in attempt.workers if each.times.ended_s), None)
     if decoded is not None:
-        _add_decode(bar, decoded, last_token_s)
-        bar.until(last_token_s, "delivered", gateway)
+        _add_decode(parts, decoded, last_token_s)
+        parts.add_until(last_token_s, "delivered", gateway)
     else:
-        bar.until(last_token_s, "streamed", attempt.decode)
+        parts.add_until(last_token_s, "streamed", attempt.decode)
 
 
-def _add_prompt(bar: Bar, attempt: AttemptMarks, worker: WorkerMarks) -> None:
+def _add_prompt(parts: _PartList, attempt: AttemptMarks, worker: WorkerMarks) -> None:
     name, times, clock = worker
     if clock is None:  # as if the first token had taken no time to the gateway
-        clock = ClockOffset(times.first_token_s - (attempt.first_token_s or bar.ended_s), 0.0)
-    bar.until(clock.ours(times.arrived_s), "dispatched", name)
-    bar.share(clock.ours(times.started_s), {"prefix_pulled": times.pulled_s}, "prefill_queued", name)
+        clock = ClockOffset(times.first_token_s - (attempt.first_token_s or parts.ended_s), 0.0)
+    parts.add_until(clock.ours(times.arrived_s), "dispatched", name)
+    parts.split_until(clock.ours(times.started_s), {"prefix_pulled": times.pulled_s}, "prefill_queued", name)
     known = {"prefill_computing": times.prompt_s, "prefill_preempted": times.prompt_preempted_s}
-    bar.share(clock.ours(times.first_token_s), known, "prefill_waiting", name)
+    parts.split_until(clock.ours(times.first_token_s), known, "prefill_waiting", name)
     if attempt.first_token_s is not None:
-        bar.until(attempt.first_token_s, "first_token", name)
+        parts.add_until(attempt.first_token_s, "first_token", name)
 
 
-def _add_decode(bar: Bar, worker: WorkerMarks, last_token_s: float) -> None:
+def _add_decode(parts: _PartList, worker: WorkerMarks, last_token_s: float) -> None:
     """Add the phases until the last token; a cancelled attempt may have decoded on for a moment."""
     name, times, clock = worker
     if clock is None:  # as if the last token had taken no time to the gateway
         clock = ClockOffset(times.ended_s - last_token_s, 0.0)
     if times.granted_s:
-        bar.until(clock.ours(times.granted_s), "decode_queued", name)
+        parts.add_until(clock.ours(times.granted_s), "decode_queued", name)
     if times.pages_s:
-        bar.until(clock.ours(times.pages_s), "transfer_exposed", name)
+        parts.add_until(clock.ours(times.pages_s), "transfer_exposed", name)
     known = {"decode_computing": times.decode_s, "decode_preempted": times.decode_preempted_s}
-    bar.share(min(clock.ours(times.ended_s), last_token_s), known, "decode_waiting", name)
+    parts.split_until(min(clock.ours(times.ended_s), last_token_s), known, "decode_waiting", name)
 
 
 def _attempt(marks: AttemptMarks, began_s: float, ended_s: float) -> TimelineAttempt:

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from baton.gateway.metrics.metrics import Metrics
-from baton.gateway.metrics.snapshot import Change, Snapshot, read
+from baton.gateway.metrics.snapshot import ClusterSnapshot, ReadingWindow, read
 from baton.messages.operations import GatewayStatus, Status
 from baton.messages.status import OverloadLevel, QueueStatus, RouterStatus, TenantStatus
 from baton.messages.workers import Address, Load, WorkerStatus
@@ -44,12 +44,12 @@ def change(
     old: Status | None = None,
     new: Status | None = None,
     seconds: float = 2.0,
-) -> Change:
+) -> ReadingWindow:
     new = new or Status()
-    return Change(read(10.0, before, old or Status()), read(10.0 + seconds, after, new), new)
+    return ReadingWindow(read(10.0, before, old or Status()), read(10.0 + seconds, after, new), new)
 
 
-def snapshot(gateways: list[Metrics], new: Status, old: Status | None = None) -> Snapshot:
+def snapshot(gateways: list[Metrics], new: Status, old: Status | None = None) -> ClusterSnapshot:
     found = change(gateways, gateways, old=old or new, new=new)
     return found.snapshot("tiny", found.point(), gateways)
 
@@ -95,7 +95,7 @@ def test_reading_keeps_its_counts_while_the_gateway_goes_on() -> None:
     before = read(10.0, [metrics], Status())
     metrics.duration.observe(1.0)
     metrics.ttft.observe(1.0)
-    point = Change(before, read(11.0, [metrics], Status()), Status()).point()
+    point = ReadingWindow(before, read(11.0, [metrics], Status()), Status()).point()
     assert point.requests_per_s == 1.0 and point.ttft_s != ()
 
 
@@ -153,4 +153,4 @@ def test_snapshot_without_a_status_is_empty() -> None:
 def test_snapshot_is_read_as_it_was_written() -> None:
     new = status(worker("decode-0", num_tokens=5), gateways=(GatewayStatus(id="a" * 32),))
     found = snapshot([counts("aaaaaaaa", 1)], new)
-    assert msgspec.json.decode(msgspec.json.encode(found), type=Snapshot) == found
+    assert msgspec.json.decode(msgspec.json.encode(found), type=ClusterSnapshot) == found
