@@ -8,10 +8,10 @@ from baton.json_schema.patterns import Patterns
 
 Schema: TypeAlias = bool | dict[str, Any]
 
-MAX_STEPS: Final = 10_000  # subschemas that are looked at, each as often as it is; some 70 ms
+MAX_STEPS: Final = 10_000  # visits of subschemas; they take some 70 ms
 LATEST_DRAFT: Final = 2020
 DRAFTS: Final[Mapping[str, int]] = {
-    "draft-03": 4,  # close enough: what differs is refused by its keyword
+    "draft-03": 4,  # keywords of draft 3 alone are refused later
     "draft-04": 4,
     "draft-06": 6,
     "draft-07": 7,
@@ -32,9 +32,7 @@ FIRST_DRAFT: Final[Mapping[str, int]] = {
     **dict.fromkeys(("prefixItems", "$dynamicRef"), 2020),
 }
 ALL_TYPES: Final = frozenset({"null", "boolean", "number", "string", "array", "object"})
-LAST_DRAFT_OF_SOLE_REFERENCES: Final = 7  # up to this one, keywords beside $ref mean nothing
-
-
+LAST_DRAFT_OF_SOLE_REFERENCES: Final = 7  # up to this draft, keywords beside $ref mean nothing
 LAST_DRAFT_OF_DEPENDENCIES: Final = 7
 LAST_DRAFT_OF_LISTS: Final = 2019  # as the value of `items`
 
@@ -44,7 +42,7 @@ class TooLarge(Exception):
 
 
 class Document:
-    """A schema that the methods of this package read and never change."""
+    """A schema that is read and never changed, with its draft and a count of the steps taken."""
 
     def __init__(self, root: Schema) -> None:
         self.root = root
@@ -60,7 +58,7 @@ class Document:
         )
 
     def step(self) -> None:
-        """Count one look at a subschema. Raises TooLarge."""
+        """Count one visit of a subschema. Raises TooLarge."""
         self._num_steps += 1
         if self._num_steps > MAX_STEPS:
             raise TooLarge
@@ -97,7 +95,7 @@ def pointer(reference: Any) -> list[str] | None:
 
 
 def nodes(value: Any) -> Iterator[dict[str, Any]]:
-    """Every object in a JSON value, that is, every subschema and more."""
+    """Yield every object in a JSON value: every subschema, and other objects such as `properties`."""
     waiting = [value]
     while waiting:
         found = waiting.pop()
@@ -155,7 +153,7 @@ def _plain(value: Any) -> Any:
 
 
 def read_json(text: str) -> Any:
-    """Return the JSON value. ValueError for text that is none, and for numbers that no float can be."""
+    """Return the JSON value of a text. Raises ValueError for other text, and for numbers beyond a float."""
     return json.loads(text, parse_constant=_refuse, parse_float=_finite)
 
 

@@ -1,6 +1,6 @@
 """Schemas of the values that do not fit a schema, in keywords that grammars honour.
 
-`Negation.of` returns None where there is no such schema, so that a negation is exact or is not there.
+`Negation.of` returns None where there is no such schema: each negation is exact.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -105,15 +105,14 @@ class Negation:
         return None if negate is None else negate(self, found, types)
 
     def _each(self, schemas: Iterable[Schema], types: Types = ALL_TYPES) -> Alternatives | None:
-        """The negations of all schemas, or None."""
+        """Return the negations of all schemas; None if one has none."""
         negated = [self.of(each, types) for each in schemas]
         return None if None in negated else [each for each in negated if each is not None]
 
     def _enum(self, found: dict[str, Any], types: Types) -> Alternatives | None:
+        if "enum" in found and "const" in found:
+            return None
         return _outside([found["const"]] if "const" in found else found["enum"], types)
-
-    def _both_enums(self, found: dict[str, Any], types: Types) -> Alternatives | None:
-        return None if "enum" in found and "const" in found else self._enum(found, types)
 
     def _required(self, found: dict[str, Any], _: Types) -> Alternatives | None:
         return [{"type": "object", "properties": {name: False}} for name in found["required"]]
@@ -135,7 +134,7 @@ class Negation:
         return self._nothing([found["additionalProperties"]])
 
     def _nothing(self, schemas: Iterable[Schema]) -> Alternatives | None:
-        """No alternative, if all values fit the schemas."""
+        """Return no alternative if all values fit the schemas, else None."""
         return [] if all(self.of(each) is False for each in schemas) else None
 
     def _items(self, found: dict[str, Any], _: Types) -> Alternatives | None:
@@ -159,7 +158,7 @@ class Negation:
         return None if found["uniqueItems"] else []
 
     def _names(self, found: dict[str, Any], _: Types) -> Alternatives | None:
-        """An object has a property of one of the names that do not fit, if these are a few."""
+        """Return an alternative for each name that does not fit; None if the names cannot be listed."""
         names = found["propertyNames"]
         if not isinstance(names, dict) or self._document.constraints(names).keys() != {"not"}:
             return self._nothing([names])
@@ -275,7 +274,7 @@ def _other_texts(values: list[Any]) -> Alternatives | None:
 
 
 def _not_empty(of_type: str, keyword: str) -> Callable[[list[Any]], Alternatives | None]:
-    """Any but the empty one; others cannot be excluded."""
+    """Return a function that excludes the empty value; other values cannot be excluded."""
     return lambda values: None if any(values) else [{"type": of_type, keyword: 1}]
 
 
@@ -298,7 +297,7 @@ _Negate: TypeAlias = Callable[[Negation, dict[str, Any], Types], Alternatives | 
 
 
 def _bound(keyword: str, exclusive: str, opposite: str, opposite_exclusive: str) -> _Negate:
-    """The numbers beyond a limit; in draft 4 `exclusive` may be true."""
+    """Return a negation: the numbers beyond a limit. In draft 4 `exclusive` may be true."""
 
     def negate(_: Negation, found: dict[str, Any], types: Types) -> Alternatives | None:
         is_exclusive = found.get(exclusive) is True
@@ -335,7 +334,7 @@ _NEGATIONS: Final[Mapping[str, _Negate]] = {
     "exclusiveMaximum": _exclusive_bound("exclusiveMaximum", "minimum"),
     **{f"min{of}": _smaller(of) for of in SIZES},
     **{f"max{of}": _larger(of) for of in SIZES},
-    **dict.fromkeys(("enum", "const"), Negation._both_enums),
+    **dict.fromkeys(("enum", "const"), Negation._enum),
     **dict.fromkeys(("items", "prefixItems"), Negation._items),
     **dict.fromkeys(("dependencies", "dependentRequired", "dependentSchemas"), Negation._dependent),
     "required": Negation._required,

@@ -63,7 +63,7 @@ def _template() -> str:
 
 
 def _expression(depth: int) -> str:
-    """Expressions that ECMA and others read alike, with groups so deep in each other at most."""
+    """Expressions that ECMA and other dialects read alike. depth: of nested groups, at most."""
     punctuation = r"^$.|?*+(){}\[\]/\\-"
     escape = rf"\\[dDwWsStnrfv{punctuation}]"
     chars = rf"\[\^?(?:a-z|A-Z|0-9|a-f|A-F|[^\\\[\]^\-]|{escape})+\]"
@@ -76,7 +76,7 @@ def _expression(depth: int) -> str:
 
 
 _POINTER: Final = "(?:/(?:[^~/]|~[01])*)*"
-# Formats that the grammar library lacks, to be mended. `regex` has the common syntax alone.
+# Formats that the grammar library lacks. Apply `whole` before use. `regex`: syntax that all dialects share.
 FORMATS: Final[Mapping[str, str]] = {
     "uri-reference": _reference("", "", is_relative=True),
     "iri": _reference(_UCS, _PRIVATE, is_relative=False),
@@ -128,14 +128,14 @@ def excluding(texts: Collection[str]) -> str | None:
 
 @cache
 def byte_tokenizer() -> LLTokenizer:
-    """Return a tokenizer of which each byte is a token."""
+    """Return a tokenizer in which each byte is a token."""
     return LLTokenizer("byte")
 
 
 class Patterns:
-    """Patterns that are matched against given texts as grammars match them, in linear time.
+    """Matches patterns against given texts as grammars do, in linear time.
 
-    A few are compiled and compared; about more nothing is known.
+    Compiles MAX_COMPILED patterns and compares as many; for others the answer is "not known".
     """
 
     def __init__(self) -> None:
@@ -143,7 +143,7 @@ class Patterns:
         self._disjoint: dict[str, bool] = {}
 
     def matches(self, pattern: str, text: str) -> bool | None:
-        """Return whether the pattern is found in the text; None where grammars cannot tell."""
+        """Return whether the pattern is found in the text; None if not known."""
         if not text.isprintable():
             return None
         if pattern not in self._compiled:

@@ -5,15 +5,15 @@ Grammars know no `not`, `if`, `dependencies`, `contains`, `propertyNames`, `uniq
 
 | keyword | becomes |
 |---|---|
-| any, beside `enum` or `const` | the values that fit |
+| any of these beside `enum` or `const` | an enum of the values that fit |
 | `not` | its negation (negation.py) |
 | `if`, `then`, `else` | anyOf: `if` and `then`; not `if` and `else` |
-| `dependencies`, `dependentRequired`, `dependentSchemas` | anyOf: the key is absent; or the need is met |
-| `oneOf` | anyOf, of branches that exclude those which they overlap |
-| `propertyNames` | names of `properties`, or one of `patternProperties` |
+| `dependencies`, `dependentRequired`, `dependentSchemas` | anyOf: the key is absent; the need is met |
+| `oneOf` | anyOf; branches that overlap exclude each other |
+| `propertyNames` | `properties` or `patternProperties`, and no others |
 | `contains` | anyOf by the index of the item, which is among the first `MAX_INDEXES` |
-| `uniqueItems` | arrays of a few values: in any order up to `MAX_ARRAYS`, else in that of their enum |
-| `minProperties` 1 | anyOf: one of the properties is required; or there is one of another name |
+| `uniqueItems` | an enum of arrays of a few values: in any order up to `MAX_ARRAYS`, else in one order |
+| `minProperties` 1 | anyOf: one of the properties is required; there is one of another name |
 | `format` | a pattern |
 | `pattern` | the same without a fault of the library (`mended`) |
 
@@ -72,9 +72,9 @@ DEFINITIONS: Final = ("$schema", "$id", "id", "$defs", "definitions")
 
 
 def rewritten(schema: Any) -> Any:
-    """Return the schema in keywords that grammars honour, so far as there are such; its argument stays.
+    """Return the schema in keywords that grammars honour, as far as possible; the argument is not changed.
 
-    Returns the schema as it is if it is too large, or malformed: the library says more about those.
+    A schema that is too large or malformed is returned as it is: the library's error says more.
     """
     if not isinstance(schema, dict):
         return schema
@@ -141,7 +141,7 @@ class _Rewriter:
         return self.positive(value) if keyword in SINGLE_SCHEMAS else value
 
     def _listed(self, schema: dict[str, Any]) -> Schema | None:
-        """The values that fit, where these are few and a keyword beside them needs rewriting."""
+        """Return an enum of the values that fit; None if they cannot be listed or nothing needs rewriting."""
         parts = conjuncts(schema, self._document)
         if not any(REWRITTEN & part.keys() for part in parts):
             return None

@@ -1,7 +1,7 @@
-"""Decides for given values whether they fit a schema, so that finite sets of values can be filtered.
+"""Decides whether given values fit a schema, so that finite sets of values can be filtered.
 
-The answer is None where it depends on what validators differ in, such as `format`. A validator from outside
-would match patterns with a backtracking engine, which hostile schemas keep busy for years.
+The answer is None where validators differ, such as on `format`. This is no library because libraries match
+patterns with a backtracking engine, which a hostile schema keeps busy for years.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -89,7 +89,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _exclusive(keyword: str, inclusive: str, holds: Callable[[Any, Any], bool]) -> "_Check":
-    """A limit that excludes itself; in draft 4 the keyword is true and the limit is that of `inclusive`."""
+    """A check of an exclusive limit. In draft 4 the keyword may be true, and `inclusive` has the limit."""
 
     def check(value: Any, found: _Found, _: Document) -> Verdict:
         limit = found[keyword]

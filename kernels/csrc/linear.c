@@ -6,16 +6,16 @@
 // ascending order, in `splits` equal parts added in ascending order: as many parts as tensor-parallel
 // ranks would have summed, which is why TP=2 gives the bits of TP=1.
 //
-// Where pairs are widened (products.h), x is widened to floats once, and a unit of weights in registers for all
-// rows of a tile.
+// Where pairs are widened (products.h), x is widened to floats once. A unit of weights is widened in registers, once
+// for all rows of a tile.
 #include <stdlib.h>
 
 #include "ops.h"
 #include "panels.h"
 #include "products.h"
 
-#define WIDE_ROWS 2      // one row waits for memory anyway
-#define WIDE_BYTES (1 << 25)  // of widened x at a time, if a block of rows is not larger
+#define WIDE_ROWS 2      // of one row memory is the limit, and widening gains nothing
+#define WIDE_BYTES (1 << 25)  // of widened x at a time; one block of rows may take more
 #define WIDEN_WORK 16  // multiplications that take as long as widening an element
 #define PART_WORK (1 << 19)  // multiplications worth a part of their own
 

@@ -1,9 +1,9 @@
 // y[M, N] = x[M, K] @ weight[N, K]^T + bias, with weights and inputs of 8 bits.
 //
-// Inputs come in groups. In each group every column of the weight and every row of x has a scale of its own: its largest
-// magnitude / 127. Products within a group are summed as integers, exactly. The sums of groups are scaled and added in
-// ascending order as floats, in `splits` equal parts of groups as in linear.c. So a row's bits depend on neither the
-// batch nor the number of ranks.
+// Inputs come in groups. In each group every column of the weight and every row of x has a scale of its own, which is
+// its largest magnitude / 127. Products within a group are summed as integers, exactly. The sums of groups are scaled
+// and added in ascending order as floats, in `splits` equal parts of groups as in linear.c. So a row's bits depend on
+// neither the batch nor the number of ranks.
 //
 // packed: a panel of 32 columns after another, in each panel a group after another, in each group
 //   int8 [group / 4][32][4]  units of four neighbouring inputs
@@ -19,6 +19,7 @@
 #define PART_WORK (1 << 20)  // multiplications worth a part of their own
 #define QUANTISING_WORK 64   // multiplications that take as long as quantising an element
 #define ROUNDING 12582912.0f // 1.5 * 2^23: adding it rounds to the nearest integer
+#define ROUNDING_BITS 0x4b400000  // of ROUNDING: the difference is the integer
 #define OFFSET 128
 
 // At most ROW_BLOCK rows.
@@ -52,7 +53,7 @@ INLINE void add_group(
     const struct linear *p, const char *weights, const char *ahead, const uint32_t *x, const float *x_scales,
     f32x16 part[ROWS][2], const int rows) {
     const int prefetches = rows >= PREFETCH_ROWS || cpu_products.prefetches_few;
-    const char *ends = weights + p->group * PANEL;
+    const char *ends = weights + p->group * PANEL;  // what follows the units
     i32x16 acc[ROWS][2], start[2];
     memcpy(start, ends, sizeof start);
 #pragma GCC unroll 12
@@ -111,7 +112,8 @@ static void multiply_panels(const void *context, int64_t begin, int64_t end, int
         }
 }
 
-// A group of one row: its bytes, `stride` bytes from unit to unit, and its scale. A group that is not finite gets NaN.
+// Writes the bytes of one group of a row, `stride` bytes from unit to unit, and returns its scale: NaN for a group
+// with an element that is not finite.
 INLINE float quantise_group(const struct linear *p, const char *x, int64_t first, uint8_t *bytes, int64_t stride) {
     float largest = 0;
     for (int64_t i = 0; i < p->group; i++) {
@@ -125,7 +127,7 @@ INLINE float quantise_group(const struct linear *p, const char *x, int64_t first
         float rounded = __builtin_fmaf(value, inverse, ROUNDING);  // one rounding, on any CPU
         int32_t bits;
         memcpy(&bits, &rounded, sizeof bits);
-        bytes[i / UNIT * stride + i % UNIT] = (uint8_t)(bits - 0x4b400000 + OFFSET);
+        bytes[i / UNIT * stride + i % UNIT] = (uint8_t)(bits - ROUNDING_BITS + OFFSET);
     }
     return is_finite ? largest / 127.0f : NAN;
 }

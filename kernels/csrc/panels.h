@@ -6,7 +6,7 @@
 #define PANEL 32
 #define ROWS 12          // of a tile at most
 #define ROW_BLOCK 192    // rows whose x stays in L2 while the panels pass
-#define PREFETCH_ROWS 6  // fewer rows wait for memory anyway
+#define PREFETCH_ROWS 6  // with fewer rows memory is the limit, and only some CPUs gain by a prefetch
 
 // y = sums + bias, [M, N].
 struct output {
@@ -19,14 +19,14 @@ struct output {
 
 INLINE int64_t num_panels_of(int64_t num_columns) { return (num_columns + PANEL - 1) / PANEL; }
 
-// Tiles of nearly equal height: 14 rows are 7 + 7, never 12 + 2. Returns the first row of a tile of a block; tile
-// `num_tiles` would begin where the block ends.
+// Returns the first row of a tile of a block, and sets the number of tiles. Tile `num_tiles` begins where the block
+// ends. Tiles have nearly equal heights: 14 rows are 7 + 7, never 12 + 2.
 INLINE int64_t tile_begin(int64_t num_rows, int64_t tile, int64_t *num_tiles) {
     *num_tiles = (num_rows + ROWS - 1) / ROWS;
     return tile * (num_rows / *num_tiles) + MIN(tile, num_rows % *num_tiles);
 }
 
-// The place of a row in its tile.
+// A row within its tile.
 struct place {
     int64_t tile_begin, tile_rows, row;  // row: within the tile
 };

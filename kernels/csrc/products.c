@@ -10,14 +10,14 @@
 struct cpu_products cpu_products = {.widen = 1, .prefetches_few = 1};
 
 #if defined(__AVX512BF16__)
-// The seconds of many independent products.
+// Returns the seconds that many independent products take.
 INLINE double seconds_of(const enum products products) {
     f32x16 acc[NUM_CHAINS], factor = splat(1.0f);
     for (int r = 0; r < NUM_CHAINS; r++) acc[r] = splat((float)r);
     struct timespec begin, end;
     clock_gettime(CLOCK_MONOTONIC, &begin);
     for (int i = 0; i < TIMED_ROUNDS; i++) {
-        __asm__ volatile("" : "+v"(factor));  // so that no round is left out
+        __asm__ volatile("" : "+v"(factor));  // so that the compiler leaves no round out
 #pragma GCC unroll 12
         for (int r = 0; r < NUM_CHAINS; r++)
             acc[r] = products == PAIRS ? dot_units(acc[r], 0x3f803f80u, &factor, 1) : acc[r] + factor * factor;
@@ -40,7 +40,7 @@ __attribute__((constructor)) static void choose_products(void) {
     cpu_products.widen = 2 * floats < 0.8 * pairs;  // two multiply-adds of floats do the work of one of pairs
 #endif
 #if defined(__x86_64__)
-    // There the hardware's own prefetching does best; on Intel's CPUs one row takes a fifth longer without this.
+    // On AMD the hardware's own prefetching is best. On Intel one row takes a fifth longer without prefetches.
     if (__builtin_cpu_is("amd")) cpu_products.prefetches_few = 0;
 #endif
 }

@@ -1,8 +1,8 @@
 // Products of 32-bit units: a unit is one float, or two neighbouring bf16.
 //
-// Pairs of bf16 are multiplied in one of two ways with the same bits. AVX-512 BF16 has an instruction for pairs, but
-// on some CPUs (Sapphire Rapids) it takes four times as long as a multiply-add of floats. There, two multiply-adds
-// of widened elements take half as long, if one widening serves several rows.
+// Pairs of bf16 are multiplied in one of two ways, which give the same bits. AVX-512 BF16 has an instruction for pairs,
+// but on some CPUs (Sapphire Rapids) it takes four times as long as a multiply-add of floats. On these CPUs two
+// multiply-adds of widened elements take half as long as the instruction, if one widening serves several rows.
 #pragma once
 
 #include "simd.h"
@@ -26,8 +26,7 @@ INLINE struct wide widen(const void *pairs) {
     return (struct wide){(f32x16)(bits << 16), (f32x16)(bits & 0xffff0000u)};
 }
 
-// One 32-bit unit is one float, or a pair of bf16: acc += a . b, lane by lane. The second element of a pair is
-// added first.
+// acc += a . b, lane by lane. The product of the second elements of two pairs is added first.
 INLINE f32x16 dot_units(f32x16 acc, uint32_t a_unit, const void *b, int is_bf16) {
     if (!is_bf16) {
         float a;
@@ -63,11 +62,14 @@ INLINE f32x16 multiply_add(f32x16 acc, const void *row, int64_t u, struct factor
     return acc + splat(elements[0]) * factor.wide.first;
 }
 
-// Around products: the instruction for pairs flushes denormals in any mode, so the rest of both ways does, too.
+#define FLUSH_DENORMALS 0x8040  // FTZ and DAZ in MXCSR
+
+// Call both around products. The instruction for pairs always flushes denormals. With this mode all other operations
+// on bf16 flush them as well, so both ways give the same bits. end_products restores the mode.
 INLINE unsigned int begin_products(enum products products) {
 #if defined(__AVX512F__)
     unsigned int mode = _mm_getcsr();
-    if (products != FLOATS) _mm_setcsr(mode | 0x8040);
+    if (products != FLOATS) _mm_setcsr(mode | FLUSH_DENORMALS);
     return mode;
 #else
     (void)products;
