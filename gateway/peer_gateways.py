@@ -40,20 +40,20 @@ PIECE_BYTES: Final = MAX_BODY_BYTES - 1
 logger = logging.getLogger(__name__)
 
 
-class CountsAsked(msgspec.Struct, frozen=True, tag=True):
+class CountsQuery(msgspec.Struct, frozen=True, tag=True):
     """Asks for the counts of a gateway."""
 
 
-class ResponseAsked(msgspec.Struct, frozen=True, tag=True):
-    """Asks for a stored response of a tenant; forgets: the gateway that has it deletes it."""
+class ResponseQuery(msgspec.Struct, frozen=True, tag=True):
+    """Asks for a stored response of a tenant. forgets: the gateway that has the response deletes it."""
 
     tenant: str
     id: str
     forgets: bool = False
 
 
-Question: TypeAlias = CountsAsked | ResponseAsked
-Told: TypeAlias = Metrics | StoredResponse | None
+Question: TypeAlias = CountsQuery | ResponseQuery
+Reply: TypeAlias = Metrics | StoredResponse | None
 _QUESTIONS: Final = msgspec.msgpack.Decoder(Question)
 _SCHEMA: Final = schema_hash(Metrics, StoredResponse, Question)
 
@@ -61,8 +61,8 @@ _SCHEMA: Final = schema_hash(Metrics, StoredResponse, Question)
 class PeerGateways:
     """`listen`, then ask for `others`, on one event loop. A gateway that does not listen has no others."""
 
-    def __init__(self, keys: KeyRing, answer: Callable[[Question], Told]) -> None:
-        """keys: a gateway's. answer: this gateway's to a question of another one."""
+    def __init__(self, keys: KeyRing, answer: Callable[[Question], Reply]) -> None:
+        """keys: of a gateway. answer: answers questions of the other gateways."""
         self._keys = LinkKeys(keys, GATEWAYS)
         self._answer = answer
         self._prefix = self._name = ""
@@ -89,12 +89,12 @@ class PeerGateways:
 
     async def others(self) -> list[Metrics]:
         """Return the counts of the gateways that answer in time, in no order."""
-        told = await self._ask_all(CountsAsked())
+        told = await self._ask_all(CountsQuery())
         return [msgspec.msgpack.decode(counts, type=Metrics) for counts in told]
 
     async def find_response(self, tenant: str, id: str, *, forgets: bool) -> StoredResponse | None:
-        """Return a response that another gateway has stored; None if none has. See ResponseAsked."""
-        told = await self._ask_all(ResponseAsked(tenant, id, forgets))
+        """Return a response that another gateway has stored; None if none has. See ResponseQuery."""
+        told = await self._ask_all(ResponseQuery(tenant, id, forgets))
         found = [msgspec.msgpack.decode(each, type=StoredResponse | None) for each in told]
         return next((each for each in found if each is not None), None)
 
@@ -122,7 +122,7 @@ class PeerGateways:
         return [told for told in await asyncio.gather(*asked) if told is not None]
 
     def _ask(self, name: str, question: Question) -> bytes | None:
-        """Ask until a gateway that is too busy answers, within TIMEOUT_S; None: it does not."""
+        """Ask a gateway again while it is too busy; return None if it does not answer in TIMEOUT_S."""
         until_s = time.monotonic() + TIMEOUT_S
         while True:
             try:
@@ -175,12 +175,12 @@ class PeerGateways:
                 connection.send(mark + told[begin : begin + PIECE_BYTES], timeout_s=TIMEOUT_S)
 
     async def _told(self, question: Question) -> bytes:
-        """The answer at the time of the question: no scrape shows less than the one before."""
+        """Return the answer as of the question, so that no scrape shows less than the one before."""
         return msgspec.msgpack.encode(self._answer(question))
 
 
 def _received(connection: Connection) -> Iterator[bytes]:
-    """The pieces of an answer."""
+    """Yield the pieces of an answer."""
     while True:
         piece = connection.recv(TIMEOUT_S)
         yield piece[1:]

@@ -26,7 +26,7 @@ from baton.gateway.metrics.exporter import Exporter
 from baton.gateway.metrics.live_feed import LiveFeed
 from baton.gateway.metrics.metrics import Metrics
 from baton.gateway.metrics.tracing import Tracer
-from baton.gateway.peer_gateways import CountsAsked, PeerGateways, Question, Told
+from baton.gateway.peer_gateways import CountsQuery, PeerGateways, Question, Reply
 from baton.gateway.streams import request_stream
 from baton.gateway.streams.frontend import Frontend
 from baton.gateway.streams.request_stream import Service
@@ -142,8 +142,8 @@ class GatewayProcess:
         """Return the ended requests of this gateway that a query asks for."""
         return self._inference.requests.find(query)
 
-    def _tell_peer(self, question: Question) -> Told:
-        if isinstance(question, CountsAsked):
+    def _tell_peer(self, question: Question) -> Reply:
+        if isinstance(question, CountsQuery):
             return self.metrics
         return self._inference.responses.tell(question.tenant, question.id, forgets=question.forgets)
 

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager, suppress
 from baton.gateway import peer_gateways
 from baton.gateway.api.dialects.response_store import ResponseStore, StoredResponse
 from baton.gateway.metrics.metrics import Metrics
-from baton.gateway.peer_gateways import MAX_ANSWERING, CountsAsked, PeerGateways, Question, Told
+from baton.gateway.peer_gateways import MAX_ANSWERING, CountsQuery, PeerGateways, Question, Reply
 from baton.messages.bounds import Kind
 from baton.messages.workers import Address
 from baton.rpc.auth import KeyRing
@@ -39,9 +39,9 @@ async def listening(
             one.close()
 
 
-def answer_of(metrics: Metrics, store: ResponseStore) -> Callable[[Question], Told]:
-    def answer(question: Question) -> Told:
-        if isinstance(question, CountsAsked):
+def answer_of(metrics: Metrics, store: ResponseStore) -> Callable[[Question], Reply]:
+    def answer(question: Question) -> Reply:
+        if isinstance(question, CountsQuery):
             return metrics
         return store.tell(question.tenant, question.id, forgets=question.forgets)
 
