@@ -79,8 +79,8 @@ class Column(NamedTuple):
     is_number: bool = True
 
 
-class List(NamedTuple):
-    """One list: its rows in a snapshot, their columns and their key."""
+class ListKind(NamedTuple):
+    """A kind of rows: its name, its columns, and the key of a row."""
 
     name: str
     columns: Sequence[Column]
@@ -92,7 +92,7 @@ def _share(part: float, whole: float) -> str:
 
 
 def seconds(value: float | None) -> str:
-    """Return a time as people read it."""
+    """Return a time in seconds or milliseconds, or - for None."""
     if value is None:
         return "-"
     return f"{value:.2f} s" if value >= 1 else f"{1000 * value:.0f} ms"
@@ -100,9 +100,9 @@ def seconds(value: float | None) -> str:
 
 def count(value: float) -> str:
     """Return a count with a unit where it is large."""
-    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e4)):
-        if value >= size:
-            return f"{value / min(size, 1e3 if unit == 'k' else size):.3g}{unit}"
+    for unit, least, size in (("G", 1e9, 1e9), ("M", 1e6, 1e6), ("k", 1e4, 1e3)):
+        if value >= least:
+            return f"{value / size:.3g}{unit}"
     return f"{value:.0f}"
 
 
@@ -128,7 +128,7 @@ def _slowest_part(row: RequestSummary) -> str:
     return f"{name} {_share(row.seconds[name], row.total_s)}"
 
 
-WORKERS: Final = List(
+WORKERS: Final = ListKind(
     "workers",
     (
         Column("name", 16, lambda row: row.name, lambda row: natural(row.name), is_number=False),
@@ -147,7 +147,7 @@ WORKERS: Final = List(
     ),
     lambda row: str(row.id),
 )
-TENANTS: Final = List(
+TENANTS: Final = ListKind(
     "tenants",
     (
         Column("name", 24, lambda row: row.status.tenant, is_number=False),
@@ -168,7 +168,7 @@ TENANTS: Final = List(
     ),
     lambda row: str(row.status.tenant),
 )
-REQUESTS: Final = List(
+REQUESTS: Final = ListKind(
     "requests",
     (
         Column("request", 33, lambda row: row.request_id, is_number=False),
@@ -219,7 +219,7 @@ class Listing(ScrollView, can_focus=True):
 
     def __init__(self) -> None:
         super().__init__()
-        self.list = WORKERS
+        self.kind = WORKERS
         self.rows: list[Row] = []  # as shown: filtered and sorted
         self.cursor = 0
         self.filter = ""
@@ -230,24 +230,24 @@ class Listing(ScrollView, can_focus=True):
     @property
     def chosen_key(self) -> str | None:
         """The key of the row under the cursor; None: there is no row."""
-        return self.list.key(self.rows[self.cursor]) if self.rows else None
+        return self.kind.key(self.rows[self.cursor]) if self.rows else None
 
-    def open(self, list_: List, rows: Sequence[Row]) -> None:
+    def open(self, kind: ListKind, rows: Sequence[Row]) -> None:
         """Show another list, from its first row."""
-        self.list, self.rows, self.cursor = list_, [], 0
+        self.kind, self.rows, self.cursor = kind, [], 0
         self.update_rows(rows)
 
     def update_rows(self, rows: Sequence[Row]) -> None:
         """Show these rows; the cursor stays on its row."""
         key = self.chosen_key
         self._all = rows
-        column, is_descending = self._sorting.get(self.list.name, (0, False))
-        order = self.list.columns[column].order or (lambda row: str(self.list.columns[column].show(row)))
+        column, is_descending = self._sorting.get(self.kind.name, (0, False))
+        order = self.kind.columns[column].order or (lambda row: str(self.kind.columns[column].show(row)))
         found = [row for row in rows if self.filter in self._text(row)] if self.filter else list(rows)
         self.rows = sorted(found, key=order, reverse=is_descending)
-        keys = [self.list.key(row) for row in self.rows]
+        keys = [self.kind.key(row) for row in self.rows]
         self.cursor = keys.index(key) if key in keys else min(self.cursor, max(0, len(keys) - 1))
-        width = sum(column.width + 1 for column in self.list.columns)
+        width = sum(column.width + 1 for column in self.kind.columns)
         self.virtual_size = Size(width, len(self.rows) + 1)
         self.refresh()
 
@@ -257,17 +257,17 @@ class Listing(ScrollView, can_focus=True):
         self.update_rows(self._all)
 
     def _text(self, row: Row) -> str:
-        return " ".join(str(column.show(row)) for column in self.list.columns).lower()
+        return " ".join(str(column.show(row)) for column in self.kind.columns).lower()
 
     def render_line(self, y: int) -> Strip:
         """Return one line of the screen, counted from the top of the widget."""
         if y == 0:
             style = self.get_component_rich_style("head")
-            sorted_, is_descending = self._sorting.get(self.list.name, (0, False))
+            sorted_, is_descending = self._sorting.get(self.kind.name, (0, False))
             mark = "\u25bc" if is_descending else "\u25b2"
             names = [
                 f"{column.name}{mark}" if index == sorted_ else column.name
-                for index, column in enumerate(self.list.columns)
+                for index, column in enumerate(self.kind.columns)
             ]
             return self._strip(names, style)
         index = y - 1 + self.scroll_offset.y
@@ -275,11 +275,11 @@ class Listing(ScrollView, can_focus=True):
             return Strip.blank(self.size.width, self.rich_style)
         is_current = index == self.cursor and self.has_focus
         style = self.rich_style + Style(reverse=is_current)
-        return self._strip([column.show(self.rows[index]) for column in self.list.columns], style)
+        return self._strip([column.show(self.rows[index]) for column in self.kind.columns], style)
 
     def _strip(self, cells: Sequence[Cell], style: Style) -> Strip:
         segments = []
-        for column, cell in zip(self.list.columns, cells, strict=True):
+        for column, cell in zip(self.kind.columns, cells, strict=True):
             text = Text(cell) if isinstance(cell, str) else cell.copy()
             text.truncate(column.width, overflow="ellipsis")
             text.align("right" if column.is_number else "left", column.width)
@@ -307,14 +307,14 @@ class Listing(ScrollView, can_focus=True):
 
     def action_sort(self) -> None:
         """Sort by the next column."""
-        column = (self._sorting.get(self.list.name, (0, False))[0] + 1) % len(self.list.columns)
-        self._sorting[self.list.name] = column, self.list.columns[column].is_number
+        column = (self._sorting.get(self.kind.name, (0, False))[0] + 1) % len(self.kind.columns)
+        self._sorting[self.kind.name] = column, self.kind.columns[column].is_number
         self.update_rows(self._all)
 
     def action_reverse(self) -> None:
         """Sort the other way round."""
-        column, is_descending = self._sorting.get(self.list.name, (0, False))
-        self._sorting[self.list.name] = column, not is_descending
+        column, is_descending = self._sorting.get(self.kind.name, (0, False))
+        self._sorting[self.kind.name] = column, not is_descending
         self.update_rows(self._all)
 
     def action_choose(self) -> None:
@@ -349,7 +349,7 @@ class DetailsScreen(ModalScreen[None]):
         yield frame
 
     def show(self, content: RenderableType) -> None:
-        """Show another content in its place."""
+        """Replace the content."""
         self.query_one(Static).update(content)
 
     def action_scroll(self, step: int) -> None:
@@ -458,8 +458,8 @@ class TopApp(App[None]):
             point.ttft_s[-1] if point.ttft_s else 0.0 for point in self._points
         ]
         self._say(f"{snapshot.model}, Baton {snapshot.version}; sparklines: tokens/s, TTFT p99")
-        if self.listing.list is not REQUESTS:
-            self.listing.update_rows(self._rows(self.listing.list))
+        if self.listing.kind is not REQUESTS:
+            self.listing.update_rows(self._rows(self.listing.kind))
 
     def _take_history(self, points: list[Point]) -> None:
         self._points.clear()
@@ -467,10 +467,10 @@ class TopApp(App[None]):
 
     def _take_requests(self, requests: list[RequestSummary]) -> None:
         self._requests = requests
-        if self.listing.list is REQUESTS:
+        if self.listing.kind is REQUESTS:
             self.listing.update_rows(requests)
 
-    def _rows(self, list_: List) -> Sequence[Row]:
+    def _rows(self, kind: ListKind) -> Sequence[Row]:
         if self.snapshot is None:
             return ()
         rows: dict[str, Sequence[Row]] = {
@@ -478,14 +478,14 @@ class TopApp(App[None]):
             "tenants": self.snapshot.tenants,
             "requests": self._requests,
         }
-        return rows[list_.name]
+        return rows[kind.name]
 
     def _say(self, text: str) -> None:
         self.query_one("#state", Static).update(text)
 
     def _name_lists(self) -> None:
         text = Text("  ").join(
-            Text(each.name, "reverse" if each is self.listing.list else "") for each in LISTS
+            Text(each.name, "reverse" if each is self.listing.kind else "") for each in LISTS
         )
         self.query_one("#lists", Static).update(text)
 
@@ -493,7 +493,7 @@ class TopApp(App[None]):
         """Open the next list."""
         if len(self.screen_stack) > 1:  # details are open
             return
-        next_ = LISTS[(LISTS.index(self.listing.list) + step) % len(LISTS)]
+        next_ = LISTS[(LISTS.index(self.listing.kind) + step) % len(LISTS)]
         self.listing.open(next_, self._rows(next_))
         self._name_lists()
         if next_ is REQUESTS:
@@ -501,12 +501,12 @@ class TopApp(App[None]):
             self.set_timer(REQUESTS_EVERY_S, self._ask_again)
 
     def _ask_again(self) -> None:
-        if self.listing.list is REQUESTS:
+        if self.listing.kind is REQUESTS:
             self.ask_requests()
             self.set_timer(REQUESTS_EVERY_S, self._ask_again)
 
     def action_filter(self) -> None:
-        """Let a filter be typed."""
+        """Open the field of the filter."""
         if len(self.screen_stack) == 1:
             field = self.query_one("#filter", Input)
             field.add_class("open")
@@ -531,14 +531,14 @@ class TopApp(App[None]):
         """Open the details of a row."""
         assert self.snapshot is not None
         names = {each.id: each.name for each in self.snapshot.workers}
-        if self.listing.list is REQUESTS:
+        if self.listing.kind is REQUESTS:
             screen = DetailsScreen(f"request {event.key}", "asking")
             self.push_screen(screen)
             self.ask_request(screen, event.key, names)
             return
         row = self.listing.rows[self.listing.cursor]
         parts = _worker_parts(row, names) if isinstance(row, WorkerRow) else _tenant_parts(row)
-        self.push_screen(DetailsScreen(str(self.listing.list.columns[0].show(row)), Group(*parts)))
+        self.push_screen(DetailsScreen(str(self.listing.kind.columns[0].show(row)), Group(*parts)))
 
 
 def events(answer: http.client.HTTPResponse) -> Iterator[tuple[str, bytes]]:

@@ -68,7 +68,7 @@ def parts_of(decision: Decision, names: dict[str, str]) -> list[output.Part]:
     )
     cheapest = sorted(decision.weighed, key=attrgetter("total_s"))[:MAX_SHOWN]
     if not cheapest:
-        return [head, *_truth(decision)]
+        return [head, *_measured_lines(decision)]
     terms = list(cheapest[0].terms)
     rows = []
     for each in cheapest:
@@ -76,7 +76,7 @@ def parts_of(decision: Decision, names: dict[str, str]) -> list[output.Part]:
         mark = "*" if each == decision.chosen else ""
         rows.append((mark, _pair(each, names), str(each.num_held_tokens), *costs, f"{each.total_s:.4f}"))
     columns = ("", "pair", "held", *(name.removesuffix("_s") for name in terms), "total s")
-    return [head, output.table(columns, rows), *_truth(decision)]
+    return [head, output.table(columns, rows), *_measured_lines(decision)]
 
 
 def waterfall(timeline: RequestTimeline) -> list[output.Part]:
@@ -84,9 +84,9 @@ def waterfall(timeline: RequestTimeline) -> list[output.Part]:
     total_s = timeline.total_s or 1.0
     tenant = f", tenant {timeline.tenant}" if timeline.tenant else ""
     ahead = f", behind {timeline.num_ahead} in the queue" if timeline.num_ahead else ""
-    of = f", most of {timeline.ahead_tenant}" if timeline.num_ahead and timeline.ahead_tenant else ""
+    whom = f", most of {timeline.ahead_tenant}" if timeline.num_ahead and timeline.ahead_tenant else ""
     first = "" if timeline.first_token_s is None else f", first token after {timeline.first_token_s:.4f} s"
-    head = f"{timeline.outcome} in {timeline.total_s:.4f} s{first}{tenant}{ahead}{of}"
+    head = f"{timeline.outcome} in {timeline.total_s:.4f} s{first}{tenant}{ahead}{whom}"
     rows = [
         (part.name, part.process, f"{part.seconds:.4f}", _share(part.seconds / total_s), _bar(part, total_s))
         for part in timeline.parts
@@ -113,7 +113,7 @@ def _bar(part: TimelinePart, total_s: float) -> str:
     return " " * begin + "█" * width
 
 
-def _truth(decision: Decision) -> list[str]:
+def _measured_lines(decision: Decision) -> list[str]:
     lines = []
     if decision.first_token_s is not None:
         expected = f", {decision.chosen.ttft_s:.4f} s expected" if decision.chosen.terms else ""
@@ -134,9 +134,9 @@ def _truth(decision: Decision) -> list[str]:
 
 def _pair(weighed: Weighed, names: dict[str, str]) -> str:
     decode = names.get(weighed.decode, weighed.decode[:8])
-    filled = names.get(weighed.prefill, weighed.prefill[:8]) if weighed.prefill else "itself"
+    prefill = names.get(weighed.prefill, weighed.prefill[:8]) if weighed.prefill else "itself"
     source = f" pulls from {names.get(weighed.source, weighed.source[:8])}" if weighed.source else ""
-    return f"{decode} < {filled}{source}"
+    return f"{decode} < {prefill}{source}"
 
 
 explain = CliCommand(__doc__, _add_options, _run)

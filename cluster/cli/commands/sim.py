@@ -1,7 +1,7 @@
 """Run a whole cluster in virtual time, with faults, from one seed: `baton sim --seed 17`.
 
 With --replay BUNDLE, run the routers of a bundle (`baton bundle`) again: every decision must be the recorded
-one. With --policy, each decision is put to that policy as well, in the recorded state of the cluster.
+one. With --policy, ask that policy for each decision as well, in the recorded state of the cluster.
 """
 
 import argparse
@@ -94,8 +94,8 @@ def comparison(compared: Sequence[Compared], recorded: str, policy: str) -> list
     """Return the lines and the table of two policies. recorded: name of the one that decided."""
     both = [(each.recorded, each.other) for each in compared if each.other is not None]
     num_elsewhere = sum(each.is_elsewhere for each in compared)
-    waits = len(compared) - len(both)
-    head = f"{policy} sends {num_elsewhere} of {len(compared)} attempts elsewhere, {waits} of them later"
+    num_later = len(compared) - len(both)
+    head = f"{policy} sends {num_elsewhere} of {len(compared)} attempts elsewhere, {num_later} of them later"
     if not both:
         return [head]
     sides = {recorded: [one for one, _ in both], policy: [other for _, other in both]}

@@ -120,7 +120,7 @@ def test_tab_goes_through_the_lists(url: str) -> None:
         await until(pilot, lambda: len(app.listing.rows) == 2)
         assert [row.num_tokens for row in app.listing.rows] == [30, 4], "the slowest comes first"
         await pilot.press("tab", "shift+tab")
-        assert app.listing.list is REQUESTS
+        assert app.listing.kind is REQUESTS
 
     drive(url, act)
 
