@@ -1,9 +1,9 @@
 """The state of a router as bytes, and a router that goes on from there.
 
 `save` walks the objects that a router consists of; `load` gives a new router the same objects. A class needs
-no code of its own: its attributes are its state, or what `__getstate__` returns. Objects that two others
-share are shared again. Only classes of Baton's values and of the router are made, and those of the policy's
-module; none of their constructors runs, except those of values. The bytes can name no other code.
+no code for this: its state is its attributes, or the value of `__getstate__`. An object that two others share
+is shared after loading, too. `load` makes objects of Baton's value classes, of the router's classes and of
+classes in the policy's module, and refuses any other name. It runs the constructors of values alone.
 
 Left out are the parts that belong to the process: clock, connections, the link to other routers, deferred
 work. The tokens of queued prompts, their tenants' salts and their forms are left out too (`bare_request`).
@@ -39,7 +39,7 @@ _KEPT_SAMPLING: Final = ("max_tokens", "min_tokens", "logprobs", "prompt_logprob
 
 
 def bare_request(request: Request) -> Request:
-    """The request as routing reads it: no token, salt, seed or form; zeros stand for the tokens."""
+    """Return the request as routing reads it: without salt, seed and form, and with zeros for the tokens."""
     sampling = request.sampling
     return Request(
         request_id=request.request_id,
@@ -57,7 +57,7 @@ def bare_request(request: Request) -> Request:
 
 
 def save(root: object, outside: Mapping[str, object]) -> bytes:
-    """The state of `root` and of all that it refers to. outside: name -> a part that is left out.
+    """Return the state of `root` and of all that it refers to. outside: name -> a part that is left out.
 
     Raises TypeError for a part that cannot be written, such as an iterator.
     """
@@ -65,10 +65,10 @@ def save(root: object, outside: Mapping[str, object]) -> bytes:
 
 
 def load(state: bytes, outside: Mapping[str, object], policy_module: str = "") -> Any:
-    """The objects that `save` wrote. outside: name -> the part that takes the place of the left-out one.
+    """Return the objects that `save` wrote. outside: name -> the part in place of the one left out.
 
-    policy_module: a module from outside the tree with the router's policy. Raises ConfigError for state that
-    this build cannot read.
+    policy_module: the module of a policy from outside the tree. Raises ConfigError for state that this build
+    cannot read.
     """
     try:
         return _Loader(outside, policy_module).value(msgspec.msgpack.decode(state))
@@ -80,7 +80,7 @@ def load(state: bytes, outside: Mapping[str, object], policy_module: str = "") -
 
 @cache
 def _attribute_names(kind: type[Any]) -> Sequence[str]:
-    """The names that instances may have: those that the class's functions, slots or annotations mention."""
+    """Return the names that instances may have: all names in the class's functions, slots and annotations."""
     names = dict[str, None]()
     for each in reversed(kind.__mro__[:-1]):
         slots = vars(each).get("__slots__", ())
@@ -92,9 +92,9 @@ def _attribute_names(kind: type[Any]) -> Sequence[str]:
 
 
 def attributes_of(holder: object) -> dict[str, Any]:
-    """The attributes of an object.
+    """Return the attributes of an object.
 
-    `vars` would give them too, but makes Python 3.11 keep them in a dictionary from then on, which slows
+    `vars` would return them too, but makes Python 3.11 keep them in a dictionary from then on, which slows
     every later access: a decision took 7 % longer after one checkpoint.
     """
     kind: type[Any] = type(holder)
@@ -107,7 +107,7 @@ def _name_of(named: Any) -> str:
 
 
 def _is_plain(values: Iterable[object]) -> bool:
-    """True when msgpack writes all of these values as they are."""
+    """Return whether msgpack writes all of these values as they are."""
     kinds = set(map(type, values))
     if kinds <= _PLAIN:
         return True

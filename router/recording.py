@@ -1,14 +1,14 @@
 """A router's recent inputs and decisions, kept in memory so that they can be replayed (sim/replay.py).
 
-A router is a function of its inputs, of one clock reading for each (`TurnClock`), and of its state before.
+The decisions of a router follow from its state, its inputs, and one clock reading for each (`TurnClock`).
 
-1. Each input and each decision is appended to a list. That is all that a decision waits for.
-2. The next tick packs the list into a chunk of bytes. Prompts lose their tokens there: a record has their
-   number, and the keys of their pages. Reports for operators alone are left out.
-3. Every few minutes a chunk is a checkpoint: the router's whole state (router/checkpoint.py). It is taken
-   in a tick in which no work is deferred.
-4. Chunks leave, the oldest first, as far as a later checkpoint begins before the kept time, or the memory is
-   full. So the first chunk always is a checkpoint, and what follows it can be replayed exactly.
+1. Each input and each decision is appended to a list. A decision waits for nothing else.
+2. The next tick packs the list into a chunk of bytes. A prompt is recorded as its number of tokens and the
+   keys of its pages. Reports that only operators read are left out.
+3. Every few minutes a chunk is a checkpoint: the router's whole state (router/checkpoint.py), written in a
+   tick in which no work is deferred.
+4. The oldest checkpoint and the chunks up to the next one are dropped when the next one is older than the
+   kept time, or when the memory is full. So the first chunk is a checkpoint, and all others can be replayed.
 5. `baton bundle` fetches the chunks, half a mebibyte in a message.
 """
 
@@ -17,7 +17,7 @@ import platform
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, get_args
 
 import msgspec
 import numpy as np
@@ -74,11 +74,11 @@ logger = logging.getLogger(__name__)
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=True, tag_field="kind"):
-    """An input that is no message."""
+    """An input of the router that is not a message."""
 
 
 class Joined(Event, frozen=True, kw_only=True):
-    """A process has connected. The hello is known once the event is packed."""
+    """A process has connected. hello: set when the event is packed."""
 
     hello: Hello | None = None
 
@@ -88,11 +88,11 @@ class Left(Event, frozen=True):
 
 
 class Tick(Event, frozen=True):
-    """A tick."""
+    """The host has called `Router.tick`."""
 
 
-class Turn(Event, frozen=True, kw_only=True):
-    """A later turn does some of the deferred work."""
+class WorkTurn(Event, frozen=True, kw_only=True):
+    """A turn of the event loop does a slice of the deferred work."""
 
     work: int  # its number in `Router.sliced_work`
 
@@ -185,7 +185,7 @@ Record: TypeAlias = (
     Joined
     | Left
     | Tick
-    | Turn
+    | WorkTurn
     | Linked
     | Logs
     | IndexJoined
@@ -216,7 +216,7 @@ Outcome: TypeAlias = Decided | Rejected
 
 
 class RouterCheckpoint(msgspec.Struct, frozen=True, kw_only=True, tag=True, tag_field="kind"):
-    """A router's state at one time, and what a new router is made with to go on from there."""
+    """A router's state at one time, and the arguments of a new router that goes on from there."""
 
     at_s: float  # by the router's clock
     date_s: float  # seconds since 1970
@@ -231,7 +231,7 @@ class RouterCheckpoint(msgspec.Struct, frozen=True, kw_only=True, tag=True, tag_
 
 
 class Inputs(msgspec.Struct, frozen=True, tag=True, tag_field="kind"):
-    """Inputs and decisions in order: when, the number of the sender, what."""
+    """Inputs and decisions in order: (router's time, number of the sender or NO_PEER, record)."""
 
     records: tuple[tuple[float, int, Record], ...]
 
@@ -242,12 +242,12 @@ _CHUNKS: Final[msgspec.msgpack.Decoder[AnyChunk]] = msgspec.msgpack.Decoder(AnyC
 
 
 def decode_chunk(body: bytes) -> AnyChunk:
-    """Read a chunk. Raises msgspec.MsgspecError for another build's."""
+    """Read a chunk. Raises msgspec.MsgspecError for a chunk of another build."""
     return _CHUNKS.decode(body)
 
 
 def no_recording() -> RecordingPart:
-    """The answer of a router that keeps no recording."""
+    """Return the answer of a router that keeps no recording."""
     return RecordingPart()
 
 
@@ -261,10 +261,10 @@ _Decision: TypeAlias = tuple[Decision | Rejected, RoutingChoice | None]
 
 
 class Recording:
-    """The chunks of one router. See the module."""
+    """The chunks of one router."""
 
     def __init__(self, kept_s: float, memory_bytes: int, date: Callable[[], float] = time.time) -> None:
-        """kept_s: seconds that can be replayed. memory_bytes: that all chunks take at most."""
+        """kept_s: seconds that can be replayed. memory_bytes: the most that all chunks take."""
         self.num_bytes = 0
         self._kept_s = kept_s
         self._memory_bytes = memory_bytes
@@ -281,7 +281,7 @@ class Recording:
         self._num_bytes_since = 0  # the last checkpoint
         self._is_over = False  # the state is too large, or cannot be written
 
-    # The router calls these.
+    # Called by the router.
 
     def begin(self, router: "Router") -> None:
         """Write the first checkpoint."""
@@ -303,7 +303,7 @@ class Recording:
         self._keys[key, family] = keys
 
     def tick(self, router: "Router") -> None:
-        """Pack what came since the last tick; drop old chunks; write a checkpoint when it is time."""
+        """Pack the inputs since the last tick, drop old chunks, and write a checkpoint when one is due."""
         self._pack()
         if self._is_over:
             return
@@ -316,7 +316,7 @@ class Recording:
         self._drop()
 
     def part(self, query: RecordingQuery) -> RecordingPart:
-        """Answer an operator."""
+        """Return the part of the recording that an operator asks for."""
         self._pack()
         number = query.number or self._first_for(self._now_s - query.last_s)
         place = number - self._first
@@ -331,7 +331,7 @@ class Recording:
         )
 
     def chunks(self) -> list[bytes]:
-        """All chunks, the oldest first."""
+        """Return all chunks, the oldest first."""
         self._pack()
         return [chunk.body for chunk in self._chunks]
 
@@ -348,7 +348,7 @@ class Recording:
         keys, self._keys = self._keys, {}
         if self._is_over or not (entries or keys):
             return
-        records: list[tuple[float, int, object]] = [
+        records: list[tuple[float, int, Record]] = [
             (self._now_s, NO_PEER, _prompt_pages(*prompt, joined)) for prompt, joined in keys.items()
         ]
         for at_s, peer, input in entries:
@@ -358,10 +358,10 @@ class Recording:
                 number = NO_PEER if peer is None else self._peers.get(peer, NO_PEER)
                 records.append((at_s, number, pack(input)))
         if records:
-            self._append(_Chunk(self._now_s, False, _ENCODER.encode(_Records(records))))
+            self._append(_Chunk(self._now_s, False, _ENCODER.encode(Inputs(tuple(records)))))
 
-    def _connection(self, peer: Peer | None, input: Input) -> tuple[int, Input]:
-        """The number of a peer that comes or goes, and its record."""
+    def _connection(self, peer: Peer | None, input: Joined | Left) -> tuple[int, Joined | Left]:
+        """Return the number of a peer that comes or goes, and its record."""
         assert peer is not None, "only peers come and go"
         if isinstance(input, Left):
             return self._peers.pop(peer, NO_PEER), input
@@ -424,18 +424,12 @@ class Recording:
         self.num_bytes = 0
 
 
-class _Records(msgspec.Struct, frozen=True, tag="Inputs", tag_field="kind"):
-    """`Inputs` as it is written."""
-
-    records: list[tuple[float, int, object]]
-
-
 def _prompt_pages(key: AttemptKey, family: Family, keys: bytes) -> PromptPages:
     return PromptPages(request_id=key[0], attempt=key[1], family=family, keys=first_halves(keys))
 
 
 def outcome_of(decision: Decision | Rejected, choice: RoutingChoice | None) -> Outcome:
-    """The record of a decision. choice: the policy's, if one was asked."""
+    """Return the record of a decision. choice: the policy's; None if no policy was asked."""
     if isinstance(decision, Rejected):
         return decision
     return Decided(
@@ -482,13 +476,13 @@ def _beat(heartbeat: Heartbeat) -> Heartbeat:
     return msgspec.structs.replace(heartbeat, load=load)
 
 
-def _itself(input: Input) -> Input:
-    return input
+def _itself(record: Record) -> Record:
+    return record
 
 
 # Type of an entry -> its record. Messages of other types change nothing that a decision depends on.
-_PACKERS: Final[dict[type, Callable[[Any], object]]] = {
-    **{kind: _itself for kind in Record.__args__},
+_PACKERS: Final[dict[type, Callable[[Any], Record]]] = {
+    **{kind: _itself for kind in get_args(Record)},
     tuple: lambda decided: outcome_of(*decided),
     Submit: _submitted,
     Heartbeat: _beat,
@@ -496,10 +490,10 @@ _PACKERS: Final[dict[type, Callable[[Any], object]]] = {
 
 
 class RecordedIndex:
-    """The prefix index for the link to Redis: what the link changes is an input of the router."""
+    """The prefix index as the link to Redis sees it: each change by the link is an input of the router."""
 
     def __init__(self, index: PrefixIndex, begin: Callable[[Input], None]) -> None:
-        """begin: called before each change."""
+        """begin: called with the input before each change."""
         self._index = index
         self._begin = begin
 

@@ -95,7 +95,7 @@ from baton.router.recording import (
     RecordedIndex,
     Recording,
     Tick,
-    Turn,
+    WorkTurn,
     no_recording,
 )
 from baton.router.redis.messages import AnyShared
@@ -248,7 +248,7 @@ class Router:
         """Make each turn of deferred work an input. work: its number in `sliced_work`."""
 
         def turn(call: Callable[[], None]) -> None:
-            self._begin(Turn(work=work))
+            self._begin(WorkTurn(work=work))
             call()
 
         return None if call_soon is None else lambda call: call_soon(partial(turn, call))

@@ -1,9 +1,9 @@
 """Replays a router's recording (router/recording.py) on a new router, on the recorded clock.
 
 Under the recorded policy every decision must be the recorded one, bit for bit: workers, predicted seconds,
-random draws. `Replay.run` returns the first that is not. Under another policy, each decision is put to that
-policy as well, in the recorded state of the cluster; what follows is as recorded. Both choices are then
-predicted by the cost model that the router had learnt.
+random draws. `Replay.run` returns the first decision that differs. With another policy, that policy is asked
+for each decision as well, in the recorded state of the cluster, and the recorded choice is carried out. The
+cost model that the router had learnt predicts both choices.
 """
 
 import datetime
@@ -51,7 +51,7 @@ from baton.router.recording import (
     RouterCheckpoint,
     Submitted,
     Tick,
-    Turn,
+    WorkTurn,
     decode_chunk,
     outcome_of,
 )
@@ -68,7 +68,7 @@ _ENCODE: Final = msgspec.msgpack.Encoder().encode
 
 
 class Difference(NamedTuple):
-    """The first decision that differs; None: there is none more."""
+    """The first decision that differs. recorded, replayed: None on the side that has fewer decisions."""
 
     number: int  # of the decision, from 0
     recorded: Outcome | None
@@ -85,7 +85,7 @@ class ReplayedPair(NamedTuple):
 
 
 class Compared(NamedTuple):
-    """One decision under both policies. other: None where that policy would let the attempt wait."""
+    """One decision by both policies. other: None where the other policy lets the attempt wait."""
 
     request_id: str
     attempt: int
@@ -156,7 +156,7 @@ class Replay:
     """One router's recording, and a router that replays it."""
 
     def __init__(self, chunks: Sequence[bytes]) -> None:
-        """chunks: of `Recording`, in order. Raises ConfigError when they are another build's."""
+        """chunks: of `Recording`, in order. Raises ConfigError for chunks of another build."""
         try:
             decoded = list(map(decode_chunk, chunks))
         except msgspec.MsgspecError as error:
@@ -168,9 +168,7 @@ class Replay:
         self.records = [record for chunk in decoded[1:] for record in _records(chunk)]
 
     def run(self, policy: str | None = None) -> Replayed:
-        """Replay all inputs. policy: to be compared with the recorded one. Raises ConfigError for a policy
-        that does not exist.
-        """
+        """Replay all inputs. policy: compared with the recorded one. ConfigError: there is no such policy."""
         host = self._replayed()
         compared = list[Compared]() if policy is None else self._compared(policy)
         recorded = [record for _, _, record in self.records if isinstance(record, Decided | Rejected)]
@@ -184,7 +182,7 @@ class Replay:
         )
 
     def decisions(self) -> Iterator[dict[str, Any]]:
-        """The recorded decisions, with their dates, for people to read."""
+        """Yield the recorded decisions, with their dates, as JSON objects."""
         for at_s, _, record in self.records:
             if isinstance(record, Decided | Rejected):
                 told = msgspec.to_builtins(record)
@@ -195,7 +193,7 @@ class Replay:
                 yield {"date": self._date(at_s), **told}
 
     def faults(self) -> Iterator[dict[str, Any]]:
-        """The recorded ends and starts of processes, and the requests that were submitted again."""
+        """Yield the recorded starts and ends of processes, and repeated submissions, as JSON objects."""
         hellos = {number: hello for number, hello in self.checkpoint.peers}
         names = {hello.id: _name_of(hello) for hello in hellos.values()}
         for at_s, peer, record in self.records:
@@ -224,7 +222,7 @@ class Replay:
         return host
 
     def _compared(self, policy: str) -> list[Compared]:
-        """A replay of its own: a question to another policy leaves traces in caches."""
+        """Replay once more, on a router of its own: asking another policy changes caches of the router."""
         host = _Host(self.checkpoint, self.records)
         compared = host.compare(policy)
         for record in self.records:
@@ -233,12 +231,12 @@ class Replay:
 
 
 def frame_chunks(chunks: Sequence[bytes]) -> bytes:
-    """The chunks in one file: the length of each in four bytes, then its bytes."""
+    """Return the chunks as one file: the length of each in four bytes, then its bytes."""
     return b"".join(len(chunk).to_bytes(LENGTH_BYTES, "big") + chunk for chunk in chunks)
 
 
 def read_bundle(path: Path) -> list[Replay]:
-    """The recordings in a file of `baton bundle`, one of each router. Raises ConfigError: there is none."""
+    """Return each router's recording in a file of `baton bundle`. Raises ConfigError if there is none."""
     try:
         with zipfile.ZipFile(path) as archive:
             names = [name for name in archive.namelist() if RECORDING.fullmatch(name)]
@@ -270,7 +268,7 @@ def _first_difference(recorded: Sequence[Outcome], replayed: Sequence[Outcome]) 
 
 
 class _Host:
-    """Hosts the router, as baton/rpc/server.py does, by recorded inputs."""
+    """Gives a router recorded inputs, as baton/rpc/server.py gives it real ones."""
 
     def __init__(self, checkpoint: RouterCheckpoint, records: Sequence[tuple[float, int, Record]]) -> None:
         self.outcomes: list[Outcome] = []
@@ -323,7 +321,7 @@ class _Host:
                 router.left(self._peers.pop(peer))
             case Tick():
                 router.tick()
-            case Turn():
+            case WorkTurn():
                 self._turns.popleft()()
             case Linked():
                 router.link(_Link())
@@ -347,7 +345,7 @@ class _Host:
 
 
 class _SeenIndex:
-    """The prefix index for a policy that is only asked: nothing is expected of its choices."""
+    """The prefix index for a policy that is only asked: it takes no expectation of the policy's choices."""
 
     def __init__(self, index: PrefixIndex) -> None:
         self._index = index
@@ -405,7 +403,7 @@ class _Comparison:
         )
 
     def decided(self, outcome: Outcome) -> None:
-        """The router has decided; the other policy is told that its own choice was dispatched."""
+        """Keep the comparison, and tell the other policy that its own choice was dispatched."""
         compared, other = self._asked.pop((outcome.request_id, outcome.attempt), (None, None))
         if compared is None or not isinstance(outcome, Decided):
             return

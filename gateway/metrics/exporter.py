@@ -1,8 +1,8 @@
 """Every metric of `/metrics`, as one table: of the gateways behind one port, of routers, of workers.
 
-A `Metric` says its name, its help text, the rows that it has (a `Source`), and how to read a row. METRICS is
-the registry: an entry more is a metric more. `prometheus_client` writes the text format. A Metric with vLLM's
-name for the same figure is written once more under that name, with vLLM's labels.
+A `Metric` has a name, a help text, a `Source` of rows, and a way to read its value from a row. METRICS is the
+registry: a new metric is a new entry. `prometheus_client` writes the text format. A figure that vLLM has too
+is written a second time, by vLLM's name and with vLLM's labels.
 
 A scrape of any gateway returns the counts of every gateway behind the port, each with the label `gateway`, so
 sums are complete and no counter decreases. The names that begin with `vllm:` are those that vLLM's
@@ -39,12 +39,12 @@ class Scrape(NamedTuple):
 
     @property
     def workers(self) -> Sequence[WorkerStatus]:
-        """The workers by the routers' last word."""
+        """The workers, as the routers reported them last."""
         return () if self.status is None else self.status.workers
 
     @property
     def routers(self) -> Sequence[RouterStatus]:
-        """The routers by their last word."""
+        """The routers, as they reported themselves last."""
         return () if self.status is None else self.status.routers
 
 
@@ -53,8 +53,6 @@ Labels: TypeAlias = tuple[str, ...]
 Number: TypeAlias = float | Histogram | Buckets
 # A number, a histogram, or a mapping from the value of one more label (or from the values of several).
 Value: TypeAlias = Number | Mapping[str, Number] | Mapping[tuple[Any, ...], Number]
-
-
 Read: TypeAlias = str | Callable[[RowT], Value | None]  # a str is the path of an attribute
 
 
@@ -66,7 +64,7 @@ class Source(NamedTuple, Generic[RowT]):
 
 
 class Metric(NamedTuple, Generic[RowT]):
-    """One metric. `read` gives the Value of one row, or None to leave the row out."""
+    """One metric. `read` returns the Value of a row, or None to leave the row out."""
 
     kind: Literal["counter", "gauge", "histogram"]
     name: str
@@ -494,7 +492,7 @@ METRICS: Final[list[Metric[Any]]] = [
     counter(
         "baton_router_repeated_prompt_tokens",
         ROUTERS,
-        "Of these, tokens of a prefix that an earlier prompt had.",
+        "Of baton_router_prompt_tokens, tokens of a prefix that an earlier prompt had.",
         _router_counter("repeated_prompt_tokens"),
     ),
     # Predictions against measurements: router/hindsight.py explains them.
@@ -507,19 +505,23 @@ METRICS: Final[list[Metric[Any]]] = [
     counter(
         "baton_router_predicted_prefix_tokens",
         ROUTERS,
-        "Of these, tokens that the router expected in a cache.",
+        "Of baton_router_measured_prompt_tokens, tokens that the router expected in a cache.",
         _router_counter("predicted_prefix_tokens"),
     ),
     counter(
         "baton_router_realised_prefix_tokens",
         ROUTERS,
-        "Of these, tokens that were not computed.",
+        "Of baton_router_measured_prompt_tokens, tokens that were not computed.",
         _router_counter("realised_prefix_tokens"),
     ),
     histogram("baton_router_predicted_seconds", ROUTERS, "Predicted times.", _terms("predicted_"), "term"),
-    histogram("baton_router_measured_seconds", ROUTERS, "The same times.", _terms("measured_"), "term"),
+    histogram("baton_router_measured_seconds", ROUTERS, "Measured times.", _terms("measured_"), "term"),
     histogram(
-        "baton_router_prediction_error_seconds", ROUTERS, "Size of the errors.", _terms("error_"), "term"
+        "baton_router_prediction_error_seconds",
+        ROUTERS,
+        "Sizes of the errors.",
+        _terms("error_"),
+        "term",
     ),
     histogram(
         "baton_router_regret_seconds",

@@ -165,9 +165,8 @@ def _add_queue(parts: _PartList, attempt: AttemptMarks) -> None:
     if clock is not None and routed.dispatched_s:
         parts.add_until(clock.ours(routed.dispatched_s), "queued", attempt.router)
     else:  # the wait itself is known, the way to the router is not
-        parts.add_until(
-            attempt.submitted_s + routed.dispatched_s - routed.received_s, "queued", attempt.router
-        )
+        waited_s = routed.dispatched_s - routed.received_s
+        parts.add_until(attempt.submitted_s + waited_s, "queued", attempt.router)
 
 
 def _add_attempt(parts: _PartList, attempt: AttemptMarks, last_token_s: float, gateway: str) -> None:
@@ -179,9 +178,8 @@ def _add_attempt(parts: _PartList, attempt: AttemptMarks, last_token_s: float, g
     if computed is not None:
         _add_prompt(parts, attempt, computed)
     elif attempt.first_token_s is None:  # the request ended before its first token
-        parts.add_until(
-            attempt.ended_s, "lost" if attempt.end not in (CANCELLED, FINISHED) else "cancelled", ""
-        )
+        name = "cancelled" if attempt.end in (CANCELLED, FINISHED) else "lost"
+        parts.add_until(attempt.ended_s, name, "")
         return
     parts.skip_to(attempt.first_token_s or 0.0)
     decoded = next((each for each in attempt.workers if each.times.ended_s), None)
