@@ -111,7 +111,7 @@ MIN_INDEX_PAGES: Final = 1024  # bound of the prefix index when the policy does 
 LEARN_S: Final = 0.5  # bounds the wait for Redis at a router's start
 SLACK_BYTES: Final = 128  # more than the counts of the left-out entries take
 # Attributes that belong to the process, not to the state of a checkpoint.
-_OUTSIDE: Final = frozenset(
+_NOT_SAVED: Final = frozenset(
     {"hello", "config", "recording", "redis", "sliced_work", "max_index_pages", "pages_per_slice"}
     | {"_clock", "_system_clock", "_askers"}
 )
@@ -217,7 +217,7 @@ class Router:
 
     def __getstate__(self) -> dict[str, object]:
         """The parts of a checkpoint."""
-        return {name: part for name, part in attributes_of(self).items() if name not in _OUTSIDE}
+        return {name: part for name, part in attributes_of(self).items() if name not in _NOT_SAVED}
 
     def __setstate__(self, state: dict[str, object]) -> None:
         for name, part in state.items():

@@ -1,4 +1,4 @@
-"""The timeline of one request: where the time from its first byte to the last byte of its answer went.
+"""The timeline of one request: the parts of the time from its first byte to the last byte of its answer.
 
 The parts follow each other without a gap or an overlap, except for the time that no process accounts for,
 which is `unaccounted_s`. gateway/streams/timeline.py makes timelines; docs/observe.md explains the parts.
@@ -18,13 +18,12 @@ PartName: TypeAlias = Annotated[str, Meta(max_length=32)]
 
 
 class TimelinePart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One part of a request's time. Phases that alternate, such as computing and waiting, are one part
-    each."""
+    """One part of a request's time. A phase that alternates with others, such as computing, is one part."""
 
     name: PartName
     begin_s: Seconds  # after the beginning of the request
     seconds: Seconds
-    process: Name = ""  # that the time was spent in, or that was waited for
+    process: Name = ""  # that spent the time, or that the request waited for
 
 
 class TimelineAttempt(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -53,13 +52,13 @@ class RequestTimeline(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     num_prompt_tokens: Count = 0
     num_cached_tokens: Count = 0
     num_tokens: Count = 0
-    num_draft_tokens: Count = 0  # that were checked, in attempts whose end their worker told
-    num_accepted_tokens: Count = 0  # of these, those that were kept
+    num_draft_tokens: Count = 0  # checked drafts, by the workers' reports of ended attempts
+    num_accepted_tokens: Count = 0  # accepted drafts, by the same reports
     is_streamed: bool = False
     num_ahead: Count = 0  # attempts in the router's queue when this one came
     ahead_tenant: Name = ""  # with the most of these
     hidden_transfer_s: Seconds = 0.0  # of sending pages while the prompt was computed; in no part
-    clock_error_s: Seconds = 0.0  # bound of the error with which clocks of other processes are known
+    clock_error_s: Seconds = 0.0  # bound of the error of the measured clock offsets
     unaccounted_s: Seconds = 0.0
     parts: Annotated[tuple[TimelinePart, ...], Meta(max_length=MAX_PARTS)] = ()
     attempts: Annotated[tuple[TimelineAttempt, ...], Meta(max_length=MAX_ATTEMPTS)] = ()

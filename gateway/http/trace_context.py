@@ -1,5 +1,4 @@
-"""W3C Trace Context: the headers `traceparent` and `tracestate`, with which callers and servers share a
-trace."""
+"""W3C Trace Context: the headers `traceparent` and `tracestate`, which join a caller's spans and ours."""
 
 import re
 import secrets

@@ -104,9 +104,8 @@ class Frontend:
         self._streams: dict[str, RequestStream] = {}
         # tenant -> its WAITING streams, by request id; none is empty
         self._waiting: dict[str, dict[str, RequestStream]] = {}
-        self._cancelled: dict[
-            AttemptKey, AttemptMarks
-        ] = {}  # with phases that are still to come, oldest first
+        # Cancelled attempts that have no phases yet; the oldest is first.
+        self._cancelled: dict[AttemptKey, AttemptMarks] = {}
         self._draining: dict[str, None] = {}  # workers, ended ones too, oldest first
         self._heard_s: dict[str, float] = {}  # worker -> when it last sent anything
         self._looked_s = clock.now_s() - STATUS_S

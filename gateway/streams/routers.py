@@ -1,4 +1,4 @@
-"""A gateway's dealings with its routers: their status and silence, questions, and how much they are asked."""
+"""A gateway's dealings with its routers: status and silence, queries, and a bound on submissions."""
 
 import math
 from collections import Counter, deque
@@ -157,7 +157,7 @@ class Explanations:
 
 
 class RequestSearches:
-    """Questions to all gateways about ended requests. A router passes them on, and the answers back."""
+    """Asks all gateways about ended requests, through a router, which passes the answers back."""
 
     def __init__(self, peer_registry: PeerRegistry) -> None:
         self._peer_registry = peer_registry
@@ -165,7 +165,7 @@ class RequestSearches:
         self._open: dict[int, tuple[int, FoundTimelines]] = {}  # number -> answers so far, oldest first
 
     def ask(self, query: FindRequests, found: FoundTimelines) -> None:
-        """Ask; without a router, or when too many questions are open, the answer is empty."""
+        """Send a query. found: gets an empty answer without a router, or when too many queries are open."""
         router = self._peer_registry.router
         if router is None:
             found((), True)
@@ -189,12 +189,11 @@ class RequestSearches:
 
 
 class SubmitWindow:
-    """Bounds how much of one tenant a router has been asked and has not answered.
+    """Bounds the tokens of one tenant's Submits that no Routed, Queued or Rejected has answered.
 
     A router handles the messages of a gateway in order, so a call with a thousand choices would delay every
-    other tenant. While other tenants are active, a gateway sends Submits of one tenant only until those that
-    no Routed, Queued or Rejected has answered have MAX_UNANSWERED_TOKENS. The other streams of the tenant
-    stay WAITING, and are submitted in their order.
+    other tenant. While other tenants are active, a gateway sends Submits of one tenant until those without an
+    answer have MAX_UNANSWERED_TOKENS. The tenant's other streams stay WAITING, and are submitted in order.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -204,7 +203,7 @@ class SubmitWindow:
         self._submitted_s: dict[str, float] = {}  # each tenant's last Submit, oldest first
 
     def is_full(self, tenant: str) -> bool:
-        """The tenant's next stream must wait."""
+        """Return whether the tenant's next stream must wait."""
         if self._num_tokens[tenant] < MAX_UNANSWERED_TOKENS:
             return False
         latest = islice(reversed(self._submitted_s.items()), 2)

@@ -45,7 +45,7 @@ class Bundle:
 
     def __init__(self) -> None:
         self.files: dict[str, bytes] = {}
-        self.missing: list[str] = []  # a sentence each
+        self.missing: list[str] = []  # a reason each
 
     def add_json(self, name: str, content: object) -> None:
         """Add a file with one JSON value."""
@@ -85,9 +85,7 @@ def _lines(objects: Iterator[Mapping[str, Any]]) -> bytes:
 
 
 async def collect(routers: Routers, keys: Keys, last_s: float) -> Bundle:
-    """Ask each router for its recording, and each gateway for its metrics. Raises WorkerLost when no router
-    answers.
-    """
+    """Ask routers for recordings, and gateways for metrics. Raises WorkerLost when no router answers."""
     bundle, statuses = Bundle(), list[Status]()
     for router in routers:
         try:
@@ -112,7 +110,7 @@ async def collect(routers: Routers, keys: Keys, last_s: float) -> Bundle:
 
 
 async def _scrape(bundle: Bundle, statuses: Sequence[Status]) -> None:
-    """Add the metrics of each address: gateways that share a port answer for each other."""
+    """Add the metrics of each address, which are those of all gateways behind the port."""
     gateways = {each.id: each for status in statuses for each in status.gateways}
     addresses = {each.address for each in gateways.values() if each.address is not None}
     for address in sorted(addresses, key=lambda address: (address.host, address.port)):
@@ -136,9 +134,12 @@ def _metrics_of(address: Address) -> bytes:
 
 def _add_options(parser: Parser) -> None:
     parser.add_argument(
-        "--last", default="15m", metavar="TIME", help="what is collected, such as 90s or 15m (default: 15m)"
+        "--last",
+        default="15m",
+        metavar="TIME",
+        help="how far back to go, such as 90s (default: 15m)",
     )
-    parser.add_argument("--out", type=Path, metavar="FILE", help="(default: baton-bundle-DATE.zip)")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="default: baton-bundle-DATE.zip")
     add_router_options(parser)
 
 

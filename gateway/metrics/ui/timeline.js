@@ -1,10 +1,10 @@
-/** Where the time of one request went, as a waterfall, and then why it went where it went. */
+/** One request: its timeline as a waterfall, then the candidate pairs of its routing. */
 import { decisionParts } from "./decision.js";
 import { load, section } from "./details.js";
 import { element } from "./dom.js";
 import { count, seconds } from "./format.js";
 
-/** Colours of parts by how their names end or begin; the rest is grey. */
+/** Colours of parts, by the first pattern that their names match. */
 const PART_COLOURS = [
   [/_computing$/, "blue"],
   [/queued$|_waiting$|^refused$/, "amber"],
@@ -14,7 +14,7 @@ const PART_COLOURS = [
 ];
 
 /**
- * Show where the time of a request went, and how it was routed.
+ * Show the timeline and the routing of a request.
  * @param {import("./details.js").Details} details
  * @param {import("./feed.js").Snapshot} snapshot
  * @param {string} id 32 hex digits
