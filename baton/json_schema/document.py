@@ -69,6 +69,13 @@ class Document:
             return {"$ref": schema["$ref"]}
         return {key: value for key, value in schema.items() if FIRST_DRAFT.get(key, 9999) <= self.draft}
 
+    def item_schemas(self, found: Mapping[str, Any]) -> tuple[list[Schema], Schema] | None:
+        """Return the schemas of the first items, and of all later ones; None for `items` of another draft."""
+        first, rest = found.get("prefixItems", []), found.get("items", True)
+        if not isinstance(rest, list):
+            return first, rest
+        return None if self.draft > LAST_DRAFT_OF_LISTS else (rest, found.get("additionalItems", True))
+
     def target(self, reference: Any) -> Schema | None:
         """Return the subschema that `$ref` names; None where it is in another document or absent."""
         parts = pointer(reference)

@@ -11,7 +11,6 @@ from baton.json_schema.disjoint import are_disjoint, finite_values
 from baton.json_schema.document import (
     ALL_TYPES,
     LAST_DRAFT_OF_DEPENDENCIES,
-    LAST_DRAFT_OF_LISTS,
     Document,
     Schema,
     common_types,
@@ -138,11 +137,10 @@ class Negation:
         return [] if all(self.of(each) is False for each in schemas) else None
 
     def _items(self, found: dict[str, Any], _: Types) -> Alternatives | None:
-        first, rest = found.get("prefixItems", []), found.get("items", True)
-        if isinstance(rest, list):
-            if self._document.draft > LAST_DRAFT_OF_LISTS:
-                return None
-            first, rest = rest, found.get("additionalItems", True)
+        schemas = self._document.item_schemas(found)
+        if schemas is None:
+            return None
+        first, rest = schemas
         negated = self._each(first)
         if negated is None or self.of(rest) is not False:
             return None

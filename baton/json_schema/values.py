@@ -10,7 +10,6 @@ from typing import Any, Final, TypeAlias
 
 from baton.json_schema.document import (
     LAST_DRAFT_OF_DEPENDENCIES,
-    LAST_DRAFT_OF_LISTS,
     Document,
     Schema,
     canonical,
@@ -115,12 +114,10 @@ def _format(value: Any, found: _Found, _: Document) -> Verdict:
 def _items(value: Any, found: _Found, document: Document) -> Verdict:
     if not isinstance(value, list):
         return True
-    first = found.get("prefixItems", [])
-    rest = found.get("items", True)
-    if isinstance(rest, list):
-        if document.draft > LAST_DRAFT_OF_LISTS:
-            return None
-        first, rest = rest, found.get("additionalItems", True)
+    schemas = document.item_schemas(found)
+    if schemas is None:
+        return None
+    first, rest = schemas
     checks = [fits(each, schema, document) for each, schema in zip(value, first, strict=False)]
     return every([*checks, *(fits(each, rest, document) for each in value[len(first) :])])
 

@@ -23,7 +23,7 @@
 #define OFFSET 128
 
 // At most ROW_BLOCK rows.
-struct linear {
+struct linear_int8 {
     const char *x;       // [M, K]
     ptrdiff_t x_stride;  // bytes from row to row
     uint8_t *bytes;      // of x, a tile after another: [units][rows of the tile][UNIT]
@@ -46,11 +46,11 @@ INLINE i32x16 dot_bytes(i32x16 acc, uint32_t a, const void *b) {
 #endif
 }
 
-INLINE int64_t group_bytes(const struct linear *p) { return p->group * PANEL + 8 * PANEL; }
+INLINE int64_t group_bytes(const struct linear_int8 *p) { return p->group * PANEL + 8 * PANEL; }
 
 // One group of a tile: part += the group's sums, scaled. Meanwhile the same group of the panel at `ahead` is fetched.
 INLINE void add_group(
-    const struct linear *p, const char *weights, const char *ahead, const uint32_t *x, const float *x_scales,
+    const struct linear_int8 *p, const char *weights, const char *ahead, const uint32_t *x, const float *x_scales,
     f32x16 part[ROWS][2], const int rows) {
     const int prefetches = rows >= PREFETCH_ROWS || cpu_products.prefetches_few;
     const char *ends = weights + p->group * PANEL;  // what follows the units
@@ -78,7 +78,7 @@ INLINE void add_group(
             part[r][h] += __builtin_convertvector(acc[r][h], f32x16) * (scale[h] * splat(x_scales[r]));
 }
 
-INLINE void tile_rows(const struct linear *p, int64_t row, int64_t panel, const char *ahead, const int rows) {
+INLINE void tile_rows(const struct linear_int8 *p, int64_t row, int64_t panel, const char *ahead, const int rows) {
     f32x16 total[ROWS][2];
     const uint32_t *x = (const uint32_t *)(p->bytes + row * p->num_inputs);
     const float *x_scales = p->scales + row * p->num_groups;
@@ -101,7 +101,7 @@ INLINE void tile_rows(const struct linear *p, int64_t row, int64_t panel, const 
 }
 
 static void multiply_panels(const void *context, int64_t begin, int64_t end, int thread) {
-    const struct linear *p = context;
+    const struct linear_int8 *p = context;
     int64_t panel_bytes = p->num_groups * group_bytes(p), num_tiles = 1;
     (void)thread;
     for (int64_t panel = begin; panel < end; panel++)
@@ -114,7 +114,7 @@ static void multiply_panels(const void *context, int64_t begin, int64_t end, int
 
 // Writes the bytes of one group of a row, `stride` bytes from unit to unit, and returns its scale: NaN for a group
 // with an element that is not finite.
-INLINE float quantise_group(const struct linear *p, const char *x, int64_t first, uint8_t *bytes, int64_t stride) {
+INLINE float quantise_group(const struct linear_int8 *p, const char *x, int64_t first, uint8_t *bytes, int64_t stride) {
     float largest = 0;
     for (int64_t i = 0; i < p->group; i++) {
         float magnitude = fabsf(load_one(x, first + i, p->x_is_bf16));
@@ -133,7 +133,7 @@ INLINE float quantise_group(const struct linear *p, const char *x, int64_t first
 }
 
 static void quantise_rows(const void *context, int64_t begin, int64_t end, int thread) {
-    const struct linear *p = context;
+    const struct linear_int8 *p = context;
     (void)thread;
     for (int64_t row = begin; row < end; row++) {
         struct place place = place_of(p->num_rows, row);
@@ -151,7 +151,7 @@ EXPORT void baton_linear_int8(
     const char *x, ptrdiff_t x_stride, const char *packed, const float *bias, char *y, ptrdiff_t y_stride,
     int64_t num_rows, int64_t num_columns, int64_t num_inputs, int64_t group, int splits, int dtype, int y_dtype) {
     int64_t num_groups = num_inputs / group, block = MIN(num_rows, ROW_BLOCK);
-    struct linear p = {
+    struct linear_int8 p = {
         .x = x, .x_stride = x_stride, .packed = packed, .out = {y, y_stride, bias, num_columns, y_dtype == BF16},
         .num_inputs = num_inputs, .group = group, .num_groups = num_groups, .splits = splits, .x_is_bf16 = dtype == BF16};
     p.scales = malloc(block * (num_groups * sizeof(float) + num_inputs));
