@@ -55,6 +55,8 @@ def conjuncts(schema: Schema, document: Document, depth: int = 0) -> Iterator[di
 
 def finite_values(schema: Schema, document: Document) -> list[Any] | None:
     """Return values among which are all that fit the schema; None where these may be many."""
+    if schema is False:
+        return []
     for found in conjuncts(schema, document):
         if "const" in found:
             return [found["const"]]

@@ -13,7 +13,10 @@ import orjson
 from llguidance import LLMatcher, LLTokenizer
 
 NUM_BYTES: Final = 256
-NEGATED_CLASS: Final = re.compile(r"\\.|\[\^\]?", re.DOTALL)
+# A range from the character 0 on; then, so that their ends are no parts of others, escapes; negated classes.
+ZERO_OR_NEGATED: Final = re.compile(
+    r"(?P<zero>\\(?:x00|u0000|[xu]\{0+\})|\x00)-|\\.|\[\^\]?", re.DOTALL
+)
 EMPTY: Final = "Regex is empty"  # the wording of the library
 MAX_COMPILED: Final = 64  # patterns of one schema, and comparisons of them; each takes a millisecond
 MAX_EXCLUDED_CHARS: Final = 50_000  # of an expression that excludes texts
@@ -89,15 +92,17 @@ FORMATS: Final[Mapping[str, str]] = {
 
 
 def mended(pattern: str) -> str:
-    """Return the pattern without the character 0 in classes that exclude characters.
+    """Return the pattern without the character 0 in classes that exclude characters, and in ranges.
 
     In JSON the library takes a class with all control characters to have the quote and the backslash, too.
     """
-    return NEGATED_CLASS.sub(_without_zero, pattern).replace(r"\x00-", r"\x01-")
+    return ZERO_OR_NEGATED.sub(_without_zero, pattern)
 
 
 def _without_zero(found: re.Match[str]) -> str:
     begin = found[0]
+    if found["zero"] is not None:
+        return r"\x01-"
     if begin.startswith("\\"):
         return begin
     return r"[^\x00" + (r"\]" if begin.endswith("]") else "")

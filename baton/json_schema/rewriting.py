@@ -62,7 +62,7 @@ REWRITTEN: Final = frozenset(
     )
 )
 # Schemas without any of these words stay as they are, and are not even read.
-ANY_REWRITTEN: Final = re.compile(rf'"(?:{"|".join(sorted(REWRITTEN))})"|\[\^|\\x00')
+ANY_REWRITTEN: Final = re.compile(rf'"(?:{"|".join(sorted(REWRITTEN))})"|\[\^|\\x00|\\u0000|\\[xu]\{{0')
 SCHEMAS_BY_NAME: Final = frozenset({"properties", "$defs", "definitions", "dependentSchemas"})
 LISTS_OF_SCHEMAS: Final = frozenset({"allOf", "anyOf", "oneOf", "prefixItems"})
 OF_THE_SAME_VALUE: Final = frozenset({"allOf", "anyOf", "oneOf"})

@@ -19,7 +19,8 @@ MAX_BODY_BYTES: Final = MAX_FRAME_BYTES - 1 - SEAL_BYTES  # of one message: see 
 LINK_TIMEOUT_S: Final = 8.0  # default of the setting `link_timeout_s`
 STEP_TIMEOUT_S: Final = 30.0  # default of the setting `step_timeout_s`
 DEFAULT_KV_STREAMS: Final = 2  # default of the setting `kv_streams`
-Name: TypeAlias = Annotated[str, Meta(max_length=128)]
+MAX_NAME_CHARS: Final = 128
+Name: TypeAlias = Annotated[str, Meta(max_length=MAX_NAME_CHARS)]
 Id: TypeAlias = Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
 TransferId: TypeAlias = Annotated[bytes, Meta(min_length=16, max_length=16)]
 MAX_REASON_CHARS: Final = 512

@@ -21,6 +21,7 @@ from baton.errors import BatonError, Overloaded, WorkerLost
 from baton.gateway.api.errors import ApiError, invalid
 from baton.gateway.streams.request_stream import Service
 from baton.gateway.streams.routers import Explained
+from baton.messages.bounds import MAX_NAME_CHARS
 from baton.messages.control import Decision
 from baton.messages.operations import FindRequests
 from baton.messages.timeline import RequestTimeline
@@ -32,6 +33,7 @@ ANSWER_TIMEOUT_S: Final = 5.0
 OTHERS_TIMEOUT_S: Final = 1.0  # for the answers of other gateways
 MAX_LIMIT: Final = 100
 _ID: Final = re.compile("[0-9a-f]{32}")
+_LIMIT: Final = re.compile("[0-9]{1,3}")
 Explain: TypeAlias = Callable[[str, Explained], None]
 Find: TypeAlias = Callable[[FindRequests], Sequence[RequestTimeline]]
 
@@ -80,8 +82,10 @@ def _read_query(params: Mapping[str, str]) -> FindRequests:
     order, limit = params.get("order", "latest"), params.get("limit", "20")
     if order not in ("latest", "slowest"):
         raise invalid("order: expected latest or slowest", param="order")
-    if not limit.isdecimal() or not 1 <= int(limit) <= MAX_LIMIT:
+    if not _LIMIT.fullmatch(limit) or not 1 <= int(limit) <= MAX_LIMIT:
         raise invalid(f"limit: expected a number from 1 to {MAX_LIMIT}", param="limit")
+    if len(params.get("tenant", "")) > MAX_NAME_CHARS:  # a router drops a peer that sends such a name
+        raise invalid(f"tenant: expected at most {MAX_NAME_CHARS} characters", param="tenant")
     return FindRequests(
         question=0,
         order="slowest" if order == "slowest" else "latest",

@@ -72,6 +72,10 @@ def test_all_texts_but_the_excluded_ones_match(texts: frozenset[str], other: str
         (r"^[^]\"]$", "a", "]"),
         (r"^\[[^a]$", "[b", "[a"),
         (r"^[\x00-!]$", "!", "\\"),
+        (r"^[\u0000-\u001f!]$", "!", '"'),
+        (r"^[\u{0}-\u{1f}!]$", "!", "\\"),
+        ("^[\0-\x1f!]$", "!", '"'),
+        (r"^\\x00-[a]$", r"\x00-a", r"\x01-a"),
     ],
 )
 def test_classes_exclude_quotes_and_backslashes(pattern: str, fitting: str, other: str) -> None:

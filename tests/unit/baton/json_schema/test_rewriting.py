@@ -5,6 +5,7 @@ import random
 from typing import Any, Final
 
 import jsonschema
+import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher
@@ -134,6 +135,22 @@ def test_subschema_that_only_a_reference_reaches_is_rewritten() -> None:
     new = rewritten(schema)
     assert is_rewritten(new) and "not" in schema["shapes"]["round"]
     assert oracle(new).is_valid([1]) and not oracle(new).is_valid(["a"])
+
+
+@pytest.mark.parametrize(
+    ("schema", "invalid"),
+    [
+        ({"propertyNames": False}, '{"a":1}'),
+        ({"type": "string", "pattern": r"^[\u0000-\u001fa]*$"}, r'"\""'),
+        ({"type": "string", "pattern": "^[\0-\x1fa]*$"}, r'"\""'),
+    ],
+)
+def test_grammar_refuses(schema: dict[str, Any], invalid: str) -> None:
+    form = StructuredOutputs(json=json.dumps(schema))
+    check_form(form)
+    matcher = LLMatcher(byte_tokenizer(), grammar_of(form), log_level=0, limits=parser_limits())
+    assert not oracle(schema).is_valid(json.loads(invalid))
+    assert not (matcher.consume_tokens(list(invalid.encode())) and matcher.is_accepting())
 
 
 def sampled(matcher: LLMatcher, rng: random.Random) -> str | None:

@@ -295,7 +295,13 @@ async def test_timeline_that_no_gateway_has_is_not_found() -> None:
         assert (await gateways.get(f"/admin/requests/{name}"))[0] == 404
 
 
-@pytest.mark.parametrize("query", ["order=fastest", "limit=0", "limit=101", "limit=x", "sort=1"])
+@pytest.mark.parametrize(
+    "query",
+    [
+        *("order=fastest", "limit=0", "limit=101", "limit=x", "sort=1"),
+        *("limit=" + 5000 * "9", "limit=%D9%A3", "tenant=" + 129 * "x"),
+    ],
+)
 @on_loop
 async def test_query_that_is_not_known_is_refused(query: str) -> None:
     assert (await TwoGateways([], []).get(f"/admin/requests?{query}"))[0] == 400
