@@ -28,6 +28,28 @@ from baton.request import Request, SamplingParams
 from baton.token_ids import TOKEN_ID_BYTES, TokenIds
 
 _ABSENT: Final = object()
+# Errors that the bytes of another build, or damaged ones, lead to.
+UNREADABLE: Final = (
+    *(ArithmeticError, AttributeError, ImportError, LookupError, MemoryError),
+    *(RecursionError, TypeError, ValueError),
+)
+_TAGS: Final = frozenset(
+    (
+        *("again", "array", "deque", "dict", "enum", "frozenset", "int", "leaf", "list", "named"),
+        *(
+            "named_tuple",
+            "ndarray",
+            "object",
+            "outside",
+            "random",
+            "request",
+            "scalar",
+            "set",
+            "struct",
+            "tuple",
+        ),
+    )
+)
 _PLAIN: Final = frozenset({type(None), bool, float, str, bytes})  # written as they are
 _BUILTINS: Final[dict[str, Any]] = {each.__name__: each for each in (set, dict, list, int, float, tuple)}
 _DICTS: Final = {each.__name__: each for each in (dict, OrderedDict, Counter, defaultdict)}
@@ -72,7 +94,7 @@ def load(state: bytes, outside: Mapping[str, object], policy_module: str = "") -
     """
     try:
         return _Loader(outside, policy_module).value(msgspec.msgpack.decode(state))
-    except (msgspec.MsgspecError, ValueError, TypeError, LookupError, AttributeError, ImportError) as error:
+    except (msgspec.MsgspecError, *UNREADABLE) as error:
         raise ConfigError(
             f"a router's state cannot be read, perhaps it is another build's: {error}"
         ) from error
@@ -209,6 +231,8 @@ class _Loader:
     def value(self, written: Any) -> Any:
         if type(written) is not list:
             return written
+        if written[0] not in _TAGS:
+            raise ValueError(f"the state has a part of the kind {written[0]!r}")
         return getattr(self, f"_{written[0]}")(*written[1:])
 
     def _items(self, written: list[Any]) -> list[Any]:

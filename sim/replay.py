@@ -8,6 +8,7 @@ cost model that the router had learnt predicts both choices.
 
 import datetime
 import logging
+import lzma
 import re
 import zipfile
 import zlib
@@ -27,12 +28,12 @@ from baton.messages.codec import AnyMessage
 from baton.messages.control import Decision, Hello, KvEventBatch, Rejected, Submit
 from baton.messages.workers import Worker
 from baton.request import AttemptKey, Request, SamplingParams
-from baton.router.checkpoint import load
+from baton.router.checkpoint import UNREADABLE, load
 from baton.router.dispatcher import NoSlot, Pairing, PairQuestion, Unpaired
 from baton.router.index.prefix_index import PrefixIndex, SharedIndex, with_zeros
 from baton.router.policies.base import Pair, PolicyContext, RoutingChoice
 from baton.router.policies.cost import predicted
-from baton.router.policies.registry import load_policy, policy_class
+from baton.router.policies.registry import POLICIES, load_policy, policy_class
 from baton.router.recording import (
     AnyChunk,
     Decided,
@@ -64,6 +65,7 @@ logger = logging.getLogger(__name__)
 
 RECORDING: Final = re.compile("routers/[0-9a-f]{32}/recording")  # name in a bundle
 LENGTH_BYTES: Final = 4
+MAX_RECORDINGS_BYTES: Final = 2**31  # of one bundle; a router keeps 64 MiB unless it is told otherwise
 _ENCODE: Final = msgspec.msgpack.Encoder().encode
 
 
@@ -156,10 +158,10 @@ class Replay:
     """One router's recording, and a router that replays it."""
 
     def __init__(self, chunks: Sequence[bytes]) -> None:
-        """chunks: of `Recording`, in order. Raises ConfigError for chunks of another build."""
+        """chunks: of `Recording`, in order. Raises ConfigError for chunks that are damaged or of another build."""
         try:
             decoded = list(map(decode_chunk, chunks))
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             message = f"the recording cannot be read, perhaps it is another build's: {error}"
             raise ConfigError(message) from error
         if not decoded or not isinstance(decoded[0], RouterCheckpoint):
@@ -168,7 +170,11 @@ class Replay:
         self.records = [record for chunk in decoded[1:] for record in _records(chunk)]
 
     def run(self, policy: str | None = None) -> Replayed:
-        """Replay all inputs. policy: compared with the recorded one. ConfigError: there is no such policy."""
+        """Replay all inputs. policy: compared with the recorded one.
+
+        Raises ConfigError for a policy that does not exist, and for a router's state that is damaged or of
+        another build.
+        """
         host = self._replayed()
         compared = list[Compared]() if policy is None else self._compared(policy)
         recorded = [record for _, _, record in self.records if isinstance(record, Decided | Rejected)]
@@ -215,15 +221,24 @@ class Replay:
         date = datetime.datetime.fromtimestamp(date_s, datetime.UTC)
         return date.isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
+    def _host(self) -> "_Host":
+        """A router in the recorded state."""
+        try:
+            return _Host(self.checkpoint, self.records)
+        except ConfigError:
+            raise
+        except UNREADABLE as error:
+            raise ConfigError(f"the router's state cannot be read: {error!r}") from error
+
     def _replayed(self) -> "_Host":
-        host = _Host(self.checkpoint, self.records)
+        host = self._host()
         for record in self.records:
             host.replay(*record)
         return host
 
     def _compared(self, policy: str) -> list[Compared]:
         """Replay once more, on a router of its own: asking another policy changes caches of the router."""
-        host = _Host(self.checkpoint, self.records)
+        host = self._host()
         compared = host.compare(policy)
         for record in self.records:
             host.replay(*record)
@@ -235,16 +250,30 @@ def frame_chunks(chunks: Sequence[bytes]) -> bytes:
     return b"".join(len(chunk).to_bytes(LENGTH_BYTES, "big") + chunk for chunk in chunks)
 
 
-def read_bundle(path: Path) -> list[Replay]:
-    """Return each router's recording in a file of `baton bundle`. Raises ConfigError if there is none."""
+def read_bundle(path: Path, own_policy: str = "") -> list[Replay]:
+    """Return each router's recording in a file of `baton bundle`. Raises ConfigError if there is none.
+
+    own_policy: a policy from outside this tree, whose code may run when the file names it. No other does.
+    """
     try:
         with zipfile.ZipFile(path) as archive:
-            names = [name for name in archive.namelist() if RECORDING.fullmatch(name)]
-            found = [Replay(list(_framed(archive.read(name)))) for name in sorted(names)]
-    except (OSError, zipfile.BadZipFile, zlib.error) as error:
+            members = [each for each in archive.infolist() if RECORDING.fullmatch(each.filename)]
+            if sum(member.file_size for member in members) > MAX_RECORDINGS_BYTES:
+                raise ConfigError(
+                    f"--replay: {path} has more than {MAX_RECORDINGS_BYTES} bytes of recordings"
+                )
+            members.sort(key=lambda member: member.filename)
+            found = [Replay(list(_framed(archive.read(member)))) for member in members]
+    except (OSError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error, lzma.LZMAError) as error:
         raise ConfigError(f"--replay: {path} cannot be read: {error}") from None
     if not found:
         raise ConfigError(f"--replay: {path} has no recording of a router")
+    for policy in (replay.checkpoint.config.policy for replay in found):
+        if policy not in (*POLICIES, own_policy):
+            raise ConfigError(
+                f"--replay: {path} names the routing policy {policy!r}, which is not Baton's; if you trust "
+                f"its code and the file, run it with --own-policy {policy}"
+            )
     return found
 
 

@@ -14,9 +14,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 NUM_BYTES: Final = 256
 # A range from the character 0 on; then, so that their ends are no parts of others, escapes; negated classes.
-ZERO_OR_NEGATED: Final = re.compile(
-    r"(?P<zero>\\(?:x00|u0000|[xu]\{0+\})|\x00)-|\\.|\[\^\]?", re.DOTALL
-)
+ZERO_OR_NEGATED: Final = re.compile(r"(?P<zero>\\(?:x00|u0000|[xu]\{0+\})|\x00)-|\\.|\[\^\]?", re.DOTALL)
 EMPTY: Final = "Regex is empty"  # the wording of the library
 MAX_COMPILED: Final = 64  # patterns of one schema, and comparisons of them; each takes a millisecond
 MAX_EXCLUDED_CHARS: Final = 50_000  # of an expression that excludes texts

@@ -35,19 +35,24 @@ def _add_options(parser: Parser) -> None:
     parser.add_argument("--quiet", action="store_true", help="print only how requests ended")
     parser.add_argument("--replay", type=Path, metavar="BUNDLE", help="file of `baton bundle` to run again")
     parser.add_argument("--policy", metavar="NAME", help="with --replay: a policy to compare with")
+    parser.add_argument(
+        "--own-policy",
+        default="",
+        metavar="MODULE:CLASS",
+        help="with --replay: a policy of your own, which the bundle may name",
+    )
 
 
 def _run(arguments: argparse.Namespace) -> int:
     """Return 1 at the first seed with a violation, or for a replay that differs; else 0."""
-    if arguments.policy is not None and arguments.replay is None:
-        raise ConfigError("--policy: expected --replay BUNDLE with it")
+    for name in ("policy", "own_policy"):
+        if getattr(arguments, name) and arguments.replay is None:
+            raise ConfigError(f"--{name.replace('_', '-')}: expected --replay BUNDLE with it")
     logger = logging.getLogger("baton")
     level = logger.level
     logger.setLevel(logging.CRITICAL)  # the trace has these messages, with their times
     try:
-        return (
-            _run_all(arguments) if arguments.replay is None else _replay(arguments.replay, arguments.policy)
-        )
+        return _run_all(arguments) if arguments.replay is None else _replay(arguments)
     finally:
         logger.setLevel(level)
 
@@ -66,9 +71,9 @@ def _run_all(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _replay(path: Path, policy: str | None) -> int:
-    has_differed = False
-    for replay in read_bundle(path):
+def _replay(arguments: argparse.Namespace) -> int:
+    has_differed, policy = False, arguments.policy
+    for replay in read_bundle(arguments.replay, arguments.own_policy):
         replayed = replay.run(policy)
         has_differed |= replayed.difference is not None
         recorded = replay.checkpoint.config.policy

@@ -1,8 +1,11 @@
 """A router's recording is replayed bit for bit, and a replay that differs says where."""
 
 import logging
-from collections.abc import Iterator
+import sys
+import zipfile
+from collections.abc import Iterable, Iterator
 from functools import cache
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -13,7 +16,7 @@ from baton.messages.control import Started
 from baton.router.recording import Decided, Inputs, Recording, decode_chunk
 from baton.sim.faults import Trouble
 from baton.sim.rehearsal import ClientCall, Fleet, Machine, Rehearsal
-from baton.sim.replay import Replay
+from baton.sim.replay import Replay, frame_chunks, read_bundle
 from baton.sim.world import World
 
 TEN_MINUTES_S = 600.0
@@ -143,3 +146,59 @@ def test_recording_without_a_checkpoint_is_an_error() -> None:
         Replay(rehearsed().chunks()[1:])
     with pytest.raises(ConfigError, match="cannot be read"):
         Replay([b"junk"])
+
+
+def damaged(**changes: object) -> list[bytes]:
+    """The chunks of a recording with other values in its first checkpoint."""
+    first, *others = rehearsed().chunks()
+    return [msgspec.msgpack.encode({**msgspec.msgpack.decode(first), **changes}), *others]
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        msgspec.msgpack.encode(None),
+        b"\x91" * 50_000 + b"\x01",
+        msgspec.msgpack.encode(["outside", "clock"]),
+        msgspec.msgpack.encode(["_setattr__", "_policy_module", "subprocess"]),
+        msgspec.msgpack.encode(["random", ["tuple", [3, ["tuple", [-1] * 625], None]]]),
+    ],
+)
+def test_damaged_state_is_an_error(state: bytes) -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        Replay(damaged(state=state)).run()
+
+
+def test_text_that_is_no_text_is_an_error() -> None:
+    first, *others = rehearsed().chunks()
+    with pytest.raises(ConfigError, match="cannot be read"):
+        Replay([first.replace(b"machine", b"\xf5achine"), *others])
+
+
+def bundle_of(path: Path, chunks: Iterable[bytes]) -> Path:
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr(f"routers/{'0' * 32}/recording", frame_chunks(list(chunks)))
+    return path
+
+
+def test_bundle_runs_no_code_that_it_names_itself(tmp_path: Path) -> None:
+    config = {
+        **msgspec.to_builtins(Replay(rehearsed().chunks()).checkpoint.config),
+        "policy": "antigravity:Policy",
+    }
+    path = bundle_of(tmp_path / "bundle", damaged(config=config))
+    with pytest.raises(ConfigError, match="--own-policy antigravity:Policy"):
+        read_bundle(path)
+    assert "antigravity" not in sys.modules
+    (replay,) = read_bundle(path, "antigravity:Policy")
+    assert replay.checkpoint.config.policy == "antigravity:Policy"
+
+
+def test_bundle_that_is_too_large_is_not_unpacked(tmp_path: Path) -> None:
+    path = bundle_of(tmp_path / "bundle", rehearsed().chunks())
+    told = bytearray(path.read_bytes())
+    size = told.index(b"PK\1\2") + 24  # of the member, unpacked, in the directory at the end
+    told[size : size + 4] = b"\xfe\xff\xff\xff"
+    path.write_bytes(told)
+    with pytest.raises(ConfigError, match="more than"):
+        read_bundle(path)
