@@ -158,7 +158,7 @@ class Replay:
     """One router's recording, and a router that replays it."""
 
     def __init__(self, chunks: Sequence[bytes]) -> None:
-        """chunks: of `Recording`, in order. Raises ConfigError for chunks that are damaged or of another build."""
+        """chunks: of `Recording`, in order. Raises ConfigError for damaged ones and for another build's."""
         try:
             decoded = list(map(decode_chunk, chunks))
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

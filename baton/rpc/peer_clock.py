@@ -15,6 +15,8 @@ both, with an error of at most half of their sum.
 import math
 from typing import Final, NamedTuple
 
+from baton.messages.bounds import MAX_SECONDS
+
 DRIFT: Final = 15e-6  # seconds a second, as NTP assumes
 
 
@@ -81,8 +83,7 @@ class PeerClock:
 
     @property
     def offset(self) -> ClockOffset | None:
-        """The offset by the shortest times; None before a ping has come back."""
+        """The offset by the shortest times; None before a ping has come back, or if its times tell nothing."""
         there_s, back_s = self._there.seconds, self._back.seconds
-        if not math.isfinite(there_s + back_s):
-            return None
-        return ClockOffset((there_s - back_s) / 2, max(0.0, (there_s + back_s) / 2))
+        offset = ClockOffset((there_s - back_s) / 2, max(0.0, (there_s + back_s) / 2))
+        return offset if math.isfinite(offset.offset_s) and offset.error_s <= MAX_SECONDS else None

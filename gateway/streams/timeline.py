@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
+from baton.messages.bounds import MAX_SECONDS
 from baton.messages.control import Routed
 from baton.messages.timeline import MAX_ATTEMPTS, RequestTimeline, TimelineAttempt, TimelinePart
 from baton.messages.workers import WorkerTimes
@@ -85,7 +86,7 @@ def assemble(call: CallMarks, marks: RequestMarks, gateway: str, **fields: objec
 
     fields: the fields of RequestTimeline that the marks do not have.
     """
-    parts = _PartList(call.received_s, max(call.ended_s, call.received_s))
+    parts = _PartList(call.received_s, call.received_s + _seconds(call.ended_s - call.received_s))
     parts.add_until(call.read_s, "received", gateway)
     parts.split_until(marks.opened_s, {"tokenised": call.tokenised_s}, "parsed", gateway)
     first_token_s: float | None = None
@@ -111,8 +112,8 @@ def assemble(call: CallMarks, marks: RequestMarks, gateway: str, **fields: objec
         gateway=gateway,
         num_draft_tokens=sum(times.num_draft_tokens for times in worker_times),
         num_accepted_tokens=sum(times.num_accepted_tokens for times in worker_times),
-        total_s=parts.ended_s - began_s,
-        first_token_s=None if first_token_s is None else max(0.0, first_token_s - began_s),
+        total_s=_seconds(parts.ended_s - began_s),
+        first_token_s=None if first_token_s is None else _seconds(first_token_s - began_s),
         num_ahead=0 if routed is None else routed.num_ahead,
         ahead_tenant="" if routed is None else routed.ahead_tenant,
         hidden_transfer_s=hidden_s,
@@ -215,11 +216,16 @@ def _add_decode(parts: _PartList, worker: WorkerMarks, last_token_s: float) -> N
     parts.split_until(min(clock.ours(times.ended_s), last_token_s), known, "decode_waiting", name)
 
 
+def _seconds(seconds: float) -> float:
+    """The seconds, within the bounds of messages: a timeline ends after a day."""
+    return min(max(0.0, seconds), MAX_SECONDS)
+
+
 def _attempt(marks: AttemptMarks, began_s: float, ended_s: float) -> TimelineAttempt:
     return TimelineAttempt(
         number=marks.number,
-        begin_s=max(0.0, marks.submitted_s - began_s),
-        end_s=max(0.0, (marks.ended_s or ended_s) - began_s),
+        begin_s=_seconds(marks.submitted_s - began_s),
+        end_s=_seconds((marks.ended_s or ended_s) - began_s),
         decode=marks.decode,
         prefill=marks.prefill,
         num_tokens=marks.num_tokens,

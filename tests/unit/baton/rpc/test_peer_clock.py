@@ -8,6 +8,7 @@ from random import Random
 
 import pytest
 
+from baton.messages.bounds import MAX_SECONDS
 from baton.messages.workers import Address
 from baton.rpc.peer_clock import DRIFT, ClockOffset, PeerClock, PingTimes
 from tests.event_loop import on_loop
@@ -112,6 +113,19 @@ def test_times_that_are_no_numbers_are_ignored(times: tuple[float, float, float]
     clock = PeerClock()
     clock.take(PingTimes(*times), 100.0)
     assert clock.offset is None and clock.times(101.0) == PingTimes(101.0)
+
+
+@pytest.mark.parametrize(
+    "times",
+    [(1.7e308, 1.0, 1.7e308), (-1.7e308, 1.0, 1.0), (1.0, -1.0, 1.0), (1.0, 1.0, 1e9), (-1e9, 1.0, 1.0)],
+)
+def test_no_times_of_a_peer_give_an_offset_that_no_message_carries(times: tuple[float, float, float]) -> None:
+    clock = PeerClock()
+    clock.take(PingTimes(1.0), 100.0)
+    clock.take(PingTimes(*times), 101.0)
+    assert clock.offset is None or (
+        math.isfinite(clock.offset.offset_s) and clock.offset.error_s <= MAX_SECONDS
+    )
 
 
 @on_loop

@@ -4,10 +4,12 @@ from itertools import pairwise
 from random import Random
 from typing import Any
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 
 from baton.gateway.streams.timeline import AttemptMarks, CallMarks, RequestMarks, WorkerMarks, assemble
+from baton.messages.bounds import MAX_SECONDS
 from baton.messages.control import Failure, Routed
 from baton.messages.timeline import MAX_ATTEMPTS, RequestTimeline
 from baton.messages.workers import WorkerTimes
@@ -119,6 +121,14 @@ def test_every_part_of_a_disaggregated_request_has_its_seconds() -> None:
     assert processes["transfer_exposed"] == "decode-0" and processes["written"] == "gateway 1"
     assert (found.num_ahead, found.ahead_tenant, found.hidden_transfer_s) == (3, "bulk", 0.25)
     assert found.first_token_s == pytest.approx(3.2) and found.clock_error_s == 1e-4
+
+
+def test_timeline_of_days_fits_a_message() -> None:
+    attempt = disaggregated()
+    attempt.ended_s = attempt.first_token_s = last_s = 4 * MAX_SECONDS
+    found = timeline(attempt, last_token_s=last_s, call=CALL._replace(ended_s=last_s + 1.0))
+    check(found)
+    assert msgspec.convert(msgspec.to_builtins(found), RequestTimeline) == found
 
 
 def test_draft_tokens_of_all_attempts_are_summed() -> None:
