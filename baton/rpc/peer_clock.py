@@ -83,7 +83,7 @@ class PeerClock:
 
     @property
     def offset(self) -> ClockOffset | None:
-        """The offset by the shortest times; None before a ping has come back, or if its times tell nothing."""
+        """The offset by the shortest times; None before a ping has come back, or if that tells nothing."""
         there_s, back_s = self._there.seconds, self._back.seconds
         offset = ClockOffset((there_s - back_s) / 2, max(0.0, (there_s + back_s) / 2))
         return offset if math.isfinite(offset.offset_s) and offset.error_s <= MAX_SECONDS else None
