@@ -57,7 +57,7 @@ _OURS: Final = ("baton.router.", "baton.messages.", "baton.config.")
 _VALUES: Final = ("baton.clock", "baton.fair_queue", "baton.request", "baton.tenants")
 # Structs of these modules hold values alone, so msgspec writes and reads them whole.
 _LEAVES: Final = ("baton.messages.", "baton.config.", "baton.tenants", "baton.request")
-_KEPT_SAMPLING: Final = ("max_tokens", "min_tokens", "logprobs", "prompt_logprobs")
+KEPT_SAMPLING: Final = ("max_tokens", "min_tokens", "logprobs", "prompt_logprobs")
 
 
 def bare_request(request: Request) -> Request:
@@ -66,7 +66,7 @@ def bare_request(request: Request) -> Request:
     return Request(
         request_id=request.request_id,
         token_ids=TokenIds(bytes(TOKEN_ID_BYTES * len(request.token_ids))),
-        sampling=SamplingParams(**{name: getattr(sampling, name) for name in _KEPT_SAMPLING}),
+        sampling=SamplingParams(**{name: getattr(sampling, name) for name in KEPT_SAMPLING}),
         tenant=request.tenant,
         priority=request.priority,
         sla=request.sla,

@@ -17,7 +17,7 @@ import platform
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self, TypeAlias, get_args
 
 import msgspec
 import numpy as np
@@ -48,8 +48,8 @@ from baton.messages.operations import (
     WatchWorkers,
 )
 from baton.messages.workers import Worker
-from baton.request import AttemptKey
-from baton.router.checkpoint import save
+from baton.request import AttemptKey, Request, SamplingParams
+from baton.router.checkpoint import KEPT_SAMPLING, save
 from baton.router.index.prefix_index import Family, PrefixIndex, first_halves
 from baton.router.index.table import Keys
 from baton.router.policies.base import RoutingChoice
@@ -57,6 +57,7 @@ from baton.router.policies.candidates import PairCandidate
 from baton.router.redis.messages import SharedDispatch, SharedEnded, SharedStarted
 from baton.rpc.peers import Peer
 from baton.tenants import SchedulingKey, Sla
+from baton.token_ids import TOKEN_ID_BYTES, TokenIds
 
 if TYPE_CHECKING:
     from baton.router.router import Router
@@ -154,6 +155,54 @@ class Submitted(Event, frozen=True, kw_only=True):
     avoid: tuple[str, ...] = ()
     age_s: float = 0.0
     is_begun: bool = False
+
+    @classmethod
+    def of(cls, submit: Submit) -> Self:
+        """Return the record of a Submit."""
+        request, sampling = submit.request, submit.request.sampling
+        return cls(
+            request_id=request.request_id,
+            attempt=request.attempt,
+            num_prompt_tokens=len(request.token_ids),
+            num_generated_tokens=len(request.generated_token_ids),
+            tenant=request.tenant,
+            priority=request.priority,
+            sla=request.sla,
+            scheduling_key=request.scheduling_key,
+            choice=request.choice,
+            is_probe=request.is_probe,
+            max_tokens=sampling.max_tokens,
+            min_tokens=sampling.min_tokens,
+            logprobs=sampling.logprobs,
+            prompt_logprobs=sampling.prompt_logprobs,
+            sticky_worker=submit.sticky_worker,
+            avoid=submit.avoid,
+            age_s=submit.age_s,
+            is_begun=submit.is_begun,
+        )
+
+    def submit(self) -> Submit:
+        """Return the Submit, with the request as `bare_request` keeps it."""
+        request = Request(
+            request_id=self.request_id,
+            token_ids=TokenIds(bytes(TOKEN_ID_BYTES * self.num_prompt_tokens)),
+            sampling=SamplingParams(**{name: getattr(self, name) for name in KEPT_SAMPLING}),
+            tenant=self.tenant,
+            priority=self.priority,
+            sla=self.sla,
+            scheduling_key=self.scheduling_key,
+            attempt=self.attempt,
+            generated_token_ids=(0,) * self.num_generated_tokens,
+            choice=self.choice,
+            is_probe=self.is_probe,
+        )
+        return Submit(
+            request=request,
+            sticky_worker=self.sticky_worker,
+            avoid=self.avoid,
+            age_s=self.age_s,
+            is_begun=self.is_begun,
+        )
 
 
 class PromptPages(Event, frozen=True, kw_only=True):
@@ -446,30 +495,6 @@ def outcome_of(decision: Decision | Rejected, choice: RoutingChoice | None) -> O
     )
 
 
-def _submitted(submit: Submit) -> Submitted:
-    request, sampling = submit.request, submit.request.sampling
-    return Submitted(
-        request_id=request.request_id,
-        attempt=request.attempt,
-        num_prompt_tokens=len(request.token_ids),
-        num_generated_tokens=len(request.generated_token_ids),
-        tenant=request.tenant,
-        priority=request.priority,
-        sla=request.sla,
-        scheduling_key=request.scheduling_key,
-        choice=request.choice,
-        is_probe=request.is_probe,
-        max_tokens=sampling.max_tokens,
-        min_tokens=sampling.min_tokens,
-        logprobs=sampling.logprobs,
-        prompt_logprobs=sampling.prompt_logprobs,
-        sticky_worker=submit.sticky_worker,
-        avoid=submit.avoid,
-        age_s=submit.age_s,
-        is_begun=submit.is_begun,
-    )
-
-
 def _beat(heartbeat: Heartbeat) -> Heartbeat:
     """A heartbeat without the counts that only operators read."""
     load = msgspec.structs.replace(heartbeat.load, counters={}, gauges={})
@@ -484,7 +509,7 @@ def _itself(record: Record) -> Record:
 _PACKERS: Final[dict[type, Callable[[Any], Record]]] = {
     **{kind: _itself for kind in get_args(Record)},
     tuple: lambda decided: outcome_of(*decided),
-    Submit: _submitted,
+    Submit: Submitted.of,
     Heartbeat: _beat,
 }
 

@@ -25,9 +25,9 @@ import numpy as np
 from baton.clock import Clock
 from baton.errors import ConfigError
 from baton.messages.codec import AnyMessage
-from baton.messages.control import Decision, Hello, KvEventBatch, Rejected, Submit
+from baton.messages.control import Decision, Hello, KvEventBatch, Rejected
 from baton.messages.workers import Worker
-from baton.request import AttemptKey, Request, SamplingParams
+from baton.request import AttemptKey
 from baton.router.checkpoint import UNREADABLE, load
 from baton.router.dispatcher import NoSlot, Pairing, PairQuestion, Unpaired
 from baton.router.index.prefix_index import PrefixIndex, SharedIndex, with_zeros
@@ -59,7 +59,6 @@ from baton.router.recording import (
 from baton.router.redis.messages import AnyShared, SharedDispatch, SharedEnded, SharedStarted
 from baton.router.router import Router
 from baton.rpc.peer_clock import ClockOffset
-from baton.token_ids import TOKEN_ID_BYTES, TokenIds
 
 logger = logging.getLogger(__name__)
 
@@ -361,7 +360,7 @@ class _Host:
             case IndexJoined() | IndexForgotten() | IndexEvents() | IndexRestored():
                 _change(router.shared_index, record)
             case Submitted():
-                router.received(self._peers[peer], _submit(record))
+                router.received(self._peers[peer], record.submit())
             case _:
                 router.received(self._peers[peer], record)
 
@@ -460,33 +459,3 @@ def _change(index: SharedIndex, record: IndexJoined | IndexForgotten | IndexEven
         case IndexRestored():
             keys, values = (np.frombuffer(body, "<u8") for body in (record.keys, record.values))
             index.restore(record.worker, record.next_number, keys, values)
-
-
-def _submit(record: Submitted) -> Submit:
-    """The Submit of a record; zeros stand for the tokens."""
-    sampling = SamplingParams(
-        max_tokens=record.max_tokens,
-        min_tokens=record.min_tokens,
-        logprobs=record.logprobs,
-        prompt_logprobs=record.prompt_logprobs,
-    )
-    request = Request(
-        request_id=record.request_id,
-        token_ids=TokenIds(bytes(TOKEN_ID_BYTES * record.num_prompt_tokens)),
-        sampling=sampling,
-        tenant=record.tenant,
-        priority=record.priority,
-        sla=record.sla,
-        scheduling_key=record.scheduling_key,
-        attempt=record.attempt,
-        generated_token_ids=(0,) * record.num_generated_tokens,
-        choice=record.choice,
-        is_probe=record.is_probe,
-    )
-    return Submit(
-        request=request,
-        sticky_worker=record.sticky_worker,
-        avoid=record.avoid,
-        age_s=record.age_s,
-        is_begun=record.is_begun,
-    )

@@ -7,9 +7,10 @@ from baton.errors import ConfigError
 from baton.messages.control import Submit
 from baton.messages.operations import RecordingQuery
 from baton.request import Request, SamplingParams, StructuredOutputs
-from baton.router.checkpoint import attributes_of, load, save
+from baton.router.checkpoint import attributes_of, bare_request, load, save
 from baton.router.recording import Inputs, Recording, RouterCheckpoint, Submitted, decode_chunk
 from baton.router.router import Router
+from baton.tenants import SchedulingKey, Sla
 from baton.token_ids import TokenIds
 from tests.node_peers import id_of
 from tests.unit.router.router_cluster import Cluster, cluster
@@ -57,6 +58,30 @@ def test_tokens_salts_and_forms_are_not_recorded() -> None:
     ]
     submitted = [record for _, _, record in records if isinstance(record, Submitted)]
     assert len(submitted) == 40 and submitted[0].num_prompt_tokens == len(SECRET_TOKENS)
+
+
+def test_recorded_submit_has_all_that_routing_reads() -> None:
+    request = Request(
+        request_id=id_of("r"),
+        token_ids=TokenIds.of(range(1, 8)),
+        sampling=SamplingParams(
+            max_tokens=9, min_tokens=2, logprobs=3, prompt_logprobs=1, seed=5, stop_token_ids=(4,)
+        ),
+        tenant="acme",
+        cache_salt=b"salt",
+        priority=-2,
+        sla=Sla(ttft_ms=250),
+        scheduling_key=SchedulingKey(weight=2.0, rank=1),
+        attempt=1,
+        generated_token_ids=(3, 4),
+        is_probe=True,
+    )
+    submit = Submit(request=request, sticky_worker="a", avoid=("b",), age_s=0.5, is_begun=True)
+    again = Submitted.of(submit).submit()
+    assert again == msgspec.structs.replace(submit, request=bare_request(request))
+    names = Request.__struct_fields__
+    changed = {name for name in names if getattr(again.request, name) != getattr(request, name)}
+    assert changed == {"token_ids", "generated_token_ids", "sampling", "cache_salt"}
 
 
 def test_first_chunk_is_a_checkpoint_and_the_memory_is_bounded() -> None:
