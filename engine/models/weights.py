@@ -119,7 +119,7 @@ class Parameters:
             try:
                 return quantise_linear(weight_NK, self._packed_memory, num_splits=num_splits)
             except ValueError as error:
-                raise ConfigError(f"quantization int8: {self._prefix}: {error}") from error
+                raise ConfigError(f"quantization int8: {self._prefix.rstrip('.')}: {error}") from error
         return pack_linear(weight_NK, self._packed_memory, batch_invariant=self.batch_invariant)
 
     def rows(self, name: str, shape: Shape) -> Tensor:

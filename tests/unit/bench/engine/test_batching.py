@@ -102,8 +102,8 @@ def test_without_matplotlib_all_but_the_plot_is_made(
     toy = Workload(num_requests=4, sweep_requests=2, sweep_mean=2, variations=(0.0, 1.0), repeats=1)
     monkeypatch.setitem(sys.modules, "matplotlib", None)  # as if it were not installed
     report_of(toy, tmp_path).finish()
-    assert capsys.readouterr().out.endswith("no plot: pip install matplotlib\n")
-    assert [path.name for path in tmp_path.iterdir()] == ["batching.json"]
+    assert "no picture: pip install matplotlib\n" in capsys.readouterr().out
+    assert {path.name for path in tmp_path.iterdir()} == {"batching.json", "batching.html"}
 
 
 def test_toy_run_writes_rows_with_bars_samples_and_the_plot(tmp_path: Path) -> None:
