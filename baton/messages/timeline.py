@@ -4,7 +4,7 @@ The parts follow each other without a gap or an overlap, except for the time tha
 which is `unaccounted_s`. gateway/streams/timeline.py makes timelines; docs/observe.md explains the parts.
 """
 
-from collections import Counter
+from collections import defaultdict
 from typing import Annotated, TypeAlias
 
 import msgspec
@@ -66,7 +66,7 @@ class RequestTimeline(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     @property
     def seconds(self) -> dict[str, float]:
         """The seconds of each part by name, with `unaccounted`; their sum is total_s."""
-        sums: Counter[str] = Counter()
+        sums: defaultdict[str, float] = defaultdict(float)
         for part in self.parts:
-            sums[part.name] += part.seconds  # type: ignore[assignment]  # a Counter may count seconds
+            sums[part.name] += part.seconds
         return {**sums, "unaccounted": self.unaccounted_s}

@@ -186,7 +186,7 @@ async def _add_costs(options: argparse.Namespace, report: Report) -> None:
     gateway = await gateway_of(cluster, history_s=10.0)
     idle_s = await _reading_s(gateway)
     viewer = gateway.feed.admit()
-    await anext(viewer)  # the history; the snapshots after that are encoded, and nobody reads them
+    await anext(viewer)  # the history; no viewer reads the encoded snapshots after that
     watched_s = await _reading_s(gateway)
     note = "{:.1f} ms of processor time every {:g} s; writing to the socket is not counted"
     for name, spent_s, every_s in (("no page", idle_s, IDLE_EVERY_S), ("a page", watched_s, EVERY_S)):

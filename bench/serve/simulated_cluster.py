@@ -266,7 +266,7 @@ class SimulatedCluster:
         found((), True)
 
     def explain(self, request_id: str, explained: Explained) -> None:
-        """Tell a decision among the first workers, whatever the request."""
+        """Tell a decision among the first workers, for any request."""
         prefill = [each for each in self.workers if each.role is WorkerRole.PREFILL][:3]
         pairs = [(decode, source) for decode in self._decoders[:2] for source in prefill]
         weighed = [

@@ -1,4 +1,4 @@
-"""What forms add to the time of a token in a batch: a Llama of 56 million parameters, with and without."""
+"""The time that forms add to a token in a batch: a Llama of 56 million parameters, with and without."""
 
 import json
 import random

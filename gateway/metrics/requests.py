@@ -46,10 +46,9 @@ class EndedRequest(NamedTuple):
 
     def timeline(self) -> RequestTimeline:
         """Assemble the timeline."""
-        return assemble(
-            self.call,
-            self.marks,
-            self.gateway,
+        known = RequestTimeline(
+            gateway=self.gateway,
+            total_s=self.total_s,
             request_id=self.request_id,
             tenant=self.tenant,
             outcome=self.outcome,
@@ -60,6 +59,7 @@ class EndedRequest(NamedTuple):
             num_tokens=self.usage.completion,
             is_streamed=self.is_streamed,
         )
+        return assemble(self.call, self.marks, known)
 
 
 class RequestHistory:

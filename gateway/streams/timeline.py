@@ -15,6 +15,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
+import msgspec
+
 from baton.messages.bounds import MAX_SECONDS
 from baton.messages.control import Routed
 from baton.messages.timeline import MAX_ATTEMPTS, RequestTimeline, TimelineAttempt, TimelinePart
@@ -81,11 +83,12 @@ class CallMarks(NamedTuple):
     ended_s: float  # the last byte of the answer was handed to the connection
 
 
-def assemble(call: CallMarks, marks: RequestMarks, gateway: str, **fields: object) -> RequestTimeline:
-    """Return the timeline of a call. marks: of the choice that ended last. gateway: a name for the parts.
+def assemble(call: CallMarks, marks: RequestMarks, known: RequestTimeline) -> RequestTimeline:
+    """Return the timeline of a call. marks: of the choice that ended last.
 
-    fields: the fields of RequestTimeline that the marks do not have.
+    known: has the fields that do not follow from the marks; `known.gateway` names the gateway's parts.
     """
+    gateway = known.gateway
     parts = _PartList(call.received_s, call.received_s + _seconds(call.ended_s - call.received_s))
     parts.add_until(call.read_s, "received", gateway)
     parts.split_until(marks.opened_s, {"tokenised": call.tokenised_s}, "parsed", gateway)
@@ -108,8 +111,8 @@ def assemble(call: CallMarks, marks: RequestMarks, gateway: str, **fields: objec
     parts.add_until(parts.ended_s, "written" if _has_answered(marks) else "refused", gateway)
     began_s, routed = parts.began_s, next((a.routed for a in reversed(marks.attempts) if a.routed), None)
     worker_times = [each.times for attempt in marks.attempts for each in attempt.workers]
-    return RequestTimeline(
-        gateway=gateway,
+    return msgspec.structs.replace(
+        known,
         num_draft_tokens=sum(times.num_draft_tokens for times in worker_times),
         num_accepted_tokens=sum(times.num_accepted_tokens for times in worker_times),
         total_s=_seconds(parts.ended_s - began_s),
@@ -121,7 +124,6 @@ def assemble(call: CallMarks, marks: RequestMarks, gateway: str, **fields: objec
         unaccounted_s=max(0.0, parts.ended_s - began_s - sum(part.seconds for part in parts.added)),
         parts=tuple(parts.added),
         attempts=tuple(_attempt(each, began_s, parts.ended_s) for each in marks.attempts),
-        **fields,  # type: ignore[arg-type]
     )
 
 

@@ -46,7 +46,7 @@ def browser() -> Iterator[Any]:
 
 
 class Seen:
-    """What a browser asked for, and what it complained about."""
+    """The requests and the complaints of a browser."""
 
     def __init__(self, page: Any) -> None:
         self.urls: list[str] = []
@@ -242,7 +242,7 @@ def test_lost_connection_is_said_and_made_again(browser: Any, url: str) -> None:
     [("light", {}), ("dark", {"runOnly": {"type": "rule", "values": ["color-contrast"]}})],
 )
 def test_axe_finds_no_violation(open_page: OpenPage, scheme: str, options: dict[str, Any]) -> None:
-    """Of all its rules, that of contrast alone depends on the theme."""
+    """Only the rule of contrast depends on the theme."""
     page = open_page(color_scheme=scheme)
     ground = page.evaluate("getComputedStyle(document.body).backgroundColor")
     assert ground == {"light": "rgb(255, 255, 255)", "dark": "rgb(18, 21, 26)"}[scheme]

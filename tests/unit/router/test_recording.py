@@ -1,4 +1,4 @@
-"""What a router records, and for how long; checkpoints name no code but the router's."""
+"""The records of a router, and their age; checkpoints name only the code of the router."""
 
 import msgspec
 import pytest

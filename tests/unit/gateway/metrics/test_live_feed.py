@@ -104,7 +104,7 @@ def test_slow_viewer_misses_snapshots_and_gets_later_ones() -> None:
     async def run() -> None:
         host = Host()
         viewer = await watching(host)
-        await host.take(5)  # nobody waits for these
+        await host.take(5)  # no client waits for these
         assert (await next_snapshot(host, viewer))["point"]["time_s"] == 106.0
 
     asyncio.run(run())
@@ -150,7 +150,7 @@ def test_close_ends_the_streams() -> None:
 
 
 def test_first_viewer_asks_for_a_reading_at_once() -> None:
-    """The pause between readings is long while nobody watches; a page need not wait for it."""
+    """The pause between readings is long without a viewer; a page need not wait for it."""
 
     async def run() -> None:
         host = Host()

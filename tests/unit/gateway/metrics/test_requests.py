@@ -97,7 +97,7 @@ def test_requests_of_one_tenant_are_found_alone() -> None:
     history = History()
     one, other = history.end(1.0, "one"), history.end(2.0, "other")
     assert history.found(tenant="one") == [one] and history.found(order="slowest", tenant="other") == [other]
-    assert history.found(tenant="nobody") == []
+    assert history.found(tenant="unknown") == []
 
 
 def test_timeline_is_of_the_choice_that_ended_last_and_named_by_the_answer() -> None:

@@ -81,7 +81,10 @@ def disaggregated() -> AttemptMarks:
 
 def timeline(*attempts: AttemptMarks, last_token_s: float = 18.5, call: CallMarks = CALL) -> RequestTimeline:
     marks = RequestMarks(OPENED_S, last_token_s, list(attempts))
-    return assemble(call, marks, "gateway 1", request_id=id_of("r"), outcome="answered", began_s=0.0)
+    known = RequestTimeline(
+        request_id=id_of("r"), outcome="answered", gateway="gateway 1", began_s=0.0, total_s=0.0
+    )
+    return assemble(call, marks, known)
 
 
 def check(found: RequestTimeline) -> None:
