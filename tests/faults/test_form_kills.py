@@ -11,13 +11,14 @@ from baton.bench.structured.kills import VICTIMS, form_questions, run_with_kills
 from tests.event_loop import on_loop
 
 NUM_QUESTIONS: Final = 60
+NUM_ANSWERS: Final = 300
 
 
-@pytest.mark.parametrize("num_answers", [60, pytest.param(300, marks=pytest.mark.slow)])
+@pytest.mark.slow  # test_kills.py has a form among its answers
 @on_loop
-async def test_killed_workers_change_no_answer_with_a_form(num_answers: int, tmp_path: Path) -> None:
+async def test_killed_workers_change_no_answer_with_a_form(tmp_path: Path) -> None:
     report = Report("structured", "", tmp_path)
     questions = form_questions(own_cases(), NUM_QUESTIONS, report)
-    found = await run_with_kills(questions, num_answers, report)
-    assert found.num_compared >= num_answers and found.num_kills.keys() == set(VICTIMS)
+    found = await run_with_kills(questions, NUM_ANSWERS, report)
+    assert found.num_compared >= NUM_ANSWERS and found.num_kills.keys() == set(VICTIMS)
     assert (found.outcomes["wrong"], found.outcomes["lost"]) == (0, 0), found.complaints
