@@ -7,11 +7,9 @@ Shapes: R rows of the logits, N masked rows, V vocabulary, W 32-bit words of a m
 
 import logging
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Mapping
-from collections.abc import Sequence as Ordered
+from collections.abc import Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Final
@@ -23,12 +21,11 @@ from torch import Tensor
 from baton.engine.runner.logits_processors import upload
 from baton.engine.scheduler.sequence import Row, Sequence
 from baton.errors import InvalidRequest
-from baton.kernels import native
 from baton.kernels.sample import mask_logits, num_mask_words
 from baton.request import SamplingParams, StructuredOutputs
 
 if TYPE_CHECKING:
-    from llguidance import LLExecutor, LLMatcher, LLTokenizer
+    from llguidance import LLMatcher, LLTokenizer
 
 TOKENIZER_FILE: Final = "tokenizer.json"
 MAX_COMPILED: Final = 64  # grammars that are kept for each tenant
@@ -109,16 +106,11 @@ class StructuredOutputMask:
 
     def process_rows(self, logits_RV: Tensor, rows: Mapping[int, Row]) -> None:
         masks_NW = np.zeros((len(rows), num_mask_words(logits_RV.shape[1])), np.int32)
-        matchers = [self._matcher_of(row.sequence) for row in rows.values()]
-        began_s = perf_counter()
-        self._fill(masks_NW, matchers, rows.values())
-        self.counts.mask_s += perf_counter() - began_s
         broken = [
             index
-            for matcher, (index, row) in zip(matchers, rows.items(), strict=True)
-            if matcher is None or _has_failed(matcher, row.sequence)
+            for mask_W, (index, row) in zip(masks_NW, rows.items(), strict=True)
+            if not self._fill(mask_W, row)
         ]
-        self.counts.num_masks += len(rows) - len(broken)
         self.counts.num_failed += len(broken)
         rows_N = upload(np.array(list(rows), np.int64), logits_RV.device)
         mask_logits(logits_RV, rows_N, upload(masks_NW, logits_RV.device))
@@ -142,43 +134,31 @@ class StructuredOutputMask:
         taken: bool = progress.matcher.consume_tokens(token_ids)
         return taken
 
-    def _matcher_of(self, sequence: Sequence) -> "LLMatcher | None":
-        """The matcher of a sequence; None, with an error in the log, if its grammar cannot be compiled."""
-        progress = self._of(sequence)
-        if progress.matcher is None:
-            try:
-                progress.matcher = progress.compiled.result().deep_copy()
-            except (ImportError, OSError, ValueError, InvalidRequest) as error:
-                _log_failure(sequence, str(error))
-        return progress.matcher
-
-    def _fill(
-        self, masks_NW: "np.ndarray[Any, Any]", matchers: Ordered["LLMatcher | None"], rows: Iterable[Row]
-    ) -> None:
-        """Write the masks of the rows' next tokens, in parallel. A matcher that finds none is in error.
+    def _fill(self, mask_W: "np.ndarray[Any, Any]", row: Row) -> bool:
+        """Write the mask of the row's next token; return whether there is any.
 
         After drafts that break the form everything is allowed: the first of them is not kept.
         """
-        to_compute: list[tuple[LLMatcher, int]] = []
-        for number, (matcher, row) in enumerate(zip(matchers, rows, strict=True)):
-            if matcher is None or not self._catch_up(self._of(row.sequence), row.sequence):
-                continue
-            if row.drafts:
-                _fill_after_drafts(masks_NW[number], matcher, list(row.drafts))
+        sequence, drafts = row.sequence, list(row.drafts)
+        progress = self._of(sequence)
+        try:
+            matcher = progress.matcher = progress.matcher or progress.compiled.result().deep_copy()
+        except (ImportError, OSError, ValueError, InvalidRequest) as error:
+            return _failed(sequence, str(error))
+        began_s = perf_counter()
+        if self._catch_up(progress, sequence):
+            num_taken = matcher.try_consume_tokens(drafts) if drafts else 0
+            if num_taken < len(drafts):
+                mask_W.fill(-1)
             else:
-                to_compute.append((matcher, number))
-        if len(to_compute) == 1:
-            matcher, number = to_compute[0]
-            matcher.unsafe_compute_mask_ptr(masks_NW[number].ctypes.data, masks_NW[number].nbytes)
-        elif to_compute:
-            address, num_bytes = masks_NW.ctypes.data, masks_NW[0].nbytes
-            self._executor.unsafe_compute_mask_ptr(to_compute, address, num_bytes, len(masks_NW))
-
-    @cached_property
-    def _executor(self) -> "LLExecutor":
-        from llguidance import LLExecutor
-
-        return LLExecutor(native.num_threads())
+                matcher.unsafe_compute_mask_ptr(mask_W.ctypes.data, mask_W.nbytes)
+            if num_taken:
+                matcher.rollback(num_taken)
+        if matcher.is_error():
+            return _failed(sequence, matcher.get_error())
+        self.counts.num_masks += 1
+        self.counts.mask_s += perf_counter() - began_s
+        return True
 
     def _of(self, sequence: Sequence) -> _Progress:
         progress = self._progress.get(sequence)
@@ -221,25 +201,9 @@ class StructuredOutputMask:
         return matcher
 
 
-def _fill_after_drafts(mask_W: "np.ndarray[Any, Any]", matcher: "LLMatcher", drafts: list[int]) -> None:
-    num_taken = matcher.try_consume_tokens(drafts)
-    if num_taken < len(drafts):
-        mask_W.fill(-1)
-    else:
-        matcher.unsafe_compute_mask_ptr(mask_W.ctypes.data, mask_W.nbytes)
-    if num_taken:
-        matcher.rollback(num_taken)
-
-
-def _has_failed(matcher: "LLMatcher", sequence: Sequence) -> bool:
-    if not matcher.is_error():
-        return False
-    _log_failure(sequence, matcher.get_error())
-    return True
-
-
-def _log_failure(sequence: Sequence, why: str) -> None:
+def _failed(sequence: Sequence, why: str) -> bool:
     logger.error("a structured output failed", extra={"request_id": sequence.request_id, "error": why})
+    return False
 
 
 def _num_chars(form: StructuredOutputs) -> int:
