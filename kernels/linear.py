@@ -146,6 +146,7 @@ def linear_reference(
 MAX_GROUP: Final = 128  # inputs that share a scale
 UNIT: Final = 4  # inputs that the CPU multiplies at once
 LARGEST: Final = 127
+ROUNDED_PANELS: Final = 64  # that are rounded at a time: rounding takes ten times the memory of the result
 
 
 def quantise_linear(
@@ -158,33 +159,37 @@ def quantise_linear(
     """
     num_outputs, num_inputs = weight_NK.shape
     group = _group_size(num_inputs, num_splits)
-    groups_NGK = weight_NK.float().unflatten(1, (-1, group))
-    scales_NG, rounded_NGK = _rounded(groups_NGK)
-    plain = LinearWeight(
-        rounded_NGK.flatten(1),
-        num_outputs,
-        num_inputs,
-        weight_NK.dtype,
-        is_packed=False,
-        group=group,
-        scales_NG=scales_NG,
+    quantised = LinearWeight(
+        weight_NK, num_outputs, num_inputs, weight_NK.dtype, is_packed=False, group=group
     )
     if not native.handles(weight_NK.dtype):
-        return plain
-    filled = (0, 0, 0, 0, 0, -num_outputs % PANEL)
-    panels = functional.pad(rounded_NGK, filled).view(-1, PANEL, num_inputs // group, group // UNIT, UNIT)
-    scales = functional.pad(scales_NG, filled[2:]).view(-1, PANEL, num_inputs // group)
-    # As in csrc/linear_int8.c: units, then the sums of the columns, then their scales, in each group.
+        scales_NG, rounded_NGK = _rounded(weight_NK.float().unflatten(1, (-1, group)))
+        return replace(quantised, data=rounded_NGK.flatten(1), scales_NG=scales_NG)
+    num_panels, panel_bytes = -(-num_outputs // PANEL), PANEL * (num_inputs + 8 * num_inputs // group)
+    packed = (memory or HugeArena()).empty(num_panels * panel_bytes, torch.int8)
+    rest = packed
+    for rows_NK in weight_NK.split(PANEL * ROUNDED_PANELS):
+        panels = _int8_panels(rows_NK, group)
+        rest[: len(panels)] = panels
+        rest = rest[len(panels) :]
+    return replace(quantised, data=packed, is_packed=True)
+
+
+def _int8_panels(weight_NK: Tensor, group: int) -> Tensor:
+    """The panels of csrc/linear_int8.c: units, then the sums of columns, then their scales, in each group."""
+    num_outputs, num_inputs = weight_NK.shape
+    num_groups, missing = num_inputs // group, -num_outputs % PANEL
+    scales_NG, rounded_NGK = _rounded(weight_NK.float().unflatten(1, (-1, group)))
+    panels = functional.pad(rounded_NGK, (0, 0, 0, 0, 0, missing))
+    panels = panels.view(-1, PANEL, num_groups, group // UNIT, UNIT)
+    scales = functional.pad(scales_NG, (0, 0, 0, missing)).view(-1, PANEL, num_groups)
     sums = -(LARGEST + 1) * panels.sum((3, 4), dtype=torch.int32)
     parts = (
         panels.permute(0, 2, 3, 1, 4).flatten(2),
         sums.transpose(1, 2).contiguous().view(torch.int8),
         scales.transpose(1, 2).contiguous().view(torch.int8),
     )
-    content = torch.cat(parts, dim=-1).flatten()
-    packed = (memory or HugeArena()).empty(len(content), torch.int8)
-    packed.copy_(content)
-    return replace(plain, data=packed, is_packed=True, scales_NG=None)
+    return torch.cat(parts, dim=-1).flatten()
 
 
 def _group_size(num_inputs: int, num_splits: int) -> int:

@@ -14,10 +14,10 @@
 #include "panels.h"
 #include "products.h"
 
-#define WIDE_ROWS 2      // of one row memory is the limit, and widening gains nothing
+#define WIDE_ROWS 2           // of one row memory is the limit, and widening gains nothing
 #define WIDE_BYTES (1 << 25)  // of widened x at a time; one block of rows may take more
-#define WIDEN_WORK 16  // multiplications that take as long as widening an element
-#define PART_WORK (1 << 19)  // multiplications worth a part of their own
+#define WIDEN_WORK 16         // multiplications that take as long as widening an element
+#define PART_WORK (1 << 19)   // multiplications worth a part of their own
 
 struct linear {
     const char *x;          // [M, K], or what `widen_row` makes of it

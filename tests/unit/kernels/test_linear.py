@@ -156,6 +156,12 @@ def test_row_has_the_same_bits_in_any_batch_with_8_bits(dtype: torch.dtype, num_
         assert torch.equal(together, alone[-num_rows:]), f"{num_rows} rows"
 
 
+def test_weight_that_is_rounded_in_parts_has_all_outputs() -> None:
+    weight, x = random(32 * 64 + 40, 64, dtype=torch.float32), random(3, 64, dtype=torch.float32)
+    parts = [linear(x, quantise_linear(rows)) for rows in weight.split(1000)]
+    assert torch.equal(linear(x, quantise_linear(weight)), torch.cat(parts, dim=1))
+
+
 @dtypes
 @pytest.mark.parametrize("half", [4, 132, 352])
 def test_two_splits_equal_the_sum_of_two_ranks_with_8_bits(dtype: torch.dtype, half: int) -> None:
