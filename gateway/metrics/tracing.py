@@ -62,8 +62,8 @@ class Tracer:
             raise ConfigError(
                 f"gateway.otlp_traces_endpoint: traces need pip install 'baton-serve[otel]': {error}"
             ) from error
-        exporter = OTLPSpanExporter(traces_url(settings.otlp_traces_endpoint))
-        self._processor = BatchSpanProcessor(exporter)
+        self._exporter = OTLPSpanExporter(traces_url(settings.otlp_traces_endpoint))
+        self._processor = BatchSpanProcessor(self._exporter)
 
     def context(self, traceparent: str | None, tracestate: str | None) -> TraceContext:
         """Return the trace of a call with these headers; a header that is not valid counts as none."""
@@ -92,10 +92,15 @@ class Tracer:
             self._processor.on_end(span.readable())
 
     def close(self) -> None:
-        """Send the last spans, for CLOSE_S at most: a collector may not answer."""
+        """Send the last spans, for CLOSE_S at most: a collector may not answer.
+
+        An export that is under way then is not tried again.
+        """
         closing = threading.Thread(target=self._processor.shutdown, name="tracer", daemon=True)
         closing.start()
         closing.join(CLOSE_S)
+        if closing.is_alive():
+            self._exporter.shutdown()
 
 
 def traces_url(endpoint: str) -> str:

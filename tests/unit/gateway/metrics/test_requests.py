@@ -2,6 +2,7 @@
 
 import socket
 import sys
+import threading
 import time
 from typing import Any
 
@@ -194,3 +195,7 @@ def test_close_waits_only_a_while_for_a_collector_that_does_not_answer() -> None
         began_s = time.monotonic()
         found.close()
         assert time.monotonic() - began_s < CLOSE_S + 3.0
+    for thread in threading.enumerate():  # the collector is gone: the export fails and is not tried again
+        if thread.name in ("tracer", "OtelBatchSpanRecordProcessor"):
+            thread.join(2.0)
+            assert not thread.is_alive()
