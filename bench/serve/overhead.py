@@ -8,6 +8,8 @@ other programs on the machine disturb less than rates.
 In a round the servers run one after the other, each alone on the machine, and every round starts them anew:
 of two control planes of the same code, one takes up to a tenth more CPU time than the other for as long as
 they live.
+
+A control plane of this code that exports traces runs beside them when a share of traces is given.
 """
 
 import argparse
@@ -36,11 +38,13 @@ from baton.bench.serve.figures import Run
 from baton.bench.serve.load import Hammer, Point, model_of
 from baton.config.cluster import ServeConfig, WorkersConfig
 from baton.config.engine import EngineSettings
+from baton.config.gateway import GatewaySettings
 from baton.config.router import RouterConfig
 from baton.errors import ConfigError
 
 BATON: Final = "baton"
 BEFORE: Final = "before"
+TRACED: Final = "baton, traced"
 UVICORN: Final = "bare uvicorn"
 SOCKET: Final = "bare asyncio"
 UNARY: Final = tuple(Point(1, stream=False, num_connections=number) for number in (1, 16, 64))
@@ -55,7 +59,7 @@ PREFILLED: Final = re.compile(
     r'^baton_worker_generated_tokens_total\{[^}]*role="prefill"[^}]*\} (\S+)$', re.MULTILINE
 )
 PREFILLED_BAR: Final = 0.99
-CPU_BAR: Final = 1.03  # CPU time a request, over that of the checkout before
+CPU_BAR: Final = 1.03  # CPU time a request, over that of the checkout before, or that without traces
 STUB: Final = "baton.bench.serve.stub"
 STUB_TITLE: Final = re.compile(r"^baton (prefill|decode)-|" + STUB)  # the second: of an older checkout
 # Runs in a checkout and serves its control plane; the checkout needs `Plane` and `served`.
@@ -84,6 +88,14 @@ class Plane(NamedTuple):
     num_decode: int = 1
     step_s: float = 0.0
     policy: str = RouterConfig().policy
+    traces: str | None = None  # the URL of a collector; older checkouts have neither this field nor the next
+    trace_ratio: float = 1.0
+
+    def as_json(self) -> str:
+        """Return what HOST takes, in any checkout: fields without their defaults."""
+        default = Plane(self.model)._asdict()
+        given = {name: value for name, value in self._asdict().items() if value != default[name]}
+        return json.dumps({"model": self.model} | given)
 
 
 def stub_cluster(
@@ -103,6 +115,7 @@ def stub_cluster(
         tenants=tenants,
         router=RouterConfig(policy=plane.policy, redis="none"),
         engine=EngineSettings(device="cpu"),
+        gateway=GatewaySettings(otlp_traces_endpoint=plane.traces, trace_sample_ratio=plane.trace_ratio),
     )
     return local_cluster(config, (sys.executable, "-m", program, str(plane.step_s)))
 
@@ -148,7 +161,7 @@ def hosted(plane: Plane, checkout: Path | None = None) -> Iterator[Target]:
     ConfigError: it does not start.
     """
     environment = os.environ | ({} if checkout is None else {"PYTHONPATH": str(checkout.resolve())})
-    with Child("-c", HOST, json.dumps(plane._asdict()), cwd=checkout, environment=environment) as child:
+    with Child("-c", HOST, plane.as_json(), cwd=checkout, environment=environment) as child:
         url = child.read()
         if not url:
             raise ConfigError(f"the control plane of {checkout or 'this code'} does not start")
@@ -160,6 +173,16 @@ def limit(kind: str) -> Iterator[Target]:
     """Run a server that does nothing but answer (bench/serve/limit.py)."""
     with Child("-m", "baton.bench.serve.limit", kind) as child:
         yield Target(f"http://127.0.0.1:{child.read()}", model="limit")
+
+
+@contextlib.contextmanager
+def traced(plane: Plane, ratio: float) -> Iterator[Target]:
+    """Run a control plane of this code that exports this share of traces to a server that takes them."""
+    with (
+        limit("asyncio") as collector,
+        hosted(plane._replace(traces=collector.url, trace_ratio=ratio)) as target,
+    ):
+        yield target
 
 
 def started(url: str) -> AbstractContextManager[Target]:
@@ -188,6 +211,8 @@ def measure_overhead(options: argparse.Namespace, rivals: Mapping[str, str], rep
     servers: dict[str, Callable[[], AbstractContextManager[Target]]] = {BATON: partial(hosted, plane)}
     if options.before is not None:  # next to the one that it is compared with
         servers[BEFORE] = partial(hosted, plane, options.before)
+    if options.trace_ratio is not None:
+        servers[TRACED] = partial(traced, plane, options.trace_ratio)
     servers |= {name: partial(started, url) for name, url in rivals.items()}
     servers |= {UVICORN: partial(limit, "uvicorn"), SOCKET: partial(limit, "asyncio")}
     results: defaultdict[tuple[str, Point], list[Run]] = defaultdict(list)
@@ -227,27 +252,30 @@ async def measure_points(target: Target, seconds: float, progress: Callable[[str
 
 
 def cpu_rows(results: Results) -> list[Row]:
-    """Return the CPU time a request at each point over that of the checkout before, if there is one.
+    """Return the CPU time a request at each point, with and without traces, over that of the checkout before.
 
-    The value is the median of the rounds' ratios; the two servers of a round run one right after the other.
-    The note has the mean of the ratios and its standard error.
+    Without a checkout before, that with traces is compared with that without. The value is the median of the
+    rounds' ratios. The note has the mean of the ratios and its standard error.
     """
+    names = {name for name, _ in results}
+    base = BEFORE if BEFORE in names else BATON
     rows = []
     for name, point in results:
-        if name != BEFORE:
+        if name not in (BATON, TRACED) or name == base:
             continue
-        rounds = zip(results[BATON, point], results[BEFORE, point], strict=True)
+        rounds = zip(results[name, point], results[base, point], strict=True)
         pairs_us = [
-            (_cpu_us(ours), _cpu_us(before)) for ours, before in rounds if ours.samples and before.samples
+            (_cpu_us(ours), _cpu_us(other)) for ours, other in rounds if ours.samples and other.samples
         ]
         if not pairs_us:
             continue  # the row of the answers that do not count says why
-        ratios = [ours_us / before_us for ours_us, before_us in pairs_us]
-        ours_us, before_us = (median(each) for each in zip(*pairs_us, strict=True))
-        note = f"{format_number(ours_us)} us a request, before {format_number(before_us)}"
+        ratios = [ours_us / base_us for ours_us, base_us in pairs_us]
+        ours_us, base_us = (median(each) for each in zip(*pairs_us, strict=True))
+        note = f"{format_number(ours_us)} us a request, {base} {format_number(base_us)}"
         if len(ratios) > 1:
             note += f"; mean of the rounds {mean(ratios):.2f} +- {stdev(ratios) / len(ratios) ** 0.5:.2f}"
-        rows.append(at_most(f"CPU time: {point.name}", median(ratios), "times", CPU_BAR, note))
+        traces = ", traced" if name == TRACED else ""
+        rows.append(at_most(f"CPU time{traces}: {point.name}", median(ratios), "times", CPU_BAR, note))
     return rows
 
 

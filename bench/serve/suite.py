@@ -195,6 +195,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     overhead.add_argument(
         "--before", type=Path, metavar="CHECKOUT", help="of an earlier Baton: compare CPU time a request"
     )
+    overhead.add_argument(
+        "--trace-ratio", type=float, metavar="SHARE", help="of traces: measure with OpenTelemetry, too"
+    )
     overhead.add_argument("--gateways", type=int, default=1, help="processes behind the port (1)")
     overhead.add_argument("--prefill", type=int, default=0, help="stub prefill workers; 0: decode alone (0)")
     overhead.add_argument("--decode", type=int, default=1, help="stub decode workers (1)")

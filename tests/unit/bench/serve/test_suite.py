@@ -13,6 +13,7 @@ from baton.bench.serve.overhead import (
     BEFORE,
     IDLE,
     SSE,
+    TRACED,
     UNARY,
     UVICORN,
     cpu_rows,
@@ -212,6 +213,10 @@ def test_cpu_time_is_compared_with_the_checkout_before() -> None:
     assert row.value == pytest.approx(1.1) and row.met is False
     assert row.note.endswith("; mean of the rounds 29.29 +- 28.21")
     assert cpu_rows({(BATON, IDLE): ours}) == []
+    with_traces = {(BATON, IDLE): before, (TRACED, IDLE): ours, (BEFORE, IDLE): before}
+    assert [row.value for row in cpu_rows(with_traces)] == [1.0, pytest.approx(1.1)]
+    del with_traces[BEFORE, IDLE]
+    assert [row.name for row in cpu_rows(with_traces)] == [f"CPU time, traced: {IDLE.name}"]
     assert cpu_rows({(BATON, IDLE): ours[:1], (BEFORE, IDLE): [Run([], ["late"], 1.0)]}) == []
 
 
