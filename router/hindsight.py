@@ -45,7 +45,8 @@ class Hindsight:
             if key in prefixes:
                 num_repeated = num_pages
                 prefixes.move_to_end(key)
-            prefixes[key] = None
+            else:
+                prefixes[key] = None
             num_pages *= 2
         while len(prefixes) > MAX_PREFIXES:
             prefixes.popitem(last=False)

@@ -401,7 +401,7 @@ class Recording:
             (self._now_s, NO_PEER, _prompt_pages(*prompt, joined)) for prompt, joined in keys.items()
         ]
         for at_s, peer, input in entries:
-            if isinstance(input, Joined | Left):
+            if isinstance(input, (Joined, Left)):
                 records.append((at_s, *self._connection(peer, input)))
             elif (pack := _PACKERS.get(type(input))) is not None:
                 number = NO_PEER if peer is None else self._peers.get(peer, NO_PEER)

@@ -309,7 +309,7 @@ class Router:
             peer.send(self._list_members())
         elif isinstance(message, HeadAway) and peer in self._watchers:
             self._watchers[peer] = message.seconds
-        elif isinstance(message, Undrain | RestartWorker):
+        elif isinstance(message, (Undrain, RestartWorker)):
             for watcher in self._watchers:
                 watcher.send(message)
             peer.send(self.status())

@@ -383,7 +383,7 @@ class Frontend:
                 self._searches.answer(message)
             case _:
                 raise ProtocolError(f"a {type(message).__name__} is nothing for a gateway")
-        if isinstance(message, Queued | Routed | Rejected):
+        if isinstance(message, (Queued, Routed, Rejected)):
             tenant = self._window.answered(peer.hello.id, (message.request_id, message.attempt))
             if tenant is not None:
                 self._submit_waiting(tenant)

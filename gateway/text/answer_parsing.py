@@ -89,6 +89,8 @@ class AnswerParsing(msgspec.Struct, frozen=True, kw_only=True):
 
     def reader(self, new_id: Callable[[], str]) -> ChoiceReader | None:
         """Return the reader of a choice; None when all of the text is shown."""
+        if self.tool_call_parser is None and self.reasoning_parser is None:
+            return None
         options = ReaderOptions(
             is_parallel=self.is_parallel,
             new_id=new_id,

@@ -307,6 +307,15 @@ def values_of(pages: NDArray[np.int64], generations: NDArray[np.int64], *, on_ho
     return values | HOST_BIT if on_host else values
 
 
+def _are_distinct(keys: Keys) -> bool:
+    return len(set(keys.tolist())) == keys.size
+
+
+def _distinct(keys: Keys) -> Keys:
+    """The keys without repeats, in any order. Keys of one prompt hardly ever repeat."""
+    return keys if _are_distinct(keys) else np.unique(keys)
+
+
 def _is_expected(values: Values) -> NDArray[np.bool_]:
     return np.asarray(values & _PAGE_MASK == EXPECTED)
 
@@ -562,7 +571,7 @@ class PrefixIndex:
                 return
             self._stamp += 1
             self._num_expectations = (self._num_expectations + 1) % 2**32  # it fits a generation's bits
-            distinct, number = np.unique(keys_of(keys[first : first + num_bytes])), self._num_expectations
+            distinct, number = _distinct(keys_of(keys[first : first + num_bytes])), self._num_expectations
             self._change(holder.slot, holder.expect(distinct, number, self._stamp))
             now_s = self._clock.now_s()
             heappush(self._expectations, _Expectation(now_s + ttl_s, number, holder, distinct))
@@ -640,7 +649,7 @@ class PrefixIndex:
         generations = np.array(events.generations, np.int64)[num_stale:]
         if not keys.size:
             return
-        if len(set(keys.tolist())) < keys.size:
+        if not _are_distinct(keys):
             # Of several changes of one page in a message, only the last counts.
             _, from_the_end = np.unique(keys[::-1], return_index=True)
             last = keys.size - 1 - from_the_end
