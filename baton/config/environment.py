@@ -76,11 +76,11 @@ def visible_gpus() -> tuple[str, ...]:
 def environment_of_child(
     *, num_threads: int, gpus: Sequence[str] | None = None, mps_priority: int | None = None
 ) -> dict[str, str]:
-    """Return the environment of a child process. An OMP_NUM_THREADS of the operator has precedence.
+    """Return the environment of a child process. Numbers of threads that the operator sets have precedence.
 
-    mps_priority: see `mps_variables`.
+    A process tokenizes one text at a time. mps_priority: see `mps_variables`.
     """
-    threads = {"OMP_NUM_THREADS": str(num_threads)}
+    threads = {"OMP_NUM_THREADS": str(num_threads), "TOKENIZERS_PARALLELISM": "false"}
     seen = {} if gpus is None else {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
     return threads | dict(os.environ) | seen | mps_variables(mps_priority)
 

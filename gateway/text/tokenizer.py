@@ -196,9 +196,11 @@ class Tokenizer:
         """
         with _library_faults("the tokenizer is damaged, it fails to encode"):
             try:
-                return self._inner.encode(text, add_special_tokens=add_special_tokens).ids
+                # Without offsets, which `encode` computes: a third faster.
+                (encoding,) = self._inner.encode_batch_fast([text], add_special_tokens=add_special_tokens)
             except TypeError:  # the library refuses a surrogate with a TypeError
                 raise InvalidRequest("the text is not valid Unicode") from None
+            return encoding.ids
 
     def encode_bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """Return the token ids of each word as it begins a text and as it follows a space, as vLLM does."""
