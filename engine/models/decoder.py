@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from baton.engine.models.registry import ModelConfig
+from baton.engine.models.rope_table import rope_table
 from baton.engine.models.weights import Parameters
 from baton.engine.runner.step_inputs import ModelInput
 from baton.errors import ModelError
@@ -22,7 +23,6 @@ from baton.kernels import rms_norm as norm_kernels
 from baton.kernels.decoder_stack import DecoderStack, LayerGroups, StackLayer, StackShape, can_stack
 from baton.kernels.linear import LinearWeight, embedding, linear, linear_silu_mul
 from baton.kernels.ragged_attention import ragged_attention
-from baton.kernels.rope import rope_table
 from baton.kernels.store_kv import rope_and_store
 
 # Outputs that are summed over ranks are summed in this many parts on a single rank too, so that two ranks

@@ -2,19 +2,73 @@
 
 Both spellings of `config.json` are read: the older one (`rope_theta`, `rope_scaling`, `torch_dtype`) and that
 of transformers 5 (`rope_parameters`, `dtype`). A key that would change the tokens and is not supported is
-refused.
+refused. This module imports no torch: `baton serve` reads the config before any worker starts.
 """
 
+import math
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final, Literal, NamedTuple, get_args
 
 import msgspec
 
 from baton.config.engine import EngineSettings
 from baton.engine.models.checkpoint import JsonObject, read_json
 from baton.errors import ConfigError, ModelError
-from baton.kernels.rope import ROPE_TYPES, RopeScaling
 from baton.pages import DTYPE_BYTES
+
+RopeType = Literal["default", "linear", "llama3", "yarn"]
+ROPE_TYPES: Final[tuple[RopeType, ...]] = get_args(RopeType)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeScaling:
+    """The difference of a model's frequencies from the plain ones; names as in its `config.json`.
+
+    `original_max_positions` is the context the model was trained on before it was stretched; llama3 and
+    yarn need it. Fields that the type does not use are ignored.
+    """
+
+    rope_type: RopeType = "default"
+    factor: float = 1.0
+    original_max_positions: int = 0
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0  # llama3
+    attention_factor: float | None = None  # yarn; None: from factor and mscale
+    beta_fast: float = 32.0  # yarn
+    beta_slow: float = 1.0  # yarn
+    mscale: float | None = None  # yarn
+    mscale_all_dim: float | None = None  # yarn
+    truncate: bool = True  # yarn: whole dimensions bound the ramp
+
+    def __post_init__(self) -> None:
+        if self.rope_type not in ROPE_TYPES:
+            raise ValueError(f"rope_type must be one of {', '.join(ROPE_TYPES)}, got {self.rope_type!r}")
+        if self.factor <= 0:
+            raise ValueError(f"rope factor must be positive, got {self.factor}")
+        if self.rope_type in ("llama3", "yarn") and self.original_max_positions < 1:
+            raise ValueError(f"{self.rope_type} rope needs original_max_positions of at least 1")
+        if not 0 < attention_factor(self) < math.inf:
+            raise ValueError(
+                f"mscale {self.mscale} and mscale_all_dim {self.mscale_all_dim} make the attention factor "
+                f"{attention_factor(self)}, which must be positive and finite"
+            )
+
+
+def attention_factor(scaling: RopeScaling) -> float:
+    """The factor of cosines and sines: 1 except for yarn."""
+    if scaling.rope_type != "yarn":
+        return 1.0
+    if scaling.attention_factor is not None:
+        return scaling.attention_factor
+    if scaling.mscale and scaling.mscale_all_dim:
+        divisor = _mscale(scaling.factor, scaling.mscale_all_dim)
+        return _mscale(scaling.factor, scaling.mscale) / divisor if divisor else math.inf
+    return _mscale(scaling.factor, 1.0)
+
+
+def _mscale(factor: float, scale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
 
 
 class RopeConfig(msgspec.Struct, frozen=True, kw_only=True):

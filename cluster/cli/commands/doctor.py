@@ -147,7 +147,7 @@ def compiler(config: ServeConfig) -> Iterator[Finding]:
 
 def model(config: ServeConfig) -> Iterator[Finding]:
     """Check that the workers can load the model with these settings."""
-    from baton.cluster.serve_plan import check_model, speech_of  # torch: --help does not wait for it
+    from baton.cluster.serve_plan import check_model, speech_of  # --help does not wait for it
 
     try:
         directory = check_model(config)

@@ -108,15 +108,17 @@ def _check(config: ServeConfig) -> None:
 
     The model is not checked when this machine lacks it, as it may on a Ray cluster.
     """
-    # torch: --help does not wait
+    # --help does not wait for these, nor does the default transport for torch.
     from baton.cluster.serve_plan import check_model, check_parsers, check_tenants, speech_of
-    from baton.kvtransfer.transports.registry import transport_set
     from baton.router.policies.registry import policy_class
 
     check_tenants(config)
     check_parsers(config)
     policy_class(config.router.policy)
-    transport_set(config.transport)
+    if config.transport != "auto":
+        from baton.kvtransfer.transports.registry import transport_set
+
+        transport_set(config.transport)
     if config.ray_address is None or Path(config.model).is_dir():
         directory = check_model(config)
         if speech_of(directory, config.gateway.chat_template) == "token ids":

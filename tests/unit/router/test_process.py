@@ -157,8 +157,14 @@ async def test_short_key_is_an_error() -> None:
         await serve_router(RouterConfig(), b"short", lambda address: None, stopping)
 
 
-def test_router_without_sharing_needs_no_redis_library() -> None:
-    program = "import sys; sys.modules['redis'] = None; import baton.router.router, baton.cluster.serve"
+def test_router_without_sharing_needs_no_redis_library_and_serve_no_torch() -> None:
+    program = """
+import sys; sys.modules['redis'] = sys.modules['torch'] = None
+import baton.router.router, baton.cluster.serve
+from baton.cluster.cli.commands import serve
+from baton.config.cluster import ServeConfig
+serve._check(ServeConfig(model="tiny"))
+"""
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 

@@ -13,11 +13,12 @@ from baton.engine.models.registry import (
     ARCHITECTURES,
     ModelConfig,
     RopeConfig,
+    RopeScaling,
+    attention_factor,
     read_model_config,
     read_rope_config,
 )
 from baton.errors import ModelError
-from baton.kernels.rope import RopeScaling, attention_factor
 
 SMALL: dict[str, Any] = {
     "hidden_size": 32,

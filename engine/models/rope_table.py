@@ -1,0 +1,72 @@
+"""Cosines and sines of every position, with the ways models stretch rotary embeddings to longer contexts.
+
+The formulas are those of transformers' `modeling_rope_utils`; yarn is arXiv 2309.00071.
+Shapes: M positions, D head dim.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from baton.engine.models.registry import RopeScaling, attention_factor
+
+
+def rope_table(head_dim: int, max_positions: int, theta: float, scaling: RopeScaling) -> Tensor:
+    """fp32 [M, D] on the CPU: cosines in the first half of a row, sines in the second.
+
+    Positions are [0, max_positions). Angles are fp32, as in the models' training code. yarn's attention
+    factor is already multiplied in.
+    """
+    if head_dim % 2 or head_dim < 2:
+        raise ValueError(f"head_dim must be even, got {head_dim}")
+    frequency_D = scaled_frequencies(head_dim, theta, scaling)
+    position_M = torch.arange(max_positions, dtype=torch.float32)
+    angle_MD = torch.outer(position_M, frequency_D)
+    return torch.cat((angle_MD.cos(), angle_MD.sin()), dim=-1) * attention_factor(scaling)
+
+
+def scaled_frequencies(head_dim: int, theta: float, scaling: RopeScaling) -> Tensor:
+    """Radians per position of each pair of dimensions, fp32 [D / 2]."""
+    exponent_D = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
+    frequency_D = 1.0 / (theta**exponent_D)
+    match scaling.rope_type:
+        case "default":
+            return frequency_D
+        case "linear":
+            return frequency_D / scaling.factor
+        case "llama3":
+            return _llama3(frequency_D, scaling)
+        case "yarn":
+            return _yarn(frequency_D, head_dim, theta, scaling)
+
+
+def _llama3(frequency_D: Tensor, scaling: RopeScaling) -> Tensor:
+    """Stretch long waves by the factor, keep short ones, and blend the waves between."""
+    wavelength_D = 2 * math.pi / frequency_D
+    longest_kept = scaling.original_max_positions / scaling.high_freq_factor
+    shortest_stretched = scaling.original_max_positions / scaling.low_freq_factor
+    band = scaling.high_freq_factor - scaling.low_freq_factor
+    kept_share_D = (scaling.original_max_positions / wavelength_D - scaling.low_freq_factor) / band
+    blend_D = (1 - kept_share_D) * frequency_D / scaling.factor + kept_share_D * frequency_D
+    stretched_D = torch.where(wavelength_D > shortest_stretched, frequency_D / scaling.factor, blend_D)
+    return torch.where(wavelength_D < longest_kept, frequency_D, stretched_D)
+
+
+def _yarn(frequency_D: Tensor, head_dim: int, theta: float, scaling: RopeScaling) -> Tensor:
+    """A linear ramp over the dimensions from kept to stretched frequencies."""
+    low = _dimension_of(scaling.beta_fast, head_dim, theta, scaling.original_max_positions)
+    high = _dimension_of(scaling.beta_slow, head_dim, theta, scaling.original_max_positions)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    if low == high:
+        high += 0.001  # a step instead of a division by zero
+    ramp_D = (torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low)
+    stretched_share_D = ramp_D.clamp(0, 1)
+    return frequency_D / scaling.factor * stretched_share_D + frequency_D * (1 - stretched_share_D)
+
+
+def _dimension_of(num_rotations: float, head_dim: int, theta: float, max_positions: int) -> float:
+    """The pair of dimensions that turns `num_rotations` times over the original context."""
+    return head_dim * math.log(max_positions / (num_rotations * 2 * math.pi)) / (2 * math.log(theta))

@@ -1,0 +1,91 @@
+"""The table of rotary embeddings against transformers' own frequencies."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from baton.engine.models.registry import RopeScaling
+from baton.engine.models.rope_table import rope_table
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 256,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+PARAMETERS: dict[str, dict[str, Any]] = {
+    "linear": {"rope_type": "linear", "factor": 2.5},
+    "llama3": LLAMA3,
+    "llama3_wide": LLAMA3 | {"high_freq_factor": 16.0, "factor": 32.0},
+    "yarn": YARN,
+    "yarn_attention_factor": YARN | {"attention_factor": 0.8},
+    "yarn_betas": YARN | {"beta_fast": 16.0, "beta_slow": 2.0},
+    "yarn_mscale": YARN | {"mscale": 0.7, "mscale_all_dim": 1.3},
+    "yarn_without_truncation": YARN | {"truncate": False},
+}
+
+
+def scaling_of(parameters: dict[str, Any]) -> RopeScaling:
+    renamed = dict(parameters)
+    renamed["original_max_positions"] = renamed.pop("original_max_position_embeddings", 0)
+    return RopeScaling(**renamed)
+
+
+@pytest.mark.parametrize(("head_dim", "theta"), [(80, 10000.0), (128, 500000.0)])
+@pytest.mark.parametrize("parameters", PARAMETERS.values(), ids=PARAMETERS)
+def test_table_is_transformers(parameters: dict[str, Any], theta: float, head_dim: int) -> None:
+    config = transformers.LlamaConfig(
+        hidden_size=head_dim * 2,
+        num_attention_heads=2,
+        head_dim=head_dim,
+        max_position_embeddings=2048,
+        rope_theta=theta,
+        rope_parameters=parameters | {"rope_theta": theta},
+        rope_scaling=parameters | {"rope_theta": theta},  # the name before transformers 5
+    )
+    compute: Any = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS[parameters["rope_type"]]
+    frequency, attention_factor = compute(config, torch.device("cpu"))
+    angle = torch.arange(2048, dtype=torch.float32)[:, None] * frequency.float()
+    expected = torch.cat((angle.cos(), angle.sin()), dim=1) * attention_factor
+    made = rope_table(head_dim, 2048, theta, scaling_of(parameters))
+    assert made.dtype == torch.float32 and made.is_contiguous()
+    torch.testing.assert_close(made, expected, atol=1e-4, rtol=0)  # fp32 angles of up to 2,048 radians
+
+
+def test_default_table_is_the_plain_formula() -> None:
+    made = rope_table(8, 100, 10000.0, RopeScaling()).double()
+    angle = torch.arange(100).double()[:, None] / 10000 ** (torch.arange(0, 8, 2).double() / 8)
+    torch.testing.assert_close(made, torch.cat((angle.cos(), angle.sin()), dim=1), atol=1e-5, rtol=0)
+
+
+YARN_TO_INFINITY: dict[str, Any] = {
+    "rope_type": "yarn",
+    "factor": math.e**10,
+    "original_max_positions": 64,
+    "mscale": 1.0,
+    "mscale_all_dim": -1.0,
+}
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"rope_type": "dynamic"}, "rope_type must be"),
+        ({"rope_type": "linear", "factor": 0.0}, "factor must be positive"),
+        ({"rope_type": "llama3", "factor": 8.0}, "llama3 rope needs original_max_positions"),
+        (YARN_TO_INFINITY, "make the attention factor inf"),
+    ],
+)
+def test_bad_scaling_is_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        RopeScaling(**fields)
+
+
+def test_odd_head_dim_is_refused() -> None:
+    with pytest.raises(ValueError, match="head_dim must be even"):
+        rope_table(7, 16, 10000.0, RopeScaling())
