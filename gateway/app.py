@@ -18,8 +18,8 @@ from starlette.websockets import WebSocket
 import baton
 from baton.errors import BatonError
 from baton.gateway.api.admin import Canary, Find, add_admin_routes
+from baton.gateway.api.body import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from baton.gateway.api.body_reader import ServedModel
-from baton.gateway.api.call import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from baton.gateway.api.dialects.messages import CountBody, MessageBody, body_of_error
 from baton.gateway.api.dialects.response_store import ResponseStore, list_items
 from baton.gateway.api.dialects.responses import ResponsesBody
@@ -27,9 +27,8 @@ from baton.gateway.api.errors import ApiError, as_api_error, unsupported
 from baton.gateway.http.api_page import HEADERS as API_PAGE_HEADERS
 from baton.gateway.http.api_page import api_page
 from baton.gateway.http.auth import AuthMiddleware
-from baton.gateway.metrics.dashboard import add_dashboard_routes
+from baton.gateway.metrics.dashboard import LiveFeed, add_dashboard_routes
 from baton.gateway.metrics.exporter import Exporter
-from baton.gateway.metrics.live_feed import LiveFeed
 from baton.gateway.metrics.tracing import Tracer
 from baton.gateway.tenants.tenants import Tenants
 

@@ -1,8 +1,9 @@
-"""The gateways behind one port of this machine: each tells the others its counts and its stored responses.
+"""The gateways behind one port of this machine: each answers the questions of the others.
 
-The kernel hands a call of the port to any gateway. That gateway asks the others for their counts, or for a
-response that another one has stored. Each gateway listens on an abstract unix socket; its name begins with
-the shared address. Both ends prove that they hold the key. The socket ends with its process.
+The kernel hands a call of the port to any gateway. That gateway may need something that another one has: its
+counts, or a stored response. The module that has it calls `PeerGateways.answer`. Each gateway listens on an
+abstract unix socket; its name begins with the shared address. Both ends prove that they hold the key. The
+socket ends with its process.
 """
 
 import asyncio
@@ -13,16 +14,14 @@ import secrets
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Final, TypeAlias
+from typing import Final, NamedTuple, TypeVar
 
 import msgspec
 
 from baton.errors import PeerGone, WireError
-from baton.gateway.api.dialects.response_store import StoredResponse
-from baton.gateway.metrics.metrics import Metrics
 from baton.messages.bounds import MAX_BODY_BYTES, schema_hash
 from baton.messages.workers import Address
 from baton.rpc.auth import GATEWAYS, KeyRing, LinkKeys, Role
@@ -40,39 +39,60 @@ PIECE_BYTES: Final = MAX_BODY_BYTES - 1
 logger = logging.getLogger(__name__)
 
 
-class CountsQuery(msgspec.Struct, frozen=True, tag=True):
-    """Asks for the counts of a gateway."""
+Question = TypeVar("Question", bound=msgspec.Struct)
+Reply = TypeVar("Reply", bound=msgspec.Struct)
 
 
-class ResponseQuery(msgspec.Struct, frozen=True, tag=True):
-    """Asks for a stored response of a tenant. forgets: the gateway that has the response deletes it."""
+class _Subject(NamedTuple):
+    """The questions of one type: `tell` decodes one and returns the encoded reply, b"" for none."""
 
-    tenant: str
-    id: str
-    forgets: bool = False
-
-
-Question: TypeAlias = CountsQuery | ResponseQuery
-Reply: TypeAlias = Metrics | StoredResponse | None
-_QUESTIONS: Final = msgspec.msgpack.Decoder(Question)
-_SCHEMA: Final = schema_hash(Metrics, StoredResponse, Question)
+    question: type[msgspec.Struct]
+    reply: type[msgspec.Struct]
+    tell: Callable[[bytes], bytes]
 
 
 class PeerGateways:
-    """`listen`, then ask for `others`, on one event loop. A gateway that does not listen has no others."""
+    """Call `answer` for each type of question, then `listen`, on one event loop.
 
-    def __init__(self, keys: KeyRing, answer: Callable[[Question], Reply]) -> None:
-        """keys: of a gateway. answer: answers questions of the other gateways."""
+    A gateway that does not listen has no others.
+    """
+
+    def __init__(self, keys: KeyRing) -> None:
+        """keys: of a gateway."""
         self._keys = LinkKeys(keys, GATEWAYS)
-        self._answer = answer
+        self._subjects: dict[str, _Subject] = {}  # by the name of the question's type
+        self._schema = b""  # from `listen` on
         self._prefix = self._name = ""
         self._listener: socket.socket | None = None
         self._answering: set[asyncio.Future[None]] = set()
         # Not the loop's default pool: all its threads may wait in `_ask` while peers ask this gateway.
         self._threads = ThreadPoolExecutor(MAX_ANSWERING, thread_name_prefix="peer-gateway")
 
+    def answer(
+        self, question: type[Question], reply: type[Reply], tell: Callable[[Question], Reply | None]
+    ) -> Callable[[Question], Awaitable[list[Reply]]]:
+        """Answer questions of a type, and return the function that asks the others such a question.
+
+        tell: the reply to another gateway, None if there is none; called on the event loop. The returned
+        function returns the replies of the gateways that answer in time, in no order.
+        """
+
+        def told(data: bytes) -> bytes:
+            found = tell(msgspec.msgpack.decode(data, type=question))
+            return b"" if found is None else msgspec.msgpack.encode(found)
+
+        async def ask(asked: Question) -> list[Reply]:
+            replies = await self._ask_all(b"%s\0%s" % (name.encode(), msgspec.msgpack.encode(asked)))
+            return [msgspec.msgpack.decode(each, type=reply) for each in replies if each]
+
+        name = question.__name__
+        self._subjects[name] = _Subject(question, reply, told)
+        return ask
+
     def listen(self, address: Address) -> None:
         """Listen for the others. address: the address that all of them share."""
+        subjects = sorted(self._subjects.items())
+        self._schema = schema_hash(*(type for _, each in subjects for type in (each.question, each.reply)))
         self._prefix = f"baton-gateway/{address.host}:{address.port}/"
         self._name = self._prefix + secrets.token_hex(8)
         listener = socket.socket(socket.AF_UNIX)
@@ -86,17 +106,6 @@ class PeerGateways:
         listener.setblocking(False)
         self._listener = listener
         asyncio.get_running_loop().add_reader(listener, self._accept)
-
-    async def others(self) -> list[Metrics]:
-        """Return the counts of the gateways that answer in time, in no order."""
-        told = await self._ask_all(CountsQuery())
-        return [msgspec.msgpack.decode(counts, type=Metrics) for counts in told]
-
-    async def find_response(self, tenant: str, id: str, *, forgets: bool) -> StoredResponse | None:
-        """Return a response that another gateway has stored; None if none has. See ResponseQuery."""
-        told = await self._ask_all(ResponseQuery(tenant, id, forgets))
-        found = [msgspec.msgpack.decode(each, type=StoredResponse | None) for each in told]
-        return next((each for each in found if each is not None), None)
 
     def close(self) -> None:
         """Stop listening. May be called twice."""
@@ -115,13 +124,13 @@ class PeerGateways:
         found = {line.rpartition(" @")[2] for line in lines if f" @{self._prefix}" in line}
         return sorted(found - {self._name})[:MAX_PEERS]
 
-    async def _ask_all(self, question: Question) -> list[bytes]:
+    async def _ask_all(self, question: bytes) -> list[bytes]:
         if self._listener is None:
             return []
         asked = (asyncio.to_thread(self._ask, name, question) for name in self._names())
         return [told for told in await asyncio.gather(*asked) if told is not None]
 
-    def _ask(self, name: str, question: Question) -> bytes | None:
+    def _ask(self, name: str, question: bytes) -> bytes | None:
         """Ask a gateway again while it is too busy; return None if it does not answer in TIMEOUT_S."""
         until_s = time.monotonic() + TIMEOUT_S
         while True:
@@ -133,7 +142,7 @@ class PeerGateways:
                     return None
             time.sleep(RETRY_S)
 
-    def _ask_once(self, name: str, question: Question) -> bytes | None:
+    def _ask_once(self, name: str, question: bytes) -> bytes | None:
         sock = socket.socket(socket.AF_UNIX)
         sock.settimeout(TIMEOUT_S)
         try:
@@ -144,9 +153,9 @@ class PeerGateways:
         if not _is_ours(sock):
             sock.close()
             return None
-        connection = Connection(sock, self._keys, Role.CONNECTING, schema=_SCHEMA)
+        connection = Connection(sock, self._keys, Role.CONNECTING, schema=self._schema)
         with contextlib.closing(connection.handshake(TIMEOUT_S)):
-            connection.send(msgspec.msgpack.encode(question), timeout_s=TIMEOUT_S)
+            connection.send(question, timeout_s=TIMEOUT_S)
             return b"".join(_received(connection))
 
     def _accept(self) -> None:
@@ -164,19 +173,20 @@ class PeerGateways:
         telling.add_done_callback(self._answering.discard)
 
     def _tell(self, sock: socket.socket, loop: asyncio.AbstractEventLoop) -> None:
-        connection = Connection(sock, self._keys, Role.ACCEPTING, schema=_SCHEMA)
+        connection = Connection(sock, self._keys, Role.ACCEPTING, schema=self._schema)
         failures = (WireError, PeerGone, TimeoutError, msgspec.MsgspecError)
         with contextlib.closing(connection), contextlib.suppress(*failures):
             connection.handshake(TIMEOUT_S)
-            question = _QUESTIONS.decode(connection.recv(TIMEOUT_S))
+            question = connection.recv(TIMEOUT_S)
             told = asyncio.run_coroutine_threadsafe(self._told(question), loop).result(TIMEOUT_S)
-            for begin in range(0, len(told), PIECE_BYTES):
+            for begin in range(0, max(1, len(told)), PIECE_BYTES):
                 mark = MORE if begin + PIECE_BYTES < len(told) else LAST
                 connection.send(mark + told[begin : begin + PIECE_BYTES], timeout_s=TIMEOUT_S)
 
-    async def _told(self, question: Question) -> bytes:
+    async def _told(self, question: bytes) -> bytes:
         """Return the answer as of the question, so that no scrape shows less than the one before."""
-        return msgspec.msgpack.encode(self._answer(question))
+        name, _, asked = question.partition(b"\0")
+        return self._subjects[name.decode()].tell(asked)
 
 
 def _received(connection: Connection) -> Iterator[bytes]:

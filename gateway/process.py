@@ -22,11 +22,11 @@ from baton.gateway.api.inference import Inference
 from baton.gateway.api.prompt_reader import TextSettings
 from baton.gateway.app import make_app
 from baton.gateway.http.server import HttpServer
+from baton.gateway.metrics.dashboard import LiveFeed
 from baton.gateway.metrics.exporter import Exporter
-from baton.gateway.metrics.live_feed import LiveFeed
 from baton.gateway.metrics.metrics import Metrics
 from baton.gateway.metrics.tracing import Tracer
-from baton.gateway.peer_gateways import CountsQuery, PeerGateways, Question, Reply
+from baton.gateway.peer_gateways import PeerGateways
 from baton.gateway.streams import request_stream
 from baton.gateway.streams.frontend import Frontend
 from baton.gateway.streams.request_stream import Service
@@ -65,7 +65,7 @@ class GatewayProcess:
         self._config = config
         self._address: Address | None = None
         self.metrics = Metrics(gateway=name, events=service.counters)
-        self._peers = PeerGateways(ring, self._tell_peer)
+        self._peers = PeerGateways(ring)
         self._watch: TenantsWatch | None = None
         self._tasks: list[asyncio.Task[None]] = []  # from `start` to `drain`
         tenants = Tenants(ring)
@@ -141,11 +141,6 @@ class GatewayProcess:
     def find(self, query: FindRequests) -> Sequence[RequestTimeline]:
         """Return the ended requests of this gateway that a query asks for."""
         return self._inference.requests.find(query)
-
-    def _tell_peer(self, question: Question) -> Reply:
-        if isinstance(question, CountsQuery):
-            return self.metrics
-        return self._inference.responses.tell(question.tenant, question.id, forgets=question.forgets)
 
     def status(self, id: str) -> GatewayStatus:
         """Return the report to routers. id: of this life of the process."""

@@ -38,8 +38,8 @@ class TimelineAttempt(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     end: Name = ""  # "finished", "cancelled", or the reason why another attempt followed
 
 
-class RequestTimeline(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One ended request. Of several choices, the timeline is that of the choice that ended last."""
+class RequestFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """One ended request. Of several choices, the times are those of the choice that ended last."""
 
     request_id: Id  # that the `id` of the answer contains
     tenant: Name = ""
@@ -60,6 +60,18 @@ class RequestTimeline(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     hidden_transfer_s: Seconds = 0.0  # of sending pages while the prompt was computed; in no part
     clock_error_s: Seconds = 0.0  # bound of the error of the measured clock offsets
     unaccounted_s: Seconds = 0.0
+
+
+class RequestSummary(RequestFacts, frozen=True, kw_only=True):
+    """An ended request in a list of many, such as that of `/admin/requests`."""
+
+    num_attempts: Count = 0
+    seconds: dict[str, float] = {}  # see RequestTimeline.seconds
+
+
+class RequestTimeline(RequestFacts, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """An ended request with the parts of its time."""
+
     parts: Annotated[tuple[TimelinePart, ...], Meta(max_length=MAX_PARTS)] = ()
     attempts: Annotated[tuple[TimelineAttempt, ...], Meta(max_length=MAX_ATTEMPTS)] = ()
 
@@ -70,3 +82,8 @@ class RequestTimeline(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         for part in self.parts:
             sums[part.name] += part.seconds
         return {**sums, "unaccounted": self.unaccounted_s}
+
+    def summary(self) -> RequestSummary:
+        """Return the request without its parts and its attempts."""
+        facts = {name: getattr(self, name) for name in RequestFacts.__struct_fields__}
+        return RequestSummary(**facts, num_attempts=len(self.attempts), seconds=self.seconds)

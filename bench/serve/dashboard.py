@@ -29,7 +29,7 @@ from baton.bench.serve.load import Hammer, Point
 from baton.bench.serve.overhead import Plane, Target, hosted
 from baton.bench.serve.simulated_cluster import SimulatedCluster, gateway_of, served
 from baton.errors import ConfigError
-from baton.gateway.metrics.live_feed import EVERY_S, IDLE_EVERY_S
+from baton.gateway.metrics.dashboard import EVERY_S, IDLE_EVERY_S
 from baton.gateway.process import GatewayProcess
 
 if TYPE_CHECKING:

@@ -35,7 +35,7 @@ from baton.cluster.cli.http_client import HttpClient
 from baton.errors import BatonError
 from baton.gateway.metrics.snapshot import ClusterSnapshot, Point, TenantRow, WorkerRow
 from baton.messages.control import Decision
-from baton.messages.timeline import RequestTimeline
+from baton.messages.timeline import RequestSummary, RequestTimeline
 
 RETRY_S: Final = 2.0
 REQUESTS_EVERY_S: Final = 5.0
@@ -46,21 +46,6 @@ PAGE_STYLES: Final = {"active": "blue", "cached": "green", "leased": "yellow", "
 
 Cell: TypeAlias = str | Text
 Row: TypeAlias = Any  # a WorkerRow, a TenantRow or a RequestSummary, by the list
-
-
-class RequestSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """One ended request in the list of `/admin/requests`."""
-
-    request_id: str
-    tenant: str = ""
-    outcome: str = ""
-    total_s: float = 0.0
-    first_token_s: float | None = None
-    num_prompt_tokens: int = 0
-    num_cached_tokens: int = 0
-    num_tokens: int = 0
-    num_attempts: int = 0
-    seconds: dict[str, float] = {}
 
 
 class Requests(msgspec.Struct, frozen=True):

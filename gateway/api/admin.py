@@ -60,7 +60,10 @@ def add_admin_routes(app: FastAPI, service: Service, find: Find) -> None:
         query = _read_query(request.query_params)
         key = attrgetter("total_s") if query.order == "slowest" else _ended_s
         found = sorted(await _find(service, find, query), key=key, reverse=True)
-        return {"object": "list", "data": [_summary(each) for each in found[: query.limit]]}
+        return {
+            "object": "list",
+            "data": [msgspec.to_builtins(each.summary()) for each in found[: query.limit]],
+        }
 
     @app.get("/admin/requests/{request_id}", include_in_schema=False)
     async def one_request(request_id: str) -> dict[str, Any]:
@@ -113,12 +116,6 @@ async def _find(service: Service, find: Find, query: FindRequests) -> list[Reque
 
 def _ended_s(timeline: RequestTimeline) -> float:
     return timeline.began_s + timeline.total_s
-
-
-def _summary(timeline: RequestTimeline) -> dict[str, Any]:
-    shown: dict[str, Any] = msgspec.to_builtins(timeline)
-    del shown["parts"], shown["attempts"]
-    return {**shown, "num_attempts": len(timeline.attempts), "seconds": timeline.seconds}
 
 
 async def _ask(explain: Explain, request_id: str) -> tuple[Decision, ...] | None:

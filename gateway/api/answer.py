@@ -28,6 +28,7 @@ from baton.gateway.api.errors import ApiError
 from baton.gateway.streams.request_stream import Service
 from baton.gateway.streams.resume import NAME_BYTES
 from baton.gateway.streams.timeline import RequestMarks
+from baton.gateway.text.answer_parsing import choice_reader
 from baton.gateway.text.answer_reader import Parts, ToolCallDelta
 from baton.gateway.text.tokenizer import ChoiceText, Tokenizer, detokenizer_of
 from baton.pages import with_public
@@ -293,8 +294,7 @@ class AnswerChoice:
             answer.tokenizer, prompt.token_ids, skip_special_tokens=call.skips_special_tokens
         )
         self._text = ChoiceText(detokenizer, call.stops, call.sampling, includes_stop=call.includes_stop)
-        digests = _tool_call_digests(answer.name, index)
-        self._reader = call.parsing.reader(lambda: call.parsing.new_id(next(digests)))
+        self._reader = choice_reader(call.parsing, _tool_call_digests(answer.name, index))
 
     @property
     def finish_reason(self) -> FinishReason | None:

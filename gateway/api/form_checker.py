@@ -33,6 +33,7 @@ import msgspec
 
 from baton.errors import InvalidRequest, Overloaded
 from baton.gateway.api.helper_process import LENGTH_BYTES, frame, lower_priority
+from baton.gateway.metrics.metrics import CHECK_BOUNDS_S
 from baton.json_schema.patterns import byte_tokenizer
 from baton.messages.status import Histogram
 from baton.request import StructuredOutputs
@@ -46,7 +47,6 @@ MAX_MEMORY_BYTES: Final = 2**30
 MAX_WAIT_S: Final = 10.0
 MAX_CHILDREN: Final = 16
 RETRY_AFTER_S: Final = 1.0
-CHECK_BOUNDS_S: Final = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 DONE: Final = b"."  # before the error message of a child, which is empty for a form that can be honoured
 TOO_MUCH: Final = f"it takes more than {1000 * MAX_CPU_S:.0f} ms, or too much memory, to compile"
 

@@ -17,7 +17,6 @@ import msgspec
 import orjson
 
 from baton.gateway.api.answer import Answer, AnswerChoice, AnswerFormat, Delta
-from baton.gateway.api.dialects.messages_format import MessageFormat
 from baton.gateway.api.errors import ApiError
 from baton.gateway.text.answer_reader import ToolCallDelta
 from baton.gateway.text.tokenizer import Tokenizer
@@ -166,9 +165,7 @@ Json = dict[str, Any]
 
 
 def answer_format(answer: Answer, created_s: int) -> AnswerFormat:
-    """Return the wire format of a chat, a completion or a message. created_s: in seconds since 1970."""
-    if answer.call.dialect == "messages":
-        return MessageFormat(answer, created_s)
+    """Return the wire format of a chat or a completion. created_s: in seconds since 1970."""
     kind = ChatFormat if answer.call.is_chat else CompletionFormat
     tokenizer = None if answer.call.names_tokens_by_id else answer.tokenizer
     return kind(answer, LogprobsFormat(tokenizer), created_s)

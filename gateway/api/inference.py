@@ -45,11 +45,12 @@ from baton.gateway.api.answer_stream import (
     WriteCoalescer,
     num_chars,
 )
+from baton.gateway.api.body import raw_fields
 from baton.gateway.api.body_reader import PublicPrefixes, ServedModel
-from baton.gateway.api.call import Call, Dialect, Prompt, make_call, raw_fields
+from baton.gateway.api.call import Call, Dialect, Prompt, make_call
 from baton.gateway.api.dialects import messages, responses
-from baton.gateway.api.dialects.response_store import ResponsePeers, ResponseStore
-from baton.gateway.api.dialects.responses_format import ResponsesFormat
+from baton.gateway.api.dialects.response_store import ResponseStore
+from baton.gateway.api.dialects.typed_events import MessageFormat, ResponsesFormat
 from baton.gateway.api.errors import (
     ApiError,
     ClientGone,
@@ -71,11 +72,11 @@ from baton.gateway.http.protocol import (
     read_body,
     respond_in_turns,
 )
-from baton.gateway.http.trace_context import TRACE
 from baton.gateway.http.websocket import LIMITED_SOCKET, LimitedSocket
 from baton.gateway.metrics.metrics import Metrics
 from baton.gateway.metrics.requests import RequestHistory
-from baton.gateway.metrics.tracing import Tracer
+from baton.gateway.metrics.tracing import TRACE, Tracer
+from baton.gateway.peer_gateways import PeerGateways
 from baton.gateway.streams.resume import (
     HEADER,
     MAX_RESUMABLE_CHOICES,
@@ -120,7 +121,7 @@ class Inference:
         config: GatewayConfig,
         event_ids: EventIds,
         *,
-        peers: ResponsePeers | None = None,
+        peers: PeerGateways | None = None,
         tracer: Tracer | None = None,
         calendar_s: Callable[[], float] = time.time,
         draw_seed: Callable[[], int] = lambda: secrets.randbits(SEED_BITS),
@@ -414,6 +415,8 @@ class Inference:
     def _format(self, answer: Answer, created_s: int) -> AnswerFormat:
         if answer.call.dialect == "responses":
             return ResponsesFormat(answer, created_s, self.responses, self._calendar_s)
+        if answer.call.dialect == "messages":
+            return MessageFormat(answer, created_s)
         return answer_format(answer, created_s)
 
     async def _follow(self, stream: AnswerStream) -> None:

@@ -12,14 +12,15 @@ import msgspec
 import orjson
 
 from baton.errors import InvalidRequest
-from baton.gateway.api.call import (
+from baton.gateway.api.body import (
     AnyBody,
+    AskedForm,
     Body,
     ChatBody,
     CompletionBody,
     DetokenizeBody,
+    FormKeys,
     GivenPrompt,
-    Prompt,
     TokenizeBody,
     check_sampled_ids,
     check_token_ids,
@@ -28,16 +29,17 @@ from baton.gateway.api.call import (
     raw_fields,
     truncated,
 )
+from baton.gateway.api.call import Prompt
 from baton.gateway.api.dialects import messages, responses
 from baton.gateway.api.dialects.response_store import AskedResponse
 from baton.gateway.api.errors import ApiError, invalid
-from baton.gateway.api.structured_output import AskedForm, FormKeys
 from baton.gateway.api.tool_choice import Tool, ToolChoice, read_tool_choice
 from baton.gateway.text.answer_grammar import Tags
-from baton.gateway.text.answer_parsing import AnswerParsing, ModelParsers, frame_of
+from baton.gateway.text.answer_parsing import ModelParsers, frame_of
+from baton.gateway.text.answer_reader import AnswerParsing, ReasoningState
 from baton.gateway.text.chat_template import REASONING_EFFORT, ChatTemplate, Message, read_messages
 from baton.gateway.text.model_files import read_vocab_size
-from baton.gateway.text.reasoning import REASONING_PARSERS, ReasoningState
+from baton.gateway.text.reasoning import REASONING_PARSERS
 from baton.gateway.text.tokenizer import Tokenizer
 from baton.gateway.text.tool_calls import has_tagged_arguments
 from baton.request import MAX_BAD_WORD_TOKENS, StructuredOutputs

@@ -7,10 +7,9 @@ import msgspec
 from msgspec import Meta
 
 from baton.errors import InvalidRequest
-from baton.gateway.api.call import check_depth
+from baton.gateway.api.body import check_depth
 from baton.gateway.api.errors import invalid, unsupported
-from baton.gateway.text.answer_grammar import CallableTool, arguments_schema, text_arguments
-from baton.gateway.text.answer_parsing import AskedCalls
+from baton.gateway.text.answer_grammar import AskedCalls, CallableTool, arguments_schema, text_arguments
 
 MAX_TOOLS: Final = 128
 MAX_TOOL_BYTES: Final = 64 * 2**10

@@ -27,7 +27,7 @@ from baton.config.gateway import OPERATOR_HOST, is_loopback
 from baton.gateway.api.dialects.messages import body_of_error
 from baton.gateway.api.errors import ApiError, ClientGone, Headers, answer_to
 from baton.gateway.http.protocol import header, respond
-from baton.gateway.http.trace_context import TRACE, TraceContext
+from baton.gateway.metrics.tracing import TRACE, TraceContext
 from baton.gateway.tenants.tenants import Tenant, Tenants
 
 PUBLIC_PATHS: Final = frozenset({"/health", "/ping"})

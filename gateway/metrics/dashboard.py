@@ -1,15 +1,25 @@
-"""`/ui`: the page that shows the cluster live. Its files are in `ui/` and load nothing from elsewhere.
+"""`/ui`, the page that shows the cluster live, and the feed that it shares with `baton top`.
 
 | path | |
 |---|---|
-| `/ui` | the page |
+| `/ui` | the page; its files are in `ui/` and load nothing from elsewhere |
 | `/ui/NAME` | a script or the style sheet of the page |
-| `/ui/events` | history and snapshots as server-sent events (live_feed.py) |
+| `/ui/events` | 15 minutes of points, then a snapshot a second, as server-sent events |
 | `/ui/workers/ID` | every field of one worker |
 
-The page also asks `/admin/requests` and `/admin/decisions/ID`.
+The page also asks `/admin/requests` and `/admin/decisions/ID`. The feed:
+
+1. `keep_reading` takes a reading every second while a viewer is connected, every IDLE_EVERY_S otherwise.
+2. Each reading becomes a point, from the readings of the last WINDOW_S. Points are kept for HISTORY_S.
+3. While viewers are connected each reading becomes a snapshot as well, encoded once for all of them.
+4. A viewer gets the event `history`, a list of points, then the event `snapshot` of each reading. A viewer
+   that reads slowly misses snapshots and gets later ones.
 """
 
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Final
 
@@ -17,9 +27,112 @@ import msgspec
 from fastapi import FastAPI, Response
 from starlette.responses import StreamingResponse
 
+from baton.clock import Clock
 from baton.gateway.api.errors import ApiError
-from baton.gateway.metrics.live_feed import LiveFeed
+from baton.gateway.metrics.exporter import Exporter
+from baton.gateway.metrics.snapshot import Point, Reading, ReadingWindow, read
 from baton.gateway.streams.request_stream import Service
+from baton.messages.operations import Status
+
+EVERY_S: Final = 1.0
+IDLE_EVERY_S: Final = 5.0
+WINDOW_S: Final = 10.0
+HISTORY_S: Final = 900.0
+MAX_POINTS: Final = 1024  # a bound for clocks that jump; HISTORY_S ends points before
+MAX_VIEWERS: Final = 16
+
+
+class LiveFeed:
+    """The points and the viewers of one gateway."""
+
+    def __init__(self, exporter: Exporter, service: Service, clock: Clock, *, model: str) -> None:
+        """exporter: tells the counts of the gateways. service: tells the status. model: its name."""
+        self._exporter = exporter
+        self._service = service
+        self._clock = clock
+        self._model = model
+        self._points: deque[Point] = deque(maxlen=MAX_POINTS)
+        self._readings: deque[Reading] = deque()  # of the last WINDOW_S, and one before
+        self._num_viewers = 0
+        self._is_closed = False
+        self._next = asyncio.Condition()
+        self._latest = b""  # the last snapshot as an event
+        self._num_snapshots = 0
+        self._wanted = asyncio.Event()  # a viewer has come
+
+    @property
+    def num_viewers(self) -> int:
+        """The number of connected viewers."""
+        return self._num_viewers
+
+    async def keep_reading(self) -> None:
+        """Take readings until cancelled."""
+        while True:
+            await self.take()
+            pause_s = EVERY_S if self._num_viewers else IDLE_EVERY_S
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(pause_s):
+                    await self._wanted.wait()
+            self._wanted.clear()
+
+    async def take(self) -> None:
+        """Take one reading: keep its point, and send its snapshot to the viewers."""
+        gateways = await self._exporter.gateways()
+        status = self._service.status or Status()
+        reading = read(self._clock.now_s(), gateways, status)
+        self._readings.append(reading)
+        while len(self._readings) > 2 and self._readings[1].time_s <= reading.time_s - WINDOW_S:
+            self._readings.popleft()
+        window = ReadingWindow(self._readings[0], reading, status)
+        point = window.point()
+        self._keep(point)
+        if self._num_viewers:
+            self._latest = _event("snapshot", window.snapshot(self._model, point, gateways))
+            await self._tell()
+
+    def _keep(self, point: Point) -> None:
+        self._points.append(point)
+        while self._points[0].time_s < point.time_s - HISTORY_S:
+            self._points.popleft()
+
+    async def _tell(self) -> None:
+        self._num_snapshots += 1
+        async with self._next:
+            self._next.notify_all()
+
+    def admit(self) -> AsyncIterator[bytes]:
+        """Return the events of a new viewer. Raises ApiError 503 when there are too many."""
+        if self._num_viewers >= MAX_VIEWERS or self._is_closed:
+            message = "draining" if self._is_closed else f"{MAX_VIEWERS} viewers watch this gateway already"
+            raise ApiError(503, message, code="too_many_viewers", retry_after_s=IDLE_EVERY_S)
+        return self._events()
+
+    async def _events(self) -> AsyncIterator[bytes]:
+        self._num_viewers += 1
+        try:
+            if self._num_viewers == 1:
+                self._wanted.set()
+            yield _event("history", list(self._points))
+            while not self._is_closed:
+                yield await self._snapshot_after(self._num_snapshots)
+        finally:
+            self._num_viewers -= 1
+
+    async def _snapshot_after(self, num_seen: int) -> bytes:
+        async with self._next:
+            await self._next.wait_for(lambda: self._num_snapshots > num_seen)
+        return self._latest
+
+    async def close(self) -> None:
+        """End the streams of all viewers. May be called twice."""
+        self._is_closed = True
+        self._latest = b": draining\n\n"
+        await self._tell()
+
+
+def _event(name: str, value: object) -> bytes:
+    return b"event: %s\ndata: %s\n\n" % (name.encode(), msgspec.json.encode(value))
+
 
 FOLDER: Final = Path(__file__).with_name("ui")
 PAGE: Final = "index.html"

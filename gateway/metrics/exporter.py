@@ -22,7 +22,7 @@ from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
 import baton
-from baton.gateway.metrics.metrics import MAX_TENANTS, Metrics, TenantCounts
+from baton.gateway.metrics.metrics import MAX_TENANTS, CountsQuery, Metrics, TenantCounts
 from baton.gateway.peer_gateways import PeerGateways
 from baton.gateway.streams.request_stream import Service
 from baton.messages.operations import Status
@@ -605,13 +605,13 @@ class Exporter:
         """vllm_names: write the metrics that have vLLM's names as well."""
         self.metrics = metrics
         self._service = service
-        self._peers = peers
+        self._ask = None if peers is None else peers.answer(CountsQuery, Metrics, lambda _: metrics)
         self._model = model
         self._vllm_names = vllm_names
 
     async def gateways(self) -> list[Metrics]:
         """Return the counts of every gateway of the port, of this one first."""
-        return [self.metrics, *([] if self._peers is None else await self._peers.others())]
+        return [self.metrics, *([] if self._ask is None else await self._ask(CountsQuery()))]
 
     def text(self, gateways: Sequence[Metrics]) -> bytes:
         """Return the metrics of these gateways and of the cluster in Prometheus' text format."""

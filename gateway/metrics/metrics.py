@@ -10,7 +10,6 @@ from typing import Annotated, Final, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from baton.gateway.api.form_checker import CHECK_BOUNDS_S
 from baton.messages.status import Histogram
 from baton.tenants import Refusal
 
@@ -21,6 +20,7 @@ REFUSALS: Final = frozenset(refusal.value for refusal in Refusal)
 TTFT_BOUNDS_S: Final = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 ITL_BOUNDS_S: Final = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.08, 0.1, 0.2, 0.5, 1.0, 5.0)
 REQUEST_BOUNDS_S: Final = (0.01, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0, 120.0, 600.0)
+CHECK_BOUNDS_S: Final = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)  # of forms
 UNACCOUNTED_BOUNDS_S: Final = (0.0001, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0)
 ROUTES: Final = frozenset(
     {"/v1/chat/completions", "/v1/completions", "/v1/models", "/tokenize", "/detokenize"}
@@ -43,6 +43,10 @@ class TenantCounts(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     # By objective ("ttft", "tpot", "deadline"), of the calls that had the objective.
     met: ByName = msgspec.field(default_factory=Counter)
     missed: ByName = msgspec.field(default_factory=Counter)
+
+
+class CountsQuery(msgspec.Struct, frozen=True):
+    """Asks another gateway of the port for its Metrics."""
 
 
 class Metrics(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

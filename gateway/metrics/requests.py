@@ -5,7 +5,7 @@ the request is traced, and at most once in COUNT_S for the metrics, so a busy ga
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from heapq import heappush, heappushpop
 from itertools import count, islice
 from typing import Final, NamedTuple
@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 from baton.clock import Clock
 from baton.gateway.api.answer import Answer, Usage
 from baton.gateway.metrics.metrics import Metrics
-from baton.gateway.metrics.tracing import Tracer
+from baton.gateway.metrics.tracing import Tracer, Value
 from baton.gateway.streams.timeline import CallMarks, RequestMarks, assemble
 from baton.messages.operations import FindRequests
 from baton.messages.timeline import RequestTimeline
@@ -100,7 +100,7 @@ class RequestHistory:
             context = answer.call.trace or self._tracer.context(None, None)  # None: over a WebSocket
             rule = self._tracer.rule(context, outcome, ended.total_s)
             if rule is not None:
-                self._tracer.export(context, ended.timeline(), answer, rule)
+                self._tracer.export(context, ended.timeline(), _asked(answer), rule)
 
     def find(self, query: FindRequests) -> Sequence[RequestTimeline]:
         """Return the requests that a query asks for, the latest or the slowest first."""
@@ -140,6 +140,21 @@ class RequestHistory:
         recent = [each for each in self._slowest if each.began_s >= since_s]
         requests = (request for each in recent for request in each.requests())
         return sorted(requests, key=lambda request: -request.total_s)
+
+
+def _asked(answer: Answer) -> Mapping[str, Value | None]:
+    """Return the attributes of a traced call that its timeline lacks."""
+    call, sampling = answer.call, answer.call.sampling
+    reasons = tuple(str(choice.finish_reason) for choice in answer.choices if choice.finish_reason)
+    return {
+        "gen_ai.operation.name": "chat" if call.is_chat else "text_completion",
+        "gen_ai.request.model": call.model,
+        "gen_ai.request.max_tokens": sampling.max_tokens,
+        "gen_ai.request.temperature": sampling.temperature,
+        "gen_ai.request.top_p": sampling.top_p,
+        "gen_ai.request.choice.count": call.num_choices if call.num_choices > 1 else None,
+        "gen_ai.response.finish_reasons": reasons or None,
+    }
 
 
 def _last_token_s(marks: RequestMarks) -> float:

@@ -38,7 +38,7 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkerRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One worker. Counts are since its start; `baton.messages.workers.Load` describes them."""
+    """One worker. Fields with the names of fields of `Load` are copies; counts are since the start."""
 
     id: str
     name: str
@@ -67,6 +67,9 @@ class WorkerRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     num_compiled_forms: int = 0
     compile_us: int = 0
     num_failed_forms: int = 0
+
+
+LOAD_FIELDS: Final = set(WorkerRow.__struct_fields__) & set(Load.__struct_fields__)
 
 
 class TenantRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -274,26 +277,11 @@ class ReadingWindow:
             is_draining=status.is_draining,
             beat_age_s=round(status.beat_age_s, 3),
             num_attempts=status.num_attempts,
-            num_running=load.num_running,
-            num_waiting=load.num_waiting,
-            num_incoming=load.num_incoming,
-            num_outgoing=load.num_outgoing,
             num_pages=worker.num_pages,
-            pages=load.pages,
-            num_tokens=load.num_tokens,
             tokens_per_s=0.0 if before is None else self._rate(before.num_tokens, load.num_tokens),
             sent_bytes_per_s=self._sent_bytes_per_s(worker.id),
             sent_to={} if before is None else self._sent_to(before, load),
-            num_preemptions=load.num_preemptions,
-            prefix_queries_tokens=load.prefix_queries_tokens,
-            prefix_hits_tokens=load.prefix_hits_tokens,
-            num_draft_tokens=load.num_draft_tokens,
-            num_accepted_tokens=load.num_accepted_tokens,
-            num_masks=load.num_masks,
-            mask_us=load.mask_us,
-            num_compiled_forms=load.num_compiled_forms,
-            compile_us=load.compile_us,
-            num_failed_forms=load.num_failed_forms,
+            **{name: getattr(load, name) for name in LOAD_FIELDS},
         )
 
     def _sent_to(self, before: WorkerCounts, after: Load) -> dict[str, float]:

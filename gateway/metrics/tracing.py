@@ -15,19 +15,18 @@ prompt or of an answer.
 The packages of the extra `otel` are imported when a tracer is made.
 """
 
+import re
 import secrets
 import threading
 from collections.abc import Iterator, Mapping
 from functools import cache
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 from urllib.parse import urlsplit
 
 import baton
 from baton.config.environment import otel_service_name
 from baton.config.gateway import GatewaySettings
 from baton.errors import ConfigError
-from baton.gateway.api.answer import Answer
-from baton.gateway.http.trace_context import TraceContext, new_span_id, read_traceparent
 from baton.gateway.streams.timeline import CANCELLED, FINISHED
 from baton.messages.timeline import RequestTimeline, TimelineAttempt, TimelinePart
 
@@ -37,13 +36,45 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.util.instrumentation import InstrumentationScope
     from opentelemetry.trace import SpanContext
 
+TRACE: Final = "trace"  # the key of a call's TraceContext in the state of its ASGI scope
 TRACES_PATH: Final = "/v1/traces"
 CLOSE_S: Final = 3.0  # for the last spans to be sent
 SUCCESSES: Final = frozenset({"answered", "gone"})  # outcomes; gone: the client left
+_PARENT: Final = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
 _SAMPLED: Final = 1
 _NS: Final = 1_000_000_000
 _RATIO_BITS: Final = 64  # low bits of the trace id that head sampling compares, as OpenTelemetry does
-Attributes = Mapping[str, str | int | float | bool | tuple[str, ...]]
+Value: TypeAlias = str | int | float | bool | tuple[str, ...]
+Attributes: TypeAlias = Mapping[str, Value]
+
+
+class TraceContext(NamedTuple):
+    """The trace of one call, and the call's root span in the trace."""
+
+    trace_id: int
+    span_id: int
+    is_sampled: bool  # by the caller or by head sampling
+    parent_id: int = 0  # the caller's span; 0: the call began the trace
+    state: str = ""  # the caller's tracestate
+
+    @property
+    def header(self) -> str:
+        """The `traceparent` that names the root span."""
+        return f"00-{self.trace_id:032x}-{self.span_id:016x}-{self.is_sampled:02x}"
+
+
+def read_traceparent(text: str) -> tuple[int, int, bool] | None:
+    """Return trace id, span id and whether the caller samples; None for a header that is not valid."""
+    match = _PARENT.fullmatch(text.strip())
+    if match is None or match[1] == "ff" or (match[1] == "00" and match[5] is not None):
+        return None
+    trace_id, span_id = int(match[2], 16), int(match[3], 16)
+    return (trace_id, span_id, bool(int(match[4], 16) & _SAMPLED)) if trace_id and span_id else None
+
+
+def new_span_id() -> int:
+    """Return a random id of a span; 0 is none."""
+    return secrets.randbits(64) or 1
 
 
 class Tracer:
@@ -85,9 +116,15 @@ class Tracer:
             return "failed"
         return "slow" if self._slow_s is not None and total_s >= self._slow_s else None
 
-    def export(self, context: TraceContext, timeline: RequestTimeline, answer: Answer, rule: str) -> None:
-        """Export a call that a rule samples."""
-        attributes = {**_attributes(timeline, answer, self._model), "baton.sampled_by": rule}
+    def export(
+        self, context: TraceContext, timeline: RequestTimeline, asked: Mapping[str, Value | None], rule: str
+    ) -> None:
+        """Export a call that a rule samples.
+
+        asked: the attributes of the root that the timeline lacks; those that are None are left out.
+        """
+        found = {**asked, **_attributes(timeline, self._model), "baton.sampled_by": rule}
+        attributes = {name: value for name, value in found.items() if value is not None}
         for span in _spans(timeline, context, attributes):
             self._processor.on_end(span.readable())
 
@@ -108,21 +145,12 @@ def traces_url(endpoint: str) -> str:
     return endpoint if urlsplit(endpoint).path.strip("/") else endpoint.rstrip("/") + TRACES_PATH
 
 
-def _attributes(timeline: RequestTimeline, answer: Answer, model: str) -> Attributes:
+def _attributes(timeline: RequestTimeline, model: str) -> Mapping[str, Value | None]:
     """Return the attributes of the root, by OpenTelemetry's names, vLLM's and Baton's own."""
-    call, sampling = answer.call, answer.call.sampling
-    reasons = tuple(str(choice.finish_reason) for choice in answer.choices if choice.finish_reason)
-    found: dict[str, str | int | float | bool | tuple[str, ...] | None] = {
-        "gen_ai.operation.name": _operation(answer),
+    return {
         "gen_ai.provider.name": "baton",
-        "gen_ai.request.model": call.model,
         "gen_ai.response.model": model,
         "gen_ai.response.id": timeline.request_id,
-        "gen_ai.request.max_tokens": sampling.max_tokens,
-        "gen_ai.request.temperature": sampling.temperature,
-        "gen_ai.request.top_p": sampling.top_p,
-        "gen_ai.request.choice.count": call.num_choices if call.num_choices > 1 else None,
-        "gen_ai.response.finish_reasons": reasons or None,
         "gen_ai.usage.input_tokens": timeline.num_prompt_tokens,
         "gen_ai.usage.output_tokens": timeline.num_tokens,
         "gen_ai.usage.cache_read.input_tokens": timeline.num_cached_tokens,
@@ -139,11 +167,6 @@ def _attributes(timeline: RequestTimeline, answer: Answer, model: str) -> Attrib
         "baton.queue.num_ahead": timeline.num_ahead,
         "baton.queue.ahead_tenant": timeline.ahead_tenant or None,
     }
-    return {name: value for name, value in found.items() if value is not None}
-
-
-def _operation(answer: Answer) -> str:
-    return "chat" if answer.call.is_chat else "text_completion"
 
 
 class _Span(NamedTuple):

@@ -16,11 +16,13 @@ from typing import Final, TypeVar
 from baton.clock import Clock, PauseDetector
 from baton.errors import BatonError, InvalidRequest, Overloaded, ProtocolError, Refused, WireError, WorkerLost
 from baton.gateway.streams.request_stream import (
+    MAX_REMEMBERED,
     RETRY_AFTER_S,
     ReplayLimits,
     RequestStream,
     Sink,
     StreamState,
+    WorkerConnections,
 )
 from baton.gateway.streams.routers import (
     SILENT_S,
@@ -38,7 +40,6 @@ from baton.gateway.streams.timeline import (
     RequestMarks,
     WorkerMarks,
 )
-from baton.gateway.streams.workers import MAX_REMEMBERED, WorkerConnections
 from baton.messages.bounds import MAX_EVENTS, Kind
 from baton.messages.codec import AnyMessage, fits_request
 from baton.messages.control import (

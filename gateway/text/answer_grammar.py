@@ -61,6 +61,20 @@ class CallableTool(msgspec.Struct, frozen=True, kw_only=True):
     key: str  # of the body, for error messages
 
 
+class AskedCalls(msgspec.Struct, frozen=True, kw_only=True):
+    """The calls that a request asks for or allows."""
+
+    tools: list[CallableTool]
+    is_required: bool
+    is_parallel: bool
+    is_limited: bool = False  # the model is told of further tools, which it may not call
+
+    @property
+    def is_constrained(self) -> bool:
+        """The model alone would not keep what was asked for."""
+        return self.is_required or self.is_limited or any(tool.schema is not None for tool in self.tools)
+
+
 class Tags:
     """The added tokens of a vocabulary. Made once for a model: some have a thousand."""
 

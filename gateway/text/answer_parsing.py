@@ -1,18 +1,18 @@
 """The parsers of one model, and what they make of one answer: a reader of its text, and a grammar.
 
 `ModelParsers.chosen` chooses the parsers, by the settings or from the chat template. `AnswerParsing` travels
-in the call: each choice of the answer has a reader of its own. `frame_of` writes the grammar of an answer
-that must call tools, or that has a form after reasoning (`StructuredOutputs.frame`).
+in the call, and `choice_reader` makes from it the reader of each choice. `frame_of` writes the grammar of an
+answer that must call tools, or that has a form after reasoning (`StructuredOutputs.frame`).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
 import msgspec
 
 from baton.errors import ConfigError, InvalidRequest
-from baton.gateway.text.answer_grammar import AnswerGrammar, CallableTool, CallForm, Tags
-from baton.gateway.text.answer_reader import Parts, ReaderOptions
+from baton.gateway.text.answer_grammar import AnswerGrammar, AskedCalls, CallForm, Tags
+from baton.gateway.text.answer_reader import AnswerParsing, Parts, ReaderOptions, ReasoningState
 from baton.gateway.text.reasoning import (
     HARMONY,
     HARMONY_REASONING,
@@ -20,11 +20,9 @@ from baton.gateway.text.reasoning import (
     REASONING_PARSERS,
     ChainedReader,
     ReasoningReader,
-    ReasoningState,
     reasoning_of_template,
 )
-from baton.gateway.text.tool_call_readers import HarmonyReader
-from baton.gateway.text.tool_calls import TOOL_CALL_PARSERS, parser_of_template
+from baton.gateway.text.tool_calls import TOOL_CALL_PARSERS, HarmonyReader, parser_of_template
 from baton.request import MAX_FRAME_CHARS
 
 
@@ -71,53 +69,27 @@ class ChoiceReader(Protocol):
         """Return the rest: the text has ended."""
 
 
-class AnswerParsing(msgspec.Struct, frozen=True, kw_only=True):
-    """The reading of one answer's text. Without parsers all of it is shown."""
+def choice_reader(parsing: AnswerParsing, digests: Iterator[str]) -> ChoiceReader | None:
+    """Return the reader of a choice; None when all of the text is shown.
 
-    tool_call_parser: str | None = None  # None: there are no tools
-    reasoning_parser: str | None = None
-    reasoning_state: ReasoningState = ReasoningState.AFTER
-    is_parallel: bool = True  # False: calls after the first are dropped
-    is_named: bool = False  # the call is to the one tool that the request names
-    keeps_special_tokens: bool = False  # in the text: tags are among them
-    text_arguments: dict[str, list[str]] = {}  # by tool: see ReaderOptions
-
-    def new_id(self, digest: str) -> str:
-        """Return the id of a call. digest: hexadecimal, at least 24 characters."""
-        parser = TOOL_CALL_PARSERS[self.tool_call_parser or "hermes"]
-        return parser.id_prefix + digest[: parser.num_id_chars]
-
-    def reader(self, new_id: Callable[[], str]) -> ChoiceReader | None:
-        """Return the reader of a choice; None when all of the text is shown."""
-        if self.tool_call_parser is None and self.reasoning_parser is None:
-            return None
-        options = ReaderOptions(
-            is_parallel=self.is_parallel,
-            new_id=new_id,
-            text_arguments={name: frozenset(keys) for name, keys in self.text_arguments.items()},
-        )
-        if HARMONY & {self.tool_call_parser, self.reasoning_parser}:
-            return HarmonyReader(options)
-        parser = TOOL_CALL_PARSERS.get(self.tool_call_parser or "")
-        calls = None if parser is None else parser.reader(options)
-        if self.reasoning_parser is None or self.reasoning_state is ReasoningState.AFTER:
-            return calls
-        reasoning = ReasoningReader(REASONING_PARSERS[self.reasoning_parser], self.reasoning_state)
-        return reasoning if calls is None else ChainedReader(reasoning, calls)
-
-
-class AskedCalls(msgspec.Struct, frozen=True, kw_only=True):
-    """The calls that a request asks for or allows."""
-
-    tools: list[CallableTool]
-    is_required: bool
-    is_parallel: bool
-    is_limited: bool = False  # the model is told of further tools, which it may not call
-
-    @property
-    def is_constrained(self) -> bool:
-        """The model alone would not keep what was asked for."""
-        return self.is_required or self.is_limited or any(tool.schema is not None for tool in self.tools)
+    digests: the sources of the ids of calls, each hexadecimal and of 24 characters or more.
+    """
+    if parsing.tool_call_parser is None and parsing.reasoning_parser is None:
+        return None
+    parser = TOOL_CALL_PARSERS.get(parsing.tool_call_parser or "")
+    named = parser or TOOL_CALL_PARSERS["hermes"]
+    options = ReaderOptions(
+        is_parallel=parsing.is_parallel,
+        new_id=lambda: named.id_prefix + next(digests)[: named.num_id_chars],
+        text_arguments={name: frozenset(keys) for name, keys in parsing.text_arguments.items()},
+    )
+    if HARMONY & {parsing.tool_call_parser, parsing.reasoning_parser}:
+        return HarmonyReader(options)
+    calls = None if parser is None else parser.reader(options)
+    if parsing.reasoning_parser is None or parsing.reasoning_state is ReasoningState.AFTER:
+        return calls
+    reasoning = ReasoningReader(REASONING_PARSERS[parsing.reasoning_parser], parsing.reasoning_state)
+    return reasoning if calls is None else ChainedReader(reasoning, calls)
 
 
 def frame_of(

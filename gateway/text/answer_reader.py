@@ -13,11 +13,10 @@ import re
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping
+from enum import StrEnum
 from typing import Final, TypeAlias, TypeVar
 
 import msgspec
-
-from baton.gateway.text.tokenizer import overlap
 
 T = TypeVar("T")
 Steps: TypeAlias = Generator[None, None, T]  # waits for more text at each yield
@@ -60,6 +59,32 @@ class ReaderOptions(msgspec.Struct, frozen=True, kw_only=True):
     new_id: Callable[[], str] = lambda: f"call_{secrets.token_hex(12)}"
     # By tool: the arguments that are text, for forms that write text without quotes.
     text_arguments: Mapping[str, frozenset[str]] = {}
+
+
+class ReasoningState(StrEnum):
+    """The place at which an answer begins."""
+
+    WITHIN = "within"  # the prompt has begun the reasoning, or the model always reasons
+    BEFORE = "before"  # the model may reason
+    AFTER = "after"  # the prompt has ended the reasoning
+
+
+class AnswerParsing(msgspec.Struct, frozen=True, kw_only=True):
+    """The reading of one answer's text. Without parsers all of it is shown."""
+
+    tool_call_parser: str | None = None  # None: there are no tools
+    reasoning_parser: str | None = None
+    reasoning_state: ReasoningState = ReasoningState.AFTER
+    is_parallel: bool = True  # False: calls after the first are dropped
+    is_named: bool = False  # the call is to the one tool that the request names
+    keeps_special_tokens: bool = False  # in the text: tags are among them
+    text_arguments: dict[str, list[str]] = {}  # by tool: see ReaderOptions
+
+
+def overlap(text: str, stop: str) -> int:
+    """Return the length of the longest ending of `text` that begins `stop`; `stop` is not in `text`."""
+    longest = min(len(text), len(stop) - 1)
+    return next((size for size in range(longest, 0, -1) if text.endswith(stop[:size])), 0)
 
 
 class AnswerReader(ABC):

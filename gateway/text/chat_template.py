@@ -18,7 +18,7 @@ import minijinja
 import msgspec
 
 from baton.errors import ConfigError, InvalidRequest, ModelError, shown
-from baton.gateway.api.call import check_depth
+from baton.gateway.api.body import check_depth
 from baton.gateway.api.errors import invalid
 from baton.gateway.text.tokenizer import read_text
 

@@ -6,25 +6,16 @@ reasoning, or the whole of an empty one (`enable_thinking: false`): its text tel
 """
 
 from collections.abc import Callable
-from enum import StrEnum
 from typing import Final
 
 import msgspec
 
 from baton.gateway.text.answer_grammar import AnswerGrammar
-from baton.gateway.text.answer_reader import AnswerReader, Parts, Steps
+from baton.gateway.text.answer_reader import AnswerReader, Parts, ReasoningState, Steps
 
 NONE: Final = "none"  # in place of a parser's name
 HARMONY_REASONING: Final = "openai_gptoss"
 HARMONY: Final = frozenset({"openai", HARMONY_REASONING})  # one reader finds all parts of such an answer
-
-
-class ReasoningState(StrEnum):
-    """The place at which an answer begins."""
-
-    WITHIN = "within"  # the prompt has begun the reasoning, or the model always reasons
-    BEFORE = "before"  # the model may reason
-    AFTER = "after"  # the prompt has ended the reasoning
 
 
 class ReasoningParser(msgspec.Struct, frozen=True, kw_only=True):

@@ -27,6 +27,7 @@ from typing import Final, Protocol
 import tokenizers
 
 from baton.errors import InvalidRequest, ModelError
+from baton.gateway.text.answer_reader import overlap
 from baton.request import FinishReason, SamplingParams
 
 Decode = Callable[[Sequence[int]], str]
@@ -313,12 +314,6 @@ class StopStrings:
         """Return the held text: the stream ended before a stop string was whole."""
         held, self._held = self._held, ""
         return held
-
-
-def overlap(text: str, stop: str) -> int:
-    """Return the length of the longest ending of `text` that begins `stop`; `stop` is not in `text`."""
-    longest = min(len(text), len(stop) - 1)
-    return next((size for size in range(longest, 0, -1) if text.endswith(stop[:size])), 0)
 
 
 class ChoiceText:

@@ -21,7 +21,7 @@ import msgspec
 import orjson
 from msgspec import Meta
 
-from baton.gateway.api.call import (
+from baton.gateway.api.body import (
     MAX_MESSAGES,
     MAX_STOPS,
     ChatBody,

@@ -9,11 +9,12 @@ so a response remains usable when an earlier one of the conversation is deleted 
 import itertools
 from collections import OrderedDict
 from collections.abc import Mapping
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import msgspec
 
 from baton.gateway.api.errors import ApiError, invalid, unsupported
+from baton.gateway.peer_gateways import PeerGateways
 
 ID_PREFIX: Final = "resp_"
 MAX_LISTED: Final = 100  # items in one answer
@@ -52,11 +53,12 @@ class StoredResponse(msgspec.Struct, frozen=True):
         return len(self.response) + len(self.items) + len(self.output) + OVERHEAD_BYTES
 
 
-class ResponsePeers(Protocol):
-    """The other gateways of the port."""
+class ResponseQuery(msgspec.Struct, frozen=True):
+    """Asks another gateway for a stored response of a tenant. forgets: that gateway deletes the response."""
 
-    async def find_response(self, tenant: str, id: str, *, forgets: bool) -> StoredResponse | None:
-        """Return a response that one of them has; None if none has. forgets: that one deletes it."""
+    tenant: str
+    id: str
+    forgets: bool = False
 
 
 class _Shelf:
@@ -73,9 +75,9 @@ class _Shelf:
 class ResponseStore:
     """The stored responses of one gateway, by tenant."""
 
-    def __init__(self, *, max_entries: int, max_bytes: int, peers: ResponsePeers | None = None) -> None:
-        """max_entries, max_bytes: of each tenant."""
-        self._peers = peers
+    def __init__(self, *, max_entries: int, max_bytes: int, peers: PeerGateways | None = None) -> None:
+        """max_entries, max_bytes: of each tenant. peers: the other gateways of the port."""
+        self._ask = None if peers is None else peers.answer(ResponseQuery, StoredResponse, self.tell)
         self.max_bytes = max_bytes
         self.is_on = max_entries > 0  # responses are stored at all
         self._max_entries = max_entries
@@ -110,9 +112,10 @@ class ResponseStore:
 
         Raises ApiError as `get` does.
         """
-        found = self.tell(tenant, id, forgets=forgets)
-        if found is None and self._peers is not None and self.is_on and id.startswith(ID_PREFIX):
-            found = await self._peers.find_response(tenant, id, forgets=forgets)
+        query = ResponseQuery(tenant, id, forgets)
+        found = self.tell(query)
+        if found is None and self._ask is not None and self.is_on and id.startswith(ID_PREFIX):
+            found = next(iter(await self._ask(query)), None)
         if found is None:
             raise _missing(id, param)
         return found
@@ -124,14 +127,14 @@ class ResponseStore:
         if not shelf.entries:
             del self._shelves[tenant]
 
-    def tell(self, tenant: str, id: str, *, forgets: bool) -> StoredResponse | None:
-        """Return a response of the tenant; None if this gateway has none. forgets: it is deleted."""
+    def tell(self, query: ResponseQuery) -> StoredResponse | None:
+        """Return a response of the tenant; None if this gateway has none."""
         try:
-            found = self.get(tenant, id)
+            found = self.get(query.tenant, query.id)
         except ApiError:
             return None
-        if forgets:
-            self.delete(tenant, id)
+        if query.forgets:
+            self.delete(query.tenant, query.id)
         return found
 
     def num_bytes(self, tenant: str) -> int:

@@ -20,7 +20,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from baton.gateway.api.call import (
+from baton.gateway.api.body import (
     MAX_MESSAGES,
     ChatBody,
     ModelName,

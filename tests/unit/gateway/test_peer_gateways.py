@@ -2,54 +2,65 @@
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
-from baton.gateway import peer_gateways
 from baton.gateway.api.dialects.response_store import ResponseStore, StoredResponse
+from baton.gateway.api.errors import ApiError
+from baton.gateway.metrics.exporter import Exporter
 from baton.gateway.metrics.metrics import Metrics
-from baton.gateway.peer_gateways import MAX_ANSWERING, CountsQuery, PeerGateways, Question, Reply
+from baton.gateway.peer_gateways import MAX_ANSWERING, PeerGateways
 from baton.messages.bounds import Kind
 from baton.messages.workers import Address
 from baton.rpc.auth import KeyRing
 from tests.event_loop import on_loop
+from tests.scripted_service import ScriptedService
 
 KEY = secrets.token_bytes(32)  # tests that run beside this one have another
 PORT = Address("127.0.0.1", 8000)
 
 
+class PeerGateway:
+    """What a gateway tells the others of its port."""
+
+    def __init__(self, name: str, key: bytes = KEY) -> None:
+        self.peers = PeerGateways(KeyRing.of(key, Kind.GATEWAY))
+        metrics = Metrics(gateway=name, num_open=len(name))
+        self.exporter = Exporter(metrics, ScriptedService(), self.peers, model="tiny", vllm_names=False)
+        self.store = ResponseStore(max_entries=4, max_bytes=2**24, peers=self.peers)
+
+
 @asynccontextmanager
 async def listening(
     *names: str, key: bytes = KEY, address: Address = PORT
-) -> AsyncIterator[list[PeerGateways]]:
-    """One for each name, which has as many open calls as its name has letters."""
+) -> AsyncIterator[list[PeerGateway]]:
+    """Yield a gateway for each name, which has as many open calls as its name has letters."""
     made = []
     for name in names:
-        metrics = Metrics(gateway=name)
-        metrics.num_open = len(name)
-        store = ResponseStore(max_entries=4, max_bytes=2**24)
-        store.put("acme", f"resp_{name}", StoredResponse(name.encode() * 2**20, b"[]", b"[]"))
-        one = PeerGateways(KeyRing.of(key, Kind.GATEWAY), answer_of(metrics, store))
-        one.listen(address)
+        one = PeerGateway(name, key)
+        one.store.put("acme", f"resp_{name}", StoredResponse(name.encode() * 2**20, b"[]", b"[]"))
+        one.peers.listen(address)
         made.append(one)
     try:
         yield made
     finally:
         for one in made:
-            one.close()
+            one.peers.close()
 
 
-def answer_of(metrics: Metrics, store: ResponseStore) -> Callable[[Question], Reply]:
-    def answer(question: Question) -> Reply:
-        if isinstance(question, CountsQuery):
-            return metrics
-        return store.tell(question.tenant, question.id, forgets=question.forgets)
-
-    return answer
+async def found_by(one: PeerGateway) -> dict[str, int]:
+    _, *others = await one.exporter.gateways()
+    return {counts.gateway: counts.num_open for counts in others}
 
 
-async def found_by(one: PeerGateways) -> dict[str, int]:
-    return {counts.gateway: counts.num_open for counts in await one.others()}
+async def response_of(
+    one: PeerGateway, id: str, *, tenant: str = "acme", forgets: bool = False
+) -> StoredResponse | None:
+    try:
+        return await one.store.find(tenant, id, forgets=forgets)
+    except ApiError as error:
+        assert error.status == 404
+        return None
 
 
 async def pretend(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -69,7 +80,7 @@ async def test_each_gateway_hears_all_others() -> None:
     async with listening("a", "bb", "ccc") as (first, second, third):
         assert await found_by(first) == {"bb": 2, "ccc": 3}
         assert await found_by(second) == {"a": 1, "ccc": 3}
-        third.close()
+        third.peers.close()
         assert await found_by(second) == {"a": 1}
 
 
@@ -86,54 +97,52 @@ async def test_gateways_of_another_port_or_cluster_are_left_out() -> None:
 @on_loop
 async def test_process_without_the_key_hears_and_tells_nothing() -> None:
     async with listening("a", "bb") as (one, other):
-        path = f"\0{other._prefix}impostor"  # such a name is for all to see
+        path = f"\0{other.peers._prefix}impostor"  # such a name is for all to see
         async with await asyncio.start_unix_server(pretend, path):
             assert await found_by(one) == {"bb": 2}
-        reader, writer = await asyncio.open_unix_connection(f"\0{one._name}")
+        reader, writer = await asyncio.open_unix_connection(f"\0{one.peers._name}")
         writer.write(b"x" * 1000)
         await hung_up_on(reader)
         writer.close()
         assert await found_by(other) == {"a": 1}
-        while one._answering:
+        while one.peers._answering:
             await asyncio.sleep(0)
 
 
 @on_loop
 async def test_connections_above_the_limit_are_closed() -> None:
     async with listening("a") as (one,):
-        idle = [
-            await asyncio.open_unix_connection(f"\0{one._name}") for _ in range(peer_gateways.MAX_ANSWERING)
-        ]
-        reader, writer = await asyncio.open_unix_connection(f"\0{one._name}")
+        idle = [await asyncio.open_unix_connection(f"\0{one.peers._name}") for _ in range(MAX_ANSWERING)]
+        reader, writer = await asyncio.open_unix_connection(f"\0{one.peers._name}")
         await hung_up_on(reader)
         for _, each in (*idle, (reader, writer)):
             each.close()
-        while one._answering:  # threads of the gateway close the connections
+        while one.peers._answering:  # threads of the gateway close the connections
             await asyncio.sleep(0)
 
 
 @on_loop
 async def test_gateway_that_does_not_listen_has_no_others() -> None:
-    alone = PeerGateways(KeyRing.of(KEY, Kind.GATEWAY), lambda question: None)
+    alone = PeerGateway("a")
     async with listening("bb"):
-        assert await alone.others() == []
-        assert await alone.find_response("acme", "resp_bb", forgets=False) is None
+        assert await found_by(alone) == {}
+        assert await response_of(alone, "resp_bb") is None
 
 
 @on_loop
 async def test_stored_response_is_found_at_the_gateway_that_has_it() -> None:
     async with listening("a", "bb", "ccc") as (one, other, _):
         for _ in range(2):
-            found = await one.find_response("acme", "resp_ccc", forgets=False)
+            found = await response_of(one, "resp_ccc")
             assert found is not None and found.response == b"ccc" * 2**20  # more than a frame
-        assert await one.find_response("other", "resp_ccc", forgets=False) is None
-        assert await one.find_response("acme", "resp_d", forgets=False) is None
-        assert await other.find_response("acme", "resp_ccc", forgets=True) == found
-        assert await one.find_response("acme", "resp_ccc", forgets=False) is None
+        assert await response_of(one, "resp_ccc", tenant="other") is None
+        assert await response_of(one, "resp_d") is None
+        assert await response_of(other, "resp_ccc", forgets=True) == found
+        assert await response_of(one, "resp_ccc") is None
 
 
 @on_loop
 async def test_more_questions_at_once_than_a_gateway_answers_are_all_answered() -> None:
     async with listening("a", "bb") as (one, _):
-        asked = (one.find_response("acme", "resp_bb", forgets=False) for _ in range(4 * MAX_ANSWERING))
+        asked = (response_of(one, "resp_bb") for _ in range(4 * MAX_ANSWERING))
         assert all(await asyncio.gather(*asked))

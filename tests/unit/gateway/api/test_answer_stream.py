@@ -28,7 +28,7 @@ from baton.gateway.api.format import answer_format
 from baton.gateway.metrics.metrics import Metrics
 from baton.gateway.streams.resume import DeliveredChoice, ResumePoint
 from baton.gateway.tenants.limiter import Limiter
-from baton.gateway.text.answer_parsing import AnswerParsing
+from baton.gateway.text.answer_reader import AnswerParsing
 from baton.request import FinishReason, TokenEvent, TokenLogprobs
 from baton.tenants import Quotas
 from baton.token_ids import TokenIds

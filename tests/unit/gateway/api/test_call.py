@@ -9,13 +9,10 @@ from baton.clock import ManualClock
 from baton.cluster.model_directory import resolve_model
 from baton.config.gateway import GatewayConfig
 from baton.errors import InvalidRequest
-from baton.gateway.api.body_reader import BodyReader, ServedModel
-from baton.gateway.api.call import (
+from baton.gateway.api.body import (
     MAX_PROMPTS,
-    SAMPLING_FIELDS,
     UNSUPPORTED,
     AnyBody,
-    Call,
     ChatBody,
     CompletionBody,
     DetokenizeBody,
@@ -23,6 +20,8 @@ from baton.gateway.api.call import (
     decode_body,
     list_prompts,
 )
+from baton.gateway.api.body_reader import BodyReader, ServedModel
+from baton.gateway.api.call import SAMPLING_FIELDS, Call
 from baton.gateway.api.errors import ApiError
 from baton.gateway.api.inference import Inference
 from baton.gateway.api.prompt_reader import PromptReader, ReadPolicy

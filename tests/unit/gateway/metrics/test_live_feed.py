@@ -7,8 +7,8 @@ import pytest
 
 from baton.clock import ManualClock
 from baton.gateway.api.errors import ApiError
+from baton.gateway.metrics.dashboard import HISTORY_S, IDLE_EVERY_S, MAX_VIEWERS, WINDOW_S, LiveFeed
 from baton.gateway.metrics.exporter import Exporter
-from baton.gateway.metrics.live_feed import HISTORY_S, IDLE_EVERY_S, MAX_VIEWERS, WINDOW_S, LiveFeed
 from baton.gateway.metrics.metrics import Metrics
 from baton.messages.operations import Status
 from baton.messages.workers import Load, WorkerStatus

@@ -11,7 +11,6 @@ import pytest
 from baton.clock import ManualClock
 from baton.config.gateway import GatewaySettings
 from baton.errors import ConfigError
-from baton.gateway.http.trace_context import TraceContext
 from baton.gateway.metrics.metrics import Metrics
 from baton.gateway.metrics.requests import (
     COUNT_S,
@@ -21,7 +20,7 @@ from baton.gateway.metrics.requests import (
     SLOWEST_S,
     RequestHistory,
 )
-from baton.gateway.metrics.tracing import CLOSE_S, Tracer, traces_url
+from baton.gateway.metrics.tracing import CLOSE_S, TraceContext, Tracer, traces_url
 from baton.gateway.streams.timeline import RequestMarks
 from baton.gateway.tenants.tenants import Tenant
 from baton.messages.operations import FindRequests
@@ -191,7 +190,8 @@ def test_close_waits_only_a_while_for_a_collector_that_does_not_answer() -> None
         endpoint = f"http://127.0.0.1:{stalled.getsockname()[1]}"
         found = Tracer(GatewaySettings(otlp_traces_endpoint=endpoint), "tiny")
         timeline = RequestTimeline(request_id="a" * 32, outcome="answered", began_s=CALENDAR_S, total_s=1.0)
-        found.export(found.context(None, None), timeline, answer(ScriptedService()), "head")
+        asked = {"gen_ai.operation.name": "chat", "gen_ai.request.model": "tiny"}
+        found.export(found.context(None, None), timeline, asked, "head")
         began_s = time.monotonic()
         found.close()
         assert time.monotonic() - began_s < CLOSE_S + 3.0

@@ -6,8 +6,7 @@ import msgspec
 import pytest
 
 from baton.errors import Refused, WorkerLost
-from baton.gateway.streams.request_stream import DOUBT_S, NODE_ENDS_S
-from baton.gateway.streams.workers import SILENT_BEFORE_S
+from baton.gateway.streams.request_stream import DOUBT_S, NODE_ENDS_S, SILENT_BEFORE_S
 from baton.messages.control import AttemptFailed, Cancel, Ended, Failure, Members, Rejected, Submit
 from baton.request import FinishReason, SamplingParams
 from baton.tenants import Refusal, Sla

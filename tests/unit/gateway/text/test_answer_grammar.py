@@ -13,9 +13,9 @@ from llguidance import LLMatcher, LLTokenizer
 
 from baton.cluster.model_directory import resolve_model
 from baton.errors import InvalidRequest
-from baton.gateway.text.answer_grammar import CallableTool, Tags, arguments_schema, text_arguments
-from baton.gateway.text.answer_parsing import AskedCalls, ModelParsers, frame_of
-from baton.gateway.text.reasoning import ReasoningState
+from baton.gateway.text.answer_grammar import AskedCalls, CallableTool, Tags, arguments_schema, text_arguments
+from baton.gateway.text.answer_parsing import ModelParsers, frame_of
+from baton.gateway.text.answer_reader import ReasoningState
 from baton.gateway.text.tokenizer import Tokenizer
 from baton.gateway.text.tool_calls import TOOL_CALL_PARSERS
 from baton.request import StructuredOutputs

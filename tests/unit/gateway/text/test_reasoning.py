@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.errors import ConfigError
-from baton.gateway.text.answer_parsing import AnswerParsing, ModelParsers
-from baton.gateway.text.reasoning import REASONING_PARSERS, ReasoningState
+from baton.gateway.text.answer_parsing import ModelParsers, choice_reader
+from baton.gateway.text.answer_reader import AnswerParsing, ReasoningState
+from baton.gateway.text.reasoning import REASONING_PARSERS
 
 WITHIN, BEFORE, AFTER = ReasoningState.WITHIN, ReasoningState.BEFORE, ReasoningState.AFTER
 CALL = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
@@ -16,8 +17,7 @@ CALL = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
 
 def read(parsing: AnswerParsing, *parts: str) -> tuple[str, str, list[str]]:
     """Return the text, the reasoning, and the names of calls."""
-    numbers = count()
-    reader = parsing.reader(lambda: f"id {next(numbers)}")
+    reader = choice_reader(parsing, (f"{number:024x}" for number in count()))
     if reader is None:
         return "".join(parts), "", []
     found = [*(reader.push(part) for part in parts), reader.finish()]
@@ -70,7 +70,7 @@ def test_calls_within_reasoning_are_no_calls() -> None:
 
 
 def test_reasoning_is_shown_as_it_comes() -> None:
-    reader = parsing("qwen3", WITHIN).reader(lambda: "")
+    reader = choice_reader(parsing("qwen3", WITHIN), iter(()))
     assert reader is not None
     parts = [reader.push(part) for part in ("\nWhere", " is </", "th", "is", "?</think>", " In", " Paris.")]
     assert [part.reasoning for part in parts] == ["Where", " is", "", " </this", "?", "", ""]

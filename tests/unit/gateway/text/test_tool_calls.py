@@ -8,10 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.gateway.text.answer_grammar import CallableTool, CallForm, Tags
-from baton.gateway.text.answer_parsing import AskedCalls, ModelParsers, frame_of
-from baton.gateway.text.answer_reader import AnswerReader, ReaderOptions, Steps
-from baton.gateway.text.reasoning import ReasoningState
+from baton.gateway.text.answer_grammar import AskedCalls, CallableTool, CallForm, Tags
+from baton.gateway.text.answer_parsing import ModelParsers, frame_of
+from baton.gateway.text.answer_reader import AnswerReader, ReaderOptions, ReasoningState, Steps
 from baton.gateway.text.tool_calls import TOOL_CALL_PARSERS, ToolCallParser, parser_of_template
 from baton.request import StructuredOutputs
 from baton.structured_output import check_form

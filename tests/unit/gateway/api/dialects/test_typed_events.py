@@ -8,9 +8,8 @@ import pytest
 
 from baton.gateway.api.answer import Answer, AnswerChoice, AnswerFormat, Delta
 from baton.gateway.api.call import Dialect
-from baton.gateway.api.dialects.messages_format import MessageFormat
 from baton.gateway.api.dialects.response_store import AskedResponse, ResponseStore
-from baton.gateway.api.dialects.responses_format import ResponsesFormat
+from baton.gateway.api.dialects.typed_events import MessageFormat, ResponsesFormat
 from baton.gateway.api.errors import ApiError
 from baton.gateway.text.answer_reader import ToolCallDelta
 from baton.request import FinishReason
