@@ -137,7 +137,7 @@ class Tracer:
         closing.start()
         closing.join(CLOSE_S)
         if closing.is_alive():
-            self._exporter.shutdown()
+            self._exporter.shutdown()  # type: ignore[no-untyped-call]
 
 
 def traces_url(endpoint: str) -> str:
