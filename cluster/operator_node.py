@@ -26,6 +26,8 @@ from baton.messages.operations import (
     FoundRequests,
     GatewayStatus,
     HeadAway,
+    Migrate,
+    Migrated,
     RecordingPart,
     RecordingQuery,
     RestartWorker,
@@ -42,6 +44,7 @@ from baton.rpc.peers import EMPTY_LIST, Dial, Peer
 from baton.rpc.server import RpcServer
 
 ANSWER_TIMEOUT_S: Final = 5.0
+MIGRATE_TIMEOUT_S: Final = 150.0  # longer than a gateway tries
 MOMENT_S: Final = 0.5  # for connections to further routers, and for gateways behind them
 
 Answer: TypeAlias = "asyncio.Future[AnyMessage]"
@@ -147,6 +150,7 @@ class Operator:
         self._is_connected = asyncio.Event()  # to at least one router
         self._has_all = asyncio.Event()
         self._found: asyncio.Queue[FoundRequests] = asyncio.Queue()
+        self._moves: asyncio.Queue[Migrated] = asyncio.Queue()
 
     async def status(self) -> Status:
         """Return the joined status of all routers that answer."""
@@ -209,6 +213,27 @@ class Operator:
     async def undrain(self, worker: str) -> None:
         """Call a drained worker back. ConfigError: no `baton serve` supervises the worker."""
         await self._order(Undrain(worker=worker))
+
+    async def migrate(self, *, request_id: str = "", worker: str = "", to: str = "") -> Migrated:
+        """Move one request, or all requests of a decode worker, and return how many have moved.
+
+        to: the decode worker; "": the router chooses. Requests that have not moved run on where they are.
+        """
+        await self._until_connected()
+        self._moves = asyncio.Queue()
+        order = Migrate(question=0, request_id=request_id, worker=worker, to=to)
+        next(iter(self._routers)).send(order)
+        num_asked, answers = 1, list[Migrated]()
+        async with asyncio.timeout(MIGRATE_TIMEOUT_S):
+            while len(answers) < num_asked:
+                answers.append(await self._moves.get())
+                num_asked = answers[-1].num_asked
+        return msgspec.structs.replace(
+            answers[0],
+            num_moved=sum(each.num_moved for each in answers),
+            num_left=sum(each.num_left for each in answers),
+            reason=max((each.num_left, each.reason) for each in answers)[1],
+        )
 
     async def restart(self, worker: str) -> None:
         """Drain a worker and start it again. ConfigError: no `baton serve` supervises the worker."""
@@ -276,6 +301,8 @@ class Operator:
             self._watcher.told(peer.hello.id, message)
         if isinstance(message, FoundRequests):
             self._found.put_nowait(message)
+        if isinstance(message, Migrated):
+            self._moves.put_nowait(message)
         if answers and isinstance(message, Status | Decisions | RecordingPart):
             answer = answers.popleft()
             if not answer.done():

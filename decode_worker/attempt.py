@@ -7,14 +7,16 @@ The life of an attempt:
 2. PREFILLING: the cached prefix is claimed, pages for the rest are granted to the prefill worker. The pages
    and the first token arrive in any order.
 3. PULLING, instead: this worker computes the prompt, once a prefix that another worker holds has arrived.
-4. RUNNING: the engine has the sequence and its pages.
+4. PREPARED, after PULLING, of an attempt that migrates here: the pages of the attempt that runs at another
+   worker are here. The gateway sends the tokens that have come since, and this worker goes on after them.
+5. RUNNING: the engine has the sequence and its pages.
 
 An attempt may end in any stage; `DecodeWorker._drop` releases all that it holds. `DecodeAdmission` orders
 the waiting attempts, and `IncomingPages` has the transfers to attempts.
 """
 
 from bisect import insort
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from itertools import count
@@ -37,6 +39,8 @@ from baton.rpc.worker_node import PromptTimer, check_one_choice
 
 # From the grant on; the time that the prompt waits in the prefill worker counts too.
 TRANSFER_TIMEOUT_S: Final = 600.0
+# Of a prompt that migrates: computed in one step, while its client waits.
+MAX_MISSING_TOKENS: Final = 512
 
 
 class AttemptStage(Enum):
@@ -45,6 +49,7 @@ class AttemptStage(Enum):
     WAITING = "waiting"
     PREFILLING = "prefilling"
     PULLING = "pulling"
+    PREPARED = "prepared"
     RUNNING = "running"
 
 
@@ -58,6 +63,7 @@ class Attempt:
     timer: PromptTimer  # knows of the prompt only when it is computed here
     transfer: bytes = b""  # the id of the pages that the prefill worker sends
     source: PullSource | None = None  # without a prefill worker: a peer that holds a prefix
+    migrates_from: str = ""  # the decode worker that runs the attempt before this one
     stage: AttemptStage = AttemptStage.WAITING
     is_receiving: bool = False  # pages are granted, and their transfer has not ended
     filled: FilledPages | None = None  # leading pages that the attempt owns until the engine has them
@@ -67,12 +73,16 @@ class Attempt:
     progress: SequenceProgress | None = None  # once the engine has the sequence
     granted_s: float = 0.0  # the prefill worker was told of the pages
     pages_s: float = 0.0  # these pages had arrived
+    prepared_s: float = 0.0  # the gateway was told
 
     @classmethod
     def of(cls, dispatch: Dispatch, now_s: float) -> "Attempt":
         """now_s: the arrival of the message."""
         request, timer = dispatch.request, PromptTimer(dispatch.request, now_s)
-        return cls(request, dispatch.gateway, dispatch.prefill, timer, dispatch.transfer, dispatch.source)
+        transfer, source = dispatch.transfer, dispatch.source
+        return cls(
+            request, dispatch.gateway, dispatch.prefill, timer, transfer, source, dispatch.migrates_from
+        )
 
     def check(self, engine: Replica) -> None:
         """Raise InvalidRequest for a request that the engine could not run as one attempt."""
@@ -104,6 +114,18 @@ class Attempt:
         """True when all KV of the prompt is here, and the token that follows."""
         filled = self.filled
         return self.first is not None and filled is not None and filled.num_tokens == self.request.num_tokens
+
+    @property
+    def is_prepared(self) -> bool:
+        """True when so little KV is missing that a step computes it."""
+        num_held = self.filled.num_tokens if self.filled is not None else 0
+        return self.request.num_tokens - num_held <= MAX_MISSING_TOKENS
+
+    def take_over(self, token_ids: Sequence[int], now_s: float) -> None:
+        """Go on after these further tokens, from now on. Raises InvalidRequest when they end the answer."""
+        generated = (*self.request.generated_token_ids, *token_ids)
+        self.request = msgspec.structs.replace(self.request, generated_token_ids=generated)
+        self.timer = PromptTimer(self.request, now_s)
 
     @property
     def engine_request(self) -> Request:
@@ -280,6 +302,14 @@ class IncomingPages:
             return False
         attempt.stage = AttemptStage.PULLING
         return True
+
+    def claim(self, attempt: Attempt) -> None:
+        """Have the attempt own the cached prefix."""
+        claim = SoughtPrefix(self._engine, attempt.request, attempt.engine_id).claim(1)
+        if claim.pages:
+            attempt.filled = claim
+        else:
+            self._engine.release(claim)
 
     def poll(self) -> Iterator[ReceivedPages]:
         """Yield the transfers that have ended since the last call."""

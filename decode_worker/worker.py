@@ -13,6 +13,8 @@
   link: its prompts are computed here.
 - The loss of a prefill worker ends its attempts that are incomplete; the gateway retries elsewhere.
 - The loss of a gateway ends its attempts.
+- An attempt that migrates here runs on at its former worker until the gateway has this one take over. It
+  fails when its pages do not come, so that the former attempt just runs on.
 
 All calls come from one thread, and none of them waits. `step` is the body of the loop.
 """
@@ -33,7 +35,17 @@ from baton.kvtransfer.links import KvLinks
 from baton.kvtransfer.prefixes import PulledPrefixes
 from baton.messages.bounds import LINK_TIMEOUT_S, Kind
 from baton.messages.codec import TOO_LARGE, AnyMessage, fits
-from baton.messages.control import Cancel, Dispatch, Failure, Prefilled, PrefillFailed, with_arrival
+from baton.messages.control import (
+    Cancel,
+    Dispatch,
+    Failure,
+    Prefilled,
+    PrefillFailed,
+    Prepared,
+    PullSource,
+    TakeOver,
+    with_arrival,
+)
 from baton.messages.workers import REMOTE_PREFILLS, Load
 from baton.request import AttemptKey, FinishReason, StepOutput, TokenEvent
 from baton.rpc.peers import Peer, PeerRegistry
@@ -41,6 +53,7 @@ from baton.rpc.worker_node import EndedAttempts, WorkerNode, WorkerReports
 
 PrefillResult: TypeAlias = Prefilled | PrefillFailed
 MAX_EARLY_S: Final = 10.0  # a Dispatch that is later than this comes over a link that is given up
+MAX_PREPARED_S: Final = 10.0  # likewise a TakeOver
 
 
 class EarlyResults:
@@ -206,7 +219,9 @@ class DecodeWorker(WorkerNode):
         for attempt, reason, is_refused in self._incoming.poll():
             if reason is None and attempt.stage is AttemptStage.PREFILLING:
                 attempt.pages_s = self._clock.now_s()
-            if attempt.is_complete or attempt.stage is AttemptStage.PULLING:
+            if attempt.migrates_from:
+                self._prepared(attempt)
+            elif attempt.is_complete or attempt.stage is AttemptStage.PULLING:
                 self._answer(attempt)
             elif reason is not None and (attempt.first is not None or is_refused):
                 self._recompute(attempt, reason)
@@ -227,6 +242,7 @@ class DecodeWorker(WorkerNode):
         self._lose_gateways(missing & self._missing_gateways)
         self._missing_gateways = missing
         self._give_up_silent_links()
+        self._give_up_prepared()
         self._early.tick()
         super().tick()
 
@@ -246,6 +262,8 @@ class DecodeWorker(WorkerNode):
                 self._prefill_ended(peer, message)
             case Cancel():
                 self._cancel(peer, message)
+            case TakeOver():
+                self._take_over(peer, message)
             case _:
                 raise ProtocolError(f"a decode worker takes no {type(message).__name__}")
 
@@ -313,6 +331,8 @@ class DecodeWorker(WorkerNode):
         if not attempt.prefill:
             if attempt.request.is_probe:
                 self._fail(attempt, Failure.ERROR, "a probe needs a prefill worker")
+            elif attempt.migrates_from:
+                self._prepare(attempt)
             elif not self._incoming.pull(attempt):
                 self._answer(attempt)
             return True
@@ -340,6 +360,50 @@ class DecodeWorker(WorkerNode):
         except ValueError as error:
             self._recompute(attempt, str(error))
         return True
+
+    # It migrates here.
+
+    def _prepare(self, attempt: Attempt) -> None:
+        """Fetch the pages of the running attempt. KV of its last token may not be there yet."""
+        holder = self._peer_registry.members.get(attempt.migrates_from)
+        if holder is not None:
+            attempt.source = PullSource.by_keys(holder, attempt.request.num_tokens - 1)
+        if not self._incoming.pull(attempt):
+            self._incoming.claim(attempt)
+            self._prepared(attempt)
+
+    def _prepared(self, attempt: Attempt) -> None:
+        """Tell the gateway that it may have this worker take over, or that the pages have not come."""
+        if not attempt.is_prepared:
+            self._fail(attempt, Failure.BUSY, "its pages have not come from its former worker")
+            return
+        attempt.stage, attempt.prepared_s = AttemptStage.PREPARED, self._clock.now_s()
+        prepared = Prepared(request_id=attempt.request_id, attempt=attempt.number)
+        self._peer_registry.tell(attempt.gateway, prepared)
+
+    def _take_over(self, peer: Peer, order: TakeOver) -> None:
+        """Answer from here on. Without the attempt its gateway hears, or has heard, that it has failed."""
+        attempt = self._attempts.get(order.request_id)
+        is_ours = attempt is not None and attempt.key == (order.request_id, order.attempt)
+        if attempt is None or not is_ours or attempt.gateway != peer.hello.id:
+            return
+        if attempt.stage is not AttemptStage.PREPARED:
+            raise ProtocolError(f"attempt {attempt.engine_id} is {attempt.stage.value}, not prepared")
+        self.counters["migrations"] += 1
+        try:
+            attempt.take_over(order.token_ids, self._clock.now_s())
+        except InvalidRequest as error:
+            self._fail(attempt, Failure.INVALID, str(error))
+            return
+        self._answer(attempt)
+
+    def _give_up_prepared(self) -> None:
+        """End prepared attempts that their gateway leaves waiting: they hold pages."""
+        now_s = self._clock.now_s()
+        prepared = [each for each in self._attempts.values() if each.stage is AttemptStage.PREPARED]
+        for attempt in prepared:
+            if now_s - attempt.prepared_s > MAX_PREPARED_S:
+                self._fail(attempt, Failure.BUSY, f"no TakeOver came in {MAX_PREPARED_S:.0f} s")
 
     # Its prompt is computed.
 

@@ -338,9 +338,9 @@ class SoughtPrefix(NamedTuple):
         """Tokens that may be pulled.
 
         The last token is never pulled, nor more than the quota of pages leaves, nor any token of a request
-        that asks for prompt logprobs.
+        that still needs prompt logprobs.
         """
-        if self.request.sampling.prompt_logprobs is not None:
+        if self.request.sampling.prompt_logprobs is not None and not self.request.generated_token_ids:
             return 0
         most, quota = self.request.num_tokens - 1, self.request.scheduling_key.quotas.max_kv_pages
         if quota is None:

@@ -139,7 +139,8 @@ class ClusterState:
     def has_keys(self, submit: Submit) -> bool:
         """Return True when dispatching the attempt needs no page keys, or only keys that are quick to get."""
         is_recording = self.sharing is not None or self.log is not None
-        needs_lookup = self.policy.uses_prefix_index and not submit.sticky_worker
+        has_worker = bool(submit.sticky_worker or submit.migrates_from)
+        needs_lookup = self.policy.uses_prefix_index and not has_worker
         if not needs_lookup and not is_recording:
             return True
         return self.keys.are_ready(self._families, submit.request)

@@ -156,9 +156,6 @@ class Pairing:
         claim: TenantClaim,
         local_tokens: int,
     ) -> Pair | Unpaired | NoSlot:
-        if self._version != self._members.version:
-            self._version = self._members.version
-            self.forget()
         decoders = self._decoders_for(reached)
         holder = next((member for member in decoders if member.id == submit.sticky_worker), None)
         if holder is not None and holder.id not in submit.avoid:
@@ -183,6 +180,28 @@ class Pairing:
         if not paired:
             return self._choose(self._by_load, "no prefill worker", submit, decoders, reached, is_local=True)
         return self._choose(self._policy, self._config.policy, submit, paired, reached, claim)
+
+    def migration(
+        self, submit: Submit, reached: frozenset[str], has_room: Callable[[Member], bool]
+    ) -> Pair | Unpaired:
+        """Choose the decode worker that a running request moves to, by load; `sticky_worker` alone if set."""
+        source = self._members.get(submit.migrates_from)
+        others = [
+            member
+            for member in self._decoders_for(reached)
+            if source is not None
+            and member is not source
+            and member.worker.fingerprint == source.worker.fingerprint
+            and submit.sticky_worker in ("", member.id)
+        ]
+        if not others:
+            return Unpaired.UNREACHED
+        others = [member for member in without(others, submit.avoid) if has_room(member)]
+        if not others:
+            return Unpaired.FULL
+        pair = self._choose(self._by_load, "a migration", submit, others, reached, is_local=True)
+        assert isinstance(pair, Pair), "without a claim no slot is needed"
+        return pair
 
     def forget(self) -> None:
         """Drop the cache; to be called when a gateway reaches other workers."""
@@ -230,6 +249,9 @@ class Pairing:
         return self._views[reached]
 
     def _decoders_for(self, reached: frozenset[str]) -> list[Member]:
+        if self._version != self._members.version:
+            self._version = self._members.version
+            self.forget()
         if reached not in self._decoders:
             decoders = self._members.of_role(WorkerRole.DECODE)
             usable = [member for member in decoders if member.id in reached and not member.is_draining]
@@ -484,7 +506,27 @@ class Dispatcher:
         if self._gateways.get(gateway.id) is gateway:  # the attempt has ended
             gateway.peer.send(Queued(request_id=key[0], attempt=key[1]))
 
+    def _migrate(self, gateway: GatewayPeer, submit: Submit) -> bool:
+        """Dispatch a migration at once, past the queue, or reject it: the request runs on where it is."""
+        capacity, num_tokens = self._admission_queue.capacity, num_kv_tokens(submit.request)
+        pair = self._pairing.migration(
+            submit, gateway.reached, lambda member: capacity.can_decode(member, num_tokens)
+        )
+        if not isinstance(pair, Pair):
+            self._reject(gateway.id, submit.request.key, _no_room(pair.value))
+            return False
+        queued = self._admission_queue.migrate(gateway.id, submit)
+        entry = make_entry(gateway.id, submit.request, pair, self._cluster_state.model, 0.0)
+        # Its prompt is not computed again.
+        self._in_flight.enter(queued.key, entry._replace(num_prompt_tokens=0, compute_s=0.0))
+        self._counters["migrations"] += 1
+        _send(gateway, submit.request, pair, queued, self._admission_queue.waited_s(queued))
+        self._cluster_state.dispatched(submit, pair, entry)
+        return True
+
     def _enqueue(self, gateway: GatewayPeer, submit: Submit) -> bool:
+        if submit.migrates_from:
+            return self._migrate(gateway, submit)
         key = submit.request.key
         refused = self._admission_queue.submit(gateway.id, submit)
         if refused is not None:
@@ -636,7 +678,13 @@ def _send(gateway: GatewayPeer, request: Request, pair: Pair, queued: QueuedAtte
     if source is not None and not fits_beside(request, source):
         source = None
     if pair.prefill is None:
-        dispatch = Dispatch(request=request, gateway=gateway.id, age_s=age_s, source=source)
+        dispatch = Dispatch(
+            request=request,
+            gateway=gateway.id,
+            age_s=age_s,
+            source=source,
+            migrates_from=queued.submit.migrates_from,
+        )
     else:
         transfer = secrets.token_bytes(TRANSFER_BYTES)
         prefill = Prefill(

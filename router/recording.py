@@ -155,6 +155,7 @@ class Submitted(Event, frozen=True, kw_only=True):
     avoid: tuple[str, ...] = ()
     age_s: float = 0.0
     is_begun: bool = False
+    migrates_from: str = ""
 
     @classmethod
     def of(cls, submit: Submit) -> Self:
@@ -179,6 +180,7 @@ class Submitted(Event, frozen=True, kw_only=True):
             avoid=submit.avoid,
             age_s=submit.age_s,
             is_begun=submit.is_begun,
+            migrates_from=submit.migrates_from,
         )
 
     def submit(self) -> Submit:
@@ -202,6 +204,7 @@ class Submitted(Event, frozen=True, kw_only=True):
             avoid=self.avoid,
             age_s=self.age_s,
             is_begun=self.is_begun,
+            migrates_from=self.migrates_from,
         )
 
 

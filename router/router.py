@@ -52,6 +52,8 @@ from baton.messages.operations import (
     FoundRequests,
     GatewayReport,
     HeadAway,
+    Migrate,
+    Migrated,
     RecordingQuery,
     RestartWorker,
     Status,
@@ -302,6 +304,8 @@ class Router:
             self._explain(peer, message)
         elif isinstance(message, FindRequests):
             self._find_requests(peer, message)
+        elif isinstance(message, Migrate):
+            self._migrate(peer, message)
         elif isinstance(message, RecordingQuery):
             peer.send(no_recording() if self.recording is None else self.recording.part(message))
         elif isinstance(message, WatchWorkers):
@@ -391,8 +395,8 @@ class Router:
                 self._explain(peer, message)
             case FindRequests():
                 self._find_requests(peer, message)
-            case FoundRequests():
-                self._found_requests(message)
+            case FoundRequests() | Migrated():
+                self._pass_back(message)
             case GatewayReport():
                 gateway.status = message.status
             case _:
@@ -410,10 +414,25 @@ class Router:
         if not self._gateways:
             peer.send(FoundRequests.to(query))
 
-    def _found_requests(self, found: FoundRequests) -> None:
-        asker = self._askers.get(found.asker)
+    def _migrate(self, peer: Peer, order: Migrate) -> None:
+        """Pass an order on to every gateway, with the ids of the workers that it names."""
+        self._askers[peer.hello.id] = peer
+        workers = {name: self.members.find(name) for name in (order.worker, order.to) if name}
+        missing = [name for name, member in workers.items() if member is None]
+        ids = {name: member.id for name, member in workers.items() if member is not None}
+        worker, to = ids.get(order.worker, ""), ids.get(order.to, "")
+        order = replace(order, worker=worker, to=to, asker=peer.hello.id, num_asked=len(self._gateways))
+        for gateway in self._gateways.values() if not missing else ():
+            gateway.peer.send(order)
+        if missing or not self._gateways:
+            reason = f"there is no worker {missing[0]!r}" if missing else "no gateway is connected"
+            peer.send(Migrated.to(replace(order, num_asked=1), reason=reason))
+
+    def _pass_back(self, answer: FoundRequests | Migrated) -> None:
+        """Give a gateway's answer to the asker."""
+        asker = self._askers.get(answer.asker)
         if asker is not None:
-            asker.send(found)
+            asker.send(answer)
 
     # Workers.
 

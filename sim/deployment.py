@@ -19,6 +19,7 @@ from baton.gateway.streams.request_stream import NODE_ENDS_S, ReplayLimits
 from baton.kvtransfer.links import KvLinks, Link
 from baton.messages.bounds import Kind
 from baton.messages.control import Alive, Hello, KvEventBatch
+from baton.messages.operations import Migrate, Migrated
 from baton.messages.workers import Address, Worker, WorkerRole
 from baton.prefill_worker.worker import PrefillWorker
 from baton.router.decisions import DecisionLog
@@ -212,6 +213,19 @@ class SimGateway:
         host, clock = context.new_host(self.process), self.process.clock
         self.frontend = Frontend(context.new_id(name), context.routers, host.dial, clock, context.limits)
         host.serve(self.frontend)
+        self.num_orders = 0  # to migrate, without an answer
+
+    def migrate(self, worker: str, to: str) -> None:
+        """Take an operator's order to move the streams of a worker. to: another worker, or "" for any."""
+        order = Migrate(question=0, worker=worker, to=to)
+        self.process.post(lambda: self._migrate(order))
+
+    def _migrate(self, order: Migrate) -> None:
+        self.num_orders += 1
+        self.frontend.migrations.order(order, self._answered)
+
+    def _answered(self, migrated: Migrated) -> None:
+        self.num_orders -= 1
 
 
 class WorkerPlan(NamedTuple):

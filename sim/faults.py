@@ -7,12 +7,13 @@ from random import Random
 from typing import Final
 
 from baton.messages.workers import WorkerRole
-from baton.sim.deployment import START_S, Deployment, SimRouter, SimWorker, Slot
+from baton.sim.deployment import START_S, Deployment, SimGateway, SimRouter, SimWorker, Slot
 from baton.sim.network import Wire
 from baton.sim.process import Call
 
 MAX_NUM_FAULTS: Final = 8
 PAUSES_S: Final = (0.05, 1.0, 2.0, 4.0, 8.0)
+MIGRATIONS_S: Final = 0.15  # between two orders to migrate
 ROLLING_S: Final = 2.0  # between two workers of a rolling restart
 AMBUSH_S: Final = 2.0  # at most, until a transfer comes
 LOOK_S: Final = 0.003
@@ -38,6 +39,7 @@ class Trouble(StrEnum):
     SLOW_STEPS = "slow-steps"
     LOST_NODE = "lost-node"  # all workers of a node end or freeze, while other nodes have workers
     ROLLING_RESTART = "rolling-restart"
+    MIGRATION = "migration"  # streams move all the time, under the faults of `ANY`
     NONE = "none"
 
 
@@ -59,6 +61,10 @@ class Faults:
         """Schedule faults that begin by `end_s`; a rolling restart takes as long as it needs."""
         if trouble is Trouble.ANY:
             self._schedule_any(self._loud_faults(), end_s)
+        elif trouble is Trouble.MIGRATION:
+            self._schedule_any(self._loud_faults(), end_s)
+            for number in range(round((end_s - START_S) / MIGRATIONS_S)):
+                self._events.at(START_S + number * MIGRATIONS_S, lambda: self._say(self._migrate()))
         elif trouble is Trouble.SILENCE:
             self._schedule_any(self._silent_faults(), end_s)
         elif trouble is Trouble.SLOW_STEPS:
@@ -94,6 +100,7 @@ class Faults:
             (self._slow_down, 1),
             (lambda: self._drain(self._worker()), 1),
             (self._ambush, 2),
+            (self._migrate, 4),
             (self._part, 1),
             (self._replace, 1),
         )
@@ -110,6 +117,7 @@ class Faults:
             (self._fill_disk, 1),
             (lambda: self._kill(self._worker()), 1),
             (self._ambush, 1),
+            (self._migrate, 2),
         )
 
     def _any(self, slots: list[Slot]) -> Slot:
@@ -169,6 +177,14 @@ class Faults:
     def _drain(self, slot: Slot) -> str:
         _worker_of(slot).drain()
         return f"SIGTERM {slot.name}"
+
+    def _migrate(self) -> str:
+        """Order all streams of a decode worker, or of none in particular, to another one."""
+        slot, to = self._worker(WorkerRole.DECODE), self._worker(WorkerRole.DECODE)
+        target = self._random.choice(("", _worker_of(to).worker.hello.id))
+        for gateway in self._deployment.lives(SimGateway):
+            gateway.migrate(_worker_of(slot).worker.hello.id, target)
+        return f"streams of {slot.name} shall move to {to.name if target else 'another worker'}"
 
     def _lose_node(self) -> str:
         node = self._random.choice(self._deployment.nodes)

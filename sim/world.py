@@ -102,8 +102,14 @@ class World:
         return (
             f"{len(deployment.routers)} routers, {len(deployment.workers)} workers, "
             f"{len(deployment.gateways)} gateways, "
-            f"{self._faults.num_faults} faults, {len(self._clients)} clients"
+            f"{self._faults.num_faults} faults, {len(self._clients)} clients, "
+            f"{self.num_migrations} migrations"
         )
+
+    @property
+    def num_migrations(self) -> int:
+        """The streams that have moved, by the present lives of the gateways."""
+        return sum(life.frontend.counters["migrations"] for life in self._deployment.lives(SimGateway))
 
     @property
     def _clients(self) -> list[SimClient]:
@@ -218,6 +224,8 @@ def _rest_complaints(deployment: Deployment) -> Iterator[str]:
             case SimGateway():
                 if life.frontend.num_open:
                     yield f"{slot.name} has {life.frontend.num_open} open streams"
+                if life.num_orders:
+                    yield f"{slot.name} has not answered {life.num_orders} orders to migrate"
                 if life.frontend.counters["replays_silent"]:
                     yield f"{slot.name} has waited in vain for workers that lived"
                 if life.frontend.counters["contradictions"]:

@@ -27,6 +27,8 @@ AnyMessage: TypeAlias = (
     | control.Prefilled
     | control.PrefillFailed
     | control.AttemptFailed
+    | control.Prepared
+    | control.TakeOver
     | control.Cancel
     | control.Heartbeat
     | control.Alive
@@ -47,6 +49,8 @@ AnyMessage: TypeAlias = (
     | operations.Undrain
     | operations.HeadAway
     | operations.RestartWorker
+    | operations.Migrate
+    | operations.Migrated
     | operations.RecordingQuery
     | operations.RecordingPart
 )

@@ -12,6 +12,10 @@ One attempt at a request, by messages (`->` names the connection):
 6. gateway -> router   Started at the first token, Ended at the end of any kind. Cancel goes gateway ->
    decode -> prefill, and may come before the Dispatch or Prefill that it cancels.
 
+A migration makes the next attempt while the present one runs: Submit and Dispatch name the worker of the
+present one, in `migrates_from`. The new decode worker fetches the pages from there and sends Prepared. The
+gateway answers TakeOver, with the tokens that have come since the Submit, and cancels the former attempt.
+
 Beside requests: the first message on every connection is a Hello. A worker sends Heartbeat every second
 between two steps, and Alive every second also during a step; a router removes a worker after several missed
 Alives. The router sends Members to all processes whenever the list of workers changes. Each process answers
@@ -47,7 +51,7 @@ from baton.messages.bounds import (
 )
 from baton.messages.status import OverloadLevel
 from baton.messages.workers import Load, PrefillTimes, RunningStep, StepTimes, Tier, Worker
-from baton.request import Request, TokenEvent
+from baton.request import Request, TokenEvent, TokenId
 from baton.tenants import Refusal
 
 
@@ -58,6 +62,18 @@ class PullSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     num_tokens: Count
     pages: Annotated[tuple[PageId, ...], Meta(min_length=1, max_length=MAX_PULLED_PAGES)]
     generations: Annotated[tuple[Generation, ...], Meta(min_length=1, max_length=MAX_PULLED_PAGES)]
+
+    @classmethod
+    def by_keys(cls, worker: Worker, num_tokens: int) -> "PullSource | None":
+        """Return a source of the full pages of `num_tokens` tokens, which the holder finds by their keys.
+
+        None: they fill no page of the holder, or more than one pull may have.
+        """
+        num_pages = num_tokens // worker.page_size
+        if not 1 <= num_pages <= MAX_PULLED_PAGES:
+            return None
+        nowhere = (0,) * num_pages  # as of pages in host memory
+        return cls(worker=worker.id, num_tokens=num_tokens, pages=nowhere, generations=nowhere)
 
 
 class Weighed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -155,6 +171,9 @@ class Submit(Message, frozen=True):
     avoid: Ids = ()  # workers that failed this request
     age_s: Seconds = 0.0  # of the request; see `with_arrival`
     is_begun: bool = False  # an earlier attempt was dispatched: the request is not refused any more
+    # The decode worker where the present attempt runs on: another one, `sticky_worker` if it is set, prepares
+    # this attempt at once, or the attempt is rejected.
+    migrates_from: Annotated[str, Meta(max_length=32)] = ""
 
 
 class Routed(Message, frozen=True):
@@ -212,6 +231,8 @@ class Dispatch(Message, frozen=True):
     transfer: Annotated[bytes, Meta(max_length=16)] = b""  # of the pages from the prefill worker, if any
     age_s: Seconds = 0.0
     source: PullSource | None = None  # without a prefill worker: to pull a prefix from
+    # The decode worker where the present attempt runs: fetch its pages, and wait for the gateway's TakeOver.
+    migrates_from: Annotated[str, Meta(max_length=32)] = ""
 
 
 class Prefill(Message, frozen=True):
@@ -267,6 +288,21 @@ class AttemptFailed(Message, frozen=True):
     failure: Failure
     reason: Reason
     worker: Annotated[str, Meta(max_length=32)] = ""  # the worker at fault, if it is not the sender
+
+
+class Prepared(Message, frozen=True):
+    """Decode worker to gateway: the pages of an attempt that migrates here are here, up to the last ones."""
+
+    request_id: Id
+    attempt: Attempt
+
+
+class TakeOver(Message, frozen=True):
+    """Gateway to decode worker: answer the prepared attempt from here on."""
+
+    request_id: Id
+    attempt: Attempt
+    token_ids: tuple[TokenId, ...]  # that have followed the tokens of the attempt's Dispatch
 
 
 class Cancel(Message, frozen=True):

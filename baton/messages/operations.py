@@ -5,7 +5,17 @@ from typing import Annotated, Final, Literal, Self, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from baton.messages.bounds import MAX_ROUTERS, MAX_SECONDS, MAX_WORKERS, Count, Id, Name, Reason, Seconds
+from baton.messages.bounds import (
+    MAX_REASON_CHARS,
+    MAX_ROUTERS,
+    MAX_SECONDS,
+    MAX_WORKERS,
+    Count,
+    Id,
+    Name,
+    Reason,
+    Seconds,
+)
 from baton.messages.control import Decision, Message
 from baton.messages.status import QueueStatus, RouterStatus, joined
 from baton.messages.timeline import RequestTimeline
@@ -41,6 +51,44 @@ class RestartWorker(Message, frozen=True):
     """
 
     worker: Name
+
+
+class Migrate(Message, frozen=True):
+    """Operator to router, router to every gateway: move running requests to other decode workers.
+
+    The router puts ids for names of workers, fills in `asker` and `num_asked`, and each gateway answers with
+    Migrated when all its moves have ended.
+    """
+
+    question: Count  # a number, which the answer repeats
+    request_id: Annotated[str, Meta(max_length=64)] = ""  # this one
+    worker: Name = ""  # or all requests of this decode worker; its name or id
+    to: Name = ""  # the decode worker to move them to; "": the router chooses
+    asker: Annotated[str, Meta(max_length=32)] = ""
+    num_asked: Count = 0  # gateways
+
+
+class Migrated(Message, frozen=True):
+    """Gateway to router, router to the asker: the moves of one gateway, and how many gateways answer."""
+
+    question: Count
+    asker: Annotated[str, Meta(max_length=32)] = ""
+    num_asked: Count = 0
+    num_moved: Count = 0
+    num_left: Count = 0  # requests that stay at their worker
+    reason: Reason = ""  # why the last of these stays
+
+    @classmethod
+    def to(cls, order: Migrate, num_moved: int = 0, num_left: int = 0, reason: str = "") -> Self:
+        """Return the answer to an order."""
+        return cls(
+            question=order.question,
+            asker=order.asker,
+            num_asked=order.num_asked,
+            num_moved=num_moved,
+            num_left=num_left,
+            reason=reason[:MAX_REASON_CHARS],
+        )
 
 
 class GatewayStatus(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

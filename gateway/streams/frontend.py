@@ -11,10 +11,11 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Final, TypeVar
+from typing import Final
 
 from baton.clock import Clock, PauseDetector
 from baton.errors import BatonError, InvalidRequest, Overloaded, ProtocolError, Refused, WireError, WorkerLost
+from baton.gateway.streams.migrations import Migrations, StreamAccess
 from baton.gateway.streams.request_stream import (
     MAX_REMEMBERED,
     RETRY_AFTER_S,
@@ -26,6 +27,7 @@ from baton.gateway.streams.request_stream import (
 )
 from baton.gateway.streams.routers import (
     SILENT_S,
+    AttemptReports,
     Explained,
     Explanations,
     FoundTimelines,
@@ -40,24 +42,30 @@ from baton.gateway.streams.timeline import (
     RequestMarks,
     WorkerMarks,
 )
-from baton.messages.bounds import MAX_EVENTS, Kind
+from baton.messages.bounds import Kind
 from baton.messages.codec import AnyMessage, fits_request
 from baton.messages.control import (
     AttemptFailed,
     Cancel,
-    Ended,
     Failure,
     Hello,
     Members,
+    Prepared,
     Queued,
     Rejected,
     Routed,
-    Started,
     Submit,
     Tokens,
     age_s,
 )
-from baton.messages.operations import Decisions, FindRequests, FoundRequests, GatewayStatus, Status
+from baton.messages.operations import (
+    Decisions,
+    FindRequests,
+    FoundRequests,
+    GatewayStatus,
+    Migrate,
+    Status,
+)
 from baton.messages.timeline import RequestTimeline
 from baton.messages.workers import Address, Worker, WorkerRole, WorkerTimes
 from baton.request import AttemptKey, FinishReason, Request, TokenEvent
@@ -70,7 +78,6 @@ UNHEARD_S: Final = 3.0  # for the first token of the decode worker after the rou
 MAX_AHEAD: Final = 10
 MAX_CANCELLED: Final = 1024
 _NO_ANSWERS: Final = frozenset({FinishReason.ABORT, FinishReason.ERROR})
-ItemT = TypeVar("ItemT")
 logger = logging.getLogger(__name__)
 
 
@@ -108,6 +115,13 @@ class Frontend:
         # Cancelled attempts that have no phases yet; the oldest is first.
         self._cancelled: dict[AttemptKey, AttemptMarks] = {}
         self._draining: dict[str, None] = {}  # workers, ended ones too, oldest first
+        access = StreamAccess(
+            streams=self._streams,
+            router_for=self._router_for,
+            stop_attempt=self._cancel_attempt,
+            name=self._name,
+        )
+        self.migrations = Migrations(access, self._peer_registry, self._reports, clock, self.counters)
         self._heard_s: dict[str, float] = {}  # worker -> when it last sent anything
         self._looked_s = clock.now_s() - STATUS_S
         self._pauses = PauseDetector(clock.now_s())
@@ -173,12 +187,8 @@ class Frontend:
         stream = self._streams.get(request_id)
         if stream is not None:
             self.counters["cancelled"] += 1
-            self._stop_attempt(stream)
+            self._cancel_attempt(stream)
             self._forget(stream, CANCELLED)
-            if stream.decode:
-                self._cancelled[stream.key] = stream.marks.attempts[-1]
-                if len(self._cancelled) > MAX_CANCELLED:
-                    del self._cancelled[next(iter(self._cancelled))]
 
     def decode_worker(self, request_id: str) -> str:
         """See Service."""
@@ -251,6 +261,7 @@ class Frontend:
             self.left(router)
             router.close()
         self._submit_waiting()
+        self.migrations.tick(self._draining)
         self._reports.flush()
 
     # Workers.
@@ -261,6 +272,8 @@ class Frontend:
                 self._take_all(peer, events)
             case AttemptFailed():
                 self._attempt_failed(peer, message)
+            case Prepared():
+                self.migrations.prepared(peer, message)
             case _:
                 raise ProtocolError(f"a {type(message).__name__} is nothing for a gateway")
 
@@ -314,10 +327,10 @@ class Frontend:
             return  # the sink has cancelled it
         if not stream.is_reported and stream.num_answered:
             stream.is_reported = True
-            self._reports.started(stream)
+            self._reports.started(stream.router, stream.key)
         if due[-1].finish_reason is not None:
             self.counters["finished"] += 1
-            self._reports.ended(stream)
+            self._reports.ended(stream.router, stream.key, stream.num_answered)
             self._forget(stream, FINISHED)
 
     def _repeated(self, stream: RequestStream, event: TokenEvent) -> None:
@@ -329,6 +342,7 @@ class Frontend:
     def _attempt_failed(self, peer: Peer, failed: AttemptFailed) -> None:
         stream = self._present(failed.request_id, failed.attempt)
         if stream is None:
+            self.migrations.failed(failed.request_id, failed.attempt, failed.reason)
             return
         if stream.is_decoding and peer.hello.process is Kind.ROUTER:
             return  # only the router's connection to the decode worker is lost
@@ -347,6 +361,7 @@ class Frontend:
         worker = peer.hello.id
         self._heard_s.pop(worker, None)
         self._connections.lose(peer)
+        self.migrations.lose_worker(worker)
         for stream in self._each():
             if stream.state is StreamState.ROUTED and stream.needs(worker):
                 self._lose(stream, worker)
@@ -382,6 +397,8 @@ class Frontend:
                 peer.send(FoundRequests.to(message, timelines))
             case FoundRequests():
                 self._searches.answer(message)
+            case Migrate():
+                self.migrations.order(message, peer.send)
             case _:
                 raise ProtocolError(f"a {type(message).__name__} is nothing for a gateway")
         if isinstance(message, (Queued, Routed, Rejected)):
@@ -392,6 +409,8 @@ class Frontend:
     def _routed(self, peer: Peer, routed: Routed) -> None:
         stream = self._present(routed.request_id, routed.attempt)
         if stream is None:
+            if self.migrations.routed(peer, routed):
+                return
             cancel = Cancel(request_id=routed.request_id, attempt=routed.attempt)
             self._peer_registry.tell(routed.decode, cancel)
             return
@@ -418,6 +437,7 @@ class Frontend:
         """Fail a request without an answer so far; a request that has begun waits for another attempt."""
         stream = self._present(rejected.request_id, rejected.attempt)
         if stream is None:
+            self.migrations.failed(rejected.request_id, rejected.attempt, rejected.reason)
             return
         if rejected.refusal is Refusal.NO_ROOM or stream.has_answer:
             self._again(stream, "rejected", at_once=False)
@@ -442,6 +462,7 @@ class Frontend:
         """Submit the unanswered requests of the router again, and doubt its dispatched requests."""
         now_s = self._clock.now_s()
         self._window.lose(router)
+        self.migrations.lose_router(router)
         for stream in self._each():
             if stream.router != router:
                 continue
@@ -519,12 +540,10 @@ class Frontend:
         now_s = self._clock.now_s()
         if self._end_if_due(stream, now_s):
             return
-        # Tenants wait in one queue: of two routers each would share out the same capacity.
-        has_tenant = bool(stream.request.tenant)
-        router = self._peer_registry.common_router if has_tenant else self._peer_registry.router
+        router = self._router_for(stream)
         if router is None:
             return
-        request = stream.next_request()
+        request = stream.request_of(stream.attempt)
         if request is None:
             message = f"its {len(stream.log)} tokens can't be sent on to another worker"
             self._fail(stream, WorkerLost(message))
@@ -546,8 +565,16 @@ class Frontend:
         stream.submitted(router.hello.id, now_s)
         self._stop_waiting(stream)
 
+    def _router_for(self, stream: RequestStream) -> Peer | None:
+        """Return the router to ask: a common one where there are tenants, which wait in one queue. Of two
+        routers each would share out the same capacity.
+        """
+        has_tenant = bool(stream.request.tenant)
+        return self._peer_registry.common_router if has_tenant else self._peer_registry.router
+
     def _again(self, stream: RequestStream, reason: str, *, at_once: bool = True) -> None:
         """Replace the present attempt by another."""
+        self.migrations.give_up(stream, "its worker failed it")
         self.counters[f"replays_{reason}"] += 1
         self._stop_attempt(stream)
         stream.marks.ended(reason, stream.num_answered, self._clock.now_s())
@@ -598,7 +625,15 @@ class Frontend:
         request_id, attempt = stream.key
         if stream.decode:
             self._peer_registry.tell(stream.decode, Cancel(request_id=request_id, attempt=attempt))
-        self._reports.ended(stream)
+        self._reports.ended(stream.router, stream.key, stream.num_answered)
+
+    def _cancel_attempt(self, stream: RequestStream) -> None:
+        """End the attempt as `_stop_attempt` does; its worker tells its phases a moment later."""
+        self._stop_attempt(stream)
+        if stream.decode:
+            self._cancelled[stream.key] = stream.marks.attempts[-1]
+            if len(self._cancelled) > MAX_CANCELLED:
+                del self._cancelled[next(iter(self._cancelled))]
 
     def _name(self, worker: str) -> str:
         member = self._peer_registry.members.get(worker)
@@ -610,6 +645,7 @@ class Frontend:
         stream.marks.last_token_s = stream.heard_s if stream.log else now_s
         del self._streams[stream.request_id]
         self._stop_waiting(stream)
+        self.migrations.forget(stream)
 
     def _present(self, request_id: str, attempt: int) -> RequestStream | None:
         """Return the stream that has this attempt now."""
@@ -624,40 +660,3 @@ class Frontend:
 
     def _is_open(self, stream: RequestStream) -> bool:
         return self._streams.get(stream.request_id) is stream
-
-
-class AttemptReports:
-    """Starts and ends of attempts, kept until `flush`: the events of one step leave in one message."""
-
-    def __init__(self, peer_registry: PeerRegistry) -> None:
-        self._peer_registry = peer_registry
-        self._started: dict[str, list[AttemptKey]] = {}  # by router
-        self._ended: dict[str, list[tuple[AttemptKey, int]]] = {}  # by router; with the tokens answered
-
-    def started(self, stream: RequestStream) -> None:
-        """The first token of the present attempt has come."""
-        self._started.setdefault(stream.router, []).append(stream.key)
-
-    def ended(self, stream: RequestStream) -> None:
-        """The present attempt has ended."""
-        self._ended.setdefault(stream.router, []).append((stream.key, stream.num_answered))
-
-    def flush(self) -> None:
-        """Tell each router of the attempts that it was asked for; tell the others if that router is gone."""
-        if not self._started and not self._ended:
-            return
-        started, self._started = self._started, {}
-        ended, self._ended = self._ended, {}
-        for router in started.keys() | ended.keys():
-            peer = self._peer_registry.peer(router)
-            for told in [peer] if peer is not None else self._peer_registry.routers:
-                for keys in _batches(started.get(router, [])):
-                    told.send(Started(attempts=keys))
-                for pairs in _batches(ended.get(router, [])):
-                    num_tokens = tuple(num_answered for _, num_answered in pairs)
-                    told.send(Ended(attempts=tuple(key for key, _ in pairs), num_tokens=num_tokens))
-
-
-def _batches(items: Sequence[ItemT]) -> Iterator[tuple[ItemT, ...]]:
-    for first in range(0, len(items), MAX_EVENTS):
-        yield tuple(items[first : first + MAX_EVENTS])

@@ -5,6 +5,9 @@
    come before Routed.
 3. ROUTED: workers have the request. Every token goes into the log, then to the sink, once and in order.
 
+A ROUTED request may have a `migration` beside: its next attempt, which another decode worker prepares while
+the present one runs (gateway/streams/migrations.py). `switch` makes it the present attempt.
+
 An attempt that fails leads back to WAITING, and the next attempt goes on after the tokens of the log. The
 decode worker's tokens may come before the first token, which the prefill worker sends; they wait in `early`.
 
@@ -26,7 +29,7 @@ workers of a node that is lost as a whole, within NODE_ENDS_S, count as one proc
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import InitVar, dataclass, field
 from enum import Enum
 from typing import Final, NamedTuple, Protocol
@@ -38,9 +41,11 @@ from baton.errors import BatonError, InvalidRequest, Overloaded, ProtocolError, 
 from baton.gateway.streams.routers import Explained, FoundTimelines
 from baton.gateway.streams.timeline import RequestMarks
 from baton.messages.codec import fits_request
+from baton.messages.control import Routed
 from baton.messages.operations import FindRequests, Status
 from baton.messages.workers import Worker
 from baton.request import AttemptKey, Request, TokenEvent
+from baton.rpc.peer_clock import ClockOffset
 from baton.rpc.peers import Peer, PeerRegistry
 from baton.tenants import Refusal
 
@@ -190,6 +195,24 @@ class StreamState(Enum):
 
 
 @dataclass(slots=True, eq=False)
+class Migration:
+    """The next attempt of a stream, which another decode worker prepares while the present attempt runs."""
+
+    attempt: int
+    router: str  # that was asked
+    since_s: float
+    num_tokens: int  # of the log, when the router was asked
+    on_end: Callable[[str, str], None] | None  # gets the request's id, and why it stays; "": it has moved
+    routed: Routed | None = None  # the router's answer
+    router_clock: ClockOffset | None = None
+
+    @property
+    def decode(self) -> str:
+        """The worker that prepares the attempt; "" until the router has answered."""
+        return "" if self.routed is None else self.routed.decode
+
+
+@dataclass(slots=True, eq=False)
 class RequestStream:
     """One request. `next_index` is the index of the next token; tokens that the request came with count."""
 
@@ -200,6 +223,7 @@ class RequestStream:
     router: str = ""  # that was asked for the present attempt, or the one before
     state: StreamState = StreamState.WAITING
     attempt: int = field(init=False)
+    last_attempt: int = field(init=False)  # the highest number that an attempt has had, migrations included
     log: list[int] = field(init=False)  # tokens of the answer
     next_index: int = field(init=False)
     first_index: int = field(init=False)  # of the present attempt
@@ -220,10 +244,13 @@ class RequestStream:
     unserved_since_s: float = field(init=False)  # since when no worker has answered the request
     heard_s: float = field(init=False)  # when its router or its workers last took it on or answered
     marks: RequestMarks = field(init=False)
+    migration: Migration | None = None
+    num_failed_migrations: int = 0
+    migrates_after_s: float = -math.inf  # when a draining worker may be left again
 
     def __post_init__(self, opened_s: float) -> None:
         self.marks = RequestMarks(opened_s)
-        self.attempt = self.request.attempt
+        self.attempt = self.last_attempt = self.request.attempt
         self.log = list(self.request.generated_token_ids)
         self.next_index = self.first_index = len(self.log)
         self.is_begun = bool(self.log)
@@ -254,13 +281,13 @@ class RequestStream:
         """The decode worker has sent a token of this attempt: a prefill worker sends the first one alone."""
         return self.num_answered > bool(self.prefill)
 
-    def next_request(self) -> Request | None:
-        """Return the request of the present attempt; None when it is too large or already complete."""
-        if not self.attempt:
+    def request_of(self, attempt: int) -> Request | None:
+        """Return the request of an attempt that begins now; None when it is too large or already complete."""
+        if not attempt:
             return self.request
         try:
             request = msgspec.structs.replace(
-                self.request, attempt=self.attempt, generated_token_ids=tuple(self.log)
+                self.request, attempt=attempt, generated_token_ids=tuple(self.log)
             )
         except InvalidRequest:  # its worker should have ended the request
             return None
@@ -312,10 +339,27 @@ class RequestStream:
             self.retry_s = now_s + min(MAX_BACK_OFF_S, BACK_OFF_S * 2**self.num_retries)
             self.num_retries = min(self.num_retries + 1, 10)
         self.retry_s = max(self.retry_s, self._doubt_ends_s())
-        self.state = StreamState.WAITING
-        self.attempt += 1
+        self.state, self.decode = StreamState.WAITING, ""
+        self.last_attempt += 1
+        self._begin_attempt(self.last_attempt)
+
+    def migrate(self, router: str, now_s: float, on_end: Callable[[str, str], None] | None) -> None:
+        """Begin a migration: this router has been asked. on_end: see Migration."""
+        self.last_attempt += 1
+        self.migration = Migration(self.last_attempt, router, now_s, len(self.log), on_end)
+
+    def switch(self, migration: Migration, now_s: float) -> None:
+        """Go on with the attempt of a migration, at its worker."""
+        self.router, self.decode = migration.router, migration.decode
+        self._begin_attempt(migration.attempt)
+        self.num_failed_migrations = 0
+        self.heard_s = self.assigned_s = now_s
+        self.marks.submitted(self.attempt, f"router {self.router[:8]}", now_s)
+
+    def _begin_attempt(self, attempt: int) -> None:
+        self.attempt = attempt
         self.first_index = self.next_index
-        self.sticky_worker = self.decode = self.prefill = ""
+        self.sticky_worker = self.prefill = ""
         self.has_started = self.is_reported = False
         self.unconfirmed_since_s = math.inf
         self.early.clear()

@@ -1,15 +1,16 @@
-"""A gateway's dealings with its routers: status and silence, queries, and a bound on submissions."""
+"""A gateway's dealings with its routers: status and silence, queries, submissions and their ends."""
 
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
-from typing import Final, TypeAlias
+from typing import Final, TypeAlias, TypeVar
 
 import msgspec
 
 from baton.clock import Clock
-from baton.messages.control import Decision
+from baton.messages.bounds import MAX_EVENTS
+from baton.messages.control import Decision, Ended, Started
 from baton.messages.operations import (
     Explain,
     FindRequests,
@@ -28,6 +29,7 @@ SILENT_S: Final = 3.0
 MAX_ASKED: Final = 64  # questions at once
 MAX_UNANSWERED_TOKENS: Final = 3_072
 TOKENS_PER_SUBMIT: Final = 1024  # beside the prompt's: a router takes as long for an empty prompt
+ItemT = TypeVar("ItemT")
 ACTIVE_S: Final = 60.0  # since a tenant's last Submit
 
 # Called once: with a decision for each attempt, or None when no router has answered.
@@ -238,3 +240,40 @@ class SubmitWindow:
         self._num_tokens[tenant] -= num_tokens
         if not self._num_tokens[tenant]:
             del self._num_tokens[tenant]
+
+
+class AttemptReports:
+    """Starts and ends of attempts, kept until `flush`: the events of one step leave in one message."""
+
+    def __init__(self, peer_registry: PeerRegistry) -> None:
+        self._peer_registry = peer_registry
+        self._started: dict[str, list[AttemptKey]] = {}  # by router
+        self._ended: dict[str, list[tuple[AttemptKey, int]]] = {}  # by router; with the tokens answered
+
+    def started(self, router: str, key: AttemptKey) -> None:
+        """The first token of an attempt has come. router: that was asked for it."""
+        self._started.setdefault(router, []).append(key)
+
+    def ended(self, router: str, key: AttemptKey, num_answered: int) -> None:
+        """An attempt has ended, with so many tokens of its own."""
+        self._ended.setdefault(router, []).append((key, num_answered))
+
+    def flush(self) -> None:
+        """Tell each router of the attempts that it was asked for; tell the others if that router is gone."""
+        if not self._started and not self._ended:
+            return
+        started, self._started = self._started, {}
+        ended, self._ended = self._ended, {}
+        for router in started.keys() | ended.keys():
+            peer = self._peer_registry.peer(router)
+            for told in [peer] if peer is not None else self._peer_registry.routers:
+                for keys in _batches(started.get(router, [])):
+                    told.send(Started(attempts=keys))
+                for pairs in _batches(ended.get(router, [])):
+                    num_tokens = tuple(num_answered for _, num_answered in pairs)
+                    told.send(Ended(attempts=tuple(key for key, _ in pairs), num_tokens=num_tokens))
+
+
+def _batches(items: Sequence[ItemT]) -> Iterator[tuple[ItemT, ...]]:
+    for first in range(0, len(items), MAX_EVENTS):
+        yield tuple(items[first : first + MAX_EVENTS])

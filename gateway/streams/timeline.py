@@ -7,7 +7,8 @@
    first byte of the request to the last byte of the answer: each part begins where the part before ended, so
    no time is counted twice. Time that no process accounts for becomes no part.
 
-A failed attempt is one part, `replayed`, from its dispatch to the submission of the next attempt. Computing
+A failed attempt is one part, `replayed`, from its dispatch to the submission of the next attempt. An attempt
+that another worker took over has parts as the last one has. Computing
 and waiting alternate within a worker; they are shown one after the other in the interval that they share.
 """
 
@@ -25,6 +26,7 @@ from baton.rpc.peer_clock import ClockOffset
 
 FINISHED: Final = "finished"
 CANCELLED: Final = "cancelled"  # by the client, or at a stop string
+MIGRATED: Final = "migrated"  # to the next attempt's worker, which goes on
 
 
 class WorkerMarks(NamedTuple):
@@ -103,6 +105,8 @@ def assemble(call: CallMarks, marks: RequestMarks, known: RequestTimeline) -> Re
         _add_queue(parts, attempt)
         if is_last:
             _add_attempt(parts, attempt, marks.last_token_s, gateway)
+        elif attempt.end == MIGRATED:
+            _add_attempt(parts, attempt, attempt.ended_s, gateway)
         else:
             parts.add_until(marks.attempts[index + 1].submitted_s, "replayed", attempt.decode)
         hidden_s = max([0.0, *(each.times.hidden_s for each in attempt.workers)])

@@ -370,6 +370,21 @@ class AdmissionQueue:
         tally.num_degraded += request is not waiting.request
         return request
 
+    def migrate(self, gateway: str, submit: Submit) -> QueuedAttempt:
+        """Enter an attempt that is dispatched without a turn: it takes the place of one that runs.
+
+        Its tenant is charged for its tokens when it ends. The key must be new.
+        """
+        request, since_s = submit.request, self._clock.now_s() - submit.age_s
+        attempt = QueuedAttempt(gateway, submit, since_s=since_s, due_s=since_s, work=RequestWork(0.0, 0.0))
+        attempt.is_dispatched = attempt.is_computed = True
+        self._attempts[attempt.key] = attempt
+        self.quotas.enter(request.tenant, request.scheduling_key.quotas, 0.0)
+        self.quotas.activate(request.tenant)
+        self.overload.opened(request)
+        self._hold_or_release(request.tenant)
+        return attempt
+
     def refuse(self, key: AttemptKey, refused: QuotaRefusal) -> None:
         """Take a waiting attempt out of the queue, and count the refusal."""
         attempt = self._attempts[key]

@@ -84,17 +84,17 @@ def test_attempts_that_stay_in_flight_are_found(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_replays_with_another_seed_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    next_request = RequestStream.next_request
+    request_of = RequestStream.request_of
 
-    def other_seed(self: RequestStream) -> Request | None:
-        request = next_request(self)
+    def other_seed(self: RequestStream, attempt: int) -> Request | None:
+        request = request_of(self, attempt)
         if request is None:
             return None
-        seed = (request.sampling.seed or 0) + self.attempt
+        seed = (request.sampling.seed or 0) + attempt
         sampling = msgspec.structs.replace(request.sampling, seed=seed)
         return msgspec.structs.replace(request, sampling=sampling)
 
-    assert "an undisturbed run says" in finding(monkeypatch, RequestStream, "next_request", other_seed)
+    assert "an undisturbed run says" in finding(monkeypatch, RequestStream, "request_of", other_seed)
 
 
 def test_node_that_ends_is_found_where_each_of_its_workers_counts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Orders about one worker of a running cluster: `baton drain`, `baton undrain` and `baton restart`."""
+"""Orders about workers of a running cluster: `baton drain`, `undrain`, `restart` and `migrate`."""
 
 import argparse
 import asyncio
@@ -8,7 +8,7 @@ from baton.cluster.cli import output
 from baton.cluster.cli.options import CliCommand, Parser
 from baton.cluster.cli.routers import add_router_options, ask
 from baton.cluster.operator_node import Operator
-from baton.errors import WorkerLost
+from baton.errors import ConfigError, WorkerLost
 from baton.messages.workers import Worker
 
 LOOK_EVERY_S: Final = 0.2
@@ -37,6 +37,21 @@ def _restart(arguments: argparse.Namespace) -> None:
         return name
 
     output.write(f"{ask(arguments, restart)} serves again\n")
+
+
+def _migrate(arguments: argparse.Namespace) -> None:
+    if bool(arguments.request) == bool(arguments.worker):
+        raise ConfigError("give one of REQUEST and --from WORKER")
+    moved = ask(
+        arguments,
+        lambda operator: operator.migrate(
+            request_id=arguments.request, worker=arguments.worker, to=arguments.to
+        ),
+    )
+    if not moved.num_moved and moved.reason:
+        raise ConfigError(f"no request has moved: {moved.reason}")
+    stay = f"; {moved.num_left} stay: {moved.reason}" if moved.num_left else ""
+    output.write(f"{moved.num_moved} requests have moved{stay}\n")
 
 
 async def _until_it_serves(operator: Operator, name: str, wait_s: float, former: str = "") -> None:
@@ -75,6 +90,19 @@ def _add_wait_options(parser: Parser) -> None:
     add_router_options(parser)
 
 
+def _add_migrate_options(parser: Parser) -> None:
+    parser.add_argument(
+        "request", metavar="REQUEST", nargs="?", default="", help="as `baton explain` takes it"
+    )
+    parser.add_argument(
+        "--from", dest="worker", metavar="WORKER", default="", help="all requests of this one"
+    )
+    parser.add_argument(
+        "--to", metavar="WORKER", default="", help="the decode worker; else the router chooses"
+    )
+    add_router_options(parser)
+
+
 def _add_worker(parser: Parser) -> None:
     parser.add_argument("worker", metavar="WORKER", help="name or id, as `baton status` shows")
 
@@ -105,4 +133,13 @@ when the new process serves, and fails after --wait seconds. A worker that was d
 """,
     _add_wait_options,
     _restart,
+)
+migrate = CliCommand(
+    """Move a running request, or all requests of a decode worker, to another decode worker.
+
+Its KV pages are copied while it goes on, then the other worker takes over with the next token: the client
+sees no replay. A request that cannot move stays where it is. The command returns when all have moved or stay.
+""",
+    _add_migrate_options,
+    _migrate,
 )

@@ -1,0 +1,268 @@
+"""Migrations: a running stream goes on at another decode worker, without a replay.
+
+1. An operator orders a move, or a decode worker drains. At most MAX_MIGRATIONS streams move at once.
+2. The stream's next attempt is submitted as a `Migration`, while the present attempt runs on. The router
+   chooses a decode worker, which fetches the pages of the running attempt.
+3. `prepared`: that worker has the pages. It takes over after the last token of the log, the former attempt is
+   cancelled, and the stream is at the new attempt.
+4. `give_up`: whatever else happens ends the migration alone, and the stream stays where it is.
+
+The log decides which tokens the client has: tokens of the former worker count until the switch and not after
+it, and the new worker computes them again. A worker that is lost after the switch is lost as any other.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+from baton.clock import Clock
+from baton.errors import WireError
+from baton.gateway.streams.request_stream import Migration, RequestStream, StreamState
+from baton.gateway.streams.routers import AttemptReports
+from baton.gateway.streams.timeline import MIGRATED
+from baton.messages.control import Cancel, Prepared, Routed, Submit, TakeOver, age_s
+from baton.messages.operations import Migrate, Migrated
+from baton.messages.workers import WorkerRole
+from baton.rpc.peers import Peer, PeerRegistry
+
+MAX_MIGRATIONS: Final = 4  # at once, of one gateway: each copies the pages of a whole context
+MAX_MIGRATION_S: Final = 60.0  # until a stream has its turn, and again until its pages are there
+RETRY_S: Final = 1.0  # of a stream at a draining worker; twice as long after each failure
+MAX_RETRY_S: Final = 16.0
+
+
+class OrderedMoves:
+    """The moves of one operator's order, which is answered when all of them have ended."""
+
+    def __init__(
+        self, order: Migrate, request_ids: Iterable[str], answer: Callable[[Migrated], None]
+    ) -> None:
+        self.order = order
+        self._answer = answer
+        self._open = set(request_ids)
+        self._num_moved = self._num_left = 0
+        self._reason = "" if self._open else "this gateway has no such request"
+        self._tell_if_over()
+
+    def ended(self, request_id: str, reason: str = "") -> None:
+        """Count the end of a move. reason: why the request stays; "": it has moved."""
+        if request_id in self._open:
+            self._open.remove(request_id)
+            self._num_moved += not reason
+            self._num_left += bool(reason)
+            self._reason = reason or self._reason
+            self._tell_if_over()
+
+    def _tell_if_over(self) -> None:
+        if not self._open:
+            self._answer(Migrated.to(self.order, self._num_moved, self._num_left, self._reason))
+
+
+class _Wanted(NamedTuple):
+    """A move that waits for its turn. moves: None of a stream that leaves a draining worker."""
+
+    since_s: float
+    moves: OrderedMoves | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamAccess:
+    """What migrations need of the frontend."""
+
+    streams: Mapping[str, RequestStream]  # the open ones, by request id
+    router_for: Callable[[RequestStream], Peer | None]
+    stop_attempt: Callable[[RequestStream], None]  # at its worker, and at the router
+    name: Callable[[str], str]  # of a worker
+
+
+class Migrations:
+    """The migrations of one gateway's streams."""
+
+    def __init__(
+        self,
+        access: StreamAccess,
+        peer_registry: PeerRegistry,
+        reports: AttemptReports,
+        clock: Clock,
+        counters: Counter[str],
+    ) -> None:
+        self._access = access
+        self._peer_registry = peer_registry
+        self._reports = reports
+        self._clock = clock
+        self._counters = counters
+        self._wanted: dict[str, _Wanted] = {}  # by request id
+        self._running: dict[str, RequestStream] = {}  # with a migration, by request id
+
+    def order(self, order: Migrate, answer: Callable[[Migrated], None]) -> None:
+        """Move the streams of an operator's order; `answer` is called once, when all have moved or stay."""
+        found = [
+            stream.request_id
+            for stream in self._access.streams.values()
+            if stream.request_id == order.request_id or (order.worker and stream.decode == order.worker)
+        ]
+        moves, now_s = OrderedMoves(order, found, answer), self._clock.now_s()
+        for request_id in found:
+            if request_id in self._running or request_id in self._wanted:
+                moves.ended(request_id, "it is about to move already")
+            else:
+                self._wanted[request_id] = _Wanted(now_s, moves)
+        self._begin_wanted()
+
+    def tick(self, draining: Collection[str]) -> None:
+        """Give up what takes too long, and have streams leave draining workers."""
+        now_s = self._clock.now_s()
+        for stream in list(self._running.values()):
+            if stream.migration is not None and now_s - stream.migration.since_s > MAX_MIGRATION_S:
+                self.give_up(stream, f"its pages were not there in {MAX_MIGRATION_S:.0f} s")
+        for request_id, wanted in list(self._wanted.items()):
+            if now_s - wanted.since_s > MAX_MIGRATION_S:
+                self._forget_wanted(request_id, f"it had no turn in {MAX_MIGRATION_S:.0f} s")
+        self._leave(draining, now_s)
+        self._begin_wanted()
+
+    def routed(self, router: Peer, routed: Routed) -> bool:
+        """Take the worker of a migration; False when no stream has this attempt as its migration."""
+        stream = self._migrating(routed.request_id, routed.attempt)
+        if stream is None or stream.migration is None:
+            return False
+        stream.migration.routed, stream.migration.router_clock = routed, router.clock_offset
+        if self._peer_registry.peer(routed.decode) is None:
+            self.give_up(stream, "its new worker is not connected")
+        return True
+
+    def failed(self, request_id: str, attempt: int, reason: str) -> None:
+        """End a migration that the router has rejected or its new worker has failed."""
+        stream = self._migrating(request_id, attempt)
+        if stream is not None:
+            self.give_up(stream, reason)
+
+    def prepared(self, peer: Peer, prepared: Prepared) -> None:
+        """Have the new worker take over, or give the attempt up there if no stream waits for it."""
+        stream = self._migrating(prepared.request_id, prepared.attempt)
+        if stream is None or stream.migration is None or stream.migration.decode != peer.hello.id:
+            peer.send(Cancel(request_id=prepared.request_id, attempt=prepared.attempt))
+            return
+        migration, now_s = stream.migration, self._clock.now_s()
+        stream.migration = None
+        peer.send(
+            TakeOver(
+                request_id=prepared.request_id,
+                attempt=prepared.attempt,
+                token_ids=tuple(stream.log[migration.num_tokens :]),
+            )
+        )
+        self._access.stop_attempt(stream)
+        stream.marks.ended(MIGRATED, stream.num_answered, now_s)
+        stream.switch(migration, now_s)
+        attempt = stream.marks.attempts[-1]
+        attempt.routed, attempt.router_clock = migration.routed, migration.router_clock
+        attempt.decode = self._access.name(stream.decode)
+        self._counters["migrations"] += 1
+        self._ended(stream, migration)
+
+    def give_up(self, stream: RequestStream, reason: str) -> None:
+        """End the migration of a stream, if it has one; its present attempt goes on."""
+        migration, stream.migration = stream.migration, None
+        if migration is None:
+            return
+        self._counters["migrations_given_up"] += 1
+        stream.num_failed_migrations += 1
+        wait_s = min(MAX_RETRY_S, RETRY_S * 2 ** (stream.num_failed_migrations - 1))
+        stream.migrates_after_s = self._clock.now_s() + wait_s
+        key = (stream.request_id, migration.attempt)
+        self._peer_registry.tell(migration.decode, Cancel(request_id=key[0], attempt=key[1]))
+        self._reports.ended(migration.router, key, 0)
+        self._ended(stream, migration, reason)
+
+    def forget(self, stream: RequestStream) -> None:
+        """End the migration of a stream that has ended."""
+        self._forget_wanted(stream.request_id, "it has ended")
+        self.give_up(stream, "it has ended")
+
+    def lose_worker(self, worker: str) -> None:
+        """Give up the migrations to a worker that is not connected any more."""
+        for stream in list(self._running.values()):
+            if stream.migration is not None and stream.migration.decode == worker:
+                self.give_up(stream, "its new worker is gone")
+
+    def lose_router(self, router: str) -> None:
+        """Give up the migrations that a router has not answered."""
+        for stream in list(self._running.values()):
+            migration = stream.migration
+            if migration is not None and migration.router == router and migration.routed is None:
+                self.give_up(stream, "its router is gone")
+
+    def _leave(self, draining: Collection[str], now_s: float) -> None:
+        """Want the streams of draining workers to move, while another decode worker takes work."""
+        decoders = self._peer_registry.of_role(WorkerRole.DECODE)
+        if not any(each in draining for each in decoders) or all(each in draining for each in decoders):
+            return
+        for request_id, stream in self._access.streams.items():
+            if (
+                stream.decode in draining
+                and stream.is_decoding
+                and now_s >= stream.migrates_after_s
+                and request_id not in self._running
+            ):
+                self._wanted.setdefault(request_id, _Wanted(now_s))
+
+    def _begin_wanted(self) -> None:
+        for request_id, wanted in list(self._wanted.items()):
+            if len(self._running) >= MAX_MIGRATIONS:
+                return
+            if request_id not in self._wanted:
+                continue  # the end of another move has begun it
+            stream = self._access.streams[request_id]  # `forget` has removed all others
+            if stream.state is StreamState.ROUTED and stream.is_decoding:
+                del self._wanted[request_id]
+                self._begin(stream, wanted.moves)
+
+    def _begin(self, stream: RequestStream, moves: OrderedMoves | None) -> None:
+        """Submit the next attempt of a stream beside the present one."""
+        router, request = self._access.router_for(stream), stream.request_of(stream.last_attempt + 1)
+        to = moves.order.to if moves is not None else ""
+        reason = "no router is connected" if router is None else ""
+        if request is None:
+            reason = "its tokens are too many for one message"
+        if to and to == stream.decode:
+            reason = "it runs there already"
+        if reason or router is None or request is None:
+            if moves is not None:
+                moves.ended(stream.request_id, reason)
+            return
+        now_s = self._clock.now_s()
+        submit = Submit(
+            request=request,
+            sticky_worker=to,
+            age_s=age_s(request, now_s),
+            avoid=tuple(stream.avoid),
+            is_begun=True,
+            migrates_from=stream.decode,
+        )
+        self._reports.flush()
+        stream.migrate(router.hello.id, now_s, moves.ended if moves is not None else None)
+        self._running[stream.request_id] = stream
+        try:
+            router.send(submit)
+        except WireError as error:
+            self.give_up(stream, str(error))
+
+    def _ended(self, stream: RequestStream, migration: Migration, reason: str = "") -> None:
+        del self._running[stream.request_id]
+        if migration.on_end is not None:
+            migration.on_end(stream.request_id, reason)
+        self._begin_wanted()
+
+    def _forget_wanted(self, request_id: str, reason: str) -> None:
+        wanted = self._wanted.pop(request_id, None)
+        if wanted is not None and wanted.moves is not None:
+            wanted.moves.ended(request_id, reason)
+
+    def _migrating(self, request_id: str, attempt: int) -> RequestStream | None:
+        """Return the stream that has this attempt as its migration."""
+        stream = self._running.get(request_id)
+        if stream is None or stream.migration is None or stream.migration.attempt != attempt:
+            return None
+        return stream
