@@ -34,6 +34,7 @@ class ProcessCluster:
         self._cluster = self._wait(self._start())
         self._gateway = gateway = GatewayThread(self.topology.routers)
         self.frontend, self.begin, self.cancel = gateway.frontend, gateway.begin, gateway.cancel
+        self.call = gateway.call
         self.wait_until_whole()
 
     def __enter__(self) -> Self:

@@ -18,6 +18,7 @@ from baton.config.cluster import ServeConfig, WorkersConfig
 from baton.config.engine import CacheConfig, EngineSettings, SchedulerConfig
 from baton.config.router import RouterConfig
 from baton.errors import WorkerLost
+from baton.messages.operations import Migrate, Migrated
 from baton.request import Request, SamplingParams, StructuredOutputs, TokenEvent
 from baton.token_ids import TokenIds
 from tests.answer import Answer
@@ -46,7 +47,7 @@ CONFIG: Final = ServeConfig(
 )
 
 
-def slow(value: float) -> ParameterSet:
+def slow(value: float | str) -> ParameterSet:
     return pytest.param(value, marks=pytest.mark.slow)
 
 
@@ -137,6 +138,11 @@ class Running:
         assert [answer.token_ids for answer in self.answers] == golden
 
 
+def num_replays(cluster: ProcessCluster) -> int:
+    counters = cluster.frontend.counters
+    return sum(number for name, number in counters.items() if name.startswith("replays"))
+
+
 @pytest.mark.parametrize("share", [slow(0.0), 0.3, slow(0.6), slow(0.9)])
 def test_killed_prefill_worker_loses_nothing(cluster: ProcessCluster, llm: LLM, share: float) -> None:
     """share: of the requests that have a first token; the others are queued, computed or transferred."""
@@ -151,17 +157,13 @@ def test_killed_prefill_worker_loses_nothing(cluster: ProcessCluster, llm: LLM, 
 def test_prefill_workers_killed_after_their_last_page_interrupt_nothing(
     cluster: ProcessCluster, llm: LLM
 ) -> None:
-    def num_replays() -> int:
-        counters = cluster.frontend.counters
-        return sum(number for name, number in counters.items() if name.startswith("replays"))
-
-    before = num_replays()
+    before = num_replays(cluster)
     running = Running(cluster, llm, 150, 4, max_tokens=400)
     running.wait_for_tokens(2)  # the second token is computed from all pages of the prompt
     for name in ("prefill-0", "prefill-1"):
         cluster.kill(name)
     running.check()
-    assert num_replays() == before
+    assert num_replays(cluster) == before
     cluster.wait_until_whole()
 
 
@@ -229,3 +231,50 @@ def test_request_is_not_tried_a_third_time_after_two_workers_died(cluster: Proce
     wait_for(lambda: answer.has_ended)
     assert isinstance(answer.error, WorkerLost)
     cluster.wait_until_whole()
+
+
+class Mover:
+    """Orders streams from one decode worker to another, as an operator's order reaches a gateway."""
+
+    def __init__(self, cluster: ProcessCluster) -> None:
+        self._cluster = cluster
+        self.answers: list[Migrated] = []
+
+    @property
+    def num_moved(self) -> int:
+        return sum(each.num_moved for each in self.answers)
+
+    def order(self, name: str) -> None:
+        """Move all streams of this worker; the router chooses where to."""
+        workers = {each.name: each.id for each in self._cluster.frontend.workers}
+        order = Migrate(question=0, worker=workers.get(name, ""))
+        self._cluster.call(lambda: self._cluster.frontend.migrations.order(order, self.answers.append))
+
+
+@pytest.mark.parametrize("num_moves", [4, slow(40)])
+def test_moved_streams_keep_their_tokens_and_need_no_replay(
+    cluster: ProcessCluster, llm: LLM, num_moves: int
+) -> None:
+    running, mover = Running(cluster, llm, 700, max_tokens=60 * num_moves), Mover(cluster)
+    replays = num_replays(cluster)
+    running.wait_for_tokens(2)
+    for number in range(num_moves):
+        mover.order(f"decode-{number % 2}")
+        wait_for(lambda: len(mover.answers) > number)  # noqa: B023
+    running.check()
+    assert {each.reason for each in mover.answers if each.num_left} <= {"it has ended"}
+    assert mover.num_moved >= num_moves
+    assert num_replays(cluster) == replays and not cluster.frontend.counters["contradictions"]
+    cluster.wait_until_whole()
+
+
+@pytest.mark.parametrize("victim", ["decode-0", slow("decode-1")])
+def test_moves_under_kills_lose_nothing(cluster: ProcessCluster, llm: LLM, victim: str) -> None:
+    """decode-0: runs streams that move; decode-1: they move there."""
+    running, mover = Running(cluster, llm, 720, max_tokens=150), Mover(cluster)
+    running.wait_for_tokens(3)
+    mover.order("decode-0")
+    cluster.kill(victim)
+    running.check()
+    cluster.wait_until_whole()
+    assert len(mover.answers) == 1

@@ -98,6 +98,27 @@ def test_without_faults_nothing_is_done_twice_and_all_pages_are_free_within_a_se
     assert set(fates) <= {"length", "stop", "cancelled", "never asked for"}, fates
 
 
+def check_migrations(seeds: range) -> int:
+    """Run the seeds of migrations, and return how many streams have moved."""
+    fates, num_moved = Counter[str](), 0
+    for seed in seeds:
+        world = World(seed, trouble=Trouble.MIGRATION)
+        fates += world.run()
+        num_moved += world.num_migrations
+    check_most_are_answered(fates)
+    return num_moved
+
+
+def test_streams_that_move_under_faults_lose_nothing() -> None:
+    assert check_migrations(range(20)) > 20
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_thousand_moves_under_faults_lose_nothing() -> None:
+    assert check_migrations(range(1_000, 1_700)) > 1_000
+
+
 def check_lost_nodes(seeds: range) -> None:
     """A request may wait too long while no decode worker is left, and fails for no other reason."""
     fates = run_all(seeds, Trouble.LOST_NODE)
