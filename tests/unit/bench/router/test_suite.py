@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from baton.bench.router.suite import SUITE, WORKLOADS, documents, read_log, run_trace, spread, up_to
-from baton.bench.traces import TraceRequest, tokens_of
+from baton.bench.router.suite import SUITE, WORKLOADS, documents, run_trace, spread, up_to
 from baton.errors import ConfigError
 from baton.messages.control import Ended, Started
-from baton.sim.rehearsal import Fleet
+from baton.sim.fast import Fleet
+from baton.sim.workload import TraceRequest, read_log, tokens_of
 from tests.node_peers import a_request, id_of
 from tests.unit.router.router_cluster import Cluster, cluster
 
