@@ -123,6 +123,29 @@ def split_of(key: tl.tensor) -> tl.tensor:
 
 
 @jit
+def owner_of_block(
+    starts_ptr: tl.tensor,  # [B + 1] int32, ascending
+    num_owners: tl.tensor,
+    block: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> tl.tensor:
+    """The owner (sequence, or expert) of a block of BLOCK rows; owner b owns rows [starts[b], starts[b + 1]).
+
+    Blocks are numbered so that owner b starts at starts[b] // BLOCK + b, which leaves every owner at least
+    the blocks it needs; the last b that starts at or before `block` is found by bisection.
+    """
+    low = 0
+    high = num_owners
+    while high - low > 1:
+        middle = (low + high) // 2
+        if tl.load(starts_ptr + middle) // BLOCK + middle <= block:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+@jit
 def merge(
     acc_MD: tl.tensor,
     peak_M: tl.tensor,

@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from baton.kernels import native
-from baton.kernels.attention_tile import has_large_shared_memory
+from baton.kernels.attention_tile import has_large_shared_memory, owner_of_block
+from baton.kernels.gated import SILU, Activation, constants, gated, gated_product
 from baton.kernels.huge_pages import HugeArena
-from baton.kernels.silu_mul import silu_mul, silu_times
 from baton.kernels.triton_import import TileKey, jit, kernel, runs_triton, tl, triton, tuned_tile
 
 PANEL: Final = 32  # as in csrc/linear.c
@@ -126,11 +126,13 @@ def linear(
     return out_TN
 
 
-def linear_silu_mul(x_TK: Tensor, weight: LinearWeight, bias_N: Tensor | None = None) -> Tensor:
-    """`silu_mul(linear(x, weight, bias))`: [T, F]. The first F outputs are the gate."""
+def linear_gated(
+    x_TK: Tensor, weight: LinearWeight, bias_N: Tensor | None = None, activation: Activation = SILU
+) -> Tensor:
+    """`gated(linear(x, weight, bias), activation)`: [T, F]. The first F outputs are the gate."""
     if weight.arrivals is not None:
-        return linear_triton(x_TK, weight, bias_N, is_gated=True)
-    return silu_mul(linear(x_TK, weight, bias_N))
+        return linear_triton(x_TK, weight, bias_N, gate=activation)
+    return gated(linear(x_TK, weight, bias_N), activation)
 
 
 def linear_reference(
@@ -295,8 +297,10 @@ def _part_bounds(
 @kernel(varying=("num_tokens", "num_parts"))
 def linear_kernel(
     x_ptr: tl.tensor,  # [T, K]
-    weight_ptr: tl.tensor,  # [N, K], contiguous
-    bias_ptr: tl.tensor,  # [N] fp32, read when HAS_BIAS
+    weight_ptr: tl.tensor,  # [N, K], contiguous; of each expert when NUM_EXPERTS is above 0
+    bias_ptr: tl.tensor,  # [N] fp32, of each expert, too; read when HAS_BIAS
+    starts_ptr: tl.tensor,  # [NUM_EXPERTS + 1] int32: the tokens of each expert
+    rows_ptr: tl.tensor,  # [T] int64: the row of x of each token, used when HAS_ROWS
     out_ptr: tl.tensor,  # [T, N], or [T, F] when IS_GATED; contiguous
     partial_ptr: tl.tensor,  # [tiles, NUM_SPLITS * num_parts, BLOCK_M, BLOCK_N] fp32, used when IS_SHARED
     arrivals_ptr: tl.tensor,  # [tiles] int32, zeros before and after; used when IS_SHARED
@@ -307,8 +311,13 @@ def linear_kernel(
     split_inputs: int,
     part_inputs: int,  # a multiple of BLOCK_K
     num_parts: int,  # of a split
+    NUM_EXPERTS: tl.constexpr,  # 0: one weight for all tokens
+    HAS_ROWS: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
     IS_GATED: tl.constexpr,
+    KIND: tl.constexpr,  # of the gate, with ALPHA and LIMIT: see gated_product
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     IS_SHARED: tl.constexpr,  # a unit of work is one part of a tile, otherwise a whole tile
     EVEN_K: tl.constexpr,  # all parts are multiples of BLOCK_K
@@ -317,25 +326,40 @@ def linear_kernel(
     BLOCK_K: tl.constexpr,
 ) -> None:
     """A program computes every num_programs-th unit of work."""
-    num_rows = tl.cdiv(num_tokens, BLOCK_M)
+    num_rows = num_tokens // BLOCK_M + NUM_EXPERTS if NUM_EXPERTS > 0 else tl.cdiv(num_tokens, BLOCK_M)
     num_columns = tl.cdiv(num_outputs, BLOCK_N)
     units_a_tile = NUM_SPLITS * num_parts if IS_SHARED else 1
     row_M, column_N = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
     for unit in range(tl.program_id(0), num_rows * num_columns * units_a_tile, tl.num_programs(0)):
         tile = unit // units_a_tile
         tile_row, tile_column = _tile_of(tile, num_rows, num_columns, 8)
-        token_M = tile_row * BLOCK_M + row_M
-        inside_M = token_M < num_tokens
+        last_token = num_tokens
+        summed_inputs = num_inputs
+        expert = tl.cast(0, tl.int64)
+        if NUM_EXPERTS > 0:
+            owner = owner_of_block(starts_ptr, NUM_EXPERTS, tile_row, BLOCK_M)
+            first_token = tl.load(starts_ptr + owner)
+            last_token = tl.load(starts_ptr + owner + 1)
+            first_token += (tile_row - first_token // BLOCK_M - owner) * BLOCK_M
+            token_M = first_token + row_M
+            summed_inputs = tl.where(first_token < last_token, num_inputs, 0)  # spare tiles read no weight
+            expert = tl.cast(owner, tl.int64)
+        else:
+            token_M = tile_row * BLOCK_M + row_M
+        inside_M = token_M < last_token
         # Rows and columns past the end repeat the last one and are not stored. int64: T * K may pass 2^31.
-        x_ptr_M = x_ptr + tl.minimum(token_M, num_tokens - 1).to(tl.int64) * x_stride
+        x_row_M = tl.minimum(token_M, num_tokens - 1).to(tl.int64)
+        if HAS_ROWS:
+            x_row_M = tl.load(rows_ptr + x_row_M)
+        x_ptr_M = x_ptr + x_row_M * x_stride
         output_N = tl.minimum(tile_column * BLOCK_N + column_N, num_outputs - 1)
         if IS_GATED:  # a gate and its value lie side by side in the tile
             output_N = output_N // 2 + output_N % 2 * (num_outputs // 2)
-        weight_ptr_N = weight_ptr + output_N.to(tl.int64) * num_inputs
+        weight_ptr_N = weight_ptr + (expert * num_outputs + output_N) * num_inputs
         is_last = True
         if IS_SHARED:
             part = unit % units_a_tile
-            first, last = _part_bounds(part, num_inputs, split_inputs, part_inputs, num_parts)
+            first, last = _part_bounds(part, summed_inputs, split_inputs, part_inputs, num_parts)
             acc_MN = _sum_part(x_ptr_M, weight_ptr_N, first, last, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K)
             # int64: partial sums of all tiles may pass 2^31 bytes.
             cell_MN = (row_M * BLOCK_N)[:, None] + column_N[None, :]
@@ -352,7 +376,7 @@ def linear_kernel(
                         sum_ptr_MN = sums_ptr + part * BLOCK_M * BLOCK_N + cell_MN
                         sum_MN += tl.load(sum_ptr_MN, mask=inside_M[:, None], other=0.0)
                     else:
-                        first, last = _part_bounds(part, num_inputs, split_inputs, part_inputs, num_parts)
+                        first, last = _part_bounds(part, summed_inputs, split_inputs, part_inputs, num_parts)
                         sum_MN += _sum_part(
                             x_ptr_M, weight_ptr_N, first, last, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K
                         )
@@ -360,13 +384,13 @@ def linear_kernel(
             if IS_SHARED:
                 tl.store(arrivals_ptr + tile, 0)
             if HAS_BIAS:
-                total_MN += tl.load(bias_ptr + output_N)[None, :]
+                total_MN += tl.load(bias_ptr + expert * num_outputs + output_N)[None, :]
             dtype = out_ptr.dtype.element_ty
             # int64: T * N may pass 2^31.
             if IS_GATED:
                 width = num_outputs // 2
                 gate_MF, up_MF = tl.split(tl.reshape(total_MN, [BLOCK_M, BLOCK_N // 2, 2]))
-                result_MN = silu_times(gate_MF.to(dtype), up_MF.to(dtype))
+                result_MN = gated_product(gate_MF.to(dtype), up_MF.to(dtype), KIND, ALPHA, LIMIT)
                 out_N = tile_column * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
             else:
                 width = num_outputs
@@ -383,21 +407,20 @@ def linear_triton(
     *,
     num_splits: int = 1,
     out_dtype: torch.dtype | None = None,
-    is_gated: bool = False,
+    gate: Activation | None = None,
 ) -> Tensor:
-    """`linear` on a GPU, batch-invariant; with is_gated `linear_silu_mul`."""
+    """`linear` on a GPU, batch-invariant; with `gate` `linear_gated`."""
     if weight.arrivals is None:
         raise ValueError("linear_triton: the weight was not packed for it")
     x_TK = x_TK if x_TK.stride(-1) == 1 else x_TK.contiguous()
     num_tokens, num_outputs, num_inputs = len(x_TK), weight.num_outputs, weight.num_inputs
-    width = num_outputs // 2 if is_gated else num_outputs
+    width = num_outputs if gate is None else num_outputs // 2
     out_TN = torch.empty((num_tokens, width), dtype=out_dtype or x_TK.dtype, device=x_TK.device)
     if not out_TN.numel():
         return out_TN
     split_inputs = -(-num_inputs // num_splits)
     tile = linear_tile(x_TK, split_inputs)
-    part_inputs = _round_up(max(LEAST_PART, -(-split_inputs // MAX_PARTS)), tile["BLOCK_K"])
-    num_parts = -(-split_inputs // part_inputs)
+    part_inputs, num_parts = part_sizes(split_inputs, tile["BLOCK_K"])
     num_tiles = triton.cdiv(num_tokens, tile["BLOCK_M"]) * triton.cdiv(num_outputs, tile["BLOCK_N"])
     units_a_tile = num_splits * num_parts
     is_shared = units_a_tile > 1 and num_tiles <= len(weight.arrivals)
@@ -413,6 +436,8 @@ def linear_triton(
         x_TK,
         weight.data,
         weight.arrivals if bias_N is None else bias_N,
+        weight.arrivals,
+        weight.arrivals,
         out_TN,
         partial,
         weight.arrivals,
@@ -423,14 +448,23 @@ def linear_triton(
         split_inputs,
         part_inputs,
         num_parts,
+        NUM_EXPERTS=0,
+        HAS_ROWS=False,
         NUM_SPLITS=num_splits,
-        IS_GATED=is_gated,
+        IS_GATED=gate is not None,
+        **constants(gate or SILU),
         HAS_BIAS=bias_N is not None,
         IS_SHARED=is_shared,
         EVEN_K=split_inputs % tile["BLOCK_K"] == 0 and split_inputs * num_splits == num_inputs,
         **tile,
     )
     return out_TN
+
+
+def part_sizes(split_inputs: int, block_k: int) -> tuple[int, int]:
+    """(inputs of a part, parts): the inputs of a split are summed in so many parts."""
+    part_inputs = _round_up(max(LEAST_PART, -(-split_inputs // MAX_PARTS)), block_k)
+    return part_inputs, -(-split_inputs // part_inputs)
 
 
 def linear_tile(x_TK: Tensor, split_inputs: int) -> dict[str, int]:

@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from baton.kernels.attention_tile import attend_keys, merge, tile_options, tile_rows
+from baton.kernels.attention_tile import attend_keys, merge, owner_of_block, tile_options, tile_rows
 from baton.kernels.paged_attention import LOG2_E
 from baton.kernels.store_kv import check_paged_kv, dense_kv
-from baton.kernels.triton_import import jit, kernel, runs_triton, tl, triton
+from baton.kernels.triton_import import kernel, runs_triton, tl, triton
 
 
 def prefill_attention(
@@ -55,29 +55,6 @@ def prefill_attention(
     )
 
 
-@jit
-def _sequence_of(
-    cu_seqlens_ptr: tl.tensor,  # [B + 1] int32
-    num_sequences: tl.tensor,
-    block: tl.tensor,
-    BLOCK_Q: tl.constexpr,
-) -> tl.tensor:
-    """The sequence that query block `block` belongs to.
-
-    Blocks are numbered so that sequence b starts at cu[b] // BLOCK_Q + b, which leaves every sequence
-    at least the blocks it needs; the last b that starts at or before `block` is found by bisection.
-    """
-    low = 0
-    high = num_sequences
-    while high - low > 1:
-        middle = (low + high) // 2
-        if tl.load(cu_seqlens_ptr + middle) // BLOCK_Q + middle <= block:
-            low = middle
-        else:
-            high = middle
-    return low
-
-
 @kernel(varying=("num_sequences", "page_table_stride"))
 def prefill_attention_kernel(
     query_ptr: tl.tensor,  # [T, H, D]
@@ -108,7 +85,7 @@ def prefill_attention_kernel(
     """One program computes one tile of queries of one kv head of one sequence."""
     block = tl.num_programs(0) - 1 - tl.program_id(0)  # late tokens see the most keys: they start first
     kv_head = tl.program_id(1)
-    sequence = _sequence_of(cu_seqlens_ptr, num_sequences, block, BLOCK_Q)
+    sequence = owner_of_block(cu_seqlens_ptr, num_sequences, block, BLOCK_Q)
     first_token = tl.load(cu_seqlens_ptr + sequence)
     num_tokens = tl.load(cu_seqlens_ptr + sequence + 1) - first_token
     token = (block - first_token // BLOCK_Q - sequence) * BLOCK_Q  # of this sequence, as all below

@@ -40,6 +40,7 @@ from baton.bench.report import Curve, Row, at_least, at_most, format_number
 from baton.kernels import attention_tile, linear, paged_attention
 from baton.kernels import prefill_attention as prefill
 from baton.kernels.attention_tile import NUM_STAGES, num_splits
+from baton.kernels.gated import SILU
 from baton.kernels.linear import NUM_MULTIPROCESSORS
 from baton.kernels.paged_attention import (
     TARGET_PROGRAMS,
@@ -628,7 +629,7 @@ def _tile_calls(
                 weight,
                 torch.zeros(num_outputs, device=device) if has_bias else None,
                 num_splits=num_splits_,
-                is_gated=is_gated,
+                gate=SILU if is_gated else None,
             )
         return
     # Decode steps and chunks of 16 tokens read long contexts; a prompt is computed in one chunk.

@@ -21,7 +21,9 @@ from baton.engine.runner.step_inputs import ModelInput
 from baton.errors import ModelError
 from baton.kernels import rms_norm as norm_kernels
 from baton.kernels.decoder_stack import DecoderStack, LayerGroups, StackLayer, StackShape, can_stack
-from baton.kernels.linear import LinearWeight, embedding, linear, linear_silu_mul
+from baton.kernels.experts import Mixture
+from baton.kernels.gated import SILU, Activation
+from baton.kernels.linear import LinearWeight, embedding, linear, linear_gated
 from baton.kernels.ragged_attention import ragged_attention
 from baton.kernels.store_kv import rope_and_store
 
@@ -164,18 +166,87 @@ class Attention:
         return out_THD.flatten(1)
 
 
-class SwiGlu:
-    """The feed-forward part of a decoder layer: down(silu(gate(x)) * up(x))."""
+class GatedMlp:
+    """The feed-forward part of a decoder layer: down(activation(gate(x)) * up(x)), SwiGLU by default."""
 
-    def __init__(self, config: ModelConfig, parameters: Parameters, *, bias: bool = False) -> None:
-        hidden, inner = config.hidden_size, config.intermediate_size
+    def __init__(
+        self,
+        config: ModelConfig,
+        parameters: Parameters,
+        *,
+        bias: bool = False,
+        inner: int | None = None,
+        activation: Activation = SILU,
+    ) -> None:
+        """inner: outputs of gate and up; `intermediate_size` by default."""
+        hidden, inner = config.hidden_size, inner or config.intermediate_size
+        self.activation = activation
         self.gate_up = ColumnParallelLinear(
             parameters, {"gate_proj": inner, "up_proj": inner}, hidden, bias=bias
         )
         self.down = RowParallelLinear(parameters, "down_proj", hidden, inner, bias=bias)
 
     def __call__(self, x_TE: Tensor) -> Tensor:
-        return self.down(linear_silu_mul(x_TE, self.gate_up.weight, self.gate_up.bias_N))
+        return self.down(linear_gated(x_TE, self.gate_up.weight, self.gate_up.bias_N, self.activation))
+
+
+class SparseMlp:
+    """A mixture of experts: a router chooses `top_k` feed-forward parts for each token, and weighs them.
+
+    The ranks split each expert by its inner size, as they split a `GatedMlp`.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        parameters: Parameters,
+        inner: int,
+        *,
+        normalises: bool,
+        names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+        shared_inner: int | None = None,
+    ) -> None:
+        """inner: the width of an expert. normalises: the weights of a token's experts sum to 1.
+
+        names: of an expert's gate, up and down. shared_inner: the width of `shared_expert`, which every token
+        goes through, times a gate. Reads the number of experts and `num_experts_per_tok`.
+        """
+        hidden, num_experts = config.hidden_size, config.num_experts
+        top_k = config.keys.count("num_experts_per_tok")
+        if top_k > num_experts:
+            raise ModelError(
+                f"{config.keys.source}: {top_k} experts of a token cannot be chosen from {num_experts}"
+            )
+        self.tp = parameters.tp
+        routers = [parameters.whole("gate.weight", (num_experts, hidden))]
+        self.shared: GatedMlp | None = None
+        if shared_inner is not None:
+            self.shared = GatedMlp(config, parameters.scope("shared_expert"), inner=shared_inner)
+            routers.append(parameters.whole("shared_expert_gate.weight", (1, hidden)))
+        self.router = parameters.pack_router(parameters.join(routers))
+        num_parts = max(1, NUM_SPLITS // self.tp.size)
+        if inner // self.tp.size % (2 * num_parts):  # the C kernel takes pairs of inputs
+            num_parts = 1
+        gate_up, down = [], []
+        for index in range(num_experts):
+            expert = parameters.scope(f"experts.{index}")
+            halves = [expert.shard(f"{name}.weight", (inner, hidden), 0) for name in names[:2]]
+            gate_up.append(expert.join(halves))
+            down.append(expert.shard(f"{names[2]}.weight", (hidden, inner), 1).chunk(num_parts, dim=1))
+        self.mixture = Mixture(
+            parameters.pack_experts(gate_up),
+            [parameters.pack_experts(list(part)) for part in zip(*down, strict=True)],
+            top_k=top_k,
+            normalises=normalises,
+            activation=SILU,
+            out_dtype=parameters.dtype if self.tp.size == 1 else torch.float32,
+        )
+
+    def __call__(self, x_TE: Tensor) -> Tensor:
+        shared_TE = None if self.shared is None else self.shared(x_TE)
+        logits_TX = linear(x_TE, self.router, out_dtype=torch.float32)
+        out_TE = self.mixture(x_TE, logits_TX, shared_TE if self.tp.rank == 0 else None)
+        return out_TE if self.tp.size == 1 else self.tp.all_reduce(out_TE).to(x_TE.dtype)
 
 
 # The frame.
@@ -202,7 +273,7 @@ class DecoderLayer:
 class Decoder(ABC):
     """A `Model` of decoder layers between an embedding and a head; an architecture makes the layers.
 
-    An architecture of `Attention` and `SwiGlu` layers sets `fuses_layers`: on a CPU all layers then run in
+    An architecture of `Attention` and `GatedMlp` layers sets `fuses_layers`: on a CPU all layers then run in
     one native call where the kernels allow it, with the same bits as layer by layer.
     """
 
@@ -284,7 +355,7 @@ def _stack_layers(layers: Sequence[DecoderLayer]) -> list[StackLayer]:
     stack_layers = []
     for layer in layers:
         attention, mlp = layer.attention, layer.mlp
-        assert isinstance(mlp, SwiGlu), "only SwiGLU layers can be fused"
+        assert isinstance(mlp, GatedMlp), "only SwiGLU layers can be fused"
         stack_layers.append(
             StackLayer(
                 input_norm_E=layer.input_norm.weight_E,

@@ -1,6 +1,6 @@
 """Llama 2 and 3: full attention, and biases only where the config asks for them."""
 
-from baton.engine.models.decoder import Attention, Decoder, DecoderLayer, SwiGlu
+from baton.engine.models.decoder import Attention, Decoder, DecoderLayer, GatedMlp
 from baton.engine.models.registry import ModelConfig
 from baton.engine.models.weights import Parameters
 
@@ -14,5 +14,5 @@ class Llama(Decoder):
         """As `Decoder.make_layer`."""
         bias = config.keys.flag("attention_bias")
         attention = Attention(config, parameters.scope("self_attn"), qkv_bias=bias, out_bias=bias)
-        mlp = SwiGlu(config, parameters.scope("mlp"), bias=config.keys.flag("mlp_bias"))
+        mlp = GatedMlp(config, parameters.scope("mlp"), bias=config.keys.flag("mlp_bias"))
         return DecoderLayer(config, parameters, attention, mlp)

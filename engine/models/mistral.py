@@ -1,6 +1,6 @@
 """Mistral: every layer has a sliding window, unless the config turns the window off."""
 
-from baton.engine.models.decoder import Attention, Decoder, DecoderLayer, SwiGlu
+from baton.engine.models.decoder import Attention, Decoder, DecoderLayer, GatedMlp
 from baton.engine.models.registry import ModelConfig
 from baton.engine.models.weights import Parameters
 
@@ -15,4 +15,4 @@ class Mistral(Decoder):
         keys = config.keys
         window = None if keys.is_null("sliding_window") else keys.count("sliding_window", 4096)
         attention = Attention(config, parameters.scope("self_attn"), window=window)
-        return DecoderLayer(config, parameters, attention, SwiGlu(config, parameters.scope("mlp")))
+        return DecoderLayer(config, parameters, attention, GatedMlp(config, parameters.scope("mlp")))

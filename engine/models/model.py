@@ -59,11 +59,14 @@ def attention_mlp_crossover(config: ModelConfig) -> float:
     """The context length at which attention to the context costs a token as much as all weights of the
     layers.
 
-    Counted in operations; inf if every layer has a sliding window.
+    Counted in operations; inf if every layer has a sliding window. Of experts, those that a token chooses
+    count.
     """
     survey, model = _survey(config)
-    matrices = [shape for name, shape in survey.shapes.items() if ".layers." in name and shape[1:]]
-    num_weights = sum(map(math.prod, matrices))
+    num_weights: float = 0
+    for name, shape in survey.shapes.items():
+        if ".layers." in name and shape[1:]:
+            num_weights += math.prod(shape) * (config.active_share if ".experts." in name else 1)
     num_full = sum(window is None for window in model.windows)
     return num_weights / (2 * config.num_heads * config.head_dim * num_full) if num_full else math.inf
 

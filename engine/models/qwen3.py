@@ -1,6 +1,6 @@
 """Qwen3: RMS norm of queries and keys in each head; sliding windows as in Qwen2."""
 
-from baton.engine.models.decoder import Attention, Decoder, DecoderLayer, SwiGlu
+from baton.engine.models.decoder import Attention, Decoder, DecoderLayer, GatedMlp
 from baton.engine.models.qwen2 import layer_window
 from baton.engine.models.registry import ModelConfig
 from baton.engine.models.weights import Parameters
@@ -22,4 +22,4 @@ class Qwen3(Decoder):
             qk_norm=True,
             window=layer_window(config, index),
         )
-        return DecoderLayer(config, parameters, attention, SwiGlu(config, parameters.scope("mlp")))
+        return DecoderLayer(config, parameters, attention, GatedMlp(config, parameters.scope("mlp")))

@@ -8,7 +8,7 @@ refused. This module imports no torch: `baton serve` reads the config before any
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Literal, NamedTuple, get_args
+from typing import Final, Literal, NamedTuple, TypeAlias, get_args
 
 import msgspec
 
@@ -166,6 +166,31 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     initializer_range: float = 0.02  # standard deviation of dummy weights
     keys: JsonObject = JsonObject({}, "config.json")  # the whole config.json
 
+    @property
+    def num_experts(self) -> int:
+        """The experts of a layer with a mixture of experts; ModelError without such a key."""
+        name = "num_experts" if "num_experts" in self.keys else "num_local_experts"
+        return self.keys.count(name)
+
+    @property
+    def active_share(self) -> float:
+        """The share of the experts that a token goes through; ModelError as `num_experts`."""
+        return self.keys.count("num_experts_per_tok") / self.num_experts
+
+
+LayerType: TypeAlias = Literal["full_attention", "sliding_attention"]
+
+
+def read_layer_types(config: ModelConfig) -> list[LayerType] | None:
+    """The kind of attention of each layer, by the key `layer_types`; None without the key."""
+    keys = config.keys
+    layer_types = keys.get("layer_types", list[LayerType])
+    if layer_types is not None and len(layer_types) != config.num_layers:
+        raise ModelError(
+            f"{keys.source}: 'layer_types' should have {config.num_layers} entries, got {len(layer_types)}"
+        )
+    return layer_types
+
 
 class Architecture(NamedTuple):
     """One entry of `ARCHITECTURES`."""
@@ -179,8 +204,11 @@ class Architecture(NamedTuple):
 ARCHITECTURES: Final[dict[str, Architecture]] = {
     "LlamaForCausalLM": Architecture("llama", "baton.engine.models.llama:Llama"),
     "MistralForCausalLM": Architecture("mistral", "baton.engine.models.mistral:Mistral"),
+    "MixtralForCausalLM": Architecture("mixtral", "baton.engine.models.mixtral:Mixtral"),
     "Qwen2ForCausalLM": Architecture("qwen2", "baton.engine.models.qwen2:Qwen2"),
+    "Qwen2MoeForCausalLM": Architecture("qwen2_moe", "baton.engine.models.qwen2_moe:Qwen2Moe"),
     "Qwen3ForCausalLM": Architecture("qwen3", "baton.engine.models.qwen3:Qwen3", head_dim=128),
+    "Qwen3MoeForCausalLM": Architecture("qwen3_moe", "baton.engine.models.qwen3_moe:Qwen3Moe"),
 }
 MAX_LAYERS: Final = 4096  # bounds the memory that a damaged file can demand
 

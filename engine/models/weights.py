@@ -12,8 +12,10 @@ from torch.nn import functional
 
 from baton.engine.models.parallel import TensorParallel
 from baton.errors import ConfigError, ModelError
+from baton.kernels.experts import ExpertWeights
 from baton.kernels.huge_pages import HugeArena
 from baton.kernels.linear import LinearWeight, pack_linear, quantise_linear
+from baton.kernels.triton_import import runs_triton
 
 Shape: TypeAlias = tuple[int, ...]
 Progress: TypeAlias = Callable[[int, int], None]
@@ -121,6 +123,16 @@ class Parameters:
             except ValueError as error:
                 raise ConfigError(f"quantization int8: {self._prefix.rstrip('.')}: {error}") from error
         return pack_linear(weight_NK, self._packed_memory, batch_invariant=self.batch_invariant)
+
+    def pack_router(self, weight_XK: Tensor) -> LinearWeight:
+        """As `pack`, never rounded: a small error of a router's logit sends a token to another expert."""
+        return pack_linear(weight_XK, self._packed_memory, batch_invariant=self.batch_invariant)
+
+    def pack_experts(self, weights_NK: list[Tensor], bias_XN: Tensor | None = None) -> ExpertWeights:
+        """One projection of all experts as `Mixture` multiplies by it. bias_XN: fp32, of each expert."""
+        if self.device.type != "meta" and runs_triton(weights_NK[0]):
+            return ExpertWeights((), bias_XN, torch.stack(weights_NK))
+        return ExpertWeights(tuple(map(self.pack, weights_NK)), bias_XN)
 
     def rows(self, name: str, shape: Shape) -> Tensor:
         """This rank's rows of a table: as many on every rank, with zero rows after an uneven end."""

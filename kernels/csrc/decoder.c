@@ -6,13 +6,6 @@
 
 #include "ops.h"
 
-struct weight {
-    const char *packed;
-    const float *bias;  // or null
-    int64_t num_columns, num_inputs;
-    int64_t group;  // of inputs, with 8 bits; 0: elements of the decoder's dtype
-};
-
 struct layer {
     const char *input_norm, *post_norm;
     const char *query_norm, *key_norm;  // or null
@@ -74,13 +67,8 @@ static void lap(const struct step *s, enum timer timer, double *since) {
 }
 
 static void multiply(const struct decoder *d, const struct weight *w, const char *x, char *y, int64_t num_rows, int splits) {
-    int64_t size = element_bytes(d), x_stride = w->num_inputs * size, y_stride = w->num_columns * size;
-    if (w->group)
-        baton_linear_int8(x, x_stride, w->packed, w->bias, y, y_stride, num_rows, w->num_columns, w->num_inputs, w->group,
-                          splits, d->dtype, d->dtype);
-    else
-        baton_linear(x, x_stride, w->packed, w->bias, y, y_stride, num_rows, w->num_columns, w->num_inputs, splits,
-                     d->dtype, d->dtype);
+    int64_t size = element_bytes(d);
+    multiply_weight(w, x, w->num_inputs * size, y, w->num_columns * size, num_rows, splits, d->dtype, d->dtype);
 }
 
 // x -> attended; the layer's keys and values go to their pages.
@@ -156,7 +144,7 @@ EXPORT void baton_decoder(const struct decoder *d, const struct step *s) {
         lap(s, OTHER, &since);
         multiply(d, &l->gate_up, b.x, b.gate_up, num_rows, 1);
         lap(s, LINEAR, &since);
-        baton_silu_mul(b.gate_up, b.activated, num_rows, d->intermediate, d->dtype);
+        baton_gated(b.gate_up, b.activated, num_rows, d->intermediate, SILU, 0, 0, d->dtype);
         lap(s, OTHER, &since);
         multiply(d, &l->down, b.activated, b.x, num_rows, d->splits);
         lap(s, LINEAR, &since);

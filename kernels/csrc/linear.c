@@ -174,6 +174,93 @@ EXPORT void baton_linear(
         multiply_rows(&p, num_inputs, multiply_pairs);
 }
 
+// Products of several weights with a part of the rows each: what one `linear` is to a weight.
+struct products_of_experts {
+    const struct linear *linears;  // of the experts that have rows
+    const range_fn *products;
+    const int64_t *first_items;    // [num_linears + 1]
+    int64_t num_linears;
+};
+
+static void multiply_experts(const void *context, int64_t begin, int64_t end, int thread) {
+    const struct products_of_experts *p = context;
+    int64_t index = 0, above = p->num_linears;  // first_items[index] <= begin < first_items[above]
+    while (above - index > 1) {
+        int64_t middle = (index + above) / 2;
+        if (p->first_items[middle] <= begin) index = middle;
+        else above = middle;
+    }
+    for (; begin < end; index++) {
+        int64_t first = p->first_items[index], stop = MIN(end, p->first_items[index + 1]);
+        p->products[index](p->linears + index, begin - first, stop - first, thread);
+        begin = stop;
+    }
+}
+
+static void widen_experts(const void *context, int64_t begin, int64_t end, int thread) {
+    const struct widening *widenings = context;
+    for (int64_t i = begin; i < end; i++)
+        if (widenings[i].wide) widen_rows(widenings + i, 0, widenings[i].linear->num_rows, thread);
+}
+
+static struct linear linear_of_expert(
+    const char *x, ptrdiff_t x_stride, const struct expert_weights *w, const int64_t *starts, int64_t expert, char *y,
+    ptrdiff_t y_stride, int dtype, int y_dtype) {
+    int64_t first = starts[expert];
+    const float *bias = w->bias ? w->bias + expert * w->num_columns : 0;
+    return (struct linear){
+        .x = x + first * x_stride, .x_stride = x_stride, .packed = w->packed[expert],
+        .out = {y + first * y_stride, y_stride, bias, w->num_columns, y_dtype == BF16},
+        .num_rows = starts[expert + 1] - first, .num_units = dtype == BF16 ? w->num_inputs / 2 : w->num_inputs, .splits = 1};
+}
+
+// Few rows of each expert: the products of all experts share the threads. `wide` has room for all rows, or is null.
+static void multiply_few(
+    const char *x, ptrdiff_t x_stride, const struct expert_weights *w, const int64_t *starts, int64_t num_experts, char *y,
+    ptrdiff_t y_stride, int dtype, int y_dtype, float *wide) {
+    struct linear linears[num_experts], rows[num_experts];
+    struct widening widenings[num_experts];
+    range_fn products[num_experts];
+    int64_t first_items[num_experts + 1], count = 0, num_panels = num_panels_of(w->num_columns);
+    first_items[0] = 0;
+    for (int64_t expert = 0; expert < num_experts; expert++) {
+        if (starts[expert] == starts[expert + 1]) continue;
+        struct linear *p = linears + count;
+        *p = rows[count] = linear_of_expert(x, x_stride, w, starts, expert, y, y_stride, dtype, y_dtype);
+        int widens = wide && p->num_rows >= WIDE_ROWS;
+        widenings[count] = (struct widening){rows + count, widens ? wide + starts[expert] * w->num_inputs : 0};
+        if (widens) p->x = (const char *)widenings[count].wide;
+        products[count] = dtype != BF16 ? multiply_floats : widens ? multiply_wide : multiply_pairs;
+        first_items[count + 1] = first_items[count] + num_panels * ((p->num_rows + ROW_BLOCK - 1) / ROW_BLOCK);
+        count++;
+    }
+    if (!count) return;
+    int64_t rows_an_expert = MAX(1, starts[num_experts] / count);
+    if (wide) parallel_for(count, grain_of(rows_an_expert * w->num_inputs * WIDEN_WORK, PART_WORK), widen_experts, widenings);
+    struct products_of_experts p = {linears, products, first_items, count};
+    parallel_for(first_items[count], grain_of(rows_an_expert * w->num_inputs * PANEL, PART_WORK), multiply_experts, &p);
+}
+
+// Rows [starts[e], starts[e + 1]) of x times the weight of expert e, with the bits of baton_linear.
+EXPORT void baton_linear_experts(
+    const char *x, ptrdiff_t x_stride, const struct expert_weights *w, const int64_t *starts, int64_t num_experts, char *y,
+    ptrdiff_t y_stride, int dtype, int y_dtype) {
+    int64_t wide_bytes = starts[num_experts] * w->num_inputs * (int64_t)sizeof(float);
+    if (!w->group && wide_bytes <= WIDE_BYTES) {
+        int widens = dtype == BF16 && cpu_products.widen && starts[num_experts] >= WIDE_ROWS;
+        float *wide = widens ? malloc(wide_bytes) : 0;
+        multiply_few(x, x_stride, w, starts, num_experts, y, y_stride, dtype, y_dtype, wide);
+        free(wide);
+        return;
+    }
+    for (int64_t expert = 0; expert < num_experts; expert++) {
+        int64_t first = starts[expert], num_rows = starts[expert + 1] - first;
+        struct weight one = {
+            w->packed[expert], w->bias ? w->bias + expert * w->num_columns : 0, w->num_columns, w->num_inputs, w->group};
+        if (num_rows) multiply_weight(&one, x + first * x_stride, x_stride, y + first * y_stride, y_stride, num_rows, 1, dtype, y_dtype);
+    }
+}
+
 struct packing {
     const uint32_t *weight;
     ptrdiff_t row_units;

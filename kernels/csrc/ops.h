@@ -19,6 +19,25 @@ struct attention {
     int is_bf16;
 };
 
+// The weight of a linear layer, as the caller has packed it.
+struct weight {
+    const char *packed;
+    const float *bias;  // or null
+    int64_t num_columns, num_inputs;
+    int64_t group;  // of inputs, with 8 bits; 0: elements of the dtype of x
+};
+
+// The weights of one projection of all experts: each has the same shape.
+struct expert_weights {
+    const char *const *packed;  // [num_experts]
+    const float *bias;          // [num_experts, num_columns] or null
+    int64_t num_columns, num_inputs, group;
+};
+
+void baton_linear_experts(
+    const char *x, ptrdiff_t x_stride, const struct expert_weights *w, const int64_t *starts, int64_t num_experts, char *y,
+    ptrdiff_t y_stride, int dtype, int y_dtype);
+void baton_embedding(const int64_t *token_ids, const char *table, char *out, int64_t num_tokens, int64_t row_bytes);
 void baton_linear(
     const char *x, ptrdiff_t x_stride, const char *packed, const float *bias, char *y, ptrdiff_t y_stride,
     int64_t num_rows, int64_t num_columns, int64_t num_inputs, int splits, int dtype, int y_dtype);
@@ -38,4 +57,24 @@ void baton_store_kv(
     ptrdiff_t page_stride, ptrdiff_t kv_stride, ptrdiff_t head_stride, const int64_t *slots,
     int64_t num_tokens, int64_t num_kv_heads, int64_t page_size, int64_t head_bytes);
 void baton_attention(const struct attention *p, int64_t *tile_starts);
-void baton_silu_mul(const char *gate_up, char *y, int64_t num_rows, int64_t width, int dtype);
+
+// The gate of a feed-forward layer; alpha and limit are of CLAMPED_SWIGLU alone.
+enum activation_kind { SILU = 0, GELU_TANH = 1, CLAMPED_SWIGLU = 2 };
+struct activation {
+    int kind;
+    float alpha, limit;
+};
+void baton_gated(
+    const char *gate_up, char *y, int64_t num_rows, int64_t width, int kind, float alpha, float limit, int dtype);
+
+// y = x @ weight^T + bias. x is of the element type `dtype`, y of `y_dtype`; strides are bytes.
+INLINE void multiply_weight(
+    const struct weight *w, const char *x, ptrdiff_t x_stride, char *y, ptrdiff_t y_stride, int64_t num_rows, int splits,
+    int dtype, int y_dtype) {
+    if (w->group)
+        baton_linear_int8(x, x_stride, w->packed, w->bias, y, y_stride, num_rows, w->num_columns, w->num_inputs, w->group,
+                          splits, dtype, y_dtype);
+    else
+        baton_linear(x, x_stride, w->packed, w->bias, y, y_stride, num_rows, w->num_columns, w->num_inputs, splits, dtype,
+                     y_dtype);
+}

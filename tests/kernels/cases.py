@@ -11,6 +11,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from baton.kernels.experts import ExpertWeights, Mixture, experts_reference, experts_triton
+from baton.kernels.gated import GELU_TANH, SILU, Activation, clamped_swiglu, gated_reference, gated_triton
 from baton.kernels.pages import copy_pages_reference, copy_pages_triton
 from baton.kernels.rms_norm import (
     add_rms_norm_reference,
@@ -19,7 +21,6 @@ from baton.kernels.rms_norm import (
     rms_norm_triton,
 )
 from baton.kernels.rope import rope_reference
-from baton.kernels.silu_mul import silu_mul_reference, silu_mul_triton
 from baton.kernels.store_kv import rope_and_store_triton, store_kv_reference
 from tests.kernels.attention_cases import attention_cases
 from tests.kernels.outcomes import DTYPES, Outcome, normal, short
@@ -60,9 +61,39 @@ def add_rms_norm_outcome(shape: tuple[int, ...], dtype: torch.dtype, device: tor
     return Outcome(torch.stack((kernel, updated)), torch.stack((reference, residual)))
 
 
-def silu_mul_outcome(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Outcome:
+def gated_outcome(
+    shape: tuple[int, int], activation: Activation, dtype: torch.dtype, device: torch.device
+) -> Outcome:
     gate_up = normal(shape[0], shape[1] + 3, dtype=dtype, device=device)[:, : shape[1]]
-    return Outcome(silu_mul_triton(gate_up), silu_mul_reference(gate_up))
+    return Outcome(gated_triton(gate_up, activation), gated_reference(gate_up, activation))
+
+
+def random_mixture(
+    num_experts: int, dtype: torch.dtype, device: torch.device, *, is_biased: bool = False
+) -> Mixture:
+    """Experts of 24 inputs, 18 inner values and 24 outputs; `down` in two parts. Two of them for a token."""
+
+    def weights(num_outputs: int, num_inputs: int, bias: bool) -> ExpertWeights:
+        shape = (num_experts, num_outputs, num_inputs)
+        bias_XN = normal(*shape[:2], dtype=torch.float32, device=device) if bias else None
+        return ExpertWeights((), bias_XN, 0.2 * normal(*shape, dtype=dtype, device=device))
+
+    return Mixture(
+        weights(36, 24, is_biased),
+        [weights(24, 9, is_biased and not part) for part in range(2)],
+        top_k=2,
+        normalises=not is_biased,
+        activation=clamped_swiglu(1.7, 1.0) if is_biased else SILU,
+        out_dtype=dtype,
+    )
+
+
+def experts_outcome(num_tokens: int, is_biased: bool, dtype: torch.dtype, device: torch.device) -> Outcome:
+    mixture = random_mixture(5, dtype, device, is_biased=is_biased)
+    x, shared = (normal(num_tokens, 24 + i, dtype=dtype, device=device)[:, i:] for i in range(2))
+    logits = normal(num_tokens, 6, dtype=torch.float32, device=device)
+    arguments = (x, logits, mixture, None if is_biased else shared.contiguous())
+    return Outcome(experts_triton(*arguments), experts_reference(*arguments))
 
 
 def rope_and_store_outcome(
@@ -140,7 +171,12 @@ def row_cases() -> Iterator[Case]:
             yield Case(f"rms_norm-{shape}-{short(dtype)}", partial(rms_norm_outcome, shape, dtype))
             yield Case(f"add_rms_norm-{shape}-{short(dtype)}", partial(add_rms_norm_outcome, shape, dtype))
         for wide in ((3, 2), (0, 8), (2, 38), (1, 4100)):
-            yield Case(f"silu_mul-{wide}-{short(dtype)}", partial(silu_mul_outcome, wide, dtype))
+            yield Case(f"gated-{wide}-{short(dtype)}", partial(gated_outcome, wide, SILU, dtype))
+        for label, activation in (("gelu", GELU_TANH), ("swiglu", clamped_swiglu(1.7, 1.0))):
+            yield Case(f"{label}-{short(dtype)}", partial(gated_outcome, (2, 38), activation, dtype))
+        for num_tokens, is_biased in ((0, False), (1, True), (70, False)):
+            name = f"experts-{num_tokens}-{short(dtype)}"
+            yield Case(name, partial(experts_outcome, num_tokens, is_biased, dtype))
 
 
 def page_cases() -> Iterator[Case]:

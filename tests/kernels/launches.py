@@ -11,13 +11,14 @@ import torch
 from baton.bench.gpu import kernels as gpu_suite
 from baton.bench.gpu.kernels import Recorder
 from baton.kernels import (
+    experts,
+    gated,
     linear,
     paged_attention,
     pages,
     prefill_attention,
     rms_norm,
     sample,
-    silu_mul,
     store_kv,
 )
 from baton.kernels.triton_import import Launch
@@ -53,6 +54,7 @@ def scenarios() -> Iterator[Scenario]:
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         yield from _row_scenarios(dtype)
         yield from _linear_scenarios(dtype)
+        yield from _expert_scenarios(dtype)
         yield from _attention_scenarios(dtype)
     yield from _page_scenarios()
     yield from _sample_scenarios()
@@ -98,8 +100,8 @@ def _row_scenarios(dtype: torch.dtype) -> Iterator[Scenario]:
     yield Scenario(f"add_rms_norm-{name}", rms_norm, kernel, run)
     run = partial(rms_norm.rms_norm_triton, heads, head_weight, 1e-5)
     yield Scenario(f"rms_norm_heads-{name}", rms_norm, kernel, run)
-    run = partial(silu_mul.silu_mul_triton, torch.empty(3, 2 * 14336, dtype=dtype))
-    yield Scenario(f"silu_mul-{name}", silu_mul, "silu_mul_kernel", run)
+    run = partial(gated.gated_triton, torch.empty(3, 2 * 14336, dtype=dtype))
+    yield Scenario(f"gated-{name}", gated, "gated_kernel", run)
     for head_dim in (128, 80):
         qkv = torch.empty(3, 48, head_dim, dtype=dtype)
         query, key, value = qkv[:, :32], qkv[:, 32:40], qkv[:, 40:]
@@ -115,7 +117,7 @@ def _linear_scenarios(dtype: torch.dtype) -> Iterator[Scenario]:
     for label, shape, options in (
         ("qkv", (6144, 4096), {"bias_N": torch.empty(6144)}),
         ("out", (4096, 4096), {"num_splits": 2}),
-        ("gate_up", (28672, 4096), {"is_gated": True}),
+        ("gate_up", (28672, 4096), {"gate": gated.SILU}),
         ("down", (4096, 14336), {"num_splits": 2}),
         ("head", (128256, 4096), {"out_dtype": torch.float32}),
         ("odd", (1030, 1100), {}),
@@ -127,6 +129,34 @@ def _linear_scenarios(dtype: torch.dtype) -> Iterator[Scenario]:
             x = torch.empty(num_tokens, shape[1], dtype=dtype)
             run = partial(linear.linear_triton, x, weight, **options)
             yield Scenario(f"linear-{label}-{num_tokens}-{name}", linear, "linear_kernel", run)
+
+
+def _expert_scenarios(dtype: torch.dtype) -> Iterator[Scenario]:
+    """The experts of a model with 30 billion parameters, of which a token takes 3 billion."""
+    name = str(dtype).removeprefix("torch.")
+    starts, rows = torch.zeros(129, dtype=torch.int32), torch.zeros(8192, dtype=torch.int64)
+    for label, shape, options in (
+        ("gate_up", (128, 1536, 2048), {"gate": gated.SILU}),
+        ("down", (128, 2048, 384), {"gate": None}),
+    ):
+        weights = experts.ExpertWeights((), None, torch.empty(shape, dtype=dtype))
+        for num_tokens in (8, 8192):
+            x = torch.empty(num_tokens, shape[2], dtype=dtype)
+            run: Run = partial(
+                experts.linear_experts_triton,
+                x,
+                weights,
+                starts,
+                rows[:num_tokens] if label == "gate_up" else None,
+                **options,
+            )
+            yield Scenario(f"experts-{label}-{num_tokens}-{name}", experts, "linear_kernel", run)
+    if dtype is torch.bfloat16:
+        logits = torch.empty(3, 128)
+        yield Scenario("route", experts, "route_kernel", partial(experts.route_triton, logits, 8, True))
+        parts = torch.empty(2, 24, 2048)
+        run = partial(experts.combine_triton, parts, torch.empty(3, 8), rows[:24], logits, None, dtype)
+        yield Scenario("combine", experts, "combine_kernel", run)
 
 
 def _attention_scenarios(dtype: torch.dtype) -> Iterator[Scenario]:

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from baton.kernels.attention_tile import num_splits
+from baton.kernels.gated import gated_triton
 from baton.kernels.linear import linear_triton, pack_linear
 from baton.kernels.paged_attention import decode_programs, paged_attention_decode_triton
 from baton.kernels.pages import copy_pages_triton
 from baton.kernels.prefill_attention import prefill_attention_triton
 from baton.kernels.rms_norm import add_rms_norm_triton, rms_norm_triton
 from baton.kernels.sample import sample_triton
-from baton.kernels.silu_mul import silu_mul_triton
 from baton.kernels.store_kv import rope_and_store_triton
 from baton.kernels.triton_import import HAS_TRITON
 from tests.kernels.sampling_cases import Filters, sampling_tensors
@@ -43,7 +43,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "rms_norm_dtype": (lambda: rms_norm_triton(f(2, 8), f(8).half(), 1e-5), "must share a dtype"),
     "add_rms_norm": (lambda: add_rms_norm_triton(f(2, 8), f(3, 8), f(8), 1e-5), r"residual must be \(2, 8\)"),
     "linear_packed": (lambda: linear_triton(f(2, 8), pack_linear(f(3, 8))), "not packed for it"),
-    "silu_mul": (lambda: silu_mul_triton(f(2, 7)), r"\[T, 2 \* F\].* got \(2, 7\)"),
+    "gated": (lambda: gated_triton(f(2, 7)), r"\[T, 2 \* F\].* got \(2, 7\)"),
     "rope_odd": (lambda: rotate(query=f(3, 4, 7), key=f(3, 2, 7), table=f(9, 7)), "D even"),
     "rope_key": (lambda: rotate(key=f(2, 2, 8)), r"key must be \[3, K, 8\]"),
     "rope_table": (lambda: rotate(table=f(9, 4)), r"cos_sin must be \[M, 8\]"),

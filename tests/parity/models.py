@@ -13,7 +13,7 @@ from torch import Tensor
 
 VOCAB_SIZE: Final = 331  # odd, so that vocabulary-parallel parts differ in size
 MODEL: Final = "llama-gqa7-biased"  # of clusters: its two KV heads can be split over two ranks
-_COMMON: Final = {
+COMMON: Final = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -26,6 +26,7 @@ _COMMON: Final = {
 }
 
 
+_EXPERTS: Final = {"num_experts": 9, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
 _BIASES: Final = {"attention_bias": True, "mlp_bias": True}
 
 
@@ -40,7 +41,7 @@ class Case:
 
 def _case(name: str, kind: str, heads: int, kv_heads: int, **keys: Any) -> Case:
     head_keys = {"num_attention_heads": heads, "num_key_value_heads": kv_heads}
-    return Case(name, kind, {**_COMMON, **head_keys, **keys})
+    return Case(name, kind, {**COMMON, **head_keys, **keys})
 
 
 def _rope(rope_type: str, **keys: float) -> dict[str, Any]:
@@ -73,6 +74,17 @@ CASES: Final = (
     _case("qwen2", "Qwen2", 4, 2, tie_word_embeddings=True),
     _case("qwen2-window", "Qwen2", 4, 2, use_sliding_window=True, sliding_window=11, max_window_layers=1),
     _case("qwen3", "Qwen3", 4, 2, head_dim=32),
+    _case("mixtral", "Mixtral", 4, 2, num_local_experts=5, num_experts_per_tok=2),
+    _case(
+        "qwen2-moe",
+        "Qwen2Moe",
+        4,
+        2,
+        **(_EXPERTS | {"num_hidden_layers": 3}),
+        shared_expert_intermediate_size=40,
+        mlp_only_layers=[1],
+    ),
+    _case("qwen3-moe", "Qwen3Moe", 4, 2, **_EXPERTS, head_dim=32, norm_topk_prob=True),
 )
 
 

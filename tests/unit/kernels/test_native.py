@@ -223,7 +223,7 @@ import torch
 from baton.kernels import native
 from baton.kernels.linear import linear, pack_linear
 from baton.kernels.rms_norm import add_rms_norm, rms_norm
-from baton.kernels.silu_mul import silu_mul
+from baton.kernels.gated import gated
 from baton.kernels.store_kv import store_kv
 from baton.kernels.rope import rope
 from baton.kernels.sample import SamplingTensors, sample
@@ -234,7 +234,7 @@ assert native.library() is None
 assert linear(x, pack_linear(torch.ones(3, 16)), num_splits=2).tolist() == [[16.0] * 3] * 2
 assert rms_norm(x, x[0], 0.0).tolist() == x.tolist()
 assert add_rms_norm(x, x.clone(), x[0], 0.0).tolist() == x.tolist()
-assert silu_mul(torch.zeros(2, 16)).tolist() == [[0.0] * 8] * 2
+assert gated(torch.zeros(2, 16)).tolist() == [[0.0] * 8] * 2
 pages = torch.zeros(1, 2, 1, 4, 16)
 heads = x[:, None]
 rope(heads, heads.clone(), torch.cat((torch.ones(4, 8), torch.zeros(4, 8)), 1), torch.tensor([0, 1]))

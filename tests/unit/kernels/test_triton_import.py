@@ -30,12 +30,12 @@ import sys
 sys.modules["triton"] = None  # importing it now fails, as on a machine without it
 import torch
 from baton.kernels import pages, paged_attention, prefill_attention, rms_norm
-from baton.kernels import sample, silu_mul, store_kv
-assert silu_mul.silu_mul(torch.ones(2, 6)).shape == (2, 3)
+from baton.kernels import sample, gated, store_kv
+assert gated.gated(torch.ones(2, 6)).shape == (2, 3)
 three, int64s = torch.ones(3, 2, 6), torch.zeros(3, dtype=torch.int64)
 table, kv_pages = torch.ones(4, 6), torch.ones(1, 2, 2, 4, 6)
 for launch in (
-    lambda: silu_mul.silu_mul_triton(torch.ones(2, 6)),
+    lambda: gated.gated_triton(torch.ones(2, 6)),
     lambda: store_kv.rope_and_store_triton(three, three, three, table, int64s, kv_pages, int64s),
 ):
     try:

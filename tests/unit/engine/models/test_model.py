@@ -12,13 +12,16 @@ from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     PreTrainedConfig,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 from baton.engine.models.checkpoint import SafetensorsCheckpoint
-from baton.engine.models.decoder import Attention, Decoder, DecoderLayer, SwiGlu
+from baton.engine.models.decoder import Attention, Decoder, DecoderLayer, GatedMlp
 from baton.engine.models.model import (
     attention_mlp_crossover,
     build_model,
@@ -38,6 +41,7 @@ SMALL: dict[str, Any] = {
     "num_key_value_heads": 2,
     "vocab_size": 64,
 }
+EXPERTS: dict[str, Any] = SMALL | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 WINDOWED: dict[str, Any] = SMALL | {"use_sliding_window": True, "sliding_window": 8}
 KINDS = ["sliding_attention", "full_attention"] * 2
 CONFIGS: list[tuple[PreTrainedConfig, tuple[int | None, ...]]] = [
@@ -54,6 +58,13 @@ CONFIGS: list[tuple[PreTrainedConfig, tuple[int | None, ...]]] = [
     (Qwen2Config(**WINDOWED, max_window_layers=4), (None,) * 4),
     (Qwen3Config(**SMALL, head_dim=16, attention_bias=True), (None,) * 4),
     (Qwen3Config(**WINDOWED, layer_types=KINDS), (8, None, 8, None)),
+    (MixtralConfig(**SMALL, num_local_experts=3), (None,) * 4),
+    (Qwen2MoeConfig(**EXPERTS, mlp_only_layers=[2], qkv_bias=False), (None,) * 4),
+    (
+        Qwen2MoeConfig(**EXPERTS, use_sliding_window=True, sliding_window=8, max_window_layers=3),
+        (8, None, 8, None),
+    ),
+    (Qwen3MoeConfig(**EXPERTS, decoder_sparse_step=2, use_sliding_window=True, sliding_window=8), (8,) * 4),
 ]
 
 
@@ -149,7 +160,7 @@ class Outside(Decoder):
         attention = Attention(
             config, parameters.scope("self_attn"), qkv_bias=True, qk_norm=True, window=window
         )
-        return DecoderLayer(config, parameters, attention, SwiGlu(config, parameters.scope("mlp")))
+        return DecoderLayer(config, parameters, attention, GatedMlp(config, parameters.scope("mlp")))
 
 
 class OutsideFused(Outside):

@@ -1,0 +1,193 @@
+// The experts of a mixture: each token goes through `top_k` of the feed-forward layers, and their outputs are summed.
+//
+//   1. route: logits of all experts -> for each token the experts with the highest logits, and their weights
+//   2. sort: a row for each token and expert; the rows of an expert lie together, those of earlier tokens first
+//   3. multiply: gate and up, activation, down; the experts with rows share the threads
+//   4. combine: for each token the weighted sum of its rows, in descending order of the logits
+//
+// All of it is in fp32 and in an order that depends on the token alone. `down` is cut along its inputs into `splits`
+// weights, whose sums are kept apart until 4 has added the experts: as many tensor-parallel ranks add the same numbers.
+#include "ops.h"
+
+struct experts {
+    struct expert_weights gate_up, down[2];  // the bias of down belongs to down[0]
+    int64_t num_experts, top_k;
+    struct activation activation;
+    int splits, normalises, dtype, y_dtype;
+};
+
+// Where the intermediate results lie in the scratch. R = num_tokens * top_k rows, sorted by expert.
+struct plan {
+    int64_t *starts;   // [num_experts + 1] first row of each expert
+    int64_t *tokens;   // [R] of each row
+    int64_t *row_of;   // [num_tokens, top_k] row of each choice
+    int64_t *chosen;   // [num_tokens, top_k] experts
+    float *weights;    // [num_tokens, top_k]
+    char *x, *gate_up, *activated;
+    float *down;       // [splits, R, num_columns]
+};
+
+INLINE char *take(char **rest, int64_t num_bytes) {
+    char *piece = *rest;
+    *rest += (num_bytes + 63) / 64 * 64;
+    return piece;
+}
+
+static int64_t lay_out(const struct experts *e, int64_t num_tokens, char *scratch, struct plan *p) {
+    int64_t num_rows = num_tokens * e->top_k, size = e->dtype == BF16 ? 2 : 4;
+    char *rest = scratch;
+    p->starts = (int64_t *)take(&rest, (e->num_experts + 1) * sizeof(int64_t));
+    p->tokens = (int64_t *)take(&rest, num_rows * sizeof(int64_t));
+    p->row_of = (int64_t *)take(&rest, num_rows * sizeof(int64_t));
+    p->chosen = (int64_t *)take(&rest, num_rows * sizeof(int64_t));
+    p->weights = (float *)take(&rest, num_rows * sizeof(float));
+    p->x = take(&rest, num_rows * e->gate_up.num_inputs * size);
+    p->gate_up = take(&rest, num_rows * e->gate_up.num_columns * size);
+    p->activated = take(&rest, num_rows * e->gate_up.num_columns / 2 * size);
+    p->down = (float *)take(&rest, e->splits * num_rows * e->down[0].num_columns * sizeof(float));
+    return rest - scratch;
+}
+
+struct routing {
+    const struct experts *experts;
+    const float *logits;
+    int64_t stride;
+    const struct plan *plan;
+};
+
+// The highest logit that is not taken; of equal ones the first.
+INLINE int64_t next_best(const float *logits, const char *taken, int64_t num_experts) {
+    int64_t best = -1;
+    for (int64_t i = 0; i < num_experts; i++)
+        if (!taken[i] && (best < 0 || logits[i] > logits[best])) best = i;
+    return best;
+}
+
+// The sum of exp(logit - highest) over all experts.
+INLINE float sum_exponentials(const float *logits, float highest, int64_t num_experts) {
+    f32x16 sum = {0};
+    for (int64_t i = 0; i < num_experts; i += LANES) {
+        float lanes[LANES];
+        for (int64_t j = 0; j < LANES; j++) lanes[j] = i + j < num_experts ? logits[i + j] - highest : -INFINITY;
+        sum += exp_lanes(load_f32(lanes));
+    }
+    return sum_lanes(sum);
+}
+
+static void route_tokens(const void *context, int64_t begin, int64_t end, int thread) {
+    const struct routing *r = context;
+    const struct experts *e = r->experts;
+    char taken[e->num_experts];
+    (void)thread;
+    for (int64_t t = begin; t < end; t++) {
+        const float *logits = r->logits + t * r->stride;
+        int64_t *chosen = r->plan->chosen + t * e->top_k;
+        float *weights = r->plan->weights + t * e->top_k, total = 0;
+        memset(taken, 0, e->num_experts);
+        for (int64_t j = 0; j < e->top_k; j++) {
+            chosen[j] = next_best(logits, taken, e->num_experts);
+            taken[chosen[j]] = 1;
+            weights[j] = exp_lanes(splat(logits[chosen[j]] - logits[chosen[0]]))[0];
+            total += weights[j];
+        }
+        if (!e->normalises) total = sum_exponentials(logits, logits[chosen[0]], e->num_experts);
+        for (int64_t j = 0; j < e->top_k; j++) weights[j] /= total;
+    }
+}
+
+// A counting sort: rows of an expert in the order of their tokens.
+static void sort_rows(const struct experts *e, int64_t num_tokens, const struct plan *p) {
+    int64_t next[e->num_experts];
+    memset(p->starts, 0, (e->num_experts + 1) * sizeof(int64_t));
+    for (int64_t i = 0; i < num_tokens * e->top_k; i++) p->starts[p->chosen[i] + 1]++;
+    for (int64_t expert = 0; expert < e->num_experts; expert++) {
+        p->starts[expert + 1] += p->starts[expert];
+        next[expert] = p->starts[expert];
+    }
+    for (int64_t i = 0; i < num_tokens * e->top_k; i++) {
+        p->row_of[i] = next[p->chosen[i]]++;
+        p->tokens[p->row_of[i]] = i / e->top_k;
+    }
+}
+
+struct combining {
+    const struct experts *experts;
+    const struct routing *routing;
+    const char *shared;
+    int64_t num_rows;
+    char *y;
+};
+
+// The sum of a token's rows of one part, 16 columns.
+INLINE f32x16 sum_rows(const struct combining *c, const int64_t *row_of, const float *weights, int split, int64_t i, int64_t num_lanes) {
+    int64_t width = c->experts->down[0].num_columns;
+    f32x16 sum = {0};
+    for (int64_t j = 0; j < c->experts->top_k; j++) {
+        float lanes[LANES] = {0};
+        memcpy(lanes, c->routing->plan->down + (split * c->num_rows + row_of[j]) * width + i, num_lanes * sizeof(float));
+        sum = sum + splat(weights[j]) * load_f32(lanes);
+    }
+    return sum;
+}
+
+INLINE f32x16 load_some(const char *x, int64_t index, int64_t num_lanes, const int is_bf16) {
+    if (num_lanes == LANES) return load_lanes(x, index, is_bf16);
+    float lanes[LANES] = {0};
+    for (int64_t i = 0; i < num_lanes; i++) lanes[i] = load_one(x, index + i, is_bf16);
+    return load_f32(lanes);
+}
+
+static void combine_tokens(const void *context, int64_t begin, int64_t end, int thread) {
+    const struct combining *c = context;
+    const struct experts *e = c->experts;
+    int64_t width = e->down[0].num_columns, y_bytes = width * (e->y_dtype == BF16 ? 2 : 4);
+    (void)thread;
+    for (int64_t t = begin; t < end; t++) {
+        const int64_t *row_of = c->routing->plan->row_of + t * e->top_k;
+        const float *weights = c->routing->plan->weights + t * e->top_k;
+        f32x16 gate = {0};
+        if (c->shared) gate = splat(1.0f) / (splat(1.0f) + exp_lanes(-splat(c->routing->logits[t * c->routing->stride + e->num_experts])));
+        for (int64_t i = 0; i < width; i += LANES) {
+            int64_t num_lanes = MIN(width - i, LANES);
+            f32x16 total = sum_rows(c, row_of, weights, 0, i, num_lanes);
+            if (c->shared) total = total + gate * load_some(c->shared, t * width + i, num_lanes, e->dtype == BF16);
+            if (e->splits == 2) total = total + sum_rows(c, row_of, weights, 1, i, num_lanes);
+            char *y = c->y + t * y_bytes;
+            if (num_lanes == LANES) store_lanes(y, i, total, e->y_dtype == BF16);
+            else for (int64_t j = 0; j < num_lanes; j++) store_one(y, i + j, total[j], e->y_dtype == BF16);
+        }
+    }
+}
+
+#define ROUTING_WORK 4096  // logits, and
+#define COMBINING_WORK 16384  // products worth a part of their own
+
+// What the callers' declaration is compared with, and the scratch for so many tokens.
+EXPORT void baton_experts_sizes(const struct experts *e, int64_t num_tokens, int64_t *sizes) {
+    struct plan plan;
+    sizes[0] = sizeof(struct experts);
+    sizes[1] = lay_out(e, num_tokens, 0, &plan);
+}
+
+// x: [num_tokens, num_inputs] of `dtype`; logits: [num_tokens, logits_stride], those of the experts first; y: [num_tokens,
+// num_columns] of `y_dtype`. shared: [num_tokens, num_columns] of `dtype`, the output of an expert that all tokens share,
+// which is weighed by the sigmoid of the logit after those of the experts; or null.
+EXPORT void baton_experts(
+    const struct experts *e, const char *x, const float *logits, int64_t logits_stride, const char *shared, char *y,
+    int64_t num_tokens, char *scratch) {
+    struct plan p;
+    lay_out(e, num_tokens, scratch, &p);
+    int64_t num_rows = num_tokens * e->top_k, size = e->dtype == BF16 ? 2 : 4;
+    int64_t x_bytes = e->gate_up.num_inputs * size, inner = e->gate_up.num_columns / 2, width = e->down[0].num_columns;
+    struct routing r = {e, logits, logits_stride, &p};
+    parallel_for(num_tokens, grain_of(e->num_experts * e->top_k, ROUTING_WORK), route_tokens, &r);
+    sort_rows(e, num_tokens, &p);
+    baton_embedding(p.tokens, x, p.x, num_rows, x_bytes);
+    baton_linear_experts(p.x, x_bytes, &e->gate_up, p.starts, e->num_experts, p.gate_up, 2 * inner * size, e->dtype, e->dtype);
+    baton_gated(p.gate_up, p.activated, num_rows, inner, e->activation.kind, e->activation.alpha, e->activation.limit, e->dtype);
+    for (int split = 0; split < e->splits; split++)
+        baton_linear_experts(p.activated + split * e->down[0].num_inputs * size, inner * size, e->down + split, p.starts,
+                             e->num_experts, (char *)(p.down + split * num_rows * width), width * sizeof(float), e->dtype, F32);
+    struct combining c = {e, &r, shared, num_rows, y};
+    parallel_for(num_tokens, grain_of(e->top_k * e->splits * width, COMBINING_WORK), combine_tokens, &c);
+}

@@ -1,0 +1,447 @@
+"""The experts of a mixture: each token goes through the feed-forward layers with the highest router logits.
+
+Rows, one for each token and chosen expert, are sorted by expert, so that each expert multiplies its rows at
+once: one C kernel on a CPU (csrc/experts.c), grouped products of `linear_kernel` on a GPU. A token's result
+has the same bits in any batch. The product with `down` is cut along its inputs into parts that are kept apart
+until the experts of a token are added, so two tensor-parallel ranks add the same numbers as one.
+
+Shapes: T tokens, X experts, C chosen experts of a token, R = T * C rows, E hidden, F feed-forward width of an
+expert, N outputs, K inputs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from baton.kernels import native
+from baton.kernels.gated import Activation, constants, gated
+from baton.kernels.linear import (
+    NUM_MULTIPROCESSORS,
+    LinearWeight,
+    linear,
+    linear_kernel,
+    linear_tile,
+    part_sizes,
+)
+from baton.kernels.triton_import import kernel, runs_triton, tl, triton
+
+CPU_TOKENS: Final = 1024  # at a time: the rows of a token take much memory, and enough rows share a weight
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertWeights:
+    """One projection of all experts, each [N, K]. A GPU has them in one tensor."""
+
+    weights: tuple[LinearWeight, ...]
+    bias_XN: Tensor | None  # fp32
+    stacked_XNK: Tensor | None = None
+
+
+class Mixture:
+    """The weights of the experts of one layer on one rank, and how they are chosen."""
+
+    def __init__(
+        self,
+        gate_up: ExpertWeights,
+        down: Sequence[ExpertWeights],
+        *,
+        top_k: int,
+        normalises: bool,
+        activation: Activation,
+        out_dtype: torch.dtype,
+    ) -> None:
+        """gate_up: N = 2 * F, the gate first. down: one or two parts of the inputs.
+
+        normalises: the weights of a token's experts sum to 1; otherwise they are shares of all experts.
+        """
+        self.gate_up, self.down = gate_up, tuple(down)
+        self.top_k, self.normalises, self.activation = top_k, normalises, activation
+        self.out_dtype = out_dtype
+        parts = (gate_up, *self.down)
+        self._addresses = [_addresses(part) for part in parts]  # kept alive for the C kernel
+        is_packed = all(part.weights and all(each.is_packed for each in part.weights) for part in parts)
+        self._arguments = _arguments(self, self._addresses) if is_packed else None
+
+    @property
+    def num_experts(self) -> int:
+        """X."""
+        stacked_XNK = self.gate_up.stacked_XNK
+        return len(self.gate_up.weights) if stacked_XNK is None else len(stacked_XNK)
+
+    def __call__(self, x_TE: Tensor, logits_TX: Tensor, shared_TN: Tensor | None = None) -> Tensor:
+        """The weighted sum of the outputs of each token's experts: [T, N] in `out_dtype`.
+
+        x_TE: contiguous. logits_TX: fp32, contiguous; of equal logits the first expert is chosen. shared_TN:
+        the output of an expert that all tokens share, contiguous in the dtype of x; it is weighed by the
+        sigmoid of one more logit, after those of the experts, and added to the first part.
+        """
+        if runs_triton(x_TE) and self.gate_up.stacked_XNK is not None:
+            return experts_triton(x_TE, logits_TX, self, shared_TN)
+        if self._arguments is None:
+            return experts_reference(x_TE, logits_TX, self, shared_TN)
+        if len(x_TE) > CPU_TOKENS:
+            rows = [slice(first, first + CPU_TOKENS) for first in range(0, len(x_TE), CPU_TOKENS)]
+            shared = [None if shared_TN is None else shared_TN[part] for part in rows]
+            return torch.cat(
+                [
+                    self._run(x_TE[part], logits_TX[part], some)
+                    for part, some in zip(rows, shared, strict=True)
+                ]
+            )
+        return self._run(x_TE, logits_TX, shared_TN)
+
+    def _run(self, x_TE: Tensor, logits_TX: Tensor, shared_TN: Tensor | None) -> Tensor:
+        assert self._arguments is not None
+        num_tokens = len(x_TE)
+        if not x_TE.is_contiguous() or not logits_TX.is_contiguous() or logits_TX.dtype != torch.float32:
+            raise ValueError("experts: x and the fp32 logits must be contiguous")
+        num_logits = self.num_experts + (shared_TN is not None)
+        if x_TE.shape[1] != self.gate_up.weights[0].num_inputs or logits_TX.shape[0] != num_tokens:
+            raise ValueError(f"experts: x {list(x_TE.shape)}, logits {list(logits_TX.shape)}")
+        if logits_TX.shape[1] < num_logits or not (shared_TN is None or shared_TN.is_contiguous()):
+            raise ValueError(f"experts: {num_logits} logits a token are needed, got {list(logits_TX.shape)}")
+        out_TN = torch.empty((num_tokens, self.down[0].weights[0].num_outputs), dtype=self.out_dtype)
+        sizes = (ctypes.c_int64 * 2)()
+        arguments = ctypes.addressof(self._arguments)
+        native.function("baton_experts_sizes", "pnp")(arguments, num_tokens, ctypes.addressof(sizes))
+        scratch = torch.empty(sizes[1], dtype=torch.uint8)
+        native.function("baton_experts", "pppnppnp")(
+            arguments,
+            x_TE.data_ptr(),
+            logits_TX.data_ptr(),
+            logits_TX.shape[1],
+            None if shared_TN is None else shared_TN.data_ptr(),
+            out_TN.data_ptr(),
+            num_tokens,
+            scratch.data_ptr(),
+        )
+        return out_TN
+
+
+# The C kernel.
+
+
+class _Weights(ctypes.Structure):
+    """`struct expert_weights` of csrc/ops.h, field by field."""
+
+    _fields_ = (
+        ("packed", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("num_columns", ctypes.c_int64),
+        ("num_inputs", ctypes.c_int64),
+        ("group", ctypes.c_int64),
+    )
+
+
+class ExpertsArguments(ctypes.Structure):
+    """`struct experts` of csrc/experts.c, field by field."""
+
+    _fields_ = (
+        ("gate_up", _Weights),
+        ("down", _Weights * 2),
+        ("num_experts", ctypes.c_int64),
+        ("top_k", ctypes.c_int64),
+        ("kind", ctypes.c_int),
+        ("alpha", ctypes.c_float),
+        ("limit", ctypes.c_float),
+        ("splits", ctypes.c_int),
+        ("normalises", ctypes.c_int),
+        ("dtype", ctypes.c_int),
+        ("y_dtype", ctypes.c_int),
+    )
+
+
+def _arguments(mixture: Mixture, addresses: Sequence[Tensor]) -> ExpertsArguments:
+    """addresses: of gate_up and the parts of down."""
+    arguments = ExpertsArguments(
+        gate_up=_weights(mixture.gate_up, addresses[0]),
+        num_experts=len(mixture.gate_up.weights),
+        top_k=mixture.top_k,
+        kind=mixture.activation.kind,
+        alpha=mixture.activation.alpha,
+        limit=mixture.activation.limit,
+        splits=len(mixture.down),
+        normalises=mixture.normalises,
+        dtype=native.DTYPE_CODES[mixture.gate_up.weights[0].dtype],
+        y_dtype=native.DTYPE_CODES[mixture.out_dtype],
+    )
+    for index, part in enumerate(mixture.down):
+        arguments.down[index] = _weights(part, addresses[index + 1])
+    return arguments
+
+
+def _addresses(experts: ExpertWeights) -> Tensor:
+    return torch.tensor([weight.data.data_ptr() for weight in experts.weights], dtype=torch.int64)
+
+
+def _weights(experts: ExpertWeights, addresses: Tensor) -> _Weights:
+    first, bias_XN = experts.weights[0], experts.bias_XN
+    return _Weights(
+        packed=addresses.data_ptr(),
+        bias=None if bias_XN is None else bias_XN.data_ptr(),
+        num_columns=first.num_outputs,
+        num_inputs=first.num_inputs,
+        group=first.group,
+    )
+
+
+# Plain torch.
+
+
+def route_reference(logits_TX: Tensor, top_k: int, normalises: bool) -> tuple[Tensor, Tensor]:
+    """(weights fp32, experts int64) of each token, [T, C] each, in descending order of the logits."""
+    order_TX = logits_TX.argsort(dim=1, descending=True, stable=True)
+    chosen_TC = order_TX[:, :top_k]
+    shares_TX = logits_TX.float().softmax(dim=1)
+    weights_TC = shares_TX.gather(1, chosen_TC)
+    return (weights_TC / weights_TC.sum(1, keepdim=True) if normalises else weights_TC), chosen_TC
+
+
+def experts_reference(
+    x_TE: Tensor, logits_TX: Tensor, mixture: Mixture, shared_TN: Tensor | None = None
+) -> Tensor:
+    """`Mixture` in plain torch, an expert after another."""
+    num_experts = mixture.num_experts
+    weights_TC, chosen_TC = route_reference(logits_TX[:, :num_experts], mixture.top_k, mixture.normalises)
+    parts = []
+    for part in mixture.down:
+        width = _weight(part, 0).shape[0] if not part.weights else part.weights[0].num_outputs
+        parts.append(torch.zeros((len(x_TE), width), dtype=torch.float32, device=x_TE.device))
+    for expert in chosen_TC.unique().tolist():
+        token_R, choice_R = (chosen_TC == expert).nonzero(as_tuple=True)
+        activated_RF = gated(_product(x_TE[token_R], mixture.gate_up, expert, x_TE.dtype), mixture.activation)
+        inputs = activated_RF.chunk(len(parts), dim=1)
+        for sum_TN, part, input_RK in zip(parts, mixture.down, inputs, strict=True):
+            out_RN = _product(input_RK, part, expert, torch.float32)
+            sum_TN.index_add_(0, token_R, out_RN * weights_TC[token_R, choice_R, None])
+    if shared_TN is not None:
+        parts[0] += logits_TX[:, num_experts, None].sigmoid() * shared_TN
+    return torch.stack(parts).sum(0).to(mixture.out_dtype)
+
+
+def _weight(experts: ExpertWeights, expert: int) -> Tensor:
+    assert experts.stacked_XNK is not None
+    return experts.stacked_XNK[expert]
+
+
+def _product(x_RK: Tensor, experts: ExpertWeights, expert: int, out_dtype: torch.dtype) -> Tensor:
+    bias_N = None if experts.bias_XN is None else experts.bias_XN[expert]
+    if experts.weights:
+        return linear(x_RK, experts.weights[expert], bias_N, out_dtype=out_dtype)
+    out_RN = (x_RK @ _weight(experts, expert).T).to(out_dtype)
+    return out_RN if bias_N is None else out_RN + bias_N.to(out_dtype)
+
+
+# Triton.
+
+
+@kernel()
+def route_kernel(
+    logits_ptr: tl.tensor,  # [T, X] fp32
+    weights_ptr: tl.tensor,  # [T, C] fp32
+    chosen_ptr: tl.tensor,  # [T, C] int64
+    num_experts: int,
+    logits_stride: int,
+    TOP_K: tl.constexpr,  # C
+    NORMALISES: tl.constexpr,
+    BLOCK_X: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+) -> None:
+    """One program chooses the experts of one token."""
+    token = tl.program_id(0).to(tl.int64)
+    expert_X, choice_C = tl.arange(0, BLOCK_X), tl.arange(0, BLOCK_C)
+    logit_ptr_X = logits_ptr + token * logits_stride + expert_X
+    logit_X = tl.load(logit_ptr_X, mask=expert_X < num_experts, other=float("-inf"))
+    highest = tl.max(logit_X, axis=0)
+    rest_X = logit_X
+    weight_C = tl.zeros([BLOCK_C], tl.float32)
+    chosen_C = tl.zeros([BLOCK_C], tl.int64)
+    total = tl.cast(0.0, tl.float32)
+    for choice in tl.static_range(TOP_K):
+        best = tl.minimum(tl.argmax(rest_X, axis=0), num_experts - 1)
+        weight = tl.exp(tl.max(rest_X, axis=0) - highest)
+        weight_C = tl.where(choice_C == choice, weight, weight_C)
+        chosen_C = tl.where(choice_C == choice, best, chosen_C)
+        total += weight
+        rest_X = tl.where(expert_X == best, float("-inf"), rest_X)
+    if not NORMALISES:
+        total = tl.sum(tl.exp(logit_X - highest), axis=0)
+    tl.store(weights_ptr + token * TOP_K + choice_C, weight_C / total, mask=choice_C < TOP_K)
+    tl.store(chosen_ptr + token * TOP_K + choice_C, chosen_C, mask=choice_C < TOP_K)
+
+
+@kernel(varying=("num_rows",))
+def combine_kernel(
+    parts_ptr: tl.tensor,  # [NUM_PARTS, R, N] fp32, contiguous
+    weights_ptr: tl.tensor,  # [T, C] fp32
+    row_of_ptr: tl.tensor,  # [T, C] int64
+    shared_ptr: tl.tensor,  # [T, N], contiguous, read when HAS_SHARED
+    logits_ptr: tl.tensor,  # [T, X + 1] fp32, contiguous, the same
+    out_ptr: tl.tensor,  # [T, N], contiguous
+    num_rows: int,  # R
+    width: int,  # N
+    logits_stride: int,  # X + 1
+    TOP_K: tl.constexpr,
+    NUM_PARTS: tl.constexpr,
+    HAS_SHARED: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+) -> None:
+    """One program adds the rows of one token in a block of columns."""
+    token = tl.program_id(0).to(tl.int64)  # R * N may pass 2^31
+    column_N = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside_N = column_N < width
+    total_N = tl.zeros([BLOCK_N], tl.float32)
+    for part in tl.static_range(NUM_PARTS):
+        sum_N = tl.zeros([BLOCK_N], tl.float32)
+        for choice in tl.static_range(TOP_K):
+            row = tl.load(row_of_ptr + token * TOP_K + choice) + part * tl.cast(num_rows, tl.int64)
+            weight = tl.load(weights_ptr + token * TOP_K + choice)
+            sum_N += weight * tl.load(parts_ptr + row * width + column_N, mask=inside_N, other=0.0)
+        if HAS_SHARED and part == 0:
+            gate = 1.0 / (1.0 + tl.exp(-tl.load(logits_ptr + (token + 1) * logits_stride - 1)))
+            shared_N = tl.load(shared_ptr + token * width + column_N, mask=inside_N, other=0.0)
+            sum_N += gate * shared_N.to(tl.float32)
+        total_N += sum_N
+    tl.store(out_ptr + token * width + column_N, total_N.to(out_ptr.dtype.element_ty), mask=inside_N)
+
+
+def experts_triton(
+    x_TE: Tensor, logits_TX: Tensor, mixture: Mixture, shared_TN: Tensor | None = None
+) -> Tensor:
+    """`Mixture` on a GPU, without a wait for the host."""
+    num_experts = mixture.num_experts
+    top_k, device = mixture.top_k, x_TE.device
+    weights_TC, chosen_TC = route_triton(logits_TX[:, :num_experts], top_k, mixture.normalises)
+    chosen_R = chosen_TC.flatten()
+    order_R = chosen_R.argsort(stable=True)
+    bounds = torch.arange(num_experts + 1, device=device)
+    starts_X1 = torch.searchsorted(chosen_R[order_R], bounds).to(torch.int32)
+    activated_RF = linear_experts_triton(
+        x_TE, mixture.gate_up, starts_X1, order_R // top_k, gate=mixture.activation
+    )
+    num_rows, width = len(order_R), _weight(mixture.down[0], 0).shape[0]
+    parts_PRN = torch.empty((len(mixture.down), num_rows, width), dtype=torch.float32, device=device)
+    for out_RN, part, input_RK in zip(
+        parts_PRN, mixture.down, activated_RF.chunk(len(mixture.down), dim=1), strict=True
+    ):
+        linear_experts_triton(input_RK, part, starts_X1, out_RN=out_RN)
+    row_of_R = torch.empty_like(order_R).scatter_(0, order_R, torch.arange(num_rows, device=device))
+    return combine_triton(parts_PRN, weights_TC, row_of_R, logits_TX, shared_TN, mixture.out_dtype)
+
+
+def combine_triton(
+    parts_PRN: Tensor,
+    weights_TC: Tensor,
+    row_of_R: Tensor,
+    logits_TX: Tensor,
+    shared_TN: Tensor | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """The weighted sum of each token's rows, and of the shared expert's output: [T, N]."""
+    num_tokens, top_k = weights_TC.shape
+    num_parts, num_rows, width = parts_PRN.shape
+    out_TN = torch.empty((num_tokens, width), dtype=out_dtype, device=parts_PRN.device)
+    if not out_TN.numel():
+        return out_TN
+    block_N = min(1024, triton.next_power_of_2(width))
+    combine_kernel[(num_tokens, triton.cdiv(width, block_N))](
+        parts_PRN,
+        weights_TC,
+        row_of_R,
+        logits_TX if shared_TN is None else shared_TN,
+        logits_TX,
+        out_TN,
+        num_rows,
+        width,
+        logits_TX.stride(0),
+        TOP_K=top_k,
+        NUM_PARTS=num_parts,
+        HAS_SHARED=shared_TN is not None,
+        BLOCK_N=block_N,
+        enable_fp_fusion=False,
+    )
+    return out_TN
+
+
+def route_triton(logits_TX: Tensor, top_k: int, normalises: bool) -> tuple[Tensor, Tensor]:
+    """`route_reference` on a GPU."""
+    num_tokens, num_experts = logits_TX.shape
+    if logits_TX.dtype != torch.float32 or logits_TX.stride(1) != 1 or top_k > num_experts:
+        raise ValueError(f"route: {top_k} of {num_experts} experts need adjacent fp32 logits")
+    weights_TC = logits_TX.new_empty((num_tokens, top_k))
+    chosen_TC = torch.empty((num_tokens, top_k), dtype=torch.int64, device=logits_TX.device)
+    if num_tokens:
+        route_kernel[(num_tokens,)](
+            logits_TX,
+            weights_TC,
+            chosen_TC,
+            num_experts,
+            logits_TX.stride(0),
+            TOP_K=top_k,
+            NORMALISES=normalises,
+            BLOCK_X=triton.next_power_of_2(num_experts),
+            BLOCK_C=triton.next_power_of_2(top_k),
+        )
+    return weights_TC, chosen_TC
+
+
+def linear_experts_triton(
+    x_TK: Tensor,
+    experts: ExpertWeights,
+    starts_X1: Tensor,
+    row_of_R: Tensor | None = None,
+    *,
+    gate: Activation | None = None,
+    out_RN: Tensor | None = None,
+) -> Tensor:
+    """Rows [starts[e], starts[e + 1]) times the weight of expert e, with the bits of `linear_triton`.
+
+    row_of_R: int64, the row of x that each row multiplies; None: its own. starts_X1: int32. out_RN: made anew
+    in the dtype of x by default.
+    """
+    stacked_XNK = experts.stacked_XNK
+    if stacked_XNK is None or x_TK.stride(-1) != 1 or x_TK.shape[1] != stacked_XNK.shape[2]:
+        raise ValueError(f"linear_experts: x {list(x_TK.shape)} does not fit the experts")
+    num_experts, num_outputs, num_inputs = stacked_XNK.shape
+    num_rows = len(x_TK) if row_of_R is None else len(row_of_R)
+    if out_RN is None:
+        width = num_outputs if gate is None else num_outputs // 2
+        out_RN = torch.empty((num_rows, width), dtype=x_TK.dtype, device=x_TK.device)
+    if not out_RN.numel():
+        return out_RN
+    tile = linear_tile(x_TK, num_inputs)
+    part_inputs, num_parts = part_sizes(num_inputs, tile["BLOCK_K"])
+    num_tiles = (num_rows // tile["BLOCK_M"] + num_experts) * triton.cdiv(num_outputs, tile["BLOCK_N"])
+    linear_kernel[(min(num_tiles, 2 * NUM_MULTIPROCESSORS),)](
+        x_TK,
+        stacked_XNK,
+        starts_X1 if experts.bias_XN is None else experts.bias_XN,
+        starts_X1,
+        starts_X1 if row_of_R is None else row_of_R,
+        out_RN,
+        starts_X1,
+        starts_X1,
+        num_rows,
+        num_outputs,
+        num_inputs,
+        x_TK.stride(0),
+        num_inputs,
+        part_inputs,
+        num_parts,
+        NUM_EXPERTS=num_experts,
+        HAS_ROWS=row_of_R is not None,
+        NUM_SPLITS=1,
+        IS_GATED=gate is not None,
+        **constants(gate or Activation(0)),
+        HAS_BIAS=experts.bias_XN is not None,
+        IS_SHARED=False,
+        EVEN_K=num_inputs % tile["BLOCK_K"] == 0,
+        **tile,
+    )
+    return out_RN

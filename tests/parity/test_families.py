@@ -1,0 +1,115 @@
+"""Random small configs of every family, against transformers and against themselves in other settings."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from random import Random
+from typing import Any, Final
+
+import pytest
+import torch
+
+from baton.engine.scheduler.sequence import PreemptMode
+from baton.request import SamplingParams, StepOutput
+from tests.parity.models import COMMON, Case, Oracle, save_model
+from tests.parity.runs import PreemptInTurn, engine, forward_logits, prompts, run, tokens
+
+NUM_CONFIGS: Final = 20
+NUM_TOKENS: Final = 24
+GREEDY: Final = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=1)
+Keys = dict[str, Any]
+
+
+def _heads(source: Random) -> Keys:
+    num_kv_heads = source.choice((2, 4))
+    num_heads = num_kv_heads * source.choice((1, 2, 3))
+    return {
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": num_kv_heads,
+        "head_dim": source.choice((8, 16, 24)),
+        "hidden_size": source.choice((40, 64, 72)),
+        "intermediate_size": source.choice((48, 96)),
+        "num_hidden_layers": source.choice((2, 3)),
+        "tie_word_embeddings": source.random() < 0.3,
+    }
+
+
+def _experts(source: Random) -> Keys:
+    num_experts = source.choice((3, 8, 13))
+    return {"num_experts_per_tok": source.randint(1, 3), "num_experts": num_experts}
+
+
+def _mixtral(source: Random) -> Keys:
+    keys = _experts(source)
+    window = source.choice((None, 7))
+    return {**keys, "num_local_experts": keys.pop("num_experts"), "sliding_window": window}
+
+
+def _qwen2_moe(source: Random) -> Keys:
+    head_dim = source.choice((8, 16))
+    num_heads = source.choice((4, 8))
+    return {
+        **_qwen_experts(source),
+        "num_attention_heads": num_heads,
+        "hidden_size": num_heads * head_dim,
+        "num_key_value_heads": source.choice((2, 4)),
+        "head_dim": head_dim,
+        "shared_expert_intermediate_size": source.choice((24, 56)),
+        "qkv_bias": source.random() < 0.5,
+        "max_window_layers": source.choice((1, 2)),
+    }
+
+
+def _qwen_experts(source: Random) -> Keys:
+    return {
+        **_experts(source),
+        "moe_intermediate_size": source.choice((16, 20, 44)),
+        "norm_topk_prob": source.random() < 0.5,
+        "decoder_sparse_step": source.choice((1, 1, 2)),
+        "mlp_only_layers": source.choice(([], [0])),
+        "use_sliding_window": source.random() < 0.4,
+        "sliding_window": source.choice((5, 18)),
+    }
+
+
+FAMILIES: Final[dict[str, Callable[[Random], Keys]]] = {
+    "Mixtral": _mixtral,
+    "Qwen2Moe": _qwen2_moe,
+    "Qwen3Moe": lambda source: {**_qwen_experts(source), "attention_bias": source.random() < 0.5},
+}
+
+
+def _cases() -> Iterator[Any]:
+    for kind, make in FAMILIES.items():
+        for seed in range(NUM_CONFIGS):
+            source = Random(f"{kind} {seed}")
+            case = Case(f"{kind}-{seed}", kind, {**COMMON, **_heads(source), **make(source)})
+            yield pytest.param(case, id=case.name, marks=pytest.mark.slow)
+
+
+def essence(outputs: list[list[StepOutput]]) -> list[list[Any]]:
+    return [[(output.token_id, output.logprobs) for output in of_one] for of_one in outputs]
+
+
+@pytest.mark.parametrize("case", list(_cases()))
+def test_random_config_is_right_in_every_setting(case: Case, tmp_path: Path) -> None:
+    save_model(case, tmp_path)
+    oracle = Oracle(tmp_path)
+    expected = [oracle.greedy(prompt, NUM_TOKENS) for prompt in prompts()]
+    with engine(tmp_path) as made:
+        logits = forward_logits(made, prompts()[-1])
+        torch.testing.assert_close(logits, oracle.logits(prompts()[-1]), atol=1e-4, rtol=1e-4)
+        plain = run(made, prompts(), GREEDY)
+    assert tokens(plain) == expected
+    small_steps: Keys = {
+        "scheduler": {"max_num_batched_tokens": 7},
+        "num_kv_tokens": 160,
+        "max_model_len": 140,
+    }
+    with engine(tmp_path, cache={"page_size": 4}, **small_steps) as made:
+        assert essence(run(made, prompts(), GREEDY)) == essence(plain)
+    with engine(tmp_path, cache={"page_size": 8, "enable_prefix_caching": False}) as made:
+        preempted = run(made, prompts(), GREEDY, PreemptInTurn(PreemptMode.RECOMPUTE))
+        assert essence(preempted) == essence(plain)
+    if case.name.endswith(("-0", "-1")):  # a process each
+        with engine(tmp_path, tensor_parallel_size=2) as made:
+            assert essence(run(made, prompts(), GREEDY)) == essence(plain)

@@ -1,0 +1,151 @@
+"""A mixture of experts on the CPU. Shapes: T tokens, X experts, E hidden, F width of an expert."""
+
+import ctypes
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from baton.kernels import native
+from baton.kernels.experts import ExpertsArguments, ExpertWeights, Mixture, experts_reference
+from baton.kernels.gated import SILU, Activation, clamped_swiglu
+from baton.kernels.linear import LinearWeight, pack_linear, quantise_linear
+from tests.kernels.outcomes import normal
+
+CPU = torch.device("cpu")
+DTYPES = (torch.float32, torch.bfloat16)
+TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 2**-6}
+NUM_EXPERTS, HIDDEN, WIDTH = 7, 40, 36
+
+
+def mixture(
+    dtype: torch.dtype,
+    pack: Any = pack_linear,
+    *,
+    num_parts: int = 2,
+    has_bias: bool = False,
+    top_k: int = 3,
+    normalises: bool = True,
+    activation: Activation = SILU,
+) -> Mixture:
+    """Random experts; `pack` makes the weight of one projection of one expert."""
+
+    def weights(num_outputs: int, inputs: list[Tensor], bias: bool) -> ExpertWeights:
+        bias_XN = normal(NUM_EXPERTS, num_outputs, dtype=torch.float32, device=CPU) if bias else None
+        return ExpertWeights(tuple(map(pack, inputs)), bias_XN)
+
+    scale = HIDDEN**-0.5
+    gate_up = [_gate_up(dtype, expert) for expert in range(NUM_EXPERTS)]
+    down = [scale * normal(HIDDEN + i, WIDTH, dtype=dtype, device=CPU)[i:] for i in range(NUM_EXPERTS)]
+    parts = zip(*(each.chunk(num_parts, dim=1) for each in down), strict=True)
+    return Mixture(
+        weights(2 * WIDTH, gate_up, has_bias),
+        [weights(HIDDEN, list(part), has_bias and not index) for index, part in enumerate(parts)],
+        top_k=top_k,
+        normalises=normalises,
+        activation=activation,
+        out_dtype=dtype,
+    )
+
+
+def inputs(num_tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """x, and logits of the experts and of a shared one; the first tokens all want expert 2."""
+    logits = normal(num_tokens, NUM_EXPERTS + 1, dtype=torch.float32, device=CPU)
+    logits[: num_tokens // 2, 2] += 10
+    return normal(num_tokens, HIDDEN, dtype=dtype, device=CPU), logits
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"num_parts": 1, "normalises": False},
+    {"has_bias": True, "activation": clamped_swiglu(1.7, 1.0)},
+    {"top_k": NUM_EXPERTS},
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_native_kernel_agrees_with_the_reference(dtype: torch.dtype, options: dict[str, Any]) -> None:
+    for num_tokens in (0, 1, 5, 300, 1100):
+        made, (x, logits) = mixture(dtype, **options), inputs(num_tokens, dtype)
+        tolerance = TOLERANCES[dtype]
+        for shared in (None, normal(num_tokens, HIDDEN, dtype=dtype, device=CPU)):
+            expected = experts_reference(x, logits, made, shared)
+            torch.testing.assert_close(made(x, logits, shared), expected, atol=tolerance, rtol=tolerance)
+
+
+def test_experts_of_8_bits_agree_with_the_reference() -> None:
+    made, (x, logits) = mixture(torch.float32, quantise_linear, num_parts=1), inputs(9, torch.float32)
+    torch.testing.assert_close(made(x, logits), experts_reference(x, logits, made), atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_token_has_the_same_bits_in_any_batch(dtype: torch.dtype) -> None:
+    made, (x, logits) = mixture(dtype), inputs(1100, dtype)
+    shared = normal(1100, HIDDEN, dtype=dtype, device=CPU)
+    whole = made(x, logits, shared)
+    for first, stop in ((0, 1), (3, 5), (100, 500), (1020, 1030), (1099, 1100)):
+        part = made(x[first:stop].contiguous(), logits[first:stop].contiguous(), shared[first:stop])
+        assert torch.equal(part, whole[first:stop])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_parts_equal_the_sum_of_two_ranks(dtype: torch.dtype) -> None:
+    made, (x, logits) = mixture(dtype), inputs(20, dtype)
+    sums = []
+    for rank in range(2):
+        halves = [pack_linear(_gate_up(dtype, expert)[_half(rank)]) for expert in range(NUM_EXPERTS)]
+        gate_up = ExpertWeights(tuple(halves), None)
+        alone = Mixture(
+            gate_up, [made.down[rank]], top_k=3, normalises=True, activation=SILU, out_dtype=torch.float32
+        )
+        sums.append(alone(x, logits, None if rank else x))
+    assert torch.equal((sums[0] + sums[1]).to(dtype), made(x, logits, x))
+
+
+def _half(rank: int) -> list[int]:
+    half = range(rank * WIDTH // 2, (rank + 1) * WIDTH // 2)
+    return [*half, *(WIDTH + row for row in half)]
+
+
+def _gate_up(dtype: torch.dtype, expert: int) -> Tensor:
+    weight: Tensor = HIDDEN**-0.5 * normal(2 * WIDTH, HIDDEN + expert, dtype=dtype, device=CPU)
+    return weight[:, expert:]
+
+
+def test_of_equal_logits_the_first_expert_is_chosen() -> None:
+    made, x = mixture(torch.float32, top_k=1), normal(2, HIDDEN, dtype=torch.float32, device=CPU)
+    flat, first = torch.zeros(2, NUM_EXPERTS), torch.zeros(2, NUM_EXPERTS)
+    first[:, 0] = 1
+    assert torch.equal(made(x, flat), made(x, first))
+
+
+def test_logits_that_are_nan_reach_no_other_token() -> None:
+    made, (x, logits) = mixture(torch.float32), inputs(3, torch.float32)
+    expected = made(x, logits)
+    logits[1] = float("nan")
+    out = made(x, logits)
+    assert out[1].isnan().all() and torch.equal(out[::2], expected[::2])
+
+
+def test_wrong_shapes_are_refused() -> None:
+    made, (x, logits) = mixture(torch.float32), inputs(4, torch.float32)
+    with pytest.raises(ValueError, match="must be contiguous"):
+        made(x[::2], logits[::2])
+    with pytest.raises(ValueError, match=r"x \[4, 40\], logits \[3, 8\]"):
+        made(x, logits[:3])
+    with pytest.raises(ValueError, match="8 logits a token are needed, got"):
+        made(x, logits[:, :7].contiguous(), x)
+
+
+def test_struct_is_as_long_here_as_in_c() -> None:
+    arguments, sizes = ExpertsArguments(), torch.zeros(2, dtype=torch.int64)
+    native.function("baton_experts_sizes", "pnp")(ctypes.addressof(arguments), 0, sizes.data_ptr())
+    assert int(sizes[0]) == ctypes.sizeof(ExpertsArguments)
+
+
+def test_weights_that_no_kernel_takes_run_in_plain_torch() -> None:
+    made, (x, logits) = mixture(torch.float16), inputs(3, torch.float16)
+    assert isinstance(made.gate_up.weights[0], LinearWeight) and not made.gate_up.weights[0].is_packed
+    assert made(x, logits).dtype == torch.float16
