@@ -138,6 +138,7 @@ class SimContext:
         self._killed_s: dict[tuple[str, str], float] = {}  # (request id, node) -> when it killed last
         self.routers = [Address("sim", FIRST_PORT + number) for number in range(num_routers)]
         self.stream = SharedStream(network, random)
+        self.direct_chance = 0.5  # that an endpoint writes another's pages itself
         self._last_port = FIRST_PORT + num_routers
 
     def count_death(self, culprit: str, node: str) -> None:
@@ -180,7 +181,15 @@ class SimContext:
 class SimRouter:
     """One life of a router."""
 
-    def __init__(self, context: SimContext, name: str, settings: RouterConfig, address: Address) -> None:
+    def __init__(
+        self,
+        context: SimContext,
+        name: str,
+        settings: RouterConfig,
+        address: Address,
+        max_index_pages: int = MAX_INDEX_PAGES,
+        pages_per_slice: int = PAGES_PER_SLICE,
+    ) -> None:
         self.process = context.new_process(name)
         self._files = context.files
         id_, clock = context.new_router_id(name), self.process.clock
@@ -188,9 +197,9 @@ class SimRouter:
             settings,
             clock,
             id_,
-            max_index_pages=MAX_INDEX_PAGES,
+            max_index_pages=max_index_pages,
             call_soon=partial(self.process.later, 0.0),
-            pages_per_slice=PAGES_PER_SLICE,
+            pages_per_slice=pages_per_slice,
         )
         if len(context.routers) > 1:
             self.router.link(context.stream.join(self.process, self.router.heard))
@@ -235,6 +244,7 @@ class WorkerPlan(NamedTuple):
     role: WorkerRole
     machine: TokenMachine
     node: str = ""
+    make_engine: Callable[[TokenMachine, SimProcess], SimEngine] | None = None  # None: a model of numbers
 
 
 class SimWorker:
@@ -243,7 +253,10 @@ class SimWorker:
     def __init__(self, context: SimContext, plan: WorkerPlan) -> None:
         self.plan = plan
         self.process = process = context.new_process(plan.name)
-        self.engine = SimEngine(plan.machine, process.clock, process.spend)
+        if plan.make_engine is None:
+            self.engine = SimEngine(plan.machine, process.clock, process.spend)
+        else:
+            self.engine = plan.make_engine(plan.machine, process)
         self.endpoint = SimEndpoint(
             process, self.engine.pages, self.engine.memory, context.network, context.random, context.recorder
         )
@@ -314,7 +327,10 @@ class SimWorker:
     def _connect(self, address: Address, answer: Callable[[Link | None], None]) -> None:
         """See Connect in kvtransfer/links.py."""
         process, other = self.process, self._context.endpoints[address]
-        network, is_direct = self._context.network, self._context.random.random() < 0.5
+        network, is_direct = (
+            self._context.network,
+            self._context.random.random() < self._context.direct_chance,
+        )
 
         def dial() -> None:
             link = None

@@ -60,7 +60,6 @@ from baton.sim.trace import Recorder
 OnEnd: TypeAlias = Callable[
     [bytes | None, str], None
 ]  # digests of the piece's units, or the reason of failure
-NAPS_S: Final = (0.0, 0.0, 0.0, 0.0, 0.3)  # of a writer between its check and its write
 FLIPPED: Final = 0x40
 
 
@@ -82,8 +81,12 @@ class SimPiece:
     contents: list[bytes] = field(default_factory=list)
 
     @property
+    def num_tokens(self) -> int:
+        return (self.stop - self.first) * self.unit_tokens
+
+    @property
     def num_bytes(self) -> int:
-        return (self.stop - self.first) * self.unit_tokens * ENTRY_BYTES
+        return self.num_tokens * ENTRY_BYTES
 
     @property
     def units(self) -> range:
@@ -128,10 +131,9 @@ class Pieces:
         self._going[piece] = target
         if self._random.random() < self.break_chance:
             self._later(lambda: self._fail(piece, "broken"))
-        elif is_direct:
-            self._later(lambda: self._check(source, target, piece))
         else:
-            self._later(lambda: self._read(source, target, piece))
+            move = self._check if is_direct else self._read
+            self._later(lambda: move(source, target, piece), self._network.moves_s(piece.num_tokens))
 
     def stop(self, transfer: bytes, on_stopped: Call) -> None:
         """Neither read nor write for a transfer any more; its target refuses pieces that are under way.
@@ -150,12 +152,8 @@ class Pieces:
         for piece in [piece for piece, its in self._going.items() if its.incarnation == incarnation]:
             self._fail(piece, "the destination is gone")
 
-    def _later(self, call: Callable[[], None]) -> None:
-        self._process.later(self._network.delay_s() + self.delay_s, call)
-
-    def _nap_s(self) -> float:
-        """Draw the time between a check and its write: a thread may be held up there."""
-        return self._random.choice(NAPS_S) + self._network.delay_s()
+    def _later(self, call: Callable[[], None], more_s: float = 0.0) -> None:
+        self._process.later(self._network.delay_s() + self.delay_s + more_s, call)
 
     # Direct writes.
 
@@ -169,7 +167,7 @@ class Pieces:
                 return
         self._take_contents(source, piece)
         piece.is_inside = True
-        self._process.later(self._nap_s(), lambda: self._write_directly(target, piece))
+        self._process.later(self._network.nap_s(self._random), lambda: self._write_directly(target, piece))
 
     def _write_directly(self, target: SimRank, piece: SimPiece) -> None:
         self._write(target, piece, is_whole=not piece.is_stopped)
@@ -193,7 +191,9 @@ class Pieces:
         if writing is None:
             self._later(lambda: self._fail(piece, "refused"))
         else:
-            target.process.later(self._nap_s(), lambda: self._receive(target, piece, writing))
+            target.process.later(
+                self._network.nap_s(self._random), lambda: self._receive(target, piece, writing)
+            )
 
     def _receive(self, target: SimRank, piece: SimPiece, writing: Writing) -> None:
         is_whole = not writing.must_stop

@@ -157,10 +157,16 @@ class TokenMachine:
 class SimEngine(Replica):
     """A replica with a model of numbers."""
 
-    def __init__(self, machine: TokenMachine, clock: Clock, spend: Callable[[float], None]) -> None:
-        """spend: called with the duration of each step."""
+    def __init__(
+        self,
+        machine: TokenMachine,
+        clock: Clock,
+        spend: Callable[[float], None],
+        memory: KvMemory | None = None,
+    ) -> None:
+        """spend: called with the duration of each step. memory: of the pages; None: of its own."""
         self.machine = machine
-        self.memory = KvMemory(machine.num_pages, machine.page_size)
+        self.memory = memory or KvMemory(machine.num_pages, machine.page_size)
         self.more_s = 0.0  # a fault: each step takes this much longer
         self._spend = spend
         self._num_steps = 0
@@ -189,19 +195,28 @@ class SimEngine(Replica):
         if batch.sequences:
             self._last_step = batch, duration_s
             self._step_meter.observe(duration_s, batch.num_tokens)
-        failed = [
+        failed = self._unsampleable(batch)
+        sampled = self._run_batch(batch)
+        for sequence in failed:
+            self.scheduler.fail(sequence)
+        outputs = self.scheduler.commit(batch, sampled, duration_s, computed_s=duration_s)
+        self._check()
+        return outputs + [last_output(sequence) for sequence in failed]
+
+    def _unsampleable(self, batch: Batch) -> list[EngineSequence]:
+        return [
             chunk.sequence
             for chunk in batch.chunks
             if chunk.samples and UNSAMPLEABLE in chunk.sequence.token_ids
         ]
-        sampled = [self._run(chunk) for chunk in batch.chunks]
-        for sequence in failed:
-            self.scheduler.fail(sequence)
-        outputs = self.scheduler.commit(batch, sampled, duration_s, computed_s=duration_s)
+
+    def _run_batch(self, batch: Batch) -> list[int | None]:
+        return [self._run(chunk) for chunk in batch.chunks]
+
+    def _check(self) -> None:
         self._num_steps += 1
         if not self._num_steps % STEPS_PER_CHECK:
             self.scheduler.check_integrity()
-        return outputs + [last_output(sequence) for sequence in failed]
 
     def _duration_s(self, batch: Batch) -> float:
         if not batch.sequences:

@@ -34,6 +34,7 @@ from baton.sim.trace import Recorder
 NOTICE_S: Final = PING_S + TICK_S  # at most, from LINK_TIMEOUT_S of silence until an end drops the link
 MIN_DELAY_S: Final = 0.0001
 MAX_DELAYS_S: Final = (0.002, 0.01, 0.1)  # one of these in each simulation
+NAPS_S: Final = (0.0, 0.0, 0.0, 0.0, 0.3)
 MAX_DEATH_DELAY_S: Final = 0.05  # until the other end notices a death
 
 
@@ -262,6 +263,14 @@ class Network:
     def delay_s(self) -> float:
         """Draw the delay of one body."""
         return self._random.uniform(MIN_DELAY_S, self._max_delay_s)
+
+    def nap_s(self, random: Random) -> float:
+        """Draw the time between a writer's check and its write: a thread may be held up there."""
+        return random.choice(NAPS_S) + self.delay_s()
+
+    def moves_s(self, num_tokens: int) -> float:
+        """Return how long the pages of so many tokens take, beside the delay of a body."""
+        return 0.0
 
     def deliver(self, end: End, call: Callable[[], None], not_before_s: float) -> None:
         """Post a call to an end's owner, after everything else that is under way to the end."""

@@ -26,7 +26,6 @@ from typing import Final
 from baton.bench.engine.replica import LlamaShape, load_replica, request_of
 from baton.bench.kv.ends import DestinationProcess, SourceEnd, moving_s, times_of, wait_for
 from baton.bench.report import Row, at_least, at_most, percentile
-from baton.bench.traces import TraceRequest
 from baton.engine.cache.page_pool import PageState
 from baton.kvtransfer.endpoint import KvEndpoint
 from baton.kvtransfer.protocol.handoff import HandoffOutcome, Timing
@@ -36,6 +35,7 @@ from baton.pages import PageLayout
 from baton.prefill_worker.prefill_job import LayerwiseSend, PrefillJob
 from baton.request import SamplingParams
 from baton.rpc.worker_node import PromptTimer
+from baton.sim.workload import TraceRequest
 
 Progress = Callable[[str], None]
 CHUNK_TOKENS: Final = 512

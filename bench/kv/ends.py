@@ -116,6 +116,28 @@ class SourceEnd:
         self.ledger.release(pages, "prompt")
         return times_of(ended)
 
+    def send_together(self, destination: "DestinationProcess", num_tokens: int, number: int) -> list[float]:
+        """Hand over so many tokens' pages in each of several transfers; return the seconds of each."""
+        num_units = plan_transfer(self.layout, destination.layout, 0, 0).num_units(num_tokens)
+        granted = [destination.grant(self.endpoint, num_units).transfer for _ in range(number)]
+        begin_s, taken_s = perf_counter(), list[float]()
+        pages = {
+            transfer: self.ledger.allocate(self.layout.num_pages(num_tokens), "prompt")
+            for transfer in granted
+        }
+        for transfer, own in pages.items():
+            self.endpoint.offer(transfer, own, num_units)
+        while pages:
+            for ended in self.endpoint.poll():
+                times_of(ended)
+                taken_s.append(perf_counter() - begin_s)
+                self.ledger.release(pages.pop(ended.transfer), "prompt")
+            if pages and perf_counter() > begin_s + DEADLINE_S:
+                raise TimeoutError(f"{len(pages)} transfers have not ended within {DEADLINE_S:g} s")
+            if pages:
+                self.endpoint.wait(WAIT_S)
+        return taken_s
+
 
 def wait_for(endpoint: KvEndpoint, transfer: bytes) -> TransferEnded:
     """Return the end of a transfer; TimeoutError after DEADLINE_S."""

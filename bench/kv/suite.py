@@ -28,7 +28,7 @@ from baton.bench.kv.sweep import (
     sweep_rows,
 )
 from baton.bench.report import Report, Suite
-from baton.bench.traces import read_trace
+from baton.sim.workload import read_trace
 
 SIZES: Final = (128, 512, 2048, 8192, 32768)
 STREAM_TOKENS: Final = (4096, 8192)

@@ -8,12 +8,12 @@ policy, with its arrivals as they are and spread within their 3 s. Made workload
 `cost` has to find by itself which prompts a decode worker should compute. It is compared with fixed
 thresholds of `least-loaded`, which ignores the pages of workers, and of `cost` itself, in tokens to be
 computed. The second form replays a router's log (--decision-log) under another policy. All times are those
-of the time model in sim/rehearsal.py.
+of the time model in sim/fast.py.
 """
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from math import floor
 from pathlib import Path
@@ -24,76 +24,11 @@ from typing import Final, NamedTuple
 import msgspec
 
 from baton.bench.report import Report, Row, Suite, at_least, at_most, percentile
-from baton.bench.traces import TraceRequest, read_trace, tokens_of
 from baton.config.router import RouterConfig
-from baton.errors import ConfigError
-from baton.router.decisions import DispatchedLine, EndedLine, decode_lines, keys_in
 from baton.router.policies.candidates import PairCandidate, Select, cheapest
-from baton.sim.rehearsal import ClientCall, Fleet, Machine, Rehearsal
-
-
-class Log(NamedTuple):
-    """A router's decision log as a trace; `ttft_mean_s` is the mean that was measured."""
-
-    trace: list[TraceRequest]  # first attempts alone: another policy would have other later ones
-    page_size: int
-    num_prefill: int
-    num_decode: int
-    ttft_mean_s: float | None
-
-
-def read_log(path: Path, step_s: float) -> Log:
-    """Read a decision log. step_s: of a decode step, which turns a duration into a number of tokens."""
-    sent: dict[str, DispatchedLine] = {}
-    ended: dict[str, EndedLine] = {}
-    for line in _lines(path):
-        if isinstance(line, DispatchedLine):
-            if line.decision.attempt == 0:
-                sent[line.decision.request_id] = line
-        elif line.attempt == 0:
-            ended[line.request_id] = line
-    if not sent:
-        raise ConfigError(f"decision log {path}: there is no request in it")
-    blocks: dict[bytes, int] = {}
-    begun_s = min(line.at_s for line in sent.values())
-    trace = [_traced(line, ended.get(id_), blocks, begun_s, step_s) for id_, line in sent.items()]
-    waits_s = [each.first_token_s for each in ended.values() if each.first_token_s is not None]
-    weighed = [each for line in sent.values() for each in (line.decision.chosen, *line.decision.weighed)]
-    return Log(
-        trace=trace,
-        page_size=next(iter(sent.values())).page_size,
-        num_prefill=len({each.prefill for each in weighed if each.prefill}),
-        num_decode=len({each.decode for each in weighed}),
-        ttft_mean_s=sum(waits_s) / len(waits_s) if waits_s else None,
-    )
-
-
-def _lines(path: Path) -> Iterator[DispatchedLine | EndedLine]:
-    try:
-        with path.open("rb") as file:
-            yield from decode_lines(file, str(path))
-    except OSError as error:
-        raise ConfigError(f"decision log {path} cannot be read: {error}") from error
-
-
-def _traced(
-    line: DispatchedLine, end: EndedLine | None, blocks: dict[bytes, int], begun_s: float, step_s: float
-) -> TraceRequest:
-    """Return one request; `blocks` maps page keys to block ids and grows."""
-    ids = [blocks.setdefault(key, len(blocks)) for key in keys_in(line)]
-    if len(ids) * line.page_size < line.decision.num_tokens:
-        ids.append(blocks.setdefault(line.decision.request_id.encode(), len(blocks)))
-    num_output = line.num_output_tokens
-    if end is not None and end.first_token_s is not None:
-        num_output = round((end.at_s - line.at_s - end.first_token_s) / step_s)
-    return TraceRequest(
-        arrival_s=line.at_s - begun_s,
-        input_tokens=line.decision.num_tokens,
-        output_tokens=max(1, num_output),
-        block_ids=tuple(ids),
-        block_tokens=line.page_size,
-    )
-
+from baton.sim.fast import ClientCall, FastCluster, Fleet
+from baton.sim.times import Machine
+from baton.sim.workload import Log, TraceRequest, read_log, read_trace, tokens_of
 
 BLOCK_TOKENS: Final = 16
 
@@ -188,7 +123,7 @@ def run_trace(
     config = RouterConfig(
         policy=policy, seed=seed, local_prefill_tokens=local_prefill_tokens, max_attempts=2**19
     )
-    rehearsal = Rehearsal(config, fleet or Fleet(), Machine(), page_tokens, scale)
+    rehearsal = FastCluster(config, fleet or Fleet(), Machine(), page_tokens, scale)
     if select is not None:
         rehearsal.select(select)
     outcomes = rehearsal.run(
@@ -308,7 +243,7 @@ def measure(options: argparse.Namespace, report: Report) -> None:
     """Replay the log, or the trace and the made workloads."""
     report.extra = {"seed": options.seed}
     if options.replay is not None:
-        log = read_log(options.replay, Machine().step_s)
+        log = read_log(options.replay, Machine().step_base_s)
         report.rows += replay_rows(log, options.policy, options.seed)
         return
     if options.trace is not None:

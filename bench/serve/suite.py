@@ -50,11 +50,11 @@ from baton.bench.serve.load import (
     trace_jobs,
 )
 from baton.bench.serve.overhead import measure_overhead
-from baton.bench.traces import read_trace
 from baton.config.environment import api_key
 from baton.config.router import RouterConfig
 from baton.errors import ConfigError
 from baton.router.policies.registry import POLICIES
+from baton.sim.workload import read_trace
 
 MIN_FOR_P99: Final = 1000
 LEAST_MS: Final = 1e-3

@@ -3,7 +3,7 @@
 python -m baton.bench.tenants.suite [--trace FILE] [--quick] [--seed 0] [--output FOLDER]
 python -m baton.bench.tenants.suite --real [--seed 0] [--output FOLDER]    the same with real processes
 
-Four prefill and two decode workers of an 8B model, each on a GPU (sim/rehearsal.py). All times are those of
+Four prefill and two decode workers of an 8B model, each on a GPU (sim/fast.py). All times are those of
 the simulation, except those of queue operations, which this machine takes. Goodput is the number of requests
 a second that meet both objectives, TTFT and TPOT, from when their client sent them.
 """
@@ -35,13 +35,14 @@ from baton.bench.tenants.calls import (
     victims_among,
 )
 from baton.bench.tenants.real import Size, measure_real
-from baton.bench.traces import TraceRequest, read_trace
 from baton.config.router import RouterConfig
 from baton.messages.control import Submit
 from baton.request import Request
 from baton.router.queue.quotas import RequestWork
 from baton.router.queue.tenant_queues import QueuedAttempt, TenantQueues
-from baton.sim.rehearsal import H200, ClientCall, Fleet, Rehearsal
+from baton.sim.fast import ClientCall, FastCluster, Fleet
+from baton.sim.times import H200
+from baton.sim.workload import TraceRequest, read_trace
 from baton.tenants import SchedulingKey, Sla
 from baton.token_ids import TokenIds
 
@@ -53,6 +54,8 @@ FLEET: Final = Fleet(
     num_decode_pages=58_000,
     num_decode_seqs=256,
     prefill_keeps=False,
+    prefill_budget=512,
+    decode_budget=512,
 )
 TOKENS_PER_S: Final = 30_000.0 * NUM_PREFILL  # about what the fleet computes
 WARM_S: Final = 10.0
@@ -87,10 +90,10 @@ WORKLOAD: Final = TenantWorkload(
 )
 
 
-def simulate(calls: Sequence[ClientCall], until_s: float, seed: int) -> Rehearsal:
+def simulate(calls: Sequence[ClientCall], until_s: float, seed: int) -> FastCluster:
     """Simulate all calls until then."""
     config = RouterConfig(policy="least-loaded", seed=seed, max_attempts=2**19)
-    rehearsal = Rehearsal(config, FLEET, H200, seed=seed)
+    rehearsal = FastCluster(config, FLEET, H200, seed=seed)
     rehearsal.run(calls, until_s)
     rehearsal.router.admission_queue.check_integrity()
     return rehearsal
@@ -112,7 +115,7 @@ def measure_noisy(seconds: float, seed: int) -> list[Row]:
     ]
 
 
-def _idle_row(name: str, rehearsal: Rehearsal) -> Row:
+def _idle_row(name: str, rehearsal: FastCluster) -> Row:
     percent = 100 * rehearsal.idle_s / max(1e-9, rehearsal.waiting_s)
     return at_most(f"{name}: prefill idle while anyone waits", percent, "%", 2.0)
 

@@ -37,6 +37,8 @@ COMMANDS: Final = {
     "migrate": ("workers", "move running requests to another decode worker"),
     "bench": ("bench", "measure this machine, or a server: kv, prefix, serve"),
     "sim": ("sim", "run a cluster with faults in virtual time, from a seed, or a bundle again"),
+    "calibrate": ("rehearse", "measure workers of this machine, for rehearsals"),
+    "rehearse": ("rehearse", "predict what a cluster does with a load, on a virtual clock"),
     "doctor": ("doctor", "look for problems of this machine, and say how to mend them"),
     "config": ("config", "settings: show, schema, validate"),
     "keys": ("keys", "the keys that open the API: add, revoke, list"),

@@ -45,6 +45,22 @@ HANDOFF_PRIOR: Final = (2e-3, 2e-11)
 BYTES_A_TOKEN_PRIOR: Final = 2**17
 
 
+def solve_nonnegative(squares: np.ndarray, sums: np.ndarray) -> np.ndarray:
+    """Return the solution of the normal equations, with coefficients of at least 0.
+
+    squares: [n, n], not singular. sums: [n]. Negative coefficients are left out, the most negative first.
+    """
+    kept = list(range(len(sums)))
+    solution = np.zeros(len(kept))
+    while kept:
+        found = np.linalg.solve(squares[np.ix_(kept, kept)], sums[kept])
+        if found.min() >= 0:
+            solution[kept] = found
+            break
+        del kept[int(found.argmin())]
+    return solution
+
+
 class Fit:
     """Least squares of relative errors. `coefficients`: seconds for one of each quantity, at least 0.
 
@@ -113,22 +129,13 @@ class Fit:
         return _FORGET if abs(self._num_surprises) < _BELIEVED else _FORGET_SURPRISED
 
     def _solve(self) -> None:
-        """Solve with coefficients of at least 0: leave out negative ones, the most negative first.
-
-        Among solutions that fit alike, as when all prompts have one length, the nearest to the prior is
-        taken.
+        """Update the coefficients; among those that fit alike, as when all prompts have one length, take the
+        nearest to the prior.
         """
         squares, sums = np.array(self._squares), np.array(self._sums)
         pull = 1 / _DOUBT**2 + _LEAST_PULL * squares.diagonal()
         squares, sums = squares + np.diag(pull), sums + pull * self._expected
-        kept = list(range(len(sums)))
-        state = np.zeros(len(kept))
-        while kept:
-            found = np.linalg.solve(squares[np.ix_(kept, kept)], sums[kept])
-            if found.min() >= 0:
-                state[kept] = found
-                break
-            del kept[int(found.argmin())]
+        state = solve_nonnegative(squares, sums)
         self.coefficients = tuple((state * self._scales).tolist())
 
 

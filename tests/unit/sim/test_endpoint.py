@@ -121,7 +121,7 @@ def test_pages_that_never_arrive_fail_the_transfer(is_direct: bool) -> None:
 def test_pages_are_quarantined_while_a_paused_writer_may_write_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("baton.sim.endpoint.NAPS_S", (1.0,))
+    monkeypatch.setattr("baton.sim.network.NAPS_S", (1.0,))
     pair = Pair(is_direct=True)
     pair.send()
     pair.run(0.5)  # the source has checked, and writes when it resumes

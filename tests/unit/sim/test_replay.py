@@ -14,9 +14,10 @@ from baton.config.router import RouterConfig
 from baton.errors import ConfigError
 from baton.messages.control import Started
 from baton.router.recording import Decided, Inputs, Recording, decode_chunk
+from baton.sim.fast import ClientCall, FastCluster, Fleet
 from baton.sim.faults import Trouble
-from baton.sim.rehearsal import ClientCall, Fleet, Machine, Rehearsal
 from baton.sim.replay import Replay, frame_chunks, read_bundle
+from baton.sim.times import Machine
 from baton.sim.world import World
 
 TEN_MINUTES_S = 600.0
@@ -53,8 +54,8 @@ def test_each_kind_of_fault_is_replayed(seed: int) -> None:
 @cache
 def rehearsed(policy: str = "cost", kept_s: float = 900.0, memory_bytes: int = 2**26) -> Recording:
     """The recording of a rehearsed router with 400 calls about 12 documents in 40 s."""
-    machine = Machine(prefill_s=0.02, prefill_token_s=1e-4, step_s=0.01, handoff_s=0.005)
-    rehearsal = Rehearsal(
+    machine = Machine(prefill_s=0.02, prefill_token_s=1e-4, step_base_s=0.01, exposed_s=0.005)
+    rehearsal = FastCluster(
         RouterConfig(policy=policy), Fleet(num_prefill=3, num_decode=2, decode_keeps=True), machine
     )
     recording = Recording(kept_s, memory_bytes, lambda: 1.8e9)

@@ -28,8 +28,8 @@ from baton.bench.serve.load import (
     trace_jobs,
 )
 from baton.bench.serve.overhead import limit
-from baton.bench.traces import TraceRequest
 from baton.errors import ConfigError, PeerGone
+from baton.sim.workload import TraceRequest
 from tests.event_loop import on_loop
 
 

@@ -8,7 +8,7 @@ import pytest
 from baton.bench.tenants import suite
 from baton.bench.tenants.calls import ttft_s
 from baton.bench.tenants.suite import TOKENS_PER_S, WORKLOAD, operation_times_us, simulate
-from baton.sim.rehearsal import Rehearsal
+from baton.sim.fast import FastCluster
 
 
 def test_every_call_is_answered_where_there_is_room() -> None:
@@ -18,7 +18,7 @@ def test_every_call_is_answered_where_there_is_room() -> None:
     rehearsal.router.in_flight.check_integrity()
 
 
-def slowest_s(rehearsal: Rehearsal) -> float:
+def slowest_s(rehearsal: FastCluster) -> float:
     """Return the TTFT within which 95 % of the quiet tenants' first requests are answered."""
     quiet = [each for each in rehearsal.outcomes if each.call.tenant != "noisy" and not each.retry]
     assert sum(each.first_token_s >= 0 for each in quiet) > 0.98 * len(quiet)

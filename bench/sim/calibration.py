@@ -1,0 +1,475 @@
+"""Measures real workers for rehearsals: `baton calibrate MODEL`.
+
+1. A child process loads the model as a worker does, and computes steps of many shapes: batches of decodes
+   over short and long contexts, chunks of prompts, and both together.
+2. Further children compute beside it, one more at a time: how much slower are its steps?
+3. Pages go from this process to another, one transfer and several at once (bench/kv/ends.py).
+4. A served cluster of one prefill and one decode worker answers requests, one after the other and several at
+   once. What steps and transfers do not explain is overhead; the processor time of gateway, router and client
+   takes time from the workers.
+"""
+
+import asyncio
+import random
+import select
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from statistics import fmean, median
+from tempfile import TemporaryDirectory
+from typing import Final
+from unittest.mock import patch
+
+import msgspec
+import numpy as np
+
+from baton.bench.clusters import WatchedCluster, served_cluster
+from baton.bench.kv.ends import DestinationProcess, SourceEnd
+from baton.bench.machine import machine_description
+from baton.bench.processes import Child
+from baton.bench.report import Progress
+from baton.bench.serve.client import Address, Client
+from baton.bench.serve.figures import Run
+from baton.bench.serve.load import Job, Load, Shape, model_of
+from baton.cluster.model_directory import resolve_model
+from baton.config.cluster import ServeConfig
+from baton.config.engine import EngineConfig, engine_config
+from baton.config.environment import environment_of_child
+from baton.engine.engine import Engine, load_engine
+from baton.engine.scheduler.sequence import Batch
+from baton.kvtransfer.transports.base import AUTO
+from baton.messages.workers import WorkerRole
+from baton.pages import PageLayout
+from baton.request import Request, SamplingParams
+from baton.router.policies.cost_model import solve_nonnegative
+from baton.sim.full import work_of
+from baton.sim.rehearsal import Layout, Settings, rehearse_each
+from baton.sim.times import (
+    Overheads,
+    ReplicaTimes,
+    StepSample,
+    TimeModel,
+    TransferSample,
+    Work,
+    fit_steps,
+    fit_transfers,
+)
+from baton.sim.workload import TraceRequest
+from baton.token_ids import TokenIds
+
+NUM_STEPS: Final = 12  # of a batch of decodes
+NUM_CHUNKS: Final = 3  # of one shape
+BATCHES: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+CONTEXTS: Final = (32, 128, 512, 2048, 8192, 32_768)
+CHUNKS: Final = (16, 64, 128, 256, 512, 1024, 2048, 8192)
+MOST_SETUP_TOKENS: Final = 40_000  # contexts of one batch, computed before its steps are timed
+REFERENCE: Final = "reference"
+TRANSFER_TOKENS: Final = (16, 64, 256, 1024, 4096)
+STREAMS: Final = (1, 2, 4)
+# Shares of the seconds that each part takes.
+STEPS_SHARE: Final = 0.45
+NEIGHBOURS_SHARE: Final = 0.2
+TRANSFERS_SHARE: Final = 0.1
+NUM_ALONE: Final = 12  # served requests, one after the other
+NUM_TOGETHER: Final = 8
+LONG_ANSWER: Final = 96
+READY: Final = "ready"
+
+
+class StepShape(msgspec.Struct, frozen=True):
+    """Sequences that decode over so many tokens each, and a prompt to compute beside them."""
+
+    num_decodes: int
+    context: int
+    num_new: int = 0
+
+
+class Loaded(msgspec.Struct, frozen=True):
+    """A child that has loaded the model."""
+
+    fingerprint: str
+    layout: PageLayout
+    num_pages: int
+    max_model_len: int
+    step_tokens: int
+    max_num_seqs: int
+
+
+class Order(msgspec.Struct, frozen=True):
+    """Shapes to measure again and again for so long; without seconds: compute until the next line comes."""
+
+    shapes: tuple[StepShape, ...]
+    seconds: float = 0.0
+
+
+# The child.
+
+
+class Stepper:
+    """Computes and times steps of an engine."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._random = random.Random(0)
+        self._numbers = 0
+        self._batch: Batch | None = None
+        apply = engine.scheduler.apply
+
+        def noted(plan: object) -> Batch:
+            self._batch = apply(plan)  # type: ignore[arg-type]
+            return self._batch
+
+        self._patch = patch.object(engine.scheduler, "apply", noted)
+        self._patch.start()
+
+    def measure(self, shape: StepShape) -> list[StepSample]:
+        """Compute a shape's steps: the chunks that set it up, its decodes, and prompts beside them."""
+        names = [self._add(shape.context) for _ in range(shape.num_decodes)]
+        samples = list(self._steps_until(len(names))) if names else []
+        if names and not shape.num_new:
+            steps = [self._step()[0] for _ in range(NUM_STEPS)]
+            context = round(fmean(each.work.num_context for each in steps))
+            samples += [StepSample(each.work._replace(num_context=context), each.seconds) for each in steps]
+        for _ in range(NUM_CHUNKS if shape.num_new else 0):
+            name = self._add(shape.num_new)
+            samples += self._steps_until(1, name)
+            self._engine.abort(name)
+        for name in names:
+            self._engine.abort(name)
+        return samples
+
+    def _steps_until(self, number: int, name: str = "") -> Iterator[StepSample]:
+        """Step until so many sequences, or the named one, have their first token."""
+        begun: set[str] = set()
+        while len(begun) < number:
+            sample, sampled = self._step()
+            begun |= {each for each in sampled if not name or each == name}
+            yield sample
+
+    def _step(self) -> tuple[StepSample, set[str]]:
+        begin_s = time.perf_counter()
+        outputs = self._engine.step()
+        taken_s = time.perf_counter() - begin_s
+        assert self._batch is not None
+        return StepSample(work_of(self._batch), taken_s), {each.request_id for each in outputs}
+
+    def _add(self, num_tokens: int) -> str:
+        self._numbers += 1
+        name, most = f"{self._numbers:032x}", self._engine.vocab_size
+        prompt = self._random.choices(range(most), k=num_tokens)
+        sampling = SamplingParams(max_tokens=10_000, ignore_eos=True, temperature=0.0)
+        self._engine.add(Request(request_id=name, token_ids=TokenIds.of(prompt), sampling=sampling))
+        return name
+
+
+def shapes_of(loaded: Loaded, most_tokens: int = MOST_SETUP_TOKENS) -> list[StepShape]:
+    """Return the shapes that cover a worker's steps, the cheap ones first."""
+    room = min(most_tokens, (loaded.num_pages - 1) * loaded.layout.page_size // 2)
+    longest = loaded.max_model_len - NUM_STEPS - 2
+    contexts = [each for each in CONTEXTS if each < longest] + [longest]
+    batches = [each for each in BATCHES if each <= loaded.max_num_seqs]
+    shapes = [
+        StepShape(number, context) for number in batches for context in contexts if number * context <= room
+    ]
+    chunks = [each for each in CHUNKS if each <= loaded.step_tokens] + [longest]
+    shapes += [StepShape(0, 0, num_new) for num_new in chunks]
+    shapes += [StepShape(number, 256, num_new) for number in (4, 16) for num_new in chunks[1:-1:2]]
+    return sorted(shapes, key=lambda each: each.num_decodes * each.context + 3 * each.num_new)
+
+
+def serve(config: EngineConfig) -> None:
+    """Load the model, then carry out the orders of stdin."""
+    engine = load_engine(config)
+    loaded = Loaded(
+        engine.fingerprint,
+        engine.runner.layout,
+        engine.pages.num_pages,
+        engine.max_model_len,
+        config.scheduler.max_num_batched_tokens,
+        config.scheduler.max_num_seqs,
+    )
+    _tell(msgspec.json.encode(loaded))
+    stepper = Stepper(engine)
+    for shape in shapes_of(loaded)[:4]:
+        stepper.measure(shape)  # compiles kernels and settles the allocator
+    for line in sys.stdin:
+        order = msgspec.json.decode(line, type=Order)
+        samples: list[StepSample] = []
+        until_s, rounds = time.perf_counter() + order.seconds, 0
+        if not order.seconds:
+            _tell(b"[]")
+        while _goes_on(order, until_s) or not rounds:
+            for shape in order.shapes:
+                samples += stepper.measure(shape)
+                if rounds and not _goes_on(order, until_s):
+                    break
+            rounds += 1
+        if order.seconds:
+            _tell(msgspec.json.encode(samples))
+    engine.close()
+
+
+def _goes_on(order: Order, until_s: float) -> bool:
+    if order.seconds:
+        return time.perf_counter() < until_s
+    return not select.select([sys.stdin], [], [], 0)[0]
+
+
+def _tell(line: bytes) -> None:
+    sys.stdout.write(line.decode() + "\n")
+    sys.stdout.flush()
+
+
+# The measuring process.
+
+
+class WorkerChild:
+    """A child with the model; `start_s` is how long its start took."""
+
+    def __init__(self, config: EngineConfig, num_threads: int) -> None:
+        begin_s = time.perf_counter()
+        words = "-m", "baton.bench.sim.calibration", msgspec.json.encode(config).decode()
+        self._child = Child(*words, environment=environment_of_child(num_threads=num_threads))
+        line = self._child.read()
+        if not line:
+            raise RuntimeError("the worker's process has ended")
+        self.loaded = msgspec.json.decode(line, type=Loaded)
+        self.start_s = time.perf_counter() - begin_s
+
+    def measure(self, shapes: Sequence[StepShape], seconds: float) -> list[StepSample]:
+        """Measure shapes, in turns, for so long."""
+        line = self._ask(Order(tuple(shapes), seconds))
+        return [StepSample(Work(*work), taken_s) for work, taken_s in msgspec.json.decode(line)]
+
+    def keep_busy(self, shapes: Sequence[StepShape]) -> None:
+        """Compute shapes until the next order, or the end."""
+        self._ask(Order(tuple(shapes)))
+
+    def close(self) -> None:
+        """End the process."""
+        self._child.close(timeout_s=0.0)
+
+    def _ask(self, order: Order) -> str:
+        self._child.tell(msgspec.json.encode(order).decode())
+        line = self._child.read()
+        if not line:
+            raise RuntimeError("the worker's process has ended")
+        return line
+
+
+def calibrate(
+    config: ServeConfig, seconds: float, num_neighbours: int, tell: Progress, num_threads: int = 1
+) -> TimeModel:
+    """Measure for about so many seconds, and fit.
+
+    num_neighbours: workers beside a worker that are measured; 0 where workers have devices of their own.
+    """
+    config = msgspec.structs.replace(config, model=str(resolve_model(config.model)))
+    engine = {role: pool.engine(config.engine) for role, pool in config.pools.items()}
+    sizes = dict.fromkeys(each.tensor_parallel_size for each in engine.values())
+    settings = engine[WorkerRole.DECODE]
+    replicas: dict[int, ReplicaTimes] = {}
+    for size in sizes:
+        own = engine_config(
+            {**msgspec.to_builtins(settings), "model": config.model, "tensor_parallel_size": size}
+        )
+        tell(f"steps, tensor parallel size {size}")
+        loaded, replicas[size], neighbours, drift = _measure_workers(
+            own, seconds / len(sizes), num_neighbours if size == 1 else 0, num_threads, tell
+        )
+    tell("transfers")
+    samples = measure_transfers(
+        loaded.layout, loaded.max_model_len, TRANSFERS_SHARE * seconds, config.transport
+    )
+    model = TimeModel(
+        model=config.model_name,
+        fingerprint=loaded.fingerprint,
+        machine={name: str(value) for name, value in machine_description().items()},
+        replicas=replicas,
+        transfer=fit_transfers(samples),
+        kv_token_bytes=loaded.layout.page_bytes // loaded.layout.page_size,
+        page_size=loaded.layout.page_size,
+        max_model_len=loaded.max_model_len,
+        neighbours=neighbours,
+        drift=drift,
+    )
+    tell("a served cluster")
+    overheads = asyncio.run(measure_overheads(config, model, num_threads))
+    return msgspec.structs.replace(model, overheads=overheads)
+
+
+def _measure_workers(
+    config: EngineConfig, seconds: float, num_neighbours: int, num_threads: int, tell: Progress
+) -> tuple[Loaded, ReplicaTimes, tuple[float, ...], float]:
+    """Return a worker's times, the multiples beside neighbours, and the drift of the machine."""
+    with ExitStack() as ends:
+        children = [WorkerChild(config, num_threads)]
+        ends.callback(children[0].close)
+        loaded = children[0].loaded
+        shapes = shapes_of(loaded, 4000 if seconds < 30 else MOST_SETUP_TOKENS)
+        samples = children[0].measure(shapes, STEPS_SHARE * seconds)
+        probes = [StepShape(8, 128), StepShape(0, 0, min(256, loaded.step_tokens)), StepShape(4, 128, 64)]
+        each_s = NEIGHBOURS_SHARE * seconds / (num_neighbours + 2)
+        alone = [children[0].measure(probes, each_s)]
+        multiples = [1.0]
+        for number in range(num_neighbours):
+            tell(f"{number + 1} busy neighbours")
+            children.append(WorkerChild(config, num_threads))
+            ends.callback(children[-1].close)
+            for child in children[1:]:
+                child.keep_busy(probes)
+            slower = _ratio(children[0].measure(probes, each_s), alone[0])
+            multiples.append(max(multiples[-1], slower))
+        for child in children[1:]:
+            child.close()
+        alone.append(children[0].measure(probes, each_s))
+        drift = abs(_ratio(alone[1], alone[0]) - 1.0)
+        starts_s = tuple(child.start_s for child in children)
+        times = ReplicaTimes(steps=fit_steps(samples), num_pages=loaded.num_pages, start_s=starts_s)
+        return loaded, times, tuple(multiples) if num_neighbours else (), drift
+
+
+def _ratio(samples: Sequence[StepSample], others: Sequence[StepSample]) -> float:
+    """Return the median over shapes of the ratio of mean seconds."""
+    means = []
+    for each in (samples, others):
+        by_work: dict[Work, list[float]] = {}
+        for sample in each:
+            by_work.setdefault(sample.work, []).append(sample.seconds)
+        means.append({work: fmean(seconds) for work, seconds in by_work.items()})
+    return median(means[0][work] / means[1][work] for work in means[0].keys() & means[1].keys())
+
+
+def measure_transfers(
+    layout: PageLayout, max_tokens: int, seconds: float, transport: str = AUTO
+) -> list[TransferSample]:
+    """Move pages from this process to another, by one transfer and by several at once."""
+    sizes = [each for each in TRANSFER_TOKENS if each <= max_tokens] or [max_tokens]
+    num_pages = max(64, layout.num_pages(max(sizes)) * max(STREAMS))
+    samples: list[TransferSample] = []
+    until_s, token_bytes = time.perf_counter() + seconds, layout.page_bytes // layout.page_size
+    with ExitStack() as ends:
+        destination = DestinationProcess(layout, num_pages, transport=transport)
+        ends.callback(destination.close)
+        source = SourceEnd.random(layout, num_pages, transport)
+        ends.callback(source.endpoint.close)
+        for _ in range(3):
+            source.send(destination, sizes[-1])
+        while not samples or time.perf_counter() < until_s:
+            for num_tokens in sizes:
+                for num_streams in STREAMS:
+                    for taken_s in source.send_together(destination, num_tokens, num_streams):
+                        samples.append(TransferSample(num_tokens * token_bytes, num_streams, taken_s))
+    return samples
+
+
+# A served cluster.
+
+
+async def measure_overheads(config: ServeConfig, model: TimeModel, num_threads: int) -> Overheads:
+    """Serve requests by one prefill and one decode worker, and compare with a rehearsal."""
+    with TemporaryDirectory() as folder:
+        environment = environment_of_child(num_threads=num_threads)
+        options = ("--runtime", "local", *options_of(config))
+        async with served_cluster(
+            Path(folder), options, prefill=1, decode=1, model=config.model, environment=environment
+        ) as cluster:
+            return await _overheads(cluster, model)
+
+
+def options_of(config: ServeConfig) -> list[str]:
+    """Return the options of `baton serve` for the engine settings that differ from the defaults."""
+    scheduler, cache, base = config.engine.scheduler, config.engine.cache, ServeConfig(model="tiny").engine
+    given = {
+        "--max-num-batched-tokens": (scheduler.max_num_batched_tokens, base.scheduler.max_num_batched_tokens),
+        "--max-num-seqs": (scheduler.max_num_seqs, base.scheduler.max_num_seqs),
+        "--page-size": (cache.page_size, base.cache.page_size),
+        "--kv-cache-memory": (cache.kv_cache_memory_bytes, base.cache.kv_cache_memory_bytes),
+    }
+    return [word for flag, (value, usual) in given.items() if value != usual for word in (flag, str(value))]
+
+
+async def _overheads(cluster: WatchedCluster, model: TimeModel) -> Overheads:
+    client = Client(Address(cluster.url, ""))
+    listed = await model_of(client)
+    vocab_size, longest = listed.vocab_size or 1000, model.max_model_len // 2
+    draw = random.Random(1)
+    lengths = [(draw.randint(16, min(512, longest)), draw.randint(8, 48)) for _ in range(NUM_ALONE)]
+    await _ask(client, listed.name, lengths[:4], 1, vocab_size, 0)
+    measured = await _ask(client, listed.name, lengths, 1, vocab_size, 1)
+    trace = [
+        TraceRequest(arrival_s=10.0 * at, input_tokens=num_input, output_tokens=num_output)
+        for at, (num_input, num_output) in enumerate(lengths)
+    ]
+    predicted = rehearse_each(trace, Layout.parse("1P1D"), model, Settings(mode="full"))
+    ttft_s = median(each.ttft_s for each in measured.samples) - median(predicted.ttft_ms) / 1e3
+    later = [
+        (each.num_tokens - 1, each.e2el_s - each.ttft_s - num_ms / 1e3)
+        for each, num_ms in zip(measured.samples, predicted.e2el_ms - predicted.ttft_ms, strict=True)
+    ]
+    handoff_s, token_s = _line(later)
+    request_cpu_s, token_cpu_s = await _front_cpu(cluster, client, listed.name, vocab_size)
+    client.close()
+    return Overheads(
+        first_token_s=max(0.0, ttft_s),
+        handoff_s=handoff_s,
+        token_s=token_s,
+        request_cpu_s=request_cpu_s,
+        token_cpu_s=token_cpu_s,
+    )
+
+
+async def _front_cpu(
+    cluster: WatchedCluster, client: Client, name: str, vocab_size: int
+) -> tuple[float, float]:
+    """Return the processor seconds of gateway, router and client for a request and for a token."""
+    points = []
+    for num_output in (2, LONG_ANSWER):
+        lengths = [(64, num_output)] * (4 * NUM_TOGETHER)
+        pids = [pid for each, pid in (await cluster.pids()).items() if each.startswith(("gateway", "router"))]
+        before_s = _cpu_s(pids)
+        await _ask(client, name, lengths, NUM_TOGETHER, vocab_size, num_output)
+        points.append((num_output, (_cpu_s(pids) - before_s) / len(lengths)))
+    return _line(points)
+
+
+def _cpu_s(pids: Sequence[int]) -> float:
+    import psutil
+
+    times = [psutil.Process(pid).cpu_times() for pid in pids]
+    return time.process_time() + sum(each.user + each.system for each in times)
+
+
+def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Return the least-squares line through points, as its value at 0 and its slope, both at least 0."""
+    columns = np.array([[1.0, x] for x, _ in points])
+    values = np.array([y for _, y in points])
+    base, slope = solve_nonnegative(columns.T @ columns, columns.T @ values)
+    return float(base), float(slope)
+
+
+async def _ask(
+    client: Client,
+    name: str,
+    lengths: Sequence[tuple[int, int]],
+    concurrency: int,
+    vocab_size: int,
+    seed: int,
+) -> Run:
+    draw = random.Random(seed)
+    jobs = [
+        Job(tuple(draw.randrange(4, vocab_size) for _ in range(num_input)), num_output)
+        for num_input, num_output in lengths
+    ]
+    run = await Load(client, name, Shape(concurrency=concurrency)).run(jobs)
+    if run.failures:
+        raise RuntimeError(f"the served cluster fails: {run.failures[0]} {run.said}")
+    return run
+
+
+Measure = Callable[[ServeConfig, float, int, Progress], TimeModel]
+
+if __name__ == "__main__":
+    serve(msgspec.json.decode(sys.argv[1], type=EngineConfig))

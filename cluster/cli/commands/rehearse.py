@@ -1,0 +1,197 @@
+"""Plan a cluster without running it: `baton calibrate`, `baton rehearse`, `baton advise`.
+
+    baton calibrate MODEL --out times.json              measure real workers of this machine, two minutes
+    baton rehearse --times times.json --workers 2P6D --trace FILE
+    baton rehearse --times times.json --workers 4M --rate 4 --lengths 400-1600,64-256,0.3
+
+A rehearsal runs the production router, and in the full mode every production process, on a virtual clock.
+Where the load leaves the calibrated ranges it prints no figure, says why, and ends with status 1.
+"""
+
+import argparse
+from pathlib import Path
+
+import msgspec
+
+from baton.cluster.cli import output
+from baton.cluster.cli.options import CliCommand, Parser
+from baton.cluster.cli.settings import add_serve_options, settings_from
+from baton.cluster.exit_status import FAILED
+from baton.config.cluster import ServeConfig
+from baton.errors import ConfigError
+from baton.sim.rehearsal import Layout, Rehearsal, Settings
+from baton.sim.rehearsal import rehearse as run_rehearsal
+from baton.sim.times import TimeModel
+from baton.sim.workload import Lengths, TraceRequest, read_trace, synthetic
+from baton.tenants import Sla
+
+
+def _add_calibrate(parser: Parser) -> None:
+    add_serve_options(parser)
+    parser.add_argument("--out", type=Path, default=Path("times.json"), metavar="FILE", help="(times.json)")
+    parser.add_argument("--seconds", type=float, default=110.0, help="that measuring takes (110)")
+    parser.add_argument(
+        "--neighbours",
+        type=int,
+        default=3,
+        metavar="N",
+        help="workers that compute beside one on this machine; 0: workers have devices of their own (3)",
+    )
+    parser.add_argument("--threads", type=int, default=1, metavar="N", help="of each worker on a CPU (1)")
+
+
+def _calibrate(arguments: argparse.Namespace) -> None:
+    from baton.bench.report import Progress
+    from baton.bench.sim.calibration import calibrate
+
+    given = settings_from(ServeConfig, arguments)
+    if "model" not in given.given:
+        raise ConfigError('MODEL: expected a directory, or "tiny", got none')
+    if arguments.seconds < 10 or arguments.neighbours < 0 or arguments.threads < 1:
+        raise ConfigError("expected --seconds of 10 or more, --neighbours of 0, --threads of 1 or more")
+    with Progress() as tell:
+        model = calibrate(given.build(), arguments.seconds, arguments.neighbours, tell, arguments.threads)
+    model.save(arguments.out)
+    output.show(*_model_lines(model), f"written to {arguments.out}")
+
+
+def _model_lines(model: TimeModel) -> list[str]:
+    lines = []
+    for size, replica in model.replicas.items():
+        steps = replica.steps
+        low, high = 100 * (steps.errors[1] - 1), 100 * (steps.errors[-2] - 1)
+        ranges = ", ".join(f"{name[4:]} <= {most:,.0f}" for name, most in steps.most.items())
+        lines.append(
+            f"TP {size}: steps {low:+.1f} to {high:+.1f} % off where held out; calibrated for {ranges}"
+        )
+        lines.append(f"TP {size}: starts in {min(replica.start_s):.1f} to {max(replica.start_s):.1f} s")
+    slower = ", ".join(f"{each:.2f}" for each in model.neighbours[1:])
+    lines += [f"beside 1, 2, ... busy workers steps take {slower} times as long"] if slower else []
+    return [*lines, f"the machine drifted by {100 * model.drift:.1f} %"]
+
+
+def _add_load(parser: Parser) -> None:
+    parser.add_argument("--times", type=Path, required=True, metavar="FILE", help="of `baton calibrate`")
+    load = parser.add_argument_group("load")
+    load.add_argument(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="Mooncake's JSON lines, Azure's CSV, a router's decision log, or a bundle of `baton bundle`",
+    )
+    load.add_argument("--scale", type=float, default=1.0, help="divides the trace's lengths (1)")
+    load.add_argument("--speed", type=float, default=1.0, help="2: the trace in half its time (1)")
+    load.add_argument("--limit", type=int, metavar="N", help="the trace's first N requests (all)")
+    load.add_argument("--rate", type=float, help="instead: requests a second, Poisson")
+    load.add_argument("--duration", type=float, default=60.0, metavar="S", help="of --rate (60)")
+    load.add_argument(
+        "--lengths",
+        default="256-512,64-128",
+        metavar="SPEC",
+        help="of --rate: P50-P90 of prompts, P50-P90 of answers[,their correlation[,shared part]]",
+    )
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--slo", default="", metavar="SPEC", help="objectives in seconds, as ttft=0.5,tpot=0.05"
+    )
+    parser.add_argument(
+        "--apart", action="store_true", help="workers have machines of their own and share no processor"
+    )
+
+
+def _add_rehearse(parser: Parser) -> None:
+    _add_load(parser)
+    parser.add_argument("--workers", required=True, metavar="SPEC", help="2P6D, or 4M without roles")
+    parser.add_argument("--prefill-tp", type=int, default=1, metavar="N", help="ranks of each (1)")
+    parser.add_argument("--decode-tp", type=int, default=1, metavar="N", help="ranks of each (1)")
+    parser.add_argument("--max-num-batched-tokens", type=int, metavar="N", help="tokens of a step")
+    parser.add_argument("--page-size", type=int, metavar="N", help="tokens of a page")
+    parser.add_argument("--policy", default=Settings().policy, metavar="NAME", help="of routing (cost)")
+    parser.add_argument("--fast", action="store_true", help="sum steps in closed form")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def sla_of(text: str) -> Sla:
+    """Read ttft=SECONDS,tpot=SECONDS. ConfigError for others."""
+    try:
+        given = {
+            name.strip(): float(value)
+            for name, value in (part.split("=") for part in text.split(",") if part)
+        }
+        if not set(given) <= {"ttft", "tpot"} or any(not value > 0 for value in given.values()):
+            raise ValueError
+    except ValueError:
+        raise ConfigError(f"--slo: expected such as ttft=0.5,tpot=0.05, got {text!r}") from None
+    return Sla(**{f"{name}_ms": 1e3 * value for name, value in given.items()})
+
+
+def load_of(arguments: argparse.Namespace) -> list[TraceRequest]:
+    """Return the requests of the options. ConfigError for options that contradict each other."""
+    if (arguments.trace is None) == (arguments.rate is None):
+        raise ConfigError("give --trace FILE, or --rate with --lengths")
+    if arguments.trace is None:
+        return synthetic(arguments.rate, arguments.duration, Lengths.parse(arguments.lengths), arguments.seed)
+    if not arguments.speed > 0:
+        raise ConfigError(f"--speed: expected more than 0, got {arguments.speed}")
+    trace = read_trace(arguments.trace, scale=arguments.scale, limit=arguments.limit)
+    return [
+        msgspec.structs.replace(each, arrival_s=(each.arrival_s - trace[0].arrival_s) / arguments.speed)
+        for each in trace
+    ]
+
+
+def _rehearse(arguments: argparse.Namespace) -> int:
+    layout = msgspec.structs.replace(
+        Layout.parse(arguments.workers),
+        prefill_tp=arguments.prefill_tp,
+        decode_tp=arguments.decode_tp,
+        step_tokens=arguments.max_num_batched_tokens,
+        page_size=arguments.page_size,
+    )
+    settings = Settings(
+        mode="fast" if arguments.fast else "full",
+        policy=arguments.policy,
+        sla=sla_of(arguments.slo),
+        shares_machine=not arguments.apart,
+        seed=arguments.seed,
+    )
+    times = TimeModel.read(arguments.times)
+    result = run_rehearsal(load_of(arguments), layout, times, settings)
+    if arguments.json:
+        output.write(msgspec.json.encode(result).decode() + "\n")
+    else:
+        output.show(*_lines(result, times))
+    return 0 if result.is_valid else FAILED
+
+
+def _lines(result: Rehearsal, times: TimeModel) -> list[output.Part]:
+    head = f"{result.layout.name} of {times.model}, {result.num_requests} requests, {result.mode} mode"
+    if not result.is_valid:
+        return [
+            f"{head}: no figures, for the load leaves what was calibrated",
+            *(f"  {each}" for each in result.complaints),
+        ]
+    columns = ("figure", "predicted", "from", "to")
+    rows = [(name, *map(_shown, figure)) for name, figure in result.figures.items()]
+    total_s = sum(result.parts.values())
+    parts = [
+        f"{name} {100 * seconds / total_s:.1f} %"
+        for name, seconds in sorted(result.parts.items(), key=lambda part: -part[1])
+        if seconds > 0.001 * total_s
+    ]
+    busy = ", ".join(f"{role} {100 * share:.0f} %" for role, share in result.busy.items())
+    return [
+        f"{head}, {result.duration_s:.1f} s",
+        output.table(columns, rows),
+        f"time of a request: {', '.join(parts)}",
+        f"busy: {busy}; refused: {result.num_refused}",
+        f"within the calibrated ranges; the time model is {100 * times.error:.1f} % off",
+    ]
+
+
+def _shown(value: float) -> str:
+    return f"{value:,.1f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+calibrate = CliCommand(__doc__, _add_calibrate, _calibrate)
+rehearse = CliCommand(__doc__, _add_rehearse, _rehearse)

@@ -1,0 +1,729 @@
+"""A fleet of workers that time models stand for, before the production router, on a virtual clock.
+
+The fast mode of a rehearsal (sim/rehearsal.py), and the large fleets of benches. No bytes move: a worker is
+its queue, the keys of its pages and the seconds that its steps take. The router learns of pages, times and
+ends by the messages of workers and gateways alone. The same calls and seed give the same figures.
+
+1. `FastCluster` joins the router, a gateway peer and workers, and keeps the virtual time. Its clients behave
+   as openai-python does: a refused call that was told a time comes again after that time.
+2. `FastWorker` fills each step as the engine's continuous batching does: a token for each sequence, then
+   chunks of prompts, in the order of their tenants' shares.
+3. Steps in which nothing changes are one run, whose seconds are summed in closed form. A prompt or a sequence
+   that comes meanwhile cuts the run at the end of its present step.
+"""
+
+import math
+from bisect import insort
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from heapq import heappop, heappush
+from itertools import count, pairwise
+from random import Random
+from typing import Final
+
+import msgspec
+
+from baton.config.router import RouterConfig
+from baton.fair_queue import FairShare
+from baton.messages.bounds import Kind
+from baton.messages.codec import AnyMessage
+from baton.messages.control import (
+    Dispatch,
+    Ended,
+    Heartbeat,
+    Hello,
+    KvEventBatch,
+    KvEventsWanted,
+    Measured,
+    Prefill,
+    Reachable,
+    Rejected,
+    Started,
+    Submit,
+)
+from baton.messages.workers import Address, Load, PrefillTimes, StepTimes, Worker, WorkerRole
+from baton.pages import KEY_BYTES
+from baton.request import AttemptKey, Request, SamplingParams
+from baton.router.index.prefix_index import Family, PromptKeys, family_of
+from baton.router.policies.candidates import Select
+from baton.router.policies.cost import CostPolicy
+from baton.router.router import Router
+from baton.rpc.peer_clock import SAME_CLOCK, ClockOffset
+from baton.rpc.peers import TICK_S, Peer
+from baton.rpc.worker_node import MEASURED_S
+from baton.sim.process import Events, OffsetClock
+from baton.sim.times import Contention, Work, WorkTimes
+from baton.tenants import Refusal, SchedulingKey, Sla
+from baton.token_ids import TokenIds
+
+PARTS: Final = ("queued", "prefill_queued", "prefill_computing", "transfer_exposed", "decode_computing")
+STEPS_A_REPORT: Final = 64
+MAX_REPORTED: Final = 32  # steps in one message, as workers send samples
+MOST_RUN_S: Final = 0.05  # of a run where other workers slow it down, or cease to
+LOOKAHEAD: Final = 64  # see engine/scheduler/policies.py
+GATEWAY: Final = f"{7:032x}"
+MAX_RETRIES: Final = 2  # openai-python's
+MAX_HONOURED_S: Final = 120.0  # a longer retry-after is not believed
+BACK_OFF_S: Final = 0.5
+MAX_BACK_OFF_S: Final = 8.0
+NO_ROOM_S: Final = 0.05  # until a gateway asks again by itself
+
+
+class ClientCall(msgspec.Struct, frozen=True, kw_only=True):
+    """A call that a client makes. Without `knows_sla` its objectives are hidden from the router."""
+
+    at_s: float
+    token_ids: Sequence[int]
+    num_answered: int  # tokens of the answer
+    max_tokens: int = 2**20  # all that the router knows of the answer
+    tenant: str = ""
+    sla: Sla = Sla()
+    scheduling_key: SchedulingKey = SchedulingKey()
+    knows_sla: bool = True
+    page_keys: bytes | None = None  # of the prompt, for workers of one page size; None: of its tokens
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+
+class CallOutcome(msgspec.Struct, kw_only=True):
+    """The course of one HTTP request. Moments are negative where there was none."""
+
+    call: ClientCall
+    asked_s: float
+    retry: int = 0
+    num_held: int = 0  # tokens of the prompt that were not computed
+    given_s: float = -1.0  # a worker has the prompt
+    begun_s: float = -1.0  # the first step of the prompt
+    joined_s: float = -1.0  # the sequence decodes
+    first_token_s: float = -1.0
+    ended_s: float = -1.0
+    refusal: str = ""
+    retry_after_s: float = -1.0
+
+    @property
+    def ttft_s(self) -> float:
+        return self.first_token_s - self.asked_s
+
+    def parts(self) -> dict[str, float]:
+        """Return the seconds of an answered request, by the names of timelines."""
+        moments = self.asked_s, self.given_s, self.begun_s, self.first_token_s, self.joined_s, self.ended_s
+        return {name: end - begin for name, (begin, end) in zip(PARTS, pairwise(moments), strict=True)}
+
+    @property
+    def is_good(self) -> bool:
+        """True when the answer met all objectives."""
+        if self.ended_s < 0:
+            return False
+        sla, num_later = self.call.sla, max(1, self.call.num_answered - 1)
+        tpot_ms = 1e3 * (self.ended_s - self.first_token_s) / num_later
+        is_slow = sla.tpot_ms is not None and tpot_ms > sla.tpot_ms
+        return not is_slow and (sla.ttft_ms is None or 1e3 * self.ttft_s <= sla.ttft_ms)
+
+
+class PageStore:
+    """Keys of pages, the least recently used first; a page leaves before its parents."""
+
+    def __init__(self, num_pages: int) -> None:
+        self._num_pages = num_pages
+        self._pages: OrderedDict[bytes, int] = OrderedDict()  # key -> page id
+        self._free = list(range(num_pages))
+
+    def num_held(self, keys: tuple[bytes, ...]) -> int:
+        """Return how many leading pages are here."""
+        for number, key in enumerate(keys):
+            if key not in self._pages:
+                return number
+        return len(keys)
+
+    def keep(self, keys: tuple[bytes, ...]) -> Iterator[tuple[bytes, int]]:
+        """Keep these pages; yield each change as a key and its page, or -1 for a page that left."""
+        keys = keys[: self._num_pages]
+        new = [key for key in keys if key not in self._pages]
+        for key in reversed(keys):
+            if key in self._pages:
+                self._pages.move_to_end(key)
+        while len(self._free) < len(new):
+            key, page = self._pages.popitem(last=False)
+            self._free.append(page)
+            yield key, -1
+        for key in reversed(new):
+            self._pages[key] = self._free.pop()
+            yield key, self._pages[key]
+
+
+class PromptJob:
+    """A prompt at the worker that computes it, with the pages that it pulls under way."""
+
+    def __init__(self, worker: "FastWorker", order: Dispatch | Prefill, decode: str) -> None:
+        cluster, store = worker.cluster, worker.store
+        self.request, self.decode = order.request, decode
+        self.given_s = self.pulled_s = cluster.events.now_s
+        self.begun_s = -1.0
+        self.num_tokens = self.request.num_tokens
+        self.num_held = self.num_done = self.num_last = 0  # num_last: tokens of the latest chunk
+        self.pulled_bytes = self._num_pulled_tokens = 0
+        if order.source is not None:
+            keys, page_size = cluster.keys_of(self.request), worker.worker.page_size
+            there = cluster.workers[order.source.worker].store.num_held(keys)
+            num_pulled = min(there, len(order.source.pages))
+            self._num_pulled_tokens = num_pulled * page_size
+            num_missing = num_pulled - store.num_held(keys)
+            if num_missing > 0:
+                num_tokens = round(num_missing * page_size * cluster.scale)
+                self.pulled_bytes = num_tokens * worker.times.kv_token_bytes
+                self.pulled_s += worker.times.transfer_s(self.pulled_bytes)
+
+    @property
+    def num_left(self) -> int:
+        """Tokens that are still to compute."""
+        return self.num_tokens - self.num_done
+
+    @property
+    def num_new(self) -> int:
+        """Tokens of the prompt that are computed, not held or pulled."""
+        return self.num_tokens - self.num_held
+
+    def find_held(self, worker: "FastWorker") -> None:
+        """Count the leading tokens that need no computation; at least one token is computed."""
+        held = worker.store.num_held(worker.cluster.keys_of(self.request)) * worker.worker.page_size
+        self.num_held = self.num_done = min(max(held, self._num_pulled_tokens), self.num_tokens - 1)
+
+    def compute(self, num_new: int, now_s: float) -> float:
+        """Compute a chunk; return its pairs of a new token and a token that it attends to."""
+        if self.begun_s < 0:
+            self.begun_s = now_s
+        self.num_done += num_new
+        self.num_last = num_new
+        return num_new * (self.num_done - num_new / 2)
+
+
+class Run:
+    """Steps of a worker that nothing changes: one with chunks of prompts, or several without."""
+
+    __slots__ = ("begin_s", "chunks", "num_steps", "step_s", "work")
+
+    def __init__(
+        self, begin_s: float, step_s: float, num_steps: int, work: Work, chunks: list[PromptJob]
+    ) -> None:
+        self.begin_s, self.step_s, self.num_steps = begin_s, step_s, num_steps
+        self.work, self.chunks = work, chunks
+
+    @property
+    def end_s(self) -> float:
+        return self.begin_s + self.step_s * self.num_steps
+
+
+class FastWorker:
+    """A worker as a peer of the router: it computes prompts, and decodes if its role says so."""
+
+    silence_s = quiet_s = 0.0
+    clock_offset: ClockOffset | None = SAME_CLOCK
+
+    def __init__(self, cluster: "FastCluster", hello: Hello, times: WorkTimes, budget: float) -> None:
+        """budget: tokens of a step; inf: one whole prompt a step."""
+        assert hello.worker is not None
+        self.cluster = cluster
+        self.hello = hello
+        self.worker = hello.worker
+        self.times = times
+        self.store = PageStore(self.worker.num_pages)
+        self.is_keeping = True  # pages, for later prompts
+        self.given_tokens = 0
+        self.busy_s = 0.0
+        self.attempts: dict[AttemptKey, None] = {}  # dispatched here and not ended
+        self._budget = budget
+        self._share = FairShare()
+        self._jobs: list[tuple[float, int, PromptJob]] = []  # by the tenants' virtual clocks
+        self._numbers = count()
+        self._run: Run | None = None
+        self._num_steps = 0  # in all
+        self._ends: list[tuple[int, int, Request]] = []  # a heap: last step of each sequence
+        self._num_context = 0  # tokens that all sequences attend to
+        self._waiting: deque[Request] = deque()  # sequences without room
+        self._used_pages = 0
+        self._most_steps = 2**20 if not cluster.contention.neighbours else 1
+        self._num_changes = 0
+        self._measured: list[PrefillTimes] = []
+        self._step_times: list[StepTimes] = []
+
+    @property
+    def is_stepping(self) -> bool:
+        return self._run is not None
+
+    # The router.
+
+    def send(self, message: AnyMessage) -> None:
+        """Take a message of the router."""
+        if isinstance(message, KvEventsWanted):
+            events = KvEventBatch(first=0, keys=b"", pages=(), generations=(), is_snapshot=True)
+            self.cluster.router.received(self, events)
+        elif isinstance(message, Dispatch):
+            request = message.request
+            self.attempts[request.key] = None
+            self.cluster.holders[request.request_id] = self
+            if not message.prefill:
+                self._take(message, self.worker.id)
+        elif isinstance(message, Prefill):
+            self._take(message, message.decode)
+
+    def close(self) -> None:
+        raise AssertionError("the router gave up a worker that is well")
+
+    def tick(self) -> None:
+        """Age the tenants' shares."""
+        self._share.age()
+
+    def beat(self) -> None:
+        """Send a heartbeat and what was measured since the last one."""
+        router = self.cluster.router
+        router.received(self, Heartbeat(load=Load(), attempts=tuple(self.attempts)))
+        if self._measured or self._step_times:
+            measured = Measured(prefills=tuple(self._measured), steps=tuple(self._step_times))
+            self._measured, self._step_times = [], []
+            router.received(self, measured)
+
+    # Prompts and sequences.
+
+    def join(self, request: Request) -> None:
+        """Decode a request that has its first token, from the next step on in which its pages have room."""
+        self._keep(request)
+        if self.cluster.num_output_tokens(request) <= 1:
+            self.cluster.joined(request)
+            self.cluster.ended(request)
+            return
+        self._waiting.append(request)
+        self._cut()
+        self._step()
+
+    def _admit(self) -> None:
+        """Take in the sequences that have room."""
+        worker = self.worker
+        while self._waiting:
+            request = self._waiting[0]
+            num_left = self.cluster.num_output_tokens(request) - 1
+            num_pages = -(-(request.num_tokens + num_left) // worker.page_size)
+            is_full = (
+                self._used_pages + num_pages > worker.num_pages or len(self._ends) >= worker.max_num_seqs
+            )
+            if self._ends and is_full:
+                return
+            self._waiting.popleft()
+            self.cluster.joined(request)
+            self._used_pages += num_pages
+            heappush(self._ends, (self._num_steps + num_left, next(self._numbers), request))
+            self._num_context += request.num_tokens + 1
+
+    def _take(self, message: Dispatch | Prefill, decode: str) -> None:
+        """Begin to pull what the router says, and queue the prompt."""
+        self.given_tokens += message.request.num_tokens
+        job = PromptJob(self, message, decode)
+        if job.pulled_s > self.cluster.events.now_s:
+            self.cluster.at(job.pulled_s, partial(self._queue, job))
+        else:
+            self._queue(job)
+
+    def _queue(self, job: PromptJob) -> None:
+        job.find_held(self)
+        share, tenant = self._share, job.request.tenant
+        share.join(tenant, job.request.scheduling_key.weight)
+        share.correct(tenant, job.num_tokens)
+        due = share.clock(tenant)  # when the tenant's share has the prompt done
+        share.leave(tenant)
+        insort(self._jobs, (due, next(self._numbers), job))
+        self._cut()
+        self._step()
+
+    # Steps.
+
+    def _cut(self) -> None:
+        """End the present run with its present step."""
+        run, now_s = self._run, self.cluster.events.now_s
+        if run is not None and run.num_steps > 1:
+            num_steps = max(1, math.ceil((now_s - run.begin_s) / run.step_s - 1e-9))
+            if num_steps < run.num_steps:
+                run.num_steps = num_steps
+                self.cluster.at(run.end_s, partial(self._stepped, run, num_steps))
+
+    def _step(self) -> None:
+        if self._run is not None:
+            return
+        self._admit()
+        if not (self._ends or self._jobs):
+            return
+        cluster, num_seqs, num_steps = self.cluster, len(self._ends), 1
+        chunks, num_new, num_pairs = self._chunks(num_seqs) if self._jobs else ([], 0, 0.0)
+        if not chunks:
+            num_steps = max(1, min(self._ends[0][0] - self._num_steps, self._most_steps))
+        scale = cluster.scale
+        context = round((self._num_context + num_seqs * (num_steps - 1) / 2) * scale)
+        work = Work(num_seqs + len(chunks), context, round(num_new * scale), num_pairs * scale * scale)
+        step_s, contention = self.times.step_s(work), cluster.contention
+        if contention.neighbours:
+            now_s = cluster.events.now_s
+            step_s *= contention.slowdown(cluster.num_busy, now_s)
+            contention.add_tokens(num_seqs * num_steps, now_s)
+            self._most_steps = max(1, int(MOST_RUN_S / step_s))
+        cluster.num_busy += 1
+        self._run = run = Run(cluster.events.now_s, step_s, num_steps, work, chunks)
+        cluster.at(run.end_s, partial(self._stepped, run, num_steps))
+
+    def _chunks(self, num_seqs: int) -> tuple[list[PromptJob], int, float]:
+        """Return the prompts of a step, their new tokens and their pairs."""
+        now_s, (due, _, first) = self.cluster.events.now_s, self._jobs[0]
+        begun = due - first.num_tokens / first.request.scheduling_key.weight
+        self._share.present = max(self._share.present, begun)
+        chunks, num_new, num_pairs = list[PromptJob](), 0, 0.0
+        for job, num_tokens in list(self._fill(self._budget - num_seqs)):
+            num_pairs += job.compute(num_tokens, now_s)
+            num_new += num_tokens
+            chunks.append(job)
+        return chunks, num_new, num_pairs
+
+    def _fill(self, budget: float) -> Iterator[tuple[PromptJob, int]]:
+        """Yield the prompts of a step and their tokens, as ContinuousPolicy shares a step's tokens out."""
+        for place, (_, _, job) in enumerate(self._jobs):
+            if budget < 1:
+                return
+            if job.num_left > budget:
+                yield from self._split(int(budget), place)
+                return
+            yield job, job.num_left
+            budget = budget - job.num_left if math.isfinite(budget) else 0
+
+    def _split(self, budget: int, place: int) -> Iterator[tuple[PromptJob, int]]:
+        """Give half to the prompt that cannot be finished, and half to shorter ones of its tenant."""
+        head, share = self._jobs[place][2], budget // 2
+        later = (job for _, _, job in self._jobs[place + 1 : place + 1 + LOOKAHEAD])
+        tenant = head.request.tenant
+        shorter = [job for job in later if job.num_left < head.num_left and job.request.tenant == tenant]
+        given = []
+        for job in sorted(shorter, key=lambda job: job.num_left):
+            if not share:
+                break
+            given.append((job, min(share, job.num_left)))
+            share -= given[-1][1]
+        yield head, budget - sum(num_tokens for _, num_tokens in given)
+        yield from given
+
+    def _stepped(self, run: Run, num_steps: int) -> None:
+        if run is not self._run or num_steps != run.num_steps:
+            return  # the run was cut
+        self._run = None
+        self.cluster.num_busy -= 1
+        self.busy_s += run.step_s * num_steps
+        self._num_steps += num_steps
+        self._num_context += num_steps * len(self._ends)
+        is_sampled = run.chunks or self._num_steps % STEPS_A_REPORT < num_steps
+        if is_sampled and len(self._step_times) < MAX_REPORTED:
+            work = run.work
+            context = work.num_context + work.num_new
+            self._step_times.append(StepTimes(work.num_sequences, work.num_new, context, run.step_s))
+        self._end_sequences()
+        done = [job for job in run.chunks if not job.num_left]
+        if done:
+            self._jobs = [each for each in self._jobs if each[2].num_left]
+            for job in done:
+                self._computed(job)
+        self._step()
+
+    def _end_sequences(self) -> None:
+        while self._ends and self._ends[0][0] <= self._num_steps:
+            request = heappop(self._ends)[2]
+            num_tokens = request.num_tokens + self.cluster.num_output_tokens(request)
+            self._num_context -= num_tokens
+            self._used_pages -= -(-(num_tokens - 1) // self.worker.page_size)
+            self.cluster.ended(request)
+
+    def _computed(self, job: PromptJob) -> None:
+        """Hand a computed prompt to its decode worker."""
+        cluster, request = self.cluster, job.request
+        is_remote = job.decode != self.worker.id
+        exposed_s = 0.0
+        if is_remote:
+            exposed_s = self.times.handoff_s(round(job.num_last * cluster.scale))
+        self._keep(request)
+        self._report(job, exposed_s, is_remote)
+        cluster.first_token(job)
+        if is_remote:
+            join = partial(cluster.workers[job.decode].join, request)
+            cluster.at(cluster.events.now_s + exposed_s, join)
+        else:
+            self.join(request)
+
+    def _keep(self, request: Request) -> None:
+        """Keep the request's pages and tell the router."""
+        changes = list(self.store.keep(self.cluster.keys_of(request))) if self.is_keeping else []
+        if changes:
+            events = KvEventBatch(
+                first=self._num_changes,
+                keys=b"".join(key for key, _ in changes),
+                pages=tuple(page for _, page in changes),
+                generations=(0,) * len(changes),
+            )
+            self._num_changes += len(changes)
+            self.cluster.router.received(self, events)
+
+    def _report(self, job: PromptJob, exposed_s: float, is_remote: bool) -> None:
+        """Note what a prompt took, in the tokens that the router sees."""
+        token_bytes = self.times.kv_token_bytes * self.cluster.scale
+        times = PrefillTimes(
+            job.request.request_id,
+            job.request.attempt,
+            job.begun_s - job.given_s,
+            self.cluster.events.now_s - job.begun_s,
+            job.num_new,
+            job.num_tokens,
+            pulled_bytes=job.pulled_bytes,
+            pulled_s=job.pulled_s - job.given_s,
+            moved_bytes=round(job.num_tokens * token_bytes) if is_remote else 0,
+            exposed_s=exposed_s,
+        )
+        self._measured.append(times)
+
+
+class Fleet(msgspec.Struct, frozen=True, kw_only=True):
+    """The number of workers, and their room."""
+
+    num_prefill: int = 8
+    num_decode: int = 1
+    num_prefill_pages: int = 8000
+    num_decode_pages: int = 1_000_000
+    num_decode_seqs: int = 100_000
+    prefill_keeps: bool = True  # whether prefill workers keep pages for later prompts
+    decode_keeps: bool = False
+    prefill_budget: float = math.inf  # tokens of a prefill worker's step; inf: one whole prompt a step
+    decode_budget: float = 2048
+    max_model_len: int = 2**20
+
+    def workers(self, page_size: int, scale: float) -> Iterator[Worker]:
+        """Yield every worker as it introduces itself."""
+        roles = [WorkerRole.PREFILL] * self.num_prefill + [WorkerRole.DECODE] * self.num_decode
+        for number, role in enumerate(roles):
+            is_prefill = role is WorkerRole.PREFILL
+            yield Worker(
+                id=f"{number + 16:032x}",
+                name=f"{role}-{number}",
+                role=role,
+                model="m",
+                fingerprint="f",
+                address=Address("127.0.0.1", 1000 + number),
+                kv_address=Address("127.0.0.1", 3000 + number),
+                page_size=page_size,
+                num_pages=self.num_prefill_pages if is_prefill else self.num_decode_pages,
+                max_num_seqs=self.num_decode_seqs,
+                max_num_batched_tokens=round(self.decode_budget / scale),
+                max_model_len=self.max_model_len,
+            )
+
+
+class FastGateway:
+    """The router's peer that submits requests."""
+
+    silence_s = quiet_s = 0.0
+    clock_offset: ClockOffset | None = SAME_CLOCK
+
+    def __init__(self, rejected: Callable[[Rejected], None]) -> None:
+        self.hello = Hello(process=Kind.GATEWAY, id=GATEWAY)
+        self._rejected = rejected
+
+    def send(self, message: AnyMessage) -> None:
+        if isinstance(message, Rejected):
+            self._rejected(message)
+
+    def close(self) -> None:
+        raise AssertionError("the router gave up its gateway")
+
+
+class FastCluster:
+    """The router, its workers, the clients and the virtual time; `outcomes` has every HTTP request."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        fleet: Fleet,
+        times: WorkTimes | Mapping[WorkerRole, WorkTimes],
+        page_size: int = 16,
+        scale: float = 1.0,
+        seed: int = 0,
+        contention: Contention | None = None,
+    ) -> None:
+        """times: of all workers, or by role. scale: real tokens in one token of the requests, for times.
+        seed: of clients that back off. contention: None for workers that share no machine.
+        """
+        self.scale = scale
+        self.contention = contention or Contention()
+        self.num_busy = 0  # workers in a step
+        self.events = Events()
+        self.router = Router(config, OffsetClock(self.events, 0.0), f"{1:032x}")
+        self.outcomes: list[CallOutcome] = []
+        self.served: list[tuple[float, str, int]] = []  # time, tenant, tokens computed or answered
+        self.levels: list[tuple[float, int]] = []  # time, overload level
+        self.waiting_s = self.idle_s = 0.0  # worker-seconds in which a call waited; of these, idle
+        self.workers: dict[str, FastWorker] = {}
+        self.parts: defaultdict[str, float] = defaultdict(float)  # seconds of all requests, as in timelines
+        self.holders: dict[str, FastWorker] = {}  # request id -> its decode worker
+        self._random = Random(seed)
+        self._numbers = count()
+        self._open: dict[str, CallOutcome] = {}
+        self._num_to_come = 0  # calls that have not been made
+        self._calls: Iterator[ClientCall] = iter(())  # by their moments
+        self._seen_s = 0.0
+        self._prompt_keys = PromptKeys()
+        self._keys: dict[str, tuple[bytes, ...]] = {}  # request id -> keys of the prompt's pages
+        self._known_keys: dict[tuple[AttemptKey, Family], bytes] = {}  # of calls that bring them
+        self._keeps_pages = fleet.prefill_keeps or fleet.decode_keeps
+        self._gateway = FastGateway(self._rejected)
+        self.router.joined(self._gateway)
+        for worker in fleet.workers(page_size, scale):
+            is_prefill = worker.role is WorkerRole.PREFILL
+            hello = Hello(process=Kind.WORKER, id=worker.id, worker=worker)
+            own = times[worker.role] if isinstance(times, Mapping) else times
+            budget = fleet.prefill_budget if is_prefill else fleet.decode_budget
+            peer = FastWorker(self, hello, own, budget / scale)
+            peer.is_keeping = fleet.prefill_keeps if is_prefill else fleet.decode_keeps
+            self.workers[worker.id] = peer
+            self.router.joined(peer)
+        prefill = WorkerRole.PREFILL
+        self.prefill_workers = [each for each in self.workers.values() if each.worker.role is prefill]
+        self._family = family_of(next(iter(self.workers.values())).worker)
+        peers: list[Peer] = [self._gateway, *self.workers.values()]
+        for each in peers:
+            self.router.received(each, Reachable(workers=tuple(self.workers)))
+
+    def select(self, select: Select) -> None:
+        """Have the policy `cost` choose among its candidates by another rule."""
+        policy = self.router.cluster_state.policy
+        assert isinstance(policy, CostPolicy), "other policies have no candidates"
+        policy.select = select
+
+    def run(self, calls: Iterable[ClientCall], until_s: float | None = None) -> list[CallOutcome]:
+        """Make all calls; simulate until then, or until all have ended. Return the outcomes, as asked."""
+        self._calls = iter(sorted(calls, key=lambda call: call.at_s))
+        self._next_call()
+        self.at(TICK_S, partial(self._tick, 1))
+        if until_s is not None:
+            self.events.run_until(until_s)
+        while until_s is None and (self._num_to_come or self._open):
+            self.events.run_until(self.events.now_s + TICK_S)
+        return self.outcomes
+
+    # Called by the workers.
+
+    def at(self, when_s: float, call: Callable[[], None]) -> None:
+        """Call at that virtual time."""
+        self.events.at(when_s, partial(self._happen, call))
+
+    def keys_of(self, request: Request) -> tuple[bytes, ...]:
+        """Return the keys of the prompt's pages; none where no worker keeps pages."""
+        known = self._keys.get(request.request_id)
+        if known is None:
+            joined = self._prompt_keys.keys(self._family, request) if self._keeps_pages else b""
+            known = tuple(joined[at : at + KEY_BYTES] for at in range(0, len(joined), KEY_BYTES))
+            self._keys[request.request_id] = known
+        return known
+
+    def num_output_tokens(self, request: Request) -> int:
+        """Return how many tokens the answer has."""
+        num_answered = self._open[request.request_id].call.num_answered
+        return min(num_answered, request.sampling.max_tokens or num_answered)
+
+    def first_token(self, job: PromptJob) -> None:
+        """Note that a request has its first token."""
+        request, now_s = job.request, self.events.now_s
+        outcome = self._open[request.request_id]
+        outcome.given_s, outcome.begun_s, outcome.first_token_s = job.given_s, job.begun_s, now_s
+        outcome.num_held = job.num_held
+        self.served.append((now_s, request.tenant, request.num_tokens))
+        started = Started(attempts=((request.request_id, request.attempt),))
+        self.router.received(self._gateway, started)
+
+    def joined(self, request: Request) -> None:
+        """Note that a request decodes from now on."""
+        self._open[request.request_id].joined_s = self.events.now_s
+
+    def ended(self, request: Request) -> None:
+        """Note that a request has its last token."""
+        outcome, key = self._open.pop(request.request_id), request.key
+        outcome.ended_s, num_answered = self.events.now_s, outcome.call.num_answered
+        self.served.append((self.events.now_s, request.tenant, num_answered))
+        for name, seconds in outcome.parts().items():
+            self.parts[name] += seconds
+        self._keys.pop(request.request_id, None)
+        self._known_keys.pop((key, self._family), None)
+        self.holders.pop(request.request_id).attempts.pop(key, None)
+        self.router.received(self._gateway, Ended(attempts=(key,), num_tokens=(num_answered,)))
+
+    # The clients, and the gateway.
+
+    def _next_call(self) -> None:
+        call = next(self._calls, None)
+        if call is not None:
+            self._num_to_come += 1
+            self.at(call.at_s, partial(self._arrive, call))
+
+    def _arrive(self, call: ClientCall) -> None:
+        self._next_call()
+        self._ask(call, 0)
+
+    def _ask(self, call: ClientCall, retry: int) -> None:
+        request_id = f"{next(self._numbers):032x}"
+        self._num_to_come -= 1
+        self._open[request_id] = CallOutcome(call=call, asked_s=self.events.now_s, retry=retry)
+        self.outcomes.append(self._open[request_id])
+        self._submit(request_id, 0)
+
+    def _submit(self, request_id: str, attempt: int) -> None:
+        call = self._open[request_id].call
+        self.contention.add_request(self.events.now_s)
+        request = Request(
+            request_id=request_id,
+            token_ids=TokenIds.of(call.token_ids),
+            sampling=SamplingParams(max_tokens=call.max_tokens),
+            tenant=call.tenant,
+            sla=call.sla if call.knows_sla else Sla(),
+            scheduling_key=call.scheduling_key,
+            attempt=attempt,
+        )
+        if call.page_keys is not None:
+            self._known_keys[request.key, self._family] = call.page_keys
+            self._prompt_keys.known = self.router.cluster_state.keys.known = self._known_keys
+        self.router.received(self._gateway, Submit(request=request))
+
+    def _rejected(self, rejected: Rejected) -> None:
+        outcome, now_s = self._open[rejected.request_id], self.events.now_s
+        self._known_keys.pop(((rejected.request_id, rejected.attempt), self._family), None)
+        if rejected.refusal is Refusal.NO_ROOM:
+            self.at(now_s + NO_ROOM_S, partial(self._submit, rejected.request_id, rejected.attempt + 1))
+            return
+        del self._open[rejected.request_id]
+        outcome.refusal, outcome.retry_after_s = str(rejected.refusal), rejected.retry_after_s
+        if outcome.retry < MAX_RETRIES and rejected.should_retry:
+            wait_s = rejected.retry_after_s
+            if wait_s > MAX_HONOURED_S:
+                back_off_s = min(BACK_OFF_S * 2.0**outcome.retry, MAX_BACK_OFF_S)
+                wait_s = back_off_s * (1 - 0.25 * self._random.random())
+            self._num_to_come += 1
+            self.at(now_s + wait_s, partial(self._ask, outcome.call, outcome.retry + 1))
+
+    def _happen(self, call: Callable[[], None]) -> None:
+        """Count how long workers were idle while calls waited, then make the call."""
+        passed_s, self._seen_s = self.events.now_s - self._seen_s, self.events.now_s
+        if len(self.router.admission_queue):
+            workers = self.prefill_workers
+            self.waiting_s += passed_s * len(workers)
+            self.idle_s += passed_s * sum(not each.is_stepping for each in workers)
+        call()
+
+    def _tick(self, number: int) -> None:
+        """Tick the workers and the router, now and every TICK_S from now on."""
+        has_beat = not number % round(MEASURED_S / TICK_S)
+        for worker in self.workers.values():
+            worker.tick()
+            if has_beat:
+                worker.beat()
+        self.router.tick()
+        self.levels.append((self.events.now_s, int(self.router.admission_queue.overload.level)))
+        self.at(self.events.now_s + TICK_S, partial(self._tick, number + 1))

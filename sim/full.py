@@ -1,0 +1,257 @@
+"""A cluster of production nodes on a virtual clock: the full mode of a rehearsal.
+
+The nodes of the fault simulation (sim/deployment.py), without faults: the gateway's streams, the router, the
+workers' loops, the engine's scheduler and prefix cache, and the transfer protocol are the production code.
+Time models stand for the steps of the engine and for the bytes on their way.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from random import Random
+from typing import Final
+
+from baton.config.router import RouterConfig
+from baton.engine.scheduler.sequence import Batch
+from baton.engine.scheduler.sequence import Sequence as EngineSequence
+from baton.errors import BatonError
+from baton.gateway.streams.request_stream import ReplayLimits
+from baton.gateway.streams.timeline import CallMarks, RequestMarks, assemble
+from baton.messages.timeline import RequestTimeline
+from baton.messages.workers import WorkerRole
+from baton.request import Request, SamplingParams, TokenEvent
+from baton.sim.deployment import SimContext, SimGateway, SimRouter, SimWorker, WorkerPlan
+from baton.sim.engine import KvMemory, SimEngine, TokenMachine
+from baton.sim.fast import CallOutcome, ClientCall, Fleet
+from baton.sim.network import Network
+from baton.sim.process import Events, TimedProcess
+from baton.sim.times import Contention, Work, WorkTimes
+from baton.sim.trace import Recorder
+from baton.token_ids import TokenIds
+
+BODY_S: Final = 5e-5  # a message on its way
+IDLE_S: Final = 1e-3  # a step that computes nothing
+JOINS_S: Final = 3.0  # until the processes are connected
+LIMITS: Final = ReplayLimits(max_streams=2**20, max_wait_s=1e6, max_begun_wait_s=1e6, max_silence_s=1e6)
+VOCAB_SIZE: Final = 2**31
+LOOK_S: Final = 1.0
+
+
+def work_of(batch: Batch) -> Work:
+    """Return the work of a batch."""
+    num_context, num_new, num_pairs = 0, 0, 0.0
+    num_decodes = batch.num_decodes
+    for place, (start, length) in enumerate(zip(batch.starts, batch.lengths, strict=True)):
+        if place < num_decodes:
+            num_context += start + 1
+        else:
+            num_new += length
+            num_pairs += length * (start + length / 2)
+    return Work(len(batch.sequences), num_context, num_new, num_pairs)
+
+
+class SteadyNetwork(Network):
+    """A network without faults, on which only pages take long."""
+
+    def __init__(self, events: Events, random: Random, times: WorkTimes) -> None:
+        super().__init__(events, random)
+        self._times = times
+
+    def delay_s(self) -> float:
+        """See Network."""
+        return BODY_S
+
+    def nap_s(self, random: Random) -> float:
+        """See Network."""
+        return 0.0
+
+    def moves_s(self, num_tokens: int) -> float:
+        """See Network."""
+        return self._times.transfer_s(num_tokens * self._times.kv_token_bytes)
+
+
+class TimedContext(SimContext):
+    """The shared parts of a cluster whose turns take time."""
+
+    def new_process(self, name: str) -> TimedProcess:
+        """See SimContext."""
+        return TimedProcess(name, self.events)
+
+
+class TimedEngine(SimEngine):
+    """A replica with the engine's scheduler and ledger of pages, and seconds in place of a model."""
+
+    def __init__(
+        self,
+        machine: TokenMachine,
+        process: TimedProcess,
+        memory: KvMemory,
+        step_s: Callable[[Work], float],
+    ) -> None:
+        """memory: of all replicas, which nothing is written to."""
+        super().__init__(machine, process.clock, process.spend, memory)
+        self.vocab_size = VOCAB_SIZE
+        self.busy_s = 0.0
+        self._step_s = step_s
+
+    def _duration_s(self, batch: Batch) -> float:
+        if not batch.sequences:
+            return IDLE_S
+        seconds = self._step_s(work_of(batch))
+        self.busy_s += seconds
+        return seconds
+
+    def _unsampleable(self, batch: Batch) -> list[EngineSequence]:
+        return []
+
+    def _run_batch(self, batch: Batch) -> list[int | None]:
+        return [1 if chunk.samples else None for chunk in batch.chunks]
+
+    def _check(self) -> None:
+        """Leave the ledgers unchecked, for speed."""
+
+
+class FullClient:
+    """The client of one request."""
+
+    def __init__(self, cluster: "FullCluster", call: ClientCall) -> None:
+        self.outcome = CallOutcome(call=call, asked_s=cluster.events.now_s)
+        self.marks: RequestMarks | None = None
+        self._cluster = cluster
+
+    def tokens(self, events: Sequence[TokenEvent]) -> None:
+        """See Sink."""
+        outcome, now_s = self.outcome, self._cluster.events.now_s
+        if outcome.first_token_s < 0:
+            outcome.first_token_s = now_s
+        if events[-1].finish_reason is not None:
+            outcome.ended_s = now_s
+            self._cluster.events.at(now_s, partial(self._cluster.ended, self))  # the marks are whole by then
+
+    def failed(self, error: BatonError) -> None:
+        """See Sink."""
+        self.outcome.refusal = type(error).__name__
+        self._cluster.ended(self)
+
+
+class FullCluster:
+    """Processes, their clients and the virtual time; `outcomes` has every request."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        fleet: Fleet,
+        times: Mapping[WorkerRole, WorkTimes],
+        page_size: int = 16,
+        seed: int = 0,
+        contention: Contention | None = None,
+    ) -> None:
+        """See FastCluster."""
+        self.events = Events()
+        self.outcomes: list[CallOutcome] = []
+        self.parts: dict[str, float] = {}  # seconds of all requests, by the names of timelines
+        self._contention = contention or Contention()
+        self._numbers = 0
+        self._num_open = 0
+        random = Random(seed)
+        network = SteadyNetwork(self.events, random, times[WorkerRole.DECODE])
+        context = TimedContext(self.events, network, random, Recorder(self.events), LIMITS)
+        context.direct_chance = 1.0
+        workers = list(fleet.workers(page_size, 1.0))
+        self._memory = KvMemory(max(each.num_pages for each in workers), page_size)
+        num_pages = min(2**20, max(4096, sum(each.num_pages for each in workers)))
+        self._router = SimRouter(context, "router", config, context.routers[0], num_pages, 512)
+        self._gateway = SimGateway(context, "gateway")
+        budgets = {WorkerRole.PREFILL: fleet.prefill_budget, WorkerRole.DECODE: fleet.decode_budget}
+        self._processes: list[TimedProcess] = []
+        self.workers: dict[str, SimWorker] = {}
+        for worker in workers:
+            machine = TokenMachine(
+                page_size=page_size,
+                num_pages=worker.num_pages,
+                max_num_seqs=worker.max_num_seqs,
+                max_num_batched_tokens=int(min(budgets[worker.role], 2**20)),
+                max_model_len=worker.max_model_len,
+                step_s=0.0,
+                token_s=0.0,
+            )
+            make_engine = partial(self._make_engine, times[worker.role])
+            plan = WorkerPlan(worker.name, worker.role, machine, make_engine=make_engine)
+            self.workers[worker.name] = SimWorker(context, plan)
+        self.events.run_until(JOINS_S)
+        self.begin_s = self.events.now_s
+
+    @property
+    def busy_s(self) -> dict[str, float]:
+        """Seconds of each worker's steps."""
+        engines = {name: worker.engine for name, worker in self.workers.items()}
+        return {name: each.busy_s for name, each in engines.items() if isinstance(each, TimedEngine)}
+
+    def run(self, calls: Iterable[ClientCall]) -> list[CallOutcome]:
+        """Make all calls, whose moments count from now; return the outcomes once all have ended."""
+        waiting = iter(sorted(calls, key=lambda call: call.at_s))
+
+        def next_call() -> None:
+            call = next(waiting, None)
+            if call is not None:
+                self._num_open += 1
+                self.events.at(self.begin_s + call.at_s, partial(arrive, call))
+
+        def arrive(call: ClientCall) -> None:
+            next_call()
+            self._ask(call)
+
+        next_call()
+        while self._num_open:
+            self.events.run_until(self.events.now_s + LOOK_S)
+        return self.outcomes
+
+    def ended(self, client: FullClient) -> None:
+        """Take the end of a request, and add the parts of its timeline."""
+        self._num_open -= 1
+        outcome = client.outcome
+        if client.marks is not None and not outcome.refusal:
+            call = CallMarks(outcome.asked_s, outcome.asked_s, 0.0, outcome.ended_s)
+            known = RequestTimeline(
+                request_id="0" * 32,
+                tenant="",
+                outcome="answered",
+                gateway="gateway",
+                began_s=0.0,
+                total_s=0.0,
+            )
+            for part in assemble(call, client.marks, known).parts:
+                self.parts[part.name] = self.parts.get(part.name, 0.0) + part.seconds
+
+    def _ask(self, call: ClientCall) -> None:
+        client = FullClient(self, call)
+        self.outcomes.append(client.outcome)
+        self._numbers += 1
+        self._contention.add_request(self.events.now_s)
+        request = Request(
+            request_id=f"{self._numbers:032x}",
+            token_ids=TokenIds.of(call.token_ids),
+            sampling=SamplingParams(max_tokens=call.num_answered, ignore_eos=True, temperature=0.0),
+            tenant=call.tenant,
+            sla=call.sla,
+            scheduling_key=call.scheduling_key,
+        )
+        self._gateway.process.post(partial(self._open, request, client))
+
+    def _open(self, request: Request, client: FullClient) -> None:
+        try:
+            client.marks = self._gateway.frontend.open(request, client)
+        except BatonError as error:
+            client.failed(error)
+
+    def _make_engine(self, times: WorkTimes, machine: TokenMachine, process: TimedProcess) -> TimedEngine:
+        self._processes.append(process)
+        return TimedEngine(machine, process, self._memory, partial(self._step_s, times))
+
+    def _step_s(self, times: WorkTimes, work: Work) -> float:
+        """Return the seconds of a step that begins now, beside the workers that are busy now."""
+        contention, now_s = self._contention, self.events.now_s
+        seconds = times.step_s(work)
+        if contention.neighbours:
+            seconds *= contention.slowdown(sum(process.is_busy for process in self._processes), now_s)
+            contention.add_tokens(work.num_sequences, now_s)
+        return seconds

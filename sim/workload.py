@@ -1,0 +1,298 @@
+"""What clients ask for: arrival times, lengths of prompts and answers together, and shared prefixes.
+
+`read_trace` reads Mooncake's JSON lines (`timestamp` in ms, `input_length`, `output_length`, `hash_ids` for
+blocks of 512 tokens), Azure's CSV (TIMESTAMP, ContextTokens, GeneratedTokens), the decision log of a router,
+and its recording in a bundle (`baton bundle`). `synthetic` draws arrivals at a rate, with lengths that depend
+on each other.
+"""
+
+import csv
+from collections.abc import Iterator
+from datetime import datetime
+from math import exp, log, sqrt
+from pathlib import Path
+from random import Random
+from typing import Final, NamedTuple
+
+import msgspec
+import numpy as np
+
+from baton.errors import ConfigError
+from baton.messages.control import Ended
+from baton.router.decisions import DispatchedLine, EndedLine, decode_lines, keys_in
+from baton.router.recording import PromptPages, Submitted
+from baton.sim.replay import Replay, read_bundle
+
+BLOCK_TOKENS: Final = 512  # tokens that one of Mooncake's hash ids names
+LOGGED_STEP_S: Final = 0.02  # of a decode step: turns the duration of a logged answer into its tokens
+BLOCK_A_PAGE: Final = 16  # tokens of a block of a synthetic prompt
+NUM_DOCUMENTS: Final = 16  # whose beginnings synthetic prompts share
+_P90: Final = 1.2815515655446004  # of a standard normal distribution
+
+
+class TraceRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """One request. Equal `block_ids` at equal depth are a shared prefix of `block_tokens` tokens each."""
+
+    arrival_s: float  # since the trace began
+    input_tokens: int
+    output_tokens: int
+    block_ids: tuple[int, ...] = ()
+    block_tokens: int = BLOCK_TOKENS
+
+
+class _MooncakeLine(msgspec.Struct):
+    timestamp: float
+    input_length: int
+    output_length: int
+    hash_ids: tuple[int, ...] = ()
+
+
+def read_trace(path: Path, *, scale: float = 1.0, limit: int | None = None) -> list[TraceRequest]:
+    """Return the first `limit` requests in order of arrival, their lengths divided by `scale`, at least 1.
+
+    ConfigError names a line of another format.
+    """
+    if not (scale > 0):
+        raise ConfigError(f"scale: expected more than 0, got {scale}")
+    try:
+        requests = sorted(_rows(path), key=lambda request: request.arrival_s)
+    except OSError as error:
+        raise ConfigError(f"trace {path} cannot be read: {error}") from error
+    return [_scaled(request, scale) for request in requests[:limit]]
+
+
+def _rows(path: Path) -> Iterator[TraceRequest]:
+    if path.suffix == ".csv":
+        yield from _azure_rows(path)
+    elif path.suffix == ".zip":
+        for replay in read_bundle(path):
+            yield from _recorded_rows(replay)
+    elif _is_decision_log(path):
+        yield from read_log(path, LOGGED_STEP_S).trace
+    else:
+        yield from _mooncake_rows(path)
+
+
+def _is_decision_log(path: Path) -> bool:
+    with path.open("rb") as file:
+        try:
+            return b'"timestamp"' not in file.readline() and bool(next(decode_lines(path.open("rb"), "")))
+        except (ConfigError, StopIteration):
+            return False
+
+
+def _scaled(request: TraceRequest, scale: float) -> TraceRequest:
+    return msgspec.structs.replace(
+        request,
+        input_tokens=max(1, round(request.input_tokens / scale)),
+        output_tokens=max(1, round(request.output_tokens / scale)),
+        block_tokens=max(1, round(request.block_tokens / scale)),
+    )
+
+
+def _mooncake_rows(path: Path) -> Iterator[TraceRequest]:
+    decoder = msgspec.json.Decoder(_MooncakeLine)
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                row = decoder.decode(line)
+            except msgspec.DecodeError as error:
+                raise ConfigError(f"{path}, line {number}: {error}") from error
+            yield TraceRequest(
+                arrival_s=row.timestamp / 1e3,
+                input_tokens=row.input_length,
+                output_tokens=row.output_length,
+                block_ids=row.hash_ids,
+            )
+
+
+def _azure_rows(path: Path) -> Iterator[TraceRequest]:
+    with path.open(newline="") as file:
+        first_s: float | None = None
+        for number, row in enumerate(csv.DictReader(file), start=2):
+            try:
+                moment_s = datetime.fromisoformat(row["TIMESTAMP"][:26]).timestamp()
+                tokens = int(row["ContextTokens"]), int(row["GeneratedTokens"])
+            except (KeyError, TypeError, ValueError) as error:
+                raise ConfigError(f"{path}, line {number}: {error!r}") from error
+            first_s = moment_s if first_s is None else first_s
+            yield TraceRequest(arrival_s=moment_s - first_s, input_tokens=tokens[0], output_tokens=tokens[1])
+
+
+def tokens_of(traced: TraceRequest) -> tuple[int, ...]:
+    """Return tokens that are alike where the blocks' ids are; without ids every prompt is alone."""
+    size = traced.block_tokens
+    if not traced.block_ids:
+        first = int(traced.arrival_s * 1e6) % 2**30
+        return tuple((first + at) % 2**31 for at in range(traced.input_tokens))
+    ids = [(block * size + at) % 2**31 for block in traced.block_ids for at in range(size)]
+    return tuple(ids[: traced.input_tokens])
+
+
+def page_keys(traced: TraceRequest, page_size: int) -> bytes:
+    """Return 16 bytes for each full page of the prompt, alike where the prompts are alike up to there.
+
+    A block's id at its depth stands for all tokens before: no token is made, and nothing is hashed in a
+    chain. The keys are not those of `PageKeys`.
+    """
+    pages = np.arange(traced.input_tokens // page_size, dtype=np.uint64)
+    if traced.block_ids:
+        ids = np.array(traced.block_ids, np.uint64)
+        last = (pages + np.uint64(1)) * np.uint64(page_size) - np.uint64(1)
+        owner = ids[
+            np.minimum(last // np.uint64(traced.block_tokens), np.uint64(len(ids) - 1)).astype(np.intp)
+        ]
+    else:
+        owner = np.full(len(pages), int(traced.arrival_s * 1e6) + 2**40, np.uint64)
+    mixed = (owner * np.uint64(0x9E3779B97F4A7C15)) ^ (pages * np.uint64(0xD6E8FEB86659FD93))
+    mixed = (mixed ^ (mixed >> np.uint64(32))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed ^= mixed >> np.uint64(29)
+    return np.stack((mixed, mixed), axis=1).tobytes()
+
+
+class Log(NamedTuple):
+    """A router's decision log as a trace; `ttft_mean_s` is the mean that was measured."""
+
+    trace: list[TraceRequest]  # first attempts alone: another policy would have other later ones
+    page_size: int
+    num_prefill: int
+    num_decode: int
+    ttft_mean_s: float | None
+
+
+def read_log(path: Path, step_s: float) -> Log:
+    """Read a decision log. step_s: of a decode step, which turns a duration into a number of tokens."""
+    sent: dict[str, DispatchedLine] = {}
+    ended: dict[str, EndedLine] = {}
+    for line in _lines(path):
+        if isinstance(line, DispatchedLine):
+            if line.decision.attempt == 0:
+                sent[line.decision.request_id] = line
+        elif line.attempt == 0:
+            ended[line.request_id] = line
+    if not sent:
+        raise ConfigError(f"decision log {path}: there is no request in it")
+    blocks: dict[bytes, int] = {}
+    begun_s = min(line.at_s for line in sent.values())
+    trace = [_traced(line, ended.get(id_), blocks, begun_s, step_s) for id_, line in sent.items()]
+    waits_s = [each.first_token_s for each in ended.values() if each.first_token_s is not None]
+    weighed = [each for line in sent.values() for each in (line.decision.chosen, *line.decision.weighed)]
+    return Log(
+        trace=trace,
+        page_size=next(iter(sent.values())).page_size,
+        num_prefill=len({each.prefill for each in weighed if each.prefill}),
+        num_decode=len({each.decode for each in weighed}),
+        ttft_mean_s=sum(waits_s) / len(waits_s) if waits_s else None,
+    )
+
+
+def _lines(path: Path) -> Iterator[DispatchedLine | EndedLine]:
+    try:
+        with path.open("rb") as file:
+            yield from decode_lines(file, str(path))
+    except OSError as error:
+        raise ConfigError(f"decision log {path} cannot be read: {error}") from error
+
+
+def _traced(
+    line: DispatchedLine, end: EndedLine | None, blocks: dict[bytes, int], begun_s: float, step_s: float
+) -> TraceRequest:
+    """Return one request; `blocks` maps page keys to block ids and grows."""
+    ids = [blocks.setdefault(key, len(blocks)) for key in keys_in(line)]
+    if len(ids) * line.page_size < line.decision.num_tokens:
+        ids.append(blocks.setdefault(line.decision.request_id.encode(), len(blocks)))
+    num_output = line.num_output_tokens
+    if end is not None and end.first_token_s is not None:
+        num_output = round((end.at_s - line.at_s - end.first_token_s) / step_s)
+    return TraceRequest(
+        arrival_s=line.at_s - begun_s,
+        input_tokens=line.decision.num_tokens,
+        output_tokens=max(1, num_output),
+        block_ids=tuple(ids),
+        block_tokens=line.page_size,
+    )
+
+
+def _recorded_rows(replay: Replay) -> Iterator[TraceRequest]:
+    """Yield the requests that a router was asked for; without an end, as long as they may be."""
+    keys: dict[str, PromptPages] = {}
+    answers: dict[str, int] = {}
+    for _, _, record in replay.records:
+        if isinstance(record, PromptPages) and not record.attempt:
+            keys[record.request_id] = record
+        elif isinstance(record, Ended):
+            answers.update(
+                (key[0], num) for key, num in zip(record.attempts, record.num_tokens, strict=False)
+            )
+    blocks: dict[bytes, int] = {}
+    begun_s = next((at_s for at_s, _, record in replay.records if isinstance(record, Submitted)), 0.0)
+    for at_s, _, record in replay.records:
+        if isinstance(record, Submitted) and not record.attempt and not record.is_probe:
+            pages = keys.get(record.request_id)
+            halves = b"" if pages is None else pages.keys
+            names = [halves[at : at + 8] for at in range(0, len(halves), 8)]
+            yield TraceRequest(
+                arrival_s=at_s - begun_s,
+                input_tokens=record.num_prompt_tokens,
+                output_tokens=max(1, answers.get(record.request_id, record.max_tokens or 1)),
+                block_ids=tuple(blocks.setdefault(name, len(blocks)) for name in names),
+                block_tokens=pages.family[2] if pages is not None else BLOCK_TOKENS,
+            )
+
+
+class Lengths(NamedTuple):
+    """Lengths of prompts and answers, log-normal each, and how they depend on each other."""
+
+    input_p50: float
+    input_p90: float
+    output_p50: float
+    output_p90: float
+    correlation: float = 0.0  # of their logarithms
+    shared: float = 0.0  # part of a prompt that is the beginning of one of NUM_DOCUMENTS documents
+
+    @classmethod
+    def parse(cls, text: str) -> "Lengths":
+        """Read P50-P90,P50-P90[,CORRELATION[,SHARED]], as 400-1600,64-256,0.3; ConfigError for others."""
+        try:
+            first, second, *more = text.split(",")
+            pairs = [float(each) for part in (first, second) for each in part.split("-")]
+            made = cls(*pairs, *map(float, more))
+        except (ValueError, TypeError):
+            made = None
+        if made is None or not (
+            1 <= made.input_p50 <= made.input_p90
+            and 1 <= made.output_p50 <= made.output_p90
+            and -1 < made.correlation < 1
+            and 0 <= made.shared < 1
+        ):
+            raise ConfigError(f"lengths: expected P50-P90,P50-P90[,CORRELATION[,SHARED]], got {text!r}")
+        return made
+
+
+def synthetic(rate: float, seconds: float, lengths: Lengths, seed: int = 0) -> list[TraceRequest]:
+    """Draw requests that come as a Poisson process, `rate` a second on average."""
+    random = Random(seed)
+    requests, now_s, rest = list[TraceRequest](), 0.0, sqrt(1 - lengths.correlation**2)
+    while (now_s := now_s + random.expovariate(rate)) < seconds:
+        first, second = random.gauss(), random.gauss()
+        second = lengths.correlation * first + rest * second
+        num_input = _log_normal(lengths.input_p50, lengths.input_p90, first)
+        num_shared = int(num_input * lengths.shared) // BLOCK_A_PAGE
+        document = (1 + random.randrange(NUM_DOCUMENTS)) << 12
+        own = (1 + NUM_DOCUMENTS + len(requests)) << 12
+        num_blocks = -(-num_input // BLOCK_A_PAGE)
+        ids = (*range(document, document + num_shared), *range(own + num_shared, own + num_blocks))
+        requests.append(
+            TraceRequest(
+                arrival_s=now_s,
+                input_tokens=num_input,
+                output_tokens=_log_normal(lengths.output_p50, lengths.output_p90, second),
+                block_ids=ids,
+                block_tokens=BLOCK_A_PAGE,
+            )
+        )
+    return requests
+
+
+def _log_normal(p50: float, p90: float, normal: float) -> int:
+    return max(1, round(exp(log(p50) + normal * log(p90 / p50) / _P90)))
