@@ -277,7 +277,7 @@ class Replica(ABC):
         return StepTimes(
             num_sequences=len(batch.sequences),
             num_new_tokens=sum(chunk.num_tokens for chunk in batch.prompt_chunks),
-            num_context_tokens=sum(batch.starts) + sum(batch.lengths),
+            num_context_tokens=int(batch.starts.sum()) + batch.num_tokens,
             step_s=step_s,
         )
 

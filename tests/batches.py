@@ -3,6 +3,8 @@
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
+
 from baton.engine.scheduler.sequence import Batch, ScheduledChunk, Sequence
 from baton.request import SamplingParams
 
@@ -31,10 +33,12 @@ def rest_of(sequence: Sequence, start: int = 0) -> ScheduledChunk:
 
 def make_batch(*chunks: ScheduledChunk, **fields: Any) -> Batch:
     """Chunks of one token first, as the scheduler orders them."""
+    starts = np.array([chunk.start for chunk in chunks], np.int64)
     num_decodes = next((i for i, chunk in enumerate(chunks) if chunk.num_tokens != 1), len(chunks))
     return Batch(
         sequences=[chunk.sequence for chunk in chunks],
-        starts=[chunk.start for chunk in chunks],
+        starts=starts,
+        ends=starts + np.array([chunk.num_own_tokens for chunk in chunks], np.int64),
         lengths=[chunk.num_tokens for chunk in chunks],
         num_decodes=num_decodes,
         **fields,

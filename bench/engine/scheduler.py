@@ -17,6 +17,7 @@ from time import perf_counter_ns
 from typing import Final, NamedTuple
 from unittest.mock import patch
 
+import numpy as np
 import torch
 
 from baton.bench.engine.replica import TOY_LLAMA, load_replica, request_of
@@ -151,7 +152,7 @@ def packing_times_us(num_steps: int) -> Iterator[tuple[int, list[float]]]:
     for num_seqs in HOST_LIMITS_US:
         batch = Batch(
             sequences=sequences[:num_seqs],
-            starts=[PACKED_TOKENS - 1] * num_seqs,
+            starts=np.full(num_seqs, PACKED_TOKENS - 1),
             lengths=[1] * num_seqs,
             num_decodes=num_seqs,
             is_pure_decode=True,

@@ -21,10 +21,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from baton.engine.scheduler.sequence import Batch, PageCopy, Sequence
+from baton.engine.scheduler.sequence import Batch, Int64s, PageCopy, Sequence
 from baton.kernels.ragged_attention import RaggedBatch
 
-Int64s: TypeAlias = NDArray[np.int64]
 Int32s: TypeAlias = NDArray[np.int32]
 
 
@@ -431,13 +430,12 @@ FIRST_WIDTH: Final = 16
 
 @dataclass(slots=True)
 class _Row:
-    index: int
     version: int  # of the sequence's page table
     num_pages: int  # valid entries
 
 
 class PageTableRows:
-    """The page tables of running sequences as rows of one array, so that a step copies only the changes.
+    """The page tables of a step's sequences as rows of one array, so that a step writes only the changes.
 
     Of each row [0, num_pages) is valid; zeros or old entries follow.
     """
@@ -445,68 +443,72 @@ class PageTableRows:
     def __init__(self, max_num_seqs: int, max_pages: int) -> None:
         self._table = np.zeros((max_num_seqs, min(FIRST_WIDTH, max_pages)), np.int32)
         self._max_pages = max_pages
-        self._rows: dict[Sequence, _Row] = {}  # by identity: a key may be used again
-        self._free = list(range(max_num_seqs - 1, -1, -1))
-        self._gathered: list[Sequence] = []  # by the last call
-        self._gathered_rows: Int64s = np.array([], np.int64)
+        self._sequences: list[Sequence] = []  # of the last call, in the order of their rows
+        self._rows: list[_Row] = []
         self._width = 0
 
     def gather(self, sequences: list[Sequence], changed: Ordered[int] | None = None) -> Int32s:
-        """[num_sequences, pages of the longest one]: a copy of the present tables.
+        """[num_sequences, pages of the longest one]: the present tables, until the next call.
 
-        changed: indices into `sequences`. If the last call had the same sequences, only these tables may have
-        changed since. None: any may have.
+        changed: the sequences are those of the last call, and only these rows may have changed. None: all
+        may have.
         """
-        if changed is not None and sequences == self._gathered:
-            updated = [sequences[index] for index in changed]
-            self._width = max([self._width, *(len(each.page_table) for each in updated)])
-            self._widen(self._width)
-            for each in updated:
-                self._update(each, sequences)
-            return self._table[self._gathered_rows, : self._width]
-        if len(self._free) + len(self._rows) < len(sequences):
-            raise ValueError(f"{len(sequences)} sequences in a step planned for {len(self._table)}")
-        self._width = max((len(sequence.page_table) for sequence in sequences), default=0)
-        self._widen(self._width)
-        rows = [self._update(sequence, sequences) for sequence in sequences]
-        self._gathered, self._gathered_rows = sequences, np.array(rows, np.int64)
-        return self._table[self._gathered_rows, : self._width]
+        if changed is None:
+            self._arrange(sequences)
+            changed = range(len(sequences))
+        for index in changed:
+            self._update(index, sequences[index])
+        return self._table[: len(sequences), : self._width]
 
-    def _update(self, sequence: Sequence, batch: Ordered[Sequence]) -> int:
-        row, num_pages = self._rows.get(sequence), len(sequence.page_table)
-        if row is None:
-            row = self._rows[sequence] = _Row(self._take_row(batch), sequence.table_version, 0)
-        elif row.version != sequence.table_version or row.num_pages > num_pages:
+    def _arrange(self, sequences: list[Sequence]) -> None:
+        """Move the rows of sequences that stay to their new places."""
+        num_seqs = len(sequences)
+        if num_seqs > len(self._table):
+            raise ValueError(f"{num_seqs} sequences in a step planned for {len(self._table)}")
+        if sequences != self._sequences:
+            old, width = self._rows, self._width
+            places = {sequence: index for index, sequence in enumerate(self._sequences)}  # by identity
+            sources = [places.get(sequence, -1) for sequence in sequences]
+            self._table[:num_seqs, :width] = self._table[sources, :width]
+            pairs = zip(sources, sequences, strict=True)
+            self._rows = [_Row(new.table_version, 0) if at < 0 else old[at] for at, new in pairs]
+            self._sequences = sequences
+        self._width = max((len(sequence.page_table) for sequence in sequences), default=0)
+        self._widen()
+
+    def _update(self, index: int, sequence: Sequence) -> None:
+        row, num_pages = self._rows[index], len(sequence.page_table)
+        if row.version != sequence.table_version or row.num_pages > num_pages:
             row.version, row.num_pages = sequence.table_version, 0
         if row.num_pages < num_pages:
-            self._table[row.index, row.num_pages : num_pages] = sequence.page_table[row.num_pages :]
+            if num_pages > self._width:
+                self._width = num_pages
+                self._widen()
+            self._table[index, row.num_pages : num_pages] = sequence.page_table[row.num_pages :]
             row.num_pages = num_pages
-        return row.index
 
-    def _take_row(self, batch: Ordered[Sequence]) -> int:
-        if not self._free:
-            leavers = self._rows.keys() - set(batch)
-            self._free += [self._rows.pop(sequence).index for sequence in leavers]
-        return self._free.pop()
-
-    def _widen(self, width: int) -> None:
+    def _widen(self) -> None:
         old = self._table
-        if width <= old.shape[1]:
+        if self._width <= old.shape[1]:
             return
-        wider = min(self._max_pages, max(width, 2 * old.shape[1]))
+        wider = min(self._max_pages, max(self._width, 2 * old.shape[1]))
         self._table = np.zeros((len(old), wider), np.int32)
         self._table[:, : old.shape[1]] = old
 
 
 class StepBuilder:
-    """Turns batches into arrays."""
+    """Turns batches into arrays, which are valid until the next step is built."""
 
     def __init__(self, page_size: int, max_num_seqs: int, max_pages: int) -> None:
+        """page_size: a power of two."""
         self._page_size = page_size
         self._tables = PageTableRows(max_num_seqs, max_pages)
         self._num_pure_decodes = 0  # the last steps, one after another
         self._sequences: list[Sequence] = []  # of the last step, if that was one
-        self._positions = np.zeros(0, np.int64)
+        self._slots = np.zeros(0, np.int64)
+        self._context_lens = np.zeros(0, np.int32)
+        self._arange = np.arange(max_num_seqs + 1)
+        self._arange_int32 = self._arange.astype(np.int32)
 
     def build(self, batch: Batch) -> StepArrays:
         """The arrays of one step; the caller numbers the step."""
@@ -515,50 +517,57 @@ class StepBuilder:
         return pad(arrays, batch.num_padded_tokens) if batch.num_padded_tokens else arrays
 
     def _build_decode(self, batch: Batch) -> StepArrays:
-        sequences = batch.sequences
-        rows = np.arange(len(sequences) + 1)
+        sequences, positions, num_seqs = batch.sequences, batch.starts, len(batch.sequences)
         # The same sequences as in the last step are each one token further.
-        if goes_on := bool(sequences and self._num_pure_decodes) and sequences == self._sequences:
-            positions = self._positions + 1
-        else:
-            positions = np.array(batch.starts, np.int64)
+        goes_on = bool(sequences and self._num_pure_decodes) and sequences == self._sequences
         if goes_on and sequences[0].token_ids[-1] < 0:  # all tokens are still to come, in this order
-            token_ids = ~rows[:-1]
+            token_ids = ~self._arange[:num_seqs]
         else:
             token_ids = np.array([sequence.token_ids[-1] for sequence in sequences], np.int64)
-        self._sequences, self._positions = sequences, positions
-        index, offset = np.divmod(positions, self._page_size)
-        # A decode's page table changes before the first token of a page, when a page is appended, and when a
-        # commit replaces full pages, which may come after the next step is built.
-        changed = np.flatnonzero(offset <= 1).tolist() if self._num_pure_decodes > 1 else None
-        page_table = self._tables.gather(sequences, changed)
+        offsets = positions & (self._page_size - 1)
+        if goes_on and self._num_pure_decodes > 1:
+            # A decode's page table changes before the first token of a page, when a page is appended, and
+            # when a commit replaces full pages, which may come after the next step is built.
+            changed = (offsets <= 1).nonzero()[0]
+            page_table = self._tables.gather(sequences, changed.tolist())
+            slots, context_lens = self._slots + 1, self._context_lens + 1
+            slots[changed] = self._slots_of(page_table, changed, positions[changed])
+        else:
+            page_table = self._tables.gather(sequences)
+            slots = self._slots_of(page_table, self._arange[:num_seqs], positions)
+            context_lens = (positions + 1).astype(np.int32)
+        self._sequences, self._slots, self._context_lens = sequences, slots, context_lens
         return StepArrays(
             token_ids=token_ids,
             positions=positions,
-            slots=page_table[rows[:-1], index].astype(np.int64) * self._page_size + offset,
-            cu_seqlens=rows.astype(np.int32),
-            context_lens=(positions + 1).astype(np.int32),
+            slots=slots,
+            cu_seqlens=self._arange_int32[: num_seqs + 1],
+            context_lens=context_lens,
             page_table=page_table,
-            logit_rows=rows[:-1],
+            logit_rows=self._arange[:num_seqs],
             num_decodes=batch.num_decodes,
-            max_seqlen_q=min(1, len(sequences)),
+            max_seqlen_q=min(1, num_seqs),
             copies_to_host=batch.copies_to_host,
             copies_to_device=batch.copies_to_device,
         )
 
+    def _slots_of(self, page_table: Int32s, rows: Int64s, positions: Int64s) -> Int64s:
+        """The slots of these positions of the rows' sequences."""
+        pages = page_table[rows, positions // self._page_size].astype(np.int64)
+        return pages * self._page_size + positions % self._page_size
+
     def _build_mixed(self, batch: Batch) -> StepArrays:
         num_seqs = len(batch.sequences)
-        starts, lengths = np.array(batch.starts, np.int64), np.array(batch.lengths, np.int64)
+        starts, lengths = batch.starts, np.array(batch.lengths, np.int64)
         cu_seqlens = np.zeros(num_seqs + 1, np.int32)
         np.cumsum(lengths, out=cu_seqlens[1:])
         owner = np.repeat(np.arange(num_seqs), lengths)  # row -> chunk
         positions = np.arange(cu_seqlens[-1]) + (starts - cu_seqlens[:-1])[owner]
         page_table = self._tables.gather(batch.sequences)
-        pages = page_table[owner, positions // self._page_size].astype(np.int64)
         return StepArrays(
             token_ids=_token_ids(batch),
             positions=positions,
-            slots=pages * self._page_size + positions % self._page_size,
+            slots=self._slots_of(page_table, owner, positions),
             cu_seqlens=cu_seqlens,
             context_lens=(starts + lengths).astype(np.int32),
             page_table=page_table,

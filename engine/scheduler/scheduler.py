@@ -22,6 +22,8 @@ from collections.abc import Sequence as Ordered
 from itertools import count
 from math import inf
 
+import numpy as np
+
 from baton.clock import Clock
 from baton.config.engine import SchedulerConfig
 from baton.engine.cache.page_pool import Owner, PagePool
@@ -31,6 +33,7 @@ from baton.engine.scheduler.preemption import PreemptionRates
 from baton.engine.scheduler.sequence import (
     Batch,
     Drafter,
+    Int64s,
     PageCopy,
     Plan,
     PreemptMode,
@@ -64,7 +67,7 @@ class Scheduler:
         self.num_draft_tokens = 0
         self.num_accepted_tokens = 0  # drafts that were sampled, too
         self._clock = clock
-        self._queues = SequenceQueues()
+        self._queues = SequenceQueues(cache.pool.page_size)
         self.holds = ExternalPageHolds(cache, self._queues)
         self._pages = SequencePages(cache)
         self._policy = batch_policy(config)
@@ -206,11 +209,13 @@ class Scheduler:
             self._admit([by_key[key] for key in plan.admitted])
         if plan.page_needs:
             self._allocate(plan)
-        scheduled, decoding = list(plan.scheduled), self._queues.decoding
-        if scheduled == list(decoding):  # as a rule; the keys are the same objects, and none is hashed
-            sequences = list(decoding.values())
-        else:
-            sequences = [by_key[key] for key in scheduled]
+        sequences, starts, lengths, _ = self._queues.decodes
+        num_own: Int64s | int = 1
+        if not plan.is_pure_decode or list(plan.scheduled) != list(lengths):
+            sequences = [by_key[key] for key in plan.scheduled]
+            starts = np.array([sequence.num_computed_tokens for sequence in sequences], np.int64)
+            num_own = np.array(list(plan.own_tokens.values()), np.int64)
+        ends = starts + num_own
         first = plan.num_decodes  # of the chunks with drafts
         drafts = dict(enumerate(plan.drafts.values(), first))
         if sequences:
@@ -218,7 +223,9 @@ class Scheduler:
         to_host, to_device = self.cache.host.take_copies()
         return Batch(
             sequences=sequences,
-            starts=[sequence.num_computed_tokens for sequence in sequences],
+            starts=starts,
+            ends=ends,
+            page_ends=((starts ^ ends) >= self.pool.page_size).nonzero()[0].tolist(),
             lengths=list(plan.scheduled.values()),
             num_decodes=plan.num_decodes,
             is_pure_decode=plan.is_pure_decode,
@@ -237,9 +244,8 @@ class Scheduler:
         self._advanced = batch
         self._version += 1
         placeholder = 0
-        for sequence, start, length in zip(batch.sequences, batch.starts, batch.own_lengths, strict=True):
-            num_computed, token_ids = start + length, sequence.token_ids
-            is_running = sequence.status is _RUNNING
+        for sequence, num_computed in zip(batch.sequences, batch.ends.tolist(), strict=True):
+            token_ids, is_running = sequence.token_ids, sequence.status is _RUNNING
             if is_running:
                 sequence.num_computed_tokens = num_computed
             if num_computed == len(token_ids):
@@ -248,8 +254,7 @@ class Scheduler:
                     token_ids.append(placeholder)
                     if num_computed + 1 >= sequence.max_num_tokens:
                         self._queues.end(sequence)
-        if self._queues.prefilling:
-            self._queues.promote()
+        self._queues.advance(batch)
 
     def commit(
         self,
@@ -273,17 +278,17 @@ class Scheduler:
             self.advance(batch)
         self._advanced = None
         attribute_step_cost(batch, step_s, self._cost_cap.cost)
+        for chunk in batch.page_ends:
+            if batch.sequences[chunk].status in (_RUNNING, _ENDING):
+                self.cache.register(batch.sequences[chunk])
         outputs: list[StepOutput] = []
-        page_size = self.pool.page_size
-        columns = batch.sequences, batch.starts, batch.own_lengths, sampled
-        for sequence, start, length, token_id in zip(*columns, strict=True):
+        for sequence, num_computed, token_id in zip(
+            batch.sequences, batch.ends.tolist(), sampled, strict=True
+        ):
             sequence.computed_s += computed_s
-            num_computed, status = start + length, sequence.status
+            status, token_ids = sequence.status, sequence.token_ids
             if status is _FINISHED:
                 continue
-            if (not num_computed % page_size or length > 1) and not sequence.is_queued:
-                self.cache.register(sequence)
-            token_ids = sequence.token_ids
             if token_id is None:
                 if token_ids[-1] < 0:
                     raise IntegrityError(f"sequence {sequence.key} got no token at position {num_computed}")

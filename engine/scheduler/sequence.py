@@ -26,6 +26,8 @@ from math import inf
 from typing import NamedTuple, Protocol, Self, TypeAlias
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from baton.errors import InvalidRequest
 from baton.fair_queue import DecayedShares, Share
@@ -34,6 +36,7 @@ from baton.request import FinishReason, Request, SamplingParams
 
 SequenceKey: TypeAlias = tuple[str, int]  # (request_id, choice)
 PageCopy: TypeAlias = tuple[int, int]  # (device_page, host_page), in either direction
+Int64s: TypeAlias = NDArray[np.int64]
 # (class, priority, due_s, arrival_s, serial); the lowest goes first among sequences of one scheduling key.
 SequenceRank: TypeAlias = tuple[int, int, float, float, int]
 
@@ -315,14 +318,16 @@ class Row(NamedTuple):
 class Batch(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """One step to execute, in this order: copies_to_host, copies_to_device, then a chunk of each sequence.
 
-    Chunk i computes `lengths[i]` tokens of `sequences[i]` from `starts[i]` on, of which the last may be
-    drafts. The first `num_decodes` chunks have one token each; chunks with drafts are the next ones. Copies
+    Chunk i computes `lengths[i]` tokens of `sequences[i]` from `starts[i]` on. The sequence's own tokens end
+    at `ends[i]`, drafts follow. The first `num_decodes` chunks have one token each; chunks with drafts are the next ones. Copies
     are due even when there are no chunks.
     """
 
     sequences: list[Sequence] = []
-    starts: list[int] = []
+    starts: Int64s = np.zeros(0, np.int64)
+    ends: Int64s = np.zeros(0, np.int64)
     lengths: list[int] = []
+    page_ends: list[int] = []  # the chunks with the last token of a page, drafts not counted
     num_decodes: int = 0
     is_pure_decode: bool = False  # as `Plan.is_pure_decode`
     drafts: Mapping[int, Ordered[int]] = {}  # chunk -> drafts
@@ -337,15 +342,8 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     @cached_property
     def chunks(self) -> tuple[ScheduledChunk, ...]:
         """Created on first use: a step of decodes needs none."""
-        chunks = zip(self.sequences, self.starts, self.lengths, strict=True)
+        chunks = zip(self.sequences, self.starts.tolist(), self.lengths, strict=True)
         return tuple(ScheduledChunk(*each, self.drafts.get(index, ())) for index, each in enumerate(chunks))
-
-    @property
-    def own_lengths(self) -> list[int]:
-        """The number of each chunk's tokens, without drafts."""
-        if not self.drafts:
-            return self.lengths
-        return [chunk.num_own_tokens for chunk in self.chunks]
 
     @property
     def prompt_chunks(self) -> tuple[ScheduledChunk, ...]:
@@ -381,6 +379,15 @@ class Drafter(Protocol):
 # The queues.
 
 
+class Decodes(NamedTuple):
+    """The decoding sequences, in order, as the next step computes them."""
+
+    sequences: list[Sequence]
+    starts: Int64s
+    lengths: dict[SequenceKey, int]  # one token each
+    page_starts: list[int]  # those with the first token of a page
+
+
 def rank_of(sequence: Sequence) -> SequenceRank:
     """The sort key of sequences that have one scheduling key."""
     return sequence.rank
@@ -393,7 +400,9 @@ class SequenceQueues:
     other running sequence is in `prefilling`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, page_size: int) -> None:
+        """page_size: a power of two."""
+        self._page_size = page_size
         self.shares = DecayedShares()  # of the scheduling keys of the sequences in by_key
         self.clear()
 
@@ -407,6 +416,7 @@ class SequenceQueues:
         self.waiting: list[Sequence] = []  # by rank
         self.prefilling: dict[SequenceKey, Sequence] = {}
         self.decoding: dict[SequenceKey, Sequence] = {}
+        self._decodes: Decodes | None = None  # None: `decoding` has changed since
         self.num_last_admitted = 0  # by the last plan that admitted any: the rows of a request-level batch
         self.preempted_for: SequenceKey | None = None  # waits for pages that others were preempted for
 
@@ -415,6 +425,16 @@ class SequenceQueues:
         """The waiting sequence that others were preempted for: it comes before all others."""
         sequence = None if self.preempted_for is None else self.by_key.get(self.preempted_for)
         return sequence if sequence is not None and sequence.is_queued else None
+
+    @property
+    def decodes(self) -> Decodes:
+        """The columns of `decoding`, which stay from step to step while no sequence joins or leaves."""
+        if self._decodes is None:
+            sequences = list(self.decoding.values())
+            starts = np.array([each.num_computed_tokens for each in sequences], np.int64)
+            page_starts = np.flatnonzero(starts & (self._page_size - 1) == 0).tolist()
+            self._decodes = Decodes(sequences, starts, dict.fromkeys(self.decoding, 1), page_starts)
+        return self._decodes
 
     @property
     def num_running(self) -> int:
@@ -467,21 +487,27 @@ class SequenceQueues:
             del self._quotas[sequence.scheduling_key]
         self.have_quotas = self.have_quotas and any(min(each) < inf for each in self._quotas.values())
 
-    def promote(self) -> None:
-        """Move prefills that have caught up to the decodes."""
+    def advance(self, batch: Batch) -> None:
+        """Note that the sequences of the batch have its tokens. Prefills that have caught up decode."""
+        decodes, self._decodes = self._decodes, None
+        if decodes is not None and batch.sequences is decodes.sequences:
+            self._decodes = Decodes(decodes.sequences, batch.ends, decodes.lengths, batch.page_ends)
         for sequence in [s for s in self.prefilling.values() if s.num_uncomputed_tokens == 1]:
             del self.prefilling[sequence.key]
             self._place(sequence)
 
     def _place(self, sequence: Sequence) -> None:
-        caught_up = sequence.num_uncomputed_tokens == 1
-        (self.decoding if caught_up else self.prefilling)[sequence.key] = sequence
+        if sequence.num_uncomputed_tokens == 1:
+            self.decoding[sequence.key], self._decodes = sequence, None
+        else:
+            self.prefilling[sequence.key] = sequence
 
     def _leave(self, sequence: Sequence) -> None:
         if sequence.is_queued:
             del self.waiting[bisect_left(self.waiting, sequence.rank, key=rank_of)]
-        elif sequence.is_running and self.decoding.pop(sequence.key, None) is None:
-            del self.prefilling[sequence.key]
+        elif sequence.is_running and self.prefilling.pop(sequence.key, None) is None:
+            del self.decoding[sequence.key]
+            self._decodes = None
 
 
 def _quota(sequence: Sequence) -> float:

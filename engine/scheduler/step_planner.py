@@ -179,21 +179,21 @@ class StepPlanner:
 
         Without shortage this is the whole cost of planning a decode step.
         """
-        decoding, page_size = self.queues.decoding, self._pool.page_size
-        at_page_end = [s for s in decoding.values() if not s.num_computed_tokens % page_size]
+        sequences, _, lengths, page_starts = self.queues.decodes
+        at_page_end, page_size = [sequences[index] for index in page_starts], self._pool.page_size
         full = [s for s in at_page_end if s.num_computed_tokens == len(s.page_table) * page_size]
         has_pages = len(full) <= self.available
         has_pages = has_pages and (not self.queues.have_quotas or self._quotas.allow_page_each(full))
-        if has_pages and len(decoding) <= self.budget and not self._preempted:
-            self._decodes = dict.fromkeys(decoding, 1)
-            self.budget -= len(decoding)
+        if has_pages and len(sequences) <= self.budget and not self._preempted:
+            self._decodes = lengths.copy()
+            self.budget -= len(sequences)
             self._page_needs.update({sequence.key: 1 for sequence in full})
             self.available -= len(full)
             if self._tracks_keys:
                 for sequence in full:
                     self._held.add(sequence.share, 1)
-            return len(decoding)
-        for sequence in sorted(decoding.values(), key=self._held.preemption_order):
+            return len(sequences)
+        for sequence in sorted(sequences, key=self._held.preemption_order):
             if self.budget and not self.is_preempted(sequence) and self._find_pages(sequence, 1):
                 self._take_pages(sequence, 1)
                 self._decodes[sequence.key] = 1

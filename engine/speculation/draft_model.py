@@ -14,6 +14,7 @@ from time import perf_counter
 from typing import Final
 
 import msgspec
+import numpy as np
 
 from baton.config.engine import EngineConfig
 from baton.engine.cache.page_pool import PagePool
@@ -262,7 +263,7 @@ class ModelDrafter:
         mirrors, lengths = [mirror for mirror, _ in chunks], [num_tokens for _, num_tokens in chunks]
         batch = Batch(
             sequences=mirrors,
-            starts=[mirror.num_computed_tokens for mirror in mirrors],
+            starts=np.array([mirror.num_computed_tokens for mirror in mirrors], np.int64),
             lengths=lengths,
             num_decodes=lengths.count(1),
             is_pure_decode=goes_on,

@@ -271,14 +271,15 @@ def test_rows_follow_the_tables_of_changing_sequences(turns: list[tuple[int, str
         check(rows, sequences[index:] if change == "grow" else sequences)
 
 
-def test_copy_is_not_changed_by_later_steps() -> None:
-    rows, sequence = PageTableRows(2, 4), make_sequence("s", [1])
-    sequence.page_table += [5, 6]
-    first = rows.gather([sequence])
-    sequence.page_table[:] = [8, 9]
-    sequence.table_version += 1
-    rows.gather([sequence])
-    assert first.tolist() == [[5, 6]]
+def test_only_the_rows_that_may_have_changed_are_read() -> None:
+    rows, sequences = PageTableRows(2, 4), [make_sequence(name, [1]) for name in "ab"]
+    for number, sequence in enumerate(sequences):
+        sequence.page_table, sequence.table_version = [5 + number], number
+    rows.gather(sequences)
+    for sequence in sequences:
+        sequence.page_table[0] = 9
+        sequence.table_version += 2
+    assert rows.gather(sequences, [1]).tolist() == [[5], [9]]
 
 
 def test_more_sequences_than_a_step_may_have_are_refused() -> None:

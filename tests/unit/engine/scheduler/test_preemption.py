@@ -30,7 +30,7 @@ class Room:
     """Sequences that hold pages, in the order of their arrival."""
 
     def __init__(self, members: list[Member], weights: dict[str, float]) -> None:
-        self.pool, self.queues = PagePool(NUM_PAGES, PAGE_SIZE), SequenceQueues()
+        self.pool, self.queues = PagePool(NUM_PAGES, PAGE_SIZE), SequenceQueues(PAGE_SIZE)
         self.weights = weights
         self.sequences = [self._seat(number, member) for number, member in enumerate(members)]
         self.preempted: dict[SequenceKey, None] = {}
