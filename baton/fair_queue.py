@@ -255,7 +255,7 @@ class DecayedShares:
 
     def charge_only(self, amount: int, now_s: float) -> None:
         """Charge the only key with users."""
-        self.charge(((share, amount) for share in self.active.values()), now_s)
+        self.charge([(share, amount) for share in self.active.values()], now_s)
 
     def is_beyond_share(self, share: Share) -> bool:
         """True when the key's recent work exceeds its share of all remembered keys by EXCESS of the rest."""

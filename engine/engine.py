@@ -324,12 +324,11 @@ class Engine(Replica):
         num_groups = watch.begin(batch.chunks) if watch is not None and batch.sequences else 0
         self._num_steps += 1
         tokens_R = None if self._in_flight is None else self._in_flight.draws.token_ids_R
-        arrays, meter = self._builder.build(batch), self._step_meter
-        arrays = arrays._replace(
-            step=self._num_steps,
-            num_layer_groups=num_groups,
-            num_last_tokens=0 if tokens_R is None else len(tokens_R),
+        num_last = 0 if tokens_R is None else len(tokens_R)
+        arrays = self._builder.build(
+            batch, step=self._num_steps, num_last_tokens=num_last, num_layer_groups=num_groups
         )
+        meter = self._step_meter
         if self.runner.tp.size > 1:
             self.runner.tp.send_command(encode(arrays))
         if meter.is_sampled:
@@ -390,8 +389,9 @@ class PreemptionMeter:
 
     def observe(self, batch: Batch, step_s: float) -> None:
         """Learn the cost of a recomputed token from a step that computed prompts in `step_s` seconds."""
-        num_tokens = sum(chunk.num_tokens for chunk in batch.prompt_chunks)
-        if self._swap_s_per_page is None or num_tokens < MIN_PREFILL_TOKENS:
+        if self._swap_s_per_page is None or batch.is_pure_decode:
+            return
+        if sum(chunk.num_tokens for chunk in batch.prompt_chunks) < MIN_PREFILL_TOKENS:
             return
         self._num_seen += 1
         if self._num_seen == 1:

@@ -8,9 +8,8 @@ Shapes: R rows, V vocabulary, T tokens.
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Ordered
-from dataclasses import dataclass
 from itertools import compress
-from typing import Final, TypeAlias, TypeVar
+from typing import Final, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 import numpy as np
@@ -67,8 +66,7 @@ def _logprobs(logits_RV: Tensor, token_ids_R: Tensor, num_top: int) -> tuple[Ten
     return token_ids_R, chosen_R1[:, 0], rank_R, top.indices, top.values
 
 
-@dataclass(frozen=True, slots=True)
-class Sampled:
+class Sampled(NamedTuple):
     """The result of one step; the logprobs hold only sequences that asked for them."""
 
     token_ids: list[int | None]  # one a chunk of the batch; None: the chunk does not sample, or failed

@@ -457,7 +457,9 @@ class PageTableRows:
             self._arrange(sequences)
             changed = range(len(sequences))
         for index in changed:
-            self._update(index, sequences[index])
+            row, sequence = self._rows[index], sequences[index]
+            if row.num_pages != len(sequence.page_table) or row.version != sequence.table_version:
+                self._update(index, sequence)
         return self._table[: len(sequences), : self._width]
 
     def _arrange(self, sequences: list[Sequence]) -> None:
@@ -478,14 +480,14 @@ class PageTableRows:
 
     def _update(self, index: int, sequence: Sequence) -> None:
         row, num_pages = self._rows[index], len(sequence.page_table)
-        if row.version != sequence.table_version or row.num_pages > num_pages:
-            row.version, row.num_pages = sequence.table_version, 0
-        if row.num_pages < num_pages:
-            if num_pages > self._width:
-                self._width = num_pages
-                self._widen()
-            self._table[index, row.num_pages : num_pages] = sequence.page_table[row.num_pages :]
-            row.num_pages = num_pages
+        if num_pages > self._width:
+            self._width = num_pages
+            self._widen()
+        if row.version == sequence.table_version and row.num_pages + 1 == num_pages:
+            self._table[index, row.num_pages] = sequence.page_table[row.num_pages]
+        else:
+            self._table[index, :num_pages] = sequence.page_table
+        row.version, row.num_pages = sequence.table_version, num_pages
 
     def _widen(self) -> None:
         old = self._table
@@ -494,6 +496,10 @@ class PageTableRows:
         wider = min(self._max_pages, max(self._width, 2 * old.shape[1]))
         self._table = np.zeros((len(old), wider), np.int32)
         self._table[:, : old.shape[1]] = old
+
+
+# The arrays of StepArrays, in its order.
+_Rows: TypeAlias = tuple[Int64s, Int64s, Int64s, Int32s, Int32s, Int32s, Int64s]
 
 
 class StepBuilder:
@@ -510,13 +516,26 @@ class StepBuilder:
         self._arange = np.arange(max_num_seqs + 1)
         self._arange_int32 = self._arange.astype(np.int32)
 
-    def build(self, batch: Batch) -> StepArrays:
-        """The arrays of one step; the caller numbers the step."""
-        arrays = self._build_decode(batch) if batch.is_pure_decode else self._build_mixed(batch)
-        self._num_pure_decodes = self._num_pure_decodes + 1 if batch.is_pure_decode else 0
+    def build(
+        self, batch: Batch, *, step: int = 0, num_last_tokens: int = 0, num_layer_groups: int = 0
+    ) -> StepArrays:
+        """The arrays of one step. The numbers: as in `StepArrays`."""
+        is_decode = batch.is_pure_decode
+        rows = self._decode_rows(batch) if is_decode else self._mixed_rows(batch)
+        self._num_pure_decodes = self._num_pure_decodes + 1 if is_decode else 0
+        arrays = StepArrays(
+            *rows,
+            num_decodes=batch.num_decodes,
+            max_seqlen_q=min(1, len(batch.sequences)) if is_decode else max(batch.lengths, default=0),
+            copies_to_host=batch.copies_to_host,
+            copies_to_device=batch.copies_to_device,
+            step=step,
+            num_last_tokens=num_last_tokens,
+            num_layer_groups=num_layer_groups,
+        )
         return pad(arrays, batch.num_padded_tokens) if batch.num_padded_tokens else arrays
 
-    def _build_decode(self, batch: Batch) -> StepArrays:
+    def _decode_rows(self, batch: Batch) -> _Rows:
         sequences, positions, num_seqs = batch.sequences, batch.starts, len(batch.sequences)
         # The same sequences as in the last step are each one token further.
         goes_on = bool(sequences and self._num_pure_decodes) and sequences == self._sequences
@@ -531,32 +550,22 @@ class StepBuilder:
             changed = (offsets <= 1).nonzero()[0]
             page_table = self._tables.gather(sequences, changed.tolist())
             slots, context_lens = self._slots + 1, self._context_lens + 1
-            slots[changed] = self._slots_of(page_table, changed, positions[changed])
+            if len(changed):
+                slots[changed] = self._slots_of(page_table, changed, positions[changed])
         else:
             page_table = self._tables.gather(sequences)
             slots = self._slots_of(page_table, self._arange[:num_seqs], positions)
             context_lens = (positions + 1).astype(np.int32)
         self._sequences, self._slots, self._context_lens = sequences, slots, context_lens
-        return StepArrays(
-            token_ids=token_ids,
-            positions=positions,
-            slots=slots,
-            cu_seqlens=self._arange_int32[: num_seqs + 1],
-            context_lens=context_lens,
-            page_table=page_table,
-            logit_rows=self._arange[:num_seqs],
-            num_decodes=batch.num_decodes,
-            max_seqlen_q=min(1, num_seqs),
-            copies_to_host=batch.copies_to_host,
-            copies_to_device=batch.copies_to_device,
-        )
+        cu_seqlens, logit_rows = self._arange_int32[: num_seqs + 1], self._arange[:num_seqs]
+        return token_ids, positions, slots, cu_seqlens, context_lens, page_table, logit_rows
 
     def _slots_of(self, page_table: Int32s, rows: Int64s, positions: Int64s) -> Int64s:
         """The slots of these positions of the rows' sequences."""
         pages = page_table[rows, positions // self._page_size].astype(np.int64)
         return pages * self._page_size + positions % self._page_size
 
-    def _build_mixed(self, batch: Batch) -> StepArrays:
+    def _mixed_rows(self, batch: Batch) -> _Rows:
         num_seqs = len(batch.sequences)
         starts, lengths = batch.starts, np.array(batch.lengths, np.int64)
         cu_seqlens = np.zeros(num_seqs + 1, np.int32)
@@ -564,19 +573,9 @@ class StepBuilder:
         owner = np.repeat(np.arange(num_seqs), lengths)  # row -> chunk
         positions = np.arange(cu_seqlens[-1]) + (starts - cu_seqlens[:-1])[owner]
         page_table = self._tables.gather(batch.sequences)
-        return StepArrays(
-            token_ids=_token_ids(batch),
-            positions=positions,
-            slots=self._slots_of(page_table, owner, positions),
-            cu_seqlens=cu_seqlens,
-            context_lens=(starts + lengths).astype(np.int32),
-            page_table=page_table,
-            logit_rows=_logit_rows(batch, cu_seqlens),
-            num_decodes=batch.num_decodes,
-            max_seqlen_q=int(lengths.max(initial=0)),
-            copies_to_host=batch.copies_to_host,
-            copies_to_device=batch.copies_to_device,
-        )
+        slots = self._slots_of(page_table, owner, positions)
+        context_lens, logit_rows = (starts + lengths).astype(np.int32), _logit_rows(batch, cu_seqlens)
+        return _token_ids(batch), positions, slots, cu_seqlens, context_lens, page_table, logit_rows
 
 
 def padding_step(num_tokens: int, num_rows: int, *, num_decodes: int = 0, num_pages: int = 1) -> StepArrays:

@@ -243,17 +243,15 @@ class Scheduler:
         """
         self._advanced = batch
         self._version += 1
-        placeholder = 0
-        for sequence, num_computed in zip(batch.sequences, batch.ends.tolist(), strict=True):
-            token_ids, is_running = sequence.token_ids, sequence.status is _RUNNING
-            if is_running:
-                sequence.num_computed_tokens = num_computed
-            if num_computed == len(token_ids):
-                placeholder -= 1
-                if is_running:
-                    token_ids.append(placeholder)
-                    if num_computed + 1 >= sequence.max_num_tokens:
-                        self._queues.end(sequence)
+        columns = batch.sequences, batch.ends.tolist(), _placeholders(batch)
+        for sequence, num_computed, placeholder in zip(*columns, strict=True):
+            if sequence.status is not _RUNNING:
+                continue
+            sequence.num_computed_tokens = num_computed
+            if placeholder:
+                sequence.token_ids.append(placeholder)
+                if num_computed + 1 >= sequence.max_num_tokens:
+                    self._queues.end(sequence)
         self._queues.advance(batch)
 
     def commit(
@@ -282,22 +280,18 @@ class Scheduler:
             if batch.sequences[chunk].status in (_RUNNING, _ENDING):
                 self.cache.register(batch.sequences[chunk])
         outputs: list[StepOutput] = []
-        for sequence, num_computed, token_id in zip(
-            batch.sequences, batch.ends.tolist(), sampled, strict=True
-        ):
+        columns = batch.sequences, batch.ends.tolist(), sampled
+        for sequence, num_computed, token_id in zip(*columns, strict=True):
             sequence.computed_s += computed_s
-            status, token_ids = sequence.status, sequence.token_ids
-            if status is _FINISHED:
-                continue
-            if token_id is None:
-                if token_ids[-1] < 0:
-                    raise IntegrityError(f"sequence {sequence.key} got no token at position {num_computed}")
-                continue
-            token_ids[-1], reason = token_id, None
-            if token_id in sequence.stop_ids and num_computed + 1 >= sequence.min_num_tokens:
-                reason = FinishReason.STOP
-            elif status is _ENDING:
-                reason = FinishReason.LENGTH
+            reason = None
+            if token_id is None or token_id in sequence.stop_ids or sequence.status is not _RUNNING:
+                if sequence.status is _FINISHED:
+                    continue
+                if token_id is None:
+                    _check_no_token_is_due(sequence)
+                    continue
+                reason = finish_reason(sequence, token_id)
+            sequence.token_ids[-1] = token_id
             if reason is not None:
                 self._finish(sequence, reason)
             request_id, choice = sequence.key
@@ -338,14 +332,10 @@ class Scheduler:
                 continue
             request_id, choice = sequence.key
             for token_id in token_ids:
-                reason, index = None, len(sequence.token_ids) - sequence.num_prompt_tokens
+                index = len(sequence.token_ids) - sequence.num_prompt_tokens
                 sequence.num_computed_tokens += 1
                 sequence.token_ids.append(token_id)
-                num_tokens = len(sequence.token_ids)
-                if token_id in sequence.stop_ids and num_tokens >= sequence.min_num_tokens:
-                    reason = FinishReason.STOP
-                elif num_tokens >= sequence.max_num_tokens:
-                    reason = FinishReason.LENGTH
+                reason = finish_reason(sequence, token_id)
                 output = StepOutput(request_id, choice, index, token_id, reason, sequence.num_cached_tokens)
                 outputs.append(output)
                 num_accepted[sequence.key] = num_accepted.get(sequence.key, 0) + 1
@@ -655,6 +645,30 @@ class ExternalPageHolds:
         pages.difference_update(*self._claims.values())
         pages.difference_update(*(sequence.page_table for sequence in self.kept.values()))
         return len(pages)
+
+
+# Tokens of a sequence.
+
+
+def _placeholders(batch: Batch) -> Iterable[int]:
+    """-1 - i for the i-th chunk that samples, 0 for any other chunk."""
+    if batch.is_pure_decode:
+        return range(-1, -1 - len(batch.sequences), -1)
+    numbers = count(-1, -1)
+    return [next(numbers) if chunk.samples else 0 for chunk in batch.chunks]
+
+
+def _check_no_token_is_due(sequence: Sequence) -> None:
+    if sequence.token_ids[-1] < 0:
+        position = len(sequence.token_ids) - 1
+        raise IntegrityError(f"sequence {sequence.key} got no token at position {position}")
+
+
+def finish_reason(sequence: Sequence, last_token_id: int) -> FinishReason | None:
+    """The reason for which this token, the last one or in its place, ends the sequence; None: it goes on."""
+    if last_token_id in sequence.stop_ids and sequence.num_tokens >= sequence.min_num_tokens:
+        return FinishReason.STOP
+    return FinishReason.LENGTH if sequence.num_tokens >= sequence.max_num_tokens else None
 
 
 # Figures of a sequence.

@@ -319,8 +319,8 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """One step to execute, in this order: copies_to_host, copies_to_device, then a chunk of each sequence.
 
     Chunk i computes `lengths[i]` tokens of `sequences[i]` from `starts[i]` on. The sequence's own tokens end
-    at `ends[i]`, drafts follow. The first `num_decodes` chunks have one token each; chunks with drafts are the next ones. Copies
-    are due even when there are no chunks.
+    at `ends[i]`; drafts follow. The first `num_decodes` chunks have one token each; chunks with drafts are
+    the next ones. Copies are due even when there are no chunks.
     """
 
     sequences: list[Sequence] = []

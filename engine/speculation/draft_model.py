@@ -269,7 +269,7 @@ class ModelDrafter:
             is_pure_decode=goes_on,
         )
         self._num_steps += 1
-        logits_RV = self._runner.execute(self._builder.build(batch)._replace(step=self._num_steps))
+        logits_RV = self._runner.execute(self._builder.build(batch, step=self._num_steps))
         token_ids = sampler.sample(batch, logits_RV).wait().token_ids
         sampled = []
         for (mirror, num_tokens), token_id in zip(chunks, token_ids, strict=True):
