@@ -105,8 +105,34 @@ def sample(logits_BV: Tensor, sampling: SamplingTensors) -> Tensor:
     if runs_triton(logits_BV):
         return sample_triton(logits_BV, sampling)
     if native.handles(logits_BV.dtype):
-        return _sample_native(logits_BV, sampling)
+        tokens_B, peaks_B = torch.empty((2, len(logits_BV)), dtype=torch.int64).unbind()
+        _sample_native(logits_BV, sampling, tokens_B, peaks_B)
+        return tokens_B
     return sample_reference(logits_BV, sampling)
+
+
+def sample_rows(
+    logits_BV: Tensor,
+    sampling: SamplingTensors,
+    tokens_B: Tensor,
+    peaks_B: Tensor,
+    rows_N: Tensor,
+    masks_NW: Tensor | None = None,
+) -> None:
+    """Draw the tokens of some rows on a CPU, into their places in tokens_B.
+
+    peaks_B gets the token of each of these rows' largest logit, the lowest id among equals. All are int64;
+    rows_N are distinct. masks_NW: as those of `mask_logits`, which may change these rows.
+    """
+    if masks_NW is not None:
+        _check_masks(logits_BV, rows_N, masks_NW)
+    if native.handles(logits_BV.dtype):
+        _sample_native(logits_BV, sampling, tokens_B, peaks_B, rows_N, masks_NW)
+        return
+    if masks_NW is not None:
+        mask_logits(logits_BV, rows_N, masks_NW)
+    tokens_B[rows_N] = sample_reference(logits_BV[rows_N], sampling.take(rows_N))
+    peaks_B[rows_N] = logits_BV[rows_N].argmax(-1)
 
 
 # The kernels. A program takes one part of one row. Parts have a fixed size, so a token does not depend on the
@@ -576,21 +602,30 @@ def _uniform_reference(sampling: SamplingTensors, vocab_size: int) -> Tensor:
     return ((word_BV >> 9).float() + 0.5) * 2.0**-23
 
 
-def _sample_native(logits_BV: Tensor, sampling: SamplingTensors) -> Tensor:
+def _sample_native(
+    logits_BV: Tensor,
+    sampling: SamplingTensors,
+    tokens_B: Tensor,
+    peaks_B: Tensor,
+    rows_N: Tensor | None = None,
+    masks_NW: Tensor | None = None,
+) -> None:
+    """As `sample_rows`, of all rows without `rows_N`."""
     _check(logits_BV, sampling)
     num_rows, vocab_size = logits_BV.shape
     scratch = torch.empty((native.num_threads(), 2 * vocab_size))
-    tokens_B = torch.empty(num_rows, dtype=torch.int64)
-    native.function("baton_sample", "pn" + 9 * "p" + "nn")(
+    native.function("baton_sample", "pn" + 12 * "p" + "nn")(
         logits_BV.data_ptr(),
         logits_BV.stride(0),
         *(values_B.data_ptr() for values_B in sampling.tensors),
+        None if rows_N is None else rows_N.data_ptr(),
+        None if masks_NW is None else masks_NW.data_ptr(),
         scratch.data_ptr(),
         tokens_B.data_ptr(),
-        num_rows,
+        peaks_B.data_ptr(),
+        num_rows if rows_N is None else len(rows_N),
         vocab_size,
     )
-    return tokens_B
 
 
 # Masks of structured output. Shapes: R rows of the logits, N masked rows, W words of a mask.
@@ -610,22 +645,6 @@ def mask_logits(logits_RV: Tensor, rows_N: Tensor, masks_NW: Tensor) -> None:
     guarantees. masks_NW: int32; token v has bit v % 32 of word v // 32. On a GPU nothing waits for it.
     """
     _check_masks(logits_RV, rows_N, masks_NW)
-    if logits_RV.device.type == "cpu" and native.handles(logits_RV.dtype):
-        native.function("baton_mask_logits", "pnppnnn")(
-            logits_RV.data_ptr(),
-            logits_RV.stride(0),
-            rows_N.data_ptr(),
-            masks_NW.data_ptr(),
-            len(rows_N),
-            masks_NW.shape[1],
-            logits_RV.shape[1],
-        )
-    else:
-        mask_logits_reference(logits_RV, rows_N, masks_NW)
-
-
-def mask_logits_reference(logits_RV: Tensor, rows_N: Tensor, masks_NW: Tensor) -> None:
-    """`mask_logits` in plain torch."""
     bits_B = torch.arange(WORD_BITS, device=masks_NW.device, dtype=torch.int32)
     allowed_NV = ((masks_NW[:, :, None] >> bits_B) & 1).flatten(1)[:, : logits_RV.shape[1]]
     logits_RV[rows_N] = logits_RV[rows_N].masked_fill_(allowed_NV == 0, float("-inf"))

@@ -43,6 +43,23 @@ class BatchLogitsProcessor(LogitsProcessor, Protocol):
         """Do what `process` does, for each of these rows: index -> row."""
 
 
+@runtime_checkable
+class TokenFilter(BatchLogitsProcessor, Protocol):
+    """A processor that only bans tokens, and tells sooner whether it bans one than which ones it bans."""
+
+    def likely_banned(self, rows: Mapping[int, Row]) -> dict[int, Row]:
+        """Return the rows (index -> row) that most likely ban the token drawn without the filter."""
+
+    def banned(self, rows: Mapping[int, Row], tokens: Ordered[Collection[int]]) -> dict[int, Row]:
+        """Return the rows that ban any of their tokens; a row that bans none may be among them.
+
+        tokens: of each row of the logits, by index; NOT_A_TOKEN counts as banned.
+        """
+
+    def masks(self, logits_RV: Tensor, rows: Mapping[int, Row]) -> Tensor:
+        """Return the masks of the rows, for `mask_logits`; the logits of a row that failed become NaN."""
+
+
 def process_rows(processor: LogitsProcessor, logits_RV: Tensor, rows: Mapping[int, Row]) -> None:
     """Let the processor change the rows that it applies to (index -> row), in place."""
     if isinstance(processor, BatchLogitsProcessor):

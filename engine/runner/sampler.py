@@ -16,13 +16,27 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from baton.engine.runner.logits_processors import LOGITS_PROCESSORS, LogitsProcessor, process_rows, upload
+from baton.engine.runner.logits_processors import (
+    LOGITS_PROCESSORS,
+    LogitsProcessor,
+    TokenFilter,
+    process_rows,
+    upload,
+)
 from baton.engine.scheduler.sequence import Batch, Row, ScheduledChunk, Sequence, SequenceKey
-from baton.kernels.sample import NOT_A_TOKEN, SamplingTensors, sample, warm_up
-from baton.request import StepOutput, TokenLogprobs
+from baton.kernels.sample import (
+    NOT_A_TOKEN,
+    SamplingTensors,
+    sample,
+    sample_rows,
+    warm_up,
+)
+from baton.request import SamplingParams, StepOutput, TokenLogprobs
 
 Value = TypeVar("Value")
 PromptLogprobs: TypeAlias = tuple[TokenLogprobs | None, ...]
+# The last processor, its rows that may be drawn before they are masked, and those that may not.
+Filtered: TypeAlias = tuple[TokenFilter, dict[int, Row], dict[int, Row]]
 ROWS_AT_ONCE: Final = 256  # bounds the fp32 copies of [R, V] of a long prompt
 
 
@@ -195,6 +209,7 @@ class Sampler:
         self._rows: list[Row] = []
         self._tensors: SamplingTensors | None = None
         self._processed: list[tuple[LogitsProcessor, dict[int, Row]]] = []  # each with its rows
+        self._filtered: Filtered | None = None
         self._asking: list[Row] = []  # want log probabilities
         self._asking_rows_A = torch.empty(0, dtype=torch.int64)  # on the device
         self._asking_prompt: list[Sequence] = []  # want prompt log probabilities
@@ -219,7 +234,7 @@ class Sampler:
         raw_AV = logits_RV[self._asking_rows_A] if self._asking else None  # a copy, before the processors
         for processor, rows in self._processed:
             process_rows(processor, logits_RV, rows)
-        drawn_R = sample(logits_RV, tensors)
+        drawn_R = self._draw(logits_RV, tensors)
         asked = None
         if raw_AV is not None:
             num_top = max(row.sequence.sampling.logprobs or 0 for row in self._asking)
@@ -230,6 +245,24 @@ class Sampler:
             if each.needs_prompt_logprobs
         }
         return Draws(drawn_R, self._rows, is_sampled, asked, prompts, has_drafts=bool(batch.drafts))
+
+    def _draw(self, logits_RV: Tensor, tensors: SamplingTensors) -> Tensor:
+        """Draw. Rows with a filter are masked where their tokens are, or most likely would be, banned."""
+        if self._filtered is None:
+            return sample(logits_RV, tensors)
+        token_filter, rows, masked_first = self._filtered
+        masked = {**masked_first, **token_filter.likely_banned(rows)}
+        tokens_R, peaks_R = torch.empty((2, len(logits_RV)), dtype=torch.int64).unbind()
+        free = [index for index in range(len(logits_RV)) if index not in masked]
+        sample_rows(logits_RV, tensors, tokens_R, peaks_R, self._upload(free))
+        checked = {index: row for index, row in rows.items() if index not in masked}
+        if checked:
+            drawn = [*map(set, zip(tokens_R.tolist(), peaks_R.tolist(), strict=True))]
+            masked.update(token_filter.banned(checked, drawn))
+        if masked:
+            masks_NW = token_filter.masks(logits_RV, masked)
+            sample_rows(logits_RV, tensors, tokens_R, peaks_R, self._upload([*masked]), masks_NW)
+        return tokens_R
 
     def forget(self, sequence: Sequence) -> None:
         """Forget a sequence that ended before its first token."""
@@ -268,6 +301,7 @@ class Sampler:
         rows = self._rows = _draft_rows(batch) if batch.drafts else [*map(Row, sequences)]
         self._tensors = _tensors(rows, self._device)
         self._processed = _processed_rows(self._processors, rows)
+        self._filtered = _take_filtered(self._processed) if self._device.type == "cpu" else None
         asking = {index: row for index, row in enumerate(rows) if row.sequence.sampling.logprobs is not None}
         self._asking, self._asking_rows_A = list(asking.values()), self._upload(list(asking))
         self._asking_prompt = [
@@ -305,6 +339,26 @@ def _processed_rows(
         for processor in processors
     ]
     return [(processor, its_rows) for processor, its_rows in applying if its_rows]
+
+
+def _take_filtered(processed: list[tuple[LogitsProcessor, dict[int, Row]]]) -> Filtered | None:
+    """Take the last processor off the list if it is a filter: the draw applies it.
+
+    Scores of tokens depend on the largest logit alone. So a draw from all tokens is the draw from those that
+    are not banned, if neither the drawn token nor that of the largest logit is banned. What top_k and top_p
+    keep depends on every token.
+    """
+    token_filter, rows = processed[-1] if processed else (None, {})
+    if not isinstance(token_filter, TokenFilter):
+        return None
+    del processed[-1]
+    masked_first = {index: row for index, row in rows.items() if _counts_tokens(row.sequence.sampling)}
+    others = {index: row for index, row in rows.items() if index not in masked_first}
+    return token_filter, others, masked_first
+
+
+def _counts_tokens(sampling: SamplingParams) -> bool:
+    return sampling.temperature > 0 and (sampling.top_k > 0 or sampling.top_p < 1)
 
 
 def _tensors(rows: Ordered[Row], device: torch.device) -> SamplingTensors:

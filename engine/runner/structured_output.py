@@ -8,6 +8,7 @@ Shapes: R rows of the logits, N masked rows, V vocabulary, W 32-bit words of a m
 import logging
 from collections import OrderedDict
 from collections.abc import Collection, Mapping
+from collections.abc import Sequence as Ordered
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,7 @@ from torch import Tensor
 from baton.engine.runner.logits_processors import upload
 from baton.engine.scheduler.sequence import Row, Sequence
 from baton.errors import InvalidRequest
-from baton.kernels.sample import mask_logits, num_mask_words
+from baton.kernels.sample import NOT_A_TOKEN, mask_logits, num_mask_words
 from baton.request import SamplingParams, StructuredOutputs
 
 if TYPE_CHECKING:
@@ -31,6 +32,8 @@ TOKENIZER_FILE: Final = "tokenizer.json"
 MAX_COMPILED: Final = 64  # grammars that are kept for each tenant
 MAX_COMPILED_CHARS: Final = 2**18  # of their forms; a compiled grammar takes many times that
 MAX_TENANTS: Final = 64  # with grammars that are kept
+MAX_UNCHECKED: Final = 16  # tokens that are masked without a check after checks that failed
+LONG_MASK_S: Final = 5e-5  # a mask that takes longer allows many tokens, such as the text of a string
 
 logger = logging.getLogger(__name__)
 
@@ -53,10 +56,12 @@ class _Progress:
     compiled: "Future[LLMatcher]"
     matcher: "LLMatcher | None" = None
     num_seen: int = 0  # tokens of the sequence, the prompt included
+    num_refused: int = 0  # checks in a row that found a banned token
+    num_unchecked: int = 0  # tokens to come that are masked without a check
 
 
 class StructuredOutputMask:
-    """Bans the tokens that would break the form of a row's sequence. A `BatchLogitsProcessor`.
+    """Bans the tokens that would break the form of a row's sequence. A `TokenFilter`.
 
     The logits of a row become NaN, which ends its sequence in an error, when its grammar cannot be compiled
     or does not take the tokens so far.
@@ -105,34 +110,76 @@ class StructuredOutputMask:
         self.process_rows(logits_V[None], {0: row})
 
     def process_rows(self, logits_RV: Tensor, rows: Mapping[int, Row]) -> None:
-        masks_NW = np.zeros((len(rows), num_mask_words(logits_RV.shape[1])), np.int32)
-        broken = [
-            index
-            for mask_W, (index, row) in zip(masks_NW, rows.items(), strict=True)
-            if not self._fill(mask_W, row)
-        ]
-        self.counts.num_failed += len(broken)
         rows_N = upload(np.array(list(rows), np.int64), logits_RV.device)
-        mask_logits(logits_RV, rows_N, upload(masks_NW, logits_RV.device))
-        if broken:
-            logits_RV[upload(np.array(broken, np.int64), logits_RV.device)] = float("nan")
+        mask_logits(logits_RV, rows_N, self.masks(logits_RV, rows))
+
+    def masks(self, logits_RV: Tensor, rows: Mapping[int, Row]) -> Tensor:
+        """As `TokenFilter.masks`."""
+        masks_NW = np.zeros((len(rows), num_mask_words(logits_RV.shape[1])), np.int32)
+        for mask_W, (index, row) in zip(masks_NW, rows.items(), strict=True):
+            if not self._fill(mask_W, row):
+                self.counts.num_failed += 1
+                mask_W.fill(-1)
+                logits_RV[index] = float("nan")
+        return upload(masks_NW, logits_RV.device)
+
+    def likely_banned(self, rows: Mapping[int, Row]) -> dict[int, Row]:
+        """As `TokenFilter.likely_banned`."""
+        likely = {}
+        for index, row in rows.items():
+            progress = self._of(row.sequence)
+            if progress.num_unchecked > 0:
+                progress.num_unchecked -= 1
+                likely[index] = row
+        return likely
+
+    def banned(self, rows: Mapping[int, Row], tokens: Ordered[Collection[int]]) -> dict[int, Row]:
+        """As `TokenFilter.banned`."""
+        began_s, banned = perf_counter(), {}
+        for index, row in rows.items():
+            progress = self._of(row.sequence)
+            if self._allows(progress, row, tokens[index]):
+                progress.num_refused = 0
+            else:
+                banned[index] = row
+                progress.num_refused += 1
+                progress.num_unchecked = min(2**progress.num_refused, MAX_UNCHECKED)
+        self.counts.num_masks += len(rows) - len(banned)
+        self.counts.mask_s += perf_counter() - began_s
+        return banned
 
     def forced_tokens(self, sequence: Sequence) -> list[int]:
         """The tokens that the form of the sequence's answer forces next, so far as it is compiled."""
         if sequence.sampling.structured_outputs is None:
             return []
         progress = self._of(sequence)
-        if progress.matcher is None or not self._catch_up(progress, sequence):
+        if progress.matcher is None or not self._catch_up(progress.matcher, progress, sequence):
             return []
         token_ids: list[int] = progress.matcher.compute_ff_tokens()
         return token_ids
 
-    def _catch_up(self, progress: _Progress, sequence: Sequence) -> bool:
+    def _allows(self, progress: _Progress, row: Row, token_ids: Collection[int]) -> bool:
+        """Return True when the mask of the row's next token has all of these tokens.
+
+        False where the form forces text: the mask then has only the usual spelling of this text.
+        """
+        matcher, drafts = progress.matcher, row.drafts
+        if matcher is None or not self._catch_up(matcher, progress, row.sequence):
+            return False
+        num_taken = matcher.try_consume_tokens([*drafts]) if drafts else 0
+        allows = num_taken < len(drafts) or (
+            NOT_A_TOKEN not in token_ids
+            and not matcher.compute_ff_bytes()
+            and all(matcher.validate_tokens([each]) for each in token_ids)
+        )
+        if num_taken:
+            matcher.rollback(num_taken)
+        return allows and not matcher.is_error()
+
+    def _catch_up(self, matcher: "LLMatcher", progress: _Progress, sequence: Sequence) -> bool:
         """Let the matcher see the sequence's tokens; return False if it does not take them."""
-        assert progress.matcher is not None
         token_ids, progress.num_seen = sequence.token_ids[progress.num_seen :], len(sequence.token_ids)
-        taken: bool = progress.matcher.consume_tokens(token_ids)
-        return taken
+        return not token_ids or matcher.consume_tokens(token_ids)
 
     def _fill(self, mask_W: "np.ndarray[Any, Any]", row: Row) -> bool:
         """Write the mask of the row's next token; return whether there is any.
@@ -146,7 +193,7 @@ class StructuredOutputMask:
         except (ImportError, OSError, ValueError, InvalidRequest) as error:
             return _failed(sequence, str(error))
         began_s = perf_counter()
-        if self._catch_up(progress, sequence):
+        if self._catch_up(matcher, progress, sequence):
             num_taken = matcher.try_consume_tokens(drafts) if drafts else 0
             if num_taken < len(drafts):
                 mask_W.fill(-1)
@@ -156,8 +203,11 @@ class StructuredOutputMask:
                 matcher.rollback(num_taken)
         if matcher.is_error():
             return _failed(sequence, matcher.get_error())
+        mask_s = perf_counter() - began_s
+        if mask_s > LONG_MASK_S:
+            progress.num_unchecked = 0
         self.counts.num_masks += 1
-        self.counts.mask_s += perf_counter() - began_s
+        self.counts.mask_s += mask_s
         return True
 
     def _of(self, sequence: Sequence) -> _Progress:

@@ -4,9 +4,12 @@
 //    the floats: exact, ties included, without a sort.
 // 2. Noise for token v is Philox4x32-10 keyed by the seed, counter (v / 4, position, choice), word v % 4:
 //    it depends on nothing but (seed, choice, position, v), so a replayed sequence draws the same tokens.
+// 3. A bit mask may ban tokens of a row. Few allowed tokens are gathered and drawn from; no other one is read.
 #include "simd.h"
 
 #define NOT_A_TOKEN -1
+#define WORD_BITS 32
+#define GATHERED_SHARE 8  // at most one in so many tokens is gathered
 #define MAX_GUMBEL 16.7f  // -log(-log(1 - 2^-24)), rounded up
 
 struct sampling {
@@ -112,56 +115,118 @@ static uint32_t keep_from(const struct sampling *s, const float *logits, const f
     return key;
 }
 
-static int64_t draw(const struct sampling *s, const float *logits, float *exponent, float *weight, int64_t size) {
-    int64_t best_token = argmax(logits, size);
-    if (best_token == NOT_A_TOKEN) return NOT_A_TOKEN;
-    float peak = logits[best_token], inverse_temperature = fminf(1.0f / s->temperature, 3.0e38f);
+// ids: the tokens of the logits; null: their places. first: the place of the first of the largest logits.
+static int64_t draw(
+    const struct sampling *s, const float *logits, const int32_t *ids, int64_t first, float *exponent, float *weight,
+    int64_t size) {
+    float peak = logits[first], inverse_temperature = fminf(1.0f / s->temperature, 3.0e38f);
     for (int64_t v = 0; v < size; v++)
         exponent[v] = logits[v] == peak ? 0.0f : (logits[v] - peak) * inverse_temperature;
     uint32_t key = keep_from(s, logits, exponent, weight, size);
     // Starting from the likeliest token, whatever cannot win even with the largest noise is passed over.
-    float best = gumbel(s, best_token), least = s->min_p > 0.0f ? logf(s->min_p) : -INFINITY;
+    int64_t chosen = first;
+    float best = gumbel(s, ids ? ids[first] : first), least = s->min_p > 0.0f ? logf(s->min_p) : -INFINITY;
     for (int64_t v = 0; v < size; v++) {
         if (exponent[v] + MAX_GUMBEL < best || exponent[v] < least || order_key(logits[v]) < key) continue;
-        float score = exponent[v] + gumbel(s, v);
-        if (score > best || (score == best && v < best_token)) {
+        float score = exponent[v] + gumbel(s, ids ? ids[v] : v);
+        if (score > best || (score == best && v < chosen)) {
             best = score;
-            best_token = v;
+            chosen = v;
         }
     }
-    return best_token;
+    return ids ? ids[chosen] : chosen;
+}
+
+INLINE void mask_word(float *logits, uint32_t word, int64_t size) {
+    if (word == 0)  // nothing is read
+        for (int64_t v = 0; v < size; v++) logits[v] = -INFINITY;
+    else
+        for (int64_t v = 0; v < size; v++) logits[v] = word >> v & 1 ? logits[v] : -INFINITY;
+}
+
+static void ban(float *logits, const uint32_t *mask, int64_t size) {
+    int64_t whole = size / WORD_BITS;
+    for (int64_t w = 0; w < whole; w++)
+        if (mask[w] != UINT32_MAX) mask_word(logits + w * WORD_BITS, mask[w], WORD_BITS);
+    if (size % WORD_BITS) mask_word(logits + whole * WORD_BITS, mask[whole], size % WORD_BITS);
+}
+
+// The number of allowed tokens, or -1 if there are more than `most`; ids: these tokens, ascending.
+static int64_t gather(const uint32_t *mask, int64_t size, int32_t *ids, int64_t most) {
+    int64_t num_ids = 0;
+    for (int64_t w = 0; w * WORD_BITS < size; w++) {
+        if (num_ids + __builtin_popcount(mask[w]) > most) return -1;
+        for (uint32_t word = mask[w]; word; word &= word - 1) {
+            int64_t token = w * WORD_BITS + __builtin_ctz(word);
+            if (token < size) ids[num_ids++] = (int32_t)token;
+        }
+    }
+    return num_ids;
 }
 
 struct rows_to_sample {
-    const float *logits;
+    float *logits;
     ptrdiff_t stride;
     const float *temperature;
     const int32_t *top_k;
     const float *top_p, *min_p;
     const int64_t *seed;
     const int32_t *choice;
-    const int64_t *position;
+    const int64_t *position, *rows;
+    const uint32_t *masks;
     float *scratch;
-    int64_t *tokens, size;
+    int64_t *tokens, *peaks, size;
 };
+
+static int64_t sample_row(const struct sampling *p, const float *logits, float *scratch, int64_t size, int64_t *peak) {
+    *peak = argmax(logits, size);
+    if (p->temperature == 0.0f || *peak == NOT_A_TOKEN) return *peak;
+    return draw(p, logits, NULL, *peak, scratch, scratch + size, size);
+}
+
+// As sample_row of the row without the banned tokens. What top_k and top_p keep is found by sums over places, so
+// their rows are not gathered, nor is a row whose allowed tokens are all impossible.
+static int64_t sample_allowed(
+    const struct sampling *p, float *logits, const uint32_t *mask, float *scratch, int64_t size, int64_t *peak) {
+    int32_t *ids = (int32_t *)scratch;
+    int64_t most = size / GATHERED_SHARE;
+    int is_kept_whole = p->temperature > 0.0f && (p->top_k > 0 || p->top_p < 1.0f);
+    int64_t num_ids = is_kept_whole ? -1 : gather(mask, size, ids, most);
+    if (num_ids > 0) {
+        float *allowed = scratch + most, *exponent = allowed + most;
+        for (int64_t i = 0; i < num_ids; i++) allowed[i] = logits[ids[i]];
+        int64_t first = argmax(allowed, num_ids);
+        if (first == NOT_A_TOKEN) return *peak = NOT_A_TOKEN;
+        *peak = ids[first];
+        if (allowed[first] > -INFINITY)
+            return p->temperature == 0.0f ? *peak : draw(p, allowed, ids, first, exponent, exponent + most, num_ids);
+    }
+    ban(logits, mask, size);
+    return sample_row(p, logits, scratch, size, peak);
+}
 
 static void sample_rows(const void *context, int64_t begin, int64_t end, int thread) {
     const struct rows_to_sample *s = context;
-    float *exponent = s->scratch + thread * 2 * s->size;
-    for (int64_t r = begin; r < end; r++) {
-        const float *logits = s->logits + r * s->stride;
+    float *scratch = s->scratch + thread * 2 * s->size;
+    int64_t num_words = (s->size + WORD_BITS - 1) / WORD_BITS;
+    for (int64_t i = begin; i < end; i++) {
+        int64_t r = s->rows ? s->rows[i] : i;
+        float *logits = s->logits + r * s->stride;
         struct sampling p = {s->temperature[r], s->top_k[r], s->top_p[r], s->min_p[r], s->seed[r], s->choice[r], s->position[r]};
-        s->tokens[r] = p.temperature == 0.0f ? argmax(logits, s->size)
-                                             : draw(&p, logits, exponent, exponent + s->size, s->size);
+        s->tokens[r] = s->masks ? sample_allowed(&p, logits, s->masks + i * num_words, scratch, s->size, s->peaks + r)
+                                : sample_row(&p, logits, scratch, s->size, s->peaks + r);
     }
 }
 
-// logits: [num_rows, size] fp32, rows `stride` floats apart; scratch: [num_threads, 2 * size].
+// logits: [all rows, size] fp32, rows `stride` floats apart; rows: null, or [num_rows], distinct, those to sample;
+// masks: null, or [num_rows, words], contiguous: bit v % 32 of word v / 32 allows token v, and logits of other tokens
+// may become -inf; scratch: [num_threads, 2 * size]; tokens, peaks (the first of the largest logits): [all rows].
 EXPORT void baton_sample(
-    const float *logits, ptrdiff_t stride, const float *temperature, const int32_t *top_k, const float *top_p,
-    const float *min_p, const int64_t *seed, const int32_t *choice, const int64_t *position, float *scratch,
-    int64_t *tokens, int64_t num_rows, int64_t size) {
+    float *logits, ptrdiff_t stride, const float *temperature, const int32_t *top_k, const float *top_p,
+    const float *min_p, const int64_t *seed, const int32_t *choice, const int64_t *position, const int64_t *rows,
+    const uint32_t *masks, float *scratch, int64_t *tokens, int64_t *peaks, int64_t num_rows, int64_t size) {
     struct rows_to_sample s = {
-        logits, stride, temperature, top_k, top_p, min_p, seed, choice, position, scratch, tokens, size};
+        logits, stride, temperature, top_k, top_p, min_p, seed, choice,
+        position, rows, masks, scratch, tokens, peaks, size};
     parallel_for(num_rows, 1, sample_rows, &s);
 }

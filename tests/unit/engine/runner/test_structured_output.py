@@ -3,26 +3,33 @@
 import json
 import threading
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any, Final
 
 import jsonschema
 import msgspec
 import pytest
+import torch
 
 from baton.cluster.model_directory import resolve_model
 from baton.config.engine import engine_config
 from baton.engine.engine import Engine, load_engine
-from baton.engine.runner.structured_output import MAX_COMPILED, MAX_TENANTS
-from baton.engine.scheduler.sequence import PreemptMode
+from baton.engine.runner.logits_processors import LOGITS_PROCESSORS
+from baton.engine.runner.sampler import Sampled, Sampler
+from baton.engine.runner.structured_output import MAX_COMPILED, MAX_TENANTS, StructuredOutputMask
+from baton.engine.scheduler.sequence import PreemptMode, Row
 from baton.errors import InvalidRequest
 from baton.gateway.text.tokenizer import Tokenizer
 from baton.request import FinishReason, Request, SamplingParams, StepOutput, StructuredOutputs
 from baton.token_ids import TokenIds
+from tests.batches import make_batch, make_sequence, rest_of
 from tests.parity.runs import PreemptInTurn
 from tests.tiny_models import run_to_end, tiny_engine, token_ids, write_config
 
 TINY: Final = resolve_model("tiny")
+VOCAB_SIZE: Final = 1024  # of the logits; the tokenizer has fewer tokens
+END_ID: Final = 1
 SCHEMA: Final[dict[str, Any]] = {
     "type": "object",
     "properties": {
@@ -134,6 +141,78 @@ def test_tokens_are_those_of_an_undisturbed_run(plain: Engine, tokenizer: Tokeni
         assert {key: token_ids(outputs) for key, outputs in found.items()} == expected
     finally:
         made.close()
+
+
+class MasksFirst:
+    """The filter as a processor that masks each row before the draw."""
+
+    def __init__(self, token_filter: StructuredOutputMask) -> None:
+        self.applies, self.process = token_filter.applies, token_filter.process
+
+
+SAMPLINGS: Final[tuple[dict[str, Any], ...]] = (
+    {"temperature": 0.0},
+    {"temperature": 0.0, "repetition_penalty": 1.5, "frequency_penalty": 0.5},
+    {"temperature": 1.0},
+    {"temperature": 2.5, "min_p": 0.01, "logprobs": 3},
+    {"temperature": 0.8, "top_k": 20},
+    {"temperature": 1.2, "top_p": 0.9, "presence_penalty": 1.0},
+    {"temperature": 1e-6, "logit_bias": {5: 90.0}},
+    {"temperature": 1.0, "allowed_token_ids": (1, *range(5, 140))},
+)
+
+
+def sampled(spread: float, *, masks_first: bool) -> tuple[list[list[int]], list[Sampled]]:
+    """Answers to random logits, in every form with all parameters, and the results of the steps."""
+    generator, mask = torch.Generator().manual_seed(1), StructuredOutputMask(TINY, VOCAB_SIZE, [END_ID])
+    last = MasksFirst(mask) if masks_first else mask
+    sampler = Sampler(torch.device("cpu"), (*LOGITS_PROCESSORS.values(), last))
+    sequences = [
+        make_sequence(f"{number}", (1, 2, 3), seed=number, structured_outputs=form, **sampling)
+        for number, (form, sampling) in enumerate(product(FORMS.values(), SAMPLINGS))
+    ]
+    results = []
+    for _ in range(30):
+        logits = torch.randn((len(sequences), VOCAB_SIZE), generator=generator) * spread
+        live = [
+            number
+            for number, each in enumerate(sequences)
+            if not each.num_generated_tokens or each.token_ids[-1] > 1
+        ]
+        batch = make_batch(*(rest_of(sequences[number], sequences[number].num_tokens - 1) for number in live))
+        results.append(sampler.sample(batch, logits[live]).wait())
+        for number, token_id in zip(live, results[-1].token_ids, strict=True):
+            sequences[number].token_ids.append(token_id or 0)  # 0: the grammar has no token that is allowed
+    return [each.token_ids[3:] for each in sequences], results
+
+
+@pytest.mark.parametrize("spread", [1.0, 8.0])
+def test_tokens_are_those_of_rows_that_are_masked_before_the_draw(spread: float) -> None:
+    answers, results = sampled(spread, masks_first=False)
+    expected, expected_results = sampled(spread, masks_first=True)
+    assert answers == expected
+    assert [each.logprobs for each in results] == [each.logprobs for each in expected_results]
+    assert sum(map(len, answers)) > 500
+
+
+def test_a_token_that_is_not_banned_is_in_the_mask(tokenizer: Tokenizer) -> None:
+    """For each token of the vocabulary, along an answer in each form."""
+    num_allowed = num_masked = 0
+    for form in FORMS.values():
+        mask = StructuredOutputMask(TINY, VOCAB_SIZE, [END_ID])
+        sequence = make_sequence("s", (1,), structured_outputs=form)
+        row, logits = Row(sequence), torch.zeros(VOCAB_SIZE, VOCAB_SIZE)
+        generator = torch.Generator().manual_seed(2)
+        while sequence.token_ids[-1] != END_ID or len(sequence.token_ids) == 1:
+            logits = torch.rand((1, VOCAB_SIZE), generator=generator)
+            mask.process(logits[0], row)
+            in_mask = set(logits[0].isfinite().nonzero().flatten().tolist())
+            rows = dict.fromkeys(range(VOCAB_SIZE), row)
+            allowed = rows.keys() - mask.banned(rows, [{token} for token in range(VOCAB_SIZE)]).keys()
+            assert allowed <= in_mask
+            num_allowed, num_masked = num_allowed + len(allowed), num_masked + len(in_mask)
+            sequence.token_ids.append(int(logits[0].argmax()))
+    assert num_allowed > 0.9 * num_masked, "only forced text and the end are left to the mask"
 
 
 def test_tokens_that_the_form_forces_need_no_step_each(plain: Engine, tokenizer: Tokenizer) -> None:
