@@ -25,11 +25,11 @@ from baton.router.decisions import (
     DecisionHistory,
     DispatchedLine,
     EndedLine,
+    Hindsight,
     encode_line,
     keys_as_text,
     weighed,
 )
-from baton.router.hindsight import Hindsight
 from baton.router.in_flight import OTHERS, InFlightAttempt
 from baton.router.index.prefix_index import EXPECTED_FOR_S, Family, family_of, first_halves, with_zeros
 from baton.router.policies.base import Pair, PolicyContext, RoutingChoice, RoutingPolicy

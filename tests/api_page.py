@@ -51,7 +51,7 @@ SECTIONS: Final = {
             ("baton.gateway.metrics.exporter", "Metric"),
             ("baton.gateway.text.tool_calls", "ToolCallParser"),
             ("baton.gateway.text.answer_grammar", "CallForm"),
-            ("baton.gateway.text.reasoning", "ReasoningParser"),
+            ("baton.gateway.text.answer_parsing", "ReasoningParser"),
             ("baton.kvtransfer.transports.base", "Transport TransportListener Sender LocalRank"),
             ("baton.kvtransfer.transports.base", "Piece OutgoingTransfer PieceOutcome"),
         ),

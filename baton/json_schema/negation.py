@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import combinations, pairwise
 from typing import Any, Final, TypeAlias
 
-from baton.json_schema.disjoint import are_disjoint, finite_values
 from baton.json_schema.document import (
     ALL_TYPES,
     LAST_DRAFT_OF_DEPENDENCIES,
@@ -18,6 +17,7 @@ from baton.json_schema.document import (
     type_names,
 )
 from baton.json_schema.patterns import excluding
+from baton.json_schema.values import are_disjoint, finite_values
 
 Types: TypeAlias = frozenset[str]
 Alternatives: TypeAlias = list[Schema]

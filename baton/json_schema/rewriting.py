@@ -27,7 +27,6 @@ from itertools import combinations, permutations
 from math import perm
 from typing import Any, Final, TypeAlias
 
-from baton.json_schema.disjoint import are_disjoint, conjuncts, finite_values
 from baton.json_schema.document import (
     ALL_TYPES,
     Document,
@@ -49,7 +48,7 @@ from baton.json_schema.negation import (
     of_types,
 )
 from baton.json_schema.patterns import FORMATS, mended, whole
-from baton.json_schema.values import fits
+from baton.json_schema.values import are_disjoint, conjuncts, finite_values, fits
 
 MAX_DEPENDENCIES: Final = 8  # of one object; each doubles the cases
 MAX_INDEXES: Final = 8  # at which an item that `contains` asks for may be

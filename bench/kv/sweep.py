@@ -23,8 +23,8 @@ from baton.bench.kv.limits import (
     scattered_moves,
 )
 from baton.bench.report import Plot, Row, at_least
-from baton.kernels.copy_runs import copy_runs
 from baton.kernels.huge_pages import huge_zeros
+from baton.kernels.pages import copy_runs
 from baton.kvtransfer.protocol.timeline import TransferTimes
 from baton.kvtransfer.protocol.transfer_plan import plan_transfer
 

@@ -35,11 +35,10 @@ from baton.gateway.api.dialects.response_store import AskedResponse
 from baton.gateway.api.errors import ApiError, invalid
 from baton.gateway.api.tool_choice import Tool, ToolChoice, read_tool_choice
 from baton.gateway.text.answer_grammar import Tags
-from baton.gateway.text.answer_parsing import ModelParsers, frame_of
+from baton.gateway.text.answer_parsing import REASONING_PARSERS, ModelParsers, frame_of
 from baton.gateway.text.answer_reader import AnswerParsing, ReasoningState
 from baton.gateway.text.chat_template import REASONING_EFFORT, ChatTemplate, Message, read_messages
 from baton.gateway.text.model_files import read_vocab_size
-from baton.gateway.text.reasoning import REASONING_PARSERS
 from baton.gateway.text.tokenizer import Tokenizer
 from baton.gateway.text.tool_calls import has_tagged_arguments
 from baton.request import MAX_BAD_WORD_TOKENS, StructuredOutputs

@@ -495,7 +495,7 @@ METRICS: Final[list[Metric[Any]]] = [
         "Of baton_router_prompt_tokens, tokens of a prefix that an earlier prompt had.",
         _router_counter("repeated_prompt_tokens"),
     ),
-    # Predictions against measurements: router/hindsight.py explains them.
+    # Predictions against measurements: `Hindsight` in router/decisions.py explains them.
     counter(
         "baton_router_measured_prompt_tokens",
         ROUTERS,

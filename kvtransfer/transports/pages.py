@@ -24,9 +24,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from baton.errors import ConfigError, TransferFailed
-from baton.kernels.copy_runs import copy_runs
 from baton.kernels.huge_pages import huge_zeros
-from baton.kernels.pages import copy_pages
+from baton.kernels.pages import copy_pages, copy_runs
 from baton.kvtransfer.protocol.transfer_plan import Offsets, TransferPlan
 
 REVOKED: Final = 0  # no page that was ever handed out has generation 0

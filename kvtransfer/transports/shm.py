@@ -34,7 +34,7 @@ import numpy as np
 from msgspec import Meta
 
 from baton.errors import BatonError, TransferFailed, WireError
-from baton.kernels.copy_runs import copy_runs
+from baton.kernels.pages import copy_runs
 from baton.kvtransfer.protocol.messages import ID_BYTES, PeerRank, RankListenerAddresses
 from baton.kvtransfer.protocol.transfer_plan import Offsets, TransferPlan
 from baton.kvtransfer.transports.base import LocalRank, OnEnd, Part, Piece, QueueSender

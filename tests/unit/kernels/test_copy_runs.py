@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from baton.kernels import native
-from baton.kernels.copy_runs import Offsets, copy_runs, copy_runs_reference
+from baton.kernels.pages import Offsets, copy_runs, copy_runs_reference
 
 
 @dataclass(frozen=True)

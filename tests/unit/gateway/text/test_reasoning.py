@@ -7,9 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.errors import ConfigError
-from baton.gateway.text.answer_parsing import ModelParsers, choice_reader
+from baton.gateway.text.answer_parsing import REASONING_PARSERS, ModelParsers, choice_reader
 from baton.gateway.text.answer_reader import AnswerParsing, ReasoningState
-from baton.gateway.text.reasoning import REASONING_PARSERS
 
 WITHIN, BEFORE, AFTER = ReasoningState.WITHIN, ReasoningState.BEFORE, ReasoningState.AFTER
 CALL = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from baton.kernels.copy_runs import copy_runs_reference
+from baton.kernels.pages import copy_runs_reference
 from baton.kvtransfer.protocol.transfer_plan import plan_transfer
 from baton.kvtransfer.transports.pages import DevicePages, PagePacking, StagedParts, packing_of
 from baton.pages import PageLayout
