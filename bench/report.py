@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Self, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -24,6 +24,7 @@ from baton.bench.machine import machine_description
 if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
 
+NameT = TypeVar("NameT")
 _TREE: Final = Path(__file__).resolve().parents[1]
 # In a checkout, bench/results; an installed Baton writes into the current folder, not among the libraries.
 RESULTS: Final = _TREE / "bench" / "results" if (_TREE / "pyproject.toml").exists() else Path()
@@ -63,6 +64,15 @@ def at_most(name: str, value: float, unit: str, limit: float | None, note: str =
     if limit is None:
         return Row(name, value, unit, note=note)
     return Row(name, value, unit, f"<= {limit:g}", value <= limit, note)
+
+
+def in_turns(names: Iterable[NameT], number: int) -> Iterable[NameT]:
+    """Return the names in their order in every other round, else backwards.
+
+    A machine that slows down or speeds up then favours none. number: of the round.
+    """
+    ordered = list(names)
+    return reversed(ordered) if number % 2 else ordered
 
 
 def percentile(values: Sequence[float], percent: float) -> float:

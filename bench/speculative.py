@@ -29,7 +29,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from baton.bench.engine.replica import request_of
-from baton.bench.report import Report, Row, Suite, at_least, at_most
+from baton.bench.report import Report, Row, Suite, at_least, at_most, in_turns
 from baton.config.engine import engine_config
 from baton.engine.engine import Engine, load_engine
 from baton.engine.speculation.draft_lengths import StepCosts, time_steps
@@ -245,7 +245,7 @@ def compare(off: Engine, on: Engine, work: Work, num_pairs: int) -> Pairs:
     _, expected = run(off, work)
     run(on, work)
     for pair in range(num_pairs):
-        for engine, rates in ((off, pairs.off), (on, pairs.on))[:: 1 if pair % 2 else -1]:
+        for engine, rates in in_turns(((off, pairs.off), (on, pairs.on)), pair + 1):
             rate, answers = run(engine, work)
             rates.append(rate)
             if answers != expected:

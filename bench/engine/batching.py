@@ -26,7 +26,7 @@ from statistics import fmean, median, pstdev
 from typing import Final, NamedTuple, TypeAlias
 
 from baton.bench.engine.replica import LlamaShape, Replica, load_replica, request_of
-from baton.bench.report import Plot, Report, Row, Suite, at_least, format_number, percentile
+from baton.bench.report import Plot, Report, Row, Suite, at_least, format_number, in_turns, percentile
 from baton.request import Request, SamplingParams
 
 POLICIES: Final = ("static", "dynamic", "continuous")
@@ -233,7 +233,7 @@ def take_turns(replicas: Mapping[str, Replica], requests_of_repeats: Sequence[Re
     """Run the requests of each repeat under every policy, in an order that alternates."""
     outcomes: Outcomes = {policy: [] for policy in replicas}
     for repeat, requests in enumerate(requests_of_repeats):
-        for policy in list(replicas)[:: 1 if repeat % 2 == 0 else -1]:
+        for policy in in_turns(replicas, repeat):
             outcomes[policy].append(serve(replicas[policy], requests))
     return outcomes
 

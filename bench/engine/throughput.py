@@ -22,7 +22,7 @@ import torch
 
 from baton.bench.engine.replica import generate, num_head_parameters, num_layer_parameters
 from baton.bench.machine import matmul_peak_tflops, read_bandwidth_gbps
-from baton.bench.report import Report, Row, Suite, at_least, at_most
+from baton.bench.report import Report, Row, Suite, at_least, at_most, in_turns
 from baton.bench.serve.load import Job, random_jobs
 from baton.cluster.model_directory import resolve_model
 from baton.config.engine import engine_config
@@ -124,18 +124,14 @@ def rival_tokens_per_s(command: str) -> float:
 
 
 def prefix_cache_cost(load: Callable[[bool], Engine], num_pairs: int, report: Report) -> Row:
-    """Measure the throughput lost to a prefix cache that never hits, from pairs of runs over fresh prompts.
-
-    Every other pair runs the cache first, so a machine that slows down or speeds up favours neither.
-    """
+    """Measure the throughput lost to a prefix cache that never hits, by pairs of runs over fresh prompts."""
     engines = {caching: load(caching) for caching in (False, True)}
     vocab_size = engines[False].vocab_size
     losses = []
     for pair in range(num_pairs + NUM_WARMUP_PAIRS):
         report.tell(f"prefix cache, pair {pair + 1} of {num_pairs + NUM_WARMUP_PAIRS}")
         jobs = random_jobs(NUM_REQUESTS, pair, vocab_size=vocab_size)
-        order = (False, True) if pair % 2 else (True, False)
-        seconds = {caching: run_jobs(engines[caching], jobs) for caching in order}
+        seconds = {caching: run_jobs(engines[caching], jobs) for caching in in_turns((True, False), pair)}
         losses.append(100 * (seconds[True] / seconds[False] - 1))
     del losses[:NUM_WARMUP_PAIRS]
     for engine in engines.values():

@@ -7,18 +7,47 @@
 
 Two real processes, real ledgers, scattered pages, digests compared; limits of the machine measured in the
 same run. docs/benchmarks.md explains the figures.
+
+1. Streaming: an engine computes a prompt in chunks while the transport's threads move finished pages, the
+   last chunk whole or by groups of layers; compared with pages that are all sent at the end. The exposed
+   time is from the last computed page until the destination says that all pages are right.
+2. Replay: each request of a trace goes to the least busy prefill and decode worker. Blocks that the decode
+   worker has cached are not sent. Requests keep the trace's order, one hand-off at a time, so each figure is
+   a transfer's own. Every worker is an endpoint, every decode worker a process. Nothing streams: the worst
+   case.
+3. Faults in the middle of a transfer, when they are noticed, when the pages are back, and the wasted bytes:
+   kill: the destination's process dies; stall: the destination's process is stopped (SIGSTOP) for good;
+   abort: the source gives up; cut: the link closes; corrupt: a bit of a page flips on arrival, and its unit
+   is written again.
 """
 
 import argparse
+import os
+import signal
 import sys
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from enum import Enum
 from itertools import product
 from pathlib import Path
+from statistics import median
+from time import perf_counter
 from typing import Final
 
 import msgspec
 
-from baton.bench.kv.cases import FAULTS, PERCENTS, fault_rows, stream_rows, trace_rows
-from baton.bench.kv.ends import SHAPES, TRANSPORTS, layout_of
+from baton.bench.engine.replica import LlamaShape, load_replica, request_of
+from baton.bench.kv.ends import (
+    SHAPES,
+    TRANSPORTS,
+    DestinationProcess,
+    SourceEnd,
+    layout_of,
+    moving_s,
+    times_of,
+    wait_for,
+)
 from baton.bench.kv.sweep import (
     Sweep,
     measure_shape,
@@ -27,8 +56,268 @@ from baton.bench.kv.sweep import (
     rival_rows,
     sweep_rows,
 )
-from baton.bench.report import Report, Suite
-from baton.sim.workload import read_trace
+from baton.bench.report import Report, Row, Suite, at_least, at_most, percentile
+from baton.engine.cache.page_pool import PageState
+from baton.kvtransfer.endpoint import KvEndpoint
+from baton.kvtransfer.protocol.handoff import HandoffOutcome, Timing
+from baton.kvtransfer.protocol.timeline import TransferTimes
+from baton.messages.control import Prefill
+from baton.pages import PageLayout
+from baton.prefill_worker.prefill_job import LayerwiseSend, PrefillJob
+from baton.request import SamplingParams
+from baton.rpc.worker_node import PromptTimer
+from baton.sim.workload import TraceRequest, read_trace
+
+Progress = Callable[[str], None]
+CHUNK_TOKENS: Final = 512
+NUM_LAYER_GROUPS: Final = 4
+SHAPE: Final = LlamaShape(
+    hidden_size=512,
+    intermediate_size=1408,
+    num_layers=8,
+    num_heads=8,
+    num_kv_heads=8,  # the KV of a token and layer is that of an 8B model, 4 KiB
+    head_dim=128,
+    vocab_size=4096,
+    max_positions=8192 + 64,
+)
+EXPOSED_BAR: Final = 3.0  # % of a prefill
+STREAMING_BAR: Final = 3.0  # times less exposed
+
+
+class Leaving(Enum):
+    """When the pages of a prompt leave."""
+
+    BY_LAYERS = "by layers"  # chunk by chunk, the last one by groups of layers
+    BY_CHUNKS = "by chunks"
+    AT_END = "at the end"
+
+
+class _StreamingPrefill:
+    """An engine, and an endpoint that sends its pages."""
+
+    def __init__(self, transport: str, most_tokens: int) -> None:
+        token_bytes = 2 * SHAPE.num_layers * SHAPE.num_kv_heads * SHAPE.head_dim * 2
+        kv_bytes = (SHAPE.max_positions + 2 * most_tokens) * token_bytes  # the last prompt's are still held
+        replica = load_replica(
+            SHAPE,
+            {
+                "scheduler": {"max_num_seqs": 2, "max_num_batched_tokens": CHUNK_TOKENS},
+                "cache": {"kv_cache_memory_bytes": kv_bytes, "enable_prefix_caching": False},
+            },
+        )
+        self._engine, runner = replica.engine, replica.runner
+        pool = runner.pool.device
+        self._layout = runner.layout
+        self._destination = DestinationProcess(runner.layout, len(pool))
+        self._source = SourceEnd(runner.layout, transport, pool, self._engine.scheduler.pool)
+
+    def run(self, num_tokens: int, leaving: Leaving) -> tuple[float, float]:
+        """Return the seconds of the prefill, and the exposed seconds."""
+        engine, endpoint = self._engine, self._source.endpoint
+        num_pages = self._layout.num_pages(num_tokens)
+        token_ids = tuple(1 + index % (SHAPE.vocab_size - 1) for index in range(num_tokens))
+        sampling = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
+        num_groups = NUM_LAYER_GROUPS if leaving is Leaving.BY_LAYERS else 1
+        granted = self._destination.grant(endpoint, num_pages, num_groups)
+        request = request_of(token_ids, sampling)
+        (sequence,) = engine.add(request)
+        job = PrefillJob(
+            Prefill(request=request, gateway="", decode="", transfer=granted.transfer),
+            self._layout.page_size,
+            PromptTimer(request, 0.0),
+            granted=granted,
+            progress=sequence,
+        )
+        layerwise = LayerwiseSend(endpoint, {request.request_id: job}.get)
+        started_s, ended = perf_counter(), None
+        while sequence.num_computed_tokens < num_tokens:
+            engine.step(layerwise if leaving is Leaving.BY_LAYERS else None)
+            may_leave = leaving is not Leaving.AT_END or sequence.num_computed_tokens >= num_tokens
+            if may_leave and (offer := job.take_offer()) is not None:
+                endpoint.offer(job.transfer, offer.pages, offer.num_units)
+            ended = next((each for each in endpoint.poll() if each.transfer == job.transfer), ended)
+        prefill_s = perf_counter() - started_s
+        times = times_of(ended or wait_for(endpoint, job.transfer))
+        engine.abort(request.request_id)
+        return prefill_s, times.exposed_s
+
+    def close(self) -> None:
+        self._source.endpoint.close()
+        self._destination.close()
+        self._engine.close()
+
+
+def stream_rows(num_tokens: int, transport: str, num_rounds: int, progress: Progress) -> list[Row]:
+    """Measure every way to leave in turns; the first round warms up. A request waits for the exposed time."""
+    taken: dict[Leaving, list[tuple[float, float]]] = {leaving: [] for leaving in Leaving}
+    with closing(_StreamingPrefill(transport, num_tokens)) as prefill:
+        for _ in range(num_rounds + 1):
+            progress(f"streaming {num_tokens} tokens over {transport}")
+            for leaving in Leaving:
+                taken[leaving].append(prefill.run(num_tokens, leaving))
+    prefill_s, exposed_s = (
+        {way: median(run[part] for run in runs[1:]) for way, runs in taken.items()} for part in range(2)
+    )
+    streamed_s, layers_s = exposed_s[Leaving.BY_CHUNKS], exposed_s[Leaving.BY_LAYERS]
+    whole_s, name = prefill_s[Leaving.BY_CHUNKS], f"{transport}, {num_tokens:,} tokens"
+    note = f"{1e3 * streamed_s:.1f} ms of a prefill of {whole_s:.2f} s"
+    slower = 100 * (prefill_s[Leaving.BY_LAYERS] / whole_s - 1)
+    layers_note = f"{1e3 * layers_s:.1f} ms; the prefill takes {slower:+.1f} %"
+    gain, layers_gain = exposed_s[Leaving.AT_END] / streamed_s, streamed_s / layers_s
+    return [
+        at_most(f"{name}: exposed", 100 * streamed_s / whole_s, "% of prefill", EXPOSED_BAR, note),
+        at_least(f"{name}: pushed at the end / streamed", gain, "x", STREAMING_BAR),
+        Row(f"{name}: last chunk whole / by groups of layers", layers_gain, "x", note=layers_note),
+    ]
+
+
+CACHED_BLOCKS: Final = 1000  # of a decode worker
+PREFILL_TOKENS_PER_S: Final = 8000.0  # gives the time to the first token, beside which exposed time is shown
+
+
+class _CachingDecode:
+    """A decode worker's process, and the blocks that it has cached."""
+
+    def __init__(self, layout: PageLayout, num_pages: int) -> None:
+        self.process = DestinationProcess(layout, num_pages)
+        self._blocks: OrderedDict[int, None] = OrderedDict()
+
+    def num_cached_tokens(self, request: TraceRequest) -> int:
+        """Return the cached tokens of the prompt; cache the other blocks."""
+        num_blocks = 0
+        for block in request.block_ids:
+            if block not in self._blocks:
+                break
+            num_blocks += 1
+        for block in request.block_ids:
+            self._blocks[block] = None
+            self._blocks.move_to_end(block)
+        while len(self._blocks) > CACHED_BLOCKS:
+            self._blocks.popitem(last=False)
+        return min(num_blocks * request.block_tokens, request.input_tokens - 1)
+
+
+def trace_rows(
+    requests: Sequence[TraceRequest],
+    layout: PageLayout,
+    transport: str,
+    num_prefill: int,
+    num_decode: int,
+    progress: Progress,
+) -> list[Row]:
+    """Replay the hand-offs of a trace over a matrix of prefill and decode workers."""
+    num_pages = 2 * layout.num_pages(max(request.input_tokens for request in requests)) + 64
+    decodes = [_CachingDecode(layout, num_pages) for _ in range(num_decode)]
+    sources = [SourceEnd.random(layout, num_pages, transport) for _ in range(num_prefill)]
+    busy_tokens = [0] * num_prefill, [0] * num_decode
+    taken: list[TransferTimes] = []
+    num_cached = 0
+    try:
+        for number, request in enumerate(requests):
+            progress(f"{transport}: request {number + 1} of {len(requests)}")
+            p, d = (min(range(len(busy)), key=busy.__getitem__) for busy in busy_tokens)
+            cached = decodes[d].num_cached_tokens(request) // layout.page_size * layout.page_size
+            num_cached += cached
+            busy_tokens[0][p] += request.input_tokens - cached
+            busy_tokens[1][d] += request.input_tokens + request.output_tokens
+            taken.append(sources[p].send(decodes[d].process, request.input_tokens - cached))
+    finally:
+        for source in sources:
+            source.endpoint.close()
+        for decode in decodes:
+            decode.process.close()
+    totals_ms = [1e3 * times.total_s for times in taken]
+    gbps = sum(times.num_bytes for times in taken) / sum(map(moving_s, taken)) / 1e9
+    p99_ms = percentile(totals_ms, 99)
+    exposed_shares = [
+        times.exposed_s / (times.exposed_s + request.input_tokens / PREFILL_TOKENS_PER_S)
+        for request, times in zip(requests, taken, strict=True)
+    ]
+    exposed_ms, note = 1e3 * median(times.exposed_s for times in taken), "without streaming"
+    moved = f"{len(taken)} requests, {num_cached:,} tokens were cached"
+    return [
+        Row(f"{transport}: while moving", gbps, "GB/s", note=moved),
+        Row(f"{transport}: a hand-off, P50", median(totals_ms), "ms"),
+        Row(f"{transport}: a hand-off, P99", p99_ms, "ms"),
+        Row(f"{transport}: exposed, median", exposed_ms, "ms", note=note),
+        Row(f"{transport}: exposed / TTFT", 100 * median(exposed_shares), "%"),
+    ]
+
+
+FAULTS: Final = ("kill", "stall", "abort", "cut", "corrupt")
+PERCENTS: Final = (1, 50, 99)
+LEASE_S: Final = 2.0  # after which a stalled peer is given up
+LIMIT_S: Final = 30.0
+BACK_BAR_MS: Final = 1000.0
+
+
+def fault_rows(
+    fault: str, transport: str, percent: int, layout: PageLayout, num_rounds: int, num_pages: int = 96
+) -> list[Row]:
+    """Break `num_rounds` transfers after `percent` % of their pages."""
+    rounds = [_break(fault, transport, percent, layout, num_pages) for _ in range(num_rounds)]
+    outcomes, detected_s, back_s, wasted_bytes = zip(*rounds, strict=True)
+    name = f"{fault} at {percent} %, {transport}"
+    note = f"{outcomes[-1]}; {median(wasted_bytes) / 2**20:,.1f} MiB for nothing"
+    return [
+        Row(f"{name}: noticed", 1e3 * median(detected_s), "ms", note=note),
+        at_most(f"{name}: pages back", 1e3 * median(back_s), "ms", BACK_BAR_MS),
+    ]
+
+
+def _break(
+    fault: str, transport: str, percent: int, layout: PageLayout, num_pages: int
+) -> tuple[str, float, float, int]:
+    """Return the outcome, seconds until the source knows, seconds until all pages are free, wasted bytes."""
+    num_units = num_pages // 2
+    damaged_unit = max(1, num_units * percent // 100) if fault == "corrupt" else None
+    destination = DestinationProcess(layout, num_pages, damaged_unit=damaged_unit)
+    timing = Timing(lease_s=LEASE_S, heartbeat_s=LEASE_S / 4)
+    source = SourceEnd.random(layout, num_pages, transport, timing=timing)
+    endpoint, ledger = source.endpoint, source.ledger
+    try:
+        source.send(destination, layout.page_size)  # opens and warms everything
+        transfer = destination.grant(endpoint, num_units).transfer
+        pages = ledger.allocate(num_units, "prompt")
+        num_first = max(1, len(pages) * percent // 100)
+        endpoint.offer(transfer, pages[:num_first], num_first)
+        _poll_for(endpoint, 0.2)  # the first pages move before the others are computed
+        started_s = perf_counter()
+        match fault:
+            case "kill":
+                os.kill(destination.pid, signal.SIGKILL)
+            case "stall":
+                os.kill(destination.pid, signal.SIGSTOP)
+            case "abort":
+                endpoint.abort(transfer, "a bench of faults")
+            case "cut":
+                endpoint._transfers[transfer].link.close()
+        endpoint.offer(transfer, pages[num_first:], len(pages))
+        ledger.release(pages, "prompt")
+        ended = wait_for(endpoint, transfer)
+        detected_s = perf_counter()
+        while ledger.count(PageState.FREE) < num_pages and perf_counter() - started_s < LIMIT_S:
+            _poll_for(endpoint, 0.0)
+        back_s = perf_counter() - detected_s
+    finally:
+        os.kill(destination.pid, signal.SIGCONT)
+        endpoint.close()
+        destination.close()
+    num_bytes = 0 if ended.times is None else ended.times.num_bytes
+    is_whole = ended.outcome is HandoffOutcome.HANDED_OVER
+    wasted_bytes = num_bytes - num_units * layout.page_bytes if is_whole else num_bytes
+    return ended.outcome.value, detected_s - started_s, back_s, wasted_bytes
+
+
+def _poll_for(endpoint: KvEndpoint, seconds: float) -> None:
+    until_s = perf_counter() + seconds
+    while True:
+        endpoint.poll()
+        if perf_counter() >= until_s:
+            return
+        endpoint.wait(0.01)
+
 
 SIZES: Final = (128, 512, 2048, 8192, 32768)
 STREAM_TOKENS: Final = (4096, 8192)

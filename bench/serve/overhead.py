@@ -32,7 +32,7 @@ import uvloop
 
 from baton.bench.clusters import WatchedCluster, local_cluster
 from baton.bench.processes import Child
-from baton.bench.report import Report, Row, at_least, at_most, format_number, percentile
+from baton.bench.report import Report, Row, at_least, at_most, format_number, in_turns, percentile
 from baton.bench.serve.client import Address, Client
 from baton.bench.serve.figures import Run
 from baton.bench.serve.load import Hammer, Point, model_of
@@ -218,7 +218,7 @@ def measure_overhead(options: argparse.Namespace, rivals: Mapping[str, str], rep
     results: defaultdict[tuple[str, Point], list[Run]] = defaultdict(list)
     num_prefilled = 0
     for number in range(options.rounds):
-        for name in list(servers)[:: 1 if number % 2 == 0 else -1]:
+        for name in in_turns(servers, number):
             tell = partial(_tell_round, report, number, options.rounds, name)
             with servers[name]() as target:
                 measured = uvloop.run(measure_points(target, options.seconds, tell))

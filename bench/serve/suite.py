@@ -29,6 +29,7 @@ from baton.bench.report import (
     at_least,
     at_most,
     format_number,
+    in_turns,
     percentile,
     ranked_shares,
 )
@@ -256,7 +257,7 @@ async def _load(
     runs: defaultdict[str, list[Run]] = defaultdict(list)
     for number in range(options.rounds):
         jobs = _jobs(options, options.seed + number)
-        for name in list(clients)[:: 1 if number % 2 == 0 else -1]:
+        for name in in_turns(clients, number):
             report.tell(f"round {number + 1} of {options.rounds}: {name}", number / options.rounds)
             runs[name].append(await Load(clients[name], models[name], shape).run(jobs))
     for client in clients.values():

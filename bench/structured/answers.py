@@ -1,15 +1,36 @@
-"""Sampled answers of `tiny` at temperature 1: whether they are valid, and whether drafts change them."""
+"""Answers of `tiny`, sampled at temperature 1: are they valid, and do drafts or kills change them?
 
+With kills:
+
+1. One engine answers questions with forms, at temperature 1 with a seed each.
+2. Clients ask a cluster of two prefill and two decode workers the same, in streams and whole, and hang up now
+   and then. Decode workers have two ranks. Pages are few, so sequences are preempted, too.
+3. Meanwhile a decode worker and a prefill worker get SIGKILL in turns. The next is killed once the cluster is
+   whole again, for a request survives one death (docs/faults.md).
+"""
+
+import asyncio
 import json
+import os
+import signal
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import cycle
 from typing import Any, Final
 
+from baton.bench.clusters import MODEL, START_S, WatchedCluster, local_cluster
+from baton.bench.faults.clients import Clients, Question
 from baton.bench.report import Report, Row, at_least, at_most
-from baton.bench.structured.batch import BATCH
 from baton.bench.structured.cases import Case
+from baton.bench.structured.masks import BATCH
 from baton.cluster.model_directory import resolve_model
-from baton.config.engine import engine_config
+from baton.config.cluster import ServeConfig, WorkersConfig
+from baton.config.engine import CacheConfig, EngineSettings, engine_config
+from baton.config.router import RouterConfig
 from baton.engine.engine import load_engine
+from baton.errors import WorkerLost
 from baton.gateway.text.tokenizer import Tokenizer
 from baton.request import FinishReason, Request, SamplingParams
 from baton.token_ids import TokenIds
@@ -89,3 +110,99 @@ def answer_rows(report: Report, cases: Sequence[Case], num_answers: int) -> list
     num_differing = sum(one != other for (_, one, _), (_, other, _) in zip(plain, drafted, strict=True))
     note = f"of {sum(len(tokens) for _, tokens, _ in plain):,} tokens"
     return [*rows, at_most("answers that drafts change", num_differing, "", 0, note)]
+
+
+NUM_CLIENTS: Final = 8
+VICTIMS: Final = ("decode-0", "prefill-0", "decode-1", "prefill-1")
+QUIET_S: Final = 2.0  # between a whole cluster and the next kill
+LOOK_S: Final = 0.2
+CONFIG: Final = ServeConfig(
+    model=MODEL,
+    runtime="local",
+    port=0,
+    prefill=WorkersConfig(num_workers=2),
+    decode=WorkersConfig(num_workers=2, page_size=32, tensor_parallel_size=2),
+    engine=EngineSettings(max_model_len=768, cache=CacheConfig(kv_cache_memory_bytes=2**21)),
+    router=RouterConfig(policy="least-loaded"),  # which sends every prompt to a prefill worker
+)
+
+
+@dataclass
+class KilledRun:
+    """The outcome of a run with kills."""
+
+    outcomes: Counter[str] = field(default_factory=Counter)  # of calls
+    num_kills: Counter[str] = field(default_factory=Counter)  # by worker
+    complaints: list[str] = field(default_factory=list)
+
+    @property
+    def num_compared(self) -> int:
+        """Answers that were read to their end."""
+        return self.outcomes["answered"] + self.outcomes["wrong"]
+
+
+def form_questions(cases: Sequence[Case], num_questions: int, report: Report) -> list[Question]:
+    """Return completions with forms, each with the tokens that one engine gives."""
+    tokenizer = Tokenizer.find(resolve_model(MODEL))
+    assert tokenizer is not None
+    answers = sampled_answers(cases, num_questions, report)
+    questions = []
+    for number, (case, tokens, _) in enumerate(answers):
+        body: dict[str, Any] = {
+            "model": MODEL,
+            "prompt": list(tokenizer.encode(PROMPTS[number // len(cases) % len(PROMPTS)])),
+            "structured_outputs": {"json": case.schema},
+            "return_token_ids": True,
+            "max_tokens": MAX_ANSWER_TOKENS,
+            "temperature": 1.0,
+            "seed": number,
+        }
+        questions.append(Question(body, tokens))
+    return questions
+
+
+async def run_with_kills(
+    questions: Sequence[Question], num_answers: int, report: Report, config: ServeConfig = CONFIG
+) -> KilledRun:
+    """Ask a cluster until so many answers are compared and each of `VICTIMS` was killed once at least."""
+    found = KilledRun()
+    async with local_cluster(config) as cluster:
+        clients = Clients(cluster.url, questions, seed=0, num_clients=NUM_CLIENTS)
+        found.outcomes, found.complaints = clients.outcomes, clients.complaints
+        async with clients.asking():
+            killing = asyncio.create_task(_kill_in_turns(cluster, found))
+            while found.num_compared < num_answers or len(found.num_kills) < len(VICTIMS):
+                report.tell("answers while workers are killed", min(1.0, found.num_compared / num_answers))
+                await asyncio.wait([killing], timeout=LOOK_S)
+                if killing.done():
+                    await killing
+            killing.cancel()
+            with suppress(asyncio.CancelledError):
+                await killing
+    return found
+
+
+async def _kill_in_turns(cluster: WatchedCluster, found: KilledRun) -> None:
+    for name in cycle(VICTIMS):
+        await asyncio.sleep(QUIET_S)
+        pid = (await cluster.pids()).get(name)
+        if pid is not None:
+            os.kill(pid, signal.SIGKILL)
+            found.num_kills[name] += 1
+            await cluster.seconds_until(lambda status: not cluster.is_whole(status), QUIET_S)
+        if await cluster.seconds_until(cluster.is_whole, START_S) is None:
+            raise WorkerLost(f"the cluster is not whole again after {name} was killed")
+
+
+async def kill_rows(report: Report, cases: Sequence[Case], num_answers: int) -> list[Row]:
+    """Return how many answers differ from those of one engine while workers are killed."""
+    questions = form_questions(cases, len(cases), report)
+    found = await run_with_kills(questions, num_answers, report)
+    report.extra["kills"] = dict(found.num_kills)
+    report.extra["answers with kills"] = dict(found.outcomes)
+    note = f"{found.num_kills.total()} kills; {'; '.join(found.complaints[:3])}".removesuffix("; ")
+    return [
+        at_least("answers compared while workers are killed", found.num_compared, "", num_answers, note),
+        at_most("of these with a differing token", found.outcomes["wrong"], "", 0),
+        at_most("calls without an answer", found.outcomes["lost"], "", 0),
+    ]

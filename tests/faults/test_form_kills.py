@@ -6,8 +6,8 @@ from typing import Final
 import pytest
 
 from baton.bench.report import Report
+from baton.bench.structured.answers import VICTIMS, form_questions, run_with_kills
 from baton.bench.structured.cases import own_cases
-from baton.bench.structured.kills import VICTIMS, form_questions, run_with_kills
 from tests.event_loop import on_loop
 
 NUM_QUESTIONS: Final = 60

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from baton.bench.kv import cases, limits, suite
+from baton.bench.kv import limits, suite
 from baton.bench.kv.limits import Rival, scattered_moves
 from baton.bench.kv.sweep import Point, rival_rows, sweep_rows
 from baton.bench.report import Row
@@ -79,7 +79,7 @@ def test_sweep_has_every_transport_limit_and_rival(tmp_path: Path, monkeypatch: 
 
 
 def test_streamed_prompt_has_a_share_and_a_gain() -> None:
-    exposed, gain, by_layers = cases.stream_rows(600, "shm", 1, lambda text: None)
+    exposed, gain, by_layers = suite.stream_rows(600, "shm", 1, lambda text: None)
     assert (exposed.limit, gain.limit, by_layers.limit) == ("<= 3", ">= 3", None)
     assert exposed.value and gain.value and by_layers.value
 
@@ -87,7 +87,7 @@ def test_streamed_prompt_has_a_share_and_a_gain() -> None:
 def test_faults_are_noticed_and_pages_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(suite, "PERCENTS", (50,))
     monkeypatch.setattr(suite, "TRANSPORTS", ("shm",))
-    monkeypatch.setattr(cases, "LEASE_S", 0.5)
+    monkeypatch.setattr(suite, "LEASE_S", 0.5)
     rows = run(tmp_path, "--faults")
     assert {name.split()[0] for name in rows} == {"kill", "stall", "abort", "cut", "corrupt"}
     assert all(row.met for name, row in rows.items() if name.endswith("pages back"))
