@@ -50,11 +50,12 @@ from baton.messages.operations import (
 from baton.messages.workers import Worker
 from baton.request import AttemptKey, Request, SamplingParams
 from baton.router.checkpoint import KEPT_SAMPLING, save
-from baton.router.index.prefix_index import Family, PrefixIndex, first_halves
+from baton.router.index.prefix_index import PrefixIndex, first_halves
 from baton.router.index.table import Keys
 from baton.router.policies.base import RoutingChoice
 from baton.router.policies.candidates import PairCandidate
 from baton.router.redis.messages import SharedDispatch, SharedEnded, SharedStarted
+from baton.router.sliced_work import Family
 from baton.rpc.peers import Peer
 from baton.tenants import SchedulingKey, Sla
 from baton.token_ids import TOKEN_ID_BYTES, TokenIds

@@ -76,13 +76,7 @@ from baton.router.cluster_state import ClusterState, SharingLink
 from baton.router.decisions import DecisionLog
 from baton.router.dispatcher import Dispatcher, GatewayPeer, Pairing
 from baton.router.in_flight import InFlight
-from baton.router.index.prefix_index import (
-    MAX_PAGES,
-    PAGES_PER_SLICE,
-    PrefixIndex,
-    PromptKeys,
-    SharedIndex,
-)
+from baton.router.index.prefix_index import MAX_PAGES, PrefixIndex, SharedIndex
 from baton.router.membership import BEAT_TIMEOUT_S, Member, Membership, Removed
 from baton.router.policies.base import PolicyContext
 from baton.router.policies.cost_model import CostModel
@@ -101,7 +95,7 @@ from baton.router.recording import (
     no_recording,
 )
 from baton.router.redis.messages import AnyShared
-from baton.router.sliced_work import CallSoon, SlicedWork
+from baton.router.sliced_work import PAGES_PER_SLICE, CallSoon, PromptKeys, SlicedWork
 from baton.rpc import process
 from baton.rpc.auth import REDIS_NAMES, REDIS_VALUES, ClusterKeys, KeyRing
 from baton.rpc.connection import DroppedPeers

@@ -45,10 +45,10 @@ from baton.messages.control import (
 from baton.messages.workers import Address, Load, PrefillTimes, StepTimes, Worker, WorkerRole
 from baton.pages import KEY_BYTES
 from baton.request import AttemptKey, Request, SamplingParams
-from baton.router.index.prefix_index import Family, PromptKeys, family_of
 from baton.router.policies.candidates import Select
 from baton.router.policies.cost import CostPolicy
 from baton.router.router import Router
+from baton.router.sliced_work import Family, PromptKeys, family_of
 from baton.rpc.peer_clock import SAME_CLOCK, ClockOffset
 from baton.rpc.peers import TICK_S, Peer
 from baton.rpc.worker_node import MEASURED_S

@@ -17,12 +17,12 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import zip_longest
 from pathlib import Path
 from random import Random
-from typing import Any, Final, NamedTuple, cast
+from typing import Any, Final, NamedTuple
 
 import msgspec
 import numpy as np
 
-from baton.clock import Clock
+from baton.clock import TurnClock
 from baton.errors import ConfigError
 from baton.messages.codec import AnyMessage
 from baton.messages.control import Decision, Hello, KvEventBatch, Rejected
@@ -372,14 +372,11 @@ class _Host:
             self._comparison.decided(outcome)
 
 
-class _SeenIndex:
+class _SeenIndex(PrefixIndex):
     """The prefix index for a policy that is only asked: it takes no expectation of the policy's choices."""
 
     def __init__(self, index: PrefixIndex) -> None:
-        self._index = index
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._index, name)
+        self.__dict__ = index.__dict__  # one state for both
 
     def expect(self, worker_id: str, keys: bytes, ttl_s: float) -> None:
         """See `PrefixIndex.expect`."""
@@ -392,11 +389,10 @@ class _Comparison:
         self.compared: list[Compared] = []
         self._router = router
         state = router.cluster_state
-        index = cast(PrefixIndex, _SeenIndex(state.index))
-        clock = cast(Clock, router.outside["clock"])
-        self._context = PolicyContext(
-            clock, router.in_flight, index, state.model, state.keys, Random(router.config.seed)
-        )
+        clock = router.outside["clock"]
+        assert isinstance(clock, TurnClock)
+        index, random = _SeenIndex(state.index), Random(router.config.seed)
+        self._context = PolicyContext(clock, router.in_flight, index, state.model, state.keys, random)
         config = msgspec.structs.replace(router.config, policy=policy)
         self._policy = policy_class(policy)(self._context)
         self._pairing = Pairing(

@@ -25,7 +25,6 @@ from baton.bench.gpu.session import (
     Session,
     products_name,
     require_close,
-    require_equal,
 )
 from baton.bench.machine import (
     Call,
@@ -48,7 +47,6 @@ from baton.kernels.paged_attention import (
     paged_attention_decode,
     paged_attention_decode_reference,
 )
-from baton.kernels.pages import copy_pages
 from baton.kernels.prefill_attention import prefill_attention, prefill_attention_reference
 from baton.kernels.triton_import import (
     SHARED_MEMORY_BYTES,
@@ -303,33 +301,6 @@ def rivals(session: Session) -> Iterator[Row]:
         theirs = {"torch SDPA": [_library_prefill(session, num_tokens)]}
         theirs["FA3"] = _fa3_calls(query_THD[None], kv)
         yield from _rival_rows(session, f"prefill kernel, {num_tokens:,} tokens", ours, theirs)
-
-
-def pages(session: Session) -> Iterator[Row]:
-    """Measure gathers and scatters of whole pages and of single layers, in percent of a device copy."""
-    model, num_moved = session.sizes.model, session.sizes.num_kv_pages // 2
-    page = (2, model.num_kv_heads, PAGE_SIZES[0], model.head_dim)
-    pool = _normal(session, 2 * num_moved, model.num_layers, *page)
-    moved, others = torch.randperm(len(pool), device=session.device).split(num_moved)
-    staging = torch.empty_like(pool[:num_moved])
-    # Each layer has its own part of the staging memory: one small buffer for all would stay in the cache.
-    layers = zip(pool.unbind(1), staging.view(model.num_layers, num_moved, *page), strict=True)
-    for what, pairs in (("whole pages", [(pool, staging)]), ("one layer", list(layers))):
-        for paged, packed in pairs:
-            copy_pages(paged, moved, packed, None)
-            require_equal(f"gather, {what}", packed, paged[moved])
-            copy_pages(packed, None, paged, others)
-            require_equal(f"scatter, {what}", paged[others], packed)
-        calls: dict[str, list[Call]] = {
-            "gather": [partial(copy_pages, paged, moved, packed, None) for paged, packed in pairs],
-            "scatter": [partial(copy_pages, packed, None, paged, others) for paged, packed in pairs],
-        }
-        num_bytes = pairs[0][1].nbytes
-        for verb, of_verb in calls.items():
-            gbps = 2 * num_bytes / seconds_per_call(of_verb, session.device) / 1e9
-            note = f"{format_number(num_bytes / 2**20)} MiB, {format_number(gbps)} GB/s"
-            percent = 100 * gbps / session.rates.copy_gbps
-            yield session.bar(f"{verb}, {what}", percent, "% of copy", 85.0, note)
 
 
 def _decode_rows(session: Session, name: str, lengths: list[int], bar: float) -> Iterator[Row]:

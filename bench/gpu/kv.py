@@ -94,6 +94,34 @@ def _missing_nccl() -> str:
     return ""
 
 
+def pages(session: Session) -> Iterator[Row]:
+    """Measure gathers and scatters of whole pages and of single layers, in percent of a device copy."""
+    model, num_moved = session.sizes.model, session.sizes.num_kv_pages // 2
+    page = (2, model.num_kv_heads, PAGE_SIZE, model.head_dim)
+    shape = (2 * num_moved, model.num_layers, *page)
+    pool = torch.empty(shape, dtype=torch.bfloat16, device=session.device).normal_()
+    moved, others = torch.randperm(len(pool), device=session.device).split(num_moved)
+    staging = torch.empty_like(pool[:num_moved])
+    # Each layer has its own part of the staging memory: one small buffer for all would stay in the cache.
+    layers = zip(pool.unbind(1), staging.view(model.num_layers, num_moved, *page), strict=True)
+    for what, pairs in (("whole pages", [(pool, staging)]), ("one layer", list(layers))):
+        for paged, packed in pairs:
+            copy_pages(paged, moved, packed, None)
+            require_equal(f"gather, {what}", packed, paged[moved])
+            copy_pages(packed, None, paged, others)
+            require_equal(f"scatter, {what}", paged[others], packed)
+        calls: dict[str, list[Call]] = {
+            "gather": [partial(copy_pages, paged, moved, packed, None) for paged, packed in pairs],
+            "scatter": [partial(copy_pages, packed, None, paged, others) for paged, packed in pairs],
+        }
+        num_bytes = pairs[0][1].nbytes
+        for verb, of_verb in calls.items():
+            gbps = 2 * num_bytes / seconds_per_call(of_verb, session.device) / 1e9
+            note = f"{format_number(num_bytes / 2**20)} MiB, {format_number(gbps)} GB/s"
+            percent = 100 * gbps / session.rates.copy_gbps
+            yield session.bar(f"{verb}, {what}", percent, "% of copy", BAR_PERCENT, note)
+
+
 def gather(session: Session) -> Iterator[Row]:
     """Pack scattered pages into staging, in percent of a copy of as many bytes."""
     pool = _pool(session)

@@ -62,7 +62,7 @@ STAGES: Final = (
     Stage("decode kernel", f"{_GPU}.kernels:decode_kernel", 30),
     Stage("decode kernel, every batch", f"{_GPU}.kernels:decode_kernel_batches", 75),
     Stage("prefill kernel", f"{_GPU}.kernels:prefill_kernel", 30),
-    Stage("pages", f"{_GPU}.kernels:pages", 10),
+    Stage("pages", f"{_GPU}.kv:pages", 10),
     Stage("matrix products", f"{_GPU}.kernels:products", 20),
     Stage("decode step", f"{_GPU}.model:decode_steps", 90),
     Stage("prefill", f"{_GPU}.model:prefill", 40),

@@ -28,11 +28,12 @@ from baton.messages.workers import Address, Worker, WorkerRole
 from baton.pages import KEY_BYTES
 from baton.request import Request, SamplingParams
 from baton.router.in_flight import InFlight
-from baton.router.index.prefix_index import Family, PrefixIndex, PromptKeys
+from baton.router.index.prefix_index import PrefixIndex
 from baton.router.membership import Member
 from baton.router.policies.base import ClusterView, PolicyContext, WorkerPool
 from baton.router.policies.cost import CostPolicy
 from baton.router.policies.cost_model import CostModel
+from baton.router.sliced_work import Family, PromptKeys
 from baton.rpc.peer_clock import ClockOffset
 from baton.token_ids import TokenIds
 

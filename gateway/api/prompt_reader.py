@@ -175,8 +175,8 @@ class PromptReader:
     def read(self, kind: BodyKind, data: bytes, policy: ReadPolicy, history: bytes = b"") -> ReadBody:
         """Read a body. kind: "either" is a chat when the body has messages, else a completion.
 
-        history: the conversation before the body of a response. Raises LongText for a chat whose text is
-        longer than the policy's `max_chars`.
+        history: the conversation before the body of a response. Raises LongText for a chat with a text that
+        is longer than the policy's `max_chars`.
         """
         if kind == "either":
             kind = "chat" if "messages" in raw_fields(data) else "completion"

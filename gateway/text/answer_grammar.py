@@ -132,8 +132,8 @@ class AnswerGrammar:
         """Return an expression of calls: one or, with `is_parallel`, several.
 
         has_text: there may be text before calls, or no call at all. before_text: an expression of what begins
-        an answer that has no call. Raises InvalidRequest that names the key
-        of a tool whose arguments cannot be described.
+        an answer that has no call. Raises InvalidRequest that names the key of a tool with arguments that
+        cannot be described.
         """
         cut = form.trigger if has_text else ""
         begin = form.begin.removeprefix(cut) if form.begin else ""

@@ -69,7 +69,7 @@ class ReasoningParser(msgspec.Struct, frozen=True, kw_only=True):
         return f"({begin})? {rest} {after}" if self.always else f"{rest} {after}"
 
 
-# name -> parser. The first whose `is_of` holds for a chat template is the model's.
+# name -> parser. The first with an `is_of` that holds for a chat template is the model's.
 REASONING_PARSERS: Final[dict[str, ReasoningParser]] = {
     HARMONY_REASONING: ReasoningParser(
         begin="<|channel|>analysis<|message|>",
@@ -226,9 +226,8 @@ def frame_of(
 ) -> str | None:
     """Return the frame of an answer; None when its form, or its freedom, needs none.
 
-    calls: None without tools. has_form: the request asks for a
-    form, which holds for an answer that is no call. Raises InvalidRequest that names the key of a tool whose
-    arguments cannot be described.
+    calls: None without tools. has_form: the request asks for a form, which holds for an answer without calls.
+    Raises InvalidRequest that names the key of a tool with arguments that cannot be described.
     """
     reasoning = REASONING_PARSERS.get(parsers.reasoning_parser or "")
     grammar = AnswerGrammar(tags)

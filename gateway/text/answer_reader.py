@@ -280,7 +280,7 @@ class AnswerReader(ABC):
                 character = self._text[end : end + 1]
                 if is_in_string:
                     if character != '"':
-                        break  # a backslash, whose character is still to come
+                        break  # a backslash; its character is still to come
                     is_in_string = False
                 elif character == '"':
                     is_in_string = True

@@ -56,7 +56,7 @@ TEXT_PARAMETER_END: Final = re.compile(r"\n?</parameter>")
 
 
 class Qwen3CoderReader(HermesReader):
-    """Reads calls whose arguments stand between tags. A tool's schema tells whether one is text or JSON."""
+    """Reads calls with arguments between tags. A tool's schema tells whether one is text or JSON."""
 
     def _call(self) -> Steps[bool]:
         if not (yield from self._take("<function=")):
@@ -493,7 +493,7 @@ _PYTHONIC: Final = CallForm(
     begin="[", before="{name}(", after=")", between=", ", end="]", arguments="python", not_text="["
 )
 
-# name -> parser. The first whose `is_of` holds for a chat template is the model's.
+# name -> parser. The first with an `is_of` that holds for a chat template is the model's.
 TOOL_CALL_PARSERS: Final[dict[str, ToolCallParser]] = {
     "openai": ToolCallParser(
         reader=HarmonyReader,

@@ -19,8 +19,8 @@ between two that differ, however many workers there are. The place of a page is 
 Bounds: `max_pages` in all, an equal share of them for each worker, and never more than a worker has.
 """
 
-from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Set
+from collections import deque
+from collections.abc import Iterator
 from heapq import heappop, heappush
 from typing import Final, NamedTuple, Protocol, TypeAlias
 
@@ -28,12 +28,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from baton.clock import Clock
-from baton.messages.bounds import MAX_PULLED_PAGES
 from baton.messages.control import KvEventBatch
 from baton.messages.workers import Tier, Worker
-from baton.pages import KEY_BYTES, PageKeys
-from baton.request import AttemptKey, Request
-from baton.router.checkpoint import attributes_of
+from baton.pages import KEY_BYTES
 from baton.router.index.table import (
     EMPTY,
     MAX_SLOTS,
@@ -45,98 +42,10 @@ from baton.router.index.table import (
     keys_of,
     without_zero,
 )
-from baton.router.sliced_work import SlicedWork
+from baton.router.sliced_work import PAGES_PER_SLICE, SlicedWork
 
 # The index and Redis know pages by the first halves of their keys.
 SHORT_KEY_BYTES: Final = KEY_BYTES // 2
-MAX_PREPARED: Final = 64  # attempts with prepared keys
-Family: TypeAlias = tuple[str, str, int]  # fingerprint, kv_dtype, page_size: equal ones name pages alike
-
-
-def family_of(worker: Worker) -> Family:
-    """The family of a worker."""
-    return (worker.fingerprint, worker.kv_dtype, worker.page_size)
-
-
-PAGES_PER_SLICE: Final = 512  # computing or expecting their keys takes less than half a millisecond
-
-
-class PromptKeys:
-    """Computes the page keys of prompts.
-
-    `prepare` computes the keys of a long prompt in slices, before its attempt is queued. They are kept until
-    the attempt leaves the queue: each try to dispatch it needs them.
-    """
-
-    def __init__(self, pages_per_slice: int | None = None) -> None:
-        """pages_per_slice: None computes the keys of every prompt at once."""
-        self.on_keys: Callable[[AttemptKey, Family, bytes], object] | None = None  # called with computed keys
-        # In a replay: all keys, of prompts without tokens. Pages that are not there have key 0.
-        self.known: Mapping[tuple[AttemptKey, Family], bytes] | None = None
-        self._families: dict[Family, PageKeys] = {}
-        self._pages_per_slice = pages_per_slice
-        self._kept: OrderedDict[AttemptKey, dict[Family, bytes]] = OrderedDict()
-
-    def __getstate__(self) -> dict[str, object]:
-        return attributes_of(self) | {"on_keys": None, "known": None, "_families": {}}
-
-    def keys(self, family: Family, request: Request) -> bytes:
-        """16 bytes for each full page of the prompt and of the tokens that earlier attempts generated."""
-        kept = self._kept.get(request.key, {}).get(family)
-        if kept is not None:
-            return kept
-        keys: list[bytes] = []
-        for _ in self._extend(keys, family, request):
-            pass
-        return self._computed(request.key, family, keys)
-
-    def are_ready(self, families: Set[Family], request: Request) -> bool:
-        """Return True when `keys` is quick: the prompt is short, or `prepare` has computed its keys."""
-        if self._pages_per_slice is None or not families:
-            return True
-        if request.num_tokens <= self._pages_per_slice * min(page_size for _, _, page_size in families):
-            return True
-        return self._kept.get(request.key, {}).keys() >= families
-
-    def prepare(self, families: Collection[Family], request: Request) -> Iterator[None]:
-        """Compute and keep the keys of a prompt; yields after each slice."""
-        kept: dict[Family, bytes] = {}
-        for family in families:
-            keys: list[bytes] = []
-            for _ in self._extend(keys, family, request):
-                yield
-            kept[family] = self._computed(request.key, family, keys)
-        self._kept[request.key] = kept
-        if len(self._kept) > MAX_PREPARED:
-            self._kept.popitem(last=False)
-
-    def forget(self, key: AttemptKey) -> None:
-        """Drop the keys of an attempt that has left the queue."""
-        self._kept.pop(key, None)
-
-    def _extend(self, keys: list[bytes], family: Family, request: Request) -> Iterator[None]:
-        fingerprint, dtype, page_size = family
-        page_keys = self._families.get(family)
-        if page_keys is None:
-            page_keys = PageKeys(model_fingerprint=fingerprint, dtype=dtype, page_size=page_size)
-            self._families[family] = page_keys
-        token_ids = request.all_token_ids
-        num_pages = min(len(token_ids) // page_size, MAX_PULLED_PAGES)
-        known = None if self.known is None else self.known.get((request.key, family), b"")
-        while len(keys) < num_pages:
-            until = min(num_pages, len(keys) + (self._pages_per_slice or num_pages))
-            if known is None:
-                page_keys.extend(keys, token_ids, until, request.cache_salt)
-            else:
-                pages = (known[KEY_BYTES * page : KEY_BYTES * (page + 1)] for page in range(len(keys), until))
-                keys += [page or bytes(KEY_BYTES) for page in pages]
-            yield
-
-    def _computed(self, key: AttemptKey, family: Family, keys: list[bytes]) -> bytes:
-        joined = b"".join(keys)
-        if self.on_keys is not None:
-            self.on_keys(key, family, joined)
-        return joined
 
 
 def first_halves(page_keys: bytes) -> bytes:

@@ -22,7 +22,7 @@ from baton.router.in_flight import (
     num_output_tokens,
     scheduling_class_of,
 )
-from baton.router.index.prefix_index import EXPECTED_FOR_S, Family, Holdings
+from baton.router.index.prefix_index import EXPECTED_FOR_S, Holdings
 from baton.router.policies.base import (
     NO_CLAIM,
     ClusterView,
@@ -46,6 +46,7 @@ from baton.router.policies.candidates import (
     remote_pair,
 )
 from baton.router.policies.cost_model import Speeds
+from baton.router.sliced_work import Family
 
 MAX_SOURCES: Final = 2
 MAX_COMPARED: Final = 16  # up to this number, all workers of a role are scored; above it, a sample

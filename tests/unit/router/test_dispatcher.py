@@ -31,12 +31,12 @@ from baton.pages import PageKeys
 from baton.request import AttemptKey, Request, SamplingParams
 from baton.router.dispatcher import MAX_DISPATCHED, make_entry
 from baton.router.in_flight import EXPECTED_OUTPUT_TOKENS, SchedulingClass
-from baton.router.index.prefix_index import PromptKeys, family_of
 from baton.router.membership import Member
 from baton.router.policies.base import Pair
 from baton.router.policies.cost_model import CostModel
 from baton.router.queue.admission import MIN_COMPUTING
 from baton.router.redis.messages import AnyShared, SharedDispatch, SharedEnded
+from baton.router.sliced_work import PromptKeys, family_of
 from baton.rpc.peers import TICK_S
 from baton.tenants import Degradation, Quotas, Refusal, Sla
 from baton.token_ids import TokenIds

@@ -13,12 +13,13 @@ from baton.messages.control import Heartbeat, KvEventBatch, Measured, Routed, St
 from baton.messages.workers import Load as WorkerLoad
 from baton.messages.workers import PrefillTimes, StepTimes, Worker, WorkerRole
 from baton.router.in_flight import InFlight, InFlightAttempt, LagOf, SchedulingClass
-from baton.router.index.prefix_index import Holdings, PrefixIndex, PromptKeys, family_of
+from baton.router.index.prefix_index import Holdings, PrefixIndex
 from baton.router.membership import Member
 from baton.router.policies.base import ClusterView, PolicyContext, TenantClaim, WorkerPool, WorkerView
 from baton.router.policies.candidates import PairCandidate, Select, cheapest
 from baton.router.policies.cost import MAX_COMPARED, CostPolicy, PromptScorer, RecentWork
 from baton.router.policies.cost_model import CostModel
+from baton.router.sliced_work import PromptKeys, family_of
 from tests.node_peers import TestPeer, a_request, a_worker, id_of
 from tests.unit.router.choice_oracle import ChoiceOracle, Weighed, cheapest_of
 from tests.unit.router.router_cluster import Cluster, cluster
