@@ -110,6 +110,10 @@ class WatchedCluster:
         workers = status.workers if status is not None else ()
         return next((each.worker.id for each in workers if each.worker.name == name), None)
 
+    async def migrate(self, worker: str) -> int:
+        """Move the requests of a decode worker elsewhere, and return how many have moved."""
+        return (await self._operator.migrate(worker=worker)).num_moved
+
     async def seconds_until(self, is_so: Callable[[Status], bool], timeout_s: float) -> float | None:
         """Return how long until a status says so; None: longer than `timeout_s`."""
         begin_s = time.perf_counter()

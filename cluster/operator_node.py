@@ -23,6 +23,7 @@ from baton.messages.operations import (
     Drain,
     Explain,
     FindRequests,
+    Flip,
     FoundRequests,
     GatewayStatus,
     HeadAway,
@@ -31,6 +32,7 @@ from baton.messages.operations import (
     RecordingPart,
     RecordingQuery,
     RestartWorker,
+    Scale,
     Status,
     StatusQuery,
     Undrain,
@@ -49,11 +51,11 @@ MOMENT_S: Final = 0.5  # for connections to further routers, and for gateways be
 
 Answer: TypeAlias = "asyncio.Future[AnyMessage]"
 # Messages that a router sends to operators that start workers.
-WatcherMessage: TypeAlias = Members | WorkerRemoved | Undrain | RestartWorker
+WatcherMessage: TypeAlias = Members | WorkerRemoved | Undrain | RestartWorker | Flip | Scale
 
 # Worker's name, the reason, seconds since its first router removed it.
 Replace: TypeAlias = Callable[[str, str, float], None]
-Order: TypeAlias = Callable[[Undrain | RestartWorker], None]
+Order: TypeAlias = Callable[[Undrain | RestartWorker | Flip | Scale], None]
 
 SILENCE_GRACE_S: Final = 3.0  # for a silent worker to come back: its successor has to load the model
 # The effect when the last worker of a role has gone.
@@ -205,6 +207,17 @@ class Operator:
         _check_drain(worker, (await self.status()).workers, may_be_last)
         await self._ask(Drain(worker=worker))
 
+    async def flip(self, worker: str, role: WorkerRole, *, may_be_last: bool = False) -> None:
+        """Have a worker take another role.
+
+        ConfigError: there is no such worker, no other of its role, or the worker has this role.
+        """
+        workers = (await self.status()).workers
+        _check_drain(worker, workers, may_be_last)
+        if any(worker in (each.worker.id, each.worker.name) and each.worker.role is role for each in workers):
+            raise ConfigError(f"{worker} is a {role} worker")
+        await self._ask(Flip(worker=worker, role=role))
+
     def tell_head_away(self, seconds: float) -> None:
         """Tell all connected routers the seconds since Ray's head last answered; 0: the head answers."""
         for router in self._routers:
@@ -239,7 +252,11 @@ class Operator:
         """Drain a worker and start it again. ConfigError: no `baton serve` supervises the worker."""
         await self._order(RestartWorker(worker=worker))
 
-    async def _order(self, order: Undrain | RestartWorker) -> None:
+    async def scale(self, num_prefill: int, num_decode: int) -> None:
+        """Have so many workers of each role. ConfigError: no `baton serve` supervises the cluster."""
+        await self._order(Scale(num_prefill=num_prefill, num_decode=num_decode))
+
+    async def _order(self, order: Undrain | RestartWorker | Scale) -> None:
         """Send an order to one router. Two routers would pass it on twice, and a second stop kills."""
         await self._until_connected()
         for router in list(self._routers):
@@ -247,7 +264,7 @@ class Operator:
             if any(isinstance(each, Status) and each.num_watchers for each in answers):
                 return
         raise ConfigError(
-            "no `baton serve` supervises these workers: restart the worker where it was started"
+            "no `baton serve` supervises these workers: start and end workers where they were started"
         )
 
     async def _ask(self, question: AnyMessage, only: Peer | None = None) -> list[AnyMessage]:

@@ -13,7 +13,7 @@ import itertools
 import logging
 import socket
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, Final, Self, TypeAlias, TypeVar
@@ -25,16 +25,16 @@ from baton.cluster.cluster_key import READ_EVERY_S, KeyWatch
 from baton.cluster.cluster_record import ClusterRecord
 from baton.cluster.operator_node import Operator, Verdicts, connected
 from baton.cluster.redis_server import RedisServer, find_program
-from baton.cluster.runtimes.base import Runtime, generations_of
-from baton.cluster.serve_plan import Topology, router_ports, specs
+from baton.cluster.runtimes.base import ProcessSpec, Runtime, generations_of
+from baton.cluster.serve_plan import Topology, more_workers, router_ports, specs, with_role
 from baton.cluster.supervisor import Supervised
 from baton.config.cluster import ServeConfig
 from baton.config.environment import cache_directory
 from baton.config.loader import without_credentials
 from baton.errors import ConfigError, PeerGone, WorkerLost
 from baton.messages.bounds import Kind
-from baton.messages.operations import RestartWorker, Status, Undrain
-from baton.messages.workers import Address
+from baton.messages.operations import Flip, RestartWorker, Scale, Status, Undrain
+from baton.messages.workers import Address, WorkerRole
 from baton.router.policies.registry import policy_class
 from baton.rpc.auth import ClusterKeys, KeyRing
 
@@ -109,6 +109,10 @@ class Cluster:
         self._say = say
         self._clock: Clock = SystemClock()
         self._processes: list[Supervised] = []
+        self._topology: Topology | None = None
+        # From the present time on, so processes of an earlier `baton serve` have lower numbers.
+        self._starts = itertools.count(round(time.time() * 1000))
+        self._scaling = asyncio.Lock()
         self._keeping: set[asyncio.Task[None]] = set()
         self._verdicts = Verdicts(self._clock.now_s, self._replace, self._order)
         self._resources = AsyncExitStack()
@@ -116,14 +120,12 @@ class Cluster:
 
     async def start(self) -> Topology:
         """Start all processes; return when a request would be answered. Raises ConfigError and WorkerLost."""
-        topology = await self._make_topology()
+        topology = self._topology = await self._make_topology()
         planned = specs(self._config, topology)
         reporting = asyncio.create_task(self._report_progress())
         try:
             await self._runtime.place(planned)
-            # From the present time on, so processes of an earlier `baton serve` have lower numbers.
-            starts = itertools.count(round(time.time() * 1000))
-            self._processes = [Supervised(spec, self._runtime, self._clock, starts) for spec in planned]
+            self._processes = [self._supervised(spec) for spec in planned]
             await self._start_in_time(topology)
         finally:
             reporting.cancel()
@@ -170,12 +172,58 @@ class Cluster:
             was_away_s = away_s
             await asyncio.sleep(HEAD_LOOK_S)
 
-    def _order(self, order: Undrain | RestartWorker) -> None:
-        """Carry out an operator's order that a router has passed on."""
-        if (process := self._worker(order.worker)) is not None:
+    def _order(self, order: Undrain | RestartWorker | Flip | Scale) -> None:
+        """Carry out an operator's order that a router has passed on. A flipped worker flips by itself."""
+        if isinstance(order, Scale):
+            self._keep(self._scale(order))
+        elif (process := self._worker(order.worker)) is None:
+            return
+        elif isinstance(order, Flip):
+            process.spec = with_role(process.spec, order.role)
+        else:
             restart = isinstance(order, RestartWorker) and not process.is_drained
             timeout_s = self._config.drain_timeout_s
             self._keep(process.restart(timeout_s) if restart else process.undrain())
+
+    async def _scale(self, order: Scale) -> None:
+        """Start missing workers of each role, and drain those that are too many, the last ones first."""
+        wanted = {WorkerRole.PREFILL: order.num_prefill, WorkerRole.DECODE: order.num_decode}
+        async with self._scaling:
+            pools = {role: [each for each in self._workers() if each.spec.role == role] for role in wanted}
+            await self._add({role: most - len(pools[role]) for role, most in wanted.items()})
+            spare = [process for role, most in wanted.items() for process in pools[role][most:]]
+            await asyncio.gather(*map(self._take_away, spare))
+
+    async def _add(self, missing: Mapping[WorkerRole, int]) -> None:
+        """Start so many more workers of each role. Without room for all of them none is started."""
+        assert self._topology is not None, "start comes first"
+        names = [process.name for process in self._processes]
+        planned = [
+            spec
+            for role, num_more in missing.items()
+            for spec in more_workers(self._config, self._topology, role, max(0, num_more), names)
+        ]
+        if not planned:
+            return
+        await self._runtime.place([process.spec for process in self._processes] + planned)
+        added = [self._supervised(spec) for spec in planned]
+        self._processes += added
+        for process in added:
+            self._keep(process.start_and_keep())
+
+    async def _take_away(self, process: Supervised) -> None:
+        """Let a worker hand its requests over and end, and give up its resources."""
+        await process.stop(self._config.drain_timeout_s)
+        self._processes.remove(process)
+        self._runtime.release(process.name)
+
+    def _supervised(self, spec: ProcessSpec) -> Supervised:
+        return Supervised(spec, self._runtime, self._clock, self._starts)
+
+    def _workers(self) -> list[Supervised]:
+        """Return the workers; those that have drained come last."""
+        workers = [process for process in self._processes if process.spec.kind is Kind.WORKER]
+        return sorted(workers, key=lambda process: process.is_drained)
 
     def _replace(self, name: str, reason: str, age_s: float) -> None:
         if (process := self._worker(name)) is not None:

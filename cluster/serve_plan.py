@@ -1,6 +1,8 @@
 """The plan of a cluster: its processes and the configuration of each. Pure decisions."""
 
+import itertools
 import math
+from collections.abc import Collection
 from pathlib import Path
 from typing import Final, Literal, TypeAlias
 
@@ -51,6 +53,17 @@ def specs(config: ServeConfig, topology: Topology) -> list[ProcessSpec]:
     return [*workers, *routers, *(_gateway(config, topology, i) for i in range(config.gateways))]
 
 
+def more_workers(
+    config: ServeConfig, topology: Topology, role: WorkerRole, num_more: int, names: Collection[str]
+) -> list[ProcessSpec]:
+    """Return further workers of a role, as `specs` plans them. names: of the present processes."""
+    gpus_per_rank = _gpus_per_rank(config, topology.num_gpus)
+    free = (index for index in itertools.count() if f"{role}-{index}" not in names)
+    return [
+        _worker(config, topology, role, index, gpus_per_rank) for index in itertools.islice(free, num_more)
+    ]
+
+
 def router_ports(config: ServeConfig) -> list[int]:
     """Return consecutive ports, one for each router; 0s when the first port is 0 (any free port)."""
     first = config.router.port
@@ -97,6 +110,12 @@ def _worker(
             step_timeout_s=config.step_timeout_s,
         ),
     )
+
+
+def with_role(spec: ProcessSpec, role: WorkerRole) -> ProcessSpec:
+    """Return the worker with another role, in which its next process begins."""
+    assert isinstance(spec.config, WorkerConfig)
+    return msgspec.structs.replace(spec, role=role, config=msgspec.structs.replace(spec.config, role=role))
 
 
 def _share_of_gpu(settings: EngineSettings, gpus_per_rank: float, role: WorkerRole) -> EngineSettings:

@@ -93,6 +93,15 @@ class Supervised:
         amount = f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
         return f"{self.name} ({share:.0%} of {amount} of weights)"
 
+    async def start_and_keep(self) -> None:
+        """Start the process, as often as necessary, and keep it alive."""
+        try:
+            await self.start()
+        except BatonError as error:
+            await self._start_again(f"did not start: {error}")
+        if not self._is_stopping:
+            await self.keep()
+
     async def keep(self) -> None:
         """Keep the process alive. Return when the process was stopped or has drained."""
         assert self._process is not None, "start comes first"

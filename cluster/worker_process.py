@@ -4,6 +4,8 @@
 2. The loop takes messages, steps the engine, and sleeps only while there is nothing to do.
 3. A worker that drains tells the routers and takes no new attempts. It ends when all its work is done,
    including pages that other workers will fetch, or after `drain_timeout_s`.
+4. A worker that flips drains in the same way. Then it joins again, as another worker with the other role: the
+   engine with its cached pages and the KV endpoint with its links stay.
 
 An error that concerns more than one request ends the process: the supervisor starts another process.
 """
@@ -14,6 +16,7 @@ import math
 import os
 import secrets
 import threading
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Final
@@ -27,7 +30,7 @@ from baton.config.cluster import DRAIN_NOTICE_S, WorkerConfig
 from baton.config.environment import node_name
 from baton.decode_worker.worker import DecodeWorker
 from baton.engine.engine import Engine, load_engine
-from baton.errors import BatonError
+from baton.errors import BatonError, WorkerLost
 from baton.kvtransfer.endpoint import EndpointSettings, KvEndpoint
 from baton.kvtransfer.links import KvLinks, Link
 from baton.kvtransfer.ranks.ranks import RankAgents
@@ -74,20 +77,58 @@ class HostedWorker:
             self.engine.on_batch = self._steps.sized
             self.endpoint = self._open_endpoint(ring, shared, agents)
             ends.callback(self.endpoint.close)
-            thread = RpcThread(
-                ring,
-                self.endpoint.post,
-                dropped=self.endpoint.dropped,  # the endpoint reports the counts
-                link_timeout_s=config.link_timeout_s,
-            )
-            ends.callback(thread.close)
-            self.address = thread.listen(config.host, config.port)
-            self.node = self._make_node(thread)
-            thread.serve(self.node, self._steps)
+            self._ring, self._links = ring, KvLinks(partial(_connect, self.endpoint))
+            self._join()
+            ends.callback(lambda: self._thread.close())
             self._ends = ends.pop_all()
 
     def serve(self, stop: threading.Event) -> None:
-        """Serve until `stop` is set or an operator drains the worker, then for `drain_timeout_s` at most."""
+        """Serve until `stop` is set or an operator drains the worker, then for `drain_timeout_s` at most.
+
+        A worker that is to flip serves on in its next role.
+        """
+        self._serve_role(stop)
+        while self.node.next_role is not None and not stop.is_set():
+            self._flip(self.node.next_role)
+            self._serve_role(stop)
+
+    def _join(self) -> None:
+        """Listen, and join the cluster as a new worker."""
+        config = self._config
+        self._thread = thread = RpcThread(
+            self._ring,
+            self.endpoint.post,
+            dropped=self.endpoint.dropped,  # the endpoint reports the counts
+            link_timeout_s=config.link_timeout_s,
+        )
+        try:
+            self.address = thread.listen(config.host, config.port)
+            self.node = self._make_node(thread)
+        except BaseException:
+            thread.close()
+            raise
+        thread.serve(self.node, self._steps)
+
+    def _flip(self, role: WorkerRole) -> None:
+        """Leave the cluster, end what is left of the work, and join in another role at the same address.
+
+        Requests that have not moved away are replayed elsewhere, as of a worker that has ended in order.
+        """
+        self._thread.close()  # each peer's end is an end of its work here
+        until_s = time.monotonic() + self._config.drain_timeout_s
+        while not self.node.is_idle:
+            if time.monotonic() > until_s:
+                raise WorkerLost(f"{self._config.name}: its transfers do not end, so it is started anew")
+            self._steps.begin()
+            self.node.step()
+            if not self.engine.has_work():
+                self.endpoint.wait(IDLE_S)
+        logger.warning("%s is a %s worker from now on", self._config.name, role)
+        self.engine.set_pressure(small_chunks=False, makes_room=False)
+        self._config = msgspec.structs.replace(self._config, role=role, port=self.address.port)
+        self._join()
+
+    def _serve_role(self, stop: threading.Event) -> None:
         node, engine, clock = self.node, self.engine, SystemClock()
         notice_s = until_s = math.inf
         while not (clock.now_s() >= until_s or (clock.now_s() >= notice_s and node.is_idle)):
@@ -135,7 +176,7 @@ class HostedWorker:
         config, engine, endpoint = self._config, self.engine, self.endpoint
         wanted = (WorkerRole.PREFILL,) if config.role is WorkerRole.DECODE else ()
         peer_registry = PeerRegistry(self._hello(), config.routers, thread.dial, wanted)
-        links = KvLinks(partial(_connect, endpoint))
+        links = self._links
         if config.role is WorkerRole.PREFILL:
             return PrefillWorker(engine, endpoint, peer_registry, SystemClock(), links)
         return DecodeWorker(

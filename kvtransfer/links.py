@@ -292,6 +292,7 @@ class KvLinks:
     def __init__(self, connect: Connect) -> None:
         self._connect = connect
         self._links: dict[str, Link] = {}  # by the worker's id
+        self._addresses: dict[str, Address] = {}  # of the same workers
         self._asked: set[str] = set()
         self._wanted: frozenset[str] = frozenset()
 
@@ -304,14 +305,21 @@ class KvLinks:
         """Open the links that are missing. workers: the current list.
 
         The link to a worker that has left the list stays open, unused: the worker may return to the list, for
-        example after a short silence.
+        example after a short silence. A process that returns under another id, in another role, keeps its
+        link.
         """
         self._wanted = frozenset(worker.id for worker in workers)
         self._links = {id_: link for id_, link in self._links.items() if not link.is_lost}
+        self._addresses = {id_: self._addresses[id_] for id_ in self._links}
         for worker in workers:
             if self.to(worker.id) is None and worker.id not in self._asked:
+                former = [id_ for id_, address in self._addresses.items() if address == worker.kv_address]
+                if former and former[0] not in self._wanted:
+                    self._addresses[worker.id] = self._addresses.pop(former[0])
+                    self._links[worker.id] = self._links.pop(former[0])
+                    continue
                 self._asked.add(worker.id)
-                self._connect(worker.kv_address, partial(self._answered, worker.id))
+                self._connect(worker.kv_address, partial(self._answered, worker))
 
     def reachable(self) -> list[str]:
         """Return the ids of the listed workers that have an open link."""
@@ -321,7 +329,7 @@ class KvLinks:
         """Return the incarnations of the processes behind the open links, each with its worker's id."""
         return {self._links[id_].hello.incarnation: id_ for id_ in self.reachable()}
 
-    def _answered(self, worker: str, link: Link | None) -> None:
-        self._asked.discard(worker)
+    def _answered(self, worker: Worker, link: Link | None) -> None:
+        self._asked.discard(worker.id)
         if link is not None:
-            self._links[worker] = link
+            self._links[worker.id], self._addresses[worker.id] = link, worker.kv_address

@@ -49,6 +49,7 @@ from baton.messages.operations import (
     Drain,
     Explain,
     FindRequests,
+    Flip,
     FoundRequests,
     GatewayReport,
     HeadAway,
@@ -56,6 +57,7 @@ from baton.messages.operations import (
     Migrated,
     RecordingQuery,
     RestartWorker,
+    Scale,
     Status,
     StatusQuery,
     Undrain,
@@ -291,7 +293,7 @@ class Router:
             self._from_worker(peer, message)
         elif isinstance(message, StatusQuery):
             peer.send(self.status())
-        elif isinstance(message, Drain):
+        elif isinstance(message, (Drain, Flip)):
             self._drain(message)
             peer.send(self.status())
         elif isinstance(message, Explain):
@@ -307,7 +309,7 @@ class Router:
             peer.send(self._list_members())
         elif isinstance(message, HeadAway) and peer in self._watchers:
             self._watchers[peer] = message.seconds
-        elif isinstance(message, (Undrain, RestartWorker)):
+        elif isinstance(message, (Undrain, RestartWorker, Scale)):
             for watcher in self._watchers:
                 watcher.send(message)
             peer.send(self.status())
@@ -493,12 +495,19 @@ class Router:
             for member in self.members.all():
                 member.peer.send(Pressure(level=level))
 
-    def _drain(self, drain: Drain) -> None:
-        """Drain a worker. The status tells the operator whether the worker was found."""
-        member = self.members.find(drain.worker)
-        if member is not None:
-            self.members.drain(member)
-            member.peer.send(Drain(worker=member.id))
+    def _drain(self, order: Drain | Flip) -> None:
+        """Drain a worker, to take the other role then if it flips.
+
+        The status tells the operator whether the worker was found.
+        """
+        member = self.members.find(order.worker)
+        if member is None:
+            return
+        self.members.drain(member)
+        member.peer.send(replace(order, worker=member.id))
+        self._announce()
+        for watcher in self._watchers if isinstance(order, Flip) else ():
+            watcher.send(replace(order, worker=member.worker.name))
 
     # Members.
 

@@ -7,9 +7,10 @@ import asyncio
 import os
 import signal
 import threading
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Final, Self, TypeVar
 
+from baton.cluster.operator_node import Operator, connected
 from baton.cluster.runtimes.local import COMMAND, LocalProcess, LocalRuntime
 from baton.cluster.serve import Cluster
 from baton.cluster.serve_plan import Topology
@@ -51,6 +52,15 @@ class ProcessCluster:
         """Return the name of the worker that streams this request now."""
         worker = self.frontend.decode_worker(request_id)
         return next(each.name for each in self.frontend.workers if each.id == worker)
+
+    def order(self, ask: Callable[[Operator], Coroutine[Any, Any, ResultT]]) -> ResultT:
+        """Ask the routers as an operator does."""
+
+        async def asked() -> ResultT:
+            async with connected(self.topology.routers, KEY) as operator:
+                return await ask(operator)
+
+        return self._wait(asked())
 
     def kill(self, name: str) -> None:
         """Send SIGKILL to the process of that name."""

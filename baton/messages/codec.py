@@ -49,6 +49,8 @@ AnyMessage: TypeAlias = (
     | operations.Undrain
     | operations.HeadAway
     | operations.RestartWorker
+    | operations.Scale
+    | operations.Flip
     | operations.Migrate
     | operations.Migrated
     | operations.RecordingQuery

@@ -19,7 +19,7 @@ from baton.messages.bounds import (
 from baton.messages.control import Decision, Message
 from baton.messages.status import QueueStatus, RouterStatus, joined
 from baton.messages.timeline import RequestTimeline
-from baton.messages.workers import Address, WorkerStatus
+from baton.messages.workers import Address, WorkerRole, WorkerStatus
 
 MAX_GATEWAYS: Final = 1024
 MAX_PART_BYTES: Final = 2**19  # of a recording, in one message
@@ -51,6 +51,28 @@ class RestartWorker(Message, frozen=True):
     """
 
     worker: Name
+
+
+class Flip(Message, frozen=True):
+    """Operator to router, router to the worker and to operators that watch: take the other role.
+
+    The worker drains, and joins again under another id, with the weights and the pages that it has. The
+    router answers with its Status, as for Drain.
+    """
+
+    worker: Name  # its name or id
+    role: WorkerRole
+
+
+class Scale(Message, frozen=True):
+    """Operator to router, router to operators that watch: have so many workers of each role.
+
+    Workers that are too many drain; missing ones are started. The router answers with its Status, as for
+    Undrain.
+    """
+
+    num_prefill: Annotated[int, Meta(ge=0, le=MAX_WORKERS // 2)]
+    num_decode: Annotated[int, Meta(ge=1, le=MAX_WORKERS // 2)]
 
 
 class Migrate(Message, frozen=True):

@@ -25,9 +25,9 @@ from baton.errors import InvalidRequest
 from baton.messages.bounds import MAX_EVENTS
 from baton.messages.codec import AnyMessage
 from baton.messages.control import Heartbeat, KvEventBatch, KvEventsWanted, Measured, Members, Pressure
-from baton.messages.operations import Drain
+from baton.messages.operations import Drain, Flip
 from baton.messages.status import OverloadLevel, Times, snapshot
-from baton.messages.workers import Load, PrefillTimes, StepTimes, Tier, Worker, WorkerTimes
+from baton.messages.workers import Load, PrefillTimes, StepTimes, Tier, Worker, WorkerRole, WorkerTimes
 from baton.request import AttemptKey, Request, StepOutput
 from baton.rpc.liveness import BEAT_S
 from baton.rpc.peers import Peer, PeerRegistry
@@ -323,6 +323,7 @@ class WorkerNode(ABC):
     ) -> None:
         self.hello = peer_registry.hello
         self.is_draining = False
+        self.next_role: WorkerRole | None = None  # to be taken once the worker has drained
         self._peer_registry = peer_registry
         self._links = links
         self._engine = engine
@@ -370,6 +371,9 @@ class WorkerNode(ABC):
                 self._peer_registry.keep_up()
                 self._keep_up()
             case Drain() if self._peer_registry.is_router(peer):
+                self.drain()
+            case Flip() if self._peer_registry.is_router(peer):
+                self.next_role = message.role
                 self.drain()
             case Pressure() if self._peer_registry.is_router(peer):
                 self._levels[peer.hello.id] = message.level

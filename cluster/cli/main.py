@@ -34,6 +34,8 @@ COMMANDS: Final = {
     "drain": ("workers", "let a worker finish its requests and take nothing new"),
     "undrain": ("workers", "call a drained worker back"),
     "restart": ("workers", "drain a worker and start it again"),
+    "scale": ("workers", "have so many prefill and decode workers"),
+    "flip": ("workers", "have a worker take the other role, without loading weights again"),
     "migrate": ("workers", "move running requests to another decode worker"),
     "bench": ("bench", "measure this machine, or a server: kv, prefix, serve"),
     "sim": ("sim", "run a cluster with faults in virtual time, from a seed, or a bundle again"),

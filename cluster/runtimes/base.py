@@ -195,7 +195,13 @@ class Runtime(Protocol):
         """Prepare the machines. Raises ConfigError."""
 
     async def place(self, specs: list[ProcessSpec]) -> None:
-        """Reserve resources for all these processes. Call before `spawn`. ConfigError: too few resources."""
+        """Reserve resources for those of the cluster's processes that have none yet. Call before `spawn`.
+
+        specs: all processes, present and new. ConfigError: too few resources; none are reserved then.
+        """
+
+    def release(self, name: str) -> None:
+        """Give up the resources of a worker that has ended and is not started again."""
 
     async def spawn(self, spec: ProcessSpec) -> ManagedProcess:
         """Start a process without waiting until it serves."""

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from asyncio.subprocess import PIPE
+from collections import Counter
 from collections.abc import Sequence
 from typing import Final
 
@@ -138,19 +139,24 @@ class LocalRuntime:
         self.num_gpus = len(self._gpus)
 
     async def place(self, specs: list[ProcessSpec]) -> None:
-        """Share the cores among the ranks of each role, and give GPUs to all ranks in turn."""
-        self._num_threads = share_out_threads(specs, len(os.sched_getaffinity(0)))
-        first = 0
+        """Share the cores among the ranks of each role, and give each rank the GPU with the fewest ranks.
+
+        A process that runs keeps its threads until it is started again.
+        """
         for spec in specs:
             if spec.gpus_per_rank and spec.num_ranks > self.num_gpus:
                 raise ConfigError(
                     f"{spec.name}: {spec.num_ranks} ranks need a GPU each, this machine has {self.num_gpus}: "
                     "lower tensor_parallel_size, or serve on a Ray cluster"
                 )
-            if spec.gpus_per_rank:
-                turn = [self._gpus[(first + rank) % self.num_gpus] for rank in range(spec.num_ranks)]
-                self._gpus_of[spec.name] = turn
-                first += spec.num_ranks
+        self._num_threads = share_out_threads(specs, len(os.sched_getaffinity(0)))
+        for spec in specs:
+            if spec.gpus_per_rank and spec.name not in self._gpus_of:
+                used = Counter(gpu for gpus in self._gpus_of.values() for gpu in gpus)
+                self._gpus_of[spec.name] = sorted(self._gpus, key=used.__getitem__)[: spec.num_ranks]
+
+    def release(self, name: str) -> None:
+        self._gpus_of.pop(name, None)
 
     async def spawn(self, spec: ProcessSpec) -> LocalProcess:
         process = await asyncio.create_subprocess_exec(

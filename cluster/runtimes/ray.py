@@ -48,7 +48,9 @@ from baton.rpc.auth import ClusterKeys
 
 OBJECT_STORE_BYTES: Final = 80 << 20  # the least that Ray accepts: Baton stores no objects
 # For a Ray that is started here. By default its workers have niceness 15: other programs can starve them.
-SYSTEM_CONFIG: Final = {"worker_niceness": 0}
+# It would also start an idle worker for each core that it counts.
+SYSTEM_CONFIG: Final = {"worker_niceness": 0, "prestart_worker_first_driver": False}
+ALONE_ROOM: Final = 4  # times the cores of the first workers, for those of `baton scale`
 CONNECT_TIMEOUT_S: Final = 5.0
 TRY_S: Final = 1.0  # for Ray to find room on the nodes that are preferred
 MOVE_S: Final = 5.0  # for Ray to find room on any node that is not suspected
@@ -136,14 +138,18 @@ class RayRuntime:
         threading.Thread(target=self._watch_head, name="ray-head", daemon=True).start()
 
     async def place(self, specs: list[ProcessSpec]) -> None:
-        workers = [spec for spec in specs if spec.num_ranks]
+        everyone = [spec for spec in specs if spec.num_ranks]
         nodes = await _in_thread(self._nodes)
-        num_cores = cores_for(
-            sum(spec.num_ranks for spec in workers), [int(node.resources.get("CPU", 0)) for node in nodes]
-        )
-        for (name, cores), spec in zip(share_out(workers, num_cores).items(), workers, strict=True):
-            self._needs[name] = _needs(spec, cores)
-            self._roles[name] = spec.role
+        cores = [int(node.resources.get("CPU", 0)) for node in nodes]
+        if self._is_alone:  # whose Ray counts more, for further workers
+            cores = [len(os.sched_getaffinity(0))]
+        num_cores = cores_for(sum(spec.num_ranks for spec in everyone), cores)
+        shares = share_out(everyone, num_cores)
+        workers = [spec for spec in everyone if spec.name not in self._placements]
+        for spec in workers:
+            self._needs[spec.name] = _needs(spec, shares[spec.name])
+            self._roles[spec.name] = spec.role
+        self._request_nodes()
         try:
             async with asyncio.timeout(self._place_timeout_s):
                 for spec in workers:
@@ -152,11 +158,20 @@ class RayRuntime:
                 late = [spec.name for spec in workers if spec.name not in self._placements]
                 await asyncio.gather(*(self._place(name, None, self._place_timeout_s) for name in late))
         except TimeoutError:
-            bundles = [self._needs[spec.name] for spec in workers]
+            shortage = await _in_thread(self._shortage, [self._needs[spec.name] for spec in workers])
+            for spec in workers:
+                self.release(spec.name)
             raise ConfigError(
-                f"Ray has no room for the workers: they need {await _in_thread(self._shortage, bundles)}: "
+                f"Ray has no room for the workers: they need {shortage}: "
                 "set cores_per_rank of prefill and decode lower, start fewer workers, or add nodes"
             ) from None
+
+    def release(self, name: str) -> None:
+        placement = self._placements.pop(name, None)
+        if placement is not None:
+            _in_background(self._ray.util.remove_placement_group, placement.group)
+        if self._needs.pop(name, None) is not None:
+            self._request_nodes()
 
     async def spawn(self, spec: ProcessSpec) -> "RayProcess":
         if self.head_away_s:
@@ -264,6 +279,13 @@ class RayRuntime:
             return None
         return Placement(group, self._ray.util.placement_group_table(group)["bundles_to_node_id"][0])
 
+    def _request_nodes(self) -> None:
+        """Have an autoscaler bring nodes for all workers together, and take idle ones away."""
+        from ray.autoscaler.sdk import request_resources
+
+        bundles = [{name: most for name, most in needs.items() if most} for needs in self._needs.values()]
+        _in_background(lambda: request_resources(bundles=bundles))
+
     # On threads: Ray's own calls, which may wait for its head.
 
     def _watch_head(self) -> None:
@@ -306,7 +328,7 @@ class RayRuntime:
         try:
             if self._address is None:
                 ray.init(
-                    num_cpus=max(self._num_cpus, len(os.sched_getaffinity(0))),
+                    num_cpus=ALONE_ROOM * max(self._num_cpus, len(os.sched_getaffinity(0))),
                     object_store_memory=OBJECT_STORE_BYTES,
                     include_dashboard=False,
                     configure_logging=False,

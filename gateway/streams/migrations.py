@@ -42,7 +42,7 @@ class OrderedMoves:
         self._answer = answer
         self._open = set(request_ids)
         self._num_moved = self._num_left = 0
-        self._reason = "" if self._open else "this gateway has no such request"
+        self._reason = "it does not run" if order.request_id and not self._open else ""
         self._tell_if_over()
 
     def ended(self, request_id: str, reason: str = "") -> None:

@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -125,17 +126,25 @@ def test_a_worker_that_the_operator_drains_stays_away_until_it_is_called_back() 
         assert "prefill-0" in cluster.status()
 
 
-def test_worker_that_is_restarted_ends_its_requests_first() -> None:
+def test_worker_that_is_restarted_hands_its_requests_over_first() -> None:
     with served(*OPTIONS, "--routers", "2", "--decode", "2") as cluster:
-        stream = cluster.stream("copy(sun moon star)=", max_tokens=300, ignore_eos=True)
-        first = next(stream)
+        stream = cluster.stream("copy(sun moon star)=", max_tokens=4000, ignore_eos=True)
+        chunks, port = [next(stream)], str(cluster.port)
+        reading = threading.Thread(target=lambda: chunks.extend(stream))
+        reading.start()
+        moved = [cluster.baton("migrate", "--from", f"decode-{index}", "--port", port) for index in (0, 1)]
+        assert "1 moved\n" in moved
         before = {name: entry.worker.pid for name, entry in cluster.status().items()}
         for name in ("decode-0", "decode-1"):
-            assert f"{name} serves again" in cluster.baton("restart", name, "--port", str(cluster.port))
+            assert f"{name} serves again" in cluster.baton("restart", name, "--port", port)
         after = {name: entry.worker.pid for name, entry in cluster.status().items()}
         assert after.keys() == before.keys()
         assert {name for name in before if before[name] == after[name]} == {"prefill-0"}
-        assert [first, *stream][-1]["choices"][0]["finish_reason"] == "length"
+        assert "1P1D serves" in cluster.baton("scale", "1P1D", "--port", port)
+        reading.join(60)
+        metrics = urllib.request.urlopen(f"{cluster.url}/metrics").read().decode()
+        assert chunks[-1]["choices"][0]["finish_reason"] == "length"
+        assert 'event="migrations"' in metrics and 'event="replays_' not in metrics
         assert not any("did not end in" in line or "status 143" in line for line in cluster.said)
 
 

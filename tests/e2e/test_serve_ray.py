@@ -13,10 +13,19 @@ from baton.bench.tiny.tasks import recall_cases
 from baton.cluster.cluster_record import find_record
 from baton.cluster.redis_server import find_program
 from baton.cluster.runtimes.base import descendants
+from tests.event_stream import SteadyClients
 from tests.served import Served, are_gone, command_line, served, stop, until
 
 pytest.importorskip("ray")
 
+BODY = {
+    "model": "tiny",
+    "prompt": "the sun and the moon and a star; " * 6,
+    "max_tokens": 100,
+    "temperature": 0,
+    "ignore_eos": True,
+    "stream": True,
+}
 OPTIONS = ("tiny", "--kv-cache-memory", "64MiB", "--drain-timeout", "5")
 
 
@@ -73,8 +82,14 @@ def test_a_worker_that_is_drained_ends_and_stays_away(cluster: Served) -> None:
     assert cluster.complete("copy(red green blue)=") == "red green blue"
 
 
-def test_ray_ends_with_it() -> None:
+def test_it_scales_under_load_and_ray_ends_with_it() -> None:
     with served(*OPTIONS) as cluster:
+        clients, port = SteadyClients(cluster.port, BODY), str(cluster.port)
+        with clients.asking():
+            for layout in ("2P2D", "1P1D"):
+                assert f"{layout} serves" in cluster.baton("scale", layout, "--port", port)
+                clients.until_more()
+        assert set(cluster.status()) == {"prefill-0", "decode-0"}
         pids = descendants(cluster.process.pid)
         assert any("raylet" in command_line(pid) for pid in pids)
         assert stop(cluster.process) == 0

@@ -19,6 +19,7 @@ from baton.config.engine import CacheConfig, EngineSettings, SchedulerConfig
 from baton.config.router import RouterConfig
 from baton.errors import WorkerLost
 from baton.messages.operations import Migrate, Migrated
+from baton.messages.workers import WorkerRole
 from baton.request import Request, SamplingParams, StructuredOutputs, TokenEvent
 from baton.token_ids import TokenIds
 from tests.answer import Answer
@@ -278,3 +279,23 @@ def test_moves_under_kills_lose_nothing(cluster: ProcessCluster, llm: LLM, victi
     running.check()
     cluster.wait_until_whole()
     assert len(mover.answers) == 1
+
+
+def worker_in_role(cluster: ProcessCluster, name: str, role: WorkerRole) -> bool:
+    """Return whether the gateway is connected to a worker of this name and role."""
+    connected = cluster.frontend._peer_registry.connected()
+    found = [each for each in cluster.frontend.workers if each.name == name and each.role is role]
+    return any(each.id in connected for each in found)
+
+
+def test_workers_flip_under_load_and_lose_nothing(cluster: ProcessCluster, llm: LLM) -> None:
+    running, before = Running(cluster, llm, 740, max_tokens=400), num_replays(cluster)
+    running.wait_for_tokens(3)
+    pid = cluster.pid("decode-0")
+    for role in (WorkerRole.PREFILL, WorkerRole.DECODE):
+        cluster.order(lambda operator: operator.flip("decode-0", role))  # noqa: B023
+        wait_for(lambda: worker_in_role(cluster, "decode-0", role))  # noqa: B023
+    running.check()
+    assert num_replays(cluster) == before
+    assert cluster.pid("decode-0") == pid
+    cluster.wait_until_whole()

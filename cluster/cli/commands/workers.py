@@ -1,7 +1,10 @@
-"""Orders about workers of a running cluster: `baton drain`, `undrain`, `restart` and `migrate`."""
+"""Orders about workers of a running cluster: `scale`, `drain`, `undrain`, `restart`, `flip`, `migrate`."""
 
 import argparse
 import asyncio
+import re
+from collections import Counter
+from collections.abc import Mapping
 from typing import Final
 
 from baton.cluster.cli import output
@@ -9,7 +12,8 @@ from baton.cluster.cli.options import CliCommand, Parser
 from baton.cluster.cli.routers import add_router_options, ask
 from baton.cluster.operator_node import Operator
 from baton.errors import ConfigError, WorkerLost
-from baton.messages.workers import Worker
+from baton.messages.operations import Status
+from baton.messages.workers import Worker, WorkerRole
 
 LOOK_EVERY_S: Final = 0.2
 
@@ -39,6 +43,47 @@ def _restart(arguments: argparse.Namespace) -> None:
     output.write(f"{ask(arguments, restart)} serves again\n")
 
 
+def _flip(arguments: argparse.Namespace) -> None:
+    role = WorkerRole(arguments.role)
+
+    async def flip(operator: Operator) -> None:
+        former = await _find(operator, arguments.worker)
+        await operator.flip(arguments.worker, role, may_be_last=arguments.force)
+        if former is not None:
+            await _until_it_serves(operator, former.name, arguments.wait, former.id)
+
+    ask(arguments, flip)
+    output.write(f"{arguments.worker} is a {role} worker now\n")
+
+
+def _scale(arguments: argparse.Namespace) -> None:
+    found = re.fullmatch(r"(\d+)P(\d+)D", arguments.layout, re.IGNORECASE)
+    if found is None or not int(found[2]):
+        raise ConfigError(
+            f"layout: expected such as 2P3D, with one decode worker or more, got {arguments.layout!r}"
+        )
+    wanted = {WorkerRole.PREFILL: int(found[1]), WorkerRole.DECODE: int(found[2])}
+
+    async def scale(operator: Operator) -> None:
+        await operator.scale(wanted[WorkerRole.PREFILL], wanted[WorkerRole.DECODE])
+        deadline_s = asyncio.get_running_loop().time() + arguments.wait
+        while not _has(await operator.status(), wanted):
+            if asyncio.get_running_loop().time() >= deadline_s:
+                raise WorkerLost(
+                    f"the workers are not there after {arguments.wait:g} s: see the log of `baton serve`"
+                )
+            await asyncio.sleep(LOOK_EVERY_S)
+
+    ask(arguments, scale)
+    output.write(f"{wanted[WorkerRole.PREFILL]}P{wanted[WorkerRole.DECODE]}D serves\n")
+
+
+def _has(status: Status, wanted: Mapping[WorkerRole, int]) -> bool:
+    """Return whether there are so many workers of each role, all of them ready."""
+    num = Counter(each.worker.role for each in status.workers)
+    return status.num_ready == num.total() and all(num[role] == most for role, most in wanted.items())
+
+
 def _migrate(arguments: argparse.Namespace) -> None:
     if bool(arguments.request) == bool(arguments.worker):
         raise ConfigError("give one of REQUEST and --from WORKER")
@@ -50,8 +95,8 @@ def _migrate(arguments: argparse.Namespace) -> None:
     )
     if not moved.num_moved and moved.reason:
         raise ConfigError(f"no request has moved: {moved.reason}")
-    stay = f"; {moved.num_left} stay: {moved.reason}" if moved.num_left else ""
-    output.write(f"{moved.num_moved} requests have moved{stay}\n")
+    left = f", {moved.num_left} left where they were: {moved.reason}" if moved.num_left else ""
+    output.write(f"{moved.num_moved} moved{left}\n")
 
 
 async def _until_it_serves(operator: Operator, name: str, wait_s: float, former: str = "") -> None:
@@ -84,9 +129,27 @@ def _add_drain_options(parser: Parser) -> None:
 
 def _add_wait_options(parser: Parser) -> None:
     _add_worker(parser)
-    parser.add_argument(
-        "--wait", type=float, default=600.0, metavar="S", help="seconds for the worker to serve again (600)"
-    )
+    _add_wait(parser, 600.0)
+    add_router_options(parser)
+
+
+def _add_wait(parser: Parser, seconds: float) -> None:
+    help_ = f"seconds for the worker to serve again ({seconds:g})"
+    parser.add_argument("--wait", type=float, default=seconds, metavar="S", help=help_)
+
+
+def _add_flip_options(parser: Parser) -> None:
+    _add_worker(parser)
+    parser.add_argument("role", metavar="ROLE", choices=[*WorkerRole], help="prefill or decode")
+    parser.add_argument("--force", action="store_true", help="also when it is the last of its role")
+    _add_wait(parser, 120.0)
+    add_router_options(parser)
+
+
+def _add_scale_options(parser: Parser) -> None:
+    help_ = "prefill and decode workers, such as 2P3D"
+    parser.add_argument("layout", metavar="LAYOUT", help=help_)
+    _add_wait(parser, 600.0)
     add_router_options(parser)
 
 
@@ -133,6 +196,25 @@ when the new process serves, and fails after --wait seconds. A worker that was d
 """,
     _add_wait_options,
     _restart,
+)
+flip = CliCommand(
+    """Have a worker take the other role: a prefill worker decodes from now on, or the other way round.
+
+The weights are not loaded again, and its cached pages stay. Its requests move to other workers first; those
+that cannot move are replayed after `drain_timeout_s`. The command returns when the worker serves in its new
+role, and fails after --wait seconds. The last worker of a role flips with --force only.
+""",
+    _add_flip_options,
+    _flip,
+)
+scale = CliCommand(
+    """Have `baton serve` run so many prefill and decode workers: `baton scale 2P3D`.
+
+Missing workers are started; on Ray an autoscaler is asked for nodes. Workers that are too many hand their
+requests over and end. The command returns when all workers are ready, and fails after --wait seconds.
+""",
+    _add_scale_options,
+    _scale,
 )
 migrate = CliCommand(
     """Move a running request, or all requests of a decode worker, to another decode worker.

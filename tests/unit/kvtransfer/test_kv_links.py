@@ -2,6 +2,8 @@
 
 from collections.abc import Callable
 
+import msgspec
+
 from baton.kvtransfer.links import KvLinks, Link
 from baton.messages.workers import Address, Worker, WorkerRole
 
@@ -37,7 +39,7 @@ def a_worker(number: int) -> Worker:
         model="tiny",
         fingerprint="model",
         address=Address("127.0.0.1", 9),
-        kv_address=Address("127.0.0.1", 10),
+        kv_address=Address("127.0.0.1", 10 + number),
         page_size=16,
         num_pages=64,
         max_num_seqs=8,
@@ -99,3 +101,13 @@ def test_worker_that_returns_to_the_list_keeps_its_link() -> None:
     assert links.to(worker.id) is None and links.reachable() == []
     links.keep_up([worker])
     assert links.to(worker.id) is link and not asked.waiting
+
+
+def test_process_that_returns_under_another_id_keeps_its_link() -> None:
+    asked, worker = Asked(), a_worker(1)
+    links = KvLinks(asked)
+    links.keep_up([worker])
+    asked.answer(StubLink())
+    flipped = msgspec.structs.replace(worker, id=f"{7:032x}", role=WorkerRole.PREFILL)
+    links.keep_up([flipped])
+    assert links.reachable() == [flipped.id] and not asked.waiting

@@ -187,7 +187,9 @@ def test_stream_whose_prompt_is_still_computed_waits_for_its_second_token() -> N
 def test_order_without_such_a_stream_is_answered_at_once() -> None:
     g, _ = running("d0", "d1")
     order(g, "d1")
-    assert answer(g) == (0, 0, "this gateway has no such request")
+    assert answer(g) == (0, 0, "")
+    g["router"].say(Migrate(question=7, request_id=id_of("other")))
+    assert answer(g) == (0, 0, "it does not run")
 
 
 def test_streams_leave_a_draining_worker_and_none_that_all_drain() -> None:

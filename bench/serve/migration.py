@@ -1,0 +1,167 @@
+"""What a move to another decode worker costs a stream: the gap that its client sees, and its tokens.
+
+    python -m baton.bench.serve.migration [--moves 20] [--output FOLDER]
+
+A real cluster of the model tiny with one prefill and two decode workers on loopback. A client streams a
+sampled answer after a prompt of 2,000 or 8,000 tokens, while the stream moves to and fro. The gap of a move
+is the longest time between two pieces of the answer from the order until it is carried out, less the stream's
+median time between two pieces; the same windows without a move say what the machine alone does.
+The tokens are compared with those of the same request without moves.
+"""
+
+import argparse
+import asyncio
+import json
+import shutil
+import sys
+import tempfile
+import time
+from bisect import bisect_left
+from collections.abc import Sequence
+from contextlib import closing
+from itertools import pairwise, zip_longest
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from baton.bench.clusters import WatchedCluster, served_cluster
+from baton.bench.report import Report, Row, Suite, at_most, percentile
+from baton.bench.serve.client import Address, Answer, Connection
+from baton.cluster.model_directory import resolve_model
+from baton.errors import PeerGone
+
+BARS_MS: Final = {2_000: 60.0, 8_000: 150.0}  # of the gap, by tokens of context
+MAX_CONTEXT: Final = 16_384
+
+PAUSE_S: Final = 0.3  # between two moves
+OPTIONS: Final = ("--runtime", "local", "--kv-cache-memory", "256MiB", "--drain-timeout", "5")
+
+
+class Moved(NamedTuple):
+    """A stream that has moved, by its pieces."""
+
+    gaps_s: list[float]  # of each move
+    quiet_gaps_s: list[float]  # of as many windows of the same length without a move
+    itl_s: float
+    token_ids: list[int]
+
+
+def model_with_long_contexts(folder: Path) -> Path:
+    """Return a copy of the model tiny that takes MAX_CONTEXT tokens."""
+    directory = folder / "tiny"
+    shutil.copytree(resolve_model("tiny"), directory)
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"max_position_embeddings": MAX_CONTEXT}))
+    return directory
+
+
+def tokens_of(body: bytes) -> list[int]:
+    """Return the tokens of a streamed answer. The answer must have ended for its length."""
+    events = [line[6:] for line in body.decode().splitlines() if line.startswith("data: {")]
+    choices = [choice for event in events for choice in json.loads(event)["choices"]]
+    assert choices[-1]["finish_reason"] == "length", choices[-1]
+    return [token_id for choice in choices for token_id in choice["token_ids"]]
+
+
+def gap_s(times_s: Sequence[float], begin_s: float, end_s: float) -> float:
+    """Return the longest time between two pieces of which the later comes after begin_s, up to the first one
+    after end_s.
+    """
+    first, last = bisect_left(times_s, begin_s), bisect_left(times_s, end_s) + 1
+    return max((b - a for a, b in pairwise(times_s[max(0, first - 1) : last + 1])), default=0.0)
+
+
+async def move(cluster: WatchedCluster, body: dict[str, Any], num_moves: int) -> Moved:
+    """Stream an answer and move it `num_moves` times."""
+    address = Address(cluster.url)
+    connection = await Connection.open(address)
+    windows: list[tuple[float, float]] = []
+    with closing(connection):
+        request = address.post("/v1/completions", json.dumps(body).encode())
+        ends: list[Answer | PeerGone] = []
+        answer = connection.send(request, ends.append)
+        while len(answer.pieces) < 3 and not ends:
+            await asyncio.sleep(0.01)
+        for number in range(2 * num_moves):
+            if not ends:
+                windows.append(await _window(cluster, is_quiet=not number % 2, before=windows))
+                await asyncio.sleep(PAUSE_S)
+        while not ends:
+            await asyncio.sleep(0.01)
+        assert isinstance(ends[0], Answer), ends[0]
+    times_s = [at_s for at_s, _ in answer.pieces]
+    gaps_s = [gap_s(times_s, *window) for window in windows]
+    itl_s = percentile([b - a for a, b in pairwise(times_s[2:])], 50)
+    return Moved(gaps_s[1::2], gaps_s[::2], itl_s, tokens_of(answer.body))
+
+
+async def _window(
+    cluster: WatchedCluster, *, is_quiet: bool, before: Sequence[tuple[float, float]]
+) -> tuple[float, float]:
+    """Move the stream, or wait as long as the last move took; return the begin and the end."""
+    begin_s = time.perf_counter()
+    if is_quiet:
+        await asyncio.sleep(before[-1][1] - before[-1][0] if before else PAUSE_S)
+    else:
+        for name in ("decode-0", "decode-1"):
+            if await cluster.migrate(name):
+                break
+        else:
+            raise AssertionError("no worker has the stream")
+    return begin_s, time.perf_counter()
+
+
+def rows_of(num_tokens: int, moved: Moved, alone: list[int]) -> list[Row]:
+    """Return the figures of one length of context."""
+    over_ms = [1e3 * max(0.0, gap - moved.itl_s) for gap in moved.gaps_s]
+    quiet_ms = [1e3 * max(0.0, gap - moved.itl_s) for gap in moved.quiet_gaps_s]
+    note = (
+        f"{len(over_ms)} moves; p90 {percentile(over_ms, 90):.1f}, most {max(over_ms):.1f} ms; without a "
+        f"move p50 {percentile(quiet_ms, 50):.1f}, most {max(quiet_ms):.1f} ms; "
+        f"ITL {1e3 * moved.itl_s:.1f} ms"
+    )
+    name = f"{num_tokens:,} tokens of context"
+    num_other = sum(a != b for a, b in zip_longest(moved.token_ids, alone))
+    return [
+        at_most(
+            f"{name}: gap of a move over the ITL, p50",
+            percentile(over_ms, 50),
+            "ms",
+            BARS_MS[num_tokens],
+            note,
+        ),
+        at_most(f"{name}: differing tokens", num_other, f"of {len(alone)}", 0.0),
+    ]
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the number of moves."""
+    parser.add_argument("--moves", type=int, default=20, help="of the stream, at each length (20)")
+    parser.add_argument("--tokens", type=int, default=4_000, help="of the answer (4000)")
+
+
+async def measure(options: argparse.Namespace, report: Report) -> None:
+    """Measure the lengths of context, one after the other."""
+    with tempfile.TemporaryDirectory() as folder:
+        model = str(model_with_long_contexts(Path(folder)))
+        names = ("--served-model-name", "tiny")
+        async with served_cluster(Path(folder), (*OPTIONS, *names), prefill=1, model=model) as cluster:
+            for num_tokens in BARS_MS:
+                prompt = [2 + 7 * index % 1000 for index in range(num_tokens)]
+                body = {"model": "tiny", "prompt": prompt, "max_tokens": options.tokens, "stream": True}
+                body |= {"temperature": 1.0, "seed": 7, "ignore_eos": True, "return_token_ids": True}
+                report.tell(f"{num_tokens} tokens: without moves")
+                alone = await move(cluster, body, 0)
+                report.tell(f"{num_tokens} tokens: with moves")
+                report.rows += rows_of(num_tokens, await move(cluster, body, options.moves), alone.token_ids)
+
+
+SUITE: Final = Suite(
+    "migration",
+    "Streams that move to another decode worker: what their clients see",
+    add_options,
+    measure,
+    fails_on_miss=True,
+)
+
+if __name__ == "__main__":
+    sys.exit(SUITE.main(__doc__))
