@@ -40,10 +40,12 @@ from baton.messages.control import (
 from baton.messages.operations import (
     MAX_PART_BYTES,
     Drain,
+    Flip,
     HeadAway,
     RecordingPart,
     RecordingQuery,
     RestartWorker,
+    Scale,
     Undrain,
     WatchWorkers,
 )
@@ -261,6 +263,8 @@ Record: TypeAlias = (
     | HeadAway
     | Undrain
     | RestartWorker
+    | Scale
+    | Flip
     | SharedDispatch
     | SharedStarted
     | SharedEnded
