@@ -185,6 +185,7 @@ def attend_keys(
     ONE_SPLIT: tl.constexpr,  # True promises that the range lies in one split: nothing is merged
     MASKED: tl.constexpr,  # False promises that every row sees every key of the range
     WINDOW: tl.constexpr,  # keys a query sees, itself included; 0: all
+    SOFTCAP: tl.constexpr,  # s becomes SOFTCAP * tanh(s / SOFTCAP), s times log2(e); 0: none
     PAGE_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -211,6 +212,9 @@ def attend_keys(
             keys_DN = tl.load(key_ptr_DN)
             values_ND = tl.load(value_ptr_ND)
         score_MN = tl.dot(query_MD, keys_DN, input_precision="ieee") * scale
+        if SOFTCAP > 0:  # tanh(x) is 1 - 2 / (1 + exp(2 x))
+            exponential_MN = tl.exp2(score_MN * (2 * 1.4426950408889634 / SOFTCAP))
+            score_MN = SOFTCAP * (1.0 - 2.0 / (1.0 + exponential_MN))
         if MASKED:
             visible_MN = exists_N[None, :] & (key_N[None, :] <= position_M[:, None])
             if WINDOW > 0:

@@ -120,14 +120,33 @@ def gated_reference(gate_up_T2F: Tensor, activation: Activation = SILU) -> Tenso
 
 
 def _gated_native(gate_up_T2F: Tensor, activation: Activation) -> Tensor:
-    num_tokens, width = gate_up_T2F.shape[0], gate_up_T2F.shape[1] // 2
-    out_TF = torch.empty((num_tokens, width), dtype=gate_up_T2F.dtype)
-    native.function("baton_gated", "ppnniffi")(
-        gate_up_T2F.data_ptr(),
-        out_TF.data_ptr(),
-        num_tokens,
-        width,
-        *activation,
-        native.DTYPE_CODES[gate_up_T2F.dtype],
-    )
+    out_TF = torch.empty((len(gate_up_T2F), gate_up_T2F.shape[1] // 2), dtype=gate_up_T2F.dtype)
+    _run_native(gate_up_T2F, out_TF, activation, has_up=True)
     return out_TF
+
+
+def _run_native(x: Tensor, out_TF: Tensor, activation: Activation, *, has_up: bool) -> None:
+    native.function("baton_gated", "ppnniiffi")(
+        x.data_ptr(), out_TF.data_ptr(), *out_TF.shape, has_up, *activation, native.DTYPE_CODES[x.dtype]
+    )
+
+
+# Without up, and without a gate. The native ops are there because torch computes the last elements of a
+# tensor in another way than the others on a CPU: a token's values would depend on its batch.
+
+
+def gelu_tanh(x_TF: Tensor) -> Tensor:
+    """GELU by its approximation with tanh; x_TF: contiguous."""
+    if x_TF.is_cuda or not native.handles(x_TF.dtype):
+        return F.gelu(x_TF, approximate="tanh")
+    out_TF = torch.empty_like(x_TF)
+    _run_native(x_TF, out_TF, GELU_TANH, has_up=False)
+    return out_TF
+
+
+def soft_cap(x: Tensor, cap: float) -> Tensor:
+    """cap * tanh(x / cap), in place. x: fp32."""
+    if x.is_cuda or not native.handles(x.dtype) or not x.is_contiguous():
+        return x.div_(cap).tanh_().mul_(cap)
+    native.function("baton_soft_cap", "pnf")(x.data_ptr(), x.numel(), cap)
+    return x

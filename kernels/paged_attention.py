@@ -13,7 +13,6 @@ import math
 from typing import Final
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from baton.kernels.attention_tile import (
@@ -25,7 +24,7 @@ from baton.kernels.attention_tile import (
     tile_options,
     tile_rows,
 )
-from baton.kernels.store_kv import check_paged_kv, dense_kv
+from baton.kernels.store_kv import check_paged_kv, dense_attention, dense_kv
 from baton.kernels.triton_import import jit, kernel, runs_triton, tl, triton
 
 LOG2_E = math.log2(math.e)
@@ -42,19 +41,26 @@ def paged_attention_decode(
     *,
     scale: float,
     window: int | None = None,
+    softcap: float | None = None,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """Attention of each sequence's newest token over its context; returns a new [B, H, D].
 
     query_BHD: strides over sequences and heads are free. kv_pages: one layer, [P, 2, K, S, D].
     page_table_BP: int32; entries past the context are never followed. context_lens_B: int32, the
     newest token included; 0 (padding) gives zeros. window: the query at p sees keys in (p - window, p].
+    softcap, sinks_H: as of `ragged_attention`.
     """
-    if runs_triton(query_BHD):
-        return paged_attention_decode_triton(
-            query_BHD, kv_pages, page_table_BP, context_lens_B, scale=scale, window=window
-        )
-    return paged_attention_decode_reference(
-        query_BHD, kv_pages, page_table_BP, context_lens_B, scale=scale, window=window
+    attend = paged_attention_decode_triton if runs_triton(query_BHD) else paged_attention_decode_reference
+    return attend(
+        query_BHD,
+        kv_pages,
+        page_table_BP,
+        context_lens_B,
+        scale=scale,
+        window=window,
+        softcap=softcap,
+        sinks_H=sinks_H,
     )
 
 
@@ -70,6 +76,7 @@ def paged_attention_kernel(
     kv_ptr: tl.tensor,  # [P, 2, K, S, D]
     page_table_ptr: tl.tensor,  # [B, pages] int32
     context_lens_ptr: tl.tensor,  # [B] int32
+    sinks_ptr: tl.tensor,  # [H] fp32, read when HAS_SINKS
     out_ptr: tl.tensor,  # [B, H, D], contiguous
     partial_ptr: tl.tensor,  # [B, max_splits, H, D] fp32: acc of each split, where a sequence has several
     peak_total_ptr: tl.tensor,  # [B, max_splits, 2, H] fp32: peak and total of each split
@@ -86,6 +93,8 @@ def paged_attention_kernel(
     page_table_stride: int,
     max_splits: int,
     WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,  # of the scores times log2(e); 0: none
+    HAS_SINKS: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -118,6 +127,10 @@ def paged_attention_kernel(
     zeros_GD = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
     nothing_G = tl.full([BLOCK_G], float("-inf"), tl.float32)
     zeros_G = tl.zeros([BLOCK_G], tl.float32)
+    first_peak_G, first_total_G = nothing_G, zeros_G
+    if HAS_SINKS:
+        first_peak_G = tl.load(sinks_ptr + head_G, mask=inside_G, other=0.0) * 1.4426950408889634
+        first_total_G = tl.full([BLOCK_G], 1.0, tl.float32)
     out_ptr_GD = out_ptr + sequence.to(tl.int64) * num_heads * head_dim + cell_GD
     for split in range(first_split + program, end_split, tl.num_programs(2)):
         _, _, _, acc_GD, peak_G, total_G = attend_keys(
@@ -141,13 +154,16 @@ def paged_attention_kernel(
             True,
             True,
             WINDOW,
+            SOFTCAP,
             PAGE_SIZE,
             BLOCK_N,
             BLOCK_D,
             EVEN_D,
         )
         if end_split - first_split == 1:
-            merged_GD, _, merged_total_G = merge(zeros_GD, nothing_G, zeros_G, acc_GD, peak_G, total_G)
+            merged_GD, _, merged_total_G = merge(
+                zeros_GD, first_peak_G, first_total_G, acc_GD, peak_G, total_G
+            )
             _store_out(out_ptr_GD, merged_GD, merged_total_G, inside_GD)
         else:
             row = first_row + split
@@ -160,7 +176,7 @@ def paged_attention_kernel(
         arrival_ptr = arrivals_ptr + sequence * tl.num_programs(1) + kv_head
         if tl.atomic_add(arrival_ptr, 1) == num_arriving - 1:
             tl.store(arrival_ptr, 0)
-            merged_GD, merged_peak_G, merged_total_G = zeros_GD, nothing_G, zeros_G
+            merged_GD, merged_peak_G, merged_total_G = zeros_GD, first_peak_G, first_total_G
             for split in range(first_split, end_split):
                 row = first_row + split
                 acc_ptr_GD = partial_ptr + row * num_heads * head_dim + cell_GD
@@ -184,6 +200,8 @@ def paged_attention_decode_triton(
     *,
     scale: float,
     window: int | None = None,
+    softcap: float | None = None,
+    sinks_H: Tensor | None = None,
     arrivals: Tensor | None = None,
     out_BHD: Tensor | None = None,
 ) -> Tensor:
@@ -213,6 +231,7 @@ def paged_attention_decode_triton(
         kv_pages,
         page_table_BP,
         context_lens_B,
+        context_lens_B if sinks_H is None else sinks_H,
         out_BHD,
         partial,
         peak_total,
@@ -226,6 +245,8 @@ def paged_attention_decode_triton(
         page_table_BP.stride(0),
         max_splits,
         WINDOW=window or 0,
+        SOFTCAP=(softcap or 0.0) * LOG2_E,
+        HAS_SINKS=sinks_H is not None,
         PAGE_SIZE=page_size,
         BLOCK_G=rows,
         BLOCK_D=block_D,
@@ -255,16 +276,19 @@ def paged_attention_decode_reference(
     *,
     scale: float,
     window: int | None = None,
+    softcap: float | None = None,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """`paged_attention_decode` in plain torch."""
     out_BHD = torch.zeros(query_BHD.shape, dtype=query_BHD.dtype, device=query_BHD.device)
-    num_kv_heads = kv_pages.shape[2]
     for sequence, context_len in enumerate(context_lens_B.tolist()):
         if context_len == 0:
             continue
         first = 0 if window is None else max(0, context_len - window)
         key_KND, value_KND = dense_kv(kv_pages, page_table_BP[sequence], first, context_len)
-        query_1KGD = query_BHD[sequence].reshape(1, num_kv_heads, -1, query_BHD.shape[2])
-        out_1KGD = F.scaled_dot_product_attention(query_1KGD, key_KND[None], value_KND[None], scale=scale)
-        out_BHD[sequence] = out_1KGD.flatten(0, 2)
+        query_H1D = query_BHD[sequence].unsqueeze(1)
+        out_H1D = dense_attention(
+            query_H1D, key_KND, value_KND, None, scale=scale, softcap=softcap, sinks_H=sinks_H
+        )
+        out_BHD[sequence] = out_H1D.squeeze(1)
     return out_BHD

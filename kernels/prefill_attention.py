@@ -10,12 +10,11 @@ S page size.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from baton.kernels.attention_tile import attend_keys, merge, owner_of_block, tile_options, tile_rows
 from baton.kernels.paged_attention import LOG2_E
-from baton.kernels.store_kv import check_paged_kv, dense_kv
+from baton.kernels.store_kv import check_paged_kv, dense_attention, dense_kv
 from baton.kernels.triton_import import kernel, runs_triton, tl, triton
 
 
@@ -28,6 +27,8 @@ def prefill_attention(
     *,
     scale: float,
     window: int | None = None,
+    softcap: float | None = None,
+    sinks_H: Tensor | None = None,
     max_seqlen_q: int,
 ) -> Tensor:
     """Causal attention of every new token over its sequence; returns a new [T, H, D].
@@ -37,7 +38,8 @@ def prefill_attention(
     cu_seqlens_q_B1: int32 [B + 1]; sequence b owns the tokens [cu[b], cu[b + 1]), possibly none.
     context_lens_B: int32, new tokens included, so token i of sequence b sits at position
     `context_lens[b] - (cu[b + 1] - cu[b]) + i`. window: the query at p sees keys in (p - window, p].
-    max_seqlen_q: an upper bound of the new tokens of one sequence.
+    max_seqlen_q: an upper bound of the new tokens of one sequence. softcap, sinks_H: as of
+    `ragged_attention`.
     """
     if runs_triton(query_THD):
         return prefill_attention_triton(
@@ -48,10 +50,20 @@ def prefill_attention(
             context_lens_B,
             scale=scale,
             window=window,
+            softcap=softcap,
+            sinks_H=sinks_H,
             max_seqlen_q=max_seqlen_q,
         )
     return prefill_attention_reference(
-        query_THD, kv_pages, page_table_BP, cu_seqlens_q_B1, context_lens_B, scale=scale, window=window
+        query_THD,
+        kv_pages,
+        page_table_BP,
+        cu_seqlens_q_B1,
+        context_lens_B,
+        scale=scale,
+        window=window,
+        softcap=softcap,
+        sinks_H=sinks_H,
     )
 
 
@@ -62,6 +74,7 @@ def prefill_attention_kernel(
     page_table_ptr: tl.tensor,  # [B, pages] int32
     cu_seqlens_ptr: tl.tensor,  # [B + 1] int32
     context_lens_ptr: tl.tensor,  # [B] int32
+    sinks_ptr: tl.tensor,  # [H] fp32, read when HAS_SINKS
     out_ptr: tl.tensor,  # [T, H, D], contiguous
     scale: float,
     num_sequences: int,
@@ -74,6 +87,8 @@ def prefill_attention_kernel(
     kv_stride_slot: int,
     page_table_stride: int,
     WINDOW: tl.constexpr,  # 0: all
+    SOFTCAP: tl.constexpr,  # of the scores times log2(e); 0: none
+    HAS_SINKS: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     GROUP_SIZE: tl.constexpr,  # G
     BLOCK_Q: tl.constexpr,  # tokens of a program: BLOCK_M // G
@@ -121,6 +136,10 @@ def prefill_attention_kernel(
     merged_peak_M = tl.full([BLOCK_M], float("-inf"), tl.float32)
     merged_total_M = tl.zeros([BLOCK_M], tl.float32)
     acc_MD, peak_M, total_M = merged_MD, merged_peak_M, merged_total_M
+    if HAS_SINKS:
+        sink_M = tl.load(sinks_ptr + head_M, mask=inside_M, other=0.0)
+        merged_peak_M = sink_M * 1.4426950408889634
+        merged_total_M = tl.full([BLOCK_M], 1.0, tl.float32)
     for part in tl.static_range(3):
         merged_MD, merged_peak_M, merged_total_M, acc_MD, peak_M, total_M = attend_keys(
             kv_ptr + kv_head * kv_stride_head,
@@ -143,6 +162,7 @@ def prefill_attention_kernel(
             False,
             part != 1,
             WINDOW,
+            SOFTCAP,
             PAGE_SIZE,
             BLOCK_N,
             BLOCK_D,
@@ -167,6 +187,8 @@ def prefill_attention_triton(
     *,
     scale: float,
     window: int | None = None,
+    softcap: float | None = None,
+    sinks_H: Tensor | None = None,
     max_seqlen_q: int,
     out_THD: Tensor | None = None,
 ) -> Tensor:
@@ -190,6 +212,7 @@ def prefill_attention_triton(
         page_table_BP,
         cu_seqlens_q_B1,
         context_lens_B,
+        context_lens_B if sinks_H is None else sinks_H,
         out_THD,
         scale * LOG2_E,
         num_sequences,
@@ -199,6 +222,8 @@ def prefill_attention_triton(
         *kv_pages.stride()[:4],
         page_table_BP.stride(0),
         WINDOW=window or 0,
+        SOFTCAP=(softcap or 0.0) * LOG2_E,
+        HAS_SINKS=sinks_H is not None,
         PAGE_SIZE=page_size,
         GROUP_SIZE=group_size,
         EVEN_D=head_dim == tile["BLOCK_D"],
@@ -241,6 +266,8 @@ def prefill_attention_reference(
     *,
     scale: float,
     window: int | None = None,
+    softcap: float | None = None,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """`prefill_attention` in plain torch, one sequence at a time."""
     out_THD = torch.empty(query_THD.shape, dtype=query_THD.dtype, device=query_THD.device)
@@ -257,13 +284,14 @@ def prefill_attention_reference(
         visible_TN = key_position_N <= position_T1
         if window is not None:
             visible_TN &= key_position_N > position_T1 - window
-        out_1HTD = F.scaled_dot_product_attention(
-            query_THD[begin:end].transpose(0, 1)[None],
-            key_KND[None],
-            value_KND[None],
-            attn_mask=visible_TN,
+        out_HTD = dense_attention(
+            query_THD[begin:end].transpose(0, 1),
+            key_KND,
+            value_KND,
+            visible_TN,
             scale=scale,
-            enable_gqa=True,
+            softcap=softcap,
+            sinks_H=sinks_H,
         )
-        out_THD[begin:end] = out_1HTD[0].transpose(0, 1)
+        out_THD[begin:end] = out_HTD.transpose(0, 1)
     return out_THD

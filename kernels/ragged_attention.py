@@ -46,7 +46,9 @@ class AttentionArguments(ctypes.Structure):
         ("page_shift", ctypes.c_int64),
         ("window", ctypes.c_int64),
         ("padded_dim", ctypes.c_int64),
+        ("sinks", ctypes.c_void_p),
         ("scale", ctypes.c_float),
+        ("softcap", ctypes.c_float),
         ("is_bf16", ctypes.c_int),
     )
 
@@ -108,19 +110,30 @@ class RaggedBatch:
 
 
 def ragged_attention(
-    query_THD: Tensor, kv_pages: Tensor, batch: RaggedBatch, *, scale: float, window: int | None = None
+    query_THD: Tensor,
+    kv_pages: Tensor,
+    batch: RaggedBatch,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """softmax(scale * q . k) v -> [T, H, D]; a query at position p sees keys (p - window, p], or
     all up to p without a window.
 
     kv_pages: [num_pages, 2, K, S, D], strided over pages; the keys of this batch are stored already.
+    softcap: a score s becomes softcap * tanh(s / softcap). sinks_H: fp32, for each head a score beside those
+    of the keys, whose value is zero.
     """
     num_heads, head_dim = query_THD.shape[1:]
     group_size = num_heads // kv_pages.shape[2]
     if not runs_triton(query_THD) and native_handles(query_THD.dtype, group_size, head_dim):
+        batch.arguments.softcap = softcap or 0.0
+        batch.arguments.sinks = None if sinks_H is None else sinks_H.data_ptr()
         return _ragged_attention_native(query_THD, kv_pages, batch, scale, window or 0)
     attend = _ragged_attention_triton if runs_triton(query_THD) else _ragged_attention_reference
-    return attend(query_THD, kv_pages, batch, scale, window)
+    return attend(query_THD, kv_pages, batch, scale, window, softcap, sinks_H)
 
 
 def native_handles(dtype: torch.dtype, group_size: int, head_dim: int) -> bool:
@@ -173,7 +186,13 @@ def _ragged_attention_native(
 
 
 def _ragged_attention_triton(
-    query_THD: Tensor, kv_pages: Tensor, batch: RaggedBatch, scale: float, window: int | None
+    query_THD: Tensor,
+    kv_pages: Tensor,
+    batch: RaggedBatch,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks_H: Tensor | None,
 ) -> Tensor:
     num_decodes, num_kv_heads = batch.num_decodes, kv_pages.shape[2]
     out_THD = torch.empty(query_THD.shape, dtype=query_THD.dtype, device=query_THD.device)
@@ -186,6 +205,8 @@ def _ragged_attention_triton(
         batch.context_lens_B[:num_decodes],
         scale=scale,
         window=window,
+        softcap=softcap,
+        sinks_H=sinks_H,
         arrivals=batch.arrivals,
         out_BHD=out_THD[:num_decodes],
     )
@@ -198,6 +219,8 @@ def _ragged_attention_triton(
             batch.context_lens_B[num_decodes:],
             scale=scale,
             window=window,
+            softcap=softcap,
+            sinks_H=sinks_H,
             max_seqlen_q=batch.max_seqlen_q,
             out_THD=out_THD[num_decodes:],
         )
@@ -205,7 +228,13 @@ def _ragged_attention_triton(
 
 
 def _ragged_attention_reference(
-    query_THD: Tensor, kv_pages: Tensor, batch: RaggedBatch, scale: float, window: int | None
+    query_THD: Tensor,
+    kv_pages: Tensor,
+    batch: RaggedBatch,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks_H: Tensor | None,
 ) -> Tensor:
     """Decodes are chunks of one token."""
     return prefill_attention_reference(
@@ -216,4 +245,6 @@ def _ragged_attention_reference(
         batch.context_lens_B,
         scale=scale,
         window=window,
+        softcap=softcap,
+        sinks_H=sinks_H,
     )

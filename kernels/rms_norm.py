@@ -16,7 +16,8 @@ def rms_norm(x_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
     """`x / sqrt(mean(x^2) + eps) * weight` over the last dimension, rounded as Hugging Face's Llama does.
 
     x_TE: [T, E], or [T, H, E] to normalise every head by itself; rows may be strided. Mean and
-    quotient are fp32; the quotient is rounded to the dtype of x before the product with the weight.
+    quotient are fp32; the quotient is rounded to the dtype of x before the product with the weight, except
+    with a weight in fp32.
     Returns a new contiguous tensor of the shape of x.
     """
     if runs_triton(x_TE):
@@ -72,9 +73,11 @@ def rms_norm_kernel(
         tl.store(residual_ptr_RE, rounded_RE, mask=inside_RE)
         x_RE = rounded_RE.to(tl.float32)
     mean_square_R = tl.sum(x_RE * x_RE, axis=1) / width
-    normed_RE = (x_RE * tl.rsqrt(mean_square_R + eps)[:, None]).to(dtype)
+    normed_RE = x_RE * tl.rsqrt(mean_square_R + eps)[:, None]
+    if weight_ptr.dtype.element_ty != tl.float32:
+        normed_RE = normed_RE.to(dtype).to(tl.float32)
     weight_E = tl.load(weight_ptr + column_E, mask=column_E < width, other=0.0)
-    scaled_RE = (normed_RE.to(tl.float32) * weight_E.to(tl.float32)[None, :]).to(dtype)
+    scaled_RE = (normed_RE * weight_E.to(tl.float32)[None, :]).to(dtype)
     out_offset_R = row_R.to(tl.int64) * width
     tl.store(out_ptr + out_offset_R[:, None] + column_E[None, :], scaled_RE, mask=inside_RE)
 
@@ -131,7 +134,7 @@ def _check(x_TE: Tensor, residual_TE: Tensor, weight_E: Tensor) -> None:
         raise ValueError(f"residual must be {tuple(x_TE.shape)} like x, got {tuple(residual_TE.shape)}")
     if weight_E.shape != x_TE.shape[-1:] or not weight_E.is_contiguous():
         raise ValueError(f"weight must be [{x_TE.shape[-1]}], got {tuple(weight_E.shape)}")
-    if not x_TE.dtype == residual_TE.dtype == weight_E.dtype:
+    if x_TE.dtype != residual_TE.dtype or weight_E.dtype not in (x_TE.dtype, torch.float32):
         found = (x_TE.dtype, residual_TE.dtype, weight_E.dtype)
         raise ValueError(f"x, residual and weight must share a dtype, got {found}")
     if not x_TE.device == residual_TE.device == weight_E.device:
@@ -142,7 +145,10 @@ def rms_norm_reference(x_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
     """`rms_norm` in plain torch."""
     wide_TE = x_TE.float()
     mean_square_T1 = wide_TE.square().mean(-1, keepdim=True)
-    return (wide_TE * torch.rsqrt(mean_square_T1 + eps)).to(x_TE.dtype) * weight_E
+    normed_TE = wide_TE * torch.rsqrt(mean_square_T1 + eps)
+    if weight_E.dtype == torch.float32:
+        return (normed_TE * weight_E).to(x_TE.dtype)
+    return normed_TE.to(x_TE.dtype) * weight_E
 
 
 def add_rms_norm_reference(x_TE: Tensor, residual_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
@@ -154,7 +160,7 @@ def add_rms_norm_reference(x_TE: Tensor, residual_TE: Tensor, weight_E: Tensor, 
 def _native_handles(x_TE: Tensor, weight_E: Tensor) -> bool:
     return (
         native.handles(x_TE.dtype)
-        and weight_E.dtype == x_TE.dtype
+        and weight_E.dtype in (x_TE.dtype, torch.float32)
         and x_TE.shape[-1:] == weight_E.shape
         and x_TE.stride(-1) == 1
         and x_TE.dim() in (2, 3)
@@ -164,7 +170,7 @@ def _native_handles(x_TE: Tensor, weight_E: Tensor) -> bool:
 def _rms_norm_native(x_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
     out_TE = torch.empty(x_TE.shape, dtype=x_TE.dtype)
     token_stride, head_stride = _row_strides(x_TE)
-    native.function("baton_rms_norm", "pnnppnnnnnfi")(
+    native.function("baton_rms_norm", "pnnppnnnnnfii")(
         x_TE.data_ptr(),
         token_stride * x_TE.element_size(),
         head_stride * x_TE.element_size(),
@@ -177,6 +183,7 @@ def _rms_norm_native(x_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
         x_TE.shape[-1],
         eps,
         native.DTYPE_CODES[x_TE.dtype],
+        native.DTYPE_CODES[weight_E.dtype],
     )
     return out_TE
 
@@ -185,7 +192,7 @@ def _add_rms_norm_native(x_TE: Tensor, residual_TE: Tensor, weight_E: Tensor, ep
     if residual_TE.shape != x_TE.shape or residual_TE.dtype != x_TE.dtype:
         raise ValueError(f"residual must be {x_TE.dtype} {tuple(x_TE.shape)} like x")
     out_TE = torch.empty(x_TE.shape, dtype=x_TE.dtype)
-    native.function("baton_add_rms_norm", "ppppnnfi")(
+    native.function("baton_add_rms_norm", "ppppnnfii")(
         x_TE.data_ptr(),
         residual_TE.data_ptr(),
         weight_E.data_ptr(),
@@ -194,5 +201,6 @@ def _add_rms_norm_native(x_TE: Tensor, residual_TE: Tensor, weight_E: Tensor, ep
         x_TE.shape[-1],
         eps,
         native.DTYPE_CODES[x_TE.dtype],
+        native.DTYPE_CODES[weight_E.dtype],
     )
     return out_TE

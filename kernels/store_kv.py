@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from baton.kernels import native
 from baton.kernels.rope import check_rope, rope, rotated
@@ -252,3 +253,39 @@ def dense_kv(kv_pages: Tensor, page_table_P: Tensor, first: int, last: int) -> t
     copy = kv_pages.permute(1, 2, 0, 3, 4)[:, :, page_ids].flatten(2, 3)
     kept = copy[:, :, first - first_page * page_size : last - first_page * page_size]
     return kept[0], kept[1]
+
+
+def dense_attention(
+    query_HTD: Tensor,
+    key_KND: Tensor,
+    value_KND: Tensor,
+    visible_TN: Tensor | None,
+    *,
+    scale: float,
+    softcap: float | None,
+    sinks_H: Tensor | None,
+) -> Tensor:
+    """Attention of one sequence in plain torch: [H, T, D]. visible_TN: None means that all keys are seen."""
+    if softcap is None and sinks_H is None:
+        out_1HTD = functional.scaled_dot_product_attention(
+            query_HTD[None],
+            key_KND[None],
+            value_KND[None],
+            attn_mask=visible_TN,
+            scale=scale,
+            enable_gqa=True,
+        )
+        return out_1HTD[0]
+    group_size = len(query_HTD) // len(key_KND)
+    key_HND, value_HND = (each.repeat_interleave(group_size, dim=0).float() for each in (key_KND, value_KND))
+    score_HTN = query_HTD.float() @ key_HND.mT * scale
+    if softcap is not None:
+        score_HTN = softcap * torch.tanh(score_HTN / softcap)
+    if visible_TN is not None:
+        score_HTN = score_HTN.masked_fill(~visible_TN, float("-inf"))
+    num_keys = score_HTN.shape[2]
+    if sinks_H is not None:
+        sink_HT1 = sinks_H[:, None, None].expand(*score_HTN.shape[:2], 1)
+        score_HTN = torch.cat((score_HTN, sink_HT1), dim=2)
+    weight_HTN = score_HTN.softmax(dim=2)[:, :, :num_keys]
+    return (weight_HTN @ value_HND).to(query_HTD.dtype)

@@ -7,7 +7,7 @@ whether a model is whole before any process starts that computes.
 
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
@@ -83,6 +83,11 @@ class JsonObject:
         values: dict[str, Any] | None = self.get(key, dict)
         return JsonObject(values or {}, f"{self.source}: {key}")
 
+    def renamed(self, names: Mapping[str, str]) -> "JsonObject":
+        """These keys, with the value of each key `names[name]` also as `name`."""
+        found = {name: self._values[key] for name, key in names.items() if key in self._values}
+        return JsonObject({**self._values, **found}, self.source)
+
     def merged(self, other: "JsonObject") -> "JsonObject":
         """These keys, and the keys of `other` that are absent here."""
         own = {key: value for key, value in self._values.items() if value is not None}
@@ -111,7 +116,8 @@ if TYPE_CHECKING:
 SINGLE_FILE: Final = "model.safetensors"
 INDEX_FILE: Final = "model.safetensors.index.json"
 PICKLE_SUFFIXES: Final = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl"})
-FLOAT_BYTES: Final = {"F32": 4, "BF16": 2, "F16": 2}  # the dtypes that models may have
+# The dtypes that models may have. Bytes are packed values of 4 bits and their scales.
+TENSOR_BYTES: Final = {"F32": 4, "BF16": 2, "F16": 2, "U8": 1}
 
 
 class TensorEntry(NamedTuple):
@@ -124,7 +130,7 @@ class TensorEntry(NamedTuple):
     @property
     def num_bytes(self) -> int:
         """The size of the whole tensor."""
-        return math.prod(self.shape) * FLOAT_BYTES[self.dtype]
+        return math.prod(self.shape) * TENSOR_BYTES[self.dtype]
 
 
 def weight_files(directory: Path) -> tuple[Path, ...]:
@@ -158,9 +164,11 @@ def read_entries(directory: Path) -> dict[str, TensorEntry]:
 class SafetensorsCheckpoint:
     """The tensors of a model directory, mapped from their files: nothing is read before it is used."""
 
-    def __init__(self, directory: Path) -> None:
-        """ModelError as of `read_entries`."""
-        self.entries = read_entries(directory)
+    def __init__(self, directory: Path, base_prefix: str = "") -> None:
+        """ModelError as of `read_entries`. base_prefix: begins all names, if those of the files lack it."""
+        entries = read_entries(directory)
+        self._added = "" if any(name.startswith(base_prefix) for name in entries) else base_prefix
+        self.entries = {self._added + name: entry for name, entry in entries.items()}
         paths = {entry.path for entry in self.entries.values()}
         self._open_files = {path: _open(path, "pt") for path in sorted(paths)}
 
@@ -178,12 +186,12 @@ class SafetensorsCheckpoint:
 
     def slice(self, name: str, dim: int, start: int, stop: int) -> "Tensor":
         """As `Checkpoint.slice`: a view of the mapped file."""
-        tensor: Tensor = self._open_files[self._entry(name).path].get_tensor(name)
+        tensor: Tensor = self._open_files[self._entry(name).path].get_tensor(name.removeprefix(self._added))
         return tensor.narrow(dim, start, stop - start)
 
     def sample(self, name: str, num_items: int) -> bytes:
         """Up to `num_items` elements from the middle of a tensor, as fp32."""
-        flat = self._open_files[self._entry(name).path].get_tensor(name).view(-1)
+        flat = self.slice(name, 0, 0, self.shape(name)[0]).view(-1)
         num_taken = min(num_items, len(flat))
         middle = flat.narrow(0, (len(flat) - num_taken) // 2, num_taken)
         sample: bytes = middle.float().numpy().tobytes()
@@ -213,9 +221,9 @@ def _read_header(path: Path) -> Iterator[tuple[str, TensorEntry]]:
     for name in file.keys():  # noqa: SIM118  # not a mapping
         header = file.get_slice(name)
         dtype = header.get_dtype()
-        if dtype not in FLOAT_BYTES:
+        if dtype not in TENSOR_BYTES:
             raise ModelError(
-                f"{path}: tensor {name!r}: dtype should be one of {', '.join(FLOAT_BYTES)}, got {dtype!r}"
+                f"{path}: tensor {name!r}: dtype should be one of {', '.join(TENSOR_BYTES)}, got {dtype!r}"
             )
         yield name, TensorEntry(path, dtype, tuple(header.get_shape()))
 

@@ -9,12 +9,12 @@ dim, V vocabulary. A tensor-parallel rank has its share of N, H, V and the kv he
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import ClassVar, Final
+from typing import ClassVar, Final, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from baton.engine.models.registry import ModelConfig
+from baton.engine.models.registry import ModelConfig, RopeConfig
 from baton.engine.models.rope_table import rope_table
 from baton.engine.models.weights import Parameters
 from baton.engine.runner.step_inputs import ModelInput
@@ -32,11 +32,26 @@ from baton.kernels.store_kv import rope_and_store
 NUM_SPLITS: Final = 2
 
 
+class Norm(Protocol):
+    """A norm of hidden states, alone or after the sum with the residual."""
+
+    def __call__(self, x_TE: Tensor) -> Tensor:
+        """The normed x."""
+
+    def add(self, x_TE: Tensor, residual_TE: Tensor) -> Tensor:
+        """Add x to the residual in place, and return the normed sum."""
+
+
 class RmsNorm:
     """Root mean square norm with a learned weight."""
 
-    def __init__(self, parameters: Parameters, name: str, size: int, eps: float) -> None:
+    def __init__(
+        self, parameters: Parameters, name: str, size: int, eps: float, *, offset: float | None = None
+    ) -> None:
+        """offset: added to the weight; the product is then rounded once, also with an offset of 0."""
         self.weight_E = parameters.whole(f"{name}.weight", (size,))
+        if offset is not None:
+            self.weight_E = self.weight_E.float() + offset
         self.eps = eps
 
     def __call__(self, x_TE: Tensor) -> Tensor:
@@ -47,19 +62,60 @@ class RmsNorm:
         return norm_kernels.add_rms_norm(x_TE, residual_TE, self.weight_E, self.eps)
 
 
+class NoNorm:
+    """Stands where other architectures have a norm."""
+
+    def __call__(self, x_TE: Tensor) -> Tensor:
+        return x_TE
+
+    def add(self, x_TE: Tensor, residual_TE: Tensor) -> Tensor:
+        """As `Norm.add`; shares the memory of the residual."""
+        return residual_TE.add_(x_TE)
+
+
 class ColumnParallelLinear:
     """Several projections of one input in one multiplication; their outputs of this rank lie side by side."""
 
     def __init__(
-        self, parameters: Parameters, num_outputs: Mapping[str, int], num_inputs: int, *, bias: bool = False
+        self,
+        parameters: Parameters,
+        num_outputs: Mapping[str, int],
+        num_inputs: int,
+        *,
+        bias: bool = False,
+        fused: str | None = None,
+        reorder: Callable[[str, Tensor], Tensor] = lambda _, rows: rows,
     ) -> None:
-        """num_outputs: name of each projection -> outputs on all ranks together."""
-        weights = [parameters.shard(f"{name}.weight", (n, num_inputs), 0) for name, n in num_outputs.items()]
-        self.weight: LinearWeight = parameters.pack(parameters.join(weights))
+        """num_outputs: name of each projection -> outputs on all ranks together.
+
+        fused: the name of the one parameter in which the checkpoint has them side by side. reorder: of a
+        projection's name and this rank's outputs [N, ...], the outputs in another order.
+        """
+        weights = self._read(parameters, "weight", num_outputs, (num_inputs,), fused)
+        reordered = [reorder(name, rows) for name, rows in zip(num_outputs, weights, strict=True)]
+        self.weight: LinearWeight = parameters.pack(parameters.join(reordered))
         self.bias_N: Tensor | None = None
         if bias:
-            biases = [parameters.shard(f"{name}.bias", (n,), 0) for name, n in num_outputs.items()]
-            self.bias_N = parameters.join(biases).float()
+            biases = self._read(parameters, "bias", num_outputs, (), fused)
+            reordered = [reorder(name, rows) for name, rows in zip(num_outputs, biases, strict=True)]
+            self.bias_N = parameters.join(reordered).float()
+
+    @staticmethod
+    def _read(
+        parameters: Parameters,
+        kind: str,
+        num_outputs: Mapping[str, int],
+        rest: tuple[int, ...],
+        fused: str | None,
+    ) -> list[Tensor]:
+        """This rank's rows of each projection."""
+        if fused is None:
+            return [parameters.shard(f"{name}.{kind}", (n, *rest), 0) for name, n in num_outputs.items()]
+        sizes = list(num_outputs.values())
+        whole = parameters.whole(f"{fused}.{kind}", (sum(sizes), *rest))
+        bounds = [parameters.tp.shard(n, what=fused) for n in sizes]
+        parts = zip(whole.split(sizes), bounds, strict=True)
+        return [part[start:stop] for part, (start, stop) in parts]
 
     def __call__(self, x_TK: Tensor) -> Tensor:
         return linear(x_TK, self.weight, self.bias_N)
@@ -134,23 +190,48 @@ class Attention:
         *,
         qkv_bias: bool = False,
         out_bias: bool = False,
-        qk_norm: bool = False,
+        qk_norm: Literal["head", "projection"] | None = None,
+        norm_offset: float | None = None,
         window: int | None = None,
+        scale: float | None = None,
+        softcap: float | None = None,
+        has_sinks: bool = False,
+        rope: RopeConfig | None = None,
+        fused: str | None = None,
+        out_name: str = "o_proj",
     ) -> None:
-        """qk_norm: RMS norm of queries and keys in each head. window: position p sees (p - window, p]."""
+        """qk_norm: RMS norm of queries and keys, in each head or over all heads. norm_offset: see `RmsNorm`.
+
+        window: position p sees (p - window, p]. scale: of the scores, head_dim ** -0.5 by default. softcap:
+        as of `ragged_attention`, and so are the sinks, which `sinks` holds. rope: `config.rope` by default.
+        fused, out_name: names in the checkpoint, see `ColumnParallelLinear`.
+        """
         hidden, head_dim = config.hidden_size, config.head_dim
         q_size, kv_size = config.num_heads * head_dim, config.num_kv_heads * head_dim
         self.head_dim = head_dim
         self.num_heads = config.num_heads // parameters.tp.size
         self.num_kv_heads = config.num_kv_heads // parameters.tp.size
-        self.window = window
+        self.window, self.softcap = window, softcap
+        self.scale = head_dim**-0.5 if scale is None else scale
+        self.rope = rope or config.rope
         self.qkv = ColumnParallelLinear(
-            parameters, {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}, hidden, bias=qkv_bias
+            parameters,
+            {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size},
+            hidden,
+            bias=qkv_bias,
+            fused=fused,
+            reorder=self._pair_up,
         )
-        eps = config.rms_norm_eps
-        self.query_norm = RmsNorm(parameters, "q_norm", head_dim, eps) if qk_norm else None
-        self.key_norm = RmsNorm(parameters, "k_norm", head_dim, eps) if qk_norm else None
-        self.out = RowParallelLinear(parameters, "o_proj", hidden, q_size, bias=out_bias)
+        eps, self.tp = config.rms_norm_eps, parameters.tp
+        self.query_norm: RmsNorm | None = None
+        self.key_norm: RmsNorm | None = None
+        self.norms_projection = qk_norm == "projection"
+        if qk_norm is not None:
+            sizes = (q_size, kv_size) if self.norms_projection else (head_dim, head_dim)
+            self.query_norm = RmsNorm(parameters, "q_norm", sizes[0], eps, offset=norm_offset)
+            self.key_norm = RmsNorm(parameters, "k_norm", sizes[1], eps, offset=norm_offset)
+        self.sinks_H = parameters.shard("sinks", (config.num_heads,), 0).float() if has_sinks else None
+        self.out = RowParallelLinear(parameters, out_name, hidden, q_size, bias=out_bias)
 
     def attend(self, x_TE: Tensor, step: ModelInput, kv_pages: Tensor, cos_sin_MD: Tensor) -> Tensor:
         """Store the step's keys and values, then attend over all of them: [T, H * D], before `out`."""
@@ -159,11 +240,42 @@ class Attention:
             (self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1
         )
         if self.query_norm is not None and self.key_norm is not None:
-            query_THD, key_TKD = self.query_norm(query_THD), self.key_norm(key_TKD)
+            norm = self._norm_projection if self.norms_projection else RmsNorm.__call__
+            query_THD, key_TKD = norm(self.query_norm, query_THD), norm(self.key_norm, key_TKD)
         rope_and_store(query_THD, key_TKD, value_TKD, cos_sin_MD, step.positions_T, kv_pages, step.slots_T)
-        scale = self.head_dim**-0.5
-        out_THD = ragged_attention(query_THD, kv_pages, step.attention, scale=scale, window=self.window)
+        out_THD = ragged_attention(
+            query_THD,
+            kv_pages,
+            step.attention,
+            scale=self.scale,
+            window=self.window,
+            softcap=self.softcap,
+            sinks_H=self.sinks_H,
+        )
         return out_THD.flatten(1)
+
+    def _norm_projection(self, norm: RmsNorm, heads_THD: Tensor) -> Tensor:
+        """The norm over the heads of all ranks; each rank norms all of them, so that no bit differs."""
+        mine_TN = heads_THD.flatten(1)
+        width = mine_TN.shape[1]
+        whole_TN = norm(self.tp.all_gather(mine_TN))
+        return whole_TN[:, self.tp.rank * width : (self.tp.rank + 1) * width].view(heads_THD.shape)
+
+    def _pair_up(self, name: str, rows: Tensor) -> Tensor:
+        """Queries and keys in the order of `rope_table`, where only a part of each head is rotated.
+
+        The kernels rotate dimension i with i + D / 2. In the checkpoint dimension i < R / 2 turns with
+        i + R / 2, and those from R on stay. Scores do not depend on the order.
+        """
+        rotated, half = self.rope.rotary_dim(self.head_dim), self.head_dim // 2
+        if rotated == self.head_dim or name == "v_proj":
+            return rows
+        still = (self.head_dim - rotated) // 2
+        first, second, third, fourth = rows.unflatten(0, (-1, self.head_dim)).split(
+            (rotated // 2, rotated // 2, still, still), dim=1
+        )
+        assert first.shape[1] + third.shape[1] == half
+        return torch.cat((first, third, second, fourth), dim=1).flatten(0, 1)
 
 
 class GatedMlp:
@@ -177,12 +289,13 @@ class GatedMlp:
         bias: bool = False,
         inner: int | None = None,
         activation: Activation = SILU,
+        fused: str | None = None,
     ) -> None:
-        """inner: outputs of gate and up; `intermediate_size` by default."""
+        """inner: width, `intermediate_size` by default. fused: see `ColumnParallelLinear`."""
         hidden, inner = config.hidden_size, inner or config.intermediate_size
         self.activation = activation
         self.gate_up = ColumnParallelLinear(
-            parameters, {"gate_proj": inner, "up_proj": inner}, hidden, bias=bias
+            parameters, {"gate_proj": inner, "up_proj": inner}, hidden, bias=bias, fused=fused
         )
         self.down = RowParallelLinear(parameters, "down_proj", hidden, inner, bias=bias)
 
@@ -190,26 +303,50 @@ class GatedMlp:
         return self.down(linear_gated(x_TE, self.gate_up.weight, self.gate_up.bias_N, self.activation))
 
 
-class SparseMlp:
-    """A mixture of experts: a router chooses `top_k` feed-forward parts for each token, and weighs them.
+class ExpertTensors(NamedTuple):
+    """This rank's part of the experts of a layer; the ranks split each expert as they split a `GatedMlp`."""
 
-    The ranks split each expert by its inner size, as they split a `GatedMlp`.
-    """
+    gate_up: list[Tensor]  # of each expert, [2 * F, E], the gate first
+    down: list[Tensor]  # of each expert, [E, F]
+    gate_up_bias_XN: Tensor | None = None  # fp32
+    down_bias_XN: Tensor | None = None  # fp32, of all ranks together
+
+
+def read_experts(
+    config: ModelConfig,
+    parameters: Parameters,
+    inner: int,
+    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+) -> ExpertTensors:
+    """Read experts of width `inner`, each with three parameters of its own. names: of gate, up and down."""
+    experts, hidden = ExpertTensors([], []), config.hidden_size
+    for index in range(config.num_experts):
+        expert = parameters.scope(f"experts.{index}")
+        halves = [expert.shard(f"{name}.weight", (inner, hidden), 0) for name in names[:2]]
+        experts.gate_up.append(expert.join(halves))
+        experts.down.append(expert.shard(f"{names[2]}.weight", (hidden, inner), 1))
+    return experts
+
+
+class SparseMlp:
+    """A mixture of experts: a router chooses some feed-forward parts for each token, and weighs them."""
 
     def __init__(
         self,
         config: ModelConfig,
         parameters: Parameters,
-        inner: int,
+        experts: ExpertTensors,
         *,
         normalises: bool,
-        names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+        activation: Activation = SILU,
+        router: str = "gate",
+        router_bias: bool = False,
         shared_inner: int | None = None,
     ) -> None:
-        """inner: the width of an expert. normalises: the weights of a token's experts sum to 1.
+        """normalises: the weights of a token's experts sum to 1. router: its name.
 
-        names: of an expert's gate, up and down. shared_inner: the width of `shared_expert`, which every token
-        goes through, times a gate. Reads the number of experts and `num_experts_per_tok`.
+        shared_inner: the width of `shared_expert`, which every token goes through, times a gate. Reads the
+        number of experts and `num_experts_per_tok`.
         """
         hidden, num_experts = config.hidden_size, config.num_experts
         top_k = config.keys.count("num_experts_per_tok")
@@ -218,38 +355,42 @@ class SparseMlp:
                 f"{config.keys.source}: {top_k} experts of a token cannot be chosen from {num_experts}"
             )
         self.tp = parameters.tp
-        routers = [parameters.whole("gate.weight", (num_experts, hidden))]
+        routers = [parameters.whole(f"{router}.weight", (num_experts, hidden))]
+        self.router_bias_X = (
+            parameters.whole(f"{router}.bias", (num_experts,)).float() if router_bias else None
+        )
         self.shared: GatedMlp | None = None
         if shared_inner is not None:
             self.shared = GatedMlp(config, parameters.scope("shared_expert"), inner=shared_inner)
             routers.append(parameters.whole("shared_expert_gate.weight", (1, hidden)))
         self.router = parameters.pack_router(parameters.join(routers))
         num_parts = max(1, NUM_SPLITS // self.tp.size)
-        if inner // self.tp.size % (2 * num_parts):  # the C kernel takes pairs of inputs
+        if experts.down[0].shape[1] % (2 * num_parts):  # the C kernel takes pairs of inputs
             num_parts = 1
-        gate_up, down = [], []
-        for index in range(num_experts):
-            expert = parameters.scope(f"experts.{index}")
-            halves = [expert.shard(f"{name}.weight", (inner, hidden), 0) for name in names[:2]]
-            gate_up.append(expert.join(halves))
-            down.append(expert.shard(f"{names[2]}.weight", (hidden, inner), 1).chunk(num_parts, dim=1))
+        parts = zip(*(down.chunk(num_parts, dim=1) for down in experts.down), strict=True)
+        biases = [experts.down_bias_XN if self.tp.rank == 0 else None, None]  # added once
         self.mixture = Mixture(
-            parameters.pack_experts(gate_up),
-            [parameters.pack_experts(list(part)) for part in zip(*down, strict=True)],
+            parameters.pack_experts(experts.gate_up, experts.gate_up_bias_XN),
+            [parameters.pack_experts(list(p), bias) for p, bias in zip(parts, biases, strict=False)],
             top_k=top_k,
             normalises=normalises,
-            activation=SILU,
+            activation=activation,
             out_dtype=parameters.dtype if self.tp.size == 1 else torch.float32,
         )
 
     def __call__(self, x_TE: Tensor) -> Tensor:
         shared_TE = None if self.shared is None else self.shared(x_TE)
-        logits_TX = linear(x_TE, self.router, out_dtype=torch.float32)
+        logits_TX = linear(x_TE, self.router, self.router_bias_X, out_dtype=torch.float32)
         out_TE = self.mixture(x_TE, logits_TX, shared_TE if self.tp.rank == 0 else None)
         return out_TE if self.tp.size == 1 else self.tp.all_reduce(out_TE).to(x_TE.dtype)
 
 
 # The frame.
+
+
+def then(first: Callable[[Tensor], Tensor], second: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """The function second(first(x))."""
+    return lambda x: second(first(x))
 
 
 class DecoderLayer:
@@ -261,13 +402,29 @@ class DecoderLayer:
         parameters: Parameters,
         attention: Attention,
         mlp: Callable[[Tensor], Tensor],
+        *,
+        out: Callable[[Tensor], Tensor] | None = None,
+        input_norm: Norm | None = None,
+        post_norm: Norm | None = None,
     ) -> None:
-        """mlp: the feed-forward part, [T, E] -> [T, E]."""
+        """mlp: the feed-forward part, [T, E] -> [T, E]. out: the projection after attention, `attention.out`
+        by default. input_norm, post_norm: before attention and before mlp, RMS norms by default.
+        """
         eps, hidden = config.rms_norm_eps, config.hidden_size
-        self.input_norm = RmsNorm(parameters, "input_layernorm", hidden, eps)
+        self.input_norm = input_norm or RmsNorm(parameters, "input_layernorm", hidden, eps)
         self.attention = attention
-        self.post_norm = RmsNorm(parameters, "post_attention_layernorm", hidden, eps)
+        self.out = out or attention.out
+        self.post_norm = post_norm or RmsNorm(parameters, "post_attention_layernorm", hidden, eps)
         self.mlp = mlp
+
+
+class DecoderNames(NamedTuple):
+    """The names of a decoder's parts in a checkpoint."""
+
+    model: str = "model"
+    embedding: str = "embed_tokens"
+    layers: str = "layers"
+    norm: str = "norm"
 
 
 class Decoder(ABC):
@@ -278,25 +435,39 @@ class Decoder(ABC):
     """
 
     fuses_layers: ClassVar[bool] = False
+    names: ClassVar[DecoderNames] = DecoderNames()
 
     def __init__(self, config: ModelConfig, parameters: Parameters, max_model_len: int) -> None:
-        model = parameters.scope("model")
+        model = parameters.scope(self.names.model)
         self.config = config
-        self.embedding = VocabParallelEmbedding(model, "embed_tokens", config.vocab_size, config.hidden_size)
+        self.embedding = VocabParallelEmbedding(
+            model, self.names.embedding, config.vocab_size, config.hidden_size
+        )
         self.layers = [
-            self.make_layer(config, model.scope(f"layers.{index}"), index)
+            self.make_layer(config, model.scope(f"{self.names.layers}.{index}"), index)
             for index in range(config.num_layers)
         ]
-        self.norm = RmsNorm(model, "norm", config.hidden_size, config.rms_norm_eps)
+        self.norm = self.make_norm(config, model, self.names.norm)
         tied, shape = config.tie_word_embeddings, (config.vocab_size, config.hidden_size)
         head_VE = self.embedding.table_VE if tied else parameters.rows("lm_head.weight", shape)
         self.head = VocabParallelHead(parameters, head_VE, config.vocab_size)
-        self.cos_sin_MD = _rope_table(config, max_model_len).to(parameters.device)
+        tables = {layer.attention.rope: Tensor() for layer in self.layers}
+        for rope in tables:
+            tables[rope] = _rope_table(config.head_dim, rope, max_model_len).to(parameters.device)
+        self.cos_sin_MD = [tables[layer.attention.rope] for layer in self.layers]
         self.stack = self._fused_stack() if self.fuses_layers and parameters.tp.size == 1 else None
 
     @abstractmethod
     def make_layer(self, config: ModelConfig, parameters: Parameters, index: int) -> DecoderLayer:
         """Layer `index`, with weights from `parameters`, which are scoped to the layer."""
+
+    def make_norm(self, config: ModelConfig, parameters: Parameters, name: str) -> Norm:
+        """The norm after the last layer."""
+        return RmsNorm(parameters, name, config.hidden_size, config.rms_norm_eps)
+
+    def embed(self, step: ModelInput) -> Tensor:
+        """The input of the first layer, [T, E]."""
+        return self.embedding(step.token_ids_T)
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -305,7 +476,7 @@ class Decoder(ABC):
 
     def forward(self, step: ModelInput, kv_pool: Tensor, groups: LayerGroups | None = None) -> Tensor:
         """As `Model.forward`."""
-        residual_TE = self.embedding(step.token_ids_T)
+        residual_TE = self.embed(step)
         if self.stack is not None:
             return self.stack.run(
                 residual_TE,
@@ -320,11 +491,11 @@ class Decoder(ABC):
         x_TE = self.layers[0].input_norm(residual_TE)
         next_norms = [layer.input_norm for layer in self.layers[1:]] + [self.norm]
         for index, (layer, next_norm) in enumerate(zip(self.layers, next_norms, strict=True)):
-            x_TE = layer.attention.attend(x_TE, step, kv_pool[:, index], self.cos_sin_MD)
+            x_TE = layer.attention.attend(x_TE, step, kv_pool[:, index], self.cos_sin_MD[index])
             if index == len(self.layers) - 1 and len(step.logit_rows_R) < len(x_TE):
                 # After the last layer's keys and values, only the rows that yield logits matter.
                 x_TE, residual_TE = x_TE[step.logit_rows_R], residual_TE[step.logit_rows_R]
-            x_TE = layer.post_norm.add(layer.attention.out(x_TE), residual_TE)
+            x_TE = layer.post_norm.add(layer.out(x_TE), residual_TE)
             x_TE = next_norm.add(layer.mlp(x_TE), residual_TE)
             if groups and index + 1 in ends:
                 groups.on_layers(ends[index + 1], index + 1)
@@ -348,7 +519,8 @@ class Decoder(ABC):
         layers = _stack_layers(self.layers)
         if not can_stack(layers, shape):
             return None
-        return DecoderStack(layers, self.norm.weight_E, self.cos_sin_MD, shape)
+        assert isinstance(self.norm, RmsNorm), "only RMS norms can be fused"
+        return DecoderStack(layers, self.norm.weight_E, self.cos_sin_MD[0], shape)
 
 
 def _stack_layers(layers: Sequence[DecoderLayer]) -> list[StackLayer]:
@@ -356,6 +528,7 @@ def _stack_layers(layers: Sequence[DecoderLayer]) -> list[StackLayer]:
     for layer in layers:
         attention, mlp = layer.attention, layer.mlp
         assert isinstance(mlp, GatedMlp), "only SwiGLU layers can be fused"
+        assert isinstance(layer.input_norm, RmsNorm) and isinstance(layer.post_norm, RmsNorm)
         stack_layers.append(
             StackLayer(
                 input_norm_E=layer.input_norm.weight_E,
@@ -372,8 +545,8 @@ def _stack_layers(layers: Sequence[DecoderLayer]) -> list[StackLayer]:
     return stack_layers
 
 
-def _rope_table(config: ModelConfig, max_model_len: int) -> Tensor:
+def _rope_table(head_dim: int, rope: RopeConfig, max_model_len: int) -> Tensor:
     try:
-        return rope_table(config.head_dim, max_model_len, config.rope.theta, config.rope.scaling)
+        return rope_table(head_dim, max_model_len, rope)
     except (ValueError, ArithmeticError) as error:
         raise ModelError(f"config.json: the rotary embedding cannot be computed: {error}") from error

@@ -1,6 +1,6 @@
 """Mixtral: Mistral's attention, and a mixture of experts in every layer."""
 
-from baton.engine.models.decoder import Attention, Decoder, DecoderLayer, SparseMlp
+from baton.engine.models.decoder import Attention, Decoder, DecoderLayer, SparseMlp, read_experts
 from baton.engine.models.registry import ModelConfig
 from baton.engine.models.weights import Parameters
 
@@ -12,12 +12,8 @@ class Mixtral(Decoder):
         """As `Decoder.make_layer`."""
         keys = config.keys
         window = keys.count("sliding_window") if "sliding_window" in keys else None
-        experts = SparseMlp(
-            config,
-            parameters.scope("block_sparse_moe"),
-            config.intermediate_size,
-            normalises=True,
-            names=("w1", "w3", "w2"),
-        )
+        moe = parameters.scope("block_sparse_moe")
+        experts = read_experts(config, moe, config.intermediate_size, ("w1", "w3", "w2"))
         attention = Attention(config, parameters.scope("self_attn"), window=window)
-        return DecoderLayer(config, parameters, attention, experts)
+        mlp = SparseMlp(config, moe, experts, normalises=True)
+        return DecoderLayer(config, parameters, attention, mlp)

@@ -1,8 +1,9 @@
 """A model as the runner sees it, and the parameters that a model needs."""
 
 import math
+import re
 from importlib import import_module
-from typing import Protocol
+from typing import Final, Protocol
 
 import torch
 from torch import Tensor
@@ -65,10 +66,14 @@ def attention_mlp_crossover(config: ModelConfig) -> float:
     survey, model = _survey(config)
     num_weights: float = 0
     for name, shape in survey.shapes.items():
-        if ".layers." in name and shape[1:]:
+        if shape[1:] and re.search(r"\.\d+\.", name):  # a matrix of a layer, which has a number
             num_weights += math.prod(shape) * (config.active_share if ".experts." in name else 1)
     num_full = sum(window is None for window in model.windows)
     return num_weights / (2 * config.num_heads * config.head_dim * num_full) if num_full else math.inf
+
+
+# Tensors that older exports saved although they follow from the config.
+DERIVED: Final = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 
 
 def check_parameters(checkpoint: Checkpoint, config: ModelConfig) -> None:
@@ -86,7 +91,7 @@ def check_parameters(checkpoint: Checkpoint, config: ModelConfig) -> None:
             raise ModelError(f"tensor {name!r} should have shape {list(expected)}, got {list(got)}")
     ignored = {"lm_head.weight"} if config.tie_word_embeddings else set()
     for name in sorted(names - shapes.keys() - ignored):
-        if not name.endswith("rotary_emb.inv_freq"):  # older exports saved values of the config
+        if not name.endswith(DERIVED):
             raise ModelError(
                 f"tensor {name!r} is not part of {config.architecture} as config.json describes it"
             )

@@ -1,6 +1,6 @@
 """Qwen2-MoE: Qwen2's attention, and experts beside one that all tokens share."""
 
-from baton.engine.models.decoder import Attention, Decoder, DecoderLayer, GatedMlp, SparseMlp
+from baton.engine.models.decoder import Attention, Decoder, DecoderLayer, GatedMlp, SparseMlp, read_experts
 from baton.engine.models.registry import ModelConfig, read_layer_types
 from baton.engine.models.weights import Parameters
 
@@ -30,8 +30,9 @@ def mlp_of_layer(
         return GatedMlp(config, parameters)
     if (index + 1) % keys.count("decoder_sparse_step", 1):
         return GatedMlp(config, parameters)
-    inner, normalises = keys.count("moe_intermediate_size"), keys.flag("norm_topk_prob")
-    return SparseMlp(config, parameters, inner, normalises=normalises, shared_inner=shared_inner)
+    experts = read_experts(config, parameters, keys.count("moe_intermediate_size"))
+    normalises = keys.flag("norm_topk_prob")
+    return SparseMlp(config, parameters, experts, normalises=normalises, shared_inner=shared_inner)
 
 
 def _window(config: ModelConfig, index: int) -> int | None:

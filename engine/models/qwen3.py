@@ -19,7 +19,7 @@ class Qwen3(Decoder):
             parameters.scope("self_attn"),
             qkv_bias=bias,
             out_bias=bias,
-            qk_norm=True,
+            qk_norm="head",
             window=layer_window(config, index),
         )
         return DecoderLayer(config, parameters, attention, GatedMlp(config, parameters.scope("mlp")))

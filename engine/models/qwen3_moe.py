@@ -18,7 +18,7 @@ class Qwen3Moe(Decoder):
             parameters.scope("self_attn"),
             qkv_bias=bias,
             out_bias=bias,
-            qk_norm=True,
+            qk_norm="head",
             window=keys.count("sliding_window") if has_window and "sliding_window" in keys else None,
         )
         mlp = mlp_of_layer(config, parameters.scope("mlp"), index)

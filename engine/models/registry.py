@@ -6,6 +6,7 @@ refused. This module imports no torch: `baton serve` reads the config before any
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal, NamedTuple, TypeAlias, get_args
@@ -17,7 +18,7 @@ from baton.engine.models.checkpoint import JsonObject, read_json
 from baton.errors import ConfigError, ModelError
 from baton.pages import DTYPE_BYTES
 
-RopeType = Literal["default", "linear", "llama3", "yarn"]
+RopeType = Literal["default", "linear", "llama3", "yarn", "longrope"]
 ROPE_TYPES: Final[tuple[RopeType, ...]] = get_args(RopeType)
 
 
@@ -25,8 +26,8 @@ ROPE_TYPES: Final[tuple[RopeType, ...]] = get_args(RopeType)
 class RopeScaling:
     """The difference of a model's frequencies from the plain ones; names as in its `config.json`.
 
-    `original_max_positions` is the context the model was trained on before it was stretched; llama3 and
-    yarn need it. Fields that the type does not use are ignored.
+    `original_max_positions` is the context the model was trained on before it was stretched; llama3,
+    yarn and longrope need it. Fields that the type does not use are ignored.
     """
 
     rope_type: RopeType = "default"
@@ -34,19 +35,21 @@ class RopeScaling:
     original_max_positions: int = 0
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 4.0  # llama3
-    attention_factor: float | None = None  # yarn; None: from factor and mscale
+    attention_factor: float | None = None  # yarn, longrope; None: from factor (and mscale)
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
     mscale: float | None = None  # yarn
     mscale_all_dim: float | None = None  # yarn
     truncate: bool = True  # yarn: whole dimensions bound the ramp
+    short_factor: tuple[float, ...] = ()  # longrope: of each frequency, within the original context
+    long_factor: tuple[float, ...] = ()  # longrope: of each frequency, in longer ones
 
     def __post_init__(self) -> None:
         if self.rope_type not in ROPE_TYPES:
             raise ValueError(f"rope_type must be one of {', '.join(ROPE_TYPES)}, got {self.rope_type!r}")
         if self.factor <= 0:
             raise ValueError(f"rope factor must be positive, got {self.factor}")
-        if self.rope_type in ("llama3", "yarn") and self.original_max_positions < 1:
+        if self.rope_type in ("llama3", "yarn", "longrope") and self.original_max_positions < 1:
             raise ValueError(f"{self.rope_type} rope needs original_max_positions of at least 1")
         if not 0 < attention_factor(self) < math.inf:
             raise ValueError(
@@ -56,11 +59,15 @@ class RopeScaling:
 
 
 def attention_factor(scaling: RopeScaling) -> float:
-    """The factor of cosines and sines: 1 except for yarn."""
-    if scaling.rope_type != "yarn":
+    """The factor of cosines and sines: 1 except for yarn and longrope."""
+    if scaling.rope_type not in ("yarn", "longrope"):
         return 1.0
     if scaling.attention_factor is not None:
         return scaling.attention_factor
+    if scaling.rope_type == "longrope":
+        if scaling.factor <= 1:
+            return 1.0
+        return math.sqrt(1 + math.log(scaling.factor) / math.log(scaling.original_max_positions))
     if scaling.mscale and scaling.mscale_all_dim:
         divisor = _mscale(scaling.factor, scaling.mscale_all_dim)
         return _mscale(scaling.factor, scaling.mscale) / divisor if divisor else math.inf
@@ -72,26 +79,36 @@ def _mscale(factor: float, scale: float) -> float:
 
 
 class RopeConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The rotary position embedding of a model."""
+    """The rotary position embedding of a model, or of its layers of one type."""
 
     theta: float = 10000.0
     scaling: RopeScaling = RopeScaling()
+    rotated_share: float = 1.0  # of each head, its first dimensions; 0: none are rotated
+
+    def rotary_dim(self, head_dim: int) -> int:
+        """The dimensions of each head that are rotated."""
+        return int(head_dim * self.rotated_share)
 
 
-def read_rope_config(keys: JsonObject) -> RopeConfig:
-    """Read the rotary embedding from a config.json, in the older or the newer spelling."""
+def read_rope_config(keys: JsonObject, layer_type: str = "full_attention") -> RopeConfig:
+    """Read the rotary embedding from a config.json, in the older or the newer spelling.
+
+    layer_type: of the layers, where the config has an embedding for each type.
+    """
     name = "rope_parameters" if "rope_parameters" in keys else "rope_scaling"
     rope = keys.section(name)
+    if layer_type in rope:
+        rope = rope.section(layer_type)
     kind = rope.get("rope_type", str) or rope.get("type", str) or "default"
+    kind = "longrope" if kind == "su" else kind  # its first name
     if kind not in ROPE_TYPES:
         raise ModelError(f"{rope.source}: type {kind!r} is not known; known are {', '.join(ROPE_TYPES)}")
-    if any(layer_type in rope for layer_type in ("full_attention", "sliding_attention")):
-        raise ModelError(f"{rope.source}: a different rotary embedding for each layer type is not supported")
-    if rope.positive("partial_rotary_factor", keys.positive("partial_rotary_factor", 1.0)) != 1.0:
-        raise ModelError(f"{rope.source}: 'partial_rotary_factor' other than 1 is not supported")
+    share = rope.positive("partial_rotary_factor", keys.positive("partial_rotary_factor", 1.0))
+    if share > 1:
+        raise ModelError(f"{rope.source}: 'partial_rotary_factor' should be at most 1, got {share}")
     theta = rope.positive("rope_theta", keys.positive("rope_theta", 10000.0))
     try:
-        return RopeConfig(theta=theta, scaling=_scaling(kind, rope, keys))
+        return RopeConfig(theta=theta, scaling=_scaling(kind, rope, keys), rotated_share=share)
     except ValueError as error:
         raise ModelError(f"{rope.source}: {error}") from None
 
@@ -104,6 +121,8 @@ def _scaling(kind: str, rope: JsonObject, keys: JsonObject) -> RopeScaling:
             return _llama3(rope, keys)
         case "yarn":
             return _yarn(rope, keys)
+        case "longrope":
+            return _longrope(rope, keys)
         case _:
             return RopeScaling()
 
@@ -123,6 +142,18 @@ def _llama3(rope: JsonObject, keys: JsonObject) -> RopeScaling:
         original_max_positions=_original_context(rope, keys),
         low_freq_factor=low,
         high_freq_factor=high,
+    )
+
+
+def _longrope(rope: JsonObject, keys: JsonObject) -> RopeScaling:
+    original = _original_context(rope, keys)
+    return RopeScaling(
+        rope_type="longrope",
+        factor=rope.positive("factor", keys.count("max_position_embeddings") / original),
+        original_max_positions=original,
+        attention_factor=rope.positive("attention_factor") if "attention_factor" in rope else None,
+        short_factor=tuple(rope.require("short_factor", list[float])),
+        long_factor=tuple(rope.require("long_factor", list[float])),
     )
 
 
@@ -198,13 +229,49 @@ class Architecture(NamedTuple):
     model_type: str  # names the architecture in a config.json without `architectures`
     factory: str  # "package.module:Class" of a `Model`; imported when a model is built
     head_dim: int | None = None  # without the key `head_dim`; None: hidden_size / num_attention_heads
+    activation: tuple[str, str] = ("hidden_act", "silu")  # the key of the activation, and the one supported
+    names: Mapping[str, str] = {}  # of keys that the architecture spells in another way
+    tie_word_embeddings: bool = False  # without the key
+    mlp_ratio: int | None = None  # intermediate_size / hidden_size without the key `intermediate_size`
+    base_prefix: str = ""  # that names of a checkpoint may lack
+    quant_methods: tuple[str, ...] = ()  # of `quantization_config`, that the architecture reads
 
 
+_GPT2_NAMES: Final = {
+    "hidden_size": "n_embd",
+    "intermediate_size": "n_inner",
+    "max_position_embeddings": "n_positions",
+    "num_attention_heads": "n_head",
+    "num_hidden_layers": "n_layer",
+    "rms_norm_eps": "layer_norm_epsilon",
+}
+_GELU: Final = ("hidden_activation", "gelu_pytorch_tanh")
 # class name in `architectures` of a config.json -> architecture
 ARCHITECTURES: Final[dict[str, Architecture]] = {
+    "Gemma2ForCausalLM": Architecture(
+        "gemma2", "baton.engine.models.gemma:Gemma2", 256, _GELU, tie_word_embeddings=True
+    ),
+    "Gemma3ForCausalLM": Architecture(
+        "gemma3_text", "baton.engine.models.gemma:Gemma3", 256, _GELU, tie_word_embeddings=True
+    ),
+    "GPT2LMHeadModel": Architecture(
+        "gpt2",
+        "baton.engine.models.gpt2:Gpt2",
+        activation=("activation_function", "gelu_new"),
+        names=_GPT2_NAMES,
+        tie_word_embeddings=True,
+        mlp_ratio=4,
+        base_prefix="transformer.",
+    ),
+    "GptOssForCausalLM": Architecture(
+        "gpt_oss", "baton.engine.models.gpt_oss:GptOss", 64, quant_methods=("mxfp4",)
+    ),
+    "GraniteForCausalLM": Architecture("granite", "baton.engine.models.granite:Granite"),
     "LlamaForCausalLM": Architecture("llama", "baton.engine.models.llama:Llama"),
     "MistralForCausalLM": Architecture("mistral", "baton.engine.models.mistral:Mistral"),
     "MixtralForCausalLM": Architecture("mixtral", "baton.engine.models.mixtral:Mixtral"),
+    "Olmo2ForCausalLM": Architecture("olmo2", "baton.engine.models.olmo2:Olmo2"),
+    "Phi3ForCausalLM": Architecture("phi3", "baton.engine.models.phi3:Phi3"),
     "Qwen2ForCausalLM": Architecture("qwen2", "baton.engine.models.qwen2:Qwen2"),
     "Qwen2MoeForCausalLM": Architecture("qwen2_moe", "baton.engine.models.qwen2_moe:Qwen2Moe"),
     "Qwen3ForCausalLM": Architecture("qwen3", "baton.engine.models.qwen3:Qwen3", head_dim=128),
@@ -220,7 +287,9 @@ def read_model_config(directory: Path) -> ModelConfig:
     """
     keys = read_json(directory / "config.json")
     architecture = _architecture(keys)
-    _refuse_unsupported(keys)
+    spelling = ARCHITECTURES[architecture]
+    keys = keys.renamed(spelling.names)
+    _refuse_unsupported(keys, spelling)
     num_layers = keys.count("num_hidden_layers", most=MAX_LAYERS)
     vocab_size = keys.count("vocab_size")
     num_heads, num_kv_heads, head_dim = _heads(keys, architecture)
@@ -228,7 +297,9 @@ def read_model_config(directory: Path) -> ModelConfig:
     return ModelConfig(
         architecture=architecture,
         hidden_size=keys.count("hidden_size"),
-        intermediate_size=keys.count("intermediate_size"),
+        intermediate_size=keys.count(
+            "intermediate_size", spelling.mlp_ratio and spelling.mlp_ratio * keys.count("hidden_size")
+        ),
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
@@ -237,7 +308,7 @@ def read_model_config(directory: Path) -> ModelConfig:
         max_position_embeddings=keys.count("max_position_embeddings"),
         rms_norm_eps=keys.positive("rms_norm_eps"),
         rope=read_rope_config(keys),
-        tie_word_embeddings=keys.flag("tie_word_embeddings"),
+        tie_word_embeddings=keys.flag("tie_word_embeddings", spelling.tie_word_embeddings),
         eos_token_ids=_eos_token_ids(tokens, vocab_size),
         dtype=_dtype(keys),
         initializer_range=keys.positive("initializer_range", 0.02),
@@ -258,11 +329,13 @@ def _architecture(keys: JsonObject) -> str:
     return architecture
 
 
-def _refuse_unsupported(keys: JsonObject) -> None:
-    activation = keys.get("hidden_act", str) or "silu"
-    if activation != "silu":
-        raise ModelError(f"{keys.source}: 'hidden_act' should be 'silu', got {activation!r}")
-    if "quantization_config" in keys:
+def _refuse_unsupported(keys: JsonObject, architecture: Architecture) -> None:
+    name, supported = architecture.activation
+    activation = keys.get(name, str) or supported
+    if activation != supported:
+        raise ModelError(f"{keys.source}: {name!r} should be {supported!r}, got {activation!r}")
+    method = keys.section("quantization_config").get("quant_method", str)
+    if "quantization_config" in keys and method not in architecture.quant_methods:
         raise ModelError(f"{keys.source}: quantised weights ('quantization_config') are not supported")
 
 

@@ -9,24 +9,30 @@ import math
 import torch
 from torch import Tensor
 
-from baton.engine.models.registry import RopeScaling, attention_factor
+from baton.engine.models.registry import RopeConfig, RopeScaling, attention_factor
 
 
-def rope_table(head_dim: int, max_positions: int, theta: float, scaling: RopeScaling) -> Tensor:
+def rope_table(head_dim: int, max_positions: int, rope: RopeConfig) -> Tensor:
     """fp32 [M, D] on the CPU: cosines in the first half of a row, sines in the second.
 
-    Positions are [0, max_positions). Angles are fp32, as in the models' training code. yarn's attention
-    factor is already multiplied in.
+    Positions are [0, max_positions). Angles are fp32, as in the models' training code. The attention factor
+    is already multiplied in. Where a part of each head is rotated, the last dimensions of each half stay.
     """
     if head_dim % 2 or head_dim < 2:
         raise ValueError(f"head_dim must be even, got {head_dim}")
-    frequency_D = scaled_frequencies(head_dim, theta, scaling)
-    position_M = torch.arange(max_positions, dtype=torch.float32)
-    angle_MD = torch.outer(position_M, frequency_D)
-    return torch.cat((angle_MD.cos(), angle_MD.sin()), dim=-1) * attention_factor(scaling)
+    rotated = rope.rotary_dim(head_dim)
+    cos_sin_MD = torch.zeros((max_positions, head_dim))
+    cos_sin_MD[:, : head_dim // 2] = 1.0
+    if rotated:
+        frequency_D = scaled_frequencies(rotated, rope.theta, rope.scaling, max_positions)
+        angle_MD = torch.outer(torch.arange(max_positions, dtype=torch.float32), frequency_D)
+        factor = attention_factor(rope.scaling)
+        cos_sin_MD[:, : rotated // 2] = angle_MD.cos() * factor
+        cos_sin_MD[:, head_dim // 2 :][:, : rotated // 2] = angle_MD.sin() * factor
+    return cos_sin_MD
 
 
-def scaled_frequencies(head_dim: int, theta: float, scaling: RopeScaling) -> Tensor:
+def scaled_frequencies(head_dim: int, theta: float, scaling: RopeScaling, max_positions: int) -> Tensor:
     """Radians per position of each pair of dimensions, fp32 [D / 2]."""
     exponent_D = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
     frequency_D = 1.0 / (theta**exponent_D)
@@ -39,6 +45,20 @@ def scaled_frequencies(head_dim: int, theta: float, scaling: RopeScaling) -> Ten
             return _llama3(frequency_D, scaling)
         case "yarn":
             return _yarn(frequency_D, head_dim, theta, scaling)
+        case "longrope":
+            return _longrope(theta**exponent_D, scaling, max_positions)
+
+
+def _longrope(base_D: Tensor, scaling: RopeScaling, max_positions: int) -> Tensor:
+    """The short factors serve the original context, the long ones any longer one.
+
+    The length that the engine allows decides, not that of a sequence: stored keys keep their angles.
+    """
+    is_long = max_positions > scaling.original_max_positions
+    factors = scaling.long_factor if is_long else scaling.short_factor
+    if len(factors) != len(base_D):
+        raise ValueError(f"longrope needs {len(base_D)} factors, got {len(factors)}")
+    return 1.0 / (torch.tensor(factors, dtype=torch.float32) * base_D)
 
 
 def _llama3(frequency_D: Tensor, scaling: RopeScaling) -> Tensor:

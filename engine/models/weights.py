@@ -92,6 +92,7 @@ class Parameters:
         self._packed_memory = HugeArena()
         self._checkpoint = checkpoint
         self._prefix = prefix
+        self._is_transposed = False
 
     def scope(self, name: str) -> "Parameters":
         """The parameters with names that begin with `name` and a dot."""
@@ -99,13 +100,24 @@ class Parameters:
         scoped._prefix = f"{self._prefix}{name}."
         return scoped
 
+    def transposed(self, name: str) -> "Parameters":
+        """As `scope`; the checkpoint has the matrices transposed: inputs first."""
+        scoped = self.scope(name)
+        scoped._is_transposed = True
+        return scoped
+
     def whole(self, name: str, shape: Shape) -> Tensor:
         """The whole parameter."""
-        return self._read(name, shape, 0, 0, shape[0])
+        return self._read_matrix(name, shape, 0, 0, shape[0])
 
     def shard(self, name: str, shape: Shape, dim: int) -> Tensor:
         """This rank's part along `dim`; ConfigError when it cannot be split evenly. shape: of the whole."""
         start, stop = self.tp.shard(shape[dim], what=self._prefix + name)
+        return self._read_matrix(name, shape, dim, start, stop)
+
+    def _read_matrix(self, name: str, shape: Shape, dim: int, start: int, stop: int) -> Tensor:
+        if self._is_transposed and len(shape) == 2:
+            return self._read(name, shape[::-1], 1 - dim, start, stop).T
         return self._read(name, shape, dim, start, stop)
 
     def join(self, parts: list[Tensor]) -> Tensor:
@@ -221,12 +233,18 @@ class DummyCheckpoint:
         result = torch.empty([len(part) for part in kept], dtype=self._dtype, device=self._device)
         if name.endswith("norm.weight"):
             return result.fill_(1.0)
-        rows, columns = kept if len(kept) == 2 else (kept[0], range(1))
-        self._fill(result.view(len(rows), len(columns)), name, rows, columns)
+        rows, columns = kept[0], kept[-1] if len(kept) > 1 else range(1)
+        if len(kept) <= 2:
+            self._fill(result.view(len(rows), len(columns)), name, rows, columns)
+            return result
+        for index, part in zip(rows, result, strict=True):  # a matrix of each expert
+            first, num_rows = index * math.prod(shape[1:-1]), math.prod(map(len, kept[1:-1]))
+            flat = range(first + kept[1].start, first + kept[1].start + num_rows)
+            self._fill(part.view(num_rows, len(columns)), name, flat, columns)
         return result
 
     def _fill(self, out: Tensor, name: str, rows: range, columns: range) -> None:
-        row_length = self._shapes[name][1] if len(self._shapes[name]) == 2 else 1
+        row_length = self._shapes[name][-1] if len(self._shapes[name]) > 1 else 1
         digest = hashlib.blake2b(f"{self._seed} {name}".encode(), digest_size=8).digest()
         key = int.from_bytes(digest, "little", signed=True)
         column_index = torch.arange(columns.start, columns.stop, device=self._device)

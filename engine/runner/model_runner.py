@@ -33,7 +33,7 @@ from baton.engine.models.model import (
     parameter_shapes,
 )
 from baton.engine.models.parallel import TensorParallel
-from baton.engine.models.registry import ModelConfig, choose_max_model_len
+from baton.engine.models.registry import ARCHITECTURES, ModelConfig, choose_max_model_len
 from baton.engine.models.weights import Checkpoint, Parameters, Progress, ReportingCheckpoint
 from baton.engine.runner.cuda_graphs import StepGraphs
 from baton.engine.runner.step_inputs import (
@@ -372,7 +372,8 @@ class ModelRunner:
     def _open_checkpoint(self) -> Checkpoint:
         if self.config.load_format == "dummy":
             return dummy_checkpoint(self.model_config, self.config.seed, self.device)
-        return SafetensorsCheckpoint(Path(self.config.model))
+        base_prefix = ARCHITECTURES[self.model_config.architecture].base_prefix
+        return SafetensorsCheckpoint(Path(self.config.model), base_prefix)
 
 
 def choose_device(name: str, rank: int) -> torch.device:

@@ -120,6 +120,8 @@ INLINE void score_block(
              score_rows(query + r, w->units, num_units, p->scale, ahead, scores + r, n, products))
     for (int64_t r = turn->first_row; r < turn->last_row; r++) {
         int64_t position = t->first_position + r / group, low = first_key(p, position);
+        if (p->softcap > 0)
+            for (int half = 0; half < HALVES; half++) scores[r][half] = soft_cap(scores[r][half], p->softcap);
         if (block >= low && block + BLOCK <= position + 1) continue;
         for (int half = 0; half < HALVES; half++)
             scores[r][half] = mask_keys(scores[r][half], block + half * LANES, low, position);
@@ -168,6 +170,10 @@ INLINE void begin_tile(const struct attention *p, const struct tile *t, struct w
             if (products == WIDE) query = widen_query(w->padded_query[row], (const bf16 *)query, p->padded_dim);
             w->query[row] = (const uint32_t *)query;
             memset(w->out[row], 0, p->padded_dim * sizeof(float));
+            if (p->sinks) {
+                w->state.maximum = set_lane(w->state.maximum, row, p->sinks[head_of(t, group, h, r)]);
+                w->state.sum = set_lane(w->state.sum, row, 1.0f);
+            }
         }
     }
 }

@@ -80,9 +80,9 @@ static void attend(
     lap(s, LINEAR, since);
     if (l->query_norm) {
         baton_rms_norm(query, stride, head_bytes, l->query_norm, query, stride, head_bytes, s->num_tokens, d->num_heads,
-                       d->head_dim, d->eps, d->dtype);
+                       d->head_dim, d->eps, d->dtype, d->dtype);
         baton_rms_norm(key, stride, head_bytes, l->key_norm, key, stride, head_bytes, s->num_tokens, d->num_kv_heads,
-                       d->head_dim, d->eps, d->dtype);
+                       d->head_dim, d->eps, d->dtype, d->dtype);
     }
     baton_rope(query, stride, d->num_heads, d->cos_sin, s->positions, s->num_tokens, d->head_dim, d->dtype);
     baton_rope(key, stride, d->num_kv_heads, d->cos_sin, s->positions, s->num_tokens, d->head_dim, d->dtype);
@@ -127,7 +127,7 @@ EXPORT void baton_decoder(const struct decoder *d, const struct step *s) {
     double since = 0;
     lap(s, OTHER, &since);
     if (s->first_layer == 0)  // else b.x is as the call before has left it
-        baton_rms_norm(s->residual, row_bytes, 0, d->layers[0].input_norm, b.x, row_bytes, 0, num_rows, 1, d->hidden, d->eps, d->dtype);
+        baton_rms_norm(s->residual, row_bytes, 0, d->layers[0].input_norm, b.x, row_bytes, 0, num_rows, 1, d->hidden, d->eps, d->dtype, d->dtype);
     for (int64_t index = s->first_layer; index < s->stop_layer; index++) {
         const struct layer *l = d->layers + index;
         int is_last = index + 1 == d->num_layers;
@@ -140,16 +140,16 @@ EXPORT void baton_decoder(const struct decoder *d, const struct step *s) {
         lap(s, OTHER, &since);
         multiply(d, &l->out, b.attended, b.x, num_rows, d->splits);
         lap(s, LINEAR, &since);
-        baton_add_rms_norm(b.x, s->residual, l->post_norm, b.x, num_rows, d->hidden, d->eps, d->dtype);
+        baton_add_rms_norm(b.x, s->residual, l->post_norm, b.x, num_rows, d->hidden, d->eps, d->dtype, d->dtype);
         lap(s, OTHER, &since);
         multiply(d, &l->gate_up, b.x, b.gate_up, num_rows, 1);
         lap(s, LINEAR, &since);
-        baton_gated(b.gate_up, b.activated, num_rows, d->intermediate, SILU, 0, 0, d->dtype);
+        baton_gated(b.gate_up, b.activated, num_rows, d->intermediate, 1, SILU, 0, 0, d->dtype);
         lap(s, OTHER, &since);
         multiply(d, &l->down, b.activated, b.x, num_rows, d->splits);
         lap(s, LINEAR, &since);
         baton_add_rms_norm(b.x, s->residual, is_last ? d->final_norm : l[1].input_norm, is_last ? s->output : b.x,
-                           num_rows, d->hidden, d->eps, d->dtype);
+                           num_rows, d->hidden, d->eps, d->dtype, d->dtype);
         lap(s, OTHER, &since);
     }
 }

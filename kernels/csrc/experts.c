@@ -184,7 +184,7 @@ EXPORT void baton_experts(
     sort_rows(e, num_tokens, &p);
     baton_embedding(p.tokens, x, p.x, num_rows, x_bytes);
     baton_linear_experts(p.x, x_bytes, &e->gate_up, p.starts, e->num_experts, p.gate_up, 2 * inner * size, e->dtype, e->dtype);
-    baton_gated(p.gate_up, p.activated, num_rows, inner, e->activation.kind, e->activation.alpha, e->activation.limit, e->dtype);
+    baton_gated(p.gate_up, p.activated, num_rows, inner, 1, e->activation.kind, e->activation.alpha, e->activation.limit, e->dtype);
     for (int split = 0; split < e->splits; split++)
         baton_linear_experts(p.activated + split * e->down[0].num_inputs * size, inner * size, e->down + split, p.starts,
                              e->num_experts, (char *)(p.down + split * num_rows * width), width * sizeof(float), e->dtype, F32);

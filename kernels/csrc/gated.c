@@ -1,4 +1,4 @@
-// y = activation(gate) * up, for rows that hold gate and up side by side.
+// y = activation(gate) * up, for rows that hold gate and up side by side, or activation(gate) for rows of gates; and caps.
 #include "ops.h"
 
 // exp_lanes stops at 88, where the quotient would no longer vanish for a huge negative gate.
@@ -27,14 +27,16 @@ INLINE f32x16 gated_lanes(f32x16 gate, f32x16 up, const struct activation *a, co
     return round_to(a->kind == GELU_TANH ? gelu_lanes(gate) : silu_lanes(gate), is_bf16) * up;
 }
 
-INLINE void gated_row(const char *gate_up, char *y, int64_t width, const struct activation *a, const int is_bf16) {
+INLINE void gated_row(
+    const char *gate_up, char *y, int64_t width, const struct activation *a, const int has_up, const int is_bf16) {
     int64_t i = 0;
     for (; i + LANES <= width; i += LANES) {
-        f32x16 gate = load_lanes(gate_up, i, is_bf16), up = load_lanes(gate_up, width + i, is_bf16);
+        f32x16 gate = load_lanes(gate_up, i, is_bf16), up = has_up ? load_lanes(gate_up, width + i, is_bf16) : splat(1.0f);
         store_lanes(y, i, gated_lanes(gate, up, a, is_bf16), is_bf16);
     }
     for (; i < width; i++) {
-        f32x16 gate = splat(load_one(gate_up, i, is_bf16)), up = splat(load_one(gate_up, width + i, is_bf16));
+        f32x16 gate = splat(load_one(gate_up, i, is_bf16));
+        f32x16 up = splat(has_up ? load_one(gate_up, width + i, is_bf16) : 1.0f);
         store_one(y, i, gated_lanes(gate, up, a, is_bf16)[0], is_bf16);
     }
 }
@@ -46,7 +48,7 @@ struct gating {
     char *y;
     int64_t width;
     struct activation activation;
-    int dtype;
+    int has_up, dtype;
 };
 
 static void gate_rows(const void *context, int64_t begin, int64_t end, int thread) {
@@ -54,15 +56,39 @@ static void gate_rows(const void *context, int64_t begin, int64_t end, int threa
     int64_t row_bytes = g->width * (g->dtype == BF16 ? 2 : 4);
     (void)thread;
     for (int64_t r = begin; r < end; r++) {
-        const char *gate_up = g->gate_up + 2 * r * row_bytes;
-        if (g->dtype == BF16) gated_row(gate_up, g->y + r * row_bytes, g->width, &g->activation, 1);
-        else gated_row(gate_up, g->y + r * row_bytes, g->width, &g->activation, 0);
+        const char *gate_up = g->gate_up + (1 + g->has_up) * r * row_bytes;
+        if (g->dtype == BF16) gated_row(gate_up, g->y + r * row_bytes, g->width, &g->activation, g->has_up, 1);
+        else gated_row(gate_up, g->y + r * row_bytes, g->width, &g->activation, g->has_up, 0);
     }
 }
 
-// gate_up: [num_rows, 2 * width]; y: [num_rows, width]; both contiguous.
+// gate_up: [num_rows, 2 * width], or without up [num_rows, width]; y: [num_rows, width]; both contiguous.
 EXPORT void baton_gated(
-    const char *gate_up, char *y, int64_t num_rows, int64_t width, int kind, float alpha, float limit, int dtype) {
-    struct gating g = {gate_up, y, width, {kind, alpha, limit}, dtype};
+    const char *gate_up, char *y, int64_t num_rows, int64_t width, int has_up, int kind, float alpha, float limit, int dtype) {
+    struct gating g = {gate_up, y, width, {kind, alpha, limit}, has_up, dtype};
     parallel_for(num_rows, grain_of(width, PART_WORK), gate_rows, &g);
+}
+
+struct capping {
+    float *x;
+    int64_t size;
+    float cap;
+};
+
+static void cap_lanes(const void *context, int64_t begin, int64_t end, int thread) {
+    const struct capping *c = context;
+    (void)thread;
+    for (int64_t i = begin * LANES; i < MIN(end * LANES, c->size); i += LANES) {
+        float lanes[LANES] = {0};
+        int64_t num_bytes = MIN(c->size - i, LANES) * (int64_t)sizeof(float);
+        memcpy(lanes, c->x + i, num_bytes);
+        store_f32(lanes, soft_cap(load_f32(lanes), c->cap));
+        memcpy(c->x + i, lanes, num_bytes);
+    }
+}
+
+// x becomes cap * tanh(x / cap), in place.
+EXPORT void baton_soft_cap(float *x, int64_t size, float cap) {
+    struct capping c = {x, size, cap};
+    parallel_for((size + LANES - 1) / LANES, grain_of(LANES, PART_WORK), cap_lanes, &c);
 }

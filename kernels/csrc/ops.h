@@ -15,7 +15,8 @@ struct attention {
     char *output;                  // [num_tokens, num_heads, head_dim], contiguous
     int64_t num_sequences, num_heads, num_kv_heads, head_dim, page_shift, window;  // window 0: none
     int64_t padded_dim;            // head_dim rounded up to whole vectors; rows are filled up with zeros
-    float scale;
+    const float *sinks;            // [num_heads]: a score beside those of the keys, whose value is zero; or null
+    float scale, softcap;          // a score s becomes softcap * tanh(s / softcap); softcap 0: none
     int is_bf16;
 };
 
@@ -46,9 +47,10 @@ void baton_linear_int8(
     int64_t num_rows, int64_t num_columns, int64_t num_inputs, int64_t group, int splits, int dtype, int y_dtype);
 void baton_rms_norm(
     char *x, ptrdiff_t outer, ptrdiff_t inner, const char *weight, char *y, ptrdiff_t y_outer, ptrdiff_t y_inner,
-    int64_t num_outer, int64_t num_inner, int64_t width, float eps, int dtype);
+    int64_t num_outer, int64_t num_inner, int64_t width, float eps, int dtype, int weight_dtype);
 void baton_add_rms_norm(
-    const char *x, char *residual, const char *weight, char *y, int64_t num_rows, int64_t width, float eps, int dtype);
+    const char *x, char *residual, const char *weight, char *y, int64_t num_rows, int64_t width, float eps, int dtype,
+    int weight_dtype);
 void baton_rope(
     char *x, ptrdiff_t stride, int64_t num_heads, const float *cos_sin, const int64_t *positions,
     int64_t num_tokens, int64_t head_dim, int dtype);
@@ -65,7 +67,7 @@ struct activation {
     float alpha, limit;
 };
 void baton_gated(
-    const char *gate_up, char *y, int64_t num_rows, int64_t width, int kind, float alpha, float limit, int dtype);
+    const char *gate_up, char *y, int64_t num_rows, int64_t width, int has_up, int kind, float alpha, float limit, int dtype);
 
 // y = x @ weight^T + bias. x is of the element type `dtype`, y of `y_dtype`; strides are bytes.
 INLINE void multiply_weight(

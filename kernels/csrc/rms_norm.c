@@ -9,8 +9,9 @@ INLINE char *row_at(char *base, struct rows s, int64_t row, int64_t num_inner) {
     return base + row / num_inner * s.outer + row % num_inner * s.inner;
 }
 
-// y = round(x * rsqrt(mean(x^2) + eps)) * weight, rounded again: Hugging Face's order of rounding.
-INLINE void norm_row(const char *x, const char *weight, char *y, int64_t width, float eps, const int is_bf16) {
+// y = round(x * rsqrt(mean(x^2) + eps)) * weight, rounded again: Hugging Face's order of rounding of most models. With a
+// weight of floats the product alone is rounded: that of the others.
+INLINE void norm_row(const char *x, const char *weight, char *y, int64_t width, float eps, const int is_bf16, const int weight_is_bf16) {
     f32x16 squares = {0};
     int64_t i = 0;
     for (; i + LANES <= width; i += LANES) {
@@ -21,13 +22,13 @@ INLINE void norm_row(const char *x, const char *weight, char *y, int64_t width, 
     for (int64_t j = i; j < width; j++) sum += load_one(x, j, is_bf16) * load_one(x, j, is_bf16);
     float inverse = 1.0f / sqrtf(sum / (float)width + eps);
     for (i = 0; i + LANES <= width; i += LANES) {
-        f32x16 scaled = round_to(load_lanes(x, i, is_bf16) * splat(inverse), is_bf16);
-        store_lanes(y, i, scaled * load_lanes(weight, i, is_bf16), is_bf16);
+        f32x16 scaled = round_to(load_lanes(x, i, is_bf16) * splat(inverse), weight_is_bf16);
+        store_lanes(y, i, scaled * load_lanes(weight, i, weight_is_bf16), is_bf16);
     }
     for (; i < width; i++) {
         float scaled = load_one(x, i, is_bf16) * inverse;
-        if (is_bf16) scaled = bf16_to_f32(f32_to_bf16(scaled));
-        store_one(y, i, scaled * load_one(weight, i, is_bf16), is_bf16);
+        if (weight_is_bf16) scaled = bf16_to_f32(f32_to_bf16(scaled));
+        store_one(y, i, scaled * load_one(weight, i, weight_is_bf16), is_bf16);
     }
 }
 
@@ -48,7 +49,7 @@ struct norm {
     struct rows strides, y_strides;
     int64_t num_inner, width;
     float eps;
-    int dtype;
+    int dtype, weight_dtype;
 };
 
 static void norm_rows(const void *context, int64_t begin, int64_t end, int thread) {
@@ -59,10 +60,11 @@ static void norm_rows(const void *context, int64_t begin, int64_t end, int threa
         char *row = row_at(n->rows, n->strides, r, n->num_inner), *y = row_at(n->y, n->y_strides, r, n->num_inner);
         if (n->dtype == BF16) {
             if (n->x) add_row(row, n->x + r * row_bytes, n->width, 1);
-            norm_row(row, n->weight, y, n->width, n->eps, 1);
+            if (n->weight_dtype == BF16) norm_row(row, n->weight, y, n->width, n->eps, 1, 1);
+            else norm_row(row, n->weight, y, n->width, n->eps, 1, 0);
         } else {
             if (n->x) add_row(row, n->x + r * row_bytes, n->width, 0);
-            norm_row(row, n->weight, y, n->width, n->eps, 0);
+            norm_row(row, n->weight, y, n->width, n->eps, 0, 0);
         }
     }
 }
@@ -70,19 +72,20 @@ static void norm_rows(const void *context, int64_t begin, int64_t end, int threa
 // x, y: [num_outer, num_inner, width], last axis contiguous, strides in bytes; y may be x.
 EXPORT void baton_rms_norm(
     char *x, ptrdiff_t outer, ptrdiff_t inner, const char *weight, char *y, ptrdiff_t y_outer, ptrdiff_t y_inner,
-    int64_t num_outer, int64_t num_inner, int64_t width, float eps, int dtype) {
+    int64_t num_outer, int64_t num_inner, int64_t width, float eps, int dtype, int weight_dtype) {
     struct norm n = {
         .rows = x, .y = y, .weight = weight, .strides = {outer, inner}, .y_strides = {y_outer, y_inner},
-        .num_inner = num_inner, .width = width, .eps = eps, .dtype = dtype};
+        .num_inner = num_inner, .width = width, .eps = eps, .dtype = dtype, .weight_dtype = weight_dtype};
     parallel_for(num_outer * num_inner, grain_of(width, PART_WORK), norm_rows, &n);
 }
 
 // residual += x, then y = norm(residual); all [num_rows, width], contiguous; y may be x.
 EXPORT void baton_add_rms_norm(
-    const char *x, char *residual, const char *weight, char *y, int64_t num_rows, int64_t width, float eps, int dtype) {
+    const char *x, char *residual, const char *weight, char *y, int64_t num_rows, int64_t width, float eps, int dtype,
+    int weight_dtype) {
     int64_t row_bytes = width * (dtype == BF16 ? 2 : 4);
     struct norm n = {
         .x = x, .rows = residual, .y = y, .weight = weight, .strides = {row_bytes, 0}, .y_strides = {row_bytes, 0},
-        .num_inner = 1, .width = width, .eps = eps, .dtype = dtype};
+        .num_inner = 1, .width = width, .eps = eps, .dtype = dtype, .weight_dtype = weight_dtype};
     parallel_for(num_rows, grain_of(width, PART_WORK), norm_rows, &n);
 }

@@ -140,3 +140,9 @@ INLINE f32x16 exp_lanes(f32x16 x) {
     f32x16 scaled = (f32x16)((i32x16)p + (exponent << 23));
     return select_lanes(x < splat(-87.0f), splat(0.0f), scaled);
 }
+
+// cap * tanh(x / cap).
+INLINE f32x16 soft_cap(f32x16 x, float cap) {
+    f32x16 exponential = exp_lanes(x * splat(2.0f / cap));
+    return splat(cap) * (splat(1.0f) - splat(2.0f) / (splat(1.0f) + exponential));
+}

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +24,13 @@ class Shape:
     group_size: int
     head_dim: int
     window: int | None = None
+    softcap: float | None = None
+    has_sinks: bool = False
+
+    def options(self, device: torch.device) -> dict[str, Any]:
+        """The arguments of attention."""
+        sinks = normal(self.num_heads, dtype=torch.float32, device=device) if self.has_sinks else None
+        return {"scale": self.scale, "window": self.window, "softcap": self.softcap, "sinks_H": sinks}
 
     @property
     def num_heads(self) -> int:
@@ -63,9 +71,9 @@ def decode_outcome(lens: list[int], shape: Shape, dtype: torch.dtype, device: to
     kv = paged_kv(lens, shape, dtype, device)
     query = normal(len(lens), shape.num_heads + 3, shape.head_dim, dtype=dtype, device=device)
     arguments = (query[:, : shape.num_heads], kv.pages, kv.page_table, kv.context_lens)
-    kernel = paged_attention_decode_triton(*arguments, scale=shape.scale, window=shape.window)
-    reference = paged_attention_decode_reference(*arguments, scale=shape.scale, window=shape.window)
-    return Outcome(kernel, reference)
+    options = shape.options(device)
+    kernel = paged_attention_decode_triton(*arguments, **options)
+    return Outcome(kernel, paged_attention_decode_reference(*arguments, **options))
 
 
 def prefill_outcome(
@@ -77,11 +85,9 @@ def prefill_outcome(
     cu_seqlens = torch.tensor([0, *new_tokens]).cumsum(0).to(torch.int32).to(device)
     query = normal(sum(new_tokens), shape.num_heads + 3, shape.head_dim, dtype=dtype, device=device)
     arguments = (query[:, : shape.num_heads], kv.pages, kv.page_table, cu_seqlens, kv.context_lens)
-    kernel = prefill_attention_triton(
-        *arguments, scale=shape.scale, window=shape.window, max_seqlen_q=max(new_tokens, default=0)
-    )
-    reference = prefill_attention_reference(*arguments, scale=shape.scale, window=shape.window)
-    return Outcome(kernel, reference)
+    options = shape.options(device)
+    kernel = prefill_attention_triton(*arguments, **options, max_seqlen_q=max(new_tokens, default=0))
+    return Outcome(kernel, prefill_attention_reference(*arguments, **options))
 
 
 SHAPES = (
@@ -90,6 +96,7 @@ SHAPES = (
     Shape(page_size=16, num_kv_heads=1, group_size=4, head_dim=64, window=9),
     Shape(page_size=64, num_kv_heads=2, group_size=1, head_dim=80, window=70),
     Shape(page_size=16, num_kv_heads=1, group_size=4, head_dim=96, window=1),
+    Shape(page_size=8, num_kv_heads=2, group_size=2, head_dim=16, window=8, softcap=1.5, has_sinks=True),
 )
 DECODE_LENS = {"ragged": [5, 0, 130, 1], "one": [1], "padding": [0, 0], "empty": [], "full_pages": [64]}
 PREFILL_CHUNKS = {

@@ -30,6 +30,9 @@ _EXPERTS: Final = {"num_experts": 9, "num_experts_per_tok": 3, "moe_intermediate
 _BIASES: Final = {"attention_bias": True, "mlp_bias": True}
 
 
+CONFIGS: Final = {"Gemma3": "Gemma3TextConfig"}  # of other names than the models
+
+
 @dataclass(frozen=True)
 class Case:
     """`kind` is the prefix of transformers' config and model classes."""
@@ -91,11 +94,11 @@ CASES: Final = (
 def save_model(case: Case, directory: Path, dtype: torch.dtype = torch.float32) -> None:
     """Write config.json and safetensors; biases and norms are random too."""
     torch.manual_seed(len(case.name))
-    config = getattr(transformers, f"{case.kind}Config")(**case.keys)
-    model = getattr(transformers, f"{case.kind}ForCausalLM")(config)
+    config = getattr(transformers, CONFIGS.get(case.kind, f"{case.kind}Config"))(**case.keys)
+    model = transformers.AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if name.endswith("bias") or "norm" in name:
+            if name.endswith("bias") or "norm" in name or "ln_" in name or "sinks" in name:
                 parameter.add_(0.2 * torch.randn_like(parameter))
     model.to(dtype).save_pretrained(directory)
 

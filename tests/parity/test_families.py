@@ -71,9 +71,121 @@ def _qwen_experts(source: Random) -> Keys:
     }
 
 
+def _layer_types(source: Random, keys: Keys) -> Keys:
+    types = ("full_attention", "sliding_attention")
+    return {"layer_types": [source.choice(types) for _ in range(keys["num_hidden_layers"])]}
+
+
+def _gemma(source: Random) -> Keys:
+    layers = {"num_hidden_layers": source.choice((2, 3))}
+    return {
+        **layers,
+        **_layer_types(source, layers),
+        "hidden_size": source.choice((48, 96)),
+        "sliding_window": source.choice((5, 18)),
+        "query_pre_attn_scalar": source.choice((8, 30)),
+        "attention_bias": source.random() < 0.3,
+        "tie_word_embeddings": source.random() < 0.7,
+        "final_logit_softcapping": source.choice((None, 6.0)),
+    }
+
+
+def _gemma2(source: Random) -> Keys:
+    return {**_gemma(source), "attn_logit_softcapping": source.choice((None, 2.0, 50.0))}
+
+
+def _gemma3(source: Random) -> Keys:
+    full: Keys = {"rope_type": "default", "rope_theta": 1e6}
+    if source.random() < 0.5:
+        full = {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}
+    sliding = {"rope_type": "default", "rope_theta": 1e4}
+    return {
+        **_gemma(source),
+        "rope_parameters": {"full_attention": full, "sliding_attention": sliding},
+    }
+
+
+def _plain(source: Random) -> Keys:
+    """Heads that fill the hidden size, for classes without a key for the size of a head."""
+    num_heads, head_dim = source.choice((4, 8)), source.choice((8, 16))
+    return {
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": source.choice((2, 4)),
+        "hidden_size": num_heads * head_dim,
+        "head_dim": head_dim,
+        "attention_bias": source.random() < 0.3,
+    }
+
+
+def _phi3(source: Random) -> Keys:
+    plain, share = _plain(source), source.choice((1.0, 0.75, 0.5))
+    rope: Keys = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": share}
+    if source.random() < 0.6:
+        num_factors = int(plain["head_dim"] * share) // 2
+        for name in ("short_factor", "long_factor"):
+            rope[name] = [round(source.uniform(1, 4), 3) for _ in range(num_factors)]
+        rope["rope_type"] = "longrope"
+    window = source.choice((None, 9))
+    return {
+        **plain,
+        "rope_parameters": rope,
+        "original_max_position_embeddings": 256,
+        "sliding_window": window,
+    }
+
+
+def _granite(source: Random) -> Keys:
+    return {
+        **_plain(source),
+        "attention_multiplier": source.uniform(0.1, 0.5),
+        "residual_multiplier": source.uniform(0.2, 1.2),
+        "embedding_multiplier": source.uniform(1, 12),
+        "logits_scaling": source.uniform(0.5, 8),
+        "mlp_bias": source.random() < 0.5,
+    }
+
+
+def _gpt2(source: Random) -> Keys:
+    num_heads, head_dim = source.choice((4, 6)), source.choice((8, 16))
+    return {
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": num_heads,
+        "hidden_size": num_heads * head_dim,
+        "head_dim": head_dim,
+        "n_inner": source.choice((None, 72)),
+        "scale_attn_by_inverse_layer_idx": source.random() < 0.3,
+        "tie_word_embeddings": True,
+    }
+
+
+def _gpt_oss(source: Random) -> Keys:
+    keys = _experts(source)
+    return {
+        **keys,
+        "num_local_experts": keys.pop("num_experts"),
+        "sliding_window": source.choice((5, 18)),
+        "swiglu_limit": source.choice((0.5, 7.0)),
+        "attention_bias": source.random() < 0.7,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "rope_theta": 1e4,
+            "truncate": False,
+            "original_max_position_embeddings": 64,
+        },
+    }
+
+
 FAMILIES: Final[dict[str, Callable[[Random], Keys]]] = {
     "Mixtral": _mixtral,
     "Qwen2Moe": _qwen2_moe,
+    "Gemma2": _gemma2,
+    "Gemma3": _gemma3,
+    "Olmo2": _plain,
+    "Phi3": _phi3,
+    "Granite": _granite,
+    "GPT2": _gpt2,
+    "GptOss": _gpt_oss,
     "Qwen3Moe": lambda source: {**_qwen_experts(source), "attention_bias": source.random() < 0.5},
 }
 

@@ -31,6 +31,12 @@ class Heads:
     head_dim: int = 32
     window: int | None = None
     dtype: torch.dtype = torch.float32
+    softcap: float | None = None
+    has_sinks: bool = False
+
+    @property
+    def sinks(self) -> Tensor | None:
+        return normal(self.num_heads, dtype=torch.float32, device=CPU) if self.has_sinks else None
 
     @property
     def num_heads(self) -> int:
@@ -76,7 +82,15 @@ class Sequences:
         )
         fused = torch.cat([self.qkv[0][:0], *(self.qkv[p.sequence][p.start : p.stop] for p in parts)])
         query = fused[:, : heads.num_heads]  # strided, as the decoder's
-        out = ragged_attention(query, pages, batch, scale=heads.head_dim**-0.5, window=heads.window)
+        out = ragged_attention(
+            query,
+            pages,
+            batch,
+            scale=heads.head_dim**-0.5,
+            window=heads.window,
+            softcap=heads.softcap,
+            sinks_H=heads.sinks,
+        )
         assert out.shape == query.shape and out.dtype == heads.dtype
         return list(out.split(num_tokens))
 
@@ -113,8 +127,12 @@ class Sequences:
                 kv_head = heads.num_heads + head // heads.group_size
                 keys = qkv[first : position + 1, kv_head]
                 values = qkv[first : position + 1, kv_head + heads.num_kv_heads]
-                weights = torch.softmax(keys @ qkv[position, head] * heads.head_dim**-0.5, dim=0)
-                out[position, head] = weights @ values
+                scores = keys @ qkv[position, head] * heads.head_dim**-0.5
+                if heads.softcap is not None:
+                    scores = heads.softcap * torch.tanh(scores / heads.softcap)
+                if heads.sinks is not None:
+                    scores = torch.cat((scores, heads.sinks[head, None].double()))
+                out[position, head] = torch.softmax(scores, dim=0)[: len(values)] @ values
         return out
 
 
@@ -238,6 +256,19 @@ def test_scores_far_apart_neither_overflow_nor_vanish() -> None:
     out = sequences.run([Part(0, 0, 50)], 16)[0]
     # A score of thousands carries an error of 1e-4, and its exponential the same, relative.
     torch.testing.assert_close(out.double(), sequences.expected(0), atol=1e-3, rtol=1e-3)
+
+
+@dtypes
+@pytest.mark.parametrize("window", [None, 9])
+def test_soft_cap_and_sinks(dtype: torch.dtype, window: int | None) -> None:
+    sequences = Sequences([70, 3], Heads(window=window, softcap=1.5, has_sinks=True, dtype=dtype))
+    alone = sequences.decoded()
+    for cut in (0, 33):
+        parts = [Part(1, 2, 3), Part(0, cut, 70)]
+        out = sequences.run(parts, 4)
+        assert torch.equal(out[0], alone[1][2:]) and torch.equal(out[1], alone[0][cut:])
+    tolerance = TOLERANCES[dtype]
+    torch.testing.assert_close(alone[0].double(), sequences.expected(0), atol=tolerance, rtol=tolerance)
 
 
 def test_strides_that_the_kernel_cannot_follow_are_refused() -> None:

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.engine.models.registry import RopeScaling
+from baton.engine.models.registry import RopeConfig
 from baton.engine.models.rope_table import rope_table
 from baton.kernels.rope import rope, rope_reference
 from tests.kernels.outcomes import DTYPES, normal
@@ -21,7 +21,7 @@ MAX_POSITIONS = 50
 
 
 def table(head_dim: int) -> torch.Tensor:
-    return rope_table(head_dim, MAX_POSITIONS, 100.0, RopeScaling())
+    return rope_table(head_dim, MAX_POSITIONS, RopeConfig(theta=100.0))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -10,18 +10,27 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GPT2Config,
+    GptOssConfig,
+    GraniteConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
+    Olmo2Config,
+    Phi3Config,
     PreTrainedConfig,
     Qwen2Config,
     Qwen2MoeConfig,
     Qwen3Config,
     Qwen3MoeConfig,
 )
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from baton.engine.models.checkpoint import SafetensorsCheckpoint
 from baton.engine.models.decoder import Attention, Decoder, DecoderLayer, GatedMlp
+from baton.engine.models.gpt_oss import dequantised_mxfp4
 from baton.engine.models.model import (
     attention_mlp_crossover,
     build_model,
@@ -64,6 +73,13 @@ CONFIGS: list[tuple[PreTrainedConfig, tuple[int | None, ...]]] = [
         Qwen2MoeConfig(**EXPERTS, use_sliding_window=True, sliding_window=8, max_window_layers=3),
         (8, None, 8, None),
     ),
+    (Gemma2Config(**SMALL, head_dim=16, sliding_window=8), (8, None, 8, None)),
+    (Gemma3TextConfig(**SMALL, head_dim=16, sliding_window=8, layer_types=KINDS), (8, None, 8, None)),
+    (Olmo2Config(**SMALL, eos_token_id=1), (None,) * 4),
+    (Phi3Config(**SMALL, pad_token_id=None, eos_token_id=1, sliding_window=8), (8,) * 4),
+    (GraniteConfig(**SMALL, attention_bias=True, mlp_bias=True), (None,) * 4),
+    (GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=64, eos_token_id=1), (None,) * 2),
+    (GptOssConfig(**SMALL, head_dim=16, num_local_experts=4, sliding_window=8), (8, None, 8, None)),
     (Qwen3MoeConfig(**EXPERTS, decoder_sparse_step=2, use_sliding_window=True, sliding_window=8), (8,) * 4),
 ]
 
@@ -140,6 +156,28 @@ def test_derived_and_tied_tensors_may_be_there(tmp_path: Path) -> None:
     check_parameters(SafetensorsCheckpoint(tmp_path), read_model_config(tmp_path))
 
 
+def test_gpt2_without_the_prefix_of_its_names_is_read(tmp_path: Path) -> None:
+    """The published files hold the base model, and masks that follow from the config."""
+    save(tmp_path, GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=16, vocab_size=64, eos_token_id=1))
+    tensors = load_file(tmp_path / "model.safetensors")
+    bare = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
+    save_file(bare | {"h.0.attn.bias": torch.ones(1, 1, 16, 16)}, tmp_path / "model.safetensors")
+    checkpoint = SafetensorsCheckpoint(tmp_path, "transformer.")
+    check_parameters(checkpoint, read_model_config(tmp_path))
+    name = "transformer.h.1.mlp.c_fc.weight"
+    assert torch.equal(checkpoint.slice(name, 0, 0, 32), tensors[name])
+    assert len(checkpoint.sample(name, 8)) == 32
+
+
+def test_mxfp4_is_dequantised_as_in_transformers() -> None:
+    source = torch.Generator().manual_seed(0)
+    blocks = torch.randint(0, 256, (2, 6, 3, 16), generator=source)
+    scales = torch.randint(118, 132, (2, 6, 3), generator=source)
+    expected = convert_moe_packed_tensors(blocks.byte(), scales.byte(), dtype=torch.float32)
+    made = dequantised_mxfp4(blocks.int(), scales.int())  # transformers has the inputs first
+    assert torch.equal(made.mT, expected)
+
+
 def test_crossover_counts_operations_of_layers_with_full_attention(tmp_path: Path) -> None:
     config = read_model_config(write_config(tmp_path))
     weights = config.num_layers * (
@@ -158,7 +196,7 @@ class Outside(Decoder):
     def make_layer(self, config: ModelConfig, parameters: Parameters, index: int) -> DecoderLayer:
         window = 2 if index % 2 else None
         attention = Attention(
-            config, parameters.scope("self_attn"), qkv_bias=True, qk_norm=True, window=window
+            config, parameters.scope("self_attn"), qkv_bias=True, qk_norm="head", window=window
         )
         return DecoderLayer(config, parameters, attention, GatedMlp(config, parameters.scope("mlp")))
 

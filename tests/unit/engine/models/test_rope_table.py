@@ -7,7 +7,8 @@ import pytest
 import torch
 import transformers
 
-from baton.engine.models.registry import RopeScaling
+from baton.engine.models.checkpoint import JsonObject
+from baton.engine.models.registry import RopeConfig, RopeScaling, read_rope_config
 from baton.engine.models.rope_table import rope_table
 
 LLAMA3 = {
@@ -52,13 +53,36 @@ def test_table_is_transformers(parameters: dict[str, Any], theta: float, head_di
     frequency, attention_factor = compute(config, torch.device("cpu"))
     angle = torch.arange(2048, dtype=torch.float32)[:, None] * frequency.float()
     expected = torch.cat((angle.cos(), angle.sin()), dim=1) * attention_factor
-    made = rope_table(head_dim, 2048, theta, scaling_of(parameters))
+    made = rope_table(head_dim, 2048, RopeConfig(theta=theta, scaling=scaling_of(parameters)))
     assert made.dtype == torch.float32 and made.is_contiguous()
     torch.testing.assert_close(made, expected, atol=1e-4, rtol=0)  # fp32 angles of up to 2,048 radians
 
 
+@pytest.mark.parametrize(("max_positions", "seq_len"), [(1024, 1000), (2048, 2048)], ids=["short", "long"])
+def test_longrope_of_a_part_of_each_head_is_transformers(max_positions: int, seq_len: int) -> None:
+    factors = {"short_factor": [1.0, 1.5, 2.0], "long_factor": [1.5, 4.0, 9.0]}
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 0.75, **factors}
+    oracle = transformers.Phi3Config(
+        hidden_size=32,
+        num_attention_heads=4,
+        max_position_embeddings=2048,
+        original_max_position_embeddings=1024,
+        rope_parameters=dict(rope),
+        pad_token_id=None,
+    )
+    compute: Any = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS["longrope"]
+    frequency, attention_factor = compute(oracle, torch.device("cpu"), seq_len=seq_len)
+    angle = torch.arange(max_positions, dtype=torch.float32)[:, None] * frequency
+    keys = {"max_position_embeddings": 2048, "original_max_position_embeddings": 1024}
+    config = read_rope_config(JsonObject({**keys, "rope_parameters": rope}, "config.json"))
+    cos, sin = rope_table(8, max_positions, config).chunk(2, dim=1)
+    torch.testing.assert_close(cos[:, :3], angle.cos() * attention_factor, atol=1e-4, rtol=0)
+    torch.testing.assert_close(sin[:, :3], angle.sin() * attention_factor, atol=1e-4, rtol=0)
+    assert (cos[:, 3] == 1).all() and (sin[:, 3] == 0).all()
+
+
 def test_default_table_is_the_plain_formula() -> None:
-    made = rope_table(8, 100, 10000.0, RopeScaling()).double()
+    made = rope_table(8, 100, RopeConfig()).double()
     angle = torch.arange(100).double()[:, None] / 10000 ** (torch.arange(0, 8, 2).double() / 8)
     torch.testing.assert_close(made, torch.cat((angle.cos(), angle.sin()), dim=1), atol=1e-5, rtol=0)
 
@@ -88,4 +112,4 @@ def test_bad_scaling_is_refused(fields: dict[str, Any], message: str) -> None:
 
 def test_odd_head_dim_is_refused() -> None:
     with pytest.raises(ValueError, match="head_dim must be even"):
-        rope_table(7, 16, 10000.0, RopeScaling())
+        rope_table(7, 16, RopeConfig())

@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 import torch
 
-from baton.engine.models.decoder import Decoder
+from baton.engine.models.decoder import Decoder, RmsNorm
 from baton.engine.models.model import parameter_bytes, parameter_shapes
 from baton.engine.models.parallel import TensorParallel
 from baton.engine.models.registry import choose_max_model_len, read_model_config
@@ -60,7 +60,7 @@ def test_weights_and_pages_have_the_requested_dtype(
     tiny_model: Path, asked: str, expected: torch.dtype
 ) -> None:
     runner = loaded_runner(tiny_model, dtype=asked)
-    assert isinstance(runner.model, Decoder)
+    assert isinstance(runner.model, Decoder) and isinstance(runner.model.norm, RmsNorm)
     assert runner.pool.device.dtype == runner.model.norm.weight_E.dtype == expected
     sequence = make_sequence("s", range(7))
     sequence.page_table = [2, 0]

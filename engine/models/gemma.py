@@ -1,0 +1,99 @@
+"""Gemma 2 and 3 (text): norms before and after each part, GeGLU, scaled embeddings, windows in turn."""
+
+import torch
+from torch import Tensor
+
+from baton.engine.models.decoder import Attention, Decoder, DecoderLayer, GatedMlp, Norm, RmsNorm, then
+from baton.engine.models.registry import ModelConfig, RopeConfig, read_layer_types, read_rope_config
+from baton.engine.models.weights import Parameters
+from baton.engine.runner.step_inputs import ModelInput
+from baton.errors import ModelError
+from baton.kernels.gated import GELU_TANH, soft_cap
+
+OFFSET = 1.0  # of the weights of all norms
+
+
+class Gemma2(Decoder):
+    """Reads the soft caps, `query_pre_attn_scalar`, `attention_bias` and the windows of the layers."""
+
+    qk_norm = False
+    every_full = 2  # without `layer_types`: every so many layers see the whole context
+
+    def make_layer(self, config: ModelConfig, parameters: Parameters, index: int) -> DecoderLayer:
+        """As `Decoder.make_layer`."""
+        keys, bias = config.keys, config.keys.flag("attention_bias")
+        if keys.flag("use_bidirectional_attention"):
+            raise ModelError(f"{keys.source}: 'use_bidirectional_attention' is not supported")
+        is_windowed = self._is_windowed(config, index)
+        attention = Attention(
+            config,
+            parameters.scope("self_attn"),
+            qkv_bias=bias,
+            out_bias=bias,
+            qk_norm="head" if self.qk_norm else None,
+            norm_offset=OFFSET,
+            window=keys.count("sliding_window", 4096) if is_windowed else None,
+            scale=keys.positive("query_pre_attn_scalar", 256.0) ** -0.5,
+            softcap=self.softcap(config, "attn_logit_softcapping", 50.0),
+            rope=self.rope(config, is_windowed=is_windowed),
+        )
+        mlp = GatedMlp(config, parameters.scope("mlp"), activation=GELU_TANH)
+        return DecoderLayer(
+            config,
+            parameters,
+            attention,
+            then(mlp, self.make_norm(config, parameters, "post_feedforward_layernorm")),
+            out=then(attention.out, self.make_norm(config, parameters, "post_attention_layernorm")),
+            input_norm=self.make_norm(config, parameters, "input_layernorm"),
+            post_norm=self.make_norm(config, parameters, "pre_feedforward_layernorm"),
+        )
+
+    def make_norm(self, config: ModelConfig, parameters: Parameters, name: str) -> Norm:
+        """As `Decoder.make_norm`."""
+        return RmsNorm(parameters, name, config.hidden_size, config.rms_norm_eps, offset=OFFSET)
+
+    def rope(self, config: ModelConfig, *, is_windowed: bool) -> RopeConfig:
+        """The rotary embedding of a layer with or without a window."""
+        return config.rope
+
+    def softcap(self, config: ModelConfig, name: str, default: float) -> float | None:
+        """The value of a soft cap; null means none."""
+        return None if config.keys.is_null(name) else config.keys.positive(name, default)
+
+    def embed(self, step: ModelInput) -> Tensor:
+        """As `Decoder.embed`: times the root of the size, which is rounded as the weights are."""
+        x_TE = self.embedding(step.token_ids_T)
+        return x_TE.mul_(float(torch.tensor(self.config.hidden_size**0.5).to(x_TE.dtype)))
+
+    def logits(self, hidden_RE: Tensor) -> Tensor:
+        """As `Model.logits`."""
+        logits_RV = super().logits(hidden_RE)
+        cap = self.softcap(self.config, "final_logit_softcapping", 30.0)
+        return logits_RV if cap is None else soft_cap(logits_RV.contiguous(), cap)
+
+    def _is_windowed(self, config: ModelConfig, index: int) -> bool:
+        layer_types = read_layer_types(config)
+        if layer_types is not None:
+            return layer_types[index] == "sliding_attention"
+        return (index + 1) % config.keys.count("sliding_window_pattern", self.every_full) != 0
+
+
+class Gemma3(Gemma2):
+    """Norms of queries and keys instead of soft caps, and a rotary embedding for layers with windows."""
+
+    qk_norm = True
+    every_full = 6
+
+    def softcap(self, config: ModelConfig, name: str, default: float) -> float | None:
+        """As `Gemma2.softcap`; attention has none whatever the config says, as in transformers."""
+        is_final = name == "final_logit_softcapping"
+        return config.keys.positive(name) if is_final and name in config.keys else None
+
+    def rope(self, config: ModelConfig, *, is_windowed: bool) -> RopeConfig:
+        """As `Gemma2.rope`. Older configs name the base of layers with windows `rope_local_base_freq`."""
+        keys = config.keys
+        if not is_windowed:
+            return config.rope
+        if "sliding_attention" in keys.section("rope_parameters"):
+            return read_rope_config(keys, "sliding_attention")
+        return RopeConfig(theta=keys.positive("rope_local_base_freq", 10000.0))

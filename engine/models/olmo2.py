@@ -1,0 +1,31 @@
+"""OLMo 2: norms after each part instead of before, and norms of queries and keys over all heads."""
+
+from baton.engine.models.decoder import Attention, Decoder, DecoderLayer, GatedMlp, NoNorm, then
+from baton.engine.models.registry import ModelConfig
+from baton.engine.models.weights import Parameters
+
+
+class Olmo2(Decoder):
+    """Reads `attention_bias`."""
+
+    def make_layer(self, config: ModelConfig, parameters: Parameters, index: int) -> DecoderLayer:
+        """As `Decoder.make_layer`."""
+        bias = config.keys.flag("attention_bias")
+        attention = Attention(
+            config,
+            parameters.scope("self_attn"),
+            qkv_bias=bias,
+            out_bias=bias,
+            qk_norm="projection",
+            norm_offset=0.0,
+        )
+        mlp = GatedMlp(config, parameters.scope("mlp"))
+        return DecoderLayer(
+            config,
+            parameters,
+            attention,
+            then(mlp, self.make_norm(config, parameters, "post_feedforward_layernorm")),
+            out=then(attention.out, self.make_norm(config, parameters, "post_attention_layernorm")),
+            input_norm=NoNorm(),
+            post_norm=NoNorm(),
+        )

@@ -1,0 +1,19 @@
+"""Phi-3, 3.5 and 4-mini: fused projections, heads of which a part may be rotated, and longrope."""
+
+from baton.engine.models.decoder import Attention, Decoder, DecoderLayer, GatedMlp
+from baton.engine.models.registry import ModelConfig
+from baton.engine.models.weights import Parameters
+
+
+class Phi3(Decoder):
+    """Reads `sliding_window`."""
+
+    fuses_layers = True
+
+    def make_layer(self, config: ModelConfig, parameters: Parameters, index: int) -> DecoderLayer:
+        """As `Decoder.make_layer`."""
+        keys = config.keys
+        window = keys.count("sliding_window") if "sliding_window" in keys else None
+        attention = Attention(config, parameters.scope("self_attn"), window=window, fused="qkv_proj")
+        mlp = GatedMlp(config, parameters.scope("mlp"), fused="gate_up_proj")
+        return DecoderLayer(config, parameters, attention, mlp)
