@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from baton.kernels import native
+from baton.kernels.experts import Mixture
 from baton.kernels.linear import LinearWeight
 from baton.kernels.ragged_attention import AttentionArguments, RaggedBatch, describe_heads, native_handles
 
@@ -52,9 +53,11 @@ class StackLayer:
     key_norm_D: Tensor | None
     qkv: tuple[LinearWeight, Tensor | None]
     out: tuple[LinearWeight, Tensor | None]
-    gate_up: tuple[LinearWeight, Tensor | None]
-    down: tuple[LinearWeight, Tensor | None]
+    gate_up: tuple[LinearWeight, Tensor | None] | None  # beside experts: of the one that all tokens share
+    down: tuple[LinearWeight, Tensor | None] | None
     window: int | None
+    router: tuple[LinearWeight, Tensor | None] | None = None
+    experts: Mixture | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +68,7 @@ class StackShape:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    intermediate: int
+    intermediate: int  # the most of any layer
     eps: float
     num_splits: int  # parts in which `out` and `down` are summed
 
@@ -95,8 +98,11 @@ class DecoderStack:
             dtype=native.DTYPE_CODES[self._dtype],
             splits=shape.num_splits,
         )
-        widths = (shape.hidden, self._qkv_width, shape.num_heads * shape.head_dim, 3 * shape.intermediate)
-        self._scratch_width = sum(widths)  # elements a token, as lay_out() in csrc/decoder.c
+        num_logits = max(0 if layer.router is None else layer.router[0].num_outputs for layer in layers)
+        widths = (2 * shape.hidden, self._qkv_width, shape.num_heads * shape.head_dim, 3 * shape.intermediate)
+        # Elements a token, as lay_out() in csrc/decoder.c; the logits are fp32.
+        self._scratch_width = sum(widths) + num_logits * 4 // self._dtype.itemsize
+        self._mixture = next((layer.experts for layer in layers if layer.experts is not None), None)
 
     def seconds(self) -> dict[str, float]:
         """Seconds of all runs so far in linear layers, attention and other kernels."""
@@ -124,6 +130,8 @@ class DecoderStack:
         self._check(residual_TE, rows_R, positions_T, slots_T, kv_pool)
         num_tokens, num_rows = len(residual_TE), len(rows_R)
         scratch = torch.empty(num_tokens * self._scratch_width, dtype=self._dtype)
+        mixture = self._mixture  # those of all layers have the same sizes
+        experts_scratch = None if mixture is None else mixture.new_scratch(num_tokens)
         out_RE = torch.empty((num_rows, self._shape.hidden), dtype=self._dtype)
         page_size = kv_pool.shape[4]
         arguments = AttentionArguments.from_buffer_copy(batch.arguments)
@@ -141,6 +149,7 @@ class DecoderStack:
             attention=arguments,
             tile_starts=batch.scratch.data_ptr(),
             scratch=scratch.data_ptr(),
+            experts_scratch=None if experts_scratch is None else experts_scratch.data_ptr(),
             seconds=ctypes.addressof(self._seconds),
         )
         run = native.function("baton_decoder", "pp")
@@ -173,9 +182,17 @@ class DecoderStack:
 
 def can_stack(layers: Sequence[StackLayer], shape: StackShape) -> bool:
     """True when the native call takes these weights: packed, and heads it has room for."""
-    weights = [linear[0] for layer in layers for linear in (layer.qkv, layer.out, layer.gate_up, layer.down)]
-    return all(weight.is_packed for weight in weights) and native_handles(
-        weights[0].dtype, shape.num_heads // shape.num_kv_heads, shape.head_dim
+    products = [
+        product
+        for layer in layers
+        for product in (layer.qkv, layer.out, layer.gate_up, layer.down, layer.router)
+        if product is not None
+    ]
+    mixtures = [layer.experts for layer in layers if layer.experts is not None]
+    return (
+        all(weight.is_packed for weight, _ in products)
+        and all(mixture.arguments is not None for mixture in mixtures)
+        and native_handles(products[0][0].dtype, shape.num_heads // shape.num_kv_heads, shape.head_dim)
     )
 
 
@@ -202,6 +219,8 @@ class _Layer(ctypes.Structure):
         ("out", _Weight),
         ("gate_up", _Weight),
         ("down", _Weight),
+        ("router", _Weight),
+        ("experts", _POINTER),
         ("window", _SIZE),
     )
 
@@ -237,6 +256,7 @@ class _Step(ctypes.Structure):
         ("attention", AttentionArguments),
         ("tile_starts", _POINTER),
         ("scratch", _POINTER),
+        ("experts_scratch", _POINTER),
         ("seconds", _POINTER),
         ("first_layer", _SIZE),
         ("stop_layer", _SIZE),
@@ -247,11 +267,14 @@ def _layer(layer: StackLayer) -> _Layer:
     def address(tensor: Tensor | None) -> int | None:
         return None if tensor is None else tensor.data_ptr()
 
-    def weight(linear: tuple[LinearWeight, Tensor | None]) -> _Weight:
+    def weight(linear: tuple[LinearWeight, Tensor | None] | None) -> _Weight:
+        if linear is None:
+            return _Weight()
         packed, bias_N = linear
         sizes = packed.num_outputs, packed.num_inputs, packed.group
         return _Weight(packed.data.data_ptr(), address(bias_N), *sizes)
 
+    experts = None if layer.experts is None else layer.experts.arguments
     return _Layer(
         address(layer.input_norm_E),
         address(layer.post_norm_E),
@@ -261,5 +284,7 @@ def _layer(layer: StackLayer) -> _Layer:
         weight(layer.out),
         weight(layer.gate_up),
         weight(layer.down),
+        weight(layer.router),
+        None if experts is None else ctypes.addressof(experts),
         layer.window or 0,
     )

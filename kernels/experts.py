@@ -14,7 +14,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
 
 import torch
 from torch import Tensor
@@ -30,8 +29,6 @@ from baton.kernels.linear import (
     part_sizes,
 )
 from baton.kernels.triton_import import kernel, runs_triton, tl, triton
-
-CPU_TOKENS: Final = 1024  # at a time: the rows of a token take much memory, and enough rows share a weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +63,7 @@ class Mixture:
         parts = (gate_up, *self.down)
         self._addresses = [_addresses(part) for part in parts]  # kept alive for the C kernel
         is_packed = all(part.weights and all(each.is_packed for each in part.weights) for part in parts)
-        self._arguments = _arguments(self, self._addresses) if is_packed else None
+        self.arguments = _arguments(self, self._addresses) if is_packed else None
 
     @property
     def num_experts(self) -> int:
@@ -83,21 +80,12 @@ class Mixture:
         """
         if runs_triton(x_TE) and self.gate_up.stacked_XNK is not None:
             return experts_triton(x_TE, logits_TX, self, shared_TN)
-        if self._arguments is None:
+        if self.arguments is None:
             return experts_reference(x_TE, logits_TX, self, shared_TN)
-        if len(x_TE) > CPU_TOKENS:
-            rows = [slice(first, first + CPU_TOKENS) for first in range(0, len(x_TE), CPU_TOKENS)]
-            shared = [None if shared_TN is None else shared_TN[part] for part in rows]
-            return torch.cat(
-                [
-                    self._run(x_TE[part], logits_TX[part], some)
-                    for part, some in zip(rows, shared, strict=True)
-                ]
-            )
         return self._run(x_TE, logits_TX, shared_TN)
 
     def _run(self, x_TE: Tensor, logits_TX: Tensor, shared_TN: Tensor | None) -> Tensor:
-        assert self._arguments is not None
+        assert self.arguments is not None
         num_tokens = len(x_TE)
         if not x_TE.is_contiguous() or not logits_TX.is_contiguous() or logits_TX.dtype != torch.float32:
             raise ValueError("experts: x and the fp32 logits must be contiguous")
@@ -107,12 +95,9 @@ class Mixture:
         if logits_TX.shape[1] < num_logits or not (shared_TN is None or shared_TN.is_contiguous()):
             raise ValueError(f"experts: {num_logits} logits a token are needed, got {list(logits_TX.shape)}")
         out_TN = torch.empty((num_tokens, self.down[0].weights[0].num_outputs), dtype=self.out_dtype)
-        sizes = (ctypes.c_int64 * 2)()
-        arguments = ctypes.addressof(self._arguments)
-        native.function("baton_experts_sizes", "pnp")(arguments, num_tokens, ctypes.addressof(sizes))
-        scratch = torch.empty(sizes[1], dtype=torch.uint8)
+        scratch = self.new_scratch(num_tokens)
         native.function("baton_experts", "pppnppnp")(
-            arguments,
+            ctypes.addressof(self.arguments),
             x_TE.data_ptr(),
             logits_TX.data_ptr(),
             logits_TX.shape[1],
@@ -122,6 +107,14 @@ class Mixture:
             scratch.data_ptr(),
         )
         return out_TN
+
+    def new_scratch(self, num_tokens: int) -> Tensor:
+        """Memory of the C kernel for a call with so many tokens."""
+        sizes = (ctypes.c_int64 * 2)()
+        assert self.arguments is not None
+        arguments = ctypes.addressof(self.arguments)
+        native.function("baton_experts_sizes", "pnp")(arguments, num_tokens, ctypes.addressof(sizes))
+        return torch.empty(sizes[1], dtype=torch.uint8)
 
 
 # The C kernel.

@@ -430,8 +430,9 @@ class DecoderNames(NamedTuple):
 class Decoder(ABC):
     """A `Model` of decoder layers between an embedding and a head; an architecture makes the layers.
 
-    An architecture of `Attention` and `GatedMlp` layers sets `fuses_layers`: on a CPU all layers then run in
-    one native call where the kernels allow it, with the same bits as layer by layer.
+    An architecture of plain attention, RMS norms, and SwiGLU as a `GatedMlp` or a `SparseMlp` sets
+    `fuses_layers`: on a CPU all layers then run in one native call where the kernels allow it, with the same
+    bits as layer by layer.
     """
 
     fuses_layers: ClassVar[bool] = False
@@ -506,17 +507,16 @@ class Decoder(ABC):
         return self.head(hidden_RE)
 
     def _fused_stack(self) -> DecoderStack | None:
-        config = self.config
+        config, layers = self.config, _stack_layers(self.layers)
         shape = StackShape(
             hidden=config.hidden_size,
             num_heads=config.num_heads,
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
-            intermediate=config.intermediate_size,
+            intermediate=max(layer.down[0].num_inputs if layer.down else 0 for layer in layers),
             eps=config.rms_norm_eps,
             num_splits=NUM_SPLITS,
         )
-        layers = _stack_layers(self.layers)
         if not can_stack(layers, shape):
             return None
         assert isinstance(self.norm, RmsNorm), "only RMS norms can be fused"
@@ -527,7 +527,9 @@ def _stack_layers(layers: Sequence[DecoderLayer]) -> list[StackLayer]:
     stack_layers = []
     for layer in layers:
         attention, mlp = layer.attention, layer.mlp
-        assert isinstance(mlp, GatedMlp), "only SwiGLU layers can be fused"
+        sparse = mlp if isinstance(mlp, SparseMlp) else None
+        dense = mlp if sparse is None else sparse.shared
+        assert dense is None or isinstance(dense, GatedMlp), "only SwiGLU layers can be fused"
         assert isinstance(layer.input_norm, RmsNorm) and isinstance(layer.post_norm, RmsNorm)
         stack_layers.append(
             StackLayer(
@@ -537,9 +539,11 @@ def _stack_layers(layers: Sequence[DecoderLayer]) -> list[StackLayer]:
                 key_norm_D=None if attention.key_norm is None else attention.key_norm.weight_E,
                 qkv=(attention.qkv.weight, attention.qkv.bias_N),
                 out=(attention.out.weight, attention.out.bias_N),
-                gate_up=(mlp.gate_up.weight, mlp.gate_up.bias_N),
-                down=(mlp.down.weight, mlp.down.bias_N),
+                gate_up=None if dense is None else (dense.gate_up.weight, dense.gate_up.bias_N),
+                down=None if dense is None else (dense.down.weight, dense.down.bias_N),
                 window=attention.window,
+                router=None if sparse is None else (sparse.router, sparse.router_bias_X),
+                experts=None if sparse is None else sparse.mixture,
             )
         )
     return stack_layers

@@ -8,6 +8,8 @@ from baton.engine.models.weights import Parameters
 class Mixtral(Decoder):
     """Reads `num_local_experts`, `num_experts_per_tok` and `sliding_window`."""
 
+    fuses_layers = True
+
     def make_layer(self, config: ModelConfig, parameters: Parameters, index: int) -> DecoderLayer:
         """As `Decoder.make_layer`."""
         keys = config.keys

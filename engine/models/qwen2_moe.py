@@ -8,6 +8,8 @@ from baton.engine.models.weights import Parameters
 class Qwen2Moe(Decoder):
     """Reads the experts, `qkv_bias`, and `layer_types` for the sliding windows."""
 
+    fuses_layers = True
+
     def make_layer(self, config: ModelConfig, parameters: Parameters, index: int) -> DecoderLayer:
         """As `Decoder.make_layer`."""
         bias = config.keys.flag("qkv_bias", True)

@@ -9,6 +9,8 @@ from baton.engine.models.weights import Parameters
 class Qwen3Moe(Decoder):
     """Reads the experts, `attention_bias`, and a sliding window of all layers."""
 
+    fuses_layers = True
+
     def make_layer(self, config: ModelConfig, parameters: Parameters, index: int) -> DecoderLayer:
         """As `Decoder.make_layer`."""
         keys = config.keys

@@ -9,7 +9,10 @@
 struct layer {
     const char *input_norm, *post_norm;
     const char *query_norm, *key_norm;  // or null
-    struct weight qkv, out, gate_up, down;
+    struct weight qkv, out;
+    struct weight gate_up, down;      // of the expert that all tokens share, where there are others; not packed: none
+    struct weight router;
+    const struct experts *experts;    // or null
     int64_t window;  // 0: none
 };
 
@@ -17,7 +20,8 @@ struct decoder {
     const struct layer *layers;
     const char *final_norm;
     const float *cos_sin;  // [max_positions, head_dim]
-    int64_t num_layers, hidden, num_heads, num_kv_heads, head_dim, intermediate;
+    int64_t num_layers, hidden, num_heads, num_kv_heads, head_dim;
+    int64_t intermediate;  // the most of any layer
     float eps;
     int dtype, splits;
 };
@@ -33,6 +37,7 @@ struct step {
     struct attention attention;  // the batch filled in
     int64_t *tile_starts;      // scratch of num_sequences + 1
     char *scratch;             // num_tokens rows of everything in struct buffers
+    char *experts_scratch;     // as of baton_experts_sizes
     double *seconds;           // [NUM_TIMERS], added to
     int64_t first_layer, stop_layer;  // a pass may be cut into several calls, in the order of the layers
 };
@@ -41,7 +46,8 @@ enum timer { LINEAR, ATTENTION, OTHER, NUM_TIMERS };
 
 // Where the intermediate results of a step lie in its scratch.
 struct buffers {
-    char *x, *qkv, *attended, *gate_up, *activated;
+    char *x, *qkv, *attended, *gate_up, *activated, *shared;
+    float *logits;  // of the router
 };
 
 INLINE int64_t element_bytes(const struct decoder *d) { return d->dtype == BF16 ? 2 : 4; }
@@ -54,6 +60,8 @@ static struct buffers lay_out(const struct decoder *d, char *scratch, int64_t nu
     b.attended = b.qkv + token_bytes * qkv_width(d);
     b.gate_up = b.attended + token_bytes * d->num_heads * d->head_dim;
     b.activated = b.gate_up + token_bytes * 2 * d->intermediate;
+    b.shared = b.activated + token_bytes * d->intermediate;
+    b.logits = (float *)(b.shared + token_bytes * d->hidden);
     return b;
 }
 
@@ -113,6 +121,25 @@ static void keep_rows(const struct decoder *d, const struct step *s, const struc
     }
 }
 
+// x -> x.
+static void feed_forward(
+    const struct decoder *d, const struct layer *l, const struct step *s, const struct buffers *b, int64_t num_rows, double *since) {
+    if (l->gate_up.packed) {
+        multiply(d, &l->gate_up, b->x, b->gate_up, num_rows, 1);
+        lap(s, LINEAR, since);
+        baton_gated(b->gate_up, b->activated, num_rows, l->gate_up.num_columns / 2, 1, SILU, 0, 0, d->dtype);
+        lap(s, OTHER, since);
+        multiply(d, &l->down, b->activated, l->experts ? b->shared : b->x, num_rows, d->splits);
+    }
+    if (l->experts) {
+        int64_t num_logits = l->router.num_columns;
+        multiply_weight(&l->router, b->x, d->hidden * element_bytes(d), (char *)b->logits, num_logits * sizeof(float), num_rows, 1,
+                        d->dtype, F32);
+        baton_experts(l->experts, b->x, b->logits, num_logits, l->gate_up.packed ? b->shared : 0, b->x, num_rows, s->experts_scratch);
+    }
+    lap(s, LINEAR, since);
+}
+
 // What the callers' declarations are compared with: sizes of attention, layer, decoder and step.
 EXPORT void baton_struct_sizes(int64_t *sizes) {
     sizes[0] = sizeof(struct attention);
@@ -142,12 +169,7 @@ EXPORT void baton_decoder(const struct decoder *d, const struct step *s) {
         lap(s, LINEAR, &since);
         baton_add_rms_norm(b.x, s->residual, l->post_norm, b.x, num_rows, d->hidden, d->eps, d->dtype, d->dtype);
         lap(s, OTHER, &since);
-        multiply(d, &l->gate_up, b.x, b.gate_up, num_rows, 1);
-        lap(s, LINEAR, &since);
-        baton_gated(b.gate_up, b.activated, num_rows, d->intermediate, 1, SILU, 0, 0, d->dtype);
-        lap(s, OTHER, &since);
-        multiply(d, &l->down, b.activated, b.x, num_rows, d->splits);
-        lap(s, LINEAR, &since);
+        feed_forward(d, l, s, &b, num_rows, &since);
         baton_add_rms_norm(b.x, s->residual, is_last ? d->final_norm : l[1].input_norm, is_last ? s->output : b.x,
                            num_rows, d->hidden, d->eps, d->dtype, d->dtype);
         lap(s, OTHER, &since);

@@ -9,13 +9,6 @@
 // weights, whose sums are kept apart until 4 has added the experts: as many tensor-parallel ranks add the same numbers.
 #include "ops.h"
 
-struct experts {
-    struct expert_weights gate_up, down[2];  // the bias of down belongs to down[0]
-    int64_t num_experts, top_k;
-    struct activation activation;
-    int splits, normalises, dtype, y_dtype;
-};
-
 // Where the intermediate results lie in the scratch. R = num_tokens * top_k rows, sorted by expert.
 struct plan {
     int64_t *starts;   // [num_experts + 1] first row of each expert
@@ -32,6 +25,8 @@ INLINE char *take(char **rest, int64_t num_bytes) {
     *rest += (num_bytes + 63) / 64 * 64;
     return piece;
 }
+
+#define TOKENS 1024  // at a time: the rows of a token take much memory, and enough rows share a weight
 
 static int64_t lay_out(const struct experts *e, int64_t num_tokens, char *scratch, struct plan *p) {
     int64_t num_rows = num_tokens * e->top_k, size = e->dtype == BF16 ? 2 : 4;
@@ -118,23 +113,22 @@ struct combining {
     char *y;
 };
 
-// The sum of a token's rows of one part, 16 columns.
-INLINE f32x16 sum_rows(const struct combining *c, const int64_t *row_of, const float *weights, int split, int64_t i, int64_t num_lanes) {
-    int64_t width = c->experts->down[0].num_columns;
-    f32x16 sum = {0};
-    for (int64_t j = 0; j < c->experts->top_k; j++) {
-        float lanes[LANES] = {0};
-        memcpy(lanes, c->routing->plan->down + (split * c->num_rows + row_of[j]) * width + i, num_lanes * sizeof(float));
-        sum = sum + splat(weights[j]) * load_f32(lanes);
-    }
-    return sum;
-}
-
 INLINE f32x16 load_some(const char *x, int64_t index, int64_t num_lanes, const int is_bf16) {
     if (num_lanes == LANES) return load_lanes(x, index, is_bf16);
     float lanes[LANES] = {0};
     for (int64_t i = 0; i < num_lanes; i++) lanes[i] = load_one(x, index + i, is_bf16);
     return load_f32(lanes);
+}
+
+// The sum of a token's rows of one part, 16 columns.
+INLINE f32x16 sum_rows(const struct combining *c, const int64_t *row_of, const float *weights, int split, int64_t i, int64_t num_lanes) {
+    int64_t width = c->experts->down[0].num_columns;
+    f32x16 sum = {0};
+    for (int64_t j = 0; j < c->experts->top_k; j++) {
+        const char *row = (const char *)(c->routing->plan->down + (split * c->num_rows + row_of[j]) * width);
+        sum = sum + splat(weights[j]) * load_some(row, i, num_lanes, 0);
+    }
+    return sum;
 }
 
 static void combine_tokens(const void *context, int64_t begin, int64_t end, int thread) {
@@ -166,13 +160,10 @@ static void combine_tokens(const void *context, int64_t begin, int64_t end, int 
 EXPORT void baton_experts_sizes(const struct experts *e, int64_t num_tokens, int64_t *sizes) {
     struct plan plan;
     sizes[0] = sizeof(struct experts);
-    sizes[1] = lay_out(e, num_tokens, 0, &plan);
+    sizes[1] = lay_out(e, MIN(num_tokens, TOKENS), 0, &plan);
 }
 
-// x: [num_tokens, num_inputs] of `dtype`; logits: [num_tokens, logits_stride], those of the experts first; y: [num_tokens,
-// num_columns] of `y_dtype`. shared: [num_tokens, num_columns] of `dtype`, the output of an expert that all tokens share,
-// which is weighed by the sigmoid of the logit after those of the experts; or null.
-EXPORT void baton_experts(
+static void run_tokens(
     const struct experts *e, const char *x, const float *logits, int64_t logits_stride, const char *shared, char *y,
     int64_t num_tokens, char *scratch) {
     struct plan p;
@@ -190,4 +181,16 @@ EXPORT void baton_experts(
                              e->num_experts, (char *)(p.down + split * num_rows * width), width * sizeof(float), e->dtype, F32);
     struct combining c = {e, &r, shared, num_rows, y};
     parallel_for(num_tokens, grain_of(e->top_k * e->splits * width, COMBINING_WORK), combine_tokens, &c);
+}
+
+// x: [num_tokens, num_inputs] of `dtype`; logits: [num_tokens, logits_stride], those of the experts first; y: [num_tokens,
+// num_columns] of `y_dtype`. shared: [num_tokens, num_columns] of `dtype`, the output of an expert that all tokens share,
+// which is weighed by the sigmoid of the logit after those of the experts; or null. y may be x.
+EXPORT void baton_experts(
+    const struct experts *e, const char *x, const float *logits, int64_t logits_stride, const char *shared, char *y,
+    int64_t num_tokens, char *scratch) {
+    int64_t size = e->dtype == BF16 ? 2 : 4, width = e->down[0].num_columns, y_bytes = width * (e->y_dtype == BF16 ? 2 : 4);
+    for (int64_t t = 0; t < num_tokens; t += TOKENS)
+        run_tokens(e, x + t * e->gate_up.num_inputs * size, logits + t * logits_stride, logits_stride,
+                   shared ? shared + t * width * size : 0, y + t * y_bytes, MIN(TOKENS, num_tokens - t), scratch);
 }

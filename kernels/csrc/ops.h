@@ -80,3 +80,15 @@ INLINE void multiply_weight(
         baton_linear(x, x_stride, w->packed, w->bias, y, y_stride, num_rows, w->num_columns, w->num_inputs, splits, dtype,
                      y_dtype);
 }
+
+// A mixture of experts; y is of the element type `y_dtype`, all else of `dtype`.
+struct experts {
+    struct expert_weights gate_up, down[2];  // the bias of down belongs to down[0]
+    int64_t num_experts, top_k;
+    struct activation activation;
+    int splits, normalises, dtype, y_dtype;
+};
+
+void baton_experts(
+    const struct experts *e, const char *x, const float *logits, int64_t logits_stride, const char *shared, char *y,
+    int64_t num_tokens, char *scratch);
