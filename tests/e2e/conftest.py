@@ -7,10 +7,31 @@ import pytest
 
 from baton.cluster.offline.llm import LLM
 from tests.engine_frontend import EngineFrontend, tiny_engine
-from tests.served import served as served_cluster
+from tests.served import Served as ServedCluster
 from tests.served_gateway import ServedGateway
+from tests.shared_clusters import SharedClusters, group_of
 
 Served = ServedGateway[EngineFrontend]
+SHARED = SharedClusters()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """End the shared clusters when the next test is of another group."""
+    if nextitem is None or group_of(nextitem.nodeid) != group_of(item.nodeid):
+        SHARED.close()
+
+
+@pytest.fixture(scope="module")
+def plain_cluster() -> ServedCluster:
+    """A cluster that several files share: tests ask it, and hurt nothing."""
+    return SHARED.get()
+
+
+@pytest.fixture(scope="module")
+def redundant_cluster() -> ServedCluster:
+    """A shared cluster of two gateways and two decode workers. Tests kill processes; others come back."""
+    return SHARED.get("--gateways", "2", "--decode", "2", BATON_GATEWAY_MAX_WAIT_S="300")  # of a slow machine
 
 
 @pytest.fixture(scope="module")
@@ -28,9 +49,8 @@ def engine_client(served: Served) -> Iterator[openai.OpenAI]:
 
 
 @pytest.fixture(scope="module")
-def cluster_client() -> Iterator[openai.OpenAI]:
-    settings = ("--runtime", "local", "--kv-cache-memory", "64MiB", "--drain-timeout", "5")
-    with served_cluster("tiny", *settings) as cluster, client_of(cluster.url) as client:
+def cluster_client(plain_cluster: ServedCluster) -> Iterator[openai.OpenAI]:
+    with client_of(plain_cluster.url) as client:
         yield client
 
 

@@ -10,19 +10,12 @@ import pytest
 
 from baton.cluster.offline.llm import LLM
 from baton.request import SamplingParams
-from tests.served import Served, served, until
+from tests.served import Served, until
 
 PROMPT = "the sun and the moon and a star; " * 4
 NUM_TOKENS = 2000
 GREEDY: dict[str, Any] = {"temperature": 0.0}
 SEEDED: dict[str, Any] = {"temperature": 1.0, "seed": 5, "top_p": 0.95, "presence_penalty": 0.5}
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Served]:
-    options = ("--runtime", "local", "--decode", "2", "--kv-cache-memory", "64MiB", "--drain-timeout", "5")
-    with served("tiny", *options, BATON_GATEWAY_MAX_WAIT_S="300") as found:  # of a slow machine
-        yield found
 
 
 @pytest.fixture(scope="module")
@@ -51,29 +44,29 @@ def num_replays(cluster: Served) -> float:
 
 @pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
 def test_stream_survives_the_death_of_its_decode_worker(
-    cluster: Served, llm: LLM, sampling: dict[str, Any]
+    redundant_cluster: Served, llm: LLM, sampling: dict[str, Any]
 ) -> None:
     given = {**sampling, "max_tokens": NUM_TOKENS, "ignore_eos": True}
     (expected,) = llm.generate(PROMPT, SamplingParams(**given))
-    until(lambda: len(cluster.status()) == 3)
-    replays = num_replays(cluster)
-    chunks = cluster.stream(PROMPT, **given, stream_options={"include_usage": True})
+    until(lambda: len(redundant_cluster.status()) == 3)
+    replays = num_replays(redundant_cluster)
+    chunks = redundant_cluster.stream(PROMPT, **given, stream_options={"include_usage": True})
     texts = [next(chunks)["choices"][0]["text"]]  # one: a greedy answer has few visible tokens
-    os.kill(cluster.pid_of(busy_decode(cluster)), signal.SIGKILL)
+    os.kill(redundant_cluster.pid_of(busy_decode(redundant_cluster)), signal.SIGKILL)
     rest = list(chunks)
     usage = rest[-1]["usage"]
     texts += [chunk["choices"][0]["text"] for chunk in rest if chunk["choices"]]
     assert "".join(texts) == expected.outputs[0].text
     assert usage["completion_tokens"] == NUM_TOKENS
-    assert num_replays(cluster) > replays
+    assert num_replays(redundant_cluster) > replays
     assert [chunk["choices"][0]["finish_reason"] for chunk in rest if chunk["choices"]][-1] == "length"
 
 
-def test_request_waits_while_all_decode_workers_are_away(cluster: Served) -> None:
-    until(lambda: len(cluster.status()) == 3)
-    for pid in [cluster.pid_of(f"decode-{index}") for index in range(2)]:
+def test_request_waits_while_all_decode_workers_are_away(redundant_cluster: Served) -> None:
+    until(lambda: len(redundant_cluster.status()) == 3)
+    for pid in [redundant_cluster.pid_of(f"decode-{index}") for index in range(2)]:
         os.kill(pid, signal.SIGKILL)
-    until(lambda: set(cluster.status()) == {"prefill-0"})
+    until(lambda: set(redundant_cluster.status()) == {"prefill-0"})
     asked = {"messages": [{"role": "user", "content": "What is Baton?"}], "max_tokens": 2, "temperature": 0}
-    status, answer = cluster.post("/v1/chat/completions", asked)
+    status, answer = redundant_cluster.post("/v1/chat/completions", asked)
     assert status == 200, answer

@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from baton.errors import WorkerLost
 from tests.e2e.conftest import client_of
 from tests.scripted_service import ScriptedService, events
-from tests.served import served as served_cluster
+from tests.served import Served as ServedCluster
 from tests.served_gateway import ServedGateway
 from tests.tenant_clients import write_tenants
 from tests.tool_model import CALLED, TEMPLATE, TOKENIZER, TOOL, tool_model, writing
@@ -296,25 +296,23 @@ def test_response_is_not_resumed_by_an_event_id(tools_client: openai.OpenAI) -> 
         )
 
 
-def test_gateways_of_one_port_find_the_responses_of_each_other() -> None:
+def test_gateways_of_one_port_find_the_responses_of_each_other(redundant_cluster: ServedCluster) -> None:
     """Each call is a connection of its own, which any of the gateways may take."""
-    options = ("--runtime", "local", "--gateways", "3", "--kv-cache-memory", "64MiB", "--drain-timeout", "5")
-    with served_cluster("tiny", *options) as cluster:
 
-        def ask(method: str, path: str = "", **body: Any) -> Any:
-            url = f"{cluster.url}/v1/responses{path}"
-            answer = httpx2.request(method, url, json=body or None, timeout=60.0)
-            return answer.status_code, answer.json()
+    def ask(method: str, path: str = "", **body: Any) -> Any:
+        url = f"{redundant_cluster.url}/v1/responses{path}"
+        answer = httpx2.request(method, url, json=body or None, timeout=60.0)
+        return answer.status_code, answer.json()
 
-        _, first = ask("POST", model="tiny", input="copy(sun moon star)=", temperature=0)
-        asked = {"model": "tiny", "input": "copy(red blue)=", "previous_response_id": first["id"]}
-        answers = [ask("POST", **asked, temperature=0) for _ in range(12)]
-        assert {status for status, _ in answers} == {200}
-        assert len({answer["output"][0]["content"][0]["text"] for _, answer in answers}) == 1
-        _, second = answers[-1]
-        for _ in range(8):
-            status, items = ask("GET", f"/{second['id']}/input_items")
-            assert status == 200 and len(items["data"]) == 3
-        assert ask("DELETE", f"/{first['id']}")[0] == 200
-        assert {ask("GET", f"/{first['id']}")[0] for _ in range(8)} == {404}
-        assert ask("GET", f"/{second['id']}") == (200, second)
+    _, first = ask("POST", model="tiny", input="copy(sun moon star)=", temperature=0)
+    asked = {"model": "tiny", "input": "copy(red blue)=", "previous_response_id": first["id"]}
+    answers = [ask("POST", **asked, temperature=0) for _ in range(12)]
+    assert {status for status, _ in answers} == {200}
+    assert len({answer["output"][0]["content"][0]["text"] for _, answer in answers}) == 1
+    _, second = answers[-1]
+    for _ in range(8):
+        status, items = ask("GET", f"/{second['id']}/input_items")
+        assert status == 200 and len(items["data"]) == 3
+    assert ask("DELETE", f"/{first['id']}")[0] == 200
+    assert {ask("GET", f"/{first['id']}")[0] for _ in range(8)} == {404}
+    assert ask("GET", f"/{second['id']}") == (200, second)

@@ -13,15 +13,14 @@ import httpx2
 import pytest
 
 from baton.bench.processes import free_port
-from tests.served import ROOT, accepts, served, until
+from tests.served import ROOT, Served, accepts, until
 
 NGINX: Final = shutil.which("nginx", path="/usr/sbin:/usr/local/sbin:/usr/bin:/usr/local/bin")
-OPTIONS: Final = ("tiny", "--runtime", "local", "--kv-cache-memory", "64MiB", "--drain-timeout", "5")
 pytestmark = pytest.mark.skipif(NGINX is None, reason="nginx is not installed")
 
 
 @pytest.fixture(scope="module")
-def proxy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx2.Client]:
+def proxy(plain_cluster: Served, tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx2.Client]:
     """A client of the nginx before a gateway."""
     folder = tmp_path_factory.mktemp("nginx")
     certificate, key = folder / "fullchain.pem", folder / "privkey.pem"
@@ -34,37 +33,34 @@ def proxy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx2.Client]:
         capture_output=True,
         timeout=60,
     )
-    with served(*OPTIONS) as cluster:
-        port = free_port()
-        site = Path(ROOT, "deploy/nginx/baton.conf").read_text()
-        for text, here in (
-            ("listen 443 ssl", f"listen 127.0.0.1:{port} ssl"),
-            ("127.0.0.1:8000", f"127.0.0.1:{cluster.port}"),
-            ("/etc/ssl/baton/", f"{folder}/"),
-        ):
-            assert text in site
-            site = site.replace(text, here)
-        (folder / "baton.conf").write_text(site)
-        main = folder / "nginx.conf"
-        places = "".join(
-            f"{kind}_temp_path {folder}/{kind};\n"
-            for kind in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
-        )
-        main.write_text(
-            f"daemon off; master_process off; pid {folder}/pid; error_log stderr;\nevents {{}}\n"
-            f"http {{ access_log off;\n{places}include {folder}/baton.conf;\n}}\n"
-        )
-        assert NGINX is not None
-        with subprocess.Popen([NGINX, "-c", str(main), "-p", str(folder)]) as process:
-            try:
-                until(lambda: accepts(port))
-                context = ssl.create_default_context(cafile=str(certificate))
-                with httpx2.Client(
-                    base_url=f"https://127.0.0.1:{port}", verify=context, timeout=60
-                ) as client:
-                    yield client
-            finally:
-                process.terminate()
+    port = free_port()
+    site = Path(ROOT, "deploy/nginx/baton.conf").read_text()
+    for text, here in (
+        ("listen 443 ssl", f"listen 127.0.0.1:{port} ssl"),
+        ("127.0.0.1:8000", f"127.0.0.1:{plain_cluster.port}"),
+        ("/etc/ssl/baton/", f"{folder}/"),
+    ):
+        assert text in site
+        site = site.replace(text, here)
+    (folder / "baton.conf").write_text(site)
+    main = folder / "nginx.conf"
+    places = "".join(
+        f"{kind}_temp_path {folder}/{kind};\n"
+        for kind in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
+    )
+    main.write_text(
+        f"daemon off; master_process off; pid {folder}/pid; error_log stderr;\nevents {{}}\n"
+        f"http {{ access_log off;\n{places}include {folder}/baton.conf;\n}}\n"
+    )
+    assert NGINX is not None
+    with subprocess.Popen([NGINX, "-c", str(main), "-p", str(folder)]) as process:
+        try:
+            until(lambda: accepts(port))
+            context = ssl.create_default_context(cafile=str(certificate))
+            with httpx2.Client(base_url=f"https://127.0.0.1:{port}", verify=context, timeout=60) as client:
+                yield client
+        finally:
+            process.terminate()
 
 
 def test_tokens_come_one_by_one_through_the_proxy(proxy: httpx2.Client) -> None:

@@ -1,0 +1,47 @@
+"""Served clusters that the tests of several files ask: the files run one after another in one process."""
+
+from contextlib import ExitStack
+from typing import Final
+
+from tests.served import Served, served
+
+SERVE: Final = ("tiny", "--runtime", "local", "--kv-cache-memory", "64MiB", "--drain-timeout", "5")
+
+# These files of tests/e2e share clusters, so pytest-xdist keeps their tests on one process.
+FILES: Final = frozenset(
+    f"tests/e2e/test_{name}.py"
+    for name in [
+        "gateway_loss",
+        "health",
+        "http_failover",
+        "http_messages",
+        "http_openai",
+        "http_responses",
+        "nginx",
+    ]
+)
+
+
+def group_of(nodeid: str) -> str:
+    """Return the group of a test: its file, or the one group of the files that share clusters."""
+    file = nodeid.partition("::")[0]
+    return "shared clusters" if file in FILES else file
+
+
+class SharedClusters:
+    """Clusters by their options. Each is started when it is first wanted, and runs until `close`."""
+
+    def __init__(self) -> None:
+        self._ends = ExitStack()
+        self._clusters: dict[tuple[str, ...], Served] = {}
+
+    def get(self, *options: str, **environment: str) -> Served:
+        """Return the cluster of these options of `baton serve`, after those of SERVE."""
+        if options not in self._clusters:
+            self._clusters[options] = self._ends.enter_context(served(*SERVE, *options, **environment))
+        return self._clusters[options]
+
+    def close(self) -> None:
+        """End all clusters."""
+        self._clusters.clear()
+        self._ends.close()
