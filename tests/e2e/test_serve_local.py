@@ -115,37 +115,44 @@ def test_a_stream_that_runs_ends_before_the_cluster_and_everything_with_it() -> 
     assert are_gone(pids)
 
 
-def test_a_worker_that_the_operator_drains_stays_away_until_it_is_called_back() -> None:
-    with served(*OPTIONS, "--routers", "2") as cluster:
-        assert "drains" in cluster.baton("drain", "prefill-0", "--force", "--port", str(cluster.port))
-        until(lambda: any("prefill-0 has drained and stays away" in line for line in cluster.said))
-        until(lambda: "prefill-0" not in cluster.status())
-        assert cluster.complete(COPY[0]) == COPY[1]
-        port = ("--port", str(cluster.port))
-        assert "prefill-0 serves again" in cluster.baton("undrain", "prefill-0", *port)
-        assert "prefill-0" in cluster.status()
+@pytest.fixture(scope="module")
+def with_two_routers() -> Iterator[Served]:
+    with served(*OPTIONS, "--routers", "2", "--decode", "2") as found:
+        yield found
 
 
-def test_worker_that_is_restarted_hands_its_requests_over_first() -> None:
-    with served(*OPTIONS, "--routers", "2", "--decode", "2") as cluster:
-        stream = cluster.stream("copy(sun moon star)=", max_tokens=4000, ignore_eos=True)
-        chunks, port = [next(stream)], str(cluster.port)
-        reading = threading.Thread(target=lambda: chunks.extend(stream))
-        reading.start()
-        moved = [cluster.baton("migrate", "--from", f"decode-{index}", "--port", port) for index in (0, 1)]
-        assert "1 moved\n" in moved
-        before = {name: entry.worker.pid for name, entry in cluster.status().items()}
-        for name in ("decode-0", "decode-1"):
-            assert f"{name} serves again" in cluster.baton("restart", name, "--port", port)
-        after = {name: entry.worker.pid for name, entry in cluster.status().items()}
-        assert after.keys() == before.keys()
-        assert {name for name in before if before[name] == after[name]} == {"prefill-0"}
-        assert "1P1D serves" in cluster.baton("scale", "1P1D", "--port", port)
-        reading.join(60)
-        metrics = urllib.request.urlopen(f"{cluster.url}/metrics").read().decode()
-        assert chunks[-1]["choices"][0]["finish_reason"] == "length"
-        assert 'event="migrations"' in metrics and 'event="replays_' not in metrics
-        assert not any("did not end in" in line or "status 143" in line for line in cluster.said)
+def test_a_worker_that_the_operator_drains_stays_away_until_it_is_called_back(
+    with_two_routers: Served,
+) -> None:
+    cluster, port = with_two_routers, ("--port", str(with_two_routers.port))
+    assert "drains" in cluster.baton("drain", "prefill-0", "--force", *port)
+    until(lambda: any("prefill-0 has drained and stays away" in line for line in cluster.said))
+    until(lambda: "prefill-0" not in cluster.status())
+    assert cluster.complete(COPY[0]) == COPY[1]
+    assert "prefill-0 serves again" in cluster.baton("undrain", "prefill-0", *port)
+    assert "prefill-0" in cluster.status()
+
+
+def test_worker_that_is_restarted_hands_its_requests_over_first(with_two_routers: Served) -> None:
+    cluster = with_two_routers
+    stream = cluster.stream("copy(sun moon star)=", max_tokens=4000, ignore_eos=True)
+    chunks, port = [next(stream)], str(cluster.port)
+    reading = threading.Thread(target=lambda: chunks.extend(stream))
+    reading.start()
+    moved = [cluster.baton("migrate", "--from", f"decode-{index}", "--port", port) for index in (0, 1)]
+    assert "1 moved\n" in moved
+    before = {name: entry.worker.pid for name, entry in cluster.status().items()}
+    for name in ("decode-0", "decode-1"):
+        assert f"{name} serves again" in cluster.baton("restart", name, "--port", port)
+    after = {name: entry.worker.pid for name, entry in cluster.status().items()}
+    assert after.keys() == before.keys()
+    assert {name for name in before if before[name] == after[name]} == {"prefill-0"}
+    assert "1P1D serves" in cluster.baton("scale", "1P1D", "--port", port)
+    reading.join(60)
+    metrics = urllib.request.urlopen(f"{cluster.url}/metrics").read().decode()
+    assert chunks[-1]["choices"][0]["finish_reason"] == "length"
+    assert 'event="migrations"' in metrics and 'event="replays_' not in metrics
+    assert not any("did not end in" in line or "status 143" in line for line in cluster.said)
 
 
 def test_worker_and_gateway_started_by_hand_find_the_cluster_of_this_machine(
@@ -189,15 +196,7 @@ def test_an_interrupt_before_it_serves_is_told_from_a_cluster_that_has_drained()
     assert errors.endswith("baton: stopping ...\n") and "Traceback" not in errors
 
 
-def test_its_children_do_not_outlive_its_own_death() -> None:
-    with served(*OPTIONS) as cluster:
-        pids = descendants(cluster.process.pid)
-        cluster.process.kill()
-        cluster.process.wait()
-        until(lambda: are_gone(pids), 10.0)
-
-
-def test_several_gateways_routers_and_ranks_serve_behind_one_port() -> None:
+def test_several_gateways_routers_and_ranks_serve_behind_one_port_and_do_not_outlive_the_parent() -> None:
     options = ("--gateways", "2", "--routers", "2", "--decode-tp", "2", "--decode-block-size", "64")
     with served(*OPTIONS, *options, "--transport", "tcp") as cluster:
         for case in recall_cases(4, 500, seed=4):
@@ -210,6 +209,10 @@ def test_several_gateways_routers_and_ranks_serve_behind_one_port() -> None:
             os.kill(pid, signal.SIGKILL)
             assert cluster.complete(COPY[0]) == COPY[1]  # the other is asked
             until(lambda: are_gone({pid}) and len(cluster.routers()) == 2)  # noqa: B023
+        pids = descendants(cluster.process.pid)
+        cluster.process.kill()
+        cluster.process.wait()
+        until(lambda: are_gone(pids), 10.0)
 
 
 def test_a_worker_that_cannot_load_is_told_by_name() -> None:

@@ -31,8 +31,13 @@ OPTIONS = ("tiny", "--kv-cache-memory", "64MiB", "--drain-timeout", "5")
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Served]:
+    """All that it has started ends with it, Ray too."""
     with served(*OPTIONS, "--prefill", "2", "--router-policy", "prefix", "--routers", "2") as found:
         yield found
+        pids = descendants(found.process.pid)
+        assert any("raylet" in command_line(pid) for pid in pids)
+        assert stop(found.process) == 0
+        until(lambda: are_gone(pids))
 
 
 def test_prompts_go_from_prefill_to_decode_actors(cluster: Served) -> None:
