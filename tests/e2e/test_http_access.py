@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 
 import aiohttp
@@ -18,6 +19,13 @@ from tests.served_gateway import ServedGateway
 
 Served = ServedGateway[ScriptedService]
 SENTENCE = [300, 301, 302]
+
+
+@pytest.fixture(scope="module")
+def without_keys() -> Iterator[Served]:
+    """A gateway that everybody may ask."""
+    with ServedGateway(lambda: ScriptedService(answer_at_once(SENTENCE))) as served:
+        yield served
 
 
 @pytest.mark.parametrize(
@@ -42,23 +50,25 @@ SENTENCE = [300, 301, 302]
         ("null", "127.0.0.1:{port}", False),
     ],
 )
-def test_pages_of_other_sites_are_refused(origin: str | None, host: str, is_ours: bool) -> None:
-    with ServedGateway(lambda: ScriptedService(answer_at_once(SENTENCE))) as served:
-        headers = {"host": host.format(port=served.address.port)}
-        if origin is not None:
-            headers["origin"] = origin.format(port=served.address.port)
-        answer = httpx2.post(f"{served.url}/v1/completions", json={"prompt": "a"}, headers=headers)
-        assert answer.status_code == (200 if is_ours else 403)
+def test_pages_of_other_sites_are_refused(
+    without_keys: Served, origin: str | None, host: str, is_ours: bool
+) -> None:
+    served = without_keys
+    headers = {"host": host.format(port=served.address.port)}
+    if origin is not None:
+        headers["origin"] = origin.format(port=served.address.port)
+    answer = httpx2.post(f"{served.url}/v1/completions", json={"prompt": "a"}, headers=headers)
+    assert answer.status_code == (200 if is_ours else 403)
 
-        async def connect() -> int:
-            async with aiohttp.ClientSession() as session:
-                try:
-                    async with session.ws_connect(f"{served.url}/v1/stream", headers=headers):
-                        return 101
-                except aiohttp.WSServerHandshakeError as error:
-                    return error.status
+    async def connect() -> int:
+        async with aiohttp.ClientSession() as session:
+            try:
+                async with session.ws_connect(f"{served.url}/v1/stream", headers=headers):
+                    return 101
+            except aiohttp.WSServerHandshakeError as error:
+                return error.status
 
-        assert asyncio.run(connect()) == (101 if is_ours else 403)
+    assert asyncio.run(connect()) == (101 if is_ours else 403)
 
 
 @pytest.fixture
@@ -76,11 +86,11 @@ def tenants(tmp_path: Path) -> str:
 
 
 @pytest.mark.parametrize("path", ["/v1/models", "/metrics", "/load", "/version", "/health", "/ping", "/nope"])
-def test_get_under_a_foreign_name_is_refused(path: str) -> None:
-    with ServedGateway(lambda: ScriptedService(answer_at_once(SENTENCE))) as served:
-        answer = httpx2.get(served.url + path, headers={"host": f"evil.example:{served.address.port}"})
-        assert answer.status_code == 403 and answer.json()["error"]["code"] == "host"
-        assert "--tenants" in answer.json()["error"]["message"]
+def test_get_under_a_foreign_name_is_refused(without_keys: Served, path: str) -> None:
+    headers = {"host": f"evil.example:{without_keys.address.port}"}
+    answer = httpx2.get(without_keys.url + path, headers=headers)
+    assert answer.status_code == 403 and answer.json()["error"]["code"] == "host"
+    assert "--tenants" in answer.json()["error"]["message"]
 
 
 def test_host_header_opens_no_path(tenants: str) -> None:

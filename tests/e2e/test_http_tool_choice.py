@@ -9,6 +9,7 @@ import jsonschema
 import openai
 import pytest
 
+from baton.engine.engine import Engine
 from baton.gateway.text.tokenizer import Tokenizer
 from baton.gateway.text.tool_calls import TOOL_CALL_PARSERS
 from tests.e2e.conftest import client_of
@@ -52,12 +53,20 @@ class Model(NamedTuple):
     first_tag: int | None = None  # the token of the first tag, if tags are tokens
 
 
+@pytest.fixture(scope="module")
+def engine_without_tags() -> Engine:
+    """The engine of every parser: an engine with tags has more tokens."""
+    return tiny_engine()
+
+
 @pytest.fixture(scope="module", params=[*PARSERS, *(f"{name} tags" for name in TAGS)])
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
+def model(
+    engine_without_tags: Engine, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Model]:
     parser, _, has_tags = request.param.partition(" ")
     tags = TAGS[parser] if has_tags else ()
     directory = tool_model(tmp_path_factory.mktemp("model"), TEMPLATE, tags)
-    engine = tiny_engine(model=directory)
+    engine = tiny_engine(model=directory) if tags else engine_without_tags
     with (
         ServedGateway(lambda: EngineFrontend(engine), model=directory, tool_call_parser=parser) as gateway,
         client_of(gateway.url) as client,
