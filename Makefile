@@ -3,7 +3,7 @@
 # make check   lint, formatting, types and layers
 # make format  format every file
 # make api     write docs/api.md from the docstrings
-# make bench   the benchmarks that need no model of yours
+# make bench   the benchmarks that need no model of yours, and tests of them that take long
 #
 # Longer suites; make test runs a part of each:
 # make parity  every combination of the tests that compare tokens across topologies
@@ -14,7 +14,8 @@
 #              kernels at one shape in bf16, the rounds of sampling, and what tests look for in attention loops
 # make frameworks  LangChain, instructor, pydantic-ai, LiteLLM and openai against tiny, in a virtual environment that is
 #              installed once (half a gigabyte). make test runs the openai client there if it is installed
-# make fuzz    a million damaged frames, a million damaged records, 100,000 interleavings of hand-offs
+# make fuzz    a million damaged frames, a million damaged records, 100,000 interleavings of hand-offs, 800 workloads
+#              of a scheduler
 #
 # make clean   delete the virtual environment and all caches
 # make help    print this
@@ -88,6 +89,7 @@ bench: setup
 	$(BIN)/python -m baton.bench.engine.batching
 	$(BIN)/python -m baton.bench.kv.suite
 	$(BIN)/python -m baton.bench.gpu
+	$(BIN)/python -m pytest tests/unit/bench -m slow
 
 parity: setup
 	$(BIN)/python -m pytest tests/parity tests/e2e/test_recall.py -m "slow or not slow"
@@ -104,7 +106,8 @@ soak: setup redis
 	$(BIN)/python -m baton.bench.faults.soak --minutes $(SOAK_MINUTES) --seed $(SOAK_SEED)
 
 fuzz: setup
-	$(BIN)/python -m pytest tests/unit/kvtransfer tests/unit/baton tests/e2e/test_http_fuzz.py -k "damaged or interleavings" -m "slow or not slow"
+	$(BIN)/python -m pytest tests/unit/kvtransfer tests/unit/baton tests/e2e/test_http_fuzz.py \
+		tests/unit/engine/scheduler/test_workloads.py -k "damaged or interleavings or workloads" -m "slow or not slow"
 
 frameworks: setup
 	$(BIN)/python -m pytest tests/e2e/test_frameworks.py -m "slow or not slow" -rs

@@ -22,7 +22,7 @@ from tests.node_peers import a_request
 from tests.process_cluster import ProcessCluster
 from tests.served import Served, served
 
-LOAD_S = 12.0  # two dozen pings each way
+LOAD_S = 6.0  # a dozen pings each way
 SERVE = ("tiny", "--runtime", "local", "--kv-cache-memory", "64MiB", "--drain-timeout", "5")
 KILLS_A_DECODE_WORKER = 3  # a seed
 PROMPT = "copy(sun moon star)=" * 8

@@ -27,7 +27,6 @@ from tests.scripted_service import ScriptedService, events
 from tests.served import Served, served, until
 from tests.served_gateway import ServedGateway
 
-NUM_CANCELS: Final = 2000
 CANCELS_PER_S: Final = 1000  # if this machine opens connections that fast
 NUM_STREAMS: Final = 4
 STREAM_TOKENS: Final = 300
@@ -40,7 +39,6 @@ HEADER_S, BODY_S, IDLE_S = 3.0, 5.0, 3.0
 CLOSED_S: Final = BODY_S + 20.0  # on a busy machine
 MAX_GROWTH_BYTES: Final = 50 << 20
 
-NUM_READERS: Final = 500
 BYTES_A_ROUND: Final = 10
 BATCH: Final = (300,) * 1000  # tokens of a stream in one event
 NUM_ROUNDS: Final = 50
@@ -112,7 +110,10 @@ def is_at_rest(cluster: Served) -> bool:
 
 
 @pytest.mark.timeout(300)
-def test_storm_of_cancels_leaks_nothing_and_changes_no_other_answer(cluster: Served) -> None:
+@pytest.mark.parametrize("num_cancels", [500, pytest.param(2000, marks=pytest.mark.slow)])
+def test_storm_of_cancels_leaks_nothing_and_changes_no_other_answer(
+    cluster: Served, num_cancels: int
+) -> None:
     address = Address(cluster.url)
     asked = [body_of(random.Random(number), STREAM_TOKENS) for number in range(NUM_STREAMS)]
 
@@ -129,7 +130,7 @@ def test_storm_of_cancels_leaks_nothing_and_changes_no_other_answer(cluster: Ser
         streams = [asyncio.create_task(ask(address, body)) for body in asked]
         begun_s = time.perf_counter()
         async with asyncio.TaskGroup() as group:
-            for number in range(NUM_CANCELS):
+            for number in range(num_cancels):
                 group.create_task(hang_up(number))
                 due_s = begun_s + (number + 1) / CANCELS_PER_S
                 await asyncio.sleep(max(0.0, due_s - time.perf_counter()))
@@ -143,7 +144,7 @@ def test_storm_of_cancels_leaks_nothing_and_changes_no_other_answer(cluster: Ser
     until(lambda: is_at_rest(cluster))
     before = held_by(cluster)
     answers, took_s = asyncio.run(storm())
-    print(f"{NUM_CANCELS / took_s:.0f} cancels/s")
+    print(f"{num_cancels / took_s:.0f} cancels/s")
     assert [token_ids(answer) for answer in answers] == golden
     moments = [[moment_s for moment_s, _ in answer.pieces] for answer in answers]
     assert max(after - before_s for each in moments for before_s, after in pairwise(each)) <= MAX_GAP_S
@@ -199,7 +200,8 @@ def test_thousand_slow_senders_are_closed_and_displace_no_client(cluster: Served
 
 
 @pytest.mark.timeout(120)
-def test_five_hundred_slow_readers_cost_bounded_memory_and_delay_no_client() -> None:
+@pytest.mark.parametrize("num_readers", [100, pytest.param(500, marks=pytest.mark.slow)])
+def test_slow_readers_cost_bounded_memory_and_delay_no_client(num_readers: int) -> None:
     process = psutil.Process()
     body = {"prompt": [5], "stream": True, "max_tokens": 1_000_000, "return_token_ids": True}
     with (
@@ -233,7 +235,7 @@ def test_five_hundred_slow_readers_cost_bounded_memory_and_delay_no_client() -> 
                 service.emit(each.request_id, events(each, BATCH, end=None))
 
         before_s = [token_s() for _ in range(NUM_ROUNDS)]
-        clients, asked = zip(*(begin() for _ in range(NUM_READERS)), strict=True)
+        clients, asked = zip(*(begin() for _ in range(num_readers)), strict=True)
         before_bytes = process.memory_info().rss
         slow: list[Request] = list(asked)
         while slow:
@@ -242,8 +244,8 @@ def test_five_hundred_slow_readers_cost_bounded_memory_and_delay_no_client() -> 
                 with contextlib.suppress(BlockingIOError, ConnectionResetError):
                     client.recv(BYTES_A_ROUND, socket.MSG_DONTWAIT)
             growth = process.memory_info().rss - before_bytes
-            assert growth < NUM_READERS * MAX_READER_BYTES
+            assert growth < num_readers * MAX_READER_BYTES
             slow = [each for each in slow if each.request_id in service.sinks]
         beside_s = [token_s() for _ in range(NUM_ROUNDS)]
-        assert len(service.cancelled) == NUM_READERS
+        assert len(service.cancelled) == num_readers
         assert statistics.median(beside_s) < 2 * statistics.median(before_s) + 0.005

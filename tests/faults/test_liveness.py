@@ -258,7 +258,7 @@ def links_reached(cluster: Cluster) -> bool:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("step_s", "num_tokens"), [(4.0, 3), pytest.param(6.0, 10, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("step_s", "num_tokens"), [(3.5, 2), pytest.param(6.0, 10, marks=pytest.mark.slow)])
 def test_slow_steps_that_end_cost_no_membership_and_no_request(step_s: float, num_tokens: int) -> None:
     with Cluster([engine()], [engine()], kind=SlowWorker) as cluster:
         tokens = expected(cluster, named("before", max_tokens=num_tokens))

@@ -21,19 +21,18 @@ from tests.event_loop import on_loop
 
 pytestmark = pytest.mark.skipif(find_program() is None, reason="there is no redis-server on PATH")
 
-REST_S = 3.0
+REST_S = 2.0
 TIMINGS = ("routing p99", "blind decisions")  # wrong by chance on a busy machine in so short a time
 
 
 @on_loop
-async def test_lost_redis_and_killed_routers_fail_no_request() -> None:
+async def test_lost_redis_and_a_killed_router_fail_no_request() -> None:
     questions = make_questions(1, MAX_TOKENS)
     async with RedisServer() as server:
         redis = HurtRedis(server)
         async with routed_cluster(redis, num_routers=2) as cluster:
             rows = await hurt_redis(cluster, redis, questions, "Redis away", HurtRedis.away, REST_S)
-            for name in ("one router killed", "the other router killed"):
-                rows += await kill_router(cluster, questions, name, REST_S)
+            rows += await kill_router(cluster, questions, "one router killed", REST_S)
     assert not [row for row in rows if not row.met and not row.name.endswith(TIMINGS)]
 
 

@@ -127,7 +127,7 @@ def check_lost_nodes(seeds: range) -> None:
 
 
 def test_workers_of_a_lost_node_count_as_one_death() -> None:
-    check_lost_nodes(range(40))
+    check_lost_nodes(range(20))
 
 
 @pytest.mark.slow
@@ -147,9 +147,9 @@ def test_thousand_seeds_lose_nothing_within_a_minute_of_one_core() -> None:
 def test_silent_faults_lose_nothing() -> None:
     """Black holes, processes that stand still, slow steps, slow starts, dates that jump, full disks.
 
-    In a few of the 150 clusters the only worker of a role starts again after a minute: those answer little.
+    In a few of the 60 clusters the only worker of a role starts again after a minute: those answer little.
     """
-    check_most_are_answered(run_all(range(150), Trouble.SILENCE))
+    check_most_are_answered(run_all(range(60), Trouble.SILENCE))
 
 
 @pytest.mark.slow
@@ -162,10 +162,10 @@ def test_thousand_seeds_of_silent_faults_lose_nothing_within_two_minutes_of_one_
 
 def test_seed_gives_one_trace_with_any_hash_seed() -> None:
     def trace(hash_seed: str) -> bytes:
-        command = [sys.executable, "-m", "baton", "sim", "--seed", "10", "--seeds", "5"]
+        command = [sys.executable, "-m", "baton", "sim", "--seed", "10", "--seeds", "2"]
         environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
         return subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True).stdout
 
     first, second = trace("1"), trace("2")
     assert first == second
-    assert first.count(b"\n") > 500
+    assert first.count(b"\n") > 200

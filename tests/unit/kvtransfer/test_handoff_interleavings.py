@@ -52,11 +52,11 @@ def play_all(seeds: range) -> Counter[str]:
     return outcomes
 
 
-def test_three_thousand_interleavings_corrupt_and_leak_nothing() -> None:
-    outcomes = play_all(range(3_000))
+def test_thousand_interleavings_corrupt_and_leak_nothing() -> None:
+    outcomes = play_all(range(1_000))
     # Not by doing nothing: every end is reached many times, and pulls succeed too.
-    assert all(outcomes[outcome] > 1_000 for outcome in HandoffOutcome), outcomes
-    assert outcomes["pulled"] > 250, outcomes
+    assert all(outcomes[outcome] > 300 for outcome in HandoffOutcome), outcomes
+    assert outcomes["pulled"] > 75, outcomes
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ from dataclasses import replace
 from math import inf
 
 import pytest
+from _pytest.mark import ParameterSet
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -22,6 +23,11 @@ from tests.scheduling import Harness, Settings
 
 TEXT = [7, 7, 1, 2, 3, 9, 8, 4, 4, 4, 5, 6, 1, 1, 2, 30, 31]
 TEXTS = [[number] * 5 + [number, 3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9] for number in range(3)]
+
+
+def slow(seeds: range) -> ParameterSet:
+    """Return the seeds of `make fuzz`."""
+    return pytest.param(seeds, marks=pytest.mark.slow)
 
 
 def random_settings(rng: random.Random, min_pages: int = 4) -> Settings:
@@ -116,14 +122,15 @@ def run_single_key(seed: int) -> None:
     harness.run(max_steps=20_000)
 
 
-@pytest.mark.parametrize("first_seed", range(0, 160, 20))
-def test_workloads_of_one_key_are_exact_and_end(first_seed: int) -> None:
-    for seed in range(first_seed, first_seed + 20):
+@pytest.mark.parametrize("seeds", [range(60), slow(range(60, 400))], ids=str)
+def test_workloads_of_one_key_are_exact_and_end(seeds: range) -> None:
+    for seed in seeds:
         run_single_key(seed)
 
 
-def test_crowded_workloads_are_exact_and_end() -> None:
-    for seed in range(60):
+@pytest.mark.parametrize("seeds", [range(30), slow(range(30, 200))], ids=str)
+def test_crowded_workloads_are_exact_and_end(seeds: range) -> None:
+    for seed in seeds:
         run_crowded(seed)
 
 
@@ -172,9 +179,9 @@ def run_several_keys(seed: int) -> None:
     harness.run(max_steps=20_000)
 
 
-@pytest.mark.parametrize("first_seed", range(0, 60, 30))
-def test_workloads_of_several_keys_are_exact_and_end(first_seed: int) -> None:
-    for seed in range(first_seed, first_seed + 30):
+@pytest.mark.parametrize("seeds", [range(30), slow(range(30, 200))], ids=str)
+def test_workloads_of_several_keys_are_exact_and_end(seeds: range) -> None:
+    for seed in seeds:
         run_several_keys(seed)
 
 
