@@ -107,7 +107,7 @@ def _join_call(calls: list[dict[str, Any]], part: dict[str, Any]) -> None:
 
 
 NUM_CLIENTS: Final = 3
-PAUSE_S: Final = 0.3  # between an answer and the next request: workers start meanwhile
+PAUSE_S: Final = 0.6  # between an answer and the next request: workers start meanwhile
 MORE_S: Final = 120.0
 
 

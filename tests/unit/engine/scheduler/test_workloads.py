@@ -277,21 +277,21 @@ class Traffic:
                 harness.pool.lease(self.readers[reader], reader, 1e9)
 
 
-@pytest.mark.parametrize("first_seed", range(0, 200, 50))
-def test_traffic_is_exact_and_ends(first_seed: int) -> None:
+@pytest.mark.parametrize("seeds", [range(60), slow(range(60, 400))], ids=str)
+def test_workloads_with_deliveries_are_exact_and_end(seeds: range) -> None:
     num_delivered = 0
-    for seed in range(first_seed, first_seed + 50):
+    for seed in seeds:
         traffic = Traffic(seed)
         traffic.run()
         num_delivered += traffic.num_delivered
     assert num_delivered > 100
 
 
-@pytest.mark.parametrize("first_seed", range(0, 100, 25))
-def test_live_sequences_end_however_long_reservations_last(first_seed: int) -> None:
+@pytest.mark.parametrize("seeds", [range(40), slow(range(40, 200))], ids=str)
+def test_workloads_end_however_long_reservations_last(seeds: range) -> None:
     """Every granted page is held until all sequences have ended, and every possible grant is made."""
     num_granted = 0
-    for seed in range(first_seed, first_seed + 25):
+    for seed in seeds:
         rng = random.Random(seed)
         harness = OpenHarness(random_settings(rng, 10))
         for number in range(rng.randint(1, 8)):
