@@ -7,15 +7,15 @@
 
 `rehearse` is pure: the same arguments give the same figures. Two modes run the production router:
 
-- `fast` (sim/fast.py) sums the steps of a batch between two events in closed form.
-- `full` (sim/full.py) runs the whole production control plane, step by step.
+- `fast` (sim/timed/fast.py) sums the steps of a batch between two events in closed form.
+- `full` (sim/timed/full.py) runs the whole production control plane, step by step.
 
 Each figure has an interval: the cluster is rehearsed once more with all work slower and once with all work
 faster by the error of the time model, and the requests of all three runs are drawn anew in blocks.
 A rehearsal that spends more than TOLERATED of its time outside of the calibrated ranges has no figures.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from re import fullmatch
 from typing import Final, Literal, NamedTuple, TypeAlias
@@ -27,10 +27,11 @@ from baton.config.engine import SchedulerConfig
 from baton.config.router import RouterConfig
 from baton.errors import ConfigError
 from baton.messages.workers import WorkerRole
-from baton.sim.fast import CallOutcome, ClientCall, FastCluster, Fleet
-from baton.sim.full import FullCluster
-from baton.sim.times import Contention, FittedTimes, TimeModel, Validity
-from baton.sim.workload import TraceRequest, page_keys, tokens_of
+from baton.sim.timed.fast import FastCluster
+from baton.sim.timed.fleet import CallOutcome, ClientCall, Fleet
+from baton.sim.timed.full import FullCluster
+from baton.sim.timed.times import Contention, FittedTimes, TimeModel, Validity
+from baton.sim.timed.workload import TraceRequest, page_keys, tokens_of
 from baton.tenants import Sla
 from baton.token_ids import TOKEN_ID_BYTES, TokenIds
 
@@ -214,8 +215,8 @@ def _run(
     contention = Contention(times if settings.shares_machine else None)
     arguments = config, _fleet(layout, times, settings, page_size), by_role, page_size
     if settings.mode == "fast":
-        cluster = FastCluster(*arguments, seed=settings.seed, contention=contention)
-        outcomes = cluster.run(_fast_call(each, page_size, settings) for each in trace)
+        cluster = FastCluster(*arguments, seed=settings.seed, contention=contention, is_light=True)
+        outcomes = cluster.run(_fast_calls(trace, page_size))
         busy_s = {worker.worker.name: worker.busy_s for worker in cluster.workers.values()}
         return _course(outcomes, layout, times, busy_s, cluster.parts)
     full = FullCluster(*arguments, seed=settings.seed, contention=contention)
@@ -244,15 +245,24 @@ def _zeros(num_tokens: int) -> TokenIds:
     return TokenIds(bytes(TOKEN_ID_BYTES * num_tokens))
 
 
-def _fast_call(each: TraceRequest, page_size: int, settings: Settings) -> ClientCall:
-    return ClientCall(
-        at_s=each.arrival_s,
-        token_ids=_zeros(each.input_tokens),
-        num_answered=each.output_tokens,
-        max_tokens=each.output_tokens,
-        page_keys=page_keys(each, page_size),
-        knows_sla=False,
-    )
+def _fast_calls(trace: Sequence[TraceRequest], page_size: int) -> Iterator[ClientCall]:
+    """Yield calls with keys of the pages that several prompts begin with; others are only counted."""
+    keys = [np.frombuffer(page_keys(each, page_size), np.uint64)[::2] for each in trace]
+    lengths = np.array([len(each) for each in keys])
+    _, places, counts = np.unique(np.concatenate(keys), return_inverse=True, return_counts=True)
+    is_shared = counts[places] > 1
+    ends = np.cumsum(lengths)
+    for each, own, end in zip(trace, keys, ends, strict=True):
+        shared = np.flatnonzero(is_shared[end - len(own) : end])
+        num_shared = int(shared[-1]) + 1 if len(shared) else 0
+        yield ClientCall(
+            at_s=each.arrival_s,
+            token_ids=_zeros(each.input_tokens),
+            num_answered=each.output_tokens,
+            max_tokens=each.output_tokens,
+            page_keys=np.repeat(own[:num_shared], 2).tobytes(),
+            num_more_pages=len(own) - num_shared,
+        )
 
 
 def _full_call(each: TraceRequest, settings: Settings) -> ClientCall:

@@ -66,7 +66,7 @@ from baton.pages import PageLayout
 from baton.prefill_worker.prefill_job import LayerwiseSend, PrefillJob
 from baton.request import SamplingParams
 from baton.rpc.worker_node import PromptTimer
-from baton.sim.workload import TraceRequest, read_trace
+from baton.sim.timed.workload import TraceRequest, read_trace
 
 Progress = Callable[[str], None]
 CHUNK_TOKENS: Final = 512

@@ -8,7 +8,7 @@ policy, with its arrivals as they are and spread within their 3 s. Made workload
 `cost` has to find by itself which prompts a decode worker should compute. It is compared with fixed
 thresholds of `least-loaded`, which ignores the pages of workers, and of `cost` itself, in tokens to be
 computed. The second form replays a router's log (--decision-log) under another policy. All times are those
-of the time model in sim/fast.py.
+of the time model in sim/timed/fast.py.
 """
 
 import argparse
@@ -26,9 +26,10 @@ import msgspec
 from baton.bench.report import Report, Row, Suite, at_least, at_most, percentile
 from baton.config.router import RouterConfig
 from baton.router.policies.candidates import PairCandidate, Select, cheapest
-from baton.sim.fast import ClientCall, FastCluster, Fleet
-from baton.sim.times import Machine
-from baton.sim.workload import Log, TraceRequest, read_log, read_trace, tokens_of
+from baton.sim.timed.fast import FastCluster
+from baton.sim.timed.fleet import ClientCall, Fleet
+from baton.sim.timed.times import Machine
+from baton.sim.timed.workload import Log, TraceRequest, read_log, read_trace, tokens_of
 
 BLOCK_TOKENS: Final = 16
 

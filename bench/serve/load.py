@@ -1,7 +1,7 @@
 """Load on a server: closed-loop for throughput, open-loop for latency.
 
 The jobs of a load are random tokens with lengths between bounds, or a trace: lengths, moments and shared
-prefixes of a real service (sim/workload.py).
+prefixes of a real service (sim/timed/workload.py).
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from typing import Final, NamedTuple, TypeAlias
 from baton.bench.serve.client import Address, Answer, Client, Connection, sleep_until
 from baton.bench.serve.figures import Bad, Run, Sample, Slo, streamed, unary
 from baton.errors import ConfigError, PeerGone
-from baton.sim.workload import TraceRequest
+from baton.sim.timed.workload import TraceRequest
 
 FIRST_TOKEN: Final = 4  # below are the special ones
 

@@ -55,7 +55,7 @@ from baton.config.environment import api_key
 from baton.config.router import RouterConfig
 from baton.errors import ConfigError
 from baton.router.policies.registry import POLICIES
-from baton.sim.workload import read_trace
+from baton.sim.timed.workload import read_trace
 
 MIN_FOR_P99: Final = 1000
 LEAST_MS: Final = 1e-3

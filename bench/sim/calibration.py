@@ -44,9 +44,9 @@ from baton.messages.workers import WorkerRole
 from baton.pages import PageLayout
 from baton.request import Request, SamplingParams
 from baton.router.policies.cost_model import solve_nonnegative
-from baton.sim.full import work_of
 from baton.sim.rehearsal import Layout, Settings, rehearse_each
-from baton.sim.times import (
+from baton.sim.timed.full import work_of
+from baton.sim.timed.times import (
     Overheads,
     ReplicaTimes,
     StepSample,
@@ -56,7 +56,7 @@ from baton.sim.times import (
     fit_steps,
     fit_transfers,
 )
-from baton.sim.workload import TraceRequest
+from baton.sim.timed.workload import TraceRequest
 from baton.token_ids import TokenIds
 
 NUM_STEPS: Final = 12  # of a batch of decodes

@@ -12,8 +12,8 @@ from typing import Final, NamedTuple, TypeAlias
 import msgspec
 
 from baton.bench.report import Row, at_least, at_most, percentile
-from baton.sim.fast import CallOutcome, ClientCall
-from baton.sim.workload import TraceRequest
+from baton.sim.timed.fleet import CallOutcome, ClientCall
+from baton.sim.timed.workload import TraceRequest
 from baton.tenants import SchedulingKey, Sla
 
 NUM_VICTIMS: Final = 9

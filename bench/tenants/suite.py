@@ -3,7 +3,7 @@
 python -m baton.bench.tenants.suite [--trace FILE] [--quick] [--seed 0] [--output FOLDER]
 python -m baton.bench.tenants.suite --real [--seed 0] [--output FOLDER]    the same with real processes
 
-Four prefill and two decode workers of an 8B model, each on a GPU (sim/fast.py). All times are those of
+Four prefill and two decode workers of an 8B model, each on a GPU (sim/timed/fast.py). All times are those of
 the simulation, except those of queue operations, which this machine takes. Goodput is the number of requests
 a second that meet both objectives, TTFT and TPOT, from when their client sent them.
 """
@@ -40,9 +40,10 @@ from baton.messages.control import Submit
 from baton.request import Request
 from baton.router.queue.quotas import RequestWork
 from baton.router.queue.tenant_queues import QueuedAttempt, TenantQueues
-from baton.sim.fast import ClientCall, FastCluster, Fleet
-from baton.sim.times import H200
-from baton.sim.workload import TraceRequest, read_trace
+from baton.sim.timed.fast import FastCluster
+from baton.sim.timed.fleet import ClientCall, Fleet
+from baton.sim.timed.times import H200
+from baton.sim.timed.workload import TraceRequest, read_trace
 from baton.tenants import SchedulingKey, Sla
 from baton.token_ids import TokenIds
 

@@ -21,8 +21,8 @@ from baton.config.cluster import ServeConfig
 from baton.errors import ConfigError
 from baton.sim.rehearsal import Layout, Rehearsal, Settings
 from baton.sim.rehearsal import rehearse as run_rehearsal
-from baton.sim.times import TimeModel
-from baton.sim.workload import Lengths, TraceRequest, read_trace, synthetic
+from baton.sim.timed.times import TimeModel
+from baton.sim.timed.workload import Lengths, TraceRequest, read_trace, synthetic
 from baton.tenants import Sla
 
 

@@ -1,7 +1,7 @@
 """A rehearsal: its parts. The benches of the router and of tenants test whole rehearsals."""
 
-from baton.sim.fast import PageStore
-from baton.sim.times import Machine
+from baton.sim.timed.fleet import PageStore
+from baton.sim.timed.times import Machine
 
 
 def keys(*names: str) -> tuple[bytes, ...]:

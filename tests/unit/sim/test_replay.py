@@ -14,10 +14,11 @@ from baton.config.router import RouterConfig
 from baton.errors import ConfigError
 from baton.messages.control import Started
 from baton.router.recording import Decided, Inputs, Recording, decode_chunk
-from baton.sim.fast import ClientCall, FastCluster, Fleet
 from baton.sim.faults import Trouble
 from baton.sim.replay import Replay, frame_chunks, read_bundle
-from baton.sim.times import Machine
+from baton.sim.timed.fast import FastCluster
+from baton.sim.timed.fleet import ClientCall, Fleet
+from baton.sim.timed.times import Machine
 from baton.sim.world import World
 
 TEN_MINUTES_S = 600.0

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from baton.errors import ConfigError
-from baton.sim.workload import read_trace
+from baton.sim.timed.workload import read_trace
 
 MOONCAKE = """\
 {"timestamp": 3000, "input_length": 700, "output_length": 40, "hash_ids": [0, 7]}

@@ -7,8 +7,8 @@ import pytest
 from baton.bench.router.suite import SUITE, WORKLOADS, documents, run_trace, spread, up_to
 from baton.errors import ConfigError
 from baton.messages.control import Ended, Started
-from baton.sim.fast import Fleet
-from baton.sim.workload import TraceRequest, read_log, tokens_of
+from baton.sim.timed.fleet import Fleet
+from baton.sim.timed.workload import TraceRequest, read_log, tokens_of
 from tests.node_peers import a_request, id_of
 from tests.unit.router.router_cluster import Cluster, cluster
 

@@ -29,7 +29,7 @@ from baton.bench.serve.load import (
 )
 from baton.bench.serve.overhead import limit
 from baton.errors import ConfigError, PeerGone
-from baton.sim.workload import TraceRequest
+from baton.sim.timed.workload import TraceRequest
 from tests.event_loop import on_loop
 
 

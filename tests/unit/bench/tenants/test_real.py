@@ -28,7 +28,7 @@ from baton.bench.tenants.real import (
 )
 from baton.errors import WorkerLost
 from baton.gateway.tenants.file import parse_tenants
-from baton.sim.fast import CallOutcome, ClientCall
+from baton.sim.timed.fleet import CallOutcome, ClientCall
 from baton.tenants import Sla
 from tests.event_loop import on_loop
 from tests.waiting import wait_for

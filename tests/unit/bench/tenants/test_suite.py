@@ -8,7 +8,7 @@ import pytest
 from baton.bench.tenants import suite
 from baton.bench.tenants.calls import ttft_s
 from baton.bench.tenants.suite import TOKENS_PER_S, WORKLOAD, operation_times_us, simulate
-from baton.sim.fast import FastCluster
+from baton.sim.timed.fast import FastCluster
 
 
 def test_every_call_is_answered_where_there_is_room() -> None:

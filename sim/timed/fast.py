@@ -14,15 +14,13 @@ ends by the messages of workers and gateways alone. The same calls and seed give
 
 import math
 from bisect import insort
-from collections import OrderedDict, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from heapq import heappop, heappush
-from itertools import count, pairwise
+from itertools import count
 from random import Random
 from typing import Final
-
-import msgspec
 
 from baton.config.router import RouterConfig
 from baton.fair_queue import FairShare
@@ -37,12 +35,13 @@ from baton.messages.control import (
     KvEventsWanted,
     Measured,
     Prefill,
+    PullSource,
     Reachable,
     Rejected,
     Started,
     Submit,
 )
-from baton.messages.workers import Address, Load, PrefillTimes, StepTimes, Worker, WorkerRole
+from baton.messages.workers import Load, PrefillTimes, StepTimes, WorkerRole
 from baton.pages import KEY_BYTES
 from baton.request import AttemptKey, Request, SamplingParams
 from baton.router.policies.candidates import Select
@@ -53,11 +52,12 @@ from baton.rpc.peer_clock import SAME_CLOCK, ClockOffset
 from baton.rpc.peers import TICK_S, Peer
 from baton.rpc.worker_node import MEASURED_S
 from baton.sim.process import Events, OffsetClock
-from baton.sim.times import Contention, Work, WorkTimes
-from baton.tenants import Refusal, SchedulingKey, Sla
+from baton.sim.timed.fleet import CallOutcome, ClientCall, Fleet, PageStore
+from baton.sim.timed.light_router import LightRouter, LightWorker, speed_of
+from baton.sim.timed.times import Contention, Work, WorkTimes
+from baton.tenants import Refusal, Sla
 from baton.token_ids import TokenIds
 
-PARTS: Final = ("queued", "prefill_queued", "prefill_computing", "transfer_exposed", "decode_computing")
 STEPS_A_REPORT: Final = 64
 MAX_REPORTED: Final = 32  # steps in one message, as workers send samples
 MOST_RUN_S: Final = 0.05  # of a run where other workers slow it down, or cease to
@@ -70,105 +70,23 @@ MAX_BACK_OFF_S: Final = 8.0
 NO_ROOM_S: Final = 0.05  # until a gateway asks again by itself
 
 
-class ClientCall(msgspec.Struct, frozen=True, kw_only=True):
-    """A call that a client makes. Without `knows_sla` its objectives are hidden from the router."""
-
-    at_s: float
-    token_ids: Sequence[int]
-    num_answered: int  # tokens of the answer
-    max_tokens: int = 2**20  # all that the router knows of the answer
-    tenant: str = ""
-    sla: Sla = Sla()
-    scheduling_key: SchedulingKey = SchedulingKey()
-    knows_sla: bool = True
-    page_keys: bytes | None = None  # of the prompt, for workers of one page size; None: of its tokens
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.token_ids)
-
-
-class CallOutcome(msgspec.Struct, kw_only=True):
-    """The course of one HTTP request. Moments are negative where there was none."""
-
-    call: ClientCall
-    asked_s: float
-    retry: int = 0
-    num_held: int = 0  # tokens of the prompt that were not computed
-    given_s: float = -1.0  # a worker has the prompt
-    begun_s: float = -1.0  # the first step of the prompt
-    joined_s: float = -1.0  # the sequence decodes
-    first_token_s: float = -1.0
-    ended_s: float = -1.0
-    refusal: str = ""
-    retry_after_s: float = -1.0
-
-    @property
-    def ttft_s(self) -> float:
-        return self.first_token_s - self.asked_s
-
-    def parts(self) -> dict[str, float]:
-        """Return the seconds of an answered request, by the names of timelines."""
-        moments = self.asked_s, self.given_s, self.begun_s, self.first_token_s, self.joined_s, self.ended_s
-        return {name: end - begin for name, (begin, end) in zip(PARTS, pairwise(moments), strict=True)}
-
-    @property
-    def is_good(self) -> bool:
-        """True when the answer met all objectives."""
-        if self.ended_s < 0:
-            return False
-        sla, num_later = self.call.sla, max(1, self.call.num_answered - 1)
-        tpot_ms = 1e3 * (self.ended_s - self.first_token_s) / num_later
-        is_slow = sla.tpot_ms is not None and tpot_ms > sla.tpot_ms
-        return not is_slow and (sla.ttft_ms is None or 1e3 * self.ttft_s <= sla.ttft_ms)
-
-
-class PageStore:
-    """Keys of pages, the least recently used first; a page leaves before its parents."""
-
-    def __init__(self, num_pages: int) -> None:
-        self._num_pages = num_pages
-        self._pages: OrderedDict[bytes, int] = OrderedDict()  # key -> page id
-        self._free = list(range(num_pages))
-
-    def num_held(self, keys: tuple[bytes, ...]) -> int:
-        """Return how many leading pages are here."""
-        for number, key in enumerate(keys):
-            if key not in self._pages:
-                return number
-        return len(keys)
-
-    def keep(self, keys: tuple[bytes, ...]) -> Iterator[tuple[bytes, int]]:
-        """Keep these pages; yield each change as a key and its page, or -1 for a page that left."""
-        keys = keys[: self._num_pages]
-        new = [key for key in keys if key not in self._pages]
-        for key in reversed(keys):
-            if key in self._pages:
-                self._pages.move_to_end(key)
-        while len(self._free) < len(new):
-            key, page = self._pages.popitem(last=False)
-            self._free.append(page)
-            yield key, -1
-        for key in reversed(new):
-            self._pages[key] = self._free.pop()
-            yield key, self._pages[key]
-
-
 class PromptJob:
     """A prompt at the worker that computes it, with the pages that it pulls under way."""
 
-    def __init__(self, worker: "FastWorker", order: Dispatch | Prefill, decode: str) -> None:
+    def __init__(
+        self, worker: "FastWorker", request: Request, decode: str, source: PullSource | None
+    ) -> None:
         cluster, store = worker.cluster, worker.store
-        self.request, self.decode = order.request, decode
+        self.request, self.decode = request, decode
         self.given_s = self.pulled_s = cluster.events.now_s
         self.begun_s = -1.0
         self.num_tokens = self.request.num_tokens
         self.num_held = self.num_done = self.num_last = 0  # num_last: tokens of the latest chunk
         self.pulled_bytes = self._num_pulled_tokens = 0
-        if order.source is not None:
+        if source is not None:
             keys, page_size = cluster.keys_of(self.request), worker.worker.page_size
-            there = cluster.workers[order.source.worker].store.num_held(keys)
-            num_pulled = min(there, len(order.source.pages))
+            there = cluster.workers[source.worker].store.num_held(keys)
+            num_pulled = min(there, len(source.pages))
             self._num_pulled_tokens = num_pulled * page_size
             num_missing = num_pulled - store.num_held(keys)
             if num_missing > 0:
@@ -233,6 +151,7 @@ class FastWorker:
         self.is_keeping = True  # pages, for later prompts
         self.given_tokens = 0
         self.busy_s = 0.0
+        self.bit = 0  # at the light router
         self.attempts: dict[AttemptKey, None] = {}  # dispatched here and not ended
         self._budget = budget
         self._share = FairShare()
@@ -243,6 +162,9 @@ class FastWorker:
         self._ends: list[tuple[int, int, Request]] = []  # a heap: last step of each sequence
         self._num_context = 0  # tokens that all sequences attend to
         self._waiting: deque[Request] = deque()  # sequences without room
+        self._sent: list[PromptJob] = []  # whose pages have left; the worker notices between two steps
+        self._arrived: list[Request] = []  # whose pages have come; they are verified between two steps,
+        self._verified: list[Request] = []  # and decode from the step after the next one on
         self._used_pages = 0
         self._most_steps = 2**20 if not cluster.contention.neighbours else 1
         self._num_changes = 0
@@ -265,9 +187,9 @@ class FastWorker:
             self.attempts[request.key] = None
             self.cluster.holders[request.request_id] = self
             if not message.prefill:
-                self._take(message, self.worker.id)
+                self._take(request, self.worker.id, message.source)
         elif isinstance(message, Prefill):
-            self._take(message, message.decode)
+            self._take(message.request, message.decode, message.source)
 
     def close(self) -> None:
         raise AssertionError("the router gave up a worker that is well")
@@ -286,6 +208,14 @@ class FastWorker:
             router.received(self, measured)
 
     # Prompts and sequences.
+
+    def receive(self, request: Request) -> None:
+        """Take a request whose pages have come: verify them, then decode."""
+        if self._run is None:
+            self.join(request)
+        else:
+            self._cut()
+            self._arrived.append(request)
 
     def join(self, request: Request) -> None:
         """Decode a request that has its first token, from the next step on in which its pages have room."""
@@ -316,10 +246,16 @@ class FastWorker:
             heappush(self._ends, (self._num_steps + num_left, next(self._numbers), request))
             self._num_context += request.num_tokens + 1
 
-    def _take(self, message: Dispatch | Prefill, decode: str) -> None:
+    def take(self, request: Request, decode: LightWorker) -> None:
+        """See LightWorker."""
+        assert isinstance(decode, FastWorker)
+        self.cluster.holders[request.request_id] = decode
+        self._take(request, decode.worker.id)
+
+    def _take(self, request: Request, decode: str, source: PullSource | None = None) -> None:
         """Begin to pull what the router says, and queue the prompt."""
-        self.given_tokens += message.request.num_tokens
-        job = PromptJob(self, message, decode)
+        self.given_tokens += request.num_tokens
+        job = PromptJob(self, request, decode, source)
         if job.pulled_s > self.cluster.events.now_s:
             self.cluster.at(job.pulled_s, partial(self._queue, job))
         else:
@@ -355,7 +291,7 @@ class FastWorker:
             return
         cluster, num_seqs, num_steps = self.cluster, len(self._ends), 1
         chunks, num_new, num_pairs = self._chunks(num_seqs) if self._jobs else ([], 0, 0.0)
-        if not chunks:
+        if not chunks and not self._verified:
             num_steps = max(1, min(self._ends[0][0] - self._num_steps, self._most_steps))
         scale = cluster.scale
         context = round((self._num_context + num_seqs * (num_steps - 1) / 2) * scale)
@@ -417,7 +353,7 @@ class FastWorker:
         self._num_steps += num_steps
         self._num_context += num_steps * len(self._ends)
         is_sampled = run.chunks or self._num_steps % STEPS_A_REPORT < num_steps
-        if is_sampled and len(self._step_times) < MAX_REPORTED:
+        if is_sampled and len(self._step_times) < MAX_REPORTED and self.cluster.light is None:
             work = run.work
             context = work.num_context + work.num_new
             self._step_times.append(StepTimes(work.num_sequences, work.num_new, context, run.step_s))
@@ -427,7 +363,29 @@ class FastWorker:
             self._jobs = [each for each in self._jobs if each[2].num_left]
             for job in done:
                 self._computed(job)
+        self._notice()
         self._step()
+
+    def _notice(self) -> None:
+        """Handle what has come during a step: a worker's loop looks between two steps."""
+        sent, self._sent = self._sent, []
+        for job in sent:
+            self._hand_over(job)
+        verified, self._verified = self._verified, self._arrived
+        self._arrived = []
+        if not (self._ends or self._jobs or verified or self._waiting):  # the next look is at once
+            verified, self._verified = self._verified, []
+        for request in verified:
+            self.join(request)
+
+    def _pages_left(self, job: PromptJob) -> None:
+        if self._run is None:
+            self._hand_over(job)
+        else:
+            self._sent.append(job)
+
+    def _hand_over(self, job: PromptJob) -> None:
+        self.cluster.workers[job.decode].receive(job.request)
 
     def _end_sequences(self) -> None:
         while self._ends and self._ends[0][0] <= self._num_steps:
@@ -448,15 +406,19 @@ class FastWorker:
         self._report(job, exposed_s, is_remote)
         cluster.first_token(job)
         if is_remote:
-            join = partial(cluster.workers[job.decode].join, request)
-            cluster.at(cluster.events.now_s + exposed_s, join)
+            cluster.at(cluster.events.now_s + exposed_s, partial(self._pages_left, job))
         else:
             self.join(request)
 
     def _keep(self, request: Request) -> None:
         """Keep the request's pages and tell the router."""
-        changes = list(self.store.keep(self.cluster.keys_of(request))) if self.is_keeping else []
-        if changes:
+        cluster = self.cluster
+        if not self.is_keeping:
+            return
+        changes = list(self.store.keep(cluster.keys_of(request), cluster.num_more_pages(request)))
+        if cluster.light is not None:
+            cluster.pages_changed(changes, self.bit)
+        elif changes:
             events = KvEventBatch(
                 first=self._num_changes,
                 keys=b"".join(key for key, _ in changes),
@@ -468,6 +430,8 @@ class FastWorker:
 
     def _report(self, job: PromptJob, exposed_s: float, is_remote: bool) -> None:
         """Note what a prompt took, in the tokens that the router sees."""
+        if self.cluster.light is not None:
+            return
         token_bytes = self.times.kv_token_bytes * self.cluster.scale
         times = PrefillTimes(
             job.request.request_id,
@@ -482,41 +446,6 @@ class FastWorker:
             exposed_s=exposed_s,
         )
         self._measured.append(times)
-
-
-class Fleet(msgspec.Struct, frozen=True, kw_only=True):
-    """The number of workers, and their room."""
-
-    num_prefill: int = 8
-    num_decode: int = 1
-    num_prefill_pages: int = 8000
-    num_decode_pages: int = 1_000_000
-    num_decode_seqs: int = 100_000
-    prefill_keeps: bool = True  # whether prefill workers keep pages for later prompts
-    decode_keeps: bool = False
-    prefill_budget: float = math.inf  # tokens of a prefill worker's step; inf: one whole prompt a step
-    decode_budget: float = 2048
-    max_model_len: int = 2**20
-
-    def workers(self, page_size: int, scale: float) -> Iterator[Worker]:
-        """Yield every worker as it introduces itself."""
-        roles = [WorkerRole.PREFILL] * self.num_prefill + [WorkerRole.DECODE] * self.num_decode
-        for number, role in enumerate(roles):
-            is_prefill = role is WorkerRole.PREFILL
-            yield Worker(
-                id=f"{number + 16:032x}",
-                name=f"{role}-{number}",
-                role=role,
-                model="m",
-                fingerprint="f",
-                address=Address("127.0.0.1", 1000 + number),
-                kv_address=Address("127.0.0.1", 3000 + number),
-                page_size=page_size,
-                num_pages=self.num_prefill_pages if is_prefill else self.num_decode_pages,
-                max_num_seqs=self.num_decode_seqs,
-                max_num_batched_tokens=round(self.decode_budget / scale),
-                max_model_len=self.max_model_len,
-            )
 
 
 class FastGateway:
@@ -549,15 +478,19 @@ class FastCluster:
         scale: float = 1.0,
         seed: int = 0,
         contention: Contention | None = None,
+        is_light: bool = False,
     ) -> None:
         """times: of all workers, or by role. scale: real tokens in one token of the requests, for times.
         seed: of clients that back off. contention: None for workers that share no machine.
+        is_light: LightRouter routes, and not the production router.
         """
         self.scale = scale
         self.contention = contention or Contention()
         self.num_busy = 0  # workers in a step
         self.events = Events()
-        self.router = Router(config, OffsetClock(self.events, 0.0), f"{1:032x}")
+        clock = OffsetClock(self.events, 0.0)
+        self.router = Router(config, clock, f"{1:032x}")
+        self.light = LightRouter(clock, self._num_held, config.seed) if is_light else None
         self.outcomes: list[CallOutcome] = []
         self.served: list[tuple[float, str, int]] = []  # time, tenant, tokens computed or answered
         self.levels: list[tuple[float, int]] = []  # time, overload level
@@ -573,6 +506,7 @@ class FastCluster:
         self._seen_s = 0.0
         self._prompt_keys = PromptKeys()
         self._keys: dict[str, tuple[bytes, ...]] = {}  # request id -> keys of the prompt's pages
+        self._page_holders: dict[bytes, int] = {}  # key -> bits of the workers that keep the page
         self._known_keys: dict[tuple[AttemptKey, Family], bytes] = {}  # of calls that bring them
         self._keeps_pages = fleet.prefill_keeps or fleet.decode_keeps
         self._gateway = FastGateway(self._rejected)
@@ -585,11 +519,14 @@ class FastCluster:
             peer = FastWorker(self, hello, own, budget / scale)
             peer.is_keeping = fleet.prefill_keeps if is_prefill else fleet.decode_keeps
             self.workers[worker.id] = peer
-            self.router.joined(peer)
+            if self.light is None:
+                self.router.joined(peer)
+            else:
+                peer.bit = self.light.join(peer, speed_of(own, budget))
         prefill = WorkerRole.PREFILL
         self.prefill_workers = [each for each in self.workers.values() if each.worker.role is prefill]
         self._family = family_of(next(iter(self.workers.values())).worker)
-        peers: list[Peer] = [self._gateway, *self.workers.values()]
+        peers: list[Peer] = [] if is_light else [self._gateway, *self.workers.values()]
         for each in peers:
             self.router.received(each, Reachable(workers=tuple(self.workers)))
 
@@ -614,16 +551,48 @@ class FastCluster:
 
     def at(self, when_s: float, call: Callable[[], None]) -> None:
         """Call at that virtual time."""
-        self.events.at(when_s, partial(self._happen, call))
+        self.events.at(when_s, call if self.light is not None else partial(self._happen, call))
 
     def keys_of(self, request: Request) -> tuple[bytes, ...]:
         """Return the keys of the prompt's pages; none where no worker keeps pages."""
         known = self._keys.get(request.request_id)
         if known is None:
-            joined = self._prompt_keys.keys(self._family, request) if self._keeps_pages else b""
+            joined = self._open[request.request_id].call.page_keys
+            if joined is None:
+                joined = self._prompt_keys.keys(self._family, request) if self._keeps_pages else b""
             known = tuple(joined[at : at + KEY_BYTES] for at in range(0, len(joined), KEY_BYTES))
             self._keys[request.request_id] = known
         return known
+
+    def num_more_pages(self, request: Request) -> int:
+        """Return how many pages of the prompt have no keys."""
+        return self._open[request.request_id].call.num_more_pages
+
+    def pages_changed(self, changes: Sequence[tuple[bytes, int]], bit: int) -> None:
+        """Note pages that a worker keeps, or no longer."""
+        holders = self._page_holders
+        for key, page in changes:
+            if page >= 0:
+                holders[key] = holders.get(key, 0) | bit
+            else:
+                holders[key] &= ~bit
+
+    def _num_held(self, request: Request) -> dict[int, int]:
+        """See LightRouter."""
+        found: dict[int, int] = {}
+        before, page_size = -1, self._family[2]
+        for number, key in enumerate((*self.keys_of(request), b"")):
+            holders = self._page_holders.get(key, 0) & before
+            if holders != before and number:
+                left = before ^ holders
+                while left:
+                    bit = left & -left
+                    found[bit] = number * page_size
+                    left ^= bit
+            if not holders:
+                break
+            before = holders
+        return found
 
     def num_output_tokens(self, request: Request) -> int:
         """Return how many tokens the answer has."""
@@ -637,6 +606,9 @@ class FastCluster:
         outcome.given_s, outcome.begun_s, outcome.first_token_s = job.given_s, job.begun_s, now_s
         outcome.num_held = job.num_held
         self.served.append((now_s, request.tenant, request.num_tokens))
+        if self.light is not None:
+            self.light.started(request.request_id)
+            return
         started = Started(attempts=((request.request_id, request.attempt),))
         self.router.received(self._gateway, started)
 
@@ -654,6 +626,9 @@ class FastCluster:
         self._keys.pop(request.request_id, None)
         self._known_keys.pop((key, self._family), None)
         self.holders.pop(request.request_id).attempts.pop(key, None)
+        if self.light is not None:
+            self.light.ended(request.request_id)
+            return
         self.router.received(self._gateway, Ended(attempts=(key,), num_tokens=(num_answered,)))
 
     # The clients, and the gateway.
@@ -687,9 +662,12 @@ class FastCluster:
             scheduling_key=call.scheduling_key,
             attempt=attempt,
         )
-        if call.page_keys is not None:
+        if call.page_keys is not None and self.light is None:
             self._known_keys[request.key, self._family] = call.page_keys
-            self._prompt_keys.known = self.router.cluster_state.keys.known = self._known_keys
+            self.router.cluster_state.keys.known = self._known_keys
+        if self.light is not None:
+            self.light.submit(request)
+            return
         self.router.received(self._gateway, Submit(request=request))
 
     def _rejected(self, rejected: Rejected) -> None:
@@ -719,6 +697,8 @@ class FastCluster:
 
     def _tick(self, number: int) -> None:
         """Tick the workers and the router, now and every TICK_S from now on."""
+        if self.light is not None:
+            return
         has_beat = not number % round(MEASURED_S / TICK_S)
         for worker in self.workers.values():
             worker.tick()

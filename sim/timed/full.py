@@ -21,10 +21,10 @@ from baton.messages.workers import WorkerRole
 from baton.request import Request, SamplingParams, TokenEvent
 from baton.sim.deployment import SimContext, SimGateway, SimRouter, SimWorker, WorkerPlan
 from baton.sim.engine import KvMemory, SimEngine, TokenMachine
-from baton.sim.fast import CallOutcome, ClientCall, Fleet
 from baton.sim.network import Network
 from baton.sim.process import Events, TimedProcess
-from baton.sim.times import Contention, Work, WorkTimes
+from baton.sim.timed.fleet import CallOutcome, ClientCall, Fleet
+from baton.sim.timed.times import Contention, Work, WorkTimes
 from baton.sim.trace import Recorder
 from baton.token_ids import TokenIds
 

@@ -1,0 +1,143 @@
+"""What a rehearsal simulates: the calls of clients, their outcomes, the workers and their pages."""
+
+import math
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from itertools import count, pairwise
+from typing import Final
+
+import msgspec
+
+from baton.messages.workers import Address, Worker, WorkerRole
+from baton.tenants import SchedulingKey, Sla
+
+PARTS: Final = ("queued", "prefill_queued", "prefill_computing", "transfer_exposed", "decode_computing")
+
+
+class ClientCall(msgspec.Struct, frozen=True, kw_only=True):
+    """A call that a client makes. Without `knows_sla` its objectives are hidden from the router."""
+
+    at_s: float
+    token_ids: Sequence[int]
+    num_answered: int  # tokens of the answer
+    max_tokens: int = 2**20  # all that the router knows of the answer
+    tenant: str = ""
+    sla: Sla = Sla()
+    scheduling_key: SchedulingKey = SchedulingKey()
+    knows_sla: bool = True
+    page_keys: bytes | None = None  # of the prompt, for workers of one page size; None: of its tokens
+    num_more_pages: int = 0  # of the prompt, that no other prompt has: they have no keys
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+
+class CallOutcome(msgspec.Struct, kw_only=True):
+    """The course of one HTTP request. Moments are negative where there was none."""
+
+    call: ClientCall
+    asked_s: float
+    retry: int = 0
+    num_held: int = 0  # tokens of the prompt that were not computed
+    given_s: float = -1.0  # a worker has the prompt
+    begun_s: float = -1.0  # the first step of the prompt
+    joined_s: float = -1.0  # the sequence decodes
+    first_token_s: float = -1.0
+    ended_s: float = -1.0
+    refusal: str = ""
+    retry_after_s: float = -1.0
+
+    @property
+    def ttft_s(self) -> float:
+        return self.first_token_s - self.asked_s
+
+    def parts(self) -> dict[str, float]:
+        """Return the seconds of an answered request, by the names of timelines."""
+        moments = self.asked_s, self.given_s, self.begun_s, self.first_token_s, self.joined_s, self.ended_s
+        return {name: end - begin for name, (begin, end) in zip(PARTS, pairwise(moments), strict=True)}
+
+    @property
+    def is_good(self) -> bool:
+        """True when the answer met all objectives."""
+        if self.ended_s < 0:
+            return False
+        sla, num_later = self.call.sla, max(1, self.call.num_answered - 1)
+        tpot_ms = 1e3 * (self.ended_s - self.first_token_s) / num_later
+        is_slow = sla.tpot_ms is not None and tpot_ms > sla.tpot_ms
+        return not is_slow and (sla.ttft_ms is None or 1e3 * self.ttft_s <= sla.ttft_ms)
+
+
+class PageStore:
+    """Keys of pages, the least recently used first; a page leaves before its parents."""
+
+    def __init__(self, num_pages: int) -> None:
+        self._num_pages = num_pages
+        self._pages: OrderedDict[bytes, int] = OrderedDict()  # key -> page id; -n: n pages without keys
+        self._num_used = 0
+        self._ids = count()
+
+    def num_held(self, keys: tuple[bytes, ...]) -> int:
+        """Return how many leading pages are here."""
+        for number, key in enumerate(keys):
+            if key not in self._pages:
+                return number
+        return len(keys)
+
+    def keep(self, keys: tuple[bytes, ...], num_more: int = 0) -> Iterator[tuple[bytes, int]]:
+        """Keep these pages, and more that no prompt will ask for; the more are the first to leave.
+
+        Yields each change as a key and its page, or -1 for a page that left.
+        """
+        keys, pages = keys[: self._num_pages], self._pages
+        num_more = min(num_more, self._num_pages - len(keys))
+        if num_more > 0:
+            pages[next(self._ids).to_bytes(9, "big")] = -num_more
+        new = [key for key in keys if key not in pages]
+        for key in reversed(keys):
+            if key in pages:
+                pages.move_to_end(key)
+        self._num_used += len(new) + max(0, num_more)
+        while self._num_used > self._num_pages:
+            key, page = pages.popitem(last=False)
+            self._num_used -= 1 if page >= 0 else -page
+            if page >= 0:
+                yield key, -1
+        for key in reversed(new):
+            pages[key] = next(self._ids)
+            yield key, pages[key]
+
+
+class Fleet(msgspec.Struct, frozen=True, kw_only=True):
+    """The number of workers, and their room."""
+
+    num_prefill: int = 8
+    num_decode: int = 1
+    num_prefill_pages: int = 8000
+    num_decode_pages: int = 1_000_000
+    num_decode_seqs: int = 100_000
+    prefill_keeps: bool = True  # whether prefill workers keep pages for later prompts
+    decode_keeps: bool = False
+    prefill_budget: float = math.inf  # tokens of a prefill worker's step; inf: one whole prompt a step
+    decode_budget: float = 2048
+    max_model_len: int = 2**20
+
+    def workers(self, page_size: int, scale: float) -> Iterator[Worker]:
+        """Yield every worker as it introduces itself."""
+        roles = [WorkerRole.PREFILL] * self.num_prefill + [WorkerRole.DECODE] * self.num_decode
+        for number, role in enumerate(roles):
+            is_prefill = role is WorkerRole.PREFILL
+            yield Worker(
+                id=f"{number + 16:032x}",
+                name=f"{role}-{number}",
+                role=role,
+                model="m",
+                fingerprint="f",
+                address=Address("127.0.0.1", 1000 + number),
+                kv_address=Address("127.0.0.1", 3000 + number),
+                page_size=page_size,
+                num_pages=self.num_prefill_pages if is_prefill else self.num_decode_pages,
+                max_num_seqs=self.num_decode_seqs,
+                max_num_batched_tokens=round(self.decode_budget / scale),
+                max_model_len=self.max_model_len,
+            )
