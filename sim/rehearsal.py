@@ -10,8 +10,8 @@
 - `fast` (sim/timed/fast.py) sums the steps of a batch between two events in closed form.
 - `full` (sim/timed/full.py) runs the whole production control plane, step by step.
 
-Each figure has an interval: the cluster is rehearsed once more with all work slower and once with all work
-faster by the error of the time model, and the requests of all three runs are drawn anew in blocks.
+Each figure has an interval: the cluster is rehearsed, in the fast mode, with all work as long as predicted,
+shorter and longer by the error of the time model, and the requests of all three are drawn anew in blocks.
 A rehearsal that spends more than TOLERATED of its time outside of the calibrated ranges has no figures.
 """
 
@@ -28,7 +28,7 @@ from baton.config.router import RouterConfig
 from baton.errors import ConfigError
 from baton.messages.workers import WorkerRole
 from baton.sim.timed.fast import FastCluster
-from baton.sim.timed.fleet import CallOutcome, ClientCall, Fleet
+from baton.sim.timed.fleet import BODY_S, CallOutcome, ClientCall, Fleet
 from baton.sim.timed.full import FullCluster
 from baton.sim.timed.times import Contention, FittedTimes, TimeModel, Validity
 from baton.sim.timed.workload import TraceRequest, page_keys, tokens_of
@@ -36,6 +36,7 @@ from baton.tenants import Sla
 from baton.token_ids import TOKEN_ID_BYTES, TokenIds
 
 Mode: TypeAlias = Literal["fast", "full"]
+NUM_HOPS: Final = 3  # gateway, router, worker, gateway
 PERCENTILES: Final = (50, 90)
 NUM_DRAWS: Final = 200  # of the requests, for an interval
 BLOCK: Final = 16  # consecutive requests that are drawn together: they wait for each other
@@ -53,7 +54,6 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     decode_tp: int = 1
     step_tokens: int | None = None  # scheduler.max_num_batched_tokens
     page_size: int | None = None
-    local_prefill_tokens: int | None = None  # router.local_prefill_tokens
 
     @classmethod
     def parse(cls, text: str) -> "Layout":
@@ -70,7 +70,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     def name(self) -> str:
         """The layout as text, with the settings that are not the usual ones."""
         roles = f"{self.num_prefill}P{self.num_decode}D" if self.num_prefill else f"{self.num_decode}M"
-        more = {"chunk": self.step_tokens, "page": self.page_size, "local": self.local_prefill_tokens}
+        more = {"step of": self.step_tokens, "page": self.page_size}
         told = [f"{name} {value}" for name, value in more.items() if value is not None]
         if self.prefill_tp > 1 and self.num_prefill:
             told.insert(0, f"prefill TP {self.prefill_tp}")
@@ -161,16 +161,17 @@ def rehearse(
         return msgspec.structs.replace(
             result, complaints=(*complaints, *none), num_refused=course.num_refused
         )
-    courses = [course]
+    courses = []
     if settings.has_intervals:
-        error = max(LEAST_ERROR, times.error)
-        for scale in (1 / (1 + error), 1 + error):
-            courses.append(_run(trace, layout, times, settings, scale, Validity()))
+        error, fast = max(LEAST_ERROR, times.error), msgspec.structs.replace(settings, mode="fast")
+        for scale in (1.0, 1 / (1 + error), 1 + error):
+            is_known = scale == 1.0 and settings.mode == "fast"
+            courses.append(course if is_known else _run(trace, layout, times, fast, scale, Validity()))
     return msgspec.structs.replace(
         result,
         num_refused=course.num_refused,
         duration_s=course.duration_s,
-        figures=_figures(courses, settings),
+        figures=_figures(course, courses, settings),
         parts=course.parts,
         busy=course.busy,
     )
@@ -200,16 +201,7 @@ def _run(
 ) -> Course:
     """Simulate a trace with all work `scale` times as long."""
     page_size = layout.page_size or times.page_size
-    config = RouterConfig(
-        policy=settings.policy,
-        seed=settings.seed,
-        max_attempts=MAX_ATTEMPTS,
-        local_prefill_tokens=(
-            RouterConfig().local_prefill_tokens
-            if layout.local_prefill_tokens is None
-            else layout.local_prefill_tokens
-        ),
-    )
+    config = RouterConfig(policy=settings.policy, seed=settings.seed, max_attempts=MAX_ATTEMPTS)
     sizes = {WorkerRole.PREFILL: layout.prefill_tp, WorkerRole.DECODE: layout.decode_tp}
     by_role = {role: FittedTimes(times, size, validity, scale) for role, size in sizes.items()}
     contention = Contention(times if settings.shares_machine else None)
@@ -218,7 +210,7 @@ def _run(
         cluster = FastCluster(*arguments, seed=settings.seed, contention=contention, is_light=True)
         outcomes = cluster.run(_fast_calls(trace, page_size))
         busy_s = {worker.worker.name: worker.busy_s for worker in cluster.workers.values()}
-        return _course(outcomes, layout, times, busy_s, cluster.parts)
+        return _course(outcomes, layout, times, busy_s, cluster.parts, NUM_HOPS * BODY_S)
     full = FullCluster(*arguments, seed=settings.seed, contention=contention)
     outcomes = full.run(_full_call(each, settings) for each in trace)
     return _course(outcomes, layout, times, full.busy_s, full.parts)
@@ -275,8 +267,12 @@ def _course(
     times: TimeModel,
     busy_s: Mapping[str, float],
     parts: Mapping[str, float],
+    hops_s: float = 0.0,
 ) -> Course:
-    """Return the latencies of the answered requests, with the overheads that no step has."""
+    """Return the latencies of the answered requests, with the overheads that no step has.
+
+    hops_s: of messages until a first token, where the simulation sends none.
+    """
     answered = [each for each in outcomes if each.ended_s >= 0]
     num_tokens = np.array([each.call.num_answered for each in answered], float)
     asked_s, first_s, ended_s = (
@@ -286,7 +282,7 @@ def _course(
     over = times.overheads
     num_later = np.where(num_tokens > 1, num_tokens - 1, np.nan)
     handoff_s = over.handoff_s if layout.num_prefill else 0.0
-    ttft_s = first_s - asked_s + over.first_token_s
+    ttft_s = first_s - asked_s + over.first_token_s + hops_s
     later_s = ended_s - first_s + np.maximum(num_tokens - 1, 0) * over.token_s + handoff_s * (num_tokens > 1)
     duration_s = float(ended_s.max() - min(each.asked_s for each in outcomes)) if answered else 0.0
     roles = {name: name.rpartition("-")[0] if layout.num_prefill else "worker" for name in busy_s}
@@ -306,21 +302,25 @@ def _course(
     )
 
 
-def _figures(courses: Sequence[Course], settings: Settings) -> dict[str, Figure]:
-    """Return each figure of the first course, with an interval over the draws of all courses."""
-    whole = _values(courses[0], np.arange(len(courses[0].ttft_ms)), settings.sla)
+def _figures(course: Course, others: Sequence[Course], settings: Settings) -> dict[str, Figure]:
+    """Return each figure of a course. others: in the fast mode, with usual, less and more work: the spread of
+    their draws about the first of them is the interval.
+    """
+    whole = _values(course, np.arange(len(course.ttft_ms)), settings.sla)
+    if not others:
+        return {name: Figure(value, value, value) for name, value in whole.items()}
+    base = _values(others[0], np.arange(len(others[0].ttft_ms)), settings.sla)
     drawn: dict[str, list[float]] = {name: [] for name in whole}
-    random = np.random.default_rng(settings.seed)
-    for course in courses if settings.has_intervals else ():
+    random, rest = np.random.default_rng(settings.seed), (1 - CONFIDENCE) / 2
+    for other in others:
         for _ in range(NUM_DRAWS):
-            for name, value in _values(course, _draw(random, len(course.ttft_ms)), settings.sla).items():
+            for name, value in _values(other, _draw(random, len(other.ttft_ms)), settings.sla).items():
                 drawn.setdefault(name, []).append(value)
-    rest = (1 - CONFIDENCE) / 2
     figures = {}
     for name, value in whole.items():
-        draws = drawn[name] or [value]
-        low, high = np.quantile(draws, (rest, 1 - rest))
-        figures[name] = Figure(value, min(value, float(low)), max(value, float(high)))
+        low, high = np.quantile(drawn[name] or [base.get(name, value)], (rest, 1 - rest))
+        ratio = value / base[name] if base.get(name) else 1.0
+        figures[name] = Figure(value, min(value, float(low) * ratio), max(value, float(high) * ratio))
     return figures
 
 

@@ -41,6 +41,7 @@ COMMANDS: Final = {
     "sim": ("sim", "run a cluster with faults in virtual time, from a seed, or a bundle again"),
     "calibrate": ("rehearse", "measure workers of this machine, for rehearsals"),
     "rehearse": ("rehearse", "predict what a cluster does with a load, on a virtual clock"),
+    "advise": ("rehearse", "search the workers that a load needs, by rehearsals"),
     "doctor": ("doctor", "look for problems of this machine, and say how to mend them"),
     "config": ("config", "settings: show, schema, validate"),
     "keys": ("keys", "the keys that open the API: add, revoke, list"),

@@ -158,6 +158,7 @@ class FastWorker:
         self._jobs: list[tuple[float, int, PromptJob]] = []  # by the tenants' virtual clocks
         self._numbers = count()
         self._run: Run | None = None
+        self._is_between = False  # the end of a run is handled; what comes of it is in the next one
         self._num_steps = 0  # in all
         self._ends: list[tuple[int, int, Request]] = []  # a heap: last step of each sequence
         self._num_context = 0  # tokens that all sequences attend to
@@ -173,7 +174,7 @@ class FastWorker:
 
     @property
     def is_stepping(self) -> bool:
-        return self._run is not None
+        return self._run is not None or self._is_between
 
     # The router.
 
@@ -211,7 +212,7 @@ class FastWorker:
 
     def receive(self, request: Request) -> None:
         """Take a request whose pages have come: verify them, then decode."""
-        if self._run is None:
+        if not self.is_stepping:
             self.join(request)
         else:
             self._cut()
@@ -284,7 +285,7 @@ class FastWorker:
                 self.cluster.at(run.end_s, partial(self._stepped, run, num_steps))
 
     def _step(self) -> None:
-        if self._run is not None:
+        if self.is_stepping:
             return
         self._admit()
         if not (self._ends or self._jobs):
@@ -347,7 +348,7 @@ class FastWorker:
     def _stepped(self, run: Run, num_steps: int) -> None:
         if run is not self._run or num_steps != run.num_steps:
             return  # the run was cut
-        self._run = None
+        self._run, self._is_between = None, True
         self.cluster.num_busy -= 1
         self.busy_s += run.step_s * num_steps
         self._num_steps += num_steps
@@ -364,6 +365,7 @@ class FastWorker:
             for job in done:
                 self._computed(job)
         self._notice()
+        self._is_between = False
         self._step()
 
     def _notice(self) -> None:
@@ -379,7 +381,7 @@ class FastWorker:
             self.join(request)
 
     def _pages_left(self, job: PromptJob) -> None:
-        if self._run is None:
+        if not self.is_stepping:
             self._hand_over(job)
         else:
             self._sent.append(job)

@@ -11,6 +11,7 @@ import msgspec
 from baton.messages.workers import Address, Worker, WorkerRole
 from baton.tenants import SchedulingKey, Sla
 
+BODY_S: Final = 5e-5  # a message on its way
 PARTS: Final = ("queued", "prefill_queued", "prefill_computing", "transfer_exposed", "decode_computing")
 
 

@@ -23,12 +23,11 @@ from baton.sim.deployment import SimContext, SimGateway, SimRouter, SimWorker, W
 from baton.sim.engine import KvMemory, SimEngine, TokenMachine
 from baton.sim.network import Network
 from baton.sim.process import Events, TimedProcess
-from baton.sim.timed.fleet import CallOutcome, ClientCall, Fleet
+from baton.sim.timed.fleet import BODY_S, CallOutcome, ClientCall, Fleet
 from baton.sim.timed.times import Contention, Work, WorkTimes
 from baton.sim.trace import Recorder
 from baton.token_ids import TokenIds
 
-BODY_S: Final = 5e-5  # a message on its way
 IDLE_S: Final = 1e-3  # a step that computes nothing
 JOINS_S: Final = 3.0  # until the processes are connected
 LIMITS: Final = ReplayLimits(max_streams=2**20, max_wait_s=1e6, max_begun_wait_s=1e6, max_silence_s=1e6)

@@ -167,7 +167,7 @@ class LightRouter:
         account, decode = entry.computed_by, entry.decode
         account.num_computing -= 1
         account.since_s = self._clock.now_s()
-        account.work_s = account.work_s - entry.compute_s if account.num_computing else 0.0
+        account.work_s = max(0.0, account.work_s - entry.compute_s) if account.num_computing else 0.0
         account.computing_tokens -= entry.num_new
         if account is not decode:
             account.num_attempts -= 1

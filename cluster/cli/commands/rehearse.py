@@ -3,15 +3,20 @@
     baton calibrate MODEL --out times.json              measure real workers of this machine, two minutes
     baton rehearse --times times.json --workers 2P6D --trace FILE
     baton rehearse --times times.json --workers 4M --rate 4 --lengths 400-1600,64-256,0.3
+    baton advise MODEL --times times.json --trace FILE --slo ttft=0.5,tpot=0.05
 
 A rehearsal runs the production router, and in the full mode every production process, on a virtual clock.
 Where the load leaves the calibrated ranges it prints no figure, says why, and ends with status 1.
 """
 
 import argparse
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
+from typing import TYPE_CHECKING, Final
 
 import msgspec
+import yaml
 
 from baton.cluster.cli import output
 from baton.cluster.cli.options import CliCommand, Parser
@@ -19,11 +24,16 @@ from baton.cluster.cli.settings import add_serve_options, settings_from
 from baton.cluster.exit_status import FAILED
 from baton.config.cluster import ServeConfig
 from baton.errors import ConfigError
+from baton.sim.advice import Advice, Option, Search, layouts
+from baton.sim.advice import advise as run_search
 from baton.sim.rehearsal import Layout, Rehearsal, Settings
 from baton.sim.rehearsal import rehearse as run_rehearsal
 from baton.sim.timed.times import TimeModel
 from baton.sim.timed.workload import Lengths, TraceRequest, read_trace, synthetic
 from baton.tenants import Sla
+
+if TYPE_CHECKING:
+    from baton.bench.report import Row
 
 
 def _add_calibrate(parser: Parser) -> None:
@@ -193,5 +203,130 @@ def _shown(value: float) -> str:
     return f"{value:,.1f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
+def _add_advise(parser: Parser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="that the settings serve, as of `baton serve`")
+    _add_load(parser)
+    parser.add_argument(
+        "--devices", type=int, metavar="N", help="at most (as many workers as were calibrated, or 8)"
+    )
+    parser.add_argument(
+        "--attainment", type=float, default=0.95, help="share of requests that must meet the objectives"
+    )
+    parser.add_argument("--processes", type=int, default=2, metavar="N", help="that search (2)")
+    parser.add_argument(
+        "--out", type=Path, default=Path(), metavar="FOLDER", help="of serve.yaml, advise.html, advise.json"
+    )
+
+
+def _advise(arguments: argparse.Namespace) -> int:
+    from baton.bench.report import Plot, Report
+
+    times = TimeModel.read(arguments.times)
+    devices = arguments.devices or (0 if arguments.apart else len(times.neighbours)) or 8
+    if devices < 1 or not 0 < arguments.attainment <= 1 or arguments.processes < 1:
+        raise ConfigError("expected --devices and --processes of 1 or more, --attainment of 0 to 1")
+    settings = Settings(sla=sla_of(arguments.slo), shares_machine=not arguments.apart, seed=arguments.seed)
+    search = Search(load_of(arguments), times, settings, arguments.attainment)
+    report = Report("advise", f"Layouts for {arguments.model}", arguments.out)
+    with report.tell, ProcessPoolExecutor(arguments.processes, get_context("fork")) as pool:
+        advice = run_search(search, layouts(times, devices), pool.map, report.tell)
+    report.rows = [_option_row(option, arguments.attainment) for option in advice.options]
+    report.plot = Plot(_panels(advice), x_label="ms", y_label="output tokens/s a device")
+    report.extra = {"advice": msgspec.to_builtins(advice)}
+    report.save()
+    written = [report.folder / "advise.html", report.folder / "advise.json"]
+    if advice.chosen is not None:
+        written.append(report.folder / "serve.yaml")
+        written[-1].write_text(serve_yaml(arguments.model, advice.chosen.layout))
+    output.show(_options_table(advice), *advice.reasons, f"written: {', '.join(map(str, written))}")
+    return 0 if advice.chosen is not None else FAILED
+
+
+OPTION_COLUMNS: Final = (
+    "layout",
+    "devices",
+    "attained",
+    "TTFT p90 ms",
+    "TPOT p90 ms",
+    "tokens/s a device",
+    "headroom",
+    "",
+)
+
+
+def _options_table(advice: Advice) -> output.Part:
+    rows: list[tuple[str, ...]] = []
+    for option in advice.options:
+        known, figures = option.best_known, option.best_known.figures
+        mark = {id(advice.chosen): "chosen", id(advice.runner_up): "runner-up"}.get(id(option), known.mode)
+        if not known.is_valid:
+            why = "; ".join(known.complaints)
+            rows.append((option.layout.name, str(option.layout.num_ranks), *("-",) * 5, why))
+            continue
+        values = (figures["ttft_p90_ms"].value, figures["tpot_p90_ms"].value, _per_device(known))
+        headroom = f"{option.headroom:g}x" if option.headroom else "-"
+        attained = f"{figures['attainment'].value:.1%}"
+        rows.append(
+            (option.layout.name, str(option.layout.num_ranks), attained, *map(_shown, values), headroom, mark)
+        )
+    return output.table(OPTION_COLUMNS, rows)
+
+
+def _per_device(result: Rehearsal) -> float:
+    return result.figures["output_tokens_per_s"].value / result.layout.num_ranks
+
+
+def _option_row(option: Option, attainment: float) -> "Row":
+    from baton.bench.report import Row, at_least
+
+    known, name = option.best_known, f"{option.layout.name}: attained"
+    if not known.is_valid:
+        return Row(name, None, "%", note="; ".join(known.complaints))
+    figures = known.figures
+    note = ", ".join(
+        f"{figure} {figures[figure].value:,.1f} ({figures[figure].low:,.1f} to {figures[figure].high:,.1f})"
+        for figure in ("ttft_p90_ms", "tpot_p90_ms", "output_tokens_per_s")
+    )
+    return at_least(name, 100 * figures["attainment"].value, "%", 100 * attainment, f"{known.mode}: {note}")
+
+
+def _panels(advice: Advice) -> dict[str, dict[str, list[tuple[float, float]]]]:
+    """Return throughput a device over latency, by kind, and the Pareto border."""
+    panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    for title, figure in (("TTFT p90", "ttft_p90_ms"), ("TPOT p90", "tpot_p90_ms")):
+        curves: dict[str, list[tuple[float, float]]] = {"without roles": [], "prefill and decode": []}
+        for option in advice.options:
+            if option.best_known.is_valid:
+                kind = "prefill and decode" if option.layout.num_prefill else "without roles"
+                point = option.best_known.figures[figure].value, _per_device(option.best_known)
+                curves[kind].append(point)
+        every = sorted(point for curve in curves.values() for point in curve)
+        border, most = [], 0.0
+        for latency, tokens in every:
+            if tokens > most:
+                border.append((latency, tokens))
+                most = tokens
+        panels[title] = {name: sorted(curve) for name, curve in curves.items()} | {"Pareto": border}
+    return panels
+
+
+def serve_yaml(model: str, layout: Layout) -> str:
+    """Return the settings of `baton serve --config` for a layout."""
+    prefill: dict[str, object] = {"num_workers": layout.num_prefill}
+    decode: dict[str, object] = {"num_workers": layout.num_decode}
+    if layout.prefill_tp > 1:
+        prefill["tensor_parallel_size"] = layout.prefill_tp
+    if layout.decode_tp > 1:
+        decode["tensor_parallel_size"] = layout.decode_tp
+    engine: dict[str, object] = {}
+    if layout.step_tokens is not None:
+        engine["scheduler"] = {"max_num_batched_tokens": layout.step_tokens}
+    if layout.page_size is not None:
+        engine["cache"] = {"page_size": layout.page_size}
+    settings: dict[str, object] = {"model": model, "prefill": prefill, "decode": decode}
+    return str(yaml.safe_dump(settings | ({"engine": engine} if engine else {}), sort_keys=False))
+
+
 calibrate = CliCommand(__doc__, _add_calibrate, _calibrate)
 rehearse = CliCommand(__doc__, _add_rehearse, _rehearse)
+advise = CliCommand(__doc__, _add_advise, _advise)
