@@ -4,8 +4,8 @@
    to a number of devices; ranks of either role, and tokens of a step, as far as the time model has them.
 2. Each is rehearsed in the fast mode. Those that meet the objectives are ranked by devices, then by headroom:
    the multiple of the load under which they still do.
-3. The first few sets of workers, and the first of the other kind, are rehearsed in the full mode. The cheapest
-   that still meets the objectives is the advice; it may be not to disaggregate, or that nothing meets them.
+3. The first few sets of workers, and the first of the other kind, are rehearsed in the full mode. The
+   cheapest that still meets the objectives is the advice: also not to disaggregate, or that nothing does.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -271,15 +271,15 @@ class Lengths(NamedTuple):
 
 def synthetic(rate: float, seconds: float, lengths: Lengths, seed: int = 0) -> list[TraceRequest]:
     """Draw requests that come as a Poisson process, `rate` a second on average."""
-    random = Random(seed)
+    random, base = Random(seed), 1 + 1009 * seed  # of the numbers of prompts: other seeds share nothing
     requests, now_s, rest = list[TraceRequest](), 0.0, sqrt(1 - lengths.correlation**2)
     while (now_s := now_s + random.expovariate(rate)) < seconds:
         first, second = random.gauss(), random.gauss()
         second = lengths.correlation * first + rest * second
         num_input = _log_normal(lengths.input_p50, lengths.input_p90, first)
         num_shared = int(num_input * lengths.shared) // BLOCK_A_PAGE
-        document = (1 + random.randrange(NUM_DOCUMENTS)) << 12
-        own = (1 + NUM_DOCUMENTS + len(requests)) << 12
+        document = (base + random.randrange(NUM_DOCUMENTS)) << 12
+        own = (base + NUM_DOCUMENTS + len(requests)) << 12
         num_blocks = -(-num_input // BLOCK_A_PAGE)
         ids = (*range(document, document + num_shared), *range(own + num_shared, own + num_blocks))
         requests.append(

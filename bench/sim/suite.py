@@ -1,0 +1,268 @@
+"""How good rehearsals are: predicted against measured clusters of this machine, and how fast they run.
+
+    python -m baton.bench.sim.suite --only speed                    requests a second, and fast against full
+    python -m baton.bench.sim.suite --only accuracy                 calibrates, then serves 12 loads
+    python -m baton.bench.sim.suite --only accuracy --times FILE    with a model of `baton calibrate`
+
+Accuracy: `baton serve` answers the load of each run, open loop, and the same load is rehearsed in the full
+mode. The time model was calibrated before, by other loads. Loads are shares of the capacity that a rehearsal
+of all requests at once has. Nothing else should run on the machine.
+"""
+
+import argparse
+import time
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Final, NamedTuple
+
+import msgspec
+import uvloop
+
+from baton.bench.clusters import served_cluster
+from baton.bench.report import Report, Row, Suite, at_least, at_most, format_number, percentile
+from baton.bench.serve.client import Address, Client
+from baton.bench.serve.figures import Run
+from baton.bench.serve.load import Load, Shape, model_of, random_jobs, trace_jobs
+from baton.bench.sim.calibration import calibrate
+from baton.config.cluster import ServeConfig
+from baton.config.environment import environment_of_child
+from baton.sim.rehearsal import Figure, Layout, Rehearsal, Settings, rehearse, rehearse_each
+from baton.sim.timed.times import (
+    Curve,
+    ReplicaTimes,
+    StepTimes,
+    TimeModel,
+    TransferTimes,
+)
+from baton.sim.timed.workload import Lengths, TraceRequest, synthetic
+
+LAYOUTS: Final = ("1P1D", "2P1D", "1P2D", "2M")
+LOADS: Final = (0.3, 0.6, 0.9)
+LENGTHS: Final = {
+    "chat": Lengths(96, 256, 48, 96, 0.3),
+    "documents": Lengths(700, 1100, 24, 48),
+}
+NUM_FOR_CAPACITY: Final = 200
+FIGURES: Final = {
+    "output_tokens_per_s": ("throughput", "tokens/s", 5.0),
+    "tpot_p50_ms": ("TPOT p50", "ms", 7.0),
+    "ttft_p50_ms": ("TTFT p50", "ms", 10.0),
+    "ttft_p90_ms": ("TTFT p90", "ms", 15.0),
+}
+LEAST_WITHIN: Final = 80.0  # percent of the truths within their intervals
+WARM_UP_SEED: Final = 999
+NUM_WARM_UP: Final = 8
+LEAST_PER_S: Final = {"full": 300.0, "fast": 5000.0}
+MOST_APART: Final = 3.0  # percent, fast against full
+NUM_RESULTS: Final = 3  # timings of which the best counts: other work on the machine only adds
+
+
+class Case(NamedTuple):
+    """One run: a layout under a share of its capacity."""
+
+    layout: Layout
+    load: float
+    lengths: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.layout.name}, {self.lengths}, load {self.load:g}"
+
+
+def cases(layouts: Sequence[str], loads: Sequence[float]) -> list[Case]:
+    """Return a run for each layout and load; the lengths alternate."""
+    kinds = list(LENGTHS)
+    return [
+        Case(Layout.parse(name), load, kinds[(place + number) % len(kinds)])
+        for place, name in enumerate(layouts)
+        for number, load in enumerate(loads)
+    ]
+
+
+def capacity_of(case: Case, times: TimeModel) -> float:
+    """Return the requests a second of a layout that is asked for everything at once."""
+    lengths = LENGTHS[case.lengths]
+    trace = synthetic(NUM_FOR_CAPACITY, 1.0, lengths, 99)
+    at_once = [msgspec.structs.replace(each, arrival_s=0.0) for each in trace]
+    course = rehearse_each(at_once, case.layout, times, Settings())
+    return len(course.ttft_ms) / course.duration_s
+
+
+def load_of(case: Case, times: TimeModel, seconds: float, seed: int) -> list[TraceRequest]:
+    """Return the requests of a run."""
+    return synthetic(case.load * capacity_of(case, times), seconds, LENGTHS[case.lengths], seed)
+
+
+def measured(run: Run) -> dict[str, float]:
+    """Return the figures of a served load by the names of a rehearsal."""
+    values_ms = {name: [1e3 * each for each in run.values_s(name)] for name in ("ttft", "tpot")}
+    return {
+        "output_tokens_per_s": run.tokens_per_s,
+        "tpot_p50_ms": percentile(values_ms["tpot"], 50),
+        "ttft_p50_ms": percentile(values_ms["ttft"], 50),
+        "ttft_p90_ms": percentile(values_ms["ttft"], 90),
+    }
+
+
+async def serve(case_loads: Sequence[tuple[Case, Sequence[TraceRequest]]], model: str) -> list[Run]:
+    """Serve the loads of one layout, one after the other."""
+    layout = case_loads[0][0].layout
+    with TemporaryDirectory() as folder:
+        async with served_cluster(
+            Path(folder),
+            ("--runtime", "local"),
+            prefill=layout.num_prefill,
+            decode=layout.num_decode,
+            model=model,
+            environment=environment_of_child(num_threads=1),
+        ) as cluster:
+            client = Client(Address(cluster.url))
+            listed = await model_of(client)
+            load = partial(Load, client, listed.name)
+            vocab_size = listed.vocab_size or 1000
+            warm_up = random_jobs(NUM_WARM_UP, WARM_UP_SEED, vocab_size=vocab_size)
+            await load(Shape(concurrency=2)).run(warm_up)
+            runs = []
+            for _, trace in case_loads:
+                runs.append(await load(Shape()).run(trace_jobs(trace, vocab_size=vocab_size)))
+            client.close()
+            return runs
+
+
+def compare(case: Case, predicted: Rehearsal, run: Run) -> Iterator[tuple[str, float, bool, Row]]:
+    """Yield each figure's name, its error in percent, whether the truth is in the interval, and its row."""
+    truth = measured(run)
+    for name, (title, unit, _) in FIGURES.items():
+        figure = predicted.figures[name]
+        error = 100 * (figure.value / truth[name] - 1)
+        is_within = figure.low <= truth[name] <= figure.high
+        note = f"predicted {_interval(figure)}, {error:+.1f} %"
+        yield name, abs(error), is_within, Row(f"{case.name}: {title}", truth[name], unit, note=note)
+
+
+def _interval(figure: Figure) -> str:
+    value, low, high = map(format_number, figure)
+    return f"{value} ({low} to {high})"
+
+
+def accuracy_rows(options: argparse.Namespace, times: TimeModel, report: Report) -> list[Row]:
+    """Serve and rehearse every run; return a row for each figure, then the bars."""
+    every = cases(options.layouts, options.loads)
+    errors: dict[str, list[float]] = {name: [] for name in FIGURES}
+    within: list[bool] = []
+    rows: list[Row] = []
+    for name in options.layouts:
+        own = [case for case in every if case.layout.name == Layout.parse(name).name]
+        loads = [(case, load_of(case, times, options.seconds, place + 1)) for place, case in enumerate(own)]
+        report.tell(f"{name}: serving")
+        runs = uvloop.run(serve(loads, options.model))
+        for (case, trace), run in zip(loads, runs, strict=True):
+            report.tell(f"{case.name}: rehearsing")
+            predicted = rehearse(trace, case.layout, times, Settings(mode="full"))
+            failed = len(run.failures)
+            if not predicted.is_valid or failed:
+                why = "; ".join(predicted.complaints) or f"{failed} answers failed: {run.failures[0]}"
+                rows.append(Row(f"{case.name}", None, "", note=why, met=False))
+                continue
+            for figure, error, is_within, row in compare(case, predicted, run):
+                errors[figure].append(error)
+                within.append(is_within)
+                rows.append(row)
+    for figure, (title, _, bar) in FIGURES.items():
+        if errors[figure]:
+            rows.append(at_most(f"median error: {title}", median(errors[figure]), "%", bar))
+    if within:
+        rows.append(at_least("within the interval", 100 * sum(within) / len(within), "%", LEAST_WITHIN))
+    return rows
+
+
+def usual_times() -> TimeModel:
+    """Return a time model for speed and agreement: a small model, whose steps take a millisecond or two."""
+    curves = {
+        name: Curve((slope,))
+        for name, slope in {"rows": 5e-5, "sequences": 3e-5, "context": 3e-8, "pairs": 2e-9}.items()
+    }
+    most = {"num_sequences": 256.0, "num_context": 1e7, "num_new": 8192.0, "num_pairs": 1e9}
+    alike = (1.0,) * 7
+    steps = StepTimes(fixed_s=1.2e-3, curves=curves, most=most, errors=alike, spread=alike)
+    return TimeModel(
+        model="usual",
+        fingerprint="usual",
+        machine={},
+        replicas={1: ReplicaTimes(steps=steps, num_pages=8192, start_s=(2.0,))},
+        transfer=TransferTimes(
+            fixed_s=1e-3, curve=Curve((5e-10,)), streams=(1.0,), most_bytes=2**30, errors=alike
+        ),
+        kv_token_bytes=2048,
+        page_size=16,
+        max_model_len=16_384,
+    )
+
+
+def speed_rows(report: Report, num_requests: int) -> list[Row]:
+    """Time rehearsals in processor seconds, and compare the modes."""
+    times, rows = usual_times(), []
+    lengths = Lengths(100, 300, 20, 60, 0.2)
+    results: dict[str, Rehearsal] = {}
+    for mode in ("full", "fast"):
+        report.tell(f"{mode} mode")
+        trace = synthetic(40.0, num_requests / 40.0, lengths)
+        settings = Settings(mode=mode, has_intervals=False)
+        taken_s = []
+        for _ in range(NUM_RESULTS):
+            begin_s = time.process_time()
+            results[mode] = rehearse(trace, Layout.parse("2P2D"), times, settings)
+            taken_s.append(time.process_time() - begin_s)
+        per_s = len(trace) / min(taken_s)
+        note = f"{len(trace)} requests on 2P2D, processor time, best of {NUM_RESULTS}"
+        rows.append(at_least(f"{mode} mode", per_s, "requests/s", LEAST_PER_S[mode], note))
+    for name, figure in results["full"].figures.items():
+        apart = 100 * abs(results["fast"].figures[name].value / figure.value - 1)
+        rows.append(at_most(f"fast against full: {name}", apart, "%", MOST_APART))
+    report.tell("1,000 workers")
+    begin_s = time.process_time()
+    trace = synthetic(4000.0, 1.0, lengths)
+    large = rehearse(trace, Layout.parse("400P600D"), times, Settings(has_intervals=False))
+    note = f"{large.num_requests} requests, fast mode, processor time"
+    rows.append(Row("1,000 workers", time.process_time() - begin_s, "s", note=note))
+    return rows
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the suite's options."""
+    parser.add_argument("--only", choices=("speed", "accuracy"), help="one half of the suite (both)")
+    parser.add_argument("--requests", type=int, default=2000, metavar="N", help="that speed rehearses (2000)")
+    parser.add_argument("--model", default="tiny", help="(tiny)")
+    parser.add_argument("--times", type=Path, metavar="FILE", help="of `baton calibrate`")
+    parser.add_argument("--seconds", type=float, default=60.0, help="of each served load (60)")
+    parser.add_argument("--calibrate-seconds", type=float, default=110.0, help="without --times (110)")
+    parser.add_argument("--layouts", nargs="+", default=LAYOUTS, metavar="SPEC", help="(1P1D 2P1D 1P2D 2M)")
+    parser.add_argument(
+        "--loads", nargs="+", type=float, default=LOADS, metavar="X", help="shares of the capacity"
+    )
+
+
+def measure(options: argparse.Namespace, report: Report) -> None:
+    """Measure speed, then accuracy."""
+    if options.only != "accuracy":
+        report.rows += speed_rows(report, options.requests)
+    if options.only != "speed":
+        if options.times is not None:
+            times = TimeModel.read(options.times)
+        else:
+            report.tell("calibrating")
+            config = ServeConfig(model=options.model)
+            times = calibrate(config, options.calibrate_seconds, 3, report.tell)
+            times.save(report.folder / "times.json")
+        report.rows += accuracy_rows(options, times, report)
+
+
+SUITE: Final = Suite("sim", "Rehearsals", add_options, measure)
+
+if __name__ == "__main__":
+    import sys
+
+    sys.exit(SUITE.main(__doc__))
