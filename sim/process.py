@@ -184,20 +184,21 @@ class SimProcess:
 
 
 class TimedProcess(SimProcess):
-    """A process whose clock shows the time that a turn has spent, for turns that measure themselves.
+    """A process that is its own clock, which shows the time that a turn has spent: such turns measure
+    themselves.
 
     What a turn begins after `spend` begins at the end of that time.
     """
 
-    def __init__(self, name: str, events: Events, clock_offset_s: float = 0.0) -> None:
-        super().__init__(name, events, clock_offset_s)
-        self.clock = TurnClock(self)
+    def __init__(self, name: str, events: Events) -> None:
+        super().__init__(name, events)
+        self.clock = self
         self._is_in_turn = False
 
-    @property
     def now_s(self) -> float:
-        """The time, in a turn with the time that it has spent."""
-        return max(self._events.now_s, self._busy_until_s) if self._is_in_turn else self._events.now_s
+        """See Clock."""
+        now_s = self._events.now_s
+        return self._busy_until_s if self._is_in_turn and self._busy_until_s > now_s else now_s
 
     @property
     def is_busy(self) -> bool:
@@ -206,20 +207,9 @@ class TimedProcess(SimProcess):
 
     def later(self, delay_s: float, call: Call) -> None:
         """See SimProcess."""
-        self._events.at(self.now_s + delay_s, lambda: self._due(call))
+        self._events.at(self.now_s() + delay_s, lambda: self._due(call))
 
     def _take_turn(self) -> None:
         self._is_in_turn = True
         super()._take_turn()
         self._is_in_turn = False
-
-
-class TurnClock:
-    """The clock of a TimedProcess."""
-
-    def __init__(self, process: TimedProcess) -> None:
-        self._process = process
-
-    def now_s(self) -> float:
-        """See Clock."""
-        return self._process.now_s

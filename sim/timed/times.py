@@ -25,7 +25,8 @@ from baton.router.policies.cost_model import solve_nonnegative
 
 QUANTILES: Final = (0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95)  # of errors and of spreads
 OUTLIERS: Final = 0.02  # share of the longest steps that is left out: the machine did other things
-KNOT_PLACES: Final = (0.25, 0.5, 0.75)  # candidates, as quantiles of the measured values
+KNOT_PLACES: Final = (0.1, 0.25, 0.4, 0.5, 0.6, 0.75, 0.9)  # candidates, as quantiles of the values
+MAX_KNOTS: Final = 2  # of one curve
 KNOT_GAIN: Final = 0.93  # a knot must make the error of held-out shapes this much smaller
 NUM_FOLDS: Final = 5
 TOLERATED: Final = 0.01  # share of a rehearsal's time that may be outside of the calibrated ranges
@@ -437,19 +438,32 @@ def _fit(shapes: Sequence[_Shape], names: Sequence[str]) -> tuple[float, dict[st
         raise ConfigError(f"{len(shapes)} shapes were measured, expected {NUM_FOLDS} or more")
     knots: dict[str, tuple[float, ...]] = dict.fromkeys(names, ())
     ratios = _held_out(shapes, knots)
-    for place, name in enumerate(names):
-        values = sorted({shape.quantities[place] for shape in shapes if shape.quantities[place]})
-        tried = {float(np.quantile(values, at)) for at in KNOT_PLACES} if len(values) > 3 else set[float]()
-        found = {knot: _held_out(shapes, knots | {name: (knot,)}) for knot in sorted(tried)}
-        best = min(found, key=lambda knot: _size(found[knot]), default=None)
-        if best is not None and _size(found[best]) < KNOT_GAIN * _size(ratios):
-            knots[name], ratios = (best,), found[best]
+    while True:
+        tried = [knots | {name: own} for name in names for own in _with_another(shapes, knots, names, name)]
+        found = [_held_out(shapes, each) for each in tried]
+        sizes = list(map(_size, found))
+        if not sizes or min(sizes) >= KNOT_GAIN * _size(ratios):
+            break
+        best = sizes.index(min(sizes))
+        knots, ratios = tried[best], found[best]
     solved = _solve(shapes, knots)
     curves, at = {}, 1
     for name, own in knots.items():
         curves[name] = Curve(tuple(solved[at : at + len(own) + 1]), own)
         at += len(own) + 1
     return solved[0], curves, ratios
+
+
+def _with_another(
+    shapes: Sequence[_Shape], knots: Mapping[str, tuple[float, ...]], names: Sequence[str], name: str
+) -> list[tuple[float, ...]]:
+    """Return the knots of a curve with one more, at each candidate."""
+    place, own = list(names).index(name), knots[name]
+    values = sorted({shape.quantities[place] for shape in shapes if shape.quantities[place]})
+    if len(values) <= 3 or len(own) >= MAX_KNOTS:
+        return []
+    places = {float(np.quantile(values, at)) for at in KNOT_PLACES} - set(own)
+    return [tuple(sorted((*own, each))) for each in sorted(places)]
 
 
 def _size(ratios: Sequence[float]) -> float:

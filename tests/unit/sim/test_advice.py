@@ -1,0 +1,47 @@
+"""Advice: the cheapest layout that keeps the objectives, and the reason."""
+
+import pytest
+
+from baton.bench.sim.suite import usual_times
+from baton.errors import ConfigError
+from baton.sim.advice import MAX_LAYOUTS, Search, advise, layouts
+from baton.sim.rehearsal import Layout, Settings
+from baton.sim.timed.workload import Lengths, synthetic
+from baton.tenants import Sla
+
+TIMES = usual_times()
+
+
+def search(rate: float, ttft_ms: float, tpot_ms: float) -> Search:
+    trace = synthetic(rate, 4.0, Lengths(100, 300, 20, 60))
+    return Search(trace, TIMES, Settings(sla=Sla(ttft_ms=ttft_ms, tpot_ms=tpot_ms)), 0.95)
+
+
+def workers(*names: str) -> list[Layout]:
+    return [Layout.parse(name) for name in names]
+
+
+def test_one_worker_is_enough_for_a_small_load() -> None:
+    advice = advise(search(4.0, 500.0, 20.0), workers("1P1D", "2M", "1M"))
+    assert advice.chosen is not None and advice.chosen.layout.name == "1M"
+    assert advice.chosen.full is not None and advice.chosen.headroom >= 2
+    assert any(reason.startswith("do not disaggregate") for reason in advice.reasons)
+    assert advice.runner_up is not None and "takes 1 more device" in advice.reasons[-1]
+
+
+def test_impossible_objectives_are_an_outcome() -> None:
+    advice = advise(search(4.0, 500.0, 0.5), workers("1M", "1P1D"))
+    assert advice.chosen is None
+    assert advice.reasons[0].startswith("infeasible")
+
+
+def test_objectives_are_asked_for() -> None:
+    with pytest.raises(ConfigError, match="--slo"):
+        advise(search(4.0, 1.0, 1.0)._replace(settings=Settings()), workers("1M"))
+
+
+def test_candidates_are_distinct_and_within_the_devices() -> None:
+    found = layouts(TIMES, 5)
+    assert len(found) == MAX_LAYOUTS == len({each.name for each in found})
+    assert all(1 <= each.num_ranks <= 5 for each in found)
+    assert {each.name.partition(",")[0] for each in found} >= {"1M", "5M", "1P1D", "2P3D", "4P1D"}

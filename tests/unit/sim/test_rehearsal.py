@@ -1,0 +1,99 @@
+"""Rehearsals: both modes agree, figures have intervals, and none is given beyond the calibrated ranges."""
+
+from functools import cache
+
+import msgspec
+import pytest
+
+from baton.bench.sim.suite import usual_times
+from baton.errors import ConfigError
+from baton.sim.rehearsal import Layout, Mode, Rehearsal, Settings, rehearse
+from baton.sim.timed.workload import Lengths, TraceRequest, synthetic
+from baton.tenants import Sla
+
+TIMES = usual_times()
+CHAT = Lengths(100, 300, 20, 60, 0.2)
+
+
+@cache
+def rehearsed(workers: str, mode: Mode, rate: float = 30.0, shared: float = 0.0) -> Rehearsal:
+    trace = synthetic(rate, 5.0, CHAT._replace(shared=shared))
+    return rehearse(trace, Layout.parse(workers), TIMES, Settings(mode=mode, has_intervals=False))
+
+
+@pytest.mark.parametrize("workers", ["2P2D", "2M"])
+def test_fast_mode_agrees_with_the_full_mode(workers: str) -> None:
+    fast, full = (rehearsed(workers, mode) for mode in ("fast", "full"))
+    for name in ("ttft_p50_ms", "tpot_p50_ms", "e2el_p50_ms", "output_tokens_per_s"):
+        assert fast.figures[name].value == pytest.approx(full.figures[name].value, rel=0.03), name
+    assert fast.num_refused == full.num_refused == 0
+
+
+@pytest.mark.parametrize("mode", ["fast", "full"])
+def test_parts_of_the_time_add_up_to_the_latency(mode: Mode) -> None:
+    result = rehearsed("2P2D", mode)
+    assert {"queued", "prefill_computing", "transfer_exposed", "decode_computing"} <= result.parts.keys()
+    p50_s, p90_s = (result.figures[f"e2el_p{at}_ms"].value / 1e3 for at in (50, 90))
+    assert p50_s < sum(result.parts.values()) < p90_s  # a mean
+    assert 0 < result.busy["decode"] < 1
+
+
+def test_same_arguments_give_the_same_figures() -> None:
+    again = rehearse(synthetic(30.0, 5.0, CHAT), Layout.parse("2M"), TIMES, Settings(has_intervals=False))
+    assert again == rehearsed("2M", "fast")
+
+
+def test_shared_prompts_are_computed_once() -> None:
+    alone, shared = rehearsed("1M", "fast"), rehearsed("1M", "fast", shared=0.9)
+    assert shared.figures["ttft_p50_ms"].value < 0.6 * alone.figures["ttft_p50_ms"].value
+
+
+def test_overload_makes_requests_wait_and_loses_none() -> None:
+    calm, crowded = rehearsed("1P1D", "fast", 10.0), rehearsed("1P1D", "fast", 150.0)
+    assert crowded.figures["ttft_p90_ms"].value > 5 * calm.figures["ttft_p90_ms"].value
+    assert crowded.num_refused == 0
+
+
+def test_interval_has_the_value_and_grows_with_the_error_of_the_model() -> None:
+    trace, layout = synthetic(30.0, 5.0, CHAT), Layout.parse("1P1D")
+    settings = Settings(sla=Sla(ttft_ms=20.0, tpot_ms=5.0))
+    sure, unsure = (
+        rehearse(trace, layout, msgspec.structs.replace(TIMES, drift=drift), settings) for drift in (0.0, 0.3)
+    )
+    for name, figure in sure.figures.items():
+        assert figure.low <= figure.value <= figure.high, name
+    sizes = [each.figures["tpot_p50_ms"].high - each.figures["tpot_p50_ms"].low for each in (sure, unsure)]
+    assert sizes[1] > 2 * sizes[0]
+    assert 0 <= sure.figures["attainment"].value <= 1
+
+
+def test_no_figure_outside_of_the_calibrated_ranges() -> None:
+    trace = [TraceRequest(arrival_s=0.1 * at, input_tokens=12_000, output_tokens=3) for at in range(9)]
+    steps = TIMES.replicas[1].steps
+    most = steps.most | {"num_pairs": 1e5}
+    narrow = {1: msgspec.structs.replace(TIMES.replicas[1], steps=msgspec.structs.replace(steps, most=most))}
+    result = rehearse(trace, Layout.parse("1M"), msgspec.structs.replace(TIMES, replicas=narrow))
+    assert not result.is_valid and not result.figures
+    assert "pairs" in result.complaints[0]
+
+
+def test_more_workers_on_a_machine_than_were_calibrated_give_no_figure() -> None:
+    times = msgspec.structs.replace(TIMES, neighbours=(1.0, 1.4))
+    trace = synthetic(5.0, 2.0, CHAT)
+    assert rehearse(trace, Layout.parse("1P1D"), times).is_valid
+    (complaint,) = rehearse(trace, Layout.parse("2P1D"), times).complaints
+    assert complaint == "3 workers share the machine, calibrated to 2"
+    assert rehearse(trace, Layout.parse("2P1D"), times, Settings(shares_machine=False)).is_valid
+
+
+def test_layouts_are_read_as_text() -> None:
+    assert (Layout.parse("2P6D").num_prefill, Layout.parse("2p6d").num_decode) == (2, 6)
+    assert Layout.parse("4M").name == "4M" and Layout.parse("4M").num_workers == 4
+    for text in ("", "2P", "0M", "2P0D", "6D2P", "4"):
+        with pytest.raises(ConfigError, match="2P6D"):
+            Layout.parse(text)
+
+
+def test_empty_trace_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="no request"):
+        rehearse([], Layout.parse("1M"), TIMES)

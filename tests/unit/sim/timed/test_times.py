@@ -1,0 +1,120 @@
+"""Time models: fits of measured steps, their ranges, and the slowdown of workers that share a machine."""
+
+from pathlib import Path
+from random import Random
+
+import msgspec
+import pytest
+
+from baton.bench.sim.suite import usual_times
+from baton.errors import ConfigError
+from baton.sim.timed.times import (
+    Contention,
+    Curve,
+    FittedTimes,
+    Overheads,
+    StepSample,
+    TimeModel,
+    TransferSample,
+    Validity,
+    Work,
+    fit_steps,
+    fit_transfers,
+)
+
+TRUE_ROWS = Curve((1e-5, 8e-5), (200.0,))
+
+
+def true_s(work: Work) -> float:
+    """A machine that computes 200 rows almost for free."""
+    rows = work.num_sequences + work.num_new
+    return 2e-3 + TRUE_ROWS.at(rows) + 4e-8 * work.num_context + 3e-9 * work.num_pairs
+
+
+def measured(noise: float = 0.05) -> list[StepSample]:
+    random, works = Random(0), []
+    for number in (1, 2, 4, 8, 16, 32, 64):
+        works += [Work(number, number * context, 0, 0.0) for context in (32, 512, 2048)]
+        works += [Work(number + 1, number * 256, new, new * new / 2) for new in (64, 512)]
+    works += [Work(1, 0, new, new * new / 2) for new in (16, 64, 128, 256, 512, 1024, 2048)]
+    return [
+        StepSample(work, true_s(work) * random.uniform(1 - noise, 1 + noise))
+        for work in works
+        for _ in range(9)
+    ]
+
+
+def test_fit_finds_the_bend_and_predicts_within_its_error() -> None:
+    steps = fit_steps(measured())
+    assert steps.curves["rows"].knots
+    for work in (Work(10, 5000, 0, 0.0), Work(1, 0, 300, 45_000.0), Work(1, 0, 1500, 1_125_000.0)):
+        assert steps.seconds(work) == pytest.approx(true_s(work), rel=0.08)
+    assert 0.9 < steps.errors[1] <= steps.errors[-2] < 1.1
+
+
+def test_coefficients_are_never_negative() -> None:
+    steps = fit_steps(measured(noise=0.6))
+    assert steps.fixed_s >= 0 and all(min(curve.slopes) >= 0 for curve in steps.curves.values())
+
+
+def test_one_long_pause_changes_no_mean() -> None:
+    samples = measured()
+    paused = samples[40]._replace(seconds=50.0)
+    steps = fit_steps([*samples[:40], paused, *samples[41:]])
+    assert steps.seconds(paused.work) == pytest.approx(true_s(paused.work), rel=0.1)
+
+
+def test_transfers_at_once_take_longer() -> None:
+    samples = [
+        TransferSample(num_bytes, number, number * (1e-3 + 1e-9 * num_bytes))
+        for num_bytes in (2**16, 2**18, 2**20, 2**22, 2**24)
+        for number in (1, 2, 4)
+    ]
+    transfers = fit_transfers(samples)
+    assert transfers.curve.at(2**20) + transfers.fixed_s == pytest.approx(1e-3 + 1e-9 * 2**20, rel=0.05)
+    assert transfers.streams == pytest.approx((1.0, 2.0, 2.0, 4.0), rel=0.05)
+
+
+def test_too_few_shapes_are_an_error() -> None:
+    with pytest.raises(ConfigError, match="2 shapes"):
+        fit_steps([StepSample(Work(1, 8, 0, 0.0), 1.0), StepSample(Work(2, 8, 0, 0.0), 1.0)])
+
+
+def test_saved_model_is_read_back_and_other_files_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "times.json"
+    usual_times().save(path)
+    assert TimeModel.read(path) == usual_times()
+    msgspec.structs.replace(usual_times(), version=99).save(path)
+    with pytest.raises(ConfigError, match="version 99"):
+        TimeModel.read(path)
+    path.write_text("{}")
+    with pytest.raises(ConfigError, match="baton calibrate"):
+        TimeModel.read(path)
+
+
+def test_time_outside_of_the_ranges_is_complained_about() -> None:
+    validity = Validity()
+    times = FittedTimes(usual_times(), validity=validity)
+    for _ in range(1000):
+        times.step_s(Work(8, 1000, 0, 0.0))
+    assert not validity.complaints
+    for _ in range(100):
+        times.step_s(Work(4000, 1000, 0, 0.0))
+    (complaint,) = validity.complaints
+    assert complaint.startswith("sequences: up to 4,000, calibrated to 256")
+
+
+def test_ranks_that_were_not_calibrated_are_an_error() -> None:
+    with pytest.raises(ConfigError, match="size 8 was not calibrated, only 1 was"):
+        FittedTimes(usual_times(), size=8)
+
+
+def test_busy_neighbours_and_the_gateway_slow_steps_down() -> None:
+    over = Overheads(token_cpu_s=1e-3)
+    model = msgspec.structs.replace(usual_times(), neighbours=(1.0, 1.5, 3.0), overheads=over)
+    contention = Contention(model)
+    assert [contention.slowdown(number, 0.0) for number in range(4)] == [1.0, 1.5, 3.0, 3.0]
+    contention.add_tokens(250, 0.0)  # half a processor, over half a second
+    assert contention.slowdown(0, 0.0) == pytest.approx(1.25)
+    assert contention.slowdown(0, 60.0) == pytest.approx(1.0)
+    assert Contention().slowdown(5, 0.0) == 1.0

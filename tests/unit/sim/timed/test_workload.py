@@ -1,0 +1,119 @@
+"""Traces in the formats of Mooncake, Azure and Baton, and synthetic ones."""
+
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from baton.config.router import RouterConfig
+from baton.errors import ConfigError
+from baton.router.recording import Recording
+from baton.sim.replay import frame_chunks
+from baton.sim.timed.fast import FastCluster
+from baton.sim.timed.fleet import ClientCall, Fleet
+from baton.sim.timed.times import Machine
+from baton.sim.timed.workload import Lengths, TraceRequest, page_keys, read_trace, synthetic
+
+LENGTH_NAMES = ("input_tokens", "output_tokens")
+MOONCAKE = """\
+{"timestamp": 3000, "input_length": 700, "output_length": 40, "hash_ids": [0, 7]}
+{"timestamp": 0, "input_length": 1024, "output_length": 64, "hash_ids": [0, 1]}
+"""
+AZURE = """\
+TIMESTAMP,ContextTokens,GeneratedTokens
+2023-11-16 18:17:03.9799600,4808,10
+2023-11-16 18:17:04.4799600,3180,8
+"""
+
+
+def written(folder: Path, name: str, text: str) -> Path:
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+def test_mooncake_lines_come_in_order_of_arrival(tmp_path: Path) -> None:
+    first, second = read_trace(written(tmp_path, "trace.jsonl", MOONCAKE))
+    assert (first.arrival_s, first.input_tokens, first.output_tokens) == (0.0, 1024, 64)
+    assert (second.arrival_s, second.block_ids, second.block_tokens) == (3.0, (0, 7), 512)
+
+
+def test_azure_times_count_from_the_first_row(tmp_path: Path) -> None:
+    first, second = read_trace(written(tmp_path, "trace.csv", AZURE))
+    assert (first.arrival_s, first.input_tokens, first.block_ids) == (0.0, 4808, ())
+    assert second.arrival_s == pytest.approx(0.5)
+
+
+def test_scale_divides_lengths_and_blocks(tmp_path: Path) -> None:
+    (first,) = read_trace(written(tmp_path, "trace.jsonl", MOONCAKE), scale=32, limit=1)
+    assert (first.input_tokens, first.output_tokens, first.block_tokens) == (32, 2, 16)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("trace.jsonl", '{"timestamp": 0}\n', "line 1.*input_length"),
+        ("trace.jsonl", MOONCAKE + "nonsense\n", "line 3"),
+        ("trace.csv", "TIMESTAMP,ContextTokens\n2023-11-16 18:17:03,5\n", "line 2.*GeneratedTokens"),
+        ("trace.csv", AZURE + "yesterday,1,1\n", "line 4"),
+    ],
+)
+def test_a_line_of_another_format_is_named(tmp_path: Path, name: str, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read_trace(written(tmp_path, name, text))
+
+
+def test_missing_file_and_bad_scale_are_config_errors(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_trace(tmp_path / "none.jsonl")
+    with pytest.raises(ConfigError, match="scale"):
+        read_trace(written(tmp_path, "trace.csv", AZURE), scale=0)
+
+
+def test_synthetic_lengths_and_arrivals_are_as_asked_for() -> None:
+    lengths = Lengths.parse("400-1600,64-256,0.8")
+    trace = synthetic(50.0, 100.0, lengths, seed=3)
+    assert len(trace) == pytest.approx(5000, rel=0.06)
+    inputs, outputs = (np.array([getattr(each, name) for each in trace]) for name in LENGTH_NAMES)
+    assert np.percentile(inputs, (50, 90)) == pytest.approx((400, 1600), rel=0.08)
+    assert np.percentile(outputs, (50, 90)) == pytest.approx((64, 256), rel=0.08)
+    assert np.corrcoef(np.log(inputs), np.log(outputs))[0, 1] == pytest.approx(0.8, abs=0.05)
+
+
+@pytest.mark.parametrize("text", ["", "400", "400-100,1-2", "1-2,3-4,1.5", "1-2,3-4,0,1", "a-b,c-d"])
+def test_other_lengths_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="P50-P90"):
+        Lengths.parse(text)
+
+
+def test_keys_of_pages_are_alike_where_prompts_are() -> None:
+    def keys(*blocks: int) -> list[bytes]:
+        traced = TraceRequest(
+            arrival_s=0, input_tokens=100, output_tokens=1, block_ids=blocks, block_tokens=32
+        )
+        joined = page_keys(traced, 16)
+        return [joined[at : at + 16] for at in range(0, len(joined), 16)]
+
+    one, other = keys(1, 2, 3, 4), keys(1, 2, 9, 4)
+    assert len(one) == 6 == len(set(one))
+    assert one[:4] == other[:4] and one[4] != other[4]
+    assert not set(keys(2, 1, 3, 4)) & set(one[:4])
+
+
+def test_bundle_of_a_router_is_a_trace(tmp_path: Path) -> None:
+    cluster = FastCluster(RouterConfig(), Fleet(num_prefill=1, num_decode=1, decode_keeps=True), Machine())
+    recording = Recording(900.0, 2**26, lambda: 1.8e9)
+    cluster.router.record(recording)
+    cluster.run(
+        ClientCall(at_s=1.0 + at, token_ids=(*range(64), *[at] * 40), num_answered=3 + at) for at in range(4)
+    )
+    path = tmp_path / "incident.zip"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr(f"routers/{1:032x}/recording", frame_chunks(recording.chunks()))
+    trace = read_trace(path)
+    assert [(each.arrival_s, each.input_tokens, each.output_tokens) for each in trace] == [
+        (pytest.approx(float(at)), 104, 3 + at) for at in range(4)
+    ]
+    shared = [set(page_keys(each, 16)[at : at + 16] for at in range(0, 96, 16)) for each in trace[:2]]
+    assert len(shared[0] & shared[1]) == 4
