@@ -47,7 +47,8 @@ from baton.bench.tenants.calls import (
 )
 from baton.cluster.runtimes.base import descendants
 from baton.errors import PeerGone
-from baton.sim.timed.fleet import MAX_RETRIES, CallOutcome, ClientCall
+from baton.sim.timed.fast import MAX_RETRIES
+from baton.sim.timed.fleet import CallOutcome, ClientCall
 from baton.tenants import Sla
 
 STEP_TOKENS: Final = 256  # between two steps a worker chooses the tenant that is due

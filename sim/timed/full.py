@@ -37,14 +37,12 @@ LOOK_S: Final = 1.0
 
 def work_of(batch: Batch) -> Work:
     """Return the work of a batch."""
-    num_context, num_new, num_pairs = 0, 0, 0.0
     num_decodes = batch.num_decodes
-    for place, (start, length) in enumerate(zip(batch.starts, batch.lengths, strict=True)):
-        if place < num_decodes:
-            num_context += start + 1
-        else:
-            num_new += length
-            num_pairs += length * (start + length / 2)
+    num_context = int(batch.starts[:num_decodes].sum()) + num_decodes
+    num_new, num_pairs = 0, 0.0
+    for start, length in zip(batch.starts[num_decodes:].tolist(), batch.lengths[num_decodes:], strict=True):
+        num_new += length
+        num_pairs += length * (start + length / 2)
     return Work(len(batch.sequences), num_context, num_new, num_pairs)
 
 
@@ -103,6 +101,8 @@ class TimedEngine(SimEngine):
         return []
 
     def _run_batch(self, batch: Batch) -> list[int | None]:
+        if batch.is_pure_decode:
+            return [1] * len(batch.sequences)
         return [1 if chunk.samples else None for chunk in batch.chunks]
 
     def _check(self) -> None:
