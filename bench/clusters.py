@@ -25,6 +25,7 @@ from baton.config.cluster import ServeConfig
 from baton.config.environment import environment_of_child
 from baton.errors import PeerGone, WorkerLost
 from baton.messages.operations import Status
+from baton.messages.workers import WorkerRole
 from baton.tenants import Sla
 
 MODEL: Final = "tiny"
@@ -32,7 +33,7 @@ SERVE: Final = (sys.executable, "-m", "baton")
 BANNER: Final = re.compile(rb"http://127\.0\.0\.1:(\d+)/v1")
 START_S: Final = 180.0
 STOP_S: Final = 60.0
-LOOK_S: Final = 0.2
+LOOK_S: Final = 0.05
 HELD: Final = ("active", "leased", "quarantined")  # states of pages that an idle cluster has none of
 
 
@@ -113,6 +114,22 @@ class WatchedCluster:
     async def migrate(self, worker: str) -> int:
         """Move the requests of a decode worker elsewhere, and return how many have moved."""
         return (await self._operator.migrate(worker=worker)).num_moved
+
+    async def flip(self, worker: str, role: WorkerRole) -> float:
+        """Have a worker take the other role, and return the seconds until it serves in that role.
+
+        WorkerLost after START_S.
+        """
+        former, begin_s = await self.worker_id(worker), time.perf_counter()
+        await self._operator.flip(worker, role)
+
+        def has_flipped(status: Status) -> bool:
+            found = [each.worker for each in status.workers if each.worker.name == worker]
+            return self.is_whole(status) and all(each.role is role and each.id != former for each in found)
+
+        if await self.seconds_until(has_flipped, START_S) is None:
+            raise WorkerLost(f"{worker} has not become a {role} worker")
+        return time.perf_counter() - begin_s
 
     async def seconds_until(self, is_so: Callable[[Status], bool], timeout_s: float) -> float | None:
         """Return how long until a status says so; None: longer than `timeout_s`."""

@@ -189,8 +189,12 @@ class Cluster:
         """Start missing workers of each role, and drain those that are too many, the last ones first."""
         wanted = {WorkerRole.PREFILL: order.num_prefill, WorkerRole.DECODE: order.num_decode}
         async with self._scaling:
+            logger.warning("the cluster is scaled to %dP%dD", order.num_prefill, order.num_decode)
             pools = {role: [each for each in self._workers() if each.spec.role == role] for role in wanted}
-            await self._add({role: most - len(pools[role]) for role, most in wanted.items()})
+            try:
+                await self._add({role: most - len(pools[role]) for role, most in wanted.items()})
+            except ConfigError as error:
+                logger.error("no worker is started: %s", error)
             spare = [process for role, most in wanted.items() for process in pools[role][most:]]
             await asyncio.gather(*map(self._take_away, spare))
 

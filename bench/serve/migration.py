@@ -7,6 +7,8 @@ sampled answer after a prompt of 2,000 or 8,000 tokens, while the stream moves t
 is the longest time between two pieces of the answer from the order until it is carried out, less the stream's
 median time between two pieces; the same windows without a move say what the machine alone does.
 The tokens are compared with those of the same request without moves.
+
+Then a decode worker flips: it becomes a prefill worker and a decode worker again, while four clients stream.
 """
 
 import argparse
@@ -28,11 +30,14 @@ from baton.bench.report import Report, Row, Suite, at_most, percentile
 from baton.bench.serve.client import Address, Answer, Connection
 from baton.cluster.model_directory import resolve_model
 from baton.errors import PeerGone
+from baton.messages.workers import WorkerRole
 
 BARS_MS: Final = {2_000: 60.0, 8_000: 150.0}  # of the gap, by tokens of context
 MAX_CONTEXT: Final = 16_384
 
 PAUSE_S: Final = 0.3  # between two moves
+FLIP_BAR_S: Final = 2.0
+NUM_FLIP_CLIENTS: Final = 4
 OPTIONS: Final = ("--runtime", "local", "--kv-cache-memory", "256MiB", "--drain-timeout", "5")
 
 
@@ -59,7 +64,7 @@ def tokens_of(body: bytes) -> list[int]:
     events = [line[6:] for line in body.decode().splitlines() if line.startswith("data: {")]
     choices = [choice for event in events for choice in json.loads(event)["choices"]]
     assert choices[-1]["finish_reason"] == "length", choices[-1]
-    return [token_id for choice in choices for token_id in choice["token_ids"]]
+    return [token_id for choice in choices for token_id in choice.get("token_ids") or ()]
 
 
 def gap_s(times_s: Sequence[float], begin_s: float, end_s: float) -> float:
@@ -110,6 +115,45 @@ async def _window(
     return begin_s, time.perf_counter()
 
 
+async def flip(cluster: WatchedCluster, num_tokens: int, num_flips: int) -> list[Row]:
+    """Flip a worker to and fro while clients stream."""
+    bodies = [stream_body(2 + 300 * number, num_tokens, seed=number) for number in range(NUM_FLIP_CLIENTS)]
+    alone = [await move(cluster, body, 0) for body in bodies]
+    streams = [asyncio.create_task(move(cluster, body, 0)) for body in bodies]
+    taken_s: dict[WorkerRole, list[float]] = {WorkerRole.PREFILL: [], WorkerRole.DECODE: []}
+    for _ in range(num_flips):
+        for role, seconds in taken_s.items():
+            await asyncio.sleep(PAUSE_S)
+            seconds.append(await cluster.flip("decode-1", role))
+    num_running = sum(not stream.done() for stream in streams)
+    pairs = zip([await stream for stream in streams], alone, strict=True)
+    num_other = sum(a.token_ids != b.token_ids for a, b in pairs)
+    rows = [
+        at_most(
+            f"a decode worker becomes a {role} worker"
+            if role is WorkerRole.PREFILL
+            else "and a decode worker again",
+            percentile(seconds, 50),
+            "s",
+            FLIP_BAR_S,
+            f"{len(seconds)} flips, most {max(seconds):.2f} s; "
+            f"{num_running} of {NUM_FLIP_CLIENTS} streams ran until the last flip",
+        )
+        for role, seconds in taken_s.items()
+    ]
+    return [
+        *rows,
+        at_most("streams under flips: answers that differ", num_other, f"of {NUM_FLIP_CLIENTS}", 0.0),
+    ]
+
+
+def stream_body(num_prompt_tokens: int, num_tokens: int, seed: int) -> dict[str, Any]:
+    """Return the body of a sampled, streamed request with token ids."""
+    prompt = [2 + 7 * index % 1000 for index in range(num_prompt_tokens)]
+    body: dict[str, Any] = {"model": "tiny", "prompt": prompt, "max_tokens": num_tokens, "stream": True}
+    return body | {"temperature": 1.0, "seed": seed, "ignore_eos": True, "return_token_ids": True}
+
+
 def rows_of(num_tokens: int, moved: Moved, alone: list[int]) -> list[Row]:
     """Return the figures of one length of context."""
     over_ms = [1e3 * max(0.0, gap - moved.itl_s) for gap in moved.gaps_s]
@@ -136,6 +180,7 @@ def rows_of(num_tokens: int, moved: Moved, alone: list[int]) -> list[Row]:
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the number of moves."""
     parser.add_argument("--moves", type=int, default=20, help="of the stream, at each length (20)")
+    parser.add_argument("--flips", type=int, default=3, help="to and fro (3)")
     parser.add_argument("--tokens", type=int, default=4_000, help="of the answer (4000)")
 
 
@@ -146,13 +191,13 @@ async def measure(options: argparse.Namespace, report: Report) -> None:
         names = ("--served-model-name", "tiny")
         async with served_cluster(Path(folder), (*OPTIONS, *names), prefill=1, model=model) as cluster:
             for num_tokens in BARS_MS:
-                prompt = [2 + 7 * index % 1000 for index in range(num_tokens)]
-                body = {"model": "tiny", "prompt": prompt, "max_tokens": options.tokens, "stream": True}
-                body |= {"temperature": 1.0, "seed": 7, "ignore_eos": True, "return_token_ids": True}
+                body = stream_body(num_tokens, options.tokens, seed=7)
                 report.tell(f"{num_tokens} tokens: without moves")
                 alone = await move(cluster, body, 0)
                 report.tell(f"{num_tokens} tokens: with moves")
                 report.rows += rows_of(num_tokens, await move(cluster, body, options.moves), alone.token_ids)
+            report.tell("flips")
+            report.rows += await flip(cluster, options.tokens, options.flips)
 
 
 SUITE: Final = Suite(

@@ -149,11 +149,16 @@ class LocalRuntime:
                     f"{spec.name}: {spec.num_ranks} ranks need a GPU each, this machine has {self.num_gpus}: "
                     "lower tensor_parallel_size, or serve on a Ray cluster"
                 )
-        self._num_threads = share_out_threads(specs, len(os.sched_getaffinity(0)))
+        gpus_of = dict(self._gpus_of)
         for spec in specs:
-            if spec.gpus_per_rank and spec.name not in self._gpus_of:
-                used = Counter(gpu for gpus in self._gpus_of.values() for gpu in gpus)
-                self._gpus_of[spec.name] = sorted(self._gpus, key=used.__getitem__)[: spec.num_ranks]
+            if spec.gpus_per_rank and spec.name not in gpus_of:
+                used = Counter(gpu for gpus in gpus_of.values() for gpu in gpus)
+                least_used = sorted(self._gpus, key=used.__getitem__)[: spec.num_ranks]
+                if used[least_used[-1]] >= round(1 / spec.gpus_per_rank):
+                    raise ConfigError(f"{spec.name}: all {self.num_gpus} GPUs of this machine are in use")
+                gpus_of[spec.name] = least_used
+        self._gpus_of = gpus_of
+        self._num_threads = share_out_threads(specs, len(os.sched_getaffinity(0)))
 
     def release(self, name: str) -> None:
         self._gpus_of.pop(name, None)

@@ -12,9 +12,11 @@ from baton.cluster.serve_plan import (
     check_model,
     check_parsers,
     check_tenants,
+    more_workers,
     router_ports,
     specs,
     speech_of,
+    with_role,
 )
 from baton.config.cluster import ServeConfig, WorkerConfig
 from baton.config.engine import EngineSettings
@@ -48,6 +50,22 @@ def test_every_process_knows_the_router() -> None:
         else:
             assert isinstance(spec.config, WorkerConfig | GatewayConfig)
             assert spec.config.routers == (ROUTER,)
+
+
+def test_further_workers_are_planned_as_the_first_ones_under_unused_names() -> None:
+    config = build(ServeConfig, {"model": "tiny", "decode": {"num_workers": 3}})
+    topology = Topology(routers=(ROUTER,), host="", port=8000, num_gpus=0)
+    first = {spec.name: spec for spec in specs(config, topology)}
+    names = [name for name in first if name != "decode-1"]  # which was taken away
+    more = more_workers(config, topology, WorkerRole.DECODE, 2, names)
+    assert [spec.name for spec in more] == ["decode-1", "decode-3"]
+    assert more[0] == first["decode-1"]
+
+
+def test_worker_that_has_flipped_is_started_in_its_new_role() -> None:
+    flipped = with_role(plan()[0], WorkerRole.DECODE)
+    assert isinstance(flipped.config, WorkerConfig)
+    assert (flipped.name, flipped.role, flipped.config.role) == ("prefill-0", "decode", WorkerRole.DECODE)
 
 
 def test_settings_that_serve_accepts_are_accepted_by_every_process() -> None:

@@ -18,6 +18,7 @@ from baton.cluster.supervisor import (
     BackOff,
     Supervised,
 )
+from baton.errors import WorkerLost
 from tests.event_loop import on_loop
 from tests.process_peer import PEER, PeerConfig, spec
 from tests.waiting import until
@@ -207,3 +208,14 @@ def test_pause_starts_anew_after_a_long_life() -> None:
         back_off.after(1.0)
     assert back_off.after(WELL_AFTER_S) == FIRST_S
     assert back_off.after(WELL_AFTER_S - 1) == 2 * FIRST_S
+
+
+@on_loop
+async def test_further_process_is_started_as_often_as_necessary_and_kept() -> None:
+    async with supervised(spec("late")) as (process, runtime):
+        runtime.obstacles.append(WorkerLost("no room"))
+        keeping = asyncio.create_task(process.start_and_keep())
+        await until(lambda: process.is_ready, START_S)
+        await process.stop(1.0)
+        await asyncio.wait_for(keeping, 20)
+        assert len(runtime.spawned) == 1

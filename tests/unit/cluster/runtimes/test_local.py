@@ -176,6 +176,32 @@ async def test_more_ranks_than_gpus_cannot_be_placed() -> None:
             await runtime.place([greedy])
 
 
+PRINT_GPU: Final = PRINT_THREADS.replace("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
+
+
+@on_loop
+async def test_further_workers_get_free_gpus_and_those_of_released_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("baton.cluster.runtimes.local.visible_gpus", lambda: ["3", "5"])
+    a, b, c = (
+        msgspec.structs.replace(spec(name, num_ranks=1), gpus_per_rank=1.0, role="decode") for name in "abc"
+    )
+    runtime = LocalRuntime(KEY, command=(sys.executable, "-c", PRINT_GPU))
+    await runtime.open()
+    try:
+        await runtime.place([a])
+        await runtime.place([a, b])
+        with pytest.raises(ConfigError, match="c: all 2 GPUs of this machine are in use"):
+            await runtime.place([a, b, c])
+        runtime.release("a")
+        await runtime.place([b, c])
+        ports = [(await (await runtime.spawn(each)).ready()).port for each in (b, c)]
+    finally:
+        await runtime.close()
+    assert ports == [5, 3]
+
+
 @on_loop
 async def test_an_interrupt_in_the_terminal_is_for_the_parent_alone() -> None:
     async with open_runtime() as runtime:
