@@ -34,7 +34,7 @@ from baton.gateway.streams.resume import EventIds
 from baton.gateway.tenants.limiter import Limiter
 from baton.gateway.tenants.tenants import Tenants, TenantsWatch
 from baton.gateway.text.model_files import read_sampling_defaults
-from baton.messages.bounds import Kind
+from baton.messages.bounds import Kind, short_id
 from baton.messages.operations import MAX_TENANTS_TOLD, FindRequests, GatewayStatus
 from baton.messages.timeline import RequestTimeline
 from baton.messages.workers import Address
@@ -179,7 +179,7 @@ async def serve_gateway(
     identity = secrets.token_hex(16)
     frontend = Frontend(identity, config.routers, rpc_server.dial, clock, limits)
     rpc_server.dropped = DroppedPeers(frontend.counters)
-    gateway = GatewayProcess(config, keys, frontend, clock, name=identity[:8])
+    gateway = GatewayProcess(config, keys, frontend, clock, name=short_id(identity))
     frontend.report = lambda: gateway.status(identity)
     frontend.find = gateway.find
     with contextlib.ExitStack() as ends:

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Final, TypeAlias
 import msgspec
 from msgspec import Meta
 
+SHORT_ID_CHARS: Final = 8
 MAX_WORKERS: Final = 1024
 MAX_ROUTERS: Final = 8  # of one cluster
 MAX_EVENTS: Final = 16_384  # in one message
@@ -58,6 +59,11 @@ _NO_MEANING: Final = frozenset({"description", "title"})  # prose, and names tha
 
 
 @cache
+def short_id(id: str) -> str:
+    """Return the beginning of a process' id, as logs, metrics and commands show it where there is no name."""
+    return id[:SHORT_ID_CHARS]
+
+
 def schema_hash(*types: Any) -> bytes:
     """Hash the fields of these message types and of the types they contain: names, tags, bounds, defaults.
 

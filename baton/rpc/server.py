@@ -37,7 +37,7 @@ from typing import Any, Final, TypeVar, cast
 
 from baton.clock import Clock, SystemClock
 from baton.errors import WireError
-from baton.messages.bounds import LINK_TIMEOUT_S, Kind
+from baton.messages.bounds import LINK_TIMEOUT_S, Kind, short_id
 from baton.messages.codec import CONTROL_SCHEMA, AnyMessage, decode, encode
 from baton.messages.control import Alive, Hello
 from baton.messages.workers import Address, RunningStep
@@ -387,7 +387,7 @@ class RpcLink(asyncio.Protocol):
         if self._hello is None:
             return "a peer"
         worker = self._hello.worker
-        return worker.name if worker is not None else f"the {self._hello.process} {self._hello.id[:8]}"
+        return worker.name if worker is not None else f"the {self._hello.process} {short_id(self._hello.id)}"
 
     def _say_hello(self) -> None:
         """Say Hello once, as soon as the peer has proved itself."""

@@ -21,6 +21,7 @@ from baton.gateway.process import GatewayProcess
 from baton.gateway.streams.request_stream import Sink
 from baton.gateway.streams.routers import Explained, FoundTimelines
 from baton.gateway.streams.timeline import RequestMarks, WorkerMarks
+from baton.messages.bounds import short_id
 from baton.messages.control import Decision, Routed, Weighed
 from baton.messages.operations import FindRequests, GatewayStatus, Status
 from baton.messages.status import OverloadLevel, QueueStatus, RouterStatus, TenantStatus
@@ -308,7 +309,7 @@ async def gateway_of(cluster: SimulatedCluster, *, history_s: float = HISTORY_S)
         drain_timeout_s=1.0,
     )
     clock = PlayedClock()
-    gateway = GatewayProcess(config, KEY, cluster, clock, name=GATEWAY[:8])
+    gateway = GatewayProcess(config, KEY, cluster, clock, name=short_id(GATEWAY))
     clock.behind_s = history_s
     while clock.behind_s > 0:
         cluster.step(gateway.metrics, STEP_S)

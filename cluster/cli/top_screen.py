@@ -34,6 +34,7 @@ from baton.cluster.cli.commands.explain import parts_of, waterfall
 from baton.cluster.cli.http_client import HttpClient
 from baton.errors import BatonError
 from baton.gateway.metrics.snapshot import ClusterSnapshot, Point, TenantRow, WorkerRow
+from baton.messages.bounds import short_id
 from baton.messages.control import Decision
 from baton.messages.timeline import RequestSummary, RequestTimeline
 
@@ -556,7 +557,9 @@ def _tiles(snapshot: ClusterSnapshot) -> Text:
 def _worker_parts(row: WorkerRow, names: Mapping[str, str]) -> Iterator[RenderableType]:
     for name, value in msgspec.structs.asdict(row).items():
         if name == "sent_to":
-            value = ", ".join(f"{names.get(to, to[:8])} {rate / 1e6:.1f} MB/s" for to, rate in value.items())
+            value = ", ".join(
+                f"{names.get(to, short_id(to))} {rate / 1e6:.1f} MB/s" for to, rate in value.items()
+            )
         yield _field(name, value)
 
 

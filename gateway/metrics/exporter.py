@@ -25,6 +25,7 @@ import baton
 from baton.gateway.metrics.metrics import MAX_TENANTS, CountsQuery, Metrics, TenantCounts
 from baton.gateway.peer_gateways import PeerGateways
 from baton.gateway.streams.request_stream import Service
+from baton.messages.bounds import short_id
 from baton.messages.operations import Status
 from baton.messages.status import Buckets, Histogram, QueueStatus, RouterStatus, TenantStatus, Times
 from baton.messages.workers import WorkerStatus
@@ -105,7 +106,7 @@ def _tenant_rows(scrape: Scrape) -> Iterator[tuple[Labels, TenantCounts]]:
 def _router_tenant_rows(scrape: Scrape) -> Iterator[tuple[Labels, TenantStatus]]:
     for router in scrape.routers:
         for tenant in router.queue.tenants[:MAX_TENANTS]:
-            yield (router.id[:8], tenant.tenant), tenant
+            yield (short_id(router.id), tenant.tenant), tenant
 
 
 def _queued_tenant_rows(scrape: Scrape) -> Iterator[tuple[Labels, TenantStatus]]:
@@ -135,7 +136,7 @@ WORKERS: Final = Source[WorkerStatus](
     lambda scrape: [((each.worker.name, each.worker.role), each) for each in scrape.workers],
 )
 ROUTERS: Final = Source[RouterStatus](
-    ("router",), lambda scrape: [((each.id[:8],), each) for each in scrape.routers]
+    ("router",), lambda scrape: [((short_id(each.id),), each) for each in scrape.routers]
 )
 # The queues of all routers together: sums, and the maximum of levels and waits. All are gauges, because they
 # drop when a router dies.

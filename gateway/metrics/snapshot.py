@@ -13,6 +13,7 @@ import msgspec
 
 import baton
 from baton.gateway.metrics.metrics import MAX_TENANTS, Metrics, TenantCounts
+from baton.messages.bounds import short_id
 from baton.messages.operations import GatewayStatus, Status
 from baton.messages.status import Histogram, RouterStatus, TenantStatus
 from baton.messages.workers import Load, WorkerStatus
@@ -202,7 +203,7 @@ class ReadingWindow:
         pages = Counter[str]()
         for each in status.workers:
             pages.update(each.load.pages)
-        elsewhere = (each.num_open for each in status.gateways if each.id[:8] not in gateways)
+        elsewhere = (each.num_open for each in status.gateways if short_id(each.id) not in gateways)
         return Point(
             time_s=self._after.time_s,
             requests_per_s=sum(self._gateway_rates(name)[0] for name in gateways),
@@ -310,7 +311,7 @@ class ReadingWindow:
         )
 
     def _gateway_rows(self, gateways: Sequence[Metrics]) -> Iterator[GatewayRow]:
-        reported = {each.id[:8]: each for each in self._status.gateways}
+        reported = {short_id(each.id): each for each in self._status.gateways}
         here = {each.gateway: each for each in gateways}
         for name in sorted({*reported, *here}):
             yield self._gateway(name, reported.get(name, GatewayStatus(id="0" * 32)), here.get(name))

@@ -42,7 +42,7 @@ from baton.gateway.streams.timeline import (
     RequestMarks,
     WorkerMarks,
 )
-from baton.messages.bounds import Kind
+from baton.messages.bounds import Kind, short_id
 from baton.messages.codec import AnyMessage, fits_request
 from baton.messages.control import (
     AttemptFailed,
@@ -637,7 +637,7 @@ class Frontend:
 
     def _name(self, worker: str) -> str:
         member = self._peer_registry.members.get(worker)
-        return worker[:8] if member is None else member.name
+        return short_id(worker) if member is None else member.name
 
     def _forget(self, stream: RequestStream, end: str) -> None:
         now_s = self._clock.now_s()

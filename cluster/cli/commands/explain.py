@@ -15,6 +15,7 @@ from baton.cluster.cli.options import CliCommand, Parser
 from baton.cluster.cli.routers import add_router_options, ask
 from baton.cluster.operator_node import Operator
 from baton.errors import ConfigError
+from baton.messages.bounds import short_id
 from baton.messages.control import Decision, Weighed
 from baton.messages.operations import Status
 from baton.messages.timeline import RequestTimeline, TimelinePart
@@ -133,9 +134,9 @@ def _measured_lines(decision: Decision) -> list[str]:
 
 
 def _pair(weighed: Weighed, names: dict[str, str]) -> str:
-    decode = names.get(weighed.decode, weighed.decode[:8])
-    prefill = names.get(weighed.prefill, weighed.prefill[:8]) if weighed.prefill else "itself"
-    source = f" pulls from {names.get(weighed.source, weighed.source[:8])}" if weighed.source else ""
+    decode = names.get(weighed.decode, short_id(weighed.decode))
+    prefill = names.get(weighed.prefill, short_id(weighed.prefill)) if weighed.prefill else "itself"
+    source = f" pulls from {names.get(weighed.source, short_id(weighed.source))}" if weighed.source else ""
     return f"{decode} < {prefill}{source}"
 
 

@@ -17,6 +17,7 @@ import msgspec
 from baton.cluster.cli import output
 from baton.cluster.cli.options import CliCommand, Parser
 from baton.errors import ConfigError
+from baton.messages.bounds import short_id
 from baton.sim.faults import Trouble
 from baton.sim.replay import Compared, Replayed, ReplayedPair, read_bundle
 from baton.sim.world import Violation, World
@@ -78,7 +79,7 @@ def _replay(arguments: argparse.Namespace) -> int:
         has_differed |= replayed.difference is not None
         recorded = replay.checkpoint.config.policy
         output.show(
-            f"router {replay.checkpoint.router[:8]}, policy {recorded}: {replayed.seconds:.1f} s, "
+            f"router {short_id(replay.checkpoint.router)}, policy {recorded}: {replayed.seconds:.1f} s, "
             f"{replayed.num_inputs} inputs, {len(replayed.outcomes)} decisions",
             *_verdict(replayed),
             *([] if policy is None else comparison(replayed.compared, recorded, policy)),

@@ -18,6 +18,7 @@ import msgspec
 from baton.cluster.cli import output
 from baton.cluster.cli.options import CliCommand, Parser
 from baton.cluster.cli.routers import add_router_options, ask, spelled
+from baton.messages.bounds import short_id
 from baton.messages.operations import GatewayStatus, Status
 from baton.messages.status import OverloadLevel, QueueStatus, RouterStatus, TenantStatus
 from baton.messages.workers import WorkerStatus
@@ -121,7 +122,7 @@ def parts_of(status: Status) -> list[output.Part]:
 def _gateway_line(gateway: GatewayStatus) -> str:
     at = f", clients at {spelled((gateway.address,))}" if gateway.address is not None else ""
     counts = f"{gateway.num_open} calls open, {gateway.num_refused} refused"
-    return f"gateway {gateway.id[:8]}{_place_of(gateway.node, gateway.pid)}{at}: {counts}"
+    return f"gateway {short_id(gateway.id)}{_place_of(gateway.node, gateway.pid)}{at}: {counts}"
 
 
 def _place_of(node: str, pid: int) -> str:
@@ -130,7 +131,7 @@ def _place_of(node: str, pid: int) -> str:
 
 def _router_line(router: RouterStatus) -> str:
     num_routed = router.routing.num
-    said = f"router {router.id[:8]}{_place_of(router.node, router.pid)}: {num_routed} routed"
+    said = f"router {short_id(router.id)}{_place_of(router.node, router.pid)}: {num_routed} routed"
     if num_routed:
         said += f", 99% of them in {1000 * router.routing.quantile(0.99):g} ms"
     if router.counters.get("decisions"):
