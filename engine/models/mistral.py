@@ -1,6 +1,9 @@
-"""Mistral: every layer has a sliding window, unless the config turns the window off."""
+"""Mistral, and Mixtral with a mixture of experts in every layer.
 
-from baton.engine.models.decoder import Attention, Decoder, DecoderLayer, GatedMlp
+Every layer of Mistral has a sliding window, unless the config turns the window off.
+"""
+
+from baton.engine.models.decoder import Attention, Decoder, DecoderLayer, GatedMlp, SparseMlp, read_experts
 from baton.engine.models.registry import ModelConfig
 from baton.engine.models.weights import Parameters
 
@@ -16,3 +19,19 @@ class Mistral(Decoder):
         window = None if keys.is_null("sliding_window") else keys.count("sliding_window", 4096)
         attention = Attention(config, parameters.scope("self_attn"), window=window)
         return DecoderLayer(config, parameters, attention, GatedMlp(config, parameters.scope("mlp")))
+
+
+class Mixtral(Decoder):
+    """Reads `num_local_experts`, `num_experts_per_tok` and `sliding_window`."""
+
+    fuses_layers = True
+
+    def make_layer(self, config: ModelConfig, parameters: Parameters, index: int) -> DecoderLayer:
+        """As `Decoder.make_layer`."""
+        keys = config.keys
+        window = keys.count("sliding_window") if "sliding_window" in keys else None
+        moe = parameters.scope("block_sparse_moe")
+        experts = read_experts(config, moe, config.intermediate_size, ("w1", "w3", "w2"))
+        attention = Attention(config, parameters.scope("self_attn"), window=window)
+        mlp = SparseMlp(config, moe, experts, normalises=True)
+        return DecoderLayer(config, parameters, attention, mlp)

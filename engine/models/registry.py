@@ -269,13 +269,13 @@ ARCHITECTURES: Final[dict[str, Architecture]] = {
     "GraniteForCausalLM": Architecture("granite", "baton.engine.models.granite:Granite"),
     "LlamaForCausalLM": Architecture("llama", "baton.engine.models.llama:Llama"),
     "MistralForCausalLM": Architecture("mistral", "baton.engine.models.mistral:Mistral"),
-    "MixtralForCausalLM": Architecture("mixtral", "baton.engine.models.mixtral:Mixtral"),
+    "MixtralForCausalLM": Architecture("mixtral", "baton.engine.models.mistral:Mixtral"),
     "Olmo2ForCausalLM": Architecture("olmo2", "baton.engine.models.olmo2:Olmo2"),
     "Phi3ForCausalLM": Architecture("phi3", "baton.engine.models.phi3:Phi3"),
-    "Qwen2ForCausalLM": Architecture("qwen2", "baton.engine.models.qwen2:Qwen2"),
-    "Qwen2MoeForCausalLM": Architecture("qwen2_moe", "baton.engine.models.qwen2_moe:Qwen2Moe"),
-    "Qwen3ForCausalLM": Architecture("qwen3", "baton.engine.models.qwen3:Qwen3", head_dim=128),
-    "Qwen3MoeForCausalLM": Architecture("qwen3_moe", "baton.engine.models.qwen3_moe:Qwen3Moe"),
+    "Qwen2ForCausalLM": Architecture("qwen2", "baton.engine.models.qwen:Qwen2"),
+    "Qwen2MoeForCausalLM": Architecture("qwen2_moe", "baton.engine.models.qwen:Qwen2Moe"),
+    "Qwen3ForCausalLM": Architecture("qwen3", "baton.engine.models.qwen:Qwen3", head_dim=128),
+    "Qwen3MoeForCausalLM": Architecture("qwen3_moe", "baton.engine.models.qwen:Qwen3Moe"),
 }
 MAX_LAYERS: Final = 4096  # bounds the memory that a damaged file can demand
 

@@ -1,0 +1,125 @@
+"""Qwen2, 2.5 and 3, dense and with experts.
+
+- Qwen2: biased query, key and value projections, and sliding windows from some layer on.
+- Qwen3: RMS norm of queries and keys in each head; sliding windows as in Qwen2.
+- Qwen2-MoE: Qwen2's attention, and experts beside one that all tokens share.
+- Qwen3-MoE: Qwen3's attention, and experts without a shared one.
+"""
+
+from baton.engine.models.decoder import Attention, Decoder, DecoderLayer, GatedMlp, SparseMlp, read_experts
+from baton.engine.models.registry import ModelConfig, read_layer_types
+from baton.engine.models.weights import Parameters
+
+
+class Qwen2(Decoder):
+    """Reads the sliding windows."""
+
+    fuses_layers = True
+
+    def make_layer(self, config: ModelConfig, parameters: Parameters, index: int) -> DecoderLayer:
+        """As `Decoder.make_layer`."""
+        window = layer_window(config, index)
+        attention = Attention(config, parameters.scope("self_attn"), qkv_bias=True, window=window)
+        return DecoderLayer(config, parameters, attention, GatedMlp(config, parameters.scope("mlp")))
+
+
+def layer_window(config: ModelConfig, index: int) -> int | None:
+    """The sliding window of one layer.
+
+    `layer_types` names the layers with windows. Without it, the layers from `max_window_layers` on have
+    windows.
+    """
+    keys = config.keys
+    if not keys.flag("use_sliding_window") or keys.is_null("sliding_window"):
+        return None
+    window = keys.count("sliding_window", 4096)
+    layer_types = read_layer_types(config)
+    if layer_types is None:
+        num_full = keys.get("max_window_layers", int)
+        return window if index >= (28 if num_full is None else num_full) else None
+    return window if layer_types[index] == "sliding_attention" else None
+
+
+class Qwen3(Decoder):
+    """Reads `attention_bias` and the sliding windows."""
+
+    fuses_layers = True
+
+    def make_layer(self, config: ModelConfig, parameters: Parameters, index: int) -> DecoderLayer:
+        """As `Decoder.make_layer`."""
+        bias = config.keys.flag("attention_bias")
+        attention = Attention(
+            config,
+            parameters.scope("self_attn"),
+            qkv_bias=bias,
+            out_bias=bias,
+            qk_norm="head",
+            window=layer_window(config, index),
+        )
+        return DecoderLayer(config, parameters, attention, GatedMlp(config, parameters.scope("mlp")))
+
+
+class Qwen2Moe(Decoder):
+    """Reads the experts, `qkv_bias`, and `layer_types` for the sliding windows."""
+
+    fuses_layers = True
+
+    def make_layer(self, config: ModelConfig, parameters: Parameters, index: int) -> DecoderLayer:
+        """As `Decoder.make_layer`."""
+        bias = config.keys.flag("qkv_bias", True)
+        window = _moe_window(config, index)
+        attention = Attention(config, parameters.scope("self_attn"), qkv_bias=bias, window=window)
+        shared_inner = config.keys.count("shared_expert_intermediate_size")
+        mlp = mlp_of_layer(config, parameters.scope("mlp"), index, shared_inner=shared_inner)
+        return DecoderLayer(config, parameters, attention, mlp)
+
+
+def mlp_of_layer(
+    config: ModelConfig, parameters: Parameters, index: int, *, shared_inner: int | None = None
+) -> GatedMlp | SparseMlp:
+    """A mixture in every `decoder_sparse_step`-th layer that is not in `mlp_only_layers`, else one MLP.
+
+    shared_inner: as of `SparseMlp`.
+    """
+    keys = config.keys
+    if index in (keys.get("mlp_only_layers", list[int]) or ()):
+        return GatedMlp(config, parameters)
+    if (index + 1) % keys.count("decoder_sparse_step", 1):
+        return GatedMlp(config, parameters)
+    experts = read_experts(config, parameters, keys.count("moe_intermediate_size"))
+    normalises = keys.flag("norm_topk_prob")
+    return SparseMlp(config, parameters, experts, normalises=normalises, shared_inner=shared_inner)
+
+
+def _moe_window(config: ModelConfig, index: int) -> int | None:
+    """As transformers: without `layer_types`, every second of the first `max_window_layers` layers."""
+    keys = config.keys
+    if not keys.flag("use_sliding_window") or "sliding_window" not in keys:
+        return None
+    window = keys.count("sliding_window")
+    layer_types = read_layer_types(config)
+    if layer_types is None:
+        num_windowed = keys.get("max_window_layers", int)
+        return window if index % 2 == 0 and index < (28 if num_windowed is None else num_windowed) else None
+    return window if layer_types[index] == "sliding_attention" else None
+
+
+class Qwen3Moe(Decoder):
+    """Reads the experts, `attention_bias`, and a sliding window of all layers."""
+
+    fuses_layers = True
+
+    def make_layer(self, config: ModelConfig, parameters: Parameters, index: int) -> DecoderLayer:
+        """As `Decoder.make_layer`."""
+        keys = config.keys
+        bias, has_window = keys.flag("attention_bias"), keys.flag("use_sliding_window")
+        attention = Attention(
+            config,
+            parameters.scope("self_attn"),
+            qkv_bias=bias,
+            out_bias=bias,
+            qk_norm="head",
+            window=keys.count("sliding_window") if has_window and "sliding_window" in keys else None,
+        )
+        mlp = mlp_of_layer(config, parameters.scope("mlp"), index)
+        return DecoderLayer(config, parameters, attention, mlp)
