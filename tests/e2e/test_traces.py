@@ -1,14 +1,16 @@
-"""OpenTelemetry traces of a real cluster, received by a real collector over OTLP/HTTP."""
+"""Traces of a real cluster: spans of OpenTelemetry at a real collector, and timelines at the gateways."""
 
 import http.client
 import json
 import secrets
+import urllib.request
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
 import pytest
 
+from baton.bench.serve.waterfall import timeline_of
 from tests.otlp_collector import CollectedSpan, Collector
 from tests.served import Served, served
 
@@ -26,7 +28,7 @@ def collector() -> Iterator[Collector]:
 @pytest.fixture(scope="module")
 def cluster(collector: Collector) -> Iterator[Served]:
     settings = {"BATON_GATEWAY_TRACE_SAMPLE_RATIO": "0", "BATON_GATEWAY_TRACE_SLOW_S": "30"}
-    endpoint = ("--otlp-traces-endpoint", collector.endpoint, "--router-policy", "prefix")
+    endpoint = ("--otlp-traces-endpoint", collector.endpoint, "--router-policy", "prefix", "--gateways", "2")
     with served(
         *OPTIONS, *endpoint, OTEL_BSP_SCHEDULE_DELAY="100", OTEL_SERVICE_NAME="east", **settings
     ) as it:
@@ -106,6 +108,30 @@ def test_failed_request_is_exported_although_it_is_not_sampled(cluster: Served, 
 def test_traceparent_that_is_not_valid_counts_as_none(cluster: Served, header: str) -> None:
     status, _, told = ask(cluster, {"prompt": PROMPT, "max_tokens": 1}, traceparent=header)
     assert status == 200 and told[3:35] not in header and told.endswith("-00")
+
+
+# Timelines of the same requests, at the gateways' own paths.
+
+
+def test_any_gateway_behind_the_port_shows_a_request_of_another(cluster: Served) -> None:
+    status, answer = cluster.post("/v1/completions", {"prompt": PROMPT, "max_tokens": 8})
+    assert status == 200
+    gateways = set()
+    for _ in range(16):  # each over a new connection, so of either gateway
+        with urllib.request.urlopen(f"{cluster.url}/admin/requests/{answer['id']}", timeout=10) as reply:
+            gateways.add(timeline_of(reply.read()).gateway)
+        with urllib.request.urlopen(f"{cluster.url}/admin/requests?order=slowest", timeout=10) as reply:
+            ids = [each["request_id"] for each in json.load(reply)["data"]]
+        assert answer["id"].rpartition("-")[2] in ids and len(ids) == len(set(ids))
+    assert len(gateways) == 1
+
+
+def test_explain_shows_the_waterfall_under_the_decision(cluster: Served) -> None:
+    _, answer = cluster.post("/v1/completions", {"prompt": PROMPT + "x", "max_tokens": 8})
+    told = cluster.baton("explain", answer["id"], "--port", str(cluster.port))
+    decision, _, waterfall = told.partition("answered in ")
+    assert "prefill-0" in decision and "transfer_exposed" in waterfall
+    assert "unaccounted" in waterfall and "100.0%" in waterfall
 
 
 def parent() -> str:

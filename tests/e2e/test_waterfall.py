@@ -1,18 +1,15 @@
 """Timelines of requests through real processes, under load and with a killed decode worker."""
 
 import asyncio
-import json
 import tempfile
 import time
-import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from baton.bench.clusters import served_cluster
 from baton.bench.report import percentile
-from baton.bench.serve.waterfall import OPTIONS, UNACCOUNTED_BAR, Checked, check, timeline_of
+from baton.bench.serve.waterfall import OPTIONS, UNACCOUNTED_BAR, Checked, check
 from baton.config.cluster import ServeConfig, WorkersConfig
 from baton.config.engine import CacheConfig, EngineSettings
 from baton.config.router import RouterConfig
@@ -20,12 +17,9 @@ from baton.request import SamplingParams
 from tests.cluster_threads import wait_for
 from tests.node_peers import a_request
 from tests.process_cluster import ProcessCluster
-from tests.served import Served, served
 
 LOAD_S = 6.0  # a dozen pings each way
-SERVE = ("tiny", "--runtime", "local", "--kv-cache-memory", "64MiB", "--drain-timeout", "5")
 KILLS_A_DECODE_WORKER = 3  # a seed
-PROMPT = "copy(sun moon star)=" * 8
 
 
 @pytest.fixture(scope="module")
@@ -69,33 +63,6 @@ def test_killed_worker_costs_a_part_of_its_own(checked: Checked) -> None:
     for timeline in replayed:
         assert any(attempt.end == "lost" for attempt in timeline.attempts)
         assert timeline.outcome != "answered" or timeline.attempts[-1].end in ("finished", "cancelled")
-
-
-@pytest.fixture(scope="module")
-def two_gateways() -> Iterator[Served]:
-    with served(*SERVE, "--gateways", "2", "--router-policy", "prefix") as cluster:
-        yield cluster
-
-
-def test_any_gateway_behind_the_port_shows_a_request_of_another(two_gateways: Served) -> None:
-    status, answer = two_gateways.post("/v1/completions", {"prompt": PROMPT, "max_tokens": 8})
-    assert status == 200
-    gateways = set()
-    for _ in range(16):  # each over a new connection, so of either gateway
-        with urllib.request.urlopen(f"{two_gateways.url}/admin/requests/{answer['id']}", timeout=10) as reply:
-            gateways.add(timeline_of(reply.read()).gateway)
-        with urllib.request.urlopen(f"{two_gateways.url}/admin/requests?order=slowest", timeout=10) as reply:
-            ids = [each["request_id"] for each in json.load(reply)["data"]]
-        assert answer["id"].rpartition("-")[2] in ids and len(ids) == len(set(ids))
-    assert len(gateways) == 1
-
-
-def test_explain_shows_the_waterfall_under_the_decision(two_gateways: Served) -> None:
-    _, answer = two_gateways.post("/v1/completions", {"prompt": PROMPT + "x", "max_tokens": 8})
-    told = two_gateways.baton("explain", answer["id"], "--port", str(two_gateways.port))
-    decision, _, waterfall = told.partition("answered in ")
-    assert "prefill-0" in decision and "transfer_exposed" in waterfall
-    assert "unaccounted" in waterfall and "100.0%" in waterfall
 
 
 def answer(cluster: ProcessCluster, name: str) -> None:
