@@ -14,8 +14,8 @@
 #              kernels at one shape in bf16, the rounds of sampling, and what tests look for in attention loops
 # make frameworks  LangChain, instructor, pydantic-ai, LiteLLM and openai against tiny, in a virtual environment that is
 #              installed once (half a gigabyte). make test runs the openai client there if it is installed
-# make fuzz    a million damaged frames, a million damaged records, 100,000 interleavings of hand-offs, 800 workloads
-#              of a scheduler
+# make fuzz    a million damaged frames, a million damaged records, 100,000 interleavings of hand-offs, 1,300
+#              workloads of a scheduler
 #
 # make clean   delete the virtual environment and all caches
 # make help    print this

@@ -2,11 +2,13 @@
 
 from dataclasses import replace
 from functools import cache, partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from _pytest.mark import ParameterSet
 from torch import Tensor
 
 from baton.config.engine import RankSidecar
@@ -20,6 +22,22 @@ from tests.parity.runs import engine, run
 from tests.tiny_models import write_config
 
 slow = pytest.mark.slow
+
+
+def in_dtypes(small: int, large: int, *largest: int) -> list[ParameterSet]:
+    """Return each size in each dtype. `make test` has the small size, and the large one in bf16."""
+    sizes = (small, large, *largest)
+    return [
+        pytest.param(
+            size,
+            dtype,
+            id=f"{size}-{short(dtype)}",
+            marks=[] if size == small or (size, dtype) == (large, torch.bfloat16) else slow,
+        )
+        for size, dtype in product(sizes, DTYPES)
+    ]
+
+
 CPU = torch.device("cpu")
 MAX_MODEL_LEN = 320  # more than the keys of the first split
 GREEDY = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True, logprobs=3, prompt_logprobs=0)
@@ -83,9 +101,8 @@ def attend(kv: PagedKv, query_THD: Tensor, shape: Shape, context_len: int) -> Te
     )
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=short)
 @pytest.mark.parametrize("shape", SHAPES, ids=("grouped", "window"))
-@pytest.mark.parametrize("num_keys", [60, 530, pytest.param(4400, marks=slow)])
+@pytest.mark.parametrize(("num_keys", "dtype"), in_dtypes(60, 530, 4400))
 def test_attention_of_a_token_is_the_same_in_decode_and_in_any_chunk(
     num_keys: int, shape: Shape, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -130,9 +147,8 @@ def test_padding_reads_no_page(window: int | None, num_tokens: int) -> None:
     assert not out.any()
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=short)
 @pytest.mark.parametrize("num_splits", [1, 2])
-@pytest.mark.parametrize("num_inputs", [40, 2304])
+@pytest.mark.parametrize(("num_inputs", "dtype"), in_dtypes(40, 2304))
 def test_product_of_a_token_is_the_same_in_any_batch(
     num_inputs: int, num_splits: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:

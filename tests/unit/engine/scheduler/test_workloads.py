@@ -277,7 +277,7 @@ class Traffic:
                 harness.pool.lease(self.readers[reader], reader, 1e9)
 
 
-@pytest.mark.parametrize("seeds", [range(60), slow(range(60, 400))], ids=str)
+@pytest.mark.parametrize("seeds", [range(60), slow(range(60, 300))], ids=str)
 def test_workloads_with_deliveries_are_exact_and_end(seeds: range) -> None:
     num_delivered = 0
     for seed in seeds:
