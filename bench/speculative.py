@@ -7,8 +7,8 @@ draft model does the same with two small layers, and never says one token in eig
 prefix cache: what is measured is decoding. Runs with and without drafts alternate; a figure is the median
 of their ratios. Both must give the same tokens, or the suite fails.
 
-The limit of a figure is the gain if every draft were right and cost nothing to find: by the measured step
-times, the most tokens a second with drafts over those without.
+The limit of a figure is the gain if every draft were right and cost nothing to find: it is measured with
+drafts of a known answer, so many a step as are fastest.
 
     python -m baton.bench.speculative [--pairs 7]
 """
@@ -18,6 +18,7 @@ import json
 import random
 import sys
 from collections.abc import Mapping
+from collections.abc import Sequence as Ordered
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -32,12 +33,13 @@ from baton.bench.engine.replica import request_of
 from baton.bench.report import Report, Row, Suite, at_least, at_most, in_turns
 from baton.config.engine import engine_config
 from baton.engine.engine import Engine, load_engine
-from baton.engine.speculation.draft_lengths import StepCosts, time_steps
+from baton.engine.scheduler.sequence import Batch, Sequence, SequenceKey
 from baton.request import SamplingParams
 from baton.rpc import process
 
 VOCAB_SIZE: Final = 32_000
 NUM_DRAFTS: Final = 8
+LIMIT_DRAFTS: Final = (1, 2, 4, 8)  # a step, in runs that measure a limit
 BATCHES: Final = {1: 2.0, 8: 1.5, 32: 1.0}  # sequences -> the least gain on work that copies
 DRAFT_MODEL_BAR: Final = 1.4
 LOSS_BAR: Final = 2.0  # % on work where nothing is accepted
@@ -256,12 +258,42 @@ def compare(off: Engine, on: Engine, work: Work, num_pairs: int) -> Pairs:
     return pairs._replace(accepted_share=num_accepted / max(1, num_drafts))
 
 
-def limit_of(costs: StepCosts, batch: int, num_drafts: int = NUM_DRAFTS) -> float:
-    """The gain when every draft is right and costs nothing to find."""
-    return max(
-        (1 + num) * costs.plain_s(batch) / costs.drafted_s(batch * (1 + num))
-        for num in range(1, num_drafts + 1)
-    )
+class RightDrafts:
+    """A drafter that knows the answers: every draft is right and costs nothing to find."""
+
+    def __init__(self, answers: Mapping[tuple[int, ...], list[int]], num_drafts: int) -> None:
+        """answers: by prompt."""
+        self._answers = answers
+        self._num_drafts = num_drafts
+
+    def propose(self, decodes: Ordered[Sequence], num_tokens: int) -> Mapping[SequenceKey, Ordered[int]]:
+        """As `Drafter.propose`."""
+        return {sequence.key: self._following(sequence) for sequence in decodes}
+
+    def observe(self, batch: Batch, step_s: float) -> None:
+        """Learn nothing."""
+
+    def finish(self, sequence: Sequence) -> None:
+        """Forget nothing."""
+
+    def _following(self, sequence: Sequence) -> list[int]:
+        answer = self._answers[tuple(sequence.token_ids[: sequence.num_prompt_tokens])]
+        return answer[sequence.num_generated_tokens :][: self._num_drafts]
+
+
+def measure_limit(off: Engine, on: Engine, work: Work, num_rounds: int) -> float:
+    """The gain with right drafts, at their best number a step; `on` has drafts."""
+    _, tokens = run(off, work)
+    found = [[token or 0 for token in answer] for answer in tokens]
+    answers = {tuple(prompt): answer for prompt, answer in zip(work.prompts, found, strict=True)}
+    drafter, gains = on.scheduler.drafter, dict[int, list[float]]()
+    for _ in range(num_rounds):
+        plain, _ = run(off, work)
+        for num in LIMIT_DRAFTS:
+            on.scheduler.drafter = RightDrafts(answers, num)
+            gains.setdefault(num, []).append(run(on, work)[0] / plain)
+    on.scheduler.drafter = drafter
+    return max(map(median, gains.values()))
 
 
 # transformers on the same model, one sequence at a time.
@@ -315,13 +347,12 @@ def measure(options: argparse.Namespace, report: Report) -> None:
 
         off, lookup = load(None), load({"method": "ngram", "num_speculative_tokens": NUM_DRAFTS})
         with_model = load({"model": str(draft), "num_speculative_tokens": NUM_DRAFTS})
-        costs = time_steps(off.time_step, off.runner.config.scheduler)
         with process.freeze_gc():
             for work, name in ((quotes, "quotes"), (edits, "edits")):
                 for batch, bar in BATCHES.items():
                     report.tell(f"{name}, batch {batch}")
                     pairs = compare(off, lookup, work(batch), options.pairs)
-                    note = pairs.note(limit_of(costs, batch))
+                    note = pairs.note(measure_limit(off, lookup, work(batch), min(3, options.pairs)))
                     report.rows.append(at_least(f"{name}, ngram, batch {batch}", pairs.gain, "x", bar, note))
             for work, name in ((quotes, "quotes"), (edits, "edits")):
                 report.tell(f"{name}, draft model")

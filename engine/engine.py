@@ -245,8 +245,8 @@ class Engine(Replica):
         if self.scheduler.drafter is None:
             self._last_step = step.batch, step_s
         else:  # proposing is part of the step
-            self.scheduler.drafter.observe(step.batch, step_s)
             whole_s = ended_s - max(step.began_s, self._busy_since_s or 0.0)
+            self.scheduler.drafter.observe(step.batch, whole_s)
             self._last_step = (
                 step.batch,
                 whole_s / (1 if step.batch.prompt_chunks else sampled.tokens_a_sequence),

@@ -19,12 +19,14 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer
+from torch import Tensor
 
 from baton.bench.engine.replica import LlamaShape, request_of
 from baton.bench.report import Plot, Report, Row, at_least, at_most, in_turns, percentile, ranked_shares
 from baton.bench.structured.cases import END_ID, ORDER, PERSON, VOCAB_SIZES, Case, Instance, tokenizer_text
 from baton.config.engine import engine_config
 from baton.engine.engine import Engine, load_engine
+from baton.engine.scheduler.sequence import Row as LogitsRow
 from baton.kernels.sample import WORD_BITS, num_mask_words
 from baton.request import SamplingParams, StructuredOutputs
 from baton.rpc import process
@@ -203,6 +205,10 @@ def _keywords(schema: Any) -> set[str]:
 TPOT_BAR: Final = 3.0  # % that forms add
 BATCH: Final = 32
 NUM_ANSWER_TOKENS: Final = 64
+ITEMS: Final = (  # of arrays of PERSON and of ORDER
+    {"name": "Ada Lovelace", "age": 36, "tags": ["red"]},
+    {"id": "ABC-1234", "price": 1.5, "date": "2024-02-29"},
+)
 LLAMA_56M: Final = LlamaShape(
     hidden_size=512,
     intermediate_size=1408,
@@ -215,6 +221,18 @@ LLAMA_56M: Final = LlamaShape(
 )
 
 
+class Says:
+    """Makes the model say the tokens of `extra_args["says"]`, as one does that follows its form."""
+
+    def applies(self, sampling: SamplingParams) -> bool:
+        return "says" in sampling.extra_args
+
+    def process(self, logits_V: Tensor, row: LogitsRow) -> None:
+        token_ids = row.sequence.sampling.extra_args["says"]
+        assert isinstance(token_ids, tuple)
+        logits_V[token_ids[row.num_tokens - row.sequence.num_prompt_tokens]] = 1e9
+
+
 def batch_engine(directory: Path) -> Engine:
     """Return an engine with dummy weights and the smaller tokenizer."""
     LLAMA_56M.write(directory)
@@ -222,13 +240,20 @@ def batch_engine(directory: Path) -> Engine:
     (directory / "config.json").write_text(json.dumps({**config, "eos_token_id": END_ID}))
     (directory / "tokenizer.json").write_text(tokenizer_text(LLAMA_56M.vocab_size))
     cache = {"kv_cache_memory_bytes": 2**29}
-    return load_engine(engine_config({"model": str(directory), "load_format": "dummy", "cache": cache}))
+    settings = {"model": str(directory), "load_format": "dummy", "cache": cache}
+    return load_engine(engine_config({**settings, "logits_processors": [f"{__name__}:Says"]}))
 
 
-def step_s(engine: Engine, forms: Sequence[StructuredOutputs | None]) -> float:
+def step_s(
+    engine: Engine,
+    forms: Sequence[StructuredOutputs | None],
+    says: Sequence[tuple[int, ...]] | None = None,
+) -> float:
     """Return the seconds of a decode step of a batch; its sequences take turns at the forms.
 
-    No answer ends before its last token, and every prompt is in the prefix cache.
+    says: the tokens of an answer in each form, which the model then says; None: the weights are random, so
+    hardly a token that they prefer is allowed. No answer ends before its last token, and every prompt is in
+    the prefix cache.
     """
     rng = random.Random(1)
     prompts = [rng.sample(range(1, LLAMA_56M.vocab_size), 64) for _ in range(BATCH)]
@@ -239,7 +264,11 @@ def step_s(engine: Engine, forms: Sequence[StructuredOutputs | None]) -> float:
     for number, prompt in enumerate(prompts):
         form = forms[number % len(forms)]
         sampling = SamplingParams(
-            max_tokens=NUM_ANSWER_TOKENS, temperature=0.0, ignore_eos=form is None, structured_outputs=form
+            max_tokens=NUM_ANSWER_TOKENS,
+            temperature=0.0,
+            ignore_eos=form is None,
+            structured_outputs=form,
+            extra_args={} if says is None else {"says": says[number % len(says)]},
         )
         engine.add(request_of(prompt, sampling))
     times_s, num_tokens = list[float](), 0
@@ -256,25 +285,38 @@ def step_s(engine: Engine, forms: Sequence[StructuredOutputs | None]) -> float:
 
 def batch_rows(report: Report, num_pairs: int) -> list[Row]:
     """Return what forms add to the time of a token at batch 32."""
-    forms = [
-        StructuredOutputs(json=json.dumps({"type": "array", "minItems": 500, "items": items}))
-        for items in (PERSON, ORDER)
-    ]
+    schemas = [{"type": "array", "minItems": 500, "items": items} for items in (PERSON, ORDER)]
+    forms = [StructuredOutputs(json=json.dumps(schema)) for schema in schemas]
+    tokenizer = LLTokenizer(tokenizer_text(LLAMA_56M.vocab_size), eos_token=END_ID)
+    says = [tuple(tokenizer.tokenize_str(json.dumps([item] * NUM_ANSWER_TOKENS))) for item in ITEMS]
     with tempfile.TemporaryDirectory() as folder, process.freeze_gc():
         engine = batch_engine(Path(folder))
-        step_s(engine, [None])
-        step_s(engine, forms)
-        before, with_s, without_s = engine.load(), list[float](), list[float]()
-        for pair in range(num_pairs):
-            report.tell(f"batch of {BATCH}", pair / num_pairs)
-            for is_on in in_turns((True, False), pair + 1):
-                (with_s if is_on else without_s).append(step_s(engine, forms if is_on else [None]))
-        after = engine.load()
+        rows = [
+            _added_row(report, engine, num_pairs, forms, None, TPOT_BAR),
+            _added_row(report, engine, num_pairs, forms, says, None),
+        ]
         engine.close()
+    return rows
+
+
+def _added_row(
+    report: Report,
+    engine: Engine,
+    num_pairs: int,
+    forms: Sequence[StructuredOutputs],
+    says: Sequence[tuple[int, ...]] | None,
+    bar: float | None,
+) -> Row:
+    step_s(engine, [None], says)
+    step_s(engine, forms, says)
+    before, with_s, without_s = engine.load(), list[float](), list[float]()
+    name = f"TPOT added at batch {BATCH}{', the model follows its form' if says else ''}"
+    for pair in range(num_pairs):
+        report.tell(name, pair / num_pairs)
+        for is_on in in_turns((True, False), pair + 1):
+            (with_s if is_on else without_s).append(step_s(engine, forms if is_on else [None], says))
+    after = engine.load()
     added = 100 * (median(on / off for on, off in zip(with_s, without_s, strict=True)) - 1)
     mask_us = (after.mask_us - before.mask_us) / (after.num_masks - before.num_masks)
-    note = (
-        f"{1e3 * median(without_s):.2f} -> {1e3 * median(with_s):.2f} ms, "
-        f"a mask takes {mask_us:.0f} us of the step"
-    )
-    return [at_most(f"TPOT added at batch {BATCH}", added, "%", TPOT_BAR, note)]
+    times = f"{1e3 * median(without_s):.2f} -> {1e3 * median(with_s):.2f} ms"
+    return at_most(name, added, "%", bar, f"{times}, the grammar takes {mask_us:.0f} us a token of the step")

@@ -368,7 +368,7 @@ class Drafter(Protocol):
         ...
 
     def observe(self, batch: Batch, step_s: float) -> None:
-        """Learn the seconds of a step, without what proposing took."""
+        """Learn the seconds of a step, which include those of planning it and of proposing."""
         ...
 
     def finish(self, sequence: Sequence) -> None:

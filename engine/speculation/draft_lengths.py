@@ -23,6 +23,8 @@ NUM_TIMED: Final = 5
 MAX_TIMED_TOKENS: Final = 256
 TIMING_S: Final = 2.0  # after which a slow model is timed no more
 MIN_GAIN: Final = 1.03  # a smaller one is within the error of the step times
+CLEAR_GAIN: Final = 1.3  # a smaller one is compared with a plain step now and then
+DRAFTED_STEPS: Final = 32  # without a plain step, after which a gain that is not clear is compared
 
 
 class StepCosts:
@@ -34,13 +36,16 @@ class StepCosts:
         self._drafted_s = _by_size(drafted_s)
         # Real steps also build, sample and attend to contexts: multiples of the measured times.
         self._plain_scale = self._drafted_scale = 1.0
+        self._num_drafted = 0  # steps since the last plain one
 
     def observe(self, num_tokens: int, step_s: float, *, has_drafts: bool) -> None:
         """Correct the measured times by a real step. Plain steps have decodes alone."""
         if has_drafts:
             scale = step_s / _seconds(self._drafted_s, num_tokens, 1)[0]
             self._drafted_scale += WEIGHT * (scale - self._drafted_scale)
+            self._num_drafted += 1
             return
+        self._num_drafted = 0
         scale = step_s / _seconds(self._plain_s, num_tokens, 1)[0]
         self._plain_scale += WEIGHT * (scale - self._plain_scale)
         # A step with draft tokens that other work delayed is forgotten in time.
@@ -73,11 +78,11 @@ class StepCosts:
         if not longest:
             return none
         plain_s = self.plain_s if num_tokens == num_decodes else self.drafted_s
-        least_rate = MIN_GAIN * num_decodes / plain_s(num_tokens)
+        plain_rate = num_decodes / plain_s(num_tokens)
         # An upper bound finds the common case in which no draft token pays.
         pairs = zip(rates, most, strict=True)
         bound = sum(min(limit, rate / (1 - rate)) if rate < 1 else limit for rate, limit in pairs)
-        if num_decodes + bound < least_rate * (self.drafted_s(num_tokens + 1) + token_s):
+        if num_decodes + bound < MIN_GAIN * plain_rate * (self.drafted_s(num_tokens + 1) + token_s):
             return none
         places = np.arange(1, longest + 1)
         chances_BK = np.array(rates)[:, None] ** places
@@ -89,7 +94,8 @@ class StepCosts:
         seconds += nums * token_s
         token_rates = (num_decodes + np.cumsum(chances[order])) / seconds
         best = int(np.argmax(token_rates))
-        if token_rates[best] < least_rate:
+        needs_gain = MIN_GAIN if self._num_drafted < DRAFTED_STEPS else CLEAR_GAIN
+        if token_rates[best] < needs_gain * plain_rate:
             return none
         chosen = np.bincount(order[: best + 1] // longest, minlength=len(most))
         return [int(each) for each in chosen]

@@ -136,10 +136,12 @@ class ModelDrafter:
         self._serials = count(1)
         self._num_steps = 0
         self._token_s = 0.0  # measured seconds of a draft token
+        self._proposing_s = 0.0  # in the last step
         self._prior_rate = TRIED_RATE  # the acceptance rate that new sequences begin with
 
     def propose(self, decodes: Ordered[Sequence], num_tokens: int) -> Mapping[SequenceKey, Ordered[int]]:
         """As `Drafter.propose`."""
+        started_s = perf_counter()
         self._bound_sequences()
         proposals = {each: self._forced_tokens(each)[: self._most] for each in decodes}
         rates: list[float] = []
@@ -166,6 +168,7 @@ class ModelDrafter:
             drafted = self._drafted[sequence]
             proposals[sequence] = drafted.drafts
             drafted.acceptance.remember(sequence.token_ids, drafted.drafts)
+        self._proposing_s = perf_counter() - started_s
         return {
             sequence.key: proposals[sequence][:num]
             for sequence, num in zip(decodes, nums, strict=True)
@@ -175,6 +178,7 @@ class ModelDrafter:
     def observe(self, batch: Batch, step_s: float) -> None:
         """As `Drafter.observe`."""
         if not batch.prompt_chunks:
+            step_s -= self._proposing_s  # the seconds of a draft token are known apart
             self._costs.observe(batch.num_tokens, step_s, has_drafts=bool(batch.drafts))
 
     def finish(self, sequence: Sequence) -> None:

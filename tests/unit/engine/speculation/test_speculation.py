@@ -14,7 +14,7 @@ from baton.clock import ManualClock
 from baton.config.engine import engine_config
 from baton.engine import engine as engine_module
 from baton.engine.engine import Engine
-from baton.engine.speculation.draft_lengths import MIN_GAIN, Acceptance, StepCosts
+from baton.engine.speculation.draft_lengths import DRAFTED_STEPS, MIN_GAIN, Acceptance, StepCosts
 from baton.engine.speculation.draft_model import ModelDrafter
 from baton.errors import ConfigError
 from baton.request import FinishReason, Request, SamplingParams
@@ -272,6 +272,18 @@ def test_time_of_a_step_is_that_of_one_token_of_each_sequence(tiny_model: Path) 
     whole_s, step = perf_counter() - started_s, engine.last_step()
     assert step is not None and 0.1 * whole_s < 3 * step.step_s < whole_s
     run_to_end(engine)
+
+
+def test_small_gain_is_compared_with_a_plain_step_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a plain step that has become cheaper would never be noticed."""
+    monkeypatch.undo()
+    costs = StepCosts({1: 1.0, 8: 1.0}, {1: 1.0, 8: 1.0})
+    for rate, after in ((0.2, [0]), (0.5, [4])):
+        for _ in range(DRAFTED_STEPS):
+            assert costs.choose_num_drafts([rate], [4], num_decodes=1, num_tokens=1) == [4]
+            costs.observe(5, 1.0, has_drafts=True)
+        assert costs.choose_num_drafts([rate], [4], num_decodes=1, num_tokens=1) == after
+        costs.observe(1, 1.0, has_drafts=False)
 
 
 def test_steps_of_many_decodes_get_no_drafts_where_they_cost_as_much_as_tokens() -> None:
