@@ -1,0 +1,38 @@
+"""Calibration: timed steps have the work that their shapes say; transfers at once are all timed."""
+
+import pytest
+
+from baton.bench.engine.replica import TOY_LLAMA, load_replica
+from baton.bench.sim.calibration import Loaded, Stepper, StepShape, measure_transfers, shapes_of
+from baton.pages import PageLayout
+from baton.sim.timed.times import Work
+
+LAYOUT = PageLayout(tp_size=1, page_size=16, num_layers=2, num_kv_heads=1, head_dim=16, dtype="bfloat16")
+
+
+def test_steps_have_the_work_of_their_shape() -> None:
+    settings = {"device": "cpu", "max_model_len": 512, "cache": {"kv_cache_memory_bytes": 2**24}}
+    stepper = Stepper(load_replica(TOY_LLAMA, settings).engine)
+    decodes = [each for each in stepper.measure(StepShape(3, 40)) if not each.work.num_new]
+    assert len(decodes) == 12 and {each.work.num_sequences for each in decodes} == {3}
+    assert 3 * 41 < decodes[0].work.num_context < 3 * 60 and len({each.work for each in decodes}) == 1
+    assert all(each.seconds > 0 for each in decodes)
+    prompts = stepper.measure(StepShape(0, 0, 64))
+    assert [each.work for each in prompts] == [Work(1, 0, 64, 64 * 32.0)] * 3
+    mixed = [each.work for each in stepper.measure(StepShape(2, 40, 64))[-3:]]
+    assert all(work.num_new == 64 and work.num_sequences == 3 and work.num_context > 80 for work in mixed)
+
+
+def test_shapes_stay_within_the_engine() -> None:
+    loaded = Loaded("f", LAYOUT, num_pages=400, max_model_len=1000, step_tokens=512, max_num_seqs=8)
+    shapes = shapes_of(loaded)
+    assert max(each.num_decodes for each in shapes) <= 16
+    assert max(each.context for each in shapes) < 1000 and max(each.num_new for each in shapes) < 1000
+    assert all(each.num_decodes * each.context <= 200 * 16 for each in shapes if not each.num_new)
+
+
+@pytest.mark.slow
+def test_transfers_are_timed_alone_and_together() -> None:
+    samples = measure_transfers(LAYOUT, 64, 0.1)
+    assert {each.num_streams for each in samples} == {1, 2, 4}
+    assert all(each.seconds > 0 and each.num_bytes % LAYOUT.page_bytes == 0 for each in samples)
