@@ -283,7 +283,7 @@ def _course(
     num_later = np.where(num_tokens > 1, num_tokens - 1, np.nan)
     handoff_s = over.handoff_s if layout.num_prefill else 0.0
     ttft_s = first_s - asked_s + over.first_token_s + hops_s
-    later_s = ended_s - first_s + np.maximum(num_tokens - 1, 0) * over.token_s + handoff_s * (num_tokens > 1)
+    later_s = ended_s - first_s + handoff_s * (num_tokens > 1)
     duration_s = float(ended_s.max() - min(each.asked_s for each in outcomes)) if answered else 0.0
     roles = {name: name.rpartition("-")[0] if layout.num_prefill else "worker" for name in busy_s}
     busy = {

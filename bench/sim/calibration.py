@@ -409,13 +409,13 @@ async def _overheads(cluster: WatchedCluster, model: TimeModel) -> Overheads:
         (each.num_tokens - 1, each.e2el_s - each.ttft_s - num_ms / 1e3)
         for each, num_ms in zip(measured.samples, predicted.e2el_ms - predicted.ttft_ms, strict=True)
     ]
-    handoff_s, token_s = _line(later)
+    handoff_s, step_s = _line(later)
     request_cpu_s, token_cpu_s = await _front_cpu(cluster, client, listed.name, vocab_size)
     client.close()
     return Overheads(
-        first_token_s=max(0.0, ttft_s),
+        first_token_s=max(0.0, ttft_s - step_s),  # the prompt takes a step, too
         handoff_s=handoff_s,
-        token_s=token_s,
+        step_s=step_s,
         request_cpu_s=request_cpu_s,
         token_cpu_s=token_cpu_s,
     )

@@ -1,4 +1,4 @@
-"""How good rehearsals are: predicted against measured clusters of this machine, and how fast they run.
+"""Rehearsals: predicted against measured clusters of this machine, and their speed.
 
     python -m baton.bench.sim.suite --only speed                    requests a second, and fast against full
     python -m baton.bench.sim.suite --only accuracy                 calibrates, then serves 12 loads

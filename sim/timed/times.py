@@ -7,7 +7,7 @@
    of the fit, and the spread of single steps about the mean of their shape.
 3. A model knows its ranges. `Validity` counts the time that a rehearsal spends outside of them.
 
-`Machine` is the same for machines that nobody has measured, by roofline.
+`Machine` is the same for machines that were not measured, by roofline.
 """
 
 import math
@@ -191,9 +191,9 @@ class TransferTimes(msgspec.Struct, frozen=True, kw_only=True):
 class Overheads(msgspec.Struct, frozen=True, kw_only=True):
     """The seconds that a served request takes beside steps and transfers, where nothing else is asked."""
 
-    first_token_s: float = 0.0  # of its way to the worker, and of the first token to the client
+    first_token_s: float = 0.0  # of the way to the worker, and of the first token to the client
     handoff_s: float = 0.0  # more, until the second token, where another worker has computed the prompt
-    token_s: float = 0.0  # of each later token
+    step_s: float = 0.0  # of a worker's loop, in each step beside the engine's part
     # Processor seconds of gateway, router and client, which they take from workers of the same machine.
     request_cpu_s: float = 0.0
     token_cpu_s: float = 0.0
@@ -332,11 +332,12 @@ class FittedTimes:
         self.kv_token_bytes = model.kv_token_bytes
         self.validity = validity or Validity()
         self._steps, self._transfer = model.replicas[size].steps, model.transfer
+        self._loop_s = model.overheads.step_s
         self._scale = scale
 
     def step_s(self, work: Work) -> float:
         """See WorkTimes."""
-        seconds, validity = self._scale * self._steps.seconds(work), self.validity
+        seconds, validity = self._scale * (self._steps.seconds(work) + self._loop_s), self.validity
         validity.inside_s += seconds
         for (name, most), value in zip(self._steps.most.items(), work, strict=True):
             if value > most:
