@@ -69,6 +69,7 @@ class Case(NamedTuple):
 
     @property
     def name(self) -> str:
+        """The run in words."""
         return f"{self.layout.name}, {self.lengths}, load {self.load:g}"
 
 

@@ -52,7 +52,7 @@ from baton.rpc.peer_clock import SAME_CLOCK, ClockOffset
 from baton.rpc.peers import TICK_S, Peer
 from baton.rpc.worker_node import MEASURED_S
 from baton.sim.process import Events, OffsetClock
-from baton.sim.timed.fleet import CallOutcome, ClientCall, Fleet, PageStore
+from baton.sim.timed.fleet import CallOutcome, ClientCall, FastGateway, Fleet, PageStore
 from baton.sim.timed.light_router import LightRouter, LightWorker, speed_of
 from baton.sim.timed.times import Contention, Work, WorkTimes
 from baton.tenants import Refusal, Sla
@@ -62,7 +62,6 @@ STEPS_A_REPORT: Final = 64
 MAX_REPORTED: Final = 32  # steps in one message, as workers send samples
 MOST_RUN_S: Final = 0.05  # of a run where other workers slow it down, or cease to
 LOOKAHEAD: Final = 64  # see engine/scheduler/policies.py
-GATEWAY: Final = f"{7:032x}"
 MAX_RETRIES: Final = 2  # openai-python's
 MAX_HONOURED_S: Final = 120.0  # a longer retry-after is not believed
 BACK_OFF_S: Final = 0.5
@@ -131,6 +130,7 @@ class Run:
 
     @property
     def end_s(self) -> float:
+        """The end of the last step."""
         return self.begin_s + self.step_s * self.num_steps
 
 
@@ -174,6 +174,7 @@ class FastWorker:
 
     @property
     def is_stepping(self) -> bool:
+        """A step runs, or its end is being handled."""
         return self._run is not None or self._is_between
 
     # The router.
@@ -193,6 +194,7 @@ class FastWorker:
             self._take(message.request, message.decode, message.source)
 
     def close(self) -> None:
+        """See Peer."""
         raise AssertionError("the router gave up a worker that is well")
 
     def tick(self) -> None:
@@ -448,24 +450,6 @@ class FastWorker:
             exposed_s=exposed_s,
         )
         self._measured.append(times)
-
-
-class FastGateway:
-    """The router's peer that submits requests."""
-
-    silence_s = quiet_s = 0.0
-    clock_offset: ClockOffset | None = SAME_CLOCK
-
-    def __init__(self, rejected: Callable[[Rejected], None]) -> None:
-        self.hello = Hello(process=Kind.GATEWAY, id=GATEWAY)
-        self._rejected = rejected
-
-    def send(self, message: AnyMessage) -> None:
-        if isinstance(message, Rejected):
-            self._rejected(message)
-
-    def close(self) -> None:
-        raise AssertionError("the router gave up its gateway")
 
 
 class FastCluster:

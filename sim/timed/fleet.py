@@ -1,17 +1,22 @@
-"""What a rehearsal simulates: the calls of clients, their outcomes, the workers and their pages."""
+"""The parts of a rehearsal: calls of clients and their outcomes, workers and their pages, a gateway's peer."""
 
 import math
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import count, pairwise
 from typing import Final
 
 import msgspec
 
+from baton.messages.bounds import Kind
+from baton.messages.codec import AnyMessage
+from baton.messages.control import Hello, Rejected
 from baton.messages.workers import Address, Worker, WorkerRole
+from baton.rpc.peer_clock import SAME_CLOCK, ClockOffset
 from baton.tenants import SchedulingKey, Sla
 
 BODY_S: Final = 5e-5  # a message on its way
+GATEWAY: Final = f"{7:032x}"
 PARTS: Final = ("queued", "prefill_queued", "prefill_computing", "transfer_exposed", "decode_computing")
 
 
@@ -31,6 +36,7 @@ class ClientCall(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_tokens(self) -> int:
+        """Tokens of the prompt."""
         return len(self.token_ids)
 
 
@@ -51,6 +57,7 @@ class CallOutcome(msgspec.Struct, kw_only=True):
 
     @property
     def ttft_s(self) -> float:
+        """Time to first token."""
         return self.first_token_s - self.asked_s
 
     def parts(self) -> dict[str, float]:
@@ -142,3 +149,23 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
                 max_num_batched_tokens=round(self.decode_budget / scale),
                 max_model_len=self.max_model_len,
             )
+
+
+class FastGateway:
+    """The router's peer that submits requests."""
+
+    silence_s = quiet_s = 0.0
+    clock_offset: ClockOffset | None = SAME_CLOCK
+
+    def __init__(self, rejected: Callable[[Rejected], None]) -> None:
+        self.hello = Hello(process=Kind.GATEWAY, id=GATEWAY)
+        self._rejected = rejected
+
+    def send(self, message: AnyMessage) -> None:
+        """Take a message of the router."""
+        if isinstance(message, Rejected):
+            self._rejected(message)
+
+    def close(self) -> None:
+        """See Peer."""
+        raise AssertionError("the router gave up its gateway")
