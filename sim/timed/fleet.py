@@ -1,4 +1,4 @@
-"""The parts of a rehearsal: calls of clients and their outcomes, workers and their pages, a gateway's peer."""
+"""The parts of a rehearsal: calls and their outcomes, workers and their pages, and the gateway as a peer."""
 
 import math
 from collections import OrderedDict
