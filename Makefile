@@ -8,7 +8,7 @@
 # Longer suites; make test runs a part of each:
 # make parity  every combination of the tests that compare tokens across topologies
 # make faults  aborts in every state; kills and stalls of real processes; broken and slow links
-# make sim     3,200 simulated clusters with faults, in virtual time
+# make sim     3,500 simulated clusters with faults, in virtual time
 # make soak    half an hour of mixed load on a cluster on Ray, a fault every ten seconds
 # make kernels-3.6  every GPU kernel compiled on Triton 3.6.0, the one of torch 2.11. make test compiles there the
 #              kernels at one shape in bf16, the rounds of sampling, and what tests look for in attention loops

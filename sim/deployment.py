@@ -130,6 +130,9 @@ class SimContext:
         self.limits = limits
         self.files = ExitStack()  # that processes have open
         self.calendar = OffsetClock(events, FIRST_DATE_S)  # the date on all hosts
+        self.roles: dict[
+            str, WorkerRole
+        ] = {}  # of workers that were ordered to flip, as their supervisor knows
         self.starts = itertools.count(1)  # of workers, as their supervisor counts them
         self.listeners: dict[Address, Host] = {}
         self.endpoints: dict[Address, SimEndpoint] = {}
@@ -251,7 +254,7 @@ class SimWorker:
     """One life of a worker."""
 
     def __init__(self, context: SimContext, plan: WorkerPlan) -> None:
-        self.plan = plan
+        self.plan = plan = plan._replace(role=context.roles.get(plan.name, plan.role))
         self.process = process = context.new_process(plan.name)
         if plan.make_engine is None:
             self.engine = SimEngine(plan.machine, process.clock, process.spend)
@@ -261,16 +264,29 @@ class SimWorker:
             process, self.engine.pages, self.engine.memory, context.network, context.random, context.recorder
         )
         self.endpoint.pin = self.engine.pin
-        self._may_end_s = math.inf
         self._context = context
-        self._host = context.new_host(process)
-        address, kv_address = context.new_address(), context.new_address()
-        context.endpoints[kv_address] = self.endpoint
-        self.worker = self._make_worker(self._hello(address, kv_address))
+        self._kv_address = context.new_address()
+        context.endpoints[self._kv_address] = self.endpoint
         self._steps = StepWatchdog(process.clock)
+        self._join()
         process.turn = self._turn
-        self._host.serve(self.worker, address)
         self._give_sign_of_life()
+
+    def _join(self) -> None:
+        """Join the cluster as a new worker: see HostedWorker."""
+        self._may_end_s = math.inf
+        self._host, address = self._context.new_host(self.process), self._context.new_address()
+        self.worker = self._make_worker(self._hello(address, self._kv_address))
+        self._host.serve(self.worker, address)
+
+    def flip(self, role: WorkerRole) -> None:
+        """Drain and join again in another role, as an operator orders it."""
+        self._context.roles[self.plan.name] = role
+        self.process.post(lambda: self._flip(role))
+
+    def _flip(self, role: WorkerRole) -> None:
+        self.worker.next_role = role
+        self._drain()
 
     def drain(self) -> None:
         """Drain and end, as SIGTERM makes a worker process do (cluster/worker_process.py)."""
@@ -291,8 +307,13 @@ class SimWorker:
         if self.engine.has_work():
             self.process.wake()
         elif self.worker.is_idle and self._context.events.now_s >= self._may_end_s:
-            self._context.network.close_all(self.process)
-            self.process.die()
+            if self.worker.next_role is None:
+                self._context.network.close_all(self.process)
+                self.process.die()
+            else:
+                self._host.close()
+                self.plan = self.plan._replace(role=self.worker.next_role)
+                self._join()
 
     def _hello(self, address: Address, kv_address: Address) -> Hello:
         plan, machine = self.plan, self.plan.machine

@@ -101,6 +101,7 @@ class Faults:
             (lambda: self._drain(self._worker()), 1),
             (self._ambush, 2),
             (self._migrate, 4),
+            (self._flip, 1),
             (self._part, 1),
             (self._replace, 1),
         )
@@ -185,6 +186,21 @@ class Faults:
         for gateway in self._deployment.lives(SimGateway):
             gateway.migrate(_worker_of(slot).worker.hello.id, target)
         return f"streams of {slot.name} shall move to {to.name if target else 'another worker'}"
+
+    def _flip(self) -> str:
+        """Have a worker take the other role, if another worker of its role is there."""
+        slot, roles = self._worker(), self._deployment.context.roles
+        role = _worker_of(slot).plan.role
+        others = [
+            other.name
+            for other in self._deployment.workers
+            if other is not slot and _worker_of(other).plan.role is role is roles.get(other.name, role)
+        ]
+        if not others or roles.get(slot.name, role) is not role:
+            return f"{slot.name} is the last {role} worker and does not flip"
+        other_role = next(each for each in WorkerRole if each is not role)
+        _worker_of(slot).flip(other_role)
+        return f"{slot.name} shall become a {other_role} worker"
 
     def _lose_node(self) -> str:
         node = self._random.choice(self._deployment.nodes)

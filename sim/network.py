@@ -327,6 +327,7 @@ class Host:
         self._node: Node | None = None
         self._dialing: set[Address] = set()  # until its connection has ended
         self._known: dict[HostPeer, None] = {}  # that have said Hello, and have not left
+        self._is_closed = False
 
     @property
     def node(self) -> Node:
@@ -341,9 +342,15 @@ class Host:
             self._listeners[address] = self
         self.process.later(TICK_S, self._tick)
 
+    def close(self) -> None:
+        """End every connection, and neither dial nor let anyone in any more; the process lives on."""
+        self._is_closed = True
+        for peer in list(self._known):
+            peer.close()
+
     def dial(self, address: Address) -> None:
         """See Dial in baton/rpc/peers.py."""
-        if address not in self._dialing:
+        if address not in self._dialing and not self._is_closed:
             self._dialing.add(address)
             self.process.later(self._network.delay_s(), lambda: self._connect(address))
 
@@ -355,13 +362,18 @@ class Host:
 
     def greet(self, peer: "HostPeer") -> None:
         """Say Hello to a new peer, at once."""
+        if self._is_closed:
+            peer.abort()
+            return
         peer.send_now(self.node.hello)
         self.process.later(HANDSHAKE_TIMEOUT_S, peer.end_unless_known)
 
     def heard(self, peer: "HostPeer", message: AnyMessage) -> None:
         """Take a message of a peer; its first is its Hello."""
         try:
-            if peer in self._known:
+            if self._is_closed and peer not in self._known:
+                peer.abort()
+            elif peer in self._known:
                 self.recorder.message(peer.hello.id, self.process.name, message)
                 self.node.received(peer, message)
             else:
@@ -385,7 +397,12 @@ class Host:
 
     def _connect(self, address: Address) -> None:
         callee = self._listeners.get(address)
-        if callee is None or callee.process.is_dead or self._network.is_parted(self.process, callee.process):
+        if (
+            self._is_closed
+            or callee is None
+            or callee.process.is_dead
+            or self._network.is_parted(self.process, callee.process)
+        ):
             self._dialing.discard(address)
             return
         wait_s = self._network.connects_in_s(self.process, callee.process)
@@ -402,6 +419,8 @@ class Host:
         self.process.post(self._make_tick)
 
     def _make_tick(self) -> None:
+        if self._is_closed:
+            return
         self.process.later(TICK_S, self._tick)
         self.node.tick()
 
