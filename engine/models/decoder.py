@@ -84,25 +84,31 @@ class ColumnParallelLinear:
         *,
         bias: bool = False,
         fused: str | None = None,
+        num_shards: Mapping[str, int] | None = None,
         reorder: Callable[[str, Tensor], Tensor] = lambda _, rows: rows,
     ) -> None:
         """num_outputs: name of each projection -> outputs on all ranks together.
 
-        fused: the name of the one parameter in which the checkpoint has them side by side. reorder: of a
-        projection's name and this rank's outputs [N, ...], the outputs in another order.
+        fused: the name of the one parameter in which the checkpoint has them side by side. num_shards: shards
+        of the projections that have fewer than there are ranks. reorder: of a projection's name and this
+        rank's outputs [N, ...], the outputs in another order.
         """
-        weights = self._read(parameters, "weight", num_outputs, (num_inputs,), fused)
+        sharded = {
+            name: parameters.in_shards((num_shards or {}).get(name, parameters.tp.size))
+            for name in num_outputs
+        }
+        weights = self._read(sharded, "weight", num_outputs, (num_inputs,), fused)
         reordered = [reorder(name, rows) for name, rows in zip(num_outputs, weights, strict=True)]
         self.weight: LinearWeight = parameters.pack(parameters.join(reordered))
         self.bias_N: Tensor | None = None
         if bias:
-            biases = self._read(parameters, "bias", num_outputs, (), fused)
+            biases = self._read(sharded, "bias", num_outputs, (), fused)
             reordered = [reorder(name, rows) for name, rows in zip(num_outputs, biases, strict=True)]
             self.bias_N = parameters.join(reordered).float()
 
     @staticmethod
     def _read(
-        parameters: Parameters,
+        sharded: Mapping[str, Parameters],
         kind: str,
         num_outputs: Mapping[str, int],
         rest: tuple[int, ...],
@@ -110,10 +116,10 @@ class ColumnParallelLinear:
     ) -> list[Tensor]:
         """This rank's rows of each projection."""
         if fused is None:
-            return [parameters.shard(f"{name}.{kind}", (n, *rest), 0) for name, n in num_outputs.items()]
+            return [sharded[name].shard(f"{name}.{kind}", (n, *rest), 0) for name, n in num_outputs.items()]
         sizes = list(num_outputs.values())
-        whole = parameters.whole(f"{fused}.{kind}", (sum(sizes), *rest))
-        bounds = [parameters.tp.shard(n, what=fused) for n in sizes]
+        whole = next(iter(sharded.values())).whole(f"{fused}.{kind}", (sum(sizes), *rest))
+        bounds = [sharded[name].tp.shard(n, what=fused) for name, n in num_outputs.items()]
         parts = zip(whole.split(sizes), bounds, strict=True)
         return [part[start:stop] for part, (start, stop) in parts]
 
@@ -210,7 +216,10 @@ class Attention:
         q_size, kv_size = config.num_heads * head_dim, config.num_kv_heads * head_dim
         self.head_dim = head_dim
         self.num_heads = config.num_heads // parameters.tp.size
-        self.num_kv_heads = config.num_kv_heads // parameters.tp.size
+        self.num_kv_shards = min(
+            parameters.tp.size, config.num_kv_heads
+        )  # fewer than ranks: some share heads
+        self.num_kv_heads = config.num_kv_heads // self.num_kv_shards
         self.window, self.softcap = window, softcap
         self.scale = head_dim**-0.5 if scale is None else scale
         self.rope = rope or config.rope
@@ -220,6 +229,7 @@ class Attention:
             hidden,
             bias=qkv_bias,
             fused=fused,
+            num_shards={"k_proj": self.num_kv_shards, "v_proj": self.num_kv_shards},
             reorder=self._pair_up,
         )
         eps, self.tp = config.rms_norm_eps, parameters.tp
@@ -240,8 +250,11 @@ class Attention:
             (self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1
         )
         if self.query_norm is not None and self.key_norm is not None:
-            norm = self._norm_projection if self.norms_projection else RmsNorm.__call__
-            query_THD, key_TKD = norm(self.query_norm, query_THD), norm(self.key_norm, key_TKD)
+            if self.norms_projection:
+                query_THD = self._norm_projection(self.query_norm, query_THD, self.tp.size)
+                key_TKD = self._norm_projection(self.key_norm, key_TKD, self.num_kv_shards)
+            else:
+                query_THD, key_TKD = self.query_norm(query_THD), self.key_norm(key_TKD)
         rope_and_store(query_THD, key_TKD, value_TKD, cos_sin_MD, step.positions_T, kv_pages, step.slots_T)
         out_THD = ragged_attention(
             query_THD,
@@ -254,12 +267,12 @@ class Attention:
         )
         return out_THD.flatten(1)
 
-    def _norm_projection(self, norm: RmsNorm, heads_THD: Tensor) -> Tensor:
+    def _norm_projection(self, norm: RmsNorm, heads_THD: Tensor, num_shards: int) -> Tensor:
         """The norm over the heads of all ranks; each rank norms all of them, so that no bit differs."""
-        mine_TN = heads_THD.flatten(1)
-        width = mine_TN.shape[1]
-        whole_TN = norm(self.tp.all_gather(mine_TN))
-        return whole_TN[:, self.tp.rank * width : (self.tp.rank + 1) * width].view(heads_THD.shape)
+        ranks_TRN = self.tp.all_gather(heads_THD.flatten(1)).unflatten(1, (self.tp.size, -1))
+        shards_TSN = ranks_TRN[:, :: self.tp.size // num_shards]
+        normed_TSN = norm(shards_TSN.flatten(1)).view(shards_TSN.shape)
+        return normed_TSN[:, self.tp.rank * num_shards // self.tp.size].view(heads_THD.shape)
 
     def _pair_up(self, name: str, rows: Tensor) -> Tensor:
         """Queries and keys in the order of `rope_table`, where only a part of each head is rotated.

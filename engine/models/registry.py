@@ -417,5 +417,6 @@ def check_split(model: ModelConfig, num_ranks: int) -> None:
         "intermediate_size": model.intermediate_size,
     }
     for what, size in sizes.items():
-        if size % num_ranks:
+        has_copies = what == "KV heads" and num_ranks % size == 0  # several ranks hold a head
+        if size % num_ranks and not has_copies:
             raise ConfigError(f"{what}: {size} cannot be split over {num_ranks} tensor-parallel ranks")

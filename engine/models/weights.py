@@ -100,6 +100,12 @@ class Parameters:
         scoped._prefix = f"{self._prefix}{name}."
         return scoped
 
+    def in_shards(self, num_shards: int) -> "Parameters":
+        """The parameters in fewer shards than there are ranks: neighbouring ranks read the same shard."""
+        view = copy(self)
+        view.tp = TensorParallel(self.tp.rank * num_shards // self.tp.size, num_shards)
+        return view
+
     def transposed(self, name: str) -> "Parameters":
         """As `scope`; the checkpoint has the matrices transposed: inputs first."""
         scoped = self.scope(name)

@@ -205,7 +205,9 @@ class ModelRunner:
             tp_size=tp.size,
             page_size=config.cache.page_size,
             num_layers=model_config.num_layers,
-            num_kv_heads=model_config.num_kv_heads,
+            num_kv_heads=max(
+                model_config.num_kv_heads, tp.size
+            ),  # a head that several ranks hold counts as many
             head_dim=model_config.head_dim,
             dtype=self.dtype,
         )

@@ -26,6 +26,16 @@ COMMON: Final = {
 }
 
 
+_WINDOWS: Final = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 9}
+_PARTIAL_LONGROPE: Final = {
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.5,
+        "short_factor": [1.0, 1.2, 1.7, 2.5],
+        "long_factor": [1.0, 2.0, 4.0, 8.0],
+    }
+}
 _EXPERTS: Final = {"num_experts": 9, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
 _BIASES: Final = {"attention_bias": True, "mlp_bias": True}
 
@@ -77,6 +87,24 @@ CASES: Final = (
     _case("qwen2", "Qwen2", 4, 2, tie_word_embeddings=True),
     _case("qwen2-window", "Qwen2", 4, 2, use_sliding_window=True, sliding_window=11, max_window_layers=1),
     _case("qwen3", "Qwen3", 4, 2, head_dim=32),
+    _case(
+        "gemma2", "Gemma2", 4, 2, **_WINDOWS, head_dim=16, query_pre_attn_scalar=9, attn_logit_softcapping=3.0
+    ),
+    _case("gemma3", "Gemma3", 4, 2, **_WINDOWS, head_dim=24),
+    _case("gpt2", "GPT2", 4, 4, head_dim=16),
+    _case("gpt-oss", "GptOss", 4, 2, **_WINDOWS, head_dim=16, num_local_experts=5, num_experts_per_tok=2),
+    _case(
+        "granite",
+        "Granite",
+        4,
+        2,
+        attention_multiplier=0.2,
+        residual_multiplier=0.6,
+        embedding_multiplier=5.0,
+        logits_scaling=3.0,
+    ),
+    _case("olmo2", "Olmo2", 4, 2),
+    _case("phi3", "Phi3", 4, 2, **_PARTIAL_LONGROPE, original_max_position_embeddings=256),
     _case("mixtral", "Mixtral", 4, 2, num_local_experts=5, num_experts_per_tok=2),
     _case(
         "qwen2-moe",

@@ -18,7 +18,19 @@ from tests.parity.runs import GREEDY, SEEDED, PreemptInTurn, engine, prompts, ru
 
 Directory = Callable[..., Path]
 FAST = ("llama-gqa7-biased", "mistral-window")
-SLOW = ("llama2", "llama3-rope", "llama-odd-head", "qwen2-window", "qwen3")
+SLOW = (
+    *(
+        "llama2",
+        "llama3-rope",
+        "llama-odd-head",
+        "qwen2-window",
+        "qwen3",
+        "mixtral",
+        "qwen2-moe",
+        "qwen3-moe",
+    ),
+    *("gemma2", "gemma3", "gpt2", "gpt-oss", "granite", "olmo2", "phi3"),
+)
 NAMES = [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -94,6 +106,13 @@ def test_no_setting_changes_a_bit_with_weights_of_8_bits(
     with engine(directory, quantization="int8", **SETTINGS[setting]) as made:
         assert essence(run(made, prompts(), GREEDY)) == essence(greedy)
         assert essence(run(made, prompts(1), SEEDED)) == essence(seeded)
+
+
+def test_two_ranks_that_share_a_kv_head_change_no_bit(model_directory: Directory) -> None:
+    directory = model_directory("llama-gqa4-tied", torch.float32)
+    greedy, _ = plain(directory)
+    with engine(directory, tensor_parallel_size=2) as made:
+        assert essence(run(made, prompts(), GREEDY)) == essence(greedy)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

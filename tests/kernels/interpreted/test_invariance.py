@@ -79,6 +79,17 @@ def test_a_second_rank_changes_no_bit(directory: Path) -> None:
     assert two_ranks == outputs(directory, "float32", num_prompts=2)
 
 
+@slow
+def test_no_setting_changes_a_bit_of_a_mixture_of_experts(tmp_path: Path) -> None:
+    keys = {"num_local_experts": 5, "num_experts_per_tok": 2, "num_hidden_layers": 1}
+    mixture = write_config(
+        tmp_path, architectures=["MixtralForCausalLM"], max_position_embeddings=MAX_MODEL_LEN, **keys
+    )
+    plain = outputs(mixture, "float32", num_prompts=2)
+    for setting in ("chunks", "tensor-parallel-2"):
+        assert outputs(mixture, "float32", setting, num_prompts=2) == plain
+
+
 # The kernels alone, in every dtype.
 
 SHAPES = (

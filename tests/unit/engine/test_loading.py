@@ -64,7 +64,7 @@ def test_uneven_ranks_are_refused_before_a_process_starts(
     tiny_model: Path, num_ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("a process was started"))
-    with pytest.raises(ConfigError, match=f"KV heads: 2 cannot be split over {num_ranks} "):
+    with pytest.raises(ConfigError, match=rf"heads: \d cannot be split over {num_ranks} "):
         tiny_engine(tiny_model, tensor_parallel_size=num_ranks)
 
 
