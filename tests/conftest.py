@@ -9,6 +9,10 @@ wheel end a process with a segmentation fault when the system has the same libra
 
 import os
 import signal
+import threading
+import time
+from collections.abc import Iterator
+from typing import Final
 
 import pytest
 from hypothesis import settings
@@ -26,6 +30,27 @@ os.environ.setdefault("UCX_MODULES", "tcp,sm,cma")
 os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")
 os.environ.setdefault("MC_FORCE_TCP", "1")
 os.environ.setdefault("MC_TCP_BIND_ADDRESS", "127.0.0.1")
+
+THREADS_END_S: Final = 5.0
+
+
+def _is_ours(thread: threading.Thread) -> bool:
+    """Return whether Baton has started this thread, which runs; libraries keep pools of theirs."""
+    target = getattr(thread, "_target", None)
+    module = getattr(target, "__module__", None) or type(thread).__module__
+    return thread.is_alive() and module.startswith("baton.")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_thread_outlives_its_file() -> Iterator[None]:
+    """Fail the last test of a file whose threads run on: they would use what later tests patch."""
+    before = set(threading.enumerate())
+    yield
+    deadline_s = time.monotonic() + THREADS_END_S
+    while left := [each for each in threading.enumerate() if each not in before and _is_ours(each)]:
+        if time.monotonic() > deadline_s:
+            pytest.fail(f"threads outlive the tests of this file: {', '.join(each.name for each in left)}")
+        time.sleep(0.005)
 
 
 class GroupScheduling(LoadFileScheduling):  # type: ignore[misc]  # it has no annotations
