@@ -76,10 +76,11 @@ from baton.messages.workers import Address, Load, WorkerStatus
 from baton.router.checkpoint import attributes_of
 from baton.router.cluster_state import ClusterState, SharingLink
 from baton.router.decisions import DecisionLog
-from baton.router.dispatcher import Dispatcher, GatewayPeer, Pairing
+from baton.router.dispatcher import Dispatcher, GatewayPeer
 from baton.router.in_flight import InFlight
 from baton.router.index.prefix_index import MAX_PAGES, PrefixIndex, SharedIndex
 from baton.router.membership import BEAT_TIMEOUT_S, Member, Membership, Removed
+from baton.router.pairing import Pairing
 from baton.router.policies.base import PolicyContext
 from baton.router.policies.cost_model import CostModel
 from baton.router.policies.registry import load_policy, policy_class

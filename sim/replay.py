@@ -29,8 +29,8 @@ from baton.messages.control import Decision, Hello, KvEventBatch, Rejected
 from baton.messages.workers import Worker
 from baton.request import AttemptKey
 from baton.router.checkpoint import UNREADABLE, load
-from baton.router.dispatcher import NoSlot, Pairing, PairQuestion, Unpaired
 from baton.router.index.prefix_index import PrefixIndex, SharedIndex, with_zeros
+from baton.router.pairing import NoSlot, Pairing, PairQuestion, Unpaired
 from baton.router.policies.base import Pair, PolicyContext, RoutingChoice
 from baton.router.policies.cost import predicted
 from baton.router.policies.registry import POLICIES, load_policy, policy_class
