@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import msgspec
 
 from baton.errors import ConfigError
-from baton.sim.rehearsal import Layout, Rehearsal, Settings, rehearse
+from baton.sim.rehearsal import Layout, Rehearsal, RehearsalSettings, rehearse
 from baton.sim.timed.times import TimeModel
 from baton.sim.timed.workload import TraceRequest
 from baton.tenants import Sla
@@ -34,7 +34,7 @@ class Search(NamedTuple):
 
     trace: Sequence[TraceRequest]
     times: TimeModel
-    settings: Settings
+    settings: RehearsalSettings
     attainment: float  # share of requests that must meet the objectives
 
 

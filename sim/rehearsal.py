@@ -89,7 +89,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
         return self.num_prefill * self.prefill_tp + self.num_decode * self.decode_tp
 
 
-class Settings(msgspec.Struct, frozen=True, kw_only=True):
+class RehearsalSettings(msgspec.Struct, frozen=True, kw_only=True):
     """The settings of a rehearsal."""
 
     mode: Mode = "fast"
@@ -101,7 +101,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0
 
 
-_DEFAULT: Final = Settings()
+_DEFAULT: Final = RehearsalSettings()
 
 
 class Figure(NamedTuple):
@@ -147,7 +147,7 @@ class Course(NamedTuple):
 
 
 def rehearse(
-    trace: Sequence[TraceRequest], layout: Layout, times: TimeModel, settings: Settings = _DEFAULT
+    trace: Sequence[TraceRequest], layout: Layout, times: TimeModel, settings: RehearsalSettings = _DEFAULT
 ) -> Rehearsal:
     """Rehearse a load on a layout. ConfigError for an empty trace, and for ranks that were not calibrated."""
     if not trace:
@@ -178,13 +178,13 @@ def rehearse(
 
 
 def rehearse_each(
-    trace: Sequence[TraceRequest], layout: Layout, times: TimeModel, settings: Settings = _DEFAULT
+    trace: Sequence[TraceRequest], layout: Layout, times: TimeModel, settings: RehearsalSettings = _DEFAULT
 ) -> Course:
     """Rehearse once, and return the latencies of each answered request, also outside of calibrated ranges."""
     return _run(trace, layout, times, settings, 1.0, Validity())
 
 
-def _neighbour_complaints(layout: Layout, times: TimeModel, settings: Settings) -> list[str]:
+def _neighbour_complaints(layout: Layout, times: TimeModel, settings: RehearsalSettings) -> list[str]:
     most = len(times.neighbours)
     if not settings.shares_machine or not most or layout.num_workers <= most:
         return []
@@ -195,7 +195,7 @@ def _run(
     trace: Sequence[TraceRequest],
     layout: Layout,
     times: TimeModel,
-    settings: Settings,
+    settings: RehearsalSettings,
     scale: float,
     validity: Validity,
 ) -> Course:
@@ -216,7 +216,7 @@ def _run(
     return _course(outcomes, layout, times, full.busy_s, full.parts)
 
 
-def _fleet(layout: Layout, times: TimeModel, settings: Settings, page_size: int) -> Fleet:
+def _fleet(layout: Layout, times: TimeModel, settings: RehearsalSettings, page_size: int) -> Fleet:
     step_tokens = layout.step_tokens or SchedulerConfig().max_num_batched_tokens
     num_tokens = {size: each.num_pages * times.page_size for size, each in times.replicas.items()}
     return Fleet(
@@ -257,7 +257,7 @@ def _fast_calls(trace: Sequence[TraceRequest], page_size: int) -> Iterator[Clien
         )
 
 
-def _full_call(each: TraceRequest, settings: Settings) -> ClientCall:
+def _full_call(each: TraceRequest, settings: RehearsalSettings) -> ClientCall:
     return ClientCall(at_s=each.arrival_s, token_ids=tokens_of(each), num_answered=each.output_tokens)
 
 
@@ -302,7 +302,7 @@ def _course(
     )
 
 
-def _figures(course: Course, others: Sequence[Course], settings: Settings) -> dict[str, Figure]:
+def _figures(course: Course, others: Sequence[Course], settings: RehearsalSettings) -> dict[str, Figure]:
     """Return each figure of a course. others: in the fast mode, with usual, less and more work: the spread of
     their draws about the first of them is the interval.
     """

@@ -44,15 +44,15 @@ from baton.messages.workers import WorkerRole
 from baton.pages import PageLayout
 from baton.request import Request, SamplingParams
 from baton.router.policies.cost_model import solve_nonnegative
-from baton.sim.rehearsal import Layout, Settings, rehearse_each
+from baton.sim.rehearsal import Layout, RehearsalSettings, rehearse_each
 from baton.sim.timed.full import work_of
 from baton.sim.timed.times import (
     Overheads,
     ReplicaTimes,
     StepSample,
+    StepWork,
     TimeModel,
     TransferSample,
-    Work,
     fit_steps,
     fit_transfers,
 )
@@ -241,7 +241,7 @@ class WorkerChild:
     def measure(self, shapes: Sequence[StepShape], seconds: float) -> list[StepSample]:
         """Measure shapes, in turns, for so long."""
         line = self._ask(Order(tuple(shapes), seconds))
-        return [StepSample(Work(*work), taken_s) for work, taken_s in msgspec.json.decode(line)]
+        return [StepSample(StepWork(*work), taken_s) for work, taken_s in msgspec.json.decode(line)]
 
     def keep_busy(self, shapes: Sequence[StepShape]) -> None:
         """Compute shapes until the next order, or the end."""
@@ -335,7 +335,7 @@ def _ratio(samples: Sequence[StepSample], others: Sequence[StepSample]) -> float
     """Return the median over shapes of the ratio of mean seconds."""
     means = []
     for each in (samples, others):
-        by_work: dict[Work, list[float]] = {}
+        by_work: dict[StepWork, list[float]] = {}
         for sample in each:
             by_work.setdefault(sample.work, []).append(sample.seconds)
         means.append({work: fmean(seconds) for work, seconds in by_work.items()})
@@ -403,7 +403,7 @@ async def _overheads(cluster: WatchedCluster, model: TimeModel) -> Overheads:
         TraceRequest(arrival_s=10.0 * at, input_tokens=num_input, output_tokens=num_output)
         for at, (num_input, num_output) in enumerate(lengths)
     ]
-    predicted = rehearse_each(trace, Layout.parse("1P1D"), model, Settings(mode="full"))
+    predicted = rehearse_each(trace, Layout.parse("1P1D"), model, RehearsalSettings(mode="full"))
     ttft_s = median(each.ttft_s for each in measured.samples) - median(predicted.ttft_ms) / 1e3
     later = [
         (each.num_tokens - 1, each.e2el_s - each.ttft_s - num_ms / 1e3)

@@ -29,13 +29,13 @@ from baton.bench.serve.load import Load, Shape, model_of, random_jobs, trace_job
 from baton.bench.sim.calibration import calibrate
 from baton.config.cluster import ServeConfig
 from baton.config.environment import environment_of_child
-from baton.sim.rehearsal import Figure, Layout, Rehearsal, Settings, rehearse, rehearse_each
+from baton.sim.rehearsal import Figure, Layout, Rehearsal, RehearsalSettings, rehearse, rehearse_each
 from baton.sim.timed.times import (
     Curve,
     ReplicaTimes,
-    StepTimes,
+    StepModel,
     TimeModel,
-    TransferTimes,
+    TransferModel,
 )
 from baton.sim.timed.workload import Lengths, TraceRequest, synthetic
 
@@ -88,7 +88,7 @@ def capacity_of(case: Case, times: TimeModel) -> float:
     lengths = LENGTHS[case.lengths]
     trace = synthetic(NUM_FOR_CAPACITY, 1.0, lengths, 99)
     at_once = [msgspec.structs.replace(each, arrival_s=0.0) for each in trace]
-    course = rehearse_each(at_once, case.layout, times, Settings())
+    course = rehearse_each(at_once, case.layout, times, RehearsalSettings())
     return len(course.ttft_ms) / course.duration_s
 
 
@@ -162,7 +162,7 @@ def accuracy_rows(options: argparse.Namespace, times: TimeModel, report: Report)
         runs = uvloop.run(serve(loads, options.model))
         for (case, trace), run in zip(loads, runs, strict=True):
             report.tell(f"{case.name}: rehearsing")
-            predicted = rehearse(trace, case.layout, times, Settings(mode="full"))
+            predicted = rehearse(trace, case.layout, times, RehearsalSettings(mode="full"))
             failed = len(run.failures)
             if not predicted.is_valid or failed:
                 why = "; ".join(predicted.complaints) or f"{failed} answers failed: {run.failures[0]}"
@@ -188,13 +188,13 @@ def usual_times() -> TimeModel:
     }
     most = {"num_sequences": 256.0, "num_context": 1e7, "num_new": 8192.0, "num_pairs": 1e9}
     alike = (1.0,) * 7
-    steps = StepTimes(fixed_s=1.2e-3, curves=curves, most=most, errors=alike, spread=alike)
+    steps = StepModel(fixed_s=1.2e-3, curves=curves, most=most, errors=alike, spread=alike)
     return TimeModel(
         model="usual",
         fingerprint="usual",
         machine={},
         replicas={1: ReplicaTimes(steps=steps, num_pages=8192, start_s=(2.0,))},
-        transfer=TransferTimes(
+        transfer=TransferModel(
             fixed_s=1e-3, curve=Curve((5e-10,)), streams=(1.0,), most_bytes=2**30, errors=alike
         ),
         kv_token_bytes=2048,
@@ -211,7 +211,7 @@ def speed_rows(report: Report, num_requests: int) -> list[Row]:
     for mode in ("full", "fast"):
         report.tell(f"{mode} mode")
         trace = synthetic(40.0, num_requests / 40.0, lengths)
-        settings = Settings(mode=mode, has_intervals=False)
+        settings = RehearsalSettings(mode=mode, has_intervals=False)
         taken_s = []
         for _ in range(NUM_RESULTS):
             begin_s = time.process_time()
@@ -226,7 +226,7 @@ def speed_rows(report: Report, num_requests: int) -> list[Row]:
     report.tell("1,000 workers")
     begin_s = time.process_time()
     trace = synthetic(4000.0, 1.0, lengths)
-    large = rehearse(trace, Layout.parse("400P600D"), times, Settings(has_intervals=False))
+    large = rehearse(trace, Layout.parse("400P600D"), times, RehearsalSettings(has_intervals=False))
     note = f"{large.num_requests} requests, fast mode, processor time"
     rows.append(Row("1,000 workers", time.process_time() - begin_s, "s", note=note))
     return rows

@@ -54,7 +54,7 @@ from baton.rpc.worker_node import MEASURED_S
 from baton.sim.process import Events, OffsetClock
 from baton.sim.timed.fleet import CallOutcome, ClientCall, FastGateway, Fleet, PageStore
 from baton.sim.timed.light_router import LightRouter, LightWorker, speed_of
-from baton.sim.timed.times import Contention, Work, WorkTimes
+from baton.sim.timed.times import Contention, StepWork, WorkTimes
 from baton.tenants import Refusal, Sla
 from baton.token_ids import TokenIds
 
@@ -123,7 +123,7 @@ class Run:
     __slots__ = ("begin_s", "chunks", "num_steps", "step_s", "work")
 
     def __init__(
-        self, begin_s: float, step_s: float, num_steps: int, work: Work, chunks: list[PromptJob]
+        self, begin_s: float, step_s: float, num_steps: int, work: StepWork, chunks: list[PromptJob]
     ) -> None:
         self.begin_s, self.step_s, self.num_steps = begin_s, step_s, num_steps
         self.work, self.chunks = work, chunks
@@ -298,7 +298,7 @@ class FastWorker:
             num_steps = max(1, min(self._ends[0][0] - self._num_steps, self._most_steps))
         scale = cluster.scale
         context = round((self._num_context + num_seqs * (num_steps - 1) / 2) * scale)
-        work = Work(num_seqs + len(chunks), context, round(num_new * scale), num_pairs * scale * scale)
+        work = StepWork(num_seqs + len(chunks), context, round(num_new * scale), num_pairs * scale * scale)
         step_s, contention = self.times.step_s(work), cluster.contention
         if contention.neighbours:
             now_s = cluster.events.now_s

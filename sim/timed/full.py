@@ -24,7 +24,7 @@ from baton.sim.engine import KvMemory, SimEngine, TokenMachine
 from baton.sim.network import Network
 from baton.sim.process import Events, TimedProcess
 from baton.sim.timed.fleet import BODY_S, CallOutcome, ClientCall, Fleet
-from baton.sim.timed.times import Contention, Work, WorkTimes
+from baton.sim.timed.times import Contention, StepWork, WorkTimes
 from baton.sim.trace import Recorder
 from baton.token_ids import TokenIds
 
@@ -35,7 +35,7 @@ VOCAB_SIZE: Final = 2**31
 LOOK_S: Final = 1.0
 
 
-def work_of(batch: Batch) -> Work:
+def work_of(batch: Batch) -> StepWork:
     """Return the work of a batch."""
     num_decodes = batch.num_decodes
     num_context = int(batch.starts[:num_decodes].sum()) + num_decodes
@@ -43,7 +43,7 @@ def work_of(batch: Batch) -> Work:
     for start, length in zip(batch.starts[num_decodes:].tolist(), batch.lengths[num_decodes:], strict=True):
         num_new += length
         num_pairs += length * (start + length / 2)
-    return Work(len(batch.sequences), num_context, num_new, num_pairs)
+    return StepWork(len(batch.sequences), num_context, num_new, num_pairs)
 
 
 class SteadyNetwork(Network):
@@ -82,7 +82,7 @@ class TimedEngine(SimEngine):
         machine: TokenMachine,
         process: TimedProcess,
         memory: KvMemory,
-        step_s: Callable[[Work], float],
+        step_s: Callable[[StepWork], float],
     ) -> None:
         """memory: of all replicas, which nothing is written to."""
         super().__init__(machine, process.clock, process.spend, memory)
@@ -246,7 +246,7 @@ class FullCluster:
         self._processes.append(process)
         return TimedEngine(machine, process, self._memory, partial(self._step_s, times))
 
-    def _step_s(self, times: WorkTimes, work: Work) -> float:
+    def _step_s(self, times: WorkTimes, work: StepWork) -> float:
         """Return the seconds of a step that begins now, beside the workers that are busy now."""
         contention, now_s = self._contention, self.events.now_s
         seconds = times.step_s(work)

@@ -23,7 +23,7 @@ from baton.router.policies.candidates import TIE
 from baton.router.policies.cost import MAX_COMBINED, MAX_COMPARED, MAX_HOLDERS, MEMORY_S, MOST_BUSY, NUM_DRAWN
 from baton.router.policies.cost_model import solve_nonnegative
 from baton.router.queue.admission import AHEAD_S, MIN_COMPUTING, OVERCOMMIT, STEP_TOKENS
-from baton.sim.timed.times import Work, WorkTimes
+from baton.sim.timed.times import StepWork, WorkTimes
 
 LINEAR_TOKENS: Final = (16, 64, 256, 1024)  # where a time model is made linear
 
@@ -44,9 +44,9 @@ def speed_of(times: WorkTimes, most_tokens: float) -> Speed:
     """Return the linear times that are nearest to a time model, within a step of so many tokens."""
     sizes = [each for each in LINEAR_TOKENS if each <= most_tokens] or [max(1, int(most_tokens))]
     prompts = [(each, each * (start + each / 2)) for each in sizes for start in (0, 1024)]
-    prompt_s = [times.step_s(Work(1, 0, num_new, pairs)) for num_new, pairs in prompts]
+    prompt_s = [times.step_s(StepWork(1, 0, num_new, pairs)) for num_new, pairs in prompts]
     batches = [(number, number * context) for number in (1, 4, 16, 48) for context in (64, 512)]
-    batch_s = [times.step_s(Work(number, context, 0, 0.0)) for number, context in batches]
+    batch_s = [times.step_s(StepWork(number, context, 0, 0.0)) for number, context in batches]
     prompt, step = _linear(prompts, prompt_s), _linear(batches, batch_s)
     return Speed(*prompt, *step, times.handoff_s(sizes[-1]))
 

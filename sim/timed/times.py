@@ -1,6 +1,6 @@
 """The times of real workers, as `baton calibrate` has measured them: what a rehearsal predicts with.
 
-1. `fit_steps` fits the seconds of a step to the work in it (`Work`): least squares of relative errors with
+1. `fit_steps` fits the seconds of a step to its work (`StepWork`): least squares of relative errors with
    coefficients of at least 0. Each quantity has a `Curve`, which gets a knot where one makes held-out shapes
    better predicted.
 2. A model knows its errors: the quantiles of measured over predicted seconds, of shapes that were held out
@@ -35,7 +35,7 @@ FADE_S: Final = 0.5  # of the gateway's load
 VERSION: Final = 1
 
 
-class Work(NamedTuple):
+class StepWork(NamedTuple):
     """The work of one step."""
 
     num_sequences: int  # with a token or a chunk in the step
@@ -55,7 +55,7 @@ QUANTITIES: Final = ("rows", "sequences", "context", "pairs")
 class StepSample(NamedTuple):
     """A measured step."""
 
-    work: Work
+    work: StepWork
     seconds: float
 
 
@@ -75,7 +75,7 @@ class WorkTimes(Protocol):
         """Bytes of the pages of one token."""
         ...
 
-    def step_s(self, work: Work) -> float:
+    def step_s(self, work: StepWork) -> float:
         """Seconds of a step."""
         ...
 
@@ -105,7 +105,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     transfer_base_s: float = 5e-3
     transfer_bytes_per_s: float = 10e9
 
-    def step_s(self, work: Work) -> float:
+    def step_s(self, work: StepWork) -> float:
         """See WorkTimes."""
         prompt_s = work.num_new * self.prefill_token_s + work.num_pairs * self.prefill_pair_s
         if work.num_context == 0 and work.num_new:
@@ -119,7 +119,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
 
     def compute_s(self, num_new: int, num_tokens: int) -> float:
         """Return the time of a step that computes `num_new` tokens of a prompt of `num_tokens` so far."""
-        return self.step_s(Work(0, 0, num_new, num_new * (num_tokens - num_new / 2)))
+        return self.step_s(StepWork(0, 0, num_new, num_new * (num_tokens - num_new / 2)))
 
     def transfer_s(self, num_bytes: int, num_streams: int = 1) -> float:
         """See WorkTimes."""
@@ -160,16 +160,16 @@ class Curve(msgspec.Struct, frozen=True):
         return result + self.slopes[-1] * (value - begin)
 
 
-class StepTimes(msgspec.Struct, frozen=True, kw_only=True):
+class StepModel(msgspec.Struct, frozen=True, kw_only=True):
     """The seconds of a step, and what they are worth."""
 
     fixed_s: float
     curves: dict[str, Curve]  # by QUANTITIES
-    most: dict[str, float]  # of each field of Work, that was measured
+    most: dict[str, float]  # of each field of StepWork, that was measured
     errors: tuple[float, ...]  # QUANTILES of measured over predicted seconds of shapes that were held out
     spread: tuple[float, ...]  # QUANTILES of a step's seconds over the mean of its shape
 
-    def seconds(self, work: Work) -> float:
+    def seconds(self, work: StepWork) -> float:
         """Return the mean seconds of such a step."""
         total_s = self.fixed_s
         for name, value in zip(QUANTITIES, work.quantities, strict=True):
@@ -178,7 +178,7 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True):
         return total_s
 
 
-class TransferTimes(msgspec.Struct, frozen=True, kw_only=True):
+class TransferModel(msgspec.Struct, frozen=True, kw_only=True):
     """The seconds of a transfer between two processes."""
 
     fixed_s: float
@@ -202,7 +202,7 @@ class Overheads(msgspec.Struct, frozen=True, kw_only=True):
 class ReplicaTimes(msgspec.Struct, frozen=True, kw_only=True):
     """One worker of some tensor parallel size."""
 
-    steps: StepTimes
+    steps: StepModel
     num_pages: int
     start_s: tuple[float, ...]  # measured starts, until the model is loaded
 
@@ -214,7 +214,7 @@ class TimeModel(msgspec.Struct, frozen=True, kw_only=True):
     fingerprint: str
     machine: dict[str, str]
     replicas: dict[int, ReplicaTimes]  # by tensor parallel size
-    transfer: TransferTimes
+    transfer: TransferModel
     kv_token_bytes: int
     page_size: int
     max_model_len: int
@@ -335,7 +335,7 @@ class FittedTimes:
         self._loop_s = model.overheads.step_s
         self._scale = scale
 
-    def step_s(self, work: Work) -> float:
+    def step_s(self, work: StepWork) -> float:
         """See WorkTimes."""
         seconds, validity = self._scale * (self._steps.seconds(work) + self._loop_s), self.validity
         validity.inside_s += seconds
@@ -365,25 +365,25 @@ class _Shape(NamedTuple):
     seconds: float  # the mean
 
 
-def fit_steps(samples: Iterable[StepSample]) -> StepTimes:
+def fit_steps(samples: Iterable[StepSample]) -> StepModel:
     """Fit the times of steps. ConfigError for fewer than NUM_FOLDS shapes."""
-    by_work: defaultdict[Work, list[float]] = defaultdict(list)
+    by_work: defaultdict[StepWork, list[float]] = defaultdict(list)
     for sample in samples:
         by_work[sample.work].append(sample.seconds)
     means = _means(by_work)
     shapes = [_Shape(work.quantities, mean_s) for work, mean_s in means.items()]
     fixed_s, curves, ratios = _fit(shapes, QUANTITIES)
     spread = [each / means[work] for work, seconds in by_work.items() for each in seconds]
-    return StepTimes(
+    return StepModel(
         fixed_s=fixed_s,
         curves=curves,
-        most={name: max(getattr(work, name) for work in by_work) for name in Work._fields},
+        most={name: max(getattr(work, name) for work in by_work) for name in StepWork._fields},
         errors=_quantiles(ratios),
         spread=_quantiles(spread),
     )
 
 
-def fit_transfers(samples: Iterable[TransferSample]) -> TransferTimes:
+def fit_transfers(samples: Iterable[TransferSample]) -> TransferModel:
     """Fit the times of transfers; of several at once, the multiple of the time of one."""
     by_kind: defaultdict[tuple[int, int], list[float]] = defaultdict(list)
     for sample in samples:
@@ -400,7 +400,7 @@ def fit_transfers(samples: Iterable[TransferSample]) -> TransferTimes:
             if num == number
         ]
         multiples.append(max(multiples[-1], float(np.median(found))) if found else multiples[-1])
-    return TransferTimes(
+    return TransferModel(
         fixed_s=fixed_s,
         curve=curve,
         streams=tuple(multiples),

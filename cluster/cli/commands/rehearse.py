@@ -26,7 +26,7 @@ from baton.config.cluster import ServeConfig
 from baton.errors import ConfigError
 from baton.sim.advice import Advice, Option, Search, layouts
 from baton.sim.advice import advise as run_search
-from baton.sim.rehearsal import Layout, Rehearsal, Settings
+from baton.sim.rehearsal import Layout, Rehearsal, RehearsalSettings
 from baton.sim.rehearsal import rehearse as run_rehearsal
 from baton.sim.timed.times import TimeModel
 from baton.sim.timed.workload import Lengths, TraceRequest, read_trace, synthetic
@@ -116,7 +116,9 @@ def _add_rehearse(parser: Parser) -> None:
     parser.add_argument("--decode-tp", type=int, default=1, metavar="N", help="ranks of each (1)")
     parser.add_argument("--max-num-batched-tokens", type=int, metavar="N", help="tokens of a step")
     parser.add_argument("--page-size", type=int, metavar="N", help="tokens of a page")
-    parser.add_argument("--policy", default=Settings().policy, metavar="NAME", help="of routing (cost)")
+    parser.add_argument(
+        "--policy", default=RehearsalSettings().policy, metavar="NAME", help="of routing (cost)"
+    )
     parser.add_argument("--fast", action="store_true", help="sum steps in closed form")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
@@ -158,7 +160,7 @@ def _rehearse(arguments: argparse.Namespace) -> int:
         step_tokens=arguments.max_num_batched_tokens,
         page_size=arguments.page_size,
     )
-    settings = Settings(
+    settings = RehearsalSettings(
         mode="fast" if arguments.fast else "full",
         policy=arguments.policy,
         sla=sla_of(arguments.slo),
@@ -225,7 +227,9 @@ def _advise(arguments: argparse.Namespace) -> int:
     devices = arguments.devices or (0 if arguments.apart else len(times.neighbours)) or 8
     if devices < 1 or not 0 < arguments.attainment <= 1 or arguments.processes < 1:
         raise ConfigError("expected --devices and --processes of 1 or more, --attainment of 0 to 1")
-    settings = Settings(sla=sla_of(arguments.slo), shares_machine=not arguments.apart, seed=arguments.seed)
+    settings = RehearsalSettings(
+        sla=sla_of(arguments.slo), shares_machine=not arguments.apart, seed=arguments.seed
+    )
     search = Search(load_of(arguments), times, settings, arguments.attainment)
     report = Report("advise", f"Layouts for {arguments.model}", arguments.out)
     with report.tell, ProcessPoolExecutor(arguments.processes, get_context("fork")) as pool:

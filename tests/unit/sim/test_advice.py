@@ -5,7 +5,7 @@ import pytest
 from baton.bench.sim.suite import usual_times
 from baton.errors import ConfigError
 from baton.sim.advice import MAX_LAYOUTS, Search, advise, layouts
-from baton.sim.rehearsal import Layout, Settings
+from baton.sim.rehearsal import Layout, RehearsalSettings
 from baton.sim.timed.workload import Lengths, synthetic
 from baton.tenants import Sla
 
@@ -14,7 +14,7 @@ TIMES = usual_times()
 
 def search(rate: float, ttft_ms: float, tpot_ms: float) -> Search:
     trace = synthetic(rate, 4.0, Lengths(100, 300, 20, 60))
-    return Search(trace, TIMES, Settings(sla=Sla(ttft_ms=ttft_ms, tpot_ms=tpot_ms)), 0.95)
+    return Search(trace, TIMES, RehearsalSettings(sla=Sla(ttft_ms=ttft_ms, tpot_ms=tpot_ms)), 0.95)
 
 
 def workers(*names: str) -> list[Layout]:
@@ -37,7 +37,7 @@ def test_impossible_objectives_are_an_outcome() -> None:
 
 def test_objectives_are_asked_for() -> None:
     with pytest.raises(ConfigError, match="--slo"):
-        advise(search(4.0, 1.0, 1.0)._replace(settings=Settings()), workers("1M"))
+        advise(search(4.0, 1.0, 1.0)._replace(settings=RehearsalSettings()), workers("1M"))
 
 
 def test_candidates_are_distinct_and_within_the_devices() -> None:

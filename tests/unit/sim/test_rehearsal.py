@@ -7,7 +7,7 @@ import pytest
 
 from baton.bench.sim.suite import usual_times
 from baton.errors import ConfigError
-from baton.sim.rehearsal import Layout, Mode, Rehearsal, Settings, rehearse
+from baton.sim.rehearsal import Layout, Mode, Rehearsal, RehearsalSettings, rehearse
 from baton.sim.timed.workload import Lengths, TraceRequest, synthetic
 from baton.tenants import Sla
 
@@ -18,7 +18,7 @@ CHAT = Lengths(100, 300, 20, 60, 0.2)
 @cache
 def rehearsed(workers: str, mode: Mode, rate: float = 30.0, shared: float = 0.0) -> Rehearsal:
     trace = synthetic(rate, 5.0, CHAT._replace(shared=shared))
-    return rehearse(trace, Layout.parse(workers), TIMES, Settings(mode=mode, has_intervals=False))
+    return rehearse(trace, Layout.parse(workers), TIMES, RehearsalSettings(mode=mode, has_intervals=False))
 
 
 @pytest.mark.parametrize("workers", ["2P2D", "2M"])
@@ -39,7 +39,9 @@ def test_parts_of_the_time_add_up_to_the_latency(mode: Mode) -> None:
 
 
 def test_same_arguments_give_the_same_figures() -> None:
-    again = rehearse(synthetic(30.0, 5.0, CHAT), Layout.parse("2M"), TIMES, Settings(has_intervals=False))
+    again = rehearse(
+        synthetic(30.0, 5.0, CHAT), Layout.parse("2M"), TIMES, RehearsalSettings(has_intervals=False)
+    )
     assert again == rehearsed("2M", "fast")
 
 
@@ -56,7 +58,7 @@ def test_overload_makes_requests_wait_and_loses_none() -> None:
 
 def test_interval_has_the_value_and_grows_with_the_error_of_the_model() -> None:
     trace, layout = synthetic(30.0, 5.0, CHAT), Layout.parse("1P1D")
-    settings = Settings(sla=Sla(ttft_ms=20.0, tpot_ms=5.0))
+    settings = RehearsalSettings(sla=Sla(ttft_ms=20.0, tpot_ms=5.0))
     sure, unsure = (
         rehearse(trace, layout, msgspec.structs.replace(TIMES, drift=drift), settings) for drift in (0.0, 0.3)
     )
@@ -83,7 +85,7 @@ def test_more_workers_on_a_machine_than_were_calibrated_give_no_figure() -> None
     assert rehearse(trace, Layout.parse("1P1D"), times).is_valid
     (complaint,) = rehearse(trace, Layout.parse("2P1D"), times).complaints
     assert complaint == "3 workers share the machine, calibrated to 2"
-    assert rehearse(trace, Layout.parse("2P1D"), times, Settings(shares_machine=False)).is_valid
+    assert rehearse(trace, Layout.parse("2P1D"), times, RehearsalSettings(shares_machine=False)).is_valid
 
 
 def test_layouts_are_read_as_text() -> None:

@@ -14,10 +14,10 @@ from baton.sim.timed.times import (
     FittedTimes,
     Overheads,
     StepSample,
+    StepWork,
     TimeModel,
     TransferSample,
     Validity,
-    Work,
     fit_steps,
     fit_transfers,
 )
@@ -25,7 +25,7 @@ from baton.sim.timed.times import (
 TRUE_ROWS = Curve((1e-5, 8e-5), (200.0,))
 
 
-def true_s(work: Work) -> float:
+def true_s(work: StepWork) -> float:
     """A machine that computes 200 rows almost for free."""
     rows = work.num_sequences + work.num_new
     return 2e-3 + TRUE_ROWS.at(rows) + 4e-8 * work.num_context + 3e-9 * work.num_pairs
@@ -34,9 +34,9 @@ def true_s(work: Work) -> float:
 def measured(noise: float = 0.05) -> list[StepSample]:
     random, works = Random(0), []
     for number in (1, 2, 4, 8, 16, 32, 64):
-        works += [Work(number, number * context, 0, 0.0) for context in (32, 512, 2048)]
-        works += [Work(number + 1, number * 256, new, new * new / 2) for new in (64, 512)]
-    works += [Work(1, 0, new, new * new / 2) for new in (16, 64, 128, 256, 512, 1024, 2048)]
+        works += [StepWork(number, number * context, 0, 0.0) for context in (32, 512, 2048)]
+        works += [StepWork(number + 1, number * 256, new, new * new / 2) for new in (64, 512)]
+    works += [StepWork(1, 0, new, new * new / 2) for new in (16, 64, 128, 256, 512, 1024, 2048)]
     return [
         StepSample(work, true_s(work) * random.uniform(1 - noise, 1 + noise))
         for work in works
@@ -47,7 +47,11 @@ def measured(noise: float = 0.05) -> list[StepSample]:
 def test_fit_finds_the_bend_and_predicts_within_its_error() -> None:
     steps = fit_steps(measured())
     assert steps.curves["rows"].knots
-    for work in (Work(10, 5000, 0, 0.0), Work(1, 0, 300, 45_000.0), Work(1, 0, 1500, 1_125_000.0)):
+    for work in (
+        StepWork(10, 5000, 0, 0.0),
+        StepWork(1, 0, 300, 45_000.0),
+        StepWork(1, 0, 1500, 1_125_000.0),
+    ):
         assert steps.seconds(work) == pytest.approx(true_s(work), rel=0.08)
     assert 0.9 < steps.errors[1] <= steps.errors[-2] < 1.1
 
@@ -77,7 +81,7 @@ def test_transfers_at_once_take_longer() -> None:
 
 def test_too_few_shapes_are_an_error() -> None:
     with pytest.raises(ConfigError, match="2 shapes"):
-        fit_steps([StepSample(Work(1, 8, 0, 0.0), 1.0), StepSample(Work(2, 8, 0, 0.0), 1.0)])
+        fit_steps([StepSample(StepWork(1, 8, 0, 0.0), 1.0), StepSample(StepWork(2, 8, 0, 0.0), 1.0)])
 
 
 def test_saved_model_is_read_back_and_other_files_are_named(tmp_path: Path) -> None:
@@ -96,10 +100,10 @@ def test_time_outside_of_the_ranges_is_complained_about() -> None:
     validity = Validity()
     times = FittedTimes(usual_times(), validity=validity)
     for _ in range(1000):
-        times.step_s(Work(8, 1000, 0, 0.0))
+        times.step_s(StepWork(8, 1000, 0, 0.0))
     assert not validity.complaints
     for _ in range(100):
-        times.step_s(Work(4000, 1000, 0, 0.0))
+        times.step_s(StepWork(4000, 1000, 0, 0.0))
     (complaint,) = validity.complaints
     assert complaint.startswith("sequences: up to 4,000, calibrated to 256")
 
