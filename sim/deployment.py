@@ -31,9 +31,8 @@ from baton.rpc.peers import PeerRegistry, new_router_id
 from baton.rpc.session import HANDSHAKE_TIMEOUT_S
 from baton.sim.endpoint import SimEndpoint
 from baton.sim.engine import FINGERPRINT, KV_DTYPE, SimEngine, TokenMachine
-from baton.sim.network import MAX_DEATH_DELAY_S, End, Host, Network
+from baton.sim.network import MAX_DEATH_DELAY_S, End, Host, Network, Recorder
 from baton.sim.process import Events, OffsetClock, SimProcess
-from baton.sim.trace import Recorder
 
 CODEC: Final = Codec(bytes(32))
 LOSS_CHANCES: Final = (0.0, 0.05, 1.0)  # of messages through Redis; one of these in each simulation

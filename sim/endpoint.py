@@ -53,9 +53,8 @@ from baton.kvtransfer.transports.receive_registration import (
 from baton.messages.bounds import LINK_TIMEOUT_S
 from baton.pages import PageLayout
 from baton.sim.engine import ENTRY_BYTES, FINGERPRINT, KvMemory
-from baton.sim.network import End, Network
+from baton.sim.network import End, Network, Recorder
 from baton.sim.process import Call, SimProcess
-from baton.sim.trace import Recorder
 
 OnEnd: TypeAlias = Callable[
     [bytes | None, str], None

@@ -13,9 +13,8 @@ from baton.router.policies.cost import CostPolicy
 from baton.sim.clients import SimClient
 from baton.sim.deployment import Deployment, SimContext, SimGateway, SimRouter, SimWorker
 from baton.sim.engine import NUM_WORDS
-from baton.sim.network import Network
+from baton.sim.network import Network, Recorder
 from baton.sim.process import Events
-from baton.sim.trace import Recorder
 from baton.sim.world import LIMITS
 from baton.token_ids import TokenIds
 from tests.metric_scrapes import INTERVAL_S, Scrapes

@@ -21,11 +21,10 @@ from baton.messages.workers import WorkerRole
 from baton.request import Request, SamplingParams, TokenEvent
 from baton.sim.deployment import SimContext, SimGateway, SimRouter, SimWorker, WorkerPlan
 from baton.sim.engine import KvMemory, SimEngine, TokenMachine
-from baton.sim.network import Network
+from baton.sim.network import Network, Recorder
 from baton.sim.process import Events, TimedProcess
 from baton.sim.timed.fleet import BODY_S, CallOutcome, ClientCall, Fleet
 from baton.sim.timed.times import Contention, StepWork, WorkTimes
-from baton.sim.trace import Recorder
 from baton.token_ids import TokenIds
 
 IDLE_S: Final = 1e-3  # a step that computes nothing

@@ -19,9 +19,8 @@ from baton.kvtransfer.protocol.handoff import HandoffOutcome
 from baton.kvtransfer.protocol.messages import ID_BYTES, AnyMessage, Grant, PullRequest
 from baton.sim.endpoint import SimEndpoint, SimLink
 from baton.sim.engine import ENTRY_BYTES, KvMemory
-from baton.sim.network import Network
+from baton.sim.network import Network, Recorder
 from baton.sim.process import Events, SimProcess
-from baton.sim.trace import Recorder
 from tests.numbered_pages import NumberedPages, wanted_pages
 
 PAGE_SIZES: Final = ((1, 1), (2, 1), (1, 2))  # tokens a page, of both replicas; a unit is one token

@@ -9,9 +9,8 @@ from baton.kvtransfer.protocol.handoff import HandoffOutcome, TransferEnded
 from baton.kvtransfer.protocol.messages import Grant
 from baton.sim.endpoint import TIMING, SimEndpoint, SimLink
 from baton.sim.engine import SimEngine
-from baton.sim.network import Network
+from baton.sim.network import Network, Recorder
 from baton.sim.process import Events, SimProcess
-from baton.sim.trace import Recorder
 from tests.numbered_pages import NumberedPages, wanted_pages
 from tests.unit.sim.test_engine import a_machine
 

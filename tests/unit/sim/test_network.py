@@ -11,9 +11,8 @@ from baton.messages.workers import Address
 from baton.router.redis.messages import AnyShared, SharedEnded
 from baton.rpc.peers import TICK_S, Peer
 from baton.sim.deployment import SharedStream
-from baton.sim.network import MAX_DEATH_DELAY_S, NOTICE_S, End, Host, Network
+from baton.sim.network import MAX_DEATH_DELAY_S, NOTICE_S, End, Host, Network, Recorder
 from baton.sim.process import Events, SimProcess
-from baton.sim.trace import Recorder
 from tests.node_peers import id_of
 
 HERE = Address("sim", 1)
