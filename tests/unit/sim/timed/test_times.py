@@ -126,7 +126,7 @@ def test_busy_neighbours_and_the_gateway_slow_steps_down() -> None:
 
 def test_loop_of_a_worker_is_a_part_of_every_step() -> None:
     model = msgspec.structs.replace(usual_times(), overheads=Overheads(step_s=5e-4))
-    work = Work(4, 1000, 0, 0.0)
+    work = StepWork(4, 1000, 0, 0.0)
     assert FittedTimes(model).step_s(work) == pytest.approx(FittedTimes(usual_times()).step_s(work) + 5e-4)
     twice_s = FittedTimes(model, scale=2.0).step_s(work)
     assert twice_s == pytest.approx(2 * FittedTimes(model).step_s(work))
