@@ -5,7 +5,7 @@ import pytest
 from baton.bench.engine.replica import TOY_LLAMA, load_replica
 from baton.bench.sim.calibration import Loaded, Stepper, StepShape, measure_transfers, shapes_of
 from baton.pages import PageLayout
-from baton.sim.timed.times import Work
+from baton.sim.timed.times import StepWork
 
 LAYOUT = PageLayout(tp_size=1, page_size=16, num_layers=2, num_kv_heads=1, head_dim=16, dtype="bfloat16")
 
@@ -18,7 +18,7 @@ def test_steps_have_the_work_of_their_shape() -> None:
     assert 3 * 41 < decodes[0].work.num_context < 3 * 60 and len({each.work for each in decodes}) == 1
     assert all(each.seconds > 0 for each in decodes)
     prompts = stepper.measure(StepShape(0, 0, 64))
-    assert [each.work for each in prompts] == [Work(1, 0, 64, 64 * 32.0)] * 3
+    assert [each.work for each in prompts] == [StepWork(1, 0, 64, 64 * 32.0)] * 3
     mixed = [each.work for each in stepper.measure(StepShape(2, 40, 64))[-3:]]
     assert all(work.num_new == 64 and work.num_sequences == 3 and work.num_context > 80 for work in mixed)
 
