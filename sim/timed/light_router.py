@@ -25,6 +25,7 @@ from baton.router.policies.cost_model import solve_nonnegative
 from baton.router.queue.admission import AHEAD_S, MIN_COMPUTING, OVERCOMMIT, STEP_TOKENS
 from baton.sim.timed.times import StepWork, WorkTimes
 
+LOOKS: Final = 1.5  # steps of a busy decode worker until it has noticed and verified pages
 LINEAR_TOKENS: Final = (16, 64, 256, 1024)  # where a time model is made linear
 
 
@@ -247,7 +248,8 @@ class LightRouter:
         for decode in decodes:
             speed, step_s, num_running = decode.speed, decode.step_s(), decode.num_attempts
             delay_s = num_running * num_output * (speed.sequence_s + speed.context_s * num_tokens)
-            joins.append((0.5 * step_s + delay_s, decode.bit, decode))
+            looks_s = LOOKS * step_s if decode.num_decoding else 0.0
+            joins.append((0.5 * step_s + looks_s + delay_s, decode.bit, decode))
             local = self._prompt(decode, num_tokens, held, rate, now_s)
             stalled_s = decode.num_decoding * local.compute_s
             if decode.has_slot(now_s) or not costs:
