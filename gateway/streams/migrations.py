@@ -68,7 +68,7 @@ class _Wanted(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class StreamAccess:
-    """What migrations need of the frontend."""
+    """The part of the frontend that migrations use."""
 
     streams: Mapping[str, RequestStream]  # the open ones, by request id
     router_for: Callable[[RequestStream], Peer | None]

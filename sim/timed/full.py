@@ -66,7 +66,7 @@ class SteadyNetwork(Network):
 
 
 class TimedContext(SimContext):
-    """The shared parts of a cluster whose turns take time."""
+    """The shared parts of a cluster in which turns take time."""
 
     def new_process(self, name: str) -> TimedProcess:
         """See SimContext."""

@@ -1,4 +1,4 @@
-"""What clients ask for: arrival times, lengths of prompts and answers together, and shared prefixes.
+"""The calls of clients: arrival times, lengths of prompts and answers together, and shared prefixes.
 
 `read_trace` reads Mooncake's JSON lines (`timestamp` in ms, `input_length`, `output_length`, `hash_ids` for
 blocks of 512 tokens), Azure's CSV (TIMESTAMP, ContextTokens, GeneratedTokens), the decision log of a router,
