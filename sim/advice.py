@@ -30,7 +30,7 @@ RunAll: TypeAlias = Callable[[Callable[[Any], Any], Iterable[Any]], Iterator[Any
 
 
 class Search(NamedTuple):
-    """What every rehearsal of a search has in common."""
+    """The parts that all rehearsals of a search have in common."""
 
     trace: Sequence[TraceRequest]
     times: TimeModel
