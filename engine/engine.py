@@ -268,7 +268,7 @@ class Engine(Replica):
         if meter.is_sampled:
             meter.lap("device", ended_s)
             meter.lap("output")
-        return outputs + [last_output(sequence, BAD_LOGITS) for sequence in failed]
+        return outputs + [last_output(sequence, BAD_LOGITS) for sequence in failed] if failed else outputs
 
     def load(self) -> Load:
         counts = self._form_mask.counts
@@ -324,7 +324,7 @@ class Engine(Replica):
         num_groups = watch.begin(batch.chunks) if watch is not None and batch.sequences else 0
         self._num_steps += 1
         tokens_R = None if self._in_flight is None else self._in_flight.draws.token_ids_R
-        num_last = 0 if tokens_R is None else len(tokens_R)
+        num_last = 0 if tokens_R is None else tokens_R.shape[0]
         arrays = self._builder.build(
             batch, step=self._num_steps, num_last_tokens=num_last, num_layer_groups=num_groups
         )
@@ -389,7 +389,7 @@ class PreemptionMeter:
 
     def observe(self, batch: Batch, step_s: float) -> None:
         """Learn the cost of a recomputed token from a step that computed prompts in `step_s` seconds."""
-        if self._swap_s_per_page is None or batch.is_pure_decode:
+        if self._swap_s_per_page is None:
             return
         if sum(chunk.num_tokens for chunk in batch.prompt_chunks) < MIN_PREFILL_TOKENS:
             return

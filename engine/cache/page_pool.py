@@ -396,6 +396,8 @@ class PagePool:
 
     def expire(self, now_s: float) -> list[Owner]:
         """End every lease with a passed deadline; return the owners."""
+        if not self._leases:
+            return []
         expired = [owner for owner, lease in self._leases.items() if lease.deadline_s <= now_s]
         for owner in expired:
             self.release(sorted(self._leases[owner].pages), owner)

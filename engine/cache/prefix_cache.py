@@ -114,11 +114,13 @@ class HostTier:
 
     def take_copies(self) -> tuple[tuple[PageCopy, ...], tuple[PageCopy, ...]]:
         """(copies to the host, copies to the device) since the last call."""
-        to_host, to_device = zip(self._to_host.values(), self._to_host, strict=True), self._to_device.items()
-        copies = tuple(to_host), tuple(to_device)
+        if not self._to_host and not self._to_device:
+            return (), ()
+        to_host = tuple((device, host) for host, device in self._to_host.items())
+        to_device = tuple(self._to_device.items())
         self._to_host.clear()
         self._to_device.clear()
-        return copies
+        return to_host, to_device
 
     # Cached pages.
 

@@ -119,6 +119,7 @@ class Draws:
         prompts: dict[SequenceKey, list[PromptPart]],
         *,
         has_drafts: bool,
+        is_cuda: bool,
     ) -> None:
         """is_sampled: for each chunk of the batch, whether it has rows; None: every chunk has.
 
@@ -130,8 +131,8 @@ class Draws:
         self._has_drafts = has_drafts
         self._asked = asked
         self._prompts = prompts
-        self._on_host_R = to_host(token_ids_R)
-        self._copied = torch.cuda.Event() if token_ids_R.device.type == "cuda" else None
+        self._on_host_R = to_host(token_ids_R) if is_cuda else token_ids_R
+        self._copied = torch.cuda.Event() if is_cuda else None
         if self._copied is not None:
             self._copied.record()
 
@@ -139,9 +140,9 @@ class Draws:
         """Wait until the tokens are on the host."""
         if self._copied is not None:
             self._copied.synchronize()
-        drawn: list[int] = self._on_host_R.tolist()
+        drawn = self._on_host_R.tolist()
         runs = _accept(self._rows, drawn) if self._has_drafts else None
-        firsts: list[int | None] = [*drawn] if runs is None else [run[0] for run in runs]
+        firsts: list[int | None] = drawn if runs is None else [run[0] for run in runs]
         failed: list[Sequence] = []
         if NOT_A_TOKEN in firsts:
             sequences = [row.sequence for row in self._rows if not row.drafts]
@@ -229,7 +230,7 @@ class Sampler:
         is_sampled = None if batch.is_pure_decode else [chunk.samples for chunk in batch.chunks]
         sequences = batch.sequences if is_sampled is None else [*compress(batch.sequences, is_sampled)]
         tensors = self._parameters(batch, sequences)
-        if len(logits_RV) != len(self._rows):
+        if logits_RV.shape[0] != len(self._rows):
             logits_RV = self._take_prompt_rows(batch, logits_RV)
         raw_AV = logits_RV[self._asking_rows_A] if self._asking else None  # a copy, before the processors
         for processor, rows in self._processed:
@@ -244,7 +245,15 @@ class Sampler:
             for each in self._asking_prompt
             if each.needs_prompt_logprobs
         }
-        return Draws(drawn_R, self._rows, is_sampled, asked, prompts, has_drafts=bool(batch.drafts))
+        return Draws(
+            drawn_R,
+            self._rows,
+            is_sampled,
+            asked,
+            prompts,
+            has_drafts=bool(batch.drafts),
+            is_cuda=self._device.type == "cuda",
+        )
 
     def _draw(self, logits_RV: Tensor, tensors: SamplingTensors) -> Tensor:
         """Draw. Rows with a filter are masked where their tokens are, or most likely would be, banned."""

@@ -483,10 +483,12 @@ class PageTableRows:
         if num_pages > self._width:
             self._width = num_pages
             self._widen()
-        if row.version == sequence.table_version and row.num_pages + 1 == num_pages:
-            self._table[index, row.num_pages] = sequence.page_table[row.num_pages]
+        goes_on = row.version == sequence.table_version and row.num_pages <= num_pages
+        first = row.num_pages if goes_on else 0
+        if first + 1 == num_pages:  # as a rule, and a list is slower
+            self._table[index, first] = sequence.page_table[first]
         else:
-            self._table[index, :num_pages] = sequence.page_table
+            self._table[index, first:num_pages] = sequence.page_table[first:]
         row.version, row.num_pages = sequence.table_version, num_pages
 
     def _widen(self) -> None:
@@ -511,6 +513,7 @@ class StepBuilder:
         self._tables = PageTableRows(max_num_seqs, max_pages)
         self._num_pure_decodes = 0  # the last steps, one after another
         self._sequences: list[Sequence] = []  # of the last step, if that was one
+        self._page_starts: list[int] = []  # rows of that step with the first token of a page
         self._slots = np.zeros(0, np.int64)
         self._context_lens = np.zeros(0, np.int32)
         self._arange = np.arange(max_num_seqs + 1)
@@ -543,20 +546,20 @@ class StepBuilder:
             token_ids = ~self._arange[:num_seqs]
         else:
             token_ids = np.array([sequence.token_ids[-1] for sequence in sequences], np.int64)
-        offsets = positions & (self._page_size - 1)
+        page_starts: list[int] = (positions & (self._page_size - 1) == 0).nonzero()[0].tolist()
         if goes_on and self._num_pure_decodes > 1:
             # A decode's page table changes before the first token of a page, when a page is appended, and
             # when a commit replaces full pages, which may come after the next step is built.
-            changed = (offsets <= 1).nonzero()[0]
-            page_table = self._tables.gather(sequences, changed.tolist())
+            page_table = self._tables.gather(sequences, page_starts + self._page_starts)
             slots, context_lens = self._slots + 1, self._context_lens + 1
-            if len(changed):
-                slots[changed] = self._slots_of(page_table, changed, positions[changed])
+            for row in page_starts:
+                slots[row] = sequences[row].page_table[positions[row] // self._page_size] * self._page_size
         else:
             page_table = self._tables.gather(sequences)
             slots = self._slots_of(page_table, self._arange[:num_seqs], positions)
             context_lens = (positions + 1).astype(np.int32)
-        self._sequences, self._slots, self._context_lens = sequences, slots, context_lens
+        self._sequences, self._page_starts = sequences, page_starts
+        self._slots, self._context_lens = slots, context_lens
         cu_seqlens, logit_rows = self._arange_int32[: num_seqs + 1], self._arange[:num_seqs]
         return token_ids, positions, slots, cu_seqlens, context_lens, page_table, logit_rows
 

@@ -17,7 +17,7 @@ Every accepted sequence ends exactly once: as a StepOutput with a finish reason,
 returns.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Ordered
 from itertools import count
 from math import inf
@@ -41,6 +41,7 @@ from baton.engine.scheduler.sequence import (
     SequenceKey,
     SequenceQueues,
     SequenceStatus,
+    attribute_step_cost,
 )
 from baton.engine.scheduler.step_planner import HEADROOM_TOKENS, CostCap, PressureMode, StepPlanner
 from baton.errors import IntegrityError, InvalidRequest
@@ -209,15 +210,14 @@ class Scheduler:
             self._admit([by_key[key] for key in plan.admitted])
         if plan.page_needs:
             self._allocate(plan)
-        sequences, starts, lengths, _ = self._queues.decodes
+        decodes = self._queues.decodes
+        sequences, starts = decodes.sequences, decodes.starts
         num_own: Int64s | int = 1
-        if not plan.is_pure_decode or list(plan.scheduled) != list(lengths):
+        if not plan.is_pure_decode or list(plan.scheduled) != list(decodes.lengths):
             sequences = [by_key[key] for key in plan.scheduled]
             starts = np.array([sequence.num_computed_tokens for sequence in sequences], np.int64)
             num_own = np.array(list(plan.own_tokens.values()), np.int64)
         ends = starts + num_own
-        first = plan.num_decodes  # of the chunks with drafts
-        drafts = dict(enumerate(plan.drafts.values(), first))
         if sequences:
             self._charge(plan.own_tokens)
         to_host, to_device = self.cache.host.take_copies()
@@ -225,11 +225,12 @@ class Scheduler:
             sequences=sequences,
             starts=starts,
             ends=ends,
+            # A chunk that starts and ends in the same page differs in the lower bits alone.
             page_ends=((starts ^ ends) >= self.pool.page_size).nonzero()[0].tolist(),
             lengths=list(plan.scheduled.values()),
             num_decodes=plan.num_decodes,
             is_pure_decode=plan.is_pure_decode,
-            drafts=drafts,
+            drafts=dict(enumerate(plan.drafts.values(), plan.num_decodes)) if plan.drafts else {},
             copies_to_host=to_host,
             copies_to_device=to_device,
             num_padded_tokens=plan.num_padded_tokens,
@@ -243,15 +244,13 @@ class Scheduler:
         """
         self._advanced = batch
         self._version += 1
-        columns = batch.sequences, batch.ends.tolist(), _placeholders(batch)
-        for sequence, num_computed, placeholder in zip(*columns, strict=True):
-            if sequence.status is not _RUNNING:
-                continue
-            sequence.num_computed_tokens = num_computed
-            if placeholder:
+        chunks = zip(batch.sequences, batch.ends.tolist(), batch.placeholders(), strict=True)
+        if self._queues.are_decodes_with_room(batch):
+            for sequence, num_computed, placeholder in chunks:
+                sequence.num_computed_tokens = num_computed
                 sequence.token_ids.append(placeholder)
-                if num_computed + 1 >= sequence.max_num_tokens:
-                    self._queues.end(sequence)
+        else:
+            self._advance_each(chunks)
         self._queues.advance(batch)
 
     def commit(
@@ -279,6 +278,30 @@ class Scheduler:
         for chunk in batch.page_ends:
             if batch.sequences[chunk].status in (_RUNNING, _ENDING):
                 self.cache.register(batch.sequences[chunk])
+        if self._queues.continue_decodes(sampled, batch):
+            for sequence, token_id in zip(batch.sequences, sampled, strict=True):
+                sequence.computed_s += computed_s
+                sequence.token_ids[-1] = token_id
+            outputs = self._queues.decodes.columns.outputs(batch.ends, sampled)
+        else:
+            outputs = self._commit_each(batch, sampled, computed_s)
+        if batch.drafts:
+            outputs += self._commit_drafts(batch, accepted)
+        self._version += 1
+        return outputs
+
+    def _advance_each(self, chunks: Iterable[tuple[Sequence, int, int]]) -> None:
+        """chunks: sequence, the number of its tokens that are computed then, placeholder or 0."""
+        for sequence, num_computed, placeholder in chunks:
+            if sequence.status is not _RUNNING:
+                continue
+            sequence.num_computed_tokens = num_computed
+            if placeholder:
+                sequence.token_ids.append(placeholder)
+                if num_computed + 1 >= sequence.max_num_tokens:
+                    self._queues.end(sequence)
+
+    def _commit_each(self, batch: Batch, sampled: Ordered[int | None], computed_s: float) -> list[StepOutput]:
         outputs: list[StepOutput] = []
         columns = batch.sequences, batch.ends.tolist(), sampled
         for sequence, num_computed, token_id in zip(*columns, strict=True):
@@ -288,9 +311,12 @@ class Scheduler:
                 if sequence.status is _FINISHED:
                     continue
                 if token_id is None:
-                    _check_no_token_is_due(sequence)
+                    if sequence.token_ids[-1] < 0:
+                        raise IntegrityError(
+                            f"sequence {sequence.key} got no token at position {num_computed}"
+                        )
                     continue
-                reason = finish_reason(sequence, token_id)
+                reason = sequence.end_with(token_id)
             sequence.token_ids[-1] = token_id
             if reason is not None:
                 self._finish(sequence, reason)
@@ -299,9 +325,6 @@ class Scheduler:
             outputs.append(
                 StepOutput(request_id, choice, index, token_id, reason, sequence.num_cached_tokens)
             )
-        if batch.drafts:
-            outputs += self._commit_drafts(batch, accepted)
-        self._version += 1
         return outputs
 
     def check_integrity(self) -> None:
@@ -309,6 +332,7 @@ class Scheduler:
         self.pool.check_integrity()
         self.cache.check_integrity()
         self.cache.host.check_integrity()
+        self._queues.check_integrity()
         for sequence in (*self._queues.by_key.values(), *self.holds.kept.values()):
             for page in sequence.page_table:
                 if sequence.key not in self.pool.owners(page):
@@ -335,7 +359,7 @@ class Scheduler:
                 index = len(sequence.token_ids) - sequence.num_prompt_tokens
                 sequence.num_computed_tokens += 1
                 sequence.token_ids.append(token_id)
-                reason = finish_reason(sequence, token_id)
+                reason = sequence.end_with(token_id)
                 output = StepOutput(request_id, choice, index, token_id, reason, sequence.num_cached_tokens)
                 outputs.append(output)
                 num_accepted[sequence.key] = num_accepted.get(sequence.key, 0) + 1
@@ -645,51 +669,6 @@ class ExternalPageHolds:
         pages.difference_update(*self._claims.values())
         pages.difference_update(*(sequence.page_table for sequence in self.kept.values()))
         return len(pages)
-
-
-# Tokens of a sequence.
-
-
-def _placeholders(batch: Batch) -> Iterable[int]:
-    """-1 - i for the i-th chunk that samples, 0 for any other chunk."""
-    if batch.is_pure_decode:
-        return range(-1, -1 - len(batch.sequences), -1)
-    numbers = count(-1, -1)
-    return [next(numbers) if chunk.samples else 0 for chunk in batch.chunks]
-
-
-def _check_no_token_is_due(sequence: Sequence) -> None:
-    if sequence.token_ids[-1] < 0:
-        position = len(sequence.token_ids) - 1
-        raise IntegrityError(f"sequence {sequence.key} got no token at position {position}")
-
-
-def finish_reason(sequence: Sequence, last_token_id: int) -> FinishReason | None:
-    """The reason for which this token, the last one or in its place, ends the sequence; None: it goes on."""
-    if last_token_id in sequence.stop_ids and sequence.num_tokens >= sequence.min_num_tokens:
-        return FinishReason.STOP
-    return FinishReason.LENGTH if sequence.num_tokens >= sequence.max_num_tokens else None
-
-
-# Figures of a sequence.
-
-
-def attribute_step_cost(batch: Batch, step_s: float, cost: Callable[[int, int], float]) -> None:
-    """Add to `own_s` of each prompt in the batch its part of the step's time, in proportion to its cost.
-
-    The time from a prompt's first step to its first token includes the prompts that were computed in between,
-    so predictions use `own_s`. Decodes count nothing; a batch without longer chunks is a step of
-    decodes. cost: of so many tokens from a start on, as `CostCap.cost`.
-    """
-    if not batch.prompt_chunks:
-        return
-    prompts = [
-        each for each in batch.chunks if each.num_own_tokens > 1 or not each.sequence.num_generated_tokens
-    ]
-    costs = [cost(each.start, each.num_own_tokens) for each in prompts]
-    total = sum(costs)
-    for each, own in zip(prompts, costs, strict=True):
-        each.sequence.own_s += step_s * own / total
 
 
 def most_tokens(sequence: Sequence, pool: PagePool) -> int:

@@ -16,23 +16,23 @@ running step is in `token_ids` as a placeholder, a negative number; it is the la
 
 from bisect import bisect_left, insort
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from collections.abc import Sequence as Ordered
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
-from itertools import chain
+from itertools import chain, count, repeat
 from math import inf
-from typing import NamedTuple, Protocol, Self, TypeAlias
+from typing import NamedTuple, Protocol, Self, TypeAlias, TypeGuard
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from baton.errors import InvalidRequest
+from baton.errors import IntegrityError, InvalidRequest
 from baton.fair_queue import DecayedShares, Share
 from baton.pages import without_public
-from baton.request import FinishReason, Request, SamplingParams
+from baton.request import FinishReason, Request, SamplingParams, StepOutput
 
 SequenceKey: TypeAlias = tuple[str, int]  # (request_id, choice)
 PageCopy: TypeAlias = tuple[int, int]  # (device_page, host_page), in either direction
@@ -227,6 +227,12 @@ class Sequence:
             and len(self.token_ids) == self.num_prompt_tokens
         )
 
+    def end_with(self, token_id: int) -> FinishReason | None:
+        """The reason to end with this token, which is the last one or takes its place; None: none."""
+        if token_id in self.stop_ids and len(self.token_ids) >= self.min_num_tokens:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if len(self.token_ids) >= self.max_num_tokens else None
+
 
 def due_s(request: Request) -> float:
     """When the first token should come, by the clock of `request.arrival_s`."""
@@ -345,6 +351,13 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         chunks = zip(self.sequences, self.starts.tolist(), self.lengths, strict=True)
         return tuple(ScheduledChunk(*each, self.drafts.get(index, ())) for index, each in enumerate(chunks))
 
+    def placeholders(self) -> Ordered[int]:
+        """-1 - i for the i-th chunk that samples, 0 for any other; as `ScheduledChunk.samples`."""
+        if self.is_pure_decode:
+            return range(-1, -1 - len(self.sequences), -1)
+        numbers = count(-1, -1)
+        return [next(numbers) if chunk.samples else 0 for chunk in self.chunks]
+
     @property
     def prompt_chunks(self) -> tuple[ScheduledChunk, ...]:
         """The chunks of more than one token, drafts not counted."""
@@ -354,7 +367,25 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     @property
     def num_tokens(self) -> int:
         """Tokens of all chunks, drafts among them, without padding."""
-        return sum(self.lengths)
+        return len(self.sequences) if self.is_pure_decode else sum(self.lengths)
+
+
+def attribute_step_cost(batch: Batch, step_s: float, cost: Callable[[int, int], float]) -> None:
+    """Add to `own_s` of each prompt in the batch its part of the step's time, in proportion to its cost.
+
+    The time from a prompt's first step to its first token includes the prompts that were computed in between,
+    so predictions use `own_s`. Decodes count nothing; a batch without longer chunks is a step of
+    decodes. cost: of so many tokens from a start on, as `CostCap.cost`.
+    """
+    if not batch.prompt_chunks:
+        return
+    prompts = [
+        each for each in batch.chunks if each.num_own_tokens > 1 or not each.sequence.num_generated_tokens
+    ]
+    costs = [cost(each.start, each.num_own_tokens) for each in prompts]
+    total = sum(costs)
+    for each, own in zip(prompts, costs, strict=True):
+        each.sequence.own_s += step_s * own / total
 
 
 class Drafter(Protocol):
@@ -379,13 +410,40 @@ class Drafter(Protocol):
 # The queues.
 
 
-class Decodes(NamedTuple):
+class DecodeColumns:
+    """The parts of sequences that their next steps need, gathered once while all of them decode."""
+
+    def __init__(self, sequences: list[Sequence]) -> None:
+        # With this many tokens more, the first sequence has its greatest length.
+        self.num_tokens_left = min((s.max_num_tokens - s.num_tokens for s in sequences), default=0)
+        self._request_ids = [sequence.request_id for sequence in sequences]
+        self._choices = [sequence.choice for sequence in sequences]
+        self._num_prompt_tokens = np.array([each.num_prompt_tokens for each in sequences], np.int64)
+        self._num_cached_tokens = [sequence.num_cached_tokens for sequence in sequences]
+        # A sequence may end with one of these; None: it has no token.
+        self.stop_ids: frozenset[int | None] = frozenset([None]).union(*(s.stop_ids for s in sequences))
+
+    def outputs(self, positions: Int64s, token_ids: Ordered[int]) -> list[StepOutput]:
+        """The outputs of one token for each sequence, at these positions."""
+        indices = (positions - self._num_prompt_tokens).tolist()
+        reasons, num_cached = repeat(None), self._num_cached_tokens
+        return [*map(StepOutput, self._request_ids, self._choices, indices, token_ids, reasons, num_cached)]
+
+
+class Decodes:
     """The decoding sequences, in order, as the next step computes them."""
 
-    sequences: list[Sequence]
-    starts: Int64s
-    lengths: dict[SequenceKey, int]  # one token each
-    page_starts: list[int]  # those with the first token of a page
+    def __init__(self, decoding: dict[SequenceKey, Sequence], page_size: int) -> None:
+        """page_size: a power of two."""
+        self.sequences = list(decoding.values())
+        self.starts: Int64s = np.array([each.num_computed_tokens for each in self.sequences], np.int64)
+        self.lengths = dict.fromkeys(decoding, 1)
+        self.page_starts: list[int] = np.flatnonzero(self.starts & (page_size - 1) == 0).tolist()
+
+    @cached_property
+    def columns(self) -> DecodeColumns:
+        """Created on first use: a step with prompts needs none."""
+        return DecodeColumns(self.sequences)
 
 
 def rank_of(sequence: Sequence) -> SequenceRank:
@@ -416,7 +474,7 @@ class SequenceQueues:
         self.waiting: list[Sequence] = []  # by rank
         self.prefilling: dict[SequenceKey, Sequence] = {}
         self.decoding: dict[SequenceKey, Sequence] = {}
-        self._decodes: Decodes | None = None  # None: `decoding` has changed since
+        self._decodes: Decodes | None = None  # None: `decoding` has changed
         self.num_last_admitted = 0  # by the last plan that admitted any: the rows of a request-level batch
         self.preempted_for: SequenceKey | None = None  # waits for pages that others were preempted for
 
@@ -428,13 +486,31 @@ class SequenceQueues:
 
     @property
     def decodes(self) -> Decodes:
-        """The columns of `decoding`, which stay from step to step while no sequence joins or leaves."""
+        """`decoding` for a step, one object from step to step while no sequence joins or leaves."""
         if self._decodes is None:
-            sequences = list(self.decoding.values())
-            starts = np.array([each.num_computed_tokens for each in sequences], np.int64)
-            page_starts = np.flatnonzero(starts & (self._page_size - 1) == 0).tolist()
-            self._decodes = Decodes(sequences, starts, dict.fromkeys(self.decoding, 1), page_starts)
+            self._decodes = Decodes(self.decoding, self._page_size)
         return self._decodes
+
+    def are_decodes(self, batch: Batch) -> bool:
+        """True when the chunks of the batch are the decodes, in order: none has joined or left since."""
+        return self._decodes is not None and batch.sequences is self._decodes.sequences
+
+    def are_decodes_with_room(self, batch: Batch) -> bool:
+        """True when the chunks are the decodes, and none reaches its greatest length with its next token."""
+        return self.are_decodes(batch) and self.decodes.columns.num_tokens_left > 1
+
+    def continue_decodes(self, token_ids: Ordered[int | None], batch: Batch) -> TypeGuard[Ordered[int]]:
+        """True when the chunks are the decodes, and each goes on after its token."""
+        return self.are_decodes(batch) and self.decodes.columns.stop_ids.isdisjoint(token_ids)
+
+    def check_integrity(self) -> None:
+        """Raise IntegrityError unless the decodes are as their sequences are."""
+        if self._decodes is not None:
+            expected = Decodes(self.decoding, self._page_size)
+            names = "sequences", "lengths", "page_starts"
+            agree = all(getattr(expected, name) == getattr(self._decodes, name) for name in names)
+            if not agree or expected.starts.tolist() != self._decodes.starts.tolist():
+                raise IntegrityError("the columns of the decodes do not match their sequences")
 
     @property
     def num_running(self) -> int:
@@ -489,9 +565,11 @@ class SequenceQueues:
 
     def advance(self, batch: Batch) -> None:
         """Note that the sequences of the batch have its tokens. Prefills that have caught up decode."""
-        decodes, self._decodes = self._decodes, None
-        if decodes is not None and batch.sequences is decodes.sequences:
-            self._decodes = Decodes(decodes.sequences, batch.ends, decodes.lengths, batch.page_ends)
+        if self.are_decodes(batch):
+            self.decodes.starts, self.decodes.page_starts = batch.ends, batch.page_ends
+            self.decodes.columns.num_tokens_left -= 1
+        else:
+            self._decodes = None
         for sequence in [s for s in self.prefilling.values() if s.num_uncomputed_tokens == 1]:
             del self.prefilling[sequence.key]
             self._place(sequence)

@@ -179,13 +179,14 @@ class StepPlanner:
 
         Without shortage this is the whole cost of planning a decode step.
         """
-        sequences, _, lengths, page_starts = self.queues.decodes
-        at_page_end, page_size = [sequences[index] for index in page_starts], self._pool.page_size
+        decodes, page_size = self.queues.decodes, self._pool.page_size
+        sequences = decodes.sequences
+        at_page_end = [sequences[index] for index in decodes.page_starts]
         full = [s for s in at_page_end if s.num_computed_tokens == len(s.page_table) * page_size]
         has_pages = len(full) <= self.available
         has_pages = has_pages and (not self.queues.have_quotas or self._quotas.allow_page_each(full))
         if has_pages and len(sequences) <= self.budget and not self._preempted:
-            self._decodes = lengths.copy()
+            self._decodes = decodes.lengths.copy()
             self.budget -= len(sequences)
             self._page_needs.update({sequence.key: 1 for sequence in full})
             self.available -= len(full)
