@@ -113,7 +113,7 @@ def test_step_that_fails_anywhere_leaves_others_their_pages(
         "sample": (engine._sampler, "sample"),
     }[where]
 
-    def fail(*arguments: object) -> None:
+    def fail(*arguments: object, **named: object) -> None:
         if where == "allocate":  # half-way
             engine.pages._free.pop()
         raise Interrupted
