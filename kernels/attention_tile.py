@@ -106,6 +106,11 @@ def tile_options(
     }
 
 
+def capped_tile(tile: dict[str, int], softcap: float | None) -> dict[str, int]:
+    """The tile, with half the keys of a block where scores are capped: the caps take registers."""
+    return tile if softcap is None else tile | {"BLOCK_N": max(16, tile["BLOCK_N"] // 2)}
+
+
 @jit
 def split_start(split: tl.tensor) -> tl.tensor:
     """The first key of a split."""

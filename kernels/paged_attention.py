@@ -17,6 +17,7 @@ from torch import Tensor
 
 from baton.kernels.attention_tile import (
     attend_keys,
+    capped_tile,
     merge,
     num_splits,
     split_of,
@@ -252,7 +253,9 @@ def paged_attention_decode_triton(
         BLOCK_D=block_D,
         EVEN_D=head_dim == block_D,
         enable_fp_fusion=False,
-        **tile_options("decode", rows, group_size, head_dim, query_BHD.dtype, query_BHD.device),
+        **capped_tile(
+            tile_options("decode", rows, group_size, head_dim, query_BHD.dtype, query_BHD.device), softcap
+        ),
     )
     return out_BHD
 

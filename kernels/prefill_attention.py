@@ -12,7 +12,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from baton.kernels.attention_tile import attend_keys, merge, owner_of_block, tile_options, tile_rows
+from baton.kernels.attention_tile import (
+    attend_keys,
+    capped_tile,
+    merge,
+    owner_of_block,
+    tile_options,
+    tile_rows,
+)
 from baton.kernels.paged_attention import LOG2_E
 from baton.kernels.store_kv import check_paged_kv, dense_attention, dense_kv
 from baton.kernels.triton_import import kernel, runs_triton, tl, triton
@@ -203,7 +210,7 @@ def prefill_attention_triton(
     if num_tokens == 0:
         return out_THD
     group_size = num_heads // num_kv_heads
-    tile = prefill_tile(query_THD, group_size, max_seqlen_q)
+    tile = capped_tile(prefill_tile(query_THD, group_size, max_seqlen_q), softcap)
     # The most blocks that any division of T tokens into B sequences takes; the spare ones return at once.
     num_blocks = num_tokens // tile["BLOCK_Q"] + num_sequences
     prefill_attention_kernel[(num_blocks, num_kv_heads)](

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -161,8 +162,17 @@ def _expert_scenarios(dtype: torch.dtype) -> Iterator[Scenario]:
 
 def _attention_scenarios(dtype: torch.dtype) -> Iterator[Scenario]:
     name = str(dtype).removeprefix("torch.")
-    shapes = ((128, 32, None, 16), (80, 56, 4096, 64), (256, 8, None, 1))
+    shapes = (
+        (128, 32, None, 16),
+        (80, 56, 4096, 64),
+        (256, 8, None, 1),
+        (64, 64, 128, 16),
+        (96, 8, None, 16),
+    )
     for head_dim, num_heads, window, page_size in shapes:
+        options: dict[str, Any] = {"scale": 0.1, "window": window}
+        if head_dim == 64:  # gpt-oss
+            options["sinks_H"] = torch.empty(num_heads)
         pages = torch.empty(4, 2, 2, 8, page_size, head_dim, dtype=dtype)[:, 0]
         query = torch.empty(3, num_heads + 16, head_dim, dtype=dtype)[:, :num_heads]
         table, lens = torch.zeros(3, 8192 // page_size, dtype=torch.int32), torch.ones(3, dtype=torch.int32)
@@ -170,12 +180,12 @@ def _attention_scenarios(dtype: torch.dtype) -> Iterator[Scenario]:
             decode = partial(
                 paged_attention.paged_attention_decode_triton, query, pages, table[:, :width], lens
             )
-            run = partial(decode, scale=0.1, window=window)
+            run = partial(decode, **options)
             suffix = f"{label}-{head_dim}-{name}"
             yield Scenario(f"decode-{suffix}", paged_attention, "paged_attention_kernel", run)
         cu_seqlens = torch.arange(4, dtype=torch.int32)
         prefill = partial(prefill_attention.prefill_attention_triton, query, pages, table, cu_seqlens, lens)
-        run = partial(prefill, scale=0.1, window=window, max_seqlen_q=2048)
+        run = partial(prefill, **options, max_seqlen_q=2048)
         yield Scenario(f"prefill-{head_dim}-{name}", prefill_attention, "prefill_attention_kernel", run)
 
 
