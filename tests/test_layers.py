@@ -18,7 +18,7 @@ CONTRACT: Final = frozenset(
 FRONT_DOORS: Final = {Path("baton/__main__.py"), Path("baton/__init__.py")}
 LAYERS: Final = frozenset(
     {"kernels", "engine", "kvtransfer", "prefill_worker", "decode_worker"}
-    | {"router", "gateway", "sim", "cluster", "bench"}
+    | {"router", "gateway", "sim", "planner", "cluster", "bench"}
 )
 EVERYTHING: Final = CONTRACT | LAYERS
 
@@ -32,7 +32,8 @@ MAY_IMPORT: Final = {
     "decode_worker": CONTRACT | {"engine", "kvtransfer"},
     "router": CONTRACT,
     "gateway": CONTRACT,
-    "sim": EVERYTHING - {"cluster", "bench"},
+    "sim": EVERYTHING - {"planner", "cluster", "bench"},
+    "planner": CONTRACT | {"sim"},
     "cluster": EVERYTHING,
     "bench": EVERYTHING,
     "tests": EVERYTHING,

@@ -1,0 +1,386 @@
+"""The planner on traces, against a static cluster, threshold scaling and an oracle in hindsight.
+
+python -m baton.bench.planner [--trace FILE ...] [--only NAME ...] [--seed 0] [--output FOLDER]
+
+Each trace runs through sim/elastic.py under each policy, with the time model of a 70B model on eight A800. A
+worker is paid for from its order to its end, start-up included. `static` is the smallest fixed layout that
+meets the objectives. `threshold` scales each role by its use as a horizontal pod autoscaler does, at the
+best of four thresholds. `oracle` knows all arrivals: it orders workers ahead of need, and keeps one through
+a gap that is shorter than its start-up. Traces of files are superposed on themselves so that they need about
+ten workers.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from random import Random
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from baton.bench.traces import read_trace
+from baton.config.planner import PlannerConfig
+from baton.planner.demand import Stream, StreamCounts, bucket
+from baton.planner.layouts import Layout, Objectives, QueueModel, Room
+from baton.planner.planner import Figures, Plan, Planner
+from baton.sim.elastic import ElasticCall, ElasticFleet
+from baton.sim.rehearsal import Machine
+
+INTERVAL_S: Final = 30.0
+GOAL: Final = 0.99
+MAX_WORKERS: Final = 64
+MACHINE: Final = Machine()
+ROOM: Final = Room()
+THRESHOLDS: Final = (0.5, 0.6, 0.7, 0.8)
+STABLE_S: Final = 300.0  # the time for which a pod autoscaler keeps the most that it has wanted
+
+
+class Workload(NamedTuple):
+    """A trace and its objectives."""
+
+    name: str
+    calls: list[ElasticCall]
+    objectives: Objectives
+    startup_s: float = 120.0
+
+    def again(self) -> list[ElasticCall]:
+        """Return the calls as they were before any run."""
+        return [
+            ElasticCall(
+                at_s=call.at_s,
+                prompt_tokens=call.prompt_tokens,
+                cached_tokens=call.cached_tokens,
+                output_tokens=call.output_tokens,
+                tenant=call.tenant,
+            )
+            for call in self.calls
+        ]
+
+
+class Result(NamedTuple):
+    """The course of one run."""
+
+    worker_h: float
+    attainment: float
+    actions_an_hour: float
+    plans: list[Plan]
+
+
+# Decides at each tick: the moment, the fleet -> prefill and decode workers to order, or None for no change.
+Policy = Callable[[float, ElasticFleet], tuple[int, int] | None]
+
+
+def simulate(
+    workload: Workload, begin: tuple[int, int], policy: Policy, startup_s: float | None = None
+) -> Result:
+    """Run a workload under a policy, from `begin` prefill and decode workers on."""
+    calls, random = workload.again(), Random(1)
+    mean_s = workload.startup_s if startup_s is None else startup_s
+    fleet = ElasticFleet(
+        MACHINE, *begin, lambda: mean_s * random.uniform(0.85, 1.15), ROOM.num_seqs, ROOM.num_tokens
+    )
+    feed = getattr(policy, "ended", lambda call: None)
+
+    def control(now_s: float) -> None:
+        if now_s > calls[-1].at_s:
+            return
+        order = policy(now_s, fleet)
+        if order is not None:
+            fleet.scale(*order)
+
+    fleet.run(calls, control, INTERVAL_S, feed)
+    met = sum(call.meets(workload.objectives.ttft_s, workload.objectives.tpot_s) for call in calls)
+    hours = fleet.events.now_s / 3600
+    plans = getattr(policy, "plans", [])
+    return Result(fleet.paid_s / 3600, met / len(calls), fleet.num_orders / hours, plans)
+
+
+class Planned:
+    """The planner as a policy."""
+
+    def __init__(
+        self, workload: Workload, lost_s: tuple[float, float] = (0.0, 0.0), **settings: object
+    ) -> None:
+        """lost_s: from when until when no metrics arrive."""
+        config = PlannerConfig(
+            **{"interval_s": INTERVAL_S, "max_workers": MAX_WORKERS, "max_change": 16, "attainment": GOAL}
+            | {"startup_s": workload.startup_s}
+            | settings  # type: ignore[arg-type]
+        )
+        self.plans: list[Plan] = []
+        self._objectives = workload.objectives
+        self._lost_s = lost_s
+        self._planner = Planner(config, QueueModel(MACHINE, ROOM, workload.objectives))
+        self._arrivals = [
+            (call.at_s, Stream(call.tenant), bucket(call.prompt_tokens)) for call in workload.calls
+        ]
+        self._num_arrived = self._num_startups = 0
+        self._arrived: dict[Stream, dict[int, int]] = {}
+        self._cells: dict[Stream, dict[tuple[int, int, int], int]] = {}
+        self._ends: dict[Stream, list[int]] = {}
+
+    def ended(self, call: ElasticCall) -> None:
+        """Count a request that has ended."""
+        stream = Stream(call.tenant)
+        cells = self._cells.setdefault(stream, {})
+        cell = (bucket(call.prompt_tokens), bucket(call.cached_tokens), bucket(call.output_tokens))
+        cells[cell] = cells.get(cell, 0) + 1
+        is_met = call.meets(self._objectives.ttft_s, self._objectives.tpot_s)
+        self._ends.setdefault(stream, [0, 0])[0 if is_met else 1] += 1
+
+    def __call__(self, now_s: float, fleet: ElasticFleet) -> tuple[int, int] | None:
+        while self._num_arrived < len(self._arrivals) and self._arrivals[self._num_arrived][0] <= now_s:
+            _, stream, prompt = self._arrivals[self._num_arrived]
+            prompts = self._arrived.setdefault(stream, {})
+            prompts[prompt] = prompts.get(prompt, 0) + 1
+            self._num_arrived += 1
+        figures = Figures(
+            counts={"gateway": dict(self._counts())}
+            if not self._lost_s[0] <= now_s < self._lost_s[1]
+            else {},
+            num_gateways=1,
+            ordered=Layout(num_prefill=fleet.number("prefill"), num_decode=fleet.number("decode")),
+            ready=Layout(
+                num_prefill=fleet.number("prefill", only_ready=True),
+                num_decode=fleet.number("decode", only_ready=True),
+            ),
+            startups_s=tuple(fleet.startups_s[self._num_startups :]),
+            num_queued=fleet.num_waiting,
+        )
+        self._num_startups = len(fleet.startups_s)
+        plan = self._planner.plan(now_s, figures)
+        self.plans.append(plan)
+        target = plan.target
+        if (target.num_prefill, target.num_decode) == (
+            figures.ordered.num_prefill,
+            figures.ordered.num_decode,
+        ):
+            return None
+        return target.num_prefill, target.num_decode
+
+    def _counts(self) -> Iterator[tuple[Stream, StreamCounts]]:
+        for stream, arrived in self._arrived.items():
+            met, missed = self._ends.get(stream, (0, 0))
+            yield (
+                stream,
+                StreamCounts(
+                    arrived=dict(arrived),
+                    ended=dict(self._cells.get(stream, {})),
+                    num_met=met,
+                    num_missed=missed,
+                ),
+            )
+
+
+class Threshold:
+    """Scales each role so that its use is near a threshold, as a horizontal pod autoscaler does."""
+
+    def __init__(self, threshold: float, max_seqs: float) -> None:
+        self._threshold = threshold
+        self._max_seqs = max_seqs
+        self._before = {"prefill": 0.0, "decode": 0.0}
+        self._wanted: list[tuple[float, dict[str, int]]] = []
+
+    def __call__(self, now_s: float, fleet: ElasticFleet) -> tuple[int, int] | None:
+        wanted = {}
+        for role, busy_s in fleet.busy_s.items():
+            number = fleet.number(role)
+            ready = max(1, fleet.number(role, only_ready=True))
+            use = (busy_s - self._before[role]) / INTERVAL_S / ready
+            use /= self._max_seqs if role == "decode" else 1.0
+            ratio = use / self._threshold
+            wanted[role] = number if abs(ratio - 1) < 0.1 else max(1, math.ceil(ready * ratio))
+            self._before[role] = busy_s
+        self._wanted = [(at_s, each) for at_s, each in self._wanted if at_s > now_s - STABLE_S]
+        self._wanted.append((now_s, wanted))
+        most = {role: max(each[role] for _, each in self._wanted) for role in wanted}
+        numbers = [
+            wanted[role] if wanted[role] > fleet.number(role) else min(fleet.number(role), most[role])
+            for role in ("prefill", "decode")
+        ]
+        return numbers[0], numbers[1]
+
+
+def static(workload: Workload) -> tuple[tuple[int, int], Result]:
+    """Return the smallest fixed layout that meets the objectives, and its course."""
+
+    def run(prefill: int, decode: int) -> Result:
+        return simulate(workload, (prefill, decode), lambda now_s, fleet: None)
+
+    decode = _least(lambda number: run(MAX_WORKERS, number).attainment >= GOAL + 0.3 * (1 - GOAL), 1, 16)
+    prefill = _least(lambda number: run(number, decode).attainment >= GOAL, 1, MAX_WORKERS)
+    return (prefill, decode), run(prefill, decode)
+
+
+def _least(is_enough: Callable[[int], bool], low: int, high: int) -> int:
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if is_enough(middle) else (middle + 1, high)
+    return low
+
+
+def oracle(workload: Workload) -> tuple[tuple[int, int], Result]:
+    """Return the first layout of the cheapest schedule found in hindsight, and its course."""
+    best: tuple[tuple[int, int], Result] | None = None
+    for bin_s in (60.0, 120.0, 300.0):
+        found = _schedule(workload, bin_s)
+        if best is None or found[1].worker_h < best[1].worker_h:
+            best = found
+    assert best is not None
+    return best
+
+
+def _schedule(workload: Workload, bin_s: float) -> tuple[tuple[int, int], Result]:
+    prefill, decode = _work(workload, bin_s)
+
+    def run(prefill_room: float, decode_room: float) -> tuple[tuple[int, int], Result]:
+        steps = [
+            _closed(np.maximum(1, np.ceil(work * room)).astype(int), round(workload.startup_s / bin_s))
+            for work, room in ((prefill, prefill_room), (decode, decode_room))
+        ]
+
+        def policy(now_s: float, fleet: ElasticFleet) -> tuple[int, int] | None:
+            at = min(len(steps[0]) - 1, int((now_s + 1e-6) / bin_s))
+            return int(steps[0][at]), int(steps[1][at])
+
+        begin = int(steps[0][0]), int(steps[1][0])
+        result = simulate(workload, begin, policy, startup_s=0.0)
+        num_started = sum(int(np.maximum(0, np.diff(each)).sum()) for each in steps)
+        started_h = num_started * workload.startup_s / 3600
+        return begin, result._replace(worker_h=result.worker_h + started_h)
+
+    def least(run_at: Callable[[float], Result], goal: float) -> float:
+        low, high = 0.8, 3.0
+        for _ in range(6):
+            middle = (low + high) / 2
+            low, high = (low, middle) if run_at(middle).attainment >= goal else (middle, high)
+        return high
+
+    decode_room = least(lambda room: run(4.0, room)[1], GOAL + 0.3 * (1 - GOAL))
+    prefill_room = least(lambda room: run(room, decode_room)[1], GOAL)
+    return run(prefill_room, decode_room)
+
+
+def _work(workload: Workload, bin_s: float) -> tuple[np.ndarray, np.ndarray]:
+    """Return the prefill and decode workers that each bin keeps busy."""
+    num_bins = int(workload.calls[-1].at_s / bin_s) + 2
+    prefill, decode = np.zeros(num_bins), np.zeros(num_bins)
+    tpot_s = min(workload.objectives.tpot_s, 0.2)
+    for call in workload.calls:
+        at = int(call.at_s / bin_s)
+        prefill[at] += (
+            MACHINE.compute_s(max(1, call.prompt_tokens - call.cached_tokens), call.prompt_tokens) / bin_s
+        )
+        context = call.prompt_tokens + call.output_tokens / 2
+        sequence_s = MACHINE.step_sequence_s + MACHINE.step_context_s * context
+        allowed = min(ROOM.num_seqs, ROOM.num_tokens / context, (tpot_s - MACHINE.step_s) / sequence_s)
+        share = call.output_tokens * (MACHINE.step_s + allowed * sequence_s) / max(1.0, allowed) / bin_s
+        spread = max(1, math.ceil(call.output_tokens * tpot_s / bin_s))
+        for later in range(spread):
+            decode[min(num_bins - 1, at + later)] += share / spread
+    return prefill, decode
+
+
+def _closed(numbers: np.ndarray, gap: int) -> np.ndarray:
+    """Fill gaps of at most `gap` bins: ending a worker and starting it again costs as much."""
+    if gap < 1:
+        return numbers
+    size = len(numbers)
+    dilated = np.array([numbers[max(0, at - gap) : at + 1].max() for at in range(size)])
+    return np.array([dilated[at : min(size, at + gap + 1)].min() for at in range(size)])
+
+
+# Workloads.
+
+
+def made(
+    name: str,
+    hours: float,
+    rate: Callable[[float], float],
+    seed: int,
+    prompt: Callable[[float], float] = lambda at_s: 16_000.0,
+    tenant: Callable[[float, Random], str] = lambda at_s, random: "",
+    output: float = 600.0,
+    startup_s: float = 120.0,
+) -> Workload:
+    """Return Poisson arrivals at `rate(at_s)`, with log-normal lengths around `prompt(at_s)` and `output`."""
+    random, calls, now_s = Random(seed), list[ElasticCall](), 0.0
+    most = max(rate(at_s) for at_s in range(0, round(hours * 3600), 10))
+    while now_s < hours * 3600:
+        now_s += random.expovariate(most)
+        if random.random() * most > rate(now_s):
+            continue
+        whose = tenant(now_s, random)
+        mean = prompt(now_s) * (0.25 if whose == "chat" else 1.0)
+        tokens = max(16, round(random.lognormvariate(math.log(mean), 0.5)))
+        calls.append(
+            ElasticCall(
+                at_s=now_s,
+                prompt_tokens=tokens,
+                cached_tokens=round(tokens * random.uniform(0.0, 0.6)),
+                output_tokens=max(2, round(random.lognormvariate(math.log(output), 0.6))),
+                tenant=whose,
+            )
+        )
+    return Workload(name, calls, Objectives(ttft_s=15.0, tpot_s=0.05, attainment=GOAL), startup_s)
+
+
+def synthetic(seed: int) -> Iterator[tuple[str, Callable[[], Workload]]]:
+    """Yield the six synthetic workloads by name; the diurnal one at two start-ups."""
+    day, hour = 86_400.0, 3600.0
+
+    def diurnal(at_s: float) -> float:
+        return 4.0 - 3.0 * math.cos(2 * math.pi * at_s / day)
+
+    def bursts(at_s: float) -> float:
+        return 3.0 + (5.0 if at_s % 1500 > 1080 else 0.0)
+
+    def ramps(at_s: float) -> float:
+        return 1.5 + 7.0 * abs(((at_s / hour / 1.5) % 2) - 1)
+
+    def shifting(at_s: float, random: Random) -> str:
+        return "chat" if random.random() < 0.1 + 0.8 * (at_s > 1.5 * hour) else "documents"
+
+    def growing(at_s: float) -> float:
+        return 8_000.0 + 16_000.0 * min(1.0, max(0.0, at_s / hour - 1))
+
+    yield "steady", partial(made, "steady", 3, lambda at_s: 5.0, seed)
+    yield "ramps", partial(made, "ramps", 6, ramps, seed)
+    yield "bursts", partial(made, "bursts", 4, bursts, seed)
+    yield "tenant shift", partial(made, "tenant shift", 3, lambda at_s: 6.0, seed, tenant=shifting)
+    yield "length shift", partial(made, "length shift", 3, lambda at_s: 5.0, seed, prompt=growing)
+    yield "diurnal", partial(made, "diurnal", 24, diurnal, seed)
+    yield (
+        "diurnal, start-up 300 s",
+        partial(made, "diurnal, start-up 300 s", 24, diurnal, seed, startup_s=300.0),
+    )
+
+
+def traced(path: Path, seed: int) -> Workload:
+    """Return a trace of a file, superposed on itself, its arrivals spread within 3 s."""
+    requests, random, seen = read_trace(path), Random(seed), set[int]()
+    is_code = path.suffix == ".csv"
+    copies, ttft_s, tpot_s = (12, 5.0, 0.05) if is_code else (3, 30.0, 0.1)
+    calls = []
+    for request in requests:
+        held = sum(1 for _ in _known(request.block_ids, seen)) * request.block_tokens
+        seen.update(request.block_ids)
+        for _ in range(copies):
+            calls.append(
+                ElasticCall(
+                    at_s=request.arrival_s + random.uniform(0, 3.0),
+                    prompt_tokens=request.input_tokens,
+                    cached_tokens=min(held, request.input_tokens - 1),
+                    output_tokens=request.output_tokens,
+                )
+            )
+    calls.sort(key=lambda call: call.at_s)
+    return Workload(path.stem[:24], calls, Objectives(ttft_s=ttft_s, tpot_s=tpot_s, attainment=GOAL))
+
+
+def _known(ids: Sequence[int], seen: set[int]) -> Iterator[int]:
+    for block in ids:
+        if block not in seen:
+            return
+        yield block

@@ -1,0 +1,449 @@
+"""The planner: decides how many workers of each role a cluster shall have.
+
+Each call of `Planner.plan` is one tick:
+
+1. Missing or contradictory figures: hold. A change that the planner did not order is an operator's: hold for
+   a while, and go on from there.
+2. The rates of all streams are forecast for now, and for when a worker that is ordered now would serve.
+3. Layouts are rehearsed against all quantiles of both forecasts. The cheapest that meets the objectives is
+   the target. Where no layout could meet them, however small the load, the outcome is "infeasible", and
+   nothing changes.
+4. Workers are added at once. They are removed when none of the latest targets, for as long as a start-up
+   takes,
+   needed them, and when the rest would meet stricter objectives: that is the switching cost.
+5. The plan has the actions, the fastest first; the prediction with its interval; and what would come without
+   them. A later plan carries the score of this one.
+
+Pure: the clock and the figures are arguments.
+"""
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Annotated, Final, Literal, NamedTuple, TypeAlias
+
+import msgspec
+import numpy as np
+from msgspec import Meta
+
+from baton.config.planner import PlannerConfig
+from baton.planner.demand import Contradiction, Counts, DemandHistory, Mix, Stream, predict, without_chance
+from baton.planner.layouts import Demand, Layout, Prediction, QueueModel, Rehearser
+
+# The probability that each of LEVELS stands for.
+WEIGHTS: Final = (0.2, 0.2, 0.2, 0.2, 0.14, 0.045, 0.015)
+FEWEST_ROWS: Final = 4  # intervals before the first forecast
+STALE_INTERVALS: Final = 3.0
+STRICTER: Final = 0.5  # share of the allowed misses that a smaller layout may have
+RELEASE_AFTER: Final = 2.0  # start-ups for which a worker must have been unneeded
+LEAST_RELEASE_S: Final = 120.0
+EASING: Final = 0.05  # a fast action must raise the attainment by this much
+STARTUP_QUANTILE: Final = 0.9
+FLIP_S: Final = 2.0
+SPLITS: Final = 3  # numbers of decode workers that are tried, from the least that can do
+WINDOW: Final = 2  # intervals that a forecast is the mean of
+KEPT_PLANS: Final = 512
+
+Outcome: TypeAlias = Literal["hold", "manual", "keep", "change", "bounded", "infeasible"]
+
+
+class Figures(msgspec.Struct, frozen=True, kw_only=True):
+    """All that the planner learns of a cluster at one tick."""
+
+    counts: Counts  # of the gateways that have reported
+    num_gateways: int  # that should report
+    age_s: float = 0.0  # of the oldest report
+    ordered: Layout  # the workers that the cluster is told to run
+    ready: Layout  # the workers that serve
+    startups_s: tuple[float, ...] = ()  # start-ups of workers since the last figures
+    num_queued: int = 0  # requests at the routers
+    num_planners: int = 1  # processes that plan for this cluster
+
+
+class Action(msgspec.Struct, frozen=True, kw_only=True):
+    """One change. `delay_s`: until it takes effect."""
+
+    kind: Annotated[str, Meta(max_length=16)]  # "local_prefill", "flip", "add", "remove", "shed"
+    delay_s: float
+    role: str = ""  # prefill or decode: that workers get, or leave
+    number: float = 1  # of workers; of "local_prefill" and "shed": the share of requests
+
+
+class Score(msgspec.Struct, frozen=True, kw_only=True):
+    """The measured course of the window that a plan predicted."""
+
+    decision_id: str
+    rate: float  # requests/s
+    is_rate_inside: bool  # within the outer quantiles of the forecast
+    attainment: float | None  # None: no request ended
+    predicted: float  # attainment
+
+
+class Inputs(msgspec.Struct, frozen=True, kw_only=True):
+    """What a plan was made of."""
+
+    ordered: Layout
+    ready: Layout
+    num_queued: int = 0
+    startup_s: float = 0.0
+    horizon_s: float = 0.0
+    method: str = ""  # of the forecast
+    rates: Mapping[str, float] = {}  # requests/s at the horizon: of all, and by stream
+    quantiles: tuple[float, ...] = ()  # requests/s of all at demand.LEVELS
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """One decision, as it is written to the log."""
+
+    decision_id: str
+    at_s: float
+    outcome: Outcome
+    reason: str
+    target: Layout
+    actions: tuple[Action, ...] = ()
+    inputs: Inputs
+    prediction: Prediction | None = None  # of the target, at the horizon
+    counterfactual: Prediction | None = None  # of the ordered layout, at the horizon
+    scores: tuple[Score, ...] = ()  # of earlier plans
+
+
+class _Outlook(NamedTuple):
+    """A forecast that layouts are rehearsed against."""
+
+    demand: Demand
+    factors: tuple[float, ...]
+    method: str
+    backlog: float
+    horizon_s: float
+
+
+class _Pending(NamedTuple):
+    """A plan that waits for its score."""
+
+    plan: Plan
+    due_s: float
+    num_met: float
+    num_missed: float
+
+
+class Planner:
+    """Sizes one cluster."""
+
+    def __init__(
+        self, config: PlannerConfig, model: QueueModel, rehearser: Rehearser | None = None, name: str = "plan"
+    ) -> None:
+        """model: searches; rehearser: confirms what the search has found, the model itself by default."""
+        self._config = config
+        self._model = model
+        self._rehearser = rehearser or model
+        self._name = name
+        self._history = DemandHistory(config.interval_s)
+        self._num_plans = 0
+        self._ordered: Layout | None = None  # the workers that should be ordered, unless an operator has
+        self._manual_until_s = -math.inf
+        self._startups_s: deque[float] = deque(maxlen=32)
+        self._needs: deque[tuple[float, int, int]] = deque()  # moment, prefill and decode workers needed
+        self._pending: deque[_Pending] = deque(maxlen=KEPT_PLANS)
+        self._max_workers = config.max_workers
+        self._known: dict[tuple[int, int], float] = {}  # workers -> attainment, of this tick
+
+    @property
+    def startup_s(self) -> float:
+        """The time that a new worker is expected to take, on the safe side."""
+        if not self._startups_s:
+            return self._config.startup_s
+        return float(np.quantile(np.array(self._startups_s), STARTUP_QUANTILE))
+
+    def plan(self, now_s: float, figures: Figures) -> Plan:
+        """Return the decision of this tick. The caller carries out its actions, or none of them."""
+        self._num_plans += 1
+        self._startups_s.extend(figures.startups_s)
+        if self._max_workers is None:
+            self._max_workers = figures.ordered.num_workers
+        if reason := self._missing(now_s, figures):
+            return self._unchanged(now_s, figures, "hold", reason)
+        manual = self._manual(now_s, figures)
+        scores = tuple(self._scores(now_s))
+        mixes = self._mixes()
+        if self._history.num_rows < FEWEST_ROWS or not mixes:
+            return self._unchanged(now_s, figures, "hold", "too few requests are known", scores)
+        now, later = self._outlooks(figures, mixes)
+        if not self._is_feasible(later):
+            reason = "no layout meets the objectives, whatever the load"
+            plan = self._unchanged(now_s, figures, "infeasible", reason, scores)
+            return self._predicted(plan, later)
+        target, reason, outcome = self._target(now_s, figures.ordered, now, later)
+        if manual:
+            plan = self._unchanged(now_s, figures, "manual", manual, scores)
+            return self._predicted(plan, later)
+        self._ordered = target
+        plan = Plan(
+            decision_id=self._id(),
+            at_s=now_s,
+            outcome=outcome,
+            reason=reason,
+            target=target,
+            actions=tuple(self._actions(figures, target, now)),
+            inputs=self._inputs(figures, later),
+            scores=scores,
+        )
+        return self._predicted(plan, later)
+
+    def not_applied(self, ordered: Layout) -> None:
+        """Note that the last plan was not carried out: the cluster is told to run `ordered`."""
+        self._ordered = ordered
+
+    # Figures.
+
+    def _missing(self, now_s: float, figures: Figures) -> str:
+        """Return why these figures cannot be trusted; "" when they can."""
+        if figures.num_planners > 1:
+            return f"{figures.num_planners} processes plan for this cluster"
+        if len(figures.counts) < figures.num_gateways or not figures.counts:
+            return f"{len(figures.counts)} of {figures.num_gateways} gateways have reported"
+        if figures.age_s > STALE_INTERVALS * self._config.interval_s:
+            return f"the figures are {figures.age_s:.0f} s old"
+        try:
+            self._history.add(now_s, figures.counts)
+        except Contradiction as error:
+            return str(error)
+        return ""
+
+    def _manual(self, now_s: float, figures: Figures) -> str:
+        """Return why an operator's change is respected now; "" without one."""
+        ordered = figures.ordered
+        if self._ordered is not None and not _are_alike(ordered, self._ordered):
+            self._manual_until_s = now_s + self._config.manual_hold_s
+            self._needs.clear()
+        self._ordered = ordered
+        left_s = self._manual_until_s - now_s
+        return f"an operator has scaled: no change for {left_s:.0f} s" if left_s > 0 else ""
+
+    def _mixes(self) -> dict[Stream, Mix]:
+        streams, _ = self._history.matrix()
+        found = ((stream, self._history.mix(stream)) for stream in streams)
+        return {stream: mix for stream, mix in found if mix is not None}
+
+    def _outlooks(self, figures: Figures, mixes: Mapping[Stream, Mix]) -> tuple[_Outlook, _Outlook]:
+        """Return the demand of now, and of when a worker that is ordered now would serve."""
+        interval_s = self._config.interval_s
+        streams, rates = self._history.matrix()
+        outlooks = []
+        for wait_s, backlog in ((0.0, float(figures.num_queued)), (self.startup_s, 0.0)):
+            horizon = math.ceil(wait_s / interval_s) + WINDOW
+            method, medians, factors = predict(rates, horizon, WINDOW, interval_s)
+            demand = Demand.of(dict(zip(streams, medians.tolist(), strict=True)), mixes)
+            num_requests = demand.total_rate * WINDOW * interval_s
+            factors = without_chance(factors, num_requests)
+            outlook = _Outlook(demand, tuple(factors.tolist()), method, backlog, horizon * interval_s)
+            outlooks.append(outlook)
+        return outlooks[0], outlooks[1]
+
+    # The decision.
+
+    def _is_feasible(self, outlook: _Outlook) -> bool:
+        """Return whether a large cluster would meet the objectives without any load."""
+        if not outlook.demand.total_rate:
+            return True
+        idle = Layout(num_prefill=1, num_decode=1)
+        calm = self._model.rehearse(outlook.demand, (1e-6,), (1.0,), idle, 0.0)
+        return calm.attainment >= self._config.attainment
+
+    def _target(
+        self, now_s: float, ordered: Layout, now: _Outlook, later: _Outlook
+    ) -> tuple[Layout, str, Outcome]:
+        """Return the layout to order, why, and the outcome."""
+        self._known.clear()
+        goal = self._config.attainment
+        safe = 1 - STRICTER * (1 - goal)
+        needed, is_met = self._cheapest((now, later), goal)
+        roomy, _ = self._cheapest((now, later), safe)
+        self._needs.append((now_s, roomy.num_prefill, roomy.num_decode))
+        while self._needs[0][0] < now_s - RELEASE_AFTER * max(self.startup_s, LEAST_RELEASE_S):
+            self._needs.popleft()
+        held_prefill = max(prefill for _, prefill, _ in self._needs)
+        held_decode = max(decode for _, _, decode in self._needs)
+        wanted = Layout(
+            num_prefill=_between(needed.num_prefill, ordered.num_prefill, held_prefill),
+            num_decode=_between(needed.num_decode, ordered.num_decode, held_decode),
+        )
+        target = self._within_bounds(wanted, ordered)
+        if not is_met:
+            return target, "the objectives need more workers than are allowed", "bounded"
+        if _are_alike(target, ordered):
+            return ordered, "the present layout meets the objectives", "keep"
+        return (
+            target,
+            f"{_text(ordered)} becomes {_text(target)}, the cheapest that meets the objectives",
+            "change",
+        )
+
+    def _cheapest(self, outlooks: Sequence[_Outlook], goal: float) -> tuple[Layout, bool]:
+        """Return the smallest layout that meets the goal in all outlooks; else the best one, and False."""
+        config, most = self._config, self._max_workers or 1
+        low = config.min_prefill
+        decodes = range(config.min_decode, max(config.min_decode, most - low) + 1)
+        met = partial(self._met, outlooks)
+        least = _least(lambda number: met(most, number), decodes[0], decodes[-1], goal)
+        found = []
+        for decode in decodes[least - decodes[0] :][:SPLITS]:
+            prefill = _least(partial(met, num_decode=decode), low, max(low, most - decode), goal)
+            if met(prefill, decode) >= goal:
+                found.append(Layout(num_prefill=prefill, num_decode=decode))
+        if found:
+            return min(found, key=lambda layout: layout.num_workers), True
+        decode = max(decodes, key=lambda decode: met(most - decode, decode))
+        return Layout(num_prefill=most - decode, num_decode=decode), False
+
+    def _met(self, outlooks: Sequence[_Outlook], num_prefill: int, num_decode: int) -> float:
+        if (met := self._known.get((num_prefill, num_decode))) is None:
+            layout = Layout(num_prefill=num_prefill, num_decode=num_decode)
+            met = min(self._rehearse(self._model, each, layout).attainment for each in outlooks)
+            self._known[num_prefill, num_decode] = met
+        return met
+
+    def _rehearse(self, rehearser: Rehearser, outlook: _Outlook, layout: Layout) -> Prediction:
+        return rehearser.rehearse(outlook.demand, outlook.factors, WEIGHTS, layout, outlook.backlog)
+
+    def _within_bounds(self, wanted: Layout, ordered: Layout) -> Layout:
+        """Limit the workers that one plan changes. Workers that are added come before those removed."""
+        config, left = self._config, self._config.max_change
+        num_prefill, num_decode = ordered.num_prefill, ordered.num_decode
+        changes = [wanted.num_prefill - num_prefill, wanted.num_decode - num_decode]
+        taken = [0, 0]
+        for role in sorted((0, 1), key=lambda role: -changes[role]):
+            taken[role] = max(-left, min(left, changes[role]))
+            left -= abs(taken[role]) if changes[0] * changes[1] > 0 else 0
+        num_prefill = max(config.min_prefill, num_prefill + taken[0])
+        num_decode = max(config.min_decode, num_decode + taken[1])
+        return Layout(num_prefill=num_prefill, num_decode=num_decode)
+
+    def _actions(self, figures: Figures, target: Layout, now: _Outlook) -> Iterator[Action]:
+        """Yield the actions, the fastest first."""
+        ordered = figures.ordered
+        changes = {
+            "prefill": target.num_prefill - ordered.num_prefill,
+            "decode": target.num_decode - ordered.num_decode,
+        }
+        yield from self._easing(figures, target, now)
+        for role, other in (("prefill", "decode"), ("decode", "prefill")):
+            if changes[role] > 0 > changes[other]:
+                number = min(changes[role], -changes[other])
+                yield Action(kind="flip", delay_s=FLIP_S, role=role, number=number)
+                changes[role] -= number
+                changes[other] += number
+        for role, change in changes.items():
+            if change > 0:
+                yield Action(kind="add", delay_s=self.startup_s, role=role, number=change)
+        for role, change in changes.items():
+            if change < 0:
+                yield Action(kind="remove", delay_s=0.0, role=role, number=-change)
+
+    def _easing(self, figures: Figures, target: Layout, now: _Outlook) -> Iterator[Action]:
+        """Yield what helps until added workers serve: the router takes these measures by itself."""
+        ready = figures.ready
+        if target.num_workers <= ready.num_workers or not ready.num_decode:
+            return
+        reached = self._rehearse(self._model, now, ready).attainment
+        local = [msgspec.structs.replace(ready, local_share=share) for share in (0.1, 0.2, 0.4)]
+        shed = [msgspec.structs.replace(ready, shed_share=share) for share in (0.05, 0.1, 0.2, 0.4)]
+        for kind, layouts in (("local_prefill", local), ("shed", shed)):
+            best = max(layouts, key=lambda each: self._rehearse(self._model, now, each).attainment)
+            if self._rehearse(self._model, now, best).attainment > reached + EASING:
+                share = best.local_share if kind == "local_prefill" else best.shed_share
+                yield Action(kind=kind, delay_s=0.0, number=share)
+                return
+
+    # What the plan says.
+
+    def _predicted(self, plan: Plan, later: _Outlook) -> Plan:
+        """Add the predictions, and remember the plan for its score."""
+        ordered = plan.inputs.ordered
+        prediction = self._rehearse(self._rehearser, later, plan.target)
+        other = prediction
+        if not _are_alike(plan.target, ordered):
+            other = self._rehearse(self._rehearser, later, ordered)
+        plan = msgspec.structs.replace(
+            plan, prediction=prediction, counterfactual=other, inputs=_with_outlook(plan.inputs, later)
+        )
+        history = self._history
+        due_s = plan.at_s + later.horizon_s
+        self._pending.append(_Pending(plan, due_s, history.num_met, history.num_missed))
+        return plan
+
+    def _scores(self, now_s: float) -> Iterator[Score]:
+        """Yield the scores of plans whose window has passed."""
+        history = self._history
+        _, rates = history.matrix()
+        while self._pending and self._pending[0].due_s <= now_s:
+            plan, _, num_met, num_missed = self._pending.popleft()
+            assert plan.prediction is not None
+            rate = float(rates[:, -WINDOW:].sum(axis=0).mean())
+            met, missed = history.num_met - num_met, history.num_missed - num_missed
+            quantiles = plan.inputs.quantiles
+            yield Score(
+                decision_id=plan.decision_id,
+                rate=rate,
+                is_rate_inside=bool(quantiles) and quantiles[0] <= rate <= quantiles[-1],
+                attainment=met / (met + missed) if met + missed else None,
+                predicted=plan.prediction.attainment,
+            )
+
+    def _inputs(self, figures: Figures, outlook: _Outlook | None = None) -> Inputs:
+        return Inputs(
+            ordered=figures.ordered,
+            ready=figures.ready,
+            num_queued=figures.num_queued,
+            startup_s=self.startup_s,
+        )
+
+    def _unchanged(
+        self, now_s: float, figures: Figures, outcome: Outcome, reason: str, scores: tuple[Score, ...] = ()
+    ) -> Plan:
+        return Plan(
+            decision_id=self._id(),
+            at_s=now_s,
+            outcome=outcome,
+            reason=reason,
+            target=figures.ordered,
+            inputs=self._inputs(figures),
+            scores=scores,
+        )
+
+    def _id(self) -> str:
+        return f"{self._name}-{self._num_plans}"
+
+
+def _with_outlook(inputs: Inputs, outlook: _Outlook) -> Inputs:
+    demand, total = outlook.demand, outlook.demand.total_rate
+    by_stream = np.bincount(demand.stream, demand.rate, len(demand.streams))
+    named = {"/".join(stream): float(by_stream[number]) for number, stream in enumerate(demand.streams)}
+    return msgspec.structs.replace(
+        inputs,
+        horizon_s=outlook.horizon_s,
+        method=outlook.method,
+        rates={"all": total, **named},
+        quantiles=tuple(total * factor for factor in outlook.factors),
+    )
+
+
+def _least(met: Callable[[int], float], low: int, high: int, goal: float) -> int:
+    """Return the least number in [low, high] with met(number) >= goal; `high` when there is none."""
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if met(middle) >= goal else (middle + 1, high)
+    return low
+
+
+def _are_alike(one: Layout, other: Layout) -> bool:
+    return (one.num_prefill, one.num_decode) == (other.num_prefill, other.num_decode)
+
+
+def _between(needed: int, ordered: int, held: int) -> int:
+    """Return `needed` where that is more than ordered; else no less than `held`, and no more than ordered."""
+    return needed if needed > ordered else min(ordered, max(needed, held))
+
+
+def _text(layout: Layout) -> str:
+    return f"{layout.num_prefill}P{layout.num_decode}D"

@@ -1,0 +1,155 @@
+"""The planner's decisions: on slices of the bench's workloads, and on figures that are made."""
+
+from typing import Any
+
+import pytest
+
+from baton.bench.planner import GOAL, Planned, Workload, made, simulate
+from baton.config.planner import PlannerConfig
+from baton.planner.demand import Stream, StreamCounts, bucket
+from baton.planner.layouts import Layout, Objectives, QueueModel, Room
+from baton.planner.planner import Figures, Planner
+from baton.sim.rehearsal import Machine
+
+
+def workload(hours: float = 0.5, rate: float = 5.0) -> Workload:
+    return made("steady", hours, lambda at_s: rate, seed=3)
+
+
+def planner(objectives: Objectives | None = None, **settings: object) -> Planner:
+    given = {"ttft_ms": 15_000.0, "max_workers": 32, **settings}
+    config = PlannerConfig(**given)  # type: ignore[arg-type]
+    return Planner(config, QueueModel(Machine(), Room(), objectives or Objectives(ttft_s=15.0, tpot_s=0.05)))
+
+
+def figures(
+    tick: int, ordered: tuple[int, int] = (6, 2), rate: float = 3.0, prompt: int = 16_000, **more: object
+) -> Figures:
+    """The figures of a steady load after so many ticks of 30 s."""
+    layout = Layout(num_prefill=ordered[0], num_decode=ordered[1])
+    num = round(rate * 30 * tick)
+    cell = (bucket(prompt), bucket(0), bucket(600))
+    counts = StreamCounts(arrived={bucket(prompt): num}, ended={cell: num}, num_met=num)
+    given = {"counts": {"gateway": {Stream(): counts}}, "num_gateways": 1, "ordered": layout, "ready": layout}
+    return Figures(**given | more)  # type: ignore[arg-type]
+
+
+def warm(
+    one: Planner, ordered: tuple[int, int] = (9, 2), prompt: int = 16_000, ticks: int = 12
+) -> tuple[int, int]:
+    """Let it plan a steady load; return what it has ordered."""
+    for tick in range(1, ticks + 1):
+        target = one.plan(30.0 * tick, figures(tick, ordered)).target
+        ordered = target.num_prefill, target.num_decode
+    return ordered
+
+
+def test_steady_load_is_served_with_few_actions() -> None:
+    steady = workload(hours=1.0)
+    result = simulate(steady, (11, 3), Planned(steady))
+    assert result.attainment >= GOAL
+    assert result.worker_h <= 1.25 * 13
+    late = [plan for plan in result.plans if plan.at_s > 1800 and plan.outcome == "change"]
+    assert len(late) <= 3
+
+
+def test_growing_load_gets_workers_before_it_misses() -> None:
+    ramp = made("ramp", 1.0, lambda at_s: 2.0 + at_s / 1200, seed=1)
+    result = simulate(ramp, (6, 2), Planned(ramp))
+    assert result.attainment >= 0.97
+    assert result.plans[-1].target.num_workers > 10
+
+
+def test_lost_metrics_hold() -> None:
+    one = planner()
+    ordered = warm(one)
+    for tick in range(13, 33):
+        plan = one.plan(30.0 * tick, figures(tick, ordered, counts={}))
+        assert (plan.outcome, plan.actions) == ("hold", ())
+    plan = one.plan(30.0 * 33, figures(33, ordered))
+    assert plan.outcome == "keep"
+    assert plan.inputs.rates["all"] == pytest.approx(3.0, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{"num_gateways": 2}, {"age_s": 200.0}, {"num_planners": 2}],
+    ids=["gateway", "stale", "two planners"],
+)
+def test_figures_that_cannot_be_trusted_hold(more: dict[str, Any]) -> None:
+    one = planner()
+    ordered = warm(one)
+    assert one.plan(400.0, figures(13, ordered, **more)).outcome == "hold"
+
+
+def test_count_that_falls_holds() -> None:
+    one = planner()
+    ordered = warm(one)
+    plan = one.plan(400.0, figures(5, ordered))
+    assert plan.outcome == "hold" and "fell" in plan.reason
+
+
+def test_operators_change_is_respected_for_a_while() -> None:
+    one = planner(manual_hold_s=300.0)
+    prefill, decode = warm(one)
+    by_hand = prefill + 5, decode
+    outcomes = []
+    for tick in range(13, 60):
+        plan = one.plan(30.0 * tick, figures(tick, by_hand))
+        outcomes.append(plan.outcome)
+        if plan.outcome == "change":
+            break
+    assert outcomes[:10] == ["manual"] * 10
+    assert outcomes[-1] == "change"
+    assert plan.target.num_prefill < by_hand[0]
+
+
+def test_infeasible_objective_scales_nothing() -> None:
+    one = planner(Objectives(ttft_s=0.5, tpot_s=0.05))
+    for tick in range(1, 20):
+        plan = one.plan(30.0 * tick, figures(tick, (2, 1)))
+    assert plan.outcome == "infeasible"
+    assert plan.target.num_workers == 3 and not plan.actions
+    assert plan.prediction is not None and plan.prediction.attainment < GOAL
+
+
+def test_bounds_and_rate_are_kept() -> None:
+    one = planner(max_workers=5, max_change=1)
+    for tick in range(1, 20):
+        plan = one.plan(30.0 * tick, figures(tick, (2, 1)))
+        if tick > 4:
+            break
+    assert plan.outcome == "bounded"
+    assert plan.target.num_workers == 4
+
+
+def test_surplus_of_one_role_flips() -> None:
+    one = planner()
+    for tick in range(1, 20):
+        plan = one.plan(30.0 * tick, figures(tick, (2, 14)))
+        if plan.actions:
+            break
+    kinds = [action.kind for action in plan.actions if action.role]
+    assert kinds[0] == "flip"
+
+
+def test_plan_is_scored_when_its_window_has_passed() -> None:
+    one = planner()
+    ordered = warm(one)
+    plan = one.plan(390.0, figures(13, ordered))
+    for tick in range(14, 22):
+        scores = one.plan(30.0 * tick, figures(tick, ordered)).scores
+        mine = [score for score in scores if score.decision_id == plan.decision_id]
+        if mine:
+            break
+    assert mine[0].is_rate_inside
+    assert mine[0].attainment == 1.0
+
+
+def test_metrics_lost_for_ten_minutes_under_load() -> None:
+    steady = workload(hours=0.8)
+    planned = Planned(steady, lost_s=(1200.0, 1800.0))
+    result = simulate(steady, (11, 3), planned)
+    lost = [plan for plan in result.plans if 1200 <= plan.at_s < 1800]
+    assert {plan.outcome for plan in lost} == {"hold"}
+    assert result.attainment >= 0.98
