@@ -19,13 +19,15 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from baton.bench.traces import read_trace
 from baton.config.planner import PlannerConfig
-from baton.planner.demand import Stream, StreamCounts, bucket
-from baton.planner.layouts import Layout, Objectives, QueueModel, Room
+from baton.messages.status import StreamCounts, bucket
+from baton.planner.demand import Stream
+from baton.planner.layouts import Objectives, QueueModel, Room
 from baton.planner.planner import Figures, Plan, Planner
 from baton.sim.elastic import ElasticCall, ElasticFleet
-from baton.sim.rehearsal import Machine
+from baton.sim.rehearsal import Layout
+from baton.sim.times import Machine
+from baton.sim.workload import read_trace
 
 INTERVAL_S: Final = 30.0
 GOAL: Final = 0.99
@@ -274,8 +276,8 @@ def _work(workload: Workload, bin_s: float) -> tuple[np.ndarray, np.ndarray]:
         )
         context = call.prompt_tokens + call.output_tokens / 2
         sequence_s = MACHINE.step_sequence_s + MACHINE.step_context_s * context
-        allowed = min(ROOM.num_seqs, ROOM.num_tokens / context, (tpot_s - MACHINE.step_s) / sequence_s)
-        share = call.output_tokens * (MACHINE.step_s + allowed * sequence_s) / max(1.0, allowed) / bin_s
+        allowed = min(ROOM.num_seqs, ROOM.num_tokens / context, (tpot_s - MACHINE.step_base_s) / sequence_s)
+        share = call.output_tokens * (MACHINE.step_base_s + allowed * sequence_s) / max(1.0, allowed) / bin_s
         spread = max(1, math.ceil(call.output_tokens * tpot_s / bin_s))
         for later in range(spread):
             decode[min(num_bins - 1, at + later)] += share / spread

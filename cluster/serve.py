@@ -155,6 +155,36 @@ class Cluster:
 
         self._keep(look())
 
+    def _plan_with(self, operator: Operator, port: int) -> None:
+        """Start the planner, if there is one."""
+        settings = self._config.planner
+        if settings.mode == "off":
+            return
+        from baton.cluster.planning import PlanLog, Planning, log_path  # loads the simulator
+
+        log = PlanLog(log_path(settings.log, port))
+        self._say(f"the planner writes to {log.path}; `baton explain plan` shows the latest plans")
+        if settings.mode == "apply":
+            self._say("warning: this version cannot add workers yet: plans are only written")
+        planning = Planning(self._config, self._clock, operator.status, self._ordered, None, log)
+        self._keep(planning.keep_planning())
+
+    def _ordered(self) -> "Ordered":
+        """Return the workers that are to run, and their start-ups since the last call."""
+        from baton.cluster.planning import Ordered
+
+        workers = [each for each in self._processes if each.spec.kind is Kind.WORKER]
+        startups_s = [seconds for each in workers for seconds in each.startups_s]
+        for each in workers:
+            each.startups_s = []
+        roles = [each.spec.role for each in workers if not each.is_drained]
+        return Ordered(
+            Layout(
+                num_prefill=roles.count(WorkerRole.PREFILL), num_decode=roles.count(WorkerRole.DECODE)
+            ),
+            tuple(startups_s),
+        )
+
     async def _watch_head(self, operator: Operator) -> None:
         """Log when Ray's head stops answering and when it answers again, and tell the routers."""
         was_away_s = 0.0
@@ -304,6 +334,7 @@ class Cluster:
                 connecting = connected(topology.routers, self._ring, self._verdicts)
                 operator = await self._resources.enter_async_context(connecting)
                 self._keep(self._watch_head(operator))
+                self._plan_with(operator, topology.port)
                 while not self._is_whole(await _status(operator)):
                     await asyncio.sleep(ASK_EVERY_S)
         except TimeoutError:

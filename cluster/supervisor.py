@@ -27,6 +27,7 @@ GRACE_S: Final = 5.0  # beyond the time to drain, for a process to end
 HUNG_S: Final = 10.0  # silence of an event loop, longer than on any machine that is merely busy
 LOOK_S: Final = 1.0
 KILLED_S: Final = 1.0  # for SIGKILL to take effect, before the successor starts
+MAX_STARTUPS: Final = 16  # that are kept for the planner
 MIN_VERDICT_S: Final = 2.0  # no router gives a worker up sooner after its start
 
 logger = logging.getLogger(__name__)
@@ -54,6 +55,7 @@ class Supervised:
         self.spec = spec
         self.is_ready = False
         self.is_drained = False  # the process has drained and waits for `undrain`
+        self.startups_s: list[float] = []  # of the starts that the planner has not heard of
         self._runtime = runtime
         self._clock = clock
         self._starts = starts
@@ -82,6 +84,7 @@ class Supervised:
         )
         await self._process.ready()
         self._ready_s = self._clock.now_s()
+        self.startups_s = [*self.startups_s[-MAX_STARTUPS + 1 :], self._ready_s - self._started_s]
         self.is_ready = True
 
     async def describe(self) -> str:

@@ -155,6 +155,7 @@ class GatewayProcess:
             num_open=self.metrics.num_open,
             num_refused=sum(counts.values()),
             refused={tenant: refused[tenant] for tenant in most},
+            demand=self.limiter.demand.counts(),
         )
 
     def _refused(self, code: str) -> None:

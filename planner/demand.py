@@ -15,17 +15,17 @@ included, so a full cluster does not hide its demand.
 
 from collections import deque
 from collections.abc import Iterator, Mapping
-from math import log2
 from typing import Final, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from baton.messages.status import BUCKETS_AN_OCTAVE, StreamCounts
+
 Floats: TypeAlias = NDArray[np.float64]
 KeyT = TypeVar("KeyT")
 
-BUCKETS_AN_OCTAVE: Final = 4
 COARSER: Final = 2  # buckets of prompts that are one cell of a mix
 FADED: Final = 0.01  # requests that count no more
 LEVELS: Final = (0.1, 0.3, 0.5, 0.7, 0.9, 0.97, 0.995)  # of the quantiles that forecasts have
@@ -44,11 +44,6 @@ SEASON_WINDOW: Final = 20
 MIX_FADE: Final = 0.97  # an interval, of the lengths of earlier requests
 
 
-def bucket(num_tokens: int) -> int:
-    """Return the bucket of a length: BUCKETS_AN_OCTAVE buckets for each doubling."""
-    return round(BUCKETS_AN_OCTAVE * log2(num_tokens + 1))
-
-
 def tokens_in(number: ArrayLike) -> Floats:
     """Return the length that stands for a bucket, or for each of an array of buckets."""
     return np.exp2(np.asarray(number) / BUCKETS_AN_OCTAVE) - 1
@@ -59,15 +54,6 @@ class Stream(NamedTuple):
 
     tenant: str = ""
     priority: str = ""  # the class
-
-
-class StreamCounts(msgspec.Struct, frozen=True, kw_only=True):
-    """The counts of one stream at one gateway since the gateway started. They never fall."""
-
-    arrived: Mapping[int, int]  # bucket of the prompt -> requests, refused ones included
-    ended: Mapping[tuple[int, int, int], int]  # buckets of prompt, cached tokens, answer -> answered requests
-    num_met: int = 0  # answered requests that met all objectives
-    num_missed: int = 0  # requests that missed one, refused ones included
 
 
 Counts: TypeAlias = Mapping[str, Mapping[Stream, StreamCounts]]  # id of a gateway -> its streams
@@ -206,7 +192,7 @@ class DemandHistory:
             del ended[cell]
 
 
-_NO_COUNTS: Final = StreamCounts(arrived={}, ended={})
+_NO_COUNTS: Final = StreamCounts()
 
 
 def _add_growth(to: dict[KeyT, int], now: Mapping[KeyT, int], was: Mapping[KeyT, int], gateway: str) -> None:

@@ -6,7 +6,7 @@ time model of the simulator: microseconds a layout, so that a planner compares d
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final, Protocol, TypeAlias
 
 import msgspec
@@ -14,24 +14,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from baton.planner.demand import Mix, Stream
-from baton.sim.rehearsal import Machine
+from baton.sim.rehearsal import Layout, Rehearsal, Settings, rehearse
+from baton.sim.times import Machine, TimeModel, Work, WorkTimes
+from baton.sim.workload import TraceRequest
+from baton.tenants import Sla
 
 Floats: TypeAlias = NDArray[np.float64]
-
-
-class Layout(msgspec.Struct, frozen=True, kw_only=True):
-    """A number of workers of each role, and settings that take effect at once."""
-
-    num_prefill: int
-    num_decode: int
-    local_share: float = 0.0  # of the prompts, computed on their decode worker; 1 without prefill workers
-    chunk_tokens: int = 0  # of such a prompt in a decode step; 0: as configured
-    shed_share: float = 0.0  # of the requests, of the lowest class first
-
-    @property
-    def num_workers(self) -> int:
-        """The workers of both roles."""
-        return self.num_prefill + self.num_decode
+Phase: TypeAlias = tuple[Floats, Floats, Floats]  # P(objective met), seconds, use
+REHEARSED_S: Final = 120.0  # of a load, by the production router
+REHEARSED: Final = 400  # requests at most
+MAX_PHASES: Final = 512  # that are remembered
 
 
 class Objectives(msgspec.Struct, frozen=True, kw_only=True):
@@ -97,8 +89,8 @@ class Rehearser(Protocol):
         weights: Sequence[float],
         layout: Layout,
         backlog: float,
-    ) -> Prediction:
-        """Predict the course of the next minutes.
+    ) -> Prediction | None:
+        """Predict the course of the next minutes; None: this rehearser does not know such a load.
 
         factors, weights: multiples of the demand's rates and their probabilities. backlog: requests that
         wait.
@@ -111,6 +103,40 @@ class Room(msgspec.Struct, frozen=True, kw_only=True):
 
     num_seqs: int = 256
     num_tokens: int = 1_000_000  # of KV
+
+
+def linear(times: WorkTimes, most_tokens: int = 8192, most_seqs: int = 128) -> Machine:
+    """Return the roofline that is nearest to these times: shares of the errors, up to these sizes of work."""
+    works = [
+        Work(0, 0, new, new * (begun + new / 2)) for new in _sizes(most_tokens) for begun in (0, most_tokens)
+    ]
+    works += [
+        Work(seqs, seqs * context, 0, 0) for seqs in _sizes(most_seqs) for context in _sizes(most_tokens)
+    ]
+    taken_s = np.array([times.step_s(work) for work in works])
+    rows = [
+        (
+            *(not each.num_context, each.num_new, each.num_pairs),
+            *(each.num_context > 0, each.num_sequences, each.num_context),
+        )
+        for each in works
+    ]
+    found = np.linalg.lstsq(np.array(rows, float) / taken_s[:, None], np.ones(len(rows)), rcond=None)[0]
+    prefill_s, token_s, pair_s, base_s, sequence_s, context_s = np.maximum(found, 0.0).tolist()
+    return Machine(
+        prefill_s=prefill_s,
+        prefill_token_s=token_s,
+        prefill_pair_s=pair_s,
+        step_base_s=base_s,
+        step_sequence_s=sequence_s,
+        step_context_s=context_s,
+        kv_token_bytes=times.kv_token_bytes,
+        exposed_s=times.handoff_s(most_tokens // 4),
+    )
+
+
+def _sizes(most: int) -> list[int]:
+    return [max(1, most // 16), max(1, most // 4), most]
 
 
 class QueueModel:
@@ -128,6 +154,7 @@ class QueueModel:
         self.room = room
         self.objectives = objectives
         self.window_s = window_s
+        self._phases: dict[tuple[object, ...], tuple[Demand, Phase]] = {}
 
     def rehearse(
         self,
@@ -136,13 +163,28 @@ class QueueModel:
         weights: Sequence[float],
         layout: Layout,
         backlog: float,
+        local_share: float = 0.0,
+        shed_share: float = 0.0,
     ) -> Prediction:
-        """See Rehearser."""
+        """See Rehearser.
+
+        local_share: of the prompts, computed on their decode worker. shed_share: of the requests, refused.
+        """
         probability = np.array(weights)
-        keeps = 1.0 - layout.shed_share
+        local = local_share if layout.num_prefill else 1.0
+        keeps = 1.0 - shed_share
         load = np.array(factors)[:, None] * keeps  # [factors, 1]
-        in_ttft, wait_s, use = self._prefill(demand, load, layout, backlog * keeps)
-        in_tpot, tpot_s, decode_use = self._decode(demand, load[:, 0], layout)
+        given = tuple(factors), keeps, local
+        in_ttft, wait_s, use = self._once(
+            demand,
+            ("prefill", layout.num_prefill, backlog, *given),
+            lambda: self._prefill(demand, load * (1 - local), layout.num_prefill, backlog * keeps),
+        )
+        in_tpot, tpot_s, decode_use = self._once(
+            demand,
+            ("decode", layout.num_decode, *given),
+            lambda: self._decode(demand, load[:, 0], layout.num_decode, local),
+        )
         share = demand.rate / max(demand.total_rate, 1e-12)
         met = in_ttft * in_tpot * keeps  # [factors, cells]
         by_factor = met @ share
@@ -164,6 +206,16 @@ class QueueModel:
             },
         )
 
+    def _once(self, demand: Demand, key: tuple[object, ...], predict: Callable[[], Phase]) -> Phase:
+        """Return the prediction of one phase, from memory if it was made for the same workers lately."""
+        of, phase = self._phases.get((id(demand), *key), (None, None))
+        if of is not demand or phase is None:
+            if len(self._phases) >= MAX_PHASES:
+                self._phases.clear()
+            phase = predict()
+            self._phases[id(demand), *key] = demand, phase
+        return phase
+
     def compute_s(self, demand: Demand) -> Floats:
         """Return the seconds of each cell's prompt on a prefill worker."""
         machine = self.machine
@@ -171,59 +223,112 @@ class QueueModel:
         pairs = new * (demand.prompt_tokens - new / 2)
         return machine.prefill_s + new * machine.prefill_token_s + pairs * machine.prefill_pair_s
 
-    def _prefill(
-        self, demand: Demand, load: Floats, layout: Layout, backlog: float
-    ) -> tuple[Floats, Floats, Floats]:
+    def _prefill(self, demand: Demand, load: Floats, workers: int, backlog: float) -> Phase:
         """Return P(TTFT is met) and the mean TTFT, [factors, cells], and the use of workers, [factors]."""
         service_s = self.compute_s(demand)
-        rate = load * (1 - self._local_share(layout))
-        first = (rate * demand.rate) @ service_s  # [factors], worker-seconds each second
-        second = (rate * demand.rate) @ service_s**2
-        handoff_s = self.machine.handoff_s
+        first = (load * demand.rate) @ service_s  # [factors], worker-seconds each second
+        second = (load * demand.rate) @ service_s**2
+        handoff_s = self.machine.exposed_s
         slack_s = self.objectives.ttft_s - service_s - handoff_s  # [cells]
-        if not layout.num_prefill:
+        if not workers:
             met = (self.objectives.ttft_s >= 1.5 * service_s) * np.ones_like(load)
             return met, service_s * np.ones_like(load), np.zeros(len(load))
-        workers = layout.num_prefill
         use, mean_s = first / workers, float(service_s @ demand.rate) / max(demand.total_rate, 1e-12)
         begun_s = backlog * mean_s / workers
         waits = _delayed(workers, use)[:, None]
-        met, wait_s = np.zeros((len(load), len(service_s))), np.zeros(len(load))
-        for part in (0.5, 1.0):
-            passed_s = part * self.window_s
-            drift, spread = (use - 1)[:, None], np.sqrt(second)[:, None] / workers
-            within = _wait_within(slack_s[None, :], begun_s, drift, spread, passed_s)
-            late = 1 - within
-            met += 0.5 * np.where(slack_s > 0, 1 - late * np.maximum(waits, min(1.0, begun_s)), 0.0)
-            grown = np.maximum(0.0, begun_s + drift[:, 0] * passed_s)
-            calm = waits[:, 0] * spread[:, 0] ** 2 / 2 / np.maximum(1e-3, np.abs(drift[:, 0]))
-            wait_s += 0.5 * np.maximum(grown, np.minimum(calm, spread[:, 0] * math.sqrt(passed_s)))
+        drift, spread = use - 1, np.sqrt(second) / workers
+        late, wait_s = np.zeros((len(load), len(service_s))), np.zeros(len(load))
+        for passed_s in (0.5 * self.window_s, self.window_s):
+            within = _wait_within(slack_s[None, :], begun_s, drift[:, None], spread[:, None], passed_s)
+            late += 0.5 * (1 - within)
+            calm = waits[:, 0] * spread**2 / 2 / np.maximum(1e-3, np.abs(drift))
+            grown = np.maximum(0.0, begun_s + drift * passed_s)
+            wait_s += 0.5 * np.maximum(grown, np.minimum(calm, spread * math.sqrt(passed_s)))
+        met = np.where(slack_s > 0, 1 - late * np.maximum(waits, min(1.0, begun_s)), 0.0)
         return met, wait_s[:, None] + service_s[None, :] + handoff_s, use
 
-    def _local_share(self, layout: Layout) -> float:
-        return layout.local_share if layout.num_prefill else 1.0
-
-    def _decode(self, demand: Demand, load: Floats, layout: Layout) -> tuple[Floats, Floats, Floats]:
+    def _decode(self, demand: Demand, load: Floats, workers: int, local_share: float) -> Phase:
         """Return P(TPOT is met), [factors, 1], the mean TPOT and the use, [factors]."""
         machine, room = self.machine, self.room
-        workers = max(1e-9, layout.num_decode)
         tokens = load * float(demand.rate @ demand.output_tokens) / workers  # tokens/s a worker
-        local = load * float(demand.rate @ self.compute_s(demand)) * self._local_share(layout) / workers
+        local = load * float(demand.rate @ self.compute_s(demand)) * local_share / workers
         weight = demand.rate * demand.output_tokens
         context = float(weight @ (demand.prompt_tokens + demand.output_tokens / 2)) / max(weight.sum(), 1e-12)
         sequence_s = machine.step_sequence_s + machine.step_context_s * context
         free = np.maximum(1e-9, 1 - local)  # share of the time that is left of local prompts
         # n sequences make n tokens a step of (step_s + n * sequence_s) / free.
         rest = np.maximum(1e-9, free - tokens * sequence_s)
-        num = tokens * machine.step_s / rest
+        num = tokens * machine.step_base_s / rest
         objective_s = self.objectives.tpot_s
         most = min(room.num_seqs, room.num_tokens / max(1.0, context))
-        num_allowed = np.minimum(most, (objective_s * free - machine.step_s) / sequence_s)
-        step_s = (machine.step_s + np.minimum(num, most) * sequence_s) / free
+        num_allowed = np.minimum(most, (objective_s * free - machine.step_base_s) / sequence_s)
+        step_s = (machine.step_base_s + np.minimum(num, most) * sequence_s) / free
         spread = np.sqrt(np.maximum(1.0, num))
         met = np.where(num_allowed > 0, _normal((num_allowed - num) / spread), 0.0)
         met = np.where(local >= 1, 0.0, met)
         return met[:, None], step_s, num / np.maximum(1e-9, num_allowed)
+
+
+class ProductionRehearser:
+    """Rehearses with the production router (sim/rehearsal.py), at the LEVELS of a demand that matter."""
+
+    def __init__(self, times: TimeModel, objectives: Objectives, room: Room, seed: int = 0) -> None:
+        """times: of `baton calibrate`."""
+        self._times = times
+        self._seed = seed
+        self._settings = Settings(
+            sla=Sla(
+                ttft_ms=1e3 * objectives.ttft_s if math.isfinite(objectives.ttft_s) else None,
+                tpot_ms=1e3 * objectives.tpot_s if math.isfinite(objectives.tpot_s) else None,
+            ),
+            max_num_seqs=room.num_seqs,
+            has_intervals=False,
+            seed=seed,
+        )
+
+    def rehearse(
+        self,
+        demand: Demand,
+        factors: Sequence[float],
+        weights: Sequence[float],
+        layout: Layout,
+        backlog: float,
+    ) -> Prediction | None:
+        """See Rehearser. None: the load leaves the calibrated ranges. The backlog is not rehearsed."""
+        chosen = (1, len(factors) // 2, len(factors) - 2)
+        edges = np.cumsum(weights)
+        parts = np.diff([0.0, edges[2], edges[-3], 1.0])
+        found = [self._run(demand, factors[at], layout) for at in chosen]
+        runs = [run for run in found if run is not None]
+        if len(runs) < len(found):
+            return None
+        attained = [run.figures["attainment"].value for run in runs]
+        middle = runs[1]
+        tpot = middle.figures.get("tpot_p50_ms")
+        return Prediction(
+            attainment=float(np.dot(parts, attained)),
+            attainment_low=min(attained),
+            attainment_high=max(attained),
+            ttft_s=middle.figures["ttft_p50_ms"].value / 1e3,
+            tpot_s=tpot.value / 1e3 if tpot is not None else 0.0,
+            prefill_use=middle.busy.get("prefill", 0.0),
+            decode_use=middle.busy.get("decode", middle.busy.get("worker", 0.0)),
+        )
+
+    def _run(self, demand: Demand, factor: float, layout: Layout) -> Rehearsal | None:
+        """Rehearse REHEARSED_S of a demand, and no more than REHEARSED requests; None without figures."""
+        random = np.random.default_rng(self._seed)
+        rate = max(1e-9, demand.total_rate * factor)
+        number = int(min(REHEARSED, max(1.0, rate * REHEARSED_S)))
+        cells = random.choice(len(demand.rate), number, p=demand.rate / demand.total_rate)
+        arrivals_s = np.cumsum(random.exponential(1 / rate, number)).tolist()
+        requests = []
+        for at_s, cell in zip(arrivals_s, cells, strict=True):
+            new = max(1, round(float(demand.prompt_tokens[cell] - demand.cached_tokens[cell])))
+            output = max(1, round(float(demand.output_tokens[cell])))
+            requests.append(TraceRequest(arrival_s=at_s, input_tokens=new, output_tokens=output))
+        result = rehearse(requests, layout, self._times, self._settings)
+        return result if result.is_valid and "attainment" in result.figures else None
 
 
 def _delayed(workers: int, use: Floats) -> Floats:

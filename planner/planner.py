@@ -29,7 +29,8 @@ from msgspec import Meta
 
 from baton.config.planner import PlannerConfig
 from baton.planner.demand import Contradiction, Counts, DemandHistory, Mix, Stream, predict, without_chance
-from baton.planner.layouts import Demand, Layout, Prediction, QueueModel, Rehearser
+from baton.planner.layouts import Demand, Prediction, QueueModel, Rehearser
+from baton.sim.rehearsal import Layout
 
 # The probability that each of LEVELS stands for.
 WEIGHTS: Final = (0.2, 0.2, 0.2, 0.2, 0.14, 0.045, 0.015)
@@ -39,8 +40,14 @@ STRICTER: Final = 0.5  # share of the allowed misses that a smaller layout may h
 RELEASE_AFTER: Final = 2.0  # start-ups for which a worker must have been unneeded
 LEAST_RELEASE_S: Final = 120.0
 EASING: Final = 0.05  # a fast action must raise the attainment by this much
+# Measures until added workers serve: the kind of action, the model's argument, the shares that are tried.
+EASINGS: Final = (
+    ("local_prefill", "local_share", (0.1, 0.2, 0.4)),
+    ("shed", "shed_share", (0.05, 0.1, 0.2, 0.4)),
+)
 STARTUP_QUANTILE: Final = 0.9
 FLIP_S: Final = 2.0
+CONFIRMATIONS: Final = 3  # rehearsals of one plan
 SPLITS: Final = 3  # numbers of decode workers that are tried, from the least that can do
 WINDOW: Final = 2  # intervals that a forecast is the mean of
 KEPT_PLANS: Final = 512
@@ -175,8 +182,13 @@ class Planner:
             return self._predicted(plan, later)
         target, reason, outcome = self._target(now_s, figures.ordered, now, later)
         if manual:
-            plan = self._unchanged(now_s, figures, "manual", manual, scores)
-            return self._predicted(plan, later)
+            return self._predicted(self._unchanged(now_s, figures, "manual", manual, scores), later)
+        confirmed, prediction = self._confirm(target, later)
+        if not _are_alike(confirmed, target):
+            target = confirmed
+            outcome, reason = "change", f"{figures.ordered.name} becomes {target.name}, as the rehearsal asks"
+        if _are_alike(target, figures.ordered) and outcome == "change":
+            outcome, reason = "keep", "the rehearsal asks for the present layout"
         self._ordered = target
         plan = Plan(
             decision_id=self._id(),
@@ -185,7 +197,8 @@ class Planner:
             reason=reason,
             target=target,
             actions=tuple(self._actions(figures, target, now)),
-            inputs=self._inputs(figures, later),
+            inputs=self._inputs(figures),
+            prediction=prediction,
             scores=scores,
         )
         return self._predicted(plan, later)
@@ -275,7 +288,7 @@ class Planner:
             return ordered, "the present layout meets the objectives", "keep"
         return (
             target,
-            f"{_text(ordered)} becomes {_text(target)}, the cheapest that meets the objectives",
+            f"{ordered.name} becomes {target.name}, the cheapest that meets the objectives",
             "change",
         )
 
@@ -299,12 +312,29 @@ class Planner:
     def _met(self, outlooks: Sequence[_Outlook], num_prefill: int, num_decode: int) -> float:
         if (met := self._known.get((num_prefill, num_decode))) is None:
             layout = Layout(num_prefill=num_prefill, num_decode=num_decode)
-            met = min(self._rehearse(self._model, each, layout).attainment for each in outlooks)
+            met = min(self._rehearse(each, layout).attainment for each in outlooks)
             self._known[num_prefill, num_decode] = met
         return met
 
-    def _rehearse(self, rehearser: Rehearser, outlook: _Outlook, layout: Layout) -> Prediction:
-        return rehearser.rehearse(outlook.demand, outlook.factors, WEIGHTS, layout, outlook.backlog)
+    def _rehearse(self, outlook: _Outlook, layout: Layout) -> Prediction:
+        return self._model.rehearse(outlook.demand, outlook.factors, WEIGHTS, layout, outlook.backlog)
+
+    def _confirm(self, target: Layout, later: _Outlook) -> tuple[Layout, Prediction]:
+        """Rehearse the target; while it misses the goal that the model expects it to meet, add a worker."""
+        most, prediction = self._max_workers or 1, None
+        for _ in range(CONFIRMATIONS):
+            prediction = self._rehearser.rehearse(later.demand, later.factors, WEIGHTS, target, later.backlog)
+            if prediction is None or prediction.attainment >= self._config.attainment:
+                break
+            if (
+                target.num_workers >= most
+                or self._rehearse(later, target).attainment < self._config.attainment
+            ):
+                break
+            prefill, decode = target.num_prefill, target.num_decode
+            is_prefill = prediction.prefill_use > prediction.decode_use
+            target = Layout(num_prefill=prefill + is_prefill, num_decode=decode + (not is_prefill))
+        return target, prediction or self._rehearse(later, target)
 
     def _within_bounds(self, wanted: Layout, ordered: Layout) -> Layout:
         """Limit the workers that one plan changes. Workers that are added come before those removed."""
@@ -345,25 +375,27 @@ class Planner:
         ready = figures.ready
         if target.num_workers <= ready.num_workers or not ready.num_decode:
             return
-        reached = self._rehearse(self._model, now, ready).attainment
-        local = [msgspec.structs.replace(ready, local_share=share) for share in (0.1, 0.2, 0.4)]
-        shed = [msgspec.structs.replace(ready, shed_share=share) for share in (0.05, 0.1, 0.2, 0.4)]
-        for kind, layouts in (("local_prefill", local), ("shed", shed)):
-            best = max(layouts, key=lambda each: self._rehearse(self._model, now, each).attainment)
-            if self._rehearse(self._model, now, best).attainment > reached + EASING:
-                share = best.local_share if kind == "local_prefill" else best.shed_share
-                yield Action(kind=kind, delay_s=0.0, number=share)
+
+        def reached(**measure: float) -> float:
+            return self._model.rehearse(
+                now.demand, now.factors, WEIGHTS, ready, now.backlog, **measure
+            ).attainment
+
+        least = reached() + EASING
+        for kind, name, shares in EASINGS:
+            best = max(shares, key=lambda share: reached(**{name: share}))
+            if reached(**{name: best}) > least:
+                yield Action(kind=kind, delay_s=0.0, number=best)
                 return
 
     # What the plan says.
 
     def _predicted(self, plan: Plan, later: _Outlook) -> Plan:
         """Add the predictions, and remember the plan for its score."""
-        ordered = plan.inputs.ordered
-        prediction = self._rehearse(self._rehearser, later, plan.target)
+        prediction = plan.prediction or self._rehearse(later, plan.target)
         other = prediction
-        if not _are_alike(plan.target, ordered):
-            other = self._rehearse(self._rehearser, later, ordered)
+        if not _are_alike(plan.target, plan.inputs.ordered):
+            other = self._rehearse(later, plan.inputs.ordered)
         plan = msgspec.structs.replace(
             plan, prediction=prediction, counterfactual=other, inputs=_with_outlook(plan.inputs, later)
         )
@@ -390,7 +422,7 @@ class Planner:
                 predicted=plan.prediction.attainment,
             )
 
-    def _inputs(self, figures: Figures, outlook: _Outlook | None = None) -> Inputs:
+    def _inputs(self, figures: Figures) -> Inputs:
         return Inputs(
             ordered=figures.ordered,
             ready=figures.ready,
@@ -443,7 +475,3 @@ def _are_alike(one: Layout, other: Layout) -> bool:
 def _between(needed: int, ordered: int, held: int) -> int:
     """Return `needed` where that is more than ordered; else no less than `held`, and no more than ordered."""
     return needed if needed > ordered else min(ordered, max(needed, held))
-
-
-def _text(layout: Layout) -> str:
-    return f"{layout.num_prefill}P{layout.num_decode}D"

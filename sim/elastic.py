@@ -21,7 +21,7 @@ from typing import Final
 import msgspec
 
 from baton.sim.process import Events
-from baton.sim.rehearsal import Machine
+from baton.sim.times import Machine
 
 FLIP_S: Final = 2.0  # until a worker serves in its other role
 FULL_TOKENS: Final = 1_000_000  # of KV, in a decode worker
@@ -227,7 +227,9 @@ class ElasticFleet:
         if call.output_tokens <= 1:
             self._end(call)
         else:
-            self.events.after(self._machine.handoff_s, lambda: self._join(call, call.output_tokens - 1))
+            self.events.after(
+                self._machine.handoff_s(call.prompt_tokens), lambda: self._join(call, call.output_tokens - 1)
+            )
         self._compute()
 
     def _join(self, call: ElasticCall, num_steps: float) -> None:
@@ -270,7 +272,7 @@ class ElasticFleet:
         if not worker.running:
             return
         machine = self._machine
-        worker.step_s = machine.step_s + machine.step_sequence_s * len(worker.running)
+        worker.step_s = machine.step_base_s + machine.step_sequence_s * len(worker.running)
         worker.step_s += machine.step_context_s * worker.num_context
         left_s = max(0.0, worker.running[0][0] - worker.num_steps) * worker.step_s
         version = worker.version

@@ -138,6 +138,19 @@ SERVE_KNOBS: dict[str, Any] = {
     "router.seed": 0,
     **{f"gateway.{name}": value for name, value in GATEWAY_KNOBS.items() if name not in GATEWAYS_PLACE},
     **{f"engine.{name}": default for name, default in KNOBS.items() if name != "model"},
+    "planner.mode": "off",
+    "planner.interval_s": 30.0,
+    "planner.ttft_ms": None,
+    "planner.tpot_ms": None,
+    "planner.attainment": 0.99,
+    "planner.min_prefill": 1,
+    "planner.min_decode": 1,
+    "planner.max_workers": None,
+    "planner.max_change": 4,
+    "planner.startup_s": 120.0,
+    "planner.manual_hold_s": 1800.0,
+    "planner.times": None,
+    "planner.log": None,
 }
 
 

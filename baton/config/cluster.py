@@ -7,6 +7,7 @@ from msgspec import Meta
 
 from baton.config.engine import EngineConfig, EngineSettings
 from baton.config.gateway import GatewaySettings, is_loopback
+from baton.config.planner import PlannerConfig
 from baton.config.router import RouterConfig
 from baton.errors import ConfigError
 from baton.messages.bounds import (
@@ -106,6 +107,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     router: RouterConfig = RouterConfig()
     gateway: GatewaySettings = GatewaySettings()
     engine: EngineSettings = EngineSettings()
+    planner: PlannerConfig = PlannerConfig()
 
     def __post_init__(self) -> None:
         if not self.model:

@@ -31,10 +31,13 @@ class PlannerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     manual_hold_s: Annotated[float, Meta(ge=0, le=86_400)] = (
         1800.0  # without a change after an operator's change
     )
+    times: str | None = None  # file of `baton calibrate`, with the times of the model's workers
     log: str | None = None  # file for plans, a JSON line each; None: plans-PORT.jsonl in Baton's cache folder
 
     def __post_init__(self) -> None:
         if self.mode != "off" and self.ttft_ms is None and self.tpot_ms is None:
             raise ConfigError("planner.mode: needs an objective: give planner.ttft_ms or planner.tpot_ms")
+        if self.mode != "off" and self.times is None:
+            raise ConfigError("planner.times: the planner needs a file of `baton calibrate`")
         if self.max_workers is not None and self.max_workers < self.min_prefill + self.min_decode:
             raise ConfigError("planner.max_workers: less than min_prefill and min_decode together")

@@ -17,7 +17,7 @@ from baton.messages.bounds import (
     Seconds,
 )
 from baton.messages.control import Decision, Message
-from baton.messages.status import QueueStatus, RouterStatus, joined
+from baton.messages.status import MAX_STREAMS, QueueStatus, RouterStatus, StreamCounts, joined
 from baton.messages.timeline import RequestTimeline
 from baton.messages.workers import Address, WorkerRole, WorkerStatus
 
@@ -124,6 +124,7 @@ class GatewayStatus(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     num_refused: Count = 0  # calls, by this gateway or by a router; each is counted once
     # Tenant -> reason -> calls, of the tenants with most refusals; a cluster without tenants has the name "".
     refused: Annotated[dict[Name, Refusals], Meta(max_length=MAX_TENANTS_TOLD)] = {}
+    demand: Annotated[tuple[StreamCounts, ...], Meta(max_length=MAX_STREAMS + 1)] = ()  # for the planner
 
 
 class GatewayReport(Message, frozen=True):

@@ -16,7 +16,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from enum import IntEnum
-from math import inf
+from math import inf, log2
 from typing import Annotated, ClassVar, Final, Literal, Self, TypeAlias
 
 import msgspec
@@ -121,6 +121,44 @@ _COUNTS: Final = (
     *("num_queued", "num_active", "num_dispatched"),
     *("num_met", "num_missed", "num_degraded"),
 )
+
+MAX_STREAMS: Final = 32  # of one gateway; the requests of further ones count together
+MAX_CELLS: Final = 256  # combinations of lengths of one stream; further ones count as the nearest
+BUCKETS_AN_OCTAVE: Final = 4
+_Bucket: TypeAlias = Annotated[int, Meta(ge=0, le=BUCKETS_AN_OCTAVE * 64)]
+
+
+def bucket(num_tokens: int) -> int:
+    """Return the bucket of a length: BUCKETS_AN_OCTAVE buckets for each doubling."""
+    return round(BUCKETS_AN_OCTAVE * log2(num_tokens + 1))
+
+
+class StreamCounts(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The requests of one tenant and class at one gateway since the gateway started. No count ever falls."""
+
+    tenant: Annotated[str, Meta(max_length=128)] = ""
+    priority: Annotated[str, Meta(max_length=128)] = ""  # the class
+    # Bucket of the prompt -> requests, refused ones included.
+    arrived: Annotated[dict[_Bucket, Count], Meta(max_length=BUCKETS_AN_OCTAVE * 64)] = {}
+    # Buckets of the prompt, its cached tokens and the answer -> answered requests.
+    ended: Annotated[dict[tuple[_Bucket, _Bucket, _Bucket], Count], Meta(max_length=MAX_CELLS)] = {}
+    num_met: Count = 0  # requests that met all their objectives
+    num_missed: Count = 0  # requests that missed one
+
+    def arrive(self, num_tokens: int) -> None:
+        """Count a request with a prompt of so many tokens."""
+        prompt = bucket(num_tokens)
+        self.arrived[prompt] = self.arrived.get(prompt, 0) + 1
+
+    def end(self, num_tokens: int, num_cached_tokens: int, num_output_tokens: int) -> None:
+        """Count an answered request."""
+        cell = bucket(num_tokens), bucket(num_cached_tokens), bucket(num_output_tokens)
+        if cell not in self.ended and len(self.ended) >= MAX_CELLS:
+            cell = min(
+                self.ended, key=lambda other: sum(abs(a - b) for a, b in zip(cell, other, strict=True))
+            )
+        self.ended[cell] = self.ended.get(cell, 0) + 1
+
 
 # Upper bounds of the buckets of routing times; one more bucket counts longer times.
 ROUTING_BOUNDS_S: Final = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1.0)

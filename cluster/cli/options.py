@@ -42,6 +42,17 @@ FLAGS: Final = {
     "decode.num_workers": "--decode",
     "decode.tensor_parallel_size": "--decode-tp",
     "decode.page_size": "--decode-block-size --decode-page-size",
+    "planner.mode": "--planner",
+    **{
+        f"planner.{name}": f"--planner-{name.replace('_', '-')}"
+        for name in ("ttft_ms", "tpot_ms", "attainment")
+    },
+    "planner.ttft_ms": "--planner-ttft-ms",
+    "planner.tpot_ms": "--planner-tpot-ms",
+    "planner.attainment": "--planner-attainment",
+    "planner.max_workers": "--planner-max-workers",
+    "planner.times": "--planner-times",
+    "planner.log": "--planner-log",
     "engine.tensor_parallel_size": "--tensor-parallel-size -tp",
     "engine.seed": "--engine-seed --seed",
     "engine.logits_processors": "--logits-processor --logits-processors",
@@ -64,6 +75,8 @@ METAVARS: Final = {
     "allowed_origins": "ORIGINS",
     "tenants": "FILE",
     "tenants_file": "FILE",
+    "times": "FILE",
+    "log": "FILE",
     "stop_token_ids": "IDS",
     "allowed_token_ids": "IDS",
     "bad_words_token_ids": "JSON",

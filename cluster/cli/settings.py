@@ -34,6 +34,8 @@ WITHOUT_OPTION: Final = frozenset(
         "decode.cores_per_rank",
     }
     | {"router.host", "router.port", "router.max_attempts", "router.seed", "router.link_timeout_s"}
+    | {f"planner.{name}" for name in ("interval_s", "min_prefill", "min_decode", "max_change")}
+    | {f"planner.{name}" for name in ("startup_s", "manual_hold_s")}
     | {f"gateway.{name}" for name in leaves(GatewayConfig)}
     - {
         "gateway.chat_template",

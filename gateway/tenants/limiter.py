@@ -15,20 +15,43 @@ from typing import Final
 from baton.errors import Overloaded, Refused
 from baton.gateway.api.call import Call
 from baton.gateway.api.errors import invalid
-from baton.gateway.metrics.metrics import Metrics
+from baton.gateway.metrics.metrics import OTHERS, Metrics
+from baton.messages.status import MAX_STREAMS, StreamCounts
 from baton.tenants import Quotas, Refusal, has_slots
 
 FULL_RETRY_S: Final = 1.0  # the end of a call cannot be predicted
 
 
+class DemandMeter:
+    """Counts all requests of this gateway by tenant and class, for the planner."""
+
+    def __init__(self) -> None:
+        self._streams: dict[tuple[str, str], StreamCounts] = {}
+
+    def of(self, call: Call) -> StreamCounts:
+        """Return the counts of a call's stream; beyond MAX_STREAMS streams share theirs."""
+        classes, rank = call.tenant.classes, call.scheduling_key.rank
+        key = call.tenant.name, classes[rank] if rank < len(classes) else str(rank)
+        if key not in self._streams and len(self._streams) >= MAX_STREAMS:
+            key = OTHERS, ""
+        return self._streams.setdefault(
+            key, StreamCounts(tenant=key[0], priority=key[1], arrived={}, ended={})
+        )
+
+    def counts(self) -> tuple[StreamCounts, ...]:
+        """Return the counts of all streams since the gateway's start."""
+        return tuple(self._streams.values())
+
+
 class Permit:
     """The admission of one call: report each batch of `tokens`, then `leave` once."""
 
-    __slots__ = ("_call", "_counts", "_first_s", "_last_s", "_metrics", "_num_tokens", "_slots")
+    __slots__ = ("_call", "_counts", "_demand", "_first_s", "_last_s", "_metrics", "_num_tokens", "_slots")
 
-    def __init__(self, call: Call, metrics: Metrics, slots: "Charge") -> None:
+    def __init__(self, call: Call, metrics: Metrics, slots: "Charge", demand: StreamCounts) -> None:
         """slots: those of the call; they are released when the call ends."""
         self._call = call
+        self._demand = demand
         self._metrics = metrics
         self._counts = metrics.tenant(call.tenant.name)
         self._slots = slots
@@ -63,9 +86,20 @@ class Permit:
         counts = self._counts
         counts.num_open -= self._call.num_answers
         counts.calls[outcome] += 1
-        for objective, is_met in self._verdicts(is_over=outcome != "gone"):
+        verdicts = list(self._verdicts(is_over=outcome != "gone"))
+        for objective, is_met in verdicts:
             (counts.met if is_met else counts.missed)[objective] += 1
+        self._count_demand(num_cached_tokens, all(is_met for _, is_met in verdicts) if verdicts else None)
         self._slots.release()
+
+    def _count_demand(self, num_cached_tokens: int, is_met: bool | None) -> None:
+        num_answers = max(1, self._call.num_answers)
+        if self._num_tokens:
+            num_prompt_tokens = self._call.num_prompt_tokens
+            self._demand.end(num_prompt_tokens, num_cached_tokens, self._num_tokens // num_answers)
+        if is_met is not None:
+            self._demand.num_met += is_met
+            self._demand.num_missed += not is_met
 
     def _verdicts(self, *, is_over: bool) -> Iterator[tuple[str, bool]]:
         """Yield each objective of the call that was met or missed; a client that left early missed none."""
@@ -181,6 +215,7 @@ class Limiter:
         self.slots = Budget(metrics, num_slots, Refusal.MAX_CONCURRENT_REQUESTS, "slots")
         self.inputs = Budget(metrics, max_input_bytes, Refusal.MAX_INPUT_BYTES)
         self.answers = Budget(metrics, max_answer_bytes, Refusal.MAX_ANSWER_BYTES)
+        self.demand = DemandMeter()
         self._metrics = metrics
 
     def enter(self, call: Call) -> Permit:
@@ -189,10 +224,12 @@ class Limiter:
         Raises Refused for a quota, Overloaded when no slot is free, and ApiError 400 for a call that the
         tenant's quota never admits.
         """
+        demand = self.demand.of(call)
+        demand.arrive(call.num_prompt_tokens)
         quotas = call.scheduling_key.quotas
         most = quotas.max_concurrent_requests
         if most is not None and call.num_answers > most:
             raise invalid(f"n: the call has {call.num_answers} answers, its tenant may have {most} at once")
         slots = self.slots.charge(call.tenant.name, quotas)
         slots.add(call.num_answers)
-        return Permit(call, self._metrics, slots)
+        return Permit(call, self._metrics, slots, demand)

@@ -6,10 +6,12 @@ import pytest
 
 from baton.bench.planner import GOAL, Planned, Workload, made, simulate
 from baton.config.planner import PlannerConfig
-from baton.planner.demand import Stream, StreamCounts, bucket
-from baton.planner.layouts import Layout, Objectives, QueueModel, Room
+from baton.messages.status import StreamCounts, bucket
+from baton.planner.demand import Stream
+from baton.planner.layouts import Objectives, QueueModel, Room
 from baton.planner.planner import Figures, Planner
-from baton.sim.rehearsal import Machine
+from baton.sim.rehearsal import Layout
+from baton.sim.times import Machine
 
 
 def workload(hours: float = 0.5, rate: float = 5.0) -> Workload:
