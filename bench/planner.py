@@ -10,7 +10,9 @@ a gap that is shorter than its start-up. Traces of files are superposed on thems
 ten workers.
 """
 
+import argparse
 import math
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -19,6 +21,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
+from baton.bench.report import Report, Row, Suite, at_least, at_most
 from baton.config.planner import PlannerConfig
 from baton.messages.status import StreamCounts, bucket
 from baton.planner.demand import Stream
@@ -26,8 +29,8 @@ from baton.planner.layouts import Objectives, QueueModel, Room
 from baton.planner.planner import Figures, Plan, Planner
 from baton.sim.elastic import ElasticCall, ElasticFleet
 from baton.sim.rehearsal import Layout
-from baton.sim.times import Machine
-from baton.sim.workload import read_trace
+from baton.sim.timed.times import Machine
+from baton.sim.timed.workload import read_trace
 
 INTERVAL_S: Final = 30.0
 GOAL: Final = 0.99
@@ -386,3 +389,46 @@ def _known(ids: Sequence[int], seen: set[int]) -> Iterator[int]:
         if block not in seen:
             return
         yield block
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the traces and the choice of workloads."""
+    parser.add_argument("--trace", type=Path, action="append", default=[], metavar="FILE")
+    parser.add_argument("--only", action="append", default=[], metavar="NAME", help="this workload alone")
+    parser.add_argument("--seed", type=int, default=0)
+
+
+def measure(options: argparse.Namespace, report: Report) -> None:
+    """Add the rows of each workload."""
+    files = [(path.stem, partial(traced, path, options.seed)) for path in options.trace]
+    workloads = [*synthetic(options.seed), *files]
+    for name, make in workloads:
+        if not options.only or name in options.only:
+            report.tell(name)
+            report.show(name, workload_rows(make()))
+
+
+def workload_rows(workload: Workload) -> Iterator[Row]:
+    """Yield the worker-hours and the attainment of one workload under each policy, with the bars."""
+    begin, fixed = static(workload)
+    _, best = oracle(workload)
+    scaled = max(
+        (simulate(workload, begin, Threshold(each, ROOM.num_seqs)) for each in THRESHOLDS),
+        key=lambda result: (min(result.attainment, GOAL), -result.worker_h),
+    )
+    planned = simulate(workload, begin, Planned(workload))
+    for name, result in (("oracle", best), ("static", fixed), ("threshold", scaled), ("planner", planned)):
+        is_planner, is_late = name == "planner", workload.startup_s > 120 or "diurnal" in workload.name
+        yield Row(f"{workload.name}, {name}, worker-hours", result.worker_h, "h")
+        bar = (0.97 if is_late else GOAL) if is_planner else None
+        yield at_least(f"{workload.name}, {name}, attainment", result.attainment, "", bar)
+    yield at_most(f"{workload.name}, hours over the oracle's", planned.worker_h / best.worker_h, "x", 1.1)
+    yield at_most(f"{workload.name}, hours over static's", planned.worker_h / fixed.worker_h, "x", 1.0)
+    if workload.name == "steady":
+        yield at_most("steady, actions", planned.actions_an_hour, "an hour", 6)
+
+
+SUITE: Final = Suite("planner", "the planner on simulated workers", add_options, measure)
+
+if __name__ == "__main__":
+    sys.exit(SUITE.main(__doc__))

@@ -7,16 +7,16 @@ written. With `apply` the workers that a plan orders are ordered from the cluste
 import asyncio
 import logging
 import math
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final, Protocol
 
 import msgspec
 
 from baton.clock import Clock
 from baton.config.cluster import ServeConfig
 from baton.config.environment import cache_directory
-from baton.errors import PeerGone
+from baton.errors import BatonError, ConfigError, PeerGone
 from baton.messages.operations import Status
 from baton.messages.status import StreamCounts
 from baton.messages.workers import WorkerRole
@@ -24,18 +24,43 @@ from baton.planner.demand import Stream
 from baton.planner.layouts import Objectives, ProductionRehearser, QueueModel, Room, linear
 from baton.planner.planner import Figures, Plan, Planner
 from baton.sim.rehearsal import Layout
-from baton.sim.times import FittedTimes, TimeModel, Validity
+from baton.sim.timed.times import FittedTimes, TimeModel, Validity
 
 MAX_LOG_BYTES: Final = 2**26  # then the log begins anew, and the former one stays beside it
 
 logger = logging.getLogger(__name__)
 
 
-class Ordered(NamedTuple):
-    """The workers that the cluster is told to run, and the start-ups that have ended."""
+class Workers(Protocol):
+    """The workers of a cluster, as its supervisor keeps them."""
 
-    layout: Layout
-    startups_s: tuple[float, ...]  # since the last call
+    def ordered(self) -> dict[WorkerRole, list[str]]:
+        """Return the names of the workers that are to run, by role."""
+        ...
+
+    def startups(self) -> tuple[float, ...]:
+        """Return the seconds of all start-ups since the last call."""
+        ...
+
+    def flipped(self, name: str, role: WorkerRole) -> None:
+        """Note that a worker takes another role."""
+        ...
+
+    async def scale(self, num_prefill: int, num_decode: int) -> None:
+        """Start missing workers, and drain those that are too many."""
+        ...
+
+
+class Routers(Protocol):
+    """The routers of a cluster, as an operator asks them."""
+
+    async def status(self) -> Status:
+        """Return the joined status of all routers."""
+        ...
+
+    async def flip(self, worker: str, role: WorkerRole) -> None:
+        """Have a worker take another role."""
+        ...
 
 
 class PlanLog:
@@ -58,6 +83,17 @@ def log_path(setting: str | None, port: int) -> Path:
     return Path(setting) if setting is not None else cache_directory() / "plans" / f"plans-{port}.jsonl"
 
 
+def read_plans(path: Path, number: int) -> list[Plan]:
+    """Return the latest plans of a log, the latest last. ConfigError: it is no log of plans."""
+    try:
+        lines = path.read_bytes().splitlines()[-number:]
+        return [msgspec.json.decode(line, type=Plan) for line in lines]
+    except OSError as error:
+        raise ConfigError(f"the log of plans {path} cannot be read: {error}") from error
+    except msgspec.MsgspecError as error:
+        raise ConfigError(f"{path} is no log of plans: {error}") from error
+
+
 class Planning:
     """The ticks of one planner."""
 
@@ -65,17 +101,13 @@ class Planning:
         self,
         config: ServeConfig,
         clock: Clock,
-        status: Callable[[], Awaitable[Status]],
-        ordered: Callable[[], Ordered],
-        scale: Callable[[int, int], Awaitable[None]] | None,
+        routers: Routers,
+        workers: Workers,
         log: PlanLog,
     ) -> None:
-        """status: of all routers. scale: orders workers; None: plans are only written.
-
-        Raises ConfigError for the file of times.
-        """
+        """Raises ConfigError for the file of times."""
         settings = config.planner
-        assert settings.times is not None, "PlannerConfig checks"
+        assert settings.times is not None, "PlannerConfig has checked that"
         times = TimeModel.read(Path(settings.times))
         objectives = Objectives(
             ttft_s=math.inf if settings.ttft_ms is None else settings.ttft_ms / 1e3,
@@ -92,9 +124,8 @@ class Planning:
         self._settings = settings
         self._num_gateways = config.gateways
         self._clock = clock
-        self._status = status
-        self._ordered = ordered
-        self._scale = scale if settings.mode == "apply" else None
+        self._routers = routers
+        self._workers = workers
         self._log = log
 
     async def keep_planning(self) -> None:
@@ -111,30 +142,49 @@ class Planning:
         figures = await self._figures()
         plan = await asyncio.to_thread(self._planner.plan, self._clock.now_s(), figures)
         self._log.write(plan)
-        target, ordered = plan.target, figures.ordered
-        if (target.num_prefill, target.num_decode) != (ordered.num_prefill, ordered.num_decode):
-            logger.warning("planner: %s (%s)", plan.reason, plan.decision_id)
-            if self._scale is None:
-                self._planner.not_applied(ordered)
-            else:
-                await self._scale(target.num_prefill, target.num_decode)
+        if plan.target.name == figures.ordered.name:
+            return plan
+        logger.warning("planner, %s: %s", plan.decision_id, plan.reason)
+        if self._settings.mode == "apply":
+            try:
+                await self._apply(plan)
+            except BatonError as error:  # such as no room for a worker
+                logger.error("planner, %s: cannot be carried out: %s", plan.decision_id, error)
+        self._planner.carried_out(self._layout())
         return plan
 
+    async def _apply(self, plan: Plan) -> None:
+        """Flip workers, then add and remove the others."""
+        ordered = self._workers.ordered()
+        for action in plan.actions:
+            if action.kind == "flip":
+                role = WorkerRole(action.role)
+                others = ordered[WorkerRole.DECODE if role is WorkerRole.PREFILL else WorkerRole.PREFILL]
+                for name in others[-int(action.number) :]:
+                    await self._routers.flip(name, role)
+                    self._workers.flipped(name, role)
+        await self._workers.scale(plan.target.num_prefill, plan.target.num_decode)
+
+    def _layout(self) -> Layout:
+        ordered = self._workers.ordered()
+        return Layout(
+            num_prefill=len(ordered[WorkerRole.PREFILL]), num_decode=len(ordered[WorkerRole.DECODE])
+        )
+
     async def _figures(self) -> Figures:
-        ordered = self._ordered()
         try:
-            status = await self._status()
+            status = await self._routers.status()
         except (PeerGone, TimeoutError):
             status = Status()
         serving = [each.worker.role for each in status.workers if not each.is_draining]
         return Figures(
             counts=dict(_counts(status)),
             num_gateways=self._num_gateways,
-            ordered=ordered.layout,
+            ordered=self._layout(),
             ready=Layout(
                 num_prefill=serving.count(WorkerRole.PREFILL), num_decode=serving.count(WorkerRole.DECODE)
             ),
-            startups_s=ordered.startups_s,
+            startups_s=self._workers.startups(),
             num_queued=status.queue.num_queued,
             num_planners=max(1, status.num_watchers),
         )

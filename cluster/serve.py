@@ -113,6 +113,7 @@ class Cluster:
         # From the present time on, so processes of an earlier `baton serve` have lower numbers.
         self._starts = itertools.count(round(time.time() * 1000))
         self._scaling = asyncio.Lock()
+        self._leaving: set[Supervised] = set()  # they hand over their requests and end
         self._keeping: set[asyncio.Task[None]] = set()
         self._verdicts = Verdicts(self._clock.now_s, self._replace, self._order)
         self._resources = AsyncExitStack()
@@ -164,26 +165,30 @@ class Cluster:
 
         log = PlanLog(log_path(settings.log, port))
         self._say(f"the planner writes to {log.path}; `baton explain plan` shows the latest plans")
-        if settings.mode == "apply":
-            self._say("warning: this version cannot add workers yet: plans are only written")
-        planning = Planning(self._config, self._clock, operator.status, self._ordered, None, log)
-        self._keep(planning.keep_planning())
+        self._keep(Planning(self._config, self._clock, operator, self, log).keep_planning())
 
-    def _ordered(self) -> "Ordered":
-        """Return the workers that are to run, and their start-ups since the last call."""
-        from baton.cluster.planning import Ordered
+    # The planner calls these.
 
-        workers = [each for each in self._processes if each.spec.kind is Kind.WORKER]
-        startups_s = [seconds for each in workers for seconds in each.startups_s]
+    def ordered(self) -> dict[WorkerRole, list[str]]:
+        """Return the names of the workers that are to run, by role."""
+        names: dict[WorkerRole, list[str]] = {role: [] for role in self._config.pools}
+        for each in self._workers():
+            if not each.is_drained:
+                names[WorkerRole(each.spec.role)].append(each.name)
+        return names
+
+    def startups(self) -> tuple[float, ...]:
+        """Return the seconds of all start-ups of workers since the last call."""
+        workers = self._workers()
+        startups_s = tuple(seconds for each in workers for seconds in each.startups_s)
         for each in workers:
             each.startups_s = []
-        roles = [each.spec.role for each in workers if not each.is_drained]
-        return Ordered(
-            Layout(
-                num_prefill=roles.count(WorkerRole.PREFILL), num_decode=roles.count(WorkerRole.DECODE)
-            ),
-            tuple(startups_s),
-        )
+        return startups_s
+
+    def flipped(self, name: str, role: WorkerRole) -> None:
+        """Note that a worker takes another role."""
+        if (process := self._worker(name)) is not None:
+            process.spec = with_role(process.spec, role)
 
     async def _watch_head(self, operator: Operator) -> None:
         """Log when Ray's head stops answering and when it answers again, and tell the routers."""
@@ -205,28 +210,27 @@ class Cluster:
     def _order(self, order: Undrain | RestartWorker | Flip | Scale) -> None:
         """Carry out an operator's order that a router has passed on. A flipped worker flips by itself."""
         if isinstance(order, Scale):
-            self._keep(self._scale(order))
-        elif (process := self._worker(order.worker)) is None:
-            return
+            self._keep(self.scale(order.num_prefill, order.num_decode))
         elif isinstance(order, Flip):
-            process.spec = with_role(process.spec, order.role)
-        else:
+            self.flipped(order.worker, order.role)
+        elif (process := self._worker(order.worker)) is not None:
             restart = isinstance(order, RestartWorker) and not process.is_drained
             timeout_s = self._config.drain_timeout_s
             self._keep(process.restart(timeout_s) if restart else process.undrain())
 
-    async def _scale(self, order: Scale) -> None:
+    async def scale(self, num_prefill: int, num_decode: int) -> None:
         """Start missing workers of each role, and drain those that are too many, the last ones first."""
-        wanted = {WorkerRole.PREFILL: order.num_prefill, WorkerRole.DECODE: order.num_decode}
+        wanted = {WorkerRole.PREFILL: num_prefill, WorkerRole.DECODE: num_decode}
         async with self._scaling:
-            logger.warning("the cluster is scaled to %dP%dD", order.num_prefill, order.num_decode)
+            logger.warning("the cluster is scaled to %dP%dD", num_prefill, num_decode)
             pools = {role: [each for each in self._workers() if each.spec.role == role] for role in wanted}
             try:
                 await self._add({role: most - len(pools[role]) for role, most in wanted.items()})
             except ConfigError as error:
                 logger.error("no worker is started: %s", error)
-            spare = [process for role, most in wanted.items() for process in pools[role][most:]]
-            await asyncio.gather(*map(self._take_away, spare))
+            for process in (process for role, most in wanted.items() for process in pools[role][most:]):
+                self._leaving.add(process)
+                self._keep(self._take_away(process))
 
     async def _add(self, missing: Mapping[WorkerRole, int]) -> None:
         """Start so many more workers of each role. Without room for all of them none is started."""
@@ -249,14 +253,16 @@ class Cluster:
         """Let a worker hand its requests over and end, and give up its resources."""
         await process.stop(self._config.drain_timeout_s)
         self._processes.remove(process)
+        self._leaving.discard(process)
         self._runtime.release(process.name)
 
     def _supervised(self, spec: ProcessSpec) -> Supervised:
         return Supervised(spec, self._runtime, self._clock, self._starts)
 
     def _workers(self) -> list[Supervised]:
-        """Return the workers; those that have drained come last."""
-        workers = [process for process in self._processes if process.spec.kind is Kind.WORKER]
+        """Return the workers that are to stay; those that have drained come last."""
+        staying = [process for process in self._processes if process not in self._leaving]
+        workers = [process for process in staying if process.spec.kind is Kind.WORKER]
         return sorted(workers, key=lambda process: process.is_drained)
 
     def _replace(self, name: str, reason: str, age_s: float) -> None:

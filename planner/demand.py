@@ -41,7 +41,8 @@ PERIODIC: Final = 0.4  # autocorrelation of a load that repeats itself
 MEAN_WINDOWS: Final = (2, 5, 10, 30)  # intervals
 TREND_WINDOWS: Final = (6, 12, 30)
 SEASON_WINDOW: Final = 20
-MIX_FADE: Final = 0.97  # an interval, of the lengths of earlier requests
+PROMPT_FADE: Final = 0.85  # an interval, of the prompts of earlier requests
+ANSWER_FADE: Final = 0.95  # of their cached tokens and answers
 
 
 def tokens_in(number: ArrayLike) -> Floats:
@@ -67,14 +68,12 @@ class Mix(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens: Floats
     output_tokens: Floats
 
-
-class Forecast(msgspec.Struct, frozen=True, kw_only=True):
-    """The mean rates over a window that ends `horizon_s` from now."""
-
-    horizon_s: float
-    method: str
-    rates: Mapping[Stream, float]  # requests/s, the median
-    factors: tuple[float, ...]  # quantiles at LEVELS of the true total rate, as multiples of the median
+    def with_prompts(self, mean_tokens: float) -> "Mix":
+        """Return the mix with prompts of another mean length, at most twice and at least half as long."""
+        present = float(self.share @ self.prompt_tokens)
+        ratio = min(2.0, max(0.5, mean_tokens / max(1e-9, present)))
+        prompts, cached = self.prompt_tokens * ratio, self.cached_tokens * ratio
+        return msgspec.structs.replace(self, prompt_tokens=prompts, cached_tokens=cached)
 
 
 class Contradiction(Exception):
@@ -90,6 +89,7 @@ class DemandHistory:
         self._at_s: float | None = None
         self._last: Counts = {}
         self._rates: dict[Stream, deque[float]] = {}
+        self._tokens: dict[Stream, deque[float]] = {}  # of prompts, each second
         self._length = 0  # rows of rates
         self._max_length = round(MAX_HISTORY_S / interval_s)
         self._arrived: dict[Stream, dict[int, float]] = {}  # faded
@@ -115,18 +115,28 @@ class DemandHistory:
         for stream in changes:
             if stream not in self._rates:
                 self._rates[stream] = deque([0.0] * self._length, self._max_length)
+                self._tokens[stream] = deque([0.0] * self._length, self._max_length)
         for stream, rates in self._rates.items():
             change = changes.get(stream)
             rate = sum(change.arrived.values()) / passed_s if change else 0.0
             rates.extend([rate] * num_rows)
-            self._fade(stream, change, MIX_FADE**num_rows)
+            tokens = sum(num * tokens_in(prompt) for prompt, num in change.arrived.items()) if change else 0.0
+            self._tokens[stream].extend([float(tokens) / passed_s] * num_rows)
+            self._fade(stream, change, num_rows)
         self._length = min(self._length + num_rows, self._max_length)
 
-    def matrix(self) -> tuple[list[Stream], Floats]:
-        """Return the streams and their rates in requests/s, [streams, intervals], the latest last."""
+    def matrix(self) -> tuple[list[Stream], Floats, Floats]:
+        """Return the streams, their rates in requests/s, and in tokens of prompts each second.
+
+        Both are [streams, intervals], the latest last.
+        """
         streams = list(self._rates)
-        rows = [np.fromiter(self._rates[stream], float) for stream in streams]
-        return streams, np.array(rows).reshape(len(rows), self._length)
+        rows = [
+            np.array([np.fromiter(kept[stream], float) for stream in streams])
+            for kept in (self._rates, self._tokens)
+        ]
+        rates, tokens = (each.reshape(len(streams), self._length) for each in rows)
+        return streams, rates, tokens
 
     def mix(self, stream: Stream) -> Mix | None:
         """Return the lengths of a stream's requests; None before any has ended, or arrived."""
@@ -180,11 +190,12 @@ class DemandHistory:
             self.num_missed += num_missed
             yield stream, StreamCounts(arrived=arrived, ended=ended)
 
-    def _fade(self, stream: Stream, change: StreamCounts | None, fade: float) -> None:
-        _fade_and_add(self._arrived.setdefault(stream, {}), change.arrived if change else {}, fade)
+    def _fade(self, stream: Stream, change: StreamCounts | None, num_rows: int) -> None:
+        arrived = self._arrived.setdefault(stream, {})
+        _fade_and_add(arrived, change.arrived if change else {}, PROMPT_FADE**num_rows)
         ended = self._ended.setdefault(stream, {})
         for each in ended.values():
-            each *= fade
+            each *= ANSWER_FADE**num_rows
         for (prompt, cached, output), num in change.ended.items() if change else ():
             row = np.array([num, num * tokens_in(output)])
             ended[prompt, cached] = ended[prompt, cached] + row if (prompt, cached) in ended else row

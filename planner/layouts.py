@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from baton.planner.demand import Mix, Stream
 from baton.sim.rehearsal import Layout, Rehearsal, Settings, rehearse
-from baton.sim.times import Machine, TimeModel, Work, WorkTimes
-from baton.sim.workload import TraceRequest
+from baton.sim.timed.times import Machine, TimeModel, Work, WorkTimes
+from baton.sim.timed.workload import TraceRequest
 from baton.tenants import Sla
 
 Floats: TypeAlias = NDArray[np.float64]

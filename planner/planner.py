@@ -203,8 +203,8 @@ class Planner:
         )
         return self._predicted(plan, later)
 
-    def not_applied(self, ordered: Layout) -> None:
-        """Note that the last plan was not carried out: the cluster is told to run `ordered`."""
+    def carried_out(self, ordered: Layout) -> None:
+        """Note the workers that the cluster is told to run after the last plan: not always the target."""
         self._ordered = ordered
 
     # Figures.
@@ -234,19 +234,25 @@ class Planner:
         return f"an operator has scaled: no change for {left_s:.0f} s" if left_s > 0 else ""
 
     def _mixes(self) -> dict[Stream, Mix]:
-        streams, _ = self._history.matrix()
+        streams, _, _ = self._history.matrix()
         found = ((stream, self._history.mix(stream)) for stream in streams)
         return {stream: mix for stream, mix in found if mix is not None}
 
     def _outlooks(self, figures: Figures, mixes: Mapping[Stream, Mix]) -> tuple[_Outlook, _Outlook]:
         """Return the demand of now, and of when a worker that is ordered now would serve."""
         interval_s = self._config.interval_s
-        streams, rates = self._history.matrix()
+        streams, rates, tokens = self._history.matrix()
         outlooks = []
         for wait_s, backlog in ((0.0, float(figures.num_queued)), (self.startup_s, 0.0)):
             horizon = math.ceil(wait_s / interval_s) + WINDOW
             method, medians, factors = predict(rates, horizon, WINDOW, interval_s)
-            demand = Demand.of(dict(zip(streams, medians.tolist(), strict=True)), mixes)
+            means = predict(tokens, horizon, WINDOW, interval_s)[1] / np.maximum(1e-9, medians)
+            grown = {
+                stream: mixes[stream].with_prompts(mean)
+                for stream, mean in zip(streams, means.tolist(), strict=True)
+                if stream in mixes
+            }
+            demand = Demand.of(dict(zip(streams, medians.tolist(), strict=True)), grown)
             num_requests = demand.total_rate * WINDOW * interval_s
             factors = without_chance(factors, num_requests)
             outlook = _Outlook(demand, tuple(factors.tolist()), method, backlog, horizon * interval_s)
@@ -407,7 +413,7 @@ class Planner:
     def _scores(self, now_s: float) -> Iterator[Score]:
         """Yield the scores of plans whose window has passed."""
         history = self._history
-        _, rates = history.matrix()
+        _, rates, _ = history.matrix()
         while self._pending and self._pending[0].due_s <= now_s:
             plan, _, num_met, num_missed = self._pending.popleft()
             assert plan.prediction is not None

@@ -21,7 +21,7 @@ from typing import Final
 import msgspec
 
 from baton.sim.process import Events
-from baton.sim.times import Machine
+from baton.sim.timed.times import Machine
 
 FLIP_S: Final = 2.0  # until a worker serves in its other role
 FULL_TOKENS: Final = 1_000_000  # of KV, in a decode worker

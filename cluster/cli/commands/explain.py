@@ -1,18 +1,21 @@
 """Show why a request went to its workers, and where its time went: predicted costs, then the timeline.
 
 REQUEST_ID is the `id` of the answer, such as chatcmpl-4f0c..., or its 32 hex digits.
+`baton explain plan` shows the latest plans of the planner instead.
 """
 
 import argparse
 import re
 from operator import attrgetter
-from typing import Final, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import msgspec
 
 from baton.cluster.cli import output
 from baton.cluster.cli.options import CliCommand, Parser
 from baton.cluster.cli.routers import add_router_options, ask
+from baton.cluster.cluster_record import find_record
 from baton.cluster.operator_node import Operator
 from baton.errors import ConfigError
 from baton.messages.bounds import short_id
@@ -20,18 +23,26 @@ from baton.messages.control import Decision, Weighed
 from baton.messages.operations import Status
 from baton.messages.timeline import RequestTimeline, TimelinePart
 
+if TYPE_CHECKING:
+    from baton.planner.planner import Plan
+
 MAX_SHOWN: Final = 16  # pairs, the cheapest first
 BAR_WIDTH: Final = 50
 
 
 def _add_options(parser: Parser) -> None:
-    parser.add_argument("request_id", metavar="REQUEST_ID")
+    parser.add_argument("request_id", metavar="REQUEST_ID", help="or plan: the planner's latest plans")
+    parser.add_argument("--log", type=Path, metavar="FILE", help="of plans (the one of the cluster here)")
+    parser.add_argument("--last", type=int, default=10, metavar="N", help="plans (10)")
     add_router_options(parser)
     parser.add_argument("--json", action="store_true", help="the whole record, as JSON")
 
 
 def _run(arguments: argparse.Namespace) -> None:
     output.check()
+    if arguments.request_id == "plan":
+        _show_plans(arguments)
+        return
     request_id = arguments.request_id.rpartition("-")[2]
     if not re.fullmatch("[0-9a-f]{32}", request_id):
         raise ConfigError(f"request_id: expected 32 hex digits, got {arguments.request_id!r}")
@@ -51,6 +62,31 @@ def _run(arguments: argparse.Namespace) -> None:
     if timeline is not None:
         shown += [*waterfall(timeline), ""]
     output.show(*(shown[:-1] or ["the router does not know that request"]))
+
+
+def _show_plans(arguments: argparse.Namespace) -> None:
+    from baton.cluster.planning import log_path, read_plans  # loads the simulator
+
+    path = arguments.log
+    if path is None:
+        record = find_record(arguments.port)
+        path = log_path(record.settings.get("planner", {}).get("log"), record.port)
+    lines = read_plans(path, arguments.last)
+    if arguments.json:
+        output.write("".join(f"{msgspec.json.encode(plan).decode()}\n" for plan in lines))
+        return
+    columns = ("plan", "outcome", "workers", "requests/s", "attained", "unchanged", "why")
+    output.show(output.table(columns, [plan_row(plan) for plan in lines]))
+
+
+def plan_row(plan: "Plan") -> tuple[str, ...]:
+    """Return the row of one plan: the prediction, and that without the plan's actions."""
+    attained = [
+        "" if each is None else f"{each.attainment:.1%}" for each in (plan.prediction, plan.counterfactual)
+    ]
+    rate = plan.inputs.rates.get("all")
+    shown = "" if rate is None else f"{rate:.2f}"
+    return plan.decision_id, plan.outcome, plan.target.name, shown, *attained, plan.reason
 
 
 class Explained(NamedTuple):

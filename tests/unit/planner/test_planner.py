@@ -11,7 +11,7 @@ from baton.planner.demand import Stream
 from baton.planner.layouts import Objectives, QueueModel, Room
 from baton.planner.planner import Figures, Planner
 from baton.sim.rehearsal import Layout
-from baton.sim.times import Machine
+from baton.sim.timed.times import Machine
 
 
 def workload(hours: float = 0.5, rate: float = 5.0) -> Workload:
