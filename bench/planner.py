@@ -400,7 +400,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def measure(options: argparse.Namespace, report: Report) -> None:
     """Add the rows of each workload."""
-    files = [(path.stem, partial(traced, path, options.seed)) for path in options.trace]
+    files: list[tuple[str, Callable[[], Workload]]] = [
+        (path.stem, partial(traced, path, options.seed)) for path in options.trace
+    ]
     workloads = [*synthetic(options.seed), *files]
     for name, make in workloads:
         if not options.only or name in options.only:

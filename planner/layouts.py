@@ -23,6 +23,7 @@ Floats: TypeAlias = NDArray[np.float64]
 Phase: TypeAlias = tuple[Floats, Floats, Floats]  # P(objective met), seconds, use
 REHEARSED_S: Final = 120.0  # of a load, by the production router
 REHEARSED: Final = 400  # requests at most
+MOST_USE: Final = 100.0  # that a prediction says, of workers that are far from enough
 MAX_PHASES: Final = 512  # that are remembered
 
 
@@ -76,7 +77,7 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     tpot_s: float  # mean
     prefill_use: float  # share of the prefill workers' time
     decode_use: float  # share of the sequences that decode workers can hold within the objectives
-    by_stream: Mapping[Stream, float] = {}  # attainment
+    by_stream: Mapping[str, float] = {}  # attainment, by tenant/class
 
 
 class Rehearser(Protocol):
@@ -201,7 +202,7 @@ class QueueModel:
             prefill_use=float(probability @ use),
             decode_use=float(probability @ decode_use),
             by_stream={
-                stream: float(met_of_stream[number] / max(of_stream[number], 1e-12))
+                "/".join(stream): float(met_of_stream[number] / max(of_stream[number], 1e-12))
                 for number, stream in enumerate(demand.streams)
             },
         )
@@ -266,7 +267,7 @@ class QueueModel:
         spread = np.sqrt(np.maximum(1.0, num))
         met = np.where(num_allowed > 0, _normal((num_allowed - num) / spread), 0.0)
         met = np.where(local >= 1, 0.0, met)
-        return met[:, None], step_s, num / np.maximum(1e-9, num_allowed)
+        return met[:, None], step_s, np.minimum(MOST_USE, num / np.maximum(1e-9, num_allowed))
 
 
 class ProductionRehearser:

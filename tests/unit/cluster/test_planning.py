@@ -1,0 +1,126 @@
+"""The host of the planner, with routers and workers that are fakes."""
+
+import asyncio
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from baton.clock import ManualClock
+from baton.cluster.planning import PlanLog, Planning, read_plans
+from baton.config.cluster import ServeConfig
+from baton.config.planner import PlannerConfig
+from baton.errors import ConfigError, PeerGone
+from baton.messages.operations import GatewayStatus, Status
+from baton.messages.status import StreamCounts
+from baton.messages.workers import WorkerRole
+from baton.planner.layouts import linear
+from baton.sim.timed.times import Machine
+from tests.unit.sim.timed.test_times import usual_times
+
+
+class FakeRouters:
+    """Routers whose gateway has had so many requests."""
+
+    def __init__(self) -> None:
+        self.num = 0
+        self.is_gone = False
+
+    async def status(self) -> Status:
+        if self.is_gone:
+            raise PeerGone("gone")
+        counts = StreamCounts(arrived={40: self.num}, ended={(40, 0, 30): self.num})
+        return Status(gateways=(GatewayStatus(id="a" * 32, demand=(counts,)),), num_watchers=1)
+
+    async def flip(self, worker: str, role: WorkerRole) -> None:
+        raise AssertionError("nothing is to flip")
+
+
+class FakeWorkers:
+    """One worker of each role."""
+
+    def __init__(self) -> None:
+        self.scaled: list[tuple[int, int]] = []
+
+    def ordered(self) -> dict[WorkerRole, list[str]]:
+        return {WorkerRole.PREFILL: ["prefill-0"], WorkerRole.DECODE: ["decode-0"]}
+
+    def startups(self) -> tuple[float, ...]:
+        return ()
+
+    def flipped(self, name: str, role: WorkerRole) -> None:
+        raise AssertionError("nothing is to flip")
+
+    async def scale(self, num_prefill: int, num_decode: int) -> None:
+        self.scaled.append((num_prefill, num_decode))
+
+
+def test_settings_need_times_and_an_objective() -> None:
+    with pytest.raises(ConfigError, match="objective"):
+        PlannerConfig(mode="advise", times="times.json")
+    with pytest.raises(ConfigError, match="calibrate"):
+        PlannerConfig(mode="advise", ttft_ms=1000)
+
+
+def test_times_that_are_linear_are_found_again() -> None:
+    given = Machine()
+    found = linear(given)
+    for name in ("prefill_token_s", "prefill_pair_s", "step_base_s", "step_sequence_s", "step_context_s"):
+        assert getattr(found, name) == pytest.approx(getattr(given, name), rel=1e-3), name
+
+
+def test_missing_times_are_an_error(tmp_path: Path) -> None:
+    planner = PlannerConfig(mode="advise", ttft_ms=1000, times=str(tmp_path / "none.json"))
+    config = ServeConfig(model="tiny", planner=planner)
+    with pytest.raises(ConfigError):
+        Planning(config, ManualClock(), FakeRouters(), FakeWorkers(), PlanLog(tmp_path / "plans.jsonl"))
+
+
+def test_log_that_is_none_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "plans.jsonl").write_text("{}\n")
+    with pytest.raises(ConfigError, match="no log of plans"):
+        read_plans(tmp_path / "plans.jsonl", 3)
+
+
+def planning(
+    folder: Path, routers: FakeRouters, workers: FakeWorkers, clock: ManualClock, mode: str
+) -> Planning:
+    """A planner of a cluster whose objective one prefill worker cannot meet."""
+    usual_times().save(folder / "times.json")
+    config = msgspec.convert(
+        {"mode": mode, "ttft_ms": 60_000.0, "max_workers": 8, "times": str(folder / "times.json")},
+        PlannerConfig,
+    )
+    return Planning(
+        ServeConfig(model="tiny", planner=config), clock, routers, workers, PlanLog(folder / "plans.jsonl")
+    )
+
+
+def run_ticks(one: Planning, routers: FakeRouters, clock: ManualClock, num: int, rate: int) -> None:
+    for _ in range(num):
+        clock.advance(30.0)
+        routers.num += 30 * rate
+        asyncio.run(one.tick())
+
+
+@pytest.mark.parametrize(("mode", "is_applied"), [("advise", False), ("apply", True)])
+def test_plans_are_written_and_applied_if_asked_for(tmp_path: Path, mode: str, is_applied: bool) -> None:
+    routers, workers, clock = FakeRouters(), FakeWorkers(), ManualClock()
+    one = planning(tmp_path, routers, workers, clock, mode)
+    run_ticks(one, routers, clock, 8, rate=200)
+    plans = read_plans(tmp_path / "plans.jsonl", 8)
+    assert len(plans) == 8
+    assert plans[0].outcome == "hold"
+    assert plans[-1].target.num_workers > 2
+    assert bool(workers.scaled) is is_applied
+
+
+def test_routers_that_do_not_answer_hold(tmp_path: Path) -> None:
+    routers, workers, clock = FakeRouters(), FakeWorkers(), ManualClock()
+    one = planning(tmp_path, routers, workers, clock, "apply")
+    run_ticks(one, routers, clock, 6, rate=1)
+    workers.scaled.clear()
+    routers.is_gone = True
+    run_ticks(one, routers, clock, 2, rate=1000)
+    assert [plan.outcome for plan in read_plans(tmp_path / "plans.jsonl", 2)] == ["hold", "hold"]
+    assert not workers.scaled
