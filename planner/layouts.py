@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from baton.planner.demand import Mix, Stream
-from baton.sim.rehearsal import Layout, Rehearsal, Settings, rehearse
-from baton.sim.timed.times import Machine, TimeModel, Work, WorkTimes
+from baton.sim.rehearsal import Layout, Rehearsal, RehearsalSettings, rehearse
+from baton.sim.timed.times import Machine, StepWork, TimeModel, WorkTimes
 from baton.sim.timed.workload import TraceRequest
 from baton.tenants import Sla
 
@@ -109,10 +109,12 @@ class Room(msgspec.Struct, frozen=True, kw_only=True):
 def linear(times: WorkTimes, most_tokens: int = 8192, most_seqs: int = 128) -> Machine:
     """Return the roofline that is nearest to these times: shares of the errors, up to these sizes of work."""
     works = [
-        Work(0, 0, new, new * (begun + new / 2)) for new in _sizes(most_tokens) for begun in (0, most_tokens)
+        StepWork(0, 0, new, new * (begun + new / 2))
+        for new in _sizes(most_tokens)
+        for begun in (0, most_tokens)
     ]
     works += [
-        Work(seqs, seqs * context, 0, 0) for seqs in _sizes(most_seqs) for context in _sizes(most_tokens)
+        StepWork(seqs, seqs * context, 0, 0) for seqs in _sizes(most_seqs) for context in _sizes(most_tokens)
     ]
     taken_s = np.array([times.step_s(work) for work in works])
     rows = [
@@ -277,7 +279,7 @@ class ProductionRehearser:
         """times: of `baton calibrate`."""
         self._times = times
         self._seed = seed
-        self._settings = Settings(
+        self._settings = RehearsalSettings(
             sla=Sla(
                 ttft_ms=1e3 * objectives.ttft_s if math.isfinite(objectives.ttft_s) else None,
                 tpot_ms=1e3 * objectives.tpot_s if math.isfinite(objectives.tpot_s) else None,

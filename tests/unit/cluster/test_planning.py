@@ -6,6 +6,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from baton.bench.sim.suite import usual_times
 from baton.clock import ManualClock
 from baton.cluster.planning import PlanLog, Planning, read_plans
 from baton.config.cluster import ServeConfig
@@ -16,7 +17,6 @@ from baton.messages.status import StreamCounts
 from baton.messages.workers import WorkerRole
 from baton.planner.layouts import linear
 from baton.sim.timed.times import Machine
-from tests.unit.sim.timed.test_times import usual_times
 
 
 class FakeRouters:
