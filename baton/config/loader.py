@@ -84,7 +84,7 @@ def unknown_key(key: str, known: list[str]) -> str:
     """Return the error message for an unknown key."""
     # Leaves are compared first: a shared prefix would make any two keys of one section look alike.
     leaf_of = {name: name.rpartition(".")[2] for name in known}
-    nearest = difflib.get_close_matches(key.rpartition(".")[2], leaf_of.values(), n=1)
+    nearest = difflib.get_close_matches(key.rpartition(".")[2], leaf_of.values())
     alike = [name for name, leaf in leaf_of.items() if leaf in nearest]
     best = difflib.get_close_matches(key, alike, n=1, cutoff=0.0)
     hint = f"did you mean {best[0]!r}?" if best else f"known keys are {', '.join(known)}"
