@@ -5,7 +5,7 @@
 2. `predict` predicts the mean rate of each stream over a later window. Several simple methods are tried on
    the
    past: the one whose quantiles would have had the least pinball loss predicts. Its past errors are the
-   quantiles. docs/decisions/0036 compares these methods with a library.
+   quantiles: docs/decisions/0037.
 3. `DemandHistory.mix` has the lengths of requests: the prompts as they arrive, and for each length of a
    prompt the cached tokens and the answers of requests that have ended.
 
