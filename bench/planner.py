@@ -26,7 +26,7 @@ from baton.config.planner import PlannerConfig
 from baton.messages.status import StreamCounts, bucket
 from baton.planner.demand import Stream
 from baton.planner.layouts import Objectives, QueueModel, Room
-from baton.planner.planner import Figures, Plan, Planner
+from baton.planner.planner import Figures, Planner, ScalingPlan
 from baton.sim.elastic import ElasticCall, ElasticFleet
 from baton.sim.rehearsal import Layout
 from baton.sim.timed.times import Machine
@@ -69,7 +69,7 @@ class Result(NamedTuple):
     worker_h: float
     attainment: float
     actions_an_hour: float
-    plans: list[Plan]
+    plans: list[ScalingPlan]
 
 
 # Decides at each tick: the moment, the fleet -> prefill and decode workers to order, or None for no change.
@@ -113,7 +113,7 @@ class Planned:
             | {"startup_s": workload.startup_s}
             | settings  # type: ignore[arg-type]
         )
-        self.plans: list[Plan] = []
+        self.plans: list[ScalingPlan] = []
         self._objectives = workload.objectives
         self._lost_s = lost_s
         self._planner = Planner(config, QueueModel(MACHINE, ROOM, workload.objectives))

@@ -22,7 +22,7 @@ from baton.messages.status import StreamCounts
 from baton.messages.workers import WorkerRole
 from baton.planner.demand import Stream
 from baton.planner.layouts import Objectives, ProductionRehearser, QueueModel, Room, linear
-from baton.planner.planner import Figures, Plan, Planner
+from baton.planner.planner import Figures, Planner, ScalingPlan
 from baton.sim.rehearsal import Layout
 from baton.sim.timed.times import FittedTimes, TimeModel, Validity
 
@@ -70,7 +70,7 @@ class PlanLog:
         self.path = path
         self.path.parent.mkdir(parents=True, exist_ok=True)
 
-    def write(self, plan: Plan) -> None:
+    def write(self, plan: ScalingPlan) -> None:
         """Append one plan."""
         if self.path.exists() and self.path.stat().st_size > MAX_LOG_BYTES:
             self.path.replace(self.path.with_suffix(".old.jsonl"))
@@ -83,11 +83,11 @@ def log_path(setting: str | None, port: int) -> Path:
     return Path(setting) if setting is not None else cache_directory() / "plans" / f"plans-{port}.jsonl"
 
 
-def read_plans(path: Path, number: int) -> list[Plan]:
+def read_plans(path: Path, number: int) -> list[ScalingPlan]:
     """Return the latest plans of a log, the latest last. ConfigError: it is no log of plans."""
     try:
         lines = path.read_bytes().splitlines()[-number:]
-        return [msgspec.json.decode(line, type=Plan) for line in lines]
+        return [msgspec.json.decode(line, type=ScalingPlan) for line in lines]
     except OSError as error:
         raise ConfigError(f"the log of plans {path} cannot be read: {error}") from error
     except msgspec.MsgspecError as error:
@@ -137,7 +137,7 @@ class Planning:
             except OSError as error:  # of the log; the planner goes on
                 logger.warning("a plan cannot be written to %s: %s", self._log.path, error)
 
-    async def tick(self) -> Plan:
+    async def tick(self) -> ScalingPlan:
         """Make one plan, write it, and act on it."""
         figures = await self._figures()
         plan = await asyncio.to_thread(self._planner.plan, self._clock.now_s(), figures)
@@ -153,7 +153,7 @@ class Planning:
         self._planner.carried_out(self._layout())
         return plan
 
-    async def _apply(self, plan: Plan) -> None:
+    async def _apply(self, plan: ScalingPlan) -> None:
         """Flip workers, then add and remove the others."""
         ordered = self._workers.ordered()
         for action in plan.actions:

@@ -67,7 +67,7 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True):
         return float(self.rate.sum())
 
 
-class Prediction(msgspec.Struct, frozen=True, kw_only=True):
+class LayoutPrediction(msgspec.Struct, frozen=True, kw_only=True):
     """The course of a window under one layout."""
 
     attainment: float  # share of the requests that meet their objectives
@@ -90,7 +90,7 @@ class Rehearser(Protocol):
         weights: Sequence[float],
         layout: Layout,
         backlog: float,
-    ) -> Prediction | None:
+    ) -> LayoutPrediction | None:
         """Predict the course of the next minutes; None: this rehearser does not know such a load.
 
         factors, weights: multiples of the demand's rates and their probabilities. backlog: requests that
@@ -168,7 +168,7 @@ class QueueModel:
         backlog: float,
         local_share: float = 0.0,
         shed_share: float = 0.0,
-    ) -> Prediction:
+    ) -> LayoutPrediction:
         """See Rehearser.
 
         local_share: of the prompts, computed on their decode worker. shed_share: of the requests, refused.
@@ -195,7 +195,7 @@ class QueueModel:
         num_streams = len(demand.streams)
         of_stream = np.bincount(demand.stream, share, num_streams)
         met_of_stream = np.bincount(demand.stream, share * by_cell, num_streams)
-        return Prediction(
+        return LayoutPrediction(
             attainment=float(probability @ by_factor),
             attainment_low=float(by_factor.min()),
             attainment_high=float(by_factor.max()),
@@ -296,7 +296,7 @@ class ProductionRehearser:
         weights: Sequence[float],
         layout: Layout,
         backlog: float,
-    ) -> Prediction | None:
+    ) -> LayoutPrediction | None:
         """See Rehearser. None: the load leaves the calibrated ranges. The backlog is not rehearsed."""
         chosen = (1, len(factors) // 2, len(factors) - 2)
         edges = np.cumsum(weights)
@@ -308,7 +308,7 @@ class ProductionRehearser:
         attained = [run.figures["attainment"].value for run in runs]
         middle = runs[1]
         tpot = middle.figures.get("tpot_p50_ms")
-        return Prediction(
+        return LayoutPrediction(
             attainment=float(np.dot(parts, attained)),
             attainment_low=min(attained),
             attainment_high=max(attained),

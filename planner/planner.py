@@ -29,7 +29,7 @@ from msgspec import Meta
 
 from baton.config.planner import PlannerConfig
 from baton.planner.demand import Contradiction, Counts, DemandHistory, Mix, Stream, predict, without_chance
-from baton.planner.layouts import Demand, Prediction, QueueModel, Rehearser
+from baton.planner.layouts import Demand, LayoutPrediction, QueueModel, Rehearser
 from baton.sim.rehearsal import Layout
 
 # The probability that each of LEVELS stands for.
@@ -87,7 +87,7 @@ class Score(msgspec.Struct, frozen=True, kw_only=True):
     predicted: float  # attainment
 
 
-class Inputs(msgspec.Struct, frozen=True, kw_only=True):
+class PlanInputs(msgspec.Struct, frozen=True, kw_only=True):
     """What a plan was made of."""
 
     ordered: Layout
@@ -100,7 +100,7 @@ class Inputs(msgspec.Struct, frozen=True, kw_only=True):
     quantiles: tuple[float, ...] = ()  # requests/s of all at demand.LEVELS
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
+class ScalingPlan(msgspec.Struct, frozen=True, kw_only=True):
     """One decision, as it is written to the log."""
 
     decision_id: str
@@ -109,9 +109,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
     target: Layout
     actions: tuple[Action, ...] = ()
-    inputs: Inputs
-    prediction: Prediction | None = None  # of the target, at the horizon
-    counterfactual: Prediction | None = None  # of the ordered layout, at the horizon
+    inputs: PlanInputs
+    prediction: LayoutPrediction | None = None  # of the target, at the horizon
+    counterfactual: LayoutPrediction | None = None  # of the ordered layout, at the horizon
     scores: tuple[Score, ...] = ()  # of earlier plans
 
 
@@ -128,7 +128,7 @@ class _Outlook(NamedTuple):
 class _Pending(NamedTuple):
     """A plan that waits for its score."""
 
-    plan: Plan
+    plan: ScalingPlan
     due_s: float
     num_met: float
     num_missed: float
@@ -162,7 +162,7 @@ class Planner:
             return self._config.startup_s
         return float(np.quantile(np.array(self._startups_s), STARTUP_QUANTILE))
 
-    def plan(self, now_s: float, figures: Figures) -> Plan:
+    def plan(self, now_s: float, figures: Figures) -> ScalingPlan:
         """Return the decision of this tick. The caller carries out its actions, or none of them."""
         self._num_plans += 1
         self._startups_s.extend(figures.startups_s)
@@ -190,7 +190,7 @@ class Planner:
         if _are_alike(target, figures.ordered) and outcome == "change":
             outcome, reason = "keep", "the rehearsal asks for the present layout"
         self._ordered = target
-        plan = Plan(
+        plan = ScalingPlan(
             decision_id=self._id(),
             at_s=now_s,
             outcome=outcome,
@@ -322,10 +322,10 @@ class Planner:
             self._known[num_prefill, num_decode] = met
         return met
 
-    def _rehearse(self, outlook: _Outlook, layout: Layout) -> Prediction:
+    def _rehearse(self, outlook: _Outlook, layout: Layout) -> LayoutPrediction:
         return self._model.rehearse(outlook.demand, outlook.factors, WEIGHTS, layout, outlook.backlog)
 
-    def _confirm(self, target: Layout, later: _Outlook) -> tuple[Layout, Prediction]:
+    def _confirm(self, target: Layout, later: _Outlook) -> tuple[Layout, LayoutPrediction]:
         """Rehearse the target; while it misses the goal that the model expects it to meet, add a worker."""
         most, prediction = self._max_workers or 1, None
         for _ in range(CONFIRMATIONS):
@@ -396,7 +396,7 @@ class Planner:
 
     # What the plan says.
 
-    def _predicted(self, plan: Plan, later: _Outlook) -> Plan:
+    def _predicted(self, plan: ScalingPlan, later: _Outlook) -> ScalingPlan:
         """Add the predictions, and remember the plan for its score."""
         prediction = plan.prediction or self._rehearse(later, plan.target)
         other = prediction
@@ -428,8 +428,8 @@ class Planner:
                 predicted=plan.prediction.attainment,
             )
 
-    def _inputs(self, figures: Figures) -> Inputs:
-        return Inputs(
+    def _inputs(self, figures: Figures) -> PlanInputs:
+        return PlanInputs(
             ordered=figures.ordered,
             ready=figures.ready,
             num_queued=figures.num_queued,
@@ -438,8 +438,8 @@ class Planner:
 
     def _unchanged(
         self, now_s: float, figures: Figures, outcome: Outcome, reason: str, scores: tuple[Score, ...] = ()
-    ) -> Plan:
-        return Plan(
+    ) -> ScalingPlan:
+        return ScalingPlan(
             decision_id=self._id(),
             at_s=now_s,
             outcome=outcome,
@@ -453,7 +453,7 @@ class Planner:
         return f"{self._name}-{self._num_plans}"
 
 
-def _with_outlook(inputs: Inputs, outlook: _Outlook) -> Inputs:
+def _with_outlook(inputs: PlanInputs, outlook: _Outlook) -> PlanInputs:
     demand, total = outlook.demand, outlook.demand.total_rate
     by_stream = np.bincount(demand.stream, demand.rate, len(demand.streams))
     named = {"/".join(stream): float(by_stream[number]) for number, stream in enumerate(demand.streams)}

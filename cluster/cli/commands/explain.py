@@ -24,7 +24,7 @@ from baton.messages.operations import Status
 from baton.messages.timeline import RequestTimeline, TimelinePart
 
 if TYPE_CHECKING:
-    from baton.planner.planner import Plan
+    from baton.planner.planner import ScalingPlan
 
 MAX_SHOWN: Final = 16  # pairs, the cheapest first
 BAR_WIDTH: Final = 50
@@ -79,7 +79,7 @@ def _show_plans(arguments: argparse.Namespace) -> None:
     output.show(output.table(columns, [plan_row(plan) for plan in lines]))
 
 
-def plan_row(plan: "Plan") -> tuple[str, ...]:
+def plan_row(plan: "ScalingPlan") -> tuple[str, ...]:
     """Return the row of one plan: the prediction, and that without the plan's actions."""
     attained = [
         "" if each is None else f"{each.attainment:.1%}" for each in (plan.prediction, plan.counterfactual)

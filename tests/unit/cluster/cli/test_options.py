@@ -24,6 +24,8 @@ SERVE_FLAGS = """
 --chat-template
 --tool-call-parser --reasoning-parser --operator-port --allowed-origins --otlp-traces-endpoint --tenants
 --cluster-key-file --start-timeout --link-timeout --step-timeout --drain-timeout --config --log-format
+--planner --planner-ttft-ms --planner-tpot-ms --planner-attainment --planner-max-workers --planner-times
+--planner-log
 """
 ENGINE_FLAGS = """
 --dtype --load-format --device --tensor-parallel-size -tp --engine-seed --max-model-len --max-num-seqs --seed
