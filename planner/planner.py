@@ -8,9 +8,8 @@ Each call of `Planner.plan` is one tick:
 3. Layouts are rehearsed against all quantiles of both forecasts. The cheapest that meets the objectives is
    the target. Where no layout could meet them, however small the load, the outcome is "infeasible", and
    nothing changes.
-4. Workers are added at once. They are removed when none of the latest targets, for as long as a start-up
-   takes,
-   needed them, and when the rest would meet stricter objectives: that is the switching cost.
+4. Workers are added at once. They are removed when no target within the last two start-ups needed them, and
+   when the rest would meet stricter objectives: that is the switching cost.
 5. The plan has the actions, the fastest first; the prediction with its interval; and what would come without
    them. A later plan carries the score of this one.
 
