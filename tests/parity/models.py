@@ -27,6 +27,8 @@ COMMON: Final = {
 
 
 _WINDOWS: Final = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 9}
+# Gemma's large embeddings, tied to the head, would repeat the last token.
+_UNTIED: Final = {"tie_word_embeddings": False}
 _PARTIAL_LONGROPE: Final = {
     "rope_parameters": {
         "rope_type": "longrope",
@@ -88,9 +90,17 @@ CASES: Final = (
     _case("qwen2-window", "Qwen2", 4, 2, use_sliding_window=True, sliding_window=11, max_window_layers=1),
     _case("qwen3", "Qwen3", 4, 2, head_dim=32),
     _case(
-        "gemma2", "Gemma2", 4, 2, **_WINDOWS, head_dim=16, query_pre_attn_scalar=9, attn_logit_softcapping=3.0
+        "gemma2",
+        "Gemma2",
+        4,
+        2,
+        **_WINDOWS,
+        **_UNTIED,
+        head_dim=16,
+        query_pre_attn_scalar=9,
+        attn_logit_softcapping=3.0,
     ),
-    _case("gemma3", "Gemma3", 4, 2, **_WINDOWS, head_dim=24),
+    _case("gemma3", "Gemma3", 4, 2, **_WINDOWS, **_UNTIED, head_dim=24),
     _case("gpt2", "GPT2", 4, 4, head_dim=16),
     _case("gpt-oss", "GptOss", 4, 2, **_WINDOWS, head_dim=16, num_local_experts=5, num_experts_per_tok=2),
     _case(
