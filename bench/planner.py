@@ -23,7 +23,7 @@ import numpy as np
 
 from baton.bench.report import Report, Row, Suite, at_least, at_most
 from baton.config.planner import PlannerConfig
-from baton.messages.status import StreamCounts, bucket
+from baton.messages.status import StreamCounts, bucket, cell_of
 from baton.planner.demand import Stream
 from baton.planner.layouts import Objectives, QueueModel, Room
 from baton.planner.planner import Figures, Planner, ScalingPlan
@@ -122,14 +122,14 @@ class Planned:
         ]
         self._num_arrived = self._num_startups = 0
         self._arrived: dict[Stream, dict[int, int]] = {}
-        self._cells: dict[Stream, dict[tuple[int, int, int], int]] = {}
+        self._cells: dict[Stream, dict[int, int]] = {}
         self._ends: dict[Stream, list[int]] = {}
 
     def ended(self, call: ElasticCall) -> None:
         """Count a request that has ended."""
         stream = Stream(call.tenant)
         cells = self._cells.setdefault(stream, {})
-        cell = (bucket(call.prompt_tokens), bucket(call.cached_tokens), bucket(call.output_tokens))
+        cell = cell_of(call.prompt_tokens, call.cached_tokens, call.output_tokens)
         cells[cell] = cells.get(cell, 0) + 1
         is_met = call.meets(self._objectives.ttft_s, self._objectives.tpot_s)
         self._ends.setdefault(stream, [0, 0])[0 if is_met else 1] += 1

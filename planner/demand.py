@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from baton.messages.status import BUCKETS_AN_OCTAVE, StreamCounts
+from baton.messages.status import BUCKETS_AN_OCTAVE, StreamCounts, buckets_of
 
 Floats: TypeAlias = NDArray[np.float64]
 KeyT = TypeVar("KeyT")
@@ -172,7 +172,7 @@ class DemandHistory:
         )
 
     def _changes(self, counts: Counts) -> Iterator[tuple[Stream, StreamCounts]]:
-        sums: dict[Stream, tuple[dict[int, int], dict[tuple[int, int, int], int], list[int]]] = {}
+        sums: dict[Stream, tuple[dict[int, int], dict[int, int], list[int]]] = {}
         for gateway, streams in counts.items():
             before = self._last.get(gateway, {})
             for stream in before:
@@ -196,11 +196,12 @@ class DemandHistory:
         ended = self._ended.setdefault(stream, {})
         for each in ended.values():
             each *= ANSWER_FADE**num_rows
-        for (prompt, cached, output), num in change.ended.items() if change else ():
+        for cell, num in change.ended.items() if change else ():
+            prompt, cached, output = buckets_of(cell)
             row = np.array([num, num * tokens_in(output)])
             ended[prompt, cached] = ended[prompt, cached] + row if (prompt, cached) in ended else row
-        for cell in [cell for cell, row in ended.items() if row[0] < FADED]:
-            del ended[cell]
+        for faded in [lengths for lengths, row in ended.items() if row[0] < FADED]:
+            del ended[faded]
 
 
 _NO_COUNTS: Final = StreamCounts()

@@ -24,13 +24,11 @@ class PlannerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     min_decode: Annotated[int, Meta(ge=1, le=MAX_WORKERS // 2)] = 1  # decode workers
     # Workers of both roles; None: as many as the cluster started with, so workers only change their role.
     max_workers: Annotated[int, Meta(ge=1, le=MAX_WORKERS)] | None = None
-    max_change: Annotated[int, Meta(ge=1, le=MAX_WORKERS)] = (
-        4  # workers added, removed or flipped by one plan
-    )
+    # Workers that one plan adds, removes or flips.
+    max_change: Annotated[int, Meta(ge=1, le=MAX_WORKERS)] = 4
     startup_s: Annotated[float, Meta(ge=0, le=86_400)] = 120.0  # of a worker, assumed until one was measured
-    manual_hold_s: Annotated[float, Meta(ge=0, le=86_400)] = (
-        1800.0  # without a change after an operator's change
-    )
+    # Without a change after an operator's change.
+    manual_hold_s: Annotated[float, Meta(ge=0, le=86_400)] = 1800.0
     times: str | None = None  # file of `baton calibrate`, with the times of the model's workers
     log: str | None = None  # file for plans, a JSON line each; None: plans-PORT.jsonl in Baton's cache folder
 

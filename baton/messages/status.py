@@ -16,6 +16,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from enum import IntEnum
+from functools import partial
 from math import inf, log2
 from typing import Annotated, ClassVar, Final, Literal, Self, TypeAlias
 
@@ -125,12 +126,27 @@ _COUNTS: Final = (
 MAX_STREAMS: Final = 32  # of one gateway; the requests of further ones count together
 MAX_CELLS: Final = 256  # combinations of lengths of one stream; further ones count as the nearest
 BUCKETS_AN_OCTAVE: Final = 4
-_Bucket: TypeAlias = Annotated[int, Meta(ge=0, le=BUCKETS_AN_OCTAVE * 64)]
+_NUM_BUCKETS: Final = BUCKETS_AN_OCTAVE * 64 + 1
+_Bucket: TypeAlias = Annotated[int, Meta(ge=0, lt=_NUM_BUCKETS)]
+_Cell: TypeAlias = Annotated[int, Meta(ge=0, lt=_NUM_BUCKETS**3)]
 
 
 def bucket(num_tokens: int) -> int:
     """Return the bucket of a length: BUCKETS_AN_OCTAVE buckets for each doubling."""
     return round(BUCKETS_AN_OCTAVE * log2(num_tokens + 1))
+
+
+def cell_of(num_tokens: int, num_cached_tokens: int, num_output_tokens: int) -> int:
+    """Return the three buckets of a request's lengths as one number, which may be a key of JSON."""
+    prompt, cached, output = bucket(num_tokens), bucket(num_cached_tokens), bucket(num_output_tokens)
+    return (prompt * _NUM_BUCKETS + cached) * _NUM_BUCKETS + output
+
+
+def buckets_of(cell: int) -> tuple[int, int, int]:
+    """Return the buckets of the prompt, its cached tokens and the answer: the inverse of `cell_of`."""
+    rest, output = divmod(cell, _NUM_BUCKETS)
+    prompt, cached = divmod(rest, _NUM_BUCKETS)
+    return prompt, cached, output
 
 
 class StreamCounts(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -140,8 +156,7 @@ class StreamCounts(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     priority: Annotated[str, Meta(max_length=128)] = ""  # the class
     # Bucket of the prompt -> requests, refused ones included.
     arrived: Annotated[dict[_Bucket, Count], Meta(max_length=BUCKETS_AN_OCTAVE * 64)] = {}
-    # Buckets of the prompt, its cached tokens and the answer -> answered requests.
-    ended: Annotated[dict[tuple[_Bucket, _Bucket, _Bucket], Count], Meta(max_length=MAX_CELLS)] = {}
+    ended: Annotated[dict[_Cell, Count], Meta(max_length=MAX_CELLS)] = {}  # cell -> answered requests
     num_met: Count = 0  # requests that met all their objectives
     num_missed: Count = 0  # requests that missed one
 
@@ -152,11 +167,9 @@ class StreamCounts(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     def end(self, num_tokens: int, num_cached_tokens: int, num_output_tokens: int) -> None:
         """Count an answered request."""
-        cell = bucket(num_tokens), bucket(num_cached_tokens), bucket(num_output_tokens)
+        cell = cell_of(num_tokens, num_cached_tokens, num_output_tokens)
         if cell not in self.ended and len(self.ended) >= MAX_CELLS:
-            cell = min(
-                self.ended, key=lambda other: sum(abs(a - b) for a, b in zip(cell, other, strict=True))
-            )
+            cell = min(self.ended, key=partial(_distance, cell))
         self.ended[cell] = self.ended.get(cell, 0) + 1
 
 
@@ -294,3 +307,7 @@ class RouterStatus(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     def blind_share(self) -> float:
         """The share of decisions about a worker that had not reported its pages."""
         return self.counters.get("blind_decisions", 0) / max(1, self.counters.get("decisions", 0))
+
+
+def _distance(one: int, other: int) -> int:
+    return sum(abs(a - b) for a, b in zip(buckets_of(one), buckets_of(other), strict=True))

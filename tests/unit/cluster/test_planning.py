@@ -13,7 +13,7 @@ from baton.config.cluster import ServeConfig
 from baton.config.planner import PlannerConfig
 from baton.errors import ConfigError, PeerGone
 from baton.messages.operations import GatewayStatus, Status
-from baton.messages.status import StreamCounts
+from baton.messages.status import StreamCounts, cell_of
 from baton.messages.workers import WorkerRole
 from baton.planner.layouts import linear
 from baton.sim.timed.times import Machine
@@ -29,7 +29,7 @@ class FakeRouters:
     async def status(self) -> Status:
         if self.is_gone:
             raise PeerGone("gone")
-        counts = StreamCounts(arrived={40: self.num}, ended={(40, 0, 30): self.num})
+        counts = StreamCounts(arrived={40: self.num}, ended={cell_of(1000, 0, 180): self.num})
         return Status(gateways=(GatewayStatus(id="a" * 32, demand=(counts,)),), num_watchers=1)
 
     async def flip(self, worker: str, role: WorkerRole) -> None:

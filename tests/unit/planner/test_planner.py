@@ -6,7 +6,7 @@ import pytest
 
 from baton.bench.planner import GOAL, Planned, Workload, made, simulate
 from baton.config.planner import PlannerConfig
-from baton.messages.status import StreamCounts, bucket
+from baton.messages.status import StreamCounts, bucket, cell_of
 from baton.planner.demand import Stream
 from baton.planner.layouts import Objectives, QueueModel, Room
 from baton.planner.planner import Figures, Planner
@@ -30,8 +30,8 @@ def figures(
     """The figures of a steady load after so many ticks of 30 s."""
     layout = Layout(num_prefill=ordered[0], num_decode=ordered[1])
     num = round(rate * 30 * tick)
-    cell = (bucket(prompt), bucket(0), bucket(600))
-    counts = StreamCounts(arrived={bucket(prompt): num}, ended={cell: num}, num_met=num)
+    ended = {cell_of(prompt, 0, 600): num}
+    counts = StreamCounts(arrived={bucket(prompt): num}, ended=ended, num_met=num)
     given = {"counts": {"gateway": {Stream(): counts}}, "num_gateways": 1, "ordered": layout, "ready": layout}
     return Figures(**given | more)  # type: ignore[arg-type]
 

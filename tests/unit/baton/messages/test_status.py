@@ -1,5 +1,6 @@
 import math
 
+import msgspec
 import pytest
 
 from baton.messages.status import (
@@ -9,7 +10,10 @@ from baton.messages.status import (
     OverloadLevel,
     QueueStatus,
     RouterStatus,
+    StreamCounts,
     TenantStatus,
+    bucket,
+    buckets_of,
     joined,
 )
 from baton.tenants import Refusal
@@ -80,6 +84,16 @@ def routed(*times_s: float) -> Histogram:
     for seconds in times_s:
         times.observe(seconds)
     return times
+
+
+def test_counts_of_requests_are_written_as_json_and_as_messages() -> None:
+    counts = StreamCounts(tenant="a", arrived={}, ended={})
+    counts.arrive(1000)
+    counts.end(1000, 640, 50)
+    (cell,) = counts.ended
+    assert buckets_of(cell) == (bucket(1000), bucket(640), bucket(50))
+    for format in (msgspec.json, msgspec.msgpack):
+        assert format.decode(format.encode(counts), type=StreamCounts) == counts
 
 
 def test_time_counts_in_the_bucket_of_its_upper_bound() -> None:
