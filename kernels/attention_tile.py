@@ -66,9 +66,11 @@ def tile_rows(group_size: int, dtype: torch.dtype) -> int:
     return max(least, 1 << (group_size - 1).bit_length())
 
 
-def tile_warps(num_rows: int, block_D: int, dtype: torch.dtype) -> int:
-    """The number of warps: a tile's sums fit into their registers."""
-    return 8 if num_rows > 64 or block_D > 128 or dtype == torch.float32 else 4
+def tile_warps(num_rows: int, head_dim: int, dtype: torch.dtype) -> int:
+    """The number of warps: a tile's sums fit into their registers. Small blocks of keys need fewer warps."""
+    has_whole_blocks = head_dim == max(16, triton.next_power_of_2(head_dim))  # see key_block
+    is_wide = head_dim > 128 or (dtype == torch.float32 and has_whole_blocks)
+    return 8 if num_rows > 64 or is_wide else 4
 
 
 def key_block(head_dim: int, dtype: torch.dtype) -> int:
@@ -101,7 +103,7 @@ def tile_options(
             }
     return {
         "BLOCK_N": key_block(head_dim, dtype),
-        "num_warps": tile_warps(num_rows, max(16, triton.next_power_of_2(head_dim)), dtype),
+        "num_warps": tile_warps(num_rows, head_dim, dtype),
         "num_stages": 2 if kind == "prefill" and dtype == torch.float32 else num_stages(device),
     }
 
