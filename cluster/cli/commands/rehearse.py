@@ -11,6 +11,7 @@ Where the load leaves the calibrated ranges it prints no figure, says why, and e
 
 import argparse
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
 from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -24,7 +25,7 @@ from baton.cluster.cli.settings import add_serve_options, settings_from
 from baton.cluster.exit_status import FAILED
 from baton.config.cluster import ServeConfig
 from baton.errors import ConfigError
-from baton.sim.advice import Advice, Option, Search, layouts
+from baton.sim.advice import Advice, Option, RunAll, Search, layouts
 from baton.sim.advice import advise as run_search
 from baton.sim.rehearsal import Layout, Rehearsal, RehearsalSettings
 from baton.sim.rehearsal import rehearse as run_rehearsal
@@ -232,8 +233,12 @@ def _advise(arguments: argparse.Namespace) -> int:
     )
     search = Search(load_of(arguments), times, settings, arguments.attainment)
     report = Report("advise", f"Layouts for {arguments.model}", arguments.out)
-    with report.tell, ProcessPoolExecutor(arguments.processes, get_context("fork")) as pool:
-        advice = run_search(search, layouts(times, devices), pool.map, report.tell)
+    with report.tell, ExitStack() as stack:
+        run_all: RunAll = map
+        if arguments.processes > 1:
+            pool = ProcessPoolExecutor(arguments.processes, get_context("spawn"))
+            run_all = stack.enter_context(pool).map
+        advice = run_search(search, layouts(times, devices), run_all, report.tell)
     report.rows = [_option_row(option, arguments.attainment) for option in advice.options]
     report.plot = Plot(_panels(advice), x_label="ms", y_label="output tokens/s a device")
     report.extra = {"advice": msgspec.to_builtins(advice)}
