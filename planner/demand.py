@@ -2,10 +2,9 @@
 
 1. `DemandHistory.add` takes the counts of all gateways, which only grow, and keeps one row of rates an
    interval. It refuses counts that are missing or contradict earlier ones.
-2. `predict` predicts the mean rate of each stream over a later window. Several simple methods are tried on
-   the
-   past: the one whose quantiles would have had the least pinball loss predicts. Its past errors are the
-   quantiles: docs/decisions/0037.
+2. `predict` predicts the mean rate of each stream over a later window. It tries several simple methods on
+   the past and takes the method whose quantiles would have had the least pinball loss. The past errors of
+   this method are the quantiles: docs/decisions/0037.
 3. `DemandHistory.mix` has the lengths of requests: the prompts as they arrive, and for each length of a
    prompt the cached tokens and the answers of requests that have ended.
 

@@ -1,8 +1,7 @@
 """Layouts of a cluster, and what a rehearsal predicts of them.
 
-`Rehearser` is the Protocol by which the planner rehearses; `QueueModel` implements it by queueing theory
-over the
-time model of the simulator: microseconds a layout, so that a planner compares dozens of them each tick.
+`Rehearser` is the Protocol by which the planner rehearses. `QueueModel` implements it by queueing theory over
+the time model of the simulator. It takes microseconds a layout, so a planner compares dozens each tick.
 """
 
 import math

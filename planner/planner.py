@@ -87,7 +87,7 @@ class Score(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PlanInputs(msgspec.Struct, frozen=True, kw_only=True):
-    """What a plan was made of."""
+    """The figures and the forecast that a plan follows from."""
 
     ordered: Layout
     ready: Layout
@@ -176,7 +176,7 @@ class Planner:
             return self._unchanged(now_s, figures, "hold", "too few requests are known", scores)
         now, later = self._outlooks(figures, mixes)
         if not self._is_feasible(later):
-            reason = "no layout meets the objectives, whatever the load"
+            reason = "no layout meets the objectives, not even without load"
             plan = self._unchanged(now_s, figures, "infeasible", reason, scores)
             return self._predicted(plan, later)
         target, reason, outcome = self._target(now_s, figures.ordered, now, later)

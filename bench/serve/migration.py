@@ -1,11 +1,11 @@
-"""What a move to another decode worker costs a stream: the gap that its client sees, and its tokens.
+"""Migrations and flips under load: the gap in a client's stream, its tokens, and the seconds of a flip.
 
     python -m baton.bench.serve.migration [--moves 20] [--output FOLDER]
 
 A real cluster of the model tiny with one prefill and two decode workers on loopback. A client streams a
 sampled answer after a prompt of 2,000 or 8,000 tokens, while the stream moves to and fro. The gap of a move
 is the longest time between two pieces of the answer from the order until it is carried out, less the stream's
-median time between two pieces; the same windows without a move say what the machine alone does.
+median time between two pieces; the same windows without a move have the gaps of the machine alone.
 The tokens are compared with those of the same request without moves.
 
 Then a decode worker flips: it becomes a prefill worker and a decode worker again, while four clients stream.

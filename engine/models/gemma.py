@@ -85,7 +85,7 @@ class Gemma3(Gemma2):
     every_full = 6
 
     def softcap(self, config: ModelConfig, name: str, default: float) -> float | None:
-        """As `Gemma2.softcap`; attention has none whatever the config says, as in transformers."""
+        """As `Gemma2.softcap`. Attention has no soft cap and ignores the config's, as in transformers."""
         is_final = name == "final_logit_softcapping"
         return config.keys.positive(name) if is_final and name in config.keys else None
 

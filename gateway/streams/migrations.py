@@ -5,7 +5,7 @@
    chooses a decode worker, which fetches the pages of the running attempt.
 3. `prepared`: that worker has the pages. It takes over after the last token of the log, the former attempt is
    cancelled, and the stream is at the new attempt.
-4. `give_up`: whatever else happens ends the migration alone, and the stream stays where it is.
+4. `give_up`: any failure before the switch ends the migration alone, and the stream stays at its worker.
 
 The log decides which tokens the client has: tokens of the former worker count until the switch and not after
 it, and the new worker computes them again. A worker that is lost after the switch is lost as any other.
