@@ -5,7 +5,7 @@ the time model of the simulator. It takes microseconds a layout, so a planner co
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Final, Protocol, TypeAlias
 
 import msgspec
@@ -20,6 +20,8 @@ from baton.tenants import Sla
 
 Floats: TypeAlias = NDArray[np.float64]
 Phase: TypeAlias = tuple[Floats, Floats, Floats]  # P(objective met), seconds, use
+# The probability that each of demand.LEVELS stands for.
+WEIGHTS: Final = (0.2, 0.2, 0.2, 0.2, 0.14, 0.045, 0.015)
 REHEARSED_S: Final = 120.0  # of a load, by the production router
 REHEARSED: Final = 400  # requests at most
 MOST_USE: Final = 100.0  # that a prediction says, of workers that are far from enough
@@ -66,6 +68,17 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True):
         return float(self.rate.sum())
 
 
+class Outlook(msgspec.Struct, frozen=True, kw_only=True):
+    """A forecast that layouts are rehearsed against."""
+
+    demand: Demand
+    factors: tuple[float, ...]  # multiples of the demand's rates
+    weights: tuple[float, ...] = WEIGHTS  # their probabilities
+    backlog: float = 0.0  # requests that wait
+    method: str = ""  # of the forecast
+    horizon_s: float = 0.0
+
+
 class LayoutPrediction(msgspec.Struct, frozen=True, kw_only=True):
     """The course of a window under one layout."""
 
@@ -82,19 +95,8 @@ class LayoutPrediction(msgspec.Struct, frozen=True, kw_only=True):
 class Rehearser(Protocol):
     """Predicts a layout's course under a demand."""
 
-    def rehearse(
-        self,
-        demand: Demand,
-        factors: Sequence[float],
-        weights: Sequence[float],
-        layout: Layout,
-        backlog: float,
-    ) -> LayoutPrediction | None:
-        """Predict the course of the next minutes; None: this rehearser does not know such a load.
-
-        factors, weights: multiples of the demand's rates and their probabilities. backlog: requests that
-        wait.
-        """
+    def rehearse(self, outlook: Outlook, layout: Layout) -> LayoutPrediction | None:
+        """Predict the course of the next minutes; None: this rehearser does not know such a load."""
         ...
 
 
@@ -159,24 +161,17 @@ class QueueModel:
         self._phases: dict[tuple[object, ...], tuple[Demand, Phase]] = {}
 
     def rehearse(
-        self,
-        demand: Demand,
-        factors: Sequence[float],
-        weights: Sequence[float],
-        layout: Layout,
-        backlog: float,
-        local_share: float = 0.0,
-        shed_share: float = 0.0,
+        self, outlook: Outlook, layout: Layout, local_share: float = 0.0, shed_share: float = 0.0
     ) -> LayoutPrediction:
         """See Rehearser.
 
         local_share: of the prompts, computed on their decode worker. shed_share: of the requests, refused.
         """
-        probability = np.array(weights)
+        demand, backlog, probability = outlook.demand, outlook.backlog, np.array(outlook.weights)
         local = local_share if layout.num_prefill else 1.0
         keeps = 1.0 - shed_share
-        load = np.array(factors)[:, None] * keeps  # [factors, 1]
-        given = tuple(factors), keeps, local
+        load = np.array(outlook.factors)[:, None] * keeps  # [factors, 1]
+        given = outlook.factors, keeps, local
         in_ttft, wait_s, use = self._once(
             demand,
             ("prefill", layout.num_prefill, backlog, *given),
@@ -288,19 +283,12 @@ class ProductionRehearser:
             seed=seed,
         )
 
-    def rehearse(
-        self,
-        demand: Demand,
-        factors: Sequence[float],
-        weights: Sequence[float],
-        layout: Layout,
-        backlog: float,
-    ) -> LayoutPrediction | None:
+    def rehearse(self, outlook: Outlook, layout: Layout) -> LayoutPrediction | None:
         """See Rehearser. None: the load leaves the calibrated ranges. The backlog is not rehearsed."""
+        factors, edges = outlook.factors, np.cumsum(outlook.weights)
         chosen = (1, len(factors) // 2, len(factors) - 2)
-        edges = np.cumsum(weights)
         parts = np.diff([0.0, edges[2], edges[-3], 1.0])
-        found = [self._run(demand, factors[at], layout) for at in chosen]
+        found = [self._run(outlook.demand, factors[at], layout) for at in chosen]
         runs = [run for run in found if run is not None]
         if len(runs) < len(found):
             return None

@@ -28,11 +28,9 @@ from msgspec import Meta
 
 from baton.config.planner import PlannerConfig
 from baton.planner.demand import Contradiction, Counts, DemandHistory, Mix, Stream, predict, without_chance
-from baton.planner.layouts import Demand, LayoutPrediction, QueueModel, Rehearser
+from baton.planner.layouts import Demand, LayoutPrediction, Outlook, QueueModel, Rehearser
 from baton.sim.rehearsal import Layout
 
-# The probability that each of LEVELS stands for.
-WEIGHTS: Final = (0.2, 0.2, 0.2, 0.2, 0.14, 0.045, 0.015)
 FEWEST_ROWS: Final = 4  # intervals before the first forecast
 STALE_INTERVALS: Final = 3.0
 STRICTER: Final = 0.5  # share of the allowed misses that a smaller layout may have
@@ -112,16 +110,6 @@ class ScalingPlan(msgspec.Struct, frozen=True, kw_only=True):
     prediction: LayoutPrediction | None = None  # of the target, at the horizon
     counterfactual: LayoutPrediction | None = None  # of the ordered layout, at the horizon
     scores: tuple[Score, ...] = ()  # of earlier plans
-
-
-class _Outlook(NamedTuple):
-    """A forecast that layouts are rehearsed against."""
-
-    demand: Demand
-    factors: tuple[float, ...]
-    method: str
-    backlog: float
-    horizon_s: float
 
 
 class _Pending(NamedTuple):
@@ -237,7 +225,7 @@ class Planner:
         found = ((stream, self._history.mix(stream)) for stream in streams)
         return {stream: mix for stream, mix in found if mix is not None}
 
-    def _outlooks(self, figures: Figures, mixes: Mapping[Stream, Mix]) -> tuple[_Outlook, _Outlook]:
+    def _outlooks(self, figures: Figures, mixes: Mapping[Stream, Mix]) -> tuple[Outlook, Outlook]:
         """Return the demand of now, and of when a worker that is ordered now would serve."""
         interval_s = self._config.interval_s
         streams, rates, tokens = self._history.matrix()
@@ -254,22 +242,29 @@ class Planner:
             demand = Demand.of(dict(zip(streams, medians.tolist(), strict=True)), grown)
             num_requests = demand.total_rate * WINDOW * interval_s
             factors = without_chance(factors, num_requests)
-            outlook = _Outlook(demand, tuple(factors.tolist()), method, backlog, horizon * interval_s)
+            outlook = Outlook(
+                demand=demand,
+                factors=tuple(factors.tolist()),
+                backlog=backlog,
+                method=method,
+                horizon_s=horizon * interval_s,
+            )
             outlooks.append(outlook)
         return outlooks[0], outlooks[1]
 
     # The decision.
 
-    def _is_feasible(self, outlook: _Outlook) -> bool:
+    def _is_feasible(self, outlook: Outlook) -> bool:
         """Return whether a large cluster would meet the objectives without any load."""
         if not outlook.demand.total_rate:
             return True
         idle = Layout(num_prefill=1, num_decode=1)
-        calm = self._model.rehearse(outlook.demand, (1e-6,), (1.0,), idle, 0.0)
+        no_load = Outlook(demand=outlook.demand, factors=(1e-6,), weights=(1.0,))
+        calm = self._model.rehearse(no_load, idle)
         return calm.attainment >= self._config.attainment
 
     def _target(
-        self, now_s: float, ordered: Layout, now: _Outlook, later: _Outlook
+        self, now_s: float, ordered: Layout, now: Outlook, later: Outlook
     ) -> tuple[Layout, str, Outcome]:
         """Return the layout to order, why, and the outcome."""
         self._known.clear()
@@ -297,7 +292,7 @@ class Planner:
             "change",
         )
 
-    def _cheapest(self, outlooks: Sequence[_Outlook], goal: float) -> tuple[Layout, bool]:
+    def _cheapest(self, outlooks: Sequence[Outlook], goal: float) -> tuple[Layout, bool]:
         """Return the smallest layout that meets the goal in all outlooks; else the best one, and False."""
         config, most = self._config, self._max_workers or 1
         low = config.min_prefill
@@ -314,32 +309,29 @@ class Planner:
         decode = max(decodes, key=lambda decode: met(most - decode, decode))
         return Layout(num_prefill=most - decode, num_decode=decode), False
 
-    def _met(self, outlooks: Sequence[_Outlook], num_prefill: int, num_decode: int) -> float:
+    def _met(self, outlooks: Sequence[Outlook], num_prefill: int, num_decode: int) -> float:
         if (met := self._known.get((num_prefill, num_decode))) is None:
             layout = Layout(num_prefill=num_prefill, num_decode=num_decode)
-            met = min(self._rehearse(each, layout).attainment for each in outlooks)
+            met = min(self._model.rehearse(each, layout).attainment for each in outlooks)
             self._known[num_prefill, num_decode] = met
         return met
 
-    def _rehearse(self, outlook: _Outlook, layout: Layout) -> LayoutPrediction:
-        return self._model.rehearse(outlook.demand, outlook.factors, WEIGHTS, layout, outlook.backlog)
-
-    def _confirm(self, target: Layout, later: _Outlook) -> tuple[Layout, LayoutPrediction]:
+    def _confirm(self, target: Layout, later: Outlook) -> tuple[Layout, LayoutPrediction]:
         """Rehearse the target; while it misses the goal that the model expects it to meet, add a worker."""
         most, prediction = self._max_workers or 1, None
         for _ in range(CONFIRMATIONS):
-            prediction = self._rehearser.rehearse(later.demand, later.factors, WEIGHTS, target, later.backlog)
+            prediction = self._rehearser.rehearse(later, target)
             if prediction is None or prediction.attainment >= self._config.attainment:
                 break
             if (
                 target.num_workers >= most
-                or self._rehearse(later, target).attainment < self._config.attainment
+                or self._model.rehearse(later, target).attainment < self._config.attainment
             ):
                 break
             prefill, decode = target.num_prefill, target.num_decode
             is_prefill = prediction.prefill_use > prediction.decode_use
             target = Layout(num_prefill=prefill + is_prefill, num_decode=decode + (not is_prefill))
-        return target, prediction or self._rehearse(later, target)
+        return target, prediction or self._model.rehearse(later, target)
 
     def _within_bounds(self, wanted: Layout, ordered: Layout) -> Layout:
         """Limit the workers that one plan changes. Workers that are added come before those removed."""
@@ -354,7 +346,7 @@ class Planner:
         num_decode = max(config.min_decode, num_decode + taken[1])
         return Layout(num_prefill=num_prefill, num_decode=num_decode)
 
-    def _actions(self, figures: Figures, target: Layout, now: _Outlook) -> Iterator[Action]:
+    def _actions(self, figures: Figures, target: Layout, now: Outlook) -> Iterator[Action]:
         """Yield the actions, the fastest first."""
         ordered = figures.ordered
         changes = {
@@ -375,16 +367,14 @@ class Planner:
             if change < 0:
                 yield Action(kind="remove", delay_s=0.0, role=role, number=-change)
 
-    def _easing(self, figures: Figures, target: Layout, now: _Outlook) -> Iterator[Action]:
+    def _easing(self, figures: Figures, target: Layout, now: Outlook) -> Iterator[Action]:
         """Yield what helps until added workers serve: the router takes these measures by itself."""
         ready = figures.ready
         if target.num_workers <= ready.num_workers or not ready.num_decode:
             return
 
         def reached(**measure: float) -> float:
-            return self._model.rehearse(
-                now.demand, now.factors, WEIGHTS, ready, now.backlog, **measure
-            ).attainment
+            return self._model.rehearse(now, ready, **measure).attainment
 
         least = reached() + EASING
         for kind, name, shares in EASINGS:
@@ -395,12 +385,12 @@ class Planner:
 
     # What the plan says.
 
-    def _predicted(self, plan: ScalingPlan, later: _Outlook) -> ScalingPlan:
+    def _predicted(self, plan: ScalingPlan, later: Outlook) -> ScalingPlan:
         """Add the predictions, and remember the plan for its score."""
-        prediction = plan.prediction or self._rehearse(later, plan.target)
+        prediction = plan.prediction or self._model.rehearse(later, plan.target)
         other = prediction
         if not _are_alike(plan.target, plan.inputs.ordered):
-            other = self._rehearse(later, plan.inputs.ordered)
+            other = self._model.rehearse(later, plan.inputs.ordered)
         plan = msgspec.structs.replace(
             plan, prediction=prediction, counterfactual=other, inputs=_with_outlook(plan.inputs, later)
         )
@@ -452,7 +442,7 @@ class Planner:
         return f"{self._name}-{self._num_plans}"
 
 
-def _with_outlook(inputs: PlanInputs, outlook: _Outlook) -> PlanInputs:
+def _with_outlook(inputs: PlanInputs, outlook: Outlook) -> PlanInputs:
     demand, total = outlook.demand, outlook.demand.total_rate
     by_stream = np.bincount(demand.stream, demand.rate, len(demand.streams))
     named = {"/".join(stream): float(by_stream[number]) for number, stream in enumerate(demand.streams)}

@@ -21,7 +21,7 @@ PORT = Address("127.0.0.1", 8000)
 
 
 class PeerGateway:
-    """A gateway sends this to the other gateways of its port."""
+    """The parts of a gateway that answer the other gateways of its port."""
 
     def __init__(self, name: str, key: bytes = KEY) -> None:
         self.peers = PeerGateways(KeyRing.of(key, Kind.GATEWAY))
