@@ -351,8 +351,8 @@ def _nixl_errors() -> Iterator[None]:
 #
 # 1. Each end of a pair has an engine. Engines find each other by address (P2PHANDSHAKE), without a server. An
 #    engine uses the RDMA cards of its host, or TCP where there is none or MC_FORCE_TCP is set.
-# 2. A record says that a payload is in its slot at the source. The destination reads the payload, and answers
-#    when the payload is in the pages. The source's slot is free again with the answer.
+# 2. The source sends the record of a batch when all its payloads are in their slots. The destination reads
+#    them, and answers when they are in the pages. The source's slots are free again with the answer.
 #
 # The destination reads, and the source does not write: over TCP, Mooncake calls a write done when the bytes
 # have left, and a record could overtake them. A read is done when the bytes are here.
@@ -414,6 +414,7 @@ class MooncakeChannel(OneSidedChannel):
         self._host = f"[{host}]" if ":" in host else host
         self._remote: PeerMemory
         self._remote_name = ""
+        self._held: _HeldRecord | None = None
         for payload in payloads:
             if engine.register_memory(payload.data_ptr(), len(payload)):
                 raise TransferFailed("mooncake: staging memory cannot be registered")
@@ -427,6 +428,14 @@ class MooncakeChannel(OneSidedChannel):
     def move_first_byte(self, rank: int, timeout_s: float) -> None:
         if rank != SOURCE:
             self.fetch_payload(0, 1, 0, timeout_s)
+
+    def send_record(self, batch: int, record: bytes, parts: Sequence[int]) -> None:
+        """Hold the record until its payloads are in their slots: the destination reads them at once."""
+        self._held = _HeldRecord(batch, record, parts)
+
+    def end_batch(self) -> None:
+        assert self._held is not None
+        super().send_record(*self._held)
 
     def fetch_payload(self, part: int, num_bytes: int, lane: int, timeout_s: float) -> Tensor:
         payload, address = self.payload(part, num_bytes), self._remote.addresses[part % NUM_SLOTS]

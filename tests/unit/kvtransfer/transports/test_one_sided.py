@@ -2,6 +2,7 @@
 
 import os
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import cast
 
@@ -100,6 +101,38 @@ def test_records_payloads_and_answers_arrive_in_order(name: str) -> None:
                 destination.post_payload(part + NUM_SLOTS)
             destination.answer(batch, bytes([100 + batch]) * BATCH_ANSWER_BYTES, 5.0)
             assert answer.result() == bytes([100 + batch]) * BATCH_ANSWER_BYTES
+    source.close()
+    destination.close()
+
+
+@EACH
+def test_no_payload_is_taken_before_it_is_in_its_slot(name: str) -> None:
+    store, parts = new_store(), range(2)
+    destination, source = open_pair(name, store)
+    connect(store, destination, source)
+    for number in range(NUM_SLOTS):
+        destination.post_record(number)
+        destination.post_payload(number)
+
+    def receive() -> list[bool]:
+        destination.receive_record(0)
+        return [
+            bool((destination.fetch_payload(part, PAYLOAD_BYTES, 0, 5.0) == part + 1).all()) for part in parts
+        ]
+
+    with ThreadPoolExecutor(1) as receiving:
+        received = receiving.submit(receive)
+        source.send_record(0, bytes(BATCH_BYTES), parts)
+        for part in parts:
+            time.sleep(0.1)  # in which a destination that knew of the part would take it
+            source.payload(part, PAYLOAD_BYTES).fill_(part + 1)
+            source.send_payload(part, PAYLOAD_BYTES, 0)
+        source.end_batch()
+        with ThreadPoolExecutor(1) as answers:
+            answer = answers.submit(source.receive_answer, 0, parts, 5.0)
+            assert received.result() == [True, True]
+            destination.answer(0, bytes(BATCH_ANSWER_BYTES), 5.0)
+            answer.result()
     source.close()
     destination.close()
 
