@@ -6,6 +6,7 @@ key the nearest known one.
 
 import ast
 import difflib
+import importlib
 import inspect
 import re
 import textwrap
@@ -97,6 +98,29 @@ def known_keys(struct_type: type[msgspec.Struct], prefix: str = "") -> list[str]
     own = [_join(prefix, field.name) for field in fields]
     nested = [known_keys(field.type, _join(prefix, field.name)) for field in fields if _is_struct(field.type)]
     return own + [key for keys in nested for key in keys]
+
+
+def import_class(setting: str, name: str, protocol: type, known: Collection[str]) -> Any:
+    """Return the class that `package.module:Class` names, as the value of a setting.
+
+    Raises ConfigError when the class cannot be imported or lacks a member of the protocol; for a name without
+    a module, with the `known` names and the nearest of them.
+    """
+    module, colon, attribute = name.partition(":")
+    if not colon:
+        near = difflib.get_close_matches(name, known, 1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        expected = f"expected one of {', '.join(known)} or package.module:Class"
+        raise ConfigError(f"{setting}: {expected}, got {name!r}{hint}")
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"{setting}: {name!r} cannot be imported: {error}") from error
+    members = [each for each in (*vars(protocol), *protocol.__annotations__) if not each.startswith("_")]
+    missing = [each for each in members if not hasattr(found, each)]
+    if missing:
+        raise ConfigError(f"{setting}: {name!r} is no {protocol.__name__}: it lacks {', '.join(missing)}")
+    return found
 
 
 def leaves(struct_type: type[msgspec.Struct], prefix: str = "") -> dict[str, msgspec.structs.FieldInfo]:
