@@ -91,30 +91,6 @@ def decode_answers(
     return tuple(WriteOutcome(each) for each in plain)
 
 
-def encode_header(key: bytes, number: int, header: PartHeader) -> bytes:
-    """Return the record of one part: HEADER_BYTES bytes."""
-    return encode_headers(key, number, (header,))
-
-
-def decode_header(key: bytes, number: int, record: bytes | bytearray) -> PartHeader:
-    """Return the part of a record of one part; see `decode_headers`."""
-    _check(len(record) == HEADER_BYTES, "length")
-    (header,) = decode_headers(key, number, record)
-    return header
-
-
-def encode_answer(key: bytes, number: int, outcome: WriteOutcome) -> bytes:
-    """Return the answer to one part: ANSWER_BYTES bytes."""
-    return encode_answers(key, number, (outcome,))
-
-
-def decode_answer(key: bytes, number: int, record: bytes | bytearray) -> WriteOutcome:
-    """Return the answer to part `number` of the stream, WireError for any other."""
-    _check(len(record) == ANSWER_BYTES, "length")
-    (outcome,) = decode_answers(key, number, record, 1)
-    return outcome
-
-
 def _opened(
     key: bytes, number: int, record: bytes | bytearray, magic: bytes, part_bytes: int, name: str
 ) -> tuple[bytes | bytearray, int]:

@@ -44,10 +44,10 @@ from baton.kvtransfer.transports.records import (
     MAX_PART_BYTES,
     PartHeader,
     WriteOutcome,
-    decode_answer,
-    decode_header,
-    encode_answer,
-    encode_header,
+    decode_answers,
+    decode_headers,
+    encode_answers,
+    encode_headers,
     stream_key,
 )
 from baton.rpc.auth import Role
@@ -285,7 +285,7 @@ class _SendStream:
         try:
             offset_N = transfer.plan.source.offsets(part.first, part.stop, transfer.source_pages)
             header = PartHeader(transfer.id, transfer.epoch, part.first, part.stop, part.num_bytes)
-            self._header.raw = encode_header(self._key, self._num_sent, header)
+            self._header.raw = encode_headers(self._key, self._num_sent, (header,))
             places = self._pages.outgoing(transfer.plan, offset_N, self._header)
             gather_s = self._clock.now_s() - begun_s
             self._sending = transfer.id
@@ -304,7 +304,7 @@ class _SendStream:
 
     def _read_answer(self) -> None:
         record = self._open_socket().receive_record(ANSWER_BYTES)
-        outcome = decode_answer(self._key, self._num_answered, record)
+        (outcome,) = decode_answers(self._key, self._num_answered, record, 1)
         self._num_answered += 1
         answered = self._unanswered.popleft()
         if outcome == WriteOutcome.WRITTEN:
@@ -401,7 +401,8 @@ class ReceiveStream:
         """Receive parts until the source closes the stream, which is no error between parts."""
         while (record := self._socket.next_record(HEADER_BYTES)) is not None:
             try:
-                self._receive_part(decode_header(self._key, self._num_parts, record))
+                (header,) = decode_headers(self._key, self._num_parts, record)
+                self._receive_part(header)
             except WireError as error:
                 self._rank.dropped.add(error.reason)
                 raise
@@ -445,5 +446,5 @@ class ReceiveStream:
             num_bytes -= step
 
     def _answer(self, outcome: WriteOutcome) -> None:
-        self._socket.send_record(encode_answer(self._key, self._num_parts, outcome))
+        self._socket.send_record(encode_answers(self._key, self._num_parts, (outcome,)))
         self._num_parts += 1

@@ -12,13 +12,9 @@ from baton.kvtransfer.transports.records import (
     MAX_BATCH,
     PartHeader,
     WriteOutcome,
-    decode_answer,
     decode_answers,
-    decode_header,
     decode_headers,
-    encode_answer,
     encode_answers,
-    encode_header,
     encode_headers,
     stream_key,
 )
@@ -31,17 +27,17 @@ KEY = stream_key(b"session")
 def test_repeated_or_missing_record_is_found(number: int) -> None:
     header = PartHeader(b"a" * 16, 1, 0, 1, 8)
     with pytest.raises(WireError):
-        decode_header(KEY, number, encode_header(KEY, 5, header))
+        decode_headers(KEY, number, encode_headers(KEY, 5, [header]))
     with pytest.raises(WireError):
-        decode_answer(KEY, number, encode_answer(KEY, 5, WriteOutcome.WRITTEN))
+        decode_answers(KEY, number, encode_answers(KEY, 5, [WriteOutcome.WRITTEN]), 1)
 
 
 @given(outcome=st.sampled_from(WriteOutcome), place=st.integers(0, ANSWER_BYTES * 8 - 1))
 def test_one_flipped_bit_of_an_answer_is_found(outcome: WriteOutcome, place: int) -> None:
-    record = bytearray(encode_answer(KEY, 5, outcome))
+    record = bytearray(encode_answers(KEY, 5, [outcome]))
     record[place // 8] ^= 1 << place % 8
     with pytest.raises(WireError):
-        decode_answer(KEY, 5, record)
+        decode_answers(KEY, 5, record, 1)
 
 
 @given(
@@ -52,10 +48,10 @@ def test_only_the_answer_that_is_due_is_taken_though_others_have_the_key(
 ) -> None:
     record = sealed(KEY, ANSWER.pack(magic, number, 1, outcome))
     if (magic, number) == (b"BKA2", 5) and outcome < len(WriteOutcome):
-        assert decode_answer(KEY, 5, record) == outcome
+        assert decode_answers(KEY, 5, record, 1) == (outcome,)
     else:
         with pytest.raises(WireError, match="wrong answer"):
-            decode_answer(KEY, 5, record)
+            decode_answers(KEY, 5, record, 1)
 
 
 @pytest.mark.parametrize("num_parts", range(1, MAX_BATCH + 1))

@@ -21,9 +21,9 @@ from baton.kvtransfer.transports.records import (
     ANSWER_BYTES,
     PartHeader,
     WriteOutcome,
-    decode_answer,
-    encode_answer,
-    encode_header,
+    decode_answers,
+    encode_answers,
+    encode_headers,
     stream_key,
 )
 from baton.kvtransfer.transports.tcp import TcpReceiver, TcpSender, TcpSettings
@@ -88,7 +88,7 @@ def answer_noise(stream: socket.socket, _: bytes) -> None:
 
 def answer_out_of_turn(stream: socket.socket, key: bytes) -> None:
     receive_part(stream)
-    stream.sendall(encode_answer(key, 1, WriteOutcome.WRITTEN))
+    stream.sendall(encode_answers(key, 1, [WriteOutcome.WRITTEN]))
     stream.recv(1)
 
 
@@ -223,13 +223,14 @@ class Stream:
         self.num_sent = self.num_answered = 0
 
     def send(self, header: PartHeader, body: bytes) -> None:
-        self.socket.send_record(encode_header(self.key, self.num_sent, header) + body)
+        self.socket.send_record(encode_headers(self.key, self.num_sent, [header]) + body)
         self.num_sent += 1
 
     def answer(self) -> WriteOutcome:
         record = self.socket.receive_record(ANSWER_BYTES)
         self.num_answered += 1
-        return decode_answer(self.key, self.num_answered - 1, record)
+        (outcome,) = decode_answers(self.key, self.num_answered - 1, record, 1)
+        return outcome
 
     def is_dropped(self) -> bool:
         try:
