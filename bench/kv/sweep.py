@@ -25,7 +25,7 @@ from baton.bench.kv.limits import (
 from baton.bench.report import Plot, Row, at_least
 from baton.kernels.huge_pages import huge_zeros
 from baton.kernels.pages import copy_runs
-from baton.kvtransfer.protocol.timeline import TransferTimes
+from baton.kvtransfer.protocol.handoff import TransferTimes
 from baton.kvtransfer.protocol.transfer_plan import plan_transfer
 
 MEBIBYTE: Final = 2**20

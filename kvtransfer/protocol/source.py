@@ -46,6 +46,7 @@ from baton.kvtransfer.protocol.handoff import (
     Owner,
     PageLedger,
     Send,
+    Timeline,
 )
 from baton.kvtransfer.protocol.messages import (
     DIGEST_BYTES,
@@ -62,7 +63,6 @@ from baton.kvtransfer.protocol.messages import (
     Verified,
     Wrote,
 )
-from baton.kvtransfer.protocol.timeline import Timeline
 from baton.kvtransfer.ranks.messages import (
     PushEnded,
     PushUnits,

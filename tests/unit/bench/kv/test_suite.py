@@ -13,7 +13,7 @@ from baton.bench.kv import limits, suite
 from baton.bench.kv.limits import Rival, scattered_moves
 from baton.bench.kv.sweep import Point, rival_rows, sweep_rows
 from baton.bench.report import Row
-from baton.kvtransfer.protocol.timeline import TransferTimes
+from baton.kvtransfer.protocol.handoff import TransferTimes
 from baton.pages import PageLayout
 
 LITTLE = 2**22
