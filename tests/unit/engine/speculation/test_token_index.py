@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.engine.scheduler.sequence import Sequence
-from baton.engine.speculation import token_index
-from baton.engine.speculation.token_index import EarlierAnswers, Match, TokenIndex
+from baton.engine.speculation import lookup
+from baton.engine.speculation.lookup import EarlierAnswers, Match, TokenIndex
 from tests.batches import make_sequence
 
 texts = st.lists(st.integers(0, 2), max_size=40)
@@ -44,7 +44,7 @@ def expected_is_old(known: list[int], shortest: int) -> bool:
     """More places end in the same tokens than are compared."""
     last = known[-shortest:]
     places = [end for end in range(shortest, len(known)) if known[end - shortest : end] == last]
-    return len(places) > token_index.MAX_CANDIDATES
+    return len(places) > lookup.MAX_CANDIDATES
 
 
 def check(match: Match, latest: list[int]) -> None:
@@ -91,8 +91,8 @@ def test_answers_are_found_by_their_own_tenant_alone() -> None:
 
 
 def test_answers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(token_index, "MAX_TENANT_TOKENS", 64)
-    monkeypatch.setattr(token_index, "MAX_TOKENS", 100)
+    monkeypatch.setattr(lookup, "MAX_TENANT_TOKENS", 64)
+    monkeypatch.setattr(lookup, "MAX_TOKENS", 100)
     earlier = EarlierAnswers(2, 4)
     for number in range(200):
         earlier.add(answered([0], list(range(number, number + 30)), f"tenant-{number // 40}"))
