@@ -26,43 +26,12 @@ from baton.kernels.attention_tile import (
     tile_rows,
 )
 from baton.kernels.store_kv import check_paged_kv, dense_attention, dense_kv
-from baton.kernels.triton_import import jit, kernel, runs_triton, tl, triton
+from baton.kernels.triton_import import jit, kernel, tl, triton
 
 LOG2_E = math.log2(math.e)
 # An estimate; no GPU has measured it: sixteen programs in turn on each of the 132 multiprocessors of an H100
 # or H200. More turns shrink the cost of a part-filled last one and of the longest sequence.
 TARGET_PROGRAMS: Final = 2112
-
-
-def paged_attention_decode(
-    query_BHD: Tensor,
-    kv_pages: Tensor,
-    page_table_BP: Tensor,
-    context_lens_B: Tensor,
-    *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks_H: Tensor | None = None,
-) -> Tensor:
-    """Attention of each sequence's newest token over its context; returns a new [B, H, D].
-
-    query_BHD: strides over sequences and heads are free. kv_pages: one layer, [P, 2, K, S, D].
-    page_table_BP: int32; entries past the context are never followed. context_lens_B: int32, the
-    newest token included; 0 (padding) gives zeros. window: the query at p sees keys in (p - window, p].
-    softcap, sinks_H: as of `ragged_attention`.
-    """
-    attend = paged_attention_decode_triton if runs_triton(query_BHD) else paged_attention_decode_reference
-    return attend(
-        query_BHD,
-        kv_pages,
-        page_table_BP,
-        context_lens_B,
-        scale=scale,
-        window=window,
-        softcap=softcap,
-        sinks_H=sinks_H,
-    )
 
 
 @jit
@@ -206,8 +175,12 @@ def paged_attention_decode_triton(
     arrivals: Tensor | None = None,
     out_BHD: Tensor | None = None,
 ) -> Tensor:
-    """`paged_attention_decode` on a GPU, into out_BHD if given.
+    """Attention of each sequence's newest token over its context; returns [B, H, D], out_BHD if given.
 
+    query_BHD: strides over sequences and heads are free. kv_pages: one layer, [P, 2, K, S, D].
+    page_table_BP: int32; entries past the context are never followed. context_lens_B: int32, the
+    newest token included; 0 (padding) gives zeros. window: the query at p sees keys in (p - window, p].
+    softcap, sinks_H: as of `ragged_attention`.
     arrivals: int32 zeros, B * K at least, which are zeros again afterwards; made anew by default.
     """
     check_paged_kv(query_BHD, kv_pages, page_table_BP, context_lens_B, window)
@@ -282,7 +255,7 @@ def paged_attention_decode_reference(
     softcap: float | None = None,
     sinks_H: Tensor | None = None,
 ) -> Tensor:
-    """`paged_attention_decode` in plain torch."""
+    """`paged_attention_decode_triton` in plain torch."""
     out_BHD = torch.zeros(query_BHD.shape, dtype=query_BHD.dtype, device=query_BHD.device)
     for sequence, context_len in enumerate(context_lens_B.tolist()):
         if context_len == 0:

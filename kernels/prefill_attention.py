@@ -22,56 +22,7 @@ from baton.kernels.attention_tile import (
 )
 from baton.kernels.paged_attention import LOG2_E
 from baton.kernels.store_kv import check_paged_kv, dense_attention, dense_kv
-from baton.kernels.triton_import import kernel, runs_triton, tl, triton
-
-
-def prefill_attention(
-    query_THD: Tensor,
-    kv_pages: Tensor,
-    page_table_BP: Tensor,
-    cu_seqlens_q_B1: Tensor,
-    context_lens_B: Tensor,
-    *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks_H: Tensor | None = None,
-    max_seqlen_q: int,
-) -> Tensor:
-    """Causal attention of every new token over its sequence; returns a new [T, H, D].
-
-    query_THD: the new tokens of all sequences end to end; strides over tokens and heads are free.
-    kv_pages: one layer, [P, 2, K, S, D]; the keys of the new tokens are already stored.
-    cu_seqlens_q_B1: int32 [B + 1]; sequence b owns the tokens [cu[b], cu[b + 1]), possibly none.
-    context_lens_B: int32, new tokens included, so token i of sequence b sits at position
-    `context_lens[b] - (cu[b + 1] - cu[b]) + i`. window: the query at p sees keys in (p - window, p].
-    max_seqlen_q: an upper bound of the new tokens of one sequence. softcap, sinks_H: as of
-    `ragged_attention`.
-    """
-    if runs_triton(query_THD):
-        return prefill_attention_triton(
-            query_THD,
-            kv_pages,
-            page_table_BP,
-            cu_seqlens_q_B1,
-            context_lens_B,
-            scale=scale,
-            window=window,
-            softcap=softcap,
-            sinks_H=sinks_H,
-            max_seqlen_q=max_seqlen_q,
-        )
-    return prefill_attention_reference(
-        query_THD,
-        kv_pages,
-        page_table_BP,
-        cu_seqlens_q_B1,
-        context_lens_B,
-        scale=scale,
-        window=window,
-        softcap=softcap,
-        sinks_H=sinks_H,
-    )
+from baton.kernels.triton_import import kernel, tl, triton
 
 
 @kernel(varying=("num_sequences", "page_table_stride"))
@@ -199,7 +150,16 @@ def prefill_attention_triton(
     max_seqlen_q: int,
     out_THD: Tensor | None = None,
 ) -> Tensor:
-    """`prefill_attention` on a GPU, into out_THD if given."""
+    """Causal attention of every new token over its sequence; returns [T, H, D], out_THD if given.
+
+    query_THD: the new tokens of all sequences end to end; strides over tokens and heads are free.
+    kv_pages: one layer, [P, 2, K, S, D]; the keys of the new tokens are already stored.
+    cu_seqlens_q_B1: int32 [B + 1]; sequence b owns the tokens [cu[b], cu[b + 1]), possibly none.
+    context_lens_B: int32, new tokens included, so token i of sequence b sits at position
+    `context_lens[b] - (cu[b + 1] - cu[b]) + i`. window: the query at p sees keys in (p - window, p].
+    max_seqlen_q: an upper bound of the new tokens of one sequence. softcap, sinks_H: as of
+    `ragged_attention`.
+    """
     check_paged_kv(query_THD, kv_pages, page_table_BP, context_lens_B, window)
     _check_cu_seqlens(cu_seqlens_q_B1, context_lens_B)
     num_tokens, num_heads, head_dim = query_THD.shape
@@ -276,7 +236,7 @@ def prefill_attention_reference(
     softcap: float | None = None,
     sinks_H: Tensor | None = None,
 ) -> Tensor:
-    """`prefill_attention` in plain torch, one sequence at a time."""
+    """`prefill_attention_triton` in plain torch, one sequence at a time."""
     out_THD = torch.empty(query_THD.shape, dtype=query_THD.dtype, device=query_THD.device)
     bounds = cu_seqlens_q_B1.tolist()
     for sequence, context_len in enumerate(context_lens_B.tolist()):

@@ -44,10 +44,10 @@ from baton.kernels.linear import NUM_MULTIPROCESSORS
 from baton.kernels.paged_attention import (
     TARGET_PROGRAMS,
     decode_programs,
-    paged_attention_decode,
     paged_attention_decode_reference,
 )
-from baton.kernels.prefill_attention import prefill_attention, prefill_attention_reference
+from baton.kernels.prefill_attention import prefill_attention_reference
+from baton.kernels.ragged_attention import RaggedBatch, ragged_attention
 from baton.kernels.triton_import import (
     SHARED_MEMORY_BYTES,
     Kernel,
@@ -400,9 +400,22 @@ def _paged_kv(session: Session, lengths: list[int], page_size: int) -> PagedKv:
 
 
 def _decode(query_BHD: Tensor, kv: PagedKv, layer: int) -> Callable[[], Tensor]:
-    scale = query_BHD.shape[2] ** -0.5
-    arguments = (query_BHD, kv.pool[:, layer], kv.page_table, kv.context_lens)
-    return partial(paged_attention_decode, *arguments, scale=scale)
+    starts = torch.arange(len(query_BHD) + 1, dtype=torch.int32, device=query_BHD.device)
+    return _attend(query_BHD, kv, layer, starts, num_decodes=len(query_BHD), max_seqlen_q=1)
+
+
+def _attend(
+    query_THD: Tensor, kv: PagedKv, layer: int, starts: Tensor, *, num_decodes: int, max_seqlen_q: int
+) -> Callable[[], Tensor]:
+    batch = RaggedBatch(
+        cu_seqlens_B1=starts,
+        context_lens_B=kv.context_lens,
+        page_table_BP=kv.page_table,
+        num_decodes=num_decodes,
+        max_seqlen_q=max_seqlen_q,
+    )
+    scale = query_THD.shape[2] ** -0.5
+    return partial(ragged_attention, query_THD, kv.pool[:, layer], batch, scale=scale)
 
 
 def _check_decode(query_BHD: Tensor, kv: PagedKv) -> None:
@@ -416,16 +429,8 @@ def _check_decode(query_BHD: Tensor, kv: PagedKv) -> None:
 
 
 def _prefill(query_THD: Tensor, kv: PagedKv, layer: int) -> Callable[[], Tensor]:
-    return partial(
-        prefill_attention,
-        query_THD,
-        kv.pool[:, layer],
-        kv.page_table,
-        torch.tensor([0, len(query_THD)], dtype=torch.int32, device=query_THD.device),
-        kv.context_lens,
-        scale=query_THD.shape[2] ** -0.5,
-        max_seqlen_q=len(query_THD),
-    )
+    starts = torch.tensor([0, len(query_THD)], dtype=torch.int32, device=query_THD.device)
+    return _attend(query_THD, kv, layer, starts, num_decodes=0, max_seqlen_q=len(query_THD))
 
 
 def _check_prefill(query_THD: Tensor, kv: PagedKv) -> None:

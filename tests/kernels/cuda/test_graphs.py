@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from baton.kernels.paged_attention import paged_attention_decode, paged_attention_decode_reference
+from baton.kernels.paged_attention import paged_attention_decode_reference, paged_attention_decode_triton
 from baton.kernels.sample import sample, sample_reference
 from tests.kernels.attention_cases import Shape, paged_kv
 from tests.kernels.outcomes import normal
@@ -20,7 +20,7 @@ def test_one_graph_of_decode_attention_serves_any_context_lengths(window: int | 
     query = normal(3, shape.num_heads, shape.head_dim, dtype=torch.bfloat16, device=device)
 
     def decode() -> torch.Tensor:
-        return paged_attention_decode(
+        return paged_attention_decode_triton(
             query, kv.pages, kv.page_table, kv.context_lens, scale=shape.scale, window=window
         )
 

@@ -221,7 +221,7 @@ def test_wrong_kernel_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     def zeros(query_BHD: torch.Tensor, *arguments: object, **settings: object) -> torch.Tensor:
         return torch.zeros_like(query_BHD)
 
-    monkeypatch.setattr(kernels, "paged_attention_decode", zeros)
+    monkeypatch.setattr(kernels, "ragged_attention", zeros)
     with pytest.raises(WrongResult, match="decode kernel: relative error"):
         next(kernels.decode_kernel(Session(CPU, TOY)))
 
