@@ -1,4 +1,4 @@
-"""An agent whose pages a test can look at, in its own process; see kvtransfer/ranks/ranks.py."""
+"""An agent whose pages a test can look at, in its own process; see kvtransfer/ranks/agent.py."""
 
 import json
 import socket
@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from baton.config.engine import RankSidecar
+from baton.kvtransfer.ranks.agent import RankAgent
 from baton.kvtransfer.ranks.executor import CompletedSteps
-from baton.kvtransfer.ranks.ranks import RankAgent
 
 FACTORY = "tests.watched_agent:WatchedAgent"
 

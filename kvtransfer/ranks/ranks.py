@@ -1,5 +1,5 @@
-"""The ranks of one replica. Rank 0 gives the commands; in the process of every other rank an agent carries
-them out.
+"""The ranks of one replica. Rank 0 gives the commands; in the process of every other rank an agent
+(kvtransfer/ranks/agent.py) carries them out.
 
 The life of a remote rank:
 
@@ -26,22 +26,19 @@ import secrets
 import socket
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
-from queue import SimpleQueue
 from typing import Final, NamedTuple, TypeAlias
 
 import msgspec
-import torch
-from torch import Tensor
 
-from baton.clock import Clock, SystemClock
+from baton.clock import Clock
 from baton.config.engine import RankSidecar
 from baton.errors import BatonError, ConfigError, WireError, WorkerLost
 from baton.kvtransfer.links import Link
-from baton.kvtransfer.protocol.messages import ID_BYTES, ListenerAddresses, PeerRank, RankListenerAddresses
+from baton.kvtransfer.protocol.messages import ListenerAddresses, PeerRank, RankListenerAddresses
 from baton.kvtransfer.protocol.transfer_plan import shards_of
-from baton.kvtransfer.ranks.executor import CompletedSteps, Emit, RankExecutor
+from baton.kvtransfer.ranks.executor import Emit, RankExecutor
 from baton.kvtransfer.ranks.messages import (
     RANK_SCHEMA,
     AgentHello,
@@ -59,24 +56,21 @@ from baton.kvtransfer.ranks.messages import (
     StopAll,
     StopShard,
     TellCounts,
-    ToAgent,
     ToRankZero,
     UseKeys,
     WriterStopped,
-    decode_for_agent,
     decode_for_rank_zero,
     encode,
 )
 from baton.kvtransfer.transports.listener import Listener, listen_on_host
-from baton.kvtransfer.transports.pages import SharedPool
 from baton.kvtransfer.transports.process_watch import ProcessWatch, peer_process
 from baton.kvtransfer.transports.receive_registration import ReceiveRegistrations
-from baton.kvtransfer.transports.registry import transport_set
 from baton.rpc.auth import Generations as KeyGenerations
 from baton.rpc.auth import Role
-from baton.rpc.connection import Call, Connection, DroppedPeers, MessageStream, Post
+from baton.rpc.connection import Connection, DroppedPeers, MessageStream, Post
 
 logger = logging.getLogger(__name__)
+AGENT: Final = "baton.kvtransfer.ranks.agent:RankAgent"
 CONNECT_S: Final = 30.0  # for an agent; rank 0 may be busy with its own part of a large model
 AGENTS_TIMEOUT_S: Final = 60.0  # for all agents to connect; a loaded engine has started them all
 # Listeners of a GPU's pool take a while: staging memory, the first CUDA call of a thread.
@@ -214,7 +208,7 @@ class RankAgents:
     def sidecar(self) -> RankSidecar:
         """The argument for `load_engine`."""
         arguments = AgentArguments(address=self._address, secret=self._secret)
-        return RankSidecar(factory=f"{__name__}:RankAgent", arguments=msgspec.json.encode(arguments).decode())
+        return RankSidecar(factory=AGENT, arguments=msgspec.json.encode(arguments).decode())
 
     def set_up(self, settings: RankSettings, timeout_s: float = AGENTS_TIMEOUT_S) -> list[RemoteRank]:
         """Return every other rank, in order, ready for commands. settings: those of rank 0.
@@ -395,112 +389,3 @@ class Ranks:
     def _perform_all(self, command: Command) -> None:
         for executor in self._executors:
             executor.perform(command)
-
-
-# In the process of a rank that is not rank 0.
-
-
-class RankAgent:
-    """A thread beside a rank's steps that moves the rank's pages: the sidecar of a TP worker."""
-
-    def __init__(self, arguments: str) -> None:
-        """arguments: AgentArguments as JSON."""
-        self._arguments = msgspec.json.decode(arguments, type=AgentArguments)
-        self._shared: SharedPool | None = None
-        self._inbox: SimpleQueue[Call] = SimpleQueue()
-        self._dropped = DroppedPeers()
-        self._pool: Tensor
-        self._steps: CompletedSteps | None = None
-        self._stream: MessageStream[ToAgent] | None = None
-        self._thread: threading.Thread | None = None
-        self._executor: RankExecutor | None = None
-        self._is_over = False
-
-    def zeros_on_cpu(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Memory for the pool that sources on this host can map."""
-        self._shared = SharedPool()
-        return self._shared.zeros(shape, dtype)
-
-    def start(self, rank: int, pool: Tensor, steps: CompletedSteps | None = None) -> None:
-        """Connect to rank 0, at the address in the arguments. steps: those of the rank, which write the pool.
-
-        WorkerLost, WireError or PeerGone when rank 0 cannot be reached.
-        """
-        self._pool = pool
-        self._steps = steps
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            sock.settimeout(CONNECT_S)
-            sock.connect(self._arguments.address)
-        except OSError as error:
-            sock.close()
-            raise WorkerLost(f"rank 0 cannot be reached: {error}") from error
-        connection = Connection(
-            sock, self._arguments.secret, Role.CONNECTING, dropped=self._dropped, schema=RANK_SCHEMA
-        )
-        connection.handshake(CONNECT_S)
-        connection.send(encode(AgentHello(rank=rank)))
-        self._stream = MessageStream(connection, decode_for_agent, "kv-rank-0")
-        self._stream.start(self._inbox.put, self._perform, self._end)
-        self._thread = threading.Thread(target=self._run, name="kv-agent", daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        """Stop the agent. After the return, no page of this rank moves."""
-        if self._stream is not None and self._thread is not None:
-            self._stream.close()  # ends the thread
-            self._thread.join()
-        if self._shared is not None:
-            self._shared.close()
-
-    def _run(self) -> None:
-        try:
-            if self._pool.is_cuda:
-                torch.cuda.set_device(self._pool.device)
-            while not self._is_over:
-                self._inbox.get()()
-        except Exception:
-            logger.exception("the agent of a rank has failed")
-        finally:
-            if self._stream is not None:
-                self._stream.close()
-            if self._executor is not None:
-                self._executor.close()
-
-    def _perform(self, message: ToAgent) -> None:
-        if isinstance(message, SetUp):
-            self._set_up(message.settings)
-            return
-        if self._executor is None:
-            raise WireError(f"{type(message).__name__} came before SetUp", reason="order")
-        if isinstance(message, StopAll):
-            self._executor.stop()
-            self._send(AllStopped())
-        elif isinstance(message, TellCounts):
-            self._send(Counted(counts=self._executor.counts()))
-        else:
-            self._executor.perform(message)
-
-    def _set_up(self, settings: RankSettings) -> None:
-        if self._executor is not None:
-            raise WireError("SetUp came twice", reason="order")
-        self._executor = RankExecutor(
-            settings,
-            self._pool,
-            self._shared,
-            secrets.token_bytes(ID_BYTES),
-            transport_set(settings.transport),
-            self._inbox.put,
-            self._send,
-            clock=SystemClock(),
-            dropped=self._dropped,
-            steps=self._steps,
-        )
-        self._send(Ready(listeners=self._executor.listeners))
-
-    def _send(self, message: ToRankZero) -> None:
-        assert self._stream is not None
-        self._stream.send(encode(message))
-
-    def _end(self) -> None:
-        self._is_over = True
