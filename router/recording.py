@@ -49,11 +49,9 @@ from baton.messages.operations import (
     Undrain,
     WatchWorkers,
 )
-from baton.messages.workers import Worker
 from baton.request import AttemptKey, Request, SamplingParams
 from baton.router.checkpoint import KEPT_SAMPLING, save
-from baton.router.index.prefix_index import PrefixIndex, first_halves
-from baton.router.index.table import Keys
+from baton.router.index.prefix_index import IndexChange, first_halves
 from baton.router.policies.base import RoutingChoice
 from baton.router.policies.candidates import PairCandidate
 from baton.router.redis.messages import SharedDispatch, SharedEnded, SharedStarted
@@ -107,34 +105,6 @@ class Linked(Event, frozen=True):
 
 class Logs(Event, frozen=True):
     """The router writes a decision log from now on."""
-
-
-class IndexJoined(Event, frozen=True, kw_only=True):
-    """Another router's worker enters the index."""
-
-    worker: Worker
-
-
-class IndexForgotten(Event, frozen=True, kw_only=True):
-    """Another router's worker leaves the index."""
-
-    worker: str
-
-
-class IndexEvents(Event, frozen=True, kw_only=True):
-    """Events of another router's worker."""
-
-    worker: str
-    events: KvEventBatch
-
-
-class IndexRestored(Event, frozen=True, kw_only=True):
-    """All pages of another router's worker: keys and values of eight bytes each."""
-
-    worker: str
-    next_number: int
-    keys: bytes
-    values: bytes
 
 
 class Submitted(Event, frozen=True, kw_only=True):
@@ -243,10 +213,7 @@ Record: TypeAlias = (
     | WorkTurn
     | Linked
     | Logs
-    | IndexJoined
-    | IndexForgotten
-    | IndexEvents
-    | IndexRestored
+    | IndexChange
     | Submitted
     | PromptPages
     | Decided
@@ -520,45 +487,3 @@ _PACKERS: Final[dict[type, Callable[[Any], Record]]] = {
     Submit: Submitted.of,
     Heartbeat: _beat,
 }
-
-
-class RecordedIndex:
-    """The prefix index as the link to Redis sees it: each change by the link is an input of the router."""
-
-    def __init__(self, index: PrefixIndex, begin: Callable[[Input], None]) -> None:
-        """begin: called with the input before each change."""
-        self._index = index
-        self._begin = begin
-
-    def join(self, worker: Worker) -> None:
-        """See `PrefixIndex.join`."""
-        self._begin(IndexJoined(worker=worker))
-        self._index.join(worker)
-
-    def forget(self, worker_id: str) -> None:
-        """See `PrefixIndex.forget`."""
-        self._begin(IndexForgotten(worker=worker_id))
-        self._index.forget(worker_id)
-
-    def apply(self, worker_id: str, events: KvEventBatch) -> bool:
-        """See `PrefixIndex.apply`."""
-        self._begin(IndexEvents(worker=worker_id, events=events))
-        return self._index.apply(worker_id, events)
-
-    def restore(self, worker_id: str, next_number: int, keys: Keys, values: Keys) -> None:
-        """See `PrefixIndex.restore`."""
-        bodies = {"keys": keys.tobytes(), "values": values.tobytes()}
-        self._begin(IndexRestored(worker=worker_id, next_number=next_number, **bodies))
-        self._index.restore(worker_id, next_number, keys, values)
-
-    def is_known(self, worker_id: str) -> bool:
-        """See `PrefixIndex.is_known`."""
-        return self._index.is_known(worker_id)
-
-    def next_number(self, worker_id: str) -> int | None:
-        """See `PrefixIndex.next_number`."""
-        return self._index.next_number(worker_id)
-
-    def export(self, worker_id: str) -> tuple[Keys, Keys]:
-        """See `PrefixIndex.export`."""
-        return self._index.export(worker_id)

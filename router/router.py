@@ -78,7 +78,7 @@ from baton.router.cluster_state import ClusterState, SharingLink
 from baton.router.decisions import DecisionLog
 from baton.router.dispatcher import Dispatcher, GatewayPeer
 from baton.router.in_flight import InFlight
-from baton.router.index.prefix_index import MAX_PAGES, PrefixIndex, SharedIndex
+from baton.router.index.prefix_index import MAX_PAGES, IndexChange, PrefixIndex
 from baton.router.membership import BEAT_TIMEOUT_S, Member, Membership, Removed
 from baton.router.pairing import Pairing
 from baton.router.policies.base import PolicyContext
@@ -91,7 +91,6 @@ from baton.router.recording import (
     Left,
     Linked,
     Logs,
-    RecordedIndex,
     Recording,
     Tick,
     WorkTurn,
@@ -232,10 +231,10 @@ class Router:
         self._begin(Logs())
         self.cluster_state.log_to(write)
 
-    @property
-    def shared_index(self) -> SharedIndex:
-        """The prefix index, for the link that writes other routers' workers into it."""
-        return RecordedIndex(self.cluster_state.index, self._begin)
+    def change_index(self, change: IndexChange) -> bool:
+        """Make a change of the link to other routers; see `PrefixIndex.change`."""
+        self._begin(change)
+        return self.cluster_state.index.change(change)
 
     def _begin(self, input: Input, peer: Peer | None = None) -> None:
         """Begin to handle an input: the clock stands still until the next one."""
@@ -674,7 +673,8 @@ async def _link(router: Router, url: str, keys: KeyRing, ends: AsyncExitStack) -
 
     namespace = keys.derived(REDIS_NAMES)[:8].hex()
     codec = Codec(keys.derived(REDIS_VALUES))
-    link = RedisLink(url, namespace, codec, router.hello.id, router.shared_index, router.heard)
+    index = router.cluster_state.index
+    link = RedisLink(url, namespace, codec, router.hello.id, index, router.change_index, router.heard)
     router.link(link)
     router.redis = link
     task = asyncio.create_task(link.run())

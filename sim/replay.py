@@ -20,7 +20,6 @@ from random import Random
 from typing import Any, Final, NamedTuple
 
 import msgspec
-import numpy as np
 
 from baton.clock import TurnClock
 from baton.errors import ConfigError
@@ -29,7 +28,14 @@ from baton.messages.control import Decision, Hello, KvEventBatch, Rejected
 from baton.messages.workers import Worker
 from baton.request import AttemptKey
 from baton.router.checkpoint import UNREADABLE, load
-from baton.router.index.prefix_index import PrefixIndex, SharedIndex, with_zeros
+from baton.router.index.prefix_index import (
+    IndexEvents,
+    IndexForgotten,
+    IndexJoined,
+    IndexRestored,
+    PrefixIndex,
+    with_zeros,
+)
 from baton.router.pairing import NoSlot, Pairing, PairQuestion, Unpaired
 from baton.router.policies.base import Pair, PolicyContext, RoutingChoice
 from baton.router.policies.cost import predicted
@@ -37,10 +43,6 @@ from baton.router.policies.registry import POLICIES, load_policy, policy_class
 from baton.router.recording import (
     AnyChunk,
     Decided,
-    IndexEvents,
-    IndexForgotten,
-    IndexJoined,
-    IndexRestored,
     Inputs,
     Joined,
     Left,
@@ -358,7 +360,7 @@ class _Host:
             case SharedDispatch() | SharedStarted() | SharedEnded():
                 router.heard(record)
             case IndexJoined() | IndexForgotten() | IndexEvents() | IndexRestored():
-                _change(router.shared_index, record)
+                router.change_index(record)
             case Submitted():
                 router.received(self._peers[peer], record.submit())
             case _:
@@ -442,16 +444,3 @@ def _name_of(hello: Hello) -> str:
 
 def _discard(line: bytes) -> None:
     """Take the place of a decision log."""
-
-
-def _change(index: SharedIndex, record: IndexJoined | IndexForgotten | IndexEvents | IndexRestored) -> None:
-    match record:
-        case IndexJoined():
-            index.join(record.worker)
-        case IndexForgotten():
-            index.forget(record.worker)
-        case IndexEvents():
-            index.apply(record.worker, record.events)
-        case IndexRestored():
-            keys, values = (np.frombuffer(body, "<u8") for body in (record.keys, record.values))
-            index.restore(record.worker, record.next_number, keys, values)

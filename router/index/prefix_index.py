@@ -22,8 +22,9 @@ Bounds: `max_pages` in all, an equal share of them for each worker, and never mo
 from collections import deque
 from collections.abc import Iterator
 from heapq import heappop, heappush
-from typing import Final, NamedTuple, Protocol, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -288,22 +289,39 @@ class _Expectation(NamedTuple):
     keys: Keys
 
 
-class SharedIndex(Protocol):
-    """The part of the prefix index that a link to other routers uses; see `PrefixIndex`."""
+class _Change(msgspec.Struct, frozen=True, kw_only=True, tag=True, tag_field="kind"):
+    pass
 
-    def join(self, worker: Worker) -> None: ...
 
-    def forget(self, worker_id: str) -> None: ...
+class IndexJoined(_Change, frozen=True, kw_only=True):
+    """Another router's worker enters the index."""
 
-    def is_known(self, worker_id: str) -> bool: ...
+    worker: Worker
 
-    def apply(self, worker_id: str, events: KvEventBatch) -> bool: ...
 
-    def next_number(self, worker_id: str) -> int | None: ...
+class IndexForgotten(_Change, frozen=True, kw_only=True):
+    """Another router's worker leaves the index."""
 
-    def export(self, worker_id: str) -> tuple[Keys, Values]: ...
+    worker: str
 
-    def restore(self, worker_id: str, next_number: int, keys: Keys, values: Values) -> None: ...
+
+class IndexEvents(_Change, frozen=True, kw_only=True):
+    """Events of another router's worker."""
+
+    worker: str
+    events: KvEventBatch
+
+
+class IndexRestored(_Change, frozen=True, kw_only=True):
+    """All pages of another router's worker: keys and values of eight bytes each, little-endian."""
+
+    worker: str
+    next_number: int
+    keys: bytes
+    values: bytes
+
+
+IndexChange: TypeAlias = IndexJoined | IndexForgotten | IndexEvents | IndexRestored
 
 
 class PrefixIndex:
@@ -461,6 +479,20 @@ class PrefixIndex:
         if keys.size:
             self._change(holder.slot, holder.store(keys, values[rows], self._stamp))
         holder.next_number, holder.is_asked = next_number, False
+
+    def change(self, change: IndexChange) -> bool:
+        """Make a change. Returns False when `apply` does, True for any other change."""
+        match change:
+            case IndexJoined(worker=worker):
+                self.join(worker)
+            case IndexForgotten(worker=worker_id):
+                self.forget(worker_id)
+            case IndexEvents(worker=worker_id, events=events):
+                return self.apply(worker_id, events)
+            case IndexRestored(worker=worker_id):
+                keys, values = (np.frombuffer(body, "<u8") for body in (change.keys, change.values))
+                self.restore(worker_id, change.next_number, keys, values)
+        return True
 
     def check_integrity(self) -> None:
         """Raise AssertionError when the table and the holders differ, except for want of room."""

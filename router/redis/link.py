@@ -26,12 +26,17 @@ from contextlib import AsyncExitStack
 from functools import partial
 from typing import Any, Final, TypeAlias, TypeVar
 
-import numpy as np
-
 from baton.errors import WireError
 from baton.messages.control import KvEventBatch
 from baton.messages.workers import Worker
-from baton.router.index.prefix_index import SharedIndex
+from baton.router.index.prefix_index import (
+    IndexChange,
+    IndexEvents,
+    IndexForgotten,
+    IndexJoined,
+    IndexRestored,
+    PrefixIndex,
+)
 from baton.router.redis.client import REDIS_FAILURES, Command, Names, RedisConnection, Reply, is_full
 from baton.router.redis.messages import AnyShared, Codec, SharedJoined, SharedLeft, Snapshot
 from baton.router.redis.outbox import RedisOutbox, stream_budget
@@ -49,6 +54,8 @@ TOLD_AFTER_S: Final = 5.0
 IDLE_S: Final = 0.1
 CANCEL_AGAIN_S: Final = 0.1
 
+ChangeIndex: TypeAlias = Callable[[IndexChange], bool]  # see `PrefixIndex.change`
+
 logger = logging.getLogger(__name__)
 
 
@@ -61,17 +68,23 @@ class RedisLink:
         namespace: str,
         codec: Codec,
         router_id: str,
-        index: SharedIndex,
+        index: PrefixIndex,
+        change_index: ChangeIndex,
         on_shared: Callable[[AnyShared], None],
     ) -> None:
-        """namespace: of the routers that share. Raises ConfigError for an invalid url."""
+        """namespace: of the routers that share. change_index: makes all changes of the index.
+
+        Raises ConfigError for an invalid url.
+        """
         self.counters: Counter[str] = Counter()
         self.is_up = False
         self.has_learned = asyncio.Event()  # set when the index of Redis was loaded for the first time
         self._url = url
         self._names = Names.of(namespace)
         self._outbox = RedisOutbox(self._names, codec, router_id, index, self.counters)
-        self._feed = Feed(self._names, self._outbox, codec, router_id, index, self.counters, on_shared)
+        self._feed = Feed(
+            self._names, self._outbox, codec, router_id, index, change_index, self.counters, on_shared
+        )
         self._has_unsent = asyncio.Event()
         self._num_full = 0  # times in a row that Redis was out of memory before all was sent
         RedisConnection(url, self._names)  # raises ConfigError for an invalid url
@@ -274,7 +287,8 @@ class Feed:
         outbox: RedisOutbox,
         codec: Codec,
         router_id: str,
-        index: SharedIndex,
+        index: PrefixIndex,
+        change_index: ChangeIndex,
         counters: Counter[str],
         on_shared: Callable[[AnyShared], None],
     ) -> None:
@@ -283,6 +297,7 @@ class Feed:
         self._codec = codec
         self._router_id = router_id.encode()
         self._index = index
+        self._change_index = change_index
         self._counters = counters
         self._on_shared = on_shared
         self._foreign: set[str] = set()  # workers that are not connected to this router
@@ -297,7 +312,7 @@ class Feed:
             worker = self._checked(self._codec.decode_worker, body)
             if worker is None or worker.id in self._outbox.workers:
                 continue
-            self._index.join(worker)
+            self._change_index(IndexJoined(worker=worker))
             self._foreign.add(worker.id)
             seen = await self._restore(redis, worker.id)
             read_from = min(read_from, seen, key=_order)
@@ -323,7 +338,7 @@ class Feed:
             return
         self._foreign.discard(worker_id)
         self._doubtful.discard(worker_id)
-        self._index.forget(worker_id)
+        self._change_index(IndexForgotten(worker=worker_id))
 
     def adopted(self, worker_id: str) -> None:
         """A worker has joined this router, and reports its pages itself."""
@@ -342,7 +357,7 @@ class Feed:
         if worker_id in self._outbox.workers:
             return
         events = self._checked(partial(self._codec.decode_pages, worker_id), fields.get(b"p", b""))
-        if events is not None and not self._index.apply(worker_id, events):
+        if events is not None and not self._change_index(IndexEvents(worker=worker_id, events=events)):
             self._doubtful.add(worker_id)
 
     def _hear(self, message: AnyShared) -> None:
@@ -350,7 +365,7 @@ class Feed:
             self.forget(message.worker)
         elif isinstance(message, SharedJoined):
             if message.worker.id not in self._outbox.workers:
-                self._index.join(message.worker)
+                self._change_index(IndexJoined(worker=message.worker))
                 self._foreign.add(message.worker.id)
         else:
             self._on_shared(message)
@@ -365,9 +380,8 @@ class Feed:
         if snapshot is None:
             return FROM_THE_START
         if worker_id in self._foreign and self._is_news(worker_id, snapshot):
-            keys = np.frombuffer(snapshot.keys, "<u8")
-            values = np.frombuffer(snapshot.values, "<u8")
-            self._index.restore(worker_id, snapshot.next_number, keys, values)
+            bodies = {"keys": snapshot.keys, "values": snapshot.values}
+            self._change_index(IndexRestored(worker=worker_id, next_number=snapshot.next_number, **bodies))
             self._doubtful.discard(worker_id)
         return snapshot.stream_id
 

@@ -15,7 +15,7 @@ from typing import Final
 
 from baton.messages.control import KvEventBatch
 from baton.messages.workers import Worker
-from baton.router.index.prefix_index import SharedIndex
+from baton.router.index.prefix_index import PrefixIndex
 from baton.router.redis.client import KEEP_MS, Argument, Command, Names, Reply
 from baton.router.redis.messages import AnyShared, Codec, SharedJoined, SharedLeft, Snapshot
 
@@ -53,7 +53,7 @@ class RedisOutbox:
     """Queues commands, and makes up for dropped ones by snapshots."""
 
     def __init__(
-        self, names: Names, codec: Codec, router_id: str, index: SharedIndex, counters: Counter[str]
+        self, names: Names, codec: Codec, router_id: str, index: PrefixIndex, counters: Counter[str]
     ) -> None:
         self.workers: dict[str, Worker] = {}  # connected to this router, by id
         self.is_open = False

@@ -33,7 +33,8 @@ class RouterStandIn:
     def __init__(self, url: str, name: str, namespace: str = "f") -> None:
         self.index = PrefixIndex(SystemClock(), 100_000)
         self.heard: list[AnyShared] = []
-        self.link = RedisLink(url, namespace, CODEC, id_of(name), self.index, self.heard.append)
+        index = self.index
+        self.link = RedisLink(url, namespace, CODEC, id_of(name), index, index.change, self.heard.append)
         self._next: dict[str, int] = {}
 
     def join(self, worker: Worker) -> None:
@@ -104,7 +105,7 @@ async def known_from(url: str, keys: bytes = CHAIN) -> dict[str, int]:
     """Return what a new router learns from Redis: worker id -> first pages of the chain, without zeros."""
     index, counters = PrefixIndex(ManualClock(), 100_000), Counter[str]()
     outbox = RedisOutbox(NAMES, CODEC, id_of("reader"), index, counters)
-    feed = Feed(NAMES, outbox, CODEC, id_of("reader"), index, counters, lambda message: None)
+    feed = Feed(NAMES, outbox, CODEC, id_of("reader"), index, index.change, counters, lambda message: None)
     async with connected(url) as connection:
         after = await feed.learn(connection)
         while after != await last_stream_id(connection, NAMES):

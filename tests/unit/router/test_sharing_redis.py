@@ -50,7 +50,8 @@ class Linked:
     def __init__(self, name: str, redis: RedisServer) -> None:
         self.router = Router(RouterConfig(seed=ord(name)), SystemClock(), id_of(name))
         router = self.router
-        self.link = RedisLink(redis.url, "f", CODEC, id_of(name), router.shared_index, router.heard)
+        index = router.cluster_state.index
+        self.link = RedisLink(redis.url, "f", CODEC, id_of(name), index, router.change_index, router.heard)
         router.link(self.link)
         self.gateway = TestPeer.gateway(self.router, f"gateway of {name}")
         self.workers = {key: TestPeer.worker(self.router, worker) for key, worker in WORKERS.items()}
