@@ -4,10 +4,12 @@ import os
 import random
 import secrets
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
 from itertools import pairwise
+from pathlib import Path
 from typing import Final
 
 import pytest
@@ -25,12 +27,15 @@ from baton.token_ids import TokenIds
 from tests.answer import Answer
 from tests.cluster_threads import wait_for
 from tests.process_cluster import ProcessCluster
+from tests.served import is_alive
 
 VOCAB_SIZE: Final = 1024
 REPLACED_S: Final = 15.0  # silence of 3 s, the kill and the start of a process, on a busy machine
 NEXT_TOKEN_S: Final = 3.0
 PAGES_BACK_AFTER_KILL_S: Final = 5.0
 PAGES_BACK_AFTER_CANCEL_S: Final = 1.0
+STEP_TIMEOUT_S: Final = 4.0  # a step of a few milliseconds that takes so long has hung
+SLACK_S: Final = 3.0  # of a busy machine
 
 # Small steps, so that a prompt takes many of them and its pages leave one after another.
 ENGINE: Final = EngineSettings(
@@ -45,6 +50,7 @@ CONFIG: Final = ServeConfig(
     decode=WorkersConfig(num_workers=2, page_size=32),
     engine=ENGINE,
     router=RouterConfig(policy="least-loaded"),  # which sends every prompt to a prefill worker
+    step_timeout_s=STEP_TIMEOUT_S,
 )
 
 
@@ -53,8 +59,15 @@ def slow(value: float | str) -> ParameterSet:
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[ProcessCluster]:
-    with ProcessCluster(CONFIG) as cluster:
+def hangs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder: a worker whose name is a file in it hangs in its next step, and removes the file."""
+    return tmp_path_factory.mktemp("hangs")
+
+
+@pytest.fixture(scope="module")
+def cluster(hangs: Path) -> Iterator[ProcessCluster]:
+    command = (sys.executable, "-m", "tests.hanging_process", str(hangs))
+    with ProcessCluster(CONFIG, command=command) as cluster:
         yield cluster
 
 
@@ -216,6 +229,23 @@ def test_worker_that_hangs_is_killed_and_replaced(cluster: ProcessCluster, llm: 
     finally:
         with suppress(ProcessLookupError):  # the supervisor has not killed the process
             os.kill(pid, signal.SIGCONT)
+
+
+def test_worker_process_that_hangs_in_a_native_call_is_killed_and_replaced(
+    cluster: ProcessCluster, llm: LLM, hangs: Path
+) -> None:
+    """Its other threads go on, and so do its heartbeats."""
+    running = Running(cluster, llm, 520, max_tokens=300)
+    running.wait_for_tokens(1)
+    pid, file = cluster.pid("decode-0"), hangs / "decode-0"
+    file.touch()
+    wait_for(lambda: not file.exists())
+    begun_s = time.monotonic()
+    wait_for(lambda: not is_alive(pid))
+    assert STEP_TIMEOUT_S - 0.5 < time.monotonic() - begun_s < STEP_TIMEOUT_S + 2.0 + SLACK_S
+    running.check()
+    cluster.wait_until_whole()
+    assert cluster.pid("decode-0") != pid
 
 
 def test_request_is_not_tried_a_third_time_after_two_workers_died(cluster: ProcessCluster) -> None:

@@ -5,20 +5,16 @@ The cluster runs in this process, over real sockets; the tests control the durat
 
 import contextlib
 import math
-import sys
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Final
 
 import pytest
 
 from baton.bench.faults.link_proxy import Direction, LinkProxy
 from baton.cluster.worker_process import HostedWorker
-from baton.config.cluster import ServeConfig, WorkersConfig
-from baton.config.engine import CacheConfig, EngineConfig, EngineSettings
-from baton.config.router import RouterConfig
+from baton.config.engine import CacheConfig, EngineConfig
 from baton.decode_worker.worker import DecodeWorker
 from baton.errors import Overloaded
 from baton.gateway.streams.request_stream import ReplayLimits
@@ -32,11 +28,8 @@ from baton.messages.workers import Address, WorkerRole
 from baton.prefill_worker.worker import PrefillWorker
 from baton.request import Request, SamplingParams
 from baton.rpc.server import RpcThread
-from tests.answer import Answer
 from tests.cluster_threads import Cluster, GatewayThread, wait_for
 from tests.node_peers import TestPeer, a_request
-from tests.process_cluster import ProcessCluster
-from tests.served import is_alive
 
 FIRST_TOKEN_S: Final = 10.0
 GAP_S: Final = 12.0  # between two tokens of a stream
@@ -299,43 +292,6 @@ def test_worker_hung_in_a_step_is_removed_within_its_bound_and_its_streams_go_on
         assert [answer.token_ids for answer in answers] == [tokens] * 4
         hung.hang = None
         released.set()
-
-
-@pytest.mark.timeout(240)
-def test_worker_process_that_hangs_in_a_native_call_is_killed_and_replaced(tmp_path: Path) -> None:
-    bound_s = 4.0
-    config = ServeConfig(
-        model="tiny",
-        runtime="local",
-        port=0,
-        prefill=WorkersConfig(num_workers=1),
-        decode=WorkersConfig(num_workers=2),
-        engine=EngineSettings(cache=CacheConfig(kv_cache_memory_bytes=16 << 20)),
-        router=RouterConfig(policy="round-robin"),
-        step_timeout_s=bound_s,
-    )
-    command = (sys.executable, "-m", "tests.hanging_process", str(tmp_path))
-    with ProcessCluster(config, command=command) as cluster:
-
-        def ask(name: str, number: int) -> Answer:
-            return cluster.begin(named(f"{name} {number}", max_tokens=300, cache_salt=b"%d" % number))
-
-        warm = [ask("warm", number) for number in range(4)]
-        wait_for(lambda: all(answer.has_ended for answer in warm))
-        pid = cluster.pid("decode-0")
-        answers = [ask("hung", number) for number in range(6)]
-        wait_for(lambda: all(answer.events for answer in answers))
-        file = tmp_path / "decode-0"
-        file.touch()
-        wait_for(lambda: not file.exists())
-        begun_s = time.monotonic()
-        wait_for(lambda: not is_alive(pid))
-        killed_s = time.monotonic() - begun_s
-        wait_for(lambda: all(answer.has_ended for answer in answers))
-        assert [answer.token_ids for answer in answers] == [warm[0].token_ids] * 6
-        assert bound_s - 0.5 < killed_s < bound_s + 2.0 + SLACK_S
-        cluster.wait_until_whole()
-        assert cluster.pid("decode-0") != pid
 
 
 def other_gateway(cluster: Cluster, links: Links, limits: ReplayLimits = LIMITS) -> GatewayThread:
