@@ -7,7 +7,8 @@
 #
 # Longer suites; make test runs a part of each:
 # make parity  every combination of the tests that compare tokens across topologies
-# make faults  aborts in every state; kills and stalls of real processes; broken and slow links
+# make faults  aborts in every state; kills and stalls of real processes; broken and slow links; a
+#              planner that adds and removes a worker
 # make sim     3,500 simulated clusters with faults, in virtual time
 # make soak    half an hour of mixed load on a cluster on Ray, a fault every ten seconds
 # make kernels-3.6  every GPU kernel compiled on Triton 3.6.0, the one of torch 2.11. make test compiles there the
@@ -96,7 +97,7 @@ parity: setup
 	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/kernels/interpreted -m "slow or not slow"
 
 faults: setup redis
-	$(BIN)/python -m pytest tests/faults -m "slow or not slow"
+	$(BIN)/python -m pytest tests/faults tests/e2e/test_planner.py -m "slow or not slow"
 	$(BIN)/python -m baton.bench.faults.black_holes
 
 sim: setup

@@ -35,7 +35,7 @@ FEWEST_ROWS: Final = 4  # intervals before the first forecast
 STALE_INTERVALS: Final = 3.0
 STRICTER: Final = 0.5  # share of the allowed misses that a smaller layout may have
 RELEASE_AFTER: Final = 2.0  # start-ups for which a worker must have been unneeded
-LEAST_RELEASE_S: Final = 120.0
+LEAST_RELEASE: Final = 4  # intervals that a start-up counts as, at least
 EASING: Final = 0.05  # a fast action must raise the attainment by this much
 # Measures until added workers serve: the kind of action, the model's argument, the shares that are tried.
 EASINGS: Final = (
@@ -273,7 +273,8 @@ class Planner:
         needed, is_met = self._cheapest((now, later), goal)
         roomy, _ = self._cheapest((now, later), safe)
         self._needs.append((now_s, roomy.num_prefill, roomy.num_decode))
-        while self._needs[0][0] < now_s - RELEASE_AFTER * max(self.startup_s, LEAST_RELEASE_S):
+        unneeded_s = RELEASE_AFTER * max(self.startup_s, LEAST_RELEASE * self._config.interval_s)
+        while self._needs[0][0] < now_s - unneeded_s:
             self._needs.popleft()
         held_prefill = max(prefill for _, prefill, _ in self._needs)
         held_decode = max(decode for _, _, decode in self._needs)
