@@ -199,49 +199,41 @@ class PromptReader:
         return tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def encode_chat(
+        self, messages: Sequence[Message], *, max_tokens: int, add_generation_prompt: bool = True
+    ) -> list[int]:
+        """Return the token ids of a conversation as the model's template renders it."""
+        body = TokenizeBody(messages=list(map(dict, messages)), add_generation_prompt=add_generation_prompt)
+        text = self._chat_text(body, max_tokens=max_tokens)
+        return self._needed_tokenizer.encode(text, add_special_tokens=False)
+
+    def _chat_text(
         self,
-        messages: Sequence[Message],
+        body: ChatBody | TokenizeBody,
         *,
         max_tokens: int,
         max_chars: int | None = None,
-        tools: Sequence[Tool] | None = None,
-        add_generation_prompt: bool = True,
-        add_special_tokens: bool = False,
+        tools: Sequence[Tool] = (),
         kwargs: Message | None = None,
-    ) -> list[int]:
-        """Return the token ids of a conversation as the model's template renders it."""
-        text = self._render_chat(
-            messages,
-            max_tokens=max_tokens,
-            max_chars=max_chars,
-            tools=tools,
-            add_generation_prompt=add_generation_prompt,
-            kwargs=kwargs,
-        )
-        return self._needed_tokenizer.encode(text, add_special_tokens=add_special_tokens)
-
-    def _render_chat(
-        self,
-        messages: Sequence[Message],
-        *,
-        max_tokens: int,
-        max_chars: int | None,
-        tools: Sequence[Tool] | None,
-        add_generation_prompt: bool,
-        kwargs: Message | None,
-        continues: bool = False,
     ) -> str:
-        """continues: the text ends within the last message, and the answer goes on with it."""
+        """Return the text of a body's messages. Raises LongText for more than `max_chars`."""
+        adds_prompt = body.add_generation_prompt is not False
+        if body.continue_final_message and adds_prompt:
+            key = "continue_final_message"
+            raise invalid(f"{key}: add_generation_prompt must be false beside it", param=key)
         _, template = self._needed_tokenizer, self._chat_template
         if template is None:
             raise InvalidRequest("the model has no chat template: it completes text and cannot chat")
         if tools and self._parsers.tool_call_parser is None:
             message = "tools: this model's chat template has none; leave them out"
             raise ApiError(400, message, code="unsupported", param="tools")
-        read = read_messages(messages)
+        read = read_messages(body.messages or ())
         _check_length(sum(len(str(message.get("content"))) for message in read), max_tokens)
-        render = template.render_open if continues else template.render
-        text = render(read, tools=tools, add_generation_prompt=add_generation_prompt, kwargs=kwargs)
+        if body.continue_final_message:
+            text = template.render_open(read, tools=tools or None, kwargs=kwargs)
+        else:
+            text = template.render(
+                read, tools=tools or None, add_generation_prompt=adds_prompt, kwargs=kwargs
+            )
         _check_length(len(text), max_tokens)
         if max_chars is not None and len(text) > max_chars:
             raise LongText(len(text))
@@ -283,7 +275,9 @@ class PromptReader:
         kwargs = dict(body.chat_template_kwargs or {})
         if body.reasoning_effort is not None:
             kwargs[REASONING_EFFORT] = body.reasoning_effort
-        text = self._chat_text(body, policy, choice.tools, kwargs)
+        text = self._chat_text(
+            body, max_tokens=policy.longest(), max_chars=policy.max_chars, tools=choice.tools, kwargs=kwargs
+        )
         began_s = perf_counter()
         token_ids = self._needed_tokenizer.encode(text, add_special_tokens=bool(body.add_special_tokens))
         tokenised_s = perf_counter() - began_s
@@ -302,27 +296,6 @@ class PromptReader:
             asked_form=form,
             bad_words_token_ids=self._bad_words(body),
             tokenised_s=tokenised_s,
-        )
-
-    def _chat_text(
-        self,
-        body: ChatBody | TokenizeBody,
-        policy: ReadPolicy,
-        tools: Sequence[Tool],
-        kwargs: Message | None,
-    ) -> str:
-        continues = bool(body.continue_final_message)
-        if continues and body.add_generation_prompt is not False:
-            key = "continue_final_message"
-            raise invalid(f"{key}: add_generation_prompt must be false beside it", param=key)
-        return self._render_chat(
-            body.messages or (),
-            max_tokens=policy.longest(),
-            max_chars=policy.max_chars,
-            tools=tools or None,
-            add_generation_prompt=body.add_generation_prompt is not False,
-            kwargs=kwargs,
-            continues=continues,
         )
 
     def _reasoning_state(self, prompt: str) -> ReasoningState:
@@ -429,7 +402,13 @@ class PromptReader:
             )
         else:
             tools = read_tool_choice(body.tools).tools
-            text = self._chat_text(body, policy, tools, body.chat_template_kwargs)
+            text = self._chat_text(
+                body,
+                max_tokens=longest,
+                max_chars=policy.max_chars,
+                tools=tools,
+                kwargs=body.chat_template_kwargs,
+            )
             token_ids = self._needed_tokenizer.encode(text, add_special_tokens=bool(body.add_special_tokens))
         answer = {"count": len(token_ids), "max_model_len": longest, "tokens": token_ids}
         if body.return_token_strs:

@@ -196,7 +196,6 @@ class ChatTemplate:
         messages: Sequence[Message],
         *,
         tools: Sequence[Message] | None = None,
-        add_generation_prompt: bool = False,
         kwargs: Mapping[str, object] | None = None,
     ) -> str:
         """Return the prompt up to the end of the last message's content, for an answer that continues it.
@@ -210,9 +209,7 @@ class ChatTemplate:
             message = f"{CONTINUE}: the last message has no text, or calls tools"
             raise invalid(message, param=CONTINUE)
         marked = {**last, "content": content + END_MARK}
-        text = self.render(
-            [*before, marked], tools=tools, add_generation_prompt=add_generation_prompt, kwargs=kwargs
-        )
+        text = self.render([*before, marked], tools=tools, add_generation_prompt=False, kwargs=kwargs)
         end = text.rfind(END_MARK.rstrip())
         if end < 0:
             message = f"{CONTINUE}: the chat template leaves out the text of the last message"
