@@ -73,7 +73,7 @@ async def _shoot(page: "Page", path: Path, selector: str = "body") -> None:
 
 
 async def _draw_top(browser: "Browser", url: str, path: Path) -> None:
-    from baton.cluster.cli.top_screen import TopApp
+    from baton.cluster.cli.commands.top import TopApp
 
     app = TopApp(HttpClient(url))
     async with app.run_test(size=(126, 24)) as pilot:

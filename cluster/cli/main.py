@@ -20,7 +20,8 @@ from baton.cluster.logs import set_up_logging
 from baton.config.environment import set_log_format
 from baton.errors import BatonError
 
-WORKER_LIBRARIES: Final = ("numpy", "safetensors", "torch")  # the extra that routers and gateways do without
+# library -> the extra that installs it: not every machine has it
+EXTRAS: Final = {"numpy": "worker", "safetensors": "worker", "torch": "worker", "textual": "top"}
 
 # command -> its module of cli/commands, imported when the command runs, and its help
 COMMANDS: Final = {
@@ -65,9 +66,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BatonError as error:
         return _fail(str(error), status_of(error))
     except ModuleNotFoundError as error:
-        if error.name not in WORKER_LIBRARIES:
+        if error.name not in EXTRAS:
             raise
-        install = "pip install '.[worker]', in Baton's checkout"
+        install = f"pip install '.[{EXTRAS[error.name]}]', in Baton's checkout"
         return _fail(f"{error.name} is not installed: {install}", USER_ERROR)
     except KeyboardInterrupt:
         return INTERRUPTED

@@ -65,6 +65,12 @@ def rendered(*parts: Part, width: int | None = None) -> str:
     return "".join(f"{line.rstrip()}\n" for line in text.getvalue().splitlines())
 
 
+def natural(name: str) -> tuple[str, int]:
+    """Return a key by which decode-2 comes before decode-10."""
+    stem, _, number = name.rpartition("-")
+    return (stem, int(number)) if number.isdecimal() else (name, -1)
+
+
 @contextmanager
 def told() -> Iterator[None]:
     """Turn an OSError of writing to standard output, and of nothing else, into the errors of `write`."""

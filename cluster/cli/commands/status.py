@@ -101,7 +101,9 @@ def _run(arguments: argparse.Namespace) -> None:
 
 def parts_of(status: Status) -> list[output.Part]:
     """Return the tables of workers and tenants, and a line for each router and gateway."""
-    rows = (_row(entry) for entry in sorted(status.workers, key=_place))
+    rows = (
+        _row(entry) for entry in sorted(status.workers, key=lambda entry: output.natural(entry.worker.name))
+    )
     last: list[output.Part] = []
     if status.left_out:
         counted = ", ".join(f"{count} {what}" for what, count in status.left_out.items())
@@ -137,12 +139,6 @@ def _router_line(router: RouterStatus) -> str:
     if router.counters.get("decisions"):
         said += f", {router.blind_share:.1%} blindly"
     return said + {"none": "", "up": ", Redis is up", "down": ", REDIS IS DOWN"}[router.redis]
-
-
-def _place(entry: WorkerStatus) -> tuple[str | int, ...]:
-    """decode-2 before decode-10."""
-    stem, _, number = entry.worker.name.rpartition("-")
-    return (stem, int(number)) if number.isdecimal() else (entry.worker.name, -1)
 
 
 def _row(entry: WorkerStatus) -> tuple[str, ...]:

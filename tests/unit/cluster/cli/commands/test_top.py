@@ -8,7 +8,7 @@ from tests.unit.cluster.conftest import Baton
 def test_without_textual_the_command_says_how_to_install_it(
     baton: Baton, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delitem(sys.modules, "baton.cluster.cli.top_screen", raising=False)
+    monkeypatch.delitem(sys.modules, "baton.cluster.cli.commands.top", raising=False)
     for name in [name for name in sys.modules if name.partition(".")[0] == "textual"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "textual", None)

@@ -16,7 +16,7 @@ pytest.importorskip("textual", reason="textual is not installed")
 from textual.pilot import Pilot
 from textual.widgets import Static
 
-from baton.cluster.cli.top_screen import REQUESTS, TopApp
+from baton.cluster.cli.commands.top import REQUESTS, TopApp
 
 TIMEOUT_S = 30.0
 SIZE = (130, 30)
