@@ -1,5 +1,10 @@
-"""The directory of a model name."""
+"""The directory of a model: one of this machine, that of `tiny`, or a repository of Hugging Face.
 
+`ORGANIZATION/NAME` or `ORGANIZATION/NAME@REVISION` names a repository. A revision is a branch, a tag or a
+commit. The files lie in huggingface_hub's cache, which HF_HOME places; only missing ones are downloaded.
+"""
+
+import re
 from os import PathLike
 from pathlib import Path
 from typing import Final
@@ -7,30 +12,66 @@ from typing import Final
 import msgspec
 
 import baton
+from baton.config.cluster import ServeConfig
 from baton.config.engine import EngineSettingsT
 from baton.errors import ModelError
 
 TINY: Final = "tiny"
+# Files of the repository's top folder: others are copies for other programs.
+_FILES: Final = ["*.json", "*.safetensors", "*.jinja"]
+_OTHER_FILES: Final = ["*/*"]
+_REPOSITORY: Final = re.compile(r"(?P<name>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>\w[\w./-]*))?", re.ASCII)
 
 
 def resolve_model(model: str | PathLike[str]) -> Path:
     """Return the model's directory. "tiny" is the model that comes with Baton, "./tiny" a directory of yours.
 
-    Raises ModelError when there is no such directory.
+    A repository is taken from the cache when all its files are there, whatever the network, and downloaded
+    otherwise. Raises ModelError when there is no such directory and no such repository.
     """
     if not isinstance(model, str | PathLike) or not str(model):
         got = "an empty string" if isinstance(model, str) else f"{model!r} ({type(model).__name__})"
-        raise ModelError(f'model: expected "{TINY}" or a directory, got {got}')
+        raise ModelError(f'model: expected "{TINY}", a directory or a repository, got {got}')
     if model == TINY:
         return Path(baton.__file__).parent / "engine" / TINY
     directory = Path(model)
-    if not directory.is_dir():
+    if directory.is_dir():
+        return directory
+    repository = _REPOSITORY.fullmatch(str(model))
+    if repository is None or directory.exists():
         raise ModelError(
-            f'model {str(model)!r}: expected "{TINY}", the model that comes with Baton, or a directory in '
-            f"Hugging Face layout (config.json, *.safetensors, tokenizer.json), got "
-            f"{'a file' if directory.exists() else 'a name that is no directory'}; nothing is downloaded"
+            f'model {str(model)!r}: expected "{TINY}", the model that comes with Baton, a directory in '
+            f"Hugging Face layout (config.json, *.safetensors, tokenizer.json), or a repository "
+            f"(ORGANIZATION/NAME), got {'a file' if directory.exists() else 'another name'}"
         )
-    return directory
+    return _snapshot(repository["name"], repository["revision"])
+
+
+def is_repository(model: str) -> bool:
+    """Return whether the model is a repository of Hugging Face: no directory has this name."""
+    return model != TINY and not Path(model).exists() and _REPOSITORY.fullmatch(model) is not None
+
+
+def served_name(model: str) -> str:
+    """Return the model's name in the API by default: that of the repository, or of the directory."""
+    if is_repository(model):
+        return model.partition("@")[0]
+    return model.rstrip("/").rpartition("/")[2] or model
+
+
+def pin_revision(config: ServeConfig) -> ServeConfig:
+    """Return settings that name a repository by its commit, so that all machines load the same files.
+
+    Raises as `resolve_model`.
+    """
+    if not is_repository(config.model):
+        return config
+    name = served_name(config.model)
+    return msgspec.structs.replace(
+        config,
+        model=f"{name}@{resolve_model(config.model).name}",
+        served_model_name=config.served_model_name or name,
+    )
 
 
 def resolve_draft_model(settings: EngineSettingsT) -> EngineSettingsT:
@@ -40,3 +81,44 @@ def resolve_draft_model(settings: EngineSettingsT) -> EngineSettingsT:
         return settings
     speculative = msgspec.structs.replace(speculative, model=str(resolve_model(speculative.model)))
     return msgspec.structs.replace(settings, speculative=speculative)
+
+
+def _snapshot(name: str, revision: str | None) -> Path:
+    from huggingface_hub import snapshot_download  # takes half a second
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    def fetch(*, from_cache: bool) -> Path:
+        return Path(
+            snapshot_download(
+                name,
+                revision=revision,
+                local_files_only=from_cache,
+                allow_patterns=_FILES,
+                ignore_patterns=_OTHER_FILES,
+            )
+        )
+
+    try:
+        directory = fetch(from_cache=True)
+        if _has_weights(directory):
+            return directory
+    except LocalEntryNotFoundError:
+        pass
+    except HFValidationError as error:
+        raise ModelError(f"model {name!r}: {error}") from None
+    try:
+        directory = fetch(from_cache=False)
+    except Exception as error:  # the HTTP client's errors have no base class in common with the hub's
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        raise ModelError(
+            f"model {name!r}: no directory has this name, and as a repository of Hugging Face it cannot be "
+            f"downloaded: {reason}"
+        ) from error
+    if not _has_weights(directory):
+        raise ModelError(f"model {name!r}: the repository has no safetensors; Baton reads no other weights")
+    return directory
+
+
+def _has_weights(directory: Path) -> bool:
+    """Return whether there are weights; a program that reads config.json alone leaves a snapshot without."""
+    return any(directory.glob("*.safetensors"))

@@ -29,7 +29,7 @@ from setproctitle import setproctitle
 
 from baton.cluster.exit_status import DRAINED, ORPHANED, STOPPED_TWICE, status_of
 from baton.cluster.logs import set_up_logging
-from baton.cluster.model_directory import resolve_model
+from baton.cluster.model_directory import resolve_model, served_name
 from baton.cluster.runtimes.base import (
     ALIVE_EVERY_S,
     Assignment,
@@ -76,7 +76,11 @@ def run(given: Assignment, ring: KeyRing, stop: threading.Event, tell: Tell) -> 
             from baton.gateway.process import serve_gateway
 
             gateway = msgspec.json.decode(given.config, type=GatewayConfig)
-            gateway = msgspec.structs.replace(gateway, model=str(resolve_model(gateway.model)))
+            gateway = msgspec.structs.replace(
+                gateway,
+                model=str(resolve_model(gateway.model)),
+                served_model_name=gateway.served_model_name or served_name(gateway.model),
+            )
             _run_loop(lambda end: serve_gateway(gateway, ring, _tells_alive(tell), end), stop)
         case Kind.WORKER:
             from baton.cluster.worker_process import HostedWorker

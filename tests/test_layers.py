@@ -63,6 +63,7 @@ MAY_REACH_INSIDE: Final = frozenset({"sim", "bench", "tests"})
 ONLY_IN: Final = {
     "fastapi": {"gateway"},
     "httptools": {"bench", "gateway"},
+    "huggingface_hub": {"cluster"},
     "matplotlib": {"bench"},
     "minijinja": {"gateway"},
     "mooncake": {"bench", "kvtransfer"},

@@ -78,7 +78,8 @@ class WorkersConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The settings of a cluster. ConfigError for settings that contradict each other."""
 
-    model: str  # a directory, at the same path on every machine, or "tiny"
+    # a directory, at the same path on every machine, a repository of Hugging Face, or "tiny"
+    model: str
     served_model_name: str | None = None  # the model's name in the API; None: the last part of `model`
     runtime: Literal["ray", "local"] = "ray"  # local: processes of this machine, without Ray
     ray_address: str | None = None  # Ray cluster to join; "auto": the one on this machine; None: start one
@@ -111,7 +112,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     def __post_init__(self) -> None:
         if not self.model:
-            raise ConfigError('model: expected "tiny" or a directory, got an empty string')
+            raise ConfigError('model: expected "tiny", a directory or a repository, got an empty string')
         if self.decode.num_workers < 1:
             raise ConfigError("decode.num_workers: expected 1 or more: every request needs a decode worker")
         if self.ray_address is not None and self.runtime != "ray":

@@ -118,7 +118,7 @@ def add_serve_options(parser: Parser) -> None:
         "model",
         metavar="MODEL",
         nargs=argparse.OPTIONAL,
-        help='a model directory, the same on every machine, or "tiny", which comes with Baton',
+        help='a directory, the same on every machine, a repository (ORGANIZATION/NAME[@REVISION]), or "tiny"',
         default=argparse.SUPPRESS,
     )
     add_file_options(parser)

@@ -118,7 +118,8 @@ class LLM:
     ) -> None:
         """Load a model. Weights of gigabytes take seconds to minutes.
 
-        model: a directory in Hugging Face layout, or "tiny" for the model that comes with Baton.
+        model: a directory in Hugging Face layout, a repository of Hugging Face (ORGANIZATION/NAME or
+            ORGANIZATION/NAME@REVISION), or "tiny" for the model that comes with Baton.
         load_progress: called with the bytes read so far and the bytes in all.
         generation_config: "auto" takes the sampling of calls without `sampling_params` from the model's
             generation_config.json, "vllm" takes SamplingParams().

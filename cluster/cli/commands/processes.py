@@ -24,6 +24,7 @@ from baton.cluster.cli.settings import Given, StructT, add_file_options, setting
 from baton.cluster.cluster_key import READ_EVERY_S, Keys, KeyWatch, read_keys
 from baton.cluster.cluster_record import find_record
 from baton.cluster.logs import say
+from baton.cluster.model_directory import served_name
 from baton.cluster.process import drain_on_signals, run
 from baton.cluster.runtimes.base import Assignment, ProcessStarted, generations_of
 from baton.config.cluster import WorkerConfig
@@ -48,8 +49,8 @@ WORKER_KEYS: Final = (
 # Settings without a default -> the error where a command has none of them.
 MISSING: Final = {
     "routers": "--router HOST:PORT: expected where the router listens, got none",
-    "model": 'MODEL: expected a directory, or "tiny", got none',
-    "engine.model": 'MODEL: expected a directory, or "tiny", got none',
+    "model": 'MODEL: expected a directory, a repository or "tiny", got none',
+    "engine.model": 'MODEL: expected a directory, a repository or "tiny", got none',
 }
 
 
@@ -75,7 +76,7 @@ def worker_config(arguments: argparse.Namespace) -> WorkerConfig:
     given = vars(arguments)
     given.setdefault("name", f"{arguments.role}-{socket.gethostname()}")
     if "engine.model" in given:
-        given.setdefault("model_name", given["engine.model"].rstrip("/").rpartition("/")[2])
+        given.setdefault("model_name", served_name(given["engine.model"]))
     return config_of(WorkerConfig, arguments)
 
 
@@ -151,7 +152,11 @@ def _add_gateway_options(parser: Parser) -> None:
 def _add_worker_options(parser: Parser) -> None:
     parser.add_argument("role", choices=[str(role) for role in WorkerRole])
     parser.add_argument(
-        "engine.model", metavar="MODEL", nargs="?", default=SUPPRESS, help='a directory, or "tiny"'
+        "engine.model",
+        metavar="MODEL",
+        nargs="?",
+        default=SUPPRESS,
+        help='a directory, a repository, or "tiny"',
     )
     _add_process_options(parser, WorkerConfig, WORKER_KEYS)
 

@@ -57,7 +57,7 @@ def _calibrate(arguments: argparse.Namespace) -> None:
 
     given = settings_from(ServeConfig, arguments)
     if "model" not in given.given:
-        raise ConfigError('MODEL: expected a directory, or "tiny", got none')
+        raise ConfigError('MODEL: expected a directory, a repository or "tiny", got none')
     if arguments.seconds < 10 or arguments.neighbours < 0 or arguments.threads < 1:
         raise ConfigError("expected --seconds of 10 or more, --neighbours of 0, --threads of 1 or more")
     with Progress() as tell:

@@ -19,7 +19,7 @@ from baton.cluster.cli.settings import add_serve_options, settings_from
 from baton.cluster.cluster_key import Keys, KeyWatch, new_key, read_keys
 from baton.cluster.cluster_record import recorded
 from baton.cluster.logs import say
-from baton.cluster.model_directory import TINY, resolve_model
+from baton.cluster.model_directory import TINY, is_repository, pin_revision, resolve_model
 from baton.cluster.runtimes.base import Runtime
 from baton.config.cluster import ServeConfig
 from baton.config.gateway import OPERATOR_HOST
@@ -89,8 +89,8 @@ def _run(arguments: argparse.Namespace) -> None:
     """Serve until a signal. Raises KeyboardInterrupt when the cluster has not served, or has not drained."""
     given = settings_from(ServeConfig, arguments)
     if "model" not in given.given:
-        raise ConfigError('MODEL: expected a directory, or "tiny", got none')
-    config = given.build()
+        raise ConfigError('MODEL: expected a directory, a repository or "tiny", got none')
+    config = pin_revision(given.build())
     try:
         _check(config)
     except ConfigError as error:
@@ -119,7 +119,7 @@ def _check(config: ServeConfig) -> None:
         from baton.kvtransfer.transports.registry import transport_set
 
         transport_set(config.transport)
-    if config.ray_address is None or Path(config.model).is_dir():
+    if config.ray_address is None or Path(config.model).is_dir() or is_repository(config.model):
         directory = check_model(config)
         if speech_of(directory, config.gateway.chat_template) == "token ids":
             say(f"warning: {directory} has no tokenizer.json: prompts are token ids, and so are answers")

@@ -180,7 +180,7 @@ def test_wrong_option_is_one_line_and_status_2(baton: Baton, option: str, compla
         ("tiny --page-size 3", "--page-size: expected a power of two, got 3"),
         ("tiny --prefill-page-size 5", "cache.page_size: expected a power of two, got 5"),
         ("", "model: expected a value, got none"),
-        ("''", 'model: expected "tiny" or a directory, got an empty string'),
+        ("''", 'model: expected "tiny", a directory or a repository, got an empty string'),
     ],
 )
 def test_settings_that_contradict_each_other_are_named_by_their_flag(options: str, message: str) -> None:

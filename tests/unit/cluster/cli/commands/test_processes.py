@@ -49,7 +49,10 @@ def test_router_serves_until_sigterm(key_file: Path, baton: Baton) -> None:
             ["worker", "decode", "tiny"],
             "no cluster of yours runs on this machine: start one with `baton serve`",
         ),
-        (["worker", "decode", "--router", "h:1"], 'MODEL: expected a directory, or "tiny", got none'),
+        (
+            ["worker", "decode", "--router", "h:1"],
+            "MODEL: expected a directory, a repository or",
+        ),
         (["worker", "decode", "tiny", "--router", "h"], "expected HOST:PORT such as 10.0.0.1:7000, got 'h'"),
         (["status", "--router", "h:99999"], "expected HOST:PORT"),
         (["status", "--router", "a:1,b"], "expected HOST:PORT such as 10.0.0.1:7000, got 'b'"),
