@@ -168,7 +168,7 @@ class Operator:
         """Return the timeline of an ended request; None when no gateway that answers in time has it."""
         await self._until_connected()
         self._found = asyncio.Queue()
-        next(iter(self._routers)).send(FindRequests(question=0, request_id=request_id))
+        next(iter(self._routers)).send(FindRequests(request_id=request_id))
         num_answers, num_asked = 0, 1
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(MOMENT_S):
@@ -234,7 +234,7 @@ class Operator:
         """
         await self._until_connected()
         self._moves = asyncio.Queue()
-        order = Migrate(question=0, request_id=request_id, worker=worker, to=to)
+        order = Migrate(request_id=request_id, worker=worker, to=to)
         next(iter(self._routers)).send(order)
         num_asked, answers = 1, list[Migrated]()
         async with asyncio.timeout(MIGRATE_TIMEOUT_S):

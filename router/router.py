@@ -408,7 +408,7 @@ class Router:
         for gateway in self._gateways.values():
             gateway.peer.send(query)
         if not self._gateways:
-            peer.send(FoundRequests.to(query))
+            peer.send(FoundRequests.answer_to(query))
 
     def _migrate(self, peer: Peer, order: Migrate) -> None:
         """Pass an order on to every gateway, with the ids of the workers that it names."""
@@ -422,7 +422,7 @@ class Router:
             gateway.peer.send(order)
         if missing or not self._gateways:
             reason = f"there is no worker {missing[0]!r}" if missing else "no gateway is connected"
-            peer.send(Migrated.to(replace(order, num_asked=1), reason=reason))
+            peer.send(Migrated.answer_to(replace(order, num_asked=1), reason=reason))
 
     def _pass_back(self, answer: FoundRequests | Migrated) -> None:
         """Give a gateway's answer to the asker."""

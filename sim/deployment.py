@@ -228,7 +228,7 @@ class SimGateway:
 
     def migrate(self, worker: str, to: str) -> None:
         """Take an operator's order to move the streams of a worker. to: another worker, or "" for any."""
-        order = Migrate(question=0, worker=worker, to=to)
+        order = Migrate(worker=worker, to=to)
         self.process.post(lambda: self._migrate(order))
 
     def _migrate(self, order: Migrate) -> None:

@@ -1,12 +1,11 @@
 """Messages of operators: status, routing decisions, and the drain and restart of workers."""
 
-from typing import Annotated, Final, Literal, Self, TypeAlias
+from typing import Annotated, Any, Final, Literal, Self, TypeAlias
 
 import msgspec
 from msgspec import Meta
 
 from baton.messages.bounds import (
-    MAX_REASON_CHARS,
     MAX_ROUTERS,
     MAX_SECONDS,
     MAX_WORKERS,
@@ -75,42 +74,39 @@ class Scale(Message, frozen=True):
     num_decode: Annotated[int, Meta(ge=1, le=MAX_WORKERS // 2)]
 
 
-class Migrate(Message, frozen=True):
-    """Operator to router, router to every gateway: move running requests to other decode workers.
+class Relayed(Message, frozen=True):
+    """A question or an order that a router relays to every gateway, or a gateway's answer to it.
 
-    The router puts ids for names of workers, fills in `asker` and `num_asked`, and each gateway answers with
-    Migrated when all its moves have ended.
+    The router fills in `asker` and `num_asked`, which each answer repeats.
     """
 
-    question: Count  # a number, which the answer repeats
-    request_id: Annotated[str, Meta(max_length=64)] = ""  # this one
-    worker: Name = ""  # or all requests of this decode worker; its name or id
-    to: Name = ""  # the decode worker to move them to; "": the router chooses
+    question: Count = 0  # a number of the asker's
     asker: Annotated[str, Meta(max_length=32)] = ""
     num_asked: Count = 0  # gateways
 
+    @classmethod
+    def answer_to(cls, asked: "Relayed", **fields: Any) -> Self:
+        """Return the answer to a question or an order. fields: of this class."""
+        return cls(question=asked.question, asker=asked.asker, num_asked=asked.num_asked, **fields)
 
-class Migrated(Message, frozen=True):
-    """Gateway to router, router to the asker: the moves of one gateway, and how many gateways answer."""
 
-    question: Count
-    asker: Annotated[str, Meta(max_length=32)] = ""
-    num_asked: Count = 0
+class Migrate(Relayed, frozen=True):
+    """Operator to router, router to every gateway: move running requests to other decode workers.
+
+    The router puts ids for names of workers; a gateway answers with Migrated when all its moves have ended.
+    """
+
+    request_id: Annotated[str, Meta(max_length=64)] = ""  # this one
+    worker: Name = ""  # or all requests of this decode worker; its name or id
+    to: Name = ""  # the decode worker to move them to; "": the router chooses
+
+
+class Migrated(Relayed, frozen=True):
+    """Gateway to router, router to the asker: the moves of one gateway."""
+
     num_moved: Count = 0
     num_left: Count = 0  # requests that stay at their worker
     reason: Reason = ""  # why the last of these stays
-
-    @classmethod
-    def to(cls, order: Migrate, num_moved: int = 0, num_left: int = 0, reason: str = "") -> Self:
-        """Return the answer to an order."""
-        return cls(
-            question=order.question,
-            asker=order.asker,
-            num_asked=order.num_asked,
-            num_moved=num_moved,
-            num_left=num_left,
-            reason=reason[:MAX_REASON_CHARS],
-        )
 
 
 class GatewayStatus(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -184,33 +180,19 @@ class Decisions(Message, frozen=True):
 MAX_FOUND: Final = 100  # timelines in one message
 
 
-class FindRequests(Message, frozen=True):
-    """Operator or gateway to router, router to every gateway: which ended requests do you have?
+class FindRequests(Relayed, frozen=True):
+    """Operator or gateway to router, router to every gateway: which ended requests do you have?"""
 
-    The router fills in `asker` and `num_asked`, and each gateway answers with FoundRequests.
-    """
-
-    question: Count  # a number, which the answer repeats
     request_id: Id | None = None  # this one; None: the latest or slowest ones
     order: Literal["latest", "slowest"] = "latest"
     limit: Annotated[int, Meta(ge=1, le=MAX_FOUND)] = MAX_FOUND
     tenant: Name | None = None  # of this tenant alone
-    asker: Annotated[str, Meta(max_length=32)] = ""
-    num_asked: Count = 0  # gateways
 
 
-class FoundRequests(Message, frozen=True):
-    """Gateway to router, router to the asker: the requests of one gateway, and how many gateways answer."""
+class FoundRequests(Relayed, frozen=True):
+    """Gateway to router, router to the asker: the requests of one gateway."""
 
-    question: Count
-    asker: Annotated[str, Meta(max_length=32)] = ""
-    num_asked: Count = 0
     timelines: Annotated[tuple[RequestTimeline, ...], Meta(max_length=MAX_FOUND)] = ()
-
-    @classmethod
-    def to(cls, query: FindRequests, timelines: tuple[RequestTimeline, ...] = ()) -> Self:
-        """Return the answer to a query."""
-        return cls(question=query.question, asker=query.asker, num_asked=query.num_asked, timelines=timelines)
 
 
 class RecordingQuery(Message, frozen=True):

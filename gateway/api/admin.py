@@ -70,7 +70,7 @@ def add_admin_routes(app: FastAPI, service: Service, find: Find) -> None:
         """Return the timeline of an ended request, by the `id` of its answer."""
         bare_id = request_id.rpartition("-")[2]
         if _ID.fullmatch(bare_id):
-            query = FindRequests(question=0, request_id=bare_id)
+            query = FindRequests(request_id=bare_id)
             for timeline in find(query) or await _find(service, find, query):
                 return {**msgspec.to_builtins(timeline), "seconds": timeline.seconds}
         message = "no gateway has that request: it runs, or it ended too long ago"
@@ -90,7 +90,6 @@ def _read_query(params: Mapping[str, str]) -> FindRequests:
     if len(params.get("tenant", "")) > MAX_NAME_CHARS:  # a router drops a peer that sends such a name
         raise invalid(f"tenant: expected at most {MAX_NAME_CHARS} characters", param="tenant")
     return FindRequests(
-        question=0,
         order="slowest" if order == "slowest" else "latest",
         limit=int(limit),
         tenant=params.get("tenant"),

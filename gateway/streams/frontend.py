@@ -393,8 +393,8 @@ class Frontend:
             case Decisions():
                 self._explanations.answer(peer, message.decisions)
             case FindRequests():
-                timelines = tuple(self.find(message))
-                peer.send(FoundRequests.to(message, timelines))
+                found = FoundRequests.answer_to(message, timelines=tuple(self.find(message)))
+                peer.send(found)
             case FoundRequests():
                 self._searches.answer(message)
             case Migrate():

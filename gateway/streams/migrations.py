@@ -21,6 +21,7 @@ from baton.errors import WireError
 from baton.gateway.streams.request_stream import Migration, RequestStream, StreamState
 from baton.gateway.streams.routers import AttemptReports
 from baton.gateway.streams.timeline import MIGRATED
+from baton.messages.bounds import MAX_REASON_CHARS
 from baton.messages.control import Cancel, Prepared, Routed, Submit, TakeOver, age_s
 from baton.messages.operations import Migrate, Migrated
 from baton.messages.workers import WorkerRole
@@ -56,7 +57,14 @@ class OrderedMoves:
 
     def _tell_if_over(self) -> None:
         if not self._open:
-            self._answer(Migrated.to(self.order, self._num_moved, self._num_left, self._reason))
+            self._answer(
+                Migrated.answer_to(
+                    self.order,
+                    num_moved=self._num_moved,
+                    num_left=self._num_left,
+                    reason=self._reason[:MAX_REASON_CHARS],
+                )
+            )
 
 
 class _Wanted(NamedTuple):

@@ -278,7 +278,7 @@ class Mover:
     def order(self, name: str) -> None:
         """Move all streams of this worker; the router chooses where to."""
         workers = {each.name: each.id for each in self._cluster.frontend.workers}
-        order = Migrate(question=0, worker=workers.get(name, ""))
+        order = Migrate(worker=workers.get(name, ""))
         self._cluster.call(lambda: self._cluster.frontend.migrations.order(order, self.answers.append))
 
 

@@ -80,7 +80,7 @@ def test_order_reaches_every_gateway_and_each_answer_the_operator(c: Cluster) ->
     for gateway in (c["g"], other):
         order = gateway.only(Migrate)
         assert (order.worker, order.to, order.num_asked) == (id_of("d0"), id_of("d1"), 2)
-        gateway.say(Migrated.to(order, num_moved=1))
+        gateway.say(Migrated.answer_to(order, num_moved=1))
     assert [each.num_moved for each in operator.take(Migrated)] == [1, 1]
 
 

@@ -469,10 +469,10 @@ def test_question_about_requests_goes_to_every_gateway_and_the_answers_to_the_as
     for gateway in gateways:
         query = gateway.only(FindRequests)
         assert (query.question, query.asker, query.num_asked) == (7, operator.id, 2)
-        gateway.say(FoundRequests.to(query))
+        gateway.say(FoundRequests.answer_to(query))
     assert [found.num_asked for found in operator.take(FoundRequests)] == [2, 2]
     gateways[0].say(FindRequests(question=8))
-    gateways[1].say(FoundRequests.to(gateways[1].only(FindRequests)))
+    gateways[1].say(FoundRequests.answer_to(gateways[1].only(FindRequests)))
     assert gateways[0].only(FoundRequests).question == 8
     operator.leave()
     gateways[0].say(FoundRequests(question=7, asker=operator.id))

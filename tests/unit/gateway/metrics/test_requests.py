@@ -59,7 +59,7 @@ class History:
         return [each.request_id for each in self.find(**query)]
 
     def find(self, **query: Any) -> list[RequestTimeline]:
-        return list(self.history.find(FindRequests(question=0, **query)))
+        return list(self.history.find(FindRequests(**query)))
 
 
 def test_latest_requests_come_first_and_the_oldest_are_forgotten() -> None:
@@ -67,7 +67,7 @@ def test_latest_requests_come_first_and_the_oldest_are_forgotten() -> None:
     ids = [history.end(0.001) for _ in range(MAX_LATEST + 3)]
     assert history.found(limit=2) == [ids[-1], ids[-2]]
     assert history.found(request_id=ids[3]) == [ids[3]]
-    assert len(history.history.find(FindRequests(question=0))) == 100
+    assert len(history.history.find(FindRequests())) == 100
 
 
 def test_slowest_requests_of_the_last_quarter_of_an_hour_outlive_the_latest() -> None:
