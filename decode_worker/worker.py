@@ -384,7 +384,7 @@ class DecodeWorker(WorkerNode):
     def _take_over(self, peer: Peer, order: TakeOver) -> None:
         """Answer from here on. Without the attempt its gateway hears, or has heard, that it has failed."""
         attempt = self._attempts.get(order.request_id)
-        is_ours = attempt is not None and attempt.key == (order.request_id, order.attempt)
+        is_ours = attempt is not None and attempt.key == order.key
         if attempt is None or not is_ours or attempt.gateway != peer.hello.id:
             return
         if attempt.stage is not AttemptStage.PREPARED:
@@ -465,7 +465,7 @@ class DecodeWorker(WorkerNode):
         if attempt is not None and attempt.gateway != peer.hello.id:
             return
         self._over.add(cancel.request_id, cancel.attempt)
-        self._early.cancel((cancel.request_id, cancel.attempt))
+        self._early.cancel(cancel.key)
         if attempt is not None and attempt.number <= cancel.attempt:
             if attempt.stage is AttemptStage.RUNNING:
                 self._peer_registry.emit(attempt.gateway, attempt.aborted(self._clock.now_s()))

@@ -140,7 +140,7 @@ class PrefillWorker(WorkerNode):
             return  # a gateway cancels at the decode worker
         self._over.add(cancel.request_id, cancel.attempt)
         for job in list(self._jobs.values()):
-            if job.key == (cancel.request_id, cancel.attempt) and job.prefill.decode == peer.hello.id:
+            if job.key == cancel.key and job.prefill.decode == peer.hello.id:
                 self._give_up(job, "the attempt is cancelled")
 
     # A prompt arrives.

@@ -184,7 +184,7 @@ class ClusterState:
 
     def rejected(self, rejected: Rejected) -> None:
         """An attempt was not dispatched."""
-        self.keys.forget((rejected.request_id, rejected.attempt))
+        self.keys.forget(rejected.key)
         if self.on_outcome is not None:
             self.on_outcome(rejected, None)
 

@@ -51,7 +51,7 @@ from baton.messages.bounds import (
 )
 from baton.messages.status import OverloadLevel
 from baton.messages.workers import Load, PrefillTimes, RunningStep, StepTimes, Tier, Worker
-from baton.request import Request, TokenEvent, TokenId
+from baton.request import AttemptKey, Request, TokenEvent, TokenId
 from baton.tenants import Refusal
 
 
@@ -176,11 +176,21 @@ class Submit(Message, frozen=True):
     migrates_from: Annotated[str, Meta(max_length=32)] = ""
 
 
-class Routed(Message, frozen=True):
-    """Router to gateway: the attempt was dispatched to these workers."""
+class AttemptMessage(Message, frozen=True):
+    """The base of messages about one attempt."""
 
     request_id: Id
     attempt: Attempt
+
+    @property
+    def key(self) -> AttemptKey:
+        """The attempt."""
+        return self.request_id, self.attempt
+
+
+class Routed(AttemptMessage, frozen=True):
+    """Router to gateway: the attempt was dispatched to these workers."""
+
     decode: Id
     prefill: Annotated[str, Meta(max_length=32)] = ""
     reason: Reason = ""
@@ -191,18 +201,13 @@ class Routed(Message, frozen=True):
     ahead_tenant: Name = ""  # with the most of these
 
 
-class Queued(Message, frozen=True):
+class Queued(AttemptMessage, frozen=True):
     """Router to gateway: the attempt waits in a queue. Routed or Rejected follows."""
 
-    request_id: Id
-    attempt: Attempt
 
-
-class Rejected(Message, frozen=True):
+class Rejected(AttemptMessage, frozen=True):
     """Router to gateway: no worker can take the attempt now."""
 
-    request_id: Id
-    attempt: Attempt
     reason: Reason
     retry_after_s: Seconds
     refusal: Refusal = Refusal.NO_ROOM  # any other refusal ends the request, and its client is told why
@@ -267,49 +272,37 @@ class Failure(StrEnum):
     ERROR = "error"  # the request made a worker fail: replay it a few times at most
 
 
-class PrefillFailed(Message, frozen=True):
+class PrefillFailed(AttemptMessage, frozen=True):
     """Prefill to decode worker: no first token will come."""
 
-    request_id: Id
-    attempt: Attempt
     failure: Failure
     reason: Reason
 
 
-class AttemptFailed(Message, frozen=True):
+class AttemptFailed(AttemptMessage, frozen=True):
     """Decode worker to gateway: no more tokens of this attempt will come.
 
     Also router to gateway, for a decode worker that the router lost before the first token: the Dispatch may
     never have arrived.
     """
 
-    request_id: Id
-    attempt: Attempt
     failure: Failure
     reason: Reason
     worker: Annotated[str, Meta(max_length=32)] = ""  # the worker at fault, if it is not the sender
 
 
-class Prepared(Message, frozen=True):
+class Prepared(AttemptMessage, frozen=True):
     """Decode worker to gateway: the pages of an attempt that migrates here are here, up to the last ones."""
 
-    request_id: Id
-    attempt: Attempt
 
-
-class TakeOver(Message, frozen=True):
+class TakeOver(AttemptMessage, frozen=True):
     """Gateway to decode worker: answer the prepared attempt from here on."""
 
-    request_id: Id
-    attempt: Attempt
     token_ids: tuple[TokenId, ...]  # that have followed the tokens of the attempt's Dispatch
 
 
-class Cancel(Message, frozen=True):
+class Cancel(AttemptMessage, frozen=True):
     """End the attempt. A decode worker that was decoding answers with the attempt's phases alone."""
-
-    request_id: Id
-    attempt: Attempt
 
 
 class Heartbeat(Message, frozen=True):

@@ -340,9 +340,9 @@ class Frontend:
             logger.error("request %s: token %d came again, and differs", event.request_id, event.index)
 
     def _attempt_failed(self, peer: Peer, failed: AttemptFailed) -> None:
-        stream = self._present(failed.request_id, failed.attempt)
+        stream = self._present(failed.key)
         if stream is None:
-            self.migrations.failed(failed.request_id, failed.attempt, failed.reason)
+            self.migrations.failed(failed.key, failed.reason)
             return
         if stream.is_decoding and peer.hello.process is Kind.ROUTER:
             return  # only the router's connection to the decode worker is lost
@@ -402,12 +402,12 @@ class Frontend:
             case _:
                 raise ProtocolError(f"a {type(message).__name__} is nothing for a gateway")
         if isinstance(message, (Queued, Routed, Rejected)):
-            tenant = self._window.answered(peer.hello.id, (message.request_id, message.attempt))
+            tenant = self._window.answered(peer.hello.id, message.key)
             if tenant is not None:
                 self._submit_waiting(tenant)
 
     def _routed(self, peer: Peer, routed: Routed) -> None:
-        stream = self._present(routed.request_id, routed.attempt)
+        stream = self._present(routed.key)
         if stream is None:
             if self.migrations.routed(peer, routed):
                 return
@@ -435,9 +435,9 @@ class Frontend:
 
     def _rejected(self, rejected: Rejected) -> None:
         """Fail a request without an answer so far; a request that has begun waits for another attempt."""
-        stream = self._present(rejected.request_id, rejected.attempt)
+        stream = self._present(rejected.key)
         if stream is None:
-            self.migrations.failed(rejected.request_id, rejected.attempt, rejected.reason)
+            self.migrations.failed(rejected.key, rejected.reason)
             return
         if rejected.refusal is Refusal.NO_ROOM or stream.has_answer:
             self._again(stream, "rejected", at_once=False)
@@ -647,10 +647,10 @@ class Frontend:
         self._stop_waiting(stream)
         self.migrations.forget(stream)
 
-    def _present(self, request_id: str, attempt: int) -> RequestStream | None:
+    def _present(self, key: AttemptKey) -> RequestStream | None:
         """Return the stream that has this attempt now."""
-        stream = self._streams.get(request_id)
-        return stream if stream is not None and stream.attempt == attempt else None
+        stream = self._streams.get(key[0])
+        return stream if stream is not None and stream.key == key else None
 
     def _each(self) -> Iterator[RequestStream]:
         """Yield every stream that is open when its turn comes."""

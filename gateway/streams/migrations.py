@@ -25,6 +25,7 @@ from baton.messages.bounds import MAX_REASON_CHARS
 from baton.messages.control import Cancel, Prepared, Routed, Submit, TakeOver, age_s
 from baton.messages.operations import Migrate, Migrated
 from baton.messages.workers import WorkerRole
+from baton.request import AttemptKey
 from baton.rpc.peers import Peer, PeerRegistry
 
 MAX_MIGRATIONS: Final = 4  # at once, of one gateway: each copies the pages of a whole context
@@ -132,7 +133,7 @@ class Migrations:
 
     def routed(self, router: Peer, routed: Routed) -> bool:
         """Take the worker of a migration; False when no stream has this attempt as its migration."""
-        stream = self._migrating(routed.request_id, routed.attempt)
+        stream = self._migrating(routed.key)
         if stream is None or stream.migration is None:
             return False
         stream.migration.routed, stream.migration.router_clock = routed, router.clock_offset
@@ -140,15 +141,15 @@ class Migrations:
             self.give_up(stream, "its new worker is not connected")
         return True
 
-    def failed(self, request_id: str, attempt: int, reason: str) -> None:
+    def failed(self, key: AttemptKey, reason: str) -> None:
         """End a migration that the router has rejected or its new worker has failed."""
-        stream = self._migrating(request_id, attempt)
+        stream = self._migrating(key)
         if stream is not None:
             self.give_up(stream, reason)
 
     def prepared(self, peer: Peer, prepared: Prepared) -> None:
         """Have the new worker take over, or give the attempt up there if no stream waits for it."""
-        stream = self._migrating(prepared.request_id, prepared.attempt)
+        stream = self._migrating(prepared.key)
         if stream is None or stream.migration is None or stream.migration.decode != peer.hello.id:
             peer.send(Cancel(request_id=prepared.request_id, attempt=prepared.attempt))
             return
@@ -268,9 +269,9 @@ class Migrations:
         if wanted is not None and wanted.moves is not None:
             wanted.moves.ended(request_id, reason)
 
-    def _migrating(self, request_id: str, attempt: int) -> RequestStream | None:
+    def _migrating(self, key: AttemptKey) -> RequestStream | None:
         """Return the stream that has this attempt as its migration."""
-        stream = self._running.get(request_id)
-        if stream is None or stream.migration is None or stream.migration.attempt != attempt:
+        stream = self._running.get(key[0])
+        if stream is None or stream.migration is None or stream.migration.attempt != key[1]:
             return None
         return stream
