@@ -73,28 +73,21 @@ class Metric(NamedTuple, Generic[RowT]):
     help: str
     read: Read[RowT]
     keys: Labels = ()  # the labels of a mapping
-    vllm: str = ""  # vLLM's name of the same figure, without `vllm:`; its first label becomes `engine`
 
 
-def counter(
-    name: str, source: Source[RowT], help: str, read: Read[RowT], *keys: str, vllm: str = ""
-) -> Metric[RowT]:
+def counter(name: str, source: Source[RowT], help: str, read: Read[RowT], *keys: str) -> Metric[RowT]:
     """Return a Metric that only grows; its series end in `_total`."""
-    return Metric("counter", name, source, help, read, keys, vllm)
+    return Metric("counter", name, source, help, read, keys)
 
 
-def gauge(
-    name: str, source: Source[RowT], help: str, read: Read[RowT], *keys: str, vllm: str = ""
-) -> Metric[RowT]:
+def gauge(name: str, source: Source[RowT], help: str, read: Read[RowT], *keys: str) -> Metric[RowT]:
     """Return a Metric that may fall."""
-    return Metric("gauge", name, source, help, read, keys, vllm)
+    return Metric("gauge", name, source, help, read, keys)
 
 
-def histogram(
-    name: str, source: Source[RowT], help: str, read: Read[RowT], *keys: str, vllm: str = ""
-) -> Metric[RowT]:
+def histogram(name: str, source: Source[RowT], help: str, read: Read[RowT], *keys: str) -> Metric[RowT]:
     """Return a Metric of histograms."""
-    return Metric("histogram", name, source, help, read, keys, vllm)
+    return Metric("histogram", name, source, help, read, keys)
 
 
 def _tenant_rows(scrape: Scrape) -> Iterator[tuple[Labels, TenantCounts]]:
@@ -180,10 +173,6 @@ def _router_events(router: RouterStatus) -> Value:
     return {name: count for name, count in router.counters.items() if name not in OWN_ROUTER_COUNTERS}
 
 
-def _router_counter(name: str) -> Callable[[RouterStatus], Value]:
-    return lambda router: router.counters.get(name, 0)
-
-
 def _terms(prefix: str) -> Callable[[RouterStatus], Value]:
     """Read the router's histograms named `prefix` and a term, by term."""
     return lambda router: _by_rest(router.times, prefix)
@@ -196,6 +185,11 @@ def _by_rest(values: Mapping[str, Number], prefix: str) -> Value:
 def _times(name: str) -> Callable[[WorkerStatus | RouterStatus], Value]:
     """Read a histogram that a worker or a router has named; it is empty before the first value."""
     return lambda row: (row.load if isinstance(row, WorkerStatus) else row).times.get(name, Times())
+
+
+def _count(name: str) -> Callable[[WorkerStatus | RouterStatus], Value]:
+    """Read a counter that a worker or a router has named."""
+    return lambda row: (row.load if isinstance(row, WorkerStatus) else row).counters.get(name, 0)
 
 
 def _other_times(status: WorkerStatus) -> Value:
@@ -212,10 +206,6 @@ def _worker_events(status: WorkerStatus) -> Value:
         for name, count in status.load.counters.items()
         if name not in OWN_WORKER_COUNTERS and not name.startswith(TRANSFERS)
     }
-
-
-def _worker_counter(name: str) -> Callable[[WorkerStatus], Value]:
-    return lambda status: status.load.counters.get(name, 0)
 
 
 def _objectives(counts: TenantCounts) -> Value:
@@ -247,45 +237,19 @@ METRICS: Final[list[Metric[Any]]] = [
     counter("baton_connections_refused", GATEWAYS, "Refused connections.", "refused", "reason"),
     counter("baton_frontend", GATEWAYS, "Replays, drops, retries.", "events", "event"),
     counter("baton_tenants_file_changes", GATEWAYS, "Taken and refused changes.", "tenants_file", "outcome"),
-    counter("baton_prompt_tokens", GATEWAYS, "Tokens of prompts.", "prompt_tokens", vllm="prompt_tokens"),
+    counter("baton_prompt_tokens", GATEWAYS, "Tokens of prompts.", "prompt_tokens"),
     counter("baton_cached_prompt_tokens", GATEWAYS, "Prompt tokens that a cache had.", "cached_tokens"),
-    counter(
-        "baton_generation_tokens", GATEWAYS, "Generated tokens.", "generated_tokens", vllm="generation_tokens"
-    ),
+    counter("baton_generation_tokens", GATEWAYS, "Generated tokens.", "generated_tokens"),
     counter("baton_clients_gone", GATEWAYS, "Clients that left early.", "clients_gone"),
     counter("baton_clients_given_up", GATEWAYS, "Clients that read too slowly.", "clients_given_up"),
     counter("baton_unknown_body_keys", GATEWAYS, "Unknown keys of bodies.", "unknown_keys"),
     counter("baton_forms", GATEWAYS, "Checked forms of structured output.", "forms", "outcome"),
     histogram("baton_form_check_seconds", GATEWAYS, "Time to check a new form.", "form_check"),
     gauge("baton_open_requests", GATEWAYS, "Calls being answered.", "num_open"),
-    histogram(
-        "baton_time_to_first_token_seconds",
-        GATEWAYS,
-        "From the call to its first token.",
-        "ttft",
-        vllm="time_to_first_token_seconds",
-    ),
-    histogram(
-        "baton_inter_token_latency_seconds",
-        GATEWAYS,
-        "Between batches of tokens.",
-        "itl",
-        vllm="inter_token_latency_seconds",
-    ),
-    histogram(
-        "baton_decode_seconds",
-        GATEWAYS,
-        "From the first token of a call to its end.",
-        "decode",
-        vllm="request_decode_time_seconds",
-    ),
-    histogram(
-        "baton_request_seconds",
-        GATEWAYS,
-        "From the call to its end.",
-        "duration",
-        vllm="e2e_request_latency_seconds",
-    ),
+    histogram("baton_time_to_first_token_seconds", GATEWAYS, "From the call to its first token.", "ttft"),
+    histogram("baton_inter_token_latency_seconds", GATEWAYS, "Between batches of tokens.", "itl"),
+    histogram("baton_decode_seconds", GATEWAYS, "From the first token of a call to its end.", "decode"),
+    histogram("baton_request_seconds", GATEWAYS, "From the call to its end.", "duration"),
     counter(
         "baton_request_part_seconds",
         GATEWAYS,
@@ -323,43 +287,17 @@ METRICS: Final[list[Metric[Any]]] = [
         WORKERS,
         "Tokens looked up in the prefix cache.",
         "load.prefix_queries_tokens",
-        vllm="prefix_cache_queries",
     ),
     counter(
         "baton_worker_prefix_hits_tokens",
         WORKERS,
         "Tokens found in the prefix cache.",
         "load.prefix_hits_tokens",
-        vllm="prefix_cache_hits",
     ),
-    counter(
-        "baton_worker_preemptions",
-        WORKERS,
-        "Preempted sequences.",
-        "load.num_preemptions",
-        vllm="num_preemptions",
-    ),
-    counter(
-        "baton_worker_drafts",
-        WORKERS,
-        "Steps of sequences with drafts.",
-        "load.num_drafts",
-        vllm="spec_decode_num_drafts",
-    ),
-    counter(
-        "baton_worker_draft_tokens",
-        WORKERS,
-        "Computed drafts.",
-        "load.num_draft_tokens",
-        vllm="spec_decode_num_draft_tokens",
-    ),
-    counter(
-        "baton_worker_accepted_tokens",
-        WORKERS,
-        "Accepted drafts.",
-        "load.num_accepted_tokens",
-        vllm="spec_decode_num_accepted_tokens",
-    ),
+    counter("baton_worker_preemptions", WORKERS, "Preempted sequences.", "load.num_preemptions"),
+    counter("baton_worker_drafts", WORKERS, "Steps of sequences with drafts.", "load.num_drafts"),
+    counter("baton_worker_draft_tokens", WORKERS, "Computed drafts.", "load.num_draft_tokens"),
+    counter("baton_worker_accepted_tokens", WORKERS, "Accepted drafts.", "load.num_accepted_tokens"),
     counter("baton_worker_masks", WORKERS, "Token masks of structured outputs.", "load.num_masks"),
     counter(
         "baton_worker_mask_seconds",
@@ -394,11 +332,7 @@ METRICS: Final[list[Metric[Any]]] = [
         "phase",
     ),
     histogram(
-        "baton_worker_step_tokens",
-        WORKERS,
-        "Computed tokens of a step, without padding.",
-        "load.step_tokens",
-        vllm="iteration_tokens_total",
+        "baton_worker_step_tokens", WORKERS, "Computed tokens of a step, without padding.", "load.step_tokens"
     ),
     counter("baton_worker_padded_tokens", WORKERS, "Padding that steps computed.", "load.num_padded_tokens"),
     gauge(
@@ -407,18 +341,13 @@ METRICS: Final[list[Metric[Any]]] = [
     gauge("baton_worker_max_sequences", WORKERS, "Most sequences of a step.", "worker.max_num_seqs"),
     # Prompts and transfers
     histogram(
-        "baton_worker_queue_seconds",
-        WORKERS,
-        "From a prompt's arrival to its first step.",
-        _times("queue"),
-        vllm="request_queue_time_seconds",
+        "baton_worker_queue_seconds", WORKERS, "From a prompt's arrival to its first step.", _times("queue")
     ),
     histogram(
         "baton_worker_prefill_seconds",
         WORKERS,
         "From a prompt's first step to its first token.",
         _times("prefill"),
-        vllm="request_prefill_time_seconds",
     ),
     histogram(
         "baton_worker_transfer_seconds", WORKERS, "Transfers that this worker sent.", _times("transfer")
@@ -440,13 +369,13 @@ METRICS: Final[list[Metric[Any]]] = [
         "baton_worker_verified_shards",
         WORKERS,
         "Received shards with compared digests.",
-        _worker_counter("verified_shards"),
+        _count("verified_shards"),
     ),
     counter(
         "baton_worker_digest_mismatches",
         WORKERS,
         "Received shards with a wrong digest.",
-        _worker_counter("digest_mismatches"),
+        _count("digest_mismatches"),
     ),
     gauge(
         "baton_worker_transport",
@@ -476,53 +405,46 @@ METRICS: Final[list[Metric[Any]]] = [
     gauge("baton_router_attempts", ROUTERS, "Dispatched attempts under way.", "num_attempts"),
     gauge("baton_router_redis_up", ROUTERS, "1 when the link to Redis is up.", _redis_up),
     gauge("baton_ray_head_away_seconds", CLUSTER, "Silence of Ray's head; 0: it answers.", "head_away_s"),
-    counter("baton_router_decisions", ROUTERS, "Choices of workers by cost.", _router_counter("decisions")),
+    counter("baton_router_decisions", ROUTERS, "Choices of workers by cost.", _count("decisions")),
     counter(
-        "baton_router_blind_decisions",
-        ROUTERS,
-        "Choices without reported pages.",
-        _router_counter("blind_decisions"),
+        "baton_router_blind_decisions", ROUTERS, "Choices without reported pages.", _count("blind_decisions")
     ),
     histogram("baton_router_queue_seconds", ROUTERS, "Wait of a dispatched attempt.", _times("queue")),
     counter(
         "baton_router_prompt_tokens",
         ROUTERS,
         "Prompt tokens of first attempts that were routed by cost.",
-        _router_counter("routed_prompt_tokens"),
+        _count("routed_prompt_tokens"),
     ),
     counter(
         "baton_router_repeated_prompt_tokens",
         ROUTERS,
         "Of baton_router_prompt_tokens, tokens of a prefix that an earlier prompt had.",
-        _router_counter("repeated_prompt_tokens"),
+        _count("repeated_prompt_tokens"),
     ),
     # Predictions against measurements: `Hindsight` in router/decisions.py explains them.
     counter(
         "baton_router_measured_prompt_tokens",
         ROUTERS,
         "Tokens of prompts that were predicted and measured.",
-        _router_counter("measured_prompt_tokens"),
+        _count("measured_prompt_tokens"),
     ),
     counter(
         "baton_router_predicted_prefix_tokens",
         ROUTERS,
         "Of baton_router_measured_prompt_tokens, tokens that the router expected in a cache.",
-        _router_counter("predicted_prefix_tokens"),
+        _count("predicted_prefix_tokens"),
     ),
     counter(
         "baton_router_realised_prefix_tokens",
         ROUTERS,
         "Of baton_router_measured_prompt_tokens, tokens that were not computed.",
-        _router_counter("realised_prefix_tokens"),
+        _count("realised_prefix_tokens"),
     ),
     histogram("baton_router_predicted_seconds", ROUTERS, "Predicted times.", _terms("predicted_"), "term"),
     histogram("baton_router_measured_seconds", ROUTERS, "Measured times.", _terms("measured_"), "term"),
     histogram(
-        "baton_router_prediction_error_seconds",
-        ROUTERS,
-        "Sizes of the errors.",
-        _terms("error_"),
-        "term",
+        "baton_router_prediction_error_seconds", ROUTERS, "Sizes of the errors.", _terms("error_"), "term"
     ),
     histogram(
         "baton_router_regret_seconds",
@@ -579,6 +501,24 @@ METRICS: Final[list[Metric[Any]]] = [
         "running_lora_adapters",
     ),
 ]
+# The metrics that are written once more, by vLLM's name of the same figure; the first label becomes `engine`.
+VLLM_NAMES: Final = {
+    "baton_prompt_tokens": "prompt_tokens",
+    "baton_generation_tokens": "generation_tokens",
+    "baton_time_to_first_token_seconds": "time_to_first_token_seconds",
+    "baton_inter_token_latency_seconds": "inter_token_latency_seconds",
+    "baton_decode_seconds": "request_decode_time_seconds",
+    "baton_request_seconds": "e2e_request_latency_seconds",
+    "baton_worker_prefix_queries_tokens": "prefix_cache_queries",
+    "baton_worker_prefix_hits_tokens": "prefix_cache_hits",
+    "baton_worker_preemptions": "num_preemptions",
+    "baton_worker_drafts": "spec_decode_num_drafts",
+    "baton_worker_draft_tokens": "spec_decode_num_draft_tokens",
+    "baton_worker_accepted_tokens": "spec_decode_num_accepted_tokens",
+    "baton_worker_step_tokens": "iteration_tokens_total",
+    "baton_worker_queue_seconds": "request_queue_time_seconds",
+    "baton_worker_prefill_seconds": "request_prefill_time_seconds",
+}
 
 
 def in_vllm(metric: Metric[RowT]) -> Metric[RowT]:
@@ -588,7 +528,8 @@ def in_vllm(metric: Metric[RowT]) -> Metric[RowT]:
         for labels, row in metric.source.rows(scrape):
             yield (scrape.model, labels[0]), row
 
-    return metric._replace(name=VLLM + metric.vllm, source=Source(("model_name", "engine"), rows))
+    name = VLLM + VLLM_NAMES[metric.name]
+    return metric._replace(name=name, source=Source(("model_name", "engine"), rows))
 
 
 class Exporter:
@@ -619,7 +560,7 @@ class Exporter:
         scrape = Scrape(self._model, gateways, self._service.status)
         shown = [each for each in METRICS if self._vllm_names or not each.name.startswith(VLLM)]
         if self._vllm_names:
-            shown += [in_vllm(each) for each in METRICS if each.vllm]
+            shown += [in_vllm(each) for each in METRICS if each.name in VLLM_NAMES]
         return generate_latest(_Families([_family(metric, scrape) for metric in shown]))
 
 

@@ -6,7 +6,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from baton.config.gateway import GatewaySettings
-from baton.gateway.metrics.exporter import METRICS, WORKERS, Exporter, gauge
+from baton.gateway.metrics.exporter import METRICS, VLLM_NAMES, WORKERS, Exporter, gauge
 from baton.gateway.metrics.metrics import ITL_BOUNDS_S, Metrics
 from baton.messages.operations import Status
 from baton.messages.status import (
@@ -75,12 +75,13 @@ def test_vllm_names_can_be_turned_off() -> None:
 
 def test_every_figure_with_a_name_of_vllm_has_the_same_value_by_both_names() -> None:
     found = samples(exporter(counted("g0"), service_with_workers()))
-    twins = [each for each in METRICS if each.vllm]
+    twins = [each for each in METRICS if each.name in VLLM_NAMES]
     assert len(twins) > 10
     for metric in twins:
         suffix = {"counter": "_total", "gauge": "", "histogram": "_sum"}[metric.kind]
         ours = [value for (name, _), value in found.items() if name == metric.name + suffix]
-        theirs = [value for (name, _), value in found.items() if name == f"vllm:{metric.vllm}{suffix}"]
+        twin = f"vllm:{VLLM_NAMES[metric.name]}{suffix}"
+        theirs = [value for (name, _), value in found.items() if name == twin]
         assert ours and ours == theirs, metric.name
 
 
