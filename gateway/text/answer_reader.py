@@ -167,9 +167,6 @@ class AnswerReader(ABC):
         """The text from here on may be read again, by `_go_back`."""
         self._kept = self._at
 
-    def _kept_text(self) -> str:
-        return self._text[self._kept : self._at]
-
     def _go_back(self) -> None:
         assert self._kept is not None
         self._at, self._kept = self._kept, None
@@ -222,6 +219,21 @@ class AnswerReader(ABC):
         else:
             self._go_back()
         return found
+
+    def _after_tag(self, tag: str, read: Callable[[], Steps[bool]]) -> Steps[bool]:
+        """Take white space, the tag, and what `read` takes. The tag is shown if `read` finds no call."""
+        self._keep()
+        yield from self._take_space()
+        yield from self._take(tag)
+        begun = self._text[self._kept : self._at]
+        yield from self._take_space()
+        if (yield from read()):
+            self._go_on()
+            return True
+        self._go_back()
+        self._at += len(begun)
+        self._show(begun)
+        return False
 
     def _end(self) -> Steps[None]:
         """Drop the white space that was kept if the text ends here, or else go back to it."""

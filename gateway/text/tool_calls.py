@@ -34,18 +34,8 @@ class HermesReader(AnswerReader):
 
     def _read(self) -> Steps[None]:
         while (yield from self._pass_until(HERMES_BEGIN, self._show)):
-            self._keep()
-            yield from self._take_space()
-            yield from self._take(HERMES_BEGIN)
-            tag = self._kept_text()
-            yield from self._take_space()
-            if (yield from self._call()):
-                self._go_on()
+            if (yield from self._after_tag(HERMES_BEGIN, self._call)):
                 yield from self._take_after_space(HERMES_END)
-            else:
-                self._go_back()
-                self._at += len(tag)
-                self._show(tag)
 
     def _call(self) -> Steps[bool]:
         return (yield from self._json_call())
@@ -161,18 +151,11 @@ class MistralReader(AnswerReader):
 
     def _read(self) -> Steps[None]:
         while (yield from self._pass_until(MISTRAL_BEGIN, self._show)):
-            self._keep()
-            yield from self._take_space()
-            yield from self._take(MISTRAL_BEGIN)
-            tag = self._kept_text()
-            yield from self._take_space()
-            is_list = yield from self._take("[")
-            if (yield from self._list() if is_list else self._named()):
-                self._go_on()
-            else:
-                self._go_back()
-                self._at += len(tag)
-                self._show(tag)
+            yield from self._after_tag(MISTRAL_BEGIN, self._calls)
+
+    def _calls(self) -> Steps[bool]:
+        is_list = yield from self._take("[")
+        return (yield from self._list() if is_list else self._named())
 
     def _list(self) -> Steps[bool]:
         yield from self._take_space()
@@ -213,23 +196,14 @@ class DeepSeekReader(AnswerReader):
 
     def _read(self) -> Steps[None]:
         while (yield from self._pass_until(DEEPSEEK_BEGIN, self._show)):
-            self._keep()
-            yield from self._take_space()
-            yield from self._take(DEEPSEEK_BEGIN)
-            tag = self._kept_text()
-            yield from self._take_space()
-            if not (yield from self._call()):
-                self._go_back()
-                self._at += len(tag)
-                self._show(tag)
+            has_call = yield from self._after_tag(DEEPSEEK_BEGIN, self._call)
+            if not has_call:
                 continue
-            while True:
-                self._go_on()
+            while has_call:
                 self._keep()
                 yield from self._take_space()
-                if not (yield from self._call()):
-                    self._go_back()
-                    break
+                has_call = yield from self._call()
+            self._go_back()
             yield from self._take_after_space(DEEPSEEK_END)
 
     def _call(self) -> Steps[bool]:
