@@ -11,7 +11,7 @@ the form. A prompt may have the beginning of the reasoning, or the whole of an e
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Final, Protocol
+from typing import Final
 
 import msgspec
 
@@ -175,25 +175,7 @@ def _check(setting: str, name: str | None, known: Sequence[str] | Mapping[str, o
         raise ConfigError(f"gateway.{setting}: {name!r} is not known; known are {', '.join(known)}")
 
 
-class ChoiceReader(Protocol):
-    """Reads the text of one choice."""
-
-    @property
-    def num_calls(self) -> int:
-        """Calls that have begun."""
-
-    @property
-    def is_reasoning(self) -> bool:
-        """The text so far ends within reasoning."""
-
-    def push(self, text: str) -> Parts:
-        """Return the parts that have become certain."""
-
-    def finish(self) -> Parts:
-        """Return the rest: the text has ended."""
-
-
-def choice_reader(parsing: AnswerParsing, digests: Iterator[str]) -> ChoiceReader | None:
+def choice_reader(parsing: AnswerParsing, digests: Iterator[str]) -> AnswerReader | ChainedReader | None:
     """Return the reader of a choice; None when all of the text is shown.
 
     digests: the sources of the ids of calls, each hexadecimal and of 24 characters or more.
