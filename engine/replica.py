@@ -26,7 +26,7 @@ from baton.engine.scheduler.sequence import (
     check_request,
 )
 from baton.engine.scheduler.step_planner import PressureMode
-from baton.messages.status import Buckets, Sizes, Times, snapshot
+from baton.messages.status import Histogram, Sizes, Times, snapshot
 from baton.messages.workers import Load, StepTimes
 from baton.request import FilledPages, Request, StepOutput
 
@@ -113,13 +113,13 @@ class StepMeter:
             _count_into(self._times[f"step_{phase}"], seconds)
 
 
-def _count_into(buckets: Buckets, values: list[float] | list[int]) -> None:
+def _count_into(histogram: Histogram, values: list[float] | list[int]) -> None:
     """Count the values, and empty the list."""
     if values:
-        found = np.bincount(np.searchsorted(buckets.BOUNDS, values))
+        found = np.bincount(np.searchsorted(histogram.BOUNDS, values))
         for bucket in np.flatnonzero(found):
-            buckets.add(int(bucket), int(found[bucket]))
-        buckets.sum += sum(values)
+            histogram.add(int(bucket), int(found[bucket]))
+        histogram.sum += sum(values)
         values.clear()
 
 

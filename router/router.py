@@ -65,10 +65,9 @@ from baton.messages.operations import (
     WorkerRemoved,
 )
 from baton.messages.status import (
-    ROUTING_BOUNDS_S,
-    Histogram,
     OverloadLevel,
     RouterStatus,
+    RoutingTimes,
     Sizes,
     snapshot,
 )
@@ -165,7 +164,7 @@ class Router:
         context = PolicyContext(clock, self.in_flight, index, CostModel(), keys, random)
         policy = policy_type(context)
         self.cluster_state = ClusterState(context, policy, self.counters)
-        self._routing_times = Histogram(ROUTING_BOUNDS_S)
+        self._routing_times = RoutingTimes()
         self.pairing = Pairing(config, self.members, policy, load_policy(policy, context))
         self.max_index_pages, self.pages_per_slice = max_index_pages, pages_per_slice
         self._gateways: dict[str, GatewayPeer] = {}

@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from enum import IntEnum
 from functools import partial
+from itertools import zip_longest
 from math import inf, log2
 from typing import Annotated, ClassVar, Final, Literal, Self, TypeAlias
 
@@ -173,68 +174,24 @@ class StreamCounts(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         self.ended[cell] = self.ended.get(cell, 0) + 1
 
 
-# Upper bounds of the buckets of routing times; one more bucket counts longer times.
-ROUTING_BOUNDS_S: Final = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1.0)
 RedisState: TypeAlias = Literal["none", "up", "down"]
 
 
 class Histogram(msgspec.Struct, array_like=True):
-    """Values counted in buckets: bucket i has the values in (bounds[i - 1], bounds[i]], the last the rest."""
+    """Values counted in buckets: bucket i has the values in (BOUNDS[i - 1], BOUNDS[i]], the last the rest.
 
-    bounds: Annotated[tuple[float, ...], Meta(max_length=64)]
-    counts: Annotated[list[Count], Meta(max_length=65)] = []
-    sum: float = 0.0
-
-    def __post_init__(self) -> None:
-        if not self.counts:
-            self.counts = [0] * (len(self.bounds) + 1)
-        elif len(self.counts) != len(self.bounds) + 1:
-            expected = len(self.bounds) + 1
-            raise ValueError(f"{len(self.bounds)} bounds need {expected} counts, got {len(self.counts)}")
-
-    @property
-    def num(self) -> int:
-        """The number of values."""
-        return sum(self.counts)
-
-    def observe(self, value: float) -> None:
-        """Count one value."""
-        self.counts[bisect_left(self.bounds, value)] += 1
-        self.sum += value
-
-    def quantile(self, share: float) -> float:
-        """Return the upper bound of the quantile's bucket: inf beyond the last bound, 0 without values."""
-        num_left = share * self.num
-        for bound, count in zip((*self.bounds, inf), self.counts, strict=True):
-            num_left -= count
-            if count and num_left <= 0:
-                return bound
-        return 0.0
-
-    def estimate(self, share: float) -> float:
-        """Return the quantile as Prometheus' histogram_quantile does, evenly spread within its bucket.
-
-        Values beyond the last bound count as the last bound. 0 without values.
-        """
-        num_left, lower = share * self.num, 0.0
-        for bound, count in zip(self.bounds, self.counts, strict=False):
-            if count and num_left <= count:
-                return lower + (bound - lower) * num_left / count
-            num_left -= count
-            lower = bound
-        return self.bounds[-1] if self.num else 0.0
-
-
-class Buckets(msgspec.Struct, array_like=True):
-    """A histogram with the bounds of its class, which messages do not carry; see `Histogram`.
-
-    `counts` ends with the last bucket that is not empty, so a message with many histograms stays small.
+    The bounds are those of the class, and messages do not carry them. `counts` ends with the last bucket that
+    is not empty, so a message with many histograms stays small.
     """
 
     counts: Annotated[list[Count], Meta(max_length=65)] = []
     sum: float = 0.0
 
     BOUNDS: ClassVar[tuple[float, ...]] = ()
+
+    def __post_init__(self) -> None:
+        if len(self.counts) > len(self.BOUNDS) + 1:
+            raise ValueError(f"{len(self.BOUNDS)} bounds have one bucket more, got {len(self.counts)} counts")
 
     @property
     def num(self) -> int:
@@ -257,25 +214,54 @@ class Buckets(msgspec.Struct, array_like=True):
         """Return a copy that does not change with the original."""
         return type(self)(self.counts.copy(), self.sum)
 
-    def full(self) -> Histogram:
-        """Return the values as a Histogram with all its buckets."""
-        missing = len(self.BOUNDS) + 1 - len(self.counts)
-        return Histogram(self.BOUNDS, [*self.counts, *[0] * missing], self.sum)
+    def add_since(self, before: Self, now: Self) -> None:
+        """Count the values that `now` has and an earlier copy of it, `before`, has not."""
+        for index, (old, new) in enumerate(zip_longest(before.counts, now.counts, fillvalue=0)):
+            self.add(index, max(0, new - old))
+        self.sum += now.sum - before.sum
+
+    def quantile(self, share: float) -> float:
+        """Return the upper bound of the quantile's bucket: inf beyond the last bound, 0 without values."""
+        num_left = share * self.num
+        for bound, count in zip((*self.BOUNDS, inf), self.counts, strict=False):
+            num_left -= count
+            if count and num_left <= 0:
+                return bound
+        return 0.0
+
+    def estimate(self, share: float) -> float:
+        """Return the quantile as Prometheus' histogram_quantile does, evenly spread within its bucket.
+
+        Values beyond the last bound count as the last bound. 0 without values.
+        """
+        num_left, lower = share * self.num, 0.0
+        for bound, count in zip(self.BOUNDS, self.counts, strict=False):
+            if count and num_left <= count:
+                return lower + (bound - lower) * num_left / count
+            num_left -= count
+            lower = bound
+        return self.BOUNDS[-1] if self.num else 0.0
 
 
-class Times(Buckets):
+class Times(Histogram):
     """Durations in seconds, from 10 us to 2 minutes."""
 
-    BOUNDS: ClassVar[tuple[float, ...]] = (
+    BOUNDS = (
         *(1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 0.01, 0.02, 0.05),
         *(0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0),
     )
 
 
-class Sizes(Buckets):
+class Sizes(Histogram):
     """Numbers of tokens, in powers of 2."""
 
-    BOUNDS: ClassVar[tuple[float, ...]] = tuple(float(2**power) for power in range(16))
+    BOUNDS = tuple(float(2**power) for power in range(16))
+
+
+class RoutingTimes(Histogram):
+    """Seconds to choose the workers of an attempt."""
+
+    BOUNDS = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1.0)
 
 
 # By name. A worker or a router names its histograms itself.
@@ -297,8 +283,7 @@ class RouterStatus(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     pid: Count = 0
     num_attempts: Count = 0  # dispatched by this router and not ended
     redis: RedisState = "none"
-    # Seconds to choose the workers of an attempt.
-    routing: Histogram = msgspec.field(default_factory=lambda: Histogram(ROUTING_BOUNDS_S))
+    routing: RoutingTimes = msgspec.field(default_factory=RoutingTimes)
     counters: dict[Annotated[str, Meta(max_length=64)], Count] = {}
     times: TimesByName = {}
     queue: QueueStatus = QueueStatus()

@@ -26,7 +26,7 @@ from baton.bench.faults.clients import Clients, Question, make_questions
 from baton.bench.report import Report, Row, Suite, at_least, at_most
 from baton.cluster.redis_server import RedisServer
 from baton.gateway.streams.routers import SILENT_S
-from baton.messages.status import ROUTING_BOUNDS_S, Histogram, RouterStatus
+from baton.messages.status import RouterStatus, RoutingTimes
 from baton.router.redis.client import REDIS_FAILURES, Names, RedisConnection, Reply
 
 NUM_CLIENTS: Final = 6
@@ -256,12 +256,12 @@ def _answer_rows(name: str, clients: Clients) -> list[Row]:
     return [at_least(f"{name}: requests", num_answered, "", LEAST_ANSWERED), *clients.answer_rows(name)]
 
 
-def routed_between(before: Sequence[RouterStatus], after: Sequence[RouterStatus]) -> Histogram:
+def routed_between(before: Sequence[RouterStatus], after: Sequence[RouterStatus]) -> RoutingTimes:
     """Return the routing times of all routers between two moments."""
-    was = [sum(counts) for counts in zip(*(each.routing.counts for each in before), strict=True)]
-    now = [sum(counts) for counts in zip(*(each.routing.counts for each in after), strict=True)]
-    counts = [late - early for early, late in zip(was, now, strict=True)]
-    return Histogram(ROUTING_BOUNDS_S, counts)
+    earlier, between = {each.id: each.routing for each in before}, RoutingTimes()
+    for router in after:
+        between.add_since(earlier.get(router.id, RoutingTimes()), router.routing)
+    return between
 
 
 SUITE: Final = Suite("router_faults", "Faults of Redis and routers under load", add_options, measure)

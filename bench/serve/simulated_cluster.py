@@ -183,7 +183,7 @@ class SimulatedCluster:
                 level=level, num_queued=queued, oldest_wait_s=queued / 40, tenants=self._tenants(queued)
             ),
         )
-        status.routing.counts[3] = self._num_routed // 2
+        status.routing.add(3, self._num_routed // 2)
         return status
 
     def _tenants(self, num_queued: int) -> tuple[TenantStatus, ...]:

@@ -33,9 +33,8 @@ import msgspec
 
 from baton.errors import InvalidRequest, Overloaded
 from baton.gateway.api.helper_process import LENGTH_BYTES, frame, lower_priority
-from baton.gateway.metrics.metrics import CHECK_BOUNDS_S
+from baton.gateway.metrics.metrics import CheckTimes
 from baton.json_schema.patterns import byte_tokenizer
-from baton.messages.status import Histogram
 from baton.request import StructuredOutputs
 from baton.structured_output import check_form
 
@@ -77,7 +76,7 @@ class FormChecker:
     def __init__(self) -> None:
         # Checks by outcome: "known" (checked before), "accepted", "refused", "too_long", "failed".
         self.outcomes: Counter[str] = Counter()
-        self.times = Histogram(CHECK_BOUNDS_S)  # seconds of the checks that were not known
+        self.times = CheckTimes()  # seconds of the checks that were not known
         self._process: Process | None = None
         self._starting = asyncio.Lock()
         self._reading: asyncio.Task[None] | None = None

@@ -12,7 +12,7 @@ dashboards and llm-d's endpoint picker read; the setting `gateway.vllm_metric_na
 import platform
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, zip_longest
 from operator import attrgetter
 from typing import Any, Final, Generic, Literal, NamedTuple, TypeAlias, TypeVar
 
@@ -27,7 +27,7 @@ from baton.gateway.peer_gateways import PeerGateways
 from baton.gateway.streams.request_stream import Service
 from baton.messages.bounds import short_id
 from baton.messages.operations import Status
-from baton.messages.status import Buckets, Histogram, QueueStatus, RouterStatus, TenantStatus, Times
+from baton.messages.status import Histogram, QueueStatus, RouterStatus, TenantStatus, Times
 from baton.messages.workers import WorkerStatus
 
 
@@ -51,7 +51,7 @@ class Scrape(NamedTuple):
 
 RowT = TypeVar("RowT")
 Labels: TypeAlias = tuple[str, ...]
-Number: TypeAlias = float | Histogram | Buckets
+Number: TypeAlias = float | Histogram
 # A number, a histogram, or a mapping from the value of one more label (or from the values of several).
 Value: TypeAlias = Number | Mapping[str, Number] | Mapping[tuple[Any, ...], Number]
 Read: TypeAlias = str | Callable[[RowT], Value | None]  # a str is the path of an attribute
@@ -595,10 +595,9 @@ def _family(metric: Metric[RowT], scrape: Scrape) -> Any:
 
 
 def _add(family: Any, labels: Labels, number: Number) -> None:
-    if isinstance(number, Buckets):
-        number = number.full()
     if isinstance(number, Histogram):
-        bounds = (*map(str, number.bounds), "+Inf")
-        family.add_metric(labels, list(zip(bounds, accumulate(number.counts), strict=True)), number.sum)
+        bounds = (*map(str, number.BOUNDS), "+Inf")
+        sums = zip_longest(bounds, accumulate(number.counts), fillvalue=number.num)
+        family.add_metric(labels, list(sums), number.sum)
     else:
         family.add_metric(labels, number)

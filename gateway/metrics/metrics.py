@@ -17,11 +17,6 @@ MAX_TENANTS: Final = 256  # that are counted by name; the others are counted tog
 OTHERS: Final = "(others)"  # no tenant can have this name
 MAX_SERIES: Final = 4096
 REFUSALS: Final = frozenset(refusal.value for refusal in Refusal)
-TTFT_BOUNDS_S: Final = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
-ITL_BOUNDS_S: Final = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.08, 0.1, 0.2, 0.5, 1.0, 5.0)
-REQUEST_BOUNDS_S: Final = (0.01, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0, 120.0, 600.0)
-CHECK_BOUNDS_S: Final = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)  # of forms
-UNACCOUNTED_BOUNDS_S: Final = (0.0001, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0)
 ROUTES: Final = frozenset(
     {"/v1/chat/completions", "/v1/completions", "/v1/models", "/tokenize", "/detokenize"}
     | {"/health", "/ping", "/metrics", "/version", "/v1/stream", "/ui"}
@@ -30,6 +25,36 @@ ROUTES: Final = frozenset(
 Count: TypeAlias = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Name: TypeAlias = Annotated[str, Meta(max_length=64)]
 ByName: TypeAlias = Annotated[dict[Name, Count], Meta(max_length=MAX_SERIES)]
+
+
+class FirstTokenTimes(Histogram):
+    """Seconds to the first token of a call."""
+
+    BOUNDS = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
+
+
+class TokenTimes(Histogram):
+    """Seconds between batches of tokens of a choice."""
+
+    BOUNDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.08, 0.1, 0.2, 0.5, 1.0, 5.0)
+
+
+class CallTimes(Histogram):
+    """Seconds of whole calls."""
+
+    BOUNDS = (0.01, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0, 120.0, 600.0)
+
+
+class CheckTimes(Histogram):
+    """Seconds to check a form of structured output."""
+
+    BOUNDS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
+
+
+class UnaccountedTimes(Histogram):
+    """Seconds of a request that no part of its timeline explains."""
+
+    BOUNDS = (0.0001, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0)
 
 
 class TenantCounts(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -68,13 +93,13 @@ class Metrics(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     forms: ByName = msgspec.field(default_factory=Counter)  # checks of structured outputs, by outcome
     tenants: Annotated[dict[Name, TenantCounts], Meta(max_length=MAX_TENANTS + 1)] = {}
     tenants_file: ByName = msgspec.field(default_factory=Counter)  # its changes, by outcome
-    ttft: Histogram = msgspec.field(default_factory=lambda: Histogram(TTFT_BOUNDS_S))
-    itl: Histogram = msgspec.field(default_factory=lambda: Histogram(ITL_BOUNDS_S))
-    form_check: Histogram = msgspec.field(default_factory=lambda: Histogram(CHECK_BOUNDS_S))
-    decode: Histogram = msgspec.field(default_factory=lambda: Histogram(REQUEST_BOUNDS_S))
+    ttft: FirstTokenTimes = msgspec.field(default_factory=FirstTokenTimes)
+    itl: TokenTimes = msgspec.field(default_factory=TokenTimes)
+    form_check: CheckTimes = msgspec.field(default_factory=CheckTimes)
+    decode: CallTimes = msgspec.field(default_factory=CallTimes)
     parts_us: ByName = msgspec.field(default_factory=Counter)  # of the timelines of ended calls
-    unaccounted: Histogram = msgspec.field(default_factory=lambda: Histogram(UNACCOUNTED_BOUNDS_S))
-    duration: Histogram = msgspec.field(default_factory=lambda: Histogram(REQUEST_BOUNDS_S))
+    unaccounted: UnaccountedTimes = msgspec.field(default_factory=UnaccountedTimes)
+    duration: CallTimes = msgspec.field(default_factory=CallTimes)
 
     def answered(self, path: str, status: int) -> None:
         """Count an answered request."""

@@ -7,18 +7,19 @@ counted a second time here.
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 
 import baton
-from baton.gateway.metrics.metrics import MAX_TENANTS, Metrics, TenantCounts
+from baton.gateway.metrics.metrics import MAX_TENANTS, FirstTokenTimes, Metrics, TenantCounts, TokenTimes
 from baton.messages.bounds import short_id
 from baton.messages.operations import GatewayStatus, Status
 from baton.messages.status import Histogram, RouterStatus, TenantStatus
 from baton.messages.workers import Load, WorkerStatus
 
 SHARES: Final = (0.5, 0.9, 0.99)  # of the percentiles
+HistogramT = TypeVar("HistogramT", bound=Histogram)
 Quantiles: TypeAlias = tuple[float, ...]  # seconds, one for each of SHARES; empty: there were no values
 
 
@@ -140,8 +141,8 @@ class GatewayCounts(NamedTuple):
     num_open: int
     num_requests: int
     num_tokens: int
-    ttft: Histogram
-    itl: Histogram
+    ttft: FirstTokenTimes
+    itl: TokenTimes
 
 
 class WorkerCounts(NamedTuple):
@@ -170,8 +171,8 @@ def read(time_s: float, gateways: Iterable[Metrics], status: Status) -> Reading:
                 each.num_open,
                 each.duration.num,
                 each.generated_tokens,
-                _copied(each.ttft),
-                _copied(each.itl),
+                each.ttft.copy(),
+                each.itl.copy(),
             )
             for each in gateways
         },
@@ -181,10 +182,6 @@ def read(time_s: float, gateways: Iterable[Metrics], status: Status) -> Reading:
         },
         {each.id: each.routing.num for each in status.routers},
     )
-
-
-def _copied(histogram: Histogram) -> Histogram:
-    return Histogram(histogram.bounds, list(histogram.counts))
 
 
 class ReadingWindow:
@@ -209,8 +206,8 @@ class ReadingWindow:
             requests_per_s=sum(self._gateway_rates(name)[0] for name in gateways),
             tokens_per_s=sum(self._gateway_rates(name)[1] for name in gateways),
             sent_bytes_per_s=sum(map(self._sent_bytes_per_s, self._after.workers)),
-            ttft_s=self._quantiles(lambda counts: counts.ttft),
-            itl_s=self._quantiles(lambda counts: counts.itl),
+            ttft_s=self._quantiles(FirstTokenTimes(), lambda counts: counts.ttft),
+            itl_s=self._quantiles(TokenTimes(), lambda counts: counts.itl),
             num_open=sum(each.num_open for each in gateways.values()) + sum(elsewhere),
             num_queued=sum(each.queue.num_queued for each in status.routers),
             num_running=sum(each.load.num_running for each in status.workers),
@@ -253,18 +250,11 @@ class ReadingWindow:
         before = self._before.workers.get(worker)
         return 0.0 if before is None else self._rate(before.kv_bytes, self._after.workers[worker].kv_bytes)
 
-    def _quantiles(self, histogram_of: Callable[[GatewayCounts], Histogram]) -> Quantiles:
-        """Return the percentiles of the values between the readings, of the gateways with equal bounds."""
-        bounds: tuple[float, ...] = ()
-        columns: list[list[int]] = []
+    def _quantiles(self, total: HistogramT, histogram_of: Callable[[GatewayCounts], HistogramT]) -> Quantiles:
+        """Return the percentiles of the values between the readings. total: empty."""
         for name, after in self._after.gateways.items():
-            now, before = histogram_of(after), self._before.gateways.get(name)
-            bounds = bounds or now.bounds
-            if before is None or now.bounds != bounds or histogram_of(before).bounds != bounds:
-                continue
-            old = histogram_of(before).counts
-            columns.append([max(0, new - was) for new, was in zip(now.counts, old, strict=True)])
-        total = Histogram(bounds, [sum(column) for column in zip(*columns, strict=True)])
+            if (before := self._before.gateways.get(name)) is not None:
+                total.add_since(histogram_of(before), histogram_of(after))
         return tuple(total.estimate(share) for share in SHARES) if total.num else ()
 
     def _worker(self, status: WorkerStatus) -> WorkerRow:

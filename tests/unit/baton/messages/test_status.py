@@ -5,11 +5,11 @@ import pytest
 
 from baton.messages.status import (
     MAX_TENANTS,
-    ROUTING_BOUNDS_S,
     Histogram,
     OverloadLevel,
     QueueStatus,
     RouterStatus,
+    RoutingTimes,
     StreamCounts,
     TenantStatus,
     bucket,
@@ -79,8 +79,8 @@ def test_every_count_of_a_tenant_is_added() -> None:
         assert getattr(both, field) != getattr(one, field), field
 
 
-def routed(*times_s: float) -> Histogram:
-    times = Histogram(ROUTING_BOUNDS_S)
+def routed(*times_s: float) -> RoutingTimes:
+    times = RoutingTimes()
     for seconds in times_s:
         times.observe(seconds)
     return times
@@ -97,14 +97,27 @@ def test_counts_of_requests_are_written_as_json_and_as_messages() -> None:
 
 
 def test_time_counts_in_the_bucket_of_its_upper_bound() -> None:
-    times = routed(ROUTING_BOUNDS_S[0], 0.9 * ROUTING_BOUNDS_S[2], 2 * ROUTING_BOUNDS_S[-1])
-    assert [number for number, count in enumerate(times.counts) if count] == [0, 2, len(ROUTING_BOUNDS_S)]
-    assert times.sum == pytest.approx(ROUTING_BOUNDS_S[0] + 0.9 * ROUTING_BOUNDS_S[2] + 2)
+    bounds_s = RoutingTimes.BOUNDS
+    times = routed(bounds_s[0], 0.9 * bounds_s[2], 2 * bounds_s[-1])
+    assert [number for number, count in enumerate(times.counts) if count] == [0, 2, len(bounds_s)]
+    assert times.sum == pytest.approx(bounds_s[0] + 0.9 * bounds_s[2] + 2)
 
 
-def test_histogram_with_too_few_counts_is_refused() -> None:
-    with pytest.raises(ValueError, match="2 bounds need 3 counts, got 2"):
-        Histogram((1.0, 2.0), [1, 2])
+class Few(Histogram):
+    BOUNDS = (1.0, 3.0, 4.0)
+
+
+def test_histogram_with_too_many_counts_is_refused() -> None:
+    with pytest.raises(ValueError, match="3 bounds have one bucket more, got 5 counts"):
+        Few([1, 2, 0, 0, 1])
+
+
+def test_values_since_a_copy_are_counted() -> None:
+    now = Few([1, 2], 5.0)
+    before, since = now.copy(), Few([3], 0.5)
+    now.observe(9.0)
+    since.add_since(before, now)
+    assert since == Few([3, 0, 0, 1], 9.5)
 
 
 @pytest.mark.parametrize(("share", "bound_s"), [(0.5, 0.001), (0.9, 0.001), (0.99, 0.02), (1.0, math.inf)])
@@ -122,8 +135,8 @@ def test_router_without_decisions_is_neither_slow_nor_blind() -> None:
 )
 def test_estimate_spreads_values_within_their_bucket(share: float, seconds: float) -> None:
     """As histogram_quantile of Prometheus; values beyond the last bound count as that bound."""
-    assert Histogram((1.0, 3.0, 4.0), [4, 4, 0, 2]).estimate(share) == pytest.approx(seconds)
+    assert Few([4, 4, 0, 2]).estimate(share) == pytest.approx(seconds)
 
 
 def test_estimate_without_values_is_zero() -> None:
-    assert Histogram((1.0, 3.0)).estimate(0.5) == 0.0
+    assert Few().estimate(0.5) == 0.0

@@ -1,10 +1,10 @@
 from baton.bench.router.faults import routed_between
-from baton.messages.status import ROUTING_BOUNDS_S, Histogram, RouterStatus
+from baton.messages.status import RouterStatus, RoutingTimes
 from tests.node_peers import id_of
 
 
 def routed(name: str, *times_s: float) -> RouterStatus:
-    times = Histogram(ROUTING_BOUNDS_S)
+    times = RoutingTimes()
     for seconds in times_s:
         times.observe(seconds)
     return RouterStatus(id=id_of(name), routing=times)

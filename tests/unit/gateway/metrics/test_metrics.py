@@ -7,14 +7,13 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from baton.config.gateway import GatewaySettings
 from baton.gateway.metrics.exporter import METRICS, VLLM_NAMES, WORKERS, Exporter, gauge
-from baton.gateway.metrics.metrics import ITL_BOUNDS_S, Metrics
+from baton.gateway.metrics.metrics import Metrics, TokenTimes
 from baton.messages.operations import Status
 from baton.messages.status import (
-    ROUTING_BOUNDS_S,
-    Histogram,
     OverloadLevel,
     QueueStatus,
     RouterStatus,
+    RoutingTimes,
     Sizes,
     TenantStatus,
     Times,
@@ -156,9 +155,9 @@ def test_counts_survive_encoding() -> None:
 
 
 def test_metrics_with_a_damaged_histogram_are_refused() -> None:
-    bounds = ",".join(map(str, ITL_BOUNDS_S))
-    with pytest.raises(msgspec.ValidationError, match="bounds need"):
-        msgspec.json.decode(f'{{"itl":[[{bounds}],[1,2],3.0]}}', type=Metrics)
+    counts = [1] * (len(TokenTimes.BOUNDS) + 2)
+    with pytest.raises(msgspec.ValidationError, match="one bucket more"):
+        msgspec.json.decode(f'{{"itl":[{counts},3.0]}}', type=Metrics)
 
 
 def test_tenants_are_counted_by_gateways_and_routers() -> None:
@@ -216,7 +215,7 @@ def test_no_counter_of_a_tenant_falls_when_a_router_dies() -> None:
 
 
 def test_each_router_has_series_of_its_own() -> None:
-    times = Histogram(ROUTING_BOUNDS_S)
+    times = RoutingTimes()
     for seconds in (0.0001, 0.003, 7.0):
         times.observe(seconds)
     counters = {"decisions": 40, "blind_decisions": 1, "redis_failures": 2}
@@ -241,7 +240,7 @@ def test_each_router_has_series_of_its_own() -> None:
     assert found["baton_router_routing_seconds_count", (label,)] == 3
     assert found["baton_router_routing_seconds_bucket", (("le", "0.005"), label)] == 2
     assert found["baton_router_routing_seconds_count", (other,)] == 0
-    assert len(ROUTING_BOUNDS_S) + 1 == sum(
+    assert len(RoutingTimes.BOUNDS) + 1 == sum(
         name == "baton_router_routing_seconds_bucket" and label in labels for name, labels in found
     )
 

@@ -13,7 +13,7 @@ from tests.node_peers import a_worker, id_of
 
 def counts(name: str = "g0", num_requests: int = 0, num_tokens: int = 0) -> Metrics:
     metrics = Metrics(gateway=name, events=Counter(replays_lost=3, opened=5))
-    metrics.duration.counts[0] = num_requests
+    metrics.duration.add(0, num_requests)
     metrics.generated_tokens = num_tokens
     return metrics
 
@@ -33,7 +33,7 @@ def status(*workers: WorkerStatus, num_routed: int = 0, **fields: object) -> Sta
         tenants=(TenantStatus(tenant="acme", num_queued=7), TenantStatus(tenant="", num_queued=1)),
     )
     router = RouterStatus(id="e" * 32, queue=queue)
-    router.routing.counts[0] = num_routed
+    router.routing.add(0, num_routed)
     return msgspec.structs.replace(Status(workers=workers, routers=(router,)), **fields)
 
 

@@ -6,11 +6,10 @@ from baton.cluster.cli import output
 from baton.cluster.cli.commands.status import MAX_LINES, parts_of, queue_parts, refusals
 from baton.messages.operations import GatewayStatus, Status
 from baton.messages.status import (
-    ROUTING_BOUNDS_S,
-    Histogram,
     OverloadLevel,
     QueueStatus,
     RouterStatus,
+    RoutingTimes,
     TenantStatus,
 )
 from baton.messages.workers import Address, Load, WorkerStatus
@@ -78,7 +77,7 @@ def test_workers_are_in_the_order_of_their_names_and_numbers() -> None:
 
 
 def test_each_router_has_a_line() -> None:
-    routing = Histogram(ROUTING_BOUNDS_S, [0, 98, 0, 2, *[0] * 9])
+    routing = RoutingTimes([0, 98, 0, 2])
     counters = {"decisions": 200, "blind_decisions": 1}
     routers = (
         RouterStatus(id=id_of("a"), redis="up", routing=routing, counters=counters),
