@@ -43,10 +43,6 @@ FLAGS: Final = {
     "decode.tensor_parallel_size": "--decode-tp",
     "decode.page_size": "--decode-block-size --decode-page-size",
     "planner.mode": "--planner",
-    **{
-        f"planner.{name}": f"--planner-{name.replace('_', '-')}"
-        for name in ("ttft_ms", "tpot_ms", "attainment")
-    },
     "planner.ttft_ms": "--planner-ttft-ms",
     "planner.tpot_ms": "--planner-tpot-ms",
     "planner.attainment": "--planner-attainment",
