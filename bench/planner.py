@@ -10,9 +10,8 @@ a gap that is shorter than its start-up. Traces of files are superposed on thems
 ten workers.
 """
 
-import argparse
 import math
-import sys
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -21,7 +20,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from baton.bench.report import Report, Row, Suite, at_least, at_most
+from baton.bench.report import Report, Row, at_least, at_most, option, suite
 from baton.config.planner import PlannerConfig
 from baton.messages.status import StreamCounts, bucket, cell_of
 from baton.planner.demand import Stream
@@ -391,14 +390,14 @@ def _known(ids: Sequence[int], seen: set[int]) -> Iterator[int]:
         yield block
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the traces and the choice of workloads."""
-    parser.add_argument("--trace", type=Path, action="append", default=[], metavar="FILE")
-    parser.add_argument("--only", action="append", default=[], metavar="NAME", help="this workload alone")
-    parser.add_argument("--seed", type=int, default=0)
-
-
-def measure(options: argparse.Namespace, report: Report) -> None:
+@suite(
+    "planner",
+    "the planner on simulated workers",
+    option("--trace", [], action="append", type=Path, metavar="FILE"),
+    option("--only", [], "this workload alone", action="append", metavar="NAME"),
+    option("--seed", 0),
+)
+def measure(options: Namespace, report: Report) -> None:
     """Add the rows of each workload."""
     files: list[tuple[str, Callable[[], Workload]]] = [
         (path.stem, partial(traced, path, options.seed)) for path in options.trace
@@ -430,7 +429,5 @@ def workload_rows(workload: Workload) -> Iterator[Row]:
         yield at_most("steady, actions", planned.actions_an_hour, "an hour", 6)
 
 
-SUITE: Final = Suite("planner", "the planner on simulated workers", add_options, measure)
-
 if __name__ == "__main__":
-    sys.exit(SUITE.main(__doc__))
+    measure.main(__doc__)

@@ -1,9 +1,9 @@
 """The report of a suite: figures beside their limits, as a table, as JSON and as a plot.
 
-A suite has a function `measure(options, report)`, which may be a coroutine function. It adds rows to the
-report and tells what it measures. `Suite` prints the machine, the progress and the table. Into the folder
-that `--output` names it writes NAME.json, NAME.html with the table and interactive plots, which loads nothing
-from anywhere, and NAME.png where matplotlib is installed.
+A suite is a function `measure(options, report)`, which may be a coroutine function, under the decorator
+`suite`. It adds rows to the report and tells what it measures. The suite prints the machine, the progress and
+the table. Into the folder that `--output` names it writes NAME.json, NAME.html with the table and interactive
+plots, which loads nothing from anywhere, and NAME.png where matplotlib is installed.
 """
 
 import argparse
@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Self, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -265,33 +265,61 @@ class Report:
         self._num_shown = len(self.rows)
 
 
+Measure: TypeAlias = Callable[[argparse.Namespace, "Report"], Coroutine[Any, Any, None] | None]
+
+
+class Option(NamedTuple):
+    """An option of a suite, as `ArgumentParser.add_argument` takes one."""
+
+    name: str
+    settings: Mapping[str, Any]
+
+
+def option(name: str, default: object = None, help: str = "", **settings: Any) -> Option:
+    """Return an option whose help ends with its default, if that is a number or a word.
+
+    default: gives the type where `settings` has none; False makes a switch, a tuple an option of many values.
+    """
+    if default is False:
+        return Option(name, {"action": "store_true", "help": help})
+    if isinstance(default, tuple) and "type" not in settings:
+        settings = {"nargs": "+", "type": type(default[0])} | settings
+    elif isinstance(default, int | float):
+        settings = {"type": type(default), "metavar": "N"} | settings
+    if default and isinstance(default, int | float | str) and "(" not in help:
+        help = f"{help} ({default})".strip()
+    if name.startswith("-"):
+        settings["default"] = list(default) if isinstance(default, list) else default
+    return Option(name, {"help": help} | settings)
+
+
 @dataclass(frozen=True)
 class Suite:
     """A suite, and how to run it as a command. `name` names the files."""
 
     name: str
     title: str
-    add_options: Callable[[argparse.ArgumentParser], None]  # its own; --output is added to them
-    measure: Callable[[argparse.Namespace, Report], Coroutine[Any, Any, None] | None]
+    measure: Measure
+    options: Sequence[Option] = ()  # its own; --output is added to them
     fails_on_miss: bool = False  # the exit status is 1 when a limit was missed, too
     output: Path = RESULTS
 
-    def main(self, doc: str | None, words: Sequence[str] | None = None) -> int:
-        """Run the suite as a command; return its exit status, 1 when a figure failed."""
+    def main(self, doc: str | None, words: Sequence[str] | None = None) -> None:
+        """Run the suite as a command. SystemExit of status 1: a figure failed."""
         parser = argparse.ArgumentParser(
             description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
         )
-        self.add_all_options(parser)
+        self.add_options(parser)
         report = self.run(parser.parse_args(words))
         has_failed = any(row.has_failed for row in report.rows)
-        return 1 if has_failed or (self.fails_on_miss and report.has_missed) else 0
+        if has_failed or (self.fails_on_miss and report.has_missed):
+            sys.exit(1)
 
-    def add_all_options(self, parser: argparse.ArgumentParser) -> None:
+    def add_options(self, parser: argparse.ArgumentParser) -> None:
         """Add the options that `run` needs."""
-        self.add_options(parser)
-        parser.add_argument(
-            "--output", type=Path, default=self.output, metavar="FOLDER", help="of the report's files"
-        )
+        output = option("--output", self.output, "of the report's files", type=Path, metavar="FOLDER")
+        for name, settings in (*self.options, output):
+            parser.add_argument(name, **settings)
 
     def run(self, options: argparse.Namespace) -> Report:
         """Measure, print and keep. Raises what `measure` raises."""
@@ -303,3 +331,10 @@ class Suite:
                 asyncio.run(measuring)
         report.finish()
         return report
+
+
+def suite(
+    name: str, title: str, *options: Option, fails_on_miss: bool = False, output: Path = RESULTS
+) -> Callable[[Measure], Suite]:
+    """Return the decorator that makes a suite of its function `measure`."""
+    return lambda measure: Suite(name, title, measure, options, fails_on_miss, output)

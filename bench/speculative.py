@@ -13,10 +13,9 @@ drafts of a known answer, so many a step as are fastest.
     python -m baton.bench.speculative [--pairs 7]
 """
 
-import argparse
 import json
 import random
-import sys
+from argparse import Namespace
 from collections.abc import Mapping
 from collections.abc import Sequence as Ordered
 from pathlib import Path
@@ -30,7 +29,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from baton.bench.engine.replica import request_of
-from baton.bench.report import Report, Row, Suite, at_least, at_most, in_turns
+from baton.bench.report import Report, Row, at_least, at_most, in_turns, option, suite
 from baton.config.engine import engine_config
 from baton.engine.engine import Engine, load_engine
 from baton.engine.scheduler.sequence import Batch, Sequence, SequenceKey
@@ -330,12 +329,10 @@ def transformers_rates(target: Path, draft: Path, work: Work, num_runs: int) -> 
     return {name: median(each) for name, each in rates.items()}
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the suite's options."""
-    parser.add_argument("--pairs", type=int, default=7, help="runs with and without drafts of each work (7)")
-
-
-def measure(options: argparse.Namespace, report: Report) -> None:
+@suite(
+    "speculative", "Speculative decoding", option("--pairs", 7, "runs with and without drafts of each work")
+)
+def measure(options: Namespace, report: Report) -> None:
     """Compare an engine without drafts with one of each method."""
     with TemporaryDirectory() as folder:
         target = write_copying_model(Path(folder) / "target", TARGET)
@@ -379,7 +376,5 @@ def measure(options: argparse.Namespace, report: Report) -> None:
             engine.close()
 
 
-SUITE: Final = Suite("speculative", "Speculative decoding", add_options, measure)
-
 if __name__ == "__main__":
-    sys.exit(SUITE.main(__doc__))
+    measure.main(__doc__)

@@ -12,11 +12,10 @@ Every figure is the median over repeats; policies take turns within a repeat, an
 Repeats differ in the order of the same lengths.
 """
 
-import argparse
 import math
 import random
-import sys
 import time
+from argparse import Namespace
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -26,7 +25,7 @@ from statistics import fmean, median, pstdev
 from typing import Final, NamedTuple, TypeAlias
 
 from baton.bench.engine.replica import LlamaShape, Replica, load_replica, request_of
-from baton.bench.report import Plot, Report, Row, Suite, at_least, format_number, in_turns, percentile
+from baton.bench.report import Plot, Report, Row, at_least, format_number, in_turns, option, percentile, suite
 from baton.request import Request, SamplingParams
 
 POLICIES: Final = ("static", "dynamic", "continuous")
@@ -334,17 +333,11 @@ def _samples(outcomes: Outcomes) -> dict[str, list[dict[str, object]]]:
     return {policy: [asdict(outcome) for outcome in runs] for policy, runs in outcomes.items()}
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the suite's options."""
-    parser.add_argument("--repeats", type=int, default=Workload.repeats, help="of every load (3)")
-
-
-def measure(options: argparse.Namespace, report: Report) -> None:
+@suite("batching", "batching", option("--repeats", Workload.repeats, "of every load"))
+def measure(options: Namespace, report: Report) -> None:
     """Run the whole workload."""
     measure_workload(Workload(repeats=options.repeats), report)
 
 
-SUITE: Final = Suite("batching", "batching", add_options, measure)
-
 if __name__ == "__main__":
-    sys.exit(SUITE.main(__doc__))
+    measure.main(__doc__)

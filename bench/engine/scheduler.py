@@ -6,22 +6,21 @@ is what a step on a GPU adds before its graph: the arrays go into one buffer, wh
 python -m baton.bench.engine.scheduler [--steps 3000] [--requests 300]
 """
 
-import argparse
 import gc
 import random
-import sys
+from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import replace
 from statistics import median
 from time import perf_counter_ns
-from typing import Final, NamedTuple
+from typing import NamedTuple
 from unittest.mock import patch
 
 import numpy as np
 import torch
 
 from baton.bench.engine.replica import TOY_LLAMA, load_replica, request_of
-from baton.bench.report import Report, Row, Suite, at_most, format_number, percentile
+from baton.bench.report import Report, Row, at_most, format_number, option, percentile, suite
 from baton.clock import SystemClock
 from baton.config.engine import SchedulerConfig
 from baton.engine.cache.page_pool import PagePool
@@ -216,15 +215,13 @@ def cache_rows(off: list[Work], on: list[Work]) -> list[Row]:
     ]
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the suite's options."""
-    parser.add_argument("--steps", type=int, default=3_000, help="decode steps that are timed (3000)")
-    parser.add_argument(
-        "--requests", type=int, default=300, help="scheduled with and without the cache (300)"
-    )
-
-
-def measure(options: argparse.Namespace, report: Report) -> None:
+@suite(
+    "scheduler",
+    "Scheduling",
+    option("--steps", 3_000, "decode steps that are timed"),
+    option("--requests", 300, "scheduled with and without the cache"),
+)
+def measure(options: Namespace, report: Report) -> None:
     """Time decode steps, then whole runs with and without the prefix cache."""
     gc.freeze()
     for num_seqs in LIMITS_US:
@@ -255,7 +252,5 @@ def measure(options: argparse.Namespace, report: Report) -> None:
     report.extra = {"cache_s": {names[key]: [work.seconds for work in works] for key, works in runs.items()}}
 
 
-SUITE: Final = Suite("scheduler", "Scheduling", add_options, measure)
-
 if __name__ == "__main__":
-    sys.exit(SUITE.main(__doc__))
+    measure.main(__doc__)

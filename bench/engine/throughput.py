@@ -7,11 +7,10 @@ alternate, so other work on the machine disturbs all alike.
     python -m baton.bench.engine.throughput MODEL [--rival NAME=COMMAND ...] [--rounds 5] [--pairs 40]
 """
 
-import argparse
 import re
 import shlex
 import subprocess
-import sys
+from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from statistics import median, quantiles
@@ -22,7 +21,7 @@ import torch
 
 from baton.bench.engine.replica import generate, num_head_parameters, num_layer_parameters
 from baton.bench.machine import matmul_peak_tflops, read_bandwidth_gbps
-from baton.bench.report import Report, Row, Suite, at_least, at_most, in_turns
+from baton.bench.report import Report, Row, at_least, at_most, in_turns, option, suite
 from baton.bench.serve.load import Job, random_jobs
 from baton.cluster.model_directory import resolve_model
 from baton.config.engine import engine_config
@@ -158,16 +157,16 @@ def rows_of(figures: dict[str, list[float]], limit: Limit, num_tokens: int) -> l
     return rows
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the suite's options."""
-    parser.add_argument("model", help='a model directory, or "tiny", which comes with Baton')
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--rival", action="append", default=[], metavar="NAME=COMMAND")
-    parser.add_argument("--rounds", type=int, default=5, help="of Baton and every rival (5)")
-    parser.add_argument("--pairs", type=int, default=40, help="runs with and without the prefix cache (40)")
-
-
-def measure(options: argparse.Namespace, report: Report) -> None:
+@suite(
+    "engine",
+    "Engine throughput",
+    option("model", help='a model directory, or "tiny", which comes with Baton'),
+    option("--dtype", "auto"),
+    option("--rival", [], action="append", metavar="NAME=COMMAND"),
+    option("--rounds", 5, "of Baton and every rival"),
+    option("--pairs", 40, "runs with and without the prefix cache"),
+)
+def measure(options: Namespace, report: Report) -> None:
     """Run Baton and the rivals in turns, then one timed run, then the price of the prefix cache."""
     rivals = dict(rival.split("=", 1) for rival in options.rival)
     settings = {
@@ -205,7 +204,5 @@ def measure(options: argparse.Namespace, report: Report) -> None:
     report.extra = {"tokens_per_s": figures, "seconds": parts}
 
 
-SUITE: Final = Suite("engine", "Engine throughput", add_options, measure)
-
 if __name__ == "__main__":
-    sys.exit(SUITE.main(__doc__))
+    measure.main(__doc__)

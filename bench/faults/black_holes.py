@@ -9,10 +9,10 @@ a second, then 1 Mbit/s a connection, each for a third of that while. Six client
 whole answers and hang up; every answer is compared with the answer of one engine.
 """
 
-import argparse
 import asyncio
 import sys
 import tempfile
+from argparse import Namespace
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from itertools import product
@@ -25,7 +25,7 @@ from baton.bench.clusters import WatchedCluster, local_cluster
 from baton.bench.faults.clients import Clients, make_questions
 from baton.bench.faults.link_proxy import LinkProxy, Switchboard
 from baton.bench.processes import redis_on_tcp
-from baton.bench.report import Report, Row, Suite, at_most
+from baton.bench.report import Report, Row, at_most, option, suite
 from baton.config.cluster import ServeConfig, WorkersConfig
 from baton.config.engine import CacheConfig, EngineSettings
 from baton.config.router import RouterConfig
@@ -87,16 +87,15 @@ class ProxiedCluster(NamedTuple):
         return sum(each.load.counters.get(REMOTE_PREFILLS, 0) for each in status.workers)
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the suite's options."""
-    parser.add_argument("--seconds", type=float, default=60.0, help="that a link swallows (60)")
-    parser.add_argument("--links", default="", metavar="TEXT", help="only links with this in their name")
-    parser.add_argument(
-        "--troubles", default="", metavar="TEXT", help="only troubles with this in their name"
-    )
-
-
-async def measure(options: argparse.Namespace, report: Report) -> None:
+@suite(
+    "black_holes",
+    "One link swallows everything, or is slow",
+    option("--seconds", 60.0, "that a link swallows"),
+    option("--links", "", "only links with this in their name"),
+    option("--troubles", "", "only troubles with this in their name"),
+    fails_on_miss=True,
+)
+async def measure(options: Namespace, report: Report) -> None:
     """Trouble one kind of link after the other."""
     report.extra = {"seconds": options.seconds}
     questions = make_questions(seed=1)
@@ -156,9 +155,5 @@ def _role(name: str) -> str:
     return name.partition("-")[0]
 
 
-SUITE: Final = Suite(
-    "black_holes", "One link swallows everything, or is slow", add_options, measure, fails_on_miss=True
-)
-
 if __name__ == "__main__":
-    sys.exit(SUITE.main(__doc__))
+    measure.main(__doc__)

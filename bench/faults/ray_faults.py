@@ -10,7 +10,6 @@ the decode worker is killed, and its actors end one after the other. Every answe
 of one engine.
 """
 
-import argparse
 import asyncio
 import os
 import secrets
@@ -19,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from argparse import Namespace
 from collections.abc import AsyncIterator, Sequence
 from contextlib import ExitStack, asynccontextmanager, suppress
 from pathlib import Path
@@ -29,7 +29,7 @@ import psutil
 from baton.bench.clusters import WatchedCluster, served_cluster
 from baton.bench.faults.clients import Clients, Question, make_questions
 from baton.bench.processes import free_port, redis_on_tcp
-from baton.bench.report import Report, Row, Suite, at_most
+from baton.bench.report import Report, Row, at_most, option, suite
 from baton.cluster.runtimes.base import descendants, kill_tree
 from baton.messages.operations import Status
 
@@ -203,13 +203,14 @@ async def head_away(
     ]
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the suite's options."""
-    parser.add_argument("--streams", type=int, default=30, help="clients at once (30)")
-    parser.add_argument("--head-away", type=float, default=300.0, metavar="SECONDS", help="(300)")
-
-
-async def measure(options: argparse.Namespace, report: Report) -> None:
+@suite(
+    "ray_faults",
+    "Nodes of Ray that stand still and die, and a head that is away",
+    option("--streams", 30, "clients at once"),
+    option("--head-away", 300.0, "seconds"),
+    fails_on_miss=True,
+)
+async def measure(options: Namespace, report: Report) -> None:
     """Freeze a node, kill the head, and kill a node of another cluster."""
     report.extra = {"streams": options.streams}
     questions = make_questions(seed=1)
@@ -227,13 +228,5 @@ async def measure(options: argparse.Namespace, report: Report) -> None:
         report.rows += await lost_node(nodes, cluster, clients, is_frozen=False)
 
 
-SUITE: Final = Suite(
-    "ray_faults",
-    "Nodes of Ray that stand still and die, and a head that is away",
-    add_options,
-    measure,
-    fails_on_miss=True,
-)
-
 if __name__ == "__main__":
-    sys.exit(SUITE.main(__doc__))
+    measure.main(__doc__)

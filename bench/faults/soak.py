@@ -14,7 +14,6 @@ that the seed draws. At the end no answer may be lost or wrong, no page held, an
    from the fifth minute of a process on; the slope is a least-squares one.
 """
 
-import argparse
 import asyncio
 import contextlib
 import math
@@ -23,9 +22,9 @@ import random
 import secrets
 import signal
 import statistics
-import sys
 import tempfile
 import time
+from argparse import Namespace
 from collections import Counter, defaultdict
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -34,7 +33,7 @@ from typing import Final, NamedTuple
 from baton.bench.clusters import WatchedCluster, served_cluster, tenants_yaml
 from baton.bench.faults.clients import Clients, Question, make_questions
 from baton.bench.processes import resident_mib
-from baton.bench.report import Report, Row, Suite, at_least, at_most
+from baton.bench.report import Report, Row, at_least, at_most, option, suite
 
 STOPPED_S: Final = (1.0, 4.0, 12.0)
 ENDED_BY_S: Final = 2.0  # a worker that is silent for 3 s is given up and replaced
@@ -154,16 +153,17 @@ class Memory:
         return at_most("steepest RSS", slopes[name], "MiB/min", MAX_MIB_PER_MIN, name)
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the suite's options."""
-    parser.add_argument("--minutes", type=float, default=30.0, help="of load (30)")
-    parser.add_argument("--seed", type=int, default=1, help="of questions, clients and faults (1)")
-    parser.add_argument("--runtime", choices=("ray", "local"), default="ray", help="of the processes (ray)")
-    parser.add_argument("--clients", type=int, default=8, help="at once (8)")
-    parser.add_argument("--fault-every", type=float, default=FAULT_EVERY_S, metavar="S", help="seconds (10)")
-
-
-async def measure(options: argparse.Namespace, report: Report) -> None:
+@suite(
+    "soak",
+    "Mixed load with a fault every few seconds",
+    option("--minutes", 30.0, "of load"),
+    option("--seed", 1, "of questions, clients and faults"),
+    option("--runtime", "ray", "of the processes", choices=("ray", "local")),
+    option("--clients", 8, "at once"),
+    option("--fault-every", FAULT_EVERY_S, "seconds"),
+    fails_on_miss=True,
+)
+async def measure(options: Namespace, report: Report) -> None:
     """Run the cluster, the clients and the faults."""
     report.tell("questions")
     questions = make_questions(options.seed)
@@ -171,9 +171,7 @@ async def measure(options: argparse.Namespace, report: Report) -> None:
         await _soak(Path(folder), questions, options, report)
 
 
-async def _soak(
-    folder: Path, questions: Sequence[Question], options: argparse.Namespace, report: Report
-) -> None:
+async def _soak(folder: Path, questions: Sequence[Question], options: Namespace, report: Report) -> None:
     keys = {tenant: secrets.token_hex(16) for tenant in TENANTS}
     tenants = folder / "tenants.yaml"
     tenants.write_text(tenants_yaml(keys))
@@ -207,7 +205,7 @@ async def _run(
     clients: Clients,
     faults: FaultInjector,
     memory: Memory,
-    options: argparse.Namespace,
+    options: Namespace,
     report: Report,
 ) -> None:
     """Load, inject and sample until the time is over and every call has an end."""
@@ -247,9 +245,5 @@ def _rows(clients: Clients, faults: FaultInjector, is_whole: bool, pages_s: floa
     ]
 
 
-SUITE: Final = Suite(
-    "soak", "Mixed load with a fault every few seconds", add_options, measure, fails_on_miss=True
-)
-
 if __name__ == "__main__":
-    sys.exit(SUITE.main(__doc__))
+    measure.main(__doc__)

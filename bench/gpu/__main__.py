@@ -14,10 +14,10 @@ Exit code 1 when a stage failed. Without CUDA, or with --toy, the same code runs
 import sys
 
 try:
-    from baton.bench.gpu.suite import SUITE
+    from baton.bench.gpu.suite import measure
 except ModuleNotFoundError as error:
     if error.name is None or error.name.startswith("baton"):
         raise
     sys.exit(f"{error.name} is not installed: docs/benchmarks.md says how to carry it to this machine")
 
-sys.exit(SUITE.main(__doc__))
+measure.main(__doc__)

@@ -1,12 +1,12 @@
 """The stages of the GPU suite and their order; bench/gpu/__main__.py is the command."""
 
-import argparse
 import contextlib
 import os
 import shutil
 import signal
 import subprocess
 import sys
+from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -28,7 +28,7 @@ from baton.bench.gpu.kernels import (
 )
 from baton.bench.gpu.session import TOY, Session
 from baton.bench.gpu.stage import Record, SizeName, StageBegan, StageEnded, StageRow, append, read
-from baton.bench.report import Plot, Report, Row, Suite
+from baton.bench.report import Plot, Report, Row, option, suite
 from baton.kernels.triton_import import TileKind, TunedDtype, TunedTile, write_tuned
 
 SLOWEST: Final = 4.0  # times its usual time, after which a stage has hung
@@ -311,21 +311,17 @@ def _tuned_rows(
     return rows
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the suite's options."""
-    parser.add_argument("--minutes", type=float, default=9.0, help="for all stages (9)")
-    parser.add_argument("--resume", action="store_true", help="go on after the stages that have ended")
-    parser.add_argument(
-        "--rival-python", default=sys.executable, metavar="PATH", help="the interpreter that has vLLM (ours)"
-    )
-    parser.add_argument("--live-programs", action="store_true", help="only the decode kernel's split, no GPU")
-    parser.add_argument(
-        "--tune", action="store_true", help="only write the table of tuned tiles, kernels/tuned.json"
-    )
-    parser.add_argument("--toy", action="store_true", help="toy size on the CPU, GPU or not")
-
-
-def measure(options: argparse.Namespace, report: Report) -> None:
+@suite(
+    "gpu",
+    "gpu",
+    option("--minutes", 9.0, "for all stages"),
+    option("--resume", False, "go on after the stages that have ended"),
+    option("--rival-python", sys.executable, "the interpreter that has vLLM", metavar="PATH"),
+    option("--live-programs", False, "only the decode kernel's split, no GPU"),
+    option("--tune", False, "only write the table of tuned tiles, kernels/tuned.json"),
+    option("--toy", False, "toy size on the CPU, GPU or not"),
+)
+def measure(options: Namespace, report: Report) -> None:
     """Run all stages; the results are in gpu-DEVICE.json, or gpu-live-programs.json and a plot."""
     if options.live_programs:
         report.name, report.title = "gpu-live-programs", "Live programs of the decode kernel, planned"
@@ -356,6 +352,3 @@ def measure(options: argparse.Namespace, report: Report) -> None:
     if not options.resume:
         runner.path.unlink(missing_ok=True)
     run_stages(STAGES, runner, options.minutes, report, resumes=options.resume)
-
-
-SUITE: Final = Suite("gpu", "gpu", add_options, measure)

@@ -21,10 +21,9 @@ same run. docs/benchmarks.md explains the figures.
    is written again.
 """
 
-import argparse
 import os
 import signal
-import sys
+from argparse import Namespace
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -56,7 +55,7 @@ from baton.bench.kv.sweep import (
     rival_rows,
     sweep_rows,
 )
-from baton.bench.report import Report, Row, Suite, at_least, at_most, percentile
+from baton.bench.report import Report, Row, at_least, at_most, option, percentile, suite
 from baton.engine.cache.page_pool import PageState
 from baton.kvtransfer.endpoint import KvEndpoint
 from baton.kvtransfer.protocol.handoff import HandoffOutcome, Timing, TransferTimes
@@ -322,7 +321,7 @@ SIZES: Final = (128, 512, 2048, 8192, 32768)
 STREAM_TOKENS: Final = (4096, 8192)
 
 
-def measure_sweep(options: argparse.Namespace, report: Report) -> None:
+def measure_sweep(options: Namespace, report: Report) -> None:
     """Measure every prompt size of every shape, pages into other pages, and streaming."""
     sweeps: list[Sweep] = []
     kinds = list(product(options.shapes, options.page_sizes))
@@ -360,7 +359,7 @@ def measure_sweep(options: argparse.Namespace, report: Report) -> None:
     }
 
 
-def measure_trace(options: argparse.Namespace, report: Report) -> None:
+def measure_trace(options: Namespace, report: Report) -> None:
     """Replay the hand-offs of a trace."""
     requests = read_trace(options.trace, scale=options.scale, limit=options.requests)
     layout = layout_of(options.shapes[0], page_size=options.page_sizes[0])
@@ -374,7 +373,7 @@ def measure_trace(options: argparse.Namespace, report: Report) -> None:
     report.show(name, rows)
 
 
-def measure_faults(options: argparse.Namespace, report: Report) -> None:
+def measure_faults(options: Namespace, report: Report) -> None:
     """Break transfers in every way, at every point."""
     report.name, report.title = "kv-faults", "Faults in the middle of a transfer"
     layout = layout_of(options.shapes[0], page_size=options.page_sizes[0])
@@ -383,35 +382,31 @@ def measure_faults(options: argparse.Namespace, report: Report) -> None:
         report.rows += fault_rows(fault, transport, percent, layout, options.rounds)
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the suite's options."""
-    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
-    parser.add_argument("--page-sizes", nargs="+", type=int, default=[16], metavar="TOKENS")
-    parser.add_argument(
-        "--into-page-sizes", nargs="*", type=int, default=[8], metavar="TOKENS", help="of the destination"
-    )
-    parser.add_argument("--sizes", nargs="+", type=int, default=list(SIZES), metavar="TOKENS", help="prompts")
-    parser.add_argument("--stream-tokens", nargs="*", type=int, default=list(STREAM_TOKENS), metavar="TOKENS")
-    parser.add_argument(
-        "--also", nargs="+", default=[], metavar="TRANSPORT", help="such as nixl: measured beside shm and tcp"
-    )
-    parser.add_argument("--rounds", type=int, default=5, help="of which the medians are taken")
-    parser.add_argument(
+@suite(
+    "kv",
+    "KV transfer",
+    option("--shapes", tuple(SHAPES), choices=SHAPES),
+    option("--page-sizes", (16,), "tokens"),
+    option("--into-page-sizes", (8,), "of the destination, in tokens", nargs="*"),
+    option("--sizes", SIZES, "of prompts, in tokens"),
+    option("--stream-tokens", STREAM_TOKENS, "of prompts that stream while they are computed", nargs="*"),
+    option("--also", [], "transports such as nixl: measured beside shm and tcp", nargs="+"),
+    option("--rounds", 5, "of which the medians are taken"),
+    option(
         "--rival",
+        [],
+        "measured in the same rounds; its last line is JSON, see docs/benchmarks.md",
         action="append",
-        default=[],
         metavar="TRANSPORT:NAME=COMMAND",
-        help="measured in the same rounds; its last line is JSON, see docs/benchmarks.md",
-    )
-    parser.add_argument("--trace", type=Path, help="a Mooncake JSON-lines or an Azure CSV file to replay")
-    parser.add_argument("--scale", type=float, default=1.0, help="divides the trace's lengths")
-    parser.add_argument("--requests", type=int, default=200, help="of the trace, from its beginning")
-    parser.add_argument("--prefill", type=int, default=2, help="prefill workers of a replay")
-    parser.add_argument("--decode", type=int, default=2, help="decode workers of a replay")
-    parser.add_argument("--faults", action="store_true", help="break transfers instead")
-
-
-def measure(options: argparse.Namespace, report: Report) -> None:
+    ),
+    option("--trace", type=Path, help="a Mooncake JSON-lines or an Azure CSV file to replay"),
+    option("--scale", 1.0, "divides the trace's lengths"),
+    option("--requests", 200, "of the trace, from its beginning"),
+    option("--prefill", 2, "prefill workers of a replay"),
+    option("--decode", 2, "decode workers of a replay"),
+    option("--faults", False, "break transfers instead"),
+)
+def measure(options: Namespace, report: Report) -> None:
     """Run the part of the suite that the options ask for."""
     if options.trace is not None:
         measure_trace(options, report)
@@ -421,7 +416,5 @@ def measure(options: argparse.Namespace, report: Report) -> None:
         measure_sweep(options, report)
 
 
-SUITE: Final = Suite("kv", "KV transfer", add_options, measure)
-
 if __name__ == "__main__":
-    sys.exit(SUITE.main(__doc__))
+    measure.main(__doc__)

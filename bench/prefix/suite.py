@@ -12,11 +12,11 @@ and a gateway run in this process, so that the suite can read decisions beside m
 choice to the workers that it measures.
 """
 
-import argparse
 import asyncio
 import logging
 import secrets
 import tempfile
+from argparse import Namespace
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -26,7 +26,7 @@ from time import perf_counter
 from typing import Final, NamedTuple, TypeAlias
 
 from baton.bench.engine.replica import LlamaShape
-from baton.bench.report import Plot, Report, Row, Suite, at_least, at_most, ranked_shares
+from baton.bench.report import Plot, Report, Row, at_least, at_most, option, ranked_shares, suite
 from baton.clock import SystemClock
 from baton.cluster.offline.llm import LLM
 from baton.cluster.runtimes.base import ProcessSpec
@@ -349,15 +349,15 @@ def pull_rows(pulls: Sequence[Pull], num_wrong: int) -> list[Row]:
     ]
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the suite's options."""
-    parser.add_argument("--rounds", type=int, default=3, help="of each workload (3)")
-    parser.add_argument("--trials", type=int, default=8, help="of a pull (8)")
-    parser.add_argument("--quick", action="store_true", help="one round, two trials: no figures to believe")
-    parser.add_argument("--seed", type=int, default=0)
-
-
-async def measure(options: argparse.Namespace, report: Report) -> None:
+@suite(
+    "prefix",
+    "Prefix reuse between processes",
+    option("--rounds", 3, "of each workload"),
+    option("--trials", 8, "of a pull"),
+    option("--quick", False, "one round, two trials: no figures to believe"),
+    option("--seed", 0),
+)
+async def measure(options: Namespace, report: Report) -> None:
     """Compare workloads, then pulls. TimeoutError: workers do not come, or do not answer."""
     num_rounds, num_trials = (1, 2) if options.quick else (options.rounds, options.trials)
     with tempfile.TemporaryDirectory() as folder:
@@ -426,6 +426,3 @@ def _num_wrong(model: Path, answers: Sequence[AnswerSink]) -> int:
         )
     right = [list(output.outputs[0].token_ids) for output in outputs]
     return sum(answer.token_ids != token_ids for answer, token_ids in zip(answers, right, strict=True))
-
-
-SUITE: Final = Suite("prefix", "Prefix reuse between processes", add_options, measure)

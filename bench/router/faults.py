@@ -9,12 +9,11 @@ Every answer is compared with the answer of one engine. The routers count how lo
 is the bound within which 99 of 100 requests were routed.
 """
 
-import argparse
 import asyncio
 import os
 import signal
-import sys
 import tempfile
+from argparse import Namespace
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -23,7 +22,7 @@ from typing import Final, TypeAlias
 
 from baton.bench.clusters import WatchedCluster, served_cluster
 from baton.bench.faults.clients import Clients, Question, make_questions
-from baton.bench.report import Report, Row, Suite, at_least, at_most
+from baton.bench.report import Report, Row, at_least, at_most, option, suite
 from baton.cluster.redis_server import RedisServer
 from baton.gateway.streams.routers import SILENT_S
 from baton.messages.status import RouterStatus, RoutingTimes
@@ -123,12 +122,12 @@ FAULTS: Final[dict[str, Fault]] = {
 }
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the suite's options."""
-    parser.add_argument("--rest", type=float, default=8.0, help="seconds of load around each fault (8)")
-
-
-async def measure(options: argparse.Namespace, report: Report) -> None:
+@suite(
+    "router_faults",
+    "Faults of Redis and routers under load",
+    option("--rest", 8.0, "seconds of load around each fault"),
+)
+async def measure(options: Namespace, report: Report) -> None:
     """Hurt Redis, then routers."""
     report.tell("questions")
     questions, rest_s = make_questions(1, MAX_TOKENS), options.rest
@@ -264,7 +263,5 @@ def routed_between(before: Sequence[RouterStatus], after: Sequence[RouterStatus]
     return between
 
 
-SUITE: Final = Suite("router_faults", "Faults of Redis and routers under load", add_options, measure)
-
 if __name__ == "__main__":
-    sys.exit(SUITE.main(__doc__))
+    measure.main(__doc__)

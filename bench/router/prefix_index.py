@@ -7,8 +7,7 @@ decode. Times of the index and of decisions are this process's CPU time, as othe
 machine.
 """
 
-import argparse
-import sys
+from argparse import Namespace
 from collections.abc import Iterator
 from random import Random
 from statistics import median
@@ -19,7 +18,7 @@ import msgspec
 import numpy as np
 import psutil
 
-from baton.bench.report import Report, Row, Suite, at_least, at_most, percentile
+from baton.bench.report import Report, Row, at_least, at_most, option, percentile, suite
 from baton.clock import ManualClock
 from baton.messages.bounds import Kind
 from baton.messages.codec import AnyMessage
@@ -247,21 +246,17 @@ def index_rows(num_pages: int, num_workers: int, num_matches: int, report: Repor
     return rows
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the suite's options."""
-    parser.add_argument("--pages", type=int, default=10_000_000, help="in the index (10 million)")
-    parser.add_argument("--workers", type=int, default=1000, help="that hold them (1000)")
-    parser.add_argument(
-        "--matches", type=int, default=3000, help="look-ups and decisions that are timed (3000)"
-    )
-
-
-def measure(options: argparse.Namespace, report: Report) -> None:
+@suite(
+    "prefix_index",
+    "prefix index",
+    option("--pages", 10_000_000, "in the index"),
+    option("--workers", 1000, "that hold them"),
+    option("--matches", 3000, "look-ups and decisions that are timed"),
+)
+def measure(options: Namespace, report: Report) -> None:
     """Measure the index."""
     report.rows += index_rows(options.pages, options.workers, options.matches, report)
 
 
-SUITE: Final = Suite("prefix_index", "prefix index", add_options, measure)
-
 if __name__ == "__main__":
-    sys.exit(SUITE.main(__doc__))
+    measure.main(__doc__)

@@ -11,8 +11,7 @@ computed. The second form replays a router's log (--decision-log) under another 
 of the time model in sim/timed/fast.py.
 """
 
-import argparse
-import sys
+from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from math import floor
@@ -23,7 +22,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from baton.bench.report import Report, Row, Suite, at_least, at_most, percentile
+from baton.bench.report import Report, Row, at_least, at_most, option, percentile, suite
 from baton.config.router import RouterConfig
 from baton.router.policies.candidates import PairCandidate, Select, cheapest
 from baton.sim.timed.fast import FastCluster
@@ -230,17 +229,17 @@ def replay_rows(log: Log, policy: str, seed: int) -> list[Row]:
     return rows
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the suite's options."""
-    parser.add_argument("--trace", type=Path, metavar="FILE", help="in Mooncake's format")
-    parser.add_argument("--replay", type=Path, metavar="LOG", help="a router's decision log")
-    parser.add_argument("--policy", choices=POLICIES, default="cost", help="for --replay (cost)")
-    parser.add_argument("--limit", type=int, metavar="N", help="the trace's first N requests (all)")
-    parser.add_argument("--requests", type=int, default=600, metavar="N", help="of each workload (600)")
-    parser.add_argument("--seed", type=int, default=0, metavar="N")
-
-
-def measure(options: argparse.Namespace, report: Report) -> None:
+@suite(
+    "router",
+    "the router on simulated workers",
+    option("--trace", type=Path, metavar="FILE", help="in Mooncake's format"),
+    option("--replay", type=Path, metavar="LOG", help="a router's decision log"),
+    option("--policy", "cost", "for --replay", choices=POLICIES),
+    option("--limit", type=int, help="the trace's first N requests (all)"),
+    option("--requests", 600, "of each workload"),
+    option("--seed", 0),
+)
+def measure(options: Namespace, report: Report) -> None:
     """Replay the log, or the trace and the made workloads."""
     report.extra = {"seed": options.seed}
     if options.replay is not None:
@@ -257,7 +256,5 @@ def measure(options: argparse.Namespace, report: Report) -> None:
         report.rows += workload_rows(name, options.requests, options.seed)
 
 
-SUITE: Final = Suite("router", "the router on simulated workers", add_options, measure)
-
 if __name__ == "__main__":
-    sys.exit(SUITE.main(__doc__))
+    measure.main(__doc__)

@@ -10,10 +10,9 @@ is the processor time a request of gateways and router over stub workers, with a
 on the same processes.
 """
 
-import argparse
 import asyncio
-import sys
 import time
+from argparse import Namespace
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, nullcontext
 from itertools import pairwise
@@ -23,7 +22,7 @@ from urllib.parse import urlsplit
 
 import psutil
 
-from baton.bench.report import Report, Suite, at_least, at_most, percentile
+from baton.bench.report import Report, at_least, at_most, option, percentile, suite
 from baton.bench.serve.client import Address
 from baton.bench.serve.load import Hammer, Point
 from baton.bench.serve.overhead import Plane, Target, hosted
@@ -129,7 +128,15 @@ def renderer_bytes() -> int:
     return max(sizes, default=0)
 
 
-async def _measure(options: argparse.Namespace, report: Report) -> None:
+@suite(
+    "dashboard",
+    "The dashboard in Chromium",
+    option("--workers", 1000, "simulated workers"),
+    option("--rounds", 40, "under load"),
+    option("--tries", 6, "stretches of scrolling"),
+    option("--settle", 3.0, "seconds before the first scroll"),
+)
+async def measure(options: Namespace, report: Report) -> None:
     cluster = SimulatedCluster(options.workers // 3, options.workers - options.workers // 3)
     async with served(cluster) as address, chromium() as browser:
         page = await browser.new_page(viewport={"width": 1280, "height": 900})
@@ -180,7 +187,7 @@ def _add_frames(report: Report, name: str, tries: list[tuple[Scroll, Scroll]]) -
     ]
 
 
-async def _add_costs(options: argparse.Namespace, report: Report) -> None:
+async def _add_costs(options: Namespace, report: Report) -> None:
     """Add the processor time of a reading as a share of one core."""
     cluster = SimulatedCluster(options.workers // 3, options.workers - options.workers // 3)
     gateway = await gateway_of(cluster, history_s=10.0)
@@ -197,7 +204,7 @@ async def _add_costs(options: argparse.Namespace, report: Report) -> None:
     await gateway.drain()
 
 
-async def _add_cost_under_load(options: argparse.Namespace, report: Report) -> None:
+async def _add_cost_under_load(options: Namespace, report: Report) -> None:
     """Add the processor time a request with a viewer, over that without."""
     ratios: list[float] = []
     with hosted(Plane(model="tiny", num_gateways=2, num_prefill=1)) as target:
@@ -259,14 +266,5 @@ async def _reading_s(gateway: GatewayProcess) -> float:
     return percentile(spent_s, 50)
 
 
-def _add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--workers", type=int, default=1000, metavar="N", help="simulated workers")
-    parser.add_argument("--rounds", type=int, default=40, metavar="N", help="under load")
-    parser.add_argument("--tries", type=int, default=6, metavar="N", help="stretches of scrolling")
-    parser.add_argument("--settle", type=float, default=3.0, metavar="S", help="before the first scroll")
-
-
-SUITE: Final = Suite("dashboard", "The dashboard in Chromium", _add_options, _measure)
-
 if __name__ == "__main__":
-    sys.exit(SUITE.main(__doc__))
+    measure.main(__doc__)

@@ -9,7 +9,6 @@ from inside the gateway: a hold is how late a timer of 2 ms was, less the time f
 waited for a core.
 """
 
-import argparse
 import asyncio
 import contextlib
 import json
@@ -18,9 +17,9 @@ import os
 import random
 import shutil
 import socket
-import sys
 import tempfile
 import time
+from argparse import Namespace
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
@@ -31,7 +30,7 @@ import msgspec
 
 from baton.bench.clusters import tenants_yaml
 from baton.bench.processes import resident_mib
-from baton.bench.report import Report, Row, Suite, at_most, percentile
+from baton.bench.report import Report, Row, at_most, option, percentile, suite
 from baton.bench.serve.client import Address, Client
 from baton.bench.serve.gateway_loop_host import FILE_VARIABLE, Held
 from baton.bench.serve.overhead import Plane, stub_cluster
@@ -338,13 +337,14 @@ async def ask_for_logprobs(gateway: Gateway) -> Counter[int]:
         return Counter(await asyncio.gather(*(ask(client, CHAT, body) for _ in range(4))))
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the suite's options."""
-    parser.add_argument("--generated", type=int, default=200, help="bodies that are drawn (200)")
-    parser.add_argument("--seed", type=int, default=1)
-
-
-async def measure(options: argparse.Namespace, report: Report) -> None:
+@suite(
+    "gateway_loop",
+    "Event loop of a gateway under hostile bodies",
+    option("--generated", 200, "bodies that are drawn"),
+    option("--seed", 1),
+    fails_on_miss=True,
+)
+async def measure(options: Namespace, report: Report) -> None:
     """Send every hostile body beside the quiet tenant, then measure memory."""
     statuses = Counter[int]()
     with (
@@ -358,7 +358,7 @@ async def measure(options: argparse.Namespace, report: Report) -> None:
 
 
 async def _measure(
-    options: argparse.Namespace, report: Report, folder: Path, sender: Executor, statuses: Counter[int]
+    options: Namespace, report: Report, folder: Path, sender: Executor, statuses: Counter[int]
 ) -> None:
     async with running(folder) as gateway:
         since_s = time.monotonic()
@@ -396,9 +396,5 @@ def _memory_row(name: str, grown_mb: list[float], note: str = "") -> Row:
     return at_most(f"RSS growth, {name}", grown_mb[0], "MB", MEMORY_BAR_MB, note)
 
 
-SUITE: Final = Suite(
-    "gateway_loop", "Event loop of a gateway under hostile bodies", add_options, measure, fails_on_miss=True
-)
-
 if __name__ == "__main__":
-    sys.exit(SUITE.main(__doc__))
+    measure.main(__doc__)

@@ -11,13 +11,12 @@ The tokens are compared with those of the same request without moves.
 Then a decode worker flips: it becomes a prefill worker and a decode worker again, while four clients stream.
 """
 
-import argparse
 import asyncio
 import json
 import shutil
-import sys
 import tempfile
 import time
+from argparse import Namespace
 from bisect import bisect_left
 from collections.abc import Sequence
 from contextlib import closing
@@ -26,7 +25,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from baton.bench.clusters import WatchedCluster, served_cluster
-from baton.bench.report import Report, Row, Suite, at_most, percentile
+from baton.bench.report import Report, Row, at_most, option, percentile, suite
 from baton.bench.serve.client import Address, Answer, Connection
 from baton.cluster.model_directory import resolve_model
 from baton.errors import PeerGone
@@ -177,14 +176,15 @@ def rows_of(num_tokens: int, moved: Moved, alone: list[int]) -> list[Row]:
     ]
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the number of moves."""
-    parser.add_argument("--moves", type=int, default=20, help="of the stream, at each length (20)")
-    parser.add_argument("--flips", type=int, default=3, help="to and fro (3)")
-    parser.add_argument("--tokens", type=int, default=4_000, help="of the answer (4000)")
-
-
-async def measure(options: argparse.Namespace, report: Report) -> None:
+@suite(
+    "migration",
+    "Streams that move to another decode worker: what their clients see",
+    option("--moves", 20, "of the stream, at each length"),
+    option("--flips", 3, "to and fro"),
+    option("--tokens", 4_000, "of the answer"),
+    fails_on_miss=True,
+)
+async def measure(options: Namespace, report: Report) -> None:
     """Measure the lengths of context, one after the other."""
     with tempfile.TemporaryDirectory() as folder:
         model = str(model_with_long_contexts(Path(folder)))
@@ -200,13 +200,5 @@ async def measure(options: argparse.Namespace, report: Report) -> None:
             report.rows += await flip(cluster, options.tokens, options.flips)
 
 
-SUITE: Final = Suite(
-    "migration",
-    "Streams that move to another decode worker: what their clients see",
-    add_options,
-    measure,
-    fails_on_miss=True,
-)
-
 if __name__ == "__main__":
-    sys.exit(SUITE.main(__doc__))
+    measure.main(__doc__)

@@ -10,8 +10,8 @@ Without --rate and --trace the load is closed-loop: --concurrency requests at on
 answer counts if it has a finish reason and all its tokens. docs/benchmarks.md explains the figures.
 """
 
-import argparse
 import json
+from argparse import Namespace
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -25,13 +25,14 @@ from baton.bench.report import (
     Plot,
     Report,
     Row,
-    Suite,
     at_least,
     at_most,
     format_number,
     in_turns,
+    option,
     percentile,
     ranked_shares,
+    suite,
 )
 from baton.bench.serve.client import Address, Client
 from baton.bench.serve.figures import FIGURES, PERCENTILES, Run, Slo, aiperf_export
@@ -150,65 +151,54 @@ def curves_of(runs: Mapping[str, Sequence[Run]]) -> dict[str, dict[str, Curve]]:
     }
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the suite's options."""
-    parser.add_argument("--target", metavar="URL", help="the server to measure, as http://127.0.0.1:8000")
-    parser.add_argument("--name", default="baton", help="of the target in the table (baton)")
-    parser.add_argument(
+@suite(
+    "serve",
+    "Serving over HTTP",
+    option("--target", metavar="URL", help="the server to measure, as http://127.0.0.1:8000"),
+    option("--name", "baton", "of the target in the table"),
+    option(
         "--rival",
+        [],
+        "measured in turns with the target; PREFILL_URL+DECODE_URL are vLLM's, joined here",
         action="append",
-        default=[],
         metavar="NAME=URL",
-        help="measured in turns with the target; PREFILL_URL+DECODE_URL are vLLM's, joined here",
-    )
-    parser.add_argument("--model", help="named in requests (the first that each server lists)")
-    parser.add_argument("--api-key", default=api_key() or "", help="for all servers (BATON_API_KEY)")
-    load = parser.add_argument_group("load")
-    load.add_argument("--requests", type=int, default=NUM_REQUESTS, help=f"a round ({NUM_REQUESTS})")
-    load.add_argument("--rounds", type=int, default=5, help="of which the medians are taken (5)")
-    load.add_argument("--concurrency", type=int, help="closed loop: requests at once (all)")
-    load.add_argument("--rate", type=float, help="open loop: requests a second on average, Poisson")
-    load.add_argument(
-        "--input", type=Lengths.parse, default=INPUT, metavar="LOW-HIGH", help="tokens (16-256)"
-    )
-    load.add_argument(
-        "--output-tokens", type=Lengths.parse, default=OUTPUT, metavar="LOW-HIGH", help="(16-128)"
-    )
-    load.add_argument("--vocab-size", type=int, help="prompts have ids below (what servers list, or 32000)")
-    load.add_argument("--seed", type=int, default=0, help="of the first round; the next has the next")
-    load.add_argument("--trace", type=Path, help="a Mooncake JSON-lines or an Azure CSV file, open loop")
-    load.add_argument("--scale", type=float, default=1.0, help="divides the trace's lengths")
-    load.add_argument("--speed", type=float, default=1.0, help="2: the trace in half its time")
-    load.add_argument("--unary", action="store_true", help="answers in one piece, not as server-sent events")
-    load.add_argument("--text", action="store_true", help="prompts of words, not of token ids")
-    bars = parser.add_argument_group("bars")
-    bars.add_argument(
+    ),
+    option("--model", help="named in requests (the first that each server lists)"),
+    option("--api-key", api_key() or "", "for all servers (BATON_API_KEY)"),
+    option("--requests", NUM_REQUESTS, "a round"),
+    option("--rounds", 5, "of which the medians are taken"),
+    option("--concurrency", type=int, help="closed loop: requests at once (all)"),
+    option("--rate", type=float, help="open loop: requests a second on average, Poisson"),
+    option("--input", INPUT, "tokens (16-256)", type=Lengths.parse, metavar="LOW-HIGH"),
+    option("--output-tokens", OUTPUT, "(16-128)", type=Lengths.parse, metavar="LOW-HIGH"),
+    option("--vocab-size", type=int, help="prompts have ids below (what servers list, or 32000)"),
+    option("--seed", 0, "of the first round; the next has the next"),
+    option("--trace", type=Path, help="a Mooncake JSON-lines or an Azure CSV file, open loop"),
+    option("--scale", 1.0, "divides the trace's lengths"),
+    option("--speed", 1.0, "2: the trace in half its time"),
+    option("--unary", False, "answers in one piece, not as server-sent events"),
+    option("--text", False, "prompts of words, not of token ids"),
+    option(
         "--goodput",
+        [],
+        "objectives that goodput counts, as ttft:200 tpot:50 e2el:1000, or by AIPerf's names",
         nargs="+",
-        default=[],
         metavar="NAME:MS",
-        help="objectives that goodput counts, as ttft:200 tpot:50 e2el:1000, or by AIPerf's names",
-    )
-    bars.add_argument("--bar-throughput", type=float, help="target over rival, at least")
-    bars.add_argument("--bar-ttft", type=float, help="target's median over rival's, at most")
-    overhead = parser.add_argument_group("overhead")
-    overhead.add_argument("--overhead", action="store_true", help="measure the control plane alone")
-    overhead.add_argument(
-        "--before", type=Path, metavar="CHECKOUT", help="of an earlier Baton: compare CPU time a request"
-    )
-    overhead.add_argument(
-        "--trace-ratio", type=float, metavar="SHARE", help="of traces: measure with OpenTelemetry, too"
-    )
-    overhead.add_argument("--gateways", type=int, default=1, help="processes behind the port (1)")
-    overhead.add_argument("--prefill", type=int, default=0, help="stub prefill workers; 0: decode alone (0)")
-    overhead.add_argument("--decode", type=int, default=1, help="stub decode workers (1)")
-    policy = RouterConfig().policy
-    overhead.add_argument("--policy", choices=POLICIES, default=policy, help=f"({policy})")
-    overhead.add_argument("--step-ms", type=float, default=0.0, help="a stub's step (0)")
-    overhead.add_argument("--seconds", type=float, default=3.0, help="a point, a round (3)")
-
-
-def measure(options: argparse.Namespace, report: Report) -> None:
+    ),
+    option("--bar-throughput", type=float, help="target over rival, at least"),
+    option("--bar-ttft", type=float, help="target's median over rival's, at most"),
+    option("--overhead", False, "measure the control plane alone"),
+    option("--before", type=Path, metavar="CHECKOUT", help="of an earlier Baton: compare CPU time a request"),
+    option("--trace-ratio", type=float, metavar="SHARE", help="of traces: measure with OpenTelemetry, too"),
+    option("--gateways", 1, "processes behind the port"),
+    option("--prefill", 0, "stub prefill workers; 0: decode alone"),
+    option("--decode", 1, "stub decode workers"),
+    option("--policy", RouterConfig().policy, choices=POLICIES),
+    option("--step-ms", 0.0, "a stub's step"),
+    option("--seconds", 3.0, "a point, a round"),
+    output=Path(),
+)
+def measure(options: Namespace, report: Report) -> None:
     """Measure servers, or the control plane. ConfigError: options do not fit, or a server does not answer."""
     if options.rounds < 1 or options.requests < 1:
         raise ConfigError("--rounds and --requests: expected 1 or more")
@@ -226,7 +216,7 @@ def measure(options: argparse.Namespace, report: Report) -> None:
         _measure_servers(options, report)
 
 
-def _measure_servers(options: argparse.Namespace, report: Report) -> None:
+def _measure_servers(options: Namespace, report: Report) -> None:
     report.title = f"Serving over HTTP, {_describe(options)}"
     runs = uvloop.run(_load({options.name: options.target} | _rivals(options.rival), options, report))
     report.rows += rows_of(runs, Bars(options.bar_throughput, options.bar_ttft))
@@ -242,9 +232,7 @@ def _measure_servers(options: argparse.Namespace, report: Report) -> None:
     report.plot = Plot(panels, y_label=label, is_log=True, is_stepped=True)
 
 
-async def _load(
-    servers: Mapping[str, str], options: argparse.Namespace, report: Report
-) -> dict[str, list[Run]]:
+async def _load(servers: Mapping[str, str], options: Namespace, report: Report) -> dict[str, list[Run]]:
     clients = {name: _client(url, options.api_key) for name, url in servers.items()}
     models = await _find_models(clients, options)
     shape = _shape(options)
@@ -265,7 +253,7 @@ async def _load(
     return {name: runs[name] for name in servers}
 
 
-async def _find_models(clients: Mapping[str, Server], options: argparse.Namespace) -> dict[str, str]:
+async def _find_models(clients: Mapping[str, Server], options: Namespace) -> dict[str, str]:
     """Return model names by server. An absent --vocab-size becomes the smallest that a server lists."""
     if options.model is None:
         listed = {name: await model_of(client) for name, client in clients.items()}
@@ -283,7 +271,7 @@ def _client(url: str, api_key: str) -> Server:
     return Client(Address(url, api_key))
 
 
-def _shape(options: argparse.Namespace) -> Shape:
+def _shape(options: Namespace) -> Shape:
     is_open = options.rate is not None or options.trace is not None
     return Shape(
         stream=not options.unary,
@@ -293,7 +281,7 @@ def _shape(options: argparse.Namespace) -> Shape:
     )
 
 
-def _jobs(options: argparse.Namespace, seed: int) -> list[Job]:
+def _jobs(options: Namespace, seed: int) -> list[Job]:
     if options.trace is not None:
         requests = read_trace(options.trace, scale=options.scale, limit=options.requests)
         return trace_jobs(requests, vocab_size=options.vocab_size, speed=options.speed)
@@ -302,7 +290,7 @@ def _jobs(options: argparse.Namespace, seed: int) -> list[Job]:
     return jobs if options.rate is None else poisson(jobs, options.rate, seed)
 
 
-def _describe(options: argparse.Namespace) -> str:
+def _describe(options: Namespace) -> str:
     kind = "unary" if options.unary else "SSE"
     if options.trace is not None:
         return f"{kind}, open loop, {options.trace.name}"
@@ -319,6 +307,3 @@ def _rivals(given: Sequence[str]) -> dict[str, str]:
         if not name or not url:
             raise ConfigError(f"--rival: expected NAME=URL, got {name}={url}")
     return rivals
-
-
-SUITE: Final = Suite("serve", "Serving over HTTP", add_options, measure, output=Path())

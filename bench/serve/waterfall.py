@@ -9,16 +9,15 @@ the other each; meanwhile `--kills` workers are killed. The timeline of every re
 `/admin/requests` and compared with the client's own time of the request.
 """
 
-import argparse
 import asyncio
 import json
 import os
 import random
 import re
 import signal
-import sys
 import tempfile
 import time
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
@@ -27,7 +26,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from baton.bench.clusters import WatchedCluster, served_cluster
-from baton.bench.report import Report, Row, Suite, at_least, at_most, percentile
+from baton.bench.report import Report, Row, at_least, at_most, option, percentile, suite
 from baton.bench.serve.client import Address, Client
 from baton.errors import PeerGone
 from baton.messages.timeline import RequestTimeline
@@ -217,15 +216,16 @@ def rows_of(name: str, checked: Checked) -> list[Row]:
     ]
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the load."""
-    parser.add_argument("--requests", type=int, default=10_000, help="over both clusters (10000)")
-    parser.add_argument("--clients", type=int, default=12, help="at once (12)")
-    parser.add_argument("--kills", type=int, default=10, help="of workers, in each cluster (10)")
-    parser.add_argument("--seed", type=int, default=1, help="of requests and kills (1)")
-
-
-async def measure(options: argparse.Namespace, report: Report) -> None:
+@suite(
+    "waterfall",
+    "Timelines of requests: the time that nothing accounts for",
+    option("--requests", 10_000, "over both clusters"),
+    option("--clients", 12, "at once"),
+    option("--kills", 10, "of workers, in each cluster"),
+    option("--seed", 1, "of requests and kills"),
+    fails_on_miss=True,
+)
+async def measure(options: Namespace, report: Report) -> None:
     """Measure both clusters."""
     for size in (1, 2):
         name = f"{size}P{size}D"
@@ -250,13 +250,5 @@ def _parts_of(timelines: Sequence[RequestTimeline]) -> dict[str, float]:
     return sums
 
 
-SUITE: Final = Suite(
-    "waterfall",
-    "Timelines of requests: the time that nothing accounts for",
-    add_options,
-    measure,
-    fails_on_miss=True,
-)
-
 if __name__ == "__main__":
-    sys.exit(SUITE.main(__doc__))
+    measure.main(__doc__)

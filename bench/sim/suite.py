@@ -9,8 +9,8 @@ mode. The time model was calibrated before, by other loads. Loads are shares of 
 of all requests at once has. Nothing else should run on the machine.
 """
 
-import argparse
 import time
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,7 @@ import msgspec
 import uvloop
 
 from baton.bench.clusters import served_cluster
-from baton.bench.report import Report, Row, Suite, at_least, at_most, format_number, percentile
+from baton.bench.report import Report, Row, at_least, at_most, format_number, option, percentile, suite
 from baton.bench.serve.client import Address, Client
 from baton.bench.serve.figures import Run
 from baton.bench.serve.load import Load, Shape, model_of, random_jobs, trace_jobs
@@ -149,7 +149,7 @@ def _interval(figure: Figure) -> str:
     return f"{value} ({low} to {high})"
 
 
-def accuracy_rows(options: argparse.Namespace, times: TimeModel, report: Report) -> list[Row]:
+def accuracy_rows(options: Namespace, times: TimeModel, report: Report) -> list[Row]:
     """Serve and rehearse every run; return a row for each figure, then the bars."""
     every = cases(options.layouts, options.loads)
     errors: dict[str, list[float]] = {name: [] for name in FIGURES}
@@ -232,21 +232,19 @@ def speed_rows(report: Report, num_requests: int) -> list[Row]:
     return rows
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the suite's options."""
-    parser.add_argument("--only", choices=("speed", "accuracy"), help="one half of the suite (both)")
-    parser.add_argument("--requests", type=int, default=2000, metavar="N", help="that speed rehearses (2000)")
-    parser.add_argument("--model", default="tiny", help="(tiny)")
-    parser.add_argument("--times", type=Path, metavar="FILE", help="of `baton calibrate`")
-    parser.add_argument("--seconds", type=float, default=60.0, help="of each served load (60)")
-    parser.add_argument("--calibrate-seconds", type=float, default=110.0, help="without --times (110)")
-    parser.add_argument("--layouts", nargs="+", default=LAYOUTS, metavar="SPEC", help="(1P1D 2P1D 1P2D 2M)")
-    parser.add_argument(
-        "--loads", nargs="+", type=float, default=LOADS, metavar="X", help="shares of the capacity"
-    )
-
-
-def measure(options: argparse.Namespace, report: Report) -> None:
+@suite(
+    "sim",
+    "Rehearsals",
+    option("--only", choices=("speed", "accuracy"), help="one half of the suite (both)"),
+    option("--requests", 2000, "that speed rehearses"),
+    option("--model", "tiny"),
+    option("--times", type=Path, metavar="FILE", help="of `baton calibrate`"),
+    option("--seconds", 60.0, "of each served load"),
+    option("--calibrate-seconds", 110.0, "without --times"),
+    option("--layouts", LAYOUTS),
+    option("--loads", LOADS, "shares of the capacity"),
+)
+def measure(options: Namespace, report: Report) -> None:
     """Measure speed, then accuracy."""
     if options.only != "accuracy":
         report.rows += speed_rows(report, options.requests)
@@ -261,9 +259,5 @@ def measure(options: argparse.Namespace, report: Report) -> None:
         report.rows += accuracy_rows(options, times, report)
 
 
-SUITE: Final = Suite("sim", "Rehearsals", add_options, measure)
-
 if __name__ == "__main__":
-    import sys
-
-    sys.exit(SUITE.main(__doc__))
+    measure.main(__doc__)

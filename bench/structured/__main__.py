@@ -15,13 +15,12 @@
     python -m baton.bench.structured [--schemas FOLDER] [--only PART ...] [--kills N]
 """
 
-import argparse
 import asyncio
-import sys
+from argparse import Namespace
 from pathlib import Path
 from typing import Final
 
-from baton.bench.report import Report, Suite
+from baton.bench.report import Report, option, suite
 from baton.bench.structured.answers import answer_rows, kill_rows
 from baton.bench.structured.cases import (
     VOCAB_SIZES,
@@ -35,20 +34,18 @@ from baton.bench.structured.masks import batch_rows, instance_rows, mask_rows
 PARTS: Final = ("instances", "masks", "batch", "answers", "hostile")  # without kills, which take minutes
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the suite's options."""
-    parser.add_argument("--schemas", type=Path, metavar="FOLDER", help="of a schemas.jsonl with instances")
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="parts to measure (all)")
-    parser.add_argument("--pairs", type=int, default=9, help="batches with and without forms (9)")
-    parser.add_argument("--answers", type=int, default=2000, help="sampled answers (2000)")
-    parser.add_argument("--hostile", type=int, default=500, help="hostile schemas (500)")
-    parser.add_argument(
-        "--kills", type=int, default=0, metavar="N", help="answers of a cluster whose workers are killed (0)"
-    )
-    parser.add_argument("--seed", type=int, default=1, help="of the hostile schemas (1)")
-
-
-def measure(options: argparse.Namespace, report: Report) -> None:
+@suite(
+    "structured",
+    "Structured output",
+    option("--schemas", type=Path, metavar="FOLDER", help="of a schemas.jsonl with instances"),
+    option("--only", PARTS, "parts to measure", choices=PARTS),
+    option("--pairs", 9, "batches with and without forms"),
+    option("--answers", 2000, "sampled answers"),
+    option("--hostile", 500, "hostile schemas"),
+    option("--kills", 0, "answers of a cluster whose workers are killed"),
+    option("--seed", 1, "of the hostile schemas"),
+)
+def measure(options: Namespace, report: Report) -> None:
     """Measure each part, and print its rows."""
     cases = read_cases(options.schemas)
     kept, refused = honoured(cases)
@@ -70,7 +67,5 @@ def measure(options: argparse.Namespace, report: Report) -> None:
         report.show("Kills", asyncio.run(kill_rows(report, kept, options.kills)))
 
 
-SUITE: Final = Suite("structured", "Structured output", add_options, measure)
-
 if __name__ == "__main__":
-    sys.exit(SUITE.main(__doc__))
+    measure.main(__doc__)

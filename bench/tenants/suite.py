@@ -8,9 +8,8 @@ the simulation, except those of queue operations, which this machine takes. Good
 a second that meet both objectives, TTFT and TPOT, from when their client sent them.
 """
 
-import argparse
 import gc
-import sys
+from argparse import Namespace
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from functools import cache, partial
@@ -19,7 +18,7 @@ from random import Random
 from time import perf_counter_ns
 from typing import Final, TypeVar
 
-from baton.bench.report import Plot, Report, Row, Suite, at_least, at_most, percentile
+from baton.bench.report import Plot, Report, Row, at_least, at_most, option, percentile, suite
 from baton.bench.tenants.calls import (
     BIN_S,
     NUM_VICTIMS,
@@ -254,16 +253,16 @@ def measure_queue(num_tenants: int, num_each: int) -> list[Row]:
     return rows
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the suite's options."""
-    parser.add_argument("--trace", type=Path, metavar="FILE", help="of conversations, in Mooncake's format")
-    parser.add_argument("--limit", type=int, default=3000, metavar="N", help="its first N requests (3000)")
-    parser.add_argument("--quick", action="store_true", help="a minute of each case, fewer requests")
-    parser.add_argument("--real", action="store_true", help="processes, HTTP and keys: a quarter of an hour")
-    parser.add_argument("--seed", type=int, default=0, metavar="N")
-
-
-async def measure(options: argparse.Namespace, report: Report) -> None:
+@suite(
+    "tenants",
+    "tenants on simulated workers",
+    option("--trace", type=Path, metavar="FILE", help="of conversations, in Mooncake's format"),
+    option("--limit", 3000, "its first N requests"),
+    option("--quick", False, "a minute of each case, fewer requests"),
+    option("--real", False, "processes, HTTP and keys: a quarter of an hour"),
+    option("--seed", 0),
+)
+async def measure(options: Namespace, report: Report) -> None:
     """Simulate every case, or run two of them for real, whose results have a file of their own."""
     seed, is_quick = options.seed, options.quick
     report.extra = {"seed": seed}
@@ -286,8 +285,5 @@ async def measure(options: argparse.Namespace, report: Report) -> None:
     report.rows += measure_queue(100, 1000 if is_quick else 10_000)
 
 
-SUITE: Final = Suite("tenants", "tenants on simulated workers", add_options, measure)
-
-
 if __name__ == "__main__":
-    sys.exit(SUITE.main(__doc__))
+    measure.main(__doc__)

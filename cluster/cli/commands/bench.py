@@ -28,8 +28,8 @@ def _run(arguments: argparse.Namespace) -> None:
         raise ConfigError(f"baton bench SUITE: expected {', '.join(SUITES)}, got {got}")
     module = importlib.import_module(f"baton.bench.{arguments.suite}.suite")
     parser = Parser(f"bench {arguments.suite}", module.__doc__)
-    module.SUITE.add_all_options(parser)
-    module.SUITE.run(parser.parse(arguments.rest))
+    module.measure.add_options(parser)
+    module.measure.run(parser.parse(arguments.rest))
 
 
 bench = CliCommand(__doc__, _add_options, _run)

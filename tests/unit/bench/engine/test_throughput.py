@@ -22,5 +22,5 @@ def test_models_are_named_as_for_the_command(name: str, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(bench, "load_engine", load)
     with pytest.raises(Loaded):
-        bench.SUITE.main(None, [name])
+        bench.measure.main(None, [name])
     assert (Path(models[0]) / "model.safetensors").is_file() == (name == "tiny")

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.bench.router.suite import SUITE, WORKLOADS, documents, run_trace, spread, up_to
+from baton.bench.router.suite import WORKLOADS, documents, measure, run_trace, spread, up_to
 from baton.errors import ConfigError
 from baton.messages.control import Ended, Started
 from baton.sim.timed.fleet import Fleet
@@ -109,7 +109,7 @@ def test_log_without_requests_is_refused(tmp_path: Path) -> None:
 def test_log_is_replayed_under_other_policies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     logged(tmp_path / "log")
     words = ["--replay", str(tmp_path / "log"), "--policy", "prefix", "--output", str(tmp_path)]
-    SUITE.main(None, words)
+    measure.main(None, words)
     table = capsys.readouterr().out
     for row in ("as it was: TTFT mean", "prefix: TTFT mean", "round-robin: hit", "cost: mean latency"):
         assert row in table
