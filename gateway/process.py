@@ -64,7 +64,7 @@ class GatewayProcess:
         self.is_draining = False
         self._config = config
         self._address: Address | None = None
-        self.metrics = Metrics(gateway=name, events=service.counters)
+        self.metrics = Metrics(gateway=name, events=service.counters, worker_us=service.worker_us)
         self._peers = PeerGateways(ring)
         self._watch: TenantsWatch | None = None
         self._tasks: list[asyncio.Task[None]] = []  # from `start` to `drain`

@@ -32,6 +32,7 @@ class ScriptedService:
     def __init__(self, play: Callable[["ScriptedService", Request], None] | None = None) -> None:
         self.play = play
         self.counters: Counter[str] = Counter()
+        self.worker_us: Counter[str] = Counter()
         self.status: Status | None = None
         self.why_not_ready = ""
         self.prefill_seen_s: float | None = None

@@ -192,6 +192,7 @@ class WorkerTimes(msgspec.Struct, frozen=True, kw_only=True, array_like=True, fo
     hidden_s: Seconds = 0.0  # of sending pages, until first_token_s
     num_draft_tokens: Count = 0  # that were checked
     num_accepted_tokens: Count = 0  # of these, those that were kept
+    used_s: Seconds = 0.0  # the attempt's part of the time of steps, by tokens, since the worker last told it
 
 
 class StepTimes(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

@@ -77,6 +77,8 @@ class TimedSequence(Protocol):
     @property
     def own_s(self) -> float: ...
     @property
+    def used_s(self) -> float: ...
+    @property
     def computed_s(self) -> float: ...
     @property
     def preempted_s(self) -> float: ...
@@ -98,6 +100,7 @@ class PromptTimer:
         self._started_s: float | None = None  # the beginning of the first step
         self._pulled = (0, 0.0)
         self._prompt_s = self._preempted_s = 0.0  # until the first token
+        self._told_s = 0.0  # of the sequence's used_s
 
     @property
     def is_running(self) -> bool:
@@ -152,6 +155,7 @@ class PromptTimer:
         hidden_s: float = 0.0,
     ) -> WorkerTimes:
         """Return the phases of the attempt. sequence: has decoded. The other values: see WorkerTimes."""
+        used_s = self._take_used_s(sequence or self._sequence)
         computed_s, preempted_s = self._prompt_s, self._preempted_s
         if sequence is not None:
             computed_s, preempted_s = sequence.computed_s, sequence.preempted_s
@@ -168,9 +172,14 @@ class PromptTimer:
             decode_s=computed_s - self._prompt_s,
             decode_preempted_s=preempted_s - self._preempted_s,
             hidden_s=hidden_s,
+            used_s=used_s,
             num_draft_tokens=0 if sequence is None else sequence.num_draft_tokens,
             num_accepted_tokens=0 if sequence is None else sequence.num_accepted_tokens,
         )
+
+    def _take_used_s(self, sequence: TimedSequence | None) -> float:
+        told_s, self._told_s = self._told_s, self._told_s if sequence is None else sequence.used_s
+        return max(0.0, self._told_s - told_s)
 
 
 class WorkerReports:

@@ -62,6 +62,7 @@ class SimulatedCluster:
         self._num_routed = 0
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self.counters: Counter[str] = Counter(replays_lost=2)
+        self.worker_us: Counter[str] = Counter()
         self.why_not_ready = ""
         self.prefill_seen_s: float | None = None
         self.workers: Sequence[Worker] = [

@@ -279,12 +279,14 @@ class Scheduler:
             if batch.sequences[chunk].status in (_RUNNING, _ENDING):
                 self.cache.register(batch.sequences[chunk])
         if self._queues.continue_decodes(sampled, batch):
+            token_s = step_s / max(1, len(batch.sequences))
             for sequence, token_id in zip(batch.sequences, sampled, strict=True):
                 sequence.computed_s += computed_s
+                sequence.used_s += token_s
                 sequence.token_ids[-1] = token_id
             outputs = self._queues.decodes.columns.outputs(batch.ends, sampled)
         else:
-            outputs = self._commit_each(batch, sampled, computed_s)
+            outputs = self._commit_each(batch, sampled, step_s, computed_s)
         if batch.drafts:
             outputs += self._commit_drafts(batch, accepted)
         self._version += 1
@@ -301,11 +303,15 @@ class Scheduler:
                 if num_computed + 1 >= sequence.max_num_tokens:
                     self._queues.end(sequence)
 
-    def _commit_each(self, batch: Batch, sampled: Ordered[int | None], computed_s: float) -> list[StepOutput]:
+    def _commit_each(
+        self, batch: Batch, sampled: Ordered[int | None], step_s: float, computed_s: float
+    ) -> list[StepOutput]:
         outputs: list[StepOutput] = []
-        columns = batch.sequences, batch.ends.tolist(), sampled
-        for sequence, num_computed, token_id in zip(*columns, strict=True):
+        token_s = step_s / max(1, batch.num_tokens)
+        columns = batch.sequences, batch.lengths, batch.ends.tolist(), sampled
+        for sequence, num_tokens, num_computed, token_id in zip(*columns, strict=True):
             sequence.computed_s += computed_s
+            sequence.used_s += num_tokens * token_s
             reason = None
             if token_id is None or token_id in sequence.stop_ids or sequence.status is not _RUNNING:
                 if sequence.status is _FINISHED:

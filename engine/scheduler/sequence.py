@@ -84,6 +84,9 @@ class SequenceProgress(Protocol):
     def own_s(self) -> float: ...
 
     @property
+    def used_s(self) -> float: ...
+
+    @property
     def computed_s(self) -> float: ...
 
     @property
@@ -144,6 +147,7 @@ class Sequence:
     enqueued_s: float = 0.0
     own_s: float = 0.0  # the prompt's part of the step times, see `attribute_step_cost`
     computed_s: float = 0.0  # of all steps that computed a part of it
+    used_s: float = 0.0  # its part of the time of these steps, by tokens
     preempted_s: float = 0.0  # from each preemption until it ran again
     preempted_since_s: float | None = None
     num_draft_tokens: int = 0  # that were checked

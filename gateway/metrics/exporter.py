@@ -267,6 +267,13 @@ METRICS: Final[list[Metric[Any]]] = [
     gauge("baton_tenant_open_requests", TENANTS, "Choices being answered.", "num_open"),
     counter("baton_tenant_prompt_tokens", TENANTS, "Tokens of prompts.", "prompt_tokens"),
     counter("baton_tenant_generation_tokens", TENANTS, "Generated tokens.", "generated_tokens"),
+    counter(
+        "baton_tenant_worker_seconds",
+        GATEWAYS,
+        "Time of workers' steps by the tenant's part of their tokens.",
+        lambda counts: {name: us / 1e6 for name, us in counts.worker_us.items()},
+        "tenant",
+    ),
     counter("baton_tenant_calls", TENANTS, "Calls by their end.", "calls", "outcome"),
     counter(
         "baton_tenant_objectives", TENANTS, "Kept and missed objectives.", _objectives, "objective", "kept"

@@ -92,6 +92,7 @@ class Metrics(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     unknown_keys: Count = 0  # of bodies
     forms: ByName = msgspec.field(default_factory=Counter)  # checks of structured outputs, by outcome
     tenants: Annotated[dict[Name, TenantCounts], Meta(max_length=MAX_TENANTS + 1)] = {}
+    worker_us: ByName = msgspec.field(default_factory=Counter)  # by tenant: step time of workers
     tenants_file: ByName = msgspec.field(default_factory=Counter)  # its changes, by outcome
     ttft: FirstTokenTimes = msgspec.field(default_factory=FirstTokenTimes)
     itl: TokenTimes = msgspec.field(default_factory=TokenTimes)

@@ -15,6 +15,7 @@ from typing import Final
 
 from baton.clock import Clock, PauseDetector
 from baton.errors import BatonError, InvalidRequest, Overloaded, ProtocolError, Refused, WireError, WorkerLost
+from baton.gateway.metrics.metrics import MAX_TENANTS, OTHERS
 from baton.gateway.streams.migrations import Migrations, StreamAccess
 from baton.gateway.streams.request_stream import (
     MAX_REMEMBERED,
@@ -98,6 +99,7 @@ class Frontend:
         """id: of this life of the process, 32 hex digits. routers: their addresses."""
         self.hello = Hello(process=Kind.GATEWAY, id=id)
         self.counters: Counter[str] = Counter()
+        self.worker_us: Counter[str] = Counter()  # by tenant: time of steps of workers, in microseconds
         self.report: Callable[[], GatewayStatus] | None = None  # sent to routers each second
         self.find: Callable[[FindRequests], Sequence[RequestTimeline]] = lambda query: ()  # of this gateway
         self._peer_registry = PeerRegistry(self.hello, routers, dial, wanted=list(WorkerRole))
@@ -112,8 +114,8 @@ class Frontend:
         self._streams: dict[str, RequestStream] = {}
         # tenant -> its WAITING streams, by request id; none is empty
         self._waiting: dict[str, dict[str, RequestStream]] = {}
-        # Cancelled attempts that have no phases yet; the oldest is first.
-        self._cancelled: dict[AttemptKey, AttemptMarks] = {}
+        # Cancelled attempts that have no phases yet, and their tenants; the oldest is first.
+        self._cancelled: dict[AttemptKey, tuple[AttemptMarks, str]] = {}
         self._draining: dict[str, None] = {}  # workers, ended ones too, oldest first
         access = StreamAccess(
             streams=self._streams,
@@ -290,7 +292,7 @@ class Frontend:
                 continue
             stream.heard_s = now_s
             if event.times is not None:
-                self._note_phases(stream.marks.attempts[-1], peer, event.times)
+                self._note_phases(stream.marks.attempts[-1], stream.request.tenant, peer, event.times)
             try:
                 due = stream.take(event) if event.finish_reason not in _NO_ANSWERS else None
             except ProtocolError as error:
@@ -307,11 +309,13 @@ class Frontend:
 
     def _cancelled_phases(self, peer: Peer, event: TokenEvent) -> None:
         """Note the phases of an attempt that was cancelled; they come a moment later."""
-        attempt = self._cancelled.pop((event.request_id, event.attempt), None)
-        if attempt is not None and event.times is not None:
-            self._note_phases(attempt, peer, event.times)
+        cancelled = self._cancelled.pop((event.request_id, event.attempt), None)
+        if cancelled is not None and event.times is not None:
+            self._note_phases(*cancelled, peer, event.times)
 
-    def _note_phases(self, attempt: AttemptMarks, peer: Peer, times: WorkerTimes) -> None:
+    def _note_phases(self, attempt: AttemptMarks, tenant: str, peer: Peer, times: WorkerTimes) -> None:
+        is_counted = tenant in self.worker_us or len(self.worker_us) < MAX_TENANTS
+        self.worker_us[tenant if is_counted else OTHERS] += round(1e6 * times.used_s)
         attempt.workers.append(WorkerMarks(self._name(peer.hello.id), times, peer.clock_offset))
 
     def _deliver(self, stream: RequestStream, due: Sequence[TokenEvent]) -> None:
@@ -631,7 +635,7 @@ class Frontend:
         """End the attempt as `_stop_attempt` does; its worker tells its phases a moment later."""
         self._stop_attempt(stream)
         if stream.decode:
-            self._cancelled[stream.key] = stream.marks.attempts[-1]
+            self._cancelled[stream.key] = stream.marks.attempts[-1], stream.request.tenant
             if len(self._cancelled) > MAX_CANCELLED:
                 del self._cancelled[next(iter(self._cancelled))]
 

@@ -176,6 +176,10 @@ class Service(Protocol):
     def counters(self) -> Counter[str]:
         """Replays, drops and the like, by name."""
 
+    @property
+    def worker_us(self) -> Counter[str]:
+        """Time of workers' steps by tenant, each step divided by its tokens, in microseconds."""
+
 
 class ReplayLimits(NamedTuple):
     """Limits of one gateway process."""

@@ -24,6 +24,7 @@ class Computed:
     is_queued: bool = False
     finish_reason: FinishReason | None = None
     own_s: float = 0.0
+    used_s: float = 0.0
     computed_s: float = 0.0
     preempted_s: float = 0.0
     num_draft_tokens: int = 0

@@ -138,6 +138,7 @@ def run_at_random(random: Random, num_pages: int) -> int:
     bare = BareScheduler(32, num_pages=num_pages, page_size=4, max_num_seqs=8)
     sequences: dict[str, Sequence] = {}
     own_s: dict[str, float] = defaultdict(float)
+    used_s: dict[str, float] = defaultdict(float)
     while len(sequences) < 12 or bare.scheduler.has_work():
         if len(sequences) < 12 and random.random() < 0.5:
             num_tokens, max_tokens = random.choice([1, 3, 33, 200]), random.choice([1, 40])
@@ -145,6 +146,8 @@ def run_at_random(random: Random, num_pages: int) -> int:
             sequences[sequence.request_id] = sequence
         has_answer = {name: each.num_generated_tokens > 0 for name, each in sequences.items()}
         computed = step(bare)
+        for name, num in computed.items():
+            used_s[name] += STEP_S * num / sum(computed.values())
         if max(computed.values(), default=1) == 1:
             continue
         prompts = {name: num for name, num in computed.items() if num > 1 or not has_answer[name]}
@@ -152,6 +155,7 @@ def run_at_random(random: Random, num_pages: int) -> int:
             own_s[name] += STEP_S * num / sum(prompts.values())
     for name, each in sequences.items():
         assert each.own_s == pytest.approx(own_s[name]), name
+        assert each.used_s == pytest.approx(used_s[name]), name
     return bare.scheduler.num_preemptions
 
 

@@ -255,14 +255,14 @@ def routed_at(g: Gateway, decode: str, prefill: str = "", **times: float) -> Non
 def test_frontend_notes_attempts_tokens_and_the_clocks_of_senders() -> None:
     g = gateway("p0", "d0", "d1")
     g["p0"].clock_offset, g["d1"].clock_offset = PREFILL, DECODE
-    marks = g.frontend.open(a_request(), sink := Answer())
+    marks = g.frontend.open(a_request(tenant="acme"), sink := Answer())
     routed_at(g, "d0", "p0", received_s=7.0, dispatched_s=8.0)
     g.clock.advance(1.0)
     g["d0"].say(failed(Failure.LOST))
     g.clock.advance(0.5)
     routed_at(g, "d1", "p0")
     g.clock.advance(0.25)
-    first, last = WorkerTimes(arrived_s=1.0), WorkerTimes(arrived_s=2.0)
+    first, last = WorkerTimes(arrived_s=1.0, used_s=0.5), WorkerTimes(arrived_s=2.0, used_s=0.25)
     g.say("p0", replace(event(0, attempt=1), times=first))
     g.clock.advance(2.0)
     g.say("d1", replace(event(1, FinishReason.LENGTH, attempt=1), times=last))
@@ -273,6 +273,7 @@ def test_frontend_notes_attempts_tokens_and_the_clocks_of_senders() -> None:
     assert (kept.submitted_s, kept.end, kept.num_tokens) == (51.0, "finished", 2)
     assert (kept.first_token_s, marks.last_token_s) == (51.75, 53.75)
     assert kept.workers == [WorkerMarks("p0", first, PREFILL), WorkerMarks("d1", last, DECODE)]
+    assert g.frontend.worker_us == {"acme": 750_000}
 
 
 def test_cancelled_attempt_gets_its_phases_a_moment_after_its_end() -> None:
@@ -281,13 +282,14 @@ def test_cancelled_attempt_gets_its_phases_a_moment_after_its_end() -> None:
     routed_at(g, "d0")
     g.say("d0", event(0))
     g.frontend.cancel(id_of("r"))
-    times = WorkerTimes(arrived_s=1.0, ended_s=2.0)
+    times = WorkerTimes(arrived_s=1.0, ended_s=2.0, used_s=2.0)
     aborted = replace(event(0, FinishReason.ABORT, token_id=None), times=times)
     g["d0"].received.clear()
     g.say("d0", aborted)
     (attempt,) = marks.attempts
     assert (attempt.end, attempt.workers) == ("cancelled", [WorkerMarks("d0", times, SAME_CLOCK)])
     g.say("d0", aborted)
+    assert g.frontend.worker_us == {"": 2_000_000}
     assert len(attempt.workers) == 1 and not g["d0"].received and not g.frontend.counters["stale_events"]
 
 
