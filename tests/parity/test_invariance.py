@@ -4,13 +4,15 @@ Chunk sizes, page sizes, the company in the batch, prefix hits, preemption at ev
 tensor-parallel ranks are compared with one plain run.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from _pytest.mark import ParameterSet
 
 from baton.engine.scheduler.sequence import PreemptMode
 from baton.request import StepOutput
@@ -31,12 +33,11 @@ SLOW = (
     ),
     *("gemma2", "gemma3", "gpt2", "gpt-oss", "granite", "olmo2", "phi3"),
 )
-NAMES = [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
 DTYPES = [torch.float32, torch.bfloat16]
 
 ASYNC = {"async_scheduling": True}
 NGRAM = {"method": "ngram", "prompt_lookup_min": 1}  # finds something at almost every step
-MODES = pytest.mark.parametrize("scheduler", [{}, ASYNC], ids=["sync", "async"])
+MODES = {"sync": {}, "async": ASYNC}
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "chunk-1": {"scheduler": {"max_num_batched_tokens": 1}},
@@ -70,6 +71,23 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
+def cases(*axes: Iterable[Any], names: Sequence[str] = (*FAST, *SLOW)) -> list[ParameterSet]:
+    """Return every combination of a model, a dtype and values of the axes.
+
+    `make test` runs each combination of values with each model of FAST, in one dtype by turns; `make parity`
+    runs all.
+    """
+    made = []
+    for turn, values in enumerate(product(*axes)):
+        for name, dtype in product(names, DTYPES):
+            is_fast = name in FAST and (FAST.index(name) + DTYPES.index(dtype) + turn) % 2 == 0
+            marks = () if is_fast else pytest.mark.slow
+            made.append(
+                pytest.param(name, dtype, *values, marks=marks, id="-".join(map(str, (name, dtype, *values))))
+            )
+    return made
+
+
 @cache
 def plain(
     directory: Path, quantization: str | None = None
@@ -82,11 +100,9 @@ def essence(outputs: list[list[StepOutput]]) -> list[list[Any]]:
     return [[(output.token_id, output.logprobs) for output in of_one] for of_one in outputs]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "dtype", "setting"), cases(SETTINGS))
 def test_no_setting_changes_a_bit(
-    name: str, setting: str, dtype: torch.dtype, model_directory: Directory
+    name: str, dtype: torch.dtype, setting: str, model_directory: Directory
 ) -> None:
     directory = model_directory(name, dtype)
     greedy, seeded = plain(directory)
@@ -95,11 +111,12 @@ def test_no_setting_changes_a_bit(
         assert essence(run(made, prompts(1), SEEDED)) == essence(seeded)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("setting", ["chunk-1", "chunk-7", "alone", "page-1", "tensor-parallel-2", "ngram"])
-@pytest.mark.parametrize("name", FAST)
+@pytest.mark.parametrize(
+    ("name", "dtype", "setting"),
+    cases(["chunk-1", "chunk-7", "alone", "page-1", "tensor-parallel-2", "ngram"], names=FAST),
+)
 def test_no_setting_changes_a_bit_with_weights_of_8_bits(
-    name: str, setting: str, dtype: torch.dtype, model_directory: Directory
+    name: str, dtype: torch.dtype, setting: str, model_directory: Directory
 ) -> None:
     directory = model_directory(name, dtype)
     greedy, seeded = plain(directory, "int8")
@@ -115,29 +132,21 @@ def test_two_ranks_that_share_a_kv_head_change_no_bit(model_directory: Directory
         assert essence(run(made, prompts(), GREEDY)) == essence(greedy)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("mode", PreemptMode)
-@MODES
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "dtype", "preempt_mode", "mode"), cases(PreemptMode, MODES))
 def test_preemption_changes_no_bit(
-    name: str,
-    scheduler: dict[str, Any],
-    mode: PreemptMode,
-    dtype: torch.dtype,
-    model_directory: Directory,
+    name: str, dtype: torch.dtype, preempt_mode: PreemptMode, mode: str, model_directory: Directory
 ) -> None:
     directory = model_directory(name, dtype)
     greedy, seeded = plain(directory)
     cache_settings = {"host_cache_memory_bytes": 2**22, "page_size": 8, "enable_prefix_caching": False}
-    preempt = PreemptInTurn(mode)
-    with engine(directory, cache=cache_settings, scheduler=scheduler) as made:
+    preempt = PreemptInTurn(preempt_mode)
+    with engine(directory, cache=cache_settings, scheduler=MODES[mode]) as made:
         assert essence(run(made, prompts(), GREEDY, preempt)) == essence(greedy)
         assert essence(run(made, prompts(1), SEEDED, preempt)) == essence(seeded)
     assert preempt.num_preemptions > 100
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "dtype"), cases())
 def test_answer_that_is_cut_anywhere_goes_on_to_the_bit(
     name: str, dtype: torch.dtype, model_directory: Directory
 ) -> None:
@@ -157,15 +166,13 @@ def test_answer_that_is_cut_anywhere_goes_on_to_the_bit(
             assert [of_one[0].index for of_one in rest] == list(cuts)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@MODES
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "dtype", "mode"), cases(MODES))
 def test_prefix_hits_change_no_bit(
-    name: str, scheduler: dict[str, Any], dtype: torch.dtype, model_directory: Directory
+    name: str, dtype: torch.dtype, mode: str, model_directory: Directory
 ) -> None:
     directory = model_directory(name, dtype)
     greedy, _ = plain(directory)
-    with engine(directory, cache={"page_size": 4}, scheduler=scheduler) as made:
+    with engine(directory, cache={"page_size": 4}, scheduler=MODES[mode]) as made:
         run(made, prompts(), GREEDY)
         again = run(made, prompts(), GREEDY)
         longer = [
