@@ -4,6 +4,7 @@ import os
 import signal
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from itertools import product
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -67,43 +68,37 @@ def untimed(read: ReadBody) -> ReadBody:
     return msgspec.structs.replace(read, tokenised_s=0.0)
 
 
-@pytest.mark.parametrize(
-    ("kind", "data"),
-    [
-        ("chat", body(messages=[{"role": "user", "content": LONG}], n=2, stop=["x"], seed=-3)),
-        ("either", body(messages=[{"role": "user", "content": LONG}], unknown=1)),
-        ("completion", body(prompt=[LONG, "short"], echo=True, logit_bias={"5": 1.5})),
-        ("either", body(prompt=[[7] * SMALL_BYTES, [8, 9]], max_tokens=3)),
-        ("detokenize", body(tokens=TOKENIZER.encode(LONG))),
-        ("tokenize", body(prompt=LONG)),
-    ],
-)
+READ: list[tuple[BodyKind, bytes]] = [
+    ("chat", body(messages=[{"role": "user", "content": LONG}], n=2, stop=["x"], seed=-3)),
+    ("either", body(messages=[{"role": "user", "content": LONG}], unknown=1)),
+    ("completion", body(prompt=[LONG, "short"], echo=True, logit_bias={"5": 1.5})),
+    ("either", body(prompt=[[7] * SMALL_BYTES, [8, 9]], max_tokens=3)),
+    ("detokenize", body(tokens=TOKENIZER.encode(LONG))),
+    ("tokenize", body(prompt=LONG)),
+]
+REFUSED = [
+    (body(prompt="a", max_tokens="x" * SMALL_BYTES), "max_tokens", 400),
+    (body(prompt=LONG, model="other"), "does not exist", 404),
+    (body(prompt=[7] * 100_000), "the model takes 100000", 400),
+    (body(prompt=[10**8, *[7] * SMALL_BYTES]), "token id 100000000 is outside the vocabulary of", 400),
+    (b'{"prompt": "' + b"a" * SMALL_BYTES, "not valid JSON", 400),
+    (body(prompt="a" * 2_000_000), "can't fit", 400),
+]
+
+
 @on_loop
-async def test_helper_reads_the_same_as_the_event_loop(kind: BodyKind, data: bytes) -> None:
-    expected = await body_reader().read(kind, data, POLICY)
+async def test_helpers_read_and_refuse_the_same_as_the_event_loop() -> None:
+    here = body_reader()
     async with helped_reader() as work:
-        assert untimed(await work.read(kind, data, POLICY)) == untimed(expected)
-    if kind == "detokenize":
-        assert json.loads(expected.answer or b"") == {"prompt": LONG}
-
-
-@pytest.mark.parametrize(
-    ("data", "message", "status"),
-    [
-        (body(prompt="a", max_tokens="x" * SMALL_BYTES), "max_tokens", 400),
-        (body(prompt=LONG, model="other"), "does not exist", 404),
-        (body(prompt=[7] * 100_000), "the model takes 100000", 400),
-        (body(prompt=[10**8, *[7] * SMALL_BYTES]), "token id 100000000 is outside the vocabulary of", 400),
-        (b'{"prompt": "' + b"a" * SMALL_BYTES, "not valid JSON", 400),
-        (body(prompt="a" * 2_000_000), "can't fit", 400),
-    ],
-)
-@on_loop
-async def test_helper_refuses_the_same_as_the_event_loop(data: bytes, message: str, status: int) -> None:
-    with pytest.raises(ApiError, match=message) as refused:
-        async with helped_reader() as work:
-            await work.read("completion", data, POLICY)
-    assert refused.value.status == status
+        for kind, data in READ:
+            expected = await here.read(kind, data, POLICY)
+            assert untimed(await work.read(kind, data, POLICY)) == untimed(expected), data[:80]
+            if kind == "detokenize":
+                assert json.loads(expected.answer or b"") == {"prompt": LONG}
+        for data, message, status in REFUSED:
+            with pytest.raises(ApiError, match=message) as refused:
+                await work.read("completion", data, POLICY)
+            assert refused.value.status == status
 
 
 def children() -> set[int]:
@@ -126,10 +121,9 @@ async def test_helper_that_died_is_replaced() -> None:
         assert untimed(await work.read("completion", data, POLICY)) == untimed(expected)
 
 
-@pytest.mark.parametrize("kind", ["chat", "tokenize"])
 @on_loop
 async def test_small_chat_with_a_long_text_is_tokenised_by_a_helper(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: BodyKind
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     template = tmp_path / "template.jinja"
     template.write_text("{% for each in messages %}{{ 'the sun ' * 500 }}{{ each.content }}{% endfor %}")
@@ -142,8 +136,9 @@ async def test_small_chat_with_a_long_text_is_tokenised_by_a_helper(
     monkeypatch.setattr(Tokenizer, "encode", recorded)  # of this process, which has the event loop
     work = BodyReader.from_directory(DIRECTORY, TextSettings(chat_template=str(template)))
     here_read = BodyReader(work.reader)
+    kinds: tuple[BodyKind, ...] = ("chat", "tokenize")
     try:
-        for num_messages in (1, 2):
+        for kind, num_messages in product(kinds, (1, 2)):
             data = body(messages=[{"role": "user", "content": "a"}] * num_messages)
             here.clear()
             read = await work.read(kind, data, POLICY)
@@ -277,15 +272,9 @@ def served_model(made: Gateway) -> ServedModel:
     )
 
 
-def policy(made: Gateway) -> ReadPolicy:
-    return ServedModel(
-        name="tiny", bodies=BodyReader(PromptReader(None, None)), service=made.frontend, created_s=0
-    ).read_policy(TENANT)
-
-
 def test_before_the_first_worker_clients_hear_when_to_retry() -> None:
     with pytest.raises(ApiError, match="^no worker has joined yet") as refused:
-        policy(gateway()).check_length(1)
+        served_model(gateway()).read_policy(TENANT).check_length(1)
     headers = dict(refused.value.headers())
     assert (refused.value.status, headers[b"retry-after"], headers[b"x-should-retry"]) == (503, b"2", b"true")
 
