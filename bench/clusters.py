@@ -2,8 +2,10 @@
 
 import asyncio
 import contextlib
+import json
 import re
 import secrets
+import shutil
 import sys
 import time
 from asyncio.subprocess import DEVNULL, PIPE
@@ -17,6 +19,7 @@ import yaml
 
 from baton.bench.processes import HOST
 from baton.cluster.cluster_record import find_record
+from baton.cluster.model_directory import resolve_model
 from baton.cluster.operator_node import Operator, connected
 from baton.cluster.runtimes.base import descendants
 from baton.cluster.runtimes.local import COMMAND, LocalRuntime
@@ -75,6 +78,14 @@ def tenants_yaml(
             "quotas": {"tokens_per_s": 1, "burst_tokens": 1} if name in stopped else {},
         }
     return yaml.safe_dump({"tenants": tenants}, sort_keys=False)
+
+
+def copy_tiny(directory: Path, max_context: int) -> Path:
+    """Copy the model tiny into a new folder, for contexts of so many tokens; return the folder."""
+    shutil.copytree(resolve_model(MODEL), directory)
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"max_position_embeddings": max_context}))
+    return directory
 
 
 class WatchedCluster:

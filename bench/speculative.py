@@ -13,11 +13,11 @@ drafts of a known answer, so many a step as are fastest.
     python -m baton.bench.speculative [--pairs 7]
 """
 
-import json
 import random
 from argparse import Namespace
 from collections.abc import Mapping
 from collections.abc import Sequence as Ordered
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -28,7 +28,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from baton.bench.engine.replica import request_of
+from baton.bench.engine.replica import LLAMA_56M, LlamaShape, request_of
 from baton.bench.report import Report, Row, at_least, at_most, in_turns, option, suite
 from baton.config.engine import engine_config
 from baton.engine.engine import Engine, load_engine
@@ -36,7 +36,7 @@ from baton.engine.scheduler.sequence import Batch, Sequence, SequenceKey
 from baton.request import SamplingParams
 from baton.rpc import process
 
-VOCAB_SIZE: Final = 32_000
+VOCAB_SIZE: Final = LLAMA_56M.vocab_size
 NUM_DRAFTS: Final = 8
 LIMIT_DRAFTS: Final = (1, 2, 4, 8)  # a step, in runs that measure a limit
 BATCHES: Final = {1: 2.0, 8: 1.5, 32: 1.0}  # sequences -> the least gain on work that copies
@@ -53,47 +53,24 @@ NUM_MATCHED: Final = 40  # dimensions of a code that are compared, in pairs that
 SHARPNESS: Final = 60.0  # of attention: the best match gets everything
 
 
-class Shape(NamedTuple):
-    """The sizes of a copying model."""
-
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    forgets: int | None = None  # one token in so many is never said
+TARGET: Final = replace(LLAMA_56M, rope_theta=ROPE_THETA)
+DRAFT: Final = replace(
+    TARGET, hidden_size=256, intermediate_size=256, num_layers=2, num_heads=2, num_kv_heads=2
+)
 
 
-TARGET: Final = Shape(512, 1408, 8, 8, 4)
-DRAFT: Final = Shape(256, 256, 2, 2, 2, forgets=8)
+def write_copying_model(directory: Path, shape: LlamaShape, forgets: int | None = None) -> Path:
+    """Write a model that continues as its context did after the latest token.
 
-
-def write_copying_model(directory: Path, shape: Shape) -> Path:
-    """Write a model that continues as its context did after the latest token."""
-    directory.mkdir(parents=True)
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": shape.hidden_size,
-        "intermediate_size": shape.intermediate_size,
-        "num_hidden_layers": shape.num_layers,
-        "num_attention_heads": shape.num_heads,
-        "num_key_value_heads": shape.num_kv_heads,
-        "head_dim": CODE,
-        "vocab_size": VOCAB_SIZE,
-        "max_position_embeddings": 2048,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": ROPE_THETA,
-        "tie_word_embeddings": False,
-        "dtype": "bfloat16",
-        "eos_token_id": None,
-    }
-    (directory / "config.json").write_text(json.dumps(config))
-    save_file(_copying_weights(shape), directory / "model.safetensors")
+    forgets: one token in so many is never said.
+    """
+    directory.mkdir()
+    shape.write(directory)
+    save_file(_copying_weights(shape, forgets), directory / "model.safetensors")
     return directory
 
 
-def _copying_weights(shape: Shape) -> dict[str, Tensor]:
+def _copying_weights(shape: LlamaShape, forgets: int | None) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(0)
     codes_VC = torch.randint(0, 2, (VOCAB_SIZE, CODE), generator=generator) * 2.0 - 1.0
     hidden, inner = shape.hidden_size, shape.intermediate_size
@@ -105,8 +82,8 @@ def _copying_weights(shape: Shape) -> dict[str, Tensor]:
     embeddings[:, TOKEN : TOKEN + CODE] = codes_VC
     embeddings[:, ONE] = 1.0
     head[:, COPIED : COPIED + CODE] = codes_VC
-    if shape.forgets is not None:
-        head[:: shape.forgets] = 0.0
+    if forgets is not None:
+        head[::forgets] = 0.0
     weights = {"model.embed_tokens.weight": embeddings, "lm_head.weight": head}
     weights["model.norm.weight"] = torch.ones(hidden)
     for layer in range(shape.num_layers):
@@ -336,7 +313,7 @@ def measure(options: Namespace, report: Report) -> None:
     """Compare an engine without drafts with one of each method."""
     with TemporaryDirectory() as folder:
         target = write_copying_model(Path(folder) / "target", TARGET)
-        draft = write_copying_model(Path(folder) / "draft", DRAFT)
+        draft = write_copying_model(Path(folder) / "draft", DRAFT, forgets=8)
 
         def load(speculative: dict[str, Any] | None) -> Engine:
             settings = {"model": str(target), "cache": {"kv_cache_memory_bytes": KV_BYTES}}

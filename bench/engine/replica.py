@@ -37,6 +37,7 @@ class LlamaShape:
     vocab_size: int
     max_positions: int
     initializer_range: float = 0.02  # standard deviation of dummy weights
+    rope_theta: float = 500000.0
 
     def write(self, directory: Path) -> None:
         """Write the config.json of a bf16 model; dummy weights need nothing else."""
@@ -53,7 +54,7 @@ class LlamaShape:
             "max_position_embeddings": self.max_positions,
             "initializer_range": self.initializer_range,
             "rms_norm_eps": 1e-5,
-            "rope_theta": 500000.0,
+            "rope_theta": self.rope_theta,
             "tie_word_embeddings": False,
             "dtype": "bfloat16",
             "bos_token_id": None,
@@ -71,6 +72,16 @@ TOY_LLAMA = LlamaShape(
     head_dim=32,
     vocab_size=512,
     max_positions=1024,
+)
+LLAMA_56M = LlamaShape(
+    hidden_size=512,
+    intermediate_size=1408,
+    num_layers=8,
+    num_heads=8,
+    num_kv_heads=4,
+    head_dim=64,
+    vocab_size=32_000,
+    max_positions=2048,
 )
 
 

@@ -1,13 +1,14 @@
 """The stages of the GPU suite and their order; bench/gpu/__main__.py is the command."""
 
 import contextlib
+import importlib
 import os
 import shutil
 import signal
 import subprocess
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib.metadata import version
@@ -15,6 +16,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Final, Literal, TypeAlias
 
+import msgspec
 import torch
 
 from baton.bench.gpu.kernels import (
@@ -26,9 +28,10 @@ from baton.bench.gpu.kernels import (
     model_seconds,
     timed_seconds,
 )
-from baton.bench.gpu.session import TOY, Session
-from baton.bench.gpu.stage import Record, SizeName, StageBegan, StageEnded, StageRow, append, read
+from baton.bench.gpu.session import FULL, TOY, Figures, Session
+from baton.bench.machine import gpu_state
 from baton.bench.report import Plot, Report, Row, option, suite
+from baton.errors import ConfigError
 from baton.kernels.triton_import import TileKind, TunedDtype, TunedTile, write_tuned
 
 SLOWEST: Final = 4.0  # times its usual time, after which a stage has hung
@@ -37,6 +40,60 @@ TOY_LIMIT_S: Final = 300.0
 LOG_LINES: Final = 40  # of a failed stage's log, in the JSON
 SANITIZER: Final = "compute-sanitizer"
 END_WITH_PARENT: Final = str(Path(__file__).resolve().parents[2] / "cluster" / "end_with_parent.py")
+
+
+SizeName: TypeAlias = Literal["full", "half", "toy"]
+SIZES: Final = {"full": FULL, "half": FULL.halved(), "toy": TOY}
+
+
+class StageBegan(msgspec.Struct, frozen=True, tag="began"):
+    """The start of an attempt. An earlier attempt with equal fields is void."""
+
+    stage: str
+    size: SizeName
+    tool: str = ""  # that the process runs under
+
+
+class StageRow(msgspec.Struct, frozen=True, tag="row"):
+    """One row, and the clocks, power and memory of the GPU just after it was measured."""
+
+    row: Row
+    gpu: dict[str, str | float]
+
+
+class StageFigures(msgspec.Struct, frozen=True, tag="figures"):
+    """The figures that later stages read."""
+
+    figures: Figures
+
+
+class StageEnded(msgspec.Struct, frozen=True, tag="ended"):
+    """The end of an attempt."""
+
+    seconds: float
+    outcome: Literal["done", "failed", "left out"]
+    note: str = ""  # why it failed, or what it lacks
+
+
+Record: TypeAlias = StageBegan | StageRow | StageFigures | StageEnded
+_DECODER: Final = msgspec.json.Decoder(Record)
+
+
+def append(path: Path, record: Record) -> None:
+    """Append a record. The leading newline ends a torn record."""
+    with path.open("ab") as file:
+        file.write(b"\n" + msgspec.json.encode(record))
+
+
+def read(path: Path) -> Iterator[Record]:
+    """Yield the complete records; skip torn lines. ConfigError: the file is another version's."""
+    for line in path.read_bytes().splitlines() if path.exists() else ():
+        try:
+            yield _DECODER.decode(line)
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"{path}: {error}: remove the file, or leave out --resume") from None
+        except msgspec.DecodeError:
+            continue
 
 
 @dataclass(frozen=True)
@@ -144,8 +201,8 @@ class StageRunner:
         append(self.path, began)
         command = [sys.executable, END_WITH_PARENT, str(os.getpid())]
         command += [shutil.which(began.tool) or began.tool] if began.tool else []
-        command += [sys.executable, "-m", "baton.bench.gpu.stage", stage.function, str(self.path)]
-        command += ["--size", began.size, "--device", self._device, "--rival-python", self._rival_python]
+        order = StageOrder(stage.function, str(self.path), began.size, self._device, self._rival_python)
+        command += [sys.executable, "-m", "baton.bench.gpu.suite", msgspec.json.encode(order).decode()]
         began_s, limit_s = monotonic(), stage.limit_s(began.size)
         with self.log(stage).open("a") as log:
             print(f"$ {' '.join(command)}", file=log, flush=True)
@@ -230,6 +287,65 @@ def _rows_of(attempt: Attempt) -> list[tuple[Row, dict[str, str | float]]]:
         met = False if attempt.has_failed else None
         rows.append((Row(began.stage + how, None, "", met=met, note=ended.note), {}))
     return rows
+
+
+# The process of a stage. A CUDA error that no later call survives ends this process alone.
+
+
+class StageOrder(msgspec.Struct, frozen=True):
+    """A stage to run, and the file that its records go to."""
+
+    function: str
+    file: str
+    size: SizeName
+    device: str
+    rival_python: str  # the interpreter that has vLLM
+
+
+def run_stage(order: StageOrder) -> None:
+    """Run the function of a stage and append its records; the caller has appended `StageBegan`."""
+    began_s, path = monotonic(), Path(order.file)
+    session = Session(torch.device(order.device), SIZES[order.size], figures_in(path))
+    session.rival_python = order.rival_python
+
+    def ended(outcome: Literal["done", "failed", "left out"], note: str = "") -> None:
+        append(path, StageEnded(monotonic() - began_s, outcome, note))
+
+    try:
+        with torch.no_grad():
+            for row in function_named(order.function)(session):
+                append(path, StageRow(row, gpu_state(session.device)))
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.startswith("baton"):
+            ended("failed", str(error))
+            raise
+        ended("left out", f"needs {error.name}, which is not installed: see docs/benchmarks.md")
+    except Exception as error:
+        first_line = (str(error).splitlines() or [""])[0]
+        ended("failed", f"{type(error).__name__}: {first_line}")
+        raise
+    else:
+        append(path, StageFigures(session.figures))
+        ended("done")
+
+
+def figures_in(path: Path) -> Figures:
+    """Return the latest figures. Those of an attempt under a tool, which slows everything, do not count."""
+    figures, tool = Figures(), ""
+    for record in read(path):
+        match record:
+            case StageBegan():
+                tool = record.tool
+            case StageFigures() if not tool:
+                figures = record.figures
+    return figures
+
+
+def function_named(name: str) -> Callable[[Session], Iterable[Row]]:
+    """Return the function MODULE:FUNCTION of a stage."""
+    module, _, function = name.partition(":")
+    run: Callable[[Session], Iterable[Row]] = getattr(importlib.import_module(module), function)
+    return run
 
 
 # The table of tuned tiles.
@@ -352,3 +468,7 @@ def measure(options: Namespace, report: Report) -> None:
     if not options.resume:
         runner.path.unlink(missing_ok=True)
     run_stages(STAGES, runner, options.minutes, report, resumes=options.resume)
+
+
+if __name__ == "__main__":
+    run_stage(msgspec.json.decode(sys.argv[1], type=StageOrder))

@@ -1,6 +1,7 @@
 """The dashboard with many workers, in Chromium: frames while it scrolls, first paint, memory, and its cost.
 
     python -m baton.bench.serve.dashboard [--workers 1000]
+    python -m baton.bench.serve.dashboard --pictures docs/images
 
 The gateway is real, its cluster is simulated_cluster.py. Needs Debian's chromium and the package playwright.
 Frames are counted by requestAnimationFrame while the wheel scrolls the list of workers, then the page, in
@@ -16,17 +17,19 @@ from argparse import Namespace
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, nullcontext
 from itertools import pairwise
+from pathlib import Path
 from statistics import mean, median, stdev
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 from urllib.parse import urlsplit
 
 import psutil
 
 from baton.bench.report import Report, at_least, at_most, option, percentile, suite
-from baton.bench.serve.client import Address
+from baton.bench.serve.client import Address, Client
 from baton.bench.serve.load import Hammer, Point
 from baton.bench.serve.overhead import Plane, Target, hosted
 from baton.bench.serve.simulated_cluster import SimulatedCluster, gateway_of, served
+from baton.cluster.cli.http_client import HttpClient
 from baton.errors import ConfigError
 from baton.gateway.metrics.dashboard import EVERY_S, IDLE_EVERY_S
 from baton.gateway.process import GatewayProcess
@@ -128,6 +131,77 @@ def renderer_bytes() -> int:
     return max(sizes, default=0)
 
 
+# The pictures of the dashboard and of `baton top` in docs/images.
+
+SEEN: Final = """(selector) => {
+  const element = document.querySelector(selector);
+  const box = element.getBoundingClientRect();
+  const parts = [...element.querySelectorAll("*")].map((part) => part.getBoundingClientRect().bottom);
+  const bottom = Math.min(Math.max(...parts) + 12, window.innerHeight);
+  return { x: box.x, y: box.y, width: box.width, height: bottom - box.y };
+}"""  # of an element: what of it is seen
+SCHEMES: Final[tuple[Literal["light", "dark"], ...]] = ("light", "dark")
+COLOURS: Final = 160  # of a PNG's palette
+SETTLED_S: Final = 14.0  # the rates of the history's end are over the window by then
+REQUEST: Final = b'{"model": "tiny", "prompt": "a b c d e f g", "max_tokens": %d}'
+
+
+async def draw_pictures(folder: Path) -> None:
+    """Write dashboard-light.png, dashboard-dark.png, dashboard-request.png and top.png."""
+    async with served(SimulatedCluster(4, 8)) as address:
+        url = f"http://{address.host}:{address.port}"
+        for num_tokens in (24, 90, 60, 12, 40):
+            await Client(Address(url)).post("/v1/completions", REQUEST % num_tokens)
+        async with chromium() as browser:
+            pages = {}
+            for scheme in SCHEMES:
+                pages[scheme] = await browser.new_page(
+                    color_scheme=scheme, viewport={"width": 1280, "height": 1150}
+                )
+                await pages[scheme].goto(f"{url}/ui")
+                await pages[scheme].wait_for_selector(LIVE)
+            await asyncio.sleep(SETTLED_S)
+            for scheme, page in pages.items():
+                await page.bring_to_front()
+                await asyncio.sleep(2.0)
+                await _shoot(page, folder / f"dashboard-{scheme}.png")
+            await _open_slowest(pages["light"])
+            await _shoot(pages["light"], folder / "dashboard-request.png", "#details")
+            await _draw_top(browser, url, folder / "top.png")
+
+
+async def _open_slowest(page: "Page") -> None:
+    await page.bring_to_front()
+    await page.keyboard.press("3")
+    await page.locator("#panel-requests tbody th button").first.click()
+    await page.locator("tr.measured").wait_for()
+    await page.evaluate("document.activeElement.blur()")
+
+
+async def _shoot(page: "Page", path: Path, selector: str = "body") -> None:
+    """Write a picture of what is seen of an element, down to its last child, with few colours."""
+    from PIL import Image
+
+    await page.screenshot(path=path, clip=await page.evaluate(SEEN, selector))
+    with Image.open(path) as picture:
+        small = picture.convert("RGB").quantize(COLOURS, dither=Image.Dither.NONE)
+    small.save(path, optimize=True)
+
+
+async def _draw_top(browser: "Browser", url: str, path: Path) -> None:
+    from baton.cluster.cli.commands.top import TopApp
+
+    app = TopApp(HttpClient(url))
+    async with app.run_test(size=(126, 24)) as pilot:
+        while not app.listing.rows:
+            await pilot.pause(0.05)
+        await pilot.press("j", "j")
+        picture = app.export_screenshot(title="baton top")
+    page = await browser.new_page(viewport={"width": 1100, "height": 460})
+    await page.set_content(f"<body style='margin: 0'>{picture}")
+    await _shoot(page, path)
+
+
 @suite(
     "dashboard",
     "The dashboard in Chromium",
@@ -135,8 +209,13 @@ def renderer_bytes() -> int:
     option("--rounds", 40, "under load"),
     option("--tries", 6, "stretches of scrolling"),
     option("--settle", 3.0, "seconds before the first scroll"),
+    option("--pictures", type=Path, metavar="FOLDER", help="only draw the guides' pictures"),
 )
 async def measure(options: Namespace, report: Report) -> None:
+    """Measure the page, then its costs; or draw pictures."""
+    if options.pictures is not None:
+        await draw_pictures(options.pictures)
+        return
     cluster = SimulatedCluster(options.workers // 3, options.workers - options.workers // 3)
     async with served(cluster) as address, chromium() as browser:
         page = await browser.new_page(viewport={"width": 1280, "height": 900})

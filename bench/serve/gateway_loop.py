@@ -4,8 +4,8 @@
 
 A real gateway process with a Qwen-style chat template and a context of 131,072 tokens, a real router, and a
 decode worker that computes nothing. Two tenants: one sends hostile bodies, one after the other and then four
-at a time; the other sends one short chat after another. bench/serve/gateway_loop_host.py watches the loop
-from inside the gateway: a hold is how late a timer of 2 ms was, less the time for which the loop's thread
+at a time; the other sends one short chat after another. bench/serve/stub.py watches the loop from
+inside the gateway: a hold is how late a timer of 2 ms was, less the time for which the loop's thread
 waited for a core.
 """
 
@@ -15,7 +15,6 @@ import json
 import multiprocessing
 import os
 import random
-import shutil
 import socket
 import tempfile
 import time
@@ -28,13 +27,12 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from baton.bench.clusters import tenants_yaml
+from baton.bench.clusters import copy_tiny, tenants_yaml
 from baton.bench.processes import resident_mib
 from baton.bench.report import Report, Row, at_most, option, percentile, suite
 from baton.bench.serve.client import Address, Client
-from baton.bench.serve.gateway_loop_host import FILE_VARIABLE, Held
 from baton.bench.serve.overhead import Plane, stub_cluster
-from baton.cluster.model_directory import resolve_model
+from baton.bench.serve.stub import FILE_VARIABLE, Held
 from baton.config.gateway import GatewayConfig
 from baton.errors import PeerGone
 
@@ -214,17 +212,15 @@ class Gateway(NamedTuple):
 @contextlib.asynccontextmanager
 async def running(folder: Path, step_s: float = 0.0) -> AsyncIterator[Gateway]:
     """Run the gateway before a worker with steps of `step_s`."""
-    directory, held_file, tenants = folder / "qwen-like", folder / "held", folder / "tenants.yaml"
-    directory.mkdir(exist_ok=True)
-    for file in resolve_model("tiny").glob("*.json"):
-        shutil.copy(file, directory)
-    (directory / "chat_template.jinja").write_text(TEMPLATE)
-    config = json.loads((directory / "config.json").read_text())
-    (directory / "config.json").write_text(json.dumps(config | {"max_position_embeddings": CONTEXT_TOKENS}))
+    held_file, tenants = folder / "held", folder / "tenants.yaml"
+    directory = folder / "qwen-like"
+    if not directory.exists():
+        copy_tiny(directory, CONTEXT_TOKENS)
+        (directory / "chat_template.jinja").write_text(TEMPLATE)
     tenants.write_text(tenants_yaml(KEYS))
     os.environ[FILE_VARIABLE] = str(held_file)
     plane = Plane(str(directory), step_s=step_s)
-    async with stub_cluster(plane, "baton.bench.serve.gateway_loop_host", str(tenants)) as cluster:
+    async with stub_cluster(plane, str(tenants)) as cluster:
         hostile, quiet = (Address(cluster.url, key) for key in KEYS.values())
         yield Gateway(hostile, quiet, (await cluster.pids())["gateway-0"], held_file)
 

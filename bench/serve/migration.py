@@ -13,7 +13,6 @@ Then a decode worker flips: it becomes a prefill worker and a decode worker agai
 
 import asyncio
 import json
-import shutil
 import tempfile
 import time
 from argparse import Namespace
@@ -24,10 +23,9 @@ from itertools import pairwise, zip_longest
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from baton.bench.clusters import WatchedCluster, served_cluster
+from baton.bench.clusters import WatchedCluster, copy_tiny, served_cluster
 from baton.bench.report import Report, Row, at_most, option, percentile, suite
 from baton.bench.serve.client import Address, Answer, Connection
-from baton.cluster.model_directory import resolve_model
 from baton.errors import PeerGone
 from baton.messages.workers import WorkerRole
 
@@ -47,15 +45,6 @@ class Moved(NamedTuple):
     quiet_gaps_s: list[float]  # of as many windows of the same length without a move
     itl_s: float
     token_ids: list[int]
-
-
-def model_with_long_contexts(folder: Path) -> Path:
-    """Return a copy of the model tiny that takes MAX_CONTEXT tokens."""
-    directory = folder / "tiny"
-    shutil.copytree(resolve_model("tiny"), directory)
-    config = json.loads((directory / "config.json").read_text())
-    (directory / "config.json").write_text(json.dumps(config | {"max_position_embeddings": MAX_CONTEXT}))
-    return directory
 
 
 def tokens_of(body: bytes) -> list[int]:
@@ -187,7 +176,7 @@ def rows_of(num_tokens: int, moved: Moved, alone: list[int]) -> list[Row]:
 async def measure(options: Namespace, report: Report) -> None:
     """Measure the lengths of context, one after the other."""
     with tempfile.TemporaryDirectory() as folder:
-        model = str(model_with_long_contexts(Path(folder)))
+        model = str(copy_tiny(Path(folder) / "tiny", MAX_CONTEXT))
         names = ("--served-model-name", "tiny")
         async with served_cluster(Path(folder), (*OPTIONS, *names), prefill=1, model=model) as cluster:
             for num_tokens in BARS_MS:

@@ -98,13 +98,8 @@ class Plane(NamedTuple):
         return json.dumps({"model": self.model} | given)
 
 
-def stub_cluster(
-    plane: Plane, program: str = STUB, tenants: str | None = None
-) -> AbstractAsyncContextManager[WatchedCluster]:
-    """Run a router, stub workers and gateways.
-
-    program: the module that runs each process; its argument is the step of the stubs. tenants: a file.
-    """
+def stub_cluster(plane: Plane, tenants: str | None = None) -> AbstractAsyncContextManager[WatchedCluster]:
+    """Run a router, stub workers and gateways. tenants: a file."""
     config = ServeConfig(
         model=plane.model,
         runtime="local",
@@ -117,7 +112,7 @@ def stub_cluster(
         engine=EngineSettings(device="cpu"),
         gateway=GatewaySettings(otlp_traces_endpoint=plane.traces, trace_sample_ratio=plane.trace_ratio),
     )
-    return local_cluster(config, (sys.executable, "-m", program, str(plane.step_s)))
+    return local_cluster(config, (sys.executable, "-m", STUB, str(plane.step_s)))
 
 
 @contextlib.asynccontextmanager

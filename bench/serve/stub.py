@@ -6,10 +6,14 @@ one message a gateway as the real worker does. No pages move, and torch is not i
 
 `python -m baton.bench.serve.stub STEP_S` is a process of a cluster, like `baton.cluster.process`: a worker is
 a stub with at least STEP_S seconds between two tokens of an answer, another process is as it always is.
+
+Where the environment names a file, a gateway records how long its loop was held: a timer is due every TICK_S,
+and a tick that is late by more than REPORTED_S becomes a line of the file.
 """
 
 import asyncio
 import json
+import os
 import secrets
 import sys
 import threading
@@ -22,7 +26,7 @@ import msgspec
 from baton.clock import SystemClock
 from baton.cluster import process
 from baton.cluster.model_directory import resolve_model
-from baton.cluster.runtimes.base import Assignment, ProcessStarted
+from baton.cluster.runtimes.base import Assignment, ProcessMessage, ProcessStarted
 from baton.config.cluster import WorkerConfig
 from baton.errors import ProtocolError
 from baton.messages.bounds import Kind
@@ -245,13 +249,57 @@ async def serve(
     await rpc_server.close()
 
 
+FILE_VARIABLE: Final = "BATON_BENCH_LOOP_FILE"
+TICK_S: Final = 0.002
+REPORTED_S: Final = 0.01
+
+
+class Held(msgspec.Struct, frozen=True, array_like=True):
+    """One late tick."""
+
+    at_s: float  # of the monotonic clock, which all processes of a machine share
+    late_s: float
+    waited_s: float  # for a core since the tick before, as the kernel counts it for the loop's thread
+
+    @property
+    def held_s(self) -> float:
+        return max(0.0, self.late_s - self.waited_s)
+
+
+def record_late_ticks(path: str) -> None:
+    """Write the late ticks of the running loop into a file, from now on."""
+    loop, file = asyncio.get_running_loop(), open(path, "a", encoding="utf-8")  # noqa: SIM115
+    # proc(5): nanoseconds on a core, nanoseconds of waiting for one, times it ran
+    schedule = open("/proc/thread-self/schedstat", "rb", buffering=0)  # noqa: SIM115
+
+    def waited_s() -> float:
+        return int(os.pread(schedule.fileno(), 100, 0).split()[1]) / 1e9
+
+    def tick(due_s: float, before_s: float) -> None:
+        now_s, after_s = monotonic(), waited_s()
+        if now_s - due_s > REPORTED_S:
+            held = Held(now_s, now_s - due_s, after_s - before_s)
+            file.write(msgspec.json.encode(held).decode() + "\n")
+            file.flush()
+        loop.call_later(TICK_S, tick, monotonic() + TICK_S, waited_s())
+
+    tick(monotonic(), waited_s())
+
+
 def run(given: Assignment, ring: KeyRing, stop: threading.Event, tell: process.Tell) -> None:
-    """Run a worker as a stub, and any other process as it is."""
+    """Run a worker as a stub, watch the loop of a gateway if asked to, and run the rest as it is."""
+    file = os.environ.get(FILE_VARIABLE)
+
+    def tell_and_watch(message: ProcessMessage) -> None:
+        if isinstance(message, ProcessStarted) and file is not None:
+            record_late_ticks(file)
+        tell(message)
+
     if given.kind is Kind.WORKER:
         config = msgspec.json.decode(given.config, type=WorkerConfig)
         asyncio.run(serve(config, ring, float(sys.argv[1]), stop, tell))
     else:
-        process.run(given, ring, stop, tell)
+        process.run(given, ring, stop, tell_and_watch if given.kind is Kind.GATEWAY else tell)
 
 
 if __name__ == "__main__":

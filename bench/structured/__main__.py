@@ -22,14 +22,16 @@ from typing import Final
 
 from baton.bench.report import Report, option, suite
 from baton.bench.structured.answers import answer_rows, kill_rows
-from baton.bench.structured.cases import (
+from baton.bench.structured.hostile import hostile_rows
+from baton.bench.structured.masks import (
     VOCAB_SIZES,
+    batch_rows,
     honoured,
+    instance_rows,
+    mask_rows,
     read_cases,
     tokenizer_text,
 )
-from baton.bench.structured.hostile import hostile_rows
-from baton.bench.structured.masks import batch_rows, instance_rows, mask_rows
 
 PARTS: Final = ("instances", "masks", "batch", "answers", "hostile")  # without kills, which take minutes
 

@@ -23,8 +23,7 @@ from typing import Any, Final
 from baton.bench.clusters import MODEL, START_S, WatchedCluster, local_cluster
 from baton.bench.faults.clients import Clients, Question
 from baton.bench.report import Report, Row, at_least, at_most
-from baton.bench.structured.cases import Case
-from baton.bench.structured.masks import BATCH
+from baton.bench.structured.masks import BATCH, Case
 from baton.cluster.model_directory import resolve_model
 from baton.config.cluster import ServeConfig, WorkersConfig
 from baton.config.engine import CacheConfig, EngineSettings, engine_config

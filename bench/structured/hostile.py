@@ -14,7 +14,7 @@ import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 
 from baton.bench.report import Report, Row, at_most, percentile
-from baton.bench.structured.cases import (
+from baton.bench.structured.masks import (
     END_ID,
     PERSON,
     VOCAB_SIZES,

@@ -1,4 +1,4 @@
-"""Masks of instances: which tokens they allow, and what they cost, alone and in a batch of a Llama.
+"""Schemas with instances, tokenizers of a given size, and what masks allow and cost, alone and in a batch.
 
 A token's time is that of its mask and of advancing the grammar, as processor time of the thread. In a batch,
 forms add to the time of a token of a Llama of 56 million parameters, with and without them in turns.
@@ -7,6 +7,7 @@ forms add to the time of a token of a Llama of 56 million parameters, with and w
 import json
 import os
 import random
+import sysconfig
 import tempfile
 import time
 from collections import Counter
@@ -21,16 +22,168 @@ import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 from torch import Tensor
 
-from baton.bench.engine.replica import LlamaShape, request_of
+from baton.bench.engine.replica import LLAMA_56M, request_of
 from baton.bench.report import Plot, Report, Row, at_least, at_most, in_turns, percentile, ranked_shares
-from baton.bench.structured.cases import END_ID, ORDER, PERSON, VOCAB_SIZES, Case, Instance, tokenizer_text
 from baton.config.engine import engine_config
 from baton.engine.engine import Engine, load_engine
 from baton.engine.scheduler.sequence import Row as LogitsRow
+from baton.errors import InvalidRequest
 from baton.kernels.sample import WORD_BITS, num_mask_words
 from baton.request import SamplingParams, StructuredOutputs
 from baton.rpc import process
-from baton.structured_output import grammar_of, parser_limits
+from baton.structured_output import check_form, grammar_of, parser_limits
+
+VOCAB_SIZES: Final = (32_000, 128_000)
+END: Final = "<|end|>"
+END_ID: Final = 0
+
+
+class Instance(NamedTuple):
+    """A value, and whether it fits its schema."""
+
+    is_valid: bool
+    data: Any
+
+
+class Case(NamedTuple):
+    """A schema with instances."""
+
+    name: str
+    schema: Any
+    instances: tuple[Instance, ...]
+
+    @property
+    def form(self) -> StructuredOutputs:
+        """The schema as a form."""
+        return StructuredOutputs(json=json.dumps(self.schema))
+
+
+PERSON: Final[dict[str, Any]] = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "minLength": 1, "maxLength": 24},
+        "age": {"type": "integer", "minimum": 0, "maximum": 130},
+        "tags": {"type": "array", "items": {"enum": ["red", "green", "blue"]}, "maxItems": 3},
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+}
+ORDER: Final[dict[str, Any]] = {
+    "type": "object",
+    "properties": {
+        "id": {"type": "string", "pattern": "^[A-Z]{3}-[0-9]{4}$"},
+        "price": {"type": "number", "minimum": 0},
+        "date": {"type": "string", "format": "date"},
+        "note": {"anyOf": [{"type": "string", "maxLength": 40}, {"type": "null"}]},
+    },
+    "required": ["id", "price", "date"],
+    "additionalProperties": False,
+}
+TREE: Final[dict[str, Any]] = {
+    "$defs": {
+        "node": {
+            "type": "object",
+            "properties": {
+                "value": {"type": "integer"},
+                "children": {"type": "array", "items": {"$ref": "#/$defs/node"}, "maxItems": 2},
+            },
+            "required": ["value"],
+            "additionalProperties": False,
+        }
+    },
+    "$ref": "#/$defs/node",
+}
+
+
+def own_cases() -> list[Case]:
+    """Return schemas as function calls and extractions have them."""
+    person, order = {"name": "Ada", "age": 36, "tags": ["red"]}, {"id": "ABC-1234", "price": 1.5}
+    dated = {**order, "date": "2024-02-29"}
+    tree = {"value": 1, "children": [{"value": -2}, {"value": 3, "children": []}]}
+    return [
+        Case("person", PERSON, (Instance(True, person), Instance(False, {**person, "age": 131}))),
+        Case("order", ORDER, (Instance(True, dated), Instance(False, {**dated, "id": "abc"}))),
+        Case("tree", TREE, (Instance(True, tree), Instance(False, {"value": 1, "children": [{}]}))),
+    ]
+
+
+def read_cases(folder: Path | None) -> list[Case]:
+    """Return the schemas of FOLDER/schemas.jsonl, or the suite's own."""
+    if folder is None:
+        return own_cases()
+    with (folder / "schemas.jsonl").open(encoding="utf-8") as lines:
+        return [
+            Case(
+                found["name"],
+                found["schema"],
+                tuple(Instance(test["valid"], test["data"]) for test in found["tests"]),
+            )
+            for found in map(json.loads, lines)
+        ]
+
+
+def honoured(cases: Iterable[Case]) -> tuple[list[Case], dict[str, str]]:
+    """Return the schemas that are served, and name -> why the others are refused."""
+    kept, refused = list[Case](), dict[str, str]()
+    for case in cases:
+        try:
+            check_form(case.form)
+            kept.append(case)
+        except InvalidRequest as error:
+            refused[case.name] = str(error)
+    return kept, refused
+
+
+def tokenizer_text(vocab_size: int, cache: Path | None = None) -> str:
+    """Return the tokenizer.json of a byte-level BPE; smaller vocabularies are the beginning of the largest.
+
+    cache: the folder where the largest is kept; else the system's folder of temporary files.
+    """
+    largest = max(VOCAB_SIZES)
+    path = (cache or Path(tempfile.gettempdir())) / f"baton-bench-bpe-{largest}-{os.getuid()}.json"
+    if not path.exists():
+        _train(largest, path)
+    tokenizer = json.loads(path.read_text("utf-8"))
+    model, ids = tokenizer["model"], tokenizer["model"]["vocab"]
+    model["vocab"] = {token: id_ for token, id_ in ids.items() if id_ < vocab_size}
+    model["merges"] = [pair for pair in model["merges"] if ids["".join(pair)] < vocab_size]
+    return json.dumps(tokenizer)
+
+
+def _train(vocab_size: int, path: Path) -> None:
+    from tokenizers import Tokenizer as Trained
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    trained = Trained(models.BPE())
+    trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trained.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        max_token_length=24,
+        min_frequency=1,
+        show_progress=False,
+    )
+    trained.train_from_iterator(_training_texts(), trainer)
+    if trained.get_vocab_size() != vocab_size:
+        raise RuntimeError(f"the tokenizer has {trained.get_vocab_size()} tokens of {vocab_size}")
+    fresh = path.with_suffix(f".{os.getpid()}")
+    trained.save(str(fresh))
+    fresh.replace(path)
+
+
+def _training_texts() -> Iterator[str]:
+    """The standard library, and invented words, as it has too few of its own."""
+    library = Path(sysconfig.get_path("stdlib"))
+    for source in sorted(library.rglob("*.py")):
+        if not {"site-packages", "dist-packages"} & set(source.parts):
+            yield source.read_text("utf-8", "replace")
+    rng = random.Random(0)
+    syllables = [a + b + c for a in "bcdfghjklmnprstvwz" for b in "aeiou" for c in ("", "n", "r", "s", "l")]
+    for _ in range(200):
+        yield " ".join("".join(rng.choices(syllables, k=rng.randint(2, 4))) for _ in range(500))
+
 
 MASK_P50_BAR_US: Final = 60.0
 MASK_P99_BAR_US: Final = 1000.0
@@ -208,16 +361,6 @@ NUM_ANSWER_TOKENS: Final = 64
 ITEMS: Final = (  # of arrays of PERSON and of ORDER
     {"name": "Ada Lovelace", "age": 36, "tags": ["red"]},
     {"id": "ABC-1234", "price": 1.5, "date": "2024-02-29"},
-)
-LLAMA_56M: Final = LlamaShape(
-    hidden_size=512,
-    intermediate_size=1408,
-    num_layers=8,
-    num_heads=8,
-    num_kv_heads=4,
-    head_dim=64,
-    vocab_size=min(VOCAB_SIZES),
-    max_positions=2048,
 )
 
 

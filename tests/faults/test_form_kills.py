@@ -7,7 +7,7 @@ import pytest
 
 from baton.bench.report import Report
 from baton.bench.structured.answers import VICTIMS, form_questions, run_with_kills
-from baton.bench.structured.cases import own_cases
+from baton.bench.structured.masks import own_cases
 from tests.event_loop import on_loop
 
 NUM_QUESTIONS: Final = 60

@@ -8,9 +8,16 @@ from llguidance import LLTokenizer
 
 from baton.bench.report import Report
 from baton.bench.structured.answers import error_of, sampled_answers
-from baton.bench.structured.cases import Case, Instance, honoured, own_cases, read_cases
 from baton.bench.structured.hostile import check_hostile, hostile_forms
-from baton.bench.structured.masks import BATCH, follow_instances
+from baton.bench.structured.masks import (
+    BATCH,
+    Case,
+    Instance,
+    follow_instances,
+    honoured,
+    own_cases,
+    read_cases,
+)
 from baton.cluster.model_directory import resolve_model
 from baton.gateway.api.form_checker import FormChecker
 from baton.gateway.text.tokenizer import Tokenizer

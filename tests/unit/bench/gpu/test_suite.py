@@ -26,16 +26,19 @@ from baton.bench.gpu.session import (
     require_close,
     require_equal,
 )
-from baton.bench.gpu.stage import (
+from baton.bench.gpu.suite import (
+    STAGES,
     SizeName,
     StageBegan,
     StageFigures,
     StageRow,
+    StageRunner,
     append,
+    choose_tiles,
     figures_in,
     function_named,
+    run_stages,
 )
-from baton.bench.gpu.suite import STAGES, StageRunner, choose_tiles, run_stages
 from baton.bench.machine import Call
 from baton.bench.report import RESULTS, Report, Row
 from baton.errors import ConfigError
